@@ -1,0 +1,51 @@
+# Needs only Python (>= 3.12, found through uv) and, the first time, a package index. Nothing is installed outside this directory.
+#   make train                      trains the default on the embedded corpus; make train ARGS="precision=bf16 train.steps=200"
+#   make test                       all tests; make lint: style and types; make env: only the environment
+
+VENV   := .venv
+PYTHON := $(VENV)/bin/python
+# A uv on the PATH is used as it is; otherwise one is installed into .tools, by any Python with pip.
+UV     := $(or $(shell command -v uv 2>/dev/null),.tools/uv/bin/uv)
+ARGS   ?=
+
+# Byte-compiled packages import in half the time. The lock gives every version and hash; pyproject.toml says which are wanted.
+INSTALL = UV_COMPILE_BYTECODE=1 $(UV) pip install --quiet --python $(VENV) --constraint requirements.lock -r pyproject.toml
+
+.PHONY: train test lint env lock clean
+
+train: $(VENV)/.base
+	@$(PYTHON) -m trainer $(ARGS)
+
+env: $(VENV)/.base
+
+test: $(VENV)/.test
+	@$(PYTHON) -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+
+.tools/uv/bin/uv:
+	@echo "installing uv into .tools"
+	@python3 -m venv .tools/uv && .tools/uv/bin/python -m pip install --quiet uv
+
+$(VENV)/bin/python: .python-version | $(filter .tools/uv/bin/uv,$(UV))
+	@test -x $@ || $(UV) venv --quiet --python "$$(cat .python-version)" $(VENV)
+
+$(VENV)/.base: pyproject.toml requirements.lock | $(VENV)/bin/python
+	@echo "installing into $(VENV)"
+	@$(INSTALL)
+	@touch $@
+
+# What compiling for a GPU without one needs comes with the tests.
+$(VENV)/.test: $(VENV)/.base
+	@echo "installing the tests' packages into $(VENV)"
+	@$(INSTALL) --extra dev --extra plan
+	@touch $@
+
+lock: | $(filter .tools/uv/bin/uv,$(UV))
+	$(UV) pip compile --universal --generate-hashes --no-emit-index-url --python-version 3.12 --all-extras pyproject.toml -o requirements.lock
+
+clean:
+	rm -rf $(VENV) .tools .pytest_cache .ruff_cache .mypy_cache

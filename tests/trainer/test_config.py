@@ -1,0 +1,127 @@
+"""Wrong keys, values, combinations: one line with what was found and what is valid, exit code 2, nothing left behind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from trainer.__main__ import CONFIGS, wrong_key
+from trainer.config import Config, from_tree, to_tree, validate
+from trainer.errors import UserError
+
+
+def load(*overrides: str) -> Config:
+    with initialize_config_dir(CONFIGS, version_base=None):
+        tree = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
+    tree.pop("experiment", None)
+    config = from_tree(Config, tree)
+    validate(config)
+    return config
+
+
+def command_line(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    root = Path(CONFIGS).parent
+    return subprocess.run(
+        [sys.executable, "-m", "trainer", *args],
+        cwd=cwd,
+        env={"PYTHONPATH": str(root), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_defaults_are_valid_and_survive_a_round_trip():
+    config = load()
+    assert from_tree(Config, to_tree(config)) == config
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *(f"model=gpt2_{size}" for size in ("nano", "124m", "350m", "774m", "1558m")),
+        *(f"optimizer={name}" for name in ("adamw", "lion", "adafactor", "sgd", "muon")),
+        *(f"schedule={name}" for name in ("cosine", "wsd", "linear", "constant")),
+        *(f"tracker={name}" for name in ("wandb", "jsonl", "none")),
+        "precision=bf16",
+        "model.mlp=swiglu",
+    ],
+)
+def test_every_choice_of_every_group_is_valid(choice):
+    load(choice, "train.batch_tokens=8192")
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("+model.n_haed=3", ["model.n_haed", "did you mean 'n_head'", "n_layer"]),
+        ("train.steps=abc", ["train.steps", "'abc'", "whole number"]),
+        ("train.steps=1.5", ["train.steps", "1.5", "whole number"]),
+        ("train.steps=0", ["train.steps=0", "at least 1"]),
+        ("dry_run=3", ["dry_run=3", "true or false"]),
+        ("model.mlp=gelo", ["model.mlp='gelo'", "did you mean 'gelu'"]),
+        ("model.n_head=3", ["model.d_model=", "model.n_head=3"]),
+        ("train.batch_tokens=1000", ["train.batch_tokens=1000", "model.context", "nearest valid"]),
+        ("train.accum=7", ["train.batch_tokens", "train.accum", "7"]),
+        ("data=text", ["data.paths"]),
+        ("data=hf", ["data.name"]),
+        ("data=prepared", ["data.prepared_dir"]),
+        ("data.paths=x", ["data.paths='x'", "list"]),
+        ("profile.steps=[5]", ["profile.steps=[5]", "[first,last]"]),
+        ("profile.steps=[5,100000]", ["profile.steps", "within 1.."]),
+        ("optimizer.b2=1.0", ["optimizer.b2=1.0", "[0, 1)"]),
+        ("parallel.data=0", ["parallel.data=0", "-1"]),
+        ("data.val_fraction=0", ["data.val_fraction=0", "validation"]),
+        ("model.n_layer=null", ["model.n_layer=None", "whole number"]),
+    ],
+)
+def test_bad_values_are_refused_with_what_is_valid(override, names):
+    with pytest.raises(UserError) as error:
+        load(override)
+    message = str(error.value)
+    assert "\n" not in message
+    for name in names:
+        assert name in message, message
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("modle.n_layer", ["unknown key modle.n_layer", "did you mean 'model'"]),
+        ("model.n_haed", ["did you mean 'n_head'"]),
+        ("model.n_layer.x", ["model.n_layer has no keys"]),
+    ],
+)
+def test_a_wrong_key_names_the_nearest_valid_one(key, names):
+    for name in names:
+        assert name in wrong_key(key)
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["model.n_haed=3"], ["unknown key model.n_haed", "did you mean 'n_head'"]),
+        (["+model.n_haed=3"], ["unknown key model.n_haed", "did you mean 'n_head'"]),
+        (["model=gpt3"], ["model/gpt3", "gpt2_124m"]),
+        (["train.steps=0"], ["train.steps=0"]),
+        (["train.steps"], ["train.steps", "EQUAL"]),
+        (["run_dir=/proc/none"], ["/proc/none", "run_dir"]),
+        (["--multirun", "train.steps=0,-1"], ["train.steps=0", "train.steps=-1"]),
+    ],
+)
+def test_the_command_line_answers_bad_input_with_one_line_and_exit_code_2(args, names, tmp_path):
+    done = command_line(*args, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert all(line.startswith("error: ") for line in done.stderr.splitlines())
+    for name in names:
+        assert name in done.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "multirun.yaml"]
+
+
+def test_cfg_job_prints_the_resolved_config_and_resume_has_a_short_form(tmp_path):
+    done = command_line("--cfg", "job", "resume=none", "model=gpt2_124m", "run_dir=a", cwd=tmp_path)
+    tree = OmegaConf.create(done.stdout)
+    assert (tree.resume.source, tree.model.d_model, tree.run_dir) == ("none", 768, "a")

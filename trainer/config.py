@@ -1,0 +1,315 @@
+"""The schema of the configuration: frozen dataclasses without defaults (the YAML files of `configs/` hold those).
+
+`from_tree` turns a composed dictionary into a `Config` or says in one line which key is wrong, what was found and what
+is valid; `validate` refuses combinations that cannot run. Both run before anything is built.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    n_layer: int
+    n_head: int
+    d_model: int
+    context: int
+    vocab_size: int | None
+    mlp: Literal["gelu", "swiglu"]
+    d_mlp: int | None
+    dropout: float
+    scan_layers: bool
+    remat: str
+
+
+@dataclass(frozen=True)
+class Data:
+    source: Literal["embedded", "text", "hf", "prepared"]
+    tokenizer: str | None
+    cache_dir: str
+    workers: int | None
+    document_mask: bool
+    prefetch: int
+    val_fraction: float
+    paths: tuple[str, ...]
+    format: Literal["text", "jsonl", "parquet"]
+    column: str
+    name: str | None
+    config: str | None
+    split: str
+    revision: str | None
+    streaming: bool
+    max_documents: int | None
+    prepared_dir: str | None
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    name: Literal["adamw", "lion", "adafactor", "sgd", "muon"]
+    lr: float
+    b1: float
+    b2: float
+    eps: float
+    momentum: float
+    weight_decay: float
+    clip_norm: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    name: Literal["cosine", "wsd", "linear", "constant"]
+    warmup_fraction: float
+    min_ratio: float
+    decay_fraction: float
+
+
+@dataclass(frozen=True)
+class Precision:
+    name: str
+    compute: Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    data: int
+    distributed: bool
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    every: int
+    keep: int
+    keep_best: bool
+
+
+@dataclass(frozen=True)
+class Tracker:
+    kind: Literal["wandb", "jsonl", "none"]
+    project: str
+    entity: str | None
+    group: str | None
+    name: str | None
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Resume:
+    source: str
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: int
+    batch_tokens: int
+    accum: int
+    log_every: int
+    eval_every: int
+    eval_batches: int
+    final_eval_batches: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    every: int
+    prompt: str
+    max_new: int
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+@dataclass(frozen=True)
+class Watchdog:
+    max_skips: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    steps: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Config:
+    model: Model
+    data: Data
+    optimizer: Optimizer
+    schedule: Schedule
+    precision: Precision
+    parallel: Parallel
+    checkpoint: Checkpoint
+    tracker: Tracker
+    resume: Resume
+    train: Train
+    sample: Sample
+    watchdog: Watchdog
+    profile: Profile
+    seed: int
+    run_dir: str
+    init_from: str | None
+    dry_run: bool
+    compile_cache: str | None
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences per optimiser step, over all devices and micro-batches."""
+        return self.train.batch_tokens // self.model.context
+
+
+def nearest(name: str, valid: Sequence[str]) -> str:
+    """`did you mean 'x'? ` when something close exists, then the valid names."""
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Valid: {', '.join(sorted(valid))}"
+
+
+def from_tree(cls: type, tree: Any, path: str = "") -> Any:
+    """The dataclass `cls` from nested mappings. UserError names the key, what was found and what is valid."""
+    if not isinstance(tree, Mapping):
+        raise UserError(f"{path}: expected a group of keys, found {tree!r}")
+    hints = typing.get_type_hints(cls)
+    prefix = f"{path}." if path else ""
+    for key in tree:
+        if key not in hints:
+            raise UserError(f"unknown key {prefix}{key}; {nearest(str(key), list(hints))}")
+    missing = [f"{prefix}{key}" for key in hints if key not in tree]
+    if missing:
+        raise UserError(f"missing key {', '.join(missing)}; choose the group again or give it a value")
+    return cls(**{key: _convert(hint, tree[key], f"{prefix}{key}") for key, hint in hints.items()})
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """Nested plain dictionaries (JSON and YAML types only), the inverse of `from_tree`."""
+    return _plain(dataclasses.asdict(config))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return from_tree(typing.cast(type, hint), value, path)
+    if origin in (types.UnionType, typing.Union):  # X | None
+        return None if value is None else _convert(args[0], value, path)
+    if origin is Literal:
+        if value not in args:
+            raise UserError(f"{path}={value!r} is not a choice; {nearest(str(value), list(args))}")
+        return value
+    if origin is tuple:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise UserError(f"{path}={value!r}: expected a list of {args[0].__name__}, such as {path}=[a,b]")
+        return tuple(_convert(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if type(value) is not hint:
+        raise UserError(f"{path}={value!r}: expected {_kind(hint)}, found {_kind(type(value))}")
+    return value
+
+
+def _kind(hint: Any) -> str:
+    names: dict[Any, str] = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "nothing (null)",
+    }
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)
+
+
+def validate(c: Config) -> None:
+    """Refuse what cannot run, as far as the configuration alone can tell; `build` checks devices and tokenizer."""
+    for path, value, least in (
+        ("model.n_layer", c.model.n_layer, 1),
+        ("model.n_head", c.model.n_head, 1),
+        ("model.d_model", c.model.d_model, 1),
+        ("model.context", c.model.context, 1),
+        ("model.vocab_size", c.model.vocab_size, 1),
+        ("model.d_mlp", c.model.d_mlp, 1),
+        ("data.workers", c.data.workers, 1),
+        ("data.prefetch", c.data.prefetch, 1),
+        ("data.max_documents", c.data.max_documents, 1),
+        ("train.steps", c.train.steps, 1),
+        ("train.batch_tokens", c.train.batch_tokens, 1),
+        ("train.accum", c.train.accum, 1),
+        ("train.log_every", c.train.log_every, 1),
+        ("train.eval_every", c.train.eval_every, 0),
+        ("train.eval_batches", c.train.eval_batches, 1),
+        ("train.final_eval_batches", c.train.final_eval_batches, 1),
+        ("sample.every", c.sample.every, 0),
+        ("sample.max_new", c.sample.max_new, 0),
+        ("sample.temperature", c.sample.temperature, 0),
+        ("sample.top_k", c.sample.top_k, 0),
+        ("checkpoint.every", c.checkpoint.every, 0),
+        ("checkpoint.keep", c.checkpoint.keep, 1),
+        ("watchdog.max_skips", c.watchdog.max_skips, 1),
+        ("optimizer.lr", c.optimizer.lr, 0),
+        ("optimizer.eps", c.optimizer.eps, 0),
+        ("optimizer.weight_decay", c.optimizer.weight_decay, 0),
+        ("optimizer.clip_norm", c.optimizer.clip_norm, 0),
+        ("seed", c.seed, 0),
+    ):
+        _require(value is None or value >= least, f"{path}={value}: expected at least {least}")
+    for path, share in (
+        ("optimizer.b1", c.optimizer.b1),
+        ("optimizer.b2", c.optimizer.b2),
+        ("optimizer.momentum", c.optimizer.momentum),
+        ("model.dropout", c.model.dropout),
+        ("data.val_fraction", c.data.val_fraction),
+    ):
+        _require(0 <= share < 1, f"{path}={share}: expected a number in [0, 1)")
+    for path, share in (
+        ("schedule.warmup_fraction", c.schedule.warmup_fraction),
+        ("schedule.min_ratio", c.schedule.min_ratio),
+        ("schedule.decay_fraction", c.schedule.decay_fraction),
+        ("sample.top_p", c.sample.top_p),
+    ):
+        _require(0 <= share <= 1, f"{path}={share}: expected a number in [0, 1]")
+    _require(
+        c.data.val_fraction > 0, "data.val_fraction=0: a validation part is needed; give it a small share, such as 0.01"
+    )
+    _require(
+        c.model.d_model % c.model.n_head == 0,
+        f"model.d_model={c.model.d_model} is not a multiple of model.n_head={c.model.n_head}",
+    )
+    tokens = c.model.context * c.train.accum
+    _require(
+        c.train.batch_tokens % tokens == 0,
+        f"train.batch_tokens={c.train.batch_tokens} is not a multiple of model.context x train.accum = "
+        f"{c.model.context} x {c.train.accum} = {tokens}; "
+        f"nearest valid: {max(1, round(c.train.batch_tokens / tokens)) * tokens}",
+    )
+    _require(
+        c.parallel.data == -1 or c.parallel.data >= 1,
+        f"parallel.data={c.parallel.data}: expected a number of devices, or -1 for all",
+    )
+    _require(c.data.source != "text" or bool(c.data.paths), "data=text needs data.paths=[FILE,...]")
+    _require(c.data.source != "hf" or bool(c.data.name), "data=hf needs data.name=ORGANISATION/DATASET")
+    _require(
+        c.data.source != "prepared" or bool(c.data.prepared_dir), "data=prepared needs data.prepared_dir=DIRECTORY"
+    )
+    _require(
+        c.data.source == "prepared" or bool(c.data.tokenizer),
+        "data.tokenizer is null; valid: byte, gpt2, cl100k_base, a file",
+    )
+    if c.profile.steps is not None:
+        ok = len(c.profile.steps) == 2 and 1 <= c.profile.steps[0] <= c.profile.steps[1] <= c.train.steps
+        _require(ok, f"profile.steps={list(c.profile.steps)}: expected [first,last] within 1..{c.train.steps}")

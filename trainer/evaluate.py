@@ -1,0 +1,35 @@
+"""Validation on a fixed set of batches: loss, perplexity, bits per byte."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from trainer.step import LossFn, Tokens
+
+EvalFn = Callable[[Any, Tokens], jax.Array]
+
+
+def make_eval_step(loss_fn: LossFn) -> EvalFn:
+    """`(params, batch) -> mean loss` in nats per token, without dropout."""
+
+    def eval_step(params: Any, batch: Tokens) -> jax.Array:
+        segments = None if batch.segments_AxBxT1 is None else batch.segments_AxBxT1[0]
+        return loss_fn(params, batch.tokens_AxBxT1[0], segments, None)
+
+    return eval_step
+
+
+def evaluate(eval_step: EvalFn, params: Any, batches: Iterable[Tokens], bytes_per_token: float) -> dict[str, float]:
+    """Means over equally large batches, under the names of the dashboard.
+
+    Perplexity is e^loss; bits per byte is loss / ln 2 / bytes_per_token, which compares runs with different tokenizers.
+    """
+    losses = jax.device_get([eval_step(params, batch) for batch in batches])
+    loss = math.fsum(float(x) for x in losses) / len(losses)
+    return {
+        "val/loss": loss,
+        "val/perplexity": math.exp(min(loss, 700.0)),
+        "val/bits_per_byte": loss / math.log(2) / bytes_per_token,
+    }

@@ -1,0 +1,49 @@
+"""Devices: the mesh, the shardings, arrays from host batches, and the start of a multi-process run."""
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from trainer.errors import UserError
+from trainer.step import Tokens
+
+
+def start_processes() -> None:
+    """Join the other processes of this run, found through Slurm, Kubernetes, Open MPI or JAX's own variables."""
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"parallel.distributed=true, but the processes could not be joined: {str(error).splitlines()[0]}; "
+            "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or run under Slurm"
+        ) from error
+
+
+def make_mesh(data: int) -> Mesh:
+    """A mesh with the axis `data` over `data` devices, or over all of them (-1)."""
+    found = jax.device_count()
+    if data > found:
+        raise UserError(f"parallel.data={data}, but there are {found} devices; valid: 1 to {found}, or -1 for all")
+    size = found if data == -1 else data
+    return jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device holds the whole array."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """For [A, B, T+1]: each device holds its share of B."""
+    return NamedSharding(mesh, PartitionSpec(None, "data"))
+
+
+def place_batch(tokens_BxT1: np.ndarray, segments_BxT1: np.ndarray | None, *, accum: int, mesh: Mesh) -> Tokens:
+    """The global arrays [accum, B / accum, T+1] of a step; each process copies only the rows of its own devices."""
+    sharding = batch_sharding(mesh)
+
+    def place(rows: np.ndarray) -> jax.Array:
+        micro = rows.reshape(accum, -1, rows.shape[-1])
+        return jax.make_array_from_callback(micro.shape, sharding, lambda index: micro[index])
+
+    return Tokens(place(tokens_BxT1), None if segments_BxT1 is None else place(segments_BxT1))
