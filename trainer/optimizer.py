@@ -19,7 +19,7 @@ Params = Any
 
 def is_matrix(path: tuple[Any, ...], leaf: jax.Array) -> bool:
     """Whether weight decay applies: kernels and embedding tables, not biases or gains (stacked over layers or not)."""
-    return str(getattr(path[-1], "key", path[-1])) in ("kernel", "embedding")
+    return path[-1].key in ("kernel", "embedding")
 
 
 def matrix_mask(params: Params) -> Params:
@@ -27,13 +27,13 @@ def matrix_mask(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def _hidden_matrix_labels(params: Params) -> Params:
-    """Muon's partition: matrices inside the blocks by Muon, embeddings and vectors by Adam."""
+def hidden_matrices(params: Params) -> Params:
+    """Muon's share: the kernels, over their last two axes, any leading ones being layers. None: by Adam instead."""
 
-    def label(path: tuple[Any, ...], leaf: jax.Array) -> str:
-        return "muon" if str(getattr(path[-1], "key", path[-1])) == "kernel" else "adam"
+    def axes(path: tuple[Any, ...], leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+        return optax.contrib.MuonDimensionNumbers(-2, -1) if path[-1].key == "kernel" else None
 
-    return jax.tree_util.tree_map_with_path(label, params)
+    return jax.tree_util.tree_map_with_path(axes, params)
 
 
 def make_optimizer(
@@ -43,7 +43,7 @@ def make_optimizer(
 
     Args:
       name: adamw, lion, adafactor, sgd or muon.
-      b1, b2, eps: of adamw and lion (and of muon's Adam part).
+      b1, b2, eps: of adamw and lion; b1 and b2 also of the part of the parameters that muon leaves to Adam.
       momentum: of sgd and muon.
       weight_decay: decoupled, on matrices only.
       clip_norm: the gradient's global L2 norm is scaled down to this; 0 leaves it alone.
@@ -59,14 +59,15 @@ def make_optimizer(
         case "sgd":
             core = optax.chain(optax.trace(momentum), decay, optax.scale(-1.0))
         case "muon":
+            # An update's RMS is 0.2, as AdamW's: one learning rate serves both parts (arXiv 2502.16982, section 2.2).
             core = optax.contrib.muon(
                 1.0,
                 beta=momentum,
                 weight_decay=weight_decay,
-                weight_decay_mask=matrix_mask,
                 adam_b1=b1,
                 adam_b2=b2,
-                muon_weight_dimension_numbers=None,
+                muon_weight_dimension_numbers=hidden_matrices,
+                consistent_rms=0.2,
             )
         case _:
             raise UserError(f"optimizer.name={name!r} is not a choice; valid: adamw, lion, adafactor, sgd, muon")
