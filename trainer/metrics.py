@@ -1,0 +1,99 @@
+"""Figures about the run itself: throughput, utilisation, memory. Losses and norms come from the step.
+
+Tokens are counted over all devices and micro-batches; utilisation is of all devices together.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+GIB = 2**30
+
+
+class Throughput:
+    """Speed since the last row, from the host's clock at moments when the device is known to have finished a step.
+
+    Args:
+      tokens_per_step: global: sequences x context, over all devices and micro-batches.
+      flops_per_token: forward and backward, of the whole model (`flops.flops_per_token`).
+      peak_flops: of one device in the compute dtype, per second; None when unknown (a CPU): no utilisation then.
+      devices: how many share a step.
+      clock: seconds; for tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens_per_step: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+        devices: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self.devices = devices
+        self._clock = clock
+        self._since: float | None = None
+        self._paused = 0.0
+        self._waited = 0.0
+        self._steps = 0
+
+    def waited(self, seconds: float) -> None:
+        """Count time spent waiting for the next batch."""
+        self._waited += seconds
+
+    def finished(self, steps: int = 1) -> None:
+        """Count a step when its metrics have arrived. The first only starts the clock: it includes the compilation."""
+        if self._since is None:
+            self._restart()
+        else:
+            self._steps += steps
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that is no training: validation, saving, sampling."""
+        self._paused += seconds
+
+    def row(self) -> dict[str, float]:
+        """`perf/*` since the last row; empty before a second step has finished. `perf/mfu`: if the peak is known."""
+        if self._since is None or not self._steps:
+            return {}
+        seconds = self._clock() - self._since - self._paused
+        tokens_per_s = self._steps * self.tokens_per_step / seconds
+        row = {
+            "perf/tokens_per_s": tokens_per_s,
+            "perf/step_ms": 1e3 * seconds / self._steps,
+            "perf/data_ms": 1e3 * self._waited / self._steps,
+        }
+        if self.peak_flops is not None:
+            row["perf/mfu"] = mfu(tokens_per_s, self.flops_per_token, self.peak_flops, self.devices)
+        self._restart()
+        return row
+
+    def _restart(self) -> None:
+        self._since, self._steps, self._waited, self._paused = self._clock(), 0, 0.0, 0.0
+
+
+def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float, devices: int) -> float:
+    """Model FLOPs utilisation, a share of 1: the model's FLOPs per second over what `devices` devices could do at most.
+
+    Recomputation under remat is not counted as useful (Chowdhery et al. 2022, PaLM, appendix B).
+    """
+    return tokens_per_s * flops_per_token / (peak_flops * devices)
+
+
+def memory(devices: Sequence[jax.Device] | None = None) -> dict[str, float]:
+    """GiB. `memory/device_peak_gib`: the most any of this process's accelerators ever held; `memory/host_peak_gib`: the
+    resident set of this process at its largest, the only figure on a CPU, which reports no device memory of its own.
+    """
+    stats = [device.memory_stats() for device in (jax.local_devices() if devices is None else devices)]
+    peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
+    row = {"memory/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
+    if peaks:
+        row["memory/device_peak_gib"] = max(peaks) / GIB
+    return row
