@@ -1,0 +1,93 @@
+"""Analytic FLOPs of a training step and the peak rate of devices: the two halves of model FLOPs utilisation (MFU).
+
+    MFU = tokens per second * flops_per_token / (devices * peak_flops)
+
+Model FLOPs are counted, not executed ones: recomputation and vocabulary padding do not raise MFU.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from trainer.model import GPT2Spec
+
+
+def forward_flops_per_token(spec: GPT2Spec) -> int:
+    """FLOPs of one token's forward pass at the full context T; a multiply-add counts 2.
+
+    Matmuls with weights: 2 L (4 D^2 + m D F) with m = 2 (gelu) or 3 (swiglu); attention's scores and weighted sum:
+    4 L T D; tied head: 2 D V without padding. Element-wise work, norms and the embedding's look-up are not counted.
+
+    Causal convention: attention counts all T positions although the mask hides half of them on average, as in PaLM
+    (Chowdhery et al. 2022, appendix B) and most published MFUs. It is 13% of the 124M model at T = 1024.
+    """
+    D, F = spec.d_model, spec.mlp_width
+    mlp_matrices = {"gelu": 2, "swiglu": 3}[spec.mlp]
+    weights = spec.n_layer * (4 * D * D + mlp_matrices * D * F)
+    scores = 4 * spec.n_layer * spec.context * D
+    return 2 * weights + scores + 2 * D * spec.vocab_size
+
+
+def flops_per_token(spec: GPT2Spec) -> int:
+    """FLOPs of one token's training step: the backward pass costs two forward passes, so 3 of them in all."""
+    return 3 * forward_flops_per_token(spec)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense matmul peak of one JAX device in TFLOP/s, by operand width; None: not supported, or not published."""
+
+    fp32: float | None = None
+    half: float | None = None
+    fp8: float | None = None
+
+
+# By the beginning of `jax.Device.device_kind`; the first match holds, so the particular stands before the general. The
+# makers' figures, without sparsity, at FP32 accumulation. On NVIDIA, fp32 means TF32 where it exists: it is what
+# XLA's default precision runs. On TPU, a device is a core up to v3 and from v7 on, and a chip between.
+PEAKS: tuple[tuple[str, Peak], ...] = (
+    ("NVIDIA GB200", Peak(1250, 2500, 5000)),
+    ("NVIDIA B200", Peak(1125, 2250, 4500)),
+    ("NVIDIA GH200", Peak(494.7, 989.4, 1978.9)),
+    ("NVIDIA H200 NVL", Peak(417.5, 835.5, 1671)),
+    ("NVIDIA H200", Peak(494.7, 989.4, 1978.9)),
+    ("NVIDIA H100 PCIe", Peak(378, 756, 1513)),
+    ("NVIDIA H100 NVL", Peak(417.5, 835.5, 1671)),
+    ("NVIDIA H100", Peak(494.7, 989.4, 1978.9)),
+    ("NVIDIA A100", Peak(156, 312)),
+    ("NVIDIA A10G", Peak(35, 70)),
+    ("NVIDIA A10", Peak(62.5, 125)),
+    ("NVIDIA L40S", Peak(183, 362, 733)),
+    ("NVIDIA L4", Peak(60, 121, 242)),
+    ("NVIDIA GeForce RTX 5090", Peak(104.8, 209.5, 419)),
+    ("NVIDIA GeForce RTX 4090", Peak(82.6, 165.2, 330.3)),
+    ("NVIDIA GeForce RTX 3090", Peak(35.6, 71)),
+    ("Tesla V100", Peak(15.7, 125)),
+    ("Tesla T4", Peak(8.1, 65)),
+    ("TPU v2", Peak(None, 22.5)),
+    ("TPU v3", Peak(None, 61.5)),
+    ("TPU v4", Peak(None, 275)),
+    ("TPU v5 lite", Peak(None, 197)),
+    ("TPU v5", Peak(None, 459)),
+    ("TPU v6 lite", Peak(None, 918)),
+    ("TPU7x", Peak(None, 1153.5, 2307)),
+)
+
+
+def peak_flops(device_kind: str, dtype: DTypeLike) -> float | None:
+    """Dense peak of one device in FLOP/s for matmuls of `dtype`; None where not known (CPUs, parts of a GPU).
+
+    Args:
+      device_kind: `jax.devices()[0].device_kind`.
+      dtype: of the operands: 4, 2 or 1 bytes wide.
+    """
+    if " MIG " in device_kind:
+        return None
+    field = {4: "fp32", 2: "half", 1: "fp8"}[jnp.dtype(dtype).itemsize]
+    for name, peak in PEAKS:
+        # A whole word: "NVIDIA L4" is not the beginning of "NVIDIA L40".
+        if device_kind == name or device_kind.startswith((f"{name} ", f"{name}-")):
+            tera = getattr(peak, field)
+            return None if tera is None else tera * 1e12
+    return None
