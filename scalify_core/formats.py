@@ -1,0 +1,254 @@
+"""Floating-point formats: limits, saturating casts, simulated and stochastic rounding, powers of two.
+
+Rules that hold for every rounding in this module:
+
+- A *finite* value beyond the largest finite number of the format saturates (JAX's own casts give NaN or infinity).
+- What is not finite stays not finite, so that a watchdog still sees it: NaN stays NaN; an infinity stays one where
+  the format has infinities (FP16, BF16, E5M2) and becomes NaN where it has none (E4M3).
+- Subnormals of the format are kept, and rounded on their own coarser grid.
+- Everything that decides a bit is integer arithmetic on the FP32 bit pattern: no compiler may remove it (floating
+  point conversions there and back are removed on GPU), and a flush-to-zero mode of the device does not change it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_SIGN, _MAGNITUDE, _INFINITY = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
+_FRACTION, _HIDDEN = np.uint32(0x007FFFFF), np.uint32(0x00800000)
+_NAN = np.uint32(0x7FC00000)
+_ABOVE_SQRT2 = float(np.nextafter(np.float32(math.sqrt(2.0)), np.float32(2)))  # FP32(sqrt(2)) lies below sqrt(2)
+MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT = -126, 126
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatFormat:
+    """A binary format with a sign bit, `exponent_bits` and `mantissa_bits`, and IEEE-like subnormals.
+
+    With `infinities` the all-ones exponent is reserved for infinities and NaNs, as in IEEE 754. Without, every bit
+    pattern is a number except S.1111.111, which is NaN: the 8-bit E4M3 of hardware and of the OCP standard
+    (float8_e4m3fn, max 448). `dtype` is the native NumPy/JAX dtype, None where the format can only be simulated.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    infinities: bool = True
+    dtype: np.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless FP32 holds every value of the format."""
+        if not (2 <= self.exponent_bits <= 8 and 1 <= self.mantissa_bits <= 23):
+            raise ValueError(f"{self}: a format has 2 to 8 exponent bits and 1 to 23 mantissa bits")
+
+    def __str__(self) -> str:
+        return f"e{self.exponent_bits}m{self.mantissa_bits}"
+
+    @classmethod
+    def parse(cls, name: str) -> FloatFormat:
+        """The format called "e4m3", "E5M2", "e3m4", "fp16", "bf16" or "fp32"; "e4m3" is the one without infinities.
+
+        Raises:
+            ValueError: any other name, or a format that FP32 cannot hold.
+        """
+        if name.lower() in _ALIASES:
+            return _ALIASES[name.lower()]
+        match = re.fullmatch(r"e(\d+)m(\d+)", name.lower())
+        if match is None:
+            raise ValueError(f"unknown float format {name!r}: give eXmY, as in e4m3, or one of {sorted(_ALIASES)}")
+        fmt = cls(int(match[1]), int(match[2]))
+        return next((known for known in _NATIVE if str(known) == str(fmt)), fmt)
+
+    @classmethod
+    def of(cls, dtype: Any) -> FloatFormat:
+        """The format of a native dtype. Raises ValueError for one that no constant of this module has."""
+        for known in _NATIVE:
+            if known.dtype == jnp.dtype(dtype):
+                return known
+        raise ValueError(f"{jnp.dtype(dtype)} has no FloatFormat: known are {[str(f.dtype) for f in _NATIVE]}")
+
+    @property
+    def bias(self) -> int:
+        """Exponent bias."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def max(self) -> float:
+        """Largest finite number."""
+        if self.infinities:
+            return 2.0**self.bias * (2 - self.epsilon)
+        return 2.0 ** (self.bias + 1) * (2 - 2 * self.epsilon)
+
+    @property
+    def min_normal(self) -> float:
+        """Smallest positive normal number."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def min_subnormal(self) -> float:
+        """Smallest positive number."""
+        return self.min_normal * self.epsilon
+
+    @property
+    def epsilon(self) -> float:
+        """Distance from 1 to the next number; a rounding to nearest errs by at most half of it, relatively."""
+        return 2.0**-self.mantissa_bits
+
+    def cast(self, x: jax.typing.ArrayLike) -> jax.Array:
+        """`x` in the native dtype: round to nearest, ties to even, saturating (see the module's rules).
+
+        Raises:
+            ValueError: the format has no native dtype; `quantise` simulates it.
+        """
+        # FP32 first: 65504 is not a BF16 number, so a limit in the operand's own dtype may round past the maximum.
+        x = jnp.asarray(x).astype(jnp.float32)
+        magnitude, limit = jnp.abs(x), np.float32(self.max)
+        # Selects, not clip: min and max flush FP32 subnormals on CPU, and BF16 has such numbers.
+        y = jnp.where(magnitude > limit, jnp.where(x < 0, -limit, limit), x)
+        y = jnp.where(magnitude == np.inf, x if self.infinities else np.float32(np.nan), y)
+        return y.astype(self._native())
+
+    def quantise(self, x: jax.typing.ArrayLike) -> jax.Array:
+        """`x` rounded to the nearest number of the format (ties to even, saturating), as FP32: simulates any format."""
+        return self._round(jnp.asarray(x).astype(jnp.float32), None)
+
+    def stochastic_round(self, x: jax.typing.ArrayLike, bits: jax.Array) -> jax.Array:
+        """`x` rounded to one of its two neighbours in the format, the nearer the likelier; saturating.
+
+        `bits` holds 16 random bits per element (uint16, shape of `x`): from `counter_bits`, or
+        `jax.random.bits(key, x.shape, jnp.uint16)`. The expectation is `x` up to 2^-17 of the distance of the two
+        neighbours, exactly `x` where the FP32 value has at most 16 bits below that distance (so FP32 to FP16 is
+        exact); a number of the format is always returned as it is. Result: the native dtype, else FP32.
+
+        Raises:
+            ValueError: `bits` is not uint16 of the shape of `x`.
+        """
+        x = jnp.asarray(x).astype(jnp.float32)
+        if bits.dtype != jnp.uint16 or bits.shape != x.shape:
+            raise ValueError(f"bits: found {bits.dtype}{list(bits.shape)}, expected uint16{list(x.shape)}")
+        y = self._round(x, bits.astype(jnp.uint32))
+        return y if self.dtype is None else y.astype(self.dtype)
+
+    def _native(self) -> np.dtype:
+        if self.dtype is None:
+            raise ValueError(f"{self} has no native dtype: use quantise, which simulates it in float32")
+        return self.dtype
+
+    def _round(self, x: jax.Array, random: jax.Array | None) -> jax.Array:
+        """Round FP32 `x`: significand + offset, cut below the format's last place. `random`: uint32 below 2^16."""
+        u32 = jnp.uint32
+        bits = lax.bitcast_convert_type(x, u32)
+        magnitude = bits & _MAGNITUDE
+        # An FP32 subnormal has exponent field 1 and no hidden bit.
+        exponent = jnp.maximum(magnitude >> 23, u32(1))
+        significand = (magnitude & _FRACTION) | jnp.where(magnitude >= _HIDDEN, _HIDDEN, u32(0))
+        min_exponent = u32(128 - self.bias)
+        shift = u32(23 - self.mantissa_bits) + jnp.where(exponent < min_exponent, min_exponent - exponent, u32(0))
+        # Far below the smallest number, drop bits first: the cut is then always within the word, at most 24 places.
+        excess = jnp.where(shift > 24, jnp.minimum(shift - 24, u32(25)), u32(0))
+        exponent = exponent + jnp.where(shift > 24, shift - 24, u32(0))
+        significand, shift = significand >> excess, jnp.minimum(shift, u32(24))
+        if random is None:
+            odd = (significand >> shift) & 1
+            offset = jnp.where(shift > 0, (u32(1) << shift >> 1) - 1 + odd, u32(0))
+        else:
+            # Random bits are centred when fewer than the bits to be cut, else the fraction would be biased down.
+            spare = jnp.where(shift > 16, shift - 16, u32(0))
+            offset = (random << spare >> jnp.where(shift < 16, 16 - shift, u32(0))) + (u32(1) << spare >> 1)
+        cut = (significand + offset) >> shift << shift
+        rounded = jnp.where(cut == 0, u32(0), ((exponent - 1) << 23) + cut)
+        rounded = jnp.minimum(rounded, np.float32(self.max).view(np.uint32))
+        special = magnitude if self.infinities else _NAN
+        rounded = jnp.where(magnitude >= _INFINITY, special, rounded)
+        return lax.bitcast_convert_type(rounded | (bits & _SIGN), jnp.float32)
+
+
+E4M3 = FloatFormat(4, 3, infinities=False, dtype=np.dtype(jnp.float8_e4m3fn))
+E5M2 = FloatFormat(5, 2, dtype=np.dtype(jnp.float8_e5m2))
+FP16 = FloatFormat(5, 10, dtype=np.dtype(jnp.float16))
+BF16 = FloatFormat(8, 7, dtype=np.dtype(jnp.bfloat16))
+FP32 = FloatFormat(8, 23, dtype=np.dtype(jnp.float32))
+_NATIVE = (E4M3, E5M2, FP16, BF16, FP32)
+_ALIASES = {"fp16": FP16, "float16": FP16, "bf16": BF16, "bfloat16": BF16, "fp32": FP32, "float32": FP32}
+
+
+def counter_bits(shape: tuple[int, ...], seed: Any, step: Any, leaf: Any) -> jax.Array:
+    """16 random bits per element (uint16): a hash of (seed, step, leaf, index of the element) and of nothing else.
+
+    The same whatever the sharding and the order of evaluation; no key to carry or store. The counters are integers
+    or integer arrays of one element; `leaf` tells the arrays of a tree apart. Inside shard_map, where the index of
+    an element is the local one, let the shard's number take part in `leaf`.
+
+    Raises:
+        ValueError: 2^32 elements or more, which a 32-bit index cannot number.
+    """
+    if math.prod(shape) >= 2**32:
+        raise ValueError(f"counter_bits: {shape} has 2^32 elements or more; split the array")
+    u32 = jnp.uint32
+    words = []
+    for word in (0x9E3779B9, 0x85EBCA6B):
+        key = u32(word)
+        for counter in (seed, step, leaf):
+            key = _mix(key ^ jnp.asarray(counter).astype(u32)) + u32(word)
+        words.append(key)
+    index = jnp.zeros(shape, u32)
+    for axis in range(len(shape)):
+        index = index + lax.broadcasted_iota(u32, shape, axis) * u32(math.prod(shape[axis + 1 :]) % 2**32)
+    # Two rounds, with a key word before each: with one, two steps would draw shifted copies of one sequence.
+    return (_mix(_mix(index ^ words[0]) + words[1]) >> 16).astype(jnp.uint16)
+
+
+def _mix(h: jax.Array) -> jax.Array:
+    """A bijection of 32-bit words with full avalanche (the finaliser of MurmurHash3)."""
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def pow2_floor(x: Any) -> Any:
+    """The largest power of two that is at most `x` > 0, kept within the scales' range [2^-126, 2^126].
+
+    A Python or NumPy number gives a Python float (a static scale), an array gives FP32. Zero gives 2^-126, infinity
+    2^126, NaN NaN; the sign is ignored. Exact: read off the exponent bits.
+    """
+    return _pow2(x, up_from=2.0)
+
+
+def pow2_round(x: Any) -> Any:
+    """The power of two nearest to `x` > 0 on a logarithmic scale, kept within [2^-126, 2^126]; else as `pow2_floor`.
+
+    x / pow2_round(x) lies in [sqrt(1/2), sqrt(2)]: errors of either sign cost the same number of octaves. The border
+    sqrt(2) is no binary number, so there are no ties. (Nearest in value would put the border at 1.5.)
+    """
+    return _pow2(x, up_from=_ABOVE_SQRT2)
+
+
+def _pow2(x: Any, up_from: float) -> Any:
+    """2^floor(log2 x), one octave more where the significand in [1, 2) is at least `up_from` (an FP32 number)."""
+    if isinstance(x, (int, float, np.number)):
+        return _pow2_number(float(x), up_from)
+    x = jnp.asarray(x, jnp.float32)
+    border = np.float32(up_from).view(np.uint32) - np.float32(1).view(np.uint32)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) & _MAGNITUDE
+    raised = (bits + (_HIDDEN - border)) & _INFINITY
+    low, high = (np.float32(2.0**e).view(np.uint32) for e in (MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT))
+    power = jnp.clip(raised, low, high)
+    return lax.bitcast_convert_type(jnp.where(bits > _INFINITY, bits, power), jnp.float32)
+
+
+def _pow2_number(x: float, up_from: float) -> float:
+    """The same for a Python number."""
+    if math.isnan(x):
+        return x
+    if x == 0 or math.isinf(x):
+        return 2.0 ** (MIN_SCALE_EXPONENT if x == 0 else MAX_SCALE_EXPONENT)
+    significand, exponent = math.frexp(abs(x))
+    exponent += (2 * significand >= up_from) - 1
+    return 2.0 ** min(max(exponent, MIN_SCALE_EXPONENT), MAX_SCALE_EXPONENT)

@@ -1,0 +1,241 @@
+"""formats.py against ml_dtypes and against an oracle that searches all numbers of a format in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from scalify_core.formats import BF16, E4M3, E5M2, FP16, FP32, FloatFormat, counter_bits, pow2_floor, pow2_round
+
+NATIVE = [E4M3, E5M2, FP16, BF16]
+SIMULATED = [FloatFormat.parse(name) for name in ("e2m1", "e2m3", "e3m2", "e3m4", "e4m2", "e5m7", "e6m9", "e8m3")]
+quiet_nan = functools.partial(np.nan_to_num, nan=np.nan, posinf=np.inf, neginf=-np.inf)  # signalling NaNs warn
+EVERY_16_BITS = {
+    "fp16": quiet_nan(np.arange(2**16, dtype=np.uint16).view(np.float16)).astype(np.float32),
+    "bf16": quiet_nan((np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)),
+}
+
+
+@functools.cache
+def values(fmt: FloatFormat) -> np.ndarray:
+    """All non-negative finite numbers of a format, from their definition, as float64, sorted."""
+    fields = 2**fmt.exponent_bits - (1 if fmt.infinities else 0)
+    fraction = np.arange(2**fmt.mantissa_bits) / 2**fmt.mantissa_bits
+    bias = 2 ** (fmt.exponent_bits - 1) - 1
+    rows = [fraction * 2.0 ** (1 - bias)] + [(1 + fraction) * 2.0 ** (e - bias) for e in range(1, fields)]
+    table = np.concatenate(rows)
+    return table if fmt.infinities else table[:-1]
+
+
+def oracle(fmt: FloatFormat, x: np.ndarray) -> np.ndarray:
+    """Nearest number by search; a tie goes to the even position in the table (its lowest mantissa bit is 0)."""
+    table, magnitude = values(fmt), np.minimum(np.abs(x).astype(np.float64), values(fmt)[-1])
+    above = np.minimum(np.searchsorted(table, magnitude), len(table) - 1)
+    below = np.maximum(above - 1, 0)
+    up, down = table[above] - magnitude, magnitude - table[below]
+    pick = np.where((up < down) | ((up == down) & (above % 2 == 0)) | (up == 0), above, below)
+    special = np.abs(x) if fmt.infinities else np.full_like(x, np.nan)
+    return np.copysign(np.where(np.isfinite(x), table[pick], special), x)
+
+
+def near_ties(fmt: FloatFormat) -> np.ndarray:
+    """FP32 numbers at, just above and just below the middle of neighbours, of both signs."""
+    table = values(fmt)
+    middle = ((table[1:] + table[:-1]) / 2).astype(np.float32)
+    near = np.concatenate([np.nextafter(middle, np.float32(s)) for s in (0, np.inf)] + [middle])
+    return np.concatenate([near, -near])
+
+
+def assert_same(found, expected) -> None:
+    """Equal numbers, zeros of equal sign, NaN where NaN. Bitwise comparison, for CPUs flush subnormals in ==."""
+    found, expected = np.asarray(found, np.float32), np.asarray(expected, np.float32)
+    assert np.array_equal(np.isnan(found), np.isnan(expected))
+    number = ~np.isnan(expected)
+    np.testing.assert_array_equal(found[number].view(np.uint32), expected[number].view(np.uint32))
+
+
+@pytest.mark.parametrize("source", EVERY_16_BITS)
+@pytest.mark.parametrize("fmt", NATIVE, ids=str)
+def test_cast_is_exact_for_every_16_bit_pattern(fmt, source):
+    x = EVERY_16_BITS[source]
+    found = jax.jit(fmt.cast)(jnp.asarray(x))
+    assert found.dtype == fmt.dtype
+    assert_same(found, oracle(fmt, x))
+    inside = np.abs(x) <= fmt.max
+    assert_same(np.asarray(found)[inside], x[inside].astype(fmt.dtype))
+
+
+@pytest.mark.parametrize("source", EVERY_16_BITS)
+@pytest.mark.parametrize("fmt", NATIVE + SIMULATED, ids=str)
+def test_quantise_is_exact_for_every_16_bit_pattern(fmt, source):
+    x = EVERY_16_BITS[source]
+    assert_same(jax.jit(fmt.quantise)(jnp.asarray(x)), oracle(fmt, x))
+
+
+@pytest.mark.parametrize("fmt", NATIVE + SIMULATED, ids=str)
+def test_fp32_numbers_around_ties_round_to_nearest_even(fmt):
+    x = near_ties(fmt)
+    assert_same(fmt.quantise(x), oracle(fmt, x))
+    if fmt.dtype is not None:
+        assert_same(fmt.cast(x), oracle(fmt, x))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_operands_saturate_at_the_formats_own_maximum(dtype):
+    # In BF16 the limit 65504 would round to 65536, which FP16 cannot hold.
+    x = jnp.asarray([6e4, -6.5e4], dtype) * 1.5 if dtype == jnp.bfloat16 else jnp.asarray([65504, -65504], dtype)
+    np.testing.assert_array_equal(np.asarray(FP16.cast(x), np.float32), [65504, -65504])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("e4m3", ml_dtypes.float8_e4m3fn),
+        ("e5m2", ml_dtypes.float8_e5m2),
+        ("e3m4", ml_dtypes.float8_e3m4),
+        ("e5m10", np.float16),
+        ("bf16", ml_dtypes.bfloat16),
+    ],
+)
+def test_limits_are_those_of_ml_dtypes(name, dtype):
+    fmt, info = FloatFormat.parse(name), ml_dtypes.finfo(dtype)
+    assert (fmt.max, fmt.min_normal, fmt.min_subnormal, fmt.epsilon) == (
+        float(info.max),
+        float(info.smallest_normal),
+        float(info.smallest_subnormal),
+        float(info.eps),
+    )
+
+
+def test_names_give_the_native_formats_and_unknown_names_are_refused():
+    assert FloatFormat.parse("E5M10") is FP16
+    assert FloatFormat.parse("e8m7") is BF16
+    assert FloatFormat.parse("fp32") is FP32
+    assert FloatFormat.parse("e4m3").dtype == jnp.float8_e4m3fn
+    assert FloatFormat.parse("e3m4").dtype is None
+    assert FloatFormat.of(jnp.float8_e5m2) is E5M2
+    for wrong in ("int8", "e9m2", "e4m24", "m3e4", ""):
+        with pytest.raises(ValueError, match="format"):
+            FloatFormat.parse(wrong)
+    with pytest.raises(ValueError, match="FloatFormat"):
+        FloatFormat.of(jnp.int32)
+    with pytest.raises(ValueError, match="quantise"):
+        FloatFormat.parse("e3m4").cast(1.0)
+
+
+@pytest.mark.parametrize("fmt", [*NATIVE, FloatFormat.parse("e3m2")], ids=str)
+def test_stochastic_rounding_returns_numbers_of_the_format_unchanged(fmt):
+    x = np.concatenate([values(fmt), -values(fmt)]).astype(np.float32)
+    for draw in (0, 1, 2**15, 2**16 - 1):
+        assert_same(fmt.stochastic_round(x, jnp.full(x.shape, draw, jnp.uint16)), x)
+
+
+@pytest.mark.parametrize("fmt", NATIVE, ids=str)
+def test_stochastic_rounding_is_unbiased_over_all_draws(fmt):
+    """The mean over the 2^16 possible draws is x, up to 2^-17 of the distance between its neighbours."""
+    rng = np.random.default_rng(0)
+    exponent = np.concatenate([np.full(6, np.log2(fmt.min_subnormal) + 1.5), rng.uniform(-8, 8, 10)])
+    x = (2.0**exponent * rng.uniform(1, 2, 16) * rng.choice([-1, 1], 16)).astype(np.float32)
+    draws = jnp.arange(2**16, dtype=jnp.uint16)
+    rounded = jax.jit(jax.vmap(fmt.stochastic_round, in_axes=(None, 0)))(x, jnp.tile(draws[:, None], (1, 16)))
+    rounded = np.asarray(rounded).astype(np.float64)
+    above = np.minimum(np.searchsorted(values(fmt), np.abs(x.astype(np.float64))), len(values(fmt)) - 1)
+    low, high = values(fmt)[above - 1], values(fmt)[above]
+    assert np.all((np.abs(rounded) == low) | (np.abs(rounded) == high))
+    np.testing.assert_array_less(np.abs(rounded.mean(0) - x), (high - low) * 2.0**-17 * (1 + 1e-9))
+
+
+def test_stochastic_rounding_from_fp32_to_fp16_is_exactly_unbiased():
+    x = np.float32(1) + np.float32(2**-23) * np.arange(1, 2**13, 97, dtype=np.float32)
+    draws = jnp.tile(jnp.arange(2**16, dtype=jnp.uint16)[:, None], (1, len(x)))
+    rounded = jax.vmap(FP16.stochastic_round, in_axes=(None, 0))(x, draws)
+    np.testing.assert_array_equal(np.asarray(rounded, np.float64).mean(0), x.astype(np.float64))
+
+
+@pytest.mark.parametrize("fmt", NATIVE, ids=str)
+def test_stochastic_rounding_saturates_and_keeps_what_is_not_finite(fmt):
+    x = np.array([fmt.max * (1 + fmt.epsilon / 4), -3e38, np.inf, -np.inf, np.nan], np.float32)
+    expected = [fmt.max, -fmt.max, np.inf, -np.inf, np.nan] if fmt.infinities else [fmt.max, -fmt.max] + [np.nan] * 3
+    x[1] = np.float32(-3.4028235e38)
+    assert_same(np.abs(fmt.stochastic_round(x, jnp.full(5, 2**16 - 1, jnp.uint16))), np.abs(expected))
+
+
+def test_stochastic_rounding_refuses_bits_of_another_shape_or_type():
+    for bits in (jnp.zeros(3, jnp.uint16), jnp.zeros(4, jnp.uint32)):
+        with pytest.raises(ValueError, match="uint16"):
+            FP16.stochastic_round(jnp.ones(4), bits)
+
+
+def test_counter_bits_are_the_same_on_any_sharding_and_differ_by_every_counter():
+    shape = (64, 48)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P("data", None))
+    base = np.asarray(counter_bits(shape, 1, 2, 3))
+    sharded = jax.jit(counter_bits, static_argnums=0, out_shardings=sharding)(shape, 1, jnp.int32(2), 3)
+    np.testing.assert_array_equal(base, sharded)
+    np.testing.assert_array_equal(base.reshape(-1), counter_bits((64 * 48,), 1, 2, 3))
+    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (3, 2, 1)):
+        assert np.mean(base == np.asarray(counter_bits(shape, *other))) < 0.01
+
+
+def test_counter_bits_look_uniform_and_independent():
+    n = 2**18
+    draws = [np.asarray(counter_bits((n,), 0, step, leaf)).astype(np.int64) for step, leaf in ((0, 0), (1, 0), (0, 1))]
+    for sample in draws:
+        counts = np.bincount(sample >> 8, minlength=256)
+        chi2 = np.sum((counts - n / 256) ** 2 / (n / 256))
+        assert abs(chi2 - 255) < 6 * np.sqrt(2 * 255)  # six standard deviations of chi squared, 255 degrees
+        bit_means = ((sample[:, None] >> np.arange(16)) & 1).mean(0)
+        assert np.all(np.abs(bit_means - 0.5) < 6 * 0.5 / np.sqrt(n))
+    unit = [(d - d.mean()) / d.std() for d in draws]
+    pairs = [(unit[0], unit[1]), (unit[0], unit[2]), (unit[0][1:], unit[0][:-1]), (unit[0][7:], unit[1][:-7])]
+    for a, b in pairs:
+        assert abs(np.mean(a * b)) < 6 / np.sqrt(n)
+
+
+def test_counter_bits_refuse_an_array_they_cannot_number():
+    with pytest.raises(ValueError, match="2\\^32"):
+        jax.eval_shape(lambda: counter_bits((2**16, 2**16), 0, 0, 0))
+
+
+@pytest.mark.parametrize("exponent", [-126, -100, -1, 0, 1, 13, 126])
+def test_powers_of_two_round_at_the_binary_border_and_at_the_square_root_of_two(exponent):
+    one, border = np.float32(2.0**exponent), np.float32(2.0**exponent) * np.float32(np.sqrt(2.0))
+    top = np.nextafter(one * 2, np.float32(0)) if exponent < 126 else one
+    above = np.nextafter(border, np.float32(np.inf)) if exponent < 126 else one
+    for convert in (float, jnp.float32):
+        assert float(pow2_floor(convert(one))) == one
+        assert float(pow2_floor(convert(top))) == one
+        assert float(pow2_round(convert(border))) == one  # FP32's nearest number to sqrt(2) lies below it
+        assert float(pow2_round(convert(above))) == (one * 2 if exponent < 126 else one)
+        assert float(pow2_round(convert(top))) == (one * 2 if exponent < 126 else one)
+
+
+def test_powers_of_two_agree_between_numbers_and_arrays_over_all_exponents():
+    rng = np.random.default_rng(0)
+    x = (2.0 ** rng.uniform(-149, 127.9, 5000)).astype(np.float32)
+    for function in (pow2_floor, pow2_round):
+        found = np.asarray(jax.jit(function)(x))
+        np.testing.assert_array_equal(found, [function(v) for v in x])
+        assert np.all(np.frexp(found)[0] == 0.5)
+        assert found.min() == 2.0**-126
+        assert found.max() == 2.0**126
+
+
+@pytest.mark.parametrize("function", [pow2_floor, pow2_round])
+@pytest.mark.parametrize("convert", [float, jnp.float32])
+def test_powers_of_two_of_zero_infinity_and_nan_are_defined(function, convert):
+    assert float(function(convert(0))) == 2.0**-126
+    assert float(function(convert(np.inf))) == 2.0**126
+    assert np.isnan(float(function(convert(np.nan))))
+    assert float(function(convert(-8.0))) == 8
+    assert isinstance(function(3), float)
+
+
+def test_rounding_is_not_removed_by_the_compiler():
+    text = jax.jit(FloatFormat.parse("e3m4").quantise).lower(jnp.ones(4)).compile().as_text()
+    assert "reduce-precision" not in text
+    assert "shift" in text
