@@ -1,0 +1,99 @@
+"""The two files a run writes its results to: metrics.jsonl (rows) and samples.txt, and how to read and shorten them.
+
+Both only grow, in order of steps, by one write a record; shortening is one truncation. So a kill leaves whole records,
+but for a torn last one when the machine or the disk gave up in the middle of a write.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.errors import UserError
+
+
+class Sample(NamedTuple):
+    """A text from after `step` steps, under a name such as `sample`."""
+
+    step: int
+    name: str
+    text: str
+
+
+def encode_row(step: int, row: Mapping[str, Any]) -> bytes:
+    """A line of metrics.jsonl. JSON has no NaN and no infinities: they become text, which `float` reads back."""
+    return (
+        json.dumps({"step": step} | {k: _finite_or_text(v) for k, v in row.items()}, allow_nan=False).encode() + b"\n"
+    )
+
+
+def _finite_or_text(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; none when there is no file.
+
+    A torn last line is left out. Raises UserError for a damaged line before that.
+    """
+    return [row for row, _ in _rows(path)]
+
+
+def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each whole row, and the byte where it ends."""
+    end, lines = 0, path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is nothing, or torn
+        try:
+            row = json.loads(line)
+            whole = isinstance(row["step"], int)
+        except (ValueError, TypeError, KeyError):
+            whole = False
+        if not whole:
+            raise UserError(f"{path}:{number} is not a row of metrics; move the file away, or choose another run_dir")
+        end += len(line) + 1
+        yield row, end
+
+
+def cut_rows(path: Path, start: int) -> int:
+    """Shorten a metrics.jsonl to the rows of steps <= `start`. The last step that is left; -1: none."""
+    last, size = -1, 0
+    for row, end in _rows(path):
+        if row["step"] > start:
+            break
+        last, size = row["step"], end
+    _truncate(path, size)
+    return last
+
+
+SAMPLE = re.compile(rb'^step (\d+) \| (".*")\n((?:  .*\n)*)', re.MULTILINE)
+
+
+def encode_sample(sample: Sample) -> bytes:
+    """A heading, then the text, each line indented by two spaces, so that no text can look like a heading."""
+    body = "".join(f"  {line}\n" for line in sample.text.split("\n"))
+    return f"step {sample.step} | {json.dumps(sample.name, ensure_ascii=False)}\n{body}".encode()
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples of a samples.txt; none when there is no file."""
+    found = SAMPLE.finditer(path.read_bytes()) if path.exists() else iter(())
+    return [
+        Sample(int(m[1]), json.loads(m[2]), "\n".join(line[2:] for line in m[3].decode().split("\n")[:-1]))
+        for m in found
+    ]
+
+
+def cut_samples(path: Path, start: int) -> None:
+    """Shorten a samples.txt to the samples of steps <= `start`."""
+    ends = [m.end() for m in SAMPLE.finditer(path.read_bytes()) if int(m[1]) <= start] if path.exists() else []
+    _truncate(path, max(ends, default=0))
+
+
+def _truncate(path: Path, size: int) -> None:
+    if path.exists() and path.stat().st_size > size:
+        os.truncate(path, size)

@@ -1,0 +1,386 @@
+"""Where rows, events and samples go: metrics.jsonl and samples.txt in the run directory, and W&B.
+
+Exactly once, over any number of kills and resumes:
+- A run that resumes after n steps cuts what its files say of later steps and produces it again, with the same values.
+  Every row of a step <= n is there, because the loop calls `flush` before it saves checkpoint n.
+- W&B keeps its own files, of which a kill loses the last block (32 KiB), and takes no step twice. So on resume we look
+  up the last step W&B holds, send what it lacks from our files, and from then on skip the steps it has.
+"""
+
+import json
+import logging
+import netrc
+import os
+import re
+import struct
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from io import FileIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from trainer.errors import UserError
+from trainer.records import Sample, cut_rows, cut_samples, encode_row, encode_sample, read_rows, read_samples
+
+Row = Mapping[str, float | int | str]
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker:
+    """Takes everything and keeps nothing (tracker=none); the others override what they keep.
+
+    `step` means: after that many steps. Steps of `log` grow; `event`, `sample` and `image` belong to the row of their
+    step, or to a row of their own where that step has none.
+    """
+
+    id: str | None = None
+
+    def log(self, step: int, row: Row) -> None:
+        """The scalars of a step, once a step."""
+
+    def event(self, step: int, text: str) -> None:
+        """Something worth a line: a skipped step, a damaged checkpoint."""
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """A text, such as one the model wrote."""
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        """A picture that exists as a file."""
+
+    def summary(self, values: Row) -> None:
+        """Figures of the run as a whole."""
+
+    def flush(self) -> None:
+        """Make everything so far survive a kill. Call before saving a checkpoint that covers it."""
+
+    def close(self, exit_code: int = 0) -> None:
+        """Flush and end. Nothing may follow."""
+
+
+class MultiTracker(Tracker):
+    """Passes everything on to each of several trackers, in order."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.trackers = tuple(trackers)
+        self.id = next((tracker.id for tracker in trackers if tracker.id), None)
+
+    def log(self, step: int, row: Row) -> None:
+        for tracker in self.trackers:
+            tracker.log(step, row)
+
+    def event(self, step: int, text: str) -> None:
+        for tracker in self.trackers:
+            tracker.event(step, text)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        for tracker in self.trackers:
+            tracker.text(step, name, text)
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        for tracker in self.trackers:
+            tracker.image(step, name, path)
+
+    def summary(self, values: Row) -> None:
+        for tracker in self.trackers:
+            tracker.summary(values)
+
+    def flush(self) -> None:
+        for tracker in self.trackers:
+            tracker.flush()
+
+    def close(self, exit_code: int = 0) -> None:
+        for tracker in self.trackers:
+            tracker.close(exit_code)
+
+
+class JsonlTracker(Tracker):
+    """`metrics.jsonl`, one object a line, and `samples.txt`. Each line is one write, so that a kill leaves whole lines.
+
+    Args:
+      run_dir: exists.
+      start: steps the run has taken; what the files hold of later steps is cut.
+
+    Raises:
+      UserError: a line in the middle is not JSON, or the disk is full.
+    """
+
+    def __init__(self, run_dir: Path, *, start: int) -> None:
+        self.path, self.samples_path = run_dir / "metrics.jsonl", run_dir / "samples.txt"
+        try:
+            self._logged = cut_rows(self.path, start)
+            cut_samples(self.samples_path, start)
+            self._rows = FileIO(self.path, "ab")
+            self._samples = FileIO(self.samples_path, "ab")
+        except OSError as error:
+            raise UserError(f"cannot write to {run_dir}: {error.strerror}; choose another run_dir") from error
+
+    def log(self, step: int, row: Row) -> None:
+        if step <= self._logged:
+            raise ValueError(f"row of step {step} after the row of step {self._logged}")
+        _append(self._rows, encode_row(step, row))
+        self._logged = step
+
+    def event(self, step: int, text: str) -> None:
+        _append(self._rows, encode_row(step, {"event": text}))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        _append(self._samples, encode_sample(Sample(step, name, text)))
+
+    def flush(self) -> None:
+        os.fsync(self._rows.fileno())
+        os.fsync(self._samples.fileno())
+
+    def close(self, exit_code: int = 0) -> None:
+        self.flush()
+        self._rows.close()
+        self._samples.close()
+
+    def replay(self, tracker: Tracker, *, after: int) -> None:
+        """Tell another tracker what the files hold of steps > `after`, in order of steps."""
+        records: list[tuple[int, Mapping[str, Any] | Sample]] = [(row["step"], row) for row in read_rows(self.path)]
+        records += [(sample.step, sample) for sample in read_samples(self.samples_path)]
+        for step, record in sorted(records, key=lambda pair: pair[0]):  # stable: rows before samples
+            if step <= after:
+                continue
+            if isinstance(record, Sample):
+                tracker.text(*record)
+            elif "event" in record:
+                tracker.event(step, record["event"])
+            else:
+                tracker.log(step, {name: value for name, value in record.items() if name != "step"})
+
+
+def _append(file: FileIO, data: bytes) -> None:
+    """One write, unbuffered."""
+    try:
+        written = file.write(data)
+        reason = "the disk is full" if written != len(data) else None
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise UserError(f"cannot write {file.name}: {reason}; make room, then continue with the same run_dir")
+
+
+SECRET = re.compile(
+    r"(^|[_\-.])(token|secret|password|passwd|credentials?|api_?key|access_?key|private_?key)$", re.IGNORECASE
+)
+LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def redact(tree: Any) -> Any:
+    """Nested dictionaries and lists without what a key's name (`hf_token`, `password`, ...) or an URL gives away."""
+    if isinstance(tree, Mapping):
+        return {k: "(removed)" if SECRET.search(str(k)) and v is not None else redact(v) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [redact(value) for value in tree]
+    return LOGIN_IN_URL.sub("", tree) if isinstance(tree, str) else tree
+
+
+class WandbTracker(Tracker):
+    """A W&B run: online when somebody is logged in and the server answers, else offline in `run_dir/wandb`.
+
+    Nothing that happens to W&B stops the training: it is reported once, and metrics.jsonl has the scalars.
+
+    Args:
+      run_dir: exists.
+      run_id: of W&B; the same id continues the same run.
+      kept: the run's own record, from which W&B gets what it has not.
+      config: shown with the run, after `redact`.
+      init: further arguments of `wandb.init`: project, entity, group, name, tags.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, run_id: str, kept: JsonlTracker, config: Mapping[str, Any], init: Mapping[str, Any]
+    ) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its one look-up in the network when offline
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb  # costs half a second; not everyone tracks with it
+
+        self._wandb = wandb
+        self.id = run_id
+        self._step = -1
+        self._row: dict[str, Any] = {}
+        self._events: list[str] = []
+        self._texts: dict[str, list[str]] = {}
+        self._sent = last_local_step(run_dir, run_id)
+        arguments = dict(init) | {"dir": run_dir, "id": run_id, "resume": "allow", "config": redact(config)}
+        online = os.environ.get("WANDB_MODE", "online" if logged_in() else "offline") == "online"
+        self._run: Any = self._start(arguments, online=online)
+        kept.replay(self, after=self._sent)
+
+    def _start(self, arguments: Mapping[str, Any], *, online: bool) -> Any:
+        settings = self._wandb.Settings(console="off", silent=True, init_timeout=30, finish_timeout=60)
+        if online:
+            try:
+                run = self._wandb.init(**arguments, mode="online", settings=settings)
+            except self._wandb.errors.Error as error:
+                self._wandb.teardown()  # the id is taken until then
+                logger.warning("W&B cannot be reached (%s): going on offline", str(error).splitlines()[0])
+                online = False
+            else:
+                self._sent = run.starting_step - 1  # what the server holds counts, not what is in the local files
+                logger.info("W&B run: %s", run.url)
+        if not online:
+            try:
+                run = self._wandb.init(**arguments, mode="offline", settings=settings)
+            except (self._wandb.errors.Error, OSError) as error:
+                raise UserError(f"W&B does not start: {error}; tracker=jsonl does without") from error
+            logger.info("W&B run, offline; to upload it: wandb sync %s", Path(run.dir).parent)
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        run.define_metric("val/loss", summary="min")
+        return run
+
+    def log(self, step: int, row: Row) -> None:
+        self._add(step, row)
+
+    def event(self, step: int, text: str) -> None:
+        self._add(step, {})
+        self._events.append(text)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._add(step, {})
+        self._texts.setdefault(name, []).append(text)
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        self._guarded(lambda: self._add(step, {name: self._wandb.Image(str(path))}))
+
+    def summary(self, values: Row) -> None:
+        self._guarded(lambda: self._run.summary.update(dict(values)))
+
+    def flush(self) -> None:
+        """Nothing: what W&B loses in a kill, it gets from metrics.jsonl when the run resumes."""
+
+    def close(self, exit_code: int = 0) -> None:
+        self._send()
+        self._guarded(lambda: self._run.finish(exit_code=exit_code))
+        self._run = None
+
+    def _add(self, step: int, values: Mapping[str, Any]) -> None:
+        """Collect a step's row; W&B takes a step only once, so it is sent when the next one begins."""
+        if step != self._step:
+            self._send()
+            self._step = step
+        self._row |= values
+
+    def _send(self) -> None:
+        if self._step > self._sent:
+            self._guarded(lambda: self._run.log(self._whole_row(), step=self._step, commit=True))
+            self._sent = self._step
+        self._row, self._events, self._texts = {}, [], {}
+
+    def _whole_row(self) -> dict[str, Any]:
+        events = {"events": "\n".join(self._events)} if self._events else {}
+        tables = {
+            name: self._wandb.Table(columns=["step", "text"], data=[[self._step, text] for text in texts])
+            for name, texts in self._texts.items()
+        }
+        return {"step": self._step} | self._row | events | tables
+
+    def _guarded(self, call: Any) -> None:
+        if self._run is None:
+            return
+        try:
+            call()
+        except Exception as error:  # W&B's own process may die in any way: that must not end a training run
+            self._run = None
+            logger.warning("W&B failed (%s): going on without; metrics.jsonl has it all", type(error).__name__)
+
+
+def logged_in() -> bool:
+    """Whether W&B has credentials for its server, in the environment, a settings file or netrc; asks no server."""
+    import wandb
+
+    settings = wandb.setup().settings
+    if settings.api_key or os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    candidates = [Path(os.environ["NETRC"])] if "NETRC" in os.environ else [Path("~/.netrc"), Path("~/_netrc")]
+    host = urlsplit(settings.base_url).hostname or ""
+    return any(netrc.netrc(p.expanduser()).authenticators(host) for p in candidates if p.expanduser().exists())
+
+
+BLOCK = 32768
+HEADER = struct.Struct("<IHB")  # checksum, length, type: 1 whole, 2 first, 3 middle, 4 last part of a record
+
+
+def _history_records(path: Path) -> Iterator[Any]:
+    """The history records of a W&B transaction log (`*.wandb`), in order, up to where a kill cut it.
+
+    The file is a LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header of 7 bytes,
+    and each record a `wandb_internal_pb2.Record`.
+    """
+    from google.protobuf.message import DecodeError
+    from wandb.proto import wandb_internal_pb2
+
+    data = path.read_bytes()
+    position, parts = HEADER.size, b""
+    while position + HEADER.size <= len(data):
+        room = BLOCK - position % BLOCK
+        if room < HEADER.size:
+            position += room
+            continue
+        _, length, kind = HEADER.unpack_from(data, position)
+        part = data[position + HEADER.size : position + HEADER.size + length]
+        if kind == 0 or len(part) < length:
+            return
+        position += HEADER.size + length
+        parts = part if kind in (1, 2) else parts + part
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
+            try:
+                record.ParseFromString(parts)
+            except DecodeError:
+                return
+            if record.WhichOneof("record_type") == "history":
+                yield record.history
+
+
+def read_history(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a W&B transaction log, as W&B will show them; `_step` is the step."""
+    for history in _history_records(path):
+        yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
+
+
+def wandb_files(run_dir: Path, run_id: str) -> list[Path]:
+    """The transaction logs of all parts of a run, oldest first."""
+    files = (run_dir / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb")
+    return sorted(files, key=lambda path: path.parent.name.removeprefix("offline-"))
+
+
+def last_local_step(run_dir: Path, run_id: str) -> int:
+    """The last step in W&B's local files; -1: none."""
+    return max((row.step.num for path in wandb_files(run_dir, run_id) for row in _history_records(path)), default=-1)
+
+
+def make_tracker(
+    kind: str,
+    run_dir: Path,
+    *,
+    start: int,
+    config: Mapping[str, Any],
+    run_id: str | None = None,
+    init: Mapping[str, Any] | None = None,
+) -> Tracker:
+    """The tracker of a run that has taken `start` steps (0: a new run).
+
+    Args:
+      kind: wandb (with metrics.jsonl), jsonl, or none.
+      run_dir: exists.
+      start: steps of later rows are cut: they will come again.
+      config: nested plain values.
+      run_id: of W&B, from the checkpoint; None: the one this run directory began with, or a new one.
+      init: further arguments of `wandb.init`: project, entity, group, name, tags.
+    """
+    if kind == "none":
+        return Tracker()
+    kept = JsonlTracker(run_dir, start=start)
+    if kind == "jsonl" or os.environ.get("WANDB_MODE") == "disabled":
+        return kept
+    # Also in a file, for a run that is killed before its first checkpoint.
+    id_file = run_dir / "wandb" / "run_id"
+    id_file.parent.mkdir(exist_ok=True)
+    run_id = run_id or (id_file.read_text() if id_file.exists() else "") or uuid.uuid4().hex[:8]
+    id_file.write_text(run_id)
+    return MultiTracker([kept, WandbTracker(run_dir, run_id=run_id, kept=kept, config=config, init=init or {})])
