@@ -173,7 +173,7 @@ class Attention(nnx.Module):
         out_BxTxHxK = attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, causal=True, segments=segments_BxT)
         return self.c_proj(out_BxTxHxK.reshape(x_NxD.shape))
 
-    def decode(self, x_NxD: jax.Array, cache: KVCache, position: jax.Array) -> tuple[jax.Array, KVCache]:
+    def decode(self, x_NxD: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
         """The same for tokens at `position` and after it, which attend to this layer's cache too."""
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, cache.k.shape[0])
         k_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(cache.k, k_BxTxHxK, position, axis=1)
@@ -183,7 +183,7 @@ class Attention(nnx.Module):
 
 
 def cached_attention(
-    q_BxTxHxK: jax.Array, k_BxSxHxK: jax.Array, v_BxSxHxK: jax.Array, position: jax.Array
+    q_BxTxHxK: jax.Array, k_BxSxHxK: jax.Array, v_BxSxHxK: jax.Array, position: jax.Array | int
 ) -> jax.Array:
     """Attention of queries at `position + t` over the cached positions up to their own; softmax in FP32."""
     T, S = q_BxTxHxK.shape[1], k_BxSxHxK.shape[1]
@@ -244,7 +244,7 @@ class Block(nnx.Module):
         x_NxD += dropout(self.attn(self.ln_1(x_NxD), batch, segments_BxT), self.dropout, attn_key)
         return x_NxD + dropout(self.mlp(self.ln_2(x_NxD)), self.dropout, mlp_key)
 
-    def decode(self, x_NxD: jax.Array, cache: KVCache, position: jax.Array) -> tuple[jax.Array, KVCache]:
+    def decode(self, x_NxD: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
         """The same for tokens at `position` and after it, which attend to this layer's cache too."""
         out_NxD, cache = self.attn.decode(self.ln_1(x_NxD), cache, position)
         x_NxD += out_NxD
@@ -354,7 +354,7 @@ class GPT2(nnx.Module):
         h_NxD = h_BxTxD.reshape(-1, self.spec.d_model)
         return linear_cross_entropy(h_NxD, wte_VxD, targets_BxT.reshape(-1), vocab_size=self.spec.vocab_size)
 
-    def decode(self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array) -> tuple[jax.Array, KVCache]:
+    def decode(self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
         """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache with them in it.
 
         `position + T` must not exceed `context`.
