@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 class Throughput:
-    """Speed since the last row, from the host's clock at moments when the device is known to have finished a step.
+    """Speed, from the host's clock at the moments when the device is known to have finished a step.
 
     Args:
       tokens_per_step: global: sequences x context, over all devices and micro-batches.
@@ -41,41 +41,31 @@ class Throughput:
         self._since: float | None = None
         self._paused = 0.0
         self._waited = 0.0
-        self._steps = 0
 
     def waited(self, seconds: float) -> None:
         """Count time spent waiting for the next batch."""
         self._waited += seconds
-
-    def finished(self, steps: int = 1) -> None:
-        """Count a step when its metrics have arrived. The first only starts the clock: it includes the compilation."""
-        if self._since is None:
-            self._restart()
-        else:
-            self._steps += steps
 
     def pause(self, seconds: float) -> None:
         """Leave out time that is no training: validation, saving, sampling."""
         self._paused += seconds
 
     def row(self) -> dict[str, float]:
-        """`perf/*` since the last row; empty before a second step has finished. `perf/mfu`: if the peak is known."""
-        if self._since is None or not self._steps:
+        """`perf/*` of the step that has just finished: call it once a step, when its metrics have arrived.
+
+        Empty for the first one, whose time is mostly compilation. `perf/mfu` (a share) only where the peak is known.
+        """
+        now = self._clock()
+        since, paused, waited = self._since, self._paused, self._waited
+        self._since, self._paused, self._waited = now, 0.0, 0.0
+        if since is None:
             return {}
-        seconds = self._clock() - self._since - self._paused
-        tokens_per_s = self._steps * self.tokens_per_step / seconds
-        row = {
-            "perf/tokens_per_s": tokens_per_s,
-            "perf/step_ms": 1e3 * seconds / self._steps,
-            "perf/data_ms": 1e3 * self._waited / self._steps,
-        }
+        seconds = now - since - paused
+        tokens_per_s = self.tokens_per_step / seconds
+        row = {"perf/tokens_per_s": tokens_per_s, "perf/step_ms": 1e3 * seconds, "perf/data_ms": 1e3 * waited}
         if self.peak_flops is not None:
             row["perf/mfu"] = mfu(tokens_per_s, self.flops_per_token, self.peak_flops, self.devices)
-        self._restart()
         return row
-
-    def _restart(self) -> None:
-        self._since, self._steps, self._waited, self._paused = self._clock(), 0, 0.0, 0.0
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float, devices: int) -> float:

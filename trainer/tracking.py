@@ -11,7 +11,6 @@ import json
 import logging
 import netrc
 import os
-import re
 import struct
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit
 
 from trainer.errors import UserError
 from trainer.records import Sample, cut_rows, cut_samples, encode_row, encode_sample, read_rows, read_samples
+from trainer.rundir import redact
 
 Row = Mapping[str, float | int | str]
 
@@ -161,21 +161,6 @@ def _append(file: FileIO, data: bytes) -> None:
         reason = error.strerror
     if reason is not None:
         raise UserError(f"cannot write {file.name}: {reason}; make room, then continue with the same run_dir")
-
-
-SECRET = re.compile(
-    r"(^|[_\-.])(token|secret|password|passwd|credentials?|api_?key|access_?key|private_?key)$", re.IGNORECASE
-)
-LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
-
-
-def redact(tree: Any) -> Any:
-    """Nested dictionaries and lists without what a key's name (`hf_token`, `password`, ...) or an URL gives away."""
-    if isinstance(tree, Mapping):
-        return {k: "(removed)" if SECRET.search(str(k)) and v is not None else redact(v) for k, v in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [redact(value) for value in tree]
-    return LOGIN_IN_URL.sub("", tree) if isinstance(tree, str) else tree
 
 
 class WandbTracker(Tracker):

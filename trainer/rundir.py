@@ -1,0 +1,209 @@
+"""The directory of a run: taken by one trainer at a time, and by one configuration for good.
+
+config.yaml      the resolved configuration        environment.txt  what it ran on
+.lock            held by the trainer at work       checkpoints/, metrics.jsonl, ...
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+
+from trainer.errors import UserError
+
+# What a resumed run may change: it decides how long, how often and where, not what is computed.
+MAY_CHANGE = (
+    "run_dir",
+    "resume.*",
+    "dry_run",
+    "compile_cache",
+    "train.steps",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_batches",
+    "train.final_eval_batches",
+    "checkpoint.*",
+    "tracker.*",
+    "sample.*",
+    "watchdog.*",
+    "profile.*",
+    "parallel.*",
+    "data.workers",
+    "data.prefetch",
+    "data.cache_dir",
+)
+
+
+class RunDir:
+    """A run directory held by this process, until `release` or its end, however it ends.
+
+    Args:
+      path: made if missing.
+
+    Raises:
+      UserError: another process holds it, or it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UserError(f"cannot write to run_dir={path}: {error.strerror}; choose another run_dir") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(self._lock)
+            raise UserError(f"run_dir={path} is in use by {holder}; stop it, or choose another run_dir") from None
+        # A forked child would keep the lock when this process is killed.
+        os.register_at_fork(after_in_child=self.release)
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def adopt(self, config: Mapping[str, Any], *, may_change: tuple[str, ...] = MAY_CHANGE) -> None:
+        """Write config.yaml; where there is one already, it must be the same but for the keys of `may_change`.
+
+        Args:
+          config: nested plain values.
+          may_change: patterns of dotted keys.
+
+        Raises:
+          UserError: naming the keys that differ.
+        """
+        path = self.path / "config.yaml"
+        if path.exists():
+            differing = differences(_load(path), config, may_change)
+            if differing:
+                raise UserError(
+                    f"run_dir={self.path} belongs to another configuration: {'; '.join(differing)}; "
+                    "take these values back, or choose another run_dir"
+                )
+        write_atomically(path, yaml.safe_dump(dict(config), sort_keys=False))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is damaged; choose another run_dir") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} is damaged; choose another run_dir")
+    return tree
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values, lists as values."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], may_change: tuple[str, ...] = ()) -> list[str]:
+    """`key=new (was old)` for each dotted key that differs and matches no pattern of `may_change`."""
+    before, after = dict(flatten(old)), dict(flatten(new))
+    return [
+        f"{key}={after.get(key, 'absent')} (was {before.get(key, 'absent')})"
+        for key in [*after, *(key for key in before if key not in after)]
+        if before.get(key, "absent") != after.get(key, "absent")
+        and not any(fnmatch(key, pattern) for pattern in may_change)
+    ]
+
+
+def fingerprint(config: Mapping[str, Any], may_change: tuple[str, ...] = MAY_CHANGE) -> str:
+    """Sixteen hexadecimal digits that two configurations share exactly when they have no `differences`."""
+    kept = {k: v for k, v in flatten(config) if not any(fnmatch(k, pattern) for pattern in may_change)}
+    return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file's content whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; make room, or choose another run_dir") from error
+
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "datasets", "tiktoken", "wandb")
+
+
+def environment() -> dict[str, str]:
+    """What a run ran on: code, versions, devices. Of the environment variables only JAX's and XLA's."""
+    found = {"python": platform.python_version(), "platform": platform.platform(), "code": code_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    devices = jax.devices()
+    found["devices"] = f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
+    found["processes"] = str(jax.process_count())
+    found["host"] = f"{os.cpu_count()} CPU cores"
+    found |= {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("JAX_", "XLA_"))}
+    return found
+
+
+def code_version() -> str:
+    """The git commit of this package's source, `+changes` when files differ from it; else the installed version."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):  # no git here
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD") if (root / ".git").exists() else None
+    if commit is None:
+        return "not a git checkout"
+    return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+SECRET = re.compile(
+    r"(^|[_\-.])(token|secret|password|passwd|credentials?|api_?key|access_?key|private_?key)$", re.IGNORECASE
+)
+LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def redact(tree: Any) -> Any:
+    """Nested dictionaries and lists without what a key's name (`hf_token`, `password`, ...) or an URL gives away."""
+    if isinstance(tree, Mapping):
+        return {k: "(removed)" if SECRET.search(str(k)) and v is not None else redact(v) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [redact(value) for value in tree]
+    return LOGIN_IN_URL.sub("", tree) if isinstance(tree, str) else tree
+
+
+def write_environment(run_dir: Path) -> None:
+    """environment.txt, `key: value` a line; a resumed run adds its own part below."""
+    overrides = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+    found = environment() | {"overrides": " ".join(f"{key}={value}" for key, value in redact(overrides).items())}
+    part = "".join(f"{key}: {value}\n" for key, value in found.items())
+    path = run_dir / "environment.txt"
+    before = path.read_text(encoding="utf-8") + "\n" if path.exists() else ""
+    write_atomically(path, before + part)
