@@ -1,0 +1,218 @@
+"""Softmax, log-softmax and cross entropy. FP32 inside.
+
+Shape legend: N tokens, V vocabulary (may be padded), D model width, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalify_core.composite import composite
+
+_CHUNK_BYTES = 2**26  # of the FP32 logits of a chunk: within reach of a GPU's cache, large enough to fill its GEMMs
+_MAX_UNROLLED = 8
+
+
+def softmax(x: jax.Array, axis: int = -1) -> jax.Array:
+    """`exp(x) / sum(exp(x))` along `axis`, in the dtype of `x`."""
+    return _softmax(x, axis=axis)
+
+
+def log_softmax(x: jax.Array, axis: int = -1) -> jax.Array:
+    """`x - log(sum(exp(x)))` along `axis`, in the dtype of `x`."""
+    return _log_softmax(x, axis=axis)
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array, vocab_size: int | None = None) -> jax.Array:
+    """Mean over the tokens of `-log softmax(logits)[target]`, in nats.
+
+    Args:
+        logits: [N, V], any float dtype.
+        targets: [N], integers in [0, vocab_size).
+        vocab_size: columns from here on are padding and take no part; V if None.
+
+    Returns:
+        FP32 scalar.
+    """
+    return _cross_entropy(logits, targets, vocab_size=logits.shape[-1] if vocab_size is None else vocab_size)
+
+
+def linear_cross_entropy(
+    x: jax.Array, head: jax.Array, targets: jax.Array, *, vocab_size: int | None = None, chunk: int | None = None
+) -> jax.Array:
+    """`cross_entropy(x @ head.T, targets)` without ever holding the logits of the whole batch.
+
+    The tokens are taken in chunks. When differentiated, the gradients are made in the same pass over the chunks
+    (three matrix products, no logits kept or computed twice) and only multiplied by the incoming gradient later.
+
+    Args:
+        x: [N, D]; its dtype is the one the matrix products read.
+        head: [V, D], cast to the dtype of `x`.
+        targets: [N], integers in [0, vocab_size).
+        vocab_size: columns from here on are padding and take no part; V if None.
+        chunk: most tokens in a chunk; if None, as many as keep the chunk's FP32 logits within 64 MiB.
+
+    Returns:
+        FP32 scalar, mean nats.
+    """
+    vocab = head.shape[0]
+    chunk = max(1, _CHUNK_BYTES // (4 * vocab)) if chunk is None else chunk
+    vocab_size = vocab if vocab_size is None else vocab_size
+    return _linear_cross_entropy(x, head, targets, vocab_size=vocab_size, chunk=chunk, logit_scale=1.0)
+
+
+@composite(name="softmax")
+def _softmax(x: jax.Array, *, axis: int) -> jax.Array:
+    return jax.nn.softmax(x.astype(jnp.float32), axis=axis).astype(x.dtype)
+
+
+def _softmax_bwd(y: jax.Array, gradient: jax.Array, *, axis: int) -> tuple[jax.Array]:
+    y32, g = y.astype(jnp.float32), gradient.astype(jnp.float32)
+    return ((y32 * (g - jnp.sum(y32 * g, axis=axis, keepdims=True))).astype(y.dtype),)
+
+
+@composite(name="log_softmax")
+def _log_softmax(x: jax.Array, *, axis: int) -> jax.Array:
+    return jax.nn.log_softmax(x.astype(jnp.float32), axis=axis).astype(x.dtype)
+
+
+def _log_softmax_bwd(y: jax.Array, gradient: jax.Array, *, axis: int) -> tuple[jax.Array]:
+    g = gradient.astype(jnp.float32)
+    return ((g - jnp.exp(y.astype(jnp.float32)) * jnp.sum(g, axis=axis, keepdims=True)).astype(y.dtype),)
+
+
+@composite(name="cross_entropy")
+def _cross_entropy(logits: jax.Array, targets: jax.Array, *, vocab_size: int) -> jax.Array:
+    return _cross_entropy_fwd(logits, targets, vocab_size=vocab_size)[0]
+
+
+def _cross_entropy_fwd(logits: jax.Array, targets: jax.Array, *, vocab_size: int) -> tuple:
+    loss, log_norm = _nats(_mask_padding(logits.astype(jnp.float32), vocab_size), targets)
+    return jnp.mean(loss), (logits, log_norm, targets)
+
+
+def _cross_entropy_bwd(residuals: tuple, gradient: jax.Array, *, vocab_size: int) -> tuple:
+    logits, log_norm, targets = residuals
+    error = _error(_mask_padding(logits.astype(jnp.float32), vocab_size), log_norm, targets)
+    return (error * (gradient / targets.shape[0])).astype(logits.dtype), None
+
+
+@composite(name="linear_cross_entropy")
+def _linear_cross_entropy(
+    x: jax.Array, head: jax.Array, targets: jax.Array, *, vocab_size: int, chunk: int, logit_scale: float
+) -> jax.Array:
+    head = head.astype(x.dtype)
+
+    def step(total: jax.Array, x_CxD: jax.Array, targets_C: jax.Array) -> tuple[jax.Array, None]:
+        logits = _logits(x_CxD, head, vocab_size, logit_scale)
+        return total + jnp.sum(_nats(logits, targets_C)[0]), None
+
+    return _over_chunks(step, jnp.float32(0), x, targets, chunk)[0] / x.shape[0]
+
+
+def _linear_cross_entropy_fwd(
+    x: jax.Array, head: jax.Array, targets: jax.Array, *, vocab_size: int, chunk: int, logit_scale: float
+) -> tuple:
+    """The loss, and as residuals its gradients times N: their sizes then do not depend on the batch (FP16)."""
+    head_cast = head.astype(x.dtype)
+    # softmax - onehot has RMS about V^-1/2, and most of it is below FP16's range: this power of two brings it to 1.
+    lift = 2.0 ** round(math.log2(head.shape[0]) / 2)
+
+    def step(carry: tuple, x_CxD: jax.Array, targets_C: jax.Array) -> tuple:
+        total, dhead = carry
+        logits = _logits(x_CxD, head_cast, vocab_size, logit_scale)
+        loss, log_norm = _nats(logits, targets_C)
+        error = (_error(logits, log_norm, targets_C) * lift).astype(x.dtype)
+        dx = _dot(error, head_cast, ((1,), (0,))) * (logit_scale / lift)
+        dhead = dhead + _dot(error, x_CxD, ((0,), (0,))) * (logit_scale / lift)
+        return (total + jnp.sum(loss), dhead), dx.astype(x.dtype)
+
+    start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
+    (total, dhead), dx = _over_chunks(step, start, x, targets, chunk)
+    return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
+
+
+def _linear_cross_entropy_bwd(
+    residuals: tuple, gradient: jax.Array, *, vocab_size: int, chunk: int, logit_scale: float
+) -> tuple:
+    del vocab_size, chunk, logit_scale
+    dx, dhead, like_head = residuals
+    factor = gradient / dx.shape[0]
+    return (dx.astype(jnp.float32) * factor).astype(dx.dtype), (dhead * factor).astype(like_head.dtype), None
+
+
+def _over_chunks(step: Callable, carry: Any, x: jax.Array, targets: jax.Array, chunk: int) -> tuple[Any, Any]:
+    """Fold `step(carry, x_CxD, targets_C) -> (carry, y_CxD or None)` over chunks of at most `chunk` tokens.
+
+    A chunk takes every n-th token, so that tokens that are sharded in contiguous blocks are in every chunk evenly.
+    """
+    count = -(-x.shape[0] // chunk)
+    size, rest = divmod(x.shape[0], count)
+    body = size * count
+    xs = x[:body].reshape(size, count, x.shape[1])
+    ts = targets[:body].reshape(size, count)
+    if count <= _MAX_UNROLLED:
+        rows = []
+        for i in range(count):
+            carry, row = step(carry, xs[:, i], ts[:, i])
+            rows.append(row)
+        ys = None if rows[0] is None else jnp.stack(rows, axis=1)
+    else:
+        carry, ys = jax.lax.scan(lambda c, xt: step(c, *xt), carry, (xs.swapaxes(0, 1), ts.swapaxes(0, 1)))
+        ys = None if ys is None else ys.swapaxes(0, 1)
+    if rest:
+        carry, y = step(carry, x[body:], targets[body:])
+    if ys is not None:
+        ys = ys.reshape(body, x.shape[1])
+        ys = jnp.concatenate([ys, y]) if rest else ys
+    return carry, ys
+
+
+def _logits(x_CxD: jax.Array, head_VxD: jax.Array, vocab_size: int, scale: float) -> jax.Array:
+    logits = _dot(x_CxD, head_VxD, ((1,), (1,)))
+    return _mask_padding(logits if scale == 1 else logits * scale, vocab_size)
+
+
+def _dot(a: jax.Array, b: jax.Array, contract: tuple) -> jax.Array:
+    return jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+
+
+def _mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
+    if vocab_size == logits.shape[-1]:
+        return logits
+    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    return jnp.where(column < vocab_size, logits, -jnp.inf)
+
+
+def _nats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """FP32 (-log softmax(logits)[target], log of the normaliser), both [N]."""
+    log_norm = jax.nn.logsumexp(logits, axis=-1)
+    return log_norm - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0], log_norm
+
+
+def _error(logits: jax.Array, log_norm: jax.Array, targets: jax.Array) -> jax.Array:
+    """`softmax(logits) - onehot(targets)`, [N, V] FP32: the gradient of the sum of the losses."""
+    column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
+    probability = jnp.exp(logits - log_norm[:, None])
+    return jnp.where(column == targets[:, None], probability - 1, probability)
+
+
+def _softmax_fwd(x: jax.Array, *, axis: int) -> tuple[jax.Array, jax.Array]:
+    y = _softmax.fun(x, axis=axis)
+    return y, y
+
+
+def _log_softmax_fwd(x: jax.Array, *, axis: int) -> tuple[jax.Array, jax.Array]:
+    y = _log_softmax.fun(x, axis=axis)
+    return y, y
+
+
+_softmax.defvjp(_softmax_fwd, _softmax_bwd)
+_log_softmax.defvjp(_log_softmax_fwd, _log_softmax_bwd)
+_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+_linear_cross_entropy.defvjp(_linear_cross_entropy_fwd, _linear_cross_entropy_bwd)

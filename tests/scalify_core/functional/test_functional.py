@@ -1,0 +1,151 @@
+"""Each function and its hand-written gradient against the textbook formula differentiated by JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import scalify_core as sc
+from scalify_core.functional.embedding import _embedding_bwd, _embedding_bwd_cuda
+
+EPS = float(jnp.finfo(jnp.float32).eps)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def layer_norm(x, w, b):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-5) * w[None, None] + b[None, None]
+
+
+def rms_norm(x, w):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * w[None, None]
+
+
+def full_attention(causal, segments=None):
+    def fun(q, k, v):
+        logits = jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(q.shape[-1])
+        t, s = logits.shape[-2:]
+        mask = jnp.tril(jnp.ones((t, s), bool))[None, None] if causal else jnp.ones((1, 1, t, s), bool)
+        if segments is not None:
+            mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
+        return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(mask, logits, -jnp.inf)), v)
+
+    return fun
+
+
+def cross_entropy(vocab_size):
+    def fun(logits, targets):
+        log_p = jax.nn.log_softmax(logits[:, :vocab_size])
+        return -log_p[jnp.arange(len(targets)), targets].mean()
+
+    return fun
+
+
+X, W, B = normal(0, 3, 5, 8), normal(1, 8), normal(2, 8)
+QKV = tuple(normal(i, 2, 150, 2, 8) for i in range(3))
+SEGMENTS = jnp.asarray(np.repeat([[0, 1, 2], [3, 3, 1]], 50, axis=1), jnp.int32)
+LOGITS, TARGETS = normal(3, 30, 24) * 3, jnp.asarray(np.arange(30) % 20, jnp.int32)
+HIDDEN, HEAD = normal(4, 30, 8), normal(5, 24, 8)
+IDS = jnp.asarray([[0, 3, 3], [7, 3, 0]], jnp.int32)
+
+CASES = {
+    "layer_norm": (sc.layer_norm, layer_norm, (X, W, B), 3),
+    "rms_norm": (sc.rms_norm, rms_norm, (X, W), 2),
+    "gelu": (sc.gelu, lambda x: jax.nn.gelu(x, approximate=True), (X,), 1),
+    "silu": (sc.silu, jax.nn.silu, (X,), 1),
+    "relu": (sc.relu, jax.nn.relu, (X,), 1),
+    "swiglu": (sc.swiglu, lambda g, u: jax.nn.silu(g) * u, (X, X[::-1]), 2),
+    "softmax": (sc.softmax, jax.nn.softmax, (X,), 1),
+    "softmax_axis_0": (lambda x: sc.softmax(x, axis=0), lambda x: jax.nn.softmax(x, axis=0), (X,), 1),
+    "log_softmax": (sc.log_softmax, jax.nn.log_softmax, (X,), 1),
+    "attention": (sc.attention, full_attention(causal=True), QKV, 3),
+    "attention_not_causal": (lambda *a: sc.attention(*a, causal=False), full_attention(causal=False), QKV, 3),
+    "attention_more_keys": (
+        lambda *a: sc.attention(*a, causal=False),
+        full_attention(causal=False),
+        (QKV[0][:, :7], *QKV[1:]),
+        3,
+    ),
+    "attention_segments": (
+        lambda *a: sc.attention(*a, segments=SEGMENTS),
+        full_attention(causal=True, segments=SEGMENTS),
+        QKV,
+        3,
+    ),
+    "cross_entropy": (sc.cross_entropy, cross_entropy(24), (LOGITS, TARGETS), 1),
+    "cross_entropy_padded": (lambda *a: sc.cross_entropy(*a, vocab_size=20), cross_entropy(20), (LOGITS, TARGETS), 1),
+    **{
+        f"linear_cross_entropy_chunk_{chunk}": (
+            lambda *a, chunk=chunk: sc.linear_cross_entropy(*a, vocab_size=20, chunk=chunk),
+            lambda x, head, targets: cross_entropy(20)(x @ head.T, targets),
+            (HIDDEN, HEAD, TARGETS),
+            2,
+        )
+        for chunk in (None, 10, 7, 2, 1)  # one chunk, three, five unrolled with none left over, a scan of 15, of 30
+    },
+    "embedding": (sc.embedding, lambda table, ids: table[ids], (HIDDEN, IDS), 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradients_equal_the_textbook_formula(name):
+    fun, reference, args, differentiable = CASES[name]
+    argnums = tuple(range(differentiable))
+
+    def both(f):
+        def loss(*args):
+            out = f(*args)
+            return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)), out
+
+        return jax.jit(jax.value_and_grad(loss, argnums, has_aux=True))(*args)
+
+    ((_, out), grads), ((_, expected), expected_grads) = both(fun), both(reference)
+    for a, b in zip((out, *grads), (expected, *expected_grads), strict=True):
+        # Sums of up to 150 products of terms of the size of the largest: a random walk of rounding errors, doubled.
+        np.testing.assert_allclose(a, b, rtol=0, atol=EPS * 2 * np.sqrt(150) * max(1.0, float(jnp.abs(b).max())))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_result_and_gradients_have_the_dtype_of_the_input(name, dtype):
+    fun, _, args, differentiable = CASES[name]
+    args = tuple(a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in args)
+    out = jax.eval_shape(fun, *args)
+    assert out.dtype == (jnp.float32 if "cross_entropy" in name else dtype)
+    for grad in jax.eval_shape(jax.grad(lambda *a: fun(*a).sum(), tuple(range(differentiable))), *args):
+        assert grad.dtype == dtype
+
+
+def test_linear_cross_entropy_never_holds_the_logits_of_the_batch():
+    n, d, v = 512, 16, 1024
+    args = normal(0, n, d), normal(1, v, d), jnp.zeros(n, jnp.int32)
+    loss = lambda x, head, t: sc.linear_cross_entropy(x, head, t, chunk=32)
+    temp = jax.jit(jax.grad(loss, (0, 1))).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    assert temp < n * v * 4 / 2
+
+
+def test_linear_cross_entropy_of_large_fp16_batches_keeps_small_gradients():
+    x, head = normal(0, 4096, 4), normal(1, 64, 4)
+    targets = jnp.zeros(4096, jnp.int32)
+    g16 = jax.grad(sc.linear_cross_entropy, 1)(x.astype(jnp.float16), head.astype(jnp.float16), targets)
+    g32 = jax.grad(sc.linear_cross_entropy, 1)(x, head, targets)
+    np.testing.assert_allclose(np.float32(g16), g32, atol=float(jnp.abs(g32).max()) * 2**-8)
+
+
+def test_embedding_gradient_for_cuda_equals_the_scatter_add():
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 30, (4, 16)), jnp.int32)
+    g = normal(1, 4, 16, 8)
+    (expected, _), (found, _) = (f((HIDDEN, ids), g) for f in (_embedding_bwd, _embedding_bwd_cuda))
+    np.testing.assert_allclose(found, expected, atol=64 * EPS)
+
+
+def test_embedding_of_an_id_outside_is_nan():
+    assert np.isnan(sc.embedding(HIDDEN, jnp.asarray([30]))).all()
+
+
+def test_attention_of_unequal_lengths_with_causal_is_an_error():
+    with pytest.raises(ValueError, match="7 queries and 150 keys"):
+        sc.attention(QKV[0][:, :7], *QKV[1:])
