@@ -1,0 +1,191 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trainer.leaves import leaf_names
+from trainer.step import first_true
+from trainer.watchdog import Watchdog, first_nonfinite
+
+OK = {"loss": 1.0, "grad_norm": 1.0, "finite": True, "bad_leaf": -1}
+BAD = {"loss": float("nan"), "grad_norm": float("nan"), "finite": False, "bad_leaf": 1}
+LEAVES = ["h_0/kernel", "h_1/kernel"]
+
+
+def test_a_finite_step_is_no_event():
+    dog = Watchdog(2, LEAVES)
+    assert dog.observe(1, OK) is None
+    assert dog.row() == {"watchdog/skipped": 0}
+
+
+def test_a_skip_is_counted_and_names_the_first_bad_gradient():
+    dog = Watchdog(2, LEAVES)
+    event = dog.observe(7, BAD)
+    assert event is not None
+    assert "step 7 skipped" in event
+    assert "h_1/kernel" in event
+    assert dog.row() == {"watchdog/skipped": 1}
+
+
+def test_only_skips_in_a_row_exhaust_the_watchdog():
+    dog = Watchdog(2, LEAVES)
+    for step, metrics in enumerate([BAD, OK, BAD, OK, BAD]):
+        dog.observe(step, metrics)
+        assert not dog.exhausted
+    dog.observe(5, BAD)
+    assert dog.exhausted
+    assert "2 steps in a row" in dog.report(5)
+    assert dog.row() == {"watchdog/skipped": 4}
+
+
+def test_a_resumed_watchdog_counts_on():
+    dog = Watchdog(2, LEAVES)
+    dog.observe(1, BAD)
+    again = Watchdog(2, LEAVES, dog.state())
+    again.observe(2, BAD)
+    assert again.exhausted
+    assert again.row() == {"watchdog/skipped": 2}
+
+
+def test_leaf_names_are_in_the_order_that_bad_leaf_indexes():
+    params = {"b": {"x": jnp.ones(2)}, "a": [jnp.ones(2), jnp.full(2, jnp.nan)]}
+    index = int(first_true([~jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
+    assert leaf_names(params)[index] == "a/1"
+
+
+def test_nothing_is_found_where_all_is_finite():
+    assert first_nonfinite(lambda x: jnp.sin(x).sum(), jnp.ones(3)) is None
+
+
+def found(fn, *args):
+    finding = first_nonfinite(fn, *args)
+    assert finding is not None
+    return finding
+
+
+def test_the_argument_that_is_not_finite_is_named():
+    finding = found(lambda p: p["w"].sum(), {"w": jnp.array([1.0, jnp.inf])})
+    assert (finding.what, finding.where) == ("argument", "0/w")
+    assert "1 inf of 2" in finding.result
+
+
+def bad_log(x):
+    with jax.named_scope("bad"):
+        return jnp.log(x - 2.0)
+
+
+def nested(wrap):
+    """Two harmless operations, the bad one inside `wrap`, and one that inherits the NaN."""
+    return lambda x: jnp.sin(wrap(bad_log)(x * 1.0)) * 2.0
+
+
+@jax.custom_jvp
+def with_jvp(x):
+    return bad_log(x)
+
+
+with_jvp.defjvps(lambda t, y, x: t)
+
+
+@jax.custom_vjp
+def with_vjp(x):
+    return bad_log(x)
+
+
+with_vjp.defvjp(lambda x: (bad_log(x), None), lambda _, g: (g,))
+
+WRAPPERS = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "nested jit": lambda f: jax.jit(lambda x: jax.jit(f)(x) + 1),
+    "donating jit": lambda f: jax.jit(f, donate_argnums=0),
+    "remat": jax.checkpoint,
+    "custom_jvp": lambda f: with_jvp,
+    "custom_vjp": lambda f: with_vjp,
+    "cond": lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, lambda x: x, x),
+    "switch": lambda f: lambda x: jax.lax.switch(5, [lambda x: x, f], x),
+    "vmap": jax.vmap,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_the_operation_is_found_inside(wrap):
+    finding = found(nested(WRAPPERS[wrap]), jnp.ones(3))
+    assert finding.what == "log"
+    assert "bad" in finding.where
+    assert "test_watchdog.py" in finding.source
+    assert "float32[3] with 3 nan of 3" in finding.result
+    assert finding.operands == ("float32[3] |x| <= 1",)
+
+
+def test_the_iteration_of_a_scan_is_named():
+    def body(carry, x):
+        return carry - 1.0, jnp.log(carry) + x
+
+    finding = found(lambda c: jax.lax.scan(body, c, jnp.ones(5))[1].sum(), jnp.float32(2.5))
+    assert (finding.what, finding.where) == ("log", "scan[3]")
+
+
+def test_the_iteration_of_a_reversed_scan_counts_from_the_front():
+    def body(carry, x):
+        return carry - 1.0, jnp.log(carry) + x
+
+    finding = found(lambda c: jax.lax.scan(body, c, jnp.ones(5), reverse=True)[1].sum(), jnp.float32(2.5))
+    assert (finding.what, finding.where) == ("log", "scan[1]")
+
+
+def test_the_iteration_of_a_while_loop_is_named():
+    finding = found(
+        lambda c: jax.lax.while_loop(lambda s: s[0] < 9, lambda s: (s[0] + 1, jnp.sqrt(s[1] - 1.0)), (0, c)),
+        jnp.float32(1.5),
+    )
+    assert (finding.what, finding.where) == ("sqrt", "while[1]")
+
+
+def test_the_backward_pass_is_searched_too():
+    # The square root is finite at 0, its derivative is not.
+    finding = found(jax.jit(jax.value_and_grad(lambda x: jnp.sqrt(x).sum())), jnp.array([0.0, 1.0]))
+    assert finding.what == "div"
+    assert "inf" in finding.result
+
+
+def test_an_overflowing_cast_is_found():
+    finding = found(lambda x: x.astype(jnp.float16) * 2, jnp.array([7e4]))
+    assert finding.what == "convert_element_type"
+    assert "float16[1] with 1 inf of 1" in finding.result
+
+
+def test_a_mask_of_minus_infinity_is_no_finding():
+    def attention(scores):
+        return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((3, 3), bool)), scores, -jnp.inf)).sum()
+
+    assert first_nonfinite(attention, jnp.ones((3, 3))) is None
+
+
+def test_a_nan_from_a_mask_is_found_when_nothing_else_is():
+    finding = found(lambda x: jax.nn.softmax(jnp.where(x > 5, x, -jnp.inf)), jnp.ones(3))
+    assert finding.what == "sub"
+    assert "3 -inf of 3" in finding.operands[0]
+
+
+def test_float8_integers_and_keys_are_understood():
+    def fn(x, n, key):
+        noise = jax.random.normal(key, x.shape)
+        return (x.astype(jnp.float32) + noise * n) / 0.0
+
+    finding = found(fn, jnp.ones(2, jnp.float8_e4m3fn), jnp.int32(3), jax.random.key(0))
+    assert finding.what == "div"
+
+
+def test_it_finds_the_bad_operation_of_a_sharded_function():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    x = jax.device_put(np.arange(16, dtype=np.float32), sharding)
+    finding = found(lambda x: jnp.log(x).sum(), x)
+    assert "1 -inf of 16" in finding.result
+
+
+def test_the_line_says_it_all():
+    line = str(found(nested(jax.jit), jnp.ones(3)))
+    assert line.startswith("log in ")
+    assert "\n" not in line
