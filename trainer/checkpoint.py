@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
@@ -54,10 +55,12 @@ class Checkpointer:
       directory: made if missing. Raises UserError when it cannot be written.
       keep: how many of the newest stay.
       keep_best: whether the one with the lowest validation loss stays too.
+      read_only: touch nothing, not even what a save has left behind: another process may be training here.
     """
 
-    def __init__(self, directory: Path, *, keep: int, keep_best: bool) -> None:
+    def __init__(self, directory: Path, *, keep: int = 1, keep_best: bool = False, read_only: bool = False) -> None:
         self.directory = directory.resolve()
+        self._read_only = read_only
         self._saving: int | None = None
         newest = LatestN(keep)
         # BestN keeps the last of its sorting; reverse puts the lowest loss there. No validation loss: no candidate.
@@ -67,15 +70,16 @@ class Checkpointer:
             best_fn=_val_loss,  # makes Orbax store the metrics
             best_mode="min",
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
-            enable_async_checkpointing=True,
+            read_only=read_only,  # overrides the line above
         )
         # Orbax logs the exceptions that it also raises, with tracebacks; they are reported here.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            probe = self.directory / f".writable-{jax.process_index()}"
-            probe.touch()
-            probe.unlink()
+            if not read_only:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                probe = self.directory / f".writable-{jax.process_index()}"
+                probe.touch()
+                probe.unlink()
             self._manager = ocp.CheckpointManager(self.directory, options=options)
         except OSError as error:
             raise UserError(f"cannot write to {self.directory}: {error.strerror}; choose another run_dir") from error
@@ -122,14 +126,15 @@ class Checkpointer:
             described[name] |= {"checksum": value} | ({"impl": str(jax.random.key_impl(leaf))} if is_key(leaf) else {})
         manifest = {"format": FORMAT, "step": step, "meta": dict(meta), "leaves": described}
         manifest["digest"] = _digest(manifest)
-        items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(dict(zip(names, leaves, strict=True))), manifest=ocp.args.JsonSave(manifest)
-        )
+        stored = {
+            name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf.size
+        }  # Orbax refuses empty arrays
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(stored), manifest=ocp.args.JsonSave(manifest))
         comparable = val_loss is not None and np.isfinite(val_loss)
         self._saving = step
         try:
             self._manager.save(step, args=items, metrics={"val_loss": val_loss} if comparable else None, force=True)
-        except (OSError, ValueError, RuntimeError) as error:
+        except OSError as error:
             raise self._save_failed(error) from error
         return True
 
@@ -215,6 +220,9 @@ class Checkpointer:
     def _report(self, step: int, damage: DamagedCheckpointError, asked: int | None) -> None:
         if asked is not None:
             raise UserError(f"checkpoint {step} in {self.directory} is damaged: {damage}; use another one") from damage
+        if self._read_only:
+            logger.warning("checkpoint %d is damaged (%s): using the one before it", step, damage)
+            return
         # Out of the way, since the run will come to this step again and save it.
         (self.directory / DAMAGED).mkdir(exist_ok=True)
         free = next(i for i in range(1_000_000) if not (self.directory / DAMAGED / f"{step}-{i}").exists())
@@ -246,12 +254,14 @@ class Checkpointer:
 
     def _arrays(self, step: int, target: Any, saved: dict[str, dict[str, Any]]) -> Any:
         names, leaves = leaf_names(target), jax.tree.leaves(target)
-        wanted = dict(zip(names, map(_abstract, leaves), strict=True))
+        placed = {name: _abstract(leaf) for name, leaf in zip(names, leaves, strict=True)}
+        wanted = {name: leaf for name, leaf in placed.items() if leaf.size}
         args = ocp.args.PyTreeRestore(
             wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
         )
         try:
-            found = self._manager.restore(step, args=ocp.args.Composite(state=args))["state"]
+            found = dict(self._manager.restore(step, args=ocp.args.Composite(state=args))["state"])
+            found |= {n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in placed.items() if not x.size}
             values = checksums([found[name] for name in names])
         except Exception as error:  # a damaged file can raise anything
             raise DamagedCheckpointError(f"state unreadable: {type(error).__name__}") from error

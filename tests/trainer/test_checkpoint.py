@@ -1,0 +1,473 @@
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from trainer.checkpoint import Checkpointer
+from trainer.errors import UserError
+from trainer.leaves import checksum, checksums, describe, leaf_names
+from trainer.state import init_state
+
+META = {"config": {"seed": 1}, "tracker": "abc"}
+
+
+def make_state(seed=0, width=32):
+    key = jax.random.key(seed)
+    params = {"wte": jax.random.normal(key, (width, 16)), "h": [{"kernel": jnp.full((16, 16), float(seed))}]}
+    return init_state(params, optax.adamw(1e-3), key)
+
+
+def abstract(tree, sharding=None):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree)
+
+
+def bits(tree):
+    """Names, dtypes and bytes: equal exactly when the trees are, NaN payloads included."""
+    leaves = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)
+    ]
+    return [(n, str(x.dtype), x.shape, np.asarray(x).tobytes()) for n, x in zip(leaf_names(tree), leaves, strict=True)]
+
+
+@pytest.fixture
+def open_checkpointer(tmp_path):
+    opened = []
+
+    def open_one(keep=3, keep_best=False, directory=tmp_path / "checkpoints"):
+        opened.append(Checkpointer(directory, keep=keep, keep_best=keep_best))
+        return opened[-1]
+
+    yield open_one
+    for checkpointer in opened:
+        checkpointer.close()
+
+
+def saved(checkpointer, *steps):
+    for step in steps:
+        assert checkpointer.save(step, make_state(step), META)
+    checkpointer.wait()
+    return checkpointer
+
+
+# --- what comes back ---
+
+
+def test_a_state_comes_back_bit_for_bit_with_its_structure_and_meta(open_checkpointer):
+    state = make_state(3)
+    first = open_checkpointer()
+    first.save(3, state, META)
+    first.wait()
+    restored = open_checkpointer().restore(abstract(state))
+    assert restored.step == 3
+    assert restored.meta == META
+    assert jax.tree.structure(restored.state) == jax.tree.structure(state)
+    assert bits(restored.state) == bits(state)
+    assert jax.random.key_impl(restored.state.key) == jax.random.key_impl(state.key)
+
+
+def test_low_precision_and_nan_payloads_come_back_bit_for_bit(open_checkpointer):
+    rng = np.random.default_rng(0)
+    state = {
+        str(np.dtype(dtype)): jnp.asarray(rng.integers(0, 256, 64 * np.dtype(dtype).itemsize, np.uint8).view(dtype))
+        for dtype in (
+            jnp.float8_e4m3fn,
+            jnp.float8_e5m2,
+            jnp.bfloat16,
+            jnp.float16,
+            jnp.float32,
+            jnp.int8,
+            jnp.uint16,
+            jnp.int32,
+        )
+    } | {"bool": jnp.array([True, False]), "scalar": jnp.float32(np.nan), "empty": jnp.zeros((0, 3))}
+    checkpointer = open_checkpointer()
+    checkpointer.save(1, state, {})
+    assert bits(checkpointer.restore(abstract(state)).state) == bits(state)
+
+
+def test_the_save_is_of_the_values_at_the_call_although_the_next_step_reuses_their_memory(open_checkpointer):
+    step = jax.jit(lambda x: jax.tree.map(lambda a: a * 2 + 1, x), donate_argnums=0)
+    state = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((512, 512)), jnp.float32)}
+    before = bits(state)
+    checkpointer = open_checkpointer()
+    checkpointer.save(1, state, {})
+    for _ in range(5):
+        state = step(state)
+    jax.block_until_ready(state)
+    assert bits(checkpointer.restore(abstract(state)).state) == before
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_a_state_sharded_over_8_devices_comes_back_on_fewer(open_checkpointer, devices):
+    def mesh(n):
+        return jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+
+    spec = {"w": PartitionSpec("data"), "v": PartitionSpec(None, "data"), "n": PartitionSpec(), "key": PartitionSpec()}
+    state = {"w": jnp.arange(64.0).reshape(16, 4), "v": jnp.ones((3, 8)), "n": jnp.int32(7), "key": jax.random.key(1)}
+    on_8 = {k: jax.device_put(v, NamedSharding(mesh(8), spec[k])) for k, v in state.items()}
+    checkpointer = open_checkpointer()
+    checkpointer.save(1, on_8, {})
+    target = {
+        k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(mesh(devices), spec[k]))
+        for k, v in state.items()
+    }
+    restored = checkpointer.restore(target).state
+    assert bits(restored) == bits(state)
+    assert {k: v.sharding for k, v in restored.items()} == {k: v.sharding for k, v in target.items()}
+
+
+def test_a_part_of_the_state_can_be_restored_alone(open_checkpointer):
+    checkpointer = saved(open_checkpointer(), 2)
+    params = make_state(2).params
+    restored = checkpointer.restore({"params": abstract(params)}, partial=True)
+    assert bits(restored.state["params"]) == bits(params)
+
+
+def test_without_a_sharding_leaves_go_to_the_first_device(open_checkpointer):
+    checkpointer = saved(open_checkpointer(), 1)
+    restored = checkpointer.restore(jax.eval_shape(lambda: make_state(1)))
+    assert bits(restored.state) == bits(make_state(1))
+
+
+# --- what stays ---
+
+
+def test_the_newest_stay(open_checkpointer):
+    assert saved(open_checkpointer(keep=2), 1, 2, 3).steps() == [2, 3]
+
+
+def test_the_best_stays_too(open_checkpointer):
+    checkpointer = open_checkpointer(keep=1, keep_best=True)
+    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, float("nan")), (6, 1.5)]:
+        checkpointer.save(step, make_state(step), {}, val_loss=loss)
+    checkpointer.wait()
+    assert checkpointer.steps() == [2, 6]
+    assert checkpointer.best_step == 2
+
+
+def test_the_best_is_still_known_after_a_restart(open_checkpointer):
+    first = open_checkpointer(keep=1, keep_best=True)
+    for step, loss in [(1, 1.0), (2, 2.0)]:
+        first.save(step, make_state(step), {}, val_loss=loss)
+    first.wait()
+    second = open_checkpointer(keep=1, keep_best=True)
+    second.save(3, make_state(3), {}, val_loss=3.0)
+    second.wait()
+    assert second.steps() == [1, 3]
+
+
+def test_a_run_without_validation_has_no_best(open_checkpointer):
+    checkpointer = saved(open_checkpointer(keep=2, keep_best=True), 1, 2, 3)
+    assert checkpointer.best_step is None
+    assert checkpointer.steps() == [2, 3]
+
+
+def test_saving_the_newest_step_again_is_nothing_to_do(open_checkpointer):
+    checkpointer = saved(open_checkpointer(), 4)
+    assert not checkpointer.save(4, make_state(4), META)
+
+
+def test_saving_an_earlier_step_is_an_error(open_checkpointer):
+    checkpointer = saved(open_checkpointer(), 4)
+    with pytest.raises(UserError, match=r"cannot save step 3: .* holds step 4"):
+        checkpointer.save(3, make_state(3), META)
+
+
+# --- what does not fit ---
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s | {"b": jnp.ones((2, 3))}, r"leaf b is float32\[2\], expected float32\[2, 3\]"),
+        (lambda s: s | {"b": jnp.ones(2, jnp.bfloat16)}, r"leaf b is float32\[2\], expected bfloat16\[2\]"),
+        (lambda s: s | {"c": jnp.ones(2)}, r"it has no leaf c, expected float32\[2\]"),
+        (lambda s: {"a": s["a"]}, r"it has a leaf b, float32\[2\], that is not expected"),
+        (lambda s: s | {"b": jax.random.key(0)}, r"leaf b is float32\[2\], expected key<fry>\[\]"),
+    ],
+)
+def test_a_state_that_does_not_fit_names_the_leaf_and_both_sides(open_checkpointer, change, message):
+    state = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    checkpointer = open_checkpointer()
+    checkpointer.save(1, state, {})
+    with pytest.raises(UserError, match=message):
+        checkpointer.restore(abstract(change(state)))
+    assert checkpointer.steps() == [1]  # not taken for damage
+
+
+def test_two_leaves_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="share a name"):
+        describe({"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
+
+
+def test_a_step_that_does_not_exist_is_named_with_those_that_do(open_checkpointer):
+    checkpointer = saved(open_checkpointer(), 1, 2)
+    with pytest.raises(UserError, match=r"no checkpoint 9 in .*; there are: 1, 2"):
+        checkpointer.restore(abstract(make_state()), step=9)
+
+
+def test_an_empty_directory_has_nothing_to_restore(open_checkpointer):
+    with pytest.raises(UserError, match="no usable checkpoint"):
+        open_checkpointer().restore(abstract(make_state()))
+
+
+# --- damage ---
+
+
+def files(step_directory):
+    return [path for path in sorted(step_directory.rglob("*")) if path.is_file()]
+
+
+def payload(step_directory):
+    """The file that holds the arrays."""
+    return max((step_directory / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+
+
+def flip_a_bit(directory):
+    path = payload(directory)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def alter_the_meta(directory):
+    path = directory / "manifest" / "metadata"
+    path.write_text(path.read_text().replace('"seed": 1', '"seed": 2'))
+
+
+DAMAGE = {
+    "bit flipped in the arrays": flip_a_bit,
+    "arrays truncated": lambda d: os.truncate(payload(d), payload(d).stat().st_size // 2),
+    "arrays emptied": lambda d: os.truncate(payload(d), 0),
+    "arrays removed": lambda d: payload(d).unlink(),
+    "state removed": lambda d: shutil.rmtree(d / "state"),
+    "manifest removed": lambda d: shutil.rmtree(d / "manifest"),
+    "manifest altered": alter_the_meta,
+    "manifest truncated": lambda d: os.truncate(d / "manifest" / "metadata", 40),
+    "index removed": lambda d: (d / "state" / "manifest.ocdbt").unlink(),
+    "everything removed": lambda d: [path.unlink() for path in files(d)],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_reported_in_a_line_and_the_one_before_is_used(open_checkpointer, caplog, damage):
+    first = saved(open_checkpointer(), 1, 2)
+    DAMAGE[damage](first.directory / "2")
+    checkpointer = open_checkpointer()
+    restored = checkpointer.restore(abstract(make_state()))
+    assert restored.step == 1
+    assert bits(restored.state) == bits(make_state(1))
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "trainer.checkpoint"]
+    assert re.search(r"checkpoint 2 is damaged \(.+\): moved to .*damaged/2-0, using the one before", line)
+    assert "\n" not in line
+    saved(checkpointer, 2)  # the run comes to this step again
+    assert bits(open_checkpointer().restore(abstract(make_state())).state) == bits(make_state(2))
+
+
+def test_no_flipped_bit_of_any_file_changes_what_is_restored(open_checkpointer):
+    """A flip is found, or was in a byte that does not matter (a time, a comment)."""
+    directory = saved(open_checkpointer(), 1, 2).directory
+    rng = np.random.default_rng(0)
+    for path in files(directory / "2"):
+        whole = path.read_bytes()
+        data = bytearray(whole)
+        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        path.write_bytes(data)
+        checkpointer = open_checkpointer()
+        restored = checkpointer.restore(abstract(make_state()))
+        assert bits(restored.state) == bits(make_state(restored.step)), path
+        assert restored.meta == META
+        if restored.step == 1:
+            (moved,) = (directory / "damaged").iterdir()
+            moved.rename(directory / "2")
+        path.write_bytes(whole)
+
+
+def test_when_all_are_damaged_the_error_says_so(open_checkpointer):
+    directory = saved(open_checkpointer(), 1, 2).directory
+    for step in ("1", "2"):
+        flip_a_bit(directory / step)
+    with pytest.raises(UserError, match=r"no usable checkpoint in .*; start anew in another run_dir"):
+        open_checkpointer().restore(abstract(make_state()))
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(open_checkpointer):
+    checkpointer = saved(open_checkpointer(), 1, 2)
+    flip_a_bit(checkpointer.directory / "1")
+    with pytest.raises(UserError, match=r"checkpoint 1 in .* is damaged"):
+        checkpointer.restore(abstract(make_state()), step=1)
+
+
+def test_a_reader_leaves_a_save_in_progress_and_a_damaged_checkpoint_where_they_are(open_checkpointer, caplog):
+    directory = saved(open_checkpointer(), 1, 2).directory
+    flip_a_bit(directory / "2")
+    in_progress = directory / "3.orbax-checkpoint-tmp"
+    in_progress.mkdir()
+    before = sorted(directory.rglob("*"))
+    reader = Checkpointer(directory, read_only=True)
+    assert reader.restore(abstract(make_state())).step == 1
+    reader.close()
+    assert sorted(directory.rglob("*")) == before
+    assert "checkpoint 2 is damaged" in caplog.text
+
+
+def test_reading_where_there_is_nothing_is_an_error_and_makes_nothing(tmp_path):
+    reader = Checkpointer(tmp_path / "nowhere", read_only=True)
+    with pytest.raises(UserError, match=r"no usable checkpoint in .*nowhere"):
+        reader.restore(abstract(make_state()))
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_the_meta_alone_can_be_read_and_skips_a_damaged_one(open_checkpointer):
+    checkpointer = saved(open_checkpointer(), 1, 2)
+    alter_the_meta(checkpointer.directory / "2")
+    assert checkpointer.meta() == META
+    assert checkpointer.steps() == [1]
+
+
+# --- saves that fail ---
+
+
+@contextmanager
+def no_file_larger_than(size):
+    """Writes beyond fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+LARGE = {"w": np.random.default_rng(0).integers(0, 2**31, 1 << 20).astype(np.int32)}
+
+
+def failed_save(checkpointer):
+    """A save of 4 MiB where 1 MiB fits; the error."""
+    with no_file_larger_than(1 << 20), pytest.raises(UserError) as error:  # noqa: PT012 - either may raise it
+        checkpointer.save(2, jax.tree.map(jnp.asarray, LARGE), {})
+        checkpointer.wait()
+    return str(error.value)
+
+
+def test_a_save_that_the_disk_refuses_is_reported_and_the_earlier_checkpoints_are_intact(open_checkpointer):
+    checkpointer = saved(open_checkpointer(keep=1), 1)
+    message = failed_save(checkpointer)
+    assert re.search(r"could not save checkpoint 2 in .*GiB free on that disk\); intact: 1; make room", message)
+    assert "\n" not in message
+    assert checkpointer.steps() == [1]
+    assert bits(open_checkpointer().restore(abstract(make_state())).state) == bits(make_state(1))
+
+
+def test_after_a_failed_save_the_next_one_works(open_checkpointer):
+    checkpointer = open_checkpointer()
+    failed_save(checkpointer)
+    assert saved(checkpointer, 2).steps() == [2]
+
+
+def test_a_failed_save_is_noticed_by_check_without_waiting(open_checkpointer):
+    checkpointer = open_checkpointer()
+    deadline = time.monotonic() + 60
+    with no_file_larger_than(1 << 20):
+        checkpointer.save(2, jax.tree.map(jnp.asarray, LARGE), {})
+        with pytest.raises(UserError, match="could not save checkpoint 2"):  # noqa: PT012
+            while time.monotonic() < deadline:
+                checkpointer.check()
+
+
+def test_a_save_that_works_is_no_error_to_check(open_checkpointer):
+    checkpointer = open_checkpointer()
+    checkpointer.save(1, make_state(1), {})
+    deadline = time.monotonic() + 60
+    while checkpointer.steps() != [1] and time.monotonic() < deadline:
+        checkpointer.check()
+    assert checkpointer.steps() == [1]
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write to .*; choose another run_dir"):
+        Checkpointer(tmp_path / "file" / "checkpoints", keep=1, keep_best=False)
+
+
+# --- kill -9 ---
+
+KILLED = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from trainer.checkpoint import Checkpointer
+checkpointer = Checkpointer(Path(sys.argv[1]), keep=2, keep_best=False)
+state = {"w": jax.random.normal(jax.random.key(0), (1 << 20,))}
+for step in range(1, 1000):
+    checkpointer.save(step, jax.tree.map(lambda x: x + step, state), {"step": step})
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.04])
+def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path, open_checkpointer, delay):
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(KILLED), tmp_path], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+    )
+    for line in process.stdout:
+        if int(line) == 4:
+            break
+    time.sleep(delay)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    checkpointer = open_checkpointer(directory=tmp_path)
+    restored = checkpointer.restore({"w": jax.ShapeDtypeStruct((1 << 20,), jnp.float32)})
+    assert restored.step >= 3  # the save before the one that was going on
+    assert restored.meta == {"step": restored.step}
+    expected = jax.random.normal(jax.random.key(0), (1 << 20,)) + restored.step
+    assert bits(restored.state) == bits({"w": expected})
+    assert checkpointer.save(restored.step + 1, restored.state, {})  # what the kill left is not in the way
+
+
+# --- checksums ---
+
+
+def test_a_checksum_does_not_depend_on_the_sharding():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    x = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
+    spread = jax.device_put(x, NamedSharding(mesh, PartitionSpec("a", "b")))
+    assert checksums([x]) == checksums([spread])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.bool_])
+def test_every_single_bit_changes_the_checksum(dtype):
+    itemsize = np.dtype(dtype).itemsize
+    raw = np.random.default_rng(0).integers(0, 2 if dtype == jnp.bool_ else 256, 12 * itemsize).astype(np.uint8)
+    whole = checksums([jnp.asarray(raw.view(dtype))])
+    for bit in range(0, raw.size * 8, 8 if dtype == jnp.bool_ else 1):
+        changed = raw.copy()
+        changed[bit // 8] ^= 1 << (bit % 8)
+        assert checksums([jnp.asarray(changed.view(dtype))]) != whole, bit
+
+
+def test_a_checksum_tells_places_apart():
+    x = jnp.arange(6.0)
+    assert len({checksums([x])[0], checksums([x[::-1]])[0], checksums([jnp.roll(x, 1)])[0]}) == 3
+    # the oracle: the sum written out in Python
+    total = [0, 0]
+    for i, word in enumerate(np.asarray(x).view(np.uint32)):
+        for j, factor in enumerate((0x9E3779B1, 0x85EBCA77)):
+            mixed = (i + 1) * factor % 2**32
+            mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D % 2**32
+            total[j] = (total[j] + int(word) * ((mixed ^ (mixed >> 13)) | 1)) % 2**32
+    assert checksum(x).tolist() == total
