@@ -1,0 +1,256 @@
+"""The FP8 matrix product: E4M3 operands forward, E5M2 for the gradient of the output.
+
+    y  = X8 W8             X8, W8: saturating casts to E4M3; fast accumulation
+    dX = G8 W8^T           G8: a saturating cast of dy to E5M2
+    dW = X8^T G8           residuals of the forward pass are X8 and W8, never the wide operands
+
+The operands of every product are real FP8 arrays, and the algorithm is named in the program: what XLA needs to choose
+cuBLASLt's FP8 kernels, and what it cannot undo. Wide operands that were rounded to FP8 and back, scales that are
+vectors, or a derivative left to AD would silently run in BF16. Programs compiled for other platforms than CUDA
+multiply the same FP8 numbers in FP32.
+
+References:
+    Micikevicius et al., FP8 formats for deep learning, 2022 (https://arxiv.org/abs/2209.05433).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from scalify_core.composite import composite
+from scalify_core.formats import E4M3, E5M2, MIN_SCALE_EXPONENT, FloatFormat, pow2_floor, pow2_round
+
+MULTIPLE = 16  # of rows, columns and contracted elements: what cuBLASLt's FP8 kernels ask for
+
+Scale = float | Literal["rms", "amax"]
+Axes = tuple[int, ...]
+DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+
+
+class Scaling(NamedTuple):
+    """What each tensor is divided by before its cast to FP8, in plain programs; the product is multiplied by it.
+
+    A number, better a power of two, is a constant of the program. "rms": the power of two nearest to the root mean
+    square. "amax": the one that puts the largest magnitude into [128, 256) for E4M3, [16384, 32768) for E5M2. Under
+    `scalify` the propagated scales take the place of all three.
+    """
+
+    lhs: Scale = 1.0
+    rhs: Scale = 1.0
+    gradient: Scale = 1.0
+
+
+class Fp8DotGeneral:
+    """`jax.lax.dot_general` in FP8, for a Flax layer's `dot_general` argument (Linen or NNX).
+
+    A product whose rows, columns or contracted elements are not multiples of 16 is done by `jax.lax.dot_general` in
+    the operands' dtype, with a warning that names it, once per shape. `converted` and `skipped` tell what happened,
+    so that a trainer can count: they fill while the layer is traced.
+
+    Attributes:
+        name: of the layer, for the warning.
+        converted: the (rows, columns, contracted) of the products that were traced as FP8.
+        skipped: of those that were not.
+    """
+
+    def __init__(self, name: str = "fp8_dot_general", scaling: Scaling = Scaling()) -> None:  # noqa: B008, immutable
+        """Raise ValueError for a scale that is neither a positive number, "rms" nor "amax"."""
+        for scale in scaling:
+            if scale not in ("rms", "amax") and not (isinstance(scale, int | float) and 0 < scale < math.inf):
+                raise ValueError(f'{name}: scale {scale!r} is neither a positive number, "rms" nor "amax"')
+        self.name = name
+        self.scaling = Scaling(*(scale if isinstance(scale, str) else float(scale) for scale in scaling))
+        self.converted: set[tuple[int, int, int]] = set()
+        self.skipped: set[tuple[int, int, int]] = set()
+
+    def __repr__(self) -> str:
+        return f"Fp8DotGeneral({self.name!r}, {self.scaling})"
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: Any,
+        precision: None = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: None = None,
+    ) -> jax.Array:
+        """The product of `lhs` and `rhs`, with the dimensions of `jax.lax.dot_general`.
+
+        Args:
+            lhs: float array.
+            rhs: float array.
+            dimension_numbers: ((lhs contracted, rhs contracted), (lhs batch, rhs batch)) axes.
+            precision: must be None: the precision of an FP8 product is given.
+            preferred_element_type: FP32, BF16 or FP16; by default the dtype that the operands promote to.
+            out_sharding: must be None: explicitly sharded axes are not supported, let the compiler place the result.
+
+        Raises:
+            ValueError: `precision` or `out_sharding` is given.
+            TypeError: an operand is not of a floating-point dtype, or the result's dtype is none of the three.
+        """
+        if precision is not None or out_sharding is not None:
+            raise ValueError(f"{self.name}: FP8 takes no precision ({precision}) and no out_sharding ({out_sharding})")
+        dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
+        if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise TypeError(f"{self.name}: the result of an FP8 product is float32, bfloat16 or float16, not {dtype}")
+        for operand in (lhs, rhs):
+            if not jnp.issubdtype(operand.dtype, jnp.floating):
+                raise TypeError(f"{self.name}: operands of an FP8 product are floats, not {operand.dtype}")
+        dims = normalised(dimension_numbers)
+        sizes = matrix_sizes(lhs.shape, rhs.shape, dims)
+        if any(size % MULTIPLE for size in sizes):
+            if sizes not in self.skipped:
+                self.skipped.add(sizes)
+                warnings.warn(
+                    f"{self.name}: not FP8 but {dtype}, because (rows, columns, contracted) = {sizes} are not all "
+                    f"multiples of {MULTIPLE}",
+                    stacklevel=2,
+                )
+            return lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)
+        self.converted.add(sizes)
+        return _fp8_dot(
+            lhs,
+            rhs,
+            dims=dims,
+            dtypes=(str(lhs.dtype), str(rhs.dtype), str(dtype)),
+            scaling=self.scaling,
+        )
+
+
+fp8_dot_general = Fp8DotGeneral()
+
+
+def normalised(dimension_numbers: Any) -> DimensionNumbers:
+    """Hashable dimension numbers: tuples all the way down."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    return (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
+
+
+def matrix_sizes(lhs: Sequence[int], rhs: Sequence[int], dims: DimensionNumbers) -> tuple[int, int, int]:
+    """(rows, columns, contracted elements) of each matrix of a product of these shapes; batch axes do not count."""
+    (lhs_contract, _), (lhs_batch, rhs_batch) = dims
+    contracted = math.prod(lhs[axis] for axis in lhs_contract)
+    rows = math.prod(lhs[axis] for axis in _rest(len(lhs), lhs_contract, lhs_batch))
+    columns = math.prod(rhs[axis] for axis in _rest(len(rhs), dims[0][1], rhs_batch))
+    return rows, columns, contracted
+
+
+def _rest(rank: int, *taken: Axes) -> Axes:
+    """The axes that are in none of `taken`, in order."""
+    return tuple(axis for axis in range(rank) if axis not in sum(taken, ()))
+
+
+@composite(name="fp8_dot_general")
+def _fp8_dot(
+    lhs: jax.Array, rhs: jax.Array, *, dims: DimensionNumbers, dtypes: tuple[str, str, str], scaling: Scaling
+) -> jax.Array:
+    """The product; `dtypes` are those of lhs, rhs and the result."""
+    return _forward(lhs, rhs, dims=dims, dtypes=dtypes, scaling=scaling)[0]
+
+
+def _forward(
+    lhs: jax.Array, rhs: jax.Array, *, dims: DimensionNumbers, dtypes: tuple[str, str, str], scaling: Scaling
+) -> tuple[jax.Array, tuple]:
+    """The product, and as residuals the FP8 operands and those of their scales that are not constants."""
+    lhs8, lhs_scale = _cast(lhs, E4M3, scaling.lhs)
+    rhs8, rhs_scale = _cast(rhs, E4M3, scaling.rhs)
+    out = _scaled_dot(lhs8, rhs8, dims, dtypes[2], (lhs_scale, rhs_scale), fast=True)
+    traced = tuple(None if isinstance(scale, float) else scale for scale in (lhs_scale, rhs_scale))
+    return out, (lhs8, rhs8, *traced)
+
+
+def _backward(
+    residuals: tuple,
+    gradient: jax.Array,
+    *,
+    dims: DimensionNumbers,
+    dtypes: tuple[str, str, str],
+    scaling: Scaling,
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of lhs and rhs, in their dtypes."""
+    lhs8, rhs8, lhs_scale, rhs_scale = residuals
+    lhs_scale = scaling.lhs if lhs_scale is None else lhs_scale
+    rhs_scale = scaling.rhs if rhs_scale is None else rhs_scale
+    gradient8, scale = _cast(gradient, E5M2, scaling.gradient)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    lhs_kept, rhs_kept = _rest(lhs8.ndim, lhs_contract, lhs_batch), _rest(rhs8.ndim, rhs_contract, rhs_batch)
+    # The axes of the gradient are (batch, kept of lhs, kept of rhs).
+    batch = tuple(range(len(lhs_batch)))
+    rows = tuple(range(len(batch), len(batch) + len(lhs_kept)))
+    columns = _rest(gradient.ndim, batch, rows)
+    lhs_dims = (columns, rhs_kept), (batch, rhs_batch)
+    rhs_dims = (lhs_kept, rows), (lhs_batch, batch)
+    d_lhs = _scaled_dot(gradient8, rhs8, lhs_dims, dtypes[0], (scale, rhs_scale), fast=False)
+    d_rhs = _scaled_dot(lhs8, gradient8, rhs_dims, dtypes[1], (lhs_scale, scale), fast=False)
+    # d_lhs has the axes (batch, kept, contracted in the order of rhs's axes); d_rhs (batch, contracted, kept).
+    lhs_axes = (*lhs_batch, *lhs_kept, *(axis for _, axis in sorted(zip(rhs_contract, lhs_contract, strict=True))))
+    rhs_axes = (*rhs_batch, *(axis for _, axis in sorted(zip(lhs_contract, rhs_contract, strict=True))), *rhs_kept)
+    return _with_axes(d_lhs, lhs_axes), _with_axes(d_rhs, rhs_axes)
+
+
+_fp8_dot.defvjp(_forward, _backward)
+
+
+def _with_axes(x: jax.Array, axes: Axes) -> jax.Array:
+    """`x`, its axis i moved to be axis `axes[i]`."""
+    return lax.transpose(x, [axes.index(i) for i in range(len(axes))])
+
+
+def _cast(x: jax.Array, fmt: FloatFormat, scale: Scale) -> tuple[jax.Array, float | jax.Array]:
+    """`x / scale` in FP8, and the scale: a float when it is a constant, else an FP32 scalar."""
+    x = x.astype(jnp.float32)
+    if scale == "rms":
+        statistic = jnp.sqrt(jnp.mean(jnp.square(x)))
+        power = pow2_round(statistic)
+    elif scale == "amax":
+        statistic = jnp.max(jnp.abs(x))
+        power = jnp.maximum(pow2_floor(statistic) * (2 / pow2_floor(fmt.max)), 2.0**MIN_SCALE_EXPONENT)
+    else:
+        return fmt.cast(x if scale == 1 else x * (1 / scale)), float(scale)
+    power = jnp.where(statistic == 0, jnp.float32(1), power)
+    return fmt.cast(x * (1 / power)), power
+
+
+def _scaled_dot(
+    lhs8: jax.Array, rhs8: jax.Array, dims: DimensionNumbers, dtype: str, scales: Sequence[Any], *, fast: bool
+) -> jax.Array:
+    """The product of FP8 arrays times the scales."""
+    if all(isinstance(scale, float) for scale in scales):
+        scale: Any = math.prod(scales)
+        if scale == 1:
+            return dot_fp8(lhs8, rhs8, dims, dtype, fast=fast)
+    else:
+        scale = jnp.float32(scales[0]) * scales[1]
+    # The unscaled product can leave the range of FP16, where the scaled one does not.
+    wide = dot_fp8(lhs8, rhs8, dims, "bfloat16" if dtype == "bfloat16" else "float32", fast=fast)
+    return (wide * scale).astype(dtype)
+
+
+def dot_fp8(lhs8: jax.Array, rhs8: jax.Array, dims: DimensionNumbers, dtype: Any, *, fast: bool) -> jax.Array:
+    """The product of two FP8 arrays, accumulated in FP32, rounded once to `dtype`.
+
+    On CUDA it is cuBLASLt's, where `fast` keeps some 14 bits in the accumulator: good enough for the forward pass.
+    The choice is made by the platform that the program is lowered for, so a CPU-only machine compiles for a GPU.
+    Not differentiable: the derivative would not be FP8.
+    """
+    algorithm = (
+        lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+    )
+
+    def cuda(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:
+        return lax.dot_general(lhs8, rhs8, dims, precision=algorithm, preferred_element_type=dtype)
+
+    def default(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:
+        lhs, rhs = lhs8.astype(jnp.float32), rhs8.astype(jnp.float32)
+        return lax.dot_general(lhs, rhs, dims, precision=lax.Precision.HIGHEST).astype(dtype)
+
+    return lax.platform_dependent(lhs8, rhs8, cuda=cuda, default=default)
