@@ -14,7 +14,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,17 @@ class Checkpointer:
             self._manager = ocp.CheckpointManager(self.directory, options=options)
         except OSError as error:
             raise UserError(f"cannot write to {self.directory}: {error.strerror}; choose another run_dir") from error
+
+    @classmethod
+    def reading(cls, directory: Path) -> Self:
+        """The checkpoints of a run that may be going on in another process."""
+        return cls(directory, read_only=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def steps(self) -> list[int]:
         """Steps with a committed checkpoint, ascending. The one being written is not among them."""

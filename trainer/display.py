@@ -24,21 +24,20 @@ class Display:
 
     Args:
       steps: where the run ends.
-      start: steps already taken.
       console: by default standard output.
       clock: seconds; for tests.
     """
 
     def __init__(
-        self, steps: int, *, start: int = 0, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self, steps: int, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.steps = steps
-        self.step = start
+        self.step = 0
         self.console = console or Console(soft_wrap=True)
         self._clock = clock
         self._row: dict[str, Any] = {}
         self._losses: deque[float] = deque(maxlen=4096)
-        self._times: deque[tuple[float, int]] = deque([(clock(), start)], maxlen=64)
+        self._times: deque[tuple[float, int]] = deque(maxlen=64)
         self._printed = -math.inf
         self._live: Live | None = None
         if self.console.is_terminal and not self.console.is_dumb_terminal:
@@ -85,10 +84,10 @@ class Display:
         self.console.print(text, markup=False, highlight=False)
 
     def eta(self) -> str:
-        """Time left at the mean speed of the last steps, h:mm:ss."""
-        (then, first), (now, last) = self._times[0], self._times[-1]
-        if last == first:
+        """Time left at the mean speed of the last steps, h:mm:ss; unknown until two have been shown."""
+        if len(self._times) < 2:
             return "-:--:--"
+        (then, first), (now, last) = self._times[0], self._times[-1]
         return str(timedelta(seconds=round((self.steps - last) * (now - then) / (last - first))))
 
     def render(self) -> Group:

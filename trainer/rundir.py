@@ -50,6 +50,8 @@ MAY_CHANGE = (
 class RunDir:
     """A run directory held by this process, until `release` or its end, however it ends.
 
+    Of the processes of one run the first holds it for all, and alone writes into it.
+
     Args:
       path: made if missing.
 
@@ -59,6 +61,13 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = -1
+        self._first = jax.process_index() == 0
+        if self._first:
+            self._claim()
+
+    def _claim(self) -> None:
+        path = self.path
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -68,7 +77,7 @@ class RunDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(self._lock)
+            self.release()
             raise UserError(f"run_dir={path} is in use by {holder}; stop it, or choose another run_dir") from None
         # A forked child would keep the lock when this process is killed.
         os.register_at_fork(after_in_child=self.release)
@@ -99,7 +108,8 @@ class RunDir:
                     f"run_dir={self.path} belongs to another configuration: {'; '.join(differing)}; "
                     "take these values back, or choose another run_dir"
                 )
-        write_atomically(path, yaml.safe_dump(dict(config), sort_keys=False))
+        if self._first:
+            write_atomically(path, yaml.safe_dump(dict(config), sort_keys=False))
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -200,7 +210,9 @@ def redact(tree: Any) -> Any:
 
 
 def write_environment(run_dir: Path) -> None:
-    """environment.txt, `key: value` a line; a resumed run adds its own part below."""
+    """environment.txt, `key: value` a line; a resumed run adds its own part below. The first process writes it."""
+    if jax.process_index() > 0:
+        return
     overrides = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
     found = environment() | {"overrides": " ".join(f"{key}={value}" for key, value in redact(overrides).items())}
     part = "".join(f"{key}: {value}\n" for key, value in found.items())

@@ -19,11 +19,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import jax
+
 from trainer.errors import UserError
 from trainer.records import Sample, cut_rows, cut_samples, encode_row, encode_sample, read_rows, read_samples
 from trainer.rundir import redact
 
 Row = Mapping[str, float | int | str]
+
+MAKE_ROOM = "make room, then continue with the same run_dir"
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +133,11 @@ class JsonlTracker(Tracker):
         _append(self._samples, encode_sample(Sample(step, name, text)))
 
     def flush(self) -> None:
-        os.fsync(self._rows.fileno())
-        os.fsync(self._samples.fileno())
+        try:
+            os.fsync(self._rows.fileno())
+            os.fsync(self._samples.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}; {MAKE_ROOM}") from error
 
     def close(self, exit_code: int = 0) -> None:
         self.flush()
@@ -160,7 +167,7 @@ def _append(file: FileIO, data: bytes) -> None:
     except OSError as error:
         reason = error.strerror
     if reason is not None:
-        raise UserError(f"cannot write {file.name}: {reason}; make room, then continue with the same run_dir")
+        raise UserError(f"cannot write {file.name}: {reason}; {MAKE_ROOM}")
 
 
 class WandbTracker(Tracker):
@@ -348,7 +355,7 @@ def make_tracker(
     run_id: str | None = None,
     init: Mapping[str, Any] | None = None,
 ) -> Tracker:
-    """The tracker of a run that has taken `start` steps (0: a new run).
+    """The tracker of a run that has taken `start` steps (0: a new run). Only the first of several processes tracks.
 
     Args:
       kind: wandb (with metrics.jsonl), jsonl, or none.
@@ -358,7 +365,7 @@ def make_tracker(
       run_id: of W&B, from the checkpoint; None: the one this run directory began with, or a new one.
       init: further arguments of `wandb.init`: project, entity, group, name, tags.
     """
-    if kind == "none":
+    if kind == "none" or jax.process_index() > 0:
         return Tracker()
     kept = JsonlTracker(run_dir, start=start)
     if kind == "jsonl" or os.environ.get("WANDB_MODE") == "disabled":

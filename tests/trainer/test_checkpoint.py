@@ -317,16 +317,17 @@ def test_a_reader_leaves_a_save_in_progress_and_a_damaged_checkpoint_where_they_
     in_progress = directory / "3.orbax-checkpoint-tmp"
     in_progress.mkdir()
     before = sorted(directory.rglob("*"))
-    reader = Checkpointer(directory, read_only=True)
-    assert reader.restore(abstract(make_state())).step == 1
-    reader.close()
+    with Checkpointer.reading(directory) as reader:
+        assert reader.restore(abstract(make_state())).step == 1
     assert sorted(directory.rglob("*")) == before
     assert "checkpoint 2 is damaged" in caplog.text
 
 
 def test_reading_where_there_is_nothing_is_an_error_and_makes_nothing(tmp_path):
-    reader = Checkpointer(tmp_path / "nowhere", read_only=True)
-    with pytest.raises(UserError, match=r"no usable checkpoint in .*nowhere"):
+    with (
+        Checkpointer.reading(tmp_path / "nowhere") as reader,
+        pytest.raises(UserError, match=r"no usable checkpoint in .*nowhere"),
+    ):
         reader.restore(abstract(make_state()))
     assert not (tmp_path / "nowhere").exists()
 
