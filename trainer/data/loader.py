@@ -1,0 +1,156 @@
+"""Batches as a pure function of (seed, step): nothing to save, nothing to wind forward, the same on any process count.
+
+A window is T+1 consecutive tokens, inputs and targets; windows start every T tokens, so every token but the first is a
+target once an epoch. Sample g of a run (g = step * B + row) is window `permute(seed, g // N, g % N)` of N: each epoch
+takes each window exactly once, and a batch may hold the end of one epoch and the start of the next.
+
+Legend: B sequences of the whole batch, b those of this process, T context, N windows.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.permutation import permute
+from trainer.data.shards import Manifest
+from trainer.errors import UserError
+
+
+class Batch(NamedTuple):
+    """Tokens of some rows.
+
+    Attributes:
+      tokens: int32 [b, T+1]; inputs are [:, :-1], targets [:, 1:].
+      segments: int32 [b, T+1] or None; the document of each token, counted from 0 in each row. An end-of-text token
+        belongs to the document that it ends.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    segments: npt.NDArray[np.int32] | None
+
+
+class Loader:
+    """Batches of one split of a prepared directory.
+
+    Args:
+      directory: what `prepare` returned.
+      split: "train" or "val".
+      context: T, in tokens.
+      batch_size: B, sequences of the whole batch over all processes.
+      seed: of the shuffle, at least 0.
+      document_mask: whether batches carry segments.
+      shuffle: False takes the windows in the order of the text, for validation.
+
+    Raises:
+      UserError: the directory is damaged, or the split is shorter than one window.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        *,
+        context: int,
+        batch_size: int,
+        seed: int = 0,
+        document_mask: bool = False,
+        shuffle: bool = True,
+    ) -> None:
+        self.manifest = Manifest.load(directory)
+        self.context = context
+        self.batch_size = batch_size
+        self._seed = seed
+        self._document_mask = document_mask
+        self._shuffle = shuffle
+        tokens = self.manifest.tokens(split)
+        self.windows = (tokens - 1) // context
+        if self.windows < 1:
+            raise UserError(
+                f"the {split} part of {directory} has {tokens} tokens, one window needs {context + 1} "
+                f"(model.context + 1); use more text, a smaller context, or another data.val_fraction"
+            )
+        self._shards = self.manifest.open(split)
+        self._starts = np.cumsum([0] + [len(shard) for shard in self._shards])
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches of distinct windows; at least 1 (a split of fewer than B windows repeats them in a batch)."""
+        return max(1, self.windows // self.batch_size)
+
+    def batch(self, step: int, rows: slice | None = None) -> Batch:
+        """Batch `step`, counted from 0, or some of its rows; the same whatever was asked before.
+
+        Args:
+          step: at least 0.
+          rows: those of this process; None: all B.
+        """
+        sample = step * self.batch_size + np.arange(self.batch_size)[rows or slice(None)]
+        epoch, window = np.divmod(sample, self.windows)
+        if self._shuffle:
+            window = permute(self._seed, epoch, window, self.windows)
+        tokens = np.empty((len(sample), self.context + 1), np.int32)
+        for row, start in zip(tokens, window * self.context, strict=True):
+            self._read(int(start), row)
+        return Batch(tokens, segments(tokens, self.manifest.eot) if self._document_mask else None)
+
+    def _read(self, start: int, out: npt.NDArray[np.int32]) -> None:
+        """Fill `out` with consecutive tokens, over as many shards as they lie in."""
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        filled = 0
+        while filled < len(out):
+            offset = start + filled - int(self._starts[shard])
+            part = self._shards[shard][offset : offset + len(out) - filled]
+            out[filled : filled + len(part)] = part
+            filled += len(part)
+            shard += 1
+
+
+def segments(tokens: npt.NDArray[np.int32], eot: int) -> npt.NDArray[np.int32]:
+    """Number of end-of-text tokens before each position of its row: int32 of the same shape."""
+    ends = (tokens == eot).astype(np.int32)
+    return np.cumsum(ends, axis=-1, dtype=np.int32) - ends
+
+
+def prefetch(
+    loader: Loader, start: int, stop: int, rows: slice | None = None, depth: int = 2
+) -> Iterator[tuple[int, Batch]]:
+    """Yield (step, batch) for steps start..stop-1, read by a background thread up to `depth` batches ahead.
+
+    An error of the thread is raised here, at the step that it belongs to. The thread ends when the iterator is
+    exhausted, closed or collected.
+    """
+    ready: queue.Queue[tuple[int, Batch] | BaseException] = queue.Queue(depth)
+    closed = threading.Event()
+
+    def put(item: tuple[int, Batch] | BaseException) -> None:
+        while not closed.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for step in range(start, stop):
+                if closed.is_set():
+                    return
+                put((step, loader.batch(step, rows)))
+        except BaseException as error:  # whatever it is belongs to the consumer
+            put(error)
+
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        for _ in range(start, stop):
+            item = ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        closed.set()
+        thread.join()

@@ -1,0 +1,60 @@
+"""A keyed bijection of [0, n): the shuffle of an epoch in constant memory and time.
+
+A Feistel network over the smallest sufficient number of bits is a bijection whatever its round function is; values that
+fall outside [0, n) are sent through it again until they are inside (cycle walking), which keeps it a bijection of
+[0, n). The domain is less than twice n, so two passes are needed on average.
+
+References:
+  Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
+  Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014 (the mixing function).
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+U64 = npt.NDArray[np.uint64]
+
+ROUNDS = 8
+# Multiples of the golden ratio: one constant per round, as arrays because only their arithmetic wraps silently.
+_ROUND_KEYS = np.arange(1, ROUNDS + 1, dtype=np.uint64)[:, None] * np.array([0x9E3779B97F4A7C15], np.uint64)
+
+
+def permute(seed: int, epoch: npt.ArrayLike, position: npt.ArrayLike, n: int) -> npt.NDArray[np.int64]:
+    """Where `position` goes in the shuffle of `epoch`; for each epoch a permutation of range(n).
+
+    Args:
+      seed: at least 0.
+      epoch: integers [B], at least 0.
+      position: integers [B] in [0, n).
+      n: at least 1.
+
+    Returns:
+      int64 [B] in [0, n).
+    """
+    x = np.asarray(position).astype(np.uint64)
+    key = _mix(_mix(np.full(1, seed, np.uint64)) + np.asarray(epoch).astype(np.uint64))
+    bits = max(2, (n - 1).bit_length())
+    x = _feistel(x, key, bits)
+    outside = x >= n
+    while outside.any():
+        x[outside] = _feistel(x[outside], key[outside], bits)
+        outside = x >= n
+    return x.astype(np.int64)
+
+
+def _feistel(x: U64, key: U64, bits: int) -> U64:
+    """One pass over values of `bits` bits, split into halves of nearly equal width."""
+    widths = np.array([bits - bits // 2, bits // 2], np.uint64)
+    masks = (np.uint64(1) << widths) - np.uint64(1)
+    left, right = x >> widths[1], x & masks[1]
+    for i, round_key in enumerate(_ROUND_KEYS):
+        # The halves swap roles every round, so their widths alternate.
+        left, right = right, left ^ (_mix(right + key + round_key) & masks[i % 2])
+    return (left << widths[1]) | right
+
+
+def _mix(x: U64) -> U64:
+    """splitmix64's finaliser: every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
