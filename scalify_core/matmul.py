@@ -205,6 +205,11 @@ def _with_axes(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.transpose(x, [axes.index(i) for i in range(len(axes))])
 
 
+def _contracted_last(x: jax.Array, contracted: Axes, batch: Axes) -> jax.Array:
+    """`x` with its axes in the order batch, kept, contracted."""
+    return lax.transpose(x, (*batch, *_rest(x.ndim, contracted, batch), *contracted))
+
+
 def _cast(x: jax.Array, fmt: FloatFormat, scale: Scale) -> tuple[jax.Array, float | jax.Array]:
     """`x / scale` in FP8, and the scale: a float when it is a constant, else an FP32 scalar."""
     x = x.astype(jnp.float32)
@@ -247,7 +252,15 @@ def dot_fp8(lhs8: jax.Array, rhs8: jax.Array, dims: DimensionNumbers, dtype: Any
     )
 
     def cuda(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:
-        return lax.dot_general(lhs8, rhs8, dims, precision=algorithm, preferred_element_type=dtype)
+        # Contracted axes last in both operands, which is the layout that cuBLASLt wants. And in programs for several
+        # devices XLA's partitioner forgets the algorithm of every product written as (rows, k) (k, columns), after
+        # which the product would no longer be FP8.
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+        lhs8 = _contracted_last(lhs8, lhs_contract, lhs_batch)
+        rhs8 = _contracted_last(rhs8, rhs_contract, rhs_batch)
+        batch, n = tuple(range(len(lhs_batch))), len(lhs_contract)
+        last = tuple(range(lhs8.ndim - n, lhs8.ndim)), tuple(range(rhs8.ndim - n, rhs8.ndim))
+        return lax.dot_general(lhs8, rhs8, (last, (batch, batch)), precision=algorithm, preferred_element_type=dtype)
 
     def default(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:
         lhs, rhs = lhs8.astype(jnp.float32), rhs8.astype(jnp.float32)

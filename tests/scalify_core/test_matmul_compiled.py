@@ -1,0 +1,180 @@
+"""The FP8 product compiled for an H200 on a machine without a GPU: which kernels multiply, and of what dtypes."""
+
+import importlib.util
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
+
+MATRIX = (((1,), (0,)), ((), ()))
+FP8_GEMM = "__cublas$lt$matmul$f8"
+
+
+@pytest.fixture(scope="module")
+def h200s():
+    """A host of eight of the described GPUs. XLA's compiler for them comes with the packages of the extra `plan`."""
+    for package in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13"):
+        assert importlib.util.find_spec(package), f"{package} is missing: pip install .[plan] (make test does)"
+    target = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+    return topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x8").devices
+
+
+@pytest.fixture(scope="module")
+def h200(h200s):
+    return jax.sharding.SingleDeviceSharding(h200s[0])
+
+
+def compiled_text(shardings, fun, *shapes, dtype=jnp.float16):
+    """Optimised HLO of `fun` on operands of these shapes; one sharding for all, or a list of one each."""
+    shardings = shardings if isinstance(shardings, list) else [shardings] * len(shapes)
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=s) for shape, s in zip(shapes, shardings, strict=True)]
+    return jax.jit(fun).lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
+
+
+def gemms(text):
+    """(kernel, operand dtypes, algorithm) of every matrix product; Triton's and plain dots are found by name too."""
+    found = []
+    for line in text.splitlines():
+        target = re.search(r'custom_call_target="(__cublas[^"]*|__triton[^"]*)"', line)
+        if target:
+            operands = re.search(r"custom-call\(([^)]*)\)", line)[1].replace("%", "").split(", ")[:2]
+            dtypes = tuple(re.search(rf"%{re.escape(name)} = \(?(\w+)\[", text)[1] for name in operands)
+            algorithm = re.search(r'"algorithm":"ALG_(?:DOT_)?(\w+)"', line)
+            found.append((target[1], dtypes, algorithm[1] if algorithm else "UNSET"))
+        elif re.search(r" dot\(|__triton_(nested_)?gemm", line):
+            found.append(("dot", (), ""))
+    return found
+
+
+FORWARD = (FP8_GEMM, ("f8e4m3fn", "f8e4m3fn"), "ANY_F8_ANY_F8_F32_FAST_ACCUM")
+
+
+def assert_all_fp8(text, *, forward, backward):
+    """So many products of E4M3 with fast accumulation, so many of E4M3 and E5M2 without, and no other."""
+    found = gemms(text)
+    assert found.count(FORWARD) == forward, found
+    gradients = [(k, a) for k, d, a in found if sorted(d) == ["f8e4m3fn", "f8e5m2"]]
+    assert gradients.count((FP8_GEMM, "ANY_F8_ANY_F8_F32")) == backward, found
+    assert len(found) == forward + backward, found
+
+
+def with_gradients(fun):
+    def both(*args):
+        out, vjp = jax.vjp(fun, *args)
+        return out, vjp(jnp.sin(out))
+
+    return both
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_forward_and_both_gradients_are_fp8_gemms(h200, dtype):
+    text = compiled_text(
+        h200, with_gradients(lambda x, w: fp8_dot_general(x, w, MATRIX)), (256, 128), (128, 512), dtype=dtype
+    )
+    assert_all_fp8(text, forward=1, backward=2)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "dims"),
+    [
+        ((4, 64, 128), (128, 256), (((2,), (0,)), ((), ()))),
+        ((64, 128), (256, 128), (((1,), (1,)), ((), ()))),
+        ((4, 64, 128), (4, 128, 32), (((2,), (1,)), ((0,), (0,)))),
+    ],
+    ids=["leading axes", "transposed weight", "batch axis"],
+)
+def test_other_dimension_numbers_are_fp8_gemms_too(h200, lhs, rhs, dims):
+    text = compiled_text(h200, with_gradients(lambda x, w: fp8_dot_general(x, w, dims)), lhs, rhs)
+    assert_all_fp8(text, forward=1, backward=2)
+
+
+@pytest.mark.parametrize("scaling", [Scaling(2.0**3, 2.0**-7, 2.0**-12), Scaling("rms", "amax", "rms")])
+def test_scales_keep_the_gemms_in_fp8(h200, scaling):
+    dot = Fp8DotGeneral(scaling=scaling)
+    text = compiled_text(h200, with_gradients(lambda x, w: dot(x, w, MATRIX)), (256, 128), (128, 512))
+    assert_all_fp8(text, forward=1, backward=2)
+
+
+def test_a_power_of_two_after_the_product_becomes_its_alpha(h200):
+    """A static scale costs no kernel: it is folded into the GEMM."""
+    text = compiled_text(
+        h200, lambda x, w: fp8_dot_general(x, w, MATRIX) * jnp.float16(2.0**-5), (256, 128), (128, 512)
+    )
+    assert_all_fp8(text, forward=1, backward=0)
+    assert '"alpha_real":0.03125' in text
+
+
+def test_scanned_layers_with_and_without_remat_are_fp8_gemms(h200):
+    def layer(x, w):
+        return jnp.tanh(fp8_dot_general(x, w, MATRIX)), None
+
+    # Forward again in the backward pass under remat: one more product in the loop's body.
+    for body, forward in ((layer, 1), (jax.checkpoint(layer), 2)):
+        text = compiled_text(
+            h200, with_gradients(lambda x, w, body=body: lax.scan(body, x, w)[0]), (128, 128), (4, 128, 128)
+        )
+        assert_all_fp8(text, forward=forward, backward=2)
+
+
+def test_a_vmapped_product_is_one_fp8_gemm(h200):
+    fun = jax.vmap(lambda x, w: fp8_dot_general(x, w, MATRIX))
+    text = compiled_text(h200, with_gradients(fun), (4, 64, 128), (4, 128, 256))
+    assert_all_fp8(text, forward=1, backward=2)
+
+
+@pytest.mark.parametrize(
+    ("weight", "contracted"), [(P(), 0), (P("fsdp", None), 0), (P(None, "fsdp"), 0), (P("fsdp", None), 1)], ids=str
+)
+@pytest.mark.parametrize("rows", [(2048,), (8, 256)], ids=["rows", "batch and time"])
+def test_sharded_products_are_fp8_gemms(h200s, rows, weight, contracted):
+    """Data parallel, and the weight sharded too, on either side of the product."""
+    mesh = jax.sharding.Mesh(np.array(h200s).reshape(4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    dims = (((len(rows),), (contracted,)), ((), ()))
+    fun = with_gradients(lambda x, w: fp8_dot_general(x, w, dims))
+    shardings = [NamedSharding(mesh, P(("data", "fsdp"))), NamedSharding(mesh, weight)]
+    text = compiled_text(shardings, fun, (*rows, 256), (256, 512) if contracted == 0 else (512, 256))
+    assert "all-reduce" in text or "reduce-scatter" in text
+    assert_all_fp8(text, forward=1, backward=2)
+
+
+def test_products_inside_shard_map_are_fp8_gemms(h200s):
+    mesh = jax.sharding.Mesh(np.array(h200s), ("data",), axis_types=(AxisType.Auto,))
+    shardings = [NamedSharding(mesh, P("data")), NamedSharding(mesh, P())]
+    fun = jax.shard_map(
+        lambda x, w: fp8_dot_general(x, w, MATRIX), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+    )
+    text = compiled_text(shardings, with_gradients(fun), (2048, 256), (256, 512))
+    assert_all_fp8(text, forward=1, backward=2)
+
+
+def test_a_product_that_falls_back_is_seen_not_to_be_fp8(h200):
+    """The check can fail."""
+    with pytest.warns(UserWarning, match="multiples of 16"):
+        text = compiled_text(h200, lambda x, w: Fp8DotGeneral("odd")(x, w, MATRIX), (256, 120), (120, 512))
+    assert gemms(text)
+    assert not any(kernel == FP8_GEMM for kernel, _, _ in gemms(text))
+
+
+def test_a_cast_there_and_back_is_seen_not_to_be_fp8(h200):
+    def upcast(x, w):
+        x8, w8 = x.astype(jnp.float8_e4m3fn), w.astype(jnp.float8_e4m3fn)
+        return lax.dot_general(x8.astype(x.dtype), w8.astype(w.dtype), MATRIX)
+
+    text = compiled_text(h200, upcast, (256, 128), (128, 512))
+    assert gemms(text)
+    assert not any(kernel == FP8_GEMM for kernel, _, _ in gemms(text))
+
+
+def test_the_default_backend_is_the_cpu_all_along(h200):
+    assert jax.default_backend() == "cpu"
+    text = jax.jit(lambda x: fp8_dot_general(x, x, MATRIX)).lower(jnp.ones((16, 16))).compile().as_text()
+    assert "cublas" not in text
