@@ -1,11 +1,22 @@
 """Devices: the mesh, the shardings, arrays from host batches, and the start of a multi-process run."""
 
+import logging
+from pathlib import Path
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from trainer.data import Batch
 from trainer.errors import UserError
 from trainer.step import Tokens
+
+
+def hide_missing_gpu() -> None:
+    """Keep JAX from logging a traceback about a CUDA plugin that is installed on a machine without an NVIDIA device."""
+    if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")):
+        logger = logging.getLogger("jax._src.xla_bridge")
+        logger.addFilter(lambda record: "xla_cuda" not in record.getMessage())
 
 
 def start_processes() -> None:
@@ -38,12 +49,12 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, "data"))
 
 
-def place_batch(tokens_BxT1: np.ndarray, segments_BxT1: np.ndarray | None, *, accum: int, mesh: Mesh) -> Tokens:
+def place_batch(batch: Batch, *, accum: int, mesh: Mesh) -> Tokens:
     """The global arrays [accum, B / accum, T+1] of a step; each process copies only the rows of its own devices."""
     sharding = batch_sharding(mesh)
 
-    def place(rows: np.ndarray) -> jax.Array:
-        micro = rows.reshape(accum, -1, rows.shape[-1])
+    def place(rows_BxT1: np.ndarray) -> jax.Array:
+        micro = rows_BxT1.reshape(accum, -1, rows_BxT1.shape[-1])
         return jax.make_array_from_callback(micro.shape, sharding, lambda index: micro[index])
 
-    return Tokens(place(tokens_BxT1), None if segments_BxT1 is None else place(segments_BxT1))
+    return Tokens(*(None if rows is None else place(rows) for rows in batch))

@@ -1,4 +1,4 @@
-"""Wrong keys, values, combinations: one line with what was found and what is valid, exit code 2, nothing left behind."""
+"""Wrong keys, values, combinations: one line with what was found and what is valid, exit code 2, nothing left."""
 
 import subprocess
 import sys

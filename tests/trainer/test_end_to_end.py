@@ -1,0 +1,175 @@
+"""`python -m trainer` as users run it: real processes, killed and resumed, on one device and on eight."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.checkpoint import Checkpointer
+from trainer.records import read_rows
+from trainer.tracking import read_history, wandb_files
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TINY = [
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.d_model=32",
+    "model.context=32",
+    "model.dropout=0.1",
+    "train.batch_tokens=512",
+    "train.eval_every=15",
+    "train.eval_batches=2",
+    "train.final_eval_batches=2",
+    "sample.max_new=8",
+]
+
+
+def environment(devices: int = 1, **extra: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "XLA_", "JAX_"))}
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)} | extra
+
+
+def trainer(tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **popen) -> subprocess.Popen[str]:
+    """A trainer at work in `tmp_path`, where it finds the data prepared by the one before it."""
+    command = [sys.executable, "-m", "trainer", *TINY, f"run_dir={run_dir}", f"compile_cache={tmp_path}/cache", *args]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | popen
+    return subprocess.Popen(command, cwd=tmp_path, env=environment(devices), **pipes)
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
+
+
+def values(run_dir: Path) -> list[dict]:
+    """The rows without what a clock or the machine's memory decides."""
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "event" not in row]
+    return [{k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))} for row in rows]
+
+
+def parameters(run_dir: Path, step: int) -> dict[str, dict]:
+    """Names, shapes, dtypes and checksums of every leaf of the state, as the checkpoint's manifest has them."""
+    manifest = json.loads(next((run_dir / "checkpoints" / str(step) / "manifest").rglob("*")).read_text())
+    return manifest["leaves"]
+
+
+def wait_for_row(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Until the run has logged `step`, or has ended."""
+    path = run_dir / "metrics.jsonl"
+    while process.poll() is None:
+        if path.exists() and f'"step": {step},' in path.read_text(errors="replace"):
+            return
+        time.sleep(0.02)
+
+
+def test_a_run_killed_several_times_is_bitwise_the_run_that_was_not(tmp_path):
+    args = ["train.steps=40", "checkpoint.every=10", "tracker=wandb"]
+    finish(trainer(tmp_path, "A", *args))
+    rng = random.Random(0)
+    for kill_at in (3, 12, 17, 31):
+        process = trainer(tmp_path, "B", *args, "resume=auto")
+        wait_for_row(tmp_path / "B", kill_at, process)
+        time.sleep(rng.random() * 0.2)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    output = finish(trainer(tmp_path, "B", *args, "resume=auto"))
+    assert "done: 40 steps" in output
+
+    assert values(tmp_path / "A") == values(tmp_path / "B")
+    assert [row["step"] for row in values(tmp_path / "B")] == list(range(1, 41))
+    assert parameters(tmp_path / "A", 40) == parameters(tmp_path / "B", 40)
+    logged = [
+        row["step"]
+        for run_id in [(tmp_path / "B" / "wandb" / "run_id").read_text()]
+        for path in wandb_files(tmp_path / "B", run_id)
+        for row in read_history(path)
+    ]
+    assert sorted(logged) == list(range(1, 41))
+
+
+def test_sigterm_saves_exits_143_and_the_run_goes_on_bitwise(tmp_path):
+    args = ["train.steps=30", "checkpoint.every=0", "tracker=jsonl"]
+    finish(trainer(tmp_path, "A", *args))
+    process = trainer(tmp_path, "B", *args)
+    wait_for_row(tmp_path / "B", 5, process)
+    process.terminate()
+    output = finish(process, code=143)
+    assert "run_dir=" in output
+    assert len(list((tmp_path / "B" / "checkpoints").glob("[0-9]*"))) == 1
+    finish(trainer(tmp_path, "B", *args))
+    assert values(tmp_path / "A") == values(tmp_path / "B")
+    assert parameters(tmp_path / "A", 30) == parameters(tmp_path / "B", 30)
+
+
+def test_one_two_and_eight_devices_see_the_same_batches_and_losses(tmp_path):
+    runs = {}
+    for devices in (1, 2, 8):
+        args = ["train.steps=10", "tracker=jsonl", "model.dropout=0", "sample.max_new=0"]
+        finish(trainer(tmp_path, f"D{devices}", *args, devices=devices))
+        runs[devices] = [row["train/loss"] for row in values(tmp_path / f"D{devices}")]
+    for devices in (2, 8):
+        # Ten updates amplify the reduction order of the first; another batch would be 1e-1 off.
+        np.testing.assert_allclose(runs[devices], runs[1], rtol=1e4 * np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["train.steps=10"], ["train.steps=10", "20"]),
+        (["train.steps=20", "seed=1"], ["belongs to another configuration", "seed=1 (was 0)"]),
+        (["train.steps=30", "resume=none"], ["holds checkpoints", "resume=none"]),
+        (["train.steps=30", "run_dir=new", "resume=nowhere"], ["nowhere", "no checkpoints"]),
+        (["train.steps=30", "run_dir=new", "init_from=nowhere"], ["init_from=nowhere", "does not exist"]),
+        (["train.steps=30", "run_dir=new", "model.vocab_size=100"], ["model.vocab_size=100", "256"]),
+        (["train.steps=30", "run_dir=new", "parallel.data=3"], ["parallel.data=3", "1 devices"]),
+    ],
+)
+def test_a_run_that_cannot_be_continued_says_why_and_loses_nothing(finished_run, args, names):
+    tmp_path, before = finished_run
+    output = finish(trainer(tmp_path, "A", *args), code=2)
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, output
+    assert "Traceback" not in output
+    for name in names:
+        assert name in errors[0]
+    assert values(tmp_path / "A") == before
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """A directory with the run A of 20 steps, and its rows."""
+    tmp_path = tmp_path_factory.mktemp("finished")
+    finish(trainer(tmp_path, "A", "train.steps=20", "checkpoint.every=10", "tracker=jsonl"))
+    return tmp_path, values(tmp_path / "A")
+
+
+def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
+    tmp_path, _ = finished_run
+    finish(trainer(tmp_path, "F", "train.steps=25", "resume=A", "tracker=jsonl"))
+    assert [row["step"] for row in values(tmp_path / "F")] == list(range(21, 26))
+    finish(trainer(tmp_path, "G", "train.steps=2", "init_from=A", "tracker=jsonl"))
+    first = values(tmp_path / "G")[0]
+    assert first["step"] == 1
+    assert first["train/loss"] < 5.0  # not the loss of fresh weights, ln 256 = 5.55
+
+
+def test_dry_run_describes_and_leaves_nothing(tmp_path):
+    output = finish(trainer(tmp_path, "none", "dry_run=true"))
+    assert "parameters" in output
+    assert "memory per device" in output
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_restored_checkpoint_is_the_one_saved(finished_run):
+    tmp_path, _ = finished_run
+    with Checkpointer.reading(tmp_path / "A" / "checkpoints") as checkpointer:
+        assert checkpointer.steps() == [10, 20]

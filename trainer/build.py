@@ -1,0 +1,408 @@
+"""From a checked configuration to objects: the only module that reads it."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from trainer import config as schema
+from trainer.checkpoint import Checkpointer
+from trainer.data import (
+    Batch,
+    EmbeddedSource,
+    Loader,
+    Manifest,
+    Source,
+    Tokenizer,
+    get_tokenizer,
+    prefetch,
+    prepare,
+)
+from trainer.display import Display
+from trainer.errors import UserError
+from trainer.evaluate import evaluate, make_eval_step
+from trainer.flops import flops_per_token, peak_flops
+from trainer.generate import Generator
+from trainer.leaves import leaf_names
+from trainer.loop import Cadence, Run, train
+from trainer.metrics import GIB, Throughput
+from trainer.model import GPT2, GPT2Spec, Params, functional, param_count
+from trainer.optimizer import learning_rates, make_optimizer
+from trainer.parallel import batch_sharding, hide_missing_gpu, make_mesh, place_batch, replicated, start_processes
+from trainer.precision import DTYPES, make_policy
+from trainer.rundir import RunDir, write_environment
+from trainer.start import check_same_run, initial_weights, starting_point
+from trainer.state import TrainState, init_state
+from trainer.step import Hyper, Tokens, make_train_step
+from trainer.tracking import make_tracker
+from trainer.watchdog import Watchdog, first_nonfinite
+
+
+class Model(NamedTuple):
+    """A GPT-2 as pure functions: `init(key)` gives parameters, `bind(params)` the model that has them."""
+
+    spec: GPT2Spec
+    init: Callable[[jax.Array], Params]
+    bind: Callable[[Params], GPT2]
+
+    def loss(self, params: Params, tokens: jax.Array, segments: jax.Array | None, key: jax.Array | None) -> jax.Array:
+        """Mean next-token loss of `tokens` [B, T+1] in nats; dropout with `key`, none without."""
+        segments = None if segments is None else segments[:, :-1]
+        dropout_key = key if self.spec.dropout else None
+        return self.bind(params).loss(tokens[:, :-1], tokens[:, 1:], segments, dropout_key)
+
+
+def build_model(c: schema.Model, precision: schema.Precision, vocab_size: int) -> Model:
+    """The model for a tokenizer of `vocab_size` ids."""
+    if c.vocab_size is not None and c.vocab_size < vocab_size:
+        raise UserError(
+            f"model.vocab_size={c.vocab_size} is smaller than the tokenizer's {vocab_size} ids; "
+            f"valid: {vocab_size} or more, or null for the tokenizer's"
+        )
+    spec = GPT2Spec(
+        vocab_size=c.vocab_size or vocab_size,
+        context=c.context,
+        n_layer=c.n_layer,
+        n_head=c.n_head,
+        d_model=c.d_model,
+        mlp=c.mlp,
+        d_mlp=c.d_mlp,
+        dropout=c.dropout,
+        scan_layers=c.scan_layers,
+        remat=c.remat,
+    )
+    policy = make_policy(precision.compute)
+    return Model(spec, *functional(spec, compute_dtype=policy.compute, param_dtype=policy.params))
+
+
+def build_optimizer(c: schema.Optimizer) -> optax.GradientTransformation:
+    """The optimiser at unit learning rate."""
+    settings = dataclasses.asdict(c)
+    del settings["lr"]
+    return make_optimizer(**settings)
+
+
+def build_mesh(c: schema.Config) -> Mesh:
+    """The mesh, checked against the batch."""
+    mesh = make_mesh(c.parallel.data)
+    micro_batch = c.batch_size // c.train.accum
+    if micro_batch % mesh.size:
+        raise UserError(
+            f"a micro-batch of {micro_batch} sequences (train.batch_tokens={c.train.batch_tokens} / model.context="
+            f"{c.model.context} / train.accum={c.train.accum}) cannot be split over {mesh.size} devices; "
+            f"valid: parallel.data that divides {micro_batch}, or train.batch_tokens a multiple of "
+            f"{mesh.size * c.train.accum * c.model.context}"
+        )
+    return mesh
+
+
+def use_compilation_cache(directory: str | None) -> None:
+    """Keep compiled programs between runs."""
+    if directory is not None:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+class Dataset(NamedTuple):
+    """Loaders of both parts of a prepared directory, and their tokenizer."""
+
+    train: Loader
+    val: Loader
+    tokenizer: Tokenizer
+    directory: Path
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the directory holds."""
+        return self.train.manifest
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the validation part's text."""
+        return self.manifest.bytes("val") / self.manifest.tokens("val")
+
+
+class Workload(NamedTuple):
+    """What is trained, on what: everything but the run directory."""
+
+    model: Model
+    data: Dataset
+    optimizer: optax.GradientTransformation
+    mesh: Mesh
+
+    @property
+    def parameters(self) -> int:
+        """Without the vocabulary's padding rows."""
+        return param_count(self.model.spec)
+
+
+def build_source(c: schema.Data) -> Source:
+    """What the text is read from."""
+    return EmbeddedSource()
+
+
+def build_data(c: schema.Config) -> Dataset:
+    """Prepare the data unless it is prepared already, and open both parts."""
+    if c.data.prepared_dir is not None and c.data.source == "prepared":
+        directory = Path(c.data.prepared_dir)
+    else:
+        assert c.data.tokenizer is not None  # validated
+        directory = prepare(
+            build_source(c.data),
+            c.data.tokenizer,
+            Path(c.data.cache_dir),
+            val_fraction=c.data.val_fraction,
+            workers=c.data.workers,
+        )
+
+    def open_split(split: str, *, shuffle: bool) -> Loader:
+        return Loader(
+            directory,
+            split,
+            context=c.model.context,
+            batch_size=c.batch_size,
+            seed=c.seed,
+            document_mask=c.data.document_mask,
+            shuffle=shuffle,
+        )
+
+    train, val = open_split("train", shuffle=True), open_split("val", shuffle=False)
+    return Dataset(train, val, get_tokenizer(train.manifest.tokenizer), directory)
+
+
+def build_workload(c: schema.Config) -> Workload:
+    """Prepare the data if need be, build model, optimiser and mesh. Raises UserError for what does not fit together."""
+    mesh = build_mesh(c)
+    data = build_data(c)
+    model = build_model(c.model, c.precision, data.tokenizer.vocab_size)
+    return Workload(model, data, build_optimizer(c.optimizer), mesh)
+
+
+def make_init(w: Workload, seed: int) -> Callable[[], TrainState]:
+    """The compiled function that makes the first state, replicated over the mesh, from the seed alone."""
+
+    def init() -> TrainState:
+        init_key, step_key = jax.random.split(jax.random.key(seed))
+        return init_state(w.model.init(init_key), w.optimizer, step_key)
+
+    return jax.jit(init, out_shardings=replicated(w.mesh))
+
+
+def abstract_state(w: Workload, seed: int) -> TrainState:
+    """Shapes, dtypes and shardings of the state; nothing is allocated."""
+    sharding = replicated(w.mesh)
+    shapes = jax.eval_shape(make_init(w, seed))
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+
+
+def abstract_batch(c: schema.Config, mesh: Mesh) -> Tokens:
+    """Shapes, dtypes and shardings of a step's batch."""
+    shape = (c.train.accum, c.batch_size // c.train.accum, c.model.context + 1)
+    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
+    return Tokens(tokens, tokens if c.data.document_mask else None)
+
+
+def compile_step(c: schema.Config, w: Workload) -> jax.stages.Compiled:
+    """The train step for these shapes and shardings, compiled once for the whole run; the state is donated."""
+    step = make_train_step(w.model.loss, w.optimizer)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=replicated(w.mesh))
+    hyper = Hyper(jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.int32))
+    return jitted.lower(abstract_state(w, c.seed), abstract_batch(c, w.mesh), hyper).compile()
+
+
+def first_state(c: schema.Config, w: Workload) -> TrainState:
+    """The state before step 0, with the weights of `init_from` where that is given."""
+    state = make_init(w, c.seed)()
+    if c.init_from is None:
+        return state
+    params = initial_weights(Path(c.init_from), w.model.spec, state.params)
+    return dataclasses.replace(state, params=params)
+
+
+def build_learning_rates(c: schema.Config) -> np.ndarray:
+    """FP32 `[train.steps]`."""
+    return learning_rates(steps=c.train.steps, peak=c.optimizer.lr, **dataclasses.asdict(c.schedule))
+
+
+def build_throughput(c: schema.Config, w: Workload) -> Throughput:
+    """The counter of tokens/s and MFU."""
+    return Throughput(
+        tokens_per_step=c.train.batch_tokens,
+        flops_per_token=flops_per_token(w.model.spec),
+        peak_flops=peak_flops(w.mesh.devices.flat[0].device_kind, DTYPES[c.precision.compute]),
+        devices=w.mesh.size,
+    )
+
+
+def describe(c: schema.Config, w: Workload, compiled: jax.stages.Compiled | None = None) -> list[str]:
+    """What is about to be trained, a line each; with the memory that a compiled step needs."""
+    spec, flops = w.model.spec, flops_per_token(w.model.spec)
+    lines = [
+        f"model {c.model.name}: {w.parameters:,} parameters, {spec.n_layer} layers, width {spec.d_model}, "
+        f"context {spec.context}, vocabulary {spec.vocab_size:,}",
+        f"data {w.data.directory}: {w.data.manifest.tokens('train'):,} training and "
+        f"{w.data.manifest.tokens('val'):,} validation tokens",
+        f"batch {c.batch_size} x {spec.context} = {c.train.batch_tokens:,} tokens; micro-batches: {c.train.accum}; "
+        f"devices: {w.mesh.size} x {w.mesh.devices.flat[0].device_kind}",
+        f"precision {c.precision.name}: matmuls in {c.precision.compute}; "
+        f"{flops * c.train.batch_tokens:.3e} FLOPs a step",
+    ]
+    memory = compiled.memory_analysis() if compiled is not None else None
+    if memory is not None:
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        lines.append(
+            f"memory per device {(held + memory.temp_size_in_bytes) / GIB:.2f} GiB: state and batch {held / GIB:.2f}, "
+            f"activations and workspace {memory.temp_size_in_bytes / GIB:.2f}"
+        )
+    return lines
+
+
+def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tuple[int, Batch]]]:
+    """The training batches from a step on, read ahead in the background."""
+    return lambda start: prefetch(w.data.train, start, c.train.steps, depth=c.data.prefetch)
+
+
+def make_evaluate(c: schema.Config, w: Workload) -> Callable[[Any, bool], dict[str, float]]:
+    """`(params, final) -> rows`: validation on the first batches of the validation part, on more of them at the end."""
+    eval_step = jax.jit(make_eval_step(w.model.loss), out_shardings=replicated(w.mesh))
+    available = w.data.val.steps_per_epoch
+
+    def run_evaluation(params: Any, final: bool) -> dict[str, float]:
+        count = min(available, c.train.final_eval_batches if final else c.train.eval_batches)
+        batches = (place_batch(w.data.val.batch(i), accum=1, mesh=w.mesh) for i in range(count))
+        return evaluate(eval_step, params, batches, w.data.bytes_per_token)
+
+    return run_evaluation
+
+
+def make_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:
+    """`params -> text`: the prompt of the configuration and its continuation."""
+    generator = Generator(w.model.bind, w.model.spec)
+    prompt = w.data.tokenizer.encode(c.sample.prompt)
+
+    def sample(params: Any) -> str:
+        local = jax.tree.map(lambda x: x.addressable_data(0), params)
+        new = generator(
+            local,
+            prompt,
+            max_new=c.sample.max_new,
+            temperature=c.sample.temperature,
+            top_k=c.sample.top_k,
+            top_p=c.sample.top_p,
+            seed=c.seed,
+        )
+        return c.sample.prompt + w.data.tokenizer.decode(new)
+
+    return sample
+
+
+def make_diagnose(w: Workload) -> Callable[[TrainState, Tokens, int], str]:
+    """`(state, batch, step) -> text`: the first tensor of the loss or its gradient that is not finite on that batch."""
+
+    def gradient(params: Any, tokens: jax.Array, segments: jax.Array | None, key: jax.Array) -> Any:
+        return jax.value_and_grad(w.model.loss)(params, tokens, segments, key)
+
+    def diagnose(state: TrainState, batch: Tokens, step: int) -> str:
+        key = jax.random.fold_in(state.key, step)
+        for i in range(batch.tokens_AxBxT1.shape[0]):
+            segments = None if batch.segments_AxBxT1 is None else batch.segments_AxBxT1[i]
+            micro_key = jax.random.fold_in(key, i)
+            found = first_nonfinite(gradient, state.params, batch.tokens_AxBxT1[i], segments, micro_key)
+            if found is not None:
+                return f"micro-batch {i}: {found}"
+        return "the batch gives finite values with the parameters as they are now"
+
+    return diagnose
+
+
+def run(c: schema.Config) -> int:
+    """Train, or only describe what would be trained. The exit code."""
+    hide_missing_gpu()
+    if c.parallel.distributed:
+        start_processes()
+    use_compilation_cache(c.compile_cache)
+    console = Console(soft_wrap=True, quiet=jax.process_index() > 0)
+    w = build_workload(c)
+    if c.dry_run:
+        for line in describe(c, w, compile_step(c, w)):
+            console.print(line, highlight=False)
+        return 0
+    return train_in(RunDir(Path(c.run_dir)), c, w, Display(c.train.steps, console=console))
+
+
+def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display) -> int:
+    """Train in a run directory, from where it stands. The exit code."""
+    tree = schema.to_tree(c)
+    directory.adopt(tree)
+    write_environment(directory.path)
+    checkpointer = Checkpointer(
+        directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
+    )
+    with display:
+        found = starting_point(
+            c.resume.source, directory.path, checkpointer, abstract_state(w, c.seed), lambda: first_state(c, w)
+        )
+        check_same_run(found, c.train.steps, w.data.manifest.fingerprint)
+        for line in describe(c, w):
+            display.message(line)
+        tracker = make_tracker(
+            c.tracker.kind,
+            directory.path,
+            start=found.step,
+            config=tree,
+            run_id=found.meta.get("tracker_id"),
+            init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None},
+        )
+        training = Run(
+            state=found.state,
+            step=found.step,
+            steps=c.train.steps,
+            batch_tokens=c.train.batch_tokens,
+            learning_rates=build_learning_rates(c),
+            train_step=compile_step(c, w),
+            batches=train_batches(c, w),
+            place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
+            evaluate=make_evaluate(c, w),
+            sample=make_sample(c, w),
+            diagnose=make_diagnose(w),
+            checkpointer=checkpointer,
+            meta={"config": tree, "data": w.data.manifest.fingerprint, "tracker_id": tracker.id},
+            tracker=tracker,
+            display=display,
+            watchdog=Watchdog(c.watchdog.max_skips, leaf_names(found.state.params), found.meta.get("watchdog")),
+            throughput=build_throughput(c, w),
+            cadence=Cadence(c.train.log_every, c.train.eval_every, c.checkpoint.every, c.sample.every),
+            run_dir=directory.path,
+            profile=(c.profile.steps[0], c.profile.steps[1]) if c.profile.steps else None,
+        )
+        code = 1
+        try:
+            code = train(training)
+        except UserError as error:
+            code = error.exit_code
+            raise
+        finally:
+            tracker.close(code)
+            checkpointer.close()
+        farewell(training, code)
+        return code
+
+
+def farewell(run: Run, code: int) -> None:
+    """Where everything is, and what to do next."""
+    say, where = run.display.message, run.run_dir
+    if code:
+        say(f"stopped after step {run.step} of {run.steps}; the same command with run_dir={where} goes on from there")
+        return
+    say(f"done: {run.step} steps. Everything is in {where}: metrics.jsonl, samples.txt, checkpoints/, config.yaml")
+    say(f"sample more:  python -m scripts.generate run_dir={where} prompt='And God said'")
+    say(f"train longer: python -m trainer run_dir={where} train.steps={2 * run.steps}")

@@ -1,0 +1,232 @@
+"""The loop around the step: batches in, rows out, checkpoints, validation, samples, stop requests.
+
+The metrics of step n are read after step n+1 was dispatched, so that the device never waits for the host. Step n in a
+row, a checkpoint or a message means: after n steps.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+
+from trainer.checkpoint import Checkpointer
+from trainer.data import Batch
+from trainer.display import Display
+from trainer.errors import Diverged
+from trainer.metrics import Throughput, memory
+from trainer.state import TrainState
+from trainer.step import Hyper, Metrics, StepFn, Tokens
+from trainer.tracking import Tracker
+from trainer.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often, in steps; 0: only at the end."""
+
+    log: int
+    evaluate: int
+    checkpoint: int
+    sample: int
+
+
+@dataclass
+class Run:
+    """All that a training run consists of, built once by `build`.
+
+    Attributes:
+      step: steps taken so far; the data position.
+      batches: yields (step, host batch) from a step on.
+      place: host batch to sharded global arrays.
+      evaluate: parameters and whether it is the final time, to the rows of the dashboard.
+      sample: parameters to a text.
+      diagnose: state and batch of a non-finite step, to a description of the first bad tensor.
+    """
+
+    state: TrainState
+    step: int
+    steps: int
+    batch_tokens: int
+    learning_rates: np.ndarray
+    train_step: StepFn
+    batches: Callable[[int], Iterator[tuple[int, Batch]]]
+    place: Callable[[Batch], Tokens]
+    evaluate: Callable[[Any, bool], dict[str, float]]
+    sample: Callable[[Any], str]
+    diagnose: Callable[[TrainState, Tokens, int], str]
+    checkpointer: Checkpointer
+    meta: dict[str, Any]
+    tracker: Tracker
+    display: Display
+    watchdog: Watchdog
+    throughput: Throughput
+    cadence: Cadence
+    run_dir: Path
+    profile: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A dispatched step whose metrics were not read yet. `step` counts it."""
+
+    step: int
+    metrics: Metrics
+    batch: Tokens
+
+
+class StopRequest:
+    """Set by SIGTERM or Ctrl-C; the loop finishes the step in flight and saves. A second signal acts at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 128 + the signal's number."""
+        return 0 if self.signal is None else 128 + self.signal
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Catch SIGTERM and SIGINT for the duration of the block."""
+    request = StopRequest()
+    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens every `every` steps (0: never) happens after `step` steps."""
+    return every > 0 and step % every == 0
+
+
+def train(run: Run) -> int:
+    """Train to the end or to a stop request. Exit code 0, 130 (Ctrl-C) or 143 (SIGTERM), each after a checkpoint."""
+    pending: Pending | None = None
+    with stop_requests() as stop:
+        batches = run.batches(run.step)
+        waited = time.perf_counter()
+        for step, batch in batches:
+            run.throughput.waited(time.perf_counter() - waited)
+            tokens = run.place(batch)
+            with profiled(run, step):
+                run.state, metrics = run.train_step(run.state, tokens, Hyper(run.learning_rates[step], np.int32(step)))
+            if pending is not None:
+                log(run, pending.step, observe(run, pending))
+            pending = Pending(step + 1, metrics, tokens)
+            run.step = step + 1
+            if boundary(run, stop):
+                row = observe(run, pending)
+                pending = None
+                settle(run, row, stop)
+            if stop.signal is not None:
+                break
+            waited = time.perf_counter()
+        return stop.exit_code
+
+
+def boundary(run: Run, stop: StopRequest) -> bool:
+    """Whether this step's own metrics are needed before the next one starts."""
+    c = run.cadence
+    return (
+        run.step == run.steps
+        or stop.signal is not None
+        or any(due(run.step, every) for every in (c.evaluate, c.checkpoint, c.sample))
+    )
+
+
+def observe(run: Run, pending: Pending) -> dict[str, float]:
+    """Wait for a step's metrics; its row. A step that was not finite is reported; too many in a row stop the run."""
+    metrics = {name: value.item() for name, value in jax.device_get(pending.metrics).items()}
+    row = {
+        "train/loss": metrics["loss"],
+        "grad_norm": metrics["grad_norm"],
+        "lr": float(run.learning_rates[pending.step - 1]),
+        "tokens": pending.step * run.batch_tokens,
+    }
+    event = run.watchdog.observe(pending.step, metrics)
+    if event is not None:
+        keep_batch(run, pending)
+        run.tracker.event(pending.step, event)
+        run.display.event(pending.step, event)
+        if run.watchdog.exhausted:
+            save(run, None)
+            stop_diverged(run, pending)
+    return row | run.watchdog.row() | run.throughput.row() | memory()
+
+
+def settle(run: Run, row: dict[str, float], stop: StopRequest) -> None:
+    """What happens between two steps: validation, the row, a sample, a checkpoint; not counted as training time."""
+    started = time.perf_counter()
+    last = run.step == run.steps
+    if last or due(run.step, run.cadence.evaluate):
+        row |= run.evaluate(run.state.params, last)
+    log(run, run.step, row)
+    if last or due(run.step, run.cadence.sample):
+        show_sample(run)
+    if last or stop.signal is not None or due(run.step, run.cadence.checkpoint):
+        save(run, row.get("val/loss"))
+    run.throughput.pause(time.perf_counter() - started)
+
+
+def log(run: Run, step: int, row: dict[str, float]) -> None:
+    """A step's row, once and whole, to the tracker and the display."""
+    run.display.update(step, row)
+    if due(step, run.cadence.log) or step == run.steps:
+        run.tracker.log(step, row)
+
+
+def save(run: Run, val_loss: float | None) -> None:
+    """Checkpoint the state after `run.step` steps with what is needed to go on; the log up to there comes first."""
+    run.tracker.flush()
+    run.checkpointer.save(run.step, run.state, run.meta | {"watchdog": run.watchdog.state()}, val_loss=val_loss)
+
+
+def show_sample(run: Run) -> None:
+    """A generated text, to the tracker and the display."""
+    text = run.sample(run.state.params)
+    run.tracker.text(run.step, "samples", text)
+    run.display.event(run.step, f"sample: {text}")
+
+
+def keep_batch(run: Run, pending: Pending) -> None:
+    """Save the tokens of a skipped step as `skipped/<step>.npy` [sequences, T+1]."""
+    folder = run.run_dir / "skipped"
+    folder.mkdir(exist_ok=True)
+    tokens = np.asarray(pending.batch.tokens_AxBxT1)
+    np.save(folder / f"{pending.step}.npy", tokens.reshape(-1, tokens.shape[-1]))
+
+
+def stop_diverged(run: Run, pending: Pending) -> None:
+    """Write `divergence.txt`, which names the first tensor that is not finite, and raise Diverged."""
+    report = run.watchdog.report(pending.step) + "\n" + run.diagnose(run.state, pending.batch, pending.step - 1) + "\n"
+    path = run.run_dir / "divergence.txt"
+    path.write_text(report, encoding="utf-8")
+    raise Diverged(f"{report.splitlines()[0]}; the first bad tensor and the batch are in {path}")
+
+
+@contextmanager
+def profiled(run: Run, step: int) -> Iterator[None]:
+    """Start the profiler before the first step of `run.profile`, stop it after the last."""
+    first, last = run.profile or (0, 0)
+    if step + 1 == first:
+        jax.profiler.start_trace(run.run_dir / "profile")
+    yield
+    if step + 1 == last:
+        jax.block_until_ready(run.state.params)
+        jax.profiler.stop_trace()
+        run.display.event(last, f"profile of steps {first} to {last}: {run.run_dir / 'profile'}")
