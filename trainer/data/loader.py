@@ -46,6 +46,10 @@ class Loader:
       document_mask: whether batches carry segments.
       shuffle: False takes the windows in the order of the text, for validation.
 
+    Attributes:
+      tokens: of the split.
+      windows: N.
+
     Raises:
       UserError: the directory is damaged, or the split is shorter than one window.
     """
@@ -67,11 +71,11 @@ class Loader:
         self._seed = seed
         self._document_mask = document_mask
         self._shuffle = shuffle
-        tokens = self.manifest.tokens(split)
-        self.windows = (tokens - 1) // context
+        self.tokens = self.manifest.tokens(split)
+        self.windows = (self.tokens - 1) // context
         if self.windows < 1:
             raise UserError(
-                f"the {split} part of {directory} has {tokens} tokens, one window needs {context + 1} "
+                f"the {split} part of {directory} has {self.tokens} tokens, one window needs {context + 1} "
                 f"(model.context + 1); use more text, a smaller context, or another data.val_fraction"
             )
         self._shards = self.manifest.open(split)

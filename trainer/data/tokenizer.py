@@ -4,13 +4,23 @@ Encoding never makes special tokens: the characters "<|endoftext|>" in a text ar
 document can pretend to end. The end-of-text id comes from the preparation alone.
 """
 
+import base64
+import difflib
+import functools
+import hashlib
+import itertools
+import json
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import tiktoken
 
+from trainer.data.bpe_files import PAIRS, known_settings, read_merges, read_tiktoken
 from trainer.errors import UserError
 
 Ids = npt.NDArray[np.unsignedinteger]
@@ -47,7 +57,7 @@ class Tokenizer(Protocol):
         """Pieces of about `size` characters whose ids, joined, are the ids of the text."""
 
     def save(self, directory: Path) -> None:
-        """Write what `load` needs."""
+        """Write what `load_saved` needs."""
 
 
 class ByteTokenizer:
@@ -82,8 +92,147 @@ class ByteTokenizer:
         """See Tokenizer; the name says all."""
 
 
+class BPETokenizer:
+    """A tiktoken encoding.
+
+    Args:
+      name: as the user gave it.
+      encoding: has the special token "<|endoftext|>".
+    """
+
+    def __init__(self, name: str, encoding: tiktoken.Encoding) -> None:
+        self.name = name
+        self.vocab_size = encoding.n_vocab
+        self.eot = encoding.eot_token
+        self._encoding = encoding
+        self._ranks: dict[bytes, int] = encoding._mergeable_ranks
+        self._settings = {"pat_str": encoding._pat_str, "special_tokens": encoding._special_tokens}
+        digest = hashlib.blake2b(json.dumps(self._settings, sort_keys=True).encode(), digest_size=16)
+        digest.update(tiktoken_file(self._ranks))
+        self.fingerprint = digest.hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """See Tokenizer."""
+        return self._encoding.encode_ordinary(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See Tokenizer."""
+        return self._encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
+
+    def encode_array(self, text: str) -> Ids:
+        """See Tokenizer; nothing disallowed means that all of it is ordinary text."""
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See Tokenizer. Some vocabularies have gaps, which an untrained model samples from."""
+        known = self._known
+        runs = itertools.groupby((int(i) for i in ids), key=known.__contains__)
+        parts = (self._encoding.decode_bytes(list(run)) if has else "\ufffd".encode() for has, run in runs)
+        return b"".join(parts).decode(errors="replace")
+
+    @functools.cached_property
+    def _known(self) -> frozenset[int]:
+        return frozenset(self._ranks.values()) | frozenset(self._encoding._special_tokens.values())
+
+    def cut_up(self, text: str, size: int) -> list[str]:
+        """See Tokenizer. A text split by a pattern that is not known stays whole."""
+        return cut_at_lines(text, size) if self._settings["pat_str"] in line_safe_patterns() else [text]
+
+    def save(self, directory: Path) -> None:
+        """See Tokenizer: `tokenizer.tiktoken` and, for pattern and special tokens, `tokenizer.json`."""
+        (directory / "tokenizer.tiktoken").write_bytes(tiktoken_file(self._ranks))
+        (directory / "tokenizer.json").write_text(json.dumps({"name": self.name} | self._settings, indent=1))
+
+
+def tiktoken_file(ranks: dict[bytes, int]) -> bytes:
+    """The content of a .tiktoken file: a token in base64 and its rank per line."""
+    lines = (b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in sorted(ranks.items(), key=lambda x: x[1]))
+    return b"".join(lines)
+
+
+# Between a line that ends in a printable ASCII character and one that starts with a letter, no token of GPT-2's,
+# cl100k's or o200k's pattern crosses: none holds a newline followed by a letter, and a newline alone is matched alike
+# before a letter and at the end of the text.
+LINE_START = re.compile(r"(?<=[!-~]\n)(?=[A-Za-z])")
+
+
+def cut_at_lines(text: str, size: int) -> list[str]:
+    """Cut a text at the first fitting line start after every `size` characters."""
+    pieces, start = [], 0
+    while found := LINE_START.search(text, start + size):
+        pieces.append(text[start : found.start()])
+        start = found.start()
+    return [*pieces, text[start:]]
+
+
+@functools.cache
+def line_safe_patterns() -> frozenset[str]:
+    """Those that `LINE_START` was made for."""
+    return frozenset(known_settings(name, {})["pat_str"] for name in ("r50k_base", "cl100k_base", "o200k_base"))
+
+
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of that name."""
+    """A tokenizer by name.
+
+    Args:
+      name: one of
+        `byte`;
+        a tiktoken encoding such as `gpt2` or `cl100k_base`, downloaded once by tiktoken (TIKTOKEN_CACHE_DIR);
+        a `.tiktoken` file: pattern and special tokens are those of the encoding it is named after, or stand in a
+        `.json` file beside it (`pat_str`, `special_tokens`), or are GPT-2's;
+        a directory with `vocab.bpe` and perhaps `encoder.json`, or with `merges.txt` and `vocab.json`, or the first
+        file of such a pair: GPT-2's pattern, and the ids of the .json file where there is one.
+
+    Where end-of-text has no id in these files it takes the first free one.
+
+    Raises:
+      UserError: unknown name, missing or malformed file, or an encoding that cannot be downloaded.
+    """
     if name == "byte":
         return ByteTokenizer()
-    raise UserError(f"unknown tokenizer {name!r}; valid: byte")
+    names = tiktoken.list_encoding_names()
+    if name in names:
+        return BPETokenizer(name, download(name))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        for merges, _ in PAIRS:
+            if (path / merges).is_file():
+                return get_tokenizer(str(path / merges))
+        raise UserError(f"tokenizer directory {name} holds none of {', '.join(merges for merges, _ in PAIRS)}")
+    if path.suffix == ".tiktoken":
+        return BPETokenizer(name, read_tiktoken(path))
+    for merges, ids in PAIRS:
+        if path.name == merges:
+            return BPETokenizer(name, read_merges(path, path.with_name(ids)))
+    close = difflib.get_close_matches(name, ["byte", *names], n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise UserError(
+        f"unknown tokenizer {name!r}; {hint}Valid: byte, {', '.join(names)}, a .tiktoken file, or a directory with "
+        f"{' or '.join(merges for merges, _ in PAIRS)}"
+    )
+
+
+def load_saved(name: str, directory: Path) -> Tokenizer:
+    """The tokenizer that `save` wrote into `directory`."""
+    if name == "byte":
+        return ByteTokenizer()
+    return BPETokenizer(name, read_tiktoken(directory / "tokenizer.tiktoken"))
+
+
+def download(name: str) -> tiktoken.Encoding:
+    """One of tiktoken's own encodings, from its cache or the network."""
+    import requests  # what tiktoken downloads with
+
+    try:
+        return tiktoken.get_encoding(name)
+    except requests.RequestException as error:
+        url = str(error.request.url) if error.request is not None else "its file"
+        file = url.rsplit("/", 1)[-1]
+        raise UserError(
+            f"tokenizer {name!r} is not on this machine and could not be downloaded ({type(error).__name__}). Fetch "
+            f"{url} where there is a network; then either pass the file, data.tokenizer=DIRECTORY/{file}, or save it as "
+            f"DIRECTORY/{hashlib.sha1(url.encode()).hexdigest()} and set TIKTOKEN_CACHE_DIR=DIRECTORY. "
+            "data.tokenizer=byte needs no file"
+        ) from error
+    except (ValueError, OSError) as error:
+        raise UserError(f"tokenizer {name!r}: {str(error).splitlines()[0]}") from error

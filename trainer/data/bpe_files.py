@@ -1,0 +1,127 @@
+"""Byte-pair encodings from local files, as tiktoken.Encoding.
+
+tiktoken's own readers keep copies of local files under a hash of their path, and so return the old content of a file
+that was replaced; these read the file.
+"""
+
+import base64
+import binascii
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
+
+from trainer.errors import UserError
+
+# Merges in order of priority, and the ids: in OpenAI's naming and in Hugging Face's.
+PAIRS = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
+
+Ranks = dict[bytes, int]
+
+
+def read_tiktoken(path: Path) -> tiktoken.Encoding:
+    """The encoding of a .tiktoken file."""
+    ranks: Ranks = {}
+    for number, line in enumerate(read(path).splitlines(), 1):
+        fields = line.split()
+        try:
+            token, rank = fields
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise UserError(
+                f"{path}, line {number}: expected a token in base64 and its rank, found {line[:40]!r}"
+            ) from None
+    return encoding(path, ranks, settings(path, ranks))
+
+
+def settings(path: Path, ranks: Ranks) -> dict[str, Any]:
+    """Pattern and special tokens of a .tiktoken file, which itself holds only ranks."""
+    beside = path.with_suffix(".json")
+    if beside.is_file():
+        tree = read_json(beside)
+        if not isinstance(tree.get("pat_str"), str) or not isinstance(tree.get("special_tokens"), dict):
+            raise UserError(f"{beside}: expected the keys pat_str (text) and special_tokens (text to id)")
+        return {"pat_str": tree["pat_str"], "special_tokens": tree["special_tokens"]}
+    return known_settings(path.stem, ranks) or {"pat_str": r50k_pat_str, "special_tokens": {}}
+
+
+def known_settings(name: str, ranks: Ranks) -> dict[str, Any]:
+    """What tiktoken itself says of an encoding with a file of this name; empty for a name it does not know."""
+    tiktoken.list_encoding_names()  # fills the registry
+    constructor = (tiktoken.registry.ENCODING_CONSTRUCTORS or {}).get(name)
+    if constructor is None or "load_tiktoken_bpe" not in constructor.__code__.co_names:
+        return {}
+    # The same function, given these ranks where it would download its own.
+    names = constructor.__globals__ | {"load_tiktoken_bpe": lambda *_, **__: ranks}
+    return types.FunctionType(constructor.__code__, names)()
+
+
+def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
+    """The encoding of a merges file, with the ids of `ids_path` where that exists."""
+    byte_of = printable_bytes()
+
+    def to_bytes(token: str) -> bytes:
+        return bytes(byte_of[char] for char in token)
+
+    ranks: Ranks = {bytes([byte]): rank for rank, byte in enumerate(byte_of.values())}
+    lines = read(path).decode(errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
+        if line.startswith("#version") or not line:
+            continue
+        pair = line.split()
+        if len(pair) != 2 or any(char not in byte_of for char in "".join(pair)):
+            raise UserError(f"{path}, line {number}: expected two tokens to merge, found {line[:40]!r}")
+        ranks[to_bytes("".join(pair))] = len(ranks)
+    if not ids_path.is_file():
+        return encoding(path, ranks, {"pat_str": r50k_pat_str, "special_tokens": {}})
+    ids = read_json(ids_path)
+    special = {
+        token: i for token, i in ids.items() if any(c not in byte_of for c in token) or to_bytes(token) not in ranks
+    }
+    given = {to_bytes(token): i for token, i in ids.items() if token not in special}
+    merged = [given.get(token, -1) for token in ranks][256:]
+    if len(given) != len(ranks) or merged != sorted(merged):
+        raise UserError(f"{ids_path} does not belong to {path}: its ids are not those of the merges, in their order")
+    return encoding(path, given, {"pat_str": r50k_pat_str, "special_tokens": special})
+
+
+def printable_bytes() -> dict[str, int]:
+    """How GPT-2 writes bytes, in the order of its ids: the printable ones as they are, the others from U+0100 on."""
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def encoding(path: Path, ranks: Ranks, settings: dict[str, Any]) -> tiktoken.Encoding:
+    """An encoding that has an end-of-text token."""
+    missing = sum(bytes([byte]) not in ranks for byte in range(256))
+    if missing:
+        raise UserError(f"{path} is not a byte-level encoding: {missing} of the 256 bytes have no id")
+    special = dict(settings["special_tokens"])
+    special.setdefault(ENDOFTEXT, max([*ranks.values(), *special.values()]) + 1)
+    try:
+        return tiktoken.Encoding(str(path), pat_str=settings["pat_str"], mergeable_ranks=ranks, special_tokens=special)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def read(path: Path) -> bytes:
+    """A file's bytes."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"tokenizer file {path}: {error.strerror}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        tree = json.loads(read(path))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(tree).__name__}")
+    return tree
