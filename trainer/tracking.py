@@ -188,6 +188,7 @@ class WandbTracker(Tracker):
     ) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its one look-up in the network when offline
         os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds until an online run goes on offline
         import wandb  # costs half a second; not everyone tracks with it
 
         self._wandb = wandb
@@ -203,7 +204,7 @@ class WandbTracker(Tracker):
         kept.replay(self, after=self._sent)
 
     def _start(self, arguments: Mapping[str, Any], *, online: bool) -> Any:
-        settings = self._wandb.Settings(console="off", silent=True, init_timeout=30, finish_timeout=60)
+        settings = self._wandb.Settings(console="off", silent=True, finish_timeout=60)
         if online:
             try:
                 run = self._wandb.init(**arguments, mode="online", settings=settings)
