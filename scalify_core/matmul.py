@@ -15,9 +15,10 @@ References:
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -117,13 +118,8 @@ class Fp8DotGeneral:
                 )
             return lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)
         self.converted.add(sizes)
-        return _fp8_dot(
-            lhs,
-            rhs,
-            dims=dims,
-            dtypes=(str(lhs.dtype), str(rhs.dtype), str(dtype)),
-            scaling=self.scaling,
-        )
+        dtypes = str(lhs.dtype), str(rhs.dtype), str(dtype)
+        return _fp8_dot(lhs, rhs, product=Product(dims, sizes, dtypes, self.scaling))
 
 
 fp8_dot_general = Fp8DotGeneral()
@@ -149,58 +145,78 @@ def _rest(rank: int, *taken: Axes) -> Axes:
     return tuple(axis for axis in range(rank) if axis not in sum(taken, ()))
 
 
+class Product(NamedTuple):
+    """The static description of one product, which its rule sees.
+
+    Attributes:
+        dims: dimension numbers.
+        sizes: rows, columns and contracted elements.
+        dtypes: of lhs, rhs and the result.
+        scaling: of plain programs.
+    """
+
+    dims: DimensionNumbers
+    sizes: tuple[int, int, int]
+    dtypes: tuple[str, str, str]
+    scaling: Scaling
+
+
 @composite(name="fp8_dot_general")
-def _fp8_dot(
-    lhs: jax.Array, rhs: jax.Array, *, dims: DimensionNumbers, dtypes: tuple[str, str, str], scaling: Scaling
-) -> jax.Array:
-    """The product; `dtypes` are those of lhs, rhs and the result."""
-    return _forward(lhs, rhs, dims=dims, dtypes=dtypes, scaling=scaling)[0]
+def _fp8_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
+    return _forward(lhs, rhs, product=product)[0]
 
 
-def _forward(
-    lhs: jax.Array, rhs: jax.Array, *, dims: DimensionNumbers, dtypes: tuple[str, str, str], scaling: Scaling
-) -> tuple[jax.Array, tuple]:
+def _forward(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> tuple[jax.Array, tuple]:
     """The product, and as residuals the FP8 operands and those of their scales that are not constants."""
-    lhs8, lhs_scale = _cast(lhs, E4M3, scaling.lhs)
-    rhs8, rhs_scale = _cast(rhs, E4M3, scaling.rhs)
-    out = _scaled_dot(lhs8, rhs8, dims, dtypes[2], (lhs_scale, rhs_scale), fast=True)
+    lhs8, lhs_scale = _cast(lhs, E4M3, product.scaling.lhs)
+    rhs8, rhs_scale = _cast(rhs, E4M3, product.scaling.rhs)
+    dot = functools.partial(dot_fp8, lhs8, rhs8, product.dims, fast=True)
     traced = tuple(None if isinstance(scale, float) else scale for scale in (lhs_scale, rhs_scale))
-    return out, (lhs8, rhs8, *traced)
+    return _scaled(dot, product.dtypes[2], lhs_scale, rhs_scale), (lhs8, rhs8, *traced)
 
 
-def _backward(
-    residuals: tuple,
-    gradient: jax.Array,
-    *,
-    dims: DimensionNumbers,
-    dtypes: tuple[str, str, str],
-    scaling: Scaling,
-) -> tuple[jax.Array, jax.Array]:
+def _backward(residuals: tuple, gradient: jax.Array, *, product: Product) -> tuple[jax.Array, jax.Array]:
     """The gradients of lhs and rhs, in their dtypes."""
-    lhs8, rhs8, lhs_scale, rhs_scale = residuals
-    lhs_scale = scaling.lhs if lhs_scale is None else lhs_scale
-    rhs_scale = scaling.rhs if rhs_scale is None else rhs_scale
+    dims, _, dtypes, scaling = product
+    lhs8, rhs8, *traced = residuals
+    lhs_scale, rhs_scale = (c if t is None else t for c, t in zip(scaling[:2], traced, strict=True))
     gradient8, scale = _cast(gradient, E5M2, scaling.gradient)
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-    lhs_kept, rhs_kept = _rest(lhs8.ndim, lhs_contract, lhs_batch), _rest(rhs8.ndim, rhs_contract, rhs_batch)
-    # The axes of the gradient are (batch, kept of lhs, kept of rhs).
-    batch = tuple(range(len(lhs_batch)))
-    rows = tuple(range(len(batch), len(batch) + len(lhs_kept)))
-    columns = _rest(gradient.ndim, batch, rows)
-    lhs_dims = (columns, rhs_kept), (batch, rhs_batch)
-    rhs_dims = (lhs_kept, rows), (lhs_batch, batch)
-    d_lhs = _scaled_dot(gradient8, rhs8, lhs_dims, dtypes[0], (scale, rhs_scale), fast=False)
-    d_rhs = _scaled_dot(lhs8, gradient8, rhs_dims, dtypes[1], (lhs_scale, scale), fast=False)
-    # d_lhs has the axes (batch, kept, contracted in the order of rhs's axes); d_rhs (batch, contracted, kept).
-    lhs_axes = (*lhs_batch, *lhs_kept, *(axis for _, axis in sorted(zip(rhs_contract, lhs_contract, strict=True))))
-    rhs_axes = (*rhs_batch, *(axis for _, axis in sorted(zip(lhs_contract, rhs_contract, strict=True))), *rhs_kept)
-    return _with_axes(d_lhs, lhs_axes), _with_axes(d_rhs, rhs_axes)
+    d_lhs = functools.partial(lhs_gradient, gradient8, rhs8, dims)
+    d_rhs = functools.partial(rhs_gradient, lhs8, gradient8, dims)
+    return _scaled(d_lhs, dtypes[0], scale, rhs_scale), _scaled(d_rhs, dtypes[1], lhs_scale, scale)
 
 
 _fp8_dot.defvjp(_forward, _backward)
 
 
-def _with_axes(x: jax.Array, axes: Axes) -> jax.Array:
+def lhs_gradient(gradient8: jax.Array, rhs8: jax.Array, dims: DimensionNumbers, dtype: Any) -> jax.Array:
+    """The gradient of lhs, in its axes: the FP8 product of the output's gradient and rhs."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    rhs_kept = _rest(rhs8.ndim, rhs_contract, rhs_batch)
+    # The axes of the output's gradient are (batch, kept of lhs, kept of rhs).
+    batch, columns = _range(0, len(lhs_batch)), _range(gradient8.ndim - len(rhs_kept), gradient8.ndim)
+    out = dot_fp8(gradient8, rhs8, ((columns, rhs_kept), (batch, rhs_batch)), dtype, fast=False)
+    # Here: (batch, kept of lhs, contracted in the order of rhs's axes).
+    contracted = tuple(axis for _, axis in sorted(zip(rhs_contract, lhs_contract, strict=True)))
+    return _moved(out, (*lhs_batch, *_rest(out.ndim, lhs_contract, lhs_batch), *contracted))
+
+
+def rhs_gradient(lhs8: jax.Array, gradient8: jax.Array, dims: DimensionNumbers, dtype: Any) -> jax.Array:
+    """The gradient of rhs, in its axes: the FP8 product of lhs and the output's gradient."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    lhs_kept = _rest(lhs8.ndim, lhs_contract, lhs_batch)
+    batch, rows = _range(0, len(lhs_batch)), _range(len(lhs_batch), len(lhs_batch) + len(lhs_kept))
+    out = dot_fp8(lhs8, gradient8, ((lhs_kept, rows), (lhs_batch, batch)), dtype, fast=False)
+    # Here: (batch, contracted in the order of lhs's axes, kept of rhs).
+    contracted = tuple(axis for _, axis in sorted(zip(lhs_contract, rhs_contract, strict=True)))
+    return _moved(out, (*rhs_batch, *contracted, *_rest(out.ndim, rhs_contract, rhs_batch)))
+
+
+def _range(start: int, stop: int) -> Axes:
+    return tuple(range(start, stop))
+
+
+def _moved(x: jax.Array, axes: Axes) -> jax.Array:
     """`x`, its axis i moved to be axis `axes[i]`."""
     return lax.transpose(x, [axes.index(i) for i in range(len(axes))])
 
@@ -225,19 +241,16 @@ def _cast(x: jax.Array, fmt: FloatFormat, scale: Scale) -> tuple[jax.Array, floa
     return fmt.cast(x * (1 / power)), power
 
 
-def _scaled_dot(
-    lhs8: jax.Array, rhs8: jax.Array, dims: DimensionNumbers, dtype: str, scales: Sequence[Any], *, fast: bool
-) -> jax.Array:
-    """The product of FP8 arrays times the scales."""
+def _scaled(dot: Callable[[str], jax.Array], dtype: str, *scales: float | jax.Array) -> jax.Array:
+    """`dot(dtype)` times the scales."""
     if all(isinstance(scale, float) for scale in scales):
         scale: Any = math.prod(scales)
         if scale == 1:
-            return dot_fp8(lhs8, rhs8, dims, dtype, fast=fast)
+            return dot(dtype)
     else:
         scale = jnp.float32(scales[0]) * scales[1]
     # The unscaled product can leave the range of FP16, where the scaled one does not.
-    wide = dot_fp8(lhs8, rhs8, dims, "bfloat16" if dtype == "bfloat16" else "float32", fast=fast)
-    return (wide * scale).astype(dtype)
+    return (dot("bfloat16" if dtype == "bfloat16" else "float32") * scale).astype(dtype)
 
 
 def dot_fp8(lhs8: jax.Array, rhs8: jax.Array, dims: DimensionNumbers, dtype: Any, *, fast: bool) -> jax.Array:
@@ -258,8 +271,8 @@ def dot_fp8(lhs8: jax.Array, rhs8: jax.Array, dims: DimensionNumbers, dtype: Any
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
         lhs8 = _contracted_last(lhs8, lhs_contract, lhs_batch)
         rhs8 = _contracted_last(rhs8, rhs_contract, rhs_batch)
-        batch, n = tuple(range(len(lhs_batch))), len(lhs_contract)
-        last = tuple(range(lhs8.ndim - n, lhs8.ndim)), tuple(range(rhs8.ndim - n, rhs8.ndim))
+        batch, n = _range(0, len(lhs_batch)), len(lhs_contract)
+        last = _range(lhs8.ndim - n, lhs8.ndim), _range(rhs8.ndim - n, rhs8.ndim)
         return lax.dot_general(lhs8, rhs8, (last, (batch, batch)), precision=algorithm, preferred_element_type=dtype)
 
     def default(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:

@@ -1,0 +1,70 @@
+"""The FP8 product: a cast of the data, whose RMS is about 1 already; no scale is computed, none is looked up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from scalify_core import value as v
+from scalify_core.formats import E4M3, E5M2
+from scalify_core.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
+from scalify_core.registry import composite_rule
+from scalify_core.rules.elementwise import lifted
+from scalify_core.value import Value
+
+
+@composite_rule("fp8_dot_general")
+def _product(call: Any, lhs: Any, rhs: Any) -> Value:
+    return _forward(call, lhs, rhs)[0]
+
+
+@composite_rule("fp8_dot_general.fwd")
+def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
+    product = dict(call.static)["product"]
+    (lhs, rhs), dtype = lifted(lhs, rhs)
+    lhs, rhs = v.scalar_scale(lhs), v.scalar_scale(rhs)
+
+    def forward(lhs: Any, rhs: Any) -> tuple:
+        lhs8, rhs8 = E4M3.cast(lhs), E4M3.cast(rhs)
+        return dot_fp8(lhs8, rhs8, product.dims, dtype, fast=True), lhs8, rhs8
+
+    out, lhs8, rhs8 = _on_data(call, forward, lhs.data, rhs.data)
+    operands = v.value(lhs8, lhs.scale, lhs.rho), v.value(rhs8, rhs.scale, rhs.rho)
+    return _sum_of(product.sizes[2], out, lhs, rhs, dtype), (*operands, *_unused(product))
+
+
+@composite_rule("fp8_dot_general.bwd")
+def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]:
+    product = dict(call.static)["product"]
+    rows, columns, _ = product.sizes
+    dtype = v.result_dtype(gradient) if isinstance(gradient, Value) else np.dtype(product.dtypes[2])
+    lhs, rhs, gradient = (x if isinstance(x, Value) else v.lift(x, dtype) for x in (*residuals[:2], gradient))
+    gradient = v.scalar_scale(gradient)
+
+    def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
+        gradient8 = E5M2.cast(rest[-1])
+        return lhs_gradient(gradient8, rhs8, product.dims, dtype), rhs_gradient(lhs8, gradient8, product.dims, dtype)
+
+    d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *_unused(product), gradient.data)
+    return _sum_of(columns, d_lhs, gradient, rhs, dtype), _sum_of(rows, d_rhs, lhs, gradient, dtype)
+
+
+def _sum_of(count: int, data: Any, a: Value, b: Value, dtype: np.dtype) -> Value:
+    """The value of sums of `count` products."""
+    rho = a.rho * b.rho * math.sqrt(count)
+    return v.settled(data, v.product(a.scale, b.scale), rho, dtype, slack=math.sqrt(2))
+
+
+def _unused(product: Product) -> tuple:
+    """What stands in the place of the plain program's traced scales of lhs and rhs, in the residuals."""
+    return tuple(np.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float))
+
+
+def _on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:
+    """`fun` on the data, under the vmaps of the call."""
+    in_tree = jax.tree.structure(operands)
+    return call.replace(fun=fun, static={}, in_tree=in_tree)(*operands)
