@@ -18,9 +18,12 @@ from trainer.checkpoint import Checkpointer
 from trainer.data import (
     Batch,
     EmbeddedSource,
+    HubSource,
     Loader,
     Manifest,
+    PreparedSource,
     Source,
+    TextSource,
     Tokenizer,
     get_tokenizer,
     prefetch,
@@ -147,22 +150,36 @@ class Workload(NamedTuple):
 
 def build_source(c: schema.Data) -> Source:
     """What the text is read from."""
-    return EmbeddedSource()
+    match c.source:
+        case "embedded":
+            return EmbeddedSource()
+        case "text":
+            return TextSource(c.paths, c.format, c.column, c.max_documents)
+        case "hf":
+            assert c.name is not None  # validated
+            return HubSource(
+                c.name,
+                config=c.config,
+                split=c.split,
+                column=c.column,
+                revision=c.revision,
+                streaming=c.streaming,
+                max_documents=c.max_documents,
+            )
+        case "prepared":
+            assert c.prepared_dir is not None  # validated
+            return PreparedSource(Path(c.prepared_dir))
 
 
 def build_data(c: schema.Config) -> Dataset:
     """Prepare the data unless it is prepared already, and open both parts."""
-    if c.data.prepared_dir is not None and c.data.source == "prepared":
-        directory = Path(c.data.prepared_dir)
-    else:
-        assert c.data.tokenizer is not None  # validated
-        directory = prepare(
-            build_source(c.data),
-            c.data.tokenizer,
-            Path(c.data.cache_dir),
-            val_fraction=c.data.val_fraction,
-            workers=c.data.workers,
-        )
+    directory = prepare(
+        build_source(c.data),
+        c.data.tokenizer or "",
+        Path(c.data.cache_dir),
+        val_fraction=c.data.val_fraction,
+        workers=c.data.workers,
+    )
 
     def open_split(split: str, *, shuffle: bool) -> Loader:
         return Loader(
@@ -207,7 +224,7 @@ def abstract_state(w: Workload, seed: int) -> TrainState:
 def abstract_batch(c: schema.Config, mesh: Mesh) -> Tokens:
     """Shapes, dtypes and shardings of a step's batch."""
     shape = (c.train.accum, c.batch_size // c.train.accum, c.model.context + 1)
-    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
+    tokens: Any = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
     return Tokens(tokens, tokens if c.data.document_mask else None)
 
 
@@ -215,7 +232,9 @@ def compile_step(c: schema.Config, w: Workload) -> jax.stages.Compiled:
     """The train step for these shapes and shardings, compiled once for the whole run; the state is donated."""
     step = make_train_step(w.model.loss, w.optimizer)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=replicated(w.mesh))
-    hyper = Hyper(jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.int32))
+    lr: Any = jax.ShapeDtypeStruct((), np.float32)
+    number: Any = jax.ShapeDtypeStruct((), np.int32)
+    hyper = Hyper(lr, number)
     return jitted.lower(abstract_state(w, c.seed), abstract_batch(c, w.mesh), hyper).compile()
 
 
@@ -342,16 +361,21 @@ def run(c: schema.Config) -> int:
 def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display) -> int:
     """Train in a run directory, from where it stands. The exit code."""
     tree = schema.to_tree(c)
-    directory.adopt(tree)
-    write_environment(directory.path)
-    checkpointer = Checkpointer(
-        directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
-    )
     with display:
-        found = starting_point(
-            c.resume.source, directory.path, checkpointer, abstract_state(w, c.seed), lambda: first_state(c, w)
-        )
-        check_same_run(found, c.train.steps, w.data.manifest.fingerprint)
+        try:
+            directory.check(tree)
+            checkpointer = Checkpointer(
+                directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
+            )
+            found = starting_point(
+                c.resume.source, directory.path, checkpointer, abstract_state(w, c.seed), lambda: first_state(c, w)
+            )
+            check_same_run(found, c.train.steps, w.data.manifest.fingerprint)
+        except UserError:
+            directory.abandon()
+            raise
+        directory.adopt(tree)
+        write_environment(directory.path)
         for line in describe(c, w):
             display.message(line)
         tracker = make_tracker(

@@ -57,4 +57,4 @@ def place_batch(batch: Batch, *, accum: int, mesh: Mesh) -> Tokens:
         micro = rows_BxT1.reshape(accum, -1, rows_BxT1.shape[-1])
         return jax.make_array_from_callback(micro.shape, sharding, lambda index: micro[index])
 
-    return Tokens(*(None if rows is None else place(rows) for rows in batch))
+    return Tokens(place(batch.tokens), None if batch.segments is None else place(batch.segments))

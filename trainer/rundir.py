@@ -90,8 +90,8 @@ class RunDir:
             os.close(self._lock)
             self._lock = -1
 
-    def adopt(self, config: Mapping[str, Any], *, may_change: tuple[str, ...] = MAY_CHANGE) -> None:
-        """Write config.yaml; where there is one already, it must be the same but for the keys of `may_change`.
+    def check(self, config: Mapping[str, Any], *, may_change: tuple[str, ...] = MAY_CHANGE) -> None:
+        """Where there is a config.yaml already, `config` must be the same but for the keys of `may_change`.
 
         Args:
           config: nested plain values.
@@ -101,15 +101,29 @@ class RunDir:
           UserError: naming the keys that differ.
         """
         path = self.path / "config.yaml"
-        if path.exists():
-            differing = differences(_load(path), config, may_change)
-            if differing:
-                raise UserError(
-                    f"run_dir={self.path} belongs to another configuration: {'; '.join(differing)}; "
-                    "take these values back, or choose another run_dir"
-                )
+        differing = differences(_load(path), config, may_change) if path.exists() else []
+        if differing:
+            raise UserError(
+                f"run_dir={self.path} belongs to another configuration: {'; '.join(differing)}; "
+                "take these values back, or choose another run_dir"
+            )
+
+    def adopt(self, config: Mapping[str, Any], *, may_change: tuple[str, ...] = MAY_CHANGE) -> None:
+        """`check`, then write config.yaml: from now on the directory belongs to this configuration."""
+        self.check(config, may_change=may_change)
         if self._first:
-            write_atomically(path, yaml.safe_dump(dict(config), sort_keys=False))
+            write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+
+    def abandon(self) -> None:
+        """Release it, and remove it unless somebody has something in it: a start that failed leaves no trace."""
+        if self._first and not (self.path / "config.yaml").exists():
+            checkpoints = self.path / "checkpoints"
+            if checkpoints.is_dir() and not any(checkpoints.iterdir()):
+                checkpoints.rmdir()
+            if [entry.name for entry in self.path.iterdir()] == [".lock"]:
+                (self.path / ".lock").unlink()
+                self.path.rmdir()
+        self.release()
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from trainer.state import TrainState
@@ -16,8 +17,8 @@ from trainer.state import TrainState
 class Hyper(NamedTuple):
     """What changes from step to step without a recompilation: learning rate (FP32) and step number (int32), scalars."""
 
-    lr: jax.Array
-    step: jax.Array
+    lr: jax.Array | np.floating
+    step: jax.Array | np.integer
 
 
 class Tokens(NamedTuple):

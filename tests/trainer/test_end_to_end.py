@@ -142,6 +142,7 @@ def test_a_run_that_cannot_be_continued_says_why_and_loses_nothing(finished_run,
     for name in names:
         assert name in errors[0]
     assert values(tmp_path / "A") == before
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +174,24 @@ def test_the_restored_checkpoint_is_the_one_saved(finished_run):
     tmp_path, _ = finished_run
     with Checkpointer.reading(tmp_path / "A" / "checkpoints") as checkpointer:
         assert checkpointer.steps() == [10, 20]
+
+
+def test_a_diverging_run_skips_then_stops_with_exit_code_3_and_names_the_first_bad_tensor(tmp_path):
+    args = ["optimizer=sgd", "optimizer.lr=1e30", "optimizer.clip_norm=0", "watchdog.max_skips=3", "tracker=jsonl"]
+    output = finish(trainer(tmp_path, "A", "train.steps=20", *args), code=3)
+    error = next(line for line in output.splitlines() if line.startswith("error: "))
+    assert "3 steps in a row were not finite" in error
+    assert "divergence.txt" in error
+    assert "Traceback" not in output
+    report = (tmp_path / "A" / "divergence.txt").read_text()
+    assert "float32" in report
+    skipped = [int(path.stem) for path in (tmp_path / "A" / "skipped").glob("*.npy")]
+    assert len(skipped) == 3
+    tokens = np.load(tmp_path / "A" / "skipped" / f"{skipped[0]}.npy")
+    assert tokens.shape == (16, 33)
+    assert any("event" in row for row in read_rows(tmp_path / "A" / "metrics.jsonl"))
+
+
+def test_a_profile_is_written(tmp_path):
+    finish(trainer(tmp_path, "A", "train.steps=4", "profile.steps=[2,4]", "tracker=none"))
+    assert list((tmp_path / "A" / "profile").rglob("*.xplane.pb"))
