@@ -179,11 +179,11 @@ def _backward(residuals: tuple, gradient: jax.Array, *, product: Product) -> tup
     """The gradients of lhs and rhs, in their dtypes."""
     dims, _, dtypes, scaling = product
     lhs8, rhs8, *traced = residuals
-    lhs_scale, rhs_scale = (c if t is None else t for c, t in zip(scaling[:2], traced, strict=True))
+    scales: list[Any] = [c if t is None else t for c, t in zip(scaling[:2], traced, strict=True)]
     gradient8, scale = _cast(gradient, E5M2, scaling.gradient)
     d_lhs = functools.partial(lhs_gradient, gradient8, rhs8, dims)
     d_rhs = functools.partial(rhs_gradient, lhs8, gradient8, dims)
-    return _scaled(d_lhs, dtypes[0], scale, rhs_scale), _scaled(d_rhs, dtypes[1], lhs_scale, scale)
+    return _scaled(d_lhs, dtypes[0], scale, scales[1]), _scaled(d_rhs, dtypes[1], scales[0], scale)
 
 
 _fp8_dot.defvjp(_forward, _backward)
