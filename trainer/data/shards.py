@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.tokenizer import Tokenizer, load_saved
 from trainer.errors import UserError
 
 FORMAT = 1
@@ -129,6 +130,13 @@ class Manifest:
     def shards(self) -> list[Shard]:
         """Those of all splits."""
         return [shard for split in self.splits.values() for shard in split.shards]
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer, from the directory's own files."""
+        tokenizer = load_saved(self.tokenizer, self.directory)
+        if tokenizer.fingerprint != self.tokenizer_fingerprint:
+            raise UserError(f"the tokenizer files of {self.directory} were altered; {repair(self.directory)}")
+        return tokenizer
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
         """The shards of a split as read-only memory maps [tokens]."""

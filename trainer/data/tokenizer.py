@@ -82,7 +82,8 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
-        return bytes(ids).decode(errors="replace")
+        # 0xFF is in no UTF-8 text, so an id beyond the bytes becomes U+FFFD as well.
+        return bytes(min(int(i), 0xFF) for i in ids).decode(errors="replace")
 
     def cut_up(self, text: str, size: int) -> list[str]:
         """See Tokenizer; anywhere will do."""
@@ -230,8 +231,8 @@ def download(name: str) -> tiktoken.Encoding:
         file = url.rsplit("/", 1)[-1]
         raise UserError(
             f"tokenizer {name!r} is not on this machine and could not be downloaded ({type(error).__name__}). Fetch "
-            f"{url} where there is a network; then either pass the file, data.tokenizer=DIRECTORY/{file}, or save it as "
-            f"DIRECTORY/{hashlib.sha1(url.encode()).hexdigest()} and set TIKTOKEN_CACHE_DIR=DIRECTORY. "
+            f"{url} where there is a network; then either pass the file, data.tokenizer=DIRECTORY/{file}, or save it "
+            f"as DIRECTORY/{hashlib.sha1(url.encode()).hexdigest()} and set TIKTOKEN_CACHE_DIR=DIRECTORY. "
             "data.tokenizer=byte needs no file"
         ) from error
     except (ValueError, OSError) as error:

@@ -1,0 +1,104 @@
+"""Tokenise text into a prepared directory, for `python -m trainer data=prepared data.prepared_dir=...`.
+
+    python -m scripts.prepare_data                                     the embedded corpus, as bytes
+    python -m scripts.prepare_data text 'books/*.txt' --tokenizer gpt2
+    python -m scripts.prepare_data jsonl 'dump/*.jsonl' --column body --tokenizer cl100k_base
+    python -m scripts.prepare_data hub HuggingFaceFW/fineweb --config sample-10BT --streaming --max-tokens 1000000000
+    python -m scripts.prepare_data verify runs/data/...                read every shard through
+
+Interrupted, by Ctrl-C or anything else, it goes on where it was when the same command is given again.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.data import EmbeddedSource, HubSource, Manifest, Source, TextSource, prepare, shown
+from trainer.errors import UserError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--tokenizer", default="byte", help="byte, gpt2, any tiktoken name, or a file (default: byte)")
+    common.add_argument("--cache-dir", type=Path, default=Path("runs/data"), help="default: runs/data")
+    common.add_argument("--val-fraction", type=float, default=0.1, help="share of the validation part (default: 0.1)")
+    common.add_argument("--workers", type=int, help="threads (default: all cores)")
+    limit = argparse.ArgumentParser(add_help=False)
+    limit.add_argument("--column", default="text", help="the one that holds the text (default: text)")
+    limit.add_argument("--max-documents", type=int, help="stop after so many")
+
+    top = argparse.ArgumentParser(
+        prog="python -m scripts.prepare_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sources = top.add_subparsers(dest="source", metavar="{embedded,text,jsonl,parquet,hub,verify}")
+    sources.add_parser("embedded", parents=[common], help="the corpus that is installed with the trainer")
+    for format in ("text", "jsonl", "parquet"):
+        files = sources.add_parser(format, parents=[common, limit], help=f"{format} files")
+        files.add_argument("paths", nargs="+", help="files or globs")
+    hub = sources.add_parser("hub", parents=[common, limit], help="a data set of the Hugging Face hub")
+    hub.add_argument("name", help="organisation/name")
+    hub.add_argument("--config", help="its configuration")
+    hub.add_argument("--split", default="train", help="default: train")
+    hub.add_argument("--revision", help="commit, to pin")
+    hub.add_argument("--streaming", action="store_true", help="do not download everything first; needs a maximum")
+    hub.add_argument("--max-tokens", type=int, help="stop after the document that reaches so many")
+    verify = sources.add_parser("verify", help="check a prepared directory thoroughly")
+    verify.add_argument("directory", type=Path)
+    return top
+
+
+def source_of(args: argparse.Namespace) -> Source:
+    """What the command line names."""
+    if args.source == "hub":
+        fields = ("name", "config", "split", "column", "revision", "streaming", "max_documents", "max_tokens")
+        return HubSource(**{field: getattr(args, field) for field in fields})
+    if args.source == "embedded":
+        return EmbeddedSource()
+    return TextSource(tuple(args.paths), args.source, args.column, args.max_documents)
+
+
+def describe(manifest: Manifest) -> list[str]:
+    """Counts, and what to do next."""
+    lines = [
+        f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes:,} bytes of text, "
+        f"{len(split.shards)} shards"
+        for name, split in manifest.splits.items()
+    ]
+    skipped = [f"skipped: {manifest.skipped:,} empty documents"] if manifest.skipped else []
+    tokenizer = f"tokenizer: {manifest.tokenizer}, {manifest.vocab_size:,} ids ({manifest.dtype})"
+    return [*lines, *skipped, tokenizer, f"directory: {manifest.directory}"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run; 0 when the directory is complete, 2 for a UserError, 130 when stopped."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    args = parser().parse_args(argv or ["embedded"])
+    try:
+        if args.source == "verify":
+            manifest = Manifest.load(args.directory, thorough=True)
+        else:
+            with shown() as progress:
+                directory = prepare(
+                    source_of(args),
+                    args.tokenizer,
+                    args.cache_dir,
+                    val_fraction=args.val_fraction,
+                    workers=args.workers,
+                    progress=progress,
+                )
+            manifest = Manifest.load(directory)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    print("\n".join(describe(manifest)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

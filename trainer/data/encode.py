@@ -1,0 +1,159 @@
+"""Rows of text to the tokens of each split: on several threads, in order."""
+
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.corpus import Position, Rows
+from trainer.data.tokenizer import Tokenizer
+
+UNIT_CHARS = 1 << 17  # what a thread encodes at a time
+ROWS_AHEAD = 4  # batches of rows in memory
+
+Tokens = npt.NDArray[np.unsignedinteger]
+
+
+class Part(NamedTuple):
+    """What of some rows goes into one split."""
+
+    split: str
+    documents: int
+    bytes: int
+    tokens: list[Future[Tokens]]
+
+    def arrays(self) -> list[Tokens]:
+        """The tokens, waited for."""
+        return [future.result() for future in self.tokens]
+
+
+class Batch(NamedTuple):
+    """What became of some rows.
+
+    Attributes:
+      skipped: empty documents.
+      position: of the source, after them.
+      chars: of the whole text, up to there.
+    """
+
+    parts: list[Part]
+    skipped: int
+    position: Position
+    chars: int
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How rows become tokens.
+
+    Attributes:
+      val_fraction: share of the validation part.
+      length: characters of a single text; None: rows are documents.
+      workers: threads.
+    """
+
+    tokenizer: Tokenizer
+    val_fraction: float
+    length: int | None
+    workers: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The narrowest that holds every id."""
+        return np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+    def encode(self, source: Iterator[Rows], chars: int, budget: int | None) -> Iterator[Batch]:
+        """Batches in the order of the rows; the next rows are read and encoded meanwhile.
+
+        Args:
+          chars: of the text, before the first of these rows.
+          budget: stop after the document that reaches so many tokens.
+        """
+        if budget is not None and budget <= 0:
+            return
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="encode")
+        ahead: deque[tuple[Rows, Batch]] = deque()
+        try:
+            for rows in itertools.chain(source, [None] * ROWS_AHEAD):
+                if rows is not None:
+                    batch = self._submit(pool, rows, chars)
+                    chars = batch.chars
+                    ahead.append((rows, batch))
+                if ahead and (rows is None or len(ahead) == ROWS_AHEAD):
+                    first, batch = ahead.popleft()
+                    if budget is not None:
+                        size = sum(len(array) for part in batch.parts for array in part.arrays())
+                        if size >= budget:
+                            start = batch.chars - sum(map(len, first.texts))
+                            yield self._submit(pool, self._within(first, budget), start)
+                            return
+                        budget -= size
+                    yield batch
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _submit(self, pool: ThreadPoolExecutor, rows: Rows, start: int) -> Batch:
+        """Have rows encoded that begin at character `start`."""
+        if self.length is None:
+            parts = [self._part(pool, split, texts) for split, texts in self._by_hash(rows.texts).items()]
+        else:
+            cut = int(self.length * (1 - self.val_fraction)) - start
+            text = "".join(rows.texts)
+            cut = min(max(cut, 0), len(text))
+            parts = [self._part(pool, "train", [text[:cut]]), self._part(pool, "val", [text[cut:]])]
+        skipped = sum(not text for text in rows.texts)
+        return Batch(parts, skipped, rows.position, start + sum(map(len, rows.texts)))
+
+    def _by_hash(self, texts: list[str]) -> dict[str, list[str]]:
+        """Documents by split, in order, without the empty ones; the hash of a document's text decides."""
+        found: dict[str, list[str]] = {"train": [], "val": []}
+        for text in filter(None, texts):
+            found["val" if uniform(text) < self.val_fraction else "train"].append(text)
+        return found
+
+    def _part(self, pool: ThreadPoolExecutor, split: str, texts: list[str]) -> Part:
+        futures: list[Future[Tokens]] = []
+        unit: list[tuple[str, bool]] = []
+        size = 0
+        for text in texts:
+            pieces = self.tokenizer.cut_up(text, UNIT_CHARS)
+            for i, piece in enumerate(pieces):
+                unit.append((piece, i == len(pieces) - 1))
+                size += len(piece)
+                if size >= UNIT_CHARS:
+                    futures.append(pool.submit(self._encode, unit))
+                    unit, size = [], 0
+        if unit:
+            futures.append(pool.submit(self._encode, unit))
+        return Part(split, len(texts), sum(len(text.encode()) for text in texts), futures)
+
+    def _encode(self, pieces: list[tuple[str, bool]]) -> Tokens:
+        """Ids of pieces, end-of-text after those that end a document (a single text has no end to mark)."""
+        eot = np.full(1, self.tokenizer.eot, self.dtype)
+        arrays: list[Tokens] = []
+        for piece, last in pieces:
+            arrays.append(self.tokenizer.encode_array(piece).astype(self.dtype))
+            if last and self.length is None:
+                arrays.append(eot)
+        return np.concatenate(arrays)
+
+    def _within(self, rows: Rows, budget: int) -> Rows:
+        """The first documents, up to the one that reaches `budget` tokens."""
+        count = 0
+        for text in rows.texts:
+            if budget <= 0:
+                break
+            count += 1
+            budget -= len(self.tokenizer.encode_array(text)) + 1 if text else 0
+        return Rows(rows.texts[:count], rows.position)
+
+
+def uniform(text: str) -> float:
+    """A hash of a text, uniform in [0, 1): the same everywhere and for ever."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") / 2.0**64
