@@ -274,6 +274,8 @@ class Checkpointer:
             found = dict(self._manager.restore(step, args=ocp.args.Composite(state=args))["state"])
             found |= {n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in placed.items() if not x.size}
             values = checksums([found[name] for name in names])
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise  # too large for this machine is not damage
         except Exception as error:  # a damaged file can raise anything
             raise DamagedCheckpointError(f"state unreadable: {type(error).__name__}") from error
         for name, value in zip(names, values, strict=True):

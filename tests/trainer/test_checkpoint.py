@@ -332,6 +332,18 @@ def test_reading_where_there_is_nothing_is_an_error_and_makes_nothing(tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_a_state_too_large_for_the_device_is_not_taken_for_damage(open_checkpointer, monkeypatch):
+    checkpointer = saved(open_checkpointer(), 1)
+
+    def exhausted(leaves):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr("trainer.checkpoint.checksums", exhausted)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        checkpointer.restore(abstract(make_state()))
+    assert checkpointer.steps() == [1]
+
+
 def test_the_meta_alone_can_be_read_and_skips_a_damaged_one(open_checkpointer):
     checkpointer = saved(open_checkpointer(), 1, 2)
     alter_the_meta(checkpointer.directory / "2")
@@ -438,6 +450,14 @@ def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path, open
     expected = jax.random.normal(jax.random.key(0), (1 << 20,)) + restored.step
     assert bits(restored.state) == bits({"w": expected})
     assert checkpointer.save(restored.step + 1, restored.state, {})  # what the kill left is not in the way
+
+
+def test_what_a_killed_save_left_is_removed_with_the_next_save(open_checkpointer):
+    directory = saved(open_checkpointer(), 1).directory
+    (directory / "5.orbax-checkpoint-tmp").mkdir()
+    checkpointer = saved(open_checkpointer(), 2)
+    assert checkpointer.steps() == [1, 2]
+    assert sorted(path.name for path in directory.iterdir()) == ["1", "2"]
 
 
 # --- checksums ---
