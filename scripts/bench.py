@@ -1,0 +1,156 @@
+"""Speed of the training step, measured side by side.
+
+Ours (FP32) and, where an interpreter with torch is given, the same GPT-2 step in compiled PyTorch take turns, a few
+steps each, so that whatever else the machine does falls on both. Figures are medians over the rounds, with extremes.
+"""
+
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.arguments import argument, run
+from trainer.allocator import keep_freed_memory
+from trainer.errors import UserError
+
+Contestant = Callable[[int], float]  # takes that many steps; seconds
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """See `--help`."""
+
+    vocab: str = argument("vocabulary sizes, separated by commas", "50257,512")
+    n_layer: int = argument("layers", 4)
+    n_head: int = argument("heads", 4)
+    d_model: int = argument("width", 256)
+    context: int = argument("tokens per sequence", 256)
+    batch: int = argument("sequences per step", 8)
+    rounds: int = argument("turns of each contestant", 7)
+    steps: int = argument("steps in a turn", 3)
+    threads: int = argument("threads given to PyTorch", 2)
+    torch_python: str = argument("an interpreter that has torch; empty: this one, if it has", "")
+    out: str = argument("also write the figures to this JSON file", "")
+
+
+def ours(args: Arguments, vocab: int) -> Contestant:
+    """Our training step, FP32, compiled."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from trainer.model import GPT2Spec, functional
+    from trainer.optimizer import make_optimizer
+    from trainer.state import init_state
+    from trainer.step import Hyper, Tokens, make_train_step
+
+    spec = GPT2Spec(vocab, args.context, args.n_layer, args.n_head, args.d_model)
+    init, bind = functional(spec)
+    optimizer = make_optimizer("adamw", b1=0.9, b2=0.95, eps=1e-8, momentum=0.0, weight_decay=0.1, clip_norm=1.0)
+
+    def loss_fn(params: Any, tokens: jax.Array, segments: jax.Array | None, key: jax.Array | None) -> jax.Array:
+        return bind(params).loss(tokens[:, :-1], tokens[:, 1:], segments, key)
+
+    step = jax.jit(make_train_step(loss_fn, optimizer), donate_argnums=0)
+    state = jax.jit(lambda key: init_state(init(key), optimizer, key))(jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, vocab, (1, args.batch, args.context + 1), dtype=np.int32)
+    batch, hyper = Tokens(jnp.asarray(tokens), None), Hyper(jnp.float32(1e-4), jnp.int32(0))
+
+    def take(steps: int) -> float:
+        nonlocal state
+        start = time.perf_counter()
+        for _ in range(steps):
+            state, metrics = step(state, batch, hyper)
+        metrics["loss"].block_until_ready()
+        return time.perf_counter() - start
+
+    take(2)  # compiles
+    return take
+
+
+def in_torch(args: Arguments, vocab: int, python: str) -> Contestant:
+    """The same in PyTorch, in a process of its own that `scripts/bench_torch.py` runs."""
+    worker = Path(__file__).with_name("bench_torch.py")
+    process = subprocess.Popen([python, str(worker)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def ask(message: Any) -> str:
+        print(json.dumps(message), file=process.stdin, flush=True)
+        answer = process.stdout.readline()  # type: ignore[union-attr]
+        if not answer:
+            raise UserError(f"{python} {worker.name} ended without an answer; its own message stands above")
+        return answer
+
+    # Padded as ours is: an odd number of columns would only slow it down.
+    sizes = {name: getattr(args, name) for name in ("context", "n_layer", "n_head", "d_model", "batch", "threads")}
+    ask(sizes | {"vocab": -(-vocab // 64) * 64})
+    return lambda steps: float(ask(steps))
+
+
+def race(contestants: dict[str, Contestant], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds per step of each, one figure a round. Who begins alternates."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for i in range(rounds):
+        for name in list(contestants)[:: 1 if i % 2 else -1]:
+            seconds[name].append(contestants[name](steps) / steps)
+    return seconds
+
+
+def figures(seconds: list[float], tokens: int) -> dict[str, float]:
+    """Tokens per second (median, smallest, largest) and milliseconds per step (median) from seconds per step."""
+    return {
+        "tokens_per_s": tokens / statistics.median(seconds),
+        "tokens_per_s_min": tokens / max(seconds),
+        "tokens_per_s_max": tokens / min(seconds),
+        "step_ms": 1e3 * statistics.median(seconds),
+    }
+
+
+def torch_interpreter(named: str) -> str | None:
+    """The interpreter to use for PyTorch; None: there is none."""
+    if named:
+        if not Path(named).exists():
+            raise UserError(f"torch_python={named} does not exist; give the path of an interpreter that has torch")
+        return named
+    return sys.executable if importlib.util.find_spec("torch") else None
+
+
+def main(args: Arguments) -> None:
+    """Race at each vocabulary size; print a table and write the JSON file."""
+    keep_freed_memory()  # as `python -m trainer` does
+    python = torch_interpreter(args.torch_python)
+    if python is None:
+        print("no torch here: ours alone (torch_python=PATH names an interpreter that has it)")
+    results = []
+    for vocab in (int(v) for v in args.vocab.split(",")):
+        contestants = {"ours": ours(args, vocab)}
+        if python is not None:
+            contestants["torch"] = in_torch(args, vocab, python)
+        seconds = race(contestants, args.rounds, args.steps)
+        row: dict[str, Any] = {"vocab": vocab}
+        row |= {name: figures(s, args.batch * args.context) for name, s in seconds.items()}
+        for name in contestants:
+            f = row[name]
+            spread = f"{f['tokens_per_s_min']:,.0f} to {f['tokens_per_s_max']:,.0f}"
+            print(f"vocab {vocab:>6}  {name:<6} {f['tokens_per_s']:>9,.0f} tokens/s ({spread}), {f['step_ms']:,.1f} ms")
+        if python is not None:
+            # Of each round's pair, so that a slow moment counts on both sides.
+            ratios = [t / o for o, t in zip(seconds["ours"], seconds["torch"], strict=True)]
+            row["ours_over_torch"] = statistics.median(ratios)
+            print(
+                f"vocab {vocab:>6}  ours / torch {row['ours_over_torch']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
+        results.append(row)
+    if args.out:
+        Path(args.out).write_text(json.dumps({"arguments": vars(args), "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run(Arguments, "bench", __doc__ or "", main))

@@ -1,0 +1,45 @@
+import json
+import sys
+
+import pytest
+
+from scripts import bench
+from trainer.errors import UserError
+
+
+def test_figures_are_the_median_and_the_extremes_of_the_rounds():
+    found = bench.figures([0.5, 0.1, 0.2], tokens=100)
+    assert found == {"tokens_per_s": 500, "tokens_per_s_min": 200, "tokens_per_s_max": 1000, "step_ms": 200}
+
+
+def test_contestants_take_turns_and_alternate_who_begins():
+    turns = []
+
+    def contestant(name, seconds):
+        return lambda steps: turns.append((name, steps)) or seconds
+
+    seconds = bench.race({"a": contestant("a", 2.0), "b": contestant("b", 4.0)}, rounds=2, steps=4)
+    assert turns == [("b", 4), ("a", 4), ("a", 4), ("b", 4)]
+    assert seconds == {"a": [0.5, 0.5], "b": [1.0, 1.0]}
+
+
+def test_absent_interpreter_is_named():
+    with pytest.raises(UserError, match="torch_python=/nowhere/python does not exist"):
+        bench.torch_interpreter("/nowhere/python")
+
+
+def test_interpreter_without_torch_is_one_clear_error():
+    args = bench.Arguments()
+    with pytest.raises(UserError, match="ended without an answer"):
+        bench.in_torch(args, 64, sys.executable)
+
+
+def test_ours_alone_runs_at_any_size_and_writes_its_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "torch_interpreter", lambda named: None)
+    out = tmp_path / "bench.json"
+    bench.main(
+        bench.Arguments(vocab="70", n_layer=1, n_head=1, d_model=8, context=8, batch=1, rounds=1, steps=1, out=str(out))
+    )
+    (row,) = json.loads(out.read_text())["results"]
+    assert row["vocab"] == 70
+    assert row["ours"]["tokens_per_s"] > 0
