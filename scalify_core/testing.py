@@ -1,0 +1,156 @@
+"""`check_scalify`, the one checker: a scaled function gives what the plain one gives, in FP32, and keeps its word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalify_core.array import ScaledArray, asarray, is_scaled_array
+from scalify_core.formats import E4M3, E5M2, FP32, FloatFormat, pow2_round
+from scalify_core.interpreter import scalify
+
+
+def check_scalify(
+    fun: Callable,
+    *args: Any,
+    dtype: Any = jnp.float32,
+    roundings: int = 4,
+    reduction: int = 1,
+    grad: bool = False,
+) -> Any:
+    """Assert that `scalify(fun)(*args)` is `fun(*args)`.
+
+    Args:
+        fun: function of pytrees of arrays, to pytrees of arrays.
+        args: its arguments; the ScaledArrays in them are what it is scaled in, with the scales they have. At least
+            one is needed. `fun` itself is run on their logical values in FP32.
+        dtype: of the data of the scaled arguments, which are cast to it first (so the cast is not part of the error).
+        roundings: how many roundings to `dtype` lie between arguments and result, on one path.
+        reduction: length of the longest sum. Of a sum, an element may be wrong by a rounding of the largest element
+            of the result for each term; without sums (1) each element is held to its own size.
+        grad: check the gradient, too: of a weighted sum of all floating-point results, with respect to the scaled
+            arguments, as `scalify(jax.grad(...))`.
+
+    Checked are, eagerly and under jit, with static and with dynamic scales: the tree of the result; values, within
+    (roundings + reduction) x epsilon; infinities and NaNs, which must stand where the plain function has them; that
+    scales are powers of two within [2^-126, 2^126]; and that the format is kept: `dtype` (FP16 for the results of
+    arithmetic on FP8), or that of the plain result where the function itself asks for another than FP32.
+
+    Returns:
+        The eager result.
+
+    Raises:
+        AssertionError: naming the result, how it was run, and the worst element.
+        ValueError: none of the arguments is a ScaledArray.
+    """
+    args = jax.tree.map(lambda x: x.astype(dtype) if is_scaled_array(x) else x, args, is_leaf=is_scaled_array)
+    leaves, tree = jax.tree.flatten(args, is_leaf=is_scaled_array)
+    if not any(is_scaled_array(x) for x in leaves):
+        raise ValueError("check_scalify: give at least one ScaledArray")
+    first = _check(fun, leaves, tree, roundings, reduction)
+    if grad:
+        scaled = [i for i, x in enumerate(leaves) if is_scaled_array(x)]
+        gradient = _gradient_of(fun, tree, scaled)
+        _check(gradient, leaves, jax.tree.structure((0,) * len(leaves)), 2 * roundings, reduction)
+    return first
+
+
+def _check(fun: Callable, leaves: Sequence[Any], tree: Any, roundings: int, reduction: int) -> Any:
+    """One function, all ways to run it."""
+    formats = {FloatFormat.of(x.dtype) for x in leaves if is_scaled_array(x)}
+    assert len(formats) == 1, f"one format at a time: {formats}"
+    (fmt,) = formats
+
+    def on_leaves(*leaves: Any) -> Any:
+        return fun(*jax.tree.unflatten(tree, leaves))
+
+    expected = jax.jit(on_leaves)(*asarray(leaves))
+    scaled = scalify(on_leaves)
+    static = [ScaledArray(x.data, float(x.scale)) if _has_scalar_scale(x) else x for x in leaves]
+    dynamic = [ScaledArray(x.data, jnp.asarray(x.scale, jnp.float32)) if is_scaled_array(x) else x for x in leaves]
+    ways: dict[str, tuple[Callable, list]] = {
+        "eager": (scaled, static),
+        "jit": (jax.jit(scaled), static),
+        "jit, dynamic scales": (jax.jit(scaled), dynamic),
+    }
+    first = None
+    for name, (function, operands) in ways.items():
+        found = function(*operands)
+        assert_close(found, expected, fmt, roundings=roundings, reduction=reduction, where=name)
+        first = found if first is None else first
+    return first
+
+
+def assert_close(
+    found: Any, expected: Any, fmt: FloatFormat, *, roundings: int = 4, reduction: int = 1, where: str = "given"
+) -> None:
+    """Assert that a tree with ScaledArrays of format `fmt` holds the values of a plain tree (see `check_scalify`)."""
+    found_leaves, found_tree = jax.tree.flatten(found, is_leaf=is_scaled_array)
+    expected_leaves, expected_tree = jax.tree.flatten_with_path(expected)
+    assert str(found_tree) == str(expected_tree), f"{where}: tree {found_tree}, expected {expected_tree}"
+    for x, (path, y) in zip(found_leaves, expected_leaves, strict=True):
+        _assert_leaf_close(x, y, fmt, roundings, reduction, f"{where}: result{jax.tree_util.keystr(path)}")
+
+
+def _assert_leaf_close(x: Any, y: Any, fmt: FloatFormat, roundings: int, reduction: int, where: str) -> None:
+    assert x.shape == y.shape, f"{where}: shape {x.shape}, expected {y.shape}"
+    if jax.dtypes.issubdtype(y.dtype, jax.dtypes.prng_key):
+        x, y = jax.random.key_data(x), jax.random.key_data(y)
+    scale: Any = 1.0
+    if is_scaled_array(x):
+        _assert_invariants(x, y, fmt, where)
+        fmt, scale = FloatFormat.of(x.dtype), np.max(np.asarray(x.scale))
+    else:
+        assert x.dtype == y.dtype, f"{where}: plain {x.dtype}, expected {y.dtype}"
+    x, y = np.asarray(x), np.asarray(y)
+    if not jnp.issubdtype(y.dtype, jnp.inexact):
+        assert np.array_equal(x, y), f"{where}: {x}, expected {y}"
+        return
+    wide = np.complex128 if jnp.issubdtype(y.dtype, jnp.complexfloating) else np.float64
+    x, y = x.astype(wide), y.astype(wide)
+    finite = np.isfinite(y)
+    same = finite == np.isfinite(x)
+    same &= finite | (np.isnan(x) & np.isnan(y)) | (x == y)
+    assert same.all(), f"{where}: infinities or NaNs differ: {x[~same].ravel()[:4]}, expected {y[~same].ravel()[:4]}"
+    x, y = np.where(finite, x, 0), np.where(finite, y, 0)
+    size = np.abs(y) if reduction == 1 else np.max(np.abs(y), initial=0.0)
+    bound = (roundings + reduction) * fmt.epsilon * size
+    # What is below the smallest numbers of the data, or of the plain FP32 program, may be lost.
+    bound = bound + roundings * (fmt.min_subnormal * scale + FP32.min_normal)
+    error = np.abs(x - y)
+    if np.any(error > bound):
+        at = tuple(int(i) for i in np.unravel_index(np.argmax(error / bound), error.shape))
+        limit = np.broadcast_to(bound, error.shape)[at]
+        raise AssertionError(f"{where}: {x[at]} at {at}, expected {y[at]} within {limit:.3g}")
+
+
+def _assert_invariants(x: ScaledArray, y: Any, fmt: FloatFormat, where: str) -> None:
+    """Of one ScaledArray: a format that is allowed, scales that are."""
+    assert jnp.issubdtype(y.dtype, jnp.floating), f"{where}: a ScaledArray, expected {y.dtype}"
+    allowed = {y.dtype} if y.dtype != jnp.float32 else {fmt.dtype}
+    if y.dtype == jnp.float32 and fmt in (E4M3, E5M2):
+        allowed.add(np.dtype(np.float16))
+    assert x.dtype in allowed, f"{where}: data is {x.dtype}, expected {allowed}"
+    for scale in np.ravel(np.asarray(x.scale, np.float32)):
+        assert pow2_round(scale) == scale, f"{where}: scale {scale} is no power of two in [2^-126, 2^126]"
+
+
+def _gradient_of(fun: Callable, tree: Any, scaled: Sequence[int]) -> Callable:
+    """The gradient of a weighted sum of the floating-point results, with respect to the leaves `scaled`."""
+
+    def loss(*leaves: Any) -> jax.Array:
+        total = jnp.float32(0)
+        for y in jax.tree.leaves(fun(*jax.tree.unflatten(tree, leaves))):
+            if jnp.issubdtype(y.dtype, jnp.floating):
+                total += jnp.sum(y * np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape))
+        return total
+
+    return jax.grad(loss, argnums=tuple(scaled))
+
+
+def _has_scalar_scale(x: Any) -> bool:
+    return is_scaled_array(x) and np.ndim(x.scale) == 0

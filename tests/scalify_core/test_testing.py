@@ -1,0 +1,93 @@
+"""The checker itself: it passes what is right and fails what is wrong, each promise for itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalify_core.array import ScaledArray
+from scalify_core.formats import FP16, FP32
+from scalify_core.testing import assert_close, check_scalify
+
+X = ScaledArray(jnp.array([[1.0, -2.0, 0.5], [3.0, 0.25, -1.5]]), 2.0**20)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_it_passes_a_composition_with_its_gradient(dtype):
+    out = check_scalify(
+        lambda x, b: {"y": jnp.sin(x * 2.0**-20) * b, "n": jnp.argmax(x)},
+        X,
+        jnp.ones(3)[None],
+        dtype=dtype,
+        grad=True,
+    )
+    assert out["y"].dtype == dtype
+    assert out["n"].dtype == jnp.int32
+
+
+def test_it_wants_something_scaled():
+    with pytest.raises(ValueError, match="ScaledArray"):
+        check_scalify(jnp.sin, jnp.ones(3))
+
+
+def close(found, expected, **kwargs):
+    assert_close(found, jnp.asarray(expected, jnp.float32), FP32, **kwargs)
+
+
+def test_a_wrong_value_is_found_and_named():
+    x = ScaledArray(jnp.array([1.0, 2.0]), 4.0)
+    close(x, [4.0, 8.0])
+    with pytest.raises(AssertionError, match=r"result: 8.0 at \(1,\), expected 8.00000"):
+        close(x, [4.0, 8.00001])
+
+
+def test_small_elements_are_held_to_their_own_size_unless_there_is_a_sum():
+    x = ScaledArray(jnp.array([1.0, 1.00001e-4]), 1.0)
+    with pytest.raises(AssertionError, match="expected"):
+        close(x, [1.0, 1e-4])
+    close(x, [1.0, 1e-4], reduction=5)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [([np.inf], [1.0]), ([np.nan], [1.0]), ([1.0], [np.inf]), ([np.inf], [-np.inf]), ([np.nan], [np.inf])],
+)
+def test_infinities_and_nans_must_stand_where_they_belong(data, expected):
+    with pytest.raises(AssertionError, match="infinities or NaNs differ"):
+        close(ScaledArray(jnp.array(data), 1.0), expected)
+
+
+def test_infinities_and_nans_that_belong_are_fine():
+    close(ScaledArray(jnp.array([np.inf, -np.inf, np.nan]), 2.0), [np.inf, -np.inf, np.nan])
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.0, 2.0**127, np.nan])
+def test_a_scale_that_is_no_power_of_two_in_range_is_found(scale):
+    x = ScaledArray(jnp.zeros(2), jnp.float32(scale))
+    with pytest.raises(AssertionError, match="power of two"):
+        close(x, [0.0, 0.0])
+
+
+def test_another_format_is_found():
+    x = ScaledArray(jnp.zeros(2, jnp.bfloat16), 1.0)
+    with pytest.raises(AssertionError, match="data is bfloat16"):
+        assert_close(x, jnp.zeros(2), FP16)
+    assert_close(x, jnp.zeros(2, jnp.bfloat16), FP16)  # the plain function itself asks for it
+
+
+def test_another_shape_tree_or_integer_is_found():
+    for found, expected, message in [
+        (jnp.zeros(2), jnp.zeros(3), "shape"),
+        ({"a": jnp.zeros(2)}, {"b": jnp.zeros(2)}, "tree"),
+        (jnp.int32(3), jnp.int32(4), "expected 4"),
+        (jnp.float16(1), jnp.float32(1), "plain float16"),
+        (ScaledArray(jnp.float32(1), 1.0), jnp.int32(1), "expected int32"),
+    ]:
+        with pytest.raises(AssertionError, match=message):
+            assert_close(found, expected, FP32)
+
+
+def test_keys_are_compared():
+    assert_close(jax.random.key(0), jax.random.key(0), FP32)
+    with pytest.raises(AssertionError, match="expected"):
+        assert_close(jax.random.key(0), jax.random.key(1), FP32)
