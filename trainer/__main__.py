@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.allocator import keep_freed_memory
 from trainer.config import Config, from_tree, nearest, validate
 from trainer.errors import UserError
 
@@ -30,6 +31,8 @@ def load(tree: DictConfig) -> Config:
     plain.pop("experiment", None)  # the name of a group choice without keys of its own
     config: Config = from_tree(Config, plain | {"run_dir": HydraConfig.get().runtime.output_dir})
     validate(config)
+    if config.parallel.distributed and not any(o.startswith("run_dir=") for o in HydraConfig.get().overrides.task):
+        raise UserError("parallel.distributed=true needs run_dir=DIRECTORY: every process writes to the same one")
     return config
 
 
@@ -62,6 +65,7 @@ def run_job(tree: DictConfig) -> int:
     """One run, its exit code. Imports what takes time only once the configuration is known to be good."""
     try:
         config = load(tree)
+        keep_freed_memory()
         from trainer.build import run
 
         return run(config)

@@ -25,10 +25,11 @@ from trainer.data import (
     Source,
     TextSource,
     Tokenizer,
-    get_tokenizer,
     prefetch,
     prepare,
+    shown,
 )
+from trainer.data.tokenizer import load_saved
 from trainer.display import Display
 from trainer.errors import UserError
 from trainer.evaluate import evaluate, make_eval_step
@@ -173,13 +174,15 @@ def build_source(c: schema.Data) -> Source:
 
 def build_data(c: schema.Config) -> Dataset:
     """Prepare the data unless it is prepared already, and open both parts."""
-    directory = prepare(
-        build_source(c.data),
-        c.data.tokenizer or "",
-        Path(c.data.cache_dir),
-        val_fraction=c.data.val_fraction,
-        workers=c.data.workers,
-    )
+    with shown() as progress:
+        directory = prepare(
+            build_source(c.data),
+            c.data.tokenizer or "",
+            Path(c.data.cache_dir),
+            val_fraction=c.data.val_fraction,
+            workers=c.data.workers,
+            progress=progress,
+        )
 
     def open_split(split: str, *, shuffle: bool) -> Loader:
         return Loader(
@@ -193,7 +196,7 @@ def build_data(c: schema.Config) -> Dataset:
         )
 
     train, val = open_split("train", shuffle=True), open_split("val", shuffle=False)
-    return Dataset(train, val, get_tokenizer(train.manifest.tokenizer), directory)
+    return Dataset(train, val, load_saved(train.manifest.tokenizer, directory), directory)
 
 
 def build_workload(c: schema.Config) -> Workload:
@@ -343,6 +346,27 @@ def make_diagnose(w: Workload) -> Callable[[TrainState, Tokens, int], str]:
     return diagnose
 
 
+class Trained(NamedTuple):
+    """A run's model as it was saved: parameters on the first device."""
+
+    spec: GPT2Spec
+    bind: Callable[[Params], GPT2]
+    params: Params
+    tokenizer: Tokenizer
+
+
+def restore_run(run_dir: Path) -> Trained:
+    """The model of a run directory's newest checkpoint, and the tokenizer of its data. Raises UserError."""
+    with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
+        meta = checkpointer.meta()
+        c = schema.from_tree(schema.Config, meta["config"])
+        tokenizer = load_saved(meta["tokenizer"], run_dir)
+        model = build_model(c.model, c.precision, tokenizer.vocab_size)
+        target = {"params": jax.eval_shape(model.init, jax.random.key(0))}
+        params = checkpointer.restore(target, partial=True).state["params"]
+    return Trained(model.spec, model.bind, params, tokenizer)
+
+
 def run(c: schema.Config) -> int:
     """Train, or only describe what would be trained. The exit code."""
     hide_missing_gpu()
@@ -376,6 +400,8 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             raise
         directory.adopt(tree)
         write_environment(directory.path)
+        if jax.process_index() == 0:
+            w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
         for line in describe(c, w):
             display.message(line)
         tracker = make_tracker(
@@ -399,7 +425,12 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             sample=make_sample(c, w),
             diagnose=make_diagnose(w),
             checkpointer=checkpointer,
-            meta={"config": tree, "data": w.data.manifest.fingerprint, "tracker_id": tracker.id},
+            meta={
+                "config": tree,
+                "data": w.data.manifest.fingerprint,
+                "tokenizer": w.data.tokenizer.name,
+                "tracker_id": tracker.id,
+            },
             tracker=tracker,
             display=display,
             watchdog=Watchdog(c.watchdog.max_skips, leaf_names(found.state.params), found.meta.get("watchdog")),

@@ -133,6 +133,7 @@ def train(run: Run) -> int:
                 row = observe(run, pending)
                 pending = None
                 settle(run, row, stop)
+            run.checkpointer.check()
             if stop.signal is not None:
                 break
             waited = time.perf_counter()
@@ -163,10 +164,11 @@ def observe(run: Run, pending: Pending) -> dict[str, float]:
         keep_batch(run, pending)
         run.tracker.event(pending.step, event)
         run.display.event(pending.step, event)
-        if run.watchdog.exhausted:
-            save(run, None)
-            stop_diverged(run, pending)
-    return row | run.watchdog.row() | run.throughput.row() | memory()
+    row |= run.watchdog.row() | run.throughput.row() | memory()
+    if run.watchdog.exhausted:
+        log(run, pending.step, row)
+        stop_diverged(run, pending)
+    return row
 
 
 def settle(run: Run, row: dict[str, float], stop: StopRequest) -> None:
@@ -184,9 +186,9 @@ def settle(run: Run, row: dict[str, float], stop: StopRequest) -> None:
 
 
 def log(run: Run, step: int, row: dict[str, float]) -> None:
-    """A step's row, once and whole, to the tracker and the display."""
+    """A step's row, once and whole, to the display and, when it is due or holds a validation, to the tracker."""
     run.display.update(step, row)
-    if due(step, run.cadence.log) or step == run.steps:
+    if due(step, run.cadence.log) or "val/loss" in row:
         run.tracker.log(step, row)
 
 

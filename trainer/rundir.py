@@ -5,8 +5,6 @@ config.yaml      the resolved configuration        environment.txt  what it ran 
 """
 
 import fcntl
-import hashlib
-import json
 import os
 import platform
 import re
@@ -154,12 +152,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], may_change: tupl
         if before.get(key, "absent") != after.get(key, "absent")
         and not any(fnmatch(key, pattern) for pattern in may_change)
     ]
-
-
-def fingerprint(config: Mapping[str, Any], may_change: tuple[str, ...] = MAY_CHANGE) -> str:
-    """Sixteen hexadecimal digits that two configurations share exactly when they have no `differences`."""
-    kept = {k: v for k, v in flatten(config) if not any(fnmatch(k, pattern) for pattern in may_change)}
-    return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def write_atomically(path: Path, text: str) -> None:
