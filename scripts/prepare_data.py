@@ -74,7 +74,9 @@ def describe(manifest: Manifest) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Run; 0 when the directory is complete, 2 for a UserError, 130 when stopped."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logger = logging.getLogger("trainer")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler())
     args = parser().parse_args(argv or ["embedded"])
     try:
         if args.source == "verify":

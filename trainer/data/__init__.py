@@ -1,12 +1,12 @@
 """Text to batches: sources, tokenizers, prepared shards, a stateless loader.
 
-Read in this order: corpus (sources), tokenizer, encode and prepare (text to shards), shards (the prepared directory),
-loader.
+Read in this order: corpus (sources), tokenizer, encode and preparation (text to shards), shards (the prepared
+directory), loader.
 """
 
 from trainer.data.corpus import EmbeddedSource, HubSource, PreparedSource, Source, TextSource
 from trainer.data.loader import Batch, Loader, prefetch
-from trainer.data.prepare import Progress, prepare
+from trainer.data.preparation import Progress, prepare
 from trainer.data.progress import shown
 from trainer.data.shards import Manifest
 from trainer.data.tokenizer import Tokenizer, get_tokenizer

@@ -233,8 +233,10 @@ def load_hub(source: HubSource) -> "IterableDataset":
 def check_column(dataset: "IterableDataset", column: str) -> None:
     """Raise UserError for a column that is not there."""
     names = dataset.column_names or list(next(iter(dataset), {}))
+    if not names:
+        raise UserError("the corpus is empty: it has no rows")
     if column not in names:
-        raise UserError(f"there is no column {column!r}; valid for data.column: {', '.join(names) or 'none, no rows'}")
+        raise UserError(f"there is no column {column!r}; valid for data.column: {', '.join(names)}")
 
 
 def rows(

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from trainer.data.prepare import Progress
+from trainer.data.preparation import Progress
 
 PLAIN_SECONDS = 5.0
 

@@ -100,15 +100,16 @@ class Manifest:
             raise UserError(f"{directory} holds no prepared data (no {MANIFEST}); {hint}")
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}); {repair(directory)}") from error
-        if tree.pop("format", None) != FORMAT:
-            raise UserError(f"{path} is not of format {FORMAT}, the one this version reads; {repair(directory)}")
-        tree["splits"] = {
-            name: Split(**split | {"shards": tuple(Shard(**shard) for shard in split["shards"])})
-            for name, split in tree["splits"].items()
-        }
-        manifest = cls(directory=directory, **tree)
+            found = tree.pop("format")
+            if found != FORMAT:
+                raise UserError(f"{path} is of format {found}, this version reads {FORMAT}; {repair(directory)}")
+            tree["splits"] = {
+                name: Split(**split | {"shards": tuple(Shard(**shard) for shard in split["shards"])})
+                for name, split in tree["splits"].items()
+            }
+            manifest = cls(directory=directory, **tree)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {repair(directory)}") from error
         manifest.verify(thorough=thorough)
         return manifest
 

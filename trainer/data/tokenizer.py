@@ -8,7 +8,6 @@ import base64
 import difflib
 import functools
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -127,8 +126,9 @@ class BPETokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer. Some vocabularies have gaps, which an untrained model samples from."""
         known = self._known
-        runs = itertools.groupby((int(i) for i in ids), key=known.__contains__)
-        parts = (self._encoding.decode_bytes(list(run)) if has else "\ufffd".encode() for has, run in runs)
+        unknown = "\ufffd".encode()
+        tokens = (int(i) for i in ids)
+        parts = (self._encoding.decode_single_token_bytes(i) if i in known else unknown for i in tokens)
         return b"".join(parts).decode(errors="replace")
 
     @functools.cached_property

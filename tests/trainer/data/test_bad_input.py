@@ -1,0 +1,162 @@
+"""Whatever a user can get wrong about text: one message that names the thing and what is valid; never a traceback."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.prepare_data import main
+from trainer.data import HubSource, TextSource, prepare
+from trainer.data.files import BLOCK
+from trainer.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def fails(source, tmp_path, message, **settings):
+    with pytest.raises(UserError, match=message) as caught:
+        prepare(source, "byte", tmp_path / "cache", **settings)
+    assert "\n" not in str(caught.value)
+
+
+def file(tmp_path, data, name="a.txt"):
+    path = tmp_path / name
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+def test_an_empty_file(tmp_path):
+    fails(TextSource((str(file(tmp_path, b"")),)), tmp_path, r"the corpus is empty: .*a\.txt has no text")
+
+
+@pytest.mark.parametrize("text", ["\n\n", '{"text": ""}\n' * 3, '{"text": null}\n{"text": ""}\n'])
+def test_a_corpus_of_empty_documents(tmp_path, text):
+    source = TextSource((str(file(tmp_path, text, "a.jsonl")),), "jsonl")
+    fails(source, tmp_path, "the corpus is empty: ")
+
+
+def test_too_few_documents_for_a_validation_part(tmp_path):
+    source = TextSource((str(file(tmp_path, '{"text": "one"}\n', "a.jsonl")),), "jsonl")
+    fails(source, tmp_path, r"the val part of a is empty, with 1 documents and val_fraction=0.001", val_fraction=0.001)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"good text \xff\xfe", "byte 0xff at offset 10 is not UTF-8"),
+        (b"x" * (BLOCK - 1) + "é".encode()[:1] + b"x", f"byte 0xc3 at offset {BLOCK - 1} is not UTF-8"),
+        (b"x" * (BLOCK + 7) + b"\x80", f"byte 0x80 at offset {BLOCK + 7} is not UTF-8"),
+        ("cut off é".encode()[:-1], "byte 0xc3 at offset 8 is not UTF-8"),
+        (b"text\0more", "NUL at offset 4"),
+        (b"x" * BLOCK + b"yz\0", f"NUL at offset {BLOCK + 2}"),
+    ],
+)
+def test_a_file_that_is_not_text_is_named_with_the_offset(tmp_path, data, message):
+    for format in ("text", "jsonl"):
+        fails(TextSource((str(file(tmp_path, data)),), format), tmp_path, rf"a\.txt is not text: {message}; convert it")
+
+
+def test_a_compressed_file_is_recognised(tmp_path):
+    path = file(tmp_path, gzip.compress(b"text" * 100), "a.txt.gz")
+    fails(TextSource((str(path),)), tmp_path, r"a\.txt\.gz is not text but gzip .*; decompress it first")
+
+
+def test_a_character_across_two_blocks_is_fine(tmp_path):
+    path = file(tmp_path, b"x" * (BLOCK - 1) + "é".encode() + b" end")
+    prepare(TextSource((str(path),)), "byte", tmp_path / "cache")
+
+
+def test_missing_files_and_globs_without_match(tmp_path):
+    fails(TextSource((str(tmp_path / "none.txt"),)), tmp_path, r"there is no file .*none\.txt")
+    fails(TextSource((str(tmp_path / "*.txt"),)), tmp_path, r"no file matches .*\*\.txt")
+    fails(TextSource((str(tmp_path),)), tmp_path, r"is a directory; give files, such as data\.paths=\[.*/\*\.txt\]")
+
+
+def test_an_unknown_column_lists_the_columns(tmp_path):
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows = {"body": ["a", "b"], "id": [1, 2]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"body": "a", "id": 1}\n')
+    jsonl = file(tmp_path, '{"body": "a", "id": 1}\n', "a.jsonl")
+    for source in (
+        TextSource((str(tmp_path / "a.parquet"),), "parquet"),
+        TextSource((str(jsonl),), "jsonl"),
+        HubSource(str(tmp_path / "set"), streaming=True, max_documents=1),
+    ):
+        fails(source, tmp_path, r"there is no column 'text'; valid for data\.column: body, id")
+
+
+def test_a_column_that_is_not_text(tmp_path):
+    source = TextSource((str(file(tmp_path, '{"id": 1}\n', "a.jsonl")),), "jsonl", "id")
+    fails(source, tmp_path, "column 'id' holds int64, not text")
+
+
+@pytest.mark.parametrize("line", ["{broken", "[1, 2]", '"text"'])
+def test_a_line_that_is_no_json_object_is_named(tmp_path, line):
+    lines = [json.dumps({"text": f"document {i}"}) for i in range(50)]
+    path = file(tmp_path, "\n".join([*lines, line, *lines]) + "\n", "a.jsonl")
+    fails(TextSource((str(path),), "jsonl"), tmp_path, r"a\.jsonl, line 51: cannot be read as jsonl")
+
+
+def test_a_file_that_is_no_parquet(tmp_path):
+    path = file(tmp_path, "just text", "a.parquet")
+    fails(TextSource((str(path),), "parquet"), tmp_path, r"a\.parquet: cannot be read as parquet")
+
+
+def test_a_hub_name_that_does_not_exist(tmp_path, monkeypatch):
+    import datasets
+
+    def answer(*_, **__):
+        raise datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist on the Hub or cannot be accessed.")
+
+    monkeypatch.setattr(datasets, "load_dataset", answer)
+    fails(
+        HubSource("a/b"), tmp_path, r"there is no data set 'a/b' on the hub, or it needs a login .*correct data\.name"
+    )
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path):
+    fails(HubSource("a/b"), tmp_path, r"data set 'a/b' cannot be reached .*data=prepared")  # tests run offline
+
+
+def test_a_directory_that_does_not_exist_and_an_unknown_split(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"text": "a"}\n')
+    fails(HubSource(str(tmp_path / "none")), tmp_path, r"data set '.*none', split 'train': Couldn't find")
+    source = HubSource(str(tmp_path / "set"), split="trian", streaming=True, max_documents=1)
+    fails(source, tmp_path, r"split 'trian': .*trian.*train")
+
+
+def test_streaming_without_end_is_refused(tmp_path):
+    fails(
+        HubSource("a/b", streaming=True), tmp_path, "streaming a/b needs an end: set data.max_documents or max_tokens"
+    )
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1])
+def test_a_validation_share_outside_zero_to_one(tmp_path, fraction):
+    source = TextSource((str(file(tmp_path, "text")),))
+    fails(source, tmp_path, "val_fraction=.*: expected a number between 0 and 1", val_fraction=fraction)
+
+
+def test_the_command_prints_counts_and_the_directory(tmp_path, capsys):
+    assert main(["embedded", "--cache-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "train: 1 documents, 3,723,705 tokens, 3,723,705 bytes of text, 1 shards" in out
+    directory = Path(out.rsplit("directory: ", 1)[1].strip())
+    assert (directory / "manifest.json").is_file()
+    assert main(["verify", str(directory)]) == 0
+
+
+def test_the_command_ends_with_2_and_one_line_for_what_a_user_got_wrong(tmp_path):
+    args = [sys.executable, "-m", "scripts.prepare_data", "text", "nothing.txt", "--cache-dir", str(tmp_path)]
+    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [f"there is no file nothing.txt (looked from {ROOT}); correct data.paths"]
+    assert done.stdout == ""

@@ -1,0 +1,153 @@
+import threading
+
+import numpy as np
+import pytest
+
+from trainer.data import Loader, TextSource, prefetch, prepare
+from trainer.data.loader import segments
+from trainer.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def directory(jsonl, tmp_path_factory):
+    """Several shards per split, so that windows cross from one to the next."""
+    cache = tmp_path_factory.mktemp("cache")
+    return prepare(TextSource((str(jsonl),), "jsonl"), "byte", cache, val_fraction=0.2, shard_bytes=30_000)
+
+
+def stream(loader, split):
+    return np.concatenate(loader.manifest.open(split)).astype(np.int32)
+
+
+def test_the_split_has_several_shards(directory):
+    loader = Loader(directory, "train", context=64, batch_size=4)
+    assert len(loader.manifest.splits["train"].shards) > 5
+
+
+def test_an_epoch_holds_every_window_once_and_the_next_one_in_another_order(directory):
+    context, batch_size = 64, 7
+    loader = Loader(directory, "train", context=context, batch_size=batch_size, seed=1)
+    tokens = stream(loader, "train")
+    n = (len(tokens) - 1) // context
+    assert loader.windows == n
+    windows = np.stack([tokens[i * context : (i + 1) * context + 1] for i in range(n)])
+    steps = -(-3 * n // batch_size)
+    drawn = np.concatenate([loader.batch(step).tokens for step in range(steps)])[: 3 * n].reshape(3, n, -1)
+    order = lambda rows: rows[np.lexsort(rows.T)]
+    for epoch in drawn:
+        assert np.array_equal(order(epoch), order(windows))
+    assert not np.array_equal(drawn[0], drawn[1])
+
+
+def test_a_batch_across_two_epochs_has_the_end_of_one_and_the_start_of_the_next(directory):
+    one = Loader(directory, "train", context=64, batch_size=1, seed=1)
+    loader = Loader(directory, "train", context=64, batch_size=one.windows - 1, seed=1)
+    rows = loader.batch(1).tokens
+    assert np.array_equal(rows[0], one.batch(one.windows - 1).tokens[0])
+    assert np.array_equal(rows[1], one.batch(one.windows).tokens[0])
+
+
+def test_a_batch_depends_on_seed_and_step_alone(directory):
+    settings = {"context": 32, "batch_size": 5}
+    first = Loader(directory, "train", seed=1, **settings)
+    wanted = [first.batch(step).tokens for step in range(20)]
+    again = Loader(directory, "train", seed=1, **settings)
+    for step in reversed(range(20)):
+        assert np.array_equal(again.batch(step).tokens, wanted[step])
+    other = Loader(directory, "train", seed=2, **settings)
+    assert not np.array_equal(other.batch(0).tokens, wanted[0])
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_processes_together_hold_the_same_batch(directory, processes):
+    loader = Loader(directory, "train", context=32, batch_size=8, seed=1, document_mask=True)
+    share = 8 // processes
+    parts = [loader.batch(11, slice(i * share, (i + 1) * share)) for i in range(processes)]
+    whole = loader.batch(11)
+    assert np.array_equal(np.concatenate([part.tokens for part in parts]), whole.tokens)
+    assert np.array_equal(np.concatenate([part.segments for part in parts]), whole.segments)
+
+
+def test_targets_of_a_window_lead_into_the_next_one(directory):
+    loader = Loader(directory, "val", context=16, batch_size=4, shuffle=False)
+    rows = np.concatenate([loader.batch(step).tokens for step in range(2)])
+    assert np.array_equal(rows[1:, 0], rows[:-1, -1])
+
+
+def test_validation_covers_its_split_in_order(directory):
+    loader = Loader(directory, "val", context=50, batch_size=3, shuffle=False, seed=9)
+    inputs = np.concatenate([loader.batch(step).tokens[:, :-1] for step in range(loader.steps_per_epoch)])
+    assert np.array_equal(inputs.ravel(), stream(loader, "val")[: inputs.size])
+    assert inputs.size > loader.tokens - 1 - 50 * 3
+
+
+def test_dtypes_and_shapes(directory):
+    loader = Loader(directory, "train", context=16, batch_size=4, document_mask=True)
+    batch = loader.batch(0)
+    assert batch.tokens.dtype == batch.segments.dtype == np.int32
+    assert batch.tokens.shape == batch.segments.shape == (4, 17)
+    assert Loader(directory, "train", context=16, batch_size=4).batch(0).segments is None
+
+
+def test_an_end_of_text_belongs_to_the_document_it_ends():
+    tokens = np.array([[5, 0, 6, 7, 0, 0, 8], [0, 1, 1, 1, 1, 1, 0]], np.int32)
+    assert segments(tokens, 0).tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+
+
+def test_segments_tell_documents_apart(directory):
+    loader = Loader(directory, "train", context=200, batch_size=6, document_mask=True)
+    batch = loader.batch(0)
+    assert batch.segments.max() > 0
+    changes = np.diff(batch.segments, axis=1)
+    assert np.array_equal(changes, (batch.tokens[:, :-1] == loader.manifest.eot).astype(np.int32))
+
+
+def test_a_split_shorter_than_one_window_is_an_error_that_says_how_much_it_needs(directory):
+    loader = Loader(directory, "val", context=8, batch_size=1)
+    Loader(directory, "val", context=loader.tokens - 1, batch_size=1).batch(5)
+    with pytest.raises(UserError, match=rf"val part of .* has {loader.tokens} tokens, one window needs"):
+        Loader(directory, "val", context=loader.tokens, batch_size=1)
+
+
+def test_a_split_of_fewer_windows_than_the_batch_has_one_step_per_epoch(directory):
+    loader = Loader(directory, "val", context=8, batch_size=1)
+    few = Loader(directory, "val", context=loader.tokens // 3, batch_size=16, shuffle=False)
+    assert few.steps_per_epoch == 1
+    rows = few.batch(0).tokens
+    assert np.array_equal(rows[: few.windows], rows[few.windows : 2 * few.windows])
+
+
+def test_prefetch_gives_the_loader_s_batches_in_order(directory):
+    loader = Loader(directory, "train", context=16, batch_size=4)
+    rows = slice(1, 3)
+    found = list(prefetch(loader, 3, 12, rows, depth=3))
+    assert [step for step, _ in found] == list(range(3, 12))
+    for step, batch in found:
+        assert np.array_equal(batch.tokens, loader.batch(step, rows).tokens)
+
+
+def test_prefetch_of_no_steps_ends_at_once(directory):
+    assert list(prefetch(Loader(directory, "train", context=16, batch_size=4), 5, 5)) == []
+
+
+class Failing:
+    def batch(self, step, rows):
+        if step == 2:
+            raise OSError("the disk is gone")
+        return step
+
+
+def test_an_error_surfaces_at_its_step_and_the_thread_ends():
+    batches = prefetch(Failing(), 0, 10)
+    assert [next(batches), next(batches)] == [(0, 0), (1, 1)]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(batches)
+    assert "prefetch" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_closing_early_ends_the_thread(directory):
+    batches = prefetch(Loader(directory, "train", context=16, batch_size=4), 0, 1_000_000)
+    next(batches)
+    assert "prefetch" in [thread.name for thread in threading.enumerate()]
+    batches.close()
+    assert "prefetch" not in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,65 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.permutation import permute
+
+
+def epoch_of(seed, epoch, n):
+    return permute(seed, np.full(n, epoch), np.arange(n), n)
+
+
+@pytest.mark.parametrize("n", [*range(1, 70), 127, 128, 129, 1000, 4095, 4096, 4097])
+def test_every_epoch_takes_each_window_exactly_once(n):
+    for epoch in range(4):
+        assert sorted(epoch_of(3, epoch, n)) == list(range(n))
+
+
+@settings(max_examples=50, deadline=None)
+@given(n=st.integers(1, 5000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 2**40))
+def test_it_is_a_bijection_for_any_seed_and_epoch(n, seed, epoch):
+    assert np.array_equal(np.sort(epoch_of(seed, epoch, n)), np.arange(n))
+
+
+@settings(max_examples=50, deadline=None)
+@given(n=st.integers(1, 2**48), data=st.data())
+def test_huge_domains_stay_inside_and_do_not_collide(n, data):
+    positions = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1), max_size=50))), np.int64)
+    found = permute(1, np.zeros(len(positions)), positions, n)
+    assert len(set(found.tolist())) == len(positions)
+    assert np.all((found >= 0) & (found < n))
+
+
+def test_epochs_and_seeds_differ():
+    shuffles = [tuple(epoch_of(seed, epoch, 64)) for seed in range(8) for epoch in range(8)]
+    assert len(set(shuffles)) == 64
+
+
+def test_one_call_may_hold_several_epochs():
+    n = 10
+    epoch, position = np.divmod(np.arange(25), n)
+    whole = np.concatenate([epoch_of(5, e, n) for e in range(3)])[:25]
+    assert np.array_equal(permute(5, epoch, position, n), whole)
+
+
+@pytest.mark.parametrize("n", [5, 16, 37])
+def test_a_window_may_come_at_any_place_of_the_epoch(n):
+    # Counts of (place, window) over E epochs are near E/n: chi square of n(n-1) cells within 5 standard deviations.
+    epochs = 4000
+    epoch, position = np.divmod(np.arange(epochs * n), n)
+    counts = np.zeros((n, n))
+    np.add.at(counts, (position, permute(0, epoch, position, n)), 1)
+    expected = epochs / n
+    chi2 = ((counts - expected) ** 2 / expected).sum()
+    freedom = (n - 1) ** 2
+    assert abs(chi2 - freedom) < 5 * math.sqrt(2 * freedom)
+
+
+def test_neighbours_do_not_stay_neighbours():
+    n = 10_000
+    order = epoch_of(0, 0, n)
+    # A random permutation has about 2 pairs of neighbours in order, either way; Poisson.
+    assert (np.abs(np.diff(order)) == 1).sum() < 2 + 6 * math.sqrt(2)

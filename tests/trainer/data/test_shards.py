@@ -1,0 +1,125 @@
+"""Damage to prepared data is found when it is opened, named, and answered with what to do."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from trainer.data import Loader, Manifest, TextSource, prepare, shards
+from trainer.errors import UserError
+
+
+@pytest.fixture
+def directory(jsonl, gpt2_dir, tmp_path):
+    return prepare(TextSource((str(jsonl),), "jsonl"), str(gpt2_dir), tmp_path, shard_bytes=60_000)
+
+
+def flip(path, offset=-1):
+    """Change one bit and keep the size."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+REPAIR = r"remove it \(rm -r .*\) and prepare the data again"
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "train-00002.bin", "val-00001.bin"])
+def test_a_truncated_shard_is_named(directory, name):
+    path = directory / name
+    os.truncate(path, path.stat().st_size - 2)
+    with pytest.raises(UserError, match=rf"shard .*{name} has \d+ bytes, its manifest says \d+: .*; {REPAIR}"):
+        Loader(directory, "train", context=8, batch_size=1)
+
+
+@pytest.mark.parametrize("offset", [0, 1001, -1])
+def test_one_altered_bit_is_found(directory, offset):
+    flip(directory / "train-00001.bin", offset)
+    with pytest.raises(UserError, match=rf"train-00001\.bin has checksum .*: altered; {REPAIR}"):
+        Loader(directory, "train", context=8, batch_size=1)
+
+
+def test_a_missing_shard_is_named(directory):
+    (directory / "val-00000.bin").unlink()
+    with pytest.raises(UserError, match=rf"val-00000\.bin is missing; {REPAIR}"):
+        Manifest.load(directory)
+
+
+def test_large_data_is_read_through_once_and_again_when_touched(directory, monkeypatch):
+    monkeypatch.setattr(shards, "ALWAYS_VERIFY", 0)
+    read = []
+    crc32 = shards.crc32
+    monkeypatch.setattr(shards, "crc32", lambda path: read.append(path.name) or crc32(path))
+    total = len(Manifest.load(directory).shards)
+    assert len(read) == total
+    Manifest.load(directory)
+    assert len(read) == total  # known by size and times
+    os.utime(directory / "train-00001.bin")
+    Manifest.load(directory)
+    assert read[total:] == ["train-00001.bin"]
+    Manifest.load(directory, thorough=True)
+    assert len(read) == 2 * total + 1
+    flip(directory / "train-00002.bin")
+    with pytest.raises(UserError, match=r"train-00002\.bin has checksum"):
+        Manifest.load(directory)
+
+
+def test_a_torn_memory_of_what_was_verified_only_costs_time(directory, monkeypatch):
+    monkeypatch.setattr(shards, "ALWAYS_VERIFY", 0)
+    Manifest.load(directory)
+    (directory / "verified.json").write_text('{"train-000')
+    assert Manifest.load(directory).tokens("train") > 0
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 1}', "[]"])
+def test_a_damaged_manifest_is_one_message(directory, text):
+    (directory / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=rf"manifest\.json is damaged .*{REPAIR}"):
+        Manifest.load(directory)
+
+
+def test_another_format_is_refused(directory):
+    path = directory / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    with pytest.raises(UserError, match=r"is of format 99, this version reads 1"):
+        Manifest.load(directory)
+
+
+def test_altered_tokenizer_files_are_found(directory):
+    path = directory / "tokenizer.json"
+    path.write_text(path.read_text().replace("50256", "50300"))
+    with pytest.raises(UserError, match=r"tokenizer files of .* were altered"):
+        Manifest.load(directory).get_tokenizer()
+
+
+def test_the_manifest_says_what_it_was_made_of(directory, jsonl, gpt2_dir):
+    tree = json.loads((directory / "manifest.json").read_text())
+    assert tree["format"] == 1
+    assert tree["source"]["paths"] == [str(jsonl)]
+    assert tree["tokenizer"] == str(gpt2_dir / "vocab.bpe")
+    for name, part in tree["splits"].items():
+        sizes = [(directory / shard["name"]).stat().st_size for shard in part["shards"]]
+        assert [shard["tokens"] * 2 for shard in part["shards"]] == sizes, name
+        assert part["tokens"] == sum(shard["tokens"] for shard in part["shards"])
+
+
+def test_shards_are_memory_mapped_and_cannot_be_written(directory):
+    shard = Manifest.load(directory).open("train")[0]
+    assert isinstance(shard, np.memmap)
+    assert shard.dtype == np.dtype("<u2")
+    with pytest.raises(ValueError, match="read-only"):
+        shard[0] = 1
+
+
+def test_a_file_appears_under_its_name_only_when_complete(tmp_path, monkeypatch):
+    path = tmp_path / "shard.bin"
+    path.write_bytes(b"old")
+
+    def fail(_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        shards.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"

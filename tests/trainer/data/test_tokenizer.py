@@ -1,0 +1,213 @@
+import json
+import re
+
+import numpy as np
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.bpe_files import known_settings
+from trainer.data.tokenizer import cut_at_lines, get_tokenizer, load_saved, tiktoken_file
+from trainer.errors import UserError
+
+# From GPT-2's published tokenizer.
+GPT2_IDS = {
+    "Hello world": [15496, 995],
+    "The quick brown fox": [464, 2068, 7586, 21831],
+    " it's 1984\n\nand ": [340, 338, 12844, 198, 198, 392, 220],
+}
+
+
+@pytest.fixture(scope="module")
+def gpt2(gpt2_dir):
+    return get_tokenizer(str(gpt2_dir))
+
+
+def test_bytes_are_their_own_ids():
+    byte = get_tokenizer("byte")
+    text = "Grüße\n日本"
+    assert byte.encode(text) == list(text.encode())
+    assert byte.encode_array(text).tolist() == list(text.encode())
+    assert byte.decode(byte.encode(text)) == text
+    assert (byte.vocab_size, byte.eot) == (256, 0)
+
+
+def test_bytes_that_are_no_text_and_ids_beyond_them_become_replacement_characters():
+    byte = get_tokenizer("byte")
+    assert byte.decode(np.array([72, 105, 0xC3, 300, 33], np.uint16)) == "Hi��!"
+
+
+@pytest.mark.parametrize("text", GPT2_IDS)
+def test_local_files_give_gpt2_s_ids(gpt2, text):
+    assert gpt2.encode(text) == GPT2_IDS[text]
+    assert gpt2.encode_array(text).tolist() == GPT2_IDS[text]
+    assert gpt2.decode(GPT2_IDS[text]) == text
+    assert (gpt2.vocab_size, gpt2.eot) == (50257, 50256)
+
+
+def test_tiktoken_s_own_gpt2_from_its_cache_is_the_same_tokenizer(gpt2, gpt2_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    cached = {"vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"}
+    cached["encoder.json"] = "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
+    for name, key in cached.items():
+        (tmp_path / key).write_bytes((gpt2_dir / name).read_bytes())
+    own = get_tokenizer("gpt2")
+    assert own.fingerprint == gpt2.fingerprint
+    assert own.encode("Hello world") == [15496, 995]
+
+
+@pytest.mark.parametrize("names", [("vocab.bpe",), ("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json")])
+def test_merges_alone_or_with_ids_in_either_naming_are_the_same_tokenizer(gpt2, gpt2_dir, tmp_path, names):
+    for source, name in zip(("vocab.bpe", "encoder.json"), names, strict=False):
+        (tmp_path / name).write_bytes((gpt2_dir / source).read_bytes())
+    assert get_tokenizer(str(tmp_path)).fingerprint == gpt2.fingerprint
+    assert get_tokenizer(str(tmp_path / names[0])).fingerprint == gpt2.fingerprint
+
+
+def test_a_tiktoken_file_of_gpt2_s_ranks_is_gpt2(gpt2, tmp_path):
+    path = tmp_path / "mine.tiktoken"
+    path.write_bytes(tiktoken_file(gpt2._ranks))
+    assert get_tokenizer(str(path)).fingerprint == gpt2.fingerprint
+
+
+def test_a_tiktoken_file_named_after_an_encoding_has_its_pattern_and_special_tokens(gpt2, tmp_path):
+    path = tmp_path / "cl100k_base.tiktoken"
+    path.write_bytes(tiktoken_file(gpt2._ranks))  # not cl100k's ranks, which are not on this machine
+    found = get_tokenizer(str(path))
+    assert found.eot == 100257
+    assert found.vocab_size == 100277
+    # cl100k splits digits into threes
+    assert len(found.encode("123456")) == len(found.encode("123")) + len(found.encode("456"))
+
+
+def test_a_json_file_beside_a_tiktoken_file_gives_pattern_and_special_tokens(gpt2, tmp_path):
+    path = tmp_path / "mine.tiktoken"
+    path.write_bytes(tiktoken_file(gpt2._ranks))
+    path.with_suffix(".json").write_text(json.dumps({"pat_str": r"\S|\s", "special_tokens": {"<|endoftext|>": 60000}}))
+    found = get_tokenizer(str(path))
+    assert found.eot == 60000
+    assert len(found.encode("Hello")) == 5
+
+
+def test_ids_trained_with_tokenizers_are_kept(tmp_path):
+    from tokenizers import ByteLevelBPETokenizer
+
+    trained = ByteLevelBPETokenizer()
+    text = "the cat sat on the mat and the cat ran to the other cat, it's 12 o'clock " * 5
+    trained.train_from_iterator([text], vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    trained.save_model(str(tmp_path))
+    ours = get_tokenizer(str(tmp_path))
+    assert ours.eot == trained.token_to_id("<|endoftext|>") == 0
+    assert ours.vocab_size == trained.get_vocab_size()
+    assert ours.encode(text) == trained.encode(text).ids
+
+
+def test_text_that_looks_like_a_special_token_is_ordinary_text(gpt2):
+    for text in ("<|endoftext|>", "a<|endoftext|>b"):
+        assert gpt2.eot not in gpt2.encode(text)
+        assert gpt2.eot not in gpt2.encode_array(text)
+        assert gpt2.eot not in gpt2.encode_batch([text])[0]
+        assert gpt2.decode(gpt2.encode(text)) == text
+
+
+@pytest.mark.parametrize("name", ["byte", "gpt2_dir"])
+def test_the_ways_to_encode_agree(name, request, documents):
+    tokenizer = get_tokenizer(name if name == "byte" else str(request.getfixturevalue(name)))
+    texts = documents[:100]
+    wanted = [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_batch(texts) == wanted
+    assert [tokenizer.encode_array(text).tolist() for text in texts] == wanted
+    assert [tokenizer.decode(ids) for ids in wanted] == texts
+
+
+def test_ids_without_text_decode_to_replacement_characters(gpt2):
+    assert gpt2.decode([15496, 60000, 60001, 995]) == "Hello�� world"
+
+
+def test_a_saved_tokenizer_comes_back_the_same(gpt2, tmp_path):
+    gpt2.save(tmp_path)
+    again = load_saved("a name that means nothing here", tmp_path)
+    assert again.fingerprint == gpt2.fingerprint
+    assert again.encode("Hello world") == [15496, 995]
+
+
+@pytest.mark.parametrize("pattern", ["r50k_base", "cl100k_base", "o200k_base"])
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(alphabet="aB é1.,'/s\n\r\t <|日\x85\x1c\u2028", max_size=60), size=st.integers(1, 10))
+def test_cutting_at_lines_changes_no_id(gpt2_dir, pattern, text, size):
+    encoding = cutting_encoding(pattern, gpt2_dir)
+    pieces = cut_at_lines(text, size)
+    assert "".join(pieces) == text
+    assert [i for piece in pieces for i in encoding.encode_ordinary(piece)] == encoding.encode_ordinary(text)
+
+
+def cutting_encoding(pattern, gpt2_dir, made={}):  # noqa: B006 (one encoding per pattern)
+    if pattern not in made:
+        ranks = get_tokenizer(str(gpt2_dir))._ranks
+        made[pattern] = tiktoken.Encoding(
+            pattern, pat_str=known_settings(pattern, {})["pat_str"], mergeable_ranks=ranks, special_tokens={}
+        )
+    return made[pattern]
+
+
+def test_long_texts_are_cut_and_unknown_patterns_are_not(gpt2, gpt2_dir):
+    text = "A line.\n" * 100
+    assert len(gpt2.cut_up(text, 80)) > 5
+    whole = tiktoken.Encoding(
+        "x", pat_str=r"[\s\S]{1,9}", mergeable_ranks=gpt2._ranks, special_tokens={"<|endoftext|>": 50256}
+    )
+    assert type(gpt2)("x", whole).cut_up(text, 80) == [text]
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_all_valid_ones():
+    with pytest.raises(UserError, match=r"unknown tokenizer 'gtp2'; did you mean 'gpt2'\? Valid: byte, gpt2, .*cl100k"):
+        get_tokenizer("gtp2")
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("gpt2", "vocab.bpe"), ("cl100k_base", "cl100k_base.tiktoken"), ("o200k_base", "o200k_base")]
+)
+def test_an_encoding_that_cannot_be_downloaded_says_what_to_fetch_and_where_to_put_it(
+    name, file, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    for variable in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # the discard port: refused at once
+    with pytest.raises(UserError) as caught:
+        get_tokenizer(name)
+    message = str(caught.value)
+    assert re.search(rf"Fetch https://\S*{file}", message)
+    assert "TIKTOKEN_CACHE_DIR=DIRECTORY" in message
+    assert re.search(r"DIRECTORY/[0-9a-f]{40}", message)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.tiktoken", b"IQ== 0\nnot base64 at all\n", r"x\.tiktoken, line 2: expected a token in base64"),
+        ("x.tiktoken", b"IQ== 0\n", "255 of the 256 bytes have no id"),
+        ("vocab.bpe", b"#version: 0.2\na b c\n", r"vocab\.bpe, line 2: expected two tokens to merge"),
+        ("vocab.bpe", b"\x00\xff", r"vocab\.bpe, line 1"),
+    ],
+)
+def test_a_malformed_file_is_named_with_its_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        get_tokenizer(str(tmp_path / name))
+
+
+def test_ids_of_other_merges_are_refused(gpt2_dir, tmp_path):
+    (tmp_path / "vocab.bpe").write_bytes((gpt2_dir / "vocab.bpe").read_bytes())
+    (tmp_path / "encoder.json").write_text(json.dumps({"a": 0, "b": 1}))
+    with pytest.raises(UserError, match=r"encoder\.json does not belong to"):
+        get_tokenizer(str(tmp_path))
+
+
+def test_missing_files_and_empty_directories_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"tokenizer file .*none\.tiktoken: No such file"):
+        get_tokenizer(str(tmp_path / "none.tiktoken"))
+    with pytest.raises(UserError, match=r"holds none of vocab\.bpe, merges\.txt"):
+        get_tokenizer(str(tmp_path))
