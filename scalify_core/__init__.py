@@ -1,6 +1,8 @@
 """Scale propagation for JAX programs: narrow floating point without loss scaling or amax histories."""
 
+from scalify_core.array import ScaledArray, as_scaled_array, asarray
 from scalify_core.composite import composite
+from scalify_core.formats import FloatFormat
 from scalify_core.functional import (
     attention,
     cross_entropy,
@@ -15,19 +17,51 @@ from scalify_core.functional import (
     softmax,
     swiglu,
 )
+from scalify_core.interpreter import scalify
+from scalify_core.matmul import fp8_dot_general
+from scalify_core.registry import composite_rule
+from scalify_core.rescale import (
+    cast_on_backward,
+    cast_on_forward,
+    dynamic_rescale_max,
+    dynamic_rescale_max_grad,
+    dynamic_rescale_rms,
+    dynamic_rescale_rms_grad,
+    get_data_scale,
+    rebalance,
+    set_scaling,
+    stop_scaling,
+)
 
 __all__ = [
+    "FloatFormat",
+    "ScaledArray",
+    "as_scaled_array",
+    "asarray",
     "attention",
+    "cast_on_backward",
+    "cast_on_forward",
     "composite",
+    "composite_rule",
     "cross_entropy",
+    "dynamic_rescale_max",
+    "dynamic_rescale_max_grad",
+    "dynamic_rescale_rms",
+    "dynamic_rescale_rms_grad",
     "embedding",
+    "fp8_dot_general",
     "gelu",
+    "get_data_scale",
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",
+    "rebalance",
     "relu",
     "rms_norm",
+    "scalify",
+    "set_scaling",
     "silu",
     "softmax",
+    "stop_scaling",
     "swiglu",
 ]

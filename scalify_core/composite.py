@@ -8,9 +8,9 @@ the jaxpr as *one* call, which a rule registered under that name (`registry.comp
     def squared_relu(x):
         return jnp.square(jax.nn.relu(x))
 
-    @composite_rule("squared_relu")             # optional: without it, the output has scale 1
+    @composite_rule("squared_relu")             # optional: without it, FP32 and scale 1
     def _(call, x):
-        return call.rescaled((x.scale**2,), x)
+        return on_values(call, [(x.size**2, x.dtype)], x)
 
 Differentiation (reverse mode; forward mode raises JAX's TypeError for custom_vjp) calls `name.fwd` and `name.bwd`.
 By default the residuals are the arguments and the backward is `jax.vjp` of the function; `defvjp` gives better ones.
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
-composite_p = Primitive("composite")
+composite_p = Primitive("scalify_composite")
 composite_p.multiple_results = True
 
 
@@ -61,6 +61,11 @@ class Call:
 
     def _flat(self, *operands: jax.Array) -> list[jax.Array]:
         return jax.tree.leaves(self.fun(*jax.tree.unflatten(self.in_tree, operands), **dict(self.static)))
+
+    def bind(self, *operands: Any) -> list[jax.Array]:
+        """One composite equation that makes this call: for rules, which call their own function on data."""
+        jaxpr = _jitted_call(self).trace(*operands).jaxpr
+        return composite_p.bind(*operands, jaxpr=jaxpr, call=self)
 
     def replace(self, **changes: Any) -> Call:
         """The same call with other fields; `static` may be given as a dict."""
@@ -195,9 +200,9 @@ def _jitted(jaxpr: Any, name: str) -> Callable:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted_call(call: Call) -> Callable:
+def _jitted_call(call: Call) -> Any:
     def fun(*operands: jax.Array) -> Any:
-        return call.replace(fun=call.cuda)(*operands)
+        return call(*operands)
 
     fun.__name__ = call.name
     return jax.jit(fun)
@@ -218,7 +223,7 @@ def _lower(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
 
 
 def _lower_cuda(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
-    return (_jitted(jaxpr, call.name) if call.cuda is None else _jitted_call(call))(*operands)
+    return (_jitted(jaxpr, call.name) if call.cuda is None else _jitted_call(call.replace(fun=call.cuda)))(*operands)
 
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: Any, call: Call) -> tuple[Any, Any]:
@@ -228,9 +233,9 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: Any, c
 
 
 def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], *, jaxpr: Any, call: Call) -> tuple[Any, Any]:
+    del jaxpr
     call = call.replace(in_axes=(*call.in_axes, tuple(axes)))
-    jaxpr = jax.make_jaxpr(call)(*operands)
-    out = composite_p.bind(*operands, jaxpr=jaxpr, call=call)
+    out = call.bind(*operands)
     return out, [0] * len(out)
 
 

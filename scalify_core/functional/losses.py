@@ -118,7 +118,7 @@ def _linear_cross_entropy(
 def _linear_cross_entropy_fwd(
     x: jax.Array, head: jax.Array, targets: jax.Array, *, vocab_size: int, chunk: int, logit_scale: float
 ) -> tuple:
-    """The loss, and as residuals its gradients times N: their sizes then do not depend on the batch (FP16)."""
+    """The loss, and as residuals its gradients times N / logit_scale: sizes that do not depend on the batch (FP16)."""
     head_cast = head.astype(x.dtype)
     # softmax - onehot has RMS about V^-1/2, and most of it is below FP16's range: this power of two brings it to 1.
     lift = 2.0 ** round(math.log2(head.shape[0]) / 2)
@@ -128,8 +128,8 @@ def _linear_cross_entropy_fwd(
         logits = _logits(x_CxD, head_cast, vocab_size, logit_scale)
         loss, log_norm = _nats(logits, targets_C)
         error = (_error(logits, log_norm, targets_C) * lift).astype(x.dtype)
-        dx = _dot(error, head_cast, ((1,), (0,))) * (logit_scale / lift)
-        dhead = dhead + _dot(error, x_CxD, ((0,), (0,))) * (logit_scale / lift)
+        dx = _dot(error, head_cast, ((1,), (0,))) / lift
+        dhead = dhead + _dot(error, x_CxD, ((0,), (0,))) / lift
         return (total + jnp.sum(loss), dhead), dx.astype(x.dtype)
 
     start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
@@ -140,9 +140,9 @@ def _linear_cross_entropy_fwd(
 def _linear_cross_entropy_bwd(
     residuals: tuple, gradient: jax.Array, *, vocab_size: int, chunk: int, logit_scale: float
 ) -> tuple:
-    del vocab_size, chunk, logit_scale
+    del vocab_size, chunk
     dx, dhead, like_head = residuals
-    factor = gradient / dx.shape[0]
+    factor = gradient * (logit_scale / dx.shape[0])
     return (dx.astype(jnp.float32) * factor).astype(dx.dtype), (dhead * factor).astype(like_head.dtype), None
 
 

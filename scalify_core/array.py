@@ -1,0 +1,219 @@
+"""`ScaledArray`, the pair of narrow data and power-of-two scale that scaled programs take and give."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalify_core.formats import pow2_round
+from scalify_core.value import as_float32, broadcast_scale, saturating_cast, times
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class ScaledArray:
+    """The array `data * scale`. `data` is narrow and near RMS 1, `scale` a power of two.
+
+    Invariants:
+        - `data` is a floating-point array; shape, dtype, ndim and size are those of the data.
+        - `scale` is positive, a power of two in [2^-126, 2^126], in one of two kinds. *Static*: a Python float. It is
+          part of the pytree's structure, so for `jit` it is a constant of the compiled program, and another scale is
+          another compilation. *Dynamic*: an FP32 array, a leaf beside the data.
+        - A dynamic scale is a scalar, or has the shape of leading axes of the data ((L,) for a stack of L layers), or
+          the rank of the data with size 1 along the axes it is common to.
+
+    A ScaledArray is not an array: no arithmetic is defined on it, and `jax.tree.map` over trees that hold some acts on
+    data and scales separately, which is seldom meant. Compute with them inside `scalify`, or through `tree.py`.
+
+    As a cotangent (outside of scalified functions) a ScaledArray is the ScaledArray of the logical gradient.
+    """
+
+    __slots__ = ("data", "scale")
+
+    def __init__(self, data: Any, scale: Any) -> None:
+        """`data`: array; `scale`: Python or NumPy number (static) or FP32 array (dynamic).
+
+        Raises:
+            TypeError: `data` is an array of integers, booleans or complex numbers.
+            ValueError: a static scale that is not a power of two in [2^-126, 2^126].
+        """
+        if hasattr(data, "dtype") and not jnp.issubdtype(data.dtype, jnp.floating):
+            raise TypeError(f"ScaledArray: data is {data.dtype}, expected a floating-point dtype")
+        if isinstance(scale, (float, int, np.generic)) or (isinstance(scale, np.ndarray) and scale.ndim == 0):
+            scale = float(scale)
+            if not scale > 0 or pow2_round(scale) != scale:
+                raise ValueError(f"ScaledArray: scale is {scale}, expected a power of two in [2^-126, 2^126]")
+        self.data, self.scale = data, scale
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the data."""
+        return self.data.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the data."""
+        return self.data.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the data."""
+        return self.data.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.data.size
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale is a Python number, hence a constant of compiled programs."""
+        return isinstance(self.scale, float)
+
+    def unscale(self, dtype: Any = jnp.float32) -> jax.Array:
+        """The logical value `data * scale`, computed in FP32, saturating."""
+        x = self.data if self.data.dtype == jnp.float64 else jnp.asarray(self.data, jnp.float32)
+        scale = self.scale if self.is_static else jnp.asarray(self.scale, jnp.float32)
+        return saturating_cast(times(x, scale), dtype)
+
+    def astype(self, dtype: Any) -> ScaledArray:
+        """The same scale, the data cast, saturating."""
+        return ScaledArray(saturating_cast(self.data, dtype), self.scale)
+
+    def rescale(self, scale: Any) -> ScaledArray:
+        """The same value (up to rounding in the data's dtype) with another scale, static or dynamic as given."""
+        target = ScaledArray(self.data, scale)
+        factor = 1.0 / target.scale if target.is_static else 1 / broadcast_scale(jnp.asarray(target.scale), self.data)
+        # The old scale first: a product of an ordinary value and a scale is in range, a ratio of scales may not be.
+        x = times(self.unscale(), factor)
+        return ScaledArray(saturating_cast(x, self.dtype), target.scale)
+
+    def __getitem__(self, index: Any) -> ScaledArray:
+        """Elements, as for an array; a scale per leading index is indexed along."""
+        if self.is_static or self.scale.ndim == 0:
+            return ScaledArray(self.data[index], self.scale)
+        scale = jnp.broadcast_to(broadcast_scale(jnp.asarray(self.scale), self.data), self.shape)
+        return ScaledArray(self.data[index], scale[index])
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The logical value as a NumPy array, FP32 if no dtype is given."""
+        return np.asarray(self.unscale(), dtype=dtype)
+
+    def __repr__(self) -> str:
+        scale = self.scale
+        if self.is_static:
+            scale = f"2^{np.log2(scale):g}"
+        return f"ScaledArray(scale={scale}, data={self.data!r})"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Leaves: data, and the scale if it is dynamic."""
+        data = (jax.tree_util.GetAttrKey("data"), self.data)
+        if self.is_static:
+            return (data,), self.scale
+        return (data, (jax.tree_util.GetAttrKey("scale"), self.scale)), None
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """As `tree_flatten_with_keys`, without keys."""
+        return ((self.data,), self.scale) if self.is_static else ((self.data, self.scale), None)
+
+    @classmethod
+    def tree_unflatten(cls, static: float | None, children: tuple) -> ScaledArray:
+        """No checks: JAX puts placeholders in trees."""
+        out = object.__new__(cls)
+        out.data, out.scale = (children[0], static) if static is not None else children
+        return out
+
+
+def is_scaled_array(x: Any) -> bool:
+    """For `is_leaf=` of the functions of `jax.tree`."""
+    return isinstance(x, ScaledArray)
+
+
+def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
+    """Every floating-point array of a tree as a ScaledArray of the same value (up to rounding).
+
+    Args:
+        tree: any pytree; ScaledArrays, integers, booleans and keys in it stay as they are.
+        scale: of every leaf: a number makes static scales, an FP32 array dynamic ones. None: the power of two that
+            is nearest to the RMS of each leaf, dynamic (1 for a leaf of zeros or with infinities or NaNs).
+        dtype: of the data; that of each leaf if None.
+
+    The gradient with respect to the tree is the logical gradient.
+    """
+
+    def convert(x: Any) -> Any:
+        if is_scaled_array(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            return x
+        x = jnp.asarray(x)
+        target = ScaledArray(x, rms_scale(x) if scale is None else scale).scale
+        data_dtype = np.dtype(x.dtype if dtype is None else dtype)
+        if isinstance(target, float):
+            return _scale_static(x, target, data_dtype)
+        return _scale_dynamic(x, jnp.asarray(target, jnp.float32), data_dtype)
+
+    return jax.tree.map(convert, tree, is_leaf=is_scaled_array)
+
+
+def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
+    """Every ScaledArray of a tree as the plain array of its logical value, in `dtype`; other leaves as they are."""
+
+    def convert(x: Any) -> Any:
+        return _unscale(x, np.dtype(dtype)) if is_scaled_array(x) else x
+
+    return jax.tree.map(convert, tree, is_leaf=is_scaled_array)
+
+
+def rms_scale(x: Any) -> jax.Array:
+    """The power of two nearest to the RMS of `x`, FP32; 1 where the RMS is zero or not finite."""
+    x = jnp.abs(jnp.asarray(x, jnp.float32))
+    peak = jnp.max(x, initial=0.0)
+    # Relative to the peak: squares of 2^100 or 2^-100 leave FP32.
+    inverse = 1 / jnp.where(peak > 0, peak, 1)
+    rms = peak * jnp.sqrt(jnp.mean(jnp.square(x * inverse)))
+    return jnp.where((rms > 0) & jnp.isfinite(rms), pow2_round(rms), jnp.float32(1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _scale_static(x: jax.Array, scale: float, dtype: np.dtype) -> ScaledArray:
+    return _scaled(x, scale, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _scale_dynamic(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> ScaledArray:
+    return _scaled(x, scale, dtype)
+
+
+def _scaled(x: jax.Array, scale: Any, dtype: np.dtype) -> ScaledArray:
+    return ScaledArray(as_float32(x), 1.0).rescale(scale).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _unscale(x: ScaledArray, dtype: np.dtype) -> jax.Array:
+    return x.unscale(dtype)
+
+
+def _unscale_bwd(dtype: np.dtype, like: ScaledArray, gradient: jax.Array) -> tuple[ScaledArray]:
+    del dtype
+    scale = like.scale if like.is_static else rms_scale(gradient)
+    out = _scaled(gradient, scale, like.dtype)
+    if not like.is_static and like.scale.ndim:
+        out = ScaledArray(out.data, jnp.broadcast_to(out.scale, like.scale.shape))
+    return (out,)
+
+
+# The dtype of the array is what the gradient must have; an empty array carries it.
+_scale_static.defvjp(
+    lambda x, scale, dtype: (_scaled(x, scale, dtype), jnp.zeros(0, x.dtype)),
+    lambda scale, dtype, like, gradient: (gradient.unscale(like.dtype),),
+)
+_scale_dynamic.defvjp(
+    lambda x, scale, dtype: (_scaled(x, scale, dtype), (jnp.zeros(0, x.dtype), scale)),
+    lambda dtype, like, gradient: (gradient.unscale(like[0].dtype), jnp.zeros_like(like[1])),
+)
+_unscale.defvjp(lambda x, dtype: (x.unscale(dtype), x), _unscale_bwd)

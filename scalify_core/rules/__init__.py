@@ -1,0 +1,31 @@
+"""The rules, by family. Importing this package fills the table of `scalify_core.registry`."""
+
+from scalify_core.rules import (
+    attention,
+    collectives,
+    composites,
+    control,
+    elementwise,
+    fp8,
+    indexing,
+    losses,
+    matmul,
+    reduce,
+    rescale,
+    shape,
+)
+
+__all__ = [
+    "attention",
+    "collectives",
+    "composites",
+    "control",
+    "elementwise",
+    "fp8",
+    "indexing",
+    "losses",
+    "matmul",
+    "reduce",
+    "rescale",
+    "shape",
+]

@@ -1,0 +1,74 @@
+"""Rules of attention: the kernel reads the narrow data, the scales of q and k are in that of the logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from scalify_core import value as v
+from scalify_core.registry import composite_rule
+from scalify_core.rules.composites import SQRT_2, as_value, is_value, on_data, with_static_scale
+from scalify_core.value import Value
+
+
+def _attention_operands(q: Any, k: Any, v_: Any) -> list[Value]:
+    dtype = v.result_dtype(q, k, v_)
+    return [v.narrow(with_static_scale(v.lift(x, dtype) if not is_value(x) else x)) for x in (q, k, v_)]
+
+
+def _attention_growth(causal: bool, queries: int, keys: int) -> float:
+    """RMS of a row of probabilities, times sqrt(keys): after t keys of equal weight 1/sqrt(t), averaged over t."""
+    return math.sqrt(max(math.log(queries), 1) / queries) if causal else keys**-0.5
+
+
+def _attend(call: Any, q: Any, k: Any, values: Any, segments: Any) -> tuple[Value, list[Any], Value]:
+    q, k, values = _attention_operands(q, k, values)
+    static = dict(call.static)
+    out = on_data(call, q, k, values, segments, logit_scale=static["logit_scale"] * q.scale * k.scale)
+    growth = _attention_growth(static["causal"], q.shape[1], k.shape[1])
+    return v.settled(out[0], values.scale, values.rho * growth, q.dtype, SQRT_2), out, values
+
+
+@composite_rule("attention")
+def _attention(call: Any, q: Any, k: Any, values: Any, segments: Any) -> Any:
+    return _attend(call, q, k, values, segments)[0]
+
+
+@composite_rule("attention.fwd")
+def _attention_fwd(call: Any, q: Any, k: Any, values: Any, segments: Any) -> Any:
+    y, out, static = _attend(call, q, k, values, segments)
+    # The kernel's own output, at the scale of v, is what its backward reads.
+    kept = v.value(out[0], static.scale, static.rho, y.dtype)
+    return y, (q, k, values, segments, kept, out[-1])
+
+
+@composite_rule("attention.bwd")
+def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
+    *qkv, segments, kept, log_norm = residuals
+    q, k, values = _attention_operands(*qkv)
+    gradient = as_value(gradient, q)
+    static = dict(call.static)
+    growth = _attention_growth(static["causal"], q.shape[1], k.shape[1])
+    # Probabilities of 1/T times FP16 gradients of 1 would be among the subnormal numbers: up, and down again.
+    lift = 2.0 ** round(-math.log2(growth)) if q.dtype == np.float16 else 1.0
+    raised = v.saturating_cast(v.times(v.wide(gradient), lift), q.dtype)
+    residuals = (q, k, values, segments, kept, log_norm)
+    out = on_data(call, residuals, raised, logit_scale=static["logit_scale"] * q.scale * k.scale)
+    both = k.scale * q.scale  # of the logits, whose gradient the function takes with respect to the data
+    sizes = (
+        (
+            v.ratio(v.product(gradient.scale, values.scale), q.scale),
+            gradient.rho * values.rho * k.rho * both,
+        ),
+        (
+            v.ratio(v.product(gradient.scale, values.scale), k.scale),
+            gradient.rho * values.rho * q.rho * both,
+        ),
+        (gradient.scale, gradient.rho),
+    )
+    return [
+        v.settled(x, v.product(scale, 1 / lift), rho * growth * lift, y.dtype, SQRT_2)
+        for x, (scale, rho), y in zip(out, sizes, (q, k, values), strict=True)
+    ]

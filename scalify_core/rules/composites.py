@@ -1,0 +1,182 @@
+"""How rules of composites call their function; the rules of activations and norms.
+
+Where a rule calls the function on *data*, it passes the scales in its static parameters (the scale of attention's
+logits, a norm's epsilon), so that kernels read the narrow arrays as they are. Where a scale is not static, it is
+multiplied into the data first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalify_core import registry
+from scalify_core import value as v
+from scalify_core.formats import pow2_round
+from scalify_core.registry import composite_rule, rule
+from scalify_core.value import Value
+
+_SQRT_HALF = math.sqrt(0.5)
+SQRT_2 = math.sqrt(2)
+
+
+@rule("scalify_composite", wide=False)
+def _composite(eqn: Any, *operands: Any) -> Any:
+    call = eqn.params["call"]
+    fun = registry.composite_rules.get(call.name)
+    if fun is None:
+        return registry.default(eqn, *operands)
+    out = fun(call, *jax.tree.unflatten(call.in_tree, operands))
+    return jax.tree.leaves(out, is_leaf=is_value)
+
+
+def is_value(x: Any) -> bool:
+    return isinstance(x, Value)
+
+
+def on_data(call: Any, *args: Any, **static: Any) -> list[Any]:
+    """The call's flat results on the data of `args` (pytrees of values and plain arrays), with other parameters."""
+    leaves = [x.data if is_value(x) else v.materialise(x) for x in jax.tree.leaves(args, is_leaf=is_value)]
+    return call.replace(static={**dict(call.static), **static}).bind(*leaves)
+
+
+def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Value]:
+    """The call in FP32 on the logical values of `args`; result i gets `results[i]`, its expected size and format."""
+    leaves = [v.unscaled(x) if _is_float(x) else x for x in jax.tree.leaves(args, is_leaf=is_value)]
+    out = call.bind(*(v.materialise(x) for x in leaves))
+    return [brought(x, size, dtype) for x, (size, dtype) in zip(out, results, strict=True)]
+
+
+def brought(x: Any, size: Any, dtype: Any) -> Value:
+    """A plain FP32 array as a value of this expected size: a number, or an FP32 scalar."""
+    scale, rho = v.rounded(size) if v.is_static(size) else (pow2_round(size), 1.0)
+    return v.value(v.times(x, v.ratio(1.0, scale)), scale, rho, dtype)
+
+
+def _is_float(x: Any) -> bool:
+    return is_value(x) or jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def with_static_scale(x: Any, like: Value | None = None) -> Value:
+    """As a value whose scale is static: a dynamic scale is multiplied into the data, in FP32."""
+    if not is_value(x):
+        return v.lift(x, like.dtype if like is not None else np.dtype(np.float32))
+    x = v.scalar_scale(x)
+    return x if v.is_static(x.scale) else v.value(v.unscaled(x), 1.0, 1.0, x.dtype)
+
+
+def size_of(*factors: Any) -> Any:
+    """The product of sizes, of which some may be dynamic."""
+    out: Any = 1.0
+    for factor in factors:
+        out = out * factor if v.is_static(out) and v.is_static(factor) else v.product(out, factor)
+    return out
+
+
+def as_value(x: Any, *others: Any) -> Value:
+    return v.scalar_scale(x) if is_value(x) else v.lift(x, v.result_dtype(*others))
+
+
+def dtype_of(parameter: Any, x: Value) -> np.dtype:
+    return parameter.dtype if is_value(parameter) else x.dtype
+
+
+# Activations: x * g(x).
+
+
+def _activation(name: str) -> None:
+    @composite_rule(name)
+    def _(call: Any, x: Value) -> Any:
+        return on_values(call, [(size_of(x.size, _SQRT_HALF), x.dtype)], v.scalar_scale(x))
+
+    @composite_rule(f"{name}.fwd")
+    def _(call: Any, x: Value) -> Any:
+        out, _ = on_values(call, [(size_of(x.size, _SQRT_HALF), x.dtype), (1.0, x.dtype)], v.scalar_scale(x))
+        return out, x
+
+    @composite_rule(f"{name}.bwd")
+    def _(call: Any, x: Any, gradient: Any) -> Any:
+        if not is_value(gradient):
+            gradient = v.lift(gradient, x.dtype)
+        return on_values(call, [(size_of(gradient.size, _SQRT_HALF), gradient.dtype)], x, gradient)
+
+
+for _name in ("gelu", "silu", "relu"):
+    _activation(_name)
+
+
+@composite_rule("swiglu")
+def _swiglu(call: Any, gate: Any, up: Any) -> Any:
+    gate, up = (as_value(x, gate, up) for x in (gate, up))
+    return on_values(call, [(size_of(gate.size, up.size, _SQRT_HALF), v.result_dtype(gate, up))], gate, up)
+
+
+@composite_rule("swiglu.fwd")
+def _swiglu_fwd(call: Any, gate: Any, up: Any) -> Any:
+    values = [as_value(x, gate, up) for x in (gate, up)]
+    size = size_of(values[0].size, values[1].size, _SQRT_HALF)
+    out, *_ = on_values(
+        call, [(size, v.result_dtype(gate, up)), (1.0, values[0].dtype), (1.0, values[1].dtype)], *values
+    )
+    return out, (gate, up)
+
+
+@composite_rule("swiglu.bwd")
+def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
+    gate, up, gradient = (as_value(x, *residuals, gradient) for x in (*residuals, gradient))
+    sizes = [(size_of(gradient.size, x.size, _SQRT_HALF), y.dtype) for x, y in ((up, gate), (gate, up))]
+    return on_values(call, sizes, (gate, up), gradient)
+
+
+# Norms. The data is normalised as it is; epsilon stays that of the logical value.
+
+
+def _normalised(call: Any, x: Any, weight: Any, *bias: Any) -> tuple[Value, list[Any], Value]:
+    """The result, all flat results of the call on data, and `x` with the static scale that the call was made with."""
+    x = with_static_scale(x, weight)
+    parameters = [None if p is None else v.unscaled(p) for p in (weight, *bias)]
+    out = on_data(call, v.wide(x), *parameters, eps=dict(call.static)["eps"] / x.scale**2)
+    return brought(out[0], _weight_size(weight), x.dtype), out, x
+
+
+def _weight_size(weight: Any) -> float:
+    """What the weight says about the size of a norm's output."""
+    return weight.size if is_value(weight) and v.is_static(weight.scale) else 1.0
+
+
+def _norm(call: Any, *args: Any) -> Any:
+    return _normalised(call, *args)[0]
+
+
+def _norm_fwd(call: Any, x: Any, weight: Any, *bias: Any) -> Any:
+    y, out, static = _normalised(call, x, weight, *bias)
+    f32 = np.dtype(np.float32)
+    # (out, x, mean, rstd, weight, bias) or (out, x, rrms, weight): the statistics are those of the data.
+    *mean, rstd = out[2 : -1 - len([b for b in bias if b is not None])]
+    statistics = [*(v.value(m, static.scale, 1.0, f32) for m in mean), v.value(rstd, 1 / static.scale, 1.0, f32)]
+    return y, (x, *statistics, weight, *bias)
+
+
+def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
+    x, *statistics, weight, bias = residuals if call.name == "layer_norm.bwd" else (*residuals, None)
+    gradient, x = as_value(gradient, x, weight), with_static_scale(x, weight)
+    parameters = [None if p is None else v.unscaled(p) for p in (weight, bias)]
+    rest = (*statistics, *parameters) if call.name == "layer_norm.bwd" else (*statistics, parameters[0])
+    dx, *sums = on_data(call, (v.wide(x), *rest), v.wide(gradient))
+    rho = gradient.rho * _weight_size(weight) / x.rho
+    rows = math.prod(x.shape[:-1])
+    return [
+        v.settled(dx, v.ratio(gradient.scale, x.scale), rho, x.dtype, SQRT_2),
+        *(v.settled(d, gradient.scale, gradient.rho * math.sqrt(rows), dtype_of(p, x), SQRT_2)
+          for d, p in zip(sums, (weight, bias), strict=False)),
+    ]  # fmt: skip
+
+
+for _name in ("layer_norm", "rms_norm"):
+    composite_rule(_name)(_norm)
+    composite_rule(f"{_name}.fwd")(_norm_fwd)
+    composite_rule(f"{_name}.bwd")(_norm_bwd)

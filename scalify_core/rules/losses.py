@@ -1,0 +1,159 @@
+"""Rules of softmax, the losses and the embedding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from scalify_core import value as v
+from scalify_core.formats import pow2_round
+from scalify_core.registry import composite_rule
+from scalify_core.rules.composites import (
+    SQRT_2,
+    as_value,
+    dtype_of,
+    is_value,
+    on_data,
+    on_values,
+    size_of,
+    with_static_scale,
+)
+from scalify_core.value import Value
+
+# Softmax. FP32 inside; of n probabilities the RMS is between 1/n and 1/sqrt(n).
+
+
+@composite_rule("softmax")
+def _softmax(call: Any, x: Value) -> Any:
+    return on_values(call, [(x.shape[dict(call.static)["axis"]] ** -0.5, x.dtype)], x)
+
+
+@composite_rule("softmax.fwd")
+def _softmax_fwd(call: Any, x: Value) -> Any:
+    y, _ = on_values(call, [(x.shape[dict(call.static)["axis"]] ** -0.5, x.dtype)] * 2, x)
+    return y, y
+
+
+@composite_rule("softmax.bwd")
+def _softmax_bwd(call: Any, y: Any, gradient: Any) -> Any:
+    y, gradient = as_value(y, gradient), as_value(gradient, y)
+    return on_values(call, [(size_of(y.size, gradient.size), y.dtype)], y, gradient)
+
+
+@composite_rule("log_softmax")
+def _log_softmax(call: Any, x: Value) -> Any:
+    return on_values(call, [(1.0, x.dtype)], x)
+
+
+@composite_rule("log_softmax.fwd")
+def _log_softmax_fwd(call: Any, x: Value) -> Any:
+    y, _ = on_values(call, [(1.0, x.dtype)] * 2, x)
+    return y, y
+
+
+@composite_rule("log_softmax.bwd")
+def _log_softmax_bwd(call: Any, y: Any, gradient: Any) -> Any:
+    gradient = as_value(gradient, y)
+    return on_values(call, [(gradient.size, dtype_of(y, gradient))], y, gradient)
+
+
+# Losses: an FP32 result of scale 1.
+
+
+@composite_rule("cross_entropy")
+def _cross_entropy(call: Any, logits: Value, targets: Any) -> Any:
+    return on_values(call, [(1.0, np.dtype(np.float32))], logits, targets)
+
+
+@composite_rule("cross_entropy.fwd")
+def _cross_entropy_fwd(call: Any, logits: Value, targets: Any) -> Any:
+    loss, _, log_norm, _ = call.bind(v.unscaled(logits), v.materialise(targets))
+    return v.value(loss, 1.0), (logits, log_norm, targets)
+
+
+@composite_rule("cross_entropy.bwd")
+def _cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
+    logits, log_norm, targets = residuals
+    # In FP32 the gradient is small but normal: softmax - onehot has RMS about V^-1/2, over N averaged tokens.
+    gradient = as_value(gradient, logits)
+    size = size_of(gradient.size, 1 / (targets.size * math.sqrt(logits.shape[-1])))
+    return on_values(call, [(size, logits.dtype)], (logits, log_norm, targets), gradient)
+
+
+def _loss_operands(x: Any, head: Any) -> tuple[Value, Value]:
+    dtype = v.result_dtype(x, head)
+    return tuple(v.narrow(with_static_scale(y if is_value(y) else v.lift(y, dtype))) for y in (x, head))  # type: ignore[return-value]
+
+
+@composite_rule("linear_cross_entropy")
+def _linear_cross_entropy(call: Any, x: Any, head: Any, targets: Any) -> Any:
+    x, head = _loss_operands(x, head)
+    return v.value(on_data(call, x, head, targets, logit_scale=x.scale * head.scale)[0], 1.0)
+
+
+@composite_rule("linear_cross_entropy.fwd")
+def _linear_cross_entropy_fwd(call: Any, x: Any, head: Any, targets: Any) -> Any:
+    x, head = _loss_operands(x, head)
+    loss, dx, dhead, like = on_data(call, x, head, targets, logit_scale=x.scale * head.scale)
+    tokens, vocab = x.shape[0], head.shape[0]
+    dhead_rho = x.rho * math.sqrt(max(tokens / vocab, 1.0))
+    # (softmax - onehot) head, and its transpose with x: a row of the error has norm about 1.
+    return v.value(loss, 1.0), (
+        v.value(dx, head.scale, head.rho, x.dtype),
+        v.settled(dhead, x.scale, dhead_rho, np.dtype(np.float32), SQRT_2),
+        v.value(like, head.scale, head.rho, head.dtype),
+    )
+
+
+@composite_rule("linear_cross_entropy.bwd")
+def _linear_cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
+    del call
+    dx, dhead, like_head = residuals
+    tokens = dx.shape[0]
+    return [multiplied(dx, gradient, 1 / tokens, dx.dtype), multiplied(dhead, gradient, 1 / tokens, like_head.dtype)]
+
+
+def multiplied(x: Value, factor: Any, constant: float, dtype: np.dtype) -> Value:
+    """`x * factor * constant`; powers of two go into the scale."""
+    number = v.uniform(factor)
+    if number is not None:
+        constant, factor = constant * number, None
+    if constant == 0:
+        return v.value(v.times(v.wide(x), 0.0), x.scale, x.rho, dtype)
+    if factor is not None:
+        factor = as_value(factor, x)
+        data = lax.mul(v.wide(x), v.wide(factor))
+        x = v.value(data, v.product(x.scale, factor.scale), x.rho * factor.rho, dtype)
+    power = pow2_round(constant)
+    data = x.data if constant == power else v.times(v.wide(x), constant / power)
+    return v.settled(data, v.product(x.scale, power), x.rho * abs(constant) / power, dtype)
+
+
+# Embedding.
+
+
+@composite_rule("embedding")
+def _embedding(call: Any, table: Value, ids: Any) -> Any:
+    table = v.scalar_scale(table)
+    (out,) = on_data(call, table, ids)
+    return v.value(out, table.scale, table.rho, table.dtype)
+
+
+@composite_rule("embedding.fwd")
+def _embedding_fwd(call: Any, table: Value, ids: Any) -> Any:
+    static = v.scalar_scale(table)
+    out, *_ = on_data(call, static, ids)
+    return v.value(out, static.scale, static.rho, static.dtype), (table, ids)
+
+
+@composite_rule("embedding.bwd")
+def _embedding_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
+    table, ids = residuals
+    gradient = as_value(gradient, table)
+    (out,) = on_data(call, (v.wide(table) if is_value(table) else table, ids), v.wide(gradient))
+    per_row = max(math.prod(ids.shape) / table.shape[0], 1.0)
+    dtype = table.dtype if is_value(table) else gradient.dtype
+    return [v.settled(out, gradient.scale, gradient.rho * math.sqrt(per_row), dtype, SQRT_2)]

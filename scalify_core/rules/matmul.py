@@ -1,0 +1,53 @@
+"""Matrix products and convolutions: the narrow data multiplied, the result moved by one power of two.
+
+The expected RMS of a sum of K products of independent terms is sqrt(K) times that of one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from scalify_core import value as v
+from scalify_core.registry import rule, unscaled
+from scalify_core.rules.elementwise import lifted
+from scalify_core.value import Value
+
+unscaled(
+    "cholesky", "cholesky_update", "lu", "qr", "svd", "eig", "eigh", "schur", "hessenberg", "tridiagonal",
+    "tridiagonal_solve", "triangular_solve", "householder_product", "geqrf", "geqp3", "ormqr", "symmetric_product",
+    "fft",
+)  # fmt: skip
+
+
+def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
+    (a, b), dtype = lifted(a, b)
+    a, b = (v.scalar_scale(x) for x in (a, b))
+    data = eqn.primitive.bind(
+        v.saturating_cast(a.data, dtype),
+        v.saturating_cast(b.data, dtype),
+        *rest,
+        **{**eqn.params, "preferred_element_type": np.dtype(dtype)},
+    )
+    rho = a.rho * b.rho * math.sqrt(max(count, 1))
+    return v.settled(data, v.product(a.scale, b.scale), rho, dtype, slack=math.sqrt(2))
+
+
+@rule("dot_general", wide=False)
+def _dot_general(eqn: Any, a: Any, b: Any) -> Value:
+    (contracting, _), _ = eqn.params["dimension_numbers"]
+    return _contract(eqn, a, b, count=math.prod(a.shape[axis] for axis in contracting))
+
+
+@rule("ragged_dot_general", wide=False)
+def _ragged_dot_general(eqn: Any, a: Any, b: Any, group_sizes: Any) -> Value:
+    (contracting, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    return _contract(eqn, a, b, group_sizes, count=math.prod(a.shape[axis] for axis in contracting))
+
+
+@rule("conv_general_dilated", wide=False)
+def _conv(eqn: Any, x: Any, kernel: Any) -> Value:
+    outputs = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return _contract(eqn, x, kernel, count=math.prod(kernel.shape) / outputs)

@@ -1,0 +1,299 @@
+"""What the interpreter computes with: data, scale and the RMS that the data is expected to have.
+
+The logical value is `data * scale`. A scale is *static* when it is a Python float: arithmetic on it happens while
+tracing and leaves nothing in the compiled program. Otherwise it is an FP32 array, a scalar or broadcastable to the
+data. Every scale is a power of two in [2^-126, 2^126].
+
+`rho` is the RMS that the rules expect of the data, about 1. Rules work on `scale * rho` unrounded and only round the
+scale that comes out, so roundings do not accumulate along a chain of operations.
+
+Elementwise rules compute in FP32 and leave their result *wide*: `data` is FP32 while `dtype`, the format of the
+value, may be narrower. A chain of elementwise operations is rounded once, where its result is stored or enters a
+matrix product; the compiler fuses the chain, so nothing is held in FP32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scalify_core.formats import FloatFormat, pow2_round
+
+Scale = Any  # float: static; FP32 jax.Array: dynamic
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
+_F32 = np.dtype(np.float32)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["data", "dynamic"], meta_fields=["static", "rho", "dtype"]
+)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """A scaled value inside the interpreter; a pytree whose static scale, rho and dtype are part of its structure."""
+
+    data: Any
+    dynamic: Any
+    static: float | None
+    rho: float
+    dtype: np.dtype
+
+    @property
+    def scale(self) -> Scale:
+        """A float where static, else an FP32 array."""
+        return self.dynamic if self.static is None else self.static
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the data."""
+        return self.data.shape
+
+    @property
+    def size(self) -> Scale:
+        """The expected RMS of the logical value, unrounded."""
+        return times(self.dynamic, self.rho) if self.static is None else self.static * self.rho
+
+
+def value(data: Any, scale: Scale, rho: float = 1.0, dtype: Any = None) -> Value:
+    """`Value` of this data and scale; its format is the data's dtype if not given."""
+    dtype = np.dtype(data.dtype if dtype is None else dtype)
+    return Value(data, None, scale, rho, dtype) if isinstance(scale, float) else Value(data, scale, None, rho, dtype)
+
+
+def is_static(scale: Scale) -> bool:
+    """Whether the scale is known while tracing."""
+    return isinstance(scale, float)
+
+
+def uniform(x: Any) -> float | None:
+    """The number that all elements of a plain constant are known to be, or None."""
+    if isinstance(x, (float, int, np.generic)):
+        return float(x)
+    if isinstance(x, np.ndarray) and (x.ndim == 0 or not any(x.strides)) and x.size and x.dtype != bool:
+        return float(x[(0,) * x.ndim])
+    return None
+
+
+def materialise(x: Any) -> Any:
+    """A plain operand for `bind`: a uniform constant becomes a broadcast, not an array of constants."""
+    if isinstance(x, np.ndarray) and x.ndim and not any(x.strides):
+        return lax.full(x.shape, x[(0,) * x.ndim], x.dtype)
+    return x
+
+
+def lift(x: Any, dtype: np.dtype) -> Value:
+    """A plain operand as a value of format `dtype`: a uniform constant is split exactly, an array has scale 1."""
+    constant = uniform(x)
+    if constant is None:
+        return value(as_float32(x), 1.0, 1.0, dtype)
+    scale = pow2_round(constant) if constant and math.isfinite(constant) else 1.0
+    data = lax.full(np.shape(x), np.float32(constant / scale), _F32)
+    return value(data, scale, abs(constant / scale) if constant and math.isfinite(constant) else 1.0, dtype)
+
+
+def as_float32(x: Any) -> Any:
+    """`x` in FP32 (no operation where it is)."""
+    x = materialise(x)
+    return x if getattr(x, "dtype", None) == _F32 else lax.convert_element_type(x, _F32)
+
+
+def wide(v: Value) -> Any:
+    """The data in FP32."""
+    return as_float32(v.data)
+
+
+def narrow(v: Value) -> Value:
+    """The value with its data in its format: saturating, NaN and infinities kept."""
+    if v.data.dtype == v.dtype:
+        return v
+    return dataclasses.replace(v, data=saturating_cast(v.data, v.dtype))
+
+
+def saturating_cast(x: Any, dtype: Any) -> Any:
+    """`x` in `dtype`; finite numbers beyond its largest become that, what is not finite stays not finite."""
+    dtype = np.dtype(dtype)
+    if x.dtype == dtype:
+        return x
+    if float(jnp.finfo(dtype).max) >= float(jnp.finfo(x.dtype).max):
+        return lax.convert_element_type(x, dtype)
+    return _saturating_cast(x, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _saturating_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    x = as_float32(x)
+    limit = np.float32(FloatFormat.of(dtype).max)
+    return lax.convert_element_type(lax.select(lax.is_finite(x), lax.clamp(-limit, x, limit), x), dtype)
+
+
+def times(x: Any, factor: Scale) -> Any:
+    """`x * factor`; no operation where the factor is the number 1, exact otherwise (power of two, in FP32)."""
+    if isinstance(factor, float):
+        if factor == 1.0:
+            return x
+        if factor and math.isfinite(factor) and not MIN_SCALE <= abs(factor) <= MAX_SCALE:
+            step = MAX_SCALE if abs(factor) > 1 else MIN_SCALE  # too large or small for one FP32 number
+            return times(times(as_float32(x), step), factor / step)
+        if x.dtype != _F32 and not 2.0**-14 <= abs(factor) <= 1:
+            x = as_float32(x)
+        return lax.mul(x, np.asarray(factor, x.dtype))
+    return lax.mul(as_float32(x), broadcast_scale(factor, x))
+
+
+def broadcast_scale(scale: Any, x: Any) -> Any:
+    """A dynamic scale against data: scalars as they are, others on the leading axes, or of the rank of the data."""
+    if scale.ndim in (0, x.ndim):
+        if scale.ndim and scale.shape != x.shape:
+            return lax.broadcast_in_dim(scale, x.shape, tuple(range(x.ndim)))
+        return scale
+    return lax.broadcast_in_dim(scale, x.shape, tuple(range(scale.ndim)))
+
+
+def unscaled(v: Any, dtype: Any = _F32) -> Any:
+    """The logical value as a plain array of `dtype`; plain operands are materialised."""
+    if not isinstance(v, Value):
+        return materialise(v)
+    x = times(wide(v), v.scale)
+    return x if x.dtype == dtype else saturating_cast(x, dtype)
+
+
+def at_scale(v: Value, scale: Scale) -> Any:
+    """The data of `v` if its scale were `scale`."""
+    return v.data if same_scale(v.scale, scale) else times(v.data, ratio(v.scale, scale))
+
+
+def wide_at(v: Value, scale: Scale) -> Any:
+    """As `at_scale`, in FP32."""
+    return at_scale(dataclasses.replace(v, data=wide(v)), scale)
+
+
+def same_scale(a: Scale, b: Scale) -> bool:
+    """Whether two scales are known to be equal."""
+    return a is b or (is_static(a) and is_static(b) and a == b)
+
+
+def ratio(a: Scale, b: Scale) -> Scale:
+    """`a / b`, within the range of scales where dynamic."""
+    if is_static(a) and is_static(b):
+        return a / b
+    return clip_scale(lax.div(*_arrays(a, b)))
+
+
+def product(a: Scale, b: Scale) -> Scale:
+    """`a * b`, within the range of scales where dynamic."""
+    if is_static(a) and is_static(b):
+        return a * b
+    if is_static(a) or is_static(b):
+        static, dynamic = (a, b) if is_static(a) else (b, a)
+        if static == 1.0:
+            return dynamic
+    return clip_scale(lax.mul(*_arrays(a, b)))
+
+
+def largest(*scales: Scale) -> Scale:
+    """The largest."""
+    if all(map(is_static, scales)):
+        return max(scales)
+    return functools.reduce(lambda a, b: lax.max(*_arrays(a, b)), scales)
+
+
+def hypot(a: Value, b: Value) -> tuple[Scale, float]:
+    """The scale and rho of a sum of independent terms: sqrt(a^2 + b^2), without squaring a scale."""
+    if is_static(a.scale) and is_static(b.scale):
+        return rounded(math.hypot(a.size, b.size))
+    large, small = largest(a.size, b.size), _smallest(a.size, b.size)
+    r = lax.div(small, large)
+    return pow2_round(lax.mul(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r))))), 1.0
+
+
+def settled(data: Any, scale: Scale, rho: float, dtype: np.dtype, slack: float = 2.0) -> Value:
+    """A value of this scale and expected RMS, moved to the nearest power of two if rho has left [1/slack, slack]."""
+    if is_static(scale):
+        if 1 / slack <= rho <= slack and MIN_SCALE <= scale <= MAX_SCALE:
+            return value(data, scale, rho, dtype)
+        new = pow2_round(scale * rho)
+        return value(times(data, scale / new), new, scale * rho / new, dtype)
+    if 1 / slack <= rho <= slack:
+        return value(data, scale, rho, dtype)
+    factor = pow2_round(rho)
+    return value(times(data, 1 / factor), product(scale, factor), rho / factor, dtype)
+
+
+def rounded(size: float) -> tuple[float, float]:
+    """The scale of data of this expected size, and its rho."""
+    scale = pow2_round(size)
+    return scale, size / scale
+
+
+def clip_scale(scale: Any) -> Any:
+    """Keep a dynamic scale within [2^-126, 2^126]."""
+    return lax.clamp(np.float32(MIN_SCALE), scale, np.float32(MAX_SCALE))
+
+
+def scalar_scale(v: Value) -> Value:
+    """The value with one scale for all its elements: the largest of its scales."""
+    if is_static(v.scale) or v.scale.ndim == 0:
+        return v
+    scale = jnp.max(v.scale)
+    return value(times(v.data, ratio(broadcast_scale(v.scale, v.data), scale)), scale, v.rho, v.dtype)
+
+
+def result_dtype(*operands: Any) -> np.dtype:
+    """The format of an arithmetic result: the promotion of the formats of the scaled operands.
+
+    0-d operands count only where all are. FP8 formats are for storage: arithmetic on them alone gives FP16.
+    """
+    values = [v for v in operands if isinstance(v, Value)]
+    formats = {v.dtype for v in values if v.shape} or {v.dtype for v in values}
+    if len(formats) == 1:
+        (only,) = formats
+        return only if only.itemsize > 1 else np.dtype(np.float16)
+    return np.dtype(jnp.result_type(*({f for f in formats if f.itemsize > 1} or {np.dtype(np.float16)})))
+
+
+def _smallest(a: Scale, b: Scale) -> Any:
+    return lax.min(*_arrays(a, b))
+
+
+def _arrays(a: Scale, b: Scale) -> tuple[Any, Any]:
+    """Both as FP32 arrays of one rank."""
+    a, b = (np.float32(s) if is_static(s) else s for s in (a, b))
+    if np.ndim(a) and np.ndim(b) and a.shape != b.shape:
+        a, b = jnp.broadcast_arrays(a, b)
+    return a, b
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A uniform constant on its way into or out of a traced function: part of the structure, so it stays known."""
+
+    number: float
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def pack(operands: Any) -> list[Any]:
+    """Operands as a pytree: values, constants, arrays."""
+    return [x if isinstance(x, Value) else _packed(x) for x in operands]
+
+
+def _packed(x: Any) -> Any:
+    dtype = np.dtype(jnp.result_type(x))
+    number = uniform(x) if jnp.issubdtype(dtype, jnp.floating) else None
+    return jnp.asarray(x) if number is None else Constant(number, np.shape(x), dtype)
+
+
+def unpack(operands: Any) -> list[Any]:
+    """The inverse of `pack`."""
+    return [_filled(x) if isinstance(x, Constant) else x for x in operands]
+
+
+def _filled(constant: Constant) -> np.ndarray:
+    return np.broadcast_to(np.asarray(constant.number).astype(constant.dtype), constant.shape)
