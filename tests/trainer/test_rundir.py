@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from trainer.errors import UserError
-from trainer.rundir import RunDir, differences, environment, redact, write_environment
+from trainer.rundir import RunDir, environment, redact, write_environment
 
 CONFIG = {"seed": 1, "train": {"steps": 10, "batch_tokens": 64}, "tracker": {"tags": ("a", "b")}, "run_dir": "x"}
 
