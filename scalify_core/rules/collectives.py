@@ -34,7 +34,9 @@ def _collective(eqn: Any, operands: tuple, *, adds: bool) -> Any:
     axes = _axes(eqn)
     operands = tuple(equal_scale(x, axes) if isinstance(x, Value) else x for x in operands)
     out = bind(eqn, *(x.data if isinstance(x, Value) else v.materialise(x) for x in operands))
-    growth = math.sqrt(math.prod(lax.axis_size(axis) for axis in axes)) if adds else 1.0
+    groups = eqn.params.get("axis_index_groups")
+    count = len(groups[0]) if groups else math.prod(lax.axis_size(axis) for axis in axes)
+    growth = math.sqrt(count) if adds else 1.0
     results = [
         v.settled(y, x.scale, x.rho * growth, x.dtype) if isinstance(x, Value) else y
         for x, y in zip(operands, out if eqn.primitive.multiple_results else [out], strict=True)

@@ -146,7 +146,7 @@ def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 @control("shard_map")
 def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     params = eqn.params
-    axes = tuple(params["manual_axes"])
+    axes = tuple(params["newly_manual_axes"])
     packed = pack(operands)
     specs = [_specs(x, spec) for x, spec in zip(packed, params["in_specs"], strict=True)]
     mapped = functools.partial(
@@ -217,7 +217,7 @@ def _common_form(alternatives: tuple) -> _Form | None:
 def _to_form(x: Any, form: _Form | None) -> Any:
     """`x` at the scale and in the format of a form; with a dynamic scale, the one it has."""
     if form is None:
-        return v.materialise(x)
+        return jnp.asarray(v.materialise(x))
     if not isinstance(x, Value):
         if v.uniform(x) is not None and form.scale is not None:
             return v.value(constant_at(x, form.scale, form.dtype, True), form.scale, form.rho, form.dtype)

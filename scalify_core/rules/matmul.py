@@ -18,7 +18,7 @@ from scalify_core.value import Value
 unscaled(
     "cholesky", "cholesky_update", "lu", "qr", "svd", "eig", "eigh", "schur", "hessenberg", "tridiagonal",
     "tridiagonal_solve", "triangular_solve", "householder_product", "geqrf", "geqp3", "ormqr", "symmetric_product",
-    "fft",
+    "fft", "custom_linear_solve",
 )  # fmt: skip
 
 
