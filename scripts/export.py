@@ -24,7 +24,7 @@ def main(args: Arguments) -> None:
     from trainer.huggingface import save_gpt2
 
     model = restore_run(Path(args.run_dir))
-    file = save_gpt2(args.out, model.spec, model.params)
+    file = save_gpt2(args.out, model.spec, model.params, model.tokenizer.eot)
     print(f"wrote {file}; read it with transformers.GPT2LMHeadModel.from_pretrained({args.out!r})")
 
 

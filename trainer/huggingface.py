@@ -129,8 +129,14 @@ def to_params(tensors: dict[str, np.ndarray], spec: GPT2Spec, path: Path) -> Par
     return jax.tree.unflatten(jax.tree.structure(expected), leaves)
 
 
-def save_gpt2(directory: str | Path, spec: GPT2Spec, params: Params) -> Path:
+def save_gpt2(directory: str | Path, spec: GPT2Spec, params: Params, eot: int | None = None) -> Path:
     """Write model.safetensors and config.json, as GPT2LMHeadModel does; the path of the first. Inverse of `load_gpt2`.
+
+    Args:
+      directory: made if absent.
+      spec: the model's.
+      params: its parameters, unrolled or scanned; written in their own dtype.
+      eot: the tokenizer's end-of-text id, which begins and ends documents; None: not told.
 
     Raises:
       UserError: an MLP that Hugging Face's GPT-2 does not have, or weights already there.
@@ -162,6 +168,8 @@ def save_gpt2(directory: str | Path, spec: GPT2Spec, params: Params) -> Path:
         "resid_pdrop": spec.dropout,
         "attn_pdrop": 0.0,
         "tie_word_embeddings": True,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
     }
     (file.parent / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return file

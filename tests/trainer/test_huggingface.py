@@ -87,10 +87,11 @@ def test_logits_equal_a_hugging_face_gpt2_to_1e_4(tmp_path, prefix):
 def test_export_is_the_same_file_again(tmp_path):
     source = write(tmp_path / "gpt2", tensors())
     spec, params = load_gpt2(source)
-    out = save_gpt2(tmp_path / "out", spec, params)
+    out = save_gpt2(tmp_path / "out", spec, params, eot=7)
     assert out.read_bytes() == (source / "model.safetensors").read_bytes()
     again, _ = load_gpt2(tmp_path / "out")
     assert again == spec
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
 
 
 def test_half_precision_files_keep_their_bits(tmp_path):
