@@ -4,6 +4,7 @@ Exit codes: 0 done; 2 bad configuration or data; 3 diverged; 130 stopped by Ctrl
 checkpoint.
 """
 
+import contextlib
 import os
 import re
 import sys
@@ -73,9 +74,8 @@ def run_job(tree: DictConfig) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     finally:
-        output = Path(HydraConfig.get().runtime.output_dir)
-        if output.is_dir() and not any(output.iterdir()):
-            output.rmdir()  # nothing was started here
+        with contextlib.suppress(OSError):  # something was started here, or another process was faster
+            os.rmdir(HydraConfig.get().runtime.output_dir)
 
 
 def main(argv: list[str]) -> int:
@@ -83,15 +83,20 @@ def main(argv: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed as tracebacks
     # resume is a group of keys; its common one has a short form.
     sys.argv = ["trainer"] + [re.sub(r"^(\+*)resume=", r"\1resume.source=", arg) for arg in argv]
-    codes: list[int] = []
+    codes: list[int | None] = []
+
+    def job(tree: DictConfig) -> None:
+        codes.append(None)
+        codes[-1] = run_job(tree)
+
     try:
-        hydra.main(config_path=CONFIGS, config_name="config", version_base=None)(
-            lambda tree: codes.append(run_job(tree))
-        )()
+        hydra.main(config_path=CONFIGS, config_name="config", version_base=None)(job)()
     except (HydraException, OmegaConfBaseException) as error:
         print(f"error: {explain(error)}", file=sys.stderr)
         return 2
-    except OSError as error:  # Hydra makes the run directory
+    except OSError as error:
+        if codes and codes[-1] is None:
+            raise  # from inside the job: not what is expected here
         print(f"error: cannot write to {error.filename}: {error.strerror}; choose another run_dir", file=sys.stderr)
         return 2
     return next((code for code in codes if code), 0)

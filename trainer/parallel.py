@@ -1,6 +1,7 @@
 """Devices: the mesh, the shardings, arrays from host batches, and the start of a multi-process run."""
 
 import logging
+import os
 from pathlib import Path
 
 import jax
@@ -19,14 +20,21 @@ def hide_missing_gpu() -> None:
         logger.addFilter(lambda record: "xla_cuda" not in record.getMessage())
 
 
+PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
 def start_processes() -> None:
-    """Join the other processes of this run, found through Slurm, Kubernetes, Open MPI or JAX's own variables."""
+    """Join the other processes of this run: named by `PROCESS_VARIABLES`, or found by JAX (Slurm, Kubernetes, MPI)."""
+    address, count, index = (os.environ.get(name) for name in PROCESS_VARIABLES)
     try:
-        jax.distributed.initialize()
+        if count is None and index is None:
+            jax.distributed.initialize(address)
+        else:
+            jax.distributed.initialize(address, int(count or ""), int(index or ""))
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"parallel.distributed=true, but the processes could not be joined: {str(error).splitlines()[0]}; "
-            "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or run under Slurm"
+            f"set {', '.join(PROCESS_VARIABLES)}, or run under Slurm"
         ) from error
 
 

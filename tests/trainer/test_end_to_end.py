@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,11 +39,17 @@ def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     return kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)} | extra
 
 
-def trainer(tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **popen) -> subprocess.Popen[str]:
+def trainer(tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **variables: str) -> subprocess.Popen[str]:
     """A trainer at work in `tmp_path`, where it finds the data prepared by the one before it."""
     command = [sys.executable, "-m", "trainer", *TINY, f"run_dir={run_dir}", f"compile_cache={tmp_path}/cache", *args]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | popen
-    return subprocess.Popen(command, cwd=tmp_path, env=environment(devices), **pipes)
+    return subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment(devices, **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
@@ -120,6 +127,26 @@ def test_one_two_and_eight_devices_see_the_same_batches_and_losses(tmp_path):
     for devices in (2, 8):
         # Ten updates amplify the reduction order of the first; another batch would be 1e-1 off.
         np.testing.assert_allclose(runs[devices], runs[1], rtol=1e4 * np.finfo(np.float32).eps)
+
+
+def test_two_processes_see_the_batches_of_one_and_write_once(tmp_path):
+    args = ["train.steps=6", "checkpoint.every=3", "tracker=jsonl", "model.dropout=0", "sample.max_new=0"]
+    finish(trainer(tmp_path, "one", *args, devices=4))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    variables = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    processes = [
+        trainer(tmp_path, "two", *args, "parallel.distributed=true", devices=2, JAX_PROCESS_ID=str(i), **variables)
+        for i in range(2)
+    ]
+    outputs = [finish(process) for process in processes]
+    assert ["done: 6 steps" in output for output in outputs] == [True, False]
+    one, two = values(tmp_path / "one"), values(tmp_path / "two")
+    assert [row["step"] for row in two] == list(range(1, 7))
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_allclose(b["train/loss"], a["train/loss"], rtol=1e4 * np.finfo(np.float32).eps)
+    finish(trainer(tmp_path, "two", *args, "train.steps=8", devices=4))  # what two processes saved, one goes on with
 
 
 @pytest.mark.parametrize(
