@@ -59,6 +59,14 @@ def test_past_the_context_the_later_half_is_read_again():
     assert [ids[16], ids[17], ids[18]] == [after(ids[:16]), after(ids[9:17]), after(ids[9:18])]
 
 
+def test_every_token_has_a_key_of_its_own_also_past_the_context():
+    generate, _, params = make()
+    indifferent = jax.tree.map(jnp.zeros_like, params)
+    key = jax.random.key(5)
+    one = lambda i: sample(jnp.zeros(50), jax.random.fold_in(key, i), jnp.float32(1), jnp.int32(0), jnp.float32(1))
+    assert generate(indifferent, PROMPT, max_new=30, seed=5) == jax.vmap(one)(jnp.arange(30)).tolist()
+
+
 def test_prompt_longer_than_the_context_keeps_its_end():
     generate, _, params = make()
     long = [i % 50 for i in range(40)]
