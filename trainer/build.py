@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -448,16 +450,18 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
         finally:
             tracker.close(code)
             checkpointer.close()
-        farewell(training, code)
+        farewell(training, code, sys.argv[1:])
         return code
 
 
-def farewell(run: Run, code: int) -> None:
-    """Where everything is, and what to do next."""
-    say, where = run.display.message, run.run_dir
+def farewell(run: Run, code: int, overrides: list[str]) -> None:
+    """Where everything is, and what to do next. `overrides`: the command line's, which a longer run must repeat."""
+    say, where = run.display.message, shlex.quote(str(run.run_dir))
     if code:
         say(f"stopped after step {run.step} of {run.steps}; the same command with run_dir={where} goes on from there")
         return
+    kept = [shlex.quote(o) for o in overrides if not o.startswith(("run_dir=", "train.steps=", "-"))]
+    longer = " ".join([*kept, f"run_dir={where}", f"train.steps={2 * run.steps}"])
     say(f"done: {run.step} steps. Everything is in {where}: metrics.jsonl, samples.txt, checkpoints/, config.yaml")
     say(f"sample more:  python -m scripts.generate run_dir={where} prompt='And God said'")
-    say(f"train longer: python -m trainer run_dir={where} train.steps={2 * run.steps}")
+    say(f"train longer: python -m trainer {longer}")

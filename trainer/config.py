@@ -280,9 +280,10 @@ def validate(c: Config) -> None:
         ("schedule.warmup_fraction", c.schedule.warmup_fraction),
         ("schedule.min_ratio", c.schedule.min_ratio),
         ("schedule.decay_fraction", c.schedule.decay_fraction),
-        ("sample.top_p", c.sample.top_p),
     ):
         _require(0 <= share <= 1, f"{path}={share}: expected a number in [0, 1]")
+    _require(0 < c.sample.top_p <= 1, f"sample.top_p={c.sample.top_p}: expected more than 0, at most 1 (all tokens)")
+    _require(bool(c.sample.prompt), "sample.prompt is empty; give it a first word")
     _require(
         c.data.val_fraction > 0, "data.val_fraction=0: a validation part is needed; give it a small share, such as 0.01"
     )

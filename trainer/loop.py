@@ -180,6 +180,8 @@ def settle(run: Run, row: dict[str, float], stop: StopRequest) -> None:
     log(run, run.step, row)
     if last or due(run.step, run.cadence.sample):
         show_sample(run)
+    if last:
+        run.tracker.summary({f"final/{name}": value for name, value in row.items()})
     if last or stop.signal is not None or due(run.step, run.cadence.checkpoint):
         save(run, row.get("val/loss"))
     run.throughput.pause(time.perf_counter() - started)
