@@ -140,14 +140,14 @@ def test_max_tokens_stops_after_the_document_that_reaches_it(limit, documents, t
 
 
 def test_a_single_text_keeps_its_lines_over_all_chunks(gpt2_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.data.corpus.PIECE", 3_000)
-    monkeypatch.setattr("trainer.data.encode.UNIT_CHARS", 500)
+    monkeypatch.setattr("trainer.data.corpus.PIECE", 200)
+    monkeypatch.setattr("trainer.data.encode.UNIT_CHARS", 100)
     rng = random.Random(1)
-    lines = ["", "A line.", "  indented", "Ümlaut", "x = 1", "Some words, and more words", "日本語"]
+    lines = ["", "", "  ", "A line.", "  indented", "Ümlaut", "x = 1", "Some words, and more words", "日本語"]
     text = "\n".join(rng.choices(lines, k=5_000))
     path = tmp_path / "a book [1].txt"
     path.write_bytes(text.replace("\n", "\r\n").encode())  # line ends become \n
-    directory = prepare(TextSource((str(path),)), str(gpt2_dir), tmp_path / "cache", shard_bytes=20_000)
+    directory = prepare(TextSource((str(path),)), str(gpt2_dir), tmp_path / "cache", shard_bytes=5_000)
     manifest = Manifest.load(directory)
     assert len(manifest.splits["train"].shards) > 2
     cut = int(len(text) * 0.9)

@@ -199,9 +199,15 @@ def test_a_malformed_file_is_named_with_its_line(tmp_path, name, content, messag
         get_tokenizer(str(tmp_path / name))
 
 
-def test_ids_of_other_merges_are_refused(gpt2_dir, tmp_path):
+@pytest.mark.parametrize("change", ["two_ids_swapped", "a_token_missing"])
+def test_ids_of_other_merges_are_refused(gpt2_dir, tmp_path, change):
     (tmp_path / "vocab.bpe").write_bytes((gpt2_dir / "vocab.bpe").read_bytes())
-    (tmp_path / "encoder.json").write_text(json.dumps({"a": 0, "b": 1}))
+    ids = json.loads((gpt2_dir / "encoder.json").read_text())
+    if change == "a_token_missing":
+        del ids["the"]
+    else:  # tiktoken takes ids for priorities
+        ids["the"], ids["and"] = ids["and"], ids["the"]
+    (tmp_path / "encoder.json").write_text(json.dumps(ids))
     with pytest.raises(UserError, match=r"encoder\.json does not belong to"):
         get_tokenizer(str(tmp_path))
 
