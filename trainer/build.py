@@ -179,7 +179,7 @@ def build_data(c: schema.Config) -> Dataset:
     with shown() as progress:
         directory = prepare(
             build_source(c.data),
-            c.data.tokenizer or "",
+            c.data.tokenizer,
             Path(c.data.cache_dir),
             val_fraction=c.data.val_fraction,
             workers=c.data.workers,
@@ -198,7 +198,7 @@ def build_data(c: schema.Config) -> Dataset:
         )
 
     train, val = open_split("train", shuffle=True), open_split("val", shuffle=False)
-    return Dataset(train, val, load_saved(train.manifest.tokenizer, directory), directory)
+    return Dataset(train, val, train.manifest.get_tokenizer(), directory)
 
 
 def build_workload(c: schema.Config) -> Workload:
