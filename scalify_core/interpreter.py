@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import registry
 from scalify_core.array import ScaledArray, asarray, is_scaled_array
-from scalify_core.value import Value, materialise, narrow, value
+from scalify_core.value import Value, materialise, narrow, settle, value
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -39,19 +39,17 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         else:
             rule = registry.rules.get(eqn.primitive.name, _DEFAULT)
             if not rule.wide:
-                operands = [_stored(x) for x in operands]
+                operands = [narrow(x) if isinstance(x, Value) else x for x in operands]
+            elif not rule.lazy:
+                operands = [settle(x) if isinstance(x, Value) else x for x in operands]
             out = rule.fun(eqn, *operands, evaluate=evaluate) if rule.control else rule.fun(eqn, *operands)
         for var, x in zip(eqn.outvars, out if eqn.primitive.multiple_results else (out,), strict=True):
             # What several equations read is stored, so it is rounded now; 0-d values cost nothing and stay wide.
-            env[var] = _stored(x) if uses[var] > 1 else x
+            env[var] = narrow(x) if uses[var] > 1 and isinstance(x, Value) and x.shape else x
     return [read(atom) for atom in jaxpr.outvars]
 
 
-_DEFAULT = registry.Rule(registry.default, "default")
-
-
-def _stored(x: Any) -> Any:
-    return narrow(x) if isinstance(x, Value) and x.shape else x
+_DEFAULT = registry.Rule(registry.default, "default", lazy=True)
 
 
 def _uses(jaxpr: Any) -> Counter:

@@ -36,12 +36,14 @@ class Rule:
         fun: the rule.
         kind: the definer's name: what docs/coverage.md says.
         wide: whether operands may come with FP32 data that has not yet been rounded to its format.
+        lazy: whether operands may come with a factor that is not yet in their data.
         control: whether `fun` also wants the evaluator of inner jaxprs, as the keyword `evaluate`.
     """
 
     fun: Callable
     kind: str
     wide: bool = True
+    lazy: bool = False
     control: bool = False
 
 
@@ -50,9 +52,9 @@ composite_rules: dict[str, Callable] = {}
 _warned: set[str] = set()
 
 
-def rule(*primitives: str, wide: bool = True) -> Callable:
+def rule(*primitives: str, wide: bool = True, lazy: bool = False) -> Callable:
     """Decorator: a hand-written rule."""
-    return _definer("rule", primitives, wide=wide)
+    return _definer("rule", primitives, wide=wide, lazy=lazy)
 
 
 def control(*primitives: str, wide: bool = False) -> Callable:
@@ -62,17 +64,17 @@ def control(*primitives: str, wide: bool = False) -> Callable:
 
 def structural(*primitives: str) -> None:
     """The same operation on the data; each result has the scale of the value at its place, or of the only value."""
-    _definer("structural", primitives)(_structural)
+    _definer("structural", primitives, lazy=True)(_structural)
 
 
 def unscaled(*primitives: str) -> None:
     """The operation on the logical value in FP32; the result has scale 1."""
-    _definer("unscaled", primitives)(_unscaled)
+    _definer("unscaled", primitives, lazy=True)(_unscaled)
 
 
 def logical(*primitives: str) -> None:
     """The operation on the logical value in FP32; the result is brought back to the first operand's scale."""
-    _definer("logical", primitives)(_logical)
+    _definer("logical", primitives, lazy=True)(_logical)
 
 
 def composite_rule(name: str) -> Callable:
@@ -117,26 +119,34 @@ def plain(eqn: Any, *operands: Any) -> Any:
 _FOLDED = frozenset(("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy", "copy_p"))
 
 
-def _definer(kind: str, primitives: tuple[str, ...], wide: bool = True, control: bool = False) -> Callable:
+def _definer(
+    kind: str, primitives: tuple[str, ...], wide: bool = True, lazy: bool = False, control: bool = False
+) -> Callable:
     def register(fun: Callable) -> Callable:
         for primitive in primitives:
-            rules[primitive] = Rule(fun, kind, wide, control)
+            rules[primitive] = Rule(fun, kind, wide, lazy, control)
         return fun
 
     return register
 
 
 def _structural(eqn: Any, *operands: Any) -> Any:
-    operands = tuple(v.scalar_scale(x) if isinstance(x, Value) else x for x in operands)
+    # A negative factor would turn maxima into minima.
+    operands = tuple(_one_scale(x) if isinstance(x, Value) else x for x in operands)
     out = bind(eqn, *(x.data if isinstance(x, Value) else v.materialise(x) for x in operands))
     first = next(x for x in operands if isinstance(x, Value))
     if not eqn.primitive.multiple_results:
-        return v.value(out, first.scale, first.rho, first.dtype)
+        return v.value(out, first.scale, first.rho, first.dtype, first.factor)
     like = operands if len(out) == len(operands) else [first] * len(out)
     return [
-        v.value(y, x.scale, x.rho, x.dtype) if isinstance(x, Value) and _is_float(y) else y
+        v.value(y, x.scale, x.rho, x.dtype, x.factor) if isinstance(x, Value) and _is_float(y) else y
         for x, y in zip(like, out, strict=True)
     ]
+
+
+def _one_scale(x: Value) -> Value:
+    x = v.scalar_scale(x)
+    return x if x.factor > 0 else v.settle(x)
 
 
 def _unscaled(eqn: Any, *operands: Any) -> Any:

@@ -1,6 +1,8 @@
 """What the interpreter computes with: data, scale and the RMS that the data is expected to have.
 
-The logical value is `data * scale`. A scale is *static* when it is a Python float: arithmetic on it happens while
+The logical value is `data * factor * scale`, where `factor` is a number that has not been multiplied into the data
+yet (nearly always 1): the next operation that multiplies the data anyway takes it along, so that constants and changes
+of scale cost one multiplication in all, or none. A scale is *static* when it is a Python float: arithmetic on it happens while
 tracing and leaves nothing in the compiled program. Otherwise it is an FP32 array, a scalar or broadcastable to the
 data. Every scale is a power of two in [2^-126, 2^126].
 
@@ -32,7 +34,7 @@ _F32 = np.dtype(np.float32)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["data", "dynamic"], meta_fields=["static", "rho", "dtype"]
+    jax.tree_util.register_dataclass, data_fields=["data", "dynamic"], meta_fields=["static", "rho", "dtype", "factor"]
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
@@ -41,8 +43,9 @@ class Value:
     data: Any
     dynamic: Any
     static: float | None
-    rho: float
+    rho: float  # of data * factor
     dtype: np.dtype
+    factor: float
 
     @property
     def scale(self) -> Scale:
@@ -60,10 +63,12 @@ class Value:
         return times(self.dynamic, self.rho) if self.static is None else self.static * self.rho
 
 
-def value(data: Any, scale: Scale, rho: float = 1.0, dtype: Any = None) -> Value:
+def value(data: Any, scale: Scale, rho: float = 1.0, dtype: Any = None, factor: float = 1.0) -> Value:
     """`Value` of this data and scale; its format is the data's dtype if not given."""
     dtype = np.dtype(data.dtype if dtype is None else dtype)
-    return Value(data, None, scale, rho, dtype) if isinstance(scale, float) else Value(data, scale, None, rho, dtype)
+    if isinstance(scale, float):
+        return Value(data, None, scale, rho, dtype, factor)
+    return Value(data, scale, None, rho, dtype, factor)
 
 
 def is_static(scale: Scale) -> bool:
@@ -104,15 +109,20 @@ def as_float32(x: Any) -> Any:
 
 
 def wide(v: Value) -> Any:
-    """The data in FP32."""
+    """The data in FP32, without the factor."""
     return as_float32(v.data)
 
 
+def settle(v: Value) -> Value:
+    """The value with its factor multiplied into the data."""
+    return v if v.factor == 1.0 else value(times(v.data, v.factor), v.scale, v.rho, v.dtype)
+
+
 def narrow(v: Value) -> Value:
-    """The value with its data in its format: saturating, NaN and infinities kept."""
-    if v.data.dtype == v.dtype:
+    """The value with its data in its format, saturating (NaN and infinities stay), and the factor in it."""
+    if v.data.dtype == v.dtype and v.factor == 1.0:
         return v
-    return dataclasses.replace(v, data=saturating_cast(v.data, v.dtype))
+    return value(saturating_cast(times(v.data, v.factor), v.dtype), v.scale, v.rho, v.dtype)
 
 
 def saturating_cast(x: Any, dtype: Any) -> Any:
@@ -159,13 +169,15 @@ def unscaled(v: Any, dtype: Any = _F32) -> Any:
     """The logical value as a plain array of `dtype`; plain operands are materialised."""
     if not isinstance(v, Value):
         return materialise(v)
-    x = times(wide(v), v.scale)
+    x = at_scale(dataclasses.replace(v, data=wide(v)), 1.0)
     return x if x.dtype == dtype else saturating_cast(x, dtype)
 
 
 def at_scale(v: Value, scale: Scale) -> Any:
     """The data of `v` if its scale were `scale`."""
-    return v.data if same_scale(v.scale, scale) else times(v.data, ratio(v.scale, scale))
+    if is_static(v.scale) and is_static(scale):
+        return times(v.data, v.factor * (v.scale / scale))
+    return times(times(v.data, v.factor), ratio(v.scale, scale))
 
 
 def wide_at(v: Value, scale: Scale) -> Any:
@@ -212,17 +224,17 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float]:
     return pow2_round(lax.mul(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r))))), 1.0
 
 
-def settled(data: Any, scale: Scale, rho: float, dtype: np.dtype, slack: float = 2.0) -> Value:
+def settled(data: Any, scale: Scale, rho: float, dtype: np.dtype, slack: float = 2.0, factor: float = 1.0) -> Value:
     """A value of this scale and expected RMS, moved to the nearest power of two if rho has left [1/slack, slack]."""
     if is_static(scale):
         if 1 / slack <= rho <= slack and MIN_SCALE <= scale <= MAX_SCALE:
-            return value(data, scale, rho, dtype)
+            return value(data, scale, rho, dtype, factor)
         new = pow2_round(scale * rho)
-        return value(times(data, scale / new), new, scale * rho / new, dtype)
+        return value(data, new, scale * rho / new, dtype, factor * (scale / new))
     if 1 / slack <= rho <= slack:
-        return value(data, scale, rho, dtype)
-    factor = pow2_round(rho)
-    return value(times(data, 1 / factor), product(scale, factor), rho / factor, dtype)
+        return value(data, scale, rho, dtype, factor)
+    power = pow2_round(rho)
+    return value(data, product(scale, power), rho / power, dtype, factor / power)
 
 
 def rounded(size: float) -> tuple[float, float]:
@@ -241,7 +253,7 @@ def scalar_scale(v: Value) -> Value:
     if is_static(v.scale) or v.scale.ndim == 0:
         return v
     scale = jnp.max(v.scale)
-    return value(times(v.data, ratio(broadcast_scale(v.scale, v.data), scale)), scale, v.rho, v.dtype)
+    return value(times(v.data, ratio(broadcast_scale(v.scale, v.data), scale)), scale, v.rho, v.dtype, v.factor)
 
 
 def result_dtype(*operands: Any) -> np.dtype:

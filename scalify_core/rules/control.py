@@ -60,7 +60,7 @@ def _constrain(x: Any, sharding: Any) -> Any:
     if not isinstance(sharding, jax.sharding.Sharding):
         return x
     if isinstance(x, Value):
-        return v.value(lax.with_sharding_constraint(x.data, sharding), x.scale, x.rho, x.dtype)
+        return dataclasses.replace(x, data=lax.with_sharding_constraint(x.data, sharding))
     return lax.with_sharding_constraint(x, sharding)
 
 
@@ -174,7 +174,7 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 def _specs(x: Any, spec: Any) -> Any:
     """The data is split as the logical array was; a scale belongs to all of it."""
     if isinstance(x, Value):
-        return Value(spec, None if x.dynamic is None else jax.sharding.PartitionSpec(), x.static, x.rho, x.dtype)
+        return dataclasses.replace(x, data=spec, dynamic=None if x.dynamic is None else jax.sharding.PartitionSpec())
     return x if isinstance(x, Constant) else spec
 
 
@@ -299,5 +299,5 @@ def _stacked(y: Any, length: int) -> Any:
     if isinstance(y, Value) and not v.is_static(y.scale):
         ones = (1,) * (y.data.ndim - 1)
         scale = y.scale.reshape((length, *ones)) if y.scale.ndim == 1 else y.scale
-        return v.value(y.data, scale, y.rho, y.dtype)
+        return dataclasses.replace(y, dynamic=scale)
     return y

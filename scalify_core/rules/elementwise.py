@@ -14,7 +14,7 @@ from scalify_core.formats import pow2_floor, pow2_round
 from scalify_core.registry import bind, logical, rule, structural, unscaled
 from scalify_core.value import Value
 
-structural("neg", "abs", "copy", "real", "stop_gradient")
+structural("abs", "copy", "real", "stop_gradient")
 unscaled(
     "exp", "exp2", "expm1", "log", "log2", "log1p", "logistic", "tanh", "one_minus_square",
     "sin", "cos", "tan", "asin", "acos", "atan", "atan2",
@@ -32,29 +32,30 @@ def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
     return [x if isinstance(x, Value) else v.lift(x, dtype) for x in operands], dtype
 
 
-@rule("add", "sub", "add_any")
+@rule("add", "sub", "add_any", lazy=True)
 def _add(eqn: Any, a: Any, b: Any) -> Value:
     if v.uniform(b) == 0 and a.shape == eqn.outvars[0].aval.shape:
         return a
     if v.uniform(a) == 0 and b.shape == eqn.outvars[0].aval.shape:
-        return v.value(lax.neg(b.data), b.scale, b.rho, b.dtype) if eqn.primitive.name == "sub" else b
+        return _times_constant(b, -1.0) if eqn.primitive.name == "sub" else b
     (a, b), dtype = lifted(a, b)
     scale, rho = v.hypot(a, b)
     return v.value(bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale)), scale, rho, dtype)
 
 
-@rule("mul")
+@rule("mul", lazy=True)
 def _mul(eqn: Any, a: Any, b: Any) -> Value:
     for x, other in ((a, b), (b, a)):
         constant = v.uniform(x)
         if constant is not None and math.isfinite(constant) and other.shape == eqn.outvars[0].aval.shape:
             return _times_constant(other, constant)
     (a, b), dtype = lifted(a, b)
-    return v.settled(bind(eqn, v.wide(a), v.wide(b)), v.product(a.scale, b.scale), a.rho * b.rho, dtype)
+    data = bind(eqn, v.wide(a), v.wide(b))
+    return v.settled(data, v.product(a.scale, b.scale), a.rho * b.rho, dtype, factor=a.factor * b.factor)
 
 
 def _times_constant(x: Value, constant: float) -> Value:
-    """A power of two goes into the scale and leaves the data alone."""
+    """The power of two goes into the scale, the rest into the factor; no operation."""
     if constant == 0:
         return v.value(v.times(x.data, 0.0), x.scale, x.rho, x.dtype)
     size = x.rho * abs(constant)
@@ -63,30 +64,26 @@ def _times_constant(x: Value, constant: float) -> Value:
     if v.is_static(scale) and not v.MIN_SCALE <= scale <= v.MAX_SCALE:
         scale = pow2_round(scale)
         factor = scale / x.scale
-    if constant == -factor:
-        return v.value(lax.neg(x.data), scale, size / factor, x.dtype)
-    data = x.data if constant == factor else v.times(v.wide(x), constant / factor)
-    return v.value(data, scale, size / factor, x.dtype)
+    return v.value(x.data, scale, size / factor, x.dtype, x.factor * (constant / factor))
 
 
-@rule("div")
+@rule("neg", lazy=True)
+def _neg(eqn: Any, x: Value) -> Value:
+    del eqn
+    return v.value(x.data, x.scale, x.rho, x.dtype, -x.factor)
+
+
+@rule("div", lazy=True)
 def _div(eqn: Any, a: Any, b: Any) -> Value:
     constant = v.uniform(b)
     if constant and math.isfinite(constant) and a.shape == eqn.outvars[0].aval.shape:
-        if pow2_round(constant) == abs(constant):
-            return _times_constant(a, 1 / constant)
-        factor = pow2_round(constant)
-        return v.settled(
-            lax.div(v.wide(a), np.float32(constant / factor)),
-            v.product(a.scale, 1 / factor),
-            a.rho * factor / abs(constant),
-            a.dtype,
-        )
+        return _times_constant(a, 1 / constant)
     (a, b), dtype = lifted(a, b)
-    return v.settled(bind(eqn, v.wide(a), v.wide(b)), v.ratio(a.scale, b.scale), a.rho / b.rho, dtype)
+    data = bind(eqn, v.wide(a), v.wide(b))
+    return v.settled(data, v.ratio(a.scale, b.scale), a.rho / b.rho, dtype, factor=a.factor / b.factor)
 
 
-@rule("integer_pow", "square")
+@rule("integer_pow", "square", lazy=True)
 def _integer_pow(eqn: Any, x: Value) -> Value:
     n = eqn.params.get("y", 2)
     dtype = v.result_dtype(x)
@@ -96,7 +93,7 @@ def _integer_pow(eqn: Any, x: Value) -> Value:
     else:
         for _ in range(abs(n)):
             scale = v.product(scale, x.scale) if n > 0 else v.ratio(scale, x.scale)
-    return v.settled(bind(eqn, v.wide(x)), scale, x.rho**n, dtype)
+    return v.settled(bind(eqn, v.wide(x)), scale, x.rho**n, dtype, factor=x.factor**n)
 
 
 def _root(degree: int, inverse: bool) -> Any:

@@ -128,8 +128,7 @@ def multiplied(x: Value, factor: Any, constant: float, dtype: np.dtype) -> Value
         data = lax.mul(v.wide(x), v.wide(factor))
         x = v.value(data, v.product(x.scale, factor.scale), x.rho * factor.rho, dtype)
     power = pow2_round(constant)
-    data = x.data if constant == power else v.times(v.wide(x), constant / power)
-    return v.settled(data, v.product(x.scale, power), x.rho * abs(constant) / power, dtype)
+    return v.settled(x.data, v.product(x.scale, power), x.rho * abs(constant) / power, dtype, factor=constant / power)
 
 
 # Embedding.

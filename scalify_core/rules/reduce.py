@@ -17,20 +17,21 @@ def summed(eqn: Any, x: Value, count: float) -> Value:
     """A sum of `count` terms."""
     x = v.scalar_scale(x)
     out = bind(eqn, v.wide(x))
-    return v.settled(out, x.scale, x.rho * math.sqrt(max(count, 1)), v.result_dtype(x), slack=math.sqrt(2))
+    rho = x.rho * math.sqrt(max(count, 1))
+    return v.settled(out, x.scale, rho, v.result_dtype(x), slack=math.sqrt(2), factor=x.factor)
 
 
-@rule("reduce_sum")
+@rule("reduce_sum", lazy=True)
 def _reduce_sum(eqn: Any, x: Value) -> Value:
     return summed(eqn, x, math.prod(x.shape[axis] for axis in eqn.params["axes"]))
 
 
-@rule("cumsum")
+@rule("cumsum", lazy=True)
 def _cumsum(eqn: Any, x: Value) -> Value:
     return summed(eqn, x, x.shape[eqn.params["axis"]])
 
 
-@rule("reduce_window_sum")
+@rule("reduce_window_sum", lazy=True)
 def _reduce_window_sum(eqn: Any, x: Value) -> Value:
     return summed(eqn, x, math.prod(eqn.params["window_dimensions"]))
 
