@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from scalify_core.array import ScaledArray, asarray, is_scaled_array
 from scalify_core.formats import E4M3, E5M2, FP32, FloatFormat, pow2_round
 from scalify_core.interpreter import scalify
 
+WAYS = ("eager", "jit", "dynamic")
+
 
 def check_scalify(
     fun: Callable,
@@ -21,6 +24,7 @@ def check_scalify(
     roundings: int = 4,
     reduction: int = 1,
     grad: bool = False,
+    ways: Sequence[str] = WAYS,
 ) -> Any:
     """Assert that `scalify(fun)(*args)` is `fun(*args)`.
 
@@ -34,14 +38,15 @@ def check_scalify(
             of the result for each term; without sums (1) each element is held to its own size.
         grad: check the gradient, too: of a weighted sum of all floating-point results, with respect to the scaled
             arguments, as `scalify(jax.grad(...))`.
+        ways: of running it; leave some out where one function is checked many times.
 
-    Checked are, eagerly and under jit, with static and with dynamic scales: the tree of the result; values, within
-    (roundings + reduction) x epsilon; infinities and NaNs, which must stand where the plain function has them; that
-    scales are powers of two within [2^-126, 2^126]; and that the format is kept: `dtype` (FP16 for the results of
-    arithmetic on FP8), or that of the plain result where the function itself asks for another than FP32.
+    Checked are, eagerly and under jit with static scales, and under jit with dynamic ones: the tree of the result;
+    values, within (roundings + reduction) x epsilon; infinities and NaNs, which must stand where the plain function
+    has them; that scales are powers of two within [2^-126, 2^126]; and that the format is kept: `dtype` (FP16 for the
+    results of arithmetic on FP8), or that of the plain result where the function itself asks for another than FP32.
 
     Returns:
-        The eager result.
+        The result of the first way.
 
     Raises:
         AssertionError: naming the result, how it was run, and the worst element.
@@ -51,38 +56,40 @@ def check_scalify(
     leaves, tree = jax.tree.flatten(args, is_leaf=is_scaled_array)
     if not any(is_scaled_array(x) for x in leaves):
         raise ValueError("check_scalify: give at least one ScaledArray")
-    first = _check(fun, leaves, tree, roundings, reduction)
+    first = _check(fun, leaves, tree, ways, roundings, reduction)
     if grad:
         scaled = [i for i, x in enumerate(leaves) if is_scaled_array(x)]
-        gradient = _gradient_of(fun, tree, scaled)
-        _check(gradient, leaves, jax.tree.structure((0,) * len(leaves)), 2 * roundings, reduction)
+        gradient = _gradient_of(fun, tree, tuple(scaled))
+        _check(gradient, leaves, jax.tree.structure((0,) * len(leaves)), ways, 2 * roundings, reduction)
     return first
 
 
-def _check(fun: Callable, leaves: Sequence[Any], tree: Any, roundings: int, reduction: int) -> Any:
+def _check(fun: Callable, leaves: Sequence[Any], tree: Any, ways: Sequence[str], roundings: int, reduction: int) -> Any:
     """One function, all ways to run it."""
     formats = {FloatFormat.of(x.dtype) for x in leaves if is_scaled_array(x)}
     assert len(formats) == 1, f"one format at a time: {formats}"
     (fmt,) = formats
+    static = [ScaledArray(x.data, float(x.scale)) if _has_scalar_scale(x) else x for x in leaves]
+    dynamic = [ScaledArray(x.data, jnp.asarray(x.scale, jnp.float32)) if is_scaled_array(x) else x for x in leaves]
+    plain, scaled, jitted = _functions(fun, tree)
+    expected = plain(*asarray(leaves))
+    first = None
+    for way in ways:
+        found = (scaled if way == "eager" else jitted)(*(dynamic if way == "dynamic" else static))
+        assert_close(found, expected, fmt, roundings=roundings, reduction=reduction, where=way)
+        first = found if first is None else first
+    return first
+
+
+@functools.lru_cache(maxsize=512)
+def _functions(fun: Callable, tree: Any) -> tuple[Callable, Callable, Callable]:
+    """The plain function of leaves under jit, and the scaled one without and with it; compiled once for all calls."""
 
     def on_leaves(*leaves: Any) -> Any:
         return fun(*jax.tree.unflatten(tree, leaves))
 
-    expected = jax.jit(on_leaves)(*asarray(leaves))
     scaled = scalify(on_leaves)
-    static = [ScaledArray(x.data, float(x.scale)) if _has_scalar_scale(x) else x for x in leaves]
-    dynamic = [ScaledArray(x.data, jnp.asarray(x.scale, jnp.float32)) if is_scaled_array(x) else x for x in leaves]
-    ways: dict[str, tuple[Callable, list]] = {
-        "eager": (scaled, static),
-        "jit": (jax.jit(scaled), static),
-        "jit, dynamic scales": (jax.jit(scaled), dynamic),
-    }
-    first = None
-    for name, (function, operands) in ways.items():
-        found = function(*operands)
-        assert_close(found, expected, fmt, roundings=roundings, reduction=reduction, where=name)
-        first = found if first is None else first
-    return first
+    return jax.jit(on_leaves), scaled, jax.jit(scaled)
 
 
 def assert_close(
@@ -119,8 +126,9 @@ def _assert_leaf_close(x: Any, y: Any, fmt: FloatFormat, roundings: int, reducti
     x, y = np.where(finite, x, 0), np.where(finite, y, 0)
     size = np.abs(y) if reduction == 1 else np.max(np.abs(y), initial=0.0)
     bound = (roundings + reduction) * fmt.epsilon * size
-    # What is below the smallest numbers of the data, or of the plain FP32 program, may be lost.
-    bound = bound + roundings * (fmt.min_subnormal * scale + FP32.min_normal)
+    # What is below the smallest numbers of the data, or of the plain FP32 program, may be lost. Those below the normal
+    # numbers of FP32 are, on devices that flush them.
+    bound = bound + roundings * (max(fmt.min_subnormal, FP32.min_normal) * scale + FP32.min_normal)
     error = np.abs(x - y)
     if np.any(error > bound):
         at = tuple(int(i) for i in np.unravel_index(np.argmax(error / bound), error.shape))
@@ -139,7 +147,8 @@ def _assert_invariants(x: ScaledArray, y: Any, fmt: FloatFormat, where: str) -> 
         assert pow2_round(scale) == scale, f"{where}: scale {scale} is no power of two in [2^-126, 2^126]"
 
 
-def _gradient_of(fun: Callable, tree: Any, scaled: Sequence[int]) -> Callable:
+@functools.lru_cache(maxsize=512)
+def _gradient_of(fun: Callable, tree: Any, scaled: tuple[int, ...]) -> Callable:
     """The gradient of a weighted sum of the floating-point results, with respect to the leaves `scaled`."""
 
     def loss(*leaves: Any) -> jax.Array:
@@ -149,7 +158,7 @@ def _gradient_of(fun: Callable, tree: Any, scaled: Sequence[int]) -> Callable:
                 total += jnp.sum(y * np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape))
         return total
 
-    return jax.grad(loss, argnums=tuple(scaled))
+    return jax.grad(loss, argnums=scaled)
 
 
 def _has_scalar_scale(x: Any) -> bool:

@@ -1,0 +1,93 @@
+"""What a case of the primitives' test is, and the operands that cases are made of."""
+
+import dataclasses
+import itertools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+FREE, MULTIPLIES = (-100, 0, 100), (-60, 0, 60)
+LOGICAL = (-100, -10, 0, 2)  # functions whose value depends on more than the scale: from tiny to beyond their knees
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One function of arrays whose trace holds `primitive`, and its operands at scale 1.
+
+    Attributes:
+        primitive: name.
+        fun: takes `args`.
+        args: FP32 arrays, which are scaled; `Plain` ones, integers and booleans, which are not.
+        exponents: of the scales. Each is tried for all operands, and each pair of extremes on alternating operands.
+        roundings: see `check_scalify`.
+        reduction: see `check_scalify`.
+        special: whether zeros, infinities and NaN among the elements must come out as in the plain function.
+        narrow: the exponents in FP16 data; the same if None.
+        grad: whether the gradient is checked, too.
+    """
+
+    primitive: str
+    fun: Callable
+    args: tuple
+    exponents: tuple[int, ...] = FREE
+    roundings: int = 4
+    reduction: int = 1
+    special: bool = True
+    narrow: tuple[int, ...] | None = None
+    grad: bool = False
+    label: str = ""
+
+    def __str__(self) -> str:
+        shapes = ",".join("x".join(map(str, np.shape(_array(a)))) or "scalar" for a in self.args)
+        return f"{self.primitive}[{self.label or shapes}]"
+
+    def scales(self, exponents: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """One exponent for each argument, for each trial."""
+        low, high = min(exponents), max(exponents)
+        same = [(e,) * len(self.args) for e in exponents]
+        mixed = [tuple(itertools.islice(itertools.cycle(pair), len(self.args))) for pair in ((low, high), (high, low))]
+        return list(dict.fromkeys(same + mixed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """An FP32 operand that has no scale."""
+
+    array: Any
+
+
+def _array(a: Any) -> Any:
+    return a.array if isinstance(a, Plain) else a
+
+
+def _rng(shape: tuple[int, ...], salt: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(f"{shape}{salt}".encode()))
+
+
+def normal(*shape: int, salt: str = "") -> np.ndarray:
+    """Gaussian, RMS 1."""
+    return np.asarray(_rng(shape, salt).normal(size=shape), np.float32)
+
+
+def positive(*shape: int, salt: str = "") -> np.ndarray:
+    """Between 1/2 and 2."""
+    return np.asarray(2 ** _rng(shape, salt + "p").uniform(-1, 1, shape), np.float32)
+
+
+def unit(*shape: int, salt: str = "") -> np.ndarray:
+    """Between -0.9 and 0.9."""
+    return np.asarray(_rng(shape, salt + "u").uniform(-0.9, 0.9, shape), np.float32)
+
+
+def distinct(*shape: int, salt: str = "") -> np.ndarray:
+    """No two elements equal, also in FP16: multiples of 1/8."""
+    n = int(np.prod(shape))
+    return np.asarray(_rng(shape, salt + "d").permutation(np.arange(n) - n // 2) / 8, np.float32).reshape(shape)
+
+
+def spd(n: int) -> np.ndarray:
+    """A well-conditioned symmetric positive definite matrix."""
+    a = normal(n, n, salt="spd") / 4
+    return np.asarray(a @ a.T + np.eye(n), np.float32)

@@ -1,0 +1,137 @@
+"""Random programs and random pytrees: scaled in FP32 data, a program is bitwise the plain one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from scalify_core.array import ScaledArray, as_scaled_array, asarray, is_scaled_array
+from scalify_core.formats import pow2_round
+from scalify_core.interpreter import scalify
+from scalify_core.stats import Summary, summarize
+
+SHAPE = (3, 3)
+MASK = np.arange(9).reshape(SHAPE) % 2 == 0
+# All keep the shape (3, 3). Scales only move binary points, so none of them may change a bit. (A factor that is no
+# power of two may be applied at another place of a product, which costs a rounding; so constants here are powers.)
+OPERATIONS = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / (1 + jnp.abs(y)),
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "matmul": lambda x, y: jnp.dot(x, y, precision="highest"),
+    "select": lambda x, y: jnp.where(MASK, x, y),
+    "mask": lambda x, y: jnp.where(x > y, x, 0.0),
+    "neg": lambda x, y: -x,
+    "square": lambda x, y: jnp.square(x),
+    "sqrt": lambda x, y: jnp.sqrt(jnp.abs(x)),
+    "rsqrt": lambda x, y: jax.lax.rsqrt(1 + jnp.square(x)),
+    "tanh": lambda x, y: jnp.tanh(x),
+    "exp": lambda x, y: jnp.exp(-jnp.abs(x)),
+    "times constant": lambda x, y: x * -0.25,
+    "plus constant": lambda x, y: x + 1e-3,
+    "transpose": lambda x, y: x.T,
+    "center": lambda x, y: x - jnp.max(x, 1, keepdims=True),
+    "cumsum": lambda x, y: jnp.cumsum(x, 0),
+    "gather": lambda x, y: x[np.array([2, 0, 2])],
+    "roll": lambda x, y: jnp.concatenate([x[1:], y[:1]]),
+    "norm": lambda x, y: x / (jnp.sum(jnp.abs(x)) + 1),
+    "scan": lambda x, y: jax.lax.scan(lambda c, row: (c + row, c * 0.5), x[0], y)[1],
+    "cond": lambda x, y: jax.lax.cond(x[0, 0] > y[0, 0], lambda: x, lambda: y),
+    "jit": lambda x, y: jax.jit(lambda x: (x, jnp.abs(x)))(x)[1],
+}
+elements = st.integers(-(2**11), 2**11).map(lambda n: n / 2**10)
+arrays = st.one_of(
+    st.integers(0, 99).map(lambda seed: np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)),
+    st.lists(elements, min_size=9, max_size=9).map(lambda v: np.array(v, np.float32).reshape(SHAPE)),
+)
+programs = st.lists(
+    st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8
+)
+exponents = st.integers(-12, 12)
+
+
+def run(program, x, y):
+    """The values of all steps; each takes two of the values before it."""
+    values = [x, y]
+    for name, i, j in program:
+        values.append(OPERATIONS[name](values[i % len(values)], values[j % len(values)]))
+    return values
+
+
+def within_range(values):
+    """Neither overflow nor, anywhere, a number so small that the plain program loses bits of it."""
+    sizes = np.abs(np.concatenate([np.ravel(v) for v in values]))
+    return bool(np.all((sizes == 0) | ((sizes > 2.0**-90) & (sizes < 2.0**90))))
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(programs, arrays, arrays, exponents, exponents, st.booleans())
+def test_a_random_program_in_fp32_data_is_bitwise_the_plain_one(program, x, y, ex, ey, dynamic):
+    plain = run(program, jnp.asarray(x) * 2.0**ex, jnp.asarray(y) * 2.0**ey)
+    assume(within_range(plain))
+    scales = [jnp.float32(2.0**e) if dynamic else 2.0**e for e in (ex, ey)]
+    found = scalify(lambda x, y: run(program, x, y))(
+        ScaledArray(jnp.asarray(x), scales[0]), ScaledArray(jnp.asarray(y), scales[1])
+    )
+    for step, (a, b) in enumerate(zip(found, plain, strict=True)):
+        assert a.dtype == jnp.float32
+        assert all(pow2_round(s) == s for s in np.ravel(np.asarray(a.scale, np.float32)))
+        np.testing.assert_array_equal(np.asarray(a), b, err_msg=f"step {step - 2}")
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(programs, arrays, arrays, st.integers(-20, 20))
+def test_a_random_program_in_fp16_data_stays_finite_and_fp16(program, x, y, exponent):
+    args = [ScaledArray(jnp.asarray(a, jnp.float16), 2.0**exponent) for a in (x, y)]
+    plain = run(program, *asarray(args))
+    assume(within_range(plain[2:]))
+    for a in scalify(lambda x, y: run(program, x, y))(*args):
+        assert a.dtype == jnp.float16
+        assert np.isfinite(np.asarray(a)).all()
+
+
+floats = st.builds(
+    lambda shape, exponent, dtype: jnp.full(shape, 1.5, dtype) * 2.0**exponent,
+    st.sampled_from([(), (2,), (3, 1)]),
+    st.integers(-6, 6),
+    st.sampled_from([jnp.float32, jnp.float16, jnp.bfloat16]),
+)
+leaves = st.one_of(st.none(), st.integers(-5, 5).map(np.int32), st.booleans().map(np.bool_), floats)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from("abcd"), inner, max_size=3),
+        st.tuples(inner, inner),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(trees, st.one_of(st.none(), exponents.map(lambda e: 2.0**e)))
+def test_random_pytrees_pass_through_scaling_and_back(tree, scale):
+    scaled = as_scaled_array(tree, scale)
+    assert jax.tree.structure(scaled, is_leaf=is_scaled_array) == jax.tree.structure(tree)
+    back = asarray(scaled)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    through = asarray(scalify(lambda t: t)(scaled))
+    assert jax.tree.structure(through) == jax.tree.structure(tree)
+    for original, a, b in zip(*map(jax.tree.leaves, (tree, back, through)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(original, np.float64))
+        np.testing.assert_array_equal(np.asarray(b, np.float64), np.asarray(original, np.float64))
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(trees)
+def test_random_pytrees_are_summarised_leaf_by_leaf(tree):
+    expected = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    summaries = jax.tree.leaves(summarize(as_scaled_array(tree)), is_leaf=lambda x: isinstance(x, Summary))
+    assert len(summaries) == len(expected)
+    for s, x in zip(summaries, expected, strict=True):
+        size = float(s.rms) * 2.0 ** int(s.exponent)
+        np.testing.assert_allclose(size, np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))), rtol=1e-6)
