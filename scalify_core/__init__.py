@@ -1,5 +1,6 @@
 """Scale propagation for JAX programs: narrow floating point without loss scaling or amax histories."""
 
+from scalify_core import tree
 from scalify_core.array import ScaledArray, as_scaled_array, asarray
 from scalify_core.composite import composite
 from scalify_core.formats import FloatFormat
@@ -64,4 +65,5 @@ __all__ = [
     "softmax",
     "stop_scaling",
     "swiglu",
+    "tree",
 ]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.formats import pow2_round
-from scalify_core.value import as_float32, broadcast_scale, saturating_cast, times
+from scalify_core.value import MIN_SCALE, as_float32, broadcast_scale, saturating_cast, times
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -141,7 +141,8 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
     Args:
         tree: any pytree; ScaledArrays, integers, booleans and keys in it stay as they are.
         scale: of every leaf: a number makes static scales, an FP32 array dynamic ones. None: the power of two that
-            is nearest to the RMS of each leaf, dynamic (1 for a leaf of zeros or with infinities or NaNs).
+            is nearest to the RMS of each leaf, dynamic (1 for a leaf with infinities or NaNs, and 2^-126 for zeros, so
+            that a state which begins with zeros does not set the scale of what is added to it).
         dtype: of the data; that of each leaf if None.
 
     The gradient with respect to the tree is the logical gradient.
@@ -170,13 +171,14 @@ def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
 
 
 def rms_scale(x: Any) -> jax.Array:
-    """The power of two nearest to the RMS of `x`, FP32; 1 where the RMS is zero or not finite."""
+    """The power of two nearest to the RMS of `x`, FP32; 2^-126 where it is zero, 1 where it is not finite."""
     x = jnp.abs(jnp.asarray(x, jnp.float32))
     peak = jnp.max(x, initial=0.0)
     # Relative to the peak: squares of 2^100 or 2^-100 leave FP32.
     inverse = 1 / jnp.where(peak > 0, peak, 1)
     rms = peak * jnp.sqrt(jnp.mean(jnp.square(x * inverse)))
-    return jnp.where((rms > 0) & jnp.isfinite(rms), pow2_round(rms), jnp.float32(1))
+    scale = jnp.where(rms > 0, pow2_round(rms), jnp.float32(MIN_SCALE))
+    return jnp.where(jnp.isfinite(rms), scale, jnp.float32(1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

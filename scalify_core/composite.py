@@ -127,7 +127,7 @@ class Composite:
             return call(self.name, self.fun, self.cuda, args)
 
         def fwd(*args: Any) -> tuple[Any, Any]:
-            return call(f"{self.name}.fwd", self.fwd, self.cuda_fwd, args)
+            return call(f"{self.name}.fwd", self.fwd, self.cuda_fwd, args, residuals=True)
 
         def bwd(residuals: Any, gradient: Any) -> Any:
             return call(f"{self.name}.bwd", self.bwd, self.cuda_bwd, (residuals, gradient))
@@ -164,14 +164,22 @@ def _equally_varying(args: Any) -> Any:
     return jax.tree.map(cast, args)
 
 
-def _bind(name: str, fun: Callable, cuda: Callable | None, args: tuple, static: tuple) -> Any:
+def _bind(
+    name: str, fun: Callable, cuda: Callable | None, args: tuple, static: tuple, *, residuals: bool = False
+) -> Any:
     leaves, in_tree = jax.tree.flatten(args)
     call = Call(name, fun, static, in_tree, cuda)
     traced = jax.jit(_unflattened(call)).trace(*leaves)
     out = composite_p.bind(*leaves, jaxpr=traced.jaxpr, call=call)
-    # A residual that is an argument stays that argument: no copy, and no new scale.
-    argument = dict(zip(traced.jaxpr.invars, leaves, strict=True))
-    out = [argument.get(var, x) if _is_var(var) else x for var, x in zip(traced.jaxpr.outvars, out, strict=True)]
+    if residuals:
+        # One that is an argument stays that argument: no copy, and no new scale. A result never does: the rule of a
+        # function that returns its argument may change the scale.
+        first = len(jax.tree.leaves(traced.out_info[0]))
+        argument = dict(zip(traced.jaxpr.invars, leaves, strict=True))
+        out[first:] = [
+            argument.get(var, x) if _is_var(var) else x
+            for var, x in zip(traced.jaxpr.outvars[first:], out[first:], strict=True)
+        ]
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), out)
 
 

@@ -1,10 +1,13 @@
 """What the interpreter computes with: data, scale and the RMS that the data is expected to have.
 
-The logical value is `data * factor * scale`, where `factor` is a number that has not been multiplied into the data
-yet (nearly always 1): the next operation that multiplies the data anyway takes it along, so that constants and changes
-of scale cost one multiplication in all, or none. A scale is *static* when it is a Python float: arithmetic on it happens while
-tracing and leaves nothing in the compiled program. Otherwise it is an FP32 array, a scalar or broadcastable to the
-data. Every scale is a power of two in [2^-126, 2^126].
+The logical value is `data * factor * scale`.
+
+A scale is *static* when it is a Python float: arithmetic on it happens while tracing and leaves nothing in the
+compiled program. Otherwise it is an FP32 array, a scalar or broadcastable to the data. Every scale is a power of two
+in [2^-126, 2^126].
+
+`factor` is a number that has not been multiplied into the data yet, nearly always 1. The next operation that
+multiplies the data anyway takes it along, so constants and changes of scale cost one multiplication in all, or none.
 
 `rho` is the RMS that the rules expect of the data, about 1. Rules work on `scale * rho` unrounded and only round the
 scale that comes out, so roundings do not accumulate along a chain of operations.
@@ -93,13 +96,17 @@ def materialise(x: Any) -> Any:
 
 
 def lift(x: Any, dtype: np.dtype) -> Value:
-    """A plain operand as a value of format `dtype`: a uniform constant is split exactly, an array has scale 1."""
+    """A plain operand as a value of format `dtype`: an array has scale 1, a uniform constant is split exactly.
+
+    Zero, infinities and NaN have any scale: the smallest, which does not count beside another.
+    """
     constant = uniform(x)
     if constant is None:
         return value(as_float32(x), 1.0, 1.0, dtype)
-    scale = pow2_round(constant) if constant and math.isfinite(constant) else 1.0
-    data = lax.full(np.shape(x), np.float32(constant / scale), _F32)
-    return value(data, scale, abs(constant / scale) if constant and math.isfinite(constant) else 1.0, dtype)
+    any_scale = constant == 0 or not math.isfinite(constant)
+    scale = MIN_SCALE if any_scale else pow2_round(constant)
+    number = np.float32(constant if any_scale else constant / scale)
+    return value(lax.full(np.shape(x), number, _F32), scale, 1.0 if any_scale else abs(float(number)), dtype)
 
 
 def as_float32(x: Any) -> Any:
@@ -153,16 +160,14 @@ def times(x: Any, factor: Scale) -> Any:
         if x.dtype != _F32 and not 2.0**-14 <= abs(factor) <= 1:
             x = as_float32(x)
         return lax.mul(x, np.asarray(factor, x.dtype))
-    return lax.mul(as_float32(x), broadcast_scale(factor, x))
+    return jnp.multiply(as_float32(x), broadcast_scale(factor, x))
 
 
 def broadcast_scale(scale: Any, x: Any) -> Any:
-    """A dynamic scale against data: scalars as they are, others on the leading axes, or of the rank of the data."""
+    """A dynamic scale for data `x`: a scalar, or of the rank of the data; what is of lower rank is of leading axes."""
     if scale.ndim in (0, x.ndim):
-        if scale.ndim and scale.shape != x.shape:
-            return lax.broadcast_in_dim(scale, x.shape, tuple(range(x.ndim)))
         return scale
-    return lax.broadcast_in_dim(scale, x.shape, tuple(range(scale.ndim)))
+    return lax.reshape(scale, scale.shape + (1,) * (x.ndim - scale.ndim))
 
 
 def unscaled(v: Any, dtype: Any = _F32) -> Any:

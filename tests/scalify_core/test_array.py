@@ -1,0 +1,104 @@
+"""ScaledArray: its invariants, its two kinds of scale, what it means as a pytree and as a gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalify_core import ScaledArray, as_scaled_array, asarray, tree
+
+X = jax.random.normal(jax.random.key(0), (4, 8))
+
+
+def test_logical_value_is_data_times_scale():
+    x = ScaledArray(X, 4.0)
+    np.testing.assert_array_equal(np.asarray(x), 4 * np.asarray(X))
+    assert (x.shape, x.dtype, x.ndim, x.size, len(x)) == (X.shape, X.dtype, 2, 32, 4)
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.0, -2.0, 2.0**127, float("nan")])
+def test_static_scale_that_is_no_power_of_two_in_range_is_an_error(scale):
+    with pytest.raises(ValueError, match="power of two"):
+        ScaledArray(X, scale)
+
+
+def test_data_of_integers_is_an_error():
+    with pytest.raises(TypeError, match="int32"):
+        ScaledArray(jnp.arange(3), 1.0)
+
+
+def test_static_scale_is_structure_and_dynamic_scale_is_a_leaf():
+    static, dynamic = ScaledArray(X, 2), ScaledArray(X, jnp.float32(2))
+    assert len(jax.tree.leaves(static)) == 1
+    assert len(jax.tree.leaves(dynamic)) == 2
+    assert jax.tree.structure(static) != jax.tree.structure(ScaledArray(X, 4))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path({"w": dynamic})]
+    assert paths == ["['w'].data", "['w'].scale"]
+
+
+def test_numpy_numbers_are_static_scales():
+    assert all(ScaledArray(X, s).is_static for s in (2, 2.0, np.float32(2), np.array(2.0)))
+    assert not ScaledArray(X, jnp.float32(2)).is_static
+
+
+def test_scale_that_is_not_given_is_the_power_of_two_nearest_to_the_rms():
+    for exponent in (-100, -6, 0, 100):
+        x = as_scaled_array(X * 2.0**exponent)
+        assert float(x.scale) == 2.0**exponent
+        np.testing.assert_array_equal(asarray(x), X * 2.0**exponent)
+
+
+@pytest.mark.parametrize(("content", "scale"), [(0.0, 2.0**-126), (np.inf, 1), (np.nan, 1)])
+def test_zeros_get_the_smallest_scale_and_what_is_not_finite_scale_one(content, scale):
+    assert float(as_scaled_array(jnp.full(3, content)).scale) == scale
+
+
+def test_narrow_data_is_cast_after_scaling_and_saturates():
+    x = as_scaled_array(jnp.asarray([1e-9, 3e-9, 1e20]), 2.0**-30, dtype=jnp.float16)
+    assert float(x.data[2]) == 65504
+    np.testing.assert_allclose(asarray(x)[:2], [1e-9, 3e-9], rtol=2**-11)
+
+
+def test_integers_keys_and_scaled_arrays_pass_as_they_are():
+    inputs = {"i": jnp.arange(3), "k": jax.random.key(0), "s": ScaledArray(X, 2.0), "b": True}
+    out = as_scaled_array(inputs, 1.0)
+    assert out["s"] is inputs["s"]
+    assert out["b"] is True
+    assert out["i"].dtype == jnp.int32
+
+
+def test_rescale_keeps_the_value_over_the_whole_range_of_scales():
+    x = ScaledArray(X, 2.0**100)
+    for scale in (2.0**126, 2.0**98, jnp.float32(2.0**101)):
+        np.testing.assert_array_equal(asarray(x.rescale(scale)), asarray(x))
+
+
+def test_scales_of_layers_broadcast_along_leading_axes_and_are_indexed():
+    scales = jnp.asarray([1.0, 2.0, 4.0, 8.0])
+    expected = np.asarray(X) * np.asarray(scales)[:, None]
+    for shape in ((4,), (4, 1)):
+        x = ScaledArray(X, scales.reshape(shape))
+        np.testing.assert_array_equal(asarray(x), expected)
+        np.testing.assert_array_equal(asarray(x[2]), expected[2])
+
+
+def test_gradients_of_conversion_are_logical_gradients():
+    for scale in (None, 2.0**-4, jnp.float32(8)):
+        gradient = jax.grad(lambda x, s=scale: jnp.sum(jnp.sin(asarray(as_scaled_array(x, s)))))(X)
+        np.testing.assert_allclose(gradient, jnp.cos(X), rtol=1e-6)
+
+
+def test_repr_shows_scale_and_data():
+    assert repr(ScaledArray(jnp.ones(1), 0.25)) == "ScaledArray(scale=2^-2, data=Array([1.], dtype=float32))"
+
+
+def test_tree_functions_take_a_scaled_array_as_one_leaf():
+    params = {"w": ScaledArray(X, jnp.float32(4)), "n": jnp.arange(2)}
+    assert len(tree.leaves(params)) == 2
+    static = tree.with_static_scales(params)
+    assert static["w"].scale == 4.0
+    assert static["w"].is_static
+    assert not tree.with_dynamic_scales(static)["w"].is_static
+    moved = tree.rescaled_like({"w": ScaledArray(X, 1.0), "n": jnp.arange(2)}, static)
+    assert moved["w"].scale == 4.0
+    np.testing.assert_array_equal(asarray(moved["w"]), X)

@@ -1,0 +1,124 @@
+"""Control flow, calls and collectives under scalify: the values of the plain program, in FP32 and in FP16 data."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms, scalify
+
+X = jax.random.normal(jax.random.key(0), (4, 8))
+W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
+LAYERS = jax.random.normal(jax.random.key(2), (12, 8, 8)) / 3
+IMAGE = jax.random.normal(jax.random.key(3), (2, 8, 8, 3))
+KERNEL = jax.random.normal(jax.random.key(4), (3, 3, 3, 4))
+
+
+def layer(c, w):
+    return c + jnp.tanh(c @ w), None
+
+
+def conv_loss(kernel, x):
+    y = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return (nn.max_pool(y, (2, 2), (2, 2)) ** 2).mean() + nn.avg_pool(y, (2, 2), (2, 2)).sum()
+
+
+def per_device(x, w):
+    y = jnp.tanh(x @ w)
+    return lax.psum(y.sum(0), "d"), y, lax.pmean(y, "d"), lax.all_gather(y, "d", tiled=True)
+
+
+def sharded(x, w):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(per_device, mesh=mesh, in_specs=(P("d"), P()), out_specs=(P(), P("d"), P(), P("d")))(x, w)
+
+
+def rescaled_on_each_device(x, w):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    fun = lambda x, w: dynamic_rescale_rms(x @ w)
+    return jax.shard_map(fun, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))(x, w)
+
+
+PROGRAMS = {
+    "scan": (lambda x, ws: lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, ws), X, LAYERS),
+    "scan_reverse": (lambda x, ws: lax.scan(layer, x, ws, reverse=True, unroll=2)[0], X, LAYERS),
+    "scan_gradient": (lambda x, ws: jax.grad(lambda ws: (lax.scan(layer, x, ws)[0] ** 2).mean())(ws), X, LAYERS),
+    "scan_remat_gradient": (
+        lambda x, ws: jax.grad(lambda ws: (lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2).mean())(ws),
+        X,
+        LAYERS,
+    ),
+    "scan_accumulates_from_zeros": (
+        lambda x, ws: lax.scan(lambda c, w: (c + x @ w, None), jnp.zeros((4, 8)), ws)[0],
+        X,
+        LAYERS,
+    ),
+    "scan_stacks_constants": (lambda x: lax.scan(lambda c, _: (c * 1.5, jnp.zeros(3)), x, None, length=5), X),
+    "fori_of_growing_carry": (lambda x: lax.fori_loop(0, 5, lambda i, c: c * 2.0, x), X),
+    "fori_of_fifty_sums": (lambda x: lax.fori_loop(0, 50, lambda i, c: c + x, jnp.zeros_like(x)), X),
+    "while": (lambda x: lax.while_loop(lambda c: jnp.abs(c).sum() < 1e6, lambda c: c * 2.3 + x, x), X),
+    "cond": (lambda x, w: lax.cond(x.sum() > 0, lambda: x @ w, lambda: x * 8.0), X, W),
+    "cond_with_constant": (lambda x, w: lax.cond(x.sum() < 0, lambda: x @ w, lambda: jnp.zeros_like(x)), X, W),
+    "cond_gradient": (
+        lambda x, w: jax.grad(lambda w: lax.cond(x.sum() > 0, lambda: (x @ w).sum(), lambda: 0.0))(w),
+        X,
+        W,
+    ),
+    "switch": (
+        lambda x: lax.switch(jnp.int32(2), [lambda x: x, lambda x: x * 100, lambda x: x / 64], x),
+        X,
+    ),
+    "remat_gradient": (
+        lambda x, w: jax.grad(lambda w: (jax.checkpoint(lambda w: jnp.sin(x @ w))(w) ** 2).sum())(w),
+        X,
+        W,
+    ),
+    "custom_derivatives": (
+        lambda x: jax.grad(lambda x: (jax.nn.relu(x) + jax.nn.silu(x) + jax.nn.softplus(x)).sum())(x),
+        X,
+    ),
+    "vmap_inside": (lambda x, ws: jax.vmap(lambda w: jnp.tanh(x @ w))(ws), X, LAYERS),
+    "associative_scan": (lambda x: lax.associative_scan(jnp.add, x), X),
+    "linear_solve": (lambda w: jnp.linalg.solve(w @ w.T + jnp.eye(8), w), W),
+    "convolution_and_pooling_gradients": (jax.grad(conv_loss, (0, 1)), KERNEL, IMAGE),
+    "gather_gradient": (lambda x: jax.grad(lambda x: (x[jnp.array([1, 0, 1])] ** 2).sum())(x), X),
+    "shard_map": (sharded, X, W),
+    "shard_map_gradient": (lambda x, w: jax.grad(lambda w: sharded(x, w)[0].sum())(w), X, W),
+    "shard_map_with_rescale_of_each_shard": (rescaled_on_each_device, X, W),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, None], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_gives_the_plain_values(name, dtype, scale):
+    fun, *args = PROGRAMS[name]
+    expected = jax.jit(fun)(*args)
+    out = jax.jit(scalify(fun))(*as_scaled_array(args, scale, dtype=dtype))
+    # Twelve layers, or fifty sums, each of which rounds a few times.
+    tolerance = 64 * float(jnp.finfo(dtype).eps)
+    for found, plain in zip(jax.tree.leaves(asarray(out)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, plain, rtol=0, atol=tolerance * float(jnp.abs(plain).max()) + 1e-30)
+    for leaf in jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, ScaledArray)):
+        if isinstance(leaf, ScaledArray):
+            assert leaf.dtype == dtype
+
+
+def test_carry_that_only_adds_keeps_a_static_scale():
+    out = scalify(lambda x, ws: lax.scan(layer, x, ws)[0])(*as_scaled_array((X, LAYERS), 1.0))
+    assert out.is_static
+
+
+def test_layers_of_a_scan_have_scales_of_their_own():
+    exponents = jnp.arange(12) % 3 * 10
+    layers = ScaledArray(LAYERS, 2.0 ** -exponents.astype(jnp.float32))
+    fun = lambda x, ws: lax.scan(lambda c, w: (c, c @ w), x, ws)[1]
+    out = scalify(fun)(as_scaled_array(X, 1.0, dtype=jnp.float16), layers.astype(jnp.float16))
+    assert out.scale.shape == (12, 1, 1)
+    rms = np.sqrt(np.mean(np.square(np.float32(out.data)), axis=(1, 2)))
+    assert ((rms > 1 / 4) & (rms < 4)).all()
+    np.testing.assert_allclose(asarray(out), fun(X, asarray(layers)), rtol=0, atol=0.02)

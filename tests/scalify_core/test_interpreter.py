@@ -1,0 +1,225 @@
+"""What `scalify` promises about its arguments, its results, gradients, transformations and the compiled program."""
+
+import re
+import warnings
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalify_core import ScaledArray, as_scaled_array, asarray, composite, composite_rule, registry, scalify
+from scalify_core.rules.composites import on_values
+
+X = jax.random.normal(jax.random.key(0), (16, 64))
+PARAMS = {
+    "w1": jax.random.normal(jax.random.key(1), (64, 128)) / 8,
+    "w2": jax.random.normal(jax.random.key(2), (128, 8)) / 11,
+}
+Y = jax.random.normal(jax.random.key(3), (16, 8))
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((jax.nn.relu(x @ params["w1"]) @ params["w2"] - y) ** 2)
+
+
+def is_scaled(x):
+    return isinstance(x, ScaledArray)
+
+
+def test_results_that_depend_on_scaled_inputs_are_scaled_and_others_are_not():
+    def fun(x, n, key, plain):
+        return x * 2, x > 0, n + 1, jax.random.split(key), plain * 2, jnp.ones(3)
+
+    out = scalify(fun)(as_scaled_array(X, 1.0), jnp.arange(3), jax.random.key(0), X)
+    assert [is_scaled(x) for x in out] == [True, False, False, False, False, False]
+    assert out[1].dtype == bool
+
+
+def test_multiplication_by_a_power_of_two_moves_the_scale_and_no_data():
+    x = as_scaled_array(X, 1.0, dtype=jnp.float16)
+    out = scalify(lambda x: x * 0.25)(x)
+    assert out.scale == 0.25
+    np.testing.assert_array_equal(out.data, x.data)
+
+
+def test_data_format_is_the_promotion_of_the_scaled_operands():
+    half, single = as_scaled_array(X, 1.0, dtype=jnp.float16), as_scaled_array(X, 1.0)
+    assert scalify(jnp.add)(half, half).dtype == jnp.float16
+    assert scalify(jnp.add)(half, single).dtype == jnp.float32
+    assert scalify(jnp.add)(half, X).dtype == jnp.float16  # a plain array has no say
+    assert scalify(lambda x: x.astype(jnp.bfloat16))(half).dtype == jnp.bfloat16
+
+
+def test_keyword_and_static_arguments():
+    def fun(x, mode, *, y, power=1):
+        assert mode == "sum"
+        assert isinstance(power, int)
+        return (x + y) ** power
+
+    s = as_scaled_array(X, 1.0)
+    expected = (X + X) ** 2
+    by_name = scalify(fun, static_argnames=("mode", "power"))
+    np.testing.assert_allclose(asarray(by_name(s, mode="sum", y=s, power=2)), expected, rtol=1e-6)
+    np.testing.assert_allclose(asarray(by_name(s, "sum", y=s, power=2)), expected, rtol=1e-6)
+    by_number = scalify(fun, static_argnums=1, static_argnames="power")
+    np.testing.assert_allclose(asarray(by_number(s, "sum", y=s, power=2)), expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="static_argnums"):
+        scalify(fun, static_argnums=9)
+
+
+def test_function_is_traced_once_per_structure():
+    traces = []
+
+    @scalify
+    def fun(x):
+        traces.append(x.dtype)
+        return x * 3
+
+    for exponent in range(4):
+        fun(as_scaled_array(X, 2.0**exponent, dtype=jnp.float16))
+    assert traces == [jnp.float32]
+
+
+@pytest.mark.parametrize("scale", [None, 2.0**-3], ids=["dynamic", "static"])
+def test_gradient_outside_is_the_scaled_array_of_the_logical_gradient(scale):
+    params = as_scaled_array(PARAMS, scale)
+    x, y = as_scaled_array((X, Y), 1.0)
+    gradient = jax.jit(jax.grad(lambda p: asarray(scalify(loss_fn)(p, x, y))))(params)
+    assert all(map(is_scaled, gradient.values()))
+    expected = jax.grad(loss_fn)(PARAMS, X, Y)
+    for name in PARAMS:
+        np.testing.assert_allclose(asarray(gradient[name]), expected[name], rtol=0, atol=1e-6)
+
+
+def test_gradient_outside_with_auxiliary_results_and_plain_parameters():
+    fun = scalify(lambda p, x, y: (loss_fn(p, x, y), jnp.argmax(x, -1)))
+
+    def loss(params):
+        loss, index = fun(params, as_scaled_array(X, 1.0), as_scaled_array(Y, 1.0))
+        return asarray(loss), index
+
+    (_, index), gradient = jax.value_and_grad(loss, has_aux=True)(PARAMS)
+    np.testing.assert_array_equal(index, jnp.argmax(X, -1))
+    np.testing.assert_allclose(gradient["w1"], jax.grad(loss_fn)(PARAMS, X, Y)["w1"], rtol=0, atol=1e-6)
+
+
+def test_vmap_outside():
+    x = ScaledArray(X, jnp.full((16, 1), 2.0))
+    out = jax.vmap(scalify(lambda x, w: jnp.tanh(x @ w)), in_axes=(0, None))(x, as_scaled_array(PARAMS["w1"], 0.125))
+    np.testing.assert_allclose(asarray(out), jnp.tanh(2 * X @ PARAMS["w1"]), rtol=0, atol=1e-5)
+
+
+def test_nested_jit_keeps_its_name_and_is_lowered_once():
+    @jax.jit
+    def block(x, w):
+        return jnp.tanh(x @ w)
+
+    def fun(x, w):
+        for _ in range(3):
+            x = block(x, w)
+        return x
+
+    w = as_scaled_array(jnp.eye(64), 1.0)
+    text = jax.jit(scalify(fun)).lower(as_scaled_array(X, 1.0), w).as_text()
+    assert len(re.findall(r"func.func private @block", text)) == 1
+    assert len(re.findall(r"call @block", text)) == 3
+
+
+def test_donated_scaled_arrays_are_reused():
+    state = as_scaled_array(X, jnp.float32(1))
+    step = jax.jit(scalify(lambda x: x * 3.0), donate_argnums=0)
+    compiled = step.lower(state).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= X.nbytes
+
+
+def test_shardings_are_kept():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("data"))
+    x = as_scaled_array(jax.device_put(X, sharding), 1.0)
+
+    def fun(x, w):
+        return jax.lax.with_sharding_constraint(x @ w, sharding)
+
+    out = jax.jit(scalify(fun))(x, as_scaled_array(PARAMS["w1"], 0.125))
+    assert out.data.sharding.is_equivalent_to(sharding, 2)
+    np.testing.assert_allclose(asarray(out), X @ PARAMS["w1"], rtol=0, atol=1e-5)
+
+
+def test_explicitly_sharded_arrays():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = as_scaled_array(jax.device_put(X, NamedSharding(mesh, P("data"))), 1.0)
+        out = jax.jit(scalify(lambda x, w: jnp.tanh(x @ w) + x[:, :1]))(x, as_scaled_array(PARAMS["w1"], 0.125))
+        assert jax.typeof(out.data).sharding.spec[0] == "data"
+    np.testing.assert_allclose(asarray(out), jnp.tanh(X @ PARAMS["w1"]) + X[:, :1], rtol=0, atol=1e-5)
+
+
+def float_operations(jaxpr):
+    """How many operations on float arrays (not scalars) there are, exact multiplications by powers of two apart."""
+    counts = Counter()
+    for eqn in jaxpr.eqns:
+        inner = [p for p in eqn.params.values() if hasattr(p, "eqns")]
+        if inner:
+            counts += sum(map(float_operations, inner), Counter())
+        elif eqn.outvars[0].aval.ndim and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+            constants = [getattr(v, "val", None) for v in eqn.invars]
+            if not (
+                eqn.primitive.name == "mul" and any(c is not None and np.frexp(abs(c))[0] == 0.5 for c in constants)
+            ):
+                counts[eqn.primitive.name] += 1
+    return counts
+
+
+def test_static_scales_leave_only_powers_of_two_in_the_program():
+    def step(params, x, y):
+        gradient = jax.grad(loss_fn)(params, x, y)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+
+    scaled = as_scaled_array(PARAMS, 0.125), as_scaled_array(X, 1.0), as_scaled_array(Y, 1.0)
+    found = float_operations(jax.jit(scalify(step)).trace(*scaled).jaxpr)
+    plain = float_operations(jax.jit(step).trace(PARAMS, X, Y).jaxpr)
+    assert found.total() <= plain.total(), (found - plain, plain - found)
+    assert all(found[name] <= plain[name] for name in ("dot_general", "add", "sub", "div", "max", "exp", "sqrt"))
+
+
+def test_static_scales_take_no_arguments_and_no_scalars_at_run_time():
+    text = (
+        jax.jit(scalify(loss_fn))
+        .lower(as_scaled_array(PARAMS, 0.125), as_scaled_array(X, 1.0), as_scaled_array(Y, 1.0))
+        .as_text()
+    )
+    main = next(line for line in text.splitlines() if "@main" in line)
+    assert "tensor<f32>," not in main.split("->")[0]
+
+
+def test_primitive_without_rule_runs_in_float32_with_one_warning(monkeypatch):
+    monkeypatch.delitem(registry.rules, "tanh")
+    x = as_scaled_array(X, 2.0**3, dtype=jnp.float16)
+    with pytest.warns(UserWarning, match="'tanh'"):
+        out = scalify(jnp.tanh)(x)
+    np.testing.assert_allclose(asarray(out), jnp.tanh(asarray(x)), rtol=0, atol=2**-10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scalify(lambda x: jnp.tanh(x) * 2)(x)
+    registry._warned.discard("tanh")
+
+
+def test_users_write_composites_with_rules_in_a_dozen_lines(monkeypatch):
+    monkeypatch.setattr(registry, "composite_rules", dict(registry.composite_rules))
+
+    @composite
+    def squared_relu(x):
+        return jnp.square(jnp.maximum(x, 0))
+
+    @composite_rule("squared_relu")
+    def _(call, x):
+        return on_values(call, [(x.size**2, x.dtype)], x)
+
+    x = as_scaled_array(X / 256, 2.0**-8, dtype=jnp.float16)
+    out = scalify(squared_relu)(x)
+    assert out.scale == 2.0**-16
+    np.testing.assert_allclose(asarray(out), np.maximum(asarray(x), 0) ** 2, rtol=2**-11, atol=2**-40)

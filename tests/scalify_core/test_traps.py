@@ -1,0 +1,315 @@
+"""The traps of low precision that lie in scale propagation, one test each: each fails when its remedy is taken out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import scalify_core as sc
+from scalify_core import ScaledArray, as_scaled_array, asarray, scalify, tree
+from scalify_core.formats import E4M3, E5M2
+
+HALF = jnp.float16
+
+
+def rms(x):
+    return float(jnp.sqrt(jnp.mean(jnp.square(x.data.astype(jnp.float32)))))
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+# 1. Creep.
+
+
+@pytest.mark.parametrize("loop", ["unrolled", "scanned"])
+def test_creep_of_the_residual_stream_over_48_layers(loop):
+    weights = normal(1, 48, 64, 64) / 8
+
+    def layer(h, w):
+        return h + sc.layer_norm(h, jnp.ones(64), None) @ w, None
+
+    def unrolled(h, ws):
+        stream = [h]
+        for i in range(48):
+            stream.append(layer(stream[-1], ws[i])[0])
+        return stream
+
+    def scanned(h, ws):
+        return [jax.lax.scan(layer, h, ws)[0]]
+
+    h = as_scaled_array(normal(0, 256, 64), 1.0, dtype=HALF)
+    ws = as_scaled_array(weights, 0.125, dtype=HALF)
+    for x in scalify(unrolled if loop == "unrolled" else scanned)(h, ws):
+        assert 1 / 4 <= rms(x) <= 4, (rms(x), x.scale)
+
+
+def test_creep_of_accumulated_gradients():
+    x = as_scaled_array(normal(0, 96, 128), 1.0, dtype=HALF)
+
+    def total(x):
+        out = jnp.zeros(128)
+        for i in range(96):
+            out = out + x[i]
+        return out
+
+    assert 1 / 4 <= rms(scalify(total)(x)) <= 4
+
+
+def test_creep_of_equal_sums_in_matrix_products_and_reductions():
+    a, b = as_scaled_array((normal(0, 256, 768), normal(1, 768, 256)), 1.0, dtype=HALF)
+    assert 0.7 <= rms(scalify(jnp.matmul)(a, b)) <= 1.42
+    assert 0.7 <= rms(scalify(lambda a: a.sum(0))(a)) <= 1.42
+
+
+# 2. Casts that do not saturate.
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float16, jnp.bfloat16])
+def test_casts_saturate_and_keep_what_is_not_finite(dtype):
+    x = ScaledArray(jnp.asarray([3.4e38, -3.4e38, jnp.nan, jnp.inf, 1.0]), 1.0)
+    out = np.float32(scalify(lambda x: x.astype(dtype))(x).data)
+    limit = float(jnp.finfo(dtype).max)
+    assert abs(out[0]) <= limit
+    assert out[0] > limit * 0.99
+    assert out[1] == -out[0]
+    assert np.isnan(out[2])
+    assert not np.isfinite(out[3])
+    assert out[4] == 1
+
+
+def test_results_of_arithmetic_saturate():
+    x = as_scaled_array(jnp.asarray([60000.0, 1.0]), 1.0, dtype=HALF)
+    assert float(scalify(lambda x: jnp.exp(jnp.log(x) + 1.0))(x).data[0]) == 65504
+
+
+# 3. A forward cast that differentiation removes.
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_cast_on_forward_acts_in_the_differentiated_function(scaled):
+    x = jnp.asarray([1.01, -3.3, 0.77])
+    # The gradient of sum(cast(x)^2) is 2 cast(x): it shows whether the forward pass was rounded.
+    gradient = jax.grad(lambda x: jnp.sum(sc.cast_on_forward(x, E4M3) ** 2))
+    found = asarray(scalify(gradient)(as_scaled_array(x, 1.0))) if scaled else gradient(x)
+    np.testing.assert_array_equal(found, 2 * E4M3.quantise(x))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_cast_on_backward_rounds_the_gradient_only(scaled):
+    x = jnp.asarray([1.01, -3.3, 0.77])
+    both = jax.value_and_grad(lambda x: jnp.sum(sc.cast_on_backward(x, E5M2) ** 3))
+    value, gradient = asarray(scalify(both)(as_scaled_array(x, 1.0))) if scaled else both(x)
+    np.testing.assert_allclose(value, jnp.sum(x**3), rtol=1e-6)
+    exact = 3 * x**2
+    assert float(jnp.abs(gradient - exact).max()) > 0
+    np.testing.assert_allclose(gradient, exact, rtol=2.0**-3)
+    if not scaled:
+        np.testing.assert_array_equal(gradient, E5M2.quantise(exact))
+
+
+# 4. Adam: epsilon, zeros, the bias correction.
+
+
+def adam_run(scaled, steps, dtype, tx, target):
+    """Losses of a linear regression whose last two rows of parameters never get a gradient."""
+    x = normal(0, 32, 8).at[:, 6:].set(0)
+
+    def step(params, state):
+        loss, gradient = jax.value_and_grad(lambda p: jnp.mean((x @ p - target) ** 2))(params)
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = normal(1, 8, 4)
+    state = tx.init(params)
+    if not scaled:
+        run = jax.jit(step)
+    else:
+        params, state = as_scaled_array((params, state), 1.0, dtype=dtype)
+        state = tree.map_arrays(lambda s: s.rescale(2.0**-4) if sc.array.is_scaled_array(s) else s, state)
+        like = params, state
+        inner = scalify(step)
+
+        @jax.jit
+        def run(params, state):
+            params, state, loss = inner(params, state)
+            return *tree.rescaled_like((params, state), like), asarray(loss)
+
+    losses = []
+    for _ in range(steps):
+        params, state, loss = run(params, state)
+        losses.append(float(loss))
+    return np.asarray(losses), np.asarray(params)
+
+
+def test_adam_bias_correction_survives_200_steps():
+    target = normal(2, 32, 4)
+    tx = optax.adamw(1e-2, b2=0.95)
+    plain, expected = adam_run(False, 200, jnp.float32, tx, target)
+    scaled, found = adam_run(True, 200, jnp.float32, tx, target)
+    # 0.95**t leaves FP16 at t = 190, and 0 * inf is NaN where a power is propagated as a scale.
+    np.testing.assert_allclose(scaled, plain, rtol=1e-5)
+    # A tenth of a step: Adam magnifies the rounding of gradients that are nearly zero.
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+def test_adam_epsilon_in_fp16_data_gives_no_nan_where_plain_fp16_does():
+    target = normal(2, 32, 4)
+    tx = optax.adamw(1e-2)
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(np.float16(0) / (np.sqrt(np.float16(0)) + np.float16(1e-8)))
+    plain, _ = adam_run(False, 60, jnp.float32, tx, target)
+    scaled, params = adam_run(True, 60, HALF, tx, target)
+    assert np.isfinite(params).all()
+    np.testing.assert_allclose(scaled, plain, rtol=1e-2)
+
+
+def test_power_with_traced_exponent_is_no_scale():
+    out = scalify(lambda x, t: x * 0.95**t)(as_scaled_array(jnp.ones(3), 1.0, dtype=HALF), jnp.int32(150))
+    np.testing.assert_allclose(asarray(out), 0.95**150 * np.ones(3), rtol=2**-5)
+
+
+# Constants, masks and zeros.
+
+
+def test_mask_constant_does_not_drag_the_scale():
+    x = as_scaled_array(normal(0, 64, 64), 1.0, dtype=HALF)
+    mask = jnp.tril(jnp.ones((64, 64), bool))
+    out = scalify(lambda x: jnp.where(mask, x, -1e9))(x)
+    assert out.scale == 1.0
+    np.testing.assert_array_equal(out.data[63], x.data[63])
+    probabilities = scalify(lambda x: jax.nn.softmax(jnp.where(mask, x, -1e9)))(x)
+    assert float(asarray(probabilities)[0, 1]) == 0
+
+
+@pytest.mark.parametrize("constant", [0.0, np.inf, -np.inf, np.nan, 1e30])
+def test_constant_operands_take_the_others_scale(constant):
+    x = as_scaled_array(normal(0, 4, 8) * 2.0**-20, 2.0**-20, dtype=HALF)
+    for fun in (
+        lambda x: jnp.where(x > 0, x, constant),
+        lambda x: jnp.maximum(x, constant),
+        lambda x: jnp.concatenate([x, jnp.full((1, 8), constant)]),
+        lambda x: jnp.pad(x, 1, constant_values=constant),
+    ):
+        assert scalify(fun)(x).scale == 2.0**-20
+
+
+def test_broadcast_zeros_have_any_scale():
+    x = as_scaled_array(normal(0, 8) * 2.0**-30, 2.0**-30, dtype=HALF)
+    out = scalify(lambda x: jnp.zeros((4, 8)) + x[None] + 0.0)(x)
+    assert out.scale == 2.0**-30
+    scattered = scalify(lambda x: jnp.zeros((3, 8)).at[1].add(x))(x)
+    assert scattered.scale == 2.0**-30
+
+
+def test_small_literals_are_not_rounded_away_while_tracing():
+    out = scalify(lambda x: x + 1e-8)(as_scaled_array(jnp.zeros(3), 2.0**-27, dtype=HALF))
+    np.testing.assert_allclose(asarray(out), 1e-8, rtol=2**-11)
+
+
+# Range: scales that multiply past FP32.
+
+
+def test_products_of_extreme_scales_stay_in_range():
+    big, small = ScaledArray(jnp.ones(4), 2.0**100), ScaledArray(jnp.ones(4), 2.0**-65)
+    squared = scalify(jnp.square)(small)
+    assert 2.0**-126 <= squared.scale <= 2.0**126
+    np.testing.assert_array_equal(asarray(scalify(lambda x: jnp.square(x) * 2.0**100)(small)), 2.0**-30)
+    assert not np.isnan(asarray(scalify(lambda x: x * x)(big))).any()
+    np.testing.assert_array_equal(asarray(scalify(lambda x: x * x / x)(big)), 2.0**100)
+
+
+def test_comparisons_do_not_form_huge_or_tiny_values():
+    big = ScaledArray(jnp.asarray([1.0, -1.0]), 2.0**126)
+    tiny = ScaledArray(jnp.asarray([1.0, 1.0]), 2.0**-126)
+    np.testing.assert_array_equal(scalify(lambda a, b: a > b)(big, tiny), [True, False])
+    np.testing.assert_array_equal(scalify(lambda a: a * 0.25 > 0)(tiny), [True, True])
+    np.testing.assert_array_equal(scalify(lambda a: -a < 0)(tiny), [True, True])
+
+
+# Dynamic rescaling.
+
+
+@pytest.mark.parametrize("name", ["dynamic_rescale_rms", "dynamic_rescale_max"])
+def test_rescale_finds_the_power_of_two_and_changes_no_value(name):
+    x = as_scaled_array(normal(0, 512) * 2.0**-9, 1.0)
+    out = scalify(getattr(sc, name))(x)
+    assert float(out.scale) == (2.0**-9 if name.endswith("rms") else 2.0**-7)
+    np.testing.assert_array_equal(asarray(out), asarray(x))
+
+
+@pytest.mark.parametrize("content", [0.0, np.inf, np.nan])
+def test_rescale_of_zeros_or_what_is_not_finite_keeps_the_scale(content):
+    out = scalify(sc.dynamic_rescale_rms)(as_scaled_array(jnp.full(4, content), 2.0**-5, dtype=HALF))
+    assert float(out.scale) == 2.0**-5
+
+
+def test_rescale_of_the_gradient_leaves_the_forward_alone():
+    def loss(x):
+        return jnp.sum(jnp.sin(sc.dynamic_rescale_rms_grad(x)) * 2.0**-15)
+
+    x = as_scaled_array(normal(0, 512), 1.0, dtype=HALF)
+    gradient = scalify(jax.grad(loss))(x)
+    assert 0.7 < rms(gradient) < 1.42
+    assert scalify(sc.dynamic_rescale_rms_grad)(x).scale == 1.0
+    np.testing.assert_allclose(asarray(gradient), jnp.cos(asarray(x)) * 2.0**-15, rtol=2**-9, atol=2.0**-24)
+
+
+def test_remat_changes_no_bit_of_the_loss_or_the_gradient():
+    w, x = normal(0, 16, 16) / 4, normal(1, 8, 16)
+
+    def loss(wrap):
+        return lambda w, x: jnp.mean(wrap(lambda w: sc.gelu(sc.dynamic_rescale_rms_grad(x @ w)))(w) ** 2)
+
+    args = as_scaled_array((w, x), 1.0, dtype=HALF)
+    kept = jax.jit(scalify(jax.value_and_grad(loss(lambda f: f))))(*args)
+    again = jax.jit(scalify(jax.value_and_grad(loss(jax.checkpoint))))(*args)
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_rescaling_functions_mean_nothing_in_plain_arithmetic():
+    x = normal(0, 8)
+    for fun in (
+        lambda x: sc.set_scaling(x, 4.0),
+        sc.stop_scaling,
+        lambda x: sc.get_data_scale(x)[0],
+        lambda x: sc.rebalance(x, 2.0),
+        sc.dynamic_rescale_rms,
+        sc.dynamic_rescale_max,
+        sc.dynamic_rescale_rms_grad,
+        sc.dynamic_rescale_max_grad,
+    ):
+        np.testing.assert_array_equal(fun(x), x)
+
+
+def test_scales_are_set_read_moved_and_dropped_inside():
+    x = as_scaled_array(normal(0, 8), 1.0)
+    assert scalify(lambda x: sc.set_scaling(x, 4.0))(x).scale == 4.0
+    assert scalify(lambda x: sc.rebalance(x, 2.0))(x).scale == 2.0
+    assert not isinstance(scalify(sc.stop_scaling)(x), ScaledArray)
+    data, scale = scalify(sc.get_data_scale)(as_scaled_array(normal(0, 8), 0.25))
+    np.testing.assert_array_equal(data, normal(0, 8) * 4)
+    assert float(scale) == 0.25
+
+
+# The norm's epsilon, and the gradient of the loss.
+
+
+@pytest.mark.parametrize("exponent", [-60, -8, 0, 60])
+def test_epsilon_of_a_norm_means_the_same_at_every_scale(exponent):
+    x = normal(0, 4, 64) * 2.0**exponent
+    w = jnp.ones(64)
+    out = scalify(lambda x: sc.layer_norm(x, w, None))(as_scaled_array(x, 2.0**exponent))
+    np.testing.assert_allclose(asarray(out), sc.layer_norm(x, w, None), rtol=1e-5, atol=1e-30)
+
+
+def test_gradient_of_the_logits_survives_fp16():
+    tokens, vocab = 1024, 4096
+    logits, targets = 3 * normal(0, tokens, vocab), jnp.zeros(tokens, jnp.int32)
+    gradient = scalify(jax.grad(sc.cross_entropy))(as_scaled_array(logits, 1.0, dtype=HALF), targets)
+    plain = jax.grad(sc.cross_entropy)(logits.astype(HALF), targets)
+    assert float(jnp.mean(plain == 0)) > 0.7
+    assert float(jnp.mean(gradient.data == 0)) < 0.01
