@@ -302,9 +302,9 @@ def pack(operands: Any) -> list[Any]:
 
 
 def _packed(x: Any) -> Any:
-    dtype = np.dtype(jnp.result_type(x))
+    dtype = jnp.result_type(x)
     number = uniform(x) if jnp.issubdtype(dtype, jnp.floating) else None
-    return jnp.asarray(x) if number is None else Constant(number, np.shape(x), dtype)
+    return jnp.asarray(x) if number is None else Constant(number, np.shape(x), np.dtype(dtype))
 
 
 def unpack(operands: Any) -> list[Any]:

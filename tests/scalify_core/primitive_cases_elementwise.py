@@ -58,7 +58,7 @@ OTHER_UNARY = [
     *elementwise("optimization_barrier", lambda x: lax.optimization_barrier(x), normal),
     *logical("reduce_precision", lambda x: lax.reduce_precision(x, 8, 5), exponents=FREE),
     *elementwise("convert_element_type", lambda x: x.astype(jnp.bfloat16), normal),
-    *elementwise("convert_element_type", lambda x: x.astype(jnp.float16), normal, narrow=FREE, exponents=(-2, 0, 2)),
+    *elementwise("convert_element_type", lambda x: x.astype(jnp.float16), normal, exponents=(-2, 0, 2)),
     *logical("convert_element_type", lambda x: x.astype(jnp.int32), special=False),
     *logical("convert_element_type", lambda x: x.astype(bool), exponents=FREE),
     *logical("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.int32), exponents=FREE, special=False),

@@ -124,7 +124,7 @@ CONTROL = [
 RANDOM = [
     Case("random_gamma", lambda a: jax.random.gamma(KEY, a), (positive(3),), (-1, 0, 1), roundings=64, special=False),
     Case("random_bits", lambda x: x * jax.random.bernoulli(KEY, 0.5, x.shape) / 0.5, (normal(3, 4),), label="dropout",
-         grad=True),
+         grad=True, special=False),
     Case("random_bits", lambda x: x + jax.random.normal(KEY, x.shape), (normal(3, 4),), (-10, 0, 10), label="noise",
          reduction=2),
     Case("random_split", lambda x: [x * jax.random.uniform(k, x.shape) for k in jax.random.split(KEY)], (normal(3),)),
