@@ -23,10 +23,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from scalify_core.composite import composite
-from scalify_core.formats import E4M3, E5M2, MIN_SCALE_EXPONENT, FloatFormat, pow2_floor, pow2_round
+from scalify_core.formats import E4M3, E5M2, FP16, MIN_SCALE_EXPONENT, FloatFormat, pow2_floor, pow2_round
 
 MULTIPLE = 16  # of rows, columns and contracted elements: what cuBLASLt's FP8 kernels ask for
 
@@ -189,24 +190,28 @@ def _backward(residuals: tuple, gradient: jax.Array, *, product: Product) -> tup
 _fp8_dot.defvjp(_forward, _backward)
 
 
-def lhs_gradient(gradient8: jax.Array, rhs8: jax.Array, dims: DimensionNumbers, dtype: Any) -> jax.Array:
-    """The gradient of lhs, in its axes: the FP8 product of the output's gradient and rhs."""
+def lhs_gradient(
+    gradient8: jax.Array, rhs8: jax.Array, dims: DimensionNumbers, dtype: Any, alpha: float = 1.0
+) -> jax.Array:
+    """The gradient of lhs, in its axes: the FP8 product of the output's gradient and rhs, times `alpha`."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     rhs_kept = _rest(rhs8.ndim, rhs_contract, rhs_batch)
     # The axes of the output's gradient are (batch, kept of lhs, kept of rhs).
     batch, columns = _range(0, len(lhs_batch)), _range(gradient8.ndim - len(rhs_kept), gradient8.ndim)
-    out = dot_fp8(gradient8, rhs8, ((columns, rhs_kept), (batch, rhs_batch)), dtype, fast=False)
+    out = dot_fp8(gradient8, rhs8, ((columns, rhs_kept), (batch, rhs_batch)), dtype, alpha, fast=False)
     # Here: (batch, kept of lhs, contracted in the order of rhs's axes).
     contracted = tuple(axis for _, axis in sorted(zip(rhs_contract, lhs_contract, strict=True)))
     return _moved(out, (*lhs_batch, *_rest(out.ndim, lhs_contract, lhs_batch), *contracted))
 
 
-def rhs_gradient(lhs8: jax.Array, gradient8: jax.Array, dims: DimensionNumbers, dtype: Any) -> jax.Array:
-    """The gradient of rhs, in its axes: the FP8 product of lhs and the output's gradient."""
+def rhs_gradient(
+    lhs8: jax.Array, gradient8: jax.Array, dims: DimensionNumbers, dtype: Any, alpha: float = 1.0
+) -> jax.Array:
+    """The gradient of rhs, in its axes: the FP8 product of lhs and the output's gradient, times `alpha`."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     lhs_kept = _rest(lhs8.ndim, lhs_contract, lhs_batch)
     batch, rows = _range(0, len(lhs_batch)), _range(len(lhs_batch), len(lhs_batch) + len(lhs_kept))
-    out = dot_fp8(lhs8, gradient8, ((lhs_kept, rows), (lhs_batch, batch)), dtype, fast=False)
+    out = dot_fp8(lhs8, gradient8, ((lhs_kept, rows), (lhs_batch, batch)), dtype, alpha, fast=False)
     # Here: (batch, contracted in the order of lhs's axes, kept of rhs).
     contracted = tuple(axis for _, axis in sorted(zip(lhs_contract, rhs_contract, strict=True)))
     return _moved(out, (*rhs_batch, *contracted, *_rest(out.ndim, rhs_contract, rhs_batch)))
@@ -241,28 +246,29 @@ def _cast(x: jax.Array, fmt: FloatFormat, scale: Scale) -> tuple[jax.Array, floa
     return fmt.cast(x * (1 / power)), power
 
 
-def _scaled(dot: Callable[[str], jax.Array], dtype: str, *scales: float | jax.Array) -> jax.Array:
-    """`dot(dtype)` times the scales."""
+def _scaled(dot: Callable, dtype: str, *scales: float | jax.Array) -> jax.Array:
+    """`dot(dtype, alpha)` times the scales."""
     if all(isinstance(scale, float) for scale in scales):
-        scale: Any = math.prod(scales)
-        if scale == 1:
-            return dot(dtype)
-    else:
-        scale = jnp.float32(scales[0]) * scales[1]
+        return dot(dtype, math.prod(scales))
     # The unscaled product can leave the range of FP16, where the scaled one does not.
-    return (dot("bfloat16" if dtype == "bfloat16" else "float32") * scale).astype(dtype)
+    wide = "bfloat16" if dtype == "bfloat16" else "float32"
+    return (dot(wide) * (jnp.float32(scales[0]) * scales[1])).astype(dtype)
 
 
-def dot_fp8(lhs8: jax.Array, rhs8: jax.Array, dims: DimensionNumbers, dtype: Any, *, fast: bool) -> jax.Array:
-    """The product of two FP8 arrays, accumulated in FP32, rounded once to `dtype`.
+def dot_fp8(
+    lhs8: jax.Array, rhs8: jax.Array, dims: DimensionNumbers, dtype: Any, alpha: float = 1.0, *, fast: bool
+) -> jax.Array:
+    """The product of two FP8 arrays times a constant, accumulated in FP32, rounded to `dtype`.
 
     On CUDA it is cuBLASLt's, where `fast` keeps some 14 bits in the accumulator: good enough for the forward pass.
     The choice is made by the platform that the program is lowered for, so a CPU-only machine compiles for a GPU.
     Not differentiable: the derivative would not be FP8.
     """
-    algorithm = (
-        lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
-    )
+    dtype = jnp.dtype(dtype)
+    preset = lax.DotAlgorithmPreset
+    algorithm = preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else preset.ANY_F8_ANY_F8_F32
+    # A constant of the result's dtype becomes the GEMM's alpha; one of another dtype would be a kernel of its own.
+    fits = pow2_round(alpha) == alpha and (dtype != jnp.float16 or FP16.min_normal <= alpha <= FP16.max)
 
     def cuda(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:
         # Contracted axes last in both operands, which is the layout that cuBLASLt wants. And in programs for several
@@ -273,10 +279,13 @@ def dot_fp8(lhs8: jax.Array, rhs8: jax.Array, dims: DimensionNumbers, dtype: Any
         rhs8 = _contracted_last(rhs8, rhs_contract, rhs_batch)
         batch, n = _range(0, len(lhs_batch)), len(lhs_contract)
         last = _range(lhs8.ndim - n, lhs8.ndim), _range(rhs8.ndim - n, rhs8.ndim)
-        return lax.dot_general(lhs8, rhs8, (last, (batch, batch)), precision=algorithm, preferred_element_type=dtype)
+        result = dtype if fits else jnp.float32
+        out = lax.dot_general(lhs8, rhs8, (last, (batch, batch)), precision=algorithm, preferred_element_type=result)
+        return out if alpha == 1 else (out * np.asarray(alpha, result)).astype(dtype)
 
     def default(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:
         lhs, rhs = lhs8.astype(jnp.float32), rhs8.astype(jnp.float32)
-        return lax.dot_general(lhs, rhs, dims, precision=lax.Precision.HIGHEST).astype(dtype)
+        out = lax.dot_general(lhs, rhs, dims, precision=lax.Precision.HIGHEST)
+        return (out if alpha == 1 else out * np.float32(alpha)).astype(dtype)
 
     return lax.platform_dependent(lhs8, rhs8, cuda=cuda, default=default)

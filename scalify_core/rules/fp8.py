@@ -30,11 +30,12 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
 
     def forward(lhs: Any, rhs: Any) -> tuple:
         lhs8, rhs8 = E4M3.cast(lhs), E4M3.cast(rhs)
-        return dot_fp8(lhs8, rhs8, product.dims, dtype, fast=True), lhs8, rhs8
+        return dot_fp8(lhs8, rhs8, product.dims, dtype, 1 / power, fast=True), lhs8, rhs8
 
+    power, rho = _sum_of(product.sizes[2], lhs, rhs)
     out, lhs8, rhs8 = _on_data(call, forward, lhs.data, rhs.data)
     operands = v.value(lhs8, lhs.scale, lhs.rho), v.value(rhs8, rhs.scale, rhs.rho)
-    return _sum_of(product.sizes[2], out, lhs, rhs, dtype), (*operands, *_unused(product))
+    return v.value(out, _scale(lhs, rhs, power), rho, dtype), (*operands, *_unused(product))
 
 
 @composite_rule("fp8_dot_general.bwd")
@@ -45,18 +46,31 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
     lhs, rhs, gradient = (x if isinstance(x, Value) else v.lift(x, dtype) for x in (*residuals[:2], gradient))
     gradient = v.scalar_scale(gradient)
 
+    lhs_power, lhs_rho = _sum_of(columns, gradient, rhs)
+    rhs_power, rhs_rho = _sum_of(rows, lhs, gradient)
+
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
         gradient8 = E5M2.cast(rest[-1])
-        return lhs_gradient(gradient8, rhs8, product.dims, dtype), rhs_gradient(lhs8, gradient8, product.dims, dtype)
+        d_lhs = lhs_gradient(gradient8, rhs8, product.dims, dtype, 1 / lhs_power)
+        return d_lhs, rhs_gradient(lhs8, gradient8, product.dims, dtype, 1 / rhs_power)
 
     d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *_unused(product), gradient.data)
-    return _sum_of(columns, d_lhs, gradient, rhs, dtype), _sum_of(rows, d_rhs, lhs, gradient, dtype)
+    return (
+        v.value(d_lhs, _scale(gradient, rhs, lhs_power), lhs_rho, dtype),
+        v.value(d_rhs, _scale(lhs, gradient, rhs_power), rhs_rho, dtype),
+    )
 
 
-def _sum_of(count: int, data: Any, a: Value, b: Value, dtype: np.dtype) -> Value:
-    """The value of sums of `count` products."""
-    rho = a.rho * b.rho * math.sqrt(count)
-    return v.settled(data, v.product(a.scale, b.scale), rho, dtype, slack=math.sqrt(2))
+def _sum_of(count: int, a: Value, b: Value) -> tuple[float, float]:
+    """Of sums of `count` products: the power of two that goes from the data into the scale, and the RMS then left.
+
+    It is divided out by the product itself, at once: as the constant of the GEMM it costs nothing.
+    """
+    return v.rounded(a.rho * b.rho * math.sqrt(count))
+
+
+def _scale(a: Value, b: Value, power: float) -> Any:
+    return v.product(v.product(a.scale, b.scale), power)
 
 
 def _unused(product: Product) -> tuple:

@@ -13,6 +13,8 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from scalify_core.array import ScaledArray
+from scalify_core.interpreter import scalify
 from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 
 MATRIX = (((1,), (0,)), ((), ()))
@@ -154,6 +156,28 @@ def test_products_inside_shard_map_are_fp8_gemms(h200s):
     )
     text = compiled_text(shardings, with_gradients(fun), (2048, 256), (256, 512))
     assert_all_fp8(text, forward=1, backward=2)
+
+
+def test_scaled_products_are_fp8_gemms(h200):
+    """The whole of scale propagation, with gradients: the same three GEMMs."""
+
+    def out_and_gradients(x, w):
+        scaled = scalify(with_gradients(lambda x, w: fp8_dot_general(x, w, MATRIX)))
+        out, gradients = scaled(ScaledArray(x, 2.0**-12), ScaledArray(w, 2.0**3))
+        return out.data, [g.data for g in gradients]
+
+    assert_all_fp8(compiled_text(h200, out_and_gradients, (256, 1024), (1024, 512)), forward=1, backward=2)
+
+
+def test_a_static_scale_is_the_alpha_of_the_gemm(h200):
+    def product(x, w):
+        return scalify(lambda x, w: fp8_dot_general(x, w, MATRIX))(
+            ScaledArray(x, 2.0**-12), ScaledArray(w, 2.0**3)
+        ).data
+
+    text = compiled_text(h200, product, (256, 64), (64, 512))
+    assert_all_fp8(text, forward=1, backward=0)
+    assert '"alpha_real":0.125' in text  # 1 / sqrt(64)
 
 
 def test_a_product_that_falls_back_is_seen_not_to_be_fp8(h200):

@@ -1,0 +1,109 @@
+"""The FP8 product under scalify: a cast of the data, a scale by rule, no matter where the values lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from scalify_core.array import ScaledArray, asarray
+from scalify_core.formats import E4M3, E5M2
+from scalify_core.interpreter import scalify
+from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
+
+MATRIX = (((1,), (0,)), ((), ()))
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float16)
+
+
+def product_and_gradients(x, w, g):
+    out, vjp = jax.vjp(lambda x, w: fp8_dot_general(x, w, MATRIX), x, w)
+    return out, *vjp(g)
+
+
+X, W, G = normal(0, 32, 64), normal(1, 64, 48), normal(2, 32, 48)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("ex", "ew", "eg"), [(0, 0, 0), (-60, 40, -60), (60, -7, 33)])
+def test_product_and_gradients_are_those_of_the_cast_data(ex, ew, eg, dynamic):
+    scales = [jnp.float32(2.0**e) if dynamic else 2.0**e for e in (ex, ew, eg)]
+    args = [ScaledArray(data, scale) for data, scale in zip((X, W, G), scales, strict=True)]
+    found = jax.jit(scalify(product_and_gradients))(*args)
+    x8, w8, g8 = (f.cast(a).astype(jnp.float32) for f, a in zip((E4M3, E4M3, E5M2), (X, W, G), strict=True))
+    dot = lambda a, b: np.asarray(lax.dot(a, b, precision="highest"), np.float64)
+    expected = dot(x8, w8) * 2.0 ** (ex + ew), dot(g8, w8.T) * 2.0 ** (eg + ew), dot(x8.T, g8) * 2.0 ** (ex + eg)
+    for y, right in zip(found, expected, strict=True):
+        assert y.dtype == jnp.float16
+        value = np.asarray(y.data, np.float64) * float(y.scale)  # below what FP32 holds, at some of these scales
+        # One rounding of the product to FP16 before it is rescaled, one after.
+        np.testing.assert_allclose(value, right, rtol=2.0**-10, atol=2.0**-20 * np.abs(right).max())
+        assert 0.5 < np.sqrt(np.mean(np.square(np.asarray(y.data, np.float64)))) < 2
+
+
+def test_scaled_products_of_far_apart_scales_have_the_same_data():
+    """No statistic of the values is taken: the data do not depend on the scales."""
+    base = scalify(product_and_gradients)(*(ScaledArray(a, 1.0) for a in (X, W, G)))
+    far = scalify(product_and_gradients)(
+        *(ScaledArray(a, s) for a, s in zip((X, W, G), (2.0**60, 2.0**-60, 2.0**-55), strict=True))
+    )
+    for a, b in zip(base, far, strict=True):
+        np.testing.assert_array_equal(a.data, b.data)
+
+
+def test_the_forward_cast_acts_in_the_differentiated_function():
+    args = ScaledArray(X, 1.0), ScaledArray(W, 1.0)
+    value, _ = scalify(jax.value_and_grad(lambda x, w: jnp.sum(fp8_dot_general(x, w, MATRIX))))(*args)
+    plain = scalify(lambda x, w: jnp.sum(fp8_dot_general(x, w, MATRIX)))(*args)
+    wide = scalify(lambda x, w: jnp.sum(x @ w))(*args)
+    assert np.asarray(value) == np.asarray(plain)
+    assert abs(np.asarray(value) - np.asarray(wide)) > 0.01
+
+
+def test_the_scaling_of_plain_programs_is_not_used():
+    dot = Fp8DotGeneral(scaling=Scaling("rms", "amax", "amax"))
+    fun = lambda dot: lambda x, w, g: jax.vjp(lambda x, w: dot(x, w, MATRIX), x, w)[1](g)
+    args = [ScaledArray(a, s) for a, s in zip((X * 8, W, G), (2.0**20, 2.0**-9, 1.0), strict=True)]
+    for a, b in zip(scalify(fun(dot))(*args), scalify(fun(fp8_dot_general))(*args), strict=True):
+        np.testing.assert_array_equal(a.data, b.data)
+        assert a.scale == b.scale
+
+
+def test_one_operand_may_be_plain():
+    found = scalify(lambda w: fp8_dot_general(jnp.asarray(X, jnp.float32), w, MATRIX))(ScaledArray(W, 2.0**30))
+    both = scalify(lambda x, w: fp8_dot_general(x, w, MATRIX))(ScaledArray(X, 1.0), ScaledArray(W, 2.0**30))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(both))
+
+
+def test_vmapped_scanned_and_rematerialised_products_keep_their_values():
+    stack = normal(3, 4, 16, 16)
+    x = normal(4, 16, 16)
+
+    def layer(x, w):
+        return fp8_dot_general(x, w, MATRIX), None
+
+    def unrolled(x, stack):
+        for w in stack:
+            x = layer(x, w)[0]
+        return x
+
+    args = ScaledArray(x, 2.0**-30), ScaledArray(stack, 0.25)
+    expected = np.asarray(scalify(unrolled)(*args))
+    for body in (layer, jax.checkpoint(layer)):
+        found = scalify(lambda x, stack, body=body: lax.scan(body, x, stack)[0])(*args)
+        np.testing.assert_allclose(np.asarray(found), expected, rtol=2.0**-8, atol=2.0**-8 * np.abs(expected).max())
+    mapped = scalify(jax.vmap(lambda w, x: layer(x, w)[0], in_axes=(0, None)))(args[1], args[0])
+    for i in range(4):
+        one = scalify(lambda x, w: layer(x, w)[0])(args[0], ScaledArray(stack[i], 0.25))
+        np.testing.assert_array_equal(np.asarray(mapped)[i], np.asarray(one))
+
+
+def test_a_product_that_falls_back_has_the_rule_of_dot_general():
+    with pytest.warns(UserWarning, match="multiples of 16"):
+        out = scalify(lambda x, w: Fp8DotGeneral("odd")(x, w, MATRIX))(
+            ScaledArray(X[:, :20], 2.0**40), ScaledArray(W[:20], 1.0)
+        )
+    exact = asarray(ScaledArray(X, 2.0**40))[:, :20] @ W[:20].astype(jnp.float32)
+    np.testing.assert_allclose(np.asarray(out), exact, rtol=2.0**-10, atol=2.0**-10 * np.abs(exact).max())
