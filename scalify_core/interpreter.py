@@ -27,7 +27,7 @@ from scalify_core.value import Value, materialise, narrow, settle, value
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr on operands that are `Value`s or plain (see `registry`)."""
     env = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
-    uses = _uses(jaxpr)
+    stored = _stored(jaxpr)
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else env[atom]
@@ -44,17 +44,27 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
                 operands = [settle(x) if isinstance(x, Value) else x for x in operands]
             out = rule.fun(eqn, *operands, evaluate=evaluate) if rule.control else rule.fun(eqn, *operands)
         for var, x in zip(eqn.outvars, out if eqn.primitive.multiple_results else (out,), strict=True):
-            # What several equations read is stored, so it is rounded now; 0-d values cost nothing and stay wide.
-            env[var] = narrow(x) if uses[var] > 1 and isinstance(x, Value) and x.shape else x
+            env[var] = narrow(x) if var in stored and isinstance(x, Value) and x.shape else x
     return [read(atom) for atom in jaxpr.outvars]
 
 
 _DEFAULT = registry.Rule(registry.default, "default", lazy=True)
 
 
-def _uses(jaxpr: Any) -> Counter:
-    """How many equations read each variable."""
-    return Counter(var for eqn in jaxpr.eqns for var in {v for v in eqn.invars if not isinstance(v, Literal)})
+def _stored(jaxpr: Any) -> set[Any]:
+    """The variables that are rounded once, for all who read them, because they are stored in any case.
+
+    Those that several equations read and not all of them elementwise. What only elementwise equations read stays
+    in FP32: rounding an optimiser's second moment before its root is taken would flush it to zero.
+    """
+    readers: Counter = Counter()
+    narrow_readers = set()
+    for eqn in jaxpr.eqns:
+        variables = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
+        readers.update(variables)
+        if not registry.takes_wide(eqn):
+            narrow_readers |= variables
+    return {var for var in narrow_readers if readers[var] > 1}
 
 
 def scalify(

@@ -49,6 +49,7 @@ class Rule:
 
 rules: dict[str, Rule] = {}
 composite_rules: dict[str, Callable] = {}
+wide_composites: set[str] = set()
 _warned: set[str] = set()
 
 
@@ -77,15 +78,26 @@ def logical(*primitives: str) -> None:
     _definer("logical", primitives, lazy=True)(_logical)
 
 
-def composite_rule(name: str) -> Callable:
+def takes_wide(eqn: Any) -> bool:
+    """Whether the equation's rule reads data that has not been rounded to its format."""
+    if eqn.primitive.name == "scalify_composite":
+        return eqn.params["call"].name in wide_composites
+    found = rules.get(eqn.primitive.name)
+    return found is None or found.wide
+
+
+def composite_rule(name: str, *, wide: bool = False) -> Callable:
     """Decorator: the rule of the composite calls named `name` ("gelu", "gelu.fwd", "gelu.bwd").
 
     The rule takes the `Call` and its operands in the tree of the function's arguments (`Value`, plain or None), with
-    their data in their formats; it returns the results in the tree of the function's results.
+    their data in their formats; it returns the results in the tree of the function's results. With `wide`, data may
+    be FP32 that has not yet been rounded.
     """
 
     def register(fun: Callable) -> Callable:
         composite_rules[name] = fun
+        if wide:
+            wide_composites.add(name)
         return fun
 
     return register

@@ -20,9 +20,9 @@ def _rescaling(name: str, forward: Callable | None, backward: Callable | None) -
     def apply(change: Callable | None, call: Any, x: Any) -> Any:
         return x if change is None or not is_value(x) else change(x, **dict(call.static))
 
-    composite_rule(name)(lambda call, x: apply(forward, call, x))
-    composite_rule(f"{name}.fwd")(lambda call, x: (apply(forward, call, x), None))
-    composite_rule(f"{name}.bwd")(lambda call, _, g: (apply(backward, call, g),))
+    composite_rule(name, wide=True)(lambda call, x: apply(forward, call, x))
+    composite_rule(f"{name}.fwd", wide=True)(lambda call, x: (apply(forward, call, x), None))
+    composite_rule(f"{name}.bwd", wide=True)(lambda call, _, g: (apply(backward, call, g),))
 
 
 def _at_static_scale(x: Value, *, scale: float) -> Value:
@@ -34,7 +34,7 @@ def _rebalanced(x: Value, *, factor: float) -> Value:
 
 
 def _quantised(x: Value, *, fmt: Any) -> Value:
-    return v.value(v.saturating_cast(fmt.quantise(x.data), x.dtype), x.scale, x.rho, x.dtype)
+    return v.value(v.saturating_cast(fmt.quantise(v.wide(x)), x.dtype), x.scale, x.rho, x.dtype)
 
 
 def _by_statistic(statistic: Callable) -> Callable:
