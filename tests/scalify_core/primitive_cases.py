@@ -43,6 +43,11 @@ class Case:
         shapes = ",".join("x".join(map(str, np.shape(_array(a)))) or "scalar" for a in self.args)
         return f"{self.primitive}[{self.label or shapes}]"
 
+    @property
+    def of_scalars(self) -> bool:
+        """Whether every operand is one number."""
+        return all(np.ndim(_array(a)) == 0 for a in self.args)
+
     def scales(self, exponents: tuple[int, ...]) -> list[tuple[int, ...]]:
         """One exponent for each argument, for each trial."""
         low, high = min(exponents), max(exponents)
