@@ -19,7 +19,7 @@ from scalify_core.functional import (
     swiglu,
 )
 from scalify_core.interpreter import scalify
-from scalify_core.matmul import fp8_dot_general
+from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 from scalify_core.registry import composite_rule
 from scalify_core.rescale import (
     cast_on_backward,
@@ -33,15 +33,20 @@ from scalify_core.rescale import (
     set_scaling,
     stop_scaling,
 )
+from scalify_core.stats import summarize
+from scalify_core.testing import check_scalify
 
 __all__ = [
     "FloatFormat",
+    "Fp8DotGeneral",
     "ScaledArray",
+    "Scaling",
     "as_scaled_array",
     "asarray",
     "attention",
     "cast_on_backward",
     "cast_on_forward",
+    "check_scalify",
     "composite",
     "composite_rule",
     "cross_entropy",
@@ -64,6 +69,7 @@ __all__ = [
     "silu",
     "softmax",
     "stop_scaling",
+    "summarize",
     "swiglu",
     "tree",
 ]
