@@ -64,7 +64,8 @@ class Call:
 
     def bind(self, *operands: Any) -> list[jax.Array]:
         """One composite equation that makes this call: for rules, which call their own function on data."""
-        jaxpr = _jitted_call(self).trace(*operands).jaxpr
+        fun = _jitted_call(self) if self.in_axes else jax.jit(_unflattened(self))
+        jaxpr = fun.trace(*operands).jaxpr
         return composite_p.bind(*operands, jaxpr=jaxpr, call=self)
 
     def replace(self, **changes: Any) -> Call:

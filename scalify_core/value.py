@@ -106,7 +106,8 @@ def lift(x: Any, dtype: np.dtype) -> Value:
     any_scale = constant == 0 or not math.isfinite(constant)
     scale = MIN_SCALE if any_scale else pow2_round(constant)
     number = np.float32(constant if any_scale else constant / scale)
-    return value(lax.full(np.shape(x), number, _F32), scale, 1.0 if any_scale else abs(float(number)), dtype)
+    data = lax.full(np.shape(x), number, _F32) if np.shape(x) else number
+    return value(data, scale, 1.0 if any_scale else abs(float(number)), dtype)
 
 
 def as_float32(x: Any) -> Any:
@@ -154,12 +155,14 @@ def times(x: Any, factor: Scale) -> Any:
     if isinstance(factor, float):
         if factor == 1.0:
             return x
+        if isinstance(x, np.float32):  # a literal: the product is one too
+            return np.float32(float(x) * factor)
         if factor and math.isfinite(factor) and not MIN_SCALE <= abs(factor) <= MAX_SCALE:
             step = MAX_SCALE if abs(factor) > 1 else MIN_SCALE  # too large or small for one FP32 number
             return times(times(as_float32(x), step), factor / step)
         if x.dtype != _F32 and not 2.0**-14 <= abs(factor) <= 1:
             x = as_float32(x)
-        return lax.mul(x, np.asarray(factor, x.dtype))
+        return lax.mul(x, x.dtype.type(factor))
     return jnp.multiply(as_float32(x), broadcast_scale(factor, x))
 
 
@@ -174,20 +177,24 @@ def unscaled(v: Any, dtype: Any = _F32) -> Any:
     """The logical value as a plain array of `dtype`; plain operands are materialised."""
     if not isinstance(v, Value):
         return materialise(v)
-    x = at_scale(dataclasses.replace(v, data=wide(v)), 1.0)
+    x = wide_at(v, 1.0)
     return x if x.dtype == dtype else saturating_cast(x, dtype)
 
 
 def at_scale(v: Value, scale: Scale) -> Any:
     """The data of `v` if its scale were `scale`."""
-    if is_static(v.scale) and is_static(scale):
-        return times(v.data, v.factor * (v.scale / scale))
-    return times(times(v.data, v.factor), ratio(v.scale, scale))
+    return _at_scale(v.data, v, scale)
 
 
 def wide_at(v: Value, scale: Scale) -> Any:
     """As `at_scale`, in FP32."""
-    return at_scale(dataclasses.replace(v, data=wide(v)), scale)
+    return _at_scale(as_float32(v.data), v, scale)
+
+
+def _at_scale(data: Any, v: Value, scale: Scale) -> Any:
+    if is_static(v.scale) and is_static(scale):
+        return times(data, v.factor * (v.scale / scale))
+    return times(times(data, v.factor), ratio(v.scale, scale))
 
 
 def same_scale(a: Scale, b: Scale) -> bool:
@@ -223,7 +230,12 @@ def largest(*scales: Scale) -> Scale:
 def hypot(a: Value, b: Value) -> tuple[Scale, float]:
     """The scale and rho of a sum of independent terms: sqrt(a^2 + b^2), without squaring a scale."""
     if is_static(a.scale) and is_static(b.scale):
-        return rounded(math.hypot(a.size, b.size))
+        total = math.hypot(a.size, b.size)
+        # The scale of an operand that has no factor, if it is near enough: that operand is then added as it is.
+        for x in (a, b) if a.size >= b.size else (b, a):
+            if x.factor == 1.0 and 0.5 <= total / x.scale <= 2:
+                return x.scale, total / x.scale
+        return rounded(total)
     large, small = largest(a.size, b.size), _smallest(a.size, b.size)
     r = lax.div(small, large)
     return pow2_round(lax.mul(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r))))), 1.0
