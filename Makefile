@@ -19,7 +19,7 @@ train: $(VENV)/.base
 env: $(VENV)/.base
 
 test: $(VENV)/.test
-	@$(PYTHON) -m pytest $(ARGS)
+	@$(PYTHON) -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.test
 	@$(PYTHON) -m ruff check .

@@ -91,6 +91,9 @@ def main(argv: list[str]) -> int:
 
     try:
         hydra.main(config_path=CONFIGS, config_name="config", version_base=None)(job)()
+    except KeyboardInterrupt:
+        print("error: interrupted before the first step; nothing was trained", file=sys.stderr)
+        return 130
     except (HydraException, OmegaConfBaseException) as error:
         print(f"error: {explain(error)}", file=sys.stderr)
         return 2

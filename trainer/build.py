@@ -302,7 +302,7 @@ def make_evaluate(c: schema.Config, w: Workload) -> Callable[[Any, bool], dict[s
 
     def run_evaluation(params: Any, final: bool) -> dict[str, float]:
         count = min(available, c.train.final_eval_batches if final else c.train.eval_batches)
-        batches = (place_batch(w.data.val.batch(i), accum=1, mesh=w.mesh) for i in range(count))
+        batches = (place_batch(w.data.val.batch(i), accum=c.train.accum, mesh=w.mesh) for i in range(count))
         return evaluate(eval_step, params, batches, w.data.bytes_per_token)
 
     return run_evaluation
@@ -336,6 +336,8 @@ def make_diagnose(w: Workload) -> Callable[[TrainState, Tokens, int], str]:
         return jax.value_and_grad(w.model.loss)(params, tokens, segments, key)
 
     def diagnose(state: TrainState, batch: Tokens, step: int) -> str:
+        if jax.process_count() > 1:
+            return "several processes: run the batch in skipped/ on one to find the first bad tensor"
         key = jax.random.fold_in(state.key, step)
         for i in range(batch.tokens_AxBxT1.shape[0]):
             segments = None if batch.segments_AxBxT1 is None else batch.segments_AxBxT1[i]
@@ -359,6 +361,9 @@ class Trained(NamedTuple):
 
 def restore_run(run_dir: Path) -> Trained:
     """The model of a run directory's newest checkpoint, and the tokenizer of its data. Raises UserError."""
+    hide_missing_gpu()
+    if not (run_dir / "checkpoints").is_dir():
+        raise UserError(f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir of a training run")
     with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
         meta = checkpointer.meta()
         c = schema.from_tree(schema.Config, meta["config"])

@@ -26,6 +26,7 @@ class Model:
     mlp: Literal["gelu", "swiglu"]
     d_mlp: int | None
     dropout: float
+    lr: float
     scan_layers: bool
     remat: str
 

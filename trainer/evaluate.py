@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from trainer.step import LossFn, Tokens
 
@@ -15,8 +16,11 @@ def make_eval_step(loss_fn: LossFn) -> EvalFn:
     """`(params, batch) -> mean loss` in nats per token, without dropout."""
 
     def eval_step(params: Any, batch: Tokens) -> jax.Array:
-        segments = None if batch.segments_AxBxT1 is None else batch.segments_AxBxT1[0]
-        return loss_fn(params, batch.tokens_AxBxT1[0], segments, None)
+        # Micro-batches as in training, so that what trains also fits in validation.
+        def loss(micro: Tokens) -> jax.Array:
+            return loss_fn(params, micro.tokens_AxBxT1, micro.segments_AxBxT1, None)
+
+        return jnp.mean(jax.lax.map(loss, batch))
 
     return eval_step
 

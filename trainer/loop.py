@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -78,7 +78,7 @@ class Pending:
 
     step: int
     metrics: Metrics
-    batch: Tokens
+    batch: Batch
 
 
 class StopRequest:
@@ -117,37 +117,35 @@ def due(step: int, every: int) -> bool:
 def train(run: Run) -> int:
     """Train to the end or to a stop request. Exit code 0, 130 (Ctrl-C) or 143 (SIGTERM), each after a checkpoint."""
     pending: Pending | None = None
-    with stop_requests() as stop:
+    with stop_requests() as stop, Profiler(run) as profiler:
         batches = run.batches(run.step)
         waited = time.perf_counter()
         for step, batch in batches:
             run.throughput.waited(time.perf_counter() - waited)
             tokens = run.place(batch)
-            with profiled(run, step):
-                run.state, metrics = run.train_step(run.state, tokens, Hyper(run.learning_rates[step], np.int32(step)))
+            profiler.before(step + 1)
+            run.state, metrics = run.train_step(run.state, tokens, Hyper(run.learning_rates[step], np.int32(step)))
+            profiler.after(step + 1, run.state.params)
             if pending is not None:
                 log(run, pending.step, observe(run, pending))
-            pending = Pending(step + 1, metrics, tokens)
+            pending = Pending(step + 1, metrics, batch)
             run.step = step + 1
-            if boundary(run, stop):
+            stopping = stop.signal is not None  # read once: a signal may come between two looks
+            if stopping or boundary(run):
                 row = observe(run, pending)
                 pending = None
-                settle(run, row, stop)
+                settle(run, row, stopping=stopping)
             run.checkpointer.check()
-            if stop.signal is not None:
-                break
+            if stopping:
+                return stop.exit_code
             waited = time.perf_counter()
-        return stop.exit_code
+        return 0
 
 
-def boundary(run: Run, stop: StopRequest) -> bool:
+def boundary(run: Run) -> bool:
     """Whether this step's own metrics are needed before the next one starts."""
     c = run.cadence
-    return (
-        run.step == run.steps
-        or stop.signal is not None
-        or any(due(run.step, every) for every in (c.evaluate, c.checkpoint, c.sample))
-    )
+    return run.step == run.steps or any(due(run.step, every) for every in (c.evaluate, c.checkpoint, c.sample))
 
 
 def observe(run: Run, pending: Pending) -> dict[str, float]:
@@ -171,7 +169,7 @@ def observe(run: Run, pending: Pending) -> dict[str, float]:
     return row
 
 
-def settle(run: Run, row: dict[str, float], stop: StopRequest) -> None:
+def settle(run: Run, row: dict[str, float], *, stopping: bool) -> None:
     """What happens between two steps: validation, the row, a sample, a checkpoint; not counted as training time."""
     started = time.perf_counter()
     last = run.step == run.steps
@@ -182,7 +180,7 @@ def settle(run: Run, row: dict[str, float], stop: StopRequest) -> None:
         show_sample(run)
     if last:
         run.tracker.summary({f"final/{name}": value for name, value in row.items()})
-    if last or stop.signal is not None or due(run.step, run.cadence.checkpoint):
+    if last or stopping or due(run.step, run.cadence.checkpoint):
         save(run, row.get("val/loss"))
     run.throughput.pause(time.perf_counter() - started)
 
@@ -209,28 +207,55 @@ def show_sample(run: Run) -> None:
 
 def keep_batch(run: Run, pending: Pending) -> None:
     """Save the tokens of a skipped step as `skipped/<step>.npy` [sequences, T+1]."""
-    folder = run.run_dir / "skipped"
-    folder.mkdir(exist_ok=True)
-    tokens = np.asarray(pending.batch.tokens_AxBxT1)
-    np.save(folder / f"{pending.step}.npy", tokens.reshape(-1, tokens.shape[-1]))
+    if jax.process_index() == 0:
+        folder = run.run_dir / "skipped"
+        folder.mkdir(exist_ok=True)
+        np.save(folder / f"{pending.step}.npy", pending.batch.tokens)
 
 
 def stop_diverged(run: Run, pending: Pending) -> None:
     """Write `divergence.txt`, which names the first tensor that is not finite, and raise Diverged."""
-    report = run.watchdog.report(pending.step) + "\n" + run.diagnose(run.state, pending.batch, pending.step - 1) + "\n"
+    report = (
+        run.watchdog.report(pending.step)
+        + "\n"
+        + run.diagnose(run.state, run.place(pending.batch), pending.step - 1)
+        + "\n"
+    )
     path = run.run_dir / "divergence.txt"
-    path.write_text(report, encoding="utf-8")
+    if jax.process_index() == 0:
+        path.write_text(report, encoding="utf-8")
     raise Diverged(f"{report.splitlines()[0]}; the first bad tensor and the batch are in {path}")
 
 
-@contextmanager
-def profiled(run: Run, step: int) -> Iterator[None]:
-    """Start the profiler before the first step of `run.profile`, stop it after the last."""
-    first, last = run.profile or (0, 0)
-    if step + 1 == first:
-        jax.profiler.start_trace(run.run_dir / "profile")
-    yield
-    if step + 1 == last:
-        jax.block_until_ready(run.state.params)
-        jax.profiler.stop_trace()
-        run.display.event(last, f"profile of steps {first} to {last}: {run.run_dir / 'profile'}")
+class Profiler:
+    """Traces the steps of `run.profile`, or those of them that this process takes; a context manager, which ends it."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.first, self.last = run.profile or (0, 0)
+        self.running = False
+
+    def before(self, step: int) -> None:
+        """Start, if this step is the first one to trace."""
+        if self.first <= step <= self.last and not self.running:
+            self.running = True
+            jax.profiler.start_trace(self.run.run_dir / "profile")
+
+    def after(self, step: int, result: Any) -> None:
+        """Stop, if this step was the last one to trace, when it is computed."""
+        if self.running and step == self.last:
+            jax.block_until_ready(result)
+            self.stop()
+            self.run.display.event(step, f"profile of steps up to {step}: {self.run.run_dir / 'profile'}")
+
+    def stop(self) -> None:
+        """Write what was traced so far."""
+        if self.running:
+            self.running = False
+            jax.profiler.stop_trace()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

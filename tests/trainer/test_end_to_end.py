@@ -26,6 +26,7 @@ TINY = [
     "model.context=32",
     "model.dropout=0.1",
     "train.batch_tokens=512",
+    "optimizer.lr=6e-4",
     "train.eval_every=15",
     "train.eval_batches=2",
     "train.final_eval_batches=2",
