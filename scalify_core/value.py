@@ -265,6 +265,20 @@ def clip_scale(scale: Any) -> Any:
     return lax.clamp(np.float32(MIN_SCALE), scale, np.float32(MAX_SCALE))
 
 
+def rescaled_by(statistic: Any, v: Value) -> Value:
+    """The value at the scale that a run-time statistic of its data calls for; 0, inf and NaN call for none."""
+    v = scalar_scale(v)
+    measured = statistic(wide(v))
+    power = jnp.where((measured > 0) & jnp.isfinite(measured), pow2_round(measured), jnp.float32(1))
+    scale = product(v.scale, power)
+    return value(wide_at(v, scale), scale, 1.0, v.dtype)
+
+
+def rescaled_by_rms(v: Value) -> Value:
+    """The value at the power of two that is nearest to its measured RMS."""
+    return rescaled_by(lambda data: jnp.sqrt(jnp.mean(jnp.square(data))), v)
+
+
 def scalar_scale(v: Value) -> Value:
     """The value with one scale for all its elements: the largest of its scales."""
     if is_static(v.scale) or v.scale.ndim == 0:

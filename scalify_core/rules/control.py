@@ -108,7 +108,7 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
     def formed(carry: Any, slices: Any) -> tuple[Any, Any]:
         out = step(unpack(carry), slices)
-        return pack(map(_to_form, out[: len(init)], forms)), pack(out[len(init) :])
+        return pack(map(_next_carry, out[: len(init)], forms)), pack(out[len(init) :])
 
     carry, ys = lax.scan(
         formed,
@@ -137,7 +137,7 @@ def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     return unpack(
         lax.while_loop(
             keep_on,
-            lambda carry: pack(map(_to_form, body(unpack(carry)), forms)),
+            lambda carry: pack(map(_next_carry, body(unpack(carry)), forms)),
             pack(map(_to_form, init, forms)),
         )
     )
@@ -228,6 +228,13 @@ def _to_form(x: Any, form: _Form | None) -> Any:
         return v.value(v.saturating_cast(x.data, form.dtype), jnp.asarray(scale), form.rho, form.dtype)
     data = x.data if v.same_scale(x.scale, form.scale) else v.wide_at(x, form.scale)
     return v.value(v.saturating_cast(data, form.dtype), form.scale, form.rho, form.dtype)
+
+
+def _next_carry(x: Any, form: _Form | None) -> Any:
+    """A carry at the end of a turn. A run-time scale is measured: what the rules expect would multiply up."""
+    if form is not None and form.scale is None and isinstance(x, Value):
+        x = v.rescaled_by_rms(x)
+    return _to_form(x, form)
 
 
 def _carry_forms(turn: Callable, init: Any, length: int | None) -> list[_Form | None]:

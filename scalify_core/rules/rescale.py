@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
 from scalify_core import value as v
-from scalify_core.formats import pow2_round
 from scalify_core.registry import composite_rule
 from scalify_core.rules.composites import is_value
 from scalify_core.value import Value
@@ -37,19 +37,8 @@ def _quantised(x: Value, *, fmt: Any) -> Value:
     return v.value(v.saturating_cast(fmt.quantise(v.wide(x)), x.dtype), x.scale, x.rho, x.dtype)
 
 
-def _by_statistic(statistic: Callable) -> Callable:
-    def rescaled(x: Value) -> Value:
-        x = v.scalar_scale(x)
-        measured = statistic(v.wide(x))
-        power = jnp.where((measured > 0) & jnp.isfinite(measured), pow2_round(measured), jnp.float32(1))
-        scale = v.product(x.scale, power)
-        return v.value(v.wide_at(x, scale), scale, 1.0, x.dtype)
-
-    return rescaled
-
-
-_rms = _by_statistic(lambda data: jnp.sqrt(jnp.mean(jnp.square(data))))
-_max = _by_statistic(lambda data: jnp.max(jnp.abs(data), initial=0.0))
+_rms = v.rescaled_by_rms
+_max = functools.partial(v.rescaled_by, lambda data: jnp.max(jnp.abs(data), initial=0.0))
 _rescaling("set_scaling", _at_static_scale, None)
 _rescaling("stop_scaling", v.unscaled, None)
 _rescaling("rebalance", _rebalanced, None)
