@@ -1,6 +1,7 @@
 """`python -m trainer` as users run it: real processes, killed and resumed, on one device and on eight."""
 
 import json
+import logging
 import os
 import random
 import signal
@@ -174,6 +175,7 @@ def test_two_processes_see_the_batches_of_one_and_write_once(tmp_path):
 def test_what_cannot_run_is_one_line_exit_code_2_and_nothing_is_lost(finished_run, monkeypatch, capfd, args, names):
     directory, before = finished_run
     monkeypatch.chdir(directory)
+    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra's, which would outlive this test's captured output
     code = main([*TINY, "run_dir=A", "parallel.data=1", "train.steps=30", "compile_cache=null", *args])
     errors = capfd.readouterr().err.strip().splitlines()
     assert code == 2
