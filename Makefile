@@ -1,6 +1,6 @@
 # Needs only Python (>= 3.12, found through uv) and, the first time, a package index. Nothing is installed outside this directory.
 #   make train                      trains the default on the embedded corpus; make train ARGS="precision=bf16 train.steps=200"
-#   make test                       all tests; make lint: style and types; make env: only the environment
+#   make test                       all tests; make lint: style and types; make env: only the environment; make gpu: with CUDA
 
 VENV   := .venv
 PYTHON := $(VENV)/bin/python
@@ -11,12 +11,16 @@ ARGS   ?=
 # Byte-compiled packages import in half the time. The lock gives every version and hash; pyproject.toml says which are wanted.
 INSTALL = UV_COMPILE_BYTECODE=1 $(UV) pip install --quiet --python $(VENV) --constraint requirements.lock -r pyproject.toml
 
-.PHONY: train test lint env lock clean
+.PHONY: train test lint env gpu lock clean
 
 train: $(VENV)/.base
 	@$(PYTHON) -m trainer $(ARGS)
 
 env: $(VENV)/.base
+
+# CUDA libraries beside JAX; the driver is the machine's.
+gpu: $(VENV)/.base
+	@$(INSTALL) --extra gpu
 
 test: $(VENV)/.test
 	@$(PYTHON) -m pytest -n 2 --dist worksteal $(ARGS)

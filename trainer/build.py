@@ -417,7 +417,8 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             start=found.step,
             config=tree,
             run_id=found.meta.get("tracker_id"),
-            init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None},
+            init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None}
+            | {"name": c.tracker.name or directory.path.name},
         )
         training = Run(
             state=found.state,
