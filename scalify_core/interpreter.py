@@ -43,8 +43,6 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
             elif not rule.lazy:
                 operands = [settle(x) if isinstance(x, Value) else x for x in operands]
             out = rule.fun(eqn, *operands, evaluate=evaluate) if rule.control else rule.fun(eqn, *operands)
-            if rule.lazy and not eqn.primitive.multiple_results:
-                out = registry.scalar(out)
         for var, x in zip(eqn.outvars, out if eqn.primitive.multiple_results else (out,), strict=True):
             env[var] = narrow(x) if var in stored and isinstance(x, Value) and x.shape else x
     return [read(atom) for atom in jaxpr.outvars]

@@ -103,17 +103,6 @@ def composite_rule(name: str, *, wide: bool = False) -> Callable:
     return register
 
 
-def scalar(x: Any) -> Any:
-    """A 0-d result with a run-time scale, as the FP32 number that it is.
-
-    It needs no scale, and one that is garbage (the quotient of two norms that are zero) must not set the scale of
-    what it is selected against.
-    """
-    if isinstance(x, Value) and not x.shape and x.dynamic is not None:
-        return v.value(v.unscaled(x), 1.0, 1.0, x.dtype)
-    return x
-
-
 def default(eqn: Any, *operands: Any) -> Any:
     """For primitives without a rule: as `unscaled`, with one warning that names the primitive."""
     name = eqn.primitive.name
