@@ -61,7 +61,8 @@ class Display:
             self._live.stop()  # before anybody prints a traceback
         logger = logging.getLogger("trainer")
         logger.removeHandler(self._handler)
-        logger.propagate, logger.level = self._before
+        logger.propagate = self._before[0]
+        logger.setLevel(self._before[1])  # not the attribute: loggers remember what they let through
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
         """Show a step's row; in plain lines the first, the last, those with a validation, and one every few seconds."""
