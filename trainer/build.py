@@ -2,12 +2,10 @@
 
 import dataclasses
 import functools
-import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,12 +19,9 @@ from trainer.data import (
     Batch,
     EmbeddedSource,
     HubSource,
-    Loader,
-    Manifest,
     PreparedSource,
     Source,
     TextSource,
-    Tokenizer,
     prefetch,
     prepare,
     shown,
@@ -36,34 +31,32 @@ from trainer.display import Display
 from trainer.errors import UserError
 from trainer.evaluate import evaluate, make_eval_step
 from trainer.flops import flops_per_token, peak_flops
-from trainer.generate import Generator
 from trainer.leaves import leaf_names
+from trainer.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.loop import Cadence, Run, train
-from trainer.metrics import GIB, Throughput
-from trainer.model import GPT2, GPT2Spec, Params, functional, param_count
+from trainer.messages import describe, farewell
+from trainer.metrics import Throughput
+from trainer.model import GPT2Spec, functional
 from trainer.optimizer import learning_rates, make_optimizer
-from trainer.parallel import batch_sharding, hide_missing_gpu, make_mesh, place_batch, replicated, start_processes
+from trainer.parallel import abstract_batch, make_mesh, place_batch, replicated, start_processes
 from trainer.precision import DTYPES, make_policy
 from trainer.rundir import RunDir, write_environment
 from trainer.start import check_same_run, initial_weights, starting_point
-from trainer.state import TrainState, init_state
-from trainer.step import Hyper, Tokens, make_train_step
+from trainer.state import TrainState
+from trainer.step import Tokens
 from trainer.tracking import make_tracker
-from trainer.watchdog import Watchdog, first_nonfinite
-
-
-class Model(NamedTuple):
-    """A GPT-2 as pure functions: `init(key)` gives parameters, `bind(params)` the model that has them."""
-
-    spec: GPT2Spec
-    init: Callable[[jax.Array], Params]
-    bind: Callable[[Params], GPT2]
-
-    def loss(self, params: Params, tokens: jax.Array, segments: jax.Array | None, key: jax.Array | None) -> jax.Array:
-        """Mean next-token loss of `tokens` [B, T+1] in nats; dropout with `key`, none without."""
-        segments = None if segments is None else segments[:, :-1]
-        dropout_key = key if self.spec.dropout else None
-        return self.bind(params).loss(tokens[:, :-1], tokens[:, 1:], segments, dropout_key)
+from trainer.watchdog import Watchdog
+from trainer.workload import (
+    Dataset,
+    Model,
+    Trained,
+    Workload,
+    abstract_state,
+    compile_step,
+    make_diagnose,
+    make_init,
+    make_sample,
+)
 
 
 def build_model(c: schema.Model, precision: schema.Precision, vocab_size: int) -> Model:
@@ -110,47 +103,6 @@ def build_mesh(c: schema.Config) -> Mesh:
     return mesh
 
 
-def use_compilation_cache(directory: str | None) -> None:
-    """Keep compiled programs between runs."""
-    if directory is not None:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-
-
-class Dataset(NamedTuple):
-    """Loaders of both parts of a prepared directory, and their tokenizer."""
-
-    train: Loader
-    val: Loader
-    tokenizer: Tokenizer
-    directory: Path
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the directory holds."""
-        return self.train.manifest
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Of the validation part's text."""
-        return self.manifest.bytes("val") / self.manifest.tokens("val")
-
-
-class Workload(NamedTuple):
-    """What is trained, on what: everything but the run directory."""
-
-    model: Model
-    data: Dataset
-    optimizer: optax.GradientTransformation
-    mesh: Mesh
-
-    @property
-    def parameters(self) -> int:
-        """Without the vocabulary's padding rows."""
-        return param_count(self.model.spec)
-
-
 def build_source(c: schema.Data) -> Source:
     """What the text is read from."""
     match c.source:
@@ -185,20 +137,13 @@ def build_data(c: schema.Config) -> Dataset:
             workers=c.data.workers,
             progress=progress,
         )
-
-    def open_split(split: str, *, shuffle: bool) -> Loader:
-        return Loader(
-            directory,
-            split,
-            context=c.model.context,
-            batch_size=c.batch_size,
-            seed=c.seed,
-            document_mask=c.data.document_mask,
-            shuffle=shuffle,
-        )
-
-    train, val = open_split("train", shuffle=True), open_split("val", shuffle=False)
-    return Dataset(train, val, train.manifest.get_tokenizer(), directory)
+    return Dataset.open(
+        directory,
+        context=c.model.context,
+        batch_size=c.batch_size,
+        seed=c.seed,
+        document_mask=c.data.document_mask,
+    )
 
 
 def build_workload(c: schema.Config) -> Workload:
@@ -209,38 +154,9 @@ def build_workload(c: schema.Config) -> Workload:
     return Workload(model, data, build_optimizer(c.optimizer), mesh)
 
 
-def make_init(w: Workload, seed: int) -> Callable[[], TrainState]:
-    """The compiled function that makes the first state, replicated over the mesh, from the seed alone."""
-
-    def init() -> TrainState:
-        init_key, step_key = jax.random.split(jax.random.key(seed))
-        return init_state(w.model.init(init_key), w.optimizer, step_key)
-
-    return jax.jit(init, out_shardings=replicated(w.mesh))
-
-
-def abstract_state(w: Workload, seed: int) -> TrainState:
-    """Shapes, dtypes and shardings of the state; nothing is allocated."""
-    sharding = replicated(w.mesh)
-    shapes = jax.eval_shape(make_init(w, seed))
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
-
-
-def abstract_batch(c: schema.Config, mesh: Mesh) -> Tokens:
+def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
     """Shapes, dtypes and shardings of a step's batch."""
-    shape = (c.train.accum, c.batch_size // c.train.accum, c.model.context + 1)
-    tokens: Any = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
-    return Tokens(tokens, tokens if c.data.document_mask else None)
-
-
-def compile_step(c: schema.Config, w: Workload) -> jax.stages.Compiled:
-    """The train step for these shapes and shardings, compiled once for the whole run; the state is donated."""
-    step = make_train_step(w.model.loss, w.optimizer)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=replicated(w.mesh))
-    lr: Any = jax.ShapeDtypeStruct((), np.float32)
-    number: Any = jax.ShapeDtypeStruct((), np.int32)
-    hyper = Hyper(lr, number)
-    return jitted.lower(abstract_state(w, c.seed), abstract_batch(c, w.mesh), hyper).compile()
+    return abstract_batch(c.train.accum, c.batch_size, c.model.context, document_mask=c.data.document_mask, mesh=mesh)
 
 
 def first_state(c: schema.Config, w: Workload) -> TrainState:
@@ -267,27 +183,17 @@ def build_throughput(c: schema.Config, w: Workload) -> Throughput:
     )
 
 
-def describe(c: schema.Config, w: Workload, compiled: jax.stages.Compiled | None = None) -> list[str]:
+def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None = None) -> list[str]:
     """What is about to be trained, a line each; with the memory that a compiled step needs."""
-    spec, flops = w.model.spec, flops_per_token(w.model.spec)
-    lines = [
-        f"model {c.model.name}: {w.parameters:,} parameters, {spec.n_layer} layers, width {spec.d_model}, "
-        f"context {spec.context}, vocabulary {spec.vocab_size:,}",
-        f"data {w.data.directory}: {w.data.manifest.tokens('train'):,} training and "
-        f"{w.data.manifest.tokens('val'):,} validation tokens",
-        f"batch {c.batch_size} x {spec.context} = {c.train.batch_tokens:,} tokens; micro-batches: {c.train.accum}; "
-        f"devices: {w.mesh.size} x {w.mesh.devices.flat[0].device_kind}",
-        f"precision {c.precision.name}: matmuls in {c.precision.compute}; "
-        f"{flops * c.train.batch_tokens:.3e} FLOPs a step",
-    ]
-    memory = compiled.memory_analysis() if compiled is not None else None
-    if memory is not None:
-        held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        lines.append(
-            f"memory per device {(held + memory.temp_size_in_bytes) / GIB:.2f} GiB: state and batch {held / GIB:.2f}, "
-            f"activations and workspace {memory.temp_size_in_bytes / GIB:.2f}"
-        )
-    return lines
+    return describe(
+        w,
+        model=c.model.name,
+        precision=c.precision.name,
+        compute=c.precision.compute,
+        batch_tokens=c.train.batch_tokens,
+        accum=c.train.accum,
+        step=step,
+    )
 
 
 def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tuple[int, Batch]]]:
@@ -308,55 +214,11 @@ def make_evaluate(c: schema.Config, w: Workload) -> Callable[[Any, bool], dict[s
     return run_evaluation
 
 
-def make_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:
+def build_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:
     """`params -> text`: the prompt of the configuration and its continuation."""
-    generator = Generator(w.model.bind, w.model.spec)
-    prompt = w.data.tokenizer.encode(c.sample.prompt)
-
-    def sample(params: Any) -> str:
-        local = jax.tree.map(lambda x: x.addressable_data(0), params)
-        new = generator(
-            local,
-            prompt,
-            max_new=c.sample.max_new,
-            temperature=c.sample.temperature,
-            top_k=c.sample.top_k,
-            top_p=c.sample.top_p,
-            seed=c.seed,
-        )
-        return c.sample.prompt + w.data.tokenizer.decode(new)
-
-    return sample
-
-
-def make_diagnose(w: Workload) -> Callable[[TrainState, Tokens, int], str]:
-    """`(state, batch, step) -> text`: the first tensor of the loss or its gradient that is not finite on that batch."""
-
-    def gradient(params: Any, tokens: jax.Array, segments: jax.Array | None, key: jax.Array) -> Any:
-        return jax.value_and_grad(w.model.loss)(params, tokens, segments, key)
-
-    def diagnose(state: TrainState, batch: Tokens, step: int) -> str:
-        if jax.process_count() > 1:
-            return "several processes: run the batch in skipped/ on one to find the first bad tensor"
-        key = jax.random.fold_in(state.key, step)
-        for i in range(batch.tokens_AxBxT1.shape[0]):
-            segments = None if batch.segments_AxBxT1 is None else batch.segments_AxBxT1[i]
-            micro_key = jax.random.fold_in(key, i)
-            found = first_nonfinite(gradient, state.params, batch.tokens_AxBxT1[i], segments, micro_key)
-            if found is not None:
-                return f"micro-batch {i}: {found}"
-        return "the batch gives finite values with the parameters as they are now"
-
-    return diagnose
-
-
-class Trained(NamedTuple):
-    """A run's model as it was saved: parameters on the first device."""
-
-    spec: GPT2Spec
-    bind: Callable[[Params], GPT2]
-    params: Params
-    tokenizer: Tokenizer
+    settings = dataclasses.asdict(c.sample)
+    del settings["every"]
+    return make_sample(w, **settings, seed=c.seed)
 
 
 def restore_run(run_dir: Path) -> Trained:
@@ -383,7 +245,7 @@ def run(c: schema.Config) -> int:
     console = Console(soft_wrap=True, quiet=jax.process_index() > 0)
     w = build_workload(c)
     if c.dry_run:
-        for line in describe(c, w, compile_step(c, w)):
+        for line in describe_run(c, w, compile_step(w, c.seed, build_batch(c, w.mesh))):
             console.print(line, highlight=False)
         return 0
     return train_in(RunDir(Path(c.run_dir)), c, w, Display(c.train.steps, console=console))
@@ -409,7 +271,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
         write_environment(directory.path)
         if jax.process_index() == 0:
             w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
-        for line in describe(c, w):
+        for line in describe_run(c, w):
             display.message(line)
         tracker = make_tracker(
             c.tracker.kind,
@@ -426,11 +288,11 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             steps=c.train.steps,
             batch_tokens=c.train.batch_tokens,
             learning_rates=build_learning_rates(c),
-            train_step=compile_step(c, w),
+            train_step=compile_step(w, c.seed, build_batch(c, w.mesh)),
             batches=train_batches(c, w),
             place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
             evaluate=make_evaluate(c, w),
-            sample=make_sample(c, w),
+            sample=build_sample(c, w),
             diagnose=make_diagnose(w),
             checkpointer=checkpointer,
             meta={
@@ -458,16 +320,3 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             checkpointer.close()
         farewell(training, code, sys.argv[1:])
         return code
-
-
-def farewell(run: Run, code: int, overrides: list[str]) -> None:
-    """Where everything is, and what to do next. `overrides`: the command line's, which a longer run must repeat."""
-    say, where = run.display.message, shlex.quote(str(run.run_dir))
-    if code:
-        say(f"stopped after step {run.step} of {run.steps}; the same command with run_dir={where} goes on from there")
-        return
-    kept = [shlex.quote(o) for o in overrides if not o.startswith(("run_dir=", "train.steps=", "-"))]
-    longer = " ".join([*kept, f"run_dir={where}", f"train.steps={2 * run.steps}"])
-    say(f"done: {run.step} steps. Everything is in {where}: metrics.jsonl, samples.txt, checkpoints/, config.yaml")
-    say(f"sample more:  python -m scripts.generate run_dir={where} prompt='And God said'")
-    say(f"train longer: python -m trainer {longer}")

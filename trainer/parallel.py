@@ -1,8 +1,7 @@
 """Devices: the mesh, the shardings, arrays from host batches, and the start of a multi-process run."""
 
-import logging
 import os
-from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,14 +10,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from trainer.data import Batch
 from trainer.errors import UserError
 from trainer.step import Tokens
-
-
-def hide_missing_gpu() -> None:
-    """Keep JAX from logging a traceback about a CUDA plugin that is installed on a machine without an NVIDIA device."""
-    if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")):
-        logger = logging.getLogger("jax._src.xla_bridge")
-        logger.addFilter(lambda record: "xla_cuda" not in record.getMessage())
-
 
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
@@ -55,6 +46,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """For [A, B, T+1]: each device holds its share of B."""
     return NamedSharding(mesh, PartitionSpec(None, "data"))
+
+
+def abstract_batch(accum: int, batch_size: int, context: int, *, document_mask: bool, mesh: Mesh) -> Tokens:
+    """Shapes, dtypes and shardings of a step's batch of `batch_size` sequences."""
+    shape = (accum, batch_size // accum, context + 1)
+    tokens: Any = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
+    return Tokens(tokens, tokens if document_mask else None)
 
 
 def place_batch(batch: Batch, *, accum: int, mesh: Mesh) -> Tokens:
