@@ -104,7 +104,7 @@ class BPETokenizer:
         self.name = name
         self.vocab_size = encoding.n_vocab
         self.eot = encoding.eot_token
-        self._encoding = encoding
+        self.encoding = encoding
         self._ranks: dict[bytes, int] = encoding._mergeable_ranks
         self._settings = {"pat_str": encoding._pat_str, "special_tokens": encoding._special_tokens}
         digest = hashlib.blake2b(json.dumps(self._settings, sort_keys=True).encode(), digest_size=16)
@@ -113,27 +113,27 @@ class BPETokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
-        return self._encoding.encode_ordinary(text)
+        return self.encoding.encode_ordinary(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """See Tokenizer."""
-        return self._encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
+        return self.encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
 
     def encode_array(self, text: str) -> Ids:
         """See Tokenizer; nothing disallowed means that all of it is ordinary text."""
-        return self._encoding.encode_to_numpy(text, disallowed_special=())
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer. Some vocabularies have gaps, which an untrained model samples from."""
         known = self._known
         unknown = "\ufffd".encode()
         tokens = (int(i) for i in ids)
-        parts = (self._encoding.decode_single_token_bytes(i) if i in known else unknown for i in tokens)
+        parts = (self.encoding.decode_single_token_bytes(i) if i in known else unknown for i in tokens)
         return b"".join(parts).decode(errors="replace")
 
     @functools.cached_property
     def _known(self) -> frozenset[int]:
-        return frozenset(self._ranks.values()) | frozenset(self._encoding._special_tokens.values())
+        return frozenset(self._ranks.values()) | frozenset(self.encoding._special_tokens.values())
 
     def cut_up(self, text: str, size: int) -> list[str]:
         """See Tokenizer. A text split by a pattern that is not known stays whole."""
