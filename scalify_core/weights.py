@@ -1,0 +1,119 @@
+"""Scaled master weights: FP16 (or other narrow) parameters with static scales, that lose no update.
+
+The scale of a parameter is a constant of the compiled step: chosen when the weights are made, changed only in the rare
+event that the data has left its place, by a power of two. What keeps small updates is stochastic rounding: an FP16
+parameter has 11 significant bits, and updates below half of its last place, 2^-12 of its value, are otherwise lost.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, rms_scale
+from scalify_core.formats import FP32, FloatFormat, counter_bits, pow2_round
+from scalify_core.tree import leaves, map_arrays
+from scalify_core.value import MIN_SCALE, broadcast_scale
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: int, step: Any) -> Any:
+    """`params + updates`, added in FP32 and rounded once to each parameter's own format and scale, saturating.
+
+    Args:
+        params: ScaledArrays, whose scales stay as they are, and plain arrays. FP32 parameters are not rounded.
+        updates: a tree of the same structure, plain or scaled, what is to be added (learning rate and sign included).
+        rounding: "nearest" loses every update below half an ulp (2^-12 of an FP16 parameter, 2^-9 of a BF16 one);
+            "stochastic" keeps them in expectation.
+        seed, step: of the stochastic rounding: integers or integer scalars. The random bits are not those of
+            `scaled_state`, also with the same seed and step.
+    """
+    check_rounding(rounding)
+
+    def add(index: int, p: Any, update: Any) -> Any:
+        data = p.data if is_scaled_array(p) else p
+        fmt = FloatFormat.of(data.dtype)
+        update = wide(update)
+        if is_scaled_array(p):
+            update = update * (1 / p.scale if p.is_static else 1 / broadcast_scale(p.scale, p.data))
+        total = data.astype(jnp.float32) + update
+        if fmt is not FP32:
+            # Leaves are numbered from the other end: another stream than that of the optimiser's state.
+            total = round_to(total, fmt, rounding, seed, step, -1 - index)
+        return ScaledArray(total, p.scale) if is_scaled_array(p) else total
+
+    flat, treedef = jax.tree.flatten(params, is_leaf=is_scaled_array)
+    return treedef.unflatten([add(i, p, u) for i, (p, u) in enumerate(zip(flat, leaves(updates), strict=True))])
+
+
+def scaled_params(params: Any, dtype: Any, *, zeros: float = 2.0**-6) -> Any:
+    """Master weights: every float array as a ScaledArray with `dtype` data and a static scale, nearest to its RMS.
+
+    A parameter that is all zeros (a fresh bias) has no RMS. It gets the scale `zeros`, at which FP16 reaches from
+    2^-30 to 2^10: at the smallest scale, which `as_scaled_array` takes, its updates would saturate.
+
+    Not for use inside jit: it reads the scales from the device.
+    """
+
+    def convert(x: Any) -> Any:
+        if is_scaled_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        power = float(rms_scale(x))
+        return as_scaled_array(x, zeros if power == MIN_SCALE else power, dtype)
+
+    return map_arrays(convert, params)
+
+
+def params_out_of_range(params: Any, low: float = 2.0**-4, high: float = 2.0**4) -> dict[str, float]:
+    """The ScaledArrays of a tree whose data has left its place: path -> RMS of the data, as its nearest power of two.
+
+    Those outside of [low, high]; data that is all zero or not finite is in its place. Not for use inside jit.
+    """
+    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled_array)
+    data = {jax.tree_util.keystr(path): x.data for path, x in found if is_scaled_array(x)}
+    powers = jax.tree.map(float, jax.jit(lambda tree: jax.tree.map(rms_scale, tree))(data))
+    return {path: power for path, power in powers.items() if power != MIN_SCALE and not low <= power <= high}
+
+
+def rescale_params(params: Any, low: float = 2.0**-4, high: float = 2.0**4) -> Any:
+    """`params` with the scales of those that are out of range moved by the power of two that brings the RMS to 1.
+
+    Others are returned as they are. The values are the same, except that what was subnormal may now be normal or the
+    reverse, and what leaves the format saturates. A new static scale is a new constant: steps are compiled again.
+    """
+    out_of_range = params_out_of_range(params, low, high)
+
+    def rescale(path: Any, x: Any) -> Any:
+        power = out_of_range.get(jax.tree_util.keystr(path))
+        if power is None:
+            return x
+        return x.rescale(pow2_round(x.scale * power))
+
+    return jax.tree_util.tree_map_with_path(rescale, params, is_leaf=is_scaled_array)
+
+
+def check_rounding(rounding: str) -> None:
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding={rounding!r} is not a choice; valid: nearest, stochastic")
+
+
+def round_to(x: jax.Array, fmt: FloatFormat, rounding: Rounding, seed: Any, step: Any, leaf: int) -> jax.Array:
+    """FP32 `x` in the format; the random bits depend on the three counters and on nothing else."""
+    if rounding == "nearest":
+        return fmt.cast(x)
+    return fmt.stochastic_round(x, counter_bits(x.shape, seed, step, leaf))
+
+
+def wide(tree: Any) -> Any:
+    """Logical values; float arrays in FP32."""
+
+    def convert(x: Any) -> Any:
+        if is_scaled_array(x):
+            return x.unscale()
+        x = jnp.asarray(x)
+        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return map_arrays(convert, tree)

@@ -1,0 +1,398 @@
+"""Narrow optimiser state: what is stored, what survives, and that every bit is a function of seed and step."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms, scalify, tree
+from scalify_core.formats import BF16, E4M3, E5M2, FP16, FP32, FloatFormat
+from scalify_core.optim import Stored, scaled_state
+
+FORMATS = {"fp16": {"mu": FP16, "nu": FP16}, "fp8": {"mu": E4M3, "nu": E5M2}}
+
+
+def adam_state(state):
+    """The ScaleByAdamState of a wrapped scale_by_adam or chain that begins with it."""
+    inner = state.inner_state
+    return inner if hasattr(inner, "nu") else inner[0]
+
+
+def second_moment(state, key="w"):
+    """What the optimiser will see, in NumPy."""
+    return np.square(np.asarray(adam_state(state).nu[key]))
+
+
+def run(tx, gradient, steps, state=None, params=None):
+    """State and last updates after `steps` steps on one gradient."""
+    state = tx.init(gradient) if state is None else state
+
+    @jax.jit
+    def advance(state, gradient):
+        return jax.lax.fori_loop(0, steps, lambda _, c: tx.update(gradient, c[1], params), (gradient, state))
+
+    updates, state = advance(state, gradient)
+    return state, updates
+
+
+def gradients(key, shape=(64, 32)):
+    """Leaves of several sizes; every other row of `wte` is unseen."""
+    keys = jax.random.split(jax.random.key(key), 3)
+    wte = jax.random.normal(keys[0], shape) * (jnp.arange(shape[0]) % 2)[:, None]
+    return {"wte": wte, "w": 1e-3 * jax.random.normal(keys[1], shape), "b": 30 * jax.random.normal(keys[2], shape[-1:])}
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+def test_state_on_eight_devices_is_bitwise_the_state_on_one(formats):
+    tx = optax.chain(scaled_state(optax.scale_by_adam(0.9, 0.99), **FORMATS[formats], rounding="stochastic", seed=3))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def shard(x):
+        return jax.device_put(x, NamedSharding(mesh, P("data") if x.ndim and x.shape[0] % 8 == 0 else P()))
+
+    grads = [gradients(i) for i in range(3)]
+    single, sharded = tx.init(grads[0]), jax.tree.map(shard, tx.init(grads[0]))
+    step = jax.jit(tx.update)
+    for grad in grads:
+        _, single = step(grad, single)
+        _, sharded = step(jax.tree.map(shard, grad), sharded)
+    data = sharded[0].inner_state.mu["wte"].data
+    assert data.sharding.shard_shape(data.shape) == (8, 32)
+    assert_same_bits(single, sharded)
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def test_state_is_a_function_of_seed_and_step_alone():
+    def after(seed, steps):
+        tx = scaled_state(optax.scale_by_adam(0.9, 0.95), mu=E4M3, nu=E5M2, seed=seed)
+        return tx, run(tx, gradients(0), steps)[0]
+
+    tx, state = after(1, 6)
+    assert_same_bits(state, after(1, 6)[1])
+    # Two runs of three steps, as after a resume.
+    assert_same_bits(state, run(tx, gradients(0), 3, after(1, 3)[1])[0])
+    other = after(2, 6)[1]
+    same = np.asarray(state.inner_state.mu["w"].data) == np.asarray(other.inner_state.mu["w"].data)
+    assert 0.1 < np.mean(same) < 0.9
+
+
+def test_both_moments_of_a_leaf_and_all_leaves_draw_different_bits():
+    tx = scaled_state(optax.scale_by_adam(0.0, 0.0), fields={"mu": Stored(E4M3), "nu": Stored(E4M3, sqrt=True)}, seed=0)
+    x = jnp.full(2**12, 1.0 + 1 / 16)  # half way between two E4M3 numbers, and nearly so in the square
+    state, _ = run(tx, {"a": x, "b": x}, 1)
+    moments = [
+        state.inner_state.mu["a"],
+        state.inner_state.mu["b"],
+        state.inner_state.nu["a"],
+        state.inner_state.nu["b"],
+    ]
+    drawn = [np.asarray(m) > 1 for m in moments]
+    for i in range(4):
+        for j in range(i):
+            # Independent fair coins agree half the time; 6 standard deviations of the binomial.
+            assert abs(np.mean(drawn[i] == drawn[j]) - 0.5) < 0.02 + 6 * 0.5 / 2**6
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=str)
+@pytest.mark.parametrize("sqrt", [False, True])
+def test_stochastic_storage_is_unbiased_in_the_field_itself(fmt, sqrt):
+    n = 2**16
+    tx = scaled_state(optax.trace(0.0), fields={"trace": Stored(fmt, sqrt=sqrt)}, seed=0)
+    for value in (1.03, 0.3, 0.0071):
+        x = jnp.full(n, value).at[0].set(4.0)  # the first sets the scale
+        state, _ = run(tx, x, 1)
+        stored = np.asarray(state.inner_state.trace, np.float64)[1:]
+        stored = stored**2 if sqrt else stored
+        low, high = stored.min(), stored.max()
+        expected = float(np.float32(value))
+        assert low <= expected <= high
+        p = (expected - low) / (high - low)
+        # The standard deviation of a mean of n draws of two values. Bits and FP32 arithmetic: 2^-16 of their distance.
+        tolerance = (high - low) * (6 * np.sqrt(p * (1 - p) / n) + 2.0**-16)
+        assert abs(stored.mean() - expected) < tolerance
+
+
+def test_e5m2_second_moment_settles_at_its_value_only_if_rounded_stochastically():
+    n = 2**14
+    gradient = {"w": jnp.full(n, 0.37)}
+    ratio = {}
+    for rounding in ("stochastic", "nearest"):
+        tx = scaled_state(optax.scale_by_adam(0.9, 0.95), fields={"nu": Stored(E5M2, True, rounding)}, seed=0)
+        state, _ = run(tx, gradient, 200)
+        high = second_moment(state).mean() / 0.37**2
+        state, _ = run(tx, {"w": jnp.full(n, 0.37 / 4)}, 200, state)
+        ratio[rounding] = high, second_moment(state).mean() / (0.37 / 4) ** 2
+    # A step's rounding has at most a standard deviation of a quarter of v's spacing, (1.25/1)^2 - 1 of v; steps add up
+    # with weights b2^k, so the mean of n elements has that over sqrt(n (1 - b2^2)); six of them.
+    tolerance = 6 * 0.5 * (1.25**2 - 1) / np.sqrt(n * (1 - 0.95**2)) + 0.95**200
+    assert ratio["stochastic"] == pytest.approx((1, 1), abs=tolerance)
+    assert ratio["nearest"][1] > 8
+
+
+def test_a_second_moment_decays_at_b2_999_only_if_rounded_stochastically():
+    gradient = {"w": jnp.full(2**12, 1.0)}
+    decayed = {}
+    for fmt, rounding in ((E5M2, "stochastic"), (E5M2, "nearest"), (FP16, "stochastic")):
+        tx = scaled_state(optax.scale_by_adam(0.9, 0.999), fields={"nu": Stored(fmt, True, rounding)}, seed=0)
+        state, _ = run(tx, gradient, 20)
+        before = second_moment(state).mean()
+        state, _ = run(tx, {"w": jnp.zeros(2**12)}, 1000, state)
+        decayed[str(fmt), rounding] = second_moment(state).mean() / before
+    assert decayed["e5m10", "stochastic"] == pytest.approx(0.999**1000, rel=0.01)
+    assert decayed["e5m2", "nearest"] > 0.9
+    assert 0.2 * 0.999**1000 < decayed["e5m2", "stochastic"] < 5 * 0.999**1000
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_rows_never_seen_get_no_update_and_nothing_is_nan(formats, eps):
+    tx = scaled_state(optax.scale_by_adam(0.9, 0.95, eps=eps), **FORMATS[formats], seed=0)
+    zeros = jax.tree.map(jnp.zeros_like, gradients(0))
+    state, updates = run(tx, zeros, 5)
+    assert all(np.all(np.asarray(u) == 0) for u in jax.tree.leaves(updates))
+    state, updates = run(tx, gradients(0), 5, state)
+    for u in jax.tree.leaves(updates):
+        assert np.all(np.isfinite(u))
+    assert np.all(np.asarray(updates["wte"])[::2] == 0)
+    assert np.all(np.asarray(updates["wte"])[1::2] != 0)
+    for moment in (state.inner_state.mu, state.inner_state.nu):
+        assert np.all(np.asarray(moment["wte"])[::2] == 0)
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+def test_a_small_element_takes_no_exploding_step(formats):
+    # Elements at 2^-12 of the RMS, and a large one that sets the scale.
+    gradient = {"w": jnp.full(1024, 2.0**-13).at[0].set(30.0).at[1:512].set(1.0)}
+    tx = scaled_state(optax.scale_by_adam(0.9, 0.95), **FORMATS[formats], seed=0)
+    state = tx.init(gradient)
+    step = jax.jit(tx.update)
+    for i in range(40):
+        updates, state = step(gradient, state)
+        # Narrow moments may differ by the spacing of their formats; both from E4M3's and E5M2's smallest numbers up.
+        assert np.max(np.abs(updates["w"])) < 4, i
+    assert np.all(np.asarray(state.inner_state.nu["w"].data) != 0)
+
+
+def test_a_positive_second_moment_is_never_stored_as_zero():
+    v = jnp.array([1.0, 1e-20, 1e-30, 0.0], jnp.float32)
+    for fmt, rounding in ((E4M3, "stochastic"), (E5M2, "nearest"), (FP16, "nearest"), (FP16, "stochastic")):
+        tx = scaled_state(optax.trace(0.0), fields={"trace": Stored(fmt, True, rounding)}, seed=0)
+        data = np.asarray(run(tx, v, 1)[0].inner_state.trace.data, np.float32)
+        assert np.array_equal(data > 0, [True, True, True, False])
+        assert data[2] == fmt.min_subnormal
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=str)
+def test_the_largest_magnitude_is_in_the_upper_octave_and_never_saturates(fmt):
+    tx = scaled_state(optax.trace(0.0), fields={"trace": Stored(fmt, rounding="nearest")}, seed=0)
+    for peak in (1.0, 1.99, 447.9, 448.1, 1e-20, 1e20, 57344.0, 65504.0):
+        state, _ = run(tx, jnp.array([peak, -peak / 3], jnp.float32), 1)
+        assert fmt.max / 2 < float(np.asarray(state.inner_state.trace.data, np.float32)[0]) <= fmt.max
+        np.testing.assert_allclose(
+            np.asarray(state.inner_state.trace), [peak, -peak / 3], rtol=fmt.epsilon / 2 + 2**-22
+        )
+
+
+def test_a_tensor_of_zeros_or_nan_keeps_its_scale():
+    tx = scaled_state(optax.trace(0.5), fields={"trace": Stored(FP16, rounding="nearest")}, seed=0)
+    state, _ = run(tx, jnp.array([3.0, 4.0]), 1)
+    scale = state.inner_state.trace.scale
+    broken, _ = run(tx, jnp.array([jnp.nan, 1.0]), 1, state)
+    assert broken.inner_state.trace.scale == scale
+    assert np.isnan(np.asarray(broken.inner_state.trace.data)[0])
+    tx = scaled_state(optax.trace(0.0), fields={"trace": Stored(FP16, rounding="nearest")}, seed=0)
+    assert run(tx, jnp.zeros(2), 1, state)[0].inner_state.trace.scale == scale
+
+
+WRAPPED = {
+    "adamw": (lambda: optax.adamw(1e-2, b2=0.95), {"mu": E4M3, "nu": E5M2}),
+    "lion": (lambda: optax.lion(1e-3), {"mu": E4M3}),
+    "momentum": (lambda: optax.sgd(1e-2, momentum=0.9), {"fields": {"trace": Stored(E4M3)}}),
+    "adafactor": (
+        lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+        {"fields": {name: Stored(FP16, sqrt=True) for name in ("v_row", "v_col", "v")}},
+    ),
+    "masked": (
+        lambda: optax.chain(
+            optax.clip_by_global_norm(1.0), optax.masked(optax.adam(1e-2), {"wte": True, "w": True, "b": False})
+        ),
+        {"mu": FP16, "nu": FP16},
+    ),
+    "injected": (lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2), {"mu": FP16, "nu": FP16}),
+    "amsgrad": (lambda: optax.amsgrad(1e-2), {"mu": FP16, "nu": FP16, "fields": {"nu_max": Stored(FP16, sqrt=True)}}),
+    "adagrad": (lambda: optax.adagrad(1e-2), {"fields": {"sum_of_squares": Stored(FP16, sqrt=True)}}),
+    "muon": (lambda: optax.contrib.muon(1e-2), {"mu": FP16, "nu": FP16}),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_optimisers_make_the_updates_of_their_plain_twins(name):
+    make, stored = WRAPPED[name]
+    plain, tx = make(), scaled_state(make(), **stored, seed=0)
+    params = jax.tree.map(jnp.ones_like, gradients(0))
+    a, b = plain.init(params), tx.init(params)
+    update, plain_update = jax.jit(tx.update), jax.jit(plain.update)
+    for i in range(3):
+        expected, a = plain_update(gradients(i), a, params)
+        found, b = update(gradients(i), b, params)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    narrow = [x for x in tree.leaves(b) if isinstance(x, ScaledArray)]
+    assert narrow
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == jnp.float32
+        cosine = np.sum(x * y) / np.sqrt(np.sum(x * x) * np.sum(y * y))
+        assert cosine > (0.97 if any(leaf.dtype.itemsize == 1 for leaf in narrow) else 0.999)
+
+
+def test_gradients_and_parameters_may_be_scaled_or_narrow():
+    tx = scaled_state(optax.adamw(1e-2, weight_decay=0.1), mu=FP16, nu=FP16, seed=0)
+    grads = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array([4.0])}
+    params = {"w": jnp.array([1.0, 2.0, -4.0]), "b": jnp.array([0.5])}
+    expected, expected_state = tx.update(grads, tx.init(params), params)
+    for kind in (
+        lambda t: as_scaled_array(t, 4.0, E5M2.dtype),
+        lambda t: jax.tree.map(lambda x: x.astype(BF16.dtype), t),
+    ):
+        updates, state = tx.update(kind(grads), tx.init(kind(params)), kind(params))
+        assert_same_bits((updates, state), (expected, expected_state))
+
+
+def test_a_field_that_does_not_exist_is_named_together_with_those_that_do():
+    with pytest.raises(ValueError, match=r"field 'nu'; it has some in \['mu'\]"):
+        scaled_state(optax.lion(1e-3), mu=FP16, nu=FP16, seed=0).init({"w": jnp.ones(3)})
+    with pytest.raises(ValueError, match="given twice"):
+        scaled_state(optax.adam(1e-3), mu=FP16, fields={"mu": Stored(E4M3)}, seed=0)
+    with pytest.raises(ValueError, match="no native dtype"):
+        scaled_state(optax.adam(1e-3), mu=FloatFormat.parse("e3m3"), seed=0)
+    for rounding in ("up", "none"):
+        with pytest.raises(ValueError, match="valid: nearest, stochastic"):
+            scaled_state(optax.adam(1e-3), mu=FP16, rounding=rounding, seed=0)
+
+
+def test_fp32_fields_are_left_alone():
+    tx = scaled_state(optax.adam(1e-2), mu=jnp.float32, nu=FP32, seed=0)
+    state = tx.init({"w": jnp.ones(3)})
+    assert not any(isinstance(x, ScaledArray) for x in tree.leaves(state))
+
+
+@pytest.mark.parametrize(("formats", "bytes_per_parameter"), [("fp16", 4), ("fp8", 2)])
+def test_bytes_of_state_in_the_compiled_program(formats, bytes_per_parameter):
+    params = {f"w{i}": jnp.zeros((256, 128)) for i in range(8)}
+    tx = scaled_state(optax.scale_by_adam(0.9, 0.95), **FORMATS[formats], seed=0)
+    state = tx.init(params)
+    count = sum(x.size for x in jax.tree.leaves(params))
+    total = sum(x.nbytes for x in jax.tree.leaves(state))
+    assert total - bytes_per_parameter * count == 2 * 8 + 4 * 16  # counts, scales
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return jax.tree.map(lambda p, u: p - 1e-2 * u, params, updates), state
+
+    compiled = step.lower(params, state, params).compile()
+    # Parameters and gradients are FP32 here; of the state only scalars are.
+    arrays = re.findall(
+        r"(\w+)\[([\d,]*)\]", re.search(r"entry_computation_layout=\{(.*?)\}\n?", compiled.as_text())[1]
+    )
+    wide = [dtype for dtype, dims in arrays if dims == "256,128" and dtype == "f32"]
+    assert len(wide) == 8 + 8 + 8  # parameters in, gradients in, parameters out
+    memory = compiled.memory_analysis()
+    # FP32 moments of one leaf may be held between the two passes, not those of all eight.
+    assert memory.temp_size_in_bytes < 3 * 2 * 4 * 256 * 128
+    params, state = step(params, state, jax.tree.map(jnp.ones_like, params))
+    assert all(x.is_deleted() is False for x in jax.tree.leaves(state))
+
+
+def test_state_can_be_donated_and_every_scale_is_a_buffer_of_its_own():
+    params = {f"w{i}": jnp.zeros(64) for i in range(4)}
+    tx = scaled_state(optax.adam(1e-2), mu=FP16, nu=FP16, seed=0)
+    state = tx.init(params)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
+    assert len(set(pointers)) == len(pointers)
+    step = jax.jit(lambda state, grads: tx.update(grads, state)[1], donate_argnums=0)
+    old = state
+    for _ in range(2):
+        state = step(state, params)
+    assert all(x.is_deleted() for x in jax.tree.leaves(old))
+    assert all(np.all(np.isfinite(np.asarray(x, np.float32))) for x in jax.tree.leaves(state))
+
+
+def classification(seed=0):
+    """Logistic regression that does not separate, features of very different frequency: loss function and start."""
+    rng = np.random.default_rng(seed)
+    frequency = 1 / np.arange(1, 65)
+    x = (rng.random((512, 64)) < frequency) * rng.normal(size=(512, 64))
+    y = (x @ rng.normal(size=64) * 2 + rng.normal(size=512) > 0).astype(np.float32)
+    x = jnp.asarray(x, jnp.float32)
+
+    def loss_fn(params):
+        logits = x @ params["w"] + params["b"]
+        return jnp.mean(jax.nn.softplus(logits) - y * logits)
+
+    return loss_fn, {"w": jnp.zeros(64), "b": jnp.zeros(1)}
+
+
+def train(tx, steps=300):
+    """Loss of every step."""
+    loss_fn, params = classification()
+
+    def step(carry, _):
+        params, state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    return np.asarray(jax.jit(lambda c: jax.lax.scan(step, c, length=steps))((params, tx.init(params)))[1])
+
+
+def test_adam_with_fp16_state_tracks_fp32_adam_over_300_steps():
+    losses = {
+        name: train(tx)
+        for name, tx in {
+            "fp32": optax.adam(2e-2, b2=0.95),
+            "fp16": scaled_state(optax.adam(2e-2, b2=0.95), mu=FP16, nu=FP16, seed=0),
+            "fp8": scaled_state(optax.adam(2e-2, b2=0.95), mu=E4M3, nu=E5M2, seed=0),
+        }.items()
+    }
+    fall = losses["fp32"][0] - losses["fp32"][-1]
+    assert fall > 0.2
+    # Rounding m to nearest is worth epsilon/2 a step, of which 1/(1 - b1) accumulate, and so is the loss's descent.
+    np.testing.assert_allclose(losses["fp16"], losses["fp32"], atol=fall * FP16.epsilon / 2 / (1 - 0.9))
+    assert losses["fp8"][-1] == pytest.approx(losses["fp32"][-1], abs=0.02 * fall)
+
+
+def test_the_optimiser_itself_under_scalify_in_fp16_data_trains():
+    # The plain route of the module's docstring: every value of the state in FP16, scales by the rules.
+    loss_fn, params = classification()
+    tx = optax.adam(2e-2, b2=0.95)
+
+    def settled(state):
+        return jax.tree.map(lambda x: dynamic_rescale_rms(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+    def update(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return settled(updates), settled(state)
+
+    state = as_scaled_array(tx.init(params), dtype=jnp.float16)
+    update, grad_fn = jax.jit(scalify(update)), jax.jit(jax.value_and_grad(loss_fn))
+    losses = []
+    for _ in range(300):
+        loss, grads = grad_fn(params)
+        updates, state = update(as_scaled_array(grads, dtype=jnp.float16), state, params)
+        params = jax.tree.map(jnp.add, params, asarray(updates))
+        losses.append(float(loss))
+    moments = tree.leaves((state[0].mu, state[0].nu))
+    assert all(isinstance(x, ScaledArray) and x.dtype == jnp.float16 for x in moments)
+    expected = train(tx)
+    assert losses[-1] == pytest.approx(expected[-1], abs=0.02 * (expected[0] - expected[-1]))

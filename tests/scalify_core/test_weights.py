@@ -1,0 +1,129 @@
+"""Master weights: what an update leaves behind, scales that stay, and the event that moves them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalify_core import ScaledArray
+from scalify_core.formats import BF16, E4M3, FP16, counter_bits
+from scalify_core.weights import apply_updates, params_out_of_range, rescale_params, scaled_params
+
+KINDS = {
+    "fp16_static": (FP16, lambda x: ScaledArray(x.astype(jnp.float16), 2.0**-6)),
+    "fp16_dynamic": (FP16, lambda x: ScaledArray(x.astype(jnp.float16), jnp.float32(2.0**-6))),
+    "fp16_per_layer": (FP16, lambda x: ScaledArray(x.astype(jnp.float16), jnp.full(x.shape[:1], 2.0**-6, jnp.float32))),
+    "bf16_plain": (BF16, lambda x: x.astype(jnp.bfloat16)),
+}
+
+
+def scale_of(p):
+    return 2.0**-6 if isinstance(p, ScaledArray) else 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_updates_move_a_weight_in_expectation_only_if_rounded_stochastically(kind):
+    fmt, make = KINDS[kind]
+    params = {"w": make(jnp.ones((64, 256)))}
+    scale = scale_of(params["w"])
+    # A quarter of the spacing above 1, 32 times.
+    update, steps = {"w": jnp.full((64, 256), scale * fmt.epsilon / 4)}, 32
+
+    def after(rounding):
+        def body(i, p):
+            return apply_updates(p, update, rounding=rounding, seed=0, step=i)
+
+        out = jax.jit(lambda p: jax.lax.fori_loop(0, steps, body, p))(params)["w"]
+        assert out.dtype == fmt.dtype
+        return np.asarray(out, np.float64) / scale
+
+    np.testing.assert_array_equal(after("nearest"), 1)
+    moved = (after("stochastic") - 1) / fmt.epsilon
+    # Each step is a Bernoulli trial of probability 1/4: six standard deviations of the mean of all.
+    tolerance = 6 * np.sqrt(steps * 0.25 * 0.75 / moved.size)
+    assert moved.mean() == pytest.approx(steps / 4, abs=tolerance)
+    assert moved.std() == pytest.approx(np.sqrt(steps * 0.25 * 0.75), rel=0.05)
+
+
+def test_large_updates_saturate_and_what_is_not_finite_stays_so():
+    params = [ScaledArray(jnp.array([6e4, -6e4, 1, 1], jnp.float16), 0.5)]
+    for rounding in ("nearest", "stochastic"):
+        new = apply_updates(params, [jnp.array([1e5, -1e5, jnp.nan, jnp.inf])], rounding=rounding, seed=0, step=0)
+        np.testing.assert_array_equal(np.asarray(new[0].data), [65504, -65504, np.nan, np.inf])
+        assert new[0].scale == 0.5
+
+
+def test_fp32_parameters_get_the_plain_sum_and_updates_may_be_scaled():
+    params = {"a": jnp.array([1.0, 2.0]), "b": ScaledArray(jnp.array([1.0, 2.0]), 0.25)}
+    updates = {"a": ScaledArray(jnp.array([3.0, -3.0], jnp.float16), 2.0), "b": jnp.array([1e-6, 1.0])}
+    new = apply_updates(params, updates, rounding="stochastic", seed=0, step=0)
+    np.testing.assert_array_equal(new["a"], [7.0, -4.0])
+    np.testing.assert_array_equal(new["b"].data, np.float32([1, 2]) + np.float32([4e-6, 4.0]))
+
+
+def test_the_sum_on_eight_devices_is_bitwise_that_on_one_and_depends_on_seed_and_step():
+    params = scaled_params({"w": jax.random.normal(jax.random.key(0), (64, 32))}, jnp.float16)
+    update = {"w": 1e-4 * jax.random.normal(jax.random.key(1), (64, 32))}
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = NamedSharding(mesh, P("data"))
+
+    def add(params, update, seed, step):
+        return apply_updates(params, update, rounding="stochastic", seed=seed, step=step)
+
+    add = jax.jit(add)
+    base = np.asarray(add(params, update, 0, jnp.int32(5))["w"].data)
+    sharded = add(*jax.device_put((params, update), rows), 0, jnp.int32(5))["w"].data
+    assert sharded.sharding.shard_shape(sharded.shape) == (8, 32)
+    np.testing.assert_array_equal(base, sharded)
+    for seed, step in ((1, 5), (0, 6)):
+        assert np.any(base != np.asarray(add(params, update, seed, jnp.int32(step))["w"].data))
+
+
+def test_the_first_weight_and_the_first_moment_draw_different_bits():
+    x = ScaledArray(jnp.zeros(2**14, E4M3.dtype), 1.0)
+    half = jnp.full(2**14, E4M3.min_subnormal / 2)
+    up = np.asarray(apply_updates([x], [half], rounding="stochastic", seed=7, step=1)[0].data, np.float32) > 0
+    moment = np.asarray(E4M3.stochastic_round(half, counter_bits((2**14,), 7, 1, 0)), np.float32) > 0
+    # Independent fair coins: six standard deviations.
+    assert abs(np.mean(up == moment) - 0.5) < 6 * 0.5 / 2**7
+
+
+def test_master_weights_have_static_scales_and_fresh_biases_room_to_grow():
+    params = {"w": 3e-3 * jnp.ones(64), "b": jnp.zeros(4), "id": jnp.arange(3)}
+    scaled = scaled_params(params, jnp.float16)
+    assert scaled["w"].is_static
+    assert scaled["w"].scale == 2.0**-8
+    np.testing.assert_allclose(np.asarray(scaled["w"]), params["w"], rtol=FP16.epsilon / 2)
+    assert scaled["id"].dtype == jnp.int32
+    moved = apply_updates({"b": scaled["b"]}, {"b": jnp.full(4, 1e-3)}, rounding="nearest", seed=0, step=0)["b"]
+    np.testing.assert_allclose(np.asarray(moved), 1e-3, rtol=FP16.epsilon / 2)
+
+
+def test_only_what_is_out_of_range_is_rescaled_and_its_values_stay_exactly():
+    def data(rms):
+        return jnp.array([rms, -rms, rms, rms * 1.25], jnp.float16)
+
+    params = {
+        "kept": ScaledArray(data(0.07), 1.0),
+        "low": ScaledArray(data(0.04), 2.0**-3),
+        "high": ScaledArray(data(100.0), jnp.float32(2.0)),
+        "zero": ScaledArray(jnp.zeros(4, jnp.float16), 1.0),
+        "broken": ScaledArray(jnp.full(4, jnp.nan, jnp.float16), 1.0),
+        "plain": data(100.0),
+    }
+    assert params_out_of_range(params) == {"['low']": 2.0**-5, "['high']": 2.0**7}
+    new = rescale_params(params)
+    assert params_out_of_range(new) == {}
+    assert (new["low"].scale, float(new["high"].scale)) == (2.0**-8, 2.0**8)
+    assert new["low"].is_static
+    assert not new["high"].is_static
+    for name in params:
+        assert (new[name] is params[name]) == (name not in ("low", "high"))
+        np.testing.assert_array_equal(np.asarray(new[name]), np.asarray(params[name]))
+
+
+def test_an_unknown_rounding_is_refused():
+    with pytest.raises(ValueError, match="valid: nearest, stochastic"):
+        apply_updates({}, {}, rounding="up", seed=0, step=0)
