@@ -33,6 +33,8 @@ from scalify_core.formats import FloatFormat, pow2_round
 
 Scale = Any  # float: static; FP32 jax.Array: dynamic
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
+# A scale below this one is that of zeros (2^-126), perhaps times some constants: it says nothing about other values.
+OF_ZEROS = 2.0**-100
 _F32 = np.dtype(np.float32)
 
 
@@ -218,6 +220,19 @@ def product(a: Scale, b: Scale) -> Scale:
         if static == 1.0:
             return dynamic
     return clip_scale(lax.mul(*_arrays(a, b)))
+
+
+def unless_of_zeros(scale: Any, other: Any) -> Any:
+    """A dynamic scale, or `other` (a number) where it is that of zeros."""
+    return lax.select(lax.lt(scale, np.float32(OF_ZEROS)), lax.full_like(scale, other), scale)
+
+
+def as_divisor(v: Value) -> Value:
+    """The value at scale 1 if its run-time scale is that of zeros: a quotient must not get the largest scale of all."""
+    if is_static(v.scale):
+        return v
+    scale = unless_of_zeros(v.scale, 1.0)
+    return value(times(wide(v), ratio(v.scale, scale)), scale, v.rho, v.dtype, v.factor)
 
 
 def largest(*scales: Scale) -> Scale:

@@ -79,6 +79,7 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
     if constant and math.isfinite(constant) and a.shape == eqn.outvars[0].aval.shape:
         return _times_constant(a, 1 / constant)
     (a, b), dtype = lifted(a, b)
+    b = v.as_divisor(b)
     data = bind(eqn, v.wide(a), v.wide(b))
     return v.settled(data, v.ratio(a.scale, b.scale), a.rho / b.rho, dtype, factor=a.factor / b.factor)
 
@@ -87,6 +88,7 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
 def _integer_pow(eqn: Any, x: Value) -> Value:
     n = eqn.params.get("y", 2)
     dtype = v.result_dtype(x)
+    x = v.as_divisor(x) if n < 0 else x
     scale: Any = 1.0
     if v.is_static(x.scale):
         scale = x.scale**n
@@ -107,6 +109,8 @@ def _root(degree: int, inverse: bool) -> Any:
         else:
             # A little up before rounding down: the root of a power of two must not fall short of itself.
             out = pow2_floor(lax.mul(lax.pow(x.scale, np.float32(1 / degree)), np.float32(1 + 2**-12)))
+            zeros = lax.lt(x.scale, np.float32(v.OF_ZEROS))  # of which the root is zeros, or infinities
+            out = lax.select(zeros, lax.full_like(out, 1.0 if inverse else v.MIN_SCALE), out)
             rest = x.scale
             for _ in range(degree):
                 rest = v.ratio(rest, out)
@@ -153,6 +157,10 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
     values = [x for x in arrays if isinstance(x, Value)]
     scale = v.largest(*(x.scale for x in values))
     rho = max(x.rho for x in values if x.scale is scale or not v.is_static(scale) or x.scale == scale)
+    constants = [c for c in (v.uniform(x) for x in arrays if not isinstance(x, Value)) if c and math.isfinite(c)]
+    if constants and not v.is_static(scale):
+        # Beside zeros a constant keeps its own scale: at theirs it would saturate at nearly nothing.
+        scale = v.unless_of_zeros(scale, pow2_round(max(map(abs, constants))))
     keep = all(x.data.dtype == dtype and v.same_scale(x.scale, scale) for x in values)
     data = [constant_at(x, scale, dtype, keep) if not isinstance(x, Value)
             else (x.data if keep else v.wide_at(x, scale)) for x in arrays]  # fmt: skip
@@ -185,8 +193,18 @@ def _extreme(eqn: Any, *operands: Any) -> Value:
 
 @rule("select_n")
 def _select_n(eqn: Any, which: Any, *cases: Any) -> Value:
+    if not np.shape(which) and any(isinstance(x, Value) and not v.is_static(x.scale) for x in cases):
+        return _select_whole(eqn, v.materialise(which), *cases)
     data, scale, rho, dtype = common(*cases)
     return v.value(bind(eqn, v.materialise(which), *data), scale, rho, dtype)
+
+
+def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:
+    """One case whole, with its scale: that of a case which is not selected does not count."""
+    values, dtype = lifted(*cases)
+    values = [v.scalar_scale(x) for x in values]
+    scale = lax.select_n(which, *(jnp.asarray(x.scale, jnp.float32) for x in values))
+    return v.value(bind(eqn, which, *(v.wide(x) for x in values)), scale, max(x.rho for x in values), dtype)
 
 
 @rule("convert_element_type")

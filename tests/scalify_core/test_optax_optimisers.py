@@ -1,7 +1,4 @@
-"""Optax optimisers under scalify, on parameters and state that are scaled: losses of their plain twins.
-
-lamb and lars are not among them yet: docs/lab.md says what goes wrong.
-"""
+"""Optax optimisers under scalify, on parameters and state that are scaled: losses of their plain twins."""
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +16,9 @@ OPTIMISERS = {
     "sgd_momentum": lambda: optax.sgd(5e-2, momentum=0.9),
     "lion": lambda: optax.lion(1e-3),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    # The biases begin as zeros, so their first trust ratios are quotients by or of zero, which are discarded.
+    "lamb": lambda: optax.lamb(1e-2),
+    "lars": lambda: optax.lars(0.1, trust_coefficient=0.1),
     "rmsprop": lambda: optax.rmsprop(1e-3),
     "adagrad": lambda: optax.adagrad(5e-2),
     "nadam": lambda: optax.nadam(1e-2),

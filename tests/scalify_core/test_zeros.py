@@ -1,0 +1,77 @@
+"""Zeros have no size: the run-time scale that they come with must not set that of anything beside them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalify_core import as_scaled_array, asarray, scalify
+
+FORMATS = (jnp.float32, jnp.float16)
+
+
+def scaled(x, dtype):
+    """With the run-time scale of its RMS."""
+    return as_scaled_array(jnp.asarray(x, jnp.float32), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jnp.where(x == 0, 1.0, x),
+        lambda x: jnp.maximum(x, 3.0),
+        lambda x: jnp.clip(x, -1.0, 0.5),
+        lambda x: jnp.concatenate([x, jnp.full(2, 7.0)]),
+        lambda x: jnp.pad(x * 3 - x, 1, constant_values=2.0),
+        lambda x: jnp.where(x > 0, jnp.sqrt(x), 1.0),
+        lambda x: jnp.where(x > 0, jnp.square(x), 1.0),
+    ],
+)
+def test_a_constant_beside_zeros_keeps_its_value(fun, dtype):
+    for content in (np.zeros(4), np.asarray([0.0, 1.0, 0.0, 4.0])):
+        found = jax.jit(scalify(fun))(scaled(content, dtype))
+        np.testing.assert_array_equal(asarray(found), fun(jnp.asarray(content, jnp.float32)))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("size", [0.0, 2.0**-20, 1.0, 2.0**20])
+@pytest.mark.parametrize("other", [0.0, 2.0**-20, 1.0, 2.0**20])
+def test_a_quotient_of_norms_is_one_where_either_is_zero(size, other, dtype):
+    """The trust ratio of LARS and LAMB."""
+
+    def ratio(x, y):
+        a, b = jnp.linalg.norm(x), jnp.linalg.norm(y)
+        return y * jnp.where((a == 0) | (b == 0), 1.0, a / b)
+
+    x, y = size * jax.random.normal(jax.random.key(0), (64,)), other * jax.random.normal(jax.random.key(1), (64,))
+    found = asarray(jax.jit(scalify(ratio))(scaled(x, dtype), scaled(y, dtype)))
+    # Roundings of the data and of the result, and what a sum of 64 squares is off by in FP32.
+    np.testing.assert_allclose(found, ratio(x, y), rtol=4 * float(jnp.finfo(dtype).eps) + 64 * 2.0**-23)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda good, zero: jnp.where(zero != 0, good / zero, good),
+        lambda good, zero: jnp.where(zero != 0, zero**-1, good),
+        lambda good, zero: jnp.where(zero > 0, jax.lax.rsqrt(zero), good),
+        lambda good, zero: jnp.where(jnp.sum(zero) != 0, good / jnp.sum(zero), good),
+        lambda good, zero: jax.lax.cond(jnp.sum(zero) != 0, lambda: good / zero, lambda: good),
+    ],
+)
+def test_what_is_not_selected_does_not_flush_what_is(fun, dtype):
+    good = scaled(jax.random.normal(jax.random.key(0), (64,)), dtype)
+    found = jax.jit(scalify(fun))(good, scaled(np.zeros(64), dtype))
+    np.testing.assert_array_equal(asarray(found), asarray(good))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_scalar_predicate_selects_the_scale_with_the_data(dtype):
+    big, small = (scaled(s * jax.random.normal(jax.random.key(0), (8,)), dtype) for s in (2.0**60, 2.0**-60))
+    select = jax.jit(scalify(lambda which, a, b: jnp.where(which, a, b)))
+    for which, expected in ((True, big), (False, small)):
+        found = select(which, big, small)
+        assert float(found.scale) == float(expected.scale)
+        np.testing.assert_array_equal(found.data, expected.data)
