@@ -56,8 +56,8 @@ class Stored:
         sqrt: store the square root. For fields that are not negative: second moments.
         rounding: to "nearest" (ties to even), or "stochastic": to one of the two neighbours, the nearer the likelier,
             such that the field (with `sqrt`, its square root's square) has the exact value as its expectation.
-            To nearest, an average with decay b stops moving where a step changes it by less than half an ulp; its
-            value is off by up to epsilon/2/(1-b), relatively: 3 times too large in E5M2 at b = 0.95.
+            To nearest, an average stops moving where a step changes it by less than half an ulp. A second moment with
+            its root in E5M2 and a decay of 0.95 stops at a quarter of its value when it grows, and never falls.
     """
 
     format: FloatFormat
@@ -114,25 +114,33 @@ def scaled_state(
         def narrow(params: Any) -> ScaledStateState:
             new, names, treedef = _flatten(tx.init(wide(params)), stored)
             like = jnp.float32(MIN_SCALE)  # of zeros, as in as_scaled_array
-            narrow = [
-                _narrow(x, like, stored[name], seed, 0, i) if name else x
-                for i, (x, name) in enumerate(zip(new, names, strict=True))
-            ]
-            return ScaledStateState(jnp.zeros((), jnp.int32), treedef.unflatten(narrow))
+            scales = [_scale(x, like, stored[name]) if name else None for x, name in zip(new, names, strict=True)]
+            count = jnp.zeros((), jnp.int32)
+            return ScaledStateState(count, treedef.unflatten(_narrow(new, names, scales, stored, seed, count)))
 
         # Compiled, the FP32 state that `tx.init` makes is never allocated.
         return jax.jit(narrow)(params)
 
     def update(updates: Any, state: ScaledStateState, params: Any = None, **extra: Any) -> tuple[Any, ScaledStateState]:
+        def advance(updates: Any, inner_state: Any) -> tuple[Any, list[Any], Any]:
+            moments = [
+                _widen(x, stored[n]) if n else x for x, n in zip(*_flatten(inner_state, stored)[:2], strict=True)
+            ]
+            updates, inner_state = tx.update(wide(updates), treedef.unflatten(moments), wide(params), **extra)
+            new, _, new_treedef = _flatten(inner_state, stored)
+            return updates, new, new_treedef
+
         old, names, treedef = _flatten(state.inner_state, stored)
-        moments = [_widen(x, stored[name]) if name else x for x, name in zip(old, names, strict=True)]
-        updates, inner = tx.update(wide(updates), treedef.unflatten(moments), wide(params), **extra)
-        new, _, treedef = _flatten(inner, stored)
-        narrow = [
-            _narrow(x, like.scale, stored[name], seed, state.count + 1, i) if name else x
-            for i, (x, like, name) in enumerate(zip(new, old, names, strict=True))
+        _, new, _ = advance(updates, state.inner_state)
+        scales = [
+            _scale(x, like.scale, stored[name]) if name else None for x, like, name in zip(new, old, names, strict=True)
         ]
-        return updates, ScaledStateState(state.count + 1, treedef.unflatten(narrow))
+        # Computed again once the scales are known: the compiler would hold the new moments in FP32 in between. Of the
+        # first time only what the scales depend on is compiled.
+        updates, inner_state, scales = jax.lax.optimization_barrier((updates, state.inner_state, scales))
+        updates, new, treedef = advance(updates, inner_state)
+        count = state.count + 1
+        return updates, ScaledStateState(count, treedef.unflatten(_narrow(new, names, scales, stored, seed, count)))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -179,21 +187,40 @@ def _widen(x: ScaledArray, stored: Stored) -> jax.Array:
     return jnp.maximum(jnp.square(wide), _SQUARE_FLOOR) if stored.sqrt else wide
 
 
-def _narrow(x: jax.Array, scale: jax.Array, stored: Stored, seed: int, step: Any, leaf: int) -> ScaledArray:
-    """`x` as it is stored; `scale` is what a tensor without a largest magnitude keeps."""
-    fmt = stored.format
-    x = x.astype(jnp.float32)
-    if stored.sqrt:
-        x = jnp.where(x <= _SQUARE_FLOOR, 0.0, jnp.sqrt(x))
-    peak = jnp.max(jnp.abs(x), initial=0.0)
-    # The largest magnitude goes into (top/2, top]: pow2_floor(y) > y/2. BF16 data gets that of FP16, not 2^127.
-    top = min(fmt.max, FP16.max)
-    scale = jnp.where(jnp.isfinite(peak) & (peak > 0), pow2_floor(peak * (2 / top)), scale)
-    data = x * (1 / scale)
-    if stored.sqrt:
-        data = jnp.where(x > 0, jnp.maximum(data, fmt.min_subnormal), data)
-        data = _unbiased_in_square(data, fmt) if stored.rounding == "stochastic" else data
-    return ScaledArray(round_to(data, fmt, stored.rounding, seed, step, leaf), scale)
+def _scale(x: jax.Array, old: jax.Array, stored: Stored) -> jax.Array:
+    """The scale at which a field's new value is stored; a tensor without a largest magnitude keeps the old one."""
+    peak = _root(jnp.max(jnp.abs(x), initial=0.0), stored)
+    # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2. BF16 data gets that of FP16, not 2^127.
+    top = min(stored.format.max, FP16.max)
+    return jnp.where(jnp.isfinite(peak) & (peak > 0), pow2_floor(peak * (2 / top)), old)
+
+
+def _root(x: jax.Array, stored: Stored) -> jax.Array:
+    return jnp.where(x <= _SQUARE_FLOOR, 0.0, jnp.sqrt(x)) if stored.sqrt else x
+
+
+def _narrow(
+    new: list[Any], names: list[str | None], scales: list[Any], stored: Mapping[str, Stored], seed: int, step: Any
+) -> list[Any]:
+    """The arrays of a state, those of stored fields narrow."""
+
+    def narrow(leaf: int, x: jax.Array, scale: jax.Array, how: Stored) -> ScaledArray:
+        fmt, x = how.format, _root(x, how)
+        data = x * (1 / scale)
+        if how.sqrt:
+            data = jnp.where(x > 0, jnp.maximum(data, _smallest(fmt)), data)
+            data = _unbiased_in_square(data, fmt) if how.rounding == "stochastic" else data
+        return ScaledArray(round_to(data, fmt, how.rounding, seed, step, leaf), scale)
+
+    return [
+        narrow(leaf, x, scale, stored[name]) if name else x
+        for leaf, (x, scale, name) in enumerate(zip(new, scales, names, strict=True))
+    ]
+
+
+def _smallest(fmt: FloatFormat) -> float:
+    """The smallest positive number of the format that is a normal one in FP32: others may count as zero."""
+    return max(fmt.min_subnormal, FP32.min_normal)
 
 
 def _unbiased_in_square(x: jax.Array, fmt: FloatFormat) -> jax.Array:
@@ -202,6 +229,6 @@ def _unbiased_in_square(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     b is drawn with probability (y - a) / (b - a) where y is what is returned, and that must be
     (x^2 - a^2) / (b^2 - a^2), hence y = a + (x - a) (x + a) / (a + b).
     """
-    ulp = jnp.maximum(pow2_floor(x) * fmt.epsilon, fmt.min_subnormal)
+    ulp = jnp.maximum(pow2_floor(x) * fmt.epsilon, _smallest(fmt))
     below = jnp.floor(x * (1 / ulp)) * ulp
     return below + (x - below) * ((x + below) / (2 * below + ulp))
