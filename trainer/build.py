@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from trainer import config as schema
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoint import Checkpointer, Restored
 from trainer.data import (
     Batch,
     EmbeddedSource,
@@ -29,19 +29,19 @@ from trainer.data import (
 from trainer.data.tokenizer import load_saved
 from trainer.display import Display
 from trainer.errors import UserError
-from trainer.evaluate import evaluate, make_eval_step
+from trainer.evaluate import Evaluation, evaluate, make_eval_step
 from trainer.flops import flops_per_token, peak_flops
 from trainer.leaves import leaf_names
 from trainer.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.loop import Cadence, Run, train
-from trainer.messages import describe, farewell
+from trainer.messages import describe, farewell, schedule_change
 from trainer.metrics import Throughput
 from trainer.model import GPT2Spec, functional
 from trainer.optimizer import learning_rates, make_optimizer
-from trainer.parallel import abstract_batch, make_mesh, place_batch, replicated, start_processes
+from trainer.parallel import Agreement, abstract_batch, make_mesh, place_batch, replicated, start_processes
 from trainer.precision import DTYPES, make_policy
 from trainer.rundir import RunDir, write_environment
-from trainer.start import check_same_run, initial_weights, starting_point
+from trainer.start import architecture, check_same_run, initial_weights, starting_point
 from trainer.state import TrainState
 from trainer.step import Tokens
 from trainer.tracking import make_tracker
@@ -196,20 +196,28 @@ def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None
     )
 
 
+def describe_change(c: schema.Config, found: Restored) -> list[str]:
+    """What a resumed run does otherwise from here on."""
+    if not found.step:
+        return []
+    before = build_learning_rates(schema.from_tree(schema.Config, found.meta["config"]))
+    return schedule_change(found.step, before, build_learning_rates(c))
+
+
 def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tuple[int, Batch]]]:
     """The training batches from a step on, read ahead in the background."""
     return lambda start: prefetch(w.data.train, start, c.train.steps, depth=c.data.prefetch)
 
 
-def make_evaluate(c: schema.Config, w: Workload) -> Callable[[Any, bool], dict[str, float]]:
-    """`(params, final) -> rows`: validation on the first batches of the validation part, on more of them at the end."""
+def make_evaluate(c: schema.Config, w: Workload) -> Callable[[Any, bool], Evaluation]:
+    """`(params, final) -> found`: validation on the first batches of the validation part, on more at the end."""
     eval_step = jax.jit(make_eval_step(w.model.loss), out_shardings=replicated(w.mesh))
     available = w.data.val.steps_per_epoch
 
-    def run_evaluation(params: Any, final: bool) -> dict[str, float]:
+    def run_evaluation(params: Any, final: bool) -> Evaluation:
         count = min(available, c.train.final_eval_batches if final else c.train.eval_batches)
         batches = (place_batch(w.data.val.batch(i), accum=c.train.accum, mesh=w.mesh) for i in range(count))
-        return evaluate(eval_step, params, batches, w.data.bytes_per_token)
+        return evaluate(eval_step, params, batches, first=c.train.eval_batches, bytes_per_token=w.data.bytes_per_token)
 
     return run_evaluation
 
@@ -241,37 +249,42 @@ def run(c: schema.Config) -> int:
     hide_missing_gpu()
     if c.parallel.distributed:
         start_processes()
-    use_compilation_cache(c.compile_cache)
     console = Console(soft_wrap=True, quiet=jax.process_index() > 0)
-    w = build_workload(c)
+    warning = use_compilation_cache(c.compile_cache)
+    if warning is not None:
+        console.print(warning, highlight=False)
     if c.dry_run:
+        w = build_workload(c)
         for line in describe_run(c, w, compile_step(w, c.seed, build_batch(c, w.mesh))):
             console.print(line, highlight=False)
         return 0
-    return train_in(RunDir(Path(c.run_dir)), c, w, Display(c.train.steps, console=console))
+    with RunDir(Path(c.run_dir)) as directory:
+        directory.check(schema.to_tree(c))
+        return train_in(directory, c, build_workload(c), Display(c.train.steps, console=console))
 
 
 def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display) -> int:
     """Train in a run directory, from where it stands. The exit code."""
     tree = schema.to_tree(c)
     with display:
-        try:
-            directory.check(tree)
-            checkpointer = Checkpointer(
-                directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
-            )
-            found = starting_point(
-                c.resume.source, directory.path, checkpointer, abstract_state(w, c.seed), lambda: first_state(c, w)
-            )
-            check_same_run(found, c.train.steps, w.data.manifest.fingerprint)
-        except UserError:
-            directory.abandon()
-            raise
+        checkpointer = Checkpointer(
+            directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
+        )
+        found = starting_point(
+            c.resume.source,
+            directory.path,
+            checkpointer,
+            w.model.spec,
+            abstract_state(w, c.seed),
+            lambda: first_state(c, w),
+        )
+        fork = found.step not in [0, *checkpointer.steps()]
+        check_same_run(found, c.train.steps, w.data.manifest.fingerprint, fork=fork)
         directory.adopt(tree)
         write_environment(directory.path)
         if jax.process_index() == 0:
             w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
-        for line in describe_run(c, w):
+        for line in [*describe_run(c, w), *describe_change(c, found)]:
             display.message(line)
         tracker = make_tracker(
             c.tracker.kind,
@@ -291,12 +304,14 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             train_step=compile_step(w, c.seed, build_batch(c, w.mesh)),
             batches=train_batches(c, w),
             place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
+            agree=Agreement(w.mesh),
             evaluate=make_evaluate(c, w),
             sample=build_sample(c, w),
             diagnose=make_diagnose(w),
             checkpointer=checkpointer,
             meta={
                 "config": tree,
+                "model": architecture(w.model.spec),
                 "data": w.data.manifest.fingerprint,
                 "tokenizer": w.data.tokenizer.name,
                 "tracker_id": tracker.id,

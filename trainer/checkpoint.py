@@ -25,7 +25,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 from trainer.errors import UserError
 from trainer.leaves import checksums, describe, is_key, leaf_names, mismatch
 
-FORMAT = 1
+FORMAT = 2
 DAMAGED = "damaged"
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ class Checkpointer:
         self.directory = directory.resolve()
         self._read_only = read_only
         self._saving: int | None = None
+        # Orbax logs what it makes of these options, and the exceptions that it also raises, which are reported here.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         newest = LatestN(keep)
         # BestN keeps the last of its sorting; reverse puts the lowest loss there. No validation loss: no candidate.
         best = BestN(get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
@@ -72,8 +74,6 @@ class Checkpointer:
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
             read_only=read_only,  # overrides the line above
         )
-        # Orbax logs the exceptions that it also raises, with tracebacks; they are reported here.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
         try:
             if not read_only:
                 self.directory.mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,7 @@ class Display:
         due = step == self.steps or "val/loss" in row or now - self._printed >= PLAIN_SECONDS
         if self._live is None and due:
             self._printed = now
-            self.message(f"step {step}/{self.steps}  {'  '.join(self._figures())}  eta {self.eta()}")
+            self.message(f"step {step}/{self.steps}  {'  '.join(self._quality() + self._speed())}  eta {self.eta()}")
 
     def event(self, step: int, text: str) -> None:
         """A line of its own that stays."""
@@ -100,26 +100,29 @@ class Display:
             f"{self.step / self.steps:.0%}",
             f"eta {self.eta()}",
         )
-        figures = Text("  ".join(self._figures()), overflow="ellipsis", no_wrap=True)
-        return Group(bar, figures, Text(sparkline(list(self._losses), 60), style="cyan"))
+        # Two lines, which both fit into 80 columns.
+        lines = [Text("  ".join(part), overflow="ellipsis", no_wrap=True) for part in (self._quality(), self._speed())]
+        return Group(bar, *lines, Text(sparkline(list(self._losses), 60), style="cyan"))
 
-    def _figures(self) -> list[str]:
+    def _quality(self) -> list[str]:
         row = self._row
-        shown = [
+        figures = [
             ("loss", row.get("train/loss"), "{:.4f}"),
             ("val", row.get("val/loss"), "{:.4f}"),
             ("lr", row.get("lr"), "{:.2e}"),
             ("norm", row.get("grad_norm"), "{:.3g}"),
-            ("ms/step", row.get("perf/step_ms"), "{:.1f}"),
-            ("GiB", row.get("memory/device_peak_gib", row.get("memory/host_peak_gib")), "{:.2f}"),
+            ("skipped", row.get("watchdog/skipped") or None, "{}"),
         ]
-        figures = [f"{name} {form.format(value)}" for name, value, form in shown if value is not None]
+        return [f"{name} {form.format(value)}" for name, value, form in figures if value is not None]
+
+    def _speed(self) -> list[str]:
+        row, figures = self._row, []
         if "perf/tokens_per_s" in row:
             share = f"{row['perf/mfu']:.1%}" if "perf/mfu" in row else "n/a"
-            figures += [f"{short(row['perf/tokens_per_s'])} tokens/s", f"mfu {share}"]
-        if row.get("watchdog/skipped"):
-            figures.append(f"skipped {row['watchdog/skipped']}")
-        return figures
+            step = f"ms/step {row['perf/step_ms']:.1f}"
+            figures += [step, f"{short(row['perf/tokens_per_s'])} tokens/s", f"mfu {share}"]
+        peak = row.get("memory/device_peak_gib", row.get("memory/host_peak_gib"))
+        return figures if peak is None else [*figures, f"GiB {peak:.2f}"]
 
 
 class _Lines(logging.Handler):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +25,31 @@ def make_eval_step(loss_fn: LossFn) -> EvalFn:
     return eval_step
 
 
-def evaluate(eval_step: EvalFn, params: Any, batches: Iterable[Tokens], bytes_per_token: float) -> dict[str, float]:
-    """Means over equally large batches, under the names of the dashboard.
+class Evaluation(NamedTuple):
+    """What a validation found.
+
+    Attributes:
+      row: the means over all batches, for the dashboard.
+      comparable: nats; the mean over the first batches, the same ones in every validation of a run.
+    """
+
+    row: dict[str, float]
+    comparable: float
+
+
+def evaluate(
+    eval_step: EvalFn, params: Any, batches: Iterable[Tokens], *, first: int, bytes_per_token: float
+) -> Evaluation:
+    """Means over equally large batches.
 
     Perplexity is e^loss; bits per byte is loss / ln 2 / bytes_per_token, which compares runs with different tokenizers.
+    `first`: how many batches are those of every validation.
     """
-    losses = jax.device_get([eval_step(params, batch) for batch in batches])
-    loss = math.fsum(float(x) for x in losses) / len(losses)
-    return {
+    losses = [float(x) for x in jax.device_get([eval_step(params, batch) for batch in batches])]
+    loss = math.fsum(losses) / len(losses)
+    row = {
         "val/loss": loss,
         "val/perplexity": math.exp(min(loss, 700.0)),
         "val/bits_per_byte": loss / math.log(2) / bytes_per_token,
     }
+    return Evaluation(row, math.fsum(losses[:first]) / len(losses[:first]))

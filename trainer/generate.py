@@ -101,7 +101,7 @@ class Generator:
         Raises:
           UserError: an empty prompt, or a number out of its range.
         """
-        check(prompt, max_new, temperature, top_k, top_p)
+        check(prompt, max_new, temperature, top_k, top_p, seed)
         controls = jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
         S = self.spec.context
         ids, new = list(prompt[-S:]), 0
@@ -120,7 +120,7 @@ class Generator:
         return ids[len(ids) - max_new :]
 
 
-def check(prompt: Sequence[int], max_new: int, temperature: float, top_k: int, top_p: float) -> None:
+def check(prompt: Sequence[int], max_new: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
     """Raise UserError for arguments that mean nothing."""
     if not prompt:
         raise UserError("the prompt has no token; give it some text")
@@ -129,6 +129,7 @@ def check(prompt: Sequence[int], max_new: int, temperature: float, top_k: int, t
         (temperature >= 0, f"temperature={temperature}", "0 (the likeliest token) or more"),
         (top_k >= 0, f"top_k={top_k}", "0 (all tokens) or more"),
         (0 < top_p <= 1, f"top_p={top_p}", "more than 0, at most 1 (all tokens)"),
+        (0 <= seed < 2**32, f"seed={seed}", f"0 to {2**32 - 1}"),
     ):
         if not ok:
             raise UserError(f"{found}: expected {valid}")

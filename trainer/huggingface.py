@@ -49,7 +49,7 @@ def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Pa
     path = Path(path)
     tensors = read_tensors(path)
     config_file = (path if path.is_dir() else path.parent) / "config.json"
-    config = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    config = read_config(config_file) if config_file.is_file() else {}
     for key, valid in REQUIRED.items():
         if key in config and config[key] not in valid:
             raise UserError(f"{config_file}: {key}={config[key]!r} is not supported; valid: {valid[0]!r}")
@@ -58,6 +58,17 @@ def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Pa
     if head is not None and not np.array_equal(head, tensors["wte.weight"]):
         raise UserError(f"{path}: lm_head.weight differs from wte.weight; only GPT-2 with a tied head can be read")
     return spec, to_params(tensors, spec, path)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """A config.json, whose `n_head` is a number if it is there."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON ({error}); download or copy it again") from error
+    if not isinstance(config, dict) or not isinstance(config.get("n_head", 1), int):
+        raise UserError(f"{file} is not the configuration of a GPT-2; download or copy it again")
+    return config
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:

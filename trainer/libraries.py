@@ -1,7 +1,7 @@
 """Settings of the libraries for the whole process: what they may print, where compiled programs are kept."""
 
 import logging
-import os
+import tempfile
 from pathlib import Path
 
 import jax
@@ -14,9 +14,17 @@ def hide_missing_gpu() -> None:
         logger.addFilter(lambda record: "xla_cuda" not in record.getMessage())
 
 
-def use_compilation_cache(directory: str | None) -> None:
-    """Keep compiled programs between runs."""
-    if directory is not None:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+def use_compilation_cache(directory: str | None) -> str | None:
+    """Keep compiled programs between runs. Where that cannot be, why, in a line, and nothing is kept."""
+    if directory is None:
+        return None
+    path = Path(directory).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        return f"compile_cache={directory} cannot be written ({error.strerror}): everything is compiled anew"
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return None

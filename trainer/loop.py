@@ -20,6 +20,7 @@ from trainer.checkpoint import Checkpointer
 from trainer.data import Batch
 from trainer.display import Display
 from trainer.errors import Diverged
+from trainer.evaluate import Evaluation
 from trainer.metrics import Throughput, memory
 from trainer.state import TrainState
 from trainer.step import Hyper, Metrics, StepFn, Tokens
@@ -45,7 +46,8 @@ class Run:
       step: steps taken so far; the data position.
       batches: yields (step, host batch) from a step on.
       place: host batch to sharded global arrays.
-      evaluate: parameters and whether it is the final time, to the rows of the dashboard.
+      agree: the largest number that any process gives; asked once a step by all of them.
+      evaluate: parameters and whether it is the final time, to what validation finds.
       sample: parameters to a text.
       diagnose: state and batch of a non-finite step, to a description of the first bad tensor.
     """
@@ -58,7 +60,8 @@ class Run:
     train_step: StepFn
     batches: Callable[[int], Iterator[tuple[int, Batch]]]
     place: Callable[[Batch], Tokens]
-    evaluate: Callable[[Any, bool], dict[str, float]]
+    agree: Callable[[int], int]
+    evaluate: Callable[[Any, bool], Evaluation]
     sample: Callable[[Any], str]
     diagnose: Callable[[TrainState, Tokens, int], str]
     checkpointer: Checkpointer
@@ -82,19 +85,18 @@ class Pending:
 
 
 class StopRequest:
-    """Set by SIGTERM or Ctrl-C; the loop finishes the step in flight and saves. A second signal acts at once."""
+    """Set by SIGTERM or Ctrl-C; the loop finishes the step in flight and saves. A second signal acts at once.
+
+    Attributes:
+      signal: its number; 0: none came.
+    """
 
     def __init__(self) -> None:
-        self.signal: int | None = None
+        self.signal = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         signal.signal(number, signal.SIG_DFL)
-
-    @property
-    def exit_code(self) -> int:
-        """0, or 128 + the signal's number."""
-        return 0 if self.signal is None else 128 + self.signal
 
 
 @contextmanager
@@ -130,14 +132,15 @@ def train(run: Run) -> int:
                 log(run, pending.step, observe(run, pending))
             pending = Pending(step + 1, metrics, batch)
             run.step = step + 1
-            stopping = stop.signal is not None  # read once: a signal may come between two looks
+            # Looked at once a step, since a signal may come between two looks; a signal to one process stops them all.
+            stopping = run.agree(stop.signal)
             if stopping or boundary(run):
                 row = observe(run, pending)
                 pending = None
-                settle(run, row, stopping=stopping)
+                settle(run, row, stopping=stopping > 0)
             run.checkpointer.check()
             if stopping:
-                return stop.exit_code
+                return 128 + stopping
             waited = time.perf_counter()
         return 0
 
@@ -172,16 +175,18 @@ def observe(run: Run, pending: Pending) -> dict[str, float]:
 def settle(run: Run, row: dict[str, float], *, stopping: bool) -> None:
     """What happens between two steps: validation, the row, a sample, a checkpoint; not counted as training time."""
     started = time.perf_counter()
-    last = run.step == run.steps
+    last, val_loss = run.step == run.steps, None
     if last or due(run.step, run.cadence.evaluate):
-        row |= run.evaluate(run.state.params, last)
+        found = run.evaluate(run.state.params, last)
+        row |= found.row
+        val_loss = found.comparable
     log(run, run.step, row)
     if last or due(run.step, run.cadence.sample):
         show_sample(run)
     if last:
         run.tracker.summary({f"final/{name}": value for name, value in row.items()})
     if last or stopping or due(run.step, run.cadence.checkpoint):
-        save(run, row.get("val/loss"))
+        save(run, val_loss)
     run.throughput.pause(time.perf_counter() - started)
 
 

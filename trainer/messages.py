@@ -3,9 +3,12 @@
 import shlex
 from typing import Any
 
+import numpy as np
+
 from trainer.flops import flops_per_token
 from trainer.loop import Run
 from trainer.metrics import GIB
+from trainer.rundir import interpreter
 from trainer.workload import Workload
 
 
@@ -40,14 +43,32 @@ def describe(
     return lines
 
 
+def schedule_change(step: int, before: np.ndarray, now: np.ndarray) -> list[str]:
+    """A line where the last of `step` steps would have had another learning rate under the schedule of the rest.
+
+    Args:
+      step: steps taken, at least 1.
+      before: learning rates of the run up to here, by step.
+      now: of the run from here on.
+    """
+    if before[step - 1] == now[step - 1] or step == len(now):
+        return []
+    return [
+        f"the schedule is another one now (train.steps={len(now)}, was {len(before)}): the learning rate goes from "
+        f"{before[step - 1]:.2e} in step {step} to {now[step]:.2e} in step {step + 1}"
+    ]
+
+
 def farewell(run: Run, code: int, overrides: list[str]) -> None:
     """Where everything is, and what to do next. `overrides`: the command line's, which a longer run must repeat."""
-    say, where = run.display.message, shlex.quote(str(run.run_dir))
+    say, where, python = run.display.message, shlex.quote(str(run.run_dir)), interpreter()
     if code:
         say(f"stopped after step {run.step} of {run.steps}; the same command with run_dir={where} goes on from there")
         return
     kept = [shlex.quote(o) for o in overrides if not o.startswith(("run_dir=", "train.steps=", "-"))]
     longer = " ".join([*kept, f"run_dir={where}", f"train.steps={2 * run.steps}"])
-    say(f"done: {run.step} steps. Everything is in {where}: metrics.jsonl, samples.txt, checkpoints/, config.yaml")
-    say(f"sample more:  python -m scripts.generate run_dir={where} prompt='And God said'")
-    say(f"train longer: python -m trainer {longer}")
+    names = ("metrics.jsonl", "samples.txt", "checkpoints", "config.yaml")
+    found = ", ".join(name for name in names if (run.run_dir / name).exists())
+    say(f"done: {run.step} steps. Everything is in {where}: {found}")
+    say(f"sample more:  {python} -m scripts.generate run_dir={where} prompt='And God said'")
+    say(f"train longer: {python} -m trainer {longer}")

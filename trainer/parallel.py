@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -16,6 +17,8 @@ PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCES
 
 def start_processes() -> None:
     """Join the other processes of this run: named by `PROCESS_VARIABLES`, or found by JAX (Slurm, Kubernetes, MPI)."""
+    # JAX's own service catches SIGTERM, for all of the process's life; the loop has its own handler, and agreement.
+    jax.config.update("jax_enable_preemption_service", False)
     address, count, index = (os.environ.get(name) for name in PROCESS_VARIABLES)
     try:
         if count is None and index is None:
@@ -34,8 +37,13 @@ def make_mesh(data: int) -> Mesh:
     found = jax.device_count()
     if data > found:
         raise UserError(f"parallel.data={data}, but there are {found} devices; valid: 1 to {found}, or -1 for all")
-    size = found if data == -1 else data
-    return jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+    devices = jax.devices()[: found if data == -1 else data]
+    idle = jax.process_count() - len({device.process_index for device in devices})
+    if idle:
+        raise UserError(
+            f"parallel.data={data} leaves {idle} of {jax.process_count()} processes without a device; use -1"
+        )
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -64,3 +72,27 @@ def place_batch(batch: Batch, *, accum: int, mesh: Mesh) -> Tokens:
         return jax.make_array_from_callback(micro.shape, sharding, lambda index: micro[index])
 
     return Tokens(place(batch.tokens), None if batch.segments is None else place(batch.segments))
+
+
+class Agreement:
+    """The largest number that any process gave, the same in all of them; each must ask equally often.
+
+    Nobody waits for an answer: with several processes it is the one to the question before.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._largest = jax.jit(jnp.max, out_shardings=replicated(mesh))
+        self._asked = self._ask(0)
+
+    def __call__(self, number: int) -> int:
+        """Give `number` (at least 0). 0 is the answer to the first question of several processes."""
+        if jax.process_count() == 1:
+            return number
+        answer, self._asked = self._asked, self._ask(number)
+        return int(answer)
+
+    def _ask(self, number: int) -> jax.Array:
+        sharding = NamedSharding(self._mesh, PartitionSpec("data"))
+        given = np.full(self._mesh.size, number, np.int32)
+        return self._largest(jax.make_array_from_callback(given.shape, sharding, lambda index: given[index]))

@@ -8,6 +8,8 @@ import fcntl
 import os
 import platform
 import re
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import yaml
@@ -48,7 +50,8 @@ MAY_CHANGE = (
 class RunDir:
     """A run directory held by this process, until `release` or its end, however it ends.
 
-    Of the processes of one run the first holds it for all, and alone writes into it.
+    Of the processes of one run the first holds it for all, and alone writes into it. A context manager, which releases
+    it, and removes it again when it was made here and no configuration was adopted: what does not start leaves nothing.
 
     Args:
       path: made if missing.
@@ -60,12 +63,14 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = -1
+        self._made = False
         self._first = jax.process_index() == 0
         if self._first:
             self._claim()
 
     def _claim(self) -> None:
         path = self.path
+        self._made = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -112,14 +117,16 @@ class RunDir:
         if self._first:
             write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
 
-    def abandon(self) -> None:
-        """Release it, and remove it unless somebody has something in it: a start that failed leaves no trace."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._first and not (self.path / "config.yaml").exists():
             checkpoints = self.path / "checkpoints"
             if checkpoints.is_dir() and not any(checkpoints.iterdir()):
                 checkpoints.rmdir()
-            if [entry.name for entry in self.path.iterdir()] == [".lock"]:
-                (self.path / ".lock").unlink()
+            (self.path / ".lock").unlink()
+            if self._made and not any(self.path.iterdir()):
                 self.path.rmdir()
         self.release()
 
@@ -225,3 +232,12 @@ def write_environment(run_dir: Path) -> None:
     path = run_dir / "environment.txt"
     before = path.read_text(encoding="utf-8") + "\n" if path.exists() else ""
     write_atomically(path, before + part)
+
+
+def interpreter() -> str:
+    """This Python as a command: `python` where that is it, else by its path, from the working directory if below."""
+    found = shutil.which("python")
+    if found is not None and os.path.abspath(found) == sys.executable:
+        return "python"
+    path = Path(sys.executable)
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))

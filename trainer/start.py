@@ -1,6 +1,6 @@
 """Where a run starts: at its own newest checkpoint, at another run's, from given weights, or from nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,26 @@ from trainer.model import GPT2Spec, Params, stack_layers
 from trainer.state import TrainState
 
 
+def architecture(spec: GPT2Spec) -> dict[str, Any]:
+    """What decides which function parameters stand for, as JSON values; not all of it shows in their shapes."""
+    sizes = ("vocab_size", "context", "n_layer", "n_head", "d_model", "mlp")
+    return {name: getattr(spec, name) for name in sizes} | {"d_mlp": spec.mlp_width}
+
+
+def check_same_model(source: str, theirs: Mapping[str, Any], spec: GPT2Spec) -> None:
+    """Refuse weights of another architecture. `source` names where they are, as the user did."""
+    for name, ours in architecture(spec).items():
+        if theirs[name] != ours:
+            raise UserError(f"{source} has {name}={theirs[name]}, the model {ours}; set model.{name}={theirs[name]}")
+
+
 def starting_point(
-    source: str, run_dir: Path, own: Checkpointer, target: TrainState, first: Callable[[], TrainState]
+    source: str,
+    run_dir: Path,
+    own: Checkpointer,
+    spec: GPT2Spec,
+    target: TrainState,
+    first: Callable[[], TrainState],
 ) -> Restored:
     """State, steps taken and meta to start from.
 
@@ -22,11 +40,12 @@ def starting_point(
       source: `auto` continues `run_dir` where it holds a checkpoint; `none` refuses to; anything else is a run
         directory, from whose newest checkpoint a `run_dir` without one starts.
       own: the checkpoints of `run_dir`.
+      spec: the model's.
       target: shapes, dtypes and shardings of the state.
       first: makes the state before step 0.
 
     Raises:
-      UserError: `none` but there are checkpoints, no such run directory, or a state of another shape.
+      UserError: `none` but there are checkpoints, no such run directory, or another model's state.
     """
     if own.steps():
         if source == "none":
@@ -37,16 +56,16 @@ def starting_point(
         return own.restore(target)
     if source in ("auto", "none"):
         return Restored(0, first(), {})
-    found = restore_from(Path(source), target, f"resume={source}; valid: auto, none, or a run directory")
+    if not (Path(source) / "checkpoints").is_dir():
+        raise UserError(f"resume={source} has no checkpoints; valid: auto, none, or a run directory")
+    found = restore_from(Path(source), target, spec, f"resume={source}")
     return Restored(found.step, found.state, {k: v for k, v in found.meta.items() if k != "tracker_id"})
 
 
-def restore_from(run_dir: Path, target: Any, asked: str, *, partial: bool = False) -> Restored:
+def restore_from(run_dir: Path, target: Any, spec: GPT2Spec, asked: str, *, partial: bool = False) -> Restored:
     """The newest checkpoint of a run that is not this one. `asked` says in an error who wanted it."""
-    path = run_dir / "checkpoints"
-    if not path.is_dir():
-        raise UserError(f"{run_dir} has no checkpoints ({asked})")
-    with Checkpointer.reading(path) as checkpointer:
+    with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
+        check_same_model(asked, checkpointer.meta()["model"], spec)
         return checkpointer.restore(target, partial=partial)
 
 
@@ -58,21 +77,21 @@ def initial_weights(source: Path, spec: GPT2Spec, like: Params) -> Params:
             "valid: a run directory, a Hugging Face GPT-2 directory, or a .safetensors file"
         )
     if (source / "checkpoints").is_dir():
-        return restore_from(source, {"params": like}, f"init_from={source}", partial=True).state["params"]
+        return restore_from(source, {"params": like}, spec, f"init_from={source}", partial=True).state["params"]
     found, params = load_gpt2(source, n_head=spec.n_head)
-    for field in ("vocab_size", "context", "n_layer", "n_head", "d_model"):
-        theirs, ours = getattr(found, field), getattr(spec, field)
-        if theirs != ours:
-            raise UserError(f"init_from={source} has {field}={theirs}, the model {ours}; set model.{field}={theirs}")
+    check_same_model(f"init_from={source}", architecture(found), spec)
     if spec.scan_layers:
         params = stack_layers(params)
     return jax.tree.map(lambda new, old: jax.device_put(new.astype(old.dtype), old.sharding), params, like)
 
 
-def check_same_run(found: Restored, steps: int, data: str) -> None:
-    """Refuse to go on where the same run could not: other data, or fewer steps in all than were taken already."""
-    if found.step > steps:
-        raise UserError(f"train.steps={steps}, but the checkpoint has {found.step}; valid: {found.step} or more")
+def check_same_run(found: Restored, steps: int, data: str, *, fork: bool) -> None:
+    """Refuse to go on where the same run could not: other data, or fewer steps in all than were taken already.
+
+    A `fork`, in a directory of its own, takes a step at least: it would be left without a checkpoint.
+    """
+    if steps < found.step + fork:
+        raise UserError(f"train.steps={steps}, but the checkpoint has {found.step}; valid: {found.step + fork} or more")
     before = found.meta.get("data", data)
     if before != data:
         raise UserError(

@@ -11,6 +11,7 @@ import json
 import logging
 import netrc
 import os
+import shlex
 import struct
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ import jax
 
 from trainer.errors import UserError
 from trainer.records import Sample, cut_rows, cut_samples, encode_row, encode_sample, read_rows, read_samples
-from trainer.rundir import redact
+from trainer.rundir import interpreter, redact
 
 Row = Mapping[str, float | int | str]
 
@@ -220,7 +221,8 @@ class WandbTracker(Tracker):
                 run = self._wandb.init(**arguments, mode="offline", settings=settings)
             except (self._wandb.errors.Error, OSError) as error:
                 raise UserError(f"W&B does not start: {error}; tracker=jsonl does without") from error
-            logger.info("W&B run, offline; to upload it: wandb sync %s", Path(run.dir).parent)
+            where = shlex.quote(str(Path(run.dir).parent))
+            logger.info("W&B run, offline; to upload it: %s -m wandb sync %s", interpreter(), where)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         run.define_metric("val/loss", summary="min")

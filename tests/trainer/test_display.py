@@ -53,8 +53,8 @@ def test_a_plain_line_says_it_all(clock):
     with display:
         display.update(1, ROW | {"val/loss": 3.5, "perf/mfu": 0.4321, "watchdog/skipped": 2})
     assert stream.getvalue() == (
-        "step 1/100  loss 3.1416  val 3.5000  lr 1.00e-03  norm 0.5  ms/step 10.0  GiB 0.50  "
-        "12.3k tokens/s  mfu 43.2%  skipped 2  eta -:--:--\n"
+        "step 1/100  loss 3.1416  val 3.5000  lr 1.00e-03  norm 0.5  skipped 2  "
+        "ms/step 10.0  12.3k tokens/s  mfu 43.2%  GiB 0.50  eta -:--:--\n"
     )
 
 
@@ -96,6 +96,20 @@ def test_in_a_terminal_the_line_is_live_and_messages_stay_above(clock):
     assert "a damaged checkpoint" in text
     assert "step 50/100" in text
     assert "50%" in text
+
+
+def test_every_figure_is_seen_in_a_terminal_of_80_columns(clock):
+    stream = io.StringIO()
+    console = Console(file=stream, width=80)
+    display = Display(100_000, console=console, clock=clock)
+    large = {"perf/step_ms": 98765.4, "perf/tokens_per_s": 12.3e6, "perf/mfu": 0.4321, "memory/device_peak_gib": 137.25}
+    display.update(12_345, ROW | large | {"val/loss": 13.5, "grad_norm": 1.23e-05, "watchdog/skipped": 1000})
+    stream.seek(stream.truncate(0))
+    console.print(display.render())
+    text = stream.getvalue()
+    shown = ["3.1416", "13.5000", "1.00e-03", "1.23e-05", "1000", "98765.4", "12.3M tokens/s", "43.2%", "137.25"]
+    assert [figure for figure in shown if figure not in text] == []
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_log_records_appear_without_a_terminal_too_and_once(clock, monkeypatch):

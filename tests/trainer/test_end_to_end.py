@@ -1,84 +1,19 @@
 """`python -m trainer` as users run it: real processes, killed and resumed, on one device and on eight."""
 
-import json
 import logging
-import os
 import random
 import signal
-import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from command import TINY, environment, finish, parameters, trainer, values, wait_for_row
 
 from trainer.__main__ import main
 from trainer.checkpoint import Checkpointer
 from trainer.records import read_rows
 from trainer.tracking import read_history, wandb_files
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-TINY = [
-    "model.n_layer=2",
-    "model.n_head=2",
-    "model.d_model=32",
-    "model.context=32",
-    "model.dropout=0.1",
-    "train.batch_tokens=512",
-    "optimizer.lr=6e-4",
-    "train.eval_every=15",
-    "train.eval_batches=2",
-    "train.final_eval_batches=2",
-    "sample.max_new=8",
-]
-
-
-def environment(devices: int = 1, **extra: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "XLA_", "JAX_"))}
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    return kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)} | extra
-
-
-def trainer(tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **variables: str) -> subprocess.Popen[str]:
-    """A trainer at work in `tmp_path`, where it finds the data prepared by the one before it."""
-    command = [sys.executable, "-m", "trainer", *TINY, f"run_dir={run_dir}", f"compile_cache={tmp_path}/cache", *args]
-    return subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment(devices, **variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == code, output
-    return output
-
-
-def values(run_dir: Path) -> list[dict]:
-    """The rows without what a clock or the machine's memory decides."""
-    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "event" not in row]
-    return [{k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))} for row in rows]
-
-
-def parameters(run_dir: Path, step: int) -> dict[str, dict]:
-    """Names, shapes, dtypes and checksums of every leaf of the state, as the checkpoint's manifest has them."""
-    manifest = json.loads(next((run_dir / "checkpoints" / str(step) / "manifest").rglob("*")).read_text())
-    return manifest["leaves"]
-
-
-def wait_for_row(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Until the run has logged `step`, or has ended."""
-    path = run_dir / "metrics.jsonl"
-    while process.poll() is None:
-        if path.exists() and f'"step": {step},' in path.read_text(errors="replace"):
-            return
-        time.sleep(0.02)
 
 
 def test_a_run_killed_several_times_is_bitwise_the_run_that_was_not(tmp_path):
@@ -131,26 +66,6 @@ def test_one_two_and_eight_devices_see_the_same_batches_and_losses(tmp_path):
         np.testing.assert_allclose(runs[devices], runs[1], rtol=1e4 * np.finfo(np.float32).eps)
 
 
-def test_two_processes_see_the_batches_of_one_and_write_once(tmp_path):
-    args = ["train.steps=6", "checkpoint.every=3", "tracker=jsonl", "model.dropout=0", "sample.max_new=0"]
-    finish(trainer(tmp_path, "one", *args, devices=4))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    variables = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
-    processes = [
-        trainer(tmp_path, "two", *args, "parallel.distributed=true", devices=2, JAX_PROCESS_ID=str(i), **variables)
-        for i in range(2)
-    ]
-    outputs = [finish(process) for process in processes]
-    assert ["done: 6 steps" in output for output in outputs] == [True, False]
-    one, two = values(tmp_path / "one"), values(tmp_path / "two")
-    assert [row["step"] for row in two] == list(range(1, 7))
-    for a, b in zip(one, two, strict=True):
-        np.testing.assert_allclose(b["train/loss"], a["train/loss"], rtol=1e4 * np.finfo(np.float32).eps)
-    finish(trainer(tmp_path, "two", *args, "train.steps=8", devices=4))  # what two processes saved, one goes on with
-
-
 @pytest.mark.parametrize(
     ("args", "names"),
     [
@@ -158,6 +73,9 @@ def test_two_processes_see_the_batches_of_one_and_write_once(tmp_path):
         (["seed=1"], ["belongs to another configuration", "seed=1 (was 0)"]),
         (["resume=none"], ["holds checkpoints", "resume=none"]),
         (["run_dir=new", "resume=nowhere"], ["nowhere", "no checkpoints"]),
+        (["run_dir=new", "resume=A", "model.n_head=4"], ["resume=A has n_head=2", "the model 4", "model.n_head=2"]),
+        (["run_dir=new", "init_from=A", "model.n_head=4"], ["init_from=A has n_head=2", "the model 4"]),
+        (["run_dir=new", "resume=A", "train.steps=20"], ["train.steps=20", "checkpoint has 20", "21 or more"]),
         (["run_dir=new", "init_from=nowhere"], ["init_from=nowhere", "does not exist"]),
         (["run_dir=new", "model.vocab_size=100"], ["model.vocab_size=100", "256"]),
         (["run_dir=new", "model.remat=x"], ["remat='x'", "dots_saveable"]),
@@ -200,7 +118,8 @@ def finished_run(tmp_path_factory):
 
 def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     tmp_path, rows = finished_run
-    finish(trainer(tmp_path, "F", "train.steps=25", "resume=A", "tracker=jsonl"))
+    output = finish(trainer(tmp_path, "F", "train.steps=25", "resume=A", "tracker=jsonl"))
+    assert f"train.steps=25, was 20): the learning rate goes from {rows[-1]['lr']:.2e} in step 20 to " in output
     assert [row["step"] for row in values(tmp_path / "F")] == list(range(21, 26))
     finish(trainer(tmp_path, "G", "train.steps=2", "init_from=A", "tracker=jsonl"))
     first = values(tmp_path / "G")[0]
@@ -241,3 +160,34 @@ def test_a_diverging_run_skips_then_stops_with_exit_code_3_and_names_the_first_b
 def test_a_profile_is_written(tmp_path):
     finish(trainer(tmp_path, "A", "train.steps=4", "profile.steps=[2,4]", "tracker=none"))
     assert list((tmp_path / "A" / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_users_own_directory_stays_when_nothing_starts_in_it(tmp_path):
+    (tmp_path / "mine").mkdir()
+    output = finish(trainer(tmp_path, "mine", "model.vocab_size=100"), code=2)
+    assert output.startswith("error: ")
+    output = finish(trainer(tmp_path, "mine", "model.n_head=3"), code=2)
+    assert output.startswith("error: ")
+    assert not list((tmp_path / "mine").iterdir())
+
+
+def test_the_last_checkpoint_is_compared_on_the_batches_of_every_validation(tmp_path):
+    args = ["train.steps=4", "train.eval_every=2", "checkpoint.every=2", "tracker=none", "sample.max_new=0"]
+    output = finish(trainer(tmp_path, "A", *args, "train.final_eval_batches=2"))
+    finish(trainer(tmp_path, "B", *args, "train.final_eval_batches=6"))
+    for step in (2, 4):
+        ours, theirs = ((tmp_path / run / "checkpoints" / str(step) / "metrics" / "metrics") for run in "AB")
+        assert ours.read_text() == theirs.read_text()
+    (line,) = [line for line in output.splitlines() if line.startswith("done: ")]
+    assert line.endswith(": checkpoints, config.yaml")  # with tracker=none there is nothing else
+
+
+def test_the_farewell_suggests_commands_that_work_as_they_stand(finished_run):
+    tmp_path, _ = finished_run
+    output = finish(trainer(tmp_path, "H", "train.steps=2", "tracker=jsonl"))
+    for start, seen in (("sample more: ", "And God said"), ("train longer: ", "done: 4 steps")):
+        (command,) = [line.removeprefix(start) for line in output.splitlines() if line.startswith(start)]
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert seen in done.stdout
+        assert done.stderr == ""

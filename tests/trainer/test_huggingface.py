@@ -177,6 +177,14 @@ def test_damaged_or_absent_files_are_named(tmp_path):
         load_gpt2(tmp_path / "empty")
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", '{"n_head": "four"}', "\xff"])
+def test_a_broken_config_json_is_named(tmp_path, text):
+    write(tmp_path / "gpt2", tensors())
+    (tmp_path / "gpt2" / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=r"config\.json is not .*; download or copy it again"):
+        load_gpt2(tmp_path / "gpt2")
+
+
 def test_export_refuses_swiglu_and_an_occupied_directory(tmp_path):
     spec, params = load_gpt2(write(tmp_path / "gpt2", tensors()))
     with pytest.raises(UserError, match="only gelu"):

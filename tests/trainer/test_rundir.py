@@ -146,3 +146,29 @@ def test_the_environment_says_versions_and_devices_but_no_secrets(tmp_path, monk
     assert "overrides: seed=1 x.password=(removed)\n" in text
     assert "XLA_FLAGS" in text
     assert "hidden" not in text
+
+
+def test_what_does_not_start_leaves_nothing(tmp_path):
+    with RunDir(tmp_path / "run") as held:
+        (held.path / "checkpoints").mkdir()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_users_own_directory_stays_and_so_does_what_is_in_it(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    for name in ("empty", "full"):
+        RunDir(tmp_path / name).__exit__()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "empty",
+        "full",
+        "full/notes.txt",
+    ]
+
+
+def test_a_directory_with_a_run_stays(tmp_path):
+    with RunDir(tmp_path / "run") as held:
+        held.adopt(CONFIG)
+    assert (held.path / "config.yaml").exists()
+    RunDir(tmp_path / "run").release()

@@ -1,0 +1,84 @@
+"""`python -m trainer` in processes of its own, on a tiny model, and what its run directory then says."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trainer.records import read_rows
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TINY = [
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.d_model=32",
+    "model.context=32",
+    "model.dropout=0.1",
+    "train.batch_tokens=512",
+    "optimizer.lr=6e-4",
+    "train.eval_every=15",
+    "train.eval_batches=2",
+    "train.final_eval_batches=2",
+    "sample.max_new=8",
+]
+
+
+def environment(devices: int = 1, **extra: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "XLA_", "JAX_"))}
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)} | extra
+
+
+def trainer(tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **variables: str) -> subprocess.Popen[str]:
+    """A trainer at work in `tmp_path`, where it finds the data prepared by the one before it."""
+    command = [sys.executable, "-m", "trainer", *TINY, f"run_dir={run_dir}", f"compile_cache={tmp_path}/cache", *args]
+    return subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment(devices, **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
+
+
+def values(run_dir: Path) -> list[dict]:
+    """The rows without what a clock or the machine's memory decides."""
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "event" not in row]
+    return [{k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))} for row in rows]
+
+
+def parameters(run_dir: Path, step: int) -> dict[str, dict]:
+    """Names, shapes, dtypes and checksums of every leaf of the state, as the checkpoint's manifest has them."""
+    manifest = json.loads(next((run_dir / "checkpoints" / str(step) / "manifest").rglob("*")).read_text())
+    return manifest["leaves"]
+
+
+def wait_for_row(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Until the run has logged `step`, or has ended."""
+    path = run_dir / "metrics.jsonl"
+    while process.poll() is None:
+        if path.exists() and f'"step": {step},' in path.read_text(errors="replace"):
+            return
+        time.sleep(0.02)
+
+
+def several(tmp_path: Path, run_dir: str, *args: str, count: int = 2) -> list[subprocess.Popen[str]]:
+    """The processes of one run, two devices each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    variables = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
+    return [
+        trainer(tmp_path, run_dir, *args, "parallel.distributed=true", devices=2, JAX_PROCESS_ID=str(i), **variables)
+        for i in range(count)
+    ]

@@ -1,0 +1,42 @@
+"""Several real processes on one machine: the same run as one process, stopped together, writing once."""
+
+import numpy as np
+from command import finish, parameters, several, trainer, values, wait_for_row
+
+
+def test_two_processes_see_the_batches_of_one_and_write_once(tmp_path):
+    args = ["train.steps=6", "checkpoint.every=3", "tracker=jsonl", "model.dropout=0", "sample.max_new=0"]
+    finish(trainer(tmp_path, "one", *args, devices=4))
+    processes = several(tmp_path, "two", *args)
+    outputs = [finish(process) for process in processes]
+    assert ["done: 6 steps" in output for output in outputs] == [True, False]
+    one, two = values(tmp_path / "one"), values(tmp_path / "two")
+    assert [row["step"] for row in two] == list(range(1, 7))
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_allclose(b["train/loss"], a["train/loss"], rtol=1e4 * np.finfo(np.float32).eps)
+    finish(trainer(tmp_path, "two", *args, "train.steps=8", devices=4))  # what two processes saved, one goes on with
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
+    args = ["train.steps=100000", "checkpoint.every=0", "train.eval_every=0", "tracker=jsonl", "sample.max_new=0"]
+    processes = several(tmp_path, "A", *args)
+    wait_for_row(tmp_path / "A", 5, processes[0])
+    processes[1].terminate()
+    outputs = [finish(process, code=143) for process in processes]
+    assert ["stopped after step" in output for output in outputs] == [True, False]
+    (step,) = [int(path.name) for path in (tmp_path / "A" / "checkpoints").glob("[0-9]*")]
+    assert f"stopped after step {step} of" in outputs[0]
+    assert [row["step"] for row in values(tmp_path / "A")] == list(range(1, step + 1))
+    assert parameters(tmp_path / "A", step)
+
+
+def test_processes_that_diverge_skip_together_and_say_why_once(tmp_path):
+    args = ["optimizer=sgd", "optimizer.lr=1e30", "optimizer.clip_norm=0", "watchdog.max_skips=2", "train.steps=20"]
+    processes = several(tmp_path, "A", *args, "tracker=jsonl")
+    outputs = [finish(process, code=3) for process in processes]
+    assert all("2 steps in a row were not finite" in output for output in outputs)
+    assert not any("Traceback" in output for output in outputs)
+    assert (tmp_path / "A" / "divergence.txt").exists()
+    skipped = sorted((tmp_path / "A" / "skipped").glob("*.npy"))
+    assert len(skipped) == 2
+    assert np.load(skipped[0]).shape == (16, 33)  # the whole batch, not the rows of one process
