@@ -8,13 +8,14 @@ import contextlib
 import os
 import re
 import sys
-import typing
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -26,39 +27,50 @@ CONFIGS = str(Path(__file__).resolve().parent.parent / "configs")
 
 
 def load(tree: DictConfig) -> Config:
-    """The checked configuration. Its run directory is the one Hydra made, a numbered one under --multirun."""
+    """The checked configuration. Under --multirun the run directory is the numbered one that Hydra made in it."""
     plain = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(plain, dict)
     plain.pop("experiment", None)  # the name of a group choice without keys of its own
-    config: Config = from_tree(Config, plain | {"run_dir": HydraConfig.get().runtime.output_dir})
+    if numbered():
+        plain["run_dir"] = HydraConfig.get().runtime.output_dir
+    config: Config = from_tree(Config, plain)
     validate(config)
     if config.parallel.distributed and not any(o.startswith("run_dir=") for o in HydraConfig.get().overrides.task):
         raise UserError("parallel.distributed=true needs run_dir=DIRECTORY: every process writes to the same one")
     return config
 
 
-def explain(error: Exception) -> str:
+def numbered() -> bool:
+    """Whether this is one of several jobs."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def explain(error: Exception, argv: list[str]) -> str:
     """Hydra's and OmegaConf's messages in one line, with the nearest valid key where they name a wrong one."""
     text = " ".join(str(error).split("Config search path:")[0].split())
     wrong = re.search(r"Could not override '([^']+)'", text)
-    return wrong_key(wrong.group(1)) if wrong else text
+    if not wrong:
+        return text
+    # The keys depend on the choices of groups.
+    choices = [argument for argument in argv if re.fullmatch(r"\w+=\w+", argument) and is_group(argument)]
+    with initialize_config_dir(CONFIGS, version_base=None):
+        return wrong_key(wrong.group(1), OmegaConf.to_container(compose("config", choices)))
 
 
-def wrong_key(key: str) -> str:
-    """What is wrong with the dotted `key`: the first part that the schema does not have, and what it has there."""
-    schema: Any = Config
-    for depth, part in enumerate(key.split(".")):
-        hints = (
-            typing.get_type_hints(schema) if isinstance(schema, type) and schema.__module__ == Config.__module__ else {}
-        )
-        if part not in hints:
-            parent = ".".join(key.split(".")[:depth])
-            return (
-                f"unknown key {key}; {nearest(part, list(hints))}"
-                if hints
-                else f"unknown key {key}: {parent} has no keys"
-            )
-        schema = hints[part]
+def is_group(argument: str) -> bool:
+    """Whether `name=choice` chooses of a group."""
+    return Path(CONFIGS, argument.split("=")[0]).is_dir()
+
+
+def wrong_key(key: str, tree: Any) -> str:
+    """What is wrong with the dotted `key`: the first part that `tree` does not have, and what it has there."""
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        if not isinstance(tree, dict):
+            return f"unknown key {key}: {'.'.join(parts[:depth])} has no keys"
+        if part not in tree:
+            return f"unknown key {key}; {nearest(part, list(tree))}"
+        tree = tree[part]
     return f"{key} cannot be overridden like this"
 
 
@@ -74,8 +86,9 @@ def run_job(tree: DictConfig) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     finally:
-        with contextlib.suppress(OSError):  # something was started here, or another process was faster
-            os.rmdir(HydraConfig.get().runtime.output_dir)
+        if numbered():
+            with contextlib.suppress(OSError):  # something was started here, or another process was faster
+                os.rmdir(HydraConfig.get().runtime.output_dir)
 
 
 def main(argv: list[str]) -> int:
@@ -95,7 +108,7 @@ def main(argv: list[str]) -> int:
         print("error: interrupted before the first step; nothing was trained", file=sys.stderr)
         return 130
     except (HydraException, OmegaConfBaseException) as error:
-        print(f"error: {explain(error)}", file=sys.stderr)
+        print(f"error: {explain(error, sys.argv[1:])}", file=sys.stderr)
         return 2
     except OSError as error:
         if codes and codes[-1] is None:

@@ -53,15 +53,50 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    name: Literal["adamw", "lion", "adafactor", "sgd", "muon"]
+class AnyOptimizer:
+    name: str
     lr: float
+    weight_decay: float
+    clip_norm: float
+
+
+@dataclass(frozen=True)
+class AdamW(AnyOptimizer):
+    name: Literal["adamw"]
     b1: float
     b2: float
     eps: float
+
+
+@dataclass(frozen=True)
+class Lion(AnyOptimizer):
+    name: Literal["lion"]
+    b1: float
+    b2: float
+
+
+@dataclass(frozen=True)
+class Adafactor(AnyOptimizer):
+    name: Literal["adafactor"]
+
+
+@dataclass(frozen=True)
+class SGD(AnyOptimizer):
+    name: Literal["sgd"]
     momentum: float
-    weight_decay: float
-    clip_norm: float
+
+
+@dataclass(frozen=True)
+class Muon(AnyOptimizer):
+    name: Literal["muon"]
+    momentum: float
+    b1: float
+    b2: float
+    eps: float
+
+
+# Told apart by `name`: each has the keys that it uses, and no others.
+Optimizer = AdamW | Lion | Adafactor | SGD | Muon
 
 
 @dataclass(frozen=True)
@@ -171,18 +206,21 @@ def nearest(name: str, valid: Sequence[str]) -> str:
     return f"{hint}Valid: {', '.join(sorted(valid))}"
 
 
-def from_tree(cls: type, tree: Any, path: str = "") -> Any:
-    """The dataclass `cls` from nested mappings. UserError names the key, what was found and what is valid."""
+def from_tree(cls: type, tree: Any, path: str = "", of: str = "") -> Any:
+    """The dataclass `cls` from nested mappings. UserError names the key, what was found and what is valid.
+
+    `path` and `of` say in a message where `cls` stands and which of several it is.
+    """
     if not isinstance(tree, Mapping):
         raise UserError(f"{path}: expected a group of keys, found {tree!r}")
     hints = typing.get_type_hints(cls)
     prefix = f"{path}." if path else ""
     for key in tree:
         if key not in hints:
-            raise UserError(f"unknown key {prefix}{key}; {nearest(str(key), list(hints))}")
+            raise UserError(f"unknown key {prefix}{key}{of}; {nearest(str(key), list(hints))}")
     missing = [f"{prefix}{key}" for key in hints if key not in tree]
     if missing:
-        raise UserError(f"missing key {', '.join(missing)}; choose the group again or give it a value")
+        raise UserError(f"missing key {', '.join(missing)}{of}; choose the group again or give it a value")
     return cls(**{key: _convert(hint, tree[key], f"{prefix}{key}") for key, hint in hints.items()})
 
 
@@ -201,6 +239,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return from_tree(typing.cast(type, hint), value, path)
+    if origin in (types.UnionType, typing.Union) and dataclasses.is_dataclass(args[1]):
+        return _variant(args, value, path)
     if origin in (types.UnionType, typing.Union):  # X | None
         return None if value is None else _convert(args[0], value, path)
     if origin is Literal:
@@ -218,6 +258,15 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if type(value) is not hint:
         raise UserError(f"{path}={value!r}: expected {_kind(hint)}, found {_kind(type(value))}")
     return value
+
+
+def _variant(classes: Sequence[type], value: Any, path: str) -> Any:
+    """That one of the dataclasses whose `name` the mapping has."""
+    by_name = {typing.get_args(typing.get_type_hints(cls)["name"])[0]: cls for cls in classes}
+    name = value.get("name") if isinstance(value, Mapping) else value
+    if name not in by_name:
+        raise UserError(f"{path}={name!r} is not a choice; {nearest(str(name), list(by_name))}")
+    return from_tree(by_name[name], value, path, f" of {name}")
 
 
 def _kind(hint: Any) -> str:
@@ -238,6 +287,7 @@ def _require(ok: bool, message: str) -> None:
 
 def validate(c: Config) -> None:
     """Refuse what cannot run, as far as the configuration alone can tell; `build` checks devices and tokenizer."""
+    optimizer = dataclasses.asdict(c.optimizer)
     for path, value, least in (
         ("model.n_layer", c.model.n_layer, 1),
         ("model.n_head", c.model.n_head, 1),
@@ -263,16 +313,16 @@ def validate(c: Config) -> None:
         ("checkpoint.keep", c.checkpoint.keep, 1),
         ("watchdog.max_skips", c.watchdog.max_skips, 1),
         ("optimizer.lr", c.optimizer.lr, 0),
-        ("optimizer.eps", c.optimizer.eps, 0),
+        ("optimizer.eps", optimizer.get("eps"), 0),
         ("optimizer.weight_decay", c.optimizer.weight_decay, 0),
         ("optimizer.clip_norm", c.optimizer.clip_norm, 0),
         ("seed", c.seed, 0),
     ):
         _require(value is None or value >= least, f"{path}={value}: expected at least {least}")
+    # JAX keeps 32 bits of a seed.
+    _require(c.seed < 2**32, f"seed={c.seed}: expected at most {2**32 - 1}")
     for path, share in (
-        ("optimizer.b1", c.optimizer.b1),
-        ("optimizer.b2", c.optimizer.b2),
-        ("optimizer.momentum", c.optimizer.momentum),
+        *((f"optimizer.{key}", optimizer[key]) for key in ("b1", "b2", "momentum") if key in optimizer),
         ("model.dropout", c.model.dropout),
         ("data.val_fraction", c.data.val_fraction),
     ):

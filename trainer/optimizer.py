@@ -36,42 +36,83 @@ def hidden_matrices(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
+def is_stacked(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+    """Whether a leaf holds all layers along its first axis (`h/attn/...`), not one (`h/0/attn/...`) or none."""
+    return path[0].key == "h" and not isinstance(path[1].key, int)
+
+
+def adamw(*, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    """Adam with bias correction."""
+    return optax.scale_by_adam(b1, b2, eps)
+
+
+def lion(*, b1: float, b2: float) -> optax.GradientTransformation:
+    """The sign of an interpolated momentum."""
+    return optax.scale_by_lion(b1, b2)
+
+
+def sgd(*, momentum: float) -> optax.GradientTransformation:
+    """Gradient descent with momentum."""
+    return optax.trace(momentum)
+
+
+def adafactor() -> optax.GradientTransformation:
+    """Factored second moments, clipped and scaled per tensor: per layer too where layers are stacked."""
+    core = optax.chain(optax.adafactor(1.0), optax.scale(-1.0))
+
+    def over_layers(fn: Callable[..., Any]) -> Callable[..., Any]:
+        # Without stacked layers there is nothing to map over.
+        return lambda tree, *rest: (jax.vmap(fn) if jax.tree.leaves(tree) else fn)(tree, *rest)
+
+    stacked = optax.GradientTransformation(over_layers(core.init), over_layers(core.update))
+    return optax.partition(
+        {True: stacked, False: core}, lambda params: jax.tree_util.tree_map_with_path(is_stacked, params)
+    )
+
+
+def muon(*, momentum: float, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    """Orthogonalised momentum for the kernels, Adam (b1, b2) for the rest; `eps` of both."""
+    # An update's RMS is 0.2, as AdamW's: one learning rate serves both parts (arXiv 2502.16982, section 2.2).
+    descent = optax.contrib.muon(
+        1.0,
+        beta=momentum,
+        eps=eps,
+        adam_b1=b1,
+        adam_b2=b2,
+        muon_weight_dimension_numbers=hidden_matrices,
+        consistent_rms=0.2,
+    )
+    return optax.chain(descent, optax.scale(-1.0))
+
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "adamw": adamw,
+    "lion": lion,
+    "adafactor": adafactor,
+    "sgd": sgd,
+    "muon": muon,
+}
+
+
 def make_optimizer(
-    name: str, *, b1: float, b2: float, eps: float, momentum: float, weight_decay: float, clip_norm: float
+    name: str, *, weight_decay: float, clip_norm: float, **settings: float
 ) -> optax.GradientTransformation:
     """The transformation whose update, times the learning rate, is added to the parameters.
 
     Args:
-      name: adamw, lion, adafactor, sgd or muon.
-      b1, b2, eps: of adamw and lion; b1 and b2 also of the part of the parameters that muon leaves to Adam.
-      momentum: of sgd and muon.
-      weight_decay: decoupled, on matrices only.
+      name: of OPTIMIZERS.
+      weight_decay: decoupled, on matrices only, whatever the optimiser.
       clip_norm: the gradient's global L2 norm is scaled down to this; 0 leaves it alone.
+      settings: those of the function in OPTIMIZERS.
     """
-    decay = optax.add_decayed_weights(weight_decay, matrix_mask) if weight_decay else optax.identity()
-    match name:
-        case "adamw":
-            core = optax.chain(optax.scale_by_adam(b1, b2, eps), decay, optax.scale(-1.0))
-        case "lion":
-            core = optax.chain(optax.scale_by_lion(b1, b2), decay, optax.scale(-1.0))
-        case "adafactor":
-            core = optax.chain(optax.adafactor(1.0), optax.scale(-1.0), decay, optax.scale(-1.0))
-        case "sgd":
-            core = optax.chain(optax.trace(momentum), decay, optax.scale(-1.0))
-        case "muon":
-            # An update's RMS is 0.2, as AdamW's: one learning rate serves both parts (arXiv 2502.16982, section 2.2).
-            core = optax.contrib.muon(
-                1.0,
-                beta=momentum,
-                weight_decay=weight_decay,
-                adam_b1=b1,
-                adam_b2=b2,
-                muon_weight_dimension_numbers=hidden_matrices,
-                consistent_rms=0.2,
-            )
-        case _:
-            raise UserError(f"optimizer.name={name!r} is not a choice; valid: adamw, lion, adafactor, sgd, muon")
-    return optax.chain(optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(), core)
+    if name not in OPTIMIZERS:
+        raise UserError(f"optimizer.name={name!r} is not a choice; valid: {', '.join(OPTIMIZERS)}")
+    return optax.chain(
+        optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
+        OPTIMIZERS[name](**settings),
+        optax.add_decayed_weights(weight_decay, matrix_mask) if weight_decay else optax.identity(),
+        optax.scale(-1.0),
+    )
 
 
 def learning_rates(

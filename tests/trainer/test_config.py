@@ -74,6 +74,8 @@ def test_every_choice_of_every_group_is_valid(choice):
         ("profile.steps=[5,100000]", ["profile.steps", "within 1.."]),
         ("optimizer.b2=1.0", ["optimizer.b2=1.0", "[0, 1)"]),
         ("parallel.data=0", ["parallel.data=0", "-1"]),
+        ("seed=4294967296", ["seed=4294967296", "4294967295"]),
+        ("seed=99999999999999999999", ["seed=99999999999999999999", "4294967295"]),
         ("data.val_fraction=0", ["data.val_fraction=0", "validation"]),
         ("model.n_layer=null", ["model.n_layer=None", "whole number"]),
     ],
@@ -97,7 +99,22 @@ def test_bad_values_are_refused_with_what_is_valid(override, names):
 )
 def test_a_wrong_key_names_the_nearest_valid_one(key, names):
     for name in names:
-        assert name in wrong_key(key)
+        assert name in wrong_key(key, to_tree(load()))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ignored"),
+    [
+        ("adamw", ["momentum"]),
+        ("lion", ["eps", "momentum"]),
+        ("adafactor", ["b1", "b2", "eps", "momentum"]),
+        ("sgd", ["b1", "b2", "eps"]),
+    ],
+)
+def test_a_setting_that_the_optimizer_does_not_use_is_refused(optimizer, ignored):
+    for key in ignored:
+        with pytest.raises(UserError, match=rf"unknown key optimizer\.{key} of {optimizer}; .*weight_decay"):
+            load(f"optimizer={optimizer}", f"+optimizer.{key}=0.5")
 
 
 @pytest.mark.parametrize(
@@ -105,6 +122,9 @@ def test_a_wrong_key_names_the_nearest_valid_one(key, names):
     [
         (["model.n_haed=3"], ["unknown key model.n_haed", "did you mean 'n_head'"]),
         (["+model.n_haed=3"], ["unknown key model.n_haed", "did you mean 'n_head'"]),
+        (["optimizer=lion", "optimizer.eps=1"], ["unknown key optimizer.eps", "b1, b2, clip_norm, lr"]),
+        (["optimizer.name=lion"], ["unknown key optimizer.eps of lion"]),
+        (["optimizer.name=adam"], ["optimizer='adam'", "did you mean 'adamw'"]),
         (["model=gpt3"], ["model/gpt3", "gpt2_124m"]),
         (["train.steps=0"], ["train.steps=0"]),
         (["train.steps"], ["train.steps", "EQUAL"]),
