@@ -120,6 +120,7 @@ def build_source(c: schema.Data) -> Source:
                 revision=c.revision,
                 streaming=c.streaming,
                 max_documents=c.max_documents,
+                max_tokens=c.max_tokens,
             )
         case "prepared":
             assert c.prepared_dir is not None  # validated

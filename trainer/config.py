@@ -49,6 +49,7 @@ class Data:
     revision: str | None
     streaming: bool
     max_documents: int | None
+    max_tokens: int | None
     prepared_dir: str | None
 
 
@@ -298,6 +299,7 @@ def validate(c: Config) -> None:
         ("data.workers", c.data.workers, 1),
         ("data.prefetch", c.data.prefetch, 1),
         ("data.max_documents", c.data.max_documents, 1),
+        ("data.max_tokens", c.data.max_tokens, 1),
         ("train.steps", c.train.steps, 1),
         ("train.batch_tokens", c.train.batch_tokens, 1),
         ("train.accum", c.train.accum, 1),
@@ -354,6 +356,10 @@ def validate(c: Config) -> None:
         f"parallel.data={c.parallel.data}: expected a number of devices, or -1 for all",
     )
     _require(c.data.source != "text" or bool(c.data.paths), "data=text needs data.paths=[FILE,...]")
+    _require(
+        c.data.source == "hf" or c.data.max_tokens is None,
+        f"data.max_tokens={c.data.max_tokens} is of data=hf; data={c.data.source} knows data.max_documents",
+    )
     _require(c.data.source != "hf" or bool(c.data.name), "data=hf needs data.name=ORGANISATION/DATASET")
     _require(
         c.data.source != "prepared" or bool(c.data.prepared_dir), "data=prepared needs data.prepared_dir=DIRECTORY"

@@ -68,6 +68,7 @@ def test_every_choice_of_every_group_is_valid(choice):
         ("train.accum=7", ["train.batch_tokens", "train.accum", "7"]),
         ("data=text", ["data.paths"]),
         ("data=hf", ["data.name"]),
+        ("data.max_tokens=5", ["data.max_tokens=5", "data=hf", "data=embedded"]),
         ("data=prepared", ["data.prepared_dir"]),
         ("data.paths=x", ["data.paths='x'", "list"]),
         ("profile.steps=[5]", ["profile.steps=[5]", "[first,last]"]),

@@ -2,14 +2,17 @@
 
 import logging
 import random
+import re
 import signal
 import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 from command import TINY, environment, finish, parameters, trainer, values, wait_for_row
 
+from trainer import build
 from trainer.__main__ import main
 from trainer.checkpoint import Checkpointer
 from trainer.records import read_rows
@@ -157,9 +160,53 @@ def test_a_diverging_run_skips_then_stops_with_exit_code_3_and_names_the_first_b
     assert any("event" in row for row in read_rows(tmp_path / "A" / "metrics.jsonl"))
 
 
-def test_a_profile_is_written(tmp_path):
-    finish(trainer(tmp_path, "A", "train.steps=4", "profile.steps=[2,4]", "tracker=none"))
-    assert list((tmp_path / "A" / "profile").rglob("*.xplane.pb"))
+def traced(run_dir):
+    return list((run_dir / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_profile_is_written_also_of_steps_that_a_resumed_run_has_only_the_rest_of(tmp_path):
+    args = ["tracker=none", "sample.max_new=0", "checkpoint.every=0"]
+    finish(trainer(tmp_path, "A", "train.steps=4", "profile.steps=[2,4]", *args))
+    assert len(traced(tmp_path / "A")) == 1
+    finish(trainer(tmp_path, "A", "train.steps=6", "profile.steps=[2,4]", *args))  # all of them are past
+    assert len(traced(tmp_path / "A")) == 1
+    finish(trainer(tmp_path, "A", "train.steps=8", "profile.steps=[2,7]", *args))
+    assert len(traced(tmp_path / "A")) == 2
+
+
+def test_a_run_compiles_its_train_step_and_its_validation_once(tmp_path):
+    args = ["train.steps=6", "train.eval_every=2", "checkpoint.every=3", "tracker=none", "sample.max_new=0"]
+    output = finish(trainer(tmp_path, "A", *args, "train.accum=2", devices=2, JAX_LOG_COMPILES="1"))
+    compiled = re.findall(r"Finished XLA compilation of (?:jit\()?(\w+)", output)
+    assert compiled.count("train_step") == 1, compiled
+    assert compiled.count("eval_step") == 1, compiled
+
+
+def test_ctrl_c_before_the_first_step_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capfd):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build, "build_workload", interrupted)
+    assert main([*TINY, "run_dir=A", "compile_cache=null"]) == 130
+    errors = capfd.readouterr().err.splitlines()
+    assert errors == ["error: interrupted before the first step; nothing was trained"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_fine_tuning_starts_from_a_hugging_face_directory(finished_run):
+    tmp_path, rows = finished_run
+    export = [sys.executable, "-m", "scripts.export", "run_dir=A", "out=exported"]
+    done = subprocess.run(export, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    args = ["train.steps=1", "tracker=jsonl", "model.dropout=0", "sample.max_new=0"]
+    finish(trainer(tmp_path, "I", *args, "init_from=exported"))
+    finish(trainer(tmp_path, "J", *args, "init_from=exported", "model.scan_layers=true"))
+    finish(trainer(tmp_path, "K", *args, "init_from=A"))
+    ours, scanned, theirs = (values(tmp_path / run)[0]["train/loss"] for run in "IJK")
+    assert ours == theirs  # the same weights, bit for bit
+    np.testing.assert_allclose(scanned, ours, rtol=64 * np.finfo(np.float32).eps)
+    assert ours < rows[0]["train/loss"] - 0.1
 
 
 def test_a_users_own_directory_stays_when_nothing_starts_in_it(tmp_path):

@@ -187,7 +187,7 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
 def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
     """A hub data set; it is looked up when reading starts, so not at all where it is prepared already."""
     if source.streaming and source.max_documents is None and source.max_tokens is None:
-        raise UserError(f"streaming {source.name} needs an end: set data.max_documents or max_tokens")
+        raise UserError(f"streaming {source.name} needs an end: set data.max_documents or data.max_tokens")
     folder = Path(source.name).expanduser()
     local = [path for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
     digests = [file.digest for file in examine(local, text=False, cache_dir=cache_dir)]

@@ -135,7 +135,9 @@ def test_a_directory_that_does_not_exist_and_an_unknown_split(tmp_path):
 
 def test_streaming_without_end_is_refused(tmp_path):
     fails(
-        HubSource("a/b", streaming=True), tmp_path, "streaming a/b needs an end: set data.max_documents or max_tokens"
+        HubSource("a/b", streaming=True),
+        tmp_path,
+        "streaming a/b needs an end: set data.max_documents or data.max_tokens",
     )
 
 
