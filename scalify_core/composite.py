@@ -219,7 +219,13 @@ def _jitted_call(call: Call) -> Any:
 
 @composite_p.def_impl
 def _impl(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
-    return jax.jit(functools.partial(composite_p.bind, jaxpr=jaxpr, call=call))(*operands)
+    return _compiled(jaxpr, call)(*operands)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(jaxpr: Any, call: Call) -> Callable:
+    """For calls outside of jit: one compiled function per shape, not one per call."""
+    return jax.jit(functools.partial(composite_p.bind, jaxpr=jaxpr, call=call))
 
 
 @composite_p.def_abstract_eval

@@ -10,7 +10,8 @@ in [2^-126, 2^126].
 multiplies the data anyway takes it along, so constants and changes of scale cost one multiplication in all, or none.
 
 `rho` is the RMS that the rules expect of the data, about 1. Rules work on `scale * rho` unrounded and only round the
-scale that comes out, so roundings do not accumulate along a chain of operations.
+scale that comes out, so roundings do not accumulate along a chain of operations. Beside a run-time scale, what a sum
+leaves of its expected RMS is known at run time only: it is `excess`, an FP32 scalar, and counts in the next sum.
 
 Elementwise rules compute in FP32 and leave their result *wide*: `data` is FP32 while `dtype`, the format of the
 value, may be narrower. A chain of elementwise operations is rounded once, where its result is stored or enters a
@@ -39,7 +40,9 @@ _F32 = np.dtype(np.float32)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["data", "dynamic"], meta_fields=["static", "rho", "dtype", "factor"]
+    jax.tree_util.register_dataclass,
+    data_fields=["data", "dynamic", "excess"],
+    meta_fields=["static", "rho", "dtype", "factor"],
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
@@ -51,6 +54,7 @@ class Value:
     rho: float  # of data * factor
     dtype: np.dtype
     factor: float
+    excess: Any = None  # further factor of the expected RMS; None: 1
 
     @property
     def scale(self) -> Scale:
@@ -65,15 +69,20 @@ class Value:
     @property
     def size(self) -> Scale:
         """The expected RMS of the logical value, unrounded."""
-        return times(self.dynamic, self.rho) if self.static is None else self.static * self.rho
+        if self.static is not None:
+            return self.static * self.rho
+        size = times(self.dynamic, self.rho)
+        return size if self.excess is None else lax.mul(size, self.excess)
 
 
-def value(data: Any, scale: Scale, rho: float = 1.0, dtype: Any = None, factor: float = 1.0) -> Value:
+def value(
+    data: Any, scale: Scale, rho: float = 1.0, dtype: Any = None, factor: float = 1.0, excess: Any = None
+) -> Value:
     """`Value` of this data and scale; its format is the data's dtype if not given."""
     dtype = np.dtype(data.dtype if dtype is None else dtype)
     if isinstance(scale, float):
         return Value(data, None, scale, rho, dtype, factor)
-    return Value(data, scale, None, rho, dtype, factor)
+    return Value(data, scale, None, rho, dtype, factor, excess)
 
 
 def is_static(scale: Scale) -> bool:
@@ -125,14 +134,14 @@ def wide(v: Value) -> Any:
 
 def settle(v: Value) -> Value:
     """The value with its factor multiplied into the data."""
-    return v if v.factor == 1.0 else value(times(v.data, v.factor), v.scale, v.rho, v.dtype)
+    return v if v.factor == 1.0 else value(times(v.data, v.factor), v.scale, v.rho, v.dtype, 1.0, v.excess)
 
 
 def narrow(v: Value) -> Value:
     """The value with its data in its format, saturating (NaN and infinities stay), and the factor in it."""
     if v.data.dtype == v.dtype and v.factor == 1.0:
         return v
-    return value(saturating_cast(times(v.data, v.factor), v.dtype), v.scale, v.rho, v.dtype)
+    return value(saturating_cast(times(v.data, v.factor), v.dtype), v.scale, v.rho, v.dtype, 1.0, v.excess)
 
 
 def saturating_cast(x: Any, dtype: Any) -> Any:
@@ -242,18 +251,20 @@ def largest(*scales: Scale) -> Scale:
     return functools.reduce(lambda a, b: lax.max(*_arrays(a, b)), scales)
 
 
-def hypot(a: Value, b: Value) -> tuple[Scale, float]:
-    """The scale and rho of a sum of independent terms: sqrt(a^2 + b^2), without squaring a scale."""
+def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
+    """The scale, rho and excess of a sum of independent terms: sqrt(a^2 + b^2), without squaring a scale."""
     if is_static(a.scale) and is_static(b.scale):
         total = math.hypot(a.size, b.size)
         # The scale of an operand that has no factor, if it is near enough: that operand is then added as it is.
         for x in (a, b) if a.size >= b.size else (b, a):
             if x.factor == 1.0 and 0.5 <= total / x.scale <= 2:
-                return x.scale, total / x.scale
-        return rounded(total)
+                return x.scale, total / x.scale, None
+        return *rounded(total), None
     large, small = largest(a.size, b.size), _smallest(a.size, b.size)
     r = lax.div(small, large)
-    return pow2_round(lax.mul(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r))))), 1.0
+    total = clip_scale(lax.mul(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r)))))
+    scale = pow2_round(total)
+    return scale, 1.0, lax.div(total, scale)
 
 
 def settled(data: Any, scale: Scale, rho: float, dtype: np.dtype, slack: float = 2.0, factor: float = 1.0) -> Value:

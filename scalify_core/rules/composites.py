@@ -7,6 +7,7 @@ multiplied into the data first.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -87,40 +88,74 @@ def dtype_of(parameter: Any, x: Value) -> np.dtype:
     return parameter.dtype if is_value(parameter) else x.dtype
 
 
-# Activations: x * g(x).
+# Activations: x * g(x). What comes out of a Gaussian of the expected size is known: near zero, gelu only halves.
+
+
+def _relu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.maximum(x, 0), (x > 0).astype(x.dtype)
+
+
+def _silu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    sigmoid = (1 + np.tanh(x / 2)) / 2
+    return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+
+
+def _gelu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    # The error function's form, which differs from the tanh form by less than 1e-3, has the simpler slope.
+    below = np.asarray([math.erfc(-y * _SQRT_HALF) / 2 for y in x])
+    return x * below, below + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+_ACTIVATIONS = {"gelu": _gelu, "silu": _silu, "relu": _relu}
+# Nodes and weights of the mean over a standard normal variable.
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(64)
+_WEIGHTS /= _WEIGHTS.sum()
+
+
+@functools.lru_cache(maxsize=4096)
+def activated(name: str, size: float) -> tuple[float, float]:
+    """RMS of an activation of Gaussian numbers of RMS `size`, and of its slope there."""
+    # Beyond 2^30 all are relu; the squares of larger numbers would leave FP64.
+    y, slope = _ACTIVATIONS[name](_NODES * min(size, 2.0**30))
+    rms, slope_rms = (math.sqrt(float(_WEIGHTS @ x**2)) for x in (y, slope))
+    return rms * max(size / 2.0**30, 1.0), slope_rms
+
+
+def _sizes(name: str, x: Value) -> tuple[Any, float]:
+    """As `activated`; of a size that is not known while tracing, what holds for a large one."""
+    return activated(name, x.size) if v.is_static(x.scale) else (size_of(x.size, _SQRT_HALF), _SQRT_HALF)
 
 
 def _activation(name: str) -> None:
     @composite_rule(name)
     def _(call: Any, x: Value) -> Any:
-        return on_values(call, [(size_of(x.size, _SQRT_HALF), x.dtype)], v.scalar_scale(x))
+        return on_values(call, [(_sizes(name, x)[0], x.dtype)], v.scalar_scale(x))
 
     @composite_rule(f"{name}.fwd")
     def _(call: Any, x: Value) -> Any:
-        out, _ = on_values(call, [(size_of(x.size, _SQRT_HALF), x.dtype), (1.0, x.dtype)], v.scalar_scale(x))
+        out, _ = on_values(call, [(_sizes(name, x)[0], x.dtype), (1.0, x.dtype)], v.scalar_scale(x))
         return out, x
 
     @composite_rule(f"{name}.bwd")
     def _(call: Any, x: Any, gradient: Any) -> Any:
-        if not is_value(gradient):
-            gradient = v.lift(gradient, x.dtype)
-        return on_values(call, [(size_of(gradient.size, _SQRT_HALF), gradient.dtype)], x, gradient)
+        gradient, x = as_value(gradient, x), as_value(x, gradient)
+        return on_values(call, [(size_of(gradient.size, _sizes(name, x)[1]), gradient.dtype)], x, gradient)
 
 
-for _name in ("gelu", "silu", "relu"):
+for _name in _ACTIVATIONS:
     _activation(_name)
 
 
 @composite_rule("swiglu")
 def _swiglu(call: Any, gate: Any, up: Any) -> Any:
     gate, up = (as_value(x, gate, up) for x in (gate, up))
-    return on_values(call, [(size_of(gate.size, up.size, _SQRT_HALF), v.result_dtype(gate, up))], gate, up)
+    return on_values(call, [(size_of(_sizes("silu", gate)[0], up.size), v.result_dtype(gate, up))], gate, up)
 
 
 @composite_rule("swiglu.fwd")
 def _swiglu_fwd(call: Any, gate: Any, up: Any) -> Any:
     values = [as_value(x, gate, up) for x in (gate, up)]
-    size = size_of(values[0].size, values[1].size, _SQRT_HALF)
+    size = size_of(_sizes("silu", values[0])[0], values[1].size)
     out, *_ = on_values(
         call, [(size, v.result_dtype(gate, up)), (1.0, values[0].dtype), (1.0, values[1].dtype)], *values
     )
@@ -130,7 +165,8 @@ def _swiglu_fwd(call: Any, gate: Any, up: Any) -> Any:
 @composite_rule("swiglu.bwd")
 def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     gate, up, gradient = (as_value(x, *residuals, gradient) for x in (*residuals, gradient))
-    sizes = [(size_of(gradient.size, x.size, _SQRT_HALF), y.dtype) for x, y in ((up, gate), (gate, up))]
+    silu, slope = _sizes("silu", gate)
+    sizes = [(size_of(gradient.size, up.size, slope), gate.dtype), (size_of(gradient.size, silu), up.dtype)]
     return on_values(call, sizes, (gate, up), gradient)
 
 

@@ -174,13 +174,16 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 def _specs(x: Any, spec: Any) -> Any:
     """The data is split as the logical array was; a scale belongs to all of it."""
     if isinstance(x, Value):
-        return dataclasses.replace(x, data=spec, dynamic=None if x.dynamic is None else jax.sharding.PartitionSpec())
+        everywhere = jax.sharding.PartitionSpec()
+        dynamic, excess = (None if s is None else everywhere for s in (x.dynamic, x.excess))
+        return dataclasses.replace(x, data=spec, dynamic=dynamic, excess=excess)
     return x if isinstance(x, Constant) else spec
 
 
 def _run(jaxpr: Any, evaluate: Callable, operands: Any) -> list[Any]:
-    """Evaluate, the results rounded to their formats."""
-    return [narrow(x) if isinstance(x, Value) else x for x in evaluate(jaxpr, list(operands))]
+    """Evaluate, the results rounded to their formats, with data and scale alone."""
+    out = evaluate(jaxpr, list(operands))
+    return [dataclasses.replace(narrow(x), excess=None) if isinstance(x, Value) else x for x in out]
 
 
 def _shape_of(fun: Callable, operands: Any) -> list[Any]:

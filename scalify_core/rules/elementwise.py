@@ -39,8 +39,8 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
     if v.uniform(a) == 0 and b.shape == eqn.outvars[0].aval.shape:
         return _times_constant(b, -1.0) if eqn.primitive.name == "sub" else b
     (a, b), dtype = lifted(a, b)
-    scale, rho = v.hypot(a, b)
-    return v.value(bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale)), scale, rho, dtype)
+    scale, rho, excess = v.hypot(a, b)
+    return v.value(bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale)), scale, rho, dtype, excess=excess)
 
 
 @rule("mul", lazy=True)
@@ -64,13 +64,13 @@ def _times_constant(x: Value, constant: float) -> Value:
     if v.is_static(scale) and not v.MIN_SCALE <= scale <= v.MAX_SCALE:
         scale = pow2_round(scale)
         factor = scale / x.scale
-    return v.value(x.data, scale, size / factor, x.dtype, x.factor * (constant / factor))
+    return v.value(x.data, scale, size / factor, x.dtype, x.factor * (constant / factor), x.excess)
 
 
 @rule("neg", lazy=True)
 def _neg(eqn: Any, x: Value) -> Value:
     del eqn
-    return v.value(x.data, x.scale, x.rho, x.dtype, -x.factor)
+    return v.value(x.data, x.scale, x.rho, x.dtype, -x.factor, x.excess)
 
 
 @rule("div", lazy=True)
