@@ -14,14 +14,14 @@ Between steps the chosen fields of the state are ScaledArrays: narrow data and o
 are widened to FP32, the optimiser computes in FP32, and the new values are narrowed again. Compiled, all of it fuses
 to a pass for the scale and one that stores; no moment is held in FP32. What is particular about it:
 
-- **The scale comes from the largest magnitude**, which then lies in the upper octave of the format. A format's range
-  is asymmetric about RMS 1 and moments reach far down (rows of an embedding that are seldom seen), not up. Nothing
-  saturates, and a maximum does not depend on the order of reduction: the state is bitwise the same on any sharding.
+- **The scale comes from the largest magnitude**, which then lies in the upper octave of the format. Moments reach far
+  down (rows of an embedding that are seldom seen), not up, and nothing saturates. A maximum does not depend on the
+  order of reduction either: the state is bitwise the same on any sharding.
+- **A first moment in FP8 is stored relative to the root of the second**, a quotient near 1 for rows of any frequency:
+  E4M3 has normal numbers over 15 octaves only. Its scale is a constant.
 - **A second moment is stored as its square root**, which spans half the octaves. A positive one is never stored as
   zero, or a first moment that survives would be divided by epsilon alone. One that is zero is widened to 2^-120, so
   that a row never seen gives 0/2^-60, not 0/0, even without an epsilon.
-- **Stochastic rounding of a square root is unbiased in its square.** Unbiased in the root, the second moment would
-  gain the variance of the rounding at each step, and keep 1/(1-b2) times that.
 - **Random bits are a hash** of seed, step, leaf and element (`formats.counter_bits`), so nothing else is to be saved.
 
 The plain route, as in the Scalify paper (arXiv 2407.17353), is the optimiser itself under `scalify`, parameters and
@@ -45,6 +45,7 @@ from scalify_core.value import MIN_SCALE
 from scalify_core.weights import Rounding, check_rounding, round_to, wide
 
 _SQUARE_FLOOR = 2.0**-120  # of widened second moments: times any usual decay it is still a normal FP32 number
+_QUOTIENT_TOP = 28.0  # in E4M3, at scale 2^-4: as far above what Adam reaches as its rounding can need
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +55,20 @@ class Stored:
     Attributes:
         format: of the data; one with a native dtype.
         sqrt: store the square root. For fields that are not negative: second moments.
-        rounding: to "nearest" (ties to even), or "stochastic": to one of the two neighbours, the nearer the likelier,
-            such that the field (with `sqrt`, its square root's square) has the exact value as its expectation.
-            To nearest, an average stops moving where a step changes it by less than half an ulp. A second moment with
-            its root in E5M2 and a decay of 0.95 stops at a quarter of its value when it grows, and never falls.
+        rounding: to "nearest" (ties to even), or "stochastic": to one of the two neighbours such that the expectation
+            of what is stored is exact. (Rounding a root so that its square's is exact has been tried: the second
+            moment is then exact on average, but the steps, which go with 1/root, are twice as far off.) To nearest,
+            an average stops moving where a step changes it by less than half an ulp: a second moment with its root in
+            E5M2 and a decay of 0.95 at a quarter of its value when it grows, and it never falls.
+        relative_to: store the quotient of the field and the root of this other field of the same state (as stored):
+            "nu", for a first moment. In Adam it is at most (1-b1) / sqrt((1-b2)(1-b1^2/b2)), 1.2 at (0.9, 0.95) and
+            7.3 at (0.9, 0.999), however small the gradients of a row are beside those of others; saturates at 16.
     """
 
     format: FloatFormat
     sqrt: bool = False
     rounding: Rounding = "stochastic"
+    relative_to: str | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for a format that cannot be stored or an unknown rounding."""
@@ -74,7 +80,7 @@ class Stored:
 class ScaledStateState(NamedTuple):
     """State of `scaled_state`."""
 
-    count: jax.Array  # shape=(), dtype=int32: updates made, the step of the random bits
+    step: jax.Array  # shape=(), dtype=int32: updates made, a counter of the random bits
     inner_state: Any  # of the wrapped transformation, the arrays of the stored fields being ScaledArrays
 
 
@@ -91,13 +97,14 @@ def scaled_state(
 
     Args:
         tx: any transformation; its states are searched for fields at every depth (chain, masked, inject_hyperparams).
-        mu: the format (or dtype) of the fields called `mu`, first moments. FP32: they are left alone.
+        mu: the format (or dtype) of the fields called `mu`, first moments. FP32: they are left alone. In FP8, with a
+            narrow `nu` beside it, it is stored relative to that.
         nu: the format of the fields called `nu`, second moments, stored as square roots. FP32: they are left alone.
         rounding: of `mu` and `nu`. "auto": stochastic, but to nearest for a `mu` of ten mantissa bits or more (FP16):
             what that loses is at most epsilon/2/(1-b1), 0.5% at b1 = 0.9.
         fields: how other fields are stored ("trace" of momentum, "v_row" of Adafactor), by name; or `mu` and `nu`,
             for all that `Stored` can say.
-        seed: of the stochastic rounding; with the count in the state it determines every bit.
+        seed: of the stochastic rounding; with the step in the state it determines every bit.
 
     Gradients and parameters may be given as plain arrays or ScaledArrays of any float dtype; the transformation gets
     FP32, and updates are plain FP32 arrays. A tensor with infinities or NaNs keeps its scale and stays not finite: it
@@ -112,35 +119,34 @@ def scaled_state(
 
     def init(params: Any) -> ScaledStateState:
         def narrow(params: Any) -> ScaledStateState:
-            new, names, treedef = _flatten(tx.init(wide(params)), stored)
+            new, plans, treedef = _flatten(tx.init(wide(params)), stored)
             like = jnp.float32(MIN_SCALE)  # of zeros, as in as_scaled_array
-            scales = [_scale(x, like, stored[name]) if name else None for x, name in zip(new, names, strict=True)]
-            count = jnp.zeros((), jnp.int32)
-            return ScaledStateState(count, treedef.unflatten(_narrow(new, names, scales, stored, seed, count)))
+            scales = [_scale(x, like, how) for x, (how, _) in zip(new, plans, strict=True)]
+            step = jnp.zeros((), jnp.int32)
+            return ScaledStateState(step, treedef.unflatten(_narrow(new, plans, scales, seed, step)))
 
         # Compiled, the FP32 state that `tx.init` makes is never allocated.
         return jax.jit(narrow)(params)
 
     def update(updates: Any, state: ScaledStateState, params: Any = None, **extra: Any) -> tuple[Any, ScaledStateState]:
         def advance(updates: Any, inner_state: Any) -> tuple[Any, list[Any], Any]:
-            moments = [
-                _widen(x, stored[n]) if n else x for x, n in zip(*_flatten(inner_state, stored)[:2], strict=True)
-            ]
-            updates, inner_state = tx.update(wide(updates), treedef.unflatten(moments), wide(params), **extra)
-            new, _, new_treedef = _flatten(inner_state, stored)
-            return updates, new, new_treedef
+            arrays, plans, treedef = _flatten(inner_state, stored)
+            moments = treedef.unflatten(_widen(arrays, plans))
+            updates, inner_state = tx.update(wide(updates), moments, wide(params), **extra)
+            new, _, treedef = _flatten(inner_state, stored)
+            return updates, new, treedef
 
-        old, names, treedef = _flatten(state.inner_state, stored)
+        old, plans, _ = _flatten(state.inner_state, stored)
         _, new, _ = advance(updates, state.inner_state)
         scales = [
-            _scale(x, like.scale, stored[name]) if name else None for x, like, name in zip(new, old, names, strict=True)
+            _scale(x, like.scale if how else None, how) for x, like, (how, _) in zip(new, old, plans, strict=True)
         ]
         # Computed again once the scales are known: the compiler would hold the new moments in FP32 in between. Of the
         # first time only what the scales depend on is compiled.
         updates, inner_state, scales = jax.lax.optimization_barrier((updates, state.inner_state, scales))
         updates, new, treedef = advance(updates, inner_state)
-        count = state.count + 1
-        return updates, ScaledStateState(count, treedef.unflatten(_narrow(new, names, scales, stored, seed, count)))
+        step = state.step + 1
+        return updates, ScaledStateState(step, treedef.unflatten(_narrow(new, plans, scales, seed, step)))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -158,77 +164,100 @@ def _stored_fields(
         precise = fmt.mantissa_bits >= 10 and not sqrt
         automatic: Rounding = "nearest" if precise else "stochastic"
         stored[name] = Stored(fmt, sqrt, automatic if rounding == "auto" else rounding)
+    if "mu" in stored and "nu" in stored and "mu" not in fields and stored["mu"].format.mantissa_bits <= 3:
+        stored["mu"] = dataclasses.replace(stored["mu"], relative_to="nu")
+    for name, how in stored.items():
+        if how.relative_to in stored and stored[how.relative_to].relative_to is not None:
+            raise ValueError(f"scaled_state: {name} is relative to {how.relative_to}, which is relative itself")
     return stored
 
 
-def _flatten(state: Any, stored: Mapping[str, Stored]) -> tuple[list[Any], list[str | None], Any]:
-    """Arrays of a state, for each the name of the stored field that it belongs to (or None), and the structure.
+class _Plan(NamedTuple):
+    """How one array of a state is stored; None: as it is. `other`: the index of the array that it is relative to."""
+
+    how: Stored | None
+    other: int | None
+
+
+def _flatten(state: Any, stored: Mapping[str, Stored]) -> tuple[list[Any], list[_Plan], Any]:
+    """Arrays of a state, their plans, and the structure.
 
     Raises:
-        ValueError: a stored field has no float array in this state.
+        ValueError: a field of `stored`, or one that it is relative to, has no float array in this state.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_scaled_array)
-    floats = [jnp.issubdtype(x.dtype, jnp.floating) for _, x in flat]
-    paths = [[key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)] for path, _ in flat]
-    names = [
-        next((name for name in path if name in stored), None) if is_float else None
-        for path, is_float in zip(paths, floats, strict=True)
-    ]
-    for name in stored:
-        if name not in names:
-            has = sorted({path[-1] for path, is_float in zip(paths, floats, strict=True) if path and is_float})
-            raise ValueError(f"scaled_state: the state has no float array in a field {name!r}; it has some in {has}")
-    return [x for _, x in flat], names, treedef
+    places = {path: i for i, (path, x) in enumerate(flat) if jnp.issubdtype(x.dtype, jnp.floating)}
+    plans, missing = [], set(stored)
+    for path, _ in flat:
+        field = next((key for key in path if isinstance(key, jax.tree_util.GetAttrKey) and key.name in stored), None)
+        if field is None or path not in places:
+            plans.append(_Plan(None, None))
+            continue
+        how, other = stored[field.name], None
+        missing.discard(field.name)
+        if how.relative_to is not None:
+            partner = jax.tree_util.GetAttrKey(how.relative_to)
+            other = places.get(tuple(partner if key is field else key for key in path))
+            missing |= {how.relative_to} if other is None else set()
+        plans.append(_Plan(how, other))
+    if missing:
+        attributes = [[key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)] for path in places]
+        has = sorted({names[-1] for names in attributes if names})
+        raise ValueError(
+            f"scaled_state: the state has no float array in a field {min(missing)!r}; it has some in {has}"
+        )
+    return [x for _, x in flat], plans, treedef
 
 
-def _widen(x: ScaledArray, stored: Stored) -> jax.Array:
-    wide = x.unscale()
+def _widen(arrays: list[Any], plans: list[_Plan]) -> list[Any]:
+    """The arrays of a state in FP32, with their meaning for the optimiser."""
+    values = [x.unscale() if is_scaled_array(x) else x for x in arrays]
     # The maximum also catches squares that leave FP32.
-    return jnp.maximum(jnp.square(wide), _SQUARE_FLOOR) if stored.sqrt else wide
+    values = [
+        jnp.maximum(jnp.square(x), _SQUARE_FLOOR) if how and how.sqrt else x
+        for x, (how, _) in zip(values, plans, strict=True)
+    ]
+    return [x if i is None else x * _divisor(values[i]) for x, (_, i) in zip(values, plans, strict=True)]
 
 
-def _scale(x: jax.Array, old: jax.Array, stored: Stored) -> jax.Array:
-    """The scale at which a field's new value is stored; a tensor without a largest magnitude keeps the old one."""
-    peak = _root(jnp.max(jnp.abs(x), initial=0.0), stored)
-    # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2. BF16 data gets that of FP16, not 2^127.
-    top = min(stored.format.max, FP16.max)
+def _divisor(square: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.maximum(square, _SQUARE_FLOOR))
+
+
+def _scale(x: jax.Array, old: Any, how: Stored | None) -> Any:
+    """The scale at which a new value is stored; a tensor without a largest magnitude keeps the old one."""
+    if how is None:
+        return None
+    # BF16 data gets the place of FP16 data, not 2^127.
+    top = min(how.format.max, FP16.max)
+    if how.relative_to is not None:
+        return jnp.full((), pow2_floor(_QUOTIENT_TOP / top), jnp.float32)
+    peak = _root(jnp.max(jnp.abs(x), initial=0.0), how)
+    # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
     return jnp.where(jnp.isfinite(peak) & (peak > 0), pow2_floor(peak * (2 / top)), old)
 
 
-def _root(x: jax.Array, stored: Stored) -> jax.Array:
-    return jnp.where(x <= _SQUARE_FLOOR, 0.0, jnp.sqrt(x)) if stored.sqrt else x
+def _root(x: jax.Array, how: Stored) -> jax.Array:
+    return jnp.where(x <= _SQUARE_FLOOR, 0.0, jnp.sqrt(x)) if how.sqrt else x
 
 
-def _narrow(
-    new: list[Any], names: list[str | None], scales: list[Any], stored: Mapping[str, Stored], seed: int, step: Any
-) -> list[Any]:
-    """The arrays of a state, those of stored fields narrow."""
+def _narrow(new: list[Any], plans: list[_Plan], scales: list[Any], seed: int, step: Any) -> list[Any]:
+    """The arrays of a state as they are stored; `new` are its FP32 values."""
 
-    def narrow(leaf: int, x: jax.Array, scale: jax.Array, how: Stored) -> ScaledArray:
+    def narrow(leaf: int, x: jax.Array, how: Stored | None) -> Any:
+        if how is None:
+            return x
         fmt, x = how.format, _root(x, how)
-        data = x * (1 / scale)
+        smallest = max(fmt.min_subnormal, FP32.min_normal)  # where FP32 subnormals count as zero
+        data = x * (1 / scales[leaf])
         if how.sqrt:
-            data = jnp.where(x > 0, jnp.maximum(data, _smallest(fmt)), data)
-            data = _unbiased_in_square(data, fmt) if how.rounding == "stochastic" else data
-        return ScaledArray(round_to(data, fmt, how.rounding, seed, step, leaf), scale)
+            data = jnp.where(x > 0, jnp.maximum(data, smallest), data)
+        return ScaledArray(round_to(data, fmt, how.rounding, seed, step, leaf), scales[leaf])
 
-    return [
-        narrow(leaf, x, scale, stored[name]) if name else x
-        for leaf, (x, scale, name) in enumerate(zip(new, scales, names, strict=True))
-    ]
-
-
-def _smallest(fmt: FloatFormat) -> float:
-    """The smallest positive number of the format that is a normal one in FP32: others may count as zero."""
-    return max(fmt.min_subnormal, FP32.min_normal)
-
-
-def _unbiased_in_square(x: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """`x` >= 0 moved between its neighbours a < b in the format so that rounded stochastically, E[square] = x^2.
-
-    b is drawn with probability (y - a) / (b - a) where y is what is returned, and that must be
-    (x^2 - a^2) / (b^2 - a^2), hence y = a + (x - a) (x + a) / (a + b).
-    """
-    ulp = jnp.maximum(pow2_floor(x) * fmt.epsilon, _smallest(fmt))
-    below = jnp.floor(x * (1 / ulp)) * ulp
-    return below + (x - below) * ((x + below) / (2 * below + ulp))
+    out = [None if plan.other is not None else narrow(i, new[i], plan.how) for i, plan in enumerate(plans)]
+    for i, (how, other) in enumerate(plans):
+        if other is not None:
+            # By the root that will be read, so that its rounding does not enter.
+            (square,) = _widen([out[other]], [_Plan(plans[other].how, None)])
+            out[i] = narrow(i, new[i] / _divisor(square), how)
+    return out

@@ -45,8 +45,8 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: int, s
             total = round_to(total, fmt, rounding, seed, step, -1 - index)
         return ScaledArray(total, p.scale) if is_scaled_array(p) else total
 
-    flat, treedef = jax.tree.flatten(params, is_leaf=is_scaled_array)
-    return treedef.unflatten([add(i, p, u) for i, (p, u) in enumerate(zip(flat, leaves(updates), strict=True))])
+    new = [add(i, p, u) for i, (p, u) in enumerate(zip(leaves(params), leaves(updates), strict=True))]
+    return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_scaled_array), new)
 
 
 def scaled_params(params: Any, dtype: Any, *, zeros: float = 2.0**-6) -> Any:

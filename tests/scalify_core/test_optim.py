@@ -109,16 +109,15 @@ def test_both_moments_of_a_leaf_and_all_leaves_draw_different_bits():
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=str)
 @pytest.mark.parametrize("sqrt", [False, True])
-def test_stochastic_storage_is_unbiased_in_the_field_itself(fmt, sqrt):
+def test_stochastic_storage_is_unbiased(fmt, sqrt):
     n = 2**16
     tx = scaled_state(optax.trace(0.0), fields={"trace": Stored(fmt, sqrt=sqrt)}, seed=0)
     for value in (1.03, 0.3, 0.0071):
         x = jnp.full(n, value).at[0].set(4.0)  # the first sets the scale
         state, _ = run(tx, x, 1)
         stored = np.asarray(state.inner_state.trace, np.float64)[1:]
-        stored = stored**2 if sqrt else stored
         low, high = stored.min(), stored.max()
-        expected = float(np.float32(value))
+        expected = float(np.sqrt(np.float32(value)) if sqrt else np.float32(value))
         assert low <= expected <= high
         p = (expected - low) / (high - low)
         # The standard deviation of a mean of n draws of two values. Bits and FP32 arithmetic: 2^-16 of their distance.
@@ -136,9 +135,10 @@ def test_an_e5m2_second_moment_settles_at_its_value_only_if_rounded_stochastical
         high = second_moment(state).mean() / 0.37**2
         state, _ = run(tx, {"w": jnp.full(n, 0.37 / 4)}, 200, state)
         ratio[rounding] = high, second_moment(state).mean() / (0.37 / 4) ** 2
-    # A step's rounding has at most a standard deviation of a quarter of v's spacing, (1.25/1)^2 - 1 of v; steps add up
-    # with weights b2^k, so the mean of n elements has that over sqrt(n (1 - b2^2)); six of them.
-    tolerance = 6 * 0.5 * (1.25**2 - 1) / np.sqrt(n * (1 - 0.95**2)) + 0.95**200
+    # The root goes between two neighbours, at most epsilon apart relatively, which moves the mean of its square by less
+    # than epsilon^2. A rounding has at most half of that distance as its standard deviation, twice that in the square;
+    # steps add up with weights b2^k; six standard deviations of the mean of n elements.
+    tolerance = E5M2.epsilon**2 + 6 * E5M2.epsilon / np.sqrt(n * (1 - 0.95**2)) + 0.95**200
     assert ratio["stochastic"] == pytest.approx((1, 1), abs=tolerance)
     # To nearest it stops half way up, where a step is less than half an ulp, and does not come down at all.
     assert ratio["nearest"][0] < 0.5
@@ -187,6 +187,38 @@ def test_a_small_element_takes_no_exploding_step(formats):
         # Narrow moments may differ by the spacing of their formats; both from E4M3's and E5M2's smallest numbers up.
         assert np.max(np.abs(updates["w"])) < 4, i
     assert np.all(np.asarray(state.inner_state.nu["w"].data) != 0)
+
+
+def test_fp8_updates_are_as_good_for_rows_of_any_size():
+    # Gradients of one size per row, from 1 down to 2^-24 of the largest: seldom seen rows of an embedding.
+    n = 2**12
+    gradient = {"w": jnp.full((13, n), 1.0) * 2.0 ** (-2 * jnp.arange(13.0))[:, None]}
+    fields = {"nu": Stored(E5M2, sqrt=True)}
+    relative = scaled_state(
+        optax.scale_by_adam(0.9, 0.95, eps=0), fields={"mu": Stored(E4M3, relative_to="nu"), **fields}, seed=0
+    )
+    absolute = scaled_state(optax.scale_by_adam(0.9, 0.95, eps=0), fields={"mu": Stored(E4M3), **fields}, seed=0)
+    by_default = scaled_state(optax.scale_by_adam(0.9, 0.95, eps=0), mu=E4M3, nu=E5M2, seed=0)
+    state, updates = run(relative, gradient, 100)
+    assert_same_bits((state, updates), run(by_default, gradient, 100))
+    sizes = np.sqrt(np.mean(np.square(updates["w"]), axis=1))
+    np.testing.assert_allclose(sizes, sizes[0], rtol=0.05)
+    assert sizes[0] == pytest.approx(1, abs=0.25)  # a step of m / sqrt(v), v having the noise of two mantissa bits
+    sizes = np.sqrt(np.mean(np.square(run(absolute, gradient, 100)[1]["w"]), axis=1))
+    assert sizes[-1] > 2 * sizes[0] or sizes[-1] < sizes[0] / 2
+
+
+def test_the_scale_of_a_quotient_is_a_constant_and_holds_all_that_adam_can_reach():
+    tx = scaled_state(optax.scale_by_adam(0.9, 0.999), mu=E4M3, nu=E5M2, seed=0)
+    # The largest quotient: v grown from gradients that rise as b1 / b2 does per step backwards.
+    state = tx.init({"w": jnp.zeros(256)})
+    step = jax.jit(tx.update)
+    for i in range(60):
+        _, state = step({"w": jnp.full(256, (0.999 / 0.9) ** i)}, state)
+    quotient = np.asarray(state.inner_state.mu["w"])
+    assert state.inner_state.mu["w"].scale == 2.0**-4
+    assert 5 < quotient.mean() < 0.1 / np.sqrt(0.001 * (1 - 0.81 / 0.999)) * 1.25
+    assert quotient.max() < 28
 
 
 def test_a_positive_second_moment_is_never_stored_as_zero():
@@ -276,6 +308,11 @@ def test_gradients_and_parameters_may_be_scaled_or_narrow():
 def test_a_field_that_does_not_exist_is_named_together_with_those_that_do():
     with pytest.raises(ValueError, match=r"field 'nu'; it has some in \['mu'\]"):
         scaled_state(optax.lion(1e-3), mu=FP16, nu=FP16, seed=0).init({"w": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"field 'nu'; it has some in \['mu'\]"):
+        scaled_state(optax.lion(1e-3), fields={"mu": Stored(E4M3, relative_to="nu")}, seed=0).init({"w": jnp.ones(3)})
+    chained = {"mu": Stored(E4M3, relative_to="nu"), "nu": Stored(FP16, relative_to="mu")}
+    with pytest.raises(ValueError, match="relative itself"):
+        scaled_state(optax.adam(1e-3), fields=chained, seed=0)
     with pytest.raises(ValueError, match="given twice"):
         scaled_state(optax.adam(1e-3), mu=FP16, fields={"mu": Stored(E4M3)}, seed=0)
     with pytest.raises(ValueError, match="no native dtype"):
