@@ -2,6 +2,8 @@
 
 Ours (FP32) and, where an interpreter with torch is given, the same GPT-2 step in compiled PyTorch take turns, a few
 steps each, so that whatever else the machine does falls on both. Figures are medians over the rounds, with extremes.
+With `scalify=float32,float16` the step under scalify, with data of these dtypes, races the plain one instead, and the
+times to trace and to compile them are compared too.
 """
 
 import importlib.util
@@ -19,6 +21,7 @@ from scripts.arguments import argument, run
 from trainer.allocator import keep_freed_memory
 from trainer.errors import UserError
 
+FORMATS = ("float32", "bfloat16", "float16")
 Contestant = Callable[[int], float]  # takes that many steps; seconds
 
 
@@ -35,6 +38,8 @@ class Arguments:
     rounds: int = argument("turns of each contestant", 7)
     steps: int = argument("steps in a turn", 3)
     threads: int = argument("threads given to PyTorch", 2)
+    scalify: str = argument("dtypes of the scaled step's data, separated by commas; empty: PyTorch instead", "")
+    compiles: int = argument("compilations of each step, with scalify=", 3)
     torch_python: str = argument("an interpreter that has torch; empty: this one, if it has", "")
     out: str = argument("also write the figures to this JSON file", "")
 
@@ -45,19 +50,21 @@ def ours(args: Arguments, vocab: int) -> Contestant:
     import jax.numpy as jnp
     import numpy as np
 
-    from trainer.model import GPT2Spec, functional
+    from trainer.gradients import plain
+    from trainer.model import functional
     from trainer.optimizer import make_optimizer
+    from trainer.spec import GPT2Spec
     from trainer.state import init_state
     from trainer.step import Hyper, Tokens, make_train_step
 
     spec = GPT2Spec(vocab, args.context, args.n_layer, args.n_head, args.d_model)
-    init, bind = functional(spec)
-    optimizer = make_optimizer("adamw", b1=0.9, b2=0.95, eps=1e-8, momentum=0.0, weight_decay=0.1, clip_norm=1.0)
+    init, bind, _ = functional(spec)
+    optimizer = make_optimizer("adamw", b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
 
     def loss_fn(params: Any, tokens: jax.Array, segments: jax.Array | None, key: jax.Array | None) -> jax.Array:
         return bind(params).loss(tokens[:, :-1], tokens[:, 1:], segments, key)
 
-    step = jax.jit(make_train_step(loss_fn, optimizer), donate_argnums=0)
+    step = jax.jit(make_train_step(plain(loss_fn), optimizer), donate_argnums=0)
     state = jax.jit(lambda key: init_state(init(key), optimizer, key))(jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, vocab, (1, args.batch, args.context + 1), dtype=np.int32)
     batch, hyper = Tokens(jnp.asarray(tokens), None), Hyper(jnp.float32(1e-4), jnp.int32(0))
@@ -125,6 +132,30 @@ def torch_interpreter(named: str) -> str | None:
 def main(args: Arguments) -> None:
     """Race at each vocabulary size; print a table and write the JSON file."""
     keep_freed_memory()  # as `python -m trainer` does
+    results = (against_plain if args.scalify else against_torch)(args)
+    if args.out:
+        Path(args.out).write_text(json.dumps({"arguments": vars(args), "results": results}, indent=2) + "\n")
+
+
+def against_plain(args: Arguments) -> list[dict[str, Any]]:
+    """The scaled step against the plain one."""
+    from scripts.bench_scalify import compare, report
+    from trainer.spec import GPT2Spec
+
+    formats = tuple(args.scalify.split(","))
+    if unknown := set(formats) - set(FORMATS):
+        raise UserError(f"scalify={args.scalify}: {', '.join(unknown)} is no choice; valid: {', '.join(FORMATS)}")
+    results = []
+    for vocab in (int(v) for v in args.vocab.split(",")):
+        spec = GPT2Spec(vocab, args.context, args.n_layer, args.n_head, args.d_model)
+        row = compare(spec, args.batch, formats, rounds=args.rounds, compiles=args.compiles, steps=args.steps)
+        print(f"vocab {vocab}\n{report(row)}")
+        results.append({"vocab": vocab, **row})
+    return results
+
+
+def against_torch(args: Arguments) -> list[dict[str, Any]]:
+    """Ours against PyTorch, or alone."""
     python = torch_interpreter(args.torch_python)
     if python is None:
         print("no torch here: ours alone (torch_python=PATH names an interpreter that has it)")
@@ -148,8 +179,7 @@ def main(args: Arguments) -> None:
                 f"vocab {vocab:>6}  ours / torch {row['ours_over_torch']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             )
         results.append(row)
-    if args.out:
-        Path(args.out).write_text(json.dumps({"arguments": vars(args), "results": results}, indent=2) + "\n")
+    return results
 
 
 if __name__ == "__main__":

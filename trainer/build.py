@@ -31,18 +31,18 @@ from trainer.display import Display
 from trainer.errors import UserError
 from trainer.evaluate import Evaluation, evaluate, make_eval_step
 from trainer.flops import flops_per_token, peak_flops
-from trainer.leaves import leaf_names
+from trainer.leaves import parameter_names
 from trainer.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.loop import Cadence, Run, train
 from trainer.messages import describe, farewell, schedule_change
 from trainer.metrics import Throughput
-from trainer.model import GPT2Spec, functional
 from trainer.optimizer import learning_rates, make_optimizer
 from trainer.parallel import Agreement, abstract_batch, make_mesh, place_batch, replicated, start_processes
-from trainer.precision import DTYPES, make_policy
+from trainer.precision import DTYPES, Policy, store_optimizer
 from trainer.rundir import RunDir, write_environment
-from trainer.start import architecture, check_same_run, initial_weights, starting_point
-from trainer.state import TrainState
+from trainer.spec import GPT2Spec
+from trainer.start import architecture, check_same_run, initial_weights, restore_logical, starting_point
+from trainer.state import TrainState, from_stored
 from trainer.step import Tokens
 from trainer.tracking import make_tracker
 from trainer.watchdog import Watchdog
@@ -53,13 +53,20 @@ from trainer.workload import (
     Workload,
     abstract_state,
     compile_step,
+    first_state,
     make_diagnose,
-    make_init,
     make_sample,
 )
 
 
-def build_model(c: schema.Model, precision: schema.Precision, vocab_size: int) -> Model:
+def build_policy(c: schema.Precision) -> Policy:
+    """What the preset, or what became of it, means."""
+    settings = dataclasses.asdict(c)
+    del settings["name"], settings["rescale_every"]
+    return Policy(**settings)
+
+
+def build_model(c: schema.Model, policy: Policy, vocab_size: int) -> Model:
     """The model for a tokenizer of `vocab_size` ids."""
     if c.vocab_size is not None and c.vocab_size < vocab_size:
         raise UserError(
@@ -78,8 +85,7 @@ def build_model(c: schema.Model, precision: schema.Precision, vocab_size: int) -
         scan_layers=c.scan_layers,
         remat=c.remat,
     )
-    policy = make_policy(precision.compute)
-    return Model(spec, *functional(spec, compute_dtype=policy.compute, param_dtype=policy.params))
+    return Model.make(spec, policy)
 
 
 def build_optimizer(c: schema.Optimizer) -> optax.GradientTransformation:
@@ -151,8 +157,10 @@ def build_workload(c: schema.Config) -> Workload:
     """Prepare the data if need be, build model, optimiser and mesh. Raises UserError for what does not fit together."""
     mesh = build_mesh(c)
     data = build_data(c)
-    model = build_model(c.model, c.precision, data.tokenizer.vocab_size)
-    return Workload(model, data, build_optimizer(c.optimizer), mesh)
+    policy = build_policy(c.precision)
+    model = build_model(c.model, policy, data.tokenizer.vocab_size)
+    optimizer = store_optimizer(build_optimizer(c.optimizer), c.optimizer.name, policy, c.seed)
+    return Workload(model, data, optimizer, mesh, c.seed)
 
 
 def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
@@ -160,13 +168,12 @@ def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
     return abstract_batch(c.train.accum, c.batch_size, c.model.context, document_mask=c.data.document_mask, mesh=mesh)
 
 
-def first_state(c: schema.Config, w: Workload) -> TrainState:
+def build_state(c: schema.Config, w: Workload) -> TrainState:
     """The state before step 0, with the weights of `init_from` where that is given."""
-    state = make_init(w, c.seed)()
     if c.init_from is None:
-        return state
-    params = initial_weights(Path(c.init_from), w.model.spec, state.params)
-    return dataclasses.replace(state, params=params)
+        return first_state(w)
+    source = Path(c.init_from)
+    return first_state(w, lambda params: initial_weights(source, w.model.spec, params))
 
 
 def build_learning_rates(c: schema.Config) -> np.ndarray:
@@ -190,7 +197,6 @@ def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None
         w,
         model=c.model.name,
         precision=c.precision.name,
-        compute=c.precision.compute,
         batch_tokens=c.train.batch_tokens,
         accum=c.train.accum,
         step=step,
@@ -210,15 +216,15 @@ def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tup
     return lambda start: prefetch(w.data.train, start, c.train.steps, depth=c.data.prefetch)
 
 
-def make_evaluate(c: schema.Config, w: Workload) -> Callable[[Any, bool], Evaluation]:
-    """`(params, final) -> found`: validation on the first batches of the validation part, on more at the end."""
-    eval_step = jax.jit(make_eval_step(w.model.loss), out_shardings=replicated(w.mesh))
+def make_evaluate(c: schema.Config, w: Workload) -> Callable[[TrainState, bool], Evaluation]:
+    """`(state, final) -> found`: validation on the first batches of the validation part, on more at the end."""
+    eval_step = jax.jit(make_eval_step(w.model.eval_loss), out_shardings=replicated(w.mesh))
     available = w.data.val.steps_per_epoch
 
-    def run_evaluation(params: Any, final: bool) -> Evaluation:
+    def run_evaluation(state: TrainState, final: bool) -> Evaluation:
         count = min(available, c.train.final_eval_batches if final else c.train.eval_batches)
         batches = (place_batch(w.data.val.batch(i), accum=c.train.accum, mesh=w.mesh) for i in range(count))
-        return evaluate(eval_step, params, batches, first=c.train.eval_batches, bytes_per_token=w.data.bytes_per_token)
+        return evaluate(eval_step, state, batches, first=c.train.eval_batches, bytes_per_token=w.data.bytes_per_token)
 
     return run_evaluation
 
@@ -239,10 +245,10 @@ def restore_run(run_dir: Path) -> Trained:
         meta = checkpointer.meta()
         c = schema.from_tree(schema.Config, meta["config"])
         tokenizer = load_saved(meta["tokenizer"], run_dir)
-        model = build_model(c.model, c.precision, tokenizer.vocab_size)
-        target = {"params": jax.eval_shape(model.init, jax.random.key(0))}
-        params = checkpointer.restore(target, partial=True).state["params"]
-    return Trained(model.spec, model.bind, params, tokenizer)
+        model = build_model(c.model, build_policy(c.precision), tokenizer.vocab_size)
+        like = jax.eval_shape(model.sampling.init, jax.random.key(0))
+        params = restore_logical(checkpointer, like)
+    return Trained(model.spec, model.sampling.bind, params, tokenizer)
 
 
 def run(c: schema.Config) -> int:
@@ -256,7 +262,7 @@ def run(c: schema.Config) -> int:
         console.print(warning, highlight=False)
     if c.dry_run:
         w = build_workload(c)
-        for line in describe_run(c, w, compile_step(w, c.seed, build_batch(c, w.mesh))):
+        for line in describe_run(c, w, compile_step(w, build_batch(c, w.mesh))):
             console.print(line, highlight=False)
         return 0
     with RunDir(Path(c.run_dir)) as directory:
@@ -275,9 +281,9 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             c.resume.source,
             directory.path,
             checkpointer,
-            w.model.spec,
-            abstract_state(w, c.seed),
-            lambda: first_state(c, w),
+            w.model,
+            abstract_state(w),
+            lambda: build_state(c, w),
         )
         fork = found.step not in [0, *checkpointer.steps()]
         check_same_run(found, c.train.steps, w.data.manifest.fingerprint, fork=fork)
@@ -296,13 +302,14 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None}
             | {"name": c.tracker.name or directory.path.name},
         )
+        state = from_stored(found.state)
         training = Run(
-            state=found.state,
+            state=state,
             step=found.step,
             steps=c.train.steps,
             batch_tokens=c.train.batch_tokens,
             learning_rates=build_learning_rates(c),
-            train_step=compile_step(w, c.seed, build_batch(c, w.mesh)),
+            train_step=compile_step(w, build_batch(c, w.mesh), state),
             batches=train_batches(c, w),
             place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
             agree=Agreement(w.mesh),
@@ -313,13 +320,14 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             meta={
                 "config": tree,
                 "model": architecture(w.model.spec),
+                "precision": dataclasses.asdict(w.model.policy),
                 "data": w.data.manifest.fingerprint,
                 "tokenizer": w.data.tokenizer.name,
                 "tracker_id": tracker.id,
             },
             tracker=tracker,
             display=display,
-            watchdog=Watchdog(c.watchdog.max_skips, leaf_names(found.state.params), found.meta.get("watchdog")),
+            watchdog=Watchdog(c.watchdog.max_skips, parameter_names(state.params), found.meta.get("watchdog")),
             throughput=build_throughput(c, w),
             cadence=Cadence(c.train.log_every, c.train.eval_every, c.checkpoint.every, c.sample.every),
             run_dir=directory.path,

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from trainer.errors import UserError
@@ -69,7 +70,7 @@ class Checkpointer:
         best = BestN(get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([newest, best]) if keep_best else newest,
-            best_fn=_val_loss,  # makes Orbax store the metrics
+            best_fn=None if read_only else _val_loss,  # makes Orbax store the metrics, and read all of them here
             best_mode="min",
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
             read_only=read_only,  # overrides the line above
@@ -80,6 +81,7 @@ class Checkpointer:
                 probe = self.directory / f".writable-{jax.process_index()}"
                 probe.touch()
                 probe.unlink()
+                self._set_aside_metrics()
             self._manager = ocp.CheckpointManager(self.directory, options=options)
         except OSError as error:
             raise UserError(f"cannot write to {self.directory}: {error.strerror}; choose another run_dir") from error
@@ -184,6 +186,15 @@ class Checkpointer:
                 self._report(candidate, damage, step)
         raise self._none_left()
 
+    def described(self) -> dict[str, Any]:
+        """Shape, dtype and checksum of every leaf of the newest readable checkpoint, by name. Raises UserError."""
+        for candidate in self._candidates(None):
+            try:
+                return self._manifest(candidate)["leaves"]
+            except DamagedCheckpointError as damage:
+                self._report(candidate, damage, None)
+        raise self._none_left()
+
     def restore(self, target: Any, step: int | None = None, *, partial: bool = False) -> Restored:
         """The state of a checkpoint, on the devices and in the tree of `target`, bit for bit as it was saved.
 
@@ -241,6 +252,18 @@ class Checkpointer:
         self._manager.reload()
         logger.warning("checkpoint %d is damaged (%s): moved to %s, using the one before it", step, damage, moved)
 
+    def _set_aside_metrics(self) -> None:
+        """Orbax would stop at a validation loss that it cannot read, although the state beside it may be whole."""
+        for file in self.directory.glob("*/metrics/metrics") if jax.process_index() == 0 else ():
+            step = file.parent.parent.name
+            if step.isdigit() and not _holds_loss(file):
+                (self.directory / DAMAGED).mkdir(exist_ok=True)
+                free = next(i for i in range(1_000_000) if not (self.directory / DAMAGED / f"{step}-loss-{i}").exists())
+                file.parent.rename(self.directory / DAMAGED / f"{step}-loss-{free}")
+                logger.warning("the validation loss of checkpoint %s is damaged: it cannot be the best one", step)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("validation losses are readable")
+
     def _manifest(self, step: int) -> dict[str, Any]:
         try:
             manifest = self._manager.restore(step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))["manifest"]
@@ -286,6 +309,13 @@ class Checkpointer:
             for name, leaf in zip(names, leaves, strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(target), restored)
+
+
+def _holds_loss(file: Path) -> bool:
+    try:
+        return isinstance(json.loads(file.read_bytes())["val_loss"], float)
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _val_loss(metrics: Mapping[str, float]) -> float:

@@ -23,7 +23,7 @@ class Model:
     d_model: int
     context: int
     vocab_size: int | None
-    mlp: Literal["gelu", "swiglu"]
+    mlp: Literal["gelu", "swiglu", "smooth_swiglu"]
     d_mlp: int | None
     dropout: float
     lr: float
@@ -111,7 +111,23 @@ class Schedule:
 @dataclass(frozen=True)
 class Precision:
     name: str
-    compute: Literal["fp32", "bf16"]
+    compute: Literal["fp32", "bf16", "fp16"]
+    forward: str | None
+    backward: str | None
+    simulate: bool
+    matmuls: tuple[str, ...]
+    keep: tuple[str, ...]
+    scaling: Literal["none", "propagate", "loss_scale", "delayed", "current"]
+    weights: Literal["fp32", "bf16", "fp16"]
+    weights_rounding: Literal["nearest", "stochastic"]
+    weight_grad: Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
+    mu: Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
+    nu: Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
+    moments_rounding: Literal["auto", "nearest", "stochastic"]
+    rescale_layer_norm_grad: bool
+    rescale_every: int
+    clip_outliers: float | None
+    amax_history: int
 
 
 @dataclass(frozen=True)
@@ -313,6 +329,9 @@ def validate(c: Config) -> None:
         ("sample.top_k", c.sample.top_k, 0),
         ("checkpoint.every", c.checkpoint.every, 0),
         ("checkpoint.keep", c.checkpoint.keep, 1),
+        ("precision.rescale_every", c.precision.rescale_every, 0),
+        ("precision.clip_outliers", c.precision.clip_outliers, 1),
+        ("precision.amax_history", c.precision.amax_history, 1),
         ("watchdog.max_skips", c.watchdog.max_skips, 1),
         ("optimizer.lr", c.optimizer.lr, 0),
         ("optimizer.eps", optimizer.get("eps"), 0),

@@ -2,23 +2,24 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from trainer.step import LossFn, Tokens
+from trainer.state import TrainState
+from trainer.step import Tokens
 
-EvalFn = Callable[[Any, Tokens], jax.Array]
+EvalFn = Callable[[TrainState, Tokens], jax.Array]
 
 
-def make_eval_step(loss_fn: LossFn) -> EvalFn:
-    """`(params, batch) -> mean loss` in nats per token, without dropout."""
+def make_eval_step(eval_loss: Callable[[TrainState, jax.Array, jax.Array | None], jax.Array]) -> EvalFn:
+    """`(state, batch) -> mean loss` in nats per token, of `eval_loss(state, tokens, segments)`."""
 
-    def eval_step(params: Any, batch: Tokens) -> jax.Array:
+    def eval_step(state: TrainState, batch: Tokens) -> jax.Array:
         # Micro-batches as in training, so that what trains also fits in validation.
         def loss(micro: Tokens) -> jax.Array:
-            return loss_fn(params, micro.tokens_AxBxT1, micro.segments_AxBxT1, None)
+            return eval_loss(state, micro.tokens_AxBxT1, micro.segments_AxBxT1)
 
         return jnp.mean(jax.lax.map(loss, batch))
 
@@ -38,14 +39,14 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    eval_step: EvalFn, params: Any, batches: Iterable[Tokens], *, first: int, bytes_per_token: float
+    eval_step: EvalFn, state: TrainState, batches: Iterable[Tokens], *, first: int, bytes_per_token: float
 ) -> Evaluation:
     """Means over equally large batches.
 
     Perplexity is e^loss; bits per byte is loss / ln 2 / bytes_per_token, which compares runs with different tokenizers.
     `first`: how many batches are those of every validation.
     """
-    losses = [float(x) for x in jax.device_get([eval_step(params, batch) for batch in batches])]
+    losses = [float(x) for x in jax.device_get([eval_step(state, batch) for batch in batches])]
     loss = math.fsum(losses) / len(losses)
     row = {
         "val/loss": loss,

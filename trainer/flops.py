@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from trainer.model import GPT2Spec
+from trainer.spec import GPT2Spec
 
 
 def forward_flops_per_token(spec: GPT2Spec) -> int:

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.errors import UserError
-from trainer.model import GPT2, GPT2Spec, KVCache, Params, init_cache
+from trainer.layers import KVCache, init_cache
+from trainer.model import GPT2, Params
+from trainer.spec import GPT2Spec
 
 
 def sample(

@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
-from trainer.model import GPT2Spec, Params, functional, unstack_layers
+from trainer.model import Params, functional, unstack_layers
+from trainer.spec import GPT2Spec
 
 # What a configuration must say, where it says it, for this model to compute the same function.
 REQUIRED = {
@@ -120,7 +121,7 @@ def named_leaves(params: Params) -> Iterator[tuple[str, Any]]:
 
 def to_params(tensors: dict[str, np.ndarray], spec: GPT2Spec, path: Path) -> Params:
     """Nested dictionaries from named tensors, checked leaf by leaf against `spec`."""
-    init, _ = functional(spec)
+    init = functional(spec).init
     expected = jax.eval_shape(init, jax.random.key(0))
     left = dict(tensors)
     leaves = []

@@ -7,10 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalify_core.array import ScaledArray, is_scaled_array
+
 
 def leaf_names(tree: Any) -> list[str]:
     """The path of every leaf, such as `params/h_0/attn/kernel`, in the order of `jax.tree.leaves`."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+
+
+def parameter_names(tree: Any) -> list[str]:
+    """The paths of the parameters: as `leaf_names`, a ScaledArray being one."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array)]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
 
 
@@ -46,6 +54,27 @@ def mismatch(wanted: Description, found: Description, *, partial: bool) -> str |
             return f"leaf {name} is {text(found[name])}, expected {text(leaf)}"
     extra = [name for name in found if name not in wanted]
     return f"it has a leaf {extra[0]}, {text(found[extra[0]])}, that is not expected" if extra and not partial else None
+
+
+def as_saved(like: Any, saved: Description) -> Any:
+    """A tree like `like`, its leaves in the form in which they were saved: other dtypes, or ScaledArrays.
+
+    Leaves that were not saved stay as they are, for `mismatch` to name.
+    """
+
+    def dtype(name: str) -> np.dtype:
+        return jnp.dtype(saved[name]["dtype"])
+
+    def convert(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if f"{name}/data" in saved:
+            data = jax.ShapeDtypeStruct(leaf.shape, dtype(f"{name}/data"), sharding=leaf.sharding)
+            return ScaledArray(data, jax.ShapeDtypeStruct((), jnp.float32, sharding=leaf.sharding))
+        if name in saved:
+            return jax.ShapeDtypeStruct(leaf.shape, dtype(name), sharding=leaf.sharding)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(convert, like)
 
 
 @jax.jit

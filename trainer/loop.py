@@ -22,7 +22,7 @@ from trainer.display import Display
 from trainer.errors import Diverged
 from trainer.evaluate import Evaluation
 from trainer.metrics import Throughput, memory
-from trainer.state import TrainState
+from trainer.state import TrainState, to_stored
 from trainer.step import Hyper, Metrics, StepFn, Tokens
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
@@ -47,7 +47,7 @@ class Run:
       batches: yields (step, host batch) from a step on.
       place: host batch to sharded global arrays.
       agree: the largest number that any process gives; asked once a step by all of them.
-      evaluate: parameters and whether it is the final time, to what validation finds.
+      evaluate: state and whether it is the final time, to what validation finds.
       sample: parameters to a text.
       diagnose: state and batch of a non-finite step, to a description of the first bad tensor.
     """
@@ -61,7 +61,7 @@ class Run:
     batches: Callable[[int], Iterator[tuple[int, Batch]]]
     place: Callable[[Batch], Tokens]
     agree: Callable[[int], int]
-    evaluate: Callable[[Any, bool], Evaluation]
+    evaluate: Callable[[TrainState, bool], Evaluation]
     sample: Callable[[Any], str]
     diagnose: Callable[[TrainState, Tokens, int], str]
     checkpointer: Checkpointer
@@ -177,7 +177,7 @@ def settle(run: Run, row: dict[str, float], *, stopping: bool) -> None:
     started = time.perf_counter()
     last, val_loss = run.step == run.steps, None
     if last or due(run.step, run.cadence.evaluate):
-        found = run.evaluate(run.state.params, last)
+        found = run.evaluate(run.state, last)
         row |= found.row
         val_loss = found.comparable
     log(run, run.step, row)
@@ -200,7 +200,9 @@ def log(run: Run, step: int, row: dict[str, float]) -> None:
 def save(run: Run, val_loss: float | None) -> None:
     """Checkpoint the state after `run.step` steps with what is needed to go on; the log up to there comes first."""
     run.tracker.flush()
-    run.checkpointer.save(run.step, run.state, run.meta | {"watchdog": run.watchdog.state()}, val_loss=val_loss)
+    run.checkpointer.save(
+        run.step, to_stored(run.state), run.meta | {"watchdog": run.watchdog.state()}, val_loss=val_loss
+    )
 
 
 def show_sample(run: Run) -> None:

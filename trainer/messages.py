@@ -9,17 +9,16 @@ from trainer.flops import flops_per_token
 from trainer.loop import Run
 from trainer.metrics import GIB
 from trainer.rundir import interpreter
+from trainer.spec import linear_paths
 from trainer.workload import Workload
 
 
-def describe(
-    w: Workload, *, model: str, precision: str, compute: str, batch_tokens: int, accum: int, step: Any = None
-) -> list[str]:
+def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accum: int, step: Any = None) -> list[str]:
     """What is about to be trained, a line each; with the memory that a compiled step needs.
 
     Args:
       w: the objects.
-      model, precision: names of the presets; `compute` is the matmuls' format.
+      model, precision: names of the presets.
       batch_tokens: tokens a step, in `accum` micro-batches.
       step: the compiled step.
     """
@@ -31,7 +30,7 @@ def describe(
         f"{w.data.manifest.tokens('val'):,} validation tokens",
         f"batch {batch_tokens // spec.context} x {spec.context} = {batch_tokens:,} tokens; micro-batches: {accum}; "
         f"devices: {w.mesh.size} x {w.mesh.devices.flat[0].device_kind}",
-        f"precision {precision}: matmuls in {compute}; {flops * batch_tokens:.3e} FLOPs a step",
+        f"precision {precision}: {describe_precision(w)}; {flops * batch_tokens:.3e} FLOPs a step",
     ]
     memory = step.memory_analysis() if step is not None else None
     if memory is not None:
@@ -41,6 +40,20 @@ def describe(
             f"activations and workspace {memory.temp_size_in_bytes / GIB:.2f}"
         )
     return lines
+
+
+def describe_precision(w: Workload) -> str:
+    """What is computed and stored in what, and how many matmuls are narrow."""
+    policy, every = w.model.policy, len(linear_paths(w.model.spec))
+    matmuls = f"matmuls in {policy.compute}"
+    if policy.forward is not None:
+        simulated = " (simulated)" if policy.simulate else ""
+        matmuls = f"{len(w.model.narrow)} of {every} linear layers in {policy.forward}/{policy.backward}{simulated}, "
+        matmuls += f"the rest, attention and head in {policy.compute}"
+    return (
+        f"{matmuls}; weights {policy.weights}, weight gradients {policy.weight_grad}, moments {policy.mu}/{policy.nu}, "
+        f"scaling: {policy.scaling}"
+    )
 
 
 def schedule_change(step: int, before: np.ndarray, now: np.ndarray) -> list[str]:

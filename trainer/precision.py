@@ -1,20 +1,211 @@
-"""What a precision preset means as dtypes. Orthogonal fields: a preset is nothing but a name for their combination."""
+"""What a precision preset means: orthogonal fields, and what follows from them for weights, matmuls and gradients.
 
-from typing import NamedTuple
+A preset is nothing but a name for a combination of the fields of `Policy`. Under `scaling=propagate` the loss and its
+gradient are scale-propagated: `scalify` is applied to the very function that the other presets differentiate.
+"""
 
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax.typing import DTypeLike
 
-DTYPES: dict[str, DTypeLike] = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+from scalify_core import FloatFormat, ScaledArray, optim, weights
+from scalify_core.formats import FP32
+from trainer.dots import Dot, make_dot
+from trainer.errors import UserError
+
+DTYPES: dict[str, DTypeLike] = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+STORED = (*DTYPES, "e4m3", "e5m2")
+# The field of each optimiser's state that `mu` and `nu` mean; None: it has no such moment.
+MOMENTS: dict[str, tuple[str | None, str | None]] = {
+    "adamw": ("mu", "nu"),
+    "lion": ("mu", None),
+    "sgd": ("trace", None),
+    "muon": ("mu", "nu"),
+    "adafactor": (None, None),
+}
+ASSUMED_SCALE = 2.0**-6  # of weights that do not exist yet, where a program is compiled without them
 
 
-class Policy(NamedTuple):
-    """Dtypes of one run: `compute` for activations and matmuls, `params` for master weights and optimiser state."""
+@dataclass(frozen=True)
+class Policy:
+    """The precision of a run.
 
-    compute: DTypeLike
-    params: DTypeLike
+    Attributes:
+      compute: activations and all matmuls that are not chosen by `matmuls`: fp32, bf16 or fp16.
+      forward: format of the operands of the chosen matmuls (e4m3; any eXmY when simulated); None: `compute`.
+      backward: of the gradient of their output.
+      simulate: round FP32 values to `forward` and `backward` instead of multiplying in them.
+      matmuls: patterns of module paths, such as `h.*` or `h.*.mlp.*`: the chosen ones.
+      keep: patterns of those among them that stay in `compute`, such as `h.0.*`.
+      scaling: none; propagate (scalify); loss_scale (dynamic); delayed (amax history) or current (amax of the tensor).
+      weights: storage of the master weights: fp32, bf16 or fp16. Scaled arrays under `propagate`.
+      weights_rounding: of their update: nearest or stochastic.
+      weight_grad: of the weights of the chosen matmuls, on its way to the optimiser: fp32, bf16, fp16, e4m3 or e5m2.
+      mu, nu: storage of the first and second moment: fp32, bf16, fp16, e4m3 or e5m2; narrow ones are scaled arrays.
+      moments_rounding: auto (see `scalify_core.optim`), nearest or stochastic.
+      rescale_layer_norm_grad: rescale the input gradient of each LayerNorm by its RMS, where scales propagate.
+      clip_outliers: operands of the chosen matmuls are clipped to so many times their RMS before the cast; None: not.
+      amax_history: steps that `delayed` looks back.
+    """
+
+    compute: str
+    forward: str | None
+    backward: str | None
+    simulate: bool
+    matmuls: tuple[str, ...]
+    keep: tuple[str, ...]
+    scaling: str
+    weights: str
+    weights_rounding: optim.Rounding
+    weight_grad: str
+    mu: str
+    nu: str
+    moments_rounding: Any
+    rescale_layer_norm_grad: bool
+    clip_outliers: float | None
+    amax_history: int
+
+    def __post_init__(self) -> None:
+        """Raise UserError for fields that contradict each other."""
+        if (self.forward is None) != (self.backward is None):
+            raise UserError(
+                f"precision.forward={self.forward}, precision.backward={self.backward}: give both formats or neither"
+            )
+        for key, name in (("forward", self.forward), ("backward", self.backward)):
+            fmt = None if name is None else parse_format(f"precision.{key}", name)
+            if fmt is not None and not self.simulate and fmt.dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+                raise UserError(
+                    f"precision.{key}={name}: matmuls take e4m3 or e5m2; any other format needs precision.simulate=true"
+                )
+        if self.forward is not None and not self.simulate and (self.forward, self.backward) != ("e4m3", "e5m2"):
+            raise UserError(
+                f"precision.forward={self.forward}, precision.backward={self.backward}: the FP8 matmul takes e4m3 "
+                "forward and e5m2 backward; others need precision.simulate=true"
+            )
+        if self.scaling in ("delayed", "current") and (self.forward is None or self.simulate):
+            raise UserError(f"precision.scaling={self.scaling} scales FP8 matmuls; set precision.forward and .backward")
+        if self.scaling == "propagate" and self.compute == "bf16" and self.weights == "fp16":
+            raise UserError(
+                "precision.compute=bf16 with precision.weights=fp16: choose fp16 for both, or bf16 for both"
+            )
+        if self.scaling != "propagate" and self.weights == "fp16":
+            raise UserError(
+                "precision.weights=fp16 needs precision.scaling=propagate: FP16 weights without a scale lose small ones"
+            )
+        if self.scaled and self.weight_grad == "fp32" and self.compute != "fp32":
+            raise UserError(
+                f"precision.weight_grad=fp32, but gradients are propagated in compute={self.compute}; "
+                f"set precision.weight_grad={self.compute} or narrower"
+            )
+        if self.simulate and self.compute != "fp32":
+            raise UserError(f"precision.simulate=true rounds FP32 values; it needs compute=fp32, not {self.compute}")
+
+    @property
+    def scaled(self) -> bool:
+        """Whether scales propagate."""
+        return self.scaling == "propagate"
+
+    @property
+    def logical(self) -> DTypeLike:
+        """The dtype that the model is written in: under `scalify` every array looks like FP32."""
+        return jnp.float32 if self.scaled else DTYPES[self.compute]
 
 
-def make_policy(compute: str) -> Policy:
-    """The policy of the plain presets: FP32 master weights, gradients and optimiser state."""
-    return Policy(compute=DTYPES[compute], params=jnp.float32)
+def parse_format(key: str, name: str) -> FloatFormat:
+    """A format by name: fp32, fp16, bf16, e4m3, e5m2 or any eXmY. UserError names `key`."""
+    try:
+        return FloatFormat.parse(name)
+    except ValueError as error:
+        raise UserError(f"{key}={name}: {error}") from None
+
+
+def chosen_matmuls(policy: Policy, paths: list[str]) -> list[str]:
+    """Those of the linear layers that are narrow. UserError for a pattern without a match."""
+    if policy.forward is None:
+        return []
+    for key, patterns in (("matmuls", policy.matmuls), ("keep", policy.keep)):
+        for pattern in patterns:
+            if not any(fnmatchcase(path, pattern) for path in paths):
+                raise UserError(
+                    f"precision.{key}: no matmul matches {pattern!r}; there are {', '.join(sorted(paths)[:8])} ..."
+                )
+
+    def matches(path: str, patterns: tuple[str, ...]) -> bool:
+        return any(fnmatchcase(path, pattern) for pattern in patterns)
+
+    return [path for path in paths if matches(path, policy.matmuls) and not matches(path, policy.keep)]
+
+
+def dot_general_for(policy: Policy, paths: list[str]) -> Callable[[str], Dot]:
+    """From a linear layer's path to its dot_general; `paths` are those of all of them."""
+    chosen = set(chosen_matmuls(policy, paths))
+
+    def dot_general(path: str) -> Dot:
+        narrow = path in chosen
+        return make_dot(
+            path,
+            forward=FloatFormat.parse(policy.forward) if narrow and policy.forward else None,
+            backward=FloatFormat.parse(policy.backward) if narrow and policy.backward else None,
+            simulate=policy.simulate,
+            scaling=policy.scaling,
+            wide_gradient=policy.weight_grad == "fp32",
+            clip=policy.clip_outliers,
+            history=policy.amax_history,
+        )
+
+    return dot_general
+
+
+def is_kernel_of(paths: Collection[str], keys: Sequence[Any]) -> bool:
+    """Whether the parameter at a path of dictionary keys is the kernel of one of these linear layers."""
+    *module, leaf = [str(key.key) for key in keys]
+    if module and module[0] == "h" and not module[1].isdigit():
+        module.insert(1, "*")  # scanned
+    return leaf == "kernel" and ".".join(module) in paths
+
+
+def store_weights(params: Any, policy: Policy) -> Any:
+    """FP32 master weights in the form they are kept in. Not inside jit: scales are read from the device."""
+    dtype = DTYPES[policy.weights]
+    if policy.scaled:
+        return weights.scaled_params(params, dtype)
+    return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def abstract_weights(shapes: Any, policy: Policy, scale: float | None = None) -> Any:
+    """What `store_weights` makes, as shapes and dtypes; with dynamic scales as in checkpoints, or a static one."""
+
+    def convert(s: jax.ShapeDtypeStruct) -> Any:
+        data = jax.ShapeDtypeStruct(s.shape, DTYPES[policy.weights], sharding=s.sharding)
+        if not policy.scaled:
+            return data
+        return ScaledArray(data, scale or jax.ShapeDtypeStruct((), np.float32, sharding=s.sharding))
+
+    return jax.tree.map(convert, shapes)
+
+
+def store_optimizer(tx: optax.GradientTransformation, name: str, policy: Policy, seed: int) -> Any:
+    """The optimiser with its moments stored as the policy says, and everything in it computed in FP32."""
+    fields = {}
+    for key, field in zip(("mu", "nu"), MOMENTS[name], strict=True):
+        fmt = parse_format(f"precision.{key}", getattr(policy, key))
+        if fmt is FP32:
+            continue
+        if field is None:
+            raise UserError(
+                f"precision.{key}={getattr(policy, key)}, but optimizer={name} has no such moment; "
+                f"set precision.{key}=fp32, or choose another optimizer"
+            )
+        precise = fmt.mantissa_bits >= 10 and key == "mu"
+        rounding = policy.moments_rounding
+        if rounding == "auto":
+            rounding = "nearest" if precise else "stochastic"
+        fields[field] = optim.Stored(fmt, sqrt=key == "nu", rounding=rounding)
+    return optim.scaled_state(tx, fields=fields, seed=seed)

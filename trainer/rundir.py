@@ -230,7 +230,7 @@ def write_environment(run_dir: Path) -> None:
     found = environment() | {"overrides": " ".join(f"{key}={value}" for key, value in redact(overrides).items())}
     part = "".join(f"{key}: {value}\n" for key, value in found.items())
     path = run_dir / "environment.txt"
-    before = path.read_text(encoding="utf-8") + "\n" if path.exists() else ""
+    before = path.read_text(encoding="utf-8", errors="replace") + "\n" if path.exists() else ""
     write_atomically(path, before + part)
 
 

@@ -1,16 +1,23 @@
 """Where a run starts: at its own newest checkpoint, at another run's, from given weights, or from nothing."""
 
+import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from scalify_core import weights
 from trainer.checkpoint import Checkpointer, Restored
 from trainer.errors import UserError
 from trainer.huggingface import load_gpt2
-from trainer.model import GPT2Spec, Params, stack_layers
+from trainer.leaves import as_saved
+from trainer.model import Params, stack_layers
+from trainer.precision import Policy
+from trainer.spec import GPT2Spec
 from trainer.state import TrainState
+from trainer.workload import Model
 
 
 def architecture(spec: GPT2Spec) -> dict[str, Any]:
@@ -30,7 +37,7 @@ def starting_point(
     source: str,
     run_dir: Path,
     own: Checkpointer,
-    spec: GPT2Spec,
+    model: Model,
     target: TrainState,
     first: Callable[[], TrainState],
 ) -> Restored:
@@ -40,7 +47,7 @@ def starting_point(
       source: `auto` continues `run_dir` where it holds a checkpoint; `none` refuses to; anything else is a run
         directory, from whose newest checkpoint a `run_dir` without one starts.
       own: the checkpoints of `run_dir`.
-      spec: the model's.
+      model: what is trained, in its precision.
       target: shapes, dtypes and shardings of the state.
       first: makes the state before step 0.
 
@@ -53,20 +60,36 @@ def starting_point(
                 f"run_dir={run_dir} holds checkpoints of steps {own.steps()} and resume=none; "
                 "choose another run_dir, or resume=auto to continue"
             )
+        check_same_precision(f"run_dir={run_dir}", own.meta()["precision"], model.policy)
         return own.restore(target)
     if source in ("auto", "none"):
         return Restored(0, first(), {})
     if not (Path(source) / "checkpoints").is_dir():
         raise UserError(f"resume={source} has no checkpoints; valid: auto, none, or a run directory")
-    found = restore_from(Path(source), target, spec, f"resume={source}")
+    with Checkpointer.reading(Path(source) / "checkpoints") as theirs:
+        meta = theirs.meta()
+        check_same_model(f"resume={source}", meta["model"], model.spec)
+        check_same_precision(f"resume={source}", meta["precision"], model.policy)
+        found = theirs.restore(target)
     return Restored(found.step, found.state, {k: v for k, v in found.meta.items() if k != "tracker_id"})
 
 
-def restore_from(run_dir: Path, target: Any, spec: GPT2Spec, asked: str, *, partial: bool = False) -> Restored:
-    """The newest checkpoint of a run that is not this one. `asked` says in an error who wanted it."""
-    with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
-        check_same_model(asked, checkpointer.meta()["model"], spec)
-        return checkpointer.restore(target, partial=partial)
+def check_same_precision(source: str, theirs: Mapping[str, Any], policy: Policy) -> None:
+    """Refuse a state that was trained in another precision."""
+    ours = json.loads(json.dumps(dataclasses.asdict(policy)))
+    different = [name for name in ours if theirs.get(name) != ours[name]]
+    if different:
+        listed = ", ".join(f"precision.{name}={theirs.get(name)} (here {ours[name]})" for name in different)
+        raise UserError(
+            f"{source} was trained with {listed}: not the same run; choose its precision, "
+            "or take its weights into a new run with init_from"
+        )
+
+
+def restore_logical(checkpointer: Checkpointer, like: Params) -> Params:
+    """FP32 parameters of the newest checkpoint, whatever they were stored as, placed as `like`."""
+    target = as_saved({"params": like}, checkpointer.described())
+    return weights.wide(checkpointer.restore(target, partial=True).state["params"])
 
 
 def initial_weights(source: Path, spec: GPT2Spec, like: Params) -> Params:
@@ -77,7 +100,9 @@ def initial_weights(source: Path, spec: GPT2Spec, like: Params) -> Params:
             "valid: a run directory, a Hugging Face GPT-2 directory, or a .safetensors file"
         )
     if (source / "checkpoints").is_dir():
-        return restore_from(source, {"params": like}, spec, f"init_from={source}", partial=True).state["params"]
+        with Checkpointer.reading(source / "checkpoints") as checkpointer:
+            check_same_model(f"init_from={source}", checkpointer.meta()["model"], spec)
+            return restore_logical(checkpointer, like)
     found, params = load_gpt2(source, n_head=spec.n_head)
     check_same_model(f"init_from={source}", architecture(found), spec)
     if spec.scan_layers:

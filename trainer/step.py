@@ -4,6 +4,7 @@ Legend: A micro-batches per step, B sequences per micro-batch, T tokens per sequ
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from scalify_core import weights
+from scalify_core.tree import leaves
+from trainer.gradients import Differentiate, ValueAndGrad
 from trainer.state import TrainState
 
 
@@ -29,26 +33,27 @@ class Tokens(NamedTuple):
 
 
 Metrics = dict[str, jax.Array]
-LossFn = Callable[[Any, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
 StepFn = Callable[[TrainState, Tokens, Hyper], tuple[TrainState, Metrics]]
 
 
-def mean_gradient(loss_fn: LossFn, params: Any, batch: Tokens, key: jax.Array) -> tuple[jax.Array, Any]:
-    """Loss and gradient of `loss_fn(params, tokens, segments, key)`, averaged over the micro-batches in FP32."""
+def mean_gradient(value_and_grad: ValueAndGrad, state: TrainState, batch: Tokens, key: jax.Array) -> tuple:
+    """Loss, gradient and what the scaling has seen; of several micro-batches the mean in FP32 and the maximum."""
     micro_batches = batch.tokens_AxBxT1.shape[0]
-    value_and_grad = jax.value_and_grad(loss_fn)
+
+    def of(index: Any, micro: Tokens) -> tuple[jax.Array, Any, Any]:
+        return value_and_grad(state.params, state.scaling, *micro, jax.random.fold_in(key, index))
+
     if micro_batches == 1:
-        segments = None if batch.segments_AxBxT1 is None else batch.segments_AxBxT1[0]
-        return value_and_grad(params, batch.tokens_AxBxT1[0], segments, jax.random.fold_in(key, 0))
+        return of(0, jax.tree.map(lambda x: x[0], batch))
 
     def add(total: Any, index_and_batch: tuple[jax.Array, Tokens]) -> tuple[Any, None]:
-        index, micro = index_and_batch
-        new = value_and_grad(params, *micro, jax.random.fold_in(key, index))
-        return jax.tree.map(lambda t, n: t + n.astype(jnp.float32) / micro_batches, total, new), None
+        loss, grads, seen = of(*index_and_batch)
+        mean = jax.tree.map(lambda t, n: t + n / micro_batches, total[:2], weights.wide((loss, grads)))
+        return (*mean, jax.tree.map(jnp.maximum, total[2], seen)), None
 
-    zero = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), (jnp.zeros(()), params))
-    (loss, grads), _ = jax.lax.scan(add, zero, (jnp.arange(micro_batches), batch))
-    return loss, grads
+    shapes = jax.eval_shape(lambda: weights.wide(of(0, jax.tree.map(lambda x: x[0], batch))))
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.lax.scan(add, zero, (jnp.arange(micro_batches), batch))[0]
 
 
 def first_true(flags: list[jax.Array]) -> jax.Array:
@@ -57,23 +62,40 @@ def first_true(flags: list[jax.Array]) -> jax.Array:
     return jnp.where(jnp.any(stacked), jnp.argmax(stacked), -1).astype(jnp.int32)
 
 
-def make_train_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> StepFn:
+def make_train_step(
+    differentiate: Differentiate,
+    optimizer: optax.GradientTransformation,
+    *,
+    store_gradients: Callable[[Any], Any] = lambda grads: grads,
+    rounding: weights.Rounding = "nearest",
+    seed: int = 0,
+) -> StepFn:
     """The pure function `(state, batch, hyper) -> (state, metrics)`.
 
     Metrics are device scalars: `loss` (nats per token), `grad_norm` (before the clip), `finite`, and `bad_leaf`, the
-    index among the flattened parameters of the first gradient that is not finite (-1: none).
+    index among the parameters of the first gradient that is not finite (-1: none).
+
+    Args:
+      differentiate: the loss and its gradient in the run's precision.
+      optimizer: at a learning rate of one; takes plain and scaled gradients.
+      store_gradients: brings the gradients to the formats in which the optimiser gets them.
+      rounding: of narrow weights, with `seed` and the step's number.
     """
 
     def train_step(state: TrainState, batch: Tokens, hyper: Hyper) -> tuple[TrainState, Metrics]:
-        loss, grads = mean_gradient(loss_fn, state.params, batch, jax.random.fold_in(state.key, hyper.step))
-        grad_norm = optax.global_norm(grads)
+        key = jax.random.fold_in(state.key, hyper.step)
+        loss, grads, seen = mean_gradient(differentiate.value_and_grad, state, batch, key)
+        grads = store_gradients(grads)
+        grad_norm = optax.global_norm(weights.wide(grads))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = jax.tree.map(lambda p, u: p + (hyper.lr * u).astype(p.dtype), state.params, updates)
+        updates = jax.tree.map(lambda u: hyper.lr * u, updates)
+        params = weights.apply_updates(state.params, updates, rounding=rounding, seed=seed, step=hyper.step)
 
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        updated = TrainState(params, opt_state, state.key)
+        updated = TrainState(params, opt_state, state.key, state.scaling)
         new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-        bad_leaf = first_true([~jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
+        new_state = replace(new_state, scaling=differentiate.update(state.scaling, seen, finite))
+        bad_leaf = first_true([~jnp.all(jnp.isfinite(g)) for g in leaves(weights.wide(grads))])
         return new_state, {"loss": loss, "grad_norm": grad_norm, "finite": finite, "bad_leaf": bad_leaf}
 
     return train_step

@@ -9,27 +9,82 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from scalify_core import asarray
 from trainer.data import Loader, Manifest, Tokenizer
 from trainer.generate import Generator
-from trainer.model import GPT2, GPT2Spec, Params, param_count
+from trainer.gradients import Differentiate, differentiate, propagated_loss, store_gradients
+from trainer.model import GPT2, Functional, Params, functional, param_count
 from trainer.parallel import replicated
+from trainer.precision import (
+    ASSUMED_SCALE,
+    Policy,
+    abstract_weights,
+    chosen_matmuls,
+    dot_general_for,
+    is_kernel_of,
+    store_weights,
+)
+from trainer.spec import GPT2Spec, linear_paths
 from trainer.state import TrainState, init_state
 from trainer.step import Hyper, Tokens, make_train_step
 from trainer.watchdog import first_nonfinite
 
 
 class Model(NamedTuple):
-    """A GPT-2 as pure functions: `init(key)` gives parameters, `bind(params)` the model that has them."""
+    """A GPT-2 in a precision.
+
+    Attributes:
+      training: with the matmuls of the policy.
+      sampling: the same parameters, every matmul in `policy.logical`: products of one token are too small for FP8.
+      narrow: paths of the linear layers whose matmuls are narrower than the rest.
+    """
 
     spec: GPT2Spec
-    init: Callable[[jax.Array], Params]
-    bind: Callable[[Params], GPT2]
+    policy: Policy
+    training: Functional
+    sampling: Functional
+    narrow: list[str]
 
-    def loss(self, params: Params, tokens: jax.Array, segments: jax.Array | None, key: jax.Array | None) -> jax.Array:
-        """Mean next-token loss of `tokens` [B, T+1] in nats; dropout with `key`, none without."""
+    @classmethod
+    def make(cls, spec: GPT2Spec, policy: Policy) -> Self:
+        """The model of a precision. UserError for a pattern of layers that matches none."""
+        paths = linear_paths(spec)
+        training = functional(
+            spec,
+            compute_dtype=policy.logical,
+            dot_general=dot_general_for(policy, paths),
+            rescale_grad=policy.scaled and policy.rescale_layer_norm_grad,
+        )
+        sampling = functional(spec, compute_dtype=policy.logical)
+        return cls(spec, policy, training, sampling, chosen_matmuls(policy, paths))
+
+    def loss(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        segments: jax.Array | None,
+        key: jax.Array | None,
+        histories: Params | None = None,
+    ) -> jax.Array:
+        """Mean next-token loss of `tokens` [B, T+1] in nats, of logical values; dropout with `key`, none without."""
         segments = None if segments is None else segments[:, :-1]
         dropout_key = key if self.spec.dropout else None
-        return self.bind(params).loss(tokens[:, :-1], tokens[:, 1:], segments, dropout_key)
+        model = self.training.bind(params, histories)
+        return model.loss(tokens[:, :-1], tokens[:, 1:], segments, dropout_key)
+
+    def eval_loss(self, state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
+        """The loss in the run's precision, without dropout, of the weights in a state."""
+        loss = propagated_loss(self.loss, self.policy) if self.policy.scaled else self.loss
+        histories = {"histories": state.scaling} if self.policy.scaling == "delayed" else {}
+        return loss(state.params, tokens, segments, None, **histories)
+
+    def differentiate(self) -> Differentiate:
+        """The loss and its gradient in the run's precision."""
+        return differentiate(self.loss, self.policy, self.training.init_histories)
+
+    def store_gradients(self, grads: Any) -> Any:
+        """The gradients as they go to the optimiser."""
+        return store_gradients(grads, self.policy, lambda keys: is_kernel_of(self.narrow, keys))
 
 
 class Dataset(NamedTuple):
@@ -65,6 +120,7 @@ class Workload(NamedTuple):
     data: Dataset
     optimizer: optax.GradientTransformation
     mesh: Mesh
+    seed: int
 
     @property
     def parameters(self) -> int:
@@ -81,39 +137,70 @@ class Trained(NamedTuple):
     tokenizer: Tokenizer
 
 
-def make_init(w: Workload, seed: int) -> Callable[[], TrainState]:
-    """The compiled function that makes the first state, replicated over the mesh, from the seed alone."""
+def first_state(w: Workload, weights: Callable[[Any], Any] = lambda params: params) -> TrainState:
+    """The first state, replicated over the mesh, from the seed alone; `weights` may replace the FP32 parameters."""
 
-    def init() -> TrainState:
-        init_key, step_key = jax.random.split(jax.random.key(seed))
-        return init_state(w.model.init(init_key), w.optimizer, step_key)
+    def initial() -> tuple[Params, jax.Array]:
+        init_key, step_key = jax.random.split(jax.random.key(w.seed))
+        return w.model.training.init(init_key), step_key
 
-    return jax.jit(init, out_shardings=replicated(w.mesh))
+    params, key = jax.jit(initial, out_shardings=replicated(w.mesh))()
+    params = store_weights(weights(params), w.model.policy)
+
+    def rest(params: Params, key: jax.Array) -> TrainState:
+        return init_state(params, w.optimizer, key, w.model.differentiate().init())
+
+    return jax.jit(rest, out_shardings=replicated(w.mesh))(params, key)
 
 
-def abstract_state(w: Workload, seed: int) -> TrainState:
-    """Shapes, dtypes and shardings of the state; nothing is allocated."""
+def abstract_state(w: Workload, scale: float | None = None) -> TrainState:
+    """Shapes, dtypes and shardings of the state; nothing is allocated.
+
+    `scale`: of all parameters; None: in the form for checkpoints, where scales are arrays.
+    """
+
+    def initial() -> TrainState:
+        params, key = w.model.training.init(jax.random.key(0)), jax.random.key(0)
+        return TrainState(params, None, key, w.model.differentiate().init())
+
     sharding = replicated(w.mesh)
-    shapes = jax.eval_shape(make_init(w, seed))
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+    state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), jax.eval_shape(initial))
+    params = abstract_weights(state.params, w.model.policy, scale)
+    opt_state = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), jax.eval_shape(w.optimizer.init, params)
+    )
+    return TrainState(params, opt_state, state.key, state.scaling)
 
 
-def compile_step(w: Workload, seed: int, batch: Tokens) -> jax.stages.Compiled:
-    """The train step for batches like `batch`, compiled once for the whole run; the state is donated."""
-    step = make_train_step(w.model.loss, w.optimizer)
+def compile_step(w: Workload, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled:
+    """The train step for batches like `batch`, compiled once; the state is donated.
+
+    The scales of the parameters of `state` are constants of it; without a state they are assumed.
+    """
+    policy = w.model.policy
+    step = make_train_step(
+        w.model.differentiate(),
+        w.optimizer,
+        store_gradients=w.model.store_gradients,
+        rounding=policy.weights_rounding,
+        seed=w.seed,
+    )
+    abstract = abstract_state(w, ASSUMED_SCALE)
+    if state is not None:
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=replicated(w.mesh))
     lr: Any = jax.ShapeDtypeStruct((), np.float32)
     number: Any = jax.ShapeDtypeStruct((), np.int32)
-    return jitted.lower(abstract_state(w, seed), batch, Hyper(lr, number)).compile()
+    return jitted.lower(abstract, batch, Hyper(lr, number)).compile()
 
 
 def make_sample(w: Workload, prompt: str, **controls: Any) -> Callable[[Any], str]:
     """`params -> text`: the prompt and its continuation; `controls` are those of `Generator`."""
-    generator = Generator(w.model.bind, w.model.spec)
+    generator = Generator(w.model.sampling.bind, w.model.spec)
     ids = w.data.tokenizer.encode(prompt)
 
     def sample(params: Any) -> str:
-        local = jax.tree.map(lambda x: x.addressable_data(0), params)
+        local = asarray(jax.tree.map(lambda x: x.addressable_data(0), params))
         return prompt + w.data.tokenizer.decode(generator(local, ids, **controls))
 
     return sample
@@ -121,9 +208,7 @@ def make_sample(w: Workload, prompt: str, **controls: Any) -> Callable[[Any], st
 
 def make_diagnose(w: Workload) -> Callable[[TrainState, Tokens, int], str]:
     """`(state, batch, step) -> text`: the first tensor of the loss or its gradient that is not finite on that batch."""
-
-    def gradient(params: Any, tokens: jax.Array, segments: jax.Array | None, key: jax.Array) -> Any:
-        return jax.value_and_grad(w.model.loss)(params, tokens, segments, key)
+    gradient = w.model.differentiate().value_and_grad
 
     def diagnose(state: TrainState, batch: Tokens, step: int) -> str:
         if jax.process_count() > 1:
@@ -132,7 +217,7 @@ def make_diagnose(w: Workload) -> Callable[[TrainState, Tokens, int], str]:
         for i in range(batch.tokens_AxBxT1.shape[0]):
             segments = None if batch.segments_AxBxT1 is None else batch.segments_AxBxT1[i]
             micro_key = jax.random.fold_in(key, i)
-            found = first_nonfinite(gradient, state.params, batch.tokens_AxBxT1[i], segments, micro_key)
+            found = first_nonfinite(gradient, state.params, state.scaling, batch.tokens_AxBxT1[i], segments, micro_key)
             if found is not None:
                 return f"micro-batch {i}: {found}"
         return "the batch gives finite values with the parameters as they are now"

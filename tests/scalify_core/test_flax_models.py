@@ -8,7 +8,8 @@ import optax
 import pytest
 
 from scalify_core import as_scaled_array, asarray, dynamic_rescale_rms, scalify, tree
-from trainer.model import GPT2Spec, functional
+from trainer.model import functional
+from trainer.spec import GPT2Spec
 
 STEPS = 10
 # In each step an FP16 rounding of the parameters may move the loss by about as much, relatively.
@@ -74,7 +75,7 @@ def linen(module, *shape):
 
 
 def gpt2():
-    init, bind = functional(GPT2Spec(vocab_size=61, context=16, n_layer=2, n_head=2, d_model=16))
+    init, bind, _ = functional(GPT2Spec(vocab_size=61, context=16, n_layer=2, n_head=2, d_model=16))
     tokens = jax.random.randint(jax.random.key(1), (4, 17), 0, 61)
     return lambda params, x, y: bind(params).loss(x, y), init(jax.random.key(0)), (tokens[:, :-1], tokens[:, 1:])
 

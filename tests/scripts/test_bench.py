@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from scripts import bench
+from scripts import bench, bench_scalify
 from trainer.errors import UserError
 
 
@@ -43,3 +43,34 @@ def test_ours_alone_runs_at_any_size_and_writes_its_figures(tmp_path, monkeypatc
     (row,) = json.loads(out.read_text())["results"]
     assert row["vocab"] == 70
     assert row["ours"]["tokens_per_s"] > 0
+
+
+def test_ratios_are_of_the_rounds_and_speed_is_the_inverse_of_time(monkeypatch):
+    assert bench_scalify.ratios([2.0, 3.0, 8.0], [1.0, 2.0, 2.0]) == {"median": 2.0, "min": 1.5, "max": 4.0}
+
+    class Way:
+        def __init__(self, seconds):
+            self.trace = self.compile = lambda: seconds
+            self.take = lambda steps: steps * seconds
+
+    ways = {"plain": Way(2.0), "float16": Way(4.0)}
+    monkeypatch.setattr(bench_scalify, "contestants", lambda *args: ways)
+    found = bench_scalify.compare(None, 1, ("float16",), rounds=3, compiles=1, steps=5)
+    assert found["plain"] == {"trace_s": 2.0, "compile_s": 2.0, "step_s": 2.0}
+    assert found["float16"]["trace"]["median"] == found["float16"]["compile"]["median"] == 2.0
+    assert found["float16"]["speed"]["median"] == 0.5
+
+
+def test_the_scaled_step_races_the_plain_one_at_any_size(tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    sizes = {"vocab": "70", "n_layer": 1, "n_head": 1, "d_model": 8, "context": 8, "batch": 1}
+    bench.main(bench.Arguments(**sizes, scalify="float32,float16", rounds=1, compiles=1, steps=1, out=str(out)))
+    (row,) = json.loads(out.read_text())["results"]
+    for name in ("float32", "float16"):
+        assert min(row[name][key]["median"] for key in ("trace", "compile", "speed")) > 0
+    assert "scalify, float16 data, against plain: trace" in capsys.readouterr().out
+
+
+def test_unknown_data_format_is_named():
+    with pytest.raises(UserError, match="float8"):
+        bench.main(bench.Arguments(scalify="float8"))

@@ -277,6 +277,25 @@ def test_a_damaged_checkpoint_is_reported_in_a_line_and_the_one_before_is_used(o
     assert bits(open_checkpointer().restore(abstract(make_state())).state) == bits(make_state(2))
 
 
+@pytest.mark.parametrize("text", [b"", b"{\x00\xff", b"[1]", b'{"a": 1}', b'{"val_loss": null}'])
+def test_a_damaged_validation_loss_costs_neither_the_checkpoint_nor_the_run(open_checkpointer, caplog, text):
+    with open_checkpointer(keep=3, keep_best=True) as checkpointer:
+        for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
+            checkpointer.save(step, make_state(step), {}, val_loss=loss)
+    (checkpointer.directory / "1" / "metrics" / "metrics").write_bytes(text)
+    with Checkpointer.reading(checkpointer.directory) as reader:  # another process may be training here: no change
+        assert bits(reader.restore(abstract(make_state()), 1).state) == bits(make_state(1))
+    assert caplog.text == ""
+    with open_checkpointer(keep=3, keep_best=True) as checkpointer:
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line == "the validation loss of checkpoint 1 is damaged: it cannot be the best one"
+        assert bits(checkpointer.restore(abstract(make_state()), 1).state) == bits(make_state(1))
+        assert checkpointer.best_step == 2
+        checkpointer.save(4, make_state(4), {}, val_loss=4.0)
+        checkpointer.wait()
+        assert checkpointer.steps() == [2, 3, 4]
+
+
 def test_no_flipped_bit_of_any_file_changes_what_is_restored(open_checkpointer):
     """A flip is found, or was in a byte that does not matter (a time, a comment)."""
     directory = saved(open_checkpointer(), 1, 2).directory

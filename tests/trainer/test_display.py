@@ -1,3 +1,4 @@
+import functools
 import io
 import logging
 import sys
@@ -112,9 +113,17 @@ def test_every_figure_is_seen_in_a_terminal_of_80_columns(clock):
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_log_records_appear_without_a_terminal_too_and_once(clock, monkeypatch):
+def quiet(request, logger):
+    """The level at which a logger starts, whatever ran in this process before."""
+    request.addfinalizer(functools.partial(logger.setLevel, logger.level))
+    logger.setLevel(logging.WARNING)
+
+
+def test_log_records_appear_without_a_terminal_too_and_once(clock, monkeypatch, request):
     elsewhere = io.StringIO()  # what any library's logging.basicConfig would write to
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(elsewhere)])
+    monkeypatch.setattr(logging.getLogger("trainer"), "handlers", [])
+    quiet(request, logging.getLogger("trainer"))
     display, stream = make(clock)
     with display:
         logging.getLogger("trainer.tracking").info("W&B run")

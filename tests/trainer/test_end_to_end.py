@@ -201,11 +201,9 @@ def test_fine_tuning_starts_from_a_hugging_face_directory(finished_run):
     assert (done.returncode, done.stderr) == (0, "")
     args = ["train.steps=1", "tracker=jsonl", "model.dropout=0", "sample.max_new=0"]
     finish(trainer(tmp_path, "I", *args, "init_from=exported"))
-    finish(trainer(tmp_path, "J", *args, "init_from=exported", "model.scan_layers=true"))
     finish(trainer(tmp_path, "K", *args, "init_from=A"))
-    ours, scanned, theirs = (values(tmp_path / run)[0]["train/loss"] for run in "IJK")
+    ours, theirs = (values(tmp_path / run)[0]["train/loss"] for run in "IK")
     assert ours == theirs  # the same weights, bit for bit
-    np.testing.assert_allclose(scanned, ours, rtol=64 * np.finfo(np.float32).eps)
     assert ours < rows[0]["train/loss"] - 0.1
 
 
@@ -219,12 +217,10 @@ def test_a_users_own_directory_stays_when_nothing_starts_in_it(tmp_path):
 
 
 def test_the_last_checkpoint_is_compared_on_the_batches_of_every_validation(tmp_path):
-    args = ["train.steps=4", "train.eval_every=2", "checkpoint.every=2", "tracker=none", "sample.max_new=0"]
-    output = finish(trainer(tmp_path, "A", *args, "train.final_eval_batches=2"))
-    finish(trainer(tmp_path, "B", *args, "train.final_eval_batches=6"))
-    for step in (2, 4):
-        ours, theirs = ((tmp_path / run / "checkpoints" / str(step) / "metrics" / "metrics") for run in "AB")
-        assert ours.read_text() == theirs.read_text()
+    args = ["optimizer.lr=0", "train.eval_every=2", "checkpoint.every=2", "train.final_eval_batches=6", "tracker=none"]
+    output = finish(trainer(tmp_path, "A", "train.steps=4", *args))
+    first, last = ((tmp_path / "A" / "checkpoints" / step / "metrics" / "metrics").read_text() for step in "24")
+    assert first == last  # the weights are the same, and 6 batches have another mean than 2
     (line,) = [line for line in output.splitlines() if line.startswith("done: ")]
     assert line.endswith(": checkpoints, config.yaml")  # with tracker=none there is nothing else
 

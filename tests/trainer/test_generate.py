@@ -8,7 +8,8 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.generate import Generator, sample
-from trainer.model import GPT2Spec, functional
+from trainer.model import functional
+from trainer.spec import GPT2Spec
 
 SPEC = GPT2Spec(vocab_size=50, context=16, n_layer=2, n_head=2, d_model=16)
 PROMPT = [3, 1, 4, 1, 5]
@@ -17,7 +18,7 @@ PROMPT = [3, 1, 4, 1, 5]
 @functools.cache
 def make(spec=SPEC, sharpness=20.0):
     """Random weights hardly tell tokens apart; larger kernels make the likeliest one depend on those before it."""
-    init, bind = functional(spec)
+    init, bind, _ = functional(spec)
     params = init(jax.random.key(1))
     params["h"] = jax.tree.map(lambda p: p * sharpness, params["h"])
     return Generator(bind, spec), bind, params

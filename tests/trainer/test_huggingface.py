@@ -10,7 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
 from trainer.huggingface import load_gpt2, save_gpt2
-from trainer.model import GPT2Spec, functional, stack_layers
+from trainer.model import functional, stack_layers
+from trainer.spec import GPT2Spec
 
 V, T, D, L, H = 100, 24, 32, 3, 4
 CONFIG = {"model_type": "gpt2", "n_head": H, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
@@ -79,7 +80,7 @@ def test_logits_equal_a_hugging_face_gpt2_to_1e_4(tmp_path, prefix):
     spec, params = load_gpt2(write(tmp_path / "gpt2", weights))
     assert spec == GPT2Spec(vocab_size=V, context=T, n_layer=L, n_head=H, d_model=D)
     tokens = np.random.default_rng(1).integers(0, V, (2, T))
-    _, bind = functional(spec)
+    bind = functional(spec).bind
     logits = jax.jit(lambda p, t: bind(p)(t))(params, tokens)
     np.testing.assert_allclose(logits, reference_logits(weights, tokens), atol=1e-4, rtol=0)
 

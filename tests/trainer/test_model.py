@@ -8,19 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from trainer import model
+from trainer import layers, model
 from trainer.errors import UserError
-from trainer.model import (
-    GPT2,
-    REMAT_POLICIES,
-    GPT2Spec,
-    dropout,
-    functional,
-    init_cache,
-    param_count,
-    stack_layers,
-    unstack_layers,
-)
+from trainer.layers import init_cache
+from trainer.model import GPT2, dropout, functional, param_count, stack_layers, unstack_layers
+from trainer.spec import REMAT_POLICIES, GPT2Spec
 
 SPEC = GPT2Spec(vocab_size=100, context=16, n_layer=3, n_head=2, d_model=16)
 TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
@@ -31,7 +23,7 @@ REORDERED = 64 * float(jnp.finfo(jnp.float32).eps)
 @functools.cache
 def compiled(spec, compute_dtype=jnp.float32):
     """Initial parameters; loss and gradients; logits. Each compiled once for all tests."""
-    init, bind = functional(spec, compute_dtype=compute_dtype)
+    init, bind, _ = functional(spec, compute_dtype=compute_dtype)
     loss_and_grads = jax.jit(jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])))
     logits = jax.jit(lambda p, tokens, segments=None, key=None: bind(p)(tokens, segments, key))
     return jax.jit(init)(jax.random.key(0)), loss_and_grads, logits
@@ -133,7 +125,7 @@ def test_remat_changes_neither_loss_nor_gradients(remat, scan_layers):
 def test_remat_block_keeps_less_for_the_backward_pass(scan_layers):
     def residual_bytes(remat):
         spec = dataclasses.replace(SPEC, scan_layers=scan_layers, remat=remat)
-        init, bind = functional(spec)
+        init, bind, _ = functional(spec)
         params = jax.eval_shape(init, jax.random.key(0))
         forward = lambda p: jax.vjp(lambda p: bind(p).hidden(TOKENS[:, :-1]).sum(), p)[1]
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(forward, params)))
@@ -165,7 +157,7 @@ def test_documents_do_not_see_each_other_behind_their_segments(scan_layers):
 def test_decoding_in_pieces_equals_one_pass(scan_layers):
     spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
     params, _, logits = compiled(spec)
-    _, bind = functional(spec)
+    bind = functional(spec).bind
     decode = jax.jit(lambda tokens, cache, position: bind(params).decode(tokens, cache, position))
     cache, pieces = init_cache(SPEC, 2, jnp.float32), []
     for start, stop in ((0, 7), (7, 8), (8, 9), (9, 16)):
@@ -198,7 +190,7 @@ def test_dropout_keeps_the_mean():
 
 def test_dropout_differs_between_layers_and_places(monkeypatch):
     spec = dataclasses.replace(SPEC, dropout=0.5)
-    init, bind = functional(spec)
+    init, bind, _ = functional(spec)
     keys = []
 
     def spy(x, rate, key):
@@ -206,12 +198,13 @@ def test_dropout_differs_between_layers_and_places(monkeypatch):
         return x
 
     monkeypatch.setattr(model, "dropout", spy)
+    monkeypatch.setattr(layers, "dropout", spy)
     bind(init(jax.random.key(0))).hidden(TOKENS[:, :16], None, jax.random.key(1))
     assert len(keys) == len(set(keys)) == 1 + 2 * spec.n_layer
 
 
 def test_compute_in_bf16_keeps_fp32_masters_gradients_and_loss():
-    init, bind = functional(SPEC, compute_dtype=jnp.bfloat16)
+    init, bind, _ = functional(SPEC, compute_dtype=jnp.bfloat16)
     params = init(jax.random.key(0))
     loss, grads = compiled(SPEC, jnp.bfloat16)[1](params)
     assert {leaf.dtype for leaf in jax.tree.leaves((params, grads, loss))} == {jnp.dtype(jnp.float32)}
@@ -247,7 +240,7 @@ def test_each_linear_layer_asks_for_its_dot_general_by_path(scan_layers):
 
 
 def test_dense_layers_act_on_flattened_activations():
-    init, bind = functional(SPEC)
+    init, bind, _ = functional(SPEC)
     params = jax.eval_shape(init, jax.random.key(0))
     jaxpr = jax.make_jaxpr(lambda p: bind(p).hidden(TOKENS[:, :16]))(params)
     dots = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]

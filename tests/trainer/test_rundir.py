@@ -137,9 +137,11 @@ def test_the_environment_says_versions_and_devices_but_no_secrets(tmp_path, monk
     monkeypatch.setenv("MY_TOKEN", "hidden")
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     monkeypatch.setattr(sys, "argv", ["trainer", "seed=1", "x.password=hidden"])
+    (tmp_path / "environment.txt").write_bytes(b"damaged \xff\n")
     write_environment(tmp_path)
     write_environment(tmp_path)  # a resumed run
     text = (tmp_path / "environment.txt").read_text()
+    assert text.startswith("damaged ")
     found = environment()
     assert text.count(f"jax: {found['jax']}\n") == 2
     assert "devices: 8 x cpu (cpu)\n" in text

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.data import Batch
+from trainer.gradients import plain
 from trainer.optimizer import make_optimizer
 from trainer.parallel import make_mesh, place_batch, replicated
 from trainer.state import init_state
@@ -33,7 +34,11 @@ def make(devices=1, accum=1, name="adamw"):
     mesh = make_mesh(devices)
     state = jax.device_put(init_state(params, optimizer, jax.random.key(1)), replicated(mesh))
     tokens = np.random.default_rng(0).integers(0, V, (B, T + 1), dtype=np.int32)
-    return state, jax.jit(make_train_step(loss_fn, optimizer)), place_batch(Batch(tokens, None), accum=accum, mesh=mesh)
+    return (
+        state,
+        jax.jit(make_train_step(plain(loss_fn), optimizer)),
+        place_batch(Batch(tokens, None), accum=accum, mesh=mesh),
+    )
 
 
 def hyper(step=0, lr=1e-2):

@@ -1,0 +1,126 @@
+"""The `dot_general` of a linear layer in each precision: what a `layers.Linear` is given.
+
+Every one of them takes activations in the compute dtype and the kernel as the master weight it is: a kernel that is
+cast before, as layers do by default, has its gradient rounded to the compute dtype on the way back.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.linen.fp8_ops import fp8_scaled_dot_general
+
+from scalify_core import FloatFormat, Fp8DotGeneral, Scaling, cast_on_backward, cast_on_forward
+
+Dot = Callable[..., jax.Array]
+Dims = Any  # of jax.lax.dot_general
+
+
+class OverwriteWithGradient(nnx.Variable):
+    """A variable whose "gradient" is its next value: Flax's convention for amax histories."""
+
+
+class DelayedFp8Dot(nnx.Module):
+    """Flax's own FP8 product with delayed scaling: scales from the largest magnitudes of the last steps."""
+
+    def __init__(self, history: int) -> None:
+        for tensor in ("lhs", "rhs", "grad"):
+            setattr(self, f"{tensor}_scale", OverwriteWithGradient(jnp.ones(1, jnp.float32)))
+            setattr(self, f"{tensor}_amax_history", OverwriteWithGradient(jnp.zeros(history, jnp.float32)))
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any) -> jax.Array:
+        """The product in the dtype of `lhs`; the gradient of `rhs` is rounded to it too, as Flax has it."""
+        return fp8_scaled_dot_general(
+            lhs,
+            rhs.astype(lhs.dtype),
+            dims,
+            preferred_element_type=lhs.dtype,
+            quantize_compute_type=lhs.dtype,
+            **{name: value[...] for name, value in vars(self).items() if isinstance(value, OverwriteWithGradient)},
+        )
+
+
+class SimulatedDot:
+    """The FP32 product of operands rounded to `forward`, its gradients' one to `backward`: formats without kernels."""
+
+    def __init__(self, forward: FloatFormat, backward: FloatFormat) -> None:
+        self.forward, self.backward = forward, backward
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any) -> jax.Array:
+        """The product in FP32."""
+        lhs, rhs = cast_on_forward(lhs, self.forward), cast_on_forward(rhs, self.forward)
+        return cast_on_backward(jax.lax.dot_general(lhs, rhs, dims), self.backward)
+
+
+@jax.custom_vjp
+def _clip(x: jax.Array, multiple: jax.Array) -> jax.Array:
+    bound = multiple * jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))).astype(x.dtype)
+    return jnp.clip(x, -bound, bound)
+
+
+# Straight through, as the saturating cast that follows.
+_clip.defvjp(lambda x, multiple: (_clip(x, multiple), None), lambda _, gradient: (gradient, None))
+
+
+def clipped(dot: Dot, multiple: float) -> Dot:
+    """`dot` of operands clipped to `multiple` times their RMS."""
+
+    def clipped_dot(lhs: jax.Array, rhs: jax.Array, dims: Dims, **settings: Any) -> jax.Array:
+        bound = jnp.float32(multiple)
+        return dot(_clip(lhs, bound.astype(lhs.dtype)), _clip(rhs, bound.astype(rhs.dtype)), dims, **settings)
+
+    return clipped_dot
+
+
+@jax.custom_vjp
+def _matmul(lhs_NxD: jax.Array, rhs_DxF: jax.Array) -> jax.Array:
+    return lhs_NxD @ rhs_DxF.astype(lhs_NxD.dtype)
+
+
+def _matmul_bwd(operands: tuple[jax.Array, jax.Array], gradient_NxF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    lhs_NxD, rhs_DxF = operands
+    d_lhs_NxD = gradient_NxF @ rhs_DxF.astype(lhs_NxD.dtype).T
+    return d_lhs_NxD, jnp.matmul(lhs_NxD.T, gradient_NxF, preferred_element_type=rhs_DxF.dtype)
+
+
+_matmul.defvjp(lambda lhs, rhs: (_matmul(lhs, rhs), (lhs, rhs)), _matmul_bwd)
+
+
+def wide_gradient_dot(lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any) -> jax.Array:
+    """`lhs @ rhs` in the dtype of `lhs`; the gradient of `rhs` is what was accumulated in FP32, not rounded first."""
+    if lhs.dtype == rhs.dtype:
+        return jax.lax.dot_general(lhs, rhs, dims)
+    if dims != (((1,), (0,)), ((), ())):
+        raise ValueError(f"wide_gradient_dot multiplies [N, D] and [D, F]; got dimension numbers {dims}")
+    return _matmul(lhs, rhs)
+
+
+def narrow_gradient_dot(lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any) -> jax.Array:
+    """`lhs @ rhs` and both gradients in the dtype of `lhs`."""
+    return jax.lax.dot_general(lhs, rhs.astype(lhs.dtype), dims)
+
+
+def make_dot(
+    name: str,
+    *,
+    forward: FloatFormat | None,
+    backward: FloatFormat | None,
+    simulate: bool,
+    scaling: str,
+    wide_gradient: bool,
+    clip: float | None,
+    history: int,
+) -> Dot:
+    """The product of the layer `name`; `forward` None: in the dtype of its activations. See `precision.Policy`."""
+    if forward is None or backward is None:
+        return wide_gradient_dot if wide_gradient else narrow_gradient_dot
+    dot: Dot
+    if scaling == "delayed":
+        dot = DelayedFp8Dot(history)
+    elif simulate:
+        dot = SimulatedDot(forward, backward)
+    else:
+        dot = Fp8DotGeneral(name, Scaling("amax", "amax", "amax") if scaling == "current" else Scaling())
+    return dot if clip is None else clipped(dot, clip)

@@ -1,0 +1,229 @@
+"""The layers of GPT-2 in Flax NNX.
+
+Dense layers act on activations flattened to (B*T, D): on CPU, XLA runs them up to four times faster than on (B, T, D),
+whose weight gradients need transposed copies. Master parameters stay in `param_dtype`; a layer casts its own to
+`compute_dtype` where it uses them, except LayerNorm's gain and bias, which are applied in FP32, and kernels, which go
+to their `dot_general` as they are.
+
+Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads, K head dim, L layers.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from scalify_core import attention, dynamic_rescale_rms_grad, gelu, layer_norm, stop_scaling, swiglu
+from scalify_core.formats import pow2_round
+from trainer.dots import wide_gradient_dot
+from trainer.spec import GPT2Spec
+
+DotGeneral = Callable[..., jax.Array]
+DotGeneralFor = Callable[[str], DotGeneral]
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the positions seen so far, `[L, B, S, H, K]` in the compute dtype; one layer's have no L."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+def init_cache(spec: GPT2Spec, batch: int, dtype: DTypeLike) -> KVCache:
+    """An empty cache of `spec.context` positions."""
+    shape = (spec.n_layer, batch, spec.context, spec.n_head, spec.head_dim)
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+class Linear(nnx.Linear):
+    """`nnx.Linear` whose kernel reaches `dot_general` as it is, in the parameters' dtype."""
+
+    def __call__(self, x_NxD: jax.Array, rows: jax.Array | None = None) -> jax.Array:
+        """`rows`: factors of the kernel's rows, `[D]`."""
+        kernel_DxF = self.kernel[...]
+        if rows is not None:
+            kernel_DxF = kernel_DxF * rows[:, None].astype(kernel_DxF.dtype)
+        y_NxF = self.dot_general(x_NxD, kernel_DxF, (((1,), (0,)), ((), ())), preferred_element_type=self.dtype)
+        assert self.bias is not None
+        return y_NxF + self.bias[...].astype(self.dtype)[None]
+
+
+class Factory:
+    """Makes the linear layers of one block: dtypes, keys, and the dot_general chosen for each path."""
+
+    def __init__(
+        self,
+        path: str,
+        rngs: nnx.Rngs,
+        compute_dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        dot_general: DotGeneralFor | None,
+        rescale_grad: bool,
+    ) -> None:
+        self.path = path
+        self.rngs = rngs
+        self.compute_dtype = compute_dtype
+        self.param_dtype = param_dtype
+        self.dot_general = dot_general
+        self.rescale_grad = rescale_grad
+
+    def layer_norm(self, d: int) -> "LayerNorm":
+        """A LayerNorm over `d` elements."""
+        return LayerNorm(d, self.param_dtype, rescale_grad=self.rescale_grad)
+
+    def linear(self, name: str, d_in: int, d_out: int, stddev: float = 0.02) -> Linear:
+        """Normal weights, zero bias. Its dot_general is the one chosen for `{path}.{name}`."""
+        return Linear(
+            d_in,
+            d_out,
+            dtype=self.compute_dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=nnx.initializers.normal(stddev),
+            dot_general=wide_gradient_dot if self.dot_general is None else self.dot_general(f"{self.path}.{name}"),
+            rngs=self.rngs,
+        )
+
+
+class LayerNorm(nnx.Module):
+    """Normalisation over the last axis, in FP32; the result has the input's dtype.
+
+    `rescale_grad`: under `scalify`, the gradient of the input is rescaled by its RMS, measured at run time.
+    """
+
+    def __init__(self, d: int, param_dtype: DTypeLike, *, rescale_grad: bool) -> None:
+        self.scale = nnx.Param(jnp.ones(d, param_dtype))
+        self.bias = nnx.Param(jnp.zeros(d, param_dtype))
+        self.rescale_grad = rescale_grad
+
+    def __call__(self, x_NxD: jax.Array) -> jax.Array:
+        if self.rescale_grad:
+            x_NxD = dynamic_rescale_rms_grad(x_NxD)
+        return layer_norm(x_NxD, self.scale[...], self.bias[...])
+
+
+class Embedding(nnx.Module):
+    """A table of vectors, normal(0.02). Rows from `rows` to `padded_rows` are zero and stay so: nothing reads them."""
+
+    def __init__(self, rows: int, padded_rows: int, d: int, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        table = nnx.initializers.normal(0.02)(rngs.params(), (rows, d), param_dtype)
+        self.embedding = nnx.Param(jnp.pad(table, ((0, padded_rows - rows), (0, 0))))
+
+
+class Attention(nnx.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
+        self.n_head = spec.n_head
+        self.c_attn = make.linear("attn.c_attn", spec.d_model, 3 * spec.d_model)
+        self.c_proj = make.linear("attn.c_proj", spec.d_model, spec.d_model, residual_stddev)
+
+    def heads(self, x_NxD: jax.Array, batch: int) -> list[jax.Array]:
+        """Queries, keys, values, each `[B, T, H, K]`."""
+        d = x_NxD.shape[1]
+        split = jnp.split(self.c_attn(x_NxD), 3, axis=1)
+        return [part.reshape(batch, -1, self.n_head, d // self.n_head) for part in split]
+
+    def __call__(self, x_NxD: jax.Array, batch: int, segments_BxT: jax.Array | None) -> jax.Array:
+        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, batch)
+        out_BxTxHxK = attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, causal=True, segments=segments_BxT)
+        return self.c_proj(out_BxTxHxK.reshape(x_NxD.shape))
+
+    def decode(self, x_NxD: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
+        """The same for tokens at `position` and after it, which attend to this layer's cache too."""
+        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, cache.k.shape[0])
+        k_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(cache.k, k_BxTxHxK, position, axis=1)
+        v_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(cache.v, v_BxTxHxK, position, axis=1)
+        out_BxTxHxK = cached_attention(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, position)
+        return self.c_proj(out_BxTxHxK.reshape(x_NxD.shape)), KVCache(k_BxSxHxK, v_BxSxHxK)
+
+
+def cached_attention(
+    q_BxTxHxK: jax.Array, k_BxSxHxK: jax.Array, v_BxSxHxK: jax.Array, position: jax.Array | int
+) -> jax.Array:
+    """Attention of queries at `position + t` over the cached positions up to their own; softmax in FP32."""
+    T, S = q_BxTxHxK.shape[1], k_BxSxHxK.shape[1]
+    logits_BxHxTxS = jnp.einsum("bthk,bshk->bhts", q_BxTxHxK, k_BxSxHxK, preferred_element_type=jnp.float32)
+    visible_TxS = jnp.arange(S)[None, :] <= position + jnp.arange(T)[:, None]
+    logits_BxHxTxS = jnp.where(visible_TxS[None, None], logits_BxHxTxS / math.sqrt(q_BxTxHxK.shape[3]), -jnp.inf)
+    weights_BxHxTxS = jax.nn.softmax(logits_BxHxTxS, axis=-1).astype(v_BxSxHxK.dtype)
+    return jnp.einsum("bhts,bshk->bthk", weights_BxHxTxS, v_BxSxHxK)
+
+
+class GeluMLP(nnx.Module):
+    """D -> F, GELU (tanh form), F -> D."""
+
+    def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
+        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width)
+        self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
+
+    def __call__(self, x_NxD: jax.Array) -> jax.Array:
+        return self.c_proj(gelu(self.c_fc(x_NxD)))
+
+
+class SwigluMLP(nnx.Module):
+    """D -> F twice, silu(gate) * linear, F -> D. Reference: Shazeer 2020, "GLU variants improve transformer"."""
+
+    def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
+        self.c_gate = make.linear("mlp.c_gate", spec.d_model, spec.mlp_width)
+        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width)
+        self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
+
+    def __call__(self, x_NxD: jax.Array) -> jax.Array:
+        return self.c_proj(swiglu(self.c_gate(x_NxD), self.c_fc(x_NxD)))
+
+
+class SmoothSwigluMLP(SwigluMLP):
+    """`SwigluMLP` with every hidden channel divided by its size before it is rounded, and multiplied by it after.
+
+    The product of two branches that align has channels that are squares of others: outliers of a tensor that is
+    quantised as a whole. Each channel's power of two is that of the linear branch's largest magnitude over the batch;
+    it is moved into the rows of the next kernel before that is quantised. The function and its parameters are those
+    of `SwigluMLP`. Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
+    """
+
+    def __call__(self, x_NxD: jax.Array) -> jax.Array:
+        linear_NxF = self.c_fc(x_NxD)
+        peak_F = jax.lax.stop_gradient(jnp.max(jnp.abs(linear_NxF.astype(jnp.float32)), axis=0))
+        size_F = stop_scaling(jnp.where(peak_F > 0, pow2_round(peak_F), 1.0))
+        hidden_NxF = swiglu(self.c_gate(x_NxD), linear_NxF)
+        hidden_NxF *= (1 / size_F).astype(hidden_NxF.dtype)
+        return self.c_proj(hidden_NxF, rows=size_F)
+
+
+def dropout(x_NxD: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Zero a share of the elements, scale up the rest. Without a key: evaluation, the identity."""
+    if key is None or rate == 0.0:
+        return x_NxD
+    keep_NxD = jax.random.bernoulli(key, 1.0 - rate, x_NxD.shape)
+    return jnp.where(keep_NxD, x_NxD / (1.0 - rate), 0.0).astype(x_NxD.dtype)
+
+
+class Block(nnx.Module):
+    """Two residual branches: attention and MLP, each behind its LayerNorm."""
+
+    def __init__(self, spec: GPT2Spec, make: Factory) -> None:
+        # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the variance.
+        residual_stddev = 0.02 / math.sqrt(2 * spec.n_layer)
+        self.dropout = spec.dropout
+        self.ln_1 = make.layer_norm(spec.d_model)
+        self.attn = Attention(spec, make, residual_stddev)
+        self.ln_2 = make.layer_norm(spec.d_model)
+        mlps = {"gelu": GeluMLP, "swiglu": SwigluMLP, "smooth_swiglu": SmoothSwigluMLP}
+        self.mlp = mlps[spec.mlp](spec, make, residual_stddev)
+
+    def __call__(
+        self, x_NxD: jax.Array, batch: int, segments_BxT: jax.Array | None, dropout_key: jax.Array | None
+    ) -> jax.Array:
+        attn_key, mlp_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+        x_NxD += dropout(self.attn(self.ln_1(x_NxD), batch, segments_BxT), self.dropout, attn_key)
+        return x_NxD + dropout(self.mlp(self.ln_2(x_NxD)), self.dropout, mlp_key)
+
+    def decode(self, x_NxD: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
+        """The same for tokens at `position` and after it, which attend to this layer's cache too."""
+        out_NxD, cache = self.attn.decode(self.ln_1(x_NxD), cache, position)
+        x_NxD += out_NxD
+        return x_NxD + self.mlp(self.ln_2(x_NxD)), cache

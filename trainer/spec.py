@@ -1,0 +1,79 @@
+"""GPT-2's sizes and choices, checked."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.errors import UserError
+
+# The members of jax.checkpoint_policies that are policies themselves; the others are functions that make one.
+REMAT_POLICIES = (
+    "everything_saveable",
+    "nothing_saveable",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "checkpoint_dots",
+    "checkpoint_dots_with_no_batch_dims",
+)
+MLPS = ("gelu", "swiglu", "smooth_swiglu")
+
+
+@dataclass(frozen=True)
+class GPT2Spec:
+    """A GPT-2's sizes and choices.
+
+    Attributes:
+      vocab_size: of the tokenizer; tables and logits hold `padded_vocab` rows.
+      context: the longest sequence, in tokens.
+      mlp: gelu (D -> F -> D), swiglu (two projections D -> F, their gated product -> D), or smooth_swiglu (the same
+        function with the hidden channels brought to one size before they are rounded).
+      d_mlp: F; None: 4 D (gelu) or 8/3 D rounded up to a multiple of 64 (the others, the same number of parameters).
+      dropout: rate on the embeddings and on each branch's output; fused attention has none inside.
+      scan_layers: loop over stacked parameters instead of unrolling: compiles faster, moves more memory.
+      remat: recompute in the backward pass: none, block (whole blocks), or one of REMAT_POLICIES inside blocks.
+    """
+
+    vocab_size: int
+    context: int = 1024
+    n_layer: int = 12
+    n_head: int = 12
+    d_model: int = 768
+    mlp: Literal["gelu", "swiglu", "smooth_swiglu"] = "gelu"
+    d_mlp: int | None = None
+    dropout: float = 0.0
+    scan_layers: bool = False
+    remat: str = "none"
+
+    def __post_init__(self) -> None:
+        """Raise UserError for what cannot be built."""
+        if self.d_model % self.n_head:
+            raise UserError(f"d_model={self.d_model} is not a multiple of n_head={self.n_head}; change one of them")
+        if self.mlp not in MLPS:
+            raise UserError(f"mlp={self.mlp!r} is not a choice; valid: {', '.join(MLPS)}")
+        valid = ("none", "block", *REMAT_POLICIES)
+        if self.remat not in valid:
+            raise UserError(f"remat={self.remat!r} is not a choice; valid: {', '.join(valid)}")
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the token table: `vocab_size` rounded up to a multiple of 64, so 50304 for 50257."""
+        return -(-self.vocab_size // 64) * 64
+
+    @property
+    def mlp_width(self) -> int:
+        """F."""
+        if self.d_mlp is not None:
+            return self.d_mlp
+        return 4 * self.d_model if self.mlp == "gelu" else math.ceil(8 * self.d_model / 3 / 64) * 64
+
+    @property
+    def head_dim(self) -> int:
+        """K."""
+        return self.d_model // self.n_head
+
+
+def linear_paths(spec: GPT2Spec) -> list[str]:
+    """The linear layers inside the blocks: `h.3.mlp.c_fc`; `h.*.mlp.c_fc` when scanned, sharing one program."""
+    layers = ["*"] if spec.scan_layers else [str(i) for i in range(spec.n_layer)]
+    mlp = ("c_fc", "c_proj") if spec.mlp == "gelu" else ("c_gate", "c_fc", "c_proj")
+    return [f"h.{i}.{name}" for i in layers for name in ("attn.c_attn", "attn.c_proj", *(f"mlp.{n}" for n in mlp))]
