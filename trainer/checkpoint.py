@@ -70,7 +70,7 @@ class Checkpointer:
         best = BestN(get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([newest, best]) if keep_best else newest,
-            best_fn=None if read_only else _val_loss,  # makes Orbax store the metrics, and read all of them here
+            best_fn=_val_loss,  # makes Orbax store the metrics
             best_mode="min",
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
             read_only=read_only,  # overrides the line above
@@ -81,7 +81,7 @@ class Checkpointer:
                 probe = self.directory / f".writable-{jax.process_index()}"
                 probe.touch()
                 probe.unlink()
-                self._set_aside_metrics()
+            self._set_aside_metrics()
             self._manager = ocp.CheckpointManager(self.directory, options=options)
         except OSError as error:
             raise UserError(f"cannot write to {self.directory}: {error.strerror}; choose another run_dir") from error
@@ -257,6 +257,8 @@ class Checkpointer:
         for file in self.directory.glob("*/metrics/metrics") if jax.process_index() == 0 else ():
             step = file.parent.parent.name
             if step.isdigit() and not _holds_loss(file):
+                if self._read_only:
+                    raise UserError(f"{file} is damaged; remove {file.parent}, without which the checkpoint is whole")
                 (self.directory / DAMAGED).mkdir(exist_ok=True)
                 free = next(i for i in range(1_000_000) if not (self.directory / DAMAGED / f"{step}-loss-{i}").exists())
                 file.parent.rename(self.directory / DAMAGED / f"{step}-loss-{free}")
