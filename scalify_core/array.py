@@ -86,6 +86,14 @@ class ScaledArray:
     def rescale(self, scale: Any) -> ScaledArray:
         """The same value (up to rounding in the data's dtype) with another scale, static or dynamic as given."""
         target = ScaledArray(self.data, scale)
+        if self.is_static and target.is_static:
+            return (
+                self
+                if self.scale == target.scale
+                else ScaledArray(
+                    saturating_cast(times(as_float32(self.data), self.scale / target.scale), self.dtype), target.scale
+                )
+            )
         factor = 1.0 / target.scale if target.is_static else 1 / broadcast_scale(jnp.asarray(target.scale), self.data)
         # The old scale first: a product of an ordinary value and a scale is in range, a ratio of scales may not be.
         x = times(self.unscale(), factor)

@@ -119,16 +119,26 @@ def bind(eqn: Any, *operands: Any) -> Any:
 
 
 def plain(eqn: Any, *operands: Any) -> Any:
-    """An equation that no scale takes part in; uniform constants stay known through changes of shape and dtype."""
-    if eqn.primitive.name in _FOLDED:
-        constant = v.uniform(operands[0])
-        aval = eqn.outvars[0].aval
-        if constant is not None and jnp.issubdtype(aval.dtype, jnp.inexact):
-            return np.broadcast_to(np.asarray(constant).astype(aval.dtype), aval.shape)
+    """An equation that no scale takes part in. Uniform constants stay known: a loop's zeros must not get a scale."""
+    fold = _FOLDED.get(eqn.primitive.name)
+    if fold is not None and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+        constants = [v.uniform(x) for x in operands]
+        if None not in constants:
+            aval = eqn.outvars[0].aval
+            with np.errstate(all="ignore"):
+                number = fold(*(np.asarray(c).astype(aval.dtype) for c in constants))
+            return np.broadcast_to(number, aval.shape)
     return bind(eqn, *(v.materialise(x) for x in operands))
 
 
-_FOLDED = frozenset(("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy", "copy_p"))
+def _same(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+_FOLDED: dict[str, Callable] = {
+    **dict.fromkeys(("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy", "copy_p"), _same),
+    **{"neg": np.negative, "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply},
+}
 
 
 def _definer(

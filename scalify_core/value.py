@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -80,7 +81,7 @@ def value(
 ) -> Value:
     """`Value` of this data and scale; its format is the data's dtype if not given."""
     dtype = np.dtype(data.dtype if dtype is None else dtype)
-    if isinstance(scale, float):
+    if type(scale) is float:
         return Value(data, None, scale, rho, dtype, factor)
     return Value(data, scale, None, rho, dtype, factor, excess)
 
@@ -92,6 +93,8 @@ def is_static(scale: Scale) -> bool:
 
 def uniform(x: Any) -> float | None:
     """The number that all elements of a plain constant are known to be, or None."""
+    if type(x) is Value or isinstance(x, jax.core.Tracer):  # nearly always
+        return None
     if isinstance(x, (float, int, np.generic)):
         return float(x)
     if isinstance(x, np.ndarray) and (x.ndim == 0 or not any(x.strides)) and x.size and x.dtype != bool:
@@ -213,6 +216,11 @@ def same_scale(a: Scale, b: Scale) -> bool:
     return a is b or (is_static(a) and is_static(b) and a == b)
 
 
+def near(scales: Sequence[Scale]) -> bool:
+    """Whether scales are static and so near that what has the smallest loses nothing at the largest."""
+    return all(map(is_static, scales)) and max(scales) <= 16 * min(scales)
+
+
 def ratio(a: Scale, b: Scale) -> Scale:
     """`a / b`, within the range of scales where dynamic."""
     if is_static(a) and is_static(b):
@@ -318,7 +326,9 @@ def result_dtype(*operands: Any) -> np.dtype:
 
     0-d operands count only where all are. FP8 formats are for storage: arithmetic on them alone gives FP16.
     """
-    values = [v for v in operands if isinstance(v, Value)]
+    values = [v for v in operands if type(v) is Value]
+    if len({v.dtype for v in values}) == 1 and values[0].dtype.itemsize > 1:
+        return values[0].dtype
     formats = {v.dtype for v in values if v.shape} or {v.dtype for v in values}
     if len(formats) == 1:
         (only,) = formats

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -206,15 +207,23 @@ def _form(x: Any) -> _Form | None:
 
 
 def _common_form(alternatives: tuple) -> _Form | None:
-    """For the branches of a cond. A uniform constant takes any scale, another plain array has scale 1."""
+    """For the branches of a cond. Zeros take any scale, other constants have their own, other plain arrays scale 1.
+
+    Where the scales are far apart, each branch brings its own: at the largest, the others' data would underflow.
+    """
     values = [x for x in alternatives if isinstance(x, Value)]
     if not values:
         return None
     dtype = v.result_dtype(*values)
-    values += [v.value(x, 1.0, 1.0, dtype) for x in alternatives if not isinstance(x, Value) and v.uniform(x) is None]
-    if not all(v.is_static(x.scale) for x in values):
+    values += [v.lift(x, dtype) for x in alternatives if not isinstance(x, Value) and not _is_any_scale(x)]
+    if not v.near([x.scale for x in values]):
         return _Form(None, 1.0, dtype)
     return _Form(max(x.scale for x in values), max(x.rho for x in values), dtype)
+
+
+def _is_any_scale(x: Any) -> bool:
+    constant = v.uniform(x)
+    return constant is not None and (constant == 0 or not math.isfinite(constant))
 
 
 def _to_form(x: Any, form: _Form | None) -> Any:

@@ -122,3 +122,38 @@ def test_layers_of_a_scan_have_scales_of_their_own():
     rms = np.sqrt(np.mean(np.square(np.float32(out.data)), axis=(1, 2)))
     assert ((rms > 1 / 4) & (rms < 4)).all()
     np.testing.assert_allclose(asarray(out), fun(X, asarray(layers)), rtol=0, atol=0.02)
+
+
+# Scales far apart.
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_branches_whose_scales_are_far_apart_keep_their_own(which):
+    x = as_scaled_array(jax.random.normal(jax.random.key(0), (16,)) * 2.0**-20, 2.0**-20, dtype=jnp.float16)
+
+    def fun(which, x):
+        return jax.lax.switch(which, [lambda: x * 2.0**-20, lambda: x * 2.0**20, lambda: jnp.ones_like(x)])
+
+    np.testing.assert_array_equal(asarray(jax.jit(scalify(fun))(which, x)), fun(which, asarray(x)))
+
+
+def test_a_scalar_predicate_selects_between_static_scales_that_are_far_apart():
+    x = as_scaled_array(jax.random.normal(jax.random.key(0), (16,)), 1.0, dtype=jnp.float16)
+
+    def fun(x):
+        return jax.lax.fori_loop(0, 3, lambda i, c: jnp.where(i == 1, c * 2.0**20, c * 2.0**-20), x)
+
+    np.testing.assert_array_equal(asarray(jax.jit(scalify(fun))(x)), fun(asarray(x)))
+
+
+def test_constants_that_begin_a_loop_have_any_scale_however_they_are_used():
+    def fun(x):
+        def body(carry, y):
+            i, h, m = carry
+            return (i + 1, 0.9 * h + y, jnp.maximum(m, y)), h
+
+        return jax.lax.scan(body, (0, jnp.zeros(8), -jnp.inf * jnp.ones(8)), x)
+
+    x = as_scaled_array(jax.random.normal(jax.random.key(0), (16, 8)) * 2.0**-20, 2.0**-20, dtype=jnp.float16)
+    (_, h, m), hs = jax.jit(scalify(fun))(x)
+    assert max(y.scale for y in (h, m, hs)) <= 2.0**-16
