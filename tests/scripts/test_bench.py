@@ -64,10 +64,9 @@ def test_ratios_are_of_the_rounds_and_speed_is_the_inverse_of_time(monkeypatch):
 def test_the_scaled_step_races_the_plain_one_at_any_size(tmp_path, capsys):
     out = tmp_path / "bench.json"
     sizes = {"vocab": "70", "n_layer": 1, "n_head": 1, "d_model": 8, "context": 8, "batch": 1}
-    bench.main(bench.Arguments(**sizes, scalify="float32,float16", rounds=1, compiles=1, steps=1, out=str(out)))
+    bench.main(bench.Arguments(**sizes, scalify="float16", rounds=1, compiles=1, steps=1, out=str(out)))
     (row,) = json.loads(out.read_text())["results"]
-    for name in ("float32", "float16"):
-        assert min(row[name][key]["median"] for key in ("trace", "compile", "speed")) > 0
+    assert min(row["float16"][key]["median"] for key in ("trace", "compile", "speed")) > 0
     assert "scalify, float16 data, against plain: trace" in capsys.readouterr().out
 
 
