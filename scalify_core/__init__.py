@@ -1,6 +1,6 @@
 """Scale propagation for JAX programs: narrow floating point without loss scaling or amax histories."""
 
-from scalify_core import tree
+from scalify_core import optim, tree, weights
 from scalify_core.array import ScaledArray, as_scaled_array, asarray
 from scalify_core.composite import composite
 from scalify_core.formats import FloatFormat
@@ -61,6 +61,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",
+    "optim",
     "rebalance",
     "relu",
     "rms_norm",
@@ -72,4 +73,5 @@ __all__ = [
     "summarize",
     "swiglu",
     "tree",
+    "weights",
 ]

@@ -11,8 +11,8 @@
         return weights.apply_updates(params, updates, rounding="stochastic", seed=0, step=number), state
 
 Between steps the chosen fields of the state are ScaledArrays: narrow data and one power-of-two scale. In a step they
-are widened to FP32, the optimiser computes in FP32, and the new values are narrowed again. Compiled, all of it fuses
-to a pass for the scale and one that stores; no moment is held in FP32. What is particular about it:
+are widened to FP32, the optimiser computes in FP32, and the new values are narrowed again. Compiled for a GPU, all of
+it fuses to a pass for the scales and one that stores, parameter by parameter. What is particular about it:
 
 - **The scale comes from the largest magnitude**, which then lies in the upper octave of the format. Moments reach far
   down (rows of an embedding that are seldom seen), not up, and nothing saturates. A maximum does not depend on the
@@ -121,7 +121,7 @@ def scaled_state(
         def narrow(params: Any) -> ScaledStateState:
             new, plans, treedef = _flatten(tx.init(wide(params)), stored)
             like = jnp.float32(MIN_SCALE)  # of zeros, as in as_scaled_array
-            scales = [_scale(x, like, how) for x, (how, _) in zip(new, plans, strict=True)]
+            scales = [_scale(x, like, how) for x, (how, *_) in zip(new, plans, strict=True)]
             step = jnp.zeros((), jnp.int32)
             return ScaledStateState(step, treedef.unflatten(_narrow(new, plans, scales, seed, step)))
 
@@ -139,7 +139,7 @@ def scaled_state(
         old, plans, _ = _flatten(state.inner_state, stored)
         _, new, _ = advance(updates, state.inner_state)
         scales = [
-            _scale(x, like.scale if how else None, how) for x, like, (how, _) in zip(new, old, plans, strict=True)
+            _scale(x, like.scale if how else None, how) for x, like, (how, *_) in zip(new, old, plans, strict=True)
         ]
         # Computed again once the scales are known: the compiler would hold the new moments in FP32 in between. Of the
         # first time only what the scales depend on is compiled.
@@ -173,10 +173,11 @@ def _stored_fields(
 
 
 class _Plan(NamedTuple):
-    """How one array of a state is stored; None: as it is. `other`: the index of the array that it is relative to."""
+    """How one array of a state is stored."""
 
-    how: Stored | None
-    other: int | None
+    how: Stored | None  # None: as it is
+    other: int | None  # the index of the array that it is relative to
+    parameter: Any  # what the stored arrays that belong to one parameter have in common
 
 
 def _flatten(state: Any, stored: Mapping[str, Stored]) -> tuple[list[Any], list[_Plan], Any]:
@@ -191,7 +192,7 @@ def _flatten(state: Any, stored: Mapping[str, Stored]) -> tuple[list[Any], list[
     for path, _ in flat:
         field = next((key for key in path if isinstance(key, jax.tree_util.GetAttrKey) and key.name in stored), None)
         if field is None or path not in places:
-            plans.append(_Plan(None, None))
+            plans.append(_Plan(None, None, None))
             continue
         how, other = stored[field.name], None
         missing.discard(field.name)
@@ -199,7 +200,7 @@ def _flatten(state: Any, stored: Mapping[str, Stored]) -> tuple[list[Any], list[
             partner = jax.tree_util.GetAttrKey(how.relative_to)
             other = places.get(tuple(partner if key is field else key for key in path))
             missing |= {how.relative_to} if other is None else set()
-        plans.append(_Plan(how, other))
+        plans.append(_Plan(how, other, tuple(key for key in path if key is not field)))
     if missing:
         attributes = [[key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)] for path in places]
         has = sorted({names[-1] for names in attributes if names})
@@ -215,9 +216,9 @@ def _widen(arrays: list[Any], plans: list[_Plan]) -> list[Any]:
     # The maximum also catches squares that leave FP32.
     values = [
         jnp.maximum(jnp.square(x), _SQUARE_FLOOR) if how and how.sqrt else x
-        for x, (how, _) in zip(values, plans, strict=True)
+        for x, (how, *_) in zip(values, plans, strict=True)
     ]
-    return [x if i is None else x * _divisor(values[i]) for x, (_, i) in zip(values, plans, strict=True)]
+    return [x if i is None else x * _divisor(values[i]) for x, (_, i, _) in zip(values, plans, strict=True)]
 
 
 def _divisor(square: jax.Array) -> jax.Array:
@@ -244,20 +245,32 @@ def _root(x: jax.Array, how: Stored) -> jax.Array:
 def _narrow(new: list[Any], plans: list[_Plan], scales: list[Any], seed: int, step: Any) -> list[Any]:
     """The arrays of a state as they are stored; `new` are its FP32 values."""
 
-    def narrow(leaf: int, x: jax.Array, how: Stored | None) -> Any:
-        if how is None:
-            return x
-        fmt, x = how.format, _root(x, how)
-        smallest = max(fmt.min_subnormal, FP32.min_normal)  # where FP32 subnormals count as zero
-        data = x * (1 / scales[leaf])
-        if how.sqrt:
-            data = jnp.where(x > 0, jnp.maximum(data, smallest), data)
-        return ScaledArray(round_to(data, fmt, how.rounding, seed, step, leaf), scales[leaf])
-
-    out = [None if plan.other is not None else narrow(i, new[i], plan.how) for i, plan in enumerate(plans)]
-    for i, (how, other) in enumerate(plans):
+    def narrow(leaf: int, scale: jax.Array) -> ScaledArray:
+        how, other, _ = plans[leaf]
+        assert how is not None
+        x = _root(new[leaf], how)
         if other is not None:
             # By the root that will be read, so that its rounding does not enter.
-            (square,) = _widen([out[other]], [_Plan(plans[other].how, None)])
-            out[i] = narrow(i, new[i] / _divisor(square), how)
+            x = x / _divisor(_widen([out[other]], [plans[other]])[0])
+        data = x * (1 / scale)
+        if how.sqrt:
+            smallest = max(how.format.min_subnormal, FP32.min_normal)  # FP32 subnormals may count as zero
+            data = jnp.where(x > 0, jnp.maximum(data, smallest), data)
+        return ScaledArray(round_to(data, how.format, how.rounding, seed, step, leaf), scale)
+
+    groups: dict[Any, list[int]] = {}
+    for leaf, plan in enumerate(plans):
+        if plan.how is not None:
+            groups.setdefault(plan.parameter, []).append(leaf)
+    out, before = list(new), list[int]()
+    for group in groups.values():
+        # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
+        finished, group_scales = jax.lax.optimization_barrier(([out[i] for i in before], [scales[i] for i in group]))
+        for i, x in zip(before, finished, strict=True):
+            out[i] = x
+        for i, scale in sorted(
+            zip(group, group_scales, strict=True), key=lambda pair: plans[pair[0]].other is not None
+        ):
+            out[i] = narrow(i, scale)
+        before = group
     return out

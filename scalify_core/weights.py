@@ -33,7 +33,7 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: int, s
     """
     check_rounding(rounding)
 
-    def add(index: int, p: Any, update: Any) -> Any:
+    def add(index: int, p: Any, update: Any, step: Any) -> Any:
         data = p.data if is_scaled_array(p) else p
         fmt = FloatFormat.of(data.dtype)
         update = wide(update)
@@ -45,7 +45,12 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: int, s
             total = round_to(total, fmt, rounding, seed, step, -1 - index)
         return ScaledArray(total, p.scale) if is_scaled_array(p) else total
 
-    new = [add(i, p, u) for i, (p, u) in enumerate(zip(leaves(params), leaves(updates), strict=True))]
+    new: list[Any] = []
+    for i, (p, update) in enumerate(zip(leaves(params), leaves(updates), strict=True)):
+        if new and rounding == "stochastic":
+            # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
+            new[-1], step = jax.lax.optimization_barrier((new[-1], step))
+        new.append(add(i, p, update, step))
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_scaled_array), new)
 
 
