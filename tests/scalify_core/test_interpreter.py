@@ -1,5 +1,6 @@
 """What `scalify` promises about its arguments, its results, gradients, transformations and the compiled program."""
 
+import gc
 import re
 import warnings
 from collections import Counter
@@ -223,3 +224,20 @@ def test_users_write_composites_with_rules_in_a_dozen_lines(monkeypatch):
     out = scalify(squared_relu)(x)
     assert out.scale == 2.0**-16
     np.testing.assert_allclose(asarray(out), np.maximum(asarray(x), 0) ** 2, rtol=2**-11, atol=2**-40)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_tracing_leaves_the_garbage_collector_as_it_was(enabled):
+    def fails(x):
+        raise RuntimeError("inside")
+
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        scalify(jnp.sin)(as_scaled_array(jnp.ones(3)))
+        assert gc.isenabled() == enabled
+        with pytest.raises(RuntimeError, match="inside"):
+            scalify(fails)(as_scaled_array(jnp.ones(3)))
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
