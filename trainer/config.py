@@ -124,7 +124,7 @@ class Precision:
     mu: Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
     nu: Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
     moments_rounding: Literal["auto", "nearest", "stochastic"]
-    rescale_layer_norm_grad: bool
+    rescale_grads: tuple[str, ...]
     rescale_every: int
     clip_outliers: float | None
     amax_history: int

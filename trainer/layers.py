@@ -62,18 +62,18 @@ class Factory:
         compute_dtype: DTypeLike,
         param_dtype: DTypeLike,
         dot_general: DotGeneralFor | None,
-        rescale_grad: bool,
+        rescale_grads: tuple[str, ...],
     ) -> None:
         self.path = path
         self.rngs = rngs
         self.compute_dtype = compute_dtype
         self.param_dtype = param_dtype
         self.dot_general = dot_general
-        self.rescale_grad = rescale_grad
+        self.rescale_grads = rescale_grads
 
     def layer_norm(self, d: int) -> "LayerNorm":
         """A LayerNorm over `d` elements."""
-        return LayerNorm(d, self.param_dtype, rescale_grad=self.rescale_grad)
+        return LayerNorm(d, self.param_dtype, rescale_grad="layer_norm" in self.rescale_grads)
 
     def linear(self, name: str, d_in: int, d_out: int, stddev: float = 0.02) -> Linear:
         """Normal weights, zero bias. Its dot_general is the one chosen for `{path}.{name}`."""
@@ -114,17 +114,25 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal multi-head self-attention."""
+    """Causal multi-head self-attention.
+
+    `rescale_grad`: under `scalify`, the gradient of queries, keys and values is rescaled by its RMS, measured at run
+    time: it is a sum over positions that are anything but independent, and grows by more than shapes tell.
+    """
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
         self.n_head = spec.n_head
+        self.rescale_grad = "qkv" in make.rescale_grads
         self.c_attn = make.linear("attn.c_attn", spec.d_model, 3 * spec.d_model)
         self.c_proj = make.linear("attn.c_proj", spec.d_model, spec.d_model, residual_stddev)
 
     def heads(self, x_NxD: jax.Array, batch: int) -> list[jax.Array]:
         """Queries, keys, values, each `[B, T, H, K]`."""
         d = x_NxD.shape[1]
-        split = jnp.split(self.c_attn(x_NxD), 3, axis=1)
+        qkv_NxE = self.c_attn(x_NxD)
+        if self.rescale_grad:
+            qkv_NxE = dynamic_rescale_rms_grad(qkv_NxE)
+        split = jnp.split(qkv_NxE, 3, axis=1)
         return [part.reshape(batch, -1, self.n_head, d // self.n_head) for part in split]
 
     def __call__(self, x_NxD: jax.Array, batch: int, segments_BxT: jax.Array | None) -> jax.Array:

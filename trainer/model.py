@@ -31,7 +31,7 @@ class GPT2(nnx.Module):
       param_dtype: of the master parameters.
       dot_general: from a linear layer's path to the dot_general it uses, of activations in `compute_dtype` and a kernel
         in `param_dtype`; None: the product in `compute_dtype`. See `linear_paths`.
-      rescale_grad: of the LayerNorms.
+      rescale_grads: of `precision.PLACES`, where gradients are rescaled under `scalify`.
       rngs: key stream `params`. Scanned and unrolled layers get the same initial values from the same key.
     """
 
@@ -42,7 +42,7 @@ class GPT2(nnx.Module):
         compute_dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         dot_general: DotGeneralFor | None = None,
-        rescale_grad: bool = False,
+        rescale_grads: tuple[str, ...] = (),
         rngs: nnx.Rngs,
     ) -> None:
         self.spec = spec
@@ -51,7 +51,7 @@ class GPT2(nnx.Module):
         self.wpe = Embedding(spec.context, spec.context, spec.d_model, param_dtype, rngs)
 
         def factory(path: str, rngs: nnx.Rngs = rngs) -> Factory:
-            return Factory(path, rngs, compute_dtype, param_dtype, dot_general, rescale_grad)
+            return Factory(path, rngs, compute_dtype, param_dtype, dot_general, rescale_grads)
 
         def block(name: str, key: jax.Array) -> Block:
             return Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))

@@ -30,6 +30,7 @@ MOMENTS: dict[str, tuple[str | None, str | None]] = {
     "muon": ("mu", "nu"),
     "adafactor": (None, None),
 }
+PLACES = ("layer_norm", "qkv")  # where a gradient can be rescaled
 ASSUMED_SCALE = 2.0**-6  # of weights that do not exist yet, where a program is compiled without them
 
 
@@ -50,7 +51,8 @@ class Policy:
       weight_grad: of the weights of the chosen matmuls, on its way to the optimiser: fp32, bf16, fp16, e4m3 or e5m2.
       mu, nu: storage of the first and second moment: fp32, bf16, fp16, e4m3 or e5m2; narrow ones are scaled arrays.
       moments_rounding: auto (see `scalify_core.optim`), nearest or stochastic.
-      rescale_layer_norm_grad: rescale the input gradient of each LayerNorm by its RMS, where scales propagate.
+      rescale_grads: where scales propagate, the places whose gradient gets the scale of its RMS, measured at run time:
+        layer_norm (the input of each) and qkv (queries, keys and values of each attention).
       clip_outliers: operands of the chosen matmuls are clipped to so many times their RMS before the cast; None: not.
       amax_history: steps that `delayed` looks back.
     """
@@ -68,12 +70,15 @@ class Policy:
     mu: str
     nu: str
     moments_rounding: Any
-    rescale_layer_norm_grad: bool
+    rescale_grads: tuple[str, ...]
     clip_outliers: float | None
     amax_history: int
 
     def __post_init__(self) -> None:
         """Raise UserError for fields that contradict each other."""
+        for place in self.rescale_grads:
+            if place not in PLACES:
+                raise UserError(f"precision.rescale_grads: {place!r} is not a place; valid: {', '.join(PLACES)}")
         if (self.forward is None) != (self.backward is None):
             raise UserError(
                 f"precision.forward={self.forward}, precision.backward={self.backward}: give both formats or neither"

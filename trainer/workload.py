@@ -53,7 +53,7 @@ class Model(NamedTuple):
             spec,
             compute_dtype=policy.logical,
             dot_general=dot_general_for(policy, paths),
-            rescale_grad=policy.scaled and policy.rescale_layer_norm_grad,
+            rescale_grads=policy.rescale_grads if policy.scaled else (),
         )
         sampling = functional(spec, compute_dtype=policy.logical)
         return cls(spec, policy, training, sampling, chosen_matmuls(policy, paths))

@@ -193,7 +193,8 @@ def _extreme(eqn: Any, *operands: Any) -> Value:
 
 @rule("select_n")
 def _select_n(eqn: Any, which: Any, *cases: Any) -> Value:
-    if not np.shape(which) and not v.near([x.scale for x in cases if isinstance(x, Value)]):
+    # Not for static scales: clipping by a global norm is such a choice, and would make all of an optimiser dynamic.
+    if not np.shape(which) and any(isinstance(x, Value) and not v.is_static(x.scale) for x in cases):
         return _select_whole(eqn, v.materialise(which), *cases)
     data, scale, rho, dtype = common(*cases)
     return v.value(bind(eqn, v.materialise(which), *data), scale, rho, dtype)

@@ -14,6 +14,7 @@ from scalify_core.formats import E4M3, E5M2
 from scalify_core.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
 from scalify_core.registry import composite_rule
 from scalify_core.rules.elementwise import lifted
+from scalify_core.rules.matmul import saturated
 from scalify_core.value import Value
 
 
@@ -35,7 +36,7 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
     power, rho = _sum_of(product.sizes[2], lhs, rhs)
     out, lhs8, rhs8 = _on_data(call, forward, lhs.data, rhs.data)
     operands = v.value(lhs8, lhs.scale, lhs.rho), v.value(rhs8, rhs.scale, rhs.rho)
-    return v.value(out, _scale(lhs, rhs, power), rho, dtype), (*operands, *_unused(product))
+    return v.value(saturated(out), _scale(lhs, rhs, power), rho, dtype), (*operands, *_unused(product))
 
 
 @composite_rule("fp8_dot_general.bwd")
@@ -56,8 +57,8 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
 
     d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *_unused(product), gradient.data)
     return (
-        v.value(d_lhs, _scale(gradient, rhs, lhs_power), lhs_rho, dtype),
-        v.value(d_rhs, _scale(lhs, gradient, rhs_power), rhs_rho, dtype),
+        v.value(saturated(d_lhs), _scale(gradient, rhs, lhs_power), lhs_rho, dtype),
+        v.value(saturated(d_rhs), _scale(lhs, gradient, rhs_power), rhs_rho, dtype),
     )
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import value as v
+from scalify_core.formats import FP16
 from scalify_core.registry import rule, unscaled
 from scalify_core.rules.elementwise import lifted
 from scalify_core.value import Value
@@ -32,7 +35,15 @@ def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
         **{**eqn.params, "preferred_element_type": np.dtype(dtype)},
     )
     rho = a.rho * b.rho * math.sqrt(max(count, 1))
-    return v.settled(data, v.product(a.scale, b.scale), rho, dtype, slack=math.sqrt(2))
+    return v.settled(saturated(data), v.product(a.scale, b.scale), rho, dtype, slack=math.sqrt(2))
+
+
+def saturated(x: jax.Array) -> jax.Array:
+    """`x`; in FP16 infinities become the largest number.
+
+    Sums of many terms that are not independent leave the range of a product's FP16 result, and would spread as NaN.
+    """
+    return jnp.clip(x, -FP16.max, FP16.max) if x.dtype == jnp.float16 else x
 
 
 @rule("dot_general", wide=False)

@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType
@@ -137,13 +138,12 @@ def test_branches_whose_scales_are_far_apart_keep_their_own(which):
     np.testing.assert_array_equal(asarray(jax.jit(scalify(fun))(which, x)), fun(which, asarray(x)))
 
 
-def test_a_scalar_predicate_selects_between_static_scales_that_are_far_apart():
-    x = as_scaled_array(jax.random.normal(jax.random.key(0), (16,)), 1.0, dtype=jnp.float16)
+def test_clipping_by_the_global_norm_keeps_static_scales_static():
+    def clipped(gradients):
+        return optax.clip_by_global_norm(1.0).update(gradients, optax.EmptyState())[0]
 
-    def fun(x):
-        return jax.lax.fori_loop(0, 3, lambda i, c: jnp.where(i == 1, c * 2.0**20, c * 2.0**-20), x)
-
-    np.testing.assert_array_equal(asarray(jax.jit(scalify(fun))(x)), fun(asarray(x)))
+    gradients = [as_scaled_array(2.0**-9 * jnp.ones((64, n)), 2.0**-9, dtype=jnp.float16) for n in (1, 64)]
+    assert all(x.is_static for x in jax.jit(scalify(clipped))(gradients))
 
 
 def test_constants_that_begin_a_loop_have_any_scale_however_they_are_used():
