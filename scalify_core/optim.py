@@ -151,6 +151,25 @@ def scaled_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def wide_state(state: ScaledStateState, **settings: Any) -> ScaledStateState:
+    """A state with all its moments in FP32 and with their own meaning, as the optimiser would have it unstored.
+
+    `settings`: `mu`, `nu`, `rounding` and `fields`, as `scaled_state` was given them.
+    """
+    arrays, plans, treedef = _flatten(state.inner_state, _stored_fields(**_DEFAULTS | settings))
+    return ScaledStateState(state.step, treedef.unflatten(_widen(arrays, plans)))
+
+
+def narrow_state(state: ScaledStateState, *, seed: int, **settings: Any) -> ScaledStateState:
+    """The inverse of `wide_state`, for these settings: a state can so go on in other formats. Rounds once."""
+    new, plans, treedef = _flatten(state.inner_state, _stored_fields(**_DEFAULTS | settings))
+    scales = [_scale(x, jnp.float32(MIN_SCALE), how) for x, (how, *_) in zip(new, plans, strict=True)]
+    return ScaledStateState(state.step, treedef.unflatten(_narrow(new, plans, scales, seed, state.step)))
+
+
+_DEFAULTS: dict[str, Any] = {"mu": FP32, "nu": FP32, "rounding": "auto", "fields": {}}
+
+
 def _stored_fields(
     mu: Any, nu: Any, rounding: Literal["auto"] | Rounding, fields: Mapping[str, Stored]
 ) -> dict[str, Stored]:

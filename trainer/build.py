@@ -38,7 +38,7 @@ from trainer.messages import describe, farewell, schedule_change
 from trainer.metrics import Throughput
 from trainer.optimizer import learning_rates, make_optimizer
 from trainer.parallel import Agreement, abstract_batch, make_mesh, place_batch, replicated, start_processes
-from trainer.precision import DTYPES, Policy, store_optimizer
+from trainer.precision import DTYPES, Policy
 from trainer.rundir import RunDir, write_environment
 from trainer.spec import GPT2Spec
 from trainer.start import architecture, check_same_run, initial_weights, restore_logical, starting_point
@@ -51,7 +51,6 @@ from trainer.workload import (
     Model,
     Trained,
     Workload,
-    abstract_state,
     compile_step,
     first_state,
     make_diagnose,
@@ -159,8 +158,7 @@ def build_workload(c: schema.Config) -> Workload:
     data = build_data(c)
     policy = build_policy(c.precision)
     model = build_model(c.model, policy, data.tokenizer.vocab_size)
-    optimizer = store_optimizer(build_optimizer(c.optimizer), c.optimizer.name, policy, c.seed)
-    return Workload(model, data, optimizer, mesh, c.seed)
+    return Workload(model, data, c.optimizer.name, build_optimizer(c.optimizer), mesh, c.seed)
 
 
 def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
@@ -281,9 +279,9 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             c.resume.source,
             directory.path,
             checkpointer,
-            w.model,
-            abstract_state(w),
+            w,
             lambda: build_state(c, w),
+            convert=c.resume.convert,
         )
         fork = found.step not in [0, *checkpointer.steps()]
         check_same_run(found, c.train.steps, w.data.manifest.fingerprint, fork=fork)

@@ -156,6 +156,7 @@ class Tracker:
 @dataclass(frozen=True)
 class Resume:
     source: str
+    convert: bool
 
 
 @dataclass(frozen=True)

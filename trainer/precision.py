@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.typing import DTypeLike
 
 from scalify_core import FloatFormat, ScaledArray, optim, weights
@@ -196,21 +195,29 @@ def abstract_weights(shapes: Any, policy: Policy, scale: float | None = None) ->
     return jax.tree.map(convert, shapes)
 
 
-def store_optimizer(tx: optax.GradientTransformation, name: str, policy: Policy, seed: int) -> Any:
-    """The optimiser with its moments stored as the policy says, and everything in it computed in FP32."""
-    fields = {}
-    for key, field in zip(("mu", "nu"), MOMENTS[name], strict=True):
-        fmt = parse_format(f"precision.{key}", getattr(policy, key))
-        if fmt is FP32:
-            continue
-        if field is None:
+def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
+    """How `optim.scaled_state` stores the moments of the optimiser `name`. UserError for one that it does not have."""
+    formats = {key: parse_format(f"precision.{key}", getattr(policy, key)) for key in ("mu", "nu")}
+    fields = dict(zip(("mu", "nu"), MOMENTS[name], strict=True))
+    for key, fmt in formats.items():
+        if fmt is not FP32 and fields[key] is None:
             raise UserError(
-                f"precision.{key}={getattr(policy, key)}, but optimizer={name} has no such moment; "
+                f"precision.{key}={fmt}, but optimizer={name} has no such moment; "
                 f"set precision.{key}=fp32, or choose another optimizer"
             )
-        precise = fmt.mantissa_bits >= 10 and key == "mu"
+    if name == "adamw":
+        return formats | {"rounding": policy.moments_rounding}
+
+    def stored(key: str, fmt: FloatFormat) -> optim.Stored:
         rounding = policy.moments_rounding
         if rounding == "auto":
-            rounding = "nearest" if precise else "stochastic"
-        fields[field] = optim.Stored(fmt, sqrt=key == "nu", rounding=rounding)
-    return optim.scaled_state(tx, fields=fields, seed=seed)
+            rounding = "nearest" if key == "mu" and fmt.mantissa_bits >= 10 else "stochastic"
+        return optim.Stored(fmt, sqrt=key == "nu", rounding=rounding)
+
+    return {"fields": {fields[key]: stored(key, fmt) for key, fmt in formats.items() if fmt is not FP32}}
+
+
+def convert_moments(state: Any, name: str, source: Policy, policy: Policy, seed: int) -> Any:
+    """An optimiser's state stored for one policy as it is stored for another."""
+    wide = optim.wide_state(state, **moment_settings(name, source))
+    return optim.narrow_state(wide, seed=seed, **moment_settings(name, policy))

@@ -1,7 +1,6 @@
 """Where a run starts: at its own newest checkpoint, at another run's, from given weights, or from nothing."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from trainer.model import Params, stack_layers
 from trainer.precision import Policy
 from trainer.spec import GPT2Spec
 from trainer.state import TrainState
-from trainer.workload import Model
+from trainer.workload import Workload, abstract_state, convert_state
 
 
 def architecture(spec: GPT2Spec) -> dict[str, Any]:
@@ -37,9 +36,10 @@ def starting_point(
     source: str,
     run_dir: Path,
     own: Checkpointer,
-    model: Model,
-    target: TrainState,
+    w: Workload,
     first: Callable[[], TrainState],
+    *,
+    convert: bool,
 ) -> Restored:
     """State, steps taken and meta to start from.
 
@@ -47,9 +47,9 @@ def starting_point(
       source: `auto` continues `run_dir` where it holds a checkpoint; `none` refuses to; anything else is a run
         directory, from whose newest checkpoint a `run_dir` without one starts.
       own: the checkpoints of `run_dir`.
-      model: what is trained, in its precision.
-      target: shapes, dtypes and shardings of the state.
+      w: what is trained, in its precision.
       first: makes the state before step 0.
+      convert: whether another run's state may be in another precision; it is then converted.
 
     Raises:
       UserError: `none` but there are checkpoints, no such run directory, or another model's state.
@@ -60,29 +60,37 @@ def starting_point(
                 f"run_dir={run_dir} holds checkpoints of steps {own.steps()} and resume=none; "
                 "choose another run_dir, or resume=auto to continue"
             )
-        check_same_precision(f"run_dir={run_dir}", own.meta()["precision"], model.policy)
-        return own.restore(target)
+        check_same_precision(f"run_dir={run_dir}", policy_of(own.meta()), w.model.policy)
+        return own.restore(abstract_state(w))
     if source in ("auto", "none"):
         return Restored(0, first(), {})
     if not (Path(source) / "checkpoints").is_dir():
         raise UserError(f"resume={source} has no checkpoints; valid: auto, none, or a run directory")
     with Checkpointer.reading(Path(source) / "checkpoints") as theirs:
         meta = theirs.meta()
-        check_same_model(f"resume={source}", meta["model"], model.spec)
-        check_same_precision(f"resume={source}", meta["precision"], model.policy)
-        found = theirs.restore(target)
-    return Restored(found.step, found.state, {k: v for k, v in found.meta.items() if k != "tracker_id"})
+        check_same_model(f"resume={source}", meta["model"], w.model.spec)
+        policy = policy_of(meta)
+        if not convert:
+            check_same_precision(f"resume={source}", policy, w.model.policy, "resume.convert=true converts it")
+        found = theirs.restore(abstract_state(w.in_precision(policy)))
+    state = found.state if policy == w.model.policy else convert_state(w, found.state, policy)
+    return Restored(found.step, state, {k: v for k, v in found.meta.items() if k != "tracker_id"})
 
 
-def check_same_precision(source: str, theirs: Mapping[str, Any], policy: Policy) -> None:
+def policy_of(meta: Mapping[str, Any]) -> Policy:
+    """The precision that a checkpoint was made in."""
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in meta["precision"].items()}
+    return Policy(**fields)
+
+
+def check_same_precision(source: str, theirs: Policy, ours: Policy, otherwise: str = "") -> None:
     """Refuse a state that was trained in another precision."""
-    ours = json.loads(json.dumps(dataclasses.asdict(policy)))
-    different = [name for name in ours if theirs.get(name) != ours[name]]
+    before, now = dataclasses.asdict(theirs), dataclasses.asdict(ours)
+    different = [f"precision.{name}={before[name]} (now {now[name]})" for name in now if before[name] != now[name]]
     if different:
-        listed = ", ".join(f"precision.{name}={theirs.get(name)} (here {ours[name]})" for name in different)
         raise UserError(
-            f"{source} was trained with {listed}: not the same run; choose its precision, "
-            "or take its weights into a new run with init_from"
+            f"{source} was trained with {', '.join(different)}: not the same run; choose its precision, or a run_dir "
+            f"of its own; {otherwise or 'there, resume=RUN resume.convert=true converts its state'}"
         )
 
 

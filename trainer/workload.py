@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from scalify_core import asarray
+from scalify_core import asarray, optim, weights
 from trainer.data import Loader, Manifest, Tokenizer
 from trainer.generate import Generator
 from trainer.gradients import Differentiate, differentiate, propagated_loss, store_gradients
@@ -20,8 +20,10 @@ from trainer.precision import (
     Policy,
     abstract_weights,
     chosen_matmuls,
+    convert_moments,
     dot_general_for,
     is_kernel_of,
+    moment_settings,
     store_weights,
 )
 from trainer.spec import GPT2Spec, linear_paths
@@ -118,9 +120,20 @@ class Workload(NamedTuple):
 
     model: Model
     data: Dataset
-    optimizer: optax.GradientTransformation
+    optimizer_name: str
+    plain_optimizer: optax.GradientTransformation
     mesh: Mesh
     seed: int
+
+    @property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """At a learning rate of one, its moments stored as the precision says, everything in it computed in FP32."""
+        settings = moment_settings(self.optimizer_name, self.model.policy)
+        return optim.scaled_state(self.plain_optimizer, seed=self.seed, **settings)
+
+    def in_precision(self, policy: Policy) -> "Workload":
+        """The same in another precision."""
+        return self._replace(model=Model.make(self.model.spec, policy))
 
     @property
     def parameters(self) -> int:
@@ -137,15 +150,15 @@ class Trained(NamedTuple):
     tokenizer: Tokenizer
 
 
-def first_state(w: Workload, weights: Callable[[Any], Any] = lambda params: params) -> TrainState:
-    """The first state, replicated over the mesh, from the seed alone; `weights` may replace the FP32 parameters."""
+def first_state(w: Workload, replace: Callable[[Params], Params] = lambda params: params) -> TrainState:
+    """The first state, replicated over the mesh, from the seed alone; `replace` may give other FP32 parameters."""
 
     def initial() -> tuple[Params, jax.Array]:
         init_key, step_key = jax.random.split(jax.random.key(w.seed))
         return w.model.training.init(init_key), step_key
 
     params, key = jax.jit(initial, out_shardings=replicated(w.mesh))()
-    params = store_weights(weights(params), w.model.policy)
+    params = store_weights(replace(params), w.model.policy)
 
     def rest(params: Params, key: jax.Array) -> TrainState:
         return init_state(params, w.optimizer, key, w.model.differentiate().init())
@@ -170,6 +183,14 @@ def abstract_state(w: Workload, scale: float | None = None) -> TrainState:
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), jax.eval_shape(w.optimizer.init, params)
     )
     return TrainState(params, opt_state, state.key, state.scaling)
+
+
+def convert_state(w: Workload, state: TrainState, source: Policy) -> TrainState:
+    """A state that was stored for the precision `source`, for that of the workload; every value is rounded once."""
+    policy = w.model.policy
+    params = store_weights(weights.wide(state.params), policy)
+    opt_state = jax.jit(lambda s: convert_moments(s, w.optimizer_name, source, policy, w.seed))(state.opt_state)
+    return TrainState(params, opt_state, state.key, w.model.differentiate().init())
 
 
 def compile_step(w: Workload, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled:
