@@ -1,0 +1,128 @@
+"""Statistics of paired runs: the mean difference to a base at the same seed, its interval, and the table of them."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from scipy.special import stdtrit
+
+
+class Outcome(NamedTuple):
+    """What a run came to.
+
+    Attributes:
+      curve: validation loss (nats per token) after so many steps.
+      skipped: steps that were not finite.
+      diverged: whether the watchdog stopped it.
+    """
+
+    curve: dict[int, float]
+    skipped: int
+    diverged: bool
+
+    def final(self, last: int) -> float:
+        """Mean of the last validations; infinite where it diverged."""
+        return (
+            math.inf if self.diverged else statistics.fmean([self.curve[step] for step in sorted(self.curve)[-last:]])
+        )
+
+
+class Row(NamedTuple):
+    """A line of the table.
+
+    Attributes:
+      lr: multiple of the model's learning rate.
+      item: what was run.
+      n: pairs in which neither run diverged: those that the figures are of.
+      diverged: runs that diverged.
+      skipped: steps that were not finite, over all runs.
+      loss: mean final loss (nats) of the pairs.
+      difference: mean of item minus base (nats); positive is worse.
+      half_width: of the 95% interval of that mean; infinite for a single pair.
+      base_loss: mean final loss of the base in these pairs.
+    """
+
+    lr: float
+    item: str
+    n: int
+    diverged: int
+    skipped: int
+    loss: float
+    difference: float
+    half_width: float
+    base_loss: float
+
+    @property
+    def percent(self) -> float:
+        """The difference in percent of the base's loss."""
+        return 100 * self.difference / self.base_loss
+
+    @property
+    def upper_percent(self) -> float:
+        """The upper end of the interval in percent of the base's loss."""
+        return 100 * (self.difference + self.half_width) / self.base_loss
+
+
+def half_width(differences: Sequence[float]) -> float:
+    """Half the 95% interval of a mean by Student's t: t(0.975, n-1) s / sqrt(n); infinite for a single value."""
+    n = len(differences)
+    if n < 2:
+        return math.inf
+    return float(stdtrit(n - 1, 0.975)) * statistics.stdev(differences) / math.sqrt(n)
+
+
+def compare(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> list[Row]:
+    """A row for each learning rate and item, in the order of first appearance.
+
+    Args:
+      outcomes: by a key with `lr`, `item` and `seed`.
+      base: the item that the others are compared with.
+      last: validations that a final loss is the mean of.
+    """
+    final = {(key.lr, key.item, key.seed): found.final(last) for key, found in outcomes.items()}
+    rows = []
+    for lr, item in dict.fromkeys((key.lr, key.item) for key in outcomes):
+        own = {key.seed: found for key, found in outcomes.items() if (key.lr, key.item) == (lr, item)}
+        pairs = [
+            (final[lr, item, seed], final[lr, base, seed])
+            for seed in own
+            if math.isfinite(final[lr, item, seed]) and math.isfinite(final.get((lr, base, seed), math.inf))
+        ]
+        differences = [ours - theirs for ours, theirs in pairs]
+        rows.append(
+            Row(
+                lr,
+                item,
+                n=len(pairs),
+                diverged=sum(found.diverged for found in own.values()),
+                skipped=sum(found.skipped for found in own.values()),
+                loss=mean([ours for ours, _ in pairs]),
+                difference=mean(differences),
+                half_width=half_width(differences),
+                base_loss=mean([theirs for _, theirs in pairs]),
+            )
+        )
+    return rows
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN of nothing."""
+    return statistics.fmean(values) if values else math.nan
+
+
+def markdown(rows: Sequence[Row], base: str) -> str:
+    """The table; a dash where there is no figure. `at most` is the upper end of the interval."""
+    lines = [
+        "| lr | precision | n | diverged | skipped steps | final loss | difference, nats | in % | at most, % |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        loss = f"{row.loss:.4f}" if row.n else "-"
+        difference = [f"{row.difference:+.4f}", f"{row.percent:+.2f}", "-"] if row.n and row.item != base else ["-"] * 3
+        if row.n > 1 and row.item != base:
+            difference[0] += f" ± {row.half_width:.4f}"
+            difference[2] = f"{row.upper_percent:+.2f}"
+        cells = [f"{row.lr:g}x", row.item, str(row.n), str(row.diverged), str(row.skipped), loss, *difference]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

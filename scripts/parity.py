@@ -1,0 +1,266 @@
+"""Do precisions train equally well? Paired runs: the same seeds, so the same initial weights and batches.
+
+An item of `presets=` is a precision with `+key=value` for each further override, such as
+`scalify_fp8_fp16+precision.weights_rounding=nearest`, or overrides alone, such as `experiment=fishman`. Each run is
+`python -m trainer` in OUT/LR/ITEM/SEED. Called again, the study continues; finished runs stay as they are. After every
+run OUT/parity.json and OUT/parity.md are written anew.
+"""
+
+import json
+import math
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from scripts.arguments import argument, run
+from scripts.pairs import Outcome, compare, markdown
+from trainer.errors import Diverged, UserError
+from trainer.records import read_rows
+from trainer.rundir import code_version, write_atomically
+
+# What all runs of a directory have in common; presets, seeds and learning rates may be added later.
+FIXED = ("steps", "batch_tokens", "model", "overrides", "evaluations", "eval_batches")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """See `--help`."""
+
+    presets: str = argument("what is compared, separated by commas")
+    base: str = argument("what they are compared with; always run", "fp32")
+    seeds: int = argument("pairs", 8)
+    first_seed: int = argument("the first of the seeds, which follow one another", 0)
+    lr: str = argument("learning rates, as multiples of model.lr, separated by commas", "1")
+    model: str = argument("the model", "gpt2_nano")
+    steps: int = argument("steps of each run", 1000)
+    batch_tokens: int = argument("tokens per step", 1024)
+    overrides: str = argument("further arguments of the trainer for all runs, separated by spaces", "")
+    evaluations: int = argument("validations during a run, evenly spaced, all on the same batches", 20)
+    eval_batches: int = argument("batches of a validation", 32)
+    last: int = argument("last validations of a run that are averaged", 5)
+    jobs: int = argument("runs at a time; 0: only write the table of those that are finished", 1)
+    out: str = argument("where the runs and the table go", "runs/parity")
+
+
+class Job(NamedTuple):
+    """One run: learning rate as a multiple, item of `presets`, seed."""
+
+    lr: float
+    item: str
+    seed: int
+
+
+def main(args: Arguments) -> None:
+    """Run what is not finished, one seed after the other, so that pairs come early."""
+    items, multiples = parse(args)
+    out = Path(args.out)
+    claim(out, args)
+    model_lr = check_items(args, items)
+    jobs = [Job(m, item, args.first_seed + seed) for seed in range(args.seeds) for m in multiples for item in items]
+    folders = {job: folder(out, job) for job in jobs}
+    outcomes = {job: found for job in jobs if (found := read_outcome(folders[job], args.steps)) is not None}
+    report(out, args, outcomes)
+    todo = [job for job in jobs if job not in outcomes]
+    print(f"{len(outcomes)} of {len(jobs)} runs are finished; {len(todo) if args.jobs else 0} to go", flush=True)
+    if not args.jobs:
+        return
+    commands = {job: command(args, job, folders[job], model_lr) for job in todo}
+    for job in in_turn(commands, folders, args.jobs):
+        found = read_outcome(folders[job], args.steps)
+        assert found is not None  # its process ended well
+        shutil.rmtree(folders[job] / "checkpoints", ignore_errors=True)  # most of the run's size
+        outcomes[job] = found
+        report(out, args, outcomes)
+        state = "diverged" if found.diverged else f"{found.final(args.last):.4f} nats"
+        print(f"{len(outcomes)} of {len(jobs)}: {job.item}, lr {job.lr:g}x, seed {job.seed}: {state}", flush=True)
+
+
+def parse(args: Arguments) -> tuple[list[str], list[float]]:
+    """Items, the base first, and learning rates; UserError for what cannot be meant."""
+    for name, least in (("seeds", 1), ("steps", 1), ("last", 1), ("eval_batches", 1), ("evaluations", 1), ("jobs", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"{name}={getattr(args, name)}: expected at least {least}")
+    if args.steps % args.evaluations or args.last > args.evaluations:
+        raise UserError(
+            f"evaluations={args.evaluations}: expected a divisor of steps={args.steps}, not below last={args.last}"
+        )
+    items = [args.base, *(item for item in split(args.presets) if item != args.base)]
+    names = [safe(item) for item in items]
+    for item, name in zip(items, names, strict=True):
+        if names.count(name) > 1:
+            raise UserError(f"presets={args.presets}: {item} stands there twice; give each once")
+    try:
+        multiples = [float(text) for text in args.lr.split(",")]
+    except ValueError:
+        raise UserError(f"lr={args.lr}: expected multiples of model.lr, such as lr=1,3,10") from None
+    if len(set(multiples)) < len(multiples) or min(multiples) <= 0:
+        raise UserError(f"lr={args.lr}: expected positive multiples of model.lr, each once")
+    return items, multiples
+
+
+def split(text: str) -> list[str]:
+    """At commas that are not inside brackets: `[a,b]` is one value."""
+    return [part for part in re.split(r",(?![^\[]*\])", text) if part]
+
+
+def safe(item: str) -> str:
+    """The item as the name of a directory."""
+    return re.sub(r"[^\w.=+-]", "_", item)
+
+
+def folder(out: Path, job: Job) -> Path:
+    """The run's directory."""
+    return out / f"{job.lr:g}x" / safe(job.item) / str(job.seed)
+
+
+def overrides(item: str) -> list[str]:
+    """The trainer's arguments that an item stands for."""
+    return [part if "=" in part else f"precision={part}" for part in item.split("+")]
+
+
+def claim(out: Path, args: Arguments) -> None:
+    """A directory holds runs of one kind. UserError if these would be of another."""
+    fixed = {name: getattr(args, name) for name in FIXED}
+    path = out / "study.json"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to out={out}: {error.strerror}; choose another") from error
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        different = [f"{name}={fixed[name]} (was {before[name]})" for name in FIXED if fixed[name] != before[name]]
+        if different:
+            raise UserError(
+                f"out={out} holds runs with other {', '.join(different)}; take it back, or choose another out"
+            )
+    write_atomically(path, json.dumps(fixed, indent=2) + "\n")
+
+
+def check_items(args: Arguments, items: Sequence[str]) -> float:
+    """`model.lr`, once the trainer has composed every item's configuration. UserError in its words otherwise."""
+    lr = 0.0
+    for item in reversed(items):  # the base last: the learning rate is its own
+        arguments = [f"model={args.model}", *shlex.split(args.overrides), *overrides(item), "--cfg", "job", "--resolve"]
+        done = subprocess.run([sys.executable, "-m", "trainer", *arguments], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"{item}: {last_line(done.stderr)}")
+        lr = yaml.safe_load(done.stdout)["model"]["lr"]
+    return lr
+
+
+def last_line(text: str) -> str:
+    """What a failed process said at last, without `error: `."""
+    lines = text.strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else "the trainer failed without a word"
+
+
+def command(args: Arguments, job: Job, run_dir: Path, model_lr: float) -> list[str]:
+    """The run as a command. Checkpoints come only at the end or when it is interrupted."""
+    settings = [
+        f"model={args.model}",
+        f"train.steps={args.steps}",
+        f"train.batch_tokens={args.batch_tokens}",
+        "train.log_every=10",
+        f"train.eval_every={args.steps // args.evaluations}",
+        f"train.eval_batches={args.eval_batches}",
+        f"train.final_eval_batches={args.eval_batches}",
+        "checkpoint.every=0",
+        "sample.max_new=0",
+        "tracker=jsonl",
+        *shlex.split(args.overrides),
+        *overrides(job.item),
+        f"optimizer.lr={job.lr * model_lr:.9g}",
+        f"seed={job.seed}",
+        f"run_dir='{run_dir}'",
+    ]
+    return [sys.executable, "-m", "trainer", *settings]
+
+
+def in_turn(commands: dict[Job, list[str]], folders: dict[Job, Path], count: int) -> Iterator[Job]:
+    """Each job as it ends, `count` of them running at a time; when we are stopped, they are stopped, and save.
+
+    Raises UserError, with the trainer's last line, for a run that failed; that it diverged is a result.
+    """
+    waiting, running = list(commands), dict[Job, subprocess.Popen[bytes]]()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        while waiting or running:
+            while waiting and len(running) < count:
+                job = waiting.pop(0)
+                folders[job].mkdir(parents=True, exist_ok=True)
+                with (folders[job] / "output.txt").open("wb") as file:
+                    running[job] = subprocess.Popen(commands[job], stdout=file, stderr=subprocess.STDOUT)
+            time.sleep(0.2)
+            for job in [job for job, process in running.items() if process.poll() is not None]:
+                code = running.pop(job).returncode
+                if code not in (0, Diverged.exit_code):
+                    output = (folders[job] / "output.txt").read_text(encoding="utf-8", errors="replace")
+                    raise UserError(f"{folders[job]} ended with exit code {code}: {last_line(output)}")
+                yield job
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+
+
+def read_outcome(run_dir: Path, steps: int) -> Outcome | None:
+    """What a run came to; None: it is not finished."""
+    rows = read_rows(run_dir / "metrics.jsonl")
+    curve = {row["step"]: float(row["val/loss"]) for row in rows if "val/loss" in row}
+    stopped = (run_dir / "divergence.txt").exists()
+    if not stopped and steps not in curve:
+        return None
+    diverged = stopped or not math.isfinite(curve[steps])
+    skipped = max((row["watchdog/skipped"] for row in rows if "watchdog/skipped" in row), default=0)
+    return Outcome(curve, int(skipped), diverged)
+
+
+def report(out: Path, args: Arguments, outcomes: dict[Job, Outcome]) -> None:
+    """Write the table and what it was made from."""
+    rows = compare(outcomes, args.base, last=args.last)
+    words = ["python", "-m", "scripts.parity", *(shlex.quote(f"{k}={v}") for k, v in given(args).items())]
+    study: dict[str, Any] = {
+        "command": " ".join(words),
+        "code": code_version(),
+        "tokens": args.steps * args.batch_tokens,
+        "table": [finite(row._asdict()) for row in rows],
+        "runs": [
+            job._asdict() | found._asdict() | {"curve": finite(found.curve)} for job, found in sorted(outcomes.items())
+        ],
+    }
+    write_atomically(out / "parity.json", json.dumps(study, indent=1, allow_nan=False) + "\n")
+    write_atomically(out / "parity.md", heading(args) + markdown(rows, args.base) + f"\n`{study['command']}`\n")
+
+
+def given(args: Arguments) -> dict[str, Any]:
+    """The arguments that are not at their defaults."""
+    return {f.name: getattr(args, f.name) for f in fields(args) if getattr(args, f.name) != f.default}
+
+
+def finite(values: dict[Any, Any]) -> dict[Any, Any]:
+    """JSON has no NaN and no infinities: they become null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def heading(args: Arguments) -> str:
+    """What the table's figures are of."""
+    return (
+        f"{args.model}, {args.steps} steps of {args.batch_tokens} tokens ({args.steps * args.batch_tokens:,} in all); "
+        f"validation loss in nats per token, mean of the last {args.last} of {args.evaluations} validations; "
+        f"differences to {args.base} of the same seed, with 95% intervals of their mean.\n\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run(Arguments, "parity", __doc__ or "", main))
