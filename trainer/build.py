@@ -54,6 +54,7 @@ from trainer.workload import (
     compile_step,
     first_state,
     make_diagnose,
+    make_rescale,
     make_sample,
 )
 
@@ -209,6 +210,18 @@ def describe_change(c: schema.Config, found: Restored) -> list[str]:
     return schedule_change(found.step, before, build_learning_rates(c))
 
 
+def build_cadence(c: schema.Config) -> Cadence:
+    """How often what happens."""
+    scaled = c.precision.scaling == "propagate"
+    return Cadence(
+        log=c.train.log_every,
+        evaluate=c.train.eval_every,
+        checkpoint=c.checkpoint.every,
+        sample=c.sample.every,
+        rescale=c.precision.rescale_every if scaled else 0,
+    )
+
+
 def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tuple[int, Batch]]]:
     """The training batches from a step on, read ahead in the background."""
     return lambda start: prefetch(w.data.train, start, c.train.steps, depth=c.data.prefetch)
@@ -312,6 +325,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
             agree=Agreement(w.mesh),
             evaluate=make_evaluate(c, w),
+            rescale=make_rescale(w, build_batch(c, w.mesh)),
             sample=build_sample(c, w),
             diagnose=make_diagnose(w),
             checkpointer=checkpointer,
@@ -327,7 +341,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             display=display,
             watchdog=Watchdog(c.watchdog.max_skips, parameter_names(state.params), found.meta.get("watchdog")),
             throughput=build_throughput(c, w),
-            cadence=Cadence(c.train.log_every, c.train.eval_every, c.checkpoint.every, c.sample.every),
+            cadence=build_cadence(c),
             run_dir=directory.path,
             profile=(c.profile.steps[0], c.profile.steps[1]) if c.profile.steps else None,
         )

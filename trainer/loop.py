@@ -36,6 +36,7 @@ class Cadence:
     evaluate: int
     checkpoint: int
     sample: int
+    rescale: int
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Run:
       place: host batch to sharded global arrays.
       agree: the largest number that any process gives; asked once a step by all of them.
       evaluate: state and whether it is the final time, to what validation finds.
+      rescale: None while every weight's data is near RMS 1; else the state with new scales, the step compiled for
+        them, and what was done, in words.
       sample: parameters to a text.
       diagnose: state and batch of a non-finite step, to a description of the first bad tensor.
     """
@@ -62,6 +65,7 @@ class Run:
     place: Callable[[Batch], Tokens]
     agree: Callable[[int], int]
     evaluate: Callable[[TrainState, bool], Evaluation]
+    rescale: Callable[[TrainState], tuple[TrainState, StepFn, str] | None]
     sample: Callable[[Any], str]
     diagnose: Callable[[TrainState, Tokens, int], str]
     checkpointer: Checkpointer
@@ -148,7 +152,9 @@ def train(run: Run) -> int:
 def boundary(run: Run) -> bool:
     """Whether this step's own metrics are needed before the next one starts."""
     c = run.cadence
-    return run.step == run.steps or any(due(run.step, every) for every in (c.evaluate, c.checkpoint, c.sample))
+    return run.step == run.steps or any(
+        due(run.step, every) for every in (c.evaluate, c.checkpoint, c.sample, c.rescale)
+    )
 
 
 def observe(run: Run, pending: Pending) -> dict[str, float]:
@@ -176,6 +182,8 @@ def settle(run: Run, row: dict[str, float], *, stopping: bool) -> None:
     """What happens between two steps: validation, the row, a sample, a checkpoint; not counted as training time."""
     started = time.perf_counter()
     last, val_loss = run.step == run.steps, None
+    if due(run.step, run.cadence.rescale) and not last:
+        rescale(run)
     if last or due(run.step, run.cadence.evaluate):
         found = run.evaluate(run.state, last)
         row |= found.row
@@ -188,6 +196,15 @@ def settle(run: Run, row: dict[str, float], *, stopping: bool) -> None:
     if last or stopping or due(run.step, run.cadence.checkpoint):
         save(run, val_loss)
     run.throughput.pause(time.perf_counter() - started)
+
+
+def rescale(run: Run) -> None:
+    """Give weights that have left their place new scales. A function of the step and the state: resumed runs agree."""
+    done = run.rescale(run.state)
+    if done is not None:
+        run.state, run.train_step, text = done
+        run.tracker.event(run.step, text)
+        run.display.event(run.step, text)
 
 
 def log(run: Run, step: int, row: dict[str, float]) -> None:

@@ -1,5 +1,7 @@
 """What is trained, on what, and the functions that follow from that alone: the state, the compiled step, samples."""
 
+import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -28,7 +30,7 @@ from trainer.precision import (
 )
 from trainer.spec import GPT2Spec, linear_paths
 from trainer.state import TrainState, init_state
-from trainer.step import Hyper, Tokens, make_train_step
+from trainer.step import Hyper, StepFn, Tokens, make_train_step
 from trainer.watchdog import first_nonfinite
 
 
@@ -213,6 +215,27 @@ def compile_step(w: Workload, batch: Tokens, state: TrainState | None = None) ->
     lr: Any = jax.ShapeDtypeStruct((), np.float32)
     number: Any = jax.ShapeDtypeStruct((), np.int32)
     return jitted.lower(abstract, batch, Hyper(lr, number)).compile()
+
+
+def make_rescale(w: Workload, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
+    """State to None while the data of all weights is near RMS 1; else to what `Run.rescale` says.
+
+    Matrices, which are cast to FP8 as they are, have their place within 2^-4 and 2^4; gains and biases, which are not,
+    within 2^-8 and 2^8.
+    """
+
+    def rescale(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
+        found = weights.params_out_of_range(state.params)
+        matrices = [path for path in found if path.endswith(("['kernel']", "['embedding']"))]
+        if not matrices and not weights.params_out_of_range(state.params, 2.0**-8, 2.0**8):
+            return None
+        new = dataclasses.replace(state, params=weights.rescale_params(state.params))
+        listed = [f"{path} 2^{math.log2(power):g}" for path, power in found.items()]
+        listed[4:] = ["..."] if len(listed) > 4 else []
+        text = f"new scales for {len(found)} weights, their data's RMS being {', '.join(listed)}; compiled anew"
+        return new, compile_step(w, batch, new), text
+
+    return rescale
 
 
 def make_sample(w: Workload, prompt: str, **controls: Any) -> Callable[[Any], str]:
