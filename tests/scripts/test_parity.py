@@ -1,0 +1,147 @@
+"""Parity runs: what is asked for, what is run, and that it is run in the precision that it is called by."""
+
+import json
+import re
+
+import pytest
+
+from scripts import parity
+from scripts.parity import Arguments, Job
+from trainer.errors import UserError
+from trainer.records import encode_row
+
+TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
+
+
+def test_an_item_is_a_precision_with_further_overrides_or_overrides_alone():
+    assert parity.overrides("bf16") == ["precision=bf16"]
+    assert parity.overrides("bf16+precision.mu=e4m3") == ["precision=bf16", "precision.mu=e4m3"]
+    assert parity.overrides("experiment=fishman+seed=1") == ["experiment=fishman", "seed=1"]
+
+
+def test_items_and_learning_rates_are_separated_by_commas_outside_of_brackets():
+    items, multiples = parity.parse(Arguments("a+precision.keep=[h.0.*,h.1.*],bf16,fp32", lr="1,0.5"))
+    assert items == ["fp32", "a+precision.keep=[h.0.*,h.1.*]", "bf16"]
+    assert multiples == [1.0, 0.5]
+    assert parity.safe(items[1]) == "a+precision.keep=_h.0.__h.1.__"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seeds": 0}, "seeds=0: expected at least 1"),
+        ({"evaluations": 3}, "evaluations=3: expected a divisor of steps=1000"),
+        ({"last": 21}, "not below last=21"),
+        ({"presets": "bf16,bf16"}, "bf16 stands there twice"),
+        ({"lr": "1,high"}, "lr=1,high: expected multiples"),
+        ({"lr": "0"}, "lr=0: expected positive multiples"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_runs(arguments, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        parity.parse(Arguments(**{"presets": "bf16"} | arguments))
+
+
+def test_a_directory_takes_more_seeds_and_presets_but_not_another_length(tmp_path):
+    parity.claim(tmp_path, Arguments("bf16", seeds=2))
+    parity.claim(tmp_path, Arguments("bf16,scalify_fp8", seeds=8, lr="1,3"))
+    with pytest.raises(UserError, match=re.escape("steps=500 (was 1000)")):
+        parity.claim(tmp_path, Arguments("bf16", steps=500))
+
+
+def write(run_dir, *rows):
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(encode_row(row.pop("step"), row) for row in rows))
+
+
+def test_only_a_run_with_its_last_validation_is_finished(tmp_path):
+    write(tmp_path / "a", {"step": 5, "val/loss": 2.0, "watchdog/skipped": 1}, {"step": 10, "watchdog/skipped": 1})
+    assert parity.read_outcome(tmp_path / "a", 10) is None
+    assert parity.read_outcome(tmp_path / "never started", 10) is None
+    write(tmp_path / "b", {"step": 5, "val/loss": 2.0, "watchdog/skipped": 1}, {"step": 10, "val/loss": 1.0})
+    assert parity.read_outcome(tmp_path / "b", 10) == ({5: 2.0, 10: 1.0}, 1, False)
+
+
+def test_a_run_that_was_stopped_or_ends_without_a_finite_loss_has_diverged(tmp_path):
+    write(tmp_path / "a", {"step": 5, "val/loss": 2.0})
+    (tmp_path / "a" / "divergence.txt").touch()
+    write(tmp_path / "b", {"step": 10, "val/loss": float("nan")})
+    for name in "ab":
+        found = parity.read_outcome(tmp_path / name, 10)
+        assert found is not None
+        assert found.diverged
+
+
+def test_a_failed_run_ends_the_study_with_its_last_words(tmp_path):
+    job = Job(1.0, "bf16", 0)
+    with pytest.raises(UserError, match=r"ended with exit code 2: unknown key trian"):
+        list(
+            parity.in_turn(
+                {job: [*parity.command(Arguments("bf16"), job, tmp_path / "r", 1e-3), "trian.steps=1"]},
+                {job: tmp_path / "r"},
+                1,
+            )
+        )
+
+
+# Of each run: the floats in the compiled step, in how many places it casts to E4M3 (two operands of a matmul in each of
+# the block's four linear layers), and what the state that goes into it stores weights, first and second moments in.
+PROGRAMS = {
+    "fp32": ({"f32"}, 0, {"f32"}, {"f32"}, {"f32"}),
+    "scalify_fp8_fp8": ({"f32", "f16", "f8e4m3fn", "f8e5m2"}, 8, {"f16"}, {"f8e4m3fn"}, {"f8e5m2"}),
+}
+
+
+def stored(program, part):
+    """Dtypes of the arrays (scales, which are scalars, aside) in a part of the state: arguments of the program."""
+    entry = program[program.index("\nENTRY ") :]
+    return set(re.findall(rf"= (\w+)\[\d\S* parameter\(.*op_name=\"state\.{part}\\?\[", entry))
+
+
+def test_paired_runs_are_in_the_precision_that_they_are_called_by_and_resume(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    args = Arguments(
+        "scalify_fp8_fp8",
+        seeds=2,
+        steps=4,
+        batch_tokens=32,
+        evaluations=2,
+        eval_batches=2,
+        last=1,
+        jobs=2,
+        overrides=f"{TINY} data.cache_dir={tmp_path}/data compile_cache=null",
+        out=str(out),
+    )
+    command = parity.command
+
+    def dumping(args, job, run_dir, model_lr):
+        flags = f"--xla_dump_to={run_dir}/hlo --xla_dump_hlo_module_re=jit_train_step"
+        return ["env", f"XLA_FLAGS={flags}", *command(args, job, run_dir, model_lr)]
+
+    monkeypatch.setattr(parity, "command", dumping)
+    parity.main(args)
+    study = json.loads((out / "parity.json").read_text())
+    base, row = study["table"]
+    assert (base["item"], base["n"], row["item"], row["n"]) == ("fp32", 2, "scalify_fp8_fp8", 2)
+    assert row["skipped"] == row["diverged"] == 0
+    assert "| 1x | scalify_fp8_fp8 | 2 |" in (out / "parity.md").read_text()
+    final = {(run["item"], run["seed"]): run["curve"]["4"] for run in study["runs"]}
+    paired = [abs(final["fp32", seed] - final["scalify_fp8_fp8", seed]) for seed in (0, 1)]
+    assert 0 < max(paired) < abs(final["fp32", 0] - final["fp32", 1])  # the same weights and batches
+
+    for item, (floats, casts, weights, mu, nu) in PROGRAMS.items():
+        for seed in "01":
+            (path,) = (out / "1x" / item / seed / "hlo").glob("*jit_train_step.cpu_after_optimizations.txt")
+            program = path.read_text()
+            assert set(re.findall(r"\b(b?f\d\w*)\[", program)) == floats
+            assert len(re.findall(r"= f8e4m3fn\[\d\S* convert\(", program)) >= casts
+            assert stored(program, "params") == weights
+            assert stored(program, r"opt_state\.\S*mu") == mu
+            assert stored(program, r"opt_state\.\S*nu") == nu
+            assert not (out / "1x" / item / seed / "checkpoints").exists()
+
+    capsys.readouterr()
+    finished = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
+    parity.main(args)
+    assert "4 of 4 runs are finished; 0 to go" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
