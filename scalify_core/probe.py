@@ -1,0 +1,94 @@
+"""Figures of an array and of its gradient where they are in a program, without a change to what is computed.
+
+A probe is the identity. The gradient of its second argument, `zeros(SLOT)`, is not a gradient but what was seen: one
+row of figures of the array, one of the array's gradient. So figures come out of any differentiated function, through
+scan (stacked over its steps), remat and `scalify`, the way gradients do:
+
+    def loss(params, slot):
+        h = probe(layer(params), slot)
+        ...
+    grads, figures = jax.grad(loss, (0, 1))(params, jnp.zeros(SLOT))
+
+Under `scalify` they are those of the data, in its format, and of the scale. A slot belongs to one probe: figures of
+two would be added.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalify_core import value as v
+from scalify_core.array import ScaledArray
+from scalify_core.composite import composite
+from scalify_core.formats import FloatFormat
+from scalify_core.registry import composite_rule
+from scalify_core.stats import summarize
+from scalify_core.value import Value
+
+FIGURES = ("exponent", "rms", "underflow", "saturated")  # of `stats.Summary`
+SLOT = (2, len(FIGURES))  # of the array and of its gradient
+
+
+def figures(x: Any, fmt: FloatFormat | None = None, exact: Any = None) -> jax.Array:
+    """FIGURES of an array or a ScaledArray with one scale, FP32 [4]; `fmt` and `exact` are those of `summarize`."""
+    summary = summarize(x, fmt=fmt, exact=exact)
+    return jnp.stack([getattr(summary, name).astype(jnp.float32) for name in FIGURES])
+
+
+def probe(
+    x: jax.Array, slot: jax.Array, *, forward: FloatFormat | None = None, backward: FloatFormat | None = None
+) -> jax.Array:
+    """`x`. The gradient of `slot`, FP32 zeros of the shape SLOT, becomes the figures of `x` and of its gradient.
+
+    Args:
+        x: float array; a ScaledArray under `scalify`.
+        slot: read by nothing.
+        forward: the format that `x` is cast to next, if it is; see `summarize`.
+        backward: the same of its gradient.
+    """
+    return _probe(x, slot, forward=forward, backward=backward)
+
+
+@composite(name="probe")
+def _probe(x: jax.Array, slot: jax.Array, *, forward: FloatFormat | None, backward: FloatFormat | None) -> jax.Array:
+    del slot, forward, backward
+    return x
+
+
+def _fwd(x: Any, slot: Any, *, forward: FloatFormat | None, backward: FloatFormat | None) -> tuple[Any, jax.Array]:
+    del slot, backward
+    return x, figures(x, forward)
+
+
+def _bwd(seen: jax.Array, gradient: Any, *, forward: Any, backward: FloatFormat | None) -> tuple[Any, jax.Array]:
+    del forward
+    return gradient, jnp.stack([seen, figures(gradient, backward)])
+
+
+_probe.defvjp(_fwd, _bwd)
+
+
+def _stored(x: Any) -> Any:
+    """The array as it would be stored: rounded to its format. The program goes on with what it has."""
+    if not isinstance(x, Value):
+        return v.materialise(x)
+    x = v.scalar_scale(v.narrow(x))
+    return ScaledArray(x.data, x.scale)
+
+
+@composite_rule("probe", wide=True)
+def _(call: Any, x: Any, slot: Any) -> Any:
+    return x
+
+
+@composite_rule("probe.fwd", wide=True)
+def _(call: Any, x: Any, slot: Any) -> tuple[Any, jax.Array]:
+    return x, _fwd(_stored(x), slot, **dict(call.static))[1]
+
+
+@composite_rule("probe.bwd", wide=True)
+def _(call: Any, seen: jax.Array, gradient: Any) -> tuple[Any, jax.Array]:
+    return gradient, _bwd(seen, _stored(gradient), **dict(call.static))[1]

@@ -1,0 +1,239 @@
+"""What the formats do to a run's tensors: scale, RMS, underflow and saturation of every layer, as figures of a row.
+
+They come from a second compiled function of state and batch, which differentiates the model with probes around its
+layers; the train step knows nothing of it. A row has `numerics/CLASS/LAYER/FIGURE`:
+
+  CLASS   weights, activations, activation_gradients, weight_gradients (as the optimiser gets them), mu, nu (as stored:
+          `nu` as its root where it is narrow)
+  LAYER   a parameter, `h.3.mlp.c_fc.kernel`; or the input or output of a layer, `h.3.mlp.c_fc.in`, `h.3.ln_2.out`. The
+          residual stream is `h.3.in`, before a block, and `ln_f.in`.
+  FIGURE  exponent (log2 of the scale), rms (of the data), underflow, saturated (shares of the elements)
+
+Underflow and saturation are counted against the cast to come where the tensor is an operand of a narrow matmul
+(weights, inputs, gradients of outputs), and of weight gradients that were cast. Elsewhere against the format that the
+tensor has, where underflow is an upper bound: see `scalify_core.stats.summarize`. The same holds for the operands under
+`scaling=delayed` and `current`, which cast to FP8 with a scale that the tensor does not have.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Sharding
+
+from scalify_core import FloatFormat, ScaledArray, scalify
+from scalify_core.array import is_scaled_array
+from scalify_core.probe import FIGURES, SLOT, figures, probe
+from scalify_core.tree import map_arrays
+from trainer.layers import Block, LayerNorm, Linear
+from trainer.model import GPT2
+from trainer.precision import DTYPES, MOMENTS, Policy
+from trainer.state import TrainState
+from trainer.step import Tokens
+from trainer.workload import Model
+
+CLASSES = ("weights", "activations", "activation_gradients", "weight_gradients", "mu", "nu")
+SIDES: dict[type, tuple[str, ...]] = {Linear: ("in", "out"), LayerNorm: ("out",), Block: ("in",)}
+# In the order of a forward pass.
+PARTS = (
+    "wte", "wpe", "h", "ln_f", "in", "ln_1", "attn", "ln_2", "mlp",
+    "c_attn", "c_gate", "c_fc", "c_proj", "out", "embedding", "scale", "kernel", "bias",
+)  # fmt: skip
+
+Slots = dict[str, jax.Array]  # by layer: `h.3.ln_2.out`; of scanned blocks `h.ln_2.out`, with a leading axis L
+Figures = dict[str, Slots]  # by class and layer
+
+
+class Slot(nnx.Variable):
+    """The second argument of a probe."""
+
+
+class Probe(nnx.Module):
+    """A probe with its slot, and the formats that its array and the gradient are cast to next."""
+
+    def __init__(self, slot: jax.Array, forward: FloatFormat | None, backward: FloatFormat | None) -> None:
+        self.slot = Slot(slot)
+        self.forward, self.backward = forward, backward
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return probe(x, self.slot[...], forward=self.forward, backward=self.backward)
+
+
+class Probed(nnx.Module):
+    """A module with probes before and behind it."""
+
+    def __init__(self, module: Any, probes: dict[str, Probe]) -> None:
+        self.module = module
+        self.before, self.behind = probes.get("in"), probes.get("out")
+
+    def __call__(self, x: jax.Array, *args: Any, **settings: Any) -> jax.Array:
+        y = self.module(x if self.before is None else self.before(x), *args, **settings)
+        return y if self.behind is None else self.behind(y)
+
+
+def probed_layers(model: GPT2) -> Iterator[tuple[str, Any, tuple[Any, ...], tuple[str, ...]]]:
+    """Name, module, path and sides of every layer that is probed; the innermost first."""
+    for path, module in sorted(nnx.iter_modules(model), key=lambda item: -len(item[0])):
+        sides = ("in", "out") if path == ("ln_f",) else SIDES.get(type(module), ())
+        if sides:
+            yield ".".join(map(str, path)), module, path, sides
+
+
+def scanned(name: str) -> bool:
+    """Whether a parameter or layer is a stack of all blocks'."""
+    first, *rest = name.split(".")
+    return first == "h" and not rest[0].isdigit() if rest else first == "h"
+
+
+def make_slots(model: Model) -> Slots:
+    """A slot for every probe: zeros."""
+    abstract = nnx.eval_shape(lambda: model.training.bind(model.training.init(jax.random.key(0))))
+    return {
+        f"{name}.{side}": jnp.zeros(((model.spec.n_layer, *SLOT) if scanned(name) else SLOT), jnp.float32)
+        for name, _, _, sides in probed_layers(abstract)
+        for side in sides
+    }
+
+
+def casts(policy: Policy) -> tuple[FloatFormat | None, FloatFormat | None]:
+    """What the chosen matmuls cast their operands and the gradient of their result to, with the tensors' own scales."""
+    if policy.forward is None or policy.backward is None or policy.scaling in ("delayed", "current"):
+        return None, None
+    return FloatFormat.parse(policy.forward), FloatFormat.parse(policy.backward)
+
+
+def operand_formats(model: Model, name: str, side: str) -> tuple[FloatFormat | None, FloatFormat | None]:
+    """What a layer's input or output is cast to next, and its gradient."""
+    path = name.replace("h.", "h.*.", 1) if scanned(name) else name
+    if path not in model.narrow:
+        return None, None
+    forward, backward = casts(model.policy)
+    return (forward, None) if side == "in" else (None, backward)
+
+
+def attach(model: Model, bound: GPT2, slots: Slots) -> GPT2:
+    """The bound model with a probe at every slot."""
+    for name, module, path, sides in list(probed_layers(bound)):
+        probes = {side: Probe(slots[f"{name}.{side}"], *operand_formats(model, name, side)) for side in sides}
+        *parents, last = path
+        parent = functools.reduce(lambda m, key: m[key] if isinstance(key, int) else getattr(m, key), parents, bound)
+        if isinstance(last, int):
+            parent[last] = Probed(module, probes)
+        else:
+            setattr(parent, last, Probed(module, probes))
+    return bound
+
+
+def gradients(model: Model, state: TrainState, batch: Tokens, step: jax.Array) -> tuple[Any, Slots]:
+    """Of the first micro-batch, as the step number `step` differentiates it: the gradients, and the slots filled."""
+    policy, key = model.policy, jax.random.fold_in(jax.random.fold_in(state.key, step), 0)
+    histories = state.scaling if policy.scaling == "delayed" else None
+    seed = state.scaling.value if policy.scaling == "loss_scale" else np.float32(1)
+
+    def pull(params: Any, slots: Slots, tokens: jax.Array, segments: jax.Array | None, key: jax.Array) -> Any:
+        def loss(params: Any, slots: Slots) -> jax.Array:
+            training = model.training._replace(
+                bind=lambda *arguments: attach(model, model.training.bind(*arguments), slots)
+            )
+            return model._replace(training=training).loss(params, tokens, segments, key, histories)
+
+        return jax.vjp(loss, params, slots)[1](jnp.asarray(seed))
+
+    first = jax.tree.map(lambda x: x[0], batch)
+    if policy.scaled:
+        dtype = DTYPES[policy.compute]
+        return scalify(pull)(map_arrays(lambda p: p.astype(dtype), state.params), make_slots(model), *first, key)
+    grads, seen = pull(state.params, make_slots(model), *first, key)
+    if policy.scaling == "loss_scale":
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / seed, grads)
+    return grads, seen
+
+
+def named(tree: Any, field: str | None = None) -> dict[str, Any]:
+    """The floating-point arrays of a tree of parameters by name; of an optimiser's state, those of a field."""
+    found = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array):
+        if field is not None:
+            at = [i for i, key in enumerate(path) if getattr(key, "name", None) == field]
+            if not at:
+                continue
+            path = path[at[0] + 1 :]
+        found[jax.tree_util.keystr(path, simple=True, separator=".")] = x
+    return found
+
+
+def of_layers(name: str, x: Any, fmt: FloatFormat | None = None, exact: Any = None) -> jax.Array:
+    """The figures of a tensor: [4], or [L, 4] of a stack of all layers' parameters."""
+    if not scanned(name):
+        return figures(x, fmt, exact)
+
+    def split(x: Any) -> Any:
+        if not is_scaled_array(x):
+            return x
+        return ScaledArray(x.data, jnp.broadcast_to(jnp.reshape(jnp.asarray(x.scale), -1), x.shape[:1]))
+
+    if exact is None:
+        return jax.vmap(lambda x: figures(x, fmt))(split(x))
+    return jax.vmap(lambda x, exact: figures(x, None, exact))(split(x), split(exact))
+
+
+def statistics(model: Model, optimizer: str, state: TrainState, batch: Tokens, step: jax.Array) -> Figures:
+    """The figures of every class and layer; pure."""
+    grads, seen = gradients(model, state, batch, step)
+    forward, _ = casts(model.policy)
+
+    kernels = {f"{path.replace('*.', '')}.kernel" for path in model.narrow}
+    stored, exact = named(model.store_gradients(grads)), named(grads)
+    mu, nu = MOMENTS[optimizer]
+    return {
+        "weights": {n: of_layers(n, x, forward if n in kernels else None) for n, x in named(state.params).items()},
+        "activations": {name: both[..., 0, :] for name, both in seen.items()},
+        "activation_gradients": {name: both[..., 1, :] for name, both in seen.items()},
+        "weight_gradients": {
+            n: of_layers(n, g, exact=None if g.dtype == exact[n].dtype else exact[n]) for n, g in stored.items()
+        },
+        "mu": {n: of_layers(n, x) for n, x in (named(state.opt_state, mu) if mu else {}).items()},
+        "nu": {n: of_layers(n, x) for n, x in (named(state.opt_state, nu) if nu else {}).items()},
+    }
+
+
+def by_layer(layers: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and figures [4] of every layer, stacks taken apart, in the order of a forward pass."""
+    single = {}
+    for name, values in layers.items():
+        if scanned(name):
+            rest = name.removeprefix("h").lstrip(".")
+            single |= {f"h.{i}.{rest}": row for i, row in enumerate(values)}
+        else:
+            single[name] = values
+    yield from sorted(single.items(), key=lambda item: order(item[0]))
+
+
+def order(name: str) -> list[int]:
+    """Of a layer's or parameter's name among its like: blocks by number, their parts as they are computed."""
+    return [int(part) if part.isdigit() else PARTS.index(part) for part in name.split(".")]
+
+
+def make_numerics(
+    model: Model, optimizer: str, sharding: Sharding
+) -> Callable[[TrainState, Tokens, int], dict[str, float]]:
+    """`(state, batch, step) -> row`: the figures of a state on a batch; `step` is the number that dropout gets.
+
+    Compiled at the first call, and again when static scales have changed. The state is not donated.
+    """
+    compute = jax.jit(functools.partial(statistics, model, optimizer), out_shardings=sharding)
+
+    def numerics(state: TrainState, batch: Tokens, step: int) -> dict[str, float]:
+        found = jax.device_get(compute(state, batch, np.int32(step)))
+        return {
+            f"numerics/{kind}/{layer}/{figure}": float(f"{value:.6g}")
+            for kind in CLASSES
+            for layer, row in by_layer(found[kind])
+            for figure, value in zip(FIGURES, row.tolist(), strict=True)
+        }
+
+    return numerics
