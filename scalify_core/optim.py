@@ -122,6 +122,10 @@ def scaled_state(
             new, plans, treedef = _flatten(tx.init(wide(params)), stored)
             like = jnp.float32(MIN_SCALE)  # of zeros, as in as_scaled_array
             scales = [_scale(x, like, how) for x, (how, *_) in zip(new, plans, strict=True)]
+            # To nearest: first states are constants, and the program is much smaller.
+            plans = [
+                plan._replace(how=plan.how and dataclasses.replace(plan.how, rounding="nearest")) for plan in plans
+            ]
             step = jnp.zeros((), jnp.int32)
             return ScaledStateState(step, treedef.unflatten(_narrow(new, plans, scales, seed, step)))
 

@@ -16,10 +16,9 @@ def batches(losses):
     return [Tokens(jnp.full((2, 1, 3), loss, jnp.int32), None) for loss in losses]
 
 
-def mean_token(params, tokens, segments, key):
+def mean_token(state, tokens, segments):
     assert segments is None
-    assert key is None  # no dropout
-    return params * jnp.mean(tokens)
+    return state * jnp.mean(tokens)
 
 
 def test_the_figures_are_means_over_batches_perplexity_and_bits_per_byte():

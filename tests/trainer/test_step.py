@@ -13,7 +13,14 @@ from trainer.state import init_state
 from trainer.step import Hyper, first_true, make_train_step
 
 V, T, B = 16, 8, 16
-ADAMW = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "momentum": 0.9, "weight_decay": 0.1, "clip_norm": 1.0}
+COMMON = {"weight_decay": 0.1, "clip_norm": 1.0}
+OWN = {
+    "adamw": {"b1": 0.9, "b2": 0.95, "eps": 1e-8},
+    "lion": {"b1": 0.9, "b2": 0.95},
+    "adafactor": {},
+    "sgd": {"momentum": 0.9},
+    "muon": {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "momentum": 0.9},
+}
 
 
 def loss_fn(params, tokens, segments, key):
@@ -30,7 +37,7 @@ def make(devices=1, accum=1, name="adamw"):
         "head": {"kernel": jax.random.normal(keys[1], (32, V))},
         "gain": {"scale": jnp.ones(())},
     }
-    optimizer = make_optimizer(name, **ADAMW)
+    optimizer = make_optimizer(name, **COMMON | OWN[name])
     mesh = make_mesh(devices)
     state = jax.device_put(init_state(params, optimizer, jax.random.key(1)), replicated(mesh))
     tokens = np.random.default_rng(0).integers(0, V, (B, T + 1), dtype=np.int32)

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -210,7 +211,7 @@ def killed_thrice(tmp_path_factory):
         assert run(run_dir, start, 900, kill_at, delay).returncode == -signal.SIGKILL
     done = run(run_dir, 650, 900)
     assert done.returncode == 0, done.stderr
-    assert "W&B run, offline; to upload it: wandb sync" in done.stdout
+    assert re.search(r"W&B run, offline; to upload it: \S+ -m wandb sync \S+", done.stdout)
     return run_dir
 
 

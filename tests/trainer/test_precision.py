@@ -1,0 +1,329 @@
+"""Every precision preset as users run it: its step compiled, its state stored, saved, restored and converted."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from omegaconf import OmegaConf
+
+from scalify_core.array import is_scaled_array
+from scalify_core.weights import wide
+from trainer.__main__ import CONFIGS
+from trainer.checkpoint import Checkpointer
+from trainer.data import Batch
+from trainer.errors import UserError
+from trainer.optimizer import make_optimizer
+from trainer.parallel import abstract_batch, make_mesh, place_batch
+from trainer.precision import Policy, is_kernel_of, moment_settings
+from trainer.spec import GPT2Spec
+from trainer.state import from_stored, to_stored
+from trainer.step import Hyper
+from trainer.workload import Model, Workload, abstract_state, compile_step, convert_state, first_state, make_rescale
+
+SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=1, n_head=2, d_model=32)
+ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
+PRESETS = (
+    "fp32", "bf16", "bf16_pure", "fp16_loss_scaled", "scalify_fp16", "scalify_fp8", "scalify_fp8_fp16",
+    "scalify_fp8_fp8", "fp8_delayed", "fp8_current", "sim",
+)  # fmt: skip
+E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
+
+
+def policy(preset, **changes):
+    fields = OmegaConf.merge(
+        OmegaConf.load(f"{CONFIGS}/base/precision.yaml"), OmegaConf.load(f"{CONFIGS}/precision/{preset}.yaml")
+    )
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in OmegaConf.to_container(fields).items()}
+    for key in ("defaults", "name", "rescale_every"):
+        fields.pop(key, None)
+    return Policy(**fields | {"amax_history": 16} | changes)
+
+
+@functools.cache
+def workload(preset, devices=1, spec=SPEC, name="adamw", **changes):
+    settings = ADAMW if name == "adamw" else {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1, "clip_norm": 1.0}
+    model = Model.make(spec, policy(preset, **changes))
+    return Workload(model, None, name, make_optimizer(name, **settings), make_mesh(devices), seed=0)
+
+
+def abstract(w, accum=1):
+    return abstract_batch(accum, 16, SPEC.context, document_mask=False, mesh=w.mesh)
+
+
+@functools.cache
+def compiled(preset, devices=1, accum=1):
+    """The step of a preset and its first state; who takes steps copies the state, because it is donated."""
+    w = workload(preset, devices)
+    state = first_state(w)
+    return w, state, compile_step(w, abstract(w, accum), state)
+
+
+def batch(w, step=0, accum=1):
+    tokens = np.random.default_rng(step).integers(0, 64, (16, SPEC.context + 1), dtype=np.int32)
+    return place_batch(Batch(tokens, None), accum=accum, mesh=w.mesh)
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def take(preset, steps, start=0, state=None, devices=1, accum=1, lr=1e-2):
+    w, first, step = compiled(preset, devices, accum)
+    state = copied(first if state is None else state)
+    for n in range(start, start + steps):
+        state, metrics = step(state, batch(w, n, accum), Hyper(np.float32(lr), np.int32(n)))
+    return state, metrics
+
+
+def bits(tree):
+    raw = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)]
+    return [np.asarray(x).tobytes() for x in raw]
+
+
+def operands(text):
+    """The formats of the two operands of every matmul in a lowered program."""
+    found = re.findall(r"dot_general.*: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x(\w+)>\)", text)
+    return {tuple(pair) for pair in found}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_learns(preset):
+    w, state, _ = compiled(preset)
+    tokens = batch(w, 0)
+    eval_loss = jax.jit(w.model.eval_loss)
+    before = eval_loss(state, tokens.tokens_AxBxT1[0], None)
+    _, _, step = compiled(preset)
+    state = copied(state)
+    for n in range(12):
+        state, metrics = step(state, tokens, Hyper(np.float32(1e-2), np.int32(n)))
+        assert metrics["finite"], n
+    after = eval_loss(state, tokens.tokens_AxBxT1[0], None)
+    np.testing.assert_allclose(before, np.log(64), rtol=0.02)
+    assert after < before - 0.3
+
+
+def gradient(w, state, tokens):
+    """FP32."""
+    value_and_grad = w.model.differentiate().value_and_grad
+    return jax.jit(lambda s: wide(value_and_grad(s.params, s.scaling, tokens, None, s.key)[1]))(state)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_first_gradient_is_that_of_fp32_up_to_the_formats(preset):
+    w, state, _ = compiled(preset)
+    exact, exact_state, _ = compiled("fp32")
+    tokens = batch(w).tokens_AxBxT1[0]
+    grads, right = gradient(w, state, tokens), gradient(exact, exact_state, tokens)
+    norm, error = optax.global_norm(right), optax.global_norm(jax.tree.map(jnp.subtract, grads, right))
+    # Per element: E5M2 gradients lose 2^-3 at most, 16-bit formats 2^-9; errors of several layers add up in squares.
+    limit = {"fp32": 1e-6, "fp16_loss_scaled": 2**-8, "scalify_fp16": 2**-8, "bf16": 2**-5, "bf16_pure": 2**-5}
+    assert error / norm < limit.get(preset, 0.2)
+    if preset != "fp32":
+        assert error > 0
+
+
+# What each state holds: master weights, m, v; and the bytes for each parameter that this makes.
+STATE = {
+    "fp32": ("float32", "float32", "float32", 12),
+    "bf16": ("float32", "float32", "float32", 12),
+    "bf16_pure": ("bfloat16", "bfloat16", "bfloat16", 6),
+    "fp16_loss_scaled": ("float32", "float32", "float32", 12),
+    "scalify_fp16": ("float16", "float32", "float32", 10),
+    "scalify_fp8": ("float16", "float32", "float32", 10),
+    "scalify_fp8_fp16": ("float16", "float16", "float16", 6),
+    "scalify_fp8_fp8": ("float16", "float8_e4m3fn", "float8_e5m2", 4),
+    "fp8_delayed": ("float32", "float32", "float32", 12),
+    "fp8_current": ("float32", "float32", "float32", 12),
+    "sim": ("float32", "float32", "float32", 12),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_state_is_stored_as_the_preset_says(preset):
+    state, _ = take(preset, 1)
+    data = lambda tree: {str(x.dtype) for x in jax.tree.leaves(tree) if x.ndim}
+    mu, nu = (optax.tree_utils.tree_get(state.opt_state, name) for name in ("mu", "nu"))
+    weights, m, v, each = STATE[preset]
+    assert (data(state.params), data(mu), data(nu)) == ({weights}, {m}, {v})
+    count = sum(x.size for x in jax.tree.leaves(state.params) if x.ndim)
+    total = sum(x.nbytes for x in jax.tree.leaves((state.params, mu, nu)) if x.ndim)
+    assert total == each * count
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_program_multiplies_in_the_formats_of_the_preset(preset):
+    w, state, _ = compiled(preset)
+    step = jax.jit(lambda s, b: w.model.differentiate().value_and_grad(s.params, s.scaling, b, None, s.key))
+    text = step.trace(state, batch(w).tokens_AxBxT1[0]).lower(lowering_platforms=("cuda",)).as_text()
+    found = operands(text)
+    fp8 = {(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)}
+    if preset in ("scalify_fp8", "scalify_fp8_fp16", "scalify_fp8_fp8", "fp8_current"):
+        assert found >= fp8
+    else:
+        assert not found & fp8 or preset == "fp8_delayed"
+    compute = "f32" if preset in ("fp32", "sim") else "bf16" if preset.startswith(("bf16", "fp8")) else "f16"
+    assert (compute, compute) in found  # the head
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
+    w, _, _ = compiled(preset)
+    whole, _ = take(preset, 4)
+    half, _ = take(preset, 2)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(2, to_stored(half), {})
+        checkpointer.wait()
+        restored = from_stored(checkpointer.restore(abstract_state(w)).state)
+    assert jax.tree.structure(restored) == jax.tree.structure(half)
+    resumed, _ = take(preset, 2, start=2, state=restored)
+    assert bits(resumed) == bits(whole)
+
+
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "scalify_fp8_fp8", "fp8_delayed", "fp16_loss_scaled"])
+def test_micro_batches_make_the_same_step_up_to_the_formats(preset):
+    one, a = take(preset, 1)
+    four, b = take(preset, 1, accum=4)
+    np.testing.assert_allclose(a["loss"], b["loss"], rtol=2e-3)
+    np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=0.05)  # E5M2: 2^-3 an element, averaged
+    if preset == "fp8_delayed":  # the largest magnitude of all micro-batches is that of the batch
+        grown = [np.asarray(x) for x in jax.tree.leaves(four.scaling) if x.shape == (16,)]
+        assert all((x[0] > 0) == (y[0] > 0) for x, y in zip(grown, grown, strict=True))
+        inputs = lambda state: np.asarray(state.scaling["h"][0]["attn"]["c_attn"]["dot_general"]["lhs_amax_history"])
+        np.testing.assert_allclose(inputs(one)[0], inputs(four)[0], rtol=2**-7)
+
+
+def test_several_devices_compute_what_one_does():
+    _, a = take("scalify_fp8_fp16", 3)
+    _, b = take("scalify_fp8_fp16", 3, devices=8)
+    # FP16 gradients are summed over the devices in another order, then rounded to E5M2 on either side of a tie.
+    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp8", "fp8_delayed", "bf16_pure"])
+def test_a_step_that_is_not_finite_changes_nothing(preset):
+    w, state, step = compiled(preset)
+    state = copied(state)
+    gain = state.params["ln_f"]["scale"]
+    nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), gain)
+    state.params["ln_f"]["scale"] = nan
+    before = bits(state)
+    after, metrics = step(state, batch(w), Hyper(np.float32(1e-2), np.int32(0)))
+    assert not metrics["finite"]
+    assert bits(after) == before
+
+
+def test_the_loss_scale_falls_with_a_step_that_is_not_finite_and_the_rest_stays():
+    w, state, step = compiled("fp16_loss_scaled")
+    state = copied(dataclasses.replace(state, scaling=state.scaling._replace(value=jnp.float32(2.0**24))))
+    before = bits((state.params, state.opt_state))
+    after, metrics = step(state, batch(w), Hyper(np.float32(1e-2), np.int32(0)))
+    assert not metrics["finite"]
+    assert after.scaling.value == 2.0**23
+    assert bits((after.params, after.opt_state)) == before
+
+
+def test_stochastic_rounding_of_weights_depends_on_seed_and_step_alone():
+    one, _ = take("scalify_fp8_fp16", 2)
+    again, _ = take("scalify_fp8_fp16", 2)
+    assert bits(one) == bits(again)
+    w = workload("scalify_fp8_fp16")._replace(seed=1)
+    _, first, _ = compiled("scalify_fp8_fp16")
+    other = compile_step(w, abstract(w), first)(copied(first), batch(w), Hyper(np.float32(1e-2), np.int32(0)))[0]
+    assert bits(other.params) != bits(take("scalify_fp8_fp16", 1)[0].params)
+
+
+@pytest.mark.parametrize(("source", "target"), [("scalify_fp8_fp8", "fp32"), ("fp32", "scalify_fp8_fp16")])
+def test_a_state_is_converted_to_another_precision(source, target):
+    state, _ = take(source, 5)
+    w = workload(target)
+    converted = convert_state(w, state, workload(source).model.policy)
+    assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(abstract_state(w))
+    # FP8 moments are widened exactly; weights are rounded to FP16 at most.
+    for a, b in zip(jax.tree.leaves(wide(converted.params)), jax.tree.leaves(wide(state.params)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2**-11, atol=2**-24)
+    compile_step(w, abstract(w), converted)(copied(converted), batch(w), Hyper(np.float32(1e-3), np.int32(5)))
+    assert converted.opt_state.step == state.opt_state.step
+
+
+def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
+    w, state, _ = compiled("scalify_fp8_fp16")
+    rescale = make_rescale(w, abstract(w))
+    assert rescale(state) is None
+    state = copied(state)
+    kernel = state.params["h"][0]["mlp"]["c_fc"]["kernel"]
+    state.params["h"][0]["mlp"]["c_fc"]["kernel"] = type(kernel)(kernel.data * jnp.float16(64), kernel.scale)
+    new, step, text = rescale(state)
+    assert "1 weights" in text
+    assert "c_fc" in text
+    assert new.params["h"][0]["mlp"]["c_fc"]["kernel"].scale == 64 * kernel.scale
+    np.testing.assert_array_equal(*(wide(s.params["h"][0]["mlp"]["c_fc"]["kernel"]) for s in (new, state)))
+    assert step(new, batch(w), Hyper(np.float32(1e-3), np.int32(0)))[1]["finite"]
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_kept_layers_are_not_fp8(scan):
+    spec = dataclasses.replace(SPEC, n_layer=2, scan_layers=scan)
+    model = Model.make(spec, policy("scalify_fp8", keep=("h.*.mlp.*",)))
+    assert all(".attn." in path for path in model.narrow)
+    assert len(model.narrow) == (2 if scan else 4)
+    shapes = jax.eval_shape(model.training.init, jax.random.key(0))
+    keys = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    assert sum(is_kernel_of(model.narrow, path) for path in keys) == len(model.narrow)
+
+
+def test_scanned_layers_train_in_the_flagship_precision():
+    w = workload("scalify_fp8_fp16", spec=dataclasses.replace(SPEC, n_layer=2, scan_layers=True))
+    state = first_state(w)
+    step = compile_step(w, abstract(w), state)
+    for n in range(3):
+        state, metrics = step(state, batch(w, n), Hyper(np.float32(1e-2), np.int32(n)))
+        assert metrics["finite"]
+
+
+def test_smooth_swiglu_is_swiglu():
+    tokens = batch(workload("fp32")).tokens_AxBxT1[0]
+    models = [Model.make(dataclasses.replace(SPEC, mlp=mlp), policy("fp32")) for mlp in ("swiglu", "smooth_swiglu")]
+    params = models[0].training.init(jax.random.key(0))
+    (a, ga), (b, gb) = (jax.jit(jax.value_and_grad(m.loss))(params, tokens, None, None) for m in models)
+    assert a == b  # powers of two
+    error = optax.global_norm(jax.tree.map(jnp.subtract, ga, gb)) / optax.global_norm(ga)
+    assert error < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"forward": "e9m9"}, r"precision\.forward=e9m9"),
+        ({"forward": "e3m4", "backward": "e5m2"}, "simulate=true"),
+        ({"forward": "e4m3"}, "give both"),
+        ({"scaling": "delayed"}, "scales FP8 matmuls"),
+        ({"weights": "fp16"}, "needs precision.scaling=propagate"),
+        ({"scaling": "propagate", "compute": "fp16"}, "weight_grad=fp32"),
+        ({"simulate": True, "compute": "bf16"}, "it needs compute=fp32"),
+        ({"rescale_grads": ("head",)}, "'head' is not a place"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        policy("fp32", **changes)
+
+
+def test_a_pattern_without_a_match_is_refused():
+    with pytest.raises(UserError, match=r"no matmul matches 'layer\.\*'; there are h\.0\.attn\.c_attn"):
+        Model.make(SPEC, policy("scalify_fp8", matmuls=("layer.*",)))
+
+
+def test_a_moment_that_the_optimiser_does_not_have_is_refused():
+    with pytest.raises(UserError, match=r"precision\.nu=e5m10, but optimizer=lion has no such moment"):
+        moment_settings("lion", policy("scalify_fp8_fp16"))
+
+
+def test_scaled_arrays_appear_only_where_scales_propagate():
+    for preset in PRESETS:
+        found = any(is_scaled_array(x) for x in jax.tree.leaves(compiled(preset)[1].params, is_leaf=is_scaled_array))
+        assert found == preset.startswith("scalify")
