@@ -198,7 +198,7 @@ class SmoothSwigluMLP(SwigluMLP):
         peak_F = jax.lax.stop_gradient(jnp.max(jnp.abs(linear_NxF.astype(jnp.float32)), axis=0))
         size_F = stop_scaling(jnp.where(peak_F > 0, pow2_round(peak_F), 1.0))
         hidden_NxF = swiglu(self.c_gate(x_NxD), linear_NxF)
-        hidden_NxF *= (1 / size_F).astype(hidden_NxF.dtype)
+        hidden_NxF *= (1 / size_F)[None].astype(hidden_NxF.dtype)
         return self.c_proj(hidden_NxF, rows=size_F)
 
 
