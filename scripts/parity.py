@@ -3,7 +3,7 @@
 An item of `presets=` is a precision with `+key=value` for each further override, such as
 `scalify_fp8_fp16+precision.weights_rounding=nearest`, or overrides alone, such as `experiment=fishman`. Each run is
 `python -m trainer` in OUT/LR/ITEM/SEED. Called again, the study continues; finished runs stay as they are. After every
-run OUT/parity.json and OUT/parity.md are written anew.
+run OUT/parity.json, parity.md and parity.png are written anew.
 """
 
 import json
@@ -24,6 +24,7 @@ import yaml
 
 from scripts.arguments import argument, run
 from scripts.pairs import Outcome, compare, markdown
+from scripts.parity_picture import draw
 from trainer.errors import Diverged, UserError
 from trainer.records import read_rows
 from trainer.rundir import code_version, write_atomically
@@ -62,11 +63,10 @@ class Job(NamedTuple):
 
 def main(args: Arguments) -> None:
     """Run what is not finished, one seed after the other, so that pairs come early."""
-    items, multiples = parse(args)
+    jobs = jobs_of(args)
     out = Path(args.out)
     claim(out, args)
-    model_lr = check_items(args, items)
-    jobs = [Job(m, item, args.first_seed + seed) for seed in range(args.seeds) for m in multiples for item in items]
+    model_lr = check_items(args, list(dict.fromkeys(job.item for job in jobs)))
     folders = {job: folder(out, job) for job in jobs}
     outcomes = {job: found for job in jobs if (found := read_outcome(folders[job], args.steps)) is not None}
     report(out, args, outcomes)
@@ -83,6 +83,12 @@ def main(args: Arguments) -> None:
         report(out, args, outcomes)
         state = "diverged" if found.diverged else f"{found.final(args.last):.4f} nats"
         print(f"{len(outcomes)} of {len(jobs)}: {job.item}, lr {job.lr:g}x, seed {job.seed}: {state}", flush=True)
+
+
+def jobs_of(args: Arguments) -> list[Job]:
+    """Every run of the study, seeds outermost, the base first."""
+    items, multiples = parse(args)
+    return [Job(m, item, args.first_seed + seed) for seed in range(args.seeds) for m in multiples for item in items]
 
 
 def parse(args: Arguments) -> tuple[list[str], list[float]]:
@@ -192,7 +198,7 @@ def in_turn(commands: dict[Job, list[str]], folders: dict[Job, Path], count: int
     Raises UserError, with the trainer's last line, for a run that failed; that it diverged is a result.
     """
     waiting, running = list(commands), dict[Job, subprocess.Popen[bytes]]()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         while waiting or running:
             while waiting and len(running) < count:
@@ -212,6 +218,7 @@ def in_turn(commands: dict[Job, list[str]], folders: dict[Job, Path], count: int
             process.terminate()
         for process in running.values():
             process.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 def read_outcome(run_dir: Path, steps: int) -> Outcome | None:
@@ -228,6 +235,7 @@ def read_outcome(run_dir: Path, steps: int) -> Outcome | None:
 
 def report(out: Path, args: Arguments, outcomes: dict[Job, Outcome]) -> None:
     """Write the table and what it was made from."""
+    outcomes = {job: outcomes[job] for job in jobs_of(args) if job in outcomes}  # in the order of the arguments
     rows = compare(outcomes, args.base, last=args.last)
     words = ["python", "-m", "scripts.parity", *(shlex.quote(f"{k}={v}") for k, v in given(args).items())]
     study: dict[str, Any] = {
@@ -241,6 +249,7 @@ def report(out: Path, args: Arguments, outcomes: dict[Job, Outcome]) -> None:
     }
     write_atomically(out / "parity.json", json.dumps(study, indent=1, allow_nan=False) + "\n")
     write_atomically(out / "parity.md", heading(args) + markdown(rows, args.base) + f"\n`{study['command']}`\n")
+    draw(out / "parity.png", rows, outcomes, args.base, last=args.last)
 
 
 def given(args: Arguments) -> dict[str, Any]:

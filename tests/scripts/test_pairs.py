@@ -1,9 +1,11 @@
 import math
+import struct
 
 import pytest
 
 from scripts.pairs import Outcome, compare, half_width, markdown
 from scripts.parity import Job
+from scripts.parity_picture import draw
 
 
 def outcome(*losses, diverged=False, skipped=0):
@@ -67,3 +69,18 @@ def test_the_upper_end_is_of_the_interval_not_of_the_mean():
     row = compare(outcomes, "fp32", last=1)[1]
     assert row.half_width == pytest.approx(12.706 * 0.005, rel=1e-3)
     assert row.upper_percent == pytest.approx(100 * (0.005 + row.half_width) / 2)
+
+
+def test_the_picture_shows_every_learning_rate_whatever_diverged(tmp_path):
+    def size_of(outcomes):
+        path = tmp_path / "parity.png"
+        draw(path, compare(outcomes, "fp32", last=1), outcomes, "fp32", last=1)
+        return struct.unpack(">8s8xII", path.read_bytes()[:24])
+
+    assert size_of({})[0] == b"\x89PNG\r\n\x1a\n"
+    one = {Job(1, "fp32", 0): outcome(3.0, diverged=True)}
+    _, width, height = size_of(one)
+    two = {Job(lr, item, s): outcome(3.0, 2.0 + s) for lr in (1, 3) for item in ("fp32", "bf16") for s in (0, 1)}
+    two |= {Job(3, "bf16", s): outcome(3.0, diverged=True) for s in (0, 1)}
+    assert size_of(two)[1:] == (width, 2 * height)
+    assert [path.name for path in tmp_path.iterdir()] == ["parity.png"]

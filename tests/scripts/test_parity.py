@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -84,6 +85,28 @@ def test_a_failed_run_ends_the_study_with_its_last_words(tmp_path):
         )
 
 
+SAVES = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).touch(), sys.exit(143)))
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(60)
+"""
+
+
+def test_runs_are_told_to_stop_and_save_when_the_study_stops(tmp_path):
+    ready, saved = tmp_path / "ready", tmp_path / "saved"
+    short, long = Job(1.0, "fp32", 0), Job(1.0, "bf16", 0)
+    wait = f"import pathlib, time\nwhile not pathlib.Path({str(ready)!r}).exists(): time.sleep(0.01)"
+    commands = {
+        short: [sys.executable, "-c", wait],
+        long: [sys.executable, "-c", SAVES, str(saved), str(ready)],
+    }
+    runs = parity.in_turn(commands, {job: tmp_path / job.item for job in commands}, 2)
+    assert next(runs) == short
+    runs.close()
+    assert saved.exists()
+
+
 # Of each run: the floats in the compiled step, in how many places it casts to E4M3 (two operands of a matmul in each of
 # the block's four linear layers), and what the state that goes into it stores weights, first and second moments in.
 PROGRAMS = {
@@ -125,6 +148,7 @@ def test_paired_runs_are_in_the_precision_that_they_are_called_by_and_resume(tmp
     assert (base["item"], base["n"], row["item"], row["n"]) == ("fp32", 2, "scalify_fp8_fp8", 2)
     assert row["skipped"] == row["diverged"] == 0
     assert "| 1x | scalify_fp8_fp8 | 2 |" in (out / "parity.md").read_text()
+    assert (out / "parity.png").read_bytes().startswith(b"\x89PNG")
     final = {(run["item"], run["seed"]): run["curve"]["4"] for run in study["runs"]}
     paired = [abs(final["fp32", seed] - final["scalify_fp8_fp8", seed]) for seed in (0, 1)]
     assert 0 < max(paired) < abs(final["fp32", 0] - final["fp32", 1])  # the same weights and batches
