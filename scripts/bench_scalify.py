@@ -39,6 +39,7 @@ class Contestant:
 
     def compile(self) -> float:
         """Seconds to compile the step, tracing and lowering left out; keeps the program for `take`."""
+        jax.clear_caches()  # or the second compilation would be the first one, found again
         lowered = self.jitted.lower(self.state, self.tokens)
         start = time.perf_counter()
         self.compiled = lowered.compile()
