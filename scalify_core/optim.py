@@ -140,6 +140,9 @@ def scaled_state(
             new, _, treedef = _flatten(inner_state, stored)
             return updates, new, treedef
 
+        if not stored:
+            updates, inner_state = tx.update(wide(updates), state.inner_state, wide(params), **extra)
+            return updates, ScaledStateState(state.step + 1, inner_state)
         old, plans, _ = _flatten(state.inner_state, stored)
         _, new, _ = advance(updates, state.inner_state)
         scales = [

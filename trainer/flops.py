@@ -23,7 +23,7 @@ def forward_flops_per_token(spec: GPT2Spec) -> int:
     (Chowdhery et al. 2022, appendix B) and most published MFUs. It is 13% of the 124M model at T = 1024.
     """
     D, F = spec.d_model, spec.mlp_width
-    mlp_matrices = {"gelu": 2, "swiglu": 3}[spec.mlp]
+    mlp_matrices = 2 if spec.mlp == "gelu" else 3
     weights = spec.n_layer * (4 * D * D + mlp_matrices * D * F)
     scores = 4 * spec.n_layer * spec.context * D
     return 2 * weights + scores + 2 * D * spec.vocab_size
