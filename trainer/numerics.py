@@ -120,7 +120,9 @@ def attach(model: Model, bound: GPT2, slots: Slots) -> GPT2:
     for name, module, path, sides in list(probed_layers(bound)):
         probes = {side: Probe(slots[f"{name}.{side}"], *operand_formats(model, name, side)) for side in sides}
         *parents, last = path
-        parent = functools.reduce(lambda m, key: m[key] if isinstance(key, int) else getattr(m, key), parents, bound)
+        parent: Any = bound
+        for key in parents:
+            parent = parent[key] if isinstance(key, int) else getattr(parent, key)
         if isinstance(last, int):
             parent[last] = Probed(module, probes)
         else:
@@ -143,10 +145,11 @@ def gradients(model: Model, state: TrainState, batch: Tokens, step: jax.Array) -
 
         return jax.vjp(loss, params, slots)[1](jnp.asarray(seed))
 
-    first = jax.tree.map(lambda x: x[0], batch)
+    first: Tokens = jax.tree.map(lambda x: x[0], batch)
     if policy.scaled:
         dtype = DTYPES[policy.compute]
-        return scalify(pull)(map_arrays(lambda p: p.astype(dtype), state.params), make_slots(model), *first, key)
+        scaled: Callable[..., Any] = scalify(pull)
+        return scaled(map_arrays(lambda p: p.astype(dtype), state.params), make_slots(model), *first, key)
     grads, seen = pull(state.params, make_slots(model), *first, key)
     if policy.scaling == "loss_scale":
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / seed, grads)
@@ -185,7 +188,6 @@ def statistics(model: Model, optimizer: str, state: TrainState, batch: Tokens, s
     """The figures of every class and layer; pure."""
     grads, seen = gradients(model, state, batch, step)
     forward, _ = casts(model.policy)
-
     kernels = {f"{path.replace('*.', '')}.kernel" for path in model.narrow}
     stored, exact = named(model.store_gradients(grads)), named(grads)
     mu, nu = MOMENTS[optimizer]
@@ -203,7 +205,7 @@ def statistics(model: Model, optimizer: str, state: TrainState, batch: Tokens, s
 
 def by_layer(layers: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """Names and figures [4] of every layer, stacks taken apart, in the order of a forward pass."""
-    single = {}
+    single: dict[str, np.ndarray] = {}
     for name, values in layers.items():
         if scanned(name):
             rest = name.removeprefix("h").lstrip(".")
