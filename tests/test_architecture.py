@@ -9,10 +9,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HOMES = {
-    "hydra": {"trainer/__main__.py"},
+    "hydra": {"trainer/__main__.py", "trainer/composition.py"},
     "wandb": {"trainer/tracking.py"},
     "orbax": {"trainer/checkpoint.py"},
     "datasets": {"trainer/data/corpus.py"},
+    "matplotlib": {"trainer/heatmap.py", "scripts/parity_picture.py"},
 }
 # In this order: a module may import those before it, never one after it.
 CORE_ORDER = ["formats", "array", "registry", "rules", "interpreter"]

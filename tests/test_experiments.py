@@ -3,12 +3,9 @@
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
-from trainer.__main__ import CONFIGS
 from trainer.build import build_policy
-from trainer.config import Config, from_tree, validate
+from trainer.composition import CONFIGS, compose_config
 
 # Compute, operands of the matmuls forward and backward, master weights, weight gradients, m, v.
 EXPERIMENTS = {
@@ -21,22 +18,13 @@ EXPERIMENTS = {
 }
 
 
-def load(*overrides: str) -> Config:
-    with initialize_config_dir(CONFIGS, version_base=None):
-        tree = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
-    tree.pop("experiment", None)
-    config = from_tree(Config, tree)
-    validate(config)
-    return config
-
-
 def test_every_experiment_is_in_the_table():
     assert {path.stem for path in Path(CONFIGS, "experiment").iterdir()} == set(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_is_the_policy_of_its_paper(name):
-    config = load(f"experiment={name}")
+    config = compose_config([f"experiment={name}"])
     policy = build_policy(config.precision)
     fields = ("compute", "forward", "backward", "weights", "weight_grad", "mu", "nu")
     assert tuple(getattr(policy, field) for field in fields) == EXPERIMENTS[name]
@@ -46,16 +34,16 @@ def test_an_experiment_is_the_policy_of_its_paper(name):
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name.startswith("scalify")])
 def test_nothing_is_rounded_stochastically_in_the_first_paper(name):
-    policy = build_policy(load(f"experiment={name}").precision)
+    policy = build_policy(compose_config([f"experiment={name}"]).precision)
     assert policy.weights_rounding == "nearest"
     assert policy.mu == "fp32" or policy.moments_rounding == "nearest"
 
 
 def test_the_experiment_on_swiglu_smooths_it():
-    assert load("experiment=fishman").model.mlp == "smooth_swiglu"
+    assert compose_config(["experiment=fishman"]).model.mlp == "smooth_swiglu"
 
 
 def test_the_command_line_has_the_last_word_over_an_experiment():
-    assert load("experiment=scalify_paper_3", "precision.weights_rounding=stochastic").precision.weights_rounding == (
-        "stochastic"
-    )
+    assert compose_config(
+        ["experiment=scalify_paper_3", "precision.weights_rounding=stochastic"]
+    ).precision.weights_rounding == ("stochastic")

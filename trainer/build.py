@@ -30,6 +30,7 @@ from trainer.data.tokenizer import load_saved
 from trainer.display import Display
 from trainer.errors import UserError
 from trainer.evaluate import Evaluation, evaluate, make_eval_step
+from trainer.fields import from_tree, to_tree
 from trainer.flops import flops_per_token, peak_flops
 from trainer.leaves import parameter_names
 from trainer.libraries import hide_missing_gpu, use_compilation_cache
@@ -206,7 +207,7 @@ def describe_change(c: schema.Config, found: Restored) -> list[str]:
     """What a resumed run does otherwise from here on."""
     if not found.step:
         return []
-    before = build_learning_rates(schema.from_tree(schema.Config, found.meta["config"]))
+    before = build_learning_rates(from_tree(schema.Config, found.meta["config"]))
     return schedule_change(found.step, before, build_learning_rates(c))
 
 
@@ -254,7 +255,7 @@ def restore_run(run_dir: Path) -> Trained:
         raise UserError(f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir of a training run")
     with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
         meta = checkpointer.meta()
-        c = schema.from_tree(schema.Config, meta["config"])
+        c = from_tree(schema.Config, meta["config"])
         tokenizer = load_saved(meta["tokenizer"], run_dir)
         model = build_model(c.model, build_policy(c.precision), tokenizer.vocab_size)
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
@@ -277,13 +278,13 @@ def run(c: schema.Config) -> int:
             console.print(line, highlight=False)
         return 0
     with RunDir(Path(c.run_dir)) as directory:
-        directory.check(schema.to_tree(c))
+        directory.check(to_tree(c))
         return train_in(directory, c, build_workload(c), Display(c.train.steps, console=console))
 
 
 def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display) -> int:
     """Train in a run directory, from where it stands. The exit code."""
-    tree = schema.to_tree(c)
+    tree = to_tree(c)
     with display:
         checkpointer = Checkpointer(
             directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best

@@ -179,21 +179,13 @@ class Checkpointer:
 
     def meta(self, step: int | None = None) -> dict[str, Any]:
         """The meta of a checkpoint, by default of the newest that is readable. Raises UserError."""
-        for candidate in self._candidates(step):
-            try:
-                return self._manifest(candidate)["meta"]
-            except DamagedCheckpointError as damage:
-                self._report(candidate, damage, step)
-        raise self._none_left()
+        meta: dict[str, Any] = self._readable_manifest(step)["meta"]
+        return meta
 
     def described(self) -> dict[str, Any]:
         """Shape, dtype and checksum of every leaf of the newest readable checkpoint, by name. Raises UserError."""
-        for candidate in self._candidates(None):
-            try:
-                return self._manifest(candidate)["leaves"]
-            except DamagedCheckpointError as damage:
-                self._report(candidate, damage, None)
-        raise self._none_left()
+        leaves: dict[str, Any] = self._readable_manifest(None)["leaves"]
+        return leaves
 
     def restore(self, target: Any, step: int | None = None, *, partial: bool = False) -> Restored:
         """The state of a checkpoint, on the devices and in the tree of `target`, bit for bit as it was saved.
@@ -225,6 +217,14 @@ class Checkpointer:
             self.wait()
         finally:
             self._manager.close()
+
+    def _readable_manifest(self, step: int | None) -> dict[str, Any]:
+        for candidate in self._candidates(step):
+            try:
+                return self._manifest(candidate)
+            except DamagedCheckpointError as damage:
+                self._report(candidate, damage, step)
+        raise self._none_left()
 
     def _candidates(self, step: int | None) -> list[int]:
         steps = self.steps()

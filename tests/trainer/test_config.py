@@ -5,21 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from trainer.__main__ import CONFIGS, wrong_key
-from trainer.config import Config, from_tree, to_tree, validate
+from trainer.composition import CONFIGS, compose_config, wrong_key
+from trainer.config import Config
 from trainer.errors import UserError
+from trainer.fields import from_tree, to_tree
 
 
-def load(*overrides: str) -> Config:
-    with initialize_config_dir(CONFIGS, version_base=None):
-        tree = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
-    tree.pop("experiment", None)
-    config = from_tree(Config, tree)
-    validate(config)
-    return config
+def load(*arguments: str) -> Config:
+    return compose_config(arguments)
 
 
 def command_line(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -146,3 +141,9 @@ def test_cfg_job_prints_the_resolved_config_and_resume_has_a_short_form(tmp_path
     done = command_line("--cfg", "job", "resume=none", "model=gpt2_124m", "run_dir=a", cwd=tmp_path)
     tree = OmegaConf.create(done.stdout)
     assert (tree.resume.source, tree.model.d_model, tree.run_dir) == ("none", 768, "a")
+
+
+def test_a_simulated_format_has_a_short_form():
+    short = load("precision=sim_e3m4").precision
+    assert (short.name, short.simulate, short.forward, short.backward) == ("sim_e3m4", True, "e3m4", "e3m4")
+    assert load("precision=sim_e3m4", "precision.backward=e4m3").precision.backward == "e4m3"
