@@ -24,9 +24,8 @@ it fuses to a pass for the scales and one that stores, parameter by parameter. W
   that a row never seen gives 0/2^-60, not 0/0, even without an epsilon.
 - **Random bits are a hash** of seed, step, leaf and element (`formats.counter_bits`), so nothing else is to be saved.
 
-The plain route, as in the Scalify paper (arXiv 2407.17353), is the optimiser itself under `scalify`, parameters and
-state in FP16 data: `scalify(tx.update)(grads, state, params)`, with `dynamic_rescale_rms` on the new state. It rounds
-to nearest, stores the second moment as it is, and lets the rules choose scales; it needs no function of this module.
+The plain route, as in the Scalify paper (arXiv 2407.17353), is `propagated_state`: the optimiser itself under
+`scalify`, in FP16 data. It rounds to nearest, stores the second moment as it is, and lets the rules choose scales.
 """
 
 from __future__ import annotations
@@ -39,8 +38,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from scalify_core.array import ScaledArray, is_scaled_array
+from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array
 from scalify_core.formats import FP16, FP32, FloatFormat, pow2_floor
+from scalify_core.interpreter import scalify
+from scalify_core.rescale import dynamic_rescale_rms
+from scalify_core.tree import map_arrays
 from scalify_core.value import MIN_SCALE
 from scalify_core.weights import Rounding, check_rounding, round_to, wide
 
@@ -154,6 +156,54 @@ def scaled_state(
         updates, new, treedef = advance(updates, inner_state)
         step = state.step + 1
         return updates, ScaledStateState(step, treedef.unflatten(_narrow(new, plans, scales, seed, step)))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def propagated_state(
+    tx: optax.GradientTransformation, *, fields: Mapping[str, FloatFormat], compute: Any = jnp.float16
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` itself under `scalify`: gradients, parameters and state enter as scaled arrays with `compute` data.
+
+    What the rules make of its arithmetic is the update, in `compute` data too. The new state gets the scale of its RMS
+    each time, since the rules' caution would add up over the steps, and each of its fields the format of `fields`,
+    rounded to nearest. Compare with `scaled_state`, whose state this one's has the form of.
+
+    Args:
+        tx: any transformation.
+        fields: formats with a native dtype, by the names of the state's fields; others stay in `compute` data.
+        compute: a float dtype.
+
+    Raises:
+        ValueError: from `init`, where the state has no array in a field of a given name; also a format without a
+            native dtype.
+    """
+    stored = {name: Stored(fmt, rounding="nearest") for name, fmt in fields.items()}
+    tx = optax.with_extra_args_support(tx)
+
+    def in_compute(tree: Any) -> Any:
+        scaled = as_scaled_array(tree, dtype=compute)
+        return map_arrays(lambda x: x.astype(compute) if is_scaled_array(x) else x, scaled)
+
+    def store(state: Any) -> Any:
+        flat, plans, treedef = _flatten(state, stored)
+        return treedef.unflatten(
+            [x.astype(plan.how.format.dtype) if plan.how else x for x, plan in zip(flat, plans, strict=True)]
+        )
+
+    def init(params: Any) -> ScaledStateState:
+        return ScaledStateState(jnp.zeros((), jnp.int32), store(in_compute(jax.jit(tx.init)(wide(params)))))
+
+    def update(updates: Any, state: ScaledStateState, params: Any = None, **extra: Any) -> tuple[Any, ScaledStateState]:
+        def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            updates, inner_state = tx.update(updates, inner_state, params, **extra)
+            return updates, jax.tree.map(
+                lambda x: dynamic_rescale_rms(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, inner_state
+            )
+
+        inner_state = in_compute(state.inner_state)
+        updates, inner_state = scalify(advance)(in_compute(updates), inner_state, in_compute(params))
+        return updates, ScaledStateState(state.step + 1, store(inner_state))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

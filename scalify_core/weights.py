@@ -20,7 +20,7 @@ from scalify_core.value import MIN_SCALE, broadcast_scale
 Rounding = Literal["nearest", "stochastic"]
 
 
-def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: int, step: Any) -> Any:
+def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, step: Any) -> Any:
     """`params + updates`, added in FP32 and rounded once to each parameter's own format and scale, saturating.
 
     Args:

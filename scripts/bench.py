@@ -64,10 +64,10 @@ def ours(args: Arguments, vocab: int) -> Contestant:
     def loss_fn(params: Any, tokens: jax.Array, segments: jax.Array | None, key: jax.Array | None) -> jax.Array:
         return bind(params).loss(tokens[:, :-1], tokens[:, 1:], segments, key)
 
-    step = jax.jit(make_train_step(plain(loss_fn), optimizer), donate_argnums=0)
+    step = jax.jit(make_train_step(plain(loss_fn), lambda seed: optimizer), donate_argnums=0)
     state = jax.jit(lambda key: init_state(init(key), optimizer, key))(jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, vocab, (1, args.batch, args.context + 1), dtype=np.int32)
-    batch, hyper = Tokens(jnp.asarray(tokens), None), Hyper(jnp.float32(1e-4), jnp.int32(0))
+    batch, hyper = Tokens(jnp.asarray(tokens), None), Hyper(jnp.float32(1e-4), jnp.int32(0), jnp.uint32(0))
 
     def take(steps: int) -> float:
         nonlocal state

@@ -74,9 +74,6 @@ def describe(manifest: Manifest) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Run; 0 when the directory is complete, 2 for a UserError, 130 when stopped."""
-    logger = logging.getLogger("trainer")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(logging.StreamHandler())
     args = parser().parse_args(argv or ["embedded"])
     try:
         if args.source == "verify":
@@ -103,4 +100,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("trainer").setLevel(logging.INFO)
+    logging.getLogger("trainer").addHandler(logging.StreamHandler())
     sys.exit(main(sys.argv[1:]))

@@ -1,12 +1,29 @@
-"""Eight CPU devices, no implicit rank promotion: what the tests run is what a sharded, strict user program runs."""
+"""Eight CPU devices, no implicit rank promotion: what the tests run is what a sharded, strict user program runs.
+
+The workers of a test run share what they have compiled.
+"""
 
 import os
+import tempfile
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """The directory is made by the first process, told to its workers through the environment, and removed by it."""
+    if "SCALIFY_TEST_CACHE" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="scalify-tests-")
+        os.environ["SCALIFY_TEST_CACHE"] = folder.name
+        config.add_cleanup(folder.cleanup)
+    jax.config.update("jax_compilation_cache_dir", str(Path(os.environ["SCALIFY_TEST_CACHE"])))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -36,7 +36,7 @@ def test_an_experiment_is_the_policy_of_its_paper(name):
 def test_nothing_is_rounded_stochastically_in_the_first_paper(name):
     policy = build_policy(compose_config([f"experiment={name}"]).precision)
     assert policy.weights_rounding == "nearest"
-    assert policy.mu == "fp32" or policy.moments_rounding == "nearest"
+    assert policy.mu == "fp32" or (policy.moments_rounding, policy.update) == ("nearest", "propagate")
 
 
 def test_the_experiment_on_swiglu_smooths_it():

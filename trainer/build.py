@@ -319,6 +319,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             state=state,
             step=found.step,
             steps=c.train.steps,
+            seed=np.uint32(c.seed),
             batch_tokens=c.train.batch_tokens,
             learning_rates=build_learning_rates(c),
             train_step=compile_step(w, build_batch(c, w.mesh), state),

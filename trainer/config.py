@@ -119,6 +119,7 @@ class Precision:
     mu: Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
     nu: Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
     moments_rounding: Literal["auto", "nearest", "stochastic"]
+    update: Literal["fp32", "propagate"]
     rescale_grads: tuple[str, ...]
     rescale_every: int
     clip_outliers: float | None

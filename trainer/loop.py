@@ -58,6 +58,7 @@ class Run:
     state: TrainState
     step: int
     steps: int
+    seed: np.uint32
     batch_tokens: int
     learning_rates: np.ndarray
     train_step: StepFn
@@ -130,7 +131,8 @@ def train(run: Run) -> int:
             run.throughput.waited(time.perf_counter() - waited)
             tokens = run.place(batch)
             profiler.before(step + 1)
-            run.state, metrics = run.train_step(run.state, tokens, Hyper(run.learning_rates[step], np.int32(step)))
+            hyper = Hyper(run.learning_rates[step], np.int32(step), run.seed)
+            run.state, metrics = run.train_step(run.state, tokens, hyper)
             profiler.after(step + 1, run.state.params)
             if pending is not None:
                 log(run, pending.step, observe(run, pending))

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.typing import DTypeLike
 
 from scalify_core import FloatFormat, ScaledArray, optim, weights
@@ -50,6 +51,7 @@ class Policy:
       weight_grad: of the weights of the chosen matmuls, on its way to the optimiser: fp32, bf16, fp16, e4m3 or e5m2.
       mu, nu: storage of the first and second moment: fp32, bf16, fp16, e4m3 or e5m2; narrow ones are scaled arrays.
       moments_rounding: auto (see `scalify_core.optim`), nearest or stochastic.
+      update: what the optimiser computes in: fp32, or propagate, in scaled arrays of `compute` data.
       rescale_grads: where scales propagate, the places whose gradient gets the scale of its RMS, measured at run time:
         layer_norm (the input of each) and qkv (queries, keys and values of each attention).
       clip_outliers: operands of the chosen matmuls are clipped to so many times their RMS before the cast; None: not.
@@ -69,6 +71,7 @@ class Policy:
     mu: str
     nu: str
     moments_rounding: Any
+    update: str
     rescale_grads: tuple[str, ...]
     clip_outliers: float | None
     amax_history: int
@@ -102,6 +105,11 @@ class Policy:
         if self.scaling != "propagate" and self.weights == "fp16":
             raise UserError(
                 "precision.weights=fp16 needs precision.scaling=propagate: FP16 weights without a scale lose small ones"
+            )
+        if self.update == "propagate" and (not self.scaled or self.moments_rounding == "stochastic"):
+            raise UserError(
+                "precision.update=propagate needs precision.scaling=propagate, and rounds to nearest: set "
+                "precision.moments_rounding=nearest, or precision.update=fp32"
             )
         if self.scaled and self.weight_grad == "fp32" and self.compute != "fp32":
             raise UserError(
@@ -195,8 +203,22 @@ def abstract_weights(shapes: Any, policy: Policy, scale: float | None = None) ->
     return jax.tree.map(convert, shapes)
 
 
+def store_moments(
+    tx: optax.GradientTransformation, name: str, policy: Policy, seed: Any
+) -> optax.GradientTransformationExtraArgs:
+    """The optimiser `tx`, called `name`, with its moments stored and its update computed as the policy says.
+
+    `seed`: of the stochastic rounding, an integer or an integer scalar. Raises UserError as `moment_settings` does.
+    """
+    settings = moment_settings(name, policy)
+    if policy.update == "propagate":
+        formats = {field: how.format for field, how in settings["fields"].items()}
+        return optim.propagated_state(tx, fields=formats, compute=DTYPES[policy.compute])
+    return optim.scaled_state(tx, seed=seed, **settings)
+
+
 def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
-    """How `optim.scaled_state` stores the moments of the optimiser `name`. UserError for one that it does not have."""
+    """How `scalify_core.optim` stores the moments of the optimiser `name`. UserError for what it does not have."""
     formats = {key: parse_format(f"precision.{key}", getattr(policy, key)) for key in ("mu", "nu")}
     fields = dict(zip(("mu", "nu"), MOMENTS[name], strict=True))
     for key, fmt in formats.items():
@@ -205,14 +227,20 @@ def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
                 f"precision.{key}={fmt}, but optimizer={name} has no such moment; "
                 f"set precision.{key}=fp32, or choose another optimizer"
             )
-    if name == "adamw":
+        if fmt is FP32 and fields[key] is not None and policy.update == "propagate":
+            raise UserError(
+                f"precision.{key}=fp32, but precision.update=propagate computes in {policy.compute}; "
+                f"set precision.{key}={policy.compute} or narrower"
+            )
+    plain = policy.update == "propagate"
+    if name == "adamw" and not plain:
         return formats | {"rounding": policy.moments_rounding}
 
     def stored(key: str, fmt: FloatFormat) -> optim.Stored:
-        rounding = policy.moments_rounding
+        rounding: Any = "nearest" if plain else policy.moments_rounding
         if rounding == "auto":
             rounding = "nearest" if key == "mu" and fmt.mantissa_bits >= 10 else "stochastic"
-        return optim.Stored(fmt, sqrt=key == "nu", rounding=rounding)
+        return optim.Stored(fmt, sqrt=key == "nu" and not plain, rounding=rounding)
 
     return {"fields": {fields[key]: stored(key, fmt) for key, fmt in formats.items() if fmt is not FP32}}
 

@@ -19,10 +19,11 @@ from trainer.state import TrainState
 
 
 class Hyper(NamedTuple):
-    """What changes from step to step without a recompilation: learning rate (FP32) and step number (int32), scalars."""
+    """What changes without a recompilation: learning rate (FP32), step number (int32), run's seed (uint32), scalars."""
 
     lr: jax.Array | np.floating
     step: jax.Array | np.integer
+    seed: jax.Array | np.integer
 
 
 class Tokens(NamedTuple):
@@ -64,11 +65,10 @@ def first_true(flags: list[jax.Array]) -> jax.Array:
 
 def make_train_step(
     differentiate: Differentiate,
-    optimizer: optax.GradientTransformation,
+    optimizer: Callable[[Any], optax.GradientTransformation],
     *,
     store_gradients: Callable[[Any], Any] = lambda grads: grads,
     rounding: weights.Rounding = "nearest",
-    seed: int = 0,
 ) -> StepFn:
     """The pure function `(state, batch, hyper) -> (state, metrics)`.
 
@@ -77,9 +77,9 @@ def make_train_step(
 
     Args:
       differentiate: the loss and its gradient in the run's precision.
-      optimizer: at a learning rate of one; takes plain and scaled gradients.
+      optimizer: from the seed of its rounding, to one at a learning rate of one that takes plain and scaled gradients.
       store_gradients: brings the gradients to the formats in which the optimiser gets them.
-      rounding: of narrow weights, with `seed` and the step's number.
+      rounding: of narrow weights.
     """
 
     def train_step(state: TrainState, batch: Tokens, hyper: Hyper) -> tuple[TrainState, Metrics]:
@@ -87,9 +87,9 @@ def make_train_step(
         loss, grads, seen = mean_gradient(differentiate.value_and_grad, state, batch, key)
         grads = store_gradients(grads)
         grad_norm = optax.global_norm(weights.wide(grads))
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        updates = jax.tree.map(lambda u: hyper.lr * u, updates)
-        params = weights.apply_updates(state.params, updates, rounding=rounding, seed=seed, step=hyper.step)
+        updates, opt_state = optimizer(hyper.seed).update(grads, state.opt_state, state.params)
+        updates = jax.tree.map(lambda u: hyper.lr * u, weights.wide(updates))
+        params = weights.apply_updates(state.params, updates, rounding=rounding, seed=hyper.seed, step=hyper.step)
 
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         updated = TrainState(params, opt_state, state.key, state.scaling)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from scalify_core import asarray, optim, weights
+from scalify_core import asarray, weights
 from trainer.data import Loader, Manifest, Tokenizer
 from trainer.generate import Generator
 from trainer.gradients import Differentiate, differentiate, propagated_loss, store_gradients
@@ -25,7 +25,7 @@ from trainer.precision import (
     convert_moments,
     dot_general_for,
     is_kernel_of,
-    moment_settings,
+    store_moments,
     store_weights,
 )
 from trainer.spec import GPT2Spec, linear_paths
@@ -127,11 +127,9 @@ class Workload(NamedTuple):
     mesh: Mesh
     seed: int
 
-    @property
-    def optimizer(self) -> optax.GradientTransformationExtraArgs:
-        """At a learning rate of one, its moments stored as the precision says, everything in it computed in FP32."""
-        settings = moment_settings(self.optimizer_name, self.model.policy)
-        return optim.scaled_state(self.plain_optimizer, seed=self.seed, **settings)
+    def optimizer(self, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
+        """At a learning rate of one, its moments stored as the precision says. First states do not need the seed."""
+        return store_moments(self.plain_optimizer, self.optimizer_name, self.model.policy, seed)
 
     def in_precision(self, policy: Policy) -> "Workload":
         """The same in another precision."""
@@ -163,7 +161,7 @@ def first_state(w: Workload, replace: Callable[[Params], Params] = lambda params
     params = store_weights(replace(params), w.model.policy)
 
     def rest(params: Params, key: jax.Array) -> TrainState:
-        return init_state(params, w.optimizer, key, w.model.differentiate().init())
+        return init_state(params, w.optimizer(), key, w.model.differentiate().init())
 
     return jax.jit(rest, out_shardings=replicated(w.mesh))(params, key)
 
@@ -182,7 +180,7 @@ def abstract_state(w: Workload, scale: float | None = None) -> TrainState:
     state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), jax.eval_shape(initial))
     params = abstract_weights(state.params, w.model.policy, scale)
     opt_state = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), jax.eval_shape(w.optimizer.init, params)
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), jax.eval_shape(w.optimizer().init, params)
     )
     return TrainState(params, opt_state, state.key, state.scaling)
 
@@ -196,25 +194,25 @@ def convert_state(w: Workload, state: TrainState, source: Policy) -> TrainState:
 
 
 def compile_step(w: Workload, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled:
-    """The train step for batches like `batch`, compiled once; the state is donated.
+    """The train step for batches like `batch`, compiled once; the state is donated."""
+    return lower_step(w, batch, state).compile()
 
-    The scales of the parameters of `state` are constants of it; without a state they are assumed.
-    """
+
+def lower_step(w: Workload, batch: Tokens, state: TrainState | None = None) -> jax.stages.Lowered:
+    """The train step, traced; the scales of the parameters of `state` are constants of it, without one assumed."""
     policy = w.model.policy
     step = make_train_step(
         w.model.differentiate(),
         w.optimizer,
         store_gradients=w.model.store_gradients,
         rounding=policy.weights_rounding,
-        seed=w.seed,
     )
     abstract = abstract_state(w, ASSUMED_SCALE)
     if state is not None:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=replicated(w.mesh))
-    lr: Any = jax.ShapeDtypeStruct((), np.float32)
-    number: Any = jax.ShapeDtypeStruct((), np.int32)
-    return jitted.lower(abstract, batch, Hyper(lr, number)).compile()
+    scalars: Any = [jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)]
+    return jitted.lower(abstract, batch, Hyper(*scalars))
 
 
 def make_rescale(w: Workload, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:

@@ -286,7 +286,7 @@ def test_a_damaged_validation_loss_costs_neither_the_checkpoint_nor_the_run(open
     with pytest.raises(UserError, match=r"1/metrics/metrics is damaged; remove .*1/metrics, without which"):
         Checkpointer.reading(checkpointer.directory)  # which must not touch what may be another process's
     with open_checkpointer(keep=3, keep_best=True) as checkpointer:
-        (line,) = [record.getMessage() for record in caplog.records]
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "trainer.checkpoint"]
         assert line == "the validation loss of checkpoint 1 is damaged: it cannot be the best one"
         assert bits(checkpointer.restore(abstract(make_state()), 1).state) == bits(make_state(1))
         assert checkpointer.best_step == 2

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from scalify_core.array import is_scaled_array
+from scalify_core.array import asarray, is_scaled_array
 from scalify_core.weights import wide
 from trainer.build import build_policy
 from trainer.checkpoint import Checkpointer
@@ -23,7 +23,16 @@ from trainer.precision import is_kernel_of, moment_settings
 from trainer.spec import GPT2Spec
 from trainer.state import from_stored, to_stored
 from trainer.step import Hyper
-from trainer.workload import Model, Workload, abstract_state, compile_step, convert_state, first_state, make_rescale
+from trainer.workload import (
+    Model,
+    Workload,
+    abstract_state,
+    compile_step,
+    convert_state,
+    first_state,
+    lower_step,
+    make_rescale,
+)
 
 SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=1, n_head=2, d_model=32)
 ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
@@ -51,16 +60,26 @@ def abstract(w, accum=1):
 
 
 @functools.cache
-def compiled(preset, devices=1, accum=1):
-    """The step of a preset and its first state; who takes steps copies the state, because it is donated."""
+def lowered(preset, devices=1, accum=1):
     w = workload(preset, devices)
     state = first_state(w)
-    return w, state, compile_step(w, abstract(w, accum), state)
+    return w, state, lower_step(w, abstract(w, accum), state)
+
+
+@functools.cache
+def compiled(preset, devices=1, accum=1):
+    """The step of a preset and its first state; who takes steps copies the state, because it is donated."""
+    w, state, step = lowered(preset, devices, accum)
+    return w, state, step.compile()
 
 
 def batch(w, step=0, accum=1):
     tokens = np.random.default_rng(step).integers(0, 64, (16, SPEC.context + 1), dtype=np.int32)
     return place_batch(Batch(tokens, None), accum=accum, mesh=w.mesh)
+
+
+def hyper(step, lr, seed=0):
+    return Hyper(np.float32(lr), np.int32(step), np.uint32(seed))
 
 
 def copied(tree):
@@ -71,7 +90,7 @@ def take(preset, steps, start=0, state=None, devices=1, accum=1, lr=1e-2):
     w, first, step = compiled(preset, devices, accum)
     state = copied(first if state is None else state)
     for n in range(start, start + steps):
-        state, metrics = step(state, batch(w, n, accum), Hyper(np.float32(lr), np.int32(n)))
+        state, metrics = step(state, batch(w, n, accum), hyper(n, lr))
     return state, metrics
 
 
@@ -95,7 +114,7 @@ def test_every_preset_learns(preset):
     _, _, step = compiled(preset)
     state = copied(state)
     for n in range(12):
-        state, metrics = step(state, tokens, Hyper(np.float32(1e-2), np.int32(n)))
+        state, metrics = step(state, tokens, hyper(n, 1e-2))
         assert metrics["finite"], n
     after = eval_loss(state, tokens.tokens_AxBxT1[0], None)
     np.testing.assert_allclose(before, np.log(64), rtol=0.02)  # what knows nothing gets log 64
@@ -154,9 +173,7 @@ def test_the_state_is_stored_as_the_preset_says(preset):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_program_multiplies_in_the_formats_of_the_preset(preset):
-    w, state, _ = compiled(preset)
-    step = jax.jit(lambda s, b: w.model.differentiate().value_and_grad(s.params, s.scaling, b, None, s.key))
-    text = step.lower(state, batch(w).tokens_AxBxT1[0]).as_text()
+    text = lowered(preset)[2].as_text()
     casts = {name: len(re.findall(rf"stablehlo.convert.*-> tensor<[0-9x]+x{name}>", text)) for name in (E4M3, E5M2)}
     fp8 = preset in ("scalify_fp8", "scalify_fp8_fp16", "scalify_fp8_fp8", "fp8_current", "fp8_delayed")
     assert all(casts.values()) == any(casts.values()) == fp8
@@ -212,7 +229,7 @@ def test_a_step_that_is_not_finite_changes_nothing(preset):
     nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), gain)
     state.params["ln_f"]["scale"] = nan
     before = bits(state)
-    after, metrics = step(state, batch(w), Hyper(np.float32(1e-2), np.int32(0)))
+    after, metrics = step(state, batch(w), hyper(0, 1e-2))
     assert not metrics["finite"]
     assert bits(after) == before
 
@@ -221,7 +238,7 @@ def test_the_loss_scale_falls_with_a_step_that_is_not_finite_and_the_rest_stays(
     w, state, step = compiled("fp16_loss_scaled")
     state = copied(dataclasses.replace(state, scaling=state.scaling._replace(value=jnp.float32(2.0**24))))
     before = bits((state.params, state.opt_state))
-    after, metrics = step(state, batch(w), Hyper(np.float32(1e-2), np.int32(0)))
+    after, metrics = step(state, batch(w), hyper(0, 1e-2))
     assert not metrics["finite"]
     assert after.scaling.value == 2.0**23
     assert bits((after.params, after.opt_state)) == before
@@ -231,10 +248,35 @@ def test_stochastic_rounding_of_weights_depends_on_seed_and_step_alone():
     one, _ = take("scalify_fp8_fp16", 2)
     again, _ = take("scalify_fp8_fp16", 2)
     assert bits(one) == bits(again)
-    w = workload("scalify_fp8_fp16")._replace(seed=1)
-    _, first, _ = compiled("scalify_fp8_fp16")
-    other = compile_step(w, abstract(w), first)(copied(first), batch(w), Hyper(np.float32(1e-2), np.int32(0)))[0]
+    w, first, step = compiled("scalify_fp8_fp16")
+    other = step(copied(first), batch(w), hyper(0, 1e-2, seed=1))[0]
     assert bits(other.params) != bits(take("scalify_fp8_fp16", 1)[0].params)
+
+
+def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
+    """The paper's route: the second moment is kept as it is, in FP16, where the other one keeps its root."""
+    plain = {"update": "propagate", "moments_rounding": "nearest", "weights_rounding": "nearest"}
+    w = workload("scalify_fp8_fp16", **plain)
+    state = first_state(w)
+    grads = jax.tree.map(jnp.ones_like, wide(state.params))
+    moments = []
+    for one in (w, workload("scalify_fp8_fp16")):
+        _, after = jax.jit(one.optimizer().update)(grads, first_state(one).opt_state, first_state(one).params)
+        moments.append(optax.tree_utils.tree_get(after, "nu"))
+    propagated, stored = moments
+    clipped = 1 / np.sqrt(sum(x.size for x in jax.tree.leaves(grads)))  # each gradient, at a global norm of 1
+    for v, root in zip(jax.tree.leaves(asarray(propagated)), jax.tree.leaves(asarray(stored)), strict=True):
+        np.testing.assert_allclose(v, 0.01 * clipped**2, rtol=2**-9)  # FP16, of the gradient and of its square
+        np.testing.assert_allclose(root**2, 0.01 * clipped**2, rtol=2**-8)  # a stochastic rounding, squared
+    data = {str(x.data.dtype) for x in jax.tree.leaves(propagated, is_leaf=is_scaled_array)}
+    assert data == {"float16"}
+    step = compile_step(w, abstract(w), state)
+    tokens = batch(w)
+    losses = []
+    for n in range(12):
+        state, metrics = step(state, tokens, hyper(n, 1e-2))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.parametrize(("source", "target"), [("scalify_fp8_fp8", "fp32"), ("fp32", "scalify_fp8_fp16")])
@@ -246,7 +288,7 @@ def test_a_state_is_converted_to_another_precision(source, target):
     # FP8 moments are widened exactly; weights are rounded to FP16 at most.
     for a, b in zip(jax.tree.leaves(wide(converted.params)), jax.tree.leaves(wide(state.params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2**-11, atol=2**-24)
-    compile_step(w, abstract(w), converted)(copied(converted), batch(w), Hyper(np.float32(1e-3), np.int32(5)))
+    compile_step(w, abstract(w), converted)(copied(converted), batch(w), hyper(5, 1e-3))
     assert converted.opt_state.step == state.opt_state.step
 
 
@@ -262,7 +304,7 @@ def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
     assert "c_fc" in text
     assert new.params["h"][0]["mlp"]["c_fc"]["kernel"].scale == 64 * kernel.scale
     np.testing.assert_array_equal(*(wide(s.params["h"][0]["mlp"]["c_fc"]["kernel"]) for s in (new, state)))
-    assert step(new, batch(w), Hyper(np.float32(1e-3), np.int32(0)))[1]["finite"]
+    assert step(new, batch(w), hyper(0, 1e-3))[1]["finite"]
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -281,7 +323,7 @@ def test_scanned_layers_train_in_the_flagship_precision():
     state = first_state(w)
     step = compile_step(w, abstract(w), state)
     for n in range(3):
-        state, metrics = step(state, batch(w, n), Hyper(np.float32(1e-2), np.int32(n)))
+        state, metrics = step(state, batch(w, n), hyper(n, 1e-2))
         assert metrics["finite"]
 
 
@@ -305,6 +347,7 @@ def test_smooth_swiglu_is_swiglu():
         ({"weights": "fp16"}, "needs precision.scaling=propagate"),
         ({"scaling": "propagate", "compute": "fp16"}, "weight_grad=fp32"),
         ({"simulate": True, "compute": "bf16"}, "it needs compute=fp32"),
+        ({"update": "propagate"}, "needs precision.scaling=propagate"),
         ({"rescale_grads": ("head",)}, "'head' is not a place"),
     ],
 )
@@ -323,7 +366,13 @@ def test_a_moment_that_the_optimiser_does_not_have_is_refused():
         moment_settings("lion", policy("scalify_fp8_fp16"))
 
 
+def test_an_update_in_fp16_has_moments_that_are_not_wider():
+    with pytest.raises(UserError, match=r"precision\.mu=fp32, but precision\.update=propagate computes in fp16"):
+        moment_settings("adamw", policy("scalify_fp8", update="propagate"))
+
+
 def test_scaled_arrays_appear_only_where_scales_propagate():
     for preset in PRESETS:
-        found = any(is_scaled_array(x) for x in jax.tree.leaves(compiled(preset)[1].params, is_leaf=is_scaled_array))
+        params = first_state(workload(preset)).params
+        found = any(is_scaled_array(x) for x in jax.tree.leaves(params, is_leaf=is_scaled_array))
         assert found == preset.startswith("scalify")
