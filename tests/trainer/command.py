@@ -33,8 +33,12 @@ def environment(devices: int = 1, **extra: str) -> dict[str, str]:
 
 
 def trainer(tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **variables: str) -> subprocess.Popen[str]:
-    """A trainer at work in `tmp_path`, where it finds the data prepared by the one before it."""
-    command = [sys.executable, "-m", "trainer", *TINY, f"run_dir={run_dir}", f"compile_cache={tmp_path}/cache", *args]
+    """A trainer at work in `tmp_path`, where it finds the data prepared by the one before it.
+
+    It takes over what other tests' trainers have compiled. Who kills one while it compiles gives it a cache of its own.
+    """
+    cache = f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"
+    command = [sys.executable, "-m", "trainer", *TINY, f"run_dir={run_dir}", cache, *args]
     return subprocess.Popen(
         command,
         cwd=tmp_path,

@@ -20,7 +20,7 @@ from trainer.tracking import read_history, wandb_files
 
 
 def test_a_run_killed_several_times_is_bitwise_the_run_that_was_not(tmp_path):
-    args = ["train.steps=40", "checkpoint.every=10", "tracker=wandb"]
+    args = ["train.steps=40", "checkpoint.every=10", "tracker=wandb", f"compile_cache={tmp_path}/cache"]
     finish(trainer(tmp_path, "A", *args))
     rng = random.Random(0)
     for kill_at in (3, 12, 17, 31):
@@ -176,6 +176,7 @@ def test_a_profile_is_written_also_of_steps_that_a_resumed_run_has_only_the_rest
 
 def test_a_run_compiles_its_train_step_and_its_validation_once(tmp_path):
     args = ["train.steps=6", "train.eval_every=2", "checkpoint.every=3", "tracker=none", "sample.max_new=0"]
+    args.append("compile_cache=null")
     output = finish(trainer(tmp_path, "A", *args, "train.accum=2", devices=2, JAX_LOG_COMPILES="1"))
     compiled = re.findall(r"Finished XLA compilation of (?:jit\()?(\w+)", output)
     assert compiled.count("train_step") == 1, compiled
