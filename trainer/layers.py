@@ -49,7 +49,8 @@ class Linear(nnx.Linear):
             kernel_DxF = kernel_DxF * rows[:, None].astype(kernel_DxF.dtype)
         y_NxF = self.dot_general(x_NxD, kernel_DxF, (((1,), (0,)), ((), ())), preferred_element_type=self.dtype)
         assert self.bias is not None
-        return y_NxF + self.bias[...].astype(self.dtype)[None]
+        # The sum in FP32: rounded once, and the bias has its gradient in FP32, as the kernel has.
+        return (y_NxF.astype(jnp.float32) + self.bias[...].astype(jnp.float32)[None]).astype(self.dtype)
 
 
 class Factory:

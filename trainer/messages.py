@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from scalify_core.matmul import MULTIPLE
 from trainer.flops import flops_per_token
 from trainer.loop import Run
 from trainer.metrics import GIB
 from trainer.rundir import interpreter
-from trainer.spec import linear_paths
 from trainer.workload import Workload
 
 
@@ -30,7 +30,8 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
         f"{w.data.manifest.tokens('val'):,} validation tokens",
         f"batch {batch_tokens // spec.context} x {spec.context} = {batch_tokens:,} tokens; micro-batches: {accum}; "
         f"devices: {w.mesh.size} x {w.mesh.devices.flat[0].device_kind}",
-        f"precision {precision}: {describe_precision(w)}; {flops * batch_tokens:.3e} FLOPs a step",
+        f"precision {precision}: {describe_precision(w, batch_tokens // accum)}",
+        f"{flops * batch_tokens:.3e} FLOPs a step",
     ]
     memory = step.memory_analysis() if step is not None else None
     if memory is not None:
@@ -42,14 +43,22 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
     return lines
 
 
-def describe_precision(w: Workload) -> str:
-    """What is computed and stored in what, and how many matmuls are narrow."""
-    policy, every = w.model.policy, len(linear_paths(w.model.spec))
+def describe_precision(w: Workload, rows: int) -> str:
+    """What is computed and stored in what, and which matmuls are narrow; `rows`: tokens of a micro-batch."""
+    policy, skipped = w.model.policy, w.model.skipped
+    every = len(w.model.narrow) + len(skipped)
     matmuls = f"matmuls in {policy.compute}"
     if policy.forward is not None:
         simulated = " (simulated)" if policy.simulate else ""
-        matmuls = f"{len(w.model.narrow)} of {every} linear layers in {policy.forward}/{policy.backward}{simulated}, "
+        narrow = len(w.model.narrow)
+        if rows % MULTIPLE and not policy.simulate:
+            narrow, skipped = 0, {"all": f"micro-batches of {rows} tokens, not a multiple of {MULTIPLE}"}
+        matmuls = f"{narrow} of {every} linear layers in {policy.forward}/{policy.backward}{simulated}, "
         matmuls += f"the rest, attention and head in {policy.compute}"
+        for why in dict.fromkeys(skipped.values()):
+            paths = [path for path, reason in skipped.items() if reason == why]
+            shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+            matmuls += f" ({shown}: {why})"
     return (
         f"{matmuls}; weights {policy.weights}, weight gradients {policy.weight_grad}, moments {policy.mu}/{policy.nu}, "
         f"scaling: {policy.scaling}"

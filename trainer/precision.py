@@ -4,7 +4,7 @@ A preset is nothing but a name for a combination of the fields of `Policy`. Unde
 gradient are scale-propagated: `scalify` is applied to the very function that the other presets differentiate.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from scalify_core import FloatFormat, ScaledArray, optim, weights
 from scalify_core.formats import FP32
+from scalify_core.matmul import MULTIPLE
 from trainer.dots import Dot, make_dot
 from trainer.errors import UserError
 
@@ -138,26 +139,35 @@ def parse_format(key: str, name: str) -> FloatFormat:
         raise UserError(f"{key}={name}: {error}") from None
 
 
-def chosen_matmuls(policy: Policy, paths: list[str]) -> list[str]:
-    """Those of the linear layers that are narrow. UserError for a pattern without a match."""
+def skipped_matmuls(policy: Policy, sizes: Mapping[str, tuple[int, int]]) -> dict[str, str]:
+    """Those of the linear layers that are not narrow, and why not. UserError for a pattern without a match.
+
+    `sizes`: input and output width of each, by path.
+    """
     if policy.forward is None:
-        return []
+        return dict.fromkeys(sizes, f"precision.forward=null: all are in {policy.compute}")
     for key, patterns in (("matmuls", policy.matmuls), ("keep", policy.keep)):
         for pattern in patterns:
-            if not any(fnmatchcase(path, pattern) for path in paths):
+            if not any(fnmatchcase(path, pattern) for path in sizes):
                 raise UserError(
-                    f"precision.{key}: no matmul matches {pattern!r}; there are {', '.join(sorted(paths)[:8])} ..."
+                    f"precision.{key}: no matmul matches {pattern!r}; there are {', '.join(sorted(sizes)[:8])} ..."
                 )
 
-    def matches(path: str, patterns: tuple[str, ...]) -> bool:
-        return any(fnmatchcase(path, pattern) for pattern in patterns)
+    def reason(path: str, size: tuple[int, int]) -> str | None:
+        if not any(fnmatchcase(path, pattern) for pattern in policy.matmuls):
+            return "not in precision.matmuls"
+        if any(fnmatchcase(path, pattern) for pattern in policy.keep):
+            return "in precision.keep"
+        if not policy.simulate and any(width % MULTIPLE for width in size):
+            return f"{size[0]} x {size[1]} are not multiples of {MULTIPLE}"
+        return None
 
-    return [path for path in paths if matches(path, policy.matmuls) and not matches(path, policy.keep)]
+    return {path: why for path, size in sizes.items() if (why := reason(path, size)) is not None}
 
 
-def dot_general_for(policy: Policy, paths: list[str]) -> Callable[[str], Dot]:
-    """From a linear layer's path to its dot_general; `paths` are those of all of them."""
-    chosen = set(chosen_matmuls(policy, paths))
+def dot_general_for(policy: Policy, narrow: Collection[str]) -> Callable[[str], Dot]:
+    """From a linear layer's path to its dot_general; `narrow`: those whose matmuls are."""
+    chosen = set(narrow)
 
     def dot_general(path: str) -> Dot:
         narrow = path in chosen

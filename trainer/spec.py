@@ -72,8 +72,19 @@ class GPT2Spec:
         return self.d_model // self.n_head
 
 
-def linear_paths(spec: GPT2Spec) -> list[str]:
-    """The linear layers inside the blocks: `h.3.mlp.c_fc`; `h.*.mlp.c_fc` when scanned, sharing one program."""
+def linear_sizes(spec: GPT2Spec) -> dict[str, tuple[int, int]]:
+    """The linear layers inside the blocks: input and output width of each, by path, such as `h.3.mlp.c_fc`.
+
+    Scanned layers, which share one program, are `h.*.mlp.c_fc`.
+    """
+    d, f = spec.d_model, spec.mlp_width
     layers = ["*"] if spec.scan_layers else [str(i) for i in range(spec.n_layer)]
-    mlp = ("c_fc", "c_proj") if spec.mlp == "gelu" else ("c_gate", "c_fc", "c_proj")
-    return [f"h.{i}.{name}" for i in layers for name in ("attn.c_attn", "attn.c_proj", *(f"mlp.{n}" for n in mlp))]
+    sizes = {"attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d)}
+    sizes |= {} if spec.mlp == "gelu" else {"mlp.c_gate": (d, f)}
+    sizes |= {"mlp.c_fc": (d, f), "mlp.c_proj": (f, d)}
+    return {f"h.{i}.{name}": size for i in layers for name, size in sizes.items()}
+
+
+def linear_paths(spec: GPT2Spec) -> list[str]:
+    """The paths of the linear layers inside the blocks."""
+    return list(linear_sizes(spec))

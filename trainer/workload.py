@@ -21,14 +21,14 @@ from trainer.precision import (
     ASSUMED_SCALE,
     Policy,
     abstract_weights,
-    chosen_matmuls,
     convert_moments,
     dot_general_for,
     is_kernel_of,
+    skipped_matmuls,
     store_moments,
     store_weights,
 )
-from trainer.spec import GPT2Spec, linear_paths
+from trainer.spec import GPT2Spec, linear_sizes
 from trainer.state import TrainState, init_state
 from trainer.step import Hyper, StepFn, Tokens, make_train_step
 from trainer.watchdog import first_nonfinite
@@ -41,6 +41,7 @@ class Model(NamedTuple):
       training: with the matmuls of the policy.
       sampling: the same parameters, every matmul in `policy.logical`: products of one token are too small for FP8.
       narrow: paths of the linear layers whose matmuls are narrower than the rest.
+      skipped: why the other linear layers are not, by path.
     """
 
     spec: GPT2Spec
@@ -48,19 +49,22 @@ class Model(NamedTuple):
     training: Functional
     sampling: Functional
     narrow: list[str]
+    skipped: dict[str, str]
 
     @classmethod
     def make(cls, spec: GPT2Spec, policy: Policy) -> Self:
         """The model of a precision. UserError for a pattern of layers that matches none."""
-        paths = linear_paths(spec)
+        sizes = linear_sizes(spec)
+        skipped = skipped_matmuls(policy, sizes)
+        narrow = [path for path in sizes if path not in skipped]
         training = functional(
             spec,
             compute_dtype=policy.logical,
-            dot_general=dot_general_for(policy, paths),
+            dot_general=dot_general_for(policy, narrow),
             rescale_grads=policy.rescale_grads if policy.scaled else (),
         )
         sampling = functional(spec, compute_dtype=policy.logical)
-        return cls(spec, policy, training, sampling, chosen_matmuls(policy, paths))
+        return cls(spec, policy, training, sampling, narrow, skipped)
 
     def loss(
         self,

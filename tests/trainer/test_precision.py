@@ -17,6 +17,7 @@ from trainer.checkpoint import Checkpointer
 from trainer.composition import compose_config
 from trainer.data import Batch
 from trainer.errors import UserError
+from trainer.messages import describe_precision
 from trainer.optimizer import make_optimizer
 from trainer.parallel import abstract_batch, make_mesh, place_batch
 from trainer.precision import is_kernel_of, moment_settings
@@ -316,6 +317,22 @@ def test_kept_layers_are_not_fp8(scan):
     shapes = jax.eval_shape(model.training.init, jax.random.key(0))
     keys = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     assert sum(is_kernel_of(model.narrow, path) for path in keys) == len(model.narrow)
+
+
+def test_layers_that_are_not_fp8_are_named_with_the_reason():
+    spec = dataclasses.replace(SPEC, d_mlp=40)
+    w = workload("scalify_fp8", spec=spec)
+    assert w.model.narrow == ["h.0.attn.c_attn", "h.0.attn.c_proj"]
+    said = describe_precision(w, rows=256)
+    assert "2 of 4 linear layers in e4m3/e5m2" in said
+    assert "(h.0.mlp.c_fc: 32 x 40 are not multiples of 16)" in said
+    assert "(all: micro-batches of 40 tokens, not a multiple of 16)" in describe_precision(w, rows=40)
+    text = lower_step(w, abstract(w)).as_text()  # with warnings as errors: nothing is skipped while it is traced
+    shapes = re.findall(r"convert.*-> tensor<(\d+)x(\d+)xf8E4M3FN>", text)
+    assert shapes
+    assert not any("40" in shape for shape in shapes)
+    kept = Model.make(SPEC, policy("scalify_fp8", matmuls=("h.*",), keep=("h.0.attn.*",)))
+    assert kept.skipped == {"h.0.attn.c_attn": "in precision.keep", "h.0.attn.c_proj": "in precision.keep"}
 
 
 def test_scanned_layers_train_in_the_flagship_precision():
