@@ -43,10 +43,9 @@ class Recurrent(nn.Module):
 class Encoder(nn.Module):
     @nn.compact
     def __call__(self, x):
-        for _ in range(2):
-            y = nn.LayerNorm()(x)
-            x = x + nn.MultiHeadDotProductAttention(num_heads=2)(y, y)
-            x = x + nn.Dense(16)(nn.silu(nn.Dense(32)(nn.LayerNorm()(x))))
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(y, y)
+        x = x + nn.Dense(16)(nn.silu(nn.Dense(32)(nn.LayerNorm()(x))))
         return nn.Dense(4)(x.mean(1))
 
 
@@ -75,7 +74,7 @@ def linen(module, *shape):
 
 
 def gpt2():
-    init, bind, _ = functional(GPT2Spec(vocab_size=61, context=16, n_layer=2, n_head=2, d_model=16))
+    init, bind, _ = functional(GPT2Spec(vocab_size=61, context=16, n_layer=1, n_head=2, d_model=16))
     tokens = jax.random.randint(jax.random.key(1), (4, 17), 0, 61)
     return lambda params, x, y: bind(params).loss(x, y), init(jax.random.key(0)), (tokens[:, :-1], tokens[:, 1:])
 
