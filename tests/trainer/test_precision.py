@@ -344,6 +344,32 @@ def test_scanned_layers_train_in_the_flagship_precision():
         assert metrics["finite"]
 
 
+@pytest.mark.parametrize("preset", ["fp32", "scalify_fp8_fp16", "scalify_fp8_fp8", "fp8_current"])
+def test_steps_are_the_same_for_every_value_gain(preset):
+    def trained(gain):
+        w = workload(preset, spec=dataclasses.replace(SPEC, value_gain=gain))
+        state = first_state(w)
+        step = compile_step(w, abstract(w), state)
+        for n in range(3):
+            state, metrics = step(state, batch(w, n), Hyper(np.float32(1e-2), np.int32(n)))
+            assert metrics["finite"]
+        return bits((wide(state.params), wide(state.opt_state), metrics["loss"]))
+
+    # Powers of two, which static scales take up (fp8_current: measured ones): no bit differs.
+    assert trained(1.0) == trained(2.0**12) == trained(2.0**-12)
+
+
+def test_fp16_without_scaling_leaves_its_range_with_the_values():
+    def gradient_of(preset, gain, **changes):
+        w = workload(preset, spec=dataclasses.replace(SPEC, value_gain=gain), **changes)
+        return gradient(w, first_state(w), batch(w).tokens_AxBxT1[0])["h"][0]["attn"]["c_attn"]["kernel"][:, 64:]
+
+    exact = gradient_of("fp32", 1.0)
+    for gain in (2.0**12, 2.0**-12):
+        off = gradient_of("fp16_loss_scaled", gain, scaling="none") - exact
+        assert optax.global_norm(off) > 0.5 * optax.global_norm(exact), gain
+
+
 def test_smooth_swiglu_is_swiglu():
     tokens = batch(workload("fp32")).tokens_AxBxT1[0]
     models = [Model.make(dataclasses.replace(SPEC, mlp=mlp), policy("fp32")) for mlp in ("swiglu", "smooth_swiglu")]
