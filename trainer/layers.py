@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from scalify_core import attention, dynamic_rescale_rms_grad, gelu, layer_norm, stop_scaling, swiglu
+from scalify_core import attention, dynamic_rescale_rms_grad, gelu, get_data_scale, layer_norm, swiglu
 from scalify_core.formats import pow2_round
 from trainer.dots import wide_gradient_dot
 from trainer.spec import GPT2Spec
@@ -248,14 +248,16 @@ class SmoothSwigluMLP(SwigluMLP):
 
     The product of two branches that align has channels that are squares of others: outliers of a tensor that is
     quantised as a whole. Each channel's power of two is that of the linear branch's largest magnitude over the batch;
-    it is moved into the rows of the next kernel before that is quantised. The function and its parameters are those
-    of `SwigluMLP`. Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
+    it is moved into the rows of the next kernel before that is quantised. Under `scalify` it is that of the data: the
+    scales of product and kernel, which are static, are then as right after it as before. The function and its
+    parameters are those of `SwigluMLP`. Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
     """
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         linear_NxF = self.c_fc(x_NxD)
-        peak_F = jax.lax.stop_gradient(jnp.max(jnp.abs(linear_NxF.astype(jnp.float32)), axis=0))
-        size_F = stop_scaling(jnp.where(peak_F > 0, pow2_round(peak_F), 1.0))
+        data_NxF, _ = get_data_scale(linear_NxF)
+        peak_F = jnp.max(jnp.abs(data_NxF.astype(jnp.float32)), axis=0)
+        size_F = jnp.where(peak_F > 0, pow2_round(peak_F), 1.0)
         hidden_NxF = swiglu(self.c_gate(x_NxD), linear_NxF)
         hidden_NxF *= (1 / size_F)[None].astype(hidden_NxF.dtype)
         return self.c_proj(hidden_NxF, factor=size_F[:, None])

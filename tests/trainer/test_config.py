@@ -77,7 +77,7 @@ def test_every_choice_of_every_group_is_valid(choice):
         ("model.init_std=0", ["model.init_std=0.0", "more than 0"]),
         ("model.value_gain=3", ["model.value_gain=3.0", "power of two", "null"]),
         ("model.value_gain=-2", ["model.value_gain=-2.0", "power of two"]),
-        ("model.value_gain=.inf", ["model.value_gain=inf", "power of two"]),
+        ("model.value_gain=inf", ["model.value_gain=inf", "power of two"]),
         ("model.align_channels=-1", ["model.align_channels=-1", "at least 0"]),
         ("model.align_channels=2", ["model.align_channels=2", "model.mlp=gelu", "smooth_swiglu"]),
         ("model.align_gain=-1", ["model.align_gain=-1.0", "more than 0"]),
