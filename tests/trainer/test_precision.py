@@ -354,7 +354,7 @@ def test_steps_are_the_same_for_every_value_gain(preset):
         state = first_state(w)
         step = compile_step(w, abstract(w), state)
         for n in range(3):
-            state, metrics = step(state, batch(w, n), Hyper(np.float32(1e-2), np.int32(n)))
+            state, metrics = step(state, batch(w, n), hyper(n, 1e-2))
             assert metrics["finite"]
         return bits((wide(state.params), wide(state.opt_state), metrics["loss"]))
 
