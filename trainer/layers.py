@@ -73,7 +73,7 @@ class LastColumns(nnx.Module):
 
 
 def dense(
-    x_NxD: jax.Array, kernel_DxF: jax.Array, bias_F: jax.Array, dot_general: DotGeneral, dtype: DTypeLike
+    x_NxD: jax.Array, kernel_DxF: jax.Array, bias_F: jax.Array, dot_general: DotGeneral, dtype: DTypeLike | None
 ) -> jax.Array:
     """`x @ kernel + bias`, `[N, F]` in `dtype`."""
     y_NxF = dot_general(x_NxD, kernel_DxF, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
