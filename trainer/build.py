@@ -85,6 +85,10 @@ def build_model(c: schema.Model, policy: Policy, vocab_size: int) -> Model:
         dropout=c.dropout,
         scan_layers=c.scan_layers,
         remat=c.remat,
+        init_std=c.init_std,
+        value_gain=c.value_gain,
+        align_channels=c.align_channels,
+        align_gain=c.align_gain,
     )
     return Model.make(spec, policy)
 

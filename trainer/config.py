@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,10 @@ class Model:
     lr: float
     scan_layers: bool
     remat: str
+    init_std: float
+    value_gain: float | None
+    align_channels: int
+    align_gain: float
 
 
 @dataclass(frozen=True)
@@ -228,6 +233,7 @@ def validate(c: Config) -> None:
         ("model.context", c.model.context, 1),
         ("model.vocab_size", c.model.vocab_size, 1),
         ("model.d_mlp", c.model.d_mlp, 1),
+        ("model.align_channels", c.model.align_channels, 0),
         ("data.workers", c.data.workers, 1),
         ("data.prefetch", c.data.prefetch, 1),
         ("data.max_documents", c.data.max_documents, 1),
@@ -278,6 +284,18 @@ def validate(c: Config) -> None:
     _require(
         c.model.d_model % c.model.n_head == 0,
         f"model.d_model={c.model.d_model} is not a multiple of model.n_head={c.model.n_head}",
+    )
+    _require(c.model.init_std > 0, f"model.init_std={c.model.init_std}: expected more than 0; GPT-2's is 0.02")
+    _require(c.model.align_gain > 0, f"model.align_gain={c.model.align_gain}: expected more than 0, such as 64")
+    _require(
+        c.model.align_channels == 0 or c.model.mlp != "gelu",
+        f"model.align_channels={c.model.align_channels}, but model.mlp=gelu has one branch; "
+        "choose model.mlp=swiglu or smooth_swiglu",
+    )
+    gain = c.model.value_gain
+    _require(
+        gain is None or (0 < gain < math.inf and math.frexp(gain)[0] == 0.5),
+        f"model.value_gain={gain}: expected a power of two, such as 4096 or 0.000244140625 (2^-12), or null",
     )
     tokens = c.model.context * c.train.accum
     _require(

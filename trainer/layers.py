@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from scalify_core import attention, dynamic_rescale_rms_grad, gelu, layer_norm, stop_scaling, swiglu
+from scalify_core import attention, dynamic_rescale_rms_grad, gelu, get_data_scale, layer_norm, swiglu
 from scalify_core.formats import pow2_round
 from trainer.dots import wide_gradient_dot
 from trainer.spec import GPT2Spec
@@ -42,15 +42,43 @@ def init_cache(spec: GPT2Spec, batch: int, dtype: DTypeLike) -> KVCache:
 class Linear(nnx.Linear):
     """`nnx.Linear` whose kernel reaches `dot_general` as it is, in the parameters' dtype."""
 
-    def __call__(self, x_NxD: jax.Array, rows: jax.Array | None = None) -> jax.Array:
-        """`rows`: factors of the kernel's rows, `[D]`."""
-        kernel_DxF = self.kernel[...]
-        if rows is not None:
-            kernel_DxF = kernel_DxF * rows[:, None].astype(kernel_DxF.dtype)
-        y_NxF = self.dot_general(x_NxD, kernel_DxF, (((1,), (0,)), ((), ())), preferred_element_type=self.dtype)
+    def __call__(
+        self, x_NxD: jax.Array, factor: jax.Array | float | None = None, columns: int | None = None
+    ) -> jax.Array:
+        """`factor`: of the kernel, of each row (`[D, 1]`) or of all; `columns`: only so many, the first ones."""
         assert self.bias is not None
-        # The sum in FP32: rounded once, and the bias has its gradient in FP32, as the kernel has.
-        return (y_NxF.astype(jnp.float32) + self.bias[...].astype(jnp.float32)[None]).astype(self.dtype)
+        kernel_DxF, bias_F = self.kernel[...], self.bias[...]
+        if factor is not None:
+            kernel_DxF = (kernel_DxF * factor).astype(kernel_DxF.dtype)
+        if columns is not None:
+            kernel_DxF, bias_F = kernel_DxF[:, :columns], bias_F[:columns]
+        return dense(x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype)
+
+
+class LastColumns(nnx.Module):
+    """The last columns of a `Linear` as a layer of their own on the same parameters, kernel and bias times `gain`."""
+
+    def __init__(self, whole: Linear, columns: int, gain: float, dot_general: DotGeneral) -> None:
+        self.kernel, self.bias = whole.kernel, whole.bias
+        self.dtype = whole.dtype
+        self.columns = columns
+        self.gain = gain
+        self.dot_general = dot_general
+
+    def __call__(self, x_NxD: jax.Array) -> jax.Array:
+        """`[N, columns]`."""
+        assert self.bias is not None
+        kernel_DxF, bias_F = self.kernel[:, -self.columns :] * self.gain, self.bias[-self.columns :] * self.gain
+        return dense(x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype)
+
+
+def dense(
+    x_NxD: jax.Array, kernel_DxF: jax.Array, bias_F: jax.Array, dot_general: DotGeneral, dtype: DTypeLike | None
+) -> jax.Array:
+    """`x @ kernel + bias`, `[N, F]` in `dtype`."""
+    y_NxF = dot_general(x_NxD, kernel_DxF, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+    # The sum in FP32: rounded once, and the bias has its gradient in FP32, as the kernel has.
+    return (y_NxF.astype(jnp.float32) + bias_F.astype(jnp.float32)[None]).astype(dtype)
 
 
 class Factory:
@@ -76,15 +104,19 @@ class Factory:
         """A LayerNorm over `d` elements."""
         return LayerNorm(d, self.param_dtype, rescale_grad="layer_norm" in self.rescale_grads)
 
-    def linear(self, name: str, d_in: int, d_out: int, stddev: float = 0.02) -> Linear:
-        """Normal weights, zero bias. Its dot_general is the one chosen for `{path}.{name}`."""
+    def product(self, name: str) -> DotGeneral:
+        """The dot_general chosen for `{path}.{name}`."""
+        return wide_gradient_dot if self.dot_general is None else self.dot_general(f"{self.path}.{name}")
+
+    def linear(self, name: str, d_in: int, d_out: int, stddev: float) -> Linear:
+        """Normal weights, zero bias."""
         return Linear(
             d_in,
             d_out,
             dtype=self.compute_dtype,
             param_dtype=self.param_dtype,
             kernel_init=nnx.initializers.normal(stddev),
-            dot_general=wide_gradient_dot if self.dot_general is None else self.dot_general(f"{self.path}.{name}"),
+            dot_general=self.product(name),
             rngs=self.rngs,
         )
 
@@ -107,10 +139,12 @@ class LayerNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of vectors, normal(0.02). Rows from `rows` to `padded_rows` are zero and stay so: nothing reads them."""
+    """A table of normal vectors. Rows from `rows` to `padded_rows` are zero and stay so: nothing reads them."""
 
-    def __init__(self, rows: int, padded_rows: int, d: int, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        table = nnx.initializers.normal(0.02)(rngs.params(), (rows, d), param_dtype)
+    def __init__(
+        self, rows: int, padded_rows: int, d: int, stddev: float, param_dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        table = nnx.initializers.normal(stddev)(rngs.params(), (rows, d), param_dtype)
         self.embedding = nnx.Param(jnp.pad(table, ((0, padded_rows - rows), (0, 0))))
 
 
@@ -119,27 +153,43 @@ class Attention(nnx.Module):
 
     `rescale_grad`: under `scalify`, the gradient of queries, keys and values is rescaled by its RMS, measured at run
     time: it is a sum over positions that are anything but independent, and grows by more than shapes tell.
+
+    With a `value_gain` the values are a product of their own, `c_value`, on the last third of the parameters of
+    `c_attn`. Of one product with queries and keys, they would share the scale of its gradient and of its FP8 kernel.
     """
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
         self.n_head = spec.n_head
         self.rescale_grad = "qkv" in make.rescale_grads
-        self.c_attn = make.linear("attn.c_attn", spec.d_model, 3 * spec.d_model)
+        self.c_attn = make.linear("attn.c_attn", spec.d_model, 3 * spec.d_model, spec.init_std)
+        gain = spec.value_gain
+        if gain is not None:
+            self.c_value = LastColumns(self.c_attn, spec.d_model, gain, make.product("attn.c_value"))
+        self.value_gain = gain
         self.c_proj = make.linear("attn.c_proj", spec.d_model, spec.d_model, residual_stddev)
 
     def heads(self, x_NxD: jax.Array, batch: int) -> list[jax.Array]:
         """Queries, keys, values, each `[B, T, H, K]`."""
         d = x_NxD.shape[1]
-        qkv_NxE = self.c_attn(x_NxD)
-        if self.rescale_grad:
-            qkv_NxE = dynamic_rescale_rms_grad(qkv_NxE)
-        split = jnp.split(qkv_NxE, 3, axis=1)
+        if self.value_gain is None:
+            split = jnp.split(self.rescaled(self.c_attn(x_NxD)), 3, axis=1)
+        else:
+            q_and_k_NxE = self.rescaled(self.c_attn(x_NxD, columns=2 * d))
+            split = [*jnp.split(q_and_k_NxE, 2, axis=1), self.rescaled(self.c_value(x_NxD))]
         return [part.reshape(batch, -1, self.n_head, d // self.n_head) for part in split]
+
+    def rescaled(self, x: jax.Array) -> jax.Array:
+        """`x`, its gradient rescaled where that is asked for."""
+        return dynamic_rescale_rms_grad(x) if self.rescale_grad else x
+
+    def project(self, out_NxD: jax.Array) -> jax.Array:
+        """The output projection."""
+        return self.c_proj(out_NxD, factor=None if self.value_gain is None else 1 / self.value_gain)
 
     def __call__(self, x_NxD: jax.Array, batch: int, segments_BxT: jax.Array | None) -> jax.Array:
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, batch)
         out_BxTxHxK = attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, causal=True, segments=segments_BxT)
-        return self.c_proj(out_BxTxHxK.reshape(x_NxD.shape))
+        return self.project(out_BxTxHxK.reshape(x_NxD.shape))
 
     def decode(self, x_NxD: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
         """The same for tokens at `position` and after it, which attend to this layer's cache too."""
@@ -147,7 +197,7 @@ class Attention(nnx.Module):
         k_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(cache.k, k_BxTxHxK, position, axis=1)
         v_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(cache.v, v_BxTxHxK, position, axis=1)
         out_BxTxHxK = cached_attention(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, position)
-        return self.c_proj(out_BxTxHxK.reshape(x_NxD.shape)), KVCache(k_BxSxHxK, v_BxSxHxK)
+        return self.project(out_BxTxHxK.reshape(x_NxD.shape)), KVCache(k_BxSxHxK, v_BxSxHxK)
 
 
 def cached_attention(
@@ -166,7 +216,7 @@ class GeluMLP(nnx.Module):
     """D -> F, GELU (tanh form), F -> D."""
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
-        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width)
+        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std)
         self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
@@ -174,12 +224,20 @@ class GeluMLP(nnx.Module):
 
 
 class SwigluMLP(nnx.Module):
-    """D -> F twice, silu(gate) * linear, F -> D. Reference: Shazeer 2020, "GLU variants improve transformer"."""
+    """D -> F twice, silu(gate) * linear, F -> D. Reference: Shazeer 2020, "GLU variants improve transformer".
+
+    The first `align_channels` start as training aligns them late (Fishman et al. 2024, arXiv 2409.12517, section 4):
+    with one column for both branches, `align_gain` times the usual size.
+    """
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
-        self.c_gate = make.linear("mlp.c_gate", spec.d_model, spec.mlp_width)
-        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width)
+        self.c_gate = make.linear("mlp.c_gate", spec.d_model, spec.mlp_width, spec.init_std)
+        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std)
         self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
+        if spec.align_channels:
+            aligned_DxF = self.c_fc.kernel[:, : spec.align_channels] * spec.align_gain
+            for branch in (self.c_gate, self.c_fc):
+                branch.kernel[...] = branch.kernel[...].at[:, : spec.align_channels].set(aligned_DxF)
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         return self.c_proj(swiglu(self.c_gate(x_NxD), self.c_fc(x_NxD)))
@@ -190,17 +248,19 @@ class SmoothSwigluMLP(SwigluMLP):
 
     The product of two branches that align has channels that are squares of others: outliers of a tensor that is
     quantised as a whole. Each channel's power of two is that of the linear branch's largest magnitude over the batch;
-    it is moved into the rows of the next kernel before that is quantised. The function and its parameters are those
-    of `SwigluMLP`. Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
+    it is moved into the rows of the next kernel before that is quantised. Under `scalify` it is that of the data: the
+    scales of product and kernel, which are static, are then as right after it as before. The function and its
+    parameters are those of `SwigluMLP`. Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
     """
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         linear_NxF = self.c_fc(x_NxD)
-        peak_F = jax.lax.stop_gradient(jnp.max(jnp.abs(linear_NxF.astype(jnp.float32)), axis=0))
-        size_F = stop_scaling(jnp.where(peak_F > 0, pow2_round(peak_F), 1.0))
+        data_NxF, _ = get_data_scale(linear_NxF)
+        peak_F = jnp.max(jnp.abs(data_NxF.astype(jnp.float32)), axis=0)
+        size_F = jnp.where(peak_F > 0, pow2_round(peak_F), 1.0)
         hidden_NxF = swiglu(self.c_gate(x_NxD), linear_NxF)
         hidden_NxF *= (1 / size_F)[None].astype(hidden_NxF.dtype)
-        return self.c_proj(hidden_NxF, rows=size_F)
+        return self.c_proj(hidden_NxF, factor=size_F[:, None])
 
 
 def dropout(x_NxD: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -216,7 +276,7 @@ class Block(nnx.Module):
 
     def __init__(self, spec: GPT2Spec, make: Factory) -> None:
         # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the variance.
-        residual_stddev = 0.02 / math.sqrt(2 * spec.n_layer)
+        residual_stddev = spec.init_std / math.sqrt(2 * spec.n_layer)
         self.dropout = spec.dropout
         self.ln_1 = make.layer_norm(spec.d_model)
         self.attn = Attention(spec, make, residual_stddev)

@@ -47,8 +47,8 @@ class GPT2(nnx.Module):
     ) -> None:
         self.spec = spec
         self.compute_dtype = compute_dtype
-        self.wte = Embedding(spec.vocab_size, spec.padded_vocab, spec.d_model, param_dtype, rngs)
-        self.wpe = Embedding(spec.context, spec.context, spec.d_model, param_dtype, rngs)
+        self.wte = Embedding(spec.vocab_size, spec.padded_vocab, spec.d_model, spec.init_std, param_dtype, rngs)
+        self.wpe = Embedding(spec.context, spec.context, spec.d_model, spec.init_std, param_dtype, rngs)
 
         def factory(path: str, rngs: nnx.Rngs = rngs) -> Factory:
             return Factory(path, rngs, compute_dtype, param_dtype, dot_general, rescale_grads)

@@ -29,7 +29,7 @@ from scalify_core import FloatFormat, ScaledArray, scalify
 from scalify_core.array import is_scaled_array
 from scalify_core.probe import FIGURES, SLOT, figures, probe
 from scalify_core.tree import map_arrays
-from trainer.layers import Block, LayerNorm, Linear
+from trainer.layers import Block, LastColumns, LayerNorm, Linear
 from trainer.model import GPT2
 from trainer.precision import DTYPES, MOMENTS, Policy
 from trainer.state import TrainState
@@ -37,11 +37,16 @@ from trainer.step import Tokens
 from trainer.workload import Model
 
 CLASSES = ("weights", "activations", "activation_gradients", "weight_gradients", "mu", "nu")
-SIDES: dict[type, tuple[str, ...]] = {Linear: ("in", "out"), LayerNorm: ("out",), Block: ("in",)}
+SIDES: dict[type, tuple[str, ...]] = {
+    Linear: ("in", "out"),
+    LastColumns: ("in", "out"),
+    LayerNorm: ("out",),
+    Block: ("in",),
+}
 # In the order of a forward pass.
 PARTS = (
     "wte", "wpe", "h", "ln_f", "in", "ln_1", "attn", "ln_2", "mlp",
-    "c_attn", "c_gate", "c_fc", "c_proj", "out", "embedding", "scale", "kernel", "bias",
+    "c_attn", "c_value", "c_gate", "c_fc", "c_proj", "out", "embedding", "scale", "kernel", "bias",
 )  # fmt: skip
 
 Slots = dict[str, jax.Array]  # by layer: `h.3.ln_2.out`; of scanned blocks `h.ln_2.out`, with a leading axis L

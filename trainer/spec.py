@@ -31,6 +31,13 @@ class GPT2Spec:
       dropout: rate on the embeddings and on each branch's output; fused attention has none inside.
       scan_layers: loop over stacked parameters instead of unrolling: compiles faster, moves more memory.
       remat: recompute in the backward pass: none, block (whole blocks), or one of REMAT_POLICIES inside blocks.
+      init_std: of the initial normal weights; those of the projections into the residual stream, over sqrt(2 L).
+      value_gain: a power of two that the values are multiplied by, kernel and bias, and the attention's output kernel
+        divided, where they are used: the function of the parameters is the same. The values are then a product of their
+        own, `attn.c_value`. None: queries, keys and values are one product.
+      align_channels: of the hidden channels of (smooth_)swiglu, the first so many start with one column for both
+        branches: their product is nearly a square, and outlies.
+      align_gain: how much larger than the others these columns start.
     """
 
     vocab_size: int
@@ -43,6 +50,10 @@ class GPT2Spec:
     dropout: float = 0.0
     scan_layers: bool = False
     remat: str = "none"
+    init_std: float = 0.02
+    value_gain: float | None = None
+    align_channels: int = 0
+    align_gain: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise UserError for what cannot be built."""
@@ -53,6 +64,8 @@ class GPT2Spec:
         valid = ("none", "block", *REMAT_POLICIES)
         if self.remat not in valid:
             raise UserError(f"remat={self.remat!r} is not a choice; valid: {', '.join(valid)}")
+        if self.align_channels > self.mlp_width:
+            raise UserError(f"align_channels={self.align_channels}: expected at most the MLP's {self.mlp_width}")
 
     @property
     def padded_vocab(self) -> int:
@@ -80,6 +93,8 @@ def linear_sizes(spec: GPT2Spec) -> dict[str, tuple[int, int]]:
     d, f = spec.d_model, spec.mlp_width
     layers = ["*"] if spec.scan_layers else [str(i) for i in range(spec.n_layer)]
     sizes = {"attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d)}
+    if spec.value_gain is not None:
+        sizes |= {"attn.c_attn": (d, 2 * d), "attn.c_value": (d, d)}
     sizes |= {} if spec.mlp == "gelu" else {"mlp.c_gate": (d, f)}
     sizes |= {"mlp.c_fc": (d, f), "mlp.c_proj": (f, d)}
     return {f"h.{i}.{name}": size for i in layers for name, size in sizes.items()}

@@ -74,6 +74,13 @@ def test_every_choice_of_every_group_is_valid(choice):
         ("seed=99999999999999999999", ["seed=99999999999999999999", "4294967295"]),
         ("data.val_fraction=0", ["data.val_fraction=0", "validation"]),
         ("model.n_layer=null", ["model.n_layer=None", "whole number"]),
+        ("model.init_std=0", ["model.init_std=0.0", "more than 0"]),
+        ("model.value_gain=3", ["model.value_gain=3.0", "power of two", "null"]),
+        ("model.value_gain=-2", ["model.value_gain=-2.0", "power of two"]),
+        ("model.value_gain=inf", ["model.value_gain=inf", "power of two"]),
+        ("model.align_channels=-1", ["model.align_channels=-1", "at least 0"]),
+        ("model.align_channels=2", ["model.align_channels=2", "model.mlp=gelu", "smooth_swiglu"]),
+        ("model.align_gain=-1", ["model.align_gain=-1.0", "more than 0"]),
     ],
 )
 def test_bad_values_are_refused_with_what_is_valid(override, names):

@@ -118,6 +118,13 @@ def test_scanned_layers_export_the_same_file(tmp_path):
     assert out.read_bytes() == (source / "model.safetensors").read_bytes()
 
 
+def test_a_value_gain_which_is_no_part_of_the_parameters_exports_the_same_file(tmp_path):
+    source = write(tmp_path / "gpt2", tensors())
+    spec, params = load_gpt2(source)
+    gained = GPT2Spec(**{**vars(spec), "value_gain": 4096.0})
+    assert save_gpt2(tmp_path / "out", gained, params).read_bytes() == (source / "model.safetensors").read_bytes()
+
+
 def test_loaded_vocabulary_padding_is_zero_and_stays_out_of_the_logits(tmp_path):
     spec, params = load_gpt2(write(tmp_path / "gpt2", tensors()))
     assert params["wte"]["embedding"].shape == (128, D)

@@ -13,7 +13,7 @@ from trainer import layers, model
 from trainer.errors import UserError
 from trainer.layers import init_cache
 from trainer.model import GPT2, dropout, functional, param_count, stack_layers, unstack_layers
-from trainer.spec import REMAT_POLICIES, GPT2Spec
+from trainer.spec import REMAT_POLICIES, GPT2Spec, linear_paths
 
 SPEC = GPT2Spec(vocab_size=100, context=16, n_layer=3, n_head=2, d_model=16)
 TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
@@ -71,6 +71,73 @@ def test_initial_values_are_gpt2s():
         assert abs(float(module.std()) / expected - 1) < 5 / math.sqrt(2 * module.size), name
     assert not params["h"][0]["mlp"]["c_fc"]["bias"].any()
     assert (params["ln_f"]["scale"] == 1).all()
+
+
+def test_init_std_is_a_factor_of_every_initial_weight():
+    spec = dataclasses.replace(SPEC, mlp="swiglu")
+    small, usual = (
+        functional(dataclasses.replace(spec, init_std=std)).init(jax.random.key(0)) for std in (0.005, 0.02)
+    )
+    jax.tree.map(np.testing.assert_array_equal, small["ln_f"], usual["ln_f"])
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(small), jax.tree.leaves(usual), strict=True):
+        if path[-1].key in ("kernel", "embedding"):
+            # Both standard deviations, their product with sqrt(1/6), and the products with a normal number are rounded.
+            np.testing.assert_allclose(4 * a, b, rtol=6 * float(jnp.finfo(jnp.float32).eps))
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_aligned_channels_start_with_one_larger_column_for_both_branches(scan_layers):
+    spec = dataclasses.replace(SPEC, mlp="swiglu", scan_layers=scan_layers)
+    aligned = dataclasses.replace(spec, align_channels=3, align_gain=50.0)
+    before, after = (functional(s).init(jax.random.key(0))["h"] for s in (spec, aligned))
+    before, after = (([h] if scan_layers else list(h.values())) for h in (before, after))
+    for plain, layer in zip(before, after, strict=True):
+        gate, fc = (layer["mlp"][name]["kernel"] for name in ("c_gate", "c_fc"))
+        np.testing.assert_array_equal(gate[..., :3], fc[..., :3])
+        np.testing.assert_array_equal(fc[..., :3], plain["mlp"]["c_fc"]["kernel"][..., :3] * 50)
+        assert len(np.unique(fc[..., 0, :3])) == fc[..., 0, :3].size  # not the same column for all
+        for name, kernel in (("c_gate", gate), ("c_fc", fc)):
+            np.testing.assert_array_equal(kernel[..., 3:], plain["mlp"][name]["kernel"][..., 3:])
+        np.testing.assert_array_equal(layer["mlp"]["c_proj"]["kernel"], plain["mlp"]["c_proj"]["kernel"])
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_every_value_gain_is_the_same_function_of_the_same_parameters(scan_layers):
+    spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
+    params, plain, _ = compiled(spec)
+    biased = jax.tree.map(lambda p: p + 0.01, params)  # a zero bias would hide its gain
+    loss, grads = compiled(dataclasses.replace(spec, value_gain=1.0))[1](biased)
+    assert_close((loss, grads), plain(biased))  # values are a product of their own: other orders of sums
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    for gain in (2.0**12, 2.0**-12):
+        own, gained, logits = compiled(dataclasses.replace(spec, value_gain=gain))
+        jax.tree.map(np.testing.assert_array_equal, own, params)
+        jax.tree.map(np.testing.assert_array_equal, gained(biased), (loss, grads))  # powers of two
+        assert_close(logits(biased, TOKENS[:, :-1]), compiled(spec)[2](biased, TOKENS[:, :-1]))
+
+
+def test_the_values_and_what_is_projected_are_larger_by_the_gain():
+    def seen(gain):
+        found = {}
+
+        def choose(path):
+            def dot_general(x, kernel, *args, **kwargs):
+                y = jax.lax.dot_general(x, kernel, *args, **kwargs)
+                found[path] = (x, kernel, y)
+                return y
+
+            return dot_general
+
+        spec = dataclasses.replace(SPEC, n_layer=1, value_gain=gain)
+        init, bind, _ = functional(spec, dot_general=choose)
+        bind(init(jax.random.key(0))).hidden(TOKENS[:, :16])
+        return found
+
+    one, many = seen(1.0), seen(2.0**12)
+    for path, factors in {"c_attn": (1, 1, 1), "c_value": (1, 2**12, 2**12), "c_proj": (2**12, 2**-12, 1)}.items():
+        for a, b, factor in zip(one[f"h.0.attn.{path}"], many[f"h.0.attn.{path}"], factors, strict=True):
+            np.testing.assert_array_equal(factor * a, b)
+    assert set(one) == set(linear_paths(dataclasses.replace(SPEC, n_layer=1, value_gain=1.0)))
 
 
 def test_first_loss_is_that_of_a_uniform_guess():
@@ -154,9 +221,11 @@ def test_documents_do_not_see_each_other_behind_their_segments(scan_layers):
     assert (logits(params, TOKENS[:, :16])[:, 7:] != logits(params, other)[:, 7:]).any()
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_decoding_in_pieces_equals_one_pass(scan_layers):
-    spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
+@pytest.mark.parametrize(
+    ("scan_layers", "value_gain"), [(False, None), (True, None), (False, 2.0**12), (True, 2.0**12)]
+)
+def test_decoding_in_pieces_equals_one_pass(scan_layers, value_gain):
+    spec = dataclasses.replace(SPEC, scan_layers=scan_layers, value_gain=value_gain)
     params, _, logits = compiled(spec)
     bind = functional(spec).bind
     decode = jax.jit(lambda tokens, cache, position: bind(params).decode(tokens, cache, position))
@@ -261,6 +330,7 @@ def test_dense_layers_act_on_flattened_activations():
         ({"n_head": 3}, "d_model=16 is not a multiple of n_head=3"),
         ({"mlp": "relu"}, "mlp='relu' is not a choice; valid: gelu, swiglu"),
         ({"remat": "dots"}, "remat='dots' is not a choice; valid: none, block, everything_saveable"),
+        ({"mlp": "swiglu", "align_channels": 65}, "align_channels=65: expected at most the MLP's 64"),
     ],
 )
 def test_impossible_specs_say_what_is_valid(change, message):
