@@ -31,6 +31,7 @@ from trainer.build import build_workload
 from trainer.checkpoint import Checkpointer
 from trainer.dots import Dims, Dot, clipped, narrow_gradient_dot, wide_gradient_dot
 from trainer.errors import UserError
+from trainer.fields import from_tree
 from trainer.libraries import hide_missing_gpu
 from trainer.model import functional, unstack_layers
 from trainer.parallel import place_batch
@@ -90,20 +91,21 @@ cast_backward.defvjp(lambda x, on, fmt: (x, on), lambda fmt, on, g: (cast_forwar
 
 
 class SwitchedDot:
-    """A narrow product, simulated: each of its casts has a switch, `on_3`."""
+    """A narrow product, simulated: each of its casts has a switch, in row `layer` of `on_Lx4`."""
 
-    def __init__(self, on_3: jax.Array, policy: Policy) -> None:
+    def __init__(self, on_Lx4: jax.Array, layer: int, policy: Policy) -> None:
         assert policy.forward is not None
         assert policy.backward is not None
-        self.on_3, self.simulate = on_3, policy.simulate
+        self.on_Lx4, self.layer, self.simulate = on_Lx4, layer, policy.simulate
         self.forward, self.backward = FloatFormat.parse(policy.forward), FloatFormat.parse(policy.backward)
 
     def __call__(self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Dims, **_: Any) -> jax.Array:
         if not self.simulate and any(size % MULTIPLE for size in (*lhs_NxD.shape, *rhs_DxF.shape)):
             return wide_gradient_dot(lhs_NxD, rhs_DxF, dims)  # too odd for FP8 in the run as well
-        lhs_NxD = cast_forward(lhs_NxD, self.on_3[0], self.forward)
-        rhs_DxF = cast_forward(rhs_DxF, self.on_3[1], self.forward)
-        return cast_backward(wide_gradient_dot(lhs_NxD, rhs_DxF, dims), self.on_3[2], self.backward)
+        on_4 = self.on_Lx4[self.layer]
+        lhs_NxD = cast_forward(lhs_NxD, on_4[0], self.forward)
+        rhs_DxF = cast_forward(rhs_DxF, on_4[1], self.forward)
+        return cast_backward(wide_gradient_dot(lhs_NxD, rhs_DxF, dims), on_4[2], self.backward)
 
 
 def switched(model: Model, on_Lx4: jax.Array) -> Model:
@@ -112,7 +114,7 @@ def switched(model: Model, on_Lx4: jax.Array) -> Model:
     def dot_general(path: str) -> Dot:
         if path not in model.narrow:
             return wide_gradient_dot if model.policy.weight_grad == "fp32" else narrow_gradient_dot
-        dot = SwitchedDot(on_Lx4[model.narrow.index(path), :3], model.policy)
+        dot = SwitchedDot(on_Lx4, model.narrow.index(path), model.policy)
         return dot if model.policy.clip_outliers is None else clipped(dot, model.policy.clip_outliers)
 
     settings = {"rescale_grads": model.policy.rescale_grads if model.policy.scaled else ()}
@@ -228,7 +230,7 @@ def load(run_dir: Path, number: int) -> tuple[Model, Any, Any, jax.Array, jax.Ar
         raise UserError(f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir of a training run")
     with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
         meta = checkpointer.meta()
-        c = schema.from_tree(schema.Config, meta["config"])
+        c = from_tree(schema.Config, meta["config"])
         w = build_workload(dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1)))
         state = from_stored(checkpointer.restore(abstract_state(w)).state)
     batch = place_batch(w.data.train.batch(number), accum=c.train.accum, mesh=w.mesh)

@@ -9,10 +9,18 @@ layers; the train step knows nothing of it. A row has `numerics/CLASS/LAYER/FIGU
           residual stream is `h.3.in`, before a block, and `ln_f.in`.
   FIGURE  exponent (log2 of the scale), rms (of the data), underflow, saturated (shares of the elements)
 
-Underflow and saturation are counted against the cast to come where the tensor is an operand of a narrow matmul
-(weights, inputs, gradients of outputs), and of weight gradients that were cast. Elsewhere against the format that the
-tensor has, where underflow is an upper bound: see `scalify_core.stats.summarize`. The same holds for the operands under
-`scaling=delayed` and `current`, which cast to FP8 with a scale that the tensor does not have.
+What underflow is counted against, where a zero does not tell whether it came from a zero:
+
+- Operands of narrow matmuls (weights, inputs, gradients of outputs): the cast to come. Exact.
+- Weight gradients that were cast: the values before the cast. Exact.
+- First moments: a zero whose second moment is not zero was lost. Exact, where the optimiser has both.
+- Other stored tensors: the share of subnormal numbers, zeros left out. Biases begin as zeros, rows of an embedding that
+  were never seen keep moments of zero, and a second moment is never stored as zero unless it is (`scalify_core.optim`).
+- All else: numbers that are zero or subnormal in the tensor's own format. An upper bound, since gradients of rows that
+  were not seen and what dropout left out count too. The same holds for operands under `scaling=delayed` and `current`,
+  which cast to FP8 with a scale that the tensor does not have.
+
+Saturation is counted against the cast to come, or the format that the tensor has.
 """
 
 import functools
@@ -169,10 +177,10 @@ def named(tree: Any, field: str | None = None) -> dict[str, Any]:
     return found
 
 
-def of_layers(name: str, x: Any, fmt: FloatFormat | None = None, exact: Any = None) -> jax.Array:
-    """The figures of a tensor: [4], or [L, 4] of a stack of all layers' parameters."""
+def of_layers(name: str, x: Any, fmt: FloatFormat | None = None, exact: Any = None, *, zeros: bool = True) -> jax.Array:
+    """The figures of a tensor: [4], or [L, 4] of a stack of all layers' parameters; settings as of `probe.figures`."""
     if not scanned(name):
-        return figures(x, fmt, exact)
+        return figures(x, fmt, exact, zeros=zeros)
 
     def split(x: Any) -> Any:
         if not is_scaled_array(x):
@@ -180,7 +188,7 @@ def of_layers(name: str, x: Any, fmt: FloatFormat | None = None, exact: Any = No
         return ScaledArray(x.data, jnp.broadcast_to(jnp.reshape(jnp.asarray(x.scale), -1), x.shape[:1]))
 
     if exact is None:
-        return jax.vmap(lambda x: figures(x, fmt))(split(x))
+        return jax.vmap(lambda x: figures(x, fmt, zeros=zeros))(split(x))
     return jax.vmap(lambda x, exact: figures(x, None, exact))(split(x), split(exact))
 
 
@@ -190,16 +198,18 @@ def statistics(model: Model, optimizer: str, state: TrainState, batch: Tokens, s
     forward, _ = casts(model.policy)
     kernels = {f"{path.replace('*.', '')}.kernel" for path in model.narrow}
     stored, exact = named(model.store_gradients(grads)), named(grads)
-    mu, nu = MOMENTS[optimizer]
+    mu, nu = (named(state.opt_state, field) if field else {} for field in MOMENTS[optimizer])
     return {
-        "weights": {n: of_layers(n, x, forward if n in kernels else None) for n, x in named(state.params).items()},
+        "weights": {
+            n: of_layers(n, x, forward if n in kernels else None, zeros=False) for n, x in named(state.params).items()
+        },
         "activations": {name: both[..., 0, :] for name, both in seen.items()},
         "activation_gradients": {name: both[..., 1, :] for name, both in seen.items()},
         "weight_gradients": {
             n: of_layers(n, g, exact=None if g.dtype == exact[n].dtype else exact[n]) for n, g in stored.items()
         },
-        "mu": {n: of_layers(n, x) for n, x in (named(state.opt_state, mu) if mu else {}).items()},
-        "nu": {n: of_layers(n, x) for n, x in (named(state.opt_state, nu) if nu else {}).items()},
+        "mu": {n: of_layers(n, x, exact=nu.get(n), zeros=False) for n, x in mu.items()},
+        "nu": {n: of_layers(n, x, zeros=False) for n, x in nu.items()},
     }
 
 
