@@ -243,6 +243,9 @@ def load(run_dir: Path, number: int) -> tuple[Model, Any, Any, jax.Array, jax.Ar
 
 def main(arguments: Arguments) -> None:
     """Bisect the run, print, and write precision_bisect.json into it."""
+    for name, least in (("batch", 0), ("top", 1)):
+        if getattr(arguments, name) < least:
+            raise UserError(f"{name}={getattr(arguments, name)}: expected {least} or more")
     hide_missing_gpu()
     run_dir = Path(arguments.run_dir)
     findings = bisect(*load(run_dir, arguments.batch))

@@ -1,4 +1,4 @@
-"""Pictures of a run's numerics: layers over steps, one picture for each class of tensors. Only this file plots."""
+"""Pictures of a run's numerics: layers over steps, one picture for each class of tensors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ TITLES = {
     "activations": "Activations",
     "activation_gradients": "Gradients of activations",
     "weight_gradients": "Gradients of weights",
-    "mu": "First moments",
-    "nu": "Second moments",
+    "mu": "First moments (narrow ones nearly fill their format: an RMS far above 1 is right)",
+    "nu": "Second moments (narrow ones are roots that nearly fill their format: an RMS far above 1 is right)",
 }
 INCHES_PER_LAYER = 0.17
 MOST_LABELS = 90

@@ -15,7 +15,8 @@ from trainer.precision import Policy, store_weights
 from trainer.spec import GPT2Spec
 from trainer.workload import Model
 
-SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=3, n_head=2, d_model=32)
+SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=2, n_head=2, d_model=32)
+SHORT = dataclasses.replace(SPEC, n_layer=1)  # for what takes long to compile
 
 
 def policy(preset, **changes):
@@ -28,17 +29,21 @@ def policy(preset, **changes):
 
 
 @functools.cache
-def findings(hurt=None, preset="fp32", **changes):
-    """Of a fresh model, the attention of layer `hurt` with values times 2^12 and its projection times 2^-12."""
-    model = Model.make(SPEC, policy(preset, **changes))
+def model_and_batch(hurt=None, preset="fp32", spec=SPEC, **changes):
+    """A fresh model, the attention of layer `hurt` with values times 2^12 and its projection times 2^-12."""
+    model = Model.make(spec, policy(preset, **changes))
     params = jax.jit(model.training.init)(jax.random.key(0))
     if hurt is not None:
         attn = params["h"][hurt]["attn"]
-        d = SPEC.d_model
-        attn["c_attn"]["kernel"] = attn["c_attn"]["kernel"].at[:, 2 * d :].multiply(2.0**12)
+        attn["c_attn"]["kernel"] = attn["c_attn"]["kernel"].at[:, 2 * spec.d_model :].multiply(2.0**12)
         attn["c_proj"]["kernel"] = attn["c_proj"]["kernel"] * 2.0**-12
-    tokens = np.random.default_rng(0).integers(0, 64, (16, SPEC.context + 1), dtype=np.int32)
-    return bisect(model, store_weights(params, model.policy), (), tokens, None)
+    tokens = np.random.default_rng(0).integers(0, 64, (16, spec.context + 1), dtype=np.int32)
+    return model, store_weights(params, model.policy), model.differentiate().init(), tokens, None
+
+
+@functools.cache
+def findings(hurt=None, preset="fp32", spec=SPEC, **changes):
+    return bisect(*model_and_batch(hurt, preset, spec, **changes))
 
 
 def layers(found, tensor=ALL):
@@ -48,7 +53,7 @@ def layers(found, tensor=ALL):
 PLAIN = {"forward": "e4m3", "backward": "e5m2"}  # FP8 without any scales
 
 
-@pytest.mark.parametrize("hurt", [0, 2])
+@pytest.mark.parametrize("hurt", [0, 1])
 def test_the_layer_that_was_hurt_is_ranked_first(hurt):
     found = findings(hurt, **PLAIN)
     trained = next(f for f in found if f.tensor == "none")
@@ -61,7 +66,7 @@ def test_the_layer_that_was_hurt_is_ranked_first(hurt):
 
 def test_without_any_cast_nothing_is_left_of_the_error_and_each_cast_has_its_place():
     found = {(f.layer, f.tensor): f for f in findings(**PLAIN)}
-    assert set(found) == set(switches([f"h.{i}.{n}" for i in range(3) for n in LINEAR]))
+    assert set(found) == set(switches([f"h.{i}.{n}" for i in range(2) for n in LINEAR]))
     assert found[ALL, ALL].error < 1e-5
     assert found[ALL, ALL].cosine == pytest.approx(1, abs=1e-5)
     assert abs(found[ALL, ALL].loss_difference) < 1e-5
@@ -72,25 +77,20 @@ def test_without_any_cast_nothing_is_left_of_the_error_and_each_cast_has_its_pla
 LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
-def test_under_propagated_scales_the_same_damage_does_little():
-    plain, scaled = findings(2, **PLAIN), findings(2, preset="scalify_fp8_fp16")
+def test_under_propagated_scales_the_same_damage_does_less():
+    plain, scaled = findings(0, spec=SHORT, **PLAIN), findings(0, "scalify_fp8_fp16", SHORT)
     error = {
         name: next(f.error for f in found if f.tensor == "none")
         for name, found in (("plain", plain), ("scaled", scaled))
     }
-    assert error["scaled"] < 0.2 < error["plain"]
+    assert error["scaled"] < error["plain"] / 2
     assert {f.tensor for f in scaled} == {*CASTS, ALL, "none", "compute"}
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp16_loss_scaled"])
-def test_the_simulated_program_is_the_one_that_was_trained(preset):
-    changes = PLAIN | {"weight_grad": "fp32"} if preset == "fp16_loss_scaled" else {}
-    model = Model.make(SPEC, policy(preset, **changes))
-    params = store_weights(jax.jit(model.training.init)(jax.random.key(0)), model.policy)
-    scaling = model.differentiate().init()
-    tokens = np.random.default_rng(0).integers(0, 64, (16, SPEC.context + 1), dtype=np.int32)
+def test_the_simulated_program_is_the_one_that_was_trained():
+    model, params, scaling, tokens, _ = model_and_batch(0, "scalify_fp8_fp16", SHORT)
     loss, _, _ = jax.jit(model.differentiate().value_and_grad)(params, scaling, tokens, None, None)
-    trained = next(f for f in bisect(model, params, scaling, tokens, None) if f.tensor == "none")
+    trained = next(f for f in findings(0, "scalify_fp8_fp16", SHORT) if f.tensor == "none")
     # Both round the same operands; sums in another order, results in FP16.
     assert trained.loss == pytest.approx(float(loss), rel=2**-10)
 
