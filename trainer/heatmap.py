@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import MaxNLocator
 
 LEAST_SHARE = 1e-6  # below it a share is drawn as none
 OF_ZEROS = -126  # exponent of the scale that zeros have
@@ -24,6 +26,7 @@ TITLES = {
     "mu": "First moments (narrow ones nearly fill their format: an RMS far above 1 is right)",
     "nu": "Second moments (narrow ones are roots that nearly fill their format: an RMS far above 1 is right)",
 }
+WIDTH, ABOVE, BELOW = 17, 0.8, 1.2  # inches: of the picture, and of what is above and below the panels
 INCHES_PER_LAYER = 0.17
 MOST_LABELS = 90
 
@@ -61,23 +64,30 @@ def draw_all(rows: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Path]
 
 def draw(path: Path, title: str, layers: list[str], steps: list[int], values: dict[str, np.ndarray]) -> None:
     """One class: four panels side by side, whose rows are the layers from the input on and whose columns the steps."""
-    height = INCHES_PER_LAYER * min(max(len(layers), 16), 4 * MOST_LABELS)
-    figure = Figure(figsize=(17, height + 1.6), dpi=100, layout="constrained")
+    height = INCHES_PER_LAYER * min(max(len(layers), 16), 4 * MOST_LABELS) + ABOVE + BELOW
+    figure = Figure(figsize=(WIDTH, height), dpi=100)
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=14)
-    for i, (ax, (name, label)) in enumerate(
-        zip(figure.subplots(1, len(PANELS), sharey=True), PANELS.items(), strict=True)
-    ):
-        panel(figure, ax, name, label, values[name])
+    figure.suptitle(title, fontsize=14, y=1 - 0.15 / height, verticalalignment="top")
+    # Placed by hand: a layout engine draws every label several times, which took most of the time.
+    edges = {"left": 1.8 / WIDTH, "right": 1 - 0.2 / WIDTH, "top": 1 - ABOVE / height, "bottom": BELOW / height}
+    axes = figure.subplots(1, len(PANELS), gridspec_kw=edges | {"wspace": 0.06})
+    for i, (ax, (name, label)) in enumerate(zip(axes, PANELS.items(), strict=True)):
+        image = panel(ax, name, label, values[name])
+        box = ax.get_position()
+        bar = figure.add_axes((box.x0 + 0.05 * box.width, 0.4 / height, 0.9 * box.width, 0.1 / height))
+        ticks = None if name in SHARES else MaxNLocator(nbins=8, integer=True)
+        figure.colorbar(image, cax=bar, orientation="horizontal", ticks=ticks)
         label_steps(ax, steps)
         if i == 0:
             label_layers(ax, layers)
+        else:
+            ax.set_yticks([])  # 50 ticks cost more than all of the rest
     new = path.with_name(path.name + ".new")
     figure.savefig(new, format="png")
     new.replace(path)  # whole or not at all
 
 
-def panel(figure: Figure, ax: Axes, name: str, label: str, values: np.ndarray) -> None:
+def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
     """One figure of all layers. Outside of the colour bar: shares of nothing, scales and RMS of zeros, NaN (grey)."""
     norm: Normalize
     if name in SHARES:
@@ -87,7 +97,7 @@ def panel(figure: Figure, ax: Axes, name: str, label: str, values: np.ndarray) -
         with np.errstate(divide="ignore"):
             shown = np.log2(values)
         real = np.abs(shown[np.isfinite(shown)])
-        largest = max(8, math.ceil(np.max(real, initial=0)))
+        largest = max(8, 2 * math.ceil(np.max(real, initial=0) / 2))
         colours, under, norm = "RdBu_r", "black", Normalize(-largest, largest)
         shown = np.where(np.isneginf(shown), -largest - 1, shown)
     else:
@@ -97,7 +107,7 @@ def panel(figure: Figure, ax: Axes, name: str, label: str, values: np.ndarray) -
     colour_map = colormaps[colours].with_extremes(bad="grey", under=under)
     image = ax.imshow(shown, aspect="auto", interpolation="nearest", cmap=colour_map, norm=norm)
     ax.set_title(label, fontsize=11)
-    figure.colorbar(image, ax=ax, location="bottom", shrink=0.9, aspect=40, extend="neither")
+    return image
 
 
 def label_steps(ax: Axes, steps: list[int]) -> None:

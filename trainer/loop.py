@@ -196,13 +196,13 @@ def settle(run: Run, row: dict[str, float], tokens: Tokens, *, stopping: bool) -
         row |= found.row
         val_loss = found.comparable
     log(run, run.step, row | figures)
-    if val_loss is not None and run.cadence.numerics:
-        show_numerics(run)
     if last or due(run.step, run.cadence.sample):
         show_sample(run)
     if last:
         run.tracker.summary({f"final/{name}": value for name, value in row.items()})
     if last or stopping or due(run.step, run.cadence.checkpoint):
+        if run.cadence.numerics:
+            show_numerics(run)
         save(run, val_loss)
     run.throughput.pause(time.perf_counter() - started)
 
@@ -238,7 +238,7 @@ def show_numerics(run: Run) -> None:
     if jax.process_index() == 0:
         rows = read_rows(run.run_dir / "metrics.jsonl")
         for kind, path in draw_all(rows, run.run_dir / "numerics").items():
-            run.tracker.image(run.step, f"numerics/{kind}", path)
+            run.tracker.image(run.step, f"numerics/{kind}/picture", path)
 
 
 def show_sample(run: Run) -> None:

@@ -47,10 +47,7 @@ def test_each_class_that_the_rows_have_is_one_png_and_nothing_else_is_written(tm
     ],
 )
 def test_a_panel_shows_the_values(name, values, shown):
-    figure = Figure()
-    ax = figure.subplots()
-    panel(figure, ax, name, "label", np.array([values]))
-    image = ax.images[0]
+    image = panel(Figure().subplots(), name, "label", np.array([values]))
     data = np.ma.filled(image.get_array().astype(float), math.nan)
     np.testing.assert_allclose(data, [shown], rtol=1e-6)
     colours = image.to_rgba(image.get_array())[0]
