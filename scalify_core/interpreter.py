@@ -134,9 +134,9 @@ def scalify(
 def _evaluated(fun: Callable, leaves: Sequence[Any]) -> Any:
     """Trace `fun` of the leaves in float32, and evaluate it with their scales."""
     with _collector_paused():
-        traced = jax.jit(fun).trace(*(_aval(x) for x in leaves))
-        out = evaluate(traced.jaxpr, [_entering(x) for x in leaves])
-        return jax.tree.unflatten(jax.tree.structure(traced.out_info), [_leaving(x) for x in out])
+        jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*(_aval(x) for x in leaves))
+        out = evaluate(jaxpr, [_entering(x) for x in leaves])
+        return jax.tree.unflatten(jax.tree.structure(shapes), [_leaving(x) for x in out])
 
 
 @contextlib.contextmanager

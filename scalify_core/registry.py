@@ -50,6 +50,7 @@ class Rule:
 rules: dict[str, Rule] = {}
 composite_rules: dict[str, Callable] = {}
 wide_composites: set[str] = set()
+lazy_composites: set[str] = set()
 _warned: set[str] = set()
 
 
@@ -86,18 +87,20 @@ def takes_wide(eqn: Any) -> bool:
     return found is None or found.wide
 
 
-def composite_rule(name: str, *, wide: bool = False) -> Callable:
+def composite_rule(name: str, *, wide: bool = False, lazy: bool = False) -> Callable:
     """Decorator: the rule of the composite calls named `name` ("gelu", "gelu.fwd", "gelu.bwd").
 
     The rule takes the `Call` and its operands in the tree of the function's arguments (`Value`, plain or None), with
     their data in their formats; it returns the results in the tree of the function's results. With `wide`, data may
-    be FP32 that has not yet been rounded.
+    be FP32 that has not yet been rounded; with `lazy`, a factor may not be in it yet.
     """
 
     def register(fun: Callable) -> Callable:
         composite_rules[name] = fun
         if wide:
             wide_composites.add(name)
+        if lazy:
+            lazy_composites.add(name)
         return fun
 
     return register

@@ -37,6 +37,7 @@ from trainer.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.loop import Cadence, Run, train
 from trainer.messages import describe, farewell, schedule_change
 from trainer.metrics import Throughput
+from trainer.numerics import make_numerics
 from trainer.optimizer import learning_rates, make_optimizer
 from trainer.parallel import Agreement, abstract_batch, make_mesh, place_batch, replicated, start_processes
 from trainer.precision import DTYPES, Policy
@@ -224,6 +225,7 @@ def build_cadence(c: schema.Config) -> Cadence:
         checkpoint=c.checkpoint.every,
         sample=c.sample.every,
         rescale=c.precision.rescale_every if scaled else 0,
+        numerics=0 if c.tracker.kind == "none" else c.metrics.numerics_every,
     )
 
 
@@ -331,6 +333,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
             agree=Agreement(w.mesh),
             evaluate=make_evaluate(c, w),
+            numerics=make_numerics(w.model, w.optimizer_name, replicated(w.mesh)),
             rescale=make_rescale(w, build_batch(c, w.mesh)),
             sample=build_sample(c, w),
             diagnose=make_diagnose(w),

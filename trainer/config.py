@@ -172,6 +172,11 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Metrics:
+    numerics_every: int
+
+
+@dataclass(frozen=True)
 class Sample:
     every: int
     prompt: str
@@ -203,6 +208,7 @@ class Config:
     tracker: Tracker
     resume: Resume
     train: Train
+    metrics: Metrics
     sample: Sample
     watchdog: Watchdog
     profile: Profile
@@ -245,6 +251,7 @@ def validate(c: Config) -> None:
         ("train.eval_every", c.train.eval_every, 0),
         ("train.eval_batches", c.train.eval_batches, 1),
         ("train.final_eval_batches", c.train.final_eval_batches, 1),
+        ("metrics.numerics_every", c.metrics.numerics_every, 0),
         ("sample.every", c.sample.every, 0),
         ("sample.max_new", c.sample.max_new, 0),
         ("sample.temperature", c.sample.temperature, 0),

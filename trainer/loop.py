@@ -22,6 +22,7 @@ from trainer.display import Display
 from trainer.errors import Diverged
 from trainer.evaluate import Evaluation
 from trainer.metrics import Throughput, memory
+from trainer.records import read_rows
 from trainer.state import TrainState, to_stored
 from trainer.step import Hyper, Metrics, StepFn, Tokens
 from trainer.tracking import Tracker
@@ -30,13 +31,14 @@ from trainer.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Cadence:
-    """How often, in steps; 0: only at the end."""
+    """How often, in steps; 0: only at the end, but `rescale` and `numerics`: never."""
 
     log: int
     evaluate: int
     checkpoint: int
     sample: int
     rescale: int
+    numerics: int
 
 
 @dataclass
@@ -49,6 +51,7 @@ class Run:
       place: host batch to sharded global arrays.
       agree: the largest number that any process gives; asked once a step by all of them.
       evaluate: state and whether it is the final time, to what validation finds.
+      numerics: state, batch and the number of the step that took it, to figures of every layer.
       rescale: None while every weight's data is near RMS 1; else the state with new scales, the step compiled for
         them, and what was done, in words.
       sample: parameters to a text.
@@ -66,6 +69,7 @@ class Run:
     place: Callable[[Batch], Tokens]
     agree: Callable[[int], int]
     evaluate: Callable[[TrainState, bool], Evaluation]
+    numerics: Callable[[TrainState, Tokens, int], dict[str, float]]
     rescale: Callable[[TrainState], tuple[TrainState, StepFn, str] | None]
     sample: Callable[[Any], str]
     diagnose: Callable[[TrainState, Tokens, int], str]
@@ -143,7 +147,7 @@ def train(run: Run) -> int:
             if stopping or boundary(run):
                 row = observe(run, pending)
                 pending = None
-                settle(run, row, stopping=stopping > 0)
+                settle(run, row, tokens, stopping=stopping > 0)
             run.checkpointer.check()
             if stopping:
                 return 128 + stopping
@@ -155,7 +159,7 @@ def boundary(run: Run) -> bool:
     """Whether this step's own metrics are needed before the next one starts."""
     c = run.cadence
     return run.step == run.steps or any(
-        due(run.step, every) for every in (c.evaluate, c.checkpoint, c.sample, c.rescale)
+        due(run.step, every) for every in (c.evaluate, c.checkpoint, c.sample, c.rescale, c.numerics)
     )
 
 
@@ -180,22 +184,27 @@ def observe(run: Run, pending: Pending) -> dict[str, float]:
     return row
 
 
-def settle(run: Run, row: dict[str, float], *, stopping: bool) -> None:
+def settle(run: Run, row: dict[str, float], tokens: Tokens, *, stopping: bool) -> None:
     """What happens between two steps: validation, the row, a sample, a checkpoint; not counted as training time."""
     started = time.perf_counter()
     last, val_loss = run.step == run.steps, None
+    figures = {}
+    if due(run.step, run.cadence.numerics) or (last and run.cadence.numerics):
+        figures = run.numerics(run.state, tokens, run.step - 1)
     if due(run.step, run.cadence.rescale) and not last:
         rescale(run)
     if last or due(run.step, run.cadence.evaluate):
         found = run.evaluate(run.state, last)
         row |= found.row
         val_loss = found.comparable
-    log(run, run.step, row)
+    log(run, run.step, row | figures)
     if last or due(run.step, run.cadence.sample):
         show_sample(run)
     if last:
         run.tracker.summary({f"final/{name}": value for name, value in row.items()})
     if last or stopping or due(run.step, run.cadence.checkpoint):
+        if run.cadence.numerics:
+            show_numerics(run)
         save(run, val_loss)
     run.throughput.pause(time.perf_counter() - started)
 
@@ -210,9 +219,9 @@ def rescale(run: Run) -> None:
 
 
 def log(run: Run, step: int, row: dict[str, float]) -> None:
-    """A step's row, once and whole, to the display and, when it is due or holds a validation, to the tracker."""
+    """A step's row, once and whole, to the display and, when it is due or holds more than a step's, to the tracker."""
     run.display.update(step, row)
-    if due(step, run.cadence.log) or "val/loss" in row:
+    if due(step, run.cadence.log) or any(name.startswith(("val/", "numerics/")) for name in row):
         run.tracker.log(step, row)
 
 
@@ -222,6 +231,16 @@ def save(run: Run, val_loss: float | None) -> None:
     run.checkpointer.save(
         run.step, to_stored(run.state), run.meta | {"watchdog": run.watchdog.state()}, val_loss=val_loss
     )
+
+
+def show_numerics(run: Run) -> None:
+    """Pictures of all numerics so far, those before a resumption too, to `numerics/` and the tracker."""
+    from trainer.heatmap import draw_all  # a plotting library, half a second to import; not every run gets here
+
+    if jax.process_index() == 0:
+        rows = read_rows(run.run_dir / "metrics.jsonl")
+        for kind, path in draw_all(rows, run.run_dir / "numerics").items():
+            run.tracker.image(run.step, f"numerics/{kind}/picture", path)
 
 
 def show_sample(run: Run) -> None:

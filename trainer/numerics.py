@@ -9,14 +9,22 @@ layers; the train step knows nothing of it. A row has `numerics/CLASS/LAYER/FIGU
           residual stream is `h.3.in`, before a block, and `ln_f.in`.
   FIGURE  exponent (log2 of the scale), rms (of the data), underflow, saturated (shares of the elements)
 
-Underflow and saturation are counted against the cast to come where the tensor is an operand of a narrow matmul
-(weights, inputs, gradients of outputs), and of weight gradients that were cast. Elsewhere against the format that the
-tensor has, where underflow is an upper bound: see `scalify_core.stats.summarize`. The same holds for the operands under
-`scaling=delayed` and `current`, which cast to FP8 with a scale that the tensor does not have.
+What underflow is counted against, where a zero does not tell whether it came from a zero:
+
+- Operands of narrow matmuls (weights, inputs, gradients of outputs): the cast to come. Exact.
+- Weight gradients that were cast: the values before the cast. Exact.
+- First moments: a zero whose second moment is not zero was lost. Exact, where the optimiser has both.
+- Other stored tensors: the share of subnormal numbers, zeros left out. Biases begin as zeros, rows of an embedding that
+  were never seen keep moments of zero, and a second moment is never stored as zero unless it is (`scalify_core.optim`).
+- All else: numbers that are zero or subnormal in the tensor's own format. An upper bound, since gradients of rows that
+  were not seen and what dropout left out count too. The same holds for operands under `scaling=delayed` and `current`,
+  which cast to FP8 with a scale that the tensor does not have.
+
+Saturation is counted against the cast to come, or the format that the tensor has.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -50,7 +58,6 @@ PARTS = (
 )  # fmt: skip
 
 Slots = dict[str, jax.Array]  # by layer: `h.3.ln_2.out`; of scanned blocks `h.ln_2.out`, with a leading axis L
-Figures = dict[str, Slots]  # by class and layer
 
 
 class Slot(nnx.Variable):
@@ -174,38 +181,33 @@ def named(tree: Any, field: str | None = None) -> dict[str, Any]:
     return found
 
 
-def of_layers(name: str, x: Any, fmt: FloatFormat | None = None, exact: Any = None) -> jax.Array:
-    """The figures of a tensor: [4], or [L, 4] of a stack of all layers' parameters."""
-    if not scanned(name):
-        return figures(x, fmt, exact)
-
-    def split(x: Any) -> Any:
-        if not is_scaled_array(x):
-            return x
-        return ScaledArray(x.data, jnp.broadcast_to(jnp.reshape(jnp.asarray(x.scale), -1), x.shape[:1]))
-
-    if exact is None:
-        return jax.vmap(lambda x: figures(x, fmt))(split(x))
-    return jax.vmap(lambda x, exact: figures(x, None, exact))(split(x), split(exact))
-
-
-def statistics(model: Model, optimizer: str, state: TrainState, batch: Tokens, step: jax.Array) -> Figures:
-    """The figures of every class and layer; pure."""
+def stored_gradients(
+    model: Model, state: TrainState, batch: Tokens, step: jax.Array
+) -> tuple[dict[str, Any], dict[str, Any], Slots]:
+    """By name: the gradients as the optimiser gets them, those before the cast where there was one; and the slots."""
     grads, seen = gradients(model, state, batch, step)
-    forward, _ = casts(model.policy)
-    kernels = {f"{path.replace('*.', '')}.kernel" for path in model.narrow}
     stored, exact = named(model.store_gradients(grads)), named(grads)
-    mu, nu = MOMENTS[optimizer]
-    return {
-        "weights": {n: of_layers(n, x, forward if n in kernels else None) for n, x in named(state.params).items()},
-        "activations": {name: both[..., 0, :] for name, both in seen.items()},
-        "activation_gradients": {name: both[..., 1, :] for name, both in seen.items()},
-        "weight_gradients": {
-            n: of_layers(n, g, exact=None if g.dtype == exact[n].dtype else exact[n]) for n, g in stored.items()
-        },
-        "mu": {n: of_layers(n, x) for n, x in (named(state.opt_state, mu) if mu else {}).items()},
-        "nu": {n: of_layers(n, x) for n, x in (named(state.opt_state, nu) if nu else {}).items()},
-    }
+    return stored, {n: g for n, g in exact.items() if g.dtype != stored[n].dtype}, seen
+
+
+def of_tensor(
+    data: jax.Array, scale: Any, exact: jax.Array | None, settings: tuple[FloatFormat | None, bool, bool]
+) -> jax.Array:
+    """The figures of a stored tensor: [4], or [L, 4] of a stack of all layers'.
+
+    Args:
+      data, scale: of it; 1 for a plain array.
+      exact: as of `probe.figures`, and so are the first two of
+      settings: the cast to come; whether zeros count; whether it is a stack.
+    """
+    fmt, zeros, stacked = settings
+    of = functools.partial(figures, zeros=zeros)
+    if not stacked:
+        return of(ScaledArray(data, scale), fmt, exact)
+    scale = jnp.broadcast_to(jnp.reshape(scale, -1), data.shape[:1])
+    if exact is None:
+        return jax.vmap(lambda data, scale: of(ScaledArray(data, scale), fmt))(data, scale)
+    return jax.vmap(lambda data, scale, exact: of(ScaledArray(data, scale), None, exact))(data, scale, exact)
 
 
 def by_layer(layers: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
@@ -230,12 +232,39 @@ def make_numerics(
 ) -> Callable[[TrainState, Tokens, int], dict[str, float]]:
     """`(state, batch, step) -> row`: the figures of a state on a batch; `step` is the number that dropout gets.
 
-    Compiled at the first call, and again when static scales have changed. The state is not donated.
+    Compiled at the first call, and again when static scales have changed. The state is not donated. Tensors that are
+    there anyway are measured one by one, by a small program for each shape: in one with the gradients, as many
+    reductions as all tensors need take longer to compile than the train step.
     """
-    compute = jax.jit(functools.partial(statistics, model, optimizer), out_shardings=sharding)
+    pull = jax.jit(functools.partial(stored_gradients, model), out_shardings=sharding)
+    measure = jax.jit(of_tensor, static_argnums=3, out_shardings=sharding)
+    forward, _ = casts(model.policy)
+    kernels = {f"{path.replace('*.', '')}.kernel" for path in model.narrow}
+
+    def of(tensors: dict[str, Any], exact: dict[str, Any], cast: Collection[str] = (), *, zeros: bool) -> Slots:
+        found = {}
+        for name, x in tensors.items():
+            data, scale = (x.data, x.scale) if is_scaled_array(x) else (x, 1.0)
+            before: Any = exact.get(name)
+            if is_scaled_array(before):
+                before = before.data
+            settings = (forward if name in cast else None, zeros, scanned(name))
+            found[name] = measure(data, jnp.asarray(scale, jnp.float32), before, settings)
+        return found
 
     def numerics(state: TrainState, batch: Tokens, step: int) -> dict[str, float]:
-        found = jax.device_get(compute(state, batch, np.int32(step)))
+        mu, nu = (named(state.opt_state, field) if field else {} for field in MOMENTS[optimizer])
+        narrow = {name: nu[name] for name in mu if is_scaled_array(mu[name]) and name in nu}
+        grads, exact, seen = pull(state, batch, np.int32(step))
+        found = {
+            "weights": of(named(state.params), {}, kernels, zeros=False),
+            "activations": {name: both[..., 0, :] for name, both in seen.items()},
+            "activation_gradients": {name: both[..., 1, :] for name, both in seen.items()},
+            "weight_gradients": of(grads, exact, zeros=True),
+            "mu": of(mu, narrow, zeros=False),
+            "nu": of(nu, {}, zeros=False),
+        }
+        found = jax.device_get(found)
         return {
             f"numerics/{kind}/{layer}/{figure}": float(f"{value:.6g}")
             for kind in CLASSES

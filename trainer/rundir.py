@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "train.final_eval_batches",
     "checkpoint.*",
     "tracker.*",
+    "metrics.*",
     "sample.*",
     "watchdog.*",
     "profile.*",

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import jax
+import numpy as np
 
 from trainer.errors import UserError
 from trainer.records import Sample, cut_rows, cut_samples, encode_row, encode_sample, read_rows, read_samples
@@ -174,7 +175,8 @@ def _append(file: FileIO, data: bytes) -> None:
 class WandbTracker(Tracker):
     """A W&B run: online when somebody is logged in and the server answers, else offline in `run_dir/wandb`.
 
-    Nothing that happens to W&B stops the training: it is reported once, and metrics.jsonl has the scalars.
+    Nothing that happens to W&B stops the training: it is reported once, and metrics.jsonl has the scalars. Of the
+    numerics W&B gets what `without_layers` leaves, and the pictures.
 
     Args:
       run_dir: exists.
@@ -229,7 +231,7 @@ class WandbTracker(Tracker):
         return run
 
     def log(self, step: int, row: Row) -> None:
-        self._add(step, row)
+        self._add(step, without_layers(row))
 
     def event(self, step: int, text: str) -> None:
         self._add(step, {})
@@ -282,6 +284,31 @@ class WandbTracker(Tracker):
         except Exception as error:  # W&B's own process may die in any way: that must not end a training run
             self._run = None
             logger.warning("W&B failed (%s): going on without; metrics.jsonl has it all", type(error).__name__)
+
+
+def without_layers(row: Row) -> dict[str, float | int | str]:
+    """The row with extremes over the layers in place of each layer's `numerics/CLASS/LAYER/FIGURE`.
+
+    They are `numerics/CLASS/` and `underflow_max`, `saturated_max`, `rms_min`, `rms_max`, `exponent_min` and
+    `exponent_max`; NaN where a layer has it. RMS and exponents are those of layers that are not all zeros, if any.
+    """
+    kept: dict[str, float | int | str] = {}
+    figures: dict[str, dict[str, list[float]]] = {}  # by class and figure, of the layers in their order
+    for name, value in row.items():
+        if name.startswith("numerics/"):
+            _, kind, _, figure = name.split("/")
+            figures.setdefault(kind, {}).setdefault(figure, []).append(float(value))
+        else:
+            kept[name] = value
+    for kind, of_layers in figures.items():
+        arrays = {figure: np.array(values) for figure, values in of_layers.items()}
+        real = arrays["rms"] != 0
+        for figure in ("underflow", "saturated"):
+            kept[f"numerics/{kind}/{figure}_max"] = float(arrays[figure].max())
+        for figure in ("rms", "exponent") if real.any() else ():
+            kept[f"numerics/{kind}/{figure}_min"] = float(arrays[figure][real].min())
+            kept[f"numerics/{kind}/{figure}_max"] = float(arrays[figure][real].max())
+    return kept
 
 
 def logged_in() -> bool:

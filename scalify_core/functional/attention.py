@@ -78,11 +78,11 @@ def _attention_bwd(residuals: tuple, gradient: jax.Array, *, causal: bool, logit
         logits = _logits(qh[:, :, rows], kh[:, :, cols], segments, rows, cols, causal, logit_scale)
         p = jnp.exp(logits - log_norm[:, :, rows])
         dp = _dot(gh[:, :, rows], vh[:, :, cols], 3, 3)
-        ds = (p * (dp - delta[:, :, rows]) * logit_scale).astype(q.dtype)
+        ds = (p * (dp - delta[:, :, rows])).astype(q.dtype)  # without the logits' scale, which may be any size
         dqs.append(_dot(ds, kh[:, :, cols], 3, 2))
         dk = dk.at[:, :, cols].add(_dot(ds, qh[:, :, rows], 2, 2))
         dv = dv.at[:, :, cols].add(_dot(p.astype(q.dtype), gh[:, :, rows], 2, 2))
-    dq = jnp.concatenate(dqs, axis=2)
+    dq, dk = jnp.concatenate(dqs, axis=2) * logit_scale, dk * logit_scale
     return *(_heads_first(d).astype(x.dtype) for d, x in ((dq, q), (dk, k), (dv, v))), None
 
 

@@ -25,14 +25,15 @@ _SQRT_HALF = math.sqrt(0.5)
 SQRT_2 = math.sqrt(2)
 
 
-@rule("scalify_composite")
+@rule("scalify_composite", lazy=True)
 def _composite(eqn: Any, *operands: Any) -> Any:
     call = eqn.params["call"]
     fun = registry.composite_rules.get(call.name)
     if fun is None:
         return registry.default(eqn, *operands)
-    if call.name not in registry.wide_composites:
-        operands = tuple(v.narrow(x) if is_value(x) else x for x in operands)
+    if call.name not in registry.lazy_composites:
+        bring = v.settle if call.name in registry.wide_composites else v.narrow
+        operands = tuple(bring(x) if is_value(x) else x for x in operands)
     out = fun(call, *jax.tree.unflatten(call.in_tree, operands))
     return jax.tree.leaves(out, is_leaf=is_value)
 

@@ -241,3 +241,14 @@ def test_tracing_leaves_the_garbage_collector_as_it_was(enabled):
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if was else gc.disable)()
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad], ids=["call", "grad"])
+def test_a_function_may_close_over_what_an_outer_jit_traces(transform):
+    @jax.jit
+    def outer(x, factor):
+        return scalify(transform(lambda x: jnp.sum(x * x * factor)))(x)
+
+    x = ScaledArray(jnp.float16([1.0, 2.0]), 4.0)
+    plain = transform(lambda x: jnp.sum(x * x * 3))(asarray(x))
+    np.testing.assert_array_equal(asarray(outer(x, jnp.float32(3))), plain)

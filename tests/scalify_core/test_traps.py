@@ -313,3 +313,20 @@ def test_gradient_of_the_logits_survives_fp16():
     plain = jax.grad(sc.cross_entropy)(logits.astype(HALF), targets)
     assert float(jnp.mean(plain == 0)) > 0.7
     assert float(jnp.mean(gradient.data == 0)) < 0.01
+
+
+# Attention's own.
+
+
+def test_queries_and_keys_far_below_their_scale_have_finite_gradients():
+    """As in one projection of queries, keys and values whose values are large: the logits' scale is then 2^24."""
+    q, k, v = (normal(i, 2, 64, 2, 16) for i in range(3))
+
+    def loss(q, k, v):
+        return jnp.sum(sc.attention(q, k, v) * normal(3, 2, 64, 2, 16))
+
+    low = [as_scaled_array(x, 2.0**12, dtype=HALF) for x in (q, k)]
+    found = scalify(jax.grad(loss, (0, 1, 2)))(*low, as_scaled_array(v, 1.0, dtype=HALF))
+    for gradient, right in zip(found, jax.grad(loss, (0, 1, 2))(q, k, v), strict=True):
+        # Data at 2^-12 keeps 24-12 binary places: 2^-13 of its RMS, in the logits, which sums over 16 and 64 average.
+        assert jnp.linalg.norm(asarray(gradient) - right) < 2**-8 * jnp.linalg.norm(right)

@@ -1,0 +1,259 @@
+"""Which layer hurts? Casts of a run's narrow matmuls, left out in turn: what that does to the loss and to the gradient.
+
+The model of RUN's newest checkpoint, one batch of its training data, and four casts of every narrow matmul: of the
+activations, of the weights, of the gradient of the output, and of the weight gradient on its way to the optimiser.
+All of them belong to one compiled program, in which each has a switch. Left out are: one cast of one layer, all casts
+of one layer, one cast of all layers; and the compute format of everything else. What is compared with is FP32
+throughout. Master weights are what the checkpoint has; no wider ones exist.
+
+Prints, best first, what is left of the gradient's error, and writes all of it as JSON.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from scalify_core import FloatFormat, cast_on_forward, weights
+from scalify_core.array import is_scaled_array
+from scalify_core.matmul import MULTIPLE
+from scripts.arguments import argument, run
+from trainer import config as schema
+from trainer.build import build_workload
+from trainer.checkpoint import Checkpointer
+from trainer.dots import Dims, Dot, clipped, narrow_gradient_dot, wide_gradient_dot
+from trainer.errors import UserError
+from trainer.fields import from_tree
+from trainer.libraries import hide_missing_gpu
+from trainer.model import functional, unstack_layers
+from trainer.parallel import place_batch
+from trainer.precision import Policy, is_kernel_of
+from trainer.rundir import write_atomically
+from trainer.state import from_stored
+from trainer.workload import Model, abstract_state
+
+CASTS = ("activations", "weights", "gradients", "weight_gradients")
+ALL = "all"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """See `--help`."""
+
+    run_dir: str = argument("a run directory with a checkpoint")
+    batch: int = argument("number of the training batch, of which the first micro-batch is taken", 0)
+    top: int = argument("lines of each table that are printed", 12)
+
+
+class Finding(NamedTuple):
+    """What leaving out some casts does.
+
+    Attributes:
+      layer: path of the linear layer; "all".
+      tensor: of CASTS; "all" four; "none": as trained; "compute": the format of everything else.
+      loss: nats.
+      loss_difference: to FP32's.
+      cosine: between the gradient, as the optimiser gets it, and FP32's.
+      error: norm of their difference over that of FP32's.
+    """
+
+    layer: str
+    tensor: str
+    loss: float
+    loss_difference: float
+    cosine: float
+    error: float
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def cast_forward(x: jax.Array, on: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """`x`, rounded to the format where the switch is on; the gradient passes."""
+    return jnp.where(on, cast_on_forward(x, fmt), x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def cast_backward(x: jax.Array, on: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """`x`; its gradient is rounded to the format where the switch is on."""
+    del on, fmt
+    return x
+
+
+cast_forward.defvjp(lambda x, on, fmt: (cast_forward(x, on, fmt), None), lambda fmt, _, g: (g, None))
+cast_backward.defvjp(lambda x, on, fmt: (x, on), lambda fmt, on, g: (cast_forward(g, on, fmt), None))
+
+
+class SwitchedDot:
+    """A narrow product, simulated: each of its casts has a switch, in row `layer` of `on_Lx4`."""
+
+    def __init__(self, on_Lx4: jax.Array, layer: int, policy: Policy) -> None:
+        assert policy.forward is not None
+        assert policy.backward is not None
+        self.on_Lx4, self.layer, self.simulate = on_Lx4, layer, policy.simulate
+        self.forward, self.backward = FloatFormat.parse(policy.forward), FloatFormat.parse(policy.backward)
+
+    def __call__(self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Dims, **_: Any) -> jax.Array:
+        if not self.simulate and any(size % MULTIPLE for size in (*lhs_NxD.shape, *rhs_DxF.shape)):
+            return wide_gradient_dot(lhs_NxD, rhs_DxF, dims)  # too odd for FP8 in the run as well
+        on_4 = self.on_Lx4[self.layer]
+        lhs_NxD = cast_forward(lhs_NxD, on_4[0], self.forward)
+        rhs_DxF = cast_forward(rhs_DxF, on_4[1], self.forward)
+        return cast_backward(wide_gradient_dot(lhs_NxD, rhs_DxF, dims), on_4[2], self.backward)
+
+
+def switched(model: Model, on_Lx4: jax.Array) -> Model:
+    """The model with a switch for each of the CASTS of its narrow layers."""
+
+    def dot_general(path: str) -> Dot:
+        if path not in model.narrow:
+            return wide_gradient_dot if model.policy.weight_grad == "fp32" else narrow_gradient_dot
+        dot = SwitchedDot(on_Lx4, model.narrow.index(path), model.policy)
+        return dot if model.policy.clip_outliers is None else clipped(dot, model.policy.clip_outliers)
+
+    settings = {"rescale_grads": model.policy.rescale_grads if model.policy.scaled else ()}
+    training = functional(model.spec, compute_dtype=model.policy.logical, dot_general=dot_general, **settings)
+    return model._replace(training=training)
+
+
+def gradient(
+    model: Model, params: Any, scaling: Any, tokens: jax.Array, segments: jax.Array | None, on_Lx4: jax.Array
+) -> tuple[jax.Array, Any]:
+    """The loss, and the gradient in FP32 as the optimiser gets it."""
+    loss, grads, _ = switched(model, on_Lx4).differentiate().value_and_grad(params, scaling, tokens, segments, None)
+
+    def choose(path: Any, stored: Any, exact: Any) -> jax.Array:
+        name = ".".join(str(key.key) for key in path[:-1])
+        if not is_kernel_of(model.narrow, path):
+            return weights.wide(stored)
+        return jnp.where(on_Lx4[model.narrow.index(name), 3], weights.wide(stored), weights.wide(exact))
+
+    stored = model.store_gradients(grads)
+    return loss, jax.tree_util.tree_map_with_path(choose, stored, grads, is_leaf=is_scaled_array)
+
+
+def switches(layers: Sequence[str]) -> dict[tuple[str, str], np.ndarray]:
+    """Layer and tensor to what is on, bool `[L, 4]`."""
+    everything = np.ones((len(layers), len(CASTS)), bool)
+
+    def off(rows: Any, columns: Any) -> np.ndarray:
+        on = everything.copy()
+        on[rows, columns] = False
+        return on
+
+    found = {(ALL, "none"): everything, (ALL, ALL): ~everything}
+    found |= {(ALL, tensor): off(slice(None), j) for j, tensor in enumerate(CASTS)}
+    found |= {(layer, ALL): off(i, slice(None)) for i, layer in enumerate(layers)}
+    return found | {(layer, t): off(i, j) for i, layer in enumerate(layers) for j, t in enumerate(CASTS)}
+
+
+def bisect(model: Model, params: Any, scaling: Any, tokens: jax.Array, segments: jax.Array | None) -> list[Finding]:
+    """What every cast does, the one whose absence leaves the least error first.
+
+    Args:
+      model: of unrolled layers, without remat.
+      params: as the run stores them; scales are static.
+      scaling: a loss scale, or ().
+      tokens: [B, T+1].
+      segments: of the same shape, or None.
+
+    Raises:
+      UserError: nothing is narrow, or its scales are not those of the tensors.
+    """
+    if model.policy.scaling in ("delayed", "current"):
+        raise UserError(
+            f"precision.scaling={model.policy.scaling} casts by scales that are measured in the matmul; "
+            "valid: runs with scaling=propagate, none or loss_scale"
+        )
+    if not model.narrow and model.policy.compute == "fp32":
+        raise UserError("everything in this run is FP32 already; valid: a run with a narrower precision")
+    plain: dict[str, Any] = {"scaling": "none", "weights": "fp32", "weight_grad": "fp32"}
+    plain |= {"compute": "fp32", "forward": None, "backward": None, "simulate": False}
+    exact = Model.make(model.spec, dataclasses.replace(model.policy, **plain))
+    none = jnp.zeros((0, len(CASTS)), bool)
+    value_and_grad = jax.jit(functools.partial(gradient, exact))
+    right_loss, right = value_and_grad(weights.wide(params), (), tokens, segments, none)
+
+    def measures(model: Model, on_Lx4: Any, params: Any, scaling: Any, right: Any) -> tuple[jax.Array, ...]:
+        loss, grads = gradient(model, params, scaling, tokens, segments, on_Lx4)
+        dot = sum(jnp.vdot(g, r) for g, r in zip(jax.tree.leaves(grads), jax.tree.leaves(right), strict=True))
+        apart = jax.tree.map(jnp.subtract, grads, right)
+        norm, right_norm, difference = map(optax.global_norm, (grads, right, apart))
+        return loss, dot / (norm * right_norm), difference / right_norm
+
+    def finding(layer: str, tensor: str, measured: Any) -> Finding:
+        loss, cosine, error = (float(x) for x in measured)
+        return Finding(layer, tensor, loss, loss - float(right_loss), cosine, error)
+
+    measure = jax.jit(functools.partial(measures, model))
+    findings = [finding(*name, measure(on, params, scaling, right)) for name, on in switches(model.narrow).items()]
+    if model.policy.compute != "fp32":
+        wide = model._replace(policy=dataclasses.replace(model.policy, compute="fp32"))
+        everything = switches(model.narrow)[ALL, "none"]
+        measure = jax.jit(functools.partial(measures, wide))
+        findings.append(finding(ALL, "compute", measure(everything, params, scaling, right)))
+    return sorted(findings, key=lambda f: np.inf if np.isnan(f.error) else f.error)
+
+
+def report(findings: Sequence[Finding], top: int) -> str:
+    """Three tables: over all layers, layers, single casts."""
+    trained = next(f for f in findings if f.tensor == "none")
+    lines = [
+        f"as trained: loss {trained.loss:.5f}, {trained.loss_difference:+.2e} nats from FP32; gradient: cosine "
+        f"{trained.cosine:.6f}, error {trained.error:.2%}",
+        "",
+    ]
+    tables = {
+        "left out in all layers": [f for f in findings if f.layer == ALL and f.tensor != "none"],
+        "one layer's casts left out": [f for f in findings if f.layer != ALL and f.tensor == ALL],
+        "one cast left out": [f for f in findings if f.layer != ALL and f.tensor != ALL],
+    }
+    for title, rows in tables.items():
+        lines.append(f"{title:<34} {'error left':>10} {'removed':>8} {'cosine':>9} {'loss - FP32':>12}")
+        for f in rows[:top]:
+            name = f.tensor if f.layer == ALL else f.layer if f.tensor == ALL else f"{f.layer} {f.tensor}"
+            removed = 1 - f.error / trained.error if trained.error else 0.0
+            lines.append(f"  {name:<32} {f.error:>10.3%} {removed:>8.1%} {f.cosine:>9.6f} {f.loss_difference:>+12.2e}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def load(run_dir: Path, number: int) -> tuple[Model, Any, Any, jax.Array, jax.Array | None]:
+    """What `bisect` takes, of a run's newest checkpoint and its training batch of this number."""
+    if not (run_dir / "checkpoints").is_dir():
+        raise UserError(f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir of a training run")
+    with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
+        meta = checkpointer.meta()
+        c = from_tree(schema.Config, meta["config"])
+        w = build_workload(dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1)))
+        state = from_stored(checkpointer.restore(abstract_state(w)).state)
+    batch = place_batch(w.data.train.batch(number), accum=c.train.accum, mesh=w.mesh)
+    spec = w.model.spec
+    params = unstack_layers(state.params) if spec.scan_layers else state.params
+    model = Model.make(dataclasses.replace(spec, scan_layers=False, remat="none"), w.model.policy)
+    segments = batch.segments_AxBxT1
+    return model, params, state.scaling, batch.tokens_AxBxT1[0], None if segments is None else segments[0]
+
+
+def main(arguments: Arguments) -> None:
+    """Bisect the run, print, and write precision_bisect.json into it."""
+    for name, least in (("batch", 0), ("top", 1)):
+        if getattr(arguments, name) < least:
+            raise UserError(f"{name}={getattr(arguments, name)}: expected {least} or more")
+    hide_missing_gpu()
+    run_dir = Path(arguments.run_dir)
+    findings = bisect(*load(run_dir, arguments.batch))
+    path = run_dir / "precision_bisect.json"
+    write_atomically(path, json.dumps([f._asdict() for f in findings], indent=1) + "\n")
+    print(report(findings, arguments.top))
+    print(f"all of it: {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(run(Arguments, "precision_bisect", __doc__, main))

@@ -1,0 +1,103 @@
+"""Bisection: the layer that was hurt is the one that it names."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from scripts.precision_bisect import ALL, CASTS, bisect, report, switches
+from trainer.__main__ import CONFIGS
+from trainer.errors import UserError
+from trainer.precision import Policy, store_weights
+from trainer.spec import GPT2Spec
+from trainer.workload import Model
+
+SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=2, n_head=2, d_model=32)
+SHORT = dataclasses.replace(SPEC, n_layer=1)  # for what takes long to compile
+
+
+def policy(preset, **changes):
+    fields = OmegaConf.merge(
+        OmegaConf.load(f"{CONFIGS}/base/precision.yaml"), OmegaConf.load(f"{CONFIGS}/precision/{preset}.yaml")
+    )
+    plain = {k: tuple(v) if isinstance(v, list) else v for k, v in OmegaConf.to_container(fields).items()}
+    names = [field.name for field in dataclasses.fields(Policy)]
+    return Policy(**{k: v for k, v in plain.items() if k in names} | {"amax_history": 16} | changes)
+
+
+@functools.cache
+def model_and_batch(hurt=None, preset="fp32", spec=SPEC, **changes):
+    """A fresh model, the attention of layer `hurt` with values times 2^12 and its projection times 2^-12."""
+    model = Model.make(spec, policy(preset, **changes))
+    params = jax.jit(model.training.init)(jax.random.key(0))
+    if hurt is not None:
+        attn = params["h"][hurt]["attn"]
+        attn["c_attn"]["kernel"] = attn["c_attn"]["kernel"].at[:, 2 * spec.d_model :].multiply(2.0**12)
+        attn["c_proj"]["kernel"] = attn["c_proj"]["kernel"] * 2.0**-12
+    tokens = np.random.default_rng(0).integers(0, 64, (16, spec.context + 1), dtype=np.int32)
+    return model, store_weights(params, model.policy), model.differentiate().init(), tokens, None
+
+
+@functools.cache
+def findings(hurt=None, preset="fp32", spec=SPEC, **changes):
+    return bisect(*model_and_batch(hurt, preset, spec, **changes))
+
+
+def layers(found, tensor=ALL):
+    return [f.layer for f in found if f.layer != ALL and f.tensor == tensor]
+
+
+PLAIN = {"forward": "e4m3", "backward": "e5m2"}  # FP8 without any scales
+
+
+@pytest.mark.parametrize("hurt", [0, 1])
+def test_the_layer_that_was_hurt_is_ranked_first(hurt):
+    found = findings(hurt, **PLAIN)
+    trained = next(f for f in found if f.tensor == "none")
+    assert layers(found)[0] == f"h.{hurt}.attn.c_proj"
+    best = next(f for f in found if f.layer != ALL and f.tensor == ALL)
+    assert best.error < trained.error
+    assert best.cosine > trained.cosine
+    assert f"h.{hurt}.attn.c_proj" in report(found, 12)
+
+
+def test_without_any_cast_nothing_is_left_of_the_error_and_each_cast_has_its_place():
+    found = {(f.layer, f.tensor): f for f in findings(**PLAIN)}
+    assert set(found) == set(switches([f"h.{i}.{n}" for i in range(2) for n in LINEAR]))
+    assert found[ALL, ALL].error < 1e-5
+    assert found[ALL, ALL].cosine == pytest.approx(1, abs=1e-5)
+    assert abs(found[ALL, ALL].loss_difference) < 1e-5
+    # The loss knows nothing of gradients.
+    assert found[ALL, "gradients"].loss == found[ALL, "none"].loss != found[ALL, "weights"].loss
+
+
+LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+
+
+def test_under_propagated_scales_the_same_damage_does_less():
+    plain, scaled = findings(0, spec=SHORT, **PLAIN), findings(0, "scalify_fp8_fp16", SHORT)
+    error = {
+        name: next(f.error for f in found if f.tensor == "none")
+        for name, found in (("plain", plain), ("scaled", scaled))
+    }
+    assert error["scaled"] < error["plain"] / 2
+    assert {f.tensor for f in scaled} == {*CASTS, ALL, "none", "compute"}
+
+
+def test_the_simulated_program_is_the_one_that_was_trained():
+    model, params, scaling, tokens, _ = model_and_batch(0, "scalify_fp8_fp16", SHORT)
+    loss, _, _ = jax.jit(model.differentiate().value_and_grad)(params, scaling, tokens, None, None)
+    trained = next(f for f in findings(0, "scalify_fp8_fp16", SHORT) if f.tensor == "none")
+    # Both round the same operands; sums in another order, results in FP16.
+    assert trained.loss == pytest.approx(float(loss), rel=2**-10)
+
+
+@pytest.mark.parametrize(("preset", "named"), [("fp8_delayed", "scaling=delayed"), ("fp32", "FP32 already")])
+def test_what_cannot_be_bisected_is_said(preset, named):
+    model = Model.make(SPEC, policy(preset))
+    params = jax.jit(model.training.init)(jax.random.key(0))
+    with pytest.raises(UserError, match=named):
+        bisect(model, params, (), np.zeros((2, 17), np.int32), None)
