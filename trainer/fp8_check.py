@@ -3,6 +3,7 @@
 A compiler may silently multiply in another dtype than the operands that it was given: what it made is looked at.
 """
 
+import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -12,8 +13,6 @@ from trainer.precision import Policy
 from trainer.spec import GPT2Spec, linear_paths
 from trainer.targets import Target
 from trainer.workload import Model
-
-Product = tuple[int, int, int]  # rows and columns, the smaller first, and contracted elements
 
 
 class Layer(NamedTuple):
@@ -30,24 +29,12 @@ def layer_sizes(spec: GPT2Spec, path: str) -> tuple[int, int]:
     return {"attn.c_attn": (D, 3 * D), "attn.c_proj": (D, D), "mlp.c_proj": (F, D)}.get(path.split(".", 2)[2], (D, F))
 
 
-def layer_products(spec: GPT2Spec, path: str, tokens: int) -> list[Product]:
-    """The output, the gradient of the input and that of the weight."""
-    inputs, outputs = layer_sizes(spec, path)
-    return [
-        product_of(*size) for size in ((tokens, outputs, inputs), (tokens, inputs, outputs), (inputs, outputs, tokens))
-    ]
-
-
-def product_of(rows: int, columns: int, contracted: int) -> Product:
-    """What a product has in common with its transpose."""
-    return min(rows, columns), max(rows, columns), contracted
-
-
 def not_fp8(model: Model, program: Program, tokens: int, target: Target | None) -> list[Layer]:
     """The linear layers of which a product is not FP8 in the program, and why.
 
-    Products have no names in a compiled program; they are told apart by their sizes. Of a size that several layers
-    have and that is FP8 too seldom, all that should be are named.
+    Products have no names in a compiled program, and a partitioner may cut each along any axis: they are told apart by
+    the number of their multiplications. A layer has three products (the output, the gradient of the input and that of
+    the weight), all with as many; of the layers that share a number all are named where one product is missing.
 
     Args:
       model: in its precision.
@@ -55,20 +42,20 @@ def not_fp8(model: Model, program: Program, tokens: int, target: Target | None) 
       tokens: of one device's micro-batch.
       target: the GPU; None: one that has FP8.
     """
-    expected: Counter[Product] = Counter()
-    allowed: Counter[Product] = Counter()
     paths = linear_paths(model.spec)
-    for path in paths:
-        (expected if path in model.narrow else allowed).update(layer_products(model.spec, path, tokens))
-    narrow: Counter[Product] = Counter()
-    other: Counter[Product] = Counter()
-    kernels: dict[Product, set[str]] = {}
+
+    def multiplications(path: str) -> int:
+        return tokens * math.prod(layer_sizes(model.spec, path))
+
+    expected = Counter(multiplications(path) for path in model.narrow for _ in range(3))
+    narrow: Counter[int] = Counter()
+    kernels: dict[int, set[str]] = {}
     for gemm in program.gemms:
-        batch, rows, columns, contracted = gemm.sizes
-        product = product_of(rows, columns, batch * contracted)  # of a sum in parts, all parts
-        (narrow if gemm.dtype == "fp8" else other)[product] += 1
-        if gemm.dtype != "fp8":
-            kernels.setdefault(product, set()).add(f"{gemm.dtype} ({gemm.kernel})")
+        size = math.prod(gemm.sizes)
+        if gemm.dtype == "fp8":
+            narrow[size] += 1
+        else:
+            kernels.setdefault(size, set()).add(f"{gemm.dtype} ({gemm.kernel})")
 
     def reason(path: str) -> str | None:
         if path not in model.narrow:
@@ -81,11 +68,11 @@ def not_fp8(model: Model, program: Program, tokens: int, target: Target | None) 
             return "FP8 is simulated: precision.simulate=true"
         if target is not None and not target.has_fp8:
             return f"{target.device} has no FP8 tensor cores"
-        products = layer_products(model.spec, path, tokens)
-        if all(narrow[p] >= expected[p] and other[p] <= allowed[p] for p in products):
+        size = multiplications(path)
+        if narrow[size] >= expected[size]:
             return None
-        found = sorted(set().union(*(kernels.get(p, set()) for p in products)))
-        return f"compiled as {', '.join(found) or 'no product of its size'}"
+        others = f"; others are {', '.join(sorted(kernels[size]))}" if size in kernels else ""
+        return f"of {expected[size]} products of this size {narrow[size]} are FP8{others}"
 
     found = [(path, reason(path)) for path in paths]
     return [Layer(path, why, path in model.narrow) for path, why in found if why is not None]

@@ -332,40 +332,32 @@ class Program:
     def collectives(self) -> list[Collective]:
         """Collective operations; one that takes arrays of several types appears once for each."""
         found = []
-        for instruction, computation, times in self.executed:
-            op = collective_op(instruction)
-            if op is None:
-                continue
-            operands = [shape for name in instruction.operands for shape in computation[name].shapes]
-            # The result of an asynchronous start holds its operands too, in front.
-            results = list(instruction.shapes[-len(operands) :])
-            sizes: dict[str, int] = {}
-            for operand, result in zip(operands, results, strict=True):
-                sizes[operand.dtype] = sizes.get(operand.dtype, 0) + max(operand.bytes, result.bytes)
-            devices = group_size(instruction)
-            found += [Collective(op, dtype, size, devices, instruction.name, times) for dtype, size in sizes.items()]
+        for executed in self.executed:
+            for instruction, computation in self.inside(executed):  # Triton has an all-reduce inside a fusion
+                op = collective_op(instruction)
+                if op is not None:
+                    name, devices = executed.instruction.name, group_size(instruction)
+                    sizes = collective_bytes(instruction, computation)
+                    found += [Collective(op, t, size, devices, name, executed.times) for t, size in sizes.items()]
         return found
 
     @cached_property
     def kernels(self) -> list[Kernel]:
         """What is launched: kernels, copies, library calls and collectives."""
-        products, found = {gemm.name for gemm in self.gemms}, []
+        special = {gemm.name: "gemm" for gemm in self.gemms} | {call.name: "attention" for call in self.attentions}
+        special |= {collective.name: "collective" for collective in self.collectives}
+        found = []
         for executed in self.executed:
             opcode = executed.instruction.opcode
             if opcode not in NOT_KERNELS and not opcode.endswith("-done"):
                 size = self._traffic(executed)
-                kind = self._kind(executed, products, size)
-                found.append(Kernel(kind, executed.instruction.name, size, executed.times))
+                name = executed.instruction.name
+                kind = special.get(name) or self._kind(executed, size)
+                found.append(Kernel(kind, name, size, executed.times))
         return found
 
-    def _kind(self, executed: Executed, products: set[str], size: int) -> str:
+    def _kind(self, executed: Executed, size: int) -> str:
         instruction = executed.instruction
-        if instruction.name in products:
-            return "gemm"
-        if instruction.target.startswith(ATTENTION):
-            return "attention"
-        if collective_op(instruction) is not None:
-            return "collective"
         if size <= TINY:
             return "tiny"
         inside = {i.opcode for i, _ in self.inside(executed)}
@@ -390,7 +382,7 @@ class Program:
         instruction, computation, _ = executed
         operands = list(dict.fromkeys(instruction.operands))
         if not instruction.is_fusion:
-            written = instruction.bytes
+            written = bytes_written(instruction)
             read = sum(computation[name].bytes for name in operands)
             if instruction.opcode == "dynamic-update-slice":
                 return 2 * computation[instruction.operands[1]].bytes
@@ -492,8 +484,23 @@ def collective_op(instruction: Instruction) -> str | None:
     return op if op in COLLECTIVES else None
 
 
+def collective_bytes(instruction: Instruction, computation: Computation) -> dict[str, int]:
+    """Bytes of the whole arrays, by element type."""
+    operands = [shape for name in instruction.operands for shape in computation[name].shapes]
+    # The result of an asynchronous start holds its operands too, in front.
+    results = instruction.shapes[-len(operands) :]
+    sizes: dict[str, int] = {}
+    for operand, result in zip(operands, results, strict=True):
+        sizes[operand.dtype] = sizes.get(operand.dtype, 0) + max(operand.bytes, result.bytes)
+    return sizes
+
+
 def group_size(instruction: Instruction) -> int:
     """Devices of each group of a collective; 0: all of them."""
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.text)
+    if mesh:
+        axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        return math.prod(axes[name] for name in re.findall(r"'([^']+)'", mesh[2]))
     iota = re.search(r"replica_groups=\[\d+,(\d+)\]", instruction.text)
     if iota:
         return int(iota[1])
@@ -525,8 +532,15 @@ def fusion_writes(body: Computation) -> int:
     for output in outputs:
         while output.opcode in ("bitcast", "copy") and len(output.operands) == 1:
             output = body[output.operands[0]]
-        total += body[output.operands[1]].bytes if output.opcode == "dynamic-update-slice" else output.bytes
+        in_place = output.opcode == "dynamic-update-slice"
+        total += body[output.operands[1]].bytes if in_place else bytes_written(output)
     return total
+
+
+def bytes_written(instruction: Instruction) -> int:
+    """Of the result, without the workspace of a library's call, which is memory and no traffic."""
+    library = instruction.opcode in ("custom-call", "get-tuple-element")
+    return sum(shape.bytes for shape in instruction.shapes if not (library and shape.dtype in ("s8", "u8")))
 
 
 def fp8_share(program: Program) -> float:

@@ -153,16 +153,17 @@ def measure(task: Unfed, batches: Batches, sequences: int, aim: Aim, *, exact: b
         compiled = at(task.model)
         return Measured(figures_of(compiled, aim, tokens, spec.padded_vocab), task.model, compiled)
     models = [Model.make(dataclasses.replace(spec, n_layer=n), task.model.policy) for n in DEPTHS]
-    compiled = [at(model) for model in models]
-    near, far = (figures_of(c, aim, tokens, spec.padded_vocab) for c in compiled)
-    return Measured(continued(near, far, DEPTHS, spec.n_layer), models[1], compiled[1])
+    parts = [at(model) for model in models]
+    near, far = (figures_of(c, aim, tokens, spec.padded_vocab) for c in parts)
+    return Measured(continued(near, far, DEPTHS, spec.n_layer), models[1], parts[1])
 
 
 def largest_that_fits(need: Callable[[int], int], first: int, limit: int, most: int = 4096) -> int:
     """The largest number of sequences that `need` at most `limit` bytes; 0: not even one.
 
-    `need` grows nearly linearly. It is measured where the line through the measured points says that the limit is,
-    until one is measured that fits and of which the next does not, or would not by that line.
+    `need` grows, and ever faster, but nearly linearly. It is measured where the line through the two measured points
+    that are nearest to the limit reaches it, until one is measured that fits and of which the next does not, or, by a
+    line through points that fit, would not.
     """
     known = {first: need(first)}
     while True:
@@ -177,7 +178,7 @@ def largest_that_fits(need: Callable[[int], int], first: int, limit: int, most: 
             a, b = sorted(sorted(known, key=lambda b: abs(known[b] - limit))[:2])
             slope = max((known[b] - known[a]) / (b - a), 1)
             guess = int(a + (limit - known[a]) // slope)
-            if guess == fits:
+            if guess == fits and fails > most:
                 return fits
         guess = min(max(guess, fits + 1), fails - 1)
         known[guess] = need(guess)
