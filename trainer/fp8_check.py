@@ -3,16 +3,17 @@
 A compiler may silently multiply in another dtype than the operands that it was given: what it made is looked at.
 """
 
-import math
-from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from scalify_core.matmul import MULTIPLE
-from trainer.hlo import Program
+from trainer.hlo import Gemm, Program
 from trainer.precision import Policy
 from trainer.spec import GPT2Spec, linear_paths
 from trainer.targets import Target
 from trainer.workload import Model
+
+Product = tuple[int, int, int]  # rows and columns, the smaller first, as in the transposed product; contracted elements
 
 
 class Layer(NamedTuple):
@@ -29,12 +30,38 @@ def layer_sizes(spec: GPT2Spec, path: str) -> tuple[int, int]:
     return {"attn.c_attn": (D, 3 * D), "attn.c_proj": (D, D), "mlp.c_proj": (F, D)}.get(path.split(".", 2)[2], (D, F))
 
 
+def layer_products(spec: GPT2Spec, path: str, tokens: int) -> list[Product]:
+    """The output, the gradient of the input and that of the weight."""
+    inputs, outputs = layer_sizes(spec, path)
+    sizes = ((tokens, outputs, inputs), (tokens, inputs, outputs), (inputs, outputs, tokens))
+    return [(min(rows, columns), max(rows, columns), contracted) for rows, columns, contracted in sizes]
+
+
+def missing_products(expected: Iterable[Product], gemms: Iterable[Gemm]) -> set[Product]:
+    """Those of the expected products that none of the matrix products is.
+
+    Contractions that are cut up are padded, so a product may have more contracted elements than it was written with.
+    """
+    found: dict[tuple[int, int], list[int]] = {}
+    for batch, rows, columns, contracted in sorted(gemm.sizes for gemm in gemms):
+        found.setdefault((min(rows, columns), max(rows, columns)), []).append(batch * contracted)
+    missing = set()
+    for small, large, contracted in sorted(expected):
+        left = found.get((small, large), [])
+        fitting = [size for size in left if contracted <= size < 2 * contracted]
+        if fitting:
+            left.remove(min(fitting))
+        else:
+            missing.add((small, large, contracted))
+    return missing
+
+
 def not_fp8(model: Model, program: Program, tokens: int, target: Target | None) -> list[Layer]:
     """The linear layers of which a product is not FP8 in the program, and why.
 
-    Products have no names in a compiled program, and a partitioner may cut each along any axis: they are told apart by
-    the number of their multiplications. A layer has three products (the output, the gradient of the input and that of
-    the weight), all with as many; of the layers that share a number all are named where one product is missing.
+    Each of the chosen layers makes three FP8 products (the output, the gradient of the input and that of the weight);
+    nothing else makes any, so their number says whether one is missing. Products have no names in a compiled program:
+    which one is missing is told by the sizes, and all layers that have a product of that size are named.
 
     Args:
       model: in its precision.
@@ -42,23 +69,15 @@ def not_fp8(model: Model, program: Program, tokens: int, target: Target | None) 
       tokens: of one device's micro-batch.
       target: the GPU; None: one that has FP8.
     """
-    paths = linear_paths(model.spec)
-
-    def multiplications(path: str) -> int:
-        return tokens * math.prod(layer_sizes(model.spec, path))
-
-    expected = Counter(multiplications(path) for path in model.narrow for _ in range(3))
-    narrow: Counter[int] = Counter()
-    kernels: dict[int, set[str]] = {}
-    for gemm in program.gemms:
-        size = math.prod(gemm.sizes)
-        if gemm.dtype == "fp8":
-            narrow[size] += 1
-        else:
-            kernels.setdefault(size, set()).add(f"{gemm.dtype} ({gemm.kernel})")
+    paths, narrow = linear_paths(model.spec), [gemm for gemm in program.gemms if gemm.dtype == "fp8"]
+    wide = ", ".join(sorted({f"{gemm.dtype} ({gemm.kernel})" for gemm in program.gemms if gemm.dtype != "fp8"}))
+    products = {path: layer_products(model.spec, path, tokens) for path in model.narrow}
+    missing: set[Product] = set()
+    if len(narrow) != 3 * len(products):  # more, where a forward pass is computed again
+        missing = missing_products([p for ps in products.values() for p in ps], narrow)
 
     def reason(path: str) -> str | None:
-        if path not in model.narrow:
+        if path not in products:
             return why_wide(model.policy)
         inputs, outputs = layer_sizes(model.spec, path)
         if any(size % MULTIPLE for size in (inputs, outputs, tokens)):
@@ -68,14 +87,12 @@ def not_fp8(model: Model, program: Program, tokens: int, target: Target | None) 
             return "FP8 is simulated: precision.simulate=true"
         if target is not None and not target.has_fp8:
             return f"{target.device} has no FP8 tensor cores"
-        size = multiplications(path)
-        if narrow[size] >= expected[size]:
+        if missing.isdisjoint(products[path]):
             return None
-        others = f"; others are {', '.join(sorted(kernels[size]))}" if size in kernels else ""
-        return f"of {expected[size]} products of this size {narrow[size]} are FP8{others}"
+        return f"of {3 * len(products)} FP8 products {len(narrow)} were compiled as such; others are {wide}"
 
     found = [(path, reason(path)) for path in paths]
-    return [Layer(path, why, path in model.narrow) for path, why in found if why is not None]
+    return [Layer(path, why, path in products) for path, why in found if why is not None]
 
 
 def why_wide(policy: Policy) -> str:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from trainer.build import build_model, build_policy
 from trainer.composition import compose_config
 from trainer.errors import UserError
 from trainer.flops import peak_flops
-from trainer.fp8_check import not_fp8
-from trainer.hlo import Collective
+from trainer.fp8_check import layer_products, not_fp8
+from trainer.hlo import Collective, Gemm
 from trainer.model import functional
 from trainer.plan import Aim, continued, is_continued, largest_that_fits, seconds_of_collective, seconds_of_gemm
 from trainer.precision import Policy
@@ -88,10 +89,6 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
     model = build_model(c.model, build_policy(c.precision), 256)
     program, h200 = flagship.measured.compiled.program, get_target("h200")
     assert not_fp8(model, program, 128, h200) == []
-    found = not_fp8(model, program, 16, h200)
-    assert len(found) == 8
-    assert all(layer.is_chosen for layer in found)
-    assert found[0].reason.startswith("of 6 products of this size 0 are FP8")
     assert "multiples of 16" in not_fp8(model, program, 120, h200)[0].reason
     assert "no FP8 tensor cores" in not_fp8(model, program, 128, get_target("a100"))[0].reason
     kept = compose_config([*TINY, "precision=scalify_fp8_fp16", "precision.keep=[h.0.*]"])
@@ -101,6 +98,25 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
     ]
     assert not any(layer.is_chosen for layer in found)
     assert "precision.keep=['h.0.*']" in found[0].reason
+
+
+def test_a_missing_product_is_told_by_its_size():
+    c = compose_config([*TINY, "precision=scalify_fp8_fp16", "model.n_layer=1"])
+    model = build_model(c.model, build_policy(c.precision), 256)
+    sizes = [size for path in model.narrow for size in layer_products(model.spec, path, 128)]
+    gemms = [Gemm("k", "fp8", ("f8e4m3fn", "f8e4m3fn"), (1, *size), "", "g", 1) for size in sizes]
+    gemms[1] = gemms[1]._replace(sizes=(8, 128, 64, 32))  # 192 contracted elements, in eight padded parts
+    program = SimpleNamespace(gemms=gemms)
+    assert not_fp8(model, program, 128, None) == []
+    program.gemms = [*gemms[:1], *gemms[2:], gemms[0]._replace(sizes=(1, 16, 16, 16))]  # as many, one of them another
+    assert not_fp8(model, program, 128, None) == []
+    program.gemms = [gemms[0]._replace(dtype="fp16", kernel="triton"), *gemms[1:]]
+    assert [(layer.path, layer.reason) for layer in not_fp8(model, program, 128, None)] == [
+        ("h.0.attn.c_attn", "of 12 FP8 products 11 were compiled as such; others are fp16 (triton)")
+    ]
+    recomputed = [gemm for gemm in gemms[2:] if gemm.sizes != (1, 64, 192, 128)] * 2
+    program.gemms = [gemms[0], gemms[1], *recomputed]
+    assert [layer.path for layer in not_fp8(model, program, 128, None)] == ["h.0.attn.c_attn"]
 
 
 def affine(fixed, each):
