@@ -26,7 +26,7 @@ from trainer.targets import Target
 from trainer.workload import Model, Unfed, lower_step
 
 EXACT = 12  # unrolled layers that are compiled whole
-DEPTHS = (2, 4)
+DEPTHS = (4, 6)
 Figures = dict[tuple[str, ...], float]
 
 
