@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from scalify_core.matmul import MULTIPLE
 from trainer.hlo import Gemm, Program
-from trainer.precision import Policy
-from trainer.spec import GPT2Spec, linear_paths
+from trainer.spec import linear_sizes
 from trainer.targets import Target
 from trainer.workload import Model
 
@@ -24,15 +23,9 @@ class Layer(NamedTuple):
     is_chosen: bool
 
 
-def layer_sizes(spec: GPT2Spec, path: str) -> tuple[int, int]:
-    """Inputs and outputs of the linear layer `h.3.attn.c_attn`, `h.*.mlp.c_fc`, ..."""
-    D, F = spec.d_model, spec.mlp_width
-    return {"attn.c_attn": (D, 3 * D), "attn.c_proj": (D, D), "mlp.c_proj": (F, D)}.get(path.split(".", 2)[2], (D, F))
-
-
-def layer_products(spec: GPT2Spec, path: str, tokens: int) -> list[Product]:
-    """The output, the gradient of the input and that of the weight."""
-    inputs, outputs = layer_sizes(spec, path)
+def layer_products(size: tuple[int, int], tokens: int) -> list[Product]:
+    """The output, the gradient of the input and that of the weight, of a layer of so many inputs and outputs."""
+    inputs, outputs = size
     sizes = ((tokens, outputs, inputs), (tokens, inputs, outputs), (inputs, outputs, tokens))
     return [(min(rows, columns), max(rows, columns), contracted) for rows, columns, contracted in sizes]
 
@@ -69,20 +62,18 @@ def not_fp8(model: Model, program: Program, tokens: int, target: Target | None) 
       tokens: of one device's micro-batch.
       target: the GPU; None: one that has FP8.
     """
-    paths, narrow = linear_paths(model.spec), [gemm for gemm in program.gemms if gemm.dtype == "fp8"]
+    layers, narrow = linear_sizes(model.spec), [gemm for gemm in program.gemms if gemm.dtype == "fp8"]
     wide = ", ".join(sorted({f"{gemm.dtype} ({gemm.kernel})" for gemm in program.gemms if gemm.dtype != "fp8"}))
-    products = {path: layer_products(model.spec, path, tokens) for path in model.narrow}
+    products = {path: layer_products(layers[path], tokens) for path in model.narrow}
     missing: set[Product] = set()
     if len(narrow) != 3 * len(products):  # more, where a forward pass is computed again
         missing = missing_products([p for ps in products.values() for p in ps], narrow)
 
     def reason(path: str) -> str | None:
-        if path not in products:
-            return why_wide(model.policy)
-        inputs, outputs = layer_sizes(model.spec, path)
-        if any(size % MULTIPLE for size in (inputs, outputs, tokens)):
-            sizes = f"{tokens} tokens, {inputs} inputs, {outputs} outputs"
-            return f"sizes are not all multiples of {MULTIPLE}: {sizes}"
+        if path in model.skipped:
+            return model.skipped[path]
+        if tokens % MULTIPLE:
+            return f"micro-batches of {tokens} tokens a device, not a multiple of {MULTIPLE}"
         if model.policy.simulate:
             return "FP8 is simulated: precision.simulate=true"
         if target is not None and not target.has_fp8:
@@ -91,12 +82,5 @@ def not_fp8(model: Model, program: Program, tokens: int, target: Target | None) 
             return None
         return f"of {3 * len(products)} FP8 products {len(narrow)} were compiled as such; others are {wide}"
 
-    found = [(path, reason(path)) for path in paths]
+    found = [(path, reason(path)) for path in layers]
     return [Layer(path, why, path in products) for path, why in found if why is not None]
-
-
-def why_wide(policy: Policy) -> str:
-    """Why a layer is not among the chosen ones."""
-    if policy.forward is None:
-        return f"the precision computes all in {policy.compute}"
-    return f"in {policy.compute} by precision.matmuls={list(policy.matmuls)} and precision.keep={list(policy.keep)}"

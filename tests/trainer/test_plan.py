@@ -21,7 +21,7 @@ from trainer.hlo import Collective, Gemm
 from trainer.model import functional
 from trainer.plan import Aim, continued, is_continued, largest_that_fits, seconds_of_collective, seconds_of_gemm
 from trainer.precision import Policy
-from trainer.spec import GPT2Spec
+from trainer.spec import GPT2Spec, linear_sizes
 from trainer.targets import TARGETS, get_target
 
 TINY = ["model=gpt2_nano", "model.n_layer=2", "model.d_model=64", "model.n_head=1", "model.context=64"]
@@ -89,7 +89,7 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
     model = build_model(c.model, build_policy(c.precision), 256)
     program, h200 = flagship.measured.compiled.program, get_target("h200")
     assert not_fp8(model, program, 128, h200) == []
-    assert "multiples of 16" in not_fp8(model, program, 120, h200)[0].reason
+    assert "not a multiple of 16" in not_fp8(model, program, 120, h200)[0].reason
     assert "no FP8 tensor cores" in not_fp8(model, program, 128, get_target("a100"))[0].reason
     kept = compose_config([*TINY, "precision=scalify_fp8_fp16", "precision.keep=[h.0.*]"])
     found = not_fp8(build_model(kept.model, build_policy(kept.precision), 256), program, 128, h200)
@@ -97,13 +97,13 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
         f"h.0.{n}" for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     ]
     assert not any(layer.is_chosen for layer in found)
-    assert "precision.keep=['h.0.*']" in found[0].reason
+    assert found[0].reason == "in precision.keep"
 
 
 def test_a_missing_product_is_told_by_its_size():
     c = compose_config([*TINY, "precision=scalify_fp8_fp16", "model.n_layer=1"])
     model = build_model(c.model, build_policy(c.precision), 256)
-    sizes = [size for path in model.narrow for size in layer_products(model.spec, path, 128)]
+    sizes = [size for path in model.narrow for size in layer_products(linear_sizes(model.spec)[path], 128)]
     gemms = [Gemm("k", "fp8", ("f8e4m3fn", "f8e4m3fn"), (1, *size), "", "g", 1) for size in sizes]
     gemms[1] = gemms[1]._replace(sizes=(8, 128, 64, 32))  # 192 contracted elements, in eight padded parts
     program = SimpleNamespace(gemms=gemms)
