@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import dispatch
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -256,5 +257,8 @@ def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], *, jaxpr: 
 
 mlir.register_lowering(composite_p, mlir.lower_fun(_lower))
 mlir.register_lowering(composite_p, mlir.lower_fun(_lower_cuda), platform="cuda")
+# cuDNN's attention, which stands in a cuda lowering, asks for the devices it is compiled for. JAX hands them on only
+# where a primitive is in this set, which is not public; without it every program with that attention fails to lower.
+dispatch.prim_requires_devices_during_lowering.add(composite_p)
 ad.primitive_jvps[composite_p] = _jvp
 batching.primitive_batchers[composite_p] = _batch

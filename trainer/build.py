@@ -14,11 +14,13 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from trainer import config as schema
+from trainer.aot import make_target_mesh
 from trainer.checkpoint import Checkpointer, Restored
 from trainer.data import (
     Batch,
     EmbeddedSource,
     HubSource,
+    Manifest,
     PreparedSource,
     Source,
     TextSource,
@@ -26,7 +28,7 @@ from trainer.data import (
     prepare,
     shown,
 )
-from trainer.data.tokenizer import load_saved
+from trainer.data.tokenizer import get_tokenizer, load_saved
 from trainer.display import Display
 from trainer.errors import UserError
 from trainer.evaluate import Evaluation, evaluate, make_eval_step
@@ -40,6 +42,7 @@ from trainer.metrics import Throughput
 from trainer.numerics import make_numerics
 from trainer.optimizer import learning_rates, make_optimizer
 from trainer.parallel import Agreement, abstract_batch, make_mesh, place_batch, replicated, start_processes
+from trainer.plan import Aim, Plan, make_plan
 from trainer.precision import DTYPES, Policy
 from trainer.rundir import RunDir, write_environment
 from trainer.spec import GPT2Spec
@@ -52,6 +55,7 @@ from trainer.workload import (
     Dataset,
     Model,
     Trained,
+    Unfed,
     Workload,
     compile_step,
     first_state,
@@ -166,6 +170,51 @@ def build_workload(c: schema.Config) -> Workload:
     policy = build_policy(c.precision)
     model = build_model(c.model, policy, data.tokenizer.vocab_size)
     return Workload(model, data, c.optimizer.name, build_optimizer(c.optimizer), mesh, c.seed)
+
+
+def vocabulary(c: schema.Config) -> int:
+    """How many ids there are, the data not read."""
+    if c.model.vocab_size is not None:
+        return c.model.vocab_size
+    if c.data.source == "prepared":
+        return Manifest.load(Path(c.data.prepared_dir or "")).vocab_size
+    return get_tokenizer(c.data.tokenizer or "").vocab_size
+
+
+def build_plan(
+    c: schema.Config,
+    aim: Aim,
+    *,
+    sequences: int,
+    bf16: schema.Precision | None,
+    search: bool,
+    exact: bool,
+    say: Callable[[str], None],
+) -> Plan:
+    """What the step of a configuration needs and does on GPUs that are not there; see `plan.make_plan`.
+
+    `bf16`: the configuration of what it is compared with; None: not compared.
+    """
+    mesh = make_target_mesh(aim.target, aim.gpus, aim.hosts)
+    model = build_model(c.model, build_policy(c.precision), vocabulary(c))
+    task = Unfed(model, c.optimizer.name, build_optimizer(c.optimizer), mesh)
+    other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))
+
+    def batches(sequences: int) -> Tokens:
+        rows = sequences * mesh.size * c.train.accum
+        return abstract_batch(c.train.accum, rows, c.model.context, document_mask=c.data.document_mask, mesh=mesh)
+
+    return make_plan(
+        task,
+        batches,
+        aim,
+        sequences=sequences,
+        accum=c.train.accum,
+        bf16=other,
+        search=search,
+        exact=exact,
+        say=say,
+    )
 
 
 def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:

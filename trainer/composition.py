@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, validate
+from trainer.errors import UserError
 from trainer.fields import from_tree, nearest
 
 CONFIGS = str(Path(__file__).resolve().parent.parent / "configs")
@@ -18,6 +21,14 @@ def compose_config(arguments: Sequence[str]) -> Config:
     """The checked configuration that the trainer would run with these arguments. Raises UserError, Hydra's errors."""
     with initialize_config_dir(CONFIGS, version_base=None):
         return checked(compose("config", long_forms(arguments)))
+
+
+def compose_or_explain(arguments: Sequence[str]) -> Config:
+    """`compose_config`, all of whose errors are a UserError."""
+    try:
+        return compose_config(arguments)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, long_forms(arguments))) from None
 
 
 def checked(tree: DictConfig, **changes: Any) -> Config:

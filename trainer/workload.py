@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import numpy as np
@@ -121,6 +121,34 @@ class Dataset(NamedTuple):
         return self.manifest.bytes("val") / self.manifest.tokens("val")
 
 
+class Task(Protocol):
+    """What the compiled step follows from: a `Workload`, or an `Unfed` one."""
+
+    @property
+    def model(self) -> Model:
+        """In its precision."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of the devices that it is compiled for."""
+
+    def optimizer(self, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
+        """See `Workload.optimizer`."""
+
+
+class Unfed(NamedTuple):
+    """What is trained, on nothing: enough to compile its step."""
+
+    model: Model
+    optimizer_name: str
+    plain_optimizer: optax.GradientTransformation
+    mesh: Mesh
+
+    def optimizer(self, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
+        """See `Workload.optimizer`."""
+        return store_moments(self.plain_optimizer, self.optimizer_name, self.model.policy, seed)
+
+
 class Workload(NamedTuple):
     """What is trained, on what: everything but the run directory."""
 
@@ -170,7 +198,7 @@ def first_state(w: Workload, replace: Callable[[Params], Params] = lambda params
     return jax.jit(rest, out_shardings=replicated(w.mesh))(params, key)
 
 
-def abstract_state(w: Workload, scale: float | None = None) -> TrainState:
+def abstract_state(w: Task, scale: float | None = None) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
     `scale`: of all parameters; None: in the form for checkpoints, where scales are arrays.
@@ -197,12 +225,12 @@ def convert_state(w: Workload, state: TrainState, source: Policy) -> TrainState:
     return TrainState(params, opt_state, state.key, w.model.differentiate().init())
 
 
-def compile_step(w: Workload, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled:
+def compile_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled:
     """The train step for batches like `batch`, compiled once; the state is donated."""
     return lower_step(w, batch, state).compile()
 
 
-def lower_step(w: Workload, batch: Tokens, state: TrainState | None = None) -> jax.stages.Lowered:
+def lower_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Lowered:
     """The train step, traced; the scales of the parameters of `state` are constants of it, without one assumed."""
     policy = w.model.policy
     step = make_train_step(

@@ -1,0 +1,144 @@
+"""What a configuration's train step needs and does on a GPU, without having one.
+
+python -m scripts.plan model=gpt2_1558m precision=scalify_fp8_fp16 target=h200 gpus=8 [--json]
+
+Takes the overrides of `python -m trainer`, and the arguments below. The step is compiled for the target by the same
+compiler that a machine with that GPU uses; `pip install '.[plan]'` brings it.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from scripts.arguments import argument, read, usage
+from trainer.composition import compose_or_explain
+from trainer.config import Config
+from trainer.errors import UserError
+from trainer.targets import GPUS_PER_HOST, TARGETS, get_target
+
+if TYPE_CHECKING:
+    from trainer.plan import Plan
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """See `--help`."""
+
+    target: str = argument(f"the GPU: {', '.join(TARGETS)}", "h200")
+    gpus: int = argument("how many, over all hosts", 1)
+    hosts: int = argument(f"hosts that share them evenly; 0: one for each {GPUS_PER_HOST}", 0)
+    micro_batch: int = argument("sequences of a device; 0: those of train.batch_tokens where that is given, else 8", 0)
+    memory_fraction: float = argument(
+        "share of the memory that JAX takes; its own XLA_PYTHON_CLIENT_MEM_FRACTION",
+        float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")),
+    )
+    search: str = argument("yes or no: search for the largest micro-batch", "yes")
+    compare: str = argument("yes or no: compile the same in precision=bf16 and compare kernels", "yes")
+    exact: str = argument("yes or no: compile every layer of a deep model", "no")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code: 0, or that of a UserError after its one line on stderr."""
+    if "--help" in argv or "-h" in argv:
+        print(usage(Arguments, "plan", __doc__ or ""))
+        return 0
+    try:
+        plan = plan_of([a for a in argv if a != "--json"])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(plan.as_json(), indent=1) if "--json" in argv else "\n".join(lines_of(plan)))
+    return 0
+
+
+def plan_of(argv: Sequence[str]) -> "Plan":
+    """The plan of a command line. Raises UserError."""
+    own = {field.name for field in fields(Arguments)}
+    args = read(Arguments, [a for a in argv if a.partition("=")[0] in own])
+    overrides = [a for a in argv if a.partition("=")[0] not in own]
+    target, flags = get_target(args.target), {name: yes(name, getattr(args, name)) for name in ("search", "exact")}
+    hosts = args.hosts or -(-args.gpus // GPUS_PER_HOST)
+    if not 1 <= args.gpus <= 64 or hosts < 1 or args.gpus % hosts:
+        raise UserError(f"gpus={args.gpus} hosts={hosts}: expected 1 to 64 GPUs, as many on every host")
+    if not 0 < args.memory_fraction <= 1:
+        raise UserError(f"memory_fraction={args.memory_fraction}: expected a share in (0, 1]")
+    config = compose_or_explain(overrides)
+    sequences = args.micro_batch or sequences_of(config, overrides, args.gpus)
+    bf16 = compose_or_explain(["precision=bf16"]).precision if yes("compare", args.compare) else None
+    os.environ["JAX_PLATFORMS"] = "cpu"  # whatever GPU is in this machine, the one that is planned for is not
+
+    from trainer.build import build_plan
+    from trainer.libraries import hide_missing_gpu
+    from trainer.plan import Aim
+
+    hide_missing_gpu()
+    aim = Aim(target, args.gpus, hosts, args.memory_fraction)
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    if bf16 is not None and config.precision.name == "bf16":
+        bf16 = None
+    return build_plan(config, aim, sequences=sequences, bf16=bf16, say=say, **flags)
+
+
+def yes(name: str, value: str) -> bool:
+    """A flag. UserError names it."""
+    if value not in ("yes", "no"):
+        raise UserError(f"{name}={value}: expected yes or no")
+    return value == "yes"
+
+
+def sequences_of(config: Config, overrides: Sequence[str], gpus: int) -> int:
+    """Of a device's micro-batch, where the command line does not say it."""
+    if not any(override.startswith(("train.batch_tokens=", "experiment=")) for override in overrides):
+        return 8
+    micro_batch = config.batch_size // config.train.accum
+    if micro_batch % gpus:
+        raise UserError(
+            f"a micro-batch of {micro_batch} sequences (train.batch_tokens / model.context / train.accum) cannot be "
+            f"split over gpus={gpus}; give micro_batch=, sequences of one GPU, instead"
+        )
+    return micro_batch // gpus
+
+
+def lines_of(plan: "Plan") -> list[str]:
+    """The plan as text."""
+    figures, aim, m = plan.as_json(), plan.aim, plan.measured
+    state = f"{plan.state_bytes / GIB:.2f} GiB of it weights and optimiser"
+    room = f"{aim.usable / GIB:.1f} GiB ({aim.memory_fraction:.0%} of {aim.target.memory / GIB:.1f}, what JAX takes)"
+    lines = [
+        f"{plan.spec.n_layer} layers of width {plan.spec.d_model}, vocabulary {plan.spec.vocab_size:,}; "
+        f"{aim.gpus} x {aim.target.device} on {aim.hosts} host{'s' * (aim.hosts > 1)}; {plan.sequences} sequences of "
+        f"{plan.spec.context} a device and micro-batch, {plan.tokens:,} tokens a step",
+        f"memory: {m.peak / GIB:.2f} GiB a device, {state}; {'fits' if plan.fits else 'DOES NOT FIT'} in {room}",
+        *(f"  {kind:<12} {size / GIB:8.2f} GiB" for kind, size in m.group("memory").items() if size),
+        "  not counted: the CUDA context, cuDNN's workspaces, NCCL's buffers (1 to 2 GiB together)",
+    ]
+    if plan.is_continued:
+        lines.insert(1, f"continued from {figures['continued_from_layers']} layers; exact=yes compiles all of them")
+    lines.append(f"matrix products: {', '.join(f'{n} {key}' for key, n in figures['gemm_kernels'].items())}")
+    attentions = ", ".join(f"{n} {dtype}" for dtype, n in figures["attentions"].items())
+    lines.append(f"fused attentions (cuDNN; no T x T matrix is held): {attentions or 'none'}")
+    lines.append(f"FP8: {plan.fp8_flop_share:.1%} of the FLOPs of matrix products and attentions")
+    lines += [f"  not FP8: {layer.path}: {layer.reason}" for layer in plan.layers]
+    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(figures["kernels_by_kind"].items(), key=lambda x: -x[1]))
+    lines.append(f"kernels: {figures['kernels']} a step: {kinds}")
+    if plan.bf16 is not None:
+        extra = ", ".join(f"{n:+} {kind}" for kind, n in figures["extra_kernels"].items() if n)
+        lines.append(f"  against {figures['kernels_bf16']} in bf16: {extra or 'the same'}")
+    for c in figures["collectives"]:
+        lines.append(f"collective: {c['count']} {c['op']} of {c['dtype']}, {c['bytes'] / GIB:.3f} GiB a step")
+    lines.append(
+        f"{figures['flops_per_token']:.3e} FLOPs a token; roofline {1e3 * plan.roofline_seconds:.1f} ms a step, "
+        f"{plan.tokens / plan.roofline_seconds:,.0f} tokens/s, MFU {plan.mfu:.1%} of the peak in {plan.compute}"
+    )
+    if plan.max_sequences is not None:
+        lines.append(f"largest micro-batch that fits: {plan.max_sequences} sequences a device")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,234 @@
+"""Plans: the arithmetic, the command's answers to bad input, and the plan of a small model whose step is compiled."""
+
+import importlib.metadata
+import json
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from scripts import plan as script
+from trainer import aot
+from trainer.aot import Buffer, live_at_peak
+from trainer.build import build_model, build_policy
+from trainer.composition import compose_config
+from trainer.errors import UserError
+from trainer.flops import peak_flops
+from trainer.fp8_check import layer_products, not_fp8
+from trainer.hlo import Collective, Gemm
+from trainer.model import functional
+from trainer.plan import Aim, continued, is_continued, largest_that_fits, seconds_of_collective, seconds_of_gemm
+from trainer.precision import Policy
+from trainer.spec import GPT2Spec, linear_sizes
+from trainer.targets import TARGETS, get_target
+
+TINY = ["model=gpt2_nano", "model.n_layer=2", "model.d_model=64", "model.n_head=1", "model.context=64"]
+KEYS = {
+    "peak_bytes_per_device",
+    "state_bytes",
+    "fits",
+    "gemms",
+    "fp8_flop_share",
+    "flops_per_token",
+    "kernels",
+    "collectives",
+    "roofline_seconds",
+    "max_micro_batch",
+}
+
+
+@pytest.fixture(scope="module")
+def flagship():
+    """Of two GPUs, two sequences each."""
+    arguments = [*TINY, "precision=scalify_fp8_fp16", "gpus=2", "micro_batch=2", "search=no", "compare=no"]
+    return script.plan_of(arguments)
+
+
+def test_the_plan_of_a_small_flagship(flagship):
+    figures = json.loads(json.dumps(flagship.as_json()))
+    assert set(figures) >= KEYS
+    # Two blocks of four linear layers: output, gradient of the input, gradient of the weight.
+    assert figures["gemms"]["fp8"] == 2 * 4 * 3
+    assert figures["gemm_kernels"]["fp8 __cublas$lt$matmul$f8"] == 24
+    assert figures["not_fp8"] == {}
+    assert 0 < figures["fp8_flop_share"] < 1  # attention and head are not
+    assert figures["attentions"] == {"fp16": 4}
+    assert figures["fits"]
+    assert figures["roofline_seconds"] > 0
+    assert sum(figures["memory"].values()) == pytest.approx(
+        figures["peak_bytes_per_device"], abs=len(figures["memory"])
+    )
+
+
+def test_state_is_that_of_the_precision(flagship):
+    # FP16 weights and two FP16 moments, and four bytes for each scale.
+    w = flagship.measured.model
+
+    sizes = [math.prod(s.shape) for s in jax.tree.leaves(jax.eval_shape(functional(w.spec).init, jax.random.key(0)))]
+    assert flagship.state_bytes == pytest.approx(3 * 2 * sum(sizes), abs=8 * 3 * len(sizes))
+
+
+def test_gradients_are_summed_over_the_devices(flagship):
+    sizes = {(c["op"], c["dtype"]): c["bytes"] for c in flagship.as_json()["collectives"]}
+    # Those of biases and gains at least; of a kernel the partitioner may instead gather what it is the product of.
+    assert any(op == "all-reduce" for op, _ in sizes)
+    assert all(size > 0 for size in sizes.values())
+
+
+def test_the_text_says_what_the_figures_say(flagship):
+    text = "\n".join(script.lines_of(flagship))
+    for part in ("24 fp8 __cublas$lt$matmul$f8", "2 x NVIDIA H200", "all-reduce", "fits in", "MFU"):
+        assert part in text
+
+
+def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
+    """The same program, judged as if a layer had been left out, or as if the tokens were others."""
+    c = compose_config([*TINY, "precision=scalify_fp8_fp16"])
+    model = build_model(c.model, build_policy(c.precision), 256)
+    program, h200 = flagship.measured.compiled.program, get_target("h200")
+    assert not_fp8(model, program, 128, h200) == []
+    assert "not a multiple of 16" in not_fp8(model, program, 120, h200)[0].reason
+    assert "no FP8 tensor cores" in not_fp8(model, program, 128, get_target("a100"))[0].reason
+    kept = compose_config([*TINY, "precision=scalify_fp8_fp16", "precision.keep=[h.0.*]"])
+    found = not_fp8(build_model(kept.model, build_policy(kept.precision), 256), program, 128, h200)
+    assert [layer.path for layer in found] == [
+        f"h.0.{n}" for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ]
+    assert not any(layer.is_chosen for layer in found)
+    assert found[0].reason == "in precision.keep"
+
+
+def test_a_missing_product_is_told_by_its_size():
+    c = compose_config([*TINY, "precision=scalify_fp8_fp16", "model.n_layer=1"])
+    model = build_model(c.model, build_policy(c.precision), 256)
+    sizes = [size for path in model.narrow for size in layer_products(linear_sizes(model.spec)[path], 128)]
+    gemms = [Gemm("k", "fp8", ("f8e4m3fn", "f8e4m3fn"), (1, *size), "", "g", 1) for size in sizes]
+    gemms[1] = gemms[1]._replace(sizes=(8, 128, 64, 32))  # 192 contracted elements, in eight padded parts
+    program = SimpleNamespace(gemms=gemms)
+    assert not_fp8(model, program, 128, None) == []
+    program.gemms = [*gemms[:1], *gemms[2:], gemms[0]._replace(sizes=(1, 16, 16, 16))]  # as many, one of them another
+    assert not_fp8(model, program, 128, None) == []
+    program.gemms = [gemms[0]._replace(dtype="fp16", kernel="triton"), *gemms[1:]]
+    assert [(layer.path, layer.reason) for layer in not_fp8(model, program, 128, None)] == [
+        ("h.0.attn.c_attn", "of 12 FP8 products 11 were compiled as such; others are fp16 (triton)")
+    ]
+    recomputed = [gemm for gemm in gemms[2:] if gemm.sizes != (1, 64, 192, 128)] * 2
+    program.gemms = [gemms[0], gemms[1], *recomputed]
+    assert [layer.path for layer in not_fp8(model, program, 128, None)] == ["h.0.attn.c_attn"]
+
+
+def affine(fixed, each):
+    calls = []
+
+    def need(b):
+        calls.append(b)
+        return fixed + each * b
+
+    return need, calls
+
+
+@pytest.mark.parametrize(("fixed", "each", "limit"), [(10, 3, 1000), (10, 3, 1001), (500, 1, 600), (0, 7, 49)])
+def test_the_largest_micro_batch_is_found_in_a_few_compilations(fixed, each, limit):
+    need, calls = affine(fixed, each)
+    assert largest_that_fits(need, 8, limit) == (limit - fixed) // each
+    assert len(calls) <= 4
+
+
+def test_nothing_fits_where_the_state_alone_does_not():
+    need, _ = affine(1000, 1)
+    assert largest_that_fits(need, 8, 900) == 0
+
+
+def test_a_need_that_bends_is_searched_to_the_end():
+    need = lambda b: max(400, 100 + 30 * b)  # the optimiser's moment decides for small batches
+    assert largest_that_fits(need, 2, 1000) == 30
+    assert largest_that_fits(need, 8, 399) == 0
+    assert largest_that_fits(need, 8, 400) == 10
+
+
+def test_figures_are_continued_along_a_line():
+    near, far = {("a",): 10.0, ("b",): 1.0}, {("a",): 14.0, ("b",): 1.0, ("c",): 2.0}
+    assert continued(near, far, (2, 4), 48) == {("a",): 102, ("b",): 1, ("c",): 46}
+
+
+def test_which_steps_are_continued():
+    policy = lambda *arguments: build_policy(compose_config(["precision=scalify_fp8_fp16", *arguments]).precision)
+    spec = GPT2Spec(256, n_layer=48)
+    assert is_continued(spec, policy(), exact=False)
+    assert not is_continued(spec, policy(), exact=True)
+    assert not is_continued(GPT2Spec(256, n_layer=48, scan_layers=True), policy(), exact=False)
+    assert not is_continued(GPT2Spec(256, n_layer=12), policy(), exact=False)
+    assert not is_continued(spec, policy("precision.keep=[h.47.*]"), exact=False)
+    assert isinstance(policy(), Policy)
+
+
+def test_seconds_of_products_and_collectives():
+    h200, a100 = get_target("h200"), get_target("a100")
+    assert seconds_of_gemm(1978.9e12, "fp8", h200) == pytest.approx(1)
+    assert seconds_of_gemm(989.4e12, "bf16", h200) == pytest.approx(1)
+    assert seconds_of_gemm(312e12, "fp8", a100) == pytest.approx(1)  # FP8 has no rate there
+    reduce = Collective("all-reduce", "f32", 450_000_000, 0, "x", times=2)
+    assert seconds_of_collective(reduce, Aim(h200, 8, 1, 0.75)) == pytest.approx(2 * 2 * 7 / 8 * 1e-3)
+    gather = Collective("all-gather", "f32", 400_000_000, 16, "x", times=1)
+    assert seconds_of_collective(gather, Aim(h200, 16, 2, 0.75)) == pytest.approx(15 / 16 * 1e-3)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_peak_rates_of_every_target_are_known(name):
+    target = get_target(name)
+    assert peak_flops(target.device, jnp.bfloat16) is not None
+    assert (peak_flops(target.device, jnp.float8_e4m3fn) is not None) == target.has_fp8
+
+
+def test_the_report_of_live_ranges():
+    report = """  Live ranges at 198 (peak):
+    cublas-gemm.12{0}: 50331648 bytes (cumulative: 50331648 bytes)
+    fusion.551{}: 8 bytes (cumulative: 50331656 bytes)
+  Stack trace breakdown for peak usage: 50 331 656 bytes
+    main.293{0}: 7 bytes
+"""
+    assert live_at_peak(report) == [Buffer("cublas-gemm.12", (0,), 50331648), Buffer("fusion.551", (), 8)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["target=h300"], "target=h300 is not known; did you mean 'h200'"),
+        (["gpus=0"], "gpus=0"),
+        (["gpus=12", "hosts=5"], "as many on every host"),
+        (["gpus=65"], "1 to 64"),
+        (["model=gpt2_1b"], "gpt2_1b"),
+        (["model.depth=3"], "depth"),
+        (["search=maybe"], "search=maybe: expected yes or no"),
+        (["memory_fraction=2"], "memory_fraction"),
+        (["train.batch_tokens=3072", "model=gpt2_124m", "gpus=2"], "3 sequences"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_bad_arguments_are_answered_in_one_line(arguments, message, capsys):
+    assert script.main(arguments) == 2
+    out = capsys.readouterr()
+    assert message in out.err
+    assert out.err.count("\n") == 1
+    assert out.out == ""
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    real = importlib.metadata.version
+
+    def version(name):
+        if name == "nvidia-nvvm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(UserError, match=r"needs nvidia-nvvm, .*pip install '.\[plan\]'"):
+        aot.check_packages()
+
+
+def test_a_plugin_of_another_version_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.0")
+    with pytest.raises(UserError, match=r"jax-cuda13-plugin 0\.9\.0 does not fit jax"):
+        aot.check_packages()

@@ -1,0 +1,132 @@
+"""Compiling for GPUs that are not there: their devices, and what the compiler says of a program's memory.
+
+JAX compiles ahead of time for a described topology (`jax.experimental.topologies`) with the packages of the extra
+`plan`: XLA's compiler for CUDA and NVIDIA's assembler. No driver, no CUDA libraries, no device.
+"""
+
+import importlib.metadata
+import re
+import tempfile
+import unittest.mock
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from trainer.errors import UserError
+from trainer.hlo import Program
+from trainer.targets import CUDNN_VERSION, Target
+
+PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-nvvm", "nvidia-cuda-nvcc")
+# Autotuning measures kernels on a device. The machine code is thrown away: it need not be good, only made quickly.
+OPTIONS: dict[str, Any] = {
+    "xla_gpu_autotune_level": 0,
+    "xla_backend_optimization_level": 0,
+    "xla_gpu_disable_gpuasm_optimizations": True,
+}
+
+
+class Buffer(NamedTuple):
+    """An array that is held at the moment of the largest need.
+
+    Attributes:
+      name: of the instruction that makes it, as in the HLO text.
+      element: which one, where that instruction's result is a tuple.
+      bytes: its size.
+    """
+
+    name: str
+    element: tuple[int, ...]
+    bytes: int
+
+
+class Compiled(NamedTuple):
+    """A program compiled for devices that are not there.
+
+    Attributes:
+      program: its instructions.
+      peak: bytes of a device that it takes: arguments, results that are not written in their place, temporaries.
+      arguments: bytes of its arguments.
+      buffers: what is held when the sum of their sizes is largest, the largest first; arguments among them.
+    """
+
+    program: Program
+    peak: int
+    arguments: int
+    buffers: list[Buffer]
+
+
+def check_packages() -> None:
+    """UserError names what of the extra `plan` is missing, or is not of JAX's version."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise UserError(
+                f"compiling for a GPU without one needs {package}, which is not installed; pip install "
+                f"'.[plan]' (needs no GPU), or: pip install {' '.join(PACKAGES)}"
+            ) from None
+    for package in PACKAGES[:2]:
+        if versions[package] != jax.__version__:
+            raise UserError(
+                f"{package} {versions[package]} does not fit jax {jax.__version__}; pip install "
+                f"{package}=={jax.__version__}"
+            )
+
+
+def make_target_mesh(target: Target, gpus: int, hosts: int) -> Mesh:
+    """A mesh with the axis `data` over GPUs that are only described, evenly on `hosts` hosts."""
+    check_packages()
+    described = topologies.get_topology_desc(
+        platform="cuda", target_config=target.text_proto, topology=f"1x{hosts}x{gpus // hosts}"
+    )
+    return Mesh(np.array(described.devices), ("data",), axis_types=(AxisType.Auto,))
+
+
+def lower_for_target(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Lowered:
+    """What `lower` makes, for described devices.
+
+    JAX asks the installed cuDNN for its version before it writes a call of its fused attention into a program, and
+    there need not be one installed: here the target's description answers.
+    """
+    asked = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
+    with unittest.mock.patch(asked, return_value=CUDNN_VERSION):
+        return lower()
+
+
+def compile_for_target(lowered: jax.stages.Lowered) -> Compiled:
+    """Compile, and read what the compiler says. One thread per program may do so at a time."""
+    with tempfile.TemporaryDirectory(prefix="plan-") as directory:
+        options = OPTIONS | {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
+        compiled = lowered.compile(compiler_options=options)
+        reports = list(Path(directory).glob("*gpu_after_optimizations-live-range.txt"))
+        assert len(reports) == 1, f"XLA wrote {len(reports)} reports of live ranges"
+        buffers = list(live_at_peak(reports[0].read_text()))
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    text = compiled.as_text()
+    assert text is not None
+    return Compiled(Program(text), held + memory.temp_size_in_bytes, memory.argument_size_in_bytes, buffers)
+
+
+def live_at_peak(report: str) -> list[Buffer]:
+    """The buffers of XLA's report of live ranges at their peak, the largest first.
+
+    >>> live_at_peak("  Live ranges at 7 (peak):\\n    fusion.1{0}: 64 bytes (cumulative: 64 bytes)\\n  End")
+    [Buffer(name='fusion.1', element=(0,), bytes=64)]
+    """
+    _, _, peak = report.partition("(peak):\n")
+    buffers = []
+    for line in peak.splitlines():
+        found = re.match(r"\s+(\S+)\{([\d,]*)\}: (\d+) bytes", line)
+        if not found:
+            break
+        element = tuple(int(i) for i in found[2].split(",") if i)
+        buffers.append(Buffer(found[1], element, int(found[3])))
+    return buffers
