@@ -182,6 +182,7 @@ def command(args: Arguments, job: Job, run_dir: Path, model_lr: float) -> list[s
         f"train.final_eval_batches={args.eval_batches}",
         "checkpoint.every=0",
         "sample.max_new=0",
+        "metrics.numerics_every=0",
         "tracker=jsonl",
         *shlex.split(args.overrides),
         *overrides(job.item),

@@ -23,6 +23,7 @@ TINY = [
     "train.eval_batches=2",
     "train.final_eval_batches=2",
     "sample.max_new=8",
+    "metrics.numerics_every=0",
 ]
 
 
