@@ -9,7 +9,7 @@ import numpy as np
 
 from scalify_core import value as v
 from scalify_core.registry import composite_rule
-from scalify_core.rules.composites import SQRT_2, as_value, is_value, on_data, with_static_scale
+from scalify_core.rules.composites import SQRT_2, as_value, is_value, on_data, unbatched_shape, with_static_scale
 from scalify_core.value import Value
 
 
@@ -18,8 +18,10 @@ def _attention_operands(q: Any, k: Any, v_: Any) -> list[Value]:
     return [v.narrow(with_static_scale(v.lift(x, dtype) if not is_value(x) else x)) for x in (q, k, v_)]
 
 
-def _attention_growth(causal: bool, queries: int, keys: int) -> float:
+def _attention_growth(call: Any, q: Value, k: Value) -> float:
     """RMS of a row of probabilities, times sqrt(keys): after t keys of equal weight 1/sqrt(t), averaged over t."""
+    causal = dict(call.static)["causal"]
+    queries, keys = unbatched_shape(call, 0, q)[1], unbatched_shape(call, 1, k)[1]
     return math.sqrt(max(math.log(queries), 1) / queries) if causal else keys**-0.5
 
 
@@ -27,7 +29,7 @@ def _attend(call: Any, q: Any, k: Any, values: Any, segments: Any) -> tuple[Valu
     q, k, values = _attention_operands(q, k, values)
     static = dict(call.static)
     out = on_data(call, q, k, values, segments, logit_scale=static["logit_scale"] * q.scale * k.scale)
-    growth = _attention_growth(static["causal"], q.shape[1], k.shape[1])
+    growth = _attention_growth(call, q, k)
     return v.settled(out[0], values.scale, values.rho * growth, q.dtype, SQRT_2), out, values
 
 
@@ -50,7 +52,7 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     q, k, values = _attention_operands(*qkv)
     gradient = as_value(gradient, q)
     static = dict(call.static)
-    growth = _attention_growth(static["causal"], q.shape[1], k.shape[1])
+    growth = _attention_growth(call, q, k)
     # Probabilities of 1/T times FP16 gradients of 1 would be among the subnormal numbers: up, and down again.
     lift = 2.0 ** round(-math.log2(growth)) if q.dtype == np.float16 else 1.0
     raised = v.saturating_cast(v.times(v.wide(gradient), lift), q.dtype)

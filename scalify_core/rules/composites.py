@@ -73,6 +73,15 @@ def with_static_scale(x: Any, like: Value | None = None) -> Value:
     return x if v.is_static(x.scale) else v.value(v.unscaled(x), 1.0, 1.0, x.dtype)
 
 
+def unbatched_shape(call: Any, index: int, x: Any) -> tuple[int, ...]:
+    """The shape that operand `index` has inside the function: without the axes of the vmaps around the call."""
+    shape = list(x.shape)
+    for axes in reversed(call.in_axes):  # the outermost last
+        if axes[index] is not None:
+            del shape[axes[index]]
+    return tuple(shape)
+
+
 def size_of(*factors: Any) -> Any:
     """The product of sizes, of which some may be dynamic."""
     out: Any = 1.0
