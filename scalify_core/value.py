@@ -43,7 +43,7 @@ _F32 = np.dtype(np.float32)
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["data", "dynamic", "excess"],
-    meta_fields=["static", "rho", "dtype", "factor"],
+    meta_fields=["static", "rho", "dtype", "factor", "guard"],
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
@@ -56,6 +56,7 @@ class Value:
     dtype: np.dtype
     factor: float
     excess: Any = None  # further factor of the expected RMS; None: 1
+    guard: bool = False  # whether it holds a constant that its format does not (as in `maximum(x, 1e-12)`): stays wide
 
     @property
     def scale(self) -> Scale:
@@ -77,13 +78,19 @@ class Value:
 
 
 def value(
-    data: Any, scale: Scale, rho: float = 1.0, dtype: Any = None, factor: float = 1.0, excess: Any = None
+    data: Any,
+    scale: Scale,
+    rho: float = 1.0,
+    dtype: Any = None,
+    factor: float = 1.0,
+    excess: Any = None,
+    guard: bool = False,
 ) -> Value:
     """`Value` of this data and scale; its format is the data's dtype if not given."""
     dtype = np.dtype(data.dtype if dtype is None else dtype)
     if type(scale) is float:
-        return Value(data, None, scale, rho, dtype, factor)
-    return Value(data, scale, None, rho, dtype, factor, excess)
+        return Value(data, None, scale, rho, dtype, factor, None, guard)
+    return Value(data, scale, None, rho, dtype, factor, excess, guard)
 
 
 def is_static(scale: Scale) -> bool:

@@ -162,25 +162,44 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
         # Beside zeros a constant keeps its own scale: at theirs it would saturate at nearly nothing.
         scale = v.unless_of_zeros(scale, pow2_round(max(map(abs, constants))))
     keep = all(x.data.dtype == dtype and v.same_scale(x.scale, scale) for x in values)
+    keep = keep and all(_holds(dtype, c, scale) for c in constants)
     data = [constant_at(x, scale, dtype, keep) if not isinstance(x, Value)
             else (x.data if keep else v.wide_at(x, scale)) for x in arrays]  # fmt: skip
     return data, scale, rho, dtype
+
+
+def _holds(dtype: np.dtype, constant: float, scale: Any) -> bool:
+    """Whether a format is known to hold a constant at this scale, or a limit that it exceeds."""
+    if not v.is_static(scale):
+        return False
+    number = _within(dtype, constant / scale)
+    return float(np.asarray(number, dtype)) == number
+
+
+def _within(dtype: np.dtype, number: float) -> float:
+    limit = float(jnp.finfo(dtype).max)
+    return min(max(number, -limit), limit)
 
 
 def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
     """A uniform constant at a scale: within what the format holds, unless it is infinite or NaN."""
     constant: Any = v.uniform(x)
     out_dtype = dtype if keep else np.dtype(np.float32)
-    limit = float(jnp.finfo(dtype).max)
     if constant == 0 or not math.isfinite(constant):
         return lax.full(np.shape(x), np.asarray(constant, out_dtype), out_dtype)
     if v.is_static(scale):
-        number = min(max(constant / scale, -limit), limit)
-        return lax.full(np.shape(x), np.asarray(number, out_dtype), out_dtype)
+        return lax.full(np.shape(x), np.asarray(_within(dtype, constant / scale), out_dtype), out_dtype)
     # Divided in two steps: the reciprocal of a scale is a scale, the quotient may leave FP32 and is then the limit.
-    number = lax.clamp(np.float32(-limit), lax.div(np.float32(constant), scale), np.float32(limit))
+    limit = np.float32(jnp.finfo(dtype).max)
+    number = lax.clamp(-limit, lax.div(np.float32(constant), scale), limit)
     number = lax.convert_element_type(number, out_dtype)
     return number if np.shape(x) == () else jnp.broadcast_to(number, np.shape(x))
+
+
+def _guards(dtype: np.dtype, scale: Any, operands: tuple) -> bool:
+    """Whether one of the operands is a constant that the format does not hold."""
+    constants = [c for c in map(v.uniform, operands) if c and math.isfinite(c)]
+    return not all(_holds(dtype, c, scale) for c in constants)
 
 
 @rule("max", "min", "clamp")
@@ -188,7 +207,7 @@ def _extreme(eqn: Any, *operands: Any) -> Value:
     if eqn.primitive.name == "clamp" and not isinstance(operands[1], Value):
         operands = (operands[0], v.lift(operands[1], v.result_dtype(*operands)), operands[2])
     data, scale, rho, dtype = common(*operands)
-    return v.value(bind(eqn, *data), scale, rho, dtype)
+    return v.value(bind(eqn, *data), scale, rho, dtype, guard=_guards(dtype, scale, operands))
 
 
 @rule("select_n")
@@ -197,7 +216,7 @@ def _select_n(eqn: Any, which: Any, *cases: Any) -> Value:
     if not np.shape(which) and any(isinstance(x, Value) and not v.is_static(x.scale) for x in cases):
         return _select_whole(eqn, v.materialise(which), *cases)
     data, scale, rho, dtype = common(*cases)
-    return v.value(bind(eqn, v.materialise(which), *data), scale, rho, dtype)
+    return v.value(bind(eqn, v.materialise(which), *data), scale, rho, dtype, guard=_guards(dtype, scale, cases))
 
 
 def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:
