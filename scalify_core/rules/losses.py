@@ -15,11 +15,12 @@ from scalify_core.rules.composites import (
     as_value,
     dtype_of,
     is_value,
+    kernel_operands,
+    moved,
     on_data,
     on_values,
     size_of,
     unbatched_shape,
-    with_static_scale,
 )
 from scalify_core.value import Value
 
@@ -84,27 +85,22 @@ def _cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     return on_values(call, [(size, logits.dtype)], (logits, log_norm, targets), gradient)
 
 
-def _loss_operands(x: Any, head: Any) -> tuple[Value, Value]:
-    dtype = v.result_dtype(x, head)
-    return tuple(v.narrow(with_static_scale(y if is_value(y) else v.lift(y, dtype))) for y in (x, head))  # type: ignore[return-value]
-
-
 @composite_rule("linear_cross_entropy")
 def _linear_cross_entropy(call: Any, x: Any, head: Any, targets: Any) -> Any:
-    x, head = _loss_operands(x, head)
+    (x, head), _ = kernel_operands(x, head)
     return v.value(on_data(call, x, head, targets, logit_scale=x.scale * head.scale)[0], 1.0)
 
 
 @composite_rule("linear_cross_entropy.fwd")
 def _linear_cross_entropy_fwd(call: Any, x: Any, head: Any, targets: Any) -> Any:
-    x, head = _loss_operands(x, head)
+    (x, head), (x_scale, head_scale) = kernel_operands(x, head)
     loss, dx, dhead, like = on_data(call, x, head, targets, logit_scale=x.scale * head.scale)
     tokens, vocab = unbatched_shape(call, 0, x)[0], unbatched_shape(call, 1, head)[0]
     dhead_rho = x.rho * math.sqrt(max(tokens / vocab, 1.0))
     # (softmax - onehot) head, and its transpose with x: a row of the error has norm about 1.
     return v.value(loss, 1.0), (
-        v.value(dx, head.scale, head.rho, x.dtype),
-        v.settled(dhead, x.scale, dhead_rho, np.dtype(np.float32), SQRT_2),
+        moved(v.value(dx, head.scale, head.rho, x.dtype), head_scale),
+        moved(v.settled(dhead, x.scale, dhead_rho, np.dtype(np.float32), SQRT_2), x_scale),
         v.value(like, head.scale, head.rho, head.dtype),
     )
 
