@@ -172,7 +172,7 @@ def _saturating_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def times(x: Any, factor: Scale) -> Any:
-    """`x * factor`; no operation where the factor is the number 1, exact otherwise (power of two, in FP32)."""
+    """`x * factor`, exact for a power of two and else rounded in FP32; no operation where the factor is 1."""
     if isinstance(factor, float):
         if factor == 1.0:
             return x
@@ -181,8 +181,8 @@ def times(x: Any, factor: Scale) -> Any:
         if factor and math.isfinite(factor) and not MIN_SCALE <= abs(factor) <= MAX_SCALE:
             step = MAX_SCALE if abs(factor) > 1 else MIN_SCALE  # too large or small for one FP32 number
             return times(times(as_float32(x), step), factor / step)
-        if x.dtype != _F32 and not 2.0**-14 <= abs(factor) <= 1:
-            x = as_float32(x)
+        in_format = x.dtype.itemsize == 2 and 2.0**-14 <= abs(factor) <= 1 and math.frexp(factor)[0] in (0.5, -0.5)
+        x = x if in_format else as_float32(x)
         return lax.mul(x, x.dtype.type(factor))
     return jnp.multiply(as_float32(x), broadcast_scale(factor, x))
 
@@ -266,6 +266,11 @@ def largest(*scales: Scale) -> Scale:
     return functools.reduce(lambda a, b: lax.max(*_arrays(a, b)), scales)
 
 
+def smallest(a: Scale, b: Scale) -> Scale:
+    """The smaller."""
+    return min(a, b) if is_static(a) and is_static(b) else lax.min(*_arrays(a, b))
+
+
 def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
     """The scale, rho and excess of a sum of independent terms: sqrt(a^2 + b^2), without squaring a scale."""
     if is_static(a.scale) and is_static(b.scale):
@@ -275,7 +280,7 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
             if x.factor == 1.0 and 0.5 <= total / x.scale <= 2:
                 return x.scale, total / x.scale, None
         return *rounded(total), None
-    large, small = largest(a.size, b.size), _smallest(a.size, b.size)
+    large, small = largest(a.size, b.size), smallest(a.size, b.size)
     r = lax.div(small, large)
     total = clip_scale(lax.mul(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r)))))
     scale = pow2_round(total)
@@ -341,10 +346,6 @@ def result_dtype(*operands: Any) -> np.dtype:
         (only,) = formats
         return only if only.itemsize > 1 else np.dtype(np.float16)
     return np.dtype(jnp.result_type(*({f for f in formats if f.itemsize > 1} or {np.dtype(np.float16)})))
-
-
-def _smallest(a: Scale, b: Scale) -> Any:
-    return lax.min(*_arrays(a, b))
 
 
 def _arrays(a: Scale, b: Scale) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -11,19 +12,22 @@ from jax import lax
 
 from scalify_core import value as v
 from scalify_core.formats import pow2_floor, pow2_round
-from scalify_core.registry import bind, logical, rule, structural, unscaled
+from scalify_core.registry import at_scale, bind, in_float32, logical, rule, structural, unscaled
 from scalify_core.value import Value
 
 structural("abs", "copy", "real", "stop_gradient")
 unscaled(
-    "exp", "exp2", "expm1", "log", "log2", "log1p", "logistic", "tanh", "one_minus_square",
-    "sin", "cos", "tan", "asin", "acos", "atan", "atan2",
-    "sinh", "cosh", "asinh", "acosh", "atanh",
-    "erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "zeta",
+    "exp", "exp2", "log", "log2", "logistic", "one_minus_square",
+    "cos", "acos", "atan2", "cosh", "acosh", "erfc", "lgamma", "digamma", "polygamma", "zeta",
     "igamma", "igammac", "igamma_grad_a", "random_gamma", "regularized_incomplete_beta",
     "bessel_i0e", "bessel_i1e", "pow",
 )  # fmt: skip
-logical("nextafter", "reduce_precision", "floor", "ceil", "round", "rem")
+logical("nextafter", "reduce_precision")
+
+
+def _has_any_scale(constant: float | None) -> bool:
+    """Whether this is the number of a constant, zero or not finite."""
+    return constant is not None and (constant == 0 or not math.isfinite(constant))
 
 
 def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
@@ -56,21 +60,22 @@ def _mul(eqn: Any, a: Any, b: Any) -> Value:
 
 def _times_constant(x: Value, constant: float) -> Value:
     """The power of two goes into the scale, the rest into the factor; no operation."""
+    dtype = v.result_dtype(x)
     if constant == 0:
-        return v.value(v.times(x.data, 0.0), x.scale, x.rho, x.dtype)
+        return v.value(v.times(x.data, 0.0), x.scale, x.rho, dtype)
     size = x.rho * abs(constant)
     factor = pow2_round(size)
     scale = v.product(x.scale, factor)
     if v.is_static(scale) and not v.MIN_SCALE <= scale <= v.MAX_SCALE:
         scale = pow2_round(scale)
         factor = scale / x.scale
-    return v.value(x.data, scale, size / factor, x.dtype, x.factor * (constant / factor), x.excess)
+    return v.value(x.data, scale, size / factor, dtype, x.factor * (constant / factor), x.excess)
 
 
 @rule("neg", lazy=True)
 def _neg(eqn: Any, x: Value) -> Value:
     del eqn
-    return v.value(x.data, x.scale, x.rho, x.dtype, -x.factor, x.excess)
+    return v.value(x.data, x.scale, x.rho, v.result_dtype(x), -x.factor, x.excess)
 
 
 @rule("div", lazy=True)
@@ -79,7 +84,7 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
     if constant and math.isfinite(constant) and a.shape == eqn.outvars[0].aval.shape:
         return _times_constant(a, 1 / constant)
     (a, b), dtype = lifted(a, b)
-    b = v.as_divisor(b)
+    b = v.value(b.data, 1.0, 1.0, dtype) if _has_any_scale(constant) else v.as_divisor(b)
     data = bind(eqn, v.wide(a), v.wide(b))
     return v.settled(data, v.ratio(a.scale, b.scale), a.rho / b.rho, dtype, factor=a.factor / b.factor)
 
@@ -87,6 +92,8 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
 @rule("integer_pow", "square", lazy=True)
 def _integer_pow(eqn: Any, x: Value) -> Value:
     n = eqn.params.get("y", 2)
+    if abs(n) > 4:  # the data's own power would leave FP32
+        return in_float32(eqn, x)
     dtype = v.result_dtype(x)
     x = v.as_divisor(x) if n < 0 else x
     scale: Any = 1.0
@@ -127,6 +134,29 @@ rule("rsqrt")(_root(2, inverse=True))
 rule("cbrt")(_root(3, inverse=False))
 
 
+@rule("expm1", "log1p", "tanh", "sin", "tan", "asin", "atan", "sinh", "asinh", "atanh", "erf", "erf_inv", lazy=True)
+def _odd(eqn: Any, x: Value) -> Value:
+    """Functions that are their argument, or nearly, where that is small: then they have its scale."""
+    y = in_float32(eqn, x)
+    if v.is_static(x.scale):
+        return v.settled(y.data, 1.0, min(x.size, 1.0), y.dtype)
+    return at_scale(y, v.smallest(v.unless_of_zeros(x.scale, 1.0), 1.0))
+
+
+@rule("floor", "ceil", "round", lazy=True)
+def _to_integers(eqn: Any, x: Value) -> Value:
+    """At a scale below 1 an integer would be a large number."""
+    return at_scale(in_float32(eqn, x), v.largest(x.scale, 1.0))
+
+
+@rule("rem", lazy=True)
+def _rem(eqn: Any, a: Any, b: Any) -> Value:
+    """The remainder is smaller than either."""
+    sized = [x for x in (a, b) if not _has_any_scale(v.uniform(x))]
+    values, _ = lifted(*sized)
+    return at_scale(in_float32(eqn, a, b), functools.reduce(v.smallest, (x.scale for x in values)))
+
+
 @rule("sign")
 def _sign(eqn: Any, x: Value) -> Value:
     return v.value(bind(eqn, x.data), 1.0, 1.0, x.dtype)
@@ -141,7 +171,7 @@ def _is_finite(eqn: Any, x: Value) -> Any:
 def _compare(eqn: Any, a: Any, b: Any) -> Any:
     for x, other in ((a, b), (b, a)):
         constant = v.uniform(x)
-        if constant is not None and (constant == 0 or not math.isfinite(constant)):
+        if _has_any_scale(constant) and other.shape == eqn.outvars[0].aval.shape:
             number = np.asarray(constant, other.data.dtype)
             return bind(eqn, *((number, other.data) if x is a else (other.data, number)))
     (a, b), _ = lifted(a, b)
@@ -185,7 +215,7 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
     """A uniform constant at a scale: within what the format holds, unless it is infinite or NaN."""
     constant: Any = v.uniform(x)
     out_dtype = dtype if keep else np.dtype(np.float32)
-    if constant == 0 or not math.isfinite(constant):
+    if _has_any_scale(constant):
         return lax.full(np.shape(x), np.asarray(constant, out_dtype), out_dtype)
     if v.is_static(scale):
         return lax.full(np.shape(x), np.asarray(_within(dtype, constant / scale), out_dtype), out_dtype)

@@ -119,3 +119,16 @@ def test_products_beyond_the_range_of_fp16_saturate_forward_and_backward(dot):
     for array in (y, *gradients):
         assert np.isfinite(np.asarray(array.data, np.float32)).all()
     assert (np.asarray(y) >= 65504).all()
+
+
+def test_a_product_of_bf16_that_is_wanted_in_fp32_is_fp32():
+    a, b = jax.random.normal(jax.random.key(0), (16, 64)), jax.random.normal(jax.random.key(1), (64, 16))
+
+    def product(a, b):
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+        return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    found = scalify(product)(ScaledArray(a, 1.0), ScaledArray(b, 1.0))
+    assert found.dtype == jnp.float32
+    # Sums of 64 products, exact but for the order of their additions.
+    np.testing.assert_allclose(asarray(found), product(a, b), atol=64 * 2.0**-24 * 8)
