@@ -15,6 +15,8 @@ from scalify_core.formats import pow2_floor, pow2_round
 from scalify_core.registry import at_scale, bind, in_float32, logical, rule, structural, unscaled
 from scalify_core.value import Value
 
+_LARGE = 2.0**104
+
 structural("abs", "copy", "real", "stop_gradient")
 unscaled(
     "exp", "exp2", "log", "log2", "logistic", "one_minus_square",
@@ -180,7 +182,11 @@ def _compare(eqn: Any, a: Any, b: Any) -> Any:
 
 
 def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
-    """FP32 data of all operands at the largest of their scales; constants take that of the others, and saturate."""
+    """Data of all operands at the largest of their scales; constants take that of the others.
+
+    In FP32, unless all are there already and the format holds the constants. A mask's -1e9 beside logits of 2^-30
+    must not become the format's -65504 * 2^-30, nor a divisor's 1e-12 its zero: they saturate when they are stored.
+    """
     values = [x for x in operands if isinstance(x, Value)]
     dtype = v.result_dtype(*values)
     arrays = [x if isinstance(x, Value) or v.uniform(x) is not None else v.lift(x, dtype) for x in operands]
@@ -199,29 +205,26 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
 
 
 def _holds(dtype: np.dtype, constant: float, scale: Any) -> bool:
-    """Whether a format is known to hold a constant at this scale, or a limit that it exceeds."""
+    """Whether a format is known to hold a constant at this scale exactly."""
     if not v.is_static(scale):
         return False
-    number = _within(dtype, constant / scale)
-    return float(np.asarray(number, dtype)) == number
-
-
-def _within(dtype: np.dtype, number: float) -> float:
-    limit = float(jnp.finfo(dtype).max)
-    return min(max(number, -limit), limit)
+    number = constant / scale
+    return abs(number) <= float(jnp.finfo(dtype).max) and float(np.asarray(number, dtype)) == number
 
 
 def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
-    """A uniform constant at a scale: within what the format holds, unless it is infinite or NaN."""
+    """A uniform constant at a scale, in the format (`keep`) or in FP32, saturating unless it is infinite or NaN."""
     constant: Any = v.uniform(x)
     out_dtype = dtype if keep else np.dtype(np.float32)
     if _has_any_scale(constant):
         return lax.full(np.shape(x), np.asarray(constant, out_dtype), out_dtype)
+    # In FP32 that stands for a narrower format there is room for what follows, such as differences of two.
+    limit = float(jnp.finfo(dtype).max) if out_dtype == dtype else _LARGE
     if v.is_static(scale):
-        return lax.full(np.shape(x), np.asarray(_within(dtype, constant / scale), out_dtype), out_dtype)
+        number = min(max(constant / scale, -limit), limit)
+        return lax.full(np.shape(x), np.asarray(number, out_dtype), out_dtype)
     # Divided in two steps: the reciprocal of a scale is a scale, the quotient may leave FP32 and is then the limit.
-    limit = np.float32(jnp.finfo(dtype).max)
-    number = lax.clamp(-limit, lax.div(np.float32(constant), scale), limit)
+    number = lax.clamp(np.float32(-limit), lax.div(np.float32(constant), scale), np.float32(limit))
     number = lax.convert_element_type(number, out_dtype)
     return number if np.shape(x) == () else jnp.broadcast_to(number, np.shape(x))
 

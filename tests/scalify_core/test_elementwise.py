@@ -46,9 +46,21 @@ def test_a_guard_that_a_matrix_product_also_reads_is_not_rounded_to_zero():
 
 def test_a_constant_that_the_format_holds_costs_no_conversion():
     x = as_scaled_array(jnp.ones(8), 1.0, dtype=HALF)
-    for fun in (lambda x: jnp.maximum(x, 0.25), lambda x: jnp.where(x > 0, x, -1e9)):
+    for fun in (lambda x: jnp.maximum(x, 0.25), lambda x: jnp.where(x > 0, x, -jnp.inf)):
         jaxpr = jax.make_jaxpr(scalify(fun))(x)
         assert "convert_element_type" not in str(jaxpr)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("mask", [-1e9, -1e30, float(jnp.finfo(jnp.float32).min)])
+def test_a_mask_hides_small_logits_too(mask, dynamic):
+    def probabilities(x):
+        return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((4, 4), bool)), x, mask))
+
+    scale = 2.0**-30
+    x = ScaledArray(jax.random.normal(jax.random.key(0), (4, 4), HALF), jnp.float32(scale) if dynamic else scale)
+    found = asarray(scalify(probabilities)(x))
+    np.testing.assert_allclose(found, probabilities(asarray(x)), rtol=2 * RTOL[HALF])
 
 
 # Scales that the operation, not the operand, decides.
