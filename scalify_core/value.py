@@ -246,6 +246,15 @@ def product(a: Scale, b: Scale) -> Scale:
     return clip_scale(lax.mul(*_arrays(a, b)))
 
 
+def product_and_rest(a: Scale, b: Scale) -> tuple[Scale, Scale]:
+    """`a * b` as `product`, and the power of two by which that falls short of it, for the data (1 where static)."""
+    scale = product(a, b)
+    if is_static(scale) or scale is a or scale is b:
+        return scale, 1.0
+    # Within FP32: the smaller over the product is at most the inverse of the larger, or the scale is at its limit.
+    return scale, lax.mul(lax.div(*_arrays(smallest(a, b), scale)), largest(a, b))
+
+
 def unless_of_zeros(scale: Any, other: Any) -> Any:
     """A dynamic scale, or `other` (a number) where it is that of zeros."""
     return lax.select(lax.lt(scale, np.float32(OF_ZEROS)), lax.full_like(scale, other), scale)

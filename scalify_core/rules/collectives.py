@@ -55,9 +55,7 @@ def _psum(eqn: Any, *operands: Any) -> Any:
     return _collective(eqn, operands, adds=True)
 
 
-@rule(
-    "pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pbroadcast", wide=False
-)
+@rule("pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pbroadcast", wide=False)
 def _moved(eqn: Any, *operands: Any) -> Any:
     return _collective(eqn, operands)
 

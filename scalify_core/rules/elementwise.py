@@ -56,8 +56,9 @@ def _mul(eqn: Any, a: Any, b: Any) -> Value:
         if constant is not None and math.isfinite(constant) and other.shape == eqn.outvars[0].aval.shape:
             return _times_constant(other, constant)
     (a, b), dtype = lifted(a, b)
-    data = bind(eqn, v.wide(a), v.wide(b))
-    return v.settled(data, v.product(a.scale, b.scale), a.rho * b.rho, dtype, factor=a.factor * b.factor)
+    scale, rest = v.product_and_rest(a.scale, b.scale)
+    data = v.times(bind(eqn, v.wide(a), v.wide(b)), rest)
+    return v.settled(data, scale, a.rho * b.rho, dtype, factor=a.factor * b.factor)
 
 
 def _times_constant(x: Value, constant: float) -> Value:
@@ -67,6 +68,10 @@ def _times_constant(x: Value, constant: float) -> Value:
         return v.value(v.times(x.data, 0.0), x.scale, x.rho, dtype)
     size = x.rho * abs(constant)
     factor = pow2_round(size)
+    if not v.is_static(x.scale) and not 2.0**-32 <= factor <= 2.0**32:
+        # Far enough to leave the range of scales: not an operation for every constant near 1.
+        scale, rest = v.product_and_rest(x.scale, factor)
+        return v.value(v.times(v.wide(x), rest), scale, size / factor, dtype, x.factor * (constant / factor), x.excess)
     scale = v.product(x.scale, factor)
     if v.is_static(scale) and not v.MIN_SCALE <= scale <= v.MAX_SCALE:
         scale = pow2_round(scale)
@@ -87,8 +92,9 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
         return _times_constant(a, 1 / constant)
     (a, b), dtype = lifted(a, b)
     b = v.value(b.data, 1.0, 1.0, dtype) if _has_any_scale(constant) else v.as_divisor(b)
-    data = bind(eqn, v.wide(a), v.wide(b))
-    return v.settled(data, v.ratio(a.scale, b.scale), a.rho / b.rho, dtype, factor=a.factor / b.factor)
+    scale, rest = v.product_and_rest(a.scale, v.ratio(1.0, b.scale))
+    data = v.times(bind(eqn, v.wide(a), v.wide(b)), rest)
+    return v.settled(data, scale, a.rho / b.rho, dtype, factor=a.factor / b.factor)
 
 
 @rule("integer_pow", "square", lazy=True)
@@ -98,13 +104,14 @@ def _integer_pow(eqn: Any, x: Value) -> Value:
         return in_float32(eqn, x)
     dtype = v.result_dtype(x)
     x = v.as_divisor(x) if n < 0 else x
-    scale: Any = 1.0
     if v.is_static(x.scale):
-        scale = x.scale**n
-    else:
-        for _ in range(abs(n)):
-            scale = v.product(scale, x.scale) if n > 0 else v.ratio(scale, x.scale)
-    return v.settled(bind(eqn, v.wide(x)), scale, x.rho**n, dtype, factor=x.factor**n)
+        return v.settled(bind(eqn, v.wide(x)), x.scale**n, x.rho**n, dtype, factor=x.factor**n)
+    scale, rest = v.product_and_rest(1.0, x.scale if n > 0 else v.ratio(1.0, x.scale))
+    base = scale
+    for _ in range(abs(n) - 1):
+        scale, further = v.product_and_rest(scale, base)
+        rest = v.product(rest, further)
+    return v.settled(v.times(bind(eqn, v.wide(x)), rest), scale, x.rho**n, dtype, factor=x.factor**n)
 
 
 def _root(degree: int, inverse: bool) -> Any:

@@ -41,6 +41,9 @@ def saturated(x: jax.Array) -> jax.Array:
     """`x`; in FP16 infinities become the largest number.
 
     Sums of many terms that are not independent leave the range of a product's FP16 result, and would spread as NaN.
+    So an infinity among the operands, which only what was infinite in FP32 becomes, shows as the largest number too; a
+    NaN stays one. To tell the two apart the operands would have to be read once more, or the result written in FP32
+    first. An FP8 product makes a NaN of its operands' infinities, at no cost: they are being cast.
     """
     return jnp.clip(x, -FP16.max, FP16.max) if x.dtype == jnp.float16 else x
 

@@ -143,3 +143,26 @@ def test_a_product_with_a_constant_is_rounded_once_and_to_an_arithmetic_format(d
             error = (asarray(found) - expected) / jnp.where(expected == 0, 1, expected)
             # Of 4096 errors that are uniform within half an ulp, five times the mean's own deviation.
             assert abs(float(jnp.mean(error))) < 5 * float(jnp.finfo(dtype).eps) / 64 / np.sqrt(12)
+
+
+# Scales at run time that leave their range: what they cannot hold goes into the data, as where they are static.
+
+RANGE = {
+    "product": (lambda x: x * x * 2.0**100, -65),
+    "constants": (lambda x: (x * 2.0**-40) * 2.0**40, -100),
+    "quotient": (lambda x: x * x / x, 70),
+    "inverse": (lambda x: (1 / x) / x * 2.0**50 * x, 70),
+    "cube": (lambda x: x**3 * 2.0**120, -50),
+    "inverse square": (lambda x: x**-2 * 2.0**-100, -65),
+}
+
+
+@pytest.mark.parametrize("name", RANGE)
+def test_run_time_scales_keep_what_leaves_their_range_as_static_ones_do(name):
+    fun, exponent = RANGE[name]
+    x = jnp.asarray([1.0, 2.0, 0.0 if "inverse" not in name and name != "quotient" else 1.0])
+    found = scalify(fun)(ScaledArray(x, jnp.float32(2.0**exponent)))
+    expected = scalify(fun)(ScaledArray(x, 2.0**exponent))
+    np.testing.assert_array_equal(asarray(found), asarray(expected))
+    assert np.all(np.isfinite(asarray(expected)))
+    assert asarray(expected)[0] != 0
