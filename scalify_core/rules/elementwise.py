@@ -155,7 +155,7 @@ def _odd(eqn: Any, x: Value) -> Value:
 @rule("floor", "ceil", "round", lazy=True)
 def _to_integers(eqn: Any, x: Value) -> Value:
     """At a scale below 1 an integer would be a large number."""
-    return at_scale(in_float32(eqn, x), v.largest(x.scale, 1.0))
+    return at_scale(in_float32(eqn, x), v.largest(x.scale, 1.0), x.rho)
 
 
 @rule("rem", lazy=True)
