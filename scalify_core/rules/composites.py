@@ -75,11 +75,14 @@ def with_static_scale(x: Any, like: Value | None = None) -> tuple[Value, Any]:
 
 
 def kernel_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
-    """As `with_static_scale`, the data of all in their formats, or of all in FP32 where one must be."""
+    """As `with_static_scale`, with the data in its format; of all operands in FP32 where FP16 or FP8 must hold a scale.
+
+    (On a GPU the fused attention kernel then has no part in it: it reads 16 bits.)
+    """
     dtype = v.result_dtype(*operands)
     values, scales = zip(*(with_static_scale(x if is_value(x) else v.lift(x, dtype)) for x in operands), strict=True)
-    if all(map(v.is_static, scales)):
-        return [v.narrow(x) for x in values], [1.0] * len(scales)
+    if all(map(v.is_static, scales)) or float(jnp.finfo(dtype).max) > v.MAX_SCALE:
+        return [v.narrow(x) for x in values], list(scales)
     return [v.value(v.wide(x), x.scale, x.rho, x.dtype) for x in values], list(scales)
 
 
