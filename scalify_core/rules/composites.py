@@ -238,10 +238,15 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     parameters = [None if p is None else v.unscaled(p) for p in (weight, bias)]
     rest = (*statistics, *parameters) if call.name == "layer_norm.bwd" else (*statistics, parameters[0])
     dx, *sums = on_data(call, (v.wide(x), *rest), v.wide(gradient))
-    rho = gradient.rho * _weight_size(weight) / x.rho
+    # What the norm divided by: the row's size, or the root of epsilon where that is larger.
+    least = math.sqrt(dict(call.static)["eps"])
+    size, divisor = x.rho, v.largest(scale, pow2_round(least))
+    if v.is_static(scale):
+        size, divisor = max(x.rho, least / x.scale), 1.0
+    rho = gradient.rho * _weight_size(weight) / size
     rows = math.prod(x.shape[:-1])
     return [
-        moved(v.settled(dx, v.ratio(gradient.scale, x.scale), rho, x.dtype, SQRT_2), v.ratio(1.0, scale)),
+        moved(v.settled(dx, v.ratio(gradient.scale, x.scale), rho, x.dtype, SQRT_2), v.ratio(1.0, divisor)),
         *(v.settled(d, gradient.scale, gradient.rho * math.sqrt(rows), dtype_of(p, x), SQRT_2)
           for d, p in zip(sums, (weight, bias), strict=False)),
     ]  # fmt: skip
