@@ -46,7 +46,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
                 operands = [settle(x) if type(x) is Value else x for x in operands]
             out = rule.fun(eqn, *operands, evaluate=evaluate) if rule.control else rule.fun(eqn, *operands)
         for var, x in zip(eqn.outvars, out if eqn.primitive.multiple_results else (out,), strict=True):
-            env[var] = narrow(x) if var in stored and type(x) is Value and x.shape else x
+            env[var] = narrow(x) if var in stored and type(x) is Value and x.shape and not x.guard else x
     return list(map(read, jaxpr.outvars))
 
 
@@ -57,7 +57,8 @@ def _stored(jaxpr: Any) -> set[Any]:
     """The variables that are rounded once, for all who read them, because they are stored in any case.
 
     Those that several equations read and not all of them elementwise. What only elementwise equations read stays
-    in FP32: rounding an optimiser's second moment before its root is taken would flush it to zero.
+    in FP32: rounding an optimiser's second moment before its root is taken would flush it to zero. So do guards: a
+    divisor's 1e-12 would become a zero.
     """
     readers: Counter = Counter()
     narrow_readers = set()

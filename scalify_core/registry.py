@@ -17,10 +17,12 @@ float32 where the data may be narrower.
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -52,6 +54,8 @@ composite_rules: dict[str, Callable] = {}
 wide_composites: set[str] = set()
 lazy_composites: set[str] = set()
 _warned: set[str] = set()
+# A warning is shown at the user's line, which is in neither of these.
+_LIBRARIES = tuple(os.path.dirname(str(module)) for module in (__file__, jax.__file__))
 
 
 def rule(*primitives: str, wide: bool = True, lazy: bool = False) -> Callable:
@@ -66,17 +70,20 @@ def control(*primitives: str, wide: bool = False) -> Callable:
 
 def structural(*primitives: str) -> None:
     """The same operation on the data; each result has the scale of the value at its place, or of the only value."""
-    _definer("structural", primitives, lazy=True)(_structural)
+    _definer("structural", primitives, lazy=True)(on_data)
 
 
-def unscaled(*primitives: str) -> None:
-    """The operation on the logical value in FP32; the result has scale 1."""
-    _definer("unscaled", primitives, lazy=True)(_unscaled)
+def unscaled(*primitives: str, as_traced: bool = False) -> None:
+    """The operation on the logical value in FP32; the result has scale 1.
+
+    With `as_traced`, where the user cast to a narrower dtype, in that: for equations with inner jaxprs of it.
+    """
+    _definer("unscaled", primitives, lazy=True)(_unscaled if as_traced else in_float32)
 
 
 def logical(*primitives: str) -> None:
     """The operation on the logical value in FP32; the result is brought back to the first operand's scale."""
-    _definer("logical", primitives, lazy=True)(_logical)
+    _definer("logical", primitives, lazy=True)(on_logical)
 
 
 def takes_wide(eqn: Any) -> bool:
@@ -107,11 +114,13 @@ def composite_rule(name: str, *, wide: bool = False, lazy: bool = False) -> Call
 
 
 def default(eqn: Any, *operands: Any) -> Any:
-    """For primitives without a rule: as `unscaled`, with one warning that names the primitive."""
-    name = eqn.primitive.name
+    """For primitives and composites without a rule: as `unscaled`, with one warning that names it."""
+    is_composite = eqn.primitive.name == "scalify_composite"
+    name = f"composite {eqn.params['call'].name!r}" if is_composite else f"primitive {eqn.primitive.name!r}"
     if name not in _warned:
         _warned.add(name)
-        warnings.warn(f"scalify: no rule for the primitive {name!r}: it runs in FP32 with scale 1", stacklevel=2)
+        text = f"scalify: no rule for the {name}: it runs in FP32 with scale 1"
+        warnings.warn(text, skip_file_prefixes=_LIBRARIES)
     return _unscaled(eqn, *operands)
 
 
@@ -155,13 +164,14 @@ def _definer(
     return register
 
 
-def _structural(eqn: Any, *operands: Any) -> Any:
+def on_data(eqn: Any, *operands: Any) -> Any:
+    """As `structural`."""
     # A negative factor would turn maxima into minima.
     operands = tuple(_one_scale(x) if isinstance(x, Value) else x for x in operands)
     out = bind(eqn, *(x.data if isinstance(x, Value) else v.materialise(x) for x in operands))
     first = next(x for x in operands if isinstance(x, Value))
     if not eqn.primitive.multiple_results:
-        return v.value(out, first.scale, first.rho, first.dtype, first.factor, first.excess)
+        return v.value(out, first.scale, first.rho, first.dtype, first.factor, first.excess, first.guard)
     like = operands if len(out) == len(operands) else [first] * len(out)
     return [
         v.value(y, x.scale, x.rho, x.dtype, x.factor) if isinstance(x, Value) and _is_float(y) else y
@@ -176,19 +186,37 @@ def _one_scale(x: Value) -> Value:
 
 def _unscaled(eqn: Any, *operands: Any) -> Any:
     args = [v.unscaled(x, var.aval.dtype) for x, var in zip(operands, eqn.invars, strict=True)]
+    return _of_scale_1(bind(eqn, *args), operands)
+
+
+def in_float32(eqn: Any, *operands: Any) -> Any:
+    """The operation on the logical values in FP32, also where the user cast them to a narrower dtype; scale 1."""
+    args = [
+        v.as_float32(v.unscaled(x)) if _is_float(var.aval) and var.aval.dtype.itemsize < 4 else
+        v.unscaled(x, var.aval.dtype) for x, var in zip(operands, eqn.invars, strict=True)
+    ]  # fmt: skip
+    return _of_scale_1(bind(eqn, *args), operands)
+
+
+def _of_scale_1(out: Any, operands: tuple) -> Any:
     dtype = v.result_dtype(*operands)
-    out = bind(eqn, *args)
-    if not eqn.primitive.multiple_results:
+    if not isinstance(out, (list, tuple)):
         return v.value(out, 1.0, 1.0, dtype) if _is_float(out) else out
     return [v.value(y, 1.0, 1.0, dtype) if _is_float(y) else y for y in out]
 
 
-def _logical(eqn: Any, *operands: Any) -> Any:
+def at_scale(x: Value, scale: Any, rho: float = 1.0) -> Value:
+    """The value with another scale."""
+    return v.value(v.at_scale(x, scale), scale, rho, x.dtype)
+
+
+def on_logical(eqn: Any, *operands: Any) -> Any:
+    """As `logical`."""
     out = _unscaled(eqn, *operands)
     if not isinstance(out, Value):
         return out
     first = next(x for x in operands if isinstance(x, Value))
-    return v.value(v.at_scale(out, first.scale), first.scale, first.rho, out.dtype)
+    return at_scale(out, first.scale, first.rho)
 
 
 def _is_float(x: Any) -> bool:

@@ -43,7 +43,7 @@ _F32 = np.dtype(np.float32)
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["data", "dynamic", "excess"],
-    meta_fields=["static", "rho", "dtype", "factor"],
+    meta_fields=["static", "rho", "dtype", "factor", "guard"],
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
@@ -56,6 +56,7 @@ class Value:
     dtype: np.dtype
     factor: float
     excess: Any = None  # further factor of the expected RMS; None: 1
+    guard: bool = False  # whether it holds a constant that its format does not (as in `maximum(x, 1e-12)`): stays wide
 
     @property
     def scale(self) -> Scale:
@@ -77,13 +78,19 @@ class Value:
 
 
 def value(
-    data: Any, scale: Scale, rho: float = 1.0, dtype: Any = None, factor: float = 1.0, excess: Any = None
+    data: Any,
+    scale: Scale,
+    rho: float = 1.0,
+    dtype: Any = None,
+    factor: float = 1.0,
+    excess: Any = None,
+    guard: bool = False,
 ) -> Value:
     """`Value` of this data and scale; its format is the data's dtype if not given."""
     dtype = np.dtype(data.dtype if dtype is None else dtype)
     if type(scale) is float:
-        return Value(data, None, scale, rho, dtype, factor)
-    return Value(data, scale, None, rho, dtype, factor, excess)
+        return Value(data, None, scale, rho, dtype, factor, None, guard)
+    return Value(data, scale, None, rho, dtype, factor, excess, guard)
 
 
 def is_static(scale: Scale) -> bool:
@@ -165,7 +172,7 @@ def _saturating_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def times(x: Any, factor: Scale) -> Any:
-    """`x * factor`; no operation where the factor is the number 1, exact otherwise (power of two, in FP32)."""
+    """`x * factor`, exact for a power of two and else rounded in FP32; no operation where the factor is 1."""
     if isinstance(factor, float):
         if factor == 1.0:
             return x
@@ -174,8 +181,8 @@ def times(x: Any, factor: Scale) -> Any:
         if factor and math.isfinite(factor) and not MIN_SCALE <= abs(factor) <= MAX_SCALE:
             step = MAX_SCALE if abs(factor) > 1 else MIN_SCALE  # too large or small for one FP32 number
             return times(times(as_float32(x), step), factor / step)
-        if x.dtype != _F32 and not 2.0**-14 <= abs(factor) <= 1:
-            x = as_float32(x)
+        in_format = x.dtype.itemsize == 2 and 2.0**-14 <= abs(factor) <= 1 and math.frexp(factor)[0] in (0.5, -0.5)
+        x = x if in_format else as_float32(x)
         return lax.mul(x, x.dtype.type(factor))
     return jnp.multiply(as_float32(x), broadcast_scale(factor, x))
 
@@ -239,6 +246,15 @@ def product(a: Scale, b: Scale) -> Scale:
     return clip_scale(lax.mul(*_arrays(a, b)))
 
 
+def product_and_rest(a: Scale, b: Scale) -> tuple[Scale, Scale]:
+    """`a * b` as `product`, and the power of two by which that falls short of it, for the data (1 where static)."""
+    scale = product(a, b)
+    if is_static(scale) or scale is a or scale is b:
+        return scale, 1.0
+    # Within FP32: the smaller over the product is at most the inverse of the larger, or the scale is at its limit.
+    return scale, lax.mul(lax.div(*_arrays(smallest(a, b), scale)), largest(a, b))
+
+
 def unless_of_zeros(scale: Any, other: Any) -> Any:
     """A dynamic scale, or `other` (a number) where it is that of zeros."""
     return lax.select(lax.lt(scale, np.float32(OF_ZEROS)), lax.full_like(scale, other), scale)
@@ -259,6 +275,11 @@ def largest(*scales: Scale) -> Scale:
     return functools.reduce(lambda a, b: lax.max(*_arrays(a, b)), scales)
 
 
+def smallest(a: Scale, b: Scale) -> Scale:
+    """The smaller."""
+    return min(a, b) if is_static(a) and is_static(b) else lax.min(*_arrays(a, b))
+
+
 def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
     """The scale, rho and excess of a sum of independent terms: sqrt(a^2 + b^2), without squaring a scale."""
     if is_static(a.scale) and is_static(b.scale):
@@ -268,7 +289,7 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
             if x.factor == 1.0 and 0.5 <= total / x.scale <= 2:
                 return x.scale, total / x.scale, None
         return *rounded(total), None
-    large, small = largest(a.size, b.size), _smallest(a.size, b.size)
+    large, small = largest(a.size, b.size), smallest(a.size, b.size)
     r = lax.div(small, large)
     total = clip_scale(lax.mul(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r)))))
     scale = pow2_round(total)
@@ -334,10 +355,6 @@ def result_dtype(*operands: Any) -> np.dtype:
         (only,) = formats
         return only if only.itemsize > 1 else np.dtype(np.float16)
     return np.dtype(jnp.result_type(*({f for f in formats if f.itemsize > 1} or {np.dtype(np.float16)})))
-
-
-def _smallest(a: Scale, b: Scale) -> Any:
-    return lax.min(*_arrays(a, b))
 
 
 def _arrays(a: Scale, b: Scale) -> tuple[Any, Any]:

@@ -9,25 +9,30 @@ import numpy as np
 
 from scalify_core import value as v
 from scalify_core.registry import composite_rule
-from scalify_core.rules.composites import SQRT_2, as_value, is_value, on_data, with_static_scale
+from scalify_core.rules.composites import SQRT_2, as_value, kernel_operands, moved, on_data, unbatched_shape
 from scalify_core.value import Value
 
 
-def _attention_operands(q: Any, k: Any, v_: Any) -> list[Value]:
-    dtype = v.result_dtype(q, k, v_)
-    return [v.narrow(with_static_scale(v.lift(x, dtype) if not is_value(x) else x)) for x in (q, k, v_)]
+def _attention_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
+    """q, k and v as a kernel reads them, and the scales that are in their data; attention is linear in v."""
+    q, k, values = (as_value(x, *operands) for x in operands)
+    (q, k, static), scales = kernel_operands(q, k, v.value(values.data, 1.0, values.rho, values.dtype))
+    values = v.value(static.data, values.scale, values.rho, values.dtype)
+    return [q, k, values], scales
 
 
-def _attention_growth(causal: bool, queries: int, keys: int) -> float:
+def _attention_growth(call: Any, q: Value, k: Value) -> float:
     """RMS of a row of probabilities, times sqrt(keys): after t keys of equal weight 1/sqrt(t), averaged over t."""
+    causal = dict(call.static)["causal"]
+    queries, keys = unbatched_shape(call, 0, q)[1], unbatched_shape(call, 1, k)[1]
     return math.sqrt(max(math.log(queries), 1) / queries) if causal else keys**-0.5
 
 
 def _attend(call: Any, q: Any, k: Any, values: Any, segments: Any) -> tuple[Value, list[Any], Value]:
-    q, k, values = _attention_operands(q, k, values)
+    (q, k, values), _ = _attention_operands(q, k, values)
     static = dict(call.static)
     out = on_data(call, q, k, values, segments, logit_scale=static["logit_scale"] * q.scale * k.scale)
-    growth = _attention_growth(static["causal"], q.shape[1], k.shape[1])
+    growth = _attention_growth(call, q, k)
     return v.settled(out[0], values.scale, values.rho * growth, q.dtype, SQRT_2), out, values
 
 
@@ -47,13 +52,13 @@ def _attention_fwd(call: Any, q: Any, k: Any, values: Any, segments: Any) -> Any
 @composite_rule("attention.bwd")
 def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     *qkv, segments, kept, log_norm = residuals
-    q, k, values = _attention_operands(*qkv)
+    (q, k, values), (q_scale, k_scale, _) = _attention_operands(*qkv)
     gradient = as_value(gradient, q)
     static = dict(call.static)
-    growth = _attention_growth(static["causal"], q.shape[1], k.shape[1])
+    growth = _attention_growth(call, q, k)
     # Probabilities of 1/T times FP16 gradients of 1 would be among the subnormal numbers: up, and down again.
-    lift = 2.0 ** round(-math.log2(growth)) if q.dtype == np.float16 else 1.0
-    raised = v.saturating_cast(v.times(v.wide(gradient), lift), q.dtype)
+    lift = 2.0 ** round(-math.log2(growth)) if q.data.dtype == np.float16 else 1.0
+    raised = v.saturating_cast(v.times(v.wide(gradient), lift), q.data.dtype)
     residuals = (q, k, values, segments, kept, log_norm)
     out = on_data(call, residuals, raised, logit_scale=static["logit_scale"] * q.scale * k.scale)
     both = k.scale * q.scale  # of the logits, whose gradient the function takes with respect to the data
@@ -69,6 +74,6 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
         (gradient.scale, gradient.rho),
     )
     return [
-        v.settled(x, v.product(scale, 1 / lift), rho * growth * lift, y.dtype, SQRT_2)
-        for x, (scale, rho), y in zip(out, sizes, (q, k, values), strict=True)
+        moved(v.settled(x, v.product(scale, 1 / lift), rho * growth * lift, y.dtype, SQRT_2), own)
+        for x, (scale, rho), y, own in zip(out, sizes, (q, k, values), (k_scale, q_scale, 1.0), strict=True)
     ]

@@ -14,15 +14,20 @@ from scalify_core.value import Value
 
 
 def equal_scale(x: Value, axes: tuple) -> Value:
-    """The value with a scale that is the same along mesh axes: the largest, where a dynamic one may differ."""
+    """The value with a scale that is the same along axes: the largest, where a dynamic one may differ.
+
+    Only of a mesh axis that the data is known to vary over can it be known that the scale does not. Under `vmap`, and
+    in a `shard_map` that does not check, nothing is known of either.
+    """
     x = v.scalar_scale(x)
     if v.is_static(x.scale):
         return x
-    varying = tuple(axis for axis in axes if axis in jax.typeof(x.scale).mat.varying)
-    if not varying:
+    data, scale = (jax.typeof(y).mat.varying for y in (x.data, x.scale))
+    differing = tuple(axis for axis in axes if axis in scale or axis not in data)
+    if not differing:
         return x
-    scale = lax.pmax(x.scale, varying)
-    return v.value(v.at_scale(x, scale), scale, x.rho, x.dtype)
+    largest = lax.pmax(x.scale, differing)
+    return v.value(v.at_scale(x, largest), largest, x.rho, x.dtype)
 
 
 def _axes(eqn: Any) -> tuple:
@@ -30,9 +35,10 @@ def _axes(eqn: Any) -> tuple:
     return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
-def _collective(eqn: Any, operands: tuple, *, adds: bool) -> Any:
+def _collective(eqn: Any, operands: tuple, *, adds: bool = False, mixes: bool = True) -> Any:
     axes = _axes(eqn)
-    operands = tuple(equal_scale(x, axes) if isinstance(x, Value) else x for x in operands)
+    if mixes:
+        operands = tuple(equal_scale(x, axes) if isinstance(x, Value) else x for x in operands)
     out = bind(eqn, *(x.data if isinstance(x, Value) else v.materialise(x) for x in operands))
     groups = eqn.params.get("axis_index_groups")
     count = len(groups[0]) if groups else math.prod(lax.axis_size(axis) for axis in axes)
@@ -49,9 +55,11 @@ def _psum(eqn: Any, *operands: Any) -> Any:
     return _collective(eqn, operands, adds=True)
 
 
-@rule(
-    "pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pbroadcast", "pvary", "preduced",
-    wide=False,
-)  # fmt: skip
+@rule("pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pbroadcast", wide=False)
 def _moved(eqn: Any, *operands: Any) -> Any:
-    return _collective(eqn, operands, adds=False)
+    return _collective(eqn, operands)
+
+
+@rule("pvary", "preduced", wide=False)
+def _retyped(eqn: Any, *operands: Any) -> Any:
+    return _collective(eqn, operands, mixes=False)

@@ -2,7 +2,8 @@
 
 Where a rule calls the function on *data*, it passes the scales in its static parameters (the scale of attention's
 logits, a norm's epsilon), so that kernels read the narrow arrays as they are. Where a scale is not static, it is
-multiplied into the data first.
+multiplied into the data first, which is then in FP32 (`with_static_scale`); what comes out is near RMS 1 only after
+the powers of two are taken out again (`moved`).
 """
 
 from __future__ import annotations
@@ -65,12 +66,41 @@ def _is_float(x: Any) -> bool:
     return is_value(x) or jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
-def with_static_scale(x: Any, like: Value | None = None) -> Value:
-    """As a value whose scale is static: a dynamic scale is multiplied into the data, in FP32."""
+def with_static_scale(x: Any, like: Value | None = None) -> tuple[Value, Any]:
+    """As a value whose scale is static, and 1; of a dynamic scale, with it multiplied into FP32 data, and the scale."""
     if not is_value(x):
-        return v.lift(x, like.dtype if like is not None else np.dtype(np.float32))
+        return v.lift(x, like.dtype if like is not None else np.dtype(np.float32)), 1.0
     x = v.scalar_scale(x)
-    return x if v.is_static(x.scale) else v.value(v.unscaled(x), 1.0, 1.0, x.dtype)
+    return (x, 1.0) if v.is_static(x.scale) else (v.value(v.unscaled(x), 1.0, x.rho, x.dtype), x.scale)
+
+
+def kernel_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
+    """As `with_static_scale`, with the data in its format; of all operands in FP32 where FP16 or FP8 must hold a scale.
+
+    (On a GPU the fused attention kernel then has no part in it: it reads 16 bits.)
+    """
+    dtype = v.result_dtype(*operands)
+    values, scales = zip(*(with_static_scale(x if is_value(x) else v.lift(x, dtype)) for x in operands), strict=True)
+    if all(map(v.is_static, scales)) or float(jnp.finfo(dtype).max) > v.MAX_SCALE:
+        return [v.narrow(x) for x in values], list(scales)
+    return [v.value(v.wide(x), x.scale, x.rho, x.dtype) for x in values], list(scales)
+
+
+def moved(x: Value, scale: Any) -> Value:
+    """The same value, a dynamic scale taken out of its data, which is FP32."""
+    if v.is_static(scale):
+        return x
+    data = v.times(v.wide(x), v.ratio(1.0, scale))
+    return v.value(data, v.product(x.scale, scale), x.rho, x.dtype, x.factor)
+
+
+def unbatched_shape(call: Any, index: int, x: Any) -> tuple[int, ...]:
+    """The shape that operand `index` has inside the function: without the axes of the vmaps around the call."""
+    shape = list(x.shape)
+    for axes in reversed(call.in_axes):  # the outermost last
+        if axes[index] is not None:
+            del shape[axes[index]]
+    return tuple(shape)
 
 
 def size_of(*factors: Any) -> Any:
@@ -176,9 +206,11 @@ def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 
 def _normalised(call: Any, x: Any, weight: Any, *bias: Any) -> tuple[Value, list[Any], Value]:
     """The result, all flat results of the call on data, and `x` with the static scale that the call was made with."""
-    x = with_static_scale(x, weight)
+    x, _ = with_static_scale(x, weight)
     parameters = [None if p is None else v.unscaled(p) for p in (weight, *bias)]
-    out = on_data(call, v.wide(x), *parameters, eps=dict(call.static)["eps"] / x.scale**2)
+    eps = dict(call.static)["eps"]
+    # Not below FP32's smallest number: a row of zeros must stay one.
+    out = on_data(call, v.wide(x), *parameters, eps=eps and max(eps / x.scale**2, v.MIN_SCALE))
     return brought(out[0], _weight_size(weight), x.dtype), out, x
 
 
@@ -202,14 +234,19 @@ def _norm_fwd(call: Any, x: Any, weight: Any, *bias: Any) -> Any:
 
 def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     x, *statistics, weight, bias = residuals if call.name == "layer_norm.bwd" else (*residuals, None)
-    gradient, x = as_value(gradient, x, weight), with_static_scale(x, weight)
+    gradient, (x, scale) = as_value(gradient, x, weight), with_static_scale(x, weight)
     parameters = [None if p is None else v.unscaled(p) for p in (weight, bias)]
     rest = (*statistics, *parameters) if call.name == "layer_norm.bwd" else (*statistics, parameters[0])
     dx, *sums = on_data(call, (v.wide(x), *rest), v.wide(gradient))
-    rho = gradient.rho * _weight_size(weight) / x.rho
+    # What the norm divided by: the row's size, or the root of epsilon where that is larger.
+    least = math.sqrt(dict(call.static)["eps"])
+    size, divisor = x.rho, v.largest(scale, pow2_round(least))
+    if v.is_static(scale):
+        size, divisor = max(x.rho, least / x.scale), 1.0
+    rho = gradient.rho * _weight_size(weight) / size
     rows = math.prod(x.shape[:-1])
     return [
-        v.settled(dx, v.ratio(gradient.scale, x.scale), rho, x.dtype, SQRT_2),
+        moved(v.settled(dx, v.ratio(gradient.scale, x.scale), rho, x.dtype, SQRT_2), v.ratio(1.0, divisor)),
         *(v.settled(d, gradient.scale, gradient.rho * math.sqrt(rows), dtype_of(p, x), SQRT_2)
           for d, p in zip(sums, (weight, bias), strict=False)),
     ]  # fmt: skip

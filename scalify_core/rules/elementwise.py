@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -11,19 +12,24 @@ from jax import lax
 
 from scalify_core import value as v
 from scalify_core.formats import pow2_floor, pow2_round
-from scalify_core.registry import bind, logical, rule, structural, unscaled
+from scalify_core.registry import at_scale, bind, in_float32, logical, rule, structural, unscaled
 from scalify_core.value import Value
+
+_LARGE = 2.0**104
 
 structural("abs", "copy", "real", "stop_gradient")
 unscaled(
-    "exp", "exp2", "expm1", "log", "log2", "log1p", "logistic", "tanh", "one_minus_square",
-    "sin", "cos", "tan", "asin", "acos", "atan", "atan2",
-    "sinh", "cosh", "asinh", "acosh", "atanh",
-    "erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "zeta",
+    "exp", "exp2", "log", "log2", "logistic", "one_minus_square",
+    "cos", "acos", "atan2", "cosh", "acosh", "erfc", "lgamma", "digamma", "polygamma", "zeta",
     "igamma", "igammac", "igamma_grad_a", "random_gamma", "regularized_incomplete_beta",
     "bessel_i0e", "bessel_i1e", "pow",
 )  # fmt: skip
-logical("nextafter", "reduce_precision", "floor", "ceil", "round", "rem")
+logical("nextafter", "reduce_precision")
+
+
+def _has_any_scale(constant: float | None) -> bool:
+    """Whether this is the number of a constant, zero or not finite."""
+    return constant is not None and (constant == 0 or not math.isfinite(constant))
 
 
 def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
@@ -50,27 +56,33 @@ def _mul(eqn: Any, a: Any, b: Any) -> Value:
         if constant is not None and math.isfinite(constant) and other.shape == eqn.outvars[0].aval.shape:
             return _times_constant(other, constant)
     (a, b), dtype = lifted(a, b)
-    data = bind(eqn, v.wide(a), v.wide(b))
-    return v.settled(data, v.product(a.scale, b.scale), a.rho * b.rho, dtype, factor=a.factor * b.factor)
+    scale, rest = v.product_and_rest(a.scale, b.scale)
+    data = v.times(bind(eqn, v.wide(a), v.wide(b)), rest)
+    return v.settled(data, scale, a.rho * b.rho, dtype, factor=a.factor * b.factor)
 
 
 def _times_constant(x: Value, constant: float) -> Value:
     """The power of two goes into the scale, the rest into the factor; no operation."""
+    dtype = v.result_dtype(x)
     if constant == 0:
-        return v.value(v.times(x.data, 0.0), x.scale, x.rho, x.dtype)
+        return v.value(v.times(x.data, 0.0), x.scale, x.rho, dtype)
     size = x.rho * abs(constant)
     factor = pow2_round(size)
+    if not v.is_static(x.scale) and not 2.0**-32 <= factor <= 2.0**32:
+        # Far enough to leave the range of scales: not an operation for every constant near 1.
+        scale, rest = v.product_and_rest(x.scale, factor)
+        return v.value(v.times(v.wide(x), rest), scale, size / factor, dtype, x.factor * (constant / factor), x.excess)
     scale = v.product(x.scale, factor)
     if v.is_static(scale) and not v.MIN_SCALE <= scale <= v.MAX_SCALE:
         scale = pow2_round(scale)
         factor = scale / x.scale
-    return v.value(x.data, scale, size / factor, x.dtype, x.factor * (constant / factor), x.excess)
+    return v.value(x.data, scale, size / factor, dtype, x.factor * (constant / factor), x.excess)
 
 
 @rule("neg", lazy=True)
 def _neg(eqn: Any, x: Value) -> Value:
     del eqn
-    return v.value(x.data, x.scale, x.rho, x.dtype, -x.factor, x.excess)
+    return v.value(x.data, x.scale, x.rho, v.result_dtype(x), -x.factor, x.excess)
 
 
 @rule("div", lazy=True)
@@ -79,23 +91,27 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
     if constant and math.isfinite(constant) and a.shape == eqn.outvars[0].aval.shape:
         return _times_constant(a, 1 / constant)
     (a, b), dtype = lifted(a, b)
-    b = v.as_divisor(b)
-    data = bind(eqn, v.wide(a), v.wide(b))
-    return v.settled(data, v.ratio(a.scale, b.scale), a.rho / b.rho, dtype, factor=a.factor / b.factor)
+    b = v.value(b.data, 1.0, 1.0, dtype) if _has_any_scale(constant) else v.as_divisor(b)
+    scale, rest = v.product_and_rest(a.scale, v.ratio(1.0, b.scale))
+    data = v.times(bind(eqn, v.wide(a), v.wide(b)), rest)
+    return v.settled(data, scale, a.rho / b.rho, dtype, factor=a.factor / b.factor)
 
 
 @rule("integer_pow", "square", lazy=True)
 def _integer_pow(eqn: Any, x: Value) -> Value:
     n = eqn.params.get("y", 2)
+    if abs(n) > 4:  # the data's own power would leave FP32
+        return in_float32(eqn, x)
     dtype = v.result_dtype(x)
     x = v.as_divisor(x) if n < 0 else x
-    scale: Any = 1.0
     if v.is_static(x.scale):
-        scale = x.scale**n
-    else:
-        for _ in range(abs(n)):
-            scale = v.product(scale, x.scale) if n > 0 else v.ratio(scale, x.scale)
-    return v.settled(bind(eqn, v.wide(x)), scale, x.rho**n, dtype, factor=x.factor**n)
+        return v.settled(bind(eqn, v.wide(x)), x.scale**n, x.rho**n, dtype, factor=x.factor**n)
+    scale, rest = v.product_and_rest(1.0, x.scale if n > 0 else v.ratio(1.0, x.scale))
+    base = scale
+    for _ in range(abs(n) - 1):
+        scale, further = v.product_and_rest(scale, base)
+        rest = v.product(rest, further)
+    return v.settled(v.times(bind(eqn, v.wide(x)), rest), scale, x.rho**n, dtype, factor=x.factor**n)
 
 
 def _root(degree: int, inverse: bool) -> Any:
@@ -127,6 +143,29 @@ rule("rsqrt")(_root(2, inverse=True))
 rule("cbrt")(_root(3, inverse=False))
 
 
+@rule("expm1", "log1p", "tanh", "sin", "tan", "asin", "atan", "sinh", "asinh", "atanh", "erf", "erf_inv", lazy=True)
+def _odd(eqn: Any, x: Value) -> Value:
+    """Functions that are their argument, or nearly, where that is small: then they have its scale."""
+    y = in_float32(eqn, x)
+    if v.is_static(x.scale):
+        return v.settled(y.data, 1.0, min(x.size, 1.0), y.dtype)
+    return at_scale(y, v.smallest(v.unless_of_zeros(x.scale, 1.0), 1.0))
+
+
+@rule("floor", "ceil", "round", lazy=True)
+def _to_integers(eqn: Any, x: Value) -> Value:
+    """At a scale below 1 an integer would be a large number."""
+    return at_scale(in_float32(eqn, x), v.largest(x.scale, 1.0), x.rho)
+
+
+@rule("rem", lazy=True)
+def _rem(eqn: Any, a: Any, b: Any) -> Value:
+    """The remainder is smaller than either."""
+    sized = [x for x in (a, b) if not _has_any_scale(v.uniform(x))]
+    values, _ = lifted(*sized)
+    return at_scale(in_float32(eqn, a, b), functools.reduce(v.smallest, (x.scale for x in values)))
+
+
 @rule("sign")
 def _sign(eqn: Any, x: Value) -> Value:
     return v.value(bind(eqn, x.data), 1.0, 1.0, x.dtype)
@@ -141,7 +180,7 @@ def _is_finite(eqn: Any, x: Value) -> Any:
 def _compare(eqn: Any, a: Any, b: Any) -> Any:
     for x, other in ((a, b), (b, a)):
         constant = v.uniform(x)
-        if constant is not None and (constant == 0 or not math.isfinite(constant)):
+        if _has_any_scale(constant) and other.shape == eqn.outvars[0].aval.shape:
             number = np.asarray(constant, other.data.dtype)
             return bind(eqn, *((number, other.data) if x is a else (other.data, number)))
     (a, b), _ = lifted(a, b)
@@ -150,7 +189,11 @@ def _compare(eqn: Any, a: Any, b: Any) -> Any:
 
 
 def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
-    """FP32 data of all operands at the largest of their scales; constants take that of the others, and saturate."""
+    """Data of all operands at the largest of their scales; constants take that of the others.
+
+    In FP32, unless all are there already and the format holds the constants. A mask's -1e9 beside logits of 2^-30
+    must not become the format's -65504 * 2^-30, nor a divisor's 1e-12 its zero: they saturate when they are stored.
+    """
     values = [x for x in operands if isinstance(x, Value)]
     dtype = v.result_dtype(*values)
     arrays = [x if isinstance(x, Value) or v.uniform(x) is not None else v.lift(x, dtype) for x in operands]
@@ -162,18 +205,28 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
         # Beside zeros a constant keeps its own scale: at theirs it would saturate at nearly nothing.
         scale = v.unless_of_zeros(scale, pow2_round(max(map(abs, constants))))
     keep = all(x.data.dtype == dtype and v.same_scale(x.scale, scale) for x in values)
+    keep = keep and all(_holds(dtype, c, scale) for c in constants)
     data = [constant_at(x, scale, dtype, keep) if not isinstance(x, Value)
             else (x.data if keep else v.wide_at(x, scale)) for x in arrays]  # fmt: skip
     return data, scale, rho, dtype
 
 
+def _holds(dtype: np.dtype, constant: float, scale: Any) -> bool:
+    """Whether a format is known to hold a constant at this scale exactly."""
+    if not v.is_static(scale):
+        return False
+    number = constant / scale
+    return abs(number) <= float(jnp.finfo(dtype).max) and float(np.asarray(number, dtype)) == number
+
+
 def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
-    """A uniform constant at a scale: within what the format holds, unless it is infinite or NaN."""
+    """A uniform constant at a scale, in the format (`keep`) or in FP32, saturating unless it is infinite or NaN."""
     constant: Any = v.uniform(x)
     out_dtype = dtype if keep else np.dtype(np.float32)
-    limit = float(jnp.finfo(dtype).max)
-    if constant == 0 or not math.isfinite(constant):
+    if _has_any_scale(constant):
         return lax.full(np.shape(x), np.asarray(constant, out_dtype), out_dtype)
+    # In FP32 that stands for a narrower format there is room for what follows, such as differences of two.
+    limit = float(jnp.finfo(dtype).max) if out_dtype == dtype else _LARGE
     if v.is_static(scale):
         number = min(max(constant / scale, -limit), limit)
         return lax.full(np.shape(x), np.asarray(number, out_dtype), out_dtype)
@@ -183,12 +236,18 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
     return number if np.shape(x) == () else jnp.broadcast_to(number, np.shape(x))
 
 
+def _guards(dtype: np.dtype, scale: Any, operands: tuple) -> bool:
+    """Whether one of the operands is a constant that the format does not hold."""
+    constants = [c for c in map(v.uniform, operands) if c and math.isfinite(c)]
+    return not all(_holds(dtype, c, scale) for c in constants)
+
+
 @rule("max", "min", "clamp")
 def _extreme(eqn: Any, *operands: Any) -> Value:
     if eqn.primitive.name == "clamp" and not isinstance(operands[1], Value):
         operands = (operands[0], v.lift(operands[1], v.result_dtype(*operands)), operands[2])
     data, scale, rho, dtype = common(*operands)
-    return v.value(bind(eqn, *data), scale, rho, dtype)
+    return v.value(bind(eqn, *data), scale, rho, dtype, guard=_guards(dtype, scale, operands))
 
 
 @rule("select_n")
@@ -197,7 +256,7 @@ def _select_n(eqn: Any, which: Any, *cases: Any) -> Value:
     if not np.shape(which) and any(isinstance(x, Value) and not v.is_static(x.scale) for x in cases):
         return _select_whole(eqn, v.materialise(which), *cases)
     data, scale, rho, dtype = common(*cases)
-    return v.value(bind(eqn, v.materialise(which), *data), scale, rho, dtype)
+    return v.value(bind(eqn, v.materialise(which), *data), scale, rho, dtype, guard=_guards(dtype, scale, cases))
 
 
 def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import value as v
@@ -51,7 +52,8 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
     rhs_power, rhs_rho = _sum_of(rows, lhs, gradient)
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
-        gradient8 = E5M2.cast(rest[-1])
+        # E5M2 has infinities, of which `saturated` would make large numbers; E4M3's cast gives NaN itself.
+        gradient8 = E5M2.cast(jnp.where(jnp.isinf(rest[-1]), jnp.nan, rest[-1]))
         d_lhs = lhs_gradient(gradient8, rhs8, product.dims, dtype, 1 / lhs_power)
         return d_lhs, rhs_gradient(lhs8, gradient8, product.dims, dtype, 1 / rhs_power)
 

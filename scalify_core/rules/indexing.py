@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from scalify_core import registry
 from scalify_core import value as v
 from scalify_core.registry import bind, rule, structural, unscaled
 from scalify_core.rules.elementwise import common
 from scalify_core.value import Value
 
-structural("gather", "dynamic_slice")
-unscaled("scatter-mul")
+structural("dynamic_slice")
+unscaled("scatter-mul", as_traced=True)
+
+
+@rule("gather", lazy=True)
+def _gather(eqn: Any, operand: Value, indices: Any) -> Value:
+    fill = eqn.params["fill_value"]
+    if fill is None or fill == 0 or not math.isfinite(fill):
+        return registry.on_data(eqn, operand, indices)
+    return registry.on_logical(eqn, operand, indices)  # the number to fill with is a logical one
 
 
 @rule("dynamic_update_slice")
@@ -24,4 +34,7 @@ def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
     (operand, updates), scale, rho, dtype = common(operand, updates)
     # FP32: sums, and because the equation's inner jaxpr was traced so.
     out = bind(eqn, v.as_float32(operand), v.materialise(indices), v.as_float32(updates))
-    return v.value(out, scale, rho, dtype)
+    if eqn.primitive.name in ("scatter-add", "scatter-sub"):
+        # So many to an element, if they are spread evenly.
+        rho *= math.sqrt(max(math.prod(updates.shape) / max(math.prod(operand.shape), 1), 1.0))
+    return v.settled(out, scale, rho, dtype)

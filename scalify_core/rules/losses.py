@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import numpy as np
-from jax import lax
 
 from scalify_core import value as v
 from scalify_core.formats import pow2_round
@@ -16,10 +15,12 @@ from scalify_core.rules.composites import (
     as_value,
     dtype_of,
     is_value,
+    kernel_operands,
+    moved,
     on_data,
     on_values,
     size_of,
-    with_static_scale,
+    unbatched_shape,
 )
 from scalify_core.value import Value
 
@@ -79,54 +80,54 @@ def _cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     logits, log_norm, targets = residuals
     # In FP32 the gradient is small but normal: softmax - onehot has RMS about V^-1/2, over N averaged tokens.
     gradient = as_value(gradient, logits)
-    size = size_of(gradient.size, 1 / (targets.size * math.sqrt(logits.shape[-1])))
+    (tokens,) = unbatched_shape(call, 2, targets)
+    size = size_of(gradient.size, 1 / (tokens * math.sqrt(unbatched_shape(call, 0, logits)[-1])))
     return on_values(call, [(size, logits.dtype)], (logits, log_norm, targets), gradient)
-
-
-def _loss_operands(x: Any, head: Any) -> tuple[Value, Value]:
-    dtype = v.result_dtype(x, head)
-    return tuple(v.narrow(with_static_scale(y if is_value(y) else v.lift(y, dtype))) for y in (x, head))  # type: ignore[return-value]
 
 
 @composite_rule("linear_cross_entropy")
 def _linear_cross_entropy(call: Any, x: Any, head: Any, targets: Any) -> Any:
-    x, head = _loss_operands(x, head)
+    (x, head), _ = kernel_operands(x, head)
     return v.value(on_data(call, x, head, targets, logit_scale=x.scale * head.scale)[0], 1.0)
 
 
 @composite_rule("linear_cross_entropy.fwd")
 def _linear_cross_entropy_fwd(call: Any, x: Any, head: Any, targets: Any) -> Any:
-    x, head = _loss_operands(x, head)
+    (x, head), (x_scale, head_scale) = kernel_operands(x, head)
     loss, dx, dhead, like = on_data(call, x, head, targets, logit_scale=x.scale * head.scale)
-    tokens, vocab = x.shape[0], head.shape[0]
+    tokens, vocab = unbatched_shape(call, 0, x)[0], unbatched_shape(call, 1, head)[0]
     dhead_rho = x.rho * math.sqrt(max(tokens / vocab, 1.0))
     # (softmax - onehot) head, and its transpose with x: a row of the error has norm about 1.
     return v.value(loss, 1.0), (
-        v.value(dx, head.scale, head.rho, x.dtype),
-        v.settled(dhead, x.scale, dhead_rho, np.dtype(np.float32), SQRT_2),
+        moved(v.value(dx, head.scale, head.rho, x.dtype), head_scale),
+        moved(v.settled(dhead, x.scale, dhead_rho, np.dtype(np.float32), SQRT_2), x_scale),
         v.value(like, head.scale, head.rho, head.dtype),
     )
 
 
 @composite_rule("linear_cross_entropy.bwd")
 def _linear_cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
-    del call
     dx, dhead, like_head = residuals
-    tokens = dx.shape[0]
-    return [multiplied(dx, gradient, 1 / tokens, dx.dtype), multiplied(dhead, gradient, 1 / tokens, like_head.dtype)]
+    dtypes = dx.dtype, like_head.dtype
+    tokens = unbatched_shape(call, 0, dx)[0]
+    number = v.uniform(gradient)
+    dx, dhead = (as_value(x, gradient) for x in (dx, dhead))
+    if number is None or call.in_axes:
+        # The function multiplies by the gradient, under the call's vmaps, and by logit_scale / tokens: here by 1.
+        gradient, number = as_value(gradient, dx), 1.0
+        wide = v.wide(dx), v.wide(dhead), v.as_float32(like_head.data if is_value(like_head) else like_head)
+        out = on_data(call, wide, v.wide(gradient), logit_scale=float(tokens))
+        dx, dhead = (
+            v.value(y, v.product(x.scale, gradient.scale), x.rho * gradient.rho)
+            for x, y in zip((dx, dhead), out, strict=True)
+        )
+    return [_multiplied(x, number / tokens, dtype) for x, dtype in zip((dx, dhead), dtypes, strict=True)]
 
 
-def multiplied(x: Value, factor: Any, constant: float, dtype: np.dtype) -> Value:
-    """`x * factor * constant`; powers of two go into the scale."""
-    number = v.uniform(factor)
-    if number is not None:
-        constant, factor = constant * number, None
+def _multiplied(x: Value, constant: float, dtype: np.dtype) -> Value:
+    """`x * constant`; the power of two goes into the scale."""
     if constant == 0:
         return v.value(v.times(v.wide(x), 0.0), x.scale, x.rho, dtype)
-    if factor is not None:
-        factor = as_value(factor, x)
-        data = lax.mul(v.wide(x), v.wide(factor))
-        x = v.value(data, v.product(x.scale, factor.scale), x.rho * factor.rho, dtype)
     power = pow2_round(constant)
     return v.settled(x.data, v.product(x.scale, power), x.rho * abs(constant) / power, dtype, factor=constant / power)
 

@@ -21,19 +21,18 @@ from scalify_core.value import Value
 unscaled(
     "cholesky", "cholesky_update", "lu", "qr", "svd", "eig", "eigh", "schur", "hessenberg", "tridiagonal",
     "tridiagonal_solve", "triangular_solve", "householder_product", "geqrf", "geqp3", "ormqr", "symmetric_product",
-    "fft", "custom_linear_solve",
+    "fft",
 )  # fmt: skip
+unscaled("custom_linear_solve", as_traced=True)
 
 
 def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
     (a, b), dtype = lifted(a, b)
     a, b = (v.scalar_scale(x) for x in (a, b))
-    data = eqn.primitive.bind(
-        v.saturating_cast(a.data, dtype),
-        v.saturating_cast(b.data, dtype),
-        *rest,
-        **{**eqn.params, "preferred_element_type": np.dtype(dtype)},
-    )
+    operands = (v.saturating_cast(x.data, dtype) for x in (a, b))
+    if eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize:
+        dtype = eqn.outvars[0].aval.dtype  # the user cast to a narrow dtype, and wants a wide result
+    data = eqn.primitive.bind(*operands, *rest, **{**eqn.params, "preferred_element_type": np.dtype(dtype)})
     rho = a.rho * b.rho * math.sqrt(max(count, 1))
     return v.settled(saturated(data), v.product(a.scale, b.scale), rho, dtype, slack=math.sqrt(2))
 
@@ -42,6 +41,9 @@ def saturated(x: jax.Array) -> jax.Array:
     """`x`; in FP16 infinities become the largest number.
 
     Sums of many terms that are not independent leave the range of a product's FP16 result, and would spread as NaN.
+    So an infinity among the operands, which only what was infinite in FP32 becomes, shows as the largest number too; a
+    NaN stays one. To tell the two apart the operands would have to be read once more, or the result written in FP32
+    first. An FP8 product makes a NaN of its operands' infinities, at no cost: they are being cast.
     """
     return jnp.clip(x, -FP16.max, FP16.max) if x.dtype == jnp.float16 else x
 

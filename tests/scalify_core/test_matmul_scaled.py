@@ -119,3 +119,29 @@ def test_products_beyond_the_range_of_fp16_saturate_forward_and_backward(dot):
     for array in (y, *gradients):
         assert np.isfinite(np.asarray(array.data, np.float32)).all()
     assert (np.asarray(y) >= 65504).all()
+
+
+def test_a_product_of_bf16_that_is_wanted_in_fp32_is_fp32():
+    a, b = jax.random.normal(jax.random.key(0), (16, 64)), jax.random.normal(jax.random.key(1), (64, 16))
+
+    def product(a, b):
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+        return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    found = scalify(product)(ScaledArray(a, 1.0), ScaledArray(b, 1.0))
+    assert found.dtype == jnp.float32
+    # Sums of 64 products, exact but for the order of their additions.
+    np.testing.assert_allclose(asarray(found), product(a, b), atol=64 * 2.0**-24 * 8)
+
+
+@pytest.mark.parametrize("infinite", ["x", "w", "gradient"])
+def test_an_infinity_that_enters_an_fp8_product_comes_out_as_nan(infinite):
+    data = {name: jnp.ones((16, 16), jnp.float16) for name in ("x", "w", "gradient")}
+    data[infinite] = data[infinite].at[0, 0].set(jnp.inf)
+    x, w, gradient = (ScaledArray(array, 1.0) for array in data.values())
+
+    def product(x, w, gradient):
+        y, pullback = jax.vjp(lambda x, w: fp8_dot_general(x, w, MATRIX), x, w)
+        return y, *pullback(gradient)
+
+    assert sum(np.isnan(asarray(y)).any() for y in scalify(product)(x, w, gradient)) == 2

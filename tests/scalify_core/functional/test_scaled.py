@@ -1,0 +1,104 @@
+"""The rules of the functions, where the usual training step does not lead: under vmap, and with run-time scales."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import scalify_core as sc
+from scalify_core import as_scaled_array, asarray, scalify
+
+B, N, D, V = 3, 8, 4, 16
+# Of FP32 sums of at most 64 terms, in another order.
+RTOL = 64 * float(jnp.finfo(jnp.float32).eps)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def assert_near(found, expected, rtol=RTOL):
+    """Within `rtol` of the largest element."""
+    for a, b in zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * float(jnp.abs(b).max()))
+
+
+X, HEAD, TARGETS = normal(0, B, N, D), normal(1, V, D), jax.random.randint(jax.random.key(2), (B, N), 0, V)
+
+
+def loss(x, head, targets):
+    return sc.linear_cross_entropy(x, head, targets)
+
+
+LOSSES = {
+    "sum": lambda x, head: jnp.sum(jax.vmap(loss, (0, None, 0))(x, head, TARGETS)),
+    "mean": lambda x, head: jnp.mean(jax.vmap(loss, (0, None, 0))(x, head, TARGETS)),
+    "weighted": lambda x, head: jnp.sum(jnp.arange(1.0, 4.0) * jax.vmap(loss, (0, None, 0))(x, head, TARGETS)),
+    "a head each": lambda x, head: jnp.mean(jax.vmap(loss)(x, jnp.stack([head, 2 * head, -head]), TARGETS)),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, None])
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradient_of_a_batched_linear_cross_entropy_is_that_of_the_plain_program(name, scale):
+    gradient = jax.grad(LOSSES[name], (0, 1))
+    assert_near(scalify(gradient)(*as_scaled_array((X, HEAD), scale)), gradient(X, HEAD))
+
+
+def test_gradients_per_example_of_linear_cross_entropy_are_those_of_the_plain_program():
+    def per_example(x, head):
+        gradients = jax.vmap(jax.grad(loss, (0, 1)), (0, None, 0))
+        twice = jax.vmap(lambda x: gradients(x, head, TARGETS), in_axes=1, out_axes=1)
+        return twice(jnp.stack([x, 2 * x], axis=1))
+
+    assert_near(scalify(per_example)(*as_scaled_array((X, HEAD), 1.0)), per_example(X, HEAD))
+
+
+# Run-time scales: what is far from 1 is neither zero nor infinite in FP16.
+
+HALF = jnp.float16
+# FP16 operands as they are given, some dozens of roundings of FP16 results on the way to the gradients.
+HALF_RTOL = 32 * float(jnp.finfo(HALF).eps)
+EXPONENTS = [-30, 0, 20]
+
+
+def half(x, exponent, dynamic):
+    scale = 2.0**exponent
+    return sc.ScaledArray(x.astype(HALF), jnp.float32(scale) if dynamic else scale)
+
+
+@pytest.mark.parametrize("dynamic", ["q", "k", "v", "qkv", ""])
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_attention_is_the_same_for_scales_known_while_tracing_and_at_run_time(exponent, dynamic):
+    def fun(q, k, v):
+        out, pull = jax.vjp(lambda *qkv: sc.attention(*qkv), q, k, v)
+        return out, pull(out * 0.5)
+
+    exponents = {"q": exponent, "k": -exponent, "v": exponent}
+    args = [half(normal(i, 1, 8, 2, 8), exponents[name], name in dynamic) for i, name in enumerate("qkv")]
+    assert_near(scalify(fun)(*args), fun(*asarray(args)), HALF_RTOL)
+
+
+@pytest.mark.parametrize("dynamic", ["x", "head", "x head"])
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_linear_cross_entropy_keeps_the_scales_of_run_time(exponent, dynamic):
+    x, head = half(X[0], exponent, "x" in dynamic), half(HEAD, -exponent, "head" in dynamic)
+    fun = jax.value_and_grad(lambda x, head: loss(x, head, TARGETS[0]), (0, 1))
+    assert_near(scalify(fun)(x, head), fun(*asarray((x, head))), HALF_RTOL)
+
+
+@pytest.mark.parametrize("norm", [lambda x: sc.layer_norm(x, jnp.ones(D), None), lambda x: sc.rms_norm(x, jnp.ones(D))])
+@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gradient_of_a_norm_has_the_scale_of_what_it_divides_by(norm, exponent, dynamic):
+    x = half(X[0], exponent, dynamic)
+    gradient = jax.grad(lambda x: jnp.sum(norm(x) * X[1]))
+    assert_near(scalify(gradient)(x), gradient(asarray(x)), HALF_RTOL)
+
+
+@pytest.mark.parametrize("exponent", [-60, 0, 60, 120])
+def test_a_norm_of_a_row_of_zeros_is_zeros(exponent):
+    x = as_scaled_array(X[0].at[1].set(0) * 2.0**exponent, 2.0**exponent)
+    for norm in (lambda x: sc.layer_norm(x, jnp.ones(D), None), lambda x: sc.rms_norm(x, jnp.ones(D))):
+        np.testing.assert_array_equal(asarray(scalify(norm)(x))[1], 0)
+        assert np.isfinite(scalify(jax.grad(lambda x, norm=norm: norm(x)[0, 0]))(x).data).all()
