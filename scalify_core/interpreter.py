@@ -22,7 +22,7 @@ from jax.extend.core import Literal
 
 import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import registry
-from scalify_core.array import ScaledArray, asarray, is_scaled_array
+from scalify_core.array import ScaledArray, gradient_like, is_scaled_array
 from scalify_core.value import Value, materialise, narrow, settle, value
 
 
@@ -181,7 +181,7 @@ def _differentiable(fun: Callable) -> Callable:
 
         gradients = iter(_evaluated(pull, leaves))
         return tuple(
-            _gradient_of(x, next(gradients)) if jnp.issubdtype(_aval(x).dtype, jnp.floating) else None for x in primals
+            gradient_like(x, next(gradients)) if jnp.issubdtype(_aval(x).dtype, jnp.floating) else None for x in primals
         )
 
     scaled.defvjp(fwd, bwd)
@@ -210,14 +210,3 @@ def _entering(x: Any) -> Any:
 
 def _leaving(x: Any) -> Any:
     return ScaledArray(narrow(x).data, x.scale) if isinstance(x, Value) else materialise(x)
-
-
-def _gradient_of(primal: Any, gradient: Any) -> Any:
-    """The gradient as its primal's kind: plain, with the primal's static scale, or with a dynamic one of its own."""
-    if not is_scaled_array(primal):
-        return asarray(gradient, jnp.result_type(primal)) if is_scaled_array(gradient) else gradient
-    gradient = gradient if is_scaled_array(gradient) else ScaledArray(gradient, 1.0)
-    if primal.is_static:
-        return gradient.rescale(primal.scale).astype(primal.dtype)
-    scale = jnp.asarray(gradient.scale, jnp.float32)
-    return ScaledArray(gradient.astype(primal.dtype).data, jnp.broadcast_to(scale, jnp.shape(primal.scale)))

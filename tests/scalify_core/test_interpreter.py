@@ -96,6 +96,17 @@ def test_gradient_outside_is_the_scaled_array_of_the_logical_gradient(scale):
         np.testing.assert_allclose(asarray(gradient[name]), expected[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (5, 1, 1)])
+def test_gradient_outside_of_a_scanned_stack_has_scales_of_the_stacks_shape(shape):
+    def loss(layers, x):
+        return jnp.mean(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, layers)[0] ** 2)
+
+    layers = ScaledArray(jax.random.normal(jax.random.key(0), (5, 8, 8)), jnp.full(shape, 0.25))
+    gradient = jax.grad(lambda p: asarray(scalify(loss)(p, as_scaled_array(X[:, :8]))))(layers)
+    assert gradient.scale.shape == shape
+    np.testing.assert_allclose(asarray(gradient), jax.grad(loss)(asarray(layers), X[:, :8]), rtol=0, atol=1e-7)
+
+
 def test_gradient_outside_with_auxiliary_results_and_plain_parameters():
     fun = scalify(lambda p, x, y: (loss_fn(p, x, y), jnp.argmax(x, -1)))
 
