@@ -17,6 +17,7 @@ float32 where the data may be narrower.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -64,9 +65,16 @@ def control(*primitives: str, wide: bool = False) -> Callable:
     return _definer("control", primitives, wide=wide, control=True)
 
 
-def structural(*primitives: str) -> None:
-    """The same operation on the data; each result has the scale of the value at its place, or of the only value."""
-    _definer("structural", primitives, lazy=True)(_structural)
+def structural(*primitives: str, along: Callable | None = None) -> None:
+    """The same operation on the data; each result has the scale of the value at its place, or of the only value.
+
+    Args:
+        primitives: their names.
+        along: for those of one value, what becomes of a scale that differs along axes, of the rank of the data:
+            `along(eqn, scale, *other_operands)` gives the scale of the result (a list where there are several), or
+            None where the largest is to be taken for all, as without `along`.
+    """
+    _definer("structural", primitives, lazy=True)(functools.partial(_structural, along=along))
 
 
 def unscaled(*primitives: str) -> None:
@@ -155,7 +163,11 @@ def _definer(
     return register
 
 
-def _structural(eqn: Any, *operands: Any) -> Any:
+def _structural(eqn: Any, *operands: Any, along: Callable | None) -> Any:
+    if along is not None and not v.is_static(operands[0].scale) and operands[0].scale.size > 1:
+        scales = along(eqn, operands[0].scale, *operands[1:])
+        if scales is not None:
+            return _moved(eqn, scales, *operands)
     # A negative factor would turn maxima into minima.
     operands = tuple(_one_scale(x) if isinstance(x, Value) else x for x in operands)
     out = bind(eqn, *(x.data if isinstance(x, Value) else v.materialise(x) for x in operands))
@@ -167,6 +179,16 @@ def _structural(eqn: Any, *operands: Any) -> Any:
         v.value(y, x.scale, x.rho, x.dtype, x.factor) if isinstance(x, Value) and _is_float(y) else y
         for x, y in zip(like, out, strict=True)
     ]
+
+
+def _moved(eqn: Any, scales: Any, x: Value, *rest: Any) -> Any:
+    out = bind(eqn, x.data, *map(v.materialise, rest))
+    several = eqn.primitive.multiple_results
+    results = [
+        v.value(y, scale.reshape(()) if scale.size == 1 else scale, x.rho, x.dtype, x.factor)
+        for y, scale in zip(out if several else [out], scales if several else [scales], strict=True)
+    ]
+    return results if several else results[0]
 
 
 def _one_scale(x: Value) -> Value:

@@ -321,6 +321,11 @@ def scalar_scale(v: Value) -> Value:
     return value(times(v.data, ratio(broadcast_scale(v.scale, v.data), scale)), scale, v.rho, v.dtype, v.factor)
 
 
+def scalar_scales(operands: Sequence[Any]) -> list[Any]:
+    """Operands of which each value has one scale; those that are plain as they are."""
+    return [scalar_scale(x) if isinstance(x, Value) else x for x in operands]
+
+
 def result_dtype(*operands: Any) -> np.dtype:
     """The format of an arithmetic result: the promotion of the formats of the scaled operands.
 

@@ -173,12 +173,16 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
 
 def _specs(x: Any, spec: Any) -> Any:
-    """The data is split as the logical array was; a scale belongs to all of it."""
+    """The data is split as the logical array was; a scale with it, along the axes that it differs along."""
     if isinstance(x, Value):
-        everywhere = jax.sharding.PartitionSpec()
-        dynamic, excess = (None if s is None else everywhere for s in (x.dynamic, x.excess))
+        dynamic, excess = (None if s is None else _spec_of_scale(s, spec) for s in (x.dynamic, x.excess))
         return dataclasses.replace(x, data=spec, dynamic=dynamic, excess=excess)
     return x if isinstance(x, Constant) else spec
+
+
+def _spec_of_scale(scale: Any, spec: Any) -> Any:
+    entries = (*spec, *(None,) * (scale.ndim - len(spec)))[: scale.ndim]
+    return jax.sharding.PartitionSpec(*(e if n > 1 else None for e, n in zip(entries, scale.shape, strict=True)))
 
 
 def _run(jaxpr: Any, evaluate: Callable, operands: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from scalify_core.formats import pow2_floor, pow2_round
 from scalify_core.registry import bind, logical, rule, structural, unscaled
 from scalify_core.value import Value
 
-structural("abs", "copy", "real", "stop_gradient")
+structural("abs", "copy", "real", "stop_gradient", along=lambda _, scale: scale)
 unscaled(
     "exp", "exp2", "expm1", "log", "log2", "log1p", "logistic", "tanh", "one_minus_square",
     "sin", "cos", "tan", "asin", "acos", "atan", "atan2",
