@@ -21,9 +21,7 @@ structural(
 )
 structural("transpose", along=lambda eqn, scale: lax.transpose(scale, eqn.params["permutation"]))
 structural("squeeze", along=lambda eqn, scale: lax.squeeze(scale, eqn.params["dimensions"]))
-structural(
-    "rev", along=lambda eqn, scale: lax.rev(scale, [d for d in eqn.params["dimensions"] if scale.shape[d] > 1])
-)
+structural("rev", along=lambda eqn, scale: lax.rev(scale, [d for d in eqn.params["dimensions"] if scale.shape[d] > 1]))
 
 
 def _of_slice(eqn: Any, scale: jax.Array) -> jax.Array:

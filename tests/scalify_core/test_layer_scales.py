@@ -1,4 +1,4 @@
-"""A stack whose layers have scales of their own, far apart: in FP16, one scale for all would leave the small ones zero."""
+"""Stacks whose layers have scales of their own, far apart: at one for all, the small ones would be zero in FP16."""
 
 import jax
 import jax.numpy as jnp
