@@ -136,7 +136,7 @@ class ScaledArray:
     @classmethod
     def tree_unflatten(cls, static: float | None, children: tuple) -> ScaledArray:
         """No checks: JAX puts placeholders in trees."""
-        return _of(*children) if static is None else _of(*children, static)
+        return _of(children[0], children[1] if static is None else static)
 
 
 def _of(data: Any, scale: Any) -> ScaledArray:
@@ -274,24 +274,25 @@ def gradient_like(primal: Any, gradient: Any) -> Any:
     return _of(gradient.astype(primal.dtype).data, jnp.broadcast_to(jnp.asarray(gradient.scale, jnp.float32), shape))
 
 
-# The dtype of the array is what the gradient must have; an empty array carries it.
+# Each calls itself, so that second derivatives are logical, too. An empty array carries the dtype that the gradient
+# must have.
 _scale_static.defvjp(
-    lambda x, scale, dtype: (_scaled(x, scale, dtype), jnp.zeros(0, x.dtype)),
+    lambda x, scale, dtype: (_scale_static(x, scale, dtype), jnp.zeros(0, x.dtype)),
     lambda scale, dtype, like, gradient: (_unscale(gradient, like.dtype),),
 )
 _scale_dynamic.defvjp(
-    lambda x, scale, dtype: (_scaled(x, scale, dtype), (jnp.zeros(0, x.dtype), scale)),
+    lambda x, scale, dtype: (_scale_dynamic(x, scale, dtype), (jnp.zeros(0, x.dtype), scale)),
     lambda dtype, like, gradient: (_unscale(gradient, like[0].dtype), jnp.zeros_like(like[1])),
 )
 _rescale_static.defvjp(
-    lambda x, scale: (_rescaled(x, scale), x),
+    lambda x, scale: (_rescale_static(x, scale), x),
     lambda scale, x, gradient: (gradient_like(x, gradient),),
 )
 _rescale_dynamic.defvjp(
-    lambda x, scale: (_rescaled(x, scale), (x, scale)),
+    lambda x, scale: (_rescale_dynamic(x, scale), (x, scale)),
     lambda like, gradient: (gradient_like(like[0], gradient), jnp.zeros_like(like[1])),
 )
 _unscale.defvjp(
-    lambda x, dtype: (_unscaled(x, dtype), x),
+    lambda x, dtype: (_unscale(x, dtype), x),
     lambda dtype, x, gradient: (gradient_like(x, as_scaled_array(as_float32(gradient), 1.0 if x.is_static else None)),),
 )

@@ -105,7 +105,7 @@ def uniform(x: Any) -> float | None:
 def materialise(x: Any) -> Any:
     """A plain operand for `bind`: a uniform constant becomes a broadcast, not an array of constants."""
     if isinstance(x, np.ndarray) and x.ndim and not any(x.strides):
-        return lax.full(x.shape, x[(0,) * x.ndim], x.dtype)
+        return lax.full(x.shape, x[(0,) * x.ndim] if x.size else 0, x.dtype)
     return x
 
 

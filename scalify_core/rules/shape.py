@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ def _of_unstack(eqn: Any, scale: jax.Array) -> list[jax.Array]:
     return [lax.index_in_dim(scale, i % scale.shape[axis], axis, keepdims=False) for i in range(len(eqn.outvars))]
 
 
-def _of_split(eqn: Any, scale: jax.Array) -> list[jax.Array]:
+def _of_split(eqn: Any, scale: jax.Array) -> Sequence[jax.Array]:
     axis = eqn.params["axis"]
     return [scale] * len(eqn.outvars) if scale.shape[axis] == 1 else lax.split(scale, eqn.params["sizes"], axis)
 
