@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,7 +29,9 @@ class ScaledArray:
     A ScaledArray is not an array: no arithmetic is defined on it, and `jax.tree.map` over trees that hold some acts on
     data and scales separately, which is seldom meant. Compute with them inside `scalify`, or through `tree.py`.
 
-    As a cotangent (outside of scalified functions) a ScaledArray is the ScaledArray of the logical gradient.
+    As a cotangent (outside of scalified functions) a ScaledArray is the ScaledArray of the logical gradient. All its
+    methods are differentiated so. The constructor is not: it takes the gradient's data for that of `data`, where the
+    chain rule asks for the logical gradient times the scale. Where a gradient is to pass, use `as_scaled_array`.
     """
 
     __slots__ = ("data", "scale")
@@ -36,16 +39,23 @@ class ScaledArray:
     def __init__(self, data: Any, scale: Any) -> None:
         """`data`: array; `scale`: Python or NumPy number (static) or FP32 array (dynamic).
 
+        The numbers of a dynamic scale on a device are not read, so they are not checked: give powers of two.
+
         Raises:
-            TypeError: `data` is an array of integers, booleans or complex numbers.
-            ValueError: a static scale that is not a power of two in [2^-126, 2^126].
+            TypeError: `data` or a dynamic scale is an array of integers, booleans or complex numbers.
+            ValueError: a static scale, or a NumPy one, that is not a power of two in [2^-126, 2^126]; a dynamic scale
+                of another shape than those above.
         """
         if hasattr(data, "dtype") and not jnp.issubdtype(data.dtype, jnp.floating):
             raise TypeError(f"ScaledArray: data is {data.dtype}, expected a floating-point dtype")
         if isinstance(scale, (float, int, np.generic)) or (isinstance(scale, np.ndarray) and scale.ndim == 0):
             scale = float(scale)
-            if not scale > 0 or pow2_round(scale) != scale:
-                raise ValueError(f"ScaledArray: scale is {scale}, expected a power of two in [2^-126, 2^126]")
+        if isinstance(scale, (float, np.ndarray)):
+            for number in np.ravel(scale).tolist():
+                if not number > 0 or pow2_round(number) != number:
+                    raise ValueError(f"ScaledArray: scale is {number}, expected a power of two in [2^-126, 2^126]")
+        if hasattr(data, "shape") and hasattr(scale, "shape"):
+            _check_dynamic(data, scale)
         self.data, self.scale = data, scale
 
     @property
@@ -74,37 +84,30 @@ class ScaledArray:
         return isinstance(self.scale, float)
 
     def unscale(self, dtype: Any = jnp.float32) -> jax.Array:
-        """The logical value `data * scale`, computed in FP32, saturating."""
-        x = self.data if self.data.dtype == jnp.float64 else jnp.asarray(self.data, jnp.float32)
-        scale = self.scale if self.is_static else jnp.asarray(self.scale, jnp.float32)
-        return saturating_cast(times(x, scale), dtype)
+        """The logical value `data * scale`: computed in FP32, infinite beyond it, then cast to `dtype`, saturating."""
+        return _unscale(self, np.dtype(dtype))
 
     def astype(self, dtype: Any) -> ScaledArray:
         """The same scale, the data cast, saturating."""
-        return ScaledArray(saturating_cast(self.data, dtype), self.scale)
+        return _of(saturating_cast(self.data, dtype), self.scale)
 
     def rescale(self, scale: Any) -> ScaledArray:
         """The same value (up to rounding in the data's dtype) with another scale, static or dynamic as given."""
-        target = ScaledArray(self.data, scale)
-        if self.is_static and target.is_static:
-            return (
-                self
-                if self.scale == target.scale
-                else ScaledArray(
-                    saturating_cast(times(as_float32(self.data), self.scale / target.scale), self.dtype), target.scale
-                )
-            )
-        factor = 1.0 / target.scale if target.is_static else 1 / broadcast_scale(jnp.asarray(target.scale), self.data)
-        # The old scale first: a product of an ordinary value and a scale is in range, a ratio of scales may not be.
-        x = times(self.unscale(), factor)
-        return ScaledArray(saturating_cast(x, self.dtype), target.scale)
+        scale = ScaledArray(self.data, scale).scale
+        if not isinstance(scale, float):
+            return _rescale_dynamic(self, jnp.asarray(scale, jnp.float32))
+        return self if self.is_static and self.scale == scale else _rescale_static(self, scale)
 
     def __getitem__(self, index: Any) -> ScaledArray:
         """Elements, as for an array; a scale per leading index is indexed along."""
         if self.is_static or self.scale.ndim == 0:
-            return ScaledArray(self.data[index], self.scale)
+            return _of(self.data[index], self.scale)
         scale = jnp.broadcast_to(broadcast_scale(jnp.asarray(self.scale), self.data), self.shape)
-        return ScaledArray(self.data[index], scale[index])
+        return _of(self.data[index], scale[index])
+
+    def __iter__(self) -> Iterator[ScaledArray]:
+        """Along the leading axis."""
+        return (self[i] for i in range(len(self)))
 
     def __len__(self) -> int:
         return len(self.data)
@@ -133,9 +136,26 @@ class ScaledArray:
     @classmethod
     def tree_unflatten(cls, static: float | None, children: tuple) -> ScaledArray:
         """No checks: JAX puts placeholders in trees."""
-        out = object.__new__(cls)
-        out.data, out.scale = (children[0], static) if static is not None else children
-        return out
+        return _of(children[0], children[1] if static is None else static)
+
+
+def _of(data: Any, scale: Any) -> ScaledArray:
+    """Without checks, and with a dynamic scale that is a NumPy number kept dynamic (`jax.device_get` makes those)."""
+    out = object.__new__(ScaledArray)
+    out.data, out.scale = data, scale
+    return out
+
+
+def _check_dynamic(data: Any, scale: Any) -> None:
+    if hasattr(scale, "dtype") and not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(f"ScaledArray: the scale is an array of {scale.dtype}, expected float32")
+    if len(scale.shape) > len(data.shape) or any(
+        s not in (1, n) for s, n in zip(scale.shape, data.shape, strict=False)
+    ):
+        raise ValueError(
+            f"ScaledArray: scale of shape {scale.shape} for data of shape {data.shape}, expected a scalar, the shape "
+            f"of leading axes, or size 1 or that of the data along each axis"
+        )
 
 
 def is_scaled_array(x: Any) -> bool:
@@ -200,30 +220,79 @@ def _scale_dynamic(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> ScaledArr
 
 
 def _scaled(x: jax.Array, scale: Any, dtype: np.dtype) -> ScaledArray:
-    return ScaledArray(as_float32(x), 1.0).rescale(scale).astype(dtype)
+    return _rescaled(ScaledArray(as_float32(x), 1.0), scale).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _rescale_static(x: ScaledArray, scale: float) -> ScaledArray:
+    return _rescaled(x, scale)
+
+
+@jax.custom_vjp
+def _rescale_dynamic(x: ScaledArray, scale: jax.Array) -> ScaledArray:
+    return _rescaled(x, scale)
+
+
+def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
+    if x.is_static and isinstance(scale, float):
+        data = as_float32(x.data) if x.scale == scale else times(as_float32(x.data), x.scale / scale)
+    else:
+        factor = 1.0 / scale if isinstance(scale, float) else 1 / broadcast_scale(scale, x.data)
+        # The old scale first: a product of an ordinary value and a scale is in range, a ratio of scales may not be.
+        data = times(_unscaled(x, jnp.float32), factor)
+    return _of(saturating_cast(data, x.dtype), scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _unscale(x: ScaledArray, dtype: np.dtype) -> jax.Array:
-    return x.unscale(dtype)
+    return _unscaled(x, dtype)
 
 
-def _unscale_bwd(dtype: np.dtype, like: ScaledArray, gradient: jax.Array) -> tuple[ScaledArray]:
-    del dtype
-    scale = like.scale if like.is_static else rms_scale(gradient)
-    out = _scaled(gradient, scale, like.dtype)
-    if not like.is_static and like.scale.ndim:
-        out = ScaledArray(out.data, jnp.broadcast_to(out.scale, like.scale.shape))
-    return (out,)
+def _unscaled(x: ScaledArray, dtype: Any) -> jax.Array:
+    data = x.data if x.dtype == jnp.float64 else jnp.asarray(x.data, jnp.float32)
+    return saturating_cast(times(data, x.scale if x.is_static else jnp.asarray(x.scale, jnp.float32)), dtype)
 
 
-# The dtype of the array is what the gradient must have; an empty array carries it.
+def gradient_like(primal: Any, gradient: Any) -> Any:
+    """A gradient as its primal's kind: plain, with the primal's static scale, or with dynamic scales of its own.
+
+    Those have the shape of the primal's: the largest of the gradient's along each axis that they are common to.
+    """
+    if not is_scaled_array(primal):
+        return asarray(gradient, jnp.result_type(primal)) if is_scaled_array(gradient) else gradient
+    gradient = gradient if is_scaled_array(gradient) else ScaledArray(gradient, 1.0)
+    if primal.is_static:
+        return gradient.rescale(primal.scale).astype(primal.dtype)
+    scale, shape = jnp.asarray(gradient.scale, jnp.float32), jnp.shape(primal.scale)
+    if scale.ndim:
+        scale = broadcast_scale(scale, gradient.data)
+        common = tuple(axis for axis in range(scale.ndim) if axis >= len(shape) or shape[axis] == 1)
+        scale = jnp.max(scale, common, keepdims=True)
+        scale = jnp.broadcast_to(scale.reshape(scale.shape[: len(shape)]), shape)
+        # A cotangent that is missing comes as data and scale of zeros.
+        gradient = gradient.rescale(jnp.maximum(scale, np.float32(MIN_SCALE)))
+    return _of(gradient.astype(primal.dtype).data, jnp.broadcast_to(jnp.asarray(gradient.scale, jnp.float32), shape))
+
+
+# Each calls itself, so that second derivatives are logical, too. An empty array carries the dtype that the gradient
+# must have.
 _scale_static.defvjp(
-    lambda x, scale, dtype: (_scaled(x, scale, dtype), jnp.zeros(0, x.dtype)),
-    lambda scale, dtype, like, gradient: (gradient.unscale(like.dtype),),
+    lambda x, scale, dtype: (_scale_static(x, scale, dtype), jnp.zeros(0, x.dtype)),
+    lambda scale, dtype, like, gradient: (_unscale(gradient, like.dtype),),
 )
 _scale_dynamic.defvjp(
-    lambda x, scale, dtype: (_scaled(x, scale, dtype), (jnp.zeros(0, x.dtype), scale)),
-    lambda dtype, like, gradient: (gradient.unscale(like[0].dtype), jnp.zeros_like(like[1])),
+    lambda x, scale, dtype: (_scale_dynamic(x, scale, dtype), (jnp.zeros(0, x.dtype), scale)),
+    lambda dtype, like, gradient: (_unscale(gradient, like[0].dtype), jnp.zeros_like(like[1])),
 )
-_unscale.defvjp(lambda x, dtype: (x.unscale(dtype), x), _unscale_bwd)
+_rescale_static.defvjp(
+    lambda x, scale: (_rescale_static(x, scale), x),
+    lambda scale, x, gradient: (gradient_like(x, gradient),),
+)
+_rescale_dynamic.defvjp(
+    lambda x, scale: (_rescale_dynamic(x, scale), (x, scale)),
+    lambda like, gradient: (gradient_like(like[0], gradient), jnp.zeros_like(like[1])),
+)
+_unscale.defvjp(
+    lambda x, dtype: (_unscale(x, dtype), x),
+    lambda dtype, x, gradient: (gradient_like(x, as_scaled_array(as_float32(gradient), 1.0 if x.is_static else None)),),
+)

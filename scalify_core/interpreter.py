@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import inspect
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,35 +22,52 @@ from jax.extend.core import Literal
 
 import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import registry
-from scalify_core.array import ScaledArray, asarray, is_scaled_array
+from scalify_core.arguments import Arguments
+from scalify_core.array import ScaledArray, asarray, gradient_like, is_scaled_array
 from scalify_core.value import Value, materialise, narrow, settle, value
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr on operands that are `Value`s or plain (see `registry`)."""
-    env = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+    env = dict(zip(jaxpr.constvars, map(registry.known, jaxpr.consts), strict=True))
+    env |= dict(zip(jaxpr.invars, args, strict=True))
     stored = _stored(jaxpr)
 
     def read(atom: Any) -> Any:
         return atom.val if type(atom) is Literal else env[atom]
 
-    for eqn in jaxpr.eqns:
-        operands = list(map(read, eqn.invars))
-        if Value not in map(type, operands):
-            out = registry.plain(eqn, *operands)
-        else:
-            rule = registry.rules.get(eqn.primitive.name, _DEFAULT)
-            if not rule.wide:
-                operands = [narrow(x) if type(x) is Value else x for x in operands]
-            elif not rule.lazy:
-                operands = [settle(x) if type(x) is Value else x for x in operands]
-            out = rule.fun(eqn, *operands, evaluate=evaluate) if rule.control else rule.fun(eqn, *operands)
-        for var, x in zip(eqn.outvars, out if eqn.primitive.multiple_results else (out,), strict=True):
-            env[var] = narrow(x) if var in stored and type(x) is Value and x.shape and not x.guard else x
+    for place, eqns in itertools.groupby(jaxpr.eqns, _place):
+        with _within(*place):
+            for eqn in eqns:
+                operands = list(map(read, eqn.invars))
+                if Value not in map(type, operands):
+                    out = registry.plain(eqn, *operands)
+                else:
+                    rule = registry.rules.get(eqn.primitive.name, _DEFAULT)
+                    if not rule.wide:
+                        operands = [narrow(x) if type(x) is Value else x for x in operands]
+                    elif not rule.lazy:
+                        operands = [settle(x) if type(x) is Value else x for x in operands]
+                    out = rule.fun(eqn, *operands, evaluate=evaluate) if rule.control else rule.fun(eqn, *operands)
+                for var, x in zip(eqn.outvars, out if eqn.primitive.multiple_results else (out,), strict=True):
+                    env[var] = narrow(x) if var in stored and type(x) is Value and x.shape and not x.guard else x
     return list(map(read, jaxpr.outvars))
 
 
 _DEFAULT = registry.Rule(registry.default, "default", lazy=True)
+
+
+def _place(eqn: Any) -> tuple[Any, Any]:
+    """Where an equation stands: its named scopes, and its context where that says something to the compiler."""
+    ctx = eqn.ctx
+    return eqn.source_info.name_stack, ctx if ctx.xla_metadata or ctx.compute_type else None
+
+
+@contextlib.contextmanager
+def _within(scopes: Any, ctx: Any) -> Iterator[None]:
+    name = str(scopes)
+    with jax.named_scope(name) if name else contextlib.nullcontext(), ctx.manager if ctx else contextlib.nullcontext():
+        yield
 
 
 def _stored(jaxpr: Any) -> set[Any]:
@@ -84,8 +101,14 @@ def scalify(
     Returns:
         A function of the same arguments. Arrays in them may be ScaledArrays. Every floating-point result that
         depends on a ScaledArray is one, its data in the format of the data it was computed from; every other result
-        is what `fun` returns. A plain array has scale 1 beside scaled ones, and does not influence their format.
-        Static scales (see ScaledArray) are propagated while tracing.
+        is what `fun` returns. Complex numbers have no scale: they are plain, and so is what is computed from them
+        (`irfft(rfft(x))`). A plain array has scale 1 beside scaled ones, and does not influence their format; zeros
+        and other constants that are known while tracing have any scale. Static scales (see ScaledArray) are
+        propagated while tracing. ScaledArrays that `fun` itself makes are plain numbers to it and to what it returns;
+        `set_scaling` says what scale a result is to have.
+
+        Scales are what the rules expect of independent numbers, so they drift over many steps: state that is carried
+        round a loop of calls, or round `lax.scan`, wants a `dynamic_rescale_rms` in each turn.
 
         It can be jitted, vmapped, sharded and differentiated (reverse mode). A gradient with respect to a
         ScaledArray is the ScaledArray of the logical gradient: with a dynamic scale it has its own scale, with a
@@ -94,50 +117,60 @@ def scalify(
 
     Raises:
         ValueError: positional and named static arguments that the function does not have.
+        TypeError, when called: a static argument that is not hashable, or another that is no array and no number.
     """
-    signature = inspect.signature(fun)
-    names = list(signature.parameters)
-    static_names = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
-    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    for number in numbers:
-        if not -len(names) <= number < len(names):
-            raise ValueError(f"static_argnums: {number} is outside of the {len(names)} parameters of {fun}")
-    static_positions = {number % max(len(names), 1) for number in numbers} | {
-        names.index(name) for name in static_names if name in names
-    }
+    arguments = Arguments(fun, static_argnums, static_argnames)
 
     @functools.cache
-    def on_leaves(tree: Any, statics: tuple, keywords: tuple) -> Callable:
+    def on_leaves(tree: Any, statics: tuple) -> tuple[Callable, Callable]:
         """One function of the leaves per structure of the arguments, so that its traces are cached."""
 
         def flat(*leaves: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(tree, leaves)
-            args = list(args)
-            for position, argument in statics:
-                args.insert(position, argument)
-            return fun(*args, **kwargs, **dict(keywords))
+            args, kwargs = arguments.joined(statics, *jax.tree.unflatten(tree, leaves))
+            return asarray(fun(*args, **kwargs))
 
         flat.__name__ = getattr(fun, "__name__", "scalified")
-        return _differentiable(flat)
+        return flat, _differentiable(flat)
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
-        statics = tuple((i, a) for i, a in enumerate(args) if i in static_positions)
-        keywords = tuple(sorted((k, a) for k, a in kwargs.items() if k in static_names))
-        args = tuple(a for i, a in enumerate(args) if i not in static_positions)
-        kwargs = {k: a for k, a in kwargs.items() if k not in static_names}
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_scaled_array)
-        return on_leaves(tree, statics, keywords)(*leaves)
+        statics, arrays = arguments.split(args, kwargs)
+        leaves, tree = jax.tree.flatten(arrays, is_leaf=is_scaled_array)
+        arguments.check(arrays, leaves)
+        flat, differentiable = on_leaves(tree, statics)
+        try:
+            return differentiable(*leaves)
+        except _ClosesOverTracers:
+            closed_over, opened = _opened(flat, leaves)
+            return _differentiable(opened)(*closed_over, *leaves)
 
     return scalified
+
+
+def _traced(fun: Callable, leaves: Sequence[Any]) -> Any:
+    return jax.jit(fun).trace(*map(_aval, leaves))
+
+
+class _ClosesOverTracers(Exception):
+    """`fun` uses values of a surrounding transformation that are not its arguments."""
+
+
+def _opened(fun: Callable, leaves: Sequence[Any]) -> tuple[list[Any], Callable]:
+    """The values that `fun` closes over, and the function of them and the leaves: so they have gradients, too."""
+    traced = _traced(fun, leaves)
+    jaxpr, tree = traced.jaxpr, jax.tree.structure(traced.out_info)
+    closed_over = traced.closure_convert()[0][len(jaxpr.consts) :]
+    return closed_over, lambda *xs: jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs))
 
 
 def _evaluated(fun: Callable, leaves: Sequence[Any]) -> Any:
     """Trace `fun` of the leaves in float32, and evaluate it with their scales."""
     with _collector_paused():
-        jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*(_aval(x) for x in leaves))
-        out = evaluate(jaxpr, [_entering(x) for x in leaves])
-        return jax.tree.unflatten(jax.tree.structure(shapes), [_leaving(x) for x in out])
+        traced = _traced(fun, leaves)
+        if len(traced.jaxpr.invars) > len(leaves):
+            raise _ClosesOverTracers
+        out = evaluate(traced.jaxpr, [_entering(x) for x in leaves])
+        return jax.tree.unflatten(jax.tree.structure(traced.out_info), [_leaving(x) for x in out])
 
 
 @contextlib.contextmanager
@@ -159,9 +192,8 @@ def _differentiable(fun: Callable) -> Callable:
     def scaled(*leaves: Any) -> Any:
         return _evaluated(fun, leaves)
 
-    def fwd(*leaves: Any) -> tuple[Any, Any]:
-        floats = [jnp.issubdtype(_aval(x).dtype, jnp.floating) for x in leaves]
-
+    @functools.cache
+    def with_pullback(*floats: bool) -> Callable:
         def fun_and_pullback(*leaves: Any) -> Any:
             def of_floats(*xs: Any) -> Any:
                 rest = iter(xs)
@@ -169,21 +201,25 @@ def _differentiable(fun: Callable) -> Callable:
 
             return jax.vjp(of_floats, *(x for f, x in zip(floats, leaves, strict=True) if f))
 
-        out, pullback = _evaluated(fun_and_pullback, leaves)
+        return _differentiable(fun_and_pullback)
+
+    @functools.cache
+    def pull(tree: Any) -> Callable:
+        def pulled(*leaves: Any) -> Any:
+            pullback, cotangent = jax.tree.unflatten(tree, leaves)
+            return pullback(cotangent)
+
+        return _differentiable(pulled)
+
+    def fwd(*leaves: Any) -> tuple[Any, Any]:
+        out, pullback = with_pullback(*map(_is_float, leaves))(*leaves)
         return out, (pullback, leaves)
 
     def bwd(residuals: Any, cotangent: Any) -> Any:
         pullback, primals = residuals
         leaves, tree = jax.tree.flatten((pullback, cotangent), is_leaf=is_scaled_array)
-
-        def pull(*leaves: Any) -> Any:
-            pullback, cotangent = jax.tree.unflatten(tree, leaves)
-            return pullback(cotangent)
-
-        gradients = iter(_evaluated(pull, leaves))
-        return tuple(
-            _gradient_of(x, next(gradients)) if jnp.issubdtype(_aval(x).dtype, jnp.floating) else None for x in primals
-        )
+        gradients = iter(pull(tree)(*leaves))
+        return tuple(gradient_like(x, next(gradients)) if _is_float(x) else None for x in primals)
 
     scaled.defvjp(fwd, bwd)
     return scaled
@@ -194,6 +230,10 @@ def _aval(x: Any) -> Any:
     if is_scaled_array(x):
         return jax.typeof(x.data).update(dtype=np.dtype(np.float32), weak_type=False)
     return x if isinstance(x, jax.typing.ArrayLike) and not hasattr(x, "dtype") else jax.typeof(x)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(_aval(x).dtype, jnp.floating)
 
 
 def _entering(x: Any) -> Any:
@@ -211,14 +251,3 @@ def _entering(x: Any) -> Any:
 
 def _leaving(x: Any) -> Any:
     return ScaledArray(narrow(x).data, x.scale) if isinstance(x, Value) else materialise(x)
-
-
-def _gradient_of(primal: Any, gradient: Any) -> Any:
-    """The gradient as its primal's kind: plain, with the primal's static scale, or with a dynamic one of its own."""
-    if not is_scaled_array(primal):
-        return asarray(gradient, jnp.result_type(primal)) if is_scaled_array(gradient) else gradient
-    gradient = gradient if is_scaled_array(gradient) else ScaledArray(gradient, 1.0)
-    if primal.is_static:
-        return gradient.rescale(primal.scale).astype(primal.dtype)
-    scale = jnp.asarray(gradient.scale, jnp.float32)
-    return ScaledArray(gradient.astype(primal.dtype).data, jnp.broadcast_to(scale, jnp.shape(primal.scale)))

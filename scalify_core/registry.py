@@ -17,14 +17,16 @@ float32 where the data may be narrower.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from scalify_core import value as v
 from scalify_core.value import Value
@@ -68,9 +70,16 @@ def control(*primitives: str, wide: bool = False) -> Callable:
     return _definer("control", primitives, wide=wide, control=True)
 
 
-def structural(*primitives: str) -> None:
-    """The same operation on the data; each result has the scale of the value at its place, or of the only value."""
-    _definer("structural", primitives, lazy=True)(on_data)
+def structural(*primitives: str, along: Callable | None = None) -> None:
+    """The same operation on the data; each result has the scale of the value at its place, or of the only value.
+
+    Args:
+        primitives: their names.
+        along: for those of one value, what becomes of a scale that differs along axes, of the rank of the data:
+            `along(eqn, scale, *other_operands)` gives the scale of the result (a list where there are several), or
+            None where the largest is to be taken for all, as without `along`.
+    """
+    _definer("structural", primitives, lazy=True)(functools.partial(on_data, along=along))
 
 
 def unscaled(*primitives: str, as_traced: bool = False) -> None:
@@ -132,15 +141,50 @@ def bind(eqn: Any, *operands: Any) -> Any:
 
 def plain(eqn: Any, *operands: Any) -> Any:
     """An equation that no scale takes part in. Uniform constants stay known: a loop's zeros must not get a scale."""
+    numbers = _numbers(eqn, tuple(map(v.uniform, operands)))
+    several = eqn.primitive.multiple_results
+    if None in numbers:
+        out = bind(eqn, *map(v.materialise, operands))
+    else:
+        out = [None] * len(numbers) if several else None
+    results = [
+        y if number is None else np.broadcast_to(np.asarray(number).astype(var.aval.dtype), var.aval.shape)
+        for y, number, var in zip(out if several else [out], numbers, eqn.outvars, strict=True)
+    ]
+    return results if several else results[0]
+
+
+def known(x: Any) -> Any:
+    """A NumPy array of one number as a uniform constant; anything else as it is."""
+    if not isinstance(x, np.ndarray) or not x.size or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    first = x[(0,) * x.ndim]
+    return np.broadcast_to(first, x.shape) if (x == first).all() else x
+
+
+def _numbers(eqn: Any, operands: tuple[float | None, ...]) -> Sequence[float | None]:
+    """For each result the number that all its elements are, or None where that is not known."""
+    if eqn.primitive.name == "jit":
+        return _numbers_of(eqn.params["jaxpr"], operands)
     fold = _FOLDED.get(eqn.primitive.name)
-    if fold is not None and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
-        constants = [v.uniform(x) for x in operands]
-        if None not in constants:
-            aval = eqn.outvars[0].aval
-            with np.errstate(all="ignore"):
-                number = fold(*(np.asarray(c).astype(aval.dtype) for c in constants))
-            return np.broadcast_to(number, aval.shape)
-    return bind(eqn, *(v.materialise(x) for x in operands))
+    if fold is None or None in operands or not _is_float(eqn.outvars[0].aval):
+        return [None] * len(eqn.outvars)
+    dtype = eqn.outvars[0].aval.dtype
+    with np.errstate(all="ignore"):
+        return [float(fold(*(np.asarray(c).astype(dtype) for c in operands)))]
+
+
+@functools.lru_cache(maxsize=1024)
+def _numbers_of(jaxpr: Any, operands: tuple[float | None, ...]) -> list[float | None]:
+    numbers = dict(zip(jaxpr.constvars, map(v.uniform, map(known, jaxpr.consts)), strict=True))
+    numbers |= dict(zip(jaxpr.invars, operands, strict=True))
+
+    def read(atom: Any) -> float | None:
+        return v.uniform(atom.val) if isinstance(atom, Literal) else numbers[atom]
+
+    for eqn in jaxpr.eqns:
+        numbers |= dict(zip(eqn.outvars, _numbers(eqn, tuple(map(read, eqn.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def _same(x: np.ndarray) -> np.ndarray:
@@ -164,8 +208,12 @@ def _definer(
     return register
 
 
-def on_data(eqn: Any, *operands: Any) -> Any:
+def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> Any:
     """As `structural`."""
+    if along is not None and not v.is_static(operands[0].scale) and operands[0].scale.size > 1:
+        scales = along(eqn, operands[0].scale, *operands[1:])
+        if scales is not None:
+            return _moved(eqn, scales, *operands)
     # A negative factor would turn maxima into minima.
     operands = tuple(_one_scale(x) if isinstance(x, Value) else x for x in operands)
     out = bind(eqn, *(x.data if isinstance(x, Value) else v.materialise(x) for x in operands))
@@ -177,6 +225,16 @@ def on_data(eqn: Any, *operands: Any) -> Any:
         v.value(y, x.scale, x.rho, x.dtype, x.factor) if isinstance(x, Value) and _is_float(y) else y
         for x, y in zip(like, out, strict=True)
     ]
+
+
+def _moved(eqn: Any, scales: Any, x: Value, *rest: Any) -> Any:
+    out = bind(eqn, x.data, *map(v.materialise, rest))
+    several = eqn.primitive.multiple_results
+    results = [
+        v.value(y, scale.reshape(()) if scale.size == 1 else scale, x.rho, x.dtype, x.factor)
+        for y, scale in zip(out if several else [out], scales if several else [scales], strict=True)
+    ]
+    return results if several else results[0]
 
 
 def _one_scale(x: Value) -> Value:

@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from scalify_core.composite import composite
-from scalify_core.formats import FloatFormat
+from scalify_core.formats import FloatFormat, pow2_round
 
 
 def set_scaling(x: jax.Array, scale: float) -> jax.Array:
-    """`x`; under `scalify`, with this static scale (a power of two), its data rescaled to it, saturating."""
-    return _set_scaling(x, scale=float(scale))
+    """`x`; under `scalify`, with this static scale, its data rescaled to it, saturating.
+
+    Raises ValueError for what is not a power of two in [2^-126, 2^126].
+    """
+    return _set_scaling(x, scale=_power_of_two("set_scaling", scale))
 
 
 def stop_scaling(x: jax.Array) -> jax.Array:
@@ -32,8 +35,11 @@ def get_data_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def rebalance(x: jax.Array, factor: float) -> jax.Array:
-    """`x`; under `scalify`, the data divided and the scale multiplied by `factor`, a power of two."""
-    return _rebalance(x, factor=float(factor))
+    """`x`; under `scalify`, the data divided and the scale multiplied by `factor`.
+
+    Raises ValueError for what is not a power of two in [2^-126, 2^126].
+    """
+    return _rebalance(x, factor=_power_of_two("rebalance", factor))
 
 
 def cast_on_forward(x: jax.Array, fmt: FloatFormat) -> jax.Array:
@@ -71,6 +77,13 @@ def dynamic_rescale_rms_grad(x: jax.Array) -> jax.Array:
 def dynamic_rescale_max_grad(x: jax.Array) -> jax.Array:
     """`x`; under `scalify`, its *gradient* is rescaled as by `dynamic_rescale_max`."""
     return _dynamic_rescale_max_grad(x)
+
+
+def _power_of_two(name: str, number: float) -> float:
+    number = float(number)
+    if not number > 0 or pow2_round(number) != number:
+        raise ValueError(f"{name}: {number} is no power of two in [2^-126, 2^126]")
+    return number
 
 
 def _with_cotangent(name: str, fun: Callable, cotangent: Callable) -> Any:

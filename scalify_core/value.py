@@ -112,7 +112,7 @@ def uniform(x: Any) -> float | None:
 def materialise(x: Any) -> Any:
     """A plain operand for `bind`: a uniform constant becomes a broadcast, not an array of constants."""
     if isinstance(x, np.ndarray) and x.ndim and not any(x.strides):
-        return lax.full(x.shape, x[(0,) * x.ndim], x.dtype)
+        return lax.full(x.shape, x[(0,) * x.ndim] if x.size else 0, x.dtype)
     return x
 
 
@@ -340,6 +340,11 @@ def scalar_scale(v: Value) -> Value:
         return v
     scale = jnp.max(v.scale)
     return value(times(v.data, ratio(broadcast_scale(v.scale, v.data), scale)), scale, v.rho, v.dtype, v.factor)
+
+
+def scalar_scales(operands: Sequence[Any]) -> list[Any]:
+    """Operands of which each value has one scale; those that are plain as they are."""
+    return [scalar_scale(x) if isinstance(x, Value) else x for x in operands]
 
 
 def result_dtype(*operands: Any) -> np.dtype:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -103,7 +103,7 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         return body([*consts, *carry, *map(_of_slice, slices, whole)])
 
     def turn(carry: list) -> list:
-        return _shape_of(lambda c: step(c, jax.tree.map(lambda x: x[0], sliced))[: len(init)], carry)
+        return _shape_of(lambda c: step(c, jax.tree.map(_first, sliced))[: len(init)], carry)
 
     forms = _carry_forms(turn, init, length)
 
@@ -173,12 +173,16 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
 
 def _specs(x: Any, spec: Any) -> Any:
-    """The data is split as the logical array was; a scale belongs to all of it."""
+    """The data is split as the logical array was; a scale with it, along the axes that it differs along."""
     if isinstance(x, Value):
-        everywhere = jax.sharding.PartitionSpec()
-        dynamic, excess = (None if s is None else everywhere for s in (x.dynamic, x.excess))
+        dynamic, excess = (None if s is None else _spec_of_scale(s, spec) for s in (x.dynamic, x.excess))
         return dataclasses.replace(x, data=spec, dynamic=dynamic, excess=excess)
     return x if isinstance(x, Constant) else spec
+
+
+def _spec_of_scale(scale: Any, spec: Any) -> Any:
+    entries = (*spec, *(None,) * (scale.ndim - len(spec)))[: scale.ndim]
+    return jax.sharding.PartitionSpec(*(e if n > 1 else None for e, n in zip(entries, scale.shape, strict=True)))
 
 
 def _run(jaxpr: Any, evaluate: Callable, operands: Any) -> list[Any]:
@@ -252,39 +256,78 @@ def _next_carry(x: Any, form: _Form | None) -> Any:
 def _carry_forms(turn: Callable, init: Any, length: int | None) -> list[_Form | None]:
     """The loop-invariant forms of a carry; `turn` gives the shapes of the carry after one turn of the loop.
 
-    A carry that grows by adding up, by sqrt(length) in all, is given a scale in the middle of its way. Where the
-    scale changes by an unknown amount, because the length is unknown or the change is dynamic, it is carried along.
+    Two turns tell how each part of the carry grows; more are taken while parts become scaled, or scales dynamic, where
+    one part is handed on to the next.
     """
-    forms = [_form(x) for x in init]
-    out = turn(init)
-    for i, (x, y) in enumerate(zip(init, out, strict=True)):
-        if forms[i] is None and isinstance(y, Value):
-            # Zeros have any scale; another plain array has its own, or 1.
-            forms[i] = _form(y) if v.uniform(x) == 0 else _form(v.lift(x, y.dtype))
-    if all(_settles(form, y) for form, y in zip(forms, out, strict=True)) and not any(
-        isinstance(y, Value) and not isinstance(x, Value) for x, y in zip(init, out, strict=True)
-    ):
-        return forms
-    out = turn(list(map(_to_form, init, forms)))
-    return [form if _settles(form, y) else _widened(form, y, length) for form, y in zip(forms, out, strict=True)]
+    history = [list(init)]
+    while True:
+        before, out = history[-1], turn(history[-1])
+        history.append(list(map(_after, before, out)))
+        changed = any(_kind(x) != _kind(y) for x, y in zip(before, history[-1], strict=True))
+        settled = all(_size(x) == _size(y) for x, y in zip(before, history[-1], strict=True))
+        if not changed and (settled or len(history) > 2):
+            return [_loop_form(part, length) for part in zip(*history, strict=True)]
 
 
-def _settles(form: _Form | None, y: Any) -> bool:
-    """Whether a carry of this form comes out of a turn of the loop in the same form, and no larger."""
-    if form is None or not isinstance(y, Value):
-        return True
-    if form.scale is None:
-        return True
-    return v.is_static(y.scale) and y.scale == form.scale and y.rho <= 1.1 * form.rho
+def _after(x: Any, y: Any) -> Any:
+    """A part of the carry that goes into the next turn: `y`, but what is plain stays, and a dynamic scale, too."""
+    return x if not isinstance(y, Value) or _kind(x) == "dynamic" else y
 
 
-def _widened(form: _Form | None, y: Value, length: int | None) -> _Form:
-    assert form is not None, "the others settle"
-    assert form.scale is not None, "the others settle"
-    if length is None or not v.is_static(y.scale):
-        return _Form(None, 1.0, form.dtype)
-    scale = pow2_round(max(form.scale * form.rho, y.scale * y.rho) * max(length, 1) ** 0.25)
-    return _Form(scale, 1.0, form.dtype)
+def _kind(x: Any) -> str:
+    if not isinstance(x, Value):
+        return "plain"
+    return "static" if v.is_static(x.scale) else "dynamic"
+
+
+def _size(x: Any) -> float:
+    """The expected RMS that is known while tracing; 0 where there is none: of zeros, and beside a dynamic scale."""
+    if isinstance(x, Value):
+        return x.size if v.is_static(x.scale) and x.scale >= v.OF_ZEROS else 0.0
+    return 0.0 if _is_any_scale(x) else abs(v.uniform(x) or 1.0)
+
+
+def _loop_form(part: Sequence[Any], length: int | None) -> _Form | None:
+    """The form of a part of the carry, of which `part` is what it was before, and after each of the first turns.
+
+    A static scale in the middle of its way, if its data then stays within [1/16, 16]; else the scale is carried along.
+    """
+    first, last = next((x for x in part if isinstance(x, Value)), None), part[-1]
+    if first is None:
+        return None
+    if not v.is_static(last.scale):
+        return _Form(None, last.rho if last is part[0] else 1.0, first.dtype)
+    sizes = [_size(x) for x in part]
+    if not any(sizes):
+        return _Form(last.scale, last.rho, first.dtype)
+    reached = [*filter(None, sizes), _final_size(sizes, length)]
+    if max(reached) > 256 * min(reached):
+        return _Form(None, 1.0, first.dtype)
+    middle = math.sqrt(max(reached)) * math.sqrt(min(reached))
+    scale = first.scale if v.is_static(first.scale) and 1 / 2 <= middle / first.scale <= 2 else pow2_round(middle)
+    return _Form(scale, middle / scale, first.dtype)
+
+
+def _final_size(sizes: Sequence[float], length: int | None) -> float:
+    """The expected RMS after all turns of a loop; `length` None: after any number of turns.
+
+    Of the mean square, a turn keeps a share `a` and adds a constant, so its differences grow by the factor `a`: 1 where
+    equal terms are added up, less where they decay, the square of the factor where the carry is multiplied.
+    """
+    *_, x, y, z = (0.0, *(size**2 for size in sizes))
+    rest = math.inf if length is None else length - len(sizes) + 1
+    if rest <= 0 or abs(z - y) <= 1e-6 * z:
+        return sizes[-1]
+    a = (z - y) / (y - x) if abs(y - x) > 1e-6 * y else 1.0
+    if a <= 0:
+        return sizes[-1]
+    if abs(a - 1) < 1e-6:
+        turns: float = rest
+    elif a < 1:
+        turns = a * (1 - a**rest) / (1 - a)
+    else:
+        turns = a * math.expm1(min(rest * math.log(a), 600.0)) / (a - 1)
+    return math.sqrt(max(z + (z - y) * turns, 0.0))
 
 
 def _slices(x: Any) -> tuple[Any, Any]:
@@ -297,6 +340,11 @@ def _slices(x: Any) -> tuple[Any, Any]:
         scale = x.scale[0]
         return (x.data, None), v.value(x.data, scale.reshape(()) if scale.size == 1 else scale, x.rho, x.dtype)
     return (x.data, x.scale), x
+
+
+def _first(x: Any) -> Any:
+    """The first slice; of an empty array, what would be one."""
+    return x[0] if len(x) else lax.full_like(x, 0, shape=x.shape[1:])
 
 
 def _of_slice(pieces: Any, whole: Any) -> Any:

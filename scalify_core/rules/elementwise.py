@@ -17,7 +17,7 @@ from scalify_core.value import Value
 
 _LARGE = 2.0**104
 
-structural("abs", "copy", "real", "stop_gradient")
+structural("abs", "copy", "real", "stop_gradient", along=lambda _, scale: scale)
 unscaled(
     "exp", "exp2", "log", "log2", "logistic", "one_minus_square",
     "cos", "acos", "atan2", "cosh", "acosh", "erfc", "lgamma", "digamma", "polygamma", "zeta",

@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from jax import lax
+
 from scalify_core import registry
 from scalify_core import value as v
 from scalify_core.registry import bind, rule, structural, unscaled
 from scalify_core.rules.elementwise import common
 from scalify_core.value import Value
 
-structural("dynamic_slice")
+structural(
+    "dynamic_slice",
+    along=lambda eqn, scale, *starts: lax.dynamic_slice(
+        scale, [v.materialise(i) for i in starts], tuple(map(min, scale.shape, eqn.params["slice_sizes"]))
+    ),
+)
 unscaled("scatter-mul", as_traced=True)
 
 
@@ -25,13 +32,13 @@ def _gather(eqn: Any, operand: Value, indices: Any) -> Value:
 
 @rule("dynamic_update_slice")
 def _dynamic_update_slice(eqn: Any, operand: Any, update: Any, *indices: Any) -> Value:
-    (operand, update), scale, rho, dtype = common(operand, update)
+    (operand, update), scale, rho, dtype = common(*v.scalar_scales([operand, update]))
     return v.value(bind(eqn, operand, update, *(v.materialise(i) for i in indices)), scale, rho, dtype)
 
 
 @rule("scatter", "scatter-add", "scatter-sub", "scatter-min", "scatter-max")
 def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
-    (operand, updates), scale, rho, dtype = common(operand, updates)
+    (operand, updates), scale, rho, dtype = common(*v.scalar_scales([operand, updates]))
     # FP32: sums, and because the equation's inner jaxpr was traced so.
     out = bind(eqn, v.as_float32(operand), v.materialise(indices), v.as_float32(updates))
     if eqn.primitive.name in ("scatter-add", "scatter-sub"):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, tree
+from scalify_core import ScaledArray, as_scaled_array, asarray, rebalance, set_scaling, tree
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 
@@ -22,9 +22,26 @@ def test_static_scale_that_is_no_power_of_two_in_range_is_an_error(scale):
         ScaledArray(X, scale)
 
 
-def test_data_of_integers_is_an_error():
+def test_data_and_scales_of_integers_are_errors():
     with pytest.raises(TypeError, match="int32"):
         ScaledArray(jnp.arange(3), 1.0)
+    with pytest.raises(TypeError, match="int32"):
+        ScaledArray(X, jnp.int32(2))
+
+
+@pytest.mark.parametrize("shape", [(5,), (8,), (4, 3), (1, 4, 8)])
+def test_dynamic_scale_of_a_shape_that_does_not_fit_is_an_error(shape):
+    with pytest.raises(ValueError, match="shape"):
+        ScaledArray(X, jnp.ones(shape))
+
+
+@pytest.mark.parametrize("number", [0, -2, 3])
+def test_numpy_scales_and_factors_that_are_no_powers_of_two_are_errors(number):
+    with pytest.raises(ValueError, match="power of two"):
+        ScaledArray(X, np.full(4, number, np.float32))
+    for change in (set_scaling, rebalance):
+        with pytest.raises(ValueError, match="power of two"):
+            change(X, number)
 
 
 def test_static_scale_is_structure_and_dynamic_scale_is_a_leaf():
@@ -86,6 +103,34 @@ def test_gradients_of_conversion_are_logical_gradients():
     for scale in (None, 2.0**-4, jnp.float32(8)):
         gradient = jax.grad(lambda x, s=scale: jnp.sum(jnp.sin(asarray(as_scaled_array(x, s)))))(X)
         np.testing.assert_allclose(gradient, jnp.cos(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [2.0**-4, jnp.float32(2.0**-4)], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda x: x.unscale(),
+        lambda x: asarray(x.rescale(4.0)),
+        lambda x: asarray(x.rescale(jnp.float32(4))),
+        lambda x: asarray(x.astype(jnp.bfloat16).astype(jnp.float32)),
+        lambda x: asarray(x[::-1]),
+    ],
+    ids=["unscale", "rescale_static", "rescale_dynamic", "astype", "index"],
+)
+def test_gradients_of_methods_are_logical_gradients(method, scale):
+    x = ScaledArray(X, scale)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.square(method(x))))(x)
+    np.testing.assert_allclose(asarray(gradient), 2 * asarray(x), rtol=2.0**-8)  # BF16 rounds the argument
+
+
+def test_iteration_ends_with_the_leading_axis():
+    rows = [np.asarray(row) for row in ScaledArray(X, jnp.asarray([1.0, 2.0, 4.0, 8.0]))]
+    np.testing.assert_array_equal(rows, X * 2.0 ** np.arange(4)[:, None])
+
+
+def test_dynamic_scale_of_a_host_copy_stays_dynamic():
+    x = jax.device_get(ScaledArray(X, jnp.float32(2)))
+    assert not any(y.is_static for y in (x, x.astype(jnp.float16), x[0]))
 
 
 def test_repr_shows_scale_and_data():

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms, scalify
+from scalify_core.rules import control
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
@@ -61,6 +62,17 @@ PROGRAMS = {
     "scan_stacks_constants": (lambda x: lax.scan(lambda c, _: (c * 1.5, jnp.zeros(3)), x, None, length=5), X),
     "fori_of_growing_carry": (lambda x: lax.fori_loop(0, 5, lambda i, c: c * 2.0, x), X),
     "fori_of_fifty_sums": (lambda x: lax.fori_loop(0, 50, lambda i, c: c + x, jnp.zeros_like(x)), X),
+    "scan_that_hands_on": (
+        lambda x: lax.scan(lambda c, x: ((x, c[0], c[1]), x + c[1] + c[2]), (jnp.zeros(8),) * 3, x),
+        X,
+    ),
+    "while_that_hands_on": (
+        lambda x: lax.while_loop(
+            lambda c: c[0] < 4, lambda c: (c[0] + 1, c[2], c[3], x), (0, *(jnp.zeros((4, 8)),) * 3)
+        ),
+        X,
+    ),
+    "scan_of_length_zero": (lambda x: lax.scan(lambda c, x: (c + x, x * 2), jnp.zeros(8), x[:0]), X),
     "while": (lambda x: lax.while_loop(lambda c: jnp.abs(c).sum() < 1e6, lambda c: c * 2.3 + x, x), X),
     "cond": (lambda x, w: lax.cond(x.sum() > 0, lambda: x @ w, lambda: x * 8.0), X, W),
     "cond_with_constant": (lambda x, w: lax.cond(x.sum() < 0, lambda: x @ w, lambda: jnp.zeros_like(x)), X, W),
@@ -103,7 +115,7 @@ def test_program_gives_the_plain_values(name, dtype, scale):
     # Twelve layers, or fifty sums, each of which rounds a few times.
     tolerance = 64 * float(jnp.finfo(dtype).eps)
     for found, plain in zip(jax.tree.leaves(asarray(out)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(found, plain, rtol=0, atol=tolerance * float(jnp.abs(plain).max()) + 1e-30)
+        np.testing.assert_allclose(found, plain, rtol=0, atol=tolerance * float(jnp.abs(plain).max(initial=0)) + 1e-30)
     for leaf in jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, ScaledArray)):
         if isinstance(leaf, ScaledArray):
             assert leaf.dtype == dtype
@@ -112,6 +124,45 @@ def test_program_gives_the_plain_values(name, dtype, scale):
 def test_carry_that_only_adds_keeps_a_static_scale():
     out = scalify(lambda x, ws: lax.scan(layer, x, ws)[0])(*as_scaled_array((X, LAYERS), 1.0))
     assert out.is_static
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 1.5, -0.625])
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_carry_that_is_multiplied_in_each_turn_is_followed_over_its_whole_way(loop, factor):
+    def fun(x):
+        if loop == "scan":
+            return lax.scan(lambda c, _: (c * factor, None), x, None, length=40)[0]
+        return lax.while_loop(lambda c: c[0] < 40, lambda c: (c[0] + 1, c[1] * factor), (0, x))[1]
+
+    x = as_scaled_array(X, 1.0, dtype=jnp.float16)
+    found = asarray(jax.jit(scalify(fun))(x))
+    # A rounding of FP16 in each turn; numbers of 1/8 are normal there, whatever the power of two.
+    np.testing.assert_allclose(found, asarray(x) * factor**40, rtol=40 * 2.0**-11, atol=2.0**-24 * 8 * factor**40)
+
+
+def test_carry_that_settles_keeps_a_static_scale():
+    def normalised(x, w):
+        return lax.fori_loop(0, 100, lambda i, c: (c @ w) / jnp.linalg.norm(c @ w), x)
+
+    def averaged(x, w):
+        return lax.scan(lambda c, w: (0.9 * c + x @ w, None), jnp.zeros((4, 8)), w[None].repeat(100, 0))[0]
+
+    for fun in (normalised, averaged):
+        assert scalify(fun)(*as_scaled_array((X, W), 1.0)).is_static
+
+
+def test_body_of_a_loop_is_looked_at_twice_at_most(monkeypatch):
+    turns = []
+    shape_of = control._shape_of
+    monkeypatch.setattr(control, "_shape_of", lambda *args: turns.append(1) or shape_of(*args))
+    for fun in (
+        lambda x, ws: lax.scan(layer, x, ws)[0],
+        lambda x, ws: lax.scan(lambda c, w: (c + x @ w, None), jnp.zeros((4, 8)), ws)[0],
+    ):
+        for scale in (1.0, None):
+            turns.clear()
+            scalify(fun)(*as_scaled_array((X, LAYERS), scale))
+            assert len(turns) <= 2
 
 
 def test_layers_of_a_scan_have_scales_of_their_own():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -72,6 +73,84 @@ def test_keyword_and_static_arguments():
         scalify(fun, static_argnums=9)
 
 
+def test_static_arguments_may_be_given_by_name_and_are_told_apart_by_type():
+    fun = scalify(lambda x, n: x * (2 if isinstance(n, int) else 3), static_argnums=1)
+    s = as_scaled_array(X, 1.0)
+    for result, factor in ((fun(s, 1), 2), (fun(s, 1.0), 3), (fun(s, n=1), 2), (fun(s, n=1.0), 3)):
+        np.testing.assert_array_equal(asarray(result), X * factor)
+    varied = scalify(lambda x, *modes: x * len(modes[0]), static_argnums=1)
+    np.testing.assert_array_equal(asarray(varied(s, "ab")), X * 2)
+
+
+def test_errors_about_arguments_name_them():
+    s = as_scaled_array(X, 1.0)
+
+    def fun(x, *, mode, extra=None):
+        return x
+
+    with pytest.raises(ValueError, match="'typo'"):
+        scalify(fun, static_argnames="typo")
+    with pytest.raises(TypeError, match=r"argument mode .*'relu'"):
+        scalify(fun)(s, mode="relu")
+    with pytest.raises(TypeError, match=r"argument x\['a'\]\[1\] .*'b'"):
+        scalify(fun)({"a": [s, "b"]}, mode=1)
+    with pytest.raises(TypeError, match=r"argument mode .*not hashable"):
+        scalify(fun, static_argnames="mode")(s, mode=[1])
+
+
+def test_scaled_arrays_that_the_function_makes_are_plain_to_what_it_returns():
+    def fun(x):
+        return as_scaled_array(x * 3, 2.0), as_scaled_array(x * 3)
+
+    out = scalify(fun)(as_scaled_array(X, 0.5))
+    for x in out:
+        assert not is_scaled(x.data)
+        np.testing.assert_array_equal(asarray(x), 3 * X)
+    gradient = jax.grad(lambda x: jnp.sum(asarray(scalify(fun)(x)[0]) ** 2))(as_scaled_array(X, 0.5))
+    np.testing.assert_allclose(asarray(gradient), 18 * X, rtol=1e-6)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f))])
+def test_values_of_a_surrounding_transformation_may_be_closed_over(transform):
+    p = as_scaled_array(X, 4.0)
+
+    def loss(run):
+        return lambda y: asarray(run(lambda p: jnp.sum(jnp.sin(p) * y**2))(p))
+
+    expected = transform(lambda y: jnp.sum(jnp.sin(X) * y**2))(X)
+    np.testing.assert_allclose(transform(loss(scalify))(X), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [None, 4.0], ids=["dynamic", "static"])
+def test_second_derivatives_outside_are_logical(scale):
+    gradient = jax.grad(lambda x: asarray(scalify(lambda x: jnp.sum(x**3))(x)))
+    for change in (lambda g: g, lambda g: g.rescale(0.5), lambda g: g.rescale(jnp.float32(8))):
+        second = jax.grad(lambda x, f=change: jnp.sum(asarray(f(gradient(x)))))(as_scaled_array(X, scale))
+        np.testing.assert_allclose(asarray(second), 6 * X, rtol=1e-5)
+
+
+def test_eager_gradients_trace_the_function_once():
+    traces = []
+    fun = scalify(lambda x: traces.append(1) or jnp.sum(x**2))
+    for _ in range(3):
+        jax.grad(lambda x: asarray(fun(x)))(as_scaled_array(X, 1.0))
+    assert len(traces) == 1
+
+
+def test_names_and_metadata_are_kept():
+    def fun(x, w):
+        with jax.named_scope("outer"):
+            x = jax.jit(lambda x: jax.named_scope("inner")(jnp.tanh)(x))(x @ w)
+        with set_xla_metadata(mark="here"):
+            return jnp.sin(x)
+
+    args = as_scaled_array((X, PARAMS["w1"]), 1.0)
+    text = jax.jit(jax.grad(lambda *args: asarray(scalify(fun)(*args)).sum())).lower(*args).as_text(debug_info=True)
+    assert re.search(r"outer.*/dot_general", text)
+    assert re.search(r"inner.*/tanh", text)
+    assert 'mark = "here"' in text
+
+
 def test_function_is_traced_once_per_structure():
     traces = []
 
@@ -94,6 +173,17 @@ def test_gradient_outside_is_the_scaled_array_of_the_logical_gradient(scale):
     expected = jax.grad(loss_fn)(PARAMS, X, Y)
     for name in PARAMS:
         np.testing.assert_allclose(asarray(gradient[name]), expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (5, 1, 1)])
+def test_gradient_outside_of_a_scanned_stack_has_scales_of_the_stacks_shape(shape):
+    def loss(layers, x):
+        return jnp.mean(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, layers)[0] ** 2)
+
+    layers = ScaledArray(jax.random.normal(jax.random.key(0), (5, 8, 8)), jnp.full(shape, 0.25))
+    gradient = jax.grad(lambda p: asarray(scalify(loss)(p, as_scaled_array(X[:, :8]))))(layers)
+    assert gradient.scale.shape == shape
+    np.testing.assert_allclose(asarray(gradient), jax.grad(loss)(asarray(layers), X[:, :8]), rtol=0, atol=1e-7)
 
 
 def test_gradient_outside_with_auxiliary_results_and_plain_parameters():

@@ -202,6 +202,10 @@ def test_broadcast_zeros_have_any_scale():
     assert out.scale == 2.0**-30
     scattered = scalify(lambda x: jnp.zeros((3, 8)).at[1].add(x))(x)
     assert scattered.scale == 2.0**-30
+    jitted = jax.jit(lambda n: (jnp.zeros(8) * n, jnp.arange(8)))
+    for zeros in (lambda: jitted(2.0)[0], lambda: np.zeros(8, np.float32), lambda: jnp.zeros_like(jitted(2.0)[0])):
+        assert scalify(lambda x, z=zeros: z() + x)(x).scale == 2.0**-30
+        assert scalify(lambda x, z=zeros: jnp.where(x > 0, x, z()))(x).scale == 2.0**-30
 
 
 def test_small_literals_are_not_rounded_away_while_tracing():
