@@ -23,10 +23,13 @@ def equal_scale(x: Value, axes: tuple) -> Value:
     if v.is_static(x.scale):
         return x
     data, scale = (jax.typeof(y).mat.varying for y in (x.data, x.scale))
-    differing = tuple(axis for axis in axes if axis in scale or axis not in data)
-    if not differing:
+    varying = tuple(axis for axis in axes if axis in scale)
+    unknown = tuple(axis for axis in axes if axis not in scale and axis not in data)
+    if not varying and not unknown:
         return x
-    largest = lax.pmax(x.scale, differing)
+    largest = x.scale
+    for group in filter(None, (varying, unknown)):  # one `pmax` takes no axes of both kinds
+        largest = lax.pmax(largest, group)
     return v.value(v.at_scale(x, largest), largest, x.rho, x.dtype)
 
 
