@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend.core import Primitive, primitives
 
 import scalify_core.interpreter  # noqa: F401  (fills the table of rules)
+import scalify_core.probe  # noqa: F401  (which brings one more)
 from scalify_core import registry
 
 NO_FLOATS = {
