@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.extend.core import Primitive, primitives
 
-import scalify_core.interpreter  # noqa: F401  (fills the table of rules)
+import scalify_core.interpreter
 import scalify_core.probe  # noqa: F401  (which brings one more)
 from scalify_core import registry
 
