@@ -103,7 +103,8 @@ def scanned(name: str) -> bool:
 
 def make_slots(model: Model) -> Slots:
     """A slot for every probe: zeros."""
-    abstract = nnx.eval_shape(lambda: model.training.bind(model.training.init(jax.random.key(0))))
+    init, bind, init_histories = model.training
+    abstract = nnx.eval_shape(lambda: bind(init(jax.random.key(0)), init_histories()))
     return {
         f"{name}.{side}": jnp.zeros(((model.spec.n_layer, *SLOT) if scanned(name) else SLOT), jnp.float32)
         for name, _, _, sides in probed_layers(abstract)
