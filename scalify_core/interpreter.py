@@ -79,7 +79,13 @@ def _stored(jaxpr: Any) -> set[Any]:
     """
     readers: Counter = Counter()
     narrow_readers = set()
-    for eqn in jaxpr.eqns:
+    for eqn in reversed(jaxpr.eqns):
+        if (names := registry.passed(eqn)) is not None:  # who reads the new name reads the variable
+            variable, new = names
+            readers[variable] += readers[new]
+            if new in narrow_readers:
+                narrow_readers.add(variable)
+            continue
         variables = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
         readers.update(variables)
         if not registry.takes_wide(eqn):

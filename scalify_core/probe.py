@@ -33,14 +33,8 @@ SLOT = (2, len(FIGURES))  # of the array and of its gradient
 
 
 def figures(x: Any, fmt: FloatFormat | None = None, exact: Any = None, *, zeros: bool = True) -> jax.Array:
-    """FIGURES of an array or a ScaledArray with one scale, FP32 [4]; `fmt` and `exact` are those of `summarize`.
-
-    With `zeros=False`, zeros are known to come from zeros: underflow without `fmt` and `exact` is the share of
-    subnormal numbers.
-    """
-    summary = summarize(x, fmt=fmt, exact=exact)
-    if not zeros and fmt is None and exact is None:
-        summary = summary._replace(underflow=summary.underflow - summary.zeros)
+    """FIGURES of an array or a ScaledArray with one scale, FP32 [4]; the other arguments are those of `summarize`."""
+    summary = summarize(x, fmt=fmt, exact=exact, zeros=zeros)
     return jnp.stack([getattr(summary, name).astype(jnp.float32) for name in FIGURES])
 
 
@@ -85,16 +79,16 @@ def _stored(x: Any) -> Any:
     return ScaledArray(x.data, x.scale)
 
 
-@composite_rule("probe", wide=True, lazy=True)
+@composite_rule("probe", transparent=(0, 0))
 def _(call: Any, x: Any, slot: Any) -> Any:
     return x
 
 
-@composite_rule("probe.fwd", wide=True, lazy=True)
+@composite_rule("probe.fwd", transparent=(0, 0))
 def _(call: Any, x: Any, slot: Any) -> tuple[Any, jax.Array]:
     return x, _fwd(_stored(x), slot, **dict(call.static))[1]
 
 
-@composite_rule("probe.bwd", wide=True, lazy=True)
+@composite_rule("probe.bwd", transparent=(1, 0))
 def _(call: Any, seen: jax.Array, gradient: Any) -> tuple[Any, jax.Array]:
     return gradient, _bwd(seen, _stored(gradient), **dict(call.static))[1]

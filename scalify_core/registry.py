@@ -54,7 +54,7 @@ class Rule:
 rules: dict[str, Rule] = {}
 composite_rules: dict[str, Callable] = {}
 wide_composites: set[str] = set()
-lazy_composites: set[str] = set()
+transparent_composites: dict[str, tuple[int, int]] = {}
 _warned: set[str] = set()
 # A warning is shown at the user's line, which is in neither of these.
 _LIBRARIES = tuple(os.path.dirname(str(module)) for module in (__file__, jax.__file__))
@@ -103,20 +103,29 @@ def takes_wide(eqn: Any) -> bool:
     return found is None or found.wide
 
 
-def composite_rule(name: str, *, wide: bool = False, lazy: bool = False) -> Callable:
+def passed(eqn: Any) -> tuple[Any, Any] | None:
+    """The variable that an equation only looks at, and its new name; None: the equation does something."""
+    if eqn.primitive.name != "scalify_composite":
+        return None
+    places = transparent_composites.get(eqn.params["call"].name)
+    return None if places is None else (eqn.invars[places[0]], eqn.outvars[places[1]])
+
+
+def composite_rule(name: str, *, wide: bool = False, transparent: tuple[int, int] | None = None) -> Callable:
     """Decorator: the rule of the composite calls named `name` ("gelu", "gelu.fwd", "gelu.bwd").
 
     The rule takes the `Call` and its operands in the tree of the function's arguments (`Value`, plain or None), with
     their data in their formats; it returns the results in the tree of the function's results. With `wide`, data may
-    be FP32 that has not yet been rounded; with `lazy`, a factor may not be in it yet.
+    be FP32 that has not yet been rounded. With `transparent`, the numbers of an operand and of a result among all
+    leaves, that operand is returned as it is, whatever it is, and the program is evaluated as without the call.
     """
 
     def register(fun: Callable) -> Callable:
         composite_rules[name] = fun
         if wide:
             wide_composites.add(name)
-        if lazy:
-            lazy_composites.add(name)
+        if transparent is not None:
+            transparent_composites[name] = transparent
         return fun
 
     return register

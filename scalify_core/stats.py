@@ -30,7 +30,7 @@ class Summary(NamedTuple):
     saturated: jax.Array
 
 
-def summarize(tree: Any, *, fmt: FloatFormat | None = None, exact: Any = None) -> Any:
+def summarize(tree: Any, *, fmt: FloatFormat | None = None, exact: Any = None, zeros: bool = True) -> Any:
     """A `Summary` of each floating-point array and ScaledArray of a tree; None in the place of other leaves.
 
     A zero does not tell what it was before it was rounded, so underflow is counted in one of three ways:
@@ -41,7 +41,8 @@ def summarize(tree: Any, *, fmt: FloatFormat | None = None, exact: Any = None) -
       are not zero but will be, and `saturated` counts those that the cast will clamp. Exact.
     - neither: an upper bound, the elements that are zero or subnormal in the data's own format. Rounding may have
       taken bits from all of them, and from no other; true zeros are counted (take `zeros` beside it to judge). A
-      tensor that slides out of its format shows subnormals long before it is lost.
+      tensor that slides out of its format shows subnormals long before it is lost. With `zeros=False`, for tensors
+      whose zeros are known to be true, the subnormal ones alone.
 
     The figures mean the same for plain arrays, whose scale is 1. Data of FP64 is summarised as FP32.
 
@@ -51,11 +52,11 @@ def summarize(tree: Any, *, fmt: FloatFormat | None = None, exact: Any = None) -
     if fmt is not None and exact is not None:
         raise ValueError("summarize: give fmt (the cast to come) or exact (the values before the last cast), not both")
     if exact is None:
-        return jax.tree.map(lambda x: _summary(x, fmt, None), tree, is_leaf=is_scaled_array)
-    return jax.tree.map(lambda x, e: _summary(x, None, e), tree, exact, is_leaf=is_scaled_array)
+        return jax.tree.map(lambda x: _summary(x, fmt, None, zeros), tree, is_leaf=is_scaled_array)
+    return jax.tree.map(lambda x, e: _summary(x, None, e, zeros), tree, exact, is_leaf=is_scaled_array)
 
 
-def _summary(x: Any, fmt: FloatFormat | None, exact: Any) -> Summary | None:
+def _summary(x: Any, fmt: FloatFormat | None, exact: Any, zeros: bool) -> Summary | None:
     data, scale = (x.data, x.scale) if is_scaled_array(x) else (jnp.asarray(x), 1.0)
     if not jnp.issubdtype(data.dtype, jnp.floating):
         return None
@@ -76,7 +77,7 @@ def _summary(x: Any, fmt: FloatFormat | None, exact: Any) -> Summary | None:
     elif fmt is not None:
         lost = ~zero & _is_zero(fmt.quantise(data))
     else:
-        lost = magnitude < own.min_normal
+        lost = (magnitude < own.min_normal) & (zeros | ~zero)
 
     def share(condition: jax.Array) -> jax.Array:
         return jnp.mean(condition, axes, dtype=jnp.float32)

@@ -32,7 +32,7 @@ def _composite(eqn: Any, *operands: Any) -> Any:
     fun = registry.composite_rules.get(call.name)
     if fun is None:
         return registry.default(eqn, *operands)
-    if call.name not in registry.lazy_composites:
+    if call.name not in registry.transparent_composites:
         bring = v.settle if call.name in registry.wide_composites else v.narrow
         operands = tuple(bring(x) if is_value(x) else x for x in operands)
     out = fun(call, *jax.tree.unflatten(call.in_tree, operands))

@@ -94,6 +94,20 @@ def test_every_step_of_a_scan_has_its_own_figures_and_the_gradient_is_bitwise_th
     np.testing.assert_allclose(size, rms, rtol=3 * 2**-10 if scaled else 1e-5)
 
 
+def test_a_probe_takes_no_rounding_away_from_the_others_who_read_its_array():
+    """What a matrix product reads and something else too is rounded once for both: it is read through the probe."""
+
+    def function(x, weight, slot):
+        squares = x * x
+        product = (squares if slot is None else probe(squares, slot)) @ weight
+        return product, squares + 1
+
+    x = ScaledArray(normal(0).astype(jnp.float16), 1.0)
+    weight = ScaledArray(normal(1, (32, 8)).astype(jnp.float16), 1.0)
+    for found, right in zip(scalify(function)(x, weight, EMPTY), scalify(function)(x, weight, None), strict=True):
+        np.testing.assert_array_equal(found.data, right.data)
+
+
 def test_a_probe_without_a_derivative_is_the_identity():
     x = normal(0)
     np.testing.assert_array_equal(probe(x, EMPTY, forward=FloatFormat.parse("e3m4")), x)

@@ -20,6 +20,7 @@ def test_figures_of_eight_known_numbers(fmt):
     assert s.exponent == -20
     assert s.zeros == 2 / 8
     assert s.underflow == 4 / 8  # at most: two zeros and two subnormals
+    assert jax.jit(lambda x: summarize(x, zeros=False))(data).underflow == 2 / 8
     assert s.saturated == 1 / 8
     expected = np.sqrt(np.mean(np.square(np.asarray(data, np.float64))))
     np.testing.assert_allclose(s.rms, expected, rtol=8 * FP32.epsilon)
