@@ -95,12 +95,18 @@ def test_every_step_of_a_scan_has_its_own_figures_and_the_gradient_is_bitwise_th
 
 
 def test_a_probe_takes_no_rounding_away_from_the_others_who_read_its_array():
-    """What a matrix product reads and something else too is rounded once for both: it is read through the probe."""
+    """What a matrix product reads and something else too is rounded once for both: it is read through the probe.
+
+    Where it is differentiated, which is what probes are for.
+    """
 
     def function(x, weight, slot):
-        squares = x * x
-        product = (squares if slot is None else probe(squares, slot)) @ weight
-        return product, squares + 1
+        def outputs(x, slot):
+            squares = x * x
+            product = (squares if slot is None else probe(squares, slot)) @ weight
+            return product, squares + 1
+
+        return jax.vjp(outputs, x, slot)[0]
 
     x = ScaledArray(normal(0).astype(jnp.float16), 1.0)
     weight = ScaledArray(normal(1, (32, 8)).astype(jnp.float16), 1.0)

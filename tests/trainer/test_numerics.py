@@ -9,16 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from command import finish, parameters, trainer, values, wait_for_row
-from omegaconf import OmegaConf
 
 from scalify_core.probe import FIGURES
 from scalify_core.tree import leaves
-from trainer.__main__ import CONFIGS
+from trainer.build import build_policy
+from trainer.composition import compose_config
 from trainer.data import Batch
 from trainer.numerics import CLASSES, gradients, make_numerics
 from trainer.optimizer import make_optimizer
 from trainer.parallel import make_mesh, place_batch, replicated
-from trainer.precision import Policy
 from trainer.spec import GPT2Spec
 from trainer.workload import Model, Workload, first_state
 
@@ -42,12 +41,8 @@ LAYERS = [
 
 
 def policy(preset, **changes):
-    fields = OmegaConf.merge(
-        OmegaConf.load(f"{CONFIGS}/base/precision.yaml"), OmegaConf.load(f"{CONFIGS}/precision/{preset}.yaml")
-    )
-    plain = {k: tuple(v) if isinstance(v, list) else v for k, v in OmegaConf.to_container(fields).items()}
-    names = [field.name for field in dataclasses.fields(Policy)]
-    return Policy(**{k: v for k, v in plain.items() if k in names} | {"amax_history": 16} | changes)
+    config = compose_config([f"precision={preset}", "precision.amax_history=16"])
+    return dataclasses.replace(build_policy(config.precision), **changes)
 
 
 def workload(preset, spec=SPEC, name="adamw", **changes):
