@@ -14,8 +14,9 @@ SETTINGS = (
 
 @pytest.fixture
 def settings():
-    """The settings are JAX's own again afterwards."""
+    """Without the tests' own cache; afterwards the settings are as before."""
     before = {name: getattr(jax.config, name) for name in SETTINGS}
+    jax.config.update("jax_compilation_cache_dir", None)
     yield
     for name, value in before.items():
         jax.config.update(name, value)
