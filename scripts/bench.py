@@ -20,6 +20,7 @@ from typing import Any
 from scripts.arguments import argument, run
 from trainer.allocator import keep_freed_memory
 from trainer.errors import UserError
+from trainer.libraries import hide_missing_gpu
 
 FORMATS = ("float32", "bfloat16", "float16")
 Contestant = Callable[[int], float]  # takes that many steps; seconds
@@ -131,6 +132,7 @@ def torch_interpreter(named: str) -> str | None:
 
 def main(args: Arguments) -> None:
     """Race at each vocabulary size; print a table and write the JSON file."""
+    hide_missing_gpu()
     keep_freed_memory()  # as `python -m trainer` does
     results = (against_plain if args.scalify else against_torch)(args)
     if args.out:
