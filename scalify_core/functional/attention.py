@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from scalify_core.composite import composite
+from scalify_core.value import saturating_cast
 
 _CUDNN_DTYPES = (jnp.float16, jnp.bfloat16)
 
@@ -78,12 +79,12 @@ def _attention_bwd(residuals: tuple, gradient: jax.Array, *, causal: bool, logit
         logits = _logits(qh[:, :, rows], kh[:, :, cols], segments, rows, cols, causal, logit_scale)
         p = jnp.exp(logits - log_norm[:, :, rows])
         dp = _dot(gh[:, :, rows], vh[:, :, cols], 3, 3)
-        ds = (p * (dp - delta[:, :, rows])).astype(q.dtype)  # without the logits' scale, which may be any size
+        ds = saturating_cast(p * (dp - delta[:, :, rows]), q.dtype)  # without the logits' scale, which may be any size
         dqs.append(_dot(ds, kh[:, :, cols], 3, 2))
         dk = dk.at[:, :, cols].add(_dot(ds, qh[:, :, rows], 2, 2))
         dv = dv.at[:, :, cols].add(_dot(p.astype(q.dtype), gh[:, :, rows], 2, 2))
     dq, dk = jnp.concatenate(dqs, axis=2) * logit_scale, dk * logit_scale
-    return *(_heads_first(d).astype(x.dtype) for d, x in ((dq, q), (dk, k), (dv, v))), None
+    return *(saturating_cast(_heads_first(d), x.dtype) for d, x in ((dq, q), (dk, k), (dv, v))), None
 
 
 def _blocks(queries: int, keys: int, causal: bool) -> list[tuple[slice, slice]]:
