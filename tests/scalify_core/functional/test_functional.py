@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import scalify_core as sc
+from scalify_core.functional import attention
 from scalify_core.functional.embedding import _embedding_bwd, _embedding_bwd_cuda
 
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -149,3 +150,15 @@ def test_embedding_of_an_id_outside_is_nan():
 def test_attention_of_unequal_lengths_with_causal_is_an_error():
     with pytest.raises(ValueError, match="7 queries and 150 keys"):
         sc.attention(QKV[0][:, :7], *QKV[1:])
+
+
+def test_gradients_of_attention_saturate_in_fp16():
+    """The gradient of the logits, beyond 65504 here, is rounded to FP16 before it meets queries and keys."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, g = (
+        jax.random.normal(key, (1, 8, 2, 16)).astype(jnp.float16) * scale
+        for key, scale in zip(keys, (0.0, 0.0, 2.0**10, 2.0**10), strict=True)
+    )
+    _, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, causal=True), q, k, v)
+    for gradient in pullback(g):
+        assert jnp.isfinite(gradient).all()
