@@ -17,6 +17,8 @@ from scalify_core.array import ScaledArray
 from scalify_core.interpreter import scalify
 from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 
+pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
+
 MATRIX = (((1,), (0,)), ((), ()))
 FP8_GEMM = "__cublas$lt$matmul$f8"
 

@@ -25,6 +25,12 @@ BY_DEFAULT = {
 pytestmark = pytest.mark.filterwarnings(f"ignore:scalify. no rule for the primitive '({'|'.join(sorted(BY_DEFAULT))})'")
 
 
+def cases(wanted=lambda case: True):
+    """What a case compiles is used by all of its tests: they go to one worker."""
+    marks = [pytest.mark.xdist_group(f"primitives-{i % 16}") for i in range(len(CASES))]
+    return [pytest.param(c, marks=m, id=str(c)) for c, m in zip(CASES, marks, strict=True) if wanted(c)]
+
+
 def primitives_in(jaxpr):
     names = set()
     for eqn in jaxpr.eqns:
@@ -72,13 +78,13 @@ def test_every_primitive_is_covered_or_carries_no_floats():
     assert exempt <= primitives_of_jax()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", cases())
 def test_the_case_is_one_of_its_primitive(case):
     args = [jnp.asarray(x.array if isinstance(x, Plain) else x) for x in case.args]
     assert case.primitive in primitives_in(jax.make_jaxpr(case.fun)(*args).jaxpr)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", cases())
 def test_scaled_in_fp32_data_equals_plain(case):
     *others, last = case.scales(case.exponents)
     check(case, last, jnp.float32, WAYS)
@@ -86,14 +92,14 @@ def test_scaled_in_fp32_data_equals_plain(case):
         check(case, exponents, jnp.float32, ("eager", "dynamic"))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if not c.of_scalars], ids=str)
+@pytest.mark.parametrize("case", cases(lambda c: not c.of_scalars))
 def test_scaled_in_fp16_data_equals_plain_within_fp16(case):
     narrow = case.exponents if case.narrow is None else case.narrow
     for exponents in case.scales(narrow) if narrow else ():
         check(case, exponents, jnp.float16, ("eager", "dynamic"))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.special and not c.of_scalars], ids=str)
+@pytest.mark.parametrize("case", cases(lambda c: c.special and not c.of_scalars))
 def test_zeros_infinities_and_nan_come_out_as_in_the_plain_function(case):
     middle = sorted(case.exponents)[len(case.exponents) // 2]
     for replace in ((0.0,) * 64, (0.0, np.inf, -np.inf, np.nan)):

@@ -12,6 +12,8 @@ from trainer.aot import OPTIONS, lower_for_target, make_target_mesh
 from trainer.hlo import Program, Shape, fp8_share, parse_instruction
 from trainer.targets import get_target
 
+pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
+
 MATRIX = (((1,), (0,)), ((), ()))
 
 

@@ -15,6 +15,8 @@ from trainer.layers import init_cache
 from trainer.model import GPT2, dropout, functional, param_count, stack_layers, unstack_layers
 from trainer.spec import REMAT_POLICIES, GPT2Spec, linear_paths
 
+pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
+
 SPEC = GPT2Spec(vocab_size=100, context=16, n_layer=3, n_head=2, d_model=16)
 TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
 # Two programs that differ in nothing but the order of sums: a few dozen roundings on values of order 1.

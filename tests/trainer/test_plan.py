@@ -24,6 +24,8 @@ from trainer.precision import Policy
 from trainer.spec import GPT2Spec, linear_sizes
 from trainer.targets import TARGETS, get_target
 
+pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
+
 TINY = ["model=gpt2_nano", "model.n_layer=1", "model.d_model=64", "model.n_head=1", "model.context=64"]
 KEYS = {
     "peak_bytes_per_device",

@@ -22,6 +22,8 @@ from trainer.tracking import (
     without_layers,
 )
 
+pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
+
 
 def loss(step):
     return {"train/loss": 1 / step, "tokens": step * 10}
