@@ -21,15 +21,15 @@ from trainer.tracking import read_history, wandb_files
 
 def test_a_run_killed_several_times_is_bitwise_the_run_that_was_not(tmp_path):
     args = ["train.steps=40", "checkpoint.every=10", "tracker=wandb", f"compile_cache={tmp_path}/cache"]
-    finish(trainer(tmp_path, "A", *args))
+    finish(trainer(tmp_path, "A", *args, XLA_FLAGS=""))  # compiled as for users
     rng = random.Random(0)
     for kill_at in (3, 12, 31):
-        process = trainer(tmp_path, "B", *args, "resume=auto")
+        process = trainer(tmp_path, "B", *args, "resume=auto", XLA_FLAGS="")
         wait_for_row(tmp_path / "B", kill_at, process)
         time.sleep(rng.random() * 0.2)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    output = finish(trainer(tmp_path, "B", *args, "resume=auto"))
+    output = finish(trainer(tmp_path, "B", *args, "resume=auto", XLA_FLAGS=""))
     assert "done: 40 steps" in output
 
     assert values(tmp_path / "A") == values(tmp_path / "B")

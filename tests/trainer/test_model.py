@@ -108,7 +108,7 @@ def test_every_value_gain_is_the_same_function_of_the_same_parameters(scan_layer
     spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
     params, plain, _ = compiled(spec)
     biased = jax.tree.map(lambda p: p + 0.01, params)  # a zero bias would hide its gain
-    loss, grads = compiled(dataclasses.replace(spec, value_gain=1.0))[1](biased)
+    loss, grads = compiled(dataclasses.replace(spec, value_gain=2.0))[1](biased)  # by 1 nothing would be multiplied
     assert_close((loss, grads), plain(biased))  # values are a product of their own: other orders of sums
     assert jax.tree.structure(grads) == jax.tree.structure(params)
     for gain in (2.0**12, 2.0**-12):
