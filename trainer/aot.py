@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from trainer.errors import UserError
 from trainer.hlo import Program
+from trainer.parallel import make_mesh
 from trainer.targets import CUDNN_VERSION, Target
 
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-nvvm", "nvidia-cuda-nvcc")
@@ -79,13 +79,13 @@ def check_packages() -> None:
             )
 
 
-def make_target_mesh(target: Target, gpus: int, hosts: int) -> Mesh:
-    """A mesh with the axis `data` over GPUs that are only described, evenly on `hosts` hosts."""
+def make_target_mesh(target: Target, gpus: int, hosts: int, *sizes: int) -> Mesh:
+    """A mesh over GPUs that are only described, evenly on `hosts` hosts; of `parallel.Sizes`, none: all is `data`."""
     check_packages()
     described = topologies.get_topology_desc(
         platform="cuda", target_config=target.text_proto, topology=f"1x{hosts}x{gpus // hosts}"
     )
-    return Mesh(np.array(described.devices), ("data",), axis_types=(AxisType.Auto,))
+    return make_mesh(*(sizes or (-1,)), devices=described.devices)
 
 
 def lower_for_target(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Lowered:

@@ -41,7 +41,16 @@ from trainer.messages import describe, farewell, schedule_change
 from trainer.metrics import Throughput
 from trainer.numerics import make_numerics
 from trainer.optimizer import learning_rates, make_optimizer
-from trainer.parallel import Agreement, abstract_batch, make_mesh, place_batch, replicated, start_processes
+from trainer.parallel import (
+    Agreement,
+    Sizes,
+    abstract_batch,
+    batch_devices,
+    make_mesh,
+    place_batch,
+    replicated,
+    start_processes,
+)
 from trainer.plan import Aim, Plan, make_plan
 from trainer.precision import DTYPES, Policy
 from trainer.rundir import RunDir, write_environment
@@ -54,10 +63,12 @@ from trainer.watchdog import Watchdog
 from trainer.workload import (
     Dataset,
     Model,
+    Reduce,
     Trained,
     Unfed,
     Workload,
     compile_step,
+    eval_loss_of,
     first_state,
     make_diagnose,
     make_rescale,
@@ -105,16 +116,37 @@ def build_optimizer(c: schema.Optimizer) -> optax.GradientTransformation:
     return make_optimizer(**settings)
 
 
+def build_sizes(c: schema.Parallel) -> Sizes:
+    """Of the mesh's axes."""
+    return Sizes(c.data, c.fsdp, c.tensor)
+
+
+def build_reduce(c: schema.Parallel) -> Reduce:
+    """How gradients are reduced."""
+    return Reduce(c.reduce, c.deterministic_reduce)
+
+
+def check_split(c: schema.Model, mesh: Mesh) -> None:
+    """Refuse a mesh that the model's sizes cannot be split over."""
+    fsdp = mesh.shape["fsdp"]
+    if c.d_model % fsdp:
+        raise UserError(
+            f"parallel.fsdp={fsdp} does not divide model.d_model={c.d_model}: most of the state would stay whole; "
+            f"valid: a divisor of {c.d_model}"
+        )
+
+
 def build_mesh(c: schema.Config) -> Mesh:
-    """The mesh, checked against the batch."""
-    mesh = make_mesh(c.parallel.data)
-    micro_batch = c.batch_size // c.train.accum
-    if micro_batch % mesh.size:
+    """The mesh, checked against the batch and the model."""
+    mesh = make_mesh(*build_sizes(c.parallel))
+    check_split(c.model, mesh)
+    micro_batch, devices = c.batch_size // c.train.accum, batch_devices(mesh)
+    if micro_batch % devices:
         raise UserError(
             f"a micro-batch of {micro_batch} sequences (train.batch_tokens={c.train.batch_tokens} / model.context="
-            f"{c.model.context} / train.accum={c.train.accum}) cannot be split over {mesh.size} devices; "
-            f"valid: parallel.data that divides {micro_batch}, or train.batch_tokens a multiple of "
-            f"{mesh.size * c.train.accum * c.model.context}"
+            f"{c.model.context} / train.accum={c.train.accum}) cannot be split over {devices} devices; "
+            f"valid: parallel.data x parallel.fsdp that divides {micro_batch}, or train.batch_tokens a multiple of "
+            f"{devices * c.train.accum * c.model.context}"
         )
     return mesh
 
@@ -169,7 +201,8 @@ def build_workload(c: schema.Config) -> Workload:
     data = build_data(c)
     policy = build_policy(c.precision)
     model = build_model(c.model, policy, data.tokenizer.vocab_size)
-    return Workload(model, data, c.optimizer.name, build_optimizer(c.optimizer), mesh, c.seed)
+    optimizer = build_optimizer(c.optimizer)
+    return Workload(model, data, c.optimizer.name, optimizer, mesh, c.seed, build_reduce(c.parallel))
 
 
 def vocabulary(c: schema.Config) -> int:
@@ -195,13 +228,14 @@ def build_plan(
 
     `bf16`: the configuration of what it is compared with; None: not compared.
     """
-    mesh = make_target_mesh(aim.target, aim.gpus, aim.hosts)
+    mesh = make_target_mesh(aim.target, aim.gpus, aim.hosts, *build_sizes(c.parallel))
+    check_split(c.model, mesh)
     model = build_model(c.model, build_policy(c.precision), vocabulary(c))
-    task = Unfed(model, c.optimizer.name, build_optimizer(c.optimizer), mesh)
+    task = Unfed(model, c.optimizer.name, build_optimizer(c.optimizer), mesh, build_reduce(c.parallel))
     other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))
 
     def batches(sequences: int) -> Tokens:
-        rows = sequences * mesh.size * c.train.accum
+        rows = sequences * batch_devices(mesh) * c.train.accum
         return abstract_batch(c.train.accum, rows, c.model.context, document_mask=c.data.document_mask, mesh=mesh)
 
     return make_plan(
@@ -285,7 +319,7 @@ def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tup
 
 def make_evaluate(c: schema.Config, w: Workload) -> Callable[[TrainState, bool], Evaluation]:
     """`(state, final) -> found`: validation on the first batches of the validation part, on more at the end."""
-    eval_step = jax.jit(make_eval_step(w.model.eval_loss), out_shardings=replicated(w.mesh))
+    eval_step = jax.jit(make_eval_step(eval_loss_of(w)), out_shardings=replicated(w.mesh))
     available = w.data.val.steps_per_epoch
 
     def run_evaluation(state: TrainState, final: bool) -> Evaluation:

@@ -134,6 +134,10 @@ class Precision:
 @dataclass(frozen=True)
 class Parallel:
     data: int
+    fsdp: int
+    tensor: int
+    reduce: Literal["fp32", "bf16", "fp16", "fp8"]
+    deterministic_reduce: bool
     distributed: bool
 
 
@@ -311,9 +315,18 @@ def validate(c: Config) -> None:
         f"{c.model.context} x {c.train.accum} = {tokens}; "
         f"nearest valid: {max(1, round(c.train.batch_tokens / tokens)) * tokens}",
     )
+    mesh = {name: getattr(c.parallel, name) for name in ("data", "fsdp", "tensor")}
+    for name, size in mesh.items():
+        valid = size == -1 or size >= 1
+        _require(valid, f"parallel.{name}={size}: expected a number of devices, or -1 for what the others leave")
     _require(
-        c.parallel.data == -1 or c.parallel.data >= 1,
-        f"parallel.data={c.parallel.data}: expected a number of devices, or -1 for all",
+        list(mesh.values()).count(-1) <= 1,
+        f"{', '.join(f'parallel.{n}=-1' for n, size in mesh.items() if size == -1)}: only one can be what the others "
+        "leave; set parallel.data=1 to shard the state over all devices",
+    )
+    _require(
+        not c.parallel.deterministic_reduce or c.parallel.reduce == "fp32",
+        f"parallel.deterministic_reduce=true sums in FP32, but parallel.reduce={c.parallel.reduce}; choose one of them",
     )
     _require(c.data.source != "text" or bool(c.data.paths), "data=text needs data.paths=[FILE,...]")
     _require(

@@ -15,7 +15,7 @@ from scalify_core.array import is_scaled_array
 from scalify_core.tree import map_arrays
 from trainer.precision import DTYPES, Policy
 
-# (parameters, tokens, segments, key) -> nats; with amax histories they are `parameters, histories`.
+# (parameters, tokens, segments, keys) -> nats; with amax histories they are `parameters, histories`.
 LossFn = Callable[..., jax.Array]
 ValueAndGrad = Callable[..., tuple[jax.Array, Any, Any]]
 
@@ -28,7 +28,8 @@ class Differentiate(NamedTuple):
 
     Attributes:
       init: makes the first state of the scaling: a loss scale, amax histories, or ().
-      value_and_grad: (parameters, scaling, tokens, segments, key) -> (loss, gradients, seen). The loss is FP32;
+      value_and_grad: (parameters, scaling, tokens, segments, keys) -> (loss, gradients, seen), the keys one for
+        each sequence. The loss is FP32;
         gradients are plain or scaled arrays. `seen` is what `update` needs of the pass; that of several micro-batches
         is combined by the maximum.
       update: (scaling, seen, whether the step was finite) -> the scaling of the next step.
@@ -40,7 +41,7 @@ class Differentiate(NamedTuple):
 
 
 def differentiate(loss_fn: LossFn, policy: Policy, init_histories: Callable[[], Any]) -> Differentiate:
-    """How `policy` differentiates `loss_fn(parameters, tokens, segments, key)`."""
+    """How `policy` differentiates `loss_fn(parameters, tokens, segments, keys)`."""
     if policy.scaling == "loss_scale":
         return Differentiate(first_loss_scale, loss_scaled(loss_fn), next_loss_scale)
     if policy.scaling == "delayed":

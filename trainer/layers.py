@@ -10,7 +10,7 @@ Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads, K hea
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -263,12 +263,20 @@ class SmoothSwigluMLP(SwigluMLP):
         return self.c_proj(hidden_NxF, factor=size_F[:, None])
 
 
-def dropout(x_NxD: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zero a share of the elements, scale up the rest. Without a key: evaluation, the identity."""
-    if key is None or rate == 0.0:
+def dropout(x_NxD: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
+    """Zero a share of the elements, scale up the rest; a key for each sequence. Without: evaluation, the identity."""
+    if keys_B is None or rate == 0.0:
         return x_NxD
-    keep_NxD = jax.random.bernoulli(key, 1.0 - rate, x_NxD.shape)
-    return jnp.where(keep_NxD, x_NxD / (1.0 - rate), 0.0).astype(x_NxD.dtype)
+    shape = (x_NxD.shape[0] // len(keys_B), x_NxD.shape[1])
+    keep_BxTxD = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, shape))(keys_B)
+    return jnp.where(keep_BxTxD.reshape(x_NxD.shape), x_NxD / (1.0 - rate), 0.0).astype(x_NxD.dtype)
+
+
+def split_keys(keys_B: jax.Array | None, count: int) -> Any:
+    """`count` keys for each sequence, [count, B]; Nones where there are none."""
+    if keys_B is None:
+        return [None] * count
+    return jnp.swapaxes(jax.vmap(lambda key: jax.random.split(key, count))(keys_B), 0, 1)
 
 
 class Block(nnx.Module):
@@ -285,11 +293,11 @@ class Block(nnx.Module):
         self.mlp = mlps[spec.mlp](spec, make, residual_stddev)
 
     def __call__(
-        self, x_NxD: jax.Array, batch: int, segments_BxT: jax.Array | None, dropout_key: jax.Array | None
+        self, x_NxD: jax.Array, batch: int, segments_BxT: jax.Array | None, keys_B: jax.Array | None
     ) -> jax.Array:
-        attn_key, mlp_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        x_NxD += dropout(self.attn(self.ln_1(x_NxD), batch, segments_BxT), self.dropout, attn_key)
-        return x_NxD + dropout(self.mlp(self.ln_2(x_NxD)), self.dropout, mlp_key)
+        attn_keys_B, mlp_keys_B = split_keys(keys_B, 2)
+        x_NxD += dropout(self.attn(self.ln_1(x_NxD), batch, segments_BxT), self.dropout, attn_keys_B)
+        return x_NxD + dropout(self.mlp(self.ln_2(x_NxD)), self.dropout, mlp_keys_B)
 
     def decode(self, x_NxD: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
         """The same for tokens at `position` and after it, which attend to this layer's cache too."""

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from scalify_core.array import ScaledArray, is_scaled_array
 
@@ -69,7 +70,9 @@ def as_saved(like: Any, saved: Description) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if f"{name}/data" in saved:
             data = jax.ShapeDtypeStruct(leaf.shape, dtype(f"{name}/data"), sharding=leaf.sharding)
-            return ScaledArray(data, jax.ShapeDtypeStruct((), jnp.float32, sharding=leaf.sharding))
+            named = isinstance(leaf.sharding, NamedSharding)
+            whole = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if named else leaf.sharding
+            return ScaledArray(data, jax.ShapeDtypeStruct((), jnp.float32, sharding=whole))
         if name in saved:
             return jax.ShapeDtypeStruct(leaf.shape, dtype(name), sharding=leaf.sharding)
         return leaf

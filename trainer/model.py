@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from scalify_core import embedding, linear_cross_entropy
 from trainer.dots import OverwriteWithGradient
-from trainer.layers import Block, DotGeneralFor, Embedding, Factory, KVCache, dropout
+from trainer.layers import Block, DotGeneralFor, Embedding, Factory, KVCache, dropout, split_keys
 from trainer.spec import GPT2Spec
 
 Params = dict[str, Any]
@@ -70,39 +70,41 @@ class GPT2(nnx.Module):
         return x_BxTxD.reshape(-1, self.spec.d_model).astype(self.compute_dtype)
 
     def hidden(
-        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None, dropout_key: jax.Array | None = None
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None, dropout_keys_B: jax.Array | None = None
     ) -> jax.Array:
         """The final LayerNorm's output, `[B, T, D]` in the compute dtype.
 
         Args:
           tokens_BxT: int32 ids below `vocab_size`; T at most `context`.
           segments_BxT: int32 document ids; a token attends to its own document only. None: to all before it.
-          dropout_key: None turns dropout off.
+          dropout_keys_B: a key for each sequence; None turns dropout off.
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
         if spec.dropout == 0.0:
-            dropout_key = None
-        embed_key, layers_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        keys_L = None if layers_key is None else jax.random.split(layers_key, spec.n_layer)
+            dropout_keys_B = None
+        keys = split_keys(dropout_keys_B, 1 + spec.n_layer)
+        embed_keys_B, keys_LxB = keys[0], keys[1:]
 
-        def run(graphdef: Any, x_NxD: jax.Array, layer: Any, segments_BxT: Any, key: Any) -> jax.Array:
-            return nnx.merge(graphdef, layer)(x_NxD, B, segments_BxT, key)
+        def run(graphdef: Any, x_NxD: jax.Array, layer: Any, segments_BxT: Any, keys_B: Any) -> jax.Array:
+            return nnx.merge(graphdef, layer)(x_NxD, B, segments_BxT, keys_B)
 
         if spec.remat != "none":
             policy = None if spec.remat == "block" else getattr(jax.checkpoint_policies, spec.remat)
             # A scan's body is not deduplicated with its recomputation anyway; the barriers would only cost.
             run = jax.checkpoint(run, policy=policy, prevent_cse=not spec.scan_layers, static_argnums=0)
 
-        x_NxD = dropout(self.embed(tokens_BxT), spec.dropout, embed_key)
+        x_NxD = dropout(self.embed(tokens_BxT), spec.dropout, embed_keys_B)
         if spec.scan_layers:
             graphdef, layers = nnx.split(self.h)
             x_NxD, _ = jax.lax.scan(
-                lambda x, layer: (run(graphdef, x, layer[0], segments_BxT, layer[1]), None), x_NxD, (layers, keys_L)
+                lambda x, layer: (run(graphdef, x, layer[0], segments_BxT, layer[1]), None),
+                x_NxD,
+                (layers, None if dropout_keys_B is None else keys_LxB),
             )
         else:
             for i, block in enumerate(self.h):
                 graphdef, layer = nnx.split(block)
-                x_NxD = run(graphdef, x_NxD, layer, segments_BxT, None if keys_L is None else keys_L[i])
+                x_NxD = run(graphdef, x_NxD, layer, segments_BxT, keys_LxB[i])
         return self.ln_f(x_NxD).reshape(B, T, spec.d_model)
 
     def logits(self, h_NxD: jax.Array) -> jax.Array:
@@ -111,10 +113,10 @@ class GPT2(nnx.Module):
         return jnp.einsum("nd,vd->nv", h_NxD, wte_VxD, preferred_element_type=jnp.float32)
 
     def __call__(
-        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None, dropout_key: jax.Array | None = None
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None, dropout_keys_B: jax.Array | None = None
     ) -> jax.Array:
         """Next-token logits, FP32 `[B, T, vocab_size]`. Arguments as for `hidden`."""
-        h_BxTxD = self.hidden(tokens_BxT, segments_BxT, dropout_key)
+        h_BxTxD = self.hidden(tokens_BxT, segments_BxT, dropout_keys_B)
         return self.logits(h_BxTxD.reshape(-1, self.spec.d_model)).reshape(*tokens_BxT.shape, self.spec.vocab_size)
 
     def loss(
@@ -122,10 +124,10 @@ class GPT2(nnx.Module):
         tokens_BxT: jax.Array,
         targets_BxT: jax.Array,
         segments_BxT: jax.Array | None = None,
-        dropout_key: jax.Array | None = None,
+        dropout_keys_B: jax.Array | None = None,
     ) -> jax.Array:
         """Mean cross-entropy of the targets in nats, an FP32 scalar. FP32 logits of a whole batch are never held."""
-        h_BxTxD = self.hidden(tokens_BxT, segments_BxT, dropout_key)
+        h_BxTxD = self.hidden(tokens_BxT, segments_BxT, dropout_keys_B)
         h_NxD = h_BxTxD.reshape(-1, self.spec.d_model)
         return linear_cross_entropy(
             h_NxD, self.wte.embedding[...], targets_BxT.reshape(-1), vocab_size=self.spec.vocab_size

@@ -23,6 +23,7 @@ What underflow is counted against, where a zero does not tell whether it came fr
 Saturation is counted against the cast to come, or the format that the tensor has.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -41,7 +42,7 @@ from trainer.layers import Block, LastColumns, LayerNorm, Linear
 from trainer.model import GPT2
 from trainer.precision import DTYPES, MOMENTS, Policy
 from trainer.state import TrainState
-from trainer.step import Tokens
+from trainer.step import Tokens, sequence_keys
 from trainer.workload import Model
 
 CLASSES = ("weights", "activations", "activation_gradients", "weight_gradients", "mu", "nu")
@@ -145,16 +146,16 @@ def attach(model: Model, bound: GPT2, slots: Slots) -> GPT2:
 
 def gradients(model: Model, state: TrainState, batch: Tokens, step: jax.Array) -> tuple[Any, Slots]:
     """Of the first micro-batch, as the step number `step` differentiates it: the gradients, and the slots filled."""
-    policy, key = model.policy, jax.random.fold_in(jax.random.fold_in(state.key, step), 0)
+    policy, keys_B = model.policy, sequence_keys(jax.random.fold_in(state.key, step), batch)[0]
     histories = state.scaling if policy.scaling == "delayed" else None
     seed = state.scaling.value if policy.scaling == "loss_scale" else np.float32(1)
 
-    def pull(params: Any, slots: Slots, tokens: jax.Array, segments: jax.Array | None, key: jax.Array) -> Any:
+    def pull(params: Any, slots: Slots, tokens: jax.Array, segments: jax.Array | None, keys_B: jax.Array) -> Any:
         def loss(params: Any, slots: Slots) -> jax.Array:
             training = model.training._replace(
                 bind=lambda *arguments: attach(model, model.training.bind(*arguments), slots)
             )
-            return model._replace(training=training).loss(params, tokens, segments, key, histories)
+            return model._replace(training=training).loss(params, tokens, segments, keys_B, histories)
 
         return jax.vjp(loss, params, slots)[1](jnp.asarray(seed))
 
@@ -162,8 +163,8 @@ def gradients(model: Model, state: TrainState, batch: Tokens, step: jax.Array) -
     if policy.scaled:
         dtype = DTYPES[policy.compute]
         scaled: Callable[..., Any] = scalify(pull)
-        return scaled(map_arrays(lambda p: p.astype(dtype), state.params), make_slots(model), *first, key)
-    grads, seen = pull(state.params, make_slots(model), *first, key)
+        return scaled(map_arrays(lambda p: p.astype(dtype), state.params), make_slots(model), *first, keys_B)
+    grads, seen = pull(state.params, make_slots(model), *first, keys_B)
     if policy.scaling == "loss_scale":
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / seed, grads)
     return grads, seen
@@ -239,6 +240,7 @@ def make_numerics(
     """
     pull = jax.jit(functools.partial(stored_gradients, model), out_shardings=sharding)
     measure = jax.jit(of_tensor, static_argnums=3, out_shardings=sharding)
+    everywhere = jax.jit(lambda params: params, out_shardings=sharding)
     forward, _ = casts(model.policy)
     kernels = {f"{path.replace('*.', '')}.kernel" for path in model.narrow}
 
@@ -254,6 +256,7 @@ def make_numerics(
         return found
 
     def numerics(state: TrainState, batch: Tokens, step: int) -> dict[str, float]:
+        state = dataclasses.replace(state, params=everywhere(state.params))
         mu, nu = (named(state.opt_state, field) if field else {} for field in MOMENTS[optimizer])
         narrow = {name: nu[name] for name in mu if is_scaled_array(mu[name]) and name in nu}
         grads, exact, seen = pull(state, batch, np.int32(step))

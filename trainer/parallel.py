@@ -1,7 +1,9 @@
 """Devices: the mesh, the shardings, arrays from host batches, and the start of a multi-process run."""
 
+import math
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from trainer.data import Batch
 from trainer.errors import UserError
 from trainer.step import Tokens
 
+BATCH_AXES = ("data", "fsdp")  # of the mesh: those that the batch is split over
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -32,18 +35,55 @@ def start_processes() -> None:
         ) from error
 
 
-def make_mesh(data: int) -> Mesh:
-    """A mesh with the axis `data` over `data` devices, or over all of them (-1)."""
-    found = jax.device_count()
-    if data > found:
-        raise UserError(f"parallel.data={data}, but there are {found} devices; valid: 1 to {found}, or -1 for all")
-    devices = jax.devices()[: found if data == -1 else data]
-    idle = jax.process_count() - len({device.process_index for device in devices})
+class Sizes(NamedTuple):
+    """Of the mesh's axes; -1 in one of them: whatever the others leave.
+
+    Attributes:
+      data: the batch is split, the state is not.
+      fsdp: the batch and the state are split.
+      tensor: attention and MLP are split (Megatron), and the state.
+    """
+
+    data: int
+    fsdp: int
+    tensor: int
+
+    def __str__(self) -> str:
+        return " x ".join(f"parallel.{name}={size}" for name, size in self._asdict().items())
+
+    def filled(self, devices: int) -> "Sizes":
+        """With numbers that `devices` devices are enough for. Raises UserError where there are none."""
+        given = math.prod(size for size in self if size != -1)
+        sizes = Sizes(*(devices // given if size == -1 else size for size in self))
+        wanted = math.prod(sizes)
+        if not 1 <= wanted <= devices or (-1 in self and devices % given):
+            valid = [n for n in range(1, devices + 1) if devices % n == 0]
+            raise UserError(
+                f"{self} does not fit: there are {devices} devices; valid: a product of at most {devices}, or -1 for "
+                f"one of them and others whose product is one of {', '.join(map(str, valid))}"
+            )
+        return sizes
+
+
+def make_mesh(data: int, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with the axes of `Sizes`, the last one the innermost, over the first of the devices (None: of all).
+
+    Raises UserError for sizes that the devices do not have, and for processes that would be left without a device.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = Sizes(data, fsdp, tensor)
+    filled = sizes.filled(len(devices))
+    used = devices[: math.prod(filled)]
+    found = {device.process_index for device in devices}
+    idle = len(found) - len({device.process_index for device in used})
     if idle:
-        raise UserError(
-            f"parallel.data={data} leaves {idle} of {jax.process_count()} processes without a device; use -1"
-        )
-    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+        raise UserError(f"{sizes} leaves {idle} of {len(found)} processes without a device; use -1 for one of them")
+    return Mesh(np.array(used).reshape(filled), Sizes._fields, axis_types=(AxisType.Auto,) * 3)
+
+
+def batch_devices(mesh: Mesh) -> int:
+    """Over how many of them the batch is split."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -53,7 +93,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """For [A, B, T+1]: each device holds its share of B."""
-    return NamedSharding(mesh, PartitionSpec(None, "data"))
+    return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
 
 
 def abstract_batch(accum: int, batch_size: int, context: int, *, document_mask: bool, mesh: Mesh) -> Tokens:
@@ -93,6 +133,6 @@ class Agreement:
         return int(answer)
 
     def _ask(self, number: int) -> jax.Array:
-        sharding = NamedSharding(self._mesh, PartitionSpec("data"))
+        sharding = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         given = np.full(self._mesh.size, number, np.int32)
         return self._largest(jax.make_array_from_callback(given.shape, sharding, lambda index: given[index]))

@@ -16,7 +16,7 @@ import optax
 from jax.typing import DTypeLike
 
 from scalify_core import FloatFormat, ScaledArray, optim, weights
-from scalify_core.formats import FP32
+from scalify_core.formats import E4M3, FP32
 from scalify_core.matmul import MULTIPLE
 from trainer.dots import Dot, make_dot
 from trainer.errors import UserError
@@ -201,14 +201,29 @@ def store_weights(params: Any, policy: Policy) -> Any:
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
+def in_transit(p: Any, policy: Policy, *, kernel: bool, narrow: bool) -> Any:
+    """A parameter as devices send it each other: rounded as the first who uses it would round it.
+
+    Args:
+      kernel: whether it is that of a linear layer.
+      narrow: whether of one whose matmul is narrow.
+    """
+    if policy.scaled:
+        p = p.astype(DTYPES[policy.compute])
+        in_fp8 = narrow and not policy.simulate and policy.clip_outliers is None
+        return ScaledArray(E4M3.cast(p.data), p.scale) if in_fp8 else p
+    # Gains, tables and biases are used in FP32; FP8 kernels get their scale from what the weights are.
+    return p.astype(DTYPES[policy.compute]) if kernel and not narrow else p
+
+
 def abstract_weights(shapes: Any, policy: Policy, scale: float | None = None) -> Any:
     """What `store_weights` makes, as shapes and dtypes; with dynamic scales as in checkpoints, or a static one."""
 
     def convert(s: jax.ShapeDtypeStruct) -> Any:
-        data = jax.ShapeDtypeStruct(s.shape, DTYPES[policy.weights], sharding=s.sharding)
+        data = jax.ShapeDtypeStruct(s.shape, DTYPES[policy.weights])
         if not policy.scaled:
             return data
-        return ScaledArray(data, scale or jax.ShapeDtypeStruct((), np.float32, sharding=s.sharding))
+        return ScaledArray(data, scale or jax.ShapeDtypeStruct((), np.float32))
 
     return jax.tree.map(convert, shapes)
 

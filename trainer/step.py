@@ -3,6 +3,7 @@
 Legend: A micro-batches per step, B sequences per micro-batch, T tokens per sequence.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -37,24 +38,38 @@ Metrics = dict[str, jax.Array]
 StepFn = Callable[[TrainState, Tokens, Hyper], tuple[TrainState, Metrics]]
 
 
-def mean_gradient(value_and_grad: ValueAndGrad, state: TrainState, batch: Tokens, key: jax.Array) -> tuple:
+# (value_and_grad, parameters, scaling, batch, keys [A, B]) -> (loss, gradient, what the scaling has seen).
+Gradient = Callable[[ValueAndGrad, Any, Any, Tokens, jax.Array], tuple[jax.Array, Any, Any]]
+
+
+def sequence_keys(key: jax.Array, batch: Tokens) -> jax.Array:
+    """Keys [A, B]: of every sequence its own, wherever it is computed."""
+    shape = batch.tokens_AxBxT1.shape[:2]
+    rows = jnp.arange(math.prod(shape)).reshape(shape)
+    return jax.vmap(jax.vmap(lambda row: jax.random.fold_in(key, row)))(rows)
+
+
+def mean_gradient(
+    value_and_grad: ValueAndGrad, params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array
+) -> tuple[jax.Array, Any, Any]:
     """Loss, gradient and what the scaling has seen; of several micro-batches the mean in FP32 and the maximum."""
     micro_batches = batch.tokens_AxBxT1.shape[0]
 
-    def of(index: Any, micro: Tokens) -> tuple[jax.Array, Any, Any]:
-        return value_and_grad(state.params, state.scaling, *micro, jax.random.fold_in(key, index))
+    def of(micro: Tokens, keys_B: jax.Array) -> tuple[jax.Array, Any, Any]:
+        return value_and_grad(params, scaling, *micro, keys_B)
 
+    first = jax.tree.map(lambda x: x[0], batch), keys_AxB[0]
     if micro_batches == 1:
-        return of(0, jax.tree.map(lambda x: x[0], batch))
+        return of(*first)
 
-    def add(total: Any, index_and_batch: tuple[jax.Array, Tokens]) -> tuple[Any, None]:
-        loss, grads, seen = of(*index_and_batch)
+    def add(total: Any, micro: tuple[Tokens, jax.Array]) -> tuple[Any, None]:
+        loss, grads, seen = of(*micro)
         mean = jax.tree.map(lambda t, n: t + n / micro_batches, total[:2], weights.wide((loss, grads)))
         return (*mean, jax.tree.map(jnp.maximum, total[2], seen)), None
 
-    shapes = jax.eval_shape(lambda: weights.wide(of(0, jax.tree.map(lambda x: x[0], batch))))
+    shapes = jax.eval_shape(lambda: weights.wide(of(*first)))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.scan(add, zero, (jnp.arange(micro_batches), batch))[0]
+    return jax.lax.scan(add, zero, (batch, keys_AxB))[0]
 
 
 def first_true(flags: list[jax.Array]) -> jax.Array:
@@ -69,6 +84,7 @@ def make_train_step(
     *,
     store_gradients: Callable[[Any], Any] = lambda grads: grads,
     rounding: weights.Rounding = "nearest",
+    gradient: Gradient = mean_gradient,
 ) -> StepFn:
     """The pure function `(state, batch, hyper) -> (state, metrics)`.
 
@@ -80,11 +96,12 @@ def make_train_step(
       optimizer: from the seed of its rounding, to one at a learning rate of one that takes plain and scaled gradients.
       store_gradients: brings the gradients to the formats in which the optimiser gets them.
       rounding: of narrow weights.
+      gradient: of the micro-batches; over several devices see `distribute.gradient_over`.
     """
 
     def train_step(state: TrainState, batch: Tokens, hyper: Hyper) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(state.key, hyper.step)
-        loss, grads, seen = mean_gradient(differentiate.value_and_grad, state, batch, key)
+        keys_AxB = sequence_keys(jax.random.fold_in(state.key, hyper.step), batch)
+        loss, grads, seen = gradient(differentiate.value_and_grad, state.params, state.scaling, batch, keys_AxB)
         grads = store_gradients(grads)
         grad_norm = optax.global_norm(weights.wide(grads))
         updates, opt_state = optimizer(hyper.seed).update(grads, state.opt_state, state.params)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from scalify_core import asarray, weights
 from trainer.data import Loader, Manifest, Tokenizer
+from trainer.distribute import LossOfState, Wire, gradient_over, loss_over
 from trainer.generate import Generator
 from trainer.gradients import Differentiate, differentiate, propagated_loss, store_gradients
 from trainer.model import GPT2, Functional, Params, functional, param_count
@@ -23,14 +24,16 @@ from trainer.precision import (
     abstract_weights,
     convert_moments,
     dot_general_for,
+    in_transit,
     is_kernel_of,
     skipped_matmuls,
     store_moments,
     store_weights,
 )
+from trainer.sharding import abstract, shardings
 from trainer.spec import GPT2Spec, linear_sizes
 from trainer.state import TrainState, init_state
-from trainer.step import Hyper, StepFn, Tokens, make_train_step
+from trainer.step import Gradient, Hyper, StepFn, Tokens, make_train_step, mean_gradient, sequence_keys
 from trainer.watchdog import first_nonfinite
 
 
@@ -71,14 +74,13 @@ class Model(NamedTuple):
         params: Params,
         tokens: jax.Array,
         segments: jax.Array | None,
-        key: jax.Array | None,
+        keys_B: jax.Array | None,
         histories: Params | None = None,
     ) -> jax.Array:
-        """Mean next-token loss of `tokens` [B, T+1] in nats, of logical values; dropout with `key`, none without."""
+        """Mean next-token loss of `tokens` [B, T+1] in nats, of logical values; dropout with `keys`, none without."""
         segments = None if segments is None else segments[:, :-1]
-        dropout_key = key if self.spec.dropout else None
         model = self.training.bind(params, histories)
-        return model.loss(tokens[:, :-1], tokens[:, 1:], segments, dropout_key)
+        return model.loss(tokens[:, :-1], tokens[:, 1:], segments, keys_B if self.spec.dropout else None)
 
     def eval_loss(self, state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
         """The loss in the run's precision, without dropout, of the weights in a state."""
@@ -89,6 +91,11 @@ class Model(NamedTuple):
     def differentiate(self) -> Differentiate:
         """The loss and its gradient in the run's precision."""
         return differentiate(self.loss, self.policy, self.training.init_histories)
+
+    def in_transit(self, path: Any, p: Any) -> Any:
+        """The parameter at a path in the form in which devices send it each other."""
+        kernel = path[-1].key == "kernel"
+        return in_transit(p, self.policy, kernel=kernel, narrow=kernel and is_kernel_of(self.narrow, path))
 
     def store_gradients(self, grads: Any) -> Any:
         """The gradients as they go to the optimiser."""
@@ -121,6 +128,13 @@ class Dataset(NamedTuple):
         return self.manifest.bytes("val") / self.manifest.tokens("val")
 
 
+class Reduce(NamedTuple):
+    """How gradients are reduced over devices; see `distribute.Wire`."""
+
+    format: str = "fp32"
+    deterministic: bool = False
+
+
 class Task(Protocol):
     """What the compiled step follows from: a `Workload`, or an `Unfed` one."""
 
@@ -131,6 +145,10 @@ class Task(Protocol):
     @property
     def mesh(self) -> Mesh:
         """Of the devices that it is compiled for."""
+
+    @property
+    def reduce(self) -> Reduce:
+        """How gradients are."""
 
     def optimizer(self, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
         """See `Workload.optimizer`."""
@@ -143,6 +161,7 @@ class Unfed(NamedTuple):
     optimizer_name: str
     plain_optimizer: optax.GradientTransformation
     mesh: Mesh
+    reduce: Reduce = Reduce()
 
     def optimizer(self, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
         """See `Workload.optimizer`."""
@@ -158,6 +177,7 @@ class Workload(NamedTuple):
     plain_optimizer: optax.GradientTransformation
     mesh: Mesh
     seed: int
+    reduce: Reduce = Reduce()
 
     def optimizer(self, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
         """At a learning rate of one, its moments stored as the precision says. First states do not need the seed."""
@@ -182,20 +202,35 @@ class Trained(NamedTuple):
     tokenizer: Tokenizer
 
 
+def wire_of(w: Task) -> Wire:
+    """What the devices of a task send each other."""
+    return Wire(*w.reduce, w.model.in_transit)
+
+
+def gradient_of(w: Task) -> Gradient:
+    """The gradient of micro-batches on the mesh."""
+    return mean_gradient if w.mesh.size == 1 else gradient_over(w.mesh, wire_of(w))
+
+
+def eval_loss_of(w: Task) -> LossOfState:
+    """`Model.eval_loss` on the mesh."""
+    return w.model.eval_loss if w.mesh.size == 1 else loss_over(w.mesh, wire_of(w), w.model.eval_loss)
+
+
 def first_state(w: Workload, replace: Callable[[Params], Params] = lambda params: params) -> TrainState:
-    """The first state, replicated over the mesh, from the seed alone; `replace` may give other FP32 parameters."""
+    """The first state on the mesh, from the seed alone; `replace` may give other FP32 parameters, placed alike."""
 
     def initial() -> tuple[Params, jax.Array]:
         init_key, step_key = jax.random.split(jax.random.key(w.seed))
         return w.model.training.init(init_key), step_key
 
-    params, key = jax.jit(initial, out_shardings=replicated(w.mesh))()
+    params, key = jax.jit(initial, out_shardings=shardings(jax.eval_shape(initial), w.mesh))()
     params = store_weights(replace(params), w.model.policy)
 
     def rest(params: Params, key: jax.Array) -> TrainState:
         return init_state(params, w.optimizer(), key, w.model.differentiate().init())
 
-    return jax.jit(rest, out_shardings=replicated(w.mesh))(params, key)
+    return jax.jit(rest, out_shardings=shardings(jax.eval_shape(rest, params, key), w.mesh))(params, key)
 
 
 def abstract_state(w: Task, scale: float | None = None) -> TrainState:
@@ -208,13 +243,10 @@ def abstract_state(w: Task, scale: float | None = None) -> TrainState:
         params, key = w.model.training.init(jax.random.key(0)), jax.random.key(0)
         return TrainState(params, None, key, w.model.differentiate().init())
 
-    sharding = replicated(w.mesh)
-    state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), jax.eval_shape(initial))
+    state = jax.eval_shape(initial)
     params = abstract_weights(state.params, w.model.policy, scale)
-    opt_state = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), jax.eval_shape(w.optimizer().init, params)
-    )
-    return TrainState(params, opt_state, state.key, state.scaling)
+    opt_state = jax.eval_shape(w.optimizer().init, params)
+    return abstract(TrainState(params, opt_state, state.key, state.scaling), w.mesh)
 
 
 def convert_state(w: Workload, state: TrainState, source: Policy) -> TrainState:
@@ -222,7 +254,8 @@ def convert_state(w: Workload, state: TrainState, source: Policy) -> TrainState:
     policy = w.model.policy
     params = store_weights(weights.wide(state.params), policy)
     opt_state = jax.jit(lambda s: convert_moments(s, w.optimizer_name, source, policy, w.seed))(state.opt_state)
-    return TrainState(params, opt_state, state.key, w.model.differentiate().init())
+    converted = TrainState(params, opt_state, state.key, w.model.differentiate().init())
+    return jax.device_put(converted, shardings(converted, w.mesh))
 
 
 def compile_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled:
@@ -238,13 +271,13 @@ def lower_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.s
         w.optimizer,
         store_gradients=w.model.store_gradients,
         rounding=policy.weights_rounding,
+        gradient=gradient_of(w),
     )
-    abstract = abstract_state(w, ASSUMED_SCALE)
-    if state is not None:
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=replicated(w.mesh))
+    like = abstract_state(w, ASSUMED_SCALE) if state is None else abstract(state, w.mesh)
+    placed = jax.tree.map(lambda x: x.sharding, like)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(w.mesh)))
     scalars: Any = [jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)]
-    return jitted.lower(abstract, batch, Hyper(*scalars))
+    return jitted.lower(like, batch, Hyper(*scalars))
 
 
 def make_rescale(w: Workload, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
@@ -272,9 +305,10 @@ def make_sample(w: Workload, prompt: str, **controls: Any) -> Callable[[Any], st
     """`params -> text`: the prompt and its continuation; `controls` are those of `Generator`."""
     generator = Generator(w.model.sampling.bind, w.model.spec)
     ids = w.data.tokenizer.encode(prompt)
+    everywhere = jax.jit(lambda params: params, out_shardings=replicated(w.mesh))
 
     def sample(params: Any) -> str:
-        local = asarray(jax.tree.map(lambda x: x.addressable_data(0), params))
+        local = asarray(jax.tree.map(lambda x: x.addressable_data(0), everywhere(params)))
         return prompt + w.data.tokenizer.decode(generator(local, ids, **controls))
 
     return sample
@@ -287,11 +321,12 @@ def make_diagnose(w: Workload) -> Callable[[TrainState, Tokens, int], str]:
     def diagnose(state: TrainState, batch: Tokens, step: int) -> str:
         if jax.process_count() > 1:
             return "several processes: run the batch in skipped/ on one to find the first bad tensor"
-        key = jax.random.fold_in(state.key, step)
+        keys_AxB = sequence_keys(jax.random.fold_in(state.key, step), batch)
         for i in range(batch.tokens_AxBxT1.shape[0]):
             segments = None if batch.segments_AxBxT1 is None else batch.segments_AxBxT1[i]
-            micro_key = jax.random.fold_in(key, i)
-            found = first_nonfinite(gradient, state.params, state.scaling, batch.tokens_AxBxT1[i], segments, micro_key)
+            found = first_nonfinite(
+                gradient, state.params, state.scaling, batch.tokens_AxBxT1[i], segments, keys_AxB[i]
+            )
             if found is not None:
                 return f"micro-batch {i}: {found}"
         return "the batch gives finite values with the parameters as they are now"

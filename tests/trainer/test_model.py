@@ -239,22 +239,26 @@ def test_decoding_in_pieces_equals_one_pass(scan_layers, value_gain):
     assert_close(bind(params).logits(h_NxD), logits(params, TOKENS[:, :16]).reshape(32, 100))
 
 
+def keys(seed):
+    return jax.random.split(jax.random.key(seed), len(TOKENS))
+
+
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_dropout_needs_a_key_and_follows_it(scan_layers):
     without = dataclasses.replace(SPEC, scan_layers=scan_layers)
     params, _, plain = compiled(without)
     _, _, logits = compiled(dataclasses.replace(without, dropout=0.5))
     tokens = TOKENS[:, :16]
-    one, again, two = (logits(params, tokens, None, jax.random.key(i)) for i in (1, 1, 2))
+    one, again, two = (logits(params, tokens, None, keys(i)) for i in (1, 1, 2))
     np.testing.assert_array_equal(one, again)
     assert (one != two).any()
     np.testing.assert_array_equal(logits(params, tokens), plain(params, tokens))
-    np.testing.assert_array_equal(plain(params, tokens, None, jax.random.key(1)), plain(params, tokens))
+    np.testing.assert_array_equal(plain(params, tokens, None, keys(1)), plain(params, tokens))
 
 
 def test_dropout_keeps_the_mean():
     x = jnp.ones((1000, 100))
-    dropped = dropout(x, 0.25, jax.random.key(0))
+    dropped = dropout(x, 0.25, jax.random.split(jax.random.key(0), 4))
     assert set(np.unique(dropped)) == {np.float32(0), np.float32(1) / np.float32(0.75)}
     # One element has variance r / (1 - r); five standard deviations of the mean of 1e5.
     assert abs(float(dropped.mean()) - 1) < 5 * math.sqrt(0.25 / 0.75 / 1e5)
@@ -263,16 +267,16 @@ def test_dropout_keeps_the_mean():
 def test_dropout_differs_between_layers_and_places(monkeypatch):
     spec = dataclasses.replace(SPEC, dropout=0.5)
     init, bind, _ = functional(spec)
-    keys = []
+    given = []
 
     def spy(x, rate, key):
-        keys.append(jax.random.key_data(key).tobytes())
+        given.append(jax.random.key_data(key).tobytes())
         return x
 
     monkeypatch.setattr(model, "dropout", spy)
     monkeypatch.setattr(layers, "dropout", spy)
-    bind(init(jax.random.key(0))).hidden(TOKENS[:, :16], None, jax.random.key(1))
-    assert len(keys) == len(set(keys)) == 1 + 2 * spec.n_layer
+    bind(init(jax.random.key(0))).hidden(TOKENS[:, :16], None, keys(1))
+    assert len(given) == len(set(given)) == 1 + 2 * spec.n_layer
 
 
 def test_compute_in_bf16_keeps_fp32_masters_gradients_and_loss():

@@ -1,0 +1,148 @@
+"""The loss and its gradient over several devices: each differentiates its own sequences, then they agree on the mean.
+
+Every device runs the program of one device (`shard_map`): it gathers the parameters that it holds a part of, computes
+the loss of its rows of the batch and their gradient, and the gradients are reduced to the parts that the devices hold.
+No activation leaves its device, and what is moved, in which format, is what stands here and in `reduction`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from scalify_core import FloatFormat, ScaledArray, weights
+from scalify_core.array import is_scaled_array
+from scalify_core.formats import E4M3, FP16
+from trainer.gradients import ValueAndGrad
+from trainer.parallel import BATCH_AXES
+from trainer.reduction import Reduction, gathered, mean
+from trainer.sharding import fsdp_axis, of_parameters, partitions
+from trainer.state import TrainState
+from trainer.step import Gradient, Tokens, mean_gradient
+
+LossOfState = Callable[[TrainState, jax.Array, jax.Array | None], jax.Array]
+ROWS = PartitionSpec(BATCH_AXES)
+MICRO_BATCHES = PartitionSpec(None, BATCH_AXES)
+EVERYWHERE = PartitionSpec()
+
+
+class Wire(NamedTuple):
+    """What devices send each other.
+
+    Attributes:
+      reduce: gradients: fp32, bf16, fp16, or fp8: E4M3 for the kernels of the blocks' linear layers, FP16 for the rest.
+      deterministic: in FP32, summed in fixed order.
+      narrow: (path, parameter) to the parameter in the format in which it is gathered.
+    """
+
+    reduce: str
+    deterministic: bool
+    narrow: Callable[[Any, Any], Any]
+
+    def reduction(self, path: Any) -> Reduction:
+        """Of the gradient of the parameter at a path."""
+        if self.reduce == "fp8":
+            return Reduction(E4M3 if is_block_kernel(path) else FP16, False)
+        return Reduction(FloatFormat.parse(self.reduce), self.deterministic)
+
+
+def is_block_kernel(path: Any) -> bool:
+    """Whether a parameter is the kernel of a linear layer."""
+    return path[-1].key == "kernel"
+
+
+def gather(params: Any, specs: Any, narrow: Callable[[Any, Any], Any]) -> Any:
+    """The whole parameters of the parts that the devices hold, inside `shard_map`; what is whole is left alone."""
+
+    def of_leaf(path: Any, p: Any, spec: PartitionSpec) -> Any:
+        axis = fsdp_axis(spec)
+        if axis is None:
+            return p
+        form = narrow(path, p)
+        if is_scaled_array(form):
+            return ScaledArray(gathered(form.data, axis, "fsdp"), form.scale)
+        return gathered(form, axis, "fsdp").astype(p.dtype)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params, specs, is_leaf=is_scaled_array)
+
+
+def reduced(grads: Any, specs: Any, wire: Wire, seed: jax.Array) -> Any:
+    """The mean of the devices' gradients, of each parameter the part that a device holds; of scaled ones plain FP32."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_scaled_array)]
+    numbers = {path: i for i, path in enumerate(paths)}
+
+    def of_leaf(path: Any, grad: Any, spec: PartitionSpec) -> Any:
+        with jax.named_scope("reduce"):
+            wide = weights.wide(grad)
+            out = mean(wide, fsdp_axis(spec), wire.reduction(path), seed=seed, leaf=numbers[path])
+        return out if is_scaled_array(grad) else out.astype(grad.dtype)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, grads, specs, is_leaf=is_scaled_array)
+
+
+def mean_of_scalars(x: jax.Array) -> jax.Array:
+    """Of all devices that the batch is split over, in the order of the mesh."""
+    return jnp.mean(lax.all_gather(x, BATCH_AXES))
+
+
+def gradient_over(mesh: Mesh, wire: Wire) -> Gradient:
+    """`step.mean_gradient` over the devices of a mesh: for parameters split as `sharding` says.
+
+    With `fsdp` every micro-batch is reduced, so that only parts of gradients are kept; else their sum, once.
+    """
+    every = mesh.shape["fsdp"] > 1
+
+    def gradient(
+        value_and_grad: ValueAndGrad, params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array
+    ) -> tuple[jax.Array, Any, Any]:
+        specs = of_parameters(params, mesh)
+
+        def of_rows(params: Any, scaling: Any, tokens: Any, segments: Any, keys_B: Any) -> tuple[Any, Any, Any]:
+            loss, grads, seen = value_and_grad(gather(params, specs, wire.narrow), scaling, tokens, segments, keys_B)
+            return loss, reduced(grads, specs, wire, random_word(keys_B)) if every else grads, seen
+
+        def of_device(params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array) -> tuple[Any, Any, Any]:
+            loss, grads, seen = mean_gradient(of_rows, params, scaling, batch, keys_AxB)
+            if not every:
+                grads = reduced(grads, specs, wire, random_word(keys_AxB[0]))
+            return mean_of_scalars(loss), grads, jax.tree.map(lambda x: lax.pmax(x, BATCH_AXES), seen)
+
+        return jax.shard_map(
+            of_device,
+            mesh=mesh,
+            in_specs=(partitions(params, mesh), EVERYWHERE, MICRO_BATCHES, MICRO_BATCHES),
+            out_specs=(EVERYWHERE, specs, EVERYWHERE),
+            check_vma=False,
+        )(params, scaling, batch, keys_AxB)
+
+    return gradient
+
+
+def random_word(keys_B: jax.Array) -> jax.Array:
+    """Of the first sequence: what the stochastic rounding of a device's gradients begins with."""
+    return jax.random.bits(keys_B[0], (), jnp.uint32)
+
+
+def loss_over(mesh: Mesh, wire: Wire, loss: LossOfState) -> LossOfState:
+    """The mean of `loss(state, tokens, segments)` over the devices of a mesh, each on its rows."""
+
+    def mean_loss(state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
+        specs = of_parameters(state.params, mesh)
+
+        def of_device(params: Any, scaling: Any, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
+            whole = dataclasses.replace(state, params=gather(params, specs, wire.narrow), scaling=scaling)
+            return mean_of_scalars(loss(whole, tokens, segments))
+
+        return jax.shard_map(
+            of_device,
+            mesh=mesh,
+            in_specs=(partitions(state.params, mesh), EVERYWHERE, ROWS, ROWS),
+            out_specs=EVERYWHERE,
+            check_vma=False,
+        )(state.params, state.scaling, tokens, segments)
+
+    return mean_loss
