@@ -30,6 +30,7 @@ from trainer.data import (
 )
 from trainer.data.tokenizer import get_tokenizer, load_saved
 from trainer.display import Display
+from trainer.distribute import norm_over
 from trainer.errors import UserError
 from trainer.evaluate import Evaluation, evaluate, make_eval_step
 from trainer.fields import from_tree, to_tree
@@ -109,11 +110,11 @@ def build_model(c: schema.Model, policy: Policy, vocab_size: int) -> Model:
     return Model.make(spec, policy)
 
 
-def build_optimizer(c: schema.Optimizer) -> optax.GradientTransformation:
+def build_optimizer(c: schema.Optimizer, mesh: Mesh) -> optax.GradientTransformation:
     """The optimiser at unit learning rate."""
     settings = dataclasses.asdict(c)
     del settings["lr"]
-    return make_optimizer(**settings)
+    return make_optimizer(**settings, norm=norm_over(mesh))
 
 
 def build_sizes(c: schema.Parallel) -> Sizes:
@@ -201,7 +202,7 @@ def build_workload(c: schema.Config) -> Workload:
     data = build_data(c)
     policy = build_policy(c.precision)
     model = build_model(c.model, policy, data.tokenizer.vocab_size)
-    optimizer = build_optimizer(c.optimizer)
+    optimizer = build_optimizer(c.optimizer, mesh)
     return Workload(model, data, c.optimizer.name, optimizer, mesh, c.seed, build_reduce(c.parallel))
 
 
@@ -231,7 +232,7 @@ def build_plan(
     mesh = make_target_mesh(aim.target, aim.gpus, aim.hosts, *build_sizes(c.parallel))
     check_split(c.model, mesh)
     model = build_model(c.model, build_policy(c.precision), vocabulary(c))
-    task = Unfed(model, c.optimizer.name, build_optimizer(c.optimizer), mesh, build_reduce(c.parallel))
+    task = Unfed(model, c.optimizer.name, build_optimizer(c.optimizer, mesh), mesh, build_reduce(c.parallel))
     other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))
 
     def batches(sequences: int) -> Tokens:

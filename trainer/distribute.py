@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -20,7 +21,7 @@ from scalify_core.formats import E4M3, FP16
 from trainer.gradients import ValueAndGrad
 from trainer.parallel import BATCH_AXES
 from trainer.reduction import Reduction, gathered, mean
-from trainer.sharding import fsdp_axis, of_parameters, partitions
+from trainer.sharding import fsdp_axis, mesh_axes, of_parameters, partitions
 from trainer.state import TrainState
 from trainer.step import Gradient, Tokens, mean_gradient
 
@@ -146,3 +147,24 @@ def loss_over(mesh: Mesh, wire: Wire, loss: LossOfState) -> LossOfState:
         )(state.params, state.scaling, tokens, segments)
 
     return mean_loss
+
+
+def norm_over(mesh: Mesh) -> Callable[[Any], jax.Array]:
+    """`optax.global_norm` of a tree that is split as `sharding` says, its parts added in the order of the mesh."""
+    if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
+        return optax.global_norm
+
+    def norm(tree: Any) -> jax.Array:
+        specs = of_parameters(tree, mesh)
+
+        def of_device(tree: Any) -> jax.Array:
+            by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
+            for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
+                by_axes.setdefault(mesh_axes(spec), []).append(jnp.sum(jnp.square(x)))
+            sums = [jnp.stack(part) for part in by_axes.values()]
+            whole = [lax.all_gather(x, axes) if axes else x for x, axes in zip(sums, by_axes, strict=True)]
+            return jnp.sqrt(sum(map(jnp.sum, whole)))
+
+        return jax.shard_map(of_device, mesh=mesh, in_specs=(specs,), out_specs=EVERYWHERE, check_vma=False)(tree)
+
+    return norm

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
@@ -94,8 +95,21 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
+Norm = Callable[[Any], jax.Array]
+
+
+def clip_by(norm: Norm, largest: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` by a norm that is computed in another way, such as over sharded arrays."""
+
+    def clip(updates: Params, params: Params | None = None) -> Params:
+        found = norm(updates)
+        return jax.tree.map(lambda u: jnp.where(found < largest, u, u / found.astype(u.dtype) * largest), updates)
+
+    return optax.stateless(clip)
+
+
 def make_optimizer(
-    name: str, *, weight_decay: float, clip_norm: float, **settings: float
+    name: str, *, weight_decay: float, clip_norm: float, norm: Norm = optax.global_norm, **settings: float
 ) -> optax.GradientTransformation:
     """The transformation whose update, times the learning rate, is added to the parameters.
 
@@ -103,12 +117,13 @@ def make_optimizer(
       name: of OPTIMIZERS.
       weight_decay: decoupled, on matrices only, whatever the optimiser.
       clip_norm: the gradient's global L2 norm is scaled down to this; 0 leaves it alone.
+      norm: that norm, of a tree.
       settings: those of the function in OPTIMIZERS.
     """
     if name not in OPTIMIZERS:
         raise UserError(f"optimizer.name={name!r} is not a choice; valid: {', '.join(OPTIMIZERS)}")
     return optax.chain(
-        optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
+        clip_by(norm, clip_norm) if clip_norm else optax.identity(),
         OPTIMIZERS[name](**settings),
         optax.add_decayed_weights(weight_decay, matrix_mask) if weight_decay else optax.identity(),
         optax.scale(-1.0),

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from scalify_core.formats import FP32, FloatFormat, counter_bits, pow2_floor
+from scalify_core.formats import FP16, FP32, FloatFormat, counter_bits, pow2_floor
 from trainer.parallel import BATCH_AXES
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -87,7 +87,8 @@ def common_scale(x: jax.Array, fmt: FloatFormat, axes: Sequence[str]) -> jax.Arr
     if fmt is FP32:
         return 1.0
     peak = lax.pmax(jnp.max(jnp.abs(x), initial=0.0), tuple(axes))
-    return jnp.where(jnp.isfinite(peak) & (peak > 0), pow2_floor(peak * (2 / fmt.max)), jnp.float32(1))
+    top = min(fmt.max, FP16.max)  # BF16 data gets the place of FP16 data, not 2^127
+    return jnp.where(jnp.isfinite(peak) & (peak > 0), pow2_floor(peak * (2 / top)), jnp.float32(1))
 
 
 def mean(x: jax.Array, split: int | None, how: Reduction, *, seed: Any, leaf: int) -> jax.Array:

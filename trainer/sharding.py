@@ -57,7 +57,12 @@ def partition(path: Sequence[Any], shape: Sequence[int], sizes: dict[str, int]) 
 
 def fsdp_axis(spec: PartitionSpec) -> int | None:
     """The axis that `fsdp` splits; None: none."""
-    return next((i for i, entry in enumerate(spec) if entry == "fsdp" or "fsdp" in (entry or ())), None)
+    return next((i for i, entry in enumerate(spec) if entry and "fsdp" in entry), None)
+
+
+def mesh_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """All axes of the mesh that an array is split over."""
+    return tuple(name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry))
 
 
 def partitions(tree: Any, mesh: Mesh) -> Any:

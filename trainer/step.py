@@ -85,6 +85,7 @@ def make_train_step(
     store_gradients: Callable[[Any], Any] = lambda grads: grads,
     rounding: weights.Rounding = "nearest",
     gradient: Gradient = mean_gradient,
+    norm: Callable[[Any], jax.Array] = optax.global_norm,
 ) -> StepFn:
     """The pure function `(state, batch, hyper) -> (state, metrics)`.
 
@@ -97,13 +98,14 @@ def make_train_step(
       store_gradients: brings the gradients to the formats in which the optimiser gets them.
       rounding: of narrow weights.
       gradient: of the micro-batches; over several devices see `distribute.gradient_over`.
+      norm: of all gradients.
     """
 
     def train_step(state: TrainState, batch: Tokens, hyper: Hyper) -> tuple[TrainState, Metrics]:
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, hyper.step), batch)
         loss, grads, seen = gradient(differentiate.value_and_grad, state.params, state.scaling, batch, keys_AxB)
         grads = store_gradients(grads)
-        grad_norm = optax.global_norm(weights.wide(grads))
+        grad_norm = norm(weights.wide(grads))
         updates, opt_state = optimizer(hyper.seed).update(grads, state.opt_state, state.params)
         updates = jax.tree.map(lambda u: hyper.lr * u, weights.wide(updates))
         params = weights.apply_updates(state.params, updates, rounding=rounding, seed=hyper.seed, step=hyper.step)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from scalify_core import asarray, weights
 from trainer.data import Loader, Manifest, Tokenizer
-from trainer.distribute import LossOfState, Wire, gradient_over, loss_over
+from trainer.distribute import LossOfState, Wire, gradient_over, loss_over, norm_over
 from trainer.generate import Generator
 from trainer.gradients import Differentiate, differentiate, propagated_loss, store_gradients
 from trainer.model import GPT2, Functional, Params, functional, param_count
@@ -272,6 +272,7 @@ def lower_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.s
         store_gradients=w.model.store_gradients,
         rounding=policy.weights_rounding,
         gradient=gradient_of(w),
+        norm=norm_over(w.mesh),
     )
     like = abstract_state(w, ASSUMED_SCALE) if state is None else abstract(state, w.mesh)
     placed = jax.tree.map(lambda x: x.sharding, like)
