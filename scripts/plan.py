@@ -68,7 +68,7 @@ def plan_of(argv: Sequence[str]) -> "Plan":
     if not 0 < args.memory_fraction <= 1:
         raise UserError(f"memory_fraction={args.memory_fraction}: expected a share in (0, 1]")
     config = compose_or_explain(overrides)
-    sequences = args.micro_batch or sequences_of(config, overrides, args.gpus)
+    sequences = args.micro_batch or sequences_of(config, overrides, args.gpus // max(config.parallel.tensor, 1))
     bf16 = compose_or_explain(["precision=bf16"]).precision if yes("compare", args.compare) else None
     os.environ["JAX_PLATFORMS"] = "cpu"  # whatever GPU is in this machine, the one that is planned for is not
 
@@ -130,7 +130,8 @@ def lines_of(plan: "Plan") -> list[str]:
         extra = ", ".join(f"{n:+} {kind}" for kind, n in figures["extra_kernels"].items() if n)
         lines.append(f"  against {figures['kernels_bf16']} in bf16: {extra or 'the same'}")
     for c in figures["collectives"]:
-        lines.append(f"collective: {c['count']} {c['op']} of {c['dtype']}, {c['bytes'] / GIB:.3f} GiB a step")
+        sent = f"{c['sent_bytes_per_device'] / GIB:.3f} sent by each device"
+        lines.append(f"collective: {c['count']} {c['op']} of {c['dtype']}, {c['bytes'] / GIB:.3f} GiB a step, {sent}")
     lines.append(
         f"{figures['flops_per_token']:.3e} FLOPs a token; roofline {1e3 * plan.roofline_seconds:.1f} ms a step, "
         f"{plan.tokens / plan.roofline_seconds:,.0f} tokens/s, MFU {plan.mfu:.1%} of the peak in {plan.compute}"

@@ -38,7 +38,7 @@ from trainer.flops import flops_per_token, peak_flops
 from trainer.leaves import parameter_names
 from trainer.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.loop import Cadence, Run, train
-from trainer.messages import describe, farewell, schedule_change
+from trainer.messages import describe, describe_wire, farewell, schedule_change
 from trainer.metrics import Throughput
 from trainer.numerics import make_numerics
 from trainer.optimizer import learning_rates, make_optimizer
@@ -404,7 +404,12 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None}
             | {"name": c.tracker.name or directory.path.name},
         )
+        # Before the compilation, which processes may finish minutes apart: its first question joins their devices.
+        agree = Agreement(w.mesh)
         state = from_stored(found.state)
+        train_step = compile_step(w, build_batch(c, w.mesh), state)
+        for line in describe_wire(w, train_step):
+            display.message(line)
         training = Run(
             state=state,
             step=found.step,
@@ -412,10 +417,10 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             seed=np.uint32(c.seed),
             batch_tokens=c.train.batch_tokens,
             learning_rates=build_learning_rates(c),
-            train_step=compile_step(w, build_batch(c, w.mesh), state),
+            train_step=train_step,
             batches=train_batches(c, w),
             place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
-            agree=Agreement(w.mesh),
+            agree=agree,
             evaluate=make_evaluate(c, w),
             numerics=make_numerics(w.model, w.optimizer_name, replicated(w.mesh)),
             rescale=make_rescale(w, build_batch(c, w.mesh)),

@@ -213,6 +213,13 @@ class Collective(NamedTuple):
     name: str
     times: int
 
+    def sent(self, all_devices: int) -> float:
+        """Bytes that every device of `all_devices` sends in all its runs, on a ring."""
+        n = self.devices or all_devices
+        # A ring sends all parts of the array but one on, twice for an all-reduce.
+        share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(self.op, (n - 1) / n)
+        return self.times * self.bytes * share
+
 
 class Kernel(NamedTuple):
     """Something that is launched, `times` times.

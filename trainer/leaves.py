@@ -1,12 +1,14 @@
 """The leaves of a state: their names, what they look like, and a checksum of their bits."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalify_core.array import ScaledArray, is_scaled_array
 
@@ -80,20 +82,26 @@ def as_saved(like: Any, saved: Description) -> Any:
     return jax.tree_util.tree_map_with_path(convert, like)
 
 
-@jax.jit
-def checksum(leaf: jax.Array) -> jax.Array:
+def checksum(leaf: jax.Array, start: Sequence[Any] = (), shape: Sequence[int] = ()) -> jax.Array:
     """Two sums (uint32 [2]) of the leaf's bits, each element's times an odd number that depends on its position.
 
     Odd factors are invertible modulo 2^32: a change of one element changes the sums for certain, any other change with
-    probability 1 - 2^-64. Integer sums do not depend on their order, hence neither on the sharding nor on the device.
+    probability 1 - 2^-64. Integer sums do not depend on their order, and those of an array are the sums of its parts'.
+
+    Args:
+      leaf: an array, or a part of one,
+      start: whose first element has this index
+      shape: in the whole, which is so large; empty: it is the whole.
     """
     leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
     position, stride = jnp.zeros(leaf.shape, jnp.uint32), 1
     for axis in reversed(range(leaf.ndim)):
-        position += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * np.uint32(stride % 2**32)
-        stride *= leaf.shape[axis]
+        index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        index = index + jnp.asarray(start[axis]).astype(jnp.uint32) if start else index
+        position += index * np.uint32(stride % 2**32)
+        stride *= (shape or leaf.shape)[axis]
 
     def odd(factor: int) -> jax.Array:
         x = (position + np.uint32(1)) * np.uint32(factor)
@@ -103,7 +111,40 @@ def checksum(leaf: jax.Array) -> jax.Array:
     return jnp.stack([jnp.sum(bits * odd(factor), dtype=jnp.uint32) for factor in (0x9E3779B1, 0x85EBCA77)])
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def checksums_of_parts(leaf: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """The checksum of every device's part of a leaf that is split over a mesh, [devices, 2], on that device."""
+    entries = (*spec, *(None,) * (leaf.ndim - len(spec)))
+
+    def of_part(part: jax.Array) -> jax.Array:
+        start = [0 if e is None else jax.lax.axis_index(e) * n for e, n in zip(entries, part.shape, strict=True)]
+        return checksum(part, start, leaf.shape)[None]
+
+    devices = PartitionSpec(mesh.axis_names)
+    return jax.shard_map(of_part, mesh=mesh, in_specs=spec, out_specs=devices, check_vma=False)(leaf)
+
+
 def checksums(leaves: list[jax.Array]) -> list[str]:
-    """Sixteen hexadecimal digits a leaf; waits until the leaves are computed."""
-    pairs = jax.device_get([checksum(leaf) for leaf in leaves])
-    return [f"{int(high):08x}{int(low):08x}" for high, low in pairs]
+    """Sixteen hexadecimal digits a leaf; waits until the leaves are computed. Of split arrays all processes must ask.
+
+    Devices do not talk to each other for it: many small programs that do, at once, can wait for each other forever.
+    """
+    parts, owners = [], []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf.sharding, NamedSharding):
+            first = {shard.device for shard in leaf.addressable_shards if shard.replica_id == 0}
+            found = checksums_of_parts(leaf, leaf.sharding.mesh, leaf.sharding.spec)
+            mine = [shard.data[0] for shard in found.addressable_shards if shard.device in first]
+        else:
+            mine = [_checksum(leaf)]
+        parts += mine
+        owners += [i] * len(mine)
+    sums = np.zeros((len(leaves), 2), np.uint32)
+    for i, pair in zip(owners, jax.device_get(parts), strict=True):
+        sums[i] += pair
+    if any(not leaf.is_fully_addressable for leaf in leaves):
+        sums = np.sum(multihost_utils.process_allgather(sums), axis=0, dtype=np.uint32)
+    return [f"{int(high):08x}{int(low):08x}" for high, low in sums]
+
+
+_checksum = jax.jit(checksum)

@@ -3,14 +3,18 @@
 import shlex
 from typing import Any
 
+import jax
 import numpy as np
 
 from scalify_core.matmul import MULTIPLE
 from trainer.flops import flops_per_token
+from trainer.hlo import Program
 from trainer.loop import Run
 from trainer.metrics import GIB
 from trainer.rundir import interpreter
 from trainer.workload import Workload
+
+MIB = 2**20
 
 
 def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accum: int, step: Any = None) -> list[str]:
@@ -28,8 +32,8 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
         f"context {spec.context}, vocabulary {spec.vocab_size:,}",
         f"data {w.data.directory}: {w.data.manifest.tokens('train'):,} training and "
         f"{w.data.manifest.tokens('val'):,} validation tokens",
-        f"batch {batch_tokens // spec.context} x {spec.context} = {batch_tokens:,} tokens; micro-batches: {accum}; "
-        f"devices: {w.mesh.size} x {w.mesh.devices.flat[0].device_kind}",
+        f"batch {batch_tokens // spec.context} x {spec.context} = {batch_tokens:,} tokens; micro-batches: {accum}",
+        describe_devices(w),
         f"precision {precision}: {describe_precision(w, batch_tokens // accum)}",
         f"{flops * batch_tokens:.3e} FLOPs a step",
     ]
@@ -40,7 +44,31 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
             f"memory per device {(held + memory.temp_size_in_bytes) / GIB:.2f} GiB: state and batch {held / GIB:.2f}, "
             f"activations and workspace {memory.temp_size_in_bytes / GIB:.2f}"
         )
-    return lines
+    return lines if step is None else [*lines, *describe_wire(w, step)]
+
+
+def describe_devices(w: Workload) -> str:
+    """Devices, processes and mesh."""
+    devices, processes = w.mesh.size, len({device.process_index for device in w.mesh.devices.flat})
+    line = f"devices: {devices} x {w.mesh.devices.flat[0].device_kind} in {processes} process{'es' * (processes > 1)}"
+    if devices == 1:
+        return line
+    mesh = " x ".join(f"{axis} {size}" for axis, size in w.mesh.shape.items())
+    order = ", summed in fixed order" * w.reduce.deterministic
+    return f"{line}; mesh {mesh}; gradients reduced in {w.reduce.format}{order}"
+
+
+def describe_wire(w: Workload, step: jax.stages.Compiled) -> list[str]:
+    """What the devices of a compiled step send each other, by type (`u8`: FP8; `u16`: FP16, BF16). Of one device: none."""
+    text = step.as_text() if w.mesh.size > 1 else None
+    if text is None:
+        return []
+    sent: dict[str, float] = {}
+    for collective in Program(text).collectives:
+        key = f"{collective.op} {collective.dtype}"
+        sent[key] = sent.get(key, 0.0) + collective.sent(w.mesh.size)
+    listed = ", ".join(f"{key} {size / MIB:.3f}" for key, size in sorted(sent.items(), key=lambda item: -item[1]))
+    return [f"every device sends {sum(sent.values()) / MIB:.3f} MiB a step (on a ring): {listed}"]
 
 
 def describe_precision(w: Workload, rows: int) -> str:

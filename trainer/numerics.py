@@ -252,7 +252,8 @@ def make_numerics(
             if is_scaled_array(before):
                 before = before.data
             settings = (forward if name in cast else None, zeros, scanned(name))
-            found[name] = measure(data, jnp.asarray(scale, jnp.float32), before, settings)
+            # One after the other: programs of several devices that are there at once can wait for each other forever.
+            found[name] = jax.block_until_ready(measure(data, jnp.asarray(scale, jnp.float32), before, settings))
         return found
 
     def numerics(state: TrainState, batch: Tokens, step: int) -> dict[str, float]:

@@ -79,10 +79,8 @@ def roofline_of_kernels(program: Program, target: Target) -> float:
 
 
 def seconds_of_collective(collective: Collective, aim: Aim) -> float:
-    """All its runs, on a ring: every device sends (n-1)/n of the array, twice for an all-reduce."""
-    n = collective.devices or aim.gpus
-    share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(collective.op, (n - 1) / n)
-    return collective.times * collective.bytes * share / aim.link
+    """All its runs, on a ring."""
+    return collective.sent(aim.gpus) / aim.link
 
 
 def figures_of(compiled: Compiled, aim: Aim, tokens: int, padded_vocab: int) -> Figures:
@@ -103,6 +101,7 @@ def figures_of(compiled: Compiled, aim: Aim, tokens: int, padded_vocab: int) -> 
     for collective in program.collectives:
         out["collectives", collective.op, collective.dtype] += collective.times * collective.bytes
         out["collective runs", collective.op, collective.dtype] += collective.times
+        out["sent", collective.op, collective.dtype] += collective.sent(aim.gpus)
         out["seconds", "collectives"] += seconds_of_collective(collective, aim)
     out["seconds", "kernels"] = roofline_of_kernels(program, aim.target)
     return dict(out)
@@ -248,7 +247,7 @@ class Plan(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """The figures by name: bytes, seconds, shares of 1."""
         m = self.measured
-        runs = m.group("collective runs")
+        runs, sent = m.group("collective runs"), m.group("sent")
         return {
             "peak_bytes_per_device": m.peak,
             "state_bytes": self.state_bytes,
@@ -267,7 +266,13 @@ class Plan(NamedTuple):
             "kernels_bf16": None if self.bf16 is None else round(sum(self.bf16.group("kernels").values())),
             "extra_kernels": self.extra_kernels(),
             "collectives": [
-                {"op": op, "dtype": dtype, "bytes": round(size), "count": round(runs[f"{op} {dtype}"])}
+                {
+                    "op": op,
+                    "dtype": dtype,
+                    "bytes": round(size),
+                    "sent_bytes_per_device": round(sent[f"{op} {dtype}"]),
+                    "count": round(runs[f"{op} {dtype}"]),
+                }
                 for (op, dtype), size in ((key.split(" "), size) for key, size in m.group("collectives").items())
             ],
             "roofline_seconds": self.roofline_seconds,
@@ -297,7 +302,7 @@ def make_plan(
     """Compile and read the step of a task.
 
     Args:
-      task: on a mesh of `aim.make_target_mesh`'s devices.
+      task: on a mesh of `aot.make_target_mesh`'s devices.
       batches: from sequences of a device's micro-batch to the step's batch.
       aim: what for.
       sequences: of a device's micro-batch.
