@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 from rich.console import Console
 
+from scalify_core.matmul import MULTIPLE
 from trainer import config as schema
 from trainer.aot import make_target_mesh
 from trainer.checkpoint import Checkpointer, Restored
@@ -127,20 +128,31 @@ def build_reduce(c: schema.Parallel) -> Reduce:
     return Reduce(c.reduce, c.deterministic_reduce)
 
 
-def check_split(c: schema.Model, mesh: Mesh) -> None:
+def check_split(model: Model, mesh: Mesh) -> None:
     """Refuse a mesh that the model's sizes cannot be split over."""
-    fsdp = mesh.shape["fsdp"]
-    if c.d_model % fsdp:
+    spec, fsdp, tensor = model.spec, mesh.shape["fsdp"], mesh.shape["tensor"]
+    if spec.d_model % (fsdp * tensor):
         raise UserError(
-            f"parallel.fsdp={fsdp} does not divide model.d_model={c.d_model}: most of the state would stay whole; "
-            f"valid: a divisor of {c.d_model}"
+            f"parallel.fsdp={fsdp} x parallel.tensor={tensor} does not divide model.d_model={spec.d_model}: most of "
+            f"the state would stay whole; valid: a product that divides it"
+        )
+    of_8_bits = model.policy.forward is not None and not model.policy.simulate
+    multiple = tensor * (MULTIPLE if of_8_bits else 1)
+    if tensor > 1 and (spec.n_head % tensor or spec.mlp_width % multiple or spec.d_model % multiple):
+        raise UserError(
+            f"parallel.tensor={tensor} does not divide model.n_head={spec.n_head} heads, width {spec.d_model} and "
+            f"{spec.mlp_width} hidden channels into{f' multiples of {MULTIPLE}' * of_8_bits or ' equal parts'}; "
+            f"valid: a divisor of all"
+        )
+    if tensor > 1 and spec.value_gain is not None:
+        raise UserError(
+            f"model.value_gain={spec.value_gain} cannot be split over parallel.tensor={tensor}; set it to 1"
         )
 
 
 def build_mesh(c: schema.Config) -> Mesh:
-    """The mesh, checked against the batch and the model."""
+    """The mesh, checked against the batch."""
     mesh = make_mesh(*build_sizes(c.parallel))
-    check_split(c.model, mesh)
     micro_batch, devices = c.batch_size // c.train.accum, batch_devices(mesh)
     if micro_batch % devices:
         raise UserError(
@@ -202,6 +214,7 @@ def build_workload(c: schema.Config) -> Workload:
     data = build_data(c)
     policy = build_policy(c.precision)
     model = build_model(c.model, policy, data.tokenizer.vocab_size)
+    check_split(model, mesh)
     optimizer = build_optimizer(c.optimizer, mesh)
     return Workload(model, data, c.optimizer.name, optimizer, mesh, c.seed, build_reduce(c.parallel))
 
@@ -230,8 +243,8 @@ def build_plan(
     `bf16`: the configuration of what it is compared with; None: not compared.
     """
     mesh = make_target_mesh(aim.target, aim.gpus, aim.hosts, *build_sizes(c.parallel))
-    check_split(c.model, mesh)
     model = build_model(c.model, build_policy(c.precision), vocabulary(c))
+    check_split(model, mesh)
     task = Unfed(model, c.optimizer.name, build_optimizer(c.optimizer, mesh), mesh, build_reduce(c.parallel))
     other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))
 

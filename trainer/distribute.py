@@ -2,7 +2,10 @@
 
 Every device runs the program of one device (`shard_map`): it gathers the parameters that it holds a part of, computes
 the loss of its rows of the batch and their gradient, and the gradients are reduced to the parts that the devices hold.
-No activation leaves its device, and what is moved, in which format, is what stands here and in `reduction`.
+What is moved, in which format, is what stands here and in `reduction`; of activations only what attention and MLP
+add up over `tensor` leaves a device (`layers.leave`).
+
+Legend: D model, n devices of a row of `tensor`.
 """
 
 import dataclasses
@@ -19,9 +22,9 @@ from scalify_core import FloatFormat, ScaledArray, weights
 from scalify_core.array import is_scaled_array
 from scalify_core.formats import E4M3, FP16
 from trainer.gradients import ValueAndGrad
-from trainer.parallel import BATCH_AXES
-from trainer.reduction import Reduction, gathered, mean
-from trainer.sharding import fsdp_axis, mesh_axes, of_parameters, partitions
+from trainer.parallel import BATCH_AXES, Sizes
+from trainer.reduction import Reduction, exchanged, gathered, mean
+from trainer.sharding import fsdp_axis, is_of_heads, mesh_axes, of_parameters, partitions
 from trainer.state import TrainState
 from trainer.step import Gradient, Tokens, mean_gradient
 
@@ -56,17 +59,51 @@ def is_block_kernel(path: Any) -> bool:
     return path[-1].key == "kernel"
 
 
+def to_heads(x: jax.Array, is_kernel: bool) -> jax.Array:
+    """Queries, keys and values of this device's heads: of a kernel, rows of all [.., D/n, 3D] to columns [.., D, 3D/n].
+
+    A bias [.., 3D] is whole on every device of a row of `tensor`.
+    """
+    n = lax.axis_size("tensor")
+    if n == 1:
+        return x
+    parts = x.reshape(*x.shape[:-1], 3, n, -1)
+    if is_kernel:
+        parts = exchanged(parts, "tensor", parts.ndim - 2, parts.ndim - 4)
+    else:
+        parts = lax.dynamic_index_in_dim(parts, lax.axis_index("tensor"), parts.ndim - 2)
+    return parts.reshape(*parts.shape[:-3], -1)
+
+
+def from_heads(x: jax.Array, is_kernel: bool) -> jax.Array:
+    """The inverse."""
+    n = lax.axis_size("tensor")
+    if n == 1:
+        return x
+    parts = x.reshape(*x.shape[:-1], 3, 1, -1)
+    if is_kernel:
+        parts = exchanged(parts, "tensor", parts.ndim - 4, parts.ndim - 2)
+    else:
+        parts = gathered(parts, parts.ndim - 2, "tensor")
+    return parts.reshape(*parts.shape[:-3], -1)
+
+
 def gather(params: Any, specs: Any, narrow: Callable[[Any, Any], Any]) -> Any:
-    """The whole parameters of the parts that the devices hold, inside `shard_map`; what is whole is left alone."""
+    """What a device computes with, of the parts of parameters that the devices hold; inside `shard_map`."""
 
     def of_leaf(path: Any, p: Any, spec: PartitionSpec) -> Any:
-        axis = fsdp_axis(spec)
-        if axis is None:
+        axis, by_heads = fsdp_axis(spec), is_of_heads(path)
+
+        def move(x: jax.Array) -> jax.Array:
+            x = x if axis is None else gathered(x, axis, "fsdp")
+            return to_heads(x, is_block_kernel(path)) if by_heads else x
+
+        if axis is None and not by_heads:
             return p
         form = narrow(path, p)
         if is_scaled_array(form):
-            return ScaledArray(gathered(form.data, axis, "fsdp"), form.scale)
-        return gathered(form, axis, "fsdp").astype(p.dtype)
+            return ScaledArray(move(form.data), form.scale)
+        return move(form).astype(p.dtype)
 
     return jax.tree_util.tree_map_with_path(of_leaf, params, specs, is_leaf=is_scaled_array)
 
@@ -77,9 +114,18 @@ def reduced(grads: Any, specs: Any, wire: Wire, seed: jax.Array) -> Any:
     numbers = {path: i for i, path in enumerate(paths)}
 
     def of_leaf(path: Any, grad: Any, spec: PartitionSpec) -> Any:
+        def arrange(x: jax.Array) -> jax.Array:
+            return from_heads(x, is_block_kernel(path)) if is_of_heads(path) else x
+
         with jax.named_scope("reduce"):
-            wide = weights.wide(grad)
-            out = mean(wide, fsdp_axis(spec), wire.reduction(path), seed=seed, leaf=numbers[path])
+            out = mean(
+                weights.wide(grad),
+                fsdp_axis(spec),
+                wire.reduction(path),
+                seed=seed,
+                leaf=numbers[path],
+                arrange=arrange,
+            )
         return out if is_scaled_array(grad) else out.astype(grad.dtype)
 
     return jax.tree_util.tree_map_with_path(of_leaf, grads, specs, is_leaf=is_scaled_array)
@@ -110,7 +156,7 @@ def gradient_over(mesh: Mesh, wire: Wire) -> Gradient:
             loss, grads, seen = mean_gradient(of_rows, params, scaling, batch, keys_AxB)
             if not every:
                 grads = reduced(grads, specs, wire, random_word(keys_AxB[0]))
-            return mean_of_scalars(loss), grads, jax.tree.map(lambda x: lax.pmax(x, BATCH_AXES), seen)
+            return mean_of_scalars(loss), grads, jax.tree.map(lambda x: lax.pmax(x, Sizes._fields), seen)
 
         return jax.shard_map(
             of_device,

@@ -8,6 +8,7 @@ to their `dot_general` as they are.
 Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads, K head dim, L layers.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,6 +27,33 @@ DotGeneral = Callable[..., jax.Array]
 DotGeneralFor = Callable[[str], DotGeneral]
 
 
+def enter(x_NxD: jax.Array, axis: str | None) -> jax.Array:
+    """What every device of a mesh axis has, where each goes on with its part of a layer: the gradient adds up.
+
+    None: nothing is split. Reference: Shoeybi et al. 2019, "Megatron-LM", section 3, f; `leave` is g.
+    """
+    return x_NxD if axis is None else _enter(x_NxD, axis)
+
+
+def leave(x_NxD: jax.Array, axis: str | None) -> jax.Array:
+    """The sum of what the devices of a mesh axis have; each has the gradient of it. None: nothing is split."""
+    return x_NxD if axis is None else _leave(x_NxD, axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _enter(x: jax.Array, axis: str) -> jax.Array:
+    return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _leave(x: jax.Array, axis: str) -> jax.Array:
+    return jax.lax.psum(x, axis)
+
+
+_enter.defvjp(lambda x, axis: (x, None), lambda axis, _, gradient: (jax.lax.psum(gradient, axis),))
+_leave.defvjp(lambda x, axis: (jax.lax.psum(x, axis), None), lambda axis, _, gradient: (gradient,))
+
+
 class KVCache(NamedTuple):
     """Keys and values of the positions seen so far, `[L, B, S, H, K]` in the compute dtype; one layer's have no L."""
 
@@ -40,7 +68,12 @@ def init_cache(spec: GPT2Spec, batch: int, dtype: DTypeLike) -> KVCache:
 
 
 class Linear(nnx.Linear):
-    """`nnx.Linear` whose kernel reaches `dot_general` as it is, in the parameters' dtype."""
+    """`nnx.Linear` whose kernel reaches `dot_general` as it is, in the parameters' dtype.
+
+    `partial`: over this mesh axis every device has some of the rows, and the outputs are added up; None: all rows.
+    """
+
+    partial: str | None = None
 
     def __call__(
         self, x_NxD: jax.Array, factor: jax.Array | float | None = None, columns: int | None = None
@@ -52,7 +85,7 @@ class Linear(nnx.Linear):
             kernel_DxF = (kernel_DxF * factor).astype(kernel_DxF.dtype)
         if columns is not None:
             kernel_DxF, bias_F = kernel_DxF[:, :columns], bias_F[:columns]
-        return dense(x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype)
+        return dense(x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype, self.partial)
 
 
 class LastColumns(nnx.Module):
@@ -73,16 +106,25 @@ class LastColumns(nnx.Module):
 
 
 def dense(
-    x_NxD: jax.Array, kernel_DxF: jax.Array, bias_F: jax.Array, dot_general: DotGeneral, dtype: DTypeLike | None
+    x_NxD: jax.Array,
+    kernel_DxF: jax.Array,
+    bias_F: jax.Array,
+    dot_general: DotGeneral,
+    dtype: DTypeLike | None,
+    partial: str | None = None,
 ) -> jax.Array:
-    """`x @ kernel + bias`, `[N, F]` in `dtype`."""
+    """`x @ kernel + bias`, `[N, F]` in `dtype`; `partial` as of `Linear`."""
     y_NxF = dot_general(x_NxD, kernel_DxF, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+    y_NxF = leave(y_NxF, partial)
     # The sum in FP32: rounded once, and the bias has its gradient in FP32, as the kernel has.
     return (y_NxF.astype(jnp.float32) + bias_F.astype(jnp.float32)[None]).astype(dtype)
 
 
 class Factory:
-    """Makes the linear layers of one block: dtypes, keys, and the dot_general chosen for each path."""
+    """Makes the linear layers of one block: dtypes, keys, and the dot_general chosen for each path.
+
+    `split`: the mesh axis over which heads and hidden channels are split; None: none is.
+    """
 
     def __init__(
         self,
@@ -92,6 +134,7 @@ class Factory:
         param_dtype: DTypeLike,
         dot_general: DotGeneralFor | None,
         rescale_grads: tuple[str, ...],
+        split: str | None,
     ) -> None:
         self.path = path
         self.rngs = rngs
@@ -99,6 +142,7 @@ class Factory:
         self.param_dtype = param_dtype
         self.dot_general = dot_general
         self.rescale_grads = rescale_grads
+        self.split = split
 
     def layer_norm(self, d: int) -> "LayerNorm":
         """A LayerNorm over `d` elements."""
@@ -110,7 +154,7 @@ class Factory:
 
     def linear(self, name: str, d_in: int, d_out: int, stddev: float) -> Linear:
         """Normal weights, zero bias."""
-        return Linear(
+        linear = Linear(
             d_in,
             d_out,
             dtype=self.compute_dtype,
@@ -119,6 +163,8 @@ class Factory:
             dot_general=self.product(name),
             rngs=self.rngs,
         )
+        linear.partial = self.split if name.endswith("c_proj") else None
+        return linear
 
 
 class LayerNorm(nnx.Module):
@@ -159,7 +205,8 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
-        self.n_head = spec.n_head
+        self.head_dim = spec.head_dim
+        self.split = make.split
         self.rescale_grad = "qkv" in make.rescale_grads
         self.c_attn = make.linear("attn.c_attn", spec.d_model, 3 * spec.d_model, spec.init_std)
         gain = spec.value_gain
@@ -169,14 +216,15 @@ class Attention(nnx.Module):
         self.c_proj = make.linear("attn.c_proj", spec.d_model, spec.d_model, residual_stddev)
 
     def heads(self, x_NxD: jax.Array, batch: int) -> list[jax.Array]:
-        """Queries, keys, values, each `[B, T, H, K]`."""
-        d = x_NxD.shape[1]
+        """Queries, keys, values, each `[B, T, H, K]`, of the heads that this device has."""
+        x_NxD = enter(x_NxD, self.split)
         if self.value_gain is None:
             split = jnp.split(self.rescaled(self.c_attn(x_NxD)), 3, axis=1)
         else:
-            q_and_k_NxE = self.rescaled(self.c_attn(x_NxD, columns=2 * d))
+            q_and_k_NxE = self.rescaled(self.c_attn(x_NxD, columns=2 * x_NxD.shape[1]))
             split = [*jnp.split(q_and_k_NxE, 2, axis=1), self.rescaled(self.c_value(x_NxD))]
-        return [part.reshape(batch, -1, self.n_head, d // self.n_head) for part in split]
+        heads = split[0].shape[1] // self.head_dim
+        return [part.reshape(batch, -1, heads, self.head_dim) for part in split]
 
     def rescaled(self, x: jax.Array) -> jax.Array:
         """`x`, its gradient rescaled where that is asked for."""
@@ -189,7 +237,7 @@ class Attention(nnx.Module):
     def __call__(self, x_NxD: jax.Array, batch: int, segments_BxT: jax.Array | None) -> jax.Array:
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, batch)
         out_BxTxHxK = attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, causal=True, segments=segments_BxT)
-        return self.project(out_BxTxHxK.reshape(x_NxD.shape))
+        return self.project(out_BxTxHxK.reshape(len(x_NxD), -1))
 
     def decode(self, x_NxD: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
         """The same for tokens at `position` and after it, which attend to this layer's cache too."""
@@ -216,11 +264,12 @@ class GeluMLP(nnx.Module):
     """D -> F, GELU (tanh form), F -> D."""
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
+        self.split = make.split
         self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std)
         self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
-        return self.c_proj(gelu(self.c_fc(x_NxD)))
+        return self.c_proj(gelu(self.c_fc(enter(x_NxD, self.split))))
 
 
 class SwigluMLP(nnx.Module):
@@ -231,6 +280,7 @@ class SwigluMLP(nnx.Module):
     """
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
+        self.split = make.split
         self.c_gate = make.linear("mlp.c_gate", spec.d_model, spec.mlp_width, spec.init_std)
         self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std)
         self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
@@ -240,6 +290,7 @@ class SwigluMLP(nnx.Module):
                 branch.kernel[...] = branch.kernel[...].at[:, : spec.align_channels].set(aligned_DxF)
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
+        x_NxD = enter(x_NxD, self.split)
         return self.c_proj(swiglu(self.c_gate(x_NxD), self.c_fc(x_NxD)))
 
 
@@ -254,6 +305,7 @@ class SmoothSwigluMLP(SwigluMLP):
     """
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
+        x_NxD = enter(x_NxD, self.split)
         linear_NxF = self.c_fc(x_NxD)
         data_NxF, _ = get_data_scale(linear_NxF)
         peak_F = jnp.max(jnp.abs(data_NxF.astype(jnp.float32)), axis=0)

@@ -59,7 +59,7 @@ def describe_devices(w: Workload) -> str:
 
 
 def describe_wire(w: Workload, step: jax.stages.Compiled) -> list[str]:
-    """What the devices of a compiled step send each other, by type (`u8`: FP8; `u16`: FP16, BF16). Of one device: none."""
+    """What the devices of a compiled step send each other, by type (`u8` is FP8, `u16` FP16 or BF16)."""
     text = step.as_text() if w.mesh.size > 1 else None
     if text is None:
         return []

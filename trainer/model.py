@@ -32,6 +32,7 @@ class GPT2(nnx.Module):
       dot_general: from a linear layer's path to the dot_general it uses, of activations in `compute_dtype` and a kernel
         in `param_dtype`; None: the product in `compute_dtype`. See `linear_paths`.
       rescale_grads: of `precision.PLACES`, where gradients are rescaled under `scalify`.
+      split: inside `shard_map`, the mesh axis over which the heads and hidden channels of the parameters are split.
       rngs: key stream `params`. Scanned and unrolled layers get the same initial values from the same key.
     """
 
@@ -43,6 +44,7 @@ class GPT2(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         dot_general: DotGeneralFor | None = None,
         rescale_grads: tuple[str, ...] = (),
+        split: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         self.spec = spec
@@ -51,7 +53,7 @@ class GPT2(nnx.Module):
         self.wpe = Embedding(spec.context, spec.context, spec.d_model, spec.init_std, param_dtype, rngs)
 
         def factory(path: str, rngs: nnx.Rngs = rngs) -> Factory:
-            return Factory(path, rngs, compute_dtype, param_dtype, dot_general, rescale_grads)
+            return Factory(path, rngs, compute_dtype, param_dtype, dot_general, rescale_grads, split)
 
         def block(name: str, key: jax.Array) -> Block:
             return Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))

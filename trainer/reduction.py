@@ -13,7 +13,7 @@ Narrow data travels as integers of its width: XLA does FP8 and BF16 collectives 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalify_core.formats import FP16, FP32, FloatFormat, counter_bits, pow2_floor
-from trainer.parallel import BATCH_AXES
+from trainer.parallel import BATCH_AXES, Sizes
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -79,19 +79,27 @@ def narrowed(x: jax.Array, fmt: FloatFormat, *counters: Any) -> jax.Array:
     return fmt.stochastic_round(x, counter_bits(x.shape, *counters))
 
 
-def common_scale(x: jax.Array, fmt: FloatFormat, axes: Sequence[str]) -> jax.Array | float:
+def common_scale(x: jax.Array, fmt: FloatFormat) -> jax.Array | float:
     """The scale at which no device's data leaves the format: FP32, the same on all; 1 for FP32 data, which needs none.
 
     What is not finite stays so, and is seen by the step.
     """
     if fmt is FP32:
         return 1.0
-    peak = lax.pmax(jnp.max(jnp.abs(x), initial=0.0), tuple(axes))
+    peak = lax.pmax(jnp.max(jnp.abs(x), initial=0.0), Sizes._fields)
     top = min(fmt.max, FP16.max)  # BF16 data gets the place of FP16 data, not 2^127
     return jnp.where(jnp.isfinite(peak) & (peak > 0), pow2_floor(peak * (2 / top)), jnp.float32(1))
 
 
-def mean(x: jax.Array, split: int | None, how: Reduction, *, seed: Any, leaf: int) -> jax.Array:
+def mean(
+    x: jax.Array,
+    split: int | None,
+    how: Reduction,
+    *,
+    seed: Any,
+    leaf: int,
+    arrange: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> jax.Array:
     """The mean over the devices that the batch is split over, FP32.
 
     Args:
@@ -99,23 +107,25 @@ def mean(x: jax.Array, split: int | None, how: Reduction, *, seed: Any, leaf: in
       split: the axis of which every device of a row of `fsdp` gets its part; None: all get the whole.
       how: format and order.
       seed, leaf: of the stochastic rounding; `leaf` tells arrays apart.
+      arrange: moves what is on the wire anyway, among the devices of a row of `tensor`, before it is reduced.
     """
     devices = math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
     if how.is_native:
+        x = arrange(x)
         if split is None:
             return lax.psum(x, BATCH_AXES) / devices
         part = lax.psum_scatter(x, "fsdp", scatter_dimension=split, tiled=True)
         return lax.psum(part, "data") / devices
-    scale = common_scale(x, how.format, BATCH_AXES)
-    return moved_mean(x * (1 / scale), split, how.format, seed=seed, leaf=leaf) * scale
+    scale = common_scale(x, how.format)
+    narrow = narrowed(x * (1 / scale), how.format, seed, leaf, device_index())
+    return moved_mean(arrange(narrow), split, how.format, seed=seed, leaf=leaf) * scale
 
 
 def moved_mean(x: jax.Array, split: int | None, fmt: FloatFormat, *, seed: Any, leaf: int) -> jax.Array:
-    """`mean` by moving data in the format `fmt`, which holds it."""
+    """`mean` of data in the format `fmt`, by moving it."""
     devices = math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
     parts = 1 if split is None else lax.axis_size("fsdp")
     copies, copied = devices // parts, BATCH_AXES if split is None else "data"
-    stream = (seed, leaf, device_index())
     # [parts, copies, m]: a part goes to as many devices as will have it, each of which adds up a piece of it.
     shape = list(x.shape)
     if split is not None:
@@ -124,13 +134,11 @@ def moved_mean(x: jax.Array, split: int | None, fmt: FloatFormat, *, seed: Any, 
     pieces = x.reshape(parts, -1)
     size = pieces.shape[1]
     pieces = jnp.pad(pieces, ((0, 0), (0, -size % copies))).reshape(parts, copies, -1)
-    pieces = jnp.swapaxes(pieces, 0, 1).reshape(devices, -1)
-    received = exchanged(narrowed(pieces, fmt, *stream), BATCH_AXES, 0, 0)
+    received = exchanged(jnp.swapaxes(pieces, 0, 1).reshape(devices, -1), BATCH_AXES, 0, 0)
     average = jnp.sum(received.astype(jnp.float32), axis=0) / devices
     if copies > 1:
-        seed, leaf, device = stream
         # At the same scale: a mean is not larger than the largest.
-        piece = narrowed(average, fmt, seed, leaf + SECOND_ROUNDING, device)
+        piece = narrowed(average, fmt, seed, leaf + SECOND_ROUNDING, device_index())
         average = gathered(piece, 0, copied).astype(jnp.float32)[:size]
     return average.reshape(shape)
 

@@ -55,6 +55,12 @@ def partition(path: Sequence[Any], shape: Sequence[int], sizes: dict[str, int]) 
     return PartitionSpec(*axes)
 
 
+def is_of_heads(path: Sequence[Any]) -> bool:
+    """Whether a parameter is stored otherwise than `tensor` uses it: see above."""
+    names = names_of(path)
+    return len(names) > 1 and names[-2] in HEADS
+
+
 def fsdp_axis(spec: PartitionSpec) -> int | None:
     """The axis that `fsdp` splits; None: none."""
     return next((i for i, entry in enumerate(spec) if entry and "fsdp" in entry), None)

@@ -55,8 +55,11 @@ class Model(NamedTuple):
     skipped: dict[str, str]
 
     @classmethod
-    def make(cls, spec: GPT2Spec, policy: Policy) -> Self:
-        """The model of a precision. UserError for a pattern of layers that matches none."""
+    def make(cls, spec: GPT2Spec, policy: Policy, split: str | None = None) -> Self:
+        """The model of a precision. UserError for a pattern of layers that matches none.
+
+        `split`: the mesh axis over which the training model's heads and hidden channels are; see `GPT2`.
+        """
         sizes = linear_sizes(spec)
         skipped = skipped_matmuls(policy, sizes)
         narrow = [path for path in sizes if path not in skipped]
@@ -65,6 +68,7 @@ class Model(NamedTuple):
             compute_dtype=policy.logical,
             dot_general=dot_general_for(policy, narrow),
             rescale_grads=policy.rescale_grads if policy.scaled else (),
+            split=split,
         )
         sampling = functional(spec, compute_dtype=policy.logical)
         return cls(spec, policy, training, sampling, narrow, skipped)
@@ -81,6 +85,10 @@ class Model(NamedTuple):
         segments = None if segments is None else segments[:, :-1]
         model = self.training.bind(params, histories)
         return model.loss(tokens[:, :-1], tokens[:, 1:], segments, keys_B if self.spec.dropout else None)
+
+    def on(self, mesh: Mesh) -> "Model":
+        """What each device of the mesh computes with its parameters."""
+        return Model.make(self.spec, self.policy, "tensor") if mesh.shape["tensor"] > 1 else self
 
     def eval_loss(self, state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
         """The loss in the run's precision, without dropout, of the weights in a state."""
@@ -214,7 +222,8 @@ def gradient_of(w: Task) -> Gradient:
 
 def eval_loss_of(w: Task) -> LossOfState:
     """`Model.eval_loss` on the mesh."""
-    return w.model.eval_loss if w.mesh.size == 1 else loss_over(w.mesh, wire_of(w), w.model.eval_loss)
+    loss = w.model.on(w.mesh).eval_loss
+    return loss if w.mesh.size == 1 else loss_over(w.mesh, wire_of(w), loss)
 
 
 def first_state(w: Workload, replace: Callable[[Params], Params] = lambda params: params) -> TrainState:
@@ -267,7 +276,7 @@ def lower_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.s
     """The train step, traced; the scales of the parameters of `state` are constants of it, without one assumed."""
     policy = w.model.policy
     step = make_train_step(
-        w.model.differentiate(),
+        w.model.on(w.mesh).differentiate(),
         w.optimizer,
         store_gradients=w.model.store_gradients,
         rounding=policy.weights_rounding,

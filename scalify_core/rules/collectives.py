@@ -10,6 +10,7 @@ from jax import lax
 
 from scalify_core import value as v
 from scalify_core.registry import bind, rule
+from scalify_core.rules.matmul import saturated
 from scalify_core.value import Value
 
 
@@ -47,7 +48,7 @@ def _collective(eqn: Any, operands: tuple, *, adds: bool = False, mixes: bool = 
     count = len(groups[0]) if groups else math.prod(lax.axis_size(axis) for axis in axes)
     growth = math.sqrt(count) if adds else 1.0
     results = [
-        v.settled(y, x.scale, x.rho * growth, x.dtype) if isinstance(x, Value) else y
+        v.settled(saturated(y) if adds else y, x.scale, x.rho * growth, x.dtype) if isinstance(x, Value) else y
         for x, y in zip(operands, out if eqn.primitive.multiple_results else [out], strict=True)
     ]
     return results if eqn.primitive.multiple_results else results[0]
