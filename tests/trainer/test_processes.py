@@ -4,26 +4,33 @@ import numpy as np
 from command import finish, parameters, several, trainer, values, wait_for_row
 
 
-def test_two_processes_see_the_batches_of_one_and_write_once(tmp_path):
-    args = ["train.steps=6", "checkpoint.every=3", "tracker=jsonl", "model.dropout=0", "sample.max_new=0"]
-    finish(trainer(tmp_path, "one", *args, devices=4))
-    processes = several(tmp_path, "two", *args)
-    outputs = [finish(process) for process in processes]
+def test_two_processes_are_bitwise_one_and_the_run_goes_on_with_other_devices(tmp_path):
+    args = ["checkpoint.every=3", "checkpoint.keep=9", "tracker=jsonl", "sample.max_new=0", "train.steps=6"]
+    sharded = [*args, "parallel=fsdp", "parallel.deterministic_reduce=true"]
+    finish(trainer(tmp_path, "one", *sharded, devices=4))
+    outputs = [finish(process) for process in several(tmp_path, "two", *sharded)]
     assert ["done: 6 steps" in output for output in outputs] == [True, False]
+    assert "devices: 4 x cpu in 2 processes; mesh data 1 x fsdp 4 x tensor 1" in outputs[0]
+    assert values(tmp_path / "one") == values(tmp_path / "two")
+    assert parameters(tmp_path / "one", 6) == parameters(tmp_path / "two", 6)
+
+    # Elastic: from four devices that share the state to two that do not, and to four in two rows.
+    longer = [*args[:-1], "train.steps=8"]
+    finish(trainer(tmp_path, "one", *longer, devices=2))
+    finish(trainer(tmp_path, "two", *longer, "parallel.data=2", "parallel.fsdp=2", devices=4))
     one, two = values(tmp_path / "one"), values(tmp_path / "two")
-    assert [row["step"] for row in two] == list(range(1, 7))
+    assert [row["step"] for row in two] == list(range(1, 9))
     for a, b in zip(one, two, strict=True):
         np.testing.assert_allclose(b["train/loss"], a["train/loss"], rtol=1e4 * np.finfo(np.float32).eps)
-    finish(trainer(tmp_path, "two", *args, "train.steps=8", devices=4))  # what two processes saved, one goes on with
 
 
-def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
+def test_a_signal_to_one_of_four_processes_stops_all_after_the_same_step(tmp_path):
     args = ["train.steps=100000", "checkpoint.every=0", "train.eval_every=0", "tracker=jsonl", "sample.max_new=0"]
-    processes = several(tmp_path, "A", *args)
+    processes = several(tmp_path, "A", *args, "parallel=fsdp", count=4)
     wait_for_row(tmp_path / "A", 5, processes[0])
-    processes[1].terminate()
+    processes[3].terminate()
     outputs = [finish(process, code=143) for process in processes]
-    assert ["stopped after step" in output for output in outputs] == [True, False]
+    assert ["stopped after step" in output for output in outputs] == [True, False, False, False]
     (step,) = [int(path.name) for path in (tmp_path / "A" / "checkpoints").glob("[0-9]*")]
     assert f"stopped after step {step} of" in outputs[0]
     assert [row["step"] for row in values(tmp_path / "A")] == list(range(1, step + 1))

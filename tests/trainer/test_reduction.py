@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from scalify_core.formats import BF16, E4M3, FP16, FP32, FloatFormat
+from scalify_core.formats import BF16, E4M3, FP16, FP32
+from trainer.hlo import Program
 from trainer.parallel import make_mesh
 from trainer.reduction import Reduction, mean
 
@@ -105,11 +106,5 @@ def test_the_deterministic_sum_goes_through_the_devices_in_order(split):
 
 def test_fp8_travels_as_bytes():
     text = program((64, 64), 0, Reduction(E4M3, False), (1, 8)).lower(jnp.zeros((8, 64, 64)), 7).compile().as_text()
-    from trainer.hlo import Program
-
     sizes = {(c.op, c.dtype): c.bytes for c in Program(text).collectives}
     assert sizes == {("all-to-all", "u8"): 64 * 64, ("all-reduce", "f32"): 4}
-
-
-def test_a_format_is_parsed_as_the_configuration_names_it():
-    assert FloatFormat.parse("fp16") is FP16

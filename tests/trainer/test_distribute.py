@@ -1,0 +1,135 @@
+"""The step over eight devices: what moves and in which format, where the state lives, and that it is the same step."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from scalify_core.weights import wide
+from trainer.build import build_policy, check_split
+from trainer.checkpoint import Checkpointer
+from trainer.composition import compose_config
+from trainer.data import Batch
+from trainer.distribute import norm_over
+from trainer.errors import UserError
+from trainer.hlo import Program
+from trainer.optimizer import make_optimizer
+from trainer.parallel import abstract_batch, make_mesh, place_batch
+from trainer.precision import is_kernel_of
+from trainer.sharding import bytes_per_device, shardings
+from trainer.spec import GPT2Spec
+from trainer.state import to_stored
+from trainer.step import Hyper
+from trainer.workload import Model, Reduce, Workload, abstract_state, compile_step, first_state
+
+SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=1, n_head=4, d_model=64, dropout=0.1)
+ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
+DEVICES = 8
+
+
+@functools.cache
+def workload(preset, sizes, reduce=Reduce(), spec=SPEC):  # noqa: B008, immutable
+    mesh = make_mesh(*sizes)
+    policy = build_policy(compose_config([f"precision={preset}"]).precision)
+    optimizer = make_optimizer("adamw", **ADAMW, norm=norm_over(mesh))
+    return Workload(Model.make(spec, policy), None, "adamw", optimizer, mesh, 0, reduce)
+
+
+def trained(w, steps=3, accum=1):
+    """The losses of some steps, the state after them and the compiled step."""
+    step = compile_step(w, abstract_batch(accum, 16, SPEC.context, document_mask=False, mesh=w.mesh), first_state(w))
+    state, losses = first_state(w), []
+    for n in range(steps):
+        tokens = np.random.default_rng(n).integers(0, 256, (16, SPEC.context + 1), dtype=np.int32)
+        batch = place_batch(Batch(tokens, None), accum=accum, mesh=w.mesh)
+        state, metrics = step(state, batch, Hyper(np.float32(1e-2), np.int32(n), np.uint32(0)))
+        losses.append(float(metrics["loss"]))
+    return losses, state, Program(step.as_text())
+
+
+@functools.cache
+def on_one_device(preset):
+    return trained(workload(preset, (1,)))[0]
+
+
+def test_heads_channels_rows_and_state_split_at_once_are_the_step_of_one_device():
+    losses, state, _ = trained(workload("fp32", (2, 2, 2)), accum=2)
+    # Sums of some thousand terms in another order, and Adam divides: some 1e3 epsilon. Dropout is that of one device.
+    np.testing.assert_allclose(losses, on_one_device("fp32"), rtol=1e3 * np.finfo(np.float32).eps)
+    kernel = state.params["h"][0]["mlp"]["c_fc"]["kernel"]
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 128)}
+
+
+def test_the_flagship_moves_bytes_and_keeps_an_eighth():
+    w = workload("scalify_fp8_fp16", (1, DEVICES), Reduce("fp8"))
+    losses, state, program = trained(w)
+    assert all(np.isfinite(losses))
+    assert losses[-1] < 5.6  # ln 256 = 5.55: that of a fresh model, give or take
+
+    assert bytes_per_device(state) == pytest.approx(sum(map(len, bits(state))) / DEVICES, rel=0.05)
+
+    # Block-linear weights and gradients, one byte an element each way, and a scale of four bytes for each gradient.
+    leaves = jax.tree_util.tree_leaves_with_path(wide(state.params))
+    kernels = [leaf.size for path, leaf in leaves if is_kernel_of(w.model.narrow, path)]
+    sent: dict = {}
+    for c in program.collectives:
+        sent[c.op, c.dtype] = sent.get((c.op, c.dtype), 0) + c.sent(DEVICES)
+    share = (DEVICES - 1) / DEVICES
+    assert len(kernels) == 4
+    assert sent["all-gather", "u8"] == sent["all-to-all", "u8"] == sum(kernels) * share
+    scales = len(kernels) * 4 * 2 * share
+    assert 2 * sum(kernels) * 4 * share / (sent["all-gather", "u8"] + sent["all-to-all", "u8"] + scales) >= 3.9
+    # Beside them FP16, and numbers: scales, the norm, the loss.
+    assert set(sent) >= {("all-gather", "u16"), ("all-to-all", "u16")}
+    numbers_sent = sum(size for (_, dtype), size in sent.items() if dtype not in ("u8", "u16"))
+    assert numbers_sent < 0.05 * sum(sent.values())
+
+
+def bits(state):
+    """The bytes of every leaf."""
+    leaves = jax.tree.leaves(dataclasses.replace(state, key=jax.random.key_data(state.key)))
+    return [np.asarray(leaf).tobytes() for leaf in leaves]
+
+
+def test_a_state_goes_to_other_devices_and_back_bit_for_bit(tmp_path):
+    state = to_stored(first_state(workload("scalify_fp8_fp16", (1, 8))))
+    before = bits(state)
+    for sizes in [(2,), (2, 2, 2), (1, 8)]:
+        w = workload("scalify_fp8_fp16", sizes)
+        with Checkpointer(tmp_path / str(sizes)) as checkpointer:
+            checkpointer.save(1, state, {})
+            state = checkpointer.restore(abstract_state(w)).state
+        assert bits(state) == before
+        assert jax.tree.map(lambda x: x.sharding, state) == shardings(state, w.mesh)
+
+
+def test_the_first_state_does_not_depend_on_the_devices():
+    one, many = (first_state(workload("scalify_fp8_fp16", sizes)) for sizes in ((1,), (1, 8)))
+    assert jax.tree.structure(one) == jax.tree.structure(many)
+    assert bits(one) == bits(many)
+
+
+def test_the_norm_of_split_arrays_is_the_norm():
+    w = workload("fp32", (2, 2, 2))
+    params = first_state(w).params
+    np.testing.assert_allclose(jax.jit(norm_over(w.mesh))(params), optax.global_norm(params), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "preset", "changes", "words"),
+    [
+        ((1, 1, 8), "fp32", {}, ["parallel.tensor=8", "model.n_head=4"]),
+        ((1, 8), "fp32", {"n_head": 3, "d_model": 36}, ["parallel.fsdp=8", "model.d_model=36"]),
+        ((1, 1, 4), "scalify_fp8_fp16", {"d_model": 32}, ["parallel.tensor=4", "multiples of 16"]),
+        ((1, 1, 2), "fp32", {"value_gain": 2.0}, ["model.value_gain=2.0", "parallel.tensor"]),
+    ],
+)
+def test_what_a_model_cannot_be_split_into_is_said_in_a_line(sizes, preset, changes, words):
+    w = workload(preset, sizes, spec=dataclasses.replace(SPEC, **changes))
+    with pytest.raises(UserError) as error:
+        check_split(w.model, w.mesh)
+    assert all(word in str(error.value) for word in words)
+    assert "\n" not in str(error.value)
