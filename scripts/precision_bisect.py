@@ -231,7 +231,7 @@ def load(run_dir: Path, number: int) -> tuple[Model, Any, Any, jax.Array, jax.Ar
     with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
         meta = checkpointer.meta()
         c = from_tree(schema.Config, meta["config"])
-        w = build_workload(dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1)))
+        w = build_workload(dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1)))
         state = from_stored(checkpointer.restore(abstract_state(w)).state)
     batch = place_batch(w.data.train.batch(number), accum=c.train.accum, mesh=w.mesh)
     spec = w.model.spec

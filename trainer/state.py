@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from scalify_core import tree
+from scalify_core import ScaledArray, tree
+from scalify_core.array import is_scaled_array
 
 
 @jax.tree_util.register_dataclass
@@ -33,8 +36,18 @@ def init_state(params: Any, optimizer: optax.GradientTransformation, key: jax.Ar
 
 
 def to_stored(state: TrainState) -> TrainState:
-    """The form for checkpoints: every scale an array."""
-    return tree.with_dynamic_scales(state)
+    """The form for checkpoints: every scale an array, on all devices of its data."""
+
+    def place(x: Any) -> Any:
+        if not is_scaled_array(x) or not isinstance(x.data.sharding, NamedSharding):
+            return x
+        everywhere = NamedSharding(x.data.sharding.mesh, PartitionSpec())
+        if x.scale.sharding == everywhere:
+            return x
+        number = np.asarray(x.scale.addressable_data(0))
+        return ScaledArray(x.data, jax.make_array_from_callback(number.shape, everywhere, lambda index: number[index]))
+
+    return tree.map_arrays(place, tree.with_dynamic_scales(state))
 
 
 def from_stored(state: TrainState) -> TrainState:
