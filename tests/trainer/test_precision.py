@@ -235,7 +235,7 @@ def test_micro_batches_make_the_same_step_up_to_the_formats(preset):
 def test_several_devices_compute_what_one_does():
     _, a = take("scalify_fp8_fp16", 3)
     _, b = take("scalify_fp8_fp16", 3, devices=8)
-    # Each device rounds its gradients to FP16 before they are added up, so one in 2^8 (the FP16 steps in one of E5M2) is
+    # Each device rounds its gradients to FP16 before they are added, so one in 2^8 (the FP16 steps in one of E5M2) is
     # rounded to the other neighbour, 2^-2 away: 2^-10 of what the steps did to the loss, which fell by less than 1.
     np.testing.assert_allclose(a["loss"], b["loss"], atol=2**-10)
 
