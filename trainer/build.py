@@ -145,9 +145,7 @@ def check_split(model: Model, mesh: Mesh) -> None:
             f"valid: a divisor of all"
         )
     if tensor > 1 and spec.value_gain is not None:
-        raise UserError(
-            f"model.value_gain={spec.value_gain} cannot be split over parallel.tensor={tensor}; set it to 1"
-        )
+        raise UserError(f"model.value_gain={spec.value_gain} needs parallel.tensor=1, not {tensor}; or set it to null")
 
 
 def build_mesh(c: schema.Config) -> Mesh:
