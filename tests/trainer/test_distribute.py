@@ -32,11 +32,16 @@ DEVICES = 8
 
 
 @functools.cache
-def workload(preset, sizes, reduce=Reduce(), spec=SPEC):  # noqa: B008, immutable
+def workload(preset, sizes, spec=SPEC):
     mesh = make_mesh(*sizes)
     policy = build_policy(compose_config([f"precision={preset}"]).precision)
     optimizer = make_optimizer("adamw", **ADAMW, norm=norm_over(mesh))
-    return Workload(Model.make(spec, policy), None, "adamw", optimizer, mesh, 0, reduce)
+    return Workload(Model.make(spec, policy), None, "adamw", optimizer, mesh, 0)
+
+
+@functools.cache
+def state_of(preset, sizes):
+    return first_state(workload(preset, sizes))
 
 
 def gradient(sizes, accum):
@@ -50,7 +55,7 @@ def gradient(sizes, accum):
         value_and_grad = w.model.on(w.mesh).differentiate().value_and_grad
         return gradient_of(w)(value_and_grad, params, (), batch, sequence_keys(key, batch))[:2]
 
-    state = first_state(w)
+    state = state_of("fp32", sizes)
     return jax.device_get(of(state.params, batch, state.key))
 
 
@@ -65,8 +70,8 @@ def test_heads_channels_rows_and_state_split_at_once_give_the_gradient_of_one_de
 
 
 def test_the_flagship_keeps_an_eighth_and_moves_bytes():
-    w = workload("scalify_fp8_fp16", (1, DEVICES), Reduce("fp8"))
-    state = first_state(w)
+    w = workload("scalify_fp8_fp16", (1, DEVICES))._replace(reduce=Reduce("fp8"))
+    state = state_of("scalify_fp8_fp16", (1, DEVICES))
     assert bytes_per_device(state) == pytest.approx(sum(map(len, bits(state))) / DEVICES, rel=0.05)
 
     specs, wire = of_parameters(state.params, w.mesh), wire_of(w)
@@ -110,7 +115,7 @@ def bits(state):
 
 
 def test_a_state_goes_to_other_devices_and_back_bit_for_bit(tmp_path):
-    state = to_stored(first_state(workload("scalify_fp8_fp16", (1, 8))))
+    state = to_stored(state_of("scalify_fp8_fp16", (1, DEVICES)))
     before = bits(state)
     for sizes in [(2,), (2, 2, 2), (1, 8)]:
         w = workload("scalify_fp8_fp16", sizes)
@@ -122,15 +127,16 @@ def test_a_state_goes_to_other_devices_and_back_bit_for_bit(tmp_path):
 
 
 def test_the_first_state_does_not_depend_on_the_devices():
-    one, many = (first_state(workload("scalify_fp8_fp16", sizes)) for sizes in ((1,), (1, 8)))
+    one, many = (state_of("scalify_fp8_fp16", sizes) for sizes in ((1,), (1, DEVICES)))
     assert jax.tree.structure(one) == jax.tree.structure(many)
     assert bits(one) == bits(many)
 
 
 def test_the_norm_of_split_arrays_is_the_norm():
-    w = workload("fp32", (2, 2, 2))
-    params = first_state(w).params
-    np.testing.assert_allclose(jax.jit(norm_over(w.mesh))(params), optax.global_norm(params), rtol=1e-6)
+    params = state_of("fp32", (2, 2, 2)).params
+    found = jax.jit(norm_over(make_mesh(2, 2, 2)))(params)
+    # FP32 sums of a hundred thousand squares in another order.
+    np.testing.assert_allclose(found, optax.global_norm(jax.device_get(params)), rtol=1e2 * np.finfo(np.float32).eps)
 
 
 @pytest.mark.parametrize(
