@@ -115,7 +115,8 @@ def mean(
         if split is None:
             return lax.psum(x, BATCH_AXES) / devices
         part = lax.psum_scatter(x, "fsdp", scatter_dimension=split, tiled=True)
-        return lax.psum(part, "data") / devices
+        # Over one device it would be a collective nevertheless.
+        return (lax.psum(part, "data") if lax.axis_size("data") > 1 else part) / devices
     scale = common_scale(x, how.format)
     narrow = narrowed(x * (1 / scale), how.format, seed, leaf, device_index())
     return moved_mean(arrange(narrow), split, how.format, seed=seed, leaf=leaf) * scale
