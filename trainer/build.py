@@ -34,6 +34,8 @@ from trainer.errors import UserError
 from trainer.evaluate import Evaluation, evaluate, make_eval_step
 from trainer.fields import from_tree, to_tree
 from trainer.flops import flops_per_token, peak_flops
+from trainer.fp8_check import Found, Gpu, check_device, check_step
+from trainer.hlo import Program
 from trainer.leaves import parameter_names
 from trainer.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.loop import Cadence, Run, train
@@ -54,6 +56,7 @@ from trainer.watchdog import Watchdog
 from trainer.workload import (
     Dataset,
     Model,
+    Task,
     Trained,
     Unfed,
     Workload,
@@ -68,7 +71,7 @@ from trainer.workload import (
 def build_policy(c: schema.Precision) -> Policy:
     """What the preset, or what became of it, means."""
     settings = dataclasses.asdict(c)
-    del settings["name"], settings["rescale_every"]
+    del settings["name"], settings["rescale_every"], settings["require_fp8"]
     return Policy(**settings)
 
 
@@ -166,6 +169,8 @@ def build_data(c: schema.Config) -> Dataset:
 def build_workload(c: schema.Config) -> Workload:
     """Prepare the data if need be, build model, optimiser and mesh. Raises UserError for what does not fit together."""
     mesh = build_mesh(c)
+    if c.precision.require_fp8:
+        check_device(mesh.devices.flat[0])
     data = build_data(c)
     policy = build_policy(c.precision)
     model = build_model(c.model, policy, data.tokenizer.vocab_size)
@@ -257,6 +262,18 @@ def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None
     )
 
 
+def check_fp8(c: schema.Config, w: Task, step: jax.stages.Compiled) -> Found | None:
+    """What a step compiled for a GPU is, where the precision has FP8 matmuls; None elsewhere.
+
+    Raises UserError for what `precision.require_fp8` does not allow.
+    """
+    gpu = Gpu.of(w.mesh.devices.flat[0])
+    if gpu is None or c.precision.forward is None:
+        return None
+    tokens = c.train.batch_tokens // (c.train.accum * w.mesh.size)
+    return check_step(w.model, Program(step.as_text() or ""), tokens, gpu, require=c.precision.require_fp8)
+
+
 def describe_change(c: schema.Config, found: Restored) -> list[str]:
     """What a resumed run does otherwise from here on."""
     if not found.step:
@@ -329,7 +346,9 @@ def run(c: schema.Config) -> int:
         console.print(warning, highlight=False)
     if c.dry_run:
         w = build_workload(c)
-        for line in describe_run(c, w, compile_step(w, build_batch(c, w.mesh))):
+        step = compile_step(w, build_batch(c, w.mesh))
+        fp8 = check_fp8(c, w, step)
+        for line in [*describe_run(c, w, step), *(fp8.lines if fp8 else [])]:
             console.print(line, highlight=False)
         return 0
     with RunDir(Path(c.run_dir)) as directory:
@@ -369,42 +388,49 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None}
             | {"name": c.tracker.name or directory.path.name},
         )
-        state = from_stored(found.state)
-        training = Run(
-            state=state,
-            step=found.step,
-            steps=c.train.steps,
-            seed=np.uint32(c.seed),
-            batch_tokens=c.train.batch_tokens,
-            learning_rates=build_learning_rates(c),
-            train_step=compile_step(w, build_batch(c, w.mesh), state),
-            batches=train_batches(c, w),
-            place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
-            agree=Agreement(w.mesh),
-            evaluate=make_evaluate(c, w),
-            numerics=make_numerics(w.model, w.optimizer_name, replicated(w.mesh)),
-            rescale=make_rescale(w, build_batch(c, w.mesh)),
-            sample=build_sample(c, w),
-            diagnose=make_diagnose(w),
-            checkpointer=checkpointer,
-            meta={
-                "config": tree,
-                "model": architecture(w.model.spec),
-                "precision": dataclasses.asdict(w.model.policy),
-                "data": w.data.manifest.fingerprint,
-                "tokenizer": w.data.tokenizer.name,
-                "tracker_id": tracker.id,
-            },
-            tracker=tracker,
-            display=display,
-            watchdog=Watchdog(c.watchdog.max_skips, parameter_names(state.params), found.meta.get("watchdog")),
-            throughput=build_throughput(c, w),
-            cadence=build_cadence(c),
-            run_dir=directory.path,
-            profile=(c.profile.steps[0], c.profile.steps[1]) if c.profile.steps else None,
-        )
         code = 1
         try:
+            state = from_stored(found.state)
+            step = compile_step(w, build_batch(c, w.mesh), state)
+            fp8 = check_fp8(c, w, step)
+            for line in fp8.lines if fp8 else []:
+                display.message(line)
+                tracker.event(found.step, line)
+            if fp8:
+                tracker.summary({"fp8_flop_share": fp8.share})
+            training = Run(
+                state=state,
+                step=found.step,
+                steps=c.train.steps,
+                seed=np.uint32(c.seed),
+                batch_tokens=c.train.batch_tokens,
+                learning_rates=build_learning_rates(c),
+                train_step=step,
+                batches=train_batches(c, w),
+                place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
+                agree=Agreement(w.mesh),
+                evaluate=make_evaluate(c, w),
+                numerics=make_numerics(w.model, w.optimizer_name, replicated(w.mesh)),
+                rescale=make_rescale(w, build_batch(c, w.mesh)),
+                sample=build_sample(c, w),
+                diagnose=make_diagnose(w),
+                checkpointer=checkpointer,
+                meta={
+                    "config": tree,
+                    "model": architecture(w.model.spec),
+                    "precision": dataclasses.asdict(w.model.policy),
+                    "data": w.data.manifest.fingerprint,
+                    "tokenizer": w.data.tokenizer.name,
+                    "tracker_id": tracker.id,
+                },
+                tracker=tracker,
+                display=display,
+                watchdog=Watchdog(c.watchdog.max_skips, parameter_names(state.params), found.meta.get("watchdog")),
+                throughput=build_throughput(c, w),
+                cadence=build_cadence(c),
+                run_dir=directory.path,
+                profile=(c.profile.steps[0], c.profile.steps[1]) if c.profile.steps else None,
+            )
             code = train(training)
         except UserError as error:
             code = error.exit_code

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from trainer.aot import Compiled, compile_for_target, lower_for_target
 from trainer.budget import memory_of
 from trainer.flops import flops_per_token, peak_flops
-from trainer.fp8_check import Layer, not_fp8
+from trainer.fp8_check import Gpu, Layer, not_fp8
 from trainer.hlo import Collective, Program
 from trainer.metrics import mfu
 from trainer.precision import Policy
@@ -328,6 +328,6 @@ def make_plan(
         measured=first,
         bf16=None if bf16 is None else measured(bf16, sequences, "the same in bf16"),
         is_continued=is_continued(model.spec, model.policy, exact),
-        layers=not_fp8(first.model, first.compiled.program, tokens, aim.target),
+        layers=not_fp8(first.model, first.compiled.program, tokens, Gpu(aim.target.device, aim.target.capability)),
         max_sequences=largest_that_fits(need, sequences, aim.usable) if search else None,
     )
