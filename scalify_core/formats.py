@@ -107,13 +107,29 @@ class FloatFormat:
         Raises:
             ValueError: the format has no native dtype; `quantise` simulates it.
         """
+        if not self.infinities:
+            return self.cast_or_nan(x)
         # FP32 first: 65504 is not a BF16 number, so a limit in the operand's own dtype may round past the maximum.
         x = jnp.asarray(x).astype(jnp.float32)
         magnitude, limit = jnp.abs(x), np.float32(self.max)
         # Selects, not clip: min and max flush FP32 subnormals on CPU, and BF16 has such numbers.
         y = jnp.where(magnitude > limit, jnp.where(x < 0, -limit, limit), x)
-        y = jnp.where(magnitude == np.inf, x if self.infinities else np.float32(np.nan), y)
-        return y.astype(self._native())
+        return jnp.where(magnitude == np.inf, x, y).astype(self._native())
+
+    def cast_or_nan(self, x: jax.typing.ArrayLike) -> jax.Array:
+        """As `cast`, but infinities become NaN in every format. For FP8: no conversion to FP32 and no comparison.
+
+        Compilers move the transposition of an operand to before its cast; masks would be transposed one by one.
+
+        Raises:
+            ValueError: the format is none of those, of which FP16 and BF16 have all numbers.
+        """
+        if self._native().itemsize > 1:
+            raise ValueError(f"{self}: cast_or_nan is for 8-bit formats; cast keeps infinities")
+        x = jnp.asarray(x)
+        limit = np.asarray(self.max, x.dtype)
+        # Infinity times zero is NaN; of all other numbers it is the zero of their sign.
+        return (lax.clamp(-limit, x, limit) + x * np.asarray(0, x.dtype)).astype(self._native())
 
     def quantise(self, x: jax.typing.ArrayLike) -> jax.Array:
         """`x` rounded to the nearest number of the format (ties to even, saturating), as FP32: simulates any format."""

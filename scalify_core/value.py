@@ -20,10 +20,13 @@ matrix product; the compiler fuses the chain, so nothing is held in FP32.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -91,6 +94,25 @@ def value(
     if type(scale) is float:
         return Value(data, None, scale, rho, dtype, factor, None, guard)
     return Value(data, scale, None, rho, dtype, factor, excess, guard)
+
+
+_serial: ContextVar[Iterator[int]] = ContextVar("serial")
+
+
+@contextlib.contextmanager
+def numbered() -> Iterator[None]:
+    """Inside, `serial` counts from 0; inside another, it goes on."""
+    token = None if _serial.get(None) else _serial.set(itertools.count())
+    try:
+        yield
+    finally:
+        if token is not None:
+            _serial.reset(token)
+
+
+def serial() -> int:
+    """A number that no other call gets while one function is evaluated: what tells equal operations apart."""
+    return next(_serial.get(iter((0,))))
 
 
 def is_static(scale: Scale) -> bool:

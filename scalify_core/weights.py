@@ -20,7 +20,10 @@ from scalify_core.value import MIN_SCALE, broadcast_scale
 Rounding = Literal["nearest", "stochastic"]
 
 
-def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, step: Any) -> Any:
+LARGE = 2**16  # elements; the arithmetic of smaller arrays may be merged into kernels for many
+
+
+def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, step: Any, accept: Any = None) -> Any:
     """`params + updates`, added in FP32 and rounded once to each parameter's own format and scale, saturating.
 
     Args:
@@ -30,6 +33,7 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, s
             "stochastic" keeps them in expectation.
         seed, step: of the stochastic rounding: integers or integer scalars. The random bits are not those of
             `scaled_state`, also with the same seed and step.
+        accept: boolean scalar, false: the parameters stay as they are. None: true.
     """
     check_rounding(rounding)
 
@@ -43,14 +47,19 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, s
         if fmt is not FP32:
             # Leaves are numbered from the other end: another stream than that of the optimiser's state.
             total = round_to(total, fmt, rounding, seed, step, -1 - index)
+        if accept is not None:
+            total = jnp.where(accept, total, data)
         return ScaledArray(total, p.scale) if is_scaled_array(p) else total
 
     new: list[Any] = []
+    before: int | None = None
     for i, (p, update) in enumerate(zip(leaves(params), leaves(updates), strict=True)):
-        if new and rounding == "stochastic":
+        is_large = p.size >= LARGE and rounding == "stochastic"
+        if is_large and before is not None:
             # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
-            new[-1], step = jax.lax.optimization_barrier((new[-1], step))
+            new[before], step = jax.lax.optimization_barrier((new[before], step))
         new.append(add(i, p, update, step))
+        before = i if is_large else before
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_scaled_array), new)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
@@ -85,6 +86,16 @@ def muon(*, momentum: float, b1: float, b2: float, eps: float) -> optax.Gradient
     return optax.chain(descent, optax.scale(-1.0))
 
 
+def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm`, to which the norm may be given: `update(..., grad_norm=norm)`."""
+
+    def update(updates: Params, state: Any, params: Any = None, *, grad_norm: Any = None, **_: Any) -> tuple:
+        norm = optax.global_norm(updates) if grad_norm is None else grad_norm
+        return jax.tree.map(lambda g: jnp.where(norm < clip_norm, g, g / norm * clip_norm), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": adamw,
     "lion": lion,
@@ -108,7 +119,7 @@ def make_optimizer(
     if name not in OPTIMIZERS:
         raise UserError(f"optimizer.name={name!r} is not a choice; valid: {', '.join(OPTIMIZERS)}")
     return optax.chain(
-        optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
+        clip_by_norm(clip_norm) if clip_norm else optax.identity(),
         OPTIMIZERS[name](**settings),
         optax.add_decayed_weights(weight_decay, matrix_mask) if weight_decay else optax.identity(),
         optax.scale(-1.0),

@@ -23,7 +23,7 @@ from trainer.precision import Policy
 from trainer.spec import GPT2Spec
 from trainer.step import Tokens
 from trainer.targets import Target
-from trainer.workload import Model, Unfed, lower_step
+from trainer.workload import Model, Unfed, gpu_options, lower_step
 
 EXACT = 12  # unrolled layers that are compiled whole
 DEPTHS = (4, 6)
@@ -147,7 +147,8 @@ def measure(task: Unfed, batches: Batches, sequences: int, aim: Aim, *, exact: b
 
     def at(model: Model) -> Compiled:
         part = task._replace(model=model)
-        return compile_for_target(lower_for_target(lambda: lower_step(part, batches(sequences))))
+        lowered = lower_for_target(lambda: lower_step(part, batches(sequences)))
+        return compile_for_target(lowered, gpu_options(model.policy))
 
     if not is_continued(spec, task.model.policy, exact):
         compiled = at(task.model)

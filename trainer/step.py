@@ -4,7 +4,6 @@ Legend: A micro-batches per step, B sequences per micro-batch, T tokens per sequ
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 import optax
 
 from scalify_core import weights
+from scalify_core.reductions import sums_of_squares
 from scalify_core.tree import leaves
 from trainer.gradients import Differentiate, ValueAndGrad
 from trainer.state import TrainState
@@ -57,10 +57,9 @@ def mean_gradient(value_and_grad: ValueAndGrad, state: TrainState, batch: Tokens
     return jax.lax.scan(add, zero, (jnp.arange(micro_batches), batch))[0]
 
 
-def first_true(flags: list[jax.Array]) -> jax.Array:
+def first_true(flags: jax.Array) -> jax.Array:
     """Index (int32) of the first true flag; -1: none."""
-    stacked = jnp.stack(flags)
-    return jnp.where(jnp.any(stacked), jnp.argmax(stacked), -1).astype(jnp.int32)
+    return jnp.where(jnp.any(flags), jnp.argmax(flags), -1).astype(jnp.int32)
 
 
 def make_train_step(
@@ -86,16 +85,21 @@ def make_train_step(
         key = jax.random.fold_in(state.key, hyper.step)
         loss, grads, seen = mean_gradient(differentiate.value_and_grad, state, batch, key)
         grads = store_gradients(grads)
-        grad_norm = optax.global_norm(weights.wide(grads))
-        updates, opt_state = optimizer(hyper.seed).update(grads, state.opt_state, state.params)
-        updates = jax.tree.map(lambda u: hyper.lr * u, weights.wide(updates))
-        params = weights.apply_updates(state.params, updates, rounding=rounding, seed=hyper.seed, step=hyper.step)
-
+        squares = sums_of_squares(leaves(weights.wide(grads)))
+        grad_norm = jnp.sqrt(jnp.sum(squares))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        updated = TrainState(params, opt_state, state.key, state.scaling)
-        new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-        new_state = replace(new_state, scaling=differentiate.update(state.scaling, seen, finite))
-        bad_leaf = first_true([~jnp.all(jnp.isfinite(g)) for g in leaves(weights.wide(grads))])
+
+        # What is not finite leaves the state as it was.
+        updates, opt_state = optimizer(hyper.seed).update(
+            grads, state.opt_state, state.params, accept=finite, grad_norm=grad_norm
+        )
+        updates = jax.tree.map(lambda u: hyper.lr * u, weights.wide(updates))
+        params = weights.apply_updates(
+            state.params, updates, rounding=rounding, seed=hyper.seed, step=hyper.step, accept=finite
+        )
+        scaling = differentiate.update(state.scaling, seen, finite)
+        new_state = TrainState(params, opt_state, state.key, scaling)
+        bad_leaf = first_true(~jnp.isfinite(squares))
         return new_state, {"loss": loss, "grad_norm": grad_norm, "finite": finite, "bad_leaf": bad_leaf}
 
     return train_step
