@@ -205,8 +205,11 @@ def counter_bits(shape: tuple[int, ...], seed: Any, step: Any, leaf: Any) -> jax
     Raises:
         ValueError: 2^32 elements or more, which a 32-bit index cannot number.
     """
-    if math.prod(shape) >= 2**32:
-        raise ValueError(f"counter_bits: {shape} has 2^32 elements or more; split the array")
+    return bits_of_words(shape, counter_words(seed, step, leaf))
+
+
+def counter_words(seed: Any, step: Any, leaf: Any) -> jax.Array:
+    """The two uint32 words that `counter_bits` hashes the indices with: `[..., 2]`, `leaf` having the shape `[...]`."""
     u32 = jnp.uint32
     words = []
     for word in (0x9E3779B9, 0x85EBCA6B):
@@ -214,11 +217,19 @@ def counter_bits(shape: tuple[int, ...], seed: Any, step: Any, leaf: Any) -> jax
         for counter in (seed, step, leaf):
             key = _mix(key ^ jnp.asarray(counter).astype(u32)) + u32(word)
         words.append(key)
+    return jnp.stack(words, axis=-1)
+
+
+def bits_of_words(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
+    """See `counter_bits`; words are made for all arrays of a tree at once, which on a GPU is one kernel."""
+    if math.prod(shape) >= 2**32:
+        raise ValueError(f"counter_bits: {shape} has 2^32 elements or more; split the array")
+    u32 = jnp.uint32
     index = jnp.zeros(shape, u32)
     for axis in range(len(shape)):
         index = index + lax.broadcasted_iota(u32, shape, axis) * u32(math.prod(shape[axis + 1 :]) % 2**32)
     # Two rounds, with a key word before each: with one, two steps would draw shifted copies of one sequence.
-    return (_mix(_mix(index ^ words[0]) + words[1]) >> 16).astype(jnp.uint16)
+    return (_mix(_mix(index ^ words[..., 0]) + words[..., 1]) >> 16).astype(jnp.uint16)
 
 
 def _mix(h: jax.Array) -> jax.Array:
@@ -226,6 +237,16 @@ def _mix(h: jax.Array) -> jax.Array:
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
     return h ^ (h >> 16)
+
+
+def pow2_inverse(x: jax.Array) -> jax.Array:
+    """The inverse of FP32 powers of two in [2^-126, 2^126], exactly.
+
+    The exponent field is subtracted: compilers do not repeat a division in every kernel that needs its result, but
+    make it a kernel of its own.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(np.uint32(2 * 127 << 23) - bits, jnp.float32)
 
 
 def pow2_floor(x: Any) -> Any:

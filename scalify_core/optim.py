@@ -31,16 +31,16 @@ The plain route, as in the Scalify paper (arXiv 2407.17353), is `propagated_stat
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array
-from scalify_core.formats import FP16, FP32, FloatFormat, pow2_floor
+from scalify_core.formats import FP16, FP32, FloatFormat, counter_words, pow2_floor, pow2_inverse
 from scalify_core.interpreter import scalify
 from scalify_core.reductions import largest_magnitudes
 from scalify_core.rescale import dynamic_rescale_rms
@@ -151,15 +151,21 @@ def scaled_state(
             return updates, _unless(accept, ScaledStateState(state.step + 1, inner_state), state)
         old, plans, _ = _flatten(state.inner_state, stored)
         _, new, _ = advance(updates, state.inner_state)
-        scales = _scales(new, plans, [x.scale if plan.how else None for x, plan in zip(old, plans, strict=True)])
+        kept = [x.scale if plan.how else None for x, plan in zip(old, plans, strict=True)]
+        scales = _scales(new, plans, kept, accept)
         # Computed again once the scales are known: the compiler would hold the new moments in FP32 in between. Of the
         # first time only what the scales depend on is compiled.
         updates, inner_state, scales = jax.lax.optimization_barrier((updates, state.inner_state, scales))
         updates, new, treedef = advance(updates, inner_state)
         old, step = _flatten(inner_state, stored)[0], state.step + 1
-        keep = functools.partial(_unless, accept)
-        arrays = _narrow(new, plans, scales, seed, step, lambda leaf, x: keep(x, old[leaf]))
-        return updates, ScaledStateState(keep(step, state.step), treedef.unflatten(arrays))
+
+        def keep(leaf: int, x: Any) -> Any:
+            if plans[leaf].how is None:
+                return _unless(accept, x, old[leaf])
+            return ScaledArray(_unless(accept, x.data, old[leaf].data), x.scale)
+
+        arrays = _narrow(new, plans, scales, seed, step, keep)
+        return updates, ScaledStateState(_unless(accept, step, state.step), treedef.unflatten(arrays))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -320,8 +326,11 @@ def _unless(accept: Any, new: Any, old: Any) -> Any:
     return new if accept is None else jax.tree.map(lambda n, o: jnp.where(accept, n, o), new, old)
 
 
-def _scales(new: list[Any], plans: list[_Plan], old: list[Any]) -> list[Any]:
-    """The scales at which new values are stored; a tensor without a largest magnitude keeps the old one."""
+def _scales(new: list[Any], plans: list[_Plan], old: list[Any], accept: Any = None) -> list[Any]:
+    """The scales at which new values are stored; a tensor without a largest magnitude keeps the old one.
+
+    Where `accept` is given and false, all do.
+    """
     groups: dict[Any, list[int]] = {}
     for leaf, plan in enumerate(plans):
         if plan.how is not None and plan.how.relative_to is None:
@@ -337,7 +346,9 @@ def _scales(new: list[Any], plans: list[_Plan], old: list[Any]) -> list[Any]:
         if how is not None and leaf in peaks:
             root = _root(peaks[leaf], how)
             # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
-            out[leaf] = jnp.where(jnp.isfinite(root) & (root > 0), pow2_floor(root * (2 / _top(how))), old[leaf])
+            is_new = jnp.isfinite(root) & (root > 0)
+            is_new = is_new if accept is None else is_new & accept
+            out[leaf] = jnp.where(is_new, pow2_floor(root * (2 / _top(how))), old[leaf])
         if how is not None and how.relative_to is not None:
             out[leaf] = jnp.full((), pow2_floor(_QUOTIENT_TOP / _top(how)), jnp.float32)
     return out
@@ -363,6 +374,8 @@ def _narrow(
     """The arrays of a state as they are stored; `new` are its FP32 values, `keep` may put back old ones."""
     fresh = list(new)
 
+    words = counter_words(seed, step, np.arange(len(plans)))
+
     def narrow(leaf: int, scale: jax.Array) -> ScaledArray:
         how, other, _ = plans[leaf]
         assert how is not None
@@ -370,11 +383,11 @@ def _narrow(
         if other is not None:
             # By the root that will be read, so that its rounding does not enter.
             x = x / _divisor(_widen([fresh[other]], [plans[other]])[0])
-        data = x * (1 / scale)
+        data = x * pow2_inverse(scale)
         if how.sqrt:
             smallest = max(how.format.min_subnormal, FP32.min_normal)  # FP32 subnormals may count as zero
             data = jnp.where(x > 0, jnp.maximum(data, smallest), data)
-        return ScaledArray(round_to(data, how.format, how.rounding, seed, step, leaf), scale)
+        return ScaledArray(round_to(data, how.format, how.rounding, words[leaf]), scales[leaf])
 
     groups: dict[Any, list[int]] = {}
     for leaf, plan in enumerate(plans):

@@ -33,10 +33,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from scalify_core import FloatFormat, ScaledArray, scalify
+from scalify_core import FloatFormat, ScaledArray, scalify, tree
 from scalify_core.array import is_scaled_array
 from scalify_core.probe import FIGURES, SLOT, figures, probe
-from scalify_core.tree import map_arrays
 from trainer.layers import Block, LastColumns, LayerNorm, Linear
 from trainer.model import GPT2
 from trainer.precision import DTYPES, MOMENTS, Policy
@@ -162,7 +161,7 @@ def gradients(model: Model, state: TrainState, batch: Tokens, step: jax.Array) -
     if policy.scaled:
         dtype = DTYPES[policy.compute]
         scaled: Callable[..., Any] = scalify(pull)
-        return scaled(map_arrays(lambda p: p.astype(dtype), state.params), make_slots(model), *first, key)
+        return scaled(tree.map_arrays(lambda p: p.astype(dtype), state.params), make_slots(model), *first, key)
     grads, seen = pull(state.params, make_slots(model), *first, key)
     if policy.scaling == "loss_scale":
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / seed, grads)
@@ -254,7 +253,8 @@ def make_numerics(
         return found
 
     def numerics(state: TrainState, batch: Tokens, step: int) -> dict[str, float]:
-        mu, nu = (named(state.opt_state, field) if field else {} for field in MOMENTS[optimizer])
+        moments = tree.unpack(state.opt_state)
+        mu, nu = (named(moments, field) if field else {} for field in MOMENTS[optimizer])
         narrow = {name: nu[name] for name in mu if is_scaled_array(mu[name]) and name in nu}
         grads, exact, seen = pull(state, batch, np.int32(step))
         found = {

@@ -1,5 +1,6 @@
 """What a training run carries from step to step, and nothing else: data positions are computed, not stored."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ class TrainState:
 
     Attributes:
       params: nested dictionaries of arrays, or of ScaledArrays whose scales are static: constants of compiled steps.
-      opt_state: of the optax transformation; its count is the number of updates applied.
+      opt_state: of the optax transformation; its count is the number of updates applied. In training it is packed
+        (`scalify_core.tree.Packed`).
       key: base PRNG key; the randomness of step n comes from `fold_in(key, n)`.
       scaling: what the precision carries along: amax histories, a loss scale, or ().
     """
@@ -33,10 +35,10 @@ def init_state(params: Any, optimizer: optax.GradientTransformation, key: jax.Ar
 
 
 def to_stored(state: TrainState) -> TrainState:
-    """The form for checkpoints: every scale an array."""
-    return tree.with_dynamic_scales(state)
+    """The form for checkpoints: every scale an array of its own."""
+    return tree.with_dynamic_scales(dataclasses.replace(state, opt_state=tree.unpack(state.opt_state)))
 
 
 def from_stored(state: TrainState) -> TrainState:
-    """The form for training: the scales of parameters static, those of moments arrays."""
-    return TrainState(tree.with_static_scales(state.params), state.opt_state, state.key, state.scaling)
+    """The form for training: the scales of parameters static, those of moments one array."""
+    return TrainState(tree.with_static_scales(state.params), tree.pack(state.opt_state), state.key, state.scaling)

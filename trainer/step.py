@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from scalify_core import weights
+from scalify_core import tree, weights
 from scalify_core.reductions import sums_of_squares
-from scalify_core.tree import leaves
 from trainer.gradients import Differentiate, ValueAndGrad
 from trainer.state import TrainState
 
@@ -85,14 +84,16 @@ def make_train_step(
         key = jax.random.fold_in(state.key, hyper.step)
         loss, grads, seen = mean_gradient(differentiate.value_and_grad, state, batch, key)
         grads = store_gradients(grads)
-        squares = sums_of_squares(leaves(weights.wide(grads)))
+        squares = sums_of_squares(tree.leaves(weights.wide(grads)))
         grad_norm = jnp.sqrt(jnp.sum(squares))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         # What is not finite leaves the state as it was.
         updates, opt_state = optimizer(hyper.seed).update(
-            grads, state.opt_state, state.params, accept=finite, grad_norm=grad_norm
+            grads, tree.unpack(state.opt_state), state.params, accept=finite, grad_norm=grad_norm
         )
+        if isinstance(state.opt_state, tree.Packed):
+            opt_state = tree.pack(opt_state)
         updates = jax.tree.map(lambda u: hyper.lr * u, weights.wide(updates))
         params = weights.apply_updates(
             state.params, updates, rounding=rounding, seed=hyper.seed, step=hyper.step, accept=finite

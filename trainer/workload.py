@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from scalify_core import asarray, weights
+from scalify_core import asarray, tree, weights
 from trainer.data import Loader, Manifest, Tokenizer
 from trainer.generate import Generator
 from trainer.gradients import Differentiate, differentiate, propagated_loss, store_gradients
@@ -201,7 +201,7 @@ def first_state(w: Workload, replace: Callable[[Params], Params] = lambda params
 def abstract_state(w: Task, scale: float | None = None) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
-    `scale`: of all parameters; None: in the form for checkpoints, where scales are arrays.
+    `scale`: of all parameters, in the form for training; None: in that for checkpoints, where scales are arrays.
     """
 
     def initial() -> TrainState:
@@ -212,7 +212,8 @@ def abstract_state(w: Task, scale: float | None = None) -> TrainState:
     state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), jax.eval_shape(initial))
     params = abstract_weights(state.params, w.model.policy, scale)
     opt_state = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), jax.eval_shape(w.optimizer().init, params)
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        jax.eval_shape(lambda p: tree.pack(w.optimizer().init(p)) if scale else w.optimizer().init(p), params),
     )
     return TrainState(params, opt_state, state.key, state.scaling)
 

@@ -18,19 +18,21 @@ from scalify_core.rules.matmul import saturated
 from scalify_core.value import Value
 
 
-@composite_rule("fp8_dot_general")
+@composite_rule("fp8_dot_general", wide=True)
 def _product(call: Any, lhs: Any, rhs: Any) -> Value:
     return _forward(call, lhs, rhs)[0]
 
 
-@composite_rule("fp8_dot_general.fwd")
+@composite_rule("fp8_dot_general.fwd", wide=True)
 def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
     product = dict(call.static)["product"]
     (lhs, rhs), dtype = lifted(lhs, rhs)
     lhs, rhs = v.scalar_scale(lhs), v.scalar_scale(rhs)
 
     def forward(lhs: Any, rhs: Any) -> tuple:
-        lhs8, rhs8 = E4M3.cast(lhs), E4M3.cast(rhs)
+        lhs8, rhs8 = E4M3.cast_or_nan(lhs), E4M3.cast_or_nan(rhs)
+        if lhs.dtype == np.float32:  # what computes it writes it in FP8; it is transposed from there
+            lhs8 = v.stored(lhs8)
         return dot_fp8(lhs8, rhs8, product.dims, dtype, alpha, fast=True), lhs8, rhs8
 
     power, rho = _sum_of(product.sizes[2], lhs, rhs)
