@@ -110,6 +110,9 @@ def scaled_state(
             for all that `Stored` can say.
         seed: of the stochastic rounding; with the step in the state it determines every bit.
 
+    `update` takes `accept`, a boolean scalar: where it is false, the new state is the old one, at no cost of its own
+    (the old values are read in any case). Other keyword arguments are handed on to `tx`.
+
     Gradients and parameters may be given as plain arrays or ScaledArrays of any float dtype; the transformation gets
     FP32, and updates are plain FP32 arrays. A tensor with infinities or NaNs keeps its scale and stays not finite: it
     is the caller who puts the old state back. Scales are FP32 scalars, each a buffer of its own (they can be donated).
@@ -155,7 +158,7 @@ def scaled_state(
         scales = _scales(new, plans, kept, accept)
         # Computed again once the scales are known: the compiler would hold the new moments in FP32 in between. Of the
         # first time only what the scales depend on is compiled.
-        updates, inner_state, scales = jax.lax.optimization_barrier((updates, state.inner_state, scales))
+        (updates, inner_state), scales = _held((updates, state.inner_state), scales)
         updates, new, treedef = advance(updates, inner_state)
         old, step = _flatten(inner_state, stored)[0], state.step + 1
 
@@ -326,8 +329,19 @@ def _unless(accept: Any, new: Any, old: Any) -> Any:
     return new if accept is None else jax.tree.map(lambda n, o: jnp.where(accept, n, o), new, old)
 
 
-def _scales(new: list[Any], plans: list[_Plan], old: list[Any], accept: Any = None) -> list[Any]:
-    """The scales at which new values are stored; a tensor without a largest magnitude keeps the old one.
+def _held(tree: Any, scales: jax.Array) -> tuple[Any, jax.Array]:
+    """Both, of which a compiler does not know that they are: what follows comes after both, and is computed again.
+
+    The scales in the tree are left alone: parts of one array as they are, each would have to be made an array.
+    """
+    found, treedef = jax.tree.flatten(tree, is_leaf=is_scaled_array)
+    data, scales = jax.lax.optimization_barrier(([x.data if is_scaled_array(x) else x for x in found], scales))
+    held = [ScaledArray(d, x.scale) if is_scaled_array(x) else d for d, x in zip(data, found, strict=True)]
+    return treedef.unflatten(held), scales
+
+
+def _scales(new: list[Any], plans: list[_Plan], old: list[Any], accept: Any = None) -> jax.Array:
+    """The scales at which new values are stored, FP32 `[stored arrays]`; one without a largest magnitude keeps its own.
 
     Where `accept` is given and false, all do.
     """
@@ -338,20 +352,22 @@ def _scales(new: list[Any], plans: list[_Plan], old: list[Any], accept: Any = No
     found = largest_magnitudes([[new[leaf] for leaf in group] for group in groups.values()])
     peaks = {
         leaf: peak
-        for group, of in zip(groups.values(), found, strict=True)
-        for leaf, peak in zip(group, of, strict=True)
+        for group, of_group in zip(groups.values(), found, strict=True)
+        for leaf, peak in zip(group, of_group, strict=True)
     }
-    out: list[Any] = [None] * len(new)
+    out = []
     for leaf, (how, *_) in enumerate(plans):
-        if how is not None and leaf in peaks:
-            root = _root(peaks[leaf], how)
-            # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
-            is_new = jnp.isfinite(root) & (root > 0)
-            is_new = is_new if accept is None else is_new & accept
-            out[leaf] = jnp.where(is_new, pow2_floor(root * (2 / _top(how))), old[leaf])
-        if how is not None and how.relative_to is not None:
-            out[leaf] = jnp.full((), pow2_floor(_QUOTIENT_TOP / _top(how)), jnp.float32)
-    return out
+        if how is None:
+            continue
+        if leaf not in peaks:
+            out.append(jnp.float32(pow2_floor(_QUOTIENT_TOP / _top(how))))
+            continue
+        root = _root(peaks[leaf], how)
+        is_new = jnp.isfinite(root) & (root > 0)
+        is_new = is_new if accept is None else is_new & accept
+        # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
+        out.append(jnp.where(is_new, pow2_floor(root * (2 / _top(how))), old[leaf]))
+    return jnp.stack(out)
 
 
 def _top(how: Stored) -> float:
@@ -366,28 +382,28 @@ def _root(x: jax.Array, how: Stored) -> jax.Array:
 def _narrow(
     new: list[Any],
     plans: list[_Plan],
-    scales: list[Any],
+    scales: jax.Array,
     seed: int,
     step: Any,
     keep: Callable[[int, Any], Any] = lambda leaf, x: x,
 ) -> list[Any]:
     """The arrays of a state as they are stored; `new` are its FP32 values, `keep` may put back old ones."""
-    fresh = list(new)
-
+    fresh, given = list(new), scales
     words = counter_words(seed, step, np.arange(len(plans)))
+    slot = {leaf: i for i, leaf in enumerate(leaf for leaf, plan in enumerate(plans) if plan.how is not None)}
 
-    def narrow(leaf: int, scale: jax.Array) -> ScaledArray:
+    def narrow(leaf: int, inverse: jax.Array) -> ScaledArray:
         how, other, _ = plans[leaf]
         assert how is not None
         x = _root(new[leaf], how)
         if other is not None:
             # By the root that will be read, so that its rounding does not enter.
             x = x / _divisor(_widen([fresh[other]], [plans[other]])[0])
-        data = x * pow2_inverse(scale)
+        data = x * inverse
         if how.sqrt:
             smallest = max(how.format.min_subnormal, FP32.min_normal)  # FP32 subnormals may count as zero
             data = jnp.where(x > 0, jnp.maximum(data, smallest), data)
-        return ScaledArray(round_to(data, how.format, how.rounding, words[leaf]), scales[leaf])
+        return ScaledArray(round_to(data, how.format, how.rounding, words[leaf]), given[slot[leaf]])
 
     groups: dict[Any, list[int]] = {}
     for leaf, plan in enumerate(plans):
@@ -396,17 +412,13 @@ def _narrow(
     out = [x if plan.how else keep(leaf, x) for leaf, (x, plan) in enumerate(zip(new, plans, strict=True))]
     before = list[int]()
     for group in groups.values():
-        group_scales = [scales[i] for i in group]
-        is_large = max(new[i].size for i in group) >= LARGE
-        if is_large:
+        if max(new[i].size for i in group) >= LARGE:
             # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
-            finished, group_scales = jax.lax.optimization_barrier(([out[i] for i in before], group_scales))
+            finished, scales = _held([out[i] for i in before], scales)
             for i, x in zip(before, finished, strict=True):
                 out[i] = x
             before = group
-        for i, scale in sorted(
-            zip(group, group_scales, strict=True), key=lambda pair: plans[pair[0]].other is not None
-        ):
-            fresh[i] = narrow(i, scale)
+        for i in sorted(group, key=lambda i: plans[i].other is not None):
+            fresh[i] = narrow(i, pow2_inverse(scales[slot[i]]))
             out[i] = keep(i, fresh[i])
     return out

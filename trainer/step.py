@@ -63,7 +63,7 @@ def first_true(flags: jax.Array) -> jax.Array:
 
 def make_train_step(
     differentiate: Differentiate,
-    optimizer: Callable[[Any], optax.GradientTransformation],
+    optimizer: Callable[[Any], optax.GradientTransformationExtraArgs],
     *,
     store_gradients: Callable[[Any], Any] = lambda grads: grads,
     rounding: weights.Rounding = "nearest",
@@ -75,7 +75,8 @@ def make_train_step(
 
     Args:
       differentiate: the loss and its gradient in the run's precision.
-      optimizer: from the seed of its rounding, to one at a learning rate of one that takes plain and scaled gradients.
+      optimizer: from the seed of its rounding, to one at a learning rate of one that takes plain and scaled gradients,
+        `accept` (false: the state stays as it was) and `grad_norm`, such as `scalify_core.optim.scaled_state`.
       store_gradients: brings the gradients to the formats in which the optimiser gets them.
       rounding: of narrow weights.
     """

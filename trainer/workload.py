@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import jax
 import numpy as np
@@ -12,7 +12,6 @@ import optax
 from jax.sharding import Mesh
 
 from scalify_core import asarray, tree, weights
-from trainer.data import Loader, Manifest, Tokenizer
 from trainer.generate import Generator
 from trainer.gradients import Differentiate, differentiate, propagated_loss, store_gradients
 from trainer.model import GPT2, Functional, Params, functional, param_count
@@ -32,6 +31,9 @@ from trainer.spec import GPT2Spec, linear_sizes
 from trainer.state import TrainState, init_state
 from trainer.step import Hyper, StepFn, Tokens, make_train_step
 from trainer.watchdog import first_nonfinite
+
+if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
+    from trainer.data import Loader, Manifest, Tokenizer
 
 
 class Model(NamedTuple):
@@ -98,20 +100,22 @@ class Model(NamedTuple):
 class Dataset(NamedTuple):
     """Loaders of both parts of a prepared directory, and their tokenizer."""
 
-    train: Loader
-    val: Loader
-    tokenizer: Tokenizer
+    train: "Loader"
+    val: "Loader"
+    tokenizer: "Tokenizer"
     directory: Path
 
     @classmethod
     def open(cls, directory: Path, *, seed: int, **settings: Any) -> Self:
         """Open both parts; `settings` are those of `Loader`. Training reads a permutation, validation the order."""
+        from trainer.data import Loader
+
         train = Loader(directory, "train", seed=seed, shuffle=True, **settings)
         val = Loader(directory, "val", seed=seed, shuffle=False, **settings)
         return cls(train, val, train.manifest.get_tokenizer(), directory)
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> "Manifest":
         """What the directory holds."""
         return self.train.manifest
 
@@ -179,7 +183,7 @@ class Trained(NamedTuple):
     spec: GPT2Spec
     bind: Callable[[Params], GPT2]
     params: Params
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer"
 
 
 def first_state(w: Workload, replace: Callable[[Params], Params] = lambda params: params) -> TrainState:
