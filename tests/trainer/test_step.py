@@ -106,9 +106,8 @@ def test_the_learning_rate_and_the_step_do_not_recompile():
 
 
 def test_first_true_is_the_index_or_minus_one():
-    flags = lambda *xs: [jnp.array(x) for x in xs]
-    assert first_true(flags(False, True, True)) == 1
-    assert first_true(flags(False, False)) == -1
+    assert first_true(jnp.array([False, True, True])) == 1
+    assert first_true(jnp.array([False, False])) == -1
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "sgd", "muon"])
