@@ -349,25 +349,22 @@ def _scales(new: list[Any], plans: list[_Plan], old: list[Any], accept: Any = No
     for leaf, plan in enumerate(plans):
         if plan.how is not None and plan.how.relative_to is None:
             groups.setdefault((plan.parameter, new[leaf].shape), []).append(leaf)
-    found = largest_magnitudes([[new[leaf] for leaf in group] for group in groups.values()])
-    peaks = {
-        leaf: peak
-        for group, of_group in zip(groups.values(), found, strict=True)
-        for leaf, peak in zip(group, of_group, strict=True)
-    }
-    out = []
-    for leaf, (how, *_) in enumerate(plans):
-        if how is None:
-            continue
-        if leaf not in peaks:
-            out.append(jnp.float32(pow2_floor(_QUOTIENT_TOP / _top(how))))
-            continue
-        root = _root(peaks[leaf], how)
-        is_new = jnp.isfinite(root) & (root > 0)
-        is_new = is_new if accept is None else is_new & accept
-        # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
-        out.append(jnp.where(is_new, pow2_floor(root * (2 / _top(how))), old[leaf]))
-    return jnp.stack(out)
+    measured = [leaf for group in groups.values() for leaf in group]
+    if not measured:
+        return jnp.zeros(0)
+    is_root = np.asarray([plans[leaf].how.sqrt for leaf in measured])  # type: ignore[union-attr]
+    top = np.asarray([_top(plans[leaf].how) for leaf in measured], np.float32)  # type: ignore[arg-type]
+    # All at once: hundreds of scalars would be as many operations, in one kernel that takes long to compile.
+    peaks = largest_magnitudes([[new[leaf] for leaf in group] for group in groups.values()])
+    peaks = jnp.where(is_root, _square_root(peaks), peaks)
+    is_new = jnp.isfinite(peaks) & (peaks > 0)
+    is_new = is_new if accept is None else is_new & accept
+    # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
+    found = jnp.where(is_new, pow2_floor(peaks * (2 / top)), jnp.stack([old[leaf] for leaf in measured]))
+    fixed = [leaf for leaf, plan in enumerate(plans) if plan.how is not None and leaf not in set(measured)]
+    constants = [pow2_floor(_QUOTIENT_TOP / _top(plans[leaf].how)) for leaf in fixed]  # type: ignore[arg-type]
+    both = jnp.concatenate([found, np.asarray(constants, np.float32)])
+    return both[np.argsort([*measured, *fixed])]
 
 
 def _top(how: Stored) -> float:
@@ -375,8 +372,8 @@ def _top(how: Stored) -> float:
     return min(how.format.max, FP16.max)
 
 
-def _root(x: jax.Array, how: Stored) -> jax.Array:
-    return jnp.where(x <= _SQUARE_FLOOR, 0.0, jnp.sqrt(x)) if how.sqrt else x
+def _square_root(x: jax.Array) -> jax.Array:
+    return jnp.where(x <= _SQUARE_FLOOR, 0.0, jnp.sqrt(x))
 
 
 def _narrow(
@@ -395,7 +392,7 @@ def _narrow(
     def narrow(leaf: int, inverse: jax.Array) -> ScaledArray:
         how, other, _ = plans[leaf]
         assert how is not None
-        x = _root(new[leaf], how)
+        x = _square_root(new[leaf]) if how.sqrt else new[leaf]
         if other is not None:
             # By the root that will be read, so that its rounding does not enter.
             x = x / _divisor(_widen([fresh[other]], [plans[other]])[0])

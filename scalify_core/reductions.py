@@ -7,7 +7,7 @@ at most `BLOCKS` partial results first, and those of all arrays are reduced toge
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ from jax import lax
 BLOCKS = 256
 
 
-def largest_magnitudes(groups: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
-    """The largest magnitude of each array, FP32 scalars; 0 of an empty one.
+def largest_magnitudes(groups: Sequence[Sequence[jax.Array]]) -> jax.Array:
+    """The largest magnitude of each array, FP32 `[number of arrays]`; 0 of an empty one.
 
     Args:
         groups: of arrays of one shape: what a group is computed from is read once for all of it.
@@ -32,13 +32,12 @@ def largest_magnitudes(groups: Sequence[Sequence[jax.Array]]) -> list[list[jax.A
             (1,),
         )
     ]
-    found = iter(_all(partial, jnp.max))
-    return [[next(found) for _ in group] for group in groups]
+    return jnp.max(_table(partial), axis=1)
 
 
 def sums_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
     """FP32 `[number of arrays]`."""
-    return jnp.stack(_all([jnp.sum(jnp.square(_blocks(x)), axis=1) for x in arrays], jnp.sum))
+    return jnp.sum(_table([jnp.sum(jnp.square(_blocks(x)), axis=1) for x in arrays]), axis=1)
 
 
 def _blocks(x: jax.Array) -> jax.Array:
@@ -47,9 +46,6 @@ def _blocks(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32).reshape(rows, x.size // rows)
 
 
-def _all(partial: Sequence[jax.Array], reduce: Callable) -> list[jax.Array]:
-    """`reduce` of each of these vectors, of which zeros change no result."""
-    if not partial:
-        return []
-    table = jnp.stack([jnp.pad(p, (0, BLOCKS - p.size)) for p in partial])
-    return list(reduce(table, axis=1))
+def _table(partial: Sequence[jax.Array]) -> jax.Array:
+    """These vectors as rows, filled up with zeros, which change no result."""
+    return jnp.stack([jnp.pad(p, (0, BLOCKS - p.size)) for p in partial])
