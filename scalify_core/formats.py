@@ -107,13 +107,29 @@ class FloatFormat:
         Raises:
             ValueError: the format has no native dtype; `quantise` simulates it.
         """
+        if not self.infinities:
+            return self.cast_or_nan(x)
         # FP32 first: 65504 is not a BF16 number, so a limit in the operand's own dtype may round past the maximum.
         x = jnp.asarray(x).astype(jnp.float32)
         magnitude, limit = jnp.abs(x), np.float32(self.max)
         # Selects, not clip: min and max flush FP32 subnormals on CPU, and BF16 has such numbers.
         y = jnp.where(magnitude > limit, jnp.where(x < 0, -limit, limit), x)
-        y = jnp.where(magnitude == np.inf, x if self.infinities else np.float32(np.nan), y)
-        return y.astype(self._native())
+        return jnp.where(magnitude == np.inf, x, y).astype(self._native())
+
+    def cast_or_nan(self, x: jax.typing.ArrayLike) -> jax.Array:
+        """As `cast`, but infinities become NaN in every format. For FP8: no conversion to FP32 and no comparison.
+
+        Compilers move the transposition of an operand to before its cast; masks would be transposed one by one.
+
+        Raises:
+            ValueError: the format is none of those, of which FP16 and BF16 have all numbers.
+        """
+        if self._native().itemsize > 1:
+            raise ValueError(f"{self}: cast_or_nan is for 8-bit formats; cast keeps infinities")
+        x = jnp.asarray(x)
+        limit = np.asarray(self.max, x.dtype)
+        # Infinity times zero is NaN; of all other numbers it is the zero of their sign.
+        return (lax.clamp(-limit, x, limit) + x * np.asarray(0, x.dtype)).astype(self._native())
 
     def quantise(self, x: jax.typing.ArrayLike) -> jax.Array:
         """`x` rounded to the nearest number of the format (ties to even, saturating), as FP32: simulates any format."""
@@ -189,8 +205,11 @@ def counter_bits(shape: tuple[int, ...], seed: Any, step: Any, leaf: Any) -> jax
     Raises:
         ValueError: 2^32 elements or more, which a 32-bit index cannot number.
     """
-    if math.prod(shape) >= 2**32:
-        raise ValueError(f"counter_bits: {shape} has 2^32 elements or more; split the array")
+    return bits_of_words(shape, counter_words(seed, step, leaf))
+
+
+def counter_words(seed: Any, step: Any, leaf: Any) -> jax.Array:
+    """The two uint32 words that `counter_bits` hashes the indices with: `[..., 2]`, `leaf` having the shape `[...]`."""
     u32 = jnp.uint32
     words = []
     for word in (0x9E3779B9, 0x85EBCA6B):
@@ -198,11 +217,19 @@ def counter_bits(shape: tuple[int, ...], seed: Any, step: Any, leaf: Any) -> jax
         for counter in (seed, step, leaf):
             key = _mix(key ^ jnp.asarray(counter).astype(u32)) + u32(word)
         words.append(key)
+    return jnp.stack(words, axis=-1)
+
+
+def bits_of_words(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
+    """See `counter_bits`; words are made for all arrays of a tree at once, which on a GPU is one kernel."""
+    if math.prod(shape) >= 2**32:
+        raise ValueError(f"counter_bits: {shape} has 2^32 elements or more; split the array")
+    u32 = jnp.uint32
     index = jnp.zeros(shape, u32)
     for axis in range(len(shape)):
         index = index + lax.broadcasted_iota(u32, shape, axis) * u32(math.prod(shape[axis + 1 :]) % 2**32)
     # Two rounds, with a key word before each: with one, two steps would draw shifted copies of one sequence.
-    return (_mix(_mix(index ^ words[0]) + words[1]) >> 16).astype(jnp.uint16)
+    return (_mix(_mix(index ^ words[..., 0]) + words[..., 1]) >> 16).astype(jnp.uint16)
 
 
 def _mix(h: jax.Array) -> jax.Array:
@@ -210,6 +237,16 @@ def _mix(h: jax.Array) -> jax.Array:
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
     return h ^ (h >> 16)
+
+
+def pow2_inverse(x: jax.Array) -> jax.Array:
+    """The inverse of FP32 powers of two in [2^-126, 2^126], exactly.
+
+    The exponent field is subtracted: compilers do not repeat a division in every kernel that needs its result, but
+    make it a kernel of its own.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(np.uint32(2 * 127 << 23) - bits, jnp.float32)
 
 
 def pow2_floor(x: Any) -> Any:

@@ -24,7 +24,7 @@ import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import registry
 from scalify_core.arguments import Arguments
 from scalify_core.array import ScaledArray, asarray, gradient_like, is_scaled_array
-from scalify_core.value import Value, materialise, narrow, settle, value
+from scalify_core.value import Value, materialise, narrow, numbered, settle, value
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -171,7 +171,7 @@ def _opened(fun: Callable, leaves: Sequence[Any]) -> tuple[list[Any], Callable]:
 
 def _evaluated(fun: Callable, leaves: Sequence[Any]) -> Any:
     """Trace `fun` of the leaves in float32, and evaluate it with their scales."""
-    with _collector_paused():
+    with _collector_paused(), numbered():
         traced = _traced(fun, leaves)
         if len(traced.jaxpr.invars) > len(leaves):
             raise _ClosesOverTracers

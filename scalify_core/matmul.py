@@ -268,7 +268,7 @@ def dot_fp8(
     preset = lax.DotAlgorithmPreset
     algorithm = preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else preset.ANY_F8_ANY_F8_F32
     # A constant of the result's dtype becomes the GEMM's alpha; one of another dtype would be a kernel of its own.
-    fits = pow2_round(alpha) == alpha and (dtype != jnp.float16 or FP16.min_normal <= alpha <= FP16.max)
+    fits = float(np.asarray(alpha, dtype)) == alpha and (dtype != jnp.float16 or alpha >= FP16.min_normal)
 
     def cuda(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:
         # Contracted axes last in both operands, which is the layout that cuBLASLt wants. And in programs for several

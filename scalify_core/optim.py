@@ -31,20 +31,22 @@ The plain route, as in the Scalify paper (arXiv 2407.17353), is `propagated_stat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array
-from scalify_core.formats import FP16, FP32, FloatFormat, pow2_floor
+from scalify_core.formats import FP16, FP32, FloatFormat, counter_words, pow2_floor, pow2_inverse
 from scalify_core.interpreter import scalify
+from scalify_core.reductions import largest_magnitudes
 from scalify_core.rescale import dynamic_rescale_rms
 from scalify_core.tree import map_arrays
 from scalify_core.value import MIN_SCALE
-from scalify_core.weights import Rounding, check_rounding, round_to, wide
+from scalify_core.weights import LARGE, Rounding, check_rounding, round_to, wide
 
 _SQUARE_FLOOR = 2.0**-120  # of widened second moments: times any usual decay it is still a normal FP32 number
 _QUOTIENT_TOP = 28.0  # in E4M3, at scale 2^-4: as far above what Adam reaches as its rounding can need
@@ -108,6 +110,9 @@ def scaled_state(
             for all that `Stored` can say.
         seed: of the stochastic rounding; with the step in the state it determines every bit.
 
+    `update` takes `accept`, a boolean scalar: where it is false, the new state is the old one, at no cost of its own
+    (the old values are read in any case). Other keyword arguments are handed on to `tx`.
+
     Gradients and parameters may be given as plain arrays or ScaledArrays of any float dtype; the transformation gets
     FP32, and updates are plain FP32 arrays. A tensor with infinities or NaNs keeps its scale and stays not finite: it
     is the caller who puts the old state back. Scales are FP32 scalars, each a buffer of its own (they can be donated).
@@ -123,7 +128,7 @@ def scaled_state(
         def narrow(params: Any) -> ScaledStateState:
             new, plans, treedef = _flatten(tx.init(wide(params)), stored)
             like = jnp.float32(MIN_SCALE)  # of zeros, as in as_scaled_array
-            scales = [_scale(x, like, how) for x, (how, *_) in zip(new, plans, strict=True)]
+            scales = _scales(new, plans, [like] * len(new))
             # To nearest: first states are constants, and the program is much smaller.
             plans = [
                 plan._replace(how=plan.how and dataclasses.replace(plan.how, rounding="nearest")) for plan in plans
@@ -134,7 +139,9 @@ def scaled_state(
         # Compiled, the FP32 state that `tx.init` makes is never allocated.
         return jax.jit(narrow)(params)
 
-    def update(updates: Any, state: ScaledStateState, params: Any = None, **extra: Any) -> tuple[Any, ScaledStateState]:
+    def update(
+        updates: Any, state: ScaledStateState, params: Any = None, *, accept: Any = None, **extra: Any
+    ) -> tuple[Any, ScaledStateState]:
         def advance(updates: Any, inner_state: Any) -> tuple[Any, list[Any], Any]:
             arrays, plans, treedef = _flatten(inner_state, stored)
             moments = treedef.unflatten(_widen(arrays, plans))
@@ -144,18 +151,24 @@ def scaled_state(
 
         if not stored:
             updates, inner_state = tx.update(wide(updates), state.inner_state, wide(params), **extra)
-            return updates, ScaledStateState(state.step + 1, inner_state)
+            return updates, _unless(accept, ScaledStateState(state.step + 1, inner_state), state)
         old, plans, _ = _flatten(state.inner_state, stored)
         _, new, _ = advance(updates, state.inner_state)
-        scales = [
-            _scale(x, like.scale if how else None, how) for x, like, (how, *_) in zip(new, old, plans, strict=True)
-        ]
+        kept = [x.scale if plan.how else None for x, plan in zip(old, plans, strict=True)]
+        scales = _scales(new, plans, kept, accept)
         # Computed again once the scales are known: the compiler would hold the new moments in FP32 in between. Of the
         # first time only what the scales depend on is compiled.
-        updates, inner_state, scales = jax.lax.optimization_barrier((updates, state.inner_state, scales))
+        (updates, inner_state), scales = _held((updates, state.inner_state), scales)
         updates, new, treedef = advance(updates, inner_state)
-        step = state.step + 1
-        return updates, ScaledStateState(step, treedef.unflatten(_narrow(new, plans, scales, seed, step)))
+        old, step = _flatten(inner_state, stored)[0], state.step + 1
+
+        def keep(leaf: int, x: Any) -> Any:
+            if plans[leaf].how is None:
+                return _unless(accept, x, old[leaf])
+            return ScaledArray(_unless(accept, x.data, old[leaf].data), x.scale)
+
+        arrays = _narrow(new, plans, scales, seed, step, keep)
+        return updates, ScaledStateState(_unless(accept, step, state.step), treedef.unflatten(arrays))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -194,7 +207,17 @@ def propagated_state(
     def init(params: Any) -> ScaledStateState:
         return ScaledStateState(jnp.zeros((), jnp.int32), store(in_compute(jax.jit(tx.init)(wide(params)))))
 
-    def update(updates: Any, state: ScaledStateState, params: Any = None, **extra: Any) -> tuple[Any, ScaledStateState]:
+    def update(
+        updates: Any,
+        state: ScaledStateState,
+        params: Any = None,
+        *,
+        accept: Any = None,
+        grad_norm: Any = None,
+        **extra: Any,
+    ) -> tuple[Any, ScaledStateState]:
+        del grad_norm  # a plain number: here the norm has a scale, too
+
         def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             updates, inner_state = tx.update(updates, inner_state, params, **extra)
             return updates, jax.tree.map(
@@ -203,7 +226,7 @@ def propagated_state(
 
         inner_state = in_compute(state.inner_state)
         updates, inner_state = scalify(advance)(in_compute(updates), inner_state, in_compute(params))
-        return updates, ScaledStateState(state.step + 1, store(inner_state))
+        return updates, _unless(accept, ScaledStateState(state.step + 1, store(inner_state)), state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -220,7 +243,7 @@ def wide_state(state: ScaledStateState, **settings: Any) -> ScaledStateState:
 def narrow_state(state: ScaledStateState, *, seed: int, **settings: Any) -> ScaledStateState:
     """The inverse of `wide_state`, for these settings: a state can so go on in other formats. Rounds once."""
     new, plans, treedef = _flatten(state.inner_state, _stored_fields(**_DEFAULTS | settings))
-    scales = [_scale(x, jnp.float32(MIN_SCALE), how) for x, (how, *_) in zip(new, plans, strict=True)]
+    scales = _scales(new, plans, [jnp.float32(MIN_SCALE)] * len(new))
     return ScaledStateState(state.step, treedef.unflatten(_narrow(new, plans, scales, seed, state.step)))
 
 
@@ -301,52 +324,98 @@ def _divisor(square: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.maximum(square, _SQUARE_FLOOR))
 
 
-def _scale(x: jax.Array, old: Any, how: Stored | None) -> Any:
-    """The scale at which a new value is stored; a tensor without a largest magnitude keeps the old one."""
-    if how is None:
-        return None
-    # BF16 data gets the place of FP16 data, not 2^127.
-    top = min(how.format.max, FP16.max)
-    if how.relative_to is not None:
-        return jnp.full((), pow2_floor(_QUOTIENT_TOP / top), jnp.float32)
-    peak = _root(jnp.max(jnp.abs(x), initial=0.0), how)
+def _unless(accept: Any, new: Any, old: Any) -> Any:
+    """`new`; where `accept` is given and false, `old`."""
+    return new if accept is None else jax.tree.map(lambda n, o: jnp.where(accept, n, o), new, old)
+
+
+def _held(tree: Any, scales: jax.Array) -> tuple[Any, jax.Array]:
+    """Both, of which a compiler does not know that they are: what follows comes after both, and is computed again.
+
+    The scales in the tree are left alone: parts of one array as they are, each would have to be made an array.
+    """
+    found, treedef = jax.tree.flatten(tree, is_leaf=is_scaled_array)
+    data, scales = jax.lax.optimization_barrier(([x.data if is_scaled_array(x) else x for x in found], scales))
+    held = [ScaledArray(d, x.scale) if is_scaled_array(x) else d for d, x in zip(data, found, strict=True)]
+    return treedef.unflatten(held), scales
+
+
+def _scales(new: list[Any], plans: list[_Plan], old: list[Any], accept: Any = None) -> jax.Array:
+    """The scales at which new values are stored, FP32 `[stored arrays]`; one without a largest magnitude keeps its own.
+
+    Where `accept` is given and false, all do.
+    """
+    groups: dict[Any, list[int]] = {}
+    for leaf, plan in enumerate(plans):
+        if plan.how is not None and plan.how.relative_to is None:
+            groups.setdefault((plan.parameter, new[leaf].shape), []).append(leaf)
+    measured = [leaf for group in groups.values() for leaf in group]
+    if not measured:
+        return jnp.zeros(0)
+    is_root = np.asarray([plans[leaf].how.sqrt for leaf in measured])  # type: ignore[union-attr]
+    top = np.asarray([_top(plans[leaf].how) for leaf in measured], np.float32)  # type: ignore[arg-type]
+    # All at once: hundreds of scalars would be as many operations, in one kernel that takes long to compile.
+    peaks = largest_magnitudes([[new[leaf] for leaf in group] for group in groups.values()])
+    peaks = jnp.where(is_root, _square_root(peaks), peaks)
+    is_new = jnp.isfinite(peaks) & (peaks > 0)
+    is_new = is_new if accept is None else is_new & accept
     # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
-    return jnp.where(jnp.isfinite(peak) & (peak > 0), pow2_floor(peak * (2 / top)), old)
+    found = jnp.where(is_new, pow2_floor(peaks * (2 / top)), jnp.stack([old[leaf] for leaf in measured]))
+    fixed = [leaf for leaf, plan in enumerate(plans) if plan.how is not None and leaf not in set(measured)]
+    constants = [pow2_floor(_QUOTIENT_TOP / _top(plans[leaf].how)) for leaf in fixed]  # type: ignore[arg-type]
+    both = jnp.concatenate([found, np.asarray(constants, np.float32)])
+    return both[np.argsort([*measured, *fixed])]
 
 
-def _root(x: jax.Array, how: Stored) -> jax.Array:
-    return jnp.where(x <= _SQUARE_FLOOR, 0.0, jnp.sqrt(x)) if how.sqrt else x
+def _top(how: Stored) -> float:
+    """The largest number that is stored. BF16 data gets the place of FP16 data, not 2^127."""
+    return min(how.format.max, FP16.max)
 
 
-def _narrow(new: list[Any], plans: list[_Plan], scales: list[Any], seed: int, step: Any) -> list[Any]:
-    """The arrays of a state as they are stored; `new` are its FP32 values."""
+def _square_root(x: jax.Array) -> jax.Array:
+    return jnp.where(x <= _SQUARE_FLOOR, 0.0, jnp.sqrt(x))
 
-    def narrow(leaf: int, scale: jax.Array) -> ScaledArray:
+
+def _narrow(
+    new: list[Any],
+    plans: list[_Plan],
+    scales: jax.Array,
+    seed: int,
+    step: Any,
+    keep: Callable[[int, Any], Any] = lambda leaf, x: x,
+) -> list[Any]:
+    """The arrays of a state as they are stored; `new` are its FP32 values, `keep` may put back old ones."""
+    fresh, given = list(new), scales
+    words = counter_words(seed, step, np.arange(len(plans)))
+    slot = {leaf: i for i, leaf in enumerate(leaf for leaf, plan in enumerate(plans) if plan.how is not None)}
+
+    def narrow(leaf: int, inverse: jax.Array) -> ScaledArray:
         how, other, _ = plans[leaf]
         assert how is not None
-        x = _root(new[leaf], how)
+        x = _square_root(new[leaf]) if how.sqrt else new[leaf]
         if other is not None:
             # By the root that will be read, so that its rounding does not enter.
-            x = x / _divisor(_widen([out[other]], [plans[other]])[0])
-        data = x * (1 / scale)
+            x = x / _divisor(_widen([fresh[other]], [plans[other]])[0])
+        data = x * inverse
         if how.sqrt:
             smallest = max(how.format.min_subnormal, FP32.min_normal)  # FP32 subnormals may count as zero
             data = jnp.where(x > 0, jnp.maximum(data, smallest), data)
-        return ScaledArray(round_to(data, how.format, how.rounding, seed, step, leaf), scale)
+        return ScaledArray(round_to(data, how.format, how.rounding, words[leaf]), given[slot[leaf]])
 
     groups: dict[Any, list[int]] = {}
     for leaf, plan in enumerate(plans):
         if plan.how is not None:
             groups.setdefault(plan.parameter, []).append(leaf)
-    out, before = list(new), list[int]()
+    out = [x if plan.how else keep(leaf, x) for leaf, (x, plan) in enumerate(zip(new, plans, strict=True))]
+    before = list[int]()
     for group in groups.values():
-        # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
-        finished, group_scales = jax.lax.optimization_barrier(([out[i] for i in before], [scales[i] for i in group]))
-        for i, x in zip(before, finished, strict=True):
-            out[i] = x
-        for i, scale in sorted(
-            zip(group, group_scales, strict=True), key=lambda pair: plans[pair[0]].other is not None
-        ):
-            out[i] = narrow(i, scale)
-        before = group
+        if max(new[i].size for i in group) >= LARGE:
+            # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
+            finished, scales = _held([out[i] for i in before], scales)
+            for i, x in zip(before, finished, strict=True):
+                out[i] = x
+            before = group
+        for i in sorted(group, key=lambda i: plans[i].other is not None):
+            fresh[i] = narrow(i, pow2_inverse(scales[slot[i]]))
+            out[i] = keep(i, fresh[i])
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,47 @@ def map_arrays(fun: Callable, tree: Any, *rest: Any) -> Any:
 def leaves(tree: Any) -> list[Any]:
     """`jax.tree.leaves` in which a ScaledArray is a leaf."""
     return jax.tree.leaves(tree, is_leaf=is_scaled_array)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A tree whose dynamic scalar scales are one array: a buffer that a compiled step updates, instead of one for each.
+
+    Attributes:
+        arrays: the data of its ScaledArrays, and its other leaves, by path.
+        scales: FP32, in the order of the leaves.
+        structure: of the tree, a ScaledArray being a leaf.
+        names: the paths of the leaves, in order.
+        scaled: those of the ScaledArrays that `scales` has the scales of.
+    """
+
+    arrays: dict[str, Any]
+    scales: jax.Array
+    structure: Any = dataclasses.field(metadata={"static": True})
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    scaled: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+
+def pack(tree: Any) -> Any:
+    """As `Packed`, which `unpack` undoes; a tree without dynamic scalar scales as it is."""
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_scaled_array)
+    named = {jax.tree_util.keystr(path): x for path, x in found}
+    dynamic = {name: x for name, x in named.items() if is_scaled_array(x) and not x.is_static}
+    scales = {name: x.scale for name, x in dynamic.items() if x.scale.ndim == 0}
+    if not scales:
+        return tree
+    arrays = {name: x.data if name in scales else x for name, x in named.items()}
+    return Packed(arrays, jnp.stack(list(scales.values())), structure, tuple(named), tuple(scales))
+
+
+def unpack(tree: Any) -> Any:
+    """The tree that was packed; one that was not as it is."""
+    if not isinstance(tree, Packed):
+        return tree
+    scales = dict(zip(tree.scaled, tree.scales, strict=True))
+    arrays = ((name, tree.arrays[name]) for name in tree.names)
+    return jax.tree.unflatten(tree.structure, [ScaledArray(x, scales[n]) if n in scales else x for n, x in arrays])
 
 
 def with_static_scales(tree: Any) -> Any:

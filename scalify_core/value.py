@@ -20,10 +20,13 @@ matrix product; the compiler fuses the chain, so nothing is held in FP32.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -31,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core.formats import FloatFormat, pow2_round
+from scalify_core.formats import FloatFormat, pow2_inverse, pow2_round
 
 Scale = Any  # float: static; FP32 jax.Array: dynamic
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
@@ -91,6 +94,25 @@ def value(
     if type(scale) is float:
         return Value(data, None, scale, rho, dtype, factor, None, guard)
     return Value(data, scale, None, rho, dtype, factor, excess, guard)
+
+
+_serial: ContextVar[Iterator[int]] = ContextVar("serial")
+
+
+@contextlib.contextmanager
+def numbered() -> Iterator[None]:
+    """Inside, `serial` counts from 0; inside another, it goes on."""
+    token = None if _serial.get(None) else _serial.set(itertools.count())
+    try:
+        yield
+    finally:
+        if token is not None:
+            _serial.reset(token)
+
+
+def serial() -> int:
+    """A number that no other call gets while one function is evaluated: what tells equal operations apart."""
+    return next(_serial.get(iter((0,))))
 
 
 def is_static(scale: Scale) -> bool:
@@ -168,7 +190,17 @@ def saturating_cast(x: Any, dtype: Any) -> Any:
 def _saturating_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
     x = as_float32(x)
     limit = np.float32(FloatFormat.of(dtype).max)
-    return lax.convert_element_type(lax.select(lax.is_finite(x), lax.clamp(-limit, x, limit), x), dtype)
+    # Not `is_finite`, which XLA's kernels for norms on GPUs (Triton) do not have: a cast would be a kernel of its own.
+    finite = lax.lt(lax.abs(x), np.float32(np.inf))
+    return lax.convert_element_type(lax.select(finite, lax.clamp(-limit, x, limit), x), dtype)
+
+
+def stored(x: jax.Array) -> jax.Array:
+    """`x`. Compiled for CUDA, what computes it writes it in its own format, and what reads it reads that.
+
+    A compiler may otherwise write what `x` is rounded from, if several operations begin by rounding it.
+    """
+    return lax.platform_dependent(x, cuda=lax.optimization_barrier, default=lambda x: x)
 
 
 def times(x: Any, factor: Scale) -> Any:
@@ -230,9 +262,10 @@ def near(scales: Sequence[Scale]) -> bool:
 
 def ratio(a: Scale, b: Scale) -> Scale:
     """`a / b`, within the range of scales where dynamic."""
-    if is_static(a) and is_static(b):
-        return a / b
-    return clip_scale(lax.div(*_arrays(a, b)))
+    if is_static(b):
+        return product(a, 1 / b)
+    a, b = _arrays(a, b)
+    return clip_scale(lax.mul(a, pow2_inverse(b)))
 
 
 def product(a: Scale, b: Scale) -> Scale:

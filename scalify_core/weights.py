@@ -15,14 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, rms_scale
-from scalify_core.formats import FP32, FloatFormat, counter_bits, pow2_round
+from scalify_core.formats import FP32, FloatFormat, bits_of_words, counter_words, pow2_round
 from scalify_core.tree import leaves, map_arrays
 from scalify_core.value import MIN_SCALE, broadcast_scale
 
 Rounding = Literal["nearest", "stochastic"]
 
 
-def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, step: Any) -> Any:
+LARGE = 2**16  # elements; the arithmetic of smaller arrays may be merged into kernels for many
+
+
+def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, step: Any, accept: Any = None) -> Any:
     """`params + updates`, added in FP32 and rounded once to each parameter's own format and scale, saturating.
 
     Args:
@@ -32,10 +35,11 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, s
             "stochastic" keeps them in expectation.
         seed, step: of the stochastic rounding: integers or integer scalars. The random bits are not those of
             `scaled_state`, also with the same seed and step.
+        accept: boolean scalar, false: the parameters stay as they are. None: true.
     """
     check_rounding(rounding)
 
-    def add(index: int, p: Any, update: Any, step: Any) -> Any:
+    def add(index: int, p: Any, update: Any) -> Any:
         data = p.data if is_scaled_array(p) else p
         fmt = FloatFormat.of(data.dtype)
         update = wide(update)
@@ -43,16 +47,22 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, s
             update = update * (1 / p.scale if p.is_static else 1 / broadcast_scale(p.scale, p.data))
         total = data.astype(jnp.float32) + update
         if fmt is not FP32:
-            # Leaves are numbered from the other end: another stream than that of the optimiser's state.
-            total = round_to(total, fmt, rounding, seed, step, -1 - index)
+            total = round_to(total, fmt, rounding, words[index])
+        if accept is not None:
+            total = jnp.where(accept, total, data)
         return ScaledArray(total, p.scale) if is_scaled_array(p) else total
 
+    # Leaves are numbered from the other end: another stream than that of the optimiser's state.
+    words = counter_words(seed, step, -1 - np.arange(len(leaves(params))))
     new: list[Any] = []
+    before: int | None = None
     for i, (p, update) in enumerate(zip(leaves(params), leaves(updates), strict=True)):
-        if new and rounding == "stochastic":
+        is_large = p.size >= LARGE and rounding == "stochastic"
+        if is_large and before is not None:
             # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
-            new[-1], step = jax.lax.optimization_barrier((new[-1], step))
-        new.append(add(i, p, update, step))
+            new[before], p = jax.lax.optimization_barrier((new[before], p))
+        new.append(add(i, p, update))
+        before = i if is_large else before
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_scaled_array), new)
 
 
@@ -123,11 +133,11 @@ def check_rounding(rounding: str) -> None:
         raise ValueError(f"rounding={rounding!r} is not a choice; valid: nearest, stochastic")
 
 
-def round_to(x: jax.Array, fmt: FloatFormat, rounding: Rounding, seed: Any, step: Any, leaf: int) -> jax.Array:
-    """FP32 `x` in the format; the random bits depend on the three counters and on nothing else."""
+def round_to(x: jax.Array, fmt: FloatFormat, rounding: Rounding, words: jax.Array) -> jax.Array:
+    """FP32 `x` in the format; the random bits depend on the words (`formats.counter_words`) and on nothing else."""
     if rounding == "nearest":
         return fmt.cast(x)
-    return fmt.stochastic_round(x, counter_bits(x.shape, seed, step, leaf))
+    return fmt.stochastic_round(x, bits_of_words(x.shape, words))
 
 
 def wide(tree: Any) -> Any:

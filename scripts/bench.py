@@ -4,10 +4,14 @@ Ours (FP32) and, where an interpreter with torch is given, the same GPT-2 step i
 steps each, so that whatever else the machine does falls on both. Figures are medians over the rounds, with extremes.
 With `scalify=float32,float16` the step under scalify, with data of these dtypes, races the plain one instead, and the
 times to trace and to compile them are compared too.
+
+With `cases=gpu`, on a machine with a GPU, the whole steps of the trainer's precisions and Hugging Face's GPT-2 take
+turns at 124M, 774M and 1558M; see `scripts/bench_cases.py`.
 """
 
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -22,6 +26,8 @@ from trainer.allocator import keep_freed_memory
 from trainer.errors import UserError
 from trainer.libraries import hide_missing_gpu
 
+PEERS = ("scalify_fp8_fp16", "bf16", "torch", "fp8_delayed", "fp8_current")
+ON_A_GPU = ",".join(f"gpt2_{size}:{peer}" for size in ("124m", "774m", "1558m") for peer in PEERS)
 FORMATS = ("float32", "bfloat16", "float16")
 Contestant = Callable[[int], float]  # takes that many steps; seconds
 
@@ -43,6 +49,13 @@ class Arguments:
     compiles: int = argument("compilations of each step, with scalify=", 3)
     torch_python: str = argument("an interpreter that has torch; empty: this one, if it has", "")
     out: str = argument("also write the figures to this JSON file", "")
+    cases: str = argument(
+        "whole steps on a GPU instead: model:precision[:batch=8][:remat=none][:scan=false], "
+        "separated by commas, or gpu: all peers at three sizes",
+        "",
+    )
+    sequence: int = argument("with cases=, tokens per sequence; 0: the model's", 0)
+    minutes: float = argument("with cases=, no other case is begun after so many", 8.0)
 
 
 def ours(args: Arguments, vocab: int) -> Contestant:
@@ -51,6 +64,7 @@ def ours(args: Arguments, vocab: int) -> Contestant:
     import jax.numpy as jnp
     import numpy as np
 
+    from scalify_core.optim import scaled_state
     from trainer.gradients import plain
     from trainer.model import functional
     from trainer.optimizer import make_optimizer
@@ -60,7 +74,8 @@ def ours(args: Arguments, vocab: int) -> Contestant:
 
     spec = GPT2Spec(vocab, args.context, args.n_layer, args.n_head, args.d_model)
     init, bind, _ = functional(spec)
-    optimizer = make_optimizer("adamw", b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
+    adamw = make_optimizer("adamw", b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
+    optimizer = scaled_state(adamw, seed=0)
 
     def loss_fn(params: Any, tokens: jax.Array, segments: jax.Array | None, key: jax.Array | None) -> jax.Array:
         return bind(params).loss(tokens[:, :-1], tokens[:, 1:], segments, key)
@@ -82,10 +97,10 @@ def ours(args: Arguments, vocab: int) -> Contestant:
     return take
 
 
-def in_torch(args: Arguments, vocab: int, python: str) -> Contestant:
-    """The same in PyTorch, in a process of its own that `scripts/bench_torch.py` runs."""
-    worker = Path(__file__).with_name("bench_torch.py")
-    process = subprocess.Popen([python, str(worker)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def worker(python: str) -> Callable[[Any], str]:
+    """Starts `scripts/bench_torch.py`; what is returned asks it, and waits for its answer."""
+    script = Path(__file__).with_name("bench_torch.py")
+    process = subprocess.Popen([python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
 
@@ -93,9 +108,15 @@ def in_torch(args: Arguments, vocab: int, python: str) -> Contestant:
         print(json.dumps(message), file=process.stdin, flush=True)
         answer = process.stdout.readline()  # type: ignore[union-attr]
         if not answer:
-            raise UserError(f"{python} {worker.name} ended without an answer; its own message stands above")
+            raise UserError(f"{python} {script.name} ended without an answer; its own message stands above")
         return answer
 
+    return ask
+
+
+def in_torch(args: Arguments, vocab: int, python: str) -> Contestant:
+    """The same in PyTorch, in a process of its own."""
+    ask = worker(python)
     # Not padded: padding the vocabulary is a choice of ours. `vocab=50304` compares at a size that suits both.
     sizes = {name: getattr(args, name) for name in ("context", "n_layer", "n_head", "d_model", "batch", "threads")}
     ask(sizes | {"vocab": vocab})
@@ -134,6 +155,20 @@ def main(args: Arguments) -> None:
     """Race at each vocabulary size; print a table and write the JSON file."""
     hide_missing_gpu()
     keep_freed_memory()  # as `python -m trainer` does
+    if args.cases:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory, too
+        from scripts.bench_cases import run_cases
+
+        run_cases(
+            ON_A_GPU if args.cases == "gpu" else args.cases,
+            rounds=args.rounds,
+            steps=args.steps,
+            minutes=args.minutes,
+            context=args.sequence or None,
+            python=torch_interpreter(args.torch_python),
+            out=args.out,
+        )
+        return
     results = (against_plain if args.scalify else against_torch)(args)
     if args.out:
         Path(args.out).write_text(json.dumps({"arguments": vars(args), "results": results}, indent=2) + "\n")

@@ -1,9 +1,11 @@
 """The other side of `scripts.bench`: the same GPT-2 training step in compiled PyTorch, in an interpreter with torch.
 
 Imports nothing of this repository. Reads one JSON line of sizes, answers "ready"; then for each line, a number of
-steps, takes them and answers the seconds they took.
+steps, takes them and answers the seconds they took. With `gpu` among the sizes it is on the GPU, in bf16, and Hugging
+Face's GPT-2 where `transformers` is installed.
 """
 
+import importlib.util
 import json
 import math
 import sys
@@ -52,25 +54,50 @@ class GPT2(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean nats of `targets` after `tokens`, both `[B, T]`."""
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.h:
             x = block(x)
         logits = F.linear(self.ln_f(x), self.wte.weight)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class HuggingFace(nn.Module):
+    """`transformers`' GPT-2 with the loss of `GPT2`, and without dropout."""
+
+    def __init__(self, vocab: int, context: int, n_layer: int, n_head: int, d_model: int) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = GPT2Config(
+            vocab, context, d_model, n_layer, n_head, attn_implementation="sdpa", use_cache=False, **off
+        )
+        self.model = GPT2LMHeadModel(config)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean nats of `targets` after `tokens`, both `[B, T]`."""
+        logits = self.model(tokens).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
 def make_run(sizes: dict) -> Callable[[int], float]:
     """`run(steps)`: take training steps (forward, backward, clip, AdamW); the last loss."""
     torch.manual_seed(0)
     torch.set_num_threads(sizes["threads"])
-    model = GPT2(*(sizes[k] for k in ("vocab", "context", "n_layer", "n_head", "d_model")))
+    on_gpu = bool(sizes.get("gpu"))
+    device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
+    if on_gpu:
+        torch.set_float32_matmul_precision("high")
+    make = HuggingFace if on_gpu and importlib.util.find_spec("transformers") else GPT2
+    model = make(*(sizes[k] for k in ("vocab", "context", "n_layer", "n_head", "d_model"))).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     compiled = torch.compile(model)
-    tokens = torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["context"] + 1))
+    tokens = torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["context"] + 1), device=device)
 
     def run(steps: int) -> float:
         for _ in range(steps):
-            loss = compiled(tokens[:, :-1], tokens[:, 1:])
+            with torch.autocast(device, torch.bfloat16, enabled=on_gpu):
+                loss = compiled(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

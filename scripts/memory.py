@@ -64,7 +64,7 @@ def measure(args: Arguments, item: str) -> dict[str, Any]:
     c = compose_config([f"model={args.model}", "parallel.data=1", *overrides(item)])
     model = build_model(c.model, build_policy(c.precision), args.vocab)
     mesh = build_mesh(c)
-    w = Workload(model, None, c.optimizer.name, build_optimizer(c.optimizer, mesh), mesh, c.seed)
+    w = Workload(model, None, c.optimizer.name, build_optimizer(c.optimizer), mesh, c.seed)
     state = filled(first_state(w))
     parameters = sum(x.size for x in leaves(state.params))
     held = jax.tree.leaves((state.params, state.opt_state))

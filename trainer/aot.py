@@ -8,7 +8,7 @@ import importlib.metadata
 import re
 import tempfile
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,10 +99,13 @@ def lower_for_target(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Lowe
         return lower()
 
 
-def compile_for_target(lowered: jax.stages.Lowered) -> Compiled:
-    """Compile, and read what the compiler says. One thread per program may do so at a time."""
+def compile_for_target(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Compiled:
+    """Compile with these options and `OPTIONS`, and read what the compiler says.
+
+    One thread per program may do so at a time.
+    """
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
-        options = OPTIONS | {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
+        options = {**OPTIONS, **options} | {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(compiler_options=options)
         reports = list(Path(directory).glob("*gpu_after_optimizations-live-range.txt"))
         assert len(reports) == 1, f"XLA wrote {len(reports)} reports of live ranges"

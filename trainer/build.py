@@ -31,11 +31,12 @@ from trainer.data import (
 )
 from trainer.data.tokenizer import get_tokenizer, load_saved
 from trainer.display import Display
-from trainer.distribute import norm_over
 from trainer.errors import UserError
 from trainer.evaluate import Evaluation, evaluate, make_eval_step
 from trainer.fields import from_tree, to_tree
 from trainer.flops import flops_per_token, peak_flops
+from trainer.fp8_check import Found, Gpu, check_device, check_step
+from trainer.hlo import Program
 from trainer.leaves import parameter_names
 from trainer.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.loop import Cadence, Run, train
@@ -66,6 +67,7 @@ from trainer.workload import (
     Dataset,
     Model,
     Reduce,
+    Task,
     Trained,
     Unfed,
     Workload,
@@ -81,7 +83,7 @@ from trainer.workload import (
 def build_policy(c: schema.Precision) -> Policy:
     """What the preset, or what became of it, means."""
     settings = dataclasses.asdict(c)
-    del settings["name"], settings["rescale_every"]
+    del settings["name"], settings["rescale_every"], settings["require_fp8"]
     return Policy(**settings)
 
 
@@ -111,11 +113,11 @@ def build_model(c: schema.Model, policy: Policy, vocab_size: int) -> Model:
     return Model.make(spec, policy)
 
 
-def build_optimizer(c: schema.Optimizer, mesh: Mesh) -> optax.GradientTransformation:
+def build_optimizer(c: schema.Optimizer) -> optax.GradientTransformation:
     """The optimiser at unit learning rate."""
     settings = dataclasses.asdict(c)
     del settings["lr"]
-    return make_optimizer(**settings, norm=norm_over(mesh))
+    return make_optimizer(**settings)
 
 
 def build_sizes(c: schema.Parallel) -> Sizes:
@@ -209,11 +211,13 @@ def build_data(c: schema.Config) -> Dataset:
 def build_workload(c: schema.Config) -> Workload:
     """Prepare the data if need be, build model, optimiser and mesh. Raises UserError for what does not fit together."""
     mesh = build_mesh(c)
+    if c.precision.require_fp8:
+        check_device(mesh.devices.flat[0])
     data = build_data(c)
     policy = build_policy(c.precision)
     model = build_model(c.model, policy, data.tokenizer.vocab_size)
     check_split(model, mesh)
-    optimizer = build_optimizer(c.optimizer, mesh)
+    optimizer = build_optimizer(c.optimizer)
     return Workload(model, data, c.optimizer.name, optimizer, mesh, c.seed, build_reduce(c.parallel))
 
 
@@ -243,7 +247,7 @@ def build_plan(
     mesh = make_target_mesh(aim.target, aim.gpus, aim.hosts, *build_sizes(c.parallel))
     model = build_model(c.model, build_policy(c.precision), vocabulary(c))
     check_split(model, mesh)
-    task = Unfed(model, c.optimizer.name, build_optimizer(c.optimizer, mesh), mesh, build_reduce(c.parallel))
+    task = Unfed(model, c.optimizer.name, build_optimizer(c.optimizer), mesh, build_reduce(c.parallel))
     other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))
 
     def batches(sequences: int) -> Tokens:
@@ -301,6 +305,18 @@ def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None
         accum=c.train.accum,
         step=step,
     )
+
+
+def check_fp8(c: schema.Config, w: Task, step: jax.stages.Compiled) -> Found | None:
+    """What a step compiled for a GPU is, where the precision has FP8 matmuls; None elsewhere.
+
+    Raises UserError for what `precision.require_fp8` does not allow.
+    """
+    gpu = Gpu.of(w.mesh.devices.flat[0])
+    if gpu is None or c.precision.forward is None:
+        return None
+    tokens = c.train.batch_tokens // (c.train.accum * batch_devices(w.mesh))
+    return check_step(w.model, Program(step.as_text() or ""), tokens, gpu, require=c.precision.require_fp8)
 
 
 def describe_change(c: schema.Config, found: Restored) -> list[str]:
@@ -375,7 +391,9 @@ def run(c: schema.Config) -> int:
         console.print(warning, highlight=False)
     if c.dry_run:
         w = build_workload(c)
-        for line in describe_run(c, w, compile_step(w, build_batch(c, w.mesh))):
+        step = compile_step(w, build_batch(c, w.mesh))
+        fp8 = check_fp8(c, w, step)
+        for line in [*describe_run(c, w, step), *(fp8.lines if fp8 else [])]:
             console.print(line, highlight=False)
         return 0
     with RunDir(Path(c.run_dir)) as directory:
@@ -415,47 +433,53 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None}
             | {"name": c.tracker.name or directory.path.name},
         )
-        # Before the compilation, which processes may finish minutes apart: its first question joins their devices.
-        agree = Agreement(w.mesh)
-        state = from_stored(found.state)
-        train_step = compile_step(w, build_batch(c, w.mesh), state)
-        for line in describe_wire(w, train_step):
-            display.message(line)
-        training = Run(
-            state=state,
-            step=found.step,
-            steps=c.train.steps,
-            seed=np.uint32(c.seed),
-            batch_tokens=c.train.batch_tokens,
-            learning_rates=build_learning_rates(c),
-            train_step=train_step,
-            batches=train_batches(c, w),
-            place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
-            agree=agree,
-            evaluate=make_evaluate(c, w),
-            numerics=make_numerics(w.model, w.optimizer_name, replicated(w.mesh)),
-            rescale=make_rescale(w, build_batch(c, w.mesh)),
-            sample=build_sample(c, w),
-            diagnose=make_diagnose(w),
-            checkpointer=checkpointer,
-            meta={
-                "config": tree,
-                "model": architecture(w.model.spec),
-                "precision": dataclasses.asdict(w.model.policy),
-                "data": w.data.manifest.fingerprint,
-                "tokenizer": w.data.tokenizer.name,
-                "tracker_id": tracker.id,
-            },
-            tracker=tracker,
-            display=display,
-            watchdog=Watchdog(c.watchdog.max_skips, parameter_names(state.params), found.meta.get("watchdog")),
-            throughput=build_throughput(c, w),
-            cadence=build_cadence(c),
-            run_dir=directory.path,
-            profile=(c.profile.steps[0], c.profile.steps[1]) if c.profile.steps else None,
-        )
         code = 1
         try:
+            # Before the compilation, which processes may end minutes apart: its first question joins their devices.
+            agree = Agreement(w.mesh)
+            state = from_stored(found.state)
+            step = compile_step(w, build_batch(c, w.mesh), state)
+            for line in describe_wire(w, step):
+                display.message(line)
+            fp8 = check_fp8(c, w, step)
+            for line in fp8.lines if fp8 else []:
+                display.message(line)
+                tracker.event(found.step, line)
+            if fp8:
+                tracker.summary({"fp8_flop_share": fp8.share})
+            training = Run(
+                state=state,
+                step=found.step,
+                steps=c.train.steps,
+                seed=np.uint32(c.seed),
+                batch_tokens=c.train.batch_tokens,
+                learning_rates=build_learning_rates(c),
+                train_step=step,
+                batches=train_batches(c, w),
+                place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
+                agree=agree,
+                evaluate=make_evaluate(c, w),
+                numerics=make_numerics(w.model, w.optimizer_name, replicated(w.mesh)),
+                rescale=make_rescale(w, build_batch(c, w.mesh)),
+                sample=build_sample(c, w),
+                diagnose=make_diagnose(w),
+                checkpointer=checkpointer,
+                meta={
+                    "config": tree,
+                    "model": architecture(w.model.spec),
+                    "precision": dataclasses.asdict(w.model.policy),
+                    "data": w.data.manifest.fingerprint,
+                    "tokenizer": w.data.tokenizer.name,
+                    "tracker_id": tracker.id,
+                },
+                tracker=tracker,
+                display=display,
+                watchdog=Watchdog(c.watchdog.max_skips, parameter_names(state.params), found.meta.get("watchdog")),
+                throughput=build_throughput(c, w),
+                cadence=build_cadence(c),
+                run_dir=directory.path,
+                profile=(c.profile.steps[0], c.profile.steps[1]) if c.profile.steps else None,
+            )
             code = train(training)
         except UserError as error:
             code = error.exit_code

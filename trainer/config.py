@@ -127,6 +127,7 @@ class Precision:
     update: Literal["fp32", "propagate"]
     rescale_grads: tuple[str, ...]
     rescale_every: int
+    require_fp8: bool | None
     clip_outliers: float | None
     amax_history: int
 
@@ -340,6 +341,11 @@ def validate(c: Config) -> None:
     _require(
         c.data.source == "prepared" or bool(c.data.tokenizer),
         "data.tokenizer is null; valid: byte, gpt2, cl100k_base, a file",
+    )
+    _require(
+        not c.precision.require_fp8 or c.precision.forward is not None,
+        f"precision.require_fp8=true, but precision={c.precision.name} has no FP8 matmuls; "
+        "choose one that has, such as precision=scalify_fp8_fp16, or leave require_fp8 out",
     )
     if c.profile.steps is not None:
         ok = len(c.profile.steps) == 2 and 1 <= c.profile.steps[0] <= c.profile.steps[1] <= c.train.steps

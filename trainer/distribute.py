@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -26,7 +26,7 @@ from trainer.parallel import BATCH_AXES, Sizes
 from trainer.reduction import Reduction, exchanged, gathered, mean
 from trainer.sharding import fsdp_axis, is_of_heads, mesh_axes, of_parameters, partitions
 from trainer.state import TrainState
-from trainer.step import Gradient, Tokens, mean_gradient
+from trainer.step import Gradient, Tokens, mean_gradient, squares_of_arrays
 
 LossOfState = Callable[[TrainState, jax.Array, jax.Array | None], jax.Array]
 ROWS = PartitionSpec(BATCH_AXES)
@@ -195,22 +195,24 @@ def loss_over(mesh: Mesh, wire: Wire, loss: LossOfState) -> LossOfState:
     return mean_loss
 
 
-def norm_over(mesh: Mesh) -> Callable[[Any], jax.Array]:
-    """`optax.global_norm` of a tree that is split as `sharding` says, its parts added in the order of the mesh."""
+def squares_over(mesh: Mesh) -> Callable[[Any], jax.Array]:
+    """`step.squares_of_arrays` of a tree that is split as `sharding` says, parts added in the order of the mesh."""
     if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
-        return optax.global_norm
+        return squares_of_arrays
 
-    def norm(tree: Any) -> jax.Array:
+    def squares(tree: Any) -> jax.Array:
         specs = of_parameters(tree, mesh)
 
         def of_device(tree: Any) -> jax.Array:
-            by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
-            for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
-                by_axes.setdefault(mesh_axes(spec), []).append(jnp.sum(jnp.square(x)))
-            sums = [jnp.stack(part) for part in by_axes.values()]
-            whole = [lax.all_gather(x, axes) if axes else x for x, axes in zip(sums, by_axes, strict=True)]
-            return jnp.sqrt(sum(map(jnp.sum, whole)))
+            sums, groups = squares_of_arrays(tree), dict[tuple[str, ...], list[int]]()
+            for i, spec in enumerate(jax.tree.leaves(specs)):
+                groups.setdefault(mesh_axes(spec), []).append(i)
+            parts = [
+                jnp.sum(lax.all_gather(sums[np.array(group)], axes), axis=0) if axes else sums[np.array(group)]
+                for axes, group in groups.items()
+            ]
+            return jnp.concatenate(parts)[np.argsort([i for group in groups.values() for i in group])]
 
         return jax.shard_map(of_device, mesh=mesh, in_specs=(specs,), out_specs=EVERYWHERE, check_vma=False)(tree)
 
-    return norm
+    return squares

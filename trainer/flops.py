@@ -5,12 +5,13 @@
 Model FLOPs are counted, not executed ones: recomputation and vocabulary padding do not raise MFU.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from trainer.spec import GPT2Spec
+from trainer.spec import GPT2Spec, linear_sizes
 
 
 def forward_flops_per_token(spec: GPT2Spec) -> int:
@@ -32,6 +33,13 @@ def forward_flops_per_token(spec: GPT2Spec) -> int:
 def flops_per_token(spec: GPT2Spec) -> int:
     """FLOPs of one token's training step: the backward pass costs two forward passes, so 3 of them in all."""
     return 3 * forward_flops_per_token(spec)
+
+
+def flop_share(spec: GPT2Spec, paths: Iterable[str]) -> float:
+    """Of a training step's FLOPs, as `flops_per_token` counts them, the share of these of `spec.linear_sizes`."""
+    sizes = linear_sizes(spec)
+    weights = sum(inputs * outputs for inputs, outputs in map(sizes.__getitem__, paths))
+    return 2 * weights * (spec.n_layer if spec.scan_layers else 1) / forward_flops_per_token(spec)
 
 
 @dataclass(frozen=True)

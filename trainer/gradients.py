@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen.fp8_ops import fm32
 
-from scalify_core import FloatFormat, as_scaled_array, asarray, scalify, weights
+from scalify_core import FloatFormat, as_scaled_array, asarray, scalify
 from scalify_core.array import is_scaled_array
 from scalify_core.tree import map_arrays
 from trainer.precision import DTYPES, Policy
@@ -152,8 +152,10 @@ def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -
     def store(path: Any, grad: Any) -> Any:
         if not narrow(path):
             return grad
-        if policy.scaled:  # with the scale of its RMS: E5M2 reaches from 2^-16 to 2^15 of it
-            return as_scaled_array(weights.wide(grad), dtype=fmt.dtype)
+        if is_scaled_array(grad):  # at the scale that it was expected to have, which it misses by a few octaves at most
+            return grad.astype(fmt.dtype)
+        if policy.scaled:  # a mean over micro-batches
+            return as_scaled_array(grad, dtype=fmt.dtype)
         return fmt.cast(grad)
 
     return jax.tree_util.tree_map_with_path(store, grads, is_leaf=is_scaled_array)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from scalify_core.matmul import MULTIPLE
-from trainer.flops import flops_per_token
+from trainer.flops import flop_share, flops_per_token
 from trainer.hlo import Program
 from trainer.loop import Run
 from trainer.metrics import GIB
@@ -78,11 +78,11 @@ def describe_precision(w: Workload, rows: int) -> str:
     matmuls = f"matmuls in {policy.compute}"
     if policy.forward is not None:
         simulated = " (simulated)" if policy.simulate else ""
-        narrow = len(w.model.narrow)
+        narrow, share = len(w.model.narrow), flop_share(w.model.spec, w.model.narrow)
         if rows % MULTIPLE and not policy.simulate:
-            narrow, skipped = 0, {"all": f"micro-batches of {rows} tokens, not a multiple of {MULTIPLE}"}
+            narrow, share, skipped = 0, 0.0, {"all": f"micro-batches of {rows} tokens, not a multiple of {MULTIPLE}"}
         matmuls = f"{narrow} of {every} linear layers in {policy.forward}/{policy.backward}{simulated}, "
-        matmuls += f"the rest, attention and head in {policy.compute}"
+        matmuls += f"{share:.0%} of the FLOPs; the rest, attention and head in {policy.compute}"
         for why in dict.fromkeys(skipped.values()):
             paths = [path for path, reason in skipped.items() if reason == why]
             shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")

@@ -34,10 +34,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from scalify_core import FloatFormat, ScaledArray, scalify
+from scalify_core import FloatFormat, ScaledArray, scalify, tree
 from scalify_core.array import is_scaled_array
 from scalify_core.probe import FIGURES, SLOT, figures, probe
-from scalify_core.tree import map_arrays
 from trainer.layers import Block, LastColumns, LayerNorm, Linear
 from trainer.model import GPT2
 from trainer.precision import DTYPES, MOMENTS, Policy
@@ -163,7 +162,7 @@ def gradients(model: Model, state: TrainState, batch: Tokens, step: jax.Array) -
     if policy.scaled:
         dtype = DTYPES[policy.compute]
         scaled: Callable[..., Any] = scalify(pull)
-        return scaled(map_arrays(lambda p: p.astype(dtype), state.params), make_slots(model), *first, keys_B)
+        return scaled(tree.map_arrays(lambda p: p.astype(dtype), state.params), make_slots(model), *first, keys_B)
     grads, seen = pull(state.params, make_slots(model), *first, keys_B)
     if policy.scaling == "loss_scale":
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / seed, grads)
@@ -258,7 +257,8 @@ def make_numerics(
 
     def numerics(state: TrainState, batch: Tokens, step: int) -> dict[str, float]:
         state = dataclasses.replace(state, params=everywhere(state.params))
-        mu, nu = (named(state.opt_state, field) if field else {} for field in MOMENTS[optimizer])
+        moments = tree.unpack(state.opt_state)
+        mu, nu = (named(moments, field) if field else {} for field in MOMENTS[optimizer])
         narrow = {name: nu[name] for name in mu if is_scaled_array(mu[name]) and name in nu}
         grads, exact, seen = pull(state, batch, np.int32(step))
         found = {

@@ -86,6 +86,16 @@ def muon(*, momentum: float, b1: float, b2: float, eps: float) -> optax.Gradient
     return optax.chain(descent, optax.scale(-1.0))
 
 
+def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm`, to which the norm may be given: `update(..., grad_norm=norm)`."""
+
+    def update(updates: Params, state: Any, params: Any = None, *, grad_norm: Any = None, **_: Any) -> tuple:
+        norm = optax.global_norm(updates) if grad_norm is None else grad_norm
+        return jax.tree.map(lambda g: jnp.where(norm < clip_norm, g, g / norm * clip_norm), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": adamw,
     "lion": lion,
@@ -95,21 +105,8 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-Norm = Callable[[Any], jax.Array]
-
-
-def clip_by(norm: Norm, largest: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` by a norm that is computed in another way, such as over sharded arrays."""
-
-    def clip(updates: Params, params: Params | None = None) -> Params:
-        found = norm(updates)
-        return jax.tree.map(lambda u: jnp.where(found < largest, u, u / found.astype(u.dtype) * largest), updates)
-
-    return optax.stateless(clip)
-
-
 def make_optimizer(
-    name: str, *, weight_decay: float, clip_norm: float, norm: Norm = optax.global_norm, **settings: float
+    name: str, *, weight_decay: float, clip_norm: float, **settings: float
 ) -> optax.GradientTransformation:
     """The transformation whose update, times the learning rate, is added to the parameters.
 
@@ -117,13 +114,12 @@ def make_optimizer(
       name: of OPTIMIZERS.
       weight_decay: decoupled, on matrices only, whatever the optimiser.
       clip_norm: the gradient's global L2 norm is scaled down to this; 0 leaves it alone.
-      norm: that norm, of a tree.
       settings: those of the function in OPTIMIZERS.
     """
     if name not in OPTIMIZERS:
         raise UserError(f"optimizer.name={name!r} is not a choice; valid: {', '.join(OPTIMIZERS)}")
     return optax.chain(
-        clip_by(norm, clip_norm) if clip_norm else optax.identity(),
+        clip_by_norm(clip_norm) if clip_norm else optax.identity(),
         OPTIMIZERS[name](**settings),
         optax.add_decayed_weights(weight_decay, matrix_mask) if weight_decay else optax.identity(),
         optax.scale(-1.0),

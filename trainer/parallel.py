@@ -3,16 +3,18 @@
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from trainer.data import Batch
 from trainer.errors import UserError
 from trainer.step import Tokens
+
+if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
+    from trainer.data import Batch
 
 BATCH_AXES = ("data", "fsdp")  # of the mesh: those that the batch is split over
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -103,7 +105,7 @@ def abstract_batch(accum: int, batch_size: int, context: int, *, document_mask: 
     return Tokens(tokens, tokens if document_mask else None)
 
 
-def place_batch(batch: Batch, *, accum: int, mesh: Mesh) -> Tokens:
+def place_batch(batch: "Batch", *, accum: int, mesh: Mesh) -> Tokens:
     """The global arrays [accum, B / accum, T+1] of a step; each process copies only the rows of its own devices."""
     sharding = batch_sharding(mesh)
 

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from trainer.aot import Compiled, compile_for_target, lower_for_target
 from trainer.budget import memory_of
 from trainer.flops import flops_per_token, peak_flops
-from trainer.fp8_check import Layer, not_fp8
+from trainer.fp8_check import Gpu, Layer, not_fp8
 from trainer.hlo import Collective, Program
 from trainer.metrics import mfu
 from trainer.precision import Policy
 from trainer.spec import GPT2Spec
 from trainer.step import Tokens
 from trainer.targets import Target
-from trainer.workload import Model, Unfed, lower_step
+from trainer.workload import Model, Unfed, gpu_options, lower_step
 
 EXACT = 12  # unrolled layers that are compiled whole
 DEPTHS = (4, 6)
@@ -146,7 +146,8 @@ def measure(task: Unfed, batches: Batches, sequences: int, aim: Aim, *, exact: b
 
     def at(model: Model) -> Compiled:
         part = task._replace(model=model)
-        return compile_for_target(lower_for_target(lambda: lower_step(part, batches(sequences))))
+        lowered = lower_for_target(lambda: lower_step(part, batches(sequences)))
+        return compile_for_target(lowered, gpu_options(model.policy))
 
     if not is_continued(spec, task.model.policy, exact):
         compiled = at(task.model)
@@ -333,6 +334,6 @@ def make_plan(
         measured=first,
         bf16=None if bf16 is None else measured(bf16, sequences, "the same in bf16"),
         is_continued=is_continued(model.spec, model.policy, exact),
-        layers=not_fp8(first.model, first.compiled.program, tokens, aim.target),
+        layers=not_fp8(first.model, first.compiled.program, tokens, Gpu(aim.target.device, aim.target.capability)),
         max_sequences=largest_that_fits(need, sequences, aim.usable) if search else None,
     )

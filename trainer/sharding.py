@@ -10,13 +10,16 @@ Legend: D model, F width of a layer's output, L layers.
 Reference: Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalify_core.array import is_scaled_array
+from scalify_core.tree import Packed
 
 COLUMNS = ("c_fc", "c_gate")  # layers of which a device computes some of the outputs
 ROWS = ("c_proj",)  # and those that take these as inputs
@@ -71,15 +74,28 @@ def mesh_axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry))
 
 
+def mapped(make: Callable[[Any, PartitionSpec], Any], tree: Any, mesh: Mesh) -> Any:
+    """`make` of every array of a tree and its `partition`; the arrays of a packed tree are where they were."""
+    sizes = dict(mesh.shape)
+
+    def of_leaf(path: Any, x: Any) -> Any:
+        if not isinstance(x, Packed):
+            return make(x, partition(path, x.shape, sizes))
+        paths = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(x.structure, x.names))
+        arrays = {name: jax.tree.map(functools.partial(of_leaf, path), x.arrays[name]) for path, name in paths}
+        return dataclasses.replace(x, arrays=arrays, scales=make(x.scales, PartitionSpec()))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, tree, is_leaf=lambda x: isinstance(x, Packed))
+
+
 def partitions(tree: Any, mesh: Mesh) -> Any:
     """`partition` of every array of a tree, a ScaledArray's data and scale among them."""
-    sizes = dict(mesh.shape)
-    return jax.tree_util.tree_map_with_path(lambda path, x: partition(path, x.shape, sizes), tree)
+    return mapped(lambda x, spec: spec, tree, mesh)
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """The same as shardings, for `jax.jit` and `jax.device_put`."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partitions(tree, mesh))
+    return mapped(lambda x, spec: NamedSharding(mesh, spec), tree, mesh)
 
 
 def of_parameters(params: Any, mesh: Mesh) -> Any:
@@ -94,17 +110,9 @@ def of_parameters(params: Any, mesh: Mesh) -> Any:
 
 def abstract(tree: Any, mesh: Mesh) -> Any:
     """Shapes, dtypes and shardings of a tree of arrays or of their shapes."""
-    sizes = dict(mesh.shape)
-
-    def place(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, partition(path, x.shape, sizes)))
-
-    return jax.tree_util.tree_map_with_path(place, tree)
-
-
-def whole(params: Any, mesh: Mesh) -> Any:
-    """Inside jit: every array of a tree on every device, so that what is computed from them is split as the batch."""
-    return jax.lax.with_sharding_constraint(params, NamedSharding(mesh, PartitionSpec()))
+    return mapped(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree, mesh
+    )
 
 
 def bytes_per_device(tree: Any) -> int:

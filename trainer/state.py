@@ -1,5 +1,6 @@
 """What a training run carries from step to step, and nothing else: data positions are computed, not stored."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ class TrainState:
 
     Attributes:
       params: nested dictionaries of arrays, or of ScaledArrays whose scales are static: constants of compiled steps.
-      opt_state: of the optax transformation; its count is the number of updates applied.
+      opt_state: of the optax transformation; its count is the number of updates applied. In training it is packed
+        (`scalify_core.tree.Packed`).
       key: base PRNG key; the randomness of step n comes from `fold_in(key, n)`.
       scaling: what the precision carries along: amax histories, a loss scale, or ().
     """
@@ -36,7 +38,7 @@ def init_state(params: Any, optimizer: optax.GradientTransformation, key: jax.Ar
 
 
 def to_stored(state: TrainState) -> TrainState:
-    """The form for checkpoints: every scale an array, on all devices of its data."""
+    """The form for checkpoints: every scale an array of its own, on all devices of its data."""
 
     def place(x: Any) -> Any:
         if not is_scaled_array(x) or not isinstance(x.data.sharding, NamedSharding):
@@ -47,9 +49,10 @@ def to_stored(state: TrainState) -> TrainState:
         number = np.asarray(x.scale.addressable_data(0))
         return ScaledArray(x.data, jax.make_array_from_callback(number.shape, everywhere, lambda index: number[index]))
 
-    return tree.map_arrays(place, tree.with_dynamic_scales(state))
+    unpacked = dataclasses.replace(state, opt_state=tree.unpack(state.opt_state))
+    return tree.map_arrays(place, tree.with_dynamic_scales(unpacked))
 
 
 def from_stored(state: TrainState) -> TrainState:
-    """The form for training: the scales of parameters static, those of moments arrays."""
-    return TrainState(tree.with_static_scales(state.params), state.opt_state, state.key, state.scaling)
+    """The form for training: the scales of parameters static, those of moments one array."""
+    return TrainState(tree.with_static_scales(state.params), tree.pack(state.opt_state), state.key, state.scaling)

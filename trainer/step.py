@@ -5,7 +5,6 @@ Legend: A micro-batches per step, B sequences per micro-batch, T tokens per sequ
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from scalify_core import weights
-from scalify_core.tree import leaves
+from scalify_core import tree, weights
+from scalify_core.reductions import sums_of_squares
 from trainer.gradients import Differentiate, ValueAndGrad
 from trainer.state import TrainState
 
@@ -72,20 +71,24 @@ def mean_gradient(
     return jax.lax.scan(add, zero, (batch, keys_AxB))[0]
 
 
-def first_true(flags: list[jax.Array]) -> jax.Array:
+def first_true(flags: jax.Array) -> jax.Array:
     """Index (int32) of the first true flag; -1: none."""
-    stacked = jnp.stack(flags)
-    return jnp.where(jnp.any(stacked), jnp.argmax(stacked), -1).astype(jnp.int32)
+    return jnp.where(jnp.any(flags), jnp.argmax(flags), -1).astype(jnp.int32)
+
+
+def squares_of_arrays(grads: Any) -> jax.Array:
+    """The sum of squares of each array of a tree, FP32 [number of arrays]."""
+    return sums_of_squares(tree.leaves(grads))
 
 
 def make_train_step(
     differentiate: Differentiate,
-    optimizer: Callable[[Any], optax.GradientTransformation],
+    optimizer: Callable[[Any], optax.GradientTransformationExtraArgs],
     *,
     store_gradients: Callable[[Any], Any] = lambda grads: grads,
     rounding: weights.Rounding = "nearest",
     gradient: Gradient = mean_gradient,
-    norm: Callable[[Any], jax.Array] = optax.global_norm,
+    squares_of: Callable[[Any], jax.Array] = squares_of_arrays,
 ) -> StepFn:
     """The pure function `(state, batch, hyper) -> (state, metrics)`.
 
@@ -94,27 +97,35 @@ def make_train_step(
 
     Args:
       differentiate: the loss and its gradient in the run's precision.
-      optimizer: from the seed of its rounding, to one at a learning rate of one that takes plain and scaled gradients.
+      optimizer: from the seed of its rounding, to one at a learning rate of one that takes plain and scaled gradients,
+        `accept` (false: the state stays as it was) and `grad_norm`, such as `scalify_core.optim.scaled_state`.
       store_gradients: brings the gradients to the formats in which the optimiser gets them.
       rounding: of narrow weights.
       gradient: of the micro-batches; over several devices see `distribute.gradient_over`.
-      norm: of all gradients.
+      squares_of: the sum of squares of each gradient, FP32 [number of arrays].
     """
 
     def train_step(state: TrainState, batch: Tokens, hyper: Hyper) -> tuple[TrainState, Metrics]:
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, hyper.step), batch)
         loss, grads, seen = gradient(differentiate.value_and_grad, state.params, state.scaling, batch, keys_AxB)
         grads = store_gradients(grads)
-        grad_norm = norm(weights.wide(grads))
-        updates, opt_state = optimizer(hyper.seed).update(grads, state.opt_state, state.params)
-        updates = jax.tree.map(lambda u: hyper.lr * u, weights.wide(updates))
-        params = weights.apply_updates(state.params, updates, rounding=rounding, seed=hyper.seed, step=hyper.step)
-
+        squares = squares_of(weights.wide(grads))
+        grad_norm = jnp.sqrt(jnp.sum(squares))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        updated = TrainState(params, opt_state, state.key, state.scaling)
-        new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-        new_state = replace(new_state, scaling=differentiate.update(state.scaling, seen, finite))
-        bad_leaf = first_true([~jnp.all(jnp.isfinite(g)) for g in leaves(weights.wide(grads))])
+
+        # What is not finite leaves the state as it was.
+        updates, opt_state = optimizer(hyper.seed).update(
+            grads, tree.unpack(state.opt_state), state.params, accept=finite, grad_norm=grad_norm
+        )
+        if isinstance(state.opt_state, tree.Packed):
+            opt_state = tree.pack(opt_state)
+        updates = jax.tree.map(lambda u: hyper.lr * u, weights.wide(updates))
+        params = weights.apply_updates(
+            state.params, updates, rounding=rounding, seed=hyper.seed, step=hyper.step, accept=finite
+        )
+        scaling = differentiate.update(state.scaling, seen, finite)
+        new_state = TrainState(params, opt_state, state.key, scaling)
+        bad_leaf = first_true(~jnp.isfinite(squares))
         return new_state, {"loss": loss, "grad_norm": grad_norm, "finite": finite, "bad_leaf": bad_leaf}
 
     return train_step

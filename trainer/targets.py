@@ -45,11 +45,6 @@ class Target:
     network: float
 
     @property
-    def has_fp8(self) -> bool:
-        """Whether its tensor cores multiply FP8."""
-        return self.capability >= (8, 9)
-
-    @property
     def text_proto(self) -> str:
         """The GpuTargetConfig that XLA's compiler takes instead of a device."""
         major, minor = self.capability

@@ -4,16 +4,15 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from scalify_core import asarray, weights
-from trainer.data import Loader, Manifest, Tokenizer
-from trainer.distribute import LossOfState, Wire, gradient_over, loss_over, norm_over
+from scalify_core import asarray, tree, weights
+from trainer.distribute import LossOfState, Wire, gradient_over, loss_over, squares_over
 from trainer.generate import Generator
 from trainer.gradients import Differentiate, differentiate, propagated_loss, store_gradients
 from trainer.model import GPT2, Functional, Params, functional, param_count
@@ -35,6 +34,9 @@ from trainer.spec import GPT2Spec, linear_sizes
 from trainer.state import TrainState, init_state
 from trainer.step import Gradient, Hyper, StepFn, Tokens, make_train_step, mean_gradient, sequence_keys
 from trainer.watchdog import first_nonfinite
+
+if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
+    from trainer.data import Loader, Manifest, Tokenizer
 
 
 class Model(NamedTuple):
@@ -113,20 +115,22 @@ class Model(NamedTuple):
 class Dataset(NamedTuple):
     """Loaders of both parts of a prepared directory, and their tokenizer."""
 
-    train: Loader
-    val: Loader
-    tokenizer: Tokenizer
+    train: "Loader"
+    val: "Loader"
+    tokenizer: "Tokenizer"
     directory: Path
 
     @classmethod
     def open(cls, directory: Path, *, seed: int, **settings: Any) -> Self:
         """Open both parts; `settings` are those of `Loader`. Training reads a permutation, validation the order."""
+        from trainer.data import Loader
+
         train = Loader(directory, "train", seed=seed, shuffle=True, **settings)
         val = Loader(directory, "val", seed=seed, shuffle=False, **settings)
         return cls(train, val, train.manifest.get_tokenizer(), directory)
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> "Manifest":
         """What the directory holds."""
         return self.train.manifest
 
@@ -207,7 +211,7 @@ class Trained(NamedTuple):
     spec: GPT2Spec
     bind: Callable[[Params], GPT2]
     params: Params
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer"
 
 
 def wire_of(w: Task) -> Wire:
@@ -245,7 +249,7 @@ def first_state(w: Workload, replace: Callable[[Params], Params] = lambda params
 def abstract_state(w: Task, scale: float | None = None) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
-    `scale`: of all parameters; None: in the form for checkpoints, where scales are arrays.
+    `scale`: of all parameters, in the form for training; None: in that for checkpoints, where scales are arrays.
     """
 
     def initial() -> TrainState:
@@ -254,7 +258,7 @@ def abstract_state(w: Task, scale: float | None = None) -> TrainState:
 
     state = jax.eval_shape(initial)
     params = abstract_weights(state.params, w.model.policy, scale)
-    opt_state = jax.eval_shape(w.optimizer().init, params)
+    opt_state = jax.eval_shape(lambda p: tree.pack(w.optimizer().init(p)) if scale else w.optimizer().init(p), params)
     return abstract(TrainState(params, opt_state, state.key, state.scaling), w.mesh)
 
 
@@ -269,7 +273,19 @@ def convert_state(w: Workload, state: TrainState, source: Policy) -> TrainState:
 
 def compile_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled:
     """The train step for batches like `batch`, compiled once; the state is donated."""
-    return lower_step(w, batch, state).compile()
+    options = gpu_options(w.model.policy) if w.mesh.devices.flat[0].platform == "gpu" else None
+    return lower_step(w, batch, state).compile(compiler_options=options)
+
+
+def gpu_options(policy: Policy) -> dict[str, Any]:
+    """What XLA's compiler for GPUs is to do otherwise than by default."""
+    # By default it drops a rounding to 16 bits that is widened again later, and stores the FP32 number instead.
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if policy.scaled and policy.forward is not None:
+        # Products with long contractions would become sums of parts that are rounded to FP16 before the constant that
+        # brings them into its range; cuBLASLt, which splits them itself where that pays, folds it into the product.
+        options["xla_gpu_experimental_force_split_k"] = 1
+    return options
 
 
 def lower_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Lowered:
@@ -281,7 +297,7 @@ def lower_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.s
         store_gradients=w.model.store_gradients,
         rounding=policy.weights_rounding,
         gradient=gradient_of(w),
-        norm=norm_over(w.mesh),
+        squares_of=squares_over(w.mesh),
     )
     like = abstract_state(w, ASSUMED_SCALE) if state is None else abstract(state, w.mesh)
     placed = jax.tree.map(lambda x: x.sharding, like)

@@ -59,7 +59,9 @@ def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
     ends = jnp.concatenate([starts[1:], jnp.ones((1,), bool)])
     # Rows that do not end a run go to distinct places past the table, and are dropped.
     target = jnp.where(ends, sorted_ids, table.shape[0] + jnp.arange(count, dtype=sorted_ids.dtype))
-    zeros = jnp.zeros(table.shape, jnp.float32)
+    # Not before the sums are there: zeros would be among the first things that are made, and held all the while.
+    zero, sums = jax.lax.optimization_barrier((jnp.float32(0), sums))
+    zeros = jnp.full(table.shape, zero)
     return zeros.at[target].set(sums, mode="drop", unique_indices=True).astype(table.dtype), None
 
 

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 
 from scalify_core.composite import composite
 
-_CHUNK_BYTES = 2**26  # of the FP32 logits of a chunk: within reach of a GPU's cache, large enough to fill its GEMMs
+# Of the FP32 logits of a chunk. On a GPU each chunk also reads and writes the FP32 gradient of the whole head.
+_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 2**26, 2**28
 _MAX_UNROLLED = 8
+_LOWEST = -1e30
 
 
 def softmax(x: jax.Array, axis: int = -1) -> jax.Array:
@@ -55,14 +57,12 @@ def linear_cross_entropy(
         head: [V, D], cast to the dtype of `x`.
         targets: [N], integers in [0, vocab_size).
         vocab_size: columns from here on are padding and take no part; V if None.
-        chunk: most tokens in a chunk; if None, as many as keep the chunk's FP32 logits within 64 MiB.
+        chunk: most tokens in a chunk; if None, as many as keep the chunk's FP32 logits within 64 MiB, on a GPU 256.
 
     Returns:
         FP32 scalar, mean nats.
     """
-    vocab = head.shape[0]
-    chunk = max(1, _CHUNK_BYTES // (4 * vocab)) if chunk is None else chunk
-    vocab_size = vocab if vocab_size is None else vocab_size
+    vocab_size = head.shape[0] if vocab_size is None else vocab_size
     return _linear_cross_entropy(x, head, targets, vocab_size=vocab_size, chunk=chunk, logit_scale=1.0)
 
 
@@ -104,9 +104,10 @@ def _cross_entropy_bwd(residuals: tuple, gradient: jax.Array, *, vocab_size: int
 
 @composite(name="linear_cross_entropy")
 def _linear_cross_entropy(
-    x: jax.Array, head: jax.Array, targets: jax.Array, *, vocab_size: int, chunk: int, logit_scale: float
+    x: jax.Array, head: jax.Array, targets: jax.Array, *, vocab_size: int, chunk: int | None, logit_scale: float
 ) -> jax.Array:
     head = head.astype(x.dtype)
+    chunk = chunk or _tokens_within(_CHUNK_BYTES, head)
 
     def step(total: jax.Array, x_CxD: jax.Array, targets_C: jax.Array) -> tuple[jax.Array, None]:
         logits = _logits(x_CxD, head, vocab_size, logit_scale)
@@ -116,29 +117,52 @@ def _linear_cross_entropy(
 
 
 def _linear_cross_entropy_fwd(
-    x: jax.Array, head: jax.Array, targets: jax.Array, *, vocab_size: int, chunk: int, logit_scale: float
+    x: jax.Array, head: jax.Array, targets: jax.Array, *, vocab_size: int, chunk: int | None, logit_scale: float
 ) -> tuple:
     """The loss, and as residuals its gradients times N / logit_scale: sizes that do not depend on the batch (FP16)."""
-    head_cast = head.astype(x.dtype)
-    # softmax - onehot has RMS about V^-1/2, and most of it is below FP16's range: this power of two brings it to 1.
-    lift = 2.0 ** round(math.log2(head.shape[0]) / 2)
-
-    def step(carry: tuple, x_CxD: jax.Array, targets_C: jax.Array) -> tuple:
-        total, dhead = carry
-        logits = _logits(x_CxD, head_cast, vocab_size, logit_scale)
-        loss, log_norm = _nats(logits, targets_C)
-        error = (_error(logits, log_norm, targets_C) * lift).astype(x.dtype)
-        dx = _dot(error, head_cast, ((1,), (0,))) / lift
-        dhead = dhead + _dot(error, x_CxD, ((0,), (0,))) / lift
-        return (total + jnp.sum(loss), dhead), dx.astype(x.dtype)
-
+    step = _gradient_step(head.astype(x.dtype), vocab_size, logit_scale, _nats)
     start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
-    (total, dhead), dx = _over_chunks(step, start, x, targets, chunk)
+    (total, dhead), dx = _over_chunks(step, start, x, targets, chunk or _tokens_within(_CHUNK_BYTES, head))
     return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
 
 
+def _linear_cross_entropy_fwd_cuda(
+    x: jax.Array, head: jax.Array, targets: jax.Array, *, vocab_size: int, chunk: int | None, logit_scale: float
+) -> tuple:
+    """The same in larger chunks, of which two passes read the logits: one for all sums, one for the error."""
+    step = _gradient_step(head.astype(x.dtype), vocab_size, logit_scale, _nats_in_one_pass)
+    # A constant would be there from the beginning, and be taken for other zeros of this size to the end.
+    zero, x = jax.lax.optimization_barrier((jnp.float32(0), x))
+    start = (jnp.float32(0), jnp.full(head.shape, zero))
+    chunk = chunk or _tokens_within(_CUDA_CHUNK_BYTES, head)
+    (total, dhead), dx = _over_chunks(step, start, x, targets, chunk, max_unrolled=1)
+    return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
+
+
+def _gradient_step(head_VxD: jax.Array, vocab_size: int, logit_scale: float, nats: Callable) -> Callable:
+    """For `_over_chunks`: adds up the loss and the gradient of the head, and gives that of the chunk's tokens."""
+    # softmax - onehot has RMS about V^-1/2, and most of it is below FP16's range: this power of two brings it to 1.
+    lift = 2.0 ** round(math.log2(head_VxD.shape[0]) / 2)
+
+    def step(carry: tuple, x_CxD: jax.Array, targets_C: jax.Array) -> tuple:
+        total, dhead = carry
+        logits = _logits(x_CxD, head_VxD, vocab_size, logit_scale)
+        loss, log_norm = nats(logits, targets_C)
+        error = (_error(logits, log_norm, targets_C) * lift).astype(x_CxD.dtype)
+        dx = _dot(error, head_VxD, ((1,), (0,))) / lift
+        dhead = dhead + _dot(error, x_CxD, ((0,), (0,))) / lift
+        return (total + jnp.sum(loss), dhead), dx.astype(x_CxD.dtype)
+
+    return step
+
+
+def _tokens_within(size: int, head: jax.Array) -> int:
+    """How many tokens' FP32 logits are within so many bytes."""
+    return max(1, size // (4 * head.shape[0]))
+
+
 def _linear_cross_entropy_bwd(
-    residuals: tuple, gradient: jax.Array, *, vocab_size: int, chunk: int, logit_scale: float
+    residuals: tuple, gradient: jax.Array, *, vocab_size: int, chunk: int | None, logit_scale: float
 ) -> tuple:
     del vocab_size, chunk
     dx, dhead, like_head = residuals
@@ -146,17 +170,21 @@ def _linear_cross_entropy_bwd(
     return (dx.astype(jnp.float32) * factor).astype(dx.dtype), (dhead * factor).astype(like_head.dtype), None
 
 
-def _over_chunks(step: Callable, carry: Any, x: jax.Array, targets: jax.Array, chunk: int) -> tuple[Any, Any]:
+def _over_chunks(
+    step: Callable, carry: Any, x: jax.Array, targets: jax.Array, chunk: int, max_unrolled: int = _MAX_UNROLLED
+) -> tuple[Any, Any]:
     """Fold `step(carry, x_CxD, targets_C) -> (carry, y_CxD or None)` over chunks of at most `chunk` tokens.
 
     A chunk takes every n-th token, so that tokens that are sharded in contiguous blocks are in every chunk evenly.
     """
     count = -(-x.shape[0] // chunk)
+    # Rather some more chunks than a small one that is left over.
+    count = next((n for n in range(count, 2 * count) if x.shape[0] % n == 0), count)
     size, rest = divmod(x.shape[0], count)
     body = size * count
     xs = x[:body].reshape(size, count, x.shape[1])
     ts = targets[:body].reshape(size, count)
-    if count <= _MAX_UNROLLED:
+    if count <= max_unrolled:
         rows = []
         for i in range(count):
             carry, row = step(carry, xs[:, i], ts[:, i])
@@ -195,6 +223,24 @@ def _nats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     return log_norm - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0], log_norm
 
 
+def _nats_in_one_pass(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `_nats`: largest logit, sum of the exponentials relative to it and the target's logit, in one reduction."""
+    column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
+    target = jnp.where(column == targets[:, None], logits, 0)
+
+    def add(left: tuple, right: tuple) -> tuple:
+        (peak_l, sum_l, target_l), (peak_r, sum_r, target_r) = left, right
+        peak = jnp.maximum(peak_l, peak_r)
+        return peak, sum_l * jnp.exp(peak_l - peak) + sum_r * jnp.exp(peak_r - peak), target_l + target_r
+
+    # Finite in place of the -inf of padding: two of those would give NaN.
+    operands = jnp.maximum(logits, _LOWEST), jnp.ones_like(logits), target
+    start = jnp.float32(_LOWEST), jnp.float32(0), jnp.float32(0)
+    peak, total, picked = jax.lax.reduce(operands, start, add, (1,))
+    log_norm = peak + jnp.log(total)
+    return log_norm - picked, log_norm
+
+
 def _error(logits: jax.Array, log_norm: jax.Array, targets: jax.Array) -> jax.Array:
     """`softmax(logits) - onehot(targets)`, [N, V] FP32: the gradient of the sum of the losses."""
     column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
@@ -215,4 +261,8 @@ def _log_softmax_fwd(x: jax.Array, *, axis: int) -> tuple[jax.Array, jax.Array]:
 _softmax.defvjp(_softmax_fwd, _softmax_bwd)
 _log_softmax.defvjp(_log_softmax_fwd, _log_softmax_bwd)
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
-_linear_cross_entropy.defvjp(_linear_cross_entropy_fwd, _linear_cross_entropy_bwd)
+_linear_cross_entropy.defvjp(
+    _linear_cross_entropy_fwd,
+    _linear_cross_entropy_bwd,
+    cuda=(_linear_cross_entropy_fwd_cuda, _linear_cross_entropy_bwd),
+)

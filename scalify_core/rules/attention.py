@@ -49,7 +49,7 @@ def _attention_fwd(call: Any, q: Any, k: Any, values: Any, segments: Any) -> Any
     return y, (q, k, values, segments, kept, out[-1])
 
 
-@composite_rule("attention.bwd")
+@composite_rule("attention.bwd", wide=True)
 def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     *qkv, segments, kept, log_norm = residuals
     (q, k, values), (q_scale, k_scale, _) = _attention_operands(*qkv)

@@ -8,6 +8,7 @@ the powers of two are taken out again (`moved`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -245,8 +246,13 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
         size, divisor = max(x.rho, least / x.scale), 1.0
     rho = gradient.rho * _weight_size(weight) / size
     rows = math.prod(x.shape[:-1])
+    dx = v.settled(dx, v.ratio(gradient.scale, x.scale), rho, x.dtype, SQRT_2)
+    if v.is_static(divisor):
+        # It is measured and rescaled next, so read several times.
+        dx = v.narrow(dx)
+        dx = dataclasses.replace(dx, data=v.stored(dx.data))
     return [
-        moved(v.settled(dx, v.ratio(gradient.scale, x.scale), rho, x.dtype, SQRT_2), v.ratio(1.0, divisor)),
+        moved(dx, v.ratio(1.0, divisor)),
         *(v.settled(d, gradient.scale, gradient.rho * math.sqrt(rows), dtype_of(p, x), SQRT_2)
           for d, p in zip(sums, (weight, bias), strict=False)),
     ]  # fmt: skip
@@ -255,4 +261,4 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 for _name in ("layer_norm", "rms_norm"):
     composite_rule(_name)(_norm)
     composite_rule(f"{_name}.fwd")(_norm_fwd)
-    composite_rule(f"{_name}.bwd")(_norm_bwd)
+    composite_rule(f"{_name}.bwd", wide=True)(_norm_bwd)

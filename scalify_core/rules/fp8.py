@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import value as v
@@ -19,25 +18,28 @@ from scalify_core.rules.matmul import saturated
 from scalify_core.value import Value
 
 
-@composite_rule("fp8_dot_general")
+@composite_rule("fp8_dot_general", wide=True)
 def _product(call: Any, lhs: Any, rhs: Any) -> Value:
     return _forward(call, lhs, rhs)[0]
 
 
-@composite_rule("fp8_dot_general.fwd")
+@composite_rule("fp8_dot_general.fwd", wide=True)
 def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
     product = dict(call.static)["product"]
     (lhs, rhs), dtype = lifted(lhs, rhs)
     lhs, rhs = v.scalar_scale(lhs), v.scalar_scale(rhs)
 
     def forward(lhs: Any, rhs: Any) -> tuple:
-        lhs8, rhs8 = E4M3.cast(lhs), E4M3.cast(rhs)
-        return dot_fp8(lhs8, rhs8, product.dims, dtype, 1 / power, fast=True), lhs8, rhs8
+        lhs8, rhs8 = E4M3.cast_or_nan(lhs), E4M3.cast_or_nan(rhs)
+        if lhs.dtype == np.float32:  # what computes it writes it in FP8; it is transposed from there
+            lhs8 = v.stored(lhs8)
+        return dot_fp8(lhs8, rhs8, product.dims, dtype, alpha, fast=True), lhs8, rhs8
 
     power, rho = _sum_of(product.sizes[2], lhs, rhs)
+    alpha, factor = _alpha(power)
     out, lhs8, rhs8 = _on_data(call, forward, lhs.data, rhs.data)
     operands = v.value(lhs8, lhs.scale, lhs.rho), v.value(rhs8, rhs.scale, rhs.rho)
-    return v.value(saturated(out), _scale(lhs, rhs, power), rho, dtype), (*operands, *_unused(product))
+    return v.value(saturated(out), _scale(lhs, rhs, power), rho, dtype, factor), (*operands, *_unused(product))
 
 
 @composite_rule("fp8_dot_general.bwd")
@@ -50,17 +52,17 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
 
     lhs_power, lhs_rho = _sum_of(columns, gradient, rhs)
     rhs_power, rhs_rho = _sum_of(rows, lhs, gradient)
+    (lhs_alpha, lhs_factor), (rhs_alpha, rhs_factor) = _alpha(lhs_power), _alpha(rhs_power)
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
-        # E5M2 has infinities, of which `saturated` would make large numbers; E4M3's cast gives NaN itself.
-        gradient8 = E5M2.cast(jnp.where(jnp.isinf(rest[-1]), jnp.nan, rest[-1]))
-        d_lhs = lhs_gradient(gradient8, rhs8, product.dims, dtype, 1 / lhs_power)
-        return d_lhs, rhs_gradient(lhs8, gradient8, product.dims, dtype, 1 / rhs_power)
+        gradient8 = E5M2.cast_or_nan(rest[-1])  # of infinities `saturated` would make large numbers
+        d_lhs = lhs_gradient(gradient8, rhs8, product.dims, dtype, lhs_alpha)
+        return d_lhs, rhs_gradient(lhs8, gradient8, product.dims, dtype, rhs_alpha)
 
     d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *_unused(product), gradient.data)
     return (
-        v.value(saturated(d_lhs), _scale(gradient, rhs, lhs_power), lhs_rho, dtype),
-        v.value(saturated(d_rhs), _scale(lhs, gradient, rhs_power), rhs_rho, dtype),
+        v.value(saturated(d_lhs), _scale(gradient, rhs, lhs_power), lhs_rho, dtype, lhs_factor),
+        v.value(saturated(d_rhs), _scale(lhs, gradient, rhs_power), rhs_rho, dtype, rhs_factor),
     )
 
 
@@ -70,6 +72,17 @@ def _sum_of(count: int, a: Value, b: Value) -> tuple[float, float]:
     It is divided out by the product itself, at once: as the constant of the GEMM it costs nothing.
     """
     return v.rounded(a.rho * b.rho * math.sqrt(count))
+
+
+def _alpha(power: float) -> tuple[float, float]:
+    """What a product is multiplied by, which nothing else in the program is, and the factor that its data then lacks.
+
+    XLA folds a constant into the GEMM only where no other operation uses it, and it makes one of equal constants. Not
+    folded, the FP16 result would be stored before it is divided, and overflow early. So the n-th product's constant is
+    n / 1024 more than the inverse of the power of two, rounded with it once; the next operation's FP32 takes it back.
+    """
+    more = 1 + v.serial() % 1024 / 1024
+    return more / power, 1 / more
 
 
 def _scale(a: Value, b: Value, power: float) -> Any:

@@ -8,7 +8,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from scalify_core.formats import BF16, E4M3, E5M2, FP16, FP32, FloatFormat, counter_bits, pow2_floor, pow2_round
+from scalify_core.formats import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    FloatFormat,
+    counter_bits,
+    pow2_floor,
+    pow2_inverse,
+    pow2_round,
+)
 
 NATIVE = [E4M3, E5M2, FP16, BF16]
 SIMULATED = [FloatFormat.parse(name) for name in ("e2m1", "e2m3", "e3m2", "e3m4", "e4m2", "e5m7", "e6m9", "e8m3")]
@@ -239,3 +250,26 @@ def test_rounding_is_not_removed_by_the_compiler():
     text = jax.jit(FloatFormat.parse("e3m4").quantise).lower(jnp.ones(4)).compile().as_text()
     assert "reduce-precision" not in text
     assert "shift" in text
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_cast_or_nan_is_the_cast_of_all_but_infinities(fmt, dtype):
+    x = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(np.float16).astype(dtype))
+    x = jnp.concatenate([x, jnp.asarray([jnp.finfo(dtype).max, -0.0, jnp.inf, -jnp.inf, jnp.nan], dtype)])
+    expected = np.asarray(fmt.cast(x.astype(jnp.float32)), np.float32)
+    expected[~np.isfinite(np.asarray(x, np.float32))] = np.nan
+    found = np.asarray(jax.jit(fmt.cast_or_nan)(x), np.float32)
+    np.testing.assert_array_equal(found, expected)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.signbit(found[finite]), np.signbit(expected[finite]))
+
+
+def test_cast_or_nan_is_for_fp8():
+    with pytest.raises(ValueError, match="8-bit formats"):
+        FP16.cast_or_nan(jnp.ones(2))
+
+
+def test_the_inverse_of_a_power_of_two_is_exact():
+    powers = 2.0 ** np.arange(-126, 127)
+    np.testing.assert_array_equal(pow2_inverse(jnp.asarray(powers, jnp.float32)), 1 / powers)

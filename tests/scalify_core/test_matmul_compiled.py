@@ -204,3 +204,18 @@ def test_the_default_backend_is_the_cpu_all_along(h200):
     assert jax.default_backend() == "cpu"
     text = jax.jit(lambda x: fp8_dot_general(x, x, MATRIX)).lower(jnp.ones((16, 16))).compile().as_text()
     assert "cublas" not in text
+
+
+def test_each_of_several_equal_products_has_its_own_alpha(h200):
+    """XLA folds a constant into a GEMM that nothing else uses, and makes one of equal constants.
+
+    Not folded, an FP16 result overflows before it is divided.
+    """
+
+    def products(x, v, w):
+        fun = scalify(lambda x, v, w: fp8_dot_general(fp8_dot_general(x, v, MATRIX), w, MATRIX))
+        return fun(ScaledArray(x, 2.0**-12), ScaledArray(v, 2.0**3), ScaledArray(w, 2.0**3)).data
+
+    text = compiled_text(h200, products, (256, 64), (64, 64), (64, 64))
+    assert_all_fp8(text, forward=2, backward=0)
+    assert sorted(map(float, re.findall(r'"alpha_real":([^,]*)', text))) == [0.125, 0.125 * (1 + 2**-10)]

@@ -468,3 +468,20 @@ def test_the_optimiser_itself_under_scalify_in_fp16_data_trains():
     assert all(isinstance(x, ScaledArray) and x.dtype == jnp.float16 for x in moments)
     expected = train(tx)
     assert losses[-1] == pytest.approx(expected[-1], abs=0.02 * float(expected[0] - expected[-1]))
+
+
+@pytest.mark.parametrize("settings", [{"mu": E4M3, "nu": E5M2}, {"mu": FP16, "nu": FP16}, {}])
+def test_what_is_not_accepted_leaves_the_state(settings):
+    params = {"w": jnp.ones((8, 16)), "b": jnp.zeros(16)}
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.5), params)
+    tx = scaled_state(optax.scale_by_adam(), seed=0, **settings)
+    update = jax.jit(tx.update)
+    _, state = update(grads, tx.init(params), params)
+    worse = jax.tree.map(lambda g: g * jnp.nan, grads)
+    _, same = update(worse, state, params, accept=jnp.asarray(False))
+    for x, y in zip(jax.tree.leaves(same), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+    expected, plain = update(grads, state, params)
+    found, accepted = update(grads, state, params, accept=jnp.asarray(True))
+    for x, y in zip(jax.tree.leaves((found, accepted)), jax.tree.leaves((expected, plain)), strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from scripts import bench, bench_scalify
+from scripts import bench, bench_cases, bench_scalify
 from trainer.errors import UserError
 
 
@@ -73,3 +73,44 @@ def test_the_scaled_step_races_the_plain_one_at_any_size(tmp_path, capsys):
 def test_unknown_data_format_is_named():
     with pytest.raises(UserError, match="float8"):
         bench.main(bench.Arguments(scalify="float8"))
+
+
+def test_cases_are_read_and_wrong_ones_named():
+    case = bench_cases.parse_case("gpt2_124m:bf16:batch=4:scan=true")
+    assert case == bench_cases.Case("gpt2_124m", "bf16", 4, "none", True)
+    assert case.name == "gpt2_124m bf16 B=4 scan"
+    assert all(bench_cases.parse_case(text).batch == 8 for text in bench.ON_A_GPU.split(","))
+    for text, message in (
+        ("gpt2_124m", "has no precision"),
+        ("gpt2_125m:bf16", "did you mean 'gpt2_124m'"),
+        ("gpt2_124m:bf17", "did you mean 'bf16'"),
+        ("gpt2_124m:bf16:bach=2", "did you mean 'batch'"),
+        ("gpt2_124m:bf16:batch=x", "whole number"),
+    ):
+        with pytest.raises(UserError, match=message):
+            bench_cases.parse_case(text)
+
+
+def test_cases_take_turns_and_are_compared(tmp_path, capsys, monkeypatch):
+    """With nothing installed that is not needed."""
+    for name in ("wandb", "datasets", "hydra", "tiktoken", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    out = tmp_path / "cases.json"
+    texts = "gpt2_nano:fp32:batch=1,gpt2_nano:bf16:batch=1,gpt2_nano:torch:batch=1"
+    bench_cases.run_cases(texts, rounds=2, steps=1, minutes=9, context=16, python=None, out=str(out))
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["precision"] for row in rows] == ["fp32", "bf16"]
+    for row in rows:
+        assert row["tokens_per_s_min"] <= row["tokens_per_s"] <= row["tokens_per_s_max"]
+        assert min(row["peak_gib"], row["compile_s"]) > 0
+        assert row["mfu"] is None  # a CPU has no known peak
+    (first,), (second,) = (row["over"].values() for row in rows)
+    assert first * second == pytest.approx(1, rel=0.5)  # medians of two rounds each
+    printed = capsys.readouterr().out
+    assert "gpt2_nano torch B=1: left out, no torch here" in printed
+    assert "no picture: matplotlib is not installed" in printed
+
+
+def test_no_case_is_begun_when_the_time_is_over(capsys):
+    assert bench_cases.run_cases("gpt2_nano:fp32", rounds=1, steps=1, minutes=0, context=16, python=None, out="") == []
+    assert "gpt2_nano fp32 B=8: left out, 0 minutes are over" in capsys.readouterr().out

@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from trainer.flops import PEAKS, flops_per_token, forward_flops_per_token, peak_flops
+from trainer.flops import PEAKS, flop_share, flops_per_token, forward_flops_per_token, peak_flops
 from trainer.model import functional
-from trainer.spec import GPT2Spec
+from trainer.spec import GPT2Spec, linear_paths
 
 GPT2_124M = GPT2Spec(vocab_size=50257)
 
@@ -82,3 +82,13 @@ def test_particular_names_stand_before_general_ones():
     names = [name for name, _ in PEAKS]
     for i, general in enumerate(names):
         assert not any(later.startswith(f"{general} ") for later in names[i + 1 :])
+
+
+def test_the_share_of_some_layers_by_hand():
+    # 2 * 84,934,656 of 284,812,800, see above; of the two MLP layers two thirds of that.
+    paths = linear_paths(GPT2_124M)
+    share = 2 * 84_934_656 / 284_812_800
+    assert flop_share(GPT2_124M, paths) == pytest.approx(share)
+    assert flop_share(GPT2_124M, [p for p in paths if ".mlp." in p]) == pytest.approx(2 / 3 * share)
+    scanned = GPT2Spec(vocab_size=50257, scan_layers=True)
+    assert flop_share(scanned, linear_paths(scanned)) == flop_share(GPT2_124M, paths)

@@ -7,26 +7,29 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from scripts import plan as script
 from trainer import aot
-from trainer.aot import Buffer, live_at_peak
-from trainer.build import build_model, build_policy
+from trainer.aot import Buffer, live_at_peak, make_target_mesh
+from trainer.build import build_model, build_policy, check_fp8
 from trainer.composition import compose_config
 from trainer.errors import UserError
 from trainer.flops import peak_flops
-from trainer.fp8_check import layer_products, not_fp8
+from trainer.fp8_check import Gpu, check_device, check_step, layer_products, not_fp8
 from trainer.hlo import Collective, Gemm
 from trainer.model import functional
 from trainer.plan import Aim, continued, is_continued, largest_that_fits, seconds_of_collective, seconds_of_gemm
 from trainer.precision import Policy
 from trainer.spec import GPT2Spec, linear_sizes
 from trainer.targets import TARGETS, get_target
+from trainer.workload import Unfed
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
 
 TINY = ["model=gpt2_nano", "model.n_layer=1", "model.d_model=64", "model.n_head=1", "model.context=64"]
+H200, A100 = (Gpu(t.device, t.capability) for t in (get_target("h200"), get_target("a100")))
 KEYS = {
     "peak_bytes_per_device",
     "state_bytes",
@@ -89,17 +92,46 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
     """The same program, judged as if a layer had been left out, or as if the tokens were others."""
     c = compose_config([*TINY, "precision=scalify_fp8_fp16"])
     model = build_model(c.model, build_policy(c.precision), 256)
-    program, h200 = flagship.measured.compiled.program, get_target("h200")
-    assert not_fp8(model, program, 128, h200) == []
-    assert "not a multiple of 16" in not_fp8(model, program, 120, h200)[0].reason
-    assert "no FP8 tensor cores" in not_fp8(model, program, 128, get_target("a100"))[0].reason
+    program = flagship.measured.compiled.program
+    assert not_fp8(model, program, 128, H200) == []
+    assert "not a multiple of 16" in not_fp8(model, program, 120, H200)[0].reason
+    assert "no FP8 tensor cores" in not_fp8(model, program, 128, A100)[0].reason
     kept = compose_config([*TINY, "precision=scalify_fp8_fp16", "precision.keep=[h.0.*]"])
-    found = not_fp8(build_model(kept.model, build_policy(kept.precision), 256), program, 128, h200)
+    found = not_fp8(build_model(kept.model, build_policy(kept.precision), 256), program, 128, H200)
     assert [layer.path for layer in found] == [
         f"h.0.{n}" for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     ]
     assert not any(layer.is_chosen for layer in found)
     assert found[0].reason == "in precision.keep"
+
+
+def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatch):
+    """A run on GPUs, but for its devices and its step, which are those of the plan."""
+    monkeypatch.setattr("trainer.build.Program", lambda text: text)  # read by the plan already
+    overrides = [*TINY, "precision=scalify_fp8_fp16", "train.batch_tokens=256"]
+    mesh = make_target_mesh(get_target("h200"), 2, 1)
+    w = Unfed(flagship.measured.model, "adamw", None, mesh)
+    step = SimpleNamespace(as_text=lambda: flagship.measured.compiled.program)
+    found = check_fp8(compose_config(overrides), w, step)
+    assert found.share == flagship.fp8_flop_share
+    assert found.lines == [
+        f"compiled step: 12 FP8 products, {found.share:.1%} of the FLOPs of matrix products and attentions"
+    ]
+    c = compose_config([*overrides, "model.n_layer=2"])
+    with pytest.raises(UserError, match=r"h\.\d\.attn\.c_attn is not FP8: .*; 12 of 24 FP8 products are FP8 \(and"):
+        check_fp8(c, w._replace(model=build_model(c.model, w.model.policy, 256)), step)
+    assert check_fp8(compose_config([*TINY, "precision=bf16"]), w, step) is None
+    w = w._replace(mesh=SimpleNamespace(devices=np.array(jax.devices("cpu"))))
+    assert check_fp8(compose_config(overrides), w, None) is None  # not looked at
+
+
+def test_fp8_is_not_required_of_what_has_none():
+    check_device(make_target_mesh(get_target("h100"), 1, 1).devices.flat[0])
+    for device in (jax.devices("cpu")[0], make_target_mesh(get_target("a100"), 1, 1).devices.flat[0]):
+        with pytest.raises(UserError, match=rf"require_fp8=true, but {device.device_kind} has no FP8"):
+            check_device(device)
+    with pytest.raises(UserError, match="precision=bf16 has no FP8 matmuls"):
+        compose_config(["precision=bf16", "precision.require_fp8=true"])
 
 
 def test_a_missing_product_is_told_by_its_size():
@@ -108,14 +140,24 @@ def test_a_missing_product_is_told_by_its_size():
     sizes = [size for path in model.narrow for size in layer_products(linear_sizes(model.spec)[path], 128)]
     gemms = [Gemm("k", "fp8", ("f8e4m3fn", "f8e4m3fn"), (1, *size), "", "g", 1) for size in sizes]
     gemms[1] = gemms[1]._replace(sizes=(8, 128, 64, 32))  # 192 contracted elements, in eight padded parts
-    program = SimpleNamespace(gemms=gemms)
+    program = SimpleNamespace(gemms=gemms, attentions=[])
     assert not_fp8(model, program, 128, None) == []
     program.gemms = [*gemms[:1], *gemms[2:], gemms[0]._replace(sizes=(1, 16, 16, 16))]  # as many, one of them another
     assert not_fp8(model, program, 128, None) == []
     program.gemms = [gemms[0]._replace(dtype="fp16", kernel="triton"), *gemms[1:]]
     assert [(layer.path, layer.reason) for layer in not_fp8(model, program, 128, None)] == [
-        ("h.0.attn.c_attn", "of 12 FP8 products 11 were compiled as such; others are fp16 (triton)")
+        (
+            "h.0.attn.c_attn",
+            "its output (128 x 192 over 64) is compiled as fp16 (triton); 11 of 12 FP8 products are FP8",
+        )
     ]
+    with pytest.raises(UserError, match=r"for NVIDIA H200, h\.0\.attn\.c_attn is not FP8: its output \(128 x 192 over"):
+        check_step(model, program, 128, H200, require=None)
+    assert "not FP8: h.0.attn.c_attn" in check_step(model, program, 128, H200, require=False).lines[1]
+    ada = Gpu("NVIDIA L4", (8, 9))  # has FP8, but is not asked for it
+    assert len(check_step(model, program, 128, ada, require=None).lines) == 2
+    with pytest.raises(UserError, match="for NVIDIA L4"):
+        check_step(model, program, 128, ada, require=True)
     recomputed = [gemm for gemm in gemms[2:] if gemm.sizes != (1, 64, 192, 128)] * 2
     program.gemms = [gemms[0], gemms[1], *recomputed]
     assert [layer.path for layer in not_fp8(model, program, 128, None)] == ["h.0.attn.c_attn"]
@@ -181,7 +223,8 @@ def test_seconds_of_products_and_collectives():
 def test_peak_rates_of_every_target_are_known(name):
     target = get_target(name)
     assert peak_flops(target.device, jnp.bfloat16) is not None
-    assert (peak_flops(target.device, jnp.float8_e4m3fn) is not None) == target.has_fp8
+    has_fp8 = Gpu(target.device, target.capability).has_fp8
+    assert (peak_flops(target.device, jnp.float8_e4m3fn) is not None) == has_fp8
 
 
 def test_the_report_of_live_ranges():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scalify_core.optim import scaled_state
 from trainer.data import Batch
 from trainer.gradients import plain
 from trainer.optimizer import make_optimizer
@@ -37,7 +38,7 @@ def make(devices=1, accum=1, name="adamw"):
         "head": {"kernel": jax.random.normal(keys[1], (32, V))},
         "gain": {"scale": jnp.ones(())},
     }
-    optimizer = make_optimizer(name, **COMMON | OWN[name])
+    optimizer = scaled_state(make_optimizer(name, **COMMON | OWN[name]), seed=0)
     mesh = make_mesh(devices)
     state = jax.device_put(init_state(params, optimizer, jax.random.key(1)), replicated(mesh))
     tokens = np.random.default_rng(0).integers(0, V, (B, T + 1), dtype=np.int32)
@@ -105,9 +106,8 @@ def test_the_learning_rate_and_the_step_do_not_recompile():
 
 
 def test_first_true_is_the_index_or_minus_one():
-    flags = lambda *xs: [jnp.array(x) for x in xs]
-    assert first_true(flags(False, True, True)) == 1
-    assert first_true(flags(False, False)) == -1
+    assert first_true(jnp.array([False, True, True])) == 1
+    assert first_true(jnp.array([False, False])) == -1
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "sgd", "muon"])

@@ -49,7 +49,7 @@ def test_a_resumed_watchdog_counts_on():
 
 def test_leaf_names_are_in_the_order_that_bad_leaf_indexes():
     params = {"b": {"x": jnp.ones(2)}, "a": [jnp.ones(2), jnp.full(2, jnp.nan)]}
-    index = int(first_true([~jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
+    index = int(first_true(jnp.stack([~jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)])))
     assert leaf_names(params)[index] == "a/1"
 
 

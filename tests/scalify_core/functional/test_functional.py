@@ -1,12 +1,14 @@
 """Each function and its hand-written gradient against the textbook formula differentiated by JAX."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import scalify_core as sc
-from scalify_core.functional import attention
+from scalify_core.functional import attention, losses
 from scalify_core.functional.embedding import _embedding_bwd, _embedding_bwd_cuda
 
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -162,3 +164,20 @@ def test_gradients_of_attention_saturate_in_fp16():
     _, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, causal=True), q, k, v)
     for gradient in pullback(g):
         assert jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(30, None), (30, 10), (30, 7), (16, 16)])
+def test_linear_cross_entropy_of_cuda_programs_is_that_of_others(tokens, chunk):
+    """What is lowered for CUDA, run here."""
+    rng = np.random.default_rng(0)
+    x, head = (jnp.asarray(4 * rng.normal(size=shape), jnp.float32) for shape in ((tokens, 16), (24, 16)))
+    targets = jnp.asarray(rng.integers(0, 20, tokens))
+    x = x.at[3].multiply(100)  # a row whose logits are far apart
+    static = {"vocab_size": 20, "chunk": chunk, "logit_scale": 0.5}
+    of_cuda, of_others = (
+        jax.jit(functools.partial(fwd, **static))(x, head, targets)
+        for fwd in (losses._linear_cross_entropy.cuda_fwd, losses._linear_cross_entropy.fwd)
+    )
+    # Sums of 20 exponentials and of 30 tokens, whose largest term is 1.
+    for a, b in zip(jax.tree.leaves(of_cuda), jax.tree.leaves(of_others), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2**-18, atol=2**-18)

@@ -1,0 +1,36 @@
+"""Statistics of many arrays at once are those of each of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalify_core.reductions import largest_magnitudes, sums_of_squares
+
+SHAPES = [(), (1,), (7,), (3, 5), (256,), (768, 12), (2, 1000), (0,), (0, 4)]
+
+
+def arrays(seed, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.float8_e5m2])
+def test_each_array_has_its_own(dtype):
+    a, b = arrays(0, dtype), arrays(1, dtype)
+    pairs = list(zip(a, b, strict=True))
+    peaks = [np.max(np.abs(np.asarray(x, np.float32)), initial=0.0) for pair in pairs for x in pair]
+    assert jax.jit(largest_magnitudes)(pairs).tolist() == peaks
+    expected = [np.sum(np.square(np.asarray(x, np.float64))) for x in a]
+    # Sums of up to 9216 squares, in FP32 and in blocks.
+    np.testing.assert_allclose(jax.jit(sums_of_squares)(a), expected, rtol=9216 / 2**24)
+
+
+def test_what_is_not_finite_is_that_of_its_own_array():
+    a = arrays(0)
+    a[3] = a[3].at[1, 2].set(jnp.nan)
+    a[5] = a[5].at[700, 3].set(-jnp.inf)
+    assert [bool(x) for x in ~jnp.isfinite(sums_of_squares(a))] == [i in (3, 5) for i in range(len(a))]
+    peaks = largest_magnitudes([[x] for x in a])
+    assert jnp.isnan(peaks[3])
+    assert peaks[5] == jnp.inf
