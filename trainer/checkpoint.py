@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -187,7 +187,9 @@ class Checkpointer:
         leaves: dict[str, Any] = self._readable_manifest(None)["leaves"]
         return leaves
 
-    def restore(self, target: Any, step: int | None = None, *, partial: bool = False) -> Restored:
+    def restore(
+        self, target: Any, step: int | None = None, *, partial: bool = False, order: Sequence[int] | None = None
+    ) -> Restored:
         """The state of a checkpoint, on the devices and in the tree of `target`, bit for bit as it was saved.
 
         A damaged checkpoint is reported in one line and moved to `damaged/`, and the one before it is used.
@@ -197,12 +199,13 @@ class Checkpointer:
             where each leaf goes, the first device when there is none.
           step: that checkpoint and no other; by default the newest.
           partial: `target` is a part of the saved tree, as `{"params": ...}`.
+          order: steps to take in place of all, the first one that is whole.
 
         Raises:
           UserError: a leaf of `target` differs from the saved one in path, shape or dtype; no such step; all damaged.
         """
         self.wait()
-        for candidate in self._candidates(step):
+        for candidate in self._candidates(step) if order is None else order:
             try:
                 manifest = self._manifest(candidate)
                 self._check_match(candidate, target, manifest["leaves"], partial=partial)

@@ -143,6 +143,7 @@ def test_every_call_reaches_every_tracker(tmp_path):
         ("text", 1, "n", "t"),
         ("image", 1, "n", tmp_path),
         ("summary", {}),
+        ("alert", "a", "t"),
         ("flush",),
         ("close", 3),
     ]
@@ -300,7 +301,8 @@ def test_no_secret_is_in_any_file_of_wandb(killed_thrice):
 
 def test_the_last_step_is_found_in_a_file_torn_anywhere(killed_thrice, tmp_path):
     run_id = (killed_thrice / "wandb" / "run_id").read_text()
-    whole = wandb_files(killed_thrice, run_id)[0].read_bytes()
+    first = next(path for path in wandb_files(killed_thrice, run_id) if any(read_history(path)))
+    whole = first.read_bytes()
     path = tmp_path / "wandb" / f"offline-run-1-{run_id}" / f"run-{run_id}.wandb"
     path.parent.mkdir(parents=True)
     before = -1
