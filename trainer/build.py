@@ -47,6 +47,7 @@ from trainer.optimizer import learning_rates, make_optimizer
 from trainer.parallel import Agreement, abstract_batch, make_mesh, place_batch, replicated, start_processes
 from trainer.plan import Aim, Plan, make_plan
 from trainer.precision import DTYPES, Policy
+from trainer.report import write_report
 from trainer.rundir import RunDir, write_environment
 from trainer.spec import GPT2Spec
 from trainer.start import architecture, check_same_run, initial_weights, restore_logical, starting_point
@@ -339,6 +340,15 @@ def build_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:
     return make_sample(w, **settings, seed=c.seed)
 
 
+def report_on(run_dir: Path, display: Display) -> None:
+    """Write report.html, where there is something to report. Of the processes of a run the first does it."""
+    if jax.process_index() == 0 and (run_dir / "metrics.jsonl").exists():
+        try:
+            write_report(run_dir)
+        except UserError as error:
+            display.message(f"no report.html: {error}")
+
+
 def restore_run(run_dir: Path) -> Trained:
     """The model of a run directory's newest checkpoint, and the tokenizer of its data. Raises UserError."""
     hide_missing_gpu()
@@ -448,6 +458,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
         code = 1
         with contextlib.ExitStack() as closing:  # each, even if the one before it fails
             closing.callback(checkpointer.close)
+            closing.callback(report_on, directory.path, display)
             closing.callback(lambda: tracker.close(code))
             try:
                 code = train(training)

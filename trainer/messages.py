@@ -90,7 +90,7 @@ def farewell(run: Run, code: int, overrides: list[str]) -> None:
         return
     kept = [shlex.quote(o) for o in overrides if not o.startswith(("run_dir=", "train.steps=", "-"))]
     longer = " ".join([*kept, f"run_dir={where}", f"train.steps={2 * run.steps}"])
-    names = ("metrics.jsonl", "samples.txt", "numerics", "checkpoints", "config.yaml")
+    names = ("report.html", "metrics.jsonl", "samples.txt", "numerics", "checkpoints", "config.yaml")
     found = ", ".join(name for name in names if (run.run_dir / name).exists())
     say(f"done: {run.step} steps. Everything is in {where}: {found}")
     say(f"sample more:  {python} -m scripts.generate run_dir={where} prompt='And God said'")

@@ -35,6 +35,20 @@ WAITING = 1000  # calls to W&B that may wait for it
 PATIENCE = 10.0  # seconds that a call waits for its place among them, before W&B is given up
 FINISH_SECONDS = 60
 
+# W&B shows a section for each prefix, in the order of the alphabet: these come first, and answer what a person asks.
+FIRST_SCREEN = {
+    "1 is it learning/training loss": "train/loss",
+    "1 is it learning/validation loss": "val/loss",
+    "1 is it learning/learning rate": "lr",
+    "2 is it healthy/gradient norm": "grad_norm",
+    "2 is it healthy/steps skipped": "watchdog/skipped",
+    "2 is it healthy/rollbacks": "watchdog/rollbacks",
+    "3 is it fast/tokens per second": "perf/tokens_per_s",
+    "3 is it fast/share of the peak": "perf/mfu",
+    "3 is it fast/ms waiting for data": "perf/data_ms",
+}
+HIDDEN = ("lr", "grad_norm", "tokens")  # would make a section of their own, before all others
+
 MAKE_ROOM = "make room, then continue with the same run_dir"
 
 logger = logging.getLogger(__name__)
@@ -243,8 +257,10 @@ class WandbTracker(Tracker):
                 raise UserError(f"W&B does not start: {error}; tracker=jsonl does without") from error
             where = shlex.quote(str(Path(run.dir).parent))
             logger.info("W&B run, offline; to upload it: %s -m wandb sync %s", interpreter(), where)
-        run.define_metric("step")
+        run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
+        for name in HIDDEN:
+            run.define_metric(name, step_metric="step", hidden=True)
         run.define_metric("val/loss", summary="min")
         return run
 
@@ -300,7 +316,8 @@ class WandbTracker(Tracker):
             name: self._wandb.Table(columns=["step", "text"], data=[[self._step, text] for text in texts])
             for name, texts in self._texts.items()
         }
-        return {"step": self._step} | self._row | events | tables
+        first = {panel: self._row[name] for panel, name in FIRST_SCREEN.items() if name in self._row}
+        return {"step": self._step} | first | self._row | events | tables
 
     def _guarded(self, call: Callable[[Any], Any]) -> None:
         """Have the thread call this with the run."""
