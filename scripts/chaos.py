@@ -71,6 +71,7 @@ class Chaos:
       target: the step from which on the next fault may happen.
       settings: for `scripts.faulty`, of the next start.
       notes: what went otherwise than it should.
+      frozen: processes that were stopped and not woken.
     """
 
     args: Arguments
@@ -81,16 +82,22 @@ class Chaos:
     process: subprocess.Popen[str] | None = None
     starts: int = 0
     notes: list[str] = field(default_factory=list)
+    frozen: list[int] = field(default_factory=list)
 
     @property
     def run_dir(self) -> Path:
         """Its directory."""
         return self.folder / "disturbed"
 
+    @property
+    def log(self) -> Path:
+        """What the last start has printed."""
+        return self.folder / "output.log"
+
     def start(self, **more: Any) -> subprocess.Popen[str]:
         """Start it, or go on."""
         self.starts += 1
-        self.process = launch(self.args, self.folder, "disturbed", self.settings | more)
+        self.process = launch(self.args, self.folder, "disturbed", self.settings | more, self.log)
         return self.process
 
     def running(self) -> subprocess.Popen[str]:
@@ -112,35 +119,41 @@ class Chaos:
     def ended(self, *codes: int, saying: str = "") -> None:
         """Wait for its end, and note it if that is not one of `codes`, or without the words."""
         assert self.process is not None
+        late = ""
         try:
-            output, _ = self.process.communicate(timeout=PATIENCE)
+            code = self.process.wait(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
+            late = "\n(did not end)"
             self.process.kill()
-            output, _ = self.process.communicate()
-            output += "\n(did not end)"
-        code = self.process.returncode
+            code = self.process.wait()
+        output = self.log.read_text(encoding="utf-8", errors="replace") + late
+        for pid in self.frozen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.frozen.clear()
         if code not in codes or saying not in output or ("Traceback" in output and code != -signal.SIGKILL):
             expected = f"expected {codes} and {saying!r}"
             self.notes.append(f"start {self.starts}: exit code {code}, {expected}: ...{output[-1500:]}")
         self.process = None
 
 
-def launch(args: Arguments, folder: Path, name: str, settings: dict[str, Any]) -> subprocess.Popen[str]:
-    """A trainer in `folder` with faults of its own."""
+def launch(args: Arguments, folder: Path, name: str, settings: dict[str, Any], log: Path) -> subprocess.Popen[str]:
+    """A trainer in `folder` with faults of its own. It prints to a file: a pipe would outlive it in W&B's process."""
     file = folder / f"{name}.json"
     file.write_text(json.dumps(settings), encoding="utf-8")
     overrides = [*TINY, f"precision={args.precision}", f"train.steps={args.steps}", f"tracker={args.tracker}"]
     overrides += [f"run_dir={name}", f"compile_cache={folder}/cache"]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "XLA_", "JAX_"))}
     root = str(Path(__file__).resolve().parent.parent)
-    return subprocess.Popen(
-        [sys.executable, "-m", "scripts.faulty", str(file), *overrides],
-        cwd=folder,
-        env=kept | {"JAX_PLATFORMS": "cpu", "WANDB_MODE": "offline", "PYTHONPATH": root},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    with log.open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "scripts.faulty", str(file), *overrides],
+            cwd=folder,
+            env=kept | {"JAX_PLATFORMS": "cpu", "WANDB_MODE": "offline", "PYTHONPATH": root},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
 
 def last_step(run_dir: Path) -> int:
@@ -286,8 +299,10 @@ def start_twice(chaos: Chaos) -> None:
     """A second trainer is started on the same directory."""
     first = chaos.reach()
     if first.poll() is None:
-        second = launch(chaos.args, chaos.folder, "disturbed", chaos.settings)
-        output, _ = second.communicate(timeout=PATIENCE)
+        log = chaos.folder / "second.log"
+        second = launch(chaos.args, chaos.folder, "disturbed", chaos.settings, log)
+        second.wait(timeout=PATIENCE)
+        output = log.read_text(encoding="utf-8", errors="replace")
         errors = [line for line in output.splitlines() if line.startswith("error:")]
         refused = second.returncode == UserError.exit_code and "is in use by process" in output and len(errors) == 1
         if not refused and first.poll() is None:
@@ -301,16 +316,19 @@ def kill_the_tracker(chaos: Chaos) -> None:
 
 def hang_the_tracker(chaos: Chaos) -> None:
     """W&B's own process does not answer any more."""
-    signal_tracker(chaos.reach(), signal.SIGSTOP)
+    chaos.frozen += signal_tracker(chaos.reach(), signal.SIGSTOP)
 
 
-def signal_tracker(process: subprocess.Popen[str], number: int) -> None:
-    """To the children of the trainer that belong to W&B."""
+def signal_tracker(process: subprocess.Popen[str], number: int) -> list[int]:
+    """To the children of the trainer that belong to W&B; their ids."""
+    found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             name, _, rest = stat.read_text().partition(")")
             if int(rest.split()[1]) == process.pid and "wandb" in name:
                 os.kill(int(stat.parent.name), number)
+                found.append(int(stat.parent.name))
+    return found
 
 
 def turn_the_clock(chaos: Chaos) -> None:
@@ -364,8 +382,10 @@ def figures(run_dir: Path) -> list[dict[str, Any]]:
 def compare(args: Arguments, folder: Path) -> dict[str, Any]:
     """What is the same in both runs."""
     from trainer.checkpoint import Checkpointer
+    from trainer.libraries import hide_missing_gpu
     from trainer.tracking import read_history, wandb_files
 
+    hide_missing_gpu()
     states, rows = [], []
     for name in ("undisturbed", "disturbed"):
         with Checkpointer.reading(folder / name / "checkpoints") as checkpointer:
@@ -402,7 +422,7 @@ def main(args: Arguments) -> None:
     started, rng = time.monotonic(), random.Random(args.seed)
     bad = {"nan": [args.steps // 3], "corrupt": [args.steps // 2 + 13]}
     calm = Chaos(args, folder, rng, bad)
-    calm.process = launch(args, folder, "undisturbed", bad)
+    calm.process = launch(args, folder, "undisturbed", bad, calm.log)
     calm.ended(0, saying="done: ")
     if calm.notes:
         raise UserError(f"the undisturbed run failed: {calm.notes[0]}")
@@ -424,6 +444,8 @@ def main(args: Arguments) -> None:
         chaos.ended(0, -signal.SIGKILL, saying="done: ")
     if chaos.process is not None:
         chaos.ended(0)
+    chaos.start()  # a finished run is left alone, but for what W&B has not got
+    chaos.ended(0, saying="done: ")
     counted = Counter(fault.__name__ for fault in order)
     result = compare(args, folder) | {"faults": args.faults, "kinds": dict(counted), "starts": chaos.starts}
     result |= {"unexpected": calm.notes + chaos.notes, "seconds": round(time.monotonic() - started)}

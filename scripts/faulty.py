@@ -7,12 +7,15 @@ FAULTS is JSON with any of these; steps count from 1:
   corrupt     steps before which all weights become 4 times as large, as broken memory might make them
   hang        a step whose batch never comes; once: from then on the file FAULTS.hung exists
   validation  seconds that each batch of a validation takes longer
+  terminate   true: SIGTERM in the final validation
   clock       seed of a wall clock that jumps by up to a day, to and fro, at every look at it
 """
 
 import dataclasses
 import json
+import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -83,6 +86,8 @@ def main(file: Path, overrides: list[str]) -> int:
                 time.sleep(faults.get("validation", 0))
                 return broken_off()
 
+            if last and faults.get("terminate", False):
+                os.kill(os.getpid(), signal.SIGTERM)
             return evaluate(state, last, wait)
 
         run.evaluate = slowly

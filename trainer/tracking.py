@@ -7,6 +7,7 @@ Exactly once, over any number of kills and resumes:
   up the last step W&B holds, send what it lacks from our files, and from then on skip the steps it has.
 """
 
+import atexit
 import json
 import logging
 import netrc
@@ -14,6 +15,7 @@ import os
 import queue
 import shlex
 import struct
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -292,9 +294,10 @@ class WandbTracker(Tracker):
             self._send()
         self._guarded(lambda run: run.finish(exit_code=exit_code))
         self._put(None)
-        self._thread.join(FINISH_SECONDS + PATIENCE)
+        self._thread.join(FINISH_SECONDS + PATIENCE if self._run is not None else 0)
         if self._thread.is_alive():
             self._give_up("does not finish")
+            atexit.register(_leave, exit_code)  # before W&B's own hook, which would wait for ever
 
     def _add(self, step: int, values: Mapping[str, Any]) -> None:
         """Collect a step's row; W&B takes a step only once, so it is sent when the next one begins."""
@@ -331,7 +334,10 @@ class WandbTracker(Tracker):
                 self._give_up("does not answer")
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None and self._run is not None:
+        while self._run is not None:
+            call = self._calls.get()
+            if call is None:
+                return
             try:
                 call()
             except Exception as error:  # W&B's own process may die in any way: that must not end a training run
@@ -341,6 +347,13 @@ class WandbTracker(Tracker):
         if self._run is not None:
             self._run = None
             logger.warning("W&B failed (%s): going on without; metrics.jsonl has it all", why)
+
+
+def _leave(exit_code: int) -> None:
+    """End the process without the rest of its hooks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def without_layers(row: Row) -> dict[str, float | int | str]:
