@@ -45,7 +45,7 @@ TINY = [
     "watchdog.spike_window=16",
     "watchdog.spike_steps=3",
     "watchdog.stop_seconds=60",
-    "watchdog.hang_seconds=20",
+    "watchdog.hang_seconds=90",
 ]
 PATIENCE = 600  # seconds that anything may take
 

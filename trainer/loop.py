@@ -109,12 +109,13 @@ class Stop:
 
     def __init__(self, run: Run, guard: Guard) -> None:
         self.signal = 0
-        self._run, self._guard = run, guard
+        self.guard = guard
+        self._run = run
 
     def __call__(self, doing: str) -> bool:
         """Ask, before `doing` something."""
-        self._guard.beat(doing)
-        self.signal = self.signal or self._run.agree(self._guard.signal)
+        self.guard.beat(doing)
+        self.signal = self.signal or self._run.agree(self.guard.signal)
         return self.signal > 0
 
 
@@ -167,7 +168,8 @@ def train(run: Run) -> int:
             if stop(f"in step {run.step}") or boundary(run):
                 row = observe(run, pending)
                 if run.watchdog.verdict is not None:
-                    intervene(run, pending)
+                    intervene(run, pending, row)
+                    row |= run.watchdog.row()
                 pending = None
                 settle(run, row, tokens, stop)
             run.checkpointer.check()
@@ -208,7 +210,7 @@ def observe(run: Run, pending: Pending) -> dict[str, float]:
     return row | run.watchdog.row() | run.throughput.row() | memory()
 
 
-def intervene(run: Run, pending: Pending) -> None:
+def intervene(run: Run, pending: Pending, row: dict[str, float]) -> None:
     """Go back to a state from before the steps that went wrong, while steps and batches go on. Else raise Diverged."""
     dog, verdict = run.watchdog, run.watchdog.verdict
     before = [step for step in run.checkpointer.steps() if step < (dog.suspect_since or pending.step)]
@@ -216,6 +218,7 @@ def intervene(run: Run, pending: Pending) -> None:
         tell(run, run.step, f"{verdict}; there is no checkpoint from before: going on", alert="spike")
         dog.forgive()
     elif not before or not dog.may_roll_back:
+        log(run, pending.step, row)
         stop_diverged(run, pending)
     else:
         # The newest of the regular ones first: a run that was stopped in between has them too, and does the same.
@@ -254,7 +257,7 @@ def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
     if last or (not run.watchdog.in_doubt and (stop.signal or due(run.step, run.cadence.checkpoint))):
         if run.cadence.numerics:
             show_numerics(run)
-        stop("saving a checkpoint")
+        stop.guard.beat("saving a checkpoint")
         save(run, val_loss)
     run.throughput.pause(time.perf_counter() - started)
 
