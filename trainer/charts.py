@@ -1,5 +1,6 @@
 """Line charts as SVG text, without a library: what a report needs, and a browser without network can show."""
 
+import bisect
 import html
 import math
 from collections.abc import Iterator, Sequence
@@ -57,13 +58,15 @@ class Scale:
 
 
 def smoothed(ys: Sequence[float], window: int) -> list[float]:
-    """Mean of the finite ones among the last `window` values; NaN where there is none."""
-    found, total, count = [], 0.0, 0
+    """Median of the finite ones among the last `window` values, which no spike moves; NaN where there is none."""
+    found: list[float] = []
+    ordered: list[float] = []
     for i, new in enumerate(ys):
-        for y, sign in ((new, 1), (ys[i - window] if i >= window else math.nan, -1)):
-            if math.isfinite(y):
-                total, count = total + sign * y, count + sign
-        found.append(total / count if count else math.nan)
+        if math.isfinite(new):
+            bisect.insort(ordered, new)
+        if i >= window and math.isfinite(ys[i - window]):
+            del ordered[bisect.bisect_left(ordered, ys[i - window])]
+        found.append(ordered[len(ordered) // 2] if ordered else math.nan)
     return found
 
 

@@ -55,6 +55,7 @@ svg path{fill:none;stroke-width:1.6;stroke-linejoin:round} svg .faint{opacity:.2
 svg .grid{stroke:#eceff2} svg .frame{stroke:#8c959f;stroke-width:1} svg .mark{stroke-width:1.2;stroke-dasharray:4 3}
 table{border-collapse:collapse;width:100%}
 td,th{text-align:left;padding:3px 10px 3px 0;vertical-align:top;border-bottom:1px solid #eceff2}
+td:first-child{white-space:nowrap}
 td i{display:inline-block;width:10px;height:10px;border-radius:5px;margin-right:7px}
 pre{background:#f6f8fa;padding:10px;overflow:auto;white-space:pre-wrap} img{max-width:100%}
 """
@@ -119,7 +120,7 @@ class History:
         return short(statistics.median(ys)) if (ys := _finite(self.line(key))[1]) else "-"
 
     def smooth(self, key: str, name: str, colour: str = COLOURS[0]) -> list[Line]:
-        """The values of a key, faint, and their mean over a fiftieth of the run."""
+        """The values of a key, faint, and their median over a fiftieth of the run."""
         raw = self.line(key, name, colour, faint=True)
         return [raw, Line(name, raw.xs, smoothed(raw.ys, max(1, len(raw.ys) // 50)), colour)]
 
@@ -167,10 +168,10 @@ def healthy(h: History) -> Answer:
     counts = {
         "skipped (not finite)": skipped,
         "rolled back": rollbacks,
-        "spikes of the loss": sum(": spike" in text for text in texts),
-        "stalls": sum(text.startswith("stalled") or "no progress" in text for text in texts),
+        "spiking": sum(": spike" in text for text in texts),
+        "stalled": sum(text.startswith("stalled") for text in texts),
     }
-    listed = ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
+    listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     worst = max(((share, name) for name, share in last.items() if name.endswith("/saturated_max")), default=(0.0, ""))
     kind = worst[1].removeprefix("numerics/").removesuffix("/saturated_max").replace("_", " ")
     numerics = f" The layer that saturates most: {worst[0]:.2%} of its {kind}." if worst[0] else ""
@@ -180,7 +181,7 @@ def healthy(h: History) -> Answer:
     if not listed:
         return Answer(question, GOOD, f"No step was skipped, nothing rolled back, no spike, no stall.{numerics}")
     grade = BAD if skipped > 0.01 * len(h.rows) else FAIR
-    return Answer(question, grade, f"{listed} in {len(h.rows):,} steps; see the events below.{numerics}")
+    return Answer(question, grade, f"In {len(h.rows):,} steps: {listed}; see the events below.{numerics}")
 
 
 def fast(h: History) -> Answer:
@@ -255,7 +256,7 @@ def render(h: History, *, pictures: Mapping[str, bytes], sample: str, environmen
         f"<h1>{html.escape(h.name)}</h1><p class=sub>{facts}</p>",
         f'<div class="cards">{cards}</div>',
         f'<div class="charts">{"".join(charts(h))}</div>',
-        f"<h2>Events</h2>{event_table(h.events)}",
+        f"<h2>Events <small>dashed lines in the charts</small></h2>{event_table(h.events)}",
     ]
     if sample:
         sections.append(f"<h2>Its last sample</h2><pre>{html.escape(sample)}</pre>")

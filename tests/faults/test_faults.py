@@ -77,7 +77,7 @@ def test_after_a_spike_the_run_goes_back_and_leaves_the_window_out(undisturbed):
     assert rows[-1]["watchdog/rollbacks"] == 1
     assert sorted(int(p.name) for p in (run_dir / "checkpoints").glob("[0-9]*")) == [10, 20, 30, 40, 50, 60]
     report = (run_dir / "report.html").read_text()
-    assert "rolled back: 1, spikes of the loss: 1" in report
+    assert "1 rolled back, 1 spiking" in report
     assert "left out (rollback 1 of 3)" in report
 
 

@@ -29,8 +29,8 @@ def test_ticks_are_round_and_written_with_the_digits_they_need(low, high, expect
     assert [written(x, found[1] - found[0]) for x in found] == expected
 
 
-def test_a_mean_over_a_window_leaves_out_what_is_not_finite():
-    assert smoothed([1.0, 3.0, NAN, 5.0, 7.0], 2) == [1.0, 2.0, 3.0, 5.0, 6.0]
+def test_a_median_over_a_window_leaves_out_what_is_not_finite_and_bears_spikes():
+    assert smoothed([1.0, 3.0, NAN, 5.0, 900.0, 6.0], 3) == [1.0, 3.0, 3.0, 5.0, 900.0, 6.0]
     assert math.isnan(smoothed([NAN, 1.0], 1)[0])
 
 

@@ -52,16 +52,16 @@ def test_whether_it_learns(losses, val, grade, says):
     ("events", "more", "grade", "says"),
     [
         ([], {}, GOOD, "No step was skipped"),
-        ([(5, "step 5 skipped (loss nan)")], {"watchdog/skipped": 1}, FAIR, "skipped (not finite): 1 in 200 steps"),
-        ([(5, "step 5 skipped")], {"watchdog/skipped": 9}, BAD, "skipped (not finite): 9"),
+        ([(5, "step 5 skipped (loss nan)")], {"watchdog/skipped": 1}, FAIR, "In 200 steps: 1 skipped (not finite);"),
+        ([(5, "step 5 skipped")], {"watchdog/skipped": 9}, BAD, "9 skipped (not finite)"),
         (
             [(9, "x; back to the state after step 5, batches ... left out")],
             {"watchdog/rollbacks": 1},
             FAIR,
-            "rolled back: 1",
+            "1 rolled back",
         ),
         ([(9, "stopped: step 9: 3 steps in a row were not finite")], {}, BAD, "The watchdog stopped it: step 9"),
-        ([(9, "stalled: no progress for 301 s, in step 10")], {}, FAIR, "stalls: 1"),
+        ([(9, "stalled: no progress for 301 s, in step 10")], {}, FAIR, "1 stalled"),
         ([], {"numerics/weights/saturated_max": 0.02}, GOOD, "saturates most: 2.00% of its weights"),
     ],
 )
