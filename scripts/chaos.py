@@ -283,7 +283,7 @@ def starve(chaos: Chaos) -> None:
     """The data do not come."""
     kill(chaos)
     (chaos.folder / "disturbed.json.hung").unlink(missing_ok=True)
-    chaos.start(hang=chaos.target + 5)
+    chaos.start(hang=last_step(chaos.run_dir) + 5)
     chaos.ended(4, 0)
 
 
