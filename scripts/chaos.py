@@ -332,9 +332,10 @@ def signal_tracker(process: subprocess.Popen[str], number: int) -> list[int]:
 
 
 def turn_the_clock(chaos: Chaos) -> None:
-    """The wall clock jumps to and fro until the next start."""
+    """The wall clock jumps to and fro."""
     kill(chaos)
-    chaos.start(clock=chaos.rng.randrange(1000))
+    after = last_step(chaos.run_dir)
+    chaos.start(clock=[after + chaos.rng.randrange(30) for _ in range(4)])
 
 
 FAULTS = (

@@ -8,13 +8,12 @@ FAULTS is JSON with any of these; steps count from 1:
   hang        a step whose batch never comes; once: from then on the file FAULTS.hung exists
   validation  seconds that each batch of a validation takes longer
   terminate   true: SIGTERM in the final validation
-  clock       seed of a wall clock that jumps by up to a day, to and fro, at every look at it
+  clock       steps before which the wall clock jumps by a day, forth and back in turns
 """
 
 import dataclasses
 import json
 import os
-import random
 import signal
 import sys
 import time
@@ -36,18 +35,36 @@ NO_TOKEN = 2**30
 ENLARGED = 4.0
 
 
+class Clock:
+    """A wall clock that can be set wrong."""
+
+    def __init__(self) -> None:
+        self._now, self._wrong = time.time, 0
+
+    def __call__(self) -> float:
+        return self._now() + self._wrong
+
+    def jump(self) -> None:
+        """A day forth, or back again."""
+        self._wrong = 86400 - self._wrong
+
+
 def with_batches(
-    batches: Callable[[int], Iterator[tuple[int, Batch]]], nan: set[int], hang: int, hung: Path
+    batches: Callable[[int], Iterator[tuple[int, Batch]]], faults: dict[str, Any], hung: Path
 ) -> Callable[[int], Iterator[tuple[int, Batch]]]:
-    """Batches of which some are bad, and one does not come."""
+    """Batches of which some are bad, and one does not come; or something happens before they do."""
+    clock = Clock()
+    time.time = clock
 
     def faulty(start: int) -> Iterator[tuple[int, Batch]]:
         for step, batch in batches(start):
-            if step + 1 == hang and not hung.exists():
+            if step + 1 in faults.get("clock", ()):
+                clock.jump()
+            if step + 1 == faults.get("hang") and not hung.exists():
                 hung.touch()
                 time.sleep(1e6)
             bad = np.full_like(batch.tokens, NO_TOKEN)
-            yield step, batch._replace(tokens=bad) if step + 1 in nan else batch
+            yield step, batch._replace(tokens=bad) if step + 1 in faults.get("nan", ()) else batch
 
     return faulty
 
@@ -63,21 +80,13 @@ def with_corruption(train_step: StepFn, corrupt: set[int]) -> StepFn:
     return faulty
 
 
-def jumping(seed: int) -> Callable[[], float]:
-    """A wall clock."""
-    rng, now = random.Random(seed), time.time
-    return lambda: now() + rng.uniform(-86400, 86400)
-
-
 def main(file: Path, overrides: list[str]) -> int:
     """The trainer's exit code."""
     faults: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if "clock" in faults:
-        time.time = jumping(faults["clock"])
 
     def train(run: loop.Run) -> int:
         hung = file.with_name(file.name + ".hung")
-        run.batches = with_batches(run.batches, set(faults.get("nan", [])), faults.get("hang", 0), hung)
+        run.batches = with_batches(run.batches, faults, hung)
         run.train_step = with_corruption(run.train_step, set(faults.get("corrupt", [])))
         evaluate = run.evaluate
 

@@ -28,6 +28,9 @@ from trainer.leaves import checksums, describe, is_key, leaf_names, mismatch
 
 FORMAT = 2
 DAMAGED = "damaged"
+# Orbax counts its patience with a save, 10 minutes, by the wall clock: one that was set right ended the run. Seconds:
+# twenty days, which are less than 2^31 milliseconds.
+LONG = 20 * 86400
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,7 @@ class Checkpointer:
             best_mode="min",
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
             read_only=read_only,  # overrides the line above
+            async_options=ocp.AsyncOptions(timeout_secs=LONG),
         )
         try:
             if not read_only:

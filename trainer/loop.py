@@ -213,6 +213,7 @@ def observe(run: Run, pending: Pending) -> dict[str, float]:
 def intervene(run: Run, pending: Pending, row: dict[str, float]) -> None:
     """Go back to a state from before the steps that went wrong, while steps and batches go on. Else raise Diverged."""
     dog, verdict = run.watchdog, run.watchdog.verdict
+    run.checkpointer.wait()  # or how far back depends on how fast the disk was
     before = [step for step in run.checkpointer.steps() if step < (dog.suspect_since or pending.step)]
     if not before and dog.in_doubt:
         tell(run, run.step, f"{verdict}; there is no checkpoint from before: going on", alert="spike")
