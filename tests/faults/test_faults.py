@@ -17,6 +17,8 @@ from trainer.__main__ import main
 from trainer.records import read_rows
 from trainer.rundir import RunDir
 
+pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
+
 STEPS = 60
 BAD = {"nan": [12], "corrupt": [38]}  # a batch with ids that no token has; weights that turn large
 ARGS = [
