@@ -29,7 +29,7 @@ TINY = [
     "model.dropout=0.1",
     "train.batch_tokens=512",
     "optimizer.lr=6e-4",
-    "train.eval_every=100",
+    f"train.eval_every={VALIDATIONS}",
     "train.eval_batches=2",
     "train.final_eval_batches=4",
     "sample.max_new=8",
@@ -39,7 +39,7 @@ TINY = [
     "watchdog.spike_window=16",
     "watchdog.spike_steps=3",
     "watchdog.stop_seconds=60",
-    "watchdog.hang_seconds=90",
+    "watchdog.hang_seconds=600",
 ]
 
 

@@ -8,12 +8,13 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from trainer.errors import UserError
 from trainer.fields import nearest
 from trainer.guard import HUNG
 
+VALIDATIONS = 100  # steps between two
 PATIENCE = 600  # seconds that anything may take
 
 
@@ -56,10 +58,11 @@ class Victim:
         """What the last start has printed."""
         return self.folder / "output.log"
 
-    def start(self, **more: Any) -> subprocess.Popen[str]:
+    def start(self, *overrides: str, **more: Any) -> subprocess.Popen[str]:
         """Start it, or go on."""
         self.starts += 1
-        self.process = launch(self.overrides, self.folder, "disturbed", self.settings | more, self.log)
+        overrides = (*self.overrides, *overrides)
+        self.process = launch(overrides, self.folder, "disturbed", self.settings | more, self.log)
         return self.process
 
     def running(self) -> subprocess.Popen[str]:
@@ -69,15 +72,20 @@ class Victim:
         return self.process or self.start()
 
     def reach(self) -> subprocess.Popen[str]:
-        """The process, at the target."""
+        """The process, at work, and at the target."""
         process, end = self.running(), time.monotonic() + PATIENCE
-        while process.poll() is None and last_step(self.run_dir) < self.target:
+        while process.poll() is None and (last_step(self.run_dir) < self.target or not self.at_work):
             if time.monotonic() > end:
                 self.notes.append(f"start {self.starts} did not reach step {self.target}")
                 process.kill()
             time.sleep(0.01)
         time.sleep(self.rng.random() * 0.1)
         return process
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the last start has taken a step: before that a signal ends it as it ends any process."""
+        return "\nstep " in self.log.read_text(encoding="utf-8", errors="replace")
 
     def ended(self, *codes: int, saying: str = "") -> None:
         """Wait for its end, and note it if that is not one of `codes`, or without the words."""
@@ -94,13 +102,18 @@ class Victim:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.frozen.clear()
+        # Between its last step and its end, a signal ends it as it ends any process.
+        if code in (-signal.SIGTERM, -signal.SIGINT) and re.search(r"^step (\d+)/\1 ", output, re.MULTILINE):
+            code = 0
         if code not in codes or saying not in output or ("Traceback" in output and code != -signal.SIGKILL):
             expected = f"expected {codes} and {saying!r}"
             self.notes.append(f"start {self.starts}: exit code {code}, {expected}: ...{output[-1500:]}")
         self.process = None
 
 
-def launch(overrides: list[str], folder: Path, name: str, settings: dict[str, Any], log: Path) -> subprocess.Popen[str]:
+def launch(
+    overrides: Sequence[str], folder: Path, name: str, settings: dict[str, Any], log: Path
+) -> subprocess.Popen[str]:
     """A trainer in `folder` with faults of its own. It prints to a file: a pipe would outlive it in W&B's process."""
     file = folder / f"{name}.json"
     file.write_text(json.dumps(settings), encoding="utf-8")
@@ -173,11 +186,10 @@ def interrupt(run: Victim) -> None:
 def terminate_in_a_validation(run: Victim) -> None:
     """SIGTERM during a validation, which is broken off, and taken up again."""
     kill(run)
-    process = run.start(validation=0.5)
-    every = 100
-    step = run.target - run.target % every + every
-    while process.poll() is None and last_step(run.run_dir) < step - 1:
-        time.sleep(0.01)
+    run.start(validation=0.5)
+    before = last_step(run.run_dir)
+    run.target = before - before % VALIDATIONS + VALIDATIONS - 1
+    process = run.reach()
     time.sleep(0.3)
     process.terminate()
     run.ended(128 + signal.SIGTERM, 0)
@@ -245,7 +257,7 @@ def starve(run: Victim) -> None:
     """The data do not come."""
     kill(run)
     (run.folder / "disturbed.json.hung").unlink(missing_ok=True)
-    run.start(hang=last_step(run.run_dir) + 5)
+    run.start("watchdog.hang_seconds=20", hang=last_step(run.run_dir) + 5)
     run.ended(HUNG, 0)
 
 
@@ -261,13 +273,15 @@ def start_twice(run: Victim) -> None:
     """A second trainer is started on the same directory."""
     first = run.reach()
     if first.poll() is None:
+        first.send_signal(signal.SIGSTOP)  # or it is finished by the time
         log = run.folder / "second.log"
         second = launch(run.overrides, run.folder, "disturbed", run.settings, log)
         second.wait(timeout=PATIENCE)
         output = log.read_text(encoding="utf-8", errors="replace")
         errors = [line for line in output.splitlines() if line.startswith("error:")]
         refused = second.returncode == UserError.exit_code and "is in use by process" in output and len(errors) == 1
-        if not refused and first.poll() is None:
+        first.send_signal(signal.SIGCONT)
+        if not refused:
             run.notes.append(f"the second trainer was not refused: {second.returncode} {output[-500:]}")
 
 
