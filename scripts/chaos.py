@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.arguments import argument, run
-from scripts.havoc import Victim, checkpoints, chosen, launch
+from scripts.havoc import VALIDATIONS, Victim, checkpoints, chosen, launch
 from trainer.errors import UserError
 from trainer.records import read_rows
 
