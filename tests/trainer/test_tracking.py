@@ -393,7 +393,8 @@ def test_when_the_process_of_wandb_hangs_the_training_goes_on_and_ends(tmp_path)
             for pid in re.findall(r"frozen (\d+)", output.read_text()):
                 os.kill(int(pid), signal.SIGKILL)
     assert "going on without; metrics.jsonl has it all" in output.read_text()
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, 4001))
+    steps = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if "event" not in row]
+    assert steps == list(range(1, 4001))
 
 
 def test_an_alert_reaches_wandb(killed_thrice):
