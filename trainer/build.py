@@ -38,7 +38,7 @@ from trainer.errors import UserError
 from trainer.evaluate import Evaluation, evaluate, make_eval_step
 from trainer.fields import from_tree, to_tree
 from trainer.flops import flops_per_token, peak_flops
-from trainer.guard import Patience
+from trainer.guard import Patience, leave_within
 from trainer.leaves import parameter_names
 from trainer.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.loop import Cadence, Run, train
@@ -511,6 +511,8 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             closing.callback(checkpointer.close)
             closing.callback(report_on, directory.path, display)
             closing.callback(lambda: tracker.close(code))
+            if jax.process_count() > 1:  # closing is something that they do together
+                closing.push(lambda _kind, error, _trace: leave_within(c.watchdog.stop_seconds, error))
             try:
                 code = train(training)
             except UserError as error:

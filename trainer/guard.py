@@ -119,3 +119,17 @@ class Guard:
         last_words.start()
         last_words.join(2)
         os._exit(code)
+
+
+def leave_within(seconds: float, error: BaseException | None) -> None:
+    """After `error`, end the process in so many seconds (0: never) if it is still there: the others may be gone."""
+    if error is None or not seconds:
+        return
+    why = (str(error).splitlines() or [type(error).__name__])[0]
+
+    def end() -> None:
+        time.sleep(seconds)
+        os.write(2, f"error: {why}; not closed within {seconds:g} s of that; the same command goes on\n".encode())
+        os._exit(HUNG)
+
+    threading.Thread(target=end, name="leave", daemon=True).start()
