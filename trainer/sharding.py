@@ -102,11 +102,6 @@ def abstract(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def whole(params: Any, mesh: Mesh) -> Any:
-    """Inside jit: every array of a tree on every device, so that what is computed from them is split as the batch."""
-    return jax.lax.with_sharding_constraint(params, NamedSharding(mesh, PartitionSpec()))
-
-
 def bytes_per_device(tree: Any) -> int:
     """Of the arrays of a tree, of the device that holds most of them."""
     held: dict[Any, int] = {}
