@@ -24,7 +24,7 @@ from trainer.fields import nearest
 from trainer.guard import HUNG
 
 VALIDATIONS = 100  # steps between two
-PATIENCE = 600  # seconds that anything may take
+PATIENCE = 3600  # seconds that anything may take
 
 
 @dataclass
