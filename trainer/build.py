@@ -1,9 +1,11 @@
 """From a checked configuration to objects: the only module that reads it."""
 
+import contextlib
 import dataclasses
+import errno
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from trainer.evaluate import Evaluation, evaluate, make_eval_step
 from trainer.fields import from_tree, to_tree
 from trainer.flops import flops_per_token, peak_flops
 from trainer.fp8_check import Found, Gpu, check_device, check_step
+from trainer.guard import Patience, leave_within
 from trainer.hlo import Program
 from trainer.leaves import parameter_names
 from trainer.libraries import hide_missing_gpu, use_compilation_cache
@@ -56,13 +59,14 @@ from trainer.parallel import (
 )
 from trainer.plan import Aim, Plan, make_plan
 from trainer.precision import DTYPES, Policy
+from trainer.report import write_report
 from trainer.rundir import RunDir, write_environment
 from trainer.spec import GPT2Spec
 from trainer.start import architecture, check_same_run, initial_weights, restore_logical, starting_point
 from trainer.state import TrainState, from_stored
-from trainer.step import Tokens
-from trainer.tracking import make_tracker
-from trainer.watchdog import Watchdog
+from trainer.step import StepFn, Tokens
+from trainer.tracking import MAKE_ROOM, make_tracker
+from trainer.watchdog import Bounds, Watchdog
 from trainer.workload import (
     Dataset,
     Model,
@@ -71,6 +75,7 @@ from trainer.workload import (
     Trained,
     Unfed,
     Workload,
+    abstract_state,
     compile_step,
     eval_loss_of,
     first_state,
@@ -78,6 +83,8 @@ from trainer.workload import (
     make_rescale,
     make_sample,
 )
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def build_policy(c: schema.Precision) -> Policy:
@@ -345,17 +352,47 @@ def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tup
     return lambda start: prefetch(w.data.train, start, c.train.steps, depth=c.data.prefetch)
 
 
-def make_evaluate(c: schema.Config, w: Workload) -> Callable[[TrainState, bool], Evaluation]:
-    """`(state, final) -> found`: validation on the first batches of the validation part, on more at the end."""
+def make_evaluate(c: schema.Config, w: Workload) -> Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]:
+    """`(state, final, broken_off) -> found`: validation on the first batches of that part, on more at the end."""
     eval_step = jax.jit(make_eval_step(eval_loss_of(w)), out_shardings=replicated(w.mesh))
     available = w.data.val.steps_per_epoch
 
-    def run_evaluation(state: TrainState, final: bool) -> Evaluation:
+    def run_evaluation(state: TrainState, final: bool, broken_off: Callable[[], bool]) -> Evaluation | None:
         count = min(available, c.train.final_eval_batches if final else c.train.eval_batches)
         batches = (place_batch(w.data.val.batch(i), accum=c.train.accum, mesh=w.mesh) for i in range(count))
-        return evaluate(eval_step, state, batches, first=c.train.eval_batches, bytes_per_token=w.data.bytes_per_token)
+        return evaluate(
+            eval_step,
+            state,
+            batches,
+            first=c.train.eval_batches,
+            bytes_per_token=w.data.bytes_per_token,
+            broken_off=broken_off,
+        )
 
     return run_evaluation
+
+
+def make_restore(
+    w: Workload, batch: Tokens, checkpointer: Checkpointer
+) -> Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]:
+    """`(state in use, steps) -> (state, step, compiled)`: see `Run.restore`."""
+
+    def restore(state: TrainState, order: list[int]) -> tuple[TrainState, int, StepFn | None]:
+        structure: Any = jax.tree.structure(state)
+        jax.tree.map(lambda x: x.delete(), state)  # two would need twice the memory
+        found = checkpointer.restore(abstract_state(w), order=order)
+        new = from_stored(found.state)
+        # The scales of weights are constants of the compiled step, and part of the structure.
+        same = jax.tree.structure(new) == structure
+        return new, found.step, None if same else compile_step(w, batch, new)
+
+    return restore
+
+
+def build_watchdog(c: schema.Watchdog, leaves: list[str], state: Mapping[str, Any] | None) -> Watchdog:
+    """What looks at losses."""
+    bounds = Bounds(c.max_skips, c.spike_zscore, c.spike_window, c.spike_steps, c.max_rollbacks)
+    return Watchdog(bounds, leaves, state)
 
 
 def build_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:
@@ -363,6 +400,15 @@ def build_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:
     settings = dataclasses.asdict(c.sample)
     del settings["every"]
     return make_sample(w, **settings, seed=c.seed)
+
+
+def report_on(run_dir: Path, display: Display) -> None:
+    """Write report.html, where there is something to report. Of the processes of a run the first does it."""
+    if jax.process_index() == 0 and (run_dir / "metrics.jsonl").exists():
+        try:
+            write_report(run_dir)
+        except UserError as error:
+            display.message(f"no report.html: {error}")
 
 
 def restore_run(run_dir: Path) -> Trained:
@@ -417,6 +463,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             convert=c.resume.convert,
         )
         fork = found.step not in [0, *checkpointer.steps()]
+        unfinished = None if fork else found.meta.get("unfinished")
         check_same_run(found, c.train.steps, w.data.manifest.fingerprint, fork=fork)
         directory.adopt(tree)
         write_environment(directory.path)
@@ -428,64 +475,79 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             c.tracker.kind,
             directory.path,
             start=found.step,
+            again=unfinished is not None,
             config=tree,
             run_id=found.meta.get("tracker_id"),
             init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None}
             | {"name": c.tracker.name or directory.path.name},
         )
         code = 1
-        try:
-            # Before the compilation, which processes may end minutes apart: its first question joins their devices.
-            agree = Agreement(w.mesh)
-            state = from_stored(found.state)
-            step = compile_step(w, build_batch(c, w.mesh), state)
-            for line in describe_wire(w, step):
-                display.message(line)
-            fp8 = check_fp8(c, w, step)
-            for line in fp8.lines if fp8 else []:
-                display.message(line)
-                tracker.event(found.step, line)
-            if fp8:
-                tracker.summary({"fp8_flop_share": fp8.share})
-            training = Run(
-                state=state,
-                step=found.step,
-                steps=c.train.steps,
-                seed=np.uint32(c.seed),
-                batch_tokens=c.train.batch_tokens,
-                learning_rates=build_learning_rates(c),
-                train_step=step,
-                batches=train_batches(c, w),
-                place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
-                agree=agree,
-                evaluate=make_evaluate(c, w),
-                numerics=make_numerics(w.model, w.optimizer_name, replicated(w.mesh)),
-                rescale=make_rescale(w, build_batch(c, w.mesh)),
-                sample=build_sample(c, w),
-                diagnose=make_diagnose(w),
-                checkpointer=checkpointer,
-                meta={
-                    "config": tree,
-                    "model": architecture(w.model.spec),
-                    "precision": dataclasses.asdict(w.model.policy),
-                    "data": w.data.manifest.fingerprint,
-                    "tokenizer": w.data.tokenizer.name,
-                    "tracker_id": tracker.id,
-                },
-                tracker=tracker,
-                display=display,
-                watchdog=Watchdog(c.watchdog.max_skips, parameter_names(state.params), found.meta.get("watchdog")),
-                throughput=build_throughput(c, w),
-                cadence=build_cadence(c),
-                run_dir=directory.path,
-                profile=(c.profile.steps[0], c.profile.steps[1]) if c.profile.steps else None,
-            )
-            code = train(training)
-        except UserError as error:
-            code = error.exit_code
-            raise
-        finally:
-            tracker.close(code)
-            checkpointer.close()
+        with contextlib.ExitStack() as closing:  # each, even if the one before it fails
+            closing.callback(checkpointer.close)
+            closing.callback(report_on, directory.path, display)
+            closing.callback(lambda: tracker.close(code))
+            if jax.process_count() > 1:  # closing is something that they do together
+                closing.push(lambda _kind, error, _trace: leave_within(c.watchdog.stop_seconds, error))
+            try:
+                # Before the compilation, which processes may end minutes apart: its first question joins their devices.
+                agree = Agreement(w.mesh)
+                state = from_stored(found.state)
+                step = compile_step(w, build_batch(c, w.mesh), state)
+                for line in describe_wire(w, step):
+                    display.message(line)
+                fp8 = check_fp8(c, w, step)
+                for line in fp8.lines if fp8 else []:
+                    display.message(line)
+                    tracker.event(found.step, line)
+                if fp8:
+                    tracker.summary({"fp8_flop_share": fp8.share})
+                training = Run(
+                    state=state,
+                    step=found.step,
+                    steps=c.train.steps,
+                    seed=np.uint32(c.seed),
+                    batch_tokens=c.train.batch_tokens,
+                    learning_rates=build_learning_rates(c),
+                    train_step=step,
+                    batches=train_batches(c, w),
+                    place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
+                    agree=agree,
+                    evaluate=make_evaluate(c, w),
+                    numerics=make_numerics(w.model, w.optimizer_name, replicated(w.mesh)),
+                    rescale=make_rescale(w, build_batch(c, w.mesh)),
+                    restore=make_restore(w, build_batch(c, w.mesh), checkpointer),
+                    sample=build_sample(c, w),
+                    diagnose=make_diagnose(w),
+                    checkpointer=checkpointer,
+                    meta={
+                        "config": tree,
+                        "model": architecture(w.model.spec),
+                        "precision": dataclasses.asdict(w.model.policy),
+                        "data": w.data.manifest.fingerprint,
+                        "tokenizer": w.data.tokenizer.name,
+                        "tracker_id": tracker.id,
+                    },
+                    tracker=tracker,
+                    display=display,
+                    watchdog=build_watchdog(c.watchdog, parameter_names(state.params), found.meta.get("watchdog")),
+                    throughput=build_throughput(c, w),
+                    cadence=build_cadence(c),
+                    run_dir=directory.path,
+                    profile=(c.profile.steps[0], c.profile.steps[1]) if c.profile.steps else None,
+                    patience=Patience(c.watchdog.stop_seconds, c.watchdog.stall_seconds, c.watchdog.hang_seconds),
+                    unfinished=unfinished,
+                    recorded=found.step,
+                )
+                code = train(training)
+            except UserError as error:
+                code = error.exit_code
+                raise
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                code = UserError.exit_code
+                raise UserError(
+                    f"cannot write {error.filename or directory.path}: {error.strerror}; {MAKE_ROOM}"
+                ) from error
         farewell(training, code, sys.argv[1:])
         return code

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -28,6 +28,9 @@ from trainer.leaves import checksums, describe, is_key, leaf_names, mismatch
 
 FORMAT = 2
 DAMAGED = "damaged"
+# Orbax counts its patience with a save, 10 minutes, by the wall clock: one that was set right ended the run. Seconds:
+# twenty days, which are less than 2^31 milliseconds.
+LONG = 20 * 86400
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,7 @@ class Checkpointer:
             best_mode="min",
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
             read_only=read_only,  # overrides the line above
+            async_options=ocp.AsyncOptions(timeout_secs=LONG),
         )
         try:
             if not read_only:
@@ -187,7 +191,9 @@ class Checkpointer:
         leaves: dict[str, Any] = self._readable_manifest(None)["leaves"]
         return leaves
 
-    def restore(self, target: Any, step: int | None = None, *, partial: bool = False) -> Restored:
+    def restore(
+        self, target: Any, step: int | None = None, *, partial: bool = False, order: Sequence[int] | None = None
+    ) -> Restored:
         """The state of a checkpoint, on the devices and in the tree of `target`, bit for bit as it was saved.
 
         A damaged checkpoint is reported in one line and moved to `damaged/`, and the one before it is used.
@@ -197,12 +203,13 @@ class Checkpointer:
             where each leaf goes, the first device when there is none.
           step: that checkpoint and no other; by default the newest.
           partial: `target` is a part of the saved tree, as `{"params": ...}`.
+          order: steps to take in place of all, the first one that is whole.
 
         Raises:
           UserError: a leaf of `target` differs from the saved one in path, shape or dtype; no such step; all damaged.
         """
         self.wait()
-        for candidate in self._candidates(step):
+        for candidate in self._candidates(step) if order is None else order:
             try:
                 manifest = self._manifest(candidate)
                 self._check_match(candidate, target, manifest["leaves"], partial=partial)

@@ -194,6 +194,13 @@ class Sample:
 @dataclass(frozen=True)
 class Watchdog:
     max_skips: int
+    spike_zscore: float
+    spike_window: int
+    spike_steps: int
+    max_rollbacks: int
+    stop_seconds: float
+    stall_seconds: float
+    hang_seconds: float
 
 
 @dataclass(frozen=True)
@@ -267,6 +274,13 @@ def validate(c: Config) -> None:
         ("precision.clip_outliers", c.precision.clip_outliers, 1),
         ("precision.amax_history", c.precision.amax_history, 1),
         ("watchdog.max_skips", c.watchdog.max_skips, 1),
+        ("watchdog.spike_zscore", c.watchdog.spike_zscore, 0),
+        ("watchdog.spike_window", c.watchdog.spike_window, 2),
+        ("watchdog.spike_steps", c.watchdog.spike_steps, 2),
+        ("watchdog.max_rollbacks", c.watchdog.max_rollbacks, 0),
+        ("watchdog.stop_seconds", c.watchdog.stop_seconds, 0),
+        ("watchdog.stall_seconds", c.watchdog.stall_seconds, 0),
+        ("watchdog.hang_seconds", c.watchdog.hang_seconds, 0),
         ("optimizer.lr", c.optimizer.lr, 0),
         ("optimizer.eps", optimizer.get("eps"), 0),
         ("optimizer.weight_decay", c.optimizer.weight_decay, 0),

@@ -39,14 +39,31 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    eval_step: EvalFn, state: TrainState, batches: Iterable[Tokens], *, first: int, bytes_per_token: float
-) -> Evaluation:
+    eval_step: EvalFn,
+    state: TrainState,
+    batches: Iterable[Tokens],
+    *,
+    first: int,
+    bytes_per_token: float,
+    broken_off: Callable[[], bool],
+) -> Evaluation | None:
     """Means over equally large batches.
 
     Perplexity is e^loss; bits per byte is loss / ln 2 / bytes_per_token, which compares runs with different tokenizers.
-    `first`: how many batches are those of every validation.
+
+    Args:
+      first: how many batches are those of every validation.
+      broken_off: asked before each batch; once it says so, the result is None.
     """
-    losses = [float(x) for x in jax.device_get([eval_step(state, batch) for batch in batches])]
+    losses: list[float] = []
+    ahead: list[jax.Array] = []  # what the device is at while the host asks
+    for batch in batches:
+        if broken_off():
+            return None
+        ahead.append(eval_step(state, batch))
+        if len(ahead) > 1:
+            losses.append(float(ahead.pop(0)))
+    losses += map(float, ahead)
     loss = math.fsum(losses) / len(losses)
     row = {
         "val/loss": loss,

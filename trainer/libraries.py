@@ -1,10 +1,16 @@
 """Settings of the libraries for the whole process: what they may print, where compiled programs are kept."""
 
+import json
 import logging
 import tempfile
+import zlib
 from pathlib import Path
 
 import jax
+
+from trainer.data.shards import read_json, write_atomically
+
+WHOLE = "whole.json"  # entries found whole before, with size and time
 
 
 def hide_missing_gpu() -> None:
@@ -22,9 +28,44 @@ def use_compilation_cache(directory: str | None) -> str | None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
+        remove_torn(path)
     except OSError as error:
         return f"compile_cache={directory} cannot be written ({error.strerror}): everything is compiled anew"
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     return None
+
+
+def remove_torn(cache: Path) -> None:
+    """Remove what a kill left half written: JAX would read it, warn, compile anew and keep it, at every start.
+
+    Each entry is read once. One that another process is writing is removed as well, and compiled once more.
+    """
+    known, found = read_json(cache / WHOLE), {}
+    for entry in cache.glob("*-cache"):
+        try:
+            stat = entry.stat()
+            found[entry.name] = [stat.st_size, stat.st_mtime_ns]
+            if known.get(entry.name) != found[entry.name] and is_torn(entry.read_bytes()):
+                entry.unlink()
+                del found[entry.name]
+        except FileNotFoundError:  # another process cleans up too
+            continue
+    if found != known:
+        write_atomically(cache / WHOLE, json.dumps(found).encode())
+
+
+def is_torn(entry: bytes) -> bool:
+    """Whether a compressed program ends too early or has another checksum than it had.
+
+    JAX compresses with zlib, but with zstd where that is installed; of that only the empty file is known as torn.
+    """
+    if entry[:1] != b"\x78":
+        return not entry
+    unpack = zlib.decompressobj()
+    try:
+        unpack.decompress(entry)
+    except zlib.error:
+        return True
+    return not unpack.eof

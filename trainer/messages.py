@@ -113,11 +113,12 @@ def farewell(run: Run, code: int, overrides: list[str]) -> None:
     """Where everything is, and what to do next. `overrides`: the command line's, which a longer run must repeat."""
     say, where, python = run.display.message, shlex.quote(str(run.run_dir)), interpreter()
     if code:
-        say(f"stopped after step {run.step} of {run.steps}; the same command with run_dir={where} goes on from there")
+        saved = max(run.checkpointer.steps(), default=0)
+        say(f"stopped after step {run.step} of {run.steps}; the same command with run_dir={where} goes on from {saved}")
         return
     kept = [shlex.quote(o) for o in overrides if not o.startswith(("run_dir=", "train.steps=", "-"))]
     longer = " ".join([*kept, f"run_dir={where}", f"train.steps={2 * run.steps}"])
-    names = ("metrics.jsonl", "samples.txt", "numerics", "checkpoints", "config.yaml")
+    names = ("report.html", "metrics.jsonl", "samples.txt", "numerics", "checkpoints", "config.yaml")
     found = ", ".join(name for name in names if (run.run_dir / name).exists())
     say(f"done: {run.step} steps. Everything is in {where}: {found}")
     say(f"sample more:  {python} -m scripts.generate run_dir={where} prompt='And God said'")

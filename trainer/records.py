@@ -30,6 +30,12 @@ def encode_row(step: int, row: Mapping[str, Any]) -> bytes:
     )
 
 
+def decode_row(line: str) -> dict[str, Any]:
+    """The values of a row of numbers, without its step."""
+    row = json.loads(line)
+    return {k: float(v) if isinstance(v, str) else v for k, v in row.items() if k != "step"}
+
+
 def _finite_or_text(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -59,13 +65,17 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         yield row, end
 
 
-def cut_rows(path: Path, start: int) -> int:
-    """Shorten a metrics.jsonl to the rows of steps <= `start`. The last step that is left; -1: none."""
+def cut_rows(path: Path, start: int, *, again: bool = False) -> int:
+    """Shorten a metrics.jsonl to the rows of steps <= `start`. The last step with a row of figures; -1: none.
+
+    `again`: of step `start` only the events before its row of figures, which comes again.
+    """
     last, size = -1, 0
     for row, end in _rows(path):
-        if row["step"] > start:
+        figures = "event" not in row
+        if row["step"] > start or (again and figures and row["step"] == start):
             break
-        last, size = row["step"], end
+        last, size = row["step"] if figures else last, end
     _truncate(path, size)
     return last
 

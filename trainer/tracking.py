@@ -7,14 +7,18 @@ Exactly once, over any number of kills and resumes:
   up the last step W&B holds, send what it lacks from our files, and from then on skip the steps it has.
 """
 
+import atexit
 import json
 import logging
 import netrc
 import os
+import queue
 import shlex
 import struct
+import sys
+import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,24 @@ from trainer.records import Sample, cut_rows, cut_samples, encode_row, encode_sa
 from trainer.rundir import interpreter, redact
 
 Row = Mapping[str, float | int | str]
+
+WAITING = 1000  # calls to W&B that may wait for it
+PATIENCE = 10.0  # seconds that a call waits for its place among them, before W&B is given up
+FINISH_SECONDS = 60
+
+# W&B shows a section for each prefix, in the order of the alphabet: these come first, and answer what a person asks.
+FIRST_SCREEN = {
+    "1 is it learning/training loss": "train/loss",
+    "1 is it learning/validation loss": "val/loss",
+    "1 is it learning/learning rate": "lr",
+    "2 is it healthy/gradient norm": "grad_norm",
+    "2 is it healthy/steps skipped": "watchdog/skipped",
+    "2 is it healthy/rollbacks": "watchdog/rollbacks",
+    "3 is it fast/tokens per second": "perf/tokens_per_s",
+    "3 is it fast/share of the peak": "perf/mfu",
+    "3 is it fast/ms waiting for data": "perf/data_ms",
+}
+HIDDEN = ("lr", "grad_norm", "tokens")  # would make a section of their own, before all others
 
 MAKE_ROOM = "make room, then continue with the same run_dir"
 
@@ -57,6 +79,9 @@ class Tracker:
 
     def summary(self, values: Row) -> None:
         """Figures of the run as a whole."""
+
+    def alert(self, title: str, text: str) -> None:
+        """Something that somebody should be told who does not look at the dashboard."""
 
     def flush(self) -> None:
         """Make everything so far survive a kill. Call before saving a checkpoint that covers it."""
@@ -92,6 +117,10 @@ class MultiTracker(Tracker):
         for tracker in self.trackers:
             tracker.summary(values)
 
+    def alert(self, title: str, text: str) -> None:
+        for tracker in self.trackers:
+            tracker.alert(title, text)
+
     def flush(self) -> None:
         for tracker in self.trackers:
             tracker.flush()
@@ -107,16 +136,17 @@ class JsonlTracker(Tracker):
     Args:
       run_dir: exists.
       start: steps the run has taken; what the files hold of later steps is cut.
+      again: whether the row of step `start` itself comes again, with its sample.
 
     Raises:
       UserError: a line in the middle is not JSON, or the disk is full.
     """
 
-    def __init__(self, run_dir: Path, *, start: int) -> None:
+    def __init__(self, run_dir: Path, *, start: int, again: bool = False) -> None:
         self.path, self.samples_path = run_dir / "metrics.jsonl", run_dir / "samples.txt"
         try:
-            self._logged = cut_rows(self.path, start)
-            cut_samples(self.samples_path, start)
+            self._logged = cut_rows(self.path, start, again=again)
+            cut_samples(self.samples_path, start - again)
             self._rows = FileIO(self.path, "ab")
             self._samples = FileIO(self.samples_path, "ab")
         except OSError as error:
@@ -175,8 +205,9 @@ def _append(file: FileIO, data: bytes) -> None:
 class WandbTracker(Tracker):
     """A W&B run: online when somebody is logged in and the server answers, else offline in `run_dir/wandb`.
 
-    Nothing that happens to W&B stops the training: it is reported once, and metrics.jsonl has the scalars. Of the
-    numerics W&B gets what `without_layers` leaves, and the pictures.
+    Nothing that happens to W&B stops the training or holds it up: a thread of its own talks to it, what goes wrong is
+    reported once, and metrics.jsonl has the scalars. Of the numerics W&B gets what `without_layers` leaves, and the
+    pictures.
 
     Args:
       run_dir: exists.
@@ -204,10 +235,13 @@ class WandbTracker(Tracker):
         arguments = dict(init) | {"dir": run_dir, "id": run_id, "resume": "allow", "config": redact(config)}
         online = os.environ.get("WANDB_MODE", "online" if logged_in() else "offline") == "online"
         self._run: Any = self._start(arguments, online=online)
+        self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(WAITING)
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
         kept.replay(self, after=self._sent)
 
     def _start(self, arguments: Mapping[str, Any], *, online: bool) -> Any:
-        settings = self._wandb.Settings(console="off", silent=True, finish_timeout=60)
+        settings = self._wandb.Settings(console="off", silent=True, finish_timeout=FINISH_SECONDS)
         if online:
             try:
                 run = self._wandb.init(**arguments, mode="online", settings=settings)
@@ -225,8 +259,10 @@ class WandbTracker(Tracker):
                 raise UserError(f"W&B does not start: {error}; tracker=jsonl does without") from error
             where = shlex.quote(str(Path(run.dir).parent))
             logger.info("W&B run, offline; to upload it: %s -m wandb sync %s", interpreter(), where)
-        run.define_metric("step")
+        run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
+        for name in HIDDEN:
+            run.define_metric(name, step_metric="step", hidden=True)
         run.define_metric("val/loss", summary="min")
         return run
 
@@ -242,18 +278,26 @@ class WandbTracker(Tracker):
         self._texts.setdefault(name, []).append(text)
 
     def image(self, step: int, name: str, path: Path) -> None:
-        self._guarded(lambda: self._add(step, {name: self._wandb.Image(str(path))}))
+        self._add(step, {name: self._wandb.Image(str(path))})
 
     def summary(self, values: Row) -> None:
-        self._guarded(lambda: self._run.summary.update(dict(values)))
+        self._guarded(lambda run: run.summary.update(dict(values)))
+
+    def alert(self, title: str, text: str) -> None:
+        self._guarded(lambda run: run.alert(title=title, text=text, level="ERROR", wait_duration=0))
 
     def flush(self) -> None:
         """Nothing: what W&B loses in a kill, it gets from metrics.jsonl when the run resumes."""
 
     def close(self, exit_code: int = 0) -> None:
-        self._send()
-        self._guarded(lambda: self._run.finish(exit_code=exit_code))
-        self._run = None
+        if self._row or self._texts:  # events alone are of a step whose row a resumed run will send
+            self._send()
+        self._guarded(lambda run: run.finish(exit_code=exit_code))
+        self._put(None)
+        self._thread.join(FINISH_SECONDS + PATIENCE if self._run is not None else 0)
+        if self._thread.is_alive():
+            self._give_up("does not finish")
+            atexit.register(_leave, exit_code)  # before W&B's own hook, which would wait for ever
 
     def _add(self, step: int, values: Mapping[str, Any]) -> None:
         """Collect a step's row; W&B takes a step only once, so it is sent when the next one begins."""
@@ -264,7 +308,8 @@ class WandbTracker(Tracker):
 
     def _send(self) -> None:
         if self._step > self._sent:
-            self._guarded(lambda: self._run.log(self._whole_row(), step=self._step, commit=True))
+            row, step = self._whole_row(), self._step
+            self._guarded(lambda run: run.log(row, step=step, commit=True))
             self._sent = self._step
         self._row, self._events, self._texts = {}, [], {}
 
@@ -274,16 +319,41 @@ class WandbTracker(Tracker):
             name: self._wandb.Table(columns=["step", "text"], data=[[self._step, text] for text in texts])
             for name, texts in self._texts.items()
         }
-        return {"step": self._step} | self._row | events | tables
+        first = {panel: self._row[name] for panel, name in FIRST_SCREEN.items() if name in self._row}
+        return {"step": self._step} | first | self._row | events | tables
 
-    def _guarded(self, call: Any) -> None:
-        if self._run is None:
-            return
-        try:
-            call()
-        except Exception as error:  # W&B's own process may die in any way: that must not end a training run
+    def _guarded(self, call: Callable[[Any], Any]) -> None:
+        """Have the thread call this with the run."""
+        self._put(lambda: call(self._run))
+
+    def _put(self, call: Callable[[], Any] | None) -> None:
+        if self._run is not None:
+            try:
+                self._calls.put(call, timeout=PATIENCE)
+            except queue.Full:
+                self._give_up("does not answer")
+
+    def _work(self) -> None:
+        while self._run is not None:
+            call = self._calls.get()
+            if call is None:
+                return
+            try:
+                call()
+            except Exception as error:  # W&B's own process may die in any way: that must not end a training run
+                self._give_up(type(error).__name__)
+
+    def _give_up(self, why: str) -> None:
+        if self._run is not None:
             self._run = None
-            logger.warning("W&B failed (%s): going on without; metrics.jsonl has it all", type(error).__name__)
+            logger.warning("W&B failed (%s): going on without; metrics.jsonl has it all", why)
+
+
+def _leave(exit_code: int) -> None:
+    """End the process without the rest of its hooks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def without_layers(row: Row) -> dict[str, float | int | str]:
@@ -381,6 +451,7 @@ def make_tracker(
     run_dir: Path,
     *,
     start: int,
+    again: bool = False,
     config: Mapping[str, Any],
     run_id: str | None = None,
     init: Mapping[str, Any] | None = None,
@@ -391,13 +462,14 @@ def make_tracker(
       kind: wandb (with metrics.jsonl), jsonl, or none.
       run_dir: exists.
       start: steps of later rows are cut: they will come again.
+      again: whether that of step `start` will come again, too.
       config: nested plain values.
       run_id: of W&B, from the checkpoint; None: the one this run directory began with, or a new one.
       init: further arguments of `wandb.init`: project, entity, group, name, tags.
     """
     if kind == "none" or jax.process_index() > 0:
         return Tracker()
-    kept = JsonlTracker(run_dir, start=start)
+    kept = JsonlTracker(run_dir, start=start, again=again)
     if kind == "jsonl" or os.environ.get("WANDB_MODE") == "disabled":
         return kept
     # Also in a file, for a run that is killed before its first checkpoint.

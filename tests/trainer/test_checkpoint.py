@@ -322,6 +322,14 @@ def test_when_all_are_damaged_the_error_says_so(open_checkpointer):
         open_checkpointer().restore(abstract(make_state()))
 
 
+def test_of_several_in_a_given_order_the_first_whole_one_is_restored(open_checkpointer):
+    checkpointer = saved(open_checkpointer(), 1, 2, 3)
+    assert checkpointer.restore(abstract(make_state()), order=[2, 1]).step == 2
+    flip_a_bit(checkpointer.directory / "2")
+    assert checkpointer.restore(abstract(make_state()), order=[2, 1]).step == 1
+    assert checkpointer.steps() == [1, 3]
+
+
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(open_checkpointer):
     checkpointer = saved(open_checkpointer(), 1, 2)
     flip_a_bit(checkpointer.directory / "1")

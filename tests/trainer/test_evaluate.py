@@ -21,9 +21,27 @@ def mean_token(state, tokens, segments):
     return state * jnp.mean(tokens)
 
 
+def never():
+    return False
+
+
+def test_a_validation_is_broken_off_between_two_batches():
+    seen = []
+
+    def step(state, batch):
+        seen.append(batch)
+        return jnp.float32(1)
+
+    assert (
+        evaluate(step, None, batches([1, 2, 3]), first=1, bytes_per_token=1.0, broken_off=lambda: len(seen) == 2)
+        is None
+    )
+    assert len(seen) == 2
+
+
 def test_the_figures_are_means_over_batches_perplexity_and_bits_per_byte():
     step = jax.jit(make_eval_step(mean_token))
-    found = evaluate(step, jnp.float32(1), batches([1, 2, 6]), first=3, bytes_per_token=2.0)
+    found = evaluate(step, jnp.float32(1), batches([1, 2, 6]), first=3, bytes_per_token=2.0, broken_off=never)
     np.testing.assert_allclose(found.row["val/loss"], 3.0, rtol=4 * EPS)
     np.testing.assert_allclose(found.row["val/perplexity"], math.exp(3.0), rtol=16 * EPS)
     np.testing.assert_allclose(found.row["val/bits_per_byte"], 3 / math.log(2) / 2, rtol=8 * EPS)
@@ -32,7 +50,7 @@ def test_the_figures_are_means_over_batches_perplexity_and_bits_per_byte():
 def test_a_longer_validation_stays_comparable_with_the_others():
     step = jax.jit(make_eval_step(mean_token))
     short, long = (
-        evaluate(step, jnp.float32(1), batches(losses), first=2, bytes_per_token=1.0)
+        evaluate(step, jnp.float32(1), batches(losses), first=2, bytes_per_token=1.0, broken_off=never)
         for losses in ([1, 2], [1, 2, 30, 40])
     )
     assert short.comparable == long.comparable == short.row["val/loss"]

@@ -402,7 +402,7 @@ def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
     x = jax.random.normal(jax.random.key(1), (256, 128))
 
     def output(cls, dot=None):
-        module = cls(spec, Factory("h.0", nnx.Rngs(params=0), jnp.float32, jnp.float32, dot, ()), 0.004)
+        module = cls(spec, Factory("h.0", nnx.Rngs(params=0), jnp.float32, jnp.float32, dot, (), None), 0.004)
         graphdef, params = nnx.split(module)
         params = nnx.to_pure_dict(params)
         apply = lambda params, x: nnx.merge(graphdef, params)(x)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import UserError
-from trainer.records import Sample, cut_rows, encode_row, encode_sample, read_rows, read_samples
+from trainer.records import Sample, cut_rows, decode_row, encode_row, encode_sample, read_rows, read_samples
 from trainer.tracking import (
     JsonlTracker,
     MultiTracker,
@@ -86,6 +86,24 @@ def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(tmp_path):
         JsonlTracker(tmp_path, start=3)
 
 
+def test_of_a_row_that_comes_again_the_events_before_it_stay(tmp_path):
+    path, event = tmp_path / "metrics.jsonl", {"event": "x"}
+    lines = [encode_row(1, {"a": 1}), encode_row(2, event), encode_row(2, {"a": 2}), encode_row(2, event)]
+    path.write_bytes(b"".join(lines))
+    assert cut_rows(path, 2) == 2
+    assert cut_rows(path, 2, again=True) == 1
+    assert path.read_bytes() == b"".join(lines[:2])
+    tracker = JsonlTracker(tmp_path, start=2, again=True)
+    tracker.log(2, {"a": 2})
+    tracker.close()
+    assert path.read_bytes() == b"".join(lines[:3])
+
+
+def test_a_row_is_read_back_with_what_is_not_finite():
+    row = {"train/loss": float("nan"), "lr": 0.1, "tokens": 3}
+    assert str(decode_row(encode_row(7, row).decode())) == str(row)
+
+
 def test_cutting_says_which_step_is_the_last(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert cut_rows(path, 5) == -1
@@ -143,6 +161,7 @@ def test_every_call_reaches_every_tracker(tmp_path):
         ("text", 1, "n", "t"),
         ("image", 1, "n", tmp_path),
         ("summary", {}),
+        ("alert", "a", "t"),
         ("flush",),
         ("close", 3),
     ]
@@ -223,17 +242,27 @@ for step in range(start + 1, stop + 1):
     if step == kill_at:
         time.sleep(float(sys.argv[5]))
         os.kill(os.getpid(), signal.SIGKILL)
+tracker.alert("rollback", "went back")
 tracker.summary({"final": 7.0})
 tracker.close()
 """
 
 
-def run(run_dir, start, stop, kill_at=-1, delay=0.0, **environment):
+def environment_of(run_dir):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    clean |= {"PYTHONPATH": os.getcwd(), "NETRC": str(run_dir / "no-netrc"), "HOME": str(run_dir)}
+    return clean | {"PYTHONPATH": os.getcwd(), "NETRC": str(run_dir / "no-netrc"), "HOME": str(run_dir)}
+
+
+def run(run_dir, start, stop, kill_at=-1, delay=0.0, **environment):
     command = [sys.executable, "-c", RUN, *map(str, (run_dir, start, stop, kill_at, delay))]
     return subprocess.run(
-        command, env=clean | environment, cwd=Path.cwd(), capture_output=True, text=True, timeout=120, check=False
+        command,
+        env=environment_of(run_dir) | environment,
+        cwd=Path.cwd(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -300,7 +329,8 @@ def test_no_secret_is_in_any_file_of_wandb(killed_thrice):
 
 def test_the_last_step_is_found_in_a_file_torn_anywhere(killed_thrice, tmp_path):
     run_id = (killed_thrice / "wandb" / "run_id").read_text()
-    whole = wandb_files(killed_thrice, run_id)[0].read_bytes()
+    first = next(path for path in wandb_files(killed_thrice, run_id) if any(read_history(path)))
+    whole = first.read_bytes()
     path = tmp_path / "wandb" / f"offline-run-1-{run_id}" / f"run-{run_id}.wandb"
     path.parent.mkdir(parents=True)
     before = -1
@@ -340,6 +370,36 @@ def test_when_the_process_of_wandb_dies_the_training_goes_on_and_says_so(tmp_pat
     assert done.returncode == 0, done.stderr
     assert "going on without; metrics.jsonl has it all" in done.stdout
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, 21))
+
+
+FREEZE_SERVICE = KILL_SERVICE.replace(
+    "signal.SIGKILL)\ntime", "signal.SIGSTOP); print('frozen', stat.parent.name)\ntime"
+)
+FREEZE_SERVICE = "import trainer.tracking as t; t.WAITING, t.PATIENCE, t.FINISH_SECONDS = 5, 0.5, 1\n" + FREEZE_SERVICE
+
+
+def test_when_the_process_of_wandb_hangs_the_training_goes_on_and_ends(tmp_path):
+    output = tmp_path / "output.txt"  # a pipe would be held open by what hangs
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", FREEZE_SERVICE, str(tmp_path), "0", "4000", "-1", "0"],
+            env=environment_of(tmp_path),
+            stdout=file,
+            stderr=file,
+        )
+        try:
+            assert process.wait(timeout=60) == 0
+        finally:
+            for pid in re.findall(r"frozen (\d+)", output.read_text()):
+                os.kill(int(pid), signal.SIGKILL)
+    assert "going on without; metrics.jsonl has it all" in output.read_text()
+    steps = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if "event" not in row]
+    assert steps == list(range(1, 4001))
+
+
+def test_an_alert_reaches_wandb(killed_thrice):
+    run_id = (killed_thrice / "wandb" / "run_id").read_text()
+    assert any(b"went back" in path.read_bytes() for path in wandb_files(killed_thrice, run_id))
 
 
 def test_wandb_that_is_disabled_leaves_the_files(tmp_path):

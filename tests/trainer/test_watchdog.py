@@ -1,3 +1,5 @@
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,46 +7,108 @@ import pytest
 
 from trainer.leaves import leaf_names
 from trainer.step import first_true
-from trainer.watchdog import Watchdog, first_nonfinite
+from trainer.watchdog import Bounds, Watchdog, first_nonfinite
 
 OK = {"loss": 1.0, "grad_norm": 1.0, "finite": True, "bad_leaf": -1}
 BAD = {"loss": float("nan"), "grad_norm": float("nan"), "finite": False, "bad_leaf": 1}
 LEAVES = ["h_0/kernel", "h_1/kernel"]
+BOUNDS = Bounds(max_skips=2, spike_zscore=4.0, spike_window=8, spike_steps=3, max_rollbacks=1)
+NOISE = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.1, 0.9]  # standard deviation 0.07
+
+
+def make(state=None):
+    return Watchdog(BOUNDS, LEAVES, state)
+
+
+def losses(dog, values, start=1):
+    """Finite losses, one a step; the events."""
+    return [event for i, x in enumerate(values) if (event := dog.observe(start + i, OK | {"loss": x})) is not None]
 
 
 def test_a_finite_step_is_no_event():
-    dog = Watchdog(2, LEAVES)
+    dog = make()
     assert dog.observe(1, OK) is None
-    assert dog.row() == {"watchdog/skipped": 0}
+    assert dog.row() == {"watchdog/skipped": 0, "watchdog/rollbacks": 0}
 
 
 def test_a_skip_is_counted_and_names_the_first_bad_gradient():
-    dog = Watchdog(2, LEAVES)
+    dog = make()
     event = dog.observe(7, BAD)
     assert event is not None
     assert "step 7 skipped" in event
     assert "h_1/kernel" in event
-    assert dog.row() == {"watchdog/skipped": 1}
+    assert dog.row()["watchdog/skipped"] == 1
+    assert dog.suspect_since == 7
+    assert not dog.in_doubt  # the state is what it was
 
 
-def test_only_skips_in_a_row_exhaust_the_watchdog():
-    dog = Watchdog(2, LEAVES)
+def test_only_skips_in_a_row_are_too_many():
+    dog = make()
     for step, metrics in enumerate([BAD, OK, BAD, OK, BAD]):
         dog.observe(step, metrics)
-        assert not dog.exhausted
+        assert dog.verdict is None
     dog.observe(5, BAD)
-    assert dog.exhausted
-    assert "2 steps in a row" in dog.report(5)
-    assert dog.row() == {"watchdog/skipped": 4}
+    assert "2 steps in a row were not finite" in dog.verdict
+    assert dog.suspect_since == 4
+    assert dog.row()["watchdog/skipped"] == 4
 
 
-def test_a_resumed_watchdog_counts_on():
-    dog = Watchdog(2, LEAVES)
-    dog.observe(1, BAD)
-    again = Watchdog(2, LEAVES, dog.state())
-    again.observe(2, BAD)
-    assert again.exhausted
-    assert again.row() == {"watchdog/skipped": 2}
+def test_a_spike_is_far_above_the_losses_before_it_and_several_in_a_row_are_too_many():
+    dog = make()
+    assert losses(dog, [9.0, *NOISE, 1.25, 0.1]) == []  # the first is out of the window by then; 0.1 is good news
+    (event,) = losses(dog, [3.0], start=12)
+    assert "step 12: spike (loss 3" in event
+    assert dog.in_doubt
+    assert losses(dog, [1.0, 3.0, 3.1], start=13) != []
+    assert (dog.verdict, dog.suspect_since) == (None, 14)
+    losses(dog, [3.2], start=16)
+    assert "3 losses in a row were spikes (loss 3.2" in dog.verdict
+
+
+def test_nothing_is_a_spike_before_the_window_is_full_or_when_the_bound_is_zero():
+    assert losses(make(), [*NOISE[:7], 50.0]) == []
+    dog = Watchdog(BOUNDS.__class__(2, 0.0, 8, 3, 1), LEAVES)
+    assert losses(dog, [*NOISE, 50.0, 50.0, 50.0]) == []
+    assert dog.verdict is None
+
+
+def test_a_loss_that_hardly_varies_may_move_a_little():
+    dog = make()
+    assert losses(dog, [1.0] * 8 + [1.03]) == []
+    assert losses(dog, [1.0] * 8 + [1.06], start=10) != []
+
+
+def test_after_a_rollback_it_counts_anew_and_not_more_often_than_allowed():
+    dog = make()
+    losses(dog, [*NOISE, 3.0, 3.0, 3.0])
+    assert dog.may_roll_back
+    dog.rolled_back()
+    assert (dog.verdict, dog.suspect_since, dog.in_doubt, dog.may_roll_back) == (None, None, False, False)
+    assert losses(dog, [3.0], start=12) != []  # spikes are not in the window that they are measured by
+
+
+def test_what_is_forgiven_becomes_usual():
+    dog = make()
+    losses(dog, [*NOISE, 3.0, 3.0, 3.0])
+    dog.forgive()
+    assert losses(dog, [3.0] * 20, start=12) == []
+
+
+def test_a_resumed_watchdog_goes_on_as_if_never_stopped():
+    sequence = [*NOISE, 3.0, float("nan"), 3.0, 1.0, 3.0, 3.1, 3.2]
+
+    def steps(dog, values, start):
+        return [dog.observe(start + i, (OK if x == x else BAD) | {"loss": x}) for i, x in enumerate(values)]
+
+    whole, stopped = make(), make()
+    expected = steps(whole, sequence, 1)
+    for cut in range(1, len(sequence)):
+        stopped = make()
+        events = steps(stopped, sequence[:cut], 1)
+        stopped = make(json.loads(json.dumps(stopped.state())))
+        assert events + steps(stopped, sequence[cut:], cut + 1) == expected
+        assert stopped.state() == whole.state()
+        assert stopped.verdict == whole.verdict
 
 
 def test_leaf_names_are_in_the_order_that_bad_leaf_indexes():

@@ -1,0 +1,102 @@
+"""What a checkpoint costs the loop, and how long a resumed run takes to its first step. On the devices that are there.
+
+python -m scripts.bench_checkpoint model=gpt2_124m precision=fp32
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import jax
+
+from scripts.arguments import argument, run
+from scripts.memory import filled
+from trainer.build import build_mesh, build_model, build_optimizer, build_policy
+from trainer.checkpoint import Checkpointer
+from trainer.composition import compose_config
+from trainer.errors import UserError
+from trainer.leaves import checksums
+from trainer.libraries import hide_missing_gpu
+from trainer.records import read_rows
+from trainer.state import to_stored
+from trainer.workload import Workload, first_state
+
+TICKS = os.sysconf("SC_CLK_TCK")  # a second
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """See `--help`."""
+
+    model: str = argument("the model", "gpt2_124m")
+    precision: str = argument("its precision", "fp32")
+    vocab: int = argument("ids of the tokenizer, for the saves", 50257)
+    rounds: int = argument("saves", 3)
+    folder: str = argument("where checkpoints and runs are written and removed again; empty: the system's own", "")
+
+
+def main(args: Arguments) -> None:
+    """Print both figures."""
+    hide_missing_gpu()
+    with tempfile.TemporaryDirectory(dir=args.folder or None) as folder:
+        saves(args, Path(folder) / "saves")
+        resume(args, Path(folder))
+
+
+def saves(args: Arguments, folder: Path) -> None:
+    """Each save: how long the loop waits for it, and how long it is until the checkpoint is whole."""
+    c = compose_config([f"model={args.model}", f"precision={args.precision}", "parallel.data=1"])
+    model = build_model(c.model, build_policy(c.precision), args.vocab)
+    w = Workload(model, None, c.optimizer.name, build_optimizer(c.optimizer), build_mesh(c), c.seed)
+    state = to_stored(filled(first_state(w)))
+    jax.block_until_ready(state)
+    size = sum(x.nbytes for x in jax.tree.leaves(state) if hasattr(x, "nbytes"))
+    shares = []
+    for i in range(args.rounds + 1):  # the first compiles
+        with Checkpointer(folder) as checkpointer:
+            started = time.perf_counter()
+            checkpointer.save(1, state, {})
+            waited = time.perf_counter() - started
+            checkpointer.wait()
+            whole = time.perf_counter() - started
+        shutil.rmtree(folder)
+        if i:
+            shares.append(waited / whole)
+            print(f"save {i}: the loop waits {waited:.2f} s of {whole:.2f} s, {waited / whole:.1%}", flush=True)
+    started = time.perf_counter()
+    checksums([x for x in jax.tree.leaves(state) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)])
+    print(f"checksums alone: {time.perf_counter() - started:.2f} s")
+    print(f"{args.model} {args.precision}, {size / 2**30:.2f} GiB: median stall {median(shares):.1%} of the save")
+
+
+def resume(args: Arguments, folder: Path) -> None:
+    """From the start of the resumed process to the row of its first step, everything compiled before."""
+    overrides = [f"model={args.model}", f"precision={args.precision}", "parallel.data=1", "train.batch_tokens=1024"]
+    overrides += ["tracker=jsonl", "train.eval_batches=1", "train.final_eval_batches=1", "sample.max_new=0"]
+    overrides += ["metrics.numerics_every=0", "run_dir=run", f"compile_cache={folder}/cache"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    for steps in (1, 3):
+        command = [sys.executable, "-m", "trainer", *overrides, f"train.steps={steps}"]
+        started = time.perf_counter()
+        with (folder / "output.txt").open("w") as output:
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
+        log, seen = folder / "run" / "metrics.jsonl", False
+        while process.poll() is None:
+            if not seen and log.exists() and any(row["step"] == 2 for row in read_rows(log)):
+                seen, seconds = True, time.perf_counter() - started
+                user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+                cpu = f"{int(user) / TICKS:.1f} s of CPU in user mode, {int(system) / TICKS:.1f} s in the system"
+            time.sleep(0.02)
+        if process.returncode:
+            raise UserError(f"the run failed: {(folder / 'output.txt').read_text()[-500:]}")
+    print(f"resumed, to its first step: {seconds:.1f} s; {cpu}")
+
+
+if __name__ == "__main__":
+    sys.exit(run(Arguments, "bench_checkpoint", __doc__ or "", main))

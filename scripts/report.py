@@ -1,0 +1,27 @@
+"""Write report.html of a run, also of one that is going on: one file, readable without network.
+
+python -m scripts.report run_dir=runs/mine
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.arguments import argument, run
+from trainer.report import write_report
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """See `--help`."""
+
+    run_dir: str = argument("the run's directory")
+
+
+def main(args: Arguments) -> None:
+    """Write it and say where."""
+    print(write_report(Path(args.run_dir)))
+
+
+if __name__ == "__main__":
+    sys.exit(run(Arguments, "report", __doc__ or "", main))

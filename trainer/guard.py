@@ -1,0 +1,135 @@
+"""How a run ends before its last step: asked to by a signal, or because it hangs.
+
+A thread watches, since the main one may be inside a call that never returns, where Python runs no signal handler: a
+collective whose other processes are gone, a file system that does not answer. What it then does needs nobody else: it
+says so in a line and ends the process, and the same command goes on from the newest checkpoint.
+"""
+
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+HUNG = 4  # exit code
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+POLL = 0.25  # seconds between two looks at the clock
+
+
+@dataclass(frozen=True)
+class Patience:
+    """In seconds; 0: without end.
+
+    Attributes:
+      stop: from a signal to the end of the process.
+      stall: without progress until it is reported.
+      hang: without progress until the process ends.
+    """
+
+    stop: float
+    stall: float
+    hang: float
+
+
+class Guard:
+    """Catches SIGTERM and Ctrl-C, and ends the process when the loop does not; a context manager, for the main thread.
+
+    Args:
+      patience: how long it waits for what.
+      run_dir: `hang.txt` in it gets the stack of every thread.
+      report: is told of a stall and of the end, in another thread.
+
+    Attributes:
+      signal: the number of the first signal; 0: none came. The loop looks at it; a second signal acts at once.
+    """
+
+    def __init__(self, patience: Patience, run_dir: Path, report: Callable[[str], None]) -> None:
+        self.patience = patience
+        self.signal = 0
+        self._run_dir = run_dir
+        self._report = report
+        self._done = threading.Event()
+        self._last, self._doing = time.monotonic(), "starting"
+        self._late = 0.0  # when the signal's time is up
+        self._stalled = False
+
+    def beat(self, doing: str) -> None:
+        """Something was finished; next comes `doing`, in words."""
+        self._last, self._doing = time.monotonic(), doing
+
+    def __enter__(self) -> Self:
+        # Signals reach the thread as bytes, whatever the main thread is in.
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, self._caught) for number in SIGNALS}
+        self._last = time.monotonic()
+        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        self._done.set()
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def _watch(self) -> None:
+        first = 0
+        while not self._done.is_set():
+            if select.select([self._read], [], [], POLL)[0]:
+                for number in os.read(self._read, 64):
+                    if number in SIGNALS and first:
+                        os._exit(128 + number)
+                    elif number in SIGNALS:
+                        first, self._late = number, time.monotonic() + self.patience.stop
+            now = time.monotonic()
+            idle = now - self._last
+            if first and self.patience.stop and now > self._late:
+                self._end(128 + first, f"not stopped within {self.patience.stop:g} s of the signal, but {self._doing}")
+            if self.patience.hang and idle > self.patience.hang:
+                self._end(HUNG, f"no progress for {idle:.0f} s, {self._doing}")
+            if self.patience.stall and idle > self.patience.stall and not self._stalled:
+                self._report(f"stalled: no progress for {idle:.0f} s, {self._doing}")
+            self._stalled = bool(self.patience.stall) and idle > self.patience.stall
+
+    def _end(self, code: int, why: str) -> None:
+        """Say it, and go without another word of the main thread, which may hold any lock."""
+        steps = sorted(int(p.name) for p in (self._run_dir / "checkpoints").glob("*") if p.name.isdigit())
+        text = f"{why}; ended; checkpoints: {', '.join(map(str, steps)) or 'none'}; the same command goes on from there"
+        os.write(2, f"error: {text}\n".encode())
+        with contextlib.suppress(OSError), (self._run_dir / "hang.txt").open("w", encoding="utf-8") as file:
+            print(text, file=file, flush=True)
+            faulthandler.dump_traceback(file)
+        last_words = threading.Thread(target=self._report, args=(text,), daemon=True)
+        last_words.start()
+        last_words.join(2)
+        os._exit(code)
+
+
+def leave_within(seconds: float, error: BaseException | None) -> None:
+    """After `error`, end the process in so many seconds (0: never) if it is still there: the others may be gone."""
+    if error is None or not seconds:
+        return
+    why = (str(error).splitlines() or [type(error).__name__])[0]
+
+    def end() -> None:
+        time.sleep(seconds)
+        os.write(2, f"error: {why}; not closed within {seconds:g} s of that; the same command goes on\n".encode())
+        os._exit(HUNG)
+
+    threading.Thread(target=end, name="leave", daemon=True).start()
