@@ -13,7 +13,7 @@ HOMES = {
     "wandb": {"trainer/tracking.py"},
     "orbax": {"trainer/checkpoint.py"},
     "datasets": {"trainer/data/corpus.py"},
-    "matplotlib": {"trainer/heatmap.py", "scripts/parity_picture.py"},
+    "matplotlib": {"trainer/heatmap.py", "scripts/bench_cases.py", "scripts/parity_picture.py"},
 }
 # In this order: a module may import those before it, never one after it.
 CORE_ORDER = ["formats", "array", "registry", "rules", "interpreter"]
