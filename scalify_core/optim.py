@@ -337,7 +337,7 @@ def _held(tree: Any, scales: jax.Array) -> tuple[Any, jax.Array]:
     found, treedef = jax.tree.flatten(tree, is_leaf=is_scaled_array)
     data, scales = jax.lax.optimization_barrier(([x.data if is_scaled_array(x) else x for x in found], scales))
     held = [ScaledArray(d, x.scale) if is_scaled_array(x) else d for d, x in zip(data, found, strict=True)]
-    return treedef.unflatten(held), scales
+    return jax.tree.unflatten(treedef, held), scales
 
 
 def _scales(new: list[Any], plans: list[_Plan], old: list[Any], accept: Any = None) -> jax.Array:
