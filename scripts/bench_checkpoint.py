@@ -16,16 +16,14 @@ from statistics import median
 import jax
 
 from scripts.arguments import argument, run
-from scripts.memory import filled
-from trainer.build import build_mesh, build_model, build_optimizer, build_policy
+from scripts.memory import filled, without_data
 from trainer.checkpoint import Checkpointer
-from trainer.composition import compose_config
 from trainer.errors import UserError
 from trainer.leaves import checksums
 from trainer.libraries import hide_missing_gpu
 from trainer.records import read_rows
 from trainer.state import to_stored
-from trainer.workload import Workload, first_state
+from trainer.workload import first_state
 
 TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
@@ -51,9 +49,7 @@ def main(args: Arguments) -> None:
 
 def saves(args: Arguments, folder: Path) -> None:
     """Each save: how long the loop waits for it, and how long it is until the checkpoint is whole."""
-    c = compose_config([f"model={args.model}", f"precision={args.precision}", "parallel.data=1"])
-    model = build_model(c.model, build_policy(c.precision), args.vocab)
-    w = Workload(model, None, c.optimizer.name, build_optimizer(c.optimizer), build_mesh(c), c.seed)
+    w = without_data(args.model, args.vocab, [f"precision={args.precision}"])
     state = to_stored(filled(first_state(w)))
     jax.block_until_ready(state)
     size = sum(x.nbytes for x in jax.tree.leaves(state) if hasattr(x, "nbytes"))

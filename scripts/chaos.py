@@ -21,7 +21,7 @@ from scripts.havoc import VALIDATIONS, Victim, checkpoints, chosen, launch
 from trainer.errors import UserError
 from trainer.records import read_rows
 
-TINY = [
+SMALL = [
     "model.n_layer=2",
     "model.n_head=2",
     "model.d_model=32",
@@ -29,11 +29,14 @@ TINY = [
     "model.dropout=0.1",
     "train.batch_tokens=512",
     "optimizer.lr=6e-4",
-    f"train.eval_every={VALIDATIONS}",
     "train.eval_batches=2",
-    "train.final_eval_batches=4",
     "sample.max_new=8",
     "metrics.numerics_every=0",
+]
+TINY = [
+    *SMALL,
+    f"train.eval_every={VALIDATIONS}",
+    "train.final_eval_batches=4",
     "checkpoint.every=20",
     "watchdog.max_skips=5",
     "watchdog.spike_window=16",

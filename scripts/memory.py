@@ -59,17 +59,22 @@ def main(args: Arguments) -> None:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
+def without_data(model: str, vocab: int, changes: list[str]) -> Workload:
+    """A model of the configuration on one device, with its optimiser, for what looks at states and takes no batches."""
+    c = compose_config([f"model={model}", "parallel.data=1", *changes])
+    model_of = build_model(c.model, build_policy(c.precision), vocab)
+    no_data: Any = None
+    return Workload(model_of, no_data, c.optimizer.name, build_optimizer(c.optimizer), build_mesh(c), c.seed)
+
+
 def measure(args: Arguments, item: str) -> dict[str, Any]:
     """The figures of one precision. A parameter is an element of the weights, the vocabulary's padding included."""
-    c = compose_config([f"model={args.model}", "parallel.data=1", *overrides(item)])
-    model = build_model(c.model, build_policy(c.precision), args.vocab)
-    mesh = build_mesh(c)
-    w = Workload(model, None, c.optimizer.name, build_optimizer(c.optimizer), mesh, c.seed)
+    w = without_data(args.model, args.vocab, overrides(item))
     state = filled(first_state(w))
     parameters = sum(x.size for x in leaves(state.params))
     held = jax.tree.leaves((state.params, state.opt_state))
     scales = sum(x.scale.nbytes if hasattr(x.scale, "nbytes") else 4 for x in leaves(state) if is_scaled_array(x))
-    batch = abstract_batch(1, args.batch, c.model.context, document_mask=False, mesh=mesh)
+    batch = abstract_batch(1, args.batch, w.model.spec.context, document_mask=False, mesh=w.mesh)
     return {
         "state_bytes_per_parameter": sum(x.nbytes for x in held) / parameters,
         "scale_share": scales / sum(x.nbytes for x in held),
@@ -143,7 +148,7 @@ def unrolled(jaxpr: jex.Jaxpr, names: dict[Any, Any]) -> tuple[list[tuple[list[A
 
     steps: list[tuple[list[Any], list[Any]]] = []
     for equation in jaxpr.eqns:
-        inner = equation.params.get(CALLED.get(equation.primitive.name))
+        inner = equation.params.get(CALLED.get(equation.primitive.name, ""))
         if inner is None:
             names |= {v: jex.Var(v.aval) for v in equation.outvars}
             steps.append(([v for v in of(equation.invars) if isinstance(v, jex.Var)], of(equation.outvars)))

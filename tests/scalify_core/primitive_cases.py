@@ -22,6 +22,7 @@ class Case:
         args: FP32 arrays, which are scaled; `Plain` ones, integers and booleans, which are not.
         exponents: of the scales. Each is tried for all operands, and each pair of extremes on alternating operands.
         roundings: see `check_scalify`.
+        wide_roundings: in FP32 data; the same if None.
         reduction: see `check_scalify`.
         special: whether zeros, infinities and NaN among the elements must come out as in the plain function.
         narrow: the exponents in FP16 data; the same if None.
@@ -38,6 +39,7 @@ class Case:
     narrow: tuple[int, ...] | None = None
     grad: bool = False
     label: str = ""
+    wide_roundings: int | None = None
 
     def __str__(self) -> str:
         shapes = ",".join("x".join(map(str, np.shape(_array(a)))) or "scalar" for a in self.args)

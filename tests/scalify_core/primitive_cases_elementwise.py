@@ -44,8 +44,8 @@ ROOTS = [
     # Odd exponents and ones that no degree divides.
     for exponents in ((-100, 0, 100), (-51, 3, 77))
     # XLA may make a power of a cube root: exp(log(x) / 3), where a rounding of log(2^100), 69, is one of 23 / 2 ulp.
-    for f, roundings in ((lax.sqrt, 4), (lax.rsqrt, 4), (lax.cbrt, 16))
-    for case in elementwise(f.__name__, f, positive, exponents=exponents, roundings=roundings)[1:]
+    for f, wide in ((lax.sqrt, None), (lax.rsqrt, None), (lax.cbrt, 16))
+    for case in elementwise(f.__name__, f, positive, exponents=exponents, wide_roundings=wide)[1:]
 ]
 
 OTHER_UNARY = [

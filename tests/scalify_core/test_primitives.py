@@ -62,7 +62,7 @@ def check(case, exponents, dtype, ways, replace=()):
         case.fun,
         *scaled(case, exponents, replace),
         dtype=dtype,
-        roundings=case.roundings,
+        roundings=case.wide_roundings or case.roundings if dtype == jnp.float32 else case.roundings,
         reduction=case.reduction,
         grad=case.grad and not replace,
         ways=ways,

@@ -8,23 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+from scripts.chaos import SMALL
 from trainer.records import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TINY = [
-    "model.n_layer=2",
-    "model.n_head=2",
-    "model.d_model=32",
-    "model.context=32",
-    "model.dropout=0.1",
-    "train.batch_tokens=512",
-    "optimizer.lr=6e-4",
-    "train.eval_every=15",
-    "train.eval_batches=2",
-    "train.final_eval_batches=2",
-    "sample.max_new=8",
-    "metrics.numerics_every=0",
-]
+TINY = [*SMALL, "train.eval_every=15", "train.final_eval_batches=2"]
 
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:

@@ -65,7 +65,7 @@ def row(preset, spec=SPEC):
     return make_numerics(w.model, w.optimizer_name, replicated(w.mesh))(first_state(w), batch(w), 0)
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp32"])
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "bf16", "fp32"])
 def test_the_row_has_every_figure_of_every_layer_and_class(preset):
     expected = {
         f"numerics/{kind}/{layer}/{figure}"

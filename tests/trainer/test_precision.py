@@ -213,7 +213,10 @@ def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
     assert bits(resumed) == bits(whole)
 
 
-@pytest.mark.parametrize("preset", [of("scalify_fp8_fp16"), of("fp8_delayed")])
+MANY = ["scalify_fp8_fp16", "scalify_fp8_fp8", "fp8_delayed", "fp16_loss_scaled"]
+
+
+@pytest.mark.parametrize("preset", [of(preset) for preset in MANY])
 def test_micro_batches_make_the_same_step_up_to_the_formats(preset):
     w, _, _ = compiled(preset)
     one, a = take(preset, 1)
