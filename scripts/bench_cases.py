@@ -66,7 +66,7 @@ def read_group(group: str, name: str) -> dict[str, Any]:
     known = [path.stem for path in sorted((CONFIGS / group).glob("*.yaml"))]
     if name not in known:
         raise UserError(f"cases: {group} {name!r} is not known; {nearest(name, known)}")
-    tree = {}
+    tree: dict[str, Any] = {}
     for path in (CONFIGS / "base" / f"{group}.yaml", CONFIGS / group / f"{name}.yaml"):
         tree |= yaml.safe_load(path.read_text())
     del tree["defaults"]
