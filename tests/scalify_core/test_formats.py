@@ -255,7 +255,7 @@ def test_rounding_is_not_removed_by_the_compiler():
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_cast_or_nan_is_the_cast_of_all_but_infinities(fmt, dtype):
-    x = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(np.float16).astype(dtype))
+    x = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(np.float16)).astype(dtype)
     x = jnp.concatenate([x, jnp.asarray([jnp.finfo(dtype).max, -0.0, jnp.inf, -jnp.inf, jnp.nan], dtype)])
     expected = np.asarray(fmt.cast(x.astype(jnp.float32)), np.float32)
     expected[~np.isfinite(np.asarray(x, np.float32))] = np.nan

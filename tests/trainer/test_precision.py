@@ -13,6 +13,7 @@ from flax import nnx
 
 from scalify_core import Fp8DotGeneral, as_scaled_array, scalify
 from scalify_core.array import asarray, is_scaled_array
+from scalify_core.tree import unpack
 from scalify_core.weights import scaled_params, wide
 from trainer.build import build_policy
 from trainer.checkpoint import Checkpointer
@@ -76,7 +77,7 @@ def abstract(w, accum=1):
 @functools.cache
 def lowered(preset, devices=1, accum=1):
     w = workload(preset, devices)
-    state = first_state(w)
+    state = from_stored(to_stored(first_state(w)))  # as a run has it
     return w, state, lower_step(w, abstract(w, accum), state)
 
 
@@ -106,6 +107,10 @@ def take(preset, steps, start=0, state=None, devices=1, accum=1, lr=1e-2):
     for n in range(start, start + steps):
         state, metrics = step(state, batch(w, n, accum), hyper(n, lr))
     return state, metrics
+
+
+def moments(state, name):
+    return optax.tree_utils.tree_get(unpack(state.opt_state), name)
 
 
 def bits(tree):
@@ -143,8 +148,8 @@ def gradient(preset):
     """The first gradient, from the first moment after the step."""
     state, metrics = take(preset, 1)
     assert metrics["grad_norm"] < ADAMW["clip_norm"]
-    exact = convert_state(workload("fp32"), state, workload(preset).model.policy)
-    return jax.tree.map(lambda x: x / (1 - ADAMW["b1"]), optax.tree_utils.tree_get(exact.opt_state, "mu"))
+    exact = convert_state(workload("fp32"), to_stored(state), workload(preset).model.policy)
+    return jax.tree.map(lambda x: x / (1 - ADAMW["b1"]), moments(exact, "mu"))
 
 
 @every_preset
@@ -181,7 +186,7 @@ STATE = {
 def test_the_state_is_stored_as_the_preset_says(preset):
     state, _ = take(preset, 1)
     data = lambda tree: {str(x.dtype) for x in jax.tree.leaves(tree) if x.ndim}
-    mu, nu = (optax.tree_utils.tree_get(state.opt_state, name) for name in ("mu", "nu"))
+    mu, nu = (moments(state, name) for name in ("mu", "nu"))
     weights, m, v, each = STATE[preset]
     assert (data(state.params), data(mu), data(nu)) == ({weights}, {m}, {v})
     count = sum(x.size for x in jax.tree.leaves(state.params) if x.ndim)
@@ -288,11 +293,11 @@ def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
         state, metrics = step(state, tokens, hyper(n, 1e-2))
         losses.append(float(metrics["loss"]))
         if n == 0:
-            propagated = copied(optax.tree_utils.tree_get(state.opt_state, "nu"))
+            propagated = copied(moments(state, "nu"))
     assert losses[-1] < losses[0] - 0.3
     data = {str(x.data.dtype) for x in jax.tree.leaves(propagated, is_leaf=is_scaled_array)}
     assert data == {"float16"}
-    stored = optax.tree_utils.tree_get(take("scalify_fp8_fp16", 1)[0].opt_state, "nu")
+    stored = moments(take("scalify_fp8_fp16", 1)[0], "nu")
     for v, root in zip(jax.tree.leaves(asarray(propagated)), jax.tree.leaves(asarray(stored)), strict=True):
         # FP16: three roundings to nearest of the square, and a stochastic one of the root, squared. What is small in
         # the square leaves the format: its scale is the RMS, below the largest.
@@ -303,15 +308,16 @@ def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
     ("source", "target"), [of("scalify_fp8_fp8", "scalify_fp8_fp8", "fp32"), of("fp32", "fp32", "scalify_fp8_fp16")]
 )
 def test_a_state_is_converted_to_another_precision(source, target):
-    state, _ = take(source, 5)
+    state = to_stored(take(source, 5)[0])
     w = workload(target)
     converted = convert_state(w, state, workload(source).model.policy)
     assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(abstract_state(w))
     # FP8 moments are widened exactly; weights are rounded to FP16 at most.
     for a, b in zip(jax.tree.leaves(wide(converted.params)), jax.tree.leaves(wide(state.params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2**-11, atol=2**-24)
+    converted = from_stored(converted)
     compile_step(w, abstract(w), converted)(copied(converted), batch(w), hyper(5, 1e-3))
-    assert converted.opt_state.step == state.opt_state.step
+    assert to_stored(converted).opt_state.step == state.opt_state.step
 
 
 @flagship
