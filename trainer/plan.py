@@ -7,8 +7,10 @@ Legend: B sequences of a device's micro-batch, T tokens of each, N = B*T.
 """
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from trainer.budget import memory_of
 from trainer.flops import flops_per_token, peak_flops
 from trainer.fp8_check import Gpu, Layer, not_fp8
 from trainer.hlo import Collective, Program
-from trainer.metrics import mfu
+from trainer.metrics import GIB, mfu
 from trainer.precision import Policy
 from trainer.spec import GPT2Spec
 from trainer.step import Tokens
@@ -126,6 +128,12 @@ class Measured(NamedTuple):
         """Bytes of a device."""
         return round(sum(size for (group, *_), size in self.figures.items() if group == "memory"))
 
+    @property
+    def constant(self) -> float:
+        """Bytes of a device that do not depend on the batch."""
+        memory = self.group("memory")
+        return sum(memory[kind] for kind in ("weights", "optimiser", "FP8 weights", "gradients"))
+
     def group(self, name: str) -> dict[str, float]:
         """The figures `(name, key)` by key."""
         return {" ".join(keys): value for (group, *keys), value in self.figures.items() if group == name}
@@ -144,22 +152,23 @@ def measure(task: Unfed, batches: Batches, sequences: int, aim: Aim, *, exact: b
     """Compile the step for B = `sequences`, whole or at two depths, and read it."""
     spec, tokens = task.model.spec, sequences * task.model.spec.context
 
-    def at(model: Model) -> Compiled:
-        part = task._replace(model=model)
-        lowered = lower_for_target(lambda: lower_step(part, batches(sequences)))
-        return compile_for_target(lowered, gpu_options(model.policy))
+    def compiled(models: list[Model]) -> list[Compiled]:
+        steps = [functools.partial(lower_step, task._replace(model=model), batches(sequences)) for model in models]
+        lowered = [lower_for_target(step) for step in steps]
+        with ThreadPoolExecutor(len(models)) as pool:
+            return list(pool.map(lambda step: compile_for_target(step, gpu_options(task.model.policy)), lowered))
 
     if not is_continued(spec, task.model.policy, exact):
-        compiled = at(task.model)
-        return Measured(figures_of(compiled, aim, tokens, spec.padded_vocab), task.model, compiled)
+        (whole,) = compiled([task.model])
+        return Measured(figures_of(whole, aim, tokens, spec.padded_vocab), task.model, whole)
     models = [Model.make(dataclasses.replace(spec, n_layer=n), task.model.policy) for n in DEPTHS]
-    parts = [at(model) for model in models]
+    parts = compiled(models)
     near, far = (figures_of(c, aim, tokens, spec.padded_vocab) for c in parts)
     return Measured(continued(near, far, DEPTHS, spec.n_layer), models[1], parts[1])
 
 
-def largest_that_fits(need: Callable[[int], int], first: int, limit: int, most: int = 4096) -> int:
-    """The largest number of sequences that `need` at most `limit` bytes; 0: not even one.
+def largest_that_fits(need: Callable[[int], int], first: int, limit: int, constant: float = 0, most: int = 4096) -> int:
+    """The largest number of sequences that `need` at most `limit` bytes, `constant` of them always; 0: not even one.
 
     `need` grows, and ever faster, but nearly linearly. It is measured where the line through the two measured points
     that are nearest to the limit reaches it, until one is measured that fits and of which the next does not, or, by a
@@ -172,7 +181,7 @@ def largest_that_fits(need: Callable[[int], int], first: int, limit: int, most: 
         if fails - fits == 1:
             return fits
         if len(known) == 1:
-            guess = 2 * first if fits else first // 2
+            guess = int(first * max(limit - constant, 0) / max(known[first] - constant, 1))
         else:
             # The two that are nearest to the limit.
             a, b = sorted(sorted(known, key=lambda b: abs(known[b] - limit))[:2])
@@ -316,7 +325,9 @@ def make_plan(
 
     def measured(of: Unfed, sequences: int, name: str) -> Measured:
         say(f"compiling {name}, {sequences} sequences a device ...")
-        return measure(of, batches, sequences, aim, exact=exact)
+        found = measure(of, batches, sequences, aim, exact=exact)
+        say(f"  {found.peak / GIB:.2f} GiB a device")
+        return found
 
     model = task.model
     first = measured(task, sequences, "the step")
@@ -335,5 +346,5 @@ def make_plan(
         bf16=None if bf16 is None else measured(bf16, sequences, "the same in bf16"),
         is_continued=is_continued(model.spec, model.policy, exact),
         layers=not_fp8(first.model, first.compiled.program, tokens, Gpu(aim.target.device, aim.target.capability)),
-        max_sequences=largest_that_fits(need, sequences, aim.usable) if search else None,
+        max_sequences=largest_that_fits(need, sequences, aim.usable, first.constant) if search else None,
     )
