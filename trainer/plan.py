@@ -170,9 +170,9 @@ def measure(task: Unfed, batches: Batches, sequences: int, aim: Aim, *, exact: b
 def largest_that_fits(need: Callable[[int], int], first: int, limit: int, constant: float = 0, most: int = 4096) -> int:
     """The largest number of sequences that `need` at most `limit` bytes, `constant` of them always; 0: not even one.
 
-    `need` grows, and ever faster, but nearly linearly. It is measured where the line through the two measured points
-    that are nearest to the limit reaches it, until one is measured that fits and of which the next does not, or, by a
-    line through points that fit, would not.
+    `need` grows, and ever faster, but nearly linearly: what a line through a number that fits and one that does not
+    lets fit does fit. That, or where the line through two that fit reaches the limit, is measured next, until the line
+    lets no more fit than has been measured: at most one too few is found for a need that bends between the two.
     """
     known = {first: need(first)}
     while True:
@@ -183,11 +183,10 @@ def largest_that_fits(need: Callable[[int], int], first: int, limit: int, consta
         if len(known) == 1:
             guess = int(first * max(limit - constant, 0) / max(known[first] - constant, 1))
         else:
-            # The two that are nearest to the limit.
-            a, b = sorted(sorted(known, key=lambda b: abs(known[b] - limit))[:2])
-            slope = max((known[b] - known[a]) / (b - a), 1)
-            guess = int(a + (limit - known[a]) // slope)
-            if guess == fits and fails > most:
+            nearest = sorted(sorted(known, key=lambda b: abs(known[b] - limit))[:2])
+            a, b = (fits, fails) if fits and fails <= most else nearest
+            guess = int(a + (limit - known[a]) // max((known[b] - known[a]) / (b - a), 1))
+            if guess == fits:
                 return fits
         guess = min(max(guess, fits + 1), fails - 1)
         known[guess] = need(guess)
