@@ -24,7 +24,7 @@ import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import registry
 from scalify_core.arguments import Arguments
 from scalify_core.array import ScaledArray, asarray, gradient_like, is_scaled_array
-from scalify_core.value import Value, materialise, narrow, numbered, settle, value
+from scalify_core.value import Value, counting, drawn, materialise, narrow, numbered, settle, take, value
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -170,13 +170,15 @@ def _opened(fun: Callable, leaves: Sequence[Any]) -> tuple[list[Any], Callable]:
 
 
 def _evaluated(fun: Callable, leaves: Sequence[Any]) -> Any:
-    """Trace `fun` of the leaves in float32, and evaluate it with their scales."""
+    """Trace `fun` (see `counting`) of the leaves in float32, and evaluate it with their scales."""
     with _collector_paused(), numbered():
+        first = drawn()
         traced = _traced(fun, leaves)
         if len(traced.jaxpr.invars) > len(leaves):
             raise _ClosesOverTracers
+        tree = jax.tree.structure(take(traced.out_info, first))
         out = evaluate(traced.jaxpr, [_entering(x) for x in leaves])
-        return jax.tree.unflatten(jax.tree.structure(traced.out_info), [_leaving(x) for x in out])
+        return jax.tree.unflatten(tree, [_leaving(x) for x in out])
 
 
 @contextlib.contextmanager
@@ -192,11 +194,15 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _differentiable(fun: Callable) -> Callable:
-    """The scaled evaluation of a function of leaves, whose gradient is the scaled evaluation of the gradient."""
+    """The scaled evaluation of a function of leaves, whose gradient is the scaled evaluation of the gradient.
+
+    The function's trace is counted: it may call what is scalified, too.
+    """
+    counted = counting(fun)
 
     @jax.custom_vjp
     def scaled(*leaves: Any) -> Any:
-        return _evaluated(fun, leaves)
+        return _evaluated(counted, leaves)
 
     @functools.cache
     def with_pullback(*floats: bool) -> Callable:

@@ -31,7 +31,7 @@ The plain route, as in the Scalify paper (arXiv 2407.17353), is `propagated_stat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -50,6 +50,16 @@ from scalify_core.weights import LARGE, Rounding, check_rounding, round_to, wide
 
 _SQUARE_FLOOR = 2.0**-120  # of widened second moments: times any usual decay it is still a normal FP32 number
 _QUOTIENT_TOP = 28.0  # in E4M3, at scale 2^-4: as far above what Adam reaches as its rounding can need
+
+
+# Of groups of arrays, the moments of one parameter of one shape, and the paths of their parameters in the state: the
+# largest magnitude of each array, FP32 [number of arrays].
+Largest = Callable[[Sequence[Sequence[jax.Array]], Sequence[tuple]], jax.Array]
+
+
+def largest_of_arrays(groups: Sequence[Sequence[jax.Array]], paths: Sequence[tuple]) -> jax.Array:
+    """The `Largest` of arrays that are whole on each device."""
+    return largest_magnitudes(groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +121,8 @@ def scaled_state(
         seed: of the stochastic rounding; with the step in the state it determines every bit.
 
     `update` takes `accept`, a boolean scalar: where it is false, the new state is the old one, at no cost of its own
-    (the old values are read in any case). Other keyword arguments are handed on to `tx`.
+    (the old values are read in any case). It takes `largest_of`, a `Largest`: where arrays are split over devices,
+    one by which nothing but the maxima moves between them. Other keyword arguments are handed on to `tx`.
 
     Gradients and parameters may be given as plain arrays or ScaledArrays of any float dtype; the transformation gets
     FP32, and updates are plain FP32 arrays. A tensor with infinities or NaNs keeps its scale and stays not finite: it
@@ -140,7 +151,13 @@ def scaled_state(
         return jax.jit(narrow)(params)
 
     def update(
-        updates: Any, state: ScaledStateState, params: Any = None, *, accept: Any = None, **extra: Any
+        updates: Any,
+        state: ScaledStateState,
+        params: Any = None,
+        *,
+        accept: Any = None,
+        largest_of: Largest = largest_of_arrays,
+        **extra: Any,
     ) -> tuple[Any, ScaledStateState]:
         def advance(updates: Any, inner_state: Any) -> tuple[Any, list[Any], Any]:
             arrays, plans, treedef = _flatten(inner_state, stored)
@@ -155,7 +172,7 @@ def scaled_state(
         old, plans, _ = _flatten(state.inner_state, stored)
         _, new, _ = advance(updates, state.inner_state)
         kept = [x.scale if plan.how else None for x, plan in zip(old, plans, strict=True)]
-        scales = _scales(new, plans, kept, accept)
+        scales = _scales(new, plans, kept, accept, largest_of)
         # Computed again once the scales are known: the compiler would hold the new moments in FP32 in between. Of the
         # first time only what the scales depend on is compiled.
         (updates, inner_state), scales = _held((updates, state.inner_state), scales)
@@ -214,9 +231,11 @@ def propagated_state(
         *,
         accept: Any = None,
         grad_norm: Any = None,
+        largest_of: Any = None,
         **extra: Any,
     ) -> tuple[Any, ScaledStateState]:
         del grad_norm  # a plain number: here the norm has a scale, too
+        del largest_of  # scales come from the RMS
 
         def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             updates, inner_state = tx.update(updates, inner_state, params, **extra)
@@ -276,7 +295,7 @@ class _Plan(NamedTuple):
 
     how: Stored | None  # None: as it is
     other: int | None  # the index of the array that it is relative to
-    parameter: Any  # what the stored arrays that belong to one parameter have in common
+    parameter: Any  # what the stored arrays that belong to one parameter have in common: the path without the field
 
 
 def _flatten(state: Any, stored: Mapping[str, Stored]) -> tuple[list[Any], list[_Plan], Any]:
@@ -340,7 +359,9 @@ def _held(tree: Any, scales: jax.Array) -> tuple[Any, jax.Array]:
     return jax.tree.unflatten(treedef, held), scales
 
 
-def _scales(new: list[Any], plans: list[_Plan], old: list[Any], accept: Any = None) -> jax.Array:
+def _scales(
+    new: list[Any], plans: list[_Plan], old: list[Any], accept: Any = None, largest_of: Largest = largest_of_arrays
+) -> jax.Array:
     """The scales at which new values are stored, FP32 `[stored arrays]`; one without a largest magnitude keeps its own.
 
     Where `accept` is given and false, all do.
@@ -355,7 +376,8 @@ def _scales(new: list[Any], plans: list[_Plan], old: list[Any], accept: Any = No
     is_root = np.asarray([plans[leaf].how.sqrt for leaf in measured])  # type: ignore[union-attr]
     top = np.asarray([_top(plans[leaf].how) for leaf in measured], np.float32)  # type: ignore[arg-type]
     # All at once: hundreds of scalars would be as many operations, in one kernel that takes long to compile.
-    peaks = largest_magnitudes([[new[leaf] for leaf in group] for group in groups.values()])
+    paths = [parameter for parameter, _ in groups]
+    peaks = largest_of([[new[leaf] for leaf in group] for group in groups.values()], paths)
     peaks = jnp.where(is_root, _square_root(peaks), peaks)
     is_new = jnp.isfinite(peaks) & (peaks > 0)
     is_new = is_new if accept is None else is_new & accept

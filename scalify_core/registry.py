@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from scalify_core import value as v
 from scalify_core.value import Value
@@ -55,6 +55,7 @@ rules: dict[str, Rule] = {}
 composite_rules: dict[str, Callable] = {}
 wide_composites: set[str] = set()
 transparent_composites: dict[str, tuple[int, int]] = {}
+numbered_composites: set[str] = set()
 _warned: set[str] = set()
 # A warning is shown at the user's line, which is in neither of these.
 _LIBRARIES = tuple(os.path.dirname(str(module)) for module in (__file__, jax.__file__))
@@ -111,13 +112,27 @@ def passed(eqn: Any) -> tuple[Any, Any] | None:
     return None if places is None else (eqn.invars[places[0]], eqn.outvars[places[1]])
 
 
-def composite_rule(name: str, *, wide: bool = False, transparent: tuple[int, int] | None = None) -> Callable:
+@functools.lru_cache(maxsize=4096)
+def is_numbered(jaxpr: Any) -> bool:
+    """Whether the rule of an equation, here or further in, draws numbers."""
+    return any(
+        eqn.params["call"].name in numbered_composites
+        if eqn.primitive.name == "scalify_composite"
+        else any(map(is_numbered, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def composite_rule(
+    name: str, *, wide: bool = False, transparent: tuple[int, int] | None = None, numbered: bool = False
+) -> Callable:
     """Decorator: the rule of the composite calls named `name` ("gelu", "gelu.fwd", "gelu.bwd").
 
     The rule takes the `Call` and its operands in the tree of the function's arguments (`Value`, plain or None), with
     their data in their formats; it returns the results in the tree of the function's results. With `wide`, data may
     be FP32 that has not yet been rounded. With `transparent`, the numbers of an operand and of a result among all
     leaves, that operand is returned as it is, whatever it is, and the program is evaluated as without the call.
+    With `numbered`, the rule draws from `value.serial`: no trace of it stands in for another.
     """
 
     def register(fun: Callable) -> Callable:
@@ -126,6 +141,8 @@ def composite_rule(name: str, *, wide: bool = False, transparent: tuple[int, int
             wide_composites.add(name)
         if transparent is not None:
             transparent_composites[name] = transparent
+        if numbered:
+            numbered_composites.add(name)
         return fun
 
     return register

@@ -9,7 +9,7 @@ Legend: D model, n devices of a row of `tensor`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +21,12 @@ from jax.sharding import Mesh, PartitionSpec
 from scalify_core import FloatFormat, ScaledArray, weights
 from scalify_core.array import is_scaled_array
 from scalify_core.formats import E4M3, FP16
+from scalify_core.optim import Largest, largest_of_arrays
+from scalify_core.reductions import largest_magnitudes
 from trainer.gradients import ValueAndGrad
 from trainer.parallel import BATCH_AXES, Sizes
 from trainer.reduction import Reduction, exchanged, gathered, mean
-from trainer.sharding import fsdp_axis, is_of_heads, mesh_axes, of_parameters, partitions
+from trainer.sharding import fsdp_axis, is_of_heads, mesh_axes, of_parameters, partition, partitions
 from trainer.state import TrainState
 from trainer.step import Gradient, Tokens, mean_gradient, squares_of_arrays
 
@@ -193,6 +195,23 @@ def loss_over(mesh: Mesh, wire: Wire, loss: LossOfState) -> LossOfState:
         )(state.params, state.scaling, tokens, segments)
 
     return mean_loss
+
+
+def largest_over(mesh: Mesh) -> Largest:
+    """`reductions.largest_magnitudes` of arrays of a state that is split as `sharding` says: only maxima are moved."""
+    if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
+        return largest_of_arrays
+    sizes = dict(mesh.shape)
+
+    def largest(groups: Sequence[Sequence[jax.Array]], paths: Sequence[tuple]) -> jax.Array:
+        specs = [[partition(path, x.shape, sizes) for x in group] for group, path in zip(groups, paths, strict=True)]
+
+        def of_device(groups: Sequence[Sequence[jax.Array]]) -> jax.Array:
+            return lax.pmax(largest_magnitudes(groups), ("fsdp", "tensor"))
+
+        return jax.shard_map(of_device, mesh=mesh, in_specs=(specs,), out_specs=EVERYWHERE, check_vma=False)(groups)
+
+    return largest
 
 
 def squares_over(mesh: Mesh) -> Callable[[Any], jax.Array]:

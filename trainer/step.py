@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from scalify_core import tree, weights
+from scalify_core.optim import Largest, largest_of_arrays
 from scalify_core.reductions import sums_of_squares
 from trainer.gradients import Differentiate, ValueAndGrad
 from trainer.state import TrainState
@@ -89,6 +90,7 @@ def make_train_step(
     rounding: weights.Rounding = "nearest",
     gradient: Gradient = mean_gradient,
     squares_of: Callable[[Any], jax.Array] = squares_of_arrays,
+    largest_of: Largest = largest_of_arrays,
 ) -> StepFn:
     """The pure function `(state, batch, hyper) -> (state, metrics)`.
 
@@ -98,11 +100,13 @@ def make_train_step(
     Args:
       differentiate: the loss and its gradient in the run's precision.
       optimizer: from the seed of its rounding, to one at a learning rate of one that takes plain and scaled gradients,
-        `accept` (false: the state stays as it was) and `grad_norm`, such as `scalify_core.optim.scaled_state`.
+        `accept` (false: the state stays as it was), `grad_norm` and `largest_of`, such as
+        `scalify_core.optim.scaled_state`.
       store_gradients: brings the gradients to the formats in which the optimiser gets them.
       rounding: of narrow weights.
       gradient: of the micro-batches; over several devices see `distribute.gradient_over`.
       squares_of: the sum of squares of each gradient, FP32 [number of arrays].
+      largest_of: the largest magnitude of each moment; over several devices see `distribute.largest_over`.
     """
 
     def train_step(state: TrainState, batch: Tokens, hyper: Hyper) -> tuple[TrainState, Metrics]:
@@ -115,7 +119,12 @@ def make_train_step(
 
         # What is not finite leaves the state as it was.
         updates, opt_state = optimizer(hyper.seed).update(
-            grads, tree.unpack(state.opt_state), state.params, accept=finite, grad_norm=grad_norm
+            grads,
+            tree.unpack(state.opt_state),
+            state.params,
+            accept=finite,
+            grad_norm=grad_norm,
+            largest_of=largest_of,
         )
         if isinstance(state.opt_state, tree.Packed):
             opt_state = tree.pack(opt_state)

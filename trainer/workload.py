@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from scalify_core import asarray, tree, weights
-from trainer.distribute import LossOfState, Wire, gradient_over, loss_over, squares_over
+from trainer.distribute import LossOfState, Wire, gradient_over, largest_over, loss_over, squares_over
 from trainer.generate import Generator
 from trainer.gradients import Differentiate, differentiate, propagated_loss, store_gradients
 from trainer.model import GPT2, Functional, Params, functional, param_count
@@ -298,6 +298,7 @@ def lower_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.s
         rounding=policy.weights_rounding,
         gradient=gradient_of(w),
         squares_of=squares_over(w.mesh),
+        largest_of=largest_over(w.mesh),
     )
     like = abstract_state(w, ASSUMED_SCALE) if state is None else abstract(state, w.mesh)
     placed = jax.tree.map(lambda x: x.sharding, like)

@@ -20,7 +20,7 @@ from jax.interpreters import partial_eval
 
 from scalify_core import value as v
 from scalify_core.formats import pow2_round
-from scalify_core.registry import control
+from scalify_core.registry import control, is_numbered
 from scalify_core.rules.collectives import equal_scale
 from scalify_core.rules.elementwise import constant_at
 from scalify_core.value import Constant, Value, narrow, pack, unpack
@@ -37,24 +37,35 @@ def _jit(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     params = eqn.params
     donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
-    fun = _jitted(
-        params["jaxpr"], evaluate, params["name"], donated, params["inline"], params["keep_unused"], shardings
-    )
-    return unpack(fun(*pack(operands)))
+    jaxpr, first = params["jaxpr"], v.drawn()
+    kept = params["name"], donated, params["inline"], params["keep_unused"]
+    fun = _jitted(jaxpr, first if is_numbered(jaxpr) else None, evaluate, *kept, shardings)
+    return unpack(v.take(fun(*pack(operands)), first))
 
 
 @functools.lru_cache(maxsize=1024)
 def _jitted(
-    jaxpr: Any, evaluate: Callable, name: str, donated: tuple, inline: bool, keep_unused: bool, shardings: tuple
+    jaxpr: Any,
+    first: int | None,
+    evaluate: Callable,
+    name: str,
+    donated: tuple,
+    inline: bool,
+    keep_unused: bool,
+    shardings: tuple,
 ) -> Callable:
-    """One jitted function per inner jaxpr, so that what is called often is traced once."""
+    """One jitted function per inner jaxpr, so that what is called often is traced once.
+
+    Where it draws numbers, one per jaxpr and `first` number: the products of each call have constants of their own,
+    and the same in each trace of a program.
+    """
 
     def fun(*operands: Any) -> list[Any]:
         constrained = map(_constrain, unpack(operands), shardings[0])
         return pack(map(_constrain, evaluate(jaxpr, list(constrained)), shardings[1]))
 
     fun.__name__ = name
-    return jax.jit(fun, donate_argnums=donated, inline=inline, keep_unused=keep_unused)
+    return jax.jit(v.counting(fun), donate_argnums=donated, inline=inline, keep_unused=keep_unused)
 
 
 def _constrain(x: Any, sharding: Any) -> Any:
@@ -67,17 +78,18 @@ def _constrain(x: Any, sharding: Any) -> Any:
 
 @control("remat2")
 def _remat(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
-    packed = pack(operands)
-    traced = _inner(eqn.params["jaxpr"], evaluate).trace(*packed)
+    packed, first = pack(operands), v.drawn()
+    traced = _inner(eqn.params["jaxpr"], first if is_numbered(eqn.params["jaxpr"]) else None, evaluate).trace(*packed)
     # Bound, not called through jax.checkpoint: a differentiated body keeps its barrier against common subexpressions.
     jaxpr = partial_eval.convert_constvars_jaxpr(traced.jaxpr)
     out = eqn.primitive.bind(*traced.jaxpr.consts, *jax.tree.leaves(packed), **{**eqn.params, "jaxpr": jaxpr})
-    return unpack(jax.tree.unflatten(jax.tree.structure(traced.out_info), out))
+    return unpack(v.take(jax.tree.unflatten(jax.tree.structure(traced.out_info), out), first))
 
 
 @functools.lru_cache(maxsize=1024)
-def _inner(jaxpr: Any, evaluate: Callable) -> Any:
-    return jax.jit(lambda *operands: pack(_run(jaxpr, evaluate, unpack(operands))))
+def _inner(jaxpr: Any, first: int | None, evaluate: Callable) -> Any:
+    """As `_jitted`."""
+    return jax.jit(v.counting(lambda *operands: pack(_run(jaxpr, evaluate, unpack(operands)))))
 
 
 @control("cond")
@@ -167,7 +179,8 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         shapes[:] = jax.eval_shape(body, *xs)
         return []
 
-    jax.eval_shape(mapped(look, out_specs=[]), *packed)
+    with v.numbers_returned():
+        jax.eval_shape(mapped(look, out_specs=[]), *packed)
     out_specs = [_specs(x, spec) for x, spec in zip(shapes, params["out_specs"], strict=True)]
     return unpack(mapped(body, out_specs=out_specs)(*packed))
 
@@ -193,7 +206,8 @@ def _run(jaxpr: Any, evaluate: Callable, operands: Any) -> list[Any]:
 
 def _shape_of(fun: Callable, operands: Any) -> list[Any]:
     """The results of `fun` with their scales, of which the static ones are known, but without data."""
-    return unpack(jax.eval_shape(lambda xs: pack(fun(unpack(xs))), pack(operands)))
+    with v.numbers_returned():
+        return unpack(jax.eval_shape(lambda xs: pack(fun(unpack(xs))), pack(operands)))
 
 
 @dataclasses.dataclass(frozen=True)

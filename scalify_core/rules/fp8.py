@@ -18,12 +18,12 @@ from scalify_core.rules.matmul import saturated
 from scalify_core.value import Value
 
 
-@composite_rule("fp8_dot_general", wide=True)
+@composite_rule("fp8_dot_general", wide=True, numbered=True)
 def _product(call: Any, lhs: Any, rhs: Any) -> Value:
     return _forward(call, lhs, rhs)[0]
 
 
-@composite_rule("fp8_dot_general.fwd", wide=True)
+@composite_rule("fp8_dot_general.fwd", wide=True, numbered=True)
 def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
     product = dict(call.static)["product"]
     (lhs, rhs), dtype = lifted(lhs, rhs)
@@ -36,13 +36,13 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
         return dot_fp8(lhs8, rhs8, product.dims, dtype, alpha, fast=True), lhs8, rhs8
 
     power, rho = _sum_of(product.sizes[2], lhs, rhs)
-    alpha, factor = _alpha(power)
+    alpha, factor = _alpha(power, dtype)
     out, lhs8, rhs8 = _on_data(call, forward, lhs.data, rhs.data)
     operands = v.value(lhs8, lhs.scale, lhs.rho), v.value(rhs8, rhs.scale, rhs.rho)
     return v.value(saturated(out), _scale(lhs, rhs, power), rho, dtype, factor), (*operands, *_unused(product))
 
 
-@composite_rule("fp8_dot_general.bwd")
+@composite_rule("fp8_dot_general.bwd", numbered=True)
 def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]:
     product = dict(call.static)["product"]
     rows, columns, _ = product.sizes
@@ -52,7 +52,7 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
 
     lhs_power, lhs_rho = _sum_of(columns, gradient, rhs)
     rhs_power, rhs_rho = _sum_of(rows, lhs, gradient)
-    (lhs_alpha, lhs_factor), (rhs_alpha, rhs_factor) = _alpha(lhs_power), _alpha(rhs_power)
+    (lhs_alpha, lhs_factor), (rhs_alpha, rhs_factor) = _alpha(lhs_power, dtype), _alpha(rhs_power, dtype)
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
         gradient8 = E5M2.cast_or_nan(rest[-1])  # of infinities `saturated` would make large numbers
@@ -74,14 +74,19 @@ def _sum_of(count: int, a: Value, b: Value) -> tuple[float, float]:
     return v.rounded(a.rho * b.rho * math.sqrt(count))
 
 
-def _alpha(power: float) -> tuple[float, float]:
+def _alpha(power: float, dtype: Any) -> tuple[float, float]:
     """What a product is multiplied by, which nothing else in the program is, and the factor that its data then lacks.
 
     XLA folds a constant into the GEMM only where no other operation uses it, and it makes one of equal constants. Not
     folded, the FP16 result would be stored before it is divided, and overflow early. So the n-th product's constant is
     n / 1024 more than the inverse of the power of two, rounded with it once; the next operation's FP32 takes it back.
+
+    FP16 has 1024 such numbers. From the 1025th product on, those of the same number and the same power of two share a
+    constant, and overflow where the sum before it is divided leaves FP16; so do those of functions that are scalified
+    one by one, or one that a caller jits and calls several times. BF16 and FP32, in which none overflows, keep the
+    power of two, which BF16 holds.
     """
-    more = 1 + v.serial() % 1024 / 1024
+    more = 1 + v.serial() % 1024 / 1024 if dtype == np.float16 else 1.0
     return more / power, 1 / more
 
 

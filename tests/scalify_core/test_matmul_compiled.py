@@ -206,16 +206,31 @@ def test_the_default_backend_is_the_cpu_all_along(h200):
     assert "cublas" not in text
 
 
-def test_each_of_several_equal_products_has_its_own_alpha(h200):
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_each_of_several_equal_products_has_its_own_alpha(h200, wrap):
     """XLA folds a constant into a GEMM that nothing else uses, and makes one of equal constants.
 
     Not folded, an FP16 result overflows before it is divided.
     """
+    product = wrap(lambda x, w: fp8_dot_general(x, w, MATRIX))
+
+    def products(x, v, w):
+        fun = scalify(lambda x, v, w: product(product(product(x, v), w), w))
+        return fun(ScaledArray(x, 2.0**-12), ScaledArray(v, 2.0**-3), ScaledArray(w, 2.0**-3)).data
+
+    text = compiled_text(h200, products, (256, 64), (64, 64), (64, 64))
+    assert_all_fp8(text, forward=3, backward=0)
+    assert sorted(map(float, re.findall(r'"alpha_real":([^,]*)', text))) == [0.125 * (1 + n * 2**-10) for n in range(3)]
+
+
+def test_products_in_bf16_are_written_in_bf16(h200):
+    """Its range is FP32's: their constants are powers of two, which it holds."""
 
     def products(x, v, w):
         fun = scalify(lambda x, v, w: fp8_dot_general(fp8_dot_general(x, v, MATRIX), w, MATRIX))
-        return fun(ScaledArray(x, 2.0**-12), ScaledArray(v, 2.0**3), ScaledArray(w, 2.0**3)).data
+        return fun(ScaledArray(x, 1.0), ScaledArray(v, 1.0), ScaledArray(w, 1.0)).data
 
-    text = compiled_text(h200, products, (256, 64), (64, 64), (64, 64))
+    text = compiled_text(h200, products, (256, 64), (64, 64), (64, 64), dtype=jnp.bfloat16)
     assert_all_fp8(text, forward=2, backward=0)
-    assert sorted(map(float, re.findall(r'"alpha_real":([^,]*)', text))) == [0.125, 0.125 * (1 + 2**-10)]
+    written = re.findall(rf'= \(?(\w+)\[.* custom-call.*custom_call_target="{re.escape(FP8_GEMM)}"', text)
+    assert written == ["bf16", "bf16"]

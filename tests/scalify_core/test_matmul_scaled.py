@@ -1,5 +1,7 @@
 """The FP8 product under scalify: a cast of the data, a scale by rule, no matter where the values lie."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,3 +149,47 @@ def test_an_infinity_that_enters_an_fp8_product_comes_out_as_nan(infinite):
         return y, *pullback(gradient)
 
     assert sum(np.isnan(asarray(y)).any() for y in scalify(product)(x, w, gradient)) == 2
+
+
+def constants_of_products(fun, *args):
+    """What a fresh trace of `fun` multiplies its FP16 products by on CUDA."""
+    text = jax.jit(lambda *args: fun(*args)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"stablehlo\.dot_general.*\n *%\S+ = stablehlo\.constant dense<(\S+)> : tensor<f16>", text)
+    return sorted(float(np.float16(constant)) for constant in found)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "products"), [(lambda f: f, 9), (jax.jit, 9), (jax.checkpoint, 11)], ids=["plain", "jit", "remat"]
+)
+def test_products_have_constants_of_their_own_and_the_same_in_every_trace(wrap, products):
+    """Of two that share one, neither is folded into its GEMM, and which it is must not depend on earlier traces."""
+    block = wrap(lambda w, x: jnp.tanh(fp8_dot_general(x, w, MATRIX)))
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(fp8_dot_general(block(w, block(w, x)), w, MATRIX)))
+
+    fun = scalify(jax.grad(loss, argnums=(0, 1)))
+    args = ScaledArray(normal(3, 64, 64), 1.0), ScaledArray(normal(4, 32, 64), 1.0)
+    first, second = (constants_of_products(fun, *args) for _ in range(2))
+    assert len(set(first)) == len(first) == products
+    assert first == second
+
+
+def test_a_scalified_function_inside_another_takes_numbers_in_every_trace():
+    inner = scalify(lambda w: fp8_dot_general(jnp.tanh(w), w, MATRIX))
+    fun = scalify(
+        lambda w: fp8_dot_general(asarray(inner(ScaledArray(jnp.ones((64, 64), jnp.float16), 1.0))), w, MATRIX)
+    )
+    first, second = (constants_of_products(fun, ScaledArray(normal(3, 64, 64), 1.0)) for _ in range(2))
+    assert first == second == [2.0**-3, 2.0**-3 * (1 + 2.0**-10)]
+
+
+def test_a_product_in_a_loop_takes_one_number():
+    """However often its body is looked at for the scales."""
+
+    def fun(w, x):
+        x = lax.fori_loop(0, 3, lambda _, x: jnp.tanh(fp8_dot_general(x, w, MATRIX)), x)
+        return fp8_dot_general(x, w, MATRIX)
+
+    args = ScaledArray(normal(3, 64, 64), 1.0), ScaledArray(normal(4, 32, 64), 1.0)
+    assert constants_of_products(scalify(fun), *args) == [2.0**-3, 2.0**-3 * (1 + 2.0**-10)]

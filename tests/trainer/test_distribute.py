@@ -13,17 +13,17 @@ from trainer.build import build_policy, check_split
 from trainer.checkpoint import Checkpointer
 from trainer.composition import compose_config
 from trainer.data import Batch
-from trainer.distribute import gather, reduced, squares_over
+from trainer.distribute import gather, largest_over, reduced, squares_over
 from trainer.errors import UserError
 from trainer.hlo import Program
 from trainer.optimizer import make_optimizer
-from trainer.parallel import make_mesh, place_batch
+from trainer.parallel import abstract_batch, make_mesh, place_batch
 from trainer.precision import is_kernel_of
 from trainer.sharding import bytes_per_device, of_parameters, partitions, shardings
 from trainer.spec import GPT2Spec
 from trainer.state import to_stored
 from trainer.step import sequence_keys
-from trainer.workload import Model, Reduce, Workload, abstract_state, first_state, gradient_of, wire_of
+from trainer.workload import Model, Reduce, Workload, abstract_state, first_state, gradient_of, lower_step, wire_of
 
 SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=1, n_head=4, d_model=64, dropout=0.1)
 ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
@@ -137,6 +137,34 @@ def test_the_squares_of_split_arrays_are_those_of_the_whole():
     # FP32 sums of some thousand squares in another order.
     expected = [np.sum(np.square(x)) for x in jax.tree.leaves(jax.device_get(params))]
     np.testing.assert_allclose(found, expected, rtol=1e2 * np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"), [((1, 4), {"scan_layers": True, "n_layer": 2}), ((1, 1, 4), {})], ids=["scanned", "tensor"]
+)
+def test_of_moments_split_along_any_axis_only_statistics_are_moved(sizes, changes, monkeypatch):
+    """In what a step does after the gradient, which is not computed here."""
+
+    def weights_as_gradient(value_and_grad, params, scaling, batch, keys):
+        return jnp.float32(0), params, None
+
+    monkeypatch.setattr("trainer.workload.gradient_of", lambda w: weights_as_gradient)
+    w = workload("scalify_fp8_fp16", sizes, dataclasses.replace(SPEC, **changes))
+    batch = abstract_batch(1, 4, SPEC.context, document_mask=False, mesh=w.mesh)
+    moved = Program(lower_step(w, batch).compile().as_text()).collectives
+    arrays = len(jax.tree.leaves(abstract_state(w, 1.0)))
+    assert any(c.op == "all-reduce" for c in moved)
+    # FP32 numbers, of each device one for each array.
+    assert max(c.bytes for c in moved) <= 4 * 4 * arrays
+
+
+def test_the_largest_of_split_arrays_are_those_of_the_whole():
+    mesh = make_mesh(2, 2, 2)
+    params = state_of("fp32", (2, 2, 2)).params
+    paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
+    found = jax.jit(lambda *xs: largest_over(mesh)([[x, -2 * x] for x in xs], paths))(*leaves)
+    whole = [np.abs(x).max() for x in jax.device_get(leaves)]
+    assert found.tolist() == [peak for x in whole for peak in (x, 2 * x)]
 
 
 @pytest.mark.parametrize(
