@@ -108,6 +108,14 @@ class SwitchedDot:
         return cast_backward(wide_gradient_dot(lhs_NxD, rhs_DxF, dims), on_4[2], self.backward)
 
 
+def computed_in_fp32(policy: Policy) -> Policy:
+    """The policy with its casts, and the rest of what it computes in FP32."""
+    changes = {"compute": "fp32"}
+    if policy.forward is None and policy.weights != "bf16":
+        changes["weight_grad"] = "fp32"  # no matmul is narrower than what weight gradients are computed in
+    return dataclasses.replace(policy, **changes)
+
+
 def switched(model: Model, on_Lx4: jax.Array) -> Model:
     """The model with a switch for each of the CASTS of its narrow layers."""
 
@@ -194,10 +202,7 @@ def bisect(model: Model, params: Any, scaling: Any, tokens: jax.Array, segments:
     measure = jax.jit(functools.partial(measures, model))
     findings = [finding(*name, measure(on, params, scaling, right)) for name, on in switches(model.narrow).items()]
     if model.policy.compute != "fp32":
-        changes = {"compute": "fp32"}
-        if model.policy.forward is None and model.policy.weights != "bf16":
-            changes["weight_grad"] = "fp32"  # no matmul is narrower, so what they are computed in
-        wide = model._replace(policy=dataclasses.replace(model.policy, **changes))
+        wide = model._replace(policy=computed_in_fp32(model.policy))
         everything = switches(model.narrow)[ALL, "none"]
         measure = jax.jit(functools.partial(measures, wide))
         findings.append(finding(ALL, "compute", measure(everything, params, scaling, right)))

@@ -112,8 +112,9 @@ def test_runs_are_told_to_stop_and_save_when_the_study_stops(tmp_path):
 
 
 TWICE = """
-import pathlib, signal, subprocess, sys, time
+import pathlib, signal, sys
 from scripts.parity import Job, in_turn
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 job, out = Job(1.0, "fp32", 0), pathlib.Path(sys.argv[1])
 child = [sys.executable, "-c", sys.argv[2], str(out / "saved"), str(out / "ready")]
 list(in_turn({job: child}, {job: out / "run"}, 1))
@@ -144,7 +145,7 @@ def test_ctrl_c_in_a_terminal_is_one_signal_for_the_runs(tmp_path):
         assert study.poll() is None
         time.sleep(0.02)
     os.killpg(study.pid, signal.SIGINT)
-    study.communicate()
+    study.communicate(timeout=60)
     assert (tmp_path / "saved").exists()
 
 
