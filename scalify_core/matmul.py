@@ -56,6 +56,9 @@ class Fp8DotGeneral:
     the operands' dtype, with a warning that names it, once per shape. `converted` and `skipped` tell what happened,
     so that a trainer can count: they fill while the layer is traced.
 
+    Differentiable once. A gradient of a gradient through the product has no meaning, as the FP8 operands that the first
+    one keeps have none: in plain programs it is NaN, under `scalify` JAX raises ValueError about the FP8 precision.
+
     Attributes:
         name: of the layer, for the warning.
         converted: the (rows, columns, contracted) of the products that were traced as FP8.

@@ -76,7 +76,7 @@ class Stored:
             E5M2 and a decay of 0.95 at a quarter of its value when it grows, and it never falls.
         relative_to: store the quotient of the field and the root of this other field of the same state (as stored):
             "nu", for a first moment. In Adam it is at most (1-b1) / sqrt((1-b2)(1-b1^2/b2)), 1.2 at (0.9, 0.95) and
-            7.3 at (0.9, 0.999), however small the gradients of a row are beside those of others; saturates at 16.
+            7.3 at (0.9, 0.999), however small the gradients of a row are beside those of others; saturates at 28.
     """
 
     format: FloatFormat

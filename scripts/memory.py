@@ -107,7 +107,8 @@ def saved_for_backward(w: Workload, state: TrainState, shape: tuple[int, ...]) -
 
     def program(tokens: jax.Array) -> Any:
         # The parameters are constants here, so that they are not among what is counted.
-        return differentiate.value_and_grad(state.params, state.scaling, tokens, None, state.key)
+        keys = jax.random.split(state.key, len(tokens))
+        return differentiate.value_and_grad(state.params, state.scaling, tokens, None, keys)
 
     return alive_at_the_loss(jax.make_jaxpr(program)(tokens).jaxpr)
 

@@ -199,14 +199,18 @@ def in_turn(commands: dict[Job, list[str]], folders: dict[Job, Path], count: int
     Raises UserError, with the trainer's last line, for a run that failed; that it diverged is a result.
     """
     waiting, running = list(commands), dict[Job, subprocess.Popen[bytes]]()
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    stops = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in stops]
     try:
         while waiting or running:
             while waiting and len(running) < count:
                 job = waiting.pop(0)
                 folders[job].mkdir(parents=True, exist_ok=True)
                 with (folders[job] / "output.txt").open("wb") as file:
-                    running[job] = subprocess.Popen(commands[job], stdout=file, stderr=subprocess.STDOUT)
+                    # In a group of its own: a terminal's Ctrl-C would reach it too, and ours be the second signal.
+                    running[job] = subprocess.Popen(
+                        commands[job], stdout=file, stderr=subprocess.STDOUT, process_group=0
+                    )
             time.sleep(0.2)
             for job in [job for job, process in running.items() if process.poll() is not None]:
                 code = running.pop(job).returncode
@@ -219,7 +223,8 @@ def in_turn(commands: dict[Job, list[str]], folders: dict[Job, Path], count: int
             process.terminate()
         for process in running.values():
             process.wait()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(stops, before, strict=True):
+            signal.signal(number, handler)
 
 
 def read_outcome(run_dir: Path, steps: int) -> Outcome | None:

@@ -29,7 +29,7 @@ from scripts.arguments import argument, run
 from trainer import config as schema
 from trainer.build import build_workload
 from trainer.checkpoint import Checkpointer
-from trainer.dots import Dims, Dot, clipped, narrow_gradient_dot, wide_gradient_dot
+from trainer.dots import ClippedDot, Dims, Dot, narrow_gradient_dot, wide_gradient_dot
 from trainer.errors import UserError
 from trainer.fields import from_tree
 from trainer.libraries import hide_missing_gpu
@@ -108,6 +108,14 @@ class SwitchedDot:
         return cast_backward(wide_gradient_dot(lhs_NxD, rhs_DxF, dims), on_4[2], self.backward)
 
 
+def computed_in_fp32(policy: Policy) -> Policy:
+    """The policy with its casts, and the rest of what it computes in FP32."""
+    changes = {"compute": "fp32"}
+    if policy.forward is None and policy.weights != "bf16":
+        changes["weight_grad"] = "fp32"  # no matmul is narrower than what weight gradients are computed in
+    return dataclasses.replace(policy, **changes)
+
+
 def switched(model: Model, on_Lx4: jax.Array) -> Model:
     """The model with a switch for each of the CASTS of its narrow layers."""
 
@@ -115,7 +123,7 @@ def switched(model: Model, on_Lx4: jax.Array) -> Model:
         if path not in model.narrow:
             return wide_gradient_dot if model.policy.weight_grad == "fp32" else narrow_gradient_dot
         dot = SwitchedDot(on_Lx4, model.narrow.index(path), model.policy)
-        return dot if model.policy.clip_outliers is None else clipped(dot, model.policy.clip_outliers)
+        return dot if model.policy.clip_outliers is None else ClippedDot(dot, model.policy.clip_outliers)
 
     settings = {"rescale_grads": model.policy.rescale_grads if model.policy.scaled else ()}
     training = functional(model.spec, compute_dtype=model.policy.logical, dot_general=dot_general, **settings)
@@ -194,7 +202,7 @@ def bisect(model: Model, params: Any, scaling: Any, tokens: jax.Array, segments:
     measure = jax.jit(functools.partial(measures, model))
     findings = [finding(*name, measure(on, params, scaling, right)) for name, on in switches(model.narrow).items()]
     if model.policy.compute != "fp32":
-        wide = model._replace(policy=dataclasses.replace(model.policy, compute="fp32"))
+        wide = model._replace(policy=computed_in_fp32(model.policy))
         everything = switches(model.narrow)[ALL, "none"]
         measure = jax.jit(functools.partial(measures, wide))
         findings.append(finding(ALL, "compute", measure(everything, params, scaling, right)))

@@ -38,6 +38,7 @@ from trainer.evaluate import Evaluation, evaluate, make_eval_step
 from trainer.fields import from_tree, to_tree
 from trainer.flops import flops_per_token, peak_flops
 from trainer.fp8_check import Found, Gpu, check_device, check_step
+from trainer.gradients import CALIBRATION
 from trainer.guard import Patience, leave_within
 from trainer.hlo import Program
 from trainer.leaves import parameter_names
@@ -389,9 +390,10 @@ def make_restore(
     return restore
 
 
-def build_watchdog(c: schema.Watchdog, leaves: list[str], state: Mapping[str, Any] | None) -> Watchdog:
-    """What looks at losses."""
-    bounds = Bounds(c.max_skips, c.spike_zscore, c.spike_window, c.spike_steps, c.max_rollbacks)
+def build_watchdog(c: schema.Watchdog, scaling: str, leaves: list[str], state: Mapping[str, Any] | None) -> Watchdog:
+    """What looks at losses. `scaling`: `precision.scaling`; a loss scale may halve to 1 beside what is allowed."""
+    max_skips = c.max_skips + (CALIBRATION if scaling == "loss_scale" else 0)
+    bounds = Bounds(max_skips, c.spike_zscore, c.spike_window, c.spike_steps, c.max_rollbacks)
     return Watchdog(bounds, leaves, state)
 
 
@@ -529,7 +531,9 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
                     },
                     tracker=tracker,
                     display=display,
-                    watchdog=build_watchdog(c.watchdog, parameter_names(state.params), found.meta.get("watchdog")),
+                    watchdog=build_watchdog(
+                        c.watchdog, c.precision.scaling, parameter_names(state.params), found.meta.get("watchdog")
+                    ),
                     throughput=build_throughput(c, w),
                     cadence=build_cadence(c),
                     run_dir=directory.path,

@@ -64,14 +64,16 @@ def _clip(x: jax.Array, multiple: jax.Array) -> jax.Array:
 _clip.defvjp(lambda x, multiple: (_clip(x, multiple), None), lambda _, gradient: (gradient, None))
 
 
-def clipped(dot: Dot, multiple: float) -> Dot:
-    """`dot` of operands clipped to `multiple` times their RMS."""
+class ClippedDot(nnx.Module):
+    """`dot` of operands clipped to `multiple` times their RMS. A module, for the amax histories that `dot` may have."""
 
-    def clipped_dot(lhs: jax.Array, rhs: jax.Array, dims: Dims, **settings: Any) -> jax.Array:
-        bound = jnp.float32(multiple)
-        return dot(_clip(lhs, bound.astype(lhs.dtype)), _clip(rhs, bound.astype(rhs.dtype)), dims, **settings)
+    def __init__(self, dot: Dot, multiple: float) -> None:
+        self.dot, self.multiple = dot, multiple
 
-    return clipped_dot
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, dims: Dims, **settings: Any) -> jax.Array:
+        """The product in the dtype of `dot`'s."""
+        bound = jnp.float32(self.multiple)
+        return self.dot(_clip(lhs, bound.astype(lhs.dtype)), _clip(rhs, bound.astype(rhs.dtype)), dims, **settings)
 
 
 @jax.custom_vjp
@@ -123,4 +125,4 @@ def make_dot(
         dot = SimulatedDot(forward, backward)
     else:
         dot = Fp8DotGeneral(name, Scaling("amax", "amax", "amax") if scaling == "current" else Scaling())
-    return dot if clip is None else clipped(dot, clip)
+    return dot if clip is None else ClippedDot(dot, clip)

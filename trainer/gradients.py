@@ -3,6 +3,7 @@
 Scale propagation is one line of it: `scalify` of the very function that the others differentiate.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ LossFn = Callable[..., jax.Array]
 ValueAndGrad = Callable[..., tuple[jax.Array, Any, Any]]
 
 FIRST_LOSS_SCALE = 2.0**15
+CALIBRATION = int(math.log2(FIRST_LOSS_SCALE))  # halvings from there to 1, the least
 GROWTH_STEPS = 2000  # finite steps after which the loss scale doubles; a step that is not finite halves it
 
 
@@ -156,6 +158,6 @@ def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -
             return grad.astype(fmt.dtype)
         if policy.scaled:  # a mean over micro-batches
             return as_scaled_array(grad, dtype=fmt.dtype)
-        return fmt.cast(grad)
+        return fmt.cast(grad)  # of FP32's range
 
     return jax.tree_util.tree_map_with_path(store, grads, is_leaf=is_scaled_array)

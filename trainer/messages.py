@@ -88,8 +88,8 @@ def describe_precision(w: Workload, rows: int) -> str:
             shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
             matmuls += f" ({shown}: {why})"
     return (
-        f"{matmuls}; weights {policy.weights}, weight gradients {policy.weight_grad}, moments {policy.mu}/{policy.nu}, "
-        f"scaling: {policy.scaling}"
+        f"{matmuls}; weights {policy.weights}, weight gradients {policy.weight_gradients}, "
+        f"moments {policy.mu}/{policy.nu}, scaling: {policy.scaling}"
     )
 
 

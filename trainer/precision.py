@@ -49,7 +49,8 @@ class Policy:
       scaling: none; propagate (scalify); loss_scale (dynamic); delayed (amax history) or current (amax of the tensor).
       weights: storage of the master weights: fp32, bf16 or fp16. Scaled arrays under `propagate`.
       weights_rounding: of their update: nearest or stochastic.
-      weight_grad: of the weights of the chosen matmuls, on its way to the optimiser: fp32, bf16, fp16, e4m3 or e5m2.
+      weight_grad: of the weights of the chosen matmuls, on its way to the optimiser: fp32, bf16, fp16, e4m3 or e5m2;
+        see `gradient_formats`.
       mu, nu: storage of the first and second moment: fp32, bf16, fp16, e4m3 or e5m2; narrow ones are scaled arrays.
       moments_rounding: auto (see `scalify_core.optim`), nearest or stochastic.
       update: what the optimiser computes in: fp32, or propagate, in scaled arrays of `compute` data.
@@ -112,10 +113,10 @@ class Policy:
                 "precision.update=propagate needs precision.scaling=propagate, and rounds to nearest: set "
                 "precision.moments_rounding=nearest, or precision.update=fp32"
             )
-        if self.scaled and self.weight_grad == "fp32" and self.compute != "fp32":
+        formats, why = gradient_formats(self)
+        if self.weight_grad not in formats:
             raise UserError(
-                f"precision.weight_grad=fp32, but gradients are propagated in compute={self.compute}; "
-                f"set precision.weight_grad={self.compute} or narrower"
+                f"precision.weight_grad={self.weight_grad}, but {why}; set precision.weight_grad={' or '.join(formats)}"
             )
         if self.simulate and self.compute != "fp32":
             raise UserError(f"precision.simulate=true rounds FP32 values; it needs compute=fp32, not {self.compute}")
@@ -126,9 +127,32 @@ class Policy:
         return self.scaling == "propagate"
 
     @property
+    def weight_gradients(self) -> str:
+        """What the weight gradients of the chosen matmuls are, in words: `delayed` rounds them before anything else."""
+        if self.scaling != "delayed" or self.compute in ("fp32", self.weight_grad):
+            return self.weight_grad
+        return f"rounded to {self.compute} by Flax's product, kept in {self.weight_grad}"
+
+    @property
     def logical(self) -> DTypeLike:
         """The dtype that the model is written in: under `scalify` every array looks like FP32."""
         return jnp.float32 if self.scaled else DTYPES[self.compute]
+
+
+def gradient_formats(policy: Policy) -> tuple[tuple[str, ...], str]:
+    """What `weight_grad` can be, the closest to `compute` first, and in words why it can be nothing else."""
+    compute = policy.compute
+    if policy.scaled and policy.forward is not None:
+        narrow = tuple(name for name in STORED if name not in ("fp32", compute))
+        return (compute, *narrow), f"gradients are propagated in precision.compute={compute}"
+    if policy.scaled:
+        return (compute,), f"gradients are propagated in precision.compute={compute}, and no matmul is narrower"
+    if policy.weights == "bf16":
+        return ("bf16",), "precision.weights=bf16 have gradients of their own dtype"
+    if policy.forward is None:
+        return tuple(dict.fromkeys(("fp32", compute))), f"no matmul is narrower than precision.compute={compute}"
+    why = "without precision.scaling=propagate gradients have no scale, and formats of less range would lose small ones"
+    return ("fp32", "bf16"), why
 
 
 def parse_format(key: str, name: str) -> FloatFormat:
@@ -201,16 +225,17 @@ def store_weights(params: Any, policy: Policy) -> Any:
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
-def in_transit(p: Any, policy: Policy, *, kernel: bool, narrow: bool) -> Any:
+def in_transit(p: Any, policy: Policy, *, kernel: bool, narrow: bool, factor: bool) -> Any:
     """A parameter as devices send it each other: rounded as the first who uses it would round it.
 
     Args:
       kernel: whether it is that of a linear layer.
       narrow: whether of one whose matmul is narrow.
+      factor: whether its rows are multiplied by what depends on the batch before they are rounded to FP8.
     """
     if policy.scaled:
         p = p.astype(DTYPES[policy.compute])
-        in_fp8 = narrow and not policy.simulate and policy.clip_outliers is None
+        in_fp8 = narrow and not factor and not policy.simulate and policy.clip_outliers is None
         return ScaledArray(E4M3.cast(p.data), p.scale) if in_fp8 else p
     # Gains, tables and biases are used in FP32; FP8 kernels get their scale from what the weights are.
     return p.astype(DTYPES[policy.compute]) if kernel and not narrow else p
@@ -249,7 +274,7 @@ def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
     for key, fmt in formats.items():
         if fmt is not FP32 and fields[key] is None:
             raise UserError(
-                f"precision.{key}={fmt}, but optimizer={name} has no such moment; "
+                f"precision.{key}={getattr(policy, key)}, but optimizer={name} has no such moment; "
                 f"set precision.{key}=fp32, or choose another optimizer"
             )
         if fmt is FP32 and fields[key] is not None and policy.update == "propagate":

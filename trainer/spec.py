@@ -30,7 +30,8 @@ class GPT2Spec:
       d_mlp: F; None: 4 D (gelu) or 8/3 D rounded up to a multiple of 64 (the others, the same number of parameters).
       dropout: rate on the embeddings and on each branch's output; fused attention has none inside.
       scan_layers: loop over stacked parameters instead of unrolling: compiles faster, moves more memory.
-      remat: recompute in the backward pass: none, block (whole blocks), or one of REMAT_POLICIES inside blocks.
+      remat: recompute in the backward pass: none, block (whole blocks), or one of REMAT_POLICIES inside blocks. Under
+        `scalify` what enters and leaves a block is then rounded there: the same numbers up to roundings.
       init_std: of the initial normal weights; those of the projections into the residual stream, over sqrt(2 L).
       value_gain: a power of two that the values are multiplied by, kernel and bias, and the attention's output kernel
         divided, where they are used: the function of the parameters is the same. The values are then a product of their

@@ -105,7 +105,9 @@ class Model(NamedTuple):
     def in_transit(self, path: Any, p: Any) -> Any:
         """The parameter at a path in the form in which devices send it each other."""
         kernel = path[-1].key == "kernel"
-        return in_transit(p, self.policy, kernel=kernel, narrow=kernel and is_kernel_of(self.narrow, path))
+        narrow = kernel and is_kernel_of(self.narrow, path)
+        factor = self.spec.mlp == "smooth_swiglu" and [key.key for key in path[-3:-1]] == ["mlp", "c_proj"]
+        return in_transit(p, self.policy, kernel=kernel, narrow=narrow, factor=factor)
 
     def store_gradients(self, grads: Any) -> Any:
         """The gradients as they go to the optimiser."""

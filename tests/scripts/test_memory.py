@@ -23,7 +23,11 @@ def test_what_the_gradient_reads_of_the_losses_computation_is_counted_by_format(
 
 @pytest.mark.parametrize(
     ("item", "each", "narrow"),
-    [("fp32", 12, False), ("scalify_fp8_fp16", 6, True), ("scalify_fp8_fp8+precision.matmuls=[h.0.*]", 4, True)],
+    [
+        ("fp32+model.dropout=0.1", 12, False),
+        ("scalify_fp8_fp16", 6, True),
+        ("scalify_fp8_fp8+precision.matmuls=[h.0.*]", 4, True),
+    ],
 )
 def test_a_state_weighs_what_its_formats_say(item, each, narrow):
     tiny = "model.n_layer=2+model.n_head=1+model.d_model=32+model.context=16+train.batch_tokens=64"

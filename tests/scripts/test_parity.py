@@ -1,8 +1,12 @@
 """Parity runs: what is asked for, what is run, and that it is run in the precision that it is called by."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -105,6 +109,44 @@ def test_runs_are_told_to_stop_and_save_when_the_study_stops(tmp_path):
     assert next(runs) == short
     runs.close()
     assert saved.exists()
+
+
+TWICE = """
+import pathlib, signal, sys
+from scripts.parity import Job, in_turn
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+job, out = Job(1.0, "fp32", 0), pathlib.Path(sys.argv[1])
+child = [sys.executable, "-c", sys.argv[2], str(out / "saved"), str(out / "ready")]
+list(in_turn({job: child}, {job: out / "run"}, 1))
+"""
+# As the trainer: the first signal is a request, the second one the end.
+ONCE = """
+import os, pathlib, signal, sys, time
+caught = []
+def catch(number, _):
+    caught.append(number)
+    if len(caught) > 1:
+        os._exit(1)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, catch)
+pathlib.Path(sys.argv[2]).touch()
+while not caught:
+    time.sleep(0.01)
+time.sleep(0.5)
+pathlib.Path(sys.argv[1]).touch()
+"""
+
+
+def test_ctrl_c_in_a_terminal_is_one_signal_for_the_runs(tmp_path):
+    study = subprocess.Popen(
+        [sys.executable, "-c", TWICE, tmp_path, ONCE], start_new_session=True, stderr=subprocess.PIPE
+    )
+    while not (tmp_path / "ready").exists():
+        assert study.poll() is None
+        time.sleep(0.02)
+    os.killpg(study.pid, signal.SIGINT)
+    study.communicate(timeout=60)
+    assert (tmp_path / "saved").exists()
 
 
 # Of each run: the floats in the compiled step, in how many places it casts to E4M3 (two operands of a matmul in each of

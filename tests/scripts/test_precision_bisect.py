@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from scripts.precision_bisect import ALL, CASTS, bisect, report, switches
+from scripts.precision_bisect import ALL, CASTS, bisect, computed_in_fp32, report, switches
 from trainer.__main__ import CONFIGS
 from trainer.errors import UserError
 from trainer.precision import Policy, store_weights
@@ -95,6 +95,11 @@ def test_the_simulated_program_is_the_one_that_was_trained():
     trained = next(f for f in findings(0, "scalify_fp8_fp16", SHORT) if f.tensor == "none")
     # Both round the same operands; sums in another order, results in FP16.
     assert trained.loss == pytest.approx(float(loss), rel=2**-10)
+
+
+@pytest.mark.parametrize("preset", ["bf16", "bf16_pure", "fp16_loss_scaled", "scalify_fp16", "scalify_fp8_fp16"])
+def test_every_policy_can_compute_in_fp32(preset):
+    assert computed_in_fp32(policy(preset)).compute == "fp32"
 
 
 @pytest.mark.parametrize(("preset", "named"), [("fp8_delayed", "scaling=delayed"), ("fp32", "FP32 already")])

@@ -19,12 +19,13 @@ from trainer.build import build_policy
 from trainer.checkpoint import Checkpointer
 from trainer.composition import compose_config
 from trainer.data import Batch
+from trainer.dots import ClippedDot
 from trainer.errors import UserError
 from trainer.layers import Factory, SmoothSwigluMLP, SwigluMLP
 from trainer.messages import describe_precision
 from trainer.optimizer import make_optimizer
 from trainer.parallel import abstract_batch, make_mesh, place_batch
-from trainer.precision import is_kernel_of, moment_settings
+from trainer.precision import abstract_weights, is_kernel_of, moment_settings
 from trainer.spec import GPT2Spec
 from trainer.state import from_stored, to_stored
 from trainer.step import Hyper
@@ -449,13 +450,92 @@ def test_fields_that_contradict_each_other_are_refused(changes, said):
         policy("fp32", **changes)
 
 
+@pytest.mark.parametrize(
+    ("preset", "changes", "found", "valid"),
+    [
+        ("fp32", {"weight_grad": "bf16"}, "bf16, but no matmul is narrower than precision.compute=fp32", "fp32"),
+        (
+            "bf16",
+            {"weight_grad": "e5m2"},
+            "e5m2, but no matmul is narrower than precision.compute=bf16",
+            "fp32 or bf16",
+        ),
+        ("bf16", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
+        ("fp32", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
+        ("bf16_pure", {"weight_grad": "fp32"}, "fp32, but precision.weights=bf16", "bf16"),
+        (
+            "scalify_fp16",
+            {"weight_grad": "e5m2"},
+            "e5m2, but gradients are propagated in precision.compute=fp16",
+            "fp16",
+        ),
+        (
+            "scalify_fp16",
+            {"weight_grad": "bf16"},
+            "bf16, but gradients are propagated in precision.compute=fp16",
+            "fp16",
+        ),
+        ("scalify_fp8", {"weight_grad": "fp32"}, "fp32, but gradients are propagated", "fp16 or bf16 or e4m3 or e5m2"),
+        ("fp8_current", {"weight_grad": "e5m2"}, "e5m2, but without precision.scaling=propagate", "fp32 or bf16"),
+        ("fp8_delayed", {"weight_grad": "fp16"}, "fp16, but without precision.scaling=propagate", "fp32 or bf16"),
+        ("sim", {"weight_grad": "e4m3"}, "e4m3, but without precision.scaling=propagate", "fp32 or bf16"),
+        ("sim", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
+        ("fp8_current", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
+    ],
+)
+def test_weight_gradients_that_nothing_would_compute_are_refused(preset, changes, found, valid):
+    said = f"precision.weight_grad={found}"
+    with pytest.raises(UserError, match=f"{re.escape(said)}.*; set precision.weight_grad={valid}$"):
+        policy(preset, **changes)
+
+
+def test_what_a_refusal_of_weight_gradients_recommends_is_accepted():
+    assert policy("bf16", weight_grad="bf16").weight_gradients == "bf16"
+    assert policy("fp32", weights="bf16", weight_grad="bf16").weight_gradients == "bf16"
+    assert policy("scalify_fp8", weight_grad="bf16").weight_gradients == "bf16"
+    assert policy("fp8_delayed", weight_grad="bf16").weight_gradients == "bf16"
+    assert policy("fp8_current").weight_gradients == "fp32"
+
+
+def test_the_start_up_line_says_that_delayed_scaling_rounds_weight_gradients():
+    said = describe_precision(workload("fp8_delayed"), rows=256)
+    assert "weight gradients rounded to bf16 by Flax's product, kept in fp32, moments" in said
+
+
+def test_clipped_operands_keep_their_amax_histories():
+    model = Model.make(SPEC, policy("fp8_delayed", clip_outliers=2.0))
+    histories = jax.eval_shape(model.training.init_histories)  # three tensors of a product: what is seen, and a scale
+    assert len(jax.tree.leaves(histories)) == 6 * len(model.narrow) == 24
+
+
+def test_operands_are_clipped_to_a_multiple_of_their_rms():
+    x = jnp.float32([[1.0, 1.0, 1.0, 5.0]])  # RMS sqrt(7)
+    out = ClippedDot(lambda lhs, rhs, dims: lhs, 1.5)(x, x, (((1,), (1,)), ((), ())))
+    np.testing.assert_allclose(out, [[1.0, 1.0, 1.0, 1.5 * 7**0.5]], rtol=2**-22)
+
+
+def test_a_kernel_whose_rows_are_smoothed_is_sent_as_it_is_smoothed():
+    """On one device the factor of a channel comes before the rounding to E4M3, so on several it has to as well."""
+
+    def sent(preset, mlp):
+        model = Model.make(dataclasses.replace(SPEC, mlp=mlp), policy(preset))
+        params = abstract_weights(jax.eval_shape(model.training.init, jax.random.key(0)), model.policy, 1.0)
+        send = lambda p: jax.tree_util.tree_map_with_path(model.in_transit, p, is_leaf=is_scaled_array)
+        mlp = jax.eval_shape(send, params)["h"][0]["mlp"]
+        return [str(getattr(mlp[name]["kernel"], "data", mlp[name]["kernel"]).dtype) for name in ("c_fc", "c_proj")]
+
+    assert sent("scalify_fp8", "smooth_swiglu") == ["float8_e4m3fn", "float16"]
+    assert sent("scalify_fp8", "swiglu") == ["float8_e4m3fn", "float8_e4m3fn"]
+    assert sent("fp8_current", "smooth_swiglu") == ["float32", "float32"]
+
+
 def test_a_pattern_without_a_match_is_refused():
     with pytest.raises(UserError, match=r"no matmul matches 'layer\.\*'; there are h\.0\.attn\.c_attn"):
         Model.make(SPEC, policy("scalify_fp8", matmuls=("layer.*",)))
 
 
 def test_a_moment_that_the_optimiser_does_not_have_is_refused():
-    with pytest.raises(UserError, match=r"precision\.nu=e5m10, but optimizer=lion has no such moment"):
+    with pytest.raises(UserError, match=r"precision\.nu=fp16, but optimizer=lion has no such moment"):
         moment_settings("lion", policy("scalify_fp8_fp16"))
 
 

@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from trainer.build import build_watchdog
+from trainer.composition import compose_config
+from trainer.gradients import first_loss_scale, next_loss_scale
 from trainer.leaves import leaf_names
 from trainer.step import first_true
 from trainer.watchdog import Bounds, Watchdog, first_nonfinite
@@ -14,6 +17,7 @@ BAD = {"loss": float("nan"), "grad_norm": float("nan"), "finite": False, "bad_le
 LEAVES = ["h_0/kernel", "h_1/kernel"]
 BOUNDS = Bounds(max_skips=2, spike_zscore=4.0, spike_window=8, spike_steps=3, max_rollbacks=1)
 NOISE = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.1, 0.9]  # standard deviation 0.07
+SCALINGS = ("propagate", "loss_scale")
 
 
 def make(state=None):
@@ -253,3 +257,14 @@ def test_the_line_says_it_all():
     line = str(found(nested(jax.jit), jnp.ones(3)))
     assert line.startswith("log in ")
     assert "\n" not in line
+
+
+def test_the_halvings_of_a_first_loss_scale_are_not_too_many_skips():
+    watchdog = compose_config([]).watchdog
+    allowed = {scaling: build_watchdog(watchdog, scaling, LEAVES, None).bounds.max_skips for scaling in SCALINGS}
+    assert allowed == {"propagate": watchdog.max_skips, "loss_scale": watchdog.max_skips + 15}
+    dog, scale = build_watchdog(watchdog, "loss_scale", LEAVES, None), first_loss_scale()
+    for step in range(15):
+        dog.observe(step + 1, BAD)
+        scale = next_loss_scale(scale, (), jnp.bool(False))
+    assert (float(scale.value), dog.verdict) == (1.0, None)
