@@ -442,9 +442,20 @@ def run(c: schema.Config) -> int:
         for line in [*describe_run(c, w, step), *(fp8.lines if fp8 else [])]:
             console.print(line, highlight=False)
         return 0
-    with RunDir(Path(c.run_dir)) as directory:
+    with RunDir(Path(c.run_dir)) as directory, said_in_a_line(directory.path):
         directory.check(to_tree(c))
         return train_in(directory, c, build_workload(c), Display(c.train.steps, console=console))
+
+
+@contextlib.contextmanager
+def said_in_a_line(run_dir: Path) -> Iterator[None]:
+    """Turns the error of a full disk into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise UserError(f"cannot write {error.filename or run_dir}: {error.strerror}; {MAKE_ROOM}") from error
 
 
 def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display) -> int:
@@ -543,11 +554,8 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
                 code = error.exit_code
                 raise
             except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                code = UserError.exit_code
-                raise UserError(
-                    f"cannot write {error.filename or directory.path}: {error.strerror}; {MAKE_ROOM}"
-                ) from error
+                if error.errno in NO_ROOM:
+                    code = UserError.exit_code
+                raise
         farewell(training, code, sys.argv[1:])
         return code

@@ -4,6 +4,7 @@ config.yaml      the resolved configuration        environment.txt  what it ran 
 .lock            held by the trainer at work       checkpoints/, metrics.jsonl, ...
 """
 
+import contextlib
 import fcntl
 import os
 import platform
@@ -85,8 +86,9 @@ class RunDir:
             raise UserError(f"run_dir={path} is in use by {holder}; stop it, or choose another run_dir") from None
         # A forked child would keep the lock when this process is killed.
         os.register_at_fork(after_in_child=self.release)
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without its holder's name
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
         """Let others have it."""

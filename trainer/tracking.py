@@ -223,6 +223,8 @@ class WandbTracker(Tracker):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its one look-up in the network when offline
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds until an online run goes on offline
+        # W&B logs to debug.log in the run directory: on a full disk every record would become a traceback on stderr.
+        logging.raiseExceptions = False
         import wandb  # costs half a second; not everyone tracks with it
 
         self._wandb = wandb
