@@ -132,9 +132,9 @@ def _write_error(text: str) -> None:
         os.write(2, f"error: {text}\n".encode())
 
 
-def leave_within(seconds: float, error: BaseException | None) -> None:
+def leave_within(seconds: float, error: BaseException) -> None:
     """After `error`, end the process in so many seconds (0: never) if it is still there: the others may be gone."""
-    if error is None or not seconds:
+    if not seconds:
         return
     why = (str(error).splitlines() or [type(error).__name__])[0]
 

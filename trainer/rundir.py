@@ -24,6 +24,7 @@ import jax
 import yaml
 
 from trainer.errors import UserError
+from trainer.parallel import refused_together
 
 # What a resumed run may change: it decides how long, how often and where, not what is computed.
 MAY_CHANGE = (
@@ -70,8 +71,9 @@ class RunDir:
         self._lock = -1
         self._made = False
         self._first = jax.process_index() == 0
-        if self._first:
-            self._claim()
+        with refused_together():
+            if self._first:
+                self._claim()
 
     def _claim(self) -> None:
         path = self.path

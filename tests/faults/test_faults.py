@@ -169,5 +169,20 @@ def test_when_one_process_dies_the_others_end_in_bounded_time_and_the_run_goes_o
     assert processes[0].returncode != 0
     assert time.monotonic() - started < 30  # 8 until it is noticed, 8 until it is closed, and what it takes to end
     processes[1].communicate()
-    finish(trainer(tmp_path, "A", *args, "train.steps=40", devices=4))
-    assert [row["step"] for row in values(tmp_path / "A")] == list(range(1, 41))
+    run_dir, more = tmp_path / "A", ["checkpoint.keep=9", "train.steps=42"]
+    finish(trainer(tmp_path, "A", *args, *more, "train.steps=40", devices=4))
+    assert [row["step"] for row in values(run_dir)] == list(range(1, 41))
+
+    # Process 0 alone knows that the directory is taken.
+    with RunDir(run_dir):
+        outputs = [finish(process, code=2) for process in several(tmp_path, "A", *args, *more)]
+    assert all(f"is in use by process {os.getpid()}" in output for output in outputs)
+
+    # All read that a checkpoint is damaged; one of them moves it.
+    for path in (run_dir / "checkpoints" / "40" / "manifest").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    outputs = [finish(process) for process in several(tmp_path, "A", *args, *more)]
+    assert ["checkpoint 40 is damaged" in output for output in outputs] == [True, False]
+    assert (run_dir / "checkpoints" / "damaged" / "40-0").is_dir()
+    assert [row["step"] for row in values(run_dir)] == list(range(1, 43))

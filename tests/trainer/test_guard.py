@@ -82,7 +82,8 @@ def test_what_hangs_is_reported_once_and_then_ended(start):
     assert errors.count("\n") == 1
 
 
-FULL = "def full(text): raise OSError(28, 'No space left on device')\n" + CODE.replace("lambda text: print(text, flush=True)", "full")
+FULL_DISK = "def full(text): raise OSError(28, 'No space left')\n"
+FULL = FULL_DISK + CODE.replace("lambda text: print(text, flush=True)", "full")
 
 
 def test_on_a_full_disk_that_takes_no_report_what_hangs_is_still_ended(start, monkeypatch):
