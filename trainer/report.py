@@ -27,8 +27,10 @@ LEARNT = 0.02  # share by which the training loss has to fall
 SLOWER = 0.8  # share of its usual speed
 WAITING = 0.1  # share of a step spent waiting for data
 IDLE = 0.1  # MFU below which no run is called fast
+BOUNDED = ("delayed", "current")  # of `precision.scaling`
 NARROW = ("weights", "activations", "activation_gradients")  # what is cast to eight bits
-# Shares of a tensor in the layer that is worst: from which on to look closer, and from which on it is bad.
+# Shares of a tensor in the layer that is worst: from which on to look closer, and from which on it is bad. What dropout
+# left out is counted as underflow where a layer is kept in a wide format, hence so much.
 LOST = {"underflow": (0.2, 0.5), "saturated": (0.01, 0.1)}
 # What an event is about, by a word in it; the first that is found.
 KINDS = {
@@ -225,13 +227,18 @@ def healthy(h: History) -> Answer:
 
 
 def _lost(h: History) -> tuple[str, str]:
-    """What eight bits lose at the last look, in the layers that lose most: the grade, and a sentence for each kind."""
+    """What eight bits lose at the last look, in the layers that lose most: the grade, and a sentence for each kind.
+
+    Underflow is graded where it is known and no upper bound (`numerics`): without FP8, zeros from elsewhere count too.
+    """
     grades, text = [GOOD], ""
+    settings = h.settings
+    bound = settings.get("precision.forward", "") is None or settings.get("precision.scaling") in BOUNDED
     for figure, verb in (("saturated", "saturates"), ("underflow", "underflows")):
         found = {kind: h.line(f"numerics/{kind}/{figure}_max").ys[-1:] for kind in NARROW}
         share, kind = max(((ys[0], kind) for kind, ys in found.items() if ys), default=(0.0, ""))
         fair, bad = LOST[figure]
-        if share > 0:
+        if share > 0 and not (bound and figure == "underflow"):
             grades.append(BAD if share >= bad else FAIR if share >= fair else GOOD)
             text += f" The layer that {verb} most: {share:.2%} of its {kind.replace('_', ' ')}."
     return max(grades, key=(GOOD, FAIR, BAD).index), text

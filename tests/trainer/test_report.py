@@ -83,6 +83,19 @@ def test_whether_it_is_healthy(events, more, grade, says):
 
 
 @pytest.mark.parametrize(
+    ("precision", "grade"),
+    [
+        ("{forward: e4m3, scaling: propagate}", BAD),
+        ("{forward: e4m3, scaling: delayed}", GOOD),
+        ("{forward: null, scaling: none}", GOOD),
+    ],
+)
+def test_underflow_that_is_an_upper_bound_is_not_held_against_a_run(precision, grade):
+    found = rows(FALLING, **{"numerics/activations/underflow_max": 0.6})
+    assert healthy(history(found, config=f"precision: {precision}")).grade == grade
+
+
+@pytest.mark.parametrize(
     ("speed", "more", "grade", "says"),
     [
         (lambda i: 1000.0 + i % 2, {}, GOOD, "1k tokens/s, 100.0 ms a step; 1.0% of it waiting for data"),
