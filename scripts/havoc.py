@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ class Victim:
       settings: for `scripts.faulty`, of the next start.
       notes: what went otherwise than it should.
       frozen: processes that were stopped and not woken.
+      damaged: steps of checkpoints that no longer hold what was saved, which the run has to notice.
     """
 
     overrides: list[str]
@@ -47,6 +49,7 @@ class Victim:
     starts: int = 0
     notes: list[str] = field(default_factory=list)
     frozen: list[int] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
 
     @property
     def run_dir(self) -> Path:
@@ -225,14 +228,27 @@ def truncate(run: Victim) -> None:
 
 
 def damage(run: Victim, change: Callable[[bytes], bytes]) -> None:
-    """Change the bytes of a random file of the newest of several checkpoints, from a random place on."""
+    """Change the bytes of a random file of the newest of several checkpoints, from a random place on.
+
+    What holds neither the manifest nor values may be whole enough without them; of the others the run has to say so.
+    """
     steps = checkpoints(run.run_dir)
     if len(steps) > 1:
-        files = [p for p in sorted((run.run_dir / "checkpoints" / str(steps[-1])).rglob("*")) if p.is_file()]
+        folder = run.run_dir / "checkpoints" / str(steps[-1])
+        files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
         path = run.rng.choice([p for p in files if p.stat().st_size])
         data = path.read_bytes()
         at = run.rng.randrange(len(data))
         path.write_bytes(data[:at] + change(data[at:]))
+        if path == folder / "manifest" / "metadata" or path.match("state/ocdbt.process_*/d/*"):
+            run.damaged.append(steps[-1])
+
+
+def unnoticed(run: Victim) -> list[int]:
+    """Steps of damaged checkpoints that the run has not set aside, so often as they were damaged."""
+    aside = [path.name.split("-") for path in (run.run_dir / "checkpoints" / "damaged").glob("*")]
+    found = Counter(int(parts[0]) for parts in aside if len(parts) == 2)  # a lost validation loss has three
+    return sorted((Counter(run.damaged) - found).elements())
 
 
 def tear_the_log(run: Victim) -> None:
