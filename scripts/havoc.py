@@ -26,6 +26,7 @@ from trainer.guard import HUNG
 
 VALIDATIONS = 100  # steps between two
 PATIENCE = 3600  # seconds that anything may take
+NEEDED = (Path("manifest/metadata"), Path("state/manifest.ocdbt"))  # of a checkpoint; each with a checksum of its own
 
 
 @dataclass
@@ -230,17 +231,19 @@ def truncate(run: Victim) -> None:
 def damage(run: Victim, change: Callable[[bytes], bytes]) -> None:
     """Change the bytes of a random file of the newest of several checkpoints, from a random place on.
 
-    What holds neither the manifest nor values may be whole enough without them; of the others the run has to say so.
+    Every other time it is one of two that no checkpoint is whole without: those the run has to notice. What the others
+    hold is in part never read, and where it is, a run that took it for whole would not end as the undisturbed one.
     """
     steps = checkpoints(run.run_dir)
     if len(steps) > 1:
         folder = run.run_dir / "checkpoints" / str(steps[-1])
         files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
-        path = run.rng.choice([p for p in files if p.stat().st_size])
+        needed = [path for path in files if path.relative_to(folder) in NEEDED]
+        path = run.rng.choice(run.rng.choice([needed, [p for p in files if p.stat().st_size]]))
         data = path.read_bytes()
         at = run.rng.randrange(len(data))
         path.write_bytes(data[:at] + change(data[at:]))
-        if path == folder / "manifest" / "metadata" or path.match("state/ocdbt.process_*/d/*"):
+        if path in needed:
             run.damaged.append(steps[-1])
 
 
