@@ -460,7 +460,7 @@ def said_in_a_line(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def not_for_ever(seconds: float) -> Iterator[None]:
-    """After an error, ends this process in so many seconds: they open and close together, and may wait for ever."""
+    """After an error, ends a process of several in so many seconds: in opening and closing they wait for each other."""
     try:
         yield
     except BaseException as error:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 from command import TINY, environment, finish, parameters, several, trainer, values, wait_for_row
 
@@ -150,13 +151,29 @@ def test_a_start_on_a_full_disk_ends_in_a_line(undisturbed, monkeypatch, capsys)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        assert main([*ARGS, "run_dir=F"]) == 2
+        assert main([*ARGS, "run_dir=F", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "cannot write" in error
     assert "make room" in error
     assert not (undisturbed / "F" / ".lock").exists()
+
+
+def test_an_error_while_restoring_ends_a_process_of_several_in_bounded_time(undisturbed, monkeypatch):
+    """The others may wait for it in what they do together, and it for them."""
+    ended = []
+
+    def starting_point(*_, **__):
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        raise RuntimeError("others read what this one cannot")
+
+    monkeypatch.chdir(undisturbed)
+    monkeypatch.setattr(build, "starting_point", starting_point)
+    monkeypatch.setattr(build, "leave_within", lambda seconds, error: ended.append((seconds, str(error))))
+    with pytest.raises(RuntimeError, match="others read"):
+        main([*ARGS, "run_dir=G", "watchdog.stop_seconds=7", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"])
+    assert ended == [(7, "others read what this one cannot")]
 
 
 def test_when_one_process_dies_the_others_end_in_bounded_time_and_the_run_goes_on(tmp_path):
