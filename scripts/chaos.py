@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.arguments import argument, run
-from scripts.havoc import VALIDATIONS, Victim, checkpoints, chosen, launch
+from scripts.havoc import VALIDATIONS, Victim, checkpoints, chosen, launch, unnoticed
 from trainer.errors import UserError
 from trainer.records import read_rows
 
@@ -137,6 +137,7 @@ def main(args: Arguments) -> None:
     chaos.ended(0, saying="done: ")
     counted = Counter(fault.__name__ for fault in order)
     result = compare(args, folder) | {"faults": args.faults, "kinds": dict(counted), "starts": chaos.starts}
+    result |= {"damage_noticed": not unnoticed(chaos), "damaged": len(chaos.damaged)}
     result |= {"unexpected": calm.notes + chaos.notes, "seconds": round(time.monotonic() - started)}
     result |= {"seconds_undisturbed": round(alone)}
     (folder / "chaos.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

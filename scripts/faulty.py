@@ -27,6 +27,7 @@ import numpy as np
 from trainer import __main__ as command
 from trainer import build, loop
 from trainer.data import Batch
+from trainer.errors import leave
 from trainer.evaluate import Evaluation
 from trainer.state import TrainState
 from trainer.step import Hyper, Metrics, StepFn, Tokens
@@ -107,4 +108,4 @@ def main(file: Path, overrides: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    leave(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from trainer.guard import HUNG
 
 VALIDATIONS = 100  # steps between two
 PATIENCE = 3600  # seconds that anything may take
+NEEDED = (Path("manifest/metadata"), Path("state/manifest.ocdbt"))  # of a checkpoint; each with a checksum of its own
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Victim:
       settings: for `scripts.faulty`, of the next start.
       notes: what went otherwise than it should.
       frozen: processes that were stopped and not woken.
+      damaged: steps of checkpoints that no longer hold what was saved, which the run has to notice.
     """
 
     overrides: list[str]
@@ -47,6 +50,7 @@ class Victim:
     starts: int = 0
     notes: list[str] = field(default_factory=list)
     frozen: list[int] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
 
     @property
     def run_dir(self) -> Path:
@@ -225,14 +229,29 @@ def truncate(run: Victim) -> None:
 
 
 def damage(run: Victim, change: Callable[[bytes], bytes]) -> None:
-    """Change the bytes of a random file of the newest of several checkpoints, from a random place on."""
+    """Change the bytes of a random file of the newest of several checkpoints, from a random place on.
+
+    Every other time it is one of two that no checkpoint is whole without: those the run has to notice. What the others
+    hold is in part never read, and where it is, a run that took it for whole would not end as the undisturbed one.
+    """
     steps = checkpoints(run.run_dir)
     if len(steps) > 1:
-        files = [p for p in sorted((run.run_dir / "checkpoints" / str(steps[-1])).rglob("*")) if p.is_file()]
-        path = run.rng.choice([p for p in files if p.stat().st_size])
+        folder = run.run_dir / "checkpoints" / str(steps[-1])
+        files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+        needed = [path for path in files if path.relative_to(folder) in NEEDED]
+        path = run.rng.choice(run.rng.choice([needed, [p for p in files if p.stat().st_size]]))
         data = path.read_bytes()
         at = run.rng.randrange(len(data))
         path.write_bytes(data[:at] + change(data[at:]))
+        if path in needed:
+            run.damaged.append(steps[-1])
+
+
+def unnoticed(run: Victim) -> list[int]:
+    """Steps of damaged checkpoints that the run has not set aside, so often as they were damaged."""
+    aside = [path.name.split("-") for path in (run.run_dir / "checkpoints" / "damaged").glob("*")]
+    found = Counter(int(parts[0]) for parts in aside if len(parts) == 2)  # a lost validation loss has three
+    return sorted((Counter(run.damaged) - found).elements())
 
 
 def tear_the_log(run: Victim) -> None:

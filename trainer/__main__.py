@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.allocator import keep_freed_memory
 from trainer.composition import CONFIGS, checked, explain, long_forms
 from trainer.config import Config
-from trainer.errors import UserError
+from trainer.errors import UserError, complain, leave
 
 
 def load(tree: DictConfig) -> Config:
@@ -43,7 +43,7 @@ def run_job(tree: DictConfig) -> int:
 
         return run(config)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return error.exit_code
     finally:
         if numbered():
@@ -64,18 +64,18 @@ def main(argv: list[str]) -> int:
     try:
         hydra.main(config_path=CONFIGS, config_name="config", version_base=None)(job)()
     except KeyboardInterrupt:
-        print("error: interrupted before the first step; nothing was trained", file=sys.stderr)
+        complain("interrupted before the first step; nothing was trained")
         return 130
     except (HydraException, OmegaConfBaseException) as error:
-        print(f"error: {explain(error, sys.argv[1:])}", file=sys.stderr)
+        complain(explain(error, sys.argv[1:]))
         return 2
     except OSError as error:
         if codes and codes[-1] is None:
             raise  # from inside the job: not what is expected here
-        print(f"error: cannot write to {error.filename}: {error.strerror}; choose another run_dir", file=sys.stderr)
+        complain(f"cannot write to {error.filename}: {error.strerror}; choose another run_dir")
         return 2
     return next((code for code in codes if code), 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

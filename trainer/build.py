@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from rich.console import Console
 
 from scalify_core.matmul import MULTIPLE
 from trainer import config as schema
@@ -32,7 +31,7 @@ from trainer.data import (
     shown,
 )
 from trainer.data.tokenizer import get_tokenizer, load_saved
-from trainer.display import Display
+from trainer.display import Display, Output
 from trainer.errors import UserError
 from trainer.evaluate import Evaluation, evaluate, make_eval_step
 from trainer.fields import from_tree, to_tree
@@ -55,6 +54,7 @@ from trainer.parallel import (
     batch_devices,
     make_mesh,
     place_batch,
+    refused_together,
     replicated,
     start_processes,
 )
@@ -433,7 +433,7 @@ def run(c: schema.Config) -> int:
     hide_missing_gpu()
     if c.parallel.distributed:
         start_processes()
-    console = Console(soft_wrap=True, quiet=jax.process_index() > 0)
+    console = Output(soft_wrap=True, quiet=jax.process_index() > 0)
     warning = use_compilation_cache(c.compile_cache)
     if warning is not None:
         console.print(warning, highlight=False)
@@ -444,33 +444,57 @@ def run(c: schema.Config) -> int:
         for line in [*describe_run(c, w, step), *(fp8.lines if fp8 else [])]:
             console.print(line, highlight=False)
         return 0
-    with RunDir(Path(c.run_dir)) as directory:
+    with RunDir(Path(c.run_dir)) as directory, said_in_a_line(directory.path):
         directory.check(to_tree(c))
         return train_in(directory, c, build_workload(c), Display(c.train.steps, console=console))
+
+
+@contextlib.contextmanager
+def said_in_a_line(run_dir: Path) -> Iterator[None]:
+    """Turns the error of a full disk into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise UserError(f"cannot write {error.filename or run_dir}: {error.strerror}; {MAKE_ROOM}") from error
+
+
+@contextlib.contextmanager
+def not_for_ever(seconds: float) -> Iterator[None]:
+    """After an error, ends a process of several in so many seconds: in opening and closing they wait for each other."""
+    try:
+        yield
+    except BaseException as error:
+        if jax.process_count() > 1:
+            leave_within(seconds, error)
+        raise
 
 
 def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display) -> int:
     """Train in a run directory, from where it stands. The exit code."""
     tree = to_tree(c)
     with display:
-        checkpointer = Checkpointer(
-            directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
-        )
-        found = starting_point(
-            c.resume.source,
-            directory.path,
-            checkpointer,
-            w,
-            lambda: build_state(c, w),
-            convert=c.resume.convert,
-        )
+        with not_for_ever(c.watchdog.stop_seconds):
+            checkpointer = Checkpointer(
+                directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
+            )
+            found = starting_point(
+                c.resume.source,
+                directory.path,
+                checkpointer,
+                w,
+                lambda: build_state(c, w),
+                convert=c.resume.convert,
+            )
         fork = found.step not in [0, *checkpointer.steps()]
         unfinished = None if fork else found.meta.get("unfinished")
         check_same_run(found, c.train.steps, w.data.manifest.fingerprint, fork=fork)
-        directory.adopt(tree)
-        write_environment(directory.path)
-        if jax.process_index() == 0:
-            w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
+        with refused_together(), said_in_a_line(directory.path):
+            directory.adopt(tree)
+            write_environment(directory.path)
+            if jax.process_index() == 0:
+                w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
         for line in [*describe_run(c, w), *describe_change(c, found)]:
             display.message(line)
         tracker = make_tracker(
@@ -488,8 +512,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             closing.callback(checkpointer.close)
             closing.callback(report_on, directory.path, display)
             closing.callback(lambda: tracker.close(code))
-            if jax.process_count() > 1:  # closing is something that they do together
-                closing.push(lambda _kind, error, _trace: leave_within(c.watchdog.stop_seconds, error))
+            closing.enter_context(not_for_ever(c.watchdog.stop_seconds))
             try:
                 # Before the compilation, which processes may end minutes apart: its first question joins their devices.
                 agree = Agreement(w.mesh)
@@ -547,11 +570,8 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
                 code = error.exit_code
                 raise
             except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                code = UserError.exit_code
-                raise UserError(
-                    f"cannot write {error.filename or directory.path}: {error.strerror}; {MAKE_ROOM}"
-                ) from error
+                if error.errno in NO_ROOM:
+                    code = UserError.exit_code
+                raise
         farewell(training, code, sys.argv[1:])
         return code

@@ -252,12 +252,15 @@ class Checkpointer:
         if self._read_only:
             logger.warning("checkpoint %d is damaged (%s): using the one before it", step, damage)
             return
-        # Out of the way, since the run will come to this step again and save it.
-        (self.directory / DAMAGED).mkdir(exist_ok=True)
-        free = next(i for i in range(1_000_000) if not (self.directory / DAMAGED / f"{step}-{i}").exists())
-        moved = (self.directory / str(step)).rename(self.directory / DAMAGED / f"{step}-{free}")
+        # Out of the way, since the run will come to this step again and save it. One of the processes moves it for all.
+        if jax.process_index() == 0:
+            (self.directory / DAMAGED).mkdir(exist_ok=True)
+            free = next(i for i in range(1_000_000) if not (self.directory / DAMAGED / f"{step}-{i}").exists())
+            moved = (self.directory / str(step)).rename(self.directory / DAMAGED / f"{step}-{free}")
+            logger.warning("checkpoint %d is damaged (%s): moved to %s, using the one before it", step, damage, moved)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"checkpoint {step} is set aside")
         self._manager.reload()
-        logger.warning("checkpoint %d is damaged (%s): moved to %s, using the one before it", step, damage, moved)
 
     def _set_aside_metrics(self) -> None:
         """Orbax would stop at a validation loss that it cannot read, although the state beside it may be whole."""

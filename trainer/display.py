@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,17 @@ SPARKS = "▁▂▃▄▅▆▇█"
 PLAIN_SECONDS = 5.0  # between plain lines
 
 
+class Output(Console):
+    """Standard output, by default; without anybody who reads it (`| head`), a run goes on quietly."""
+
+    def on_broken_pipe(self) -> None:
+        """Nothing more is shown; what is left to write goes nowhere. Rich itself would exit, with a crash's code."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
+
+
 class Display:
     """Shows the rows of a run. A context manager: what is printed or logged inside goes above the live line.
 
@@ -33,7 +45,7 @@ class Display:
     ) -> None:
         self.steps = steps
         self.step = 0
-        self.console = console or Console(soft_wrap=True)
+        self.console = console or Output(soft_wrap=True)
         self._clock = clock
         self._row: dict[str, Any] = {}
         self._losses: deque[float] = deque(maxlen=4096)

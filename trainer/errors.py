@@ -3,7 +3,10 @@
 `__main__` prints the message without a traceback and exits with `exit_code`.
 """
 
-from typing import ClassVar
+import contextlib
+import os
+import sys
+from typing import ClassVar, NoReturn
 
 
 class UserError(Exception):
@@ -16,3 +19,19 @@ class Diverged(UserError):
     """The watchdog stopped the run: too many steps in a row were not finite. Exit code 3."""
 
     exit_code: ClassVar[int] = 3
+
+
+def complain(text: object) -> None:
+    """A line on standard error, if that takes one: on a full disk it does not, which must not change the exit code."""
+    with contextlib.suppress(OSError):
+        print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def leave(code: int) -> NoReturn:
+    """End with this exit code, also where what standard output still holds cannot be written: Python makes that 120."""
+    for name in ("stdout", "stderr"):
+        try:
+            getattr(sys, name).flush()
+        except OSError:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 to the end of the process
+    sys.exit(code)

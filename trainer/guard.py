@@ -104,32 +104,43 @@ class Guard:
             if self.patience.hang and idle > self.patience.hang:
                 self._end(HUNG, f"no progress for {idle:.0f} s, {self._doing}")
             if self.patience.stall and idle > self.patience.stall and not self._stalled:
-                self._report(f"stalled: no progress for {idle:.0f} s, {self._doing}")
+                self._tell(f"stalled: no progress for {idle:.0f} s, {self._doing}")
             self._stalled = bool(self.patience.stall) and idle > self.patience.stall
+
+    def _tell(self, text: str) -> None:
+        """Report, if that works: on a full disk it does not, and the thread that watches must not end of it."""
+        with contextlib.suppress(Exception):
+            self._report(text)
 
     def _end(self, code: int, why: str) -> None:
         """Say it, and go without another word of the main thread, which may hold any lock."""
         steps = sorted(int(p.name) for p in (self._run_dir / "checkpoints").glob("*") if p.name.isdigit())
         text = f"{why}; ended; checkpoints: {', '.join(map(str, steps)) or 'none'}; the same command goes on from there"
-        os.write(2, f"error: {text}\n".encode())
+        _write_error(text)
         with contextlib.suppress(OSError), (self._run_dir / "hang.txt").open("w", encoding="utf-8") as file:
             print(text, file=file, flush=True)
             faulthandler.dump_traceback(file)
-        last_words = threading.Thread(target=self._report, args=(text,), daemon=True)
+        last_words = threading.Thread(target=self._tell, args=(text,), daemon=True)
         last_words.start()
         last_words.join(2)
         os._exit(code)
 
 
-def leave_within(seconds: float, error: BaseException | None) -> None:
+def _write_error(text: str) -> None:
+    """On standard error, without the locks that the main thread may hold, and whether it takes a line or not."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {text}\n".encode())
+
+
+def leave_within(seconds: float, error: BaseException) -> None:
     """After `error`, end the process in so many seconds (0: never) if it is still there: the others may be gone."""
-    if error is None or not seconds:
+    if not seconds:
         return
     why = (str(error).splitlines() or [type(error).__name__])[0]
 
     def end() -> None:
         time.sleep(seconds)
-        os.write(2, f"error: {why}; not closed within {seconds:g} s of that; the same command goes on\n".encode())
+        _write_error(f"{why}; not closed within {seconds:g} s of that; the same command goes on")
         os._exit(HUNG)
 
     threading.Thread(target=end, name="leave", daemon=True).start()

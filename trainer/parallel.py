@@ -1,13 +1,15 @@
 """Devices: the mesh, the shardings, arrays from host batches, and the start of a multi-process run."""
 
+import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainer.errors import UserError
@@ -35,6 +37,28 @@ def start_processes() -> None:
             f"parallel.distributed=true, but the processes could not be joined: {str(error).splitlines()[0]}; "
             f"set {', '.join(PROCESS_VARIABLES)}, or run under Slurm"
         ) from error
+
+
+WORDS = 1000  # bytes of a refusal
+
+
+@contextlib.contextmanager
+def refused_together() -> Iterator[None]:
+    """Around what the first process does for all: its UserError is raised in all of them, with its exit code.
+
+    Else the others would go on, and end otherwise, which a cluster takes for a crash and starts again.
+    """
+    refusal: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        refusal = error
+    if jax.process_count() > 1:
+        said = np.frombuffer(str(refusal or "").encode()[:WORDS].ljust(WORDS, b"\0"), np.uint8)
+        first = multihost_utils.broadcast_one_to_all(said).tobytes().rstrip(b"\0").decode(errors="replace")
+        refusal = refusal or (UserError(first) if first else None)
+    if refusal is not None:
+        raise refusal
 
 
 class Sizes(NamedTuple):

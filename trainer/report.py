@@ -12,17 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import yaml
+
 from trainer.charts import COLOURS, Line, Mark, chart, smoothed
 from trainer.display import short
 from trainer.errors import UserError
 from trainer.records import read_rows, read_samples
-from trainer.rundir import write_atomically
+from trainer.rundir import flatten, write_atomically
 from trainer.tracking import without_layers
 
 GOOD, FAIR, BAD = "good", "fair", "bad"
 RISEN = 0.02  # share by which a validation loss above the best one is worth a word
+LEARNT = 0.02  # share by which the training loss has to fall
 SLOWER = 0.8  # share of its usual speed
 WAITING = 0.1  # share of a step spent waiting for data
+IDLE = 0.1  # MFU below which no run is called fast
+BOUNDED = ("delayed", "current")  # of `precision.scaling`
+NARROW = ("weights", "activations", "activation_gradients")  # what is cast to eight bits
+# Shares of a tensor in the layer that is worst: from which on to look closer, and from which on it is bad. What dropout
+# left out is counted as underflow where a layer is kept in a wide format, hence so much.
+LOST = {"underflow": (0.2, 0.5), "saturated": (0.01, 0.1)}
 # What an event is about, by a word in it; the first that is found.
 KINDS = {
     "stopped": "#b00020",
@@ -106,6 +115,15 @@ class History:
         found = [(row["step"], float(row[key])) for row in self.rows if key in row]
         return Line(name, [x for x, _ in found], [y for _, y in found], colour, **look)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Dotted keys of the configuration and their values; none where it cannot be read."""
+        try:
+            tree = yaml.safe_load(self.config)
+        except yaml.YAMLError:
+            return {}
+        return dict(flatten(tree)) if isinstance(tree, dict) else {}
+
     def last(self, key: str) -> str:
         """The last value, to four digits; `-`: none."""
         ys = self.line(key).ys
@@ -135,18 +153,40 @@ def colour_of(event: str) -> str:
     return next((colour for word, colour in KINDS.items() if word in event), OTHER)
 
 
+def ending(h: History) -> str:
+    """`N of M steps: how it ended`. A run that was killed has no last word: it may be at work as well."""
+    last, steps = h.rows[-1]["step"], h.settings.get("train.steps")
+    words = [text for step, text in h.events if step >= last]
+    if any(text.startswith("stopped: ") for text in words):
+        how = "ended by the watchdog"
+    elif any("; ended; checkpoints" in text for text in words):
+        how = "ended because it hung"
+    elif steps is None:
+        how = "not known whether finished"
+    else:
+        how = "finished" if last >= steps else "not finished: stopped, or still at work"
+    return f"{last:,} of {steps:,} steps: {how}" if steps is not None else f"{last:,} steps: {how}"
+
+
 def learning(h: History) -> Answer:
     """From the validation losses, or the training losses where there are not two."""
     validation = [(int(x), y) for x, y in zip(*_finite(h.line("val/loss")), strict=True)]
-    losses = _finite(h.line("train/loss"))[1]
+    losses, all_losses = _finite(h.line("train/loss"))[1], h.line("train/loss").ys
     question = "Is it learning?"
+    late = all_losses[-max(1, len(all_losses) // 10) :]
+    if sum(map(math.isfinite, late)) <= len(late) / 2:
+        return Answer(question, BAD, f"Of the last {len(late):,} training losses most are not finite.")
+    if not all(map(math.isfinite, h.line("val/loss").ys[-1:])):
+        return Answer(question, BAD, "The last validation loss is not finite.")
     if len(losses) < 2:
         return Answer(question, FAIR, "Too few steps to tell.")
     tenth = max(1, len(losses) // 10)
     first, last = losses[0], math.fsum(losses[-tenth:]) / tenth
     fell = f"The training loss went from {first:.3f} to {last:.3f} nats a token"
+    little = f"That is a fall of less than {LEARNT:.0%}: it has hardly begun, or does not learn."
     if not validation:
-        return Answer(question, GOOD if last < first else BAD, f"{fell}; there was no validation.")
+        grade = BAD if last >= first else FAIR if last > first * (1 - LEARNT) else GOOD
+        return Answer(question, grade, f"{fell}; there was no validation.{f' {little}' if grade == FAIR else ''}")
     end, value = validation[-1]
     best_at, best = min(validation, key=lambda pair: pair[1])
     text = (
@@ -155,6 +195,8 @@ def learning(h: History) -> Answer:
     )
     if value >= first or last >= first:
         return Answer(question, BAD, f"{text}. That is no better than at the start.")
+    if last > first * (1 - LEARNT):
+        return Answer(question, FAIR, f"{text}. {little}")
     if value > best * (1 + RISEN):
         return Answer(question, FAIR, f"{text}; it was better, {best:.3f}, after step {best_at:,}.")
     return Answer(question, GOOD, f"{text}, its best or close to it.")
@@ -170,18 +212,36 @@ def healthy(h: History) -> Answer:
         "rolled back": rollbacks,
         "spiking": sum(": spike" in text for text in texts),
         "stalled": sum(text.startswith("stalled") for text in texts),
+        "ended because it hung": sum(text.startswith("no progress") for text in texts),
+        "ended because it did not stop": sum(text.startswith("not stopped within") for text in texts),
     }
     listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    worst = max(((share, name) for name, share in last.items() if name.endswith("/saturated_max")), default=(0.0, ""))
-    kind = worst[1].removeprefix("numerics/").removesuffix("/saturated_max").replace("_", " ")
-    numerics = f" The layer that saturates most: {worst[0]:.2%} of its {kind}." if worst[0] else ""
+    lost, numerics = _lost(h)
     stopped = [text for text in texts if text.startswith("stopped")]
     if stopped:
         return Answer(question, BAD, f"The watchdog stopped it: {stopped[-1].removeprefix('stopped: ')}.")
     if not listed:
-        return Answer(question, GOOD, f"No step was skipped, nothing rolled back, no spike, no stall.{numerics}")
-    grade = BAD if skipped > 0.01 * len(h.rows) else FAIR
+        return Answer(question, lost, f"No step was skipped, nothing rolled back, no spike, no stall.{numerics}")
+    grade = BAD if skipped > 0.01 * len(h.rows) or lost == BAD else FAIR
     return Answer(question, grade, f"In {len(h.rows):,} steps: {listed}; see the events below.{numerics}")
+
+
+def _lost(h: History) -> tuple[str, str]:
+    """What eight bits lose at the last look, in the layers that lose most: the grade, and a sentence for each kind.
+
+    Underflow is graded where it is known and no upper bound (`numerics`): without FP8, zeros from elsewhere count too.
+    """
+    grades, text = [GOOD], ""
+    settings = h.settings
+    bound = settings.get("precision.forward", "") is None or settings.get("precision.scaling") in BOUNDED
+    for figure, verb in (("saturated", "saturates"), ("underflow", "underflows")):
+        found = {kind: h.line(f"numerics/{kind}/{figure}_max").ys[-1:] for kind in NARROW}
+        share, kind = max(((ys[0], kind) for kind, ys in found.items() if ys), default=(0.0, ""))
+        fair, bad = LOST[figure]
+        if share > 0 and not (bound and figure == "underflow"):
+            grades.append(BAD if share >= bad else FAIR if share >= fair else GOOD)
+            text += f" The layer that {verb} most: {share:.2%} of its {kind.replace('_', ' ')}."
+    return max(grades, key=(GOOD, FAIR, BAD).index), text
 
 
 def fast(h: History) -> Answer:
@@ -201,6 +261,10 @@ def fast(h: History) -> Answer:
         return Answer(question, FAIR, f"{text} It slowed down: {short(late)} tokens/s at the end.")
     if waited > WAITING:
         return Answer(question, FAIR, f"{text} The data hold it up.")
+    if (slow := sorted(speeds)[len(speeds) // 10]) < SLOWER * usual:
+        return Answer(question, FAIR, f"{text} It is unsteady: every tenth step is at {short(slow)} tokens/s or less.")
+    if shares and statistics.median(shares) < IDLE:
+        return Answer(question, FAIR, f"{text} That is little; a larger batch or model uses more.")
     return Answer(question, GOOD, f"{text} Steady to the end.")
 
 
@@ -251,7 +315,8 @@ def render(h: History, *, pictures: Mapping[str, bytes], sample: str, environmen
         for a in answers
     )
     last = h.rows[-1]
-    facts = f"{last['step']:,} steps, {short(last['tokens'])} tokens"
+    what = [f"{key} {h.settings[f'{key}.name']}" for key in ("model", "precision") if f"{key}.name" in h.settings]
+    facts = html.escape("; ".join([ending(h), f"{short(last['tokens'])} tokens", *what]))
     sections = [
         f"<h1>{html.escape(h.name)}</h1><p class=sub>{facts}</p>",
         f'<div class="cards">{cards}</div>',

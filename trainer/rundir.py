@@ -4,6 +4,7 @@ config.yaml      the resolved configuration        environment.txt  what it ran 
 .lock            held by the trainer at work       checkpoints/, metrics.jsonl, ...
 """
 
+import contextlib
 import fcntl
 import os
 import platform
@@ -23,6 +24,7 @@ import jax
 import yaml
 
 from trainer.errors import UserError
+from trainer.parallel import refused_together
 
 # What a resumed run may change: it decides how long, how often and where, not what is computed.
 MAY_CHANGE = (
@@ -41,7 +43,10 @@ MAY_CHANGE = (
     "sample.*",
     "watchdog.*",
     "profile.*",
-    "parallel.*",
+    "parallel.data",
+    "parallel.fsdp",
+    "parallel.tensor",
+    "parallel.distributed",
     "data.workers",
     "data.prefetch",
     "data.cache_dir",
@@ -66,8 +71,9 @@ class RunDir:
         self._lock = -1
         self._made = False
         self._first = jax.process_index() == 0
-        if self._first:
-            self._claim()
+        with refused_together():
+            if self._first:
+                self._claim()
 
     def _claim(self) -> None:
         path = self.path
@@ -85,8 +91,9 @@ class RunDir:
             raise UserError(f"run_dir={path} is in use by {holder}; stop it, or choose another run_dir") from None
         # A forked child would keep the lock when this process is killed.
         os.register_at_fork(after_in_child=self.release)
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without its holder's name
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
         """Let others have it."""

@@ -223,10 +223,13 @@ class WandbTracker(Tracker):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its one look-up in the network when offline
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds until an online run goes on offline
+        # W&B logs to debug.log in the run directory: on a full disk every record would become a traceback on stderr.
+        logging.raiseExceptions = False
         import wandb  # costs half a second; not everyone tracks with it
 
         self._wandb = wandb
         self.id = run_id
+        self._lock = threading.Lock()  # of the row: the guard's thread reports a stall beside the loop
         self._step = -1
         self._row: dict[str, Any] = {}
         self._events: list[str] = []
@@ -267,18 +270,25 @@ class WandbTracker(Tracker):
         return run
 
     def log(self, step: int, row: Row) -> None:
-        self._add(step, without_layers(row))
+        with self._lock:
+            self._begin(step)
+            self._row |= without_layers(row)
 
     def event(self, step: int, text: str) -> None:
-        self._add(step, {})
-        self._events.append(text)
+        with self._lock:
+            self._begin(step)
+            self._events.append(text)
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._add(step, {})
-        self._texts.setdefault(name, []).append(text)
+        with self._lock:
+            self._begin(step)
+            self._texts.setdefault(name, []).append(text)
 
     def image(self, step: int, name: str, path: Path) -> None:
-        self._add(step, {name: self._wandb.Image(str(path))})
+        picture = self._wandb.Image(str(path))
+        with self._lock:
+            self._begin(step)
+            self._row[name] = picture
 
     def summary(self, values: Row) -> None:
         self._guarded(lambda run: run.summary.update(dict(values)))
@@ -290,8 +300,9 @@ class WandbTracker(Tracker):
         """Nothing: what W&B loses in a kill, it gets from metrics.jsonl when the run resumes."""
 
     def close(self, exit_code: int = 0) -> None:
-        if self._row or self._texts:  # events alone are of a step whose row a resumed run will send
-            self._send()
+        with self._lock:
+            if self._row or self._texts:  # events alone are of a step whose row a resumed run will send
+                self._send()
         self._guarded(lambda run: run.finish(exit_code=exit_code))
         self._put(None)
         self._thread.join(FINISH_SECONDS + PATIENCE if self._run is not None else 0)
@@ -299,12 +310,14 @@ class WandbTracker(Tracker):
             self._give_up("does not finish")
             atexit.register(_leave, exit_code)  # before W&B's own hook, which would wait for ever
 
-    def _add(self, step: int, values: Mapping[str, Any]) -> None:
-        """Collect a step's row; W&B takes a step only once, so it is sent when the next one begins."""
-        if step != self._step:
+    def _begin(self, step: int) -> None:
+        """Collect this step's row from here on; W&B takes a step only once, so it is sent when the next one begins.
+
+        What comes late, a stall that is told while the loop goes on, belongs to the row that is being collected.
+        """
+        if step > self._step:
             self._send()
             self._step = step
-        self._row |= values
 
     def _send(self) -> None:
         if self._step > self._sent:

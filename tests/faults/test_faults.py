@@ -6,10 +6,13 @@
 import json
 import os
 import resource
+import subprocess
+import sys
 import time
 
+import jax
 import pytest
-from command import TINY, finish, parameters, several, trainer, values, wait_for_row
+from command import TINY, environment, finish, parameters, several, trainer, values, wait_for_row
 
 from scripts import faulty
 from trainer import build
@@ -115,15 +118,62 @@ def test_a_second_trainer_on_the_directory_is_refused_in_a_line(undisturbed, mon
 
 
 def test_a_full_disk_ends_the_run_in_a_line_and_with_room_it_goes_on(undisturbed):
-    process = trainer(undisturbed, "D", *ARGS[len(TINY) :], "train.steps=100000")
+    """W&B's own log, in the run directory, is no traceback either."""
+    process = trainer(undisturbed, "D", *ARGS[len(TINY) :], "train.steps=100000", "tracker=wandb")
     wait_for_row(undisturbed / "D", 15, process)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
-    errors = [line for line in finish(process, code=2).splitlines() if line.startswith("error: ")]
+    output = finish(process, code=2)
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
+    assert "Traceback" not in output
+    assert "Logging error" not in output
     assert "make room, then continue with the same run_dir" in errors[0]
     steps = [int(path.name) for path in (undisturbed / "D" / "checkpoints").glob("[0-9]*")]
     assert train(undisturbed, "D", {}, f"train.steps={max(steps) + 5}") == 0
     assert [row["step"] for row in values(undisturbed / "D")] == list(range(1, max(steps) + 6))
+
+
+def test_a_full_disk_that_takes_no_log_either_ends_with_the_exit_code_it_has(undisturbed):
+    """As `python -m trainer ... > log 2>&1`, with log on the disk that is full."""
+    args = [*ARGS, "train.steps=100000", "run_dir=E", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
+    with (undisturbed / "E.log").open("w") as log:
+        command = [sys.executable, "-m", "trainer", *args]
+        process = subprocess.Popen(command, cwd=undisturbed, env=environment(), stdout=log, stderr=log)
+        wait_for_row(undisturbed / "E", 15, process)
+        log.write("." * 2000)  # no room for a line, however short the log was
+        log.flush()
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
+        assert process.wait(timeout=300) == 2
+
+
+def test_a_start_on_a_full_disk_ends_in_a_line(undisturbed, monkeypatch, capsys):
+    monkeypatch.chdir(undisturbed)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        assert main([*ARGS, "run_dir=F", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "cannot write" in error
+    assert "make room" in error
+    assert not (undisturbed / "F" / ".lock").exists()
+
+
+def test_an_error_while_restoring_ends_a_process_of_several_in_bounded_time(undisturbed, monkeypatch):
+    """The others may wait for it in what they do together, and it for them."""
+    ended = []
+
+    def starting_point(*_, **__):
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        raise RuntimeError("others read what this one cannot")
+
+    monkeypatch.chdir(undisturbed)
+    monkeypatch.setattr(build, "starting_point", starting_point)
+    monkeypatch.setattr(build, "leave_within", lambda seconds, error: ended.append((seconds, str(error))))
+    with pytest.raises(RuntimeError, match="others read"):
+        main([*ARGS, "run_dir=G", "watchdog.stop_seconds=7", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"])
+    assert ended == [(7, "others read what this one cannot")]
 
 
 def test_when_one_process_dies_the_others_end_in_bounded_time_and_the_run_goes_on(tmp_path):
@@ -136,5 +186,20 @@ def test_when_one_process_dies_the_others_end_in_bounded_time_and_the_run_goes_o
     assert processes[0].returncode != 0
     assert time.monotonic() - started < 30  # 8 until it is noticed, 8 until it is closed, and what it takes to end
     processes[1].communicate()
-    finish(trainer(tmp_path, "A", *args, "train.steps=40", devices=4))
-    assert [row["step"] for row in values(tmp_path / "A")] == list(range(1, 41))
+    run_dir, more = tmp_path / "A", ["checkpoint.keep=9", "train.steps=42"]
+    finish(trainer(tmp_path, "A", *args, *more, "train.steps=40", devices=4))
+    assert [row["step"] for row in values(run_dir)] == list(range(1, 41))
+
+    # Process 0 alone knows that the directory is taken.
+    with RunDir(run_dir):
+        outputs = [finish(process, code=2) for process in several(tmp_path, "A", *args, *more)]
+    assert all(f"is in use by process {os.getpid()}" in output for output in outputs)
+
+    # All read that a checkpoint is damaged; one of them moves it.
+    for path in (run_dir / "checkpoints" / "40" / "manifest").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    outputs = [finish(process) for process in several(tmp_path, "A", *args, *more)]
+    assert ["checkpoint 40 is damaged" in output for output in outputs] == [True, False]
+    assert (run_dir / "checkpoints" / "damaged" / "40-0").is_dir()
+    assert [row["step"] for row in values(run_dir)] == list(range(1, 43))

@@ -1,12 +1,13 @@
 import functools
 import io
 import logging
+import os
 import sys
 
 import pytest
 from rich.console import Console
 
-from trainer.display import PLAIN_SECONDS, SPARKS, Display, short, sparkline
+from trainer.display import PLAIN_SECONDS, SPARKS, Display, Output, short, sparkline
 
 ROW = {
     "train/loss": 3.14159,
@@ -174,3 +175,13 @@ def test_a_sparkline_marks_what_is_not_finite_and_bears_constants_and_nothing():
     assert sparkline([1.0, float("nan"), 2.0], 3) == SPARKS[0] + "x" + SPARKS[-1]
     assert sparkline([5.0, 5.0], 2) == SPARKS[0] * 2
     assert sparkline([], 10) == ""
+
+
+def test_a_run_whose_output_nobody_reads_any_more_goes_on():
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        display = Display(10, console=Output(file=pipe, soft_wrap=True))
+        display.message("to nobody")
+        display.message("to nobody, again")
+        assert display.console.quiet

@@ -34,9 +34,9 @@ print("left by", guard.signal)
 def start(tmp_path):
     started = []
 
-    def one(doing, *, stop=0.0, stall=0.0, hang=0.0):
+    def one(doing, *, stop=0.0, stall=0.0, hang=0.0, stderr=subprocess.PIPE):
         command = [sys.executable, "-c", CODE, str(tmp_path), *map(str, (stop, stall, hang)), doing]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
         started.append(process)
         assert process.stdout.readline() == "ready\n"
         return process
@@ -80,6 +80,23 @@ def test_what_hangs_is_reported_once_and_then_ended(start):
     assert output.count("stalled: no progress for ") == 1
     assert errors.startswith("error: no progress for 1 s, in step 3; ended; checkpoints: none;")
     assert errors.count("\n") == 1
+
+
+FULL_DISK = "def full(text): raise OSError(28, 'No space left')\n"
+FULL = FULL_DISK + CODE.replace("lambda text: print(text, flush=True)", "full")
+
+
+def test_on_a_full_disk_that_takes_no_report_what_hangs_is_still_ended(start, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "CODE", FULL)
+    with open("/dev/full", "w") as full:
+        process = start("hangs", stall=0.2, hang=1.2, stderr=full)
+        assert process.wait(timeout=30) == HUNG
+
+
+def test_on_a_full_disk_a_process_that_cannot_close_is_ended():
+    code = "import time; from trainer.guard import leave_within; leave_within(0.1, OSError(28)); time.sleep(100)"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", code], stderr=full, timeout=30, check=False).returncode == HUNG
 
 
 def test_a_second_signal_ends_what_hangs_at_once(start):

@@ -15,7 +15,7 @@ def test_two_processes_are_bitwise_one_and_the_run_goes_on_with_other_devices(tm
     assert parameters(tmp_path / "one", 6) == parameters(tmp_path / "two", 6)
 
     # Elastic: from four devices that share the state to two that do not, and to four in two rows.
-    longer = [*args[:-1], "train.steps=8"]
+    longer = [*args[:-1], "train.steps=8", "parallel.deterministic_reduce=true"]
     finish(trainer(tmp_path, "one", *longer, devices=2))
     finish(trainer(tmp_path, "two", *longer, "parallel.data=2", "parallel.fsdp=2", devices=4))
     one, two = values(tmp_path / "one"), values(tmp_path / "two")

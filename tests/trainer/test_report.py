@@ -1,6 +1,7 @@
 """The report answers rightly, is whole in one file, and a browser shows it."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from scripts.compare import Arguments, main, names
 from trainer.errors import UserError
 from trainer.records import encode_row
-from trainer.report import BAD, FAIR, GOOD, History, fast, healthy, learning, write_report
+from trainer.report import BAD, FAIR, GOOD, History, fast, healthy, learning, render, write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -26,8 +27,8 @@ def rows(losses, val=(), speed=lambda i: 1000.0, **more):
     return found
 
 
-def history(found, events=()):
-    return History("a run", found, list(events), "")
+def history(found, events=(), config=""):
+    return History("a run", found, list(events), config)
 
 
 FALLING = [5.5 - 0.04 * i for i in range(100)]
@@ -41,6 +42,11 @@ FALLING = [5.5 - 0.04 * i for i in range(100)]
         (FALLING[::-1], {100: 6.0}, BAD, "no better than at the start"),
         (FALLING, {}, GOOD, "there was no validation"),
         ([5.0], {}, FAIR, "Too few steps"),
+        ([5.5 - 1e-6 * i for i in range(100)], {100: 5.49}, FAIR, "a fall of less than 2%"),
+        ([5.5 - 1e-6 * i for i in range(100)], {}, FAIR, "no validation. That is a fall of less than 2%"),
+        (FALLING[:20] + [math.nan] * 80, {20: 4.7}, BAD, "Of the last 10 training losses most are not finite"),
+        ([*FALLING, math.nan], {101: 1.6}, GOOD, "its best"),
+        (FALLING, {50: 3.5, 100: math.inf}, BAD, "The last validation loss is not finite"),
     ],
 )
 def test_whether_it_learns(losses, val, grade, says):
@@ -62,7 +68,13 @@ def test_whether_it_learns(losses, val, grade, says):
         ),
         ([(9, "stopped: step 9: 3 steps in a row were not finite")], {}, BAD, "The watchdog stopped it: step 9"),
         ([(9, "stalled: no progress for 301 s, in step 10")], {}, FAIR, "1 stalled"),
-        ([], {"numerics/weights/saturated_max": 0.02}, GOOD, "saturates most: 2.00% of its weights"),
+        ([(9, "no progress for 1800 s, in step 10; ended; checkpoints: 5")], {}, FAIR, "1 ended because it hung"),
+        ([(9, "not stopped within 300 s of the signal, but in step 10; ended")], {}, FAIR, "it did not stop"),
+        ([], {"numerics/weights/saturated_max": 0.002}, GOOD, "saturates most: 0.20% of its weights"),
+        ([], {"numerics/weights/saturated_max": 0.02}, FAIR, "saturates most: 2.00% of its weights"),
+        ([], {"numerics/activations/underflow_max": 0.1589}, GOOD, "underflows most: 15.89% of its activations"),
+        ([], {"numerics/activation_gradients/underflow_max": 0.99}, BAD, "99.00% of its activation gradients"),
+        ([], {"numerics/weight_gradients/underflow_max": 0.99}, GOOD, "No step was skipped"),  # in 32 bits
     ],
 )
 def test_whether_it_is_healthy(events, more, grade, says):
@@ -71,16 +83,54 @@ def test_whether_it_is_healthy(events, more, grade, says):
 
 
 @pytest.mark.parametrize(
+    ("precision", "grade"),
+    [
+        ("{forward: e4m3, scaling: propagate}", BAD),
+        ("{forward: e4m3, scaling: delayed}", GOOD),
+        ("{forward: null, scaling: none}", GOOD),
+    ],
+)
+def test_underflow_that_is_an_upper_bound_is_not_held_against_a_run(precision, grade):
+    found = rows(FALLING, **{"numerics/activations/underflow_max": 0.6})
+    assert healthy(history(found, config=f"precision: {precision}")).grade == grade
+
+
+@pytest.mark.parametrize(
     ("speed", "more", "grade", "says"),
     [
         (lambda i: 1000.0 + i % 2, {}, GOOD, "1k tokens/s, 100.0 ms a step; 1.0% of it waiting for data"),
         (lambda i: 1000.0 if i < 80 else 500.0, {}, FAIR, "It slowed down: 500 tokens/s"),
         (lambda i: 1000.0, {"perf/mfu": 0.4}, GOOD, "40.0% of what the devices can do"),
+        (lambda i: 1000.0, {"perf/mfu": 0.005}, FAIR, "0.5% of what the devices can do"),
+        (lambda i: 10000.0 if i % 3 else 100.0, {}, FAIR, "every tenth step is at 100 tokens/s or less"),
     ],
 )
 def test_whether_it_is_fast(speed, more, grade, says):
     answer = fast(history(rows(FALLING, speed=speed, **more)))
     assert (answer.grade, says in answer.text) == (grade, True), answer
+
+
+@pytest.mark.parametrize(
+    ("steps", "events", "says"),
+    [
+        (100, [], "100 of 100 steps: finished"),
+        (2000, [], "100 of 2,000 steps: not finished"),
+        (
+            2000,
+            [(100, "stopped: step 100: 3 steps in a row were not finite")],
+            "of 2,000 steps: ended by the watch",
+        ),
+        (2000, [(100, "no progress for 9 s, in step 101; ended; checkpoints: 50")], "steps: ended because it hung"),
+        (100, [(40, "no progress for 9 s, in step 41; ended; checkpoints: 30")], "100 of 100 steps: finished"),
+        (None, [], "100 steps: not known whether finished"),
+    ],
+)
+def test_the_head_says_how_it_ended_and_what_it_was(steps, events, says):
+    config = "model: {name: gpt2_nano}\nprecision: {name: bf16}\n" + (f"train: {{steps: {steps}}}" if steps else "")
+    page = render(history(rows(FALLING), events, config), pictures={}, sample="", environment="")
+    head = re.search("<p class=sub>(.*?)</p>", page)[1]
+    assert says in head
+    assert head.endswith("; model gpt2_nano; precision bf16")
 
 
 @pytest.fixture

@@ -108,6 +108,24 @@ def test_what_only_says_how_long_and_where_may_change(run_dir):
     assert yaml.safe_load((run_dir.path / "config.yaml").read_text())["train"]["steps"] == 20
 
 
+def test_other_devices_may_share_the_work_but_not_send_other_numbers(run_dir):
+    parallel = {
+        "data": -1,
+        "fsdp": 1,
+        "tensor": 1,
+        "reduce": "fp32",
+        "deterministic_reduce": False,
+        "distributed": True,
+    }
+    run_dir.adopt(CONFIG | {"parallel": parallel})
+    other = {"data": 1, "fsdp": 2, "tensor": 2, "distributed": False}
+    run_dir.adopt(CONFIG | {"parallel": parallel | other})
+    with pytest.raises(UserError, match=r"configuration: parallel.reduce=fp8 \(was fp32\); take these values back"):
+        run_dir.check(CONFIG | {"parallel": parallel | {"reduce": "fp8"}})
+    with pytest.raises(UserError, match=r"parallel.deterministic_reduce=True \(was False\)"):
+        run_dir.check(CONFIG | {"parallel": parallel | {"deterministic_reduce": True}})
+
+
 def test_a_damaged_configuration_is_an_error(run_dir):
     (run_dir.path / "config.yaml").write_text("{]")
     with pytest.raises(UserError, match=r"config.yaml is damaged"):

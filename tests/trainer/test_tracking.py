@@ -1,4 +1,5 @@
 import json
+import logging
 import os
 import re
 import signal
@@ -6,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -400,6 +402,32 @@ def test_when_the_process_of_wandb_hangs_the_training_goes_on_and_ends(tmp_path)
 def test_an_alert_reaches_wandb(killed_thrice):
     run_id = (killed_thrice / "wandb" / "run_id").read_text()
     assert any(b"went back" in path.read_bytes() for path in wandb_files(killed_thrice, run_id))
+
+
+def test_what_is_told_late_leaves_the_row_whole_that_is_being_collected(tmp_path, monkeypatch):
+    """As a stall, which a thread reports of the last whole step while the loop is at the next one."""
+    rows = []
+    run = SimpleNamespace(
+        dir=str(tmp_path),
+        define_metric=lambda *_, **__: None,
+        log=lambda row, **_: rows.append(row),
+        finish=lambda **_: None,
+    )
+    errors = SimpleNamespace(Error=RuntimeError)
+    fake = SimpleNamespace(Settings=lambda **_: None, init=lambda **_: run, Image=str, errors=errors)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("trainer.tracking.logged_in", lambda: False)
+    monkeypatch.setattr(logging, "raiseExceptions", True)  # put back
+    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("ERROR_REPORTING", "false"), ("INIT_TIMEOUT", "1")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    tracker = make_tracker("wandb", tmp_path, start=0, config={}, init={})
+    tracker.log(1, loss(1))
+    tracker.log(2, loss(2))
+    tracker.event(1, "stalled")
+    tracker.image(2, "picture", tmp_path)
+    tracker.close()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[1] | {"events": "stalled", "picture": str(tmp_path)} == rows[1]
 
 
 def test_wandb_that_is_disabled_leaves_the_files(tmp_path):

@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from trainer.data.preparation import Progress
+from trainer.display import Output
 
 PLAIN_SECONDS = 5.0
 
@@ -23,7 +24,7 @@ def shown(
       console: by default standard error.
       clock: seconds; for tests.
     """
-    console = console or Console(stderr=True, soft_wrap=True)
+    console = console or Output(stderr=True, soft_wrap=True)
     if console.is_terminal:
         with Live(console=console, refresh_per_second=4, transient=True) as live:
             yield lambda progress: live.update(Text(line(progress)))
