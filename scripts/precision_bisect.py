@@ -110,7 +110,7 @@ class SwitchedDot:
 
 def computed_in_fp32(policy: Policy) -> Policy:
     """The policy with its casts, and the rest of what it computes in FP32."""
-    changes: dict[str, Any] = {"compute": "fp32"}
+    changes: dict[str, Any] = {"compute": "fp32", "update": "fp32"}
     if policy.forward is None and policy.weights != "bf16":
         changes["weight_grad"] = "fp32"  # no matmul is narrower than what weight gradients are computed in
     return dataclasses.replace(policy, **changes)

@@ -98,6 +98,11 @@ class Policy:
                 f"precision.forward={self.forward}, precision.backward={self.backward}: the FP8 matmul takes e4m3 "
                 "forward and e5m2 backward; others need precision.simulate=true"
             )
+        if self.clip_outliers is not None and self.forward is None:
+            raise UserError(
+                f"precision.clip_outliers={self.clip_outliers:g} clips what is rounded to FP8, and no matmul is; set "
+                "precision.forward and .backward, or leave it out"
+            )
         if self.scaling in ("delayed", "current") and (self.forward is None or self.simulate):
             raise UserError(f"precision.scaling={self.scaling} scales FP8 matmuls; set precision.forward and .backward")
         if self.scaling == "propagate" and self.compute == "bf16" and self.weights == "fp16":

@@ -437,6 +437,7 @@ def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
         ({"forward": "e9m9"}, r"precision\.forward=e9m9"),
         ({"forward": "e3m4", "backward": "e5m2"}, "simulate=true"),
         ({"forward": "e4m3"}, "give both"),
+        ({"clip_outliers": 6.0}, "no matmul is"),
         ({"scaling": "delayed"}, "scales FP8 matmuls"),
         ({"weights": "fp16"}, "needs precision.scaling=propagate"),
         ({"scaling": "propagate", "compute": "fp16"}, "weight_grad=fp32"),
