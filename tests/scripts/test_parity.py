@@ -174,7 +174,7 @@ def test_paired_runs_are_in_the_precision_that_they_are_called_by_and_resume(tmp
         eval_batches=2,
         last=1,
         jobs=2,
-        overrides=f"{TINY} data.cache_dir={tmp_path}/data compile_cache=null",
+        overrides=f"{TINY} data.cache_dir={tmp_path}/data compile_cache={tmp_path}/cache",
         out=str(out),
     )
     command = parity.command
@@ -196,15 +196,16 @@ def test_paired_runs_are_in_the_precision_that_they_are_called_by_and_resume(tmp
     assert 0 < max(paired) < abs(final["fp32", 0] - final["fp32", 1])  # the same weights and batches
 
     for item, (floats, casts, weights, mu, nu) in PROGRAMS.items():
-        for seed in "01":
-            (path,) = (out / "1x" / item / seed / "hlo").glob("*jit_train_step.cpu_after_optimizations.txt")
-            program = path.read_text()
+        # The second run finds the program of the first in the cache, in which no two programs share a place.
+        dumped = list((out / "1x" / item).glob("?/hlo/*jit_train_step.cpu_after_optimizations.txt"))
+        assert dumped
+        for program in (path.read_text() for path in dumped):
             assert set(re.findall(r"\b(b?f\d\w*)\[", program)) == floats
             assert len(re.findall(r"= f8e4m3fn\[\d\S* convert\(", program)) >= casts
             assert stored(program, "params") == weights
             assert stored(program, r"opt_state\.\S*mu") == mu
             assert stored(program, r"opt_state\.\S*nu") == nu
-            assert not (out / "1x" / item / seed / "checkpoints").exists()
+        assert not list((out / "1x" / item).glob("?/checkpoints"))
 
     capsys.readouterr()
     finished = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
