@@ -60,10 +60,11 @@ class Arguments:
 
 
 def figures(run_dir: Path) -> list[dict[str, Any]]:
-    """All rows and events, without what a clock or the machine's memory decides."""
+    """All rows and events, without what a clock, the machine's memory or a fault that stops progress decides."""
     return [
         {k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))}
         for row in read_rows(run_dir / "metrics.jsonl")
+        if not str(row.get("event", "")).startswith(("stalled: ", "no progress for "))
     ]
 
 

@@ -12,8 +12,11 @@ import hashlib
 import json
 import logging
 import shutil
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -52,6 +55,24 @@ def _digest(document: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def _hide_late_writes() -> None:
+    """A save that failed leaves writes behind whose ends nobody awaits any more; each would print a traceback.
+
+    TensorStore's threads report through `sys.excepthook` that Orbax's event loop is closed. Who saved has been told.
+    """
+    before = sys.excepthook
+    if getattr(before, "hides_late_writes", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        late = kind is RuntimeError and str(error) == "Event loop is closed"
+        if not late or threading.current_thread() is threading.main_thread():
+            before(kind, error, trace)
+
+    hook.hides_late_writes = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
 class Checkpointer:
     """The checkpoints of one run.
 
@@ -68,6 +89,7 @@ class Checkpointer:
         self._saving: int | None = None
         # Orbax logs what it makes of these options, and the exceptions that it also raises, which are reported here.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        _hide_late_writes()
         newest = LatestN(keep)
         # BestN keeps the last of its sorting; reverse puts the lowest loss there. No validation loss: no candidate.
         best = BestN(get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)

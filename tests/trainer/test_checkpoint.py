@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -518,3 +519,17 @@ def test_a_checksum_tells_places_apart():
             mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D % 2**32
             total[j] = (total[j] + int(word) * ((mixed ^ (mixed >> 13)) | 1)) % 2**32
     assert checksum(x).tolist() == total
+
+
+def test_writes_that_end_after_their_save_has_failed_print_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+    def report(error):
+        thread = threading.Thread(target=sys.excepthook, args=(type(error), error, None))
+        thread.start()
+        thread.join()
+        return capsys.readouterr().err
+
+    with Checkpointer(tmp_path):
+        assert report(RuntimeError("Event loop is closed")) == ""
+        assert "another one" in report(RuntimeError("another one"))
