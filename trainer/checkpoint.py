@@ -89,7 +89,6 @@ class Checkpointer:
         self._saving: int | None = None
         # Orbax logs what it makes of these options, and the exceptions that it also raises, which are reported here.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        _hide_late_writes()
         newest = LatestN(keep)
         # BestN keeps the last of its sorting; reverse puts the lowest loss there. No validation loss: no candidate.
         best = BestN(get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
@@ -171,6 +170,7 @@ class Checkpointer:
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(stored), manifest=ocp.args.JsonSave(manifest))
         comparable = val_loss is not None and np.isfinite(val_loss)
         self._saving = step
+        _hide_late_writes()  # here, because W&B puts a hook of its own in place
         try:
             self._manager.save(step, args=items, metrics={"val_loss": val_loss} if comparable else None, force=True)
         except OSError as error:

@@ -522,14 +522,14 @@ def test_a_checksum_tells_places_apart():
 
 
 def test_writes_that_end_after_their_save_has_failed_print_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-
     def report(error):
         thread = threading.Thread(target=sys.excepthook, args=(type(error), error, None))
         thread.start()
         thread.join()
         return capsys.readouterr().err
 
-    with Checkpointer(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # by another library, meanwhile
+        checkpointer.save(1, {"x": jnp.ones(2)}, META)
         assert report(RuntimeError("Event loop is closed")) == ""
         assert "another one" in report(RuntimeError("another one"))
