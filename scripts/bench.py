@@ -15,13 +15,13 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scripts.arguments import argument, run
+from scripts.bench_cases import run_cases, taking
 from trainer.allocator import keep_freed_memory
 from trainer.errors import UserError
 from trainer.libraries import hide_missing_gpu
@@ -85,14 +85,7 @@ def ours(args: Arguments, vocab: int) -> Contestant:
     tokens = np.random.default_rng(0).integers(0, vocab, (1, args.batch, args.context + 1), dtype=np.int32)
     batch, hyper = Tokens(jnp.asarray(tokens), None), Hyper(jnp.float32(1e-4), jnp.int32(0), jnp.uint32(0))
 
-    def take(steps: int) -> float:
-        nonlocal state
-        start = time.perf_counter()
-        for _ in range(steps):
-            state, metrics = step(state, batch, hyper)
-        metrics["loss"].block_until_ready()
-        return time.perf_counter() - start
-
+    take = taking(step, state, batch, hyper)
     take(2)  # compiles
     return take
 
@@ -157,7 +150,6 @@ def main(args: Arguments) -> None:
     keep_freed_memory()  # as `python -m trainer` does
     if args.cases:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory, too
-        from scripts.bench_cases import run_cases
 
         run_cases(
             ON_A_GPU if args.cases == "gpu" else args.cases,

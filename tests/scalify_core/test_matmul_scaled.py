@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from scalify_core import value
 from scalify_core.array import ScaledArray, asarray
 from scalify_core.formats import E4M3, E5M2
 from scalify_core.interpreter import scalify
@@ -79,7 +80,10 @@ def test_one_operand_may_be_plain():
     np.testing.assert_array_equal(np.asarray(found), np.asarray(both))
 
 
-def test_vmapped_scanned_and_rematerialised_products_keep_their_values():
+@pytest.mark.parametrize("numbers", [True, False])
+def test_vmapped_scanned_and_rematerialised_products_keep_their_values(numbers, monkeypatch):
+    if not numbers:  # all products have the constant of the first, as those of one loop have
+        monkeypatch.setattr(value, "serial", lambda: 0)
     stack = normal(3, 4, 16, 16)
     x = normal(4, 16, 16)
 
@@ -97,7 +101,9 @@ def test_vmapped_scanned_and_rematerialised_products_keep_their_values():
         found = scalify(lambda x, stack, body=body: lax.scan(body, x, stack)[0])(*args)
         # The constants of products differ by up to 2^-7 (see rules/fp8.py): some FP16 roundings fall to the other side,
         # and some of the casts that follow, by 2^-3 of an element, of which 16 are summed.
-        np.testing.assert_allclose(np.asarray(found), expected, rtol=0, atol=2.0**-4 * np.abs(expected).max())
+        # Without that the same products are taken: an FP16 rounding or two are left.
+        limit = 2.0**-4 if numbers else 2.0**-8
+        np.testing.assert_allclose(np.asarray(found), expected, rtol=0, atol=limit * np.abs(expected).max())
     mapped = scalify(jax.vmap(lambda w, x: layer(x, w)[0], in_axes=(0, None)))(args[1], args[0])
     for i in range(4):
         one = scalify(lambda x, w: layer(x, w)[0])(args[0], ScaledArray(stack[i], 0.25))
