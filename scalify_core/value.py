@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from scalify_core.formats import FloatFormat, pow2_inverse, pow2_round
 
@@ -248,6 +249,25 @@ def stored(x: jax.Array) -> jax.Array:
     A compiler may otherwise write what `x` is rounded from, if several operations begin by rounding it.
     """
     return lax.platform_dependent(x, cuda=lax.optimization_barrier, default=lambda x: x)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """`x`. Compiled for CUDA, elements that are neighbours on the last axis are neighbours in memory."""
+    return lax.platform_dependent(x, cuda=_row_major, default=lambda x: x)
+
+
+def stored_both_ways(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A matrix, twice. Compiled for CUDA, what computes it writes both, the second with its columns in one piece."""
+
+    def cuda(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, columns = lax.optimization_barrier((_row_major(x), _row_major(x.T)))
+        return rows, columns.T
+
+    return lax.platform_dependent(x, cuda=cuda, default=lambda x: (x, x))
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def times(x: Any, factor: Scale) -> Any:

@@ -18,13 +18,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from scalify_core import attention, dynamic_rescale_rms_grad, gelu, get_data_scale, layer_norm, swiglu
+from scalify_core import attention, dynamic_rescale_rms_grad, gelu, get_data_scale, layer_norm, materialised, swiglu
 from scalify_core.formats import pow2_round
 from trainer.dots import wide_gradient_dot
 from trainer.spec import GPT2Spec
 
 DotGeneral = Callable[..., jax.Array]
 DotGeneralFor = Callable[[str], DotGeneral]
+Norm = Callable[[jax.Array], jax.Array]
 
 
 def enter(x_NxD: jax.Array, axis: str | None) -> jax.Array:
@@ -87,6 +88,11 @@ class Linear(nnx.Linear):
             kernel_DxF, bias_F = kernel_DxF[:, :columns], bias_F[:columns]
         return dense(x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype, self.partial)
 
+    def without_bias(self, x_NxD: jax.Array) -> jax.Array:
+        """`x @ kernel`; not of a `partial` one."""
+        assert self.partial is None
+        return product(x_NxD, self.kernel[...], self.dot_general, self.dtype)
+
 
 class LastColumns(nnx.Module):
     """The last columns of a `Linear` as a layer of their own on the same parameters, kernel and bias times `gain`."""
@@ -114,10 +120,14 @@ def dense(
     partial: str | None = None,
 ) -> jax.Array:
     """`x @ kernel + bias`, `[N, F]` in `dtype`; `partial` as of `Linear`."""
-    y_NxF = dot_general(x_NxD, kernel_DxF, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
-    y_NxF = leave(y_NxF, partial)
+    y_NxF = leave(product(x_NxD, kernel_DxF, dot_general, dtype), partial)
     # The sum in FP32: rounded once, and the bias has its gradient in FP32, as the kernel has.
     return (y_NxF.astype(jnp.float32) + bias_F.astype(jnp.float32)[None]).astype(dtype)
+
+
+def product(x_NxD: jax.Array, kernel_DxF: jax.Array, dot_general: DotGeneral, dtype: DTypeLike | None) -> jax.Array:
+    """`x @ kernel`, `[N, F]` in `dtype`."""
+    return dot_general(x_NxD, kernel_DxF, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
 
 
 class Factory:
@@ -167,6 +177,11 @@ class Factory:
         return linear
 
 
+def again(fun: Callable[[Any], Any], recompute: bool) -> Callable[[Any], Any]:
+    """`fun`; with `recompute`, of what it computes only its argument is kept for the backward pass."""
+    return jax.checkpoint(fun) if recompute else fun
+
+
 class LayerNorm(nnx.Module):
     """Normalisation over the last axis, in FP32; the result has the input's dtype.
 
@@ -208,6 +223,7 @@ class Attention(nnx.Module):
         self.head_dim = spec.head_dim
         self.split = make.split
         self.rescale_grad = "qkv" in make.rescale_grads
+        self.recompute = spec.remat == "elementwise"
         self.c_attn = make.linear("attn.c_attn", spec.d_model, 3 * spec.d_model, spec.init_std)
         gain = spec.value_gain
         if gain is not None:
@@ -215,16 +231,18 @@ class Attention(nnx.Module):
         self.value_gain = gain
         self.c_proj = make.linear("attn.c_proj", spec.d_model, spec.d_model, residual_stddev)
 
-    def heads(self, x_NxD: jax.Array, batch: int) -> list[jax.Array]:
+    def heads(self, x_NxD: jax.Array, norm: Norm, batch: int) -> list[jax.Array]:
         """Queries, keys, values, each `[B, T, H, K]`, of the heads that this device has."""
-        x_NxD = enter(x_NxD, self.split)
-        if self.value_gain is None:
-            split = jnp.split(self.rescaled(self.c_attn(x_NxD)), 3, axis=1)
-        else:
-            q_and_k_NxE = self.rescaled(self.c_attn(x_NxD, columns=2 * x_NxD.shape[1]))
-            split = [*jnp.split(q_and_k_NxE, 2, axis=1), self.rescaled(self.c_value(x_NxD))]
+        split = again(lambda x_NxD: self.products(enter(norm(x_NxD), self.split)), self.recompute)(x_NxD)
         heads = split[0].shape[1] // self.head_dim
         return [part.reshape(batch, -1, heads, self.head_dim) for part in split]
+
+    def products(self, x_NxD: jax.Array) -> list[jax.Array]:
+        """Queries, keys, values, each `[N, E]`."""
+        if self.value_gain is None:
+            return jnp.split(self.rescaled(self.c_attn(x_NxD)), 3, axis=1)
+        q_and_k_NxE = self.rescaled(self.c_attn(x_NxD, columns=2 * x_NxD.shape[1]))
+        return [*jnp.split(q_and_k_NxE, 2, axis=1), self.rescaled(self.c_value(x_NxD))]
 
     def rescaled(self, x: jax.Array) -> jax.Array:
         """`x`, its gradient rescaled where that is asked for."""
@@ -234,14 +252,17 @@ class Attention(nnx.Module):
         """The output projection."""
         return self.c_proj(out_NxD, factor=None if self.value_gain is None else 1 / self.value_gain)
 
-    def __call__(self, x_NxD: jax.Array, batch: int, segments_BxT: jax.Array | None) -> jax.Array:
-        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, batch)
+    def __call__(self, x_NxD: jax.Array, norm: Norm, batch: int, segments_BxT: jax.Array | None) -> jax.Array:
+        """Of `norm(x)`."""
+        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, norm, batch)
         out_BxTxHxK = attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, causal=True, segments=segments_BxT)
         return self.project(out_BxTxHxK.reshape(len(x_NxD), -1))
 
-    def decode(self, x_NxD: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
+    def decode(
+        self, x_NxD: jax.Array, norm: Norm, cache: KVCache, position: jax.Array | int
+    ) -> tuple[jax.Array, KVCache]:
         """The same for tokens at `position` and after it, which attend to this layer's cache too."""
-        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, cache.k.shape[0])
+        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, norm, cache.k.shape[0])
         k_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(cache.k, k_BxTxHxK, position, axis=1)
         v_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(cache.v, v_BxTxHxK, position, axis=1)
         out_BxTxHxK = cached_attention(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, position)
@@ -261,15 +282,22 @@ def cached_attention(
 
 
 class GeluMLP(nnx.Module):
-    """D -> F, GELU (tanh form), F -> D."""
+    """D -> F, GELU (tanh form), F -> D, of what `norm` makes of the input."""
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
         self.split = make.split
+        self.recompute = spec.remat == "elementwise"
         self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std)
         self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
 
-    def __call__(self, x_NxD: jax.Array) -> jax.Array:
-        return self.c_proj(gelu(self.c_fc(enter(x_NxD, self.split))))
+    def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
+        hidden_NxF = again(lambda x_NxD: self.c_fc.without_bias(enter(norm(x_NxD), self.split)), self.recompute)(x_NxD)
+        return again(self.activated, self.recompute)(hidden_NxF)
+
+    def activated(self, hidden_NxF: jax.Array) -> jax.Array:
+        """What follows the first product."""
+        assert self.c_fc.bias is not None
+        return self.c_proj(gelu(hidden_NxF, self.c_fc.bias[...]))
 
 
 class SwigluMLP(nnx.Module):
@@ -281,6 +309,7 @@ class SwigluMLP(nnx.Module):
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
         self.split = make.split
+        self.recompute = spec.remat == "elementwise"
         self.c_gate = make.linear("mlp.c_gate", spec.d_model, spec.mlp_width, spec.init_std)
         self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std)
         self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
@@ -289,9 +318,17 @@ class SwigluMLP(nnx.Module):
             for branch in (self.c_gate, self.c_fc):
                 branch.kernel[...] = branch.kernel[...].at[:, : spec.align_channels].set(aligned_DxF)
 
-    def __call__(self, x_NxD: jax.Array) -> jax.Array:
-        x_NxD = enter(x_NxD, self.split)
-        return self.c_proj(swiglu(self.c_gate(x_NxD), self.c_fc(x_NxD)))
+    def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
+        branches = again(lambda x_NxD: self.branches(enter(norm(x_NxD), self.split)), self.recompute)(x_NxD)
+        return again(self.activated, self.recompute)(branches)
+
+    def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Gate and linear branch, each `[N, F]`."""
+        return self.c_gate(x_NxD), self.c_fc(x_NxD)
+
+    def activated(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """What follows the two products."""
+        return self.c_proj(swiglu(*branches))
 
 
 class SmoothSwigluMLP(SwigluMLP):
@@ -304,13 +341,13 @@ class SmoothSwigluMLP(SwigluMLP):
     parameters are those of `SwigluMLP`. Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
     """
 
-    def __call__(self, x_NxD: jax.Array) -> jax.Array:
-        x_NxD = enter(x_NxD, self.split)
-        linear_NxF = self.c_fc(x_NxD)
+    def activated(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """What follows the two products."""
+        gate_NxF, linear_NxF = branches
         data_NxF, _ = get_data_scale(linear_NxF)
         peak_F = jnp.max(jnp.abs(data_NxF.astype(jnp.float32)), axis=0)
         size_F = jnp.where(peak_F > 0, pow2_round(peak_F), 1.0)
-        hidden_NxF = swiglu(self.c_gate(x_NxD), linear_NxF)
+        hidden_NxF = swiglu(gate_NxF, linear_NxF)
         hidden_NxF *= (1 / size_F)[None].astype(hidden_NxF.dtype)
         return self.c_proj(hidden_NxF, factor=size_F[:, None])
 
@@ -348,11 +385,12 @@ class Block(nnx.Module):
         self, x_NxD: jax.Array, batch: int, segments_BxT: jax.Array | None, keys_B: jax.Array | None
     ) -> jax.Array:
         attn_keys_B, mlp_keys_B = split_keys(keys_B, 2)
-        x_NxD += dropout(self.attn(self.ln_1(x_NxD), batch, segments_BxT), self.dropout, attn_keys_B)
-        return x_NxD + dropout(self.mlp(self.ln_2(x_NxD)), self.dropout, mlp_keys_B)
+        x_NxD += dropout(self.attn(x_NxD, self.ln_1, batch, segments_BxT), self.dropout, attn_keys_B)
+        x_NxD = materialised(x_NxD)  # both norms and both sums read it
+        return materialised(x_NxD + dropout(self.mlp(x_NxD, self.ln_2), self.dropout, mlp_keys_B))
 
     def decode(self, x_NxD: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
         """The same for tokens at `position` and after it, which attend to this layer's cache too."""
-        out_NxD, cache = self.attn.decode(self.ln_1(x_NxD), cache, position)
+        out_NxD, cache = self.attn.decode(x_NxD, self.ln_1, cache, position)
         x_NxD += out_NxD
-        return x_NxD + self.mlp(self.ln_2(x_NxD)), cache
+        return x_NxD + self.mlp(x_NxD, self.ln_2), cache

@@ -90,7 +90,7 @@ class GPT2(nnx.Module):
         def run(graphdef: Any, x_NxD: jax.Array, layer: Any, segments_BxT: Any, keys_B: Any) -> jax.Array:
             return nnx.merge(graphdef, layer)(x_NxD, B, segments_BxT, keys_B)
 
-        if spec.remat != "none":
+        if spec.remat not in ("none", "elementwise"):
             policy = None if spec.remat == "block" else getattr(jax.checkpoint_policies, spec.remat)
             # A scan's body is not deduplicated with its recomputation anyway; the barriers would only cost.
             run = jax.checkpoint(run, policy=policy, prevent_cse=not spec.scan_layers, static_argnums=0)

@@ -30,8 +30,9 @@ class GPT2Spec:
       d_mlp: F; None: 4 D (gelu) or 8/3 D rounded up to a multiple of 64 (the others, the same number of parameters).
       dropout: rate on the embeddings and on each branch's output; fused attention has none inside.
       scan_layers: loop over stacked parameters instead of unrolling: compiles faster, moves more memory.
-      remat: recompute in the backward pass: none, block (whole blocks), or one of REMAT_POLICIES inside blocks. Under
-        `scalify` what enters and leaves a block is then rounded there: the same numbers up to roundings.
+      remat: recompute in the backward pass: none, elementwise (norms and activations: what the linear layers take),
+        block (whole blocks), or one of REMAT_POLICIES inside blocks. Under `scalify` what enters and leaves what is
+        recomputed is then rounded there: the same numbers up to roundings.
       init_std: of the initial normal weights; those of the projections into the residual stream, over sqrt(2 L).
       value_gain: a power of two that the values are multiplied by, kernel and bias, and the attention's output kernel
         divided, where they are used: the function of the parameters is the same. The values are then a product of their
@@ -62,7 +63,7 @@ class GPT2Spec:
             raise UserError(f"d_model={self.d_model} is not a multiple of n_head={self.n_head}; change one of them")
         if self.mlp not in MLPS:
             raise UserError(f"mlp={self.mlp!r} is not a choice; valid: {', '.join(MLPS)}")
-        valid = ("none", "block", *REMAT_POLICIES)
+        valid = ("none", "elementwise", "block", *REMAT_POLICIES)
         if self.remat not in valid:
             raise UserError(f"remat={self.remat!r} is not a choice; valid: {', '.join(valid)}")
         if self.align_channels > self.mlp_width:

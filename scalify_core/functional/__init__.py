@@ -5,6 +5,7 @@ from scalify_core.functional.attention import attention
 from scalify_core.functional.embedding import embedding
 from scalify_core.functional.losses import cross_entropy, linear_cross_entropy, log_softmax, softmax
 from scalify_core.functional.norms import layer_norm, rms_norm
+from scalify_core.functional.storage import materialised
 
 __all__ = [
     "attention",
@@ -14,6 +15,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",
+    "materialised",
     "relu",
     "rms_norm",
     "silu",

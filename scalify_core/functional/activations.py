@@ -1,4 +1,4 @@
-"""Activations: FP32 inside, result in the dtype of the input, only the input saved for the backward pass."""
+"""Activations: FP32 inside, result in the dtype of the input, only the inputs saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 
 
-def gelu(x: jax.Array) -> jax.Array:
-    """Gaussian error linear unit in the tanh form of GPT-2: `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`.
+def gelu(x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Gaussian error linear unit in the tanh form of GPT-2: `0.5 y (1 + tanh(sqrt(2/pi) (y + 0.044715 y^3)))`.
+
+    Args:
+        x: [..., F], any float dtype.
+        bias: [F], added to `x` in FP32: `y = x + bias` is never stored. None: `y = x`.
+
+    Returns:
+        Array of the shape and dtype of `x`.
 
     References:
         Hendrycks and Gimpel, 2016 (https://arxiv.org/abs/1606.08415).
     """
-    return _gelu(x)
+    return _gelu(x, bias)
 
 
 def silu(x: jax.Array) -> jax.Array:
@@ -42,19 +49,28 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 @composite(name="gelu")
-def _gelu(x: jax.Array) -> jax.Array:
-    x32 = x.astype(jnp.float32)
+def _gelu(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    x32 = _biased(x, bias)
     tanh = jnp.tanh(_SQRT_2_OVER_PI * x32 * (1 + _CUBIC * x32 * x32))
     return (0.5 * x32 * (1 + tanh)).astype(x.dtype)
 
 
-def _gelu_bwd(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+def _gelu_bwd(residuals: tuple[jax.Array, jax.Array | None], gradient: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     # tanh is computed again: cheaper to do than to keep, and the input has to be kept in any case.
-    x32 = x.astype(jnp.float32)
+    x, bias = residuals
+    x32 = _biased(x, bias)
     square = x32 * x32
     tanh = jnp.tanh(_SQRT_2_OVER_PI * x32 * (1 + _CUBIC * square))
     slope = 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * (_SQRT_2_OVER_PI * (1 + 3 * _CUBIC * square))
-    return ((gradient.astype(jnp.float32) * slope).astype(x.dtype),)
+    dx = (gradient.astype(jnp.float32) * slope).astype(x.dtype)
+    if bias is None:
+        return dx, None
+    return dx, jnp.sum(dx, axis=tuple(range(x.ndim - 1)), dtype=jnp.float32).astype(bias.dtype)
+
+
+def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    return x32 if bias is None else x32 + bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + bias.shape)
 
 
 @composite(name="silu")
@@ -95,7 +111,7 @@ def _silu_slope(x: jax.Array, sigmoid: jax.Array) -> jax.Array:
     return sigmoid * (1 + x * (1 - sigmoid))
 
 
-_gelu.defvjp(lambda x: (_gelu.fun(x), x), _gelu_bwd)
+_gelu.defvjp(lambda x, bias: (_gelu.fun(x, bias), (x, bias)), _gelu_bwd)
 _silu.defvjp(lambda x: (_silu.fun(x), x), _silu_bwd)
 _relu.defvjp(lambda x: (_relu.fun(x), x), _relu_bwd)
 _swiglu.defvjp(lambda gate, up: (_swiglu.fun(gate, up), (gate, up)), _swiglu_bwd)

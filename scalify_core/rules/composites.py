@@ -174,8 +174,50 @@ def _activation(name: str) -> None:
         return on_values(call, [(size_of(gradient.size, _sizes(name, x)[1]), gradient.dtype)], x, gradient)
 
 
-for _name in _ACTIVATIONS:
+for _name in ("silu", "relu"):
     _activation(_name)
+
+
+def _biased(x: Any, bias: Any) -> tuple[Value, Any, Value]:
+    """Both as values, and a value of the size of their sum, with the data of `x`."""
+    x = as_value(x, bias)
+    if bias is None:
+        return x, None, x
+    bias = as_value(bias, x)
+    scale, rho, _ = v.hypot(x, bias)
+    return x, bias, v.value(x.data, scale, rho, x.dtype)
+
+
+@composite_rule("gelu")
+def _gelu_rule(call: Any, x: Any, bias: Any) -> Any:
+    x, bias, total = _biased(x, bias)
+    return on_values(call, [(_sizes("gelu", total)[0], x.dtype)], x, bias)[0]
+
+
+@composite_rule("gelu.fwd")
+def _gelu_fwd(call: Any, x: Any, bias: Any) -> Any:
+    x, bias, total = _biased(x, bias)
+    unused = [(1.0, each.dtype) for each in (x, bias) if each is not None]
+    out, *_ = on_values(call, [(_sizes("gelu", total)[0], x.dtype), *unused], x, bias)
+    return out, (x, bias)
+
+
+@composite_rule("gelu.bwd")
+def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
+    x, bias, total = _biased(*residuals)
+    gradient = as_value(gradient, x)
+    size = size_of(gradient.size, _sizes("gelu", total)[1])
+    if bias is None:
+        return on_values(call, [(size, gradient.dtype)], (x, None), gradient)
+    rows = math.prod(x.shape[:-1])
+    dx, dbias = on_values(
+        call, [(size, gradient.dtype), (size_of(size, math.sqrt(rows)), bias.dtype)], (x, bias), gradient
+    )
+    dx = v.narrow(dx)  # stored in any case, for the next product; its rows are added up as they are there
+    if not call.in_axes:
+        added = jnp.sum(dx.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32)
+        dbias = v.settled(added, dx.scale, dx.rho * math.sqrt(rows), bias.dtype)
+    return dx, dbias
 
 
 @composite_rule("swiglu")
@@ -200,6 +242,22 @@ def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     silu, slope = _sizes("silu", gate)
     sizes = [(size_of(gradient.size, up.size, slope), gate.dtype), (size_of(gradient.size, silu), up.dtype)]
     return on_values(call, sizes, (gate, up), gradient)
+
+
+# What is stored is in its format.
+
+
+@composite_rule("materialised")
+def _materialised(call: Any, x: Any) -> Any:
+    return dataclasses.replace(x, data=v.stored(x.data)) if is_value(x) else x
+
+
+@composite_rule("materialised.fwd")
+def _materialised_fwd(call: Any, x: Any) -> Any:
+    return _materialised(call, x), None
+
+
+composite_rule("materialised.bwd", wide=True)(lambda call, _, gradient: (gradient,))
 
 
 # Norms. The data is normalised as it is; epsilon stays that of the logical value.

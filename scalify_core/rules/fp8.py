@@ -1,4 +1,7 @@
-"""The FP8 product: a cast of the data, whose RMS is about 1 already; no scale is computed, none is looked up."""
+"""The FP8 product: a cast of the data, whose RMS is about 1 already; no scale is computed, none is looked up.
+
+What it keeps for the backward pass is the left operand in FP8, and the right one as it was given: a parameter.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from scalify_core.rules.elementwise import lifted
 from scalify_core.rules.matmul import saturated
 from scalify_core.value import Value
 
+_MATRICES = (((1,), (0,)), ((), ()))
+
 
 @composite_rule("fp8_dot_general", wide=True, numbered=True)
 def _product(call: Any, lhs: Any, rhs: Any) -> Value:
@@ -31,14 +36,16 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
 
     def forward(lhs: Any, rhs: Any) -> tuple:
         lhs8, rhs8 = E4M3.cast_or_nan(lhs), E4M3.cast_or_nan(rhs)
-        if lhs.dtype == np.float32:  # what computes it writes it in FP8; it is transposed from there
-            lhs8 = v.stored(lhs8)
-        return dot_fp8(lhs8, rhs8, product.dims, dtype, alpha, fast=True), lhs8, rhs8
+        kept = lhs8
+        if lhs.dtype == np.float32:  # what computes it writes it in FP8
+            lhs8, kept = v.stored_both_ways(lhs8) if product.dims == _MATRICES else (v.stored(lhs8),) * 2
+        out = dot_fp8(lhs8, rhs8, product.dims, dtype, alpha, fast=True)
+        return out, kept, rhs8 if rhs.dtype == np.float32 else rhs
 
     power, rho = _sum_of(product.sizes[2], lhs, rhs)
     alpha, factor = _alpha(power, dtype)
-    out, lhs8, rhs8 = _on_data(call, forward, lhs.data, rhs.data)
-    operands = v.value(lhs8, lhs.scale, lhs.rho), v.value(rhs8, rhs.scale, rhs.rho)
+    out, lhs_kept, rhs_kept = _on_data(call, forward, lhs.data, rhs.data)
+    operands = v.value(lhs_kept, lhs.scale, lhs.rho), v.value(rhs_kept, rhs.scale, rhs.rho)
     return v.value(saturated(out), _scale(lhs, rhs, power), rho, dtype, factor), (*operands, *_unused(product))
 
 
@@ -55,6 +62,10 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
     (lhs_alpha, lhs_factor), (rhs_alpha, rhs_factor) = _alpha(lhs_power, dtype), _alpha(rhs_power, dtype)
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
+        if rhs8.dtype != E4M3.dtype:
+            # A parameter, which is there in any case: it is cast again, `stored` telling the two casts apart. In its
+            # own order, too: the product contracts its last axis.
+            rhs8 = v.row_major(E4M3.cast_or_nan(v.stored(rhs8)))
         gradient8 = E5M2.cast_or_nan(rest[-1])  # of infinities `saturated` would make large numbers
         d_lhs = lhs_gradient(gradient8, rhs8, product.dims, dtype, lhs_alpha)
         return d_lhs, rhs_gradient(lhs8, gradient8, product.dims, dtype, rhs_alpha)
