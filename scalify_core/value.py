@@ -260,7 +260,8 @@ def stored_both_ways(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A matrix, twice. Compiled for CUDA, what computes it writes both, the second with its columns in one piece."""
 
     def cuda(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows, columns = lax.optimization_barrier((_row_major(x), _row_major(x.T)))
+        x = _row_major(x)  # or the order of the other would spread to what `x` is computed from
+        rows, columns = lax.optimization_barrier((x, _row_major(x.T)))
         return rows, columns.T
 
     return lax.platform_dependent(x, cuda=cuda, default=lambda x: (x, x))
