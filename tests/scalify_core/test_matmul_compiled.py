@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalify_core.array import ScaledArray
+from scalify_core.functional import gelu, materialised
 from scalify_core.interpreter import scalify
 from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of th
 
 MATRIX = (((1,), (0,)), ((), ()))
 FP8_GEMM = "__cublas$lt$matmul$f8"
+# As the trainer has its step compiled: a rounding is one, and a long contraction is one product.
+AS_TRAINED = {"xla_allow_excess_precision": False, "xla_gpu_experimental_force_split_k": 1}
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +40,11 @@ def h200(h200s):
     return jax.sharding.SingleDeviceSharding(h200s[0])
 
 
-def compiled_text(shardings, fun, *shapes, dtype=jnp.float16):
+def compiled_text(shardings, fun, *shapes, dtype=jnp.float16, **options):
     """Optimised HLO of `fun` on operands of these shapes; one sharding for all, or a list of one each."""
     shardings = shardings if isinstance(shardings, list) else [shardings] * len(shapes)
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=s) for shape, s in zip(shapes, shardings, strict=True)]
-    return jax.jit(fun).lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
+    return jax.jit(fun).lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0} | options).as_text()
 
 
 def gemms(text):
@@ -180,6 +183,39 @@ def test_a_static_scale_is_the_alpha_of_the_gemm(h200):
     text = compiled_text(h200, product, (256, 64), (64, 512))
     assert_all_fp8(text, forward=1, backward=0)
     assert '"alpha_real":0.125' in text  # 1 / sqrt(64)
+
+
+def test_an_activation_writes_what_the_product_takes_in_both_orders(h200):
+    """In one kernel: it is not transposed later from where it was kept."""
+
+    def step(x, bias, w, gradient):
+        hidden = lambda x, bias, w: fp8_dot_general(gelu(x, bias), w, MATRIX)
+        out, pull = jax.vjp(hidden, x, bias, w)
+        return out, pull(gradient)
+
+    def on_data(x, bias, w, gradient):
+        out, gradients = scalify(step)(*(ScaledArray(a, 1.0) for a in (x, bias, w, gradient)))
+        return out.data, [g.data for g in gradients]
+
+    text = compiled_text(h200, on_data, (4096, 1024), (1024,), (1024, 256), (4096, 256), **AS_TRAINED)
+    assert_all_fp8(text, forward=1, backward=2)
+    entry = text[text.index("ENTRY ") :]
+    fusions = re.findall(r" = (\(.*?\)|\S+) fusion\(", entry)
+    both = [out for out in fusions if "f8e4m3fn[4096,1024]" in out and "f8e4m3fn[1024,4096]" in out]
+    assert len(both) == 1, fusions
+    assert not [
+        out for out in fusions if out.startswith("f8e4m3fn[4096,1024]") or out.startswith("f8e4m3fn[1024,4096]")
+    ]
+
+
+@pytest.mark.parametrize("scale", [1.0, None])
+def test_what_is_materialised_is_a_barrier_of_its_format_on_a_gpu_only(scale):
+    x = jnp.ones((4, 8), jnp.float16)
+    x = x if scale is None else ScaledArray(x, scale)
+    add = jax.jit(lambda x, y: jax.tree.leaves(scalify(lambda x, y: materialised(x + y))(x, y)))
+    on = {platform: add.trace(x, x).lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu")}
+    assert re.search(r"optimization_barrier %\S+ : tensor<4x8xf16>", on["cuda"])
+    assert "optimization_barrier" not in on["cpu"]
 
 
 def test_a_product_that_falls_back_is_seen_not_to_be_fp8(h200):

@@ -58,6 +58,8 @@ CASES = {
     "layer_norm": (sc.layer_norm, layer_norm, (X, W, B), 3),
     "rms_norm": (sc.rms_norm, rms_norm, (X, W), 2),
     "gelu": (sc.gelu, lambda x: jax.nn.gelu(x, approximate=True), (X,), 1),
+    "gelu_biased": (sc.gelu, lambda x, b: jax.nn.gelu(x + b[None, None], approximate=True), (X, B), 2),
+    "materialised": (sc.materialised, lambda x: x, (X,), 1),
     "silu": (sc.silu, jax.nn.silu, (X,), 1),
     "relu": (sc.relu, jax.nn.relu, (X,), 1),
     "swiglu": (sc.swiglu, lambda g, u: jax.nn.silu(g) * u, (X, X[::-1]), 2),

@@ -102,3 +102,31 @@ def test_a_norm_of_a_row_of_zeros_is_zeros(exponent):
     for norm in (lambda x: sc.layer_norm(x, jnp.ones(D), None), lambda x: sc.rms_norm(x, jnp.ones(D))):
         np.testing.assert_array_equal(asarray(scalify(norm)(x))[1], 0)
         assert np.isfinite(scalify(jax.grad(lambda x, norm=norm: norm(x)[0, 0]))(x).data).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, None])
+def test_a_gelu_with_its_own_bias_is_the_gelu_of_a_sum(scale):
+    """Under vmap too, where the rows of the bias's gradient are added up by the function itself."""
+    bias = normal(3, D)
+
+    def own(x, bias):
+        return jax.vjp(sc.gelu, x, bias)[1](jnp.sin(x))
+
+    def of_a_sum(x, bias):
+        return jax.vjp(lambda x, bias: sc.gelu(x + bias[None]), x, bias)[1](jnp.sin(x))
+
+    args = as_scaled_array((2.0**5 * X[0], 2.0**3 * bias), scale)
+    assert_near(scalify(own)(*args), of_a_sum(*asarray(args)))
+    stack = as_scaled_array((X, jnp.stack([bias, 2 * bias, -bias])), scale)
+    assert_near(scalify(jax.vmap(own))(*stack), jax.vmap(of_a_sum)(*asarray(stack)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_gelu_with_its_own_bias_in_half_precision(dynamic):
+    x, bias = half(normal(0, N, D), 3, dynamic), half(normal(1, D), 4, dynamic)
+
+    def fun(x, bias):
+        out, pull = jax.vjp(sc.gelu, x, bias)
+        return out, pull(out * 0.5)
+
+    assert_near(scalify(fun)(x, bias), fun(*asarray((x, bias))), HALF_RTOL)
