@@ -170,13 +170,17 @@ def scaled_state(
             updates, inner_state = tx.update(wide(updates), state.inner_state, wide(params), **extra)
             return updates, _unless(accept, ScaledStateState(state.step + 1, inner_state), state)
         old, plans, _ = _flatten(state.inner_state, stored)
-        _, new, _ = advance(updates, state.inner_state)
+        first, new, _ = advance(updates, state.inner_state)
         kept = [x.scale if plan.how else None for x, plan in zip(old, plans, strict=True)]
         scales = _scales(new, plans, kept, accept, largest_of)
         # Computed again once the scales are known: the compiler would hold the new moments in FP32 in between. Of the
-        # first time only what the scales depend on is compiled.
-        (updates, inner_state), scales = _held((updates, state.inner_state), scales)
+        # first time only what the scales depend on is compiled, and the updates of small arrays: the moments of many
+        # are stored by one kernel, and what then still had to read the old ones would read a copy of each.
+        small = {i: x for i, x in enumerate(jax.tree.leaves(first)) if x.size < LARGE}
+        (updates, inner_state, small), scales = _held((updates, state.inner_state, small), scales)
         updates, new, treedef = advance(updates, inner_state)
+        found, structure = jax.tree.flatten(updates)
+        updates = structure.unflatten([small.get(i, x) for i, x in enumerate(found)])
         old, step = _flatten(inner_state, stored)[0], state.step + 1
 
         def keep(leaf: int, x: Any) -> Any:
