@@ -51,9 +51,7 @@ def _reduced(
             small.setdefault(group[0].shape, []).append(i)
             continue
         zeros = [jnp.float32(0)] * len(group)
-        rows += lax.reduce(
-            [of_element(_blocks(x)) for x in group], zeros, lambda a, b: tuple(map(combine, a, b)), (1,)
-        )
+        rows += lax.reduce([of_element(_blocks(x)) for x in group], zeros, lambda a, b: tuple(map(combine, a, b)), (1,))
         places += range(first[i], first[i + 1])
     tables += _parts(rows, ROWS)
     for same in small.values():
