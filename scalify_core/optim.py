@@ -170,13 +170,20 @@ def scaled_state(
             updates, inner_state = tx.update(wide(updates), state.inner_state, wide(params), **extra)
             return updates, _unless(accept, ScaledStateState(state.step + 1, inner_state), state)
         old, plans, _ = _flatten(state.inner_state, stored)
-        _, new, _ = advance(updates, state.inner_state)
+        first, new, _ = advance(updates, state.inner_state)
         kept = [x.scale if plan.how else None for x, plan in zip(old, plans, strict=True)]
         scales = _scales(new, plans, kept, accept, largest_of)
         # Computed again once the scales are known: the compiler would hold the new moments in FP32 in between. Of the
-        # first time only what the scales depend on is compiled.
-        (updates, inner_state), scales = _held((updates, state.inner_state), scales)
-        updates, new, treedef = advance(updates, inner_state)
+        # first time only what the scales depend on is compiled, and the updates of small arrays: the moments of many
+        # are stored by one kernel, and what still read the old ones then would read a copy of each. Small gradients
+        # are not held: their casts, of which each would be a kernel, become part of what reads them.
+        small = {i: x for i, x in enumerate(jax.tree.leaves(first)) if x.size < LARGE}
+        gradients, form = jax.tree.flatten(updates, is_leaf=is_scaled_array)
+        large = {i: x for i, x in enumerate(gradients) if x.size >= LARGE}
+        (large, inner_state, small), scales = _held((large, state.inner_state, small), scales)
+        updates, new, treedef = advance(form.unflatten(_with(gradients, large)), inner_state)
+        found, form = jax.tree.flatten(updates)
+        updates = form.unflatten(_with(found, small))
         old, step = _flatten(inner_state, stored)[0], state.step + 1
 
         def keep(leaf: int, x: Any) -> Any:
@@ -346,6 +353,11 @@ def _divisor(square: jax.Array) -> jax.Array:
 def _unless(accept: Any, new: Any, old: Any) -> Any:
     """`new`; where `accept` is given and false, `old`."""
     return new if accept is None else jax.tree.map(lambda n, o: jnp.where(accept, n, o), new, old)
+
+
+def _with(arrays: list[Any], others: Mapping[int, Any]) -> list[Any]:
+    """The arrays; in place of some, by index, others."""
+    return [others.get(i, x) for i, x in enumerate(arrays)]
 
 
 def _held(tree: Any, scales: jax.Array) -> tuple[Any, jax.Array]:

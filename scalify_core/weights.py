@@ -39,7 +39,7 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, s
     """
     check_rounding(rounding)
 
-    def add(index: int, p: Any, update: Any) -> Any:
+    def add(p: Any, update: Any, words: jax.Array) -> Any:
         data = p.data if is_scaled_array(p) else p
         fmt = FloatFormat.of(data.dtype)
         update = wide(update)
@@ -47,21 +47,22 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, s
             update = update * (1 / p.scale if p.is_static else 1 / broadcast_scale(p.scale, p.data))
         total = data.astype(jnp.float32) + update
         if fmt is not FP32:
-            total = round_to(total, fmt, rounding, words[index])
+            total = round_to(total, fmt, rounding, words)
         if accept is not None:
             total = jnp.where(accept, total, data)
         return ScaledArray(total, p.scale) if is_scaled_array(p) else total
 
     # Leaves are numbered from the other end: another stream than that of the optimiser's state.
-    words = counter_words(seed, step, -1 - np.arange(len(leaves(params))))
+    words = held = counter_words(seed, step, -1 - np.arange(len(leaves(params))))
     new: list[Any] = []
     before: int | None = None
     for i, (p, update) in enumerate(zip(leaves(params), leaves(updates), strict=True)):
         is_large = p.size >= LARGE and rounding == "stochastic"
         if is_large and before is not None:
             # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
-            new[before], p = jax.lax.optimization_barrier((new[before], p))
-        new.append(add(i, p, update))
+            # What is held is small: the compiler would read an array that is also held twice.
+            new[before], held = jax.lax.optimization_barrier((new[before], held))
+        new.append(add(p, update, (held if is_large else words)[i]))
         before = i if is_large else before
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_scaled_array), new)
 

@@ -113,7 +113,8 @@ def make_train_step(
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, hyper.step), batch)
         loss, grads, seen = gradient(differentiate.value_and_grad, state.params, state.scaling, batch, keys_AxB)
         grads = store_gradients(grads)
-        squares = squares_of(weights.wide(grads))
+        # Held, or XLA adds up every gradient once more for their sum.
+        squares = jax.lax.optimization_barrier(squares_of(weights.wide(grads)))
         grad_norm = jnp.sqrt(jnp.sum(squares))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 

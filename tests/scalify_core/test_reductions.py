@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalify_core.reductions import largest_magnitudes, sums_of_squares
+from scalify_core.reductions import GROUPS, largest_magnitudes, sums_of_squares
 
-SHAPES = [(), (1,), (7,), (3, 5), (256,), (768, 12), (2, 1000), (0,), (0, 4)]
+# Small arrays of one shape, more than go into one table, between large ones, one of whose lengths is odd.
+SHAPES = [(), (1,), (7,), (3, 5), (256,), (768, 24), (2, 1000), (0,), (0, 4), *GROUPS * [(256,)], (7, 2351), (256,)]
 
 
 def arrays(seed, dtype=np.float32):
@@ -22,8 +23,9 @@ def test_each_array_has_its_own(dtype):
     peaks = [np.max(np.abs(np.asarray(x, np.float32)), initial=0.0) for pair in pairs for x in pair]
     assert jax.jit(largest_magnitudes)(pairs).tolist() == peaks
     expected = [np.sum(np.square(np.asarray(x, np.float64))) for x in a]
-    # Sums of up to 9216 squares, in FP32 and in blocks.
-    np.testing.assert_allclose(jax.jit(sums_of_squares)(a), expected, rtol=9216 / 2**24)
+    # Sums of up to 18432 squares, in FP32 and in blocks.
+    np.testing.assert_allclose(jax.jit(sums_of_squares)(a), expected, rtol=18432 / 2**24)
+    assert largest_magnitudes([]).shape == sums_of_squares([]).shape == (0,)
 
 
 def test_what_is_not_finite_is_that_of_its_own_array():
