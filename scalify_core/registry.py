@@ -245,10 +245,10 @@ def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> Any:
     out = bind(eqn, *(x.data if isinstance(x, Value) else v.materialise(x) for x in operands))
     first = next(x for x in operands if isinstance(x, Value))
     if not eqn.primitive.multiple_results:
-        return v.value(out, first.scale, first.rho, first.dtype, first.factor, first.excess, first.guard)
+        return v.value(out, first.multiple, first.rho, first.dtype, first.factor, first.excess, first.guard)
     like = operands if len(out) == len(operands) else [first] * len(out)
     return [
-        v.value(y, x.scale, x.rho, x.dtype, x.factor) if isinstance(x, Value) and _is_float(y) else y
+        v.value(y, x.multiple, x.rho, x.dtype, x.factor) if isinstance(x, Value) and _is_float(y) else y
         for x, y in zip(like, out, strict=True)
     ]
 

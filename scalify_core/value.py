@@ -26,7 +26,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +43,21 @@ OF_ZEROS = 2.0**-100
 _F32 = np.dtype(np.float32)
 
 
+class Multiple(NamedTuple):
+    """A run-time scale times a static power of two, not yet multiplied.
+
+    A chain of such powers, as every product adds one, is so one number, and data that is multiplied by the scale is
+    multiplied by both: it leaves no operation on scalars in the program, which on a GPU would be a kernel each.
+    """
+
+    base: Any  # FP32 scalar
+    by: float
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["data", "dynamic", "excess"],
-    meta_fields=["static", "rho", "dtype", "factor", "guard"],
+    meta_fields=["static", "rho", "dtype", "factor", "guard", "by"],
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
@@ -60,11 +71,19 @@ class Value:
     factor: float
     excess: Any = None  # further factor of the expected RMS; None: 1
     guard: bool = False  # whether it holds a constant that its format does not (as in `maximum(x, 1e-12)`): stays wide
+    by: float = 1.0  # the scale is `dynamic` times this
 
     @property
     def scale(self) -> Scale:
         """A float where static, else an FP32 array."""
-        return self.dynamic if self.static is None else self.static
+        return as_number(self.multiple)
+
+    @property
+    def multiple(self) -> Scale | Multiple:
+        """The scale as `Multiple`, where it is one: for what multiplies it on, or multiplies data by it."""
+        if self.static is not None:
+            return self.static
+        return self.dynamic if self.by == 1.0 else Multiple(self.dynamic, self.by)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,13 +95,13 @@ class Value:
         """The expected RMS of the logical value, unrounded."""
         if self.static is not None:
             return self.static * self.rho
-        size = times(self.dynamic, self.rho)
+        size = times(self.dynamic, self.by * self.rho)
         return size if self.excess is None else lax.mul(size, self.excess)
 
 
 def value(
     data: Any,
-    scale: Scale,
+    scale: Scale | Multiple,
     rho: float = 1.0,
     dtype: Any = None,
     factor: float = 1.0,
@@ -93,7 +112,8 @@ def value(
     dtype = np.dtype(data.dtype if dtype is None else dtype)
     if type(scale) is float:
         return Value(data, None, scale, rho, dtype, factor, None, guard)
-    return Value(data, scale, None, rho, dtype, factor, excess, guard)
+    base, by = scale if isinstance(scale, Multiple) else (scale, 1.0)
+    return Value(data, base, None, rho, dtype, factor, excess, guard, by)
 
 
 _drawn: ContextVar[int | None] = ContextVar("drawn", default=None)  # numbers, while a function is evaluated
@@ -214,14 +234,14 @@ def wide(v: Value) -> Any:
 
 def settle(v: Value) -> Value:
     """The value with its factor multiplied into the data."""
-    return v if v.factor == 1.0 else value(times(v.data, v.factor), v.scale, v.rho, v.dtype, 1.0, v.excess)
+    return v if v.factor == 1.0 else value(times(v.data, v.factor), v.multiple, v.rho, v.dtype, 1.0, v.excess)
 
 
 def narrow(v: Value) -> Value:
     """The value with its data in its format, saturating (NaN and infinities stay), and the factor in it."""
     if v.data.dtype == v.dtype and v.factor == 1.0:
         return v
-    return value(saturating_cast(times(v.data, v.factor), v.dtype), v.scale, v.rho, v.dtype, 1.0, v.excess)
+    return value(saturating_cast(times(v.data, v.factor), v.dtype), v.multiple, v.rho, v.dtype, 1.0, v.excess)
 
 
 def saturating_cast(x: Any, dtype: Any) -> Any:
@@ -256,6 +276,16 @@ def row_major(x: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, cuda=_row_major, default=lambda x: x)
 
 
+def together(*scalars: jax.Array) -> tuple[jax.Array, ...]:
+    """FP32 scalars. Compiled for CUDA, one kernel computes them; it would be one for each that a large kernel reads."""
+
+    def cuda(*scalars: jax.Array) -> tuple[jax.Array, ...]:
+        stacked = lax.optimization_barrier(jnp.stack(scalars))
+        return tuple(stacked[i] for i in range(len(scalars)))
+
+    return lax.platform_dependent(*scalars, cuda=cuda, default=lambda *scalars: scalars)
+
+
 def stored_both_ways(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A matrix, twice. Compiled for CUDA, what computes it writes both, the second with its columns in one piece."""
 
@@ -271,8 +301,12 @@ def _row_major(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
-def times(x: Any, factor: Scale) -> Any:
+def times(x: Any, factor: Scale | Multiple) -> Any:
     """`x * factor`, exact for a power of two and else rounded in FP32; no operation where the factor is 1."""
+    if isinstance(factor, Multiple):
+        if not 2.0**-60 <= factor.by <= 2.0**60:  # data of a narrow format times more could leave FP32 on the way
+            return times(x, as_number(factor))
+        return times(times(as_float32(x), factor.by), factor.base)
     if isinstance(factor, float):
         if factor == 1.0:
             return x
@@ -315,7 +349,7 @@ def wide_at(v: Value, scale: Scale) -> Any:
 def _at_scale(data: Any, v: Value, scale: Scale) -> Any:
     if is_static(v.scale) and is_static(scale):
         return times(data, v.factor * (v.scale / scale))
-    return times(times(data, v.factor), ratio(v.scale, scale))
+    return times(times(data, v.factor), ratio(v.multiple, scale))
 
 
 def same_scale(a: Scale, b: Scale) -> bool:
@@ -328,28 +362,40 @@ def near(scales: Sequence[Scale]) -> bool:
     return all(map(is_static, scales)) and max(scales) <= 16 * min(scales)
 
 
-def ratio(a: Scale, b: Scale) -> Scale:
-    """`a / b`, within the range of scales where dynamic."""
+def as_number(scale: Scale | Multiple) -> Scale:
+    """A scale that is multiplied out, within the range of scales."""
+    return clip_scale(lax.mul(scale.base, np.float32(scale.by))) if isinstance(scale, Multiple) else scale
+
+
+def ratio(a: Scale | Multiple, b: Scale | Multiple) -> Any:
+    """`a / b`, within the range of scales where dynamic; a `Multiple` where `b` is static and `a` a run-time scalar."""
     if is_static(b):
         return product(a, 1 / b)
     a, b = _arrays(a, b)
     return clip_scale(lax.mul(a, pow2_inverse(b)))
 
 
-def product(a: Scale, b: Scale) -> Scale:
-    """`a * b`, within the range of scales where dynamic."""
+def product(a: Scale | Multiple, b: Scale | Multiple) -> Any:
+    """`a * b`, within the range of scales where dynamic; a `Multiple` where one is static and one a run-time scalar."""
     if is_static(a) and is_static(b):
         return a * b
     if is_static(a) or is_static(b):
         static, dynamic = (a, b) if is_static(a) else (b, a)
         if static == 1.0:
             return dynamic
+        base, by = dynamic if isinstance(dynamic, Multiple) else (dynamic, 1.0)
+        if base.ndim == 0 and MIN_SCALE <= by * static <= MAX_SCALE and math.frexp(static)[0] == 0.5:
+            return base if by * static == 1.0 else Multiple(base, by * static)
     return clip_scale(lax.mul(*_arrays(a, b)))
 
 
-def product_and_rest(a: Scale, b: Scale) -> tuple[Scale, Scale]:
+def product_and_rest(a: Scale | Multiple, b: Scale | Multiple) -> tuple[Any, Scale]:
     """`a * b` as `product`, and the power of two by which that falls short of it, for the data (1 where static)."""
-    scale = product(a, b)
+    if is_static(a) != is_static(b):
+        a, b = as_number(a), as_number(b)
+        scale = a if b == 1.0 else b if a == 1.0 else clip_scale(lax.mul(*_arrays(a, b)))
+    else:
+        scale = product(a, b)
     if is_static(scale) or scale is a or scale is b:
         return scale, 1.0
     # Within FP32: the smaller over the product is at most the inverse of the larger, or the scale is at its limit.
@@ -426,8 +472,8 @@ def rescaled_by(statistic: Any, v: Value) -> Value:
     v = scalar_scale(v)
     measured = statistic(wide(v))
     power = jnp.where((measured > 0) & jnp.isfinite(measured), pow2_round(measured), jnp.float32(1))
-    scale = product(v.scale, power)
-    return value(wide_at(v, scale), scale, 1.0, v.dtype)
+    scale, change = together(as_number(product(v.scale, power)), as_number(ratio(v.scale, product(v.scale, power))))
+    return value(times(wide(v), change), scale, 1.0, v.dtype)
 
 
 def rescaled_by_rms(v: Value) -> Value:
@@ -437,7 +483,7 @@ def rescaled_by_rms(v: Value) -> Value:
 
 def scalar_scale(v: Value) -> Value:
     """The value with one scale for all its elements: the largest of its scales."""
-    if is_static(v.scale) or v.scale.ndim == 0:
+    if v.dynamic is None or v.dynamic.ndim == 0:
         return v
     scale = jnp.max(v.scale)
     return value(times(v.data, ratio(broadcast_scale(v.scale, v.data), scale)), scale, v.rho, v.dtype, v.factor)
@@ -463,9 +509,9 @@ def result_dtype(*operands: Any) -> np.dtype:
     return np.dtype(jnp.result_type(*({f for f in formats if f.itemsize > 1} or {np.dtype(np.float16)})))
 
 
-def _arrays(a: Scale, b: Scale) -> tuple[Any, Any]:
+def _arrays(a: Scale | Multiple, b: Scale | Multiple) -> tuple[Any, Any]:
     """Both as FP32 arrays of one rank."""
-    a, b = (np.float32(s) if is_static(s) else s for s in (a, b))
+    a, b = (np.float32(s) if is_static(s) else as_number(s) for s in (a, b))
     if np.ndim(a) and np.ndim(b) and a.shape != b.shape:
         a, b = jnp.broadcast_arrays(a, b)
     return a, b
@@ -483,7 +529,12 @@ class Constant:
 
 def pack(operands: Any) -> list[Any]:
     """Operands as a pytree: values, constants, arrays."""
-    return [x if isinstance(x, Value) else _packed(x) for x in operands]
+    return [_whole(x) if isinstance(x, Value) else _packed(x) for x in operands]
+
+
+def _whole(x: Value) -> Value:
+    """The value with its scale multiplied out: who takes values apart finds what is there."""
+    return x if x.by == 1.0 else dataclasses.replace(x, dynamic=x.scale, by=1.0)
 
 
 def _packed(x: Any) -> Any:

@@ -64,14 +64,14 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     both = k.scale * q.scale  # of the logits, whose gradient the function takes with respect to the data
     sizes = (
         (
-            v.ratio(v.product(gradient.scale, values.scale), q.scale),
+            v.ratio(v.product(gradient.multiple, values.scale), q.scale),
             gradient.rho * values.rho * k.rho * both,
         ),
         (
-            v.ratio(v.product(gradient.scale, values.scale), k.scale),
+            v.ratio(v.product(gradient.multiple, values.scale), k.scale),
             gradient.rho * values.rho * q.rho * both,
         ),
-        (gradient.scale, gradient.rho),
+        (gradient.multiple, gradient.rho),
     )
     return [
         moved(v.settled(x, v.product(scale, 1 / lift), rho * growth * lift, y.dtype, SQRT_2), own)

@@ -57,6 +57,20 @@ def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Val
     return [brought(x, size, dtype) for x, (size, dtype) in zip(out, results, strict=True)]
 
 
+def on_gradient(call: Any, results: list[tuple[float, Any]], residuals: Any, gradient: Value) -> list[Value]:
+    """As `on_values` of `(residuals, gradient)`, linear in the gradient, whose scale stays out of the arithmetic.
+
+    `results`: the expected sizes for a gradient of size 1, and the formats.
+    """
+    if v.is_static(gradient.scale) or not all(v.is_static(size) for size, _ in results):
+        sized = [(size_of(gradient.size, size), dtype) for size, dtype in results]
+        return on_values(call, sized, residuals, gradient)
+    data = v.value(gradient.data, 1.0, gradient.rho, gradient.dtype, gradient.factor)
+    out = on_values(call, [(gradient.rho * size, dtype) for size, dtype in results], residuals, data)
+    scales = [v.product(x.scale, gradient.multiple) for x in out]
+    return [v.value(x.data, s, x.rho, x.dtype, x.factor, gradient.excess) for x, s in zip(out, scales, strict=True)]
+
+
 def brought(x: Any, size: Any, dtype: Any) -> Value:
     """A plain FP32 array as a value of this expected size: a number, or an FP32 scalar."""
     scale, rho = v.rounded(size) if v.is_static(size) else (pow2_round(size), 1.0)
@@ -108,7 +122,7 @@ def size_of(*factors: Any) -> Any:
     """The product of sizes, of which some may be dynamic."""
     out: Any = 1.0
     for factor in factors:
-        out = out * factor if v.is_static(out) and v.is_static(factor) else v.product(out, factor)
+        out = out * factor if v.is_static(out) and v.is_static(factor) else v.as_number(v.product(out, factor))
     return out
 
 
@@ -171,7 +185,7 @@ def _activation(name: str) -> None:
     @composite_rule(f"{name}.bwd")
     def _(call: Any, x: Any, gradient: Any) -> Any:
         gradient, x = as_value(gradient, x), as_value(x, gradient)
-        return on_values(call, [(size_of(gradient.size, _sizes(name, x)[1]), gradient.dtype)], x, gradient)
+        return on_gradient(call, [(_sizes(name, x)[1], gradient.dtype)], x, gradient)
 
 
 for _name in ("silu", "relu"):
@@ -206,17 +220,15 @@ def _gelu_fwd(call: Any, x: Any, bias: Any) -> Any:
 def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     x, bias, total = _biased(*residuals)
     gradient = as_value(gradient, x)
-    size = size_of(gradient.size, _sizes("gelu", total)[1])
+    size = _sizes("gelu", total)[1]
     if bias is None:
-        return on_values(call, [(size, gradient.dtype)], (x, None), gradient)
+        return on_gradient(call, [(size, gradient.dtype)], (x, None), gradient)
     rows = math.prod(x.shape[:-1])
-    dx, dbias = on_values(
-        call, [(size, gradient.dtype), (size_of(size, math.sqrt(rows)), bias.dtype)], (x, bias), gradient
-    )
+    dx, dbias = on_gradient(call, [(size, gradient.dtype), (size * math.sqrt(rows), bias.dtype)], (x, bias), gradient)
     dx = v.narrow(dx)  # stored in any case, for the next product; its rows are added up as they are there
     if not call.in_axes:
         added = jnp.sum(dx.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32)
-        dbias = v.settled(added, dx.scale, dx.rho * math.sqrt(rows), bias.dtype)
+        dbias = v.settled(added, dx.multiple, dx.rho * math.sqrt(rows), bias.dtype)
     return dx, dbias
 
 
@@ -240,8 +252,7 @@ def _swiglu_fwd(call: Any, gate: Any, up: Any) -> Any:
 def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     gate, up, gradient = (as_value(x, *residuals, gradient) for x in (*residuals, gradient))
     silu, slope = _sizes("silu", gate)
-    sizes = [(size_of(gradient.size, up.size, slope), gate.dtype), (size_of(gradient.size, silu), up.dtype)]
-    return on_values(call, sizes, (gate, up), gradient)
+    return on_gradient(call, [(size_of(up.size, slope), gate.dtype), (silu, up.dtype)], (gate, up), gradient)
 
 
 # What is stored is in its format.
@@ -304,14 +315,14 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
         size, divisor = max(x.rho, least / x.scale), 1.0
     rho = gradient.rho * _weight_size(weight) / size
     rows = math.prod(x.shape[:-1])
-    dx = v.settled(dx, v.ratio(gradient.scale, x.scale), rho, x.dtype, SQRT_2)
+    dx = v.settled(dx, v.ratio(gradient.multiple, x.scale), rho, x.dtype, SQRT_2)
     if v.is_static(divisor):
         # It is measured and rescaled next, so read several times.
         dx = v.narrow(dx)
         dx = dataclasses.replace(dx, data=v.stored(dx.data))
     return [
         moved(dx, v.ratio(1.0, divisor)),
-        *(v.settled(d, gradient.scale, gradient.rho * math.sqrt(rows), dtype_of(p, x), SQRT_2)
+        *(v.settled(d, gradient.multiple, gradient.rho * math.sqrt(rows), dtype_of(p, x), SQRT_2)
           for d, p in zip(sums, (weight, bias), strict=False)),
     ]  # fmt: skip
 

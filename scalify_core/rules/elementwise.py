@@ -46,7 +46,11 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
         return _times_constant(b, -1.0) if eqn.primitive.name == "sub" else b
     (a, b), dtype = lifted(a, b)
     scale, rho, excess = v.hypot(a, b)
-    return v.value(bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale)), scale, rho, dtype, excess=excess)
+    if v.is_static(scale) or scale.ndim:
+        return v.value(bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale)), scale, rho, dtype, excess=excess)
+    scale, excess, *changes = v.together(scale, excess, *(v.ratio(x.scale, scale) for x in (a, b)))
+    data = [v.times(v.times(v.as_float32(x.data), x.factor), change) for x, change in zip((a, b), changes, strict=True)]
+    return v.value(bind(eqn, *data), scale, rho, dtype, excess=excess)
 
 
 @rule("mul", lazy=True)
@@ -72,7 +76,7 @@ def _times_constant(x: Value, constant: float) -> Value:
         # Far enough to leave the range of scales: not an operation for every constant near 1.
         scale, rest = v.product_and_rest(x.scale, factor)
         return v.value(v.times(v.wide(x), rest), scale, size / factor, dtype, x.factor * (constant / factor), x.excess)
-    scale = v.product(x.scale, factor)
+    scale = v.product(x.multiple, factor)
     if v.is_static(scale) and not v.MIN_SCALE <= scale <= v.MAX_SCALE:
         scale = pow2_round(scale)
         factor = scale / x.scale
@@ -82,7 +86,7 @@ def _times_constant(x: Value, constant: float) -> Value:
 @rule("neg", lazy=True)
 def _neg(eqn: Any, x: Value) -> Value:
     del eqn
-    return v.value(x.data, x.scale, x.rho, v.result_dtype(x), -x.factor, x.excess)
+    return v.value(x.data, x.multiple, x.rho, v.result_dtype(x), -x.factor, x.excess)
 
 
 @rule("div", lazy=True)
@@ -272,7 +276,7 @@ def _convert(eqn: Any, x: Value) -> Any:
     dtype = np.dtype(eqn.params["new_dtype"])
     if not jnp.issubdtype(dtype, jnp.floating):
         return bind(eqn, v.unscaled(x, eqn.invars[0].aval.dtype))
-    return v.value(v.saturating_cast(x.data, dtype), x.scale, x.rho, dtype)
+    return v.value(v.saturating_cast(x.data, dtype), x.multiple, x.rho, dtype)
 
 
 @rule("bitcast_convert_type")

@@ -102,7 +102,7 @@ def _alpha(power: float, dtype: Any) -> tuple[float, float]:
 
 
 def _scale(a: Value, b: Value, power: float) -> Any:
-    return v.product(v.product(a.scale, b.scale), power)
+    return v.product(v.product(a.multiple, b.multiple), power)
 
 
 def _unused(product: Product) -> tuple:

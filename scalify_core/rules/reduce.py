@@ -18,7 +18,7 @@ def summed(eqn: Any, x: Value, count: float) -> Value:
     x = v.scalar_scale(x)
     out = bind(eqn, v.wide(x))
     rho = x.rho * math.sqrt(max(count, 1))
-    return v.settled(out, x.scale, rho, v.result_dtype(x), slack=math.sqrt(2), factor=x.factor)
+    return v.settled(out, x.multiple, rho, v.result_dtype(x), slack=math.sqrt(2), factor=x.factor)
 
 
 @rule("reduce_sum", lazy=True)
