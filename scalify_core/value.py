@@ -352,9 +352,17 @@ def _at_scale(data: Any, v: Value, scale: Scale) -> Any:
     return times(times(data, v.factor), ratio(v.multiple, scale))
 
 
+def _of_one_base(*scales: Any) -> tuple[float, ...] | None:
+    """The static parts of scales that are multiples of one run-time scalar; None: they are not."""
+    parts = [s if isinstance(s, Multiple) else Multiple(s, 1.0) for s in scales if not is_static(s)]
+    one = len(parts) == len(scales) and all(part.base is parts[0].base for part in parts)
+    return tuple(part.by for part in parts) if one and parts[0].base.ndim == 0 else None
+
+
 def same_scale(a: Scale, b: Scale) -> bool:
     """Whether two scales are known to be equal."""
-    return a is b or (is_static(a) and is_static(b) and a == b)
+    both = _of_one_base(a, b)
+    return a is b or (both[0] == both[1] if both else is_static(a) and is_static(b) and a == b)
 
 
 def near(scales: Sequence[Scale]) -> bool:
@@ -367,15 +375,20 @@ def as_number(scale: Scale | Multiple) -> Scale:
     return clip_scale(lax.mul(scale.base, np.float32(scale.by))) if isinstance(scale, Multiple) else scale
 
 
-def ratio(a: Scale | Multiple, b: Scale | Multiple) -> Any:
-    """`a / b`, within the range of scales where dynamic; a `Multiple` where `b` is static and `a` a run-time scalar."""
+def ratio(a: Any, b: Any) -> Any:
+    """`a / b`, within the range of scales where dynamic; a `Multiple` where `b` is static and `a` a run-time scalar.
+
+    Static for multiples of one run-time scalar.
+    """
     if is_static(b):
         return product(a, 1 / b)
+    if (both := _of_one_base(a, b)) is not None:
+        return both[0] / both[1]
     a, b = _arrays(a, b)
     return clip_scale(lax.mul(a, pow2_inverse(b)))
 
 
-def product(a: Scale | Multiple, b: Scale | Multiple) -> Any:
+def product(a: Any, b: Any) -> Any:
     """`a * b`, within the range of scales where dynamic; a `Multiple` where one is static and one a run-time scalar."""
     if is_static(a) and is_static(b):
         return a * b
@@ -389,7 +402,7 @@ def product(a: Scale | Multiple, b: Scale | Multiple) -> Any:
     return clip_scale(lax.mul(*_arrays(a, b)))
 
 
-def product_and_rest(a: Scale | Multiple, b: Scale | Multiple) -> tuple[Any, Scale]:
+def product_and_rest(a: Any, b: Any) -> tuple[Any, Scale]:
     """`a * b` as `product`, and the power of two by which that falls short of it, for the data (1 where static)."""
     if is_static(a) != is_static(b):
         a, b = as_number(a), as_number(b)
@@ -419,6 +432,8 @@ def largest(*scales: Scale) -> Scale:
     """The largest."""
     if all(map(is_static, scales)):
         return max(scales)
+    if (multiples := _of_one_base(*scales)) is not None:
+        return scales[multiples.index(max(multiples))]
     return functools.reduce(lambda a, b: lax.max(*_arrays(a, b)), scales)
 
 
@@ -436,6 +451,10 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
             if x.factor == 1.0 and 0.5 <= total / x.scale <= 2:
                 return x.scale, total / x.scale, None
         return *rounded(total), None
+    both = _of_one_base(a.multiple, b.multiple)
+    if both is not None and a.excess is None and b.excess is None:
+        scale, rho = rounded(math.hypot(both[0] * a.rho, both[1] * b.rho))
+        return product(a.dynamic, scale), rho, None
     large, small = largest(a.size, b.size), smallest(a.size, b.size)
     r = lax.div(small, large)
     total = clip_scale(lax.mul(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r)))))
@@ -509,7 +528,7 @@ def result_dtype(*operands: Any) -> np.dtype:
     return np.dtype(jnp.result_type(*({f for f in formats if f.itemsize > 1} or {np.dtype(np.float16)})))
 
 
-def _arrays(a: Scale | Multiple, b: Scale | Multiple) -> tuple[Any, Any]:
+def _arrays(a: Any, b: Any) -> tuple[Any, Any]:
     """Both as FP32 arrays of one rank."""
     a, b = (np.float32(s) if is_static(s) else as_number(s) for s in (a, b))
     if np.ndim(a) and np.ndim(b) and a.shape != b.shape:
