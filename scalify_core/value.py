@@ -404,11 +404,8 @@ def product(a: Any, b: Any) -> Any:
 
 def product_and_rest(a: Any, b: Any) -> tuple[Any, Scale]:
     """`a * b` as `product`, and the power of two by which that falls short of it, for the data (1 where static)."""
-    if is_static(a) != is_static(b):
-        a, b = as_number(a), as_number(b)
-        scale = a if b == 1.0 else b if a == 1.0 else clip_scale(lax.mul(*_arrays(a, b)))
-    else:
-        scale = product(a, b)
+    a, b = as_number(a), as_number(b)
+    scale = as_number(product(a, b))
     if is_static(scale) or scale is a or scale is b:
         return scale, 1.0
     # Within FP32: the smaller over the product is at most the inverse of the larger, or the scale is at its limit.

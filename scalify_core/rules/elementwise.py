@@ -202,13 +202,13 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
     dtype = v.result_dtype(*values)
     arrays = [x if isinstance(x, Value) or v.uniform(x) is not None else v.lift(x, dtype) for x in operands]
     values = [x for x in arrays if isinstance(x, Value)]
-    scale = v.largest(*(x.multiple for x in values))
+    scale = v.largest(*(x.scale for x in values))
     rho = max(x.rho for x in values if x.scale is scale or not v.is_static(scale) or x.scale == scale)
     constants = [c for c in (v.uniform(x) for x in arrays if not isinstance(x, Value)) if c and math.isfinite(c)]
     if constants and not v.is_static(scale):
         # Beside zeros a constant keeps its own scale: at theirs it would saturate at nearly nothing.
-        scale = v.unless_of_zeros(v.as_number(scale), pow2_round(max(map(abs, constants))))
-    keep = all(x.data.dtype == dtype and v.same_scale(x.multiple, scale) for x in values)
+        scale = v.unless_of_zeros(scale, pow2_round(max(map(abs, constants))))
+    keep = all(x.data.dtype == dtype and v.same_scale(x.scale, scale) for x in values)
     keep = keep and all(_holds(dtype, c, scale) for c in constants)
     data = [constant_at(x, scale, dtype, keep) if not isinstance(x, Value)
             else (x.data if keep else v.wide_at(x, scale)) for x in arrays]  # fmt: skip
@@ -235,8 +235,7 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
         number = min(max(constant / scale, -limit), limit)
         return lax.full(np.shape(x), np.asarray(number, out_dtype), out_dtype)
     # Divided in two steps: the reciprocal of a scale is a scale, the quotient may leave FP32 and is then the limit.
-    number = lax.div(np.float32(constant), v.as_number(scale))
-    number = lax.clamp(np.float32(-limit), number, np.float32(limit))
+    number = lax.clamp(np.float32(-limit), lax.div(np.float32(constant), scale), np.float32(limit))
     number = lax.convert_element_type(number, out_dtype)
     return number if np.shape(x) == () else jnp.broadcast_to(number, np.shape(x))
 
