@@ -1,7 +1,7 @@
 """`python -m trainer [group=choice] [key=value] ...`: compose the configuration with Hydra, check it, train.
 
-Exit codes: 0 done; 2 bad configuration or data; 3 diverged; 130 stopped by Ctrl-C, 143 by SIGTERM, both after a
-checkpoint.
+Exit codes: 0 done; 2 bad configuration, data or disk; 3 diverged; 4 ended by the guard because nothing moved any more;
+130 stopped by Ctrl-C, 143 by SIGTERM, both after a checkpoint.
 """
 
 import contextlib

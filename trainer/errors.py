@@ -1,6 +1,6 @@
 """Errors that a user can cause. Each is one line: what was found, what is valid, what to do next.
 
-`__main__` prints the message without a traceback and exits with `exit_code`.
+`__main__` prints the message without a traceback and exits with `exit_code`; README lists all codes.
 """
 
 import contextlib

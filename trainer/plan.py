@@ -8,6 +8,7 @@ Legend: B sequences of a device's micro-batch, T tokens of each, N = B*T.
 
 import dataclasses
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from trainer.workload import Model, Unfed, gpu_options, lower_step
 
 EXACT = 12  # unrolled layers that are compiled whole
 DEPTHS = (4, 6)
+TRIES = 12  # compilations at most, in search of the largest micro-batch
 Figures = dict[tuple[str, ...], float]
 
 
@@ -170,25 +172,32 @@ def measure(task: Unfed, batches: Batches, sequences: int, aim: Aim, *, exact: b
 def largest_that_fits(need: Callable[[int], int], first: int, limit: int, constant: float = 0, most: int = 4096) -> int:
     """The largest number of sequences that `need` at most `limit` bytes, `constant` of them always; 0: not even one.
 
-    `need` grows, and ever faster, but nearly linearly: what a line through a number that fits and one that does not
-    lets fit does fit. That, or where the line through two that fit reaches the limit, is measured next, until the line
-    lets no more fit than has been measured: at most one too few is found for a need that bends between the two.
+    `need` grows, and ever faster, but nearly linearly. So what a line through a number that fits and one that does not
+    lets fit does fit, and no more fits than a line through two that do. The one or the other is measured next; where
+    the lines are far apart, as of a need that is flat for long and then steep, and from the fifth measurement on every
+    other time, a number between the two. After `TRIES` the largest that was found to fit is the answer.
     """
     known = {first: need(first)}
+
+    def reached(a: int, b: int) -> int:
+        rise = (known[b] - known[a]) / (b - a)
+        return int(a + (limit - known[a]) // rise) if rise else most
+
     while True:
-        fits = max((b for b, size in known.items() if size <= limit), default=0)
-        fails = min((b for b, size in known.items() if size > limit), default=most + 1)
-        if fails - fits == 1:
+        fitting = sorted(b for b, size in known.items() if size <= limit)
+        fits, fails = max(fitting, default=0), min((b for b, size in known.items() if size > limit), default=most + 1)
+        top = min(reached(*fitting[-2:]) if len(fitting) > 1 else most, fails - 1)
+        if top <= fits or len(known) == TRIES:
             return fits
         if len(known) == 1:
             guess = int(first * max(limit - constant, 0) / max(known[first] - constant, 1))
+        elif fits and fails <= most:
+            guess = reached(fits, fails)
         else:
-            nearest = sorted(sorted(known, key=lambda b: abs(known[b] - limit))[:2])
-            a, b = (fits, fails) if fits and fails <= most else nearest
-            guess = int(a + (limit - known[a]) // max((known[b] - known[a]) / (b - a), 1))
-            if guess == fits:
-                return fits
-        guess = min(max(guess, fits + 1), fails - 1)
+            guess = reached(*sorted(sorted(known, key=lambda b: abs(known[b] - limit))[:2]))
+        if len(known) > 1 and (guess <= fits or len(known) in (5, 7, 9, 11)):
+            guess = math.isqrt(max(fits, 1) * (top + 1))
+        guess = min(max(guess, fits + 1), top)
         known[guess] = need(guess)
 
 

@@ -65,13 +65,17 @@ def wait_for_row(run_dir: Path, step: int, process: subprocess.Popen[str]) -> No
         time.sleep(0.02)
 
 
-def several(tmp_path: Path, run_dir: str, *args: str, count: int = 2) -> list[subprocess.Popen[str]]:
-    """The processes of one run, two devices each."""
+def several(
+    tmp_path: Path, run_dir: str, *args: str, count: int = 2, devices: int = 2
+) -> list[subprocess.Popen[str]]:
+    """The processes of one run, each with so many devices."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     variables = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
     return [
-        trainer(tmp_path, run_dir, *args, "parallel.distributed=true", devices=2, JAX_PROCESS_ID=str(i), **variables)
+        trainer(
+            tmp_path, run_dir, *args, "parallel.distributed=true", devices=devices, JAX_PROCESS_ID=str(i), **variables
+        )
         for i in range(count)
     ]

@@ -20,7 +20,7 @@ from trainer.flops import peak_flops
 from trainer.fp8_check import Gpu, check_device, check_step, layer_products, not_fp8
 from trainer.hlo import Collective, Gemm
 from trainer.model import functional
-from trainer.plan import Aim, continued, is_continued, largest_that_fits, seconds_of_collective, seconds_of_gemm
+from trainer.plan import TRIES, Aim, continued, is_continued, largest_that_fits, seconds_of_collective, seconds_of_gemm
 from trainer.precision import Policy
 from trainer.spec import GPT2Spec, linear_sizes
 from trainer.targets import TARGETS, get_target
@@ -190,6 +190,17 @@ def test_a_need_that_bends_is_searched_to_the_end():
     assert largest_that_fits(need, 2, 1000) == 30
     assert largest_that_fits(need, 8, 399) == 0
     assert largest_that_fits(need, 8, 400) == 10
+
+
+@pytest.mark.parametrize("bend", [20, 300, 1000, 3000])
+@pytest.mark.parametrize("room", [1_000, 17_000, 500_000, 5_000_000])
+def test_a_need_that_is_flat_and_then_steep_takes_few_compilations(bend, room):
+    need = lambda b: 3_000_000 + 10 * b + max(0, 5_000 * (b - bend))
+    measured = []
+    found = largest_that_fits(lambda b: measured.append(b) or need(b), 8, 3_000_000 + room)
+    best = max(b for b in range(1, 4097) if need(b) <= 3_000_000 + room)
+    assert len(measured) <= TRIES  # lines alone: up to 385
+    assert 0.8 * best <= found <= best
 
 
 def test_figures_are_continued_along_a_line():

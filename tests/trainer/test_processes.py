@@ -7,14 +7,14 @@ from command import finish, parameters, several, trainer, values, wait_for_row
 def test_two_processes_are_bitwise_one_and_the_run_goes_on_with_other_devices(tmp_path):
     args = ["checkpoint.every=3", "checkpoint.keep=9", "tracker=jsonl", "sample.max_new=0", "train.steps=6"]
     sharded = [*args, "parallel=fsdp", "parallel.deterministic_reduce=true"]
-    finish(trainer(tmp_path, "one", *sharded, devices=4))
-    outputs = [finish(process) for process in several(tmp_path, "two", *sharded)]
+    finish(trainer(tmp_path, "one", *sharded, devices=8))
+    outputs = [finish(process) for process in several(tmp_path, "two", *sharded, devices=4)]
     assert ["done: 6 steps" in output for output in outputs] == [True, False]
-    assert "devices: 4 x cpu in 2 processes; mesh data 1 x fsdp 4 x tensor 1" in outputs[0]
+    assert "devices: 8 x cpu in 2 processes; mesh data 1 x fsdp 8 x tensor 1" in outputs[0]
     assert values(tmp_path / "one") == values(tmp_path / "two")
     assert parameters(tmp_path / "one", 6) == parameters(tmp_path / "two", 6)
 
-    # Elastic: from four devices that share the state to two that do not, and to four in two rows.
+    # Elastic: from eight devices that share the state to two that do not, and to four in two rows.
     longer = [*args[:-1], "train.steps=8", "parallel.deterministic_reduce=true"]
     finish(trainer(tmp_path, "one", *longer, devices=2))
     finish(trainer(tmp_path, "two", *longer, "parallel.data=2", "parallel.fsdp=2", devices=4))
