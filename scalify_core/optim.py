@@ -181,9 +181,9 @@ def scaled_state(
         gradients, form = jax.tree.flatten(updates, is_leaf=is_scaled_array)
         large = {i: x for i, x in enumerate(gradients) if x.size >= LARGE}
         (large, inner_state, small), scales = _held((large, state.inner_state, small), scales)
-        updates, new, treedef = advance(form.unflatten(_with(gradients, large)), inner_state)
+        updates, new, treedef = advance(jax.tree.unflatten(form, _with(gradients, large)), inner_state)
         found, form = jax.tree.flatten(updates)
-        updates = form.unflatten(_with(found, small))
+        updates = jax.tree.unflatten(form, _with(found, small))
         old, step = _flatten(inner_state, stored)[0], state.step + 1
 
         def keep(leaf: int, x: Any) -> Any:
