@@ -1,13 +1,14 @@
 """Statistics of many arrays at once: a kernel for each large array, and a few for all the rest.
 
 A large array is reduced in two kernels, of which the second is tiny. Here it is one for many arrays: each is brought to
-`BLOCKS` partial results first, and those of `ROWS` arrays are reduced together. Small arrays, which a model has
-many of, are reduced as rows of a table, those of one shape together.
+`BLOCKS` partial results first, and those of many are the rows of a table that is reduced at once. Small arrays, which a
+model has many of, are rows of such tables as they are, those of one shape together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,8 @@ from jax import lax
 
 BLOCKS = 256
 SMALL = 2**14  # elements
-# XLA gives a kernel some 96 operands. The new moments of a parameter are computed from four or five.
-ROWS = 64
-GROUPS = 16
+LARGE_ROWS = 64  # rows of a table: XLA gives a kernel some 96 operands
+SMALL_ROWS = 32  # these are computed in that kernel: two new moments from four or five operands
 
 
 def largest_magnitudes(groups: Sequence[Sequence[jax.Array]]) -> jax.Array:
@@ -41,36 +41,30 @@ def _reduced(
     combine: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """What `combine`, which zeros do not change, makes of `of_element` of each array's elements in FP32."""
-    tables = list[list[jax.Array]]()
-    places = list[int]()  # of the rows of all tables
-    first = np.cumsum([0, *map(len, groups)])
-    small: dict[tuple[int, ...], list[int]] = {}
-    rows = list[jax.Array]()
-    for i, group in enumerate(groups):
+    large = list[tuple[jax.Array, int]]()  # rows of a table, each with the number of its array
+    small = dict[tuple[int, ...], list[tuple[jax.Array, int]]]()
+    number = itertools.count()
+    for group in groups:
+        wide = [x.astype(jnp.float32) for x in group]
         if group[0].size <= SMALL:
-            small.setdefault(group[0].shape, []).append(i)
-            continue
-        zeros = [jnp.float32(0)] * len(group)
-        rows += lax.reduce([of_element(_blocks(x)) for x in group], zeros, lambda a, b: tuple(map(combine, a, b)), (1,))
-        places += range(first[i], first[i + 1])
-    tables += _parts(rows, ROWS)
+            rows = [of_element(x.ravel()) for x in wide]
+            small.setdefault(group[0].shape, []).extend(zip(rows, number, strict=False))
+        else:
+            zeros = [jnp.float32(0)] * len(wide)
+            rows = lax.reduce(
+                [of_element(_blocks(x)) for x in wide], zeros, lambda a, b: tuple(map(combine, a, b)), (1,)
+            )
+            large.extend(zip(rows, number, strict=False))
+    tables = [*itertools.batched(large, LARGE_ROWS)]
     for same in small.values():
-        for part in _parts(same, GROUPS):
-            tables.append([of_element(x.astype(jnp.float32).ravel()) for i in part for x in groups[i]])
-            places += [place for i in part for place in range(first[i], first[i + 1])]
+        tables += itertools.batched(same, SMALL_ROWS)
     if not tables:
         return jnp.zeros(0)
-    found = [lax.reduce(jnp.stack(table), jnp.float32(0), combine, (1,)) for table in tables]
-    return jnp.concatenate(found)[np.argsort(places)]
+    found = [lax.reduce(jnp.stack([row for row, _ in table]), jnp.float32(0), combine, (1,)) for table in tables]
+    return jnp.concatenate(found)[np.argsort([n for table in tables for _, n in table])]
 
 
 def _blocks(x: jax.Array) -> jax.Array:
-    """The FP32 elements in `BLOCKS` rows, the last ones filled up with zeros."""
-    x = x.astype(jnp.float32)
+    """The elements in `BLOCKS` rows, the last ones filled up with zeros."""
     missing = -x.size % BLOCKS
     return (jnp.pad(x.ravel(), (0, missing)) if missing else x).reshape(BLOCKS, -1)
-
-
-def _parts[T](whole: Sequence[T], size: int) -> Iterator[list[T]]:
-    for start in range(0, len(whole), size):
-        yield list(whole[start : start + size])

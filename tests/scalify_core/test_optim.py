@@ -341,18 +341,35 @@ SHAPE, LEAVES = (50304, 768), 3  # of a shape that the compiler would hold FP32 
 
 def adam_step(formats):
     """Donated step and the shapes of its arguments: narrow Adam state, FP16 gradients (clipped) and master weights."""
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(0.9, 0.95))
+    return step_of(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(0.9, 0.95)), formats, [SHAPE] * LEAVES
+    )
+
+
+def step_of(tx, formats, shapes):
+    """As `adam_step`, of any optimiser and parameters; the state is packed."""
     tx = scaled_state(tx, **FORMATS[formats], rounding="stochastic", seed=0)
 
     def step(params, state, grads, number):
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(grads, tree.unpack(state), params)
         updates = jax.tree.map(lambda u: -1e-3 * u, updates)
-        return apply_updates(params, updates, rounding="stochastic", seed=0, step=number), state
+        return apply_updates(params, updates, rounding="stochastic", seed=0, step=number), tree.pack(state)
 
-    grads = {f"w{i}": jax.ShapeDtypeStruct(SHAPE, jnp.float16) for i in range(LEAVES)}
+    grads = {f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float16) for i, shape in enumerate(shapes)}
     params = jax.tree.map(lambda x: ScaledArray(x, 2.0**-4), grads)
-    state = jax.eval_shape(tx.init, params)
+    state = jax.eval_shape(lambda p: tree.pack(tx.init(p)), params)
     return jax.jit(step, donate_argnums=(0, 1)), (params, state, grads, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def compiled_for_a_gpu(step, args):
+    """As an H200 would get it."""
+    target = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+    device = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x8").devices[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    # Without a device to tune on; quickly: the machine code is thrown away.
+    quickly = {"xla_backend_optimization_level": 0, "xla_gpu_disable_gpuasm_optimizations": True}
+    return step.lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0, **quickly})
 
 
 @pytest.mark.parametrize(("formats", "bytes_per_parameter"), [("fp16", 4), ("fp8", 2)])
@@ -377,13 +394,16 @@ def test_the_compiled_step_takes_and_gives_narrow_moments(formats):
 # compiler keeps between the two kernels into which it splits the work on one parameter.
 @pytest.mark.parametrize(("formats", "tensors"), [("fp8", 0.01), ("fp16", 3)])
 def test_on_a_gpu_the_step_holds_fp32_values_of_one_parameter_at_most(formats, tensors):
-    target = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
-    device = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x8").devices[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    step, args = adam_step(formats)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    compiled = step.lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0})
+    compiled = compiled_for_a_gpu(*adam_step(formats))
     assert compiled.memory_analysis().temp_size_in_bytes < tensors * 4 * SHAPE[0] * SHAPE[1]
+
+
+def test_on_a_gpu_the_kernels_for_vectors_are_few_and_none_is_a_copy():
+    vectors = 24
+    program = compiled_for_a_gpu(*step_of(optax.scale_by_adam(), "fp16", [(256, 256)] + vectors * [(768,)])).as_text()
+    entry = program[program.index("\nENTRY") :]
+    assert "f16[768]{0} copy(" not in entry
+    assert len(re.findall(r" (?:fusion|copy)\(", entry)) < vectors
 
 
 def test_state_can_be_donated_and_every_scale_is_a_buffer_of_its_own():

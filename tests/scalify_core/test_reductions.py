@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalify_core.reductions import GROUPS, largest_magnitudes, sums_of_squares
+from scalify_core.reductions import SMALL_ROWS, largest_magnitudes, sums_of_squares
 
 # Small arrays of one shape, more than go into one table, between large ones, one of whose lengths is odd.
-SHAPES = [(), (1,), (7,), (3, 5), (256,), (768, 24), (2, 1000), (0,), (0, 4), *GROUPS * [(256,)], (7, 2351), (256,)]
+SHAPES = [(), (1,), (7,), (3, 5), (256,), (768, 24), (2, 1000), (0,), (0, 4), *SMALL_ROWS * [(256,)], (7, 2351), (256,)]
 
 
 def arrays(seed, dtype=np.float32):
