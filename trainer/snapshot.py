@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer.leaves import checksums, start_checksums
+from trainer.leaves import checksums_of_host, start_checksums
 
 
 class Copies(NamedTuple):
     """Of some arrays, at one moment.
 
     Attributes:
-      arrays: in the order of the originals; those that one process has whole, on one device.
+      arrays: in the order of the originals; those that every device has whole, on one device of each process.
       checksums: waits for those of the originals, sixteen hexadecimal digits each; all processes must ask.
     """
 
@@ -24,14 +25,26 @@ class Copies(NamedTuple):
 
 def copied(originals: Sequence[jax.Array]) -> Copies:
     """Copies that are complete: the originals may be donated to the next step."""
-    leaves = [x.addressable_data(0) if x.is_fully_addressable and x.is_fully_replicated else x for x in originals]
+    leaves = [once(x) if x.is_fully_replicated else x for x in originals]
     return beside(leaves) if jax.default_backend() == "cpu" else pinned(leaves)
+
+
+def once(x: jax.Array) -> jax.Array:
+    """An array that every device holds whole, without the copies of a process's other devices."""
+    if x.is_fully_addressable:
+        return x.addressable_data(0)
+    first: dict[int, jax.Device] = {}
+    for device in sorted(x.sharding.device_set, key=lambda device: device.id):
+        first.setdefault(device.process_index, device)
+    sharding = NamedSharding(Mesh(list(first.values()), "process"), PartitionSpec())
+    mine = [shard.data for shard in x.addressable_shards if shard.device in first.values()]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, mine)
 
 
 def beside(leaves: Sequence[jax.Array]) -> Copies:
     """Of arrays that are in the host's memory themselves; checksums take time of the cores that train, but later."""
     copies = jax.block_until_ready([_copier(x.sharding)(x) for x in leaves])
-    return Copies(copies, lambda: checksums(copies))
+    return Copies(copies, lambda: start_checksums(copies, checksums_of_host)())
 
 
 def pinned(leaves: Sequence[jax.Array]) -> Copies:

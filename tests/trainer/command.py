@@ -65,9 +65,7 @@ def wait_for_row(run_dir: Path, step: int, process: subprocess.Popen[str]) -> No
         time.sleep(0.02)
 
 
-def several(
-    tmp_path: Path, run_dir: str, *args: str, count: int = 2, devices: int = 2
-) -> list[subprocess.Popen[str]]:
+def several(tmp_path: Path, run_dir: str, *args: str, count: int = 2, devices: int = 2) -> list[subprocess.Popen[str]]:
     """The processes of one run, each with so many devices."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
