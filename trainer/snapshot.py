@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,9 @@ def once(x: jax.Array) -> jax.Array:
     """An array that every device holds whole, without the copies of a process's other devices."""
     if x.is_fully_addressable:
         return x.addressable_data(0)
-    first: dict[int, jax.Device] = {}
-    for device in sorted(x.sharding.device_set, key=lambda device: device.id):
-        first.setdefault(device.process_index, device)
-    sharding = NamedSharding(Mesh(list(first.values()), "process"), PartitionSpec())
+    devices: list[Any] = sorted(x.sharding.device_set, key=lambda device: device.id, reverse=True)
+    first = {device.process_index: device for device in devices}
+    sharding = NamedSharding(Mesh([first[i] for i in sorted(first)], "process"), PartitionSpec())
     mine = [shard.data for shard in x.addressable_shards if shard.device in first.values()]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, mine)
 
