@@ -128,41 +128,26 @@ def checksums_of_parts(leaf: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.
     return jax.shard_map(of_part, mesh=mesh, in_specs=spec, out_specs=devices, check_vma=False)(leaf)
 
 
-def checksums_of_devices(leaf: jax.Array) -> list[jax.Array]:
-    """Of the parts of a leaf that this process answers for, each [2], computed by the devices that hold them.
-
-    Devices do not talk to each other for it: many small programs that do, at once, can wait for each other forever.
-    """
-    if not isinstance(leaf.sharding, NamedSharding):
-        return [_checksum(leaf)]
-    first = {shard.device for shard in leaf.addressable_shards if shard.replica_id == 0}
-    found = checksums_of_parts(leaf, leaf.sharding.mesh, leaf.sharding.spec)
-    return [shard.data[0] for shard in found.addressable_shards if shard.device in first]
-
-
-def checksums_of_host(leaf: jax.Array) -> list[jax.Array]:
-    """The same of a leaf in the memory of CPUs, in any thread: programs of one device, which wait for no other."""
-    parts = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
-    starts = [tuple(axis.start or 0 for axis in part.index) for part in parts]
-    return [_checksum_of_part(np.asarray(x.data), at, leaf.shape) for x, at in zip(parts, starts, strict=True)]
-
-
 def checksums(leaves: Sequence[jax.Array]) -> list[str]:
     """Sixteen hexadecimal digits a leaf; waits until they are computed. Of split arrays all processes must ask."""
     return start_checksums(leaves)()
 
 
-def start_checksums(
-    leaves: Sequence[jax.Array], of: Callable[[jax.Array], list[jax.Array]] = checksums_of_devices
-) -> Callable[[], list[str]]:
-    """Begins with the checksums of the leaves; what it returns waits for them, in whatever thread.
+def start_checksums(leaves: Sequence[jax.Array]) -> Callable[[], list[str]]:
+    """Has the devices begin with the checksums of the leaves; what it returns waits for them, in whatever thread.
 
-    `of`: `checksums_of_devices` or, not in the main thread, `checksums_of_host`. Programs of several devices that two
-    threads start are queued in different orders on different devices, and then wait for each other forever.
+    Devices do not talk to each other for it: many small programs that do, at once, can wait for each other forever.
     """
-    found = [of(leaf) for leaf in leaves]
-    owners = [i for i, mine in enumerate(found) for _ in mine]
-    parts = [part for mine in found for part in mine]
+    parts, owners = [], []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf.sharding, NamedSharding):
+            first = {shard.device for shard in leaf.addressable_shards if shard.replica_id == 0}
+            found = checksums_of_parts(leaf, leaf.sharding.mesh, leaf.sharding.spec)
+            mine = [shard.data[0] for shard in found.addressable_shards if shard.device in first]
+        else:
+            mine = [_checksum(leaf)]
+        parts += mine
+        owners += [i] * len(mine)
     local = [i for i, leaf in enumerate(leaves) if leaf.is_fully_addressable]
     split = len(local) < len(leaves)
 
@@ -198,4 +183,3 @@ def sum_over_processes(sums: np.ndarray) -> np.ndarray:
 
 
 _checksum = jax.jit(checksum)
-_checksum_of_part = jax.jit(checksum, static_argnums=2)
