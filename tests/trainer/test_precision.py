@@ -415,7 +415,7 @@ def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
         module = cls(spec, Factory("h.0", nnx.Rngs(params=0), jnp.float32, jnp.float32, dot, (), None), 0.004)
         graphdef, params = nnx.split(module)
         params = nnx.to_pure_dict(params)
-        apply = lambda params, x: nnx.merge(graphdef, params)(x)
+        apply = lambda params, x: nnx.merge(graphdef, params)(x, lambda x: x)
         if dot is None:
             return apply(params, x)
         return wide(
