@@ -95,8 +95,9 @@ class Value:
         """The expected RMS of the logical value, unrounded."""
         if self.static is not None:
             return self.static * self.rho
-        size = times(self.dynamic, self.by * self.rho)
-        return size if self.excess is None else lax.mul(size, self.excess)
+        # Within the range of scales, so that the sizes of zeros are not zeros: a sum divides one by the other.
+        size = clip_scale(times(self.dynamic, self.by * self.rho))
+        return size if self.excess is None else clip_scale(lax.mul(size, self.excess))
 
 
 def value(

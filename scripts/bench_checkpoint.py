@@ -91,7 +91,7 @@ def written_over(state: Any) -> Any:
     """The same state in the same memory, every array written once; waits for it."""
     leaves, structure = jax.tree.flatten(state)
     arrays = iter(_times([x for x in leaves if not is_key(x)], np.uint8(1)))
-    return jax.block_until_ready(structure.unflatten([x if is_key(x) else next(arrays) for x in leaves]))
+    return jax.block_until_ready(jax.tree.unflatten(structure, [x if is_key(x) else next(arrays) for x in leaves]))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

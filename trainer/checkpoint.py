@@ -184,6 +184,7 @@ class Checkpointer:
             described[name] |= {"impl": str(jax.random.key_impl(leaf))} if is_key(leaf) else {}
         copies = copied([jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(state)])
         manifest = {"format": FORMAT, "step": step, "meta": copy.deepcopy(dict(meta)), "leaves": described}
+        json.dumps(manifest["meta"], allow_nan=False)  # what cannot be saved is the caller's mistake, and raised here
         comparable = val_loss is not None and np.isfinite(val_loss)
         _hide_late_writes()  # here, because W&B puts a hook of its own in place
         metrics = {"val_loss": val_loss} if comparable else None

@@ -77,21 +77,26 @@ class Linear(nnx.Linear):
     partial: str | None = None
 
     def __call__(
-        self, x_NxD: jax.Array, factor: jax.Array | float | None = None, columns: int | None = None
+        self,
+        x_NxD: jax.Array,
+        factor: jax.Array | float | None = None,
+        columns: int | None = None,
+        add_bias: bool = True,
     ) -> jax.Array:
-        """`factor`: of the kernel, of each row (`[D, 1]`) or of all; `columns`: only so many, the first ones."""
+        """`factor`: of the kernel, of each row (`[D, 1]`) or of all; `columns`: only so many, the first ones.
+
+        `add_bias`: false where who takes the product adds the bias himself; not of a `partial` one.
+        """
         assert self.bias is not None
         kernel_DxF, bias_F = self.kernel[...], self.bias[...]
         if factor is not None:
             kernel_DxF = (kernel_DxF * factor).astype(kernel_DxF.dtype)
         if columns is not None:
             kernel_DxF, bias_F = kernel_DxF[:, :columns], bias_F[:columns]
+        if not add_bias:
+            assert self.partial is None
+            return product(x_NxD, kernel_DxF, self.dot_general, self.dtype)
         return dense(x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype, self.partial)
-
-    def without_bias(self, x_NxD: jax.Array) -> jax.Array:
-        """`x @ kernel`; not of a `partial` one."""
-        assert self.partial is None
-        return product(x_NxD, self.kernel[...], self.dot_general, self.dtype)
 
 
 class LastColumns(nnx.Module):
@@ -291,7 +296,9 @@ class GeluMLP(nnx.Module):
         self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
-        hidden_NxF = again(lambda x_NxD: self.c_fc.without_bias(enter(norm(x_NxD), self.split)), self.recompute)(x_NxD)
+        hidden_NxF = again(lambda x_NxD: self.c_fc(enter(norm(x_NxD), self.split), add_bias=False), self.recompute)(
+            x_NxD
+        )
         return again(self.activated, self.recompute)(hidden_NxF)
 
     def activated(self, hidden_NxF: jax.Array) -> jax.Array:

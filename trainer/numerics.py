@@ -46,7 +46,7 @@ from trainer.workload import Model
 
 CLASSES = ("weights", "activations", "activation_gradients", "weight_gradients", "mu", "nu")
 SIDES: dict[type, tuple[str, ...]] = {
-    Linear: ("in", "out"),
+    Linear: ("in", "out"),  # the output of the one before GELU is without its bias, which GELU adds
     LastColumns: ("in", "out"),
     LayerNorm: ("out",),
     Block: ("in",),
@@ -85,6 +85,11 @@ class Probed(nnx.Module):
     def __call__(self, x: jax.Array, *args: Any, **settings: Any) -> jax.Array:
         y = self.module(x if self.before is None else self.before(x), *args, **settings)
         return y if self.behind is None else self.behind(y)
+
+    @property
+    def bias(self) -> Any:
+        """The module's, for who adds it himself."""
+        return self.module.bias
 
 
 def probed_layers(model: GPT2) -> Iterator[tuple[str, Any, tuple[Any, ...], tuple[str, ...]]]:

@@ -224,11 +224,13 @@ def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     if bias is None:
         return on_gradient(call, [(size, gradient.dtype)], (x, None), gradient)
     rows = math.prod(x.shape[:-1])
-    dx, dbias = on_gradient(call, [(size, gradient.dtype), (size * math.sqrt(rows), bias.dtype)], (x, bias), gradient)
+    dx, dbias = on_gradient(
+        call, [(size, gradient.dtype), (size * math.sqrt(rows), np.dtype(np.float32))], (x, bias), gradient
+    )
     dx = v.narrow(dx)  # stored in any case, for the next product; its rows are added up as they are there
     if not call.in_axes:
         added = jnp.sum(dx.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32)
-        dbias = v.settled(added, dx.multiple, dx.rho * math.sqrt(rows), bias.dtype)
+        dbias = v.settled(added, dx.multiple, dx.rho * math.sqrt(rows), np.dtype(np.float32))
     return dx, dbias
 
 

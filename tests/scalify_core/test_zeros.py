@@ -75,3 +75,18 @@ def test_a_scalar_predicate_selects_the_scale_with_the_data(dtype):
         found = select(which, big, small)
         assert float(found.scale) == float(expected.scale)
         np.testing.assert_array_equal(found.data, expected.data)
+
+
+@pytest.mark.parametrize("factors", [(0.125, 0.125), (0.5, 0.5), (0.9, 0.1)])
+def test_a_sum_of_zeros_times_constants_has_a_scale(factors):
+    """Zeros have the smallest scale, times constants a smaller one: flushed, one would be divided by the other as 0/0."""
+    zeros = ScaledArray(jnp.zeros(4, jnp.float16), jnp.float32(2.0**-126))
+    out = jax.jit(scalify(lambda a, b: factors[0] * a + factors[1] * b))(zeros, zeros)
+    assert np.isfinite(out.scale)
+    np.testing.assert_array_equal(asarray(out), np.zeros(4))
+
+
+def test_a_sum_beyond_the_largest_scale_saturates():
+    ones = ScaledArray(jnp.ones(4, jnp.float16), jnp.float32(2.0**125))
+    out = jax.jit(scalify(lambda a, b: 8 * a + 8 * b))(ones, ones)
+    assert np.isfinite(out.scale) and (out.data > 0).all()
