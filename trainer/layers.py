@@ -296,9 +296,8 @@ class GeluMLP(nnx.Module):
         self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
-        hidden_NxF = again(lambda x_NxD: self.c_fc(enter(norm(x_NxD), self.split), add_bias=False), self.recompute)(
-            x_NxD
-        )
+        first = lambda x_NxD: self.c_fc(enter(norm(x_NxD), self.split), add_bias=False)
+        hidden_NxF = again(first, self.recompute)(x_NxD)
         return again(self.activated, self.recompute)(hidden_NxF)
 
     def activated(self, hidden_NxF: jax.Array) -> jax.Array:

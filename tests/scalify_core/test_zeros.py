@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalify_core import as_scaled_array, asarray, scalify
+from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
 
 FORMATS = (jnp.float32, jnp.float16)
 
@@ -79,7 +79,7 @@ def test_a_scalar_predicate_selects_the_scale_with_the_data(dtype):
 
 @pytest.mark.parametrize("factors", [(0.125, 0.125), (0.5, 0.5), (0.9, 0.1)])
 def test_a_sum_of_zeros_times_constants_has_a_scale(factors):
-    """Zeros have the smallest scale, times constants a smaller one: flushed, one would be divided by the other as 0/0."""
+    """Zeros have the smallest scale, times constants a smaller one, which is flushed: their ratio would be 0/0."""
     zeros = ScaledArray(jnp.zeros(4, jnp.float16), jnp.float32(2.0**-126))
     out = jax.jit(scalify(lambda a, b: factors[0] * a + factors[1] * b))(zeros, zeros)
     assert np.isfinite(out.scale)
@@ -89,4 +89,5 @@ def test_a_sum_of_zeros_times_constants_has_a_scale(factors):
 def test_a_sum_beyond_the_largest_scale_saturates():
     ones = ScaledArray(jnp.ones(4, jnp.float16), jnp.float32(2.0**125))
     out = jax.jit(scalify(lambda a, b: 8 * a + 8 * b))(ones, ones)
-    assert np.isfinite(out.scale) and (out.data > 0).all()
+    assert np.isfinite(out.scale)
+    assert (out.data > 0).all()
