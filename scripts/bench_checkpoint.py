@@ -3,8 +3,8 @@
 python -m scripts.bench_checkpoint model=gpt2_124m precision=fp32
 """
 
-import functools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,17 +12,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import jax
-import numpy as np
 
 from scripts.arguments import argument, run
 from scripts.memory import filled, without_data
-from trainer.allocator import keep_freed_memory
 from trainer.checkpoint import Checkpointer
 from trainer.errors import UserError
-from trainer.leaves import checksums, is_key
+from trainer.leaves import checksums
 from trainer.libraries import hide_missing_gpu
 from trainer.records import read_rows
 from trainer.state import to_stored
@@ -44,7 +41,6 @@ class Arguments:
 
 def main(args: Arguments) -> None:
     """Print both figures."""
-    keep_freed_memory()  # as the trainer does
     hide_missing_gpu()
     with tempfile.TemporaryDirectory(dir=args.folder or None) as folder:
         saves(args, Path(folder) / "saves")
@@ -52,52 +48,27 @@ def main(args: Arguments) -> None:
 
 
 def saves(args: Arguments, folder: Path) -> None:
-    """Each save: what it costs the loop, and how long it is until the checkpoint is whole.
-
-    The loop waits in the call; and where the call had only borrowed memory, the step after it would have to wait: an
-    update of the whole state in place is timed behind it, and again when nothing is being saved.
-    """
+    """Each save: how long the loop waits for it, and how long it is until the checkpoint is whole."""
     w = without_data(args.model, args.vocab, [f"precision={args.precision}"])
-    state = written_over(filled(first_state(w)))
-    size = sum(x.nbytes for x in jax.tree.leaves(to_stored(state)))
+    state = to_stored(filled(first_state(w)))
+    jax.block_until_ready(state)
+    size = sum(x.nbytes for x in jax.tree.leaves(state) if hasattr(x, "nbytes"))
     shares = []
-    with Checkpointer(folder) as checkpointer:
-        for i in range(args.rounds + 1):
+    for i in range(args.rounds + 1):  # the first compiles
+        with Checkpointer(folder) as checkpointer:
             started = time.perf_counter()
-            state = written_over(state)
-            alone = time.perf_counter() - started
-            started = time.perf_counter()
-            checkpointer.save(i + 1, to_stored(state), {})
+            checkpointer.save(1, state, {})
             waited = time.perf_counter() - started
-            state = written_over(state)
-            late = time.perf_counter() - started - waited - alone
             checkpointer.wait()
             whole = time.perf_counter() - started
-            if i:
-                shares.append((waited / whole, (waited + late) / whole))
-            name = f"save {i}" if i else "first save, which compiles and gets its memory"
-            print(f"{name}: the loop waits {waited:.2f} s of {whole:.2f} s, {waited / whole:.1%}", end="; ")
-            print(f"the update behind it takes {alone:.2f} s and {late:.2f} s more", flush=True)
-    arrays = [x for x in jax.tree.leaves(to_stored(state)) if not is_key(x)]
+        shutil.rmtree(folder)
+        if i:
+            shares.append(waited / whole)
+            print(f"save {i}: the loop waits {waited:.2f} s of {whole:.2f} s, {waited / whole:.1%}", flush=True)
     started = time.perf_counter()
-    checksums(arrays)
+    checksums([x for x in jax.tree.leaves(state) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)])
     print(f"checksums alone: {time.perf_counter() - started:.2f} s")
-    stall, both = (median(share) for share in zip(*shares, strict=True))
-    print(f"{args.model} {args.precision}, {size / 2**30:.2f} GiB: median stall {stall:.1%} of the save", end="")
-    print(f", {both:.1%} with what the update behind it loses")
-
-
-def written_over(state: Any) -> Any:
-    """The same state in the same memory, every array written once; waits for it."""
-    leaves, structure = jax.tree.flatten(state)
-    arrays = iter(_times([x for x in leaves if not is_key(x)], np.uint8(1)))
-    return jax.block_until_ready(jax.tree.unflatten(structure, [x if is_key(x) else next(arrays) for x in leaves]))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _times(arrays: list[jax.Array], one: np.ndarray) -> list[jax.Array]:
-    """The compiler does not know that it is 1."""
-    return [x * jax.lax.convert_element_type(one, x.dtype) for x in arrays]
+    print(f"{args.model} {args.precision}, {size / 2**30:.2f} GiB: median stall {median(shares):.1%} of the save")
 
 
 def resume(args: Arguments, folder: Path) -> None:

@@ -8,8 +8,6 @@ Checksums are of the leaves' values, not of files, and are compared after a rest
 whatever happens to the files in between, a state that is returned is the state that was saved.
 """
 
-import contextlib
-import copy
 import hashlib
 import json
 import logging
@@ -17,7 +15,6 @@ import shutil
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -31,7 +28,6 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from trainer.errors import UserError
 from trainer.leaves import checksums, describe, is_key, leaf_names, mismatch
-from trainer.snapshot import Copies, copied
 
 FORMAT = 2
 DAMAGED = "damaged"
@@ -48,13 +44,6 @@ class Restored(NamedTuple):
     step: int
     state: Any
     meta: dict[str, Any]
-
-
-class Saving(NamedTuple):
-    """A save in the background: of the state after `step` steps; done when Orbax has everything it needs."""
-
-    step: int
-    begun: Future[None]
 
 
 class DamagedCheckpointError(Exception):
@@ -97,8 +86,7 @@ class Checkpointer:
     def __init__(self, directory: Path, *, keep: int = 1, keep_best: bool = False, read_only: bool = False) -> None:
         self.directory = directory.resolve()
         self._read_only = read_only
-        self._saving: Saving | None = None
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: int | None = None
         # Orbax logs what it makes of these options, and the exceptions that it also raises, which are reported here.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         newest = LatestN(keep)
@@ -111,16 +99,7 @@ class Checkpointer:
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
             read_only=read_only,  # overrides the line above
             async_options=ocp.AsyncOptions(timeout_secs=LONG),
-            create=False,  # made below
-            # Said outright, so that Orbax lets processes wait for each other through the service they started with: its
-            # thread must not use the devices, on which the steps of this process and of another could cross.
-            multiprocessing_options=ocp.options.MultiprocessingOptions(
-                active_processes=set(range(jax.process_count()))
-            ),
         )
-        # One replica is written whole: slices of replicas would be cut on devices, and these arrays are not there.
-        one = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-        ocp.type_handlers.register_type_handler(jax.Array, one, override=True)
         try:
             if not read_only:
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -145,8 +124,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps with a committed checkpoint, ascending. The one being written is not among them."""
-        unfinished = self._saving.step if self._saving is not None else None
-        return sorted(step for step in self._manager.all_steps() if step != unfinished)
+        return sorted(step for step in self._manager.all_steps() if step != self._saving)
 
     @property
     def best_step(self) -> int | None:
@@ -154,7 +132,7 @@ class Checkpointer:
         return self._manager.best_step()
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any], *, val_loss: float | None = None) -> bool:
-        """Start saving the state after `step` steps; returns when it is copied, all the rest happens in a thread.
+        """Start saving the state after `step` steps; returns when it is copied, the rest goes on in the background.
 
         Rows of steps up to `step` belong into the log before, so that a run resumed here has lost none.
 
@@ -168,7 +146,7 @@ class Checkpointer:
           False when `step` is the newest checkpoint already (a state is a function of its step), else True.
 
         Raises:
-          UserError: the save before this one failed, or a later step is saved already.
+          UserError: the save before this one failed, this one cannot start, or a later step is saved already.
         """
         self.wait()
         steps = self.steps()
@@ -179,36 +157,29 @@ class Checkpointer:
                 f"cannot save step {step}: {self.directory} holds step {steps[-1]}; "
                 "resume from that, or choose another run_dir"
             )
+        names = leaf_names(state)
+        leaves = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(state)]
         described = describe(state)
-        for name, leaf in zip(leaf_names(state), jax.tree.leaves(state), strict=True):
-            described[name] |= {"impl": str(jax.random.key_impl(leaf))} if is_key(leaf) else {}
-        copies = copied([jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(state)])
-        manifest = {"format": FORMAT, "step": step, "meta": copy.deepcopy(dict(meta)), "leaves": described}
-        json.dumps(manifest["meta"], allow_nan=False)  # what cannot be saved is the caller's mistake, and raised here
-        comparable = val_loss is not None and np.isfinite(val_loss)
-        _hide_late_writes()  # here, because W&B puts a hook of its own in place
-        metrics = {"val_loss": val_loss} if comparable else None
-        self._saving = Saving(step, self._thread.submit(self._begin, manifest, copies, metrics))
-        return True
-
-    def _begin(self, manifest: dict[str, Any], copies: Copies, metrics: dict[str, float | None] | None) -> None:
-        """All of a save that the loop does not wait for, in its own thread, until Orbax's threads have taken over."""
-        described = manifest["leaves"]
-        for leaf, value in zip(described.values(), copies.checksums(), strict=True):
-            leaf["checksum"] = value
+        for leaf, name, value in zip(jax.tree.leaves(state), names, checksums(leaves), strict=True):
+            described[name] |= {"checksum": value} | ({"impl": str(jax.random.key_impl(leaf))} if is_key(leaf) else {})
+        manifest = {"format": FORMAT, "step": step, "meta": dict(meta), "leaves": described}
         manifest["digest"] = _digest(manifest)
-        # Orbax refuses empty arrays.
-        stored = {name: leaf for name, leaf in zip(described, copies.arrays, strict=True) if leaf.size}
+        stored = {
+            name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf.size
+        }  # Orbax refuses empty arrays
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(stored), manifest=ocp.args.JsonSave(manifest))
-        with contextlib.suppress(Exception):  # of the save before: reported, but Orbax raises it once in each thread
-            self._manager.wait_until_finished()
-        self._manager.save(manifest["step"], args=items, metrics=metrics, force=True)
+        comparable = val_loss is not None and np.isfinite(val_loss)
+        self._saving = step
+        _hide_late_writes()  # here, because W&B puts a hook of its own in place
+        try:
+            self._manager.save(step, args=items, metrics={"val_loss": val_loss} if comparable else None, force=True)
+        except OSError as error:
+            raise self._save_failed(error) from error
+        return True
 
     def check(self) -> None:
         """Raise the UserError of a background save that failed since; cheap, for every step. Does not wait."""
-        if self._saving is None or not self._saving.begun.done():
-            return
-        if self._saving.begun.exception() is not None or not self._manager.is_saving_in_progress():
+        if self._saving is not None and not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
@@ -216,14 +187,13 @@ class Checkpointer:
         if self._saving is None:
             return
         try:
-            self._saving.begun.result()
             self._manager.wait_until_finished()
         except Exception as error:  # whatever stopped the background thread
-            raise self._save_failed(self._saving.step, error) from error
+            raise self._save_failed(error) from error
         self._saving = None
 
-    def _save_failed(self, step: int, error: Exception) -> UserError:
-        self._saving = None
+    def _save_failed(self, error: Exception) -> UserError:
+        step, self._saving = self._saving, None
         self._manager.reload()
         intact = self.steps()
         free = shutil.disk_usage(self.directory).free / 2**30
@@ -275,7 +245,6 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._thread.shutdown()
             self._manager.close()
 
     def _readable_manifest(self, step: int | None) -> dict[str, Any]:

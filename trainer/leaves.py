@@ -1,20 +1,16 @@
 """The leaves of a state: their names, what they look like, and a checksum of their bits."""
 
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalify_core.array import ScaledArray, is_scaled_array
-
-PATIENCE = 600_000  # milliseconds that a process may be late with its sums
-_asked = itertools.count()  # how often the processes have added up sums
 
 
 def leaf_names(tree: Any) -> list[str]:
@@ -128,13 +124,8 @@ def checksums_of_parts(leaf: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.
     return jax.shard_map(of_part, mesh=mesh, in_specs=spec, out_specs=devices, check_vma=False)(leaf)
 
 
-def checksums(leaves: Sequence[jax.Array]) -> list[str]:
-    """Sixteen hexadecimal digits a leaf; waits until they are computed. Of split arrays all processes must ask."""
-    return start_checksums(leaves)()
-
-
-def start_checksums(leaves: Sequence[jax.Array]) -> Callable[[], list[str]]:
-    """Has the devices begin with the checksums of the leaves; what it returns waits for them, in whatever thread.
+def checksums(leaves: list[jax.Array]) -> list[str]:
+    """Sixteen hexadecimal digits a leaf; waits until the leaves are computed. Of split arrays all processes must ask.
 
     Devices do not talk to each other for it: many small programs that do, at once, can wait for each other forever.
     """
@@ -148,38 +139,14 @@ def start_checksums(leaves: Sequence[jax.Array]) -> Callable[[], list[str]]:
             mine = [_checksum(leaf)]
         parts += mine
         owners += [i] * len(mine)
-    local = [i for i, leaf in enumerate(leaves) if leaf.is_fully_addressable]
-    split = len(local) < len(leaves)
-
-    def finish() -> list[str]:
-        sums = np.zeros((len(leaves), 2), np.uint32)
-        for i, pair in zip(owners, jax.device_get(parts), strict=True):
-            sums[i] += pair
-        if split:
-            sums[local] *= np.uint32(jax.process_index() == 0)  # every process has those whole
-            sums = sum_over_processes(sums)
-        return [f"{int(high):08x}{int(low):08x}" for high, low in sums]
-
-    return finish
-
-
-def sum_over_processes(sums: np.ndarray) -> np.ndarray:
-    """The sum of every process's array [leaves, 2] (uint32, modulo 2^32), in all of them.
-
-    Through the service that they started with, not their devices, which another thread keeps busy. All processes must
-    ask equally often, in one thread at a time.
-    """
-    client: Any = distributed.global_state.client
-    count = next(_asked)
-
-    def key(count: int, process: int) -> str:
-        return f"trainer/checksums/{count}/{process}"
-
-    client.key_value_set_bytes(key(count, jax.process_index()), sums.tobytes())
-    found = [client.blocking_key_value_get_bytes(key(count, i), PATIENCE) for i in range(jax.process_count())]
-    if count:  # who has given this one has read the one before
-        client.key_value_delete(key(count - 1, jax.process_index()))
-    return np.sum([np.frombuffer(x, np.uint32).reshape(sums.shape) for x in found], axis=0, dtype=np.uint32)
+    sums = np.zeros((len(leaves), 2), np.uint32)
+    for i, pair in zip(owners, jax.device_get(parts), strict=True):
+        sums[i] += pair
+    if any(not leaf.is_fully_addressable for leaf in leaves):
+        local = [i for i, leaf in enumerate(leaves) if leaf.is_fully_addressable]
+        sums[local] *= np.uint32(jax.process_index() == 0)  # every process has those whole
+        sums = np.sum(multihost_utils.process_allgather(sums), axis=0, dtype=np.uint32)
+    return [f"{int(high):08x}{int(low):08x}" for high, low in sums]
 
 
 _checksum = jax.jit(checksum)

@@ -44,7 +44,7 @@ KEYS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # compiled once, whatever a worker runs in between
 def flagship():
     """Of two GPUs, two sequences each."""
     arguments = [*TINY, "precision=scalify_fp8_fp16", "gpus=2", "micro_batch=2", "search=no", "compare=no"]
