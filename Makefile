@@ -22,8 +22,9 @@ env: $(VENV)/.base
 gpu: $(VENV)/.base
 	@$(INSTALL) --extra gpu
 
+# A worker that dies ends the tests: groups of tests are not taken over by another, and would be waited for.
 test: $(VENV)/.test
-	@$(PYTHON) -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(PYTHON) -m pytest -n 2 --dist loadgroup --max-worker-restart 0 $(ARGS)
 
 lint: $(VENV)/.test
 	@$(PYTHON) -m ruff check .

@@ -17,6 +17,7 @@ import jax
 
 from scripts.arguments import argument, run
 from scripts.memory import filled, without_data
+from trainer.allocator import keep_freed_memory
 from trainer.checkpoint import Checkpointer
 from trainer.errors import UserError
 from trainer.leaves import checksums
@@ -95,4 +96,5 @@ def resume(args: Arguments, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as the trainer does
     sys.exit(run(Arguments, "bench_checkpoint", __doc__ or "", main))

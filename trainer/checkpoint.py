@@ -29,7 +29,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 from trainer.errors import UserError
 from trainer.leaves import checksums, describe, is_key, leaf_names, mismatch
 
-FORMAT = 2
+FORMAT = 3
 DAMAGED = "damaged"
 # Orbax counts its patience with a save, 10 minutes, by the wall clock: one that was set right ended the run. Seconds:
 # twenty days, which are less than 2^31 milliseconds.

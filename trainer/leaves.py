@@ -83,10 +83,11 @@ def as_saved(like: Any, saved: Description) -> Any:
 
 
 def checksum(leaf: jax.Array, start: Sequence[Any] = (), shape: Sequence[int] = ()) -> jax.Array:
-    """Two sums (uint32 [2]) of the leaf's bits, each element's times an odd number that depends on its position.
+    """Two sums (uint32 [2]) of the leaf's scrambled bits, each element's times odd numbers of its place on every axis.
 
-    Odd factors are invertible modulo 2^32: a change of one element changes the sums for certain, any other change with
-    probability 1 - 2^-64. Integer sums do not depend on their order, and those of an array are the sums of its parts'.
+    Scrambling is one-to-one and odd factors are invertible modulo 2^32: a change of one element changes the sums for
+    certain, any other change with probability 1 - 2^-64. Integer sums do not depend on their order, and those of an
+    array are the sums of its parts'.
 
     Args:
       leaf: an array, or a part of one,
@@ -95,20 +96,53 @@ def checksum(leaf: jax.Array, start: Sequence[Any] = (), shape: Sequence[int] = 
     """
     leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
-    bits = jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
-    position, stride = jnp.zeros(leaf.shape, jnp.uint32), 1
-    for axis in reversed(range(leaf.ndim)):
-        index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        index = index + jnp.asarray(start[axis]).astype(jnp.uint32) if start else index
-        position += index * np.uint32(stride % 2**32)
-        stride *= (shape or leaf.shape)[axis]
+    bits = jax.lax.bitcast_convert_type(leaf, unsigned).reshape(leaf.shape or (1,))
 
-    def odd(factor: int) -> jax.Array:
-        x = (position + np.uint32(1)) * np.uint32(factor)
-        x = (x ^ (x >> 15)) * np.uint32(0x2C1B3C6D)
-        return (x ^ (x >> 13)) | np.uint32(1)
+    def total(which: int) -> jax.Array:
+        x = bits
+        for axis, size in enumerate(shape or bits.shape):
+            factors = jnp.asarray(_odd_numbers(size, axis, which))
+            if start:
+                factors = jax.lax.dynamic_slice_in_dim(factors, start[axis], x.shape[axis])
+            column = jnp.expand_dims(factors, [i for i in range(x.ndim) if i != axis])
+            words = [_scrambled(part) if axis == 0 else part for part in _parts(x, axis)]
+            x = _sum([part * factor for part, factor in zip(words, _parts(column, axis), strict=True)], axis)
+        return x.reshape(())
 
-    return jnp.stack([jnp.sum(bits * odd(factor), dtype=jnp.uint32) for factor in (0x9E3779B1, 0x85EBCA77)])
+    return jnp.stack([total(0), total(1)])
+
+
+def _odd_numbers(size: int, axis: int, which: int) -> np.ndarray:
+    """Pseudorandom odd factors for the places along an axis, uint32 [size]."""
+    x: np.ndarray = np.arange(1, size + 1, dtype=np.uint32) * np.uint32((0x9E3779B1, 0x85EBCA77)[which])
+    x += np.uint32((axis * 0x27D4EB2F) % 2**32)
+    x = (x ^ (x >> 15)) * np.uint32(0x2C1B3C6D)
+    x = (x ^ (x >> 12)) * np.uint32(0x297A2D39)
+    return (x ^ (x >> 15)) | np.uint32(1)
+
+
+def _scrambled(bits: jax.Array) -> jax.Array:
+    """One-to-one; without it two changed signs, 2^31 times the sum of two odd numbers, would go unnoticed."""
+    x = bits.astype(jnp.uint32)
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    return x ^ (x >> 15)
+
+
+def _parts(x: jax.Array, axis: int) -> list[jax.Array]:
+    """Four, three or two equal parts along an axis, or the whole where it cannot be cut so."""
+    size = x.shape[axis]
+    return jnp.split(x, next((n for n in (4, 3, 2) if size and size % n == 0), 1), axis)
+
+
+def _sum(parts: list[jax.Array], axis: int) -> jax.Array:
+    """The sum of equal parts of an array along an axis, which stays with length 1.
+
+    By elementwise additions, as fast as memory, as far as that goes: XLA's reductions of integers are slow on CPUs.
+    """
+    total = functools.reduce(jnp.add, parts)
+    if len(parts) > 1:
+        return _sum(_parts(total, axis), axis)
+    return jnp.sum(total, axis, keepdims=True, dtype=jnp.uint32)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -134,14 +168,14 @@ def checksums(leaves: list[jax.Array]) -> list[str]:
         if isinstance(leaf.sharding, NamedSharding):
             first = {shard.device for shard in leaf.addressable_shards if shard.replica_id == 0}
             found = checksums_of_parts(leaf, leaf.sharding.mesh, leaf.sharding.spec)
-            mine = [shard.data[0] for shard in found.addressable_shards if shard.device in first]
+            mine = [shard.data for shard in found.addressable_shards if shard.device in first]
         else:
             mine = [_checksum(leaf)]
         parts += mine
         owners += [i] * len(mine)
     sums = np.zeros((len(leaves), 2), np.uint32)
     for i, pair in zip(owners, jax.device_get(parts), strict=True):
-        sums[i] += pair
+        sums[i] += pair.reshape(2)
     if any(not leaf.is_fully_addressable for leaf in leaves):
         local = [i for i, leaf in enumerate(leaves) if leaf.is_fully_addressable]
         sums[local] *= np.uint32(jax.process_index() == 0)  # every process has those whole

@@ -511,14 +511,31 @@ def test_every_single_bit_changes_the_checksum(dtype):
 def test_a_checksum_tells_places_apart():
     x = jnp.arange(6.0)
     assert len({checksums([x])[0], checksums([x[::-1]])[0], checksums([jnp.roll(x, 1)])[0]}) == 3
-    # the oracle: the sum written out in Python
+
+
+def test_two_changed_signs_change_the_checksum():
+    x = jnp.arange(1.0, 9.0)
+    assert checksums([x.at[2].multiply(-1).at[5].multiply(-1)]) != checksums([x])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7,), (12, 5), (2, 3, 35)])
+def test_a_checksum_is_the_documented_sum(shape):
+    """Written out in Python."""
+    x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
     total = [0, 0]
-    for i, word in enumerate(np.asarray(x).view(np.uint32)):
-        for j, factor in enumerate((0x9E3779B1, 0x85EBCA77)):
-            mixed = (i + 1) * factor % 2**32
-            mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D % 2**32
-            total[j] = (total[j] + int(word) * ((mixed ^ (mixed >> 13)) | 1)) % 2**32
-    assert checksum(x).tolist() == total
+    for index in np.ndindex(shape):
+        word = int(x[index].view(np.uint32))
+        word = (word ^ word >> 16) * 0x7FEB352D % 2**32
+        word ^= word >> 15
+        for which, seed in enumerate((0x9E3779B1, 0x85EBCA77)):
+            term = word
+            for axis, i in enumerate(index or (0,)):
+                odd = ((i + 1) * seed + axis * 0x27D4EB2F) % 2**32
+                odd = (odd ^ odd >> 15) * 0x2C1B3C6D % 2**32
+                odd = (odd ^ odd >> 12) * 0x297A2D39 % 2**32
+                term *= (odd ^ odd >> 15) | 1
+            total[which] = (total[which] + term) % 2**32
+    assert checksum(jnp.asarray(x)).tolist() == total
 
 
 def test_writes_that_end_after_their_save_has_failed_print_nothing(tmp_path, capsys, monkeypatch):
