@@ -71,6 +71,7 @@ def plan_of(argv: Sequence[str]) -> "Plan":
     sequences = args.micro_batch or sequences_of(config, overrides, args.gpus // max(config.parallel.tensor, 1))
     bf16 = compose_or_explain(["precision=bf16"]).precision if yes("compare", args.compare) else None
     os.environ["JAX_PLATFORMS"] = "cpu"  # whatever GPU is in this machine, the one that is planned for is not
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings: that there is no GPU to measure kernels on
 
     from trainer.build import build_plan
     from trainer.libraries import hide_missing_gpu
