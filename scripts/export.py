@@ -20,7 +20,7 @@ class Arguments:
 
 def main(args: Arguments) -> None:
     """Export, and say how to read the result."""
-    from trainer.build import restore_run
+    from trainer.build.run import restore_run
     from trainer.huggingface import save_gpt2
 
     model = restore_run(Path(args.run_dir))

@@ -25,7 +25,8 @@ import jax
 import numpy as np
 
 from trainer import __main__ as command
-from trainer import build, loop
+from trainer import loop
+from trainer.build import run as build
 from trainer.data import Batch
 from trainer.errors import leave
 from trainer.evaluate import Evaluation

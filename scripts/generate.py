@@ -25,7 +25,7 @@ class Arguments:
 
 def main(args: Arguments) -> None:
     """Print the prompt and its continuation."""
-    from trainer.build import restore_run
+    from trainer.build.run import restore_run
     from trainer.generate import Generator
 
     model = restore_run(Path(args.run_dir))

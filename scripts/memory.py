@@ -22,7 +22,7 @@ from scalify_core.array import is_scaled_array
 from scalify_core.tree import leaves
 from scripts.arguments import argument, run
 from scripts.parity import overrides, split
-from trainer.build import build_mesh, build_model, build_optimizer, build_policy
+from trainer.build.objects import build_mesh, build_model, build_optimizer, build_policy
 from trainer.checkpoint import Checkpointer
 from trainer.composition import compose_config
 from trainer.libraries import hide_missing_gpu

@@ -73,7 +73,7 @@ def plan_of(argv: Sequence[str]) -> "Plan":
     os.environ["JAX_PLATFORMS"] = "cpu"  # whatever GPU is in this machine, the one that is planned for is not
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings: that there is no GPU to measure kernels on
 
-    from trainer.build import build_plan
+    from trainer.build.plan import build_plan
     from trainer.libraries import hide_missing_gpu
     from trainer.plan import Aim
 

@@ -27,7 +27,7 @@ from scalify_core.array import is_scaled_array
 from scalify_core.matmul import MULTIPLE
 from scripts.arguments import argument, run
 from trainer import config as schema
-from trainer.build import build_workload
+from trainer.build.objects import build_workload
 from trainer.checkpoint import Checkpointer
 from trainer.dots import ClippedDot, Dims, Dot, narrow_gradient_dot, wide_gradient_dot
 from trainer.errors import UserError

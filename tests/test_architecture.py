@@ -70,7 +70,7 @@ def test_only_parallel_starts_the_processes():
 
 @pytest.mark.parametrize(
     ("package", "absent"),
-    [("trainer.config", {"jax", "wandb", "datasets", "orbax"}), ("trainer.build", {"wandb", "datasets"})],
+    [("trainer.config", {"jax", "wandb", "datasets", "orbax"}), ("trainer.build.run", {"wandb", "datasets"})],
 )
 def test_importing_does_not_load_what_is_not_used_yet(package, absent):
     code = f"import sys, {package}; print(*sorted({absent!r} & set(sys.modules)))"

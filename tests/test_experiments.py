@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.build import build_policy
+from trainer.build.objects import build_policy
 from trainer.composition import CONFIGS, compose_config
 
 # Compute, operands of the matmuls forward and backward, master weights, weight gradients, m, v.

@@ -39,7 +39,7 @@ def run_job(tree: DictConfig) -> int:
     try:
         config = load(tree)
         keep_freed_memory()
-        from trainer.build import run
+        from trainer.build.run import run
 
         return run(config)
     except UserError as error:

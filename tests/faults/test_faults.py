@@ -15,8 +15,8 @@ import pytest
 from command import TINY, environment, finish, parameters, several, trainer, values, wait_for_row
 
 from scripts import faulty
-from trainer import build
 from trainer.__main__ import main
+from trainer.build import run as build
 from trainer.records import read_rows
 from trainer.rundir import RunDir
 

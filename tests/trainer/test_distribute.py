@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scalify_core.weights import wide
-from trainer.build import build_policy, check_split
+from trainer.build.objects import build_policy, check_split
 from trainer.checkpoint import Checkpointer
 from trainer.composition import compose_config
 from trainer.data import Batch

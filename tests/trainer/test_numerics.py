@@ -11,7 +11,7 @@ from command import finish, parameters, trainer, values
 
 from scalify_core.probe import FIGURES
 from scalify_core.tree import leaves
-from trainer.build import build_policy
+from trainer.build.objects import build_policy
 from trainer.composition import compose_config
 from trainer.data import Batch
 from trainer.numerics import CLASSES, gradients, make_numerics

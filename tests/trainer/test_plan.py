@@ -13,7 +13,7 @@ import pytest
 from scripts import plan as script
 from trainer import aot
 from trainer.aot import Buffer, live_at_peak, make_target_mesh
-from trainer.build import build_model, build_policy, check_fp8
+from trainer.build.objects import build_model, build_policy, check_fp8
 from trainer.composition import compose_config
 from trainer.errors import UserError
 from trainer.flops import peak_flops
@@ -107,7 +107,7 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
 
 def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatch):
     """A run on GPUs, but for its devices and its step, which are those of the plan."""
-    monkeypatch.setattr("trainer.build.Program", lambda text: text)  # read by the plan already
+    monkeypatch.setattr("trainer.build.objects.Program", lambda text: text)  # read by the plan already
     overrides = [*TINY, "precision=scalify_fp8_fp16", "train.batch_tokens=256"]
     mesh = make_target_mesh(get_target("h200"), 2, 1)
     w = Unfed(flagship.measured.model, "adamw", None, mesh)

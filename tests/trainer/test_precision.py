@@ -15,7 +15,7 @@ from scalify_core import Fp8DotGeneral, as_scaled_array, scalify
 from scalify_core.array import asarray, is_scaled_array
 from scalify_core.tree import unpack
 from scalify_core.weights import scaled_params, wide
-from trainer.build import build_policy
+from trainer.build.objects import build_policy
 from trainer.checkpoint import Checkpointer
 from trainer.composition import compose_config
 from trainer.data import Batch

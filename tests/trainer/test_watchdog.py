@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.build import build_watchdog
+from trainer.build.objects import build_watchdog
 from trainer.composition import compose_config
 from trainer.gradients import first_loss_scale, next_loss_scale
 from trainer.leaves import leaf_names

@@ -1,0 +1,275 @@
+"""From a checked configuration to a run: in its directory, from where that stands, to its end."""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from trainer import config as schema
+from trainer.build.objects import (
+    build_batch,
+    build_cadence,
+    build_learning_rates,
+    build_model,
+    build_policy,
+    build_sample,
+    build_state,
+    build_throughput,
+    build_watchdog,
+    build_workload,
+    check_fp8,
+    make_evaluate,
+    train_batches,
+)
+from trainer.checkpoint import Checkpointer, Restored
+from trainer.data.tokenizer import load_saved
+from trainer.display import Display, Output
+from trainer.errors import UserError
+from trainer.fields import from_tree, to_tree
+from trainer.guard import Patience, leave_within
+from trainer.leaves import parameter_names
+from trainer.libraries import hide_missing_gpu, use_compilation_cache
+from trainer.loop import Run, train
+from trainer.messages import describe, describe_wire, farewell, schedule_change
+from trainer.numerics import make_numerics
+from trainer.parallel import Agreement, place_batch, refused_together, replicated, start_processes
+from trainer.report import write_report
+from trainer.rundir import RunDir, write_environment
+from trainer.start import architecture, check_same_run, restore_logical, starting_point
+from trainer.state import TrainState, from_stored
+from trainer.step import StepFn, Tokens
+from trainer.tracking import MAKE_ROOM, Tracker, make_tracker
+from trainer.workload import (
+    Trained,
+    Workload,
+    abstract_state,
+    compile_step,
+    make_diagnose,
+    make_rescale,
+)
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None = None) -> list[str]:
+    """What is about to be trained, a line each; with the memory that a compiled step needs."""
+    return describe(
+        w,
+        model=c.model.name,
+        precision=c.precision.name,
+        batch_tokens=c.train.batch_tokens,
+        accum=c.train.accum,
+        step=step,
+    )
+
+
+def describe_change(c: schema.Config, found: Restored) -> list[str]:
+    """What a resumed run does otherwise from here on."""
+    if not found.step:
+        return []
+    before = build_learning_rates(from_tree(schema.Config, found.meta["config"]))
+    return schedule_change(found.step, before, build_learning_rates(c))
+
+
+def make_restore(
+    w: Workload, batch: Tokens, checkpointer: Checkpointer
+) -> Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]:
+    """`(state in use, steps) -> (state, step, compiled)`: see `Run.restore`."""
+
+    def restore(state: TrainState, order: list[int]) -> tuple[TrainState, int, StepFn | None]:
+        structure: Any = jax.tree.structure(state)
+        jax.tree.map(lambda x: x.delete(), state)  # two would need twice the memory
+        found = checkpointer.restore(abstract_state(w), order=order)
+        new = from_stored(found.state)
+        # The scales of weights are constants of the compiled step, and part of the structure.
+        same = jax.tree.structure(new) == structure
+        return new, found.step, None if same else compile_step(w, batch, new)
+
+    return restore
+
+
+def report_on(run_dir: Path, display: Display) -> None:
+    """Write report.html, where there is something to report. Of the processes of a run the first does it."""
+    if jax.process_index() == 0 and (run_dir / "metrics.jsonl").exists():
+        try:
+            write_report(run_dir)
+        except UserError as error:
+            display.message(f"no report.html: {error}")
+
+
+def restore_run(run_dir: Path) -> Trained:
+    """The model of a run directory's newest checkpoint, and the tokenizer of its data. Raises UserError."""
+    hide_missing_gpu()
+    if not (run_dir / "checkpoints").is_dir():
+        raise UserError(f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir of a training run")
+    with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
+        meta = checkpointer.meta()
+        c = from_tree(schema.Config, meta["config"])
+        tokenizer = load_saved(meta["tokenizer"], run_dir)
+        model = build_model(c.model, build_policy(c.precision), tokenizer.vocab_size)
+        like = jax.eval_shape(model.sampling.init, jax.random.key(0))
+        params = restore_logical(checkpointer, like)
+    return Trained(model.spec, model.sampling.bind, params, tokenizer)
+
+
+def run(c: schema.Config) -> int:
+    """Train, or only describe what would be trained. The exit code."""
+    hide_missing_gpu()
+    if c.parallel.distributed:
+        start_processes()
+    console = Output(soft_wrap=True, quiet=jax.process_index() > 0)
+    warning = use_compilation_cache(c.compile_cache)
+    if warning is not None:
+        console.print(warning, highlight=False)
+    if c.dry_run:
+        w = build_workload(c)
+        step = compile_step(w, build_batch(c, w.mesh))
+        fp8 = check_fp8(c, w, step)
+        for line in [*describe_run(c, w, step), *(fp8.lines if fp8 else [])]:
+            console.print(line, highlight=False)
+        return 0
+    with RunDir(Path(c.run_dir)) as directory, said_in_a_line(directory.path):
+        directory.check(to_tree(c))
+        return train_in(directory, c, build_workload(c), Display(c.train.steps, console=console))
+
+
+@contextlib.contextmanager
+def said_in_a_line(run_dir: Path) -> Iterator[None]:
+    """Turns the error of a full disk into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise UserError(f"cannot write {error.filename or run_dir}: {error.strerror}; {MAKE_ROOM}") from error
+
+
+@contextlib.contextmanager
+def not_for_ever(seconds: float) -> Iterator[None]:
+    """After an error, ends a process of several in so many seconds: in opening and closing they wait for each other."""
+    try:
+        yield
+    except BaseException as error:
+        if jax.process_count() > 1:
+            leave_within(seconds, error)
+        raise
+
+
+def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display) -> int:
+    """Train in a run directory, from where it stands. The exit code."""
+    tree = to_tree(c)
+    with display:
+        with not_for_ever(c.watchdog.stop_seconds):
+            checkpointer = Checkpointer(
+                directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
+            )
+            first = lambda: build_state(c, w)
+            found = starting_point(c.resume.source, directory.path, checkpointer, w, first, convert=c.resume.convert)
+        fork = found.step not in [0, *checkpointer.steps()]
+        unfinished = None if fork else found.meta.get("unfinished")
+        check_same_run(found, c.train.steps, w.data.manifest.fingerprint, fork=fork)
+        with refused_together(), said_in_a_line(directory.path):
+            directory.adopt(tree)
+            write_environment(directory.path)
+            if jax.process_index() == 0:
+                w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
+        for line in [*describe_run(c, w), *describe_change(c, found)]:
+            display.message(line)
+        tracker = make_tracker(
+            c.tracker.kind,
+            directory.path,
+            start=found.step,
+            again=unfinished is not None,
+            config=tree,
+            run_id=found.meta.get("tracker_id"),
+            init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None}
+            | {"name": c.tracker.name or directory.path.name},
+        )
+        code = 1
+        with contextlib.ExitStack() as closing:  # each, even if the one before it fails
+            closing.callback(checkpointer.close)
+            closing.callback(report_on, directory.path, display)
+            closing.callback(lambda: tracker.close(code))
+            closing.enter_context(not_for_ever(c.watchdog.stop_seconds))
+            try:
+                training = build_run(c, w, found, checkpointer, tracker, display, directory.path, unfinished)
+                code = train(training)
+            except UserError as error:
+                code = error.exit_code
+                raise
+            except OSError as error:
+                if error.errno in NO_ROOM:
+                    code = UserError.exit_code
+                raise
+        farewell(training, code, sys.argv[1:])
+        return code
+
+
+def build_run(
+    c: schema.Config,
+    w: Workload,
+    found: Restored,
+    checkpointer: Checkpointer,
+    tracker: Tracker,
+    display: Display,
+    run_dir: Path,
+    unfinished: str | None,
+) -> Run:
+    """Compile the step for what was found, say what became of it, and put everything together."""
+    # Before the compilation, which processes may end minutes apart: its first question joins their devices.
+    agree = Agreement(w.mesh)
+    state, batch = from_stored(found.state), build_batch(c, w.mesh)
+    step = compile_step(w, batch, state)
+    for line in describe_wire(w, step):
+        display.message(line)
+    fp8 = check_fp8(c, w, step)
+    for line in fp8.lines if fp8 else []:
+        display.message(line)
+        tracker.event(found.step, line)
+    if fp8:
+        tracker.summary({"fp8_flop_share": fp8.share})
+    names, watched = parameter_names(state.params), found.meta.get("watchdog")
+    return Run(
+        state=state,
+        step=found.step,
+        steps=c.train.steps,
+        seed=np.uint32(c.seed),
+        batch_tokens=c.train.batch_tokens,
+        learning_rates=build_learning_rates(c),
+        train_step=step,
+        batches=train_batches(c, w),
+        place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
+        agree=agree,
+        evaluate=make_evaluate(c, w),
+        numerics=make_numerics(w.model, w.optimizer_name, replicated(w.mesh)),
+        rescale=make_rescale(w, batch),
+        restore=make_restore(w, batch, checkpointer),
+        sample=build_sample(c, w),
+        diagnose=make_diagnose(w),
+        checkpointer=checkpointer,
+        meta={
+            "config": to_tree(c),
+            "model": architecture(w.model.spec),
+            "precision": dataclasses.asdict(w.model.policy),
+            "data": w.data.manifest.fingerprint,
+            "tokenizer": w.data.tokenizer.name,
+            "tracker_id": tracker.id,
+        },
+        tracker=tracker,
+        display=display,
+        watchdog=build_watchdog(c.watchdog, c.precision.scaling, names, watched),
+        throughput=build_throughput(c, w),
+        cadence=build_cadence(c),
+        run_dir=run_dir,
+        profile=(c.profile.steps[0], c.profile.steps[1]) if c.profile.steps else None,
+        patience=Patience(c.watchdog.stop_seconds, c.watchdog.stall_seconds, c.watchdog.hang_seconds),
+        unfinished=unfinished,
+        recorded=found.step,
+    )
