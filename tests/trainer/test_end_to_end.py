@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from command import TINY, environment, finish, parameters, trainer, values, wait_for_row
 
-from trainer import build
 from trainer.__main__ import main
+from trainer.build import run as build
 from trainer.checkpoint import Checkpointer
 from trainer.records import read_rows
 from trainer.tracking import read_history, wandb_files
