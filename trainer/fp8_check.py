@@ -16,6 +16,8 @@ from trainer.spec import linear_sizes
 from trainer.workload import Model
 
 Product = tuple[int, int, int]  # rows and columns, the smaller first, as in the transposed product; contracted elements
+# Of a model whose layers take an H200 as long as in bf16, as `python -m scripts.crossover` computes; not yet measured.
+PAYS_FROM_WIDTH = 512
 PRODUCTS = ("its output", "the gradient of its input", "the gradient of its weight")
 
 
@@ -166,4 +168,10 @@ def check_step(model: Model, program: Program, tokens: int, gpu: Gpu, *, require
         )
     narrow = sum(gemm.times for gemm in program.gemms if gemm.dtype == "fp8")
     line = f"compiled step: {narrow} FP8 products, {share:.1%} of the FLOPs of matrix products and attentions"
-    return Found(share, [line, *(f"not FP8: {layer.path}: {layer.reason}" for layer in broken)])
+    lines = [line, *(f"not FP8: {layer.path}: {layer.reason}" for layer in broken)]
+    if narrow and model.spec.d_model < PAYS_FROM_WIDTH:
+        lines.append(
+            f"FP8 is not expected to be faster than bf16 at model.d_model={model.spec.d_model}: it pays from "
+            f"{PAYS_FROM_WIDTH} on (an estimate, docs/results.md)"
+        )
+    return Found(share, lines)
