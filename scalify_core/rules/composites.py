@@ -291,8 +291,9 @@ def _normalised(call: Any, x: Any, weight: Any, *bias: Any) -> tuple[Value, list
     unit = 1.0
     if others and others[0] is not None and v.is_static(weight.scale) and v.is_static(others[0].scale):
         # Both as they are stored, but one where both scales are the same: a multiple of a whole vector could become a
-        # kernel of its own.
-        unit = others[0].scale if others[0].scale != weight.scale else 1.0
+        # kernel of its own. Not at the scale of zeros, far from all others.
+        apart = weight.scale / others[0].scale
+        unit = others[0].scale if apart != 1 and 2.0**-24 <= apart <= 2.0**24 else 1.0
         static["gain"] = weight.scale / unit
         weight = v.value(weight.data, unit, weight.rho, weight.dtype, weight.factor)
     parameters = [None if p is None else v.wide_at(p, unit) for p in (weight, *others)]
