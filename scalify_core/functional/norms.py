@@ -32,7 +32,7 @@ def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: flo
     References:
         Ba et al., Layer Normalization, 2016 (https://arxiv.org/abs/1607.06450).
     """
-    return _layer_norm(x, weight, bias, eps=float(eps), gain=1.0)
+    return _layer_norm(x, weight, bias, eps=float(eps))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float = 1e-6) -> jax.Array:
@@ -45,19 +45,19 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float = 1e-6) -> jax.Array:
 
 
 @composite(name="layer_norm")
-def _layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float, gain: float) -> jax.Array:
-    return _layer_norm_fwd(x, weight, bias, eps=eps, gain=gain)[0]
+def _layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float) -> jax.Array:
+    return _layer_norm_fwd(x, weight, bias, eps=eps)[0]
 
 
-def _layer_norm_fwd(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float, gain: float) -> tuple:
+def _layer_norm_fwd(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float) -> tuple:
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32, axis=-1, keepdims=True)
     # Two passes: E[x^2] - mean^2 cancels when the mean is large, and both read a row that is in cache.
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(x32 - mean), axis=-1, keepdims=True) + eps)
-    return _affine(x, mean, rstd * gain, weight, bias), (x, mean, rstd, weight, bias)
+    return _affine(x, mean, rstd, weight, bias), (x, mean, rstd, weight, bias)
 
 
-def _layer_norm_fwd_cuda(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float, gain: float) -> tuple:
+def _layer_norm_fwd_cuda(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float) -> tuple:
     """The same with both statistics stored, by a kernel each: who else reads a row needs no reduction of it.
 
     Left to the compiler, the mean is computed again in each kernel, which then is one for norms (Triton): such a kernel
@@ -69,7 +69,7 @@ def _layer_norm_fwd_cuda(x: jax.Array, weight: jax.Array, bias: jax.Array | None
     eps = eps and max(eps, float(jnp.finfo(jnp.float32).tiny) * x.shape[-1])  # its share is a normal number, too
     spread = (jnp.square(x32 - mean) + np.float32(eps)) * share
     rstd = jax.lax.optimization_barrier(jax.lax.rsqrt(jnp.sum(spread, axis=-1, keepdims=True)))
-    return _affine(x, mean, rstd * gain, weight, bias), (x, mean, rstd, weight, bias)
+    return _affine(x, mean, rstd, weight, bias), (x, mean, rstd, weight, bias)
 
 
 def _affine(x: jax.Array, mean: jax.Array, rstd: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -81,10 +81,8 @@ def _sums(arrays: Sequence[jax.Array], axes: tuple[int, ...]) -> Sequence[jax.Ar
     return [jnp.sum(x, axis=axes) for x in arrays]
 
 
-def _layer_norm_bwd(
-    residuals: tuple, gradient: jax.Array, *, eps: float, gain: float, sums: Callable[..., Any] = _sums
-) -> tuple:
-    del eps, gain
+def _layer_norm_bwd(residuals: tuple, gradient: jax.Array, *, eps: float, sums: Callable[..., Any] = _sums) -> tuple:
+    del eps
     x, mean, rstd, weight, bias = residuals
     g = gradient.astype(jnp.float32)
     normalised = (x.astype(jnp.float32) - mean) * rstd

@@ -285,19 +285,16 @@ def _normalised(call: Any, x: Any, weight: Any, *bias: Any) -> tuple[Value, list
     """The result, all flat results of the call on data, and `x` with the static scale that the call was made with."""
     x, _ = with_static_scale(x, weight)
     weight, *others = (None if p is None else as_value(p, x) for p in (weight, *bias))
-    eps = dict(call.static)["eps"]
-    # Not below FP32's smallest number: a row of zeros must stay one.
-    static: dict[str, Any] = {"eps": eps and max(eps / x.scale**2, v.MIN_SCALE)}
     unit = 1.0
     if others and others[0] is not None and v.is_static(weight.scale) and v.is_static(others[0].scale):
-        # Both as they are stored, but one where both scales are the same: a multiple of a whole vector could become a
-        # kernel of its own. Not at the scale of zeros, far from all others.
-        apart = weight.scale / others[0].scale
-        unit = others[0].scale if apart != 1 and 2.0**-24 <= apart <= 2.0**24 else 1.0
-        static["gain"] = weight.scale / unit
-        weight = v.value(weight.data, unit, weight.rho, weight.dtype, weight.factor)
+        # The bias as it is stored, the result being multiplied by its scale: a multiple of a whole vector could become
+        # a kernel of its own. Not at the scale of zeros, far from all others.
+        near = 2.0**-24 <= weight.scale / others[0].scale <= 2.0**24
+        unit = others[0].scale if near else 1.0
     parameters = [None if p is None else v.wide_at(p, unit) for p in (weight, *others)]
-    out = on_data(call, v.wide(x), *parameters, **static)
+    eps = dict(call.static)["eps"]
+    # Not below FP32's smallest number: a row of zeros must stay one.
+    out = on_data(call, v.wide(x), *parameters, eps=eps and max(eps / x.scale**2, v.MIN_SCALE))
     return brought(v.times(out[0], unit), _weight_size(weight), x.dtype), out, x
 
 

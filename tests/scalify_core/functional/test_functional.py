@@ -145,7 +145,7 @@ def test_linear_cross_entropy_of_large_fp16_batches_keeps_small_gradients():
 @pytest.mark.parametrize("eps", [1e-5, 2.0**-126, 0.0])
 def test_layer_norm_for_cuda_equals_that_of_other_programs(mean, eps):
     x, g, weight, bias = normal(0, 6, 96) + mean, normal(1, 6, 96), normal(2, 96), normal(3, 96)
-    static = {"eps": eps, "gain": 1.0}
+    static = {"eps": eps}
     (found, kept), (expected, kept_here) = (
         fwd(x, weight, bias, **static) for fwd in (norms._layer_norm_fwd_cuda, norms._layer_norm_fwd)
     )
@@ -156,7 +156,7 @@ def test_layer_norm_for_cuda_equals_that_of_other_programs(mean, eps):
 
 
 def test_layer_norm_for_cuda_of_a_row_of_zeros_is_zeros_with_the_smallest_epsilon():
-    y, (_, _, rstd, *_) = norms._layer_norm_fwd_cuda(jnp.zeros((2, 96)), jnp.ones(96), None, eps=2.0**-126, gain=1.0)
+    y, (_, _, rstd, *_) = norms._layer_norm_fwd_cuda(jnp.zeros((2, 96)), jnp.ones(96), None, eps=2.0**-126)
     np.testing.assert_array_equal(y, 0)
     assert np.isfinite(rstd).all()
 
