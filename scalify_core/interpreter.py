@@ -24,7 +24,7 @@ import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import registry
 from scalify_core.arguments import Arguments
 from scalify_core.array import ScaledArray, asarray, gradient_like, is_scaled_array
-from scalify_core.value import Value, counting, drawn, materialise, narrow, numbered, settle, take, value
+from scalify_core.value import Value, counting, drawn, in_format, materialise, narrow, numbered, settle, take, value
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -50,7 +50,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
                         operands = [settle(x) if type(x) is Value else x for x in operands]
                     out = rule.fun(eqn, *operands, evaluate=evaluate) if rule.control else rule.fun(eqn, *operands)
                 for var, x in zip(eqn.outvars, out if eqn.primitive.multiple_results else (out,), strict=True):
-                    env[var] = narrow(x) if var in stored and type(x) is Value and x.shape and not x.guard else x
+                    env[var] = in_format(x) if var in stored and type(x) is Value and x.shape and not x.guard else x
     return list(map(read, jaxpr.outvars))
 
 

@@ -54,6 +54,7 @@ class Rule:
 rules: dict[str, Rule] = {}
 composite_rules: dict[str, Callable] = {}
 wide_composites: set[str] = set()
+lazy_composites: set[str] = set()
 transparent_composites: dict[str, tuple[int, int]] = {}
 numbered_composites: set[str] = set()
 _warned: set[str] = set()
@@ -124,13 +125,19 @@ def is_numbered(jaxpr: Any) -> bool:
 
 
 def composite_rule(
-    name: str, *, wide: bool = False, transparent: tuple[int, int] | None = None, numbered: bool = False
+    name: str,
+    *,
+    wide: bool = False,
+    lazy: bool = False,
+    transparent: tuple[int, int] | None = None,
+    numbered: bool = False,
 ) -> Callable:
     """Decorator: the rule of the composite calls named `name` ("gelu", "gelu.fwd", "gelu.bwd").
 
     The rule takes the `Call` and its operands in the tree of the function's arguments (`Value`, plain or None), with
     their data in their formats; it returns the results in the tree of the function's results. With `wide`, data may
-    be FP32 that has not yet been rounded. With `transparent`, the numbers of an operand and of a result among all
+    be FP32 that has not yet been rounded. With `lazy`, a factor may not yet be in the data, which the rule then reads
+    as it is stored, without another rounding. With `transparent`, the numbers of an operand and of a result among all
     leaves, that operand is returned as it is, whatever it is, and the program is evaluated as without the call.
     With `numbered`, the rule draws from `value.serial`: no trace of it stands in for another.
     """
@@ -139,6 +146,8 @@ def composite_rule(
         composite_rules[name] = fun
         if wide:
             wide_composites.add(name)
+        if lazy:
+            lazy_composites.add(name)
         if transparent is not None:
             transparent_composites[name] = transparent
         if numbered:

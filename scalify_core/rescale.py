@@ -69,9 +69,13 @@ def dynamic_rescale_max(x: jax.Array) -> jax.Array:
     return _dynamic_rescale_max(x)
 
 
-def dynamic_rescale_rms_grad(x: jax.Array) -> jax.Array:
-    """`x`; under `scalify`, its *gradient* is rescaled as by `dynamic_rescale_rms`."""
-    return _dynamic_rescale_rms_grad(x)
+def dynamic_rescale_rms_grad(x: jax.Array, *, columns: bool = False) -> jax.Array:
+    """`x`; under `scalify`, its *gradient* is rescaled as by `dynamic_rescale_rms`.
+
+    `columns`: in front of it stands the sum with a bias, of which the gradient is the sum over all axes but the last;
+    it is then taken in the pass that measures the RMS.
+    """
+    return _dynamic_rescale_rms_grad(x, columns=columns)
 
 
 def dynamic_rescale_max_grad(x: jax.Array) -> jax.Array:

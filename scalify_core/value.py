@@ -35,6 +35,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from scalify_core.formats import FloatFormat, pow2_inverse, pow2_round
+from scalify_core.reductions import sums_at_once
 
 Scale = Any  # float: static; FP32 jax.Array: dynamic
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
@@ -56,7 +57,7 @@ class Multiple(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["data", "dynamic", "excess"],
+    data_fields=["data", "dynamic", "excess", "before"],
     meta_fields=["static", "rho", "dtype", "factor", "guard", "by"],
 )
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class Value:
     excess: Any = None  # further factor of the expected RMS; None: 1
     guard: bool = False  # whether it holds a constant that its format does not (as in `maximum(x, 1e-12)`): stays wide
     by: float = 1.0  # the scale is `dynamic` times this
+    before: Any = None  # `Before`: what this value was rescaled from; None: it was not
 
     @property
     def scale(self) -> Scale:
@@ -243,6 +245,11 @@ def narrow(v: Value) -> Value:
     if v.data.dtype == v.dtype and v.factor == 1.0:
         return v
     return value(saturating_cast(times(v.data, v.factor), v.dtype), v.multiple, v.rho, v.dtype, 1.0, v.excess)
+
+
+def in_format(v: Value) -> Value:
+    """The value with its data in its format, as `narrow`; data that is so already keeps its factor beside it."""
+    return v if v.data.dtype == v.dtype else dataclasses.replace(narrow(v), before=v.before)
 
 
 def saturating_cast(x: Any, dtype: Any) -> Any:
@@ -484,18 +491,64 @@ def clip_scale(scale: Any) -> Any:
     return lax.clamp(np.float32(MIN_SCALE), scale, np.float32(MAX_SCALE))
 
 
+class Before(NamedTuple):
+    """A value before it was rescaled, the measured power of two, and its sums over all axes but the last, or None."""
+
+    value: Value
+    power: Any
+    sums: Any = None
+
+
 def rescaled_by(statistic: Any, v: Value) -> Value:
     """The value at the scale that a run-time statistic of its data calls for; 0, inf and NaN call for none."""
     v = scalar_scale(v)
-    measured = statistic(wide(v))
+    return _rescaled(v, statistic(wide(v)))
+
+
+def rescaled_by_rms(v: Value, *, columns: bool = False) -> Value:
+    """The value at the power of two that is nearest to its measured RMS.
+
+    With `columns`, its sums over all axes but the last, as of the gradient of a bias, are made in the same pass.
+    """
+    v = scalar_scale(v)
+    if not columns:
+        return _rescaled(v, jnp.sqrt(jnp.mean(jnp.square(wide(v)))))
+    sums, squares = _column_sums(wide(v))
+    return _rescaled(v, jnp.sqrt(jnp.sum(stored(squares)) / v.data.size), sums)
+
+
+def _column_sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sums of `x` and of its squares over all axes but the last."""
+    rows = tuple(range(x.ndim - 1))
+    return lax.platform_dependent(
+        x,
+        cuda=lambda x: tuple(sums_at_once((x, jnp.square(x)), rows)),
+        default=lambda x: (jnp.sum(x, rows), jnp.sum(jnp.square(x), rows)),
+    )
+
+
+def _rescaled(v: Value, measured: jax.Array, sums: Any = None) -> Value:
     power = jnp.where((measured > 0) & jnp.isfinite(measured), pow2_round(measured), jnp.float32(1))
-    scale, change = together(as_number(product(v.scale, power)), as_number(ratio(v.scale, product(v.scale, power))))
-    return value(times(wide(v), change), scale, 1.0, v.dtype)
+    scale, change = together(*_rescaling(v, power))
+    sums = None if sums is None else times(sums, change)
+    return dataclasses.replace(value(times(wide(v), change), scale, 1.0, v.dtype), before=Before(v, power, sums))
 
 
-def rescaled_by_rms(v: Value) -> Value:
-    """The value at the power of two that is nearest to its measured RMS."""
-    return rescaled_by(lambda data: jnp.sqrt(jnp.mean(jnp.square(data))), v)
+def _rescaling(v: Value, power: Any) -> tuple[Any, Any]:
+    """The scale of a value that is rescaled by a measured power of two, and what its data is multiplied by."""
+    scale = as_number(product(v.scale, power))
+    return scale, as_number(ratio(v.scale, scale))
+
+
+def before_rescaling(v: Value) -> tuple[Value, Value]:
+    """A value whose scale is computed here, and the value that it was rescaled from: itself, if it was not.
+
+    Who changes its scale anyway changes that of the latter, and computes all scalars in one kernel, not in two.
+    """
+    if v.before is None:
+        return v, v
+    scale, _ = _rescaling(v.before.value, v.before.power)
+    return dataclasses.replace(v, dynamic=scale, before=None), v.before.value
 
 
 def scalar_scale(v: Value) -> Value:
@@ -550,7 +603,8 @@ def pack(operands: Any) -> list[Any]:
 
 
 def _whole(x: Value) -> Value:
-    """The value with its scale multiplied out: who takes values apart finds what is there."""
+    """The value with its scale multiplied out, and alone: who takes values apart finds what is there."""
+    x = x if x.before is None else dataclasses.replace(x, before=None)
     return x if x.by == 1.0 else dataclasses.replace(x, dynamic=x.scale, by=1.0)
 
 

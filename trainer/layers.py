@@ -251,7 +251,7 @@ class Attention(nnx.Module):
 
     def rescaled(self, x: jax.Array) -> jax.Array:
         """`x`, its gradient rescaled where that is asked for."""
-        return dynamic_rescale_rms_grad(x) if self.rescale_grad else x
+        return dynamic_rescale_rms_grad(x, columns=True) if self.rescale_grad else x
 
     def project(self, out_NxD: jax.Array) -> jax.Array:
         """The output projection."""

@@ -5,10 +5,16 @@ Shape legend: `...` any leading axes, D model width.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scalify_core.composite import composite
+from scalify_core.reductions import sums_at_once
 
 
 def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: float = 1e-5) -> jax.Array:
@@ -46,16 +52,36 @@ def _layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps:
 def _layer_norm_fwd(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float) -> tuple:
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32, axis=-1, keepdims=True)
-    centred = x32 - mean
     # Two passes: E[x^2] - mean^2 cancels when the mean is large, and both read a row that is in cache.
-    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
-    y = centred * rstd * _row(weight, x)
-    if bias is not None:
-        y = y + _row(bias, x)
-    return y.astype(x.dtype), (x, mean, rstd, weight, bias)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(x32 - mean), axis=-1, keepdims=True) + eps)
+    return _affine(x, mean, rstd, weight, bias), (x, mean, rstd, weight, bias)
 
 
-def _layer_norm_bwd(residuals: tuple, gradient: jax.Array, *, eps: float) -> tuple:
+def _layer_norm_fwd_cuda(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float) -> tuple:
+    """The same with both statistics stored, by a kernel each: who else reads a row needs no reduction of it.
+
+    Left to the compiler, the mean is computed again in each kernel, which then is one for norms (Triton): such a kernel
+    writes one array only, the products that the gain's gradient is the sum of in FP32, and no transposed ones. What
+    follows the reductions are functions of one operand, which their kernels take in: both are scaled before.
+    """
+    x32, share = x.astype(jnp.float32), np.float32(1 / x.shape[-1])
+    mean = jax.lax.optimization_barrier(jnp.sum(x32 * share, axis=-1, keepdims=True))
+    eps = eps and max(eps, float(jnp.finfo(jnp.float32).tiny) * x.shape[-1])  # its share is a normal number, too
+    spread = (jnp.square(x32 - mean) + np.float32(eps)) * share
+    rstd = jax.lax.optimization_barrier(jax.lax.rsqrt(jnp.sum(spread, axis=-1, keepdims=True)))
+    return _affine(x, mean, rstd, weight, bias), (x, mean, rstd, weight, bias)
+
+
+def _affine(x: jax.Array, mean: jax.Array, rstd: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+    y = (x.astype(jnp.float32) - mean) * rstd * _row(weight, x)
+    return (y if bias is None else y + _row(bias, x)).astype(x.dtype)
+
+
+def _sums(arrays: Sequence[jax.Array], axes: tuple[int, ...]) -> Sequence[jax.Array]:
+    return [jnp.sum(x, axis=axes) for x in arrays]
+
+
+def _layer_norm_bwd(residuals: tuple, gradient: jax.Array, *, eps: float, sums: Callable[..., Any] = _sums) -> tuple:
     del eps
     x, mean, rstd, weight, bias = residuals
     g = gradient.astype(jnp.float32)
@@ -64,10 +90,8 @@ def _layer_norm_bwd(residuals: tuple, gradient: jax.Array, *, eps: float) -> tup
     dx = rstd * (
         gw - jnp.mean(gw, axis=-1, keepdims=True) - normalised * jnp.mean(gw * normalised, axis=-1, keepdims=True)
     )
-    rows = tuple(range(x.ndim - 1))
-    dweight = jnp.sum(g * normalised, axis=rows).astype(weight.dtype)
-    dbias = None if bias is None else jnp.sum(g, axis=rows).astype(bias.dtype)
-    return dx.astype(x.dtype), dweight, dbias
+    dweight, dbias = sums((g * normalised, g), tuple(range(x.ndim - 1)))
+    return dx.astype(x.dtype), dweight.astype(weight.dtype), None if bias is None else dbias.astype(bias.dtype)
 
 
 @composite(name="rms_norm")
@@ -97,5 +121,9 @@ def _row(weight: jax.Array, x: jax.Array) -> jax.Array:
     return weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
-_layer_norm.defvjp(_layer_norm_fwd, _layer_norm_bwd)
+_layer_norm.defvjp(
+    _layer_norm_fwd,
+    _layer_norm_bwd,
+    cuda=(_layer_norm_fwd_cuda, functools.partial(_layer_norm_bwd, sums=sums_at_once)),
+)
 _rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)

@@ -35,6 +35,8 @@ def _composite(eqn: Any, *operands: Any) -> Any:
         return registry.default(eqn, *operands)
     if call.name not in registry.transparent_composites:
         bring = v.settle if call.name in registry.wide_composites else v.narrow
+        if call.name in registry.lazy_composites:
+            bring = v.in_format
         operands = tuple(bring(x) if is_value(x) else x for x in operands)
     out = fun(call, *jax.tree.unflatten(call.in_tree, operands))
     return jax.tree.leaves(out, is_leaf=is_value)
@@ -202,13 +204,13 @@ def _biased(x: Any, bias: Any) -> tuple[Value, Any, Value]:
     return x, bias, v.value(x.data, scale, rho, x.dtype)
 
 
-@composite_rule("gelu")
+@composite_rule("gelu", lazy=True)
 def _gelu_rule(call: Any, x: Any, bias: Any) -> Any:
     x, bias, total = _biased(x, bias)
     return on_values(call, [(_sizes("gelu", total)[0], x.dtype)], x, bias)[0]
 
 
-@composite_rule("gelu.fwd")
+@composite_rule("gelu.fwd", lazy=True)
 def _gelu_fwd(call: Any, x: Any, bias: Any) -> Any:
     x, bias, total = _biased(x, bias)
     unused = [(1.0, each.dtype) for each in (x, bias) if each is not None]
@@ -216,7 +218,7 @@ def _gelu_fwd(call: Any, x: Any, bias: Any) -> Any:
     return out, (x, bias)
 
 
-@composite_rule("gelu.bwd")
+@composite_rule("gelu.bwd", lazy=True)
 def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     x, bias, total = _biased(*residuals)
     gradient = as_value(gradient, x)
@@ -224,12 +226,15 @@ def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     if bias is None:
         return on_gradient(call, [(size, gradient.dtype)], (x, None), gradient)
     rows = math.prod(x.shape[:-1])
-    dx, dbias = on_gradient(
-        call, [(size, gradient.dtype), (size * math.sqrt(rows), np.dtype(np.float32))], (x, bias), gradient
-    )
-    dx = v.narrow(dx)  # stored in any case, for the next product; its rows are added up as they are there
+    results = [(size, gradient.dtype), (size * math.sqrt(rows), np.dtype(np.float32))]
+    dx, dbias = on_gradient(call, results, (x, bias), gradient)
+    dx = v.narrow(dx)
     if not call.in_axes:
-        added = jnp.sum(dx.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32)
+        # Its rows are added up as they are rounded for the next product. They are computed twice, `stored` telling them
+        # apart: the compiler then makes one kernel of the sum and the cast to FP8; else it stores them in between.
+        apart = v.value(v.stored(v.unscaled(bias)), 1.0)
+        again = v.narrow(on_gradient(call, results, (x, apart), gradient)[0])
+        added = jnp.sum(again.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32)
         dbias = v.settled(added, dx.multiple, dx.rho * math.sqrt(rows), np.dtype(np.float32))
     return dx, dbias
 
@@ -279,11 +284,18 @@ composite_rule("materialised.bwd", wide=True)(lambda call, _, gradient: (gradien
 def _normalised(call: Any, x: Any, weight: Any, *bias: Any) -> tuple[Value, list[Any], Value]:
     """The result, all flat results of the call on data, and `x` with the static scale that the call was made with."""
     x, _ = with_static_scale(x, weight)
-    parameters = [None if p is None else v.unscaled(p) for p in (weight, *bias)]
+    weight, *others = (None if p is None else as_value(p, x) for p in (weight, *bias))
+    unit = 1.0
+    if others and others[0] is not None and v.is_static(weight.scale) and v.is_static(others[0].scale):
+        # The bias as it is stored, the result being multiplied by its scale: a multiple of a whole vector could become
+        # a kernel of its own. Not at the scale of zeros, far from all others.
+        near = 2.0**-24 <= weight.scale / others[0].scale <= 2.0**24
+        unit = others[0].scale if near else 1.0
+    parameters = [None if p is None else v.wide_at(p, unit) for p in (weight, *others)]
     eps = dict(call.static)["eps"]
     # Not below FP32's smallest number: a row of zeros must stay one.
     out = on_data(call, v.wide(x), *parameters, eps=eps and max(eps / x.scale**2, v.MIN_SCALE))
-    return brought(out[0], _weight_size(weight), x.dtype), out, x
+    return brought(v.times(out[0], unit), _weight_size(weight), x.dtype), out, x
 
 
 def _weight_size(weight: Any) -> float:

@@ -45,11 +45,12 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
     if v.uniform(a) == 0 and b.shape == eqn.outvars[0].aval.shape:
         return _times_constant(b, -1.0) if eqn.primitive.name == "sub" else b
     (a, b), dtype = lifted(a, b)
+    (a, b), sources = zip(*map(v.before_rescaling, (a, b)), strict=True)
     scale, rho, excess = v.hypot(a, b)
     if excess is None or scale.ndim:
         return v.value(bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale)), scale, rho, dtype, excess=excess)
-    scale, excess, *changes = v.together(scale, excess, *(v.ratio(x.scale, scale) for x in (a, b)))
-    data = [v.times(v.times(v.as_float32(x.data), x.factor), change) for x, change in zip((a, b), changes, strict=True)]
+    scale, excess, *changes = v.together(scale, excess, *(v.ratio(x.scale, scale) for x in sources))
+    data = [v.times(v.times(v.as_float32(x.data), x.factor), c) for x, c in zip(sources, changes, strict=True)]
     return v.value(bind(eqn, *data), scale, rho, dtype, excess=excess)
 
 

@@ -56,6 +56,7 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
     dtype = v.result_dtype(gradient) if isinstance(gradient, Value) else np.dtype(product.dtypes[2])
     lhs, rhs, gradient = (x if isinstance(x, Value) else v.lift(x, dtype) for x in (*residuals[:2], gradient))
     gradient = v.scalar_scale(gradient)
+    summed = gradient.before is not None and gradient.before.sums is not None
 
     lhs_power, lhs_rho = _sum_of(columns, gradient, rhs)
     rhs_power, rhs_rho = _sum_of(rows, lhs, gradient)
@@ -67,8 +68,10 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
             # own order, too: the product contracts its last axis.
             rhs8 = v.row_major(E4M3.cast_or_nan(v.stored(rhs8)))
         gradient8 = E5M2.cast_or_nan(rest[-1])  # of infinities `saturated` would make large numbers
-        d_lhs = lhs_gradient(gradient8, rhs8, product.dims, dtype, lhs_alpha)
-        return d_lhs, rhs_gradient(lhs8, gradient8, product.dims, dtype, rhs_alpha)
+        # What adds up its rows can write it too, in one order; if they are added up, one pass writes both.
+        both = v.stored_both_ways(gradient8) if summed and gradient8.ndim == 2 else (v.stored(gradient8),) * 2
+        d_lhs = lhs_gradient(both[0], rhs8, product.dims, dtype, lhs_alpha)
+        return d_lhs, rhs_gradient(lhs8, both[1], product.dims, dtype, rhs_alpha)
 
     d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *_unused(product), gradient.data)
     return (

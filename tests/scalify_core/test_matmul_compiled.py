@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalify_core.array import ScaledArray
-from scalify_core.functional import gelu, materialised
+from scalify_core.functional import gelu, layer_norm, materialised
 from scalify_core.interpreter import scalify
 from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 
@@ -206,6 +206,42 @@ def test_an_activation_writes_what_the_product_takes_in_both_orders(h200):
     assert not [
         out for out in fusions if out.startswith("f8e4m3fn[4096,1024]") or out.startswith("f8e4m3fn[1024,4096]")
     ]
+
+
+def written(text):
+    """What each fusion of the program writes."""
+    return re.findall(r" = (\(.*?\)|\S+) fusion\(", text[text.index("ENTRY ") :])
+
+
+def test_the_gradient_of_an_activation_is_written_in_fp8_only_by_the_kernel_that_adds_up_its_rows(h200):
+    def hidden(w, bias, v, x):
+        return fp8_dot_general(gelu(fp8_dot_general(x, w, MATRIX), bias), v, MATRIX)
+
+    def step(w, bias, v, x, gradient):
+        return jax.vjp(lambda *parameters: hidden(*parameters, x), w, bias, v)[1](gradient)
+
+    def on_data(*arrays):
+        return [g.data for g in scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))]
+
+    shapes = (256, 1024), (1024,), (1024, 256), (4096, 256), (4096, 256)
+    text = compiled_text(h200, on_data, *shapes, **AS_TRAINED)
+    assert_all_fp8(text, forward=1, backward=3)
+    found = [out for out in written(text) if "f8e5m2[4096,1024]" in out]
+    assert len(found) == 1, written(text)
+    assert re.search(r"f32\[\d+,1024\]", found[0]), found
+    assert not [out for out in written(text) if "f16[4096,1024]" in out]
+
+
+def test_the_gradients_of_a_layer_norm_read_its_statistics(h200):
+    """No array of products is stored in FP32 to be added up, and both sums are made by one kernel, cut in two steps."""
+
+    def step(x, weight, bias, gradient):
+        y, pull = jax.vjp(layer_norm, x, weight, bias)
+        return y, pull(jnp.sin(y) * gradient)
+
+    text = compiled_text(h200, step, (8192, 768), (768,), (768,), (8192, 768), **AS_TRAINED)
+    assert not [out for out in written(text) if "f32[8192,768]" in out]
+    assert len([out for out in written(text) if re.findall(r"f32\[\d+,768\]", out)]) == 1, written(text)
 
 
 @pytest.mark.parametrize("scale", [1.0, None])

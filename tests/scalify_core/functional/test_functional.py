@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import scalify_core as sc
-from scalify_core.functional import attention, losses
+from scalify_core.functional import attention, losses, norms
 from scalify_core.functional.embedding import _embedding_bwd, _embedding_bwd_cuda
+from scalify_core.reductions import sums_at_once
 
 EPS = float(jnp.finfo(jnp.float32).eps)
 
@@ -138,6 +139,26 @@ def test_linear_cross_entropy_of_large_fp16_batches_keeps_small_gradients():
     g16 = jax.grad(sc.linear_cross_entropy, 1)(x.astype(jnp.float16), head.astype(jnp.float16), targets)
     g32 = jax.grad(sc.linear_cross_entropy, 1)(x, head, targets)
     np.testing.assert_allclose(np.float32(g16), g32, atol=float(jnp.abs(g32).max()) * 2**-8)
+
+
+@pytest.mark.parametrize("mean", [0.0, 100.0])
+@pytest.mark.parametrize("eps", [1e-5, 2.0**-126, 0.0])
+def test_layer_norm_for_cuda_equals_that_of_other_programs(mean, eps):
+    x, g, weight, bias = normal(0, 6, 96) + mean, normal(1, 6, 96), normal(2, 96), normal(3, 96)
+    static = {"eps": eps}
+    (found, kept), (expected, kept_here) = (
+        fwd(x, weight, bias, **static) for fwd in (norms._layer_norm_fwd_cuda, norms._layer_norm_fwd)
+    )
+    gradients = norms._layer_norm_bwd(kept, g, **static, sums=sums_at_once)
+    for a, b in zip((found, *gradients), (expected, *norms._layer_norm_bwd(kept_here, g, **static)), strict=True):
+        # Means of 96 numbers of the size of the mean, before they are subtracted.
+        np.testing.assert_allclose(a, b, rtol=0, atol=EPS * 96 * (1 + mean) * float(jnp.abs(b).max()))
+
+
+def test_layer_norm_for_cuda_of_a_row_of_zeros_is_zeros_with_the_smallest_epsilon():
+    y, (_, _, rstd, *_) = norms._layer_norm_fwd_cuda(jnp.zeros((2, 96)), jnp.ones(96), None, eps=2.0**-126)
+    np.testing.assert_array_equal(y, 0)
+    assert np.isfinite(rstd).all()
 
 
 def test_embedding_gradient_for_cuda_equals_the_scatter_add():

@@ -96,6 +96,19 @@ def test_gradient_of_a_norm_has_the_scale_of_what_it_divides_by(norm, exponent, 
     assert_near(scalify(gradient)(x), gradient(asarray(x)), HALF_RTOL)
 
 
+@pytest.mark.parametrize("exponents", [(0, -6), (-6, -6), (3, 5), (0, -126), (0, None), (100, -100)])
+def test_a_layer_norm_takes_gain_and_bias_at_any_scales(exponents):
+    """Those of zeros, the smallest, among them."""
+    parameters = [
+        normal(3, D) if e is None else sc.ScaledArray(normal(3 + i, D) * (e != -126), 2.0**e)
+        for i, e in enumerate(exponents)
+    ]
+    found = scalify(sc.layer_norm)(as_scaled_array(X[0], 1.0), *parameters)
+    assert_near(found, sc.layer_norm(X[0], *asarray(parameters)))
+    if exponents[1] in (None, -126) or exponents[1] <= exponents[0]:
+        assert 0.25 <= float(jnp.sqrt(jnp.mean(jnp.square(found.data)))) <= 4
+
+
 @pytest.mark.parametrize("exponent", [-60, 0, 60, 120])
 def test_a_norm_of_a_row_of_zeros_is_zeros(exponent):
     x = as_scaled_array(X[0].at[1].set(0) * 2.0**exponent, 2.0**exponent)
