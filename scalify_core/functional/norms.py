@@ -5,7 +5,6 @@ Shape legend: `...` any leading axes, D model width.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,18 +61,27 @@ def _layer_norm_fwd_cuda(x: jax.Array, weight: jax.Array, bias: jax.Array | None
 
     Left to the compiler, the mean is computed again in each kernel, which then is one for norms (Triton): such a kernel
     writes one array only, the products that the gain's gradient is the sum of in FP32, and no transposed ones. What
-    follows the reductions are functions of one operand, which their kernels take in: both are scaled before.
+    follows the reductions are functions of one operand, which their kernels take in: all factors stand before. So the
+    mean is kept times `_width`, as a sum with a power of two: that of equal elements of 16 bits is exact.
     """
-    x32, share = x.astype(jnp.float32), np.float32(1 / x.shape[-1])
-    mean = jax.lax.optimization_barrier(jnp.sum(x32 * share, axis=-1, keepdims=True))
-    eps = eps and max(eps, float(jnp.finfo(jnp.float32).tiny) * x.shape[-1])  # its share is a normal number, too
-    spread = (jnp.square(x32 - mean) + np.float32(eps)) * share
+    size = x.shape[-1]
+    width, x32 = _width(size), x.astype(jnp.float32)
+    mean = jax.lax.optimization_barrier(jnp.sum(x32 * np.float32(width / size), axis=-1, keepdims=True))
+    eps = eps and max(eps * width**2, float(jnp.finfo(jnp.float32).tiny) * size)  # its share is a normal number, too
+    spread = (jnp.square(x32 * np.float32(width) - mean) + np.float32(eps)) * np.float32(1 / size)
     rstd = jax.lax.optimization_barrier(jax.lax.rsqrt(jnp.sum(spread, axis=-1, keepdims=True)))
-    return _affine(x, mean, rstd, weight, bias), (x, mean, rstd, weight, bias)
+    return _affine(x, mean, rstd, weight, bias, width), (x, mean, rstd, weight, bias)
 
 
-def _affine(x: jax.Array, mean: jax.Array, rstd: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-    y = (x.astype(jnp.float32) - mean) * rstd * _row(weight, x)
+def _width(size: int) -> float:
+    """The size of a row over the next power of two."""
+    return size / 2.0 ** (size - 1).bit_length()
+
+
+def _affine(
+    x: jax.Array, mean: jax.Array, rstd: jax.Array, weight: jax.Array, bias: jax.Array | None, width: float = 1.0
+) -> jax.Array:
+    y = (x.astype(jnp.float32) * np.float32(width) - mean) * rstd * _row(weight, x)
     return (y if bias is None else y + _row(bias, x)).astype(x.dtype)
 
 
@@ -81,17 +89,24 @@ def _sums(arrays: Sequence[jax.Array], axes: tuple[int, ...]) -> Sequence[jax.Ar
     return [jnp.sum(x, axis=axes) for x in arrays]
 
 
-def _layer_norm_bwd(residuals: tuple, gradient: jax.Array, *, eps: float, sums: Callable[..., Any] = _sums) -> tuple:
+def _layer_norm_bwd(
+    residuals: tuple, gradient: jax.Array, *, eps: float, width: float = 1.0, sums: Callable[..., Any] = _sums
+) -> tuple:
+    """`width`: what the mean was multiplied by, and the reciprocal standard deviation divided by."""
     del eps
     x, mean, rstd, weight, bias = residuals
     g = gradient.astype(jnp.float32)
-    normalised = (x.astype(jnp.float32) - mean) * rstd
+    normalised = (x.astype(jnp.float32) * np.float32(width) - mean) * rstd
     gw = g * _row(weight, x)
-    dx = rstd * (
+    dx = (rstd * np.float32(width)) * (
         gw - jnp.mean(gw, axis=-1, keepdims=True) - normalised * jnp.mean(gw * normalised, axis=-1, keepdims=True)
     )
     dweight, dbias = sums((g * normalised, g), tuple(range(x.ndim - 1)))
     return dx.astype(x.dtype), dweight.astype(weight.dtype), None if bias is None else dbias.astype(bias.dtype)
+
+
+def _layer_norm_bwd_cuda(residuals: tuple, gradient: jax.Array, *, eps: float) -> tuple:
+    return _layer_norm_bwd(residuals, gradient, eps=eps, width=_width(residuals[0].shape[-1]), sums=sums_at_once)
 
 
 @composite(name="rms_norm")
@@ -124,6 +139,6 @@ def _row(weight: jax.Array, x: jax.Array) -> jax.Array:
 _layer_norm.defvjp(
     _layer_norm_fwd,
     _layer_norm_bwd,
-    cuda=(_layer_norm_fwd_cuda, functools.partial(_layer_norm_bwd, sums=sums_at_once)),
+    cuda=(_layer_norm_fwd_cuda, _layer_norm_bwd_cuda),
 )
 _rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)

@@ -10,7 +10,6 @@ import pytest
 import scalify_core as sc
 from scalify_core.functional import attention, losses, norms
 from scalify_core.functional.embedding import _embedding_bwd, _embedding_bwd_cuda
-from scalify_core.reductions import sums_at_once
 
 EPS = float(jnp.finfo(jnp.float32).eps)
 
@@ -149,10 +148,18 @@ def test_layer_norm_for_cuda_equals_that_of_other_programs(mean, eps):
     (found, kept), (expected, kept_here) = (
         fwd(x, weight, bias, **static) for fwd in (norms._layer_norm_fwd_cuda, norms._layer_norm_fwd)
     )
-    gradients = norms._layer_norm_bwd(kept, g, **static, sums=sums_at_once)
+    gradients = norms._layer_norm_bwd_cuda(kept, g, **static)
     for a, b in zip((found, *gradients), (expected, *norms._layer_norm_bwd(kept_here, g, **static)), strict=True):
         # Means of 96 numbers of the size of the mean, before they are subtracted.
         np.testing.assert_allclose(a, b, rtol=0, atol=EPS * 96 * (1 + mean) * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("size", [96, 768, 1280])
+@pytest.mark.parametrize("eps", [1e-5, 2.0**-126])
+def test_layer_norm_of_equal_elements_of_16_bits_is_exactly_zero_for_cuda_too(size, eps):
+    x = jnp.asarray(np.float16([[1], [-10.7], [100], [9e3]])) * jnp.ones((1, size), jnp.float16)
+    for fwd in (norms._layer_norm_fwd_cuda, norms._layer_norm_fwd):
+        np.testing.assert_array_equal(fwd(x, jnp.ones(size), None, eps=eps)[0], 0)
 
 
 def test_layer_norm_for_cuda_of_a_row_of_zeros_is_zeros_with_the_smallest_epsilon():
