@@ -6,6 +6,7 @@ JAX compiles ahead of time for a described topology (`jax.experimental.topologie
 
 import importlib.metadata
 import re
+import shlex
 import tempfile
 import unittest.mock
 from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-nvvm", "nvidia-cuda-
 OPTIONS: dict[str, Any] = {"xla_gpu_autotune_level": 0, "xla_backend_optimization_level": 0}
 # In place of NVIDIA's assembler, which takes a third of the time: a file with something in it, and its version.
 ASSEMBLER = """#!/bin/sh
-case $1 in --version) exec '{ptxas}' --version ;; esac
+case $1 in --version) exec {ptxas} --version ;; esac
 while [ $# -gt 0 ]; do
   case $1 in -o) echo none > "$2" ;; esac
   shift
@@ -128,7 +129,7 @@ def without_assembler(directory: Path) -> Path:
     (directory / "bin").mkdir(parents=True)
     (directory / "nvvm").symlink_to(cuda / "nvvm")
     assembler = directory / "bin" / "ptxas"
-    assembler.write_text(ASSEMBLER.format(ptxas=cuda / "bin" / "ptxas"))
+    assembler.write_text(ASSEMBLER.format(ptxas=shlex.quote(str(cuda / "bin" / "ptxas"))))
     assembler.chmod(0o755)
     return directory
 

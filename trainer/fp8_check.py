@@ -172,6 +172,6 @@ def check_step(model: Model, program: Program, tokens: int, gpu: Gpu, *, require
     if narrow and model.spec.d_model < PAYS_FROM_WIDTH:
         lines.append(
             f"FP8 is not expected to be faster than bf16 at model.d_model={model.spec.d_model}: it pays from "
-            f"{PAYS_FROM_WIDTH} on (an estimate, docs/results.md)"
+            f"{PAYS_FROM_WIDTH} on (an estimate for an H200, docs/results.md)"
         )
     return Found(share, lines)

@@ -82,17 +82,16 @@ def as_saved(like: Any, saved: Description) -> Any:
     return jax.tree_util.tree_map_with_path(convert, like)
 
 
-def checksum(leaf: jax.Array, start: Sequence[Any] = (), shape: Sequence[int] = ()) -> jax.Array:
-    """Two sums (uint32 [2]) of the leaf's scrambled bits, each element's times odd numbers of its place on every axis.
+def checksum(leaf: jax.Array, start: Sequence[Any] = ()) -> jax.Array:
+    """Two sums (uint32 [2]) of the leaf's bits, scrambled and times odd numbers of their place on every axis.
 
-    Scrambling is one-to-one and odd factors are invertible modulo 2^32: a change of one element changes the sums for
-    certain, any other change with probability 1 - 2^-64. Integer sums do not depend on their order, and those of an
-    array are the sums of its parts'.
+    Scrambling, by another function in each sum, is one-to-one and odd factors are invertible modulo 2^32: a change of
+    one element changes the sums for certain, and that others cancel in both is as likely as 2^-50. Integer sums do not
+    depend on their order, and those of an array are the sums of its parts'.
 
     Args:
       leaf: an array, or a part of one,
-      start: whose first element has this index
-      shape: in the whole, which is so large; empty: it is the whole.
+      start: whose first element has this index in the whole; empty: it is the whole.
     """
     leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
@@ -100,32 +99,30 @@ def checksum(leaf: jax.Array, start: Sequence[Any] = (), shape: Sequence[int] = 
 
     def total(which: int) -> jax.Array:
         x = bits
-        for axis, size in enumerate(shape or bits.shape):
-            factors = jnp.asarray(_odd_numbers(size, axis, which))
-            if start:
-                factors = jax.lax.dynamic_slice_in_dim(factors, start[axis], x.shape[axis])
+        for axis, size in enumerate(bits.shape):
+            factors = _odd_numbers(size, start[axis] if start else 0, axis, which)
             column = jnp.expand_dims(factors, [i for i in range(x.ndim) if i != axis])
-            words = [_scrambled(part) if axis == 0 else part for part in _parts(x, axis)]
+            words = [_scrambled(part, which) if axis == 0 else part for part in _parts(x, axis)]
             x = _sum([part * factor for part, factor in zip(words, _parts(column, axis), strict=True)], axis)
         return x.reshape(())
 
     return jnp.stack([total(0), total(1)])
 
 
-def _odd_numbers(size: int, axis: int, which: int) -> np.ndarray:
-    """Pseudorandom odd factors for the places along an axis, uint32 [size]."""
-    x: np.ndarray = np.arange(1, size + 1, dtype=np.uint32) * np.uint32((0x9E3779B1, 0x85EBCA77)[which])
-    x += np.uint32((axis * 0x27D4EB2F) % 2**32)
+def _odd_numbers(size: int, first: Any, axis: int, which: int) -> jax.Array:
+    """Pseudorandom odd factors for `size` places along an axis from `first` on, uint32 [size], computed once."""
+    x = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(first).astype(jnp.uint32) + np.uint32(1)
+    x = x * np.uint32((0x9E3779B1, 0x85EBCA77)[which]) + np.uint32((axis * 0x27D4EB2F) % 2**32)
     x = (x ^ (x >> 15)) * np.uint32(0x2C1B3C6D)
     x = (x ^ (x >> 12)) * np.uint32(0x297A2D39)
-    return (x ^ (x >> 15)) | np.uint32(1)
+    return jax.lax.optimization_barrier((x ^ (x >> 15)) | np.uint32(1))
 
 
-def _scrambled(bits: jax.Array) -> jax.Array:
+def _scrambled(bits: jax.Array, which: int) -> jax.Array:
     """One-to-one; without it two changed signs, 2^31 times the sum of two odd numbers, would go unnoticed."""
     x = bits.astype(jnp.uint32)
-    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
-    return x ^ (x >> 15)
+    x = (x ^ (x >> (16, 15)[which])) * np.uint32((0x7FEB352D, 0x846CA68B)[which])
+    return x ^ (x >> (15, 16)[which])
 
 
 def _parts(x: jax.Array, axis: int) -> list[jax.Array]:
@@ -152,7 +149,7 @@ def checksums_of_parts(leaf: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.
 
     def of_part(part: jax.Array) -> jax.Array:
         start = [0 if e is None else jax.lax.axis_index(e) * n for e, n in zip(entries, part.shape, strict=True)]
-        return checksum(part, start, leaf.shape)[None]
+        return checksum(part, start)[None]
 
     devices = PartitionSpec(mesh.axis_names)
     return jax.shard_map(of_part, mesh=mesh, in_specs=spec, out_specs=devices, check_vma=False)(leaf)

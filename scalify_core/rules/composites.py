@@ -111,6 +111,19 @@ def moved(x: Value, scale: Any) -> Value:
     return v.value(data, v.product(x.scale, scale), x.rho, x.dtype, x.factor)
 
 
+def in_order(call: Any, x: Any) -> Any:
+    """The one operand of a call as results have it: the axes of the vmaps around it in front, the outermost first."""
+    axes = [axis for (axis,) in reversed(call.in_axes)]
+    if not any(axes):
+        return x
+    if is_value(x):
+        x = v.scalar_scale(x)
+        return dataclasses.replace(x, data=in_order(call, x.data), before=None)
+    for depth, axis in enumerate(axes):
+        x = jnp.moveaxis(x, depth + axis, depth)
+    return x
+
+
 def unbatched_shape(call: Any, index: int, x: Any) -> tuple[int, ...]:
     """The shape that operand `index` has inside the function: without the axes of the vmaps around the call."""
     shape = list(x.shape)
@@ -267,6 +280,7 @@ def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 
 @composite_rule("materialised")
 def _materialised(call: Any, x: Any) -> Any:
+    x = in_order(call, x)
     return dataclasses.replace(x, data=v.stored(x.data)) if is_value(x) else x
 
 
@@ -275,7 +289,7 @@ def _materialised_fwd(call: Any, x: Any) -> Any:
     return _materialised(call, x), None
 
 
-composite_rule("materialised.bwd", wide=True)(lambda call, _, gradient: (gradient,))
+composite_rule("materialised.bwd", wide=True)(lambda call, _, gradient: (in_order(call, gradient),))
 
 
 # Norms. The data is normalised as it is; epsilon stays that of the logical value.

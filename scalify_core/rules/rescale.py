@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from scalify_core import value as v
 from scalify_core.registry import composite_rule
-from scalify_core.rules.composites import is_value
+from scalify_core.rules.composites import in_order, is_value
 from scalify_core.value import Value
 
 
@@ -18,6 +18,7 @@ def _rescaling(name: str, forward: Callable | None, backward: Callable | None) -
     """A composite of one array; what is None leaves the value as it is."""
 
     def apply(change: Callable | None, call: Any, x: Any) -> Any:
+        x = in_order(call, x)
         return x if change is None or not is_value(x) else change(x, **dict(call.static))
 
     composite_rule(name, wide=True)(lambda call, x: apply(forward, call, x))

@@ -513,9 +513,14 @@ def test_a_checksum_tells_places_apart():
     assert len({checksums([x])[0], checksums([x[::-1]])[0], checksums([jnp.roll(x, 1)])[0]}) == 3
 
 
-def test_two_changed_signs_change_the_checksum():
+def test_two_changes_that_cancel_in_one_sum_change_the_checksum():
     x = jnp.arange(1.0, 9.0)
     assert checksums([x.at[2].multiply(-1).at[5].multiply(-1)]) != checksums([x])
+    # Scrambled as in the first sum, these two differ in the highest bit alone.
+    a, b = np.array([0xBFFB7D7D, 0xE7CC1AF0], np.uint32).view(np.float32)
+    first, changed = (np.asarray(checksum(x.at[2].set(p).at[5].set(q))) for p, q in ((a, b), (b, a)))
+    assert first[0] == changed[0]
+    assert first[1] != changed[1]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7,), (12, 5), (2, 3, 35)])
@@ -524,11 +529,10 @@ def test_a_checksum_is_the_documented_sum(shape):
     x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
     total = [0, 0]
     for index in np.ndindex(shape):
-        word = int(x[index].view(np.uint32))
-        word = (word ^ word >> 16) * 0x7FEB352D % 2**32
-        word ^= word >> 15
-        for which, seed in enumerate((0x9E3779B1, 0x85EBCA77)):
-            term = word
+        for which, (seed, scramble) in enumerate(((0x9E3779B1, 0x7FEB352D), (0x85EBCA77, 0x846CA68B))):
+            word = int(x[index].view(np.uint32))
+            word = (word ^ word >> (16, 15)[which]) * scramble % 2**32
+            term = word ^ word >> (15, 16)[which]
             for axis, i in enumerate(index or (0,)):
                 odd = ((i + 1) * seed + axis * 0x27D4EB2F) % 2**32
                 odd = (odd ^ odd >> 15) * 0x2C1B3C6D % 2**32

@@ -116,8 +116,8 @@ def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatc
     assert found.share == flagship.fp8_flop_share
     assert found.lines == [
         f"compiled step: 12 FP8 products, {found.share:.1%} of the FLOPs of matrix products and attentions",
-        "FP8 is not expected to be faster than bf16 at model.d_model=64: it pays from 512 on (an estimate, "
-        "docs/results.md)",
+        "FP8 is not expected to be faster than bf16 at model.d_model=64: it pays from 512 on (an estimate for an "
+        "H200, docs/results.md)",
     ]
     c = compose_config([*overrides, "model.n_layer=2"])
     with pytest.raises(UserError, match=r"h\.\d\.attn\.c_attn is not FP8: .*; 12 of 24 FP8 products are FP8 \(and"):

@@ -7,6 +7,7 @@ import pytest
 
 import scalify_core as sc
 from scalify_core import as_scaled_array, asarray, scalify
+from scalify_core.functional.storage import materialised
 
 B, N, D, V = 3, 8, 4, 16
 # Of FP32 sums of at most 64 terms, in another order.
@@ -143,3 +144,19 @@ def test_a_gelu_with_its_own_bias_in_half_precision(dynamic):
         return out, pull(out * 0.5)
 
     assert_near(scalify(fun)(x, bias), fun(*asarray((x, bias))), HALF_RTOL)
+
+
+@pytest.mark.parametrize("fun", [sc.dynamic_rescale_rms, sc.dynamic_rescale_max_grad, materialised])
+@pytest.mark.parametrize(("outer", "inner"), [(0, None), (1, None), (2, None), (1, 0), (1, 1), (2, 1), (0, 1)])
+def test_what_only_changes_scales_keeps_the_axes_of_vmap_in_their_places(fun, outer, inner):
+    def mapped(x):
+        return jax.vmap(fun if inner is None else jax.vmap(fun, in_axes=inner), in_axes=outer)(x)
+
+    def loss(x):
+        y = mapped(x)
+        return jnp.sum(y * jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))
+
+    x = jnp.arange(24.0).reshape(2, 3, 4) - 7
+    np.testing.assert_array_equal(asarray(scalify(mapped)(as_scaled_array(x, 0.25))), mapped(x))
+    found = asarray(scalify(jax.grad(loss))(as_scaled_array(x, 0.25)))
+    np.testing.assert_array_equal(found, jax.grad(loss)(x))
