@@ -138,6 +138,9 @@ def scaled_state(
     def init(params: Any) -> ScaledStateState:
         def narrow(params: Any) -> ScaledStateState:
             new, plans, treedef = _flatten(tx.init(wide(params)), stored)
+            # Of constants, the compiler would compute statistics and roundings itself, for minutes.
+            one = jax.lax.optimization_barrier(jnp.float32(1))
+            new = [x if plan.how is None else x * one.astype(x.dtype) for x, plan in zip(new, plans, strict=True)]
             like = jnp.float32(MIN_SCALE)  # of zeros, as in as_scaled_array
             scales = _scales(new, plans, [like] * len(new))
             # To nearest: first states are constants, and the program is much smaller.
