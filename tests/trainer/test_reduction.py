@@ -83,7 +83,7 @@ def test_what_is_not_finite_stays_so():
 def test_fp8_is_right_in_expectation():
     x = normal((12, 20))
     run = program((12, 20), 0, Reduction(E4M3, False))
-    # One after the other: many programs of several CPU devices at once can wait for each other until XLA gives up.
+    # One after the other: with all in flight XLA has aborted here, once.
     found = np.mean([np.asarray(run(x, seed)) for seed in range(64)], axis=0)
     exact = x.astype(np.float64).mean(0)
     # Independent errors: five standard deviations of the mean of 64, each error at most its bound.
