@@ -13,6 +13,7 @@ Rules that hold for every rounding in this module:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -128,20 +129,21 @@ class FloatFormat:
             raise ValueError(f"{self}: cast_or_nan is for 8-bit formats; cast keeps infinities")
         x = jnp.asarray(x)
         limit = np.asarray(self.max, x.dtype)
-        # Infinity times zero is NaN; of all other numbers it is the zero of their sign.
-        return (lax.clamp(-limit, x, limit) + x * np.asarray(0, x.dtype)).astype(self._native())
+        # Infinity minus infinity is NaN, any other number minus itself is zero, which leaves the sign of a zero.
+        return (lax.clamp(-limit, x, limit) - (x - x)).astype(self._native())
 
     def quantise(self, x: jax.typing.ArrayLike) -> jax.Array:
         """`x` rounded to the nearest number of the format (ties to even, saturating), as FP32: simulates any format."""
-        return self._round(jnp.asarray(x).astype(jnp.float32), None)
+        return self._round(jnp.asarray(x).astype(jnp.float32))
 
     def stochastic_round(self, x: jax.typing.ArrayLike, bits: jax.Array) -> jax.Array:
         """`x` rounded to one of its two neighbours in the format, the nearer the likelier; saturating.
 
         `bits` holds 16 random bits per element (uint16, shape of `x`): from `counter_bits`, or
         `jax.random.bits(key, x.shape, jnp.uint16)`. The expectation is `x` up to 2^-17 of the distance of the two
-        neighbours, exactly `x` where the FP32 value has at most 16 bits below that distance (so FP32 to FP16 is
-        exact); a number of the format is always returned as it is. Result: the native dtype, else FP32.
+        neighbours, among FP16's subnormal numbers 2^-14; exactly `x` where the FP32 value has at most 16 (there 13)
+        bits below that distance, as all that become FP16's normal numbers do. A number of the format is always
+        returned as it is. Result: the native dtype, else FP32.
 
         Raises:
             ValueError: `bits` is not uint16 of the shape of `x`.
@@ -149,7 +151,7 @@ class FloatFormat:
         x = jnp.asarray(x).astype(jnp.float32)
         if bits.dtype != jnp.uint16 or bits.shape != x.shape:
             raise ValueError(f"bits: found {bits.dtype}{list(bits.shape)}, expected uint16{list(x.shape)}")
-        y = self._round(x, bits.astype(jnp.uint32))
+        y = self._round_stochastically(x, bits.astype(jnp.uint32))
         return y if self.dtype is None else y.astype(self.dtype)
 
     def _native(self) -> np.dtype:
@@ -157,8 +159,33 @@ class FloatFormat:
             raise ValueError(f"{self} has no native dtype: use quantise, which simulates it in float32")
         return self.dtype
 
-    def _round(self, x: jax.Array, random: jax.Array | None) -> jax.Array:
-        """Round FP32 `x`: significand + offset, cut below the format's last place. `random`: uint32 below 2^16."""
+    def _round_stochastically(self, x: jax.Array, random: jax.Array) -> jax.Array:
+        """Round FP32 `x`: its bits + offset, cut at the format's last place. `random`: uint32 below 2^16.
+
+        Numbers below the smallest normal one are cut at the place at which that is cut, once it is added to them. On a
+        GPU the optimiser is bound by these operations, not by memory.
+        """
+        u32, cut = jnp.uint32, 23 - self.mantissa_bits
+        as_bits = functools.partial(lax.bitcast_convert_type, new_dtype=u32)
+        as_float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
+        bits = as_bits(x)
+        magnitude = whole = bits & _MAGNITUDE
+        # Random bits are centred when fewer than the bits to be cut, else the fraction would be biased down.
+        offset = random >> (16 - cut) if cut <= 16 else (random << (cut - 16)) + u32(1 << (cut - 17))
+        if self.bias < FP32.bias:  # else its subnormal numbers are FP32's, whose bits are cut as they are
+            least = np.float32(self.min_normal)
+            added = jnp.where(magnitude < least.view(np.uint32), least, np.float32(0))
+            whole = as_bits(as_float(magnitude) + added)
+        rounded = (whole + offset) & u32(2**32 - 2**cut)
+        if self.bias < FP32.bias:
+            rounded = as_bits(as_float(rounded) - added)
+        rounded = jnp.minimum(rounded, np.float32(self.max).view(np.uint32))
+        special = magnitude if self.infinities else _NAN
+        rounded = jnp.where(magnitude >= _INFINITY, special, rounded)
+        return as_float(rounded | (bits & _SIGN))
+
+    def _round(self, x: jax.Array) -> jax.Array:
+        """Round FP32 `x` to nearest, ties to even: significand + offset, cut below the format's last place."""
         u32 = jnp.uint32
         bits = lax.bitcast_convert_type(x, u32)
         magnitude = bits & _MAGNITUDE
@@ -167,17 +194,9 @@ class FloatFormat:
         significand = (magnitude & _FRACTION) | jnp.where(magnitude >= _HIDDEN, _HIDDEN, u32(0))
         min_exponent = u32(128 - self.bias)
         shift = u32(23 - self.mantissa_bits) + jnp.where(exponent < min_exponent, min_exponent - exponent, u32(0))
-        # Far below the smallest number, drop bits first: the cut is then always within the word, at most 24 places.
-        excess = jnp.where(shift > 24, jnp.minimum(shift - 24, u32(25)), u32(0))
-        exponent = exponent + jnp.where(shift > 24, shift - 24, u32(0))
-        significand, shift = significand >> excess, jnp.minimum(shift, u32(24))
-        if random is None:
-            odd = (significand >> shift) & 1
-            offset = jnp.where(shift > 0, (u32(1) << shift >> 1) - 1 + odd, u32(0))
-        else:
-            # Random bits are centred when fewer than the bits to be cut, else the fraction would be biased down.
-            spare = jnp.where(shift > 16, shift - 16, u32(0))
-            offset = (random << spare >> jnp.where(shift < 16, 16 - shift, u32(0))) + (u32(1) << spare >> 1)
+        shift = jnp.minimum(shift, u32(25))  # more than half of the smallest number is lost in any case
+        odd = (significand >> shift) & 1
+        offset = jnp.where(shift > 0, (u32(1) << shift >> 1) - 1 + odd, u32(0))
         cut = (significand + offset) >> shift << shift
         rounded = jnp.where(cut == 0, u32(0), ((exponent - 1) << 23) + cut)
         rounded = jnp.minimum(rounded, np.float32(self.max).view(np.uint32))

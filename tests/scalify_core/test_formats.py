@@ -146,7 +146,10 @@ def test_stochastic_rounding_returns_numbers_of_the_format_unchanged(fmt):
 
 @pytest.mark.parametrize("fmt", NATIVE, ids=str)
 def test_stochastic_rounding_is_unbiased_over_all_draws(fmt):
-    """The mean over the 2^16 possible draws is x, up to 2^-17 of the distance between its neighbours."""
+    """The mean over the 2^16 possible draws is x, up to 2^-17 of the distance between its neighbours.
+
+    Of a subnormal number no more bits are seen than of the smallest normal one: 13 below FP16's last place, so 2^-14.
+    """
     rng = np.random.default_rng(0)
     exponent = np.concatenate([np.full(6, np.log2(fmt.min_subnormal) + 1.5), rng.uniform(-8, 8, 10)])
     x = (2.0**exponent * rng.uniform(1, 2, 16) * rng.choice([-1, 1], 16)).astype(np.float32)
@@ -156,7 +159,9 @@ def test_stochastic_rounding_is_unbiased_over_all_draws(fmt):
     above = np.minimum(np.searchsorted(values(fmt), np.abs(x.astype(np.float64))), len(values(fmt)) - 1)
     low, high = values(fmt)[above - 1], values(fmt)[above]
     assert np.all((np.abs(rounded) == low) | (np.abs(rounded) == high))
-    np.testing.assert_array_less(np.abs(rounded.mean(0) - x), (high - low) * 2.0**-17 * (1 + 1e-9))
+    seen = np.where(np.abs(x) < fmt.min_normal, 23 - fmt.mantissa_bits, 16)
+    bound = (high - low) * 2.0 ** -(np.minimum(seen, 16) + 1.0)
+    np.testing.assert_array_less(np.abs(rounded.mean(0) - x), bound * (1 + 1e-9))
 
 
 def test_stochastic_rounding_from_fp32_to_fp16_is_exactly_unbiased():
@@ -164,6 +169,17 @@ def test_stochastic_rounding_from_fp32_to_fp16_is_exactly_unbiased():
     draws = jnp.tile(jnp.arange(2**16, dtype=jnp.uint16)[:, None], (1, len(x)))
     rounded = jax.vmap(FP16.stochastic_round, in_axes=(None, 0))(x, draws)
     np.testing.assert_array_equal(np.asarray(rounded, np.float64).mean(0), x.astype(np.float64))
+
+
+@pytest.mark.parametrize("fmt", [*NATIVE[:3], FloatFormat.parse("e3m2")], ids=str)
+def test_stochastic_rounding_of_a_part_of_the_smallest_number_gives_it_as_often(fmt):
+    draws = jnp.arange(2**16, dtype=jnp.uint16)
+    for part in (1.0, 0.75, 0.5, 2.0**-3, 2.0**-10, 0.0):
+        x = jnp.full(2**16, part * fmt.min_subnormal, jnp.float32)
+        rounded = np.asarray(jax.jit(fmt.stochastic_round)(-x, draws), np.float64)
+        assert set(rounded) <= {0.0, -fmt.min_subnormal}
+        assert np.all(np.signbit(rounded))
+        assert np.sum(rounded != 0) == part * 2**16
 
 
 @pytest.mark.parametrize("fmt", NATIVE, ids=str)
