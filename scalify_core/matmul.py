@@ -61,17 +61,27 @@ class Fp8DotGeneral:
 
     Attributes:
         name: of the layer, for the warning.
+        keep_rhs: under `scalify`, a 16-bit right operand, which is a parameter, is cast once, in both orders that the
+            GEMMs of the two passes read, and one is kept: a byte an element. Otherwise it is cast again.
+            In plain programs it is kept in any case.
         converted: the (rows, columns, contracted) of the products that were traced as FP8.
         skipped: of those that were not.
     """
 
-    def __init__(self, name: str = "fp8_dot_general", scaling: Scaling = Scaling()) -> None:  # noqa: B008, immutable
+    def __init__(
+        self,
+        name: str = "fp8_dot_general",
+        scaling: Scaling = Scaling(),  # noqa: B008, immutable
+        *,
+        keep_rhs: bool = False,
+    ) -> None:
         """Raise ValueError for a scale that is neither a positive number, "rms" nor "amax"."""
         for scale in scaling:
             if scale not in ("rms", "amax") and not (isinstance(scale, int | float) and 0 < scale < math.inf):
                 raise ValueError(f'{name}: scale {scale!r} is neither a positive number, "rms" nor "amax"')
         self.name = name
         self.scaling = Scaling(*(scale if isinstance(scale, str) else float(scale) for scale in scaling))
+        self.keep_rhs = keep_rhs
         self.converted: set[tuple[int, int, int]] = set()
         self.skipped: set[tuple[int, int, int]] = set()
 
@@ -123,7 +133,7 @@ class Fp8DotGeneral:
             return lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)
         self.converted.add(sizes)
         dtypes = str(lhs.dtype), str(rhs.dtype), str(dtype)
-        return _fp8_dot(lhs, rhs, product=Product(dims, sizes, dtypes, self.scaling))
+        return _fp8_dot(lhs, rhs, product=Product(dims, sizes, dtypes, self.scaling, self.keep_rhs))
 
 
 fp8_dot_general = Fp8DotGeneral()
@@ -157,12 +167,14 @@ class Product(NamedTuple):
         sizes: rows, columns and contracted elements.
         dtypes: of lhs, rhs and the result.
         scaling: of plain programs.
+        keep_rhs: see `Fp8DotGeneral`.
     """
 
     dims: DimensionNumbers
     sizes: tuple[int, int, int]
     dtypes: tuple[str, str, str]
     scaling: Scaling
+    keep_rhs: bool
 
 
 @composite(name="fp8_dot_general")
@@ -181,7 +193,7 @@ def _forward(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> tuple[jax.A
 
 def _backward(residuals: tuple, gradient: jax.Array, *, product: Product) -> tuple[jax.Array, jax.Array]:
     """The gradients of lhs and rhs, in their dtypes."""
-    dims, _, dtypes, scaling = product
+    dims, dtypes, scaling = product.dims, product.dtypes, product.scaling
     lhs8, rhs8, *traced = residuals
     scales: list[Any] = [c if t is None else t for c, t in zip(scaling[:2], traced, strict=True)]
     gradient8, scale = _cast(gradient, E5M2, scaling.gradient)

@@ -25,6 +25,7 @@ class Model:
     lr: float
     scan_layers: bool
     remat: str
+    keep_fp8_weights: bool
     init_std: float
     value_gain: float | None
     align_channels: int

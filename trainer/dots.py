@@ -114,8 +114,12 @@ def make_dot(
     wide_gradient: bool,
     clip: float | None,
     history: int,
+    keep_weights: bool,
 ) -> Dot:
-    """The product of the layer `name`; `forward` None: in the dtype of its activations. See `precision.Policy`."""
+    """The product of the layer `name`; `forward` None: in the dtype of its activations.
+
+    `keep_weights`: see `GPT2Spec.keep_fp8_weights`; all else `precision.Policy`.
+    """
     if forward is None or backward is None:
         return wide_gradient_dot if wide_gradient else narrow_gradient_dot
     dot: Dot
@@ -124,5 +128,6 @@ def make_dot(
     elif simulate:
         dot = SimulatedDot(forward, backward)
     else:
-        dot = Fp8DotGeneral(name, Scaling("amax", "amax", "amax") if scaling == "current" else Scaling())
+        scales = Scaling("amax", "amax", "amax") if scaling == "current" else Scaling()
+        dot = Fp8DotGeneral(name, scales, keep_rhs=keep_weights)
     return dot if clip is None else ClippedDot(dot, clip)

@@ -68,7 +68,7 @@ class Model(NamedTuple):
         training = functional(
             spec,
             compute_dtype=policy.logical,
-            dot_general=dot_general_for(policy, narrow),
+            dot_general=dot_general_for(policy, narrow, keep_weights=spec.keep_fp8_weights),
             rescale_grads=policy.rescale_grads if policy.scaled else (),
             split=split,
         )

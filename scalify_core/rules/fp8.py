@@ -1,6 +1,7 @@
 """The FP8 product: a cast of the data, whose RMS is about 1 already; no scale is computed, none is looked up.
 
-What it keeps for the backward pass is the left operand in FP8, and the right one as it was given: a parameter.
+What it keeps for the backward pass is the left operand in FP8, and the right one, a parameter, as it was given, or in
+FP8 too where `keep_rhs` asks for it.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
 
     def forward(lhs: Any, rhs: Any) -> tuple:
         lhs8, rhs8 = E4M3.cast_or_nan(lhs), E4M3.cast_or_nan(rhs)
-        kept = lhs8
+        kept, rhs_kept = lhs8, rhs8 if rhs.dtype == np.float32 else rhs
         if lhs.dtype == np.float32:  # what computes it writes it in FP8
             lhs8, kept = v.stored_both_ways(lhs8) if product.dims == _MATRICES else (v.stored(lhs8),) * 2
-        out = dot_fp8(lhs8, rhs8, product.dims, dtype, alpha, fast=True)
-        return out, kept, rhs8 if rhs.dtype == np.float32 else rhs
+        if product.keep_rhs and product.dims == _MATRICES and rhs.dtype.itemsize == 2:
+            rhs_kept, rhs8 = v.stored_both_ways(rhs8)
+        return dot_fp8(lhs8, rhs8, product.dims, dtype, alpha, fast=True), kept, rhs_kept
 
     power, rho = _sum_of(product.sizes[2], lhs, rhs)
     alpha, factor = _alpha(power, dtype)

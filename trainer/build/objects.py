@@ -57,6 +57,7 @@ def build_model(c: schema.Model, policy: Policy, vocab_size: int) -> Model:
         dropout=c.dropout,
         scan_layers=c.scan_layers,
         remat=c.remat,
+        keep_fp8_weights=c.keep_fp8_weights,
         init_std=c.init_std,
         value_gain=c.value_gain,
         align_channels=c.align_channels,
