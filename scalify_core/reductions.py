@@ -1,13 +1,15 @@
 """Statistics of many arrays at once: a kernel for each large array, and a few for all the rest.
 
 A large array is reduced in two kernels, of which the second is tiny. Here it is one for many arrays: each is brought to
-`BLOCKS` partial results first, and those of many are the rows of a table that is reduced at once. Small arrays, which a
-model has many of, are rows of such tables as they are, those of one shape together.
+`BLOCKS` partial results first, or so many that XLA does not cut that in two steps itself, and those of many are the
+rows of a table that is reduced at once. Small arrays, which a model has many of, are rows of such tables as they are,
+those of one shape together.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -16,6 +18,7 @@ import numpy as np
 from jax import lax
 
 BLOCKS = 256
+LONGEST = 2**14  # elements of a block: XLA's row reductions for GPUs are one kernel up to that
 SMALL = 2**14  # elements
 LARGE_ROWS = 64  # rows of a table: XLA gives a kernel some 96 operands
 SMALL_ROWS = 32  # these are computed in that kernel: two new moments from four or five operands
@@ -50,7 +53,7 @@ def _reduced(
     combine: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """What `combine`, which zeros do not change, makes of `of_element` of each array's elements in FP32."""
-    large = list[tuple[jax.Array, int]]()  # rows of a table, each with the number of its array
+    large = dict[int, list[tuple[jax.Array, int]]]()  # rows of tables by length, each with the number of its array
     small = dict[tuple[int, ...], list[tuple[jax.Array, int]]]()
     number = itertools.count()
     for group in groups:
@@ -63,10 +66,9 @@ def _reduced(
             rows = lax.reduce(
                 [of_element(_blocks(x)) for x in wide], zeros, lambda a, b: tuple(map(combine, a, b)), (1,)
             )
-            large.extend(zip(rows, number, strict=False))
-    tables = [*itertools.batched(large, LARGE_ROWS)]
-    for same in small.values():
-        tables += itertools.batched(same, SMALL_ROWS)
+            large.setdefault(rows[0].size, []).extend(zip(rows, number, strict=False))
+    tables = [table for same in large.values() for table in itertools.batched(same, LARGE_ROWS)]
+    tables += [table for same in small.values() for table in itertools.batched(same, SMALL_ROWS)]
     if not tables:
         return jnp.zeros(0)
     found = [lax.reduce(jnp.stack([row for row, _ in table]), jnp.float32(0), combine, (1,)) for table in tables]
@@ -74,6 +76,9 @@ def _reduced(
 
 
 def _blocks(x: jax.Array) -> jax.Array:
-    """The elements in `BLOCKS` rows, the last ones filled up with zeros."""
-    missing = -x.size % BLOCKS
-    return (jnp.pad(x.ravel(), (0, missing)) if missing else x).reshape(BLOCKS, -1)
+    """The elements in `BLOCKS` rows or as many times 2, 4, ... that each is at most `LONGEST`, the last ones filled up
+    with zeros.
+    """
+    blocks = BLOCKS * 2 ** max(math.ceil(math.log2(x.size / (BLOCKS * LONGEST))), 0)
+    missing = -x.size % blocks
+    return (jnp.pad(x.ravel(), (0, missing)) if missing else x).reshape(blocks, -1)

@@ -17,6 +17,7 @@ from scalify_core.array import ScaledArray
 from scalify_core.functional import gelu, layer_norm, materialised
 from scalify_core.interpreter import scalify
 from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
+from scalify_core.reductions import largest_magnitudes, sums_of_squares
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
 
@@ -258,6 +259,18 @@ def test_the_output_of_a_layer_norm_is_written_in_both_orders_by_one_kernel(h200
     assert_all_fp8(text, forward=1, backward=1)
     found = [out for out in written(text) if "f8e4m3fn[8192,768]" in out or "f8e4m3fn[768,8192]" in out]
     assert len(found) == 1, written(text)
+
+
+def test_a_statistic_of_large_arrays_is_one_kernel_for_each_and_one_for_all(h200):
+    statistics = lambda *arrays: (largest_magnitudes([arrays[:2], arrays[2:]]), sums_of_squares(arrays[:1]))
+    text = compiled_text(h200, statistics, *[(6400, 1600)] * 2, *[(8192, 3072)] * 2, **AS_TRAINED)
+    lengths = [out for out in written(text) if re.search(r"f32\[\d{3,}", out)]
+    # A pair of maxima each, of one pass, and the sum; all else are scalars.
+    assert sorted(re.sub(r"{0}", "", out) for out in lengths) == [
+        "(f32[1024], f32[1024])",
+        "(f32[2048], f32[2048])",
+        "f32[1024]",
+    ]
 
 
 @pytest.mark.parametrize("kept", [True, False])

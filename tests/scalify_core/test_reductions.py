@@ -7,8 +7,9 @@ import pytest
 
 from scalify_core.reductions import SMALL_ROWS, largest_magnitudes, sums_of_squares
 
-# Small arrays of one shape, more than go into one table, between large ones, one of whose lengths is odd.
+# Small arrays of one shape, more than go into one table, between large ones, of odd lengths and of more blocks.
 SHAPES = [(), (1,), (7,), (3, 5), (256,), (768, 24), (2, 1000), (0,), (0, 4), *SMALL_ROWS * [(256,)], (7, 2351), (256,)]
+SHAPES += [(4201, 1001), (3,)]
 
 
 def arrays(seed, dtype=np.float32):
@@ -23,7 +24,7 @@ def test_each_array_has_its_own(dtype):
     peaks = [np.max(np.abs(np.asarray(x, np.float32)), initial=0.0) for pair in pairs for x in pair]
     assert jax.jit(largest_magnitudes)(pairs).tolist() == peaks
     expected = [np.sum(np.square(np.asarray(x, np.float64))) for x in a]
-    # Sums of up to 18432 squares, in FP32 and in blocks.
+    # Sums of up to 18432 squares, in FP32 and in blocks of at most 2^14.
     np.testing.assert_allclose(jax.jit(sums_of_squares)(a), expected, rtol=18432 / 2**24)
     assert largest_magnitudes([]).shape == sums_of_squares([]).shape == (0,)
 
