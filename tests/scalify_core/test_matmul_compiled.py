@@ -262,14 +262,15 @@ def test_the_output_of_a_layer_norm_is_written_in_both_orders_by_one_kernel(h200
 
 
 def test_a_statistic_of_large_arrays_is_one_kernel_for_each_and_one_for_all(h200):
-    statistics = lambda *arrays: (largest_magnitudes([arrays[:2], arrays[2:]]), sums_of_squares(arrays[:1]))
-    text = compiled_text(h200, statistics, *[(6400, 1600)] * 2, *[(8192, 3072)] * 2, **AS_TRAINED)
+    statistics = lambda *arrays: (largest_magnitudes([arrays[:2], arrays[2:4]]), sums_of_squares(arrays[4:]))
+    text = compiled_text(h200, statistics, *[(6400, 1600)] * 2, *[(8192, 3072)] * 2, *[(4800, 1600)] * 2, **AS_TRAINED)
     lengths = [out for out in written(text) if re.search(r"f32\[\d{3,}", out)]
-    # A pair of maxima each, of one pass, and the sum; all else are scalars.
-    assert sorted(re.sub(r"{0}", "", out) for out in lengths) == [
+    # Two pairs of maxima, each of one pass, and two sums; all else are scalars.
+    assert sorted(out.replace("{0}", "") for out in lengths) == [
         "(f32[1024], f32[1024])",
         "(f32[2048], f32[2048])",
-        "f32[1024]",
+        "f32[512]",
+        "f32[512]",
     ]
 
 
