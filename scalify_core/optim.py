@@ -422,7 +422,7 @@ def _narrow(
     keep: Callable[[int, Any], Any] = lambda leaf, x: x,
 ) -> list[Any]:
     """The arrays of a state as they are stored; `new` are its FP32 values, `keep` may put back old ones."""
-    fresh, given = list(new), scales
+    fresh, inverses = list(new), pow2_inverse(scales)  # of all at once: one by one, some would be a kernel each
     words = counter_words(seed, step, np.arange(len(plans)))
     slot = {leaf: i for i, leaf in enumerate(leaf for leaf, plan in enumerate(plans) if plan.how is not None)}
 
@@ -437,7 +437,7 @@ def _narrow(
         if how.sqrt:
             smallest = max(how.format.min_subnormal, FP32.min_normal)  # FP32 subnormals may count as zero
             data = jnp.where(x > 0, jnp.maximum(data, smallest), data)
-        return ScaledArray(round_to(data, how.format, how.rounding, words[leaf]), given[slot[leaf]])
+        return ScaledArray(round_to(data, how.format, how.rounding, words[leaf]), scales[slot[leaf]])
 
     groups: dict[Any, list[int]] = {}
     for leaf, plan in enumerate(plans):
@@ -448,11 +448,11 @@ def _narrow(
     for group in groups.values():
         if max(new[i].size for i in group) >= LARGE:
             # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
-            finished, scales = _held([out[i] for i in before], scales)
+            finished, inverses = _held([out[i] for i in before], inverses)
             for i, x in zip(before, finished, strict=True):
                 out[i] = x
             before = group
         for i in sorted(group, key=lambda i: plans[i].other is not None):
-            fresh[i] = narrow(i, pow2_inverse(scales[slot[i]]))
+            fresh[i] = narrow(i, inverses[slot[i]])
             out[i] = keep(i, fresh[i])
     return out
