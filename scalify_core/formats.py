@@ -8,6 +8,8 @@ Rules that hold for every rounding in this module:
 - Subnormals of the format are kept, and rounded on their own coarser grid.
 - Everything that decides a bit is integer arithmetic on the FP32 bit pattern: no compiler may remove it (floating
   point conversions there and back are removed on GPU), and a flush-to-zero mode of the device does not change it.
+  Stochastic rounding also adds the smallest normal number to those below it and takes it away again, in FP32 to
+  nearest; what it does with the bits in between keeps compilers from leaving that out.
 """
 
 from __future__ import annotations
@@ -141,9 +143,10 @@ class FloatFormat:
 
         `bits` holds 16 random bits per element (uint16, shape of `x`): from `counter_bits`, or
         `jax.random.bits(key, x.shape, jnp.uint16)`. The expectation is `x` up to 2^-17 of the distance of the two
-        neighbours, among FP16's subnormal numbers 2^-14; exactly `x` where the FP32 value has at most 16 (there 13)
-        bits below that distance, as all that become FP16's normal numbers do. A number of the format is always
-        returned as it is. Result: the native dtype, else FP32.
+        neighbours, and exactly `x` where FP32 has at most 16 bits below that distance, as it has of FP16's and BF16's
+        normal numbers. Below the smallest normal number, `x` is first rounded to nearest at FP32's last place of that:
+        for m bits of mantissa and a narrower exponent than FP32's another 2^-(24-m) of the distance, 2^-14 for FP16. A
+        number of the format is always returned as it is. Result: the native dtype, else FP32.
 
         Raises:
             ValueError: `bits` is not uint16 of the shape of `x`.

@@ -61,9 +61,9 @@ class Fp8DotGeneral:
 
     Attributes:
         name: of the layer, for the warning.
-        keep_rhs: under `scalify`, a 16-bit right operand, which is a parameter, is cast once, in both orders that the
-            GEMMs of the two passes read, and one is kept: a byte an element. Otherwise it is cast again.
-            In plain programs it is kept in any case.
+        keep_rhs: under `scalify`, a 16-bit right operand, which is a parameter, is kept for the backward pass in FP8: a
+            byte an element. Of (rows, k) (k, columns) one kernel writes both orders that the GEMMs read. Otherwise it
+            is cast again. Operands of other widths, and plain programs, keep the FP8 copy in any case.
         converted: the (rows, columns, contracted) of the products that were traced as FP8.
         skipped: of those that were not.
     """
@@ -86,7 +86,7 @@ class Fp8DotGeneral:
         self.skipped: set[tuple[int, int, int]] = set()
 
     def __repr__(self) -> str:
-        return f"Fp8DotGeneral({self.name!r}, {self.scaling})"
+        return f"Fp8DotGeneral({self.name!r}, {self.scaling}, keep_rhs={self.keep_rhs})"
 
     def __call__(
         self,

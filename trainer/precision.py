@@ -194,7 +194,7 @@ def skipped_matmuls(policy: Policy, sizes: Mapping[str, tuple[int, int]]) -> dic
     return {path: why for path, size in sizes.items() if (why := reason(path, size)) is not None}
 
 
-def dot_general_for(policy: Policy, narrow: Collection[str], *, keep_weights: bool = False) -> Callable[[str], Dot]:
+def dot_general_for(policy: Policy, narrow: Collection[str], *, keep_weights: bool) -> Callable[[str], Dot]:
     """From a linear layer's path to its dot_general; `narrow`: those whose matmuls are."""
     chosen = set(narrow)
 

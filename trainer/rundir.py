@@ -50,6 +50,7 @@ MAY_CHANGE = (
     "data.workers",
     "data.prefetch",
     "data.cache_dir",
+    "model.keep_fp8_weights",
 )
 
 

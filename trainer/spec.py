@@ -33,8 +33,9 @@ class GPT2Spec:
       remat: recompute in the backward pass: none, elementwise (norms and activations: what the linear layers take),
         block (whole blocks), or one of REMAT_POLICIES inside blocks. Under `scalify` what enters and leaves what is
         recomputed is then rounded there: the same numbers up to roundings.
-      keep_fp8_weights: 16-bit weights are cast to FP8 once for both passes, not once for each: fewer kernels and less
-        memory traffic, and a byte more a weight. Of `scalify` precisions, others have no choice.
+      keep_fp8_weights: under `scalify`, 16-bit weights are cast to FP8 once for both passes, not once for each: fewer
+        kernels and less memory traffic, and a byte more a weight, but in blocks that are recomputed. No number changes.
+        Others are kept in any case: FP32 weights, those that are gathered in FP8 (`fsdp`), and without `scalify`.
       init_std: of the initial normal weights; those of the projections into the residual stream, over sqrt(2 L).
       value_gain: a power of two that the values are multiplied by, kernel and bias, and the attention's output kernel
         divided, where they are used: the function of the parameters is the same. The values are then a product of their
@@ -54,7 +55,7 @@ class GPT2Spec:
     dropout: float = 0.0
     scan_layers: bool = False
     remat: str = "none"
-    keep_fp8_weights: bool = False
+    keep_fp8_weights: bool = True
     init_std: float = 0.02
     value_gain: float | None = None
     align_channels: int = 0

@@ -40,8 +40,8 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
         kept, rhs_kept = lhs8, rhs8 if rhs.dtype == np.float32 else rhs
         if lhs.dtype == np.float32:  # what computes it writes it in FP8
             lhs8, kept = v.stored_both_ways(lhs8) if product.dims == _MATRICES else (v.stored(lhs8),) * 2
-        if product.keep_rhs and product.dims == _MATRICES and rhs.dtype.itemsize == 2:
-            rhs_kept, rhs8 = v.stored_both_ways(rhs8)
+        if product.keep_rhs and rhs.dtype.itemsize == 2:
+            rhs_kept, rhs8 = v.stored_both_ways(rhs8) if product.dims == _MATRICES else (v.stored(rhs8),) * 2
         return dot_fp8(lhs8, rhs8, product.dims, dtype, alpha, fast=True), kept, rhs_kept
 
     power, rho = _sum_of(product.sizes[2], lhs, rhs)

@@ -46,17 +46,24 @@ def test_product_and_gradients_are_those_of_the_cast_data(ex, ew, eg, dynamic):
         assert 0.5 < np.sqrt(np.mean(np.square(np.asarray(y.data, np.float64)))) < 2
 
 
-def test_a_weight_that_is_kept_is_the_weight_that_is_cast_again():
+ROWS = jnp.stack([X, -X])
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "g", "dims"),
+    [(X, W, G, MATRIX), (X, W.T, G, (((1,), (1,)), ((), ()))), (ROWS, W, jnp.stack([G, G]), (((2,), (0,)), ((), ())))],
+)
+def test_a_weight_that_is_kept_is_the_weight_that_is_cast_again(lhs, rhs, g, dims):
     """The same bits; kept for the backward pass is an E4M3 array in place of the FP16 one. Under vmap, too."""
-    args = [ScaledArray(data, 2.0**e) for data, e in ((X, -3), (W, 2), (G, -9))]
+    args = [ScaledArray(data, 2.0**e) for data, e in ((lhs, -3), (rhs, 2), (g, -9))]
     found = []
     for kept in (False, True):
         dot = Fp8DotGeneral(keep_rhs=kept)
-        pull = lambda x, w, dot=dot: jax.vjp(lambda x, w: dot(x, w, MATRIX), x, w)
+        pull = lambda x, w, dot=dot: jax.vjp(lambda x, w: dot(x, w, dims), x, w)
         run = lambda x, w, g, pull=pull: (pull(x, w)[0], pull(x, w)[1](g))
         found.append(jax.jit(scalify(run))(*args))
         residuals = jax.tree.leaves(scalify(pull)(*args[:2])[1])
-        assert [r.dtype for r in residuals if r.shape == W.shape] == [jnp.float8_e4m3fn if kept else jnp.float16]
+        assert [r.dtype for r in residuals if r.shape == rhs.shape] == [jnp.float8_e4m3fn if kept else jnp.float16]
         rows = [ScaledArray(jnp.stack([a.data, -a.data]), a.scale) for a in args]
         found.append(jax.tree.map(lambda y: y[0], jax.jit(scalify(jax.vmap(run)))(*rows)))
     for other in found[1:]:

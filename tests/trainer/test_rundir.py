@@ -108,6 +108,13 @@ def test_what_only_says_how_long_and_where_may_change(run_dir):
     assert yaml.safe_load((run_dir.path / "config.yaml").read_text())["train"]["steps"] == 20
 
 
+def test_what_changes_no_number_may_change_and_may_be_new(run_dir):
+    """`model.keep_fp8_weights`: more memory for fewer kernels."""
+    run_dir.adopt(CONFIG)
+    run_dir.adopt(CONFIG | {"model": {"keep_fp8_weights": True}})
+    run_dir.adopt(CONFIG | {"model": {"keep_fp8_weights": False}})
+
+
 def test_other_devices_may_share_the_work_but_not_send_other_numbers(run_dir):
     parallel = {
         "data": -1,
