@@ -4,12 +4,14 @@ JAX compiles ahead of time for a described topology (`jax.experimental.topologie
 `plan`: XLA's compiler for CUDA and NVIDIA's assembler. No driver, no CUDA libraries, no device.
 """
 
+import contextlib
 import importlib.metadata
+import math
 import re
 import shlex
 import tempfile
 import unittest.mock
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,6 +104,21 @@ def lower_for_target(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Lowe
     asked = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
     with unittest.mock.patch(asked, return_value=CUDNN_VERSION):
         return lower()
+
+
+@contextlib.contextmanager
+def written_to_no_cache() -> Iterator[None]:
+    """What is compiled meanwhile is not written to JAX's persistent cache, which cannot read it without its devices.
+
+    For all threads of the process.
+    """
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def compile_for_target(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Compiled:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from trainer.aot import Compiled, compile_for_target, lower_for_target
+from trainer.aot import Compiled, compile_for_target, lower_for_target, written_to_no_cache
 from trainer.budget import memory_of
 from trainer.flops import flops_per_token, peak_flops
 from trainer.fp8_check import Gpu, Layer, not_fp8
@@ -157,7 +157,7 @@ def measure(task: Unfed, batches: Batches, sequences: int, aim: Aim, *, exact: b
     def compiled(models: list[Model]) -> list[Compiled]:
         steps = [functools.partial(lower_step, task._replace(model=model), batches(sequences)) for model in models]
         lowered = [lower_for_target(step) for step in steps]
-        with ThreadPoolExecutor(len(models)) as pool:
+        with written_to_no_cache(), ThreadPoolExecutor(len(models)) as pool:
             return list(pool.map(lambda step: compile_for_target(step, gpu_options(task.model.policy)), lowered))
 
     if not is_continued(spec, task.model.policy, exact):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from scripts import plan as script
-from trainer import aot
+from trainer import aot, plan
 from trainer.aot import Buffer, live_at_peak, make_target_mesh
 from trainer.build.objects import build_model, build_policy, check_fp8
 from trainer.composition import compose_config
@@ -65,6 +65,18 @@ def test_the_plan_of_a_small_flagship(flagship):
     assert sum(figures["memory"].values()) == pytest.approx(
         figures["peak_bytes_per_device"], abs=len(figures["memory"])
     )
+
+
+def test_a_program_for_devices_that_are_not_there_is_not_written_to_the_cache(monkeypatch):
+    """JAX could not read it, and says so each time the same is planned again."""
+    least = jax.config.jax_persistent_cache_min_compile_time_secs
+    during = []
+    compiled = plan.compile_for_target
+    look = lambda *step: during.append(jax.config.jax_persistent_cache_min_compile_time_secs) or compiled(*step)
+    monkeypatch.setattr(plan, "compile_for_target", look)
+    script.plan_of([*TINY, "model.d_model=32", "gpus=1", "micro_batch=1", "search=no", "compare=no"])
+    assert during == [math.inf]
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == least < math.inf
 
 
 def test_state_is_that_of_the_precision(flagship):
