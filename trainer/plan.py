@@ -29,7 +29,7 @@ from trainer.targets import Target
 from trainer.workload import Model, Unfed, gpu_options, lower_step
 
 EXACT = 12  # unrolled layers that are compiled whole
-DEPTHS = (6, 8)  # with fewer layers the peak can be in the head or the optimiser: memory then continues wrongly
+DEPTHS = (6, 12)  # with fewer the peak can be in the head or the optimiser; nearer ones multiply the gaps of memory
 TRIES = 12  # compilations at most, in search of the largest micro-batch
 Figures = dict[tuple[str, ...], float]
 
