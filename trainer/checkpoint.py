@@ -8,15 +8,15 @@ Checksums are of the leaves' values, not of files, and are compared after a rest
 whatever happens to the files in between, a state that is returned is the state that was saved.
 """
 
+import asyncio
 import hashlib
+import inspect
 import json
 import logging
 import shutil
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -31,6 +31,7 @@ from trainer.leaves import checksums, describe, is_key, leaf_names, mismatch
 
 FORMAT = 3
 DAMAGED = "damaged"
+ORBAX = str(Path(ocp.__file__).parent)
 # Orbax counts its patience with a save, 10 minutes, by the wall clock: one that was set right ended the run. Seconds:
 # twenty days, which are less than 2^31 milliseconds.
 LONG = 20 * 86400
@@ -55,22 +56,26 @@ def _digest(document: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _hide_late_writes() -> None:
-    """A save that failed leaves writes behind whose ends nobody awaits any more; each would print a traceback.
+def _hide_late_ends() -> None:
+    """A save or a restore that failed leaves reads and writes behind that nobody awaits; each would print a traceback.
 
-    TensorStore's threads report through `sys.excepthook` that Orbax's event loop is closed. Who saved has been told.
+    `sys.unraisablehook` gets them: from TensorStore, which tells Orbax's event loop of their ends when that is closed
+    (no Python code called it there, which tells it from an error of ours), and from coroutines of Orbax that are thrown
+    away. Who saved or restored has been told.
     """
-    before = sys.excepthook
-    if getattr(before, "hides_late_writes", False):
+    before = sys.unraisablehook
+    if getattr(before, "hides_late_ends", False):
         return
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        late = kind is RuntimeError and str(error) == "Event loop is closed"
-        if not late or threading.current_thread() is threading.main_thread():
-            before(kind, error, trace)
+    def hook(report: Any) -> None:
+        outermost = report.exc_traceback.tb_frame.f_code if report.exc_traceback else None
+        tells = outermost is asyncio.BaseEventLoop.call_soon_threadsafe.__code__ and report.exc_type is RuntimeError
+        thrown_away = inspect.iscoroutine(report.object) and report.object.cr_code.co_filename.startswith(ORBAX)
+        if not (tells or thrown_away):
+            before(report)
 
-    hook.hides_late_writes = True  # type: ignore[attr-defined]
-    sys.excepthook = hook
+    hook.hides_late_ends = True  # type: ignore[attr-defined]
+    sys.unraisablehook = hook
 
 
 class Checkpointer:
@@ -87,8 +92,12 @@ class Checkpointer:
         self.directory = directory.resolve()
         self._read_only = read_only
         self._saving: int | None = None
-        # Orbax logs what it makes of these options, and the exceptions that it also raises, which are reported here.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self._has_failed = False
+        _hide_late_ends()
+        # Orbax logs what it makes of these options, and the exceptions that it also raises, which are reported here;
+        # asyncio those of its writes that nobody waits for once one of them has failed.
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         newest = LatestN(keep)
         # BestN keeps the last of its sorting; reverse puts the lowest loss there. No validation loss: no candidate.
         best = BestN(get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
@@ -170,7 +179,6 @@ class Checkpointer:
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(stored), manifest=ocp.args.JsonSave(manifest))
         comparable = val_loss is not None and np.isfinite(val_loss)
         self._saving = step
-        _hide_late_writes()  # here, because W&B puts a hook of its own in place
         try:
             self._manager.save(step, args=items, metrics={"val_loss": val_loss} if comparable else None, force=True)
         except OSError as error:
@@ -193,7 +201,7 @@ class Checkpointer:
         self._saving = None
 
     def _save_failed(self, error: Exception) -> UserError:
-        step, self._saving = self._saving, None
+        step, self._saving, self._has_failed = self._saving, None, True
         self._manager.reload()
         intact = self.steps()
         free = shutil.disk_usage(self.directory).free / 2**30
@@ -245,7 +253,11 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            try:
+                self._manager.close()
+            except Exception:  # whatever stopped a background thread
+                if not self._has_failed:  # else of the save that has: Orbax reports once each thing that stopped it
+                    raise
 
     def _readable_manifest(self, step: int | None) -> dict[str, Any]:
         for candidate in self._candidates(step):
