@@ -138,7 +138,8 @@ def lines_of(plan: "Plan") -> list[str]:
         f"{plan.tokens / plan.roofline_seconds:,.0f} tokens/s, MFU {plan.mfu:.1%} of the peak in {plan.compute}"
     )
     if plan.max_sequences is not None:
-        lines.append(f"largest micro-batch that fits: {plan.max_sequences} sequences a device")
+        close = f", or up to {plan.slack:.0%} more" if plan.slack else ""
+        lines.append(f"largest micro-batch that fits: {plan.max_sequences} sequences a device{close}")
     return lines
 
 

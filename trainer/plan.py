@@ -6,12 +6,13 @@ unrolled layers the step is compiled at the two `DEPTHS` and continued from ther
 Legend: B sequences of a device's micro-batch, T tokens of each, N = B*T.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -30,7 +31,8 @@ from trainer.workload import Model, Unfed, gpu_options, lower_step
 
 EXACT = 12  # unrolled layers that are compiled whole
 DEPTHS = (6, 12)  # with fewer the peak can be in the head or the optimiser; nearer ones multiply the gaps of memory
-TRIES = 12  # compilations at most, in search of the largest micro-batch
+TRIES = 12  # measurements at most, in search of the largest micro-batch
+SLACK = 0.05  # of it, where figures are continued: they are not good to the last sequence
 Figures = dict[tuple[str, ...], float]
 
 
@@ -150,27 +152,50 @@ def is_continued(spec: GPT2Spec, policy: Policy, exact: bool) -> bool:
     return not (exact or spec.scan_layers or spec.n_layer <= EXACT or by_number)
 
 
-def measure(task: Unfed, batches: Batches, sequences: int, aim: Aim, *, exact: bool = False) -> Measured:
-    """Compile the step for B = `sequences`, whole or at two depths, and read it."""
-    spec, tokens = task.model.spec, sequences * task.model.spec.context
+class Compiler:
+    """Compiles steps for B sequences, whole or at two depths, and reads them.
 
-    def compiled(models: list[Model]) -> list[Compiled]:
-        steps = [functools.partial(lower_step, task._replace(model=model), batches(sequences)) for model in models]
-        lowered = [lower_for_target(step) for step in steps]
-        with written_to_no_cache(), ThreadPoolExecutor(len(models)) as pool:
-            return list(pool.map(lambda step: compile_for_target(step, gpu_options(task.model.policy)), lowered))
+    Args:
+      batches: from B to the step's batch.
+      aim: what for.
+      exact: compile all layers, however many.
+      pool: compiles, a core for each program; tracing is left to the caller's thread, as `lower_for_target` wants.
+    """
 
-    if not is_continued(spec, task.model.policy, exact):
-        (whole,) = compiled([task.model])
-        return Measured(figures_of(whole, aim, tokens, spec.padded_vocab), task.model, whole)
-    models = [Model.make(dataclasses.replace(spec, n_layer=n), task.model.policy) for n in DEPTHS]
-    parts = compiled(models)
-    near, far = (figures_of(c, aim, tokens, spec.padded_vocab) for c in parts)
-    return Measured(continued(near, far, DEPTHS, spec.n_layer), models[1], parts[1])
+    def __init__(self, batches: Batches, aim: Aim, *, exact: bool, pool: ThreadPoolExecutor) -> None:
+        self._batches, self._aim, self._exact, self._pool = batches, aim, exact, pool
+
+    def start(self, task: Unfed, sequences: int) -> Callable[[], Measured]:
+        """Begin, and give what waits for the end."""
+        spec, tokens = task.model.spec, sequences * task.model.spec.context
+        is_split = is_continued(spec, task.model.policy, self._exact)
+        models = (
+            [Model.make(dataclasses.replace(spec, n_layer=n), task.model.policy) for n in DEPTHS]
+            if is_split
+            else [task.model]
+        )
+
+        def started(model: Model) -> Future[Compiled]:
+            step = functools.partial(lower_step, task._replace(model=model), self._batches(sequences))
+            return self._pool.submit(compile_for_target, lower_for_target(step), gpu_options(model.policy))
+
+        running = [started(model) for model in reversed(models)][::-1]  # the one that takes longest is begun first
+
+        def end() -> Measured:
+            parts = [part.result() for part in running]
+            figures = [figures_of(part, self._aim, tokens, spec.padded_vocab) for part in parts]
+            whole = continued(figures[0], figures[1], DEPTHS, spec.n_layer) if is_split else figures[0]
+            return Measured(whole, models[-1], parts[-1])
+
+        return end
 
 
-def largest_that_fits(need: Callable[[int], int], first: int, limit: int, constant: float = 0, most: int = 4096) -> int:
+def largest_that_fits(
+    need: Callable[[int], int], first: int, limit: int, constant: float = 0, slack: float = 0, most: int = 4096
+) -> int:
     """The largest number of sequences that `need` at most `limit` bytes, `constant` of them always; 0: not even one.
+
+    With `slack`, one that fits and that the largest exceeds by no more than this share.
 
     `need` grows, and ever faster, but nearly linearly. So what a line through a number that fits and one that does not
     lets fit does fit, and no more fits than a line through two that do. The one or the other is measured next; where
@@ -187,7 +212,7 @@ def largest_that_fits(need: Callable[[int], int], first: int, limit: int, consta
         fitting = sorted(b for b, size in known.items() if size <= limit)
         fits, fails = max(fitting, default=0), min((b for b, size in known.items() if size > limit), default=most + 1)
         top = min(reached(*fitting[-2:]) if len(fitting) > 1 else most, fails - 1)
-        if top <= fits or len(known) == TRIES:
+        if top <= fits * (1 + slack) or len(known) == TRIES:
             return fits
         if len(known) == 1:
             guess = int(first * max(limit - constant, 0) / max(known[first] - constant, 1))
@@ -210,7 +235,7 @@ class Plan(NamedTuple):
       measured: the step; bf16: the same in the precision `bf16`, None where it was not asked for.
       is_continued: whether their figures are continued from two depths.
       layers: linear layers that are not FP8.
-      max_sequences: the largest B that fits; None: not searched.
+      max_sequences: the largest B that fits, to `SLACK` where figures are continued; None: not searched.
     """
 
     aim: Aim
@@ -228,6 +253,11 @@ class Plan(NamedTuple):
     def fits(self) -> bool:
         """Whether JAX lets a program have so much."""
         return self.measured.peak <= self.aim.usable
+
+    @property
+    def slack(self) -> float:
+        """The share by which what fits may exceed `max_sequences`."""
+        return SLACK if self.is_continued else 0.0
 
     @property
     def state_bytes(self) -> int:
@@ -330,20 +360,33 @@ def make_plan(
       exact: compile all layers, however many.
       say: is told what is compiled.
     """
+    split = is_continued(task.model.spec, task.model.policy, exact)
+    with written_to_no_cache(), ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # after an error or Ctrl-C no more are begun
+        compiler = Compiler(batches, aim, exact=exact, pool=pool)
 
-    def measured(of: Unfed, sequences: int, name: str) -> Measured:
-        say(f"compiling {name}, {sequences} sequences a device ...")
-        found = measure(of, batches, sequences, aim, exact=exact)
-        say(f"  {found.peak / GIB:.2f} GiB a device")
-        return found
+        def started(of: Unfed, sequences: int, name: str) -> Callable[[], Measured]:
+            say(f"compiling {name}, {sequences} sequences a device ...")
+            end = compiler.start(of, sequences)
 
-    model = task.model
-    first = measured(task, sequences, "the step")
+            def measured() -> Measured:
+                found = end()
+                say(f"  {name}, {sequences} sequences: {found.peak / GIB:.2f} GiB a device")
+                return found
 
-    def need(b: int) -> int:
-        return first.peak if b == sequences else measured(task, b, "the step").peak
+            return measured
 
-    tokens = sequences * model.spec.context
+        end = started(task, sequences, "the step")
+        end_bf16 = None if bf16 is None else started(bf16, sequences, "the same in bf16")
+        first = end()
+
+        def need(b: int) -> int:
+            return first.peak if b == sequences else started(task, b, "the step")().peak
+
+        slack = SLACK if split else 0.0
+        most = largest_that_fits(need, sequences, aim.usable, first.constant, slack) if search else None
+        other = None if end_bf16 is None else end_bf16()
+    model, tokens = task.model, sequences * task.model.spec.context
     return Plan(
         aim=aim,
         spec=model.spec,
@@ -351,8 +394,8 @@ def make_plan(
         tokens=tokens * aim.gpus * accum,
         compute=model.policy.compute,
         measured=first,
-        bf16=None if bf16 is None else measured(bf16, sequences, "the same in bf16"),
-        is_continued=is_continued(model.spec, model.policy, exact),
+        bf16=other,
+        is_continued=split,
         layers=not_fp8(first.model, first.compiled.program, tokens, Gpu(aim.target.device, aim.target.capability)),
-        max_sequences=largest_that_fits(need, sequences, aim.usable, first.constant) if search else None,
+        max_sequences=most,
     )

@@ -196,6 +196,14 @@ def test_the_largest_micro_batch_is_found_in_a_few_compilations(fixed, each, lim
     assert len(calls) <= 4
 
 
+@pytest.mark.parametrize("limit", range(500, 1001, 50))
+def test_a_search_with_slack_ends_once_no_more_than_that_can_be_missing(limit):
+    need, calls = affine(100, 10)
+    best = (limit - 100) // 10
+    assert best / 1.05 <= largest_that_fits(need, 8, limit, 80, slack=0.05) <= best
+    assert len(calls) <= 3
+
+
 def test_nothing_fits_where_the_state_alone_does_not():
     need, _ = affine(1000, 1)
     assert largest_that_fits(need, 8, 900) == 0
