@@ -24,7 +24,19 @@ import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import registry
 from scalify_core.arguments import Arguments
 from scalify_core.array import ScaledArray, asarray, gradient_like, is_scaled_array
-from scalify_core.value import Value, counting, drawn, in_format, materialise, narrow, numbered, settle, take, value
+from scalify_core.value import (
+    Value,
+    as_numbers,
+    counting,
+    drawn,
+    in_format,
+    materialise,
+    narrow,
+    numbered,
+    settle,
+    take,
+    value,
+)
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -178,7 +190,7 @@ def _evaluated(fun: Callable, leaves: Sequence[Any]) -> Any:
             raise _ClosesOverTracers
         tree = jax.tree.structure(take(traced.out_info, first))
         out = evaluate(traced.jaxpr, [_entering(x) for x in leaves])
-        return jax.tree.unflatten(tree, [_leaving(x) for x in out])
+        return jax.tree.unflatten(tree, _leaving(out))
 
 
 @contextlib.contextmanager
@@ -261,5 +273,6 @@ def _entering(x: Any) -> Any:
     return value(x.data if isinstance(x.data, jax.Array) else jnp.asarray(x.data), scale)
 
 
-def _leaving(x: Any) -> Any:
-    return ScaledArray(narrow(x).data, x.scale) if isinstance(x, Value) else materialise(x)
+def _leaving(out: Sequence[Any]) -> list[Any]:
+    scales = iter(as_numbers([x.multiple for x in out if isinstance(x, Value)]))
+    return [ScaledArray(narrow(x).data, next(scales)) if isinstance(x, Value) else materialise(x) for x in out]

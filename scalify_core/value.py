@@ -41,6 +41,7 @@ Scale = Any  # float: static; FP32 jax.Array: dynamic
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 # A scale below this one is that of zeros (2^-126), perhaps times some constants: it says nothing about other values.
 OF_ZEROS = 2.0**-100
+_TOGETHER = 64  # scalars of one array: XLA gives a kernel some 96 operands
 _F32 = np.dtype(np.float32)
 
 
@@ -381,6 +382,19 @@ def near(scales: Sequence[Scale]) -> bool:
 def as_number(scale: Scale | Multiple) -> Scale:
     """A scale that is multiplied out, within the range of scales."""
     return clip_scale(lax.mul(scale.base, np.float32(scale.by))) if isinstance(scale, Multiple) else scale
+
+
+def as_numbers(scales: Sequence[Scale | Multiple]) -> list[Scale]:
+    """`as_number` of each. Multiples of scalars are multiplied out together: one by one, each is a kernel on a GPU."""
+    found = list(scales)
+    singles = [i for i, x in enumerate(scales) if isinstance(x, Multiple) and x.base.ndim == 0]
+    for start in range(0, len(singles), _TOGETHER):
+        block = singles[start : start + _TOGETHER]
+        bases, by = [scales[i].base for i in block], np.array([scales[i].by for i in block], np.float32)
+        numbers = clip_scale(lax.mul(jnp.stack(bases), by))
+        for place, i in enumerate(block):
+            found[i] = numbers[place]
+    return [as_number(x) for x in found]
 
 
 def ratio(a: Any, b: Any) -> Any:

@@ -287,6 +287,20 @@ def test_static_scales_take_no_arguments_and_no_scalars_at_run_time():
     assert "tensor<f32>," not in main.split("->")[0]
 
 
+def test_scales_of_results_are_multiplied_out_together():
+    """One by one, each would be a kernel on a GPU."""
+    powers = [i for i in range(-20, 21) if i != 0]
+    f = scalify(lambda x, y, z: [v * 2.0**i for v in (x, y) for i in powers] + [z * 2.0, x])
+    x, y = (ScaledArray(jnp.ones(4, jnp.float16), jnp.float32(scale)) for scale in (2.0**9, 2.0**-7))
+    *multiples, static, same = f(x, y, ScaledArray(jnp.ones(4, jnp.float16), 2.0**-3))
+    assert [float(out.scale) for out in multiples] == [2.0 ** (k + i) for k in (9, -7) for i in powers]
+    assert all(out.data.tolist() == [1] * 4 for out in multiples)
+    assert (static.scale, float(same.scale)) == (2.0**-2, 2.0**9)
+    text = jax.jit(f).lower(x, y, static).as_text()
+    assert re.findall(r"stablehlo.clamp .*tensor<(\w*f32)>", text)[:2] == ["64xf32", "16xf32"]
+    assert not re.search(r"stablehlo.clamp .*tensor<f32>", text)
+
+
 def test_primitive_without_rule_runs_in_float32_with_one_warning(monkeypatch):
     monkeypatch.delitem(registry.rules, "tanh")
     x = as_scaled_array(X, 2.0**3, dtype=jnp.float16)

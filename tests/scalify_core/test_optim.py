@@ -406,6 +406,21 @@ def test_on_a_gpu_the_kernels_for_vectors_are_few_and_none_is_a_copy():
     assert len(re.findall(r" (?:fusion|copy)\(", entry)) < vectors
 
 
+def test_on_a_gpu_the_kernels_for_the_vectors_of_a_deep_model_are_few():
+    """Each was one, where the random words of all parameters were one array of more than 1 KiB."""
+    vectors = 300
+    shape, number = jax.ShapeDtypeStruct((768,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    params = vectors * [ScaledArray(shape.update(dtype=jnp.float16), 2.0**-4)]
+
+    def step(params, updates, lr, number):
+        updates = [lr * update for update in updates]
+        return apply_updates(params, updates, rounding="stochastic", seed=0, step=number)
+
+    args = params, vectors * [shape], jax.ShapeDtypeStruct((), jnp.float32), number
+    program = compiled_for_a_gpu(jax.jit(step, donate_argnums=0), args).as_text()
+    assert len(re.findall(r" (?:fusion|copy)\(", program[program.index("\nENTRY") :])) < vectors / 10
+
+
 def test_the_first_moments_are_computed_when_the_program_runs():
     """Of zeros as constants the compiler rounded every element itself: at 124M that took minutes."""
     tx = scaled_state(optax.adam(1e-3), mu=FP16, nu=FP16, seed=0)
