@@ -1,7 +1,7 @@
 """What fills a device's memory when a compiled step needs most of it."""
 
 from trainer.aot import Compiled
-from trainer.hlo import Instruction, Shape
+from trainer.hlo import Shape
 
 KINDS = ("weights", "optimiser", "FP8 weights", "gradients", "activations", "logits", "workspace", "rest", "gaps")
 
@@ -14,9 +14,9 @@ def memory_of(compiled: Compiled, tokens: int, padded_vocab: int) -> dict[str, f
     `gaps` is what the allocator's arena has more than is held.
     """
     out = dict.fromkeys(KINDS, 0.0)
-    arguments = {i.name: i for i in compiled.program.entry.values() if i.opcode == "parameter"}
+    arguments = [i for i in compiled.program.entry.values() if i.opcode == "parameter"]
     weights: set[tuple[int, ...]] = set()
-    for argument in arguments.values():
+    for argument in arguments:
         kind = {"state.params": "weights", "state.opt_state": "optimiser"}.get(
             ".".join(argument.op_name.split("[")[0].split(".")[:2]), "rest"
         )
@@ -24,19 +24,14 @@ def memory_of(compiled: Compiled, tokens: int, padded_vocab: int) -> dict[str, f
         if kind == "weights" and len(argument.shapes[0].dims) > 1:
             dims = argument.shapes[0].dims
             weights |= {tuple(sorted(dims)), tuple(sorted(dims[1:]))}
-    made = {i.name: i for c in compiled.program.computations.values() for i in c.values()}
     for buffer in compiled.buffers:
-        if buffer.name not in arguments:
-            out[temporary_kind(buffer.bytes, made.get(buffer.name), weights, tokens, padded_vocab)] += buffer.bytes
+        out[temporary_kind(buffer.shape, weights, tokens, padded_vocab)] += buffer.bytes
     out["gaps"] = compiled.peak - sum(out.values())
     return out
 
 
-def temporary_kind(
-    size: int, source: Instruction | None, weights: set[tuple[int, ...]], tokens: int, padded_vocab: int
-) -> str:
+def temporary_kind(shape: Shape, weights: set[tuple[int, ...]], tokens: int, padded_vocab: int) -> str:
     """What a temporary array holds, see `memory_of`."""
-    shape = next((s for s in (source.shapes if source else ()) if s.bytes == size), Shape("", ()))
     dims = tuple(sorted(d for d in shape.dims if d > 1))
     split = tuple(sorted(shape.dims[1:]))  # parts of a sum, which are summed later
     if shape.dtype in ("s8", "u8"):

@@ -12,7 +12,7 @@ import pytest
 
 from scripts import plan as script
 from trainer import aot, plan
-from trainer.aot import Buffer, live_at_peak, make_target_mesh
+from trainer.aot import held_at_peak, make_target_mesh
 from trainer.build.objects import build_model, build_policy, check_fp8
 from trainer.composition import compose_config
 from trainer.errors import UserError
@@ -262,14 +262,33 @@ def test_peak_rates_of_every_target_are_known(name):
     assert (peak_flops(target.device, jnp.float8_e4m3fn) is not None) == has_fp8
 
 
-def test_the_report_of_live_ranges():
-    report = """  Live ranges at 198 (peak):
-    cublas-gemm.12{0}: 50331648 bytes (cumulative: 50331648 bytes)
-    fusion.551{}: 8 bytes (cumulative: 50331656 bytes)
-  Stack trace breakdown for peak usage: 50 331 656 bytes
-    main.293{0}: 7 bytes
+ASSIGNMENT = """BufferAssignment:
+allocation 6: size 64, page 0, parameter 0, shape |f32[16]| at ShapeIndex {}, maybe-live-out:
+ value: <1 state.1 @0> (size=64,offset=0): f32[16]{0}
+allocation 7: size 20, page 0, preallocated-temp:
+ value: <2 add.1 @0> (size=8,offset=0): f32[2]{0}
+ value: <3 add.2{0} @0> (size=4,offset=8): f8e4m3fn[2,2]{1,0}
+ value: <4 in_place.1 @0> (size=4,offset=8): f8e4m3fn[4]{0}
+ value: <5 pair.1{} @0> (size=16,offset=16): (f32[2]{0}, f8e4m3fn[4]{0})
+allocation 8: size 4, page 0, thread-local:
+ value: <6 inner.1 @0> (size=4,offset=0): f32[1]{0}
 """
-    assert live_at_peak(report) == [Buffer("cublas-gemm.12", (0,), 50331648), Buffer("fusion.551", (), 8)]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "held"),
+    [
+        (["state.1{}:0-9", "add.1{}:1-3", "add.2{0}:2-3"], ["add.1", "add.2{0}"]),
+        (["add.1{}:1-2", "add.2{0}:3-4"], ["add.1"]),  # one after the other
+        (["add.1{}:1-9", "add.2{0}:2-4", "in_place.1{}:4-6"], ["add.1", "add.2{0}"]),  # both in one place
+        (["add.1{}:1-3", "pair.1{}:5-6", "inner.1{}:2-4"], ["pair.1{}"]),
+    ],
+)
+def test_what_is_held_at_the_peak(ranges, held):
+    found = held_at_peak(ASSIGNMENT, "\n".join(["  BufferLiveRange:", *(f"    {line}" for line in ranges)]))
+    assert [buffer.name for buffer in found] == held
+    shapes = {"add.1": ("f32", (2,)), "add.2{0}": ("f8e4m3fn", (2, 2)), "pair.1{}": ("", ())}
+    assert [buffer.shape for buffer in found] == [shapes[name] for name in held]
 
 
 @pytest.mark.parametrize(
