@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from scalify_core.formats import FloatFormat, pow2_inverse, pow2_round
 from scalify_core.reductions import sums_at_once
@@ -385,11 +386,17 @@ def as_number(scale: Scale | Multiple) -> Scale:
 
 
 def as_numbers(scales: Sequence[Scale | Multiple]) -> list[Scale]:
-    """`as_number` of each. Multiples of scalars are multiplied out together: one by one, each is a kernel on a GPU."""
+    """`as_number` of each. Multiples of scalars are multiplied out together: one by one, each is a kernel on a GPU.
+
+    Of scalars that jit traces, and of one type: those of vmap may be batched or not, arrays be on different devices.
+    """
     found = list(scales)
-    singles = [i for i, x in enumerate(scales) if isinstance(x, Multiple) and x.base.ndim == 0]
-    for start in range(0, len(singles), _TOGETHER):
-        block = singles[start : start + _TOGETHER]
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(scales):
+        if isinstance(x, Multiple) and isinstance(x.base, DynamicJaxprTracer) and x.base.ndim == 0:
+            alike.setdefault(jax.typeof(x.base), []).append(i)
+    blocks = [same[i : i + _TOGETHER] for same in alike.values() for i in range(0, len(same), _TOGETHER)]
+    for block in blocks:
         bases, by = [scales[i].base for i in block], np.array([scales[i].by for i in block], np.float32)
         numbers = clip_scale(lax.mul(jnp.stack(bases), by))
         for place, i in enumerate(block):

@@ -137,9 +137,10 @@ def lines_of(plan: "Plan") -> list[str]:
         f"{figures['flops_per_token']:.3e} FLOPs a token; roofline {1e3 * plan.roofline_seconds:.1f} ms a step, "
         f"{plan.tokens / plan.roofline_seconds:,.0f} tokens/s, MFU {plan.mfu:.1%} of the peak in {plan.compute}"
     )
-    if plan.max_sequences is not None:
-        close = f", or up to {plan.slack:.0%} more" if plan.slack else ""
-        lines.append(f"largest micro-batch that fits: {plan.max_sequences} sequences a device{close}")
+    if plan.largest is not None:
+        fits, bound = plan.largest
+        more = f", or up to {bound}" if bound > fits else ""
+        lines.append(f"largest micro-batch that fits: {fits} sequences a device{more}")
     return lines
 
 

@@ -15,6 +15,7 @@ import json
 import logging
 import shutil
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -57,11 +58,11 @@ def _digest(document: Mapping[str, Any]) -> str:
 
 
 def _hide_late_ends() -> None:
-    """A save or a restore that failed leaves reads and writes behind that nobody awaits; each would print a traceback.
+    """A save or a restore that failed leaves reads and writes behind that nobody awaits; each would print something.
 
-    `sys.unraisablehook` gets them: from TensorStore, which tells Orbax's event loop of their ends when that is closed
-    (no Python code called it there, which tells it from an error of ours), and from coroutines of Orbax that are thrown
-    away. Who saved or restored has been told.
+    Tracebacks come to `sys.unraisablehook`: from TensorStore, which tells Orbax's event loop of their ends when that is
+    closed (no Python code called it there, which tells it from an error of ours), and from coroutines of Orbax that are
+    thrown away; and to asyncio's log, from its futures. Who saved or restored has been told.
     """
     before = sys.unraisablehook
     if getattr(before, "hides_late_ends", False):
@@ -76,6 +77,14 @@ def _hide_late_ends() -> None:
 
     hook.hides_late_ends = True  # type: ignore[attr-defined]
     sys.unraisablehook = hook
+    logging.getLogger("asyncio").addFilter(_is_not_of_orbax)
+    warnings.filterwarnings("ignore", "coroutine 'async_serialize.* was never awaited", RuntimeWarning)
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    """Whether what a record reports was raised elsewhere."""
+    trace = record.exc_info[2] if isinstance(record.exc_info, tuple) else None
+    return trace is None or not trace.tb_frame.f_code.co_filename.startswith(ORBAX)
 
 
 class Checkpointer:
@@ -94,10 +103,8 @@ class Checkpointer:
         self._saving: int | None = None
         self._has_failed = False
         _hide_late_ends()
-        # Orbax logs what it makes of these options, and the exceptions that it also raises, which are reported here;
-        # asyncio those of its writes that nobody waits for once one of them has failed.
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        # Orbax logs what it makes of these options, and the exceptions that it also raises, which are reported here.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         newest = LatestN(keep)
         # BestN keeps the last of its sorting; reverse puts the lowest loss there. No validation loss: no candidate.
         best = BestN(get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)

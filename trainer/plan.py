@@ -190,30 +190,37 @@ class Compiler:
         return end
 
 
+class Fitting(NamedTuple):
+    """How many sequences of a micro-batch fit: `fits` of them do, which was measured, and perhaps up to `bound`."""
+
+    fits: int
+    bound: int
+
+
 def largest_that_fits(
     need: Callable[[int], int], first: int, limit: int, constant: float = 0, slack: float = 0, most: int = 4096
-) -> int:
+) -> Fitting:
     """The largest number of sequences that `need` at most `limit` bytes, `constant` of them always; 0: not even one.
 
-    With `slack`, one that fits and that the largest exceeds by no more than this share.
+    With `slack`, the search ends where the largest exceeds what was found to fit by no more than this share.
 
     `need` grows, and ever faster, but nearly linearly. So what a line through a number that fits and one that does not
     lets fit does fit, and no more fits than a line through two that do. The one or the other is measured next; where
     the lines are far apart, as of a need that is flat for long and then steep, and from the fifth measurement on every
-    other time, a number between the two. After `TRIES` the largest that was found to fit is the answer.
+    other time, a number between the two. It ends after `TRIES`.
     """
     known = {first: need(first)}
 
     def reached(a: int, b: int) -> int:
         rise = (known[b] - known[a]) / (b - a)
-        return int(a + (limit - known[a]) // rise) if rise else most
+        return int(a + (limit - known[a]) // rise) if rise > 0 else most
 
     while True:
         fitting = sorted(b for b, size in known.items() if size <= limit)
         fits, fails = max(fitting, default=0), min((b for b, size in known.items() if size > limit), default=most + 1)
         top = min(reached(*fitting[-2:]) if len(fitting) > 1 else most, fails - 1)
         if top <= fits * (1 + slack) or len(known) == TRIES:
-            return fits
+            return Fitting(fits, max(top, fits))
         if len(known) == 1:
             guess = int(first * max(limit - constant, 0) / max(known[first] - constant, 1))
         elif fits and fails <= most:
@@ -235,7 +242,7 @@ class Plan(NamedTuple):
       measured: the step; bf16: the same in the precision `bf16`, None where it was not asked for.
       is_continued: whether their figures are continued from two depths.
       layers: linear layers that are not FP8.
-      max_sequences: the largest B that fits, to `SLACK` where figures are continued; None: not searched.
+      largest: the largest B that fits, to `SLACK` where figures are continued; None: not searched.
     """
 
     aim: Aim
@@ -247,17 +254,12 @@ class Plan(NamedTuple):
     bf16: Measured | None
     is_continued: bool
     layers: list[Layer]
-    max_sequences: int | None
+    largest: Fitting | None
 
     @property
     def fits(self) -> bool:
         """Whether JAX lets a program have so much."""
         return self.measured.peak <= self.aim.usable
-
-    @property
-    def slack(self) -> float:
-        """The share by which what fits may exceed `max_sequences`."""
-        return SLACK if self.is_continued else 0.0
 
     @property
     def state_bytes(self) -> int:
@@ -326,7 +328,8 @@ class Plan(NamedTuple):
             "roofline_seconds": self.roofline_seconds,
             "mfu": self.mfu,
             "micro_batch": self.sequences,
-            "max_micro_batch": self.max_sequences,
+            "max_micro_batch": None if self.largest is None else self.largest.fits,
+            "max_micro_batch_bound": None if self.largest is None else self.largest.bound,
             "continued_from_layers": list(DEPTHS) if self.is_continued else None,
         }
 
@@ -384,7 +387,7 @@ def make_plan(
             return first.peak if b == sequences else started(task, b, "the step")().peak
 
         slack = SLACK if split else 0.0
-        most = largest_that_fits(need, sequences, aim.usable, first.constant, slack) if search else None
+        largest = largest_that_fits(need, sequences, aim.usable, first.constant, slack) if search else None
         other = None if end_bf16 is None else end_bf16()
     model, tokens = task.model, sequences * task.model.spec.context
     return Plan(
@@ -397,5 +400,5 @@ def make_plan(
         bf16=other,
         is_continued=split,
         layers=not_fp8(first.model, first.compiled.program, tokens, Gpu(aim.target.device, aim.target.capability)),
-        max_sequences=most,
+        largest=largest,
     )

@@ -301,6 +301,26 @@ def test_scales_of_results_are_multiplied_out_together():
     assert not re.search(r"stablehlo.clamp .*tensor<f32>", text)
 
 
+def test_scales_of_results_that_have_nothing_in_common_stay_apart():
+    f = scalify(lambda x, y: (x * 2.0, y * 4.0))
+    x = ScaledArray(jnp.ones((2, 4), jnp.float16), jnp.float32([2.0**3, 2.0**5]))
+    y = ScaledArray(jnp.ones(4, jnp.float16), jnp.float32(2.0**-2))
+    batched, same = jax.vmap(f, in_axes=(0, None), out_axes=(0, None))(x, y)
+    assert batched.scale.tolist() == [2.0**4, 2.0**6]
+    assert float(same.scale) == 1
+    here, there = (jax.device_put(y, device) for device in jax.devices()[:2])
+    assert [out.scale.devices() for out in f(here, there)] == [here.data.devices(), there.data.devices()]
+
+    def local(data, scales, y):
+        of_shard, of_all = f(ScaledArray(data, scales[0]), y)
+        return of_shard.unscale(), of_shard.scale[None], of_all.scale
+
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P("d"), P("d"), P()), out_specs=(P("d"), P("d"), P()))
+    values, _, scale = jax.jit(sharded)(x.data, x.scale, y)
+    assert (values[:, 0].tolist(), float(scale)) == ([2.0**4, 2.0**6], 1)
+
+
 def test_primitive_without_rule_runs_in_float32_with_one_warning(monkeypatch):
     monkeypatch.delitem(registry.rules, "tanh")
     x = as_scaled_array(X, 2.0**3, dtype=jnp.float16)

@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import os
 import re
 import resource
@@ -597,3 +598,37 @@ def test_reports_of_our_own_errors_are_not_hidden(tmp_path, monkeypatch):
             coroutine.close()
     found = [report for report in seen if report.exc_value is error]
     assert [(report.exc_traceback, report.object) for report in found] == [(ours, None), (None, coroutines[1])]
+
+
+def test_of_asyncio_only_orbaxs_errors_are_not_logged(tmp_path, caplog):
+    def raised(filename):
+        try:
+            exec(compile("raise ValueError('late')", filename, "exec"))
+        except ValueError as error:
+            return ValueError, error, error.__traceback__.tb_next
+
+    with Checkpointer(tmp_path):
+        for filename in (ocp.__file__, __file__):
+            logging.getLogger("asyncio").error("of %s", filename, exc_info=raised(filename))
+        logging.getLogger("asyncio").error("no exception")
+    assert [record.getMessage() for record in caplog.records] == [f"of {__file__}", "no exception"]
+
+
+def test_what_stopped_a_save_is_told_once(tmp_path, monkeypatch):
+    """Orbax's manager raises it again when it is closed."""
+
+    def stopped():
+        raise OSError("File too large")
+
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"x": jnp.ones(2)}, META)
+    checkpointer.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer._manager, "wait_until_finished", stopped)
+        patch.setattr(checkpointer._manager, "close", stopped)
+        with pytest.raises(OSError, match="File too large"):
+            checkpointer.close()  # of nothing that is known
+        with pytest.raises(UserError, match="could not save checkpoint 2"):
+            checkpointer.save(2, {"x": jnp.ones(2)}, META)
+        checkpointer.close()
+    checkpointer.close()
