@@ -66,6 +66,7 @@ def test_the_plan_of_a_small_flagship(flagship):
     assert sum(figures["memory"].values()) == pytest.approx(
         figures["peak_bytes_per_device"], abs=len(figures["memory"])
     )
+    assert abs(figures["memory"]["gaps"]) < 0.05 * figures["peak_bytes_per_device"]
 
 
 def test_a_program_for_devices_that_are_not_there_is_not_written_to_the_cache(monkeypatch):
