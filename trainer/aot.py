@@ -187,8 +187,9 @@ def held_at_peak(assignment: str, live_ranges: str) -> list[Buffer]:
         for change, name in sorted(changes[moment]):  # first what ends
             place, buffer = places[name]
             there = held[place, buffer.bytes]
+            before = bool(there)
             (there.append if change > 0 else there.remove)(buffer)
-            total += change * buffer.bytes * (len(there) == (change > 0))
+            total += buffer.bytes * (bool(there) - before)  # of several in one place one counts
         if total > most:
             most, found_at_most = total, [there[0] for there in held.values() if there]
     return sorted(found_at_most, key=lambda buffer: -buffer.bytes)
