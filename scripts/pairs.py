@@ -15,11 +15,13 @@ class Outcome(NamedTuple):
       curve: validation loss (nats per token) after so many steps.
       skipped: steps that were not finite.
       diverged: whether the watchdog stopped it.
+      elsewhere: validation loss (nats per token) of the final weights in another precision; None: not known.
     """
 
     curve: dict[int, float]
     skipped: int
     diverged: bool
+    elsewhere: float | None = None
 
     def final(self, last: int) -> float:
         """Mean of the last validations; infinite where it diverged."""
@@ -41,6 +43,10 @@ class Row(NamedTuple):
       difference: mean of item minus base (nats); positive is worse.
       half_width: of the 95% interval of that mean; infinite for a single pair.
       base_loss: mean final loss of the base in these pairs.
+      elsewhere_n: pairs in which both final weights were evaluated in the other precision as well.
+      elsewhere: mean difference there (nats).
+      elsewhere_half_width: of the 95% interval of that mean.
+      elsewhere_percent: that difference in percent of the base's loss there.
     """
 
     lr: float
@@ -52,6 +58,10 @@ class Row(NamedTuple):
     difference: float
     half_width: float
     base_loss: float
+    elsewhere_n: int
+    elsewhere: float
+    elsewhere_half_width: float
+    elsewhere_percent: float
 
     @property
     def percent(self) -> float:
@@ -81,6 +91,9 @@ def compare(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> list[Ro
       last: validations that a final loss is the mean of.
     """
     final = {(key.lr, key.item, key.seed): found.final(last) for key, found in outcomes.items()}
+    elsewhere = {
+        (key.lr, key.item, key.seed): found.elsewhere for key, found in outcomes.items() if found.elsewhere is not None
+    }
     rows = []
     for lr, item in dict.fromkeys((key.lr, key.item) for key in outcomes):
         own = {key.seed: found for key, found in outcomes.items() if (key.lr, key.item) == (lr, item)}
@@ -90,6 +103,12 @@ def compare(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> list[Ro
             if math.isfinite(final[lr, item, seed]) and math.isfinite(final.get((lr, base, seed), math.inf))
         ]
         differences = [ours - theirs for ours, theirs in pairs]
+        there = [
+            (elsewhere[lr, item, seed], elsewhere[lr, base, seed])
+            for seed in own
+            if (lr, item, seed) in elsewhere and (lr, base, seed) in elsewhere
+        ]
+        apart = [ours - theirs for ours, theirs in there]
         rows.append(
             Row(
                 lr,
@@ -101,6 +120,10 @@ def compare(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> list[Ro
                 difference=mean(differences),
                 half_width=half_width(differences),
                 base_loss=mean([theirs for _, theirs in pairs]),
+                elsewhere_n=len(there),
+                elsewhere=mean(apart),
+                elsewhere_half_width=half_width(apart),
+                elsewhere_percent=100 * mean(apart) / mean([theirs for _, theirs in there]),
             )
         )
     return rows
@@ -111,12 +134,15 @@ def mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else math.nan
 
 
-def markdown(rows: Sequence[Row], base: str) -> str:
-    """The table; a dash where there is no figure. `at most` is the upper end of the interval."""
-    lines = [
-        "| lr | precision | n | diverged | skipped steps | final loss | difference, nats | in % | at most, % |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def markdown(rows: Sequence[Row], base: str, elsewhere: str = "") -> str:
+    """The table; a dash where there is no figure. `at most` is the upper end of the interval.
+
+    `elsewhere`: the other precision, of which it then has two columns.
+    """
+    head = ["lr", "precision", "n", "diverged", "skipped steps", "final loss", "difference, nats", "in %", "at most, %"]
+    if elsewhere:
+        head += [f"weights in {elsewhere}: n", "difference, nats", "in %"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         loss = f"{row.loss:.4f}" if row.n else "-"
         difference = [f"{row.difference:+.4f}", f"{row.percent:+.2f}", "-"] if row.n and row.item != base else ["-"] * 3
@@ -124,5 +150,10 @@ def markdown(rows: Sequence[Row], base: str) -> str:
             difference[0] += f" ± {row.half_width:.4f}"
             difference[2] = f"{row.upper_percent:+.2f}"
         cells = [f"{row.lr:g}x", row.item, str(row.n), str(row.diverged), str(row.skipped), loss, *difference]
+        if elsewhere and row.elsewhere_n and row.item != base:
+            interval = f" ± {row.elsewhere_half_width:.4f}" if row.elsewhere_n > 1 else ""
+            cells += [str(row.elsewhere_n), f"{row.elsewhere:+.4f}{interval}", f"{row.elsewhere_percent:+.2f}"]
+        elif elsewhere:
+            cells += ["-"] * 3
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

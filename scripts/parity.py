@@ -49,6 +49,7 @@ class Arguments:
     evaluations: int = argument("validations during a run, evenly spaced, all on the same batches", 20)
     eval_batches: int = argument("batches of a validation", 32)
     last: int = argument("last validations of a run that are averaged", 5)
+    evaluate_in: str = argument("a precision in which the final weights are evaluated too; empty: none", "")
     jobs: int = argument("runs at a time; 0: only write the table of those that are finished", 1)
     out: str = argument("where the runs and the table go", "runs/parity")
 
@@ -66,9 +67,9 @@ def main(args: Arguments) -> None:
     jobs = jobs_of(args)
     out = Path(args.out)
     claim(out, args)
-    model_lr = check_items(args, list(dict.fromkeys(job.item for job in jobs)))
+    model_lr = check_items(args, list(dict.fromkeys([*(job.item for job in jobs), args.evaluate_in or args.base])))
     folders = {job: folder(out, job) for job in jobs}
-    outcomes = {job: found for job in jobs if (found := read_outcome(folders[job], args.steps)) is not None}
+    outcomes = {job: found for job in jobs if (found := outcome(folders[job], args)) is not None}
     report(out, args, outcomes)
     todo = [job for job in jobs if job not in outcomes]
     print(f"{len(outcomes)} of {len(jobs)} runs are finished; {len(todo) if args.jobs else 0} to go", flush=True)
@@ -76,9 +77,8 @@ def main(args: Arguments) -> None:
         return
     commands = {job: command(args, job, folders[job], model_lr) for job in todo}
     for job in in_turn(commands, folders, args.jobs):
-        found = read_outcome(folders[job], args.steps)
+        found = outcome(folders[job], args)
         assert found is not None  # its process ended well
-        shutil.rmtree(folders[job] / "checkpoints", ignore_errors=True)  # most of the run's size
         outcomes[job] = found
         report(out, args, outcomes)
         state = "diverged" if found.diverged else f"{found.final(args.last):.4f} nats"
@@ -100,6 +100,8 @@ def parse(args: Arguments) -> tuple[list[str], list[float]]:
         raise UserError(
             f"evaluations={args.evaluations}: expected a divisor of steps={args.steps}, not below last={args.last}"
         )
+    if "," in args.evaluate_in:
+        raise UserError(f"evaluate_in={args.evaluate_in}: expected one precision")
     items = [args.base, *(item for item in split(args.presets) if item != args.base)]
     names = [safe(item) for item in items]
     for item, name in zip(items, names, strict=True):
@@ -227,7 +229,30 @@ def in_turn(commands: dict[Job, list[str]], folders: dict[Job, Path], count: int
             signal.signal(number, handler)
 
 
-def read_outcome(run_dir: Path, steps: int) -> Outcome | None:
+def outcome(run_dir: Path, args: Arguments) -> Outcome | None:
+    """What a run came to, with its weights evaluated if asked; its checkpoints go. None: it is not finished."""
+    found = read_outcome(run_dir, args.steps, args.evaluate_in)
+    checkpoints = run_dir / "checkpoints"
+    if found is None or not checkpoints.exists():
+        return found
+    if args.evaluate_in and not found.diverged:
+        words = [f"run_dir={run_dir}", f"precisions={args.evaluate_in}", f"batches={args.eval_batches}"]
+        done = subprocess.run([sys.executable, "-m", "scripts.evaluate", *words], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"{run_dir}: {last_line(done.stderr)}")
+        found = read_outcome(run_dir, args.steps, args.evaluate_in)
+    shutil.rmtree(checkpoints, ignore_errors=True)  # most of the run's size
+    return found
+
+
+def loss_in(run_dir: Path, precision: str) -> float | None:
+    """What `scripts.evaluate` found the final weights to lose in a precision; None: it was not asked."""
+    path = run_dir / "evaluation.json"
+    results = json.loads(path.read_text(encoding="utf-8"))["results"] if precision and path.exists() else []
+    return next((result["loss"] for result in results if result["precision"] == precision), None)
+
+
+def read_outcome(run_dir: Path, steps: int, evaluated_in: str = "") -> Outcome | None:
     """What a run came to; None: it is not finished."""
     rows = read_rows(run_dir / "metrics.jsonl")
     curve = {row["step"]: float(row["val/loss"]) for row in rows if "val/loss" in row}
@@ -236,7 +261,7 @@ def read_outcome(run_dir: Path, steps: int) -> Outcome | None:
         return None
     diverged = stopped or not math.isfinite(curve[steps])
     skipped = max((row["watchdog/skipped"] for row in rows if "watchdog/skipped" in row), default=0)
-    return Outcome(curve, int(skipped), diverged)
+    return Outcome(curve, int(skipped), diverged, loss_in(run_dir, evaluated_in))
 
 
 def report(out: Path, args: Arguments, outcomes: dict[Job, Outcome]) -> None:
@@ -254,7 +279,9 @@ def report(out: Path, args: Arguments, outcomes: dict[Job, Outcome]) -> None:
         ],
     }
     write_atomically(out / "parity.json", json.dumps(study, indent=1, allow_nan=False) + "\n")
-    write_atomically(out / "parity.md", heading(args) + markdown(rows, args.base) + f"\n`{study['command']}`\n")
+    write_atomically(
+        out / "parity.md", heading(args) + markdown(rows, args.base, args.evaluate_in) + f"\n`{study['command']}`\n"
+    )
     draw(out / "parity.png", rows, outcomes, args.base, last=args.last)
 
 

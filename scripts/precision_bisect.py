@@ -26,19 +26,14 @@ from scalify_core import FloatFormat, cast_on_forward, weights
 from scalify_core.array import is_scaled_array
 from scalify_core.matmul import MULTIPLE
 from scripts.arguments import argument, run
-from trainer import config as schema
-from trainer.build.objects import build_workload
-from trainer.checkpoint import Checkpointer
+from trainer.build.run import restore_training
 from trainer.dots import ClippedDot, Dims, Dot, narrow_gradient_dot, wide_gradient_dot
 from trainer.errors import UserError
-from trainer.fields import from_tree
-from trainer.libraries import hide_missing_gpu
 from trainer.model import functional, unstack_layers
 from trainer.parallel import place_batch
 from trainer.precision import Policy, is_kernel_of
 from trainer.rundir import write_atomically
-from trainer.state import from_stored
-from trainer.workload import Model, abstract_state
+from trainer.workload import Model
 
 CASTS = ("activations", "weights", "gradients", "weight_gradients")
 ALL = "all"
@@ -234,19 +229,13 @@ def report(findings: Sequence[Finding], top: int) -> str:
 
 def load(run_dir: Path, number: int) -> tuple[Model, Any, Any, jax.Array, jax.Array | None]:
     """What `bisect` takes, of a run's newest checkpoint and its training batch of this number."""
-    if not (run_dir / "checkpoints").is_dir():
-        raise UserError(f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir of a training run")
-    with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
-        meta = checkpointer.meta()
-        c = from_tree(schema.Config, meta["config"])
-        w = build_workload(dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1)))
-        state = from_stored(checkpointer.restore(abstract_state(w)).state)
+    c, w, found = restore_training(run_dir)
     batch = place_batch(w.data.train.batch(number), accum=c.train.accum, mesh=w.mesh)
     spec = w.model.spec
-    params = unstack_layers(state.params) if spec.scan_layers else state.params
+    params = unstack_layers(found.state.params) if spec.scan_layers else found.state.params
     model = Model.make(dataclasses.replace(spec, scan_layers=False, remat="none"), w.model.policy)
     segments = batch.segments_AxBxT1
-    return model, params, state.scaling, batch.tokens_AxBxT1[0], None if segments is None else segments[0]
+    return model, params, found.state.scaling, batch.tokens_AxBxT1[0], None if segments is None else segments[0]
 
 
 def main(arguments: Arguments) -> None:
@@ -254,7 +243,6 @@ def main(arguments: Arguments) -> None:
     for name, least in (("batch", 0), ("top", 1)):
         if getattr(arguments, name) < least:
             raise UserError(f"{name}={getattr(arguments, name)}: expected {least} or more")
-    hide_missing_gpu()
     run_dir = Path(arguments.run_dir)
     findings = bisect(*load(run_dir, arguments.batch))
     path = run_dir / "precision_bisect.json"

@@ -42,6 +42,28 @@ def test_differences_are_of_the_same_seed_and_learning_rate():
     assert rows[1, "fp32"].n == 3
 
 
+def test_the_other_precision_has_its_own_pairs_and_columns():
+    outcomes = {
+        Job(1, "fp32", 0): outcome(2.0)._replace(elsewhere=2.0),
+        Job(1, "fp32", 1): outcome(2.0)._replace(elsewhere=2.0),
+        Job(1, "fp8", 0): outcome(2.5)._replace(elsewhere=2.1),
+        Job(1, "fp8", 1): outcome(2.5)._replace(elsewhere=2.3),
+        Job(1, "fp8", 2): outcome(2.5)._replace(elsewhere=9.0),  # without its pair
+        Job(1, "bf16", 0): outcome(2.0),
+    }
+    rows = compare(outcomes, "fp32", last=1)
+    assert (rows[1].elsewhere_n, rows[1].elsewhere) == (2, pytest.approx(0.2))
+    assert rows[1].elsewhere_percent == pytest.approx(10)
+    assert rows[1].elsewhere_half_width == pytest.approx(half_width([0.1, 0.3]))
+    table = markdown(rows, "fp32", "fp32").splitlines()
+    assert table[0].endswith("| weights in fp32: n | difference, nats | in % |")
+    assert [line.rsplit(" | ", 3)[1:] for line in table[2:]] == [
+        ["-", "-", "- |"],
+        ["2", "+0.2000 ± 1.2706", "+10.00 |"],
+        ["-", "-", "- |"],
+    ]
+
+
 def test_a_diverged_run_is_reported_and_makes_no_pair():
     outcomes = {
         Job(1, "fp32", 0): outcome(2.0),

@@ -40,6 +40,7 @@ def test_items_and_learning_rates_are_separated_by_commas_outside_of_brackets():
         ({"presets": "bf16,bf16"}, "bf16 stands there twice"),
         ({"lr": "1,high"}, "lr=1,high: expected multiples"),
         ({"lr": "0"}, "lr=0: expected positive multiples"),
+        ({"evaluate_in": "fp32,bf16"}, "evaluate_in=fp32,bf16: expected one precision"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_runs(arguments, message):
@@ -64,7 +65,7 @@ def test_only_a_run_with_its_last_validation_is_finished(tmp_path):
     assert parity.read_outcome(tmp_path / "a", 10) is None
     assert parity.read_outcome(tmp_path / "never started", 10) is None
     write(tmp_path / "b", {"step": 5, "val/loss": 2.0, "watchdog/skipped": 1}, {"step": 10, "val/loss": 1.0})
-    assert parity.read_outcome(tmp_path / "b", 10) == ({5: 2.0, 10: 1.0}, 1, False)
+    assert parity.read_outcome(tmp_path / "b", 10) == ({5: 2.0, 10: 1.0}, 1, False, None)
 
 
 def test_a_run_that_was_stopped_or_ends_without_a_finite_loss_has_diverged(tmp_path):
@@ -75,6 +76,14 @@ def test_a_run_that_was_stopped_or_ends_without_a_finite_loss_has_diverged(tmp_p
         found = parity.read_outcome(tmp_path / name, 10)
         assert found is not None
         assert found.diverged
+
+
+def test_the_loss_in_another_precision_is_that_of_the_name(tmp_path):
+    write(tmp_path / "a", {"step": 10, "val/loss": 1.0})
+    results = [{"precision": "as trained", "loss": 1.0}, {"precision": "fp32", "loss": 0.5}]
+    (tmp_path / "a" / "evaluation.json").write_text(json.dumps({"results": results}))
+    found = [parity.read_outcome(tmp_path / "a", 10, name) for name in ("", "fp32", "bf16")]
+    assert [outcome and outcome.elsewhere for outcome in found] == [None, 0.5, None]
 
 
 def test_a_failed_run_ends_the_study_with_its_last_words(tmp_path):
@@ -175,6 +184,7 @@ def test_paired_runs_are_in_the_precision_that_they_are_called_by_and_resume(tmp
         last=1,
         jobs=2,
         overrides=f"{TINY} data.cache_dir={tmp_path}/data compile_cache={tmp_path}/cache",
+        evaluate_in="fp32",
         out=str(out),
     )
     command = parity.command
@@ -190,10 +200,20 @@ def test_paired_runs_are_in_the_precision_that_they_are_called_by_and_resume(tmp
     assert (base["item"], base["n"], row["item"], row["n"]) == ("fp32", 2, "scalify_fp8_fp8", 2)
     assert row["skipped"] == row["diverged"] == 0
     assert "| 1x | scalify_fp8_fp8 | 2 |" in (out / "parity.md").read_text()
+    assert "weights in fp32" in (out / "parity.md").read_text()
     assert (out / "parity.png").read_bytes().startswith(b"\x89PNG")
     final = {(run["item"], run["seed"]): run["curve"]["4"] for run in study["runs"]}
     paired = [abs(final["fp32", seed] - final["scalify_fp8_fp8", seed]) for seed in (0, 1)]
     assert 0 < max(paired) < abs(final["fp32", 0] - final["fp32", 1])  # the same weights and batches
+
+    assert (base["elsewhere_n"], row["elsewhere_n"], base["elsewhere"]) == (2, 2, 0)
+    for run in study["runs"]:
+        folder = out / "1x" / run["item"] / str(run["seed"])
+        own, other = json.loads((folder / "evaluation.json").read_text())["results"]
+        same = pytest.approx(own["loss"], rel=1e-6)  # its sums may be in another order
+        assert run["curve"]["4"] == same  # what the run found itself
+        assert other["loss"] == run["elsewhere"]
+        assert (other["loss"] == same) == (run["item"] == "fp32")
 
     for item, (floats, casts, weights, mu, nu) in PROGRAMS.items():
         # The second run finds the program of the first in the cache, in which no two programs share a place.

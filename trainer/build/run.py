@@ -107,9 +107,7 @@ def report_on(run_dir: Path, display: Display) -> None:
 def restore_run(run_dir: Path) -> Trained:
     """The model of a run directory's newest checkpoint, and the tokenizer of its data. Raises UserError."""
     hide_missing_gpu()
-    if not (run_dir / "checkpoints").is_dir():
-        raise UserError(f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir of a training run")
-    with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
+    with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
         c = from_tree(schema.Config, meta["config"])
         tokenizer = load_saved(meta["tokenizer"], run_dir)
@@ -117,6 +115,27 @@ def restore_run(run_dir: Path) -> Trained:
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
         params = restore_logical(checkpointer, like)
     return Trained(model.spec, model.sampling.bind, params, tokenizer)
+
+
+def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
+    """A run's configuration, what it trains, on one device, and its newest checkpoint, without the optimiser's state.
+
+    Raises UserError.
+    """
+    hide_missing_gpu()
+    with checkpoints_of(run_dir) as checkpointer:
+        c = from_tree(schema.Config, checkpointer.meta()["config"])
+        c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1))
+        w = build_workload(c)
+        found = checkpointer.restore(dataclasses.replace(abstract_state(w), opt_state=()), partial=True)
+    return c, w, found._replace(state=from_stored(found.state))
+
+
+def checkpoints_of(run_dir: Path) -> Checkpointer:
+    """To read. UserError where there are none."""
+    if not (run_dir / "checkpoints").is_dir():
+        raise UserError(f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir of a training run")
+    return Checkpointer.reading(run_dir / "checkpoints")
 
 
 def run(c: schema.Config) -> int:

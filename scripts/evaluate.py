@@ -1,0 +1,130 @@
+"""Validation of a run's newest checkpoint, in the precision that it was trained in and in others.
+
+The same weights on the same batches, so what differs is the arithmetic of the forward pass: what FP8 costs where a
+model is used, which is not what it costs in training. Weights are rounded to the other precision's format.
+
+python -m scripts.evaluate run_dir=runs/mine precisions=fp32,bf16,scalify_fp8
+"""
+
+import functools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from scalify_core import weights
+from scripts.arguments import argument, run
+from scripts.pairs import half_width
+from trainer.build.objects import build_policy
+from trainer.build.run import restore_training
+from trainer.composition import compose_or_explain
+from trainer.errors import UserError
+from trainer.evaluate import make_eval_step
+from trainer.parallel import place_batch
+from trainer.precision import Policy, store_weights
+from trainer.rundir import write_atomically
+from trainer.state import TrainState
+from trainer.workload import Workload, eval_loss_of
+
+ITSELF = "as trained"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """See `--help`."""
+
+    run_dir: str = argument("a run directory with a checkpoint")
+    precisions: str = argument("precisions besides its own, separated by commas, with +key=value", "fp32")
+    batches: int = argument("validation batches; 0: as many as at the end of the run", 0)
+
+
+class Result(NamedTuple):
+    """What a precision came to.
+
+    Attributes:
+      precision: its name, or ITSELF.
+      loss: nats per token, the mean over the batches.
+      bits_per_byte: of the text.
+      difference: to ITSELF, nats; negative is better.
+      half_width: of the 95% interval of the difference, from batch to batch; infinite for a single one.
+    """
+
+    precision: str
+    loss: float
+    bits_per_byte: float
+    difference: float
+    half_width: float
+
+
+def main(args: Arguments) -> None:
+    """Print a line for each precision as it is known, and write evaluation.json into the run directory."""
+    if args.batches < 0:
+        raise UserError(f"batches={args.batches}: expected 0 or more")
+    run_dir = Path(args.run_dir)
+    policies = {name: policy_of(name) for name in dict.fromkeys(filter(None, args.precisions.split(",")))}
+    c, w, found = restore_training(run_dir)
+    count = min(args.batches or c.train.final_eval_batches, w.data.val.steps_per_epoch)
+    size = count * w.data.val.batch_size * w.model.spec.context
+    print(f"{run_dir}: {c.precision.name}, step {found.step:,}; {count} batches, {size:,} tokens", flush=True)
+    print(f"{'precision':<32} {'loss':>8} {'bits a byte':>12} {'difference, nats':>20} {'in %':>8}")
+    results = []
+    for result in evaluated(w, found.state, policies, count, c.train.accum):
+        results.append(result)
+        print(line(result, results[0].loss), flush=True)
+    path = run_dir / "evaluation.json"
+    document = {"step": found.step, "tokens": size, "results": [result._asdict() for result in results]}
+    write_atomically(path, json.dumps(document, indent=1) + "\n")
+    print(f"all digits: {path}")
+
+
+def policy_of(item: str) -> Policy:
+    """Of a preset with `+key=value` for each further override. UserError for what cannot be evaluated in."""
+    name, *changes = item.split("+")
+    c = compose_or_explain([f"precision={name}", *changes]).precision
+    if c.scaling == "delayed":
+        raise UserError(f"{item}: its scales come from a history that only training writes; valid: any other scaling")
+    return build_policy(c)
+
+
+def evaluated(w: Workload, state: TrainState, policies: dict[str, Policy], count: int, accum: int) -> Iterator[Result]:
+    """The run's own precision, then the others, on the first `count` batches of `accum` micro-batches."""
+    own = losses(w, state, count, accum)
+    yield result_of(w, ITSELF, own, own)
+    for name, policy in policies.items():
+        params = store_weights(weights.wide(state.params), policy)
+        other = w.in_precision(policy)
+        yield result_of(w, name, losses(other, replace(state, params=params, scaling=()), count, accum), own)
+
+
+def losses(w: Workload, state: TrainState, count: int, accum: int) -> list[float]:
+    """The mean loss of each batch."""
+    place = functools.partial(place_batch, accum=accum, mesh=w.mesh)
+    step: Any = jax.jit(make_eval_step(eval_loss_of(w)))
+    return [float(step(state, place(w.data.val.batch(i)))) for i in range(count)]
+
+
+def result_of(w: Workload, name: str, found: Sequence[float], own: Sequence[float]) -> Result:
+    """The figures of a precision from its losses and those of the run's own, batch by batch."""
+    loss = statistics.fmean(found)
+    apart = [ours - theirs for ours, theirs in zip(found, own, strict=True)]
+    bits = loss / math.log(2) / w.data.bytes_per_token
+    return Result(name, loss, bits, statistics.fmean(apart), half_width(apart))
+
+
+def line(result: Result, own: float) -> str:
+    """A row of the table."""
+    text = f"{result.precision:<32} {result.loss:>8.4f} {result.bits_per_byte:>12.4f}"
+    if result.precision == ITSELF:
+        return text
+    interval = f" ± {result.half_width:.4f}" if math.isfinite(result.half_width) else ""
+    return f"{text} {f'{result.difference:+.4f}{interval}':>20} {100 * result.difference / own:>+8.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(run(Arguments, "evaluate", __doc__ or "", main))
