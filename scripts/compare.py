@@ -14,7 +14,8 @@ import yaml
 from scripts.arguments import argument, run
 from trainer.charts import COLOURS
 from trainer.errors import UserError
-from trainer.report import History, comparison
+from trainer.history import History
+from trainer.report import comparison
 from trainer.rundir import flatten, write_atomically
 
 ALWAYS_OTHERS = ("run_dir", "tracker.name")

@@ -1,5 +1,6 @@
 """Validation on a fixed set of batches: loss, perplexity, bits per byte."""
 
+import lzma
 import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -71,3 +72,12 @@ def evaluate(
         "val/bits_per_byte": loss / math.log(2) / bytes_per_token,
     }
     return Evaluation(row, math.fsum(losses[:first]) / len(losses[:first]))
+
+
+def xz_bits_per_byte(text: str) -> float:
+    """What the compressor xz makes of a text, as a figure to hold a model's own against; NaN of an empty one.
+
+    It has seen nothing before; a short text it has little to learn from.
+    """
+    raw = text.encode()
+    return 8 * len(lzma.compress(raw)) / len(raw) if raw else math.nan

@@ -1,6 +1,7 @@
 """What a run says of itself at its start and at its end."""
 
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -45,6 +46,28 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
             f"activations and workspace {memory.temp_size_in_bytes / GIB:.2f}"
         )
     return lines if step is None else [*lines, *describe_wire(w, step)]
+
+
+def facts_of(w: Workload, rows: int) -> dict[str, str]:
+    """What neither the configuration nor the machine says of what is trained; `rows`: tokens of a micro-batch."""
+    manifest, narrow = w.data.manifest, w.model.policy.forward is not None
+    emulated = "; CPUs emulate FP8: its numbers, not its speed" * (narrow and w.mesh.devices.flat[0].platform == "cpu")
+    return {
+        "parameters": f"{w.parameters:,}",
+        "vocabulary": f"{w.model.spec.vocab_size:,}",
+        "arithmetic": describe_precision(w, rows) + emulated,
+        "text": text_of(manifest.source),
+        "tokenizer": w.data.tokenizer.name,
+        "training tokens": f"{manifest.tokens('train'):,}",
+        "validation tokens": f"{manifest.tokens('val'):,}",
+    }
+
+
+def text_of(source: Mapping[str, Any]) -> str:
+    """What a manifest's source names, for a reader."""
+    if source["kind"] == "embedded":
+        return "the King James Bible"
+    return source.get("name") or ", ".join(source.get("paths", ())) or source["kind"]
 
 
 def describe_devices(w: Workload) -> str:

@@ -231,12 +231,17 @@ def redact(tree: Any) -> Any:
     return LOGIN_IN_URL.sub("", tree) if isinstance(tree, str) else tree
 
 
-def write_environment(run_dir: Path) -> None:
-    """environment.txt, `key: value` a line; a resumed run adds its own part below. The first process writes it."""
+def write_environment(run_dir: Path, facts: dict[str, str]) -> None:
+    """environment.txt, `key: value` a line; a resumed run adds its own part below. The first process writes it.
+
+    `facts`: what else a reader would want to know of the run.
+    """
     if jax.process_index() > 0:
         return
     overrides = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
-    found = environment() | {"overrides": " ".join(f"{key}={value}" for key, value in redact(overrides).items())}
+    found = (
+        environment() | facts | {"overrides": " ".join(f"{key}={value}" for key, value in redact(overrides).items())}
+    )
     part = "".join(f"{key}: {value}\n" for key, value in found.items())
     path = run_dir / "environment.txt"
     before = path.read_text(encoding="utf-8", errors="replace") + "\n" if path.exists() else ""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.evaluate import evaluate, make_eval_step
+from trainer.evaluate import evaluate, make_eval_step, xz_bits_per_byte
 from trainer.step import Tokens
 
 EPS = np.finfo(np.float32).eps
@@ -60,3 +60,10 @@ def test_a_longer_validation_stays_comparable_with_the_others():
 def test_micro_batches_are_evaluated_one_by_one_and_averaged():
     tokens = Tokens(jnp.array([[[1, 1]], [[4, 4]]], jnp.int32), None)
     assert float(make_eval_step(mean_token)(jnp.float32(2), tokens)) == 5.0
+
+
+def test_a_text_of_one_letter_takes_hardly_a_bit_and_random_bytes_take_them_all():
+    assert xz_bits_per_byte("a" * 100_000) < 0.02
+    noise = np.random.default_rng(0).integers(0, 128, 100_000).astype(np.uint8).tobytes().decode()
+    assert 7 <= xz_bits_per_byte(noise) < 7.2
+    assert math.isnan(xz_bits_per_byte(""))

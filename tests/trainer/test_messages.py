@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trainer.messages import schedule_change
+from trainer.messages import schedule_change, text_of
 
 
 def test_a_longer_schedule_is_told_by_its_learning_rates():
@@ -17,3 +17,9 @@ def test_a_schedule_that_goes_on_as_before_is_not_worth_a_line():
     assert schedule_change(3, rates, rates) == []
     assert schedule_change(3, rates, np.float32([2, 2, 2, 2])) == []  # only the warm-up, which is over, was another
     assert schedule_change(4, rates, np.float32([4, 3, 2, 1])) == []  # it ends here
+
+
+def test_a_source_is_named_for_a_reader():
+    assert text_of({"kind": "embedded"}) == "the King James Bible"
+    assert text_of({"kind": "hub", "name": "org/set"}) == "org/set"
+    assert text_of({"kind": "text", "paths": ["a.txt", "b.txt"]}) == "a.txt, b.txt"

@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -163,8 +164,8 @@ def test_the_environment_says_versions_and_devices_but_no_secrets(tmp_path, monk
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     monkeypatch.setattr(sys, "argv", ["trainer", "seed=1", "x.password=hidden"])
     (tmp_path / "environment.txt").write_bytes(b"damaged \xff\n")
-    write_environment(tmp_path)
-    write_environment(tmp_path)  # a resumed run
+    write_environment(tmp_path, {"parameters": "1"})
+    write_environment(tmp_path, {"parameters": "2"})  # a resumed run
     text = (tmp_path / "environment.txt").read_text()
     assert text.startswith("damaged ")
     found = environment()
@@ -172,6 +173,7 @@ def test_the_environment_says_versions_and_devices_but_no_secrets(tmp_path, monk
     assert "devices: 8 x cpu (cpu)\n" in text
     assert "overrides: seed=1 x.password=(removed)\n" in text
     assert "XLA_FLAGS" in text
+    assert re.findall("^parameters: (.*)$", text, re.MULTILINE) == ["1", "2"]
     assert "hidden" not in text
 
 

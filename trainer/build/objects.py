@@ -14,7 +14,7 @@ from scalify_core.matmul import MULTIPLE
 from trainer import config as schema
 from trainer.data import Batch, EmbeddedSource, HubSource, PreparedSource, Source, TextSource, prefetch, prepare, shown
 from trainer.errors import UserError
-from trainer.evaluate import Evaluation, evaluate, make_eval_step
+from trainer.evaluate import Evaluation, evaluate, make_eval_step, xz_bits_per_byte
 from trainer.flops import flops_per_token, peak_flops
 from trainer.fp8_check import Found, Gpu, check_device, check_step
 from trainer.gradients import CALIBRATION
@@ -30,6 +30,8 @@ from trainer.state import TrainState
 from trainer.step import Tokens
 from trainer.watchdog import Bounds, Watchdog
 from trainer.workload import Dataset, Model, Reduce, Task, Workload, eval_loss_of, first_state, make_sample
+
+YARDSTICK = 2**20  # bytes of the validation text that the compressor is tried on
 
 
 def build_policy(c: schema.Precision) -> Policy:
@@ -240,7 +242,7 @@ def make_evaluate(c: schema.Config, w: Workload) -> Callable[[TrainState, bool, 
     def run_evaluation(state: TrainState, final: bool, broken_off: Callable[[], bool]) -> Evaluation | None:
         count = min(available, c.train.final_eval_batches if final else c.train.eval_batches)
         batches = (place_batch(w.data.val.batch(i), accum=c.train.accum, mesh=w.mesh) for i in range(count))
-        return evaluate(
+        found = evaluate(
             eval_step,
             state,
             batches,
@@ -248,6 +250,9 @@ def make_evaluate(c: schema.Config, w: Workload) -> Callable[[TrainState, bool, 
             bytes_per_token=w.data.bytes_per_token,
             broken_off=broken_off,
         )
+        if final and found:
+            found.row["val/xz_bits_per_byte"] = xz_bits_per_byte(w.data.validation_text(YARDSTICK))
+        return found
 
     return run_evaluation
 

@@ -6,6 +6,7 @@ import pytest
 from trainer.data import Loader, TextSource, prefetch, prepare
 from trainer.data.loader import segments
 from trainer.errors import UserError
+from trainer.workload import Dataset
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +152,13 @@ def test_closing_early_ends_the_thread(directory):
     assert "prefetch" in [thread.name for thread in threading.enumerate()]
     batches.close()
     assert "prefetch" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_validation_text_is_the_split_without_its_ends_of_text(directory):
+    data = Dataset.open(directory, seed=0, context=8, batch_size=2)
+    ids = [int(i) for i in stream(data.val, "val")[:200]]
+    whole = data.tokenizer.decode([i for i in ids if i != data.manifest.eot])
+    assert data.manifest.eot in ids
+    text = data.validation_text(100)
+    assert whole.startswith(text)
+    assert 50 < len(text) <= 110

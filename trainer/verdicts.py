@@ -1,0 +1,241 @@
+"""Three questions about a run, each answered in a grade and a few sentences: is it learning, healthy, fast?"""
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from scalify_core.formats import FloatFormat
+from trainer.display import short
+from trainer.history import History, finite
+
+GOOD, FAIR, BAD, UNRATED = "good", "fair", "bad", "unrated"
+WORDS = {GOOD: "✓ yes", FAIR: "~ look closer", BAD: "✗ no", UNRATED: "not rated"}
+RISEN = 0.02  # share by which a validation loss above the best one is worth a word
+LEARNT = 0.02  # share by which the training loss has to fall
+LEVEL = 0.005  # a smaller fall of the validation loss, over the last quarter, is none
+REREAD = 1.5  # readings of the training text from which on it can be known by heart
+APART = 0.05  # share by which a training loss below the validation loss is worth a word
+SLOWER = 0.8  # share of its usual speed
+SAVING = 5  # steps after a save in which it is still being written
+WAITING = 0.1  # share of a step spent waiting for data
+IDLE = 0.1  # MFU below which no run is called fast
+BOUNDED = ("delayed", "current")  # of `precision.scaling`
+# What is cast to eight bits, and the key of `precision` that says to which.
+NARROW = {
+    "weights": "forward",
+    "activations": "forward",
+    "activation_gradients": "backward",
+    "weight_gradients": "weight_grad",
+}
+SATURATED = (0.01, 0.1)  # share of a tensor: from which on to look closer, and from which on it is bad
+LOST = (0.01, 0.1)  # the same for the RMS of what becomes zero, as a share of the tensor's
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To one of the questions: how good, and why: the most important first, then details, a line each."""
+
+    question: str
+    grade: str
+    text: str
+
+
+def learning(h: History) -> Answer:
+    """From the validation losses, or the training losses where there are not two."""
+    validation = [(int(x), y) for x, y in zip(*finite(h.line("val/loss")), strict=True)]
+    losses, all_losses = finite(h.line("train/loss"))[1], h.line("train/loss").ys
+    question = "Is it learning?"
+    late = all_losses[-max(1, len(all_losses) // 10) :]
+    if sum(map(math.isfinite, late)) <= len(late) / 2:
+        return Answer(question, BAD, f"Of the last {len(late):,} training losses most are not finite.")
+    if not all(map(math.isfinite, h.line("val/loss").ys[-1:])):
+        return Answer(question, BAD, "The last validation loss is not finite.")
+    if len(losses) < 2:
+        return Answer(question, FAIR, "Too few steps to tell.")
+    tenth = max(1, len(losses) // 10)
+    first, last = losses[0], math.fsum(losses[-tenth:]) / tenth
+    fell = f"The loss on its training text went from {first:.3f} nats a token{_blind(h)} to {last:.3f}"
+    little = f" That is a fall of less than {LEARNT:.0%}: it has hardly begun, or does not learn."
+    if not validation:
+        grade = BAD if last >= first else FAIR if last > first * (1 - LEARNT) else GOOD
+        return Answer(question, grade, f"{fell}. There was no validation.{little if grade == FAIR else ''}")
+    value = validation[-1][1]
+    best_at, best = min(validation, key=lambda pair: pair[1])
+    text = f"On text it never saw the loss is {value:.3f} nats a token{_bits(h)}."
+    if value >= first or last >= first:
+        return Answer(question, BAD, f"{text} That is no better than at the start.\n{fell}.")
+    if last > first * (1 - LEARNT):
+        return Answer(question, FAIR, f"{text}\n{fell}.{little}")
+    if value > best * (1 + RISEN):
+        over = " It learns its training text by heart." if last < best else ""
+        return Answer(question, FAIR, f"{text} It was better, {best:.3f}, after step {best_at:,}.\n{fell}.{over}")
+    return Answer(question, GOOD, f"{text}{_course(validation)}\n{fell}{_apart(h, value, last)}.{_elsewhere(h)}")
+
+
+def _blind(h: History) -> str:
+    """What guessing without a look at the text would lose: ln of the vocabulary."""
+    ids = h.facts.get("vocabulary", "").replace(",", "")
+    return f" (blind guessing among {int(ids):,} tokens: {math.log(int(ids)):.3f})" if ids.isdecimal() else ""
+
+
+def _bits(h: History) -> str:
+    """The same per byte of text, and what else is known to predict text."""
+    bits, packed = (finite(h.line(f"val/{key}"))[1][-1:] for key in ("bits_per_byte", "xz_bits_per_byte"))
+    if not bits:
+        return ""
+    beside = f" and the compressor xz needs {packed[0]:.2f}" if packed else ""
+    return f": {bits[0]:.2f} bits for a byte of it, where raw text has 8{beside}"
+
+
+def _course(validation: list[tuple[int, float]]) -> str:
+    """How the validation loss went in the last quarter of the run."""
+    end, value = validation[-1]
+    before = [y for step, y in validation if step <= 0.75 * end]
+    if not before:
+        return ""
+    fell = 1 - value / before[-1]
+    if fell > LEVEL:
+        return f"\nIt still fell by {fell:.1%} in the last quarter of the run: a longer one may come further."
+    return "\nIt was level for the last quarter of the run."
+
+
+def _apart(h: History, value: float, last: float) -> str:
+    """What the training loss is below the validation loss by, and what of that can be memory."""
+    share = 1 - last / value
+    if share < APART:
+        return ""
+    heart = "part of it may be known by heart" if h.epochs >= REREAD else "so hardly by heart: the texts differ"
+    return f", {share:.0%} below that" + (f" (it was read {h.epochs:.1f} times, {heart})" if h.epochs else "")
+
+
+def _elsewhere(h: History) -> str:
+    """What the same weights come to in other precisions, where that was evaluated."""
+    if not h.evaluation:
+        return ""
+    own, *others = h.evaluation
+    listed = ", ".join(f"{r['loss']:.4f} in {r['precision']} ({r['loss'] / own['loss'] - 1:+.2%})" for r in others)
+    return f"\nThe same weights: {own['loss']:.4f} as trained, {listed}."
+
+
+def healthy(h: History) -> Answer:
+    """From the events, the watchdog's counts and the numerics."""
+    question, last = "Is it healthy?", h.rows[-1]
+    skipped, rollbacks = int(last.get("watchdog/skipped", 0)), int(last.get("watchdog/rollbacks", 0))
+    texts = [text for _, text in h.events]
+    counts = {
+        "skipped (not finite)": skipped,
+        "rolled back": rollbacks,
+        "spiking": sum(": spike" in text for text in texts),
+        "stalled": sum(text.startswith("stalled") for text in texts),
+        "ended because it hung": sum(text.startswith("no progress") for text in texts),
+        "ended because it did not stop": sum(text.startswith("not stopped within") for text in texts),
+    }
+    listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    lost, numerics = _lost(h)
+    stopped = [text for text in texts if text.startswith("stopped")]
+    if stopped:
+        return Answer(question, BAD, f"The watchdog stopped it: {stopped[-1].removeprefix('stopped: ')}.")
+    if not listed:
+        return Answer(question, lost, f"No step was skipped, nothing rolled back, no spike, no stall.{numerics}")
+    grade = BAD if skipped > 0.01 * len(h.rows) or lost == BAD else FAIR
+    return Answer(question, grade, f"In {len(h.rows):,} steps: {listed}; see the events below.{numerics}")
+
+
+class Loss(NamedTuple):
+    """What a narrow format takes from a tensor.
+
+    Attributes:
+      size: how bad, for the grade.
+      share: of the tensor's values.
+      tensor: its class and name, in words.
+    """
+
+    size: float
+    share: float
+    tensor: str
+
+
+def losses(figures: Mapping[str, float], settings: Mapping[str, Any], figure: str) -> dict[str, Loss]:
+    """Of each class of tensors the one that lost most, by what `figure` counts: `underflow` or `saturated`.
+
+    What underflowed was at most half the format's smallest number, so its RMS is at most sqrt(share) times that: as a
+    share of the tensor's own RMS, and so of what a product of it loses, little where only the smallest of many values
+    are lost, as of GELU's outputs. Nothing is known where the share is an upper bound itself, as under scales that the
+    tensor does not have (`numerics`), or where nothing is cast to eight bits.
+    """
+    underflow = figure == "underflow"
+    if underflow and (settings.get("precision.forward", "") is None or settings.get("precision.scaling") in BOUNDED):
+        return {}
+    worst: dict[str, Loss] = {}
+    for key, share in figures.items():
+        _, kind, layer, name = key.split("/")
+        if name != figure or kind not in NARROW or not share > 0:
+            continue
+        size = share
+        rms = figures.get(f"numerics/{kind}/{layer}/rms", math.nan)
+        if underflow and rms > 0:
+            form = FloatFormat.parse(settings.get(f"precision.{NARROW[kind]}") or "e4m3")
+            size = math.sqrt(share) * form.min_subnormal / 2 / rms
+        tensor = f"the {kind.replace('_', ' ')} of {layer.removesuffix('.in').removesuffix('.kernel')}"
+        worst[kind] = max(worst.get(kind, Loss(-1.0, 0.0, "")), Loss(size, share, tensor))
+    return worst
+
+
+def _lost(h: History) -> tuple[str, str]:
+    """What eight bits lost where they lose most, when it was last looked at: the grade, and a line for each kind."""
+    grades, text = [GOOD], ""
+    figures = h.looks[-1][1] if h.looks else {}
+    for figure, (fair, bad), verb in (("saturated", SATURATED, "cuts off"), ("underflow", LOST, "rounds to zero")):
+        if found := losses(figures, h.settings, figure).values():
+            worst = max(found)
+            grades.append(BAD if worst.size >= bad else FAIR if worst.size >= fair else GOOD)
+            how = "harmless below" if grades[-1] == GOOD else "too much from"
+            what = (
+                f"{worst.share:.1%} of the values" if figure == "saturated" else f"at most {worst.size:.2%} of the RMS"
+            )
+            text += f"\nWhat the narrow format {verb} is most in {worst.tensor}: {what} ({how} {fair:.0%})."
+    return max(grades, key=(GOOD, FAIR, BAD).index), text
+
+
+def fast(h: History) -> Answer:
+    """From throughput, its course, the time spent waiting for data, and what the devices can do where that is known."""
+    question = "Is it fast?"
+    _, speeds = finite(h.line("perf/tokens_per_s"))
+    if not speeds:
+        return Answer(question, FAIR, "No throughput was recorded.")
+    usual, tenth = statistics.median(speeds), max(1, len(speeds) // 10)
+    late = statistics.median(speeds[-tenth:])
+    step_ms = statistics.median(h.line("perf/step_ms").ys)
+    waited = statistics.median(h.line("perf/data_ms").ys) / step_ms
+    _, shares = finite(h.line("perf/mfu"))
+    use = f", {statistics.median(shares):.1%} of what the devices can do" if shares else ""
+    took = timedelta(seconds=round(math.fsum(finite(h.line("perf/step_ms"))[1]) / 1e3))
+    text = f"{short(usual)} tokens/s, {step_ms:,.1f} ms a step{use}; {waited:.1%} of it waiting for data."
+    text += f"\nAll steps together took {took} hours."
+    if late < SLOWER * usual:
+        return Answer(question, FAIR, f"{text} It slowed down: {short(late)} tokens/s at the end.")
+    if waited > WAITING:
+        return Answer(question, FAIR, f"{text} The data hold it up.")
+    if (slow := sorted(speeds)[len(speeds) // 10]) < SLOWER * usual:
+        return Answer(question, FAIR, f"{text} It is unsteady: every tenth step is at {short(slow)} tokens/s or less.")
+    if shares and statistics.median(shares) < IDLE:
+        return Answer(question, FAIR, f"{text} That is little; a larger batch or model uses more.")
+    text += f"\nSteady to the end{_slow_steps(h, SLOWER * usual)}."
+    if shares:
+        return Answer(question, GOOD, text)
+    return Answer(question, UNRATED, f"{text}\nWhat this device could do at most is not known.")
+
+
+def _slow_steps(h: History, limit: float) -> str:
+    """How many steps were below so many tokens/s, and how many of them while a checkpoint was written."""
+    line = h.line("perf/tokens_per_s")
+    slow = [int(step) for step, speed in zip(line.xs, line.ys, strict=True) if speed < limit]
+    if not slow:
+        return ""
+    every = h.settings.get("checkpoint.every") or 0
+    saving = sum(0 < step - every * ((step - 1) // every) <= SAVING and step > every for step in slow) if every else 0
+    beside = f", {saving} of them while a checkpoint was being written" if saving else ""
+    return f"; of {len(line.xs):,} timed steps {len(slow):,} fell below {SLOWER:.0%} of that speed{beside}"
