@@ -4,6 +4,7 @@ A script describes its arguments as a frozen dataclass whose fields `argument` m
 """
 
 import dataclasses
+import re
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -32,6 +33,11 @@ def read[T](cls: type[T], argv: Sequence[str]) -> T:
     if missing:
         raise UserError(f"missing {', '.join(f'{name}=' for name in missing)}; --help explains")
     return cls(**values)
+
+
+def split(text: str) -> list[str]:
+    """What commas separate that are not inside brackets: `[a,b]` is one value."""
+    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
 
 
 def _convert(hint: typing.Any, key: str, value: str) -> typing.Any:

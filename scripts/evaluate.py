@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,20 +19,19 @@ from typing import Any, NamedTuple
 import jax
 
 from scalify_core import weights
-from scripts.arguments import argument, run
-from scripts.pairs import half_width
+from scripts.arguments import argument, run, split
+from scripts.pairs import finite, half_width
 from trainer.build.objects import build_policy
 from trainer.build.run import restore_training
 from trainer.composition import compose_or_explain
 from trainer.errors import UserError
 from trainer.evaluate import make_eval_step
+from trainer.history import AS_TRAINED
 from trainer.parallel import place_batch
 from trainer.precision import Policy, store_weights
 from trainer.rundir import write_atomically
 from trainer.state import TrainState
 from trainer.workload import Workload, eval_loss_of
-
-ITSELF = "as trained"
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,10 @@ class Result(NamedTuple):
     """What a precision came to.
 
     Attributes:
-      precision: its name, or ITSELF.
+      precision: its name, or AS_TRAINED.
       loss: nats per token, the mean over the batches.
       bits_per_byte: of the text.
-      difference: to ITSELF, nats; negative is better.
+      difference: to AS_TRAINED, nats; negative is better.
       half_width: of the 95% interval of the difference, from batch to batch; infinite for a single one.
     """
 
@@ -67,38 +66,52 @@ def main(args: Arguments) -> None:
     if args.batches < 0:
         raise UserError(f"batches={args.batches}: expected 0 or more")
     run_dir = Path(args.run_dir)
-    policies = {name: policy_of(name) for name in dict.fromkeys(filter(None, args.precisions.split(",")))}
+    policies = {name: policy_of(name) for name in split(args.precisions)}
+    if not policies:
+        raise UserError("precisions=: expected at least one, such as precisions=fp32,bf16")
     c, w, found = restore_training(run_dir)
+    others = {name: w.in_precision(policy) for name, policy in policies.items()}
     count = min(args.batches or c.train.final_eval_batches, w.data.val.steps_per_epoch)
     size = count * w.data.val.batch_size * w.model.spec.context
     print(f"{run_dir}: {c.precision.name}, step {found.step:,}; {count} batches, {size:,} tokens", flush=True)
     print(f"{'precision':<32} {'loss':>8} {'bits a byte':>12} {'difference, nats':>20} {'in %':>8}")
     results = []
-    for result in evaluated(w, found.state, policies, count, c.train.accum):
+    for result in evaluated(w, found.state, others, count, c.train.accum):
         results.append(result)
         print(line(result, results[0].loss), flush=True)
+    for name, other in others.items():
+        if other.model.policy.forward and not other.model.narrow:
+            why = next(iter(other.model.skipped.values()))
+            print(f"none of the model's matmuls is in {other.model.policy.forward} in {name}: {why}")
     path = run_dir / "evaluation.json"
-    document = {"step": found.step, "tokens": size, "results": [result._asdict() for result in results]}
-    write_atomically(path, json.dumps(document, indent=1) + "\n")
+    rows = [finite(result._asdict()) for result in results]
+    document = {"step": found.step, "tokens": size, "results": rows}
+    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     print(f"all digits: {path}")
 
 
 def policy_of(item: str) -> Policy:
-    """Of a preset with `+key=value` for each further override. UserError for what cannot be evaluated in."""
+    """Of a preset with `+precision.key=value` for each further override. UserError for what is not of the precision."""
     name, *changes = item.split("+")
+    for change in changes:
+        if not change.startswith("precision."):
+            raise UserError(f"{item}: {change} is no matter of the precision; expected +precision.key=value")
+    if "=" in name:
+        raise UserError(f"{item}: expected the name of a precision first, such as bf16")
     c = compose_or_explain([f"precision={name}", *changes]).precision
     if c.scaling == "delayed":
         raise UserError(f"{item}: its scales come from a history that only training writes; valid: any other scaling")
     return build_policy(c)
 
 
-def evaluated(w: Workload, state: TrainState, policies: dict[str, Policy], count: int, accum: int) -> Iterator[Result]:
+def evaluated(
+    w: Workload, state: TrainState, others: Mapping[str, Workload], count: int, accum: int
+) -> Iterator[Result]:
     """The run's own precision, then the others, on the first `count` batches of `accum` micro-batches."""
     own = losses(w, state, count, accum)
-    yield result_of(w, ITSELF, own, own)
-    for name, policy in policies.items():
-        params = store_weights(weights.wide(state.params), policy)
-        other = w.in_precision(policy)
+    yield result_of(w, AS_TRAINED, own, own)
+    for name, other in others.items():
+        params = store_weights(weights.wide(state.params), other.model.policy)
         yield result_of(w, name, losses(other, replace(state, params=params, scaling=()), count, accum), own)
 
 
@@ -120,7 +133,7 @@ def result_of(w: Workload, name: str, found: Sequence[float], own: Sequence[floa
 def line(result: Result, own: float) -> str:
     """A row of the table."""
     text = f"{result.precision:<32} {result.loss:>8.4f} {result.bits_per_byte:>12.4f}"
-    if result.precision == ITSELF:
+    if result.precision == AS_TRAINED:
         return text
     interval = f" ± {result.half_width:.4f}" if math.isfinite(result.half_width) else ""
     return f"{text} {f'{result.difference:+.4f}{interval}':>20} {100 * result.difference / own:>+8.2f}"

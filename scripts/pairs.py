@@ -157,3 +157,8 @@ def markdown(rows: Sequence[Row], base: str, elsewhere: str = "") -> str:
             cells += ["-"] * 3
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def finite(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """JSON has no NaN and no infinities: they become null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

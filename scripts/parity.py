@@ -22,12 +22,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from scripts.arguments import argument, run
-from scripts.pairs import Outcome, compare, markdown
+from scripts.arguments import argument, run, split
+from scripts.evaluate import policy_of
+from scripts.pairs import Outcome, compare, finite, markdown
 from scripts.parity_picture import draw
 from trainer.errors import Diverged, UserError
+from trainer.history import read_evaluation
 from trainer.records import read_rows
-from trainer.rundir import code_version, write_atomically
+from trainer.rundir import code_version, is_held, write_atomically
 
 # What all runs of a directory have in common; presets, seeds and learning rates may be added later.
 FIXED = ("steps", "batch_tokens", "model", "overrides", "evaluations", "eval_batches")
@@ -67,17 +69,27 @@ def main(args: Arguments) -> None:
     jobs = jobs_of(args)
     out = Path(args.out)
     claim(out, args)
-    model_lr = check_items(args, list(dict.fromkeys([*(job.item for job in jobs), args.evaluate_in or args.base])))
+    model_lr = check_items(args, list(dict.fromkeys(job.item for job in jobs)))
+    if args.evaluate_in:
+        policy_of(args.evaluate_in)
     folders = {job: folder(out, job) for job in jobs}
-    outcomes = {job: found for job in jobs if (found := outcome(folders[job], args)) is not None}
+    finished = [job for job in jobs if read_outcome(folders[job], args.steps) is not None]
+    for job in finished if args.jobs else ():  # such as one that was interrupted before it was evaluated
+        if not is_held(folders[job]):  # a run's last validation comes before its last checkpoint
+            conclude(folders[job], args)
+    outcomes = {job: found for job in finished if (found := read_outcome(folders[job], args.steps, args.evaluate_in))}
     report(out, args, outcomes)
     todo = [job for job in jobs if job not in outcomes]
     print(f"{len(outcomes)} of {len(jobs)} runs are finished; {len(todo) if args.jobs else 0} to go", flush=True)
+    gone = sum(found.elsewhere is None and not found.diverged for found in outcomes.values())
+    if args.evaluate_in and gone:
+        print(f"{gone} of them were not evaluated in {args.evaluate_in}", flush=True)
     if not args.jobs:
         return
     commands = {job: command(args, job, folders[job], model_lr) for job in todo}
     for job in in_turn(commands, folders, args.jobs):
-        found = outcome(folders[job], args)
+        conclude(folders[job], args)
+        found = read_outcome(folders[job], args.steps, args.evaluate_in)
         assert found is not None  # its process ended well
         outcomes[job] = found
         report(out, args, outcomes)
@@ -100,7 +112,7 @@ def parse(args: Arguments) -> tuple[list[str], list[float]]:
         raise UserError(
             f"evaluations={args.evaluations}: expected a divisor of steps={args.steps}, not below last={args.last}"
         )
-    if "," in args.evaluate_in:
+    if len(split(args.evaluate_in)) > 1:
         raise UserError(f"evaluate_in={args.evaluate_in}: expected one precision")
     items = [args.base, *(item for item in split(args.presets) if item != args.base)]
     names = [safe(item) for item in items]
@@ -114,11 +126,6 @@ def parse(args: Arguments) -> tuple[list[str], list[float]]:
     if len(set(multiples)) < len(multiples) or min(multiples) <= 0:
         raise UserError(f"lr={args.lr}: expected positive multiples of model.lr, each once")
     return items, multiples
-
-
-def split(text: str) -> list[str]:
-    """At commas that are not inside brackets: `[a,b]` is one value."""
-    return [part for part in re.split(r",(?![^\[]*\])", text) if part]
 
 
 def safe(item: str) -> str:
@@ -229,27 +236,21 @@ def in_turn(commands: dict[Job, list[str]], folders: dict[Job, Path], count: int
             signal.signal(number, handler)
 
 
-def outcome(run_dir: Path, args: Arguments) -> Outcome | None:
-    """What a run came to, with its weights evaluated if asked; its checkpoints go. None: it is not finished."""
-    found = read_outcome(run_dir, args.steps, args.evaluate_in)
-    checkpoints = run_dir / "checkpoints"
+def conclude(run_dir: Path, args: Arguments) -> None:
+    """Evaluate the weights of a run that has ended, where that is asked, and remove its checkpoints.
+
+    They stay where they could not be evaluated, which is said; the next call tries again.
+    """
+    found, checkpoints = read_outcome(run_dir, args.steps, args.evaluate_in), run_dir / "checkpoints"
     if found is None or not checkpoints.exists():
-        return found
-    if args.evaluate_in and not found.diverged:
+        return
+    if args.evaluate_in and not found.diverged and found.elsewhere is None:
         words = [f"run_dir={run_dir}", f"precisions={args.evaluate_in}", f"batches={args.eval_batches}"]
         done = subprocess.run([sys.executable, "-m", "scripts.evaluate", *words], capture_output=True, text=True)
         if done.returncode:
-            raise UserError(f"{run_dir}: {last_line(done.stderr)}")
-        found = read_outcome(run_dir, args.steps, args.evaluate_in)
+            print(f"{run_dir} is not evaluated: {last_line(done.stderr)}", flush=True)
+            return
     shutil.rmtree(checkpoints, ignore_errors=True)  # most of the run's size
-    return found
-
-
-def loss_in(run_dir: Path, precision: str) -> float | None:
-    """What `scripts.evaluate` found the final weights to lose in a precision; None: it was not asked."""
-    path = run_dir / "evaluation.json"
-    results = json.loads(path.read_text(encoding="utf-8"))["results"] if precision and path.exists() else []
-    return next((result["loss"] for result in results if result["precision"] == precision), None)
 
 
 def read_outcome(run_dir: Path, steps: int, evaluated_in: str = "") -> Outcome | None:
@@ -261,7 +262,9 @@ def read_outcome(run_dir: Path, steps: int, evaluated_in: str = "") -> Outcome |
         return None
     diverged = stopped or not math.isfinite(curve[steps])
     skipped = max((row["watchdog/skipped"] for row in rows if "watchdog/skipped" in row), default=0)
-    return Outcome(curve, int(skipped), diverged, loss_in(run_dir, evaluated_in))
+    evaluation = read_evaluation(run_dir) if evaluated_in else None
+    elsewhere = evaluation.losses.get(evaluated_in, math.nan) if evaluation else math.nan
+    return Outcome(curve, int(skipped), diverged, elsewhere if math.isfinite(elsewhere) else None)
 
 
 def report(out: Path, args: Arguments, outcomes: dict[Job, Outcome]) -> None:
@@ -288,11 +291,6 @@ def report(out: Path, args: Arguments, outcomes: dict[Job, Outcome]) -> None:
 def given(args: Arguments) -> dict[str, Any]:
     """The arguments that are not at their defaults."""
     return {f.name: getattr(args, f.name) for f in fields(args) if getattr(args, f.name) != f.default}
-
-
-def finite(values: dict[Any, Any]) -> dict[Any, Any]:
-    """JSON has no NaN and no infinities: they become null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def heading(args: Arguments) -> str:

@@ -7,8 +7,11 @@ Everything is, with `XLA_FLAGS="" make test`.
 """
 
 import os
+import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "trainer"))  # where `command` is, for all that run trainers
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

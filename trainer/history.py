@@ -1,12 +1,13 @@
 """What a run directory holds of a run, as its report and comparisons want it."""
 
+import functools
 import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import yaml
 
@@ -31,6 +32,37 @@ KINDS = {
 OTHER = "#999999"
 
 
+AS_TRAINED = "as trained"
+
+
+class Evaluation(NamedTuple):
+    """What evaluation.json holds.
+
+    Attributes:
+      step: whose weights they were.
+      losses: nats per token by precision, AS_TRAINED among them; NaN where it was not finite.
+    """
+
+    step: int
+    losses: dict[str, float]
+
+
+def read_evaluation(run_dir: Path) -> Evaluation | None:
+    """None: there is none. Raises UserError for one that is damaged."""
+    text = read_text(run_dir / "evaluation.json")
+    if not text:
+        return None
+    try:
+        document = json.loads(text)
+        losses = {r["precision"]: math.nan if r["loss"] is None else float(r["loss"]) for r in document["results"]}
+        found = Evaluation(int(document["step"]), losses)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        found = None
+    if found is None or AS_TRAINED not in found.losses:
+        raise UserError(f"{run_dir}/evaluation.json is damaged; remove it, or let scripts.evaluate write it again")
+    return found
+
+
 @dataclass(frozen=True)
 class History:
     """What a run directory holds of a run.
@@ -40,7 +72,7 @@ class History:
       events: (step, text).
       config: the text of config.yaml.
       looks: (step, figures of every layer, `numerics/CLASS/LAYER/FIGURE`), as often as they were taken.
-      evaluation: what `scripts.evaluate` wrote of its weights in other precisions, if it did.
+      evaluation: its weights in other precisions, if that was asked of `scripts.evaluate`.
       facts: what environment.txt says of the last time it was started.
     """
 
@@ -49,7 +81,7 @@ class History:
     events: Sequence[tuple[int, str]]
     config: str
     looks: Sequence[tuple[int, Mapping[str, float]]] = ()
-    evaluation: Sequence[Mapping[str, Any]] = ()
+    evaluation: "Evaluation | None" = None
     facts: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -61,8 +93,7 @@ class History:
                 f"{run_dir} has no metrics.jsonl with rows; give the run_dir of a run with tracker=jsonl or wandb"
             )
         config, environment = run_dir / "config.yaml", read_text(run_dir / "environment.txt")
-        looks = [(row["step"], {k: v for k, v in row.items() if k.startswith("numerics/")}) for row in rows]
-        evaluation = read_text(run_dir / "evaluation.json")
+        looks = [(row["step"], {k: float(v) for k, v in row.items() if k.startswith("numerics/")}) for row in rows]
         last = environment.strip().split("\n\n")[-1].splitlines()  # a resumed run adds a part
         return cls(
             name or run_dir.resolve().name,
@@ -70,7 +101,7 @@ class History:
             [(row["step"], row["event"]) for row in rows if "event" in row],
             read_text(config),
             [(step, figures) for step, figures in looks if figures],
-            json.loads(evaluation)["results"] if evaluation else (),
+            read_evaluation(run_dir),
             {key: value for key, _, value in (line.partition(": ") for line in last)},
         )
 
@@ -79,7 +110,7 @@ class History:
         found = [(row["step"], float(row[key])) for row in self.rows if key in row]
         return Line(name, [x for x, _ in found], [y for _, y in found], colour, **look)
 
-    @property
+    @functools.cached_property
     def settings(self) -> dict[str, Any]:
         """Dotted keys of the configuration and their values; none where it cannot be read."""
         try:
@@ -88,11 +119,16 @@ class History:
             return {}
         return dict(flatten(tree)) if isinstance(tree, dict) else {}
 
+    def number(self, fact: str) -> int:
+        """A fact that is a whole number; 0: not known."""
+        text = self.facts.get(fact, "").replace(",", "")
+        return int(text) if text.isdecimal() else 0
+
     @property
     def epochs(self) -> float:
         """How often the training text was read; 0: not known."""
-        tokens = self.facts.get("training tokens", "").replace(",", "")
-        return float(self.rows[-1]["tokens"]) / int(tokens) if tokens.isdecimal() else 0.0
+        tokens = self.number("training tokens")
+        return float(self.rows[-1]["tokens"]) / tokens if tokens else 0.0
 
     def last(self, key: str) -> str:
         """The last value, to four digits; `-`: none."""

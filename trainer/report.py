@@ -69,10 +69,9 @@ def subject(h: History) -> str:
     size = f", {facts['parameters']} parameters" if "parameters" in facts else ""
     text = ""
     if "text" in facts:
-        text = f"{facts['text']} ({facts['training tokens']} training tokens, read {h.epochs:.1f} times; "
-        text += (
-            f"{facts['validation tokens']} for validation; tokenizer {facts['tokenizer']}, {facts['vocabulary']} ids)"
-        )
+        read = f"{h.number('training tokens'):,} training tokens, read {h.epochs:.1f} times"
+        ids = f"tokenizer {facts.get('tokenizer', '-')}, {h.number('vocabulary'):,} ids"
+        text = f"{facts['text']} ({read}; {h.number('validation tokens'):,} for validation; {ids})"
     found = [
         f"model {settings['model.name']}{size}" if "model.name" in settings else "",
         text,
@@ -126,6 +125,8 @@ def charts(h: History) -> list[str]:
             if any(kind in found for _, found in looks)
         ]
 
+    taken = lost()
+
     def limited(lines: list[Line], limit: float) -> list[Line]:
         return [*lines, Line("limit", span, (100 * limit,) * 2, COLOURS[6])] if lines else []
 
@@ -140,7 +141,7 @@ def charts(h: History) -> list[str]:
         drawn("Memory", memory, "GiB, peak so far", from_zero=True),
         drawn(
             "Underflow",
-            limited(lost(), LOST[0]) or extremes("underflow", "max", times=100),
+            limited(taken, LOST[0]) or extremes("underflow", "max", times=100),
             "at most so many % of a tensor's RMS, worst layer"
             if lost()
             else "at most so many % of the values, worst layer",

@@ -170,6 +170,18 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], may_change: tupl
     ]
 
 
+def is_held(run_dir: Path) -> bool:
+    """Whether a process is training in it."""
+    try:
+        with (run_dir / ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file's content whole or not at all."""
     new = path.with_name(path.name + ".new")
@@ -242,7 +254,7 @@ def write_environment(run_dir: Path, facts: dict[str, str]) -> None:
     found = (
         environment() | facts | {"overrides": " ".join(f"{key}={value}" for key, value in redact(overrides).items())}
     )
-    part = "".join(f"{key}: {value}\n" for key, value in found.items())
+    part = "".join(f"{key}: {' '.join(value.splitlines())}\n" for key, value in found.items())
     path = run_dir / "environment.txt"
     before = path.read_text(encoding="utf-8", errors="replace") + "\n" if path.exists() else ""
     write_atomically(path, before + part)

@@ -5,11 +5,12 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from scalify_core.formats import FloatFormat
 from trainer.display import short
-from trainer.history import History, finite
+from trainer.history import AS_TRAINED, History, finite
 
 GOOD, FAIR, BAD, UNRATED = "good", "fair", "bad", "unrated"
 WORDS = {GOOD: "✓ yes", FAIR: "~ look closer", BAD: "✗ no", UNRATED: "not rated"}
@@ -23,12 +24,12 @@ SAVING = 5  # steps after a save in which it is still being written
 WAITING = 0.1  # share of a step spent waiting for data
 IDLE = 0.1  # MFU below which no run is called fast
 BOUNDED = ("delayed", "current")  # of `precision.scaling`
-# What is cast to eight bits, and the key of `precision` that says to which.
+# What is cast to eight bits: the key of `precision` that says to which, how its tensors' names end, and in words.
 NARROW = {
-    "weights": "forward",
-    "activations": "forward",
-    "activation_gradients": "backward",
-    "weight_gradients": "weight_grad",
+    "weights": ("forward", ".kernel", "the weights of"),
+    "activations": ("forward", ".in", "the activations that go into"),
+    "activation_gradients": ("backward", ".out", "the gradients of what comes out of"),
+    "weight_gradients": ("weight_grad", ".kernel", "the weight gradients of"),
 }
 SATURATED = (0.01, 0.1)  # share of a tensor: from which on to look closer, and from which on it is bad
 LOST = (0.01, 0.1)  # the same for the RMS of what becomes zero, as a share of the tensor's
@@ -62,23 +63,26 @@ def learning(h: History) -> Answer:
     if not validation:
         grade = BAD if last >= first else FAIR if last > first * (1 - LEARNT) else GOOD
         return Answer(question, grade, f"{fell}. There was no validation.{little if grade == FAIR else ''}")
-    value = validation[-1][1]
+    end, value = validation[-1]
     best_at, best = min(validation, key=lambda pair: pair[1])
     text = f"On text it never saw the loss is {value:.3f} nats a token{_bits(h)}."
+    weights = _elsewhere(h, end)
     if value >= first or last >= first:
-        return Answer(question, BAD, f"{text} That is no better than at the start.\n{fell}.")
+        return Answer(question, BAD, f"{text} That is no better than at the start.\n{fell}.{weights}")
     if last > first * (1 - LEARNT):
-        return Answer(question, FAIR, f"{text}\n{fell}.{little}")
+        return Answer(question, FAIR, f"{text}\n{fell}.{little}{weights}")
     if value > best * (1 + RISEN):
         over = " It learns its training text by heart." if last < best else ""
-        return Answer(question, FAIR, f"{text} It was better, {best:.3f}, after step {best_at:,}.\n{fell}.{over}")
-    return Answer(question, GOOD, f"{text}{_course(validation)}\n{fell}{_apart(h, value, last)}.{_elsewhere(h)}")
+        return Answer(
+            question, FAIR, f"{text} It was better, {best:.3f}, after step {best_at:,}.\n{fell}.{over}{weights}"
+        )
+    return Answer(question, GOOD, f"{text}{_course(validation)}\n{fell}{_apart(h, value, last)}.{weights}")
 
 
 def _blind(h: History) -> str:
     """What guessing without a look at the text would lose: ln of the vocabulary."""
-    ids = h.facts.get("vocabulary", "").replace(",", "")
-    return f" (blind guessing among {int(ids):,} tokens: {math.log(int(ids)):.3f})" if ids.isdecimal() else ""
+    ids = h.number("vocabulary")
+    return f" (blind guessing among {ids:,} tokens: {math.log(ids):.3f})" if ids else ""
 
 
 def _bits(h: History) -> str:
@@ -86,20 +90,21 @@ def _bits(h: History) -> str:
     bits, packed = (finite(h.line(f"val/{key}"))[1][-1:] for key in ("bits_per_byte", "xz_bits_per_byte"))
     if not bits:
         return ""
-    beside = f" and the compressor xz needs {packed[0]:.2f}" if packed else ""
+    beside = f" and the compressor xz, which has not read the training text, needs {packed[0]:.2f}" if packed else ""
     return f": {bits[0]:.2f} bits for a byte of it, where raw text has 8{beside}"
 
 
 def _course(validation: list[tuple[int, float]]) -> str:
-    """How the validation loss went in the last quarter of the run."""
+    """How the validation loss went in about the last quarter of the run."""
     end, value = validation[-1]
-    before = [y for step, y in validation if step <= 0.75 * end]
+    before = [(step, y) for step, y in validation if end / 2 <= step <= 0.75 * end]
     if not before:
         return ""
-    fell = 1 - value / before[-1]
+    step, earlier = before[-1]
+    fell = 1 - value / earlier
     if fell > LEVEL:
-        return f"\nIt still fell by {fell:.1%} in the last quarter of the run: a longer one may come further."
-    return "\nIt was level for the last quarter of the run."
+        return f"\nSince step {step:,} it still fell by {fell:.1%}: a longer run may come further."
+    return f"\nSince step {step:,} it {f'rose by {-fell:.1%}' if fell < -LEVEL else 'was level'}."
 
 
 def _apart(h: History, value: float, last: float) -> str:
@@ -111,13 +116,13 @@ def _apart(h: History, value: float, last: float) -> str:
     return f", {share:.0%} below that" + (f" (it was read {h.epochs:.1f} times, {heart})" if h.epochs else "")
 
 
-def _elsewhere(h: History) -> str:
-    """What the same weights come to in other precisions, where that was evaluated."""
-    if not h.evaluation:
+def _elsewhere(h: History, step: int) -> str:
+    """What the weights of that step come to in other precisions, where that was evaluated."""
+    if h.evaluation is None or h.evaluation.step != step:
         return ""
-    own, *others = h.evaluation
-    listed = ", ".join(f"{r['loss']:.4f} in {r['precision']} ({r['loss'] / own['loss'] - 1:+.2%})" for r in others)
-    return f"\nThe same weights: {own['loss']:.4f} as trained, {listed}."
+    own, others = h.evaluation.losses[AS_TRAINED], {k: v for k, v in h.evaluation.losses.items() if k != AS_TRAINED}
+    listed = ", ".join(f"{loss:.4f} in {name} ({loss / own - 1:+.2%})" for name, loss in others.items())
+    return f"\nThe same weights: {own:.4f} as trained, {listed}."
 
 
 def healthy(h: History) -> Answer:
@@ -159,29 +164,45 @@ class Loss(NamedTuple):
 
 
 def losses(figures: Mapping[str, float], settings: Mapping[str, Any], figure: str) -> dict[str, Loss]:
-    """Of each class of tensors the one that lost most, by what `figure` counts: `underflow` or `saturated`.
+    """Of each class of tensors, among those that are cast to eight bits, the one that lost most.
 
     What underflowed was at most half the format's smallest number, so its RMS is at most sqrt(share) times that: as a
     share of the tensor's own RMS, and so of what a product of it loses, little where only the smallest of many values
-    are lost, as of GELU's outputs. Nothing is known where the share is an upper bound itself, as under scales that the
-    tensor does not have (`numerics`), or where nothing is cast to eight bits.
+    are lost, as of GELU's outputs. Nothing is known where the share is an upper bound itself, under scales that the
+    tensor does not have (`numerics`).
+
+    Args:
+      figures: `numerics/CLASS/LAYER/FIGURE`.
+      settings: of the run, by dotted keys.
+      figure: what counts: `underflow` or `saturated`.
     """
     underflow = figure == "underflow"
-    if underflow and (settings.get("precision.forward", "") is None or settings.get("precision.scaling") in BOUNDED):
+    if underflow and settings.get("precision.scaling") in BOUNDED:
         return {}
     worst: dict[str, Loss] = {}
     for key, share in figures.items():
-        _, kind, layer, name = key.split("/")
-        if name != figure or kind not in NARROW or not share > 0:
+        _, kind, name, counted = key.split("/")
+        cast = _cast(kind, name, settings)
+        if counted != figure or cast is None or not share > 0:
             continue
-        size = share
-        rms = figures.get(f"numerics/{kind}/{layer}/rms", math.nan)
-        if underflow and rms > 0:
-            form = FloatFormat.parse(settings.get(f"precision.{NARROW[kind]}") or "e4m3")
-            size = math.sqrt(share) * form.min_subnormal / 2 / rms
-        tensor = f"the {kind.replace('_', ' ')} of {layer.removesuffix('.in').removesuffix('.kernel')}"
+        tensor, form = cast
+        rms = figures.get(f"numerics/{kind}/{name}/rms", math.nan)
+        known = underflow and rms > 0
+        size = min(1.0, math.sqrt(share) * form.min_subnormal / 2 / rms) if known else share
         worst[kind] = max(worst.get(kind, Loss(-1.0, 0.0, "")), Loss(size, share, tensor))
     return worst
+
+
+def _cast(kind: str, name: str, settings: Mapping[str, Any]) -> tuple[str, FloatFormat] | None:
+    """A tensor in words, and the format that it is cast to; None: it is not, or that is not known."""
+    key, suffix, words = NARROW.get(kind, ("", "", ""))
+    form = settings.get(f"precision.{key}")
+    if form is None or settings.get("precision.forward") is None or not name.endswith(suffix):
+        return None
+    layer = name.removesuffix(suffix)
+    matches = [any(fnmatchcase(layer, p) for p in settings.get(f"precision.{k}", ())) for k in ("matmuls", "keep")]
+    linear = layer.rpartition(".")[2].startswith("c_")
+    return (f"{words} {layer}", FloatFormat.parse(form)) if linear and matches == [True, False] else None
 
 
 def _lost(h: History) -> tuple[str, str]:
@@ -193,10 +214,10 @@ def _lost(h: History) -> tuple[str, str]:
             worst = max(found)
             grades.append(BAD if worst.size >= bad else FAIR if worst.size >= fair else GOOD)
             how = "harmless below" if grades[-1] == GOOD else "too much from"
-            what = (
-                f"{worst.share:.1%} of the values" if figure == "saturated" else f"at most {worst.size:.2%} of the RMS"
-            )
-            text += f"\nWhat the narrow format {verb} is most in {worst.tensor}: {what} ({how} {fair:.0%})."
+            at_most = f"at most {worst.size:.2%} of the RMS"
+            what = f"{worst.share:.1%} of the values" if figure == "saturated" else at_most
+            text += f"\nWhat the narrow format {verb} was most, at the last look, in {worst.tensor}: {what}"
+            text += f" ({how} {fair:.0%})."
     return max(grades, key=(GOOD, FAIR, BAD).index), text
 
 
@@ -212,9 +233,8 @@ def fast(h: History) -> Answer:
     waited = statistics.median(h.line("perf/data_ms").ys) / step_ms
     _, shares = finite(h.line("perf/mfu"))
     use = f", {statistics.median(shares):.1%} of what the devices can do" if shares else ""
-    took = timedelta(seconds=round(math.fsum(finite(h.line("perf/step_ms"))[1]) / 1e3))
     text = f"{short(usual)} tokens/s, {step_ms:,.1f} ms a step{use}; {waited:.1%} of it waiting for data."
-    text += f"\nAll steps together took {took} hours."
+    text += f"\nIts steps took {timedelta(seconds=round(_seconds(h)))} (h:mm:ss)."
     if late < SLOWER * usual:
         return Answer(question, FAIR, f"{text} It slowed down: {short(late)} tokens/s at the end.")
     if waited > WAITING:
@@ -227,6 +247,13 @@ def fast(h: History) -> Answer:
     if shares:
         return Answer(question, GOOD, text)
     return Answer(question, UNRATED, f"{text}\nWhat this device could do at most is not known.")
+
+
+def _seconds(h: History) -> float:
+    """Of all steps; each row's are those since the one before."""
+    line = h.line("perf/step_ms")
+    pairs = zip(line.ys, line.xs, [h.rows[0]["step"], *line.xs], strict=False)
+    return math.fsum(ms / 1e3 * (step - before) for ms, step, before in pairs if math.isfinite(ms))
 
 
 def _slow_steps(h: History, limit: float) -> str:

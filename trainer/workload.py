@@ -141,9 +141,11 @@ class Dataset(NamedTuple):
         """Of the validation part's text."""
         return self.manifest.bytes("val") / self.manifest.tokens("val")
 
-    def validation_text(self, size: int) -> str:
-        """About the first `size` bytes of it, end-of-text tokens aside."""
-        ids = [int(i) for i in self.manifest.open("val")[0][: math.ceil(size / self.bytes_per_token)]]
+    def validation_text(self, tokens: int) -> str:
+        """Of the first so many tokens, ends of text aside."""
+        ids: list[int] = []
+        for shard in self.manifest.open("val"):
+            ids += (int(i) for i in shard[: tokens - len(ids)])
         return self.tokenizer.decode([i for i in ids if i != self.manifest.eot])
 
 

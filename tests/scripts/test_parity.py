@@ -1,5 +1,6 @@
 """Parity runs: what is asked for, what is run, and that it is run in the precision that it is called by."""
 
+import dataclasses
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from scripts import parity
 from scripts.parity import Arguments, Job
 from trainer.errors import UserError
 from trainer.records import encode_row
+from trainer.rundir import RunDir
 
 TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
 
@@ -81,9 +83,75 @@ def test_a_run_that_was_stopped_or_ends_without_a_finite_loss_has_diverged(tmp_p
 def test_the_loss_in_another_precision_is_that_of_the_name(tmp_path):
     write(tmp_path / "a", {"step": 10, "val/loss": 1.0})
     results = [{"precision": "as trained", "loss": 1.0}, {"precision": "fp32", "loss": 0.5}]
-    (tmp_path / "a" / "evaluation.json").write_text(json.dumps({"results": results}))
-    found = [parity.read_outcome(tmp_path / "a", 10, name) for name in ("", "fp32", "bf16")]
-    assert [outcome and outcome.elsewhere for outcome in found] == [None, 0.5, None]
+    results.append({"precision": "fp16", "loss": None})  # not finite
+    (tmp_path / "a" / "evaluation.json").write_text(json.dumps({"step": 10, "results": results}))
+    found = [parity.read_outcome(tmp_path / "a", 10, name) for name in ("", "fp32", "bf16", "fp16")]
+    assert [outcome and outcome.elsewhere for outcome in found] == [None, 0.5, None, None]
+
+
+@pytest.fixture
+def ended(tmp_path, monkeypatch):
+    """A study's only run, ended but not evaluated, and its checkpoints; evaluations answer at once, or fail."""
+    args = Arguments("fp32", seeds=1, steps=10, evaluations=1, last=1, evaluate_in="fp32", out=str(tmp_path))
+    run_dir = parity.folder(tmp_path, Job(1.0, "fp32", 0))
+    write(run_dir, {"step": 10, "val/loss": 1.0})
+    (run_dir / "checkpoints" / "10").mkdir(parents=True)
+
+    really = subprocess.run
+
+    def answer(command, **settings):
+        if command[0] == "git":
+            return really(command, **settings)
+        if command[2] == "trainer":
+            return subprocess.CompletedProcess(command, 0, "model: {lr: 1}", "")
+        if (tmp_path / "fails").exists():
+            return subprocess.CompletedProcess(command, 2, "", "error: it is damaged\n")
+        assert command[2] == "scripts.evaluate"
+        results = [{"precision": name, "loss": 1.0} for name in ("as trained", "fp32")]
+        (run_dir / "evaluation.json").write_text(json.dumps({"step": 10, "results": results}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    return args, run_dir
+
+
+def test_a_run_that_ended_without_its_evaluation_is_evaluated_by_the_next_call(ended, capsys):
+    args, run_dir = ended
+    parity.main(args)
+    assert not (run_dir / "checkpoints").exists()
+    assert json.loads((run_dir.parent.parent.parent / "parity.json").read_text())["runs"][0]["elsewhere"] == 1.0
+    assert "not evaluated" not in capsys.readouterr().out
+    (run_dir / "checkpoints").mkdir()  # what is left of them when the study is killed while it removes them
+    (run_dir.parent.parent.parent / "fails").touch()
+    parity.main(args)
+    assert not (run_dir / "checkpoints").exists()
+
+
+def test_only_to_write_the_table_touches_no_checkpoint(ended, capsys):
+    args, run_dir = ended
+    parity.main(dataclasses.replace(args, jobs=0))
+    assert (run_dir / "checkpoints").exists()
+    assert "1 of them were not evaluated in fp32" in capsys.readouterr().out
+
+
+def test_a_run_that_is_still_saving_keeps_its_checkpoints(ended):
+    args, run_dir = ended
+    with RunDir(run_dir):
+        parity.main(args)
+        assert (run_dir / "checkpoints").exists()
+
+
+def test_weights_that_cannot_be_evaluated_stay_and_the_study_goes_on(ended, capsys):
+    args, run_dir = ended
+    (run_dir.parent.parent.parent / "fails").touch()
+    parity.main(args)
+    assert (run_dir / "checkpoints").exists()
+    assert "is not evaluated: it is damaged" in capsys.readouterr().out
+
+
+def test_the_other_precision_is_checked_before_anything_runs(ended):
+    with pytest.raises(UserError, match="only training writes"):
+        parity.main(dataclasses.replace(ended[0], evaluate_in="fp8_delayed"))
 
 
 def test_a_failed_run_ends_the_study_with_its_last_words(tmp_path):

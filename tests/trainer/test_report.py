@@ -10,7 +10,7 @@ import pytest
 
 from scripts.compare import Arguments, main, names
 from trainer.errors import UserError
-from trainer.history import History
+from trainer.history import Evaluation, History
 from trainer.records import encode_row
 from trainer.report import render, write_report
 from trainer.verdicts import BAD, FAIR, GOOD, UNRATED, fast, healthy, learning
@@ -39,8 +39,10 @@ FALLING = [5.5 - 0.04 * i for i in range(100)]
 @pytest.mark.parametrize(
     ("losses", "val", "grade", "says"),
     [
-        (FALLING, {50: 3.5, 100: 1.6}, GOOD, "It still fell by 54.3% in the last quarter"),
-        (FALLING, {50: 1.6, 75: 1.605, 100: 1.6}, GOOD, "It was level for the last quarter"),
+        (FALLING, {50: 3.5, 100: 1.6}, GOOD, "Since step 50 it still fell by 54.3%"),
+        (FALLING, {50: 1.6, 75: 1.605, 100: 1.6}, GOOD, "Since step 75 it was level."),
+        (FALLING, {50: 1.7, 75: 1.6, 100: 1.62}, GOOD, "Since step 75 it rose by 1.2%."),
+        (FALLING, {10: 3.5, 100: 1.6}, GOOD, "1.600 nats a token.\nThe loss on"),  # too long ago to be the end's course
         (FALLING, {100: 2.0}, GOOD, "from 5.500 nats a token to 1.720, 14% below that."),
         (FALLING, {50: 1.5, 100: 1.6}, FAIR, "It was better, 1.500, after step 50"),
         ([*FALLING[:80], *[0.9] * 20], {50: 1.5, 100: 1.6}, FAIR, "It learns its training text by heart."),
@@ -87,9 +89,7 @@ def test_the_loss_is_put_beside_blind_guessing_other_compressors_and_how_often_t
     found[-1] |= {"val/bits_per_byte": 2.5, "val/xz_bits_per_byte": 3.25}
     facts = {"vocabulary": "1,000", "training tokens": "5,000"}
     text = learning(history(found, **facts)).text
-    assert (
-        "2.000 nats a token: 2.50 bits for a byte of it, where raw text has 8 and the compressor xz needs 3.25." in text
-    )
+    assert "2.000 nats a token: 2.50 bits for a byte of it, where raw text has 8 and the compressor xz" in text
     assert f"(blind guessing among 1,000 tokens: {math.log(1000):.3f})" in text
     assert "below that (it was read 2.0 times, part of it may be known by heart)" in text  # 100 steps of 100 tokens
     facts["training tokens"] = "10,000"
@@ -97,12 +97,40 @@ def test_the_loss_is_put_beside_blind_guessing_other_compressors_and_how_often_t
 
 
 def test_what_the_weights_come_to_in_other_precisions_is_said():
-    evaluation = [{"precision": "as trained", "loss": 2.0}, {"precision": "fp32", "loss": 1.99}]
-    found = History("a run", rows(FALLING, {100: 2.0}), [], "", evaluation=evaluation)
-    assert learning(found).text.endswith("\nThe same weights: 2.0000 as trained, 1.9900 in fp32 (-0.50%).")
+    evaluation = Evaluation(100, {"as trained": 2.0, "fp32": 1.99})
+    says = "\nThe same weights: 2.0000 as trained, 1.9900 in fp32 (-0.50%)."
+    for losses in (FALLING, FALLING[::-1]):
+        found = History("a run", rows(losses, {100: 2.0}), [], "", evaluation=evaluation)
+        assert learning(found).text.endswith(says)
+    later = History("a run", rows([*FALLING, 1.0], {100: 2.0, 101: 1.9}), [], "", evaluation=evaluation)
+    assert "The same weights" not in learning(later).text  # which have gone on since
 
 
-FP8 = "precision: {forward: e4m3, backward: e5m2, weight_grad: e5m2, scaling: propagate}"
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"step": 1, "results": [{"precision": "fp32", "loss": 1.0}]}'])
+def test_a_damaged_evaluation_is_named(run_dir, text):
+    (run_dir / "evaluation.json").write_text(text)
+    with pytest.raises(UserError, match=r"evaluation\.json is damaged; remove it"):
+        write_report(run_dir)
+
+
+def test_facts_that_are_damaged_or_old_are_left_out(run_dir):
+    (run_dir / "environment.txt").write_text("vocabulary: 0\ntext: a book\ntraining tokens: many\n")
+    assert "a book (0 training tokens, read 0.0 times" in write_report(run_dir).read_text()
+    (run_dir / "environment.txt").write_bytes(b"\xff\n")
+    assert "blind guessing" not in write_report(run_dir).read_text()
+
+
+def test_figures_that_are_not_finite_do_not_stop_the_report(run_dir):
+    figures = tensor(underflow=0.25, rms=math.nan) | tensor("weights", "h.0.mlp.c_fc.kernel", underflow=math.nan)
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(encode_row(200, {"train/loss": math.nan, "tokens": 9} | figures))
+    (run_dir / "config.yaml").write_text(FP8)
+    assert "Is it healthy?" in write_report(run_dir).read_text()
+
+
+FP8 = """
+precision: {forward: e4m3, backward: e5m2, weight_grad: e5m2, scaling: propagate, matmuls: [h.*], keep: [h.9.*]}
+"""
 
 
 def tensor(kind="activations", layer="h.1.mlp.c_proj.in", **figures):
@@ -118,29 +146,60 @@ def tensor(kind="activations", layer="h.1.mlp.c_proj.in", **figures):
             tensor(saturated=0.002),
             FP8,
             GOOD,
-            "cuts off is most in the activations of h.1.mlp.c_proj: 0.2% of the values",
+            "in the activations that go into h.1.mlp.c_proj: 0.2% of the values",
         ),
         (tensor(saturated=0.02), FP8, FAIR, "(too much from 1%)"),
         (tensor(saturated=0.2), FP8, BAD, "20.0% of the values (too much"),
         # What is lost is at most half of E4M3's smallest number, 2^-9, in a quarter of the values: 0.5 x 2^-10 / rms.
-        (tensor(underflow=0.25, rms=1.0), FP8, GOOD, "rounds to zero is most in the activations of h.1.mlp.c_proj: at"),
+        (tensor(underflow=0.25, rms=1.0), FP8, GOOD, "rounds to zero was most, at the last look, in the activations"),
         (tensor(underflow=0.25, rms=1.0), FP8, GOOD, "at most 0.05% of the RMS (harmless below 1%)"),
         (tensor(underflow=0.25, rms=0.01), FP8, FAIR, "at most 4.88% of the RMS (too much from 1%)"),
         (tensor(underflow=0.25, rms=0.001), FP8, BAD, "at most 48.83% of the RMS"),
         (tensor("weights", "h.0.attn.c_attn.kernel", underflow=0.25), FP8, GOOD, "in the weights of h.0.attn.c_attn:"),
         # E5M2 has numbers down to 2^-16, FP16 to 2^-24.
-        (tensor("activation_gradients", underflow=0.25, rms=0.001), FP8, GOOD, "at most 0.38% of the RMS"),
-        (tensor("weight_gradients", underflow=0.25, rms=0.001), FP8, GOOD, "at most 0.38% of the RMS"),
         (
-            tensor("weight_gradients", underflow=0.25, rms=0.001),
+            tensor("activation_gradients", "h.1.mlp.c_fc.out", underflow=0.25, rms=0.001),
+            FP8,
+            GOOD,
+            "at most 0.38% of the",
+        ),
+        (
+            tensor("weight_gradients", "h.1.mlp.c_fc.kernel", underflow=0.25, rms=0.001),
+            FP8,
+            GOOD,
+            "at most 0.38% of the",
+        ),
+        (
+            tensor("weight_gradients", "h.1.mlp.c_fc.kernel", underflow=0.25, rms=0.001),
             FP8.replace("weight_grad: e5m2", "weight_grad: fp16"),
             GOOD,
             "at most 0.00%",
         ),
         (tensor(underflow=1.0, rms=0.0), FP8, BAD, "at most 100.00% of the RMS"),
-        (tensor(underflow=0.25, rms=1.0) | tensor(layer="b", underflow=0.1, rms=0.01), FP8, FAIR, "activations of b:"),
-        (tensor(underflow=0.6, rms=1e-4), "precision: {forward: e4m3, scaling: delayed}", GOOD, "no stall."),  # a bound
-        (tensor(underflow=0.6, rms=1e-4), "precision: {forward: null, scaling: none}", GOOD, "no stall."),
+        (
+            tensor(underflow=0.25, rms=1.0) | tensor(layer="h.0.attn.c_attn.in", underflow=0.1, rms=0.01),
+            FP8,
+            FAIR,
+            "into h.0.attn.c_attn:",
+        ),
+        (tensor(underflow=0.5, rms=1e-6), FP8, BAD, "at most 100.00% of the RMS"),
+        # What is not cast to eight bits, or not known to be.
+        *(
+            (tensor(kind, layer, underflow=0.9, saturated=0.9, rms=1e-6), FP8, GOOD, "no stall.")
+            for kind, layer in (
+                ("weight_gradients", "wte.embedding"),
+                ("weight_gradients", "h.0.attn.c_attn.bias"),
+                ("activations", "h.0.in"),
+                ("activations", "h.0.mlp.c_fc.out"),
+                ("activations", "h.0.ln_2.out"),
+                ("activation_gradients", "h.0.mlp.c_fc.in"),
+                ("weights", "h.9.mlp.c_fc.kernel"),
+                ("mu", "h.0.mlp.c_fc.kernel"),
+            )
+        ),
+        (tensor(underflow=0.9, rms=1e-6), "", GOOD, "no stall."),
+        (tensor(underflow=0.6, rms=1e-4), FP8.replace("propagate", "delayed"), GOOD, "no stall."),  # a bound
+        (tensor(underflow=0.6, rms=1e-4), FP8.replace("forward: e4m3", "forward: null"), GOOD, "no stall."),
     ],
 )
 def test_what_eight_bits_lose_is_judged_by_how_much_of_the_tensor_it_is(figures, config, grade, says):
@@ -153,7 +212,7 @@ def test_what_eight_bits_lose_is_judged_by_how_much_of_the_tensor_it_is(figures,
     [
         (lambda i: 1000.0 + i % 2, {}, UNRATED, "1k tokens/s, 100.0 ms a step; 1.0% of it waiting for data"),
         (lambda i: 1000.0, {}, UNRATED, "Steady to the end.\nWhat this device could do at most is not known."),
-        (lambda i: 1000.0, {}, UNRATED, "All steps together took 0:00:10 hours."),
+        (lambda i: 1000.0, {}, UNRATED, "Its steps took 0:00:10 (h:mm:ss)."),
         (
             lambda i: 500.0 if i in (13, 31, 35, 36) else 1000.0,
             {},
@@ -169,6 +228,11 @@ def test_what_eight_bits_lose_is_judged_by_how_much_of_the_tensor_it_is(figures,
 def test_whether_it_is_fast(speed, more, grade, says):
     answer = fast(history(rows(FALLING, speed=speed, **more), config="checkpoint: {every: 30}"))
     assert (answer.grade, says in answer.text) == (grade, True), answer
+
+
+def test_steps_that_have_no_row_count_too():
+    sparse = rows(FALLING, speed=lambda i: 1000.0)[9::10]  # train.log_every=10
+    assert "Its steps took 0:00:09 (h:mm:ss)." in fast(history(sparse)).text  # those before the first row are not known
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from trainer.errors import UserError
-from trainer.rundir import RunDir, environment, redact, write_environment
+from trainer.rundir import RunDir, environment, is_held, redact, write_environment
 
 CONFIG = {"seed": 1, "train": {"steps": 10, "batch_tokens": 64}, "tracker": {"tags": ("a", "b")}, "run_dir": "x"}
 
@@ -164,7 +164,7 @@ def test_the_environment_says_versions_and_devices_but_no_secrets(tmp_path, monk
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     monkeypatch.setattr(sys, "argv", ["trainer", "seed=1", "x.password=hidden"])
     (tmp_path / "environment.txt").write_bytes(b"damaged \xff\n")
-    write_environment(tmp_path, {"parameters": "1"})
+    write_environment(tmp_path, {"parameters": "1", "text": "a\n\nparameters: 3"})
     write_environment(tmp_path, {"parameters": "2"})  # a resumed run
     text = (tmp_path / "environment.txt").read_text()
     assert text.startswith("damaged ")
@@ -201,3 +201,11 @@ def test_a_directory_with_a_run_stays(tmp_path):
         held.adopt(CONFIG)
     assert (held.path / "config.yaml").exists()
     RunDir(tmp_path / "run").release()
+
+
+def test_a_run_directory_is_held_while_a_process_trains_in_it(tmp_path):
+    assert not is_held(tmp_path / "none")
+    with RunDir(tmp_path / "run") as held:
+        assert is_held(held.path)
+        held.adopt({})
+    assert not is_held(tmp_path / "run")

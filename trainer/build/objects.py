@@ -31,7 +31,8 @@ from trainer.step import Tokens
 from trainer.watchdog import Bounds, Watchdog
 from trainer.workload import Dataset, Model, Reduce, Task, Workload, eval_loss_of, first_state, make_sample
 
-YARDSTICK = 2**20  # bytes of the validation text that the compressor is tried on
+# Bytes of text between which the compressor is a yardstick: with less it has hardly begun, with more it takes long.
+YARDSTICK = (100_000, 2**22)
 
 
 def build_policy(c: schema.Precision) -> Policy:
@@ -251,7 +252,10 @@ def make_evaluate(c: schema.Config, w: Workload) -> Callable[[TrainState, bool, 
             broken_off=broken_off,
         )
         if final and found:
-            found.row["val/xz_bits_per_byte"] = xz_bits_per_byte(w.data.validation_text(YARDSTICK))
+            validated = count * w.data.val.batch_size * w.data.val.context
+            text = w.data.validation_text(min(validated, int(YARDSTICK[1] / w.data.bytes_per_token)))
+            if len(text) >= YARDSTICK[0]:
+                found.row["val/xz_bits_per_byte"] = xz_bits_per_byte(text)
         return found
 
     return run_evaluation

@@ -100,8 +100,8 @@ def report_on(run_dir: Path, display: Display) -> None:
     if jax.process_index() == 0 and (run_dir / "metrics.jsonl").exists():
         try:
             write_report(run_dir)
-        except UserError as error:
-            display.message(f"no report.html: {error}")
+        except Exception as error:  # whatever is wrong with it, what counts is how the run ended
+            display.message(f"no report.html: {error if isinstance(error, UserError) else repr(error)}")
 
 
 def restore_run(run_dir: Path) -> Trained:
@@ -127,6 +127,8 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
         c = from_tree(schema.Config, checkpointer.meta()["config"])
         c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1))
         w = build_workload(c)
+        if w.data.manifest.fingerprint != checkpointer.meta()["data"]:
+            raise UserError(f"{run_dir} was trained on other data than {w.data.directory}; bring its text back")
         found = checkpointer.restore(dataclasses.replace(abstract_state(w), opt_state=()), partial=True)
     return c, w, found._replace(state=from_stored(found.state))
 

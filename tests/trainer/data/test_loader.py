@@ -154,11 +154,10 @@ def test_closing_early_ends_the_thread(directory):
     assert "prefetch" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_the_validation_text_is_the_split_without_its_ends_of_text(directory):
+def test_the_validation_text_is_that_of_the_first_tokens_over_all_shards_without_ends_of_text(directory):
     data = Dataset.open(directory, seed=0, context=8, batch_size=2)
-    ids = [int(i) for i in stream(data.val, "val")[:200]]
-    whole = data.tokenizer.decode([i for i in ids if i != data.manifest.eot])
-    assert data.manifest.eot in ids
-    text = data.validation_text(100)
-    assert whole.startswith(text)
-    assert 50 < len(text) <= 110
+    ids = stream(data.val, "val")
+    assert len(data.manifest.open("val")[0]) < 35_000 < len(ids)
+    for count in (100, 35_000, 10 * len(ids)):
+        expected = data.tokenizer.decode([int(i) for i in ids[:count] if i != data.manifest.eot])
+        assert data.validation_text(count) == expected

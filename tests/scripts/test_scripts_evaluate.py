@@ -1,0 +1,91 @@
+"""A checkpoint in other arithmetic: what can be asked for, and what is found."""
+
+import json
+import re
+import shutil
+
+import pytest
+from command import finish, trainer
+
+from scripts.evaluate import Arguments, main, policy_of
+from trainer.errors import UserError
+
+pytestmark = pytest.mark.xdist_group(__name__)  # its tests share a run
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("fp9", "fp9"),
+        ("fp8_delayed", "its scales come from a history that only training writes"),
+        ("bf16+model.n_layer=7", "model.n_layer=7 is no matter of the precision"),
+        ("seed=3", "expected the name of a precision first"),
+    ],
+)
+def test_what_makes_no_other_arithmetic_is_refused(item, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        policy_of(item)
+
+
+def test_a_change_of_a_precision_is_taken():
+    assert policy_of("scalify_fp8+precision.keep=[h.0.*]").keep == ("h.0.*",)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """Of the flagship, four steps of a tiny model on a text of its own."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text("In the beginning was the word. " * 1600)
+    settings = ["precision=scalify_fp8_fp16", "train.steps=4", "sample.max_new=0", "metrics.numerics_every=0"]
+    settings += ["data=text", "data.format=text", "data.tokenizer=byte", f"data.paths=[{folder}/text.txt]"]
+    settings += [f"data.cache_dir={folder}/data"]
+    finish(trainer(folder, "run", *settings))
+    return folder / "run"
+
+
+def test_the_same_weights_are_validated_in_each_precision(run_dir, capsys):
+    items = "fp32, bf16,scalify_fp8_fp16,sim_e3m2"
+    main(Arguments(str(run_dir), items, batches=3))
+    document = json.loads((run_dir / "evaluation.json").read_text())
+    found = {result["precision"]: result for result in document["results"]}
+    assert list(found) == ["as trained", "fp32", "bf16", "scalify_fp8_fp16", "sim_e3m2"]
+    own = found["as trained"]["loss"]
+    assert document["step"] == 4
+    assert found["scalify_fp8_fp16"]["loss"] == pytest.approx(own, rel=1e-6)  # it is the same
+    apart = {name: abs(result["loss"] - found["fp32"]["loss"]) for name, result in found.items()}
+    assert 0 < apart["bf16"] < apart["as trained"] < apart["sim_e3m2"]
+    for result in found.values():
+        assert result["difference"] == pytest.approx(result["loss"] - own, abs=1e-6)
+    printed = capsys.readouterr().out
+    assert "step 4; 3 batches, " in printed
+    assert re.search(r"^fp32 +\d\.\d{4} +\d\.\d{4} +[+-]0\.\d{4} ± 0\.\d{4} +[+-]0\.\d\d$", printed, re.MULTILINE)
+
+
+def test_a_single_batch_has_no_interval_and_makes_valid_json(run_dir, capsys):
+    main(Arguments(str(run_dir), "fp32", batches=1))
+    text = (run_dir / "evaluation.json").read_text()
+    assert [r["half_width"] for r in json.loads(text, parse_constant=pytest.fail)["results"]] == [None, None]
+    assert "±" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"precisions": ","}, "expected at least one"),
+        ({"batches": -1}, "batches=-1: expected 0 or more"),
+        ({"precisions": "scalify_fp8+precision.keep=[zzz]"}, "no matmul matches 'zzz'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_computed(run_dir, capsys, arguments, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        main(Arguments(str(run_dir), **arguments))
+    assert "as trained" not in capsys.readouterr().out
+
+
+def test_another_text_than_was_trained_on_is_refused(run_dir):
+    text = run_dir.parent / "text.txt"
+    shutil.copy(text, run_dir.parent / "before.txt")
+    text.write_text("And the word was with God. " * 1600)
+    with pytest.raises(UserError, match="was trained on other data than"):
+        main(Arguments(str(run_dir)))
+    shutil.move(run_dir.parent / "before.txt", text)
