@@ -40,10 +40,12 @@ class Evaluation(NamedTuple):
 
     Attributes:
       step: whose weights they were.
+      tokens: of the text that they were evaluated on.
       losses: nats per token by precision, AS_TRAINED among them; NaN where it was not finite.
     """
 
     step: int
+    tokens: int
     losses: dict[str, float]
 
 
@@ -55,7 +57,7 @@ def read_evaluation(run_dir: Path) -> Evaluation | None:
     try:
         document = json.loads(text)
         losses = {r["precision"]: math.nan if r["loss"] is None else float(r["loss"]) for r in document["results"]}
-        found = Evaluation(int(document["step"]), losses)
+        found = Evaluation(int(document["step"]), int(document["tokens"]), losses)
     except (ValueError, TypeError, KeyError, AttributeError):
         found = None
     if found is None or AS_TRAINED not in found.losses:

@@ -225,7 +225,7 @@ def page(title: str, sections: Sequence[str]) -> str:
 def event_table(events: Sequence[tuple[int, str]], most: int = 200) -> str:
     """The newest last."""
     if not events:
-        return "<p>None: nothing was skipped, rolled back, rescaled or stalled.</p>"
+        return "<p>None: nothing was skipped, rolled back or stalled, and no weight needed a new scale.</p>"
     rows = "".join(
         f'<tr><td><i style="background:{colour_of(text)}"></i>{step:,}</td><td>{html.escape(text)}</td></tr>'
         for step, text in events[-most:]

@@ -112,8 +112,11 @@ def _apart(h: History, value: float, last: float) -> str:
     share = 1 - last / value
     if share < APART:
         return ""
-    heart = "part of it may be known by heart" if h.epochs >= REREAD else "so hardly by heart: the texts differ"
-    return f", {share:.0%} below that" + (f" (it was read {h.epochs:.1f} times, {heart})" if h.epochs else "")
+    text = f", {share:.0%} below the loss on text it never saw"
+    if not h.epochs:
+        return text
+    heart = "part of it may be known by heart" if h.epochs >= REREAD else "which is hardly by heart: the texts differ"
+    return f"{text}. It was read {h.epochs:.1f} times, {heart}"
 
 
 def _elsewhere(h: History, step: int) -> str:
@@ -122,7 +125,10 @@ def _elsewhere(h: History, step: int) -> str:
         return ""
     own, others = h.evaluation.losses[AS_TRAINED], {k: v for k, v in h.evaluation.losses.items() if k != AS_TRAINED}
     listed = ", ".join(f"{loss:.4f} in {name} ({loss / own - 1:+.2%})" for name, loss in others.items())
-    return f"\nThe same weights: {own:.4f} as trained, {listed}."
+    what = (
+        f"On {h.evaluation.tokens:,} tokens of that text the loss of the same weights is {own:.4f} as trained, {listed}"
+    )
+    return f"\n{what}: what the precision costs in use, not in training."
 
 
 def healthy(h: History) -> Answer:
@@ -209,14 +215,14 @@ def _lost(h: History) -> tuple[str, str]:
     """What eight bits lost where they lose most, when it was last looked at: the grade, and a line for each kind."""
     grades, text = [GOOD], ""
     figures = h.looks[-1][1] if h.looks else {}
-    for figure, (fair, bad), verb in (("saturated", SATURATED, "cuts off"), ("underflow", LOST, "rounds to zero")):
+    for figure, (fair, bad), verb in (("saturated", SATURATED, "Cut off"), ("underflow", LOST, "Rounded to zero")):
         if found := losses(figures, h.settings, figure).values():
             worst = max(found)
             grades.append(BAD if worst.size >= bad else FAIR if worst.size >= fair else GOOD)
             how = "harmless below" if grades[-1] == GOOD else "too much from"
-            at_most = f"at most {worst.size:.2%} of the RMS"
+            at_most = f"at most {worst.size:.2%} of their RMS"
             what = f"{worst.share:.1%} of the values" if figure == "saturated" else at_most
-            text += f"\nWhat the narrow format {verb} was most, at the last look, in {worst.tensor}: {what}"
+            text += f"\n{verb} by the narrow format, where it was most at the last look: {what}, {worst.tensor}"
             text += f" ({how} {fair:.0%})."
     return max(grades, key=(GOOD, FAIR, BAD).index), text
 
@@ -240,7 +246,11 @@ def fast(h: History) -> Answer:
     if waited > WAITING:
         return Answer(question, FAIR, f"{text} The data hold it up.")
     if (slow := sorted(speeds)[len(speeds) // 10]) < SLOWER * usual:
-        return Answer(question, FAIR, f"{text} It is unsteady: every tenth step is at {short(slow)} tokens/s or less.")
+        return Answer(
+            question,
+            FAIR,
+            f"{text} It is unsteady: the slowest tenth of its steps ran at {short(slow)} tokens/s or less.",
+        )
     if shares and statistics.median(shares) < IDLE:
         return Answer(question, FAIR, f"{text} That is little; a larger batch or model uses more.")
     text += f"\nSteady to the end{_slow_steps(h, SLOWER * usual)}."

@@ -84,7 +84,7 @@ def test_the_loss_in_another_precision_is_that_of_the_name(tmp_path):
     write(tmp_path / "a", {"step": 10, "val/loss": 1.0})
     results = [{"precision": "as trained", "loss": 1.0}, {"precision": "fp32", "loss": 0.5}]
     results.append({"precision": "fp16", "loss": None})  # not finite
-    (tmp_path / "a" / "evaluation.json").write_text(json.dumps({"step": 10, "results": results}))
+    (tmp_path / "a" / "evaluation.json").write_text(json.dumps({"step": 10, "tokens": 1, "results": results}))
     found = [parity.read_outcome(tmp_path / "a", 10, name) for name in ("", "fp32", "bf16", "fp16")]
     assert [outcome and outcome.elsewhere for outcome in found] == [None, 0.5, None, None]
 
@@ -108,7 +108,7 @@ def ended(tmp_path, monkeypatch):
             return subprocess.CompletedProcess(command, 2, "", "error: it is damaged\n")
         assert command[2] == "scripts.evaluate"
         results = [{"precision": name, "loss": 1.0} for name in ("as trained", "fp32")]
-        (run_dir / "evaluation.json").write_text(json.dumps({"step": 10, "results": results}))
+        (run_dir / "evaluation.json").write_text(json.dumps({"step": 10, "tokens": 1, "results": results}))
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", answer)

@@ -43,7 +43,7 @@ FALLING = [5.5 - 0.04 * i for i in range(100)]
         (FALLING, {50: 1.6, 75: 1.605, 100: 1.6}, GOOD, "Since step 75 it was level."),
         (FALLING, {50: 1.7, 75: 1.6, 100: 1.62}, GOOD, "Since step 75 it rose by 1.2%."),
         (FALLING, {10: 3.5, 100: 1.6}, GOOD, "1.600 nats a token.\nThe loss on"),  # too long ago to be the end's course
-        (FALLING, {100: 2.0}, GOOD, "from 5.500 nats a token to 1.720, 14% below that."),
+        (FALLING, {100: 2.0}, GOOD, "from 5.500 nats a token to 1.720, 14% below the loss on text it never saw."),
         (FALLING, {50: 1.5, 100: 1.6}, FAIR, "It was better, 1.500, after step 50"),
         ([*FALLING[:80], *[0.9] * 20], {50: 1.5, 100: 1.6}, FAIR, "It learns its training text by heart."),
         (FALLING[::-1], {100: 6.0}, BAD, "no better than at the start"),
@@ -91,22 +91,26 @@ def test_the_loss_is_put_beside_blind_guessing_other_compressors_and_how_often_t
     text = learning(history(found, **facts)).text
     assert "2.000 nats a token: 2.50 bits for a byte of it, where raw text has 8 and the compressor xz" in text
     assert f"(blind guessing among 1,000 tokens: {math.log(1000):.3f})" in text
-    assert "below that (it was read 2.0 times, part of it may be known by heart)" in text  # 100 steps of 100 tokens
+    assert "never saw. It was read 2.0 times, part of it may be known by heart." in text  # 100 steps of 100 tokens
     facts["training tokens"] = "10,000"
-    assert "(it was read 1.0 times, so hardly by heart: the texts differ)" in learning(history(found, **facts)).text
+    assert (
+        "It was read 1.0 times, which is hardly by heart: the texts differ." in learning(history(found, **facts)).text
+    )
 
 
 def test_what_the_weights_come_to_in_other_precisions_is_said():
-    evaluation = Evaluation(100, {"as trained": 2.0, "fp32": 1.99})
-    says = "\nThe same weights: 2.0000 as trained, 1.9900 in fp32 (-0.50%)."
+    evaluation = Evaluation(100, 4096, {"as trained": 2.0, "fp32": 1.99})
+    says = "is 2.0000 as trained, 1.9900 in fp32 (-0.50%): what the precision costs in use, not in training."
     for losses in (FALLING, FALLING[::-1]):
         found = History("a run", rows(losses, {100: 2.0}), [], "", evaluation=evaluation)
         assert learning(found).text.endswith(says)
     later = History("a run", rows([*FALLING, 1.0], {100: 2.0, 101: 1.9}), [], "", evaluation=evaluation)
-    assert "The same weights" not in learning(later).text  # which have gone on since
+    assert "of the same weights" not in learning(later).text  # which have gone on since
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"step": 1, "results": [{"precision": "fp32", "loss": 1.0}]}'])
+@pytest.mark.parametrize(
+    "text", ["{", "{}", "[]", '{"step": 1, "tokens": 1, "results": [{"precision": "fp32", "loss": 1.0}]}']
+)
 def test_a_damaged_evaluation_is_named(run_dir, text):
     (run_dir / "evaluation.json").write_text(text)
     with pytest.raises(UserError, match=r"evaluation\.json is damaged; remove it"):
@@ -146,16 +150,31 @@ def tensor(kind="activations", layer="h.1.mlp.c_proj.in", **figures):
             tensor(saturated=0.002),
             FP8,
             GOOD,
-            "in the activations that go into h.1.mlp.c_proj: 0.2% of the values",
+            "last look: 0.2% of the values, the activations that go into h.1.mlp.c_proj (harmless below 1%).",
         ),
         (tensor(saturated=0.02), FP8, FAIR, "(too much from 1%)"),
-        (tensor(saturated=0.2), FP8, BAD, "20.0% of the values (too much"),
+        (tensor(saturated=0.2), FP8, BAD, "20.0% of the values, the"),
         # What is lost is at most half of E4M3's smallest number, 2^-9, in a quarter of the values: 0.5 x 2^-10 / rms.
-        (tensor(underflow=0.25, rms=1.0), FP8, GOOD, "rounds to zero was most, at the last look, in the activations"),
-        (tensor(underflow=0.25, rms=1.0), FP8, GOOD, "at most 0.05% of the RMS (harmless below 1%)"),
-        (tensor(underflow=0.25, rms=0.01), FP8, FAIR, "at most 4.88% of the RMS (too much from 1%)"),
-        (tensor(underflow=0.25, rms=0.001), FP8, BAD, "at most 48.83% of the RMS"),
-        (tensor("weights", "h.0.attn.c_attn.kernel", underflow=0.25), FP8, GOOD, "in the weights of h.0.attn.c_attn:"),
+        (
+            tensor(underflow=0.25, rms=1.0),
+            FP8,
+            GOOD,
+            "Rounded to zero by the narrow format, where it was most at the last look",
+        ),
+        (
+            tensor(underflow=0.25, rms=1.0),
+            FP8,
+            GOOD,
+            "at most 0.05% of their RMS, the activations that go into h.1.mlp.c_proj (harmless below 1%)",
+        ),
+        (tensor(underflow=0.25, rms=0.01), FP8, FAIR, "h.1.mlp.c_proj (too much from 1%)"),
+        (tensor(underflow=0.25, rms=0.001), FP8, BAD, "at most 48.83% of their RMS"),
+        (
+            tensor("weights", "h.0.attn.c_attn.kernel", underflow=0.25),
+            FP8,
+            GOOD,
+            "the weights of h.0.attn.c_attn (harm",
+        ),
         # E5M2 has numbers down to 2^-16, FP16 to 2^-24.
         (
             tensor("activation_gradients", "h.1.mlp.c_fc.out", underflow=0.25, rms=0.001),
@@ -175,14 +194,14 @@ def tensor(kind="activations", layer="h.1.mlp.c_proj.in", **figures):
             GOOD,
             "at most 0.00%",
         ),
-        (tensor(underflow=1.0, rms=0.0), FP8, BAD, "at most 100.00% of the RMS"),
+        (tensor(underflow=1.0, rms=0.0), FP8, BAD, "at most 100.00% of their RMS"),
         (
             tensor(underflow=0.25, rms=1.0) | tensor(layer="h.0.attn.c_attn.in", underflow=0.1, rms=0.01),
             FP8,
             FAIR,
-            "into h.0.attn.c_attn:",
+            "into h.0.attn.c_attn (too",
         ),
-        (tensor(underflow=0.5, rms=1e-6), FP8, BAD, "at most 100.00% of the RMS"),
+        (tensor(underflow=0.5, rms=1e-6), FP8, BAD, "at most 100.00% of their RMS"),
         # What is not cast to eight bits, or not known to be.
         *(
             (tensor(kind, layer, underflow=0.9, saturated=0.9, rms=1e-6), FP8, GOOD, "no stall.")
@@ -222,7 +241,7 @@ def test_what_eight_bits_lose_is_judged_by_how_much_of_the_tensor_it_is(figures,
         (lambda i: 1000.0 if i < 80 else 500.0, {}, FAIR, "It slowed down: 500 tokens/s"),
         (lambda i: 1000.0, {"perf/mfu": 0.4}, GOOD, "40.0% of what the devices can do"),
         (lambda i: 1000.0, {"perf/mfu": 0.005}, FAIR, "0.5% of what the devices can do"),
-        (lambda i: 10000.0 if i % 3 else 100.0, {}, FAIR, "every tenth step is at 100 tokens/s or less"),
+        (lambda i: 10000.0 if i % 3 else 100.0, {}, FAIR, "the slowest tenth of its steps ran at 100 tokens/s or less"),
     ],
 )
 def test_whether_it_is_fast(speed, more, grade, says):
