@@ -75,9 +75,12 @@ class Row(NamedTuple):
 
 
 def half_width(differences: Sequence[float]) -> float:
-    """Half the 95% interval of a mean by Student's t: t(0.975, n-1) s / sqrt(n); infinite for a single value."""
+    """Half the 95% interval of a mean by Student's t: t(0.975, n-1) s / sqrt(n).
+
+    Infinite for a single value, and where one is not finite.
+    """
     n = len(differences)
-    if n < 2:
+    if n < 2 or not all(map(math.isfinite, differences)):
         return math.inf
     return float(stdtrit(n - 1, 0.975)) * statistics.stdev(differences) / math.sqrt(n)
 

@@ -30,9 +30,7 @@ KINDS = {
     "new scales": "#7f9fbf",
 }
 OTHER = "#999999"
-
-
-AS_TRAINED = "as trained"
+AS_TRAINED = "as trained"  # in an evaluation, the precision of the run itself
 
 
 class Evaluation(NamedTuple):
@@ -83,7 +81,7 @@ class History:
     events: Sequence[tuple[int, str]]
     config: str
     looks: Sequence[tuple[int, Mapping[str, float]]] = ()
-    evaluation: "Evaluation | None" = None
+    evaluation: Evaluation | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod

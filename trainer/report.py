@@ -143,7 +143,7 @@ def charts(h: History) -> list[str]:
             "Underflow",
             limited(taken, LOST[0]) or extremes("underflow", "max", times=100),
             "at most so many % of a tensor's RMS, worst layer"
-            if lost()
+            if taken
             else "at most so many % of the values, worst layer",
             from_zero=True,
         ),

@@ -242,17 +242,17 @@ def fast(h: History) -> Answer:
     text = f"{short(usual)} tokens/s, {step_ms:,.1f} ms a step{use}; {waited:.1%} of it waiting for data."
     text += f"\nIts steps took {timedelta(seconds=round(_seconds(h)))} (h:mm:ss)."
     if late < SLOWER * usual:
-        return Answer(question, FAIR, f"{text} It slowed down: {short(late)} tokens/s at the end.")
+        return Answer(question, FAIR, f"{text}\nIt slowed down: {short(late)} tokens/s at the end.")
     if waited > WAITING:
-        return Answer(question, FAIR, f"{text} The data hold it up.")
+        return Answer(question, FAIR, f"{text}\nThe data hold it up.")
     if (slow := sorted(speeds)[len(speeds) // 10]) < SLOWER * usual:
         return Answer(
             question,
             FAIR,
-            f"{text} It is unsteady: the slowest tenth of its steps ran at {short(slow)} tokens/s or less.",
+            f"{text}\nIt is unsteady: the slowest tenth of its steps ran at {short(slow)} tokens/s or less.",
         )
     if shares and statistics.median(shares) < IDLE:
-        return Answer(question, FAIR, f"{text} That is little; a larger batch or model uses more.")
+        return Answer(question, FAIR, f"{text}\nThat is little; a larger batch or model uses more.")
     text += f"\nSteady to the end{_slow_steps(h, SLOWER * usual)}."
     if shares:
         return Answer(question, GOOD, text)

@@ -22,6 +22,11 @@ def test_a_single_pair_has_no_interval():
     assert half_width([0.1]) == math.inf
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_difference_that_is_not_finite_has_no_interval(bad):
+    assert half_width([0.1, bad]) == half_width([bad, bad]) == math.inf
+
+
 def test_the_final_loss_is_the_mean_of_the_last_validations_in_the_order_of_steps():
     shuffled = Outcome({30: 3.0, 10: 1.0, 20: 2.0}, 0, False)
     assert shuffled.final(2) == 2.5

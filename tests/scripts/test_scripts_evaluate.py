@@ -7,6 +7,7 @@ import shutil
 import pytest
 from command import finish, trainer
 
+from scripts import evaluate
 from scripts.evaluate import Arguments, main, policy_of
 from trainer.errors import UserError
 
@@ -66,6 +67,15 @@ def test_a_single_batch_has_no_interval_and_makes_valid_json(run_dir, capsys):
     text = (run_dir / "evaluation.json").read_text()
     assert [r["half_width"] for r in json.loads(text, parse_constant=pytest.fail)["results"]] == [None, None]
     assert "±" not in capsys.readouterr().out
+
+
+def test_a_precision_that_overflows_is_a_result(run_dir, capsys, monkeypatch):
+    found = iter([[2.0, 2.0], [float("inf"), float("nan")]])
+    monkeypatch.setattr(evaluate, "losses", lambda *_: next(found))
+    main(Arguments(str(run_dir), "bf16", batches=2))
+    own, other = json.loads((run_dir / "evaluation.json").read_text(), parse_constant=pytest.fail)["results"]
+    assert (own["loss"], other["loss"], other["difference"], other["half_width"]) == (2.0, None, None, None)
+    assert re.search(r"^bf16 +nan", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
