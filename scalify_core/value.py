@@ -296,6 +296,17 @@ def together(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     return lax.platform_dependent(*scalars, cuda=cuda, default=lambda *scalars: scalars)
 
 
+def once(*scalars: jax.Array) -> tuple[jax.Array, ...]:
+    """FP32 scalars. Compiled for CPU, they are computed once, and what reads them reads the result.
+
+    XLA repeats scalars in every kernel that reads them, with all they are computed from: of a sum of many terms, each of
+    whose scales follows from that before, more than a machine compiles.
+    """
+    return lax.platform_dependent(
+        *scalars, cpu=lambda *scalars: lax.optimization_barrier(scalars), default=lambda *scalars: scalars
+    )
+
+
 def stored_both_ways(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A matrix, twice. Compiled for CUDA, what computes it writes both, the second with its columns in one piece."""
 
@@ -485,7 +496,8 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
     r = lax.div(small, large)
     total = clip_scale(lax.mul(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r)))))
     scale = pow2_round(total)
-    return scale, 1.0, lax.div(total, scale)
+    scale, excess = once(scale, lax.div(total, scale))
+    return scale, 1.0, excess
 
 
 def settled(data: Any, scale: Scale, rho: float, dtype: np.dtype, slack: float = 2.0, factor: float = 1.0) -> Value:

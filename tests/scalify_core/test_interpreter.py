@@ -8,6 +8,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
@@ -285,6 +286,17 @@ def test_static_scales_take_no_arguments_and_no_scalars_at_run_time():
     )
     main = next(line for line in text.splitlines() if "@main" in line)
     assert "tensor<f32>," not in main.split("->")[0]
+
+
+def test_clipping_by_the_global_norm_compiles_to_a_program_in_proportion_to_the_tensors():
+    """XLA may repeat the scales of a sum, each of which follows from that before, in all that reads them."""
+
+    def instructions(n):
+        grads = [ScaledArray(jnp.ones((8, 8), jnp.float16), jnp.float32(2.0**-i)) for i in range(n)]
+        compiled = jax.jit(scalify(lambda g: optax.clip_by_global_norm(1.0).update(g, optax.EmptyState())[0]))
+        return compiled.lower(grads).compile().as_text().count(" = ")
+
+    assert instructions(16) < 3 * instructions(8)  # of a square's growth it would be four times as many
 
 
 def test_scales_of_results_are_multiplied_out_together():
