@@ -299,8 +299,8 @@ def together(*scalars: jax.Array) -> tuple[jax.Array, ...]:
 def once(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     """FP32 scalars. Compiled for CPU, they are computed once, and what reads them reads the result.
 
-    XLA repeats scalars in every kernel that reads them, with all they are computed from: of a sum of many terms, each of
-    whose scales follows from that before, more than a machine compiles.
+    XLA repeats scalars in every kernel that reads them, with all they are computed from: of a sum of many terms, where
+    each scale follows from that before, more than a machine compiles.
     """
     return lax.platform_dependent(
         *scalars, cpu=lambda *scalars: lax.optimization_barrier(scalars), default=lambda *scalars: scalars
