@@ -496,8 +496,8 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
     r = lax.div(small, large)
     total = clip_scale(lax.mul(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r)))))
     scale = pow2_round(total)
-    scale, excess = once(scale, lax.div(total, scale))
-    return scale, 1.0, excess
+    computed, excess = once(scale, lax.div(total, scale))
+    return computed, 1.0, excess
 
 
 def settled(data: Any, scale: Scale, rho: float, dtype: np.dtype, slack: float = 2.0, factor: float = 1.0) -> Value:
