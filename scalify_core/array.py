@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.formats import pow2_round
-from scalify_core.value import MIN_SCALE, as_float32, broadcast_scale, saturating_cast, times
+from scalify_core.scales import MIN_SCALE, broadcast_scale, times
+from scalify_core.storage import as_float32, saturating_cast
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -24,19 +24,10 @@ import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import registry
 from scalify_core.arguments import Arguments
 from scalify_core.array import ScaledArray, asarray, gradient_like, is_scaled_array
-from scalify_core.value import (
-    Value,
-    as_numbers,
-    counting,
-    drawn,
-    in_format,
-    materialise,
-    narrow,
-    numbered,
-    settle,
-    take,
-    value,
-)
+from scalify_core.numbering import counting, drawn, numbered, take
+from scalify_core.scales import as_numbers
+from scalify_core.storage import materialise
+from scalify_core.value import Value, in_format, narrow, settle, value
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:

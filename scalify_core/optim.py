@@ -44,8 +44,8 @@ from scalify_core.formats import FP16, FP32, FloatFormat, counter_words, pow2_fl
 from scalify_core.interpreter import scalify
 from scalify_core.reductions import largest_magnitudes
 from scalify_core.rescale import dynamic_rescale_rms
+from scalify_core.scales import MIN_SCALE
 from scalify_core.tree import map_arrays
-from scalify_core.value import MIN_SCALE
 from scalify_core.weights import LARGE, Rounding, check_rounding, round_to, wide
 
 _SQUARE_FLOOR = 2.0**-120  # of widened second moments: times any usual decay it is still a normal FP32 number

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from scalify_core import storage
 from scalify_core import value as v
 from scalify_core.array import ScaledArray
 from scalify_core.composite import composite
@@ -74,7 +75,7 @@ _probe.defvjp(_fwd, _bwd)
 def _stored(x: Any) -> Any:
     """The array as it would be stored: rounded to its format. The program goes on with what it has."""
     if not isinstance(x, Value):
-        return v.materialise(x)
+        return storage.materialise(x)
     x = v.scalar_scale(v.narrow(x))
     return ScaledArray(x.data, x.scale)
 

@@ -28,6 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
+from scalify_core import scales as sc
+from scalify_core import storage
 from scalify_core import value as v
 from scalify_core.value import Value
 
@@ -179,7 +181,7 @@ def plain(eqn: Any, *operands: Any) -> Any:
     numbers = _numbers(eqn, tuple(map(v.uniform, operands)))
     several = eqn.primitive.multiple_results
     if None in numbers:
-        out = bind(eqn, *map(v.materialise, operands))
+        out = bind(eqn, *map(storage.materialise, operands))
     else:
         out = [None] * len(numbers) if several else None
     results = [
@@ -245,13 +247,13 @@ def _definer(
 
 def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> Any:
     """As `structural`."""
-    if along is not None and not v.is_static(operands[0].scale) and operands[0].scale.size > 1:
+    if along is not None and not sc.is_static(operands[0].scale) and operands[0].scale.size > 1:
         scales = along(eqn, operands[0].scale, *operands[1:])
         if scales is not None:
             return _moved(eqn, scales, *operands)
     # A negative factor would turn maxima into minima.
     operands = tuple(_one_scale(x) if isinstance(x, Value) else x for x in operands)
-    out = bind(eqn, *(x.data if isinstance(x, Value) else v.materialise(x) for x in operands))
+    out = bind(eqn, *(x.data if isinstance(x, Value) else storage.materialise(x) for x in operands))
     first = next(x for x in operands if isinstance(x, Value))
     if not eqn.primitive.multiple_results:
         return v.value(out, first.multiple, first.rho, first.dtype, first.factor, first.excess, first.guard)
@@ -263,7 +265,7 @@ def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> Any:
 
 
 def _moved(eqn: Any, scales: Any, x: Value, *rest: Any) -> Any:
-    out = bind(eqn, x.data, *map(v.materialise, rest))
+    out = bind(eqn, x.data, *map(storage.materialise, rest))
     several = eqn.primitive.multiple_results
     results = [
         v.value(y, scale.reshape(()) if scale.size == 1 else scale, x.rho, x.dtype, x.factor)
@@ -285,7 +287,7 @@ def _unscaled(eqn: Any, *operands: Any) -> Any:
 def in_float32(eqn: Any, *operands: Any) -> Any:
     """The operation on the logical values in FP32, also where the user cast them to a narrower dtype; scale 1."""
     args = [
-        v.as_float32(v.unscaled(x)) if _is_float(var.aval) and var.aval.dtype.itemsize < 4 else
+        storage.as_float32(v.unscaled(x)) if _is_float(var.aval) and var.aval.dtype.itemsize < 4 else
         v.unscaled(x, var.aval.dtype) for x, var in zip(operands, eqn.invars, strict=True)
     ]  # fmt: skip
     return _of_scale_1(bind(eqn, *args), operands)

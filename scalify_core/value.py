@@ -2,9 +2,7 @@
 
 The logical value is `data * factor * scale`.
 
-A scale is *static* when it is a Python float: arithmetic on it happens while tracing and leaves nothing in the
-compiled program. Otherwise it is an FP32 array, a scalar or broadcastable to the data. Every scale is a power of two
-in [2^-126, 2^126].
+Of scales, see `scales`.
 
 `factor` is a number that has not been multiplied into the data yet, nearly always 1. The next operation that
 multiplies the data anyway takes it along, so constants and changes of scale cost one multiplication in all, or none.
@@ -20,41 +18,40 @@ matrix product; the compiler fuses the chain, so nothing is held in FP32.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
-from jax.interpreters.partial_eval import DynamicJaxprTracer
 
-from scalify_core.formats import FloatFormat, pow2_inverse, pow2_round
+from scalify_core.formats import pow2_round
 from scalify_core.reductions import sums_at_once
+from scalify_core.scales import (
+    MAX_SCALE,
+    MIN_SCALE,
+    Multiple,
+    Scale,
+    as_number,
+    broadcast_scale,
+    clip_scale,
+    is_static,
+    largest,
+    of_one_base,
+    product,
+    ratio,
+    rounded,
+    smallest,
+    times,
+    unless_of_zeros,
+)
+from scalify_core.storage import as_float32, materialise, once, saturating_cast, stored, together
 
-Scale = Any  # float: static; FP32 jax.Array: dynamic
-MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
-# A scale below this one is that of zeros (2^-126), perhaps times some constants: it says nothing about other values.
-OF_ZEROS = 2.0**-100
-_TOGETHER = 64  # scalars of one array: XLA gives a kernel some 96 operands
 _F32 = np.dtype(np.float32)
-
-
-class Multiple(NamedTuple):
-    """A run-time scale times a static power of two, not yet multiplied.
-
-    A chain of such powers, as every product adds one, is so one number, and data that is multiplied by the scale is
-    multiplied by both: it leaves no operation on scalars in the program, which on a GPU would be a kernel each.
-    """
-
-    base: Any  # FP32 scalar
-    by: float
 
 
 @functools.partial(
@@ -121,78 +118,6 @@ def value(
     return Value(data, base, None, rho, dtype, factor, excess, guard, by)
 
 
-_drawn: ContextVar[int | None] = ContextVar("drawn", default=None)  # numbers, while a function is evaluated
-
-
-@contextlib.contextmanager
-def numbered() -> Iterator[None]:
-    """Inside, `serial` counts from 0; inside another, it goes on."""
-    token = _drawn.set(0) if _drawn.get() is None else None
-    try:
-        yield
-    finally:
-        if token is not None:
-            _drawn.reset(token)
-
-
-@contextlib.contextmanager
-def numbers_returned() -> Iterator[None]:
-    """What is drawn inside is drawn again: the program inside is only looked at."""
-    token = _drawn.set(_drawn.get())
-    try:
-        yield
-    finally:
-        _drawn.reset(token)
-
-
-def serial() -> int:
-    """A number that no other call gets while one function is evaluated: what tells equal operations apart."""
-    number = drawn()
-    _continue_at(number + 1)
-    return number
-
-
-def drawn() -> int:
-    """How many numbers have been drawn, which is the next one."""
-    return _drawn.get() or 0
-
-
-def _continue_at(number: int) -> None:
-    if _drawn.get() is not None:
-        _drawn.set(number)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Count:
-    """Of the numbers that a trace drew: part of its result, so who is given the same trace again finds it."""
-
-    count: int
-
-
-def counting(fun: Callable) -> Callable:
-    """`fun` for traces that are kept: its result and how many numbers it drew, which `take` takes apart."""
-
-    @functools.wraps(fun)
-    def counted(*args: Any) -> tuple[Any, _Count]:
-        first = drawn()
-        return fun(*args), _Count(drawn() - first)
-
-    return counted
-
-
-def take(result: tuple[Any, _Count], first: int) -> Any:
-    """The result of a counting function, traced now or before: from `first` on its numbers are taken either way."""
-    out, numbers = result
-    _continue_at(first + numbers.count)
-    return out
-
-
-def is_static(scale: Scale) -> bool:
-    """Whether the scale is known while tracing."""
-    return isinstance(scale, float)
-
-
 def uniform(x: Any) -> float | None:
     """The number that all elements of a plain constant are known to be, or None."""
     if type(x) is Value or isinstance(x, jax.core.Tracer):  # nearly always
@@ -202,13 +127,6 @@ def uniform(x: Any) -> float | None:
     if isinstance(x, np.ndarray) and (x.ndim == 0 or not any(x.strides)) and x.size and x.dtype != bool:
         return float(x[(0,) * x.ndim])
     return None
-
-
-def materialise(x: Any) -> Any:
-    """A plain operand for `bind`: a uniform constant becomes a broadcast, not an array of constants."""
-    if isinstance(x, np.ndarray) and x.ndim and not any(x.strides):
-        return lax.full(x.shape, x[(0,) * x.ndim] if x.size else 0, x.dtype)
-    return x
 
 
 def lift(x: Any, dtype: np.dtype) -> Value:
@@ -224,12 +142,6 @@ def lift(x: Any, dtype: np.dtype) -> Value:
     number = np.float32(constant if any_scale else constant / scale)
     data = lax.full(np.shape(x), number, _F32) if np.shape(x) else number
     return value(data, scale, 1.0 if any_scale else abs(float(number)), dtype)
-
-
-def as_float32(x: Any) -> Any:
-    """`x` in FP32 (no operation where it is)."""
-    x = materialise(x)
-    return x if getattr(x, "dtype", None) == _F32 else lax.convert_element_type(x, _F32)
 
 
 def wide(v: Value) -> Any:
@@ -252,101 +164,6 @@ def narrow(v: Value) -> Value:
 def in_format(v: Value) -> Value:
     """The value with its data in its format, as `narrow`; data that is so already keeps its factor beside it."""
     return v if v.data.dtype == v.dtype else dataclasses.replace(narrow(v), before=v.before)
-
-
-def saturating_cast(x: Any, dtype: Any) -> Any:
-    """`x` in `dtype`; finite numbers beyond its largest become that, what is not finite stays not finite."""
-    dtype = np.dtype(dtype)
-    if x.dtype == dtype:
-        return x
-    if float(jnp.finfo(dtype).max) >= float(jnp.finfo(x.dtype).max):
-        return lax.convert_element_type(x, dtype)
-    return _saturating_cast(x, dtype)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _saturating_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    x = as_float32(x)
-    limit = np.float32(FloatFormat.of(dtype).max)
-    # Not `is_finite`, which XLA's kernels for norms on GPUs (Triton) do not have: a cast would be a kernel of its own.
-    finite = lax.lt(lax.abs(x), np.float32(np.inf))
-    return lax.convert_element_type(lax.select(finite, lax.clamp(-limit, x, limit), x), dtype)
-
-
-def stored(x: jax.Array) -> jax.Array:
-    """`x`. Compiled for CUDA, what computes it writes it in its own format, and what reads it reads that.
-
-    A compiler may otherwise write what `x` is rounded from, if several operations begin by rounding it.
-    """
-    return lax.platform_dependent(x, cuda=lax.optimization_barrier, default=lambda x: x)
-
-
-def row_major(x: jax.Array) -> jax.Array:
-    """`x`. Compiled for CUDA, elements that are neighbours on the last axis are neighbours in memory."""
-    return lax.platform_dependent(x, cuda=_row_major, default=lambda x: x)
-
-
-def together(*scalars: jax.Array) -> tuple[jax.Array, ...]:
-    """FP32 scalars. Compiled for CUDA, one kernel computes them; it would be one for each that a large kernel reads."""
-
-    def cuda(*scalars: jax.Array) -> tuple[jax.Array, ...]:
-        stacked = lax.optimization_barrier(jnp.stack(scalars))
-        return tuple(stacked[i] for i in range(len(scalars)))
-
-    return lax.platform_dependent(*scalars, cuda=cuda, default=lambda *scalars: scalars)
-
-
-def once(*scalars: jax.Array) -> tuple[jax.Array, ...]:
-    """FP32 scalars. Compiled for CPU, they are computed once, and what reads them reads the result.
-
-    XLA repeats scalars in every kernel that reads them, with all they are computed from: of a sum of many terms, where
-    each scale follows from that before, more than a machine compiles.
-    """
-    return lax.platform_dependent(
-        *scalars, cpu=lambda *scalars: lax.optimization_barrier(scalars), default=lambda *scalars: scalars
-    )
-
-
-def stored_both_ways(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A matrix, twice. Compiled for CUDA, what computes it writes both, the second with its columns in one piece."""
-
-    def cuda(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = _row_major(x)  # or the order of the other would spread to what `x` is computed from
-        rows, columns = lax.optimization_barrier((x, _row_major(x.T)))
-        return rows, columns.T
-
-    return lax.platform_dependent(x, cuda=cuda, default=lambda x: (x, x))
-
-
-def _row_major(x: jax.Array) -> jax.Array:
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
-
-
-def times(x: Any, factor: Scale | Multiple) -> Any:
-    """`x * factor`, exact for a power of two and else rounded in FP32; no operation where the factor is 1."""
-    if isinstance(factor, Multiple):
-        if not 2.0**-60 <= factor.by <= 2.0**60:  # data of a narrow format times more could leave FP32 on the way
-            return times(x, as_number(factor))
-        return times(times(as_float32(x), factor.by), factor.base)
-    if isinstance(factor, float):
-        if factor == 1.0:
-            return x
-        if isinstance(x, np.float32):  # a literal: the product is one too
-            return np.float32(float(x) * factor)
-        if factor and math.isfinite(factor) and not MIN_SCALE <= abs(factor) <= MAX_SCALE:
-            step = MAX_SCALE if abs(factor) > 1 else MIN_SCALE  # too large or small for one FP32 number
-            return times(times(as_float32(x), step), factor / step)
-        in_format = x.dtype.itemsize == 2 and 2.0**-14 <= abs(factor) <= 1 and math.frexp(factor)[0] in (0.5, -0.5)
-        x = x if in_format else as_float32(x)
-        return lax.mul(x, x.dtype.type(factor))
-    return jnp.multiply(as_float32(x), broadcast_scale(factor, x))
-
-
-def broadcast_scale(scale: Any, x: Any) -> Any:
-    """A dynamic scale for data `x`: a scalar, or of the rank of the data; what is of lower rank is of leading axes."""
-    if scale.ndim in (0, x.ndim):
-        return scale
-    return lax.reshape(scale, scale.shape + (1,) * (x.ndim - scale.ndim))
 
 
 def unscaled(v: Any, dtype: Any = _F32) -> Any:
@@ -373,110 +190,12 @@ def _at_scale(data: Any, v: Value, scale: Scale) -> Any:
     return times(times(data, v.factor), ratio(v.multiple, scale))
 
 
-def _of_one_base(*scales: Any) -> tuple[float, ...] | None:
-    """The static parts of scales that are multiples of one run-time scalar; None: they are not."""
-    parts = [s if isinstance(s, Multiple) else Multiple(s, 1.0) for s in scales if not is_static(s)]
-    one = len(parts) == len(scales) and all(part.base is parts[0].base for part in parts)
-    return tuple(part.by for part in parts) if one and parts[0].base.ndim == 0 else None
-
-
-def same_scale(a: Scale, b: Scale) -> bool:
-    """Whether two scales are known to be equal."""
-    both = _of_one_base(a, b)
-    return a is b or (both[0] == both[1] if both else is_static(a) and is_static(b) and a == b)
-
-
-def near(scales: Sequence[Scale]) -> bool:
-    """Whether scales are static and so near that what has the smallest loses nothing at the largest."""
-    return all(map(is_static, scales)) and max(scales) <= 16 * min(scales)
-
-
-def as_number(scale: Scale | Multiple) -> Scale:
-    """A scale that is multiplied out, within the range of scales."""
-    return clip_scale(lax.mul(scale.base, np.float32(scale.by))) if isinstance(scale, Multiple) else scale
-
-
-def as_numbers(scales: Sequence[Scale | Multiple]) -> list[Scale]:
-    """`as_number` of each. Multiples of scalars are multiplied out together: one by one, each is a kernel on a GPU.
-
-    Of scalars that jit traces, and of one type: those of vmap may be batched or not, arrays be on different devices.
-    """
-    found = list(scales)
-    alike: dict[Any, list[int]] = {}
-    for i, x in enumerate(scales):
-        if isinstance(x, Multiple) and isinstance(x.base, DynamicJaxprTracer) and x.base.ndim == 0:
-            alike.setdefault(jax.typeof(x.base), []).append(i)
-    blocks = [same[i : i + _TOGETHER] for same in alike.values() for i in range(0, len(same), _TOGETHER)]
-    for block in blocks:
-        bases, by = [scales[i].base for i in block], np.array([scales[i].by for i in block], np.float32)
-        numbers = clip_scale(lax.mul(jnp.stack(bases), by))
-        for place, i in enumerate(block):
-            found[i] = numbers[place]
-    return [as_number(x) for x in found]
-
-
-def ratio(a: Any, b: Any) -> Any:
-    """`a / b`, within the range of scales where dynamic; a `Multiple` where `b` is static and `a` a run-time scalar.
-
-    Static for multiples of one run-time scalar.
-    """
-    if is_static(b):
-        return product(a, 1 / b)
-    if (both := _of_one_base(a, b)) is not None:
-        return both[0] / both[1]
-    a, b = _arrays(a, b)
-    return clip_scale(lax.mul(a, pow2_inverse(b)))
-
-
-def product(a: Any, b: Any) -> Any:
-    """`a * b`, within the range of scales where dynamic; a `Multiple` where one is static and one a run-time scalar."""
-    if is_static(a) and is_static(b):
-        return a * b
-    if is_static(a) or is_static(b):
-        static, dynamic = (a, b) if is_static(a) else (b, a)
-        if static == 1.0:
-            return dynamic
-        base, by = dynamic if isinstance(dynamic, Multiple) else (dynamic, 1.0)
-        if base.ndim == 0 and MIN_SCALE <= by * static <= MAX_SCALE and math.frexp(static)[0] == 0.5:
-            return base if by * static == 1.0 else Multiple(base, by * static)
-    return clip_scale(lax.mul(*_arrays(a, b)))
-
-
-def product_and_rest(a: Any, b: Any) -> tuple[Any, Scale]:
-    """`a * b` as `product`, and the power of two by which that falls short of it, for the data (1 where static)."""
-    a, b = as_number(a), as_number(b)
-    scale = as_number(product(a, b))
-    if is_static(scale) or scale is a or scale is b:
-        return scale, 1.0
-    # Within FP32: the smaller over the product is at most the inverse of the larger, or the scale is at its limit.
-    return scale, lax.mul(lax.div(*_arrays(smallest(a, b), scale)), largest(a, b))
-
-
-def unless_of_zeros(scale: Any, other: Any) -> Any:
-    """A dynamic scale, or `other` (a number) where it is that of zeros."""
-    return lax.select(lax.lt(scale, np.float32(OF_ZEROS)), lax.full_like(scale, other), scale)
-
-
 def as_divisor(v: Value) -> Value:
     """The value at scale 1 if its run-time scale is that of zeros: a quotient must not get the largest scale of all."""
     if is_static(v.scale):
         return v
     scale = unless_of_zeros(v.scale, 1.0)
     return value(times(wide(v), ratio(v.scale, scale)), scale, v.rho, v.dtype, v.factor)
-
-
-def largest(*scales: Scale) -> Scale:
-    """The largest."""
-    if all(map(is_static, scales)):
-        return max(scales)
-    if (multiples := _of_one_base(*scales)) is not None:
-        return scales[multiples.index(max(multiples))]
-    return functools.reduce(lambda a, b: lax.max(*_arrays(a, b)), scales)
-
-
-def smallest(a: Scale, b: Scale) -> Scale:
-    """The smaller."""
-    return min(a, b) if is_static(a) and is_static(b) else lax.min(*_arrays(a, b))
 
 
 def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
@@ -488,7 +207,7 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
             if x.factor == 1.0 and 0.5 <= total / x.scale <= 2:
                 return x.scale, total / x.scale, None
         return *rounded(total), None
-    both = _of_one_base(a.multiple, b.multiple)
+    both = of_one_base(a.multiple, b.multiple)
     if both is not None and a.excess is None and b.excess is None:
         scale, rho = rounded(math.hypot(both[0] * a.rho, both[1] * b.rho))
         return product(a.dynamic, scale), rho, None
@@ -511,17 +230,6 @@ def settled(data: Any, scale: Scale, rho: float, dtype: np.dtype, slack: float =
         return value(data, scale, rho, dtype, factor)
     power = pow2_round(rho)
     return value(data, product(scale, power), rho / power, dtype, factor / power)
-
-
-def rounded(size: float) -> tuple[float, float]:
-    """The scale of data of this expected size, and its rho."""
-    scale = pow2_round(size)
-    return scale, size / scale
-
-
-def clip_scale(scale: Any) -> Any:
-    """Keep a dynamic scale within [2^-126, 2^126]."""
-    return lax.clamp(np.float32(MIN_SCALE), scale, np.float32(MAX_SCALE))
 
 
 class Before(NamedTuple):
@@ -610,14 +318,6 @@ def result_dtype(*operands: Any) -> np.dtype:
         (only,) = formats
         return only if only.itemsize > 1 else np.dtype(np.float16)
     return np.dtype(jnp.result_type(*({f for f in formats if f.itemsize > 1} or {np.dtype(np.float16)})))
-
-
-def _arrays(a: Any, b: Any) -> tuple[Any, Any]:
-    """Both as FP32 arrays of one rank."""
-    a, b = (np.float32(s) if is_static(s) else as_number(s) for s in (a, b))
-    if np.ndim(a) and np.ndim(b) and a.shape != b.shape:
-        a, b = jnp.broadcast_arrays(a, b)
-    return a, b
 
 
 @jax.tree_util.register_static

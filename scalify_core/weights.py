@@ -16,8 +16,8 @@ import numpy as np
 
 from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, rms_scale
 from scalify_core.formats import FP32, FloatFormat, bits_of_words, counter_words, pow2_round
+from scalify_core.scales import MIN_SCALE, broadcast_scale
 from scalify_core.tree import leaves, map_arrays
-from scalify_core.value import MIN_SCALE, broadcast_scale
 
 Rounding = Literal["nearest", "stochastic"]
 

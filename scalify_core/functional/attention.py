@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from scalify_core.composite import composite
-from scalify_core.value import saturating_cast
+from scalify_core.storage import saturating_cast
 
 _CUDNN_DTYPES = (jnp.float16, jnp.bfloat16)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from scalify_core import scales as sc
+from scalify_core import storage
 from scalify_core import value as v
 from scalify_core.registry import composite_rule
 from scalify_core.rules.composites import SQRT_2, as_value, kernel_operands, moved, on_data, unbatched_shape
@@ -58,22 +60,22 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     growth = _attention_growth(call, q, k)
     # Probabilities of 1/T times FP16 gradients of 1 would be among the subnormal numbers: up, and down again.
     lift = 2.0 ** round(-math.log2(growth)) if q.data.dtype == np.float16 else 1.0
-    raised = v.saturating_cast(v.times(v.wide(gradient), lift), q.data.dtype)
+    raised = storage.saturating_cast(sc.times(v.wide(gradient), lift), q.data.dtype)
     residuals = (q, k, values, segments, kept, log_norm)
     out = on_data(call, residuals, raised, logit_scale=static["logit_scale"] * q.scale * k.scale)
     both = k.scale * q.scale  # of the logits, whose gradient the function takes with respect to the data
     sizes = (
         (
-            v.ratio(v.product(gradient.multiple, values.scale), q.scale),
+            sc.ratio(sc.product(gradient.multiple, values.scale), q.scale),
             gradient.rho * values.rho * k.rho * both,
         ),
         (
-            v.ratio(v.product(gradient.multiple, values.scale), k.scale),
+            sc.ratio(sc.product(gradient.multiple, values.scale), k.scale),
             gradient.rho * values.rho * q.rho * both,
         ),
         (gradient.multiple, gradient.rho),
     )
     return [
-        moved(v.settled(x, v.product(scale, 1 / lift), rho * growth * lift, y.dtype, SQRT_2), own)
+        moved(v.settled(x, sc.product(scale, 1 / lift), rho * growth * lift, y.dtype, SQRT_2), own)
         for x, (scale, rho), y, own in zip(out, sizes, (q, k, values), (k_scale, q_scale, 1.0), strict=True)
     ]

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from scalify_core import scales as sc
+from scalify_core import storage
 from scalify_core import value as v
 from scalify_core.registry import bind, rule
 from scalify_core.rules.matmul import saturated
@@ -21,7 +23,7 @@ def equal_scale(x: Value, axes: tuple) -> Value:
     in a `shard_map` that does not check, nothing is known of either.
     """
     x = v.scalar_scale(x)
-    if v.is_static(x.scale):
+    if sc.is_static(x.scale):
         return x
     data, scale = (jax.typeof(y).mat.varying for y in (x.data, x.scale))
     varying = tuple(axis for axis in axes if axis in scale)
@@ -43,7 +45,7 @@ def _collective(eqn: Any, operands: tuple, *, adds: bool = False, mixes: bool = 
     axes = _axes(eqn)
     if mixes:
         operands = tuple(equal_scale(x, axes) if isinstance(x, Value) else x for x in operands)
-    out = bind(eqn, *(x.data if isinstance(x, Value) else v.materialise(x) for x in operands))
+    out = bind(eqn, *(x.data if isinstance(x, Value) else storage.materialise(x) for x in operands))
     groups = eqn.params.get("axis_index_groups")
     count = len(groups[0]) if groups else math.prod(lax.axis_size(axis) for axis in axes)
     growth = math.sqrt(count) if adds else 1.0

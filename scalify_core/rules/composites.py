@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core import registry
+from scalify_core import registry, storage
+from scalify_core import scales as sc
 from scalify_core import value as v
 from scalify_core.formats import pow2_round
 from scalify_core.registry import composite_rule, rule
@@ -48,14 +49,14 @@ def is_value(x: Any) -> bool:
 
 def on_data(call: Any, *args: Any, **static: Any) -> list[Any]:
     """The call's flat results on the data of `args` (pytrees of values and plain arrays), with other parameters."""
-    leaves = [x.data if is_value(x) else v.materialise(x) for x in jax.tree.leaves(args, is_leaf=is_value)]
+    leaves = [x.data if is_value(x) else storage.materialise(x) for x in jax.tree.leaves(args, is_leaf=is_value)]
     return call.replace(static={**dict(call.static), **static}).bind(*leaves)
 
 
 def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Value]:
     """The call in FP32 on the logical values of `args`; result i gets `results[i]`, its expected size and format."""
     leaves = [v.unscaled(x) if _is_float(x) else x for x in jax.tree.leaves(args, is_leaf=is_value)]
-    out = call.bind(*(v.materialise(x) for x in leaves))
+    out = call.bind(*(storage.materialise(x) for x in leaves))
     return [brought(x, size, dtype) for x, (size, dtype) in zip(out, results, strict=True)]
 
 
@@ -64,19 +65,19 @@ def on_gradient(call: Any, results: list[tuple[float, Any]], residuals: Any, gra
 
     `results`: the expected sizes for a gradient of size 1, and the formats.
     """
-    if v.is_static(gradient.scale) or not all(v.is_static(size) for size, _ in results):
+    if sc.is_static(gradient.scale) or not all(sc.is_static(size) for size, _ in results):
         sized = [(size_of(gradient.size, size), dtype) for size, dtype in results]
         return on_values(call, sized, residuals, gradient)
     data = v.value(gradient.data, 1.0, gradient.rho, gradient.dtype, gradient.factor)
     out = on_values(call, [(gradient.rho * size, dtype) for size, dtype in results], residuals, data)
-    scales = [v.product(x.scale, gradient.multiple) for x in out]
+    scales = [sc.product(x.scale, gradient.multiple) for x in out]
     return [v.value(x.data, s, x.rho, x.dtype, x.factor, gradient.excess) for x, s in zip(out, scales, strict=True)]
 
 
 def brought(x: Any, size: Any, dtype: Any) -> Value:
     """A plain FP32 array as a value of this expected size: a number, or an FP32 scalar."""
-    scale, rho = v.rounded(size) if v.is_static(size) else (pow2_round(size), 1.0)
-    return v.value(v.times(x, v.ratio(1.0, scale)), scale, rho, dtype)
+    scale, rho = sc.rounded(size) if sc.is_static(size) else (pow2_round(size), 1.0)
+    return v.value(sc.times(x, sc.ratio(1.0, scale)), scale, rho, dtype)
 
 
 def _is_float(x: Any) -> bool:
@@ -88,7 +89,7 @@ def with_static_scale(x: Any, like: Value | None = None) -> tuple[Value, Any]:
     if not is_value(x):
         return v.lift(x, like.dtype if like is not None else np.dtype(np.float32)), 1.0
     x = v.scalar_scale(x)
-    return (x, 1.0) if v.is_static(x.scale) else (v.value(v.unscaled(x), 1.0, x.rho, x.dtype), x.scale)
+    return (x, 1.0) if sc.is_static(x.scale) else (v.value(v.unscaled(x), 1.0, x.rho, x.dtype), x.scale)
 
 
 def kernel_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
@@ -98,17 +99,17 @@ def kernel_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
     """
     dtype = v.result_dtype(*operands)
     values, scales = zip(*(with_static_scale(x if is_value(x) else v.lift(x, dtype)) for x in operands), strict=True)
-    if all(map(v.is_static, scales)) or float(jnp.finfo(dtype).max) > v.MAX_SCALE:
+    if all(map(sc.is_static, scales)) or float(jnp.finfo(dtype).max) > sc.MAX_SCALE:
         return [v.narrow(x) for x in values], list(scales)
     return [v.value(v.wide(x), x.scale, x.rho, x.dtype) for x in values], list(scales)
 
 
 def moved(x: Value, scale: Any) -> Value:
     """The same value, a dynamic scale taken out of its data, which is FP32."""
-    if v.is_static(scale):
+    if sc.is_static(scale):
         return x
-    data = v.times(v.wide(x), v.ratio(1.0, scale))
-    return v.value(data, v.product(x.scale, scale), x.rho, x.dtype, x.factor)
+    data = sc.times(v.wide(x), sc.ratio(1.0, scale))
+    return v.value(data, sc.product(x.scale, scale), x.rho, x.dtype, x.factor)
 
 
 def in_order(call: Any, x: Any) -> Any:
@@ -137,7 +138,7 @@ def size_of(*factors: Any) -> Any:
     """The product of sizes, of which some may be dynamic."""
     out: Any = 1.0
     for factor in factors:
-        out = out * factor if v.is_static(out) and v.is_static(factor) else v.as_number(v.product(out, factor))
+        out = out * factor if sc.is_static(out) and sc.is_static(factor) else sc.as_number(sc.product(out, factor))
     return out
 
 
@@ -184,7 +185,7 @@ def activated(name: str, size: float) -> tuple[float, float]:
 
 def _sizes(name: str, x: Value) -> tuple[Any, float]:
     """As `activated`; of a size that is not known while tracing, what holds for a large one."""
-    return activated(name, x.size) if v.is_static(x.scale) else (size_of(x.size, _SQRT_HALF), _SQRT_HALF)
+    return activated(name, x.size) if sc.is_static(x.scale) else (size_of(x.size, _SQRT_HALF), _SQRT_HALF)
 
 
 def _activation(name: str) -> None:
@@ -245,7 +246,7 @@ def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     if not call.in_axes:
         # Its rows are added up as they are rounded for the next product. They are computed twice, `stored` telling them
         # apart: the compiler then makes one kernel of the sum and the cast to FP8; else it stores them in between.
-        apart = v.value(v.stored(v.unscaled(bias)), 1.0)
+        apart = v.value(storage.stored(v.unscaled(bias)), 1.0)
         again = v.narrow(on_gradient(call, results, (x, apart), gradient)[0])
         added = jnp.sum(again.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32)
         dbias = v.settled(added, dx.multiple, dx.rho * math.sqrt(rows), np.dtype(np.float32))
@@ -281,7 +282,7 @@ def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 @composite_rule("materialised")
 def _materialised(call: Any, x: Any) -> Any:
     x = in_order(call, x)
-    return dataclasses.replace(x, data=v.stored(x.data)) if is_value(x) else x
+    return dataclasses.replace(x, data=storage.stored(x.data)) if is_value(x) else x
 
 
 @composite_rule("materialised.fwd")
@@ -300,7 +301,7 @@ def _normalised(call: Any, x: Any, weight: Any, *bias: Any) -> tuple[Value, list
     x, _ = with_static_scale(x, weight)
     weight, *others = (None if p is None else as_value(p, x) for p in (weight, *bias))
     unit = 1.0
-    if others and others[0] is not None and v.is_static(weight.scale) and v.is_static(others[0].scale):
+    if others and others[0] is not None and sc.is_static(weight.scale) and sc.is_static(others[0].scale):
         # The bias as it is stored, the result being multiplied by its scale: a multiple of a whole vector could become
         # a kernel of its own. Not at the scale of zeros, far from all others.
         near = 2.0**-24 <= weight.scale / others[0].scale <= 2.0**24
@@ -308,13 +309,13 @@ def _normalised(call: Any, x: Any, weight: Any, *bias: Any) -> tuple[Value, list
     parameters = [None if p is None else v.wide_at(p, unit) for p in (weight, *others)]
     eps = dict(call.static)["eps"]
     # Not below FP32's smallest number: a row of zeros must stay one.
-    out = on_data(call, v.wide(x), *parameters, eps=eps and max(eps / x.scale**2, v.MIN_SCALE))
-    return brought(v.times(out[0], unit), _weight_size(weight), x.dtype), out, x
+    out = on_data(call, v.wide(x), *parameters, eps=eps and max(eps / x.scale**2, sc.MIN_SCALE))
+    return brought(sc.times(out[0], unit), _weight_size(weight), x.dtype), out, x
 
 
 def _weight_size(weight: Any) -> float:
     """What the weight says about the size of a norm's output."""
-    return weight.size if is_value(weight) and v.is_static(weight.scale) else 1.0
+    return weight.size if is_value(weight) and sc.is_static(weight.scale) else 1.0
 
 
 def _norm(call: Any, *args: Any) -> Any:
@@ -338,18 +339,18 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     dx, *sums = on_data(call, (v.wide(x), *rest), v.wide(gradient))
     # What the norm divided by: the row's size, or the root of epsilon where that is larger.
     least = math.sqrt(dict(call.static)["eps"])
-    size, divisor = x.rho, v.largest(scale, pow2_round(least))
-    if v.is_static(scale):
+    size, divisor = x.rho, sc.largest(scale, pow2_round(least))
+    if sc.is_static(scale):
         size, divisor = max(x.rho, least / x.scale), 1.0
     rho = gradient.rho * _weight_size(weight) / size
     rows = math.prod(x.shape[:-1])
-    dx = v.settled(dx, v.ratio(gradient.multiple, x.scale), rho, x.dtype, SQRT_2)
-    if v.is_static(divisor):
+    dx = v.settled(dx, sc.ratio(gradient.multiple, x.scale), rho, x.dtype, SQRT_2)
+    if sc.is_static(divisor):
         # It is measured and rescaled next, so read several times.
         dx = v.narrow(dx)
-        dx = dataclasses.replace(dx, data=v.stored(dx.data))
+        dx = dataclasses.replace(dx, data=storage.stored(dx.data))
     return [
-        moved(dx, v.ratio(1.0, divisor)),
+        moved(dx, sc.ratio(1.0, divisor)),
         *(v.settled(d, gradient.multiple, gradient.rho * math.sqrt(rows), dtype_of(p, x), SQRT_2)
           for d, p in zip(sums, (weight, bias), strict=False)),
     ]  # fmt: skip

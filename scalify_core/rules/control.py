@@ -18,6 +18,8 @@ import numpy as np
 from jax import lax
 from jax.interpreters import partial_eval
 
+from scalify_core import numbering, storage
+from scalify_core import scales as sc
 from scalify_core import value as v
 from scalify_core.formats import pow2_round
 from scalify_core.registry import control, is_numbered
@@ -37,10 +39,10 @@ def _jit(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     params = eqn.params
     donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
-    jaxpr, first = params["jaxpr"], v.drawn()
+    jaxpr, first = params["jaxpr"], numbering.drawn()
     kept = params["name"], donated, params["inline"], params["keep_unused"]
     fun = _jitted(jaxpr, first if is_numbered(jaxpr) else None, evaluate, *kept, shardings)
-    return unpack(v.take(fun(*pack(operands)), first))
+    return unpack(numbering.take(fun(*pack(operands)), first))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -65,7 +67,7 @@ def _jitted(
         return pack(map(_constrain, evaluate(jaxpr, list(constrained)), shardings[1]))
 
     fun.__name__ = name
-    return jax.jit(v.counting(fun), donate_argnums=donated, inline=inline, keep_unused=keep_unused)
+    return jax.jit(numbering.counting(fun), donate_argnums=donated, inline=inline, keep_unused=keep_unused)
 
 
 def _constrain(x: Any, sharding: Any) -> Any:
@@ -78,18 +80,18 @@ def _constrain(x: Any, sharding: Any) -> Any:
 
 @control("remat2")
 def _remat(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
-    packed, first = pack(operands), v.drawn()
+    packed, first = pack(operands), numbering.drawn()
     traced = _inner(eqn.params["jaxpr"], first if is_numbered(eqn.params["jaxpr"]) else None, evaluate).trace(*packed)
     # Bound, not called through jax.checkpoint: a differentiated body keeps its barrier against common subexpressions.
     jaxpr = partial_eval.convert_constvars_jaxpr(traced.jaxpr)
     out = eqn.primitive.bind(*traced.jaxpr.consts, *jax.tree.leaves(packed), **{**eqn.params, "jaxpr": jaxpr})
-    return unpack(v.take(jax.tree.unflatten(jax.tree.structure(traced.out_info), out), first))
+    return unpack(numbering.take(jax.tree.unflatten(jax.tree.structure(traced.out_info), out), first))
 
 
 @functools.lru_cache(maxsize=1024)
 def _inner(jaxpr: Any, first: int | None, evaluate: Callable) -> Any:
     """As `_jitted`."""
-    return jax.jit(v.counting(lambda *operands: pack(_run(jaxpr, evaluate, unpack(operands)))))
+    return jax.jit(numbering.counting(lambda *operands: pack(_run(jaxpr, evaluate, unpack(operands)))))
 
 
 @control("cond")
@@ -179,7 +181,7 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         shapes[:] = jax.eval_shape(body, *xs)
         return []
 
-    with v.numbers_returned():
+    with numbering.numbers_returned():
         jax.eval_shape(mapped(look, out_specs=[]), *packed)
     out_specs = [_specs(x, spec) for x, spec in zip(shapes, params["out_specs"], strict=True)]
     return unpack(mapped(body, out_specs=out_specs)(*packed))
@@ -206,7 +208,7 @@ def _run(jaxpr: Any, evaluate: Callable, operands: Any) -> list[Any]:
 
 def _shape_of(fun: Callable, operands: Any) -> list[Any]:
     """The results of `fun` with their scales, of which the static ones are known, but without data."""
-    with v.numbers_returned():
+    with numbering.numbers_returned():
         return unpack(jax.eval_shape(lambda xs: pack(fun(unpack(xs))), pack(operands)))
 
 
@@ -221,7 +223,7 @@ class _Form:
 
 def _form(x: Any) -> _Form | None:
     """The form of a Value; None for what is plain."""
-    return _Form(x.scale if v.is_static(x.scale) else None, x.rho, x.dtype) if isinstance(x, Value) else None
+    return _Form(x.scale if sc.is_static(x.scale) else None, x.rho, x.dtype) if isinstance(x, Value) else None
 
 
 def _common_form(alternatives: tuple) -> _Form | None:
@@ -234,7 +236,7 @@ def _common_form(alternatives: tuple) -> _Form | None:
         return None
     dtype = v.result_dtype(*values)
     values += [v.lift(x, dtype) for x in alternatives if not isinstance(x, Value) and not _is_any_scale(x)]
-    if not v.near([x.scale for x in values]):
+    if not sc.near([x.scale for x in values]):
         return _Form(None, 1.0, dtype)
     return _Form(max(x.scale for x in values), max(x.rho for x in values), dtype)
 
@@ -247,17 +249,17 @@ def _is_any_scale(x: Any) -> bool:
 def _to_form(x: Any, form: _Form | None) -> Any:
     """`x` at the scale and in the format of a form; with a dynamic scale, the one it has."""
     if form is None:
-        return jnp.asarray(v.materialise(x))
+        return jnp.asarray(storage.materialise(x))
     if not isinstance(x, Value):
         if v.uniform(x) is not None and form.scale is not None:
             return v.value(constant_at(x, form.scale, form.dtype, True), form.scale, form.rho, form.dtype)
         x = v.lift(x, form.dtype)
     x = v.scalar_scale(x)
     if form.scale is None:
-        scale = np.float32(x.scale) if v.is_static(x.scale) else x.scale
-        return v.value(v.saturating_cast(x.data, form.dtype), jnp.asarray(scale), form.rho, form.dtype)
-    data = x.data if v.same_scale(x.scale, form.scale) else v.wide_at(x, form.scale)
-    return v.value(v.saturating_cast(data, form.dtype), form.scale, form.rho, form.dtype)
+        scale = np.float32(x.scale) if sc.is_static(x.scale) else x.scale
+        return v.value(storage.saturating_cast(x.data, form.dtype), jnp.asarray(scale), form.rho, form.dtype)
+    data = x.data if sc.same_scale(x.scale, form.scale) else v.wide_at(x, form.scale)
+    return v.value(storage.saturating_cast(data, form.dtype), form.scale, form.rho, form.dtype)
 
 
 def _next_carry(x: Any, form: _Form | None) -> Any:
@@ -291,13 +293,13 @@ def _after(x: Any, y: Any) -> Any:
 def _kind(x: Any) -> str:
     if not isinstance(x, Value):
         return "plain"
-    return "static" if v.is_static(x.scale) else "dynamic"
+    return "static" if sc.is_static(x.scale) else "dynamic"
 
 
 def _size(x: Any) -> float:
     """The expected RMS that is known while tracing; 0 where there is none: of zeros, and beside a dynamic scale."""
     if isinstance(x, Value):
-        return x.size if v.is_static(x.scale) and x.scale >= v.OF_ZEROS else 0.0
+        return x.size if sc.is_static(x.scale) and x.scale >= sc.OF_ZEROS else 0.0
     return 0.0 if _is_any_scale(x) else abs(v.uniform(x) or 1.0)
 
 
@@ -309,7 +311,7 @@ def _loop_form(part: Sequence[Any], length: int | None) -> _Form | None:
     first, last = next((x for x in part if isinstance(x, Value)), None), part[-1]
     if first is None:
         return None
-    if not v.is_static(last.scale):
+    if not sc.is_static(last.scale):
         return _Form(None, last.rho if last is part[0] else 1.0, first.dtype)
     sizes = [_size(x) for x in part]
     if not any(sizes):
@@ -318,7 +320,7 @@ def _loop_form(part: Sequence[Any], length: int | None) -> _Form | None:
     if max(reached) > 256 * min(reached):
         return _Form(None, 1.0, first.dtype)
     middle = math.sqrt(max(reached)) * math.sqrt(min(reached))
-    scale = first.scale if v.is_static(first.scale) and 1 / 2 <= middle / first.scale <= 2 else pow2_round(middle)
+    scale = first.scale if sc.is_static(first.scale) and 1 / 2 <= middle / first.scale <= 2 else pow2_round(middle)
     return _Form(scale, middle / scale, first.dtype)
 
 
@@ -347,8 +349,8 @@ def _final_size(sizes: Sequence[float], length: int | None) -> float:
 def _slices(x: Any) -> tuple[Any, Any]:
     """A scanned operand as what is cut along the leading axis (data, scales that run along it), and the whole."""
     if not isinstance(x, Value):
-        return (v.materialise(x), None), None
-    if v.is_static(x.scale) or x.scale.ndim == 0:
+        return (storage.materialise(x), None), None
+    if sc.is_static(x.scale) or x.scale.ndim == 0:
         return (x.data, None), x
     if x.scale.shape[0] == 1:
         scale = x.scale[0]
@@ -377,7 +379,7 @@ def _stacked(y: Any, length: int) -> Any:
     if isinstance(y, Constant):
         (y,) = unpack([y])
         return np.broadcast_to(y[(0,) * y.ndim], (length, *y.shape))
-    if isinstance(y, Value) and not v.is_static(y.scale):
+    if isinstance(y, Value) and not sc.is_static(y.scale):
         ones = (1,) * (y.data.ndim - 1)
         scale = y.scale.reshape((length, *ones)) if y.scale.ndim == 1 else y.scale
         return dataclasses.replace(y, dynamic=scale)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from scalify_core import scales as sc
+from scalify_core import storage
 from scalify_core import value as v
 from scalify_core.formats import pow2_floor, pow2_round
 from scalify_core.registry import at_scale, bind, in_float32, logical, rule, structural, unscaled
@@ -49,8 +51,8 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
     scale, rho, excess = v.hypot(a, b)
     if excess is None or scale.ndim:
         return v.value(bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale)), scale, rho, dtype, excess=excess)
-    scale, excess, *changes = v.together(scale, excess, *(v.ratio(x.scale, scale) for x in sources))
-    data = [v.times(v.times(v.as_float32(x.data), x.factor), c) for x, c in zip(sources, changes, strict=True)]
+    scale, excess, *changes = storage.together(scale, excess, *(sc.ratio(x.scale, scale) for x in sources))
+    data = [sc.times(sc.times(storage.as_float32(x.data), x.factor), c) for x, c in zip(sources, changes, strict=True)]
     return v.value(bind(eqn, *data), scale, rho, dtype, excess=excess)
 
 
@@ -61,8 +63,8 @@ def _mul(eqn: Any, a: Any, b: Any) -> Value:
         if constant is not None and math.isfinite(constant) and other.shape == eqn.outvars[0].aval.shape:
             return _times_constant(other, constant)
     (a, b), dtype = lifted(a, b)
-    scale, rest = v.product_and_rest(a.scale, b.scale)
-    data = v.times(bind(eqn, v.wide(a), v.wide(b)), rest)
+    scale, rest = sc.product_and_rest(a.scale, b.scale)
+    data = sc.times(bind(eqn, v.wide(a), v.wide(b)), rest)
     return v.settled(data, scale, a.rho * b.rho, dtype, factor=a.factor * b.factor)
 
 
@@ -70,15 +72,15 @@ def _times_constant(x: Value, constant: float) -> Value:
     """The power of two goes into the scale, the rest into the factor; no operation."""
     dtype = v.result_dtype(x)
     if constant == 0:
-        return v.value(v.times(x.data, 0.0), x.scale, x.rho, dtype)
+        return v.value(sc.times(x.data, 0.0), x.scale, x.rho, dtype)
     size = x.rho * abs(constant)
     factor = pow2_round(size)
-    if not v.is_static(x.scale) and not 2.0**-32 <= factor <= 2.0**32:
+    if not sc.is_static(x.scale) and not 2.0**-32 <= factor <= 2.0**32:
         # Far enough to leave the range of scales: not an operation for every constant near 1.
-        scale, rest = v.product_and_rest(x.scale, factor)
-        return v.value(v.times(v.wide(x), rest), scale, size / factor, dtype, x.factor * (constant / factor), x.excess)
-    scale = v.product(x.multiple, factor)
-    if v.is_static(scale) and not v.MIN_SCALE <= scale <= v.MAX_SCALE:
+        scale, rest = sc.product_and_rest(x.scale, factor)
+        return v.value(sc.times(v.wide(x), rest), scale, size / factor, dtype, x.factor * (constant / factor), x.excess)
+    scale = sc.product(x.multiple, factor)
+    if sc.is_static(scale) and not sc.MIN_SCALE <= scale <= sc.MAX_SCALE:
         scale = pow2_round(scale)
         factor = scale / x.scale
     return v.value(x.data, scale, size / factor, dtype, x.factor * (constant / factor), x.excess)
@@ -97,8 +99,8 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
         return _times_constant(a, 1 / constant)
     (a, b), dtype = lifted(a, b)
     b = v.value(b.data, 1.0, 1.0, dtype) if _has_any_scale(constant) else v.as_divisor(b)
-    scale, rest = v.product_and_rest(a.scale, v.ratio(1.0, b.scale))
-    data = v.times(bind(eqn, v.wide(a), v.wide(b)), rest)
+    scale, rest = sc.product_and_rest(a.scale, sc.ratio(1.0, b.scale))
+    data = sc.times(bind(eqn, v.wide(a), v.wide(b)), rest)
     return v.settled(data, scale, a.rho / b.rho, dtype, factor=a.factor / b.factor)
 
 
@@ -109,14 +111,14 @@ def _integer_pow(eqn: Any, x: Value) -> Value:
         return in_float32(eqn, x)
     dtype = v.result_dtype(x)
     x = v.as_divisor(x) if n < 0 else x
-    if v.is_static(x.scale):
+    if sc.is_static(x.scale):
         return v.settled(bind(eqn, v.wide(x)), x.scale**n, x.rho**n, dtype, factor=x.factor**n)
-    scale, rest = v.product_and_rest(1.0, x.scale if n > 0 else v.ratio(1.0, x.scale))
+    scale, rest = sc.product_and_rest(1.0, x.scale if n > 0 else sc.ratio(1.0, x.scale))
     base = scale
     for _ in range(abs(n) - 1):
-        scale, further = v.product_and_rest(scale, base)
-        rest = v.product(rest, further)
-    return v.settled(v.times(bind(eqn, v.wide(x)), rest), scale, x.rho**n, dtype, factor=x.factor**n)
+        scale, further = sc.product_and_rest(scale, base)
+        rest = sc.product(rest, further)
+    return v.settled(sc.times(bind(eqn, v.wide(x)), rest), scale, x.rho**n, dtype, factor=x.factor**n)
 
 
 def _root(degree: int, inverse: bool) -> Any:
@@ -124,21 +126,21 @@ def _root(degree: int, inverse: bool) -> Any:
 
     def root(eqn: Any, x: Value) -> Value:
         dtype = v.result_dtype(x)
-        if v.is_static(x.scale):
+        if sc.is_static(x.scale):
             out: Any = 2.0 ** (round(math.log2(x.scale)) // degree)
             rest: Any = x.scale / out**degree
         else:
             # A little up before rounding down: the root of a power of two must not fall short of itself.
             out = pow2_floor(lax.mul(lax.pow(x.scale, np.float32(1 / degree)), np.float32(1 + 2**-12)))
-            zeros = lax.lt(x.scale, np.float32(v.OF_ZEROS))  # of which the root is zeros, or infinities
-            out = lax.select(zeros, lax.full_like(out, 1.0 if inverse else v.MIN_SCALE), out)
+            zeros = lax.lt(x.scale, np.float32(sc.OF_ZEROS))  # of which the root is zeros, or infinities
+            out = lax.select(zeros, lax.full_like(out, 1.0 if inverse else sc.MIN_SCALE), out)
             rest = x.scale
             for _ in range(degree):
-                rest = v.ratio(rest, out)
-        data = bind(eqn, v.times(v.wide(x), rest))
-        rho = x.rho * rest if v.is_static(rest) else x.rho
+                rest = sc.ratio(rest, out)
+        data = bind(eqn, sc.times(v.wide(x), rest))
+        rho = x.rho * rest if sc.is_static(rest) else x.rho
         rho = rho ** (-1 / degree if inverse else 1 / degree)
-        return v.settled(data, v.ratio(1.0, out) if inverse else out, rho, dtype)
+        return v.settled(data, sc.ratio(1.0, out) if inverse else out, rho, dtype)
 
     return root
 
@@ -152,15 +154,15 @@ rule("cbrt")(_root(3, inverse=False))
 def _odd(eqn: Any, x: Value) -> Value:
     """Functions that are their argument, or nearly, where that is small: then they have its scale."""
     y = in_float32(eqn, x)
-    if v.is_static(x.scale):
+    if sc.is_static(x.scale):
         return v.settled(y.data, 1.0, min(x.size, 1.0), y.dtype)
-    return at_scale(y, v.smallest(v.unless_of_zeros(x.scale, 1.0), 1.0))
+    return at_scale(y, sc.smallest(sc.unless_of_zeros(x.scale, 1.0), 1.0))
 
 
 @rule("floor", "ceil", "round", lazy=True)
 def _to_integers(eqn: Any, x: Value) -> Value:
     """At a scale below 1 an integer would be a large number."""
-    return at_scale(in_float32(eqn, x), v.largest(x.scale, 1.0), x.rho)
+    return at_scale(in_float32(eqn, x), sc.largest(x.scale, 1.0), x.rho)
 
 
 @rule("rem", lazy=True)
@@ -168,7 +170,7 @@ def _rem(eqn: Any, a: Any, b: Any) -> Value:
     """The remainder is smaller than either."""
     sized = [x for x in (a, b) if not _has_any_scale(v.uniform(x))]
     values, _ = lifted(*sized)
-    return at_scale(in_float32(eqn, a, b), functools.reduce(v.smallest, (x.scale for x in values)))
+    return at_scale(in_float32(eqn, a, b), functools.reduce(sc.smallest, (x.scale for x in values)))
 
 
 @rule("sign")
@@ -189,7 +191,7 @@ def _compare(eqn: Any, a: Any, b: Any) -> Any:
             number = np.asarray(constant, other.data.dtype)
             return bind(eqn, *((number, other.data) if x is a else (other.data, number)))
     (a, b), _ = lifted(a, b)
-    scale = v.largest(a.scale, b.scale)
+    scale = sc.largest(a.scale, b.scale)
     return bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale))
 
 
@@ -203,13 +205,13 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
     dtype = v.result_dtype(*values)
     arrays = [x if isinstance(x, Value) or v.uniform(x) is not None else v.lift(x, dtype) for x in operands]
     values = [x for x in arrays if isinstance(x, Value)]
-    scale = v.largest(*(x.scale for x in values))
-    rho = max(x.rho for x in values if x.scale is scale or not v.is_static(scale) or x.scale == scale)
+    scale = sc.largest(*(x.scale for x in values))
+    rho = max(x.rho for x in values if x.scale is scale or not sc.is_static(scale) or x.scale == scale)
     constants = [c for c in (v.uniform(x) for x in arrays if not isinstance(x, Value)) if c and math.isfinite(c)]
-    if constants and not v.is_static(scale):
+    if constants and not sc.is_static(scale):
         # Beside zeros a constant keeps its own scale: at theirs it would saturate at nearly nothing.
-        scale = v.unless_of_zeros(scale, pow2_round(max(map(abs, constants))))
-    keep = all(x.data.dtype == dtype and v.same_scale(x.scale, scale) for x in values)
+        scale = sc.unless_of_zeros(scale, pow2_round(max(map(abs, constants))))
+    keep = all(x.data.dtype == dtype and sc.same_scale(x.scale, scale) for x in values)
     keep = keep and all(_holds(dtype, c, scale) for c in constants)
     data = [constant_at(x, scale, dtype, keep) if not isinstance(x, Value)
             else (x.data if keep else v.wide_at(x, scale)) for x in arrays]  # fmt: skip
@@ -218,7 +220,7 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
 
 def _holds(dtype: np.dtype, constant: float, scale: Any) -> bool:
     """Whether a format is known to hold a constant at this scale exactly."""
-    if not v.is_static(scale):
+    if not sc.is_static(scale):
         return False
     number = constant / scale
     return abs(number) <= float(jnp.finfo(dtype).max) and float(np.asarray(number, dtype)) == number
@@ -232,7 +234,7 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
         return lax.full(np.shape(x), np.asarray(constant, out_dtype), out_dtype)
     # In FP32 that stands for a narrower format there is room for what follows, such as differences of two.
     limit = float(jnp.finfo(dtype).max) if out_dtype == dtype else _LARGE
-    if v.is_static(scale):
+    if sc.is_static(scale):
         number = min(max(constant / scale, -limit), limit)
         return lax.full(np.shape(x), np.asarray(number, out_dtype), out_dtype)
     # Divided in two steps: the reciprocal of a scale is a scale, the quotient may leave FP32 and is then the limit.
@@ -258,10 +260,10 @@ def _extreme(eqn: Any, *operands: Any) -> Value:
 @rule("select_n")
 def _select_n(eqn: Any, which: Any, *cases: Any) -> Value:
     # Not for static scales: clipping by a global norm is such a choice, and would make all of an optimiser dynamic.
-    if not np.shape(which) and any(isinstance(x, Value) and not v.is_static(x.scale) for x in cases):
-        return _select_whole(eqn, v.materialise(which), *cases)
+    if not np.shape(which) and any(isinstance(x, Value) and not sc.is_static(x.scale) for x in cases):
+        return _select_whole(eqn, storage.materialise(which), *cases)
     data, scale, rho, dtype = common(*cases)
-    return v.value(bind(eqn, v.materialise(which), *data), scale, rho, dtype, guard=_guards(dtype, scale, cases))
+    return v.value(bind(eqn, storage.materialise(which), *data), scale, rho, dtype, guard=_guards(dtype, scale, cases))
 
 
 def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:
@@ -277,7 +279,7 @@ def _convert(eqn: Any, x: Value) -> Any:
     dtype = np.dtype(eqn.params["new_dtype"])
     if not jnp.issubdtype(dtype, jnp.floating):
         return bind(eqn, v.unscaled(x, eqn.invars[0].aval.dtype))
-    return v.value(v.saturating_cast(x.data, dtype), x.multiple, x.rho, dtype)
+    return v.value(storage.saturating_cast(x.data, dtype), x.multiple, x.rho, dtype)
 
 
 @rule("bitcast_convert_type")

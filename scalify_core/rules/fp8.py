@@ -13,12 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from scalify_core import numbering
+from scalify_core import scales as sc
 from scalify_core import value as v
 from scalify_core.formats import E4M3, E5M2
 from scalify_core.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
 from scalify_core.registry import composite_rule
 from scalify_core.rules.elementwise import lifted
 from scalify_core.rules.matmul import saturated
+from scalify_core.storage import row_major, stored, stored_both_ways
 from scalify_core.value import Value
 
 _MATRICES = (((1,), (0,)), ((), ()))
@@ -39,9 +42,9 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
         lhs8, rhs8 = E4M3.cast_or_nan(lhs), E4M3.cast_or_nan(rhs)
         kept, rhs_kept = lhs8, rhs8 if rhs.dtype == np.float32 else rhs
         if lhs.dtype == np.float32:  # what computes it writes it in FP8
-            lhs8, kept = v.stored_both_ways(lhs8) if product.dims == _MATRICES else (v.stored(lhs8),) * 2
+            lhs8, kept = stored_both_ways(lhs8) if product.dims == _MATRICES else (stored(lhs8),) * 2
         if product.keep_rhs and rhs.dtype.itemsize == 2:
-            rhs_kept, rhs8 = v.stored_both_ways(rhs8) if product.dims == _MATRICES else (v.stored(rhs8),) * 2
+            rhs_kept, rhs8 = stored_both_ways(rhs8) if product.dims == _MATRICES else (stored(rhs8),) * 2
         return dot_fp8(lhs8, rhs8, product.dims, dtype, alpha, fast=True), kept, rhs_kept
 
     power, rho = _sum_of(product.sizes[2], lhs, rhs)
@@ -68,10 +71,10 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
         if rhs8.dtype != E4M3.dtype:
             # A parameter, which is there in any case: it is cast again, `stored` telling the two casts apart. In its
             # own order, too: the product contracts its last axis.
-            rhs8 = v.row_major(E4M3.cast_or_nan(v.stored(rhs8)))
+            rhs8 = row_major(E4M3.cast_or_nan(stored(rhs8)))
         gradient8 = E5M2.cast_or_nan(rest[-1])  # of infinities `saturated` would make large numbers
         # What adds up its rows can write it too, in one order; if they are added up, one pass writes both.
-        both = v.stored_both_ways(gradient8) if summed and gradient8.ndim == 2 else (v.stored(gradient8),) * 2
+        both = stored_both_ways(gradient8) if summed and gradient8.ndim == 2 else (stored(gradient8),) * 2
         d_lhs = lhs_gradient(both[0], rhs8, product.dims, dtype, lhs_alpha)
         return d_lhs, rhs_gradient(lhs8, both[1], product.dims, dtype, rhs_alpha)
 
@@ -87,7 +90,7 @@ def _sum_of(count: int, a: Value, b: Value) -> tuple[float, float]:
 
     It is divided out by the product itself, at once: as the constant of the GEMM it costs nothing.
     """
-    return v.rounded(a.rho * b.rho * math.sqrt(count))
+    return sc.rounded(a.rho * b.rho * math.sqrt(count))
 
 
 def _alpha(power: float, dtype: Any) -> tuple[float, float]:
@@ -102,12 +105,12 @@ def _alpha(power: float, dtype: Any) -> tuple[float, float]:
     one by one, or one that a caller jits and calls several times. BF16 and FP32, in which none overflows, keep the
     power of two, which BF16 holds.
     """
-    more = 1 + v.serial() % 1024 / 1024 if dtype == np.float16 else 1.0
+    more = 1 + numbering.serial() % 1024 / 1024 if dtype == np.float16 else 1.0
     return more / power, 1 / more
 
 
 def _scale(a: Value, b: Value, power: float) -> Any:
-    return v.product(v.product(a.multiple, b.multiple), power)
+    return sc.product(sc.product(a.multiple, b.multiple), power)
 
 
 def _unused(product: Product) -> tuple:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax import lax
 
-from scalify_core import registry
+from scalify_core import registry, storage
 from scalify_core import value as v
 from scalify_core.registry import bind, rule, structural, unscaled
 from scalify_core.rules.elementwise import common
@@ -16,7 +16,7 @@ from scalify_core.value import Value
 structural(
     "dynamic_slice",
     along=lambda eqn, scale, *starts: lax.dynamic_slice(
-        scale, [v.materialise(i) for i in starts], tuple(map(min, scale.shape, eqn.params["slice_sizes"]))
+        scale, [storage.materialise(i) for i in starts], tuple(map(min, scale.shape, eqn.params["slice_sizes"]))
     ),
 )
 unscaled("scatter-mul", as_traced=True)
@@ -33,14 +33,14 @@ def _gather(eqn: Any, operand: Value, indices: Any) -> Value:
 @rule("dynamic_update_slice")
 def _dynamic_update_slice(eqn: Any, operand: Any, update: Any, *indices: Any) -> Value:
     (operand, update), scale, rho, dtype = common(*v.scalar_scales([operand, update]))
-    return v.value(bind(eqn, operand, update, *(v.materialise(i) for i in indices)), scale, rho, dtype)
+    return v.value(bind(eqn, operand, update, *(storage.materialise(i) for i in indices)), scale, rho, dtype)
 
 
 @rule("scatter", "scatter-add", "scatter-sub", "scatter-min", "scatter-max")
 def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
     (operand, updates), scale, rho, dtype = common(*v.scalar_scales([operand, updates]))
     # FP32: sums, and because the equation's inner jaxpr was traced so.
-    out = bind(eqn, v.as_float32(operand), v.materialise(indices), v.as_float32(updates))
+    out = bind(eqn, storage.as_float32(operand), storage.materialise(indices), storage.as_float32(updates))
     if eqn.primitive.name in ("scatter-add", "scatter-sub"):
         # So many to an element, if they are spread evenly.
         rho *= math.sqrt(max(math.prod(updates.shape) / max(math.prod(operand.shape), 1), 1.0))

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from scalify_core import scales as sc
+from scalify_core import storage
 from scalify_core import value as v
 from scalify_core.formats import pow2_round
 from scalify_core.registry import composite_rule
@@ -71,7 +73,7 @@ def _cross_entropy(call: Any, logits: Value, targets: Any) -> Any:
 
 @composite_rule("cross_entropy.fwd")
 def _cross_entropy_fwd(call: Any, logits: Value, targets: Any) -> Any:
-    loss, _, log_norm, _ = call.bind(v.unscaled(logits), v.materialise(targets))
+    loss, _, log_norm, _ = call.bind(v.unscaled(logits), storage.materialise(targets))
     return v.value(loss, 1.0), (logits, log_norm, targets)
 
 
@@ -115,10 +117,10 @@ def _linear_cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     if number is None or call.in_axes:
         # The function multiplies by the gradient, under the call's vmaps, and by logit_scale / tokens: here by 1.
         gradient, number = as_value(gradient, dx), 1.0
-        wide = v.wide(dx), v.wide(dhead), v.as_float32(like_head.data if is_value(like_head) else like_head)
+        wide = v.wide(dx), v.wide(dhead), storage.as_float32(like_head.data if is_value(like_head) else like_head)
         out = on_data(call, wide, v.wide(gradient), logit_scale=float(tokens))
         dx, dhead = (
-            v.value(y, v.product(x.scale, gradient.scale), x.rho * gradient.rho)
+            v.value(y, sc.product(x.scale, gradient.scale), x.rho * gradient.rho)
             for x, y in zip((dx, dhead), out, strict=True)
         )
     return [_multiplied(x, number / tokens, dtype) for x, dtype in zip((dx, dhead), dtypes, strict=True)]
@@ -127,9 +129,9 @@ def _linear_cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 def _multiplied(x: Value, constant: float, dtype: np.dtype) -> Value:
     """`x * constant`; the power of two goes into the scale."""
     if constant == 0:
-        return v.value(v.times(v.wide(x), 0.0), x.scale, x.rho, dtype)
+        return v.value(sc.times(v.wide(x), 0.0), x.scale, x.rho, dtype)
     power = pow2_round(constant)
-    return v.settled(x.data, v.product(x.scale, power), x.rho * abs(constant) / power, dtype, factor=constant / power)
+    return v.settled(x.data, sc.product(x.scale, power), x.rho * abs(constant) / power, dtype, factor=constant / power)
 
 
 # Embedding.

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalify_core import scales as sc
+from scalify_core import storage
 from scalify_core import value as v
 from scalify_core.formats import FP16
 from scalify_core.registry import rule, unscaled
@@ -29,12 +31,12 @@ unscaled("custom_linear_solve", as_traced=True)
 def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
     (a, b), dtype = lifted(a, b)
     a, b = (v.scalar_scale(x) for x in (a, b))
-    operands = (v.saturating_cast(x.data, dtype) for x in (a, b))
+    operands = (storage.saturating_cast(x.data, dtype) for x in (a, b))
     if eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize:
         dtype = eqn.outvars[0].aval.dtype  # the user cast to a narrow dtype, and wants a wide result
     data = eqn.primitive.bind(*operands, *rest, **{**eqn.params, "preferred_element_type": np.dtype(dtype)})
     rho = a.rho * b.rho * math.sqrt(max(count, 1))
-    return v.settled(saturated(data), v.product(a.multiple, b.multiple), rho, dtype, slack=math.sqrt(2))
+    return v.settled(saturated(data), sc.product(a.multiple, b.multiple), rho, dtype, slack=math.sqrt(2))
 
 
 def saturated(x: jax.Array) -> jax.Array:

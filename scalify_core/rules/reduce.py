@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from scalify_core import storage
 from scalify_core import value as v
 from scalify_core.registry import bind, rule, structural, unscaled
 from scalify_core.value import Value
@@ -50,7 +51,7 @@ def _select_and_scatter_add(eqn: Any, source: Any, operand: Any) -> Value:
     """The gradient of max pooling: `source` goes where `operand` has its maxima."""
     if not isinstance(source, Value):
         source = v.lift(source, operand.dtype)
-    where = v.wide(v.scalar_scale(operand)) if isinstance(operand, Value) else v.as_float32(operand)
+    where = v.wide(v.scalar_scale(operand)) if isinstance(operand, Value) else storage.as_float32(operand)
     source = v.scalar_scale(source)
     return v.value(bind(eqn, v.wide(source), where), source.scale, source.rho, source.dtype)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from scalify_core import scales as sc
+from scalify_core import storage
 from scalify_core import value as v
 from scalify_core.registry import composite_rule
 from scalify_core.rules.composites import in_order, is_value
@@ -31,11 +33,11 @@ def _at_static_scale(x: Value, *, scale: float) -> Value:
 
 
 def _rebalanced(x: Value, *, factor: float) -> Value:
-    return v.value(v.times(v.wide(x), 1 / factor), v.product(x.scale, factor), x.rho / factor, x.dtype)
+    return v.value(sc.times(v.wide(x), 1 / factor), sc.product(x.scale, factor), x.rho / factor, x.dtype)
 
 
 def _quantised(x: Value, *, fmt: Any) -> Value:
-    return v.value(v.saturating_cast(fmt.quantise(v.wide(x)), x.dtype), x.scale, x.rho, x.dtype)
+    return v.value(storage.saturating_cast(fmt.quantise(v.wide(x)), x.dtype), x.scale, x.rho, x.dtype)
 
 
 _rms = v.rescaled_by_rms

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from scalify_core import scales as sc
 from scalify_core import value as v
 from scalify_core.registry import bind, rule, structural
 from scalify_core.rules.elementwise import common
@@ -76,6 +77,6 @@ def _join(eqn: Any, *operands: Any) -> Value:
 
 def _differs_along(x: Any, axes: Iterable[int]) -> bool:
     """Whether a dynamic scale differs along one of the axes of the data."""
-    if not isinstance(x, Value) or v.is_static(x.scale) or not x.scale.ndim:
+    if not isinstance(x, Value) or sc.is_static(x.scale) or not x.scale.ndim:
         return False
     return any(x.scale.shape[axis] > 1 for axis in axes)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from scalify_core import value
+from scalify_core import numbering
 from scalify_core.array import ScaledArray, asarray
 from scalify_core.formats import E4M3, E5M2
 from scalify_core.interpreter import scalify
@@ -107,7 +107,7 @@ def test_one_operand_may_be_plain():
 @pytest.mark.parametrize("numbers", [True, False])
 def test_vmapped_scanned_and_rematerialised_products_keep_their_values(numbers, monkeypatch):
     if not numbers:  # all products have the constant of the first, as those of one loop have
-        monkeypatch.setattr(value, "serial", lambda: 0)
+        monkeypatch.setattr(numbering, "serial", lambda: 0)
     stack = normal(3, 4, 16, 16)
     x = normal(4, 16, 16)
 

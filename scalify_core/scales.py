@@ -1,0 +1,188 @@
+"""Arithmetic of scales, while tracing or in the compiled program.
+
+A scale is *static* when it is a Python float: arithmetic on it happens while tracing and leaves nothing in the
+compiled program. Otherwise it is an FP32 array, a scalar or broadcastable to the data. Every scale is a power of two
+in [2^-126, 2^126].
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters.partial_eval import DynamicJaxprTracer
+
+from scalify_core.formats import pow2_inverse, pow2_round
+from scalify_core.storage import as_float32
+
+Scale = Any  # float: static; FP32 jax.Array: dynamic
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
+# A scale below this one is that of zeros (2^-126), perhaps times some constants: it says nothing about other values.
+OF_ZEROS = 2.0**-100
+_TOGETHER = 64  # scalars of one array: XLA gives a kernel some 96 operands
+
+
+class Multiple(NamedTuple):
+    """A run-time scale times a static power of two, not yet multiplied.
+
+    A chain of such powers, as every product adds one, is so one number, and data that is multiplied by the scale is
+    multiplied by both: it leaves no operation on scalars in the program, which on a GPU would be a kernel each.
+    """
+
+    base: Any  # FP32 scalar
+    by: float
+
+
+def is_static(scale: Scale) -> bool:
+    """Whether the scale is known while tracing."""
+    return isinstance(scale, float)
+
+
+def same_scale(a: Scale, b: Scale) -> bool:
+    """Whether two scales are known to be equal."""
+    both = of_one_base(a, b)
+    return a is b or (both[0] == both[1] if both else is_static(a) and is_static(b) and a == b)
+
+
+def near(scales: Sequence[Scale]) -> bool:
+    """Whether scales are static and so near that what has the smallest loses nothing at the largest."""
+    return all(map(is_static, scales)) and max(scales) <= 16 * min(scales)
+
+
+def as_number(scale: Scale | Multiple) -> Scale:
+    """A scale that is multiplied out, within the range of scales."""
+    return clip_scale(lax.mul(scale.base, np.float32(scale.by))) if isinstance(scale, Multiple) else scale
+
+
+def as_numbers(scales: Sequence[Scale | Multiple]) -> list[Scale]:
+    """`as_number` of each. Multiples of scalars are multiplied out together: one by one, each is a kernel on a GPU.
+
+    Of scalars that jit traces, and of one type: those of vmap may be batched or not, arrays be on different devices.
+    """
+    found = list(scales)
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(scales):
+        if isinstance(x, Multiple) and isinstance(x.base, DynamicJaxprTracer) and x.base.ndim == 0:
+            alike.setdefault(jax.typeof(x.base), []).append(i)
+    blocks = [same[i : i + _TOGETHER] for same in alike.values() for i in range(0, len(same), _TOGETHER)]
+    for block in blocks:
+        bases, by = [scales[i].base for i in block], np.array([scales[i].by for i in block], np.float32)
+        numbers = clip_scale(lax.mul(jnp.stack(bases), by))
+        for place, i in enumerate(block):
+            found[i] = numbers[place]
+    return [as_number(x) for x in found]
+
+
+def ratio(a: Any, b: Any) -> Any:
+    """`a / b`, within the range of scales where dynamic; a `Multiple` where `b` is static and `a` a run-time scalar.
+
+    Static for multiples of one run-time scalar.
+    """
+    if is_static(b):
+        return product(a, 1 / b)
+    if (both := of_one_base(a, b)) is not None:
+        return both[0] / both[1]
+    a, b = _arrays(a, b)
+    return clip_scale(lax.mul(a, pow2_inverse(b)))
+
+
+def product(a: Any, b: Any) -> Any:
+    """`a * b`, within the range of scales where dynamic; a `Multiple` where one is static and one a run-time scalar."""
+    if is_static(a) and is_static(b):
+        return a * b
+    if is_static(a) or is_static(b):
+        static, dynamic = (a, b) if is_static(a) else (b, a)
+        if static == 1.0:
+            return dynamic
+        base, by = dynamic if isinstance(dynamic, Multiple) else (dynamic, 1.0)
+        if base.ndim == 0 and MIN_SCALE <= by * static <= MAX_SCALE and math.frexp(static)[0] == 0.5:
+            return base if by * static == 1.0 else Multiple(base, by * static)
+    return clip_scale(lax.mul(*_arrays(a, b)))
+
+
+def product_and_rest(a: Any, b: Any) -> tuple[Any, Scale]:
+    """`a * b` as `product`, and the power of two by which that falls short of it, for the data (1 where static)."""
+    a, b = as_number(a), as_number(b)
+    scale = as_number(product(a, b))
+    if is_static(scale) or scale is a or scale is b:
+        return scale, 1.0
+    # Within FP32: the smaller over the product is at most the inverse of the larger, or the scale is at its limit.
+    return scale, lax.mul(lax.div(*_arrays(smallest(a, b), scale)), largest(a, b))
+
+
+def largest(*scales: Scale) -> Scale:
+    """The largest."""
+    if all(map(is_static, scales)):
+        return max(scales)
+    if (multiples := of_one_base(*scales)) is not None:
+        return scales[multiples.index(max(multiples))]
+    return functools.reduce(lambda a, b: lax.max(*_arrays(a, b)), scales)
+
+
+def smallest(a: Scale, b: Scale) -> Scale:
+    """The smaller."""
+    return min(a, b) if is_static(a) and is_static(b) else lax.min(*_arrays(a, b))
+
+
+def unless_of_zeros(scale: Any, other: Any) -> Any:
+    """A dynamic scale, or `other` (a number) where it is that of zeros."""
+    return lax.select(lax.lt(scale, np.float32(OF_ZEROS)), lax.full_like(scale, other), scale)
+
+
+def rounded(size: float) -> tuple[float, float]:
+    """The scale of data of this expected size, and its rho."""
+    scale = pow2_round(size)
+    return scale, size / scale
+
+
+def clip_scale(scale: Any) -> Any:
+    """Keep a dynamic scale within [2^-126, 2^126]."""
+    return lax.clamp(np.float32(MIN_SCALE), scale, np.float32(MAX_SCALE))
+
+
+def times(x: Any, factor: Scale | Multiple) -> Any:
+    """`x * factor`, exact for a power of two and else rounded in FP32; no operation where the factor is 1."""
+    if isinstance(factor, Multiple):
+        if not 2.0**-60 <= factor.by <= 2.0**60:  # data of a narrow format times more could leave FP32 on the way
+            return times(x, as_number(factor))
+        return times(times(as_float32(x), factor.by), factor.base)
+    if isinstance(factor, float):
+        if factor == 1.0:
+            return x
+        if isinstance(x, np.float32):  # a literal: the product is one too
+            return np.float32(float(x) * factor)
+        if factor and math.isfinite(factor) and not MIN_SCALE <= abs(factor) <= MAX_SCALE:
+            step = MAX_SCALE if abs(factor) > 1 else MIN_SCALE  # too large or small for one FP32 number
+            return times(times(as_float32(x), step), factor / step)
+        in_format = x.dtype.itemsize == 2 and 2.0**-14 <= abs(factor) <= 1 and math.frexp(factor)[0] in (0.5, -0.5)
+        x = x if in_format else as_float32(x)
+        return lax.mul(x, x.dtype.type(factor))
+    return jnp.multiply(as_float32(x), broadcast_scale(factor, x))
+
+
+def broadcast_scale(scale: Any, x: Any) -> Any:
+    """A dynamic scale for data `x`: a scalar, or of the rank of the data; what is of lower rank is of leading axes."""
+    if scale.ndim in (0, x.ndim):
+        return scale
+    return lax.reshape(scale, scale.shape + (1,) * (x.ndim - scale.ndim))
+
+
+def of_one_base(*scales: Any) -> tuple[float, ...] | None:
+    """The static parts of scales that are multiples of one run-time scalar; None: they are not."""
+    parts = [s if isinstance(s, Multiple) else Multiple(s, 1.0) for s in scales if not is_static(s)]
+    one = len(parts) == len(scales) and all(part.base is parts[0].base for part in parts)
+    return tuple(part.by for part in parts) if one and parts[0].base.ndim == 0 else None
+
+
+def _arrays(a: Any, b: Any) -> tuple[Any, Any]:
+    """Both as FP32 arrays of one rank."""
+    a, b = (np.float32(s) if is_static(s) else as_number(s) for s in (a, b))
+    if np.ndim(a) and np.ndim(b) and a.shape != b.shape:
+        a, b = jnp.broadcast_arrays(a, b)
+    return a, b
