@@ -73,7 +73,7 @@ def main(args: Arguments) -> None:
     if args.evaluate_in:
         policy_of(args.evaluate_in)
     folders = {job: folder(out, job) for job in jobs}
-    finished = [job for job in jobs if read_outcome(folders[job], args.steps) is not None]
+    finished = [job for job in jobs if has_ended(folders[job], args)]
     for job in finished if args.jobs else ():  # such as one that was interrupted before it was evaluated
         if not is_held(folders[job]):  # a run's last validation comes before its last checkpoint
             conclude(folders[job], args)
@@ -236,25 +236,41 @@ def in_turn(commands: dict[Job, list[str]], folders: dict[Job, Path], count: int
             signal.signal(number, handler)
 
 
+def has_ended(run_dir: Path, args: Arguments) -> bool:
+    """Whether a run has its outcome, and its last weights if they are to be evaluated.
+
+    It has not if it was killed between its last validation and its last checkpoint: the trainer continues it.
+    """
+    found, checkpoints = read_outcome(run_dir, args.steps), run_dir / "checkpoints"
+    if found is None or found.diverged or not args.evaluate_in:
+        return found is not None
+    return not checkpoints.exists() or (checkpoints / str(args.steps)).exists() or is_held(run_dir)
+
+
 def conclude(run_dir: Path, args: Arguments) -> None:
     """Evaluate the weights of a run that has ended, where that is asked, and remove its checkpoints.
 
     They stay where they could not be evaluated, which is said; the next call tries again.
     """
-    found, checkpoints = read_outcome(run_dir, args.steps, args.evaluate_in), run_dir / "checkpoints"
+    found, checkpoints, gone = read_outcome(run_dir, args.steps), run_dir / "checkpoints", run_dir / "removed"
+    shutil.rmtree(gone, ignore_errors=True)
     if found is None or not checkpoints.exists():
         return
-    if args.evaluate_in and not found.diverged and found.elsewhere is None:
+    if args.evaluate_in and not found.diverged:
         words = [f"run_dir={run_dir}", f"precisions={args.evaluate_in}", f"batches={args.eval_batches}"]
         done = subprocess.run([sys.executable, "-m", "scripts.evaluate", *words], capture_output=True, text=True)
         if done.returncode:
             print(f"{run_dir} is not evaluated: {last_line(done.stderr)}", flush=True)
             return
-    shutil.rmtree(checkpoints, ignore_errors=True)  # most of the run's size
+    checkpoints.rename(gone)  # whoever kills this now leaves all of them or none: see `read_outcome`
+    shutil.rmtree(gone, ignore_errors=True)  # most of the run's size
 
 
 def read_outcome(run_dir: Path, steps: int, evaluated_in: str = "") -> Outcome | None:
-    """What a run came to; None: it is not finished."""
+    """What a run came to; None: it is not finished.
+
+    While there are checkpoints an evaluation may be anyone's, of other weights or batches: it does not count.
+    """
     rows = read_rows(run_dir / "metrics.jsonl")
     curve = {row["step"]: float(row["val/loss"]) for row in rows if "val/loss" in row}
     stopped = (run_dir / "divergence.txt").exists()
@@ -262,8 +278,10 @@ def read_outcome(run_dir: Path, steps: int, evaluated_in: str = "") -> Outcome |
         return None
     diverged = stopped or not math.isfinite(curve[steps])
     skipped = max((row["watchdog/skipped"] for row in rows if "watchdog/skipped" in row), default=0)
-    evaluation = read_evaluation(run_dir) if evaluated_in else None
-    elsewhere = evaluation.losses.get(evaluated_in, math.nan) if evaluation else math.nan
+    concluded = evaluated_in and not (run_dir / "checkpoints").exists()
+    evaluation = read_evaluation(run_dir) if concluded else None
+    losses = evaluation.losses if evaluation is not None and evaluation.step == steps else {}
+    elsewhere = losses.get(evaluated_in, math.nan)
     return Outcome(curve, int(skipped), diverged, elsewhere if math.isfinite(elsewhere) else None)
 
 

@@ -121,10 +121,38 @@ def test_a_run_that_ended_without_its_evaluation_is_evaluated_by_the_next_call(e
     assert not (run_dir / "checkpoints").exists()
     assert json.loads((run_dir.parent.parent.parent / "parity.json").read_text())["runs"][0]["elsewhere"] == 1.0
     assert "not evaluated" not in capsys.readouterr().out
-    (run_dir / "checkpoints").mkdir()  # what is left of them when the study is killed while it removes them
+    (run_dir / "removed").mkdir()  # what is left of them when the study is killed while it removes them
     (run_dir.parent.parent.parent / "fails").touch()
     parity.main(args)
-    assert not (run_dir / "checkpoints").exists()
+    assert not (run_dir / "removed").exists()
+
+
+def test_somebodys_evaluation_of_other_batches_or_weights_is_not_taken_for_the_final_one(ended):
+    args, run_dir = ended
+    results = [{"precision": name, "loss": 7.0} for name in ("as trained", "fp32")]
+    theirs = {"step": 10, "tokens": 1, "results": results}
+    (run_dir / "evaluation.json").write_text(json.dumps(theirs))
+    assert parity.read_outcome(run_dir, 10, "fp32").elsewhere is None
+    parity.main(args)
+    assert parity.read_outcome(run_dir, 10, "fp32").elsewhere == 1.0
+    (run_dir / "evaluation.json").write_text(json.dumps(theirs | {"step": 5}))
+    assert parity.read_outcome(run_dir, 10, "fp32").elsewhere is None
+
+
+def test_a_run_that_was_killed_before_its_last_checkpoint_is_continued(ended, monkeypatch):
+    args, run_dir = ended
+    (run_dir / "checkpoints" / "10").rename(run_dir / "checkpoints" / "5")
+
+    def train(commands, folders, count):
+        for job in commands:
+            (folders[job] / "checkpoints" / "10").mkdir()
+            yield job
+
+    monkeypatch.setattr(parity, "in_turn", train)
+    parity.main(dataclasses.replace(args, jobs=0))
+    assert (run_dir / "checkpoints" / "5").exists()
+    parity.main(args)
+    assert parity.read_outcome(run_dir, 10, "fp32").elsewhere == 1.0
 
 
 def test_only_to_write_the_table_touches_no_checkpoint(ended, capsys):
