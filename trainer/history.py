@@ -125,6 +125,11 @@ class History:
         return int(text) if text.isdecimal() else 0
 
     @property
+    def wide_layers(self) -> list[str]:
+        """Paths of the linear layers that are not cast to a narrow format, where others are."""
+        return self.facts.get("wide layers", "").split()
+
+    @property
     def epochs(self) -> float:
         """How often the training text was read; 0: not known."""
         tokens = self.number("training tokens")

@@ -23,6 +23,8 @@ from scalify_core.formats import pow2_round
 from trainer.dots import wide_gradient_dot
 from trainer.spec import GPT2Spec
 
+SIZES = 2.0**-14, 2.0**14  # of smoothed channels: powers whose inverses FP16 has too
+
 DotGeneral = Callable[..., jax.Array]
 DotGeneralFor = Callable[[str], DotGeneral]
 Norm = Callable[[jax.Array], jax.Array]
@@ -352,7 +354,7 @@ class SmoothSwigluMLP(SwigluMLP):
         gate_NxF, linear_NxF = branches
         data_NxF, _ = get_data_scale(linear_NxF)
         peak_F = jnp.max(jnp.abs(data_NxF.astype(jnp.float32)), axis=0)
-        size_F = jnp.where(peak_F > 0, pow2_round(peak_F), 1.0)
+        size_F = jnp.where(peak_F > 0, jnp.clip(pow2_round(peak_F), *SIZES), 1.0)
         hidden_NxF = swiglu(gate_NxF, linear_NxF)
         hidden_NxF *= (1 / size_F)[None].astype(hidden_NxF.dtype)
         return self.c_proj(hidden_NxF, factor=size_F[:, None])

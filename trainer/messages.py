@@ -1,17 +1,17 @@
 """What a run says of itself at its start and at its end."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from scalify_core.matmul import MULTIPLE
 from trainer.flops import flop_share, flops_per_token
 from trainer.hlo import Program
 from trainer.loop import Run
 from trainer.metrics import GIB
+from trainer.precision import Policy, without_effect
 from trainer.rundir import interpreter
 from trainer.workload import Workload
 
@@ -35,7 +35,7 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
         f"{w.data.manifest.tokens('val'):,} validation tokens",
         f"batch {batch_tokens // spec.context} x {spec.context} = {batch_tokens:,} tokens; micro-batches: {accum}",
         describe_devices(w),
-        f"precision {precision}: {describe_precision(w, batch_tokens // accum)}",
+        f"precision {precision}: {describe_precision(w)}",
         f"{flops * batch_tokens:.3e} FLOPs a step",
     ]
     memory = step.memory_analysis() if step is not None else None
@@ -48,14 +48,15 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
     return lines if step is None else [*lines, *describe_wire(w, step)]
 
 
-def facts_of(w: Workload, rows: int) -> dict[str, str]:
-    """What neither the configuration nor the machine says of what is trained; `rows`: tokens of a micro-batch."""
+def facts_of(w: Workload) -> dict[str, str]:
+    """What neither the configuration nor the machine says of what is trained."""
     manifest, narrow = w.data.manifest, w.model.policy.forward is not None
     emulated = "; CPUs emulate FP8: its numbers, not its speed" * (narrow and w.mesh.devices.flat[0].platform == "cpu")
     return {
         "parameters": f"{w.parameters:,}",
         "vocabulary": f"{w.model.spec.vocab_size:,}",
-        "arithmetic": describe_precision(w, rows) + emulated,
+        "arithmetic": describe_precision(w) + emulated,
+        "wide layers": " ".join(w.model.skipped if narrow else ()),
         "text": text_of(manifest.source),
         "tokenizer": w.data.tokenizer.name,
         "training tokens": f"{manifest.tokens('train'):,}",
@@ -94,26 +95,33 @@ def describe_wire(w: Workload, step: jax.stages.Compiled) -> list[str]:
     return [f"every device sends {sum(sent.values()) / MIB:.3f} MiB a step (on a ring): {listed}"]
 
 
-def describe_precision(w: Workload, rows: int) -> str:
-    """What is computed and stored in what, and which matmuls are narrow; `rows`: tokens of a micro-batch."""
+def describe_precision(w: Workload) -> str:
+    """What is computed and stored in what, and which matmuls are narrow."""
     policy, skipped = w.model.policy, w.model.skipped
+    gradients = policy.weight_gradients if w.model.narrow or not policy.scaled else policy.compute
     every = len(w.model.narrow) + len(skipped)
     matmuls = f"matmuls in {policy.compute}"
     if policy.forward is not None:
         simulated = " (simulated)" if policy.simulate else ""
         narrow, share = len(w.model.narrow), flop_share(w.model.spec, w.model.narrow)
-        if rows % MULTIPLE and not policy.simulate:
-            narrow, share, skipped = 0, 0.0, {"all": f"micro-batches of {rows} tokens, not a multiple of {MULTIPLE}"}
         matmuls = f"{narrow} of {every} linear layers in {policy.forward}/{policy.backward}{simulated}, "
         matmuls += f"{share:.0%} of the FLOPs; the rest, attention and head in {policy.compute}"
         for why in dict.fromkeys(skipped.values()):
             paths = [path for path, reason in skipped.items() if reason == why]
             shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+            shown = "all" if len(paths) == every else shown
             matmuls += f" ({shown}: {why})"
     return (
-        f"{matmuls}; weights {policy.weights}, weight gradients {policy.weight_gradients}, "
+        f"{matmuls}; weights {policy.weights}, weight gradients {gradients}, "
         f"moments {policy.mu}/{policy.nu}, scaling: {policy.scaling}"
     )
+
+
+def describe_idle(policy: Policy, overrides: Sequence[str]) -> list[str]:
+    """A line for each override of the command line that changes nothing in this precision."""
+    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    found = {f"precision.{name}": why for name, why in without_effect(policy).items()}
+    return [f"{key} has no effect here: {why}" for key, why in found.items() if key in given]
 
 
 def schedule_change(step: int, before: np.ndarray, now: np.ndarray) -> list[str]:

@@ -11,7 +11,9 @@ layers; the train step knows nothing of it. A row has `numerics/CLASS/LAYER/FIGU
 
 What underflow is counted against, where a zero does not tell whether it came from a zero:
 
-- Operands of narrow matmuls (weights, inputs, gradients of outputs): the cast to come. Exact.
+- Operands of narrow matmuls (weights, inputs, gradients of outputs): the cast to come. Exact, except where something
+  comes between: what `clip_outliers` clips is not counted as clipped, and of `model.mlp=smooth_swiglu` the last kernel
+  is counted before its rows are multiplied by the channels' sizes.
 - Weight gradients that were cast: the values before the cast. Exact.
 - First moments: a zero whose second moment is not zero was lost. Exact, where the optimiser has both.
 - Other stored tensors: the share of subnormal numbers, zeros left out. Biases begin as zeros, rows of an embedding that

@@ -168,19 +168,24 @@ def parse_format(key: str, name: str) -> FloatFormat:
         raise UserError(f"{key}={name}: {error}") from None
 
 
-def skipped_matmuls(policy: Policy, sizes: Mapping[str, tuple[int, int]]) -> dict[str, str]:
+def skipped_matmuls(policy: Policy, sizes: Mapping[str, tuple[int, int]], rows: int | None = None) -> dict[str, str]:
     """Those of the linear layers that are not narrow, and why not. UserError for a pattern without a match.
 
-    `sizes`: input and output width of each, by path.
+    Args:
+      policy: the precision.
+      sizes: input and output width of each, by path.
+      rows: tokens that a device multiplies them by at once; None: some multiple of 16.
     """
-    if policy.forward is None:
-        return dict.fromkeys(sizes, f"precision.forward=null: all are in {policy.compute}")
     for key, patterns in (("matmuls", policy.matmuls), ("keep", policy.keep)):
         for pattern in patterns:
             if not any(fnmatchcase(path, pattern) for path in sizes):
                 raise UserError(
                     f"precision.{key}: no matmul matches {pattern!r}; there are {', '.join(sorted(sizes)[:8])} ..."
                 )
+    if policy.forward is None:
+        return dict.fromkeys(sizes, f"precision.forward=null: all are in {policy.compute}")
+    if rows is not None and rows % MULTIPLE and not policy.simulate:
+        return dict.fromkeys(sizes, f"micro-batches of {rows} tokens a device, not a multiple of {MULTIPLE}")
 
     def reason(path: str, size: tuple[int, int]) -> str | None:
         if not any(fnmatchcase(path, pattern) for pattern in policy.matmuls):
@@ -192,6 +197,22 @@ def skipped_matmuls(policy: Policy, sizes: Mapping[str, tuple[int, int]]) -> dic
         return None
 
     return {path: why for path, size in sizes.items() if (why := reason(path, size)) is not None}
+
+
+def without_effect(policy: Policy) -> dict[str, str]:
+    """Fields of the precision that change nothing, and why not."""
+    why: dict[str, str] = {}
+    if policy.forward is None:
+        why |= dict.fromkeys(("matmuls", "keep"), f"no matmul is narrower than precision.compute={policy.compute}")
+    if policy.weights == "fp32":
+        why["weights_rounding"] = "precision.weights=fp32"
+    if policy.mu == policy.nu == "fp32":
+        why["moments_rounding"] = "precision.mu=fp32 and precision.nu=fp32"
+    if policy.scaling != "delayed":
+        why["amax_history"] = f"precision.scaling={policy.scaling}, not delayed"
+    if not policy.scaled:
+        why |= dict.fromkeys(("rescale_grads", "rescale_every"), f"precision.scaling={policy.scaling}, not propagate")
+    return why
 
 
 def dot_general_for(policy: Policy, narrow: Collection[str], *, keep_weights: bool) -> Callable[[str], Dot]:

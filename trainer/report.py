@@ -116,7 +116,7 @@ def charts(h: History) -> list[str]:
 
     def lost() -> list[Line]:
         """What underflow takes from each class of tensors at most, in percent of the RMS of its worst one."""
-        looks = [(step, losses(figures, h.settings, "underflow")) for step, figures in h.looks]
+        looks = [(step, losses(figures, h.settings, h.wide_layers, "underflow")) for step, figures in h.looks]
         steps = [step for step, _ in looks]
         nothing = Loss(0.0, 0.0, "")
         return [

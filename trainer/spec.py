@@ -1,8 +1,9 @@
 """GPT-2's sizes and choices, checked."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from trainer.errors import UserError
 
@@ -89,6 +90,10 @@ class GPT2Spec:
     def head_dim(self) -> int:
         """K."""
         return self.d_model // self.n_head
+
+    def folded(self) -> Self:
+        """The same function of the same parameters, without what only serves to round it well."""
+        return dataclasses.replace(self, mlp="swiglu" if self.mlp == "smooth_swiglu" else self.mlp)
 
 
 def linear_sizes(spec: GPT2Spec) -> dict[str, tuple[int, int]]:

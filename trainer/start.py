@@ -69,7 +69,12 @@ def starting_point(
     with Checkpointer.reading(Path(source) / "checkpoints") as theirs:
         meta = theirs.meta()
         check_same_model(f"resume={source}", meta["model"], w.model.spec)
-        policy = policy_of(meta)
+        policy, trained = policy_of(meta), meta["config"]["optimizer"]["name"]
+        if trained != w.optimizer_name:
+            raise UserError(
+                f"resume={source} was trained with optimizer={trained}, whose state is not that of {w.optimizer_name}; "
+                f"set optimizer={trained}, or take its weights alone: init_from={source}"
+            )
         if not convert:
             check_same_precision(f"resume={source}", policy, w.model.policy, "resume.convert=true converts it")
         found = theirs.restore(abstract_state(w.in_precision(policy)))

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -169,7 +169,9 @@ class Loss(NamedTuple):
     tensor: str
 
 
-def losses(figures: Mapping[str, float], settings: Mapping[str, Any], figure: str) -> dict[str, Loss]:
+def losses(
+    figures: Mapping[str, float], settings: Mapping[str, Any], wide: Sequence[str], figure: str
+) -> dict[str, Loss]:
     """Of each class of tensors, among those that are cast to eight bits, the one that lost most.
 
     What underflowed was at most half the format's smallest number, so its RMS is at most sqrt(share) times that: as a
@@ -180,6 +182,7 @@ def losses(figures: Mapping[str, float], settings: Mapping[str, Any], figure: st
     Args:
       figures: `numerics/CLASS/LAYER/FIGURE`.
       settings: of the run, by dotted keys.
+      wide: paths of the linear layers that are not cast, those of stacks as `h.*.mlp.c_fc`.
       figure: what counts: `underflow` or `saturated`.
     """
     underflow = figure == "underflow"
@@ -188,7 +191,7 @@ def losses(figures: Mapping[str, float], settings: Mapping[str, Any], figure: st
     worst: dict[str, Loss] = {}
     for key, share in figures.items():
         _, kind, name, counted = key.split("/")
-        cast = _cast(kind, name, settings)
+        cast = _cast(kind, name, settings, wide)
         if counted != figure or cast is None or not share > 0:
             continue
         tensor, form = cast
@@ -199,16 +202,15 @@ def losses(figures: Mapping[str, float], settings: Mapping[str, Any], figure: st
     return worst
 
 
-def _cast(kind: str, name: str, settings: Mapping[str, Any]) -> tuple[str, FloatFormat] | None:
+def _cast(kind: str, name: str, settings: Mapping[str, Any], wide: Sequence[str]) -> tuple[str, FloatFormat] | None:
     """A tensor in words, and the format that it is cast to; None: it is not, or that is not known."""
     key, suffix, words = NARROW.get(kind, ("", "", ""))
     form = settings.get(f"precision.{key}")
     if form is None or settings.get("precision.forward") is None or not name.endswith(suffix):
         return None
     layer = name.removesuffix(suffix)
-    matches = [any(fnmatchcase(layer, p) for p in settings.get(f"precision.{k}", ())) for k in ("matmuls", "keep")]
-    linear = layer.rpartition(".")[2].startswith("c_")
-    return (f"{words} {layer}", FloatFormat.parse(form)) if linear and matches == [True, False] else None
+    linear = layer.rpartition(".")[2].startswith("c_") and not any(fnmatchcase(layer, path) for path in wide)
+    return (f"{words} {layer}", FloatFormat.parse(form)) if linear else None
 
 
 def _lost(h: History) -> tuple[str, str]:
@@ -216,7 +218,7 @@ def _lost(h: History) -> tuple[str, str]:
     grades, text = [GOOD], ""
     figures = h.looks[-1][1] if h.looks else {}
     for figure, (fair, bad), verb in (("saturated", SATURATED, "Cut off"), ("underflow", LOST, "Rounded to zero")):
-        if found := losses(figures, h.settings, figure).values():
+        if found := losses(figures, h.settings, h.wide_layers, figure).values():
             worst = max(found)
             grades.append(BAD if worst.size >= bad else FAIR if worst.size >= fair else GOOD)
             how = "harmless below" if grades[-1] == GOOD else "too much from"

@@ -44,9 +44,11 @@ class Model(NamedTuple):
 
     Attributes:
       training: with the matmuls of the policy.
-      sampling: the same parameters, every matmul in `policy.logical`: products of one token are too small for FP8.
+      sampling: the same parameters, every matmul in `policy.logical`: products of one token are too small for FP8. What
+        only serves to round well is folded away.
       narrow: paths of the linear layers whose matmuls are narrower than the rest.
       skipped: why the other linear layers are not, by path.
+      rows: tokens that a device's linear layers take at once in training; None: some multiple of 16.
     """
 
     spec: GPT2Spec
@@ -55,15 +57,16 @@ class Model(NamedTuple):
     sampling: Functional
     narrow: list[str]
     skipped: dict[str, str]
+    rows: int | None
 
     @classmethod
-    def make(cls, spec: GPT2Spec, policy: Policy, split: str | None = None) -> Self:
+    def make(cls, spec: GPT2Spec, policy: Policy, rows: int | None = None, split: str | None = None) -> Self:
         """The model of a precision. UserError for a pattern of layers that matches none.
 
         `split`: the mesh axis over which the training model's heads and hidden channels are; see `GPT2`.
         """
         sizes = linear_sizes(spec)
-        skipped = skipped_matmuls(policy, sizes)
+        skipped = skipped_matmuls(policy, sizes, rows)
         narrow = [path for path in sizes if path not in skipped]
         training = functional(
             spec,
@@ -72,8 +75,8 @@ class Model(NamedTuple):
             rescale_grads=policy.rescale_grads if policy.scaled else (),
             split=split,
         )
-        sampling = functional(spec, compute_dtype=policy.logical)
-        return cls(spec, policy, training, sampling, narrow, skipped)
+        sampling = functional(spec.folded(), compute_dtype=policy.logical)
+        return cls(spec, policy, training, sampling, narrow, skipped, rows)
 
     def loss(
         self,
@@ -90,7 +93,7 @@ class Model(NamedTuple):
 
     def on(self, mesh: Mesh) -> "Model":
         """What each device of the mesh computes with its parameters."""
-        return Model.make(self.spec, self.policy, "tensor") if mesh.shape["tensor"] > 1 else self
+        return Model.make(self.spec, self.policy, self.rows, "tensor") if mesh.shape["tensor"] > 1 else self
 
     def eval_loss(self, state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
         """The loss in the run's precision, without dropout, of the weights in a state."""
@@ -206,7 +209,7 @@ class Workload(NamedTuple):
 
     def in_precision(self, policy: Policy) -> "Workload":
         """The same in another precision."""
-        return self._replace(model=Model.make(self.model.spec, policy))
+        return self._replace(model=Model.make(self.model.spec, policy, self.model.rows))
 
     @property
     def parameters(self) -> int:

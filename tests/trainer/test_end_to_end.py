@@ -83,6 +83,11 @@ of_finished_run = pytest.mark.xdist_group("finished run")  # made once
         (["resume=none"], ["holds checkpoints", "resume=none"]),
         (["run_dir=new", "resume=nowhere"], ["nowhere", "no checkpoints"]),
         (["run_dir=new", "resume=A", "model.n_head=4"], ["resume=A has n_head=2", "the model 4", "model.n_head=2"]),
+        (
+            ["run_dir=new", "resume=A", "resume.convert=true", "precision=scalify_fp8", "optimizer=lion"],
+            ["resume=A was trained with optimizer=adamw", "lion", "init_from=A"],
+        ),
+        (["run_dir=new", "resume=A", "precision=scalify_fp8"], ["precision.forward=None", "resume.convert=true"]),
         (["run_dir=new", "init_from=A", "model.n_head=4"], ["init_from=A has n_head=2", "the model 4"]),
         (["run_dir=new", "resume=A", "train.steps=20"], ["train.steps=20", "checkpoint has 20", "21 or more"]),
         (["run_dir=new", "init_from=nowhere"], ["init_from=nowhere", "does not exist"]),

@@ -21,8 +21,8 @@ from trainer.composition import compose_config
 from trainer.data import Batch
 from trainer.dots import ClippedDot
 from trainer.errors import UserError
-from trainer.layers import Factory, SmoothSwigluMLP, SwigluMLP
-from trainer.messages import describe_precision
+from trainer.layers import Factory, SmoothSwigluMLP, SwigluMLP, init_cache
+from trainer.messages import describe_idle, describe_precision
 from trainer.optimizer import make_optimizer
 from trainer.parallel import abstract_batch, make_mesh, place_batch
 from trainer.precision import abstract_weights, is_kernel_of, moment_settings
@@ -352,10 +352,9 @@ def test_layers_that_are_not_fp8_are_named_with_the_reason():
     spec = dataclasses.replace(SPEC, d_mlp=40)
     w = workload("scalify_fp8", spec=spec)
     assert w.model.narrow == ["h.0.attn.c_attn", "h.0.attn.c_proj"]
-    said = describe_precision(w, rows=256)
+    said = describe_precision(w)
     assert "2 of 4 linear layers in e4m3/e5m2" in said
     assert "(h.0.mlp.c_fc: 32 x 40 are not multiples of 16)" in said
-    assert "(all: micro-batches of 40 tokens, not a multiple of 16)" in describe_precision(w, rows=40)
     text = lower_step(w, abstract(w)).as_text()  # with warnings as errors: nothing is skipped while it is traced
     shapes = re.findall(r"convert.*-> tensor<(\d+)x(\d+)xf8E4M3FN>", text)
     assert shapes
@@ -405,6 +404,33 @@ def test_smooth_swiglu_is_swiglu():
     assert a == b  # powers of two
     error = optax.global_norm(jax.tree.map(jnp.subtract, ga, gb)) / optax.global_norm(ga)
     assert error < 1e-6
+
+
+@pytest.mark.parametrize("size", [2.0**-15, 2.0**-20, 2.0**-24])
+def test_channels_that_are_nearly_dead_are_smoothed_in_fp16_too(size):
+    """The inverse of their own power of two would be beyond FP16."""
+    w = workload("fp16_loss_scaled", spec=dataclasses.replace(SPEC, mlp="smooth_swiglu"))
+    state = first_state(w)
+    kernel = state.params["h"][0]["mlp"]["c_fc"]["kernel"]
+    state.params["h"][0]["mlp"]["c_fc"]["kernel"] = kernel.at[:, ::2].multiply(size)
+    value_and_grad = w.model.differentiate().value_and_grad
+    tokens = batch(w).tokens_AxBxT1[0]
+    loss, grads, *_ = jax.jit(lambda s: value_and_grad(s.params, s.scaling, tokens, None, s.key))(state)
+    assert jnp.isfinite(loss)
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+def test_smoothing_is_folded_away_where_text_is_generated():
+    spec = dataclasses.replace(SPEC, mlp="smooth_swiglu")
+    smooth, plain = (Model.make(s, policy("fp16_loss_scaled")) for s in (spec, dataclasses.replace(SPEC, mlp="swiglu")))
+    params = smooth.training.init(jax.random.key(0))
+    decode = lambda m: m.sampling.bind(params).decode(
+        jnp.arange(4)[None], init_cache(spec, 1, jnp.float16), 0
+    )  # of one token a channel may be as small as it likes
+    (a, _), (b, _) = decode(smooth), decode(plain)
+    assert (a == b).all()
+    assert type(smooth.training.bind(params).h[0].mlp) is SmoothSwigluMLP
+    assert type(smooth.sampling.bind(params).h[0].mlp) is SwigluMLP
 
 
 def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
@@ -499,7 +525,7 @@ def test_what_a_refusal_of_weight_gradients_recommends_is_accepted():
 
 
 def test_the_start_up_line_says_that_delayed_scaling_rounds_weight_gradients():
-    said = describe_precision(workload("fp8_delayed"), rows=256)
+    said = describe_precision(workload("fp8_delayed"))
     assert "weight gradients rounded to bf16 by Flax's product, kept in fp32, moments" in said
 
 
@@ -530,9 +556,41 @@ def test_a_kernel_whose_rows_are_smoothed_is_sent_as_it_is_smoothed():
     assert sent("fp8_current", "smooth_swiglu") == ["float32", "float32"]
 
 
-def test_a_pattern_without_a_match_is_refused():
-    with pytest.raises(UserError, match=r"no matmul matches 'layer\.\*'; there are h\.0\.attn\.c_attn"):
-        Model.make(SPEC, policy("scalify_fp8", matmuls=("layer.*",)))
+@pytest.mark.parametrize(("preset", "key"), [("scalify_fp8", "matmuls"), ("scalify_fp8", "keep"), ("bf16", "keep")])
+def test_a_pattern_without_a_match_is_refused(preset, key):
+    said = rf"precision\.{key}: no matmul matches 'layer\.\*'; there are h\.0\.attn\.c_attn"
+    with pytest.raises(UserError, match=said):
+        Model.make(SPEC, policy(preset, **{key: ("layer.*",)}))
+
+
+def test_an_override_that_changes_nothing_is_said():
+    given = [
+        "precision=bf16",
+        "precision.amax_history=3",
+        "precision.keep=[h.0.*]",
+        "precision.weights_rounding=nearest",
+    ]
+    assert describe_idle(policy("bf16"), given) == [
+        "precision.keep has no effect here: no matmul is narrower than precision.compute=bf16",
+        "precision.weights_rounding has no effect here: precision.weights=fp32",
+        "precision.amax_history has no effect here: precision.scaling=none, not delayed",
+    ]
+    assert describe_idle(policy("fp8_delayed"), given[1:3]) == []
+    assert describe_idle(policy("scalify_fp8_fp16"), ["precision.rescale_grads=[]", *given[2:]]) == []
+
+
+def test_rows_that_fp8_does_not_take_leave_nothing_narrow():
+    w = workload("scalify_fp8_fp16")
+    w = w._replace(model=Model.make(dataclasses.replace(SPEC, context=24), w.model.policy, rows=24))
+    assert w.model.narrow == []
+    assert w.in_precision(w.model.policy).model.narrow == []
+    said = describe_precision(w)
+    assert "0 of 4 linear layers in e4m3/e5m2, 0% of the FLOPs" in said
+    assert "(all: micro-batches of 24 tokens a device, not a multiple of 16)" in said
+    assert "weight gradients fp16" in said
+    tokens = abstract_batch(1, 1, 24, document_mask=False, mesh=w.mesh)
+    text = lower_step(w, tokens, abstract_state(w)).as_text()  # with warnings as errors: nothing tries to be FP8
+    assert "f8E" not in text
 
 
 def test_a_moment_that_the_optimiser_does_not_have_is_refused():

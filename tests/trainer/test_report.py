@@ -132,9 +132,7 @@ def test_figures_that_are_not_finite_do_not_stop_the_report(run_dir):
     assert "Is it healthy?" in write_report(run_dir).read_text()
 
 
-FP8 = """
-precision: {forward: e4m3, backward: e5m2, weight_grad: e5m2, scaling: propagate, matmuls: [h.*], keep: [h.9.*]}
-"""
+FP8 = "precision: {forward: e4m3, backward: e5m2, weight_grad: e5m2, scaling: propagate}"
 
 
 def tensor(kind="activations", layer="h.1.mlp.c_proj.in", **figures):
@@ -212,7 +210,6 @@ def tensor(kind="activations", layer="h.1.mlp.c_proj.in", **figures):
                 ("activations", "h.0.mlp.c_fc.out"),
                 ("activations", "h.0.ln_2.out"),
                 ("activation_gradients", "h.0.mlp.c_fc.in"),
-                ("weights", "h.9.mlp.c_fc.kernel"),
                 ("mu", "h.0.mlp.c_fc.kernel"),
             )
         ),
@@ -224,6 +221,14 @@ def tensor(kind="activations", layer="h.1.mlp.c_proj.in", **figures):
 def test_what_eight_bits_lose_is_judged_by_how_much_of_the_tensor_it_is(figures, config, grade, says):
     answer = healthy(history(rows(FALLING), config=config, numerics=figures))
     assert (answer.grade, says in answer.text) == (grade, True), answer
+
+
+@pytest.mark.parametrize(
+    ("wide", "grade"), [("", BAD), ("h.*.mlp.c_proj", GOOD), ("h.0.attn.c_attn h.1.mlp.c_proj", GOOD), ("h.11.*", BAD)]
+)
+def test_what_no_matmul_casts_is_not_judged(wide, grade):
+    facts = {"wide layers": wide}
+    assert healthy(history(rows(FALLING), config=FP8, numerics=tensor(saturated=0.2), **facts)).grade == grade
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def build_policy(c: schema.Precision) -> Policy:
     return Policy(**settings)
 
 
-def build_model(c: schema.Model, policy: Policy, vocab_size: int) -> Model:
-    """The model for a tokenizer of `vocab_size` ids."""
+def build_model(c: schema.Model, policy: Policy, vocab_size: int, rows: int | None = None) -> Model:
+    """The model for a tokenizer of `vocab_size` ids; for `rows` see `Model`."""
     if c.vocab_size is not None and c.vocab_size < vocab_size:
         raise UserError(
             f"model.vocab_size={c.vocab_size} is smaller than the tokenizer's {vocab_size} ids; "
@@ -66,7 +66,7 @@ def build_model(c: schema.Model, policy: Policy, vocab_size: int) -> Model:
         align_channels=c.align_channels,
         align_gain=c.align_gain,
     )
-    return Model.make(spec, policy)
+    return Model.make(spec, policy, rows)
 
 
 def build_optimizer(c: schema.Optimizer) -> optax.GradientTransformation:
@@ -171,7 +171,8 @@ def build_workload(c: schema.Config) -> Workload:
         check_device(mesh.devices.flat[0])
     data = build_data(c)
     policy = build_policy(c.precision)
-    model = build_model(c.model, policy, data.tokenizer.vocab_size)
+    rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh))
+    model = build_model(c.model, policy, data.tokenizer.vocab_size, rows)
     check_split(model, mesh)
     optimizer = build_optimizer(c.optimizer)
     return Workload(model, data, c.optimizer.name, optimizer, mesh, c.seed, build_reduce(c.parallel))
@@ -213,8 +214,8 @@ def check_fp8(c: schema.Config, w: Task, step: jax.stages.Compiled) -> Found | N
     gpu = Gpu.of(w.mesh.devices.flat[0])
     if gpu is None or c.precision.forward is None:
         return None
-    tokens = c.train.batch_tokens // (c.train.accum * batch_devices(w.mesh))
-    return check_step(w.model, Program(step.as_text() or ""), tokens, gpu, require=c.precision.require_fp8)
+    assert w.model.rows is not None
+    return check_step(w.model, Program(step.as_text() or ""), w.model.rows, gpu, require=c.precision.require_fp8)
 
 
 def build_cadence(c: schema.Config) -> Cadence:

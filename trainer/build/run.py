@@ -37,7 +37,7 @@ from trainer.guard import Patience, leave_within
 from trainer.leaves import parameter_names
 from trainer.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.loop import Run, train
-from trainer.messages import describe, describe_wire, facts_of, farewell, schedule_change
+from trainer.messages import describe, describe_idle, describe_wire, facts_of, farewell, schedule_change
 from trainer.numerics import make_numerics
 from trainer.parallel import Agreement, place_batch, refused_together, replicated, start_processes
 from trainer.report import write_report
@@ -198,10 +198,11 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
         check_same_run(found, c.train.steps, w.data.manifest.fingerprint, fork=fork)
         with refused_together(), said_in_a_line(directory.path):
             directory.adopt(tree)
-            write_environment(directory.path, facts_of(w, c.train.batch_tokens // c.train.accum))
+            write_environment(directory.path, facts_of(w))
             if jax.process_index() == 0:
                 w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
-        for line in [*describe_run(c, w), *describe_change(c, found)]:
+        idle = describe_idle(w.model.policy, sys.argv[1:])
+        for line in [*describe_run(c, w), *idle, *describe_change(c, found)]:
             display.message(line)
         tracker = make_tracker(
             c.tracker.kind,
