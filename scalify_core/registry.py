@@ -141,7 +141,7 @@ def composite_rule(
     be FP32 that has not yet been rounded. With `lazy`, a factor may not yet be in the data, which the rule then reads
     as it is stored, without another rounding. With `transparent`, the numbers of an operand and of a result among all
     leaves, that operand is returned as it is, whatever it is, and the program is evaluated as without the call.
-    With `numbered`, the rule draws from `value.serial`: no trace of it stands in for another.
+    With `numbered`, the rule draws from `numbering.serial`: no trace of it stands in for another.
     """
 
     def register(fun: Callable) -> Callable:

@@ -262,6 +262,10 @@ def conclude(run_dir: Path, args: Arguments) -> None:
         if done.returncode:
             print(f"{run_dir} is not evaluated: {last_line(done.stderr)}", flush=True)
             return
+        evaluation = read_evaluation(run_dir)
+        if evaluation is None or evaluation.step != args.steps:
+            print(f"{run_dir} is not evaluated: its checkpoint of step {args.steps} cannot be read", flush=True)
+            return
     checkpoints.rename(gone)  # whoever kills this now leaves all of them or none: see `read_outcome`
     shutil.rmtree(gone, ignore_errors=True)  # most of the run's size
 

@@ -233,7 +233,7 @@ def load(run_dir: Path, number: int) -> tuple[Model, Any, Any, jax.Array, jax.Ar
     batch = place_batch(w.data.train.batch(number), accum=c.train.accum, mesh=w.mesh)
     spec = w.model.spec
     params = unstack_layers(found.state.params) if spec.scan_layers else found.state.params
-    model = Model.make(dataclasses.replace(spec, scan_layers=False, remat="none"), w.model.policy)
+    model = Model.make(dataclasses.replace(spec, scan_layers=False, remat="none"), w.model.policy, w.model.rows)
     segments = batch.segments_AxBxT1
     return model, params, found.state.scaling, batch.tokens_AxBxT1[0], None if segments is None else segments[0]
 

@@ -12,6 +12,7 @@ import jax
 from scalify_core.matmul import MULTIPLE
 from trainer.errors import UserError
 from trainer.hlo import Gemm, Program, fp8_share
+from trainer.precision import skipped_matmuls
 from trainer.spec import linear_sizes
 from trainer.workload import Model
 
@@ -96,8 +97,9 @@ def not_fp8(model: Model, program: Program, tokens: int, gpu: Gpu | None) -> lis
       gpu: what it is compiled for; None: something that has FP8.
     """
     layers, narrow = linear_sizes(model.spec), [gemm for gemm in program.gemms if gemm.dtype == "fp8"]
+    left_out = skipped_matmuls(model.policy, layers)  # on purpose or by their widths; not for the number of tokens
     others = [gemm for gemm in program.gemms if gemm.dtype != "fp8"]
-    products = {path: layer_products(layers[path], tokens) for path in model.narrow}
+    products = {path: layer_products(size, tokens) for path, size in layers.items() if path not in left_out}
     missing: set[Product] = set()
     if len(narrow) != 3 * len(products):  # more, where a forward pass is computed again
         missing = missing_products([p for ps in products.values() for p in ps], narrow)
@@ -107,8 +109,8 @@ def not_fp8(model: Model, program: Program, tokens: int, gpu: Gpu | None) -> lis
         return ", ".join(sorted({f"{gemm.dtype} ({gemm.kernel})" for gemm in like})) or "nothing that is known"
 
     def reason(path: str) -> str | None:
-        if path in model.skipped:
-            return model.skipped[path]
+        if path in left_out:
+            return left_out[path]
         if tokens % MULTIPLE:
             return f"micro-batches of {tokens} tokens a device, not a multiple of {MULTIPLE}"
         if model.policy.simulate:

@@ -126,8 +126,8 @@ class History:
 
     @property
     def wide_layers(self) -> list[str]:
-        """Paths of the linear layers that are not cast to a narrow format, where others are."""
-        return self.facts.get("wide layers", "").split()
+        """Patterns of the linear layers that are not cast to a narrow format, where others are; all: not known."""
+        return self.facts.get("wide layers", "*").split()
 
     @property
     def epochs(self) -> float:

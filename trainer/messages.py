@@ -98,7 +98,8 @@ def describe_wire(w: Workload, step: jax.stages.Compiled) -> list[str]:
 def describe_precision(w: Workload) -> str:
     """What is computed and stored in what, and which matmuls are narrow."""
     policy, skipped = w.model.policy, w.model.skipped
-    gradients = policy.weight_gradients if w.model.narrow or not policy.scaled else policy.compute
+    wide = policy.compute if policy.scaled else policy.weight_grad
+    gradients = policy.weight_gradients if w.model.narrow else wide
     every = len(w.model.narrow) + len(skipped)
     matmuls = f"matmuls in {policy.compute}"
     if policy.forward is not None:

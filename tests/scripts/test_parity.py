@@ -108,7 +108,8 @@ def ended(tmp_path, monkeypatch):
             return subprocess.CompletedProcess(command, 2, "", "error: it is damaged\n")
         assert command[2] == "scripts.evaluate"
         results = [{"precision": name, "loss": 1.0} for name in ("as trained", "fp32")]
-        (run_dir / "evaluation.json").write_text(json.dumps({"step": 10, "tokens": 1, "results": results}))
+        step = 5 if (tmp_path / "older").exists() else 10  # one that it fell back to
+        (run_dir / "evaluation.json").write_text(json.dumps({"step": step, "tokens": 1, "results": results}))
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", answer)
@@ -143,16 +144,26 @@ def test_a_run_that_was_killed_before_its_last_checkpoint_is_continued(ended, mo
     args, run_dir = ended
     (run_dir / "checkpoints" / "10").rename(run_dir / "checkpoints" / "5")
 
+    continued = []
+
     def train(commands, folders, count):
         for job in commands:
             (folders[job] / "checkpoints" / "10").mkdir()
+            continued.append(job)
             yield job
 
     monkeypatch.setattr(parity, "in_turn", train)
-    parity.main(dataclasses.replace(args, jobs=0))
-    assert (run_dir / "checkpoints" / "5").exists()
     parity.main(args)
+    assert continued == [Job(1.0, "fp32", 0)]
     assert parity.read_outcome(run_dir, 10, "fp32").elsewhere == 1.0
+
+
+def test_a_last_checkpoint_that_cannot_be_read_is_said_and_none_is_removed(ended, capsys):
+    args, run_dir = ended
+    (run_dir.parent.parent.parent / "older").touch()
+    parity.main(args)
+    assert (run_dir / "checkpoints" / "10").exists()
+    assert "is not evaluated: its checkpoint of step 10 cannot be read" in capsys.readouterr().out
 
 
 def test_only_to_write_the_table_touches_no_checkpoint(ended, capsys):

@@ -591,6 +591,10 @@ def test_rows_that_fp8_does_not_take_leave_nothing_narrow():
     tokens = abstract_batch(1, 1, 24, document_mask=False, mesh=w.mesh)
     text = lower_step(w, tokens, abstract_state(w)).as_text()  # with warnings as errors: nothing tries to be FP8
     assert "f8E" not in text
+    others = [policy("fp8_delayed"), policy("sim", forward="e4m3", backward="e5m2")]
+    assert [len(Model.make(SPEC, other, rows=24).narrow) for other in others] == [4, 4]
+    said = describe_precision(workload("fp8_delayed", keep=("h.*",)))
+    assert "weight gradients fp32" in said
 
 
 def test_a_moment_that_the_optimiser_does_not_have_is_refused():

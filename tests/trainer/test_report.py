@@ -30,7 +30,9 @@ def rows(losses, val=(), speed=lambda i: 1000.0, **more):
 
 
 def history(found, events=(), config="", numerics=None, **facts):
-    return History("a run", found, list(events), config, [(100, numerics)] if numerics else [], facts=facts)
+    return History(
+        "a run", found, list(events), config, [(100, numerics)] if numerics else [], facts={"wide layers": ""} | facts
+    )
 
 
 FALLING = [5.5 - 0.04 * i for i in range(100)]

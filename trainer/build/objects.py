@@ -214,8 +214,8 @@ def check_fp8(c: schema.Config, w: Task, step: jax.stages.Compiled) -> Found | N
     gpu = Gpu.of(w.mesh.devices.flat[0])
     if gpu is None or c.precision.forward is None:
         return None
-    assert w.model.rows is not None
-    return check_step(w.model, Program(step.as_text() or ""), w.model.rows, gpu, require=c.precision.require_fp8)
+    tokens = c.train.batch_tokens // (c.train.accum * batch_devices(w.mesh))
+    return check_step(w.model, Program(step.as_text() or ""), tokens, gpu, require=c.precision.require_fp8)
 
 
 def build_cadence(c: schema.Config) -> Cadence:

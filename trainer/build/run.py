@@ -47,6 +47,7 @@ from trainer.state import TrainState, from_stored
 from trainer.step import StepFn, Tokens
 from trainer.tracking import MAKE_ROOM, Tracker, make_tracker
 from trainer.workload import (
+    Model,
     Trained,
     Workload,
     abstract_state,
@@ -124,10 +125,13 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
     """
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
-        c = from_tree(schema.Config, checkpointer.meta()["config"])
+        meta = checkpointer.meta()
+        c = from_tree(schema.Config, meta["config"])
         c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1))
         w = build_workload(c)
-        if w.data.manifest.fingerprint != checkpointer.meta()["data"]:
+        rows = meta.get("rows")  # of the run's devices, which may have been more
+        w = w._replace(model=Model.make(w.model.spec, w.model.policy, rows))
+        if w.data.manifest.fingerprint != meta["data"]:
             raise UserError(f"{run_dir} was trained on other data than {w.data.directory}; bring its text back")
         found = checkpointer.restore(dataclasses.replace(abstract_state(w), opt_state=()), partial=True)
     return c, w, found._replace(state=from_stored(found.state))
@@ -280,6 +284,7 @@ def build_run(
             "config": to_tree(c),
             "model": architecture(w.model.spec),
             "precision": dataclasses.asdict(w.model.policy),
+            "rows": w.model.rows,
             "data": w.data.manifest.fingerprint,
             "tokenizer": w.data.tokenizer.name,
             "tracker_id": tracker.id,
