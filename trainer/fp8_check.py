@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 
-from scalify_core.matmul import MULTIPLE
 from trainer.errors import UserError
 from trainer.hlo import Gemm, Program, fp8_share
 from trainer.precision import skipped_matmuls
@@ -97,7 +96,8 @@ def not_fp8(model: Model, program: Program, tokens: int, gpu: Gpu | None) -> lis
       gpu: what it is compiled for; None: something that has FP8.
     """
     layers, narrow = linear_sizes(model.spec), [gemm for gemm in program.gemms if gemm.dtype == "fp8"]
-    left_out = skipped_matmuls(model.policy, layers)  # on purpose or by their widths; not for the number of tokens
+    left_out = skipped_matmuls(model.policy, layers)  # on purpose or by their widths
+    skipped = skipped_matmuls(model.policy, layers, tokens)  # for the number of tokens, too
     others = [gemm for gemm in program.gemms if gemm.dtype != "fp8"]
     products = {path: layer_products(size, tokens) for path, size in layers.items() if path not in left_out}
     missing: set[Product] = set()
@@ -109,10 +109,8 @@ def not_fp8(model: Model, program: Program, tokens: int, gpu: Gpu | None) -> lis
         return ", ".join(sorted({f"{gemm.dtype} ({gemm.kernel})" for gemm in like})) or "nothing that is known"
 
     def reason(path: str) -> str | None:
-        if path in left_out:
-            return left_out[path]
-        if tokens % MULTIPLE:
-            return f"micro-batches of {tokens} tokens a device, not a multiple of {MULTIPLE}"
+        if path in skipped:
+            return skipped[path]
         if model.policy.simulate:
             return "FP8 is simulated: precision.simulate=true"
         if gpu is not None and not gpu.has_fp8:

@@ -126,7 +126,7 @@ class History:
 
     @property
     def wide_layers(self) -> list[str]:
-        """Patterns of the linear layers that are not cast to a narrow format, where others are; all: not known."""
+        """Patterns of the linear layers that are not cast to a narrow format, where others are; `*`: not known."""
         return self.facts.get("wide layers", "*").split()
 
     @property

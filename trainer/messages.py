@@ -56,7 +56,7 @@ def facts_of(w: Workload) -> dict[str, str]:
         "parameters": f"{w.parameters:,}",
         "vocabulary": f"{w.model.spec.vocab_size:,}",
         "arithmetic": describe_precision(w) + emulated,
-        "wide layers": " ".join(w.model.skipped if narrow else ()),
+        "wide layers": (" ".join(w.model.skipped) or "none") if narrow else "all",
         "text": text_of(manifest.source),
         "tokenizer": w.data.tokenizer.name,
         "training tokens": f"{manifest.tokens('train'):,}",

@@ -424,9 +424,7 @@ def test_smoothing_is_folded_away_where_text_is_generated():
     spec = dataclasses.replace(SPEC, mlp="smooth_swiglu")
     smooth, plain = (Model.make(s, policy("fp16_loss_scaled")) for s in (spec, dataclasses.replace(SPEC, mlp="swiglu")))
     params = smooth.training.init(jax.random.key(0))
-    decode = lambda m: m.sampling.bind(params).decode(
-        jnp.arange(4)[None], init_cache(spec, 1, jnp.float16), 0
-    )  # of one token a channel may be as small as it likes
+    decode = lambda m: m.sampling.bind(params).decode(jnp.arange(4)[None], init_cache(spec, 1, jnp.float16), 0)
     (a, _), (b, _) = decode(smooth), decode(plain)
     assert (a == b).all()
     assert type(smooth.training.bind(params).h[0].mlp) is SmoothSwigluMLP

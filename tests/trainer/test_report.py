@@ -31,7 +31,12 @@ def rows(losses, val=(), speed=lambda i: 1000.0, **more):
 
 def history(found, events=(), config="", numerics=None, **facts):
     return History(
-        "a run", found, list(events), config, [(100, numerics)] if numerics else [], facts={"wide layers": ""} | facts
+        "a run",
+        found,
+        list(events),
+        config,
+        [(100, numerics)] if numerics else [],
+        facts={"wide layers": "none"} | facts,
     )
 
 
@@ -131,7 +136,8 @@ def test_figures_that_are_not_finite_do_not_stop_the_report(run_dir):
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(encode_row(200, {"train/loss": math.nan, "tokens": 9} | figures))
     (run_dir / "config.yaml").write_text(FP8)
-    assert "Is it healthy?" in write_report(run_dir).read_text()
+    (run_dir / "environment.txt").write_text("wide layers: none\n")
+    assert "at most 25.00% of their RMS, the activations" in write_report(run_dir).read_text()
 
 
 FP8 = "precision: {forward: e4m3, backward: e5m2, weight_grad: e5m2, scaling: propagate}"
@@ -226,7 +232,8 @@ def test_what_eight_bits_lose_is_judged_by_how_much_of_the_tensor_it_is(figures,
 
 
 @pytest.mark.parametrize(
-    ("wide", "grade"), [("", BAD), ("h.*.mlp.c_proj", GOOD), ("h.0.attn.c_attn h.1.mlp.c_proj", GOOD), ("h.11.*", BAD)]
+    ("wide", "grade"),
+    [("none", BAD), ("*", GOOD), ("h.*.mlp.c_proj", GOOD), ("h.0.attn.c_attn h.1.mlp.c_proj", GOOD), ("h.11.*", BAD)],
 )
 def test_what_no_matmul_casts_is_not_judged(wide, grade):
     facts = {"wide layers": wide}
