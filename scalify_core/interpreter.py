@@ -13,21 +13,26 @@ import gc
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend import core
 
 import scalify_core.rules  # noqa: F401  (fills the table)
-from scalify_core import registry
+from scalify_core import measured, registry
 from scalify_core.arguments import Arguments
 from scalify_core.array import ScaledArray, asarray, gradient_like, is_scaled_array
+from scalify_core.measured import store
 from scalify_core.numbering import counting, drawn, numbered, take
+from scalify_core.places import place_of, within
 from scalify_core.scales import as_numbers
 from scalify_core.storage import materialise
 from scalify_core.value import Value, in_format, narrow, settle, value
+
+
+Scales = Literal["auto", "static"]
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -37,10 +42,10 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     stored = _stored(jaxpr)
 
     def read(atom: Any) -> Any:
-        return atom.val if type(atom) is Literal else env[atom]
+        return atom.val if type(atom) is core.Literal else env[atom]
 
-    for place, eqns in itertools.groupby(jaxpr.eqns, _place):
-        with _within(*place):
+    for place, eqns in itertools.groupby(jaxpr.eqns, place_of):
+        with within(*place):
             for eqn in eqns:
                 operands = list(map(read, eqn.invars))
                 if Value not in map(type, operands):
@@ -60,19 +65,6 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 _DEFAULT = registry.Rule(registry.default, "default", lazy=True)
 
 
-def _place(eqn: Any) -> tuple[Any, Any]:
-    """Where an equation stands: its named scopes, and its context where that says something to the compiler."""
-    ctx = eqn.ctx
-    return eqn.source_info.name_stack, ctx if ctx.xla_metadata or ctx.compute_type else None
-
-
-@contextlib.contextmanager
-def _within(scopes: Any, ctx: Any) -> Iterator[None]:
-    name = str(scopes)
-    with jax.named_scope(name) if name else contextlib.nullcontext(), ctx.manager if ctx else contextlib.nullcontext():
-        yield
-
-
 def _stored(jaxpr: Any) -> set[Any]:
     """The variables that are rounded once, for all who read them, because they are stored in any case.
 
@@ -89,7 +81,7 @@ def _stored(jaxpr: Any) -> set[Any]:
             if new in narrow_readers:
                 narrow_readers.add(variable)
             continue
-        variables = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
+        variables = {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}
         readers.update(variables)
         if not registry.takes_wide(eqn):
             narrow_readers |= variables
@@ -97,7 +89,11 @@ def _stored(jaxpr: Any) -> set[Any]:
 
 
 def scalify(
-    fun: Callable, *, static_argnums: int | Sequence[int] = (), static_argnames: str | Sequence[str] = ()
+    fun: Callable,
+    *,
+    scales: Scales = "auto",
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
 ) -> Callable:
     """`fun` with scale propagation: the same function, on `ScaledArray`s.
 
@@ -139,7 +135,7 @@ def scalify(
             return asarray(fun(*args, **kwargs))
 
         flat.__name__ = getattr(fun, "__name__", "scalified")
-        return flat, _differentiable(flat)
+        return flat, _differentiable(flat, scales)
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +147,7 @@ def scalify(
             return differentiable(*leaves)
         except _ClosesOverTracers:
             closed_over, opened = _opened(flat, leaves)
-            return _differentiable(opened)(*closed_over, *leaves)
+            return _differentiable(opened, scales)(*closed_over, *leaves)
 
     return scalified
 
@@ -172,7 +168,7 @@ def _opened(fun: Callable, leaves: Sequence[Any]) -> tuple[list[Any], Callable]:
     return closed_over, lambda *xs: jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs))
 
 
-def _evaluated(fun: Callable, leaves: Sequence[Any]) -> Any:
+def _evaluated(fun: Callable, leaves: Sequence[Any], scales: Scales) -> Any:
     """Trace `fun` (see `counting`) of the leaves in float32, and evaluate it with their scales."""
     with _collector_paused(), numbered():
         first = drawn()
@@ -180,8 +176,27 @@ def _evaluated(fun: Callable, leaves: Sequence[Any]) -> Any:
         if len(traced.jaxpr.invars) > len(leaves):
             raise _ClosesOverTracers
         tree = jax.tree.structure(take(traced.out_info, first))
+        if scales == "auto":
+            return jax.tree.unflatten(tree, _measured(traced.jaxpr, leaves))
         out = evaluate(traced.jaxpr, [_entering(x) for x in leaves])
         return jax.tree.unflatten(tree, _leaving(out))
+
+
+def _measured(jaxpr: Any, leaves: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr with measured scales; an argument that is returned is returned as it is."""
+    args = [_operand(x) for x in leaves]
+    formats = tuple(np.dtype(x.dtype) if is_scaled_array(x) else None for x in args)
+    out, formats = measured.evaluate(jaxpr, args, formats)
+    given = {id(x) for x in args}
+    return [x if f is None or id(x) in given else store.result(x, f) for x, f in zip(out, formats, strict=True)]
+
+
+def _operand(x: Any) -> Any:
+    if not is_scaled_array(x):
+        return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    scale = x.scale if x.is_static else jnp.asarray(x.scale, jnp.float32)
+    data = x.data if isinstance(x.data, jax.Array) else jnp.asarray(x.data)
+    return ScaledArray(data, scale if x.is_static or scale.size > 1 else scale.reshape(()))
 
 
 @contextlib.contextmanager
@@ -196,7 +211,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _differentiable(fun: Callable) -> Callable:
+def _differentiable(fun: Callable, scales: Scales) -> Callable:
     """The scaled evaluation of a function of leaves, whose gradient is the scaled evaluation of the gradient.
 
     The function's trace is counted: it may call what is scalified, too.
@@ -205,7 +220,7 @@ def _differentiable(fun: Callable) -> Callable:
 
     @jax.custom_vjp
     def scaled(*leaves: Any) -> Any:
-        return _evaluated(counted, leaves)
+        return _evaluated(counted, leaves, scales)
 
     @functools.cache
     def with_pullback(*floats: bool) -> Callable:
@@ -216,7 +231,7 @@ def _differentiable(fun: Callable) -> Callable:
 
             return jax.vjp(of_floats, *(x for f, x in zip(floats, leaves, strict=True) if f))
 
-        return _differentiable(fun_and_pullback)
+        return _differentiable(fun_and_pullback, scales)
 
     @functools.cache
     def pull(tree: Any) -> Callable:
@@ -224,7 +239,7 @@ def _differentiable(fun: Callable) -> Callable:
             pullback, cotangent = jax.tree.unflatten(tree, leaves)
             return pullback(cotangent)
 
-        return _differentiable(pulled)
+        return _differentiable(pulled, scales)
 
     def fwd(*leaves: Any) -> tuple[Any, Any]:
         out, pullback = with_pullback(*map(_is_float, leaves))(*leaves)

@@ -1,0 +1,118 @@
+"""Composites: functions of scales mean what they say, FP8 products are FP8, all others run in FP32 as they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalify_core import storage
+from scalify_core.array import ScaledArray
+from scalify_core.formats import E4M3, E5M2, FloatFormat
+from scalify_core.matmul import dot_fp8, lhs_gradient, rhs_gradient
+from scalify_core.measured import store
+from scalify_core.measured.evaluate import Operands, kind
+from scalify_core.measured.plan import Step
+from scalify_core.rules.composites import in_order
+
+_F32 = np.dtype(np.float32)
+_composites: dict[str, Callable] = {}
+
+
+@kind("composite")
+def _composite(step: Step, env: Operands) -> Sequence[Any]:
+    call = step.eqn.params["call"]
+    special = _composites.get(call.name)
+    if special is not None:
+        return special(call, step, env)
+    operands = [storage.as_float32(x) if _is_float(x) else x for x in map(env.wide, step.eqn.invars)]
+    return call.bind(*operands)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def _defined(*names: str) -> Callable:
+    def register(fun: Callable) -> Callable:
+        _composites.update(dict.fromkeys(names, fun))
+        return fun
+
+    return register
+
+
+_SAME = ("dynamic_rescale_rms", "dynamic_rescale_max", "dynamic_rescale_rms_grad", "dynamic_rescale_max_grad")
+
+
+@_defined(*(f"{name}{part}" for name in (*_SAME, "rebalance", "stop_scaling", "materialised") for part in ("", ".fwd", ".bwd")))
+@_defined("set_scaling.bwd", "cast_on_forward.bwd", "cast_on_backward", "cast_on_backward.fwd")
+def _same(call: Any, step: Step, env: Operands) -> Sequence[Any]:
+    """Scales are measured wherever they matter, so what rescales has nothing to do. Results are the last operand."""
+    return [in_order(call, env.wide(step.eqn.invars[-1]))] * len(step.eqn.outvars)
+
+
+@_defined("set_scaling", "set_scaling.fwd")
+def _set_scaling(call: Any, step: Step, env: Operands) -> Sequence[Any]:
+    x, dtype, scale = in_order(call, env.wide(step.eqn.invars[0])), step.out_formats[0], dict(call.static)["scale"]
+    if dtype is None:
+        return [x]
+    return [ScaledArray(x, 1.0).rescale(scale).astype(dtype)]
+
+
+@_defined("cast_on_forward", "cast_on_forward.fwd", "cast_on_backward.bwd")
+def _quantised(call: Any, step: Step, env: Operands) -> Sequence[Any]:
+    """Rounded to a format at a measured scale, as a store in it would be."""
+    fmt: FloatFormat = dict(call.static)["fmt"]
+    x = in_order(call, env.wide(step.eqn.invars[-1]))
+    unit = store.unit_of(x, int(np.log2(fmt.max)) - 1)
+    return [fmt.quantise(x * (1 / unit)) * unit]
+
+
+@_defined("get_data_scale")
+def _get_data_scale(call: Any, step: Step, env: Operands) -> Sequence[Any]:
+    x = step.eqn.invars[0]
+    dtype = step.formats[0]
+    if dtype is None:
+        return [env.read(x), jnp.float32(1)]
+    found = store.result(in_order(call, env.wide(x)), dtype)
+    return [storage.as_float32(found.data), jnp.asarray(found.scale, jnp.float32)]
+
+
+@_defined("fp8_dot_general", "fp8_dot_general.fwd")
+def _fp8(call: Any, step: Step, env: Operands) -> Sequence[Any]:
+    product = dict(call.static)["product"]
+    lhs, rhs = (env.stored(atom, E4M3.dtype) for atom in step.eqn.invars)
+
+    def forward(lhs8: Any, rhs8: Any) -> Any:
+        return dot_fp8(lhs8, rhs8, product.dims, _F32, fast=True)
+
+    (out,) = _on_data(call, forward, lhs.data, rhs.data)
+    out = store.scaled_by(out, lhs.scale, rhs.scale)
+    if call.name == "fp8_dot_general":
+        return [out]
+    unused = [np.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)]
+    return [out, lhs, rhs, *unused]
+
+
+@_defined("fp8_dot_general.bwd")
+def _fp8_bwd(call: Any, step: Step, env: Operands) -> Sequence[Any]:
+    product = dict(call.static)["product"]
+    lhs, rhs = (env.stored(atom, E4M3.dtype) for atom in step.eqn.invars[:2])
+    gradient = env.stored(step.eqn.invars[-1], E5M2.dtype)
+    unused = [jnp.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)]
+
+    def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
+        d_lhs = lhs_gradient(rest[-1], rhs8, product.dims, _F32)
+        return d_lhs, rhs_gradient(lhs8, rest[-1], product.dims, _F32)
+
+    d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *unused, gradient.data)
+    return [store.scaled_by(d_lhs, gradient.scale, rhs.scale), store.scaled_by(d_rhs, lhs.scale, gradient.scale)]
+
+
+def _on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:
+    """`fun` on the data, under the vmaps of the call."""
+    in_tree = jax.tree.structure(operands)
+    return call.replace(fun=fun, static={}, in_tree=in_tree)(*operands)

@@ -1,0 +1,176 @@
+"""Calls and control flow inside which something is stored. What passes through a loop is in FP32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from scalify_core import storage
+from scalify_core.array import ScaledArray
+from scalify_core.measured import store
+from scalify_core.measured.evaluate import Operands, kind, run
+from scalify_core.measured.plan import (
+    Plan,
+    Step,
+    inner_jaxpr,
+    inner_plan,
+    plan_of,
+    scan_parts,
+    while_carry,
+    while_parts,
+)
+
+
+@kind("jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+def _call(step: Step, env: Operands) -> Sequence[Any]:
+    return run(inner_jaxpr(step.eqn), inner_plan(step), list(map(env.read, step.eqn.invars)))
+
+
+@kind("remat2")
+def _remat(step: Step, env: Operands) -> Sequence[Any]:
+    eqn, plan = step.eqn, inner_plan(step)
+    operands = [_whole(env.read(atom)) for atom in eqn.invars]
+    traced = jax.jit(lambda *xs: run(eqn.params["jaxpr"], plan, xs)).trace(*operands)
+    # Bound, not called through jax.checkpoint: a differentiated body keeps its barrier against common subexpressions.
+    jaxpr = _with_constants_as_arguments(traced.jaxpr)
+    out = eqn.primitive.bind(*traced.jaxpr.consts, *jax.tree.leaves(operands), **{**eqn.params, "jaxpr": jaxpr})
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), out)
+
+
+def _whole(x: Any) -> Any:
+    return x if type(x) is ScaledArray else jnp.asarray(x)
+
+
+def _with_constants_as_arguments(jaxpr: Any) -> Any:
+    from jax.interpreters import partial_eval
+
+    return partial_eval.convert_constvars_jaxpr(jaxpr)
+
+
+@kind("cond")
+def _cond(step: Step, env: Operands) -> Sequence[Any]:
+    index, *operands = map(env.read, step.eqn.invars)
+    formats = step.formats[1:]
+
+    def branch(jaxpr: Any) -> Any:
+        plan = plan_of(jaxpr, formats)
+        return lambda *xs: [jnp.asarray(store.wide(x)) for x in run(jaxpr, plan, xs)]
+
+    return lax.switch(index, [branch(jaxpr) for jaxpr in step.eqn.params["branches"]], *map(_whole, operands))
+
+
+@kind("scan")
+def _scan(step: Step, env: Operands) -> Sequence[Any]:
+    eqn, plan = step.eqn, inner_plan(step)
+    consts, init, xs = scan_parts(eqn, list(map(env.read, eqn.invars)))
+    slices = [_sliced(x) for x in xs]
+
+    def turn(carry: Sequence[Any], parts: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        operands = [*consts, *carry, *(_of_slice(part, x) for part, x in zip(parts, xs, strict=True))]
+        out = run(eqn.params["jaxpr"], plan, operands)
+        return list(map(_carried, out[: len(carry)])), list(map(_whole, out[len(carry) :]))
+
+    params = eqn.params
+    carry, ys = lax.scan(
+        turn, list(map(_carried, init)), slices, params["length"], reverse=params["reverse"], unroll=params["unroll"]
+    )
+    return [*carry, *ys]
+
+
+def _carried(x: Any) -> Any:
+    """A part of a carry: the logical value, which may be what no narrow format holds beside others (-1e38)."""
+    x = jnp.asarray(store.wide(x))
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return storage.as_float32(x) if narrow else x
+
+
+def _sliced(x: Any) -> Any:
+    """What is cut along the leading axis: an array, or data and scale, or data of which all slices have one scale."""
+    if type(x) is not ScaledArray:
+        return jnp.asarray(x)
+    if x.is_static or jnp.ndim(x.scale) == 0:
+        return x.data
+    ones = all(n == 1 for n in jnp.shape(x.scale)[1:])
+    return (x.data, x.scale) if ones and jnp.shape(x.scale)[0] == len(x) else store.wide(x)
+
+
+def _of_slice(part: Any, whole: Any) -> Any:
+    if isinstance(part, (tuple, list)):
+        data, scale = part
+        return ScaledArray(data, scale.reshape(()))
+    if type(whole) is ScaledArray and (whole.is_static or jnp.ndim(whole.scale) == 0):
+        return ScaledArray(part, whole.scale)
+    return part
+
+
+@kind("while")
+def _while(step: Step, env: Operands) -> Sequence[Any]:
+    """Bound with a new condition and body, as JAX's own batching leaves conditions that are arrays."""
+    eqn, params = step.eqn, step.eqn.params
+    carry_formats, body_plan = while_carry(eqn, step.formats)
+    cond_consts, body_consts, init = while_parts(eqn, list(map(env.read, eqn.invars)))
+    cond_formats, _, _ = while_parts(eqn, step.formats)
+    cond_plan = plan_of(params["cond_jaxpr"], (*cond_formats, *carry_formats))
+    init = [_typed(_carried(x), var.aval) for x, var in zip(init, params["body_jaxpr"].outvars, strict=True)]
+
+    def traced(jaxpr: Any, plan: Plan, consts: Sequence[Any]) -> tuple[list[Any], Any]:
+        consts = list(map(_whole, consts))
+
+        def fun(consts: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
+            out = map(_carried, run(jaxpr, plan, [*consts, *carry]))
+            return list(out)
+
+        found = jax.jit(fun).trace(consts, init).jaxpr
+        return [*found.consts, *jax.tree.leaves(consts)], _with_constants_as_arguments(found)
+
+    body_consts, body = traced(params["body_jaxpr"], body_plan, body_consts)
+    cond_consts, cond = traced(params["cond_jaxpr"], cond_plan, cond_consts)
+    return eqn.primitive.bind(
+        *cond_consts,
+        *body_consts,
+        *init,
+        cond_jaxpr=cond,
+        body_jaxpr=body,
+        cond_nconsts=len(cond_consts),
+        body_nconsts=len(body_consts),
+    )
+
+
+def _typed(x: Any, aval: Any) -> Any:
+    """With the strong dtype that the body's result has."""
+    del aval
+    return lax.convert_element_type(x, x.dtype)
+
+
+@kind("shard_map")
+def _shard_map(step: Step, env: Operands) -> Sequence[Any]:
+    eqn, plan, params = step.eqn, inner_plan(step), step.eqn.params
+    operands = [_one_scale(env.read(atom)) for atom in eqn.invars]
+    specs = [
+        ScaledArray.tree_unflatten(x.scale if x.is_static else None, (s,) if x.is_static else (s, jax.P()))
+        if type(x) is ScaledArray
+        else s
+        for x, s in zip(operands, params["in_specs"], strict=True)
+    ]
+
+    def body(*xs: Any) -> list[Any]:
+        return [jnp.asarray(store.wide(x)) for x in run(params["jaxpr"], plan, xs)]
+
+    return jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=tuple(specs),
+        out_specs=list(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )(*operands)
+
+
+def _one_scale(x: Any) -> Any:
+    if type(x) is not ScaledArray:
+        return jnp.asarray(x)
+    return x if x.is_static or jnp.ndim(x.scale) == 0 else store.wide(x)

@@ -1,0 +1,309 @@
+"""What is to be done with each equation of a jaxpr, found once, before it is evaluated.
+
+Every variable has a *format*, that of the ScaledArrays it is computed from, or None: no scale takes part, it is plain.
+Forwards the formats follow from those of the arguments; backwards from the products follows which variables are
+stored, and which equations nobody needs. An equation in which nothing is stored, here or further in, is bound as it
+stands, on logical values in FP32: loops, solvers, collectives and whatever JAX may add among them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal, jaxprs_in_params
+
+Format = np.dtype | None
+
+PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+# Elements only move: what is stored may move as it is stored.
+MOVES = frozenset(
+    {"reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "slice", "dynamic_slice", "gather", "split", "copy"}
+    | {"copy_p", "stop_gradient", "name", "sharding_constraint", "reshard", "expand_dims", "unstack", "tile", "neg"}
+)
+# Who reads all of the result reads all of the operand, so it may as well be stored before.
+_WHOLE = MOVES - {"slice", "dynamic_slice", "gather", "split", "unstack"}
+# They mean the number in the dtype that the program was traced with.
+_AS_TRACED = frozenset({"bitcast_convert_type", "nextafter", "reduce_precision"})
+_CALLS = {
+    **dict.fromkeys(("jit", "closed_call", "core_call", "remat2", "shard_map", "custom_jvp_call"), "jaxpr"),
+    **{"custom_vjp_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"},
+}
+
+
+class Step(NamedTuple):
+    """One equation, and how it is done.
+
+    Attributes:
+        eqn: the equation.
+        kind: "plain": no scale takes part; "bind": as it stands, on FP32 logical values; "move": on what is stored, if
+            it is; "product", "convert", "composite"; else the name of a primitive with inner jaxprs.
+        formats: of the operands.
+        out_formats: of the results.
+        store: of each result, the format in which it is stored at once, or None.
+        lift: whether operands of narrow dtypes are brought to FP32, where the user cast to those.
+        traced: whether operands are brought to the dtypes of the trace.
+    """
+
+    eqn: Any
+    kind: str
+    formats: tuple[Format, ...]
+    out_formats: tuple[Format, ...]
+    store: tuple[Format, ...] = ()
+    lift: bool = False
+    traced: bool = False
+
+
+class Plan(NamedTuple):
+    """Of a jaxpr whose arguments have certain formats.
+
+    Attributes:
+        steps: the equations that are needed, in order.
+        out_formats: of the results.
+        wants: of each argument, the format in which some product reads it as a whole, or None.
+        stores: whether anything is stored, or done otherwise than in the plain program.
+    """
+
+    steps: tuple[Step, ...]
+    out_formats: tuple[Format, ...]
+    wants: tuple[Format, ...]
+    stores: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of(jaxpr: Any, formats: tuple[Format, ...]) -> Plan:
+    """The plan of a jaxpr for arguments of these formats."""
+    known: dict[Any, Format] = dict(zip(jaxpr.invars, formats, strict=True))
+
+    def format_of(atom: Any) -> Format:
+        return None if type(atom) is Literal else known.get(atom)
+
+    steps = []
+    for eqn in jaxpr.eqns:
+        step = _step(eqn, tuple(map(format_of, eqn.invars)))
+        known.update(zip(eqn.outvars, step.out_formats, strict=True))
+        steps.append(step)
+    kept, wants = _backwards(jaxpr, steps)
+    return Plan(
+        tuple(kept),
+        tuple(map(format_of, jaxpr.outvars)),
+        tuple(wants.get(var) for var in jaxpr.invars),
+        any(step.kind not in ("plain", "bind", "move") for step in kept),
+    )
+
+
+def _backwards(jaxpr: Any, steps: Sequence[Step]) -> tuple[list[Step], dict[Any, np.dtype]]:
+    """The steps that are needed, with what they store, and the format in which variables are wanted."""
+    needed = {atom for atom in jaxpr.outvars if type(atom) is not Literal}
+    wants: dict[Any, np.dtype] = {}
+    kept = []
+    for step in reversed(steps):
+        eqn = step.eqn
+        if not eqn.effects and needed.isdisjoint(eqn.outvars):
+            continue
+        needed.update(atom for atom in eqn.invars if type(atom) is not Literal)
+        for atom, dtype in zip(eqn.invars, _wanted(step, wants), strict=True):
+            if dtype is not None and type(atom) is not Literal:
+                wants[atom] = dtype
+        store = tuple(wants.get(v) if f is not None else None for v, f in zip(eqn.outvars, step.out_formats, strict=True))
+        kept.append(step._replace(store=store))
+    return kept[::-1], wants
+
+
+def _wanted(step: Step, wants: dict[Any, np.dtype]) -> Sequence[Format]:
+    """The formats in which an equation wants its operands to be stored."""
+    eqn = step.eqn
+    if step.kind == "product":
+        fmt = product_format(step.formats, eqn)
+        return [fmt, fmt, *[None] * (len(eqn.invars) - 2)]
+    if step.kind == "move":
+        wanted = wants.get(eqn.outvars[0]) if eqn.primitive.name in _WHOLE else None
+        return [wanted, *[None] * (len(eqn.invars) - 1)]
+    if step.kind == "scan":
+        consts, carry, xs = scan_parts(eqn, eqn.invars)
+        inner = inner_plan(step).wants
+        n, m = len(consts), len(consts) + len(carry)
+        return [*inner[:n], *[None] * len(carry), *inner[m:]]
+    if step.kind in _CALLS:
+        return inner_plan(step).wants
+    return [None] * len(eqn.invars)
+
+
+def inner_plan(step: Step) -> Plan:
+    """The plan of the inner jaxpr of a call or a scan."""
+    formats = step.formats
+    if step.kind == "scan":
+        formats, _ = _scan_formats(step.eqn, formats)
+    return plan_of(inner_jaxpr(step.eqn), formats)
+
+
+def inner_jaxpr(eqn: Any) -> Any:
+    """The one that a call calls, or the body of a scan."""
+    return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+
+
+def _step(eqn: Any, formats: tuple[Format, ...]) -> Step:
+    name = eqn.primitive.name
+    if all(f is None for f in formats):
+        return Step(eqn, "plain", formats, (None,) * len(eqn.outvars))
+    if name in PRODUCTS:
+        return _product_step(eqn, formats)
+    if name == "convert_element_type":
+        return _convert_step(eqn, formats)
+    if name == "scalify_composite":
+        return Step(eqn, "composite", formats, composite_formats(eqn, formats))
+    if name in _INNER or name in _CALLS:
+        out_formats, stores = _INNER.get(name, _call_formats)(eqn, formats)
+        if stores:
+            return Step(eqn, name, formats, out_formats)
+        return Step(eqn, "bind", formats, out_formats, traced=_narrow(eqn.invars))
+    out_formats = arithmetic_formats(eqn, formats)
+    if name in MOVES and _moves_data(eqn):
+        return Step(eqn, "move", formats, out_formats)
+    traced = name in _AS_TRACED or (_narrow(eqn.invars) and any(True for _ in jaxprs_in_params(eqn.params)))
+    return Step(eqn, "bind", formats, out_formats, lift=_narrow(eqn.invars), traced=traced)
+
+
+def _moves_data(eqn: Any) -> bool:
+    fill = eqn.params.get("fill_value")
+    return fill is None or fill == 0 or not np.isfinite(fill)
+
+
+def _narrow(atoms: Sequence[Any]) -> bool:
+    """Whether the program was traced with floats of less than 32 bits there."""
+    return any(is_float(x.aval) and x.aval.dtype.itemsize < 4 for x in atoms)
+
+
+def _product_step(eqn: Any, formats: tuple[Format, ...]) -> Step:
+    fmt = product_format(formats, eqn)
+    aval = eqn.outvars[0].aval
+    if not is_float(aval):
+        return Step(eqn, "bind", formats, (None,))
+    if fmt is None:
+        return Step(eqn, "bind", formats, arithmetic_formats(eqn, formats), lift=True)
+    wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
+    return Step(eqn, "product", formats, (np.dtype(aval.dtype) if wider else arithmetic_format(formats[:2], eqn.invars),))
+
+
+def product_format(formats: Sequence[Format], eqn: Any) -> Format:
+    """The format in which a product reads its operands; None: FP32, or wider."""
+    fmt = arithmetic_format(formats[:2], eqn.invars)
+    return None if fmt is None or fmt.itemsize >= 4 else fmt
+
+
+def _convert_step(eqn: Any, formats: tuple[Format, ...]) -> Step:
+    dtype = np.dtype(eqn.params["new_dtype"])
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return Step(eqn, "bind", formats, (None,), traced=_narrow(eqn.invars))
+    return Step(eqn, "convert", formats, (dtype,))
+
+
+def arithmetic_formats(eqn: Any, formats: Sequence[Format]) -> tuple[Format, ...]:
+    """The formats of the results of arithmetic: one for all that are floats."""
+    fmt = arithmetic_format(formats, eqn.invars)
+    return tuple(fmt if is_float(var.aval) else None for var in eqn.outvars)
+
+
+def arithmetic_format(formats: Sequence[Format], atoms: Sequence[Any]) -> Format:
+    """The promotion of the operands' formats; see `value.result_dtype`, which is the same of values."""
+    found = {f for f, x in zip(formats, atoms, strict=False) if f is not None and x.aval.shape}
+    found = found or {f for f in formats if f is not None}
+    if len(found) == 1:
+        (only,) = found
+        return only if only.itemsize > 1 else np.dtype(np.float16)
+    return np.dtype(jnp.result_type(*({f for f in found if f.itemsize > 1} or {np.dtype(np.float16)})))
+
+
+def composite_formats(eqn: Any, formats: Sequence[Format]) -> tuple[Format, ...]:
+    """The formats of a composite's results."""
+    name = eqn.params["call"].name
+    if name in ("stop_scaling", "get_data_scale", "stop_scaling.fwd"):
+        return (None,) * len(eqn.outvars)
+    if name in ("probe.fwd", "probe.bwd"):
+        return (arithmetic_format(formats, eqn.invars), *[None] * (len(eqn.outvars) - 1))
+    return arithmetic_formats(eqn, formats)
+
+
+def _call_formats(eqn: Any, formats: tuple[Format, ...]) -> tuple[tuple[Format, ...], bool]:
+    plan = plan_of(inner_jaxpr(eqn), formats)
+    return plan.out_formats, plan.stores
+
+
+def scan_parts(eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Constants, carry and scanned operands."""
+    return tuple(list(part) for part in eqn.params["ft_in"].update(operands).unpack())
+
+
+def _scan_formats(eqn: Any, formats: tuple[Format, ...]) -> tuple[tuple[Format, ...], Plan]:
+    """The formats of the body's arguments, of which the carry's last, and the body's plan."""
+    consts, carry, xs = scan_parts(eqn, formats)
+
+    def body(carry: Sequence[Format]) -> tuple[Sequence[Format], Plan]:
+        plan = plan_of(eqn.params["jaxpr"], (*consts, *carry, *xs))
+        return plan.out_formats[: len(carry)], plan
+
+    carry, plan = _settled(body, carry)
+    return (*consts, *carry, *xs), plan
+
+
+def _settled(body: Callable, carry: Sequence[Format]) -> tuple[Sequence[Format], Plan]:
+    """The formats of a carry that one more turn leaves as they are."""
+    while True:
+        out, plan = body(tuple(carry))
+        after = [y if x is None else x for x, y in zip(carry, out, strict=True)]
+        if after == list(carry):
+            return carry, plan
+        carry = after
+
+
+def _scan(eqn: Any, formats: tuple[Format, ...]) -> tuple[tuple[Format, ...], bool]:
+    inner, plan = _scan_formats(eqn, formats)
+    consts, carry, _ = scan_parts(eqn, inner)
+    return (*carry, *plan.out_formats[len(carry) :]), plan.stores
+
+
+def while_parts(eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """The constants of the condition, those of the body, and the carry."""
+    n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    return operands[:n], operands[n : n + m], operands[n + m :]
+
+
+def while_carry(eqn: Any, formats: tuple[Format, ...]) -> tuple[Sequence[Format], Plan]:
+    """The formats of the carry, and the body's plan."""
+    _, consts, carry = while_parts(eqn, formats)
+
+    def body(carry: Sequence[Format]) -> tuple[Sequence[Format], Plan]:
+        plan = plan_of(eqn.params["body_jaxpr"], (*consts, *carry))
+        return plan.out_formats, plan
+
+    return _settled(body, carry)
+
+
+def _while(eqn: Any, formats: tuple[Format, ...]) -> tuple[tuple[Format, ...], bool]:
+    carry, plan = while_carry(eqn, formats)
+    consts, _, _ = while_parts(eqn, formats)
+    return tuple(carry), plan.stores or plan_of(eqn.params["cond_jaxpr"], (*consts, *carry)).stores
+
+
+def _cond(eqn: Any, formats: tuple[Format, ...]) -> tuple[tuple[Format, ...], bool]:
+    plans = [plan_of(branch, formats[1:]) for branch in eqn.params["branches"]]
+    outs = zip(*(plan.out_formats for plan in plans), strict=True)
+    formats = tuple(_promoted([f for f in alternatives if f is not None]) for alternatives in outs)
+    return formats, any(plan.stores for plan in plans)
+
+
+def _promoted(formats: Sequence[np.dtype]) -> Format:
+    if not formats:
+        return None
+    return formats[0] if len(set(formats)) == 1 else np.dtype(jnp.result_type(*formats))
+
+
+_INNER: dict[str, Callable] = {"scan": _scan, "while": _while, "cond": _cond}
+
+
+def is_float(aval: Any) -> bool:
+    """Whether an abstract value is of real floating-point numbers."""
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)

@@ -1,0 +1,105 @@
+"""Storing a value in a narrow format, at a scale that is measured, and reading it back.
+
+A stored value is a `ScaledArray`; every other value is an FP32 array of its logical numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scalify_core import storage
+from scalify_core.array import ScaledArray
+from scalify_core.formats import FloatFormat, pow2_inverse
+from scalify_core.scales import broadcast_scale, clip_scale, times
+
+_F32 = np.dtype(np.float32)
+_EXPONENT = np.int32(0x7F800000)  # of an FP32 number's bits
+_MANTISSA = 23
+_RESULT_TOP = 6
+
+
+def wide(x: Any) -> Any:
+    """The logical value of a stored array, in FP32; any other operand as it is."""
+    if type(x) is not ScaledArray:
+        return x
+    data = storage.as_float32(x.data)
+    return times(data, x.scale if x.is_static else broadcast_scale(jnp.asarray(x.scale, jnp.float32), data))
+
+
+def has_own_range(dtype: np.dtype) -> bool:
+    """Whether a format has less range than FP32, so that what is stored in it needs a scale."""
+    return FloatFormat.of(dtype).max < 2.0**120 if np.dtype(dtype).itemsize < 4 else False
+
+
+def top_of(dtype: np.dtype) -> int:
+    """The exponent at which the largest magnitude of an operand is stored: one octave below the format's largest.
+
+    An operand is multiplied and added up in FP32 and never in its own format, so all of the range is there for what
+    is smaller than the largest.
+    """
+    return int(np.log2(FloatFormat.of(dtype).max)) - 1
+
+
+def stored(x: Any, dtype: np.dtype, top: int | None = None) -> ScaledArray:
+    """A value in a narrow format, its largest finite magnitude in [2^top, 2^(top + 1)); `top_of` if none is given.
+
+    What is there already stays. BF16 has the range of FP32, and no scale.
+    """
+    if type(x) is ScaledArray:
+        if x.dtype == dtype and (x.is_static or jnp.ndim(x.scale) == 0):
+            return x
+        x = wide(x)
+    x = storage.as_float32(x)
+    if not has_own_range(dtype):
+        return ScaledArray(storage.saturating_cast(x, dtype), 1.0)
+    data, scale = _measured(x, np.dtype(dtype), top_of(dtype) if top is None else top)
+    return ScaledArray(data, scale)
+
+
+def result(x: Any, dtype: np.dtype) -> ScaledArray:
+    """A value as `scalify` returns it: with a run-time scale, and data of which the largest is below 2^7.
+
+    That leaves room for those who go on with the data as if its RMS were near 1, and 31 octaves below the largest.
+    """
+    if dtype.itemsize >= 4:
+        return ScaledArray(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
+    x = stored(wide(x), dtype, _RESULT_TOP)
+    return ScaledArray(x.data, jnp.float32(x.scale)) if x.is_static else x
+
+
+def unit_of(x: jax.Array, top: int) -> jax.Array:
+    """The power of two, FP32, that a value is divided by to have its largest finite magnitude in [2^top, 2^(top + 1)).
+
+    At least 2^-126. What is not finite has no part in it.
+    """
+    magnitude = lax.abs(x)
+    finite = lax.select(lax.lt(magnitude, np.float32(np.inf)), magnitude, lax.full_like(magnitude, 0))
+    peak = lax.reduce_max(finite, tuple(range(x.ndim))) if x.size else np.float32(0)
+    exponent = lax.bitwise_and(lax.bitcast_convert_type(peak, jnp.int32), _EXPONENT)
+    power = lax.max(exponent - np.int32(top << _MANTISSA), np.int32(1 << _MANTISSA))
+    return lax.bitcast_convert_type(power, jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _measured(x: jax.Array, dtype: np.dtype, top: int) -> tuple[jax.Array, jax.Array]:
+    """Data in `dtype`, and the FP32 scale. Infinities and NaN stay, and have no part in the scale."""
+    scale = unit_of(x, top)
+    return lax.convert_element_type(lax.mul(x, lax.broadcast(pow2_inverse(scale), x.shape)), dtype), scale
+
+
+def scaled_by(x: Any, a: Any, b: Any) -> Any:
+    """The product of two operands' data, as a logical value: times both scales."""
+    if isinstance(a, float) and isinstance(b, float):
+        return times(x, a * b)
+    if isinstance(a, float) or isinstance(b, float):
+        number, array = (a, b) if isinstance(a, float) else (b, a)
+        scale = array if number == 1.0 else clip_scale(lax.mul(array, np.float32(number)))
+    else:
+        scale = clip_scale(lax.mul(a, b))
+    return lax.mul(x, lax.broadcast(scale, x.shape))
