@@ -254,7 +254,7 @@ def propagated_state(
             )
 
         inner_state = in_compute(state.inner_state)
-        updates, inner_state = scalify(advance)(in_compute(updates), inner_state, in_compute(params))
+        updates, inner_state = scalify(advance, scales="static")(in_compute(updates), inner_state, in_compute(params))
         return updates, _unless(accept, ScaledStateState(state.step + 1, store(inner_state)), state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -70,7 +70,7 @@ def stateless(value_and_grad: Callable[..., tuple[jax.Array, Any]]) -> ValueAndG
 
 def propagated(loss_fn: LossFn, policy: Policy) -> Callable[..., tuple[jax.Array, Any]]:
     """Loss and gradient on scaled arrays whose data is in the compute dtype, as all that is computed from them."""
-    scaled = scalify(jax.value_and_grad(loss_fn))
+    scaled = scalify(jax.value_and_grad(loss_fn), scales="static")
     dtype = DTYPES[policy.compute]
 
     def value_and_grad(params: Any, *batch: Any) -> tuple[jax.Array, Any]:
@@ -82,7 +82,7 @@ def propagated(loss_fn: LossFn, policy: Policy) -> Callable[..., tuple[jax.Array
 
 def propagated_loss(loss_fn: LossFn, policy: Policy) -> LossFn:
     """The loss alone, on scaled arrays."""
-    scaled = scalify(loss_fn)
+    scaled = scalify(loss_fn, scales="static")
     dtype = DTYPES[policy.compute]
     return lambda params, *batch: asarray(scaled(map_arrays(lambda p: p.astype(dtype), params), *batch))
 

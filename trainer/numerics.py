@@ -168,7 +168,7 @@ def gradients(model: Model, state: TrainState, batch: Tokens, step: jax.Array) -
     first: Tokens = jax.tree.map(lambda x: x[0], batch)
     if policy.scaled:
         dtype = DTYPES[policy.compute]
-        scaled: Callable[..., Any] = scalify(pull)
+        scaled: Callable[..., Any] = scalify(pull, scales="static")
         return scaled(tree.map_arrays(lambda p: p.astype(dtype), state.params), make_slots(model), *first, keys_B)
     grads, seen = pull(state.params, make_slots(model), *first, keys_B)
     if policy.scaling == "loss_scale":

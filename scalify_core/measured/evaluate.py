@@ -135,9 +135,10 @@ def _product(step: Step, env: Operands) -> Sequence[Any]:
     assert dtype is not None
     a, b = (env.stored(atom, dtype) for atom in eqn.invars[:2])
     rest = map(env.read, eqn.invars[2:])
-    params = {**eqn.params, "preferred_element_type": np.dtype(np.float32)}
-    out = eqn.primitive.bind(a.data, b.data, *rest, **params)
-    return [store.scaled_by(out, a.scale, b.scale)]
+    # BF16 holds what FP32 does, and XLA's CPU backend has no BF16 product with an FP32 result.
+    result = np.dtype(np.float32) if store.has_own_range(dtype) else dtype
+    out = eqn.primitive.bind(a.data, b.data, *rest, **{**eqn.params, "preferred_element_type": result})
+    return [store.scaled_by(storage.as_float32(out), a.scale, b.scale)]
 
 
 @kind("convert")

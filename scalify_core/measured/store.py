@@ -16,7 +16,7 @@ from jax import lax
 from scalify_core import storage
 from scalify_core.array import ScaledArray
 from scalify_core.formats import FloatFormat, pow2_inverse
-from scalify_core.scales import broadcast_scale, clip_scale, times
+from scalify_core.scales import broadcast_scale, times
 
 _F32 = np.dtype(np.float32)
 _EXPONENT = np.int32(0x7F800000)  # of an FP32 number's bits
@@ -34,7 +34,7 @@ def wide(x: Any) -> Any:
 
 def has_own_range(dtype: np.dtype) -> bool:
     """Whether a format has less range than FP32, so that what is stored in it needs a scale."""
-    return FloatFormat.of(dtype).max < 2.0**120 if np.dtype(dtype).itemsize < 4 else False
+    return np.dtype(dtype).itemsize < 4 and FloatFormat.of(dtype).max < 2.0**120
 
 
 def top_of(dtype: np.dtype) -> int:
@@ -93,13 +93,13 @@ def _measured(x: jax.Array, dtype: np.dtype, top: int) -> tuple[jax.Array, jax.A
     return lax.convert_element_type(lax.mul(x, lax.broadcast(pow2_inverse(scale), x.shape)), dtype), scale
 
 
-def scaled_by(x: Any, a: Any, b: Any) -> Any:
-    """The product of two operands' data, as a logical value: times both scales."""
+def scaled_by(x: jax.Array, a: Any, b: Any) -> jax.Array:
+    """The FP32 product of two operands' data as a logical value: times both scales.
+
+    The scales are multiplied first, for one operation on the data. Their product leaves FP32 only where that of the
+    logical operands nearly does.
+    """
     if isinstance(a, float) and isinstance(b, float):
         return times(x, a * b)
-    if isinstance(a, float) or isinstance(b, float):
-        number, array = (a, b) if isinstance(a, float) else (b, a)
-        scale = array if number == 1.0 else clip_scale(lax.mul(array, np.float32(number)))
-    else:
-        scale = clip_scale(lax.mul(a, b))
+    scale = lax.mul(*(np.float32(s) if isinstance(s, float) else s for s in (a, b)))
     return lax.mul(x, lax.broadcast(scale, x.shape))
