@@ -36,10 +36,12 @@ from scalify_core.rescale import (
 )
 from scalify_core.stats import summarize
 from scalify_core.testing import check_scalify
+from scalify_core.watch import PrecisionWarning
 
 __all__ = [
     "FloatFormat",
     "Fp8DotGeneral",
+    "PrecisionWarning",
     "ScaledArray",
     "Scaling",
     "as_scaled_array",

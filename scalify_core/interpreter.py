@@ -28,13 +28,19 @@ from scalify_core.numbering import counting, drawn, numbered, take
 from scalify_core.scales import as_numbers
 from scalify_core.storage import materialise
 from scalify_core.value import Value, in_format, narrow, settle, value
+from scalify_core.watch import Reporter
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr on operands that are `Value`s or plain (see `registry`)."""
+    return _each(jaxpr, args, functools.partial(results, evaluate=evaluate))
+
+
+def _each(jaxpr: Any, args: Sequence[Any], results: Callable) -> list[Any]:
+    """As `evaluate`; the results of an equation are those of `results(eqn, operands, stored)`."""
     env = dict(zip(jaxpr.constvars, map(registry.known, jaxpr.consts), strict=True))
     env |= dict(zip(jaxpr.invars, args, strict=True))
-    stored = _stored(jaxpr)
+    stored = stored_variables(jaxpr)
 
     def read(atom: Any) -> Any:
         return atom.val if type(atom) is Literal else env[atom]
@@ -42,19 +48,50 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     for place, eqns in itertools.groupby(jaxpr.eqns, _place):
         with _within(*place):
             for eqn in eqns:
-                operands = list(map(read, eqn.invars))
-                if Value not in map(type, operands):
-                    out = registry.plain(eqn, *operands)
-                else:
-                    rule = registry.rules.get(eqn.primitive.name, _DEFAULT)
-                    if not rule.wide:
-                        operands = [narrow(x) if type(x) is Value else x for x in operands]
-                    elif not rule.lazy:
-                        operands = [settle(x) if type(x) is Value else x for x in operands]
-                    out = rule.fun(eqn, *operands, evaluate=evaluate) if rule.control else rule.fun(eqn, *operands)
-                for var, x in zip(eqn.outvars, out if eqn.primitive.multiple_results else (out,), strict=True):
-                    env[var] = in_format(x) if var in stored and type(x) is Value and x.shape and not x.guard else x
+                env |= zip(eqn.outvars, results(eqn, list(map(read, eqn.invars)), stored), strict=True)
     return list(map(read, jaxpr.outvars))
+
+
+def results(eqn: Any, operands: list[Any], stored: set[Any], *, evaluate: Callable) -> list[Any]:
+    """The results of one equation; `stored`: see `stored_variables`, `evaluate`: of inner jaxprs."""
+    if Value not in map(type, operands):
+        out = registry.plain(eqn, *operands)
+    else:
+        rule = registry.rules.get(eqn.primitive.name, _DEFAULT)
+        if not rule.wide:
+            operands = [narrow(x) if type(x) is Value else x for x in operands]
+        elif not rule.lazy:
+            operands = [settle(x) if type(x) is Value else x for x in operands]
+        out = rule.fun(eqn, *operands, evaluate=evaluate) if rule.control else rule.fun(eqn, *operands)
+    return [
+        in_format(x) if var in stored and type(x) is Value and x.shape and not x.guard else x
+        for var, x in zip(eqn.outvars, out if eqn.primitive.multiple_results else (out,), strict=True)
+    ]
+
+
+def _evaluate_checked(reporter: Reporter, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """As `evaluate`, with callbacks in the program that tell the reporter what is lost."""
+
+    def checked(eqn: Any, operands: list[Any], stored: set[Any]) -> list[Any]:
+        # Another evaluator for each equation: what is traced inside belongs to its place, and is for no other.
+        inner = functools.partial(_evaluate_checked, reporter)
+        with reporter.at(eqn):
+            return results(eqn, operands, stored, evaluate=inner)
+
+    return _each(jaxpr, args, checked)
+
+
+def _rounded_where_made(reporter: Reporter, jaxpr: Any, var: Any, x: Any) -> Any:
+    """A result in its format; what that loses is reported at the equation that makes it, inside calls of jit."""
+    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    if not isinstance(x, Value) or type(var) is Literal or var not in makers:
+        return x
+    eqn = makers[var]
+    with reporter.at(eqn):
+        if eqn.primitive.name == "jit":
+            inner = eqn.params["jaxpr"]
+            x = _rounded_where_made(reporter, inner, inner.outvars[eqn.outvars.index(var)], x)
+        return narrow(x)
 
 
 _DEFAULT = registry.Rule(registry.default, "default", lazy=True)
@@ -73,7 +110,7 @@ def _within(scopes: Any, ctx: Any) -> Iterator[None]:
         yield
 
 
-def _stored(jaxpr: Any) -> set[Any]:
+def stored_variables(jaxpr: Any) -> set[Any]:
     """The variables that are rounded once, for all who read them, because they are stored in any case.
 
     Those that several equations read and not all of them elementwise. What only elementwise equations read stays
@@ -97,7 +134,11 @@ def _stored(jaxpr: Any) -> set[Any]:
 
 
 def scalify(
-    fun: Callable, *, static_argnums: int | Sequence[int] = (), static_argnames: str | Sequence[str] = ()
+    fun: Callable,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    check: bool = False,
 ) -> Callable:
     """`fun` with scale propagation: the same function, on `ScaledArray`s.
 
@@ -106,6 +147,12 @@ def scalify(
             the dtype of the data.
         static_argnums: positions of arguments that are not arrays (hashable), as for `jax.jit`.
         static_argnames: their names.
+        check: whether the program warns while it runs (`PrecisionWarning`, once per place and call) where a cast to a
+            narrow format flushes to zero more than 1% of a tensor's norm, or saturates a finite number. The norm is
+            what an error is measured by: however many small elements vanish beside large ones (a fifth of what GELU
+            gives, in E4M3), the tensor is what it was while their share of it is small, and once that is not, its
+            scale is astray. A mask's constant (-1e9) may saturate. The program has callbacks then
+            (`jax.debug.callback`), and is slower; without `check` it has not an operation more.
 
     Returns:
         A function of the same arguments. Arrays in them may be ScaledArrays. Every floating-point result that
@@ -129,6 +176,7 @@ def scalify(
         TypeError, when called: a static argument that is not hashable, or another that is no array and no number.
     """
     arguments = Arguments(fun, static_argnums, static_argnames)
+    reporter = Reporter() if check else None
 
     @functools.cache
     def on_leaves(tree: Any, statics: tuple) -> tuple[Callable, Callable]:
@@ -139,7 +187,7 @@ def scalify(
             return asarray(fun(*args, **kwargs))
 
         flat.__name__ = getattr(fun, "__name__", "scalified")
-        return flat, _differentiable(flat)
+        return flat, _differentiable(flat, reporter)
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
@@ -151,12 +199,12 @@ def scalify(
             return differentiable(*leaves)
         except _ClosesOverTracers:
             closed_over, opened = _opened(flat, leaves)
-            return _differentiable(opened)(*closed_over, *leaves)
+            return _differentiable(opened, reporter)(*closed_over, *leaves)
 
     return scalified
 
 
-def _traced(fun: Callable, leaves: Sequence[Any]) -> Any:
+def traced_in_float32(fun: Callable, leaves: Sequence[Any]) -> Any:
     return jax.jit(fun).trace(*map(_aval, leaves))
 
 
@@ -166,22 +214,28 @@ class _ClosesOverTracers(Exception):
 
 def _opened(fun: Callable, leaves: Sequence[Any]) -> tuple[list[Any], Callable]:
     """The values that `fun` closes over, and the function of them and the leaves: so they have gradients, too."""
-    traced = _traced(fun, leaves)
+    traced = traced_in_float32(fun, leaves)
     jaxpr, tree = traced.jaxpr, jax.tree.structure(traced.out_info)
     closed_over = traced.closure_convert()[0][len(jaxpr.consts) :]
     return closed_over, lambda *xs: jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs))
 
 
-def _evaluated(fun: Callable, leaves: Sequence[Any]) -> Any:
-    """Trace `fun` (see `counting`) of the leaves in float32, and evaluate it with their scales."""
+def _evaluated(fun: Callable, leaves: Sequence[Any], reporter: Reporter | None) -> Any:
+    """Trace `fun` (see `counting`) of the leaves in float32, and evaluate it with their scales; see `Reporter`."""
     with _collector_paused(), numbered():
         first = drawn()
-        traced = _traced(fun, leaves)
+        traced = traced_in_float32(fun, leaves)
         if len(traced.jaxpr.invars) > len(leaves):
             raise _ClosesOverTracers
         tree = jax.tree.structure(take(traced.out_info, first))
-        out = evaluate(traced.jaxpr, [_entering(x) for x in leaves])
-        return jax.tree.unflatten(tree, _leaving(out))
+        entered = [entering(x) for x in leaves]
+        if reporter is None:
+            return jax.tree.unflatten(tree, _leaving(evaluate(traced.jaxpr, entered)))
+        out = _evaluate_checked(reporter, traced.jaxpr, entered)
+        made = zip(traced.jaxpr.outvars, out, strict=True)
+        left = _leaving([_rounded_where_made(reporter, traced.jaxpr, var, x) for var, x in made])
+        reporter.call_is_done(left)
+        return jax.tree.unflatten(tree, left)
 
 
 @contextlib.contextmanager
@@ -196,7 +250,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _differentiable(fun: Callable) -> Callable:
+def _differentiable(fun: Callable, reporter: Reporter | None) -> Callable:
     """The scaled evaluation of a function of leaves, whose gradient is the scaled evaluation of the gradient.
 
     The function's trace is counted: it may call what is scalified, too.
@@ -205,7 +259,7 @@ def _differentiable(fun: Callable) -> Callable:
 
     @jax.custom_vjp
     def scaled(*leaves: Any) -> Any:
-        return _evaluated(counted, leaves)
+        return _evaluated(counted, leaves, reporter)
 
     @functools.cache
     def with_pullback(*floats: bool) -> Callable:
@@ -216,7 +270,7 @@ def _differentiable(fun: Callable) -> Callable:
 
             return jax.vjp(of_floats, *(x for f, x in zip(floats, leaves, strict=True) if f))
 
-        return _differentiable(fun_and_pullback)
+        return _differentiable(fun_and_pullback, reporter)
 
     @functools.cache
     def pull(tree: Any) -> Callable:
@@ -224,7 +278,7 @@ def _differentiable(fun: Callable) -> Callable:
             pullback, cotangent = jax.tree.unflatten(tree, leaves)
             return pullback(cotangent)
 
-        return _differentiable(pulled)
+        return _differentiable(pulled, reporter)
 
     def fwd(*leaves: Any) -> tuple[Any, Any]:
         out, pullback = with_pullback(*map(_is_float, leaves))(*leaves)
@@ -251,7 +305,7 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(_aval(x).dtype, jnp.floating)
 
 
-def _entering(x: Any) -> Any:
+def entering(x: Any) -> Any:
     if not is_scaled_array(x):
         return x if isinstance(x, jax.Array) else jnp.asarray(x)
     scale = x.scale
