@@ -3,6 +3,8 @@
 from scalify_core import optim, tree, weights
 from scalify_core.array import ScaledArray, as_scaled_array, asarray
 from scalify_core.composite import composite
+from scalify_core.explain import explain
+from scalify_core.explanation import Explanation
 from scalify_core.formats import FloatFormat
 from scalify_core.functional import (
     attention,
@@ -39,6 +41,7 @@ from scalify_core.testing import check_scalify
 from scalify_core.watch import PrecisionWarning
 
 __all__ = [
+    "Explanation",
     "FloatFormat",
     "Fp8DotGeneral",
     "PrecisionWarning",
@@ -58,6 +61,7 @@ __all__ = [
     "dynamic_rescale_rms",
     "dynamic_rescale_rms_grad",
     "embedding",
+    "explain",
     "fp8_dot_general",
     "gelu",
     "get_data_scale",

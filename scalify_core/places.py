@@ -36,11 +36,11 @@ class Place:
     def __str__(self) -> str:
         if not self.file:
             return "(no line of yours)"
-        return f"{os.path.basename(self.file)}:{self.line} {self.function}"
+        return f"{os.path.basename(self.file)}:{self.line} {self.function.rpartition('<locals>.')[2]}"
 
     @property
-    def forward(self) -> Place:
-        """The same line, as of the forward pass: equations of both passes belong to it."""
+    def line_alone(self) -> Place:
+        """The line, without what tells its equations apart."""
         return dataclasses.replace(self, library="", backward=False)
 
 

@@ -158,7 +158,9 @@ def narrow(v: Value) -> Value:
     """The value with its data in its format, saturating (NaN and infinities stay), and the factor in it."""
     if v.data.dtype == v.dtype and v.factor == 1.0:
         return v
-    return value(saturating_cast(times(v.data, v.factor), v.dtype, meant=v.guard), v.multiple, v.rho, v.dtype, 1.0, v.excess)
+    return value(
+        saturating_cast(times(v.data, v.factor), v.dtype, meant=v.guard), v.multiple, v.rho, v.dtype, 1.0, v.excess
+    )
 
 
 def in_format(v: Value) -> Value:

@@ -42,6 +42,7 @@ def watching(watch: Callable[[Any, Any], None] | None) -> Iterator[None]:
         _watcher.reset(token)
 
 
+@jax.jit
 def losses(before: Any, after: Any) -> jax.Array:
     """What a rounding loses, FP32 [3]; it can be traced.
 
