@@ -122,6 +122,8 @@ def uniform(x: Any) -> float | None:
     """The number that all elements of a plain constant are known to be, or None."""
     if type(x) is Value or isinstance(x, jax.core.Tracer):  # nearly always
         return None
+    if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind == "c":
+        return None
     if isinstance(x, (float, int, np.generic)):
         return float(x)
     if isinstance(x, np.ndarray) and (x.ndim == 0 or not any(x.strides)) and x.size and x.dtype != bool:

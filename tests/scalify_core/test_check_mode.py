@@ -165,9 +165,10 @@ def test_small_tails_and_masks_are_no_harm():
 
 
 def test_a_warning_can_be_made_an_error():
-    with warnings.catch_warnings(), pytest.raises(sc.PrecisionWarning):
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        checked(vanishing)(scaled(X), scaled(W))
+        with pytest.raises(sc.PrecisionWarning):
+            checked(vanishing)(scaled(X), scaled(W))
 
 
 def test_without_check_nothing_is_added_and_nothing_computed_otherwise():
