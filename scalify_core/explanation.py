@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -101,11 +101,16 @@ class Row:
         if first:
             self.lost_at = when
 
+    def figures_by_name(self) -> dict[str, Any]:
+        """All but the place, as plain numbers and strings."""
+        own = {"primitive": self.primitive, "shape": self.shape, "dtype": self.dtype, "turns": self.turns}
+        return {**own, "lost": self.lost_at is not None, **self.figures._asdict(), "astray": self.figures.astray}
+
     @property
     def weight(self) -> tuple[bool, float, float]:
         """What tables choose by: losses, then what is flushed or saturates, then how far a scale is astray."""
         f = self.figures
-        return self.lost_at is not None, max(f.flushed_norm, f.vanished) + f.saturated, abs(f.astray)
+        return self.lost_at is not None, round(max(f.flushed_norm, f.vanished) + f.saturated, 2), abs(f.astray)
 
 
 @dataclasses.dataclass
@@ -152,11 +157,15 @@ class Explanation:
         return "\n".join(_aligned(blocks, widths))
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, top: int = TOP) -> str:
+        """What it comes to, and a table of the `top` most telling rows."""
         count = f"{len(self.rows)} results of equations at {len(self.lines())} lines"
         worst = f"largest error of a result: {max(self.errors, default=0.0):.2e}"
         loss = f"first loss: {self.first_loss}" if self.first_loss else f"nothing is lost (beyond {self.tolerance:.1%})"
-        shown = "" if len(self.rows) <= TOP else f" (the {TOP} most telling rows; .table() has all)"
-        return f"{count}; {worst}{shown}\n{loss}\n\n{self.table(TOP)}"
+        shown = "" if len(self.rows) <= top else f"; shown are the {top} most telling ones"
+        return f"{count}{shown}; {worst}\n{loss}\n\n{self.table(top)}"
 
 
 def _sentence(row: Row) -> str:
@@ -240,7 +249,8 @@ def _cut(text: str, length: int) -> str:
 def _power(x: float) -> str:
     if not 0 < x < math.inf:
         return str(x)
-    return f"2^{math.log2(x):.1f}".removesuffix(".0")
+    exponent = round(math.log2(x), 1) + 0.0  # which is no negative zero
+    return f"2^{exponent:g}"
 
 
 def _share(x: float) -> str:
