@@ -7,8 +7,7 @@ is one equation.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +20,10 @@ from scalify_core import interpreter, registry, shadow, watch
 from scalify_core import value as v
 from scalify_core.arguments import Arguments
 from scalify_core.array import asarray, is_scaled_array
-from scalify_core.explanation import Blame, Explanation, Figures, Row, epsilon
+from scalify_core.explanation import Explanation, Figures, Row, epsilon
+from scalify_core.figures import Tensor, cancelled, inherited, is_float, measured, sum_of
 from scalify_core.numbering import numbered
 from scalify_core.places import UNKNOWN, Place, name_of, place_of
-from scalify_core.scales import broadcast_scale, is_static
 from scalify_core.turns import TURNS
 from scalify_core.value import Value
 
@@ -87,48 +86,12 @@ def explain(
         raise TypeError("explain: call it outside of jit, grad and vmap; it evaluates eagerly")
     walk = _Walk(tolerance)
     entering = [
-        _Tensor(interpreter.entering(x), shadow.wide(asarray(x)), UNKNOWN, walk.now()) for x in leaves
+        Tensor(interpreter.entering(x), shadow.wide(asarray(x)), UNKNOWN, walk.now()) for x in leaves
     ]  # fmt: skip
     with numbered():
         out = walk.run(jaxpr, entering, UNKNOWN, ())
-        errors = [walk.stored(x, v.narrow).error for x in out if _is_float(x.shadow)]
+        errors = [walk.stored(x, v.narrow).error for x in out if is_float(x.shadow)]
     return Explanation(list(walk.rows.values()), errors, tolerance)
-
-
-@dataclasses.dataclass
-class _Tensor:
-    """An operand or result: as the scaled program has it, and in plain FP32.
-
-    `row`: None for what has no scale, or is not made by an equation; `when`: the number of the evaluation; `blame`:
-    see `Row`; `formats`: of the casts inside of the equation.
-    """
-
-    value: Any
-    shadow: Any
-    place: Place
-    when: int
-    row: Row | None = None
-    operand_error: float = 0.0
-    operand_vanished: float = 0.0
-    blame: Blame = dataclasses.field(default_factory=dict)
-    figures: Figures | None = None
-    formats: tuple[str, ...] = ()
-
-    @property
-    def error(self) -> float:
-        return self.figures.error if self.figures else 0.0
-
-    @property
-    def astray(self) -> float:
-        return self.figures.astray if self.figures else 0.0
-
-    def size(self) -> float:
-        """RMS of the logical value."""
-        return self.figures.scale * self.figures.due if self.figures else 0.0
-
-    def expected_size(self) -> float:
-        """The RMS that the rules expect of it."""
-        return self.figures.scale * self.figures.expected if self.figures else 0.0
 
 
 class _Walk:
@@ -144,21 +107,21 @@ class _Walk:
         self._count += 1
         return self._count
 
-    def run(self, jaxpr: Any, operands: Sequence[_Tensor], place: Place, path: tuple) -> list[_Tensor]:
+    def run(self, jaxpr: Any, operands: Sequence[Tensor], place: Place, path: tuple) -> list[Tensor]:
         """The results of a jaxpr; `place` and `path` are those of the equation that calls it."""
-        constants = (_Tensor(registry.known(x), shadow.wide(x), place, 0) for x in jaxpr.consts)
+        constants = (Tensor(registry.known(x), shadow.wide(x), place, 0) for x in jaxpr.consts)
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True))
         stored = interpreter.stored_variables(jaxpr)
 
-        def read(atom: Any) -> _Tensor:
-            return _Tensor(atom.val, atom.val, place, 0) if isinstance(atom, Literal) else env[atom]
+        def read(atom: Any) -> Tensor:
+            return Tensor(atom.val, atom.val, place, 0) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             at, inside = place_of(eqn, place), (*path, id(eqn))
             env |= zip(eqn.outvars, self.equation(eqn, list(map(read, eqn.invars)), stored, at, inside), strict=True)
         return list(map(read, jaxpr.outvars))
 
-    def equation(self, eqn: Any, operands: list[_Tensor], stored: set, place: Place, path: tuple) -> list[_Tensor]:
+    def equation(self, eqn: Any, operands: list[Tensor], stored: set, place: Place, path: tuple) -> list[Tensor]:
         """The results of one equation."""
         name = eqn.primitive.name
         if not any(isinstance(x.value, Value) for x in operands):
@@ -172,7 +135,7 @@ class _Walk:
             return self.loop(eqn, operands, stored, place, path)
         return self.whole(eqn, operands, stored, place, path)
 
-    def inlined(self, eqn: Any, operands: list[_Tensor], place: Place, path: tuple) -> list[_Tensor]:
+    def inlined(self, eqn: Any, operands: list[Tensor], place: Place, path: tuple) -> list[Tensor]:
         """The results of a call."""
         out = self.run(eqn.params.get(_INLINED[eqn.primitive.name], eqn.params.get("jaxpr")), operands, place, path)
         if eqn.primitive.name == "remat2":
@@ -182,12 +145,12 @@ class _Walk:
     def whole(
         self,
         eqn: Any,
-        operands: list[_Tensor],
+        operands: list[Tensor],
         stored: set,
         place: Place,
         path: tuple,
         walk: Callable | None = None,
-    ) -> list[_Tensor]:
+    ) -> list[Tensor]:
         """The results of an equation, and their rows; `walk` evaluates its inner jaxprs and knows the shadows."""
         casts = _Casts()
         with watch.watching(casts.saw):
@@ -199,12 +162,13 @@ class _Walk:
         if exact is None:
             blame = inherited(eqn, operands)
             shadows = shadow.in_float32(eqn, *(x.shadow for x in operands))
-            exact = [_Tensor(None, y, place, 0, blame=blame) for y in shadows]
-        when, error = self.now(), max((x.error for x in operands), default=0.0)
+            exact = [Tensor(None, y, place, 0, blame=blame) for y in shadows]
+        when = self.now()
+        error = max([cancelled(eqn, operands, exact[0].shadow) if exact else 0.0, *(x.error for x in operands)])
         vanished = max((x.figures.vanished for x in operands if x.figures), default=0.0)
         out = []
         for i, (x, like, var) in enumerate(zip(found, exact, eqn.outvars, strict=True)):
-            tensor = _Tensor(x, like.shadow, place, when, None, error, vanished, like.blame, formats=casts.formats())
+            tensor = Tensor(x, like.shadow, place, when, None, error, vanished, like.blame, formats=casts.formats())
             if isinstance(x, Value):
                 new = Row(place, name_of(eqn), tuple(var.aval.shape), str(x.dtype), _NOTHING)
                 tensor.row = self.rows.setdefault((*path, i), new)
@@ -213,31 +177,33 @@ class _Walk:
             out.append(tensor)
         return out
 
-    def look(self, x: _Tensor, name: str, cast: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> None:
+    def look(self, x: Tensor, name: str, cast: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> None:
         """Measures a tensor; `name`: of its equation, `cast`: what casts in there lost, as `watch.losses` says it."""
-        if not _is_float(x.shadow):
+        if not is_float(x.shadow):
             return
-        figures, before = _figures(x, cast), sum(x.blame.values())
+        figures, before = measured(x, cast), sum(x.blame.values())
         x.figures = figures._replace(drift=figures.astray - before if figures.due else 0.0)
         if not isinstance(x.value, Value):
             return
         # What takes back some of it takes it from all: a scale that is right has nothing to blame.
         part = min(max(figures.astray / before, 0.0), 1.0) if before else 1.0
-        x.blame = _sum([(x.blame, part), ({(x.place, name): figures.astray - part * before}, 1.0)])
+        x.blame = sum_of([(x.blame, part), ({(x.place, name): figures.astray - part * before}, 1.0)])
         if x.row is not None:
-            loses = figures.loses(self.tolerance, epsilon(x.row.dtype, *x.formats))
+            least = float(jnp.finfo(x.value.data.dtype).tiny)
+            loses = figures.loses(self.tolerance, epsilon(x.row.dtype, *x.formats), least)
             x.row.see(x.figures, x.blame, x.when, loses=loses)
 
-    def stored(self, x: _Tensor, bring: Callable) -> _Tensor:
+    def stored(self, x: Tensor, bring: Callable) -> Tensor:
         """The tensor in its format; if that rounds it, its row has the figures of what is left."""
         if not isinstance(x.value, Value):
             return x
-        out = dataclasses.replace(x, value=bring(x.value))
+        # What is wrong already is not made so by rounding it.
+        out = dataclasses.replace(x, value=bring(x.value), operand_error=max(x.operand_error, x.error))
         if out.value is not x.value and not x.value.guard:  # a mask's constant saturates, and is meant to
             self.look(out, x.row.primitive if x.row else "")
         return out
 
-    def loop(self, eqn: Any, operands: list[_Tensor], stored: set, place: Place, path: tuple) -> list[_Tensor]:
+    def loop(self, eqn: Any, operands: list[Tensor], stored: set, place: Place, path: tuple) -> list[Tensor]:
         """The results of control flow, of which each turn is evaluated where it has concrete operands."""
         turns = TURNS[eqn.primitive.name](eqn, operands)
 
@@ -253,7 +219,7 @@ class _Walk:
                 turns.done(jaxpr, out)
             return [x.value for x in out]
 
-        def walk(values: list[Any]) -> tuple[list[Any], list[_Tensor] | None]:
+        def walk(values: list[Any]) -> tuple[list[Any], list[Tensor] | None]:
             if eqn.params.get("length") == 0:
                 return interpreter.results(eqn, values, stored, evaluate=interpreter.evaluate), None
             with jax.disable_jit():
@@ -286,91 +252,6 @@ class _Casts:
         return float(norm), float(share), float(saturated)
 
 
-def inherited(eqn: Any, operands: Sequence[_Tensor]) -> Blame:
-    """How far a result's scale is astray because those of its operands are, if it follows the rule.
-
-    Octaves of factors add up. Of terms, the largest expected one has the scale, the largest one the size.
-    """
-    name = eqn.primitive.name
-    scaled = [x for x in operands if isinstance(x.value, Value) and x.figures]
-    rule = registry.rules.get(name)
-    if rule is None or rule.kind == "unscaled":
-        return {}
-    if name in ("mul", "dot_general", "ragged_dot_general", "conv_general_dilated"):
-        return _sum((x.blame, 1.0) for x in scaled)
-    if name == "div":
-        return _sum((x.blame, 1.0 if x is operands[0] else -1.0) for x in scaled)
-    if name in _POWERS or name == "integer_pow":
-        return _sum((x.blame, _POWERS.get(name) or eqn.params["y"]) for x in scaled)
-    if name in ("add", "sub", "add_any") and len(scaled) == 2:
-        expected, largest = (max(scaled, key=size) for size in (_Tensor.expected_size, _Tensor.size))
-        astray = math.log2(largest.size() / expected.expected_size()) if largest.size() > 0 else 0.0
-        part = astray / expected.astray if expected.astray else 1.0
-        return _sum([(expected.blame, min(max(part, 0.0), 1.0))])
-    return max((x.blame for x in scaled), key=lambda blame: abs(sum(blame.values())), default={})
-
-
-def _sum(terms: Iterable[tuple[Blame, float]]) -> Blame:
-    out: Blame = {}
-    for blame, factor in terms:
-        for source, octaves in blame.items():
-            out[source] = out.get(source, 0.0) + factor * octaves
-    return out
-
-
-_POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
-
-
 def _is_traced() -> bool:
     """Whether what is computed now is only looked at by a transformation of JAX."""
     return isinstance(lax.full((), 0), jax.core.Tracer)
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
-
-
-def _figures(x: _Tensor, cast: tuple[float, float, float]) -> Figures:
-    """The figures of a tensor, in FP64."""
-    exact = np.asarray(x.shadow, np.float64)
-    data, scale, expected, least, limit = _taken_apart(x.value)
-    with np.errstate(all="ignore"):
-        logical = data * scale
-        right = np.isfinite(exact)
-        beyond = right & ~np.isfinite(logical) | right & (np.abs(data) >= limit)
-        flushed = right & (exact != 0) & (logical == 0)
-        size = np.linalg.norm(exact[right])
-        apart = np.linalg.norm((logical - exact)[right])
-        error = apart / size if size else float(apart > 2.0**-120)  # FP32 has no smaller numbers, a scale has
-        return Figures(
-            scale=float(np.max(scale, initial=0.0)),
-            expected=expected,
-            measured=_rms(data),
-            due=_rms((exact / scale)[right]),
-            flushed=max(_share(flushed, exact.size), cast[1]),
-            flushed_norm=max(float(np.linalg.norm(exact[flushed]) / size) if size else 0.0, cast[0]),
-            vanished=_share(flushed & (np.abs(exact) >= least), exact.size),
-            saturated=max(_share(beyond, exact.size), cast[2]),
-            error=float(error) if np.isfinite(error) else float("inf"),
-            operand_error=x.operand_error,
-            operand_vanished=x.operand_vanished,
-        )
-
-
-def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
-    """Data, scale, expected RMS, and the smallest and the largest number of the format that the data is in."""
-    if not isinstance(x, Value):
-        return np.asarray(x, np.float64), np.ones(()), 1.0, np.inf, np.inf
-    scale = x.scale if is_static(x.scale) else broadcast_scale(x.scale, x.data)
-    data = np.asarray(x.data).astype(np.float64) * x.factor
-    fmt = jnp.finfo(x.data.dtype)
-    limit = float(fmt.max) * abs(x.factor)
-    return data, np.asarray(scale, np.float64), x.rho, float(fmt.smallest_subnormal), limit
-
-
-def _rms(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
-
-
-def _share(where: np.ndarray, size: int) -> float:
-    return float(np.count_nonzero(where) / size) if size else 0.0

@@ -55,17 +55,18 @@ class Figures(NamedTuple):
             return 0.0
         return math.log2(self.due / self.expected)
 
-    def loses(self, tolerance: float, epsilon: float) -> bool:
+    def loses(self, tolerance: float, epsilon: float, least: float) -> bool:
         """Whether values are lost here, not before, to a tensor's range, not to a rounding.
 
         `tolerance`: of the error, and of the share that vanishes beside larger numbers, however small its part in the
         norm; `epsilon`: of the narrowest format that takes part, whose noise an error may be. If that is coarser than
-        the tolerance (FP8), what vanishes is no more than noise.
+        the tolerance (FP8), or operands are as wrong, what vanishes is no more than noise. `least`: the smallest
+        normal number of the data; not far above it, bits are lost before numbers are.
         """
-        astray = abs(self.astray) > ASTRAY
-        reason = self.flushed_norm > tolerance / 2 or self.saturated > 0 or astray
+        reason = self.flushed_norm > tolerance / 2 or self.saturated > 0 or 0 < self.due < 2**ASTRAY * least
         wrong = self.error > max(tolerance, epsilon, 2 * self.operand_error)
-        vanishes = epsilon <= tolerance and self.vanished > max(tolerance, 2 * self.operand_vanished)
+        vanishes = max(epsilon, self.operand_error) <= tolerance
+        vanishes = vanishes and self.vanished > max(tolerance, 2 * self.operand_vanished)
         return (reason and wrong) or vanishes
 
 
