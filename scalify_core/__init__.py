@@ -3,6 +3,8 @@
 from scalify_core import optim, tree, weights
 from scalify_core.array import ScaledArray, as_scaled_array, asarray
 from scalify_core.composite import composite
+from scalify_core.explain import explain
+from scalify_core.explanation import Explanation
 from scalify_core.formats import FloatFormat
 from scalify_core.functional import (
     attention,
@@ -19,7 +21,6 @@ from scalify_core.functional import (
     softmax,
     swiglu,
 )
-from scalify_core.interpreter import scalify
 from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 from scalify_core.registry import composite_rule
 from scalify_core.rescale import (
@@ -36,10 +37,14 @@ from scalify_core.rescale import (
 )
 from scalify_core.stats import summarize
 from scalify_core.testing import check_scalify
+from scalify_core.transform import scalify
+from scalify_core.watch import PrecisionWarning
 
 __all__ = [
+    "Explanation",
     "FloatFormat",
     "Fp8DotGeneral",
+    "PrecisionWarning",
     "ScaledArray",
     "Scaling",
     "as_scaled_array",
@@ -56,6 +61,7 @@ __all__ = [
     "dynamic_rescale_rms",
     "dynamic_rescale_rms_grad",
     "embedding",
+    "explain",
     "fp8_dot_general",
     "gelu",
     "get_data_scale",

@@ -36,7 +36,7 @@ KINDS = {
     "structural": "the operation on the data, the scale as it is",
     "logical": "the operation on the value in FP32, brought back to the scale it had",
     "unscaled": "the operation on the value in FP32, result of scale 1",
-    "default": "no rule: as unscaled, with one warning that names the primitive",
+    "default": "no rule: as unscaled",
     "plain": "integers, booleans and keys in, plain arrays out: no scale takes part",
     "exempt": "see below",
 }

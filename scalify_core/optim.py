@@ -41,10 +41,10 @@ import optax
 
 from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array
 from scalify_core.formats import FP16, FP32, FloatFormat, counter_words, pow2_floor, pow2_inverse
-from scalify_core.interpreter import scalify
 from scalify_core.reductions import largest_magnitudes
 from scalify_core.rescale import dynamic_rescale_rms
 from scalify_core.scales import MIN_SCALE
+from scalify_core.transform import scalify
 from scalify_core.tree import map_arrays
 from scalify_core.weights import LARGE, Rounding, check_rounding, round_to, wide
 

@@ -1,22 +1,74 @@
-"""Where an equation stands in its program: what the compiler and a profile are told of it."""
+"""Where in a user's program an equation comes from."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import dataclasses
+import functools
+import os
+import sysconfig
 from typing import Any
 
 import jax
 
-
-def place_of(eqn: Any) -> tuple[Any, Any]:
-    """Where an equation stands: its named scopes, and its context where that says something to the compiler."""
-    ctx = eqn.ctx
-    return eqn.source_info.name_stack, ctx if ctx.xla_metadata or ctx.compute_type else None
+_JAX_AND_THIS = tuple(os.path.dirname(str(module)) + os.sep for module in (jax.__file__, __file__))
+# Flax and Optax are installed beside JAX: a line of theirs is not one that the user can change.
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 
 
-@contextlib.contextmanager
-def within(scopes: Any, ctx: Any) -> Iterator[None]:
-    name = str(scopes)
-    with jax.named_scope(name) if name else contextlib.nullcontext(), ctx.manager if ctx else contextlib.nullcontext():
-        yield
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A line of a program.
+
+    Attributes:
+        file: path of the file; empty where no line of the user's is known.
+        line: number of the line, from 1.
+        function: qualified name of the function that the line stands in.
+        library: name of the function of another library that the line calls and that makes the equation, or empty.
+        backward: whether the equation belongs to the backward pass of a differentiated function.
+    """
+
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    library: str = ""
+    backward: bool = False
+
+    def __str__(self) -> str:
+        if not self.file:
+            return "(no line of yours)"
+        return f"{os.path.basename(self.file)}:{self.line} {self.function.rpartition('<locals>.')[2]}"
+
+    @property
+    def line_alone(self) -> Place:
+        """The line, without what tells its equations apart."""
+        return dataclasses.replace(self, library="", backward=False)
+
+
+UNKNOWN = Place()
+
+
+def place_of(eqn: Any, outer: Place = UNKNOWN) -> Place:
+    """The innermost line of the user's code that makes an equation.
+
+    JAX traces a function that it has jitted (`jax.nn.silu`) once for all who call it, so its equations know no line of
+    a user: they get `outer`, the place of the equation that calls them.
+    """
+    backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack) or name_of(eqn).endswith(".bwd")
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    frames = [frame for frame in frames if not _is_of(frame.file_name, _JAX_AND_THIS)]
+    own = next((frame for frame in frames if not _is_of(frame.file_name, _INSTALLED)), None)
+    if own is None:
+        return dataclasses.replace(outer, backward=backward)
+    library = "" if frames[0] is own else frames[0].function_name
+    return Place(own.file_name, own.line_num, own.function_name, library, backward)
+
+
+def name_of(eqn: Any) -> str:
+    """The name of an equation's primitive, or of the composite that it calls."""
+    return eqn.params["call"].name if eqn.primitive.name == "scalify_composite" else eqn.primitive.name
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of(file: str, folders: tuple[str, ...]) -> bool:
+    return file.startswith(folders) or file.startswith("<")

@@ -18,12 +18,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
@@ -59,9 +56,6 @@ wide_composites: set[str] = set()
 lazy_composites: set[str] = set()
 transparent_composites: dict[str, tuple[int, int]] = {}
 numbered_composites: set[str] = set()
-_warned: set[str] = set()
-# A warning is shown at the user's line, which is in neither of these.
-_LIBRARIES = tuple(os.path.dirname(str(module)) for module in (__file__, jax.__file__))
 
 
 def rule(*primitives: str, wide: bool = True, lazy: bool = False) -> Callable:
@@ -160,13 +154,7 @@ def composite_rule(
 
 
 def default(eqn: Any, *operands: Any) -> Any:
-    """For primitives and composites without a rule: as `unscaled`, with one warning that names it."""
-    is_composite = eqn.primitive.name == "scalify_composite"
-    name = f"composite {eqn.params['call'].name!r}" if is_composite else f"primitive {eqn.primitive.name!r}"
-    if name not in _warned:
-        _warned.add(name)
-        text = f"scalify: no rule for the {name}: it runs in FP32 with scale 1"
-        warnings.warn(text, skip_file_prefixes=_LIBRARIES)
+    """For primitives and composites without a rule: as `unscaled`. They are right without one, so nobody is warned."""
     return _unscaled(eqn, *operands)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from scalify_core import watch
 from scalify_core.formats import FloatFormat
 
 _F32 = np.dtype(np.float32)
@@ -29,14 +30,23 @@ def as_float32(x: Any) -> Any:
     return x if getattr(x, "dtype", None) == _F32 else lax.convert_element_type(x, _F32)
 
 
-def saturating_cast(x: Any, dtype: Any) -> Any:
-    """`x` in `dtype`; finite numbers beyond its largest become that, what is not finite stays not finite."""
+def saturating_cast(x: Any, dtype: Any, *, meant: bool = False) -> Any:
+    """`x` in `dtype`; finite numbers beyond its largest become that, what is not finite stays not finite.
+
+    `meant`: that numbers saturate is intended, as of a mask's -1e9, and nothing to report.
+    """
     dtype = np.dtype(dtype)
     if x.dtype == dtype:
         return x
     if float(jnp.finfo(dtype).max) >= float(jnp.finfo(x.dtype).max):
         return lax.convert_element_type(x, dtype)
-    return _saturating_cast(x, dtype)
+    out = _saturating_cast(x, dtype)
+    return out if meant else watch.rounded(x, out)
+
+
+def fp8_cast(x: Any, fmt: FloatFormat) -> Any:
+    """`x` in an 8-bit format, see `FloatFormat.cast_or_nan`."""
+    return watch.rounded(x, fmt.cast_or_nan(x))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -12,7 +12,7 @@ import numpy as np
 
 from scalify_core.array import ScaledArray, asarray, is_scaled_array
 from scalify_core.formats import E4M3, E5M2, FP32, FloatFormat, pow2_round
-from scalify_core.interpreter import scalify
+from scalify_core.transform import scalify
 
 WAYS = ("eager", "jit", "dynamic")
 
@@ -25,6 +25,7 @@ def check_scalify(
     reduction: int = 1,
     grad: bool = False,
     ways: Sequence[str] = WAYS,
+    strict: bool = True,
 ) -> Any:
     """Assert that `scalify(fun)(*args)` is `fun(*args)`.
 
@@ -39,6 +40,13 @@ def check_scalify(
         grad: check the gradient, too: of a weighted sum of all floating-point results, with respect to the scaled
             arguments, as `scalify(jax.grad(...))`.
         ways: of running it; leave some out where one function is checked many times.
+        strict: whether what plain data of the format keeps must be kept. Without it, an element may be lost that is
+            below the smallest numbers of its data, whatever the scale: also of one that is astray.
+
+    Plain data of the format is what a program without scales has: the arguments' logical values rounded to `dtype`,
+    the function of them, its result rounded to its format. An element that this keeps, within the error that is
+    granted here, must come out of the scaled function so, too. Where it does not (it overflows, or is below the
+    format's smallest numbers), an element may be lost that is below the smallest number of its data times its scale.
 
     Checked are, eagerly and under jit with static scales, and under jit with dynamic ones: the tree of the result;
     values, within (roundings + reduction) x epsilon; infinities and NaNs, which must stand where the plain function
@@ -56,15 +64,17 @@ def check_scalify(
     leaves, tree = jax.tree.flatten(args, is_leaf=is_scaled_array)
     if not any(is_scaled_array(x) for x in leaves):
         raise ValueError("check_scalify: give at least one ScaledArray")
-    first = _check(fun, leaves, tree, ways, roundings, reduction)
+    first = _check(fun, leaves, tree, ways, roundings, reduction, strict)
     if grad:
         scaled = [i for i, x in enumerate(leaves) if is_scaled_array(x)]
         gradient = _gradient_of(fun, tree, tuple(scaled))
-        _check(gradient, leaves, jax.tree.structure((0,) * len(leaves)), ways, 2 * roundings, reduction)
+        _check(gradient, leaves, jax.tree.structure((0,) * len(leaves)), ways, 2 * roundings, reduction, strict)
     return first
 
 
-def _check(fun: Callable, leaves: Sequence[Any], tree: Any, ways: Sequence[str], roundings: int, reduction: int) -> Any:
+def _check(
+    fun: Callable, leaves: Sequence[Any], tree: Any, ways: Sequence[str], roundings: int, reduction: int, strict: bool
+) -> Any:
     """One function, all ways to run it."""
     formats = {FloatFormat.of(x.dtype) for x in leaves if is_scaled_array(x)}
     assert len(formats) == 1, f"one format at a time: {formats}"
@@ -73,10 +83,11 @@ def _check(fun: Callable, leaves: Sequence[Any], tree: Any, ways: Sequence[str],
     dynamic = [ScaledArray(x.data, jnp.asarray(x.scale, jnp.float32)) if is_scaled_array(x) else x for x in leaves]
     plain, scaled, jitted = _functions(fun, tree)
     expected = plain(*asarray(leaves))
+    narrow = plain(*(_rounded(x, fmt.dtype) for x in asarray(leaves))) if strict else None
     first = None
     for way in ways:
         found = (scaled if way == "eager" else jitted)(*(dynamic if way == "dynamic" else static))
-        assert_close(found, expected, fmt, roundings=roundings, reduction=reduction, where=way)
+        assert_close(found, expected, fmt, roundings=roundings, reduction=reduction, narrow=narrow, where=way)
         first = found if first is None else first
     return first
 
@@ -92,18 +103,36 @@ def _functions(fun: Callable, tree: Any) -> tuple[Callable, Callable, Callable]:
     return jax.jit(on_leaves), scaled, jax.jit(scaled)
 
 
+def _rounded(x: Any, dtype: Any) -> Any:
+    """A plain float array rounded to a format, in its own dtype; what is too large is not finite."""
+    return x.astype(dtype).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
 def assert_close(
-    found: Any, expected: Any, fmt: FloatFormat, *, roundings: int = 4, reduction: int = 1, where: str = "given"
+    found: Any,
+    expected: Any,
+    fmt: FloatFormat,
+    *,
+    roundings: int = 4,
+    reduction: int = 1,
+    narrow: Any = None,
+    where: str = "given",
 ) -> None:
-    """Assert that a tree with ScaledArrays of format `fmt` holds the values of a plain tree (see `check_scalify`)."""
+    """Assert that a tree with ScaledArrays of format `fmt` holds the values of a plain tree (see `check_scalify`).
+
+    `narrow`: the plain tree of arguments that were rounded to the format; None: nothing is known of it.
+    """
     found_leaves, found_tree = jax.tree.flatten(found, is_leaf=is_scaled_array)
     expected_leaves, expected_tree = jax.tree.flatten_with_path(expected)
     assert str(found_tree) == str(expected_tree), f"{where}: tree {found_tree}, expected {expected_tree}"
-    for x, (path, y) in zip(found_leaves, expected_leaves, strict=True):
-        _assert_leaf_close(x, y, fmt, roundings, reduction, f"{where}: result{jax.tree_util.keystr(path)}")
+    narrow_leaves = [None] * len(found_leaves) if narrow is None else jax.tree.leaves(narrow)
+    for x, (path, y), z in zip(found_leaves, expected_leaves, narrow_leaves, strict=True):
+        _assert_leaf_close(x, y, z, fmt, roundings, reduction, f"{where}: result{jax.tree_util.keystr(path)}")
 
 
-def _assert_leaf_close(x: Any, y: Any, fmt: FloatFormat, roundings: int, reduction: int, where: str) -> None:
+def _assert_leaf_close(
+    x: Any, y: Any, narrow: Any, fmt: FloatFormat, roundings: int, reduction: int, where: str
+) -> None:
     assert x.shape == y.shape, f"{where}: shape {x.shape}, expected {y.shape}"
     if jax.dtypes.issubdtype(y.dtype, jax.dtypes.prng_key):
         x, y = jax.random.key_data(x), jax.random.key_data(y)
@@ -125,10 +154,16 @@ def _assert_leaf_close(x: Any, y: Any, fmt: FloatFormat, roundings: int, reducti
     assert same.all(), f"{where}: infinities or NaNs differ: {x[~same].ravel()[:4]}, expected {y[~same].ravel()[:4]}"
     x, y = np.where(finite, x, 0), np.where(finite, y, 0)
     size = np.abs(y) if reduction == 1 else np.max(np.abs(y), initial=0.0)
-    bound = (roundings + reduction) * fmt.epsilon * size
-    # What is below the smallest numbers of the data, or of the plain FP32 program, may be lost. Those below the normal
-    # numbers of FP32 are, on devices that flush them.
-    bound = bound + roundings * (max(fmt.min_subnormal, FP32.min_normal) * scale + FP32.min_normal)
+    bound = (roundings + reduction) * fmt.epsilon * size + roundings * FP32.min_normal
+    # What is below the smallest numbers of the data, or of the plain program, may be lost, but not what plain data
+    # keeps. Those below the normal numbers of FP32 are, on devices that flush them.
+    least = roundings * max(fmt.min_subnormal, FP32.min_normal)
+    of_data, of_plain = bound + least * scale, bound + least * min(scale, 1.0)
+    bound = of_data
+    if narrow is not None:
+        kept = np.asarray(_rounded(narrow, fmt.dtype)).astype(wide)
+        if np.isfinite(kept).sum() == finite.sum():  # a program that overflows keeps nothing of use
+            bound = np.where(np.abs(np.where(finite, kept, 0) - y) <= of_plain, of_plain, of_data)
     error = np.abs(x - y)
     if np.any(error > bound):
         at = tuple(int(i) for i in np.unravel_index(np.argmax(error / bound), error.shape))

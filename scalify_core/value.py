@@ -122,6 +122,8 @@ def uniform(x: Any) -> float | None:
     """The number that all elements of a plain constant are known to be, or None."""
     if type(x) is Value or isinstance(x, jax.core.Tracer):  # nearly always
         return None
+    if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind == "c":
+        return None
     if isinstance(x, (float, int, np.generic)):
         return float(x)
     if isinstance(x, np.ndarray) and (x.ndim == 0 or not any(x.strides)) and x.size and x.dtype != bool:
@@ -158,7 +160,9 @@ def narrow(v: Value) -> Value:
     """The value with its data in its format, saturating (NaN and infinities stay), and the factor in it."""
     if v.data.dtype == v.dtype and v.factor == 1.0:
         return v
-    return value(saturating_cast(times(v.data, v.factor), v.dtype), v.multiple, v.rho, v.dtype, 1.0, v.excess)
+    return value(
+        saturating_cast(times(v.data, v.factor), v.dtype, meant=v.guard), v.multiple, v.rho, v.dtype, 1.0, v.excess
+    )
 
 
 def in_format(v: Value) -> Value:

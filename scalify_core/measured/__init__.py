@@ -5,6 +5,6 @@ of a product or as a result, its scale is measured. `plan` decides where that is
 """
 
 from scalify_core.measured import composites, control  # noqa: F401  (fill the table)
-from scalify_core.measured.evaluate import evaluate
+from scalify_core.measured.evaluate import evaluated
 
-__all__ = ["evaluate"]
+__all__ = ["evaluated"]

@@ -1,4 +1,4 @@
-"""Composites: functions of scales mean what they say, FP8 products are FP8, all others run in FP32 as they are written."""
+"""Composites: what acts on scales means what it says, FP8 products are FP8, all others run in FP32 as written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from scalify_core import storage
 from scalify_core.array import ScaledArray
-from scalify_core.formats import E4M3, E5M2, FloatFormat
+from scalify_core.formats import FloatFormat
 from scalify_core.matmul import dot_fp8, lhs_gradient, rhs_gradient
 from scalify_core.measured import store
 from scalify_core.measured.evaluate import Operands, kind
@@ -44,10 +44,12 @@ def _defined(*names: str) -> Callable:
     return register
 
 
-_SAME = ("dynamic_rescale_rms", "dynamic_rescale_max", "dynamic_rescale_rms_grad", "dynamic_rescale_max_grad")
+_RESCALES = ("dynamic_rescale_rms", "dynamic_rescale_max", "dynamic_rescale_rms_grad", "dynamic_rescale_max_grad")
+_SAME = (*_RESCALES, "rebalance", "stop_scaling", "materialised")
+_E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
 
-@_defined(*(f"{name}{part}" for name in (*_SAME, "rebalance", "stop_scaling", "materialised") for part in ("", ".fwd", ".bwd")))
+@_defined(*(f"{name}{part}" for name in _SAME for part in ("", ".fwd", ".bwd")))
 @_defined("set_scaling.bwd", "cast_on_forward.bwd", "cast_on_backward", "cast_on_backward.fwd")
 def _same(call: Any, step: Step, env: Operands) -> Sequence[Any]:
     """Scales are measured wherever they matter, so what rescales has nothing to do. Results are the last operand."""
@@ -84,7 +86,7 @@ def _get_data_scale(call: Any, step: Step, env: Operands) -> Sequence[Any]:
 @_defined("fp8_dot_general", "fp8_dot_general.fwd")
 def _fp8(call: Any, step: Step, env: Operands) -> Sequence[Any]:
     product = dict(call.static)["product"]
-    lhs, rhs = (env.stored(atom, E4M3.dtype) for atom in step.eqn.invars)
+    lhs, rhs = (env.stored(atom, _E4M3) for atom in step.eqn.invars)
 
     def forward(lhs8: Any, rhs8: Any) -> Any:
         return dot_fp8(lhs8, rhs8, product.dims, _F32, fast=True)
@@ -100,8 +102,8 @@ def _fp8(call: Any, step: Step, env: Operands) -> Sequence[Any]:
 @_defined("fp8_dot_general.bwd")
 def _fp8_bwd(call: Any, step: Step, env: Operands) -> Sequence[Any]:
     product = dict(call.static)["product"]
-    lhs, rhs = (env.stored(atom, E4M3.dtype) for atom in step.eqn.invars[:2])
-    gradient = env.stored(step.eqn.invars[-1], E5M2.dtype)
+    lhs, rhs = (env.stored(atom, _E4M3) for atom in step.eqn.invars[:2])
+    gradient = env.stored(step.eqn.invars[-1], _E5M2)
     unused = [jnp.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)]
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.interpreters import partial_eval
 
 from scalify_core import storage
 from scalify_core.array import ScaledArray
@@ -46,8 +47,6 @@ def _whole(x: Any) -> Any:
 
 
 def _with_constants_as_arguments(jaxpr: Any) -> Any:
-    from jax.interpreters import partial_eval
-
     return partial_eval.convert_constvars_jaxpr(jaxpr)
 
 
@@ -69,7 +68,7 @@ def _scan(step: Step, env: Operands) -> Sequence[Any]:
     consts, init, xs = scan_parts(eqn, list(map(env.read, eqn.invars)))
     slices = [_sliced(x) for x in xs]
 
-    def turn(carry: Sequence[Any], parts: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
         operands = [*consts, *carry, *(_of_slice(part, x) for part, x in zip(parts, xs, strict=True))]
         out = run(eqn.params["jaxpr"], plan, operands)
         return list(map(_carried, out[: len(carry)])), list(map(_whole, out[len(carry) :]))

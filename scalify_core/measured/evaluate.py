@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -15,8 +17,9 @@ from jax.extend.core import Literal
 from scalify_core import registry, storage
 from scalify_core.array import ScaledArray
 from scalify_core.measured import store
-from scalify_core.measured.plan import Format, Plan, Step, is_float, plan_of, product_format
-from scalify_core.places import place_of, within
+from scalify_core.measured.plan import Plan, Step, is_float, plan_of, product_format
+from scalify_core.scopes import scope_of, within
+from scalify_core.watch import Reporter
 
 Kind = Callable[[Step, "Operands"], Any]
 kinds: dict[str, Kind] = {}
@@ -32,25 +35,57 @@ def kind(*names: str) -> Callable[[Kind], Kind]:
     return register
 
 
-def evaluate(jaxpr: Any, args: Sequence[Any], formats: tuple[Format, ...]) -> tuple[list[Any], tuple[Format, ...]]:
-    """The results of a jaxpr, each a ScaledArray or an array of logical values, and their formats.
+_reporter: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
 
-    Args:
-        jaxpr: traced with float32 for what is scaled.
-        args: ScaledArrays of any scales, and arrays: logical values.
-        formats: of the arguments: that of the data of what is scaled, None of what is plain.
+
+def evaluated(jaxpr: Any, leaves: Sequence[Any], reporter: Reporter | None = None) -> list[Any]:
+    """The results of a jaxpr that was traced with float32 for what is scaled, of arrays and ScaledArrays, as such.
+
+    An argument that is returned is returned as it is. With a reporter, the program tells it what is lost.
     """
-    plan = plan_of(jaxpr, formats)
-    return run(jaxpr, plan, args), plan.out_formats
+    args = list(map(_entering, leaves))
+    plan = plan_of(jaxpr, tuple(np.dtype(x.dtype) if type(x) is ScaledArray else None for x in args))
+    token = _reporter.set(reporter)
+    try:
+        out = run(jaxpr, plan, args)
+        given = {id(x) for x in args}
+        returned = [
+            x if f is None or id(x) in given else _returned(jaxpr, var, x, f)
+            for var, x, f in zip(jaxpr.outvars, out, plan.out_formats, strict=True)
+        ]
+    finally:
+        _reporter.reset(token)
+    if reporter is not None:
+        reporter.call_is_done(returned)
+    return returned
+
+
+def _entering(x: Any) -> Any:
+    if type(x) is not ScaledArray:
+        return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    scale = x.scale if x.is_static else jnp.asarray(x.scale, jnp.float32)
+    data = x.data if isinstance(x.data, jax.Array) else jnp.asarray(x.data)
+    return ScaledArray(data, scale if x.is_static or scale.size != 1 else scale.reshape(()))
+
+
+def _returned(jaxpr: Any, var: Any, x: Any, dtype: np.dtype) -> ScaledArray:
+    """A result, stored; what that loses is reported at the equation that makes it."""
+    reporter = _reporter.get()
+    makers = [] if reporter is None else [eqn for eqn in jaxpr.eqns if var in eqn.outvars]
+    if reporter is None or not makers:
+        return store.result(x, dtype)
+    with reporter.at(makers[0]):
+        return store.result(x, dtype)
 
 
 def run(jaxpr: Any, plan: Plan, args: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr by its plan."""
-    env = Operands(jaxpr, args)
-    for place, steps in itertools.groupby(plan.steps, lambda step: place_of(step.eqn)):
-        with within(*place):
+    """The results of a jaxpr by its plan: each a ScaledArray, or an array of logical values."""
+    env, reporter = Operands(jaxpr, args), _reporter.get()
+    for scope, steps in itertools.groupby(plan.steps, lambda step: scope_of(step.eqn)):
+        with within(*scope):
             for step in steps:
-                env.write(step, kinds[step.kind](step, env))
+                with contextlib.nullcontext() if reporter is None else reporter.at(step.eqn):
+                    env.write(step, kinds[step.kind](step, env))
     return [env.read(atom) for atom in jaxpr.outvars]
 
 
@@ -107,7 +142,10 @@ def _bind(step: Step, env: Operands) -> Sequence[Any]:
     out = listed(eqn, registry.bind(eqn, *operands))
     if not step.traced:
         return out
-    return [x if f is None or not _is_narrow(x) else storage.as_float32(x) for x, f in zip(out, step.out_formats, strict=True)]
+    return [
+        x if f is None or not _is_narrow(x) else storage.as_float32(x)
+        for x, f in zip(out, step.out_formats, strict=True)
+    ]
 
 
 def _as_traced(x: Any, aval: Any) -> Any:
@@ -143,9 +181,6 @@ def _product(step: Step, env: Operands) -> Sequence[Any]:
 
 @kind("convert")
 def _convert(step: Step, env: Operands) -> Sequence[Any]:
-    """A cast to a narrow dtype is the user's wish to round; the value is stored, at a scale if that has not FP32's range."""
-    (atom,), dtype = step.eqn.invars, step.out_formats[0]
-    x = env.read(atom)
-    if dtype.itemsize < 4:
-        return [store.stored(store.wide(x), dtype)]
-    return [lax.convert_element_type(store.wide(x), dtype)]
+    """A cast to a narrow dtype is the user's wish to round: the value is stored."""
+    x, dtype = env.wide(step.eqn.invars[0]), np.dtype(step.eqn.params["new_dtype"])
+    return [store.stored(x, dtype) if dtype.itemsize < 4 else lax.convert_element_type(x, dtype)]

@@ -108,7 +108,9 @@ def _backwards(jaxpr: Any, steps: Sequence[Step]) -> tuple[list[Step], dict[Any,
         for atom, dtype in zip(eqn.invars, _wanted(step, wants), strict=True):
             if dtype is not None and type(atom) is not Literal:
                 wants[atom] = dtype
-        store = tuple(wants.get(v) if f is not None else None for v, f in zip(eqn.outvars, step.out_formats, strict=True))
+        store = tuple(
+            wants.get(v) if f is not None else None for v, f in zip(eqn.outvars, step.out_formats, strict=True)
+        )
         kept.append(step._replace(store=store))
     return kept[::-1], wants
 
@@ -123,7 +125,7 @@ def _wanted(step: Step, wants: dict[Any, np.dtype]) -> Sequence[Format]:
         wanted = wants.get(eqn.outvars[0]) if eqn.primitive.name in _WHOLE else None
         return [wanted, *[None] * (len(eqn.invars) - 1)]
     if step.kind == "scan":
-        consts, carry, xs = scan_parts(eqn, eqn.invars)
+        consts, carry, _ = scan_parts(eqn, eqn.invars)
         inner = inner_plan(step).wants
         n, m = len(consts), len(consts) + len(carry)
         return [*inner[:n], *[None] * len(carry), *inner[m:]]
@@ -185,7 +187,7 @@ def _product_step(eqn: Any, formats: tuple[Format, ...]) -> Step:
     if fmt is None:
         return Step(eqn, "bind", formats, arithmetic_formats(eqn, formats), lift=True)
     wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
-    return Step(eqn, "product", formats, (np.dtype(aval.dtype) if wider else arithmetic_format(formats[:2], eqn.invars),))
+    return Step(eqn, "product", formats, (np.dtype(aval.dtype) if wider else fmt,))
 
 
 def product_format(formats: Sequence[Format], eqn: Any) -> Format:
@@ -234,7 +236,8 @@ def _call_formats(eqn: Any, formats: tuple[Format, ...]) -> tuple[tuple[Format, 
 
 def scan_parts(eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """Constants, carry and scanned operands."""
-    return tuple(list(part) for part in eqn.params["ft_in"].update(operands).unpack())
+    consts, carry, xs = (list(part) for part in eqn.params["ft_in"].update(operands).unpack())
+    return consts, carry, xs
 
 
 def _scan_formats(eqn: Any, formats: tuple[Format, ...]) -> tuple[tuple[Format, ...], Plan]:
@@ -261,7 +264,7 @@ def _settled(body: Callable, carry: Sequence[Format]) -> tuple[Sequence[Format],
 
 def _scan(eqn: Any, formats: tuple[Format, ...]) -> tuple[tuple[Format, ...], bool]:
     inner, plan = _scan_formats(eqn, formats)
-    consts, carry, _ = scan_parts(eqn, inner)
+    _, carry, _ = scan_parts(eqn, inner)
     return (*carry, *plan.out_formats[len(carry) :]), plan.stores
 
 

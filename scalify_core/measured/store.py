@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core import storage
+from scalify_core import storage, watch
 from scalify_core.array import ScaledArray
 from scalify_core.formats import FloatFormat, pow2_inverse
 from scalify_core.scales import broadcast_scale, times
@@ -59,7 +59,14 @@ def stored(x: Any, dtype: np.dtype, top: int | None = None) -> ScaledArray:
     if not has_own_range(dtype):
         return ScaledArray(storage.saturating_cast(x, dtype), 1.0)
     data, scale = _measured(x, np.dtype(dtype), top_of(dtype) if top is None else top)
-    return ScaledArray(data, scale)
+    return ScaledArray(rounded(data, x=x, scale=scale), scale)
+
+
+def rounded(data: Any, *, x: Any, scale: Any) -> Any:
+    """`data`, that `x` is stored as; who watches is shown both."""
+    if watch.is_watched():
+        watch.rounded(lax.mul(x, lax.broadcast(pow2_inverse(scale), x.shape)), data)
+    return data
 
 
 def result(x: Any, dtype: np.dtype) -> ScaledArray:

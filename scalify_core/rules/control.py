@@ -28,10 +28,10 @@ from scalify_core.rules.elementwise import constant_at
 from scalify_core.value import Constant, Value, narrow, pack, unpack
 
 
-@control("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "composite", wide=True)
+@control("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "closed_call", "core_call", "composite", wide=True)
 def _inline(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
-    """The derivatives that such a call carries are of no use here: differentiation happens before evaluation."""
-    return evaluate(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], operands)
+    """What such a call carries for transformations is of no use here: they happen before evaluation."""
+    return evaluate(next(eqn.params[name] for name in ("call_jaxpr", "jaxpr", "call") if name in eqn.params), operands)
 
 
 @control("jit", wide=True)

@@ -21,7 +21,7 @@ from scalify_core.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
 from scalify_core.registry import composite_rule
 from scalify_core.rules.elementwise import lifted
 from scalify_core.rules.matmul import saturated
-from scalify_core.storage import row_major, stored, stored_both_ways
+from scalify_core.storage import fp8_cast, row_major, stored, stored_both_ways
 from scalify_core.value import Value
 
 _MATRICES = (((1,), (0,)), ((), ()))
@@ -39,7 +39,7 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
     lhs, rhs = v.scalar_scale(lhs), v.scalar_scale(rhs)
 
     def forward(lhs: Any, rhs: Any) -> tuple:
-        lhs8, rhs8 = E4M3.cast_or_nan(lhs), E4M3.cast_or_nan(rhs)
+        lhs8, rhs8 = fp8_cast(lhs, E4M3), fp8_cast(rhs, E4M3)
         kept, rhs_kept = lhs8, rhs8 if rhs.dtype == np.float32 else rhs
         if lhs.dtype == np.float32:  # what computes it writes it in FP8
             lhs8, kept = stored_both_ways(lhs8) if product.dims == _MATRICES else (stored(lhs8),) * 2
@@ -71,8 +71,8 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
         if rhs8.dtype != E4M3.dtype:
             # A parameter, which is there in any case: it is cast again, `stored` telling the two casts apart. In its
             # own order, too: the product contracts its last axis.
-            rhs8 = row_major(E4M3.cast_or_nan(stored(rhs8)))
-        gradient8 = E5M2.cast_or_nan(rest[-1])  # of infinities `saturated` would make large numbers
+            rhs8 = row_major(fp8_cast(stored(rhs8), E4M3))
+        gradient8 = fp8_cast(rest[-1], E5M2)  # of infinities `saturated` would make large numbers
         # What adds up its rows can write it too, in one order; if they are added up, one pass writes both.
         both = stored_both_ways(gradient8) if summed and gradient8.ndim == 2 else (stored(gradient8),) * 2
         d_lhs = lhs_gradient(both[0], rhs8, product.dims, dtype, lhs_alpha)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import scales as sc
-from scalify_core import storage
+from scalify_core import storage, watch
 from scalify_core import value as v
 from scalify_core.formats import FP16
 from scalify_core.registry import rule, unscaled
@@ -47,7 +47,7 @@ def saturated(x: jax.Array) -> jax.Array:
     NaN stays one. To tell the two apart the operands would have to be read once more, or the result written in FP32
     first. An FP8 product makes a NaN of its operands' infinities, at no cost: they are being cast.
     """
-    return jnp.clip(x, -FP16.max, FP16.max) if x.dtype == jnp.float16 else x
+    return watch.rounded(x, jnp.clip(x, -FP16.max, FP16.max)) if x.dtype == jnp.float16 else x
 
 
 @rule("dot_general", wide=False)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from propagated import scalify
 
 import scalify_core as sc
-from scalify_core import ScaledArray, as_scaled_array, scalify
+from scalify_core import ScaledArray, as_scaled_array
 
 SCALES = 2.0 ** jnp.arange(0.0, 16.0, 2.0)
 # Of sums of 8 terms in FP32.

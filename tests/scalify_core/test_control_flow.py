@@ -9,8 +9,9 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from propagated import scalify
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms, scalify
+from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms
 from scalify_core.rules import control
 
 X = jax.random.normal(jax.random.key(0), (4, 8))

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from propagated import scalify
 
-from scalify_core import as_scaled_array, asarray, scalify
+from scalify_core import as_scaled_array, asarray
 
 HALF = jnp.float16
 

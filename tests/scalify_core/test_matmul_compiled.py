@@ -12,10 +12,10 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from propagated import scalify
 
 from scalify_core.array import ScaledArray
 from scalify_core.functional import gelu, layer_norm, materialised
-from scalify_core.interpreter import scalify
 from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 from scalify_core.reductions import largest_magnitudes, sums_of_squares
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from propagated import scalify
 
 from scalify_core import numbering
 from scalify_core.array import ScaledArray, asarray
 from scalify_core.formats import E4M3, E5M2
-from scalify_core.interpreter import scalify
 from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 
 MATRIX = (((1,), (0,)), ((), ()))

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from propagated import scalify
 
-from scalify_core import FloatFormat, ScaledArray, asarray, gelu, scalify
+from scalify_core import FloatFormat, ScaledArray, asarray, gelu
 from scalify_core.formats import E4M3, E5M2
 from scalify_core.probe import FIGURES, SLOT, figures, probe
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from scalify_core.array import ScaledArray, as_scaled_array, asarray, is_scaled_array
 from scalify_core.formats import pow2_round
-from scalify_core.interpreter import scalify
 from scalify_core.stats import Summary, summarize
+from scalify_core.transform import scalify
 
 SHAPE = (3, 3)
 MASK = np.arange(9).reshape(SHAPE) % 2 == 0

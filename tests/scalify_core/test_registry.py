@@ -1,28 +1,80 @@
-"""What happens without a rule."""
+"""What happens without a rule: the right numbers, and no warning (which in these tests would be an error)."""
 
-import warnings
-
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import lax
+from propagated import scalify
 
-from scalify_core import as_scaled_array, asarray, composite, scalify
+from scalify_core import ScaledArray, as_scaled_array, asarray, composite, registry
+from scalify_core.testing import check_scalify
+
+X = ScaledArray(jnp.asarray([[4.0, 16.0, 1.0], [9.0, 2.0, 0.5]]), 4.0)
 
 
-def test_each_composite_without_a_rule_is_named_in_a_warning_at_the_line_of_the_call():
+def test_a_composite_without_a_rule_is_right_and_silent():
     @composite(name="halved_root")
-    def first(x):
+    def halved_root(x):
         return jnp.sqrt(x) / 2
 
-    @composite(name="doubled_root")
-    def second(x):
-        return jnp.sqrt(x) * 2
-
     x = as_scaled_array(jnp.asarray([4.0, 16.0]), 4.0)
-    for fun, name in ((first, "halved_root"), (second, "doubled_root")):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            out = scalify(lambda x, fun=fun: fun(x))(x)
-        np.testing.assert_array_equal(asarray(out), fun(jnp.asarray([4.0, 16.0])))
-        (warning,) = found
-        assert f"composite '{name}'" in str(warning.message)
-        assert warning.filename == __file__
+    np.testing.assert_array_equal(asarray(scalify(halved_root)(x)), [1.0, 2.0])
+    check_scalify(halved_root, X, grad=True)
+
+
+def folded(x, window):
+    def fold(a, b):
+        return a + b * 1.0  # which JAX does not know to be a sum
+
+    return lax.reduce(x, 0.0, fold, (1,)), lax.reduce_window(x, 0.0, fold, window, (1, 1), "valid")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize(
+    "fun",
+    [lambda x: folded(x, (1, 2)), lambda x: jnp.imag(jnp.conj(lax.complex(x, 2 * x))), lambda x: jnp.abs(x + 1j)],
+    ids=["reduce", "conj", "complex"],
+)
+def test_primitives_without_a_rule_are_right_and_silent(fun, dtype):
+    check_scalify(fun, X, dtype=dtype, reduction=4)
+
+
+def test_a_function_with_a_vmap_of_its_own_has_the_scales_of_its_equations():
+    @jax.custom_batching.custom_vmap
+    def product(a, b):
+        return a @ b
+
+    @product.def_vmap
+    def _(size, batched, a, b):
+        a, b = (jnp.broadcast_to(x, (size, *x.shape)) if not of else x for x, of in zip((a, b), batched, strict=True))
+        return jax.vmap(jnp.dot)(a, b), True
+
+    a, b = (ScaledArray(jax.random.normal(jax.random.key(i), (4, 4), jnp.float16), 2.0**40) for i in range(2))
+    assert float(scalify(product)(a, b).scale) == 2.0**81  # not 1, at which FP16 would overflow
+    check_scalify(product, a, b, dtype=jnp.float32, reduction=4)
+    check_scalify(jax.vmap(product, in_axes=(0, None)), ScaledArray(a.data[None], 2.0**40), b, reduction=4)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+def test_callbacks_and_prints_see_logical_values(transform, capfd):
+    seen = []
+
+    def told(x):
+        jax.debug.callback(lambda x: seen.append(np.array(x)), x)
+        jax.debug.print("first {x}", x=x.ravel()[0])
+        return x * 2
+
+    out = transform(scalify(told))(ScaledArray(X.data.astype(jnp.float16), 2.0**20))
+    jax.block_until_ready(out)
+    jax.effects_barrier()
+    assert all(x.dtype == np.float32 for x in seen)
+    np.testing.assert_array_equal(np.reshape(seen, (2, 3)), X.data * 2.0**20)
+    assert f"first {4 * 2**20}" in capfd.readouterr().out.replace(".0", "")
+
+
+def test_these_primitives_have_no_rule_or_one_that_evaluates_them():
+    assert not {"complex", "conj", "imag", "reduce", "reduce_window", "debug_callback", "debug_print"} & set(
+        registry.rules
+    )
+    assert registry.rules["custom_vmap_call"].control

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from propagated import scalify
 
 import scalify_core as sc
-from scalify_core import as_scaled_array, dynamic_rescale_rms, dynamic_rescale_rms_grad, registry, scalify, summarize
+from scalify_core import as_scaled_array, dynamic_rescale_rms, dynamic_rescale_rms_grad, registry, summarize
 from scalify_core.array import is_scaled_array
 from scalify_core.interpreter import evaluate
 from scalify_core.value import Value, narrow, value

@@ -7,6 +7,7 @@ import pytest
 
 from scalify_core.array import ScaledArray
 from scalify_core.formats import FP16, FP32
+from scalify_core.rescale import set_scaling
 from scalify_core.testing import assert_close, check_scalify
 
 X = ScaledArray(jnp.array([[1.0, -2.0, 0.5], [3.0, 0.25, -1.5]]), 2.0**20)
@@ -91,3 +92,47 @@ def test_keys_are_compared():
     assert_close(jax.random.key(0), jax.random.key(0), FP32)
     with pytest.raises(AssertionError, match="expected"):
         assert_close(jax.random.key(0), jax.random.key(1), FP32)
+
+
+@pytest.mark.parametrize(("dtype", "too_large"), [(jnp.float16, 2.0**24), (jnp.float32, 2.0**126)])
+def test_what_vanishes_at_a_scale_that_is_astray_is_found(dtype, too_large):
+    """Zeros below the smallest number of the data are no excuse where plain data keeps the numbers."""
+    x = ScaledArray(jnp.asarray([1.0, -2.0, 0.5]) * (1.0 if dtype == jnp.float16 else 2.0**-24), 1.0)
+
+    def astray(x):
+        return set_scaling(x, too_large) * 1.5
+
+    check_scalify(astray, x, dtype=dtype, strict=False)
+    with pytest.raises(AssertionError, match="expected"):
+        check_scalify(astray, x, dtype=dtype)
+
+
+def test_what_vanishes_beside_larger_numbers_is_found_if_plain_data_keeps_it():
+    large = ScaledArray(jnp.asarray([1.0, 1.5]), 2.0**15)
+    for small, lost in ((2.0**-22, True), (2.0**-30, False)):
+        args = ScaledArray(jnp.asarray([1.0, 1.5]), small), large
+        check_scalify(lambda a, b: jnp.concatenate([a, b]), *args, dtype=jnp.float16, strict=False)
+        if lost:
+            with pytest.raises(AssertionError, match="expected"):
+                check_scalify(lambda a, b: jnp.concatenate([a, b]), *args, dtype=jnp.float16)
+        else:
+            check_scalify(lambda a, b: jnp.concatenate([a, b]), *args, dtype=jnp.float16)
+
+
+def test_what_plain_data_overflows_on_is_no_measure():
+    x = ScaledArray(jnp.asarray([1.0, 2.0**-24]), 2.0**40)
+    check_scalify(lambda x: x * 1.5, x, dtype=jnp.float16)
+    check_scalify(lambda x: jnp.stack([x, x * 2.0**-20]), x, dtype=jnp.float16)
+
+
+def test_gradients_are_held_to_plain_data_too():
+    x = ScaledArray(jnp.asarray([1.0, -2.0, 0.5]), 1.0)
+
+    @jax.custom_vjp
+    def astray(x):
+        return x * 1.0
+
+    astray.defvjp(lambda x: (astray(x), x), lambda x, g: (set_scaling(g * x, 2.0**26) * 1.0,))
+    check_scalify(astray, x, dtype=jnp.float16, ways=("eager",))
+    with pytest.raises(AssertionError, match="expected"):
+        check_scalify(astray, x, dtype=jnp.float16, grad=True, ways=("eager",))

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from propagated import scalify
 
 import scalify_core as sc
-from scalify_core import ScaledArray, as_scaled_array, asarray, scalify, tree
+from scalify_core import ScaledArray, as_scaled_array, asarray, tree
 from scalify_core.formats import E4M3, E5M2
 
 HALF = jnp.float16

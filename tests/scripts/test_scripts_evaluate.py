@@ -7,7 +7,7 @@ import shutil
 import pytest
 from command import finish, trainer
 
-from scripts import evaluate
+from scripts import evaluate, explain
 from scripts.evaluate import Arguments, main, policy_of
 from trainer.errors import UserError
 
@@ -99,3 +99,11 @@ def test_another_text_than_was_trained_on_is_refused(run_dir):
     with pytest.raises(UserError, match="was trained on other data than"):
         main(Arguments(str(run_dir)))
     shutil.move(run_dir.parent / "before.txt", text)
+
+
+def test_the_run_is_explained_at_its_newest_checkpoint(run_dir, capsys):
+    assert explain.main([f"run_dir={run_dir}", "batch=1", "top=1000"]) == 0
+    printed = capsys.readouterr().out
+    assert "nothing is lost" in printed
+    assert "fp8_dot_general.fwd" in printed
+    assert "fp8_dot_general.bwd (backward)" in printed

@@ -1,0 +1,209 @@
+"""`scalify`: trace a function once, then evaluate its jaxpr with scales.
+
+How that is done is `measured` (scales="auto") or `interpreter` (scales="static"). Here is the border: pytrees, caches,
+and the gradient of a scalified function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import scalify_core.rules  # noqa: F401  (fills the table)
+from scalify_core import interpreter, measured
+from scalify_core.arguments import Arguments
+from scalify_core.array import asarray, gradient_like, is_scaled_array
+from scalify_core.numbering import counting, drawn, numbered, take
+from scalify_core.watch import Reporter
+
+Scales = Literal["auto", "static"]
+Evaluator = Callable[[Any, Sequence[Any]], list[Any]]  # (jaxpr, arguments) -> results
+
+
+def scalify(
+    fun: Callable,
+    *,
+    scales: Scales = "auto",
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    check: bool = False,
+) -> Callable:
+    """`fun` with scale propagation: the same function, on `ScaledArray`s.
+
+    Args:
+        fun: any JAX function; pytrees in and out. Where it is given a ScaledArray it sees a float32 array, whatever
+            the dtype of the data.
+        scales: where scales come from. "auto": between stores the arithmetic is FP32, on logical values; a value that
+            is stored in a narrow format, as the operand of a product or as a result, gets the power of two that its
+            largest magnitude calls for, measured there (`scalify_core.measured`). Right for any function, without
+            being told. "static": rules propagate what is expected of independent numbers, and nothing is measured
+            but where `dynamic_rescale_*` stands: no operation more than the plain program has, for those who place
+            the rescales themselves. There a plain array has scale 1 beside scaled ones, constants have any, and
+            state that is carried round a loop wants a rescale in each turn.
+        static_argnums: positions of arguments that are not arrays (hashable), as for `jax.jit`.
+        static_argnames: their names.
+        check: whether the program warns while it runs (`PrecisionWarning`, once per place and call) where a cast to a
+            narrow format flushes to zero more than 1% of a tensor's norm, or saturates a finite number. The norm is
+            what an error is measured by: however many small elements vanish beside large ones (a fifth of what GELU
+            gives, in E4M3), the tensor is what it was while their share of it is small, and once that is not, its
+            scale is astray. A mask's constant (-1e9) may saturate. The program has callbacks then
+            (`jax.debug.callback`), and is slower; without `check` it has not an operation more.
+
+    Returns:
+        A function of the same arguments. Arrays in them may be ScaledArrays. Every floating-point result that
+        depends on a ScaledArray is one, its data in the format of the data it was computed from; every other result
+        is what `fun` returns. Complex numbers have no scale: they are plain, and so is what is computed from them
+        (`irfft(rfft(x))`). A plain array does not influence the format of what it meets. ScaledArrays that `fun`
+        itself makes are plain numbers to it and to what it returns; `set_scaling` says what scale a result is to have.
+
+        It can be jitted, vmapped, sharded and differentiated (reverse mode). A gradient with respect to a
+        ScaledArray is the ScaledArray of the logical gradient: with a dynamic scale it has its own scale, with a
+        static one that of the argument. Such gradients must not be added outside of `scalify` (use one scalified
+        function of the parameters, or `scalify(jax.grad(fun))`, which is the better choice in any case).
+
+    Raises:
+        ValueError: another `scales`; positional and named static arguments that the function does not have.
+        TypeError, when called: a static argument that is not hashable, or another that is no array and no number.
+    """
+    arguments = Arguments(fun, static_argnums, static_argnames)
+    how = _evaluator(scales, Reporter() if check else None)
+
+    @functools.cache
+    def on_leaves(tree: Any, statics: tuple) -> tuple[Callable, Callable]:
+        """One function of the leaves per structure of the arguments, so that its traces are cached."""
+
+        def flat(*leaves: Any) -> Any:
+            args, kwargs = arguments.joined(statics, *jax.tree.unflatten(tree, leaves))
+            return asarray(fun(*args, **kwargs))
+
+        flat.__name__ = getattr(fun, "__name__", "scalified")
+        return flat, _differentiable(flat, how)
+
+    @functools.wraps(fun)
+    def scalified(*args: Any, **kwargs: Any) -> Any:
+        statics, arrays = arguments.split(args, kwargs)
+        leaves, tree = jax.tree.flatten(arrays, is_leaf=is_scaled_array)
+        arguments.check(arrays, leaves)
+        flat, differentiable = on_leaves(tree, statics)
+        try:
+            return differentiable(*leaves)
+        except _ClosesOverTracers:
+            closed_over, opened = _opened(flat, leaves)
+            return _differentiable(opened, how)(*closed_over, *leaves)
+
+    return scalified
+
+
+def traced_in_float32(fun: Callable, leaves: Sequence[Any]) -> Any:
+    """The trace of `fun` of the leaves, of which those that are scaled are float32 arrays to it."""
+    return jax.jit(fun).trace(*map(_aval, leaves))
+
+
+class _ClosesOverTracers(Exception):
+    """`fun` uses values of a surrounding transformation that are not its arguments."""
+
+
+def _opened(fun: Callable, leaves: Sequence[Any]) -> tuple[list[Any], Callable]:
+    """The values that `fun` closes over, and the function of them and the leaves: so they have gradients, too."""
+    traced = traced_in_float32(fun, leaves)
+    jaxpr, tree = traced.jaxpr, jax.tree.structure(traced.out_info)
+    closed_over = traced.closure_convert()[0][len(jaxpr.consts) :]
+    return closed_over, lambda *xs: jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs))
+
+
+def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
+    """How a jaxpr is evaluated on arrays and ScaledArrays."""
+    if scales == "auto":
+        return functools.partial(measured.evaluated, reporter=reporter)
+    if scales != "static":
+        raise ValueError(
+            f'scalify: scales={scales!r}, expected "auto" (measured where stored) or "static" (propagated)'
+        )
+    if reporter is None:
+        return interpreter.propagated
+    return functools.partial(interpreter.propagated_and_checked, reporter=reporter)
+
+
+def _evaluated(fun: Callable, leaves: Sequence[Any], how: Evaluator) -> Any:
+    """Trace `fun` (see `counting`) of the leaves in float32, and evaluate it with their scales."""
+    with _collector_paused(), numbered():
+        first = drawn()
+        traced = traced_in_float32(fun, leaves)
+        if len(traced.jaxpr.invars) > len(leaves):
+            raise _ClosesOverTracers
+        tree = jax.tree.structure(take(traced.out_info, first))
+        return jax.tree.unflatten(tree, how(traced.jaxpr, leaves))
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Objects by the hundred thousand are made, nearly all to stay: looking for cycles is a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _differentiable(fun: Callable, how: Evaluator) -> Callable:
+    """The scaled evaluation of a function of leaves, whose gradient is the scaled evaluation of the gradient.
+
+    The function's trace is counted: it may call what is scalified, too.
+    """
+    counted = counting(fun)
+
+    @jax.custom_vjp
+    def scaled(*leaves: Any) -> Any:
+        return _evaluated(counted, leaves, how)
+
+    @functools.cache
+    def with_pullback(*floats: bool) -> Callable:
+        def fun_and_pullback(*leaves: Any) -> Any:
+            def of_floats(*xs: Any) -> Any:
+                rest = iter(xs)
+                return fun(*(next(rest) if f else x for f, x in zip(floats, leaves, strict=True)))
+
+            return jax.vjp(of_floats, *(x for f, x in zip(floats, leaves, strict=True) if f))
+
+        return _differentiable(fun_and_pullback, how)
+
+    @functools.cache
+    def pull(tree: Any) -> Callable:
+        def pulled(*leaves: Any) -> Any:
+            pullback, cotangent = jax.tree.unflatten(tree, leaves)
+            return pullback(cotangent)
+
+        return _differentiable(pulled, how)
+
+    def fwd(*leaves: Any) -> tuple[Any, Any]:
+        out, pullback = with_pullback(*map(_is_float, leaves))(*leaves)
+        return out, (pullback, leaves)
+
+    def bwd(residuals: Any, cotangent: Any) -> Any:
+        pullback, primals = residuals
+        leaves, tree = jax.tree.flatten((pullback, cotangent), is_leaf=is_scaled_array)
+        gradients = iter(pull(tree)(*leaves))
+        return tuple(gradient_like(x, next(gradients)) if _is_float(x) else None for x in primals)
+
+    scaled.defvjp(fwd, bwd)
+    return scaled
+
+
+def _aval(x: Any) -> Any:
+    """What the traced function sees."""
+    if is_scaled_array(x):
+        return jax.typeof(x.data).update(dtype=np.dtype(np.float32), weak_type=False)
+    return x if isinstance(x, jax.typing.ArrayLike) and not hasattr(x, "dtype") else jax.typeof(x)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(_aval(x).dtype, jnp.floating)

@@ -1,0 +1,117 @@
+"""Where does a scale go astray? The loss and its gradient, equation by equation, beside the same in plain FP32.
+
+python -m scripts.explain run_dir=runs/mine                # on the newest checkpoint and a batch of its training data
+python -m scripts.explain precision=scalify_fp8 model.n_layer=2     # on a fresh model; overrides of python -m trainer
+
+Prints by line of the source what is flushed to zero, what saturates, how far scales are from the sizes of the numbers
+that they are for, and the first place where values are lost.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from scalify_core import Explanation, explain
+from scalify_core.tree import map_arrays
+from scripts.arguments import argument, read, usage
+from trainer.build.objects import build_state, build_workload
+from trainer.build.run import restore_training
+from trainer.composition import compose_or_explain
+from trainer.errors import UserError
+from trainer.libraries import hide_missing_gpu
+from trainer.parallel import place_batch
+from trainer.precision import DTYPES
+from trainer.rundir import write_atomically
+from trainer.workload import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """See `--help`."""
+
+    run_dir: str = argument("a run directory with a checkpoint; without it, a fresh model of the other arguments", "")
+    batch: int = argument("number of the training batch", 0)
+    sequences: int = argument("how many of its sequences are taken", 1)
+    top: int = argument("rows that are printed, the most telling ones", 24)
+    out: str = argument("a file that all rows are written to, as JSON", "")
+
+
+def explain_step(model: Model, params: Any, tokens: jax.Array, segments: jax.Array | None) -> Explanation:
+    """The loss and its gradient in the model's precision, as a training step computes them, without dropout.
+
+    `params` are as the run stores them, `tokens` [B, T+1], `segments` of the same shape, or None.
+
+    Raises:
+        UserError: the precision propagates no scales.
+    """
+    if not model.policy.scaled:
+        raise UserError(f"precision.scaling={model.policy.scaling} has no scales to explain; valid: scaling=propagate")
+    dtype = DTYPES[model.policy.compute]
+    params = map_arrays(lambda p: p.astype(dtype), params)
+    return explain(jax.value_and_grad(model.loss), params, tokens, segments, None)
+
+
+def load(arguments: Arguments, overrides: Sequence[str]) -> tuple[Model, Any, jax.Array, jax.Array | None]:
+    """What `explain_step` takes, of a run or of a fresh model. Raises UserError."""
+    if arguments.run_dir and overrides:
+        raise UserError(f"{overrides[0]}: a run has its own configuration; leave out run_dir= for a fresh model")
+    if arguments.run_dir:
+        c, w, found = restore_training(Path(arguments.run_dir))
+        state = found.state
+    else:
+        hide_missing_gpu()
+        c = compose_or_explain(overrides)
+        w = build_workload(c)
+        state = build_state(c, w)
+    batch = place_batch(w.data.train.batch(arguments.batch), accum=c.train.accum, mesh=w.mesh)
+    tokens, segments = batch.tokens_AxBxT1[0], batch.segments_AxBxT1
+    if arguments.sequences > len(tokens):
+        raise UserError(f"sequences={arguments.sequences}: a micro-batch of this run has {len(tokens)}")
+    segments = None if segments is None else segments[0][: arguments.sequences]
+    return w.model, state.params, tokens[: arguments.sequences], segments
+
+
+def write(path: Path, explained: Explanation) -> None:
+    """All rows, and what they come to, as JSON."""
+    rows = [{**dataclasses.asdict(row.place), **row.figures_by_name()} for row in explained.rows]
+    document = {"first_loss": explained.first_loss, "errors": explained.errors, "rows": rows}
+    write_atomically(path, json.dumps(document, indent=1) + "\n")
+
+
+def run(argv: Sequence[str]) -> None:
+    """Explain, print and write. Raises UserError."""
+    own = {field.name for field in dataclasses.fields(Arguments)}
+    arguments = read(Arguments, [a for a in argv if a.partition("=")[0] in own])
+    for name, least in (("batch", 0), ("sequences", 1), ("top", 1)):
+        if getattr(arguments, name) < least:
+            raise UserError(f"{name}={getattr(arguments, name)}: expected {least} or more")
+    out = Path(arguments.out)
+    if arguments.out and (out.is_dir() or not out.parent.is_dir()):
+        raise UserError(f"out={out}: expected a file in a directory that exists")
+    explained = explain_step(*load(arguments, [a for a in argv if a.partition("=")[0] not in own]))
+    print(explained.text(arguments.top))
+    if arguments.out:
+        write(out, explained)
+        print(f"\nall of it: {out}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code: 0, or that of a UserError after its one line on stderr."""
+    if "--help" in argv or "-h" in argv:
+        print(usage(Arguments, "explain", __doc__ or ""))
+        return 0
+    try:
+        run(argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

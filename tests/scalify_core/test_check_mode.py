@@ -1,0 +1,185 @@
+"""The check mode: what a running program loses is warned of by the user's line, once a call; without it, nothing."""
+
+import contextlib
+import functools
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import scalify_core as sc
+
+pytestmark = pytest.mark.xdist_group(__name__)
+
+
+def normal(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def scaled(tree, scale=None):
+    return sc.as_scaled_array(tree, scale, dtype=jnp.float16)
+
+
+X, W = normal(8, 8), normal(8, 8, seed=1)
+
+
+def vanishing(x, w):
+    return jnp.exp(-jnp.abs(x) - 20.0) @ w  # exp gives scale 1, so FP16 zeros
+
+
+LINE = inspect.getsourcelines(vanishing)[1] + 1
+
+
+@contextlib.contextmanager
+def reports():
+    """The texts of what is warned of inside, after all callbacks have run."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield texts
+        jax.effects_barrier()
+    assert {w.category for w in found} <= {sc.PrecisionWarning}
+    texts += [str(w.message) for w in found]
+    assert all(w.filename == __file__ for w in found)
+
+
+def run(fun, *args):
+    with reports() as texts:
+        jax.block_until_ready(fun(*args))
+    return texts
+
+
+def checked(fun):
+    return sc.scalify(fun, check=True)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_what_vanishes_is_named_once_in_each_call(transform):
+    fun = transform(checked(vanishing))
+    for _ in range(2):
+        (text,) = run(fun, scaled(X), scaled(W))
+        assert text.startswith(f"test_check_mode.py:{LINE} vanishing, dot_general: in float16 100.00% of its elements")
+    assert run(transform(checked(lambda x, w: jnp.tanh(x @ w))), scaled(X), scaled(W)) == []
+
+
+def test_what_saturates_is_named_at_the_equation_that_makes_it_however_deep():
+    def grown(x):
+        return jax.jit(jnp.exp)(x)
+
+    (text,) = run(jax.jit(checked(grown)), scaled(jnp.asarray([10.5, 11.5, 12.5])))
+    line = inspect.getsourcelines(grown)[1] + 1
+    assert text.startswith(f"test_check_mode.py:{line} grown")
+    assert "exp: in float16 66.67% of its elements saturate" in text
+
+
+def test_sums_that_leave_fp16_in_a_product_are_named():
+    ones = scaled(jnp.ones((256, 256)), 2.0**-6)  # data 64: terms that agree
+    (text,) = run(jax.jit(checked(lambda a: a @ a)), ones)
+    assert "dot_general: in float16" in text
+    assert "saturate" in text
+
+
+def test_both_passes_of_a_gradient_are_told_apart_inside_and_outside():
+    def loss(x, w):
+        return jnp.mean(jnp.tanh(x @ w)) * 1e-9
+
+    inside = run(jax.jit(checked(jax.grad(loss))), scaled(X), scaled(W, 1.0))
+    outside = run(jax.grad(lambda x, w: sc.asarray(checked(loss)(x, w)), allow_int=True), scaled(X), scaled(W, 1.0))
+    for texts in (inside, outside):
+        assert texts
+        assert all("of the backward pass: in float16" in text for text in texts)
+
+
+def scanned(x, w):
+    return lax.scan(lambda h, _: (vanishing(h, w) * 2.0**29, None), x, None, length=4)[0]
+
+
+def conditional(x, w):
+    return lax.cond(x[0, 0] > -100, vanishing, lambda x, w: x, x, w)
+
+
+def mapped(x, w):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
+    spec = jax.sharding.PartitionSpec
+    return jax.shard_map(vanishing, mesh=mesh, in_specs=(spec("d"), spec()), out_specs=spec("d"))(x, w)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [scanned, conditional, mapped, jax.checkpoint(vanishing), jax.grad(lambda x, w: jnp.sum(scanned(x, w)))],
+    ids=["scan", "cond", "shard_map", "remat", "grad of scan"],
+)
+def test_inside_control_flow_each_place_is_reported_once(fun):
+    texts = run(jax.jit(checked(fun)), scaled(X), scaled(W))
+    assert len([t for t in texts if t.startswith(f"test_check_mode.py:{LINE} vanishing, dot_general: ")]) == 1
+    assert len(texts) == len(set(texts))
+
+
+def test_under_vmap():
+    fun = jax.jit(jax.vmap(checked(vanishing), in_axes=(0, None)))
+    assert any(f":{LINE} vanishing" in text for text in run(fun, scaled(normal(3, 8, 8), 1.0), scaled(W)))
+
+
+def test_a_library_function_that_is_traced_once_is_named_at_each_line_that_calls_it():
+    def twice(x):
+        y = jax.nn.silu(x * 2.0**-30)[:, None]
+        return jax.nn.silu(x * 2.0**-31)[:, None] + y
+
+    def first(x):
+        return jax.nn.softplus(x - 30) @ W
+
+    def second(x):
+        return jax.nn.softplus(x - 31) @ W
+
+    found = run(jax.jit(checked(lambda x: (first(x), second(x), twice(x[0])))), scaled(X))
+    names = {text.split(",")[0].rsplit(".", 1)[-1] for text in found}
+    assert {"first", "second"} <= names
+
+
+def test_casts_to_fp8_are_seen():
+    def product(x, w):
+        return sc.fp8_dot_general(x, w, (((1,), (0,)), ((), ())))
+
+    w = scaled(normal(16, 16, seed=1))
+    assert run(jax.jit(checked(product)), scaled(normal(16, 16)), w) == []
+    (text,) = run(jax.jit(checked(product)), scaled(normal(16, 16), 2.0**12), w)
+    assert "fp8_dot_general: in float8_e4m3fn" in text
+
+
+def test_small_tails_and_masks_are_no_harm():
+    def attention(q, k, v):
+        logits = jnp.where(jnp.tril(jnp.ones((8, 8), bool)), q @ k.T * 3, -1e9)
+        return jax.checkpoint(jax.nn.softmax)(logits) @ v
+
+    def gelu(x, w):
+        return sc.fp8_dot_general(sc.gelu(x), w, (((1,), (0,)), ((), ())))
+
+    assert run(jax.jit(checked(attention)), scaled(X), scaled(W), scaled(X)) == []
+    assert run(jax.jit(checked(gelu)), scaled(normal(64, 64) * 2), scaled(normal(64, 64, seed=1))) == []
+    tails = scaled(jnp.asarray([1.0, 1e-9, 1e-9, 1e-9]), 1.0)
+    assert run(checked(lambda x: jnp.sum(x * 1.5)), tails) == []
+
+
+def test_a_warning_can_be_made_an_error():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(sc.PrecisionWarning):
+            checked(vanishing)(scaled(X), scaled(W))
+
+
+def test_without_check_nothing_is_added_and_nothing_computed_otherwise():
+    @functools.cache
+    def texts(check):
+        fun = sc.scalify(jax.grad(lambda x, w: jnp.sum(scanned(x, w))), check=check)
+        return str(jax.make_jaxpr(fun)(scaled(X), scaled(W))), fun(scaled(X), scaled(W))
+
+    with reports():
+        plain, found = texts(False)
+        watched, expected = texts(True)
+    assert "debug_callback" in watched
+    assert "debug_callback" not in plain
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
