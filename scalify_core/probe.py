@@ -59,17 +59,19 @@ def _probe(x: jax.Array, slot: jax.Array, *, forward: FloatFormat | None, backwa
     return x
 
 
-def _fwd(x: Any, slot: Any, *, forward: FloatFormat | None, backward: FloatFormat | None) -> tuple[Any, jax.Array]:
+def fwd(x: Any, slot: Any, *, forward: FloatFormat | None, backward: FloatFormat | None) -> tuple[Any, jax.Array]:
+    """The array, and its figures as the residual."""
     del slot, backward
     return x, figures(x, forward)
 
 
-def _bwd(seen: jax.Array, gradient: Any, *, forward: Any, backward: FloatFormat | None) -> tuple[Any, jax.Array]:
+def bwd(seen: jax.Array, gradient: Any, *, forward: Any, backward: FloatFormat | None) -> tuple[Any, jax.Array]:
+    """The gradient, and the slot's: figures of the array, which were kept, and of the gradient."""
     del forward
     return gradient, jnp.stack([seen, figures(gradient, backward)])
 
 
-_probe.defvjp(_fwd, _bwd)
+_probe.defvjp(fwd, bwd)
 
 
 def _stored(x: Any) -> Any:
@@ -87,9 +89,9 @@ def _(call: Any, x: Any, slot: Any) -> Any:
 
 @composite_rule("probe.fwd", transparent=(0, 0))
 def _(call: Any, x: Any, slot: Any) -> tuple[Any, jax.Array]:
-    return x, _fwd(_stored(x), slot, **dict(call.static))[1]
+    return x, fwd(_stored(x), slot, **dict(call.static))[1]
 
 
 @composite_rule("probe.bwd", transparent=(1, 0))
 def _(call: Any, seen: jax.Array, gradient: Any) -> tuple[Any, jax.Array]:
-    return gradient, _bwd(seen, _stored(gradient), **dict(call.static))[1]
+    return gradient, bwd(seen, _stored(gradient), **dict(call.static))[1]

@@ -12,7 +12,7 @@ import numpy as np
 
 from scalify_core.array import ScaledArray, asarray, is_scaled_array
 from scalify_core.formats import E4M3, E5M2, FP32, FloatFormat, pow2_round
-from scalify_core.transform import scalify
+from scalify_core.transform import Scales, scalify
 
 WAYS = ("eager", "jit", "dynamic")
 
@@ -26,6 +26,7 @@ def check_scalify(
     grad: bool = False,
     ways: Sequence[str] = WAYS,
     strict: bool = True,
+    scales: Scales = "auto",
 ) -> Any:
     """Assert that `scalify(fun)(*args)` is `fun(*args)`.
 
@@ -42,6 +43,7 @@ def check_scalify(
         ways: of running it; leave some out where one function is checked many times.
         strict: whether what plain data of the format keeps must be kept. Without it, an element may be lost that is
             below the smallest numbers of its data, whatever the scale: also of one that is astray.
+        scales: as for `scalify`.
 
     Plain data of the format is what a program without scales has: the arguments' logical values rounded to `dtype`,
     the function of them, its result rounded to its format. An element that this keeps, within the error that is
@@ -64,16 +66,25 @@ def check_scalify(
     leaves, tree = jax.tree.flatten(args, is_leaf=is_scaled_array)
     if not any(is_scaled_array(x) for x in leaves):
         raise ValueError("check_scalify: give at least one ScaledArray")
-    first = _check(fun, leaves, tree, ways, roundings, reduction, strict)
+    held = functools.partial(_check, reduction=reduction, strict=strict, scales=scales)
+    first = held(fun, leaves, tree, ways, roundings)
     if grad:
         scaled = [i for i, x in enumerate(leaves) if is_scaled_array(x)]
         gradient = _gradient_of(fun, tree, tuple(scaled))
-        _check(gradient, leaves, jax.tree.structure((0,) * len(leaves)), ways, 2 * roundings, reduction, strict)
+        held(gradient, leaves, jax.tree.structure((0,) * len(leaves)), ways, 2 * roundings)
     return first
 
 
 def _check(
-    fun: Callable, leaves: Sequence[Any], tree: Any, ways: Sequence[str], roundings: int, reduction: int, strict: bool
+    fun: Callable,
+    leaves: Sequence[Any],
+    tree: Any,
+    ways: Sequence[str],
+    roundings: int,
+    *,
+    reduction: int,
+    strict: bool,
+    scales: Scales,
 ) -> Any:
     """One function, all ways to run it."""
     formats = {FloatFormat.of(x.dtype) for x in leaves if is_scaled_array(x)}
@@ -81,7 +92,7 @@ def _check(
     (fmt,) = formats
     static = [ScaledArray(x.data, float(x.scale)) if _has_scalar_scale(x) else x for x in leaves]
     dynamic = [ScaledArray(x.data, jnp.asarray(x.scale, jnp.float32)) if is_scaled_array(x) else x for x in leaves]
-    plain, scaled, jitted = _functions(fun, tree)
+    plain, scaled, jitted = _functions(fun, tree, scales)
     expected = plain(*asarray(leaves))
     narrow = plain(*(_rounded(x, fmt.dtype) for x in asarray(leaves))) if strict else None
     first = None
@@ -93,13 +104,13 @@ def _check(
 
 
 @functools.lru_cache(maxsize=512)
-def _functions(fun: Callable, tree: Any) -> tuple[Callable, Callable, Callable]:
+def _functions(fun: Callable, tree: Any, scales: Scales) -> tuple[Callable, Callable, Callable]:
     """The plain function of leaves under jit, and the scaled one without and with it; compiled once for all calls."""
 
     def on_leaves(*leaves: Any) -> Any:
         return fun(*jax.tree.unflatten(tree, leaves))
 
-    scaled = scalify(on_leaves)
+    scaled = scalify(on_leaves, scales=scales)
     return jax.jit(on_leaves), scaled, jax.jit(scaled)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core import storage
+from scalify_core import probe, storage
 from scalify_core.array import ScaledArray
 from scalify_core.formats import FloatFormat
 from scalify_core.matmul import dot_fp8, lhs_gradient, rhs_gradient
@@ -81,6 +81,22 @@ def _get_data_scale(call: Any, step: Step, env: Operands) -> Sequence[Any]:
         return [env.read(x), jnp.float32(1)]
     found = store.result(in_order(call, env.wide(x)), dtype)
     return [storage.as_float32(found.data), jnp.asarray(found.scale, jnp.float32)]
+
+
+@_defined("probe", "probe.fwd", "probe.bwd")
+def _probe(call: Any, step: Step, env: Operands) -> Sequence[Any]:
+    """The array passes as it is; the figures are those of what would be stored."""
+    passed, *_ = step.out_formats
+    atom = step.eqn.invars[1 if call.name == "probe.bwd" else 0]
+    x = env.wide(atom)
+    if call.name == "probe":
+        return [x]
+    seen = x if passed is None else store.result(x, passed)
+    rest = [env.read(other) for other in step.eqn.invars if other is not atom]
+    static = dict(call.static)
+    if call.name == "probe.fwd":
+        return [x, probe.fwd(seen, *rest, **static)[1]]
+    return [x, probe.bwd(*rest, seen, **static)[1]]
 
 
 @_defined("fp8_dot_general", "fp8_dot_general.fwd")

@@ -56,15 +56,18 @@ def scaled(case, exponents, replace=()):
 
 
 def check(case, exponents, dtype, ways, replace=()):
-    check_scalify(
-        case.fun,
-        *scaled(case, exponents, replace),
-        dtype=dtype,
-        roundings=case.wide_roundings or case.roundings if dtype == jnp.float32 else case.roundings,
-        reduction=case.reduction,
-        grad=case.grad and not replace,
-        ways=ways,
-    )
+    """By the rules in each of these ways, and with measured scales."""
+    for scales, run in (("static", ways), ("auto", ("dynamic",))):
+        check_scalify(
+            case.fun,
+            *scaled(case, exponents, replace),
+            dtype=dtype,
+            roundings=case.wide_roundings or case.roundings if dtype == jnp.float32 else case.roundings,
+            reduction=case.reduction,
+            grad=case.grad and not replace,
+            ways=run,
+            scales=scales,
+        )
 
 
 def test_every_primitive_is_covered_or_carries_no_floats():
