@@ -118,10 +118,10 @@ class Decoder(nnx.Module):
 
 def nnx_decoder(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general) -> Case:
     """Pre-LN, by `nnx.split` and `nnx.merge`."""
-    graph, params, rest = nnx.split(Decoder(depth, width, dot_general, nnx.Rngs(0)), nnx.Param, ...)
+    graph, params = nnx.split(Decoder(depth, width, dot_general, nnx.Rngs(0)), nnx.Param)
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        logits = nnx.merge(graph, params, rest)(batch[:, :-1])
+        logits = nnx.merge(graph, params)(batch[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
     return Case("nnx_decoder", loss, params, tokens(4, TIME + 1, VOCAB))

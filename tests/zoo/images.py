@@ -48,7 +48,7 @@ def unet(depth: int = 9, width: int = 8) -> Case:
     def loss(params: Any, batch: Any) -> jax.Array:
         logits = model.apply({"params": params}, batch["image"])
         crossed = optax.sigmoid_binary_cross_entropy(logits, batch["mask"]).mean()
-        p = jax.nn.sigmoid(logits)
+        p = jax.nn.sigmoid(jnp.asarray(logits))
         dice = 1 - (2 * (p * batch["mask"]).sum() + 1) / (p.sum() + batch["mask"].sum() + 1)
         return crossed + dice
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,7 +90,7 @@ def case(
     params = init(depth, width, std, residual)
     if scan:
         params["layers"] = jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"])
-    block = functools.partial(layer, dot_general=dot_general)
+    block: Callable = functools.partial(layer, dot_general=dot_general)
     block = jax.checkpoint(block) if remat else block
 
     def loss(params: Any, batch: Any) -> jax.Array:

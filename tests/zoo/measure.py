@@ -57,7 +57,7 @@ class Leaf(NamedTuple):
         plain: error of plain code in the format (of FP8: of FP32 code with FP8 products at the best scales).
         limit: of the error.
         zeros: share of elements that are zero where FP32's are not.
-        plain_zeros: the same of plain BF16.
+        plain_zeros: the same of plain BF16, where that is asked for: where `zeros` is not 0.
         determined: whether the model determines this gradient; if not, neither error nor zeros mean anything.
         fits: whether it is within the figures.
     """
@@ -139,7 +139,8 @@ class Subject:
         rng, worst = np.random.default_rng(0), dict.fromkeys(self.reference, 0.0)
 
         def moved(x: Any) -> Any:
-            return x * (1 + step * rng.choice(np.float32([-1, 1]), np.shape(x))) if _is_float(x) else x
+            signs = rng.choice(np.asarray([-1, 1], np.float32), np.shape(x))
+            return x * (1 + step * signs) if _is_float(x) else x
 
         for _ in range(times):
             found = self.of_fp32(jax.tree.map(moved, self.case.params), self.case.batch)
@@ -200,14 +201,17 @@ def _judged(subject: Subject, format: str, path: str, found: np.ndarray, whole: 
     reference, plain = subject.reference[path], subject.plain(format)[path]
     off, plain_off = error(found, reference), error(plain, reference)
     limit, epsilon = _limit(subject, format, path, plain_off), _epsilon(format)
-    zeros = [share_of_zeros(x, reference, 3 * limit) for x in (found, plain, subject.plain("bf16")[path])]
+    zeros, may_be_zero = share_of_zeros(found, reference, 3 * limit), 0.0
+    if zeros:  # seldom, and to compile plain BF16 costs seconds
+        others = [subject.plain("bf16")[path], *([plain] if format == "fp8" else [])]
+        may_be_zero = max(share_of_zeros(x, reference, 3 * limit) for x in others)
     determined = subject.noise[path] * epsilon / LAST_PLACE < 1 / 4
-    if not determined:
+    if determined:
+        fits = off <= limit and zeros <= may_be_zero
+    else:
         size = float(np.linalg.norm(found - reference))
         fits = off <= 2 * plain_off or size <= ROUNDINGS * epsilon * whole
-    else:
-        fits = off <= limit and zeros[0] <= max(zeros[2], zeros[1] if format == "fp8" else 0)
-    return Leaf(path, off, plain_off, limit, zeros[0], zeros[2], determined, bool(fits))
+    return Leaf(path, off, plain_off, limit, zeros, may_be_zero, determined, fits)
 
 
 def _epsilon(format: str) -> float:
@@ -229,7 +233,8 @@ def loss_scaled(
 ) -> dict[int, float]:
     """FP32 data, the loss times 2^exponent: the largest error of a determined leaf over its limit, for each exponent.
 
-    `scales` are those of parameters and batch; the factor's is dynamic, so that one program serves all.
+    `scales` are those of parameters and batch; the factor's is dynamic, so that one program serves all. What is below
+    the normal numbers of FP32, which plain code would lose, may be lost.
     """
     _, args = subject.scaled("fp32", scales)
     case, found = subject.case, {}
@@ -247,11 +252,12 @@ def loss_scaled(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             numbers = as_numbers(scaled(factor, *args))
-        found[exponent] = max(
-            error(numbers[path] * 2.0**-exponent, x) / _limit(subject, "fp32", path, 0.0)
-            for path, x in subject.reference.items()
-            if subject.noise[path] * 2 < 1 / 4
-        )
+        found[exponent] = 0.0
+        for path, x in subject.reference.items():
+            lost = math.sqrt(x.size) * 2.0 ** (-126 - exponent) / max(float(np.linalg.norm(x)), 1e-300)
+            off = error(numbers[path] * 2.0**-exponent, x) / (_limit(subject, "fp32", path, 0.0) + lost)
+            if subject.noise[path] < 1 / 8:
+                found[exponent] = max(found[exponent], off)
     return found
 
 
@@ -323,8 +329,12 @@ def share_of_zeros(found: np.ndarray, reference: np.ndarray, small: float) -> fl
     """
     sizes = np.abs(reference)
     lines = [np.sqrt(np.mean(np.square(reference), axis, keepdims=True)) for axis in range(reference.ndim)]
-    least = functools.reduce(np.minimum, lines, np.inf) if lines else 0.0
-    return float(np.mean((found == 0) & (sizes > small * least)))
+    counts = sizes > 0
+    for line in lines[1:]:
+        lines[0] = np.minimum(lines[0], line)
+    if lines:
+        counts &= sizes > small * lines[0]
+    return float(np.mean((found == 0) & counts))
 
 
 def _or_inf(x: Any) -> float:

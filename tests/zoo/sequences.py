@@ -158,7 +158,7 @@ class Recurrent(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for _ in range(self.depth):
-            x = nn.RNN(nn.OptimizedLSTMCell(self.width))(x)
+            x = jnp.asarray(nn.RNN(nn.OptimizedLSTMCell(self.width))(x))
         return nn.Dense(1)(x[:, -1])[:, 0]
 
 
@@ -207,7 +207,7 @@ def moe(depth: int = 8, width: int = 16) -> Case:
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = params["embedding"][batch[:, :-1]]
-        balance = 0.0
+        balance = jnp.float32(0)
         for p in params["blocks"]:
             x = x + shifted(x) @ p["mix"]
             out, extra = experts(p, rms_norm(x, p["norm"]).reshape(-1, x.shape[-1]))

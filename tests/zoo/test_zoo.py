@@ -9,29 +9,43 @@ import jax
 import numpy as np
 import pytest
 
-from zoo import BUILDERS, takes_fp8
 from zoo.measure import Subject, error, loss_scaled, measure, share_of_zeros
 
-# What is smaller here than it is by itself, because of the seconds that it takes to compile.
+# At these depths; None: as deep as the model is by itself. Left out: `llama`, `llama_remat`, `residual`, like others
+# here, and `ode_adaptive`, which takes ten seconds.
 DEPTHS = {
-    "llama_remat": 4,
-    "llama_scan_remat": 8,
-    "encoder_pre_ln": 6,
-    "encoder_post_ln": 6,
-    "nnx_decoder": 6,
-    "vit": 4,
-    "diffusion": 4,
-    "mamba": 4,
-    "rwkv": 3,
-    "flash_scan": 4,
-    "flash_fori": 4,
+    "llama_fan_in": 4,
+    "llama_scan": None,
+    "llama_scan_remat": None,
+    "encoder_pre_ln": 4,
+    "encoder_post_ln": 3,
+    "nnx_decoder": 4,
+    "vit": 3,
+    "resnet": 8,
+    "unet": 6,
+    "diffusion": 2,
+    "moe": 4,
+    "mamba": 2,
+    "rwkv": 2,
+    "lstm": 1,
+    "contrastive": None,
+    "ctc": 6,
+    "ode_rk4": None,
+    "flash_scan": 3,
+    "flash_fori": 3,
+    "residual_24": None,
+    "post_norm": None,
+    "cross_entropy_64k": None,
+    "cross_entropy_1m": None,
+    "cross_entropy_4m": None,
+    "stochastic_chain": None,
 }
-CHEAP = ("llama_scan", "contrastive", "ctc", "ode_rk4", "residual", "post_norm", "cross_entropy_1m", "stochastic_chain")
+CHEAP = ("llama_scan", "contrastive", "ode_rk4", "post_norm", "cross_entropy_1m", "stochastic_chain")
 
 
 @functools.cache
 def subject(name):
-    return Subject(name, DEPTHS.get(name))
+    return Subject(name, DEPTHS[name])
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +64,7 @@ def assert_fits(name, format, scales="static"):
     assert found.fits, "\n".join(found.lines())
 
 
-@pytest.mark.parametrize("name", cases(BUILDERS))
+@pytest.mark.parametrize("name", cases(DEPTHS))
 def test_fp16_gradients_are_right_in_every_leaf(name):
     assert_fits(name, "fp16")
 
@@ -65,12 +79,12 @@ def test_fp32_gradients_are_those_of_plain_code(name):
     assert_fits(name, "fp32")
 
 
-@pytest.mark.parametrize("name", cases(("ctc", "post_norm", "stochastic_chain")))
+@pytest.mark.parametrize("name", cases(("post_norm", "stochastic_chain")))
 def test_bf16_gradients_are_right_in_every_leaf(name):
     assert_fits(name, "bf16")
 
 
-@pytest.mark.parametrize("name", cases(name for name in ("llama_scan", "vit") if takes_fp8(name)))
+@pytest.mark.parametrize("name", cases(("llama_scan", "vit")))
 def test_fp8_products_cost_no_more_than_their_rounding(name):
     assert_fits(name, "fp8")
 
