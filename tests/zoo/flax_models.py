@@ -58,12 +58,12 @@ class Encoder(nn.Module):
         return nn.Dense(VOCAB)(nn.LayerNorm()(x) if self.pre else x)
 
 
-def encoder(name: str, depth: int, width: int, pre: bool, dot_general: DotGeneral) -> Case:
+def encoder(name: str, depth: int, width: int, pre: bool, dot_general: DotGeneral, seed: int) -> Case:
     """Masked tokens are to be found: the sum over them divided by their number."""
     ids = tokens(4, TIME, VOCAB)
     mask = (jax.random.uniform(jax.random.key(7), ids.shape) < 0.25).astype(jnp.float32)
     model = Encoder(depth, width, pre, dot_general)
-    params = model.init(jax.random.key(0), ids)["params"]
+    params = model.init(jax.random.key(seed), ids)["params"]
 
     def loss(params: Any, batch: Any) -> jax.Array:
         seen = jnp.where(batch["mask"] > 0, 0, batch["ids"])
@@ -74,14 +74,14 @@ def encoder(name: str, depth: int, width: int, pre: bool, dot_general: DotGenera
     return Case(name, loss, params, {"ids": ids, "mask": mask})
 
 
-def encoder_pre_ln(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general) -> Case:
+def encoder_pre_ln(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general, seed: int = 0) -> Case:
     """Norms before the branches."""
-    return encoder("encoder_pre_ln", depth, width, True, dot_general)
+    return encoder("encoder_pre_ln", depth, width, True, dot_general, seed)
 
 
-def encoder_post_ln(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general) -> Case:
+def encoder_post_ln(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general, seed: int = 0) -> Case:
     """Norms after the sums, as in the first Transformer."""
-    return encoder("encoder_post_ln", depth, width, False, dot_general)
+    return encoder("encoder_post_ln", depth, width, False, dot_general, seed)
 
 
 class DecoderBlock(nnx.Module):
@@ -144,11 +144,11 @@ class ViT(nn.Module):
         return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
 
 
-def vit(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general) -> Case:
+def vit(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general, seed: int = 0) -> Case:
     """Classes of images, labels smoothed."""
     model = ViT(depth, width, dot_general)
     batch = {"image": images(4, 16), "label": labels(4, 10)}
-    params = model.init(jax.random.key(0), batch["image"])["params"]
+    params = model.init(jax.random.key(seed), batch["image"])["params"]
 
     def loss(params: Any, batch: Any) -> jax.Array:
         logits = model.apply({"params": params}, batch["image"])

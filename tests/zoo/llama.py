@@ -59,9 +59,9 @@ def layer(p: dict[str, jax.Array], x_BxTxD: jax.Array, dot_general: DotGeneral) 
     return x + matmul(dot_general, hidden, p["w_down"])
 
 
-def init(depth: int, width: int, std: float | None, residual: float) -> dict[str, Any]:
+def init(depth: int, width: int, std: float | None, residual: float, seed: int) -> dict[str, Any]:
     """`std` of all matrices, 1/sqrt(fan_in) if None; those that write to the residual stream times `residual`."""
-    key, d, kv, f = keys(0), width, width * GROUPS // HEADS, 2 * width
+    key, d, kv, f = keys(seed), width, width * GROUPS // HEADS, 2 * width
 
     def one() -> dict[str, jax.Array]:
         shapes = {"wq": (d, d), "wk": (d, kv), "wv": (d, kv), "wo": (d, d)}
@@ -85,9 +85,10 @@ def case(
     residual: float = 1.0,
     scan: bool = False,
     remat: bool = False,
+    seed: int = 0,
 ) -> Case:
     """Next-token prediction, the mean over all tokens."""
-    params = init(depth, width, std, residual)
+    params = init(depth, width, std, residual, seed)
     if scan:
         params["layers"] = jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"])
     block: Callable = functools.partial(layer, dot_general=dot_general)
@@ -106,14 +107,14 @@ def case(
     return Case(name, loss, params, tokens(4, 17, VOCAB))
 
 
-def llama(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general) -> Case:
+def llama(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general, seed: int = 0) -> Case:
     """Every matrix with a deviation of 0.02, as the published code has it at any width."""
-    return case("llama", depth, width, dot_general, std=0.02)
+    return case("llama", depth, width, dot_general, std=0.02, seed=seed)
 
 
-def llama_fan_in(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general) -> Case:
+def llama_fan_in(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general, seed: int = 0) -> Case:
     """Matrices of 1/sqrt(fan_in): each block moves the stream as much as the first."""
-    return case("llama_fan_in", depth, width, dot_general, std=None)
+    return case("llama_fan_in", depth, width, dot_general, std=None, seed=seed)
 
 
 def llama_scan(depth: int = 16, width: int = 32, dot_general: DotGeneral = lax.dot_general) -> Case:
