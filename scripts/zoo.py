@@ -26,7 +26,8 @@ from trainer.rundir import code_version, write_atomically
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # where `zoo` is
 
 from zoo import BUILDERS, takes_fp8
-from zoo.measure import FORMATS, SCALES, Cost, Subject, cost, loss_scaled, measure
+from zoo.measure import FORMATS, SCALES, Cost, Subject, cost, measure
+from zoo.sizes import inputs_moved, loss_scaled
 
 if TYPE_CHECKING:
     from zoo.measure import Found
@@ -102,7 +103,9 @@ def fill(row: dict[str, Any], subject: Subject, todo: list[tuple[str, str]], rou
             row["found"][f"{format} {scales}"] = figures(found)
             if format == "fp32":
                 worst = max(loss_scaled(subject, scales).values())
-                row["found"][f"{format} {scales}"]["loss_scaled"] = worst if math.isfinite(worst) else "inf"
+                if subject.case.powers is not None:
+                    worst = max(worst, *inputs_moved(subject, scales).values())
+                row["found"][f"{format} {scales}"]["resized"] = worst if math.isfinite(worst) else "inf"
         except Exception as error:  # whatever a model raises is what is to be known of it
             row["found"][f"{format} {scales}"] = {"raises": f"{type(error).__name__}: {error}"[:300], "fits": False}
     if rounds and row["cost"] is None:
@@ -141,7 +144,7 @@ def summary(row: dict[str, Any]) -> str:
 
 def holds(found: dict[str, Any]) -> bool:
     """Whether a measurement is within the figures, that with other sizes of the loss too."""
-    return found["fits"] and float(found.get("loss_scaled", 0)) <= 1
+    return found["fits"] and float(found.get("resized", 0)) <= 1
 
 
 def markdown(rows: list[dict[str, Any]], asked: list[tuple[str, str]]) -> str:
@@ -157,7 +160,7 @@ def markdown(rows: list[dict[str, Any]], asked: list[tuple[str, str]]) -> str:
     return (
         "\n".join(out) + "\n\nError of the worst leaf / that of plain code in the format, with the leaves that fail of "
         "all, the share of zeros in the leaf with most where plain code has values, and for FP32 the error over its "
-        "limit where the loss is multiplied by 2^-120 to 2^120.\n"
+        "limit where the loss or the inputs are multiplied by 2^-120 to 2^120 (resized).\n"
     )
 
 
@@ -172,8 +175,8 @@ def cell(found: dict[str, Any] | None) -> str:
         text = f"**{text}**, {found['failures']} of {found['leaves']}"
     if found["most_zeros"]:
         text += f", zeros {float(found['most_zeros']):.1%}"
-    if float(found.get("loss_scaled", 0)) > 1:
-        text += f", loss scaled **{float(found['loss_scaled']):.2g}**"
+    if float(found.get("resized", 0)) > 1:
+        text += f", resized **{float(found['resized']):.2g}**"
     return text
 
 

@@ -24,6 +24,9 @@ class Case(NamedTuple):
         params: a pytree of float32 arrays.
         batch: a pytree of arrays: int32 tokens, float32 images.
         has_aux: whether `loss` gives more than the scalar.
+        powers: trees like `params`, `batch` and the gradient: times any factor to these powers, the former give the
+            latter. None: no such are known.
+        reach: the exponent of the largest power of two that such a factor's power may be: plain FP32 can do that.
     """
 
     name: str
@@ -31,6 +34,8 @@ class Case(NamedTuple):
     params: Any
     batch: Any
     has_aux: bool = False
+    powers: tuple[Any, Any, Any] | None = None
+    reach: int = 100
 
 
 def keys(seed: int) -> Callable[[], jax.Array]:

@@ -25,7 +25,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -200,7 +200,7 @@ def _judged(subject: Subject, format: str, path: str, found: np.ndarray, whole: 
     """One leaf; `whole` is the norm of the whole gradient."""
     reference, plain = subject.reference[path], subject.plain(format)[path]
     off, plain_off = error(found, reference), error(plain, reference)
-    limit, epsilon = _limit(subject, format, path, plain_off), _epsilon(format)
+    limit, epsilon = limit_of(subject, format, path, plain_off), _epsilon(format)
     zeros, may_be_zero = share_of_zeros(found, reference, 3 * limit), 0.0
     if zeros:  # seldom, and to compile plain BF16 costs seconds
         others = [subject.plain("bf16")[path], *([plain] if format == "fp8" else [])]
@@ -219,46 +219,13 @@ def _epsilon(format: str) -> float:
     return (E4M3 if format == "fp8" else FORMATS[format]).epsilon / 2
 
 
-def _limit(subject: Subject, format: str, path: str, plain: float) -> float:
+def limit_of(subject: Subject, format: str, path: str, plain: float) -> float:
     """Of a leaf's error."""
     if format == "fp32":
         return max(1e-5, ROUNDINGS * subject.noise[path])
     epsilon = _epsilon(format)
     asked = 2 * plain if format == "fp8" or plain <= FAILS else FAILS
     return max(asked, ROUNDINGS * epsilon, subject.moved(epsilon, SAMPLES)[path])
-
-
-def loss_scaled(
-    subject: Subject, scales: str = "static", exponents: Sequence[int] = (-120, -60, 60, 120)
-) -> dict[int, float]:
-    """FP32 data, the loss times 2^exponent: the largest error of a determined leaf over its limit, for each exponent.
-
-    `scales` are those of parameters and batch; the factor's is dynamic, so that one program serves all. What is below
-    the normal numbers of FP32, which plain code would lose, may be lost.
-    """
-    _, args = subject.scaled("fp32", scales)
-    case, found = subject.case, {}
-
-    def gradient(factor: jax.Array, params: Any, batch: Any) -> Any:
-        def loss(params: Any) -> jax.Array:
-            out = case.loss(params, batch)
-            return factor * (out[0] if case.has_aux else out)
-
-        return jax.grad(loss)(params)
-
-    scaled = jax.jit(sc.scalify(gradient))
-    for exponent in exponents:
-        factor = sc.ScaledArray(jnp.float32(1), jnp.float32(2.0**exponent))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            numbers = as_numbers(scaled(factor, *args))
-        found[exponent] = 0.0
-        for path, x in subject.reference.items():
-            lost = math.sqrt(x.size) * 2.0 ** (-126 - exponent) / max(float(np.linalg.norm(x)), 1e-300)
-            off = error(numbers[path] * 2.0**-exponent, x) / (_limit(subject, "fp32", path, 0.0) + lost)
-            if subject.noise[path] < 1 / 8:
-                found[exponent] = max(found[exponent], off)
-    return found
 
 
 class Cost(NamedTuple):

@@ -65,7 +65,8 @@ def cross_entropy(count: float, name: str, *, masked: bool) -> Case:
             return each.mean() / (count / time)
         return (each * batch["mask"]).sum() / (batch["mask"].sum() * (count / time))
 
-    return Case(name, loss, params, batch)
+    powers = {"head": -1, "bias": 0}, {"x": 1, "label": 0, "mask": 0}, {"head": 1, "bias": 0}
+    return Case(name, loss, params, batch, powers=powers)
 
 
 def cross_entropy_64k(depth: int = 1, width: int = 16) -> Case:
@@ -95,7 +96,8 @@ def stochastic_chain(depth: int = 16, width: int = 64) -> Case:
             v = params["transition"] @ v
         return jnp.sum((v - batch) ** 2)
 
-    return Case("stochastic_chain", loss, params, batch)
+    powers = {"transition": 0, "reward": 1}, 1, {"transition": 2, "reward": 1}
+    return Case("stochastic_chain", loss, params, batch, powers=powers)
 
 
 def contrastive(depth: int = 8, width: int = 32) -> Case:
@@ -124,7 +126,11 @@ def contrastive(depth: int = 8, width: int = 32) -> Case:
         rows = optax.softmax_cross_entropy_with_integer_labels(logits, pairs).mean()
         return (rows + optax.softmax_cross_entropy_with_integer_labels(logits.T, pairs).mean()) / 2
 
-    return Case("contrastive", loss, params, batch)
+    def powers(power: int) -> Any:  # what comes out of the towers is normalised
+        zero = jax.tree.map(lambda _: 0, params)
+        return zero | {name: zero[name] | {"out": power} for name in ("image", "text")}
+
+    return Case("contrastive", loss, params, batch, powers=(powers(1), {"image": 0, "text": 0}, powers(-1)), reach=55)
 
 
 def ctc(depth: int = 8, width: int = 32) -> Case:

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from zoo.measure import Subject, error, loss_scaled, measure, share_of_zeros
+from zoo.measure import Subject, error, measure, share_of_zeros
+from zoo.sizes import inputs_moved, loss_scaled
 
 # At these depths; None: as deep as the model is by itself. Left out: `llama`, `llama_remat`, `residual`, like others
 # here, and `ode_adaptive`, which takes ten seconds.
@@ -92,6 +93,11 @@ def test_fp8_products_cost_no_more_than_their_rounding(name):
 @pytest.mark.parametrize("name", cases(("contrastive", "post_norm")))
 def test_fp32_gradients_follow_a_loss_of_any_size(name):
     assert max(loss_scaled(subject(name)).values()) <= 1
+
+
+@pytest.mark.parametrize("name", cases(("contrastive", "cross_entropy_1m", "stochastic_chain")))
+def test_fp32_gradients_follow_inputs_of_any_size(name):
+    assert max(inputs_moved(subject(name)).values()) <= 1
 
 
 def test_errors_that_are_not_numbers_are_infinite():
