@@ -96,7 +96,8 @@ def _probe(call: Any, step: Step, env: Operands) -> Sequence[Any]:
     static = dict(call.static)
     if call.name == "probe.fwd":
         return [x, probe.fwd(seen, *rest, **static)[1]]
-    return [x, probe.bwd(*rest, seen, **static)[1]]
+    (forward,) = rest
+    return [x, probe.bwd(forward, seen, **static)[1]]
 
 
 @_defined("fp8_dot_general", "fp8_dot_general.fwd")
