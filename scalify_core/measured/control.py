@@ -28,13 +28,17 @@ from scalify_core.measured.plan import (
 
 @kind("jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 def _call(step: Step, env: Operands) -> Sequence[Any]:
-    return run(inner_jaxpr(step.eqn), inner_plan(step), list(map(env.read, step.eqn.invars)))
+    return run(inner_jaxpr(step.eqn), inner_plan(step), _operands(step, env))
+
+
+def _operands(step: Step, env: Operands) -> list[Any]:
+    return [env.moved(atom, wanted) for atom, wanted in zip(step.eqn.invars, step.wants, strict=True)]
 
 
 @kind("remat2")
 def _remat(step: Step, env: Operands) -> Sequence[Any]:
     eqn, plan = step.eqn, inner_plan(step)
-    operands = [_whole(env.read(atom)) for atom in eqn.invars]
+    operands = list(map(_whole, _operands(step, env)))
     traced = jax.jit(lambda *xs: run(eqn.params["jaxpr"], plan, xs)).trace(*operands)
     # Bound, not called through jax.checkpoint: a differentiated body keeps its barrier against common subexpressions.
     jaxpr = _with_constants_as_arguments(traced.jaxpr)
@@ -65,7 +69,7 @@ def _cond(step: Step, env: Operands) -> Sequence[Any]:
 @kind("scan")
 def _scan(step: Step, env: Operands) -> Sequence[Any]:
     eqn, plan = step.eqn, inner_plan(step)
-    consts, init, xs = scan_parts(eqn, list(map(env.read, eqn.invars)))
+    consts, init, xs = scan_parts(eqn, _operands(step, env))
     slices = [_sliced(x) for x in xs]
 
     def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -148,7 +152,7 @@ def _typed(x: Any, aval: Any) -> Any:
 @kind("shard_map")
 def _shard_map(step: Step, env: Operands) -> Sequence[Any]:
     eqn, plan, params = step.eqn, inner_plan(step), step.eqn.params
-    operands = [_one_scale(env.read(atom)) for atom in eqn.invars]
+    operands = list(map(_one_scale, _operands(step, env)))
     specs = [
         ScaledArray.tree_unflatten(x.scale if x.is_static else None, (s,) if x.is_static else (s, jax.P()))
         if type(x) is ScaledArray

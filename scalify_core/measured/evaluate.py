@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from scalify_core import registry, storage
 from scalify_core.array import ScaledArray
 from scalify_core.measured import store
-from scalify_core.measured.plan import Plan, Step, is_float, plan_of, product_format
+from scalify_core.measured.plan import Format, Plan, Step, is_float, plan_of, product_format
 from scalify_core.scopes import scope_of, within
 from scalify_core.watch import Reporter
 
@@ -102,6 +102,10 @@ class Operands:
         """As it is: a ScaledArray, or the logical value."""
         return atom.val if type(atom) is Literal else self.values[atom]
 
+    def moved(self, atom: Any, wanted: Format) -> Any:
+        """As what only passes it on reads it: stored, if that is wanted of it and has been done."""
+        return self.read(atom) if wanted is None else self.copies.get((atom, wanted), self.read(atom))
+
     def wide(self, atom: Any) -> Any:
         """The logical value, in FP32 where it is scaled."""
         return store.wide(self.read(atom))
@@ -116,9 +120,11 @@ class Operands:
         return self.copies[atom, dtype]
 
     def write(self, step: Step, results: Sequence[Any]) -> None:
-        """The results of a step, stored where its plan says so."""
+        """The results of a step, and what its plan stores of them for products; all others read them in FP32."""
         for var, x, dtype in zip(step.eqn.outvars, results, step.store, strict=True):
-            self.values[var] = x if dtype is None else store.stored(x, dtype)
+            self.values[var] = x
+            if dtype is not None:
+                self.copies[var, dtype] = store.stored(x, dtype)
 
 
 def listed(eqn: Any, out: Any) -> Sequence[Any]:
@@ -159,7 +165,7 @@ def _is_narrow(x: Any) -> bool:
 @kind("move")
 def _move(step: Step, env: Operands) -> Sequence[Any]:
     eqn = step.eqn
-    x, *rest = map(env.read, eqn.invars)
+    x, *rest = env.moved(eqn.invars[0], step.wants[0]), *map(env.read, eqn.invars[1:])
     if type(x) is not ScaledArray or not (x.is_static or jnp.ndim(x.scale) == 0) or x.dtype.itemsize >= 4:
         return _bind(step, env)
     out = listed(eqn, registry.bind(eqn, x.data, *rest))

@@ -43,6 +43,7 @@ class Step(NamedTuple):
             it is; "product", "convert", "composite"; else the name of a primitive with inner jaxprs.
         formats: of the operands.
         out_formats: of the results.
+        wants: of each operand, the format in which it is wanted for a product, here or further on, or None.
         store: of each result, the format in which it is stored at once, or None.
         lift: whether operands of narrow dtypes are brought to FP32, where the user cast to those.
         traced: whether operands are brought to the dtypes of the trace.
@@ -52,6 +53,7 @@ class Step(NamedTuple):
     kind: str
     formats: tuple[Format, ...]
     out_formats: tuple[Format, ...]
+    wants: tuple[Format, ...] = ()
     store: tuple[Format, ...] = ()
     lift: bool = False
     traced: bool = False
@@ -105,13 +107,14 @@ def _backwards(jaxpr: Any, steps: Sequence[Step]) -> tuple[list[Step], dict[Any,
         if not eqn.effects and needed.isdisjoint(eqn.outvars):
             continue
         needed.update(atom for atom in eqn.invars if type(atom) is not Literal)
-        for atom, dtype in zip(eqn.invars, _wanted(step, wants), strict=True):
+        wanted = tuple(_wanted(step, wants))
+        for atom, dtype in zip(eqn.invars, wanted, strict=True):
             if dtype is not None and type(atom) is not Literal:
                 wants[atom] = dtype
         store = tuple(
             wants.get(v) if f is not None else None for v, f in zip(eqn.outvars, step.out_formats, strict=True)
         )
-        kept.append(step._replace(store=store))
+        kept.append(step._replace(wants=wanted, store=store))
     return kept[::-1], wants
 
 

@@ -1,0 +1,437 @@
+"""Measured scales: what scale propagation by rules gets wrong on programs that nobody prepared for it, kind by kind.
+
+Each program is an ordinary function of float32 arrays, and is held to its plain FP32 result: of FP16 data within a few
+roundings of the result's norm, whatever the sizes of its values.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import scalify_core as sc
+from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
+from scalify_core.formats import BF16, E4M3, E5M2, FP16
+from scalify_core.measured import store
+from scalify_core.measured.plan import plan_of
+
+HALF = jnp.float16
+SIZES = (2.0**-60, 2.0**-20, 1.0, 2.0**20, 2.0**60)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def error(found, expected):
+    """Relative to the norm, each leaf; the largest."""
+    pairs = zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True)
+    errors = []
+    for x, y in pairs:
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        assert np.isfinite(y).all()
+        errors.append(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-300))
+    return max(errors)
+
+
+def both(fun, *args, dtype=HALF, static=False):
+    """The function under scalify, jitted, of arguments in a format, and plain of the same values."""
+    scaled = as_scaled_array(args, dtype=dtype)
+    if static:
+        scaled = jax.tree.map(lambda x: ScaledArray(x.data, float(x.scale)), scaled, is_leaf=sc.array.is_scaled_array)
+    return jax.jit(scalify(fun))(*scaled), jax.jit(fun)(*asarray(scaled))
+
+
+ROUNDINGS = {HALF: 4 * FP16.epsilon, jnp.bfloat16: 4 * BF16.epsilon, jnp.float32: 1e-5}
+
+
+# Results of operations that have no scale of their own.
+
+UNSCALED = {
+    "exp of large": lambda x: jnp.exp(8 + jnp.tanh(x)),
+    "exp of small": lambda x: jnp.exp(-30 + jnp.tanh(x)),
+    "exp in a product": lambda x: jnp.exp(-30 + jnp.tanh(x)) @ jnp.ones((8, 4)),
+    "power": lambda x: jnp.abs(x * 1e4) ** 1.7,
+    "product of all": lambda x: jnp.prod(20 + jnp.tanh(x), 0),
+    "cumulative product": lambda x: jnp.cumprod(3 + jnp.tanh(x), 0),
+    "cholesky": lambda x: jnp.linalg.cholesky(1e9 * (x.T @ x + jnp.eye(8))),
+    "inverse": lambda x: jnp.linalg.inv(1e-7 * (jnp.eye(8) * 9 + x[:8])),
+    "singular values": lambda x: jnp.linalg.svd(1e9 * x, compute_uv=False),
+    "plain factor above the format": lambda x: x * jnp.full(x.shape, 1e8),
+    "plain factor below the format": lambda x: x * jnp.full(x.shape, 1e-9),
+    "plain term above the format": lambda x: x + jnp.broadcast_to(jnp.arange(8.0), x.shape) * 1e5,
+    "logsumexp of large": lambda x: jax.nn.logsumexp(1e5 * x, -1),
+}
+
+
+@pytest.mark.parametrize("name", UNSCALED)
+@pytest.mark.parametrize("static", [False, True])
+def test_results_of_any_size_are_neither_clipped_nor_lost(name, static):
+    found, expected = both(UNSCALED[name], normal(0, 16, 8), static=static)
+    assert error(found, expected) <= ROUNDINGS[HALF]
+    assert found.dtype == HALF
+
+
+def test_an_operand_that_closes_over_the_range_of_the_format_is_exact():
+    for factor in (1e8, 1e-8):
+        found = jax.jit(scalify(lambda a, c: a * c))(as_scaled_array(normal(0, 64), dtype=HALF), jnp.float32(factor))
+        assert error(found, normal(0, 64) * factor) <= ROUNDINGS[HALF]
+
+
+def test_infinities_and_nan_pass_products_and_have_no_part_in_scales():
+    x = normal(0, 16, 16).at[3, 5].set(jnp.inf).at[7, 2].set(jnp.nan)
+    w = jnp.abs(normal(1, 16, 16))
+    found = asarray(
+        jax.jit(scalify(jnp.matmul))(ScaledArray(x.astype(HALF), jnp.float32(1)), as_scaled_array(w, dtype=HALF))
+    )
+    expected = x @ w
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+    np.testing.assert_array_equal(np.isinf(found), np.isinf(expected))
+    finite = np.isfinite(expected)
+    assert np.abs(found - expected)[finite].max() <= 8 * FP16.epsilon * np.abs(expected[finite]).max()
+
+
+# Correlated sums: neither sqrt(N) nor any other power of a length is right for all.
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("length", [1, 8, 16])
+def test_chains_of_stochastic_products(length, size):
+    def chain(p, v):
+        for _ in range(length):
+            v = jax.nn.softmax(p) @ v
+        return v
+
+    found, expected = both(chain, normal(0, 64, 64), jnp.full(64, size))
+    assert error(found, expected) <= 2 * length * FP16.epsilon
+
+
+def residual(x, ws, layer):
+    for w in ws:
+        x = layer(x, jnp.tanh, w)
+    return jnp.mean(x**2 * jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=x.dtype), x.shape))
+
+
+def normalised(x):
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+NETS = {
+    "pre": lambda x, f, w: x + f(normalised(x) @ w),
+    "post": lambda x, f, w: normalised(x + f(x @ w)),
+    "none": lambda x, f, w: x + f(x @ w) / 4,
+}
+
+
+@pytest.mark.parametrize("kind", NETS)
+@pytest.mark.parametrize("depth", [4, 16])
+@pytest.mark.parametrize("loss_scale", [2.0**-70, 1.0])
+def test_gradients_of_deep_residual_nets_are_as_right_as_those_of_plain_fp16(kind, depth, loss_scale):
+    ws = tuple(normal(i, 32, 32) / 6 for i in range(depth))
+    gradient = jax.grad(lambda ws, x: loss_scale * residual(x, ws, NETS[kind]))
+    found, expected = both(gradient, ws, normal(99, 16, 32))
+    # Plain FP16 rounds every intermediate value; here only what is stored for products is rounded: fewer times.
+    narrow = jax.jit(jax.grad(lambda ws, x: residual(x, ws, NETS[kind])))(
+        *jax.tree.map(lambda x: x.astype(HALF), (ws, normal(99, 16, 32)))
+    )
+    allowed = error(jax.tree.map(lambda g: g.astype(jnp.float32) * loss_scale, narrow), expected)
+    assert error(found, expected) <= allowed
+
+
+@pytest.mark.parametrize("tokens", [2**12, 2**16, 2**20, 2**24])
+def test_gradients_of_a_mean_over_many_tokens(tokens):
+    t = 512
+    labels = jax.random.randint(jax.random.key(2), (t,), 0, 64)
+
+    def loss(w, h):
+        losses = optax.softmax_cross_entropy_with_integer_labels(h @ w, labels)
+        return losses.sum() / tokens
+
+    found, expected = both(jax.grad(loss, (0, 1)), normal(0, 16, 64), normal(1, t, 16))
+    assert error(found, expected) <= ROUNDINGS[HALF]
+
+
+# Loops.
+
+SENTINELS = (float(jnp.finfo(jnp.float32).min), -1e38, -1e30, -np.inf)
+
+
+@pytest.mark.parametrize("sentinel", SENTINELS)
+@pytest.mark.parametrize("dtype", [jnp.float32, HALF])
+@pytest.mark.parametrize("inside", ["", "product"])
+def test_a_running_maximum_that_starts_at_a_sentinel(sentinel, dtype, inside):
+    w = normal(9, 3, 3)
+
+    def online(x):
+        def turn(carry, row):
+            largest, total = carry
+            row = row @ w if inside else row
+            new = jnp.maximum(largest, row)
+            return (new, total * jnp.exp(largest - new) + jnp.exp(row - new)), new
+
+        (largest, total), _ = lax.scan(turn, (jnp.full(3, sentinel), jnp.zeros(3)), x)
+        return largest + jnp.log(total)
+
+    found, expected = both(online, 0.3 * normal(0, 5, 3), dtype=dtype)
+    assert error(found, expected) <= ROUNDINGS[dtype]
+
+
+@pytest.mark.parametrize("exponent", [-120, -100, -55, -20, 0, 20, 55, 100, 120])
+def test_fp32_data_is_as_plain_at_every_scale(exponent):
+    def normed(x):
+        unit = x / jnp.max(jnp.abs(x))
+        return unit / jnp.sqrt(jnp.sum(unit * unit, -1, keepdims=True)), x - jnp.mean(x), x * 2 + 1e-30 * x
+
+    x = ScaledArray(normal(0, 8, 16), jnp.float32(2.0**exponent))
+    plain = jax.jit(normed)(asarray(x))
+    assert error(jax.jit(scalify(normed))(x), plain) <= 1e-6
+
+
+@pytest.mark.parametrize("exponent", [-55, -30, 0, 30, 55])
+def test_a_vector_over_its_norm_at_dynamic_scales(exponent):
+    x = ScaledArray(normal(0, 4, 8), jnp.float32(2.0**exponent))
+    fun = lambda a: a / jnp.sqrt(jnp.sum(a * a, -1, keepdims=True))
+    assert error(jax.jit(scalify(fun))(x), fun(asarray(x))) <= 1e-6
+
+
+@pytest.mark.parametrize("product", [False, True])
+def test_a_batch_of_while_loops_ends_each_by_its_own_condition(product):
+    w = jnp.full((1, 1), 2.0)
+
+    def grown(x):
+        def body(c):
+            return (c[None] @ w)[0] + 1 if product else c * 2 + 1
+
+        return lax.while_loop(lambda c: c[0] < 50.0, body, x[None] if product is None else x)
+
+    x = jnp.arange(1.0, 5.0)[:, None]
+    found = jax.jit(scalify(jax.vmap(grown)))(as_scaled_array(x, dtype=HALF))
+    np.testing.assert_allclose(asarray(found), jax.vmap(grown)(x), rtol=ROUNDINGS[HALF])
+    outside = jax.jit(jax.vmap(scalify(grown)))(ScaledArray(x.astype(HALF), 1.0))
+    np.testing.assert_allclose(asarray(outside), jax.vmap(grown)(x), rtol=ROUNDINGS[HALF])
+
+
+def test_collectives_over_the_axis_of_a_vmap():
+    x = normal(0, 4, 8)
+    fun = jax.vmap(lambda t: t - lax.pmean(t, "i"), axis_name="i")
+    assert (
+        error(jax.jit(scalify(fun))(as_scaled_array(x, dtype=HALF)), fun(as_scaled_array(x, dtype=HALF).unscale()))
+        <= (ROUNDINGS[HALF])
+    )
+    inner = scalify(lambda t: t @ t - lax.pmean(t @ t, "i"))
+    found = jax.vmap(lambda t: asarray(inner(as_scaled_array(t, dtype=HALF))), axis_name="i")(x)
+    squares = jnp.sum(x * x, -1)
+    np.testing.assert_allclose(found, squares - squares.mean(), atol=8 * FP16.epsilon * float(squares.max()))
+
+
+def test_a_ring_of_devices_with_products_in_its_loop():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("d",))
+    spec = jax.sharding.PartitionSpec("d")
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+
+    def attend(q, k):
+        def turn(_, state):
+            total, k = state
+            return total + q @ k.T, lax.ppermute(k, "d", ring)
+
+        return lax.fori_loop(0, 4, turn, (jnp.zeros((2, 2)) + 0 * q[:2, :2], k))[0]
+
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+    found, expected = both(mapped, 1e-6 * normal(0, 8, 16), 1e5 * normal(1, 8, 16))
+    assert error(found, expected) <= ROUNDINGS[HALF]
+
+
+def test_nested_branches_are_looked_at_once():
+    plan_of.cache_clear()
+    evaluations = []
+
+    def leaf(x):
+        evaluations.append(None)
+        return x @ x
+
+    def nested(x, depth):
+        if depth == 0:
+            return leaf(x)
+        return lax.cond(x[0, 0] > depth, lambda x: nested(x, depth - 1), lambda x: x + depth, x)
+
+    found, expected = both(lambda x: nested(x, 12), normal(0, 4, 4) + 20)
+    assert error(found, expected) <= ROUNDINGS[HALF]
+    assert len(evaluations) <= 4  # traced under scalify and plain, by `cond` once for its shapes
+    assert plan_of.cache_info().misses <= 3 * 12 + 3
+
+
+# Formats.
+
+
+@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16, E4M3.dtype, E5M2.dtype])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_stored_fills_its_format_without_saturating(dtype, size):
+    x = normal(0, 256) * size
+    found = store.stored(x, np.dtype(dtype))
+    fmt = sc.FloatFormat.of(dtype)
+    np.testing.assert_allclose(store.wide(found), x, atol=2 * fmt.epsilon * float(jnp.abs(x).max()))
+    if dtype != jnp.bfloat16:
+        peak = float(jnp.abs(found.data.astype(jnp.float32)).max())
+        assert 2.0 ** store.top_of(dtype) <= peak <= 2.0 ** (store.top_of(dtype) + 1) <= fmt.max
+    np.testing.assert_array_equal(store.wide(store.stored(jnp.zeros(4), np.dtype(dtype))), 0)
+    assert store.stored(jnp.zeros((0, 3)), np.dtype(dtype)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_formats_of_the_range_of_fp32_are_not_measured(dtype):
+    args = as_scaled_array((normal(0, 16, 16), normal(1, 16, 16)), dtype=dtype)
+    text = jax.jit(scalify(lambda x, w: jnp.tanh(x @ w) @ w)).lower(*args).as_text()
+    assert "reduce" not in text
+
+
+def test_products_read_the_format_and_weights_are_not_measured_again():
+    w = as_scaled_array(normal(1, 16, 16), dtype=HALF)
+    jaxpr = jax.make_jaxpr(scalify(lambda x, w: jnp.tanh(x @ w) @ w.T))(
+        as_scaled_array(normal(0, 16, 16), dtype=HALF), w
+    )
+    text = str(jaxpr)
+    assert text.count("reduce_max") == len({"tanh", "result"})
+    inner = [
+        e for e in jax.tree.leaves(jaxpr.jaxpr.eqns[0].params["call_jaxpr"].eqns) if e.primitive.name == "dot_general"
+    ]
+    assert all(x.aval.dtype == HALF for e in inner for x in e.invars)
+    assert len(inner) == 2
+
+
+def test_a_result_that_goes_round_a_loop_of_calls_compiles_once_and_keeps_its_format():
+    step = jax.jit(scalify(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)))
+    w, x = as_scaled_array((normal(0, 8, 8), normal(1, 32, 8)), dtype=HALF)
+    plain, expected = jnp.asarray(w), asarray(w)
+    for _ in range(20):
+        w = step(w, x)
+        expected = expected - 0.1 * jax.grad(lambda w: jnp.mean((asarray(x) @ w) ** 2))(expected)
+    assert step._cache_size() == 1
+    assert w.dtype == HALF
+    assert error(w, expected) <= 20 * FP16.epsilon * float(jnp.linalg.norm(plain) / jnp.linalg.norm(expected))
+
+
+def test_an_argument_that_is_returned_is_returned_as_it_is():
+    w = ScaledArray(normal(0, 4).astype(HALF), 2.0**-30)
+    found = scalify(lambda w, x: (w, w + x))(w, as_scaled_array(normal(1, 4), dtype=HALF))[0]
+    assert found.is_static
+    assert found.scale == w.scale
+    np.testing.assert_array_equal(found.data, w.data)
+
+
+@pytest.mark.parametrize("sizes", [(1.0, 1.0), (2.0**-40, 2.0**30), (2.0**30, 2.0**-60)])
+def test_fp8_products_cast_at_measured_scales_forward_and_backward(sizes):
+    x, w = normal(0, 32, 32) * sizes[0], normal(1, 32, 32) * sizes[1]
+
+    def loss(x, w):
+        y = sc.fp8_dot_general(x, w, (((1,), (0,)), ((), ())))
+        return jnp.sum(y * normal(2, 32, 32)) * 1e-12
+
+    found, _ = both(jax.grad(loss, (0, 1)), x, w)
+    # A product of casts to three and two bits: errors are independent, and average out to a format's epsilon.
+    assert (
+        error(found, jax.grad(lambda x, w: jnp.sum(x @ w * normal(2, 32, 32)) * 1e-12, (0, 1))(x, w))
+        <= E5M2.epsilon / 2
+    )
+
+
+def test_fp8_products_are_real_fp8_products():
+    args = as_scaled_array((normal(0, 32, 32), normal(1, 32, 32)), dtype=HALF)
+    gradient = jax.grad(lambda x, w: jnp.sum(sc.fp8_dot_general(x, w, (((1,), (0,)), ((), ()))) ** 2), (0, 1))
+    text = str(jax.make_jaxpr(scalify(gradient))(*args))
+    assert "f8_e4m3fn" in text
+    assert "f8_e5m2" in text
+
+
+def test_a_cast_of_the_users_rounds_and_its_products_are_of_that_format():
+    def fun(x, w):
+        return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    args = as_scaled_array((normal(0, 16, 16), normal(1, 16, 16)))
+    found = jax.jit(scalify(fun))(*args)
+    assert found.dtype == jnp.float32
+    assert error(found, jax.jit(fun)(*asarray(args))) <= 2 * BF16.epsilon
+
+
+# What acts on scales.
+
+
+def test_rescales_are_the_identity_and_a_scale_that_is_set_is_kept():
+    def fun(x):
+        return sc.dynamic_rescale_rms(x * 1e-6), sc.set_scaling(x, 2.0**-3), sc.stop_scaling(x), sc.rebalance(x, 4.0)
+
+    x = as_scaled_array(normal(0, 64), dtype=HALF)
+    rescaled, kept, plain, rebalanced = jax.jit(scalify(fun))(x)
+    assert error(rescaled, asarray(x) * 1e-6) <= ROUNDINGS[HALF]
+    np.testing.assert_array_equal(asarray(kept), asarray(x))
+    assert isinstance(plain, jax.Array)
+    np.testing.assert_array_equal(asarray(rebalanced), asarray(x))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_simulated_formats_are_applied_to_data(size):
+    fmt = sc.FloatFormat.parse("e4m3")
+    x = as_scaled_array(normal(0, 64) * size)
+    found = asarray(jax.jit(scalify(lambda x: sc.cast_on_forward(x, fmt)))(x))
+    np.testing.assert_allclose(found, asarray(x), rtol=fmt.epsilon, atol=2.0**-9 * size)
+    assert not np.array_equal(found, asarray(x))
+
+
+# Around it.
+
+
+def test_no_warning_names_what_is_right():
+    def fun(x):
+        jax.debug.callback(lambda _: None, x)
+        windowed = lax.reduce_window(x, 0.0, lax.add, (2,), (1,), "SAME")
+        z = jnp.fft.fft(x)
+        return windowed + jnp.real(z * jnp.conj(z)) * 1e-3 + jax.scipy.special.expi(jnp.abs(x) + 1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, expected = both(fun, normal(0, 16), dtype=jnp.float32)
+    assert error(found, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, lambda f: f], ids=["remat", "jit", "plain"])
+def test_gradients_through_scan_remat_and_jit(wrap):
+    ws = normal(0, 6, 16, 16) / 4
+
+    def loss(ws, x):
+        out, kept = lax.scan(wrap(lambda h, w: (h + jnp.tanh(normalised(h) @ w), jnp.sum(h))), x, ws)
+        return jnp.mean(out**2) + 1e-3 * jnp.sum(kept)
+
+    found, expected = both(jax.grad(loss, (0, 1)), ws, normal(1, 8, 16))
+    assert error(found, expected) <= 8 * FP16.epsilon
+
+
+def test_layers_of_a_stack_with_scales_of_their_own_are_scanned():
+    sizes = jnp.array([1e-6, 1.0, 1e6])[:, None, None]
+    ws = normal(0, 3, 16, 16) * sizes
+    scaled = ScaledArray((ws / sizes).astype(HALF), jnp.ones(3))
+    scaled = ScaledArray(scaled.data, 2.0 ** jnp.round(jnp.log2(sizes[:, 0, 0])))
+    fun = lambda ws, x: lax.scan(lambda h, w: (h, jnp.tanh(h) @ w), x, ws)[1]
+    x = as_scaled_array(normal(1, 4, 16), dtype=HALF)
+    found, expected = asarray(jax.jit(scalify(fun))(scaled, x)), fun(asarray(scaled), asarray(x))
+    for layer in (1, 2):
+        assert error(found[layer], expected[layer]) <= ROUNDINGS[HALF]
+
+
+def test_gradients_from_outside_are_those_of_the_logical_function():
+    inner = scalify(lambda a: jnp.sum(a**2) * 1e8)
+    x = as_scaled_array(normal(0, 4), dtype=HALF)
+    found = jax.grad(lambda a: asarray(inner(a)))(x)
+    assert error(found, 2e8 * asarray(x)) <= ROUNDINGS[HALF]
+
+
+def test_equations_that_nobody_needs_are_left_out():
+    found = jax.make_jaxpr(scalify(jax.grad(lambda x: jnp.sum(jnp.sin(x)))))(as_scaled_array(normal(0, 4), dtype=HALF))
+    assert "sin " not in str(found).replace("cos", "")
+
+
+def test_other_scales_are_refused_in_one_line():
+    with pytest.raises(ValueError, match="scales='dynamic', expected \"auto\""):
+        scalify(jnp.sin, scales="dynamic")
