@@ -96,12 +96,12 @@ def together(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     return lax.platform_dependent(*scalars, cuda=cuda, default=lambda *scalars: scalars)
 
 
-def once(*scalars: jax.Array) -> tuple[jax.Array, ...]:
-    """FP32 scalars. Compiled for CPU, they are computed once, and what reads them reads the result.
+def once(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays. Compiled for CPU, they are computed once, and what reads them reads the result.
 
-    XLA repeats scalars in every kernel that reads them, with all they are computed from: of a sum of many terms, where
-    each scale follows from that before, more than a machine compiles.
+    XLA repeats what is elementwise in every kernel that reads it, with all it is computed from: of the scales of a sum
+    of many terms, each of which follows from that before, more than a machine compiles.
     """
     return lax.platform_dependent(
-        *scalars, cpu=lambda *scalars: lax.optimization_barrier(scalars), default=lambda *scalars: scalars
+        *arrays, cpu=lambda *arrays: lax.optimization_barrier(arrays), default=lambda *arrays: arrays
     )

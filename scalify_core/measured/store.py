@@ -96,6 +96,7 @@ def unit_of(x: jax.Array, top: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _measured(x: jax.Array, dtype: np.dtype, top: int) -> tuple[jax.Array, jax.Array]:
     """Data in `dtype`, and the FP32 scale. Infinities and NaN stay, and have no part in the scale."""
+    (x,) = storage.once(x)  # XLA's CPU backend would compile all that makes it twice: for its peak, and for its cast
     scale = unit_of(x, top)
     return lax.convert_element_type(lax.mul(x, lax.broadcast(pow2_inverse(scale), x.shape)), dtype), scale
 
