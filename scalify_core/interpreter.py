@@ -147,12 +147,12 @@ def scalify(
             the dtype of the data.
         static_argnums: positions of arguments that are not arrays (hashable), as for `jax.jit`.
         static_argnames: their names.
-        check: whether the program warns while it runs (`PrecisionWarning`, once per place and call; each of several
-            devices may do so) where a cast to a narrow format flushes to zero more than 1% of a tensor's norm, or
-            saturates a finite number. The norm is what an error is measured by: however many small elements vanish
-            beside large ones (a fifth of what GELU gives, in E4M3), the tensor is what it was while their share of it
-            is small; once that is not, its scale is astray. A mask's constant (-1e9) may saturate. The program has
-            callbacks then (`jax.debug.callback`), and is slower; without `check` it has not an operation more.
+        check: whether the program warns while it runs (`PrecisionWarning`, once per place and call) where a cast to a
+            narrow format flushes to zero more than 1% of a tensor's norm, or saturates a finite number. The norm is
+            what an error is measured by: however many small elements vanish beside large ones (a fifth of what GELU
+            gives, in E4M3), the tensor is what it was while their share of it is small, and once that is not, its
+            scale is astray. A mask's constant (-1e9) may saturate. The program has callbacks then
+            (`jax.debug.callback`), and is slower; without `check` it has not an operation more.
 
     Returns:
         A function of the same arguments. Arrays in them may be ScaledArrays. Every floating-point result that
