@@ -167,6 +167,13 @@ def test_calls_are_inlined_and_library_functions_stand_at_the_line_that_calls_th
     assert lines == {line_of(inner, "silu"), line_of(outer, "another")}
 
 
+def test_lines_that_were_typed_at_a_prompt_are_the_users_too():
+    names: dict = {}
+    exec(compile("import jax.numpy as jnp\ndef typed(x):\n    return jnp.sin(x)", "<stdin>", "exec"), names)
+    found = sc.explain(names["typed"], scaled(normal(3)))
+    assert [str(r.place) for r in found.rows] == ["<stdin>:3 typed"]
+
+
 def test_products_in_fp8_are_compared_with_exact_ones():
     """Not with what FP8 makes of numbers without a scale."""
 
