@@ -71,4 +71,4 @@ def name_of(eqn: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _is_of(file: str, folders: tuple[str, ...]) -> bool:
-    return file.startswith(folders) or file.startswith("<")
+    return file.startswith((*folders, "<frozen "))

@@ -167,6 +167,13 @@ def test_calls_are_inlined_and_library_functions_stand_at_the_line_that_calls_th
     assert lines == {line_of(inner, "silu"), line_of(outer, "another")}
 
 
+def test_lines_that_were_typed_at_a_prompt_are_the_users_too():
+    names: dict = {}
+    exec(compile("import jax.numpy as jnp\ndef typed(x):\n    return jnp.sin(x)", "<stdin>", "exec"), names)
+    found = sc.explain(names["typed"], scaled(normal(3)))
+    assert [str(r.place) for r in found.rows] == ["<stdin>:3 typed"]
+
+
 def test_products_in_fp8_are_compared_with_exact_ones():
     """Not with what FP8 makes of numbers without a scale."""
 
@@ -198,12 +205,25 @@ def test_casts_of_the_users_own_are_not_rounded_in_the_shadow():
 def test_masks_saturate_on_purpose_and_gradients_that_are_zero_but_for_rounding_are_no_loss(least):
     def attention(q, k, v, bias):
         logits = jnp.where(jnp.tril(jnp.ones((8, 8), bool)), q @ (k + bias).T, least)  # which the bias moves alike
-        return jnp.sum((jax.nn.softmax(logits) @ v) ** 2)
+        return jnp.sum((jax.checkpoint(jax.nn.softmax)(logits) @ v) ** 2)  # which stores them in FP16
 
     args = (*(scaled(normal(8, 8, seed=i)) for i in range(3)), scaled(normal(1, 8, seed=4)))
     found = sc.explain(jax.grad(attention, argnums=(0, 1, 2, 3)), *args)
     assert found.first_loss is None
     assert max(found.errors[:3]) < 0.01
+    (masked,) = rows(found, "select_n")
+    assert masked.figures.measured < 16
+    assert masked.figures.error < 0.01
+
+
+def test_what_a_program_prints_is_printed_once(capfd):
+    def told(x):
+        jax.debug.print("largest {x}", x=jnp.max(x))
+        return x * 2
+
+    assert sc.explain(told, scaled(jnp.asarray([1.0, 3.0]))).errors == [0.0]
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("largest 3.0") == 1
 
 
 def test_a_training_step_of_a_flax_model():
