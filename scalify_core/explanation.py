@@ -221,7 +221,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         "x".join(map(str, row.shape)) or "scalar",
         row.dtype,
         _power(f.scale),
-        _power(f.expected),
+        _power(f.expected) if f.expected else "-",
         _power(f.measured),
         f"{f.drift:+.1f}" if abs(f.drift) >= 0.05 else "-",
         _share(f.flushed),

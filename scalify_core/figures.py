@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import registry
+from scalify_core.array import ScaledArray
 from scalify_core.explanation import Blame, Figures, Row, epsilon
 from scalify_core.places import Place
 from scalify_core.scales import broadcast_scale, is_static
@@ -92,9 +93,13 @@ def measured(x: Tensor, cast: tuple[float, float, float]) -> Figures:
 
 
 def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
-    """Data, scale, expected RMS, and the smallest and the largest number of the value's format."""
+    """Data, scale, expected RMS (0: there is none), and the smallest and the largest number of the value's format."""
+    if type(x) is ScaledArray:
+        fmt, scale = jnp.finfo(x.dtype), x.scale if x.is_static else broadcast_scale(jnp.asarray(x.scale), x.data)
+        data = np.asarray(x.data).astype(np.float64)
+        return data, np.asarray(scale, np.float64), 0.0, float(fmt.smallest_subnormal), float(fmt.max)
     if not isinstance(x, Value):
-        return np.asarray(x, np.float64), np.ones(()), 1.0, np.inf, np.inf
+        return np.asarray(x, np.float64), np.ones(()), 0.0, np.inf, np.inf
     scale = x.scale if is_static(x.scale) else broadcast_scale(x.scale, x.data)
     data = np.asarray(x.data).astype(np.float64) * x.factor
     fmt = jnp.finfo(x.dtype)

@@ -53,7 +53,7 @@ def explain_step(model: Model, params: Any, tokens: jax.Array, segments: jax.Arr
         raise UserError(f"precision.scaling={model.policy.scaling} has no scales to explain; valid: scaling=propagate")
     dtype = DTYPES[model.policy.compute]
     params = map_arrays(lambda p: p.astype(dtype), params)
-    return explain(jax.value_and_grad(model.loss), params, tokens, segments, None)
+    return explain(jax.value_and_grad(model.loss), params, tokens, segments, None, scales="static")
 
 
 def load(arguments: Arguments, overrides: Sequence[str]) -> tuple[Model, Any, jax.Array, jax.Array | None]:

@@ -70,28 +70,28 @@ def _cond(step: Step, env: Operands) -> Sequence[Any]:
 def _scan(step: Step, env: Operands) -> Sequence[Any]:
     eqn, plan = step.eqn, inner_plan(step)
     consts, init, xs = scan_parts(eqn, _operands(step, env))
-    slices = [_sliced(x) for x in xs]
+    slices = [sliced(x) for x in xs]
 
     def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
-        operands = [*consts, *carry, *(_of_slice(part, x) for part, x in zip(parts, xs, strict=True))]
+        operands = [*consts, *carry, *(of_slice(part, x) for part, x in zip(parts, xs, strict=True))]
         out = run(eqn.params["jaxpr"], plan, operands)
-        return list(map(_carried, out[: len(carry)])), list(map(_whole, out[len(carry) :]))
+        return list(map(carried, out[: len(carry)])), list(map(_whole, out[len(carry) :]))
 
     params = eqn.params
     carry, ys = lax.scan(
-        turn, list(map(_carried, init)), slices, params["length"], reverse=params["reverse"], unroll=params["unroll"]
+        turn, list(map(carried, init)), slices, params["length"], reverse=params["reverse"], unroll=params["unroll"]
     )
     return [*carry, *ys]
 
 
-def _carried(x: Any) -> Any:
+def carried(x: Any) -> Any:
     """A part of a carry: the logical value, which may be what no narrow format holds beside others (-1e38)."""
     x = jnp.asarray(store.wide(x))
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return storage.as_float32(x) if narrow else x
 
 
-def _sliced(x: Any) -> Any:
+def sliced(x: Any) -> Any:
     """What is cut along the leading axis: an array, or data and scale, or data of which all slices have one scale."""
     if type(x) is not ScaledArray:
         return jnp.asarray(x)
@@ -101,7 +101,7 @@ def _sliced(x: Any) -> Any:
     return (x.data, x.scale) if ones and jnp.shape(x.scale)[0] == len(x) else store.wide(x)
 
 
-def _of_slice(part: Any, whole: Any) -> Any:
+def of_slice(part: Any, whole: Any) -> Any:
     if isinstance(part, (tuple, list)):
         data, scale = part
         return ScaledArray(data, scale.reshape(()))
@@ -118,13 +118,15 @@ def _while(step: Step, env: Operands) -> Sequence[Any]:
     cond_consts, body_consts, init = while_parts(eqn, list(map(env.read, eqn.invars)))
     cond_formats, _, _ = while_parts(eqn, step.formats)
     cond_plan = plan_of(params["cond_jaxpr"], (*cond_formats, *carry_formats))
-    init = [_typed(_carried(x), var.aval) for x, var in zip(init, params["body_jaxpr"].outvars, strict=True)]
+    init = [
+        lax.convert_element_type(x, x.dtype) for x in map(carried, init)
+    ]  # strong types, as the body's results have
 
     def traced(jaxpr: Any, plan: Plan, consts: Sequence[Any]) -> tuple[list[Any], Any]:
         consts = list(map(_whole, consts))
 
         def fun(consts: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
-            out = map(_carried, run(jaxpr, plan, [*consts, *carry]))
+            out = map(carried, run(jaxpr, plan, [*consts, *carry]))
             return list(out)
 
         found = jax.jit(fun).trace(consts, init).jaxpr
@@ -143,15 +145,9 @@ def _while(step: Step, env: Operands) -> Sequence[Any]:
     )
 
 
-def _typed(x: Any, aval: Any) -> Any:
-    """With the strong dtype that the body's result has."""
-    del aval
-    return lax.convert_element_type(x, x.dtype)
-
-
 @kind("shard_map")
 def _shard_map(step: Step, env: Operands) -> Sequence[Any]:
-    eqn, plan, params = step.eqn, inner_plan(step), step.eqn.params
+    plan, params = inner_plan(step), step.eqn.params
     operands = list(map(_one_scale, _operands(step, env)))
     specs = [
         ScaledArray.tree_unflatten(x.scale if x.is_static else None, (s,) if x.is_static else (s, jax.P()))

@@ -43,7 +43,7 @@ def evaluated(jaxpr: Any, leaves: Sequence[Any], reporter: Reporter | None = Non
 
     An argument that is returned is returned as it is. With a reporter, the program tells it what is lost.
     """
-    args = list(map(_entering, leaves))
+    args = list(map(entering, leaves))
     plan = plan_of(jaxpr, tuple(np.dtype(x.dtype) if type(x) is ScaledArray else None for x in args))
     token = _reporter.set(reporter)
     try:
@@ -60,7 +60,7 @@ def evaluated(jaxpr: Any, leaves: Sequence[Any], reporter: Reporter | None = Non
     return returned
 
 
-def _entering(x: Any) -> Any:
+def entering(x: Any) -> Any:
     if type(x) is not ScaledArray:
         return x if isinstance(x, jax.Array) else jnp.asarray(x)
     scale = x.scale if x.is_static else jnp.asarray(x.scale, jnp.float32)

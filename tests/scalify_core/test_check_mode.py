@@ -54,7 +54,7 @@ def run(fun, *args):
 
 
 def checked(fun):
-    return sc.scalify(fun, check=True)
+    return sc.scalify(fun, check=True, scales="static")
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -165,6 +165,11 @@ def test_small_tails_and_masks_are_no_harm():
     assert run(checked(lambda x: jnp.sum(x * 1.5)), tails) == []
 
 
+@pytest.mark.parametrize("fun", [vanishing, scanned, conditional])
+def test_measured_scales_have_nothing_to_report(fun):
+    assert run(jax.jit(sc.scalify(fun, check=True)), scaled(X), scaled(W)) == []
+
+
 def test_a_warning_can_be_made_an_error():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -175,7 +180,7 @@ def test_a_warning_can_be_made_an_error():
 def test_without_check_nothing_is_added_and_nothing_computed_otherwise():
     @functools.cache
     def texts(check):
-        fun = sc.scalify(jax.grad(lambda x, w: jnp.sum(scanned(x, w))), check=check)
+        fun = sc.scalify(jax.grad(lambda x, w: jnp.sum(scanned(x, w))), check=check, scales="static")
         return str(jax.make_jaxpr(fun)(scaled(X), scaled(W))), fun(scaled(X), scaled(W))
 
     with reports():
