@@ -48,13 +48,17 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
                 else:
                     rule = registry.rules.get(eqn.primitive.name, _DEFAULT)
                     if not rule.wide:
-                        operands = [narrow(x) if type(x) is Value else x for x in operands]
+                        operands = [_narrowed(x, rule) if type(x) is Value else x for x in operands]
                     elif not rule.lazy:
                         operands = [settle(x) if type(x) is Value else x for x in operands]
                     out = rule.fun(eqn, *operands, evaluate=evaluate) if rule.control else rule.fun(eqn, *operands)
                 for var, x in zip(eqn.outvars, out if eqn.primitive.multiple_results else (out,), strict=True):
                     env[var] = in_format(x) if var in stored and type(x) is Value and x.shape and not x.guard else x
     return list(map(read, jaxpr.outvars))
+
+
+def _narrowed(x: Value, rule: registry.Rule) -> Value:
+    return settle(x) if x.guard and rule.guards else narrow(x)
 
 
 _DEFAULT = registry.Rule(registry.default, "default", lazy=True)

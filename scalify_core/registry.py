@@ -43,6 +43,7 @@ class Rule:
         kind: the definer's name: what docs/coverage.md says.
         wide: whether operands may come with FP32 data that has not yet been rounded to its format.
         lazy: whether operands may come with a factor that is not yet in their data.
+        guards: whether guards (see `Value`) keep their FP32 data where other operands are rounded.
         control: whether `fun` also wants the evaluator of inner jaxprs, as the keyword `evaluate`.
     """
 
@@ -51,6 +52,7 @@ class Rule:
     wide: bool = True
     lazy: bool = False
     control: bool = False
+    guards: bool = False
 
 
 rules: dict[str, Rule] = {}
@@ -69,9 +71,9 @@ def rule(*primitives: str, wide: bool = True, lazy: bool = False) -> Callable:
     return _definer("rule", primitives, wide=wide, lazy=lazy)
 
 
-def control(*primitives: str, wide: bool = False) -> Callable:
+def control(*primitives: str, wide: bool = False, guards: bool = False) -> Callable:
     """Decorator: a rule of a primitive with inner jaxprs, called with `evaluate=`."""
-    return _definer("control", primitives, wide=wide, control=True)
+    return _definer("control", primitives, wide=wide, control=True, guards=guards)
 
 
 def structural(*primitives: str, along: Callable | None = None) -> None:
@@ -235,11 +237,16 @@ _FOLDED: dict[str, Callable] = {
 
 
 def _definer(
-    kind: str, primitives: tuple[str, ...], wide: bool = True, lazy: bool = False, control: bool = False
+    kind: str,
+    primitives: tuple[str, ...],
+    wide: bool = True,
+    lazy: bool = False,
+    control: bool = False,
+    guards: bool = False,
 ) -> Callable:
     def register(fun: Callable) -> Callable:
         for primitive in primitives:
-            rules[primitive] = Rule(fun, kind, wide, lazy, control)
+            rules[primitive] = Rule(fun, kind, wide, lazy, control, guards)
         return fun
 
     return register

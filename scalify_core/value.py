@@ -151,7 +151,9 @@ def wide(v: Value) -> Any:
 
 def settle(v: Value) -> Value:
     """The value with its factor multiplied into the data."""
-    return v if v.factor == 1.0 else value(times(v.data, v.factor), v.multiple, v.rho, v.dtype, 1.0, v.excess)
+    if v.factor == 1.0:
+        return v
+    return value(times(v.data, v.factor), v.multiple, v.rho, v.dtype, 1.0, v.excess, v.guard)
 
 
 def narrow(v: Value) -> Value:

@@ -244,7 +244,9 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
 
 
 def _guards(dtype: np.dtype, scale: Any, operands: tuple) -> bool:
-    """Whether one of the operands is a constant that the format does not hold."""
+    """Whether one of the operands is a constant that the format does not hold, or may hold one."""
+    if any(isinstance(x, Value) and x.guard for x in operands):
+        return True
     constants = [c for c in map(v.uniform, operands) if c and math.isfinite(c)]
     return not all(_holds(dtype, c, scale) for c in constants)
 
