@@ -182,7 +182,7 @@ def plain(eqn: Any, *operands: Any) -> Any:
     """An equation that no scale takes part in. Uniform constants stay known: a loop's zeros must not get a scale."""
     numbers = _numbers(eqn, tuple(map(v.uniform, operands)))
     several = eqn.primitive.multiple_results
-    if None in numbers:
+    if None in numbers or not numbers:  # what has no results is there for what it does
         out = bind(eqn, *map(storage.materialise, operands))
     else:
         out = [None] * len(numbers) if several else None

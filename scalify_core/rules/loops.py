@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jax import lax
 from scalify_core import numbering, storage
 from scalify_core import scales as sc
 from scalify_core import value as v
+from scalify_core.formats import pow2_round
 from scalify_core.registry import control
 from scalify_core.rules import varying
 from scalify_core.rules.bodies import run, shape_of
@@ -21,7 +24,35 @@ from scalify_core.rules.carries import after, carry_forms, chosen, first_carry, 
 from scalify_core.value import Constant, Value, pack, unpack
 
 
+def _loop(fun: Callable) -> Callable:
+    """A loop's rule. In another loop, what is handed to it is of an expected RMS that is a power of two.
+
+    The outer loop looks at the inner one with a carry after one turn, and after two. It would be evaluated anew for
+    each, and a loop in that for each of these: so mostly they are the same to it.
+    """
+
+    @functools.wraps(fun)
+    def rule(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
+        if _inside.get():
+            operands = tuple(_coarse(x) if isinstance(x, Value) else x for x in operands)
+        token = _inside.set(True)
+        try:
+            return fun(eqn, *operands, evaluate=evaluate)
+        finally:
+            _inside.reset(token)
+
+    return rule
+
+
+_inside: ContextVar[bool] = ContextVar("inside", default=False)  # the body of a loop
+
+
+def _coarse(x: Value) -> Value:
+    return dataclasses.replace(x, rho=1.0 if 0.5 <= x.rho <= 2.0 else pow2_round(x.rho))
+
+
 @control("scan", guards=True)
+@_loop
 def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     params = eqn.params
     length, jaxpr, backwards = params["length"], params["jaxpr"], params["reverse"]
@@ -54,6 +85,7 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
 
 @control("while", guards=True)
+@_loop
 def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     """Where the predicate is one of a batch, elements for which it is false stay as they are, as in JAX."""
     params = eqn.params
