@@ -32,6 +32,7 @@ from scalify_core import scales as sc
 from scalify_core import storage
 from scalify_core import value as v
 from scalify_core.value import Value
+from scalify_core.varying import as_traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +176,7 @@ def default(eqn: Any, *operands: Any) -> Any:
 def bind(eqn: Any, *operands: Any) -> Any:
     """The equation's primitive on plain operands."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    return eqn.primitive.bind(*operands, **params)
+    return eqn.primitive.bind(*as_traced(eqn, operands), **params)
 
 
 def plain(eqn: Any, *operands: Any) -> Any:
@@ -231,7 +232,9 @@ def _same(x: np.ndarray) -> np.ndarray:
 
 
 _FOLDED: dict[str, Callable] = {
-    **dict.fromkeys(("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy", "copy_p"), _same),
+    **dict.fromkeys(
+        ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy", "copy_p", "pvary"), _same
+    ),
     **{"neg": np.negative, "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply},
 }
 

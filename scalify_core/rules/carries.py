@@ -185,6 +185,13 @@ def carry_forms(turn: Callable, init: Any, length: int | None) -> tuple[list[For
             return [_loop_form(part, length) for part in zip(*history, strict=True)], turns
 
 
+def coarse(x: Any) -> Any:
+    """A value or a form whose expected RMS is a power of two, and mostly 1."""
+    if not isinstance(x, (Value, Form)):
+        return x
+    return dataclasses.replace(x, rho=1.0 if 0.5 <= x.rho <= 2.0 else pow2_round(x.rho))
+
+
 def after(x: Any, y: Any) -> Any:
     """A part of the carry that goes into the next turn: `y`, but what is plain stays, and a dynamic scale, too."""
     return x if not isinstance(y, Value) or _kind(x) == "dynamic" else y

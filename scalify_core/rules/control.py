@@ -20,8 +20,8 @@ from scalify_core.registry import control, is_numbered
 from scalify_core.rules.bodies import run, shape_of, traced_body
 from scalify_core.rules.carries import common_form, to_form
 from scalify_core.rules.collectives import equal_scale
-from scalify_core.rules.varying import agreeing
 from scalify_core.value import Constant, Value, pack, unpack
+from scalify_core.varying import agreeing
 
 
 @control("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "composite", wide=True)

@@ -13,14 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core import numbering, storage
+from scalify_core import numbering, storage, varying
 from scalify_core import scales as sc
 from scalify_core import value as v
-from scalify_core.formats import pow2_round
 from scalify_core.registry import control
-from scalify_core.rules import varying
 from scalify_core.rules.bodies import run, shape_of
-from scalify_core.rules.carries import after, carry_forms, chosen, first_carry, needs_scale, next_carry
+from scalify_core.rules.carries import after, carry_forms, chosen, coarse, first_carry, needs_scale, next_carry
 from scalify_core.value import Constant, Value, pack, unpack
 
 
@@ -33,22 +31,21 @@ def _loop(fun: Callable) -> Callable:
 
     @functools.wraps(fun)
     def rule(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
-        if _inside.get():
-            operands = tuple(_coarse(x) if isinstance(x, Value) else x for x in operands)
-        token = _inside.set(True)
+        token = _depth.set(_depth.get() + 1)
         try:
-            return fun(eqn, *operands, evaluate=evaluate)
+            return fun(eqn, *_handed(operands), evaluate=evaluate)
         finally:
-            _inside.reset(token)
+            _depth.reset(token)
 
     return rule
 
 
-_inside: ContextVar[bool] = ContextVar("inside", default=False)  # the body of a loop
+_depth: ContextVar[int] = ContextVar("depth", default=0)  # of loops
 
 
-def _coarse(x: Value) -> Value:
-    return dataclasses.replace(x, rho=1.0 if 0.5 <= x.rho <= 2.0 else pow2_round(x.rho))
+def _handed(operands: Sequence[Any]) -> Sequence[Any]:
+    """What is handed to a loop, or from turn to turn."""
+    return list(map(coarse, operands)) if _depth.get() > 1 else operands
 
 
 @control("scan", guards=True)
@@ -116,8 +113,8 @@ def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
 def _before(turn: Callable, init: Sequence[Any], length: int | None, jaxpr: Any) -> tuple[list[Any], list[Any]]:
     """The carry before the first turn, packed, and the forms of its parts."""
-    forms, turns = carry_forms(lambda carry: shape_of(turn, carry), init, length)
-    scales: list[Any] = [None] * len(forms)
+    forms, turns = carry_forms(lambda carry: _handed(shape_of(turn, carry)), init, length)
+    forms, scales = list(_handed(forms)), [None] * len(forms)
     if any(map(needs_scale, forms)):
         scales = _scales_after(turn, turns, init, jaxpr)
     return pack(map(first_carry, init, forms, scales)), forms

@@ -19,6 +19,7 @@ from scalify_core.formats import FP16
 from scalify_core.registry import rule, unscaled
 from scalify_core.rules.elementwise import lifted
 from scalify_core.value import Value
+from scalify_core.varying import as_traced
 
 unscaled(
     "cholesky", "cholesky_update", "lu", "qr", "svd", "eig", "eigh", "schur", "hessenberg", "tridiagonal",
@@ -31,7 +32,7 @@ unscaled("custom_linear_solve", as_traced=True)
 def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
     (a, b), dtype = lifted(a, b)
     a, b = (v.scalar_scale(x) for x in (a, b))
-    operands = (storage.saturating_cast(x.data, dtype) for x in (a, b))
+    operands = as_traced(eqn, [storage.saturating_cast(x.data, dtype) for x in (a, b)])
     if eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize:
         dtype = eqn.outvars[0].aval.dtype  # the user cast to a narrow dtype, and wants a wide result
     data = eqn.primitive.bind(*operands, *rest, **{**eqn.params, "preferred_element_type": np.dtype(dtype)})

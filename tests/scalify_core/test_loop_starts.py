@@ -93,9 +93,7 @@ def weighted_keys(start):
             a, b, p = carry
             key, value = t
             q = jnp.maximum(p, 0.5 + key)
-            out = (jnp.exp(p - q) * a + jnp.exp(0.5 + key - q) * value) / (
-                jnp.exp(p - q) * b + jnp.exp(0.5 + key - q)
-            )
+            out = (jnp.exp(p - q) * a + jnp.exp(0.5 + key - q) * value) / (jnp.exp(p - q) * b + jnp.exp(0.5 + key - q))
             q = jnp.maximum(p - 0.1, key)
             old, new = jnp.exp(p - 0.1 - q), jnp.exp(key - q)
             return (old * a + new * value, old * b + new, q), out
@@ -160,10 +158,8 @@ def test_a_start_that_nothing_was_compared_with_stays_far_away(start, kind, dtyp
     """Half of the elements meet nothing; what is computed of them is as if they were infinite."""
 
     def fun(x):
-        m = lax.scan(
-            lambda m, t: (jnp.where(jnp.arange(8) < 4, jnp.maximum(m, t), m), None), jnp.full(8, start), x
-        )[0]
-        return jnp.exp(m - x[0]), jnp.maximum(m, x[0]), jnp.minimum(m, -x[0] ** 2)[:4], m
+        m = lax.scan(lambda m, t: (jnp.where(jnp.arange(8) < 4, jnp.maximum(m, t), m), None), jnp.full(8, start), x)[0]
+        return jnp.exp(m - x[0]), jnp.maximum(m, x[0]), jnp.minimum(m, -(x[0] ** 2))[:4], m
 
     for size in (2.0**-10, 1.0, 2.0**10):
         x = jax.random.normal(jax.random.key(0), (16, 8)) * size

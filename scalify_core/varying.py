@@ -15,13 +15,26 @@ from jax import lax
 
 def axes_of(x: Any) -> frozenset:
     """The mesh axes that an array varies over; none outside shard_map, and where that does not check."""
-    return jax.typeof(x).mat.varying
+    return _axes_of_type(jax.typeof(x))
 
 
 def varying(x: Any, axes: frozenset) -> Any:
     """`x`, varying over these axes too."""
     missing = axes - axes_of(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def as_traced(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Operands that vary over the axes that those of the equation did when it was traced."""
+    if not any(map(_axes_of_type, (var.aval for var in eqn.invars))):
+        return operands
+    rest = operands[len(eqn.invars) :]
+    return [*(varying(x, _axes_of_type(var.aval)) for x, var in zip(operands, eqn.invars, strict=False)), *rest]
+
+
+def _axes_of_type(aval: Any) -> frozenset:
+    manual = getattr(aval, "mat", None)
+    return frozenset() if manual is None else manual.varying
 
 
 def vary(tree: Any, axes: Sequence[frozenset]) -> Any:
