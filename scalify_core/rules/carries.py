@@ -81,6 +81,7 @@ def to_form(x: Any, form: Form | None) -> Any:
         x = v.lift(x, form.dtype)
     x = v.scalar_scale(x)
     if form.scale is None:
+        x = v.exact(x)
         scale = np.float32(x.scale) if sc.is_static(x.scale) else x.scale
         return _formed(x.data, jnp.asarray(scale), form)
     return _formed(x.data if sc.same_scale(x.scale, form.scale) else v.wide_at(x, form.scale), form.scale, form)

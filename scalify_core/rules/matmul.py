@@ -37,7 +37,11 @@ def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
         dtype = eqn.outvars[0].aval.dtype  # the user cast to a narrow dtype, and wants a wide result
     data = eqn.primitive.bind(*operands, *rest, **{**eqn.params, "preferred_element_type": np.dtype(dtype)})
     rho = a.rho * b.rho * math.sqrt(max(count, 1))
-    return v.settled(saturated(data), sc.product(a.multiple, b.multiple), rho, dtype, slack=math.sqrt(2))
+    scale = sc.product(a.multiple, b.multiple)
+    if a.static is None and b.static is None:
+        scale, rest = sc.product_and_rest(a.multiple, b.multiple)
+        data = sc.times(data, rest)
+    return v.settled(saturated(data), scale, rho, dtype, slack=math.sqrt(2))
 
 
 def saturated(x: jax.Array) -> jax.Array:
