@@ -66,7 +66,8 @@ def as_number(scale: Scale | Multiple) -> Scale:
 
 def _multiplied(a: Any, b: Any, smaller: Any) -> Any:
     """`a * b` within the range of scales; where `smaller`, of the two, is that of zeros, it stays that."""
-    return lax.select(lax.lt(smaller, np.float32(OF_ZEROS)), lax.full_like(smaller, MIN_SCALE), clip_scale(a * b))
+    zeros = lax.lt(smaller, np.float32(OF_ZEROS))
+    return lax.select(zeros, lax.full_like(smaller, MIN_SCALE), clip_scale(lax.mul(a, b)))
 
 
 def as_numbers(scales: Sequence[Scale | Multiple]) -> list[Scale]:
@@ -101,7 +102,12 @@ def ratio(a: Any, b: Any) -> Any:
     a, by = a if isinstance(a, Multiple) else (a, 1.0)
     a, b = _arrays(a, b)
     quotient = lax.mul(a, pow2_inverse(b))
-    return lax.min(quotient if by == 1.0 else lax.mul(quotient, np.float32(by)), np.float32(MAX_SCALE))
+    quotient = lax.min(quotient if by == 1.0 else lax.mul(quotient, np.float32(by)), np.float32(MAX_SCALE))
+    if isinstance(a, np.generic):
+        return quotient
+    # What has any scale may be infinite: times 0 it would be NaN.
+    zeros = lax.lt(a, np.float32(OF_ZEROS))
+    return lax.max(quotient, lax.select(zeros, lax.full_like(a, MIN_SCALE), lax.full_like(a, 0)))
 
 
 def product(a: Any, b: Any) -> Any:

@@ -35,13 +35,14 @@ def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
     operands = as_traced(eqn, [storage.saturating_cast(x.data, dtype) for x in (a, b)])
     if eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize:
         dtype = eqn.outvars[0].aval.dtype  # the user cast to a narrow dtype, and wants a wide result
-    data = eqn.primitive.bind(*operands, *rest, **{**eqn.params, "preferred_element_type": np.dtype(dtype)})
+    params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
+    data = saturated(eqn.primitive.bind(*operands, *rest, **params))
     rho = a.rho * b.rho * math.sqrt(max(count, 1))
     scale = sc.product(a.multiple, b.multiple)
     if a.static is None and b.static is None:
-        scale, rest = sc.product_and_rest(a.multiple, b.multiple)
-        data = sc.times(data, rest)
-    return v.settled(saturated(data), scale, rho, dtype, slack=math.sqrt(2))
+        scale, beyond = sc.product_and_rest(a.multiple, b.multiple)
+        data = sc.times(data, beyond)
+    return v.settled(data, scale, rho, dtype, slack=math.sqrt(2))
 
 
 def saturated(x: jax.Array) -> jax.Array:
