@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.formats import pow2_round
-from scalify_core.scales import MIN_SCALE, broadcast_scale, times
+from scalify_core.scales import MIN_SCALE, OF_ZEROS, broadcast_scale, times
 from scalify_core.storage import as_float32, saturating_cast
 
 
@@ -23,7 +23,7 @@ class ScaledArray:
         - `data` is a floating-point array; shape, dtype, ndim and size are those of the data.
         - `scale` is positive, a power of two in [2^-126, 2^126], in one of two kinds. *Static*: a Python float. It is
           part of the pytree's structure, so for `jit` it is a constant of the compiled program, and another scale is
-          another compilation. *Dynamic*: an FP32 array, a leaf beside the data.
+          another compilation. *Dynamic*: an FP32 array, a leaf beside the data; 2^-126 is that of zeros.
         - A dynamic scale is a scalar, or has the shape of leading axes of the data ((L,) for a stack of L layers), or
           the rank of the data with size 1 along the axes it is common to.
 
@@ -206,7 +206,7 @@ def rms_scale(x: Any) -> jax.Array:
     # Relative to the peak: squares of 2^100 or 2^-100 leave FP32.
     inverse = 1 / jnp.where(peak > 0, peak, 1)
     rms = peak * jnp.sqrt(jnp.mean(jnp.square(x * inverse)))
-    scale = jnp.where(rms > 0, pow2_round(rms), jnp.float32(MIN_SCALE))
+    scale = jnp.where(rms > 0, jnp.maximum(pow2_round(rms), OF_ZEROS), jnp.float32(MIN_SCALE))
     return jnp.where(jnp.isfinite(rms), scale, jnp.float32(1))
 
 

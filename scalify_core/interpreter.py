@@ -54,7 +54,7 @@ def results(eqn: Any, operands: list[Any], stored: set[Any], *, evaluate: Callab
     else:
         rule = registry.rules.get(eqn.primitive.name, _DEFAULT)
         if not rule.wide:
-            operands = [narrow(x) if type(x) is Value else x for x in operands]
+            operands = [_narrowed(x, rule) if type(x) is Value else x for x in operands]
         elif not rule.lazy:
             operands = [settle(x) if type(x) is Value else x for x in operands]
         out = rule.fun(eqn, *operands, evaluate=evaluate) if rule.control else rule.fun(eqn, *operands)
@@ -87,6 +87,10 @@ def _rounded_where_made(reporter: Reporter, jaxpr: Any, var: Any, x: Any) -> Any
             inner = eqn.params["jaxpr"]
             x = _rounded_where_made(reporter, inner, inner.outvars[eqn.outvars.index(var)], x)
         return narrow(x)
+
+
+def _narrowed(x: Value, rule: registry.Rule) -> Value:
+    return settle(x) if x.guard and rule.guards else narrow(x)
 
 
 _DEFAULT = registry.Rule(registry.default, "default", lazy=True)

@@ -29,6 +29,7 @@ from scalify_core import scales as sc
 from scalify_core import storage
 from scalify_core import value as v
 from scalify_core.value import Value
+from scalify_core.varying import as_traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Rule:
         kind: the definer's name: what docs/coverage.md says.
         wide: whether operands may come with FP32 data that has not yet been rounded to its format.
         lazy: whether operands may come with a factor that is not yet in their data.
+        guards: whether guards (see `Value`) keep their FP32 data where other operands are rounded.
         control: whether `fun` also wants the evaluator of inner jaxprs, as the keyword `evaluate`.
     """
 
@@ -48,6 +50,7 @@ class Rule:
     wide: bool = True
     lazy: bool = False
     control: bool = False
+    guards: bool = False
 
 
 rules: dict[str, Rule] = {}
@@ -63,9 +66,9 @@ def rule(*primitives: str, wide: bool = True, lazy: bool = False) -> Callable:
     return _definer("rule", primitives, wide=wide, lazy=lazy)
 
 
-def control(*primitives: str, wide: bool = False) -> Callable:
+def control(*primitives: str, wide: bool = False, guards: bool = False) -> Callable:
     """Decorator: a rule of a primitive with inner jaxprs, called with `evaluate=`."""
-    return _definer("control", primitives, wide=wide, control=True)
+    return _definer("control", primitives, wide=wide, control=True, guards=guards)
 
 
 def structural(*primitives: str, along: Callable | None = None) -> None:
@@ -161,14 +164,14 @@ def default(eqn: Any, *operands: Any) -> Any:
 def bind(eqn: Any, *operands: Any) -> Any:
     """The equation's primitive on plain operands."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    return eqn.primitive.bind(*operands, **params)
+    return eqn.primitive.bind(*as_traced(eqn, operands), **params)
 
 
 def plain(eqn: Any, *operands: Any) -> Any:
     """An equation that no scale takes part in. Uniform constants stay known: a loop's zeros must not get a scale."""
     numbers = _numbers(eqn, tuple(map(v.uniform, operands)))
     several = eqn.primitive.multiple_results
-    if None in numbers:
+    if None in numbers or not numbers:  # what has no results is there for what it does
         out = bind(eqn, *map(storage.materialise, operands))
     else:
         out = [None] * len(numbers) if several else None
@@ -217,17 +220,24 @@ def _same(x: np.ndarray) -> np.ndarray:
 
 
 _FOLDED: dict[str, Callable] = {
-    **dict.fromkeys(("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy", "copy_p"), _same),
+    **dict.fromkeys(
+        ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy", "copy_p", "pvary"), _same
+    ),
     **{"neg": np.negative, "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply},
 }
 
 
 def _definer(
-    kind: str, primitives: tuple[str, ...], wide: bool = True, lazy: bool = False, control: bool = False
+    kind: str,
+    primitives: tuple[str, ...],
+    wide: bool = True,
+    lazy: bool = False,
+    control: bool = False,
+    guards: bool = False,
 ) -> Callable:
     def register(fun: Callable) -> Callable:
         for primitive in primitives:
-            rules[primitive] = Rule(fun, kind, wide, lazy, control)
+            rules[primitive] = Rule(fun, kind, wide, lazy, control, guards)
         return fun
 
     return register

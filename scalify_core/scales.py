@@ -3,6 +3,10 @@
 A scale is *static* when it is a Python float: arithmetic on it happens while tracing and leaves nothing in the
 compiled program. Otherwise it is an FP32 array, a scalar or broadcastable to the data. Every scale is a power of two
 in [2^-126, 2^126].
+
+The smallest is that of zeros, and says nothing about other values. It stays what it is whatever it is multiplied by,
+and what is computed of other scales is larger: so zeros, and sums and products of them, are told from small numbers
+wherever they come from. Where a product leaves the range of scales, the remainder is for the data.
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ from scalify_core.storage import as_float32
 
 Scale = Any  # float: static; FP32 jax.Array: dynamic
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
-# A scale below this one is that of zeros (2^-126), perhaps times some constants: it says nothing about other values.
-OF_ZEROS = 2.0**-100
+# A scale below this one is that of zeros. What is computed of other scales is from here on, and so is its inverse.
+OF_ZEROS = 2.0**-125
 _TOGETHER = 64  # scalars of one array: XLA gives a kernel some 96 operands
 
 
@@ -57,7 +61,13 @@ def near(scales: Sequence[Scale]) -> bool:
 
 def as_number(scale: Scale | Multiple) -> Scale:
     """A scale that is multiplied out, within the range of scales."""
-    return clip_scale(lax.mul(scale.base, np.float32(scale.by))) if isinstance(scale, Multiple) else scale
+    return _multiplied(scale.base, np.float32(scale.by), scale.base) if isinstance(scale, Multiple) else scale
+
+
+def _multiplied(a: Any, b: Any, smaller: Any) -> Any:
+    """`a * b` within the range of scales; where `smaller`, of the two, is that of zeros, it stays that."""
+    zeros = lax.lt(smaller, np.float32(OF_ZEROS))
+    return lax.select(zeros, lax.full_like(smaller, MIN_SCALE), clip_scale(lax.mul(a, b)))
 
 
 def as_numbers(scales: Sequence[Scale | Multiple]) -> list[Scale]:
@@ -73,23 +83,31 @@ def as_numbers(scales: Sequence[Scale | Multiple]) -> list[Scale]:
     blocks = [same[i : i + _TOGETHER] for same in alike.values() for i in range(0, len(same), _TOGETHER)]
     for block in blocks:
         bases, by = [scales[i].base for i in block], np.array([scales[i].by for i in block], np.float32)
-        numbers = clip_scale(lax.mul(jnp.stack(bases), by))
+        numbers = _multiplied(stacked := jnp.stack(bases), by, stacked)
         for place, i in enumerate(block):
             found[i] = numbers[place]
     return [as_number(x) for x in found]
 
 
 def ratio(a: Any, b: Any) -> Any:
-    """`a / b`, within the range of scales where dynamic; a `Multiple` where `b` is static and `a` a run-time scalar.
+    """`a / b`, to multiply data by; a `Multiple` where `b` is static and `a` a run-time scalar.
 
-    Static for multiples of one run-time scalar.
+    Static for multiples of one run-time scalar. Else it is at most 2^126, and where it is too small for FP32, so is
+    what data near 1 becomes: 0.
     """
     if is_static(b):
         return product(a, 1 / b)
     if (both := of_one_base(a, b)) is not None:
         return both[0] / both[1]
+    a, by = a if isinstance(a, Multiple) else (a, 1.0)
     a, b = _arrays(a, b)
-    return clip_scale(lax.mul(a, pow2_inverse(b)))
+    quotient = lax.mul(a, pow2_inverse(b))
+    quotient = lax.min(quotient if by == 1.0 else lax.mul(quotient, np.float32(by)), np.float32(MAX_SCALE))
+    if isinstance(a, np.generic):
+        return quotient
+    # What has any scale may be infinite: times 0 it would be NaN.
+    zeros = lax.lt(a, np.float32(OF_ZEROS))
+    return lax.max(quotient, lax.select(zeros, lax.full_like(a, MIN_SCALE), lax.full_like(a, 0)))
 
 
 def product(a: Any, b: Any) -> Any:
@@ -103,17 +121,36 @@ def product(a: Any, b: Any) -> Any:
         base, by = dynamic if isinstance(dynamic, Multiple) else (dynamic, 1.0)
         if base.ndim == 0 and MIN_SCALE <= by * static <= MAX_SCALE and math.frexp(static)[0] == 0.5:
             return base if by * static == 1.0 else Multiple(base, by * static)
-    return clip_scale(lax.mul(*_arrays(a, b)))
+        return _multiplied(dynamic := as_number(dynamic), np.float32(static), dynamic)
+    a, b = _arrays(a, b)
+    return _multiplied(a, b, lax.min(a, b))
 
 
 def product_and_rest(a: Any, b: Any) -> tuple[Any, Scale]:
     """`a * b` as `product`, and the power of two by which that falls short of it, for the data (1 where static)."""
-    a, b = as_number(a), as_number(b)
+    if is_static(a) and is_static(b):
+        return a * b, 1.0
+    (a, rest_a), (b, rest_b) = number_and_rest(a), number_and_rest(b)
     scale = as_number(product(a, b))
-    if is_static(scale) or scale is a or scale is b:
-        return scale, 1.0
+    if scale is a or scale is b:
+        return scale, _without_ones(rest_a, rest_b)
     # Within FP32: the smaller over the product is at most the inverse of the larger, or the scale is at its limit.
-    return scale, lax.mul(lax.div(*_arrays(smallest(a, b), scale)), largest(a, b))
+    rest = lax.mul(lax.div(*_arrays(smallest(a, b), scale)), largest(a, b))
+    return scale, _without_ones(rest, rest_a, rest_b)
+
+
+def number_and_rest(scale: Any) -> tuple[Scale, Scale]:
+    """As `as_number`, and the power of two by which that falls short of the scale, for the data."""
+    if not isinstance(scale, Multiple):
+        return scale, 1.0
+    number = as_number(scale)
+    small, large = (f(scale.base, np.float32(scale.by)) for f in (lax.min, lax.max))
+    return number, lax.mul(lax.div(small, number), large)
+
+
+def _without_ones(*factors: Any) -> Any:
+    factors = tuple(x for x in factors if not is_static(x) or x != 1.0)
+    return functools.reduce(lambda a, b: lax.mul(*_arrays(a, b)), factors) if factors else 1.0
 
 
 def largest(*scales: Scale) -> Scale:
@@ -142,15 +179,16 @@ def rounded(size: float) -> tuple[float, float]:
 
 
 def clip_scale(scale: Any) -> Any:
-    """Keep a dynamic scale within [2^-126, 2^126]."""
-    return lax.clamp(np.float32(MIN_SCALE), scale, np.float32(MAX_SCALE))
+    """Keep a dynamic scale that is not of zeros within [2^-125, 2^125]."""
+    return lax.clamp(np.float32(OF_ZEROS), scale, np.float32(1 / OF_ZEROS))
 
 
 def times(x: Any, factor: Scale | Multiple) -> Any:
     """`x * factor`, exact for a power of two and else rounded in FP32; no operation where the factor is 1."""
     if isinstance(factor, Multiple):
         if not 2.0**-60 <= factor.by <= 2.0**60:  # data of a narrow format times more could leave FP32 on the way
-            return times(x, as_number(factor))
+            number, rest = number_and_rest(factor)
+            return times(times(x, number), rest)
         return times(times(as_float32(x), factor.by), factor.base)
     if isinstance(factor, float):
         if factor == 1.0:

@@ -38,9 +38,9 @@ from scalify_core.scales import (
     Scale,
     as_number,
     broadcast_scale,
-    clip_scale,
     is_static,
     largest,
+    number_and_rest,
     of_one_base,
     product,
     ratio,
@@ -97,8 +97,8 @@ class Value:
         if self.static is not None:
             return self.static * self.rho
         # Within the range of scales, so that the sizes of zeros are not zeros: a sum divides one by the other.
-        size = clip_scale(times(self.dynamic, self.by * self.rho))
-        return size if self.excess is None else clip_scale(lax.mul(size, self.excess))
+        size = as_number(Multiple(self.dynamic, self.by * self.rho))
+        return size if self.excess is None else product(size, self.excess)
 
 
 def value(
@@ -153,7 +153,20 @@ def wide(v: Value) -> Any:
 
 def settle(v: Value) -> Value:
     """The value with its factor multiplied into the data."""
-    return v if v.factor == 1.0 else value(times(v.data, v.factor), v.multiple, v.rho, v.dtype, 1.0, v.excess)
+    if v.factor == 1.0:
+        return v
+    return value(times(v.data, v.factor), v.multiple, v.rho, v.dtype, 1.0, v.excess, v.guard)
+
+
+def exact(v: Value) -> Value:
+    """The value with its scale multiplied out; what that leaves of a product beyond the range of scales is in the data.
+
+    For who goes on with the scale as a number: `Value.scale` alone saturates.
+    """
+    if v.by == 1.0:
+        return v
+    scale, rest = number_and_rest(v.multiple)
+    return value(times(wide(v), rest), scale, v.rho, v.dtype, v.factor, v.excess, v.guard)
 
 
 def narrow(v: Value) -> Value:
@@ -196,8 +209,9 @@ def _at_scale(data: Any, v: Value, scale: Scale) -> Any:
 
 def as_divisor(v: Value) -> Value:
     """The value at scale 1 if its run-time scale is that of zeros: a quotient must not get the largest scale of all."""
-    if is_static(v.scale):
+    if v.static is not None:
         return v
+    v = exact(v)
     scale = unless_of_zeros(v.scale, 1.0)
     return value(times(wide(v), ratio(v.scale, scale)), scale, v.rho, v.dtype, v.factor)
 
@@ -217,7 +231,7 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
         return product(a.dynamic, scale), rho, None
     large, small = largest(a.size, b.size), smallest(a.size, b.size)
     r = lax.div(small, large)
-    total = clip_scale(lax.mul(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r)))))
+    total = product(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r))))
     scale = pow2_round(total)
     computed, excess = once(scale, lax.div(total, scale))
     return computed, 1.0, excess
@@ -281,8 +295,8 @@ def _rescaled(v: Value, measured: jax.Array, sums: Any = None) -> Value:
 
 def _rescaling(v: Value, power: Any) -> tuple[Any, Any]:
     """The scale of a value that is rescaled by a measured power of two, and what its data is multiplied by."""
-    scale = as_number(product(v.scale, power))
-    return scale, as_number(ratio(v.scale, scale))
+    scale = as_number(product(v.multiple, power))
+    return scale, as_number(ratio(v.multiple, scale))
 
 
 def before_rescaling(v: Value) -> tuple[Value, Value]:

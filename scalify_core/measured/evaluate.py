@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from scalify_core import registry, storage
 from scalify_core.array import ScaledArray
 from scalify_core.measured import store
-from scalify_core.measured.plan import Format, Plan, Step, is_float, plan_of, product_format
+from scalify_core.measured.plan import Format, Plan, Step, is_float, large_constants, plan_of, product_format
 from scalify_core.scopes import scope_of, within
 from scalify_core.watch import Reporter
 
@@ -70,12 +70,12 @@ def entering(x: Any) -> Any:
 
 def _returned(jaxpr: Any, var: Any, x: Any, dtype: np.dtype) -> ScaledArray:
     """A result, stored; what that loses is reported at the equation that makes it."""
-    reporter = _reporter.get()
+    reporter, constants = _reporter.get(), large_constants(jaxpr)
     makers = [] if reporter is None else [eqn for eqn in jaxpr.eqns if var in eqn.outvars]
     if reporter is None or not makers:
-        return store.result(x, dtype)
+        return store.result(x, dtype, constants)
     with reporter.at(makers[0]):
-        return store.result(x, dtype)
+        return store.result(x, dtype, constants)
 
 
 def run(jaxpr: Any, plan: Plan, args: Sequence[Any]) -> list[Any]:

@@ -137,6 +137,18 @@ def _wanted(step: Step, wants: dict[Any, np.dtype]) -> Sequence[Format]:
     return [None] * len(eqn.invars)
 
 
+@functools.lru_cache(maxsize=4096)
+def large_constants(jaxpr: Any) -> frozenset[float]:
+    """The finite numbers beyond FP16 that stand in a program, here or further in: what masks and loops begin with."""
+    found: set[float] = set()
+    for eqn in jaxpr.eqns:
+        numbers = (x.val for x in eqn.invars if type(x) is Literal and is_float(x.aval))
+        found.update(float(x) for x in numbers if np.ndim(x) == 0 and 65504 < abs(x) < np.inf)
+        for inner in jaxprs_in_params(eqn.params):
+            found |= large_constants(inner)
+    return frozenset(found)
+
+
 def inner_plan(step: Step) -> Plan:
     """The plan of the inner jaxpr of a call or a scan."""
     formats = step.formats

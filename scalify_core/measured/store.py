@@ -6,6 +6,7 @@ A stored value is a `ScaledArray`; every other value is an FP32 array of its log
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax import lax
 from scalify_core import storage, watch
 from scalify_core.array import ScaledArray
 from scalify_core.formats import FloatFormat, pow2_inverse
-from scalify_core.scales import broadcast_scale, times
+from scalify_core.scales import MIN_SCALE, broadcast_scale, times
 
 _F32 = np.dtype(np.float32)
 _EXPONENT = np.int32(0x7F800000)  # of an FP32 number's bits
@@ -69,15 +70,30 @@ def rounded(data: Any, *, x: Any, scale: Any) -> Any:
     return data
 
 
-def result(x: Any, dtype: np.dtype) -> ScaledArray:
+def result(x: Any, dtype: np.dtype, constants: frozenset[float] = frozenset()) -> ScaledArray:
     """A value as `scalify` returns it: with a run-time scale, and data of which the largest is below 2^7.
 
     That leaves room for those who go on with the data as if its RMS were near 1, and 31 octaves below the largest.
+    Elements that are one of `constants`, such as a mask's -1e9, have no part in the scale, and saturate.
     """
     if dtype.itemsize >= 4:
         return ScaledArray(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
-    x = stored(wide(x), dtype, _RESULT_TOP)
+    x = storage.as_float32(wide(x))
+    if constants and has_own_range(dtype):
+        x = _without_outliers(x, dtype, sorted(constants))
+    x = stored(x, dtype, _RESULT_TOP)
     return ScaledArray(x.data, jnp.float32(x.scale)) if x.is_static else x
+
+
+def _without_outliers(x: jax.Array, dtype: np.dtype, constants: Sequence[float]) -> jax.Array:
+    """`x`, what is one of the constants brought as near to all else as it saturates at."""
+    masked = functools.reduce(lax.bitwise_or, (lax.eq(x, lax.full_like(x, c)) for c in constants))
+    rest = lax.select(masked, lax.full_like(x, 0), x)
+    unit = unit_of(rest, _RESULT_TOP)
+    limit = lax.select(unit > np.float32(MIN_SCALE), unit * np.float32(FloatFormat.of(dtype).max), jnp.float32(np.inf))
+    limit = lax.broadcast(limit, x.shape)
+    outlier = lax.bitwise_and(masked, lax.gt(lax.abs(x), limit))
+    return lax.select(outlier, lax.mul(lax.sign(x), limit), x)
 
 
 def unit_of(x: jax.Array, top: int) -> jax.Array:

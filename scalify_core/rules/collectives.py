@@ -1,4 +1,8 @@
-"""Collectives over mesh axes, inside shard_map. A static scale is the same on every device."""
+"""Collectives over mesh axes, inside shard_map, and over those of vmap. A static scale is the same on every device.
+
+An axis of a vmap inside the function has become one of the array: a number, where that of a mesh, or of a vmap outside,
+is a name.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,7 @@ def equal_scale(x: Value, axes: tuple) -> Value:
     in a `shard_map` that does not check, nothing is known of either.
     """
     x = v.scalar_scale(x)
+    axes = tuple(axis for axis in axes if not isinstance(axis, int))
     if sc.is_static(x.scale):
         return x
     data, scale = (jax.typeof(y).mat.varying for y in (x.data, x.scale))
@@ -46,14 +51,21 @@ def _collective(eqn: Any, operands: tuple, *, adds: bool = False, mixes: bool = 
     if mixes:
         operands = tuple(equal_scale(x, axes) if isinstance(x, Value) else x for x in operands)
     out = bind(eqn, *(x.data if isinstance(x, Value) else storage.materialise(x) for x in operands))
-    groups = eqn.params.get("axis_index_groups")
-    count = len(groups[0]) if groups else math.prod(lax.axis_size(axis) for axis in axes)
-    growth = math.sqrt(count) if adds else 1.0
     results = [
-        v.settled(saturated(y) if adds else y, x.scale, x.rho * growth, x.dtype) if isinstance(x, Value) else y
+        v.settled(saturated(y) if adds else y, x.multiple, x.rho * (_growth(eqn, x) if adds else 1.0), x.dtype)
+        if isinstance(x, Value)
+        else y
         for x, y in zip(operands, out if eqn.primitive.multiple_results else [out], strict=True)
     ]
     return results if eqn.primitive.multiple_results else results[0]
+
+
+def _growth(eqn: Any, x: Value) -> float:
+    """Of the expected RMS in a sum over axes."""
+    groups = eqn.params.get("axis_index_groups")
+    if groups:
+        return math.sqrt(len(groups[0]))
+    return math.sqrt(math.prod(x.shape[a] if isinstance(a, int) else lax.axis_size(a) for a in _axes(eqn)))
 
 
 @rule("psum", "psum_invariant", "reduce_scatter", wide=False)

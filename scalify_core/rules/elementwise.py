@@ -51,7 +51,7 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
     scale, rho, excess = v.hypot(a, b)
     if excess is None or scale.ndim:
         return v.value(bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale)), scale, rho, dtype, excess=excess)
-    scale, excess, *changes = storage.together(scale, excess, *(sc.ratio(x.scale, scale) for x in sources))
+    scale, excess, *changes = storage.together(scale, excess, *(sc.ratio(x.multiple, scale) for x in sources))
     data = [sc.times(sc.times(storage.as_float32(x.data), x.factor), c) for x, c in zip(sources, changes, strict=True)]
     return v.value(bind(eqn, *data), scale, rho, dtype, excess=excess)
 
@@ -63,7 +63,7 @@ def _mul(eqn: Any, a: Any, b: Any) -> Value:
         if constant is not None and math.isfinite(constant) and other.shape == eqn.outvars[0].aval.shape:
             return _times_constant(other, constant)
     (a, b), dtype = lifted(a, b)
-    scale, rest = sc.product_and_rest(a.scale, b.scale)
+    scale, rest = sc.product_and_rest(a.multiple, b.multiple)
     data = sc.times(bind(eqn, v.wide(a), v.wide(b)), rest)
     return v.settled(data, scale, a.rho * b.rho, dtype, factor=a.factor * b.factor)
 
@@ -77,7 +77,7 @@ def _times_constant(x: Value, constant: float) -> Value:
     factor = pow2_round(size)
     if not sc.is_static(x.scale) and not 2.0**-32 <= factor <= 2.0**32:
         # Far enough to leave the range of scales: not an operation for every constant near 1.
-        scale, rest = sc.product_and_rest(x.scale, factor)
+        scale, rest = sc.product_and_rest(x.multiple, factor)
         return v.value(sc.times(v.wide(x), rest), scale, size / factor, dtype, x.factor * (constant / factor), x.excess)
     scale = sc.product(x.multiple, factor)
     if sc.is_static(scale) and not sc.MIN_SCALE <= scale <= sc.MAX_SCALE:
@@ -99,7 +99,7 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
         return _times_constant(a, 1 / constant)
     (a, b), dtype = lifted(a, b)
     b = v.value(b.data, 1.0, 1.0, dtype) if _has_any_scale(constant) else v.as_divisor(b)
-    scale, rest = sc.product_and_rest(a.scale, sc.ratio(1.0, b.scale))
+    scale, rest = sc.product_and_rest(a.multiple, sc.ratio(1.0, b.scale))
     data = sc.times(bind(eqn, v.wide(a), v.wide(b)), rest)
     return v.settled(data, scale, a.rho / b.rho, dtype, factor=a.factor / b.factor)
 
@@ -113,6 +113,7 @@ def _integer_pow(eqn: Any, x: Value) -> Value:
     x = v.as_divisor(x) if n < 0 else x
     if sc.is_static(x.scale):
         return v.settled(bind(eqn, v.wide(x)), x.scale**n, x.rho**n, dtype, factor=x.factor**n)
+    x = v.exact(x)
     scale, rest = sc.product_and_rest(1.0, x.scale if n > 0 else sc.ratio(1.0, x.scale))
     base = scale
     for _ in range(abs(n) - 1):
@@ -125,7 +126,7 @@ def _root(degree: int, inverse: bool) -> Any:
     """Rule of the root: the scale becomes the power of two whose power it is; the remainder goes into the data."""
 
     def root(eqn: Any, x: Value) -> Value:
-        dtype = v.result_dtype(x)
+        dtype, x = v.result_dtype(x), v.exact(x)
         if sc.is_static(x.scale):
             out: Any = 2.0 ** (round(math.log2(x.scale)) // degree)
             rest: Any = x.scale / out**degree
@@ -244,7 +245,9 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
 
 
 def _guards(dtype: np.dtype, scale: Any, operands: tuple) -> bool:
-    """Whether one of the operands is a constant that the format does not hold."""
+    """Whether one of the operands is a constant that the format does not hold, or may hold one."""
+    if any(isinstance(x, Value) and x.guard for x in operands):
+        return True
     constants = [c for c in map(v.uniform, operands) if c and math.isfinite(c)]
     return not all(_holds(dtype, c, scale) for c in constants)
 
@@ -269,7 +272,7 @@ def _select_n(eqn: Any, which: Any, *cases: Any) -> Value:
 def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:
     """One case whole, with its scale: that of a case which is not selected does not count."""
     values, dtype = lifted(*cases)
-    values = [v.scalar_scale(x) for x in values]
+    values = [v.scalar_scale(v.exact(x)) for x in values]
     scale = lax.select_n(which, *(jnp.asarray(x.scale, jnp.float32) for x in values))
     return v.value(bind(eqn, which, *(v.wide(x) for x in values)), scale, max(x.rho for x in values), dtype)
 

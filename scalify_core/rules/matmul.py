@@ -19,6 +19,7 @@ from scalify_core.formats import FP16
 from scalify_core.registry import rule, unscaled
 from scalify_core.rules.elementwise import lifted
 from scalify_core.value import Value
+from scalify_core.varying import as_traced
 
 unscaled(
     "cholesky", "cholesky_update", "lu", "qr", "svd", "eig", "eigh", "schur", "hessenberg", "tridiagonal",
@@ -31,12 +32,17 @@ unscaled("custom_linear_solve", as_traced=True)
 def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
     (a, b), dtype = lifted(a, b)
     a, b = (v.scalar_scale(x) for x in (a, b))
-    operands = (storage.saturating_cast(x.data, dtype) for x in (a, b))
+    operands = as_traced(eqn, [storage.saturating_cast(x.data, dtype) for x in (a, b)])
     if eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize:
         dtype = eqn.outvars[0].aval.dtype  # the user cast to a narrow dtype, and wants a wide result
-    data = eqn.primitive.bind(*operands, *rest, **{**eqn.params, "preferred_element_type": np.dtype(dtype)})
+    params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
+    data = saturated(eqn.primitive.bind(*operands, *rest, **params))
     rho = a.rho * b.rho * math.sqrt(max(count, 1))
-    return v.settled(saturated(data), sc.product(a.multiple, b.multiple), rho, dtype, slack=math.sqrt(2))
+    scale = sc.product(a.multiple, b.multiple)
+    if a.static is None and b.static is None:
+        scale, beyond = sc.product_and_rest(a.multiple, b.multiple)
+        data = sc.times(data, beyond)
+    return v.settled(data, scale, rho, dtype, slack=math.sqrt(2))
 
 
 def saturated(x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from propagated import scalify
 
 from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms
-from scalify_core.rules import control
+from scalify_core.rules import loops
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
@@ -154,8 +154,8 @@ def test_carry_that_settles_keeps_a_static_scale():
 
 def test_body_of_a_loop_is_looked_at_twice_at_most(monkeypatch):
     turns = []
-    shape_of = control._shape_of
-    monkeypatch.setattr(control, "_shape_of", lambda *args: turns.append(1) or shape_of(*args))
+    shape_of = loops.shape_of
+    monkeypatch.setattr(loops, "shape_of", lambda *args: turns.append(1) or shape_of(*args))
     for fun in (
         lambda x, ws: lax.scan(layer, x, ws)[0],
         lambda x, ws: lax.scan(lambda c, w: (c + x @ w, None), jnp.zeros((4, 8)), ws)[0],

@@ -1,0 +1,58 @@
+"""The bodies of loops, branches and recomputed blocks: inner jaxprs that are evaluated once, however often looked at.
+
+To know the scales of its results, a rule looks at a body before it builds the operation that has it. Were the body
+evaluated anew each time, bodies within bodies would cost two to the power of their depth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from scalify_core import numbering
+from scalify_core import value as v
+from scalify_core.registry import is_numbered
+from scalify_core.value import Value, narrow, pack, unpack
+
+
+def run(jaxpr: Any, evaluate: Callable, operands: Any, wide: int = 0) -> list[Any]:
+    """The results of a body, rounded to their formats but for guards and the first `wide`, and with their scales."""
+    packed, first = pack(operands), numbering.drawn()
+    traced = traced_body(jaxpr, evaluate, packed, wide)
+    out = jax.core.eval_jaxpr(traced.jaxpr, traced.jaxpr.consts, *jax.tree.leaves(packed))
+    return unpack(numbering.take(jax.tree.unflatten(jax.tree.structure(traced.out_info), out), first))
+
+
+def traced_body(jaxpr: Any, evaluate: Callable, packed: Any, wide: int = 0) -> Any:
+    """The trace of an evaluated body on packed operands: of `(packed results, count of numbers)`."""
+    first = numbering.drawn() if is_numbered(jaxpr) else None
+    return _evaluated(jaxpr, first, evaluate, wide).trace(*packed)
+
+
+@functools.lru_cache(maxsize=1024)
+def _evaluated(jaxpr: Any, first: int | None, evaluate: Callable, wide: int) -> Any:
+    """One function per body, whose traces jit keeps: one for each structure of the operands.
+
+    Where the body draws numbers, one per body and `first` number.
+    """
+
+    def evaluated(*operands: Any) -> list[Any]:
+        out = evaluate(jaxpr, unpack(operands))
+        return pack(_result(x, i < wide) if isinstance(x, Value) else x for i, x in enumerate(out))
+
+    return jax.jit(numbering.counting(evaluated))
+
+
+def _result(x: Value, wide: bool) -> Value:
+    x = v.settle(x) if wide or x.guard else narrow(x)
+    return dataclasses.replace(x, excess=None)
+
+
+def shape_of(fun: Callable, operands: Any) -> list[Any]:
+    """The results of `fun` with their scales, of which the static ones are known, but without data."""
+    with numbering.numbers_returned():
+        return unpack(jax.eval_shape(lambda xs: pack(fun(unpack(xs))), pack(operands)))
