@@ -22,6 +22,8 @@ from scalify_core.value import Value, narrow, pack, unpack
 def run(jaxpr: Any, evaluate: Callable, operands: Any, wide: int = 0) -> list[Any]:
     """The results of a body, rounded to their formats but for guards and the first `wide`, and with their scales."""
     packed, first = pack(operands), numbering.drawn()
+    if jax.config.jax_disable_jit:  # equation by equation, as a debugger and `explain` want it
+        return unpack(pack(_stored(evaluate(jaxpr, unpack(packed)), wide)))
     traced = traced_body(jaxpr, evaluate, packed, wide)
     out = jax.core.eval_jaxpr(traced.jaxpr, traced.jaxpr.consts, *jax.tree.leaves(packed))
     return unpack(numbering.take(jax.tree.unflatten(jax.tree.structure(traced.out_info), out), first))
@@ -41,10 +43,13 @@ def _evaluated(jaxpr: Any, first: int | None, evaluate: Callable, wide: int) -> 
     """
 
     def evaluated(*operands: Any) -> list[Any]:
-        out = evaluate(jaxpr, unpack(operands))
-        return pack(_result(x, i < wide) if isinstance(x, Value) else x for i, x in enumerate(out))
+        return pack(_stored(evaluate(jaxpr, unpack(operands)), wide))
 
     return jax.jit(numbering.counting(evaluated))
+
+
+def _stored(out: list[Any], wide: int) -> list[Any]:
+    return [_result(x, i < wide) if isinstance(x, Value) else x for i, x in enumerate(out)]
 
 
 def _result(x: Value, wide: bool) -> Value:
