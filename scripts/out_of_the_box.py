@@ -10,7 +10,6 @@ study continues. OUT/table.md is written anew after each.
 
 import functools
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -27,6 +26,7 @@ import numpy as np
 import optax
 
 import scalify_core as sc
+from scripts import rows
 from scripts.arguments import argument, run, split
 from scripts.pairs import half_width
 from trainer.data.corpus import open_embedded
@@ -77,11 +77,9 @@ def main(args: Arguments) -> None:
     lines, start = out / "runs.jsonl", time.monotonic()
     settings = {key: getattr(args, key) for key in ("steps", "width", "batch", "lr", "last")}
     finals = {}
-    if lines.exists():
-        for line in lines.read_text(encoding="utf-8").split("\n")[:-1]:  # a torn last line is left out
-            row = json.loads(line)
-            if {key: row[key] for key in settings} == settings:
-                finals[Job(row["model"], row["seed"], row["way"])] = row["final"] or math.inf
+    for row in rows.read(lines):
+        if {key: row[key] for key in settings} == settings:
+            finals[Job(row["model"], row["seed"], row["way"])] = math.inf if row["final"] is None else row["final"]
     for number, job in enumerate(jobs, 1):
         if job in finals or (args.seconds and time.monotonic() - start > args.seconds):
             continue
@@ -91,8 +89,7 @@ def main(args: Arguments) -> None:
         finals[job] = final if math.isfinite(final) else math.inf
         row = job._asdict() | settings | {"final": final if math.isfinite(final) else None, "code": code_version()}
         curve = [round(x, 5) if math.isfinite(x) else None for x in losses[:: max(1, args.steps // 30)]]
-        with lines.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | {"curve": curve}, allow_nan=False) + "\n")
+        rows.append(lines, row | {"curve": curve})
         seconds = time.monotonic() - began
         print(
             f"{number} of {len(jobs)}: {job.model}, seed {job.seed}, {job.way}: {final:.4f} ({seconds:.0f} s)",
