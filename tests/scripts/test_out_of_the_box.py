@@ -29,8 +29,8 @@ def test_a_study_continues_where_it_was_and_pairs_seeds(monkeypatch, tmp_path, c
     main(Arguments(out=str(tmp_path), models=MODELS, seeds=2))
     assert len(trained) == 8
     table = (tmp_path / "table.md").read_text()
-    assert "| llama:2 | 2 | 0 | 1.0000 | 1.0150 | +1.50 ± 6.35 | +7.85 |" in table
-    assert "| vit:1 | 1 | 1 | 1.0000 | 1.0100 | +1.00 | - |" in table
+    assert "| llama:2 | fp8 | 2 | 0 | 1.0000 | 1.0150 | +1.50 ± 6.35 | +7.85 |" in table
+    assert "| vit:1 | fp8 | 1 | 1 | 1.0000 | 1.0100 | +1.00 | - |" in table
 
 
 def test_runs_of_other_settings_are_not_taken(monkeypatch, tmp_path):
@@ -59,9 +59,10 @@ def flat(batch):
     return [np.ravel(x) for x in (batch.values() if isinstance(batch, dict) else [batch])]
 
 
-def test_both_ways_are_steps_of_the_same_model():
+def test_all_ways_are_steps_of_the_same_model():
     args = Arguments(models="llama:1", width=32, batch=1, steps=3)
     with jax.numpy_rank_promotion("allow"):
-        found, expected = (train(Job("llama:1", 0, way), args) for way in ("fp8", "fp32"))
-    assert found == pytest.approx(expected, rel=2.0**-7)  # FP8 rounds at 2^-4, and the loss is a mean of 64
-    assert found != expected
+        expected, *found = (train(Job("llama:1", 0, way), args) for way in ("fp32", "fp8", "amax"))
+    for losses_ in found:
+        assert losses_ == pytest.approx(expected, rel=2.0**-7)  # FP8 rounds at 2^-4, and the loss is a mean of 64
+        assert losses_ != expected
