@@ -5,8 +5,8 @@ python -m scripts.out_of_the_box out=runs/box models=llama_fan_in:4,llama_fan_in
 The models are those of the zoo, `name:depth`: plain JAX and Flax, in which nothing is rescaled by hand. `fp32` is an
 ordinary step. `fp8` has FP8 products, FP16 weights with scales and FP16 moments: `scalify` takes the gradient, what
 `scaled_state` and `apply_updates` store is narrow. `amax` is `fp32` with FP8 products at the best scales, those of the
-largest magnitudes, without scalify: what the rounding to FP8 costs whoever chooses the scales. A finished run is a JSON line in OUT/runs.jsonl; called again, the
-study continues. OUT/table.md is written anew after each.
+largest magnitudes, without scalify: what the rounding to FP8 costs whoever chooses the scales. A finished run is a JSON
+line in OUT/runs.jsonl; called again, the study continues. OUT/table.md is written anew after each.
 """
 
 import functools
