@@ -4,13 +4,13 @@ python -m scripts.out_of_the_box out=runs/box models=llama_fan_in:4,llama_fan_in
 
 The models are those of the zoo, `name:depth`: plain JAX and Flax, in which nothing is rescaled by hand. `fp32` is an
 ordinary step. `fp8` has FP8 products, FP16 weights with scales and FP16 moments: `scalify` takes the gradient, what
-`scaled_state` and `apply_updates` store is narrow. A finished run is a JSON line in OUT/runs.jsonl; called again, the
-study continues. OUT/table.md is written anew after each.
+`scaled_state` and `apply_updates` store is narrow. `amax` is `fp32` with FP8 products at the best scales, those of the
+largest magnitudes, without scalify: what the rounding to FP8 costs whoever chooses the scales. A finished run is a JSON
+line in OUT/runs.jsonl; called again, the study continues. OUT/table.md is written anew after each.
 """
 
 import functools
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -27,6 +27,7 @@ import numpy as np
 import optax
 
 import scalify_core as sc
+from scripts import rows
 from scripts.arguments import argument, run, split
 from scripts.pairs import half_width
 from trainer.data.corpus import open_embedded
@@ -40,7 +41,7 @@ from zoo import BUILDERS
 from zoo.flax_models import TIME
 from zoo.llama import VOCAB
 
-WAYS = "fp32", "fp8"
+WAYS = "fp32", "fp8", "amax"
 Batch = Any
 LETTERS = "\n !'(),-.:;?abcdefghijklmnopqrstuvwxyz"
 
@@ -51,11 +52,12 @@ class Arguments:
 
     out: str = argument("where the runs and the table go", "runs/out_of_the_box")
     models: str = argument("name:depth, separated by commas", "llama_fan_in:4,llama_fan_in:16,vit:4,encoder_pre_ln:4")
+    ways: str = argument(f"of {', '.join(WAYS)}; fp32, with which others are compared, is always run", "fp32,fp8")
     seeds: int = argument("pairs", 4)
     first_seed: int = argument("the first of the seeds, which follow one another", 0)
     steps: int = argument("steps of each run", 300)
-    width: int = argument("of the models", 64)
-    batch: int = argument("sequences or images of a step", 16)
+    width: int = argument("of the models", 32)
+    batch: int = argument("sequences of 64 letters of a step", 8)
     lr: float = argument("the peak of the learning rate", 3e-3)
     last: int = argument("steps whose losses a final loss is the mean of", 20)
     seconds: int = argument("no run is begun after so many; 0: all are", 0)
@@ -77,11 +79,9 @@ def main(args: Arguments) -> None:
     lines, start = out / "runs.jsonl", time.monotonic()
     settings = {key: getattr(args, key) for key in ("steps", "width", "batch", "lr", "last")}
     finals = {}
-    if lines.exists():
-        for line in lines.read_text(encoding="utf-8").split("\n")[:-1]:  # a torn last line is left out
-            row = json.loads(line)
-            if {key: row[key] for key in settings} == settings:
-                finals[Job(row["model"], row["seed"], row["way"])] = row["final"] or math.inf
+    for row in rows.read(lines):
+        if {key: row[key] for key in settings} == settings:
+            finals[Job(row["model"], row["seed"], row["way"])] = math.inf if row["final"] is None else row["final"]
     for number, job in enumerate(jobs, 1):
         if job in finals or (args.seconds and time.monotonic() - start > args.seconds):
             continue
@@ -91,8 +91,7 @@ def main(args: Arguments) -> None:
         finals[job] = final if math.isfinite(final) else math.inf
         row = job._asdict() | settings | {"final": final if math.isfinite(final) else None, "code": code_version()}
         curve = [round(x, 5) if math.isfinite(x) else None for x in losses[:: max(1, args.steps // 30)]]
-        with lines.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | {"curve": curve}, allow_nan=False) + "\n")
+        rows.append(lines, row | {"curve": curve})
         seconds = time.monotonic() - began
         print(
             f"{number} of {len(jobs)}: {job.model}, seed {job.seed}, {job.way}: {final:.4f} ({seconds:.0f} s)",
@@ -112,14 +111,20 @@ def jobs_of(args: Arguments) -> list[Job]:
             raise UserError(f"models={args.models}: unknown {name}; {nearest(name, valid)}")
         if not depth.isdecimal() or not int(depth):
             raise UserError(f"models={args.models}: expected name:depth, such as {name}:4")
+    ways = dict.fromkeys(("fp32", *split(args.ways)))
+    for way in ways:
+        if way not in WAYS:
+            raise UserError(f"ways={args.ways}: unknown {way}; {nearest(way, list(WAYS))}")
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    return [Job(*job) for job in ((m, seed, way) for seed in seeds for m in models for way in WAYS)]
+    return [Job(model, seed, way) for seed in seeds for model in models for way in ways]
 
 
 def train(job: Job, args: Arguments) -> list[float]:
     """The losses of all steps (nats)."""
     name, _, depth = job.model.partition(":")
-    given = {"dot_general": sc.fp8_dot_general} if job.way == "fp8" else {}
+    best = sc.Fp8DotGeneral(scaling=sc.Scaling("amax", "amax", "amax"))
+    products: dict[str, dict[str, Any]] = {"fp8": {"dot_general": sc.fp8_dot_general}, "amax": {"dot_general": best}}
+    given = products.get(job.way, {})
     case = BUILDERS[name](depth=int(depth), width=args.width, seed=job.seed, **given)
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, args.steps // 10, args.steps, args.lr / 10)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
@@ -184,11 +189,11 @@ def next_letters(seed: int, count: int) -> Iterator[Batch]:
 
 
 def hidden_letters(seed: int, count: int) -> Iterator[Batch]:
-    """Batches for an encoder: a quarter of the letters is masked."""
+    """Batches for an encoder: some letters that stand twice, a quarter of which is masked, can be read at one place."""
     rng = np.random.default_rng(seed)
     while True:
-        shape = 4 * count, TIME
-        yield {"ids": excerpts(rng, *shape), "mask": (rng.random(shape) < 0.25).astype(np.float32)}
+        ids = np.tile(excerpts(rng, 4 * count, TIME // 2), 2)
+        yield {"ids": ids, "mask": (rng.random(ids.shape) < 0.25).astype(np.float32)}
 
 
 def gratings(seed: int, count: int) -> Iterator[Batch]:
@@ -215,21 +220,23 @@ TASKS: dict[str, Callable[[int, int], Iterator[Batch]]] = {
 
 def markdown(args: Arguments, finals: dict[Job, float]) -> str:
     """The table: mean paired differences in percent of FP32's loss, with 95% intervals."""
-    head = ["model", "pairs", "diverged", "fp32, nats", "fp8, nats", "difference, %", "at most, %"]
+    head = ["model", "way", "pairs", "diverged", "fp32, nats", "its, nats", "difference, %", "at most, %"]
     out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    for model in split(args.models):
-        pairs = [(finals.get(Job(model, s, "fp32")), finals.get(Job(model, s, "fp8"))) for s in seeds]
+    for model, way in itertools.product(split(args.models), dict.fromkeys(split(args.ways))):
+        if way == "fp32":
+            continue
+        pairs = [(finals.get(Job(model, s, "fp32")), finals.get(Job(model, s, way))) for s in seeds]
         done = [(a, b) for a, b in pairs if a is not None and b is not None]
         whole = [(a, b) for a, b in done if math.isfinite(a) and math.isfinite(b)]
         if not whole:
-            out.append(f"| {model} | 0 | {len(done)} | - | - | - | - |")
+            out.append(f"| {model} | {way} | 0 | {len(done)} | - | - | - | - |")
             continue
         base, ours = (statistics.fmean(x) for x in zip(*whole, strict=True))
         apart = [100 * (b - a) / a for a, b in whole]
         mean, half = statistics.fmean(apart), half_width(apart)
         interval = [f"{mean:+.2f} ± {half:.2f}", f"{mean + half:+.2f}"] if len(apart) > 1 else [f"{mean:+.2f}", "-"]
-        cells = [model, str(len(whole)), str(len(done) - len(whole)), f"{base:.4f}", f"{ours:.4f}", *interval]
+        cells = [model, way, str(len(whole)), str(len(done) - len(whole)), f"{base:.4f}", f"{ours:.4f}", *interval]
         out.append(f"| {' | '.join(cells)} |")
     return (
         "\n".join(out)

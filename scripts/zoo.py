@@ -8,7 +8,6 @@ format (of FP8: of FP32 code with FP8 products at the best scales), and its zero
 called again, the table continues. Rows that other code has measured are measured again with `again=yes`.
 """
 
-import json
 import math
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from scripts import rows
 from scripts.arguments import argument, run, split
 from trainer.errors import UserError
 from trainer.fields import nearest
@@ -53,32 +53,24 @@ def main(args: Arguments) -> None:
     out, settings = Path(args.out), {"depth": args.depth, "width": args.width}
     lines = out.with_suffix(".jsonl")
     version = code_version()
-    rows = {
+    known = {
         row["model"]: row
-        for row in read_rows(lines)
+        for row in rows.read(lines)
         if {key: row[key] for key in settings} == settings and (args.again != "yes" or row["code"] == version)
     }
     asked = [(format, way) for format in formats for way in scales]
     for number, model in enumerate(models, 1):
         start = time.monotonic()
-        row = rows.setdefault(model, {"model": model, **settings, "code": version, "found": {}, "cost": None})
+        row = known.setdefault(model, {"model": model, **settings, "code": version, "found": {}, "cost": None})
         todo = [(f, w) for f, w in asked if f"{f} {w}" not in row["found"] and (f != "fp8" or takes_fp8(model))]
         if todo or (args.rounds and row["cost"] is None):
             print(f"{number} of {len(models)}: {model} ...", end="", flush=True)
             fill(row, Subject(model, args.depth or None, args.width or None), todo, args.rounds)
-            with lines.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, allow_nan=False) + "\n")
+            rows.append(lines, row)
             print(f" {summary(row)} ({time.monotonic() - start:.0f} s)", flush=True)
             jax.clear_caches()
-        write_atomically(out, markdown([rows[name] for name in models if name in rows], asked))
-    print(markdown([rows[name] for name in models], asked))
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of an earlier call; none when there is no file. A torn last line is left out."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+        write_atomically(out, markdown([known[name] for name in models if name in known], asked))
+    print(markdown([known[name] for name in models], asked))
 
 
 def chosen(key: str, text: str, valid: list[str]) -> list[str]:

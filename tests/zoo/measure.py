@@ -12,8 +12,8 @@ The errors are norms: |g - r| / |r|, r being the gradient of plain FP32. What is
 
 Some gradients are not determined by their model: that of the bias of attention's keys is zero, and FP32 finds noise.
 So FP32 is asked twice, once with parameters moved in their last place. What that changes, FP16 cannot know: a leaf
-without a digit that FP16 could have is judged by its size beside the whole gradient. Likewise no format is asked to be
-better than FP32 on weights that were moved in the format's last place: where a kink (of a ReLU, a maximum, a choice of
+without a digit that FP16 could have is judged by its size beside the whole gradient. Likewise every format may be twice
+as wrong as FP32 on weights that were moved in the format's last place: where a kink (of a ReLU, a maximum, a choice of
 experts) is near, an error is a matter of luck. And a zero counts where the element is above three times the error that
 its row or its column may have: what is below the rounding of their sums may vanish.
 """
@@ -227,7 +227,7 @@ def limit_of(subject: Subject, format: str, path: str, plain: float) -> float:
         return max(1e-5, ROUNDINGS * subject.noise[path])
     epsilon = _epsilon(format)
     asked = 2 * plain if format == "fp8" or plain <= FAILS else FAILS
-    return max(asked, ROUNDINGS * epsilon, subject.moved(epsilon, SAMPLES)[path])
+    return max(asked, ROUNDINGS * epsilon, 2 * subject.moved(epsilon, SAMPLES)[path])
 
 
 class Cost(NamedTuple):

@@ -1,0 +1,61 @@
+import json
+
+import pytest
+
+from scripts import zoo
+from scripts.zoo import Arguments, cell, main
+from trainer.errors import UserError
+
+GOOD = {"fits": True, "leaves": 3, "failures": 0, "error": 0.001, "plain": 0.002, "zeros": 0.0, "most_zeros": 0.0}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What is measured is noted, and always the same."""
+    asked = []
+    monkeypatch.setattr(zoo, "Subject", lambda name, depth, width: name)
+    monkeypatch.setattr(zoo, "figures", lambda found: dict(GOOD))
+    monkeypatch.setattr(zoo, "measure", lambda *args: asked.append(args))
+    return asked
+
+
+def test_a_table_continues_where_it_was(measured, tmp_path, capsys):
+    out = tmp_path / "zoo.md"
+    main(Arguments(out=str(out), models="llama,rwkv", formats="fp16", scales="static", rounds=0))
+    with out.with_suffix(".jsonl").open("a") as file:
+        file.write('{"model": "lst')  # killed while it wrote
+    main(Arguments(out=str(out), models="llama,rwkv", formats="fp16,fp8", scales="static", rounds=0))
+    assert measured == [("llama", "fp16", "static"), ("rwkv", "fp16", "static"), ("llama", "fp8", "static")]
+    table = out.read_text()
+    assert "| llama | 0.001 / 0.002 | 0.001 / 0.002 | - | - | fits |" in table
+    assert "| rwkv | 0.001 / 0.002 | - | - | - | fits |" in table
+
+
+def test_rows_of_other_sizes_are_not_taken(measured, tmp_path):
+    arguments = {"out": str(tmp_path / "zoo.md"), "models": "rwkv", "formats": "bf16", "scales": "dynamic", "rounds": 0}
+    for depth in (2, 3, 2):
+        main(Arguments(**arguments, depth=depth))
+    assert len(measured) == 2
+
+
+def test_a_model_that_raises_is_a_row_that_fails(measured, monkeypatch, tmp_path):
+    def fails(*args):
+        raise NotImplementedError("vmap of while")
+
+    monkeypatch.setattr(zoo, "measure", fails)
+    out = tmp_path / "zoo.md"
+    main(Arguments(out=str(out), models="rwkv", formats="bf16", scales="static", rounds=0))
+    assert "| rwkv | raises NotImplementedError | - | - | **fails** |" in out.read_text()
+    (line,) = out.with_suffix(".jsonl").read_text().splitlines()
+    assert json.loads(line)["found"]["bf16 static"]["raises"] == "NotImplementedError: vmap of while"
+
+
+def test_a_cell_says_what_fails():
+    found = GOOD | {"failures": 2, "most_zeros": 0.25, "error": "inf", "resized": 7.0}
+    assert cell(found) == "**inf / 0.002**, 2 of 3, zeros 25.0%, resized **7**"
+    assert cell(None) == "-"
+
+
+def test_unknown_models_are_named_with_what_is_valid(tmp_path):
+    with pytest.raises(UserError, match="did you mean 'llama'"):
+        main(Arguments(out=str(tmp_path / "zoo.md"), models="lama"))
