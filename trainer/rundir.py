@@ -50,6 +50,10 @@ MAY_CHANGE = (
     "data.workers",
     "data.prefetch",
     "data.cache_dir",
+    "data.format",  # these four: of the text, whose fingerprint is compared
+    "data.column",
+    "data.split",
+    "data.val_fraction",
     "model.keep_fp8_weights",
 )
 

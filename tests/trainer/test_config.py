@@ -63,7 +63,15 @@ def test_every_choice_of_every_group_is_valid(choice):
         ("train.accum=7", ["train.batch_tokens", "train.accum", "7"]),
         ("data=text", ["data.paths"]),
         ("data=hf", ["data.name"]),
-        ("data.max_tokens=5", ["data.max_tokens=5", "data=hf", "data=embedded"]),
+        ("data.max_tokens=5", ["data.max_tokens=5", "not used by data=embedded", "data=hf"]),
+        ("data.paths=[a.txt,b]", ["data.paths=[a.txt,b]", "not used by data=embedded", "add data=text"]),
+        ("data.name=a/b", ["data.name=a/b", "data=hf"]),
+        ("data.format=jsonl", ["data.format=jsonl", "data=text"]),
+        ("data.column=body", ["data.column=body", "data=text or data=hf"]),
+        ("data.max_documents=10", ["data.max_documents=10", "data=text or data=hf"]),
+        ("data.streaming=true", ["data.streaming=True", "data=hf"]),
+        ("data.prepared_dir=x", ["data.prepared_dir=x", "data=prepared"]),
+        ("data.source=text", ["data.column is null", "data=text"]),
         ("data=prepared", ["data.prepared_dir"]),
         ("data.paths=x", ["data.paths='x'", "list"]),
         ("profile.steps=[5]", ["profile.steps=[5]", "[first,last]"]),
@@ -120,9 +128,25 @@ def test_a_setting_that_the_optimizer_does_not_use_is_refused(optimizer, ignored
             load(f"optimizer={optimizer}", f"+optimizer.{key}=0.5")
 
 
+def test_a_setting_that_the_source_does_not_use_is_refused():
+    for given, refused in (
+        (
+            ["data=text", "data.paths=[a]"],
+            ["name=a", "config=b", "split=c", "revision=d", "streaming=true", "max_tokens=9"],
+        ),
+        (["data=hf", "data.name=a/b"], ["paths=[a]", "format=text", "prepared_dir=x"]),
+        (["data=prepared", "data.prepared_dir=x"], ["val_fraction=0.2", "workers=2", "cache_dir=y", "max_documents=3"]),
+    ):
+        load(*given)
+        for key in refused:
+            with pytest.raises(UserError, match=rf"data\.{key.split('=')[0]}=.* is not used by {given[0]}, and would"):
+                load(*given, f"data.{key}")
+
+
 @pytest.mark.parametrize(
     ("args", "names"),
     [
+        (["data.paths=[book.txt]"], ["data.paths=[book.txt]", "add data=text"]),
         (["model.n_haed=3"], ["unknown key model.n_haed", "did you mean 'n_head'"]),
         (["+model.n_haed=3"], ["unknown key model.n_haed", "did you mean 'n_head'"]),
         (["optimizer=lion", "optimizer.eps=1"], ["unknown key optimizer.eps", "b1, b2, clip_norm, lr"]),

@@ -12,7 +12,18 @@ from jax.sharding import Mesh
 
 from scalify_core.matmul import MULTIPLE
 from trainer import config as schema
-from trainer.data import Batch, EmbeddedSource, HubSource, PreparedSource, Source, TextSource, prefetch, prepare, shown
+from trainer.data import (
+    Batch,
+    EmbeddedSource,
+    HubSource,
+    PreparedSource,
+    Source,
+    TextSource,
+    check_prepared,
+    prefetch,
+    prepare,
+    shown,
+)
 from trainer.errors import UserError
 from trainer.evaluate import Evaluation, evaluate, make_eval_step, xz_bits_per_byte
 from trainer.flops import flops_per_token, peak_flops
@@ -126,9 +137,12 @@ def build_source(c: schema.Data) -> Source:
         case "embedded":
             return EmbeddedSource()
         case "text":
+            assert c.column is not None  # validated
             return TextSource(c.paths, c.format, c.column, c.max_documents)
         case "hf":
-            assert c.name is not None  # validated
+            assert c.name is not None  # validated, as the others are
+            assert c.column is not None
+            assert c.split is not None
             return HubSource(
                 c.name,
                 config=c.config,
@@ -146,15 +160,21 @@ def build_source(c: schema.Data) -> Source:
 
 def build_data(c: schema.Config) -> Dataset:
     """Prepare the data unless it is prepared already, and open both parts."""
-    with shown() as progress:
-        directory = prepare(
-            build_source(c.data),
-            c.data.tokenizer,
-            Path(c.data.cache_dir),
-            val_fraction=c.data.val_fraction,
-            workers=c.data.workers,
-            progress=progress,
-        )
+    source = build_source(c.data)
+    if isinstance(source, PreparedSource):
+        directory = check_prepared(source.directory, c.data.tokenizer)
+    else:
+        assert c.data.cache_dir is not None  # validated, as the next is
+        assert c.data.val_fraction is not None
+        with shown() as progress:
+            directory = prepare(
+                source,
+                c.data.tokenizer,
+                Path(c.data.cache_dir),
+                val_fraction=c.data.val_fraction,
+                workers=c.data.workers,
+                progress=progress,
+            )
     return Dataset.open(
         directory,
         context=c.model.context,
