@@ -33,12 +33,18 @@ class Tokenizer(Protocol):
       vocab_size: ids are below it.
       eot: the id that ends a document.
       fingerprint: of everything that decides the ids; equal for equal tokenizers, whatever they are called.
+      pattern: of the words that are encoded one by one; None: every byte is.
+      tokens: ids of ordinary tokens, in a byte-pair encoding in the order of its merges.
+      special_tokens: ids of those that no text is encoded to, `eot` among them.
     """
 
     name: str
     vocab_size: int
     eot: int
     fingerprint: str
+    pattern: str | None
+    tokens: dict[bytes, int]
+    special_tokens: dict[str, int]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
@@ -66,6 +72,11 @@ class ByteTokenizer:
     vocab_size = 256
     eot = 0
     fingerprint = "byte"
+    pattern = None
+
+    def __init__(self) -> None:
+        self.tokens = {bytes([i]): i for i in range(self.vocab_size)}
+        self.special_tokens = {"\0": self.eot}
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
@@ -106,7 +117,10 @@ class BPETokenizer:
         self.eot = encoding.eot_token
         self.encoding = encoding
         self._ranks: dict[bytes, int] = encoding._mergeable_ranks
-        self._settings = {"pat_str": encoding._pat_str, "special_tokens": encoding._special_tokens}
+        self.tokens = self._ranks
+        self.special_tokens: dict[str, int] = encoding._special_tokens
+        self.pattern: str | None = encoding._pat_str
+        self._settings = {"pat_str": self.pattern, "special_tokens": self.special_tokens}
         digest = hashlib.blake2b(json.dumps(self._settings, sort_keys=True).encode(), digest_size=16)
         digest.update(tiktoken_file(self._ranks))
         self.fingerprint = digest.hexdigest()
@@ -133,11 +147,11 @@ class BPETokenizer:
 
     @functools.cached_property
     def _known(self) -> frozenset[int]:
-        return frozenset(self._ranks.values()) | frozenset(self.encoding._special_tokens.values())
+        return frozenset(self._ranks.values()) | frozenset(self.special_tokens.values())
 
     def cut_up(self, text: str, size: int) -> list[str]:
         """See Tokenizer. A text split by a pattern that is not known stays whole."""
-        return cut_at_lines(text, size) if self._settings["pat_str"] in line_safe_patterns() else [text]
+        return cut_at_lines(text, size) if self.pattern in line_safe_patterns() else [text]
 
     def save(self, directory: Path) -> None:
         """See Tokenizer: `tokenizer.tiktoken` and, for pattern and special tokens, `tokenizer.json`."""
