@@ -10,6 +10,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer import inherited
 from trainer.config import Config, validate
 from trainer.errors import UserError
 from trainer.fields import from_tree, nearest
@@ -36,7 +37,10 @@ def checked(tree: DictConfig, **changes: Any) -> Config:
     plain = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(plain, dict)
     plain.pop("experiment", None)  # the name of a group choice without keys of its own
-    config: Config = from_tree(Config, plain | changes)
+    plain |= changes
+    if isinstance(plain.get("model"), dict) and plain["model"].get("name") == inherited.NAME:
+        plain["model"] = inherited.inherit(plain["model"], plain["init_from"])
+    config: Config = from_tree(Config, plain)
     validate(config)
     return config
 

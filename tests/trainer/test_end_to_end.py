@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 from command import TINY, environment, finish, parameters, trainer, values, wait_for_row
+from tokenizers import Tokenizer
 
 from trainer.__main__ import main
 from trainer.build import run as build
@@ -89,6 +90,13 @@ of_finished_run = pytest.mark.xdist_group("finished run")  # made once
         ),
         (["run_dir=new", "resume=A", "precision=scalify_fp8"], ["precision.forward=None", "resume.convert=true"]),
         (["run_dir=new", "init_from=A", "model.n_head=4"], ["init_from=A has n_head=2", "the model 4"]),
+        (
+            ["run_dir=new", "init_from=A", "model.n_head=4", "model.d_model=64", "data.tokenizer=bpe"],
+            ["n_head=2 (the model 4)", "d_model=32 (the model 64)", "tokenizer byte of 256", "data.tokenizer=byte"],
+        ),
+        (["run_dir=new", "model=from_init"], ["init_from, which is null"]),
+        (["run_dir=new", "model=from_init", "init_from=bpe"], ["init_from=bpe", "config.yaml", "config.json"]),
+        (["run_dir=new", "model=from_init", "init_from=A", "model.n_layer=3"], ["model.n_layer=3 (2 there)"]),
         (["run_dir=new", "resume=A", "train.steps=20"], ["train.steps=20", "checkpoint has 20", "21 or more"]),
         (["run_dir=new", "init_from=nowhere"], ["init_from=nowhere", "does not exist"]),
         (["run_dir=new", "model.vocab_size=100"], ["model.vocab_size=100", "256"]),
@@ -126,6 +134,8 @@ def finished_run(tmp_path_factory):
     finish(trainer(tmp_path, "A", "train.steps=20", "checkpoint.every=10", "tracker=jsonl", "parallel.data=1"))
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "bpe").mkdir()
+    (tmp_path / "bpe" / "vocab.bpe").write_text("t h\nth e\n")
     (tmp_path / "binary.txt").write_bytes(b"text, then \xff\xfe")
     return tmp_path, values(tmp_path / "A")
 
@@ -220,6 +230,24 @@ def test_fine_tuning_starts_from_a_hugging_face_directory(finished_run):
     ours, theirs = (values(tmp_path / run)[0]["train/loss"] for run in "IK")
     assert ours == theirs  # the same weights, bit for bit
     assert ours < rows[0]["train/loss"] - 0.1
+    read = Tokenizer.from_file(str(tmp_path / "exported" / "tokenizer.json"))
+    assert read.encode("In the é").ids == list("In the é".encode())
+
+
+@of_finished_run
+@pytest.mark.parametrize("source", ["A", "of hugging face"])
+def test_a_model_takes_its_architecture_from_its_weights(finished_run, source):
+    tmp_path, _ = finished_run
+    if source != "A":
+        export = [sys.executable, "-m", "scripts.export", "run_dir=A", f"out={source}"]
+        subprocess.run(export, cwd=tmp_path, env=environment(), check=True)
+    config = ["model=from_init", f"init_from={source}", "train.batch_tokens=512", "tracker=none"]
+    sizes = [argument for argument in TINY if not argument.startswith("model.")]
+    command = [sys.executable, "-m", "trainer", *sizes, f"run_dir=L {source}", "train.steps=1", *config]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "2 layers, width 32, context 32, vocabulary 256" in done.stdout
+    assert "nobody checked" not in done.stdout
 
 
 def test_a_users_own_directory_stays_when_nothing_starts_in_it(tmp_path):

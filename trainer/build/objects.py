@@ -208,7 +208,7 @@ def build_state(c: schema.Config, w: Workload) -> TrainState:
     if c.init_from is None:
         return first_state(w)
     source = Path(c.init_from)
-    return first_state(w, lambda params: initial_weights(source, w.model.spec, params))
+    return first_state(w, lambda params: initial_weights(source, w.model.spec, w.data.tokenizer, params))
 
 
 def build_learning_rates(c: schema.Config) -> np.ndarray:

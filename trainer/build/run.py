@@ -42,7 +42,7 @@ from trainer.numerics import make_numerics
 from trainer.parallel import Agreement, place_batch, refused_together, replicated, start_processes
 from trainer.report import write_report
 from trainer.rundir import RunDir, write_environment
-from trainer.start import architecture, check_same_run, restore_logical, starting_point
+from trainer.start import architecture, check_same_run, describe_init, restore_logical, starting_point
 from trainer.state import TrainState, from_stored
 from trainer.step import StepFn, Tokens
 from trainer.tracking import MAKE_ROOM, Tracker, make_tracker
@@ -206,7 +206,8 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
             if jax.process_index() == 0:
                 w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
         idle = describe_idle(w.model.policy, sys.argv[1:])
-        for line in [*describe_run(c, w), *idle, *describe_change(c, found)]:
+        given = [] if c.init_from is None or found.step else describe_init(Path(c.init_from), w.data.tokenizer)
+        for line in [*describe_run(c, w), *idle, *given, *describe_change(c, found)]:
             display.message(line)
         tracker = make_tracker(
             c.tracker.kind,
@@ -287,6 +288,7 @@ def build_run(
             "rows": w.model.rows,
             "data": w.data.manifest.fingerprint,
             "tokenizer": w.data.tokenizer.name,
+            "tokenizer_fingerprint": w.data.tokenizer.fingerprint,
             "tracker_id": tracker.id,
         },
         tracker=tracker,

@@ -72,7 +72,7 @@ class ByteTokenizer:
     vocab_size = 256
     eot = 0
     fingerprint = "byte"
-    pattern = None
+    pattern: str | None = None
 
     def __init__(self) -> None:
         self.tokens = {bytes([i]): i for i in range(self.vocab_size)}
