@@ -1,27 +1,32 @@
 """The configuration composed from `configs/` and the command line's arguments, by Hydra, and checked."""
 
+import itertools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer import inherited
 from trainer.config import Config, validate
+from trainer.continuing import continued
 from trainer.errors import UserError
 from trainer.fields import from_tree, nearest
 
+HOME = re.compile(r"^((?:run_dir|init_from|resume\.source|data\.cache_dir|data\.prepared_dir)=)~(?=/|$)")
 CONFIGS = str(Path(__file__).resolve().parent.parent / "configs")
 
 
 def compose_config(arguments: Sequence[str]) -> Config:
     """The checked configuration that the trainer would run with these arguments. Raises UserError, Hydra's errors."""
     with initialize_config_dir(CONFIGS, version_base=None):
-        return checked(compose("config", long_forms(arguments)))
+        return checked(compose("config", expanded(arguments)))
 
 
 def compose_or_explain(arguments: Sequence[str]) -> Config:
@@ -38,17 +43,78 @@ def checked(tree: DictConfig, **changes: Any) -> Config:
     assert isinstance(plain, dict)
     plain.pop("experiment", None)  # the name of a group choice without keys of its own
     plain |= changes
-    if isinstance(plain.get("model"), dict) and plain["model"].get("name") == inherited.NAME:
+    if inherited.is_open(plain.get("model")):
         plain["model"] = inherited.inherit(plain["model"], plain["init_from"])
     config: Config = from_tree(Config, plain)
     validate(config)
     return config
 
 
+def expanded(arguments: Sequence[str]) -> list[str]:
+    """The arguments in their long forms: flags, then the settings of a run that they continue, then those given.
+
+    Raises UserError.
+    """
+    long = long_forms(arguments)
+    given = [argument for argument in long if "=" in argument and not argument.startswith("-")]
+    flags = [argument for argument in long if argument not in given]  # and their values; Hydra wants them first
+    groups = sorted(path.name for path in Path(CONFIGS).iterdir() if path.is_dir() and path.name != "base")
+    return [*flags, *continued(given, groups, several=is_sweep(flags))]
+
+
+def is_sweep(arguments: Sequence[str]) -> bool:
+    """Whether several runs are asked for."""
+    return bool({"-m", "--multirun"} & set(arguments))
+
+
+def key_of(override: str) -> str:
+    """What it sets."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+class Sweep(NamedTuple):
+    """The jobs of a command line: the keys that have several values, and for each job its arguments."""
+
+    keys: list[str]
+    jobs: list[list[str]]
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> Self:
+        """Of expanded arguments; without jobs where it is no sweep, or one whose jobs nobody can list."""
+        given = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+        try:
+            overrides = OverridesParser.create().parse_overrides(given) if is_sweep(arguments) else []
+        except HydraException:
+            return cls([], [])  # Hydra says so
+        swept = {o.get_key_element(): o for o in overrides if o.is_sweep_override()}
+        if any(o.is_interval_sweep() for o in swept.values()):
+            return cls(list(swept), [])
+        values = [[f"{key}={value}" for value in o.sweep_string_iterator()] for key, o in swept.items()]
+        plain = (
+            [text for text, o in zip(given, overrides, strict=True) if not o.is_sweep_override()] if overrides else []
+        )
+        return cls(list(swept), [[*plain, *job] for job in itertools.product(*values)] if swept else [])
+
+    def complaints(self) -> list[str]:
+        """What is wrong with the jobs, each thing once: before the first of them trains."""
+        found: dict[str, str] = {}
+        for number, arguments in enumerate(self.jobs):
+            try:
+                with initialize_config_dir(CONFIGS, version_base=None):
+                    checked(compose("config", arguments))
+            except UserError as error:
+                found.setdefault(str(error), f"job {number}: {error}; no job was started")
+            except (HydraException, OmegaConfBaseException) as error:
+                text = explain(error, arguments)
+                found.setdefault(text, f"job {number}: {text}; no job was started")
+        return list(found.values())
+
+
 def long_forms(arguments: Sequence[str]) -> list[str]:
     """The arguments with their short forms written out.
 
-    `resume=auto` is `resume.source=auto`; `precision=sim_e3m4` is `precision=sim` with that format in both directions.
+    `resume=auto` is `resume.source=auto`; `precision=sim_e3m4` is `precision=sim` with that format in both directions;
+    `~` is the home directory, which no shell writes out behind `run_dir=`.
     """
     long = []
     for argument in arguments:
@@ -60,7 +126,8 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
                 f"precision.{key}={value}" for key, value in (("name", name), ("forward", form), ("backward", form))
             ]
         else:
-            long.append(re.sub(r"^(\+*)resume=", r"\1resume.source=", argument))
+            argument = re.sub(r"^(\+*)resume=", r"\1resume.source=", argument)
+            long.append(HOME.sub(lambda found: found[1] + os.path.expanduser("~"), argument))
     return long
 
 

@@ -163,6 +163,7 @@ class Tracker:
 @dataclass(frozen=True)
 class Resume:
     source: str
+    step: int | None
     convert: bool
 
 

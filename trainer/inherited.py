@@ -20,6 +20,13 @@ KEYS = {
     "d_mlp": "n_inner",
 }
 
+SIZES = ("n_layer", "n_head", "d_model", "context", "mlp")  # which no model is without
+
+
+def is_open(model: Any) -> bool:
+    """Whether a `model` of the composed configuration is this one, with sizes that are not filled in yet."""
+    return isinstance(model, dict) and model.get("name") == NAME and any(model.get(key) is None for key in SIZES)
+
 
 def inherit(model: Mapping[str, Any], init_from: str | None) -> dict[str, Any]:
     """The keys of `model`, those of the architecture from where the weights come.

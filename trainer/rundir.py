@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -247,17 +247,15 @@ def redact(tree: Any) -> Any:
     return LOGIN_IN_URL.sub("", tree) if isinstance(tree, str) else tree
 
 
-def write_environment(run_dir: Path, facts: dict[str, str]) -> None:
+def write_environment(run_dir: Path, facts: dict[str, str], overrides: Sequence[str]) -> None:
     """environment.txt, `key: value` a line; a resumed run adds its own part below. The first process writes it.
 
-    `facts`: what else a reader would want to know of the run.
+    `facts`: what else a reader would want to know of the run. `overrides`: what its user set.
     """
     if jax.process_index() > 0:
         return
-    overrides = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
-    found = (
-        environment() | facts | {"overrides": " ".join(f"{key}={value}" for key, value in redact(overrides).items())}
-    )
+    given = redact(dict(override.split("=", 1) for override in overrides if "=" in override))
+    found = environment() | facts | {"overrides": " ".join(f"{key}={value}" for key, value in given.items())}
     part = "".join(f"{key}: {' '.join(value.splitlines())}\n" for key, value in found.items())
     path = run_dir / "environment.txt"
     before = path.read_text(encoding="utf-8", errors="replace") + "\n" if path.exists() else ""

@@ -60,16 +60,18 @@ def starting_point(
     w: Workload,
     first: Callable[[], TrainState],
     *,
+    step: int | None,
     convert: bool,
 ) -> Restored:
     """State, steps taken and meta to start from.
 
     Args:
       source: `auto` continues `run_dir` where it holds a checkpoint; `none` refuses to; anything else is a run
-        directory, from whose newest checkpoint a `run_dir` without one starts.
+        directory, from whose checkpoint a `run_dir` without one starts.
       own: the checkpoints of `run_dir`.
       w: what is trained, in its precision.
       first: makes the state before step 0.
+      step: of that checkpoint; None: of the newest.
       convert: whether another run's state may be in another precision; it is then converted.
 
     Raises:
@@ -84,11 +86,13 @@ def starting_point(
         check_same_precision(f"run_dir={run_dir}", policy_of(own.meta()), w.model.policy)
         return own.restore(abstract_state(w))
     if source in ("auto", "none"):
+        if step is not None:
+            raise UserError(f"resume.step={step} is of another run's checkpoints; add resume=RUN, or leave it out")
         return Restored(0, first(), {})
     if not (Path(source) / "checkpoints").is_dir():
         raise UserError(f"resume={source} has no checkpoints; valid: auto, none, or a run directory")
     with Checkpointer.reading(Path(source) / "checkpoints") as theirs:
-        meta = theirs.meta()
+        meta = theirs.meta(step)
         check_same_model(f"resume={source}", meta["model"], w.model.spec)
         policy, trained = policy_of(meta), meta["config"]["optimizer"]["name"]
         if trained != w.optimizer_name:
@@ -98,7 +102,7 @@ def starting_point(
             )
         if not convert:
             check_same_precision(f"resume={source}", policy, w.model.policy, "resume.convert=true converts it")
-        found = theirs.restore(abstract_state(w.in_precision(policy)))
+        found = theirs.restore(abstract_state(w.in_precision(policy)), step)
     state = found.state if policy == w.model.policy else convert_state(w, found.state, policy)
     return Restored(found.step, state, {k: v for k, v in found.meta.items() if k != "tracker_id"})
 

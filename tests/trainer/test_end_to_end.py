@@ -1,8 +1,10 @@
 """`python -m trainer` as users run it: real processes, killed and resumed, on one device and on eight."""
 
 import logging
+import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer
 from trainer.__main__ import main
 from trainer.build import run as build
 from trainer.checkpoint import Checkpointer
+from trainer.history import History
 from trainer.records import read_rows
 from trainer.tracking import read_history, wandb_files
 
@@ -151,6 +154,45 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     assert first["step"] == 1
     fresh, trained = rows[0]["train/loss"], rows[-1]["train/loss"]
     assert abs(first["train/loss"] - trained) < abs(first["train/loss"] - fresh)
+
+
+@of_finished_run
+def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(finished_run):
+    tmp_path, rows = finished_run
+    shutil.copytree(tmp_path / "A", tmp_path / "M")
+
+    def given(*args):
+        done = subprocess.run(
+            [sys.executable, "-m", "trainer", *args], cwd=tmp_path, env=environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    given("resume=M", "train.steps=22")
+    assert [row["step"] for row in values(tmp_path / "M")] == list(range(1, 23))
+    assert values(tmp_path / "M")[:20] == rows
+    given("resume=A", "resume.step=10", "run_dir=N")
+    again = [{k: v for k, v in row.items() if k != "event"} for row in values(tmp_path / "N")]
+    assert again == rows[10:]  # nothing was changed: the same steps, bit for bit
+
+
+def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    small = ["train.steps=2", "tracker=jsonl", "sample.max_new=0", "parallel.data=1"]
+    cache = f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"
+    assert main([*TINY, *small, "run_dir=S", "optimizer.lr=1e-3,1e-2", "--multirun", "seed=0,1", cache]) == 0
+    out = capfd.readouterr().out
+    table = out.split("\n\n")[-1].splitlines()
+    assert table[0].split()[:3] == ["optimizer.lr", "seed", "validation"]
+    assert sorted(line.split()[0] for line in table[1:5]) == ["0", "1", "2", "3"]
+    losses = [float(line.split()[3]) for line in table[1:5]]
+    assert losses == sorted(losses)
+    assert (tmp_path / "S" / "sweep.html").exists()
+    assert f"resume={tmp_path}/S/3 train.steps=4" in out  # not the settings of the whole sweep
+    text = (tmp_path / "S" / "3" / "environment.txt").read_text()
+    assert " optimizer.lr=0.01 seed=1" in text
+    assert History.read(tmp_path / "S" / "3").name == "S/3 optimizer.lr=0.01 seed=1"
 
 
 def test_dry_run_describes_and_leaves_nothing(tmp_path):

@@ -4,8 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from trainer.checkpoint import Checkpointer, Restored
 from trainer.data.tokenizer import load_saved
 from trainer.display import Display, Output
 from trainer.errors import UserError
-from trainer.fields import from_tree, to_tree
+from trainer.fields import from_saved, to_tree
 from trainer.guard import Patience, leave_within
 from trainer.leaves import parameter_names
 from trainer.libraries import hide_missing_gpu, use_compilation_cache
@@ -75,7 +74,7 @@ def describe_change(c: schema.Config, found: Restored) -> list[str]:
     """What a resumed run does otherwise from here on."""
     if not found.step:
         return []
-    before = build_learning_rates(from_tree(schema.Config, found.meta["config"]))
+    before = build_learning_rates(from_saved(schema.Config, found.meta["config"]))
     return schedule_change(found.step, before, build_learning_rates(c))
 
 
@@ -110,7 +109,7 @@ def restore_run(run_dir: Path) -> Trained:
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
-        c = from_tree(schema.Config, meta["config"])
+        c = from_saved(schema.Config, meta["config"])
         tokenizer = load_saved(meta["tokenizer"], run_dir)
         model = build_model(c.model, build_policy(c.precision), tokenizer.vocab_size)
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
@@ -126,7 +125,7 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
-        c = from_tree(schema.Config, meta["config"])
+        c = from_saved(schema.Config, meta["config"])
         c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1))
         w = build_workload(c)
         rows = meta.get("rows")  # of the run's devices, which may have been more
@@ -144,8 +143,8 @@ def checkpoints_of(run_dir: Path) -> Checkpointer:
     return Checkpointer.reading(run_dir / "checkpoints")
 
 
-def run(c: schema.Config) -> int:
-    """Train, or only describe what would be trained. The exit code."""
+def run(c: schema.Config, overrides: Sequence[str] = ()) -> int:
+    """Train, or only describe what would be trained. The exit code. `overrides`: what the user set, as it is shown."""
     hide_missing_gpu()
     if c.parallel.distributed:
         start_processes()
@@ -162,7 +161,7 @@ def run(c: schema.Config) -> int:
         return 0
     with RunDir(Path(c.run_dir)) as directory, said_in_a_line(directory.path):
         directory.check(to_tree(c))
-        return train_in(directory, c, build_workload(c), Display(c.train.steps, console=console))
+        return train_in(directory, c, build_workload(c), Display(c.train.steps, console=console), overrides)
 
 
 @contextlib.contextmanager
@@ -187,7 +186,7 @@ def not_for_ever(seconds: float) -> Iterator[None]:
         raise
 
 
-def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display) -> int:
+def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display, overrides: Sequence[str] = ()) -> int:
     """Train in a run directory, from where it stands. The exit code."""
     tree = to_tree(c)
     with display:
@@ -196,16 +195,18 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
                 directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
             )
             first = lambda: build_state(c, w)
-            found = starting_point(c.resume.source, directory.path, checkpointer, w, first, convert=c.resume.convert)
+            found = starting_point(
+                c.resume.source, directory.path, checkpointer, w, first, step=c.resume.step, convert=c.resume.convert
+            )
         fork = found.step not in [0, *checkpointer.steps()]
         unfinished = None if fork else found.meta.get("unfinished")
         check_same_run(found, c.train.steps, w.data.manifest.fingerprint, fork=fork)
         with refused_together(), said_in_a_line(directory.path):
             directory.adopt(tree)
-            write_environment(directory.path, facts_of(w))
+            write_environment(directory.path, facts_of(w), overrides)
             if jax.process_index() == 0:
                 w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
-        idle = describe_idle(w.model.policy, sys.argv[1:])
+        idle = describe_idle(w.model.policy, overrides)
         given = [] if c.init_from is None or found.step else describe_init(Path(c.init_from), w.data.tokenizer)
         for line in [*describe_run(c, w), *idle, *given, *describe_change(c, found)]:
             display.message(line)
@@ -235,7 +236,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
                 if error.errno in NO_ROOM:
                     code = UserError.exit_code
                 raise
-        farewell(training, code, sys.argv[1:])
+        farewell(training, code)
         return code
 
 
