@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer import inherited
 from trainer.config import Config, validate
-from trainer.continuing import continued
+from trainer.continuing import continued, leaves
 from trainer.errors import UserError
 from trainer.fields import from_tree, nearest
 
@@ -134,6 +134,9 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
 def explain(error: Exception, argv: list[str]) -> str:
     """Hydra's and OmegaConf's messages in one line, with the nearest valid key where they name a wrong one."""
     text = " ".join(str(error).split("Config search path:")[0].split())
+    absent = re.search(r"Could not find '(\w+)/([^']+)'", text)
+    if absent:
+        return wrong_choice(*absent.groups())
     wrong = re.search(r"Could not override '([^']+)'", text)
     if not wrong:
         return text
@@ -150,11 +153,29 @@ def is_group(argument: str) -> bool:
 
 def wrong_key(key: str, tree: Any) -> str:
     """What is wrong with the dotted `key`: the first part that `tree` does not have, and what it has there."""
-    parts = key.split(".")
+    parts, whole = key.split("."), tree
     for depth, part in enumerate(parts):
         if not isinstance(tree, dict):
             return f"unknown key {key}: {'.'.join(parts[:depth])} has no keys"
         if part not in tree:
-            return f"unknown key {key}; {nearest(part, list(tree))}"
+            found = nearest(part, list(tree))
+            return f"unknown key {key}; {found if 'did you mean' in found else elsewhere(parts[-1], whole) or found}"
         tree = tree[part]
     return f"{key} cannot be overridden like this"
+
+
+def elsewhere(name: str, tree: Any) -> str:
+    """The keys of other groups that are called so, or begin so, as the answer to somebody who left the group out."""
+    keys = [key for key, _ in leaves(tree)]
+    called = [key for key in keys if key.split(".")[-1] == name] or [
+        key for key in keys if key.split(".")[-1].startswith(f"{name}_")
+    ]
+    return f"did you mean {' or '.join(called)}? `--cfg job` shows all keys" if called else ""
+
+
+def wrong_choice(group: str, choice: str) -> str:
+    """What is wrong with a choice that its group does not have."""
+    valid = [path.stem for path in Path(CONFIGS, group).glob("*.yaml")]
+    simulated = ["sim_eXmY (any format, such as sim_e3m4)"] if group == "precision" else []
+    found = nearest(choice, valid)
+    return f"{group}={choice}: there is no {group}/{choice}; {', '.join([found, *simulated])}"

@@ -106,6 +106,11 @@ def test_bad_values_are_refused_with_what_is_valid(override, names):
         ("modle.n_layer", ["unknown key modle.n_layer", "did you mean 'model'"]),
         ("model.n_haed", ["did you mean 'n_head'"]),
         ("model.n_layer.x", ["model.n_layer has no keys"]),
+        ("lr", ["unknown key lr; did you mean model.lr or optimizer.lr?"]),
+        ("steps", ["did you mean train.steps or profile.steps?"]),
+        ("batch", ["did you mean train.batch_tokens?"]),
+        ("train.lr", ["did you mean model.lr or optimizer.lr?"]),
+        ("nonsense", ["unknown key nonsense; Valid: checkpoint"]),
     ],
 )
 def test_a_wrong_key_names_the_nearest_valid_one(key, names):
@@ -153,6 +158,10 @@ def test_a_setting_that_the_source_does_not_use_is_refused():
         (["optimizer.name=lion"], ["unknown key optimizer.eps of lion"]),
         (["optimizer.name=adam"], ["optimizer='adam'", "did you mean 'adamw'"]),
         (["model=gpt3"], ["model/gpt3", "gpt2_124m"]),
+        (["model=gpt2_124"], ["did you mean 'gpt2_124m'"]),
+        (["precision=scalify_fp8_f16"], ["did you mean 'scalify_fp8_fp16'", "sim_eXmY"]),
+        (["lr=1e-3"], ["unknown key lr; did you mean", "optimizer.lr"]),
+        (["steps=3"], ["unknown key steps; did you mean train.steps"]),
         (["train.steps=0"], ["train.steps=0"]),
         (["train.steps"], ["train.steps", "EQUAL"]),
         (["run_dir=/proc/none"], ["/proc/none", "run_dir"]),
