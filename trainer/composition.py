@@ -158,8 +158,9 @@ def wrong_key(key: str, tree: Any) -> str:
         if not isinstance(tree, dict):
             return f"unknown key {key}: {'.'.join(parts[:depth])} has no keys"
         if part not in tree:
-            found = nearest(part, list(tree))
-            return f"unknown key {key}; {found if 'did you mean' in found else elsewhere(parts[-1], whole) or found}"
+            close, far = nearest(part, list(tree)), elsewhere(parts[-1], whole)
+            first = far if len(parts) == 1 or "did you mean" not in close else ""  # a bare name may lack its group
+            return f"unknown key {key}; {first or close}"
         tree = tree[part]
     return f"{key} cannot be overridden like this"
 
