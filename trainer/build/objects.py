@@ -35,6 +35,7 @@ from trainer.metrics import Throughput
 from trainer.optimizer import learning_rates, make_optimizer
 from trainer.parallel import Sizes, abstract_batch, batch_devices, make_mesh, place_batch, replicated
 from trainer.precision import DTYPES, Policy
+from trainer.slowness import first_said
 from trainer.spec import GPT2Spec
 from trainer.start import initial_weights
 from trainer.state import TrainState
@@ -256,9 +257,12 @@ def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tup
     return lambda start: prefetch(w.data.train, start, c.train.steps, depth=c.data.prefetch)
 
 
-def make_evaluate(c: schema.Config, w: Workload) -> Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]:
+def make_evaluate(
+    c: schema.Config, w: Workload, say: Callable[[str], None]
+) -> Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]:
     """`(state, final, broken_off) -> found`: validation on the first batches of that part, on more at the end."""
-    eval_step = jax.jit(make_eval_step(eval_loss_of(w)), out_shardings=replicated(w.mesh))
+    jitted = jax.jit(make_eval_step(eval_loss_of(w)), out_shardings=replicated(w.mesh))
+    eval_step = first_said(jitted, "compiling the validation", say)
     available = w.data.val.steps_per_epoch
 
     def run_evaluation(state: TrainState, final: bool, broken_off: Callable[[], bool]) -> Evaluation | None:

@@ -41,6 +41,7 @@ from trainer.numerics import make_numerics
 from trainer.parallel import Agreement, place_batch, refused_together, replicated, start_processes
 from trainer.report import write_report
 from trainer.rundir import RunDir, write_environment
+from trainer.slowness import first_said, said
 from trainer.start import architecture, check_same_run, describe_init, restore_logical, starting_point
 from trainer.state import TrainState, from_stored
 from trainer.step import StepFn, Tokens
@@ -55,6 +56,8 @@ from trainer.workload import (
     make_rescale,
 )
 
+COMPILING = "compiling the training step"
+NUMERICS = "compiling the look at every layer, and the first look"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -154,7 +157,8 @@ def run(c: schema.Config, overrides: Sequence[str] = ()) -> int:
         console.print(warning, highlight=False)
     if c.dry_run:
         w = build_workload(c)
-        step = compile_step(w, build_batch(c, w.mesh))
+        with said(COMPILING, lambda text: console.print(text, highlight=False)):
+            step = compile_step(w, build_batch(c, w.mesh))
         fp8 = check_fp8(c, w, step)
         for line in [*describe_run(c, w, step), *(fp8.lines if fp8 else [])]:
             console.print(line, highlight=False)
@@ -195,9 +199,16 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display,
                 directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
             )
             first = lambda: build_state(c, w)
-            found = starting_point(
-                c.resume.source, directory.path, checkpointer, w, first, step=c.resume.step, convert=c.resume.convert
-            )
+            with said("making or restoring the state", display.message):
+                found = starting_point(
+                    c.resume.source,
+                    directory.path,
+                    checkpointer,
+                    w,
+                    first,
+                    step=c.resume.step,
+                    convert=c.resume.convert,
+                )
         fork = found.step not in [0, *checkpointer.steps()]
         unfinished = None if fork else found.meta.get("unfinished")
         check_same_run(found, c.train.steps, w.data.manifest.fingerprint, fork=fork)
@@ -254,7 +265,8 @@ def build_run(
     # Before the compilation, which processes may end minutes apart: its first question joins their devices.
     agree = Agreement(w.mesh)
     state, batch = from_stored(found.state), build_batch(c, w.mesh)
-    step = compile_step(w, batch, state)
+    with said(COMPILING, display.message):
+        step = compile_step(w, batch, state)
     for line in describe_wire(w, step):
         display.message(line)
     fp8 = check_fp8(c, w, step)
@@ -275,11 +287,11 @@ def build_run(
         batches=train_batches(c, w),
         place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
         agree=agree,
-        evaluate=make_evaluate(c, w),
-        numerics=make_numerics(w.model, w.optimizer_name, replicated(w.mesh)),
+        evaluate=make_evaluate(c, w, display.message),
+        numerics=first_said(make_numerics(w.model, w.optimizer_name, replicated(w.mesh)), NUMERICS, display.message),
         rescale=make_rescale(w, batch),
         restore=make_restore(w, batch, checkpointer),
-        sample=build_sample(c, w),
+        sample=first_said(build_sample(c, w), "compiling the sampling, and the first sample", display.message),
         diagnose=make_diagnose(w),
         checkpointer=checkpointer,
         meta={
