@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ def restore_run(run_dir: Path) -> Trained:
     with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
         c = from_saved(schema.Config, meta["config"])
+        keep_compiled(c)
         tokenizer = load_saved(meta["tokenizer"], run_dir)
         model = build_model(c.model, build_policy(c.precision), tokenizer.vocab_size)
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
@@ -129,6 +131,7 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
     with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
         c = from_saved(schema.Config, meta["config"])
+        keep_compiled(c)
         c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1))
         w = build_workload(c)
         rows = meta.get("rows")  # of the run's devices, which may have been more
@@ -137,6 +140,13 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
             raise UserError(f"{run_dir} was trained on other data than {w.data.directory}; bring its text back")
         found = checkpointer.restore(dataclasses.replace(abstract_state(w), opt_state=()), partial=True)
     return c, w, found._replace(state=from_stored(found.state))
+
+
+def keep_compiled(c: schema.Config) -> None:
+    """What is done with a run afterwards takes over what was compiled for it before, where the run itself does."""
+    warning = use_compilation_cache(c.compile_cache)
+    if warning is not None:
+        print(warning, file=sys.stderr)
 
 
 def checkpoints_of(run_dir: Path) -> Checkpointer:
