@@ -1,8 +1,12 @@
-"""An installed trainer has what it runs on: all configuration files and scripts, found by the rules of pyproject.toml."""
+"""An installed trainer has what it runs on: all configuration files and scripts, by the rules of pyproject.toml."""
 
 import fnmatch
 import tomllib
 from pathlib import Path
+
+import yaml
+
+from trainer import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -18,3 +22,12 @@ def test_a_wheel_holds_every_configuration_file_and_script():
             package = ".".join(path.relative_to(ROOT).parent.parts)
             assert any(fnmatch.fnmatchcase(package, include) for include in finding["include"]), path
             assert path.suffix in (".py", ".typed") or any(fnmatch.fnmatch(path.name, p) for p in patterns), path
+
+
+def test_the_version_is_one():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert project["version"] == __version__ == citation["version"]
+    assert project["license"] == citation["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()

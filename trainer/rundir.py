@@ -23,6 +23,7 @@ from typing import Any, Self
 import jax
 import yaml
 
+from trainer import __version__
 from trainer.errors import UserError
 from trainer.parallel import refused_together
 
@@ -201,7 +202,12 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_d
 
 def environment() -> dict[str, str]:
     """What a run ran on: code, versions, devices. Of the environment variables only JAX's and XLA's."""
-    found = {"python": platform.python_version(), "platform": platform.platform(), "code": code_version()}
+    found = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "version": __version__,
+        "code": code_version(),
+    }
     for package in PACKAGES:
         try:
             found[package] = version(package)

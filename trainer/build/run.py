@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from trainer import __version__
 from trainer import config as schema
 from trainer.build.objects import (
     build_batch,
@@ -64,7 +65,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None = None) -> list[str]:
     """What is about to be trained, a line each; with the memory that a compiled step needs."""
-    return describe(
+    lines = describe(
         w,
         model=c.model.name,
         precision=c.precision.name,
@@ -72,6 +73,7 @@ def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None
         accum=c.train.accum,
         step=step,
     )
+    return [f"scalify-trainer {__version__}", *lines]
 
 
 def describe_change(c: schema.Config, found: Restored) -> list[str]:
