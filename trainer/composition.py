@@ -20,6 +20,7 @@ from trainer.errors import UserError
 from trainer.fields import from_tree, nearest
 
 HOME = re.compile(r"^((?:run_dir|init_from|resume\.source|data\.cache_dir|data\.prepared_dir)=)~(?=/|$)")
+IN_LIST = re.compile(r"([\[,=]\s*)~(?=[/,\]]|$)")
 CONFIGS = str(Path(__file__).resolve().parent.parent / "configs")
 
 
@@ -114,7 +115,7 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
     """The arguments with their short forms written out.
 
     `resume=auto` is `resume.source=auto`; `precision=sim_e3m4` is `precision=sim` with that format in both directions;
-    `~` is the home directory, which no shell writes out behind `run_dir=`.
+    `~` is the home directory, which no shell writes out behind `run_dir=` and Hydra cannot read in a list.
     """
     long = []
     for argument in arguments:
@@ -127,13 +128,17 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
             ]
         else:
             argument = re.sub(r"^(\+*)resume=", r"\1resume.source=", argument)
-            long.append(HOME.sub(lambda found: found[1] + os.path.expanduser("~"), argument))
+            paths = IN_LIST if argument.startswith("data.paths=") else HOME
+            long.append(paths.sub(lambda found: found[1] + os.path.expanduser("~"), argument))
     return long
 
 
 def explain(error: Exception, argv: list[str]) -> str:
     """Hydra's and OmegaConf's messages in one line, with the nearest valid key where they name a wrong one."""
     text = " ".join(str(error).split("Config search path:")[0].split())
+    if "override_grammar" in text:
+        text = text.split(" See https://")[0]
+        return f"{text}: cannot be read; unusual characters need quotes within quotes: \"data.paths=['a (1).txt']\""
     absent = re.search(r"Could not find '(\w+)/([^']+)'", text)
     if absent:
         return wrong_choice(*absent.groups())

@@ -84,11 +84,14 @@ def test_what_is_no_run_is_left_to_who_restores_it():
 
 def test_the_home_directory_is_written_out(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert expanded(["run_dir=~/a", "init_from=~", "sample.prompt=~/a"]) == [
+    given = ["run_dir=~/a", "init_from=~", "sample.prompt=~/a", "data.paths=[~/a, ~/b/*.txt,c~,d~/e,'~/f']"]
+    assert expanded(given) == [
         "run_dir=/home/me/a",
         "init_from=/home/me",
         "sample.prompt=~/a",
+        "data.paths=[/home/me/a, /home/me/b/*.txt,c~,d~/e,'~/f']",
     ]
+    assert compose_config(["data=text", "data.paths=[~/a,b]"]).data.paths == ("/home/me/a", "b")
 
 
 def test_what_was_saved_before_a_key_existed_is_read_with_null_where_that_is_valid():
