@@ -102,7 +102,7 @@ class Sweep(NamedTuple):
         for number, arguments in enumerate(self.jobs):
             try:
                 with initialize_config_dir(CONFIGS, version_base=None):
-                    checked(compose("config", arguments))
+                    checked(compose("config", [a for a in arguments if not key_of(a).startswith(("hydra.", "hydra/"))]))
             except UserError as error:
                 found.setdefault(str(error), f"job {number}: {error}; no job was started")
             except (HydraException, OmegaConfBaseException) as error:
@@ -139,8 +139,8 @@ def explain(error: Exception, argv: list[str]) -> str:
     if "override_grammar" in text:
         text = text.split(" See https://")[0]
         return f"{text}: cannot be read; unusual characters need quotes within quotes: \"data.paths=['a (1).txt']\""
-    absent = re.search(r"Could not find '(\w+)/([^']+)'", text)
-    if absent:
+    absent = re.search(r"Could not find '([^']+)/([^/']+)'", text)
+    if absent and Path(CONFIGS, absent.group(1)).is_dir():
         return wrong_choice(*absent.groups())
     wrong = re.search(r"Could not override '([^']+)'", text)
     if not wrong:

@@ -122,5 +122,7 @@ def test_a_sweep_knows_its_jobs_and_what_is_wrong_with_any_of_them():
     (unknown,) = Sweep.of(expanded(["-m", "seed=0,1", "optimizer=adamw,adamm"])).complaints()
     assert unknown.startswith("job 1: ")
     assert "adamm" in unknown
+    slurm = ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=9"]  # which need not be here to be checked
+    assert Sweep.of(["-m", *slurm, "seed=0,1"]).complaints() == []
     assert Sweep.of(["seed=0"]) == ([], [])
     assert Sweep.of(["-m", "seed=0"]) == ([], [])
