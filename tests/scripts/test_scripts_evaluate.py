@@ -8,8 +8,10 @@ import shutil
 import pytest
 from command import finish, trainer
 
-from scripts import evaluate, generate
+from scripts import evaluate
 from scripts.evaluate import Arguments, main, policy_of
+from scripts.generate import Arguments as Prompts
+from scripts.generate import main as generate
 from trainer.errors import UserError
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share a run
@@ -114,15 +116,15 @@ def test_other_text_is_evaluated_too_and_is_not_taken_for_the_validation(run_dir
 
 def test_texts_of_several_prompts_are_sampled(run_dir, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts").write_text("In the\nWas\n")
-    generate.main(generate.Arguments(str(run_dir), prompts=str(tmp_path / "prompts"), count=2, max_new=4))
+    generate(Prompts(str(run_dir), prompts=str(tmp_path / "prompts"), count=2, max_new=4))
     of_file = capsys.readouterr().out
     assert [text[:3] for text in of_file.split("\n\n")] == ["In ", "In ", "Was", "Was"]
     monkeypatch.setattr("sys.stdin", io.StringIO("In the\nWas\n"))
-    generate.main(generate.Arguments(str(run_dir), prompts="-", count=2, max_new=4))
+    generate(Prompts(str(run_dir), prompts="-", count=2, max_new=4))
     assert capsys.readouterr().out == of_file
     for wrong in ({"prompts": str(tmp_path / "none")}, {"prompts": "-", "prompt": "a"}, {"count": 0}):
         with pytest.raises(UserError):
-            generate.main(generate.Arguments(str(run_dir), **wrong))
+            generate(Prompts(str(run_dir), **wrong))
 
 
 def test_another_text_than_was_trained_on_is_refused(run_dir):
