@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from trainer.config import DATA_KEYS
 from trainer.errors import UserError
 
 # Of the run that was: where it is, how it started, what it was to do besides training, what it was called.
@@ -50,7 +51,7 @@ def continued(arguments: Sequence[str], groups: Sequence[str], *, several: bool)
     taken = [
         f"{key}={written(value)}"
         for key, value in leaves(tree)
-        if key.split(".")[0] not in (*NOT_TAKEN, *anew) and (itself or key != NEW_NAME)
+        if key.split(".")[0] not in (*NOT_TAKEN, *anew) and (itself or key != NEW_NAME) and is_used(key, tree)
     ]
     # Its keys are those of the choice; those of all other groups' choices are the same.
     optimizer = [] if "optimizer" in anew else [f"optimizer={tree['optimizer']['name']}"]
@@ -58,11 +59,17 @@ def continued(arguments: Sequence[str], groups: Sequence[str], *, several: bool)
     return [*optimizer, *taken, *arguments, *place]
 
 
+def is_used(key: str, tree: dict[str, Any]) -> bool:
+    """Whether the run's source of data uses a key; config.yaml used to have those of all sources, with values."""
+    group, _, name = key.partition(".")
+    return group != "data" or tree["data"]["source"] in DATA_KEYS.get(name, (tree["data"]["source"],))
+
+
 def read_tree(file: Path) -> dict[str, Any]:
     """A run's config.yaml."""
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if isinstance(tree["optimizer"]["name"], str):
+        if isinstance(tree["optimizer"]["name"], str) and isinstance(tree["data"]["source"], str):
             return dict(tree)
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
         pass

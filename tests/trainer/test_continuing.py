@@ -58,6 +58,13 @@ def test_a_run_goes_on_with_its_own_settings_but_those_given_anew(run_dir):
     assert compose_config(["resume=old", "train.steps=80", "run_dir=./old"]) == found
 
 
+def test_a_run_of_before_sources_had_keys_of_their_own_goes_on(run_dir, tmp_path):
+    tree = to_tree(run_dir)
+    tree["data"] |= {"format": "text", "column": "text", "split": "train"}  # of data=embedded
+    (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert compose_config(["resume=old"]).data == run_dir.data
+
+
 def test_a_fork_has_the_settings_too_but_not_the_name_and_groups_are_chosen_whole(run_dir):
     found = compose_config(["resume=old", "resume.step=20", "run_dir=new", "precision=bf16", "optimizer.momentum=0.5"])
     assert (found.run_dir, found.resume.source, found.resume.step) == ("new", "old", 20)
