@@ -24,6 +24,8 @@ from trainer.composition import CONFIGS, Sweep, checked, expanded, explain, key_
 from trainer.config import Config
 from trainer.errors import UserError, complain, leave
 
+STOPPED = (130, 143)  # by a signal
+
 
 class Job(NamedTuple):
     """One of several runs: its directory, what the sweep set in it, and how it ended; None: it has not."""
@@ -109,6 +111,10 @@ def main(argv: list[str]) -> int:
     keys = {key_of(argument) for argument in long_forms(argv)}
 
     def job(tree: DictConfig) -> None:
+        if jobs and jobs[-1].code in STOPPED:
+            with contextlib.suppress(OSError):
+                os.rmdir(HydraConfig.get().runtime.output_dir)
+            return  # somebody stopped the sweep, not one job of it
         jobs.append(Job(Path(HydraConfig.get().runtime.output_dir), of_user(sweep.keys), None))
         jobs[-1] = jobs[-1]._replace(code=run_job(tree, keys, sweep.keys))
 

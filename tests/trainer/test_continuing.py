@@ -1,12 +1,14 @@
 """A run is continued or forked by its directory alone, and a sweep is checked whole before its first job."""
 
 import dataclasses
+import logging
 import re
 
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from trainer import __main__ as command
 from trainer.build.run import restore_run
 from trainer.composition import Sweep, compose_config, expanded
 from trainer.config import Config
@@ -133,3 +135,13 @@ def test_a_sweep_knows_its_jobs_and_what_is_wrong_with_any_of_them():
     assert Sweep.of(["-m", *slurm, "seed=0,1"]).complaints() == []
     assert Sweep.of(["seed=0"]) == ([], [])
     assert Sweep.of(["-m", "seed=0"]) == ([], [])
+
+
+def test_a_signal_stops_the_sweep_not_one_job_of_it(tmp_path, monkeypatch):
+    ran, codes = [], iter([1, 130, 0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra's, which would outlive this test's captured output
+    monkeypatch.setattr(command, "run_job", lambda *_: ran.append(1) or next(codes))
+    assert command.main(["-m", "run_dir=S", "seed=0,1,2,3"]) == 1
+    assert len(ran) == 2
+    assert not (tmp_path / "S" / "2").exists()
