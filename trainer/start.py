@@ -176,13 +176,14 @@ def other_tokenizer_beside(source: Path, spec: GPT2Spec, ours: Tokenizer) -> lis
     Without a tokenizer beside them their vocabulary tells: at most a hundredth of its rows may be without an id.
     """
     theirs = ids_beside(beside(source))
-    end = f"set data.tokenizer to theirs, the data's is {ours.name} of {ours.vocab_size:,} ids"
     if theirs is not None:
         found = first_difference(theirs, ours)
+        end = f"set data.tokenizer={beside(source)}, the data's is {ours.name} of {ours.vocab_size:,} ids"
         return [] if found is None else [f"has another tokenizer ({found})", end]
     if 0.99 * spec.vocab_size <= ours.vocab_size <= spec.vocab_size:
         return []
-    return [f"has {spec.vocab_size:,} ids (the data {ours.vocab_size:,}): another tokenizer", end]
+    what = f"has {spec.vocab_size:,} ids (the data {ours.vocab_size:,}): another tokenizer"
+    return [what, f"set data.tokenizer to theirs, the data's is {ours.name}"]
 
 
 def describe_init(source: Path, ours: Tokenizer) -> list[str]:

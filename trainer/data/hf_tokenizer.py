@@ -6,11 +6,10 @@ pattern that cuts a text into words, special tokens, and how ids become text aga
 
 import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-from trainer.data.bpe_files import PAIRS, printable_bytes, read_json
+from trainer.data.bpe_files import PAIRS, for_hugging_face, printable_bytes, read_json
 from trainer.data.tokenizer import Tokenizer
 
 FILE = "tokenizer.json"
@@ -97,13 +96,9 @@ def byte_level() -> dict[str, Any]:
 
 
 def split_by(pattern: str) -> dict[str, Any]:
-    """The words that a pattern finds.
-
-    To the engine behind tokenizer.json `{1,3}+` is a repetition of the repetition; where tiktoken writes it, at the end
-    of an alternative, without the plus it means the same.
-    """
-    plain = re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
-    return {"type": "Split", "pattern": {"Regex": plain}, "behavior": "Isolated", "invert": False}
+    """The words that a pattern finds."""
+    regex = {"Regex": for_hugging_face(pattern)}
+    return {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
 
 
 def merges_of(ranks: Ids) -> list[tuple[bytes, bytes]]:

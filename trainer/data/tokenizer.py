@@ -19,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
-from trainer.data.bpe_files import PAIRS, known_settings, read_merges, read_tiktoken
+from trainer.data.bpe_files import PAIRS, known_settings, read_merges, read_tiktoken, read_tokenizer_json
 from trainer.errors import UserError
+
+HF_FILE = "tokenizer.json"
 
 Ids = npt.NDArray[np.unsignedinteger]
 
@@ -196,7 +198,8 @@ def get_tokenizer(name: str) -> Tokenizer:
         a `.tiktoken` file: pattern and special tokens are those of the encoding it is named after, or stand in a
         `.json` file beside it (`pat_str`, `special_tokens`), or are GPT-2's;
         a directory with `vocab.bpe` and perhaps `encoder.json`, or with `merges.txt` and `vocab.json`, or the first
-        file of such a pair: GPT-2's pattern, and the ids of the .json file where there is one.
+        file of such a pair: GPT-2's pattern, and the ids of the .json file where there is one;
+        Hugging Face's `tokenizer.json` of a byte-level encoding, or its directory, such as an export of a run.
 
     Where end-of-text has no id in these files it takes the first free one.
 
@@ -213,7 +216,14 @@ def get_tokenizer(name: str) -> Tokenizer:
         for merges, _ in PAIRS:
             if (path / merges).is_file():
                 return get_tokenizer(str(path / merges))
-        raise UserError(f"tokenizer directory {name} holds none of {', '.join(merges for merges, _ in PAIRS)}")
+        for file in ("tokenizer.tiktoken", HF_FILE):  # of a run, which has another file of the second name as well
+            if (path / file).is_file():
+                return get_tokenizer(str(path / file))
+        valid = [*(merges for merges, _ in PAIRS), "tokenizer.tiktoken", HF_FILE]
+        raise UserError(f"tokenizer directory {name} holds none of {', '.join(valid)}")
+    if path.name == HF_FILE:
+        found = read_tokenizer_json(path)
+        return ByteTokenizer() if found is None else BPETokenizer(name, found)
     if path.suffix == ".tiktoken":
         return BPETokenizer(name, read_tiktoken(path))
     for merges, ids in PAIRS:
@@ -222,8 +232,8 @@ def get_tokenizer(name: str) -> Tokenizer:
     close = difflib.get_close_matches(name, ["byte", *names], n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise UserError(
-        f"unknown tokenizer {name!r}; {hint}Valid: byte, {', '.join(names)}, a .tiktoken file, or a directory with "
-        f"{' or '.join(merges for merges, _ in PAIRS)}"
+        f"unknown tokenizer {name!r}; {hint}Valid: byte, {', '.join(names)}, a .tiktoken file, a {HF_FILE}, or a "
+        f"directory with {' or '.join(merges for merges, _ in PAIRS)}"
     )
 
 

@@ -1,6 +1,7 @@
 """A tokenizer.json, as Hugging Face's library reads it, gives the ids and texts of the tokenizer it was made of."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from trainer.data import get_tokenizer
 from trainer.data.bpe_files import known_settings
 from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf
 from trainer.data.tokenizer import BPETokenizer
+from trainer.errors import UserError
 
 TEXTS = [
     "In the beginning God created the heaven and the earth.\nAnd the earth was without form",
@@ -77,3 +79,52 @@ def test_a_tokenizer_of_the_same_size_is_told_apart_by_the_first_other_id(gpt2_d
     ids["Ġthe"], ids["Ġa"] = ids["Ġa"], ids["Ġthe"]
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
     assert first_difference(ids_beside(tmp_path), gpt2) == "id 257 is ' the' there, ' a' here"
+
+
+def test_what_was_written_is_read_again_as_the_same_tokenizer(ours, tmp_path):
+    directory = tmp_path / "export"
+    directory.mkdir()
+    save_hf(directory, ours, 1024)
+    for name in (directory, directory / "tokenizer.json"):
+        assert get_tokenizer(str(name)).fingerprint == ours.fingerprint
+
+
+def test_a_runs_directory_has_its_tokenizer(gpt2_dir, tmp_path):
+    gpt2 = get_tokenizer(str(gpt2_dir))
+    gpt2.save(tmp_path)
+    assert get_tokenizer(str(tmp_path)).fingerprint == gpt2.fingerprint
+
+
+def test_gpt2s_own_tokenizer_json_is_gpt2(gpt2_dir, tmp_path):
+    """As it is on the hub: merges as texts, words by the ByteLevel's own pattern."""
+    gpt2 = get_tokenizer(str(gpt2_dir))
+    save_hf(tmp_path, gpt2, 1024)
+    file = tmp_path / "tokenizer.json"
+    tree = json.loads(file.read_text(encoding="utf-8"))
+    tree["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    tree["model"] |= {"merges": [" ".join(pair) for pair in tree["model"]["merges"]], "ignore_merges": False}
+    tree["model"]["vocab"]["<|endoftext|>"] = 50256
+    file.write_text(json.dumps(tree))
+    assert get_tokenizer(str(tmp_path)).fingerprint == gpt2.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t["model"].update(type="Unigram"), "no byte-level BPE"),
+        (lambda t: t.update(normalizer={"type": "NFC"}), "no byte-level BPE"),
+        (lambda t: t.update(pre_tokenizer={"type": "Metaspace"}), "no byte-level BPE"),
+        (lambda t: t.update(model=None), "no byte-level BPE"),
+        (lambda t: t["model"]["vocab"].update({"▁the": 9}), "no byte-level BPE"),
+        (lambda t: t.update(added_tokens=[]), "expected <|endoftext|> among the added tokens"),
+        (lambda t: t["model"]["merges"].reverse(), "the ids of the merges in their order"),
+    ],
+)
+def test_another_kind_of_tokenizer_json_is_refused(change, message, gpt2_dir, tmp_path):
+    save_hf(tmp_path, get_tokenizer(str(gpt2_dir)), 1024)
+    file = tmp_path / "tokenizer.json"
+    tree = json.loads(file.read_text(encoding="utf-8"))
+    change(tree)
+    file.write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=re.escape(message)):
+        get_tokenizer(str(tmp_path))
