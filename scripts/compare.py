@@ -1,88 +1,58 @@
-"""Several runs beside each other: a table, the keys in which their configurations differ, and their curves in one file.
+"""Several runs beside each other, the best first: a table, the keys in which they differ, and their curves in one file.
 
-python -m scripts.compare runs=runs/a,runs/b out=compare.html
+python -m scripts.compare runs=runs/a,runs/b
+python -m scripts.compare runs=runs/sweep                   # all jobs of a sweep, and the loss by each swept key
 """
 
+import glob
+import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from scripts.arguments import argument, run
-from trainer.charts import COLOURS
+from trainer.comparing import names, write_comparison
 from trainer.errors import UserError
-from trainer.history import History
-from trainer.report import comparison
-from trainer.rundir import flatten, write_atomically
 
-ALWAYS_OTHERS = ("run_dir", "tracker.name")
+__all__ = ["Arguments", "main", "names"]
 
 
 @dataclass(frozen=True)
 class Arguments:
     """See `--help`."""
 
-    runs: str = argument("run directories, separated by commas, or a pattern such as 'runs/*'")
-    out: str = argument("the file for curves and table; empty: none", "compare.html")
+    runs: str = argument("run directories, separated by commas, a directory of runs, or a pattern such as 'runs/*'")
+    out: str = argument("the file for curves and table (default: compare.html where the runs are); no: none", "")
 
 
 def directories(text: str) -> list[Path]:
-    """Those of the list that hold a log."""
+    """Those of the list that hold a log; of a pattern, and of a directory of runs, those in it that do."""
     found: list[Path] = []
-    for item in text.split(","):
-        matches = sorted(Path().glob(item)) if "*" in item else [Path(item)]
-        found += [path for path in matches if "*" not in item or (path / "metrics.jsonl").exists()]
-    if not 2 <= len(found) <= len(COLOURS):
-        raise UserError(f"runs={text}: found {len(found)} runs; valid: 2 to {len(COLOURS)}")
+    for item in filter(None, text.split(",")):
+        path = Path(os.path.expanduser(item))
+        if not glob.has_magic(item) and ((path / "metrics.jsonl").exists() or not path.is_dir()):
+            found.append(path)  # what is wrong with it is said when it is read
+            continue
+        pattern = str(path) if glob.has_magic(item) else os.path.join(glob.escape(str(path)), "*")
+        matches = map(Path, sorted(glob.glob(pattern), key=natural))
+        found += [match for match in matches if (match / "metrics.jsonl").exists()]
+    if len(found) < 2:
+        raise UserError(f"runs={text}: found {len(found)} runs with a metrics.jsonl; valid: 2 or more")
     return found
 
 
-def names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart."""
-    parts = [path.resolve().parts for path in paths]
-    for count in range(1, max(map(len, parts)) + 1):
-        found = ["/".join(p[-count:]) for p in parts]
-        if len(set(found)) == len(found):
-            return found
-    raise UserError("one run directory is given twice; give different ones")
-
-
-def differences(histories: Sequence[History]) -> dict[str, list[str]]:
-    """The values of each key of the configuration that is not the same in all runs."""
-    trees = [dict(flatten(yaml.safe_load(h.config) or {})) for h in histories]
-    keys = dict.fromkeys(key for tree in trees for key in tree)
-    different: dict[str, list[Any]] = {key: [tree.get(key, "-") for tree in trees] for key in keys}
-    return {
-        key: [str(value) for value in values]
-        for key, values in different.items()
-        if key not in ALWAYS_OTHERS and any(value != values[0] for value in values)
-    }
+def natural(path: str) -> tuple[int, str]:
+    """Numbered directories in the order of their numbers."""
+    name = os.path.basename(path)
+    return (int(name) if name.isdecimal() else -1, path)
 
 
 def main(args: Arguments) -> None:
     """Print the table, write the file."""
     paths = directories(args.runs)
-    histories = [History.read(path, name) for path, name in zip(paths, names(paths), strict=True)]
-    table = {
-        "steps": [f"{h.rows[-1]['step']:,}" for h in histories],
-        "validation loss": [h.last("val/loss") for h in histories],
-        "best validation loss": [h.best("val/loss") for h in histories],
-        "tokens/s, median": [h.median("perf/tokens_per_s") for h in histories],
-        "host memory, GiB": [h.last("memory/host_peak_gib") for h in histories],
-        "skipped": [h.last("watchdog/skipped") for h in histories],
-        "rolled back": [h.last("watchdog/rollbacks") for h in histories],
-        **differences(histories),
-    }
-    lines = [["", *(h.name for h in histories)], *([key, *values] for key, values in table.items())]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    if args.out:
-        write_atomically(Path(args.out), comparison(histories, table))
-        print(args.out)
+    where = Path(os.path.commonpath([path.resolve().parent for path in paths]))
+    out = None if args.out == "no" else Path(os.path.expanduser(args.out)) if args.out else where / "compare.html"
+    print("\n".join(write_comparison(paths, out)))
 
 
 if __name__ == "__main__":

@@ -4,19 +4,22 @@ The same weights on the same batches, so what differs is the arithmetic of the f
 model is used, which is not what it costs in training. Weights are rounded to the other precision's format.
 
 python -m scripts.evaluate run_dir=runs/mine precisions=fp32,bf16,scalify_fp8
+python -m scripts.evaluate run_dir=runs/mine text=other.txt,more.jsonl     # on other text
 """
 
 import functools
+import itertools
 import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from scalify_core import weights
 from scripts.arguments import argument, run, split
@@ -24,6 +27,9 @@ from scripts.pairs import finite, half_width
 from trainer.build.objects import build_policy
 from trainer.build.run import restore_training
 from trainer.composition import compose_or_explain
+from trainer.data import Batch, TextSource
+from trainer.data.corpus import open_corpus
+from trainer.data.loader import segments
 from trainer.errors import UserError
 from trainer.evaluate import make_eval_step
 from trainer.history import AS_TRAINED
@@ -40,7 +46,22 @@ class Arguments:
 
     run_dir: str = argument("a run directory with a checkpoint")
     precisions: str = argument("precisions besides its own, separated by commas, with +key=value", "fp32")
-    batches: int = argument("validation batches; 0: as many as at the end of the run", 0)
+    batches: int = argument("batches at most; 0: as many as at the end of the run", 0)
+    text: str = argument("files or directories of other text, separated by commas; empty: the validation part", "")
+    column: str = argument("of their jsonl and parquet rows, the one that holds the text", TextSource.column)
+
+
+class Text(NamedTuple):
+    """What is evaluated on.
+
+    Attributes:
+      batch: of a number below `count`.
+      bytes_per_token: of the text.
+    """
+
+    batch: Callable[[int], Batch]
+    count: int
+    bytes_per_token: float
 
 
 class Result(NamedTuple):
@@ -71,21 +92,29 @@ def main(args: Arguments) -> None:
         raise UserError("precisions=: expected at least one, such as precisions=fp32,bf16")
     c, w, found = restore_training(run_dir)
     others = {name: w.in_precision(policy) for name, policy in policies.items()}
-    count = min(args.batches or c.train.final_eval_batches, w.data.val.steps_per_epoch)
-    size = count * w.data.val.batch_size * w.model.spec.context
-    print(f"{run_dir}: {c.precision.name}, step {found.step:,}; {count} batches, {size:,} tokens", flush=True)
+    most = args.batches or c.train.final_eval_batches
+    if args.text:
+        source = TextSource(tuple(split(args.text)), None, args.column)
+        text = other_text(source, Path(c.data.cache_dir or run_dir), w, most)
+    else:
+        text = Text(w.data.val.batch, min(most, w.data.val.steps_per_epoch), w.data.bytes_per_token)
+    size = text.count * w.data.val.batch_size * w.model.spec.context
+    where = f"; {args.text}" * bool(args.text)
+    print(
+        f"{run_dir}: {c.precision.name}, step {found.step:,}{where}; {text.count} batches, {size:,} tokens", flush=True
+    )
     print(f"{'precision':<32} {'loss':>8} {'bits a byte':>12} {'difference, nats':>20} {'in %':>8}")
     results = []
-    for result in evaluated(w, found.state, others, count, c.train.accum):
+    for result in evaluated(w, found.state, others, text, c.train.accum):
         results.append(result)
         print(line(result, results[0].loss), flush=True)
     for name, other in others.items():
         if other.model.policy.forward and not other.model.narrow:
             why = next(iter(other.model.skipped.values()))
             print(f"none of the model's matmuls is in {other.model.policy.forward} in {name}: {why}")
-    path = run_dir / "evaluation.json"
+    path = run_dir / ("evaluation_of_text.json" if args.text else "evaluation.json")  # the report takes the second
     rows = [finite(result._asdict()) for result in results]
-    document = {"step": found.step, "tokens": size, "results": rows}
+    document = {"step": found.step, "tokens": size, "results": rows} | ({"text": args.text} if args.text else {})
     write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     print(f"all digits: {path}")
 
@@ -104,29 +133,61 @@ def policy_of(item: str) -> Policy:
     return build_policy(c)
 
 
+def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> Text:
+    """At most so many batches of a text that the run has not to do with, of windows one after the other.
+
+    Raises UserError for what is wrong with it, and where it is too short for one batch.
+    """
+    tokenizer, loader, context = w.data.tokenizer, w.data.val, w.model.spec.context
+    wanted = most * loader.batch_size * context + 1
+    corpus = open_corpus(source, cache_dir)
+    found: list[Any] = []
+    tokens = size = 0
+    for text in itertools.chain.from_iterable(rows.texts for rows in corpus.read(None)):
+        ids = tokenizer.encode_array(text)
+        found += [ids, np.full(int(corpus.length is None), tokenizer.eot, ids.dtype)]
+        tokens, size = tokens + len(ids) + len(found[-1]), size + len(text.encode())
+        if tokens >= wanted:
+            break
+    count = min(most, (tokens - 1) // (loader.batch_size * context))
+    if count < 1:
+        raise UserError(
+            f"text: {tokens:,} tokens, one batch needs {loader.batch_size * context + 1:,} (train.batch_tokens + 1); "
+            "give more text"
+        )
+    stream = np.concatenate(found).astype(np.int32)
+    starts = context * np.arange(count * loader.batch_size).reshape(count, loader.batch_size)
+    windows = stream[starts[..., None] + np.arange(context + 1)]
+
+    def batch(i: int) -> Batch:
+        return Batch(windows[i], segments(windows[i], tokenizer.eot) if loader.document_mask else None)
+
+    return Text(batch, count, size / tokens)
+
+
 def evaluated(
-    w: Workload, state: TrainState, others: Mapping[str, Workload], count: int, accum: int
+    w: Workload, state: TrainState, others: Mapping[str, Workload], text: Text, accum: int
 ) -> Iterator[Result]:
-    """The run's own precision, then the others, on the first `count` batches of `accum` micro-batches."""
-    own = losses(w, state, count, accum)
-    yield result_of(w, AS_TRAINED, own, own)
+    """The run's own precision, then the others, on the batches of a text, of `accum` micro-batches each."""
+    own = losses(w, state, text, accum)
+    yield result_of(text, AS_TRAINED, own, own)
     for name, other in others.items():
         params = store_weights(weights.wide(state.params), other.model.policy)
-        yield result_of(w, name, losses(other, replace(state, params=params, scaling=()), count, accum), own)
+        yield result_of(text, name, losses(other, replace(state, params=params, scaling=()), text, accum), own)
 
 
-def losses(w: Workload, state: TrainState, count: int, accum: int) -> list[float]:
+def losses(w: Workload, state: TrainState, text: Text, accum: int) -> list[float]:
     """The mean loss of each batch."""
     place = functools.partial(place_batch, accum=accum, mesh=w.mesh)
     step: Any = jax.jit(make_eval_step(eval_loss_of(w)))
-    return [float(step(state, place(w.data.val.batch(i)))) for i in range(count)]
+    return [float(step(state, place(text.batch(i)))) for i in range(text.count)]
 
 
-def result_of(w: Workload, name: str, found: Sequence[float], own: Sequence[float]) -> Result:
+def result_of(text: Text, name: str, found: Sequence[float], own: Sequence[float]) -> Result:
     """The figures of a precision from its losses and those of the run's own, batch by batch."""
     loss = statistics.fmean(found)
     apart = [ours - theirs for ours, theirs in zip(found, own, strict=True)]
-    bits = loss / math.log(2) / w.data.bytes_per_token
+    bits = loss / math.log(2) / text.bytes_per_token
     return Result(name, loss, bits, statistics.fmean(apart), half_width(apart))
 
 

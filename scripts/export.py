@@ -1,4 +1,4 @@
-"""Write a run's newest checkpoint as a Hugging Face GPT-2: model.safetensors and config.json.
+"""Write a run's newest checkpoint as a Hugging Face GPT-2: weights, configuration and tokenizer.
 
 python -m scripts.export run_dir=runs/mine out=exported
 """
@@ -21,11 +21,20 @@ class Arguments:
 def main(args: Arguments) -> None:
     """Export, and say how to read the result."""
     from trainer.build.run import restore_run
+    from trainer.data.hf_tokenizer import save_hf
     from trainer.huggingface import save_gpt2
 
     model = restore_run(Path(args.run_dir))
     file = save_gpt2(args.out, model.spec, model.params, model.tokenizer.eot)
-    print(f"wrote {file}; read it with transformers.GPT2LMHeadModel.from_pretrained({args.out!r})")
+    files = [
+        file.name,
+        "config.json",
+        *(path.name for path in save_hf(file.parent, model.tokenizer, model.spec.context)),
+    ]
+    print(f"wrote {args.out}: {', '.join(files)}")
+    print(
+        f"read it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}), transformers.AutoTokenizer likewise"
+    )
 
 
 if __name__ == "__main__":

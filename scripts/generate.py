@@ -1,13 +1,17 @@
 """Sample text from a run: its newest checkpoint, its tokenizer.
 
 python -m scripts.generate run_dir=runs/mine prompt='And God said' max_new=300 temperature=0.8 top_k=40
+python -m scripts.generate run_dir=runs/mine prompts=prompts.txt count=3     # a prompt a line, three texts of each
+python -m scripts.generate run_dir=runs/mine prompts=-                       # as you type them; an empty line ends
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.arguments import argument, run
+from trainer.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -16,6 +20,8 @@ class Arguments:
 
     run_dir: str = argument("the run's directory")
     prompt: str = argument("text to continue; empty: start a new document", "")
+    prompts: str = argument("a file with a prompt on each line; -: standard input, one after the other", "")
+    count: int = argument("texts of each prompt, each with the next seed", 1)
     max_new: int = argument("tokens to sample", 200)
     temperature: float = argument("divides the logits; 0 takes the likeliest token", 0.8)
     top_k: int = argument("keep the k likeliest tokens; 0 keeps all", 0)
@@ -23,23 +29,66 @@ class Arguments:
     seed: int = argument("another seed, another text", 0)
 
 
+def prompts_of(args: Arguments) -> Iterator[str]:
+    """The prompts, as they come."""
+    if not args.prompts:
+        yield args.prompt
+    elif args.prompts == "-":
+        yield from typed()
+    else:
+        try:
+            lines = Path(args.prompts).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"prompts={args.prompts} cannot be read ({error}); give a text file, a prompt a line"
+            ) from None
+        yield from lines
+
+
+def typed() -> Iterator[str]:
+    """Lines of standard input, up to an empty one from somebody who types."""
+    somebody = sys.stdin.isatty()
+    while True:
+        if somebody:
+            print("prompt> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line or (somebody and not line.strip()):
+            return
+        yield line.rstrip("\n")
+
+
 def main(args: Arguments) -> None:
-    """Print the prompt and its continuation."""
+    """Print each prompt and its continuations, an empty line between two texts."""
+    if args.prompt and args.prompts:
+        raise UserError("prompt and prompts: give one of them")
+    if args.count < 1:
+        raise UserError(f"count={args.count}: expected 1 or more")
+    if args.prompts not in ("", "-"):
+        list(prompts_of(args))  # what is wrong with the file is said before anything is loaded
     from trainer.build.run import restore_run
     from trainer.generate import Generator
+    from trainer.slowness import first_said
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
     model = restore_run(Path(args.run_dir))
-    prompt = model.tokenizer.encode(args.prompt) or [model.tokenizer.eot]
-    new = Generator(model.bind, model.spec)(
-        model.params,
-        prompt,
-        max_new=args.max_new,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-    )
-    print(args.prompt + model.tokenizer.decode(new))
+    generator = first_said(Generator(model.bind, model.spec).__call__, "compiling, and the first text", say)
+    first = True
+    for prompt in prompts_of(args):
+        ids = model.tokenizer.encode(prompt) or [model.tokenizer.eot]
+        for i in range(args.count):
+            new = generator(
+                model.params,
+                ids,
+                max_new=args.max_new,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                top_p=args.top_p,
+                seed=args.seed + i,
+            )
+            print(("" if first else "\n") + prompt + model.tokenizer.decode(new), flush=True)
+            first = False
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from trainer.errors import UserError
 from trainer.targets import GPUS_PER_HOST, TARGETS, get_target
 
 if TYPE_CHECKING:
-    from trainer.plan import Plan
+    from trainer.plan import Fitting, Plan
 
 GIB = 2**30
 
@@ -138,10 +138,15 @@ def lines_of(plan: "Plan") -> list[str]:
         f"{plan.tokens / plan.roofline_seconds:,.0f} tokens/s, MFU {plan.mfu:.1%} of the peak in {plan.compute}"
     )
     if plan.largest is not None:
-        fits, bound = plan.largest
-        more = f", or up to {bound}" if bound > fits else ""
-        lines.append(f"largest micro-batch that fits: {fits} sequences a device{more}")
+        lines.append(f"largest micro-batch that fits: {describe_fitting(plan.largest)} a device")
     return lines
+
+
+def describe_fitting(found: "Fitting") -> str:
+    """A number of sequences, or what is known of it."""
+    if found.bound is None:
+        return f"at least {found.fits} sequences (the search went no further)"
+    return f"{found.fits} sequences" + (f", or up to {found.bound}," if found.bound > found.fits else "")
 
 
 if __name__ == "__main__":

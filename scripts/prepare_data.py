@@ -1,6 +1,7 @@
 """Tokenise text into a prepared directory, for `python -m trainer data=prepared data.prepared_dir=...`.
 
     python -m scripts.prepare_data                                     the embedded corpus, as bytes
+    python -m scripts.prepare_data files books/ dump.parquet           each file by its name: text, jsonl, parquet
     python -m scripts.prepare_data text 'books/*.txt' --tokenizer gpt2
     python -m scripts.prepare_data jsonl 'dump/*.jsonl' --column body --tokenizer cl100k_base
     python -m scripts.prepare_data hub HuggingFaceFW/fineweb --config sample-10BT --streaming --max-tokens 1000000000
@@ -33,11 +34,12 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m scripts.prepare_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sources = top.add_subparsers(dest="source", metavar="{embedded,text,jsonl,parquet,hub,verify}")
+    sources = top.add_subparsers(dest="source", metavar="{embedded,files,text,jsonl,parquet,hub,verify}")
     sources.add_parser("embedded", parents=[common], help="the corpus that is installed with the trainer")
-    for format in ("text", "jsonl", "parquet"):
-        files = sources.add_parser(format, parents=[common, limit], help=f"{format} files")
-        files.add_argument("paths", nargs="+", help="files or globs")
+    for format in ("files", "text", "jsonl", "parquet"):
+        about = "text, jsonl and parquet files, told by their names" if format == "files" else f"{format} files"
+        files = sources.add_parser(format, parents=[common, limit], help=about)
+        files.add_argument("paths", nargs="+", help="files, globs or directories")
     hub = sources.add_parser("hub", parents=[common, limit], help="a data set of the Hugging Face hub")
     hub.add_argument("name", help="organisation/name")
     hub.add_argument("--config", help="its configuration")
@@ -57,7 +59,8 @@ def source_of(args: argparse.Namespace) -> Source:
         return HubSource(**{field: getattr(args, field) for field in fields})
     if args.source == "embedded":
         return EmbeddedSource()
-    return TextSource(tuple(args.paths), args.source, args.column, args.max_documents)
+    format = None if args.source == "files" else args.source
+    return TextSource(tuple(args.paths), format, args.column, args.max_documents)
 
 
 def describe(manifest: Manifest) -> list[str]:

@@ -5,8 +5,12 @@ Exit codes: 0 done; 2 bad configuration, data or disk; 3 diverged; 4 ended by th
 """
 
 import contextlib
+import dataclasses
 import os
 import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -16,16 +20,32 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.allocator import keep_freed_memory
-from trainer.composition import CONFIGS, checked, explain, long_forms
+from trainer.composition import CONFIGS, Sweep, checked, expanded, explain, key_of, long_forms
 from trainer.config import Config
 from trainer.errors import UserError, complain, leave
 
+STOPPED = (130, 143)  # by a signal
 
-def load(tree: DictConfig) -> Config:
-    """The checked configuration. Under --multirun the run directory is the numbered one that Hydra made in it."""
+
+class Job(NamedTuple):
+    """One of several runs: its directory, what the sweep set in it, and how it ended; None: it has not."""
+
+    run_dir: Path
+    settings: list[str]
+    code: int | None
+
+
+def load(tree: DictConfig, own: Sequence[str]) -> Config:
+    """The checked configuration. Under --multirun the run directory is the numbered one that Hydra made in it.
+
+    There a run that has no name is called after the sweep, its number, and its own of the sweep's settings.
+    """
     config = checked(tree, **({"run_dir": HydraConfig.get().runtime.output_dir} if numbered() else {}))
     if config.parallel.distributed and not any(o.startswith("run_dir=") for o in HydraConfig.get().overrides.task):
         raise UserError("parallel.distributed=true needs run_dir=DIRECTORY: every process writes to the same one")
+    if numbered() and config.tracker.name is None:
+        name = " ".join(["/".join(Path(config.run_dir).parts[-2:]), *own])
+        config = dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, name=name))
     return config
 
 
@@ -34,14 +54,22 @@ def numbered() -> bool:
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
-def run_job(tree: DictConfig) -> int:
-    """One run, its exit code. Imports what takes time only once the configuration is known to be good."""
+def of_user(keys: Collection[str]) -> list[str]:
+    """The job's overrides of these keys, which may not be all: a run that is continued has its settings there too."""
+    return [override for override in HydraConfig.get().overrides.task if key_of(override) in keys]
+
+
+def run_job(tree: DictConfig, keys: Collection[str], swept: Collection[str]) -> int:
+    """One run, its exit code. Imports what takes time only once the configuration is known to be good.
+
+    `keys`: those that the user set, of which `swept` have several values.
+    """
     try:
-        config = load(tree)
+        config = load(tree, of_user(swept))
         keep_freed_memory()
         from trainer.build.run import run
 
-        return run(config)
+        return run(config, of_user(keys))
     except UserError as error:
         complain(error)
         return error.exit_code
@@ -51,15 +79,44 @@ def run_job(tree: DictConfig) -> int:
                 os.rmdir(HydraConfig.get().runtime.output_dir)
 
 
+def report_sweep(jobs: Sequence[Job]) -> None:
+    """The jobs in a table, the best first, and in sweep.html; below it those that did not end well."""
+    from trainer.comparing import write_comparison
+
+    ended = [job.run_dir for job in jobs if (job.run_dir / "metrics.jsonl").exists()]
+    if len(ended) > 1:
+        lines = write_comparison(ended, ended[0].parent / "sweep.html")
+        print("\n".join(["", *lines]))
+    for job in jobs:
+        if job.code:
+            print(f"{job.run_dir} ({' '.join(job.settings)}) ended with exit code {job.code}")
+
+
 def main(argv: list[str]) -> int:
     """Run the job, or several under --multirun; the exit code is the first that is not zero."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed as tracebacks
-    sys.argv = ["trainer", *long_forms(argv)]
-    codes: list[int | None] = []
+    jobs: list[Job] = []
+    try:
+        arguments = expanded(argv)
+        sweep = Sweep.of(arguments)
+        complaints = sweep.complaints()
+    except UserError as error:
+        complain(error)
+        return error.exit_code
+    for complaint in complaints:
+        complain(complaint)
+    if complaints:
+        return 2
+    sys.argv = ["trainer", *arguments]
+    keys = {key_of(argument) for argument in long_forms(argv)}
 
     def job(tree: DictConfig) -> None:
-        codes.append(None)
-        codes[-1] = run_job(tree)
+        if jobs and jobs[-1].code in STOPPED:
+            with contextlib.suppress(OSError):
+                os.rmdir(HydraConfig.get().runtime.output_dir)
+            return  # somebody stopped the sweep, not one job of it
+        jobs.append(Job(Path(HydraConfig.get().runtime.output_dir), of_user(sweep.keys), None))
+        jobs[-1] = jobs[-1]._replace(code=run_job(tree, keys, sweep.keys))
 
     try:
         hydra.main(config_path=CONFIGS, config_name="config", version_base=None)(job)()
@@ -70,11 +127,13 @@ def main(argv: list[str]) -> int:
         complain(explain(error, sys.argv[1:]))
         return 2
     except OSError as error:
-        if codes and codes[-1] is None:
+        if jobs and jobs[-1].code is None:
             raise  # from inside the job: not what is expected here
         complain(f"cannot write to {error.filename}: {error.strerror}; choose another run_dir")
         return 2
-    return next((code for code in codes if code), 0)
+    if len(jobs) > 1:
+        report_sweep(jobs)
+    return next((job.code for job in jobs if job.code), 0)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import html
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer.display import short
 
@@ -14,6 +15,11 @@ MOST_POINTS = 600  # of a line: the lowest and the highest value of each part ar
 CLIPPED = 3.0  # a top this many times as far up as 99% of the values is cut off
 # Told apart in print and by the colour-blind (Okabe and Ito, "Color Universal Design", 2008).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
+
+
+def colour_number(i: int) -> str:
+    """The i-th of any number of colours; from the ninth on they are only told apart by eye."""
+    return COLOURS[i] if i < len(COLOURS) else f"hsl({137.5 * i % 360:.0f} 65% 42%)"
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,14 @@ class Mark:
     x: float
     text: str
     colour: str
+
+
+class Choice(NamedTuple):
+    """A value of one of several choices: the number of the choice, the value, and what it says when pointed at."""
+
+    choice: int
+    y: float
+    text: str
 
 
 @dataclass(frozen=True)
@@ -136,14 +150,43 @@ def chart(
     return f"<figure>{head}{svg}</figure>"
 
 
-def axes(across: Scale, up: Scale) -> Iterator[str]:
-    """Grid, frame and numbers."""
-    heights = ticks(up.low, up.high)
-    for value in heights:
+def by_choice(title: str, choices: Sequence[str], points: Sequence[Choice], *, unit: str = "") -> str:
+    """A figure of values over choices, side by side in the given order; a line joins the lowest of each."""
+    shown = [p for p in points if math.isfinite(p.y)]
+    head = f"<figcaption><b>{html.escape(title)}</b> <small>{html.escape(unit)}</small></figcaption>"
+    if not shown:
+        return f"<figure>{head}<p>not recorded</p></figure>"
+    across = Scale(-0.5, len(choices) - 0.5, LEFT, WIDTH - RIGHT)
+    low, high, _ = value_range([Line("", [0.0] * len(shown), [p.y for p in shown])], from_zero=False)
+    up = Scale(low, high, HEIGHT - BOTTOM, TOP)
+    best = {i: min(p.y for p in shown if p.choice == i) for i in sorted({p.choice for p in shown})}
+    path = "L".join(f"{across(i):.1f},{up(y):.1f}" for i, y in best.items())
+    parts = [*heights(up), f'<path stroke="{COLOURS[0]}" d="M{path}"/>']
+    for p in shown:
+        place = f'cx="{across(p.choice):.1f}" cy="{up(p.y):.1f}"'
+        parts.append(f'<circle {place} r="3.5" fill="{COLOURS[0]}"><title>{html.escape(p.text)}</title></circle>')
+    for i, choice in enumerate(choices):
+        place = f'x="{across(i):.1f}" y="{HEIGHT - BOTTOM + 15}"'
+        parts.append(f'<text {place} text-anchor="middle">{html.escape(choice)}</text>')
+    parts.append(f'<path class="frame" d="M{LEFT},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
+    label = html.escape(title, quote=True)
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return f"<figure>{head}{svg}</figure>"
+
+
+def heights(up: Scale) -> Iterator[str]:
+    """Grid and numbers of the vertical axis."""
+    values = ticks(up.low, up.high)
+    for value in values:
         y = up(value)
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        number = written(value, heights[1] - heights[0] if len(heights) > 1 else abs(value) or 1.0)
+        number = written(value, values[1] - values[0] if len(values) > 1 else abs(value) or 1.0)
         yield f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{number}</text>'
+
+
+def axes(across: Scale, up: Scale) -> Iterator[str]:
+    """Grid, frame and numbers."""
+    yield from heights(up)
     for value in ticks(across.low, across.high):
         if value == int(value):
             yield f'<text x="{across(value):.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{int(value):,}</text>'

@@ -36,17 +36,17 @@ class Model:
 class Data:
     source: Literal["embedded", "text", "hf", "prepared"]
     tokenizer: str | None
-    cache_dir: str
+    cache_dir: str | None
     workers: int | None
     document_mask: bool
     prefetch: int
-    val_fraction: float
+    val_fraction: float | None
     paths: tuple[str, ...]
-    format: Literal["text", "jsonl", "parquet"]
-    column: str
+    format: Literal["text", "jsonl", "parquet"] | None
+    column: str | None
     name: str | None
     config: str | None
-    split: str
+    split: str | None
     revision: str | None
     streaming: bool
     max_documents: int | None
@@ -163,6 +163,7 @@ class Tracker:
 @dataclass(frozen=True)
 class Resume:
     source: str
+    step: int | None
     convert: bool
 
 
@@ -237,6 +238,26 @@ class Config:
         return self.train.batch_tokens // self.model.context
 
 
+# The sources that use a key of `data`; every source uses those that are not here.
+DATA_KEYS = {
+    "cache_dir": ("embedded", "text", "hf"),
+    "workers": ("embedded", "text", "hf"),
+    "val_fraction": ("embedded", "text", "hf"),
+    "paths": ("text",),
+    "format": ("text",),
+    "column": ("text", "hf"),
+    "name": ("hf",),
+    "config": ("hf",),
+    "split": ("hf",),
+    "revision": ("hf",),
+    "streaming": ("hf",),
+    "max_documents": ("text", "hf"),
+    "max_tokens": ("hf",),
+    "prepared_dir": ("prepared",),
+}
+NEEDED = ("cache_dir", "val_fraction", "column", "split")  # of those that use them
+
+
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise UserError(message)
@@ -294,7 +315,7 @@ def validate(c: Config) -> None:
     for path, share in (
         *((f"optimizer.{key}", optimizer[key]) for key in ("b1", "b2", "momentum") if key in optimizer),
         ("model.dropout", c.model.dropout),
-        ("data.val_fraction", c.data.val_fraction),
+        ("data.val_fraction", c.data.val_fraction or 0.0),
     ):
         _require(0 <= share < 1, f"{path}={share}: expected a number in [0, 1)")
     for path, share in (
@@ -305,9 +326,7 @@ def validate(c: Config) -> None:
         _require(0 <= share <= 1, f"{path}={share}: expected a number in [0, 1]")
     _require(0 < c.sample.top_p <= 1, f"sample.top_p={c.sample.top_p}: expected more than 0, at most 1 (all tokens)")
     _require(bool(c.sample.prompt), "sample.prompt is empty; give it a first word")
-    _require(
-        c.data.val_fraction > 0, "data.val_fraction=0: a validation part is needed; give it a small share, such as 0.01"
-    )
+    _check_data(c.data)
     _require(
         c.model.d_model % c.model.n_head == 0,
         f"model.d_model={c.model.d_model} is not a multiple of model.n_head={c.model.n_head}",
@@ -344,19 +363,6 @@ def validate(c: Config) -> None:
         not c.parallel.deterministic_reduce or c.parallel.reduce == "fp32",
         f"parallel.deterministic_reduce=true sums in FP32, but parallel.reduce={c.parallel.reduce}; choose one of them",
     )
-    _require(c.data.source != "text" or bool(c.data.paths), "data=text needs data.paths=[FILE,...]")
-    _require(
-        c.data.source == "hf" or c.data.max_tokens is None,
-        f"data.max_tokens={c.data.max_tokens} is of data=hf; data={c.data.source} knows data.max_documents",
-    )
-    _require(c.data.source != "hf" or bool(c.data.name), "data=hf needs data.name=ORGANISATION/DATASET")
-    _require(
-        c.data.source != "prepared" or bool(c.data.prepared_dir), "data=prepared needs data.prepared_dir=DIRECTORY"
-    )
-    _require(
-        c.data.source == "prepared" or bool(c.data.tokenizer),
-        "data.tokenizer is null; valid: byte, gpt2, cl100k_base, a file",
-    )
     _require(
         not c.precision.require_fp8 or c.precision.forward is not None,
         f"precision.require_fp8=true, but precision={c.precision.name} has no FP8 matmuls; "
@@ -365,3 +371,29 @@ def validate(c: Config) -> None:
     if c.profile.steps is not None:
         ok = len(c.profile.steps) == 2 and 1 <= c.profile.steps[0] <= c.profile.steps[1] <= c.train.steps
         _require(ok, f"profile.steps={list(c.profile.steps)}: expected [first,last] within 1..{c.train.steps}")
+
+
+def _check_data(c: Data) -> None:
+    """Refuse keys of other sources than the chosen one, which would change nothing, and what it lacks itself."""
+    given = {key: value for key in DATA_KEYS if (value := getattr(c, key)) not in (None, (), False)}
+    for key, value in given.items():
+        users = DATA_KEYS[key]
+        shown = f"[{','.join(value)}]" if isinstance(value, tuple) else value
+        choices = " or ".join(f"data={name}" for name in users)
+        _require(
+            c.source in users,
+            f"data.{key}={shown} is not used by data={c.source}, and would be ignored; it is of {choices}: "
+            f"add {choices}, or leave data.{key} out",
+        )
+    for key in NEEDED:
+        missing = c.source in DATA_KEYS[key] and getattr(c, key) is None
+        _require(not missing, f"data.{key} is null; choose the group, data={c.source}, or give it a value")
+    _require(
+        c.val_fraction != 0, "data.val_fraction=0: a validation part is needed; give it a small share, such as 0.01"
+    )
+    _require(c.source != "text" or bool(c.paths), "data=text needs data.paths=[FILE,...]")
+    _require(c.source != "hf" or bool(c.name), "data=hf needs data.name=ORGANISATION/DATASET")
+    _require(c.source != "prepared" or bool(c.prepared_dir), "data=prepared needs data.prepared_dir=DIRECTORY")
+    _require(
+        c.source == "prepared" or bool(c.tokenizer), "data.tokenizer is null; valid: byte, gpt2, cl100k_base, a file"
+    )

@@ -17,6 +17,18 @@ def nearest(name: str, valid: Sequence[str]) -> str:
     return f"{hint}Valid: {', '.join(sorted(valid))}"
 
 
+def from_saved(cls: type, tree: Any) -> Any:
+    """`from_tree` of what a run saved, perhaps before a key existed: one that may be null is null."""
+    hints = typing.get_type_hints(cls)
+    later = {key: None for key, hint in hints.items() if type(None) in typing.get_args(hint) and key not in tree}
+    groups = {
+        key: to_tree(from_saved(hint, tree[key]))
+        for key, hint in hints.items()
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(tree.get(key), Mapping)
+    }
+    return from_tree(cls, {**tree, **later, **groups})
+
+
 def from_tree(cls: type, tree: Any, path: str = "", of: str = "") -> Any:
     """The dataclass `cls` from nested mappings. UserError names the key, what was found and what is valid.
 

@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -86,7 +86,7 @@ class History:
 
     @classmethod
     def read(cls, run_dir: Path, name: str = "") -> Self:
-        """By default it has the directory's name. Raises UserError where there is no log."""
+        """By default it is called what the run was, or its directory is. Raises UserError where there is no log."""
         rows = read_rows(run_dir / "metrics.jsonl")
         if all("event" in row for row in rows):
             raise UserError(
@@ -95,8 +95,8 @@ class History:
         config, environment = run_dir / "config.yaml", read_text(run_dir / "environment.txt")
         looks = [(row["step"], {k: float(v) for k, v in row.items() if k.startswith("numerics/")}) for row in rows]
         last = environment.strip().split("\n\n")[-1].splitlines()  # a resumed run adds a part
-        return cls(
-            name or run_dir.resolve().name,
+        found = cls(
+            name,
             [without_layers(row) for row in rows if "event" not in row],
             [(row["step"], row["event"]) for row in rows if "event" in row],
             read_text(config),
@@ -104,6 +104,7 @@ class History:
             read_evaluation(run_dir),
             {key: value for key, _, value in (line.partition(": ") for line in last)},
         )
+        return replace(found, name=name or found.settings.get("tracker.name") or run_dir.resolve().name)
 
     def line(self, key: str, name: str = "", colour: str = COLOURS[0], **look: bool) -> Line:
         """The values of a key, of the rows that have it."""

@@ -141,17 +141,21 @@ def schedule_change(step: int, before: np.ndarray, now: np.ndarray) -> list[str]
     ]
 
 
-def farewell(run: Run, code: int, overrides: list[str]) -> None:
-    """Where everything is, and what to do next. `overrides`: the command line's, which a longer run must repeat."""
+def farewell(run: Run, code: int) -> None:
+    """Where everything is, and what to do next: the run's directory knows all its settings."""
     say, where, python = run.display.message, shlex.quote(str(run.run_dir)), interpreter()
+    again = f"{python} -m trainer resume={where}"
     if code:
         saved = max(run.checkpointer.steps(), default=0)
-        say(f"stopped after step {run.step} of {run.steps}; the same command with run_dir={where} goes on from {saved}")
+        how = (
+            f"{again}   (or the same command with run_dir={where})"
+            if saved
+            else f"the same command with run_dir={where}"
+        )
+        say(f"stopped after step {run.step} of {run.steps}; to go on from {saved}: {how}")
         return
-    kept = [shlex.quote(o) for o in overrides if not o.startswith(("run_dir=", "train.steps=", "-"))]
-    longer = " ".join([*kept, f"run_dir={where}", f"train.steps={2 * run.steps}"])
     names = ("report.html", "metrics.jsonl", "samples.txt", "numerics", "checkpoints", "config.yaml")
     found = ", ".join(name for name in names if (run.run_dir / name).exists())
     say(f"done: {run.step} steps. Everything is in {where}: {found}")
     say(f"sample more:  {python} -m scripts.generate run_dir={where} prompt='And God said'")
-    say(f"train longer: {python} -m trainer {longer}")
+    say(f"train longer: {again} train.steps={2 * run.steps}")

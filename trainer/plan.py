@@ -191,10 +191,13 @@ class Compiler:
 
 
 class Fitting(NamedTuple):
-    """How many sequences of a micro-batch fit: `fits` of them do, which was measured, and perhaps up to `bound`."""
+    """How many sequences of a micro-batch fit: `fits` of them do, which was measured, and perhaps up to `bound`.
+
+    None: no bound was found, the search having ended first.
+    """
 
     fits: int
-    bound: int
+    bound: int | None
 
 
 def largest_that_fits(
@@ -207,7 +210,7 @@ def largest_that_fits(
     `need` grows, and ever faster, but nearly linearly. So what a line through a number that fits and one that does not
     lets fit does fit, and no more fits than a line through two that do. The one or the other is measured next; where
     the lines are far apart, as of a need that is flat for long and then steep, and from the fifth measurement on every
-    other time, a number between the two. It ends after `TRIES`.
+    other time, a number between the two. It ends after `TRIES`, and at `most`.
     """
     known = {first: need(first)}
 
@@ -220,7 +223,7 @@ def largest_that_fits(
         fits, fails = max(fitting, default=0), min((b for b, size in known.items() if size > limit), default=most + 1)
         top = min(reached(*fitting[-2:]) if len(fitting) > 1 else most, fails - 1)
         if top <= fits * (1 + slack) or len(known) == TRIES:
-            return Fitting(fits, max(top, fits))
+            return Fitting(fits, None if top == most else max(top, fits))
         if len(known) == 1:
             guess = int(first * max(limit - constant, 0) / max(known[first] - constant, 1))
         elif fits and fails <= most:

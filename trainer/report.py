@@ -5,10 +5,10 @@ Three questions come first, each answered in a sentence with its figures: is it 
 
 import base64
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainer.charts import COLOURS, Line, chart
+from trainer.charts import COLOURS, Line, chart, colour_number
 from trainer.display import short
 from trainer.history import History, colour_of, finite, read_text
 from trainer.records import read_samples
@@ -183,16 +183,17 @@ def render(h: History, *, pictures: Mapping[str, bytes], sample: str, environmen
     return page(h.name, sections)
 
 
-def comparison(histories: Sequence[History], table: Mapping[str, Sequence[str]]) -> str:
-    """A page with the curves of several runs over each other, and a table with a column for each."""
+def comparison(histories: Sequence[History], table: Sequence[Sequence[str]], pictures: Sequence[str]) -> str:
+    """A page with pictures, the curves of several runs over each other, and a table whose head comes first."""
 
     def over(key: str, *, smooth: bool) -> list[Line]:
-        pairs = list(zip(histories, COLOURS, strict=False))
+        pairs = [(h, colour_number(i)) for i, h in enumerate(histories)]
         if smooth:
             return [h.smooth(key, h.name, colour)[1] for h, colour in pairs]
         return [h.line(key, h.name, colour, dots=key.startswith("val/")) for h, colour in pairs]
 
     drawn = [
+        *pictures,
         chart("Training loss", over("train/loss", smooth=True), unit="nats per token, lower is better"),
         chart("Validation loss", over("val/loss", smooth=False), unit="nats per token, lower is better"),
         chart("Gradient norm", over("grad_norm", smooth=True), unit="before clipping", from_zero=True),
@@ -200,14 +201,15 @@ def comparison(histories: Sequence[History], table: Mapping[str, Sequence[str]])
         chart("Learning rate", over("lr", smooth=False), from_zero=True),
         chart("Memory", over("memory/host_peak_gib", smooth=False), unit="GiB of the host", from_zero=True),
     ]
-    head = "".join(f"<th>{html.escape(h.name)}</th>" for h in histories)
-    rows = "".join(
-        f"<tr><td>{html.escape(key)}</td>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
-        for key, values in table.items()
-    )
+    head, *rows = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) for tag, row in tagged(table))
     title = f"{len(histories)} runs"
     body = [f"<h1>{title}</h1>", f'<div class="charts">{"".join(drawn)}</div>', "<h2>Figures and differences</h2>"]
-    return page(title, [*body, f"<table><tr><th></th>{head}</tr>{rows}</table>"])
+    return page(title, [*body, f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"])
+
+
+def tagged(table: Sequence[Sequence[str]]) -> Iterator[tuple[str, Sequence[str]]]:
+    """The rows of a table with the tags of their cells."""
+    return ((("th", row) if i == 0 else ("td", row)) for i, row in enumerate(table))
 
 
 def lines(text: str) -> str:

@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, Self
 import jax
 import yaml
 
+from trainer import __version__
 from trainer.errors import UserError
 from trainer.parallel import refused_together
 
@@ -50,6 +51,10 @@ MAY_CHANGE = (
     "data.workers",
     "data.prefetch",
     "data.cache_dir",
+    "data.format",  # these four: of the text, whose fingerprint is compared
+    "data.column",
+    "data.split",
+    "data.val_fraction",
     "model.keep_fp8_weights",
 )
 
@@ -197,7 +202,12 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_d
 
 def environment() -> dict[str, str]:
     """What a run ran on: code, versions, devices. Of the environment variables only JAX's and XLA's."""
-    found = {"python": platform.python_version(), "platform": platform.platform(), "code": code_version()}
+    found = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "version": __version__,
+        "code": code_version(),
+    }
     for package in PACKAGES:
         try:
             found[package] = version(package)
@@ -243,17 +253,15 @@ def redact(tree: Any) -> Any:
     return LOGIN_IN_URL.sub("", tree) if isinstance(tree, str) else tree
 
 
-def write_environment(run_dir: Path, facts: dict[str, str]) -> None:
+def write_environment(run_dir: Path, facts: dict[str, str], overrides: Sequence[str]) -> None:
     """environment.txt, `key: value` a line; a resumed run adds its own part below. The first process writes it.
 
-    `facts`: what else a reader would want to know of the run.
+    `facts`: what else a reader would want to know of the run. `overrides`: what its user set.
     """
     if jax.process_index() > 0:
         return
-    overrides = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
-    found = (
-        environment() | facts | {"overrides": " ".join(f"{key}={value}" for key, value in redact(overrides).items())}
-    )
+    given = redact(dict(override.split("=", 1) for override in overrides if "=" in override))
+    found = environment() | facts | {"overrides": " ".join(f"{key}={value}" for key, value in given.items())}
     part = "".join(f"{key}: {' '.join(value.splitlines())}\n" for key, value in found.items())
     path = run_dir / "environment.txt"
     before = path.read_text(encoding="utf-8", errors="replace") + "\n" if path.exists() else ""

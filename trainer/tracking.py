@@ -260,8 +260,11 @@ class WandbTracker(Tracker):
                 run = self._wandb.init(**arguments, mode="offline", settings=settings)
             except (self._wandb.errors.Error, OSError) as error:
                 raise UserError(f"W&B does not start: {error}; tracker=jsonl does without") from error
-            where = shlex.quote(str(Path(run.dir).parent))
-            logger.info("W&B run, offline; to upload it: %s -m wandb sync %s", interpreter(), where)
+            parts = [path.parent for path in wandb_files(Path(arguments["dir"]), str(self.id))]
+            newest = Path(run.dir).parent  # whose file may not be there yet
+            before = [p for p in parts if p.name.startswith("offline-") and p.name != newest.name]
+            where = shlex.join(map(str, [*before, newest]))
+            logger.info("W&B run, offline; to upload it, its parts in order: %s -m wandb sync %s", interpreter(), where)
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         for name in HIDDEN:

@@ -18,10 +18,14 @@ RISEN = 0.02  # share by which a validation loss above the best one is worth a w
 LEARNT = 0.02  # share by which the training loss has to fall
 LEVEL = 0.005  # a smaller fall of the validation loss, over the last quarter, is none
 REREAD = 1.5  # readings of the training text from which on it can be known by heart
+NOT_YET = "it has hardly begun, or does not learn"
+RAW = 8  # bits a byte of text that nothing is known of
+UNSURE = 0.05  # share by which a validation loss may be off, from which on it tells too little
 APART = 0.05  # share by which a training loss below the validation loss is worth a word
 SLOWER = 0.8  # share of its usual speed
 SAVING = 5  # steps after a save in which it is still being written
 WAITING = 0.1  # share of a step spent waiting for data
+MACHINE = " Whatever else ran on the machine may have done that; it is not recorded, so this is not judged."
 IDLE = 0.1  # MFU below which no run is called fast
 BOUNDED = ("delayed", "current")  # of `precision.scaling`
 # What is cast to eight bits: the key of `precision` that says to which, how its tensors' names end, and in words.
@@ -59,7 +63,7 @@ def learning(h: History) -> Answer:
     tenth = max(1, len(losses) // 10)
     first, last = losses[0], math.fsum(losses[-tenth:]) / tenth
     fell = f"The loss on its training text went from {first:.3f} nats a token{_blind(h)} to {last:.3f}"
-    little = f" That is a fall of less than {LEARNT:.0%}: it has hardly begun, or does not learn."
+    little = f" That is a fall of less than {LEARNT:.0%}: {NOT_YET}."
     if not validation:
         grade = BAD if last >= first else FAIR if last > first * (1 - LEARNT) else GOOD
         return Answer(question, grade, f"{fell}. There was no validation.{little if grade == FAIR else ''}")
@@ -71,6 +75,8 @@ def learning(h: History) -> Answer:
         return Answer(question, BAD, f"{text} That is no better than at the start.\n{fell}.{weights}")
     if last > first * (1 - LEARNT):
         return Answer(question, FAIR, f"{text}\n{fell}.{little}{weights}")
+    if doubt := _by_chance(h, value) or _by_few(h):
+        return Answer(question, FAIR, f"{text} {doubt}\n{fell}.{weights}")
     if value > best * (1 + RISEN):
         over = " It learns its training text by heart." if last < best else ""
         return Answer(
@@ -85,13 +91,41 @@ def _blind(h: History) -> str:
     return f" (blind guessing among {ids:,} tokens: {math.log(ids):.3f})" if ids else ""
 
 
+def _by_chance(h: History, value: float) -> str:
+    """A sentence where the validation loss is that of guessing, whatever became of the training loss; else empty."""
+    ids, bits = h.number("vocabulary"), finite(h.line("val/bits_per_byte"))[1][-1:]
+    if ids > 1 and value > (1 - LEARNT) * math.log(ids):
+        return (
+            f"Blind guessing among {ids:,} tokens comes to {math.log(ids):.3f}: it has hardly begun, or does not learn."
+        )
+    if bits and bits[0] > (1 - LEARNT) * RAW:
+        return f"Text that nothing is known of takes as many bits: {NOT_YET}."
+    return ""
+
+
+def _by_few(h: History) -> str:
+    """A sentence where so few tokens were validated that their mean loss tells little; else empty.
+
+    The loss of a token varies about as much as it is large, so that the mean of n is known to 2 / sqrt(n) of itself.
+    """
+    part, batches = h.number("validation tokens"), h.settings.get("train.final_eval_batches")
+    read = batches * h.settings["train.batch_tokens"] if isinstance(batches, int) else part
+    tokens = min(part, read)
+    if tokens == 0 or 2 / math.sqrt(tokens) <= UNSURE:
+        return ""
+    return (
+        f"That is of {tokens:,} tokens only, which tell it to about ±{2 / math.sqrt(tokens):.0%}: too few to judge by; "
+        "give the validation part more text (data.val_fraction)."
+    )
+
+
 def _bits(h: History) -> str:
     """The same per byte of text, and what else is known to predict text."""
     bits, packed = (finite(h.line(f"val/{key}"))[1][-1:] for key in ("bits_per_byte", "xz_bits_per_byte"))
     if not bits:
         return ""
     beside = f" and the compressor xz, which has not read the training text, needs {packed[0]:.2f}" if packed else ""
-    return f": {bits[0]:.2f} bits for a byte of it, where raw text has 8{beside}"
+    return f": {bits[0]:.2f} bits for a byte of it, where raw text has {RAW}{beside}"
 
 
 def _course(validation: list[tuple[int, float]]) -> str:
@@ -243,16 +277,13 @@ def fast(h: History) -> Answer:
     use = f", {statistics.median(shares):.1%} of what the devices can do" if shares else ""
     text = f"{short(usual)} tokens/s, {step_ms:,.1f} ms a step{use}; {waited:.1%} of it waiting for data."
     text += f"\nIts steps took {timedelta(seconds=round(_seconds(h)))} (h:mm:ss)."
-    if late < SLOWER * usual:
-        return Answer(question, FAIR, f"{text}\nIt slowed down: {short(late)} tokens/s at the end.")
     if waited > WAITING:
         return Answer(question, FAIR, f"{text}\nThe data hold it up.")
+    if late < SLOWER * usual:
+        return Answer(question, UNRATED, f"{text}\nIt slowed down: {short(late)} tokens/s at the end.{MACHINE}")
     if (slow := sorted(speeds)[len(speeds) // 10]) < SLOWER * usual:
-        return Answer(
-            question,
-            FAIR,
-            f"{text}\nIt is unsteady: the slowest tenth of its steps ran at {short(slow)} tokens/s or less.",
-        )
+        unsteady = f"It is unsteady: the slowest tenth of its steps ran at {short(slow)} tokens/s or less."
+        return Answer(question, UNRATED, f"{text}\n{unsteady}{MACHINE}")
     if shares and statistics.median(shares) < IDLE:
         return Answer(question, FAIR, f"{text}\nThat is little; a larger batch or model uses more.")
     text += f"\nSteady to the end{_slow_steps(h, SLOWER * usual)}."

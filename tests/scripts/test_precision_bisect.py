@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from scripts.precision_bisect import ALL, CASTS, bisect, computed_in_fp32, report, switches
+from scripts.precision_bisect import ALL, CASTS, Finding, advice, bisect, computed_in_fp32, report, switches
 from trainer.__main__ import CONFIGS
 from trainer.errors import UserError
 from trainer.precision import Policy, store_weights
@@ -108,3 +108,17 @@ def test_what_cannot_be_bisected_is_said(preset, named):
     params = jax.jit(model.training.init)(jax.random.key(0))
     with pytest.raises(UserError, match=named):
         bisect(model, params, (), np.zeros((2, 17), np.int32), None)
+
+
+def test_the_layers_that_stand_out_are_suggested_as_the_key_to_set():
+    def found(layers, trained=0.1):
+        some = [Finding(layer, "all", 1.0, 0.0, 1.0, error) for layer, error in layers.items()]
+        return [Finding("all", "none", 1.0, 0.0, 1.0, trained), Finding("all", "all", 1.0, 0.0, 1.0, 0.0), *some]
+
+    layers = {"h.0.mlp.c_proj": 0.05, "h.0.attn.c_attn": 0.07} | {f"h.{i}.mlp.c_fc": 0.099 for i in range(10)}
+    assert "precision.keep=[h.0.mlp.c_proj,h.0.attn.c_attn]   (removes: h.0.mlp.c_proj 50.0%, h" in advice(
+        found(layers)
+    )
+    assert advice(found({f"h.{i}.mlp.c_fc": 0.09 for i in range(10)})).startswith("no layer stands out")
+    assert advice(found({"h.0.mlp.c_fc": 0.2, "h.1.mlp.c_fc": 0.11})).startswith("no layer stands out")  # all worse
+    assert advice(found({}, trained=0.0)).startswith("no layer stands out")

@@ -1,5 +1,6 @@
 """A checkpoint in other arithmetic: what can be asked for, and what is found."""
 
+import io
 import json
 import re
 import shutil
@@ -9,6 +10,8 @@ from command import finish, trainer
 
 from scripts import evaluate, explain
 from scripts.evaluate import Arguments, main, policy_of
+from scripts.generate import Arguments as Prompts
+from scripts.generate import main as generate
 from trainer.errors import UserError
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share a run
@@ -90,6 +93,38 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_computed(run_dir, ca
     with pytest.raises(UserError, match=re.escape(message)):
         main(Arguments(str(run_dir), **arguments))
     assert "as trained" not in capsys.readouterr().out
+
+
+def test_other_text_is_evaluated_too_and_is_not_taken_for_the_validation(run_dir, tmp_path, capsys):
+    main(Arguments(str(run_dir), "fp32", batches=3))
+    own = (run_dir / "evaluation.json").read_text()
+    whole = "In the beginning was the word. " * 1600
+    (tmp_path / "a.txt").write_text(whole[int(0.9 * len(whole)) :])  # the validation part
+    (tmp_path / "b.jsonl").write_text('{"body": "qqqqzzzz"}\n' * 900)
+    for name, column in (("a.txt", "text"), ("b.jsonl", "body")):
+        main(Arguments(str(run_dir), "fp32", batches=3, text=str(tmp_path / name), column=column))
+    document = json.loads((run_dir / "evaluation_of_text.json").read_text())
+    assert document["text"] == str(tmp_path / "b.jsonl")
+    assert document["tokens"] == 3 * 512
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("as trained")]
+    assert lines[0] == lines[1] != lines[2]
+    assert (run_dir / "evaluation.json").read_text() == own
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(UserError, match=r"5 tokens, one batch needs 513"):
+        main(Arguments(str(run_dir), "fp32", text=str(tmp_path / "a.txt")))
+
+
+def test_texts_of_several_prompts_are_sampled(run_dir, tmp_path, capsys, monkeypatch):
+    (tmp_path / "prompts").write_text("In the\nWas\n")
+    generate(Prompts(str(run_dir), prompts=str(tmp_path / "prompts"), count=2, max_new=4))
+    of_file = capsys.readouterr().out
+    assert [text[:3] for text in of_file.split("\n\n")] == ["In ", "In ", "Was", "Was"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("In the\nWas\n"))
+    generate(Prompts(str(run_dir), prompts="-", count=2, max_new=4))
+    assert capsys.readouterr().out == of_file
+    for wrong in ({"prompts": str(tmp_path / "none")}, {"prompts": "-", "prompt": "a"}, {"count": 0}):
+        with pytest.raises(UserError):
+            generate(Prompts(str(run_dir), **wrong))
 
 
 def test_another_text_than_was_trained_on_is_refused(run_dir):

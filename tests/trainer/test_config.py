@@ -63,7 +63,15 @@ def test_every_choice_of_every_group_is_valid(choice):
         ("train.accum=7", ["train.batch_tokens", "train.accum", "7"]),
         ("data=text", ["data.paths"]),
         ("data=hf", ["data.name"]),
-        ("data.max_tokens=5", ["data.max_tokens=5", "data=hf", "data=embedded"]),
+        ("data.max_tokens=5", ["data.max_tokens=5", "not used by data=embedded", "data=hf"]),
+        ("data.paths=[a.txt,b]", ["data.paths=[a.txt,b]", "not used by data=embedded", "add data=text"]),
+        ("data.name=a/b", ["data.name=a/b", "data=hf"]),
+        ("data.format=jsonl", ["data.format=jsonl", "data=text"]),
+        ("data.column=body", ["data.column=body", "data=text or data=hf"]),
+        ("data.max_documents=10", ["data.max_documents=10", "data=text or data=hf"]),
+        ("data.streaming=true", ["data.streaming=True", "data=hf"]),
+        ("data.prepared_dir=x", ["data.prepared_dir=x", "data=prepared"]),
+        ("data.source=text", ["data.column is null", "data=text"]),
         ("data=prepared", ["data.prepared_dir"]),
         ("data.paths=x", ["data.paths='x'", "list"]),
         ("profile.steps=[5]", ["profile.steps=[5]", "[first,last]"]),
@@ -98,6 +106,11 @@ def test_bad_values_are_refused_with_what_is_valid(override, names):
         ("modle.n_layer", ["unknown key modle.n_layer", "did you mean 'model'"]),
         ("model.n_haed", ["did you mean 'n_head'"]),
         ("model.n_layer.x", ["model.n_layer has no keys"]),
+        ("lr", ["unknown key lr; did you mean model.lr or optimizer.lr?"]),
+        ("steps", ["did you mean train.steps or profile.steps?"]),
+        ("batch", ["did you mean train.batch_tokens?"]),
+        ("train.lr", ["did you mean model.lr or optimizer.lr?"]),
+        ("nonsense", ["unknown key nonsense; Valid: checkpoint"]),
     ],
 )
 def test_a_wrong_key_names_the_nearest_valid_one(key, names):
@@ -120,15 +133,36 @@ def test_a_setting_that_the_optimizer_does_not_use_is_refused(optimizer, ignored
             load(f"optimizer={optimizer}", f"+optimizer.{key}=0.5")
 
 
+def test_a_setting_that_the_source_does_not_use_is_refused():
+    for given, refused in (
+        (
+            ["data=text", "data.paths=[a]"],
+            ["name=a", "config=b", "split=c", "revision=d", "streaming=true", "max_tokens=9"],
+        ),
+        (["data=hf", "data.name=a/b"], ["paths=[a]", "format=text", "prepared_dir=x"]),
+        (["data=prepared", "data.prepared_dir=x"], ["val_fraction=0.2", "workers=2", "cache_dir=y", "max_documents=3"]),
+    ):
+        load(*given)
+        for key in refused:
+            with pytest.raises(UserError, match=rf"data\.{key.split('=')[0]}=.* is not used by {given[0]}, and would"):
+                load(*given, f"data.{key}")
+
+
 @pytest.mark.parametrize(
     ("args", "names"),
     [
+        (["data.paths=[book.txt]"], ["data.paths=[book.txt]", "add data=text"]),
         (["model.n_haed=3"], ["unknown key model.n_haed", "did you mean 'n_head'"]),
         (["+model.n_haed=3"], ["unknown key model.n_haed", "did you mean 'n_head'"]),
         (["optimizer=lion", "optimizer.eps=1"], ["unknown key optimizer.eps", "b1, b2, clip_norm, lr"]),
         (["optimizer.name=lion"], ["unknown key optimizer.eps of lion"]),
         (["optimizer.name=adam"], ["optimizer='adam'", "did you mean 'adamw'"]),
         (["model=gpt3"], ["model/gpt3", "gpt2_124m"]),
+        (["model=gpt2_124"], ["did you mean 'gpt2_124m'"]),
+        (["precision=scalify_fp8_f16"], ["did you mean 'scalify_fp8_fp16'", "sim_eXmY"]),
+        (["data.paths=[a (1).txt]"], ["'[a (1).'", "need quotes within quotes"]),
+        (["lr=1e-3"], ["unknown key lr; did you mean", "optimizer.lr"]),
+        (["steps=3"], ["unknown key steps; did you mean train.steps"]),
         (["train.steps=0"], ["train.steps=0"]),
         (["train.steps"], ["train.steps", "EQUAL"]),
         (["run_dir=/proc/none"], ["/proc/none", "run_dir"]),

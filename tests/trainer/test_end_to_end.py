@@ -1,8 +1,10 @@
 """`python -m trainer` as users run it: real processes, killed and resumed, on one device and on eight."""
 
 import logging
+import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,10 +13,12 @@ import time
 import numpy as np
 import pytest
 from command import TINY, environment, finish, parameters, trainer, values, wait_for_row
+from tokenizers import Tokenizer
 
 from trainer.__main__ import main
 from trainer.build import run as build
 from trainer.checkpoint import Checkpointer
+from trainer.history import History
 from trainer.records import read_rows
 from trainer.tracking import read_history, wandb_files
 
@@ -89,6 +93,13 @@ of_finished_run = pytest.mark.xdist_group("finished run")  # made once
         ),
         (["run_dir=new", "resume=A", "precision=scalify_fp8"], ["precision.forward=None", "resume.convert=true"]),
         (["run_dir=new", "init_from=A", "model.n_head=4"], ["init_from=A has n_head=2", "the model 4"]),
+        (
+            ["run_dir=new", "init_from=A", "model.n_head=4", "model.d_model=64", "data.tokenizer=bpe"],
+            ["n_head=2 (the model 4)", "d_model=32 (the model 64)", "tokenizer byte of 256", "data.tokenizer=byte"],
+        ),
+        (["run_dir=new", "model=from_init"], ["init_from, which is null"]),
+        (["run_dir=new", "model=from_init", "init_from=bpe"], ["init_from=bpe", "config.yaml", "config.json"]),
+        (["run_dir=new", "model=from_init", "init_from=A", "model.n_layer=3"], ["model.n_layer=3 (2 there)"]),
         (["run_dir=new", "resume=A", "train.steps=20"], ["train.steps=20", "checkpoint has 20", "21 or more"]),
         (["run_dir=new", "init_from=nowhere"], ["init_from=nowhere", "does not exist"]),
         (["run_dir=new", "model.vocab_size=100"], ["model.vocab_size=100", "256"]),
@@ -126,6 +137,8 @@ def finished_run(tmp_path_factory):
     finish(trainer(tmp_path, "A", "train.steps=20", "checkpoint.every=10", "tracker=jsonl", "parallel.data=1"))
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "bpe").mkdir()
+    (tmp_path / "bpe" / "vocab.bpe").write_text("t h\nth e\n")
     (tmp_path / "binary.txt").write_bytes(b"text, then \xff\xfe")
     return tmp_path, values(tmp_path / "A")
 
@@ -141,6 +154,45 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     assert first["step"] == 1
     fresh, trained = rows[0]["train/loss"], rows[-1]["train/loss"]
     assert abs(first["train/loss"] - trained) < abs(first["train/loss"] - fresh)
+
+
+@of_finished_run
+def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(finished_run):
+    tmp_path, rows = finished_run
+    shutil.copytree(tmp_path / "A", tmp_path / "M")
+
+    def given(*args):
+        done = subprocess.run(
+            [sys.executable, "-m", "trainer", *args], cwd=tmp_path, env=environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    given("resume=M", "train.steps=22")
+    assert [row["step"] for row in values(tmp_path / "M")] == list(range(1, 23))
+    assert values(tmp_path / "M")[:20] == rows
+    given("resume=A", "resume.step=10", "run_dir=N")
+    again = [{k: v for k, v in row.items() if k != "event"} for row in values(tmp_path / "N")]
+    assert again == rows[10:]  # nothing was changed: the same steps, bit for bit
+
+
+def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    small = ["train.steps=2", "tracker=jsonl", "sample.max_new=0", "parallel.data=1"]
+    cache = f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"
+    assert main([*TINY, *small, "run_dir=S", "optimizer.lr=1e-3,1e-2", "--multirun", "seed=0,1", cache]) == 0
+    out = capfd.readouterr().out
+    table = out.split("\n\n")[-1].splitlines()
+    assert table[0].split()[:3] == ["optimizer.lr", "seed", "validation"]
+    assert sorted(line.split()[0] for line in table[1:5]) == ["0", "1", "2", "3"]
+    losses = [float(line.split()[3]) for line in table[1:5]]
+    assert losses == sorted(losses)
+    assert (tmp_path / "S" / "sweep.html").exists()
+    assert f"resume={tmp_path}/S/3 train.steps=4" in out  # not the settings of the whole sweep
+    text = (tmp_path / "S" / "3" / "environment.txt").read_text()
+    assert {"optimizer.lr=0.01", "seed=1"} <= set(text.split())
+    assert History.read(tmp_path / "S" / "3").name == "S/3 optimizer.lr=0.01 seed=1"
 
 
 def test_dry_run_describes_and_leaves_nothing(tmp_path):
@@ -220,6 +272,24 @@ def test_fine_tuning_starts_from_a_hugging_face_directory(finished_run):
     ours, theirs = (values(tmp_path / run)[0]["train/loss"] for run in "IK")
     assert ours == theirs  # the same weights, bit for bit
     assert ours < rows[0]["train/loss"] - 0.1
+    read = Tokenizer.from_file(str(tmp_path / "exported" / "tokenizer.json"))
+    assert read.encode("In the é").ids == list("In the é".encode())
+
+
+@of_finished_run
+@pytest.mark.parametrize("source", ["A", "of hugging face"])
+def test_a_model_takes_its_architecture_from_its_weights(finished_run, source):
+    tmp_path, _ = finished_run
+    if source != "A":
+        export = [sys.executable, "-m", "scripts.export", "run_dir=A", f"out={source}"]
+        subprocess.run(export, cwd=tmp_path, env=environment(), check=True)
+    config = ["model=from_init", f"init_from={source}", "train.batch_tokens=512", "tracker=none"]
+    sizes = [argument for argument in TINY if not argument.startswith("model.")]
+    command = [sys.executable, "-m", "trainer", *sizes, f"run_dir=L {source}", "train.steps=1", *config]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "2 layers, width 32, context 32, vocabulary 256" in done.stdout
+    assert "nobody checked" not in done.stdout
 
 
 def test_a_users_own_directory_stays_when_nothing_starts_in_it(tmp_path):

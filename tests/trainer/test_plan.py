@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from scripts import plan as script
+from scripts.plan import describe_fitting
 from trainer import aot, plan
 from trainer.aot import held_at_peak, make_target_mesh
 from trainer.build.objects import build_model, build_policy, check_fp8
@@ -20,7 +21,16 @@ from trainer.flops import peak_flops
 from trainer.fp8_check import Gpu, check_device, check_step, layer_products, not_fp8
 from trainer.hlo import Collective, Gemm
 from trainer.model import functional
-from trainer.plan import TRIES, Aim, continued, is_continued, largest_that_fits, seconds_of_collective, seconds_of_gemm
+from trainer.plan import (
+    TRIES,
+    Aim,
+    Fitting,
+    continued,
+    is_continued,
+    largest_that_fits,
+    seconds_of_collective,
+    seconds_of_gemm,
+)
 from trainer.precision import Policy
 from trainer.spec import GPT2Spec, linear_sizes
 from trainer.targets import TARGETS, get_target
@@ -230,6 +240,14 @@ def test_a_search_with_slack_measures_less():
 def test_a_need_that_once_falls_is_searched_on():
     need = lambda b: {1: 100, 2: 99}.get(b, 98 + 2 * b)  # as continued figures may
     assert largest_that_fits(need, 1, 202) == (52, 52)
+
+
+def test_where_the_search_ends_first_the_largest_is_only_known_to_be_at_least_that():
+    found = largest_that_fits(lambda b: 10 * b, 8, 10**9)
+    assert found == (4096, None)
+    assert describe_fitting(found) == "at least 4096 sequences (the search went no further)"
+    assert describe_fitting(largest_that_fits(lambda b: 10 * b, 8, 40_000)) == "4000 sequences"
+    assert describe_fitting(Fitting(90, 95)) == "90 sequences, or up to 95,"
 
 
 def test_nothing_fits_where_the_state_alone_does_not():

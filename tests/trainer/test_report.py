@@ -23,7 +23,7 @@ def rows(losses, val=(), speed=lambda i: 1000.0, **more):
     found = []
     for i, loss in enumerate(losses, 1):
         row = {"train/loss": loss, "grad_norm": 1.0, "lr": 1e-3, "tokens": 100 * i, "watchdog/skipped": 0} | more
-        row |= {"perf/tokens_per_s": speed(i), "perf/step_ms": 100.0, "perf/data_ms": 1.0}
+        row = {"perf/tokens_per_s": speed(i), "perf/step_ms": 100.0, "perf/data_ms": 1.0} | row
         row |= {"val/loss": dict(val)[i]} if i in dict(val) else {}
         found.append({"step": i} | row)
     return found
@@ -103,6 +103,38 @@ def test_the_loss_is_put_beside_blind_guessing_other_compressors_and_how_often_t
     assert (
         "It was read 1.0 times, which is hardly by heart: the texts differ." in learning(history(found, **facts)).text
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "bits", "facts", "grade", "says"),
+    [
+        (
+            5.498,
+            7.97,
+            {"vocabulary": "256"},
+            FAIR,
+            "Blind guessing among 256 tokens comes to 5.545: it has hardly begun",
+        ),
+        (5.2, 7.5, {"vocabulary": "256"}, GOOD, "7.50 bits"),
+        (10.7, 2.5, {"vocabulary": "50,257"}, FAIR, "Blind guessing among 50,257 tokens comes to 10.825"),
+        (5.5, 7.97, {}, FAIR, "Text that nothing is known of takes as many bits"),  # as a run before facts were kept
+        (3.0, 4.3, {"validation tokens": "228"}, FAIR, "That is of 228 tokens only, which tell it to about ±13%"),
+        (3.0, 4.3, {"validation tokens": "1,599"}, FAIR, "That is of 1,599 tokens only"),
+        (3.0, 4.3, {"validation tokens": "1,601"}, GOOD, "3.000 nats"),
+    ],
+)
+def test_learning_its_training_text_alone_is_not_learning(value, bits, facts, grade, says):
+    found = rows([12.0 - 0.08 * i for i in range(100)], {100: value})
+    found[-1]["val/bits_per_byte"] = bits
+    answer = learning(history(found, **facts))
+    assert (answer.grade, says in answer.text) == (grade, True), answer
+
+
+def test_what_was_validated_counts_not_what_there_was():
+    found, facts = rows(FALLING, {100: 1.6}), {"validation tokens": "100,000"}
+    for batches, grade in ((1, FAIR), (16, GOOD)):
+        config = f"train: {{final_eval_batches: {batches}, batch_tokens: 512}}"
+        assert learning(history(found, config=config, **facts)).grade == grade
 
 
 def test_what_the_weights_come_to_in_other_precisions_is_said():
@@ -252,10 +284,16 @@ def test_what_no_matmul_casts_is_not_judged(wide, grade):
             UNRATED,
             "of 100 timed steps 4 fell below 80% of that speed, 2 of",
         ),
-        (lambda i: 1000.0 if i < 80 else 500.0, {}, FAIR, "It slowed down: 500 tokens/s"),
+        (
+            lambda i: 1000.0 if i < 80 else 500.0,
+            {},
+            UNRATED,
+            "500 tokens/s at the end. Whatever else ran",
+        ),
+        (lambda i: 1000.0, {"perf/data_ms": 50.0}, FAIR, "The data hold it up."),
         (lambda i: 1000.0, {"perf/mfu": 0.4}, GOOD, "40.0% of what the devices can do"),
         (lambda i: 1000.0, {"perf/mfu": 0.005}, FAIR, "0.5% of what the devices can do"),
-        (lambda i: 10000.0 if i % 3 else 100.0, {}, FAIR, "the slowest tenth of its steps ran at 100 tokens/s or less"),
+        (lambda i: 10000.0 if i % 3 else 100.0, {}, UNRATED, "slowest tenth of its steps ran at 100 tokens/s or less"),
     ],
 )
 def test_whether_it_is_fast(speed, more, grade, says):

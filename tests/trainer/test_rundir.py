@@ -162,10 +162,10 @@ def test_secrets_are_removed_and_tokens_of_text_are_not():
 def test_the_environment_says_versions_and_devices_but_no_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "hidden")
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    monkeypatch.setattr(sys, "argv", ["trainer", "seed=1", "x.password=hidden"])
     (tmp_path / "environment.txt").write_bytes(b"damaged \xff\n")
-    write_environment(tmp_path, {"parameters": "1", "text": "a\n\nparameters: 3"})
-    write_environment(tmp_path, {"parameters": "2"})  # a resumed run
+    overrides = ["seed=1", "x.password=hidden"]
+    write_environment(tmp_path, {"parameters": "1", "text": "a\n\nparameters: 3"}, overrides)
+    write_environment(tmp_path, {"parameters": "2"}, overrides)  # a resumed run
     text = (tmp_path / "environment.txt").read_text()
     assert text.startswith("damaged ")
     found = environment()

@@ -281,7 +281,10 @@ def killed_thrice(tmp_path_factory):
         assert run(run_dir, start, 900, kill_at, delay).returncode == -signal.SIGKILL
     done = run(run_dir, 650, 900)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"W&B run, offline; to upload it: \S+ -m wandb sync \S+", done.stdout)
+    (listed,) = re.findall(r"W&B run, offline; to upload it, its parts in order: \S+ -m wandb sync (.*)", done.stdout)
+    parts = [str(path.parent) for path in wandb_files(run_dir, (run_dir / "wandb" / "run_id").read_text())]
+    assert listed.split() == parts
+    assert len(parts) == 4
     return run_dir
 
 

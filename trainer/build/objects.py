@@ -12,7 +12,18 @@ from jax.sharding import Mesh
 
 from scalify_core.matmul import MULTIPLE
 from trainer import config as schema
-from trainer.data import Batch, EmbeddedSource, HubSource, PreparedSource, Source, TextSource, prefetch, prepare, shown
+from trainer.data import (
+    Batch,
+    EmbeddedSource,
+    HubSource,
+    PreparedSource,
+    Source,
+    TextSource,
+    check_prepared,
+    prefetch,
+    prepare,
+    shown,
+)
 from trainer.errors import UserError
 from trainer.evaluate import Evaluation, evaluate, make_eval_step, xz_bits_per_byte
 from trainer.flops import flops_per_token, peak_flops
@@ -24,6 +35,7 @@ from trainer.metrics import Throughput
 from trainer.optimizer import learning_rates, make_optimizer
 from trainer.parallel import Sizes, abstract_batch, batch_devices, make_mesh, place_batch, replicated
 from trainer.precision import DTYPES, Policy
+from trainer.slowness import first_said
 from trainer.spec import GPT2Spec
 from trainer.start import initial_weights
 from trainer.state import TrainState
@@ -126,9 +138,12 @@ def build_source(c: schema.Data) -> Source:
         case "embedded":
             return EmbeddedSource()
         case "text":
+            assert c.column is not None  # validated
             return TextSource(c.paths, c.format, c.column, c.max_documents)
         case "hf":
-            assert c.name is not None  # validated
+            assert c.name is not None  # validated, as the others are
+            assert c.column is not None
+            assert c.split is not None
             return HubSource(
                 c.name,
                 config=c.config,
@@ -146,15 +161,21 @@ def build_source(c: schema.Data) -> Source:
 
 def build_data(c: schema.Config) -> Dataset:
     """Prepare the data unless it is prepared already, and open both parts."""
-    with shown() as progress:
-        directory = prepare(
-            build_source(c.data),
-            c.data.tokenizer,
-            Path(c.data.cache_dir),
-            val_fraction=c.data.val_fraction,
-            workers=c.data.workers,
-            progress=progress,
-        )
+    source = build_source(c.data)
+    if isinstance(source, PreparedSource):
+        directory = check_prepared(source.directory, c.data.tokenizer)
+    else:
+        assert c.data.cache_dir is not None  # validated, as the next is
+        assert c.data.val_fraction is not None
+        with shown() as progress:
+            directory = prepare(
+                source,
+                c.data.tokenizer,
+                Path(c.data.cache_dir),
+                val_fraction=c.data.val_fraction,
+                workers=c.data.workers,
+                progress=progress,
+            )
     return Dataset.open(
         directory,
         context=c.model.context,
@@ -188,7 +209,7 @@ def build_state(c: schema.Config, w: Workload) -> TrainState:
     if c.init_from is None:
         return first_state(w)
     source = Path(c.init_from)
-    return first_state(w, lambda params: initial_weights(source, w.model.spec, params))
+    return first_state(w, lambda params: initial_weights(source, w.model.spec, w.data.tokenizer, params))
 
 
 def build_learning_rates(c: schema.Config) -> np.ndarray:
@@ -236,9 +257,12 @@ def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tup
     return lambda start: prefetch(w.data.train, start, c.train.steps, depth=c.data.prefetch)
 
 
-def make_evaluate(c: schema.Config, w: Workload) -> Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]:
+def make_evaluate(
+    c: schema.Config, w: Workload, say: Callable[[str], None]
+) -> Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]:
     """`(state, final, broken_off) -> found`: validation on the first batches of that part, on more at the end."""
-    eval_step = jax.jit(make_eval_step(eval_loss_of(w)), out_shardings=replicated(w.mesh))
+    jitted = jax.jit(make_eval_step(eval_loss_of(w)), out_shardings=replicated(w.mesh))
+    eval_step = first_said(jitted, "compiling the validation", say)
     available = w.data.val.steps_per_epoch
 
     def run_evaluation(state: TrainState, final: bool, broken_off: Callable[[], bool]) -> Evaluation | None:

@@ -5,13 +5,14 @@ import dataclasses
 import errno
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from trainer import __version__
 from trainer import config as schema
 from trainer.build.objects import (
     build_batch,
@@ -32,7 +33,7 @@ from trainer.checkpoint import Checkpointer, Restored
 from trainer.data.tokenizer import load_saved
 from trainer.display import Display, Output
 from trainer.errors import UserError
-from trainer.fields import from_tree, to_tree
+from trainer.fields import from_saved, to_tree
 from trainer.guard import Patience, leave_within
 from trainer.leaves import parameter_names
 from trainer.libraries import hide_missing_gpu, use_compilation_cache
@@ -42,7 +43,8 @@ from trainer.numerics import make_numerics
 from trainer.parallel import Agreement, place_batch, refused_together, replicated, start_processes
 from trainer.report import write_report
 from trainer.rundir import RunDir, write_environment
-from trainer.start import architecture, check_same_run, restore_logical, starting_point
+from trainer.slowness import first_said, said
+from trainer.start import architecture, check_same_run, describe_init, restore_logical, starting_point
 from trainer.state import TrainState, from_stored
 from trainer.step import StepFn, Tokens
 from trainer.tracking import MAKE_ROOM, Tracker, make_tracker
@@ -56,12 +58,14 @@ from trainer.workload import (
     make_rescale,
 )
 
+COMPILING = "compiling the training step"
+NUMERICS = "compiling the look at every layer, and the first look"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None = None) -> list[str]:
     """What is about to be trained, a line each; with the memory that a compiled step needs."""
-    return describe(
+    lines = describe(
         w,
         model=c.model.name,
         precision=c.precision.name,
@@ -69,13 +73,14 @@ def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None
         accum=c.train.accum,
         step=step,
     )
+    return [f"scalify-trainer {__version__}", *lines]
 
 
 def describe_change(c: schema.Config, found: Restored) -> list[str]:
     """What a resumed run does otherwise from here on."""
     if not found.step:
         return []
-    before = build_learning_rates(from_tree(schema.Config, found.meta["config"]))
+    before = build_learning_rates(from_saved(schema.Config, found.meta["config"]))
     return schedule_change(found.step, before, build_learning_rates(c))
 
 
@@ -110,7 +115,8 @@ def restore_run(run_dir: Path) -> Trained:
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
-        c = from_tree(schema.Config, meta["config"])
+        c = from_saved(schema.Config, meta["config"])
+        keep_compiled(c)
         tokenizer = load_saved(meta["tokenizer"], run_dir)
         model = build_model(c.model, build_policy(c.precision), tokenizer.vocab_size)
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
@@ -126,7 +132,8 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
-        c = from_tree(schema.Config, meta["config"])
+        c = from_saved(schema.Config, meta["config"])
+        keep_compiled(c)
         c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1))
         w = build_workload(c)
         rows = meta.get("rows")  # of the run's devices, which may have been more
@@ -137,6 +144,13 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
     return c, w, found._replace(state=from_stored(found.state))
 
 
+def keep_compiled(c: schema.Config) -> None:
+    """What is done with a run afterwards takes over what was compiled for it before, where the run itself does."""
+    warning = use_compilation_cache(c.compile_cache)
+    if warning is not None:
+        print(warning, file=sys.stderr)
+
+
 def checkpoints_of(run_dir: Path) -> Checkpointer:
     """To read. UserError where there are none."""
     if not (run_dir / "checkpoints").is_dir():
@@ -144,8 +158,8 @@ def checkpoints_of(run_dir: Path) -> Checkpointer:
     return Checkpointer.reading(run_dir / "checkpoints")
 
 
-def run(c: schema.Config) -> int:
-    """Train, or only describe what would be trained. The exit code."""
+def run(c: schema.Config, overrides: Sequence[str] = ()) -> int:
+    """Train, or only describe what would be trained. The exit code. `overrides`: what the user set, as it is shown."""
     hide_missing_gpu()
     if c.parallel.distributed:
         start_processes()
@@ -155,14 +169,15 @@ def run(c: schema.Config) -> int:
         console.print(warning, highlight=False)
     if c.dry_run:
         w = build_workload(c)
-        step = compile_step(w, build_batch(c, w.mesh))
+        with said(COMPILING, lambda text: console.print(text, highlight=False)):
+            step = compile_step(w, build_batch(c, w.mesh))
         fp8 = check_fp8(c, w, step)
         for line in [*describe_run(c, w, step), *(fp8.lines if fp8 else [])]:
             console.print(line, highlight=False)
         return 0
     with RunDir(Path(c.run_dir)) as directory, said_in_a_line(directory.path):
         directory.check(to_tree(c))
-        return train_in(directory, c, build_workload(c), Display(c.train.steps, console=console))
+        return train_in(directory, c, build_workload(c), Display(c.train.steps, console=console), overrides)
 
 
 @contextlib.contextmanager
@@ -187,7 +202,7 @@ def not_for_ever(seconds: float) -> Iterator[None]:
         raise
 
 
-def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display) -> int:
+def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display, overrides: Sequence[str] = ()) -> int:
     """Train in a run directory, from where it stands. The exit code."""
     tree = to_tree(c)
     with display:
@@ -196,17 +211,27 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
                 directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
             )
             first = lambda: build_state(c, w)
-            found = starting_point(c.resume.source, directory.path, checkpointer, w, first, convert=c.resume.convert)
+            with said("making or restoring the state", display.message):
+                found = starting_point(
+                    c.resume.source,
+                    directory.path,
+                    checkpointer,
+                    w,
+                    first,
+                    step=c.resume.step,
+                    convert=c.resume.convert,
+                )
         fork = found.step not in [0, *checkpointer.steps()]
         unfinished = None if fork else found.meta.get("unfinished")
         check_same_run(found, c.train.steps, w.data.manifest.fingerprint, fork=fork)
         with refused_together(), said_in_a_line(directory.path):
             directory.adopt(tree)
-            write_environment(directory.path, facts_of(w))
+            write_environment(directory.path, facts_of(w), overrides)
             if jax.process_index() == 0:
                 w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
-        idle = describe_idle(w.model.policy, sys.argv[1:])
-        for line in [*describe_run(c, w), *idle, *describe_change(c, found)]:
+        idle = describe_idle(w.model.policy, overrides)
+        given = [] if c.init_from is None or found.step else describe_init(Path(c.init_from), w.data.tokenizer)
+        for line in [*describe_run(c, w), *idle, *given, *describe_change(c, found)]:
             display.message(line)
         tracker = make_tracker(
             c.tracker.kind,
@@ -234,7 +259,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display)
                 if error.errno in NO_ROOM:
                     code = UserError.exit_code
                 raise
-        farewell(training, code, sys.argv[1:])
+        farewell(training, code)
         return code
 
 
@@ -252,7 +277,8 @@ def build_run(
     # Before the compilation, which processes may end minutes apart: its first question joins their devices.
     agree = Agreement(w.mesh)
     state, batch = from_stored(found.state), build_batch(c, w.mesh)
-    step = compile_step(w, batch, state)
+    with said(COMPILING, display.message):
+        step = compile_step(w, batch, state)
     for line in describe_wire(w, step):
         display.message(line)
     fp8 = check_fp8(c, w, step)
@@ -273,11 +299,11 @@ def build_run(
         batches=train_batches(c, w),
         place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
         agree=agree,
-        evaluate=make_evaluate(c, w),
-        numerics=make_numerics(w.model, w.optimizer_name, replicated(w.mesh)),
+        evaluate=make_evaluate(c, w, display.message),
+        numerics=first_said(make_numerics(w.model, w.optimizer_name, replicated(w.mesh)), NUMERICS, display.message),
         rescale=make_rescale(w, batch),
         restore=make_restore(w, batch, checkpointer),
-        sample=build_sample(c, w),
+        sample=first_said(build_sample(c, w), "compiling the sampling, and the first sample", display.message),
         diagnose=make_diagnose(w),
         checkpointer=checkpointer,
         meta={
@@ -287,6 +313,7 @@ def build_run(
             "rows": w.model.rows,
             "data": w.data.manifest.fingerprint,
             "tokenizer": w.data.tokenizer.name,
+            "tokenizer_fingerprint": w.data.tokenizer.fingerprint,
             "tracker_id": tracker.id,
         },
         tracker=tracker,

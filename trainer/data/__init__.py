@@ -6,7 +6,7 @@ directory), loader.
 
 from trainer.data.corpus import EmbeddedSource, HubSource, PreparedSource, Source, TextSource
 from trainer.data.loader import Batch, Loader, prefetch
-from trainer.data.preparation import Progress, prepare
+from trainer.data.preparation import Progress, check_prepared, prepare
 from trainer.data.progress import shown
 from trainer.data.shards import Manifest
 from trainer.data.tokenizer import Tokenizer, get_tokenizer
@@ -22,6 +22,7 @@ __all__ = [
     "Source",
     "TextSource",
     "Tokenizer",
+    "check_prepared",
     "get_tokenizer",
     "prefetch",
     "prepare",

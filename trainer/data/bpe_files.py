@@ -7,6 +7,7 @@ that was replaced; these read the file.
 import base64
 import binascii
 import json
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,59 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
     if len(given) != len(ranks) or merged != sorted(merged):
         raise UserError(f"{ids_path} does not belong to {path}: its ids are not those of the merges, in their order")
     return encoding(path, given, {"pat_str": r50k_pat_str, "special_tokens": special})
+
+
+def read_tokenizer_json(path: Path) -> tiktoken.Encoding | None:
+    """The encoding of a Hugging Face tokenizer.json of byte-level BPE; None where its ids are the bytes themselves."""
+    tree, byte_of = read_json(path), printable_bytes()
+    model: Any = tree.get("model") or {}
+    special = {token["content"]: int(token["id"]) for token in tree.get("added_tokens") or ()}
+    vocabulary = {token: i for token, i in (model.get("vocab") or {}).items() if token not in special}
+    pattern = pattern_of(tree)
+    readable = model.get("type") == "BPE" and tree.get("normalizer") is None and pattern is not None
+    if not readable or any(char not in byte_of for token in vocabulary for char in token):
+        raise UserError(f"{path} is no byte-level BPE without normaliser; valid: what GPT-2 and its like have")
+    ids = {bytes(byte_of[char] for char in token): i for token, i in vocabulary.items()}
+    if ids == {bytes([i]): i for i in range(1, 256)} and special == {"\0": 0}:
+        return None
+    merged = [ids.get(pair_of(merge, byte_of), -1) for merge in model.get("merges") or ()]
+    unmerged = sum(len(token) > 1 for token in ids) - len(merged)
+    if ENDOFTEXT not in special or merged != sorted(merged) or (unmerged and not model.get("ignore_merges")):
+        raise UserError(
+            f"{path}: expected {ENDOFTEXT} among the added tokens, and the ids of the merges in their order; use "
+            "another form of this tokenizer (vocab.json and merges.txt, or a .tiktoken file)"
+        )
+    return encoding(path, ids, {"pat_str": pattern, "special_tokens": special})
+
+
+def pattern_of(tree: dict[str, Any]) -> str | None:
+    """The pattern of words of a tokenizer.json; empty where there is none; None: not only such a pattern."""
+    outer: Any = tree.get("pre_tokenizer") or {}
+    *words, last = outer.get("pretokenizers") or [outer]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return None
+    if not words:
+        return r50k_pat_str if last.get("use_regex", True) else ""
+    regex = words[0].get("pattern", {}).get("Regex")
+    if len(words) > 1 or words[0].get("type") != "Split" or last.get("use_regex", True) or not isinstance(regex, str):
+        return None
+    known = [known_settings(name, {}).get("pat_str", "") for name in tiktoken.list_encoding_names()]
+    return next((pattern for pattern in known if pattern and for_hugging_face(pattern) == regex), regex)
+
+
+def for_hugging_face(pattern: str) -> str:
+    """A pattern as a tokenizer.json has it.
+
+    To the engine behind that `{1,3}+` is a repetition of the repetition; where tiktoken writes it, at the end of an
+    alternative, without the plus it means the same.
+    """
+    return re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
+
+
+def pair_of(merge: Any, byte_of: dict[str, int]) -> bytes:
+    """The token that a merge makes; merges are pairs, or texts with a space between."""
+    parts = merge.split(" ") if isinstance(merge, str) else merge
+    return bytes(byte_of.get(char, 0) for char in "".join(parts))
 
 
 def printable_bytes() -> dict[str, int]:

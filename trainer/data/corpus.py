@@ -8,13 +8,13 @@ import glob
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.data.files import File, examine, expand
+from trainer.data.files import File, Format, examine, expand, format_of
 from trainer.data.tokenizer import LINE_START
 from trainer.errors import UserError
 
@@ -39,14 +39,15 @@ class TextSource:
     """Local files.
 
     Attributes:
-      paths: files or globs, in this order.
-      format: of all of them. One "text" file is a single text; of several, each is a document.
+      paths: files, globs or directories, in this order.
+      format: of all of them; None: of each by its name, see `format_of`. One "text" file is a single text; of several
+        files, each is a document.
       column: of jsonl and parquet, the one that holds the text.
       max_documents: stop after so many.
     """
 
     paths: tuple[str, ...]
-    format: Literal["text", "jsonl", "parquet"] = "text"
+    format: Format | None = None
     column: str = "text"
     max_documents: int | None = None
 
@@ -153,35 +154,69 @@ def open_embedded() -> Corpus:
 
 def open_files(source: TextSource, cache_dir: Path) -> Corpus:
     """Local files; all are read through once, so that what is wrong with them is said before anything long starts."""
-    files = examine(expand(source.paths), text=source.format != "parquet", cache_dir=cache_dir)
+    formats = {path: format_of(path, source.format) for path in expand(source.paths)}
+    files = examine(list(formats), text=lambda path: formats[path] != "parquet", cache_dir=cache_dir)
     if not sum(file.size for file in files):
         raise UserError(f"the corpus is empty: {', '.join(str(file.path) for file in files)} has no text")
+    kinds = dict.fromkeys(formats[file.path] for file in files)
+    groups = [(kind, [file for file in files if formats[file.path] == kind]) for kind in kinds]
+    if source.column != TextSource.column and set(kinds) == {"text"}:
+        raise UserError(f"data.column={source.column}, but text files have no columns; leave it out")
     digests = [file.digest for file in files]
     description = {"kind": "text"} | asdict(source) | {"paths": list(source.paths), "digests": digests}
     name = files[0].path.stem if len(files) == 1 else files[0].path.absolute().parent.name
-    if source.format == "text":
-        if len(files) == 1:
+    if [kind for kind, _ in groups] == ["text"] and len(files) == 1:
+        if source.max_documents is not None:
+            raise UserError(
+                f"data.max_documents={source.max_documents}, but {files[0].path} is a single text without documents; "
+                "leave it out"
+            )
 
-            def read_single(position: Position) -> Iterator[Rows]:
-                with reading(files, "text"):
-                    yield from read_text(files[0], position)
+        def read_single(position: Position) -> Iterator[Rows]:
+            with reading(files, "text"):
+                yield from read_text(files[0], position)
 
-            content = fingerprint("single", digests)
-            return Corpus(name, description, content, read_single, files[0].chars)
-        content = fingerprint("files", digests, source.max_documents)
-    else:
-        content = fingerprint(source.format, digests, source.column, source.max_documents)
+        return Corpus(name, description, fingerprint("single", digests), read_single, files[0].chars)
+    match groups:
+        case [("text", _)]:
+            content = fingerprint("files", digests, source.max_documents)
+        case [(kind, _)]:
+            content = fingerprint(kind, digests, source.column, source.max_documents)
+        case _:
+            parts = [(kind, [file.digest for file in some]) for kind, some in groups]
+            content = fingerprint("mixed", parts, source.column, source.max_documents)
+    return Corpus(name, description, content, lambda position: read_groups(groups, source, position))
 
-    def read(position: Position) -> Iterator[Rows]:
-        with reading(files, source.format):
-            dataset = load_files(files, source.format)
-            check_column(dataset, source.column)
-            if source.format == "parquet":
-                dataset = load_files(files, "parquet", columns=[source.column])  # the others are not even read
-            batch = FILES if source.format == "text" else ROWS
-            yield from rows(dataset, source.column, source.max_documents, position, batch)
 
-    return Corpus(name, description, content, read)
+def read_groups(groups: Sequence[tuple[Format, list[File]]], source: TextSource, position: Position) -> Iterator[Rows]:
+    """The documents of files, those of one format after those of another.
+
+    Of a single group positions are its own, as they were before there were several.
+    """
+    if len(groups) == 1:
+        yield from read_files(*groups[0], source.column, source.max_documents, position)
+        return
+    first, left, begun, inner = position or (0, source.max_documents, 0, None)
+    for i, (kind, files) in enumerate(groups[first:], first):
+        for found in read_files(kind, files, source.column, left, inner):
+            begun += len(found.texts)
+            yield Rows(found.texts, [i, left, begun, found.position])
+        left, begun, inner = None if left is None else left - begun, 0, None
+        if left == 0:
+            return
+
+
+def read_files(
+    kind: Format, files: list[File], column: str, max_documents: int | None, position: Position
+) -> Iterator[Rows]:
+    """The documents of files of one format."""
+    with reading(files, kind):
+        dataset = load_files(files, kind)
+        column = "text" if kind == "text" else column  # what `datasets` calls the content of a text file
+        check_column(dataset, column)
+        if kind == "parquet":
+            dataset = load_files(files, "parquet", columns=[column])  # the others are not even read
+        yield from rows(dataset, column, max_documents, position, FILES if kind == "text" else ROWS)
 
 
 def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
@@ -190,7 +225,7 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
         raise UserError(f"streaming {source.name} needs an end: set data.max_documents or data.max_tokens")
     folder = Path(source.name).expanduser()
     local = [path for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
-    digests = [file.digest for file in examine(local, text=False, cache_dir=cache_dir)]
+    digests = [file.digest for file in examine(local, text=lambda _: False, cache_dir=cache_dir)]
 
     def read(position: Position) -> Iterator[Rows]:
         with hub_errors(source):
@@ -208,7 +243,7 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def load_files(files: list[File], format: str, **options: Any) -> "IterableDataset":
+def load_files(files: list[File], format: Format, **options: Any) -> "IterableDataset":
     """The rows of local files; of text, whole files where `options` do not say otherwise."""
     import datasets
 

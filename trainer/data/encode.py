@@ -54,13 +54,15 @@ class Encoder:
 
     Attributes:
       val_fraction: share of the validation part.
-      length: characters of a single text; None: rows are documents.
+      cut: the character of the whole text at which the validation part starts; None: hashes of documents decide.
+      documents: whether rows are documents, which end-of-text follows; else they are pieces of a single text.
       workers: threads.
     """
 
     tokenizer: Tokenizer
     val_fraction: float
-    length: int | None
+    cut: int | None
+    documents: bool
     workers: int
 
     @property
@@ -100,13 +102,12 @@ class Encoder:
 
     def _submit(self, pool: ThreadPoolExecutor, rows: Rows, start: int) -> Batch:
         """Have rows encoded that begin at character `start`."""
-        if self.length is None:
+        if self.cut is None:
             parts = [self._part(pool, split, texts) for split, texts in self._by_hash(rows.texts).items()]
         else:
-            cut = int(self.length * (1 - self.val_fraction)) - start
-            text = "".join(rows.texts)
-            cut = min(max(cut, 0), len(text))
-            parts = [self._part(pool, "train", [text[:cut]]), self._part(pool, "val", [text[cut:]])]
+            texts = [text for text in rows.texts if text] if self.documents else ["".join(rows.texts)]
+            before, after = cut_at(texts, self.cut - start)
+            parts = [self._part(pool, "train", before), self._part(pool, "val", after)]
         skipped = sum(not text for text in rows.texts)
         return Batch(parts, skipped, rows.position, start + sum(map(len, rows.texts)))
 
@@ -139,7 +140,7 @@ class Encoder:
         arrays: list[Tokens] = []
         for piece, last in pieces:
             arrays.append(self.tokenizer.encode_array(piece).astype(self.dtype))
-            if last and self.length is None:
+            if last and self.documents:
                 arrays.append(eot)
         return np.concatenate(arrays)
 
@@ -152,6 +153,17 @@ class Encoder:
             count += 1
             budget -= len(self.tokenizer.encode_array(text)) + 1 if text else 0
         return Rows(rows.texts[:count], rows.position)
+
+
+def cut_at(texts: list[str], cut: int) -> tuple[list[str], list[str]]:
+    """The texts before and after character `cut` of them all; the one that it is in gives both a part."""
+    before, after = [], []
+    for text in texts:
+        at = min(max(cut, 0), len(text))
+        before.append(text[:at])
+        after.append(text[at:])
+        cut -= len(text)
+    return [text for text in before if text], [text for text in after if text]
 
 
 def uniform(text: str) -> float:

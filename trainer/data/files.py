@@ -6,13 +6,24 @@ import hashlib
 import io
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from trainer.data.shards import read_json, write_atomically
 from trainer.errors import UserError
 
+Format = Literal["text", "jsonl", "parquet"]
+# Of files with these ends of names; any other is text.
+NAMED: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+}
 BLOCK = 1 << 22
 # Files from this size on are read through once and then known by size and times.
 REMEMBER = 64 << 20
@@ -42,25 +53,64 @@ class File:
 
 
 def expand(paths: tuple[str, ...]) -> list[Path]:
-    """Files and globs to files, in the given order, those of a glob by name."""
+    """Files, globs and directories to files, in the given order, those of a glob or a directory by name.
+
+    A directory stands for all files below it whose names, and whose directories' names, do not begin with a dot.
+    """
     found: list[Path] = []
     for path in paths:
         path = os.path.expanduser(path)
-        if os.path.isdir(path):
-            raise UserError(f"{path} is a directory; give files, such as data.paths=[{path}/*.txt]")
-        matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+        inside = os.path.join(glob.escape(path), "**", "*") if os.path.isdir(path) else path
+        matches = [path] if os.path.isfile(path) else sorted(glob.glob(inside, recursive=True))
+        matches = [match for match in matches if os.path.isfile(match)]
         if not matches:
-            kind = "no file matches" if glob.has_magic(path) else "there is no file"
-            raise UserError(f"{kind} {path} (looked from {Path.cwd()}); correct data.paths")
-        found += [Path(match) for match in matches if os.path.isfile(match)]
+            nothing = "there is no file" if not glob.has_magic(path) else "no file matches"
+            what = "no file is in directory" if os.path.isdir(path) else nothing
+            raise UserError(f"{what} {path} (looked from {Path.cwd()}); correct data.paths")
+        found += [Path(match) for match in matches]
     return found
 
 
-def examine(paths: list[Path], *, text: bool, cache_dir: Path) -> list[File]:
+def format_of(path: Path, given: Format | None) -> Format:
+    """The format of a file: by the end of its name, or the given one where the name says nothing.
+
+    Raises:
+      UserError: the name says another format than the given one, or nothing while the file begins like JSON lines.
+    """
+    named = NAMED.get(path.suffix.lower())
+    if named is not None and given not in (None, named):
+        raise UserError(
+            f"data.format={given}, but {path} is {named} by its name; leave data.format out (each file is then read by "
+            f"its name), or give the file another name"
+        )
+    if named is None and given is None and begins_like_json_lines(path):
+        raise UserError(
+            f"{path} looks like JSON lines, but not by its name: set data.format=jsonl to train on one column of it, "
+            "or data.format=text to train on it as it stands"
+        )
+    return named or given or "text"
+
+
+def begins_like_json_lines(path: Path) -> bool:
+    """Whether the first line is a JSON object; not known of one that is longer than a block."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(BLOCK)
+    except OSError:
+        return False  # said when it is read through
+    if not line.startswith(b"{") or not line.endswith((b"}", b"}\n", b"}\r\n")):
+        return False
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def examine(paths: list[Path], *, text: Callable[[Path], bool], cache_dir: Path) -> list[File]:
     """Read files through, several at a time.
 
     Args:
-      text: whether they must be UTF-8.
+      text: whether a file must be UTF-8.
       cache_dir: where what is known of large files is kept.
 
     Raises:
@@ -71,11 +121,11 @@ def examine(paths: list[Path], *, text: bool, cache_dir: Path) -> list[File]:
     keys: dict[Path, str] = {}
     for path in paths:
         stat = path.stat()
-        keys[path] = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {text}"
+        keys[path] = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {text(path)}"
 
     def one(path: Path) -> File:
         stored = known.get(keys[path])
-        return read_through(path, text) if stored is None else File(path, *stored)
+        return read_through(path, text(path)) if stored is None else File(path, *stored)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         files = list(pool.map(one, paths))
@@ -130,4 +180,7 @@ def not_text(path: Path, why: str) -> str:
     for magic, kind in COMPRESSED.items():
         if head.startswith(magic):
             return f"{path} is not text but {kind} ({why}); decompress it first"
-    return f"{path} is not text: {why}; convert it to UTF-8 or leave it out of data.paths"
+    return (
+        f"{path} is not text: {why}; convert it to UTF-8, or leave it out of data.paths (of a directory, a pattern "
+        "takes some files: 'DIR/**/*.txt')"
+    )

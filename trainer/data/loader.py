@@ -49,6 +49,7 @@ class Loader:
     Attributes:
       tokens: of the split.
       windows: N.
+      document_mask: whether batches carry segments.
 
     Raises:
       UserError: the directory is damaged, or the split is shorter than one window.
@@ -69,7 +70,7 @@ class Loader:
         self.context = context
         self.batch_size = batch_size
         self._seed = seed
-        self._document_mask = document_mask
+        self.document_mask = document_mask
         self._shuffle = shuffle
         self.tokens = self.manifest.tokens(split)
         self.windows = (self.tokens - 1) // context
@@ -100,7 +101,7 @@ class Loader:
         tokens = np.empty((len(sample), self.context + 1), np.int32)
         for row, start in zip(tokens, window * self.context, strict=True):
             self._read(int(start), row)
-        return Batch(tokens, segments(tokens, self.manifest.eot) if self._document_mask else None)
+        return Batch(tokens, segments(tokens, self.manifest.eot) if self.document_mask else None)
 
     def _read(self, start: int, out: npt.NDArray[np.int32]) -> None:
         """Fill `out` with consecutive tokens, over as many shards as they lie in."""

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -29,6 +30,8 @@ from trainer.data.tokenizer import get_tokenizer
 from trainer.errors import UserError
 
 SHARD_BYTES = 64 << 20  # of text
+EXPECTED = 5  # validation documents below which they are few
+LOOKED_AT = 1000  # documents at most to find that out
 
 log = logging.getLogger("trainer")
 
@@ -110,7 +113,8 @@ def prepare(
       tokenizer_name: see `get_tokenizer`. None, for a PreparedSource only: the one that it was made with.
       cache_dir: holds one directory per content, named by a hash of source, tokenizer and settings.
       val_fraction: share of the validation part: of the documents, chosen by a hash of their text (equal documents
-        stay together, wherever they are); of a single text, its end.
+        stay together, wherever they are); of a single text, and of so few documents that the hash might take none or
+        only small ones, the end.
       workers: threads that encode; None: all cores.
       shard_bytes: text per pair of shards, which is also the most that an interruption loses.
       progress: called after every batch of rows.
@@ -138,9 +142,29 @@ def prepare(
         if not (directory / MANIFEST).is_file():
             with alone_in(directory):
                 if not (directory / MANIFEST).is_file():  # another process may just have finished it
-                    encoder = Encoder(tokenizer, val_fraction, corpus.length, workers or os.cpu_count() or 1)
+                    cut, documents = cut_of(corpus, val_fraction), corpus.length is None
+                    encoder = Encoder(tokenizer, val_fraction, cut, documents, workers or os.cpu_count() or 1)
                     run(Job(directory, fingerprint, corpus, encoder), shard_bytes, progress or (lambda _: None))
     return directory
+
+
+def cut_of(corpus: Corpus, val_fraction: float) -> int | None:
+    """The character at which the validation part of a corpus starts; None: its documents are many enough to choose of.
+
+    With a bound on tokens the end is not known beforehand, and there the hash decides always.
+    """
+    if corpus.length is not None:
+        return int(corpus.length * (1 - val_fraction))
+    if corpus.max_tokens is not None:
+        return None
+    many = min(math.ceil(EXPECTED / val_fraction), LOOKED_AT)
+    documents = chars = 0
+    for rows in corpus.read(None):
+        documents += sum(map(bool, rows.texts))
+        chars += sum(map(len, rows.texts))
+        if documents >= many:
+            return None
+    return int(chars * (1 - val_fraction))
 
 
 def check_prepared(directory: Path, tokenizer_name: str | None) -> Path:

@@ -19,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
-from trainer.data.bpe_files import PAIRS, known_settings, read_merges, read_tiktoken
+from trainer.data.bpe_files import PAIRS, known_settings, read_merges, read_tiktoken, read_tokenizer_json
 from trainer.errors import UserError
+
+HF_FILE = "tokenizer.json"
 
 Ids = npt.NDArray[np.unsignedinteger]
 
@@ -33,12 +35,18 @@ class Tokenizer(Protocol):
       vocab_size: ids are below it.
       eot: the id that ends a document.
       fingerprint: of everything that decides the ids; equal for equal tokenizers, whatever they are called.
+      pattern: of the words that are encoded one by one; None: every byte is.
+      tokens: ids of ordinary tokens, in a byte-pair encoding in the order of its merges.
+      special_tokens: ids of those that no text is encoded to, `eot` among them.
     """
 
     name: str
     vocab_size: int
     eot: int
     fingerprint: str
+    pattern: str | None
+    tokens: dict[bytes, int]
+    special_tokens: dict[str, int]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
@@ -66,6 +74,11 @@ class ByteTokenizer:
     vocab_size = 256
     eot = 0
     fingerprint = "byte"
+    pattern: str | None = None
+
+    def __init__(self) -> None:
+        self.tokens = {bytes([i]): i for i in range(self.vocab_size)}
+        self.special_tokens = {"\0": self.eot}
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
@@ -106,7 +119,10 @@ class BPETokenizer:
         self.eot = encoding.eot_token
         self.encoding = encoding
         self._ranks: dict[bytes, int] = encoding._mergeable_ranks
-        self._settings = {"pat_str": encoding._pat_str, "special_tokens": encoding._special_tokens}
+        self.tokens = self._ranks
+        self.special_tokens: dict[str, int] = encoding._special_tokens
+        self.pattern: str | None = encoding._pat_str
+        self._settings = {"pat_str": self.pattern, "special_tokens": self.special_tokens}
         digest = hashlib.blake2b(json.dumps(self._settings, sort_keys=True).encode(), digest_size=16)
         digest.update(tiktoken_file(self._ranks))
         self.fingerprint = digest.hexdigest()
@@ -133,11 +149,11 @@ class BPETokenizer:
 
     @functools.cached_property
     def _known(self) -> frozenset[int]:
-        return frozenset(self._ranks.values()) | frozenset(self.encoding._special_tokens.values())
+        return frozenset(self._ranks.values()) | frozenset(self.special_tokens.values())
 
     def cut_up(self, text: str, size: int) -> list[str]:
         """See Tokenizer. A text split by a pattern that is not known stays whole."""
-        return cut_at_lines(text, size) if self._settings["pat_str"] in line_safe_patterns() else [text]
+        return cut_at_lines(text, size) if self.pattern in line_safe_patterns() else [text]
 
     def save(self, directory: Path) -> None:
         """See Tokenizer: `tokenizer.tiktoken` and, for pattern and special tokens, `tokenizer.json`."""
@@ -182,7 +198,8 @@ def get_tokenizer(name: str) -> Tokenizer:
         a `.tiktoken` file: pattern and special tokens are those of the encoding it is named after, or stand in a
         `.json` file beside it (`pat_str`, `special_tokens`), or are GPT-2's;
         a directory with `vocab.bpe` and perhaps `encoder.json`, or with `merges.txt` and `vocab.json`, or the first
-        file of such a pair: GPT-2's pattern, and the ids of the .json file where there is one.
+        file of such a pair: GPT-2's pattern, and the ids of the .json file where there is one;
+        Hugging Face's `tokenizer.json` of a byte-level encoding, or its directory, such as an export of a run.
 
     Where end-of-text has no id in these files it takes the first free one.
 
@@ -199,7 +216,14 @@ def get_tokenizer(name: str) -> Tokenizer:
         for merges, _ in PAIRS:
             if (path / merges).is_file():
                 return get_tokenizer(str(path / merges))
-        raise UserError(f"tokenizer directory {name} holds none of {', '.join(merges for merges, _ in PAIRS)}")
+        for file in ("tokenizer.tiktoken", HF_FILE):  # of a run, which has another file of the second name as well
+            if (path / file).is_file():
+                return get_tokenizer(str(path / file))
+        valid = [*(merges for merges, _ in PAIRS), "tokenizer.tiktoken", HF_FILE]
+        raise UserError(f"tokenizer directory {name} holds none of {', '.join(valid)}")
+    if path.name == HF_FILE:
+        found = read_tokenizer_json(path)
+        return ByteTokenizer() if found is None else BPETokenizer(name, found)
     if path.suffix == ".tiktoken":
         return BPETokenizer(name, read_tiktoken(path))
     for merges, ids in PAIRS:
@@ -208,8 +232,8 @@ def get_tokenizer(name: str) -> Tokenizer:
     close = difflib.get_close_matches(name, ["byte", *names], n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise UserError(
-        f"unknown tokenizer {name!r}; {hint}Valid: byte, {', '.join(names)}, a .tiktoken file, or a directory with "
-        f"{' or '.join(merges for merges, _ in PAIRS)}"
+        f"unknown tokenizer {name!r}; {hint}Valid: byte, {', '.join(names)}, a .tiktoken file, a {HF_FILE}, or a "
+        f"directory with {' or '.join(merges for merges, _ in PAIRS)}"
     )
 
 

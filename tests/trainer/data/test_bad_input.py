@@ -38,9 +38,11 @@ def test_a_corpus_of_empty_documents(tmp_path, text):
     fails(source, tmp_path, "the corpus is empty: ")
 
 
-def test_too_few_documents_for_a_validation_part(tmp_path):
-    source = TextSource((str(file(tmp_path, '{"text": "one"}\n', "a.jsonl")),), "jsonl")
-    fails(source, tmp_path, r"the val part of a is empty, with 1 documents and val_fraction=0.001", val_fraction=0.001)
+def test_too_little_text_for_two_parts(tmp_path):
+    source = TextSource((str(file(tmp_path, '{"text": "1"}\n', "a.jsonl")),), "jsonl")
+    fails(
+        source, tmp_path, r"the train part of a is empty, with 1 documents and val_fraction=0.001", val_fraction=0.001
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_a_character_across_two_blocks_is_fine(tmp_path):
 def test_missing_files_and_globs_without_match(tmp_path):
     fails(TextSource((str(tmp_path / "none.txt"),)), tmp_path, r"there is no file .*none\.txt")
     fails(TextSource((str(tmp_path / "*.txt"),)), tmp_path, r"no file matches .*\*\.txt")
-    fails(TextSource((str(tmp_path),)), tmp_path, r"is a directory; give files, such as data\.paths=\[.*/\*\.txt\]")
+    fails(TextSource((str(tmp_path),)), tmp_path, r"no file is in directory .*; correct data\.paths")
 
 
 def test_an_unknown_column_lists_the_columns(tmp_path):

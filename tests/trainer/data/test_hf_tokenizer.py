@@ -1,0 +1,130 @@
+"""A tokenizer.json, as Hugging Face's library reads it, gives the ids and texts of the tokenizer it was made of."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import tiktoken
+from tokenizers import Tokenizer
+
+from trainer.data import get_tokenizer
+from trainer.data.bpe_files import known_settings
+from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf
+from trainer.data.tokenizer import BPETokenizer
+from trainer.errors import UserError
+
+TEXTS = [
+    "In the beginning God created the heaven and the earth.\nAnd the earth was without form",
+    "  two  spaces,   three\t\ttabs \n\n\n lines \r\n and trailing   ",
+    "it's you'LL we'd I'M 12345678 3.14159 1,000,000 x=1;y==2 __init__(self):\n    return 0",
+    "Ünïcödé мир 日本語 🙂🏽 \u00a0\u2003 Ā ÿ \u0130 e\u0301",
+    "".join(map(chr, range(1, 700))),
+    "",
+    " ",
+]
+
+
+@pytest.fixture(params=["byte", "gpt2", "cl100k_base", "o200k_base", "no ids"])
+def ours(request, gpt2_dir, tmp_path):
+    """Bytes; GPT-2's; its tokens cut up by the patterns of later encodings; its first merges, without an ids file."""
+    if request.param == "byte":
+        return get_tokenizer("byte")
+    if request.param == "no ids":
+        merges = (gpt2_dir / "vocab.bpe").read_text(encoding="utf-8").splitlines()[:400]
+        (tmp_path / "vocab.bpe").write_text("\n".join(merges), encoding="utf-8")
+        return get_tokenizer(str(tmp_path))
+    gpt2 = get_tokenizer(str(gpt2_dir))
+    if request.param == "gpt2":
+        return gpt2
+    pattern = known_settings(request.param, {})["pat_str"]
+    special = {"<|endoftext|>": 50256, "<|other|>": 50300}
+    return BPETokenizer(
+        "own", tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=gpt2.tokens, special_tokens=special)
+    )
+
+
+def test_hugging_faces_library_reads_the_same_tokenizer(ours, tmp_path):
+    save_hf(tmp_path, ours, 1024)
+    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    rng = np.random.default_rng(0)
+    noise = ["".join(rng.choice(list("aé 日\n\t1'.sA"), 60)) for _ in range(200)]
+    for text in [*TEXTS, *noise]:
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ids == ours.encode(text), text
+        assert theirs.decode(ids) == text
+    assert theirs.get_vocab_size() == len(ours.tokens | {k.encode(): v for k, v in ours.special_tokens.items()})
+    end = json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"]
+    assert theirs.token_to_id(end) == ours.eot
+    assert theirs.decode([ours.encode("a")[0], ours.eot]) == "a"
+
+
+def test_ids_are_compared_with_those_beside_weights(ours, gpt2_dir, tmp_path):
+    directory = tmp_path / "export"
+    directory.mkdir()
+    assert ids_beside(directory) is None
+    save_hf(directory, ours, 1024)
+    beside = ids_beside(directory)
+    assert first_difference(beside, ours) is None
+    byte, gpt2 = get_tokenizer("byte"), get_tokenizer(str(gpt2_dir))
+    other = gpt2 if ours.name == "byte" else byte
+    assert first_difference(beside, other) is not None
+
+
+def test_a_tokenizer_of_the_same_size_is_told_apart_by_the_first_other_id(gpt2_dir, tmp_path):
+    (tmp_path / "vocab.json").write_bytes((gpt2_dir / "encoder.json").read_bytes())
+    gpt2 = get_tokenizer(str(gpt2_dir))
+    assert first_difference(ids_beside(tmp_path), gpt2) is None
+    ids = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
+    ids["Ġthe"], ids["Ġa"] = ids["Ġa"], ids["Ġthe"]
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    assert first_difference(ids_beside(tmp_path), gpt2) == "id 257 is ' the' there, ' a' here"
+
+
+def test_what_was_written_is_read_again_as_the_same_tokenizer(ours, tmp_path):
+    directory = tmp_path / "export"
+    directory.mkdir()
+    save_hf(directory, ours, 1024)
+    for name in (directory, directory / "tokenizer.json"):
+        assert get_tokenizer(str(name)).fingerprint == ours.fingerprint
+
+
+def test_a_runs_directory_has_its_tokenizer(gpt2_dir, tmp_path):
+    gpt2 = get_tokenizer(str(gpt2_dir))
+    gpt2.save(tmp_path)
+    assert get_tokenizer(str(tmp_path)).fingerprint == gpt2.fingerprint
+
+
+def test_gpt2s_own_tokenizer_json_is_gpt2(gpt2_dir, tmp_path):
+    """As it is on the hub: merges as texts, words by the ByteLevel's own pattern."""
+    gpt2 = get_tokenizer(str(gpt2_dir))
+    save_hf(tmp_path, gpt2, 1024)
+    file = tmp_path / "tokenizer.json"
+    tree = json.loads(file.read_text(encoding="utf-8"))
+    tree["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    tree["model"] |= {"merges": [" ".join(pair) for pair in tree["model"]["merges"]], "ignore_merges": False}
+    tree["model"]["vocab"]["<|endoftext|>"] = 50256
+    file.write_text(json.dumps(tree))
+    assert get_tokenizer(str(tmp_path)).fingerprint == gpt2.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t["model"].update(type="Unigram"), "no byte-level BPE"),
+        (lambda t: t.update(normalizer={"type": "NFC"}), "no byte-level BPE"),
+        (lambda t: t.update(pre_tokenizer={"type": "Metaspace"}), "no byte-level BPE"),
+        (lambda t: t.update(model=None), "no byte-level BPE"),
+        (lambda t: t["model"]["vocab"].update({"▁the": 9}), "no byte-level BPE"),
+        (lambda t: t.update(added_tokens=[]), "expected <|endoftext|> among the added tokens"),
+        (lambda t: t["model"]["merges"].reverse(), "the ids of the merges in their order"),
+    ],
+)
+def test_another_kind_of_tokenizer_json_is_refused(change, message, gpt2_dir, tmp_path):
+    save_hf(tmp_path, get_tokenizer(str(gpt2_dir)), 1024)
+    file = tmp_path / "tokenizer.json"
+    tree = json.loads(file.read_text(encoding="utf-8"))
+    change(tree)
+    file.write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=re.escape(message)):
+        get_tokenizer(str(tmp_path))

@@ -1,0 +1,80 @@
+"""The architecture of what `init_from` names, for `model=from_init`: read before anything is built, so without JAX."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.errors import UserError
+
+NAME = "from_init"
+# The keys of `model` that decide which function parameters stand for, and GPT-2's names for them.
+KEYS = {
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "d_model": "n_embd",
+    "context": "n_positions",
+    "vocab_size": "vocab_size",
+    "d_mlp": "n_inner",
+}
+
+SIZES = ("n_layer", "n_head", "d_model", "context", "mlp")  # which no model is without
+
+
+def is_open(model: Any) -> bool:
+    """Whether a `model` of the composed configuration is this one, with sizes that are not filled in yet."""
+    return isinstance(model, dict) and model.get("name") == NAME and any(model.get(key) is None for key in SIZES)
+
+
+def inherit(model: Mapping[str, Any], init_from: str | None) -> dict[str, Any]:
+    """The keys of `model`, those of the architecture from where the weights come.
+
+    Args:
+      model: of the composed configuration; what is not null in it must agree.
+      init_from: the key of that name.
+
+    Raises:
+      UserError: no `init_from`, nothing there that tells an architecture, or another one than was asked for.
+    """
+    if init_from is None:
+        raise UserError("model=from_init takes the architecture of init_from, which is null; add init_from=RUN")
+    source = Path(init_from)
+    theirs = architecture_of_run(source) if (source / "config.yaml").is_file() else architecture_of_gpt2(source)
+    other = [
+        f"model.{key}={model[key]} ({value} there)"
+        for key, value in theirs.items()
+        if model[key] is not None and model[key] != value
+    ]
+    if other:
+        raise UserError(
+            f"model=from_init, but init_from={init_from} is another model: {', '.join(other)}; leave these out"
+        )
+    return {**model, **theirs}
+
+
+def architecture_of_run(run_dir: Path) -> dict[str, Any]:
+    """Of a run directory."""
+    file = run_dir / "config.yaml"
+    try:
+        model = yaml.safe_load(file.read_text(encoding="utf-8"))["model"]
+        return {key: model[key] for key in (*KEYS, "mlp")}
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged: it does not tell the model; choose the model by name") from error
+
+
+def architecture_of_gpt2(source: Path) -> dict[str, Any]:
+    """Of a Hugging Face directory, or of what is beside a safetensors file."""
+    file = (source if source.is_dir() else source.parent) / "config.json"
+    if not file.is_file():
+        raise UserError(
+            f"model=from_init: init_from={source} has neither a config.yaml (a run) nor a config.json (Hugging Face); "
+            "give such a directory, or choose the model by name"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        theirs = {key: config[name] for key, name in KEYS.items() if key != "d_mlp"}
+        return theirs | {"d_mlp": config.get("n_inner"), "mlp": "gelu"}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is not the configuration of a GPT-2 ({error}); choose the model by name") from error
