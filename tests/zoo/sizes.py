@@ -13,7 +13,7 @@ import numpy as np
 
 import scalify_core as sc
 from scalify_core.array import ScaledArray, is_scaled_array
-from zoo.measure import Gradient, Subject, as_numbers, error, limit_of
+from zoo.measure import Gradient, Subject, as_numbers, error, gradient_of, limit_of
 
 LARGEST = 120  # exponent of a scale
 UNDETERMINED = 1 / 8  # of FP32's own noise: see `measure`
@@ -36,13 +36,13 @@ def loss_scaled(
 
         return jax.grad(loss)(params)
 
-    scaled, found = jax.jit(sc.scalify(gradient)), {}
+    scaled, plain, found = jax.jit(sc.scalify(gradient)), jax.jit(gradient), {}
     for exponent in exponents:
         factor = ScaledArray(jnp.float32(1), jnp.float32(2.0**exponent))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            gradients = as_numbers(scaled(factor, *args))
-        found[exponent] = _worst(subject, gradients, dict.fromkeys(subject.reference, exponent))
+            gradients = as_numbers(scaled(factor, *args)), as_numbers(plain(*sc.asarray((factor, *args))))
+        found[exponent] = _worst(subject, *gradients, dict.fromkeys(subject.reference, exponent))
     return found
 
 
@@ -58,7 +58,7 @@ def inputs_moved(subject: Subject, scales: str = "dynamic") -> dict[int, float]:
     fun, args = subject.scaled("fp32", scales)
     most = max(abs(power) for power in jax.tree.leaves(subject.case.powers))
     by_path = {jax.tree_util.keystr(path): power for path, power in jax.tree_util.tree_leaves_with_path(of_gradient)}
-    gradient, found = jax.jit(fun), {}
+    gradient, plain, found = jax.jit(fun), jax.jit(gradient_of(subject.case)), {}
     for exponent in (-(subject.case.reach // most), subject.case.reach // most):
 
         def moved(x: Any, power: int, exponent: int = exponent) -> Any:
@@ -66,20 +66,22 @@ def inputs_moved(subject: Subject, scales: str = "dynamic") -> dict[int, float]:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            gradients = as_numbers(gradient(*sc.tree.map_arrays(moved, args, (of_params, of_batch))))
-        found[exponent] = _worst(subject, gradients, {path: exponent * power for path, power in by_path.items()})
+            inputs = sc.tree.map_arrays(moved, args, (of_params, of_batch))
+            gradients = as_numbers(gradient(*inputs)), as_numbers(plain(*sc.asarray(inputs)))
+        found[exponent] = _worst(subject, *gradients, {path: exponent * power for path, power in by_path.items()})
     return found
 
 
-def _worst(subject: Subject, found: Gradient, exponents: dict[str, int]) -> float:
+def _worst(subject: Subject, found: Gradient, plain: Gradient, exponents: dict[str, int]) -> float:
     """The largest error over its limit, the gradient's leaves being 2^exponent times what they are by themselves.
 
-    What is below the normal numbers of FP32, which plain code would lose, may be lost.
+    What plain FP32 code loses of the same inputs may be lost: numbers below 2^-126, on the way or at the end.
     """
     worst = 0.0
     for path, x in subject.reference.items():
         exponent = exponents[path]
         lost = math.sqrt(x.size) * 2.0 ** (-126 - exponent) / max(float(np.linalg.norm(x)), 1e-300)
+        lost += 2 * error(plain[path] * 2.0**-exponent, x)
         off = error(found[path] * 2.0**-exponent, x) / (limit_of(subject, "fp32", path, 0.0) + lost)
         worst = max(worst, off if subject.noise[path] < UNDETERMINED else 0.0)
     return worst
