@@ -1,0 +1,118 @@
+"""Measured scales at the edges: sizes near the ends of FP32, dtypes that the user chose, and what is kept in memory."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import scalify_core as sc
+from scalify_core import as_scaled_array, asarray, scalify
+from scalify_core.formats import FP16
+
+HALF = jnp.float16
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def error(found, expected):
+    """Relative to the norm, each leaf; the largest."""
+    errors = []
+    for x, y in zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        assert np.isfinite(y).all()
+        errors.append(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-300))
+    return max(errors)
+
+
+def both(fun, *args, dtype=HALF):
+    """The function under scalify, jitted, of arguments in a format, and plain of the same values."""
+    scaled = as_scaled_array(args, dtype=dtype)
+    return jax.jit(scalify(fun))(*scaled), jax.jit(fun)(*asarray(scaled))
+
+
+ROUNDINGS = 4 * FP16.epsilon
+
+
+@pytest.mark.parametrize("sizes", [(-55, -55), (-60, -45), (-100, -5), (-90, 80), (90, 30)])
+def test_products_of_what_is_computed_reach_to_the_ends_of_fp32(sizes):
+    def fun(x, w):
+        return (jnp.tanh(x) * 2.0 ** sizes[0]) @ (jnp.tanh(w) * 2.0 ** sizes[1])
+
+    found, expected = both(fun, normal(0, 8, 16), normal(1, 16, 16))
+    assert error(found, expected) <= ROUNDINGS
+
+
+@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16])
+def test_rows_of_zeros_stay_zeros_beside_products_beyond_fp32(dtype):
+    x = (normal(0, 8, 16) * 2.0**70).at[:4].set(0)
+    found, expected = both(lambda x, w: (x @ w)[:4], x, normal(1, 16, 16) * 2.0**80, dtype=dtype)
+    np.testing.assert_array_equal(expected, 0)
+    np.testing.assert_array_equal(asarray(found), 0)
+
+
+def halved(b):
+    return b * jnp.asarray(0.5, b.dtype) + jnp.ones(3, b.dtype)
+
+
+NARROW = {
+    "scan": lambda x, w, b: lax.scan(lambda c, _: ((jnp.tanh(c[0] @ w), halved(c[1])), c[1]), (x, b), None, 3),
+    "while": lambda x, w, b: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w), halved(c[2])), (0, x, b)
+    ),
+    "cond": lambda x, w, b: lax.cond(
+        x[0, 0] > 9, lambda x: ((x @ w).astype(b.dtype), b), lambda x: (jnp.ones(x.shape, b.dtype), halved(b)), x
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, HALF])
+def test_numbers_of_a_narrow_dtype_that_no_scale_has_pass_control_flow(kind, dtype):
+    def fun(x, w):
+        out = NARROW[kind](x, w, jnp.zeros(3, dtype))
+        return jax.tree.map(lambda y: halved(y) if y.shape == (3,) else y, out)
+
+    found, expected = both(fun, normal(0, 8, 16), normal(1, 16, 16) / 4)
+    assert error(found, expected) <= ROUNDINGS
+    explained = sc.explain(fun, *as_scaled_array((normal(0, 8, 16), normal(1, 16, 16) / 4), dtype=HALF))
+    assert explained.first_loss is None
+
+
+def test_what_a_program_closes_over_is_freed_with_it():
+    def call(turn):
+        large = normal(turn, 16, 300)
+        jax.jit(scalify(lambda x: jnp.tanh(x @ large)))(as_scaled_array(normal(0, 8, 16), dtype=HALF))
+        return weakref.ref(large)
+
+    kept = [call(i) for i in range(3)]
+    gc.collect()
+    assert [x() for x in kept] == [None] * 3
+
+
+CONSTANTS = {
+    "clipped": lambda x: jnp.clip(1e7 * x**3, -1e6, 1e6),
+    "clipped outlier": lambda x: jnp.clip(x.at[0, 0].set(3e8), -1e5, 1e5),
+    "filled": lambda x: jnp.where(x > 0, x, 1e6),
+    "filled far": lambda x: jnp.where(x > 0, x, -3e7),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_large_constants_among_results_are_kept_where_the_format_holds_both(name):
+    found, expected = both(CONSTANTS[name], normal(0, 16, 16))
+    assert error(found, expected) <= ROUNDINGS
+    near = np.abs(np.asarray(expected)) < 100
+    assert error(jnp.where(near, asarray(found), 0), jnp.where(near, expected, 0)) <= ROUNDINGS
+
+
+def test_large_constants_that_the_format_cannot_hold_beside_the_rest_saturate():
+    found, expected = both(lambda x: jnp.where(x > 0, x, -1e30), normal(0, 16, 16))
+    masked = np.asarray(expected) < 0
+    assert np.all(asarray(found)[masked] < -500)
+    assert error(asarray(found)[~masked], expected[~masked]) <= ROUNDINGS
