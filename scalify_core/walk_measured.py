@@ -71,7 +71,7 @@ class MeasuredWalk(Walk):
         if step.kind in _INLINED:
             return self.run_plan(inner_jaxpr(step.eqn), inner_plan(step), operands, place, path)
         casts, exact, found = Casts(), None, None
-        if step.kind in TURNS and step.eqn.params.get("length") != 0:
+        if step.kind in TURNS and _has_turns(step.eqn):
             turns = TURNS[step.kind](step.eqn, operands)
             out = getattr(self, f"_{step.kind}")(step, operands, turns, place, path)
             exact, found = turns.results(), [x.value for x in out]
@@ -135,3 +135,9 @@ class MeasuredWalk(Walk):
         out = self.turn(jaxpr, plan_of(jaxpr, step.formats[1:]), known, values, place, path)
         turns.done(jaxpr, out)
         return [Tensor(jnp.asarray(store.wide(x.value)), None, place, 0) for x in out]
+
+
+def _has_turns(eqn: Any) -> bool:
+    """Whether control flow can be walked turn by turn; a batch of `while` loops, each with its own end, is one whole."""
+    condition = eqn.params.get("cond_jaxpr")
+    return eqn.params.get("length") != 0 and (condition is None or condition.out_avals[0].shape == ())

@@ -276,10 +276,10 @@ def _settled(body: Callable, carry: Sequence[Format]) -> tuple[Sequence[Format],
     """The formats of a carry that one more turn leaves as they are."""
     while True:
         out, plan = body(tuple(carry))
-        after = [y if x is None else x for x, y in zip(carry, out, strict=True)]
-        if after == list(carry):
+        # Not by ==, for which float64 is None.
+        if all(y is None for x, y in zip(carry, out, strict=True) if x is None):
             return carry, plan
-        carry = after
+        carry = [y if x is None else x for x, y in zip(carry, out, strict=True)]
 
 
 def _scan(eqn: Any, formats: tuple[Format, ...]) -> tuple[tuple[Format, ...], bool]:

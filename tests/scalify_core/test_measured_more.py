@@ -116,3 +116,39 @@ def test_large_constants_that_the_format_cannot_hold_beside_the_rest_saturate():
     masked = np.asarray(expected) < 0
     assert np.all(asarray(found)[masked] < -500)
     assert error(asarray(found)[~masked], expected[~masked]) <= ROUNDINGS
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("operand", [0, 1])
+def test_fp8_products_under_vmap_keep_residuals_with_the_batch_in_front(axis, operand):
+    stack, other = jnp.moveaxis(normal(0, 16, 16, 16), 0, axis), normal(1, 16, 16)
+    axes = [None, None]
+    axes[operand] = axis
+
+    def loss(*args, dot_general):
+        product = lambda x, w: dot_general(x, w, (((1,), (0,)), ((), ())))
+        return jnp.sum(jax.vmap(product, in_axes=tuple(axes))(*args) ** 2)
+
+    args = (stack, other) if operand == 0 else (other, stack)
+    found, _ = both(jax.grad(lambda *xs: loss(*xs, dot_general=sc.fp8_dot_general), (0, 1)), *args)
+    expected = jax.grad(lambda *xs: loss(*xs, dot_general=lax.dot_general), (0, 1))(*args)
+    assert error(found, expected) <= sc.formats.E5M2.epsilon / 2
+
+
+def test_a_carry_that_becomes_float64_in_a_loop_is_scaled():
+    def fun(x, w):
+        turn = lambda c, _: ((jnp.tanh(c[0] @ w), c[1] * 0.5 + jnp.sum(c[0])), None)
+        return lax.scan(turn, (x, jnp.zeros((), jnp.float64)), None, 3)[0][1]
+
+    with jax.enable_x64(True):
+        found = scalify(fun)(*as_scaled_array((normal(0, 4, 4), normal(1, 4, 4)), dtype=HALF))
+    assert isinstance(found, sc.ScaledArray)
+    assert found.dtype == jnp.float64
+
+
+def test_a_batch_of_while_loops_is_explained_as_a_whole():
+    w = normal(1, 4, 4) + 2 * jnp.eye(4)
+    grown = jax.vmap(lambda x: lax.while_loop(lambda c: jnp.sum(c * c) < 50.0, lambda c: c @ w, x))
+    found = sc.explain(grown, as_scaled_array(normal(0, 3, 4), dtype=HALF))
+    assert found.first_loss is None
+    assert max(row.figures.error for row in found.rows if row.figures is not None) < 0.01
