@@ -138,6 +138,6 @@ class MeasuredWalk(Walk):
 
 
 def _has_turns(eqn: Any) -> bool:
-    """Whether control flow can be walked turn by turn; a batch of `while` loops, each with its own end, is one whole."""
+    """Whether control flow can be walked turn by turn; a batch of `while` loops, each with its end, is a whole."""
     condition = eqn.params.get("cond_jaxpr")
     return eqn.params.get("length") != 0 and (condition is None or condition.out_avals[0].shape == ())
