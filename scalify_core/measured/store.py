@@ -62,10 +62,22 @@ def stored(x: Any, dtype: np.dtype, top: int | None = None) -> ScaledArray:
     return ScaledArray(rounded(data, x=x, scale=scale), scale)
 
 
+def stored_in_slices(x: Any, dtype: np.dtype) -> ScaledArray:
+    """As `stored`, each slice along the leading axis at its own scale; what is there already stays."""
+    if type(x) is ScaledArray and x.dtype == dtype:
+        return x
+    x = storage.as_float32(wide(x))
+    if not has_own_range(dtype) or not x.size:
+        return stored(x, dtype)
+    data, scale = jax.vmap(lambda part: _measured(part, np.dtype(dtype), top_of(dtype)))(x)
+    return ScaledArray(rounded(data, x=x, scale=scale), scale)
+
+
 def rounded(data: Any, *, x: Any, scale: Any) -> Any:
     """`data`, that `x` is stored as; who watches is shown both."""
     if watch.is_watched():
-        watch.rounded(lax.mul(x, lax.broadcast(pow2_inverse(scale), x.shape)), data)
+        inverse = broadcast_scale(pow2_inverse(scale), x)
+        watch.rounded(lax.mul(x, lax.broadcast_in_dim(inverse, x.shape, range(inverse.ndim))), data)
     return data
 
 

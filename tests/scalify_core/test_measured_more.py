@@ -169,3 +169,25 @@ def test_the_check_reports_gradients_that_the_static_scale_of_an_argument_loses(
     for size in (2.0**-60, 2.0**60):
         with pytest.warns(PrecisionWarning, match="gradient at the static scale of its argument"):
             gradient(size)
+
+
+@pytest.mark.parametrize("gain", [2.0**-5, 2.0**5])
+@pytest.mark.parametrize("through", [lambda f: f, jax.checkpoint, jax.jit], ids=["plain", "remat", "jit"])
+def test_layers_that_a_scan_stacks_may_grow_or_shrink_from_one_to_the_next(gain, through):
+    def gradient(ws, x):
+        return jax.grad(lambda ws, x: jnp.sum(lax.scan(through(lambda h, w: (h @ w, None)), x, ws)[0]))(ws, x)
+
+    args = gain * normal(0, 12, 16, 16) / 4, normal(1, 8, 16)
+    found, expected = both(gradient, *args)
+    for layer in range(12):
+        assert error(asarray(found)[layer], expected[layer]) <= 2 * ROUNDINGS
+
+
+def test_a_stack_of_a_scan_is_read_whole_by_a_product_too():
+    def fun(ws, x):
+        stack = lax.scan(lambda h, w: (h @ w, h), x, ws)[1]
+        total = lax.scan(lambda t, h: (t + h @ ws[0], None), 0 * x, stack)[0]
+        return jnp.einsum("lij,kj->lik", stack, x), total, stack
+
+    found, expected = both(fun, 4 * normal(0, 4, 8, 8), normal(1, 8, 8))
+    assert error(found, expected) <= ROUNDINGS
