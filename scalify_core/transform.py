@@ -65,15 +65,17 @@ def scalify(
 
         It can be jitted, vmapped, sharded and differentiated (reverse mode). A gradient with respect to a
         ScaledArray is the ScaledArray of the logical gradient: with a dynamic scale it has its own scale, with a
-        static one that of the argument. Such gradients must not be added outside of `scalify` (use one scalified
-        function of the parameters, or `scalify(jax.grad(fun))`, which is the better choice in any case).
+        static one that of the argument, where FP16 loses what is 2^24 times as small; `check` says so. Such gradients
+        must not be added outside of `scalify` (use one scalified function of the parameters, or
+        `scalify(jax.grad(fun))`, which is the better choice in any case).
 
     Raises:
         ValueError: another `scales`; positional and named static arguments that the function does not have.
         TypeError, when called: a static argument that is not hashable, or another that is no array and no number.
     """
     arguments = Arguments(fun, static_argnums, static_argnames)
-    how = _evaluator(scales, Reporter() if check else None)
+    reporter = Reporter() if check else None
+    how = _evaluator(scales, reporter)
 
     @functools.cache
     def on_leaves(tree: Any, statics: tuple) -> tuple[Callable, Callable]:
@@ -84,7 +86,7 @@ def scalify(
             return asarray(fun(*args, **kwargs))
 
         flat.__name__ = getattr(fun, "__name__", "scalified")
-        return flat, _differentiable(flat, how)
+        return flat, _differentiable(flat, how, reporter)
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +98,7 @@ def scalify(
             return differentiable(*leaves)
         except _ClosesOverTracers:
             closed_over, opened = _opened(flat, leaves)
-            return _differentiable(opened, how)(*closed_over, *leaves)
+            return _differentiable(opened, how, reporter)(*closed_over, *leaves)
 
     return scalified
 
@@ -154,7 +156,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _differentiable(fun: Callable, how: Evaluator) -> Callable:
+def _differentiable(fun: Callable, how: Evaluator, reporter: Reporter | None) -> Callable:
     """The scaled evaluation of a function of leaves, whose gradient is the scaled evaluation of the gradient.
 
     The function's trace is counted: it may call what is scalified, too.
@@ -174,7 +176,7 @@ def _differentiable(fun: Callable, how: Evaluator) -> Callable:
 
             return jax.vjp(of_floats, *(x for f, x in zip(floats, leaves, strict=True) if f))
 
-        return _differentiable(fun_and_pullback, how)
+        return _differentiable(fun_and_pullback, how, reporter)
 
     @functools.cache
     def pull(tree: Any) -> Callable:
@@ -182,7 +184,7 @@ def _differentiable(fun: Callable, how: Evaluator) -> Callable:
             pullback, cotangent = jax.tree.unflatten(tree, leaves)
             return pullback(cotangent)
 
-        return _differentiable(pulled, how)
+        return _differentiable(pulled, how, reporter)
 
     def fwd(*leaves: Any) -> tuple[Any, Any]:
         out, pullback = with_pullback(*map(_is_float, leaves))(*leaves)
@@ -192,7 +194,11 @@ def _differentiable(fun: Callable, how: Evaluator) -> Callable:
         pullback, primals = residuals
         leaves, tree = jax.tree.flatten((pullback, cotangent), is_leaf=is_scaled_array)
         gradients = iter(pull(tree)(*leaves))
-        return tuple(gradient_like(x, next(gradients)) if _is_float(x) else None for x in primals)
+        with contextlib.nullcontext() if reporter is None else reporter.of_gradients():
+            found = tuple(gradient_like(x, next(gradients)) if _is_float(x) else None for x in primals)
+        if reporter is not None:
+            reporter.call_is_done(found)
+        return found
 
     scaled.defvjp(fwd, bwd)
     return scaled

@@ -71,7 +71,7 @@ class MeasuredWalk(Walk):
         if step.kind in _INLINED:
             return self.run_plan(inner_jaxpr(step.eqn), inner_plan(step), operands, place, path)
         casts, exact, found = Casts(), None, None
-        if step.kind in TURNS and step.eqn.params.get("length") != 0:
+        if step.kind in TURNS and _has_turns(step.eqn):
             turns = TURNS[step.kind](step.eqn, operands)
             out = getattr(self, f"_{step.kind}")(step, operands, turns, place, path)
             exact, found = turns.results(), [x.value for x in out]
@@ -94,14 +94,15 @@ class MeasuredWalk(Walk):
     def _scan(self, step: Step, operands: list[Tensor], turns: Any, place: Place, path: tuple) -> list[Tensor]:
         eqn, plan = step.eqn, inner_plan(step)
         consts, carry, xs = scan_parts(eqn, [x.value for x in operands])
-        slices, carry, ys = list(map(control.sliced, xs)), list(map(control.carried, carry)), []
+        formats = step.out_formats[: len(carry)]
+        slices, carry, ys = list(map(control.sliced, xs)), list(map(control.carried, carry, formats)), []
         order = range(eqn.params["length"])
         for i in reversed(order) if eqn.params["reverse"] else order:
             parts = [control.of_slice(jax.tree.map(lambda a, i=i: a[i], x), y) for x, y in zip(slices, xs, strict=True)]
             jaxpr = eqn.params["jaxpr"]
             out = self.turn(jaxpr, plan, turns.operands(jaxpr), [*consts, *carry, *parts], place, path)
             turns.done(jaxpr, out)
-            carry = [control.carried(x.value) for x in out[: len(carry)]]
+            carry = [control.carried(x.value, f) for x, f in zip(out, formats, strict=False)]
             ys.append([x.value for x in out[len(carry) :]])
         columns = zip(*(ys[::-1] if eqn.params["reverse"] else ys), strict=True)
         stacked = [jax.tree.map(lambda *a: jnp.stack(a), *column) for column in columns]
@@ -113,7 +114,7 @@ class MeasuredWalk(Walk):
         cond_jaxpr, body_jaxpr, n, m = (params[k] for k in ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"))
         cond_plan = plan_of(cond_jaxpr, (*step.formats[:n], *formats))
         values = [x.value for x in operands]
-        carry = list(map(control.carried, values[n + m :]))
+        carry = list(map(control.carried, values[n + m :], formats))
 
         def keep_on() -> bool:
             known = turns.operands(cond_jaxpr)
@@ -123,7 +124,7 @@ class MeasuredWalk(Walk):
             known = turns.operands(body_jaxpr)
             out = self.turn(body_jaxpr, body_plan, known, [*values[n : n + m], *carry], place, path)
             turns.done(body_jaxpr, out)
-            carry = [control.carried(x.value) for x in out]
+            carry = [control.carried(x.value, f) for x, f in zip(out, formats, strict=True)]
         return [Tensor(x, None, place, 0) for x in carry]
 
     def _cond(self, step: Step, operands: list[Tensor], turns: Any, place: Place, path: tuple) -> list[Tensor]:
@@ -134,3 +135,9 @@ class MeasuredWalk(Walk):
         out = self.turn(jaxpr, plan_of(jaxpr, step.formats[1:]), known, values, place, path)
         turns.done(jaxpr, out)
         return [Tensor(jnp.asarray(store.wide(x.value)), None, place, 0) for x in out]
+
+
+def _has_turns(eqn: Any) -> bool:
+    """Whether control flow can be walked turn by turn; a batch of `while` loops, each with its end, is a whole."""
+    condition = eqn.params.get("cond_jaxpr")
+    return eqn.params.get("length") != 0 and (condition is None or condition.out_avals[0].shape == ())

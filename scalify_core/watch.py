@@ -85,6 +85,16 @@ class Reporter:
         finally:
             _place.reset(token)
 
+    @contextlib.contextmanager
+    def of_gradients(self) -> Iterator[None]:
+        """Inside, what is rounded are gradients that get the static scales of what they are the gradients of."""
+        token = _place.set((UNKNOWN, "gradient at the static scale of its argument"))
+        try:
+            with watching(self._watch):
+                yield
+        finally:
+            _place.reset(token)
+
     def _watch(self, before: Any, after: Any) -> None:
         """Puts into the program a callback with what a rounding loses."""
         place, name = _place.get()

@@ -105,15 +105,17 @@ def _fp8(call: Any, step: Step, env: Operands) -> Sequence[Any]:
     product = dict(call.static)["product"]
     lhs, rhs = (env.stored(atom, _E4M3) for atom in step.eqn.invars)
 
-    def forward(lhs8: Any, rhs8: Any) -> Any:
-        return dot_fp8(lhs8, rhs8, product.dims, _F32, fast=True)
+    unused = [jnp.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)]
 
-    (out,) = _on_data(call, forward, lhs.data, rhs.data)
+    def forward(lhs8: Any, rhs8: Any) -> Any:
+        return dot_fp8(lhs8, rhs8, product.dims, _F32, fast=True), lhs8, rhs8, *unused
+
+    # The residuals, too: under vmap all results have the axis of the batch in front, whatever that of the operands is.
+    out, lhs8, rhs8, *unused = _on_data(call, forward, lhs.data, rhs.data)
     out = store.scaled_by(out, lhs.scale, rhs.scale)
     if call.name == "fp8_dot_general":
         return [out]
-    unused = [np.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)]
-    return [out, lhs, rhs, *unused]
+    return [out, ScaledArray(lhs8, lhs.scale), ScaledArray(rhs8, rhs.scale), *unused]
 
 
 @_defined("fp8_dot_general.bwd")
@@ -121,7 +123,7 @@ def _fp8_bwd(call: Any, step: Step, env: Operands) -> Sequence[Any]:
     product = dict(call.static)["product"]
     lhs, rhs = (env.stored(atom, _E4M3) for atom in step.eqn.invars[:2])
     gradient = env.stored(step.eqn.invars[-1], _E5M2)
-    unused = [jnp.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)]
+    unused = map(env.read, step.eqn.invars[2:-1])
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
         d_lhs = lhs_gradient(rest[-1], rhs8, product.dims, _F32)

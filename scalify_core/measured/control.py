@@ -15,6 +15,7 @@ from scalify_core.array import ScaledArray
 from scalify_core.measured import store
 from scalify_core.measured.evaluate import Operands, kind, run
 from scalify_core.measured.plan import (
+    Format,
     Plan,
     Step,
     inner_jaxpr,
@@ -61,7 +62,7 @@ def _cond(step: Step, env: Operands) -> Sequence[Any]:
 
     def branch(jaxpr: Any) -> Any:
         plan = plan_of(jaxpr, formats)
-        return lambda *xs: [jnp.asarray(store.wide(x)) for x in run(jaxpr, plan, xs)]
+        return lambda *xs: list(map(carried, run(jaxpr, plan, xs), step.out_formats))
 
     return lax.switch(index, [branch(jaxpr) for jaxpr in step.eqn.params["branches"]], *map(_whole, operands))
 
@@ -75,18 +76,28 @@ def _scan(step: Step, env: Operands) -> Sequence[Any]:
     def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
         operands = [*consts, *carry, *(of_slice(part, x) for part, x in zip(parts, xs, strict=True))]
         out = run(eqn.params["jaxpr"], plan, operands)
-        return list(map(carried, out[: len(carry)])), list(map(_whole, out[len(carry) :]))
+        return list(map(carried, out[: len(carry)], formats)), list(map(_whole, out[len(carry) :]))
 
-    params = eqn.params
+    params, formats = eqn.params, step.out_formats[: len(init)]
     carry, ys = lax.scan(
-        turn, list(map(carried, init)), slices, params["length"], reverse=params["reverse"], unroll=params["unroll"]
+        turn,
+        list(map(carried, init, formats)),
+        slices,
+        params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
     )
     return [*carry, *ys]
 
 
-def carried(x: Any) -> Any:
-    """A part of a carry: the logical value, which may be what no narrow format holds beside others (-1e38)."""
+def carried(x: Any, fmt: Format) -> Any:
+    """A part of a carry, or a branch's result: the logical value, in FP32 unless it is plain (its format is None).
+
+    It may be what no narrow format holds beside others (-1e38). What is plain has the dtype that it was traced with.
+    """
     x = jnp.asarray(store.wide(x))
+    if fmt is None:
+        return x
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return storage.as_float32(x) if narrow else x
 
@@ -119,21 +130,20 @@ def _while(step: Step, env: Operands) -> Sequence[Any]:
     cond_formats, _, _ = while_parts(eqn, step.formats)
     cond_plan = plan_of(params["cond_jaxpr"], (*cond_formats, *carry_formats))
     init = [
-        lax.convert_element_type(x, x.dtype) for x in map(carried, init)
+        lax.convert_element_type(x, x.dtype) for x in map(carried, init, carry_formats)
     ]  # strong types, as the body's results have
 
-    def traced(jaxpr: Any, plan: Plan, consts: Sequence[Any]) -> tuple[list[Any], Any]:
+    def traced(jaxpr: Any, plan: Plan, consts: Sequence[Any], formats: Sequence[Format]) -> tuple[list[Any], Any]:
         consts = list(map(_whole, consts))
 
         def fun(consts: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
-            out = map(carried, run(jaxpr, plan, [*consts, *carry]))
-            return list(out)
+            return list(map(carried, run(jaxpr, plan, [*consts, *carry]), formats))
 
         found = jax.jit(fun).trace(consts, init).jaxpr
         return [*found.consts, *jax.tree.leaves(consts)], _with_constants_as_arguments(found)
 
-    body_consts, body = traced(params["body_jaxpr"], body_plan, body_consts)
-    cond_consts, cond = traced(params["cond_jaxpr"], cond_plan, cond_consts)
+    body_consts, body = traced(params["body_jaxpr"], body_plan, body_consts, carry_formats)
+    cond_consts, cond = traced(params["cond_jaxpr"], cond_plan, cond_consts, [None])
     return eqn.primitive.bind(
         *cond_consts,
         *body_consts,

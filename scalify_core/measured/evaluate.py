@@ -17,7 +17,16 @@ from jax.extend.core import Literal
 from scalify_core import registry, storage
 from scalify_core.array import ScaledArray
 from scalify_core.measured import store
-from scalify_core.measured.plan import Format, Plan, Step, is_float, large_constants, plan_of, product_format
+from scalify_core.measured.plan import (
+    Format,
+    Plan,
+    Step,
+    is_float,
+    large_constants,
+    plan_of,
+    product_format,
+    scan_parts,
+)
 from scalify_core.scopes import scope_of, within
 from scalify_core.watch import Reporter
 
@@ -115,16 +124,29 @@ class Operands:
         x = self.read(atom)
         if type(atom) is Literal:
             return store.stored(x, dtype)
-        if (atom, dtype) not in self.copies:
-            self.copies[atom, dtype] = store.stored(x, dtype)
-        return self.copies[atom, dtype]
+        found = self.copies.get((atom, dtype))
+        if found is None or not has_one_scale(found):
+            found = self.copies[atom, dtype] = store.stored(x, dtype)
+        return found
 
     def write(self, step: Step, results: Sequence[Any]) -> None:
-        """The results of a step, and what its plan stores of them for products; all others read them in FP32."""
-        for var, x, dtype in zip(step.eqn.outvars, results, step.store, strict=True):
+        """The results of a step, and what its plan stores of them for products; all others read them in FP32.
+
+        What a scan stacks turn by turn, such as the activations of layers, may differ in size from turn to turn. The
+        scan that reads it, as that of the gradient does, takes it apart again.
+        """
+        scan = step.eqn.primitive.name == "scan"
+        carry = len(scan_parts(step.eqn, step.eqn.invars)[1]) if scan else len(results)
+        for i, (var, x, dtype) in enumerate(zip(step.eqn.outvars, results, step.store, strict=True)):
             self.values[var] = x
             if dtype is not None:
-                self.copies[var, dtype] = store.stored(x, dtype)
+                stored = store.stored_in_slices if i >= carry else store.stored
+                self.copies[var, dtype] = stored(x, dtype)
+
+
+def has_one_scale(x: ScaledArray) -> bool:
+    """Whether all elements have the same scale."""
+    return x.is_static or jnp.ndim(x.scale) == 0
 
 
 def listed(eqn: Any, out: Any) -> Sequence[Any]:
@@ -166,7 +188,7 @@ def _is_narrow(x: Any) -> bool:
 def _move(step: Step, env: Operands) -> Sequence[Any]:
     eqn = step.eqn
     x, *rest = env.moved(eqn.invars[0], step.wants[0]), *map(env.read, eqn.invars[1:])
-    if type(x) is not ScaledArray or not (x.is_static or jnp.ndim(x.scale) == 0) or x.dtype.itemsize >= 4:
+    if type(x) is not ScaledArray or not has_one_scale(x) or x.dtype.itemsize >= 4:
         return _bind(step, env)
     out = listed(eqn, registry.bind(eqn, x.data, *rest))
     return [ScaledArray(y, x.scale) for y in out]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax._src.util import weakref_lru_cache
 from jax.extend.core import Literal, jaxprs_in_params
 
 Format = np.dtype | None
@@ -32,6 +33,10 @@ _CALLS = {
     **dict.fromkeys(("jit", "closed_call", "core_call", "remat2", "shard_map", "custom_jvp_call"), "jaxpr"),
     **{"custom_vjp_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"},
 }
+
+
+# What is found of a jaxpr is forgotten with it: it holds the arrays that a program closes over, such as parameters.
+_per_jaxpr = functools.partial(weakref_lru_cache, maxsize=4096, trace_context_in_key=False)
 
 
 class Step(NamedTuple):
@@ -75,7 +80,7 @@ class Plan(NamedTuple):
     stores: bool
 
 
-@functools.lru_cache(maxsize=4096)
+@_per_jaxpr
 def plan_of(jaxpr: Any, formats: tuple[Format, ...]) -> Plan:
     """The plan of a jaxpr for arguments of these formats."""
     known: dict[Any, Format] = dict(zip(jaxpr.invars, formats, strict=True))
@@ -137,7 +142,7 @@ def _wanted(step: Step, wants: dict[Any, np.dtype]) -> Sequence[Format]:
     return [None] * len(eqn.invars)
 
 
-@functools.lru_cache(maxsize=4096)
+@_per_jaxpr
 def large_constants(jaxpr: Any) -> frozenset[float]:
     """The finite numbers beyond FP16 that stand in a program, here or further in: what masks and loops begin with."""
     found: set[float] = set()
@@ -271,10 +276,10 @@ def _settled(body: Callable, carry: Sequence[Format]) -> tuple[Sequence[Format],
     """The formats of a carry that one more turn leaves as they are."""
     while True:
         out, plan = body(tuple(carry))
-        after = [y if x is None else x for x, y in zip(carry, out, strict=True)]
-        if after == list(carry):
+        # Not by ==, for which float64 is None.
+        if all(y is None for x, y in zip(carry, out, strict=True) if x is None):
             return carry, plan
-        carry = after
+        carry = [y if x is None else x for x, y in zip(carry, out, strict=True)]
 
 
 def _scan(eqn: Any, formats: tuple[Format, ...]) -> tuple[tuple[Format, ...], bool]:

@@ -6,7 +6,6 @@ A stored value is a `ScaledArray`; every other value is an FP32 array of its log
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,10 +62,22 @@ def stored(x: Any, dtype: np.dtype, top: int | None = None) -> ScaledArray:
     return ScaledArray(rounded(data, x=x, scale=scale), scale)
 
 
+def stored_in_slices(x: Any, dtype: np.dtype) -> ScaledArray:
+    """As `stored`, each slice along the leading axis at its own scale; what is there already stays."""
+    if type(x) is ScaledArray and x.dtype == dtype:
+        return x
+    x = storage.as_float32(wide(x))
+    if not has_own_range(dtype) or not x.size:
+        return stored(x, dtype)
+    data, scale = jax.vmap(lambda part: _measured(part, np.dtype(dtype), top_of(dtype)))(x)
+    return ScaledArray(rounded(data, x=x, scale=scale), scale)
+
+
 def rounded(data: Any, *, x: Any, scale: Any) -> Any:
     """`data`, that `x` is stored as; who watches is shown both."""
     if watch.is_watched():
-        watch.rounded(lax.mul(x, lax.broadcast(pow2_inverse(scale), x.shape)), data)
+        inverse = broadcast_scale(pow2_inverse(scale), x)
+        watch.rounded(lax.mul(x, lax.broadcast_in_dim(inverse, x.shape, range(inverse.ndim))), data)
     return data
 
 
@@ -74,26 +85,37 @@ def result(x: Any, dtype: np.dtype, constants: frozenset[float] = frozenset()) -
     """A value as `scalify` returns it: with a run-time scale, and data of which the largest is below 2^7.
 
     That leaves room for those who go on with the data as if its RMS were near 1, and 31 octaves below the largest.
-    Elements that are one of `constants`, such as a mask's -1e9, have no part in the scale, and saturate.
+    Elements that are one of `constants`, such as a mask's -1e9, have no part in the scale where the format cannot hold
+    them beside the rest, and saturate.
     """
     if dtype.itemsize >= 4:
         return ScaledArray(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
     x = storage.as_float32(wide(x))
     if constants and has_own_range(dtype):
-        x = _without_outliers(x, dtype, sorted(constants))
+        x, data, scale = _beside(x, dtype, tuple(sorted(constants)))
+        return ScaledArray(rounded(data, x=x, scale=scale), scale)
     x = stored(x, dtype, _RESULT_TOP)
     return ScaledArray(x.data, jnp.float32(x.scale)) if x.is_static else x
 
 
-def _without_outliers(x: jax.Array, dtype: np.dtype, constants: Sequence[float]) -> jax.Array:
-    """`x`, what is one of the constants brought as near to all else as it saturates at."""
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _beside(x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`x`, its data and its scale, where some elements are constants that may be far from all else.
+
+    They are kept while the largest of the rest stays 4 octaves above the format's smallest normal number, so that it
+    has all of its precision. Constants further off saturate, at the scale of the rest.
+    """
+    (x,) = storage.once(x)
+    fmt, top = FloatFormat.of(dtype), top_of(dtype)
     masked = functools.reduce(lax.bitwise_or, (lax.eq(x, lax.full_like(x, c)) for c in constants))
-    rest = lax.select(masked, lax.full_like(x, 0), x)
-    unit = unit_of(rest, _RESULT_TOP)
-    limit = lax.select(unit > np.float32(MIN_SCALE), unit * np.float32(FloatFormat.of(dtype).max), jnp.float32(np.inf))
-    limit = lax.broadcast(limit, x.shape)
-    outlier = lax.bitwise_and(masked, lax.gt(lax.abs(x), limit))
-    return lax.select(outlier, lax.mul(lax.sign(x), limit), x)
+    of_rest = unit_of(lax.select(masked, lax.full_like(x, 0), x), _RESULT_TOP)
+    of_all = unit_of(x, top)
+    furthest = of_rest * np.float32(2.0 ** (_RESULT_TOP - 4) / fmt.min_normal)
+    scale = lax.select(of_all > furthest, of_rest, lax.max(of_all, of_rest))
+    scale = lax.select(of_rest > np.float32(MIN_SCALE), scale, unit_of(x, _RESULT_TOP))
+    limit = lax.broadcast(scale * np.float32(fmt.max), x.shape)
+    x = lax.select(lax.bitwise_and(masked, lax.gt(lax.abs(x), limit)), lax.mul(lax.sign(x), limit), x)
+    return x, _divided(x, scale, dtype), scale
 
 
 def unit_of(x: jax.Array, top: int) -> jax.Array:
@@ -114,16 +136,26 @@ def _measured(x: jax.Array, dtype: np.dtype, top: int) -> tuple[jax.Array, jax.A
     """Data in `dtype`, and the FP32 scale. Infinities and NaN stay, and have no part in the scale."""
     (x,) = storage.once(x)  # XLA's CPU backend would compile all that makes it twice: for its peak, and for its cast
     scale = unit_of(x, top)
-    return lax.convert_element_type(lax.mul(x, lax.broadcast(pow2_inverse(scale), x.shape)), dtype), scale
+    return _divided(x, scale, dtype), scale
+
+
+def _divided(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+    return lax.convert_element_type(lax.mul(x, lax.broadcast(pow2_inverse(scale), x.shape)), dtype)
 
 
 def scaled_by(x: jax.Array, a: Any, b: Any) -> jax.Array:
     """The FP32 product of two operands' data as a logical value: times both scales.
 
-    The scales are multiplied first, for one operation on the data. Their product leaves FP32 only where that of the
-    logical operands nearly does.
+    One after the other, the smaller first: operands are stored 14 octaves above 1, so the product of two scales leaves
+    FP32 where that of the logical operands is 28 octaves away from it, and an infinite scale makes NaN of zeros.
     """
     if isinstance(a, float) and isinstance(b, float):
         return times(x, a * b)
-    scale = lax.mul(*(np.float32(s) if isinstance(s, float) else s for s in (a, b)))
-    return lax.mul(x, lax.broadcast(scale, x.shape))
+    if isinstance(a, float) and a == 1.0:
+        return times(x, b)
+    if isinstance(b, float) and b == 1.0:
+        return times(x, a)
+    a, b = (np.float32(s) if isinstance(s, float) else s for s in (a, b))
+    for scale in (lax.min(a, b), lax.max(a, b)):
+        x = lax.mul(x, lax.broadcast(scale, x.shape))
+    return x

@@ -1,0 +1,193 @@
+"""Measured scales at the edges: sizes near the ends of FP32, dtypes that the user chose, and what is kept in memory."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import scalify_core as sc
+from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
+from scalify_core.formats import FP16
+from scalify_core.watch import PrecisionWarning
+
+HALF = jnp.float16
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def error(found, expected):
+    """Relative to the norm, each leaf; the largest."""
+    errors = []
+    for x, y in zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        assert np.isfinite(y).all()
+        errors.append(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-300))
+    return max(errors)
+
+
+def both(fun, *args, dtype=HALF):
+    """The function under scalify, jitted, of arguments in a format, and plain of the same values."""
+    scaled = as_scaled_array(args, dtype=dtype)
+    return jax.jit(scalify(fun))(*scaled), jax.jit(fun)(*asarray(scaled))
+
+
+ROUNDINGS = 4 * FP16.epsilon
+
+
+@pytest.mark.parametrize("sizes", [(-55, -55), (-60, -45), (-100, -5), (-90, 80), (90, 30)])
+def test_products_of_what_is_computed_reach_to_the_ends_of_fp32(sizes):
+    def fun(x, w):
+        return (jnp.tanh(x) * 2.0 ** sizes[0]) @ (jnp.tanh(w) * 2.0 ** sizes[1])
+
+    found, expected = both(fun, normal(0, 8, 16), normal(1, 16, 16))
+    assert error(found, expected) <= ROUNDINGS
+
+
+@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16])
+def test_rows_of_zeros_stay_zeros_beside_products_beyond_fp32(dtype):
+    x = (normal(0, 8, 16) * 2.0**70).at[:4].set(0)
+    found, expected = both(lambda x, w: (x @ w)[:4], x, normal(1, 16, 16) * 2.0**80, dtype=dtype)
+    np.testing.assert_array_equal(expected, 0)
+    np.testing.assert_array_equal(asarray(found), 0)
+
+
+def halved(b):
+    return b * jnp.asarray(0.5, b.dtype) + jnp.ones(3, b.dtype)
+
+
+NARROW = {
+    "scan": lambda x, w, b: lax.scan(lambda c, _: ((jnp.tanh(c[0] @ w), halved(c[1])), c[1]), (x, b), None, 3),
+    "while": lambda x, w, b: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w), halved(c[2])), (0, x, b)
+    ),
+    "cond": lambda x, w, b: lax.cond(
+        x[0, 0] > 9, lambda x: ((x @ w).astype(b.dtype), b), lambda x: (jnp.ones(x.shape, b.dtype), halved(b)), x
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, HALF])
+def test_numbers_of_a_narrow_dtype_that_no_scale_has_pass_control_flow(kind, dtype):
+    def fun(x, w):
+        out = NARROW[kind](x, w, jnp.zeros(3, dtype))
+        return jax.tree.map(lambda y: halved(y) if y.shape == (3,) else y, out)
+
+    found, expected = both(fun, normal(0, 8, 16), normal(1, 16, 16) / 4)
+    assert error(found, expected) <= ROUNDINGS
+    explained = sc.explain(fun, *as_scaled_array((normal(0, 8, 16), normal(1, 16, 16) / 4), dtype=HALF))
+    assert explained.first_loss is None
+
+
+def test_what_a_program_closes_over_is_freed_with_it():
+    def call(turn):
+        large = normal(turn, 16, 300)
+        jax.jit(scalify(lambda x: jnp.tanh(x @ large)))(as_scaled_array(normal(0, 8, 16), dtype=HALF))
+        return weakref.ref(large)
+
+    kept = [call(i) for i in range(3)]
+    gc.collect()
+    assert [x() for x in kept] == [None] * 3
+
+
+CONSTANTS = {
+    "clipped": lambda x: jnp.clip(1e7 * x**3, -1e6, 1e6),
+    "clipped outlier": lambda x: jnp.clip(x.at[0, 0].set(3e8), -1e5, 1e5),
+    "filled": lambda x: jnp.where(x > 0, x, 1e6),
+    "filled far": lambda x: jnp.where(x > 0, x, -3e7),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_large_constants_among_results_are_kept_where_the_format_holds_both(name):
+    found, expected = both(CONSTANTS[name], normal(0, 16, 16))
+    assert error(found, expected) <= ROUNDINGS
+    near = np.abs(np.asarray(expected)) < 100
+    assert error(jnp.where(near, asarray(found), 0), jnp.where(near, expected, 0)) <= ROUNDINGS
+
+
+def test_large_constants_that_the_format_cannot_hold_beside_the_rest_saturate():
+    found, expected = both(lambda x: jnp.where(x > 0, x, -1e30), normal(0, 16, 16))
+    masked = np.asarray(expected) < 0
+    assert np.all(asarray(found)[masked] < -500)
+    assert error(asarray(found)[~masked], expected[~masked]) <= ROUNDINGS
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("operand", [0, 1])
+def test_fp8_products_under_vmap_keep_residuals_with_the_batch_in_front(axis, operand):
+    stack, other = jnp.moveaxis(normal(0, 16, 16, 16), 0, axis), normal(1, 16, 16)
+    axes = [None, None]
+    axes[operand] = axis
+
+    def loss(*args, dot_general):
+        product = lambda x, w: dot_general(x, w, (((1,), (0,)), ((), ())))
+        return jnp.sum(jax.vmap(product, in_axes=tuple(axes))(*args) ** 2)
+
+    args = (stack, other) if operand == 0 else (other, stack)
+    found, _ = both(jax.grad(lambda *xs: loss(*xs, dot_general=sc.fp8_dot_general), (0, 1)), *args)
+    expected = jax.grad(lambda *xs: loss(*xs, dot_general=lax.dot_general), (0, 1))(*args)
+    assert error(found, expected) <= sc.formats.E5M2.epsilon / 2
+
+
+def test_a_carry_that_becomes_float64_in_a_loop_is_scaled():
+    def fun(x, w):
+        turn = lambda c, _: ((jnp.tanh(c[0] @ w), c[1] * 0.5 + jnp.sum(c[0])), None)
+        return lax.scan(turn, (x, jnp.zeros((), jnp.float64)), None, 3)[0][1]
+
+    with jax.enable_x64(True):
+        found = scalify(fun)(*as_scaled_array((normal(0, 4, 4), normal(1, 4, 4)), dtype=HALF))
+    assert isinstance(found, ScaledArray)
+    assert found.dtype == jnp.float64
+
+
+def test_a_batch_of_while_loops_is_explained_as_a_whole():
+    w = normal(1, 4, 4) + 2 * jnp.eye(4)
+    grown = jax.vmap(lambda x: lax.while_loop(lambda c: jnp.sum(c * c) < 50.0, lambda c: c @ w, x))
+    found = sc.explain(grown, as_scaled_array(normal(0, 3, 4), dtype=HALF))
+    assert found.first_loss is None
+    assert max(row.figures.error for row in found.rows if row.figures is not None) < 0.01
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_the_check_reports_gradients_that_the_static_scale_of_an_argument_loses(jitted):
+    x, weights = normal(0, 4, 8), ScaledArray(normal(1, 8, 8).astype(HALF), 1.0)
+
+    def gradient(size):
+        loss = scalify(lambda w: size * jnp.sum(jnp.tanh(x @ w)), check=True)
+        found = jax.grad(lambda w: asarray(loss(w)))
+        jax.block_until_ready((jax.jit(found) if jitted else found)(weights))
+        jax.effects_barrier()
+
+    gradient(1.0)  # warnings are errors in these tests
+    for size in (2.0**-60, 2.0**60):
+        with pytest.warns(PrecisionWarning, match="gradient at the static scale of its argument"):
+            gradient(size)
+
+
+@pytest.mark.parametrize("gain", [2.0**-5, 2.0**5])
+@pytest.mark.parametrize("through", [lambda f: f, jax.checkpoint, jax.jit], ids=["plain", "remat", "jit"])
+def test_layers_that_a_scan_stacks_may_grow_or_shrink_from_one_to_the_next(gain, through):
+    def gradient(ws, x):
+        return jax.grad(lambda ws, x: jnp.sum(lax.scan(through(lambda h, w: (h @ w, None)), x, ws)[0]))(ws, x)
+
+    args = gain * normal(0, 12, 16, 16) / 4, normal(1, 8, 16)
+    found, expected = both(gradient, *args)
+    for layer in range(12):
+        assert error(asarray(found)[layer], expected[layer]) <= 2 * ROUNDINGS
+
+
+def test_a_stack_of_a_scan_is_read_whole_by_a_product_too():
+    def fun(ws, x):
+        stack = lax.scan(lambda h, w: (h @ w, h), x, ws)[1]
+        total = lax.scan(lambda t, h: (t + h @ ws[0], None), 0 * x, stack)[0]
+        return jnp.einsum("lij,kj->lik", stack, x), total, stack
+
+    found, expected = both(fun, 4 * normal(0, 4, 8, 8), normal(1, 8, 8))
+    assert error(found, expected) <= ROUNDINGS
