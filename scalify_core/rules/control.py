@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import partial_eval
 
@@ -20,6 +21,7 @@ from scalify_core.registry import control, is_numbered
 from scalify_core.rules.bodies import run, shape_of, traced_body
 from scalify_core.rules.carries import common_form, to_form
 from scalify_core.rules.collectives import equal_scale
+from scalify_core.storage import materialise
 from scalify_core.value import Constant, Value, pack, unpack
 from scalify_core.varying import agreeing
 
@@ -113,7 +115,8 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
     def body(*xs: Any) -> list:
         out = run(params["jaxpr"], evaluate, unpack(xs))
-        return pack(equal_scale(x, axes) if isinstance(x, Value) else x for x in out)
+        # A constant is of a device's shape here: only as an array does it get the shape that all of them have.
+        return pack(equal_scale(x, axes) if isinstance(x, Value) else jnp.asarray(materialise(x)) for x in out)
 
     def look(*xs: Any) -> list:
         shapes[:] = jax.eval_shape(body, *xs)
