@@ -162,6 +162,21 @@ def largest(*scales: Scale) -> Scale:
     return functools.reduce(lambda a, b: lax.max(*_arrays(a, b)), scales)
 
 
+def between(scales: Sequence[Scale]) -> Scale:
+    """The largest, or where the smallest that is not of zeros is 2^64 below it, the power of two halfway between."""
+    top = largest(*scales)
+    if all(map(is_static, scales)):
+        low = min(scales)
+        return top if top <= low * 2.0**64 else pow2_round(math.sqrt(top) * math.sqrt(low))
+    if len(scales) == 1 or of_one_base(*scales) is not None:
+        return top
+    top = as_number(top)
+    numbers = [jnp.asarray(as_number(s), jnp.float32) for s in scales]
+    low = functools.reduce(jnp.minimum, (jnp.where(s < np.float32(OF_ZEROS), top, s) for s in numbers))
+    middle = pow2_round(jnp.sqrt(top) * jnp.sqrt(low))
+    return jnp.where(top > low * np.float32(2.0**64), middle, top)
+
+
 def smallest(a: Scale, b: Scale) -> Scale:
     """The smaller."""
     return min(a, b) if is_static(a) and is_static(b) else lax.min(*_arrays(a, b))

@@ -208,6 +208,9 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
     values = [x for x in arrays if isinstance(x, Value)]
     scale = sc.largest(*(x.scale for x in values))
     rho = max(x.rho for x in values if x.scale is scale or not sc.is_static(scale) or x.scale == scale)
+    if float(jnp.finfo(dtype).max) > sc.MAX_SCALE and not sc.near([x.scale for x in values]):
+        # The range of FP32 has room for all of them, but not below the largest.
+        scale = sc.between([x.scale for x in values])
     constants = [c for c in (v.uniform(x) for x in arrays if not isinstance(x, Value)) if c and math.isfinite(c)]
     if constants and not sc.is_static(scale):
         # Beside zeros a constant keeps its own scale: at theirs it would saturate at nearly nothing.

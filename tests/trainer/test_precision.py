@@ -442,9 +442,8 @@ def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
         apply = lambda params, x: nnx.merge(graphdef, params)(x, lambda x: x)
         if dot is None:
             return apply(params, x)
-        return wide(
-            jax.jit(scalify(apply))(scaled_params(params, jnp.float16), as_scaled_array(x, 1.0, dtype=jnp.float16))
-        )
+        scaled = jax.jit(scalify(apply, scales="static"))
+        return wide(scaled(scaled_params(params, jnp.float16), as_scaled_array(x, 1.0, dtype=jnp.float16)))
 
     def error(cls):
         exact = output(SwigluMLP)
