@@ -18,7 +18,6 @@ from scalify_core.array import ScaledArray
 from scalify_core.formats import FloatFormat, pow2_inverse
 from scalify_core.scales import MIN_SCALE, broadcast_scale, times
 
-_F32 = np.dtype(np.float32)
 _EXPONENT = np.int32(0x7F800000)  # of an FP32 number's bits
 _MANTISSA = 23
 _RESULT_TOP = 6
