@@ -76,7 +76,7 @@ def machine() -> dict[str, str]:
 
 
 def figures(run_dir: Path) -> dict[str, object]:
-    """Losses and gradient norms of a run, and digests of all its rows without a clock's and of its last state's bits."""
+    """Losses and gradient norms of a run, and digests of its rows and of its last state's bits."""
     from command import parameters, values
 
     rows = values(run_dir)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+
 from golden.cases import CASES, FIGURES, machine, measure
 
 KEPT = json.loads(FIGURES.read_text())
