@@ -5,9 +5,7 @@ Legend: B batch, T time, N = B*T, S cache length, D model, H heads, K head dim, 
 Reference: Radford et al. 2019, "Language models are unsupervised multitask learners", and its published code.
 """
 
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +13,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from scalify_core import embedding, linear_cross_entropy
-from trainer.models.layers import Block, DotGeneralFor, Embedding, Factory, KVCache, dropout, split_keys
+from trainer.models.functional import Functional, pure_functions
+from trainer.models.layers import Block, DotGeneralFor, Embedding, Factory, KVCache, dropout, empty_cache, split_keys
 from trainer.models.spec import GPT2Spec
-from trainer.precision.dots import OverwriteWithGradient
-
-Params = dict[str, Any]
 
 
 class GPT2(nnx.Module):
@@ -30,7 +26,7 @@ class GPT2(nnx.Module):
       compute_dtype: of activations and matmuls.
       param_dtype: of the master parameters.
       dot_general: from a linear layer's path to the dot_general it uses, of activations in `compute_dtype` and a kernel
-        in `param_dtype`; None: the product in `compute_dtype`. See `linear_paths`.
+        in `param_dtype`; None: the product in `compute_dtype`. See `linear_sizes`.
       rescale_grads: of `precision.PLACES`, where gradients are rescaled under `scalify`.
       split: inside `shard_map`, the mesh axis over which the heads and hidden channels of the parameters are split.
       rngs: key stream `params`. Scanned and unrolled layers get the same initial values from the same key.
@@ -63,7 +59,7 @@ class GPT2(nnx.Module):
             self.h: Any = nnx.vmap(lambda key: block("*", key))(keys_L)
         else:
             self.h = nnx.List([block(str(i), keys_L[i]) for i in range(spec.n_layer)])
-        self.ln_f = factory("").layer_norm(spec.d_model)
+        self.ln_f = factory("").layer_norm(spec.d_model, probes=("in", "out"))
 
     def embed(self, tokens_BxT: jax.Array, position: jax.Array | int = 0) -> jax.Array:
         """Token plus position vectors, `[B*T, D]` in the compute dtype; the first token stands at `position`."""
@@ -135,6 +131,11 @@ class GPT2(nnx.Module):
             h_NxD, self.wte.embedding[...], targets_BxT.reshape(-1), vocab_size=self.spec.vocab_size
         )
 
+    def init_cache(self, batch: int) -> KVCache:
+        """An empty cache of `context` positions, `[L, B, S, H, K]`."""
+        spec = self.spec
+        return empty_cache(spec.n_layer, batch, spec.context, spec.n_head, spec.head_dim, self.compute_dtype)
+
     def decode(self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
         """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache with them in it.
 
@@ -155,20 +156,6 @@ class GPT2(nnx.Module):
         return self.ln_f(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache
 
 
-class Functional(NamedTuple):
-    """A GPT-2 as pure functions.
-
-    Attributes:
-      init: key to parameters, nested dictionaries of arrays as `nnx.to_pure_dict` gives them.
-      bind: parameters (and histories, where it has some) to the model that has them.
-      init_histories: makes the first amax histories of delayed scaling, a nested dictionary too; empty without.
-    """
-
-    init: Callable[[jax.Array], Params]
-    bind: Callable[..., GPT2]
-    init_histories: Callable[[], Params]
-
-
 def functional(spec: GPT2Spec, **settings: Any) -> Functional:
     """The model as pure functions; `settings` are the keyword arguments of GPT2.
 
@@ -176,41 +163,4 @@ def functional(spec: GPT2Spec, **settings: Any) -> Functional:
     >>> model.bind(model.init(jax.random.key(0)))(jnp.zeros((2, 8), jnp.int32)).shape
     (2, 8, 256)
     """
-
-    def make(key: jax.Array) -> GPT2:
-        return GPT2(spec, rngs=nnx.Rngs(params=key), **settings)
-
-    abstract = nnx.eval_shape(make, jax.random.key(0))
-    graphdef = nnx.graphdef(abstract)
-    with_histories = bool(nnx.to_pure_dict(nnx.state(abstract, OverwriteWithGradient)))
-
-    def init(key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(make(key), nnx.Param))
-
-    def bind(params: Params, histories: Params | None = None) -> GPT2:
-        return nnx.merge(graphdef, params, histories) if with_histories else nnx.merge(graphdef, params)
-
-    def init_histories() -> Params:
-        return nnx.to_pure_dict(nnx.state(make(jax.random.key(0)), OverwriteWithGradient))
-
-    return Functional(init, bind, init_histories)
-
-
-def stack_layers(params: Params) -> Params:
-    """Parameters of unrolled layers (`h` has one entry per layer) as those of scanned layers (leading axis L)."""
-    layers = [params["h"][i] for i in range(len(params["h"]))]
-    return params | {"h": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
-
-
-def unstack_layers(params: Params) -> Params:
-    """The inverse of `stack_layers`."""
-    n_layer = jax.tree.leaves(params["h"])[0].shape[0]
-    return params | {"h": {i: jax.tree.map(lambda leaf, i=i: leaf[i], params["h"]) for i in range(n_layer)}}
-
-
-def param_count(spec: GPT2Spec) -> int:
-    """Trainable parameters, the vocabulary's padding rows not counted. Nothing is allocated."""
-    shapes = jax.eval_shape(functional(spec).init, jax.random.key(0))
-    return (
-        sum(math.prod(s.shape) for s in jax.tree.leaves(shapes)) - (spec.padded_vocab - spec.vocab_size) * spec.d_model
-    )
+    return pure_functions(lambda rngs: GPT2(spec, rngs=rngs, **settings))

@@ -18,7 +18,6 @@ from trainer.models.spec import GPT2Spec
 from trainer.parallel.distribute import gather, largest_over, reduced, squares_over
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
 from trainer.parallel.sharding import bytes_per_device, of_parameters, partitions, shardings
-from trainer.precision.policy import is_kernel_of
 from trainer.run.checkpoint import Checkpointer
 from trainer.step.optimizer import make_optimizer
 from trainer.step.state import to_stored
@@ -73,13 +72,13 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
     state = state_of("scalify_fp8_fp16", (1, DEVICES))
     assert bytes_per_device(state) == pytest.approx(sum(map(len, bits(state))) / DEVICES, rel=0.05)
 
-    specs, wire = of_parameters(state.params, w.mesh), wire_of(w)
+    specs, wire = of_parameters(state.params, w.mesh, w.model.roles), wire_of(w)
 
     def there_and_back(params):
         """Gathered weights, as if they were gradients."""
-        return reduced(wide(gather(params, specs, wire.narrow)), specs, wire, jnp.uint32(7))
+        return reduced(wide(gather(params, specs, wire)), specs, wire, jnp.uint32(7))
 
-    in_specs = (partitions(state.params, w.mesh),)
+    in_specs = (partitions(state.params, w.mesh, w.model.roles),)
     mapped = jax.shard_map(there_and_back, mesh=w.mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
     compiled = jax.jit(mapped).lower(state.params).compile()
     sent: dict = {}
@@ -87,8 +86,9 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
         sent[c.op, c.dtype] = sent.get((c.op, c.dtype), 0) + c.sent(DEVICES)
 
     paths = jax.tree_util.tree_leaves_with_path(wide(state.params))
-    kernels = [leaf.size for path, leaf in paths if is_kernel_of(w.model.narrow, path)]
-    others = [leaf.size for path, leaf in paths if not is_kernel_of(w.model.narrow, path)]
+    roles = jax.tree.leaves(w.model.roles)
+    kernels = [leaf.size for (_, leaf), role in zip(paths, roles, strict=True) if w.model.is_narrow(role)]
+    others = [leaf.size for (_, leaf), role in zip(paths, roles, strict=True) if not w.model.is_narrow(role)]
     share = (DEVICES - 1) / DEVICES
     assert len(kernels) == 4
     # One byte an element each way, FP16 for the rest, and for each gradient a scale of four bytes.
@@ -122,7 +122,7 @@ def test_a_state_goes_to_other_devices_and_back_bit_for_bit(tmp_path):
             checkpointer.save(1, state, {})
             state = checkpointer.restore(abstract_state(w)).state
         assert bits(state) == before
-        assert [x.sharding for x in jax.tree.leaves(state)] == jax.tree.leaves(shardings(state, w.mesh))
+        assert [x.sharding for x in jax.tree.leaves(state)] == jax.tree.leaves(shardings(state, w.mesh, w.model.roles))
 
 
 def test_the_first_state_does_not_depend_on_the_devices():
@@ -133,7 +133,7 @@ def test_the_first_state_does_not_depend_on_the_devices():
 
 def test_the_squares_of_split_arrays_are_those_of_the_whole():
     params = state_of("fp32", (2, 2, 2)).params
-    found = jax.jit(squares_over(make_mesh(2, 2, 2)))(params)
+    found = jax.jit(squares_over(make_mesh(2, 2, 2), workload("fp32", (2, 2, 2)).model.roles))(params)
     # FP32 sums of some thousand squares in another order.
     expected = [np.sum(np.square(x)) for x in jax.tree.leaves(jax.device_get(params))]
     np.testing.assert_allclose(found, expected, rtol=1e2 * np.finfo(np.float32).eps)
@@ -159,10 +159,10 @@ def test_of_moments_split_along_any_axis_only_statistics_are_moved(sizes, change
 
 
 def test_the_largest_of_split_arrays_are_those_of_the_whole():
-    mesh = make_mesh(2, 2, 2)
+    mesh, roles = make_mesh(2, 2, 2), workload("fp32", (2, 2, 2)).model.roles
     params = state_of("fp32", (2, 2, 2)).params
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
-    found = jax.jit(lambda *xs: largest_over(mesh)([[x, -2 * x] for x in xs], paths))(*leaves)
+    found = jax.jit(lambda *xs: largest_over(mesh, roles)([[x, -2 * x] for x in xs], paths))(*leaves)
     whole = [np.abs(x).max() for x in jax.device_get(leaves)]
     assert found.tolist() == [peak for x in whole for peak in (x, 2 * x)]
 
