@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.arguments import argument, run
-from trainer.comparing import names, write_comparison
 from trainer.errors import UserError
+from trainer.report.comparing import names, write_comparison
 
 __all__ = ["Arguments", "main", "names"]
 

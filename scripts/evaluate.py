@@ -23,20 +23,20 @@ import numpy as np
 
 from scalify_core import weights
 from scripts.arguments import argument, run, split
-from scripts.pairs import finite, half_width
-from trainer.build.objects import build_policy
-from trainer.build.run import restore_training
-from trainer.composition import compose_or_explain
+from scripts.studies.pairs import finite, half_width
+from trainer.assembly.objects import build_policy
+from trainer.assembly.run import restore_training
+from trainer.config.composition import compose_or_explain
 from trainer.data import Batch, TextSource
 from trainer.data.corpus import open_corpus
 from trainer.data.loader import segments
 from trainer.errors import UserError
-from trainer.evaluate import make_eval_step
-from trainer.history import AS_TRAINED
-from trainer.parallel import place_batch
-from trainer.precision import Policy, store_weights
-from trainer.rundir import write_atomically
-from trainer.state import TrainState
+from trainer.parallel.mesh import place_batch
+from trainer.precision.policy import Policy, store_weights
+from trainer.report.history import AS_TRAINED
+from trainer.run.rundir import write_atomically
+from trainer.step.evaluate import make_eval_step
+from trainer.step.state import TrainState
 from trainer.workload import Workload, eval_loss_of
 
 

@@ -19,14 +19,14 @@ import jax
 from scalify_core import Explanation, explain
 from scalify_core.tree import map_arrays
 from scripts.arguments import argument, read, usage
-from trainer.build.objects import build_state, build_workload
-from trainer.build.run import restore_training
-from trainer.composition import compose_or_explain
+from trainer.assembly.objects import build_state, build_workload
+from trainer.assembly.run import restore_training
+from trainer.config.composition import compose_or_explain
 from trainer.errors import UserError
-from trainer.libraries import hide_missing_gpu
-from trainer.parallel import place_batch
-from trainer.precision import DTYPES
-from trainer.rundir import write_atomically
+from trainer.parallel.mesh import place_batch
+from trainer.precision.policy import DTYPES
+from trainer.run.libraries import hide_missing_gpu
+from trainer.run.rundir import write_atomically
 from trainer.workload import Model
 
 

@@ -20,9 +20,9 @@ class Arguments:
 
 def main(args: Arguments) -> None:
     """Export, and say how to read the result."""
-    from trainer.build.run import restore_run
+    from trainer.assembly.run import restore_run
     from trainer.data.hf_tokenizer import save_hf
-    from trainer.huggingface import save_gpt2
+    from trainer.models.huggingface import save_gpt2
 
     model = restore_run(Path(args.run_dir))
     file = save_gpt2(args.out, model.spec, model.params, model.tokenizer.eot)

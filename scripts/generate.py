@@ -65,9 +65,9 @@ def main(args: Arguments) -> None:
         raise UserError(f"count={args.count}: expected 1 or more")
     if args.prompts not in ("", "-"):
         list(prompts_of(args))  # what is wrong with the file is said before anything is loaded
-    from trainer.build.run import restore_run
-    from trainer.generate import Generator
-    from trainer.slowness import first_said
+    from trainer.assembly.run import restore_run
+    from trainer.models.sampling import Generator
+    from trainer.observe.slowness import first_said
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from scripts.arguments import argument, read, usage
-from trainer.composition import compose_or_explain
-from trainer.config import Config
+from trainer.config.composition import compose_or_explain
+from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.targets import GPUS_PER_HOST, TARGETS, get_target
+from trainer.plan.targets import GPUS_PER_HOST, TARGETS, get_target
 
 if TYPE_CHECKING:
-    from trainer.plan import Fitting, Plan
+    from trainer.plan.plan import Fitting, Plan
 
 GIB = 2**30
 
@@ -73,9 +73,9 @@ def plan_of(argv: Sequence[str]) -> "Plan":
     os.environ["JAX_PLATFORMS"] = "cpu"  # whatever GPU is in this machine, the one that is planned for is not
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings: that there is no GPU to measure kernels on
 
-    from trainer.build.plan import build_plan
-    from trainer.libraries import hide_missing_gpu
-    from trainer.plan import Aim
+    from trainer.assembly.planning import build_plan
+    from trainer.plan.plan import Aim
+    from trainer.run.libraries import hide_missing_gpu
 
     hide_missing_gpu()
     aim = Aim(target, args.gpus, hosts, args.memory_fraction)

@@ -26,13 +26,13 @@ from scalify_core import FloatFormat, cast_on_forward, weights
 from scalify_core.array import is_scaled_array
 from scalify_core.matmul import MULTIPLE
 from scripts.arguments import argument, run
-from trainer.build.run import restore_training
-from trainer.dots import ClippedDot, Dims, Dot, narrow_gradient_dot, wide_gradient_dot
+from trainer.assembly.run import restore_training
 from trainer.errors import UserError
-from trainer.model import functional, unstack_layers
-from trainer.parallel import place_batch
-from trainer.precision import Policy, is_kernel_of
-from trainer.rundir import write_atomically
+from trainer.models.gpt2 import functional, unstack_layers
+from trainer.parallel.mesh import place_batch
+from trainer.precision.dots import ClippedDot, Dims, Dot, narrow_gradient_dot, wide_gradient_dot
+from trainer.precision.policy import Policy, is_kernel_of
+from trainer.run.rundir import write_atomically
 from trainer.workload import Model
 
 CASTS = ("activations", "weights", "gradients", "weight_gradients")

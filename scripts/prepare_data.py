@@ -16,8 +16,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.data import EmbeddedSource, HubSource, Manifest, Source, TextSource, prepare, shown
+from trainer.data import EmbeddedSource, HubSource, Manifest, Source, TextSource, prepare
 from trainer.errors import UserError
+from trainer.observe.preparing import shown
 
 
 def parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.arguments import argument, run
-from trainer.report import write_report
+from trainer.report.page import write_report
 
 
 @dataclass(frozen=True)

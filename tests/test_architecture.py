@@ -9,14 +9,33 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HOMES = {
-    "hydra": {"trainer/__main__.py", "trainer/composition.py"},
-    "wandb": {"trainer/tracking.py"},
-    "orbax": {"trainer/checkpoint.py"},
+    "hydra": {"trainer/__main__.py", "trainer/config/composition.py"},
+    "wandb": {"trainer/observe/tracking.py"},
+    "orbax": {"trainer/run/checkpoint.py"},
     "datasets": {"trainer/data/corpus.py"},
-    "matplotlib": {"trainer/heatmap.py", "scripts/bench_cases.py", "scripts/parity_picture.py"},
+    "matplotlib": {"trainer/observe/heatmap.py", "scripts/bench/cases.py", "scripts/studies/parity_picture.py"},
 }
 # In this order: a module may import those before it, never one after it.
 CORE_ORDER = ["formats", "array", "registry", "rules", "interpreter"]
+# The rooms of the trainer, likewise; names without a folder are single modules.
+ROOMS = [
+    "errors",
+    "text",
+    "data",
+    "precision",
+    "models",
+    "step",
+    "parallel",
+    "workload",
+    "compiled",
+    "config",
+    "observe",
+    "plan",
+    "run",
+    "report",
+    "assembly",
+    "__main__",
+]
 
 
 def modules(package: str) -> list[Path]:
@@ -55,6 +74,29 @@ def test_scalify_core_imports_point_one_way(path):
         assert not imports(path) & later
 
 
+@pytest.mark.parametrize("path", modules("trainer"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_rooms_of_the_trainer_import_those_before_them_only(path):
+    room = path.relative_to(ROOT / "trainer").parts[0].removesuffix(".py")
+    if room == "__init__":
+        return
+    assert room in ROOMS, f"trainer/{room} has no place in the order of rooms"
+    later = ROOMS[ROOMS.index(room) + 1 :]
+    assert not [
+        name
+        for name in imports(path)
+        if name.split(".")[0] == "trainer" and name.split(".")[1:2] in [[r] for r in later]
+    ]
+
+
+@pytest.mark.parametrize(
+    "room", [p.name for p in (ROOT / "trainer").iterdir() if p.is_dir() and p.name != "__pycache__"]
+)
+def test_a_room_says_in_three_lines_what_it_is_for(room):
+    said = ast.get_docstring(ast.parse((ROOT / "trainer" / room / "__init__.py").read_text()))
+    assert said is not None
+    assert len(said.splitlines()) >= 3
+
+
 @pytest.mark.parametrize("library", HOMES)
 def test_each_heavy_library_is_imported_in_one_place(library):
     found = {
@@ -65,12 +107,12 @@ def test_each_heavy_library_is_imported_in_one_place(library):
 
 def test_only_parallel_starts_the_processes():
     found = {p.name for p in modules("trainer") if "jax.distributed.initialize" in p.read_text()}
-    assert found == {"parallel.py"}
+    assert found == {"processes.py"}
 
 
 @pytest.mark.parametrize(
     ("package", "absent"),
-    [("trainer.config", {"jax", "wandb", "datasets", "orbax"}), ("trainer.build.run", {"wandb", "datasets"})],
+    [("trainer.config.schema", {"jax", "wandb", "datasets", "orbax"}), ("trainer.assembly.run", {"wandb", "datasets"})],
 )
 def test_importing_does_not_load_what_is_not_used_yet(package, absent):
     code = f"import sys, {package}; print(*sorted({absent!r} & set(sys.modules)))"

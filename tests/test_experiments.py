@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.build.objects import build_policy
-from trainer.composition import CONFIGS, compose_config
+from trainer.assembly.objects import build_policy
+from trainer.config.composition import CONFIGS, compose_config
 
 # Compute, operands of the matmuls forward and backward, master weights, weight gradients, m, v.
 EXPERIMENTS = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scalify_core.array import is_scaled_array
-from trainer.composition import Sweep, compose_or_explain, expanded, is_sweep
+from trainer.config.composition import Sweep, compose_or_explain, expanded, is_sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

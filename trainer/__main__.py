@@ -19,10 +19,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.allocator import keep_freed_memory
-from trainer.composition import CONFIGS, Sweep, checked, expanded, explain, key_of, long_forms
-from trainer.config import Config
+from trainer.config.composition import CONFIGS, Sweep, checked, expanded, explain, key_of, long_forms
+from trainer.config.schema import Config
 from trainer.errors import UserError, complain, leave
+from trainer.run.allocator import keep_freed_memory
 
 STOPPED = (130, 143)  # by a signal
 
@@ -67,7 +67,7 @@ def run_job(tree: DictConfig, keys: Collection[str], swept: Collection[str]) -> 
     try:
         config = load(tree, of_user(swept))
         keep_freed_memory()
-        from trainer.build.run import run
+        from trainer.assembly.run import run
 
         return run(config, of_user(keys))
     except UserError as error:
@@ -81,7 +81,7 @@ def run_job(tree: DictConfig, keys: Collection[str], swept: Collection[str]) -> 
 
 def report_sweep(jobs: Sequence[Job]) -> None:
     """The jobs in a table, the best first, and in sweep.html; below it those that did not end well."""
-    from trainer.comparing import write_comparison
+    from trainer.report.comparing import write_comparison
 
     ended = [job.run_dir for job in jobs if (job.run_dir / "metrics.jsonl").exists()]
     if len(ended) > 1:

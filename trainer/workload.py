@@ -12,12 +12,14 @@ import optax
 from jax.sharding import Mesh
 
 from scalify_core import asarray, tree, weights
-from trainer.distribute import LossOfState, Wire, gradient_over, largest_over, loss_over, squares_over
-from trainer.generate import Generator
-from trainer.gradients import Differentiate, differentiate, propagated_loss, store_gradients
-from trainer.model import GPT2, Functional, Params, functional, param_count
-from trainer.parallel import replicated
-from trainer.precision import (
+from trainer.models.gpt2 import GPT2, Functional, Params, functional, param_count
+from trainer.models.sampling import Generator
+from trainer.models.spec import GPT2Spec, linear_sizes
+from trainer.parallel.distribute import LossOfState, Wire, gradient_over, largest_over, loss_over, squares_over
+from trainer.parallel.mesh import replicated
+from trainer.parallel.sharding import abstract, shardings
+from trainer.precision.gradients import Differentiate, differentiate, propagated_loss, store_gradients
+from trainer.precision.policy import (
     ASSUMED_SCALE,
     Policy,
     abstract_weights,
@@ -29,11 +31,9 @@ from trainer.precision import (
     store_moments,
     store_weights,
 )
-from trainer.sharding import abstract, shardings
-from trainer.spec import GPT2Spec, linear_sizes
-from trainer.state import TrainState, init_state
-from trainer.step import Gradient, Hyper, StepFn, Tokens, make_train_step, mean_gradient, sequence_keys
-from trainer.watchdog import first_nonfinite
+from trainer.step.nonfinite import first_nonfinite
+from trainer.step.state import TrainState, init_state
+from trainer.step.step import Gradient, Hyper, StepFn, Tokens, make_train_step, mean_gradient, sequence_keys
 
 if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
     from trainer.data import Loader, Manifest, Tokenizer

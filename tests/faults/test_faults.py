@@ -1,6 +1,6 @@
 """Faults in real runs of a tiny model, and that nothing is lost but what had to be left out.
 
-`python -m scripts.chaos` throws many more of them at one run, at random moments.
+`python -m scripts.faults.chaos` throws many more of them at one run, at random moments.
 """
 
 import json
@@ -14,11 +14,11 @@ import jax
 import pytest
 from command import TINY, environment, finish, parameters, several, trainer, values, wait_for_row
 
-from scripts import faulty
+from scripts.faults import faulty
 from trainer.__main__ import main
-from trainer.build import run as build
-from trainer.records import read_rows
-from trainer.rundir import RunDir
+from trainer.assembly import run as build
+from trainer.observe.records import read_rows
+from trainer.run.rundir import RunDir
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
 

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from scalify_core import as_scaled_array, asarray, dynamic_rescale_rms, scalify, tree
-from trainer.model import functional
-from trainer.spec import GPT2Spec
+from trainer.models.gpt2 import functional
+from trainer.models.spec import GPT2Spec
 
 STEPS = 10
 # In each step an FP16 rounding of the parameters may move the loss by about as much, relatively.

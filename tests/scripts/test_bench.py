@@ -3,12 +3,15 @@ import sys
 
 import pytest
 
-from scripts import bench, bench_cases, bench_scalify
+from scripts.bench import cases as bench_cases
+from scripts.bench import racing
+from scripts.bench import scalify as bench_scalify
+from scripts.bench import speed as bench
 from trainer.errors import UserError
 
 
 def test_figures_are_the_median_and_the_extremes_of_the_rounds():
-    found = bench.figures([0.5, 0.1, 0.2], tokens=100)
+    found = racing.figures([0.5, 0.1, 0.2], tokens=100)
     assert found == {"tokens_per_s": 500, "tokens_per_s_min": 200, "tokens_per_s_max": 1000, "step_ms": 200}
 
 
@@ -18,14 +21,14 @@ def test_contestants_take_turns_and_alternate_who_begins():
     def contestant(name, seconds):
         return lambda steps: turns.append((name, steps)) or seconds
 
-    seconds = bench.race({"a": contestant("a", 2.0), "b": contestant("b", 4.0)}, rounds=2, steps=4)
+    seconds = racing.race({"a": contestant("a", 2.0), "b": contestant("b", 4.0)}, rounds=2, steps=4)
     assert turns == [("b", 4), ("a", 4), ("a", 4), ("b", 4)]
     assert seconds == {"a": [0.5, 0.5], "b": [1.0, 1.0]}
 
 
 def test_absent_interpreter_is_named():
     with pytest.raises(UserError, match="torch_python=/nowhere/python does not exist"):
-        bench.torch_interpreter("/nowhere/python")
+        racing.torch_interpreter("/nowhere/python")
 
 
 def test_interpreter_without_torch_is_one_clear_error():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scripts import memory
+from scripts.bench import memory
 
 
 def test_what_the_gradient_reads_of_the_losses_computation_is_counted_by_format():

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from scripts import out_of_the_box
-from scripts.out_of_the_box import TASKS, Arguments, Job, main, train
+from scripts.studies import out_of_the_box
+from scripts.studies.out_of_the_box import TASKS, Arguments, Job, main, train
 from trainer.errors import UserError
 
 MODELS = "vit:1,llama:2"

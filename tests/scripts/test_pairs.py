@@ -3,9 +3,9 @@ import struct
 
 import pytest
 
-from scripts.pairs import Outcome, compare, half_width, markdown
-from scripts.parity import Job
-from scripts.parity_picture import draw
+from scripts.studies.pairs import Outcome, compare, half_width, markdown
+from scripts.studies.parity import Job
+from scripts.studies.parity_picture import draw
 
 
 def outcome(*losses, diverged=False, skipped=0):

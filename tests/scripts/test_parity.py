@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from scripts import parity
-from scripts.parity import Arguments, Job
+from scripts.studies import parity
+from scripts.studies.parity import Arguments, Job
 from trainer.errors import UserError
-from trainer.records import encode_row
-from trainer.rundir import RunDir
+from trainer.observe.records import encode_row
+from trainer.run.rundir import RunDir
 
 TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
 
@@ -229,7 +229,7 @@ def test_runs_are_told_to_stop_and_save_when_the_study_stops(tmp_path):
 
 TWICE = """
 import pathlib, signal, sys
-from scripts.parity import Job, in_turn
+from scripts.studies.parity import Job, in_turn
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 job, out = Job(1.0, "fp32", 0), pathlib.Path(sys.argv[1])
 child = [sys.executable, "-c", sys.argv[2], str(out / "saved"), str(out / "ready")]

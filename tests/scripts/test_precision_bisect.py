@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from scripts.precision_bisect import ALL, CASTS, Finding, advice, bisect, computed_in_fp32, report, switches
 from trainer.__main__ import CONFIGS
 from trainer.errors import UserError
-from trainer.precision import Policy, store_weights
-from trainer.spec import GPT2Spec
+from trainer.models.spec import GPT2Spec
+from trainer.precision.policy import Policy, store_weights
 from trainer.workload import Model
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made

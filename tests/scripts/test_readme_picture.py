@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.readme_picture import RESULTS, picture, seed_differences, state_bytes
+from scripts.studies.readme_picture import RESULTS, picture, seed_differences, state_bytes
 from trainer.errors import UserError
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "gain.svg"
@@ -22,7 +22,7 @@ def test_the_figures_are_those_of_their_tables():
 def test_the_picture_is_of_the_figures_as_they_are_now():
     assert PICTURE.read_text() == picture(
         RESULTS.read_text()
-    )  # else: python -m scripts.readme_picture out=docs/gain.svg
+    )  # else: python -m scripts.studies.readme_picture out=docs/gain.svg
     assert PICTURE.stat().st_size < 100_000
 
 

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from scripts import zoo
-from scripts.zoo import Arguments, cell, main
+from scripts.studies import zoo
+from scripts.studies.zoo import Arguments, cell, main
 from trainer.errors import UserError
 
 GOOD = {"fits": True, "leaves": 3, "failures": 0, "error": 0.001, "plain": 0.002, "zeros": 0.0, "most_zeros": 0.0}

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.chaos import SMALL
-from trainer.records import read_rows
+from scripts.faults.chaos import SMALL
+from trainer.observe.records import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = [*SMALL, "train.eval_every=15", "train.final_eval_batches=2"]

@@ -16,11 +16,11 @@ from command import TINY, environment, finish, parameters, trainer, values, wait
 from tokenizers import Tokenizer
 
 from trainer.__main__ import main
-from trainer.build import run as build
-from trainer.checkpoint import Checkpointer
-from trainer.history import History
-from trainer.records import read_rows
-from trainer.tracking import read_history, wandb_files
+from trainer.assembly import run as build
+from trainer.observe.records import read_rows
+from trainer.observe.tracking import read_history, wandb_files
+from trainer.report.history import History
+from trainer.run.checkpoint import Checkpointer
 
 
 def test_a_run_killed_several_times_is_bitwise_the_run_that_was_not(tmp_path):

@@ -1,6 +1,7 @@
 """The models of the zoo: under scalify each leaf of their gradient is as right as in plain code of the same format.
 
-Here at depths that compile in seconds; `python -m scripts.zoo` measures them all, as deep as they are, in all formats.
+Here at depths that compile in seconds; `python -m scripts.studies.zoo` measures them all, as deep as they are, in all
+formats.
 """
 
 import functools

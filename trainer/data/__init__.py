@@ -7,7 +7,6 @@ directory), loader.
 from trainer.data.corpus import EmbeddedSource, HubSource, PreparedSource, Source, TextSource
 from trainer.data.loader import Batch, Loader, prefetch
 from trainer.data.preparation import Progress, check_prepared, prepare
-from trainer.data.progress import shown
 from trainer.data.shards import Manifest
 from trainer.data.tokenizer import Tokenizer, get_tokenizer
 
@@ -26,5 +25,4 @@ __all__ = [
     "get_tokenizer",
     "prefetch",
     "prepare",
-    "shown",
 ]

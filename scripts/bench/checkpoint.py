@@ -1,0 +1,100 @@
+"""What a checkpoint costs the loop, and how long a resumed run takes to its first step. On the devices that are there.
+
+python -m scripts.bench.checkpoint model=gpt2_124m precision=fp32
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import jax
+
+from scripts.arguments import argument, run
+from scripts.bench.memory import filled, without_data
+from trainer.errors import UserError
+from trainer.observe.records import read_rows
+from trainer.run.allocator import keep_freed_memory
+from trainer.run.checkpoint import Checkpointer
+from trainer.run.libraries import hide_missing_gpu
+from trainer.step.leaves import checksums
+from trainer.step.state import to_stored
+from trainer.workload import first_state
+
+TICKS = os.sysconf("SC_CLK_TCK")  # a second
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """See `--help`."""
+
+    model: str = argument("the model", "gpt2_124m")
+    precision: str = argument("its precision", "fp32")
+    vocab: int = argument("ids of the tokenizer, for the saves", 50257)
+    rounds: int = argument("saves", 3)
+    folder: str = argument("where checkpoints and runs are written and removed again; empty: the system's own", "")
+
+
+def main(args: Arguments) -> None:
+    """Print both figures."""
+    hide_missing_gpu()
+    with tempfile.TemporaryDirectory(dir=args.folder or None) as folder:
+        saves(args, Path(folder) / "saves")
+        resume(args, Path(folder))
+
+
+def saves(args: Arguments, folder: Path) -> None:
+    """Each save: how long the loop waits for it, and how long it is until the checkpoint is whole."""
+    w = without_data(args.model, args.vocab, [f"precision={args.precision}"])
+    state = to_stored(filled(first_state(w)))
+    jax.block_until_ready(state)
+    size = sum(x.nbytes for x in jax.tree.leaves(state) if hasattr(x, "nbytes"))
+    shares = []
+    for i in range(args.rounds + 1):  # the first compiles
+        with Checkpointer(folder) as checkpointer:
+            started = time.perf_counter()
+            checkpointer.save(1, state, {})
+            waited = time.perf_counter() - started
+            checkpointer.wait()
+            whole = time.perf_counter() - started
+        shutil.rmtree(folder)
+        if i:
+            shares.append(waited / whole)
+            print(f"save {i}: the loop waits {waited:.2f} s of {whole:.2f} s, {waited / whole:.1%}", flush=True)
+    started = time.perf_counter()
+    checksums([x for x in jax.tree.leaves(state) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)])
+    print(f"checksums alone: {time.perf_counter() - started:.2f} s")
+    print(f"{args.model} {args.precision}, {size / 2**30:.2f} GiB: median stall {median(shares):.1%} of the save")
+
+
+def resume(args: Arguments, folder: Path) -> None:
+    """From the start of the resumed process to the row of its first step, everything compiled before."""
+    overrides = [f"model={args.model}", f"precision={args.precision}", "parallel.data=1", "train.batch_tokens=1024"]
+    overrides += ["tracker=jsonl", "train.eval_batches=1", "train.final_eval_batches=1", "sample.max_new=0"]
+    overrides += ["metrics.numerics_every=0", "run_dir=run", f"compile_cache={folder}/cache"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    for steps in (1, 3):
+        command = [sys.executable, "-m", "trainer", *overrides, f"train.steps={steps}"]
+        started = time.perf_counter()
+        with (folder / "output.txt").open("w") as output:
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
+        log, seen = folder / "run" / "metrics.jsonl", False
+        while process.poll() is None:
+            if not seen and log.exists() and any(row["step"] == 2 for row in read_rows(log)):
+                seen, seconds = True, time.perf_counter() - started
+                user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+                cpu = f"{int(user) / TICKS:.1f} s of CPU in user mode, {int(system) / TICKS:.1f} s in the system"
+            time.sleep(0.02)
+        if process.returncode:
+            raise UserError(f"the run failed: {(folder / 'output.txt').read_text()[-500:]}")
+    print(f"resumed, to its first step: {seconds:.1f} s; {cpu}")
+
+
+if __name__ == "__main__":
+    keep_freed_memory()  # as the trainer does
+    sys.exit(run(Arguments, "bench.checkpoint", __doc__ or "", main))

@@ -1,0 +1,174 @@
+"""What precisions hold in memory: the train state, in buffers and on disk, and what the backward pass needs.
+
+The state's bytes are counted from the buffers of a real state, and from the files of its checkpoint. What is saved for
+the backward pass is counted in the traced program, before the compiler has fused anything: what is computed before the
+loss is known and read after it. No step is taken.
+"""
+
+import gc
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from scalify_core.array import is_scaled_array
+from scalify_core.tree import leaves
+from scripts.arguments import argument, run
+from scripts.studies.parity import overrides, split
+from trainer.assembly.objects import build_mesh, build_model, build_optimizer, build_policy
+from trainer.config.composition import compose_config
+from trainer.parallel.mesh import abstract_batch
+from trainer.run.checkpoint import Checkpointer
+from trainer.run.libraries import hide_missing_gpu
+from trainer.step.state import TrainState, to_stored
+from trainer.workload import Workload, first_state
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """See `--help`."""
+
+    presets: str = argument(
+        "precisions, separated by commas, each with `+key=value` for further overrides",
+        "fp32,bf16,bf16_pure,fp16_loss_scaled,scalify_fp16,scalify_fp8,scalify_fp8_fp16,scalify_fp8_fp8,fp8_delayed",
+    )
+    model: str = argument("the model", "gpt2_124m")
+    vocab: int = argument("ids of the tokenizer", 50257)
+    batch: int = argument("sequences", 8)
+    json: str = argument("a file for the figures; empty: none", "")
+
+
+def main(args: Arguments) -> None:
+    """One row per precision, as soon as it is known."""
+    hide_missing_gpu()
+    rows = []
+    print("| precision | state, bytes per parameter | of it scales | on disk | saved for backward, MiB by format |")
+    print("|---|---|---|---|---|", flush=True)
+    for item in split(args.presets):
+        rows.append({"precision": item} | measure(args, item))
+        print(table_row(rows[-1]), flush=True)
+        gc.collect()  # one state at a time
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def without_data(model: str, vocab: int, changes: list[str]) -> Workload:
+    """A model of the configuration on one device, with its optimiser, for what looks at states and takes no batches."""
+    c = compose_config([f"model={model}", "parallel.data=1", *changes])
+    model_of = build_model(c.model, build_policy(c.precision), vocab)
+    no_data: Any = None
+    return Workload(model_of, no_data, c.optimizer.name, build_optimizer(c.optimizer), build_mesh(c), c.seed)
+
+
+def measure(args: Arguments, item: str) -> dict[str, Any]:
+    """The figures of one precision. A parameter is an element of the weights, the vocabulary's padding included."""
+    w = without_data(args.model, args.vocab, overrides(item))
+    state = filled(first_state(w))
+    parameters = sum(x.size for x in leaves(state.params))
+    held = jax.tree.leaves((state.params, state.opt_state))
+    scales = sum(x.scale.nbytes if hasattr(x.scale, "nbytes") else 4 for x in leaves(state) if is_scaled_array(x))
+    batch = abstract_batch(1, args.batch, w.model.spec.context, document_mask=False, mesh=w.mesh)
+    return {
+        "state_bytes_per_parameter": sum(x.nbytes for x in held) / parameters,
+        "scale_share": scales / sum(x.nbytes for x in held),
+        "disk_bytes_per_parameter": bytes_on_disk(state) / parameters,
+        "saved_bytes": saved_for_backward(w, state, batch.tokens_AxBxT1.shape[1:]),
+    }
+
+
+def filled(state: TrainState) -> TrainState:
+    """With random moments: files of zeros are compressed to nothing."""
+
+    def fill(x: jax.Array) -> jax.Array:
+        return jax.random.normal(jax.random.key(x.size), x.shape).astype(x.dtype) if x.ndim else x
+
+    return replace(state, opt_state=jax.tree.map(fill, state.opt_state))
+
+
+def bytes_on_disk(state: TrainState) -> int:
+    """Of a checkpoint, all files."""
+    with tempfile.TemporaryDirectory() as folder, Checkpointer(Path(folder)) as checkpointer:
+        checkpointer.save(1, to_stored(state), {})
+        checkpointer.wait()
+        return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+def saved_for_backward(w: Workload, state: TrainState, shape: tuple[int, ...]) -> dict[str, int]:
+    """Bytes by dtype of what the gradient needs of the loss's computation."""
+    tokens = jax.ShapeDtypeStruct(shape, "int32")
+    differentiate = w.model.differentiate()
+
+    def program(tokens: jax.Array) -> Any:
+        # The parameters are constants here, so that they are not among what is counted.
+        keys = jax.random.split(state.key, len(tokens))
+        return differentiate.value_and_grad(state.params, state.scaling, tokens, None, keys)
+
+    return alive_at_the_loss(jax.make_jaxpr(program)(tokens).jaxpr)
+
+
+def alive_at_the_loss(jaxpr: jex.Jaxpr) -> dict[str, int]:
+    """Bytes by dtype of the values that are computed before the loss, the first output, is known, and read after it.
+
+    The loss is known once the last equation that it depends on has read an array. The program's inputs and outputs are
+    not counted; inside of loops and custom calls nothing is seen.
+    """
+    steps, outputs = unrolled(jaxpr, {})
+    needed = {outputs[0]}
+    known = 0
+    for i, (reads, writes) in reversed(list(enumerate(steps))):
+        if needed.intersection(writes):
+            needed |= set(reads)
+            known = max(known, i if any(v.aval.shape for v in reads) else 0)
+    written = {v for _, writes in steps[: known + 1] for v in writes}
+    read = {v for reads, _ in steps[known + 1 :] for v in reads}
+    total = Counter[str]()
+    for v in (written & read).difference(v for v in outputs if isinstance(v, jex.Var)):
+        # Flax's type of amax histories has no size of its own: it is FP32.
+        total[str(v.aval.dtype)] += v.aval.size * getattr(v.aval.dtype, "itemsize", 4)
+    return dict(total)
+
+
+CALLED = {"jit": "jaxpr", "custom_vjp_call": "call_jaxpr"}  # where a call's program is
+
+
+def unrolled(jaxpr: jex.Jaxpr, names: dict[Any, Any]) -> tuple[list[tuple[list[Any], list[Any]]], list[Any]]:
+    """What each equation reads and writes, in order, those of called functions among them; and the outputs.
+
+    `names`: what the inputs are called outside. A function may be called twice: its values get new names each time.
+    """
+
+    def of(atoms: Sequence[Any]) -> list[Any]:
+        return [v if isinstance(v, jex.Literal) else names.get(v, v) for v in atoms]
+
+    steps: list[tuple[list[Any], list[Any]]] = []
+    for equation in jaxpr.eqns:
+        inner = equation.params.get(CALLED.get(equation.primitive.name, ""))
+        if inner is None:
+            names |= {v: jex.Var(v.aval) for v in equation.outvars}
+            steps.append(([v for v in of(equation.invars) if isinstance(v, jex.Var)], of(equation.outvars)))
+        else:
+            nested, outputs = unrolled(inner.jaxpr, dict(zip(inner.jaxpr.invars, of(equation.invars), strict=True)))
+            steps += nested
+            names |= dict(zip(equation.outvars, outputs, strict=True))
+    return steps, of(jaxpr.outvars)
+
+
+def table_row(row: Mapping[str, Any]) -> str:
+    """The figures of a precision as a row of the table."""
+    saved = sorted(row["saved_bytes"].items(), key=lambda item: -item[1])
+    formats = ", ".join(f"{name} {count / 2**20:.0f}" for name, count in saved if count >= 2**20)
+    return (
+        f"| {row['precision']} | {row['state_bytes_per_parameter']:.4f} | {row['scale_share']:.4%} | "
+        f"{row['disk_bytes_per_parameter']:.3f} | {formats} |"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run(Arguments, "bench.memory", __doc__ or "", main))

@@ -1,0 +1,162 @@
+"""Speed of the training step, measured side by side.
+
+Ours (FP32) and, where an interpreter with torch is given, the same GPT-2 step in compiled PyTorch take turns, a few
+steps each, so that whatever else the machine does falls on both. Figures are medians over the rounds, with extremes.
+With `scalify=float32,float16` the step under scalify, with data of these dtypes, races the plain one instead, and the
+times to trace and to compile them are compared too.
+
+With `cases=gpu`, on a machine with a GPU, the whole steps of the trainer's precisions and Hugging Face's GPT-2 take
+turns at 124M, 774M and 1558M; see `scripts/bench/cases.py`.
+"""
+
+import json
+import os
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.arguments import argument
+from scripts.bench.cases import run_cases
+from scripts.bench.racing import Contestant, figures, race, taking, torch_interpreter, worker
+from trainer.errors import UserError
+from trainer.run.allocator import keep_freed_memory
+from trainer.run.libraries import hide_missing_gpu
+
+PEERS = ("scalify_fp8_fp16", "bf16", "torch", "fp8_delayed", "fp8_current")
+ON_A_GPU = ",".join(f"gpt2_{size}:{peer}" for size in ("124m", "774m", "1558m") for peer in PEERS)
+FORMATS = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """See `--help`."""
+
+    vocab: str = argument("vocabulary sizes, separated by commas", "50257,512")
+    n_layer: int = argument("layers", 4)
+    n_head: int = argument("heads", 4)
+    d_model: int = argument("width", 256)
+    context: int = argument("tokens per sequence", 256)
+    batch: int = argument("sequences per step", 8)
+    rounds: int = argument("turns of each contestant", 7)
+    steps: int = argument("steps in a turn", 3)
+    threads: int = argument("threads given to PyTorch", 2)
+    scalify: str = argument("dtypes of the scaled step's data, separated by commas; empty: PyTorch instead", "")
+    compiles: int = argument("compilations of each step, with scalify=", 3)
+    torch_python: str = argument("an interpreter that has torch; empty: this one, if it has", "")
+    out: str = argument("also write the figures to this JSON file", "")
+    cases: str = argument(
+        "whole steps on a GPU instead: model:precision[:batch=8][:remat=none][:scan=false], "
+        "separated by commas, or gpu: all peers at three sizes",
+        "",
+    )
+    sequence: int = argument("with cases=, tokens per sequence; 0: the model's", 0)
+    minutes: float = argument("with cases=, no other case is begun after so many", 8.0)
+
+
+def ours(args: Arguments, vocab: int) -> Contestant:
+    """Our training step, FP32, compiled."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from scalify_core.optim import scaled_state
+    from trainer.models.gpt2 import functional
+    from trainer.models.spec import GPT2Spec
+    from trainer.precision.gradients import plain
+    from trainer.step.optimizer import make_optimizer
+    from trainer.step.state import init_state
+    from trainer.step.step import Hyper, Tokens, make_train_step
+
+    spec = GPT2Spec(vocab, args.context, args.n_layer, args.n_head, args.d_model)
+    init, bind, _ = functional(spec)
+    adamw = make_optimizer("adamw", b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
+    optimizer = scaled_state(adamw, seed=0)
+
+    def loss_fn(params: Any, tokens: jax.Array, segments: jax.Array | None, key: jax.Array | None) -> jax.Array:
+        return bind(params).loss(tokens[:, :-1], tokens[:, 1:], segments, key)
+
+    step = jax.jit(make_train_step(plain(loss_fn), lambda seed: optimizer), donate_argnums=0)
+    state = jax.jit(lambda key: init_state(init(key), optimizer, key))(jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, vocab, (1, args.batch, args.context + 1), dtype=np.int32)
+    batch, hyper = Tokens(jnp.asarray(tokens), None), Hyper(jnp.float32(1e-4), jnp.int32(0), jnp.uint32(0))
+
+    take = taking(step, state, batch, hyper)
+    take(2)  # compiles
+    return take
+
+
+def in_torch(args: Arguments, vocab: int, python: str) -> Contestant:
+    """The same in PyTorch, in a process of its own."""
+    ask = worker(python)
+    # Not padded: padding the vocabulary is a choice of ours. `vocab=50304` compares at a size that suits both.
+    sizes = {name: getattr(args, name) for name in ("context", "n_layer", "n_head", "d_model", "batch", "threads")}
+    ask(sizes | {"vocab": vocab})
+    return lambda steps: float(ask(steps))
+
+
+def main(args: Arguments) -> None:
+    """Race at each vocabulary size; print a table and write the JSON file."""
+    hide_missing_gpu()
+    keep_freed_memory()  # as `python -m trainer` does
+    if args.cases:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory, too
+
+        run_cases(
+            ON_A_GPU if args.cases == "gpu" else args.cases,
+            rounds=args.rounds,
+            steps=args.steps,
+            minutes=args.minutes,
+            context=args.sequence or None,
+            python=torch_interpreter(args.torch_python),
+            out=args.out,
+        )
+        return
+    results = (against_plain if args.scalify else against_torch)(args)
+    if args.out:
+        Path(args.out).write_text(json.dumps({"arguments": vars(args), "results": results}, indent=2) + "\n")
+
+
+def against_plain(args: Arguments) -> list[dict[str, Any]]:
+    """The scaled step against the plain one."""
+    from scripts.bench.scalify import compare, report
+    from trainer.models.spec import GPT2Spec
+
+    formats = tuple(args.scalify.split(","))
+    if unknown := set(formats) - set(FORMATS):
+        raise UserError(f"scalify={args.scalify}: {', '.join(unknown)} is no choice; valid: {', '.join(FORMATS)}")
+    results = []
+    for vocab in (int(v) for v in args.vocab.split(",")):
+        spec = GPT2Spec(vocab, args.context, args.n_layer, args.n_head, args.d_model)
+        row = compare(spec, args.batch, formats, rounds=args.rounds, compiles=args.compiles, steps=args.steps)
+        print(f"vocab {vocab}\n{report(row)}")
+        results.append({"vocab": vocab, **row})
+    return results
+
+
+def against_torch(args: Arguments) -> list[dict[str, Any]]:
+    """Ours against PyTorch, or alone."""
+    python = torch_interpreter(args.torch_python)
+    if python is None:
+        print("no torch here: ours alone (torch_python=PATH names an interpreter that has it)")
+    results = []
+    for vocab in (int(v) for v in args.vocab.split(",")):
+        contestants = {"ours": ours(args, vocab)}
+        if python is not None:
+            contestants["torch"] = in_torch(args, vocab, python)
+        seconds = race(contestants, args.rounds, args.steps)
+        row: dict[str, Any] = {"vocab": vocab}
+        row |= {name: figures(s, args.batch * args.context) for name, s in seconds.items()}
+        for name in contestants:
+            f = row[name]
+            spread = f"{f['tokens_per_s_min']:,.0f} to {f['tokens_per_s_max']:,.0f}"
+            print(f"vocab {vocab:>6}  {name:<6} {f['tokens_per_s']:>9,.0f} tokens/s ({spread}), {f['step_ms']:,.1f} ms")
+        if python is not None:
+            # Of each round's pair, so that a slow moment counts on both sides.
+            ratios = [t / o for o, t in zip(seconds["ours"], seconds["torch"], strict=True)]
+            row["ours_over_torch"] = statistics.median(ratios)
+            print(
+                f"vocab {vocab:>6}  ours / torch {row['ours_over_torch']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
+        results.append(row)
+    return results

@@ -1,0 +1,112 @@
+"""Train with faults: as `python -m trainer key=value ...` would, but for what the file FAULTS says.
+
+python -m scripts.faults.faulty FAULTS key=value ...
+
+FAULTS is JSON with any of these; steps count from 1:
+  nan         steps whose batches hold an id that no token has
+  corrupt     steps before which all weights become 4 times as large, as broken memory might make them
+  hang        a step whose batch never comes; once: from then on the file FAULTS.hung exists
+  validation  seconds that each batch of a validation takes longer
+  terminate   true: SIGTERM in the final validation
+  clock       steps before which the wall clock jumps by a day, forth and back in turns
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from trainer import __main__ as command
+from trainer.assembly import run as build
+from trainer.data import Batch
+from trainer.errors import leave
+from trainer.run import loop
+from trainer.step.evaluate import Evaluation
+from trainer.step.state import TrainState
+from trainer.step.step import Hyper, Metrics, StepFn, Tokens
+
+NO_TOKEN = 2**30
+ENLARGED = 4.0
+
+
+class Clock:
+    """A wall clock that can be set wrong."""
+
+    def __init__(self) -> None:
+        self._now, self._wrong = time.time, 0
+
+    def __call__(self) -> float:
+        return self._now() + self._wrong
+
+    def jump(self) -> None:
+        """A day forth, or back again."""
+        self._wrong = 86400 - self._wrong
+
+
+def with_batches(
+    batches: Callable[[int], Iterator[tuple[int, Batch]]], faults: dict[str, Any], hung: Path
+) -> Callable[[int], Iterator[tuple[int, Batch]]]:
+    """Batches of which some are bad, and one does not come; or something happens before they do."""
+    clock = Clock()
+    time.time = clock
+
+    def faulty(start: int) -> Iterator[tuple[int, Batch]]:
+        for step, batch in batches(start):
+            if step + 1 in faults.get("clock", ()):
+                clock.jump()
+            if step + 1 == faults.get("hang") and not hung.exists():
+                hung.touch()
+                time.sleep(1e6)
+            bad = np.full_like(batch.tokens, NO_TOKEN)
+            yield step, batch._replace(tokens=bad) if step + 1 in faults.get("nan", ()) else batch
+
+    return faulty
+
+
+def with_corruption(train_step: StepFn, corrupt: set[int]) -> StepFn:
+    """The step, on other weights than it was given when it is one of `corrupt`."""
+
+    def faulty(state: TrainState, tokens: Tokens, hyper: Hyper) -> tuple[TrainState, Metrics]:
+        if int(hyper.step) + 1 in corrupt:
+            state = dataclasses.replace(state, params=jax.tree.map(lambda x: x * ENLARGED, state.params))
+        return train_step(state, tokens, hyper)
+
+    return faulty
+
+
+def main(file: Path, overrides: list[str]) -> int:
+    """The trainer's exit code."""
+    faults: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+
+    def train(run: loop.Run) -> int:
+        hung = file.with_name(file.name + ".hung")
+        run.batches = with_batches(run.batches, faults, hung)
+        run.train_step = with_corruption(run.train_step, set(faults.get("corrupt", [])))
+        evaluate = run.evaluate
+
+        def slowly(state: TrainState, last: bool, broken_off: Callable[[], bool]) -> Evaluation | None:
+            def wait() -> bool:
+                time.sleep(faults.get("validation", 0))
+                return broken_off()
+
+            if last and faults.get("terminate", False):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return evaluate(state, last, wait)
+
+        run.evaluate = slowly
+        return loop.train(run)
+
+    build.train = train
+    return command.main(overrides)
+
+
+if __name__ == "__main__":
+    leave(main(Path(sys.argv[1]), sys.argv[2:]))

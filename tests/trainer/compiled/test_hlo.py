@@ -1,0 +1,194 @@
+"""What `Program` reads in small programs compiled for an H200, whose products, loops and collectives are known."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from scalify_core import attention, fp8_dot_general
+from trainer.compiled.hlo import Program, Shape, fp8_share, parse_instruction
+from trainer.plan.aot import OPTIONS, lower_for_target, make_target_mesh
+from trainer.plan.targets import get_target
+
+pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
+
+MATRIX = (((1,), (0,)), ((), ()))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_target_mesh(get_target("h200"), 8, 1)
+
+
+def program(sharding, fun, *shapes, dtype=jnp.float16, **options):
+    """Compiled on operands of these shapes; one sharding for all, or a list of one each."""
+    shardings = sharding if isinstance(sharding, list) else [sharding] * len(shapes)
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=s) for shape, s in zip(shapes, shardings, strict=True)]
+    lowered = lower_for_target(lambda: jax.jit(fun).lower(*args))
+    return Program(lowered.compile(compiler_options=OPTIONS | options).as_text())
+
+
+@pytest.fixture(scope="module")
+def one(mesh):
+    return SingleDeviceSharding(mesh.devices.flat[0])
+
+
+@pytest.mark.parametrize("triton", [True, False], ids=["triton", "cublas"])
+def test_a_product_in_fp8_and_its_gradients(one, triton):
+    def loss(x, w):
+        return jnp.sum(jnp.square(fp8_dot_general(x, w, MATRIX).astype(jnp.float32)))
+
+    p = program(one, jax.grad(loss, (0, 1)), (256, 64), (64, 512), xla_gpu_enable_triton_gemm=triton)
+    # Long contractions are cut up into a batch of shorter ones.
+    found = [(g.operands, (g.sizes[1], g.sizes[2], g.sizes[0] * g.sizes[3])) for g in p.gemms]
+    assert {g.dtype for g in p.gemms} == {"fp8"}
+    assert sorted((*sorted(operands), *sorted(sizes)) for operands, sizes in found) == [
+        ("f8e4m3fn", "f8e4m3fn", 64, 256, 512),
+        ("f8e4m3fn", "f8e5m2", 64, 256, 512),
+        ("f8e4m3fn", "f8e5m2", 64, 256, 512),
+    ]
+    assert {g.kernel for g in p.gemms} == {"__cublas$lt$matmul$f8"}
+    assert sum(g.flops for g in p.gemms) == 3 * 2 * 256 * 64 * 512
+    assert fp8_share(p) == 1
+    assert sum(k.times for k in p.kernels if k.kind == "gemm") == 3
+
+
+@pytest.mark.parametrize(("triton", "dtype"), [(True, "bf16"), (False, "fp8")], ids=["triton", "cublas"])
+def test_a_product_that_looks_like_fp8_is_what_the_compiler_makes_of_it(one, triton, dtype):
+    def upcast(x, w):
+        x8, w8 = x.astype(jnp.float8_e4m3fn), w.astype(jnp.float8_e4m3fn)
+        return lax.dot_general(x8.astype(x.dtype), w8.astype(w.dtype), MATRIX)
+
+    p = program(one, upcast, (256, 128), (128, 512), dtype=jnp.bfloat16, xla_gpu_enable_triton_gemm=triton)
+    assert [(g.dtype, g.sizes) for g in p.gemms] == [(dtype, (1, 256, 512, 128))]
+    assert fp8_share(p) == (dtype == "fp8")
+
+
+@pytest.mark.parametrize("triton", [True, False], ids=["triton", "cublas"])
+def test_what_a_loop_holds_counts_as_often_as_it_turns(one, triton):
+    def fun(x, w):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0] @ w[0]
+
+    p = program(one, fun, (128, 256), (50, 256, 256), dtype=jnp.bfloat16, xla_gpu_enable_triton_gemm=triton)
+    assert sorted(g.times for g in p.gemms) == [1, 50]
+    assert sum(g.flops for g in p.gemms) == 51 * 2 * 128 * 256 * 256
+    assert p.unknown_loops == []
+    # Of the stack of weights a turn reads its own.
+    assert max(k.bytes for k in p.kernels) < 50 * 256 * 256 * 2
+
+
+def test_a_loop_in_a_loop(one):
+    def fun(x, w):
+        inner = lambda x: lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ w), x)
+        return lax.fori_loop(0, 4, lambda _, x: inner(x) + 1, x)
+
+    p = program(one, fun, (128, 256), (256, 256), dtype=jnp.bfloat16)
+    assert sum(g.times for g in p.gemms) == 12
+
+
+def test_a_loop_of_unknown_length_is_named(one):
+    def fun(x, w):
+        return lax.while_loop(lambda x: jnp.sum(x) < 1, lambda x: jnp.tanh(x @ w), x)
+
+    p = program(one, fun, (128, 256), (256, 256), dtype=jnp.bfloat16)
+    assert len(p.unknown_loops) == 1
+    assert [g.times for g in p.gemms] == [1]
+
+
+def test_batched_products_count_every_matrix(one):
+    p = program(one, lambda x, w: jnp.einsum("bij,bjk->bik", x, w), (4, 64, 128), (4, 128, 256), dtype=jnp.bfloat16)
+    assert sum(g.flops for g in p.gemms) == 2 * 4 * 64 * 128 * 256
+
+
+def test_cudnn_attention_and_its_gradient_without_cudnn(one):
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v).astype(jnp.float32))
+
+    shape = (2, 256, 4, 64)
+    p = program(one, jax.grad(loss, (0, 1, 2)), shape, shape, shape, dtype=jnp.bfloat16)
+    assert [(a.backward, a.causal, a.dtype, a.sizes) for a in p.attentions] == [
+        (False, True, "bf16", (2, 4, 256, 256, 64)),
+        (True, True, "bf16", (2, 4, 256, 256, 64)),
+    ]
+    assert sum(a.flops for a in p.attentions) == (2 + 5) * 2 * 2 * 4 * 256 * 256 * 64
+    assert p.gemms == []
+
+
+def test_grouped_keys_and_values_reach_cudnn_attention_as_they_are(one):
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v).astype(jnp.float32))
+
+    grouped = (2, 256, 2, 64)
+    p = program(one, jax.grad(loss, (0, 1, 2)), (2, 256, 8, 64), grouped, grouped, dtype=jnp.bfloat16)
+    assert [(a.backward, a.sizes) for a in p.attentions] == [(back, (2, 8, 256, 256, 64)) for back in (False, True)]
+    inputs = [[shape.dims for name in call.operands[:3] for shape in p.entry[name].shapes] for call in fused(p)]
+    assert [sorted(map(math.prod, sizes)) for sizes in inputs] == 2 * [[2 * 256 * 2 * 64] * 2 + [2 * 256 * 8 * 64]]
+
+
+def fused(program):
+    return [instruction for instruction in program.entry.values() if "fmha" in instruction.target]
+
+
+def test_collectives_have_the_bytes_of_their_arrays(mesh):
+    def per_device(x):
+        everyone = lax.all_gather(x, "data", tiled=True)
+        total = lax.psum(x.astype(jnp.float32), "data")
+        share = lax.psum_scatter(everyone, "data", tiled=True)
+        return everyone, total, share
+
+    fun = jax.shard_map(per_device, mesh=mesh, in_specs=P("data"), out_specs=(P(), P(), P("data")), check_vma=False)
+    p = program(NamedSharding(mesh, P("data")), fun, (8 * 64, 32))
+    assert sorted((c.op, c.dtype, c.bytes, c.devices, c.times) for c in p.collectives) == [
+        ("all-gather", "f16", 8 * 64 * 32 * 2, 8, 1),
+        ("all-reduce", "f32", 64 * 32 * 4, 8, 1),
+        ("reduce-scatter", "f16", 8 * 64 * 32 * 2, 8, 1),
+    ]
+    assert sum(k.kind == "collective" for k in p.kernels) == 3
+
+
+def test_products_are_those_of_one_device(mesh):
+    shardings = [NamedSharding(mesh, P("data")), NamedSharding(mesh, P())]
+    p = program(shardings, lambda x, w: x @ w, (1024, 64), (64, 256), dtype=jnp.bfloat16)
+    assert [g.sizes for g in p.gemms] == [(1, 128, 256, 64)]
+
+
+def test_kinds_of_kernels(one):
+    def fun(x):
+        scale = jnp.sum(x[:1, :2]) * 2 + 1
+        return jnp.clip(x * 2, -448, 448).astype(jnp.float8_e4m3fn), jnp.sum(x, axis=1), x.T + 1, scale
+
+    kinds = {k.kind for k in program(one, fun, (512, 1024)).kernels}
+    assert kinds >= {"reduce", "transpose", "tiny"}
+    assert [k.kind for k in program(one, lambda x: x.astype(jnp.float8_e4m3fn), (512, 1024)).kernels] == ["cast"]
+    (kernel,) = program(one, lambda x: x + 1, (512, 1024)).kernels
+    assert kernel.kind == "elementwise"
+    assert kernel.bytes == 2 * 512 * 1024 * 2
+
+
+def test_an_instruction_with_a_tuple_and_quoted_parentheses():
+    line = (
+        "  ROOT %f.1 = (f16[8,2]{1,0:T(8,128)}, (s8[3]{0}, pred[])) custom-call(%a, /*index=1*/%b.2), "
+        'custom_call_target="x$y", metadata={op_name="jit(f)/(a"}, backend_config={"known_trip_count":{"n":"3"}}'
+    )
+    instruction = parse_instruction(line)
+    assert instruction.opcode == "custom-call"
+    assert instruction.operands == ("a", "b.2")
+    assert instruction.shapes == (Shape("f16", (8, 2)), Shape("s8", (3,)), Shape("pred", ()))
+    assert instruction.bytes == 32 + 3 + 1
+    assert (instruction.target, instruction.op_name, instruction.trip_count) == ("x$y", "jit(f)/(a", 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("f8e4m3fn", 3), ("bf16", 6), ("f32", 12), ("s4", 2), ("pred", 3), ("u64", 24), ("token", 0)]
+)
+def test_bytes_of_three_elements(dtype, size):
+    assert Shape(dtype, (3,)).bytes == size
+
+
+def test_a_text_without_an_entry_is_refused():
+    with pytest.raises(ValueError, match="ENTRY"):
+        Program("HloModule nothing")

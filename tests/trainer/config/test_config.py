@@ -1,0 +1,190 @@
+"""Wrong keys, values, combinations: one line with what was found and what is valid, exit code 2, nothing left."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from trainer.config.composition import CONFIGS, compose_config, wrong_key
+from trainer.config.fields import from_tree, to_tree
+from trainer.config.schema import Config
+from trainer.errors import UserError
+
+
+def load(*arguments: str) -> Config:
+    return compose_config(arguments)
+
+
+def command_line(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    root = Path(CONFIGS).parent
+    return subprocess.run(
+        [sys.executable, "-m", "trainer", *args],
+        cwd=cwd,
+        env={"PYTHONPATH": str(root), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_defaults_are_valid_and_survive_a_round_trip():
+    config = load()
+    assert from_tree(Config, to_tree(config)) == config
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *(f"model=gpt2_{size}" for size in ("nano", "124m", "350m", "774m", "1558m")),
+        *(f"optimizer={name}" for name in ("adamw", "lion", "adafactor", "sgd", "muon")),
+        *(f"schedule={name}" for name in ("cosine", "wsd", "linear", "constant")),
+        *(f"tracker={name}" for name in ("wandb", "jsonl", "none")),
+        "precision=bf16",
+        "model.mlp=swiglu",
+    ],
+)
+def test_every_choice_of_every_group_is_valid(choice):
+    load(choice, "train.batch_tokens=8192")
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("+model.n_haed=3", ["model.n_haed", "did you mean 'n_head'", "n_layer"]),
+        ("train.steps=abc", ["train.steps", "'abc'", "whole number"]),
+        ("train.steps=1.5", ["train.steps", "1.5", "whole number"]),
+        ("train.steps=0", ["train.steps=0", "at least 1"]),
+        ("dry_run=3", ["dry_run=3", "true or false"]),
+        ("model.mlp=gelo", ["model.mlp='gelo'", "did you mean 'gelu'"]),
+        ("model.n_head=3", ["model.d_model=", "model.n_head=3"]),
+        ("train.batch_tokens=1000", ["train.batch_tokens=1000", "model.context", "nearest valid"]),
+        ("train.accum=7", ["train.batch_tokens", "train.accum", "7"]),
+        ("data=text", ["data.paths"]),
+        ("data=hf", ["data.name"]),
+        ("data.max_tokens=5", ["data.max_tokens=5", "not used by data=embedded", "data=hf"]),
+        ("data.paths=[a.txt,b]", ["data.paths=[a.txt,b]", "not used by data=embedded", "add data=text"]),
+        ("data.name=a/b", ["data.name=a/b", "data=hf"]),
+        ("data.format=jsonl", ["data.format=jsonl", "data=text"]),
+        ("data.column=body", ["data.column=body", "data=text or data=hf"]),
+        ("data.max_documents=10", ["data.max_documents=10", "data=text or data=hf"]),
+        ("data.streaming=true", ["data.streaming=True", "data=hf"]),
+        ("data.prepared_dir=x", ["data.prepared_dir=x", "data=prepared"]),
+        ("data.source=text", ["data.column is null", "data=text"]),
+        ("data=prepared", ["data.prepared_dir"]),
+        ("data.paths=x", ["data.paths='x'", "list"]),
+        ("profile.steps=[5]", ["profile.steps=[5]", "[first,last]"]),
+        ("profile.steps=[5,100000]", ["profile.steps", "within 1.."]),
+        ("optimizer.b2=1.0", ["optimizer.b2=1.0", "[0, 1)"]),
+        ("parallel.data=0", ["parallel.data=0", "-1"]),
+        ("seed=4294967296", ["seed=4294967296", "4294967295"]),
+        ("seed=99999999999999999999", ["seed=99999999999999999999", "4294967295"]),
+        ("data.val_fraction=0", ["data.val_fraction=0", "validation"]),
+        ("model.n_layer=null", ["model.n_layer=None", "whole number"]),
+        ("model.init_std=0", ["model.init_std=0.0", "more than 0"]),
+        ("model.value_gain=3", ["model.value_gain=3.0", "power of two", "null"]),
+        ("model.value_gain=-2", ["model.value_gain=-2.0", "power of two"]),
+        ("model.value_gain=inf", ["model.value_gain=inf", "power of two"]),
+        ("model.align_channels=-1", ["model.align_channels=-1", "at least 0"]),
+        ("model.align_channels=2", ["model.align_channels=2", "model.mlp=gelu", "smooth_swiglu"]),
+        ("model.align_gain=-1", ["model.align_gain=-1.0", "more than 0"]),
+    ],
+)
+def test_bad_values_are_refused_with_what_is_valid(override, names):
+    with pytest.raises(UserError) as error:
+        load(override)
+    message = str(error.value)
+    assert "\n" not in message
+    for name in names:
+        assert name in message, message
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("modle.n_layer", ["unknown key modle.n_layer", "did you mean 'model'"]),
+        ("model.n_haed", ["did you mean 'n_head'"]),
+        ("model.n_layer.x", ["model.n_layer has no keys"]),
+        ("lr", ["unknown key lr; did you mean model.lr or optimizer.lr?"]),
+        ("steps", ["did you mean train.steps or profile.steps?"]),
+        ("batch", ["did you mean train.batch_tokens?"]),
+        ("train.lr", ["did you mean model.lr or optimizer.lr?"]),
+        ("nonsense", ["unknown key nonsense; Valid: checkpoint"]),
+    ],
+)
+def test_a_wrong_key_names_the_nearest_valid_one(key, names):
+    for name in names:
+        assert name in wrong_key(key, to_tree(load()))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ignored"),
+    [
+        ("adamw", ["momentum"]),
+        ("lion", ["eps", "momentum"]),
+        ("adafactor", ["b1", "b2", "eps", "momentum"]),
+        ("sgd", ["b1", "b2", "eps"]),
+    ],
+)
+def test_a_setting_that_the_optimizer_does_not_use_is_refused(optimizer, ignored):
+    for key in ignored:
+        with pytest.raises(UserError, match=rf"unknown key optimizer\.{key} of {optimizer}; .*weight_decay"):
+            load(f"optimizer={optimizer}", f"+optimizer.{key}=0.5")
+
+
+def test_a_setting_that_the_source_does_not_use_is_refused():
+    for given, refused in (
+        (
+            ["data=text", "data.paths=[a]"],
+            ["name=a", "config=b", "split=c", "revision=d", "streaming=true", "max_tokens=9"],
+        ),
+        (["data=hf", "data.name=a/b"], ["paths=[a]", "format=text", "prepared_dir=x"]),
+        (["data=prepared", "data.prepared_dir=x"], ["val_fraction=0.2", "workers=2", "cache_dir=y", "max_documents=3"]),
+    ):
+        load(*given)
+        for key in refused:
+            with pytest.raises(UserError, match=rf"data\.{key.split('=')[0]}=.* is not used by {given[0]}, and would"):
+                load(*given, f"data.{key}")
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["data.paths=[book.txt]"], ["data.paths=[book.txt]", "add data=text"]),
+        (["model.n_haed=3"], ["unknown key model.n_haed", "did you mean 'n_head'"]),
+        (["+model.n_haed=3"], ["unknown key model.n_haed", "did you mean 'n_head'"]),
+        (["optimizer=lion", "optimizer.eps=1"], ["unknown key optimizer.eps", "b1, b2, clip_norm, lr"]),
+        (["optimizer.name=lion"], ["unknown key optimizer.eps of lion"]),
+        (["optimizer.name=adam"], ["optimizer='adam'", "did you mean 'adamw'"]),
+        (["model=gpt3"], ["model/gpt3", "gpt2_124m"]),
+        (["model=gpt2_124"], ["did you mean 'gpt2_124m'"]),
+        (["precision=scalify_fp8_f16"], ["did you mean 'scalify_fp8_fp16'", "sim_eXmY"]),
+        (["data.paths=[a (1).txt]"], ["'[a (1).'", "need quotes within quotes"]),
+        (["lr=1e-3"], ["unknown key lr; did you mean", "optimizer.lr"]),
+        (["steps=3"], ["unknown key steps; did you mean train.steps"]),
+        (["train.steps=0"], ["train.steps=0"]),
+        (["train.steps"], ["train.steps", "EQUAL"]),
+        (["run_dir=/proc/none"], ["/proc/none", "run_dir"]),
+        (["--multirun", "train.steps=0,-1"], ["train.steps=0", "train.steps=-1"]),
+    ],
+)
+def test_the_command_line_answers_bad_input_with_one_line_and_exit_code_2(args, names, tmp_path):
+    done = command_line(*args, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert all(line.startswith("error: ") for line in done.stderr.splitlines())
+    for name in names:
+        assert name in done.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "multirun.yaml"]
+
+
+def test_cfg_job_prints_the_resolved_config_and_resume_has_a_short_form(tmp_path):
+    done = command_line("--cfg", "job", "resume=none", "model=gpt2_124m", "run_dir=a", cwd=tmp_path)
+    tree = OmegaConf.create(done.stdout)
+    assert (tree.resume.source, tree.model.d_model, tree.run_dir) == ("none", 768, "a")
+
+
+def test_a_simulated_format_has_a_short_form():
+    short = load("precision=sim_e3m4").precision
+    assert (short.name, short.simulate, short.forward, short.backward) == ("sim_e3m4", True, "e3m4", "e3m4")
+    assert load("precision=sim_e3m4", "precision.backward=e4m3").precision.backward == "e4m3"

@@ -1,0 +1,147 @@
+"""A run is continued or forked by its directory alone, and a sweep is checked whole before its first job."""
+
+import dataclasses
+import logging
+import re
+
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from trainer import __main__ as command
+from trainer.assembly.run import restore_run
+from trainer.config.composition import Sweep, compose_config, expanded
+from trainer.config.continuing import written
+from trainer.config.fields import from_saved, from_tree, to_tree
+from trainer.config.schema import Config
+from trainer.errors import UserError
+
+
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch):
+    """A directory of a run with unusual settings, `old`."""
+    monkeypatch.chdir(tmp_path)
+    given = ["run_dir=old", "optimizer=sgd", "precision=sim_e3m4", "model.n_layer=3", "train.steps=50", "seed=7"]
+    given += ["tracker.name=mine", "tracker.tags=[a b,c]", "optimizer.lr=3e-8", "dry_run=true"]
+    c = compose_config(given)
+    c = dataclasses.replace(c, sample=dataclasses.replace(c.sample, prompt="it's ${x}, a=b "))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(to_tree(c)))
+    return c
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a b",
+        "it's",
+        "back\\slash",
+        "end\\",
+        "a\\'b",
+        "\\\\'",
+        "a,b=c",
+        "1e-3",
+        "null",
+        "",
+        "'",
+        '"',
+        "line\nline",
+        " x ",
+    ],
+)
+def test_any_text_survives_as_an_override(text):
+    assert OverridesParser.create().parse_override(f"key={written(text)}").value() == text
+
+
+def test_a_run_goes_on_with_its_own_settings_but_those_given_anew(run_dir):
+    found = compose_config(["resume=old", "train.steps=80"])
+    train = dataclasses.replace(run_dir.train, steps=80)
+    assert found == dataclasses.replace(run_dir, train=train, run_dir="old", dry_run=False)
+    assert compose_config(["resume=old", "train.steps=80", "run_dir=./old"]) == found
+
+
+def test_a_run_of_before_sources_had_keys_of_their_own_goes_on(run_dir, tmp_path):
+    tree = to_tree(run_dir)
+    tree["data"] |= {"format": "text", "column": "text", "split": "train"}  # of data=embedded
+    (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert compose_config(["resume=old"]).data == run_dir.data
+
+
+def test_a_fork_has_the_settings_too_but_not_the_name_and_groups_are_chosen_whole(run_dir):
+    found = compose_config(["resume=old", "resume.step=20", "run_dir=new", "precision=bf16", "optimizer.momentum=0.5"])
+    assert (found.run_dir, found.resume.source, found.resume.step) == ("new", "old", 20)
+    assert found.precision == compose_config(["precision=bf16"]).precision
+    assert found.optimizer == dataclasses.replace(run_dir.optimizer, momentum=0.5)
+    assert (found.model, found.seed, found.tracker.name) == (run_dir.model, 7, None)
+    assert compose_config(["resume=old", "run_dir=new", "optimizer=lion"]).optimizer.name == "lion"
+
+
+def test_what_cannot_be_meant_is_refused(run_dir, tmp_path):
+    with pytest.raises(UserError, match=r"resume\.step=20 starts another run .* add run_dir=DIRECTORY"):
+        compose_config(["resume=old", "resume.step=20"])
+    with pytest.raises(UserError, match="experiment=fishman, but resume=old takes its settings from that run"):
+        compose_config(["resume=old", "experiment=fishman"])
+    (tmp_path / "old" / "config.yaml").write_text("{")
+    with pytest.raises(UserError, match=r"old/config\.yaml is damaged; give all settings and run_dir=old"):
+        compose_config(["resume=old"])
+
+
+def test_what_is_no_run_is_left_to_who_restores_it():
+    for source in ("auto", "none", "nowhere"):
+        assert expanded([f"resume={source}", "seed=1"]) == [f"resume.source={source}", "seed=1"]
+
+
+def test_the_home_directory_is_written_out(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    given = ["run_dir=~/a", "init_from=~", "sample.prompt=~/a", "data.paths=[~/a, ~/b/*.txt,c~,d~/e,'~/f']"]
+    assert expanded(given) == [
+        "run_dir=/home/me/a",
+        "init_from=/home/me",
+        "sample.prompt=~/a",
+        "data.paths=[/home/me/a, /home/me/b/*.txt,c~,d~/e,'~/f']",
+    ]
+    assert compose_config(["data=text", "data.paths=[~/a,b]"]).data.paths == ("/home/me/a", "b")
+
+
+def test_what_was_saved_before_a_key_existed_is_read_with_null_where_that_is_valid():
+    tree = to_tree(compose_config([]))
+    del tree["resume"]["step"], tree["init_from"]
+    with pytest.raises(UserError, match="missing key"):
+        from_tree(Config, tree)
+    assert from_saved(Config, tree) == compose_config([f"run_dir={tree['run_dir']}"])
+    del tree["seed"]
+    with pytest.raises(UserError, match="missing key seed"):
+        from_saved(Config, tree)
+    assert restore_run  # which reads what was saved
+
+
+def test_flags_may_stand_anywhere():
+    assert expanded(["seed=0,1", "--multirun", "train.steps=3"]) == ["--multirun", "seed=0,1", "train.steps=3"]
+    assert expanded(["seed=1", "--cfg", "job"]) == ["--cfg", "job", "seed=1"]
+
+
+def test_a_sweep_knows_its_jobs_and_what_is_wrong_with_any_of_them():
+    sweep = Sweep.of(expanded(["-m", "seed=0,1", "model.n_layer=2", "optimizer.lr=1e-3,-1", "data.paths=[]"]))
+    assert sweep.keys == ["seed", "optimizer.lr"]
+    assert [job[-2:] for job in sweep.jobs] == [
+        [f"seed={seed}", f"optimizer.lr={lr}"] for seed in (0, 1) for lr in ("0.001", "-1")
+    ]
+    (complaint,) = sweep.complaints()
+    assert re.match(r"job 1: optimizer\.lr=-1\.0: expected at least 0; no job was started", complaint)
+    (unknown,) = Sweep.of(expanded(["-m", "seed=0,1", "optimizer=adamw,adamm"])).complaints()
+    assert unknown.startswith("job 1: ")
+    assert "adamm" in unknown
+    slurm = ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=9"]  # which need not be here to be checked
+    assert Sweep.of(["-m", *slurm, "seed=0,1"]).complaints() == []
+    assert Sweep.of(["seed=0"]) == ([], [])
+    assert Sweep.of(["-m", "seed=0"]) == ([], [])
+
+
+def test_a_signal_stops_the_sweep_not_one_job_of_it(tmp_path, monkeypatch):
+    ran, codes = [], iter([1, 130, 0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra's, which would outlive this test's captured output
+    monkeypatch.setattr(command, "run_job", lambda *_: ran.append(1) or next(codes))
+    assert command.main(["-m", "run_dir=S", "seed=0,1,2,3"]) == 1
+    assert len(ran) == 2
+    assert not (tmp_path / "S" / "2").exists()

@@ -1,0 +1,95 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from trainer.models.flops import flop_share, flops_per_token, forward_flops_per_token
+from trainer.models.gpt2 import functional
+from trainer.models.spec import GPT2Spec, linear_paths
+from trainer.observe.peaks import PEAKS, peak_flops
+
+GPT2_124M = GPT2Spec(vocab_size=50257)
+
+
+def test_gpt2_124m_by_hand():
+    # 12 layers of 12 * 768^2 weights, the head's 768 * 50257, and 4 * 12 * 1024 * 768 for attention.
+    assert forward_flops_per_token(GPT2_124M) == 2 * 84_934_656 + 2 * 38_597_376 + 37_748_736 == 284_812_800
+    assert flops_per_token(GPT2_124M) == 854_438_400
+
+
+def test_swiglu_by_hand():
+    spec = GPT2Spec(vocab_size=10, context=4, n_layer=1, n_head=1, d_model=8, d_mlp=16, mlp="swiglu")
+    assert forward_flops_per_token(spec) == 2 * (4 * 64 + 3 * 8 * 16) + 4 * 4 * 8 + 2 * 8 * 10
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_formula_counts_every_matmul_of_the_traced_model(mlp):
+    spec = GPT2Spec(vocab_size=64, context=16, n_layer=2, n_head=2, d_model=16, mlp=mlp)
+    init, bind, _ = functional(spec)
+    params = jax.eval_shape(init, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((3, 16), jnp.int32)
+    jaxpr = jax.make_jaxpr(lambda p, t: bind(p)(t))(params, tokens)
+    assert matmul_flops(jaxpr.jaxpr) == 3 * 16 * forward_flops_per_token(spec)
+
+
+def matmul_flops(jaxpr):
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            k = 1
+            for axis in contracted:
+                k *= eqn.invars[0].aval.shape[axis]
+            total += 2 * k * eqn.outvars[0].aval.size
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                total += matmul_flops(inner)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, 989.4),
+        ("NVIDIA H100 80GB HBM3", jnp.float8_e4m3fn, 1978.9),
+        ("NVIDIA H100 80GB HBM3", jnp.float32, 494.7),
+        ("NVIDIA H100 PCIe", jnp.float16, 756),
+        ("NVIDIA H200", jnp.float8_e5m2, 1978.9),
+        ("NVIDIA A100-SXM4-80GB", jnp.bfloat16, 312),
+        ("NVIDIA L4", jnp.bfloat16, 121),
+        ("NVIDIA L40S", jnp.bfloat16, 362),
+        ("TPU v5 lite", jnp.bfloat16, 197),
+        ("TPU v5", jnp.bfloat16, 459),
+    ],
+)
+def test_peak_is_the_makers_dense_figure(kind, dtype, tera):
+    assert peak_flops(kind, dtype) == tera * 1e12
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("cpu", jnp.float32),
+        ("NVIDIA L40", jnp.bfloat16),
+        ("NVIDIA A100-SXM4-80GB", jnp.float8_e4m3fn),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", jnp.bfloat16),
+    ],
+)
+def test_peak_is_none_where_it_is_not_known(kind, dtype):
+    assert peak_flops(kind, dtype) is None
+
+
+def test_particular_names_stand_before_general_ones():
+    names = [name for name, _ in PEAKS]
+    for i, general in enumerate(names):
+        assert not any(later.startswith(f"{general} ") for later in names[i + 1 :])
+
+
+def test_the_share_of_some_layers_by_hand():
+    # 2 * 84,934,656 of 284,812,800, see above; of the two MLP layers two thirds of that.
+    paths = linear_paths(GPT2_124M)
+    share = 2 * 84_934_656 / 284_812_800
+    assert flop_share(GPT2_124M, paths) == pytest.approx(share)
+    assert flop_share(GPT2_124M, [p for p in paths if ".mlp." in p]) == pytest.approx(2 / 3 * share)
+    scanned = GPT2Spec(vocab_size=50257, scan_layers=True)
+    assert flop_share(scanned, linear_paths(scanned)) == flop_share(GPT2_124M, paths)

@@ -1,0 +1,140 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trainer.errors import UserError
+from trainer.models.gpt2 import functional
+from trainer.models.sampling import Generator, sample
+from trainer.models.spec import GPT2Spec
+
+pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
+
+SPEC = GPT2Spec(vocab_size=50, context=16, n_layer=2, n_head=2, d_model=16)
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@functools.cache
+def make(spec=SPEC, sharpness=20.0):
+    """Random weights hardly tell tokens apart; larger kernels make the likeliest one depend on those before it."""
+    init, bind, _ = functional(spec)
+    params = init(jax.random.key(1))
+    params["h"] = jax.tree.map(lambda p: p * sharpness, params["h"])
+    return Generator(bind, spec), bind, params
+
+
+def likeliest(bind, params):
+    """From some ids to the likeliest next one, without a cache. One program: causal, so padding is free."""
+    logits = jax.jit(lambda ids_T, n: bind(params)(ids_T[None])[0, n - 1].argmax())
+    return lambda ids: int(logits(np.pad(ids, (0, SPEC.context - len(ids))), len(ids)))
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_cache_equals_no_cache(scan_layers):
+    generate, bind, params = make(dataclasses.replace(SPEC, scan_layers=scan_layers))
+    got = generate(params, PROMPT, max_new=12, temperature=0)
+    after, ids = likeliest(bind, params), list(PROMPT)
+    for _ in got:
+        ids.append(after(ids))
+    assert got == ids[len(PROMPT) :]
+    assert len(set(got)) > 5
+
+
+def test_same_seed_same_text_and_another_seed_another():
+    generate, _, params = make(sharpness=1.0)
+    first, again, other = (generate(params, PROMPT, max_new=11, seed=seed) for seed in (0, 0, 1))
+    assert first == again != other
+
+
+def test_longer_request_begins_with_the_shorter_one():
+    generate, _, params = make(sharpness=1.0)
+    assert generate(params, PROMPT, max_new=30)[:9] == generate(params, PROMPT, max_new=9)
+
+
+def test_past_the_context_the_later_half_is_read_again():
+    generate, bind, params = make()
+    ids = PROMPT + generate(params, PROMPT, max_new=20, temperature=0)
+    after = likeliest(bind, params)
+    # 16 positions hold 16 tokens and show the 17th; the 18th is sampled after the last 8 of them.
+    assert [ids[16], ids[17], ids[18]] == [after(ids[:16]), after(ids[9:17]), after(ids[9:18])]
+
+
+def test_every_token_has_a_key_of_its_own_also_past_the_context():
+    generate, _, params = make()
+    indifferent = jax.tree.map(jnp.zeros_like, params)
+    key = jax.random.key(5)
+    one = lambda i: sample(jnp.zeros(50), jax.random.fold_in(key, i), jnp.float32(1), jnp.int32(0), jnp.float32(1))
+    assert generate(indifferent, PROMPT, max_new=30, seed=5) == jax.vmap(one)(jnp.arange(30)).tolist()
+
+
+def test_prompt_longer_than_the_context_keeps_its_end():
+    generate, _, params = make()
+    long = [i % 50 for i in range(40)]
+    assert generate(params, long, max_new=3, temperature=0) == generate(params, long[-16:], max_new=3, temperature=0)
+
+
+def test_compiles_once_whatever_the_arguments():
+    generate, _, params = make()
+    generate(params, PROMPT, max_new=3)
+    generate(params, PROMPT + PROMPT, max_new=30, temperature=0.5, top_k=3, top_p=0.5, seed=9)
+    assert generate._prefill._cache_size() == generate._extend._cache_size() == 1
+
+
+def drawn(logits, count=400, temperature=1.0, top_k=0, top_p=1.0):
+    keys = jax.random.split(jax.random.key(0), count)
+    draw = jax.vmap(lambda key: sample(logits, key, jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)))
+    return np.asarray(draw(keys))
+
+
+LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.05, 0.3, 0.15]))
+
+
+def test_top_k_keeps_the_k_likeliest():
+    assert set(drawn(LOGITS, top_k=2)) == {1, 3}
+    assert set(drawn(LOGITS, top_k=1)) == {1}
+    assert set(drawn(LOGITS, top_k=0)) == {0, 1, 2, 3, 4}
+
+
+def test_top_p_keeps_the_fewest_that_reach_p():
+    assert set(drawn(LOGITS, top_p=0.35)) == {1}
+    assert set(drawn(LOGITS, top_p=0.65)) == {1, 3}
+    assert set(drawn(LOGITS, top_p=0.75)) == {1, 3, 4}
+    assert set(drawn(LOGITS, top_p=1.0)) == {0, 1, 2, 3, 4}
+
+
+def test_top_p_counts_among_the_top_k():
+    # Among {0.4, 0.3} the likeliest has 4/7 = 0.571.
+    assert set(drawn(LOGITS, top_k=2, top_p=0.56)) == {1}
+    assert set(drawn(LOGITS, top_k=2, top_p=0.6)) == {1, 3}
+
+
+def test_frequencies_are_the_tempered_probabilities():
+    p = np.array([0.1, 0.4, 0.05, 0.3, 0.15]) ** 2
+    p /= p.sum()
+    counts = np.bincount(drawn(LOGITS, count=4000, temperature=0.5), minlength=5)
+    # Five standard deviations of a binomial count.
+    assert np.all(np.abs(counts - 4000 * p) < 5 * np.sqrt(4000 * p * (1 - p)))
+
+
+def test_temperature_zero_takes_the_likeliest():
+    assert set(drawn(LOGITS, temperature=0)) == {1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"max_new": -1}, "max_new=-1"),
+        ({"temperature": -0.5}, "temperature=-0.5"),
+        ({"top_k": -2}, "top_k=-2"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+    ],
+)
+def test_wrong_numbers_are_named(arguments, message):
+    generate, _, params = make()
+    with pytest.raises(UserError, match=message):
+        generate(**{"params": params, "prompt": PROMPT, "max_new": 1, **arguments})

@@ -1,0 +1,349 @@
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from trainer.errors import UserError
+from trainer.models import gpt2 as model
+from trainer.models import layers
+from trainer.models.gpt2 import GPT2, dropout, functional, param_count, stack_layers, unstack_layers
+from trainer.models.layers import init_cache
+from trainer.models.spec import REMAT_POLICIES, GPT2Spec, linear_paths
+
+pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
+
+SPEC = GPT2Spec(vocab_size=100, context=16, n_layer=3, n_head=2, d_model=16)
+TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
+# Two programs that differ in nothing but the order of sums: a few dozen roundings on values of order 1.
+REORDERED = 64 * float(jnp.finfo(jnp.float32).eps)
+
+
+@functools.cache
+def compiled(spec, compute_dtype=jnp.float32):
+    """Initial parameters; loss and gradients; logits. Each compiled once for all tests."""
+    init, bind, _ = functional(spec, compute_dtype=compute_dtype)
+    loss_and_grads = jax.jit(jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])))
+    logits = jax.jit(lambda p, tokens, segments=None, key=None: bind(p)(tokens, segments, key))
+    return jax.jit(init)(jax.random.key(0)), loss_and_grads, logits
+
+
+def assert_close(a, b, atol=REORDERED):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol, rtol=0), a, b)
+
+
+@pytest.mark.parametrize(
+    ("n_layer", "n_head", "d_model", "published"),
+    [
+        (12, 12, 768, 124_439_808),
+        (24, 16, 1024, 354_823_168),
+        (36, 20, 1280, 774_030_080),
+        (48, 25, 1600, 1_557_611_200),
+    ],
+)
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_parameter_counts_are_the_published_ones(n_layer, n_head, d_model, published, scan_layers):
+    spec = GPT2Spec(50257, n_layer=n_layer, n_head=n_head, d_model=d_model, scan_layers=scan_layers)
+    assert param_count(spec) == published
+
+
+def test_swiglu_has_as_many_parameters_as_gelu_up_to_rounding():
+    gelu, swiglu = (param_count(GPT2Spec(50257, mlp=mlp)) for mlp in ("gelu", "swiglu"))
+    assert abs(swiglu / gelu - 1) < 0.001
+
+
+def test_initial_values_are_gpt2s():
+    spec = GPT2Spec(vocab_size=1000, context=64, n_layer=8, n_head=2, d_model=64)
+    params = functional(spec)[0](jax.random.key(0))
+    residual = 0.02 / math.sqrt(2 * 8)
+    for name, (module, expected) in {
+        "wte": (params["wte"]["embedding"][:1000], 0.02),
+        "wpe": (params["wpe"]["embedding"], 0.02),
+        "c_attn": (params["h"][3]["attn"]["c_attn"]["kernel"], 0.02),
+        "attn.c_proj": (params["h"][3]["attn"]["c_proj"]["kernel"], residual),
+        "c_fc": (params["h"][7]["mlp"]["c_fc"]["kernel"], 0.02),
+        "mlp.c_proj": (params["h"][7]["mlp"]["c_proj"]["kernel"], residual),
+    }.items():
+        # The standard deviation of n normal samples is known to 1 / sqrt(2 n); five of those.
+        assert abs(float(module.std()) / expected - 1) < 5 / math.sqrt(2 * module.size), name
+    assert not params["h"][0]["mlp"]["c_fc"]["bias"].any()
+    assert (params["ln_f"]["scale"] == 1).all()
+
+
+def test_init_std_is_a_factor_of_every_initial_weight():
+    spec = dataclasses.replace(SPEC, mlp="swiglu")
+    small, usual = (
+        functional(dataclasses.replace(spec, init_std=std)).init(jax.random.key(0)) for std in (0.005, 0.02)
+    )
+    jax.tree.map(np.testing.assert_array_equal, small["ln_f"], usual["ln_f"])
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(small), jax.tree.leaves(usual), strict=True):
+        if path[-1].key in ("kernel", "embedding"):
+            # Both standard deviations, their product with sqrt(1/6), and the products with a normal number are rounded.
+            np.testing.assert_allclose(4 * a, b, rtol=6 * float(jnp.finfo(jnp.float32).eps))
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_aligned_channels_start_with_one_larger_column_for_both_branches(scan_layers):
+    spec = dataclasses.replace(SPEC, mlp="swiglu", scan_layers=scan_layers)
+    aligned = dataclasses.replace(spec, align_channels=3, align_gain=50.0)
+    before, after = (functional(s).init(jax.random.key(0))["h"] for s in (spec, aligned))
+    before, after = (([h] if scan_layers else list(h.values())) for h in (before, after))
+    for plain, layer in zip(before, after, strict=True):
+        gate, fc = (layer["mlp"][name]["kernel"] for name in ("c_gate", "c_fc"))
+        np.testing.assert_array_equal(gate[..., :3], fc[..., :3])
+        np.testing.assert_array_equal(fc[..., :3], plain["mlp"]["c_fc"]["kernel"][..., :3] * 50)
+        assert len(np.unique(fc[..., 0, :3])) == fc[..., 0, :3].size  # not the same column for all
+        for name, kernel in (("c_gate", gate), ("c_fc", fc)):
+            np.testing.assert_array_equal(kernel[..., 3:], plain["mlp"][name]["kernel"][..., 3:])
+        np.testing.assert_array_equal(layer["mlp"]["c_proj"]["kernel"], plain["mlp"]["c_proj"]["kernel"])
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_every_value_gain_is_the_same_function_of_the_same_parameters(scan_layers):
+    spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
+    params, plain, _ = compiled(spec)
+    biased = jax.tree.map(lambda p: p + 0.01, params)  # a zero bias would hide its gain
+    loss, grads = compiled(dataclasses.replace(spec, value_gain=2.0))[1](biased)  # by 1 nothing would be multiplied
+    assert_close((loss, grads), plain(biased))  # values are a product of their own: other orders of sums
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    for gain in (2.0**12, 2.0**-12):
+        own, gained, logits = compiled(dataclasses.replace(spec, value_gain=gain))
+        jax.tree.map(np.testing.assert_array_equal, own, params)
+        jax.tree.map(np.testing.assert_array_equal, gained(biased), (loss, grads))  # powers of two
+        assert_close(logits(biased, TOKENS[:, :-1]), compiled(spec)[2](biased, TOKENS[:, :-1]))
+
+
+def test_the_values_and_what_is_projected_are_larger_by_the_gain():
+    def seen(gain):
+        found = {}
+
+        def choose(path):
+            def dot_general(x, kernel, *args, **kwargs):
+                y = jax.lax.dot_general(x, kernel, *args, **kwargs)
+                found[path] = (x, kernel, y)
+                return y
+
+            return dot_general
+
+        spec = dataclasses.replace(SPEC, n_layer=1, value_gain=gain)
+        init, bind, _ = functional(spec, dot_general=choose)
+        bind(init(jax.random.key(0))).hidden(TOKENS[:, :16])
+        return found
+
+    one, many = seen(1.0), seen(2.0**12)
+    for path, factors in {"c_attn": (1, 1, 1), "c_value": (1, 2**12, 2**12), "c_proj": (2**12, 2**-12, 1)}.items():
+        for a, b, factor in zip(one[f"h.0.attn.{path}"], many[f"h.0.attn.{path}"], factors, strict=True):
+            np.testing.assert_array_equal(factor * a, b)
+    assert set(one) == set(linear_paths(dataclasses.replace(SPEC, n_layer=1, value_gain=1.0)))
+
+
+def test_first_loss_is_that_of_a_uniform_guess():
+    spec = GPT2Spec(vocab_size=5000, context=16, n_layer=2, n_head=2, d_model=16)
+    params, loss_and_grads, _ = compiled(spec)
+    loss, _ = loss_and_grads(params)
+    # Logits have a variance of about d_model * 0.02^2 = 0.0064, which moves the expectation by half of that.
+    assert abs(float(loss) - math.log(5000)) < 0.05
+
+
+def test_padding_rows_are_zero_get_no_gradient_and_no_probability():
+    params, loss_and_grads, _ = compiled(SPEC)
+    wte = params["wte"]["embedding"]
+    assert wte.shape[0] == SPEC.padded_vocab == 128
+    assert not wte[100:].any()
+    loss, grads = loss_and_grads(params)
+    assert not grads["wte"]["embedding"][100:].any()
+    assert loss_and_grads(params | {"wte": {"embedding": wte.at[100:].set(50.0)}})[0] == loss
+
+
+def test_loss_is_the_cross_entropy_of_the_logits():
+    params, loss_and_grads, logits = compiled(SPEC)
+    logits = logits(params, TOKENS[:, :-1])
+    assert logits.shape == (2, 16, 100)
+    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), TOKENS[:, 1:, None], axis=-1).mean()
+    assert_close(loss_and_grads(params)[0], expected)
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_scanned_layers_equal_unrolled_ones_from_the_same_key(mlp):
+    spec = dataclasses.replace(SPEC, mlp=mlp)
+    scanned = dataclasses.replace(spec, scan_layers=True)
+    params, loss_and_grads, _ = compiled(spec)
+    stacked, loss_and_grads_scanned, _ = compiled(scanned)
+    jax.tree.map(np.testing.assert_array_equal, stack_layers(params), stacked)
+    jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
+    loss, grads = loss_and_grads(params)
+    assert_close((loss, stack_layers(grads)), loss_and_grads_scanned(stacked))
+
+
+@pytest.mark.parametrize(
+    ("remat", "scan_layers"),
+    [("block", False), ("elementwise", False), *((remat, True) for remat in ("elementwise", "block", *REMAT_POLICIES))],
+)
+def test_remat_changes_neither_loss_nor_gradients(remat, scan_layers):
+    spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
+    params, plain, _ = compiled(spec)
+    _, recomputed, _ = compiled(dataclasses.replace(spec, remat=remat))
+    assert recomputed(params)[0] == plain(params)[0]
+    assert_close(recomputed(params)[1], plain(params)[1])
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_remat_keeps_less_for_the_backward_pass(scan_layers):
+    def residual_bytes(remat):
+        spec = dataclasses.replace(SPEC, scan_layers=scan_layers, remat=remat)
+        init, bind, _ = functional(spec)
+        params = jax.eval_shape(init, jax.random.key(0))
+        forward = lambda p: jax.vjp(lambda p: bind(p).hidden(TOKENS[:, :-1]).sum(), p)[1]
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(forward, params)))
+
+    everything = residual_bytes("none")
+    assert residual_bytes("block") < everything / 2
+    # Of what a layer keeps a token, the two norms' outputs and that of GELU, 6 of 20 widths, are computed again.
+    assert residual_bytes("elementwise") < 0.8 * everything
+
+
+def test_future_tokens_do_not_change_the_past():
+    params, _, logits = compiled(SPEC)
+    other = TOKENS[:, :16].copy()
+    other[:, 9:] = (other[:, 9:] + 1) % 100
+    a, b = logits(params, TOKENS[:, :16]), logits(params, other)
+    np.testing.assert_array_equal(a[:, :9], b[:, :9])
+    assert (a[:, 9:] != b[:, 9:]).any(axis=-1).all()
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_documents_do_not_see_each_other_behind_their_segments(scan_layers):
+    params, _, logits = compiled(dataclasses.replace(SPEC, scan_layers=scan_layers))
+    segments = np.repeat([[0, 1]], 2, axis=0).repeat([7, 9], axis=1).astype(np.int32)
+    other = TOKENS[:, :16].copy()
+    other[:, :7] = (other[:, :7] + 1) % 100
+    a, b = logits(params, TOKENS[:, :16], segments), logits(params, other, segments)
+    np.testing.assert_array_equal(a[:, 7:], b[:, 7:])
+    assert (logits(params, TOKENS[:, :16])[:, 7:] != logits(params, other)[:, 7:]).any()
+
+
+@pytest.mark.parametrize(
+    ("scan_layers", "value_gain"), [(False, None), (True, None), (False, 2.0**12), (True, 2.0**12)]
+)
+def test_decoding_in_pieces_equals_one_pass(scan_layers, value_gain):
+    spec = dataclasses.replace(SPEC, scan_layers=scan_layers, value_gain=value_gain)
+    params, _, logits = compiled(spec)
+    bind = functional(spec).bind
+    decode = jax.jit(lambda tokens, cache, position: bind(params).decode(tokens, cache, position))
+    cache, pieces = init_cache(SPEC, 2, jnp.float32), []
+    for start, stop in ((0, 7), (7, 8), (8, 9), (9, 16)):
+        piece, cache = decode(TOKENS[:, start:stop], cache, start)
+        pieces.append(piece)
+    h_NxD = jnp.concatenate(pieces, axis=1).reshape(32, 16)
+    assert_close(bind(params).logits(h_NxD), logits(params, TOKENS[:, :16]).reshape(32, 100))
+
+
+def keys(seed):
+    return jax.random.split(jax.random.key(seed), len(TOKENS))
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_dropout_needs_a_key_and_follows_it(scan_layers):
+    without = dataclasses.replace(SPEC, scan_layers=scan_layers)
+    params, _, plain = compiled(without)
+    _, _, logits = compiled(dataclasses.replace(without, dropout=0.5))
+    tokens = TOKENS[:, :16]
+    one, again, two = (logits(params, tokens, None, keys(i)) for i in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert (one != two).any()
+    np.testing.assert_array_equal(logits(params, tokens), plain(params, tokens))
+    np.testing.assert_array_equal(plain(params, tokens, None, keys(1)), plain(params, tokens))
+
+
+def test_dropout_keeps_the_mean():
+    x = jnp.ones((1000, 100))
+    dropped = dropout(x, 0.25, jax.random.split(jax.random.key(0), 4))
+    assert set(np.unique(dropped)) == {np.float32(0), np.float32(1) / np.float32(0.75)}
+    # One element has variance r / (1 - r); five standard deviations of the mean of 1e5.
+    assert abs(float(dropped.mean()) - 1) < 5 * math.sqrt(0.25 / 0.75 / 1e5)
+
+
+def test_dropout_differs_between_layers_and_places(monkeypatch):
+    spec = dataclasses.replace(SPEC, dropout=0.5)
+    init, bind, _ = functional(spec)
+    given = []
+
+    def spy(x, rate, key):
+        given.append(jax.random.key_data(key).tobytes())
+        return x
+
+    monkeypatch.setattr(model, "dropout", spy)
+    monkeypatch.setattr(layers, "dropout", spy)
+    bind(init(jax.random.key(0))).hidden(TOKENS[:, :16], None, keys(1))
+    assert len(given) == len(set(given)) == 1 + 2 * spec.n_layer
+
+
+def test_compute_in_bf16_keeps_fp32_masters_gradients_and_loss():
+    init, bind, _ = functional(SPEC, compute_dtype=jnp.bfloat16)
+    params = init(jax.random.key(0))
+    loss, grads = compiled(SPEC, jnp.bfloat16)[1](params)
+    assert {leaf.dtype for leaf in jax.tree.leaves((params, grads, loss))} == {jnp.dtype(jnp.float32)}
+    assert jax.eval_shape(lambda p: bind(p).hidden(TOKENS[:, :16]), params).dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda p: bind(p)(TOKENS[:, :16]), params).dtype == jnp.float32
+    text = jax.jit(lambda p: bind(p).hidden(TOKENS[:, :16])).lower(params).as_text()
+    dots = re.findall(r"dot_general.*: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x(\w+)>\)", text)
+    assert len(dots) >= 4  # equal layers are one function
+    assert set(dots) == {("bf16", "bf16")}
+
+
+def test_no_gradient_is_rounded_to_the_compute_dtype():
+    init = functional(SPEC).init
+    _, grads = compiled(SPEC, jnp.bfloat16)[1](init(jax.random.key(0)))
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        assert (grad != grad.astype(jnp.bfloat16)).mean() > 0.5, path
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_each_linear_layer_asks_for_its_dot_general_by_path(scan_layers):
+    asked, used = [], []
+
+    def choose(path):
+        asked.append(path)
+
+        def dot_general(*args, **kwargs):
+            used.append(path)
+            return jax.lax.dot_general(*args, **kwargs)
+
+        return dot_general
+
+    spec = dataclasses.replace(SPEC, n_layer=2, mlp="swiglu", scan_layers=scan_layers)
+    gpt2 = nnx.eval_shape(lambda: GPT2(spec, dot_general=choose, rngs=nnx.Rngs(params=0)))
+    layers = ["h.*"] if scan_layers else ["h.0", "h.1"]
+    names = ["attn.c_attn", "attn.c_proj", "mlp.c_gate", "mlp.c_fc", "mlp.c_proj"]
+    assert asked == [f"{layer}.{name}" for layer in layers for name in names]
+    graphdef, params = nnx.split(gpt2)
+    jax.eval_shape(lambda p: nnx.merge(graphdef, p).hidden(TOKENS[:, :16]), params)
+    assert set(used) == set(asked)
+
+
+def test_dense_layers_act_on_flattened_activations():
+    init, bind, _ = functional(SPEC)
+    params = jax.eval_shape(init, jax.random.key(0))
+    jaxpr = jax.make_jaxpr(lambda p: bind(p).hidden(TOKENS[:, :16]))(params)
+    dots = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert {eqn.outvars[0].aval.shape[0] for eqn in dots} == {2 * 16}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_head": 3}, "d_model=16 is not a multiple of n_head=3"),
+        ({"mlp": "relu"}, "mlp='relu' is not a choice; valid: gelu, swiglu"),
+        ({"remat": "dots"}, "remat='dots' is not a choice; valid: none, elementwise, block, everything_saveable"),
+        ({"mlp": "swiglu", "align_channels": 65}, "align_channels=65: expected at most the MLP's 64"),
+    ],
+)
+def test_impossible_specs_say_what_is_valid(change, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(SPEC, **change)

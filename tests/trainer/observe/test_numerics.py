@@ -1,0 +1,201 @@
+"""The figures of a run's tensors: there for every class and layer, right, and without any effect on the run."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from command import finish, parameters, trainer, values
+
+from scalify_core.probe import FIGURES
+from scalify_core.tree import leaves
+from trainer.assembly.objects import build_policy
+from trainer.config.composition import compose_config
+from trainer.data import Batch
+from trainer.models.spec import GPT2Spec
+from trainer.observe.numerics import CLASSES, gradients, make_numerics
+from trainer.parallel.mesh import make_mesh, place_batch, replicated
+from trainer.step.optimizer import make_optimizer
+from trainer.workload import Model, Workload, first_state
+
+pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
+
+SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=1, n_head=2, d_model=32)
+TWO = dataclasses.replace(SPEC, n_layer=2)
+LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+PARAMETERS = [
+    "wte.embedding",
+    "wpe.embedding",
+    *(f"h.0.{n}.{leaf}" for n in LINEAR for leaf in ("kernel", "bias")),
+    *(f"h.0.{n}.{leaf}" for n in ("ln_1", "ln_2") for leaf in ("scale", "bias")),
+    "ln_f.scale",
+    "ln_f.bias",
+]
+LAYERS = [
+    *(f"h.0.{n}.{side}" for n in LINEAR for side in ("in", "out")),
+    *(f"h.0.{n}" for n in ("in", "ln_1.out", "ln_2.out")),
+    "ln_f.in",
+    "ln_f.out",
+]
+
+
+def policy(preset, **changes):
+    config = compose_config([f"precision={preset}", "precision.amax_history=16"])
+    return dataclasses.replace(build_policy(config.precision), **changes)
+
+
+def workload(preset, spec=SPEC, name="adamw", **changes):
+    settings = {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1, "clip_norm": 1.0} | (
+        {"eps": 1e-8} if name != "lion" else {}
+    )
+    model = Model.make(spec, policy(preset, **changes))
+    return Workload(model, None, name, make_optimizer(name, **settings), make_mesh(1), seed=0)
+
+
+def batch(w):
+    tokens = np.random.default_rng(0).integers(0, 64, (16, SPEC.context + 1), dtype=np.int32)
+    return place_batch(Batch(tokens, None), accum=1, mesh=w.mesh)
+
+
+@functools.cache
+def row(preset, spec=SPEC):
+    w = workload(preset, spec)
+    return make_numerics(w.model, w.optimizer_name, replicated(w.mesh))(first_state(w), batch(w), 0)
+
+
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "bf16", "fp32"])
+def test_the_row_has_every_figure_of_every_layer_and_class(preset):
+    expected = {
+        f"numerics/{kind}/{layer}/{figure}"
+        for kind in CLASSES
+        for layer in (LAYERS if kind.startswith("activation") else PARAMETERS)
+        for figure in FIGURES
+    }
+    found = row(preset)
+    assert set(found) == expected
+    assert all(np.isfinite(list(found.values())))
+    for layer in LAYERS:
+        assert found[f"numerics/activations/{layer}/rms"] > 0
+        assert found[f"numerics/activation_gradients/{layer}/rms"] > 0
+
+
+def test_layers_come_in_the_order_of_a_forward_pass():
+    names = [name.split("/")[2] for name in row("fp32") if name.startswith("numerics/activations/h.0")]
+    assert list(dict.fromkeys(names)) == [
+        "h.0.in", "h.0.ln_1.out", "h.0.attn.c_attn.in", "h.0.attn.c_attn.out", "h.0.attn.c_proj.in",
+        "h.0.attn.c_proj.out", "h.0.ln_2.out", "h.0.mlp.c_fc.in", "h.0.mlp.c_fc.out", "h.0.mlp.c_proj.in",
+        "h.0.mlp.c_proj.out",
+    ]  # fmt: skip
+
+
+def test_scanned_layers_have_the_same_names_and_figures():
+    unrolled, scanned = row("fp32", TWO), row("fp32", dataclasses.replace(TWO, scan_layers=True))
+    assert list(unrolled) == list(scanned)
+    for name, value in unrolled.items():
+        # Differences of equal numbers (a position that attends to itself alone) are zero, or the sums' rounding.
+        if "gradients" not in name or not name.endswith("/underflow"):
+            assert scanned[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_plain_arrays_have_no_scale_and_scaled_ones_are_near_rms_1():
+    assert {v for name, v in row("fp32").items() if name.endswith("/exponent")} == {0}
+    scaled = row("scalify_fp8_fp16")
+    for kind in ("activations", "activation_gradients"):
+        for layer in LAYERS:
+            assert 2**-4 < scaled[f"numerics/{kind}/{layer}/rms"] < 2**4, (kind, layer)
+
+
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp16_loss_scaled", "fp8_delayed", "fp8_current", "sim"])
+def test_size_of_activations_and_of_their_gradients_is_that_of_fp32(preset):
+    found, right = row(preset), row("fp32")
+    # A loss scale multiplies gradients on their way; what is shown is what the format has to hold.
+    factor = {"fp16_loss_scaled": 2.0**15}.get(preset, 1.0)
+    for layer in LAYERS:
+        for kind, times in (("activations", 1.0), ("activation_gradients", factor)):
+            name = f"numerics/{kind}/{layer}"
+            size = found[f"{name}/rms"] * 2.0 ** found[f"{name}/exponent"]
+            # RMS of many elements: each rounding to E5M2 (2^-3) averages out; biased by less than one of them.
+            assert size == pytest.approx(times * right[f"{name}/rms"], rel=2**-3), name
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd", "muon"])
+def test_moments_are_those_that_the_optimiser_has(name):
+    settings = {
+        "lion": {"b1": 0.9, "b2": 0.99},
+        "sgd": {"momentum": 0.9},
+        "muon": {"momentum": 0.9, "b1": 0.9, "b2": 0.99, "eps": 1e-8},
+    }
+    model = Model.make(SPEC, policy("fp32"))
+    w = Workload(
+        model, None, name, make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings[name]), make_mesh(1), seed=0
+    )
+    found = make_numerics(w.model, name, replicated(w.mesh))(first_state(w), batch(w), 0)
+    layers = {kind: {n.split("/")[2] for n in found if n.startswith(f"numerics/{kind}/")} for kind in ("mu", "nu")}
+    assert layers["mu"] == set(PARAMETERS)
+    assert layers["nu"] == ({n for n in PARAMETERS if not n.endswith("kernel")} if name == "muon" else set())
+
+
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "sim"])
+def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset):
+    w = workload(preset)
+    state = first_state(w)
+    h = state.params["h"][0]
+
+    def times(kernel, factor):  # the data, so that a scaled array has the wrong scale
+        return jax.tree.map(lambda data: data * factor, kernel)
+
+    h["mlp"]["c_fc"]["kernel"] = times(h["mlp"]["c_fc"]["kernel"], 2.0**15 if preset == "sim" else 2.0**12)
+    h["attn"]["c_proj"]["kernel"] = times(h["attn"]["c_proj"]["kernel"], 2.0**-9 if preset == "sim" else 2.0**-13)
+    found = make_numerics(w.model, "adamw", replicated(w.mesh))(state, batch(w), 0)
+    assert found["numerics/weights/h.0.mlp.c_fc.kernel/saturated"] > 0.3
+    assert found["numerics/activations/h.0.mlp.c_proj.in/saturated"] > 0.1
+    assert found["numerics/weights/h.0.attn.c_proj.kernel/underflow"] > 0.9
+    assert found["numerics/weights/h.0.mlp.c_proj.kernel/saturated"] == 0
+    assert found["numerics/weights/h.0.mlp.c_proj.kernel/underflow"] < 0.1
+
+
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "scalify_fp8_fp8", "fp32"])
+def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is(preset):
+    w = workload(preset)
+    state = first_state(w)
+    numerics = make_numerics(w.model, "adamw", replicated(w.mesh))
+    found = numerics(state, batch(w), 0)
+    zeros = [f"{kind}/{name}" for kind in ("mu", "nu") for name in PARAMETERS]
+    for name in [*zeros, *(f"weights/{name}" for name in PARAMETERS if name.endswith("bias"))]:
+        assert found[f"numerics/{name}/rms"] == found[f"numerics/{name}/underflow"] == 0, name
+    if preset != "fp32":
+        lost = jax.tree_util.tree_map_with_path(
+            lambda path, x: jnp.ones_like(x) if "nu" in {getattr(k, "name", None) for k in path} else x,
+            state.opt_state,
+        )
+        found = numerics(dataclasses.replace(state, opt_state=lost), batch(w), 0)
+        assert found["numerics/mu/wte.embedding/underflow"] == 1
+
+
+def test_gradients_with_probes_are_those_of_the_step_bit_for_bit():
+    """Operation by operation: fused by a compiler, values that are stored no more may keep more bits than they have."""
+    w = workload("scalify_fp8_fp16")
+    state, tokens = first_state(w), batch(w)
+    key = jax.random.fold_in(jax.random.fold_in(state.key, 3), 0)
+    probed, _ = gradients(w.model, state, tokens, jnp.int32(3))
+    _, plain, _ = w.model.differentiate().value_and_grad(state.params, (), tokens.tokens_AxBxT1[0], None, key)
+    for a, b in zip(leaves(probed), leaves(plain), strict=True):
+        assert a.scale == b.scale
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a.data, b.data)
+
+
+def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
+    args = ["train.steps=10", "model.n_layer=1", "checkpoint.every=0", "tracker=wandb", "precision=scalify_fp8_fp16"]
+    output = finish(trainer(tmp_path, "A", *args, "metrics.numerics_every=5"))
+    finish(trainer(tmp_path, "B", *args, "metrics.numerics_every=0"))
+    with_numerics = {row["step"] for row in values(tmp_path / "A") if any(n.startswith("numerics/") for n in row)}
+    assert with_numerics == {5, 10}, output
+    bare = [{n: v for n, v in row.items() if not n.startswith("numerics/")} for row in values(tmp_path / "A")]
+    assert bare == values(tmp_path / "B")
+    assert parameters(tmp_path / "A", 10) == parameters(tmp_path / "B", 10)
+    assert sorted(path.name for path in (tmp_path / "A" / "numerics").iterdir()) == sorted(f"{c}.png" for c in CLASSES)
+    assert list((tmp_path / "A" / "wandb").rglob("*.png"))
+    assert not (tmp_path / "B" / "numerics").exists()

@@ -1,0 +1,68 @@
+"""Where the state lives: which axis of which array is split, and what does not fit said in one line."""
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from trainer.errors import UserError
+from trainer.models.gpt2 import functional, stack_layers
+from trainer.models.spec import GPT2Spec
+from trainer.parallel.mesh import Sizes, make_mesh
+from trainer.parallel.sharding import fsdp_axis, mesh_axes, partition, partitions
+
+SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=2, n_head=4, d_model=64)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.eval_shape(functional(SPEC).init, jax.random.key(0))
+
+
+def named(tree):
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): spec for path, spec in found}
+
+
+def test_fsdp_splits_every_parameter_along_its_first_axis(params):
+    specs = named(partitions(params, make_mesh(1, 8)))
+    assert all(spec[0] == "fsdp" for spec in specs.values())
+    stacked = named(partitions(jax.eval_shape(stack_layers, params), make_mesh(1, 8)))
+    assert stacked["h.attn.c_attn.kernel"] == PartitionSpec(None, "fsdp", None)  # layers are not split
+
+
+def test_tensor_splits_by_heads_and_hidden_channels(params):
+    specs = named(partitions(params, make_mesh(1, 4, 2)))
+    assert specs["h.0.mlp.c_fc.kernel"] == PartitionSpec("fsdp", "tensor")
+    assert specs["h.0.mlp.c_fc.bias"] == PartitionSpec(("tensor", "fsdp"))
+    assert specs["h.0.mlp.c_proj.kernel"] == PartitionSpec(("tensor", "fsdp"), None)
+    assert specs["h.0.mlp.c_proj.bias"] == PartitionSpec("fsdp")
+    assert specs["h.0.attn.c_proj.kernel"] == PartitionSpec(("tensor", "fsdp"), None)
+    assert specs["wte.embedding"] == PartitionSpec("fsdp", None)
+    assert (fsdp_axis(specs["h.0.mlp.c_fc.kernel"]), mesh_axes(specs["h.0.mlp.c_fc.kernel"])) == (0, ("fsdp", "tensor"))
+
+
+def test_what_cannot_be_split_stays_whole():
+    sizes = {"data": 1, "fsdp": 8, "tensor": 1}
+    assert partition((), (), sizes) == PartitionSpec()
+    assert partition((), (12, 5), sizes) == PartitionSpec(None, None)
+    assert partition((), (12, 16), sizes) == PartitionSpec(None, "fsdp")
+    assert fsdp_axis(PartitionSpec(None, None)) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "filled"),
+    [((-1, 1, 1), (8, 1, 1)), ((1, -1, 2), (1, 4, 2)), ((2, 2, 1), (2, 2, 1)), ((-1, 4, 2), (1, 4, 2))],
+)
+def test_sizes_are_filled_from_the_devices(sizes, filled):
+    assert Sizes(*sizes).filled(8) == filled
+
+
+@pytest.mark.parametrize("sizes", [(9, 1, 1), (3, 3, 1), (-1, 3, 1), (-1, 16, 1)])
+def test_a_mesh_that_does_not_fit_is_refused_in_one_line(sizes):
+    with pytest.raises(UserError) as error:
+        make_mesh(*sizes)
+    text = str(error.value)
+    assert f"parallel.fsdp={sizes[1]}" in text
+    assert "8 devices" in text
+    assert "1, 2, 4, 8" in text
+    assert "\n" not in text

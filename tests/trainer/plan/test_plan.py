@@ -1,0 +1,387 @@
+"""Plans: the arithmetic, the command's answers to bad input, and the plan of a small model whose step is compiled."""
+
+import importlib.metadata
+import json
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scripts import plan as script
+from scripts.plan import describe_fitting
+from trainer.assembly.objects import build_model, build_policy, check_fp8
+from trainer.compiled.fp8 import Gpu, check_device, check_step, layer_products, not_fp8
+from trainer.compiled.hlo import Collective, Gemm
+from trainer.config.composition import compose_config
+from trainer.errors import UserError
+from trainer.models.gpt2 import functional
+from trainer.models.spec import GPT2Spec, linear_sizes
+from trainer.observe.peaks import peak_flops
+from trainer.plan import aot, plan
+from trainer.plan.aot import held_at_peak, make_target_mesh
+from trainer.plan.plan import (
+    TRIES,
+    Aim,
+    Fitting,
+    continued,
+    is_continued,
+    largest_that_fits,
+    seconds_of_collective,
+    seconds_of_gemm,
+)
+from trainer.plan.targets import TARGETS, get_target
+from trainer.precision.policy import Policy
+from trainer.workload import Unfed
+
+pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
+
+TINY = ["model=gpt2_nano", "model.n_layer=1", "model.d_model=64", "model.n_head=1", "model.context=64"]
+H200, A100 = (Gpu(t.device, t.capability) for t in (get_target("h200"), get_target("a100")))
+KEYS = {
+    "peak_bytes_per_device",
+    "state_bytes",
+    "fits",
+    "gemms",
+    "fp8_flop_share",
+    "flops_per_token",
+    "kernels",
+    "collectives",
+    "roofline_seconds",
+    "max_micro_batch",
+    "max_micro_batch_bound",
+}
+
+
+@pytest.fixture(scope="session")  # compiled once, whatever a worker runs in between
+def flagship():
+    """Of two GPUs, two sequences each."""
+    arguments = [*TINY, "precision=scalify_fp8_fp16", "gpus=2", "micro_batch=2", "search=no", "compare=no"]
+    return script.plan_of(arguments)
+
+
+def test_the_plan_of_a_small_flagship(flagship):
+    figures = json.loads(json.dumps(flagship.as_json()))
+    assert set(figures) >= KEYS
+    # A block of four linear layers: output, gradient of the input, gradient of the weight.
+    assert figures["gemms"]["fp8"] == 4 * 3
+    assert figures["gemm_kernels"]["fp8 __cublas$lt$matmul$f8"] == 12
+    assert figures["not_fp8"] == {}
+    assert 0 < figures["fp8_flop_share"] < 1  # attention and head are not
+    assert figures["attentions"] == {"fp16": 2}
+    assert figures["fits"]
+    assert figures["roofline_seconds"] > 0
+    assert sum(figures["memory"].values()) == pytest.approx(
+        figures["peak_bytes_per_device"], abs=len(figures["memory"])
+    )
+    assert abs(figures["memory"]["gaps"]) < 0.05 * figures["peak_bytes_per_device"]
+
+
+def test_a_program_for_devices_that_are_not_there_is_not_written_to_the_cache(monkeypatch):
+    """JAX could not read it, and says so each time the same is planned again."""
+    least = jax.config.jax_persistent_cache_min_compile_time_secs
+    during = []
+    compiled = plan.compile_for_target
+    look = lambda *step: during.append(jax.config.jax_persistent_cache_min_compile_time_secs) or compiled(*step)
+    monkeypatch.setattr(plan, "compile_for_target", look)
+    script.plan_of([*TINY, "model.d_model=32", "gpus=1", "micro_batch=1", "search=no", "compare=no"])
+    assert during == [math.inf]
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == least < math.inf
+
+
+def test_state_is_that_of_the_precision(flagship):
+    # FP16 weights and two FP16 moments, and four bytes for each scale.
+    w = flagship.measured.model
+
+    sizes = [math.prod(s.shape) for s in jax.tree.leaves(jax.eval_shape(functional(w.spec).init, jax.random.key(0)))]
+    assert flagship.state_bytes == pytest.approx(3 * 2 * sum(sizes), abs=8 * 3 * len(sizes))
+
+
+def test_gradients_are_summed_over_the_devices(flagship):
+    sizes = {(c["op"], c["dtype"]): c["bytes"] for c in flagship.as_json()["collectives"]}
+    # Those of biases and gains at least; of a kernel the partitioner may instead gather what it is the product of.
+    assert any(op == "all-reduce" for op, _ in sizes)
+    assert all(size > 0 for size in sizes.values())
+
+
+def test_the_text_says_what_the_figures_say(flagship):
+    text = "\n".join(script.lines_of(flagship))
+    for part in ("12 fp8 __cublas$lt$matmul$f8", "2 x NVIDIA H200", "all-reduce", "fits in", "MFU"):
+        assert part in text
+
+
+def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
+    """The same program, judged as if a layer had been left out, or as if the tokens were others."""
+    c = compose_config([*TINY, "precision=scalify_fp8_fp16"])
+    model = build_model(c.model, build_policy(c.precision), 256)
+    program = flagship.measured.compiled.program
+    assert not_fp8(model, program, 128, H200) == []
+    (layer, *_) = not_fp8(build_model(c.model, model.policy, 256, rows=120), program, 120, H200)
+    assert (layer.is_chosen, "not a multiple of 16" in layer.reason) == (True, True)
+    assert "no FP8 tensor cores" in not_fp8(model, program, 128, A100)[0].reason
+    kept = compose_config([*TINY, "precision=scalify_fp8_fp16", "precision.keep=[h.0.*]"])
+    found = not_fp8(build_model(kept.model, build_policy(kept.precision), 256), program, 128, H200)
+    assert [layer.path for layer in found] == [
+        f"h.0.{n}" for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ]
+    assert not any(layer.is_chosen for layer in found)
+    assert found[0].reason == "in precision.keep"
+
+
+def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatch):
+    """A run on GPUs, but for its devices and its step, which are those of the plan."""
+    monkeypatch.setattr("trainer.assembly.objects.Program", lambda text: text)  # read by the plan already
+    overrides = [*TINY, "precision=scalify_fp8_fp16", "train.batch_tokens=256"]
+    mesh = make_target_mesh(get_target("h200"), 2, 1)
+    w = Unfed(flagship.measured.model, "adamw", None, mesh)
+    step = SimpleNamespace(as_text=lambda: flagship.measured.compiled.program)
+    found = check_fp8(compose_config(overrides), w, step)
+    assert found.share == flagship.fp8_flop_share
+    assert found.lines == [
+        f"compiled step: 12 FP8 products, {found.share:.1%} of the FLOPs of matrix products and attentions",
+        "FP8 is not expected to be faster than bf16 at model.d_model=64: it pays from 512 on (an estimate for an "
+        "H200, docs/results.md)",
+    ]
+    c = compose_config([*overrides, "model.n_layer=2"])
+    with pytest.raises(UserError, match=r"h\.\d\.attn\.c_attn is not FP8: .*; 12 of 24 FP8 products are FP8 \(and"):
+        check_fp8(c, w._replace(model=build_model(c.model, w.model.policy, 256)), step)
+    assert check_fp8(compose_config([*TINY, "precision=bf16"]), w, step) is None
+    w = w._replace(mesh=SimpleNamespace(devices=np.array(jax.devices("cpu"))))
+    assert check_fp8(compose_config(overrides), w, None) is None  # not looked at
+
+
+def test_fp8_is_not_required_of_what_has_none():
+    check_device(make_target_mesh(get_target("h100"), 1, 1).devices.flat[0])
+    for device in (jax.devices("cpu")[0], make_target_mesh(get_target("a100"), 1, 1).devices.flat[0]):
+        with pytest.raises(UserError, match=rf"require_fp8=true, but {device.device_kind} has no FP8"):
+            check_device(device)
+    with pytest.raises(UserError, match="precision=bf16 has no FP8 matmuls"):
+        compose_config(["precision=bf16", "precision.require_fp8=true"])
+
+
+def test_a_missing_product_is_told_by_its_size():
+    c = compose_config([*TINY, "precision=scalify_fp8_fp16", "model.n_layer=1"])
+    model = build_model(c.model, build_policy(c.precision), 256)
+    sizes = [size for path in model.narrow for size in layer_products(linear_sizes(model.spec)[path], 128)]
+    gemms = [Gemm("k", "fp8", ("f8e4m3fn", "f8e4m3fn"), (1, *size), "", "g", 1) for size in sizes]
+    gemms[1] = gemms[1]._replace(sizes=(8, 128, 64, 32))  # 192 contracted elements, in eight padded parts
+    program = SimpleNamespace(gemms=gemms, attentions=[])
+    assert not_fp8(model, program, 128, None) == []
+    program.gemms = [*gemms[:1], *gemms[2:], gemms[0]._replace(sizes=(1, 16, 16, 16))]  # as many, one of them another
+    assert not_fp8(model, program, 128, None) == []
+    program.gemms = [gemms[0]._replace(dtype="fp16", kernel="triton"), *gemms[1:]]
+    assert [(layer.path, layer.reason) for layer in not_fp8(model, program, 128, None)] == [
+        (
+            "h.0.attn.c_attn",
+            "its output (128 x 192 over 64) is compiled as fp16 (triton); 11 of 12 FP8 products are FP8",
+        )
+    ]
+    with pytest.raises(UserError, match=r"for NVIDIA H200, h\.0\.attn\.c_attn is not FP8: its output \(128 x 192 over"):
+        check_step(model, program, 128, H200, require=None)
+    assert "not FP8: h.0.attn.c_attn" in check_step(model, program, 128, H200, require=False).lines[1]
+    ada = Gpu("NVIDIA L4", (8, 9))  # has FP8, but is not asked for it
+    _, missing, slow = check_step(model, program, 128, ada, require=None).lines
+    assert "not FP8: h.0.attn.c_attn" in missing
+    assert "not expected to be faster than bf16 at model.d_model=64: it pays from 512 on" in slow
+    with pytest.raises(UserError, match="for NVIDIA L4"):
+        check_step(model, program, 128, ada, require=True)
+    recomputed = [gemm for gemm in gemms[2:] if gemm.sizes != (1, 64, 192, 128)] * 2
+    program.gemms = [gemms[0], gemms[1], *recomputed]
+    assert [layer.path for layer in not_fp8(model, program, 128, None)] == ["h.0.attn.c_attn"]
+
+
+def affine(fixed, each):
+    calls = []
+
+    def need(b):
+        calls.append(b)
+        return fixed + each * b
+
+    return need, calls
+
+
+@pytest.mark.parametrize(("fixed", "each", "limit"), [(10, 3, 1000), (10, 3, 1001), (500, 1, 600), (0, 7, 49)])
+def test_the_largest_micro_batch_is_found_in_a_few_compilations(fixed, each, limit):
+    need, calls = affine(fixed, each)
+    best = (limit - fixed) // each
+    assert largest_that_fits(need, 8, limit) == (best, best)
+    assert len(calls) <= 4
+
+
+@pytest.mark.parametrize("limit", range(500, 2001, 50))
+def test_a_search_with_slack_ends_once_no_more_than_that_can_be_missing(limit):
+    need = lambda b: 100 + 10 * b + b**2 // 20  # grows faster than linearly, as the whole search is told nothing of
+    best = max(b for b in range(200) if need(b) <= limit)
+
+    def searched(slack):
+        calls = []
+        found = largest_that_fits(lambda b: calls.append(b) or need(b), 8, limit, 80, slack)
+        return found, len(calls)
+
+    (fits, bound), calls = searched(0.1)
+    assert fits <= best <= bound <= 1.1 * fits
+    exactly, more_calls = searched(0)
+    assert exactly == (best, best)
+    assert calls <= more_calls
+
+
+def test_a_search_with_slack_measures_less():
+    need = lambda b: 100 + 10 * b + b**2 // 20
+    counts = []
+    for slack in (0, 0.1):
+        calls = []
+        largest_that_fits(lambda b: calls.append(b) or need(b), 8, 1000, 80, slack)  # noqa: B023
+        counts.append(len(calls))
+    assert counts[1] < counts[0]
+
+
+def test_a_need_that_once_falls_is_searched_on():
+    need = lambda b: {1: 100, 2: 99}.get(b, 98 + 2 * b)  # as continued figures may
+    assert largest_that_fits(need, 1, 202) == (52, 52)
+
+
+def test_where_the_search_ends_first_the_largest_is_only_known_to_be_at_least_that():
+    found = largest_that_fits(lambda b: 10 * b, 8, 10**9)
+    assert found == (4096, None)
+    assert describe_fitting(found) == "at least 4096 sequences (the search went no further)"
+    assert describe_fitting(largest_that_fits(lambda b: 10 * b, 8, 40_000)) == "4000 sequences"
+    assert describe_fitting(Fitting(90, 95)) == "90 sequences, or up to 95,"
+
+
+def test_nothing_fits_where_the_state_alone_does_not():
+    need, _ = affine(1000, 1)
+    assert largest_that_fits(need, 8, 900) == (0, 0)
+
+
+def test_a_need_that_bends_is_searched_to_the_end():
+    need = lambda b: max(400, 100 + 30 * b)  # the optimiser's moment decides for small batches
+    assert largest_that_fits(need, 2, 1000) == (30, 30)
+    assert largest_that_fits(need, 8, 399) == (0, 0)
+    assert largest_that_fits(need, 8, 400) == (10, 10)
+
+
+@pytest.mark.parametrize("bend", [20, 300, 1000, 3000])
+@pytest.mark.parametrize("room", [1_000, 17_000, 500_000, 5_000_000])
+def test_a_need_that_is_flat_and_then_steep_takes_few_compilations(bend, room):
+    need = lambda b: 3_000_000 + 10 * b + max(0, 5_000 * (b - bend))
+    measured = []
+    found, bound = largest_that_fits(lambda b: measured.append(b) or need(b), 8, 3_000_000 + room)
+    best = max(b for b in range(1, 4097) if need(b) <= 3_000_000 + room)
+    assert len(measured) <= TRIES  # lines alone: up to 385
+    assert 0.8 * best <= found <= best <= bound
+
+
+def test_figures_are_continued_along_a_line():
+    near, far = {("a",): 10.0, ("b",): 1.0}, {("a",): 14.0, ("b",): 1.0, ("c",): 2.0}
+    assert continued(near, far, (2, 4), 48) == {("a",): 102, ("b",): 1, ("c",): 46}
+
+
+def test_which_steps_are_continued():
+    policy = lambda *arguments: build_policy(compose_config(["precision=scalify_fp8_fp16", *arguments]).precision)
+    spec = GPT2Spec(256, n_layer=48)
+    assert is_continued(spec, policy(), exact=False)
+    assert not is_continued(spec, policy(), exact=True)
+    assert not is_continued(GPT2Spec(256, n_layer=48, scan_layers=True), policy(), exact=False)
+    assert not is_continued(GPT2Spec(256, n_layer=12), policy(), exact=False)
+    assert not is_continued(spec, policy("precision.keep=[h.47.*]"), exact=False)
+    assert isinstance(policy(), Policy)
+
+
+def test_seconds_of_products_and_collectives():
+    h200, a100 = get_target("h200"), get_target("a100")
+    assert seconds_of_gemm(1978.9e12, "fp8", h200) == pytest.approx(1)
+    assert seconds_of_gemm(989.4e12, "bf16", h200) == pytest.approx(1)
+    assert seconds_of_gemm(312e12, "fp8", a100) == pytest.approx(1)  # FP8 has no rate there
+    reduce = Collective("all-reduce", "f32", 450_000_000, 0, "x", times=2)
+    assert seconds_of_collective(reduce, Aim(h200, 8, 1, 0.75)) == pytest.approx(2 * 2 * 7 / 8 * 1e-3)
+    gather = Collective("all-gather", "f32", 400_000_000, 16, "x", times=1)
+    assert seconds_of_collective(gather, Aim(h200, 16, 2, 0.75)) == pytest.approx(15 / 16 * 1e-3)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_peak_rates_of_every_target_are_known(name):
+    target = get_target(name)
+    assert peak_flops(target.device, jnp.bfloat16) is not None
+    has_fp8 = Gpu(target.device, target.capability).has_fp8
+    assert (peak_flops(target.device, jnp.float8_e4m3fn) is not None) == has_fp8
+
+
+ASSIGNMENT = """BufferAssignment:
+allocation 6: size 64, page 0, parameter 0, shape |f32[16]| at ShapeIndex {}, maybe-live-out:
+ value: <1 state.1 @0> (size=64,offset=0): f32[16]{0}
+allocation 7: size 20, page 0, preallocated-temp:
+ value: <2 add.1 @0> (size=8,offset=0): f32[2]{0}
+ value: <3 add.2{0} @0> (size=4,offset=8): f8e4m3fn[2,2]{1,0}
+ value: <4 in_place.1 @0> (size=4,offset=8): f8e4m3fn[4]{0}
+ value: <5 pair.1{} @0> (size=16,offset=16): (f32[2]{0}, f8e4m3fn[4]{0})
+ value: <7 while.1{2} (phi) @0> (size=32,offset=32): f32[8]{0}
+allocation 8: size 4, page 0, thread-local:
+ value: <6 inner.1 @0> (size=4,offset=0): f32[1]{0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranges", "held"),
+    [
+        (["state.1{}:0-9", "add.1{}:1-3", "add.2{0}:2-3"], ["add.1", "add.2{0}"]),
+        (["add.1{}:1-2", "add.2{0}:3-4"], ["add.1"]),  # one after the other
+        (["add.1{}:1-3", "add.2{0}:3-4"], ["add.1", "add.2{0}"]),  # one is made of the other
+        (["add.1{}:1-9", "while.1{2}:3-4"], ["while.1{2}", "add.1"]),
+        (["add.1{}:1-9", "add.2{0}:2-4", "in_place.1{}:4-6"], ["add.1", "add.2{0}"]),  # both in one place
+        (["add.1{}:1-3", "pair.1{}:5-6", "inner.1{}:2-4"], ["pair.1{}"]),
+    ],
+)
+def test_what_is_held_at_the_peak(ranges, held):
+    found = held_at_peak(ASSIGNMENT, "\n".join(["  BufferLiveRange:", *(f"    {line}" for line in ranges)]))
+    assert [buffer.name for buffer in found] == held
+    shapes = {
+        "add.1": ("f32", (2,)),
+        "add.2{0}": ("f8e4m3fn", (2, 2)),
+        "pair.1{}": ("", ()),
+        "while.1{2}": ("f32", (8,)),
+    }
+    assert [buffer.shape for buffer in found] == [shapes[name] for name in held]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["target=h300"], "target=h300 is not known; did you mean 'h200'"),
+        (["gpus=0"], "gpus=0"),
+        (["gpus=12", "hosts=5"], "as many on every host"),
+        (["gpus=65"], "1 to 64"),
+        (["model=gpt2_1b"], "gpt2_1b"),
+        (["model.depth=3"], "depth"),
+        (["search=maybe"], "search=maybe: expected yes or no"),
+        (["memory_fraction=2"], "memory_fraction"),
+        (["train.batch_tokens=3072", "model=gpt2_124m", "gpus=2"], "3 sequences"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_bad_arguments_are_answered_in_one_line(arguments, message, capsys):
+    assert script.main(arguments) == 2
+    out = capsys.readouterr()
+    assert message in out.err
+    assert out.err.count("\n") == 1
+    assert out.out == ""
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    real = importlib.metadata.version
+
+    def version(name):
+        if name == "nvidia-nvvm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(UserError, match=r"needs nvidia-nvvm, .*pip install '.\[plan\]'"):
+        aot.check_packages()
+
+
+def test_a_plugin_of_another_version_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.0")
+    with pytest.raises(UserError, match=r"jax-cuda13-plugin 0\.9\.0 does not fit jax"):
+        aot.check_packages()

@@ -1,0 +1,79 @@
+"""Runs beside each other, however many: the best first, what was varied, and where the page goes."""
+
+import json
+
+import pytest
+import yaml
+
+from scripts.compare import Arguments, directories, main
+from trainer.errors import UserError
+from trainer.report.charts import Choice, by_choice, colour_number
+from trainer.report.history import History
+
+
+def make_run(folder, loss, overrides, **settings):
+    folder.mkdir(parents=True)
+    rows = [{"step": i, "tokens": i, "train/loss": 5.0 - i, "lr": 1e-3} for i in (1, 2)]
+    rows[-1] |= {} if loss is None else {"val/loss": loss}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "environment.txt").write_text(f"overrides: {overrides}\n")
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Twelve jobs, one of which has no validation, beside one that never started."""
+    for i in range(12):
+        lr, seed = (1e-4, 3e-4, 1e-3, 1e-2)[i // 3], i % 3
+        loss = None if i == 4 else abs(lr - 1e-3) * 100 + 3 + 0.01 * seed
+        overrides = f"optimizer.lr={lr} seed={seed} train.steps=2"
+        make_run(tmp_path / "sweep" / str(i), loss, overrides, seed=seed, optimizer={"lr": lr}, run_dir=f"s/{i}")
+    (tmp_path / "sweep" / "12").mkdir()
+    return tmp_path / "sweep"
+
+
+def test_a_sweep_of_any_size_is_a_table_best_first_and_a_picture_of_each_key(sweep, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    main(Arguments(str(sweep)))
+    head, *rows, where = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["optimizer.lr", "seed", "validation", "loss"]
+    assert [row.split()[0] for row in rows][:3] == ["6", "7", "8"]
+    assert rows[0].split()[1:4] == ["0.001", "0", "3"]
+    assert rows[-1].split()[0] == "4"
+    assert len(rows) == 12
+    assert where == str(sweep / "compare.html")
+    text = (sweep / "compare.html").read_text()
+    assert "Validation loss by optimizer.lr" in text
+    assert text.index(">0.0001</text>") < text.index(">0.0003</text>") < text.index(">0.01</text>")
+    assert not list(tmp_path.glob("*.html"))  # where the command was given
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_patterns_may_be_absolute_and_numbers_are_in_their_order(sweep, relative, monkeypatch):
+    monkeypatch.chdir(sweep.parent)
+    found = directories("sweep/*" if relative else f"{sweep}/*")
+    assert [path.name for path in found] == [str(i) for i in range(12)]
+    assert directories(f"{sweep}/3,{sweep}/1") == [sweep / "3", sweep / "1"]
+    with pytest.raises(UserError, match="found 0 runs"):
+        directories(str(sweep / "none*"))
+
+
+def test_a_directory_that_is_no_run_is_named(sweep):
+    with pytest.raises(UserError, match=r"nowhere has no metrics\.jsonl"):
+        main(Arguments(f"{sweep}/1,{sweep}/nowhere", "no"))
+
+
+def test_a_run_is_called_what_it_was_called(sweep):
+    make_run(sweep / "named", 3.0, "", tracker={"name": "sweep/3 optimizer.lr=0.001"})
+    assert History.read(sweep / "named").name == "sweep/3 optimizer.lr=0.001"
+    assert History.read(sweep / "named", "given").name == "given"
+    assert History.read(sweep / "0").name == "0"
+
+
+def test_colours_do_not_run_out():
+    assert len({colour_number(i) for i in range(40)}) == 40
+
+
+def test_choices_without_a_value_are_said_to_have_none():
+    assert "not recorded" in by_choice("t", ["a"], [Choice(0, float("inf"), "x")])
+    assert by_choice("t", ["<a>"], [Choice(0, 1.0, "x")]).count("&lt;a&gt;") == 1

@@ -1,0 +1,114 @@
+"""The guard, in processes whose main thread works, or is inside of a call that never returns."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from trainer.run.guard import HUNG
+
+CODE = """
+import ctypes, sys, time
+from pathlib import Path
+from trainer.run.guard import Guard, Patience
+folder, stop, stall, hang, doing = sys.argv[1:]
+patience = Patience(float(stop), float(stall), float(hang))
+with Guard(patience, Path(folder), lambda text: print(text, flush=True)) as guard:
+    guard.beat("in step 3")
+    print("ready", flush=True)
+    if doing == "hangs":
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second time for ever, signals or not
+    while not guard.signal:
+        time.sleep(0.01)
+        if doing == "works":
+            guard.beat("in step 4")
+print("left by", guard.signal)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def one(doing, *, stop=0.0, stall=0.0, hang=0.0, stderr=subprocess.PIPE):
+        command = [sys.executable, "-c", CODE, str(tmp_path), *map(str, (stop, stall, hang)), doing]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ended(process):
+    output, errors = process.communicate(timeout=30)
+    return process.returncode, output, errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_seen_by_a_loop_that_works(start, number):
+    process = start("works", stop=30, stall=0.5, hang=1)
+    process.send_signal(number)
+    assert ended(process) == (0, f"left by {int(number)}\n", "")
+
+
+def test_past_its_deadline_a_signal_ends_a_process_that_hangs(start, tmp_path):
+    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "40.orbax-checkpoint-tmp").mkdir()
+    process = start("hangs", stop=0.3)
+    process.terminate()
+    code, output, errors = ended(process)
+    assert code == 128 + signal.SIGTERM
+    assert errors == (
+        "error: not stopped within 0.3 s of the signal, but in step 3; ended; checkpoints: 20; "
+        "the same command goes on from there\n"
+    )
+    assert output == errors.removeprefix("error: ")  # reported, too
+    assert 'File "<string>", line 13 in <module>' in (tmp_path / "hang.txt").read_text()
+
+
+def test_what_hangs_is_reported_once_and_then_ended(start):
+    code, output, errors = ended(start("hangs", stall=0.2, hang=1.2))
+    assert code == HUNG
+    assert output.count("stalled: no progress for ") == 1
+    assert errors.startswith("error: no progress for 1 s, in step 3; ended; checkpoints: none;")
+    assert errors.count("\n") == 1
+
+
+FULL_DISK = "def full(text): raise OSError(28, 'No space left')\n"
+FULL = FULL_DISK + CODE.replace("lambda text: print(text, flush=True)", "full")
+
+
+def test_on_a_full_disk_that_takes_no_report_what_hangs_is_still_ended(start, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "CODE", FULL)
+    with open("/dev/full", "w") as full:
+        process = start("hangs", stall=0.2, hang=1.2, stderr=full)
+        assert process.wait(timeout=30) == HUNG
+
+
+def test_on_a_full_disk_a_process_that_cannot_close_is_ended():
+    code = "import time; from trainer.run.guard import leave_within; leave_within(0.1, OSError(28)); time.sleep(100)"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", code], stderr=full, timeout=30, check=False).returncode == HUNG
+
+
+def test_a_second_signal_ends_what_hangs_at_once(start):
+    process = start("hangs", stop=30)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)  # two at once arrive in any order
+    process.terminate()
+    assert ended(process) == (128 + signal.SIGTERM, "", "")
+
+
+def test_without_bounds_nothing_ends_it(start):
+    process = start("hangs")
+    process.terminate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.communicate(timeout=1)

@@ -1,0 +1,212 @@
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from trainer.errors import UserError
+from trainer.run.rundir import RunDir, environment, is_held, write_environment
+from trainer.text import redact
+
+CONFIG = {"seed": 1, "train": {"steps": 10, "batch_tokens": 64}, "tracker": {"tags": ("a", "b")}, "run_dir": "x"}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    directory = RunDir(tmp_path / "run")
+    yield directory
+    directory.release()
+
+
+HOLDER = """
+import os, sys
+from pathlib import Path
+from trainer.run.rundir import RunDir
+
+held = RunDir(Path(sys.argv[1]))
+child = os.fork() if sys.argv[2] == "fork" else -1
+if child:
+    print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+def other_process(path, mode="alone"):
+    """Another process that holds `path` until its input ends, and the id of its child."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", HOLDER, str(path), mode],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    return process, int(process.stdout.readline())
+
+
+def end(process):
+    process.communicate(timeout=30)
+    return process.returncode
+
+
+def test_two_trainers_cannot_have_one_directory(run_dir):
+    with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on .*; stop it, or choose another run_dir"):
+        RunDir(run_dir.path)
+
+
+def test_another_process_is_named(tmp_path):
+    process, _ = other_process(tmp_path)
+    with pytest.raises(UserError, match=f"in use by process {process.pid} on "):
+        RunDir(tmp_path)
+    assert end(process) == 0
+    RunDir(tmp_path).release()
+
+
+def test_a_killed_trainer_leaves_the_directory_free_although_a_child_of_it_lives_on(tmp_path):
+    process, child = other_process(tmp_path, "fork")
+    process.kill()
+    process.wait()
+    try:
+        RunDir(tmp_path).release()
+    finally:
+        os.kill(child, signal.SIGKILL)  # it lived until here
+    process.communicate(timeout=30)
+
+
+def test_a_released_directory_can_be_taken_again(tmp_path):
+    RunDir(tmp_path).release()
+    RunDir(tmp_path).release()
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write to run_dir=.*file/run: .*; choose another run_dir"):
+        RunDir(tmp_path / "file" / "run")
+
+
+def test_the_configuration_is_written_and_accepted_again(run_dir):
+    run_dir.adopt(CONFIG)
+    run_dir.adopt(CONFIG)
+    assert yaml.safe_load((run_dir.path / "config.yaml").read_text())["train"] == CONFIG["train"]
+
+
+def test_another_configuration_is_refused_with_the_keys_that_differ(run_dir):
+    run_dir.adopt(CONFIG)
+    other = CONFIG | {"seed": 2, "train": {"steps": 10, "batch_tokens": 128}, "new": {"key": True}}
+    with pytest.raises(UserError) as error:
+        run_dir.adopt(other)
+    message = str(error.value)
+    assert "belongs to another configuration: seed=2 (was 1); train.batch_tokens=128 (was 64); new.key=True" in message
+    assert "choose another run_dir" in message
+    assert "\n" not in message
+    assert yaml.safe_load((run_dir.path / "config.yaml").read_text())["seed"] == 1
+
+
+def test_what_only_says_how_long_and_where_may_change(run_dir):
+    run_dir.adopt(CONFIG)
+    run_dir.adopt(CONFIG | {"run_dir": "y", "train": CONFIG["train"] | {"steps": 20}, "tracker": {"tags": ("c",)}})
+    assert yaml.safe_load((run_dir.path / "config.yaml").read_text())["train"]["steps"] == 20
+
+
+def test_what_changes_no_number_may_change_and_may_be_new(run_dir):
+    """`model.keep_fp8_weights`: more memory for fewer kernels."""
+    run_dir.adopt(CONFIG)
+    run_dir.adopt(CONFIG | {"model": {"keep_fp8_weights": True}})
+    run_dir.adopt(CONFIG | {"model": {"keep_fp8_weights": False}})
+
+
+def test_other_devices_may_share_the_work_but_not_send_other_numbers(run_dir):
+    parallel = {
+        "data": -1,
+        "fsdp": 1,
+        "tensor": 1,
+        "reduce": "fp32",
+        "deterministic_reduce": False,
+        "distributed": True,
+    }
+    run_dir.adopt(CONFIG | {"parallel": parallel})
+    other = {"data": 1, "fsdp": 2, "tensor": 2, "distributed": False}
+    run_dir.adopt(CONFIG | {"parallel": parallel | other})
+    with pytest.raises(UserError, match=r"configuration: parallel.reduce=fp8 \(was fp32\); take these values back"):
+        run_dir.check(CONFIG | {"parallel": parallel | {"reduce": "fp8"}})
+    with pytest.raises(UserError, match=r"parallel.deterministic_reduce=True \(was False\)"):
+        run_dir.check(CONFIG | {"parallel": parallel | {"deterministic_reduce": True}})
+
+
+def test_a_damaged_configuration_is_an_error(run_dir):
+    (run_dir.path / "config.yaml").write_text("{]")
+    with pytest.raises(UserError, match=r"config.yaml is damaged"):
+        run_dir.adopt(CONFIG)
+
+
+def test_secrets_are_removed_and_tokens_of_text_are_not():
+    tree = {
+        "batch_tokens": 64,
+        "tokenizer": "gpt2",
+        "hf_token": "s1",
+        "nested": [{"api_key": "s2", "apikey": "s3", "AWS_SECRET_ACCESS_KEY": "s4"}],
+        "db": {"password": "s5", "url": "https://user:s6@host/x", "token": None},
+        "key": "kept",
+    }
+    clean = redact(tree)
+    text = str(clean)
+    assert not [secret for secret in ("s1", "s2", "s3", "s4", "s5", "s6") if secret in text]
+    assert clean["batch_tokens"] == 64
+    assert clean["tokenizer"] == "gpt2"
+    assert clean["key"] == "kept"
+    assert clean["db"]["url"] == "https://host/x"
+    assert clean["db"]["token"] is None
+
+
+def test_the_environment_says_versions_and_devices_but_no_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "hidden")
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    (tmp_path / "environment.txt").write_bytes(b"damaged \xff\n")
+    overrides = ["seed=1", "x.password=hidden"]
+    write_environment(tmp_path, {"parameters": "1", "text": "a\n\nparameters: 3"}, overrides)
+    write_environment(tmp_path, {"parameters": "2"}, overrides)  # a resumed run
+    text = (tmp_path / "environment.txt").read_text()
+    assert text.startswith("damaged ")
+    found = environment()
+    assert text.count(f"jax: {found['jax']}\n") == 2
+    assert "devices: 8 x cpu (cpu)\n" in text
+    assert "overrides: seed=1 x.password=(removed)\n" in text
+    assert "XLA_FLAGS" in text
+    assert re.findall("^parameters: (.*)$", text, re.MULTILINE) == ["1", "2"]
+    assert "hidden" not in text
+
+
+def test_what_does_not_start_leaves_nothing(tmp_path):
+    with RunDir(tmp_path / "run") as held:
+        (held.path / "checkpoints").mkdir()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_users_own_directory_stays_and_so_does_what_is_in_it(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    for name in ("empty", "full"):
+        RunDir(tmp_path / name).__exit__()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "empty",
+        "full",
+        "full/notes.txt",
+    ]
+
+
+def test_a_directory_with_a_run_stays(tmp_path):
+    with RunDir(tmp_path / "run") as held:
+        held.adopt(CONFIG)
+    assert (held.path / "config.yaml").exists()
+    RunDir(tmp_path / "run").release()
+
+
+def test_a_run_directory_is_held_while_a_process_trains_in_it(tmp_path):
+    assert not is_held(tmp_path / "none")
+    with RunDir(tmp_path / "run") as held:
+        assert is_held(held.path)
+        held.adopt({})
+    assert not is_held(tmp_path / "run")

@@ -1,0 +1,96 @@
+"""Weights that are for other ids than the data's, or of another model, are refused with all that differs."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.config.inherited import inherit
+from trainer.data import get_tokenizer
+from trainer.data.hf_tokenizer import save_hf
+from trainer.errors import UserError
+from trainer.models.spec import GPT2Spec
+from trainer.run.start import (
+    FROM_INIT,
+    architecture,
+    check_same_model,
+    describe_init,
+    other_tokenizer_beside,
+    other_tokenizer_of_run,
+)
+
+BYTE = get_tokenizer("byte")
+
+
+def bpe(directory, *merges):
+    directory.mkdir()
+    (directory / "vocab.bpe").write_text("\n".join(merges))
+    return get_tokenizer(str(directory))
+
+
+def test_all_that_differs_is_in_one_message():
+    theirs = architecture(GPT2Spec(vocab_size=50257, n_layer=12, d_model=768))
+    other = ["was trained with tokenizer gpt2", "set data.tokenizer=gpt2"]
+    ours = GPT2Spec(vocab_size=256, n_layer=2, n_head=12, d_model=24)
+    with pytest.raises(UserError) as error:
+        check_same_model("init_from=A", theirs, ours, FROM_INIT, other)
+    text = str(error.value)
+    for part in (
+        "n_layer=12 (the model 2)",
+        "d_model=768 (the model 24)",
+        "model.n_layer=12 model.d_model=768",
+        *other,
+    ):
+        assert part in text
+    assert "model=from_init" in text
+    assert "vocab_size" not in text  # which would lead to a model that reads bytes with the rows of words
+    check_same_model("init_from=A", theirs, GPT2Spec(vocab_size=50257, n_layer=12, d_model=768))
+
+
+def test_a_run_with_another_tokenizer_of_the_same_size_is_refused(tmp_path):
+    first, second = bpe(tmp_path / "a", "t h", "th e"), bpe(tmp_path / "b", "t h", "a n")
+    assert first.vocab_size == second.vocab_size
+    first.save(tmp_path)
+    meta = {"tokenizer": first.name, "model": {"vocab_size": first.vocab_size}}
+    for fingerprint in ({}, {"tokenizer_fingerprint": first.fingerprint}):  # checkpoints did not always have it
+        assert other_tokenizer_of_run(tmp_path, meta | fingerprint, first) == []
+        what, advice = other_tokenizer_of_run(tmp_path, meta | fingerprint, second)
+        assert what == f"was trained with tokenizer {first.name} of 259 ids (the data's is {second.name}, 259 ids)"
+        assert advice == f"set data.tokenizer={tmp_path}/tokenizer.tiktoken"
+    assert get_tokenizer(f"{tmp_path}/tokenizer.tiktoken").fingerprint == first.fingerprint
+
+
+def test_the_tokenizer_beside_weights_is_compared_with_the_datas(tmp_path):
+    first, second = bpe(tmp_path / "a", "t h", "th e"), bpe(tmp_path / "b", "t h", "a n")
+    spec = GPT2Spec(vocab_size=first.vocab_size)
+    save_hf(tmp_path, first, 1024)
+    for source in (tmp_path, tmp_path / "model.safetensors"):
+        assert other_tokenizer_beside(source, spec, first) == []
+        assert "id 257 is 'the' there, 'an' here" in other_tokenizer_beside(source, spec, second)[0]
+        assert describe_init(source, first) == []
+
+
+@pytest.mark.parametrize(("rows", "ids", "ok"), [(50257, 50257, True), (50304, 50257, True), (50257, 256, False)])
+def test_without_a_tokenizer_the_size_of_the_vocabulary_tells(rows, ids, ok, tmp_path):
+    tokenizer = SimpleNamespace(name="x", vocab_size=ids)
+    assert (other_tokenizer_beside(tmp_path, GPT2Spec(vocab_size=rows), tokenizer) == []) == ok
+    (line,) = describe_init(tmp_path, tokenizer)
+    assert "nobody checked" in line
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "neither a config.yaml"),
+        ("{", "config.json is not the configuration of a GPT-2"),
+        ('{"n_layer": 2}', "config.json is not the configuration of a GPT-2 ('n_head')"),
+    ],
+)
+def test_an_architecture_that_is_not_told_is_one_line(config, message, tmp_path):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(UserError, match=re.escape(message)):
+        inherit({}, str(tmp_path))
+    (tmp_path / "config.yaml").write_text("model: 3")
+    with pytest.raises(UserError, match=r"config\.yaml is damaged"):
+        inherit({}, str(tmp_path))

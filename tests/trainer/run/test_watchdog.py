@@ -1,0 +1,271 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trainer.assembly.objects import build_watchdog
+from trainer.config.composition import compose_config
+from trainer.precision.gradients import first_loss_scale, next_loss_scale
+from trainer.run.watchdog import Bounds, Watchdog
+from trainer.step.leaves import leaf_names
+from trainer.step.nonfinite import first_nonfinite
+from trainer.step.step import first_true
+
+OK = {"loss": 1.0, "grad_norm": 1.0, "finite": True, "bad_leaf": -1}
+BAD = {"loss": float("nan"), "grad_norm": float("nan"), "finite": False, "bad_leaf": 1}
+LEAVES = ["h_0/kernel", "h_1/kernel"]
+BOUNDS = Bounds(max_skips=2, spike_zscore=4.0, spike_window=8, spike_steps=3, max_rollbacks=1)
+NOISE = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.1, 0.9]  # standard deviation 0.07
+SCALINGS = ("propagate", "loss_scale")
+
+
+def make(state=None):
+    return Watchdog(BOUNDS, LEAVES, state)
+
+
+def losses(dog, values, start=1):
+    """Finite losses, one a step; the events."""
+    return [event for i, x in enumerate(values) if (event := dog.observe(start + i, OK | {"loss": x})) is not None]
+
+
+def test_a_finite_step_is_no_event():
+    dog = make()
+    assert dog.observe(1, OK) is None
+    assert dog.row() == {"watchdog/skipped": 0, "watchdog/rollbacks": 0}
+
+
+def test_a_skip_is_counted_and_names_the_first_bad_gradient():
+    dog = make()
+    event = dog.observe(7, BAD)
+    assert event is not None
+    assert "step 7 skipped" in event
+    assert "h_1/kernel" in event
+    assert dog.row()["watchdog/skipped"] == 1
+    assert dog.suspect_since == 7
+    assert not dog.in_doubt  # the state is what it was
+
+
+def test_only_skips_in_a_row_are_too_many():
+    dog = make()
+    for step, metrics in enumerate([BAD, OK, BAD, OK, BAD]):
+        dog.observe(step, metrics)
+        assert dog.verdict is None
+    dog.observe(5, BAD)
+    assert "2 steps in a row were not finite" in dog.verdict
+    assert dog.suspect_since == 4
+    assert dog.row()["watchdog/skipped"] == 4
+
+
+def test_a_spike_is_far_above_the_losses_before_it_and_several_in_a_row_are_too_many():
+    dog = make()
+    assert losses(dog, [9.0, *NOISE, 1.25, 0.1]) == []  # the first is out of the window by then; 0.1 is good news
+    (event,) = losses(dog, [3.0], start=12)
+    assert "step 12: spike (loss 3" in event
+    assert dog.in_doubt
+    assert losses(dog, [1.0, 3.0, 3.1], start=13) != []
+    assert (dog.verdict, dog.suspect_since) == (None, 14)
+    losses(dog, [3.2], start=16)
+    assert "3 losses in a row were spikes (loss 3.2" in dog.verdict
+
+
+def test_nothing_is_a_spike_before_the_window_is_full_or_when_the_bound_is_zero():
+    assert losses(make(), [*NOISE[:7], 50.0]) == []
+    dog = Watchdog(BOUNDS.__class__(2, 0.0, 8, 3, 1), LEAVES)
+    assert losses(dog, [*NOISE, 50.0, 50.0, 50.0]) == []
+    assert dog.verdict is None
+
+
+def test_a_loss_that_hardly_varies_may_move_a_little():
+    dog = make()
+    assert losses(dog, [1.0] * 8 + [1.03]) == []
+    assert losses(dog, [1.0] * 8 + [1.06], start=10) != []
+
+
+def test_after_a_rollback_it_counts_anew_and_not_more_often_than_allowed():
+    dog = make()
+    losses(dog, [*NOISE, 3.0, 3.0, 3.0])
+    assert dog.may_roll_back
+    dog.rolled_back()
+    assert (dog.verdict, dog.suspect_since, dog.in_doubt, dog.may_roll_back) == (None, None, False, False)
+    assert losses(dog, [3.0], start=12) != []  # spikes are not in the window that they are measured by
+
+
+def test_what_is_forgiven_becomes_usual():
+    dog = make()
+    losses(dog, [*NOISE, 3.0, 3.0, 3.0])
+    dog.forgive()
+    assert losses(dog, [3.0] * 20, start=12) == []
+
+
+def test_a_resumed_watchdog_goes_on_as_if_never_stopped():
+    sequence = [*NOISE, 3.0, float("nan"), 3.0, 1.0, 3.0, 3.1, 3.2]
+
+    def steps(dog, values, start):
+        return [dog.observe(start + i, (OK if x == x else BAD) | {"loss": x}) for i, x in enumerate(values)]
+
+    whole, stopped = make(), make()
+    expected = steps(whole, sequence, 1)
+    for cut in range(1, len(sequence)):
+        stopped = make()
+        events = steps(stopped, sequence[:cut], 1)
+        stopped = make(json.loads(json.dumps(stopped.state())))
+        assert events + steps(stopped, sequence[cut:], cut + 1) == expected
+        assert stopped.state() == whole.state()
+        assert stopped.verdict == whole.verdict
+
+
+def test_leaf_names_are_in_the_order_that_bad_leaf_indexes():
+    params = {"b": {"x": jnp.ones(2)}, "a": [jnp.ones(2), jnp.full(2, jnp.nan)]}
+    index = int(first_true(jnp.stack([~jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)])))
+    assert leaf_names(params)[index] == "a/1"
+
+
+def test_nothing_is_found_where_all_is_finite():
+    assert first_nonfinite(lambda x: jnp.sin(x).sum(), jnp.ones(3)) is None
+
+
+def found(fn, *args):
+    finding = first_nonfinite(fn, *args)
+    assert finding is not None
+    return finding
+
+
+def test_the_argument_that_is_not_finite_is_named():
+    finding = found(lambda p: p["w"].sum(), {"w": jnp.array([1.0, jnp.inf])})
+    assert (finding.what, finding.where) == ("argument", "0/w")
+    assert "1 inf of 2" in finding.result
+
+
+def bad_log(x):
+    with jax.named_scope("bad"):
+        return jnp.log(x - 2.0)
+
+
+def nested(wrap):
+    """Two harmless operations, the bad one inside `wrap`, and one that inherits the NaN."""
+    return lambda x: jnp.sin(wrap(bad_log)(x * 1.0)) * 2.0
+
+
+@jax.custom_jvp
+def with_jvp(x):
+    return bad_log(x)
+
+
+with_jvp.defjvps(lambda t, y, x: t)
+
+
+@jax.custom_vjp
+def with_vjp(x):
+    return bad_log(x)
+
+
+with_vjp.defvjp(lambda x: (bad_log(x), None), lambda _, g: (g,))
+
+WRAPPERS = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "nested jit": lambda f: jax.jit(lambda x: jax.jit(f)(x) + 1),
+    "donating jit": lambda f: jax.jit(f, donate_argnums=0),
+    "remat": jax.checkpoint,
+    "custom_jvp": lambda f: with_jvp,
+    "custom_vjp": lambda f: with_vjp,
+    "cond": lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, lambda x: x, x),
+    "switch": lambda f: lambda x: jax.lax.switch(5, [lambda x: x, f], x),
+    "vmap": jax.vmap,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_the_operation_is_found_inside(wrap):
+    finding = found(nested(WRAPPERS[wrap]), jnp.ones(3))
+    assert finding.what == "log"
+    assert "bad" in finding.where
+    assert "test_watchdog.py" in finding.source
+    assert "float32[3] with 3 nan of 3" in finding.result
+    assert finding.operands == ("float32[3] |x| <= 1",)
+
+
+def test_the_iteration_of_a_scan_is_named():
+    def body(carry, x):
+        return carry - 1.0, jnp.log(carry) + x
+
+    finding = found(lambda c: jax.lax.scan(body, c, jnp.ones(5))[1].sum(), jnp.float32(2.5))
+    assert (finding.what, finding.where) == ("log", "scan[3]")
+
+
+def test_the_iteration_of_a_reversed_scan_counts_from_the_front():
+    def body(carry, x):
+        return carry - 1.0, jnp.log(carry) + x
+
+    finding = found(lambda c: jax.lax.scan(body, c, jnp.ones(5), reverse=True)[1].sum(), jnp.float32(2.5))
+    assert (finding.what, finding.where) == ("log", "scan[1]")
+
+
+def test_the_iteration_of_a_while_loop_is_named():
+    finding = found(
+        lambda c: jax.lax.while_loop(lambda s: s[0] < 9, lambda s: (s[0] + 1, jnp.sqrt(s[1] - 1.0)), (0, c)),
+        jnp.float32(1.5),
+    )
+    assert (finding.what, finding.where) == ("sqrt", "while[1]")
+
+
+def test_the_backward_pass_is_searched_too():
+    # The square root is finite at 0, its derivative is not.
+    finding = found(jax.jit(jax.value_and_grad(lambda x: jnp.sqrt(x).sum())), jnp.array([0.0, 1.0]))
+    assert finding.what == "div"
+    assert "inf" in finding.result
+
+
+def test_an_overflowing_cast_is_found():
+    finding = found(lambda x: x.astype(jnp.float16) * 2, jnp.array([7e4]))
+    assert finding.what == "convert_element_type"
+    assert "float16[1] with 1 inf of 1" in finding.result
+
+
+def test_a_mask_of_minus_infinity_is_no_finding():
+    def attention(scores):
+        return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((3, 3), bool)), scores, -jnp.inf)).sum()
+
+    assert first_nonfinite(attention, jnp.ones((3, 3))) is None
+
+
+def test_a_nan_from_a_mask_is_found_when_nothing_else_is():
+    finding = found(lambda x: jax.nn.softmax(jnp.where(x > 5, x, -jnp.inf)), jnp.ones(3))
+    assert finding.what == "sub"
+    assert "3 -inf of 3" in finding.operands[0]
+
+
+def test_float8_integers_and_keys_are_understood():
+    def fn(x, n, key):
+        noise = jax.random.normal(key, x.shape)
+        return (x.astype(jnp.float32) + noise * n) / 0.0
+
+    finding = found(fn, jnp.ones(2, jnp.float8_e4m3fn), jnp.int32(3), jax.random.key(0))
+    assert finding.what == "div"
+
+
+def test_it_finds_the_bad_operation_of_a_sharded_function():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    x = jax.device_put(np.arange(16, dtype=np.float32), sharding)
+    finding = found(lambda x: jnp.log(x).sum(), x)
+    assert "1 -inf of 16" in finding.result
+
+
+def test_the_line_says_it_all():
+    line = str(found(nested(jax.jit), jnp.ones(3)))
+    assert line.startswith("log in ")
+    assert "\n" not in line
+
+
+def test_the_halvings_of_a_first_loss_scale_are_not_too_many_skips():
+    watchdog = compose_config([]).watchdog
+    allowed = {scaling: build_watchdog(watchdog, scaling, LEAVES, None).bounds.max_skips for scaling in SCALINGS}
+    assert allowed == {"propagate": watchdog.max_skips, "loss_scale": watchdog.max_skips + 15}
+    dog, scale = build_watchdog(watchdog, "loss_scale", LEAVES, None), first_loss_scale()
+    for step in range(15):
+        dog.observe(step + 1, BAD)
+        scale = next_loss_scale(scale, (), jnp.bool(False))
+    assert (float(scale.value), dog.verdict) == (1.0, None)

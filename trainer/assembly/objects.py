@@ -1,0 +1,301 @@
+"""From the parts of a checked configuration to the objects that they stand for."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from scalify_core.matmul import MULTIPLE
+from trainer.compiled.fp8 import Found, Gpu, check_device, check_step
+from trainer.compiled.hlo import Program
+from trainer.config import schema
+from trainer.data import (
+    Batch,
+    EmbeddedSource,
+    HubSource,
+    PreparedSource,
+    Source,
+    TextSource,
+    check_prepared,
+    prefetch,
+    prepare,
+)
+from trainer.errors import UserError
+from trainer.models.flops import flops_per_token
+from trainer.models.spec import GPT2Spec
+from trainer.observe.metrics import Throughput
+from trainer.observe.peaks import peak_flops
+from trainer.observe.preparing import shown
+from trainer.observe.slowness import first_said
+from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, place_batch, replicated
+from trainer.precision.gradients import CALIBRATION
+from trainer.precision.policy import DTYPES, Policy
+from trainer.run.loop import Cadence
+from trainer.run.start import initial_weights
+from trainer.run.watchdog import Bounds, Watchdog
+from trainer.step.evaluate import Evaluation, evaluate, make_eval_step, xz_bits_per_byte
+from trainer.step.optimizer import learning_rates, make_optimizer
+from trainer.step.state import TrainState
+from trainer.step.step import Tokens
+from trainer.workload import Dataset, Model, Reduce, Task, Workload, eval_loss_of, first_state, make_sample
+
+# Bytes of text between which the compressor is a yardstick: with less it has hardly begun, with more it takes long.
+YARDSTICK = (100_000, 2**22)
+
+
+def build_policy(c: schema.Precision) -> Policy:
+    """What the preset, or what became of it, means."""
+    settings = dataclasses.asdict(c)
+    del settings["name"], settings["rescale_every"], settings["require_fp8"]
+    return Policy(**settings)
+
+
+def build_model(c: schema.Model, policy: Policy, vocab_size: int, rows: int | None = None) -> Model:
+    """The model for a tokenizer of `vocab_size` ids; for `rows` see `Model`."""
+    if c.vocab_size is not None and c.vocab_size < vocab_size:
+        raise UserError(
+            f"model.vocab_size={c.vocab_size} is smaller than the tokenizer's {vocab_size} ids; "
+            f"valid: {vocab_size} or more, or null for the tokenizer's"
+        )
+    spec = GPT2Spec(
+        vocab_size=c.vocab_size or vocab_size,
+        context=c.context,
+        n_layer=c.n_layer,
+        n_head=c.n_head,
+        d_model=c.d_model,
+        mlp=c.mlp,
+        d_mlp=c.d_mlp,
+        dropout=c.dropout,
+        scan_layers=c.scan_layers,
+        remat=c.remat,
+        keep_fp8_weights=c.keep_fp8_weights,
+        init_std=c.init_std,
+        value_gain=c.value_gain,
+        align_channels=c.align_channels,
+        align_gain=c.align_gain,
+    )
+    return Model.make(spec, policy, rows)
+
+
+def build_optimizer(c: schema.Optimizer) -> optax.GradientTransformation:
+    """The optimiser at unit learning rate."""
+    settings = dataclasses.asdict(c)
+    del settings["lr"]
+    return make_optimizer(**settings)
+
+
+def build_sizes(c: schema.Parallel) -> Sizes:
+    """Of the mesh's axes."""
+    return Sizes(c.data, c.fsdp, c.tensor)
+
+
+def build_reduce(c: schema.Parallel) -> Reduce:
+    """How gradients are reduced."""
+    return Reduce(c.reduce, c.deterministic_reduce)
+
+
+def check_split(model: Model, mesh: Mesh) -> None:
+    """Refuse a mesh that the model's sizes cannot be split over."""
+    spec, fsdp, tensor = model.spec, mesh.shape["fsdp"], mesh.shape["tensor"]
+    if spec.d_model % (fsdp * tensor):
+        raise UserError(
+            f"parallel.fsdp={fsdp} x parallel.tensor={tensor} does not divide model.d_model={spec.d_model}: most of "
+            f"the state would stay whole; valid: a product that divides it"
+        )
+    of_8_bits = model.policy.forward is not None and not model.policy.simulate
+    multiple = tensor * (MULTIPLE if of_8_bits else 1)
+    if tensor > 1 and (spec.n_head % tensor or spec.mlp_width % multiple or spec.d_model % multiple):
+        raise UserError(
+            f"parallel.tensor={tensor} does not divide model.n_head={spec.n_head} heads, width {spec.d_model} and "
+            f"{spec.mlp_width} hidden channels into{f' multiples of {MULTIPLE}' * of_8_bits or ' equal parts'}; "
+            f"valid: a divisor of all"
+        )
+    if tensor > 1 and spec.value_gain is not None:
+        raise UserError(f"model.value_gain={spec.value_gain} needs parallel.tensor=1, not {tensor}; or set it to null")
+
+
+def build_mesh(c: schema.Config) -> Mesh:
+    """The mesh, checked against the batch."""
+    mesh = make_mesh(*build_sizes(c.parallel))
+    micro_batch, devices = c.batch_size // c.train.accum, batch_devices(mesh)
+    if micro_batch % devices:
+        raise UserError(
+            f"a micro-batch of {micro_batch} sequences (train.batch_tokens={c.train.batch_tokens} / model.context="
+            f"{c.model.context} / train.accum={c.train.accum}) cannot be split over {devices} devices; "
+            f"valid: parallel.data x parallel.fsdp that divides {micro_batch}, or train.batch_tokens a multiple of "
+            f"{devices * c.train.accum * c.model.context}"
+        )
+    return mesh
+
+
+def build_source(c: schema.Data) -> Source:
+    """What the text is read from."""
+    match c.source:
+        case "embedded":
+            return EmbeddedSource()
+        case "text":
+            assert c.column is not None  # validated
+            return TextSource(c.paths, c.format, c.column, c.max_documents)
+        case "hf":
+            assert c.name is not None  # validated, as the others are
+            assert c.column is not None
+            assert c.split is not None
+            return HubSource(
+                c.name,
+                config=c.config,
+                split=c.split,
+                column=c.column,
+                revision=c.revision,
+                streaming=c.streaming,
+                max_documents=c.max_documents,
+                max_tokens=c.max_tokens,
+            )
+        case "prepared":
+            assert c.prepared_dir is not None  # validated
+            return PreparedSource(Path(c.prepared_dir))
+
+
+def build_data(c: schema.Config) -> Dataset:
+    """Prepare the data unless it is prepared already, and open both parts."""
+    source = build_source(c.data)
+    if isinstance(source, PreparedSource):
+        directory = check_prepared(source.directory, c.data.tokenizer)
+    else:
+        assert c.data.cache_dir is not None  # validated, as the next is
+        assert c.data.val_fraction is not None
+        with shown() as progress:
+            directory = prepare(
+                source,
+                c.data.tokenizer,
+                Path(c.data.cache_dir),
+                val_fraction=c.data.val_fraction,
+                workers=c.data.workers,
+                progress=progress,
+            )
+    return Dataset.open(
+        directory,
+        context=c.model.context,
+        batch_size=c.batch_size,
+        seed=c.seed,
+        document_mask=c.data.document_mask,
+    )
+
+
+def build_workload(c: schema.Config) -> Workload:
+    """Prepare the data if need be, build model, optimiser and mesh. Raises UserError for what does not fit together."""
+    mesh = build_mesh(c)
+    if c.precision.require_fp8:
+        check_device(mesh.devices.flat[0])
+    data = build_data(c)
+    policy = build_policy(c.precision)
+    rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh))
+    model = build_model(c.model, policy, data.tokenizer.vocab_size, rows)
+    check_split(model, mesh)
+    optimizer = build_optimizer(c.optimizer)
+    return Workload(model, data, c.optimizer.name, optimizer, mesh, c.seed, build_reduce(c.parallel))
+
+
+def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
+    """Shapes, dtypes and shardings of a step's batch."""
+    return abstract_batch(c.train.accum, c.batch_size, c.model.context, document_mask=c.data.document_mask, mesh=mesh)
+
+
+def build_state(c: schema.Config, w: Workload) -> TrainState:
+    """The state before step 0, with the weights of `init_from` where that is given."""
+    if c.init_from is None:
+        return first_state(w)
+    source = Path(c.init_from)
+    return first_state(w, lambda params: initial_weights(source, w.model.spec, w.data.tokenizer, params))
+
+
+def build_learning_rates(c: schema.Config) -> np.ndarray:
+    """FP32 `[train.steps]`."""
+    return learning_rates(steps=c.train.steps, peak=c.optimizer.lr, **dataclasses.asdict(c.schedule))
+
+
+def build_throughput(c: schema.Config, w: Workload) -> Throughput:
+    """The counter of tokens/s and MFU."""
+    return Throughput(
+        tokens_per_step=c.train.batch_tokens,
+        flops_per_token=flops_per_token(w.model.spec),
+        peak_flops=peak_flops(w.mesh.devices.flat[0].device_kind, DTYPES[c.precision.compute]),
+        devices=w.mesh.size,
+    )
+
+
+def check_fp8(c: schema.Config, w: Task, step: jax.stages.Compiled) -> Found | None:
+    """What a step compiled for a GPU is, where the precision has FP8 matmuls; None elsewhere.
+
+    Raises UserError for what `precision.require_fp8` does not allow.
+    """
+    gpu = Gpu.of(w.mesh.devices.flat[0])
+    if gpu is None or c.precision.forward is None:
+        return None
+    tokens = c.train.batch_tokens // (c.train.accum * batch_devices(w.mesh))
+    return check_step(w.model, Program(step.as_text() or ""), tokens, gpu, require=c.precision.require_fp8)
+
+
+def build_cadence(c: schema.Config) -> Cadence:
+    """How often what happens."""
+    scaled = c.precision.scaling == "propagate"
+    return Cadence(
+        log=c.train.log_every,
+        evaluate=c.train.eval_every,
+        checkpoint=c.checkpoint.every,
+        sample=c.sample.every,
+        rescale=c.precision.rescale_every if scaled else 0,
+        numerics=0 if c.tracker.kind == "none" else c.metrics.numerics_every,
+    )
+
+
+def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tuple[int, Batch]]]:
+    """The training batches from a step on, read ahead in the background."""
+    return lambda start: prefetch(w.data.train, start, c.train.steps, depth=c.data.prefetch)
+
+
+def make_evaluate(
+    c: schema.Config, w: Workload, say: Callable[[str], None]
+) -> Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]:
+    """`(state, final, broken_off) -> found`: validation on the first batches of that part, on more at the end."""
+    jitted = jax.jit(make_eval_step(eval_loss_of(w)), out_shardings=replicated(w.mesh))
+    eval_step = first_said(jitted, "compiling the validation", say)
+    available = w.data.val.steps_per_epoch
+
+    def run_evaluation(state: TrainState, final: bool, broken_off: Callable[[], bool]) -> Evaluation | None:
+        count = min(available, c.train.final_eval_batches if final else c.train.eval_batches)
+        batches = (place_batch(w.data.val.batch(i), accum=c.train.accum, mesh=w.mesh) for i in range(count))
+        found = evaluate(
+            eval_step,
+            state,
+            batches,
+            first=c.train.eval_batches,
+            bytes_per_token=w.data.bytes_per_token,
+            broken_off=broken_off,
+        )
+        if final and found:
+            validated = count * w.data.val.batch_size * w.data.val.context
+            text = w.data.validation_text(min(validated, int(YARDSTICK[1] / w.data.bytes_per_token)))
+            if len(text) >= YARDSTICK[0]:
+                found.row["val/xz_bits_per_byte"] = xz_bits_per_byte(text)
+        return found
+
+    return run_evaluation
+
+
+def build_watchdog(c: schema.Watchdog, scaling: str, leaves: list[str], state: Mapping[str, Any] | None) -> Watchdog:
+    """What looks at losses. `scaling`: `precision.scaling`; a loss scale may halve to 1 beside what is allowed."""
+    max_skips = c.max_skips + (CALIBRATION if scaling == "loss_scale" else 0)
+    bounds = Bounds(max_skips, c.spike_zscore, c.spike_window, c.spike_steps, c.max_rollbacks)
+    return Watchdog(bounds, leaves, state)
+
+
+def build_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:
+    """`params -> text`: the prompt of the configuration and its continuation."""
+    settings = dataclasses.asdict(c.sample)
+    del settings["every"]
+    return make_sample(w, **settings, seed=c.seed)

@@ -1,0 +1,60 @@
+"""From a checked configuration to the plan of its step on GPUs that are not there."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.assembly.objects import build_model, build_optimizer, build_policy, build_reduce, build_sizes, check_split
+from trainer.config import schema
+from trainer.data import Manifest
+from trainer.data.tokenizer import get_tokenizer
+from trainer.parallel.mesh import abstract_batch, batch_devices
+from trainer.plan.aot import make_target_mesh
+from trainer.plan.plan import Aim, Plan, make_plan
+from trainer.step.step import Tokens
+from trainer.workload import Model, Unfed
+
+
+def vocabulary(c: schema.Config) -> int:
+    """How many ids there are, the data not read."""
+    if c.model.vocab_size is not None:
+        return c.model.vocab_size
+    if c.data.source == "prepared":
+        return Manifest.load(Path(c.data.prepared_dir or "")).vocab_size
+    return get_tokenizer(c.data.tokenizer or "").vocab_size
+
+
+def build_plan(
+    c: schema.Config,
+    aim: Aim,
+    *,
+    sequences: int,
+    bf16: schema.Precision | None,
+    search: bool,
+    exact: bool,
+    say: Callable[[str], None],
+) -> Plan:
+    """What the step of a configuration needs and does on GPUs that are not there; see `plan.make_plan`.
+
+    `bf16`: the configuration of what it is compared with; None: not compared.
+    """
+    mesh = make_target_mesh(aim.target, aim.gpus, aim.hosts, *build_sizes(c.parallel))
+    model = build_model(c.model, build_policy(c.precision), vocabulary(c))
+    check_split(model, mesh)
+    task = Unfed(model, c.optimizer.name, build_optimizer(c.optimizer), mesh, build_reduce(c.parallel))
+    other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))
+
+    def batches(sequences: int) -> Tokens:
+        rows = sequences * batch_devices(mesh) * c.train.accum
+        return abstract_batch(c.train.accum, rows, c.model.context, document_mask=c.data.document_mask, mesh=mesh)
+
+    return make_plan(
+        task,
+        batches,
+        aim,
+        sequences=sequences,
+        accum=c.train.accum,
+        bf16=other,
+        search=search,
+        exact=exact,
+        say=say,
+    )

@@ -1,0 +1,330 @@
+"""From a checked configuration to a run: in its directory, from where that stands, to its end."""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from trainer import __version__
+from trainer.assembly.objects import (
+    build_batch,
+    build_cadence,
+    build_learning_rates,
+    build_model,
+    build_policy,
+    build_sample,
+    build_state,
+    build_throughput,
+    build_watchdog,
+    build_workload,
+    check_fp8,
+    make_evaluate,
+    train_batches,
+)
+from trainer.config import schema
+from trainer.config.fields import from_saved, to_tree
+from trainer.data.tokenizer import load_saved
+from trainer.errors import UserError
+from trainer.observe.display import Display, Output
+from trainer.observe.numerics import make_numerics
+from trainer.observe.slowness import first_said, said
+from trainer.observe.tracking import MAKE_ROOM, Tracker, make_tracker
+from trainer.parallel.mesh import place_batch, replicated
+from trainer.parallel.processes import Agreement, refused_together, start_processes
+from trainer.report.messages import describe, describe_idle, describe_wire, facts_of, farewell, schedule_change
+from trainer.report.page import write_report
+from trainer.run.checkpoint import Checkpointer, Restored
+from trainer.run.guard import Patience, leave_within
+from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
+from trainer.run.loop import Run, train
+from trainer.run.rundir import RunDir, write_environment
+from trainer.run.start import architecture, check_same_run, describe_init, restore_logical, starting_point
+from trainer.step.leaves import parameter_names
+from trainer.step.state import TrainState, from_stored
+from trainer.step.step import StepFn, Tokens
+from trainer.workload import (
+    Model,
+    Trained,
+    Workload,
+    abstract_state,
+    compile_step,
+    make_diagnose,
+    make_rescale,
+)
+
+COMPILING = "compiling the training step"
+NUMERICS = "compiling the look at every layer, and the first look"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None = None) -> list[str]:
+    """What is about to be trained, a line each; with the memory that a compiled step needs."""
+    lines = describe(
+        w,
+        model=c.model.name,
+        precision=c.precision.name,
+        batch_tokens=c.train.batch_tokens,
+        accum=c.train.accum,
+        step=step,
+    )
+    return [f"scalify-trainer {__version__}", *lines]
+
+
+def describe_change(c: schema.Config, found: Restored) -> list[str]:
+    """What a resumed run does otherwise from here on."""
+    if not found.step:
+        return []
+    before = build_learning_rates(from_saved(schema.Config, found.meta["config"]))
+    return schedule_change(found.step, before, build_learning_rates(c))
+
+
+def make_restore(
+    w: Workload, batch: Tokens, checkpointer: Checkpointer
+) -> Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]:
+    """`(state in use, steps) -> (state, step, compiled)`: see `Run.restore`."""
+
+    def restore(state: TrainState, order: list[int]) -> tuple[TrainState, int, StepFn | None]:
+        structure: Any = jax.tree.structure(state)
+        jax.tree.map(lambda x: x.delete(), state)  # two would need twice the memory
+        found = checkpointer.restore(abstract_state(w), order=order)
+        new = from_stored(found.state)
+        # The scales of weights are constants of the compiled step, and part of the structure.
+        same = jax.tree.structure(new) == structure
+        return new, found.step, None if same else compile_step(w, batch, new)
+
+    return restore
+
+
+def report_on(run_dir: Path, display: Display) -> None:
+    """Write report.html, where there is something to report. Of the processes of a run the first does it."""
+    if jax.process_index() == 0 and (run_dir / "metrics.jsonl").exists():
+        try:
+            write_report(run_dir)
+        except Exception as error:  # whatever is wrong with it, what counts is how the run ended
+            display.message(f"no report.html: {error if isinstance(error, UserError) else repr(error)}")
+
+
+def restore_run(run_dir: Path) -> Trained:
+    """The model of a run directory's newest checkpoint, and the tokenizer of its data. Raises UserError."""
+    hide_missing_gpu()
+    with checkpoints_of(run_dir) as checkpointer:
+        meta = checkpointer.meta()
+        c = from_saved(schema.Config, meta["config"])
+        keep_compiled(c)
+        tokenizer = load_saved(meta["tokenizer"], run_dir)
+        model = build_model(c.model, build_policy(c.precision), tokenizer.vocab_size)
+        like = jax.eval_shape(model.sampling.init, jax.random.key(0))
+        params = restore_logical(checkpointer, like)
+    return Trained(model.spec, model.sampling.bind, params, tokenizer)
+
+
+def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
+    """A run's configuration, what it trains, on one device, and its newest checkpoint, without the optimiser's state.
+
+    Raises UserError.
+    """
+    hide_missing_gpu()
+    with checkpoints_of(run_dir) as checkpointer:
+        meta = checkpointer.meta()
+        c = from_saved(schema.Config, meta["config"])
+        keep_compiled(c)
+        c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1))
+        w = build_workload(c)
+        rows = meta.get("rows")  # of the run's devices, which may have been more
+        w = w._replace(model=Model.make(w.model.spec, w.model.policy, rows))
+        if w.data.manifest.fingerprint != meta["data"]:
+            raise UserError(f"{run_dir} was trained on other data than {w.data.directory}; bring its text back")
+        found = checkpointer.restore(dataclasses.replace(abstract_state(w), opt_state=()), partial=True)
+    return c, w, found._replace(state=from_stored(found.state))
+
+
+def keep_compiled(c: schema.Config) -> None:
+    """What is done with a run afterwards takes over what was compiled for it before, where the run itself does."""
+    warning = use_compilation_cache(c.compile_cache)
+    if warning is not None:
+        print(warning, file=sys.stderr)
+
+
+def checkpoints_of(run_dir: Path) -> Checkpointer:
+    """To read. UserError where there are none."""
+    if not (run_dir / "checkpoints").is_dir():
+        raise UserError(f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir of a training run")
+    return Checkpointer.reading(run_dir / "checkpoints")
+
+
+def run(c: schema.Config, overrides: Sequence[str] = ()) -> int:
+    """Train, or only describe what would be trained. The exit code. `overrides`: what the user set, as it is shown."""
+    hide_missing_gpu()
+    if c.parallel.distributed:
+        start_processes()
+    console = Output(soft_wrap=True, quiet=jax.process_index() > 0)
+    warning = use_compilation_cache(c.compile_cache)
+    if warning is not None:
+        console.print(warning, highlight=False)
+    if c.dry_run:
+        w = build_workload(c)
+        with said(COMPILING, lambda text: console.print(text, highlight=False)):
+            step = compile_step(w, build_batch(c, w.mesh))
+        fp8 = check_fp8(c, w, step)
+        for line in [*describe_run(c, w, step), *(fp8.lines if fp8 else [])]:
+            console.print(line, highlight=False)
+        return 0
+    with RunDir(Path(c.run_dir)) as directory, said_in_a_line(directory.path):
+        directory.check(to_tree(c))
+        return train_in(directory, c, build_workload(c), Display(c.train.steps, console=console), overrides)
+
+
+@contextlib.contextmanager
+def said_in_a_line(run_dir: Path) -> Iterator[None]:
+    """Turns the error of a full disk into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise UserError(f"cannot write {error.filename or run_dir}: {error.strerror}; {MAKE_ROOM}") from error
+
+
+@contextlib.contextmanager
+def not_for_ever(seconds: float) -> Iterator[None]:
+    """After an error, ends a process of several in so many seconds: in opening and closing they wait for each other."""
+    try:
+        yield
+    except BaseException as error:
+        if jax.process_count() > 1:
+            leave_within(seconds, error)
+        raise
+
+
+def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display, overrides: Sequence[str] = ()) -> int:
+    """Train in a run directory, from where it stands. The exit code."""
+    tree = to_tree(c)
+    with display:
+        with not_for_ever(c.watchdog.stop_seconds):
+            checkpointer = Checkpointer(
+                directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
+            )
+            first = lambda: build_state(c, w)
+            with said("making or restoring the state", display.message):
+                found = starting_point(
+                    c.resume.source,
+                    directory.path,
+                    checkpointer,
+                    w,
+                    first,
+                    step=c.resume.step,
+                    convert=c.resume.convert,
+                )
+        fork = found.step not in [0, *checkpointer.steps()]
+        unfinished = None if fork else found.meta.get("unfinished")
+        check_same_run(found, c.train.steps, w.data.manifest.fingerprint, fork=fork)
+        with refused_together(), said_in_a_line(directory.path):
+            directory.adopt(tree)
+            write_environment(directory.path, facts_of(w), overrides)
+            if jax.process_index() == 0:
+                w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
+        idle = describe_idle(w.model.policy, overrides)
+        given = [] if c.init_from is None or found.step else describe_init(Path(c.init_from), w.data.tokenizer)
+        for line in [*describe_run(c, w), *idle, *given, *describe_change(c, found)]:
+            display.message(line)
+        tracker = make_tracker(
+            c.tracker.kind,
+            directory.path,
+            start=found.step,
+            again=unfinished is not None,
+            config=tree,
+            run_id=found.meta.get("tracker_id"),
+            init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None}
+            | {"name": c.tracker.name or directory.path.name},
+        )
+        code = 1
+        with contextlib.ExitStack() as closing:  # each, even if the one before it fails
+            closing.callback(checkpointer.close)
+            closing.callback(report_on, directory.path, display)
+            closing.callback(lambda: tracker.close(code))
+            closing.enter_context(not_for_ever(c.watchdog.stop_seconds))
+            try:
+                training = build_run(c, w, found, checkpointer, tracker, display, directory.path, unfinished)
+                code = train(training)
+            except UserError as error:
+                code = error.exit_code
+                raise
+            except OSError as error:
+                if error.errno in NO_ROOM:
+                    code = UserError.exit_code
+                raise
+        farewell(training, code)
+        return code
+
+
+def build_run(
+    c: schema.Config,
+    w: Workload,
+    found: Restored,
+    checkpointer: Checkpointer,
+    tracker: Tracker,
+    display: Display,
+    run_dir: Path,
+    unfinished: str | None,
+) -> Run:
+    """Compile the step for what was found, say what became of it, and put everything together."""
+    # Before the compilation, which processes may end minutes apart: its first question joins their devices.
+    agree = Agreement(w.mesh)
+    state, batch = from_stored(found.state), build_batch(c, w.mesh)
+    with said(COMPILING, display.message):
+        step = compile_step(w, batch, state)
+    for line in describe_wire(w, step):
+        display.message(line)
+    fp8 = check_fp8(c, w, step)
+    for line in fp8.lines if fp8 else []:
+        display.message(line)
+        tracker.event(found.step, line)
+    if fp8:
+        tracker.summary({"fp8_flop_share": fp8.share})
+    names, watched = parameter_names(state.params), found.meta.get("watchdog")
+    return Run(
+        state=state,
+        step=found.step,
+        steps=c.train.steps,
+        seed=np.uint32(c.seed),
+        batch_tokens=c.train.batch_tokens,
+        learning_rates=build_learning_rates(c),
+        train_step=step,
+        batches=train_batches(c, w),
+        place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
+        agree=agree,
+        evaluate=make_evaluate(c, w, display.message),
+        numerics=first_said(make_numerics(w.model, w.optimizer_name, replicated(w.mesh)), NUMERICS, display.message),
+        rescale=make_rescale(w, batch),
+        restore=make_restore(w, batch, checkpointer),
+        sample=first_said(build_sample(c, w), "compiling the sampling, and the first sample", display.message),
+        diagnose=make_diagnose(w),
+        checkpointer=checkpointer,
+        meta={
+            "config": to_tree(c),
+            "model": architecture(w.model.spec),
+            "precision": dataclasses.asdict(w.model.policy),
+            "rows": w.model.rows,
+            "data": w.data.manifest.fingerprint,
+            "tokenizer": w.data.tokenizer.name,
+            "tokenizer_fingerprint": w.data.tokenizer.fingerprint,
+            "tracker_id": tracker.id,
+        },
+        tracker=tracker,
+        display=display,
+        watchdog=build_watchdog(c.watchdog, c.precision.scaling, names, watched),
+        throughput=build_throughput(c, w),
+        cadence=build_cadence(c),
+        run_dir=run_dir,
+        profile=(c.profile.steps[0], c.profile.steps[1]) if c.profile.steps else None,
+        patience=Patience(c.watchdog.stop_seconds, c.watchdog.stall_seconds, c.watchdog.hang_seconds),
+        unfinished=unfinished,
+        recorded=found.step,
+    )

@@ -1,0 +1,100 @@
+"""`resume=RUN`: a run is continued, or forked, by its directory alone; what is not given anew is what it was."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.config.schema import DATA_KEYS
+from trainer.errors import UserError
+
+# Of the run that was: where it is, how it started, what it was to do besides training, what it was called.
+NOT_TAKEN = ("run_dir", "resume", "dry_run", "hydra")
+NEW_NAME = "tracker.name"
+
+
+def continued(arguments: Sequence[str], groups: Sequence[str], *, several: bool) -> list[str]:
+    """The arguments, before which stand all settings of the run that `resume.source` names, if it names one.
+
+    Without `run_dir`, or with the run's own, the run itself goes on; else another one starts from it. A group that is
+    chosen anew has nothing of the run.
+
+    Args:
+      arguments: overrides in their long forms.
+      groups: the names of the configuration's groups.
+      several: whether it is a sweep, of which each job has a directory of its own.
+
+    Raises:
+      UserError: a damaged run directory, or what cannot be meant.
+    """
+    given = {key.lstrip("+~"): value for key, _, value in (argument.partition("=") for argument in arguments)}
+    source = given.get("resume.source", "auto").strip("'\"")
+    file = Path(source) / "config.yaml"
+    if source in ("auto", "none") or not file.is_file():
+        return list(arguments)
+    if "experiment" in given:
+        raise UserError(
+            f"experiment={given['experiment']}, but resume={source} takes its settings from that run; leave experiment "
+            "out, or name the keys to change"
+        )
+    tree = read_tree(file)
+    itself = not several and os.path.realpath(given.get("run_dir", source)) == os.path.realpath(source)
+    if itself and given.get("resume.step", "null") != "null":
+        raise UserError(
+            f"resume.step={given['resume.step']} starts another run from that step of resume={source}; "
+            "add run_dir=DIRECTORY for it"
+        )
+    anew = [group for group in groups if group in given]
+    taken = [
+        f"{key}={written(value)}"
+        for key, value in leaves(tree)
+        if key.split(".")[0] not in (*NOT_TAKEN, *anew) and (itself or key != NEW_NAME) and is_used(key, tree)
+    ]
+    # Its keys are those of the choice; those of all other groups' choices are the same.
+    optimizer = [] if "optimizer" in anew else [f"optimizer={tree['optimizer']['name']}"]
+    place = [f"run_dir={written(source)}", "resume.source=auto"] if itself else []
+    return [*optimizer, *taken, *arguments, *place]
+
+
+def is_used(key: str, tree: dict[str, Any]) -> bool:
+    """Whether the run's source of data uses a key; config.yaml used to have those of all sources, with values."""
+    group, _, name = key.partition(".")
+    return group != "data" or tree["data"]["source"] in DATA_KEYS.get(name, (tree["data"]["source"],))
+
+
+def read_tree(file: Path) -> dict[str, Any]:
+    """A run's config.yaml."""
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if isinstance(tree["optimizer"]["name"], str) and isinstance(tree["data"]["source"], str):
+            return dict(tree)
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
+        pass
+    raise UserError(f"{file} is damaged; give all settings and run_dir={file.parent} to continue from its checkpoints")
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Dotted keys and their values."""
+    found = []
+    for key, value in tree.items():
+        found += leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+    return found
+
+
+def written(value: Any) -> str:
+    """A value as an override has it; text in quotes, whatever is in it."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return str(value)
+        case list() | tuple():
+            return f"[{','.join(map(written, value))}]"
+    # A backslash is one, but before a quote, where it takes two.
+    text = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), str(value))
+    return f"'{text.replace('${', '\\${')}'"

@@ -1,0 +1,216 @@
+"""GPT-2 in Flax NNX: learned positions, pre-LN blocks, tied head.
+
+Legend: B batch, T time, N = B*T, S cache length, D model, H heads, K head dim, V padded vocabulary, L layers.
+
+Reference: Radford et al. 2019, "Language models are unsupervised multitask learners", and its published code.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from scalify_core import embedding, linear_cross_entropy
+from trainer.models.layers import Block, DotGeneralFor, Embedding, Factory, KVCache, dropout, split_keys
+from trainer.models.spec import GPT2Spec
+from trainer.precision.dots import OverwriteWithGradient
+
+Params = dict[str, Any]
+
+
+class GPT2(nnx.Module):
+    """The language model.
+
+    Args:
+      spec: sizes and choices.
+      compute_dtype: of activations and matmuls.
+      param_dtype: of the master parameters.
+      dot_general: from a linear layer's path to the dot_general it uses, of activations in `compute_dtype` and a kernel
+        in `param_dtype`; None: the product in `compute_dtype`. See `linear_paths`.
+      rescale_grads: of `precision.PLACES`, where gradients are rescaled under `scalify`.
+      split: inside `shard_map`, the mesh axis over which the heads and hidden channels of the parameters are split.
+      rngs: key stream `params`. Scanned and unrolled layers get the same initial values from the same key.
+    """
+
+    def __init__(
+        self,
+        spec: GPT2Spec,
+        *,
+        compute_dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        dot_general: DotGeneralFor | None = None,
+        rescale_grads: tuple[str, ...] = (),
+        split: str | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.spec = spec
+        self.compute_dtype = compute_dtype
+        self.wte = Embedding(spec.vocab_size, spec.padded_vocab, spec.d_model, spec.init_std, param_dtype, rngs)
+        self.wpe = Embedding(spec.context, spec.context, spec.d_model, spec.init_std, param_dtype, rngs)
+
+        def factory(path: str, rngs: nnx.Rngs = rngs) -> Factory:
+            return Factory(path, rngs, compute_dtype, param_dtype, dot_general, rescale_grads, split)
+
+        def block(name: str, key: jax.Array) -> Block:
+            return Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
+
+        keys_L = jax.random.split(rngs.params(), spec.n_layer)
+        if spec.scan_layers:
+            self.h: Any = nnx.vmap(lambda key: block("*", key))(keys_L)
+        else:
+            self.h = nnx.List([block(str(i), keys_L[i]) for i in range(spec.n_layer)])
+        self.ln_f = factory("").layer_norm(spec.d_model)
+
+    def embed(self, tokens_BxT: jax.Array, position: jax.Array | int = 0) -> jax.Array:
+        """Token plus position vectors, `[B*T, D]` in the compute dtype; the first token stands at `position`."""
+        wpe_TxD = jax.lax.dynamic_slice_in_dim(self.wpe.embedding[...], position, tokens_BxT.shape[1])
+        x_BxTxD = embedding(self.wte.embedding[...], tokens_BxT) + wpe_TxD[None]
+        return x_BxTxD.reshape(-1, self.spec.d_model).astype(self.compute_dtype)
+
+    def hidden(
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None, dropout_keys_B: jax.Array | None = None
+    ) -> jax.Array:
+        """The final LayerNorm's output, `[B, T, D]` in the compute dtype.
+
+        Args:
+          tokens_BxT: int32 ids below `vocab_size`; T at most `context`.
+          segments_BxT: int32 document ids; a token attends to its own document only. None: to all before it.
+          dropout_keys_B: a key for each sequence; None turns dropout off.
+        """
+        spec, (B, T) = self.spec, tokens_BxT.shape
+        if spec.dropout == 0.0:
+            dropout_keys_B = None
+        keys = split_keys(dropout_keys_B, 1 + spec.n_layer)
+        embed_keys_B, keys_LxB = keys[0], keys[1:]
+
+        def run(graphdef: Any, x_NxD: jax.Array, layer: Any, segments_BxT: Any, keys_B: Any) -> jax.Array:
+            return nnx.merge(graphdef, layer)(x_NxD, B, segments_BxT, keys_B)
+
+        if spec.remat not in ("none", "elementwise"):
+            policy = None if spec.remat == "block" else getattr(jax.checkpoint_policies, spec.remat)
+            # A scan's body is not deduplicated with its recomputation anyway; the barriers would only cost.
+            run = jax.checkpoint(run, policy=policy, prevent_cse=not spec.scan_layers, static_argnums=0)
+
+        x_NxD = dropout(self.embed(tokens_BxT), spec.dropout, embed_keys_B)
+        if spec.scan_layers:
+            graphdef, layers = nnx.split(self.h)
+            x_NxD, _ = jax.lax.scan(
+                lambda x, layer: (run(graphdef, x, layer[0], segments_BxT, layer[1]), None),
+                x_NxD,
+                (layers, None if dropout_keys_B is None else keys_LxB),
+            )
+        else:
+            for i, block in enumerate(self.h):
+                graphdef, layer = nnx.split(block)
+                x_NxD = run(graphdef, x_NxD, layer, segments_BxT, keys_LxB[i])
+        return self.ln_f(x_NxD).reshape(B, T, spec.d_model)
+
+    def logits(self, h_NxD: jax.Array) -> jax.Array:
+        """The tied head: FP32 `[N, vocab_size]`, the padding cut off."""
+        wte_VxD = self.wte.embedding[: self.spec.vocab_size].astype(self.compute_dtype)
+        return jnp.einsum("nd,vd->nv", h_NxD, wte_VxD, preferred_element_type=jnp.float32)
+
+    def __call__(
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None, dropout_keys_B: jax.Array | None = None
+    ) -> jax.Array:
+        """Next-token logits, FP32 `[B, T, vocab_size]`. Arguments as for `hidden`."""
+        h_BxTxD = self.hidden(tokens_BxT, segments_BxT, dropout_keys_B)
+        return self.logits(h_BxTxD.reshape(-1, self.spec.d_model)).reshape(*tokens_BxT.shape, self.spec.vocab_size)
+
+    def loss(
+        self,
+        tokens_BxT: jax.Array,
+        targets_BxT: jax.Array,
+        segments_BxT: jax.Array | None = None,
+        dropout_keys_B: jax.Array | None = None,
+    ) -> jax.Array:
+        """Mean cross-entropy of the targets in nats, an FP32 scalar. FP32 logits of a whole batch are never held."""
+        h_BxTxD = self.hidden(tokens_BxT, segments_BxT, dropout_keys_B)
+        h_NxD = h_BxTxD.reshape(-1, self.spec.d_model)
+        return linear_cross_entropy(
+            h_NxD, self.wte.embedding[...], targets_BxT.reshape(-1), vocab_size=self.spec.vocab_size
+        )
+
+    def decode(self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
+        """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache with them in it.
+
+        `position + T` must not exceed `context`.
+        """
+        x_NxD = self.embed(tokens_BxT, position)
+        if self.spec.scan_layers:
+            graphdef, layers = nnx.split(self.h)
+            x_NxD, cache = jax.lax.scan(
+                lambda x, layer: nnx.merge(graphdef, layer[0]).decode(x, layer[1], position), x_NxD, (layers, cache)
+            )
+        else:
+            new = []
+            for i, block in enumerate(self.h):
+                x_NxD, layer_cache = block.decode(x_NxD, jax.tree.map(lambda c, i=i: c[i], cache), position)
+                new.append(layer_cache)
+            cache = jax.tree.map(lambda *c: jnp.stack(c), *new)
+        return self.ln_f(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache
+
+
+class Functional(NamedTuple):
+    """A GPT-2 as pure functions.
+
+    Attributes:
+      init: key to parameters, nested dictionaries of arrays as `nnx.to_pure_dict` gives them.
+      bind: parameters (and histories, where it has some) to the model that has them.
+      init_histories: makes the first amax histories of delayed scaling, a nested dictionary too; empty without.
+    """
+
+    init: Callable[[jax.Array], Params]
+    bind: Callable[..., GPT2]
+    init_histories: Callable[[], Params]
+
+
+def functional(spec: GPT2Spec, **settings: Any) -> Functional:
+    """The model as pure functions; `settings` are the keyword arguments of GPT2.
+
+    >>> model = functional(GPT2Spec(vocab_size=256, context=8, n_layer=1, n_head=1, d_model=8))
+    >>> model.bind(model.init(jax.random.key(0)))(jnp.zeros((2, 8), jnp.int32)).shape
+    (2, 8, 256)
+    """
+
+    def make(key: jax.Array) -> GPT2:
+        return GPT2(spec, rngs=nnx.Rngs(params=key), **settings)
+
+    abstract = nnx.eval_shape(make, jax.random.key(0))
+    graphdef = nnx.graphdef(abstract)
+    with_histories = bool(nnx.to_pure_dict(nnx.state(abstract, OverwriteWithGradient)))
+
+    def init(key: jax.Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(make(key), nnx.Param))
+
+    def bind(params: Params, histories: Params | None = None) -> GPT2:
+        return nnx.merge(graphdef, params, histories) if with_histories else nnx.merge(graphdef, params)
+
+    def init_histories() -> Params:
+        return nnx.to_pure_dict(nnx.state(make(jax.random.key(0)), OverwriteWithGradient))
+
+    return Functional(init, bind, init_histories)
+
+
+def stack_layers(params: Params) -> Params:
+    """Parameters of unrolled layers (`h` has one entry per layer) as those of scanned layers (leading axis L)."""
+    layers = [params["h"][i] for i in range(len(params["h"]))]
+    return params | {"h": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
+
+
+def unstack_layers(params: Params) -> Params:
+    """The inverse of `stack_layers`."""
+    n_layer = jax.tree.leaves(params["h"])[0].shape[0]
+    return params | {"h": {i: jax.tree.map(lambda leaf, i=i: leaf[i], params["h"]) for i in range(n_layer)}}
+
+
+def param_count(spec: GPT2Spec) -> int:
+    """Trainable parameters, the vocabulary's padding rows not counted. Nothing is allocated."""
+    shapes = jax.eval_shape(functional(spec).init, jax.random.key(0))
+    return (
+        sum(math.prod(s.shape) for s in jax.tree.leaves(shapes)) - (spec.padded_vocab - spec.vocab_size) * spec.d_model
+    )

@@ -1,0 +1,137 @@
+"""Sampling text from a model: temperature, top-k, top-p, a seed, and a key-value cache.
+
+Legend: B batch (one here), T time, S context, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.errors import UserError
+from trainer.models.gpt2 import GPT2, Params
+from trainer.models.layers import KVCache, init_cache
+from trainer.models.spec import GPT2Spec
+
+
+def sample(
+    logits_V: jax.Array, key: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
+) -> jax.Array:
+    """One token id, int32 scalar.
+
+    Args:
+      logits_V: FP32.
+      key: PRNG key.
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_k: int32; only the k likeliest tokens remain; 0 keeps all.
+      top_p: of those, the fewest likeliest ones whose probabilities reach this sum remain; 1 keeps all.
+
+    Reference for top-p: Holtzman et al. 2020, "The curious case of neural text degeneration".
+    """
+    logits_V, ids_V = jax.lax.top_k(logits_V, logits_V.shape[0])  # likeliest first
+    rank_V = jnp.arange(logits_V.shape[0])
+    kept_V = jnp.where((top_k == 0) | (rank_V < top_k), logits_V / jnp.where(temperature > 0, temperature, 1), -jnp.inf)
+    p_V = jax.nn.softmax(kept_V)
+    before_V = jnp.cumsum(p_V) - p_V  # 0 for the likeliest, which therefore always stays
+    kept_V = jnp.where((top_p >= 1) | (before_V < top_p), kept_V, -jnp.inf)
+    return ids_V[jnp.where(temperature > 0, jax.random.categorical(key, kept_V), 0)]
+
+
+class Generator:
+    """`generator(params, prompt, ...)` samples a continuation; compiles twice in its life, whatever the arguments.
+
+    Args:
+      bind: parameters to the model, as `trainer.models.gpt2.functional` makes it.
+      spec: the model's.
+    """
+
+    def __init__(self, bind: Callable[[Params], GPT2], spec: GPT2Spec) -> None:
+        self.spec = spec
+
+        @jax.jit
+        def prefill(params: Params, window_S: jax.Array, length: jax.Array) -> tuple[jax.Array, KVCache]:
+            """Logits after the first `length` tokens, and the cache; the rest of the window is never attended to."""
+            model = bind(params)
+            hidden_1xSxD, cache = model.decode(window_S[None], init_cache(spec, 1, model.compute_dtype), 0)
+            last_1xD = jax.lax.dynamic_slice_in_dim(hidden_1xSxD[0], length - 1, 1)
+            return model.logits(last_1xD)[0], cache
+
+        @jax.jit
+        def extend(
+            params: Params,
+            logits_V: jax.Array,
+            cache: KVCache,
+            length: jax.Array,
+            count: jax.Array,
+            key: jax.Array,
+            first: jax.Array,
+            controls: tuple[jax.Array, jax.Array, jax.Array],
+        ) -> jax.Array:
+            """`count` new ids `[S]` (the rest 0) after `length` cached tokens; `first` were sampled before these."""
+            model = bind(params)
+
+            def step(carry: tuple) -> tuple:
+                i, ids_S, logits_V, cache = carry
+                new = sample(logits_V, jax.random.fold_in(key, first + i), *controls)
+                # The token that fills the window is sampled from a full cache; what is computed after it is not used.
+                position = jnp.minimum(length + i, spec.context - 1)
+                hidden_1x1xD, cache = model.decode(new[None, None], cache, position)
+                return i + 1, ids_S.at[i].set(new), model.logits(hidden_1x1xD[0])[0], cache
+
+            empty_S = jnp.zeros(spec.context, jnp.int32)
+            return jax.lax.while_loop(lambda carry: carry[0] < count, step, (0, empty_S, logits_V, cache))[1]
+
+        self._prefill, self._extend = prefill, extend
+
+    def __call__(
+        self,
+        params: Params,
+        prompt: Sequence[int],
+        *,
+        max_new: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[int]:
+        """`max_new` token ids that continue the prompt; the same arguments give the same ids.
+
+        When the context is full, its later half is read again as the new beginning: positions are absolute, so that a
+        cache cannot slide.
+
+        Raises:
+          UserError: an empty prompt, or a number out of its range.
+        """
+        check(prompt, max_new, temperature, top_k, top_p, seed)
+        controls = jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
+        S = self.spec.context
+        ids, new = list(prompt[-S:]), 0
+        while new < max_new:
+            window = ids if len(ids) <= S else ids[-max(1, S // 2) :]
+            padded_S = np.zeros(S, np.int32)
+            padded_S[: len(window)] = window
+            logits_V, cache = self._prefill(params, padded_S, jnp.int32(len(window)))
+            count = min(max_new - new, S - len(window) + 1)
+            key = jax.random.key(seed)
+            got = self._extend(
+                params, logits_V, cache, jnp.int32(len(window)), jnp.int32(count), key, jnp.int32(new), controls
+            )
+            ids += np.asarray(got)[:count].tolist()
+            new += count
+        return ids[len(ids) - max_new :]
+
+
+def check(prompt: Sequence[int], max_new: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+    """Raise UserError for arguments that mean nothing."""
+    if not prompt:
+        raise UserError("the prompt has no token; give it some text")
+    for ok, found, valid in (
+        (max_new >= 0, f"max_new={max_new}", "0 or more tokens"),
+        (temperature >= 0, f"temperature={temperature}", "0 (the likeliest token) or more"),
+        (top_k >= 0, f"top_k={top_k}", "0 (all tokens) or more"),
+        (0 < top_p <= 1, f"top_p={top_p}", "more than 0, at most 1 (all tokens)"),
+        (0 <= seed < 2**32, f"seed={seed}", f"0 to {2**32 - 1}"),
+    ):
+        if not ok:
+            raise UserError(f"{found}: expected {valid}")

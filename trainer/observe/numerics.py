@@ -1,0 +1,287 @@
+"""What the formats do to a run's tensors: scale, RMS, underflow and saturation of every layer, as figures of a row.
+
+They come from a second compiled function of state and batch, which differentiates the model with probes around its
+layers; the train step knows nothing of it. A row has `numerics/CLASS/LAYER/FIGURE`:
+
+  CLASS   weights, activations, activation_gradients, weight_gradients (as the optimiser gets them), mu, nu (as stored:
+          `nu` as its root where it is narrow)
+  LAYER   a parameter, `h.3.mlp.c_fc.kernel`; or the input or output of a layer, `h.3.mlp.c_fc.in`, `h.3.ln_2.out`. The
+          residual stream is `h.3.in`, before a block, and `ln_f.in`.
+  FIGURE  exponent (log2 of the scale), rms (of the data), underflow, saturated (shares of the elements)
+
+What underflow is counted against, where a zero does not tell whether it came from a zero:
+
+- Operands of narrow matmuls (weights, inputs, gradients of outputs): the cast to come. Exact, except where something
+  comes between: what `clip_outliers` clips is not counted as clipped, and of `model.mlp=smooth_swiglu` the last kernel
+  is counted before its rows are multiplied by the channels' sizes.
+- Weight gradients that were cast: the values before the cast. Exact.
+- First moments: a zero whose second moment is not zero was lost. Exact, where the optimiser has both.
+- Other stored tensors: the share of subnormal numbers, zeros left out. Biases begin as zeros, rows of an embedding that
+  were never seen keep moments of zero, and a second moment is never stored as zero unless it is (`scalify_core.optim`).
+- All else: numbers that are zero or subnormal in the tensor's own format. An upper bound, since gradients of rows that
+  were not seen and what dropout left out count too. The same holds for operands under `scaling=delayed` and `current`,
+  which cast to FP8 with a scale that the tensor does not have.
+
+Saturation is counted against the cast to come, or the format that the tensor has.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Sharding
+
+from scalify_core import FloatFormat, ScaledArray, scalify, tree
+from scalify_core.array import is_scaled_array
+from scalify_core.probe import FIGURES, SLOT, figures, probe
+from trainer.models.gpt2 import GPT2
+from trainer.models.layers import Block, LastColumns, LayerNorm, Linear
+from trainer.precision.policy import DTYPES, MOMENTS, Policy
+from trainer.step.state import TrainState
+from trainer.step.step import Tokens, sequence_keys
+from trainer.workload import Model
+
+CLASSES = ("weights", "activations", "activation_gradients", "weight_gradients", "mu", "nu")
+SIDES: dict[type, tuple[str, ...]] = {
+    Linear: ("in", "out"),  # the output of the one before GELU is without its bias, which GELU adds
+    LastColumns: ("in", "out"),
+    LayerNorm: ("out",),
+    Block: ("in",),
+}
+# In the order of a forward pass.
+PARTS = (
+    "wte", "wpe", "h", "ln_f", "in", "ln_1", "attn", "ln_2", "mlp",
+    "c_attn", "c_value", "c_gate", "c_fc", "c_proj", "out", "embedding", "scale", "kernel", "bias",
+)  # fmt: skip
+
+Slots = dict[str, jax.Array]  # by layer: `h.3.ln_2.out`; of scanned blocks `h.ln_2.out`, with a leading axis L
+
+
+class Slot(nnx.Variable):
+    """The second argument of a probe."""
+
+
+class Probe(nnx.Module):
+    """A probe with its slot, and the formats that its array and the gradient are cast to next."""
+
+    def __init__(self, slot: jax.Array, forward: FloatFormat | None, backward: FloatFormat | None) -> None:
+        self.slot = Slot(slot)
+        self.forward, self.backward = forward, backward
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return probe(x, self.slot[...], forward=self.forward, backward=self.backward)
+
+
+class Probed(nnx.Module):
+    """A module with probes before and behind it."""
+
+    def __init__(self, module: Any, probes: dict[str, Probe]) -> None:
+        self.module = module
+        self.before, self.behind = probes.get("in"), probes.get("out")
+
+    def __call__(self, x: jax.Array, *args: Any, **settings: Any) -> jax.Array:
+        y = self.module(x if self.before is None else self.before(x), *args, **settings)
+        return y if self.behind is None else self.behind(y)
+
+    @property
+    def bias(self) -> Any:
+        """The module's, for who adds it himself."""
+        return self.module.bias
+
+
+def probed_layers(model: GPT2) -> Iterator[tuple[str, Any, tuple[Any, ...], tuple[str, ...]]]:
+    """Name, module, path and sides of every layer that is probed; the innermost first."""
+    for path, module in sorted(nnx.iter_modules(model), key=lambda item: -len(item[0])):
+        sides = ("in", "out") if path == ("ln_f",) else SIDES.get(type(module), ())
+        if sides:
+            yield ".".join(map(str, path)), module, path, sides
+
+
+def scanned(name: str) -> bool:
+    """Whether a parameter or layer is a stack of all blocks'."""
+    first, *rest = name.split(".")
+    return first == "h" and not rest[0].isdigit() if rest else first == "h"
+
+
+def make_slots(model: Model) -> Slots:
+    """A slot for every probe: zeros."""
+    init, bind, init_histories = model.training
+    abstract = nnx.eval_shape(lambda: bind(init(jax.random.key(0)), init_histories()))
+    return {
+        f"{name}.{side}": jnp.zeros(((model.spec.n_layer, *SLOT) if scanned(name) else SLOT), jnp.float32)
+        for name, _, _, sides in probed_layers(abstract)
+        for side in sides
+    }
+
+
+def casts(policy: Policy) -> tuple[FloatFormat | None, FloatFormat | None]:
+    """What the chosen matmuls cast their operands and the gradient of their result to, with the tensors' own scales."""
+    if policy.forward is None or policy.backward is None or policy.scaling in ("delayed", "current"):
+        return None, None
+    return FloatFormat.parse(policy.forward), FloatFormat.parse(policy.backward)
+
+
+def operand_formats(model: Model, name: str, side: str) -> tuple[FloatFormat | None, FloatFormat | None]:
+    """What a layer's input or output is cast to next, and its gradient."""
+    path = name.replace("h.", "h.*.", 1) if scanned(name) else name
+    if path not in model.narrow:
+        return None, None
+    forward, backward = casts(model.policy)
+    return (forward, None) if side == "in" else (None, backward)
+
+
+def attach(model: Model, bound: GPT2, slots: Slots) -> GPT2:
+    """The bound model with a probe at every slot."""
+    for name, module, path, sides in list(probed_layers(bound)):
+        probes = {side: Probe(slots[f"{name}.{side}"], *operand_formats(model, name, side)) for side in sides}
+        *parents, last = path
+        parent: Any = bound
+        for key in parents:
+            parent = parent[key] if isinstance(key, int) else getattr(parent, key)
+        if isinstance(last, int):
+            parent[last] = Probed(module, probes)
+        else:
+            setattr(parent, last, Probed(module, probes))
+    return bound
+
+
+def gradients(model: Model, state: TrainState, batch: Tokens, step: jax.Array) -> tuple[Any, Slots]:
+    """Of the first micro-batch, as the step number `step` differentiates it: the gradients, and the slots filled."""
+    policy, keys_B = model.policy, sequence_keys(jax.random.fold_in(state.key, step), batch)[0]
+    histories = state.scaling if policy.scaling == "delayed" else None
+    seed = state.scaling.value if policy.scaling == "loss_scale" else np.float32(1)
+
+    def pull(params: Any, slots: Slots, tokens: jax.Array, segments: jax.Array | None, keys_B: jax.Array) -> Any:
+        def loss(params: Any, slots: Slots) -> jax.Array:
+            training = model.training._replace(
+                bind=lambda *arguments: attach(model, model.training.bind(*arguments), slots)
+            )
+            return model._replace(training=training).loss(params, tokens, segments, keys_B, histories)
+
+        return jax.vjp(loss, params, slots)[1](jnp.asarray(seed))
+
+    first: Tokens = jax.tree.map(lambda x: x[0], batch)
+    if policy.scaled:
+        dtype = DTYPES[policy.compute]
+        scaled: Callable[..., Any] = scalify(pull, scales="static")
+        return scaled(tree.map_arrays(lambda p: p.astype(dtype), state.params), make_slots(model), *first, keys_B)
+    grads, seen = pull(state.params, make_slots(model), *first, keys_B)
+    if policy.scaling == "loss_scale":
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / seed, grads)
+    return grads, seen
+
+
+def named(tree: Any, field: str | None = None) -> dict[str, Any]:
+    """The floating-point arrays of a tree of parameters by name; of an optimiser's state, those of a field."""
+    found = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array):
+        if field is not None:
+            at = [i for i, key in enumerate(path) if getattr(key, "name", None) == field]
+            if not at:
+                continue
+            path = path[at[0] + 1 :]
+        found[jax.tree_util.keystr(path, simple=True, separator=".")] = x
+    return found
+
+
+def stored_gradients(
+    model: Model, state: TrainState, batch: Tokens, step: jax.Array
+) -> tuple[dict[str, Any], dict[str, Any], Slots]:
+    """By name: the gradients as the optimiser gets them, those before the cast where there was one; and the slots."""
+    grads, seen = gradients(model, state, batch, step)
+    stored, exact = named(model.store_gradients(grads)), named(grads)
+    return stored, {n: g for n, g in exact.items() if g.dtype != stored[n].dtype}, seen
+
+
+def of_tensor(
+    data: jax.Array, scale: Any, exact: jax.Array | None, settings: tuple[FloatFormat | None, bool, bool]
+) -> jax.Array:
+    """The figures of a stored tensor: [4], or [L, 4] of a stack of all layers'.
+
+    Args:
+      data, scale: of it; 1 for a plain array.
+      exact: as of `probe.figures`, and so are the first two of
+      settings: the cast to come; whether zeros count; whether it is a stack.
+    """
+    fmt, zeros, stacked = settings
+    of = functools.partial(figures, zeros=zeros)
+    if not stacked:
+        return of(ScaledArray(data, scale), fmt, exact)
+    scale = jnp.broadcast_to(jnp.reshape(scale, -1), data.shape[:1])
+    if exact is None:
+        return jax.vmap(lambda data, scale: of(ScaledArray(data, scale), fmt))(data, scale)
+    return jax.vmap(lambda data, scale, exact: of(ScaledArray(data, scale), None, exact))(data, scale, exact)
+
+
+def by_layer(layers: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and figures [4] of every layer, stacks taken apart, in the order of a forward pass."""
+    single: dict[str, np.ndarray] = {}
+    for name, values in layers.items():
+        if scanned(name):
+            rest = name.removeprefix("h").lstrip(".")
+            single |= {f"h.{i}.{rest}": row for i, row in enumerate(values)}
+        else:
+            single[name] = values
+    yield from sorted(single.items(), key=lambda item: order(item[0]))
+
+
+def order(name: str) -> list[int]:
+    """Of a layer's or parameter's name among its like: blocks by number, their parts as they are computed."""
+    return [int(part) if part.isdigit() else PARTS.index(part) for part in name.split(".")]
+
+
+def make_numerics(
+    model: Model, optimizer: str, sharding: Sharding
+) -> Callable[[TrainState, Tokens, int], dict[str, float]]:
+    """`(state, batch, step) -> row`: the figures of a state on a batch; `step` is the number that dropout gets.
+
+    Compiled at the first call, and again when static scales have changed. The state is not donated. Tensors that are
+    there anyway are measured one by one, by a small program for each shape: in one with the gradients, as many
+    reductions as all tensors need take longer to compile than the train step.
+    """
+    pull = jax.jit(functools.partial(stored_gradients, model), out_shardings=sharding)
+    measure = jax.jit(of_tensor, static_argnums=3, out_shardings=sharding)
+    everywhere = jax.jit(lambda params: params, out_shardings=sharding)
+    forward, _ = casts(model.policy)
+    kernels = {f"{path.replace('*.', '')}.kernel" for path in model.narrow}
+
+    def of(tensors: dict[str, Any], exact: dict[str, Any], cast: Collection[str] = (), *, zeros: bool) -> Slots:
+        found = {}
+        for name, x in tensors.items():
+            data, scale = (x.data, x.scale) if is_scaled_array(x) else (x, 1.0)
+            before: Any = exact.get(name)
+            if is_scaled_array(before):
+                before = before.data
+            settings = (forward if name in cast else None, zeros, scanned(name))
+            # One after the other: programs of several devices that are there at once can wait for each other forever.
+            found[name] = jax.block_until_ready(measure(data, jnp.asarray(scale, jnp.float32), before, settings))
+        return found
+
+    def numerics(state: TrainState, batch: Tokens, step: int) -> dict[str, float]:
+        state = dataclasses.replace(state, params=everywhere(state.params))
+        moments = tree.unpack(state.opt_state)
+        mu, nu = (named(moments, field) if field else {} for field in MOMENTS[optimizer])
+        narrow = {name: nu[name] for name in mu if is_scaled_array(mu[name]) and name in nu}
+        grads, exact, seen = pull(state, batch, np.int32(step))
+        found = {
+            "weights": of(named(state.params), {}, kernels, zeros=False),
+            "activations": {name: both[..., 0, :] for name, both in seen.items()},
+            "activation_gradients": {name: both[..., 1, :] for name, both in seen.items()},
+            "weight_gradients": of(grads, exact, zeros=True),
+            "mu": of(mu, narrow, zeros=False),
+            "nu": of(nu, {}, zeros=False),
+        }
+        found = jax.device_get(found)
+        return {
+            f"numerics/{kind}/{layer}/{figure}": float(f"{value:.6g}")
+            for kind in CLASSES
+            for layer, row in by_layer(found[kind])
+            for figure, value in zip(FIGURES, row.tolist(), strict=True)
+        }
+
+    return numerics

@@ -1,0 +1,73 @@
+"""The peak rate of devices, which model FLOPs utilisation (MFU) is measured by."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense matmul peak of one JAX device in TFLOP/s, by operand width; None: not supported, or not published."""
+
+    fp32: float | None = None
+    half: float | None = None
+    fp8: float | None = None
+
+
+# By the beginning of `jax.Device.device_kind`; the first match holds, so the particular stands before the general. The
+# makers' dense figures (half of what a data sheet gives "with sparsity") at FP32 accumulation. On NVIDIA, fp32 means
+# TF32 where it exists: it is what XLA's default precision runs. On TPU, a device is a core up to v3 and from v7 on, and
+# a chip between.
+PEAKS: tuple[tuple[str, Peak], ...] = (
+    # NVIDIA Blackwell Architecture Technical Brief; TF32 of the B200, half of FP16's, is rounded to 1.1 PFLOP/s there.
+    ("NVIDIA GB200", Peak(1250, 2500, 5000)),
+    ("NVIDIA B200", Peak(1125, 2250, 4500)),
+    # NVIDIA H100 Tensor Core GPU Architecture (white paper), table of SXM5 and PCIe; H200 and H100 NVL data sheets.
+    ("NVIDIA GH200", Peak(494.7, 989.4, 1978.9)),
+    ("NVIDIA H200 NVL", Peak(417.5, 835.5, 1670.5)),
+    ("NVIDIA H200", Peak(494.7, 989.4, 1978.9)),
+    ("NVIDIA H100 PCIe", Peak(378, 756, 1513)),
+    ("NVIDIA H100 NVL", Peak(417.5, 835.5, 1670.5)),
+    ("NVIDIA H100", Peak(494.7, 989.4, 1978.9)),
+    # NVIDIA A100, A10 and (AWS's variant) A10G data sheets.
+    ("NVIDIA A100", Peak(156, 312)),
+    ("NVIDIA A10G", Peak(35, 70)),
+    ("NVIDIA A10", Peak(62.5, 125)),
+    # NVIDIA L40S and L4 data sheets; the L4's, 120, 242 and 485 with sparsity, halved and rounded.
+    ("NVIDIA L40S", Peak(183, 362, 733)),
+    ("NVIDIA L4", Peak(60, 121, 242)),
+    # NVIDIA RTX Blackwell, Ada and GA102 GPU Architecture (white papers): "with FP32 accumulate", half of FP16's.
+    ("NVIDIA GeForce RTX 5090", Peak(104.8, 209.5, 419)),
+    ("NVIDIA GeForce RTX 4090", Peak(82.6, 165.2, 330.3)),
+    ("NVIDIA GeForce RTX 3090", Peak(35.6, 71)),
+    # NVIDIA V100 and T4 data sheets: no TF32, so fp32 is that of the CUDA cores.
+    ("Tesla V100", Peak(15.7, 125)),
+    ("Tesla T4", Peak(8.1, 65)),
+    # Google Cloud TPU documentation, "Peak compute per chip" of each version.
+    ("TPU v2", Peak(None, 22.5)),
+    ("TPU v3", Peak(None, 61.5)),
+    ("TPU v4", Peak(None, 275)),
+    ("TPU v5 lite", Peak(None, 197)),
+    ("TPU v5", Peak(None, 459, 459)),
+    ("TPU v6 lite", Peak(None, 918, 918)),
+    ("TPU7x", Peak(None, 1153.5, 2307)),
+)
+
+
+def peak_flops(device_kind: str, dtype: DTypeLike) -> float | None:
+    """Dense peak of one device in FLOP/s for matmuls of `dtype`; None where not known (CPUs, parts of a GPU).
+
+    Args:
+      device_kind: `jax.devices()[0].device_kind`.
+      dtype: of the operands: 4, 2 or 1 bytes wide.
+    """
+    if " MIG " in device_kind:
+        return None
+    field = {4: "fp32", 2: "half", 1: "fp8"}[jnp.dtype(dtype).itemsize]
+    for name, peak in PEAKS:
+        # A whole word: "NVIDIA L4" is not the beginning of "NVIDIA L40".
+        if device_kind == name or device_kind.startswith((f"{name} ", f"{name}-")):
+            tera = getattr(peak, field)
+            return None if tera is None else tera * 1e12
+    return None

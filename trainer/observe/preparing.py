@@ -1,0 +1,50 @@
+"""Showing a preparation: a live line in a terminal, a plain line every few seconds elsewhere."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from trainer.data.preparation import Progress
+from trainer.observe.display import Output
+
+PLAIN_SECONDS = 5.0
+
+
+@contextmanager
+def shown(
+    console: Console | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[Progress], None]]:
+    """A callback for `prepare(progress=...)`; nothing appears for what is prepared already.
+
+    Args:
+      console: by default standard error.
+      clock: seconds; for tests.
+    """
+    console = console or Output(stderr=True, soft_wrap=True)
+    if console.is_terminal:
+        with Live(console=console, refresh_per_second=4, transient=True) as live:
+            yield lambda progress: live.update(Text(line(progress)))
+        return
+    due = clock() + PLAIN_SECONDS
+
+    def show(progress: Progress) -> None:
+        nonlocal due
+        if clock() >= due:
+            due = clock() + PLAIN_SECONDS
+            console.print(line(progress), highlight=False)
+
+    yield show
+
+
+def line(progress: Progress) -> str:
+    """One line: share done where it is known, counts, rate."""
+    share = "" if progress.fraction is None else f"{progress.fraction:.0%}, "
+    rate = progress.new_tokens / max(progress.seconds, 1e-9)
+    return (
+        f"preparing data: {share}{progress.documents:,} documents, {progress.tokens:,} tokens, "
+        f"{progress.bytes / 1e6:,.1f} MB, {rate / 1e6:.2f}M tokens/s"
+    )

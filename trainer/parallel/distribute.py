@@ -1,0 +1,237 @@
+"""The loss and its gradient over several devices: each differentiates its own sequences, then they agree on the mean.
+
+Every device runs the program of one device (`shard_map`): it gathers the parameters that it holds a part of, computes
+the loss of its rows of the batch and their gradient, and the gradients are reduced to the parts that the devices hold.
+What is moved, in which format, is what stands here and in `reduction`; of activations only what attention and MLP
+add up over `tensor` leaves a device (`layers.leave`).
+
+Legend: D model, n devices of a row of `tensor`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from scalify_core import FloatFormat, ScaledArray, weights
+from scalify_core.array import is_scaled_array
+from scalify_core.formats import E4M3, FP16
+from scalify_core.optim import Largest, largest_of_arrays
+from scalify_core.reductions import largest_magnitudes
+from trainer.parallel.mesh import BATCH_AXES, Sizes
+from trainer.parallel.reduction import Reduction, exchanged, gathered, mean
+from trainer.parallel.sharding import fsdp_axis, is_of_heads, mesh_axes, of_parameters, partition, partitions
+from trainer.precision.gradients import ValueAndGrad
+from trainer.step.state import TrainState
+from trainer.step.step import Gradient, Tokens, mean_gradient, squares_of_arrays
+
+LossOfState = Callable[[TrainState, jax.Array, jax.Array | None], jax.Array]
+ROWS = PartitionSpec(BATCH_AXES)
+MICRO_BATCHES = PartitionSpec(None, BATCH_AXES)
+EVERYWHERE = PartitionSpec()
+
+
+class Wire(NamedTuple):
+    """What devices send each other.
+
+    Attributes:
+      reduce: gradients: fp32, bf16, fp16, or fp8: E4M3 for the kernels of the blocks' linear layers, FP16 for the rest.
+      deterministic: in FP32, summed in fixed order.
+      narrow: (path, parameter) to the parameter in the format in which it is gathered.
+    """
+
+    reduce: str
+    deterministic: bool
+    narrow: Callable[[Any, Any], Any]
+
+    def reduction(self, path: Any) -> Reduction:
+        """Of the gradient of the parameter at a path."""
+        if self.reduce == "fp8":
+            return Reduction(E4M3 if is_block_kernel(path) else FP16, False)
+        return Reduction(FloatFormat.parse(self.reduce), self.deterministic)
+
+
+def is_block_kernel(path: Any) -> bool:
+    """Whether a parameter is the kernel of a linear layer."""
+    return path[-1].key == "kernel"
+
+
+def to_heads(x: jax.Array, is_kernel: bool) -> jax.Array:
+    """Queries, keys and values of this device's heads: of a kernel, rows of all [.., D/n, 3D] to columns [.., D, 3D/n].
+
+    A bias [.., 3D] is whole on every device of a row of `tensor`.
+    """
+    n = lax.axis_size("tensor")
+    if n == 1:
+        return x
+    parts = x.reshape(*x.shape[:-1], 3, n, -1)
+    if is_kernel:
+        parts = exchanged(parts, "tensor", parts.ndim - 2, parts.ndim - 4)
+    else:
+        parts = lax.dynamic_index_in_dim(parts, lax.axis_index("tensor"), parts.ndim - 2)
+    return parts.reshape(*parts.shape[:-3], -1)
+
+
+def from_heads(x: jax.Array, is_kernel: bool) -> jax.Array:
+    """The inverse."""
+    n = lax.axis_size("tensor")
+    if n == 1:
+        return x
+    parts = x.reshape(*x.shape[:-1], 3, 1, -1)
+    if is_kernel:
+        parts = exchanged(parts, "tensor", parts.ndim - 4, parts.ndim - 2)
+    else:
+        parts = gathered(parts, parts.ndim - 2, "tensor")
+    return parts.reshape(*parts.shape[:-3], -1)
+
+
+def gather(params: Any, specs: Any, narrow: Callable[[Any, Any], Any]) -> Any:
+    """What a device computes with, of the parts of parameters that the devices hold; inside `shard_map`."""
+
+    def of_leaf(path: Any, p: Any, spec: PartitionSpec) -> Any:
+        axis, by_heads = fsdp_axis(spec), is_of_heads(path)
+
+        def move(x: jax.Array) -> jax.Array:
+            x = x if axis is None else gathered(x, axis, "fsdp")
+            return to_heads(x, is_block_kernel(path)) if by_heads else x
+
+        if axis is None and not by_heads:
+            return p
+        form = narrow(path, p)
+        if is_scaled_array(form):
+            return ScaledArray(move(form.data), form.scale)
+        return move(form).astype(p.dtype)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params, specs, is_leaf=is_scaled_array)
+
+
+def reduced(grads: Any, specs: Any, wire: Wire, seed: jax.Array) -> Any:
+    """The mean of the devices' gradients, of each parameter the part that a device holds; of scaled ones plain FP32."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_scaled_array)]
+    numbers = {path: i for i, path in enumerate(paths)}
+
+    def of_leaf(path: Any, grad: Any, spec: PartitionSpec) -> Any:
+        def arrange(x: jax.Array) -> jax.Array:
+            return from_heads(x, is_block_kernel(path)) if is_of_heads(path) else x
+
+        with jax.named_scope("reduce"):
+            out = mean(
+                weights.wide(grad),
+                fsdp_axis(spec),
+                wire.reduction(path),
+                seed=seed,
+                leaf=numbers[path],
+                arrange=arrange,
+            )
+        return out if is_scaled_array(grad) else out.astype(grad.dtype)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, grads, specs, is_leaf=is_scaled_array)
+
+
+def mean_of_scalars(x: jax.Array) -> jax.Array:
+    """Of all devices that the batch is split over, in the order of the mesh."""
+    return jnp.mean(lax.all_gather(x, BATCH_AXES))
+
+
+def gradient_over(mesh: Mesh, wire: Wire) -> Gradient:
+    """`step.mean_gradient` over the devices of a mesh: for parameters split as `sharding` says.
+
+    With `fsdp` every micro-batch is reduced, so that only parts of gradients are kept; else their sum, once.
+    """
+    every = mesh.shape["fsdp"] > 1
+
+    def gradient(
+        value_and_grad: ValueAndGrad, params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array
+    ) -> tuple[jax.Array, Any, Any]:
+        specs = of_parameters(params, mesh)
+
+        def of_rows(params: Any, scaling: Any, tokens: Any, segments: Any, keys_B: Any) -> tuple[Any, Any, Any]:
+            loss, grads, seen = value_and_grad(gather(params, specs, wire.narrow), scaling, tokens, segments, keys_B)
+            return loss, reduced(grads, specs, wire, random_word(keys_B)) if every else grads, seen
+
+        def of_device(params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array) -> tuple[Any, Any, Any]:
+            loss, grads, seen = mean_gradient(of_rows, params, scaling, batch, keys_AxB)
+            if not every:
+                grads = reduced(grads, specs, wire, random_word(keys_AxB[0]))
+            return mean_of_scalars(loss), grads, jax.tree.map(lambda x: lax.pmax(x, Sizes._fields), seen)
+
+        return jax.shard_map(
+            of_device,
+            mesh=mesh,
+            in_specs=(partitions(params, mesh), EVERYWHERE, MICRO_BATCHES, MICRO_BATCHES),
+            out_specs=(EVERYWHERE, specs, EVERYWHERE),
+            check_vma=False,
+        )(params, scaling, batch, keys_AxB)
+
+    return gradient
+
+
+def random_word(keys_B: jax.Array) -> jax.Array:
+    """Of the first sequence: what the stochastic rounding of a device's gradients begins with."""
+    return jax.random.bits(keys_B[0], (), jnp.uint32)
+
+
+def loss_over(mesh: Mesh, wire: Wire, loss: LossOfState) -> LossOfState:
+    """The mean of `loss(state, tokens, segments)` over the devices of a mesh, each on its rows."""
+
+    def mean_loss(state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
+        specs = of_parameters(state.params, mesh)
+
+        def of_device(params: Any, scaling: Any, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
+            whole = dataclasses.replace(state, params=gather(params, specs, wire.narrow), scaling=scaling)
+            return mean_of_scalars(loss(whole, tokens, segments))
+
+        return jax.shard_map(
+            of_device,
+            mesh=mesh,
+            in_specs=(partitions(state.params, mesh), EVERYWHERE, ROWS, ROWS),
+            out_specs=EVERYWHERE,
+            check_vma=False,
+        )(state.params, state.scaling, tokens, segments)
+
+    return mean_loss
+
+
+def largest_over(mesh: Mesh) -> Largest:
+    """`reductions.largest_magnitudes` of arrays of a state that is split as `sharding` says: only maxima are moved."""
+    if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
+        return largest_of_arrays
+    sizes = dict(mesh.shape)
+
+    def largest(groups: Sequence[Sequence[jax.Array]], paths: Sequence[tuple]) -> jax.Array:
+        specs = [[partition(path, x.shape, sizes) for x in group] for group, path in zip(groups, paths, strict=True)]
+
+        def of_device(groups: Sequence[Sequence[jax.Array]]) -> jax.Array:
+            return lax.pmax(largest_magnitudes(groups), ("fsdp", "tensor"))
+
+        return jax.shard_map(of_device, mesh=mesh, in_specs=(specs,), out_specs=EVERYWHERE, check_vma=False)(groups)
+
+    return largest
+
+
+def squares_over(mesh: Mesh) -> Callable[[Any], jax.Array]:
+    """`step.squares_of_arrays` of a tree that is split as `sharding` says, parts added in the order of the mesh."""
+    if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
+        return squares_of_arrays
+
+    def squares(tree: Any) -> jax.Array:
+        specs = of_parameters(tree, mesh)
+
+        def of_device(tree: Any) -> jax.Array:
+            sums, groups = squares_of_arrays(tree), dict[tuple[str, ...], list[int]]()
+            for i, spec in enumerate(jax.tree.leaves(specs)):
+                groups.setdefault(mesh_axes(spec), []).append(i)
+            parts = [
+                jnp.sum(lax.all_gather(sums[np.array(group)], axes), axis=0) if axes else sums[np.array(group)]
+                for axes, group in groups.items()
+            ]
+            return jnp.concatenate(parts)[np.argsort([i for group in groups.values() for i in group])]
+
+        return jax.shard_map(of_device, mesh=mesh, in_specs=(specs,), out_specs=EVERYWHERE, check_vma=False)(tree)
+
+    return squares

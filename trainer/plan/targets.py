@@ -1,0 +1,164 @@
+"""GPUs that programs can be compiled for without having one: what XLA's compiler asks about them, and their speeds.
+
+Figures are the vendor's published ones, which are decimal (80 GB = 80e9 bytes), a little less than a device reports.
+The CUDA C++ Programming Guide's tables of compute capabilities give limits of threads, registers and shared memory.
+"""
+
+from dataclasses import dataclass
+
+from trainer.config.fields import nearest
+from trainer.errors import UserError
+
+GPUS_PER_HOST = 8  # of an HGX or DGX system
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of GPU, in a system of eight.
+
+    Attributes:
+      device: as `jax.Device.device_kind` has it; `trainer.observe.peaks.peak_flops` knows its peak rates by it.
+      capability: CUDA compute capability.
+      cores: streaming multiprocessors.
+      lanes: FP32 units of each.
+      clock_ghz: at most.
+      memory: bytes.
+      bandwidth: of the memory, bytes per second.
+      l2: bytes.
+      shared: of each multiprocessor, bytes; a block may have 1 KiB less.
+      links: NVLinks.
+      link_bandwidth: of all of them together, bytes per second in each direction.
+      network: between hosts, bytes per second of each GPU in each direction.
+    """
+
+    device: str
+    capability: tuple[int, int]
+    cores: int
+    lanes: int
+    clock_ghz: float
+    memory: int
+    bandwidth: float
+    l2: int
+    shared: int
+    links: int
+    link_bandwidth: float
+    network: float
+
+    @property
+    def text_proto(self) -> str:
+        """The GpuTargetConfig that XLA's compiler takes instead of a device."""
+        major, minor = self.capability
+        # The instructions of one generation alone, such as Hopper's wgmma.
+        extension = "ACCELERATED_FEATURES" if self.capability >= (9, 0) else "NONE"
+        return f"""
+gpu_device_info {{
+  name: "{self.device}"
+  device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
+  core_count: {self.cores}
+  fpus_per_core: {self.lanes}
+  clock_rate_ghz: {self.clock_ghz}
+  memory_bandwidth: {self.bandwidth:.0f}
+  device_memory_size: {self.memory}
+  l2_cache_size: {self.l2}
+  shared_memory_per_core: {self.shared}
+  shared_memory_per_block: {48 * 1024}
+  shared_memory_per_block_optin: {self.shared - 1024}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  device_address_bits: 64
+  pcie_bandwidth: 64000000000
+  ecc_enabled: true
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+  device_interconnect_info {{ active_links: {self.links} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{self.device}"
+"""
+
+
+CUDNN_VERSION = 91000  # the one of `Target.text_proto`
+
+KIB, MIB = 2**10, 2**20
+TARGETS = {
+    # NVIDIA A100 data sheet (80GB SXM) and A100 Tensor Core GPU Architecture (white paper); DGX A100 data sheet.
+    "a100": Target(
+        "NVIDIA A100-SXM4-80GB",
+        (8, 0),
+        cores=108,
+        lanes=64,
+        clock_ghz=1.41,
+        memory=80 * 10**9,
+        bandwidth=2.039e12,
+        l2=40 * MIB,
+        shared=164 * KIB,
+        links=12,
+        link_bandwidth=300e9,
+        network=25e9,
+    ),
+    # NVIDIA H100 data sheet (SXM) and H100 Tensor Core GPU Architecture (white paper); DGX H100 data sheet.
+    "h100": Target(
+        "NVIDIA H100 80GB HBM3",
+        (9, 0),
+        cores=132,
+        lanes=128,
+        clock_ghz=1.98,
+        memory=80 * 10**9,
+        bandwidth=3.35e12,
+        l2=50 * MIB,
+        shared=228 * KIB,
+        links=18,
+        link_bandwidth=450e9,
+        network=50e9,
+    ),
+    # NVIDIA H200 data sheet (SXM); the processor is the H100's. DGX H200 data sheet.
+    "h200": Target(
+        "NVIDIA H200",
+        (9, 0),
+        cores=132,
+        lanes=128,
+        clock_ghz=1.98,
+        memory=141 * 10**9,
+        bandwidth=4.8e12,
+        l2=50 * MIB,
+        shared=228 * KIB,
+        links=18,
+        link_bandwidth=450e9,
+        network=50e9,
+    ),
+    # NVIDIA Blackwell Architecture Technical Brief and DGX B200 data sheet: 1,440 GB and 64 TB/s over eight.
+    "b200": Target(
+        "NVIDIA B200",
+        (10, 0),
+        cores=148,
+        lanes=128,
+        clock_ghz=1.965,
+        memory=180 * 10**9,
+        bandwidth=8e12,
+        l2=126 * MIB,
+        shared=228 * KIB,
+        links=18,
+        link_bandwidth=900e9,
+        network=50e9,
+    ),
+}
+
+
+def get_target(name: str) -> Target:
+    """A target by name. UserError lists the valid ones."""
+    if name not in TARGETS:
+        raise UserError(f"target={name} is not known; {nearest(name, list(TARGETS))}")
+    return TARGETS[name]

@@ -1,0 +1,176 @@
+"""What a run directory holds of a run, as its report and comparisons want it."""
+
+import functools
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import yaml
+
+from trainer.errors import UserError
+from trainer.observe.display import short
+from trainer.observe.records import read_rows
+from trainer.observe.tracking import without_layers
+from trainer.report.charts import COLOURS, Line, Mark, smoothed
+from trainer.run.rundir import flatten
+
+# What an event is about, by a word in it; the first that is found.
+KINDS = {
+    "stopped": "#b00020",
+    "left out": "#b00020",
+    "skipped": "#d55e00",
+    "spike": "#e69f00",
+    "stalled": "#7b3f99",
+    "no progress": "#7b3f99",
+    "not stopped within": "#7b3f99",
+    "new scales": "#7f9fbf",
+}
+OTHER = "#999999"
+AS_TRAINED = "as trained"  # in an evaluation, the precision of the run itself
+
+
+class Evaluation(NamedTuple):
+    """What evaluation.json holds.
+
+    Attributes:
+      step: whose weights they were.
+      tokens: of the text that they were evaluated on.
+      losses: nats per token by precision, AS_TRAINED among them; NaN where it was not finite.
+    """
+
+    step: int
+    tokens: int
+    losses: dict[str, float]
+
+
+def read_evaluation(run_dir: Path) -> Evaluation | None:
+    """None: there is none. Raises UserError for one that is damaged."""
+    text = read_text(run_dir / "evaluation.json")
+    if not text:
+        return None
+    try:
+        document = json.loads(text)
+        losses = {r["precision"]: math.nan if r["loss"] is None else float(r["loss"]) for r in document["results"]}
+        found = Evaluation(int(document["step"]), int(document["tokens"]), losses)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        found = None
+    if found is None or AS_TRAINED not in found.losses:
+        raise UserError(f"{run_dir}/evaluation.json is damaged; remove it, or let scripts.evaluate write it again")
+    return found
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run directory holds of a run.
+
+    Attributes:
+      rows: of steps, each step once, in order; of numerics only the extremes over the layers.
+      events: (step, text).
+      config: the text of config.yaml.
+      looks: (step, figures of every layer, `numerics/CLASS/LAYER/FIGURE`), as often as they were taken.
+      evaluation: its weights in other precisions, if that was asked of `scripts.evaluate`.
+      facts: what environment.txt says of the last time it was started.
+    """
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+    events: Sequence[tuple[int, str]]
+    config: str
+    looks: Sequence[tuple[int, Mapping[str, float]]] = ()
+    evaluation: Evaluation | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, run_dir: Path, name: str = "") -> Self:
+        """By default it is called what the run was, or its directory is. Raises UserError where there is no log."""
+        rows = read_rows(run_dir / "metrics.jsonl")
+        if all("event" in row for row in rows):
+            raise UserError(
+                f"{run_dir} has no metrics.jsonl with rows; give the run_dir of a run with tracker=jsonl or wandb"
+            )
+        config, environment = run_dir / "config.yaml", read_text(run_dir / "environment.txt")
+        looks = [(row["step"], {k: float(v) for k, v in row.items() if k.startswith("numerics/")}) for row in rows]
+        last = environment.strip().split("\n\n")[-1].splitlines()  # a resumed run adds a part
+        found = cls(
+            name,
+            [without_layers(row) for row in rows if "event" not in row],
+            [(row["step"], row["event"]) for row in rows if "event" in row],
+            read_text(config),
+            [(step, figures) for step, figures in looks if figures],
+            read_evaluation(run_dir),
+            {key: value for key, _, value in (line.partition(": ") for line in last)},
+        )
+        return replace(found, name=name or found.settings.get("tracker.name") or run_dir.resolve().name)
+
+    def line(self, key: str, name: str = "", colour: str = COLOURS[0], **look: bool) -> Line:
+        """The values of a key, of the rows that have it."""
+        found = [(row["step"], float(row[key])) for row in self.rows if key in row]
+        return Line(name, [x for x, _ in found], [y for _, y in found], colour, **look)
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """Dotted keys of the configuration and their values; none where it cannot be read."""
+        try:
+            tree = yaml.safe_load(self.config)
+        except yaml.YAMLError:
+            return {}
+        return dict(flatten(tree)) if isinstance(tree, dict) else {}
+
+    def number(self, fact: str) -> int:
+        """A fact that is a whole number; 0: not known."""
+        text = self.facts.get(fact, "").replace(",", "")
+        return int(text) if text.isdecimal() else 0
+
+    @property
+    def wide_layers(self) -> list[str]:
+        """Patterns of the linear layers that are not cast to a narrow format, where others are; `*`: not known."""
+        return self.facts.get("wide layers", "*").split()
+
+    @property
+    def epochs(self) -> float:
+        """How often the training text was read; 0: not known."""
+        tokens = self.number("training tokens")
+        return float(self.rows[-1]["tokens"]) / tokens if tokens else 0.0
+
+    def last(self, key: str) -> str:
+        """The last value, to four digits; `-`: none."""
+        ys = self.line(key).ys
+        return f"{ys[-1]:.4g}" if ys else "-"
+
+    def best(self, key: str) -> str:
+        """The lowest value, to four digits; `-`: none."""
+        return f"{min(ys):.4g}" if (ys := finite(self.line(key))[1]) else "-"
+
+    def median(self, key: str) -> str:
+        """To three digits and a unit; `-`: none."""
+        return short(statistics.median(ys)) if (ys := finite(self.line(key))[1]) else "-"
+
+    def smooth(self, key: str, name: str, colour: str = COLOURS[0]) -> list[Line]:
+        """The values of a key, faint, and their median over a fiftieth of the run."""
+        raw = self.line(key, name, colour, faint=True)
+        return [raw, Line(name, raw.xs, smoothed(raw.ys, max(1, len(raw.ys) // 50)), colour)]
+
+    @property
+    def marks(self) -> list[Mark]:
+        """The events as lines in a chart."""
+        return [Mark(step, f"step {step}: {text}", colour_of(text)) for step, text in self.events]
+
+
+def colour_of(event: str) -> str:
+    """By what it is about."""
+    return next((colour for word, colour in KINDS.items() if word in event), OTHER)
+
+
+def finite(line: Line) -> tuple[list[float], list[float]]:
+    """The points whose value is finite."""
+    pairs = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if math.isfinite(y)]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def read_text(path: Path) -> str:
+    """Empty where there is no file."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

@@ -1,0 +1,161 @@
+"""What a run says of itself at its start and at its end."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from trainer.compiled.hlo import Program
+from trainer.models.flops import flop_share, flops_per_token
+from trainer.observe.metrics import GIB
+from trainer.precision.policy import Policy, without_effect
+from trainer.run.loop import Run
+from trainer.text import interpreter
+from trainer.workload import Workload
+
+MIB = 2**20
+
+
+def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accum: int, step: Any = None) -> list[str]:
+    """What is about to be trained, a line each; with the memory that a compiled step needs.
+
+    Args:
+      w: the objects.
+      model, precision: names of the presets.
+      batch_tokens: tokens a step, in `accum` micro-batches.
+      step: the compiled step.
+    """
+    spec, flops = w.model.spec, flops_per_token(w.model.spec)
+    lines = [
+        f"model {model}: {w.parameters:,} parameters, {spec.n_layer} layers, width {spec.d_model}, "
+        f"context {spec.context}, vocabulary {spec.vocab_size:,}",
+        f"data {w.data.directory}: {w.data.manifest.tokens('train'):,} training and "
+        f"{w.data.manifest.tokens('val'):,} validation tokens",
+        f"batch {batch_tokens // spec.context} x {spec.context} = {batch_tokens:,} tokens; micro-batches: {accum}",
+        describe_devices(w),
+        f"precision {precision}: {describe_precision(w)}",
+        f"{flops * batch_tokens:.3e} FLOPs a step",
+    ]
+    memory = step.memory_analysis() if step is not None else None
+    if memory is not None:
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        lines.append(
+            f"memory per device {(held + memory.temp_size_in_bytes) / GIB:.2f} GiB: state and batch {held / GIB:.2f}, "
+            f"activations and workspace {memory.temp_size_in_bytes / GIB:.2f}"
+        )
+    return lines if step is None else [*lines, *describe_wire(w, step)]
+
+
+def facts_of(w: Workload) -> dict[str, str]:
+    """What neither the configuration nor the machine says of what is trained."""
+    manifest, narrow = w.data.manifest, w.model.policy.forward is not None
+    emulated = "; CPUs emulate FP8: its numbers, not its speed" * (narrow and w.mesh.devices.flat[0].platform == "cpu")
+    return {
+        "parameters": f"{w.parameters:,}",
+        "vocabulary": f"{w.model.spec.vocab_size:,}",
+        "arithmetic": describe_precision(w) + emulated,
+        "wide layers": (" ".join(w.model.skipped) or "none") if narrow else "all",
+        "text": text_of(manifest.source),
+        "tokenizer": w.data.tokenizer.name,
+        "training tokens": f"{manifest.tokens('train'):,}",
+        "validation tokens": f"{manifest.tokens('val'):,}",
+    }
+
+
+def text_of(source: Mapping[str, Any]) -> str:
+    """What a manifest's source names, for a reader."""
+    if source["kind"] == "embedded":
+        return "the King James Bible"
+    return source.get("name") or ", ".join(source.get("paths", ())) or source["kind"]
+
+
+def describe_devices(w: Workload) -> str:
+    """Devices, processes and mesh."""
+    devices, processes = w.mesh.size, len({device.process_index for device in w.mesh.devices.flat})
+    line = f"devices: {devices} x {w.mesh.devices.flat[0].device_kind} in {processes} process{'es' * (processes > 1)}"
+    if devices == 1:
+        return line
+    mesh = " x ".join(f"{axis} {size}" for axis, size in w.mesh.shape.items())
+    order = ", summed in fixed order" * w.reduce.deterministic
+    return f"{line}; mesh {mesh}; gradients reduced in {w.reduce.format}{order}"
+
+
+def describe_wire(w: Workload, step: jax.stages.Compiled) -> list[str]:
+    """What the devices of a compiled step send each other, by type (`u8` is FP8, `u16` FP16 or BF16)."""
+    text = step.as_text() if w.mesh.size > 1 else None
+    if text is None:
+        return []
+    sent: dict[str, float] = {}
+    for collective in Program(text).collectives:
+        key = f"{collective.op} {collective.dtype}"
+        sent[key] = sent.get(key, 0.0) + collective.sent(w.mesh.size)
+    listed = ", ".join(f"{key} {size / MIB:.3f}" for key, size in sorted(sent.items(), key=lambda item: -item[1]))
+    return [f"every device sends {sum(sent.values()) / MIB:.3f} MiB a step (on a ring): {listed}"]
+
+
+def describe_precision(w: Workload) -> str:
+    """What is computed and stored in what, and which matmuls are narrow."""
+    policy, skipped = w.model.policy, w.model.skipped
+    wide = policy.compute if policy.scaled else policy.weight_grad
+    gradients = policy.weight_gradients if w.model.narrow else wide
+    every = len(w.model.narrow) + len(skipped)
+    matmuls = f"matmuls in {policy.compute}"
+    if policy.forward is not None:
+        simulated = " (simulated)" if policy.simulate else ""
+        narrow, share = len(w.model.narrow), flop_share(w.model.spec, w.model.narrow)
+        matmuls = f"{narrow} of {every} linear layers in {policy.forward}/{policy.backward}{simulated}, "
+        matmuls += f"{share:.0%} of the FLOPs; the rest, attention and head in {policy.compute}"
+        for why in dict.fromkeys(skipped.values()):
+            paths = [path for path, reason in skipped.items() if reason == why]
+            shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+            shown = "all" if len(paths) == every else shown
+            matmuls += f" ({shown}: {why})"
+    return (
+        f"{matmuls}; weights {policy.weights}, weight gradients {gradients}, "
+        f"moments {policy.mu}/{policy.nu}, scaling: {policy.scaling}"
+    )
+
+
+def describe_idle(policy: Policy, overrides: Sequence[str]) -> list[str]:
+    """A line for each override of the command line that changes nothing in this precision."""
+    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    found = {f"precision.{name}": why for name, why in without_effect(policy).items()}
+    return [f"{key} has no effect here: {why}" for key, why in found.items() if key in given]
+
+
+def schedule_change(step: int, before: np.ndarray, now: np.ndarray) -> list[str]:
+    """A line where the last of `step` steps would have had another learning rate under the schedule of the rest.
+
+    Args:
+      step: steps taken, at least 1.
+      before: learning rates of the run up to here, by step.
+      now: of the run from here on.
+    """
+    if before[step - 1] == now[step - 1] or step == len(now):
+        return []
+    return [
+        f"the schedule is another one now (train.steps={len(now)}, was {len(before)}): the learning rate goes from "
+        f"{before[step - 1]:.2e} in step {step} to {now[step]:.2e} in step {step + 1}"
+    ]
+
+
+def farewell(run: Run, code: int) -> None:
+    """Where everything is, and what to do next: the run's directory knows all its settings."""
+    say, where, python = run.display.message, shlex.quote(str(run.run_dir)), interpreter()
+    again = f"{python} -m trainer resume={where}"
+    if code:
+        saved = max(run.checkpointer.steps(), default=0)
+        how = (
+            f"{again}   (or the same command with run_dir={where})"
+            if saved
+            else f"the same command with run_dir={where}"
+        )
+        say(f"stopped after step {run.step} of {run.steps}; to go on from {saved}: {how}")
+        return
+    names = ("report.html", "metrics.jsonl", "samples.txt", "numerics", "checkpoints", "config.yaml")
+    found = ", ".join(name for name in names if (run.run_dir / name).exists())
+    say(f"done: {run.step} steps. Everything is in {where}: {found}")
+    say(f"sample more:  {python} -m scripts.generate run_dir={where} prompt='And God said'")
+    say(f"train longer: {again} train.steps={2 * run.steps}")

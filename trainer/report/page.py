@@ -1,0 +1,249 @@
+"""report.html: one file, readable without network, that tells who never saw the project whether a run was good.
+
+Three questions come first, each answered in a sentence with its figures: is it learning, is it healthy, is it fast?
+"""
+
+import base64
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from trainer.observe.display import short
+from trainer.observe.records import read_samples
+from trainer.report.charts import COLOURS, Line, chart, colour_number
+from trainer.report.history import History, colour_of, finite, read_text
+from trainer.report.verdicts import LOST, NARROW, SATURATED, WORDS, Loss, fast, healthy, learning, losses
+from trainer.run.rundir import write_atomically
+
+# What a page about one run cannot say.
+BEYOND = (
+    "Whether another setting does better, only another run shows: <code>python -m scripts.compare</code> puts runs "
+    "side by side. What its precision costs where the weights are used: <code>python -m scripts.evaluate</code>."
+)
+STYLE = """
+body{font:15px/1.45 system-ui,sans-serif;color:#1b1f24;background:#fff;margin:0 auto;max-width:1200px;padding:20px}
+h1{font-size:22px;margin:0} h2{font-size:17px;margin:26px 0 6px} p{margin:4px 0} small,.sub{color:#5b6570}
+.cards,.charts{display:grid;gap:14px}
+.cards{grid-template-columns:repeat(auto-fit,minmax(300px,1fr));margin:16px 0}
+.charts{grid-template-columns:repeat(auto-fit,minmax(480px,1fr))}
+.card{border:1px solid #d8dee4;border-left:7px solid;border-radius:6px;padding:10px 14px}
+.card b{display:block;font-size:16px} .card i{font-style:normal;float:right;font-weight:600}
+.good{border-left-color:#2e7d32} .good i{color:#2e7d32}
+.fair{border-left-color:#e69f00} .fair i{color:#8a6000}
+.card ul{margin:6px 0 0;padding-left:18px}
+.unrated{border-left-color:#8c959f} .unrated i{color:#5b6570}
+.bad{border-left-color:#b00020} .bad i{color:#b00020}
+figure{margin:0;border:1px solid #e4e8ec;border-radius:6px;padding:8px 10px}
+figcaption span{white-space:nowrap}
+figcaption i{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 4px 0 10px}
+svg{width:100%;display:block} svg text{font-size:11px;fill:#5b6570}
+svg path{fill:none;stroke-width:1.6;stroke-linejoin:round} svg .faint{opacity:.28;stroke-width:1}
+svg .grid{stroke:#eceff2} svg .frame{stroke:#8c959f;stroke-width:1} svg .mark{stroke-width:1.2;stroke-dasharray:4 3}
+table{border-collapse:collapse;width:100%}
+td,th{text-align:left;padding:3px 10px 3px 0;vertical-align:top;border-bottom:1px solid #eceff2}
+td:first-child{white-space:nowrap}
+td i{display:inline-block;width:10px;height:10px;border-radius:5px;margin-right:7px}
+pre{background:#f6f8fa;padding:10px;overflow:auto;white-space:pre-wrap} img{max-width:100%}
+"""
+
+
+def ending(h: History) -> str:
+    """`N of M steps: how it ended`. A run that was killed has no last word: it may be at work as well."""
+    last, steps = h.rows[-1]["step"], h.settings.get("train.steps")
+    words = [text for step, text in h.events if step >= last]
+    if any(text.startswith("stopped: ") for text in words):
+        how = "ended by the watchdog"
+    elif any("; ended; checkpoints" in text for text in words):
+        how = "ended because it hung"
+    elif steps is None:
+        how = "not known whether finished"
+    else:
+        how = "finished" if last >= steps else "not finished: stopped, or still at work"
+    tokens = f"; {short(h.rows[-1]['tokens'])} tokens"
+    return (f"{last:,} of {steps:,} steps: {how}" if steps is not None else f"{last:,} steps: {how}") + tokens
+
+
+def subject(h: History) -> str:
+    """What was trained on what text and devices, with which seed; as far as it is known."""
+    settings, facts = h.settings, h.facts
+    size = f", {facts['parameters']} parameters" if "parameters" in facts else ""
+    text = ""
+    if "text" in facts:
+        read = f"{h.number('training tokens'):,} training tokens, read {h.epochs:.1f} times"
+        ids = f"tokenizer {facts.get('tokenizer', '-')}, {h.number('vocabulary'):,} ids"
+        text = f"{facts['text']} ({read}; {h.number('validation tokens'):,} for validation; {ids})"
+    found = [
+        f"model {settings['model.name']}{size}" if "model.name" in settings else "",
+        text,
+        ", ".join(facts[key] for key in ("devices", "host") if key in facts),
+        f"seed {settings['seed']}" if "seed" in settings else "",
+    ]
+    return "; ".join(filter(None, found))
+
+
+def arithmetic(h: History) -> str:
+    """The precision, and what that means."""
+    name, meaning = h.settings.get("precision.name"), h.facts.get("arithmetic")
+    return f"precision {name}" + (f": {meaning}" if meaning else "") if name else ""
+
+
+def charts(h: History) -> list[str]:
+    """Loss, learning rate, gradient norm, throughput, memory, scales and losses of precision."""
+    span = (min(0, h.rows[0]["step"]), h.rows[-1]["step"])
+    validation = h.line("val/loss", "validation", COLOURS[1], dots=True)
+    memory = [
+        h.line("memory/device_peak_gib", "device"),
+        h.line("memory/host_peak_gib", "host", COLOURS[1]),
+    ]
+    names = {kind: kind.replace("_", " ") for kind in NARROW}
+    clip, norms = h.settings.get("optimizer.clip_norm"), finite(h.line("grad_norm"))[1]
+    share = sum(y > clip for y in norms) / len(norms) if clip and norms else 0.0
+    clipped = f", which {share:.1%} of the steps had" if share else ""
+    limit = [Line("limit", span, (clip, clip), COLOURS[6])] if clip and norms and max(norms) > clip else []
+
+    def extremes(figure: str, *ends: str, times: float = 1.0) -> list[Line]:
+        """Of every class of tensors, over its layers."""
+        found = [
+            (h.line(f"numerics/{kind}/{figure}_{end}"), name, COLOURS[i])
+            for i, (kind, name) in enumerate(names.items())
+            for end in ends
+        ]
+        return [
+            Line(name, line.xs, [times * y for y in line.ys], colour, dots=True)
+            for line, name, colour in found
+            if line.ys
+        ]
+
+    def lost() -> list[Line]:
+        """What underflow takes from each class of tensors at most, in percent of the RMS of its worst one."""
+        looks = [(step, losses(figures, h.settings, h.wide_layers, "underflow")) for step, figures in h.looks]
+        steps = [step for step, _ in looks]
+        nothing = Loss(0.0, 0.0, "")
+        return [
+            Line(name, steps, [100 * found.get(kind, nothing).size for _, found in looks], COLOURS[i], dots=True)
+            for i, (kind, name) in enumerate(names.items())
+            if any(kind in found for _, found in looks)
+        ]
+
+    taken = lost()
+
+    def limited(lines: list[Line], limit: float) -> list[Line]:
+        return [*lines, Line("limit", span, (100 * limit,) * 2, COLOURS[6])] if lines else []
+
+    def drawn(title: str, lines: Sequence[Line], unit: str, *, from_zero: bool = False) -> str:
+        return chart(title, lines, unit=unit, marks=h.marks, from_zero=from_zero, x_range=span)
+
+    return [
+        drawn("Loss", [*h.smooth("train/loss", "training"), validation], "nats per token, lower is better"),
+        drawn("Learning rate", [h.line("lr")], "", from_zero=True),
+        drawn("Gradient norm", [*h.smooth("grad_norm", "norm"), *limit], f"before clipping{clipped}", from_zero=True),
+        drawn("Throughput", h.smooth("perf/tokens_per_s", ""), "tokens per second", from_zero=True),
+        drawn("Memory", memory, "GiB, peak so far", from_zero=True),
+        drawn(
+            "Underflow",
+            limited(taken, LOST[0]) or extremes("underflow", "max", times=100),
+            "at most so many % of a tensor's RMS, worst layer"
+            if taken
+            else "at most so many % of the values, worst layer",
+            from_zero=True,
+        ),
+        drawn(
+            "Saturation",
+            limited(extremes("saturated", "max", times=100), SATURATED[0]),
+            "% of the values cut off, worst layer",
+            from_zero=True,
+        ),
+        drawn("Scales", extremes("exponent", "max", "min"), "powers of two, the largest and smallest of the layers"),
+    ]
+
+
+def render(h: History, *, pictures: Mapping[str, bytes], sample: str, environment: str) -> str:
+    """The page. `pictures`: PNGs by title."""
+    answers = [learning(h), healthy(h), fast(h)]
+    cards = "".join(
+        f'<div class="card {a.grade}"><i>{WORDS[a.grade]}</i><b>{a.question}</b>{lines(a.text)}</div>' for a in answers
+    )
+    sections = [
+        f"<h1>{html.escape(h.name)}</h1>",
+        *(f"<p class=sub>{html.escape(line)}</p>" for line in (ending(h), subject(h), arithmetic(h)) if line),
+        f'<div class="cards">{cards}</div>',
+        f"<p class=sub>{BEYOND}</p>",
+        f'<div class="charts">{"".join(charts(h))}</div>',
+        f"<h2>Events{' <small>dashed lines in the charts</small>' * bool(h.events)}</h2>{event_table(h.events)}",
+    ]
+    if sample:
+        prompt = f" <small>continues: {html.escape(str(h.settings.get('sample.prompt', '')))}</small>"
+        sections.append(f"<h2>Its last sample{prompt}</h2><pre>{html.escape(sample)}</pre>")
+    for title, png in pictures.items():
+        data = base64.b64encode(png).decode()
+        image = f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'
+        sections.append(f"<details><summary>Numerics of every layer: {html.escape(title)}</summary>{image}</details>")
+    for title, text in (("Configuration", h.config), ("What it ran on", environment)):
+        sections.append(f"<details><summary>{title}</summary><pre>{html.escape(text)}</pre></details>")
+    return page(h.name, sections)
+
+
+def comparison(histories: Sequence[History], table: Sequence[Sequence[str]], pictures: Sequence[str]) -> str:
+    """A page with pictures, the curves of several runs over each other, and a table whose head comes first."""
+
+    def over(key: str, *, smooth: bool) -> list[Line]:
+        pairs = [(h, colour_number(i)) for i, h in enumerate(histories)]
+        if smooth:
+            return [h.smooth(key, h.name, colour)[1] for h, colour in pairs]
+        return [h.line(key, h.name, colour, dots=key.startswith("val/")) for h, colour in pairs]
+
+    drawn = [
+        *pictures,
+        chart("Training loss", over("train/loss", smooth=True), unit="nats per token, lower is better"),
+        chart("Validation loss", over("val/loss", smooth=False), unit="nats per token, lower is better"),
+        chart("Gradient norm", over("grad_norm", smooth=True), unit="before clipping", from_zero=True),
+        chart("Throughput", over("perf/tokens_per_s", smooth=True), unit="tokens per second", from_zero=True),
+        chart("Learning rate", over("lr", smooth=False), from_zero=True),
+        chart("Memory", over("memory/host_peak_gib", smooth=False), unit="GiB of the host", from_zero=True),
+    ]
+    head, *rows = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) for tag, row in tagged(table))
+    title = f"{len(histories)} runs"
+    body = [f"<h1>{title}</h1>", f'<div class="charts">{"".join(drawn)}</div>', "<h2>Figures and differences</h2>"]
+    return page(title, [*body, f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"])
+
+
+def tagged(table: Sequence[Sequence[str]]) -> Iterator[tuple[str, Sequence[str]]]:
+    """The rows of a table with the tags of their cells."""
+    return ((("th", row) if i == 0 else ("td", row)) for i, row in enumerate(table))
+
+
+def lines(text: str) -> str:
+    """The first line as it is, the others as a list."""
+    first, *rest = map(html.escape, text.splitlines())
+    return first + (f"<ul>{''.join(f'<li>{line}</li>' for line in rest)}</ul>" if rest else "")
+
+
+def page(title: str, sections: Sequence[str]) -> str:
+    """A whole document."""
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
+
+
+def event_table(events: Sequence[tuple[int, str]], most: int = 200) -> str:
+    """The newest last."""
+    if not events:
+        return "<p>None: nothing was skipped, rolled back or stalled, and no weight needed a new scale.</p>"
+    rows = "".join(
+        f'<tr><td><i style="background:{colour_of(text)}"></i>{step:,}</td><td>{html.escape(text)}</td></tr>'
+        for step, text in events[-most:]
+    )
+    left_out = f"<p>{len(events) - most} earlier ones are in metrics.jsonl.</p>" if len(events) > most else ""
+    return f"{left_out}<table><tr><th>step</th><th>what</th></tr>{rows}</table>"
+
+
+def write_report(run_dir: Path) -> Path:
+    """`report.html` of a run directory. Raises UserError where there is no log, or no room."""
+    samples = read_samples(run_dir / "samples.txt")
+    text = render(
+        History.read(run_dir),
+        pictures={p.stem.replace("_", " "): p.read_bytes() for p in sorted((run_dir / "numerics").glob("*.png"))},
+        sample=samples[-1].text if samples else "",
+        environment=read_text(run_dir / "environment.txt"),
+    )
+    write_atomically(run_dir / "report.html", text)
+    return run_dir / "report.html"

@@ -1,0 +1,385 @@
+"""The loop around the step: batches in, rows out, checkpoints, validation, samples, stop requests.
+
+The metrics of step n are read after step n+1 was dispatched, so that the device never waits for the host. Step n in a
+row, a checkpoint or a message means: after n steps.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+
+from trainer.data import Batch
+from trainer.errors import Diverged
+from trainer.observe.display import Display
+from trainer.observe.metrics import Throughput, memory
+from trainer.observe.records import decode_row, encode_row, read_rows
+from trainer.observe.tracking import Tracker
+from trainer.run.checkpoint import Checkpointer
+from trainer.run.guard import Guard, Patience
+from trainer.run.watchdog import Watchdog
+from trainer.step.evaluate import Evaluation
+from trainer.step.state import TrainState, to_stored
+from trainer.step.step import Hyper, Metrics, StepFn, Tokens
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often, in steps; 0: only at the end, but `rescale` and `numerics`: never."""
+
+    log: int
+    evaluate: int
+    checkpoint: int
+    sample: int
+    rescale: int
+    numerics: int
+
+
+@dataclass
+class Run:
+    """All that a training run consists of, built once by `build`.
+
+    Attributes:
+      step: steps taken so far; the data position.
+      batches: yields (step, host batch) from a step on.
+      place: host batch to sharded global arrays.
+      agree: the largest number that any process gives; all of them must ask equally often.
+      evaluate: state, whether it is the final time, and a function that says whether to break off, to what validation
+        finds; None: broken off.
+      numerics: state, batch and the number of the step that took it, to figures of every layer.
+      rescale: None while every weight's data is near RMS 1; else the state with new scales, the step compiled for
+        them, and what was done, in words.
+      restore: the state in use and steps, to the state of the first of their checkpoints that is whole, that step, and
+        the step compiled for it, None: the one in use. The state in use is deleted.
+      sample: parameters to a text.
+      diagnose: state and batch of a non-finite step, to a description of the first bad tensor.
+      unfinished: the row of step `step` as a line, when a signal broke off what was to be found out after that step.
+      recorded: the last step whose row is out.
+    """
+
+    state: TrainState
+    step: int
+    steps: int
+    seed: np.uint32
+    batch_tokens: int
+    learning_rates: np.ndarray
+    train_step: StepFn
+    batches: Callable[[int], Iterator[tuple[int, Batch]]]
+    place: Callable[[Batch], Tokens]
+    agree: Callable[[int], int]
+    evaluate: Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]
+    numerics: Callable[[TrainState, Tokens, int], dict[str, float]]
+    rescale: Callable[[TrainState], tuple[TrainState, StepFn, str] | None]
+    restore: Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]
+    sample: Callable[[Any], str]
+    diagnose: Callable[[TrainState, Tokens, int], str]
+    checkpointer: Checkpointer
+    meta: dict[str, Any]
+    tracker: Tracker
+    display: Display
+    watchdog: Watchdog
+    throughput: Throughput
+    cadence: Cadence
+    run_dir: Path
+    profile: tuple[int, int] | None
+    patience: Patience
+    unfinished: str | None
+    recorded: int
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A dispatched step whose metrics were not read yet. `step` counts it."""
+
+    step: int
+    metrics: Metrics
+    batch: Batch
+
+
+class Stop:
+    """Whether to stop, the same answer in all processes: a signal to one of them stops them all.
+
+    Attributes:
+      signal: its number; 0: none yet.
+    """
+
+    def __init__(self, run: Run, guard: Guard) -> None:
+        self.signal = 0
+        self.guard = guard
+        self._run = run
+
+    def __call__(self, doing: str) -> bool:
+        """Ask, before `doing` something."""
+        self.guard.beat(doing)
+        self.signal = self.signal or self._run.agree(self.guard.signal)
+        return self.signal > 0
+
+
+class Found(NamedTuple):
+    """What was found out between two steps.
+
+    Attributes:
+      figures: of every layer.
+      evaluation: of the validation part; None: not looked at.
+      sample: a text; None: none was due.
+    """
+
+    figures: dict[str, float]
+    evaluation: Evaluation | None
+    sample: str | None
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens every `every` steps (0: never) happens after `step` steps."""
+    return every > 0 and step % every == 0
+
+
+def train(run: Run) -> int:
+    """Train to the end or to a stop request. Exit code 0, 130 (Ctrl-C) or 143 (SIGTERM), each after a checkpoint."""
+
+    def report(text: str) -> None:
+        tell(run, run.recorded, text, alert="stall")
+
+    with Guard(run.patience, run.run_dir, report) as guard, Profiler(run) as profiler:
+        stop = Stop(run, guard)
+        if run.unfinished is not None:
+            finish_step(run, run.unfinished, stop)
+        pending: Pending | None = None
+        batches = run.batches(run.step)
+        waited = time.perf_counter()
+        guard.beat(f"waiting for the batch of step {run.step + 1}")
+        for step, batch in batches if not stop.signal else ():
+            run.throughput.waited(time.perf_counter() - waited)
+            guard.beat(f"in step {step + 1}")
+            tokens = run.place(batch)
+            profiler.before(step + 1)
+            hyper = Hyper(run.learning_rates[step], np.int32(step), run.seed)
+            run.state, metrics = run.train_step(run.state, tokens, hyper)
+            profiler.after(step + 1, run.state.params)
+            if pending is not None:
+                log(run, pending.step, observe(run, pending))
+            pending = Pending(step + 1, metrics, batch)
+            run.step = step + 1
+            # Looked at once a step, since a signal may come between two looks.
+            if stop(f"in step {run.step}") or boundary(run):
+                row = observe(run, pending)
+                if run.watchdog.verdict is not None:
+                    intervene(run, pending, row)
+                    row |= run.watchdog.row()
+                pending = None
+                settle(run, row, tokens, stop)
+            run.checkpointer.check()
+            if stop.signal:
+                break
+            waited = time.perf_counter()
+            guard.beat(f"waiting for the batch of step {run.step + 1}")
+        guard.beat("saving the last checkpoint")
+        run.checkpointer.wait()
+        return 128 + stop.signal if stop.signal else 0
+
+
+def boundary(run: Run) -> bool:
+    """Whether this step's own metrics are needed before the next one starts."""
+    return run.step == run.steps or run.watchdog.suspect_since is not None or planned(run)
+
+
+def planned(run: Run) -> bool:
+    """Whether something happens after this step."""
+    c = run.cadence
+    return any(due(run.step, every) for every in (c.evaluate, c.checkpoint, c.sample, c.rescale, c.numerics))
+
+
+def observe(run: Run, pending: Pending) -> dict[str, float]:
+    """Wait for a step's metrics; its row. What the watchdog says of it is told, and a skipped batch kept."""
+    metrics = {name: value.item() for name, value in jax.device_get(pending.metrics).items()}
+    row = {
+        "train/loss": metrics["loss"],
+        "grad_norm": metrics["grad_norm"],
+        "lr": float(run.learning_rates[pending.step - 1]),
+        "tokens": pending.step * run.batch_tokens,
+    }
+    event = run.watchdog.observe(pending.step, metrics)
+    if not metrics["finite"]:
+        keep_batch(run, pending)
+    if event is not None:
+        tell(run, pending.step, event)
+    return row | run.watchdog.row() | run.throughput.row() | memory()
+
+
+def intervene(run: Run, pending: Pending, row: dict[str, float]) -> None:
+    """Go back to a state from before the steps that went wrong, while steps and batches go on. Else raise Diverged."""
+    dog, verdict = run.watchdog, run.watchdog.verdict
+    run.checkpointer.wait()  # or how far back depends on how fast the disk was
+    before = [step for step in run.checkpointer.steps() if step < (dog.suspect_since or pending.step)]
+    if not before and dog.in_doubt:
+        tell(run, run.step, f"{verdict}; there is no checkpoint from before: going on", alert="spike")
+        dog.forgive()
+    elif not before or not dog.may_roll_back:
+        log(run, pending.step, row)
+        stop_diverged(run, pending)
+    else:
+        # The newest of the regular ones first: a run that was stopped in between has them too, and does the same.
+        order = sorted(before, key=lambda step: (not due(step, run.cadence.checkpoint), -step))
+        run.state, step, compiled = run.restore(run.state, order)
+        run.train_step = compiled or run.train_step
+        dog.rolled_back()
+        count = f"rollback {dog.rollbacks} of {dog.bounds.max_rollbacks}"
+        text = f"{verdict}; back to the state after step {step}, batches of steps {step + 1} to {run.step} left out"
+        tell(run, run.step, f"{text} ({count})", alert="rollback")
+
+
+def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
+    """What happens between two steps: a look at the state, the row, a checkpoint; not counted as training time.
+
+    When a stop request breaks off the look, the checkpoint says so, and the run that resumes takes it first.
+    """
+    started = time.perf_counter()
+    last = run.step == run.steps
+    found = look(run, tokens, stop)
+    if found is None:
+        save(run, None, unfinished=encode_row(run.step, row).decode())
+        return
+    if due(run.step, run.cadence.rescale) and not last:
+        rescale(run)
+    val_loss = None
+    if found.evaluation is not None:
+        row |= found.evaluation.row
+        val_loss = found.evaluation.comparable
+    log(run, run.step, row | found.figures)
+    if found.sample is not None:
+        run.tracker.text(run.step, "samples", found.sample)
+        run.display.event(run.step, f"sample: {found.sample}")
+    if last:
+        run.tracker.summary({f"final/{name}": value for name, value in row.items()})
+    if last or (not run.watchdog.in_doubt and (stop.signal or due(run.step, run.cadence.checkpoint))):
+        if run.cadence.numerics:
+            show_numerics(run)
+        stop.guard.beat("saving a checkpoint")
+        save(run, val_loss)
+    run.throughput.pause(time.perf_counter() - started)
+
+
+def look(run: Run, tokens: Tokens, stop: Stop) -> Found | None:
+    """Whatever is due after this step, found out. None: a stop request came before all of it was."""
+    c, last = run.cadence, run.step == run.steps
+    figures: dict[str, float] = {}
+    evaluation = sample = None
+    if due(run.step, c.numerics) or (last and c.numerics):
+        if stop(f"looking at the numerics of step {run.step}"):
+            return None
+        figures = run.numerics(run.state, tokens, run.step - 1)
+    if last or due(run.step, c.evaluate):
+        evaluation = run.evaluate(run.state, last, lambda: stop(f"in the validation after step {run.step}"))
+        if evaluation is None:
+            return None
+    if last or due(run.step, c.sample):
+        if stop(f"sampling after step {run.step}"):
+            return None
+        sample = run.sample(run.state.params)
+    return Found(figures, evaluation, sample)
+
+
+def finish_step(run: Run, row: str, stop: Stop) -> None:
+    """What a signal broke off after the last step, from its row on."""
+    _, batch = next(run.batches(run.step - 1))
+    settle(run, decode_row(row), run.place(batch), stop)
+
+
+def rescale(run: Run) -> None:
+    """Give weights that have left their place new scales. A function of the step and the state: resumed runs agree."""
+    done = run.rescale(run.state)
+    if done is not None:
+        run.state, run.train_step, text = done
+        tell(run, run.step, text)
+
+
+def tell(run: Run, step: int, text: str, *, alert: str = "") -> None:
+    """A line for the log, the rows and the dashboard; with the title of an alert, for who does not look there too."""
+    run.tracker.event(step, text)
+    if alert:
+        run.tracker.alert(alert, f"step {step}: {text}")
+    run.display.event(step, text)
+
+
+def log(run: Run, step: int, row: dict[str, float]) -> None:
+    """A step's row, once and whole, to the display and, when it is due or holds more than a step's, to the tracker."""
+    run.display.update(step, row)
+    if due(step, run.cadence.log) or any(name.startswith(("val/", "numerics/")) for name in row):
+        run.tracker.log(step, row)
+    run.recorded = step
+
+
+def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> None:
+    """Checkpoint the state after `run.step` steps with what is needed to go on; the log up to there comes first."""
+    run.tracker.flush()
+    carried = {"watchdog": run.watchdog.state(), "unfinished": unfinished}
+    run.checkpointer.save(run.step, to_stored(run.state), run.meta | carried, val_loss=val_loss)
+
+
+def show_numerics(run: Run) -> None:
+    """Pictures of all numerics so far, those before a resumption too, to `numerics/` and the tracker."""
+    from trainer.observe.heatmap import draw_all  # a plotting library, half a second to import; not every run gets here
+
+    if jax.process_index() == 0:
+        rows = read_rows(run.run_dir / "metrics.jsonl")
+        for kind, path in draw_all(rows, run.run_dir / "numerics").items():
+            run.tracker.image(run.step, f"numerics/{kind}/picture", path)
+
+
+def keep_batch(run: Run, pending: Pending) -> None:
+    """Save the tokens of a skipped step as `skipped/<step>.npy` [sequences, T+1]."""
+    if jax.process_index() == 0:
+        folder = run.run_dir / "skipped"
+        folder.mkdir(exist_ok=True)
+        np.save(folder / f"{pending.step}.npy", pending.batch.tokens)
+
+
+def stop_diverged(run: Run, pending: Pending) -> None:
+    """Write `divergence.txt`, which names the first tensor that is not finite, and raise Diverged."""
+    reason = f"step {pending.step}: {run.watchdog.verdict}"
+    if run.watchdog.rollbacks:
+        reason += f", after {run.watchdog.rollbacks} rollbacks"
+    tell(run, pending.step, f"stopped: {reason}", alert="diverged")
+    found = run.diagnose(run.state, run.place(pending.batch), pending.step - 1)
+    path = run.run_dir / "divergence.txt"
+    if jax.process_index() == 0:
+        path.write_text(f"{reason}\n{found}\n", encoding="utf-8")
+    raise Diverged(f"{reason}; the first bad tensor and the batch are in {path}")
+
+
+class Profiler:
+    """Traces the steps of `run.profile`, or those of them that this process takes; a context manager, which ends it."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.first, self.last = run.profile or (0, 0)
+        self.running = False
+
+    def before(self, step: int) -> None:
+        """Start, if this step is the first one to trace."""
+        if self.first <= step <= self.last and not self.running:
+            self.running = True
+            jax.profiler.start_trace(self.run.run_dir / "profile")
+
+    def after(self, step: int, result: Any) -> None:
+        """Stop, if this step was the last one to trace, when it is computed."""
+        if self.running and step == self.last:
+            jax.block_until_ready(result)
+            self.stop()
+            self.run.display.event(step, f"profile of steps up to {step}: {self.run.run_dir / 'profile'}")
+
+    def stop(self) -> None:
+        """Write what was traced so far."""
+        if self.running:
+            self.running = False
+            jax.profiler.stop_trace()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

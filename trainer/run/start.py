@@ -1,0 +1,211 @@
+"""Where a run starts: at its own newest checkpoint, at another run's, from given weights, or from nothing."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from scalify_core import weights
+from trainer.data.hf_tokenizer import first_difference, ids_beside
+from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved
+from trainer.errors import UserError
+from trainer.models.gpt2 import Params, stack_layers
+from trainer.models.huggingface import load_gpt2
+from trainer.models.spec import GPT2Spec
+from trainer.precision.policy import Policy
+from trainer.run.checkpoint import Checkpointer, Restored
+from trainer.step.leaves import as_saved
+from trainer.step.state import TrainState
+from trainer.workload import Workload, abstract_state, convert_state
+
+FROM_INIT = ", or model=from_init, which takes all sizes from there"
+
+
+def architecture(spec: GPT2Spec) -> dict[str, Any]:
+    """What decides which function parameters stand for, as JSON values; not all of it shows in their shapes."""
+    sizes = ("vocab_size", "context", "n_layer", "n_head", "d_model", "mlp")
+    return {name: getattr(spec, name) for name in sizes} | {"d_mlp": spec.mlp_width}
+
+
+def check_same_model(
+    source: str, theirs: Mapping[str, Any], spec: GPT2Spec, otherwise: str = "", tokenizer: Sequence[str] = ()
+) -> None:
+    """Refuse weights of another architecture, or for another tokenizer, all that differs in one message.
+
+    Args:
+      source: names where they are, as the user did.
+      theirs: as `architecture` has it.
+      spec: of the model that is to take them.
+      otherwise: what else could be done about another architecture.
+      tokenizer: what differs between theirs and ours, and what to do about it; empty: nothing does.
+    """
+    ours = architecture(spec)
+    if tokenizer:
+        del ours["vocab_size"]  # follows from it
+    different = {name: value for name, value in ours.items() if theirs[name] != value}
+    if not different and not tokenizer:
+        return
+    found = [f"has {name}={theirs[name]} (the model {value})" for name, value in different.items()]
+    sizes = " ".join(f"model.{name}={theirs[name]}" for name in different)
+    advice = [f"set {sizes}{otherwise}"] if different else []
+    raise UserError(f"{source} {', '.join([*found, *tokenizer[:1]])}; {'; '.join([*advice, *tokenizer[1:]])}")
+
+
+def starting_point(
+    source: str,
+    run_dir: Path,
+    own: Checkpointer,
+    w: Workload,
+    first: Callable[[], TrainState],
+    *,
+    step: int | None,
+    convert: bool,
+) -> Restored:
+    """State, steps taken and meta to start from.
+
+    Args:
+      source: `auto` continues `run_dir` where it holds a checkpoint; `none` refuses to; anything else is a run
+        directory, from whose checkpoint a `run_dir` without one starts.
+      own: the checkpoints of `run_dir`.
+      w: what is trained, in its precision.
+      first: makes the state before step 0.
+      step: of that checkpoint; None: of the newest.
+      convert: whether another run's state may be in another precision; it is then converted.
+
+    Raises:
+      UserError: `none` but there are checkpoints, no such run directory, or another model's state.
+    """
+    if own.steps():
+        if source == "none":
+            raise UserError(
+                f"run_dir={run_dir} holds checkpoints of steps {own.steps()} and resume=none; "
+                "choose another run_dir, or resume=auto to continue"
+            )
+        check_same_precision(f"run_dir={run_dir}", policy_of(own.meta()), w.model.policy)
+        return own.restore(abstract_state(w))
+    if source in ("auto", "none"):
+        if step is not None:
+            raise UserError(f"resume.step={step} is of another run's checkpoints; add resume=RUN, or leave it out")
+        return Restored(0, first(), {})
+    if not (Path(source) / "checkpoints").is_dir():
+        raise UserError(f"resume={source} has no checkpoints; valid: auto, none, or a run directory")
+    with Checkpointer.reading(Path(source) / "checkpoints") as theirs:
+        meta = theirs.meta(step)
+        check_same_model(f"resume={source}", meta["model"], w.model.spec)
+        policy, trained = policy_of(meta), meta["config"]["optimizer"]["name"]
+        if trained != w.optimizer_name:
+            raise UserError(
+                f"resume={source} was trained with optimizer={trained}, whose state is not that of {w.optimizer_name}; "
+                f"set optimizer={trained}, or take its weights alone: init_from={source}"
+            )
+        if not convert:
+            check_same_precision(f"resume={source}", policy, w.model.policy, "resume.convert=true converts it")
+        found = theirs.restore(abstract_state(w.in_precision(policy)), step)
+    state = found.state if policy == w.model.policy else convert_state(w, found.state, policy)
+    return Restored(found.step, state, {k: v for k, v in found.meta.items() if k != "tracker_id"})
+
+
+def policy_of(meta: Mapping[str, Any]) -> Policy:
+    """The precision that a checkpoint was made in."""
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in meta["precision"].items()}
+    return Policy(**fields)
+
+
+def check_same_precision(source: str, theirs: Policy, ours: Policy, otherwise: str = "") -> None:
+    """Refuse a state that was trained in another precision."""
+    before, now = dataclasses.asdict(theirs), dataclasses.asdict(ours)
+    different = [f"precision.{name}={before[name]} (now {now[name]})" for name in now if before[name] != now[name]]
+    if different:
+        raise UserError(
+            f"{source} was trained with {', '.join(different)}: not the same run; choose its precision, or a run_dir "
+            f"of its own; {otherwise or 'there, resume=RUN resume.convert=true converts its state'}"
+        )
+
+
+def restore_logical(checkpointer: Checkpointer, like: Params) -> Params:
+    """FP32 parameters of the newest checkpoint, whatever they were stored as, placed as `like`."""
+    target = as_saved({"params": like}, checkpointer.described())
+    return weights.wide(checkpointer.restore(target, partial=True).state["params"])
+
+
+def initial_weights(source: Path, spec: GPT2Spec, tokenizer: Tokenizer, like: Params) -> Params:
+    """Parameters from a run, a Hugging Face GPT-2 directory or a safetensors file, placed and typed as `like`.
+
+    `tokenizer` is that of the data, whose ids the weights must know.
+    """
+    if not source.exists():
+        raise UserError(
+            f"init_from={source} does not exist; "
+            "valid: a run directory, a Hugging Face GPT-2 directory, or a .safetensors file"
+        )
+    named = f"init_from={source}"
+    if (source / "checkpoints").is_dir():
+        with Checkpointer.reading(source / "checkpoints") as checkpointer:
+            meta = checkpointer.meta()
+            other = other_tokenizer_of_run(source, meta, tokenizer)
+            check_same_model(named, meta["model"], spec, FROM_INIT, other)
+            return restore_logical(checkpointer, like)
+    told = (beside(source) / "config.json").is_file()
+    found, params = load_gpt2(source, n_head=None if told else spec.n_head)
+    check_same_model(named, architecture(found), spec, FROM_INIT, other_tokenizer_beside(source, found, tokenizer))
+    if spec.scan_layers:
+        params = stack_layers(params)
+    return jax.tree.map(lambda new, old: jax.device_put(new.astype(old.dtype), old.sharding), params, like)
+
+
+def beside(source: Path) -> Path:
+    """The directory of weights, which may be given as a file."""
+    return source if source.is_dir() else source.parent
+
+
+def other_tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any], ours: Tokenizer) -> list[str]:
+    """What to say and to do where a run's tokenizer is not that of the data; empty where it is."""
+    theirs = meta.get("tokenizer_fingerprint") or load_saved(meta["tokenizer"], run_dir).fingerprint
+    if theirs == ours.fingerprint:
+        return []
+    file = "byte" if meta["tokenizer"] == ByteTokenizer.name else run_dir / "tokenizer.tiktoken"
+    what = f"was trained with tokenizer {meta['tokenizer']} of {meta['model']['vocab_size']:,} ids"
+    return [f"{what} (the data's is {ours.name}, {ours.vocab_size:,} ids)", f"set data.tokenizer={file}"]
+
+
+def other_tokenizer_beside(source: Path, spec: GPT2Spec, ours: Tokenizer) -> list[str]:
+    """What to say and to do where weights are for other ids than those of the data; empty where that is not seen.
+
+    Without a tokenizer beside them their vocabulary tells: at most a hundredth of its rows may be without an id.
+    """
+    theirs = ids_beside(beside(source))
+    if theirs is not None:
+        found = first_difference(theirs, ours)
+        end = f"set data.tokenizer={beside(source)}, the data's is {ours.name} of {ours.vocab_size:,} ids"
+        return [] if found is None else [f"has another tokenizer ({found})", end]
+    if 0.99 * spec.vocab_size <= ours.vocab_size <= spec.vocab_size:
+        return []
+    what = f"has {spec.vocab_size:,} ids (the data {ours.vocab_size:,}): another tokenizer"
+    return [what, f"set data.tokenizer to theirs, the data's is {ours.name}"]
+
+
+def describe_init(source: Path, ours: Tokenizer) -> list[str]:
+    """A line where nothing beside the weights tells whether the ids of the data are theirs."""
+    if (source / "checkpoints").is_dir() or ids_beside(beside(source)) is not None:
+        return []
+    return [
+        f"init_from={source}: there is no tokenizer beside the weights, so that nobody checked whether their ids are "
+        f"those of data.tokenizer={ours.name}"
+    ]
+
+
+def check_same_run(found: Restored, steps: int, data: str, *, fork: bool) -> None:
+    """Refuse to go on where the same run could not: other data, or fewer steps in all than were taken already.
+
+    A `fork`, in a directory of its own, takes a step at least: it would be left without a checkpoint.
+    """
+    if steps < found.step + fork:
+        raise UserError(f"train.steps={steps}, but the checkpoint has {found.step}; valid: {found.step + fork} or more")
+    before = found.meta.get("data", data)
+    if before != data:
+        raise UserError(
+            f"the checkpoint was trained on data {before}, this is {data}: not the same run; "
+            "bring back the data, or start a new run with init_from"
+        )

@@ -1,0 +1,140 @@
+"""No NaN is trained on, and no spike for long: what the watchdog counts, when it acts, and how a NaN is explained.
+
+A step that is not finite leaves the state as it was. Too many of them in a row, or a loss far above the losses before
+it for several steps, and the run goes back to the state of the last checkpoint from before, while steps and batches go
+on: so what was trained since, the bad window with it, is left out. That too is bounded; then the run stops.
+
+`first_nonfinite` explains: it evaluates a function operation by operation, on the arrays that went wrong, and names
+the first one whose result is not finite although its operands are.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LEAST_SPREAD = 0.01  # nats: a loss that hardly varies does not spike by moving this little times the bound
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """When the watchdog acts.
+
+    Attributes:
+      max_skips: steps in a row that are not finite and end its patience.
+      spike_zscore: standard deviations above the mean of `spike_window` losses from which on a loss is a spike; 0: none
+        is.
+      spike_window: losses, spikes not among them; before there are so many, nothing is a spike.
+      spike_steps: spikes in a row that end its patience.
+      max_rollbacks: of the whole run; the next one stops it.
+    """
+
+    max_skips: int
+    spike_zscore: float
+    spike_window: int
+    spike_steps: int
+    max_rollbacks: int
+
+
+class Watchdog:
+    """Looks at every step's metrics, in order. What it says is a function of them, so that resumed runs agree.
+
+    Args:
+      leaves: names of the parameters in the order of their flattened tree, for messages.
+      state: of an earlier part of the run, as `state()` gave it.
+
+    Attributes:
+      verdict: why the run cannot go on from its state, until `rolled_back` or `forgive`; None: it can.
+      suspect_since: the first step of those in a row that were skipped or spiked; None: the last one was good.
+    """
+
+    def __init__(self, bounds: Bounds, leaves: list[str], state: Mapping[str, Any] | None = None) -> None:
+        self.bounds = bounds
+        self.leaves = leaves
+        self.verdict: str | None = None
+        before: dict[str, Any] = {"skipped": 0, "rollbacks": 0, "losses": []} | dict(state or {})
+        self.skipped: int = before["skipped"]
+        self.rollbacks: int = before["rollbacks"]
+        self._losses: deque[float] = deque(before["losses"], maxlen=bounds.spike_window)
+        self.in_a_row: int = before.get("in_a_row", 0)
+        self.spikes: int = before.get("spikes", 0)
+        self.suspect_since: int | None = before.get("suspect_since")
+
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> str | None:
+        """Take a step's metrics (`loss`, `grad_norm`, `finite`, `bad_leaf`); an event in words, or None."""
+        if not metrics["finite"]:
+            return self._skip(step, metrics)
+        self.in_a_row = 0
+        score = self._score(metrics["loss"])
+        if score > self.bounds.spike_zscore > 0:
+            return self._spike(step, metrics["loss"], score)
+        self._losses.append(metrics["loss"])
+        self.spikes, self.suspect_since = 0, None
+        return None
+
+    def _skip(self, step: int, metrics: Mapping[str, Any]) -> str:
+        self.skipped += 1
+        self.in_a_row += 1
+        self.suspect_since = self.suspect_since or step
+        leaf = int(metrics["bad_leaf"])
+        where = f"first bad gradient: {self.leaves[leaf]}" if leaf >= 0 else "every gradient leaf is finite"
+        what = f"loss {metrics['loss']:g}, grad_norm {metrics['grad_norm']:g}, {where}"
+        if self.in_a_row >= self.bounds.max_skips:
+            self.verdict = f"{self.in_a_row} steps in a row were not finite ({what})"
+        return f"step {step} skipped ({what}); {self.in_a_row} in a row, {self.bounds.max_skips} are too many"
+
+    def _spike(self, step: int, loss: float, score: float) -> str | None:
+        self.spikes += 1
+        self.suspect_since = self.suspect_since or step
+        what = f"loss {loss:.4g}, {score:.1f} standard deviations above the mean of the {len(self._losses)} before"
+        if self.spikes >= self.bounds.spike_steps:
+            self.verdict = f"{self.spikes} losses in a row were spikes ({what})"
+        if self.spikes > 1:
+            return None
+        return f"step {step}: spike ({what}); {self.bounds.spike_steps} in a row are too many"
+
+    def _score(self, loss: float) -> float:
+        """Standard deviations of the window above its mean; 0 before it is full."""
+        if len(self._losses) < self.bounds.spike_window:
+            return 0.0
+        mean = math.fsum(self._losses) / len(self._losses)
+        spread = math.sqrt(math.fsum((x - mean) ** 2 for x in self._losses) / len(self._losses))
+        return (loss - mean) / max(spread, LEAST_SPREAD)
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the state may have gone bad: it is not worth a checkpoint."""
+        return self.spikes > 0
+
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether that has not happened too often already."""
+        return self.rollbacks < self.bounds.max_rollbacks
+
+    def rolled_back(self) -> None:
+        """The state is one from before it all."""
+        self.rollbacks += 1
+        self.verdict, self.suspect_since = None, None
+        self.in_a_row = self.spikes = 0
+
+    def forgive(self) -> None:
+        """Take the losses as they are now for the usual ones."""
+        self._losses.clear()
+        self.verdict, self.suspect_since = None, None
+        self.spikes = 0
+
+    def row(self) -> dict[str, int]:
+        """For the dashboard."""
+        return {"watchdog/skipped": self.skipped, "watchdog/rollbacks": self.rollbacks}
+
+    def state(self) -> dict[str, Any]:
+        """JSON values for a checkpoint, so that a resumed run counts on."""
+        return {
+            "skipped": self.skipped,
+            "in_a_row": self.in_a_row,
+            "spikes": self.spikes,
+            "suspect_since": self.suspect_since,
+            "rollbacks": self.rollbacks,
+            "losses": list(self._losses),
+        }

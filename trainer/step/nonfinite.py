@@ -1,0 +1,168 @@
+"""Where a function first leaves the finite numbers.
+
+It is evaluated operation by operation, on the arrays that went wrong; named is the first operation whose result is not
+finite although its operands are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.source_info_util import summarize
+
+from trainer.step.leaves import leaf_names
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first operation that made a number that is not finite.
+
+    Attributes:
+      what: the primitive, or `argument`.
+      where: name scopes, with the iteration of every loop on the way.
+      source: file, line and function; empty if unknown.
+      result: shape, dtype, and how many values are what.
+      operands: likewise, with their largest magnitude.
+    """
+
+    what: str
+    where: str
+    source: str
+    result: str
+    operands: tuple[str, ...]
+
+    def __str__(self) -> str:
+        operands = f" from {', '.join(self.operands)}" if self.operands else ""
+        where = f" in {self.where}" if self.where else ""
+        source = f" ({self.source})" if self.source else ""
+        return f"{self.what}{where}{source}: {self.result}{operands}"
+
+
+def first_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
+    """Where `fn(*args)` first leaves the finite numbers; None: nowhere.
+
+    Goes into jit, remat, custom_jvp, custom_vjp, cond, scan and while; any other primitive is looked at from outside.
+    A result that is not finite because an operand is not (a mask of -inf) is no finding; a NaN from infinite operands
+    is one when there is no other. Takes seconds to minutes, and the memory of every intermediate still needed.
+    """
+    for name, leaf in zip(leaf_names(args), jax.tree.leaves(args), strict=True):
+        if not _is_finite(leaf):
+            return NonFinite("argument", name, "", _describe(leaf), ())
+    closed = jax.make_jaxpr(fn)(*args)
+    search = _Search()
+    try:
+        search.run(closed, jax.tree.leaves(args), "")
+    except _Found as found:
+        return found.finding
+    return search.nan_from_infinite
+
+
+class _Found(Exception):
+    def __init__(self, finding: NonFinite) -> None:
+        self.finding = finding
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.nan_from_infinite: NonFinite | None = None
+
+    def run(self, jaxpr: Any, args: Sequence[Any], path: str) -> list[Any]:
+        """Evaluate a (closed) jaxpr. Raises _Found."""
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        last_use = {v: n for n, eqn in enumerate(inner.eqns) for v in eqn.invars if not isinstance(v, core.Literal)}
+        values = dict(zip(inner.constvars, jaxpr.consts, strict=True)) | dict(zip(inner.invars, args, strict=True))
+        results = {v for v in inner.outvars if not isinstance(v, core.Literal)}
+
+        def read(v: Any) -> Any:
+            return v.val if isinstance(v, core.Literal) else values[v]
+
+        for n, eqn in enumerate(inner.eqns):
+            outputs = self.step(eqn, [read(v) for v in eqn.invars], path)
+            values |= zip(eqn.outvars, outputs, strict=True)
+            for v in [v for v in eqn.invars if not isinstance(v, core.Literal)]:
+                if last_use[v] == n and v not in results:
+                    values.pop(v, None)  # or every activation of the model stays
+        return [read(v) for v in inner.outvars]
+
+    def step(self, eqn: Any, inputs: list[Any], path: str) -> list[Any]:
+        scope = str(eqn.source_info.name_stack)
+        path = "/".join(part for part in (path, scope) if part)
+        name, params = eqn.primitive.name, eqn.params
+        if name == "cond":
+            index = int(jnp.clip(inputs[0], 0, len(params["branches"]) - 1))
+            return self.run(params["branches"][index], inputs[1:], path)
+        if name in CALLS:
+            return self.run(params[CALLS[name]], inputs, path)
+        with eqn.ctx.manager:
+            outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+        outputs = outputs if eqn.primitive.multiple_results else [outputs]
+        bad = [output for output in outputs if not _is_finite(output)]
+        if not bad:
+            return outputs
+        if name == "scan":
+            self.scan(params, inputs, path)
+        elif name == "while":
+            self.loop(params, inputs, path)
+        finding = NonFinite(name, path, summarize(eqn.source_info), _describe(bad[0]), tuple(map(_describe, inputs)))
+        if all(map(_is_finite, inputs)):
+            raise _Found(finding)
+        if any(map(_has_nan, bad)) and not any(map(_has_nan, inputs)):
+            self.nan_from_infinite = self.nan_from_infinite or finding
+        return outputs
+
+    def scan(self, params: Mapping[str, Any], inputs: list[Any], path: str) -> None:
+        consts, carry, xs = (list(part) for part in params["ft_in"].update(inputs).unpack())
+        order = range(params["length"])
+        for i in reversed(order) if params["reverse"] else order:
+            arguments = [*consts, *carry, *(x[i] for x in xs)]
+            carry = self.run(params["jaxpr"], arguments, f"{path}/scan[{i}]".lstrip("/"))[: len(carry)]
+
+    def loop(self, params: Mapping[str, Any], inputs: list[Any], path: str) -> None:
+        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+        cond_consts, body_consts, carry = inputs[:n_cond], inputs[n_cond : n_cond + n_body], inputs[n_cond + n_body :]
+        i = 0
+        while self.run(params["cond_jaxpr"], [*cond_consts, *carry], path)[0]:
+            carry = self.run(params["body_jaxpr"], [*body_consts, *carry], f"{path}/while[{i}]".lstrip("/"))
+            i += 1
+
+
+# Primitives that call a jaxpr once, and the parameter that holds it.
+CALLS = {
+    "jit": "jaxpr",
+    "remat2": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+@jax.jit
+def _counts(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0)
+    return jnp.sum(jnp.isnan(x)), jnp.sum(x == jnp.inf), jnp.sum(x == -jnp.inf), largest
+
+
+def _is_finite(x: Any) -> bool:
+    return not _is_float(x) or not any(int(count) for count in _counts(jnp.asarray(x))[:3])
+
+
+def _has_nan(x: Any) -> bool:
+    return _is_float(x) and int(_counts(jnp.asarray(x))[0]) > 0
+
+
+def _describe(x: Any) -> str:
+    """`float32[4,8] with 3 nan of 32, else |x| <= 1.5`."""
+    kind = f"{jnp.result_type(x).name}[{','.join(map(str, jnp.shape(x)))}]"
+    if not _is_float(x):
+        return kind
+    *counts, largest = _counts(jnp.asarray(x))
+    bad = [f"{int(count)} {name}" for count, name in zip(counts, ("nan", "inf", "-inf"), strict=True) if int(count)]
+    return f"{kind} with {', '.join(bad)} of {jnp.size(x)}" if bad else f"{kind} |x| <= {float(largest):.3g}"

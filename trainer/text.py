@@ -1,0 +1,35 @@
+"""Small helpers for text that people read: nothing secret in it, and commands that work when they are pasted."""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SECRET = re.compile(
+    r"(^|[_\-.])(token|secret|password|passwd|credentials?|api_?key|access_?key|private_?key)$", re.IGNORECASE
+)
+
+
+LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def redact(tree: Any) -> Any:
+    """Nested dictionaries and lists without what a key's name (`hf_token`, `password`, ...) or an URL gives away."""
+    if isinstance(tree, Mapping):
+        return {k: "(removed)" if SECRET.search(str(k)) and v is not None else redact(v) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [redact(value) for value in tree]
+    return LOGIN_IN_URL.sub("", tree) if isinstance(tree, str) else tree
+
+
+def interpreter() -> str:
+    """This Python as a command: `python` where that is it, else by its path, from the working directory if below."""
+    found = shutil.which("python")
+    if found is not None and os.path.abspath(found) == sys.executable:
+        return "python"
+    path = Path(sys.executable)
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
