@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.errors import UserError
+from trainer.models.cache import KVCache
 from trainer.models.gpt2 import GPT2, Params
-from trainer.models.layers import KVCache, init_cache
 from trainer.models.spec import GPT2Spec
 
 
@@ -53,7 +53,7 @@ class Generator:
         def prefill(params: Params, window_S: jax.Array, length: jax.Array) -> tuple[jax.Array, KVCache]:
             """Logits after the first `length` tokens, and the cache; the rest of the window is never attended to."""
             model = bind(params)
-            hidden_1xSxD, cache = model.decode(window_S[None], init_cache(spec, 1, model.compute_dtype), 0)
+            hidden_1xSxD, cache = model.decode(window_S[None], model.init_cache(1), 0)
             last_1xD = jax.lax.dynamic_slice_in_dim(hidden_1xSxD[0], length - 1, 1)
             return model.logits(last_1xD)[0], cache
 

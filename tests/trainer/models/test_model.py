@@ -13,7 +13,6 @@ from trainer.errors import UserError
 from trainer.models import gpt2 as model
 from trainer.models import layers
 from trainer.models.gpt2 import GPT2, dropout, functional, param_count, stack_layers, unstack_layers
-from trainer.models.layers import init_cache
 from trainer.models.spec import REMAT_POLICIES, GPT2Spec, linear_paths
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
@@ -236,7 +235,7 @@ def test_decoding_in_pieces_equals_one_pass(scan_layers, value_gain):
     params, _, logits = compiled(spec)
     bind = functional(spec).bind
     decode = jax.jit(lambda tokens, cache, position: bind(params).decode(tokens, cache, position))
-    cache, pieces = init_cache(SPEC, 2, jnp.float32), []
+    cache, pieces = bind(params).init_cache(2), []
     for start, stop in ((0, 7), (7, 8), (8, 9), (9, 16)):
         piece, cache = decode(TOKENS[:, start:stop], cache, start)
         pieces.append(piece)

@@ -19,7 +19,7 @@ from trainer.assembly.objects import build_policy
 from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.errors import UserError
-from trainer.models.layers import Factory, SmoothSwigluMLP, SwigluMLP, init_cache
+from trainer.models.layers import Factory, SmoothSwigluMLP, SwigluMLP
 from trainer.models.spec import GPT2Spec
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
 from trainer.precision.dots import ClippedDot
@@ -424,7 +424,11 @@ def test_smoothing_is_folded_away_where_text_is_generated():
     spec = dataclasses.replace(SPEC, mlp="smooth_swiglu")
     smooth, plain = (Model.make(s, policy("fp16_loss_scaled")) for s in (spec, dataclasses.replace(SPEC, mlp="swiglu")))
     params = smooth.training.init(jax.random.key(0))
-    decode = lambda m: m.sampling.bind(params).decode(jnp.arange(4)[None], init_cache(spec, 1, jnp.float16), 0)
+
+    def decode(m):
+        model = m.sampling.bind(params)
+        return model.decode(jnp.arange(4)[None], model.init_cache(1), 0)
+
     (a, _), (b, _) = decode(smooth), decode(plain)
     assert (a == b).all()
     assert type(smooth.training.bind(params).h[0].mlp) is SmoothSwigluMLP
