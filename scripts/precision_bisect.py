@@ -28,7 +28,8 @@ from scalify_core.matmul import MULTIPLE
 from scripts.arguments import argument, run
 from trainer.assembly.run import restore_training
 from trainer.errors import UserError
-from trainer.models.gpt2 import functional, unstack_layers
+from trainer.models.functional import unstack_layers
+from trainer.models.gpt2 import functional
 from trainer.parallel.mesh import place_batch
 from trainer.precision.dots import ClippedDot, Dims, Dot, narrow_gradient_dot, wide_gradient_dot
 from trainer.precision.policy import Policy, is_kernel_of

@@ -12,7 +12,8 @@ import optax
 from jax.sharding import Mesh
 
 from scalify_core import asarray, tree, weights
-from trainer.models.gpt2 import GPT2, Functional, Params, functional, param_count
+from trainer.models.functional import Functional, Params
+from trainer.models.gpt2 import GPT2, functional, param_count
 from trainer.models.sampling import Generator
 from trainer.models.spec import GPT2Spec, linear_sizes
 from trainer.parallel.distribute import LossOfState, Wire, gradient_over, largest_over, loss_over, squares_over

@@ -5,9 +5,7 @@ Legend: B batch, T time, N = B*T, S cache length, D model, H heads, K head dim, 
 Reference: Radford et al. 2019, "Language models are unsupervised multitask learners", and its published code.
 """
 
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +15,9 @@ from jax.typing import DTypeLike
 from scalify_core import embedding, linear_cross_entropy
 from trainer.models.blocks import decode_through, make_blocks, through
 from trainer.models.cache import KVCache, empty_cache
+from trainer.models.functional import Functional, as_functions, count_parameters
 from trainer.models.layers import Block, DotGeneralFor, Embedding, Factory, dropout, split_keys
 from trainer.models.spec import GPT2Spec
-from trainer.precision.dots import OverwriteWithGradient
-
-Params = dict[str, Any]
 
 
 class GPT2(nnx.Module):
@@ -138,62 +134,16 @@ class GPT2(nnx.Module):
         return self.ln_f(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache
 
 
-class Functional(NamedTuple):
-    """A GPT-2 as pure functions.
-
-    Attributes:
-      init: key to parameters, nested dictionaries of arrays as `nnx.to_pure_dict` gives them.
-      bind: parameters (and histories, where it has some) to the model that has them.
-      init_histories: makes the first amax histories of delayed scaling, a nested dictionary too; empty without.
-    """
-
-    init: Callable[[jax.Array], Params]
-    bind: Callable[..., GPT2]
-    init_histories: Callable[[], Params]
-
-
-def functional(spec: GPT2Spec, **settings: Any) -> Functional:
+def functional(spec: GPT2Spec, **settings: Any) -> Functional[GPT2]:
     """The model as pure functions; `settings` are the keyword arguments of GPT2.
 
     >>> model = functional(GPT2Spec(vocab_size=256, context=8, n_layer=1, n_head=1, d_model=8))
     >>> model.bind(model.init(jax.random.key(0)))(jnp.zeros((2, 8), jnp.int32)).shape
     (2, 8, 256)
     """
-
-    def make(key: jax.Array) -> GPT2:
-        return GPT2(spec, rngs=nnx.Rngs(params=key), **settings)
-
-    abstract = nnx.eval_shape(make, jax.random.key(0))
-    graphdef = nnx.graphdef(abstract)
-    with_histories = bool(nnx.to_pure_dict(nnx.state(abstract, OverwriteWithGradient)))
-
-    def init(key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(make(key), nnx.Param))
-
-    def bind(params: Params, histories: Params | None = None) -> GPT2:
-        return nnx.merge(graphdef, params, histories) if with_histories else nnx.merge(graphdef, params)
-
-    def init_histories() -> Params:
-        return nnx.to_pure_dict(nnx.state(make(jax.random.key(0)), OverwriteWithGradient))
-
-    return Functional(init, bind, init_histories)
-
-
-def stack_layers(params: Params) -> Params:
-    """Parameters of unrolled layers (`h` has one entry per layer) as those of scanned layers (leading axis L)."""
-    layers = [params["h"][i] for i in range(len(params["h"]))]
-    return params | {"h": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
-
-
-def unstack_layers(params: Params) -> Params:
-    """The inverse of `stack_layers`."""
-    n_layer = jax.tree.leaves(params["h"])[0].shape[0]
-    return params | {"h": {i: jax.tree.map(lambda leaf, i=i: leaf[i], params["h"]) for i in range(n_layer)}}
+    return as_functions(lambda rngs: GPT2(spec, rngs=rngs, **settings))
 
 
 def param_count(spec: GPT2Spec) -> int:
     """Trainable parameters, the vocabulary's padding rows not counted. Nothing is allocated."""
-    shapes = jax.eval_shape(functional(spec).init, jax.random.key(0))
-    return (
-        sum(math.prod(s.shape) for s in jax.tree.leaves(shapes)) - (spec.padded_vocab - spec.vocab_size) * spec.d_model
-    )
+    return count_parameters(functional(spec), (spec.padded_vocab - spec.vocab_size) * spec.d_model)

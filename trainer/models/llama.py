@@ -27,6 +27,7 @@ from scalify_core import (
 )
 from trainer.models.blocks import decode_through, make_blocks, through
 from trainer.models.cache import KVCache, cached_attention, empty_cache
+from trainer.models.functional import Functional, as_functions, count_parameters
 from trainer.models.gated import align, smooth_swiglu
 from trainer.models.layers import DotGeneralFor, Embedding, Factory, Norm, again, enter
 from trainer.models.llama_spec import LlamaSpec, RopeScaling
@@ -258,3 +259,14 @@ class Llama(nnx.Module):
 
         x_NxD, cache = decode_through(self.h, call, self.embed(tokens_BxT), cache, scan=self.spec.scan_layers)
         return self.norm(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache
+
+
+def functional(spec: LlamaSpec, **settings: Any) -> Functional[Llama]:
+    """The model as pure functions; `settings` are the keyword arguments of Llama."""
+    return as_functions(lambda rngs: Llama(spec, rngs=rngs, **settings))
+
+
+def param_count(spec: LlamaSpec) -> int:
+    """Trainable parameters, the vocabulary's padding rows not counted. Nothing is allocated."""
+    tables = 1 if spec.tied else 2
+    return count_parameters(functional(spec), tables * (spec.padded_vocab - spec.vocab_size) * spec.d_model)

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from trainer.errors import UserError
-from trainer.models.llama import Llama
+from trainer.models.functional import Params, unstack_layers
+from trainer.models.llama import functional
 from trainer.models.llama_spec import LlamaSpec, RopeScaling
 from trainer.models.weight_files import (
     SHARD_BYTES,
@@ -26,8 +26,6 @@ from trainer.models.weight_files import (
     write_tensors,
 )
 
-Params = dict[str, Any]
-
 # What a configuration must say, where it says it, for this model to compute the same function.
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),
@@ -37,7 +35,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "quantization_config": (None,),
 }
-# Of the integers of a configuration, ours; those that may be absent have what transformers takes then.
+# Integers of a configuration that must be there, and what they are called here.
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
@@ -88,64 +86,66 @@ def read_spec(file: Path) -> LlamaSpec:
     if not file.is_file():
         raise UserError(f"{file} does not exist, and no tensor tells the number of heads; put it beside the weights")
     config = read_object(file)
-    for key, valid in REQUIRED.items():
-        if key in config and config[key] not in valid:
-            raise UserError(f"{file}: {key}={config[key]!r} is not supported; valid: {valid[0]!r}")
-    sizes: dict[str, Any] = {ours: whole_number(config, key, file) for key, ours in SIZES.items()}
-    head_dim = config.get("head_dim")
-    theta, scaling = read_rope(config, file)
     try:
-        return LlamaSpec(
-            **sizes,
-            context=whole_number(config, "max_position_embeddings", file, 2048),
-            n_kv_head=whole_number(config, "num_key_value_heads", file, sizes["n_head"]),
-            head_dim=None if head_dim in (None, sizes["d_model"] / sizes["n_head"]) else int(head_dim),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            norm_eps=number(config, "rms_norm_eps", file, 1e-6),
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
+        return spec_of(config)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
 
 
-def whole_number(tree: Mapping[str, Any], key: str, file: Path, otherwise: int | None = None) -> int:
+def spec_of(config: Mapping[str, Any]) -> LlamaSpec:
+    """Sizes and choices that a configuration says; what is absent is what transformers takes then."""
+    for key, valid in REQUIRED.items():
+        if key in config and config[key] not in valid:
+            raise UserError(f"{key}={config[key]!r} is not supported; valid: {valid[0]!r}")
+    sizes: dict[str, Any] = {ours: whole_number(config, key) for key, ours in SIZES.items()}
+    heads, width = sizes["n_head"], sizes["d_model"]
+    head_dim = config.get("head_dim")
+    theta, scaling = rope_of(config)
+    return LlamaSpec(
+        **sizes,
+        context=whole_number(config, "max_position_embeddings", 2048),
+        n_kv_head=whole_number(config, "num_key_value_heads", heads),
+        head_dim=None if head_dim in (None, width / heads) else whole_number(config, "head_dim"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def whole_number(tree: Mapping[str, Any], key: str, otherwise: int | None = None) -> int:
     """A positive integer of a configuration. UserError where there is none and nothing else holds."""
     found = tree.get(key)
     found = otherwise if found is None else found
     if type(found) is not int or found < 1:
-        raise UserError(f"{file}: {key}={found!r}: expected a whole number, at least 1")
+        raise UserError(f"{key}={found!r}: expected a whole number, at least 1")
     return found
 
 
-def number(tree: Mapping[str, Any], key: str, file: Path, otherwise: float | None = None) -> float:
+def number(tree: Mapping[str, Any], key: str, otherwise: float | None = None) -> float:
     """A number of a configuration, likewise."""
     found = tree.get(key, otherwise)
     if type(found) not in (int, float):
-        raise UserError(f"{file}: {key}={found!r}: expected a number")
+        raise UserError(f"{key}={found!r}: expected a number")
     return float(found)
 
 
-def read_rope(config: Mapping[str, Any], file: Path) -> tuple[float, RopeScaling | None]:
+def rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary positions: `rope_theta` and `rope_scaling`, or both as `rope_parameters`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise UserError(f"{file}: rope_scaling={rope!r}: expected an object")
-    theta = number({**config, **rope}, "rope_theta", file, 10_000.0)
+        raise UserError(f"rope_scaling={rope!r}: expected an object")
+    said = {**config, **rope}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise UserError(f"{file}: rope_type={kind!r} is not supported; valid: 'default', 'llama3'")
-    if {**config, **rope}.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise UserError(f"{file}: partial_rotary_factor={rope['partial_rotary_factor']} is not supported; valid: 1.0")
+        raise UserError(f"rope_type={kind!r} is not supported; valid: 'default', 'llama3'")
+    if said.get("partial_rotary_factor") not in (None, 1):
+        raise UserError(f"partial_rotary_factor={said['partial_rotary_factor']} is not supported; valid: 1")
+    theta = number(said, "rope_theta", 10_000.0)
     if kind == "default":
         return theta, None
-    fields: dict[str, Any] = {ours: number(rope, key, file) for key, ours in ROPE_SCALING.items()}
+    fields: dict[str, Any] = {ours: number(rope, key) for key, ours in ROPE_SCALING.items()}
     return theta, RopeScaling(**fields | {"original_context": int(fields["original_context"])})
-
-
-def abstract_params(spec: LlamaSpec) -> Params:
-    """Shapes of the parameters, unrolled."""
-    return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Llama(spec, rngs=nnx.Rngs(params=0))), nnx.Param))
 
 
 def named_leaves(params: Params) -> Iterator[tuple[str, str, Any]]:
@@ -157,7 +157,7 @@ def named_leaves(params: Params) -> Iterator[tuple[str, str, Any]]:
 
 def to_params(tensors: Mapping[str, np.ndarray], spec: LlamaSpec, path: Path) -> Params:
     """Nested dictionaries from named tensors, checked leaf by leaf against `spec`. Kernels are views."""
-    expected = abstract_params(spec)
+    expected = jax.eval_shape(functional(spec).init, jax.random.key(0))
     left, leaves = dict(tensors), []
     for name, last, leaf in named_leaves(expected):
         shape = leaf.shape[::-1] if last == "kernel" else leaf.shape
@@ -183,7 +183,7 @@ def save_llama(
     Args:
       directory: made if absent.
       spec: the model's; what `smooth_swiglu` divides by is no part of the function, and not written.
-      params: its parameters, unrolled; written in their own dtype.
+      params: its parameters, unrolled or scanned; written in their own dtype.
       eot: the tokenizer's end-of-text id, which begins and ends documents; None: not told.
       shard_bytes: of the largest file, where one tensor is not larger.
 
@@ -191,7 +191,7 @@ def save_llama(
       UserError: weights already there.
     """
     tensors = {}
-    for name, last, leaf in named_leaves(params):
+    for name, last, leaf in named_leaves(unstack_layers(params) if spec.scan_layers else params):
         data = np.asarray(leaf)
         data = data[: spec.vocab_size] if last == "embedding" else data
         tensors[name] = data.T if last == "kernel" else data

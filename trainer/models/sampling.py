@@ -11,7 +11,10 @@ import numpy as np
 
 from trainer.errors import UserError
 from trainer.models.cache import KVCache
-from trainer.models.gpt2 import GPT2, Params
+from trainer.models.functional import Params
+from trainer.models.gpt2 import GPT2
+from trainer.models.llama import Llama
+from trainer.models.llama_spec import LlamaSpec
 from trainer.models.spec import GPT2Spec
 
 
@@ -42,11 +45,11 @@ class Generator:
     """`generator(params, prompt, ...)` samples a continuation; compiles twice in its life, whatever the arguments.
 
     Args:
-      bind: parameters to the model, as `trainer.models.gpt2.functional` makes it.
+      bind: parameters to the model, as `functional` of a family makes it.
       spec: the model's.
     """
 
-    def __init__(self, bind: Callable[[Params], GPT2], spec: GPT2Spec) -> None:
+    def __init__(self, bind: Callable[[Params], GPT2 | Llama], spec: GPT2Spec | LlamaSpec) -> None:
         self.spec = spec
 
         @jax.jit

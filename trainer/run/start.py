@@ -11,7 +11,7 @@ from scalify_core import weights
 from trainer.data.hf_tokenizer import first_difference, ids_beside
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved
 from trainer.errors import UserError
-from trainer.models.gpt2 import Params, stack_layers
+from trainer.models.functional import Params, stack_layers
 from trainer.models.huggingface import load_gpt2
 from trainer.models.spec import GPT2Spec
 from trainer.precision.policy import Policy

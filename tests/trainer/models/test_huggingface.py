@@ -9,7 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
-from trainer.models.gpt2 import functional, stack_layers
+from trainer.models.functional import stack_layers
+from trainer.models.gpt2 import functional
 from trainer.models.huggingface import load_gpt2, save_gpt2
 from trainer.models.spec import GPT2Spec
 

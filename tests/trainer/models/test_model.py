@@ -12,7 +12,8 @@ from flax import nnx
 from trainer.errors import UserError
 from trainer.models import gpt2 as model
 from trainer.models import layers
-from trainer.models.gpt2 import GPT2, dropout, functional, param_count, stack_layers, unstack_layers
+from trainer.models.functional import stack_layers, unstack_layers
+from trainer.models.gpt2 import GPT2, dropout, functional, param_count
 from trainer.models.spec import REMAT_POLICIES, GPT2Spec, linear_paths
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made

@@ -5,7 +5,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from trainer.errors import UserError
-from trainer.models.gpt2 import functional, stack_layers
+from trainer.models.functional import stack_layers
+from trainer.models.gpt2 import functional
 from trainer.models.spec import GPT2Spec
 from trainer.parallel.mesh import Sizes, make_mesh
 from trainer.parallel.sharding import fsdp_axis, mesh_axes, partition, partitions

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from trainer.errors import UserError
-from trainer.models.gpt2 import unstack_layers
+from trainer.models.functional import unstack_layers
 from trainer.step.optimizer import OPTIMIZERS, learning_rates, make_optimizer, matrix_mask
 
 PARAMS = {
