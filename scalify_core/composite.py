@@ -67,7 +67,7 @@ class Call:
 
     def bind(self, *operands: Any) -> list[jax.Array]:
         """One composite equation that makes this call: for rules, which call their own function on data."""
-        fun = _jitted_call(self) if self.in_axes else jax.jit(_unflattened(self))
+        fun = _jitted_call(self, lowering.turned_off()) if self.in_axes else jax.jit(_unflattened(self))
         jaxpr = fun.trace(*operands).jaxpr
         return composite_p.bind(*operands, jaxpr=jaxpr, call=self)
 
