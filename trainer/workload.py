@@ -91,7 +91,8 @@ class Model(NamedTuple):
         """Mean next-token loss of `tokens` [B, T+1] in nats, of logical values; dropout with `keys`, none without."""
         segments = None if segments is None else segments[:, :-1]
         model = self.training.bind(params, histories)
-        return model.loss(tokens[:, :-1], tokens[:, 1:], segments, keys_B if self.spec.dropout else None)
+        dropout = {"dropout_keys_B": keys_B} if self.spec.dropout else {}
+        return model.loss(tokens[:, :-1], tokens[:, 1:], segments, **dropout)
 
     def on(self, mesh: Mesh) -> "Model":
         """What each device of the mesh computes with its parameters."""

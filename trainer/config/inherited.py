@@ -1,5 +1,6 @@
 """The architecture of what `init_from` names, for `model=from_init`: read before anything is built, so without JAX."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,15 +12,15 @@ from trainer.errors import UserError
 from trainer.models.specs import FIRST, SPECS
 
 NAME = "from_init"
-FREE = ("vocab_size", "d_mlp")  # keys of an architecture that may be null: they follow from others
 
 
 def is_open(model: Any) -> bool:
     """Whether a `model` of the composed configuration is this one, with sizes that are not filled in yet."""
     if not isinstance(model, dict) or model.get("name") != NAME:
         return False
-    keys = SPECS[model.get("family") or FIRST].ARCHITECTURE
-    return any(model.get(key) is None for key in keys if key not in FREE)
+    spec = SPECS[model.get("family") or FIRST]
+    free = {field.name for field in dataclasses.fields(spec) if field.default is None} | {"vocab_size"}
+    return any(model.get(key) is None for key in spec.deciding() if key not in free)
 
 
 def inherit(model: Mapping[str, Any], init_from: str | None) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def architecture_of_run(run_dir: Path) -> dict[str, Any]:
     file = run_dir / "config.yaml"
     try:
         model = yaml.safe_load(file.read_text(encoding="utf-8"))["model"]
-        return {key: model[key] for key in SPECS[model.get("family", FIRST)].ARCHITECTURE}
+        return {key: model[key] for key in SPECS[model.get("family", FIRST)].deciding()}
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged: it does not tell the model; choose the model by name") from error
 
@@ -70,6 +71,8 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
         name = config.get("model_type", FIRST)
         theirs = SPECS[name].keys_of_huggingface(config) if name in SPECS else None
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} does not tell the sizes of a model ({error}); choose the model by name") from error
     if theirs is None:

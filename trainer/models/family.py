@@ -20,7 +20,6 @@ class Spec(Protocol):
     """Sizes and choices of a model: what other rooms read of them. A frozen dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-    ARCHITECTURE: ClassVar[tuple[str, ...]]  # the fields that decide which function parameters stand for
 
     @property
     def vocab_size(self) -> int:
@@ -59,11 +58,18 @@ class Spec(Protocol):
         """The family that the specs of this class are of."""
 
     @classmethod
+    def deciding(cls) -> tuple[str, ...]:
+        """The fields that decide which function parameters stand for."""
+
+    @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What a Hugging Face config.json says of the fields of ARCHITECTURE. KeyError where it does not."""
+        """What a Hugging Face config.json says of the `deciding` fields.
+
+        KeyError or UserError where it does not, or says another function than the family's.
+        """
 
     def architecture(self) -> dict[str, Any]:
-        """The fields of ARCHITECTURE, as JSON values; what follows from others is filled in."""
+        """The `deciding` fields as JSON values; what follows from others is filled in."""
 
     def folded(self) -> Self:
         """The same function of the same parameters, without what only serves to round it well: for sampling."""
@@ -77,9 +83,9 @@ class LanguageModel(Protocol):
         tokens_BxT: jax.Array,
         targets_BxT: jax.Array,
         segments_BxT: jax.Array | None = None,
-        dropout_keys_B: jax.Array | None = None,
+        **dropout: Any,
     ) -> jax.Array:
-        """Mean cross-entropy of the targets in nats, an FP32 scalar."""
+        """Mean cross-entropy of the targets in nats, an FP32 scalar; `dropout_keys_B` where the spec has dropout."""
 
     def init_cache(self, batch: int) -> Any:
         """An empty cache of `context` positions."""

@@ -12,7 +12,7 @@ from trainer.precision.dots import OverwriteWithGradient
 Params = dict[str, Any]
 
 
-class Functional(NamedTuple):
+class Functional[Model](NamedTuple):
     """A model as pure functions.
 
     Attributes:
@@ -23,32 +23,32 @@ class Functional(NamedTuple):
     """
 
     init: Callable[[jax.Array], Params]
-    bind: Callable[..., Any]
+    bind: Callable[..., Model]
     init_histories: Callable[[], Params]
     roles: Params
 
 
-def pure_functions(make: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
-    """The model that `make` builds of a key stream `params`, as pure functions.
+def as_functions[Model: nnx.Module](make: Callable[[nnx.Rngs], Model]) -> Functional[Model]:
+    """The functions of the module that `make` builds with a key stream `params`.
 
     Raises:
       ValueError: a parameter has no role.
     """
 
-    def from_key(key: jax.Array) -> nnx.Module:
+    def of_key(key: jax.Array) -> Model:
         return make(nnx.Rngs(params=key))
 
-    abstract = nnx.eval_shape(from_key, jax.random.key(0))
+    abstract = nnx.eval_shape(of_key, jax.random.key(0))
     graphdef = nnx.graphdef(abstract)
     with_histories = bool(nnx.to_pure_dict(nnx.state(abstract, OverwriteWithGradient)))
 
     def init(key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(from_key(key), nnx.Param))
+        return nnx.to_pure_dict(nnx.state(of_key(key), nnx.Param))
 
-    def bind(params: Params, histories: Params | None = None) -> Any:
+    def bind(params: Params, histories: Params | None = None) -> Model:
         return nnx.merge(graphdef, params, histories) if with_histories else nnx.merge(graphdef, params)
 
     def init_histories() -> Params:
-        return nnx.to_pure_dict(nnx.state(from_key(jax.random.key(0)), OverwriteWithGradient))
+        return nnx.to_pure_dict(nnx.state(of_key(jax.random.key(0)), OverwriteWithGradient))
 
     return Functional(init, bind, init_histories, roles_of(abstract))

@@ -13,8 +13,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from scalify_core import embedding, linear_cross_entropy
-from trainer.models.functional import Functional, pure_functions
-from trainer.models.layers import Block, DotGeneralFor, Embedding, Factory, KVCache, dropout, empty_cache, split_keys
+from trainer.models.blocks import decode_through, make_blocks, through
+from trainer.models.cache import KVCache, empty_cache
+from trainer.models.functional import Functional, as_functions
+from trainer.models.layers import Block, DotGeneralFor, Embedding, Factory, dropout, split_keys
 from trainer.models.spec import GPT2Spec
 
 
@@ -54,11 +56,7 @@ class GPT2(nnx.Module):
         def block(name: str, key: jax.Array) -> Block:
             return Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
 
-        keys_L = jax.random.split(rngs.params(), spec.n_layer)
-        if spec.scan_layers:
-            self.h: Any = nnx.vmap(lambda key: block("*", key))(keys_L)
-        else:
-            self.h = nnx.List([block(str(i), keys_L[i]) for i in range(spec.n_layer)])
+        self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
         self.ln_f = factory("").layer_norm(spec.d_model, probes=("in", "out"))
 
     def embed(self, tokens_BxT: jax.Array, position: jax.Array | int = 0) -> jax.Array:
@@ -83,26 +81,12 @@ class GPT2(nnx.Module):
         keys = split_keys(dropout_keys_B, 1 + spec.n_layer)
         embed_keys_B, keys_LxB = keys[0], keys[1:]
 
-        def run(graphdef: Any, x_NxD: jax.Array, layer: Any, segments_BxT: Any, keys_B: Any) -> jax.Array:
-            return nnx.merge(graphdef, layer)(x_NxD, B, segments_BxT, keys_B)
-
-        if spec.remat not in ("none", "elementwise"):
-            policy = None if spec.remat == "block" else getattr(jax.checkpoint_policies, spec.remat)
-            # A scan's body is not deduplicated with its recomputation anyway; the barriers would only cost.
-            run = jax.checkpoint(run, policy=policy, prevent_cse=not spec.scan_layers, static_argnums=0)
+        def call(block: Block, x_NxD: jax.Array, segments_BxT: Any, keys_B: Any) -> jax.Array:
+            return block(x_NxD, B, segments_BxT, keys_B)
 
         x_NxD = dropout(self.embed(tokens_BxT), spec.dropout, embed_keys_B)
-        if spec.scan_layers:
-            graphdef, layers = nnx.split(self.h)
-            x_NxD, _ = jax.lax.scan(
-                lambda x, layer: (run(graphdef, x, layer[0], segments_BxT, layer[1]), None),
-                x_NxD,
-                (layers, None if dropout_keys_B is None else keys_LxB),
-            )
-        else:
-            for i, block in enumerate(self.h):
-                graphdef, layer = nnx.split(block)
-                x_NxD = run(graphdef, x_NxD, layer, segments_BxT, keys_LxB[i])
+        each = None if dropout_keys_B is None else keys_LxB
+        x_NxD = through(self.h, call, x_NxD, segments_BxT, each, scan=spec.scan_layers, remat=spec.remat)
         return self.ln_f(x_NxD).reshape(B, T, spec.d_model)
 
     def logits(self, h_NxD: jax.Array) -> jax.Array:
@@ -141,26 +125,20 @@ class GPT2(nnx.Module):
 
         `position + T` must not exceed `context`.
         """
+
+        def call(block: Block, x_NxD: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+            return block.decode(x_NxD, cache, position)
+
         x_NxD = self.embed(tokens_BxT, position)
-        if self.spec.scan_layers:
-            graphdef, layers = nnx.split(self.h)
-            x_NxD, cache = jax.lax.scan(
-                lambda x, layer: nnx.merge(graphdef, layer[0]).decode(x, layer[1], position), x_NxD, (layers, cache)
-            )
-        else:
-            new = []
-            for i, block in enumerate(self.h):
-                x_NxD, layer_cache = block.decode(x_NxD, jax.tree.map(lambda c, i=i: c[i], cache), position)
-                new.append(layer_cache)
-            cache = jax.tree.map(lambda *c: jnp.stack(c), *new)
+        x_NxD, cache = decode_through(self.h, call, x_NxD, cache, scan=self.spec.scan_layers)
         return self.ln_f(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache
 
 
-def functional(spec: GPT2Spec, **settings: Any) -> Functional:
+def functional(spec: GPT2Spec, **settings: Any) -> Functional[GPT2]:
     """The model as pure functions; `settings` are the keyword arguments of GPT2.
 
     >>> model = functional(GPT2Spec(vocab_size=256, context=8, n_layer=1, n_head=1, d_model=8))
     >>> model.bind(model.init(jax.random.key(0)))(jnp.zeros((2, 8), jnp.int32)).shape
     (2, 8, 256)
     """
-    return pure_functions(lambda rngs: GPT2(spec, rngs=rngs, **settings))
+    return as_functions(lambda rngs: GPT2(spec, rngs=rngs, **settings))

@@ -1,4 +1,4 @@
-"""Hugging Face GPT-2 weights, in and out: `model.safetensors` beside a `config.json`.
+"""Hugging Face GPT-2 weights: in from safetensors, in one file or several, out to one, beside a `config.json`.
 
 Both naming styles are read (`h.0.ln_1.weight`, as in the published files, and `transformer.h.0.ln_1.weight`, as
 GPT2LMHeadModel saves); the second is written. Kernels are `[in, out]` on both sides, so that no tensor is transposed.
@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from trainer.errors import UserError
 from trainer.models.functional import Params
 from trainer.models.gpt2 import functional
 from trainer.models.spec import GPT2Spec
+from trainer.models.weight_files import config_beside, read_object, read_tensors
 
 # What a configuration must say, where it says it, for this model to compute the same function.
 REQUIRED = {
@@ -49,8 +49,8 @@ def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Pa
         another shape.
     """
     path = Path(path)
-    tensors = read_tensors(path)
-    config_file = (path if path.is_dir() else path.parent) / "config.json"
+    tensors = named_tensors(path)
+    config_file = config_beside(path)
     config = read_config(config_file) if config_file.is_file() else {}
     for key, valid in REQUIRED.items():
         if key in config and config[key] not in valid:
@@ -64,30 +64,15 @@ def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Pa
 
 def read_config(file: Path) -> dict[str, Any]:
     """A config.json, whose `n_head` is a number if it is there."""
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}); download or copy it again") from error
-    if not isinstance(config, dict) or not isinstance(config.get("n_head", 1), int):
+    config = read_object(file)
+    if not isinstance(config.get("n_head", 1), int):
         raise UserError(f"{file} is not the configuration of a GPT-2; download or copy it again")
     return config
 
 
-def read_tensors(path: Path) -> dict[str, np.ndarray]:
+def named_tensors(path: Path) -> dict[str, np.ndarray]:
     """All weights under `path` by their name without prefix."""
-    if not path.exists():
-        raise UserError(f"{path} does not exist; give a Hugging Face GPT-2 directory or a safetensors file")
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        hint = "save it again with safe_serialization=True" if list(path.glob("*.bin")) else "give another directory"
-        raise UserError(f"{path} holds no *.safetensors; {hint}")
-    tensors: dict[str, np.ndarray] = {}
-    for file in files:
-        try:
-            tensors |= load_file(file)
-        except SafetensorError as error:
-            raise UserError(f"{file} is not a whole safetensors file ({error}); download or copy it again") from error
-    named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    named = {name.removeprefix(PREFIX): tensor for name, tensor in read_tensors(path).items()}
     return {name: tensor for name, tensor in named.items() if not BUFFERS.fullmatch(name)}
 
 

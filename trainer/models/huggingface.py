@@ -1,14 +1,13 @@
 """Weights in Hugging Face's directories, of any family: which one, a config.json's `model_type` says."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.models.family import Family, Params, Spec
+from trainer.models.family import Family, Spec
+from trainer.models.functional import Params
 from trainer.models.specs import FIRST, SPECS
-
-CONFIG = "config.json"
+from trainer.models.weight_files import config_beside, read_object
 
 
 def directory_of(source: Path) -> Path:
@@ -22,16 +21,10 @@ def family_at(source: Path) -> Family | None:
     Raises:
       UserError: a config.json that is damaged, or of no family that is here.
     """
-    file = directory_of(source) / CONFIG
+    file = config_beside(source)
     if not file.is_file():
         return None
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}); download or copy it again") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{file} is not the configuration of a model; download or copy it again")
-    name = config.get("model_type", FIRST)
+    name = read_object(file).get("model_type", FIRST)
     if name not in SPECS:
         raise UserError(f"{file}: model_type={name!r} is not supported; valid: {', '.join(SPECS)}")
     return SPECS[name].family()

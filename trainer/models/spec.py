@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from trainer.errors import UserError
 
@@ -21,6 +21,7 @@ REMAT_POLICIES = (
     "checkpoint_dots_with_no_batch_dims",
 )
 MLPS = ("gelu", "swiglu", "smooth_swiglu")
+ARCHITECTURE = ("n_layer", "n_head", "d_model", "context", "vocab_size", "d_mlp", "mlp")
 # Fields, and Hugging Face's names of them.
 HUGGING_FACE = {
     "n_layer": "n_layer",
@@ -57,8 +58,6 @@ class GPT2Spec:
         branches: their product is nearly a square, and outlies.
       align_gain: how much larger than the others these columns start.
     """
-
-    ARCHITECTURE: ClassVar[tuple[str, ...]] = ("n_layer", "n_head", "d_model", "context", "vocab_size", "d_mlp", "mlp")
 
     vocab_size: int
     context: int = 1024
@@ -113,14 +112,19 @@ class GPT2Spec:
         return GPT2_FAMILY
 
     @classmethod
+    def deciding(cls) -> tuple[str, ...]:
+        """The fields that decide which function parameters stand for."""
+        return ARCHITECTURE
+
+    @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What a Hugging Face config.json says of the fields of ARCHITECTURE. KeyError where it does not."""
+        """What a Hugging Face config.json says of the `deciding` fields. KeyError where it does not."""
         theirs = {key: config[name] for key, name in HUGGING_FACE.items()}
         return theirs | {"d_mlp": config.get("n_inner"), "mlp": "gelu"}
 
     def architecture(self) -> dict[str, Any]:
-        """The fields of ARCHITECTURE, as JSON values; not all of it shows in the parameters' shapes."""
-        return {name: getattr(self, name) for name in self.ARCHITECTURE} | {"d_mlp": self.mlp_width}
+        """The `deciding` fields as JSON values, all filled in; not all of it shows in the parameters' shapes."""
+        return {name: getattr(self, name) for name in ARCHITECTURE} | {"d_mlp": self.mlp_width}
 
     def folded(self) -> Self:
         """The same function of the same parameters, without what only serves to round it well."""

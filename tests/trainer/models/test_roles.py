@@ -3,6 +3,7 @@
 import ast
 import re
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +12,23 @@ import pytest
 from flax import nnx
 
 from scalify_core import as_scaled_array, tree
-from trainer.models.functional import pure_functions
+from trainer.models.functional import as_functions
 from trainer.models.roles import Role, role_of
 from trainer.models.specs import SPECS
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = {"vocab_size": 61, "context": 8, "n_layer": 2, "n_head": 2, "d_model": 16}
+OWN = {"gpt2": {}, "llama": {"n_kv_head": 1}}
 MODELS = [(family, scan) for family in SPECS for scan in (False, True)]
 
 
 def build(family, scan, **choices):
-    spec = SPECS[family](**SIZES, scan_layers=scan, **choices)
+    spec = spec_of(family, scan, **choices)
     return spec.family().build(spec)
+
+
+def spec_of(family, scan, **choices):
+    return SPECS[family](**SIZES, **OWN[family], scan_layers=scan, **choices)
 
 
 @pytest.mark.parametrize(("family", "scan"), MODELS)
@@ -40,7 +46,7 @@ def test_every_parameter_has_a_role_that_its_shape_agrees_with(family, scan):
 
 @pytest.mark.parametrize(("family", "scan"), MODELS)
 def test_layers_of_kernels_are_those_that_patterns_choose_from(family, scan):
-    spec = SPECS[family](**SIZES, scan_layers=scan)
+    spec = spec_of(family, scan)
     roles = jax.tree.leaves(build(family, scan).roles)
     assert {role.layer for role in roles if role.is_kernel} == set(spec.family().linear_sizes(spec))
 
@@ -73,7 +79,7 @@ def test_a_parameter_without_a_role_is_named():
             self.inner = nnx.Linear(2, 3, rngs=rngs, kernel_metadata={"role": Role("column")})
 
     with pytest.raises(ValueError, match=r"inner\.bias has no role; make it by nnx\.Param\(value, role=Role"):
-        pure_functions(Own)
+        as_functions(Own)
 
 
 def test_rows_that_depend_on_the_batch_are_those_of_the_smoothed_mlp_alone():
@@ -90,8 +96,7 @@ def names_of_models():
     """Every word on the paths of the parameters of all families, whatever their choices."""
     names = set()
     for family, spec in SPECS.items():
-        mlps = spec.__dataclass_fields__["mlp"].type.__args__
-        for mlp in mlps:
+        for mlp in get_args(spec.__dataclass_fields__["mlp"].type):
             shapes = jax.eval_shape(build(family, True, mlp=mlp).init, jax.random.key(0))
             for path, _ in jax.tree_util.tree_leaves_with_path(shapes):
                 names |= {key.key for key in path}
@@ -125,7 +130,7 @@ def named_in(path, names):
 
 def test_no_other_room_names_a_layer_or_a_leaf(tmp_path):
     names = names_of_models()
-    assert {"wte", "h", "c_attn", "c_gate", "ln_f", "embedding", "bias"} <= names
+    assert {"wte", "h", "c_attn", "c_gate", "ln_f", "embedding", "bias", "q_proj", "lm_head"} <= names
     rooms = [p for p in (ROOT / "trainer").rglob("*.py") if p.parent.name != "models"]
     files = [*rooms, *(ROOT / "scripts").glob("*.py")]
     assert {str(p.relative_to(ROOT)): found for p in files if (found := named_in(p, names))} == {}

@@ -14,6 +14,7 @@ from trainer.compiled.hlo import Program
 from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.errors import UserError
+from trainer.models.llama_spec import LlamaSpec
 from trainer.models.spec import GPT2Spec
 from trainer.parallel.distribute import gather, largest_over, reduced, squares_over
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
@@ -25,6 +26,7 @@ from trainer.step.step import sequence_keys
 from trainer.workload import Model, Reduce, Workload, abstract_state, first_state, gradient_of, lower_step, wire_of
 
 SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=1, n_head=4, d_model=64, dropout=0.1)
+LLAMA = LlamaSpec(vocab_size=256, context=32, n_layer=1, n_head=4, n_kv_head=2, d_model=64)
 ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
 DEVICES = 8
 
@@ -42,9 +44,9 @@ def state_of(preset, sizes):
     return first_state(workload(preset, sizes))
 
 
-def gradient(sizes, accum):
+def gradient(sizes, accum, spec=SPEC):
     """The loss of 16 sequences and the gradient, as one device would have it."""
-    w = workload("fp32", sizes)
+    w = workload("fp32", sizes, spec)
     tokens = np.random.default_rng(0).integers(0, 256, (16, SPEC.context + 1), dtype=np.int32)
     batch = place_batch(Batch(tokens, None), accum=accum, mesh=w.mesh)
 
@@ -53,13 +55,14 @@ def gradient(sizes, accum):
         value_and_grad = w.model.on(w.mesh).differentiate().value_and_grad
         return gradient_of(w)(value_and_grad, params, (), batch, sequence_keys(key, batch))[:2]
 
-    state = state_of("fp32", sizes)
+    state = first_state(w)
     return jax.device_get(of(state.params, batch, state.key))
 
 
-def test_heads_channels_rows_and_state_split_at_once_give_the_gradient_of_one_device():
-    loss, grads = gradient((1,), accum=1)
-    split_loss, split_grads = gradient((2, 2, 2), accum=2)  # dropout too
+@pytest.mark.parametrize("spec", [SPEC, LLAMA], ids=["gpt2", "llama"])
+def test_heads_channels_rows_and_state_split_at_once_give_the_gradient_of_one_device(spec):
+    loss, grads = gradient((1,), accum=1, spec=spec)
+    split_loss, split_grads = gradient((2, 2, 2), accum=2, spec=spec)  # dropout too
     # FP32 sums of some thousand terms in another order.
     eps = 1e3 * np.finfo(np.float32).eps
     np.testing.assert_allclose(split_loss, loss, rtol=eps)
@@ -174,10 +177,11 @@ def test_the_largest_of_split_arrays_are_those_of_the_whole():
         ((1, 8), "fp32", {"n_head": 3, "d_model": 36}, ["parallel.fsdp=8", "model.d_model=36"]),
         ((1, 1, 4), "scalify_fp8_fp16", {"d_model": 32}, ["parallel.tensor=4", "multiples of 16"]),
         ((1, 1, 2), "fp32", {"value_gain": 2.0}, ["model.value_gain=2.0", "parallel.tensor"]),
+        ((1, 1, 4), "fp32", LLAMA, ["parallel.tensor=4", "model.n_kv_head=2", "equal parts"]),
     ],
 )
 def test_what_a_model_cannot_be_split_into_is_said_in_a_line(sizes, preset, changes, words):
-    w = workload(preset, sizes, spec=dataclasses.replace(SPEC, **changes))
+    w = workload(preset, sizes, spec=dataclasses.replace(SPEC, **changes) if isinstance(changes, dict) else changes)
     with pytest.raises(UserError) as error:
         check_split(w.model, w.mesh)
     assert all(word in str(error.value) for word in words)
