@@ -29,10 +29,11 @@ from trainer.assembly.objects import (
 from trainer.config import schema
 from trainer.config.fields import from_saved, to_tree
 from trainer.data.tokenizer import load_saved
-from trainer.errors import UserError
+from trainer.errors import MAKE_ROOM, UserError
 from trainer.observe.display import Display, Output
 from trainer.observe.slowness import said
-from trainer.observe.tracking import MAKE_ROOM, Tracker, make_tracker
+from trainer.observe.trackers.choose import check_kind, make_tracker
+from trainer.observe.trackers.protocol import Tracker
 from trainer.parallel.mesh import place_batch
 from trainer.parallel.processes import Agreement, refused_together, start_processes
 from trainer.report.messages import describe, describe_idle, describe_wire, facts_of, farewell, schedule_change
@@ -156,6 +157,7 @@ def checkpoints_of(run_dir: Path) -> Checkpointer:
 
 def run(c: schema.Config, overrides: Sequence[str] = ()) -> int:
     """Train, or only describe what would be trained. The exit code. `overrides`: what the user set, as it is shown."""
+    check_kind(c.tracker.kind)
     hide_missing_gpu()
     if c.parallel.distributed:
         start_processes()
@@ -243,7 +245,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display,
         with contextlib.ExitStack() as closing:  # each, even if the one before it fails
             closing.callback(checkpointer.close)
             closing.callback(report_on, directory.path, display)
-            closing.callback(lambda: tracker.close(code))
+            closing.callback(lambda: tracker.finish(code))
             closing.enter_context(not_for_ever(c.watchdog.stop_seconds))
             try:
                 training = build_run(c, w, found, checkpointer, tracker, display, directory.path, unfinished)

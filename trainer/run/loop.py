@@ -19,7 +19,7 @@ from trainer.errors import Diverged
 from trainer.observe.display import Display
 from trainer.observe.metrics import Throughput, memory
 from trainer.observe.records import decode_row, encode_row
-from trainer.observe.tracking import Tracker
+from trainer.observe.trackers.protocol import Tracker
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.guard import Guard, Patience
 from trainer.run.jobs import CHECKPOINT
@@ -242,10 +242,10 @@ def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
 def pass_on(run: Run, moment: Moment) -> None:
     """Record the texts and pictures that jobs have found."""
     for name, text in moment.texts:
-        run.tracker.text(run.step, name, text)
+        run.tracker.sample(run.step, name, text)
         run.display.event(run.step, f"{name}: {text}")
     for name, path in moment.pictures:
-        run.tracker.image(run.step, name, path)
+        run.tracker.picture(run.step, name, path)
     moment.texts.clear()
     moment.pictures.clear()
 
@@ -268,7 +268,7 @@ def log(run: Run, step: int, row: dict[str, float], *, whole: bool = False) -> N
     """A step's row, once, to the display and, when one is due or jobs have added to it (`whole`), to the tracker."""
     run.display.update(step, row)
     if whole or step % run.log_every == 0:
-        run.tracker.log(step, row)
+        run.tracker.row(step, row)
     run.recorded = step
 
 

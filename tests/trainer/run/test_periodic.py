@@ -22,7 +22,8 @@ class Recording:
         self.watchdog = SimpleNamespace(in_doubt=in_doubt, state=dict)
         note = lambda what: lambda *args, **_: self.record.append((what, *args))
         self.tracker = SimpleNamespace(
-            **{name: note(name) for name in ("log", "event", "text", "image", "summary", "alert")}, flush=lambda: None
+            **{name: note(name) for name in ("row", "event", "sample", "picture", "summary", "alert")},
+            flush=lambda: None,
         )
         self.display = SimpleNamespace(update=lambda *_: None, event=lambda *_: None)
         self.throughput = SimpleNamespace(pause=lambda _: None)
@@ -82,9 +83,9 @@ def test_figures_are_in_the_row_texts_follow_it_and_the_checkpoint_covers_both(m
     record = Recording([look("first"), KEEP, look("second")]).settle(monkeypatch)
     row = ROW | {"first/figure": 0.5, "second/figure": 0.5}
     assert record == [
-        ("log", 10, row),
-        ("text", 10, "first", "after 10"),
-        ("text", 10, "second", "after 10"),
+        ("row", 10, row),
+        ("sample", 10, "first", "after 10"),
+        ("sample", 10, "second", "after 10"),
         ("save", 10, None, None),
     ]
 
@@ -127,5 +128,4 @@ def test_two_jobs_cannot_write_the_same_figure(monkeypatch, figures):
 
 def test_the_last_step_has_every_look_and_a_summary(monkeypatch):
     run = Recording([look(every=0), KEEP], step=100)
-    assert [entry[0] for entry in run.settle(monkeypatch)] == ["log", "summary", "text", "save"]
-
+    assert [entry[0] for entry in run.settle(monkeypatch)] == ["row", "summary", "sample", "save"]
