@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 HOMES = {
     "hydra": {"trainer/__main__.py", "trainer/config/composition.py"},
-    "wandb": {"trainer/observe/tracking.py"},
+    "wandb": {"trainer/observe/trackers/wandb.py", "trainer/observe/trackers/wandb_files.py"},
+    "tensorboardX": {"trainer/observe/trackers/tensorboard.py"},
     "orbax": {"trainer/run/checkpoint.py"},
     "datasets": {"trainer/data/corpus.py"},
     "matplotlib": {"trainer/observe/heatmap.py", "scripts/bench/cases.py", "scripts/studies/parity_picture.py"},

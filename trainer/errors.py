@@ -8,6 +8,8 @@ import os
 import sys
 from typing import ClassVar, NoReturn
 
+MAKE_ROOM = "make room, then continue with the same run_dir"  # said of a full disk
+
 
 class UserError(Exception):
     """Bad configuration, data, or environment. Exit code 2."""

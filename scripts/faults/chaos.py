@@ -70,7 +70,7 @@ def figures(run_dir: Path) -> list[dict[str, Any]]:
 
 def compare(args: Arguments, folder: Path) -> dict[str, Any]:
     """What is the same in both runs."""
-    from trainer.observe.tracking import read_history, wandb_files
+    from trainer.observe.trackers.wandb_files import read_history, wandb_files
     from trainer.run.checkpoint import Checkpointer
     from trainer.run.libraries import hide_missing_gpu
 

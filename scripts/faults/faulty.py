@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from trainer.assembly import run as build
 from trainer.data import Batch
 from trainer.errors import leave
 from trainer.run import loop
-from trainer.step.evaluate import Evaluation
+from trainer.run.periodic import Moment, Periodic
 from trainer.step.state import TrainState
 from trainer.step.step import Hyper, Metrics, StepFn, Tokens
 
@@ -82,6 +82,27 @@ def with_corruption(train_step: StepFn, corrupt: set[int]) -> StepFn:
     return faulty
 
 
+def with_slow_batches(evaluation: Periodic, faults: dict[str, Any]) -> Periodic:
+    """The validation, each batch of which takes longer; in the final one a signal may come."""
+
+    def slowly(moment: Moment) -> Mapping[str, float] | None:
+        ask = moment.ask
+
+        def wait(doing: str) -> bool:
+            time.sleep(faults.get("validation", 0))
+            return ask(doing)
+
+        if moment.last and faults.get("terminate", False):
+            os.kill(os.getpid(), signal.SIGTERM)
+        moment.ask = wait
+        try:
+            return evaluation.run(moment)
+        finally:
+            moment.ask = ask
+
+    return dataclasses.replace(evaluation, run=slowly)
+
+
 def main(file: Path, overrides: list[str]) -> int:
     """The trainer's exit code."""
     faults: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -90,18 +111,7 @@ def main(file: Path, overrides: list[str]) -> int:
         hung = file.with_name(file.name + ".hung")
         run.batches = with_batches(run.batches, faults, hung)
         run.train_step = with_corruption(run.train_step, set(faults.get("corrupt", [])))
-        evaluate = run.evaluate
-
-        def slowly(state: TrainState, last: bool, broken_off: Callable[[], bool]) -> Evaluation | None:
-            def wait() -> bool:
-                time.sleep(faults.get("validation", 0))
-                return broken_off()
-
-            if last and faults.get("terminate", False):
-                os.kill(os.getpid(), signal.SIGTERM)
-            return evaluate(state, last, wait)
-
-        run.evaluate = slowly
+        run.jobs = [with_slow_batches(job, faults) if job.name == "evaluation" else job for job in run.jobs]
         return loop.train(run)
 
     build.train = train

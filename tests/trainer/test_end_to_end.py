@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from trainer.__main__ import main
 from trainer.assembly import run as build
 from trainer.observe.records import read_rows
-from trainer.observe.tracking import read_history, wandb_files
+from trainer.observe.trackers.wandb_files import read_history, wandb_files
 from trainer.report.history import History
 from trainer.run.checkpoint import Checkpointer
 

@@ -1,7 +1,8 @@
 """From the parts of a checked configuration to the objects that they stand for."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +29,37 @@ from trainer.errors import UserError
 from trainer.models.flops import flops_per_token
 from trainer.models.spec import GPT2Spec
 from trainer.observe.metrics import Throughput
+from trainer.observe.numerics import make_numerics
 from trainer.observe.peaks import peak_flops
 from trainer.observe.preparing import shown
 from trainer.observe.slowness import first_said
 from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, place_batch, replicated
 from trainer.precision.gradients import CALIBRATION
 from trainer.precision.policy import DTYPES, Policy
-from trainer.run.loop import Cadence
+from trainer.run import jobs
+from trainer.run.periodic import Periodic
 from trainer.run.start import initial_weights
 from trainer.run.watchdog import Bounds, Watchdog
 from trainer.step.evaluate import Evaluation, evaluate, make_eval_step, xz_bits_per_byte
 from trainer.step.optimizer import OptimizerFor, learning_rates, make_optimizer
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
-from trainer.workload import Dataset, Model, Reduce, Task, Workload, eval_loss_of, first_state, make_sample
+from trainer.workload import (
+    Dataset,
+    Model,
+    Reduce,
+    Task,
+    Workload,
+    eval_loss_of,
+    first_state,
+    make_rescale,
+    make_sample,
+)
 
 # Bytes of text between which the compressor is a yardstick: with less it has hardly begun, with more it takes long.
 YARDSTICK = (100_000, 2**22)
+NUMERICS = "compiling the look at every layer, and the first look"
+SAMPLING = "compiling the sampling, and the first sample"
 
 
 def build_policy(c: schema.Precision) -> Policy:
@@ -232,17 +247,31 @@ def check_fp8(c: schema.Config, w: Task, step: jax.stages.Compiled) -> Found | N
     return check_step(w.model, Program(step.as_text() or ""), tokens, gpu, require=c.precision.require_fp8)
 
 
-def build_cadence(c: schema.Config) -> Cadence:
-    """How often what happens."""
-    scaled = c.precision.scaling == "propagate"
-    return Cadence(
-        log=c.train.log_every,
-        evaluate=c.train.eval_every,
-        checkpoint=c.checkpoint.every,
-        sample=c.sample.every,
-        rescale=c.precision.rescale_every if scaled else 0,
-        numerics=0 if c.tracker.kind == "none" else c.metrics.numerics_every,
-    )
+def build_jobs(
+    c: schema.Config,
+    w: Workload,
+    batch: Tokens,
+    say: Callable[[str], None],
+    more: Sequence[Periodic] = (),
+) -> list[Periodic]:
+    """What happens between two steps: what every run has, with `more` of the user's before the checkpoint."""
+    look = make_numerics(w.model, w.optimizer_name, replicated(w.mesh))
+    numerics_every = 0 if c.tracker.kind == "none" else c.metrics.numerics_every
+    rescale_every = c.precision.rescale_every if c.precision.scaling == "propagate" else 0
+    entries = [
+        jobs.numerics(numerics_every, first_said(look, NUMERICS, say)) if numerics_every else None,
+        jobs.evaluation(c.train.eval_every, make_evaluate(c, w, say)),
+        jobs.samples(c.sample.every, first_said(build_sample(c, w), SAMPLING, say)),
+        jobs.rescale(rescale_every, make_rescale(w, batch)) if rescale_every else None,
+        *more,
+        jobs.pictures(c.checkpoint.every) if numerics_every else None,
+        jobs.checkpoint(c.checkpoint.every),
+    ]
+    made = [job for job in entries if job is not None]
+    for name, times in Counter(job.name for job in made).items():
+        if times > 1:
+            raise UserError(f"two periodic jobs are called {name!r}; give yours another name")
+    return made
 
 
 def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tuple[int, Batch]]]:

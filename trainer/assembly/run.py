@@ -15,28 +15,26 @@ import numpy as np
 from trainer import __version__
 from trainer.assembly.objects import (
     build_batch,
-    build_cadence,
+    build_jobs,
     build_learning_rates,
     build_model,
     build_policy,
-    build_sample,
     build_state,
     build_throughput,
     build_watchdog,
     build_workload,
     check_fp8,
-    make_evaluate,
     train_batches,
 )
 from trainer.config import schema
 from trainer.config.fields import from_saved, to_tree
 from trainer.data.tokenizer import load_saved
-from trainer.errors import UserError
+from trainer.errors import MAKE_ROOM, UserError
 from trainer.observe.display import Display, Output
-from trainer.observe.numerics import make_numerics
-from trainer.observe.slowness import first_said, said
-from trainer.observe.tracking import MAKE_ROOM, Tracker, make_tracker
-from trainer.parallel.mesh import place_batch, replicated
+from trainer.observe.slowness import said
+from trainer.observe.trackers.choose import check_kind, make_tracker
+from trainer.observe.trackers.protocol import Tracker
+from trainer.parallel.mesh import place_batch
 from trainer.parallel.processes import Agreement, refused_together, start_processes
 from trainer.report.messages import describe, describe_idle, describe_wire, facts_of, farewell, schedule_change
 from trainer.report.page import write_report
@@ -56,11 +54,9 @@ from trainer.workload import (
     abstract_state,
     compile_step,
     make_diagnose,
-    make_rescale,
 )
 
 COMPILING = "compiling the training step"
-NUMERICS = "compiling the look at every layer, and the first look"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -161,6 +157,7 @@ def checkpoints_of(run_dir: Path) -> Checkpointer:
 
 def run(c: schema.Config, overrides: Sequence[str] = ()) -> int:
     """Train, or only describe what would be trained. The exit code. `overrides`: what the user set, as it is shown."""
+    check_kind(c.tracker.kind)
     hide_missing_gpu()
     if c.parallel.distributed:
         start_processes()
@@ -248,7 +245,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display,
         with contextlib.ExitStack() as closing:  # each, even if the one before it fails
             closing.callback(checkpointer.close)
             closing.callback(report_on, directory.path, display)
-            closing.callback(lambda: tracker.close(code))
+            closing.callback(lambda: tracker.finish(code))
             closing.enter_context(not_for_ever(c.watchdog.stop_seconds))
             try:
                 training = build_run(c, w, found, checkpointer, tracker, display, directory.path, unfinished)
@@ -300,11 +297,9 @@ def build_run(
         batches=train_batches(c, w),
         place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
         agree=agree,
-        evaluate=make_evaluate(c, w, display.message),
-        numerics=first_said(make_numerics(w.model, w.optimizer_name, replicated(w.mesh)), NUMERICS, display.message),
-        rescale=make_rescale(w, batch),
+        jobs=build_jobs(c, w, batch, display.message),
+        log_every=c.train.log_every,
         restore=make_restore(w, batch, checkpointer),
-        sample=first_said(build_sample(c, w), "compiling the sampling, and the first sample", display.message),
         diagnose=make_diagnose(w),
         checkpointer=checkpointer,
         meta={
@@ -321,7 +316,6 @@ def build_run(
         display=display,
         watchdog=build_watchdog(c.watchdog, c.precision.scaling, names, watched),
         throughput=build_throughput(c, w),
-        cadence=build_cadence(c),
         run_dir=run_dir,
         profile=(c.profile.steps[0], c.profile.steps[1]) if c.profile.steps else None,
         patience=Patience(c.watchdog.stop_seconds, c.watchdog.stall_seconds, c.watchdog.hang_seconds),

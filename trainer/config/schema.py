@@ -152,7 +152,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Tracker:
-    kind: Literal["wandb", "jsonl", "none"]
+    kind: Literal["wandb", "tensorboard", "jsonl", "none"]
     project: str
     entity: str | None
     group: str | None

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from trainer.errors import UserError
 
 
@@ -107,3 +109,28 @@ def cut_samples(path: Path, start: int) -> None:
 def _truncate(path: Path, size: int) -> None:
     if path.exists() and path.stat().st_size > size:
         os.truncate(path, size)
+
+
+def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
+    """The row with extremes over the layers in place of each layer's `numerics/CLASS/LAYER/FIGURE`.
+
+    They are `numerics/CLASS/` and `underflow_max`, `saturated_max`, `rms_min`, `rms_max`, `exponent_min` and
+    `exponent_max`; NaN where a layer has it. RMS and exponents are those of layers that are not all zeros, if any.
+    """
+    kept: dict[str, float | int | str] = {}
+    figures: dict[str, dict[str, list[float]]] = {}  # by class and figure, of the layers in their order
+    for name, value in row.items():
+        if name.startswith("numerics/"):
+            _, kind, _, figure = name.split("/")
+            figures.setdefault(kind, {}).setdefault(figure, []).append(float(value))
+        else:
+            kept[name] = value
+    for kind, of_layers in figures.items():
+        arrays = {figure: np.array(values) for figure, values in of_layers.items()}
+        real = arrays["rms"] != 0
+        for figure in ("underflow", "saturated"):
+            kept[f"numerics/{kind}/{figure}_max"] = float(arrays[figure].max())
+        for figure in ("rms", "exponent") if real.any() else ():
+            kept[f"numerics/{kind}/{figure}_min"] = float(arrays[figure][real].min())
+            kept[f"numerics/{kind}/{figure}_max"] = float(arrays[figure][real].max())
+    return kept

@@ -13,8 +13,7 @@ import yaml
 
 from trainer.errors import UserError
 from trainer.observe.display import short
-from trainer.observe.records import read_rows
-from trainer.observe.tracking import without_layers
+from trainer.observe.records import read_rows, without_layers
 from trainer.report.charts import COLOURS, Line, Mark, smoothed
 from trainer.run.rundir import flatten
 

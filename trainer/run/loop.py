@@ -1,14 +1,15 @@
-"""The loop around the step: batches in, rows out, checkpoints, validation, samples, stop requests.
+"""The loop around the step: batches in, rows out, periodic jobs, stop requests.
 
 The metrics of step n are read after step n+1 was dispatched, so that the device never waits for the host. Step n in a
-row, a checkpoint or a message means: after n steps.
+row, a checkpoint or a message means: after n steps. What happens between two steps, and that each of its effects
+happens exactly once, is in `trainer.run.periodic`.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -17,26 +18,15 @@ from trainer.data import Batch
 from trainer.errors import Diverged
 from trainer.observe.display import Display
 from trainer.observe.metrics import Throughput, memory
-from trainer.observe.records import decode_row, encode_row, read_rows
-from trainer.observe.tracking import Tracker
+from trainer.observe.records import decode_row, encode_row
+from trainer.observe.trackers.protocol import Tracker
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.guard import Guard, Patience
+from trainer.run.jobs import CHECKPOINT
+from trainer.run.periodic import BrokenOff, Moment, Periodic, Phase
 from trainer.run.watchdog import Watchdog
-from trainer.step.evaluate import Evaluation
 from trainer.step.state import TrainState, to_stored
 from trainer.step.step import Hyper, Metrics, StepFn, Tokens
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """How often, in steps; 0: only at the end, but `rescale` and `numerics`: never."""
-
-    log: int
-    evaluate: int
-    checkpoint: int
-    sample: int
-    rescale: int
-    numerics: int
 
 
 @dataclass
@@ -48,14 +38,10 @@ class Run:
       batches: yields (step, host batch) from a step on.
       place: host batch to sharded global arrays.
       agree: the largest number that any process gives; all of them must ask equally often.
-      evaluate: state, whether it is the final time, and a function that says whether to break off, to what validation
-        finds; None: broken off.
-      numerics: state, batch and the number of the step that took it, to figures of every layer.
-      rescale: None while every weight's data is near RMS 1; else the state with new scales, the step compiled for
-        them, and what was done, in words.
+      jobs: what happens between two steps, in this order.
+      log_every: steps between two rows that hold no more than a step's figures.
       restore: the state in use and steps, to the state of the first of their checkpoints that is whole, that step, and
         the step compiled for it, None: the one in use. The state in use is deleted.
-      sample: parameters to a text.
       diagnose: state and batch of a non-finite step, to a description of the first bad tensor.
       unfinished: the row of step `step` as a line, when a signal broke off what was to be found out after that step.
       recorded: the last step whose row is out.
@@ -71,11 +57,9 @@ class Run:
     batches: Callable[[int], Iterator[tuple[int, Batch]]]
     place: Callable[[Batch], Tokens]
     agree: Callable[[int], int]
-    evaluate: Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]
-    numerics: Callable[[TrainState, Tokens, int], dict[str, float]]
-    rescale: Callable[[TrainState], tuple[TrainState, StepFn, str] | None]
+    jobs: Sequence[Periodic]
+    log_every: int
     restore: Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]
-    sample: Callable[[Any], str]
     diagnose: Callable[[TrainState, Tokens, int], str]
     checkpointer: Checkpointer
     meta: dict[str, Any]
@@ -83,7 +67,6 @@ class Run:
     display: Display
     watchdog: Watchdog
     throughput: Throughput
-    cadence: Cadence
     run_dir: Path
     profile: tuple[int, int] | None
     patience: Patience
@@ -117,25 +100,6 @@ class Stop:
         self.guard.beat(doing)
         self.signal = self.signal or self._run.agree(self.guard.signal)
         return self.signal > 0
-
-
-class Found(NamedTuple):
-    """What was found out between two steps.
-
-    Attributes:
-      figures: of every layer.
-      evaluation: of the validation part; None: not looked at.
-      sample: a text; None: none was due.
-    """
-
-    figures: dict[str, float]
-    evaluation: Evaluation | None
-    sample: str | None
-
-
-def due(step: int, every: int) -> bool:
-    """Whether something that happens every `every` steps (0: never) happens after `step` steps."""
-    return every > 0 and step % every == 0
 
 
 def train(run: Run) -> int:
@@ -189,8 +153,7 @@ def boundary(run: Run) -> bool:
 
 def planned(run: Run) -> bool:
     """Whether something happens after this step."""
-    c = run.cadence
-    return any(due(run.step, every) for every in (c.evaluate, c.checkpoint, c.sample, c.rescale, c.numerics))
+    return any(job.regular(run.step) for job in run.jobs)
 
 
 def observe(run: Run, pending: Pending) -> dict[str, float]:
@@ -223,7 +186,8 @@ def intervene(run: Run, pending: Pending, row: dict[str, float]) -> None:
         stop_diverged(run, pending)
     else:
         # The newest of the regular ones first: a run that was stopped in between has them too, and does the same.
-        order = sorted(before, key=lambda step: (not due(step, run.cadence.checkpoint), -step))
+        regular = next(job.regular for job in run.jobs if job.name == CHECKPOINT)
+        order = sorted(before, key=lambda step: (not regular(step), -step))
         run.state, step, compiled = run.restore(run.state, order)
         run.train_step = compiled or run.train_step
         dog.rolled_back()
@@ -233,68 +197,63 @@ def intervene(run: Run, pending: Pending, row: dict[str, float]) -> None:
 
 
 def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
-    """What happens between two steps: a look at the state, the row, a checkpoint; not counted as training time.
-
-    When a stop request breaks off the look, the checkpoint says so, and the run that resumes takes it first.
-    """
+    """What happens between two steps, phase by phase (see `trainer.run.periodic`); not counted as training time."""
     started = time.perf_counter()
-    last = run.step == run.steps
-    found = look(run, tokens, stop)
-    if found is None:
+    moment = Moment(
+        step=run.step,
+        last=run.step == run.steps,
+        state=run.state,
+        train_step=run.train_step,
+        tokens=tokens,
+        row=dict(row),
+        run_dir=run.run_dir,
+        ask=stop,
+        save=lambda: save(run, moment.val_loss),
+        say=lambda text: tell(run, run.step, text),
+    )
+
+    def due(phase: Phase) -> list[Periodic]:
+        stopping, in_doubt = stop.signal > 0, run.watchdog.in_doubt
+        jobs = [job for job in run.jobs if job.phase == phase]
+        return [job for job in jobs if job.happens(moment, stopping=stopping, in_doubt=in_doubt)]
+
+    try:
+        for job in due(Phase.LOOK):
+            moment.pause(f"at the {job.name} after step {run.step}")
+            moment.take(job.run(moment))
+    except BrokenOff:
         save(run, None, unfinished=encode_row(run.step, row).decode())
         return
-    if due(run.step, run.cadence.rescale) and not last:
-        rescale(run)
-    val_loss = None
-    if found.evaluation is not None:
-        row |= found.evaluation.row
-        val_loss = found.evaluation.comparable
-    log(run, run.step, row | found.figures)
-    if found.sample is not None:
-        run.tracker.text(run.step, "samples", found.sample)
-        run.display.event(run.step, f"sample: {found.sample}")
-    if last:
-        run.tracker.summary({f"final/{name}": value for name, value in row.items()})
-    if last or (not run.watchdog.in_doubt and (stop.signal or due(run.step, run.cadence.checkpoint))):
-        if run.cadence.numerics:
-            show_numerics(run)
-        stop.guard.beat("saving a checkpoint")
-        save(run, val_loss)
+    for job in due(Phase.CHANGE):
+        stop.guard.beat(f"at the {job.name} after step {run.step}")
+        job.run(moment)
+        run.state, run.train_step = moment.state, moment.train_step
+    log(run, run.step, moment.row, whole=moment.row.keys() > row.keys())
+    if moment.last:
+        run.tracker.summary({f"final/{name}": value for name, value in moment.row.items()})
+    pass_on(run, moment)
+    for job in due(Phase.KEEP):
+        stop.guard.beat(f"at the {job.name} after step {run.step}")
+        job.run(moment)
+        pass_on(run, moment)
     run.throughput.pause(time.perf_counter() - started)
 
 
-def look(run: Run, tokens: Tokens, stop: Stop) -> Found | None:
-    """Whatever is due after this step, found out. None: a stop request came before all of it was."""
-    c, last = run.cadence, run.step == run.steps
-    figures: dict[str, float] = {}
-    evaluation = sample = None
-    if due(run.step, c.numerics) or (last and c.numerics):
-        if stop(f"looking at the numerics of step {run.step}"):
-            return None
-        figures = run.numerics(run.state, tokens, run.step - 1)
-    if last or due(run.step, c.evaluate):
-        evaluation = run.evaluate(run.state, last, lambda: stop(f"in the validation after step {run.step}"))
-        if evaluation is None:
-            return None
-    if last or due(run.step, c.sample):
-        if stop(f"sampling after step {run.step}"):
-            return None
-        sample = run.sample(run.state.params)
-    return Found(figures, evaluation, sample)
+def pass_on(run: Run, moment: Moment) -> None:
+    """Record the texts and pictures that jobs have found."""
+    for name, text in moment.texts:
+        run.tracker.sample(run.step, name, text)
+        run.display.event(run.step, f"{name}: {text}")
+    for name, path in moment.pictures:
+        run.tracker.picture(run.step, name, path)
+    moment.texts.clear()
+    moment.pictures.clear()
 
 
 def finish_step(run: Run, row: str, stop: Stop) -> None:
     """What a signal broke off after the last step, from its row on."""
     _, batch = next(run.batches(run.step - 1))
     settle(run, decode_row(row), run.place(batch), stop)
-
-
-def rescale(run: Run) -> None:
-    """Give weights that have left their place new scales. A function of the step and the state: resumed runs agree."""
-    done = run.rescale(run.state)
-    if done is not None:
-        run.state, run.train_step, text = done
-        tell(run, run.step, text)
 
 
 def tell(run: Run, step: int, text: str, *, alert: str = "") -> None:
@@ -305,11 +264,11 @@ def tell(run: Run, step: int, text: str, *, alert: str = "") -> None:
     run.display.event(step, text)
 
 
-def log(run: Run, step: int, row: dict[str, float]) -> None:
-    """A step's row, once and whole, to the display and, when it is due or holds more than a step's, to the tracker."""
+def log(run: Run, step: int, row: dict[str, float], *, whole: bool = False) -> None:
+    """A step's row, once, to the display and, when one is due or jobs have added to it (`whole`), to the tracker."""
     run.display.update(step, row)
-    if due(step, run.cadence.log) or any(name.startswith(("val/", "numerics/")) for name in row):
-        run.tracker.log(step, row)
+    if whole or step % run.log_every == 0:
+        run.tracker.row(step, row)
     run.recorded = step
 
 
@@ -318,16 +277,6 @@ def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> 
     run.tracker.flush()
     carried = {"watchdog": run.watchdog.state(), "unfinished": unfinished}
     run.checkpointer.save(run.step, to_stored(run.state), run.meta | carried, val_loss=val_loss)
-
-
-def show_numerics(run: Run) -> None:
-    """Pictures of all numerics so far, those before a resumption too, to `numerics/` and the tracker."""
-    from trainer.observe.heatmap import draw_all  # a plotting library, half a second to import; not every run gets here
-
-    if jax.process_index() == 0:
-        rows = read_rows(run.run_dir / "metrics.jsonl")
-        for kind, path in draw_all(rows, run.run_dir / "numerics").items():
-            run.tracker.image(run.step, f"numerics/{kind}/picture", path)
 
 
 def keep_batch(run: Run, pending: Pending) -> None:

@@ -127,8 +127,8 @@ def test_log_records_appear_without_a_terminal_too_and_once(clock, monkeypatch, 
     quiet(request, logging.getLogger("trainer"))
     display, stream = make(clock)
     with display:
-        logging.getLogger("trainer.observe.tracking").info("W&B run")
-    logging.getLogger("trainer.observe.tracking").info("after")
+        logging.getLogger("trainer.observe.trackers.wandb").info("W&B run")
+    logging.getLogger("trainer.observe.trackers.wandb").info("after")
     assert stream.getvalue() == "W&B run\n"
     assert elsewhere.getvalue() == ""
 

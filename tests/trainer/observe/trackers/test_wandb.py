@@ -1,4 +1,5 @@
-import json
+"""W&B, in processes of its own: it leaves threads, hooks and another process behind."""
+
 import logging
 import os
 import re
@@ -11,18 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.errors import UserError
-from trainer.observe.records import Sample, cut_rows, decode_row, encode_row, encode_sample, read_rows, read_samples
-from trainer.observe.tracking import (
-    JsonlTracker,
-    MultiTracker,
-    Tracker,
-    last_local_step,
-    make_tracker,
-    read_history,
-    wandb_files,
-    without_layers,
-)
+from trainer.observe.records import read_rows
+from trainer.observe.trackers.choose import make_tracker
+from trainer.observe.trackers.jsonl import JsonlTracker
+from trainer.observe.trackers.protocol import Beginning
+from trainer.observe.trackers.wandb_files import last_local_step, read_history, wandb_files
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
 
@@ -31,214 +25,19 @@ def loss(step):
     return {"train/loss": 1 / step, "tokens": step * 10}
 
 
-# --- metrics.jsonl and samples.txt ---
-
-
-def test_a_row_is_a_line_with_its_step_and_is_on_disk_at_once(tmp_path):
-    tracker = JsonlTracker(tmp_path, start=0)
-    tracker.log(1, {"train/loss": 0.1 + 0.2, "tokens": 3})
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": 0.30000000000000004, "tokens": 3}\n'
-    tracker.close()
-
-
-def test_what_is_not_finite_is_valid_json_that_float_reads_back(tmp_path):
-    line = encode_row(1, {"a": float("nan"), "b": float("inf"), "c": -float("inf")})
-    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert str([float(row[k]) for k in "abc"]) == "[nan, inf, -inf]"
-
-
-def test_a_step_cannot_be_logged_twice(tmp_path):
-    tracker = JsonlTracker(tmp_path, start=0)
-    tracker.log(2, loss(2))
-    with pytest.raises(ValueError, match="row of step 2 after the row of step 2"):
-        tracker.log(2, loss(2))
-    tracker.close()
-
-
-def test_a_resumed_run_goes_on_after_its_step_as_if_never_stopped(tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for directory, pieces in ((whole, [(0, 9)]), (parts, [(0, 5), (3, 8), (0, 1), (1, 9)])):
-        directory.mkdir()
-        for start, stop in pieces:
-            tracker = JsonlTracker(directory, start=start)
-            for step in range(start + 1, stop + 1):
-                if step % 2:
-                    tracker.event(step, "odd")
-                tracker.log(step, loss(step))
-                tracker.text(step, "sample", f"text of {step}")
-            tracker.close()
-    for name in ("metrics.jsonl", "samples.txt"):
-        assert (whole / name).read_bytes() == (parts / name).read_bytes()
-
-
-@pytest.mark.parametrize("kept", range(1, 30))
-def test_a_line_torn_anywhere_is_repaired(tmp_path, kept):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(encode_row(1, {}) + encode_row(2, {"x": 123456789012})[:kept])
-    tracker = JsonlTracker(tmp_path, start=2)
-    tracker.log(3, {})
-    tracker.close()
-    assert [row["step"] for row in read_rows(path)] == [1, 3]
-
-
-def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(encode_row(1, {}) + b"{not json}\n" + encode_row(3, {}))
-    with pytest.raises(UserError, match=r"metrics.jsonl:2 is not a row of metrics"):
-        JsonlTracker(tmp_path, start=3)
-
-
-def test_of_a_row_that_comes_again_the_events_before_it_stay(tmp_path):
-    path, event = tmp_path / "metrics.jsonl", {"event": "x"}
-    lines = [encode_row(1, {"a": 1}), encode_row(2, event), encode_row(2, {"a": 2}), encode_row(2, event)]
-    path.write_bytes(b"".join(lines))
-    assert cut_rows(path, 2) == 2
-    assert cut_rows(path, 2, again=True) == 1
-    assert path.read_bytes() == b"".join(lines[:2])
-    tracker = JsonlTracker(tmp_path, start=2, again=True)
-    tracker.log(2, {"a": 2})
-    tracker.close()
-    assert path.read_bytes() == b"".join(lines[:3])
-
-
-def test_a_row_is_read_back_with_what_is_not_finite():
-    row = {"train/loss": float("nan"), "lr": 0.1, "tokens": 3}
-    assert str(decode_row(encode_row(7, row).decode())) == str(row)
-
-
-def test_cutting_says_which_step_is_the_last(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert cut_rows(path, 5) == -1
-    path.write_bytes(b"".join(encode_row(step, {}) for step in (1, 4, 7)))
-    assert cut_rows(path, 5) == 4
-    assert cut_rows(path, 0) == -1
-    assert path.read_bytes() == b""
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "\n", "a\n\nb", 'step 9 | "x"\n  y', " indented", "ends\n", "\r\n\x0b\x0c\x85\u2028", "日本 \x00 ü", '\\ "'],
-)
-def test_no_text_can_break_the_samples(tmp_path, text):
-    path = tmp_path / "samples.txt"
-    samples = [Sample(1, "first", "before"), Sample(2, 'a "name" | x', text), Sample(3, "last", "after")]
-    path.write_bytes(b"".join(map(encode_sample, samples)))
-    assert read_samples(path) == samples
-
-
-def test_a_full_disk_is_an_error_in_a_line(tmp_path):
-    tracker = JsonlTracker(tmp_path, start=0)
-    full = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 - the tracker closes it
-    tracker._rows.close()
-    tracker._rows = full
-    with pytest.raises(UserError, match=r"cannot write /dev/full: No space left on device; make room, then continue"):
-        tracker.log(1, loss(1))
-
-
-def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"cannot write to .*; choose another run_dir"):
-        JsonlTracker(tmp_path, start=0)
-
-
-# --- several, none ---
-
-
-class Recorder(Tracker):
-    def __init__(self):
-        self.calls = []
-
-    def __getattribute__(self, name):
-        if name in ("calls", "id", "__class__"):
-            return object.__getattribute__(self, name)
-        return lambda *args: self.calls.append((name, *args))
-
-
-def test_every_call_reaches_every_tracker(tmp_path):
-    recorders = [Recorder(), Recorder()]
-    both = MultiTracker(recorders)
-    calls = [
-        ("log", 1, {}),
-        ("event", 1, "e"),
-        ("text", 1, "n", "t"),
-        ("image", 1, "n", tmp_path),
-        ("summary", {}),
-        ("alert", "a", "t"),
-        ("flush",),
-        ("close", 3),
-    ]
-    for name, *args in calls:
-        getattr(both, name)(*args)
-    assert [r.calls for r in recorders] == [calls, calls]
-    assert {name for name, *_ in calls} == {n for n in vars(Tracker) if not n.startswith("_") and n != "id"}
-
-
-def test_no_tracker_writes_nothing(tmp_path):
-    tracker = make_tracker("none", tmp_path, start=0, config={})
-    tracker.log(1, loss(1))
-    tracker.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_wandb_is_not_imported_without_need(tmp_path):
-    program = (
-        "import sys; from pathlib import Path; from trainer.observe.tracking import make_tracker; "
-        "make_tracker('jsonl', Path(sys.argv[1]), start=0, config={}).close(); assert 'wandb' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
-
-
-# --- What W&B gets of the numerics ---
-
-
-def numerics(layer, exponent, rms, underflow=0.0, saturated=0.0):
-    figures = {"exponent": exponent, "rms": rms, "underflow": underflow, "saturated": saturated}
-    return {f"numerics/weights/{layer}/{name}": value for name, value in figures.items()}
-
-
-def test_of_each_class_the_extremes_over_the_layers_are_left_and_zeros_set_none():
-    row = {"train/loss": 2.0, "tokens": 7}
-    layers = numerics("wte.embedding", -5, 1.5, 0.25, 1e-3) | numerics("h.0.mlp.c_fc.kernel", -3.0, 0.5)
-    layers |= numerics("h.0.mlp.c_fc.bias", -126, 0.0)
-    assert without_layers(row | layers) == row | {
-        "numerics/weights/underflow_max": 0.25,
-        "numerics/weights/saturated_max": 1e-3,
-        "numerics/weights/rms_min": 0.5,
-        "numerics/weights/rms_max": 1.5,
-        "numerics/weights/exponent_min": -5,
-        "numerics/weights/exponent_max": -3,
-    }
-    assert without_layers(numerics("h.0.mlp.c_fc.bias", -126, 0.0)) == {
-        "numerics/weights/underflow_max": 0,
-        "numerics/weights/saturated_max": 0,
-    }
-    assert without_layers(row) == row
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_layer_that_is_not_a_number_is_not_hidden_by_the_others(order):
-    lost = numerics("wte.embedding", -5, "NaN")  # as metrics.jsonl has it
-    first, second = [lost, numerics("wpe.embedding", -5, 1.0)][::order]
-    found = without_layers(first | second)
-    assert str(found["numerics/weights/rms_min"]) == str(found["numerics/weights/rms_max"]) == "nan"
-    assert found["numerics/weights/exponent_min"] == -5
-
-
-# --- W&B, in processes of its own: it leaves threads, hooks and another process behind ---
-
 RUN = """
 import json, logging, os, signal, sys, time
 from pathlib import Path
-from trainer.observe.tracking import make_tracker
+from trainer.observe.trackers.choose import make_tracker
 
 run_dir, start, stop, kill_at = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 config = {"train": {"batch_tokens": 64}, "data": {"hf_token": "hidden-secret"}}
 tracker = make_tracker("wandb", run_dir, start=start, config=config, init={"project": "p", "tags": ("t",)})
 for step in range(start + 1, stop + 1):
-    tracker.log(step, {"train/loss": 1 / step, "tokens": 10 * step})
+    tracker.row(step, {"train/loss": 1 / step, "tokens": 10 * step})
     if step % 50 == 0:
-        tracker.text(step, "samples", f"text of {step}")
+        tracker.sample(step, "samples", f"text of {step}")
     if step % 70 == 0:
         tracker.event(step, f"event of {step}")
     if step == kill_at:
@@ -246,7 +45,7 @@ for step in range(start + 1, stop + 1):
         os.kill(os.getpid(), signal.SIGKILL)
 tracker.alert("rollback", "went back")
 tracker.summary({"final": 7.0})
-tracker.close()
+tracker.finish()
 """
 
 
@@ -313,14 +112,15 @@ def test_wandb_holds_every_text_and_event_once(killed_thrice):
 
 
 def test_metrics_jsonl_is_that_of_a_run_never_killed(killed_thrice, tmp_path):
-    tracker = JsonlTracker(tmp_path, start=0)
+    tracker = JsonlTracker()
+    tracker.start(Beginning(tmp_path, 0, False, {}, None, None))
     for step in range(1, 901):
-        tracker.log(step, loss(step))
+        tracker.row(step, loss(step))
         if step % 50 == 0:
-            tracker.text(step, "samples", f"text of {step}")
+            tracker.sample(step, "samples", f"text of {step}")
         if step % 70 == 0:
             tracker.event(step, f"event of {step}")
-    tracker.close()
+    tracker.finish()
     for name in ("metrics.jsonl", "samples.txt"):
         assert (killed_thrice / name).read_bytes() == (tmp_path / name).read_bytes()
 
@@ -381,7 +181,7 @@ FREEZE_SERVICE = KILL_SERVICE.replace(
     "signal.SIGKILL)\ntime", "signal.SIGSTOP); print('frozen', stat.parent.name)\ntime"
 )
 FREEZE_SERVICE = (
-    "import trainer.observe.tracking as t; t.WAITING, t.PATIENCE, t.FINISH_SECONDS = 5, 0.5, 1\n" + FREEZE_SERVICE
+    "import trainer.observe.trackers.wandb as t; t.WAITING, t.PATIENCE, t.FINISH_SECONDS = 5, 0.5, 1\n" + FREEZE_SERVICE
 )
 
 
@@ -421,16 +221,16 @@ def test_what_is_told_late_leaves_the_row_whole_that_is_being_collected(tmp_path
     errors = SimpleNamespace(Error=RuntimeError)
     fake = SimpleNamespace(Settings=lambda **_: None, init=lambda **_: run, Image=str, errors=errors)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("trainer.observe.tracking.logged_in", lambda: False)
+    monkeypatch.setattr("trainer.observe.trackers.wandb.logged_in", lambda: False)
     monkeypatch.setattr(logging, "raiseExceptions", True)  # put back
     for name, value in (("MODE", "offline"), ("SILENT", "true"), ("ERROR_REPORTING", "false"), ("INIT_TIMEOUT", "1")):
         monkeypatch.setenv(f"WANDB_{name}", value)
     tracker = make_tracker("wandb", tmp_path, start=0, config={}, init={})
-    tracker.log(1, loss(1))
-    tracker.log(2, loss(2))
+    tracker.row(1, loss(1))
+    tracker.row(2, loss(2))
     tracker.event(1, "stalled")
-    tracker.image(2, "picture", tmp_path)
-    tracker.close()
+    tracker.picture(2, "picture", tmp_path)
+    tracker.finish()
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[1] | {"events": "stalled", "picture": str(tmp_path)} == rows[1]
 

@@ -1,0 +1,127 @@
+"""metrics.jsonl and samples.txt: whole lines, each step once, cut where a run goes on."""
+
+import json
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.observe.records import Sample, cut_rows, decode_row, encode_row, encode_sample, read_rows, read_samples
+from trainer.observe.trackers.jsonl import JsonlTracker
+from trainer.observe.trackers.protocol import Beginning
+
+
+def loss(step):
+    return {"train/loss": 1 / step, "tokens": step * 10}
+
+
+def jsonl(run_dir, *, start, again=False):
+    tracker = JsonlTracker()
+    tracker.start(Beginning(run_dir, start, again, {}, None, None))
+    return tracker
+
+
+def test_a_row_is_a_line_with_its_step_and_is_on_disk_at_once(tmp_path):
+    tracker = jsonl(tmp_path, start=0)
+    tracker.row(1, {"train/loss": 0.1 + 0.2, "tokens": 3})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": 0.30000000000000004, "tokens": 3}\n'
+    tracker.finish()
+
+
+def test_what_is_not_finite_is_valid_json_that_float_reads_back(tmp_path):
+    line = encode_row(1, {"a": float("nan"), "b": float("inf"), "c": -float("inf")})
+    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert str([float(row[k]) for k in "abc"]) == "[nan, inf, -inf]"
+
+
+def test_a_step_cannot_be_logged_twice(tmp_path):
+    tracker = jsonl(tmp_path, start=0)
+    tracker.row(2, loss(2))
+    with pytest.raises(ValueError, match="row of step 2 after the row of step 2"):
+        tracker.row(2, loss(2))
+    tracker.finish()
+
+
+def test_a_resumed_run_goes_on_after_its_step_as_if_never_stopped(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for directory, pieces in ((whole, [(0, 9)]), (parts, [(0, 5), (3, 8), (0, 1), (1, 9)])):
+        directory.mkdir()
+        for start, stop in pieces:
+            tracker = jsonl(directory, start=start)
+            for step in range(start + 1, stop + 1):
+                if step % 2:
+                    tracker.event(step, "odd")
+                tracker.row(step, loss(step))
+                tracker.sample(step, "sample", f"text of {step}")
+            tracker.finish()
+    for name in ("metrics.jsonl", "samples.txt"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes()
+
+
+@pytest.mark.parametrize("kept", range(1, 30))
+def test_a_line_torn_anywhere_is_repaired(tmp_path, kept):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(encode_row(1, {}) + encode_row(2, {"x": 123456789012})[:kept])
+    tracker = jsonl(tmp_path, start=2)
+    tracker.row(3, {})
+    tracker.finish()
+    assert [row["step"] for row in read_rows(path)] == [1, 3]
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(encode_row(1, {}) + b"{not json}\n" + encode_row(3, {}))
+    with pytest.raises(UserError, match=r"metrics.jsonl:2 is not a row of metrics"):
+        jsonl(tmp_path, start=3)
+
+
+def test_of_a_row_that_comes_again_the_events_before_it_stay(tmp_path):
+    path, event = tmp_path / "metrics.jsonl", {"event": "x"}
+    lines = [encode_row(1, {"a": 1}), encode_row(2, event), encode_row(2, {"a": 2}), encode_row(2, event)]
+    path.write_bytes(b"".join(lines))
+    assert cut_rows(path, 2) == 2
+    assert cut_rows(path, 2, again=True) == 1
+    assert path.read_bytes() == b"".join(lines[:2])
+    tracker = jsonl(tmp_path, start=2, again=True)
+    tracker.row(2, {"a": 2})
+    tracker.finish()
+    assert path.read_bytes() == b"".join(lines[:3])
+
+
+def test_a_row_is_read_back_with_what_is_not_finite():
+    row = {"train/loss": float("nan"), "lr": 0.1, "tokens": 3}
+    assert str(decode_row(encode_row(7, row).decode())) == str(row)
+
+
+def test_cutting_says_which_step_is_the_last(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert cut_rows(path, 5) == -1
+    path.write_bytes(b"".join(encode_row(step, {}) for step in (1, 4, 7)))
+    assert cut_rows(path, 5) == 4
+    assert cut_rows(path, 0) == -1
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "\n", "a\n\nb", 'step 9 | "x"\n  y', " indented", "ends\n", "\r\n\x0b\x0c\x85\u2028", "日本 \x00 ü", '\\ "'],
+)
+def test_no_text_can_break_the_samples(tmp_path, text):
+    path = tmp_path / "samples.txt"
+    samples = [Sample(1, "first", "before"), Sample(2, 'a "name" | x', text), Sample(3, "last", "after")]
+    path.write_bytes(b"".join(map(encode_sample, samples)))
+    assert read_samples(path) == samples
+
+
+def test_a_full_disk_is_an_error_in_a_line(tmp_path):
+    tracker = jsonl(tmp_path, start=0)
+    full = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 - the tracker closes it
+    tracker._rows.close()
+    tracker._rows = full
+    with pytest.raises(UserError, match=r"cannot write /dev/full: No space left on device; make room, then continue"):
+        tracker.row(1, loss(1))
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"cannot write to .*; choose another run_dir"):
+        jsonl(tmp_path, start=0)

@@ -1,0 +1,142 @@
+"""TensorBoard's files, read back record by record as TensorBoard reads them."""
+
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+
+import pytest
+from tensorboardX.proto import event_pb2
+
+from trainer.__main__ import main
+from trainer.errors import UserError
+from trainer.observe.trackers import tensorboard
+from trainer.observe.trackers.choose import make_tracker
+from trainer.observe.trackers.protocol import Beginning
+
+PNG = bytes.fromhex(  # one white pixel
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005fe02fe0def46b8"
+    "0000000049454e44ae426082"
+)
+
+
+def events_of(path):
+    """The whole records of an event file."""
+    data, position = path.read_bytes(), 0
+    while position + 12 <= len(data):
+        (length,) = struct.unpack_from("<Q", data, position)
+        record = data[position + 12 : position + 12 + length]
+        if len(record) < length:
+            return
+        yield event_pb2.Event.FromString(record)
+        position += 16 + length
+
+
+def shown(run_dir):
+    """Tag and step to all values that TensorBoard shows: what comes before a start mark is forgotten from there on."""
+    kept = []
+    for path in sorted((run_dir / "tensorboard").iterdir()):
+        for event in events_of(path):
+            if event.HasField("session_log"):
+                assert event.session_log.status == event_pb2.SessionLog.START
+                kept = [(step, value) for step, value in kept if step < event.step]
+            kept += [(event.step, value) for value in event.summary.value]
+    found = {}
+    for step, value in kept:
+        content = value.simple_value if value.HasField("simple_value") else None
+        if value.HasField("tensor"):
+            content = value.tensor.string_val[0].decode()
+        if value.HasField("image"):
+            content = value.image
+        found.setdefault((value.tag, step), []).append(content)
+    return found
+
+
+def test_rows_events_samples_and_pictures_are_shown_once_each(tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    tracker = make_tracker("tensorboard", tmp_path, start=0, config={})
+    tracker.row(1, {"train/loss": 0.5, "numerics/weights/wte/rms": 2.0} | dict.fromkeys(FIGURES, 0.0))
+    tracker.event(1, "went back")
+    tracker.sample(1, "samples", "first\n# second")
+    tracker.picture(1, "numerics/weights/picture", tmp_path / "a.png")
+    tracker.finish()
+    found = shown(tmp_path)
+    image = found.pop(("numerics/weights/picture", 1))[0]
+    assert (image.width, image.height, image.encoded_image_string) == (1, 1, PNG)
+    assert found == {
+        ("train/loss", 1): [0.5],
+        ("numerics/weights/rms_min", 1): [2.0],
+        ("numerics/weights/rms_max", 1): [2.0],
+        ("numerics/weights/exponent_min", 1): [0.0],
+        ("numerics/weights/exponent_max", 1): [0.0],
+        ("numerics/weights/underflow_max", 1): [0.0],
+        ("numerics/weights/saturated_max", 1): [0.0],
+        ("events/text_summary", 1): ["went back"],
+        ("samples/text_summary", 1): ["    first\n    # second\n"],
+    }
+
+
+FIGURES = [f"numerics/weights/wte/{name}" for name in ("exponent", "underflow", "saturated")]
+
+RUN = """
+import os, signal, sys
+from pathlib import Path
+from trainer.observe.trackers.choose import make_tracker
+
+start, stop, kill_at, again = map(int, sys.argv[2:])
+tracker = make_tracker("tensorboard", Path(sys.argv[1]), start=start, again=bool(again), config={})
+for step in range(start + 1 - again, stop + 1):
+    tracker.row(step, {"train/loss": 1 / 2**step})
+    if step % 10 == 0:
+        tracker.flush()  # as before a checkpoint
+    if step == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+tracker.finish()
+"""
+
+
+def part(run_dir, start, stop, kill_at=-1, again=0):
+    command = [sys.executable, "-c", RUN, *map(str, (run_dir, start, stop, kill_at, again))]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": os.getcwd()}, check=False).returncode
+
+
+def test_tensorboard_shows_every_step_once_across_kills_and_resumes(tmp_path):
+    assert part(tmp_path, 0, 60, kill_at=33) == -signal.SIGKILL
+    assert part(tmp_path, 30, 60, kill_at=45) == -signal.SIGKILL
+    assert part(tmp_path, 10, 60, kill_at=55) == -signal.SIGKILL  # its newer checkpoints were damaged
+    assert part(tmp_path, 50, 60, again=1) == 0
+    assert shown(tmp_path) == {("train/loss", step): [1 / 2**step] for step in range(1, 61)}
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 4
+
+
+def test_a_run_that_was_tracked_otherwise_before_is_shown_from_its_first_step_on(tmp_path):
+    tracker = make_tracker("jsonl", tmp_path, start=0, config={})
+    tracker.row(1, {"train/loss": 0.5})
+    tracker.event(1, "went back")
+    tracker.row(2, {"train/loss": 0.25})
+    tracker.finish()
+    tracker = make_tracker("tensorboard", tmp_path, start=1, config={})
+    tracker.row(2, {"train/loss": 0.125})
+    tracker.finish()
+    assert shown(tmp_path) == {
+        ("train/loss", 1): [0.5],
+        ("events/text_summary", 1): ["went back"],
+        ("train/loss", 2): [0.125],
+    }
+
+
+def test_a_directory_that_is_not_there_is_an_error_in_a_line(tmp_path):
+    tracker = tensorboard.TensorboardTracker()
+    with pytest.raises(UserError, match=re.escape(str(tmp_path / "none" / "tensorboard"))):
+        tracker.start(Beginning(tmp_path / "none", 0, False, {}, None, None))
+
+
+def test_without_the_package_it_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(tensorboard, "PACKAGE", "tensorboard_that_is_not_there")
+    monkeypatch.chdir(tmp_path)
+    assert main(["tracker=tensorboard", "run_dir=A"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: tracker=tensorboard needs package tensorboard_that_is_not_there")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,131 @@
+"""What happens between two steps: in which order, and what a stop request leaves for the run that resumes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from trainer.observe.records import decode_row
+from trainer.run import loop
+from trainer.run.periodic import Periodic, Phase
+
+ROW = {"train/loss": 2.0}
+
+
+class Recording:
+    """A run, or as much of one as the pause between two steps needs; `record` is what it was told, in order."""
+
+    def __init__(self, jobs, *, step=10, steps=100, signal=0, stop_at=None, in_doubt=False):
+        self.record = []
+        self.jobs, self.step, self.steps, self.log_every, self.recorded = jobs, step, steps, 1000, 0
+        self.state, self.train_step, self.meta, self.run_dir = "state", "step", {}, None
+        self.watchdog = SimpleNamespace(in_doubt=in_doubt, state=dict)
+        note = lambda what: lambda *args, **_: self.record.append((what, *args))
+        self.tracker = SimpleNamespace(
+            **{name: note(name) for name in ("row", "event", "sample", "picture", "summary", "alert")},
+            flush=lambda: None,
+        )
+        self.display = SimpleNamespace(update=lambda *_: None, event=lambda *_: None)
+        self.throughput = SimpleNamespace(pause=lambda _: None)
+        self.checkpointer = SimpleNamespace(
+            save=lambda step, state, meta, val_loss: self.record.append(("save", step, meta["unfinished"], val_loss))
+        )
+        self.asked = []
+        self.stop_at = stop_at
+        self.signal = signal
+        self.guard = SimpleNamespace(beat=lambda _: None)
+
+    def __call__(self, doing):
+        self.asked.append(doing)
+        if self.stop_at is not None and self.stop_at in doing:
+            self.signal = 15
+        return self.signal > 0
+
+    def settle(self, monkeypatch):
+        monkeypatch.setattr(loop, "to_stored", lambda state: state)
+        loop.settle(self, dict(ROW), "tokens", self)
+        return self.record
+
+
+def look(name="own", every=10):
+    def run(moment):
+        moment.text(name, f"after {moment.step}")
+        return {f"{name}/figure": np.float32(0.5)}
+
+    return Periodic(name, every, run)
+
+
+KEEP = Periodic("checkpoint", 10, lambda moment: moment.save(), Phase.KEEP)
+
+
+@pytest.mark.parametrize(
+    ("phase", "every", "step", "last", "stopping", "in_doubt", "happens"),
+    [
+        (Phase.LOOK, 10, 20, False, False, False, True),
+        (Phase.LOOK, 10, 21, False, True, False, False),
+        (Phase.LOOK, 0, 20, False, False, False, False),
+        (Phase.LOOK, 0, 20, True, False, True, True),
+        (Phase.CHANGE, 10, 20, False, False, True, True),
+        (Phase.CHANGE, 10, 20, True, False, False, False),
+        (Phase.KEEP, 10, 20, False, False, False, True),
+        (Phase.KEEP, 10, 21, False, True, False, True),
+        (Phase.KEEP, 10, 20, False, True, True, False),
+        (Phase.KEEP, 0, 21, True, False, True, True),
+    ],
+)
+def test_when_a_job_happens_follows_from_its_phase(phase, every, step, last, stopping, in_doubt, happens):
+    moment = SimpleNamespace(step=step, last=last)
+    job = Periodic("own", every, lambda moment: None, phase)
+    assert job.happens(moment, stopping=stopping, in_doubt=in_doubt) is happens
+
+
+def test_figures_are_in_the_row_texts_follow_it_and_the_checkpoint_covers_both(monkeypatch):
+    record = Recording([look("first"), KEEP, look("second")]).settle(monkeypatch)
+    row = ROW | {"first/figure": 0.5, "second/figure": 0.5}
+    assert record == [
+        ("row", 10, row),
+        ("sample", 10, "first", "after 10"),
+        ("sample", 10, "second", "after 10"),
+        ("save", 10, None, None),
+    ]
+
+
+@pytest.mark.parametrize("stop_at", ["at the first", "at the second"])
+def test_a_stop_request_at_a_job_leaves_all_of_the_step_to_the_run_that_resumes(monkeypatch, stop_at):
+    run = Recording([look("first"), look("second"), KEEP], stop_at=stop_at)
+    ((what, step, unfinished, val_loss),) = run.settle(monkeypatch)
+    assert (what, step, val_loss) == ("save", 10, None)
+    assert decode_row(unfinished) == ROW
+
+
+def test_a_job_that_takes_long_can_be_broken_off_inside(monkeypatch):
+    done = []
+
+    def slow(moment):
+        for part in range(5):
+            moment.pause(f"part {part}")
+            done.append(part)
+
+    run = Recording([Periodic("slow", 10, slow), KEEP], stop_at="part 3")
+    ((what, *_),) = run.settle(monkeypatch)
+    assert (what, done) == ("save", [0, 1, 2])
+
+
+def test_a_change_of_the_state_is_told_before_the_row_and_saved_after_it(monkeypatch):
+    change = Periodic("change", 5, lambda moment: moment.replace("new state", "new step", "changed"), Phase.CHANGE)
+    run = Recording([KEEP, change])
+    record = run.settle(monkeypatch)
+    assert (run.state, run.train_step) == ("new state", "new step")
+    assert [entry[0] for entry in record] == ["event", "save"]  # the bare row is not due
+
+
+@pytest.mark.parametrize("figures", [{"train/loss": 1.0}, {"first/figure": 1.0}])
+def test_two_jobs_cannot_write_the_same_figure(monkeypatch, figures):
+    run = Recording([look("first"), Periodic("own", 10, lambda moment: figures)])
+    with pytest.raises(ValueError, match="would be in the row twice"):
+        run.settle(monkeypatch)
+
+
+def test_the_last_step_has_every_look_and_a_summary(monkeypatch):
+    run = Recording([look(every=0), KEEP], step=100)
+    assert [entry[0] for entry in run.settle(monkeypatch)] == ["row", "summary", "sample", "save"]

@@ -1,0 +1,242 @@
+"""Weights & Biases, of which a training run never waits or fails.
+
+W&B keeps its own files, of which a kill loses the last block (32 KiB), and takes no step twice. So on resume we look up
+the last step W&B holds, send what it lacks from the run's own files, and from then on skip the steps it has.
+"""
+
+import atexit
+import logging
+import netrc
+import os
+import queue
+import shlex
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from trainer.errors import UserError
+from trainer.observe.records import without_layers
+from trainer.observe.trackers.protocol import Beginning, Row, Tracker
+from trainer.observe.trackers.wandb_files import last_local_step, wandb_files
+from trainer.text import interpreter, redact
+
+WAITING = 1000  # calls to W&B that may wait for it
+PATIENCE = 10.0  # seconds that a call waits for its place among them, before W&B is given up
+FINISH_SECONDS = 60
+
+# W&B shows a section for each prefix, in the order of the alphabet: these come first, and answer what a person asks.
+FIRST_SCREEN = {
+    "1 is it learning/training loss": "train/loss",
+    "1 is it learning/validation loss": "val/loss",
+    "1 is it learning/learning rate": "lr",
+    "2 is it healthy/gradient norm": "grad_norm",
+    "2 is it healthy/steps skipped": "watchdog/skipped",
+    "2 is it healthy/rollbacks": "watchdog/rollbacks",
+    "3 is it fast/tokens per second": "perf/tokens_per_s",
+    "3 is it fast/share of the peak": "perf/mfu",
+    "3 is it fast/ms waiting for data": "perf/data_ms",
+}
+HIDDEN = ("lr", "grad_norm", "tokens")  # would make a section of their own, before all others
+
+logger = logging.getLogger(__name__)
+
+
+class WandbTracker(Tracker):
+    """A W&B run: online when somebody is logged in and the server answers, else offline in `run_dir/wandb`.
+
+    Nothing that happens to W&B stops the training or holds it up: a thread of its own talks to it, what goes wrong is
+    reported once, and metrics.jsonl has the scalars. Of the numerics W&B gets what `without_layers` leaves, and the
+    pictures.
+
+    Args:
+      init: further arguments of `wandb.init`: project, entity, group, name, tags.
+
+    Attributes:
+      id: of the W&B run; the same id continues the same run.
+    """
+
+    def __init__(self, init: Mapping[str, Any]) -> None:
+        self._init = init
+
+    def start(self, beginning: Beginning) -> None:
+        run_dir = beginning.run_dir
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its one look-up in the network when offline
+        os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds until an online run goes on offline
+        # W&B logs to debug.log in the run directory: on a full disk every record would become a traceback on stderr.
+        logging.raiseExceptions = False
+        import wandb  # costs half a second; not everyone tracks with it
+
+        self._wandb = wandb
+        self.id = run_id = own_id(run_dir, beginning.id)
+        self._lock = threading.Lock()  # of the row: the guard's thread reports a stall beside the loop
+        self._step = -1
+        self._row: dict[str, Any] = {}
+        self._events: list[str] = []
+        self._texts: dict[str, list[str]] = {}
+        self._sent = last_local_step(run_dir, run_id)
+        arguments = dict(self._init) | {"dir": run_dir, "id": run_id, "resume": "allow"}
+        arguments["config"] = redact(beginning.config)
+        online = os.environ.get("WANDB_MODE", "online" if logged_in() else "offline") == "online"
+        self._run: Any = self._connect(arguments, online=online)
+        self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(WAITING)
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
+        if beginning.kept is not None:
+            beginning.kept.replay(self, after=self._sent)
+
+    def _connect(self, arguments: Mapping[str, Any], *, online: bool) -> Any:
+        settings = self._wandb.Settings(console="off", silent=True, finish_timeout=FINISH_SECONDS)
+        if online:
+            try:
+                run = self._wandb.init(**arguments, mode="online", settings=settings)
+            except self._wandb.errors.Error as error:
+                self._wandb.teardown()  # the id is taken until then
+                logger.warning("W&B cannot be reached (%s): going on offline", str(error).splitlines()[0])
+                online = False
+            else:
+                self._sent = run.starting_step - 1  # what the server holds counts, not what is in the local files
+                logger.info("W&B run: %s", run.url)
+        if not online:
+            try:
+                run = self._wandb.init(**arguments, mode="offline", settings=settings)
+            except (self._wandb.errors.Error, OSError) as error:
+                raise UserError(f"W&B does not start: {error}; tracker=jsonl does without") from error
+            parts = [path.parent for path in wandb_files(Path(arguments["dir"]), str(self.id))]
+            newest = Path(run.dir).parent  # whose file may not be there yet
+            before = [p for p in parts if p.name.startswith("offline-") and p.name != newest.name]
+            where = shlex.join(map(str, [*before, newest]))
+            logger.info("W&B run, offline; to upload it, its parts in order: %s -m wandb sync %s", interpreter(), where)
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+        for name in HIDDEN:
+            run.define_metric(name, step_metric="step", hidden=True)
+        run.define_metric("val/loss", summary="min")
+        return run
+
+    def row(self, step: int, row: Row) -> None:
+        with self._lock:
+            self._begin(step)
+            self._row |= without_layers(row)
+
+    def event(self, step: int, text: str) -> None:
+        with self._lock:
+            self._begin(step)
+            self._events.append(text)
+
+    def sample(self, step: int, name: str, text: str) -> None:
+        with self._lock:
+            self._begin(step)
+            self._texts.setdefault(name, []).append(text)
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        picture = self._wandb.Image(str(path))
+        with self._lock:
+            self._begin(step)
+            self._row[name] = picture
+
+    def summary(self, values: Row) -> None:
+        self._guarded(lambda run: run.summary.update(dict(values)))
+
+    def alert(self, title: str, text: str) -> None:
+        self._guarded(lambda run: run.alert(title=title, text=text, level="ERROR", wait_duration=0))
+
+    def flush(self) -> None:
+        """Nothing: what W&B loses in a kill, it gets from metrics.jsonl when the run resumes."""
+
+    def finish(self, exit_code: int = 0) -> None:
+        with self._lock:
+            if self._row or self._texts:  # events alone are of a step whose row a resumed run will send
+                self._send()
+        self._guarded(lambda run: run.finish(exit_code=exit_code))
+        self._put(None)
+        self._thread.join(FINISH_SECONDS + PATIENCE if self._run is not None else 0)
+        if self._thread.is_alive():
+            self._give_up("does not finish")
+            atexit.register(_leave, exit_code)  # before W&B's own hook, which would wait for ever
+
+    def _begin(self, step: int) -> None:
+        """Collect this step's row from here on; W&B takes a step only once, so it is sent when the next one begins.
+
+        What comes late, a stall that is told while the loop goes on, belongs to the row that is being collected.
+        """
+        if step > self._step:
+            self._send()
+            self._step = step
+
+    def _send(self) -> None:
+        if self._step > self._sent:
+            row, step = self._whole_row(), self._step
+            self._guarded(lambda run: run.log(row, step=step, commit=True))
+            self._sent = self._step
+        self._row, self._events, self._texts = {}, [], {}
+
+    def _whole_row(self) -> dict[str, Any]:
+        events = {"events": "\n".join(self._events)} if self._events else {}
+        tables = {
+            name: self._wandb.Table(columns=["step", "text"], data=[[self._step, text] for text in texts])
+            for name, texts in self._texts.items()
+        }
+        first = {panel: self._row[name] for panel, name in FIRST_SCREEN.items() if name in self._row}
+        return {"step": self._step} | first | self._row | events | tables
+
+    def _guarded(self, call: Callable[[Any], Any]) -> None:
+        """Have the thread call this with the run."""
+        self._put(lambda: call(self._run))
+
+    def _put(self, call: Callable[[], Any] | None) -> None:
+        if self._run is not None:
+            try:
+                self._calls.put(call, timeout=PATIENCE)
+            except queue.Full:
+                self._give_up("does not answer")
+
+    def _work(self) -> None:
+        while self._run is not None:
+            call = self._calls.get()
+            if call is None:
+                return
+            try:
+                call()
+            except Exception as error:  # W&B's own process may die in any way: that must not end a training run
+                self._give_up(type(error).__name__)
+
+    def _give_up(self, why: str) -> None:
+        if self._run is not None:
+            self._run = None
+            logger.warning("W&B failed (%s): going on without; metrics.jsonl has it all", why)
+
+
+def _leave(exit_code: int) -> None:
+    """End the process without the rest of its hooks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def own_id(run_dir: Path, run_id: str | None) -> str:
+    """The id of a run, from the checkpoint, or the one that its directory began with, or a new one.
+
+    It is also in a file, for a run that is killed before its first checkpoint.
+    """
+    file = run_dir / "wandb" / "run_id"
+    file.parent.mkdir(exist_ok=True)
+    run_id = run_id or (file.read_text() if file.exists() else "") or uuid.uuid4().hex[:8]
+    file.write_text(run_id)
+    return run_id
+
+
+def logged_in() -> bool:
+    """Whether W&B has credentials for its server, in the environment, a settings file or netrc; asks no server."""
+    import wandb
+
+    settings = wandb.setup().settings
+    if settings.api_key or os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    candidates = [Path(os.environ["NETRC"])] if "NETRC" in os.environ else [Path("~/.netrc"), Path("~/_netrc")]
+    host = urlsplit(settings.base_url).hostname or ""
+    return any(netrc.netrc(p.expanduser()).authenticators(host) for p in candidates if p.expanduser().exists())

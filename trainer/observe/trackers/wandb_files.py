@@ -1,0 +1,59 @@
+"""What W&B's own files of a run hold: its transaction logs, read without W&B's server."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BLOCK = 32768
+HEADER = struct.Struct("<IHB")  # checksum, length, type: 1 whole, 2 first, 3 middle, 4 last part of a record
+
+
+def _history_records(path: Path) -> Iterator[Any]:
+    """The history records of a W&B transaction log (`*.wandb`), in order, up to where a kill cut it.
+
+    The file is a LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header of 7 bytes,
+    and each record a `wandb_internal_pb2.Record`.
+    """
+    from google.protobuf.message import DecodeError
+    from wandb.proto import wandb_internal_pb2
+
+    data = path.read_bytes()
+    position, parts = HEADER.size, b""
+    while position + HEADER.size <= len(data):
+        room = BLOCK - position % BLOCK
+        if room < HEADER.size:
+            position += room
+            continue
+        _, length, kind = HEADER.unpack_from(data, position)
+        part = data[position + HEADER.size : position + HEADER.size + length]
+        if kind == 0 or len(part) < length:
+            return
+        position += HEADER.size + length
+        parts = part if kind in (1, 2) else parts + part
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
+            try:
+                record.ParseFromString(parts)
+            except DecodeError:
+                return
+            if record.WhichOneof("record_type") == "history":
+                yield record.history
+
+
+def read_history(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a W&B transaction log, as W&B will show them; `_step` is the step."""
+    for history in _history_records(path):
+        yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
+
+
+def wandb_files(run_dir: Path, run_id: str) -> list[Path]:
+    """The transaction logs of all parts of a run, oldest first."""
+    files = (run_dir / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb")
+    return sorted(files, key=lambda path: path.parent.name.removeprefix("offline-"))
+
+
+def last_local_step(run_dir: Path, run_id: str) -> int:
+    """The last step in W&B's local files; -1: none."""
+    return max((row.step.num for path in wandb_files(run_dir, run_id) for row in _history_records(path)), default=-1)

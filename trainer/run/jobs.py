@@ -1,0 +1,76 @@
+"""The periodic jobs that every run has: numerics, evaluation, samples, rescale, pictures, checkpoint."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from trainer.observe.records import read_rows
+from trainer.run.periodic import BrokenOff, Moment, Periodic, Phase
+from trainer.step.evaluate import Evaluation
+from trainer.step.state import TrainState
+from trainer.step.step import StepFn, Tokens
+
+CHECKPOINT = "checkpoint"  # the entry by which a rollback knows which checkpoints are regular ones
+
+
+def numerics(every: int, figures: Callable[[TrainState, Tokens, int], Mapping[str, float]]) -> Periodic:
+    """Figures of every layer; `figures` takes the state, a batch and the number of the step that took it."""
+    return Periodic("numerics", every, lambda moment: figures(moment.state, moment.tokens, moment.step - 1))
+
+
+def evaluation(every: int, evaluate: Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]) -> Periodic:
+    """The validation loss.
+
+    `evaluate` takes the state, whether it is the final time, and a function that says whether to break off, to what it
+    finds; None: broken off.
+    """
+
+    def run(moment: Moment) -> Mapping[str, float]:
+        found = evaluate(moment.state, moment.last, lambda: moment.ask(f"in the validation after step {moment.step}"))
+        if found is None:
+            raise BrokenOff
+        moment.val_loss = found.comparable
+        return found.row
+
+    return Periodic("evaluation", every, run)
+
+
+def samples(every: int, sample: Callable[[Any], str]) -> Periodic:
+    """A text that the model writes; `sample` makes it of the parameters."""
+    return Periodic("samples", every, lambda moment: moment.text("samples", sample(moment.params)))
+
+
+def rescale(every: int, new_scales: Callable[[TrainState], tuple[TrainState, StepFn, str] | None]) -> Periodic:
+    """Weights that have left their place get new scales: a function of step and state, so that resumed runs agree.
+
+    `new_scales` gives the state with them, the step compiled for them, and what was done, in words; None while every
+    weight's data is near RMS 1.
+    """
+
+    def run(moment: Moment) -> None:
+        done = new_scales(moment.state)
+        if done is not None:
+            moment.replace(*done)
+
+    return Periodic("rescale", every, run, Phase.CHANGE)
+
+
+def pictures(every: int) -> Periodic:
+    """Heat maps of all numerics so far, those before a resumption too, as `numerics/KIND.png` and to the trackers."""
+
+    def run(moment: Moment) -> None:
+        if jax.process_index() > 0:
+            return
+        from trainer.observe.heatmap import draw_all  # a plotting library takes half a second to import
+
+        rows = read_rows(moment.run_dir / "metrics.jsonl")
+        for kind, path in draw_all(rows, moment.run_dir / "numerics").items():
+            moment.picture(f"numerics/{kind}/picture", path)
+
+    return Periodic("pictures", every, run, Phase.KEEP)
+
+
+def checkpoint(every: int) -> Periodic:
+    """The state and what else is needed to go on. It is the last entry of the list: all that it covers is out."""
+    return Periodic(CHECKPOINT, every, lambda moment: moment.save(), Phase.KEEP)
