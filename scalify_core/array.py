@@ -262,13 +262,11 @@ def gradients_like(primals: Sequence[Any], gradients: Sequence[Any], names: Sequ
     static scale loses is said by a warning when it happens, by name.
     """
     out = [_gradient_like(x, g) for x, g in zip(primals, gradients, strict=True)]
-    at_static_scales = [
-        watch.Gradient(
-            name, g.data if is_scaled_array(g) else g, g.scale if is_scaled_array(g) else 1.0, y.data, x.scale
-        )
-        for x, g, y, name in zip(primals, gradients, out, names, strict=True)
-        if is_scaled_array(x) and x.is_static
-    ]
+    at_static_scales = []
+    for x, g, y, name in zip(primals, gradients, out, names, strict=True):
+        if is_scaled_array(x) and x.is_static:
+            data, scale = (g.data, g.scale) if is_scaled_array(g) else (g, 1.0)
+            at_static_scales.append(watch.Gradient(name, data, scale, y.data, x.scale))
     watch.gradients(at_static_scales)
     return out
 
