@@ -21,6 +21,7 @@ from scalify_core.scales import MIN_SCALE, broadcast_scale, times
 _EXPONENT = np.int32(0x7F800000)  # of an FP32 number's bits
 _MANTISSA = 23
 _RESULT_TOP = 6
+_MASK = 2.0**10  # what no logit comes near
 
 
 def wide(x: Any) -> Any:
@@ -79,8 +80,8 @@ def result(x: Any, dtype: np.dtype, constants: frozenset[float] = frozenset()) -
     """A value as `scalify` returns it: with a run-time scale, and data of which the largest is below 2^7.
 
     That leaves room for those who go on with the data as if its RMS were near 1, and 31 octaves below the largest.
-    Elements that are one of `constants`, such as a mask's -1e9, have no part in the scale where the format cannot hold
-    them beside the rest, and saturate.
+    Elements that are one of `constants`, such as a mask's -1e9, saturate where the format cannot hold them beside the
+    rest, far enough out to be a mask still: see `_beside`.
     """
     if dtype.itemsize >= 4:
         return ScaledArray(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
@@ -97,7 +98,8 @@ def _beside(x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]) -> tupl
     """`x`, its data and its scale, where some elements are constants that may be far from all else.
 
     They are kept while the largest of the rest stays 4 octaves above the format's smallest normal number, so that it
-    has all of its precision. Constants further off saturate, at the scale of the rest.
+    has all of its precision. Constants further off saturate: at the scale of the rest, or at one so much larger that
+    they are `_MASK` still, of which `exp` is zero, as long as the rest has that precision.
     """
     (x,) = storage.once(x)
     fmt, top = FloatFormat.of(dtype), top_of(dtype)
@@ -105,7 +107,8 @@ def _beside(x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]) -> tupl
     of_rest = unit_of(lax.select(masked, lax.full_like(x, 0), x), _RESULT_TOP)
     of_all = unit_of(x, top)
     furthest = of_rest * np.float32(2.0 ** (_RESULT_TOP - 4) / fmt.min_normal)
-    scale = lax.select(of_all > furthest, of_rest, lax.max(of_all, of_rest))
+    as_mask = lax.clamp(of_rest, np.float32(_MASK / 2.0**top), furthest)
+    scale = lax.select(of_all > furthest, as_mask, lax.max(of_all, of_rest))
     scale = lax.select(of_rest > np.float32(MIN_SCALE), scale, unit_of(x, _RESULT_TOP))
     limit = lax.broadcast(scale * np.float32(fmt.max), x.shape)
     x = lax.select(lax.bitwise_and(masked, lax.gt(lax.abs(x), limit)), lax.mul(lax.sign(x), limit), x)
