@@ -55,7 +55,8 @@ def scalify(
             narrow format flushes to zero more than 1% of a tensor's norm, or saturates a finite number. The norm is
             what an error is measured by: however many small elements vanish beside large ones (a fifth of what GELU
             gives, in E4M3), the tensor is what it was while their share of it is small, and once that is not, its
-            scale is astray. A mask's constant (-1e9) may saturate. The program has callbacks then
+            scale is astray. With measured scales, the rows and columns of a product of which more than 1% is lost are
+            named, too, however small they are. A mask's constant (-1e9) may saturate. The program has callbacks then
             (`jax.debug.callback`), and is slower; without `check` it has not an operation more.
 
     Returns:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from scalify_core import registry, storage
+from scalify_core import registry, storage, watch
 from scalify_core.array import ScaledArray
 from scalify_core.measured import store
 from scalify_core.measured.batches import labels, scale_for
@@ -30,6 +30,7 @@ from scalify_core.measured.plan import (
     product_format,
     product_wants,
 )
+from scalify_core.scales import broadcast_scale
 from scalify_core.scopes import scope_of, within
 from scalify_core.watch import Reporter
 
@@ -115,8 +116,13 @@ class Operands:
         return atom.val if type(atom) is Literal else self.values[atom]
 
     def moved(self, atom: Any, wanted: Want | None) -> Any:
-        """As what only passes it on reads it: stored, if that is wanted of it and has been done."""
-        return self.read(atom) if wanted is None else self.copies.get((atom, wanted), self.read(atom))
+        """As what only passes it on reads it: stored, if that is wanted of it and has been done.
+
+        Who is to be told what a product loses is shown what was not stored yet; it is stored all the same, later.
+        """
+        if wanted is None or _reporter.get() is not None:
+            return self.read(atom)
+        return self.copies.get((atom, wanted), self.read(atom))
 
     def wide(self, atom: Any) -> Any:
         """The logical value, in FP32 where it is scaled."""
@@ -131,6 +137,11 @@ class Operands:
         if found is None:
             found = self.copies[atom, want] = store.stored(x, *want)
         return found
+
+    def in_units_of(self, atom: Any, stored: ScaledArray) -> Any:
+        """The logical value over the scale of what it is stored as, FP32."""
+        (x,) = storage.once(storage.as_float32(self.wide(atom)))
+        return x * broadcast_scale(jnp.float32(1) / jnp.asarray(stored.scale, jnp.float32), x)
 
     def write(self, step: Step, results: Sequence[Any]) -> None:
         """The results of a step, and what its plan stores of them for products; all others read them in FP32."""
@@ -207,6 +218,9 @@ def _product(step: Step, env: Operands) -> Sequence[Any]:
     # BF16 holds what FP32 does, and XLA's CPU backend has no BF16 product with an FP32 result.
     result = np.dtype(np.float32) if store.has_own_range(dtype) else dtype
     out = eqn.primitive.bind(a.data, b.data, *rest, **{**eqn.params, "preferred_element_type": result})
+    if (reporter := _reporter.get()) is not None and eqn.primitive.name == "dot_general":
+        operands = [y for atom, x in zip(eqn.invars, (a, b), strict=True) for y in (env.in_units_of(atom, x), x.data)]
+        reporter.multiplied(str(dtype), watch.lines_lost(eqn.params["dimension_numbers"], *operands, out))
     batches = batch_axes(eqn)
     of_out = [*range(len(batches[0])), *[None] * (out.ndim - len(batches[0]))]
     scales = (scale_for(x, labels(x.ndim, axes, ()), of_out) for x, axes in zip((a, b), batches, strict=True))
