@@ -67,13 +67,22 @@ class Arguments:
         """Raise TypeError, naming the argument, where one of the leaves of `arrays` is neither array nor number."""
         if all(hasattr(x, "dtype") or isinstance(x, jax.typing.ArrayLike) for x in leaves):
             return
-        for (place, key, *rest), x in jax.tree.leaves_with_path(arrays):
+        for path, x in jax.tree.leaves_with_path(arrays):
             if not (hasattr(x, "dtype") or isinstance(x, jax.typing.ArrayLike)):
-                name = self._name(key.idx if place.idx == 0 else key.key) + jax.tree_util.keystr(tuple(rest))
+                name = self._name_at(path)
                 raise TypeError(
                     f"scalify: argument {name} of {self.fun} is {x!r}, expected an array or a number; if it is a "
                     f"constant of the program, name it in static_argnames"
                 )
+
+    def leaf_names(self, tree: Any) -> list[str]:
+        """Of the leaves of a tree of arguments, as `check` has it: `params['w']`."""
+        numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
+        return [self._name_at(path) for path, _ in jax.tree.leaves_with_path(numbered)]
+
+    def _name_at(self, path: tuple) -> str:
+        place, key, *rest = path
+        return self._name(key.idx if place.idx == 0 else key.key) + jax.tree_util.keystr(tuple(rest))
 
     def _name(self, key: int | str) -> str:
         if isinstance(key, str):

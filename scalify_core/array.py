@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalify_core import watch
 from scalify_core.formats import pow2_round
 from scalify_core.scales import MIN_SCALE, OF_ZEROS, broadcast_scale, times
 from scalify_core.storage import as_float32, saturating_cast
@@ -254,11 +255,28 @@ def _unscaled(x: ScaledArray, dtype: Any) -> jax.Array:
     return saturating_cast(times(data, x.scale if x.is_static else jnp.asarray(x.scale, jnp.float32)), dtype)
 
 
-def gradient_like(primal: Any, gradient: Any) -> Any:
-    """A gradient as its primal's kind: plain, with the primal's static scale, or with dynamic scales of its own.
+def gradients_like(primals: Sequence[Any], gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """Gradients as their primals' kinds: plain, with the primal's static scale, or with dynamic scales of their own.
 
-    Those have the shape of the primal's: the largest of the gradient's along each axis that they are common to.
+    Those have the shape of the primal's: the largest of the gradient's along each axis that they are common to. What a
+    static scale loses is said by a warning when it happens, by name.
     """
+    out = [_gradient_like(x, g) for x, g in zip(primals, gradients, strict=True)]
+    at_static_scales = []
+    for x, g, y, name in zip(primals, gradients, out, names, strict=True):
+        if is_scaled_array(x) and x.is_static:
+            data, scale = (g.data, g.scale) if is_scaled_array(g) else (g, 1.0)
+            at_static_scales.append(watch.Gradient(name, data, scale, y.data, x.scale))
+    watch.gradients(at_static_scales)
+    return out
+
+
+def _gradient_of_argument(primal: ScaledArray, gradient: Any) -> Any:
+    """As `gradients_like`, of one."""
+    return gradients_like([primal], [gradient], ["a ScaledArray"])[0]
+
+
+def _gradient_like(primal: Any, gradient: Any) -> Any:
     if not is_scaled_array(primal):
         return asarray(gradient, jnp.result_type(primal)) if is_scaled_array(gradient) else gradient
     gradient = gradient if is_scaled_array(gradient) else ScaledArray(gradient, 1.0)
@@ -287,13 +305,15 @@ _scale_dynamic.defvjp(
 )
 _rescale_static.defvjp(
     lambda x, scale: (_rescale_static(x, scale), x),
-    lambda scale, x, gradient: (gradient_like(x, gradient),),
+    lambda scale, x, gradient: (_gradient_of_argument(x, gradient),),
 )
 _rescale_dynamic.defvjp(
     lambda x, scale: (_rescale_dynamic(x, scale), (x, scale)),
-    lambda like, gradient: (gradient_like(like[0], gradient), jnp.zeros_like(like[1])),
+    lambda like, gradient: (_gradient_of_argument(like[0], gradient), jnp.zeros_like(like[1])),
 )
 _unscale.defvjp(
     lambda x, dtype: (_unscale(x, dtype), x),
-    lambda dtype, x, gradient: (gradient_like(x, as_scaled_array(as_float32(gradient), 1.0 if x.is_static else None)),),
+    lambda dtype, x, gradient: (
+        _gradient_of_argument(x, as_scaled_array(as_float32(gradient), 1.0 if x.is_static else None)),
+    ),
 )

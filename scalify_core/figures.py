@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -172,5 +173,5 @@ def cancelled(eqn: Any, operands: Sequence[Tensor], exact: Any) -> float:
 
 
 def is_float(x: Any) -> bool:
-    """Whether an array or number is real and floating-point."""
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    """Whether an array or number is real and floating-point; a reference to an array is none."""
+    return not isinstance(x, jax.Ref) and jnp.issubdtype(jnp.result_type(x), jnp.floating)

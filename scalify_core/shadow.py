@@ -30,8 +30,13 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
 
 
 def wide(x: Any) -> Any:
-    """A plain operand, in FP32 if it is a narrower float."""
-    return as_float32(x) if _is_narrow(jnp.result_type(x)) else x
+    """A plain operand, in FP32 if it is a narrower float; a reference to an array (`jax.new_ref`) is as it is."""
+    return as_float32(x) if not isinstance(x, jax.Ref) and _is_narrow(jnp.result_type(x)) else x
+
+
+def of_its_own(x: Any) -> Any:
+    """What enters the plain program, `wide`; of a reference another one, which the scaled program does not write to."""
+    return jax.new_ref(x[...]) if isinstance(x, jax.Ref) else wide(x)
 
 
 def _results(eqn: Any, *operands: Any) -> Any:

@@ -7,6 +7,7 @@ and the gradient of a scalified function.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +16,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import interpreter, measured
 from scalify_core.arguments import Arguments
-from scalify_core.array import asarray, gradient_like, is_scaled_array
+from scalify_core.array import asarray, gradients_like, is_scaled_array
 from scalify_core.numbering import counting, drawn, numbered, take
 from scalify_core.watch import Reporter
 
@@ -53,7 +55,8 @@ def scalify(
             narrow format flushes to zero more than 1% of a tensor's norm, or saturates a finite number. The norm is
             what an error is measured by: however many small elements vanish beside large ones (a fifth of what GELU
             gives, in E4M3), the tensor is what it was while their share of it is small, and once that is not, its
-            scale is astray. A mask's constant (-1e9) may saturate. The program has callbacks then
+            scale is astray. With measured scales, the rows and columns of a product of which more than 1% is lost are
+            named, too, however small they are. A mask's constant (-1e9) may saturate. The program has callbacks then
             (`jax.debug.callback`), and is slower; without `check` it has not an operation more.
 
     Returns:
@@ -65,9 +68,9 @@ def scalify(
 
         It can be jitted, vmapped, sharded and differentiated (reverse mode). A gradient with respect to a
         ScaledArray is the ScaledArray of the logical gradient: with a dynamic scale it has its own scale, with a
-        static one that of the argument, where FP16 loses what is 2^24 times as small; `check` says so. Such gradients
-        must not be added outside of `scalify` (use one scalified function of the parameters, or
-        `scalify(jax.grad(fun))`, which is the better choice in any case).
+        static one that of the argument, where FP16 loses what is 2^24 times as small: the program has a callback that
+        warns when it happens (`PrecisionWarning`). Such gradients must not be added outside of `scalify` (use one
+        scalified function of the parameters, or `scalify(jax.grad(fun))`, which is the better choice in any case).
 
     Raises:
         ValueError: another `scales`; positional and named static arguments that the function does not have.
@@ -86,7 +89,7 @@ def scalify(
             return asarray(fun(*args, **kwargs))
 
         flat.__name__ = getattr(fun, "__name__", "scalified")
-        return flat, _differentiable(flat, how, reporter)
+        return flat, _differentiable(flat, how, reporter, arguments.leaf_names(tree).__getitem__)
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +101,8 @@ def scalify(
             return differentiable(*leaves)
         except _ClosesOverTracers:
             closed_over, opened = _opened(flat, leaves)
-            return _differentiable(opened, how, reporter)(*closed_over, *leaves)
+            names = ["a closed-over array"] * len(closed_over) + arguments.leaf_names(tree)
+            return _differentiable(opened, how, reporter, names.__getitem__)(*closed_over, *leaves)
 
     return scalified
 
@@ -156,10 +160,12 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _differentiable(fun: Callable, how: Evaluator, reporter: Reporter | None) -> Callable:
+def _differentiable(
+    fun: Callable, how: Evaluator, reporter: Reporter | None, name: Callable[[int], str] = "operand {}".format
+) -> Callable:
     """The scaled evaluation of a function of leaves, whose gradient is the scaled evaluation of the gradient.
 
-    The function's trace is counted: it may call what is scalified, too.
+    The function's trace is counted: it may call what is scalified, too. `name`: of a leaf, by its number.
     """
     counted = counting(fun)
 
@@ -168,13 +174,13 @@ def _differentiable(fun: Callable, how: Evaluator, reporter: Reporter | None) ->
         return _evaluated(counted, leaves, how)
 
     @functools.cache
-    def with_pullback(*floats: bool) -> Callable:
+    def with_pullback(wanted: tuple[int, ...]) -> Callable:
         def fun_and_pullback(*leaves: Any) -> Any:
-            def of_floats(*xs: Any) -> Any:
-                rest = iter(xs)
-                return fun(*(next(rest) if f else x for f, x in zip(floats, leaves, strict=True)))
+            def of_wanted(*xs: Any) -> Any:
+                given = dict(zip(wanted, xs, strict=True))
+                return fun(*(given.get(i, x) for i, x in enumerate(leaves)))
 
-            return jax.vjp(of_floats, *(x for f, x in zip(floats, leaves, strict=True) if f))
+            return jax.vjp(of_wanted, *(leaves[i] for i in wanted))
 
         return _differentiable(fun_and_pullback, how, reporter)
 
@@ -186,22 +192,54 @@ def _differentiable(fun: Callable, how: Evaluator, reporter: Reporter | None) ->
 
         return _differentiable(pulled, how, reporter)
 
-    def fwd(*leaves: Any) -> tuple[Any, Any]:
-        out, pullback = with_pullback(*map(_is_float, leaves))(*leaves)
-        return out, (pullback, leaves)
+    def fwd(*primals: Any) -> tuple[Any, Any]:
+        leaves = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
+        wanted = tuple(i for i, x in enumerate(leaves) if _is_float(x) and _is_perturbed(primals[i]))
+        out, pullback = with_pullback(wanted)(*leaves)
+        return out, (pullback, leaves, _Wanted(wanted))
 
     def bwd(residuals: Any, cotangent: Any) -> Any:
-        pullback, primals = residuals
+        pullback, primals, wanted = residuals
+        cotangent = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
         leaves, tree = jax.tree.flatten((pullback, cotangent), is_leaf=is_scaled_array)
-        gradients = iter(pull(tree)(*leaves))
-        with contextlib.nullcontext() if reporter is None else reporter.of_gradients():
-            found = tuple(gradient_like(x, next(gradients)) if _is_float(x) else None for x in primals)
+        gradients = pull(tree)(*leaves)
+        found = gradients_like([primals[i] for i in wanted.leaves], gradients, [name(i) for i in wanted.leaves])
         if reporter is not None:
             reporter.call_is_done(found)
-        return found
+        by_leaf = dict(zip(wanted.leaves, found, strict=True))
+        return tuple(by_leaf.get(i) for i in range(len(primals)))
 
-    scaled.defvjp(fwd, bwd)
+    # Which arguments are differentiated: of the others, no gradient is computed, nor is it said that it is lost.
+    scaled.defvjp(fwd, bwd, symbolic_zeros=True)
     return scaled
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """The numbers of the leaves that are differentiated."""
+
+    leaves: tuple[int, ...]
+
+
+def _is_primal(x: Any) -> bool:
+    return isinstance(x, CustomVJPPrimal)
+
+
+def _is_perturbed(primal: Any) -> bool:
+    """Whether the gradient of a leaf is asked for, which is one array or those of a ScaledArray."""
+    return any(x.perturbed for x in jax.tree.leaves(primal, is_leaf=_is_primal))
+
+
+def _is_symbolic_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _instantiated(x: Any) -> Any:
+    """A cotangent as an array, where it is only known to be zero."""
+    if not _is_symbolic_zero(x):
+        return x
+    return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros(x.shape, x.dtype)
 
 
 def _aval(x: Any) -> Any:

@@ -351,6 +351,8 @@ def _whole(x: Value) -> Value:
 
 
 def _packed(x: Any) -> Any:
+    if isinstance(x, jax.Ref):
+        return x
     dtype = jnp.result_type(x)
     number = uniform(x) if jnp.issubdtype(dtype, jnp.floating) else None
     return jnp.asarray(x) if number is None else Constant(number, np.shape(x), np.dtype(dtype))

@@ -47,13 +47,13 @@ class Walk:
 
     def errors(self, jaxpr: Any, leaves: Sequence[Any]) -> list[float]:
         """The errors of the results of a jaxpr, of arrays and ScaledArrays."""
-        entering = [Tensor(interpreter.entering(x), shadow.wide(asarray(x)), UNKNOWN, self.now()) for x in leaves]
+        entering = [Tensor(interpreter.entering(x), shadow.of_its_own(asarray(x)), UNKNOWN, self.now()) for x in leaves]
         out = self.run(jaxpr, entering, UNKNOWN, ())
         return [self.stored(x, v.narrow).error for x in out if is_float(x.shadow)]
 
     def run(self, jaxpr: Any, operands: Sequence[Tensor], place: Place, path: tuple) -> list[Tensor]:
         """The results of a jaxpr; `place` and `path` are those of the equation that calls it."""
-        constants = (Tensor(registry.known(x), shadow.wide(x), place, 0) for x in jaxpr.consts)
+        constants = (Tensor(registry.known(x), shadow.of_its_own(x), place, 0) for x in jaxpr.consts)
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True))
         stored = interpreter.stored_variables(jaxpr)
 

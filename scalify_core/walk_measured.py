@@ -16,7 +16,16 @@ from scalify_core.array import ScaledArray, asarray
 from scalify_core.figures import Tensor, is_float
 from scalify_core.measured import control, store
 from scalify_core.measured.evaluate import Operands, entering, kinds
-from scalify_core.measured.plan import Plan, Step, inner_jaxpr, inner_plan, plan_of, scan_parts, while_carry
+from scalify_core.measured.plan import (
+    Plan,
+    Step,
+    inner_jaxpr,
+    inner_plan,
+    large_constants,
+    plan_of,
+    scan_parts,
+    while_carry,
+)
 from scalify_core.places import UNKNOWN, Place, place_of
 from scalify_core.turns import TURNS
 from scalify_core.walk import Casts, Walk
@@ -29,12 +38,12 @@ class MeasuredWalk(Walk):
 
     def errors(self, jaxpr: Any, leaves: Sequence[Any]) -> list[float]:
         """The errors of the results of a jaxpr, of arrays and ScaledArrays."""
-        args = [Tensor(entering(x), shadow.wide(asarray(x)), UNKNOWN, self.now()) for x in leaves]
+        args = [Tensor(entering(x), shadow.of_its_own(asarray(x)), UNKNOWN, self.now()) for x in leaves]
         plan = plan_of(jaxpr, tuple(np.dtype(x.value.dtype) if type(x.value) is ScaledArray else None for x in args))
         out = self.run_plan(jaxpr, plan, args, UNKNOWN, ())
-        given = {id(x.value) for x in args}
+        given, constants = {id(x.value) for x in args}, large_constants(jaxpr)
         results = [
-            x if fmt is None or id(x.value) in given else self.kept(x, store.result(x.value, fmt))
+            x if fmt is None or id(x.value) in given else self.kept(x, store.result(x.value, fmt, constants))
             for x, fmt in zip(out, plan.out_formats, strict=True)
         ]
         return [x.error for x in results if is_float(x.shadow)]
@@ -42,7 +51,7 @@ class MeasuredWalk(Walk):
     def run_plan(self, jaxpr: Any, plan: Plan, args: Sequence[Tensor], place: Place, path: tuple) -> list[Tensor]:
         """The results of a jaxpr by its plan; `place` and `path` are those of the equation that calls it."""
         values = Operands(jaxpr, [x.value for x in args])
-        constants = (Tensor(x, shadow.wide(x), place, 0) for x in jaxpr.consts)
+        constants = (Tensor(x, shadow.of_its_own(x), place, 0) for x in jaxpr.consts)
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
 
         def read(atom: Any) -> Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from scalify_core.places import UNKNOWN, Place, name_of, place_of
 
 FLUSHED = 0.01  # share of a tensor's norm: what is reported
 _watcher: ContextVar[Callable[[Any, Any], None] | None] = ContextVar("watcher", default=None)
+_warned: dict = {}  # what `warnings` remembers of what it has shown
 _place: ContextVar[tuple[Place, str]] = ContextVar("place", default=(UNKNOWN, ""))
 
 
@@ -67,6 +69,111 @@ def losses(before: Any, after: Any) -> jax.Array:
     return jnp.stack([norm, share.astype(jnp.float32), saturated])
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def lines_lost(dims: Any, lhs: Any, lhs_stored: Any, rhs: Any, rhs_stored: Any, out: Any) -> jax.Array:
+    """Of a product of stored operands, the shares of its rows and of its columns that are off by more than 1%.
+
+    FP32 [2]; off for what the operands lose below the format's smallest normal number, of bits or altogether. A row is
+    what one index along the axes of `lhs` gives that are not contracted, a column one of `rhs`. The norm of an operand
+    does not show it: a row by itself, or the other operand, may make up for how small it is.
+
+    Args:
+        dims: the dimension numbers of `dot_general`.
+        lhs: the operand, FP32, in units of what is stored.
+        lhs_stored: the same in its format.
+        rhs: the other operand.
+        rhs_stored: the same in its format.
+        out: the product of what is stored.
+    """
+    ((contracted, _), (batch, _)), least = dims, float(jnp.finfo(lhs_stored.dtype).tiny)
+    lhs_kept, rhs_kept = (jnp.asarray(y, jnp.float32) for y in (lhs_stored, rhs_stored))
+    lhs_lost, rhs_lost = (jnp.where(jnp.abs(x) < least, x - y, 0) for x, y in ((lhs, lhs_kept), (rhs, rhs_kept)))
+    # (lost, kept) times (all, lost): what is lost on the left, and on the right.
+    axes = [None if not axes else axes[0] for axes in dims[0]]
+    terms = _joined(lhs_lost, lhs_kept, axes[0]), _joined(rhs_kept + rhs_lost, rhs_lost, axes[1])
+    lost = jnp.abs(jax.lax.dot_general(*terms, dims, precision=jax.lax.Precision.HIGHEST))
+    rows = tuple(range(len(batch), lhs.ndim - len(contracted)))
+    columns = tuple(range(len(batch) + len(rows), lost.ndim))
+    # Largest magnitudes: squares of what is 2^60 times as small would leave FP32.
+    off = (
+        jnp.max(lost, axes, initial=0.0) > FLUSHED * jnp.max(jnp.abs(out), axes, initial=0.0)
+        for axes in (columns, rows)
+    )
+    return jnp.stack([jnp.mean(x, dtype=jnp.float32) if x.size else jnp.float32(0) for x in off])
+
+
+def _joined(a: Any, b: Any, axis: int | None) -> Any:
+    """Both along a contracted axis; where none is contracted, the first."""
+    return a if axis is None else jnp.concatenate([a, b], axis)
+
+
+class Gradient(NamedTuple):
+    """One that has to have the static scale of its argument, because the structure of a gradient is the argument's.
+
+    Attributes:
+        name: of the argument.
+        data: of the gradient as it is, times a power of two, `scale`.
+        scale: FP32, as many as broadcast to the data.
+        kept: its data at the static scale of the argument.
+        target: that scale.
+    """
+
+    name: str
+    data: Any
+    scale: Any
+    kept: Any
+    target: float
+
+    @property
+    def may_be_lost(self) -> bool:
+        """Whether the format has not the range of FP32, or the scale takes a good part of that."""
+        narrow = float(jnp.finfo(self.kept.dtype).max) < 2.0**120
+        return self.kept.size > 0 and (narrow or not 2.0**-32 <= self.target <= 2.0**32)
+
+
+def gradients(found: Sequence[Gradient]) -> None:
+    """Puts one callback into the program, which warns (`PrecisionWarning`) of those of which more than 1% is lost.
+
+    It is there without being asked for: no scale can be right that was chosen before the gradient was known.
+    """
+    found = [x for x in found if x.may_be_lost]
+    if not found:
+        return
+    texts = [
+        f"the gradient of {x.name} is lost: in {x.kept.dtype} at the static scale 2^{np.log2(x.target):g} of its "
+        f"argument, which a gradient taken outside of scalify has, it is more than 1% off; take it inside, "
+        f"scalify(jax.grad(f)), or give the argument a run-time scale"
+        for x in found
+    ]
+    limits = [max(FLUSHED, float(jnp.finfo(x.kept.dtype).eps)) for x in found]
+
+    def report(errors: Any) -> None:
+        for text, error, limit in zip(texts, np.asarray(errors), limits, strict=True):
+            if error > limit:
+                warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
+
+    with watching(None):
+        jax.debug.callback(report, jnp.stack([_error_at_scale(x.data, x.scale, x.kept, x.target) for x in found]))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _error_at_scale(data: Any, scale: Any, kept: Any, target: float) -> jax.Array:
+    """The norm of `kept * target - data * scale` over that of the latter, of what is finite there; FP32."""
+    # In units of the largest number: squares, and scales of numbers that are zeros, would leave FP32.
+    scale = jnp.asarray(scale, jnp.float32)
+    scale = scale.reshape(scale.shape + (1,) * (jnp.ndim(data) - scale.ndim))
+    top = jnp.max(scale)
+    x = jnp.asarray(data, jnp.float32)
+    x = jnp.where(jnp.isfinite(x), x, 0) * (scale / top)
+    ratio = jnp.clip(np.float32(target) / top, 2.0**-126, 2.0**126)
+    y = jnp.asarray(kept, jnp.float32) * ratio
+    apart = jnp.where(jnp.isfinite(data), jnp.where(kept == 0, x, x - y), 0)
+    peak = jnp.max(jnp.abs(x), initial=0.0)
+    unit = jnp.where(peak > 0, peak, 1)
+    squares = jnp.sum(jnp.square(x / unit))
+    return jnp.where(peak > 0, jnp.sqrt(jnp.sum(jnp.square(apart / unit)) / jnp.maximum(squares, 1e-30)), 0)
+
+
 class Reporter:
     """The check mode of one scalified function: a `PrecisionWarning` per place and call."""
 
@@ -85,16 +192,6 @@ class Reporter:
         finally:
             _place.reset(token)
 
-    @contextlib.contextmanager
-    def of_gradients(self) -> Iterator[None]:
-        """Inside, what is rounded are gradients that get the static scales of what they are the gradients of."""
-        token = _place.set((UNKNOWN, "gradient at the static scale of its argument"))
-        try:
-            with watching(self._watch):
-                yield
-        finally:
-            _place.reset(token)
-
     def _watch(self, before: Any, after: Any) -> None:
         """Puts into the program a callback with what a rounding loses."""
         place, name = _place.get()
@@ -102,20 +199,34 @@ class Reporter:
         with watching(None):
             jax.debug.callback(lambda lost: self._report(place, name, dtype, lost), losses(before, after))
 
+    def multiplied(self, dtype: str, lost: Any) -> None:
+        """Puts into the program a callback with the lines of a product's result that are lost, see `lines_lost`."""
+        place, name = _place.get()
+        jax.debug.callback(lambda lost: self._report_lines(place, name, dtype, lost), lost)
+
     def _report(self, place: Place, name: str, dtype: str, lost: Any) -> None:
         norm, share, saturated = (float(x) for x in np.asarray(lost))
-        if norm <= FLUSHED and saturated == 0:
-            return
-        with self._lock:
-            key = (place, name, dtype)
-            if key in self._reported:
-                return
-            self._reported.add(key)
         texts = []
         if norm > FLUSHED:
             texts.append(f"{share:.2%} of its elements, {norm:.2%} of its norm, are flushed to zero")
         if saturated > 0:
             texts.append(f"{saturated:.2%} of its elements saturate")
+        self._warn(place, name, dtype, texts)
+
+    def _report_lines(self, place: Place, name: str, dtype: str, lost: Any) -> None:
+        shares = zip(np.max(np.asarray(lost).reshape(-1, 2), 0).tolist(), ("rows", "columns"), strict=True)
+        texts = [f"{share:.2%} of its {lines}" for share, lines in shares if share > 0]
+        if texts:
+            why = "are off by more than 1%, for small elements of its operands are lost beside large ones"
+            self._warn(place, name, dtype, [f"{' and '.join(texts)} {why}"])
+
+    def _warn(self, place: Place, name: str, dtype: str, texts: Sequence[str]) -> None:
+        """Warns of what is lost, if it has not been reported in this call."""
+        key = (place, name, dtype)
+        with self._lock:
+            if not texts or key in self._reported:
+                return
+            self._reported.add(key)
         name += " of the backward pass" if place.backward else ""
         text = f"{place}, {name}: in {dtype} {' and '.join(texts)} (scalify_core.explain shows where from)"
         warnings.warn_explicit(text, PrecisionWarning, place.file or "scalify", place.line)

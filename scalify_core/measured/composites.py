@@ -14,8 +14,9 @@ from scalify_core.array import ScaledArray
 from scalify_core.formats import FloatFormat
 from scalify_core.matmul import dot_fp8, lhs_gradient, rhs_gradient
 from scalify_core.measured import store
+from scalify_core.measured.batches import Labels, labels, labels_of_result, scale_for, shared
 from scalify_core.measured.evaluate import Operands, kind
-from scalify_core.measured.plan import Step
+from scalify_core.measured.plan import Step, Want
 from scalify_core.rules.composites import in_order
 
 _F32 = np.dtype(np.float32)
@@ -102,8 +103,10 @@ def _probe(call: Any, step: Step, env: Operands) -> Sequence[Any]:
 
 @_defined("fp8_dot_general", "fp8_dot_general.fwd")
 def _fp8(call: Any, step: Step, env: Operands) -> Sequence[Any]:
+    """Each entry of a batch, its own or that of a vmap of both operands, is cast at its own scale."""
     product = dict(call.static)["product"]
-    lhs, rhs = (env.stored(atom, _E4M3) for atom in step.eqn.invars)
+    of = _labels(call, step, product, (0, 1))
+    lhs, rhs = (env.stored(x, Want(_E4M3, axes)) for x, axes in zip(step.eqn.invars, shared(of), strict=True))
 
     unused = [jnp.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)]
 
@@ -112,17 +115,26 @@ def _fp8(call: Any, step: Step, env: Operands) -> Sequence[Any]:
 
     # The residuals, too: under vmap all results have the axis of the batch in front, whatever that of the operands is.
     out, lhs8, rhs8, *unused = _on_data(call, forward, lhs.data, rhs.data)
-    out = store.scaled_by(out, lhs.scale, rhs.scale)
+    batch, vmaps = len(product.dims[1][0]), len(call.in_axes)
+    result = labels_of_result([*range(batch), *[None] * (out.ndim - vmaps - batch)], vmaps)
+    out = store.scaled_by(out, *(scale_for(x, axes, result) for x, axes in zip((lhs, rhs), of, strict=True)))
     if call.name == "fp8_dot_general":
         return [out]
-    return [out, ScaledArray(lhs8, lhs.scale), ScaledArray(rhs8, rhs.scale), *unused]
+    kept = (
+        ScaledArray(x8, scale_for(x, axes, labels_of_result(_own(axes), vmaps)))
+        for x8, x, axes in zip((lhs8, rhs8), (lhs, rhs), of, strict=True)
+    )
+    return [out, *kept, *unused]
 
 
 @_defined("fp8_dot_general.bwd")
 def _fp8_bwd(call: Any, step: Step, env: Operands) -> Sequence[Any]:
-    product = dict(call.static)["product"]
-    lhs, rhs = (env.stored(atom, _E4M3) for atom in step.eqn.invars[:2])
-    gradient = env.stored(step.eqn.invars[-1], _E5M2)
+    product, last = dict(call.static)["product"], len(step.eqn.invars) - 1
+    of = _labels(call, step, product, (0, 1, last))
+    formats, atoms = (_E4M3, _E4M3, _E5M2), (*step.eqn.invars[:2], step.eqn.invars[last])
+    lhs, rhs, gradient = (
+        env.stored(x, Want(dtype, axes)) for x, dtype, axes in zip(atoms, formats, shared(of), strict=True)
+    )
     unused = map(env.read, step.eqn.invars[2:-1])
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
@@ -130,7 +142,27 @@ def _fp8_bwd(call: Any, step: Step, env: Operands) -> Sequence[Any]:
         return d_lhs, rhs_gradient(lhs8, rest[-1], product.dims, _F32)
 
     d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *unused, gradient.data)
-    return [store.scaled_by(d_lhs, gradient.scale, rhs.scale), store.scaled_by(d_rhs, lhs.scale, gradient.scale)]
+    of_lhs, of_rhs, of_gradient = of
+    out = []
+    for found, like, other, of_other in ((d_lhs, of_lhs, rhs, of_rhs), (d_rhs, of_rhs, lhs, of_lhs)):
+        result = labels_of_result(_own(like), len(call.in_axes))
+        scales = scale_for(gradient, of_gradient, result), scale_for(other, of_other, result)
+        out.append(store.scaled_by(found, *scales))
+    return out
+
+
+def _labels(call: Any, step: Step, product: Any, operands: Sequence[int]) -> list[Labels]:
+    """Of the axes of the operands of these numbers: left, right and, if it is among them, the result's gradient."""
+    _, (lhs, rhs) = product.dims
+    own = (lhs, rhs, range(len(lhs)))
+    mapped = ([axes[i] for axes in call.in_axes] for i in operands)
+    ranks = (len(step.eqn.invars[i].aval.shape) for i in operands)
+    return [labels(*each) for each in zip(ranks, own, mapped, strict=False)]
+
+
+def _own(of: Labels) -> Labels:
+    """The axes that are none of a vmap."""
+    return [label for label in of if not isinstance(label, tuple)]
 
 
 def _on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:

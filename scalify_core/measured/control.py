@@ -108,14 +108,13 @@ def sliced(x: Any) -> Any:
         return jnp.asarray(x)
     if x.is_static or jnp.ndim(x.scale) == 0:
         return x.data
-    ones = all(n == 1 for n in jnp.shape(x.scale)[1:])
-    return (x.data, x.scale) if ones and jnp.shape(x.scale)[0] == len(x) else store.wide(x)
+    return (x.data, x.scale) if jnp.shape(x.scale)[0] == len(x) else store.wide(x)
 
 
 def of_slice(part: Any, whole: Any) -> Any:
     if isinstance(part, (tuple, list)):
         data, scale = part
-        return ScaledArray(data, scale.reshape(()))
+        return ScaledArray(data, scale.reshape(()) if scale.size == 1 else scale)
     if type(whole) is ScaledArray and (whole.is_static or jnp.ndim(whole.scale) == 0):
         return ScaledArray(part, whole.scale)
     return part
@@ -158,13 +157,8 @@ def _while(step: Step, env: Operands) -> Sequence[Any]:
 @kind("shard_map")
 def _shard_map(step: Step, env: Operands) -> Sequence[Any]:
     plan, params = inner_plan(step), step.eqn.params
-    operands = list(map(_one_scale, _operands(step, env)))
-    specs = [
-        ScaledArray.tree_unflatten(x.scale if x.is_static else None, (s,) if x.is_static else (s, jax.P()))
-        if type(x) is ScaledArray
-        else s
-        for x, s in zip(operands, params["in_specs"], strict=True)
-    ]
+    operands = list(map(_whole, _operands(step, env)))
+    specs = list(map(_spec, operands, params["in_specs"]))
 
     def body(*xs: Any) -> list[Any]:
         return [jnp.asarray(store.wide(x)) for x in run(params["jaxpr"], plan, xs)]
@@ -179,7 +173,12 @@ def _shard_map(step: Step, env: Operands) -> Sequence[Any]:
     )(*operands)
 
 
-def _one_scale(x: Any) -> Any:
+def _spec(x: Any, spec: Any) -> Any:
+    """How an operand is split over devices that is split so as an array: a scale along the axes that it has."""
     if type(x) is not ScaledArray:
-        return jnp.asarray(x)
-    return x if x.is_static or jnp.ndim(x.scale) == 0 else store.wide(x)
+        return spec
+    if x.is_static:
+        return ScaledArray.tree_unflatten(x.scale, (spec,))
+    parts = (*spec, *[None] * (jnp.ndim(x.scale) - len(spec)))
+    scale = jax.P(*(part if n > 1 else None for part, n in zip(parts, jnp.shape(x.scale), strict=False)))
+    return ScaledArray.tree_unflatten(None, (spec, scale))

@@ -14,19 +14,23 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from scalify_core import registry, storage
+from scalify_core import registry, storage, watch
 from scalify_core.array import ScaledArray
 from scalify_core.measured import store
+from scalify_core.measured.batches import labels, scale_for
 from scalify_core.measured.plan import (
-    Format,
+    KEEP_AXES,
     Plan,
     Step,
+    Want,
+    batch_axes,
     is_float,
     large_constants,
     plan_of,
     product_format,
-    scan_parts,
+    product_wants,
 )
+from scalify_core.scales import broadcast_scale
 from scalify_core.scopes import scope_of, within
 from scalify_core.watch import Reporter
 
@@ -105,48 +109,46 @@ class Operands:
         """Of its arguments."""
         self.values: dict[Any, Any] = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
         self.values.update(zip(jaxpr.invars, args, strict=True))
-        self.copies: dict[tuple[Any, np.dtype], ScaledArray] = {}
+        self.copies: dict[tuple[Any, Want], ScaledArray] = {}
 
     def read(self, atom: Any) -> Any:
         """As it is: a ScaledArray, or the logical value."""
         return atom.val if type(atom) is Literal else self.values[atom]
 
-    def moved(self, atom: Any, wanted: Format) -> Any:
-        """As what only passes it on reads it: stored, if that is wanted of it and has been done."""
-        return self.read(atom) if wanted is None else self.copies.get((atom, wanted), self.read(atom))
+    def moved(self, atom: Any, wanted: Want | None) -> Any:
+        """As what only passes it on reads it: stored, if that is wanted of it and has been done.
+
+        Who is to be told what a product loses is shown what was not stored yet; it is stored all the same, later.
+        """
+        if wanted is None or _reporter.get() is not None:
+            return self.read(atom)
+        return self.copies.get((atom, wanted), self.read(atom))
 
     def wide(self, atom: Any) -> Any:
         """The logical value, in FP32 where it is scaled."""
         return store.wide(self.read(atom))
 
-    def stored(self, atom: Any, dtype: np.dtype) -> ScaledArray:
+    def stored(self, atom: Any, want: Want) -> ScaledArray:
         """In a narrow format; once for all who read it so."""
         x = self.read(atom)
         if type(atom) is Literal:
-            return store.stored(x, dtype)
-        found = self.copies.get((atom, dtype))
-        if found is None or not has_one_scale(found):
-            found = self.copies[atom, dtype] = store.stored(x, dtype)
+            return store.stored(x, *want)
+        found = self.copies.get((atom, want))
+        if found is None:
+            found = self.copies[atom, want] = store.stored(x, *want)
         return found
 
+    def in_units_of(self, atom: Any, stored: ScaledArray) -> Any:
+        """The logical value over the scale of what it is stored as, FP32."""
+        (x,) = storage.once(storage.as_float32(self.wide(atom)))
+        return x * broadcast_scale(jnp.float32(1) / jnp.asarray(stored.scale, jnp.float32), x)
+
     def write(self, step: Step, results: Sequence[Any]) -> None:
-        """The results of a step, and what its plan stores of them for products; all others read them in FP32.
-
-        What a scan stacks turn by turn, such as the activations of layers, may differ in size from turn to turn. The
-        scan that reads it, as that of the gradient does, takes it apart again.
-        """
-        scan = step.eqn.primitive.name == "scan"
-        carry = len(scan_parts(step.eqn, step.eqn.invars)[1]) if scan else len(results)
-        for i, (var, x, dtype) in enumerate(zip(step.eqn.outvars, results, step.store, strict=True)):
+        """The results of a step, and what its plan stores of them for products; all others read them in FP32."""
+        for var, x, want in zip(step.eqn.outvars, results, step.store, strict=True):
             self.values[var] = x
-            if dtype is not None:
-                stored = store.stored_in_slices if i >= carry else store.stored
-                self.copies[var, dtype] = stored(x, dtype)
-
-
-def has_one_scale(x: ScaledArray) -> bool:
-    """Whether all elements have the same scale."""
-    return x.is_static or jnp.ndim(x.scale) == 0
+            if want is not None:
+                self.copies[var, want] = store.stored(x, *want)
 
 
 def listed(eqn: Any, out: Any) -> Sequence[Any]:
@@ -188,10 +190,22 @@ def _is_narrow(x: Any) -> bool:
 def _move(step: Step, env: Operands) -> Sequence[Any]:
     eqn = step.eqn
     x, *rest = env.moved(eqn.invars[0], step.wants[0]), *map(env.read, eqn.invars[1:])
-    if type(x) is not ScaledArray or not has_one_scale(x) or x.dtype.itemsize >= 4:
+    if type(x) is not ScaledArray or x.dtype.itemsize >= 4:
+        return _bind(step, env)
+    scale = _moved_scale(eqn, x)
+    if scale is None:
         return _bind(step, env)
     out = listed(eqn, registry.bind(eqn, x.data, *rest))
-    return [ScaledArray(y, x.scale) for y in out]
+    return [ScaledArray(y, scale) for y in out]
+
+
+def _moved_scale(eqn: Any, x: ScaledArray) -> Any:
+    """The scale of `x` moved as its elements are; None: it is not known how."""
+    if x.is_static or jnp.ndim(x.scale) == 0 or eqn.primitive.name in KEEP_AXES:
+        return x.scale
+    if eqn.primitive.name == "transpose" and jnp.ndim(x.scale) == x.ndim:
+        return lax.transpose(x.scale, eqn.params["permutation"])
+    return None
 
 
 @kind("product")
@@ -199,12 +213,18 @@ def _product(step: Step, env: Operands) -> Sequence[Any]:
     eqn = step.eqn
     dtype = product_format(step.formats, eqn)
     assert dtype is not None
-    a, b = (env.stored(atom, dtype) for atom in eqn.invars[:2])
+    a, b = (env.stored(atom, want) for atom, want in zip(eqn.invars[:2], product_wants(step), strict=True))
     rest = map(env.read, eqn.invars[2:])
     # BF16 holds what FP32 does, and XLA's CPU backend has no BF16 product with an FP32 result.
     result = np.dtype(np.float32) if store.has_own_range(dtype) else dtype
     out = eqn.primitive.bind(a.data, b.data, *rest, **{**eqn.params, "preferred_element_type": result})
-    return [store.scaled_by(storage.as_float32(out), a.scale, b.scale)]
+    if (reporter := _reporter.get()) is not None and eqn.primitive.name == "dot_general":
+        operands = [y for atom, x in zip(eqn.invars, (a, b), strict=True) for y in (env.in_units_of(atom, x), x.data)]
+        reporter.multiplied(str(dtype), watch.lines_lost(eqn.params["dimension_numbers"], *operands, out))
+    batches = batch_axes(eqn)
+    of_out = [*range(len(batches[0])), *[None] * (out.ndim - len(batches[0]))]
+    scales = (scale_for(x, labels(x.ndim, axes, ()), of_out) for x, axes in zip((a, b), batches, strict=True))
+    return [store.scaled_by(storage.as_float32(out), *scales)]
 
 
 @kind("convert")

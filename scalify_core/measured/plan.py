@@ -27,6 +27,7 @@ MOVES = frozenset(
 )
 # Who reads all of the result reads all of the operand, so it may as well be stored before.
 _WHOLE = MOVES - {"slice", "dynamic_slice", "gather", "split", "unstack"}
+KEEP_AXES = frozenset({"copy", "copy_p", "stop_gradient", "name", "sharding_constraint", "reshard", "neg"})
 # They mean the number in the dtype that the program was traced with.
 _AS_TRACED = frozenset({"bitcast_convert_type", "nextafter", "reduce_precision"})
 _CALLS = {
@@ -39,6 +40,19 @@ _CALLS = {
 _per_jaxpr = functools.partial(weakref_lru_cache, maxsize=4096, trace_context_in_key=False)
 
 
+class Want(NamedTuple):
+    """How a value is wanted by who reads it.
+
+    Attributes:
+        dtype: the format in which it is to be stored.
+        axes: those along which each index has a scale of its own: the batch axes of a product, which differ in size
+            as its entries do, and the turns of a scan.
+    """
+
+    dtype: np.dtype
+    axes: tuple[int, ...] = ()
+
+
 class Step(NamedTuple):
     """One equation, and how it is done.
 
@@ -48,8 +62,8 @@ class Step(NamedTuple):
             it is; "product", "convert", "composite"; else the name of a primitive with inner jaxprs.
         formats: of the operands.
         out_formats: of the results.
-        wants: of each operand, the format in which it is wanted for a product, here or further on, or None.
-        store: of each result, the format in which it is stored at once, or None.
+        wants: of each operand, how it is wanted for a product, here or further on, or None.
+        store: of each result, how it is stored at once, or None.
         lift: whether operands of narrow dtypes are brought to FP32, where the user cast to those.
         traced: whether operands are brought to the dtypes of the trace.
     """
@@ -58,8 +72,8 @@ class Step(NamedTuple):
     kind: str
     formats: tuple[Format, ...]
     out_formats: tuple[Format, ...]
-    wants: tuple[Format, ...] = ()
-    store: tuple[Format, ...] = ()
+    wants: tuple[Want | None, ...] = ()
+    store: tuple[Want | None, ...] = ()
     lift: bool = False
     traced: bool = False
 
@@ -70,13 +84,13 @@ class Plan(NamedTuple):
     Attributes:
         steps: the equations that are needed, in order.
         out_formats: of the results.
-        wants: of each argument, the format in which some product reads it as a whole, or None.
+        wants: of each argument, how some product reads it as a whole, or None.
         stores: whether anything is stored, or done otherwise than in the plain program.
     """
 
     steps: tuple[Step, ...]
     out_formats: tuple[Format, ...]
-    wants: tuple[Format, ...]
+    wants: tuple[Want | None, ...]
     stores: bool
 
 
@@ -102,10 +116,10 @@ def plan_of(jaxpr: Any, formats: tuple[Format, ...]) -> Plan:
     )
 
 
-def _backwards(jaxpr: Any, steps: Sequence[Step]) -> tuple[list[Step], dict[Any, np.dtype]]:
-    """The steps that are needed, with what they store, and the format in which variables are wanted."""
+def _backwards(jaxpr: Any, steps: Sequence[Step]) -> tuple[list[Step], dict[Any, Want]]:
+    """The steps that are needed, with what they store, and how variables are wanted."""
     needed = {atom for atom in jaxpr.outvars if type(atom) is not Literal}
-    wants: dict[Any, np.dtype] = {}
+    wants: dict[Any, Want] = {}
     kept = []
     for step in reversed(steps):
         eqn = step.eqn
@@ -113,9 +127,10 @@ def _backwards(jaxpr: Any, steps: Sequence[Step]) -> tuple[list[Step], dict[Any,
             continue
         needed.update(atom for atom in eqn.invars if type(atom) is not Literal)
         wanted = tuple(_wanted(step, wants))
-        for atom, dtype in zip(eqn.invars, wanted, strict=True):
-            if dtype is not None and type(atom) is not Literal:
-                wants[atom] = dtype
+        for atom, want in zip(eqn.invars, wanted, strict=True):
+            # Who wants one scale can make it of many, the other way round something may be lost.
+            if want is not None and type(atom) is not Literal and (want.axes or atom not in wants):
+                wants[atom] = want
         store = tuple(
             wants.get(v) if f is not None else None for v, f in zip(eqn.outvars, step.out_formats, strict=True)
         )
@@ -123,23 +138,52 @@ def _backwards(jaxpr: Any, steps: Sequence[Step]) -> tuple[list[Step], dict[Any,
     return kept[::-1], wants
 
 
-def _wanted(step: Step, wants: dict[Any, np.dtype]) -> Sequence[Format]:
-    """The formats in which an equation wants its operands to be stored."""
+def _wanted(step: Step, wants: dict[Any, Want]) -> Sequence[Want | None]:
+    """How an equation wants its operands to be stored."""
     eqn = step.eqn
     if step.kind == "product":
-        fmt = product_format(step.formats, eqn)
-        return [fmt, fmt, *[None] * (len(eqn.invars) - 2)]
+        return [*product_wants(step), *[None] * (len(eqn.invars) - 2)]
     if step.kind == "move":
-        wanted = wants.get(eqn.outvars[0]) if eqn.primitive.name in _WHOLE else None
-        return [wanted, *[None] * (len(eqn.invars) - 1)]
+        return [_wanted_before(eqn, wants.get(eqn.outvars[0])), *[None] * (len(eqn.invars) - 1)]
     if step.kind == "scan":
         consts, carry, _ = scan_parts(eqn, eqn.invars)
         inner = inner_plan(step).wants
         n, m = len(consts), len(consts) + len(carry)
-        return [*inner[:n], *[None] * len(carry), *inner[m:]]
+        return [*inner[:n], *[None] * len(carry), *map(_of_turns, inner[m:])]
     if step.kind in _CALLS:
         return inner_plan(step).wants
     return [None] * len(eqn.invars)
+
+
+def product_wants(step: Step) -> tuple[Want, Want]:
+    """How a product reads its operands: each entry of a batch at its own scale, for the other may make up for it."""
+    fmt = product_format(step.formats, step.eqn)
+    assert fmt is not None
+    batch = batch_axes(step.eqn)
+    return Want(fmt, batch[0]), Want(fmt, batch[1])
+
+
+def batch_axes(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of the operands that are a product's batch."""
+    if eqn.primitive.name != "dot_general":
+        return (), ()
+    _, (lhs, rhs) = eqn.params["dimension_numbers"]
+    return tuple(lhs), tuple(rhs)
+
+
+def _wanted_before(eqn: Any, want: Want | None) -> Want | None:
+    """How the operand of what only moves elements is wanted, if its result is."""
+    name = eqn.primitive.name
+    if want is None or name not in _WHOLE:
+        return None
+    if not want.axes or name in KEEP_AXES:
+        return want
+    return Want(want.dtype, tuple(eqn.params["permutation"][a] for a in want.axes)) if name == "transpose" else None
+
+
+def _of_turns(want: Want | None) -> Want | None:
+    """How a stack is wanted, if each turn of a scan wants its slice so: it may differ in size from turn to turn."""
+    return None if want is None else Want(want.dtype, (0, *(axis + 1 for axis in want.axes)))
 
 
 @_per_jaxpr

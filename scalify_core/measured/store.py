@@ -21,6 +21,7 @@ from scalify_core.scales import MIN_SCALE, broadcast_scale, times
 _EXPONENT = np.int32(0x7F800000)  # of an FP32 number's bits
 _MANTISSA = 23
 _RESULT_TOP = 6
+_MASK = 2.0**10  # what no logit comes near
 
 
 def wide(x: Any) -> Any:
@@ -45,31 +46,26 @@ def top_of(dtype: np.dtype) -> int:
     return int(np.log2(FloatFormat.of(dtype).max)) - 1
 
 
-def stored(x: Any, dtype: np.dtype, top: int | None = None) -> ScaledArray:
+def stored(x: Any, dtype: np.dtype, axes: tuple[int, ...] = (), top: int | None = None) -> ScaledArray:
     """A value in a narrow format, its largest finite magnitude in [2^top, 2^(top + 1)); `top_of` if none is given.
 
-    What is there already stays. BF16 has the range of FP32, and no scale.
+    Each index along `axes` has its own scale. What is there already stays, if no scale but along these is one of its
+    own. BF16 has the range of FP32, and no scale.
     """
     if type(x) is ScaledArray:
-        if x.dtype == dtype and (x.is_static or jnp.ndim(x.scale) == 0):
+        if x.dtype == dtype and scaled_along(x, axes):
             return x
         x = wide(x)
     x = storage.as_float32(x)
     if not has_own_range(dtype):
         return ScaledArray(storage.saturating_cast(x, dtype), 1.0)
-    data, scale = _measured(x, np.dtype(dtype), top_of(dtype) if top is None else top)
+    data, scale = _measured(x, np.dtype(dtype), top_of(dtype) if top is None else top, axes)
     return ScaledArray(rounded(data, x=x, scale=scale), scale)
 
 
-def stored_in_slices(x: Any, dtype: np.dtype) -> ScaledArray:
-    """As `stored`, each slice along the leading axis at its own scale; what is there already stays."""
-    if type(x) is ScaledArray and x.dtype == dtype:
-        return x
-    x = storage.as_float32(wide(x))
-    if not has_own_range(dtype) or not x.size:
-        return stored(x, dtype)
-    data, scale = jax.vmap(lambda part: _measured(part, np.dtype(dtype), top_of(dtype)))(x)
-    return ScaledArray(rounded(data, x=x, scale=scale), scale)
+def scaled_along(x: ScaledArray, axes: tuple[int, ...] = ()) -> bool:
+    """Whether all elements have the same scale, but for those of different indices along `axes`."""
+    return x.is_static or all(n == 1 or axis in axes for axis, n in enumerate(jnp.shape(x.scale)))
 
 
 def rounded(data: Any, *, x: Any, scale: Any) -> Any:
@@ -84,8 +80,8 @@ def result(x: Any, dtype: np.dtype, constants: frozenset[float] = frozenset()) -
     """A value as `scalify` returns it: with a run-time scale, and data of which the largest is below 2^7.
 
     That leaves room for those who go on with the data as if its RMS were near 1, and 31 octaves below the largest.
-    Elements that are one of `constants`, such as a mask's -1e9, have no part in the scale where the format cannot hold
-    them beside the rest, and saturate.
+    Elements that are one of `constants`, such as a mask's -1e9, saturate where the format cannot hold them beside the
+    rest, far enough out to be a mask still: see `_beside`.
     """
     if dtype.itemsize >= 4:
         return ScaledArray(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
@@ -93,7 +89,7 @@ def result(x: Any, dtype: np.dtype, constants: frozenset[float] = frozenset()) -
     if constants and has_own_range(dtype):
         x, data, scale = _beside(x, dtype, tuple(sorted(constants)))
         return ScaledArray(rounded(data, x=x, scale=scale), scale)
-    x = stored(x, dtype, _RESULT_TOP)
+    x = stored(x, dtype, top=_RESULT_TOP)
     return ScaledArray(x.data, jnp.float32(x.scale)) if x.is_static else x
 
 
@@ -102,7 +98,8 @@ def _beside(x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]) -> tupl
     """`x`, its data and its scale, where some elements are constants that may be far from all else.
 
     They are kept while the largest of the rest stays 4 octaves above the format's smallest normal number, so that it
-    has all of its precision. Constants further off saturate, at the scale of the rest.
+    has all of its precision. Constants further off saturate: at the scale of the rest, or at one so much larger that
+    they are `_MASK` still, of which `exp` is zero, as long as the rest has that precision.
     """
     (x,) = lowering.once(x)
     fmt, top = FloatFormat.of(dtype), top_of(dtype)
@@ -110,40 +107,49 @@ def _beside(x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]) -> tupl
     of_rest = unit_of(lax.select(masked, lax.full_like(x, 0), x), _RESULT_TOP)
     of_all = unit_of(x, top)
     furthest = of_rest * np.float32(2.0 ** (_RESULT_TOP - 4) / fmt.min_normal)
-    scale = lax.select(of_all > furthest, of_rest, lax.max(of_all, of_rest))
+    as_mask = lax.clamp(of_rest, np.float32(_MASK / 2.0**top), furthest)
+    scale = lax.select(of_all > furthest, as_mask, lax.max(of_all, of_rest))
     scale = lax.select(of_rest > np.float32(MIN_SCALE), scale, unit_of(x, _RESULT_TOP))
     limit = lax.broadcast(scale * np.float32(fmt.max), x.shape)
     x = lax.select(lax.bitwise_and(masked, lax.gt(lax.abs(x), limit)), lax.mul(lax.sign(x), limit), x)
     return x, _divided(x, scale, dtype), scale
 
 
-def unit_of(x: jax.Array, top: int) -> jax.Array:
+def unit_of(x: jax.Array, top: int, axes: tuple[int, ...] = ()) -> jax.Array:
     """The power of two, FP32, that a value is divided by to have its largest finite magnitude in [2^top, 2^(top + 1)).
 
-    At least 2^-126. What is not finite has no part in it.
+    At least 2^-126. What is not finite has no part in it. A scalar; with `axes` one for each index along these, of
+    size 1 along all others.
     """
     magnitude = lax.abs(x)
     finite = lax.select(lax.lt(magnitude, np.float32(np.inf)), magnitude, lax.full_like(magnitude, 0))
-    peak = lax.reduce_max(finite, tuple(range(x.ndim))) if x.size else np.float32(0)
+    shape = tuple(n if axis in axes else 1 for axis, n in enumerate(x.shape)) if axes else ()
+    common = tuple(axis for axis in range(x.ndim) if axis not in axes)
+    peak = lax.reshape(lax.reduce_max(finite, common), shape) if x.size else lax.full(shape, 0, np.float32)
     exponent = lax.bitwise_and(lax.bitcast_convert_type(peak, jnp.int32), _EXPONENT)
     power = lax.max(exponent - np.int32(top << _MANTISSA), np.int32(1 << _MANTISSA))
     return lax.bitcast_convert_type(power, jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _measured(x: jax.Array, dtype: np.dtype, top: int) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _measured(x: jax.Array, dtype: np.dtype, top: int, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Data in `dtype`, and the FP32 scale. Infinities and NaN stay, and have no part in the scale."""
     (x,) = lowering.once(x)  # XLA's CPU backend would compile all that makes it twice: for its peak, and for its cast
-    scale = unit_of(x, top)
+    scale = unit_of(x, top, axes)
     return _divided(x, scale, dtype), scale
 
 
 def _divided(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    return lax.convert_element_type(lax.mul(x, lax.broadcast(pow2_inverse(scale), x.shape)), dtype)
+    return lax.convert_element_type(lax.mul(x, _spread(pow2_inverse(scale), x.shape)), dtype)
+
+
+def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A scale for each element: of a scalar, or of one with size 1 along the axes that it is common to."""
+    return lax.broadcast(scale, shape) if scale.ndim == 0 else lax.broadcast_in_dim(scale, shape, range(len(shape)))
 
 
 def scaled_by(x: jax.Array, a: Any, b: Any) -> jax.Array:
-    """The FP32 product of two operands' data as a logical value: times both scales.
+    """The FP32 product of two operands' data as a logical value: times both scales, which broadcast to it.
 
     One after the other, the smaller first: operands are stored 14 octaves above 1, so the product of two scales leaves
     FP32 where that of the logical operands is 28 octaves away from it, and an infinite scale makes NaN of zeros.
@@ -154,7 +160,7 @@ def scaled_by(x: jax.Array, a: Any, b: Any) -> jax.Array:
         return times(x, b)
     if isinstance(b, float) and b == 1.0:
         return times(x, a)
-    a, b = (np.float32(s) if isinstance(s, float) else s for s in (a, b))
+    a, b = jnp.broadcast_arrays(*(np.float32(s) if isinstance(s, float) else s for s in (a, b)))
     for scale in (lax.min(a, b), lax.max(a, b)):
-        x = lax.mul(x, lax.broadcast(scale, x.shape))
+        x = lax.mul(x, _spread(scale, x.shape))
     return x

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import re
 import warnings
 
 import jax
@@ -189,3 +190,26 @@ def test_without_check_nothing_is_added_and_nothing_computed_otherwise():
     assert "debug_callback" in watched
     assert "debug_callback" not in plain
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+FAR = 10.0 ** jnp.arange(-8.0, 8.0)[:, None]  # 50 octaves
+LINES = {
+    "rows": (lambda x, w: ((x * FAR) @ w) / FAR, r"% of its rows"),
+    "columns": (lambda x, w: (x @ (w * FAR.T)) / FAR.T, r"% of its columns"),
+    "contracted": (lambda x, w: (x * FAR.T) @ (w / FAR), r"100.00% of its rows and 100.00% of its columns"),
+    "moved": (lambda x, w: (jnp.flip((x * FAR).T, 0).T @ w) / FAR, r"% of its rows"),
+    "outer": (lambda x, w: jnp.tensordot(x[:, 0] * FAR[:, 0], w[0], 0) / FAR, r"% of its rows"),
+    "nowhere": (lambda x, w: jnp.exp(-30 + x) @ (w * 1e9), ""),
+    "entries": (lambda x, w: jnp.matmul(FAR[:, None] * x[None], w[None] / FAR[:, None]), ""),
+}
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_lines_of_a_product_that_one_scale_loses_are_named_though_they_are_nothing_of_the_norm(kind):
+    fun, said = LINES[kind]
+    args = sc.as_scaled_array((normal(16, 16, seed=3), normal(16, 16, seed=4)), dtype=jnp.float16)
+    texts = run(jax.jit(sc.scalify(fun, check=True)), *args)
+    assert len(texts) == bool(said)
+    assert all(re.search(said, text) and "in float16" in text and "dot_general" in text for text in texts)
+    exact, found = fun(*sc.asarray(args)), sc.asarray(sc.scalify(fun)(*args))
+    assert bool(said) == bool(np.linalg.norm(found - exact) > 0.01 * np.linalg.norm(exact))

@@ -285,6 +285,41 @@ def test_measured_scales_do_not_hold_numbers_that_are_too_far_apart_either():
     assert "are zero in float16" in found.first_loss
 
 
+def counted(x):
+    total = jax.new_ref(jnp.zeros(x.shape))
+
+    def body(i, carry):
+        total[...] += x @ x
+        total[0] = total[1] * 2
+        return carry
+
+    lax.fori_loop(0, 3, body, 0)
+    total[...] = total[...] * 1e-3
+    return total[...]
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+def test_references_that_a_program_writes_to_are_followed(scales):
+    x = scaled(normal(8, 8))
+    found = sc.explain(counted, x, scales=scales)
+    assert found.first_loss is None
+    assert [row.turns for row in rows(found, "dot_general")] == [3]
+    exact = counted(sc.asarray(x))
+    off = np.linalg.norm(sc.asarray(sc.scalify(counted, scales=scales)(x)) - exact) / np.linalg.norm(exact)
+    np.testing.assert_allclose(found.errors, [off], atol=1e-6)
+
+
+def test_a_reference_from_outside_is_written_to_once():
+    log = jax.new_ref(jnp.zeros(4))
+
+    def logged(x):
+        log[...] += 1.0
+        return x * log[...]
+
+    assert sc.explain(logged, scaled(jnp.ones(4))).errors == [0.0]
+    np.testing.assert_array_equal(log[...], np.ones(4))
+
+
 def test_what_cannot_be_explained_is_refused():
     with pytest.raises(ValueError, match="scales='measured'"):
         sc.explain(jnp.sin, scaled(normal(3)), scales="measured")
