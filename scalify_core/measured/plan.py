@@ -36,7 +36,7 @@ _CALLS = {
 
 
 # What is found of a jaxpr is forgotten with it: it holds the arrays that a program closes over, such as parameters.
-_per_jaxpr = functools.partial(weakref_lru_cache, maxsize=4096, trace_context_in_key=False)
+per_jaxpr = functools.partial(weakref_lru_cache, maxsize=4096, trace_context_in_key=False)
 
 
 class Step(NamedTuple):
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
     stores: bool
 
 
-@_per_jaxpr
+@per_jaxpr
 def plan_of(jaxpr: Any, formats: tuple[Format, ...]) -> Plan:
     """The plan of a jaxpr for arguments of these formats."""
     known: dict[Any, Format] = dict(zip(jaxpr.invars, formats, strict=True))
@@ -142,7 +142,7 @@ def _wanted(step: Step, wants: dict[Any, np.dtype]) -> Sequence[Format]:
     return [None] * len(eqn.invars)
 
 
-@_per_jaxpr
+@per_jaxpr
 def large_constants(jaxpr: Any) -> frozenset[float]:
     """The finite numbers beyond FP16 that stand in a program, here or further in: what masks and loops begin with."""
     found: set[float] = set()
