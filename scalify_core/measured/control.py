@@ -66,7 +66,8 @@ def _jitted(
     found, plan = weakref.ref(jaxpr), plan_of(jaxpr, formats)
 
     def fun(*operands: Any) -> list[Any]:
-        return list(map(_constrained, run(found(), plan, list(map(_constrained, operands, shardings[0]))), shardings[1]))
+        out = run(found(), plan, list(map(_constrained, operands, shardings[0])))
+        return list(map(_constrained, out, shardings[1]))
 
     fun.__name__ = name
     return jax.jit(fun, donate_argnums=donated, inline=inline, keep_unused=keep_unused)

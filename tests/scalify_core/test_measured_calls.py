@@ -100,7 +100,8 @@ def test_name_donation_and_shardings_of_a_call_are_kept():
     x, w = scaled(normal(0, 4, 8), normal(1, 8, 8))
     (call,) = calls(traced(lambda x, w: inner(x, w) * 2, x, w), "product")
     data, scale, *weight = call.params["donated_invars"]
-    assert data and scale and not any(weight)
+    assert (data, scale) == (True, True)
+    assert not any(weight)
     assert call.params["keep_unused"]
     constraints = [eqn for eqn in call.params["jaxpr"].eqns if eqn.primitive.name == "sharding_constraint"]
     assert [eqn.params["sharding"] for eqn in constraints] == [rows] * 2
@@ -115,7 +116,8 @@ def test_an_argument_that_calls_hand_through_is_returned_as_it_came():
     x, w = (ScaledArray(a.data, 0.5) for a in scaled(normal(0, 4, 8), normal(1, 8, 8)))
     same_x, product, same_w = scalify(outer)(x, w)
     assert (same_x.scale, same_w.scale) == (0.5, 0.5)
-    assert same_x.data is x.data and same_w.data is w.data
+    assert same_x.data is x.data
+    assert same_w.data is w.data
     assert product.dtype == HALF
 
 
