@@ -14,6 +14,7 @@ from jax.interpreters import partial_eval
 
 from scalify_core import storage, watch
 from scalify_core.array import ScaledArray
+from scalify_core.caches import per_jaxpr
 from scalify_core.measured import store
 from scalify_core.measured.evaluate import Operands, kind, run
 from scalify_core.measured.plan import (
@@ -22,7 +23,6 @@ from scalify_core.measured.plan import (
     Step,
     inner_jaxpr,
     inner_plan,
-    per_jaxpr,
     plan_of,
     scan_parts,
     while_carry,

@@ -21,8 +21,8 @@ from scalify_core.measured.plan import (
     Format,
     Plan,
     Step,
+    constants_in,
     is_float,
-    large_constants,
     plan_of,
     product_format,
     scan_parts,
@@ -58,9 +58,10 @@ def evaluated(jaxpr: Any, leaves: Sequence[Any], reporter: Reporter | None = Non
     try:
         out = run(jaxpr, plan, args)
         given = {id(x) for x in args}
+        constants = constants_in(jaxpr, (frozenset(),) * len(args))
         returned = [
-            x if f is None or id(x) in given else _returned(jaxpr, var, x, f)
-            for var, x, f in zip(jaxpr.outvars, out, plan.out_formats, strict=True)
+            x if f is None or id(x) in given else _returned(jaxpr, var, x, f, large)
+            for var, x, f, large in zip(jaxpr.outvars, out, plan.out_formats, constants, strict=True)
         ]
     finally:
         _reporter.reset(token)
@@ -77,9 +78,9 @@ def entering(x: Any) -> Any:
     return ScaledArray(data, scale if x.is_static or scale.size != 1 else scale.reshape(()))
 
 
-def _returned(jaxpr: Any, var: Any, x: Any, dtype: np.dtype) -> ScaledArray:
+def _returned(jaxpr: Any, var: Any, x: Any, dtype: np.dtype, constants: frozenset[float]) -> ScaledArray:
     """A result, stored; what that loses is reported at the equation that makes it."""
-    reporter, constants = _reporter.get(), large_constants(jaxpr)
+    reporter = _reporter.get()
     makers = [] if reporter is None else [eqn for eqn in jaxpr.eqns if var in eqn.outvars]
     if reporter is None or not makers:
         return store.result(x, dtype, constants)

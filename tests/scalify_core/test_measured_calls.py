@@ -1,8 +1,5 @@
 """Calls inside a program with measured scales: each is evaluated once, and stays the call that it is."""
 
-import gc
-import weakref
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,16 +116,3 @@ def test_an_argument_that_calls_hand_through_is_returned_as_it_came():
     assert same_x.data is x.data
     assert same_w.data is w.data
     assert product.dtype == HALF
-
-
-def test_what_an_inner_call_closes_over_is_freed_with_it():
-    def call(turn):
-        large = normal(turn, 16, 300)
-        layer = jax.jit(lambda x: jnp.tanh(x @ large))
-        recomputed = jax.checkpoint(lambda x: jnp.sin(x @ large))
-        jax.jit(scalify(lambda x: layer(x) + recomputed(x)))(scaled(normal(0, 8, 16))[0])
-        return weakref.ref(large)
-
-    kept = [call(i) for i in range(3)]
-    gc.collect()
-    assert [x() for x in kept] == [None] * 3
