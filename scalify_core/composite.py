@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from scalify_core import lowering
+from scalify_core.caches import per_jaxpr
 
 composite_p = Primitive("scalify_composite")
 composite_p.multiple_results = True
@@ -87,7 +89,7 @@ class Composite:
         self.fun, self.name, self.cuda = fun, name, cuda
         self.cuda_fwd: Callable | None = None
         self.cuda_bwd: Callable | None = None
-        self._differentiable = functools.lru_cache(maxsize=None)(self._make_differentiable)
+        self._differentiable = functools.lru_cache(maxsize=512)(self._make_differentiable)
 
     def defvjp(self, fwd: Callable, bwd: Callable, *, cuda: tuple[Callable, Callable] | None = None) -> None:
         """Set `fwd(*args, **static) -> (out, residuals)` and `bwd(residuals, gradient, **static) -> gradients`.
@@ -191,7 +193,7 @@ def _is_var(atom: Any) -> bool:
     return not isinstance(atom, Literal)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)
 def _unflattened(call: Call) -> Callable:
     """A function of flat operands that returns the tree: one object for equal calls, so that traces are cached."""
 
@@ -202,16 +204,19 @@ def _unflattened(call: Call) -> Callable:
     return fun
 
 
-@functools.lru_cache(maxsize=4096)
+@per_jaxpr
 def _jitted(jaxpr: Any, name: str) -> Callable:
+    found = weakref.ref(jaxpr)
+
     def fun(*operands: jax.Array) -> Any:
+        jaxpr: Any = found()
         return jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *operands)
 
     fun.__name__ = name
     return jax.jit(fun)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)
 def _jitted_call(call: Call, without: frozenset[str]) -> Any:
     """One jitted function for equal calls and the same cases of `lowering` turned off."""
 
@@ -227,10 +232,11 @@ def _impl(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
     return _compiled(jaxpr, call)(*operands)
 
 
-@functools.lru_cache(maxsize=4096)
+@per_jaxpr
 def _compiled(jaxpr: Any, call: Call) -> Callable:
     """For calls outside of jit: one compiled function per shape, not one per call."""
-    return jax.jit(functools.partial(composite_p.bind, jaxpr=jaxpr, call=call))
+    found = weakref.ref(jaxpr)
+    return jax.jit(lambda *operands: composite_p.bind(*operands, jaxpr=found(), call=call))
 
 
 @composite_p.def_abstract_eval

@@ -28,6 +28,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from scalify_core import scales as sc
 from scalify_core import storage
 from scalify_core import value as v
+from scalify_core.caches import per_jaxpr
 from scalify_core.value import Value
 from scalify_core.varying import as_traced
 
@@ -112,7 +113,7 @@ def passed(eqn: Any) -> tuple[Any, Any] | None:
     return None if places is None else (eqn.invars[places[0]], eqn.outvars[places[1]])
 
 
-@functools.lru_cache(maxsize=4096)
+@per_jaxpr
 def is_numbered(jaxpr: Any) -> bool:
     """Whether the rule of an equation, here or further in, draws numbers."""
     return any(
@@ -202,7 +203,7 @@ def _numbers(eqn: Any, operands: tuple[float | None, ...]) -> Sequence[float | N
         return [float(fold(*(np.asarray(c).astype(dtype) for c in operands)))]
 
 
-@functools.lru_cache(maxsize=1024)
+@per_jaxpr
 def _numbers_of(jaxpr: Any, operands: tuple[float | None, ...]) -> list[float | None]:
     numbers = dict(zip(jaxpr.constvars, map(v.uniform, map(known, jaxpr.consts)), strict=True))
     numbers |= dict(zip(jaxpr.invars, operands, strict=True))

@@ -103,7 +103,7 @@ def _check(
     return first
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=32)
 def _functions(fun: Callable, tree: Any, scales: Scales) -> tuple[Callable, Callable, Callable]:
     """The plain function of leaves under jit, and the scaled one without and with it; compiled once for all calls."""
 
@@ -196,7 +196,7 @@ def _assert_invariants(x: ScaledArray, y: Any, fmt: FloatFormat, where: str) -> 
         assert pow2_round(scale) == scale, f"{where}: scale {scale} is no power of two in [2^-126, 2^126]"
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=32)
 def _gradient_of(fun: Callable, tree: Any, scaled: tuple[int, ...]) -> Callable:
     """The gradient of a weighted sum of the floating-point results, with respect to the leaves `scaled`."""
 

@@ -21,7 +21,6 @@ from scalify_core.measured.plan import (
     Step,
     inner_jaxpr,
     inner_plan,
-    large_constants,
     plan_of,
     scan_parts,
     while_carry,
@@ -41,10 +40,10 @@ class MeasuredWalk(Walk):
         args = [Tensor(entering(x), shadow.of_its_own(asarray(x)), UNKNOWN, self.now()) for x in leaves]
         plan = plan_of(jaxpr, tuple(np.dtype(x.value.dtype) if type(x.value) is ScaledArray else None for x in args))
         out = self.run_plan(jaxpr, plan, args, UNKNOWN, ())
-        given, constants = {id(x.value) for x in args}, large_constants(jaxpr)
+        given, constants = {id(x.value) for x in args}, constants_in(jaxpr, (frozenset(),) * len(args))
         results = [
-            x if fmt is None or id(x.value) in given else self.kept(x, store.result(x.value, fmt, constants))
-            for x, fmt in zip(out, plan.out_formats, strict=True)
+            x if fmt is None or id(x.value) in given else self.kept(x, store.result(x.value, fmt, large))
+            for x, fmt, large in zip(out, plan.out_formats, constants, strict=True)
         ]
         return [x.error for x in results if is_float(x.shadow)]
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
-from scalify_core import storage
+from scalify_core import storage, watch
 from scalify_core.array import ScaledArray
+from scalify_core.caches import per_jaxpr
 from scalify_core.measured import store
 from scalify_core.measured.evaluate import Operands, kind, run
 from scalify_core.measured.plan import (
@@ -27,9 +30,68 @@ from scalify_core.measured.plan import (
 )
 
 
-@kind("jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+@kind("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 def _call(step: Step, env: Operands) -> Sequence[Any]:
     return run(inner_jaxpr(step.eqn), inner_plan(step), _operands(step, env))
+
+
+@kind("jit")
+def _jit(step: Step, env: Operands) -> Sequence[Any]:
+    """A call, and one function for all calls of the same program: so layers are traced and lowered once.
+
+    In check mode each is evaluated by itself: what it loses is reported at the place that calls it.
+    """
+    if watch.is_watched():
+        return _call(step, env)
+    params = step.eqn.params
+    shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
+    donated = tuple(i for i, given in enumerate(params["donated_invars"]) if given)
+    kept = params["name"], donated, params["inline"], params["keep_unused"]
+    out = _jitted(params["jaxpr"], step.formats, shardings, *kept)(*map(_whole, _operands(step, env)))
+    returned = _arguments_returned(params["jaxpr"])
+    return [y if i is None else env.read(step.eqn.invars[i]) for i, y in zip(returned, out, strict=True)]
+
+
+@per_jaxpr
+def _jitted(
+    jaxpr: Any,
+    formats: tuple[Format, ...],
+    shardings: tuple[Sequence[Any], Sequence[Any]],
+    name: str,
+    donated: tuple[int, ...],
+    inline: Any,
+    keep_unused: bool,
+) -> Callable:
+    """The evaluation of a jaxpr, jitted. It is forgotten with the jaxpr, which it must not keep."""
+    found, plan = weakref.ref(jaxpr), plan_of(jaxpr, formats)
+
+    def fun(*operands: Any) -> list[Any]:
+        out = run(found(), plan, list(map(_constrained, operands, shardings[0])))
+        return list(map(_constrained, out, shardings[1]))
+
+    fun.__name__ = name
+    return jax.jit(fun, donate_argnums=donated, inline=inline, keep_unused=keep_unused)
+
+
+def _constrained(x: Any, sharding: Any) -> Any:
+    """An operand or a result of a call, its elements where the call has them."""
+    if not isinstance(sharding, jax.sharding.Sharding):
+        return x
+    if type(x) is ScaledArray:
+        return ScaledArray(lax.with_sharding_constraint(x.data, sharding), x.scale)
+    return lax.with_sharding_constraint(x, sharding)
+
+
+@per_jaxpr
+def _arguments_returned(jaxpr: Any) -> tuple[int | None, ...]:
+    """For each result of a jaxpr, which argument it is, as it came; None: it is another value."""
+    origins: dict[Any, int | None] = {var: i for i, var in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "jit":
+            for var, i in zip(eqn.outvars, _arguments_returned(eqn.params["jaxpr"]), strict=True):
+                atom = None if i is None else eqn.invars[i]
+                origins[var] = None if atom is None or type(atom) is Literal else origins.get(atom)
+    return tuple(None if type(atom) is Literal else origins.get(atom) for atom in jaxpr.outvars)
 
 
 def _operands(step: Step, env: Operands) -> list[Any]:
@@ -38,9 +100,15 @@ def _operands(step: Step, env: Operands) -> list[Any]:
 
 @kind("remat2")
 def _remat(step: Step, env: Operands) -> Sequence[Any]:
-    eqn, plan = step.eqn, inner_plan(step)
+    eqn, inner = step.eqn, step.eqn.params["jaxpr"]
     operands = list(map(_whole, _operands(step, env)))
-    traced = jax.jit(lambda *xs: run(eqn.params["jaxpr"], plan, xs)).trace(*operands)
+    if watch.is_watched():
+        plan = inner_plan(step)
+        evaluation = jax.jit(lambda *xs: run(inner, plan, xs))
+    else:
+        nowhere = (None,) * len(inner.invars), (None,) * len(inner.outvars)
+        evaluation = _jitted(inner, step.formats, nowhere, "remat", (), False, True)
+    traced = evaluation.trace(*operands)
     # Bound, not called through jax.checkpoint: a differentiated body keeps its barrier against common subexpressions.
     jaxpr = _with_constants_as_arguments(traced.jaxpr)
     out = eqn.primitive.bind(*traced.jaxpr.consts, *jax.tree.leaves(operands), **{**eqn.params, "jaxpr": jaxpr})

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from scalify_core import registry, storage, watch
+from scalify_core import lowering, registry, storage, watch
 from scalify_core.array import ScaledArray
 from scalify_core.measured import store
 from scalify_core.measured.batches import labels, scale_for
@@ -24,8 +24,8 @@ from scalify_core.measured.plan import (
     Step,
     Want,
     batch_axes,
+    constants_in,
     is_float,
-    large_constants,
     plan_of,
     product_format,
     product_wants,
@@ -62,9 +62,10 @@ def evaluated(jaxpr: Any, leaves: Sequence[Any], reporter: Reporter | None = Non
     try:
         out = run(jaxpr, plan, args)
         given = {id(x) for x in args}
+        constants = constants_in(jaxpr, (frozenset(),) * len(args))
         returned = [
-            x if f is None or id(x) in given else _returned(jaxpr, var, x, f)
-            for var, x, f in zip(jaxpr.outvars, out, plan.out_formats, strict=True)
+            x if f is None or id(x) in given else _returned(jaxpr, var, x, f, large)
+            for var, x, f, large in zip(jaxpr.outvars, out, plan.out_formats, constants, strict=True)
         ]
     finally:
         _reporter.reset(token)
@@ -81,9 +82,9 @@ def entering(x: Any) -> Any:
     return ScaledArray(data, scale if x.is_static or scale.size != 1 else scale.reshape(()))
 
 
-def _returned(jaxpr: Any, var: Any, x: Any, dtype: np.dtype) -> ScaledArray:
+def _returned(jaxpr: Any, var: Any, x: Any, dtype: np.dtype, constants: frozenset[float]) -> ScaledArray:
     """A result, stored; what that loses is reported at the equation that makes it."""
-    reporter, constants = _reporter.get(), large_constants(jaxpr)
+    reporter = _reporter.get()
     makers = [] if reporter is None else [eqn for eqn in jaxpr.eqns if var in eqn.outvars]
     if reporter is None or not makers:
         return store.result(x, dtype, constants)
@@ -140,7 +141,7 @@ class Operands:
 
     def in_units_of(self, atom: Any, stored: ScaledArray) -> Any:
         """The logical value over the scale of what it is stored as, FP32."""
-        (x,) = storage.once(storage.as_float32(self.wide(atom)))
+        (x,) = lowering.once(storage.as_float32(self.wide(atom)))
         return x * broadcast_scale(jnp.float32(1) / jnp.asarray(stored.scale, jnp.float32), x)
 
     def write(self, step: Step, results: Sequence[Any]) -> None:

@@ -8,14 +8,14 @@ stands, on logical values in FP32: loops, solvers, collectives and whatever JAX 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax._src.util import weakref_lru_cache
 from jax.extend.core import Literal, jaxprs_in_params
+
+from scalify_core.caches import per_jaxpr
 
 Format = np.dtype | None
 
@@ -28,16 +28,38 @@ MOVES = frozenset(
 # Who reads all of the result reads all of the operand, so it may as well be stored before.
 _WHOLE = MOVES - {"slice", "dynamic_slice", "gather", "split", "unstack"}
 KEEP_AXES = frozenset({"copy", "copy_p", "stop_gradient", "name", "sharding_constraint", "reshard", "neg"})
+# Their results may have elements of the operands, or those times 1, or plus what is lost beside them.
+_KEEP = (
+    MOVES
+    | {"select_n", "max", "min", "clamp", "concatenate", "pad", "sort", "dynamic_update_slice", "scatter"}
+    | {
+        "convert_element_type",
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "scatter-add",
+        "reduce_max",
+        "reduce_min",
+        "reduce_sum",
+        "cummax",
+        "cummin",
+        "cumsum",
+        "real",
+        "pvary",
+        "psum",
+        "all_gather",
+        "ppermute",
+        "all_to_all",
+        "roll",
+    }
+)
 # They mean the number in the dtype that the program was traced with.
 _AS_TRACED = frozenset({"bitcast_convert_type", "nextafter", "reduce_precision"})
 _CALLS = {
     **dict.fromkeys(("jit", "closed_call", "core_call", "remat2", "shard_map", "custom_jvp_call"), "jaxpr"),
     **{"custom_vjp_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"},
 }
-
-
-# What is found of a jaxpr is forgotten with it: it holds the arrays that a program closes over, such as parameters.
-_per_jaxpr = functools.partial(weakref_lru_cache, maxsize=4096, trace_context_in_key=False)
 
 
 class Want(NamedTuple):
@@ -94,7 +116,7 @@ class Plan(NamedTuple):
     stores: bool
 
 
-@_per_jaxpr
+@per_jaxpr
 def plan_of(jaxpr: Any, formats: tuple[Format, ...]) -> Plan:
     """The plan of a jaxpr for arguments of these formats."""
     known: dict[Any, Format] = dict(zip(jaxpr.invars, formats, strict=True))
@@ -186,16 +208,44 @@ def _of_turns(want: Want | None) -> Want | None:
     return None if want is None else Want(want.dtype, (0, *(axis + 1 for axis in want.axes)))
 
 
-@_per_jaxpr
+@per_jaxpr
 def large_constants(jaxpr: Any) -> frozenset[float]:
     """The finite numbers beyond FP16 that stand in a program, here or further in: what masks and loops begin with."""
     found: set[float] = set()
     for eqn in jaxpr.eqns:
-        numbers = (x.val for x in eqn.invars if type(x) is Literal and is_float(x.aval))
-        found.update(float(x) for x in numbers if np.ndim(x) == 0 and 65504 < abs(x) < np.inf)
+        found.update(*map(_large, eqn.invars))
         for inner in jaxprs_in_params(eqn.params):
             found |= large_constants(inner)
     return frozenset(found)
+
+
+def _large(atom: Any) -> frozenset[float]:
+    number = type(atom) is Literal and is_float(atom.aval) and np.ndim(atom.val) == 0 and 65504 < abs(atom.val) < np.inf
+    return frozenset({float(atom.val)}) if number else frozenset()
+
+
+@per_jaxpr
+def constants_in(jaxpr: Any, given: tuple[frozenset[float], ...]) -> tuple[frozenset[float], ...]:
+    """The large constants that may be elements of each result, those of the arguments being `given`.
+
+    A function of such a number, or a product, is another number.
+    """
+    known = dict(zip(jaxpr.invars, given, strict=True))
+
+    def of(atom: Any) -> frozenset[float]:
+        return _large(atom) if type(atom) is Literal else known.get(atom, frozenset())
+
+    for eqn in jaxpr.eqns:
+        operands, name = tuple(map(of, eqn.invars)), eqn.primitive.name
+        outs: tuple[frozenset[float], ...] = (frozenset(),) * len(eqn.outvars)
+        if name in _CALLS:
+            outs = constants_in(inner_jaxpr(eqn), operands)
+        elif inner := [large_constants(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)]:
+            outs = (frozenset().union(*operands, *inner),) * len(outs)
+        elif name in _KEEP:
+            outs = (frozenset().union(*operands),) * len(outs)
+        known.update(zip(eqn.outvars, outs, strict=True))
+    return tuple(map(of, jaxpr.outvars))
 
 
 def inner_plan(step: Step) -> Plan:

@@ -7,7 +7,7 @@ evaluated anew each time, bodies within bodies would cost two to the power of th
 from __future__ import annotations
 
 import dataclasses
-import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax
 
 from scalify_core import numbering
 from scalify_core import value as v
+from scalify_core.caches import per_jaxpr
 from scalify_core.registry import is_numbered
 from scalify_core.value import Value, narrow, pack, unpack
 
@@ -35,15 +36,16 @@ def traced_body(jaxpr: Any, evaluate: Callable, packed: Any, wide: int = 0) -> A
     return _evaluated(jaxpr, first, evaluate, wide).trace(*packed)
 
 
-@functools.lru_cache(maxsize=1024)
+@per_jaxpr
 def _evaluated(jaxpr: Any, first: int | None, evaluate: Callable, wide: int) -> Any:
     """One function per body, whose traces jit keeps: one for each structure of the operands.
 
     Where the body draws numbers, one per body and `first` number.
     """
+    found = weakref.ref(jaxpr)  # which is forgotten with its program
 
     def evaluated(*operands: Any) -> list[Any]:
-        return pack(_stored(evaluate(jaxpr, unpack(operands)), wide))
+        return pack(_stored(evaluate(found(), unpack(operands)), wide))
 
     return jax.jit(numbering.counting(evaluated))
 

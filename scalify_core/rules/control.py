@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax import lax
 from jax.interpreters import partial_eval
 
 from scalify_core import numbering
+from scalify_core.caches import per_jaxpr
 from scalify_core.registry import control, is_numbered
 from scalify_core.rules.bodies import run, shape_of, traced_body
 from scalify_core.rules.carries import common_form, to_form
@@ -43,7 +45,7 @@ def _jit(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     return unpack(numbering.take(fun(*pack(operands)), first))
 
 
-@functools.lru_cache(maxsize=1024)
+@per_jaxpr
 def _jitted(
     jaxpr: Any,
     first: int | None,
@@ -59,10 +61,11 @@ def _jitted(
     Where it draws numbers, one per jaxpr and `first` number: the products of each call have constants of their own,
     and the same in each trace of a program.
     """
+    found = weakref.ref(jaxpr)  # which is forgotten with its program
 
     def fun(*operands: Any) -> list[Any]:
         constrained = map(_constrain, unpack(operands), shardings[0])
-        return pack(map(_constrain, evaluate(jaxpr, list(constrained)), shardings[1]))
+        return pack(map(_constrain, evaluate(found(), list(constrained)), shardings[1]))
 
     fun.__name__ = name
     return jax.jit(numbering.counting(fun), donate_argnums=donated, inline=inline, keep_unused=keep_unused)

@@ -1,0 +1,46 @@
+"""What is remembered of programs is forgotten with them: they hold the arrays that they close over."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from scalify_core import as_scaled_array, composite, scalify
+
+HALF = jnp.float16
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@composite
+def cubed(x):
+    return x**3
+
+
+CALLS = {
+    "plain": lambda fun: fun,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": lambda fun: lambda x: lax.scan(lambda c, _: (c + jnp.sum(fun(x)), None), jnp.sum(x), None, length=2)[0],
+    "cond": lambda fun: lambda x: lax.cond(jnp.sum(x) > 0, fun, lambda x: fun(2 * x), x),
+    "composite": lambda fun: lambda x: cubed(fun(x)),
+}
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_program_closes_over_is_freed_with_it(name, scales):
+    def call(turn):
+        large = normal(turn, 16, 300)
+        inner = CALLS[name](lambda x: jnp.tanh(x @ large))
+        jax.jit(scalify(inner, scales=scales))(as_scaled_array(normal(0, 8, 16), dtype=HALF))
+        return weakref.ref(large)
+
+    kept = [call(i) for i in range(3)]
+    gc.collect()
+    assert [x() for x in kept] == [None] * 3

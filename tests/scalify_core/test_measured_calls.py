@@ -1,0 +1,118 @@
+"""Calls inside a program with measured scales: each is evaluated once, and stays the call that it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from scalify_core import ScaledArray, as_scaled_array, scalify
+
+HALF = jnp.float16
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def scaled(*arrays):
+    return as_scaled_array(arrays, dtype=HALF)
+
+
+def traced(fun, *args):
+    return jax.jit(scalify(fun)).trace(*args).jaxpr
+
+
+def calls(jaxpr, name):
+    """The calls of functions, or the primitives, of a name: each equation at any depth, once for its jaxpr."""
+    found = [eqn for eqn in jaxpr.eqns if name in (eqn.params.get("name"), eqn.primitive.name)]
+    return found + [eqn for inner in inner_jaxprs(jaxpr) for eqn in calls(inner, name)]
+
+
+def inner_jaxprs(jaxpr):
+    found = {id(inner): inner for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params)}
+    return list(found.values())
+
+
+def size(jaxpr):
+    """How many equations are written down: what is called twice stands there once."""
+    found, todo = {}, [jaxpr]
+    while todo:
+        inner = todo.pop()
+        if id(inner) not in found:
+            found[id(inner)] = inner
+            todo += inner_jaxprs(inner)
+    return sum(len(inner.eqns) for inner in found.values())
+
+
+def test_layers_of_one_jitted_function_are_one_program():
+    @jax.jit
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    def deep(x, weights):
+        for w in weights:
+            x = layer(x, w)
+        return x
+
+    x, weights = scaled(normal(0, 4, 8), [normal(i, 8, 8) for i in range(6)])
+    found = calls(traced(deep, x, weights), "layer")
+    assert len(found) == 6
+    # The first reads an argument, which is FP16, all others what the one before gives.
+    assert len({id(eqn.params["jaxpr"]) for eqn in found}) <= 2
+
+
+def test_a_call_that_calls_twice_is_not_evaluated_twice():
+    def nested(depth):
+        if depth == 0:
+            return lambda x, w: jnp.tanh(x @ w)
+        inner = nested(depth - 1)
+        return jax.jit(lambda x, w: inner(inner(x, w), w))
+
+    x, w = scaled(normal(0, 4, 8), normal(1, 8, 8))
+    assert size(traced(nested(8), x, w)) < 1.5 * 2 * size(traced(nested(4), x, w))
+
+
+def test_recomputed_layers_of_one_function_are_one_program():
+    layer = jax.checkpoint(jax.jit(lambda x, w: jnp.tanh(x @ w)))
+
+    def deep(x, weights):
+        for w in weights:
+            x = layer(x, w)
+        return x
+
+    x, weights = scaled(normal(0, 4, 8), [normal(i, 8, 8) for i in range(6)])
+    found = calls(traced(deep, x, weights), "remat2")
+    assert len(found) == 6
+    assert len({id(eqn.params["jaxpr"]) for eqn in found}) <= 2
+
+
+def test_name_donation_and_shardings_of_a_call_are_kept():
+    mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.P("d"))
+
+    def product(x, w):
+        return x @ w
+
+    inner = jax.jit(product, donate_argnums=0, in_shardings=(rows, None), out_shardings=rows, keep_unused=True)
+    x, w = scaled(normal(0, 4, 8), normal(1, 8, 8))
+    (call,) = calls(traced(lambda x, w: inner(x, w) * 2, x, w), "product")
+    data, scale, *weight = call.params["donated_invars"]
+    assert (data, scale) == (True, True)
+    assert not any(weight)
+    assert call.params["keep_unused"]
+    constraints = [eqn for eqn in call.params["jaxpr"].eqns if eqn.primitive.name == "sharding_constraint"]
+    assert [eqn.params["sharding"] for eqn in constraints] == [rows] * 2
+    expected = x.data.astype(jnp.float32) * x.scale @ (w.data.astype(jnp.float32) * w.scale)
+    found = jax.jit(scalify(inner))(x, w)
+    np.testing.assert_allclose(found.data.astype(np.float32) * found.scale, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_an_argument_that_calls_hand_through_is_returned_as_it_came():
+    inner = jax.jit(lambda x, w: (w, x @ w, x))
+    outer = jax.jit(lambda x, w: inner(x, w)[::-1])
+    x, w = (ScaledArray(a.data, 0.5) for a in scaled(normal(0, 4, 8), normal(1, 8, 8)))
+    same_x, product, same_w = scalify(outer)(x, w)
+    assert (same_x.scale, same_w.scale) == (0.5, 0.5)
+    assert same_x.data is x.data
+    assert same_w.data is w.data
+    assert product.dtype == HALF
