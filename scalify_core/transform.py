@@ -26,7 +26,7 @@ from scalify_core.numbering import counting, drawn, numbered, take
 from scalify_core.watch import Reporter
 
 Scales = Literal["auto", "static"]
-Evaluator = Callable[[Any, Sequence[Any]], list[Any]]  # (jaxpr, arguments) -> results
+Evaluator = Callable[[Any, Sequence[Any], int | None], list[Any]]  # (jaxpr, arguments, first residual) -> results
 
 
 def scalify(
@@ -133,19 +133,23 @@ def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
             f'scalify: scales={scales!r}, expected "auto" (measured where stored) or "static" (propagated)'
         )
     if reporter is None:
-        return interpreter.propagated
-    return functools.partial(interpreter.propagated_and_checked, reporter=reporter)
+        return lambda jaxpr, leaves, _: interpreter.propagated(jaxpr, leaves)
+    return lambda jaxpr, leaves, _: interpreter.propagated_and_checked(jaxpr, leaves, reporter=reporter)
 
 
-def _evaluated(fun: Callable, leaves: Sequence[Any], how: Evaluator) -> Any:
-    """Trace `fun` (see `counting`) of the leaves in float32, and evaluate it with their scales."""
+def _evaluated(fun: Callable, leaves: Sequence[Any], how: Evaluator, *, pullback: bool) -> Any:
+    """Trace `fun` (see `counting`) of the leaves in float32, and evaluate it with their scales.
+
+    `pullback`: whether it gives a pair, of which the second is of residuals.
+    """
     with _collector_paused(), numbered():
         first = drawn()
         traced = traced_in_float32(fun, leaves)
         if len(traced.jaxpr.invars) > len(leaves):
             raise _ClosesOverTracers
-        tree = jax.tree.structure(take(traced.out_info, first))
-        return jax.tree.unflatten(tree, how(traced.jaxpr, leaves))
+        out = take(traced.out_info, first)
+        residuals = len(jax.tree.leaves(out[0])) if pullback else None
+        return jax.tree.unflatten(jax.tree.structure(out), how(traced.jaxpr, leaves, residuals))
 
 
 @contextlib.contextmanager
@@ -161,17 +165,23 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _differentiable(
-    fun: Callable, how: Evaluator, reporter: Reporter | None, name: Callable[[int], str] = "operand {}".format
+    fun: Callable,
+    how: Evaluator,
+    reporter: Reporter | None,
+    name: Callable[[int], str] = "operand {}".format,
+    *,
+    pullback: bool = False,
 ) -> Callable:
     """The scaled evaluation of a function of leaves, whose gradient is the scaled evaluation of the gradient.
 
-    The function's trace is counted: it may call what is scalified, too. `name`: of a leaf, by its number.
+    The function's trace is counted: it may call what is scalified, too. `name`: of a leaf, by its number; `pullback`:
+    see `_evaluated`.
     """
     counted = counting(fun)
 
     @jax.custom_vjp
     def scaled(*leaves: Any) -> Any:
-        return _evaluated(counted, leaves, how)
+        return _evaluated(counted, leaves, how, pullback=pullback)
 
     @functools.cache
     def with_pullback(wanted: tuple[int, ...]) -> Callable:
@@ -182,7 +192,7 @@ def _differentiable(
 
             return jax.vjp(of_wanted, *(leaves[i] for i in wanted))
 
-        return _differentiable(fun_and_pullback, how, reporter)
+        return _differentiable(fun_and_pullback, how, reporter, pullback=True)
 
     @functools.cache
     def pull(tree: Any) -> Callable:

@@ -19,6 +19,7 @@ from scalify_core.measured.evaluate import Operands, entering, kinds
 from scalify_core.measured.plan import (
     Plan,
     Step,
+    constants_in,
     inner_jaxpr,
     inner_plan,
     plan_of,

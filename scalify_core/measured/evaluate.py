@@ -51,18 +51,28 @@ def kind(*names: str) -> Callable[[Kind], Kind]:
 _reporter: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
 
 
-def evaluated(jaxpr: Any, leaves: Sequence[Any], reporter: Reporter | None = None) -> list[Any]:
+def evaluated(
+    jaxpr: Any, leaves: Sequence[Any], residuals: int | None = None, *, reporter: Reporter | None = None
+) -> list[Any]:
     """The results of a jaxpr that was traced with float32 for what is scaled, of arrays and ScaledArrays, as such.
 
-    An argument that is returned is returned as it is. With a reporter, the program tells it what is lost.
+    An argument that is returned is returned as it is. Results from number `residuals` on are for a backward pass: what
+    a product reads at a scale for each entry of its batch is returned so. With a reporter, the program tells it what
+    is lost.
     """
     args = list(map(entering, leaves))
     plan = plan_of(jaxpr, tuple(np.dtype(x.dtype) if type(x) is ScaledArray else None for x in args))
     token = _reporter.set(reporter)
     try:
-        out = run(jaxpr, plan, args)
+        env = Operands(jaxpr, args)
+        out = run(jaxpr, plan, env)
         given = {id(x) for x in args}
         constants = constants_in(jaxpr, (frozenset(),) * len(args))
+
+        for i in range(len(out) if residuals is None else residuals, len(out)):
+            if (in_parts := env.in_parts(jaxpr.outvars[i], plan.out_formats[i])) is not None:
+                out[i] = in_parts
+                given.add(id(in_parts))
         returned = [
             x if f is None or id(x) in given else _returned(jaxpr, var, x, f, large)
             for var, x, f, large in zip(jaxpr.outvars, out, plan.out_formats, constants, strict=True)
@@ -92,9 +102,9 @@ def _returned(jaxpr: Any, var: Any, x: Any, dtype: np.dtype, constants: frozense
         return store.result(x, dtype, constants)
 
 
-def run(jaxpr: Any, plan: Plan, args: Sequence[Any]) -> list[Any]:
+def run(jaxpr: Any, plan: Plan, args: Sequence[Any] | Operands) -> list[Any]:
     """The results of a jaxpr by its plan: each a ScaledArray, or an array of logical values."""
-    env, reporter = Operands(jaxpr, args), _reporter.get()
+    env, reporter = args if isinstance(args, Operands) else Operands(jaxpr, args), _reporter.get()
     for scope, steps in itertools.groupby(plan.steps, lambda step: scope_of(step.eqn)):
         with within(*scope):
             for step in steps:
@@ -138,6 +148,11 @@ class Operands:
         if found is None:
             found = self.copies[atom, want] = store.stored(x, *want)
         return found
+
+    def in_parts(self, atom: Any, dtype: np.dtype | None) -> ScaledArray | None:
+        """What is stored of a variable in this format at more than one scale, or None."""
+        copies = (x for (var, want), x in self.copies.items() if var is atom and want.axes and want.dtype == dtype)
+        return next((x for x in copies if not store.scaled_along(x)), None)
 
     def in_units_of(self, atom: Any, stored: ScaledArray) -> Any:
         """The logical value over the scale of what it is stored as, FP32."""
