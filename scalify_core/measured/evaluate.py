@@ -68,7 +68,6 @@ def evaluated(
         out = run(jaxpr, plan, env)
         given = {id(x) for x in args}
         constants = constants_in(jaxpr, (frozenset(),) * len(args))
-
         for i in range(len(out) if residuals is None else residuals, len(out)):
             if (in_parts := env.in_parts(jaxpr.outvars[i], plan.out_formats[i])) is not None:
                 out[i] = in_parts
