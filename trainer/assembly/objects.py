@@ -1,6 +1,7 @@
 """From the parts of a checked configuration to the objects that they stand for."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,7 @@ def build_workload(c: schema.Config) -> Workload:
     model = build_model(c.model, policy, data.tokenizer.vocab_size, rows)
     check_split(model, mesh)
     optimizer = build_optimizer(c.optimizer)
-    return Workload(model, data, c.optimizer.name, optimizer, mesh, c.seed, build_reduce(c.parallel))
+    return Workload(Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel)), data, c.seed)
 
 
 def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
@@ -200,9 +201,10 @@ def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
 def build_state(c: schema.Config, w: Workload) -> TrainState:
     """The state before step 0, with the weights of `init_from` where that is given."""
     if c.init_from is None:
-        return first_state(w)
+        return first_state(w.task, w.seed)
     source = Path(c.init_from)
-    return first_state(w, lambda params: initial_weights(source, w.model.spec, w.data.tokenizer, params))
+    given = functools.partial(initial_weights, source, w.model.spec, w.data.tokenizer)
+    return first_state(w.task, w.seed, given)
 
 
 def build_learning_rates(c: schema.Config) -> np.ndarray:
@@ -220,16 +222,16 @@ def build_throughput(c: schema.Config, w: Workload) -> Throughput:
     )
 
 
-def check_fp8(c: schema.Config, w: Task, step: jax.stages.Compiled) -> Found | None:
+def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled) -> Found | None:
     """What a step compiled for a GPU is, where the precision has FP8 matmuls; None elsewhere.
 
     Raises UserError for what `precision.require_fp8` does not allow.
     """
-    gpu = Gpu.of(w.mesh.devices.flat[0])
+    gpu = Gpu.of(task.mesh.devices.flat[0])
     if gpu is None or c.precision.forward is None:
         return None
-    tokens = c.train.batch_tokens // (c.train.accum * batch_devices(w.mesh))
-    return check_step(w.model, Program(step.as_text() or ""), tokens, gpu, require=c.precision.require_fp8)
+    tokens = c.train.batch_tokens // (c.train.accum * batch_devices(task.mesh))
+    return check_step(task.model, Program(step.as_text() or ""), tokens, gpu, require=c.precision.require_fp8)
 
 
 def build_cadence(c: schema.Config) -> Cadence:
@@ -254,7 +256,7 @@ def make_evaluate(
     c: schema.Config, w: Workload, say: Callable[[str], None]
 ) -> Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]:
     """`(state, final, broken_off) -> found`: validation on the first batches of that part, on more at the end."""
-    jitted = jax.jit(make_eval_step(eval_loss_of(w)), out_shardings=replicated(w.mesh))
+    jitted = jax.jit(make_eval_step(eval_loss_of(w.task)), out_shardings=replicated(w.mesh))
     eval_step = first_said(jitted, "compiling the validation", say)
     available = w.data.val.steps_per_epoch
 
@@ -290,4 +292,4 @@ def build_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:
     """`params -> text`: the prompt of the configuration and its continuation."""
     settings = dataclasses.asdict(c.sample)
     del settings["every"]
-    return make_sample(w, **settings, seed=c.seed)
+    return make_sample(w.task, w.data.tokenizer, **settings, seed=c.seed)

@@ -51,6 +51,7 @@ from trainer.step.state import TrainState, from_stored
 from trainer.step.step import StepFn, Tokens
 from trainer.workload import (
     Model,
+    Task,
     Trained,
     Workload,
     abstract_state,
@@ -86,18 +87,18 @@ def describe_change(c: schema.Config, found: Restored) -> list[str]:
 
 
 def make_restore(
-    w: Workload, batch: Tokens, checkpointer: Checkpointer
+    task: Task, batch: Tokens, checkpointer: Checkpointer
 ) -> Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]:
     """`(state in use, steps) -> (state, step, compiled)`: see `Run.restore`."""
 
     def restore(state: TrainState, order: list[int]) -> tuple[TrainState, int, StepFn | None]:
         structure: Any = jax.tree.structure(state)
         jax.tree.map(lambda x: x.delete(), state)  # two would need twice the memory
-        found = checkpointer.restore(abstract_state(w), order=order)
+        found = checkpointer.restore(abstract_state(task), order=order)
         new = from_stored(found.state)
         # The scales of weights are constants of the compiled step, and part of the structure.
         same = jax.tree.structure(new) == structure
-        return new, found.step, None if same else compile_step(w, batch, new)
+        return new, found.step, None if same else compile_step(task, batch, new)
 
     return restore
 
@@ -138,10 +139,10 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
         c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1))
         w = build_workload(c)
         rows = meta.get("rows")  # of the run's devices, which may have been more
-        w = w._replace(model=Model.make(w.model.spec, w.model.policy, rows))
+        w = w._replace(task=w.task._replace(model=Model.make(w.model.spec, w.model.policy, rows)))
         if w.data.manifest.fingerprint != meta["data"]:
             raise UserError(f"{run_dir} was trained on other data than {w.data.directory}; bring its text back")
-        found = checkpointer.restore(dataclasses.replace(abstract_state(w), opt_state=()), partial=True)
+        found = checkpointer.restore(dataclasses.replace(abstract_state(w.task), opt_state=()), partial=True)
     return c, w, found._replace(state=from_stored(found.state))
 
 
@@ -171,8 +172,8 @@ def run(c: schema.Config, overrides: Sequence[str] = ()) -> int:
     if c.dry_run:
         w = build_workload(c)
         with said(COMPILING, lambda text: console.print(text, highlight=False)):
-            step = compile_step(w, build_batch(c, w.mesh))
-        fp8 = check_fp8(c, w, step)
+            step = compile_step(w.task, build_batch(c, w.mesh))
+        fp8 = check_fp8(c, w.task, step)
         for line in [*describe_run(c, w, step), *(fp8.lines if fp8 else [])]:
             console.print(line, highlight=False)
         return 0
@@ -279,15 +280,16 @@ def build_run(
     agree = Agreement(w.mesh)
     state, batch = from_stored(found.state), build_batch(c, w.mesh)
     with said(COMPILING, display.message):
-        step = compile_step(w, batch, state)
-    for line in describe_wire(w, step):
+        step = compile_step(w.task, batch, state)
+    for line in describe_wire(w.task, step):
         display.message(line)
-    fp8 = check_fp8(c, w, step)
+    fp8 = check_fp8(c, w.task, step)
     for line in fp8.lines if fp8 else []:
         display.message(line)
         tracker.event(found.step, line)
     if fp8:
         tracker.summary({"fp8_flop_share": fp8.share})
+    numerics = make_numerics(w.model, w.task.optimizer_name, replicated(w.mesh))
     names, watched = parameter_names(state.params), found.meta.get("watchdog")
     return Run(
         state=state,
@@ -301,11 +303,11 @@ def build_run(
         place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
         agree=agree,
         evaluate=make_evaluate(c, w, display.message),
-        numerics=first_said(make_numerics(w.model, w.optimizer_name, replicated(w.mesh)), NUMERICS, display.message),
-        rescale=make_rescale(w, batch),
-        restore=make_restore(w, batch, checkpointer),
+        numerics=first_said(numerics, NUMERICS, display.message),
+        rescale=make_rescale(w.task, batch),
+        restore=make_restore(w.task, batch, checkpointer),
         sample=first_said(build_sample(c, w), "compiling the sampling, and the first sample", display.message),
-        diagnose=make_diagnose(w),
+        diagnose=make_diagnose(w.task),
         checkpointer=checkpointer,
         meta={
             "config": to_tree(c),
