@@ -38,7 +38,7 @@ from trainer.report.history import AS_TRAINED
 from trainer.run.rundir import write_atomically
 from trainer.step.evaluate import make_eval_step
 from trainer.step.state import TrainState
-from trainer.workload import Workload, eval_loss_of
+from trainer.workload import Task, Workload, eval_loss_of
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def main(args: Arguments) -> None:
     if not policies:
         raise UserError("precisions=: expected at least one, such as precisions=fp32,bf16")
     c, w, found = restore_training(run_dir)
-    others = {name: w.in_precision(policy) for name, policy in policies.items()}
+    others = {name: w.task.in_precision(policy) for name, policy in policies.items()}
     most = args.batches or c.train.final_eval_batches
     if args.text:
         source = TextSource(tuple(split(args.text)), None, args.column)
@@ -106,7 +106,7 @@ def main(args: Arguments) -> None:
     )
     print(f"{'precision':<32} {'loss':>8} {'bits a byte':>12} {'difference, nats':>20} {'in %':>8}")
     results = []
-    for result in evaluated(w, found.state, others, text, c.train.accum):
+    for result in evaluated(w.task, found.state, others, text, c.train.accum):
         results.append(result)
         print(line(result, results[0].loss), flush=True)
     for name, other in others.items():
@@ -166,21 +166,19 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
     return Text(batch, count, size / tokens)
 
 
-def evaluated(
-    w: Workload, state: TrainState, others: Mapping[str, Workload], text: Text, accum: int
-) -> Iterator[Result]:
+def evaluated(task: Task, state: TrainState, others: Mapping[str, Task], text: Text, accum: int) -> Iterator[Result]:
     """The run's own precision, then the others, on the batches of a text, of `accum` micro-batches each."""
-    own = losses(w, state, text, accum)
+    own = losses(task, state, text, accum)
     yield result_of(text, AS_TRAINED, own, own)
     for name, other in others.items():
         params = store_weights(weights.wide(state.params), other.model.policy)
         yield result_of(text, name, losses(other, replace(state, params=params, scaling=()), text, accum), own)
 
 
-def losses(w: Workload, state: TrainState, text: Text, accum: int) -> list[float]:
+def losses(task: Task, state: TrainState, text: Text, accum: int) -> list[float]:
     """The mean loss of each batch."""
-    place = functools.partial(place_batch, accum=accum, mesh=w.mesh)
-    step: Any = first_said(jax.jit(make_eval_step(eval_loss_of(w))), "compiling the evaluation", note)
+    place = functools.partial(place_batch, accum=accum, mesh=task.mesh)
+    step: Any = first_said(jax.jit(make_eval_step(eval_loss_of(task))), "compiling the evaluation", note)
     return [float(step(state, place(text.batch(i)))) for i in range(text.count)]
 
 

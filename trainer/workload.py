@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -110,12 +110,12 @@ class Model(NamedTuple):
 
     @property
     def family(self) -> Family:
-        """Of its architecture."""
+        """The family that the model's spec is of."""
         return self.spec.family()
 
     @property
     def roles(self) -> Params:
-        """Of the parameters, in their nested dictionaries."""
+        """The roles of the parameters, in their nested dictionaries."""
         return self.training.roles
 
     def is_narrow(self, role: Role | None) -> bool:
@@ -174,27 +174,16 @@ class Reduce(NamedTuple):
     deterministic: bool = False
 
 
-class Task(Protocol):
-    """What the compiled step follows from: a `Workload`, or an `Unfed` one."""
+class Task(NamedTuple):
+    """What is trained, without what it is trained on: all that the compiled step follows from.
 
-    @property
-    def model(self) -> Model:
-        """In its precision."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """Of the devices that it is compiled for."""
-
-    @property
-    def reduce(self) -> Reduce:
-        """How gradients are."""
-
-    def optimizer(self, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
-        """See `Workload.optimizer`."""
-
-
-class Unfed(NamedTuple):
-    """What is trained, on nothing: enough to compile its step."""
+    Attributes:
+      model: in its precision.
+      optimizer_name: of `step.optimizer.OPTIMIZERS`.
+      plain_optimizer: makes it from the parameters' roles, at a learning rate of one.
+      mesh: of the devices that the step is compiled for.
+      reduce: how gradients are reduced over them.
+    """
 
     model: Model
     optimizer_name: str
@@ -203,33 +192,35 @@ class Unfed(NamedTuple):
     reduce: Reduce = Reduce()
 
     def optimizer(self, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
-        """See `Workload.optimizer`."""
+        """The optimiser with its moments stored as the precision says. First states do not need the rounding's seed."""
         return store_moments(self.plain_optimizer(self.model.roles), self.optimizer_name, self.model.policy, seed)
 
-
-class Workload(NamedTuple):
-    """What is trained, on what: everything but the run directory."""
-
-    model: Model
-    data: Dataset
-    optimizer_name: str
-    plain_optimizer: OptimizerFor
-    mesh: Mesh
-    seed: int
-    reduce: Reduce = Reduce()
-
-    def optimizer(self, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
-        """At a learning rate of one, its moments stored as the precision says. First states do not need the seed."""
-        return store_moments(self.plain_optimizer(self.model.roles), self.optimizer_name, self.model.policy, seed)
-
-    def in_precision(self, policy: Policy) -> "Workload":
+    def in_precision(self, policy: Policy) -> "Task":
         """The same in another precision."""
         return self._replace(model=Model.make(self.model.spec, policy, self.model.rows))
 
     @property
     def parameters(self) -> int:
-        """Without the vocabulary's padding rows."""
+        """The number of parameters, without the rows that nothing reads."""
         return param_count(self.model.spec)
+
+
+class Workload(NamedTuple):
+    """A task, the data that it is trained on, and the seed of both: everything but the run directory."""
+
+    task: Task
+    data: Dataset
+    seed: int
+
+    @property
+    def model(self) -> Model:
+        """The model that the task trains."""
+        return self.task.model
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the task is compiled for."""
+        return self.task.mesh
 
 
 class Trained(NamedTuple):
@@ -241,68 +232,69 @@ class Trained(NamedTuple):
     tokenizer: "Tokenizer"
 
 
-def wire_of(w: Task) -> Wire:
+def wire_of(task: Task) -> Wire:
     """What the devices of a task send each other."""
-    return Wire(*w.reduce, w.model.in_transit, w.model.roles)
+    return Wire(*task.reduce, task.model.in_transit, task.model.roles)
 
 
-def gradient_of(w: Task) -> Gradient:
+def gradient_of(task: Task) -> Gradient:
     """The gradient of micro-batches on the mesh."""
-    return mean_gradient if w.mesh.size == 1 else gradient_over(w.mesh, wire_of(w))
+    return mean_gradient if task.mesh.size == 1 else gradient_over(task.mesh, wire_of(task))
 
 
-def eval_loss_of(w: Task) -> LossOfState:
+def eval_loss_of(task: Task) -> LossOfState:
     """`Model.eval_loss` on the mesh."""
-    loss = w.model.on(w.mesh).eval_loss
-    return loss if w.mesh.size == 1 else loss_over(w.mesh, wire_of(w), loss)
+    loss = task.model.on(task.mesh).eval_loss
+    return loss if task.mesh.size == 1 else loss_over(task.mesh, wire_of(task), loss)
 
 
-def first_state(w: Workload, replace: Callable[[Params], Params] = lambda params: params) -> TrainState:
+def first_state(task: Task, seed: int, replace: Callable[[Params], Params] = lambda params: params) -> TrainState:
     """The first state on the mesh, from the seed alone; `replace` may give other FP32 parameters, placed alike."""
 
     def initial() -> tuple[Params, jax.Array]:
-        init_key, step_key = jax.random.split(jax.random.key(w.seed))
-        return w.model.training.init(init_key), step_key
+        init_key, step_key = jax.random.split(jax.random.key(seed))
+        return task.model.training.init(init_key), step_key
 
-    params, key = jax.jit(initial, out_shardings=shardings(jax.eval_shape(initial), w.mesh, w.model.roles))()
-    params = store_weights(replace(params), w.model.policy)
+    params, key = jax.jit(initial, out_shardings=shardings(jax.eval_shape(initial), task.mesh, task.model.roles))()
+    params = store_weights(replace(params), task.model.policy)
 
     def rest(params: Params, key: jax.Array) -> TrainState:
-        return init_state(params, w.optimizer(), key, w.model.differentiate().init())
+        return init_state(params, task.optimizer(), key, task.model.differentiate().init())
 
-    placed = shardings(jax.eval_shape(rest, params, key), w.mesh, w.model.roles)
+    placed = shardings(jax.eval_shape(rest, params, key), task.mesh, task.model.roles)
     return jax.jit(rest, out_shardings=placed)(params, key)
 
 
-def abstract_state(w: Task, scale: float | None = None) -> TrainState:
+def abstract_state(task: Task, scale: float | None = None) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
     `scale`: of all parameters, in the form for training; None: in that for checkpoints, where scales are arrays.
     """
 
     def initial() -> TrainState:
-        params, key = w.model.training.init(jax.random.key(0)), jax.random.key(0)
-        return TrainState(params, None, key, w.model.differentiate().init())
+        params, key = task.model.training.init(jax.random.key(0)), jax.random.key(0)
+        return TrainState(params, None, key, task.model.differentiate().init())
 
     state = jax.eval_shape(initial)
-    params = abstract_weights(state.params, w.model.policy, scale)
-    opt_state = jax.eval_shape(lambda p: tree.pack(w.optimizer().init(p)) if scale else w.optimizer().init(p), params)
-    return abstract(TrainState(params, opt_state, state.key, state.scaling), w.mesh, w.model.roles)
+    params = abstract_weights(state.params, task.model.policy, scale)
+    init = task.optimizer().init
+    opt_state = jax.eval_shape(lambda p: tree.pack(init(p)) if scale else init(p), params)
+    return abstract(TrainState(params, opt_state, state.key, state.scaling), task.mesh, task.model.roles)
 
 
-def convert_state(w: Workload, state: TrainState, source: Policy) -> TrainState:
-    """A state that was stored for the precision `source`, for that of the workload; every value is rounded once."""
-    policy = w.model.policy
+def convert_state(task: Task, state: TrainState, source: Policy, seed: int) -> TrainState:
+    """A state that was stored for the precision `source`, for that of the task; every value is rounded once."""
+    policy = task.model.policy
     params = store_weights(weights.wide(state.params), policy)
-    opt_state = jax.jit(lambda s: convert_moments(s, w.optimizer_name, source, policy, w.seed))(state.opt_state)
-    converted = TrainState(params, opt_state, state.key, w.model.differentiate().init())
-    return jax.device_put(converted, shardings(converted, w.mesh, w.model.roles))
+    opt_state = jax.jit(lambda s: convert_moments(s, task.optimizer_name, source, policy, seed))(state.opt_state)
+    converted = TrainState(params, opt_state, state.key, task.model.differentiate().init())
+    return jax.device_put(converted, shardings(converted, task.mesh, task.model.roles))
 
 
-def compile_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled:
+def compile_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled:
     """The train step for batches like `batch`, compiled once; the state is donated."""
-    options = gpu_options(w.model.policy) if w.mesh.devices.flat[0].platform == "gpu" else None
-    return lower_step(w, batch, state).compile(compiler_options=options)
+    options = gpu_options(task.model.policy) if task.mesh.devices.flat[0].platform == "gpu" else None
+    return lower_step(task, batch, state).compile(compiler_options=options)
 
 
 def gpu_options(policy: Policy) -> dict[str, Any]:
@@ -316,32 +308,32 @@ def gpu_options(policy: Policy) -> dict[str, Any]:
     return options
 
 
-def lower_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Lowered:
+def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Lowered:
     """The train step, traced; the scales of the parameters of `state` are constants of it, without one assumed."""
-    policy = w.model.policy
+    policy = task.model.policy
     step = make_train_step(
-        w.model.on(w.mesh).differentiate(),
-        w.optimizer,
-        store_gradients=w.model.store_gradients,
+        task.model.on(task.mesh).differentiate(),
+        task.optimizer,
+        store_gradients=task.model.store_gradients,
         rounding=policy.weights_rounding,
-        gradient=gradient_of(w),
-        squares_of=squares_over(w.mesh, w.model.roles),
-        largest_of=largest_over(w.mesh, w.model.roles),
+        gradient=gradient_of(task),
+        squares_of=squares_over(task.mesh, task.model.roles),
+        largest_of=largest_over(task.mesh, task.model.roles),
     )
-    like = abstract_state(w, ASSUMED_SCALE) if state is None else abstract(state, w.mesh, w.model.roles)
+    like = abstract_state(task, ASSUMED_SCALE) if state is None else abstract(state, task.mesh, task.model.roles)
     placed = jax.tree.map(lambda x: x.sharding, like)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(w.mesh)))
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(task.mesh)))
     scalars: Any = [jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)]
     return jitted.lower(like, batch, Hyper(*scalars))
 
 
-def make_rescale(w: Workload, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
+def make_rescale(task: Task, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
     """State to None while the data of all weights is near RMS 1; else to what `Run.rescale` says.
 
     Matrices, which are cast to FP8 as they are, have their place within 2^-4 and 2^4; gains and biases, which are not,
     within 2^-8 and 2^8.
     """
-    roles = jax.tree_util.tree_leaves_with_path(w.model.roles)
+    roles = jax.tree_util.tree_leaves_with_path(task.model.roles)
     matrices = {jax.tree_util.keystr(path) for path, role in roles if role.is_matrix}
 
     def rescale(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
@@ -352,27 +344,27 @@ def make_rescale(w: Workload, batch: Tokens) -> Callable[[TrainState], tuple[Tra
         listed = [f"{path} 2^{math.log2(power):g}" for path, power in found.items()]
         listed[4:] = ["..."] if len(listed) > 4 else []
         text = f"new scales for {len(found)} weights, their data's RMS being {', '.join(listed)}; compiled anew"
-        return new, compile_step(w, batch, new), text
+        return new, compile_step(task, batch, new), text
 
     return rescale
 
 
-def make_sample(w: Workload, prompt: str, **controls: Any) -> Callable[[Any], str]:
+def make_sample(task: Task, tokenizer: "Tokenizer", prompt: str, **controls: Any) -> Callable[[Any], str]:
     """`params -> text`: the prompt and its continuation; `controls` are those of `Generator`."""
-    generator = Generator(w.model.sampling.bind, w.model.spec)
-    ids = w.data.tokenizer.encode(prompt)
-    everywhere = jax.jit(lambda params: params, out_shardings=replicated(w.mesh))
+    generator = Generator(task.model.sampling.bind, task.model.spec)
+    ids = tokenizer.encode(prompt)
+    everywhere = jax.jit(lambda params: params, out_shardings=replicated(task.mesh))
 
     def sample(params: Any) -> str:
         local = asarray(jax.tree.map(lambda x: x.addressable_data(0), everywhere(params)))
-        return prompt + w.data.tokenizer.decode(generator(local, ids, **controls))
+        return prompt + tokenizer.decode(generator(local, ids, **controls))
 
     return sample
 
 
-def make_diagnose(w: Workload) -> Callable[[TrainState, Tokens, int], str]:
+def make_diagnose(task: Task) -> Callable[[TrainState, Tokens, int], str]:
     """`(state, batch, step) -> text`: the first tensor of the loss or its gradient that is not finite on that batch."""
-    gradient = w.model.differentiate().value_and_grad
+    gradient = task.model.differentiate().value_and_grad
 
     def diagnose(state: TrainState, batch: Tokens, step: int) -> str:
         if jax.process_count() > 1:

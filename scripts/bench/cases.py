@@ -102,7 +102,7 @@ def ours(case: Case, context: int | None) -> Contestant:
     from trainer.step.optimizer import make_optimizer
     from trainer.step.state import from_stored
     from trainer.step.step import Hyper, Tokens
-    from trainer.workload import Model, Workload, compile_step, first_state
+    from trainer.workload import Model, Task, compile_step, first_state
 
     tree = read_group("model", case.model) | {"remat": case.remat, "scan_layers": case.scan, "vocab_size": VOCAB}
     del tree["name"], tree["lr"]
@@ -111,8 +111,8 @@ def ours(case: Case, context: int | None) -> Contestant:
     settings = {k: v for k, v in vars(precision).items() if k not in ("name", "rescale_every", "require_fp8")}
     mesh = make_mesh(1)
     adamw = make_optimizer("adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
-    w = Workload(Model.make(spec, Policy(**settings)), None, "adamw", adamw, mesh, 0)  # type: ignore[arg-type]
-    state = from_stored(first_state(w))
+    w = Task(Model.make(spec, Policy(**settings)), "adamw", adamw, mesh)
+    state = from_stored(first_state(w, seed=0))
     start = time.perf_counter()
     batch = abstract_batch(1, case.batch, spec.context, document_mask=False, mesh=mesh)
     step = compile_step(w, batch, state)

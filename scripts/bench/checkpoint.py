@@ -51,7 +51,7 @@ def main(args: Arguments) -> None:
 def saves(args: Arguments, folder: Path) -> None:
     """Each save: how long the loop waits for it, and how long it is until the checkpoint is whole."""
     w = without_data(args.model, args.vocab, [f"precision={args.precision}"])
-    state = to_stored(filled(first_state(w)))
+    state = to_stored(filled(first_state(w, seed=0)))
     jax.block_until_ready(state)
     size = sum(x.nbytes for x in jax.tree.leaves(state) if hasattr(x, "nbytes"))
     shares = []

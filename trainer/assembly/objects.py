@@ -1,6 +1,7 @@
 """From the parts of a checked configuration to the objects that they stand for."""
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -204,7 +205,7 @@ def build_workload(c: schema.Config) -> Workload:
     model = build_model(c.model, policy, data.tokenizer.vocab_size, rows)
     check_split(model, mesh)
     optimizer = build_optimizer(c.optimizer)
-    return Workload(model, data, c.optimizer.name, optimizer, mesh, c.seed, build_reduce(c.parallel))
+    return Workload(Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel)), data, c.seed)
 
 
 def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
@@ -215,9 +216,10 @@ def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
 def build_state(c: schema.Config, w: Workload) -> TrainState:
     """The state before step 0, with the weights of `init_from` where that is given."""
     if c.init_from is None:
-        return first_state(w)
+        return first_state(w.task, w.seed)
     source = Path(c.init_from)
-    return first_state(w, lambda params: initial_weights(source, w.model.spec, w.data.tokenizer, params))
+    given = functools.partial(initial_weights, source, w.model.spec, w.data.tokenizer)
+    return first_state(w.task, w.seed, given)
 
 
 def build_learning_rates(c: schema.Config) -> np.ndarray:
@@ -235,16 +237,16 @@ def build_throughput(c: schema.Config, w: Workload) -> Throughput:
     )
 
 
-def check_fp8(c: schema.Config, w: Task, step: jax.stages.Compiled) -> Found | None:
+def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled) -> Found | None:
     """What a step compiled for a GPU is, where the precision has FP8 matmuls; None elsewhere.
 
     Raises UserError for what `precision.require_fp8` does not allow.
     """
-    gpu = Gpu.of(w.mesh.devices.flat[0])
+    gpu = Gpu.of(task.mesh.devices.flat[0])
     if gpu is None or c.precision.forward is None:
         return None
-    tokens = c.train.batch_tokens // (c.train.accum * batch_devices(w.mesh))
-    return check_step(w.model, Program(step.as_text() or ""), tokens, gpu, require=c.precision.require_fp8)
+    tokens = c.train.batch_tokens // (c.train.accum * batch_devices(task.mesh))
+    return check_step(task.model, Program(step.as_text() or ""), tokens, gpu, require=c.precision.require_fp8)
 
 
 def build_jobs(
@@ -255,14 +257,14 @@ def build_jobs(
     more: Sequence[Periodic] = (),
 ) -> list[Periodic]:
     """What happens between two steps: what every run has, with `more` of the user's before the checkpoint."""
-    look = make_numerics(w.model, w.optimizer_name, replicated(w.mesh))
+    look = make_numerics(w.model, w.task.optimizer_name, replicated(w.mesh))
     numerics_every = 0 if c.tracker.kind == "none" else c.metrics.numerics_every
     rescale_every = c.precision.rescale_every if c.precision.scaling == "propagate" else 0
     entries = [
         jobs.numerics(numerics_every, first_said(look, NUMERICS, say)) if numerics_every else None,
         jobs.evaluation(c.train.eval_every, make_evaluate(c, w, say)),
         jobs.samples(c.sample.every, first_said(build_sample(c, w), SAMPLING, say)),
-        jobs.rescale(rescale_every, make_rescale(w, batch)) if rescale_every else None,
+        jobs.rescale(rescale_every, make_rescale(w.task, batch)) if rescale_every else None,
         *more,
         jobs.pictures(c.checkpoint.every) if numerics_every else None,
         jobs.checkpoint(c.checkpoint.every),
@@ -283,7 +285,7 @@ def make_evaluate(
     c: schema.Config, w: Workload, say: Callable[[str], None]
 ) -> Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]:
     """`(state, final, broken_off) -> found`: validation on the first batches of that part, on more at the end."""
-    jitted = jax.jit(make_eval_step(eval_loss_of(w)), out_shardings=replicated(w.mesh))
+    jitted = jax.jit(make_eval_step(eval_loss_of(w.task)), out_shardings=replicated(w.mesh))
     eval_step = first_said(jitted, "compiling the validation", say)
     available = w.data.val.steps_per_epoch
 
@@ -319,4 +321,4 @@ def build_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:
     """`params -> text`: the prompt of the configuration and its continuation."""
     settings = dataclasses.asdict(c.sample)
     del settings["every"]
-    return make_sample(w, **settings, seed=c.seed)
+    return make_sample(w.task, w.data.tokenizer, **settings, seed=c.seed)

@@ -11,7 +11,7 @@ from trainer.parallel.mesh import abstract_batch, batch_devices
 from trainer.plan.aot import make_target_mesh
 from trainer.plan.plan import Aim, Plan, make_plan
 from trainer.step.step import Tokens
-from trainer.workload import Model, Unfed
+from trainer.workload import Model, Task
 
 
 def vocabulary(c: schema.Config) -> int:
@@ -40,7 +40,7 @@ def build_plan(
     mesh = make_target_mesh(aim.target, aim.gpus, aim.hosts, *build_sizes(c.parallel))
     model = build_model(c.model, build_policy(c.precision), vocabulary(c))
     check_split(model, mesh)
-    task = Unfed(model, c.optimizer.name, build_optimizer(c.optimizer), mesh, build_reduce(c.parallel))
+    task = Task(model, c.optimizer.name, build_optimizer(c.optimizer), mesh, build_reduce(c.parallel))
     other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))
 
     def batches(sequences: int) -> Tokens:

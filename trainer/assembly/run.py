@@ -49,6 +49,7 @@ from trainer.step.state import TrainState, from_stored
 from trainer.step.step import StepFn, Tokens
 from trainer.workload import (
     Model,
+    Task,
     Trained,
     Workload,
     abstract_state,
@@ -82,18 +83,18 @@ def describe_change(c: schema.Config, found: Restored) -> list[str]:
 
 
 def make_restore(
-    w: Workload, batch: Tokens, checkpointer: Checkpointer
+    task: Task, batch: Tokens, checkpointer: Checkpointer
 ) -> Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]:
     """`(state in use, steps) -> (state, step, compiled)`: see `Run.restore`."""
 
     def restore(state: TrainState, order: list[int]) -> tuple[TrainState, int, StepFn | None]:
         structure: Any = jax.tree.structure(state)
         jax.tree.map(lambda x: x.delete(), state)  # two would need twice the memory
-        found = checkpointer.restore(abstract_state(w), order=order)
+        found = checkpointer.restore(abstract_state(task), order=order)
         new = from_stored(found.state)
         # The scales of weights are constants of the compiled step, and part of the structure.
         same = jax.tree.structure(new) == structure
-        return new, found.step, None if same else compile_step(w, batch, new)
+        return new, found.step, None if same else compile_step(task, batch, new)
 
     return restore
 
@@ -134,10 +135,10 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
         c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1))
         w = build_workload(c)
         rows = meta.get("rows")  # of the run's devices, which may have been more
-        w = w._replace(model=Model.make(w.model.spec, w.model.policy, rows))
+        w = w._replace(task=w.task._replace(model=Model.make(w.model.spec, w.model.policy, rows)))
         if w.data.manifest.fingerprint != meta["data"]:
             raise UserError(f"{run_dir} was trained on other data than {w.data.directory}; bring its text back")
-        found = checkpointer.restore(dataclasses.replace(abstract_state(w), opt_state=()), partial=True)
+        found = checkpointer.restore(dataclasses.replace(abstract_state(w.task), opt_state=()), partial=True)
     return c, w, found._replace(state=from_stored(found.state))
 
 
@@ -168,8 +169,8 @@ def run(c: schema.Config, overrides: Sequence[str] = ()) -> int:
     if c.dry_run:
         w = build_workload(c)
         with said(COMPILING, lambda text: console.print(text, highlight=False)):
-            step = compile_step(w, build_batch(c, w.mesh))
-        fp8 = check_fp8(c, w, step)
+            step = compile_step(w.task, build_batch(c, w.mesh))
+        fp8 = check_fp8(c, w.task, step)
         for line in [*describe_run(c, w, step), *(fp8.lines if fp8 else [])]:
             console.print(line, highlight=False)
         return 0
@@ -276,10 +277,10 @@ def build_run(
     agree = Agreement(w.mesh)
     state, batch = from_stored(found.state), build_batch(c, w.mesh)
     with said(COMPILING, display.message):
-        step = compile_step(w, batch, state)
-    for line in describe_wire(w, step):
+        step = compile_step(w.task, batch, state)
+    for line in describe_wire(w.task, step):
         display.message(line)
-    fp8 = check_fp8(c, w, step)
+    fp8 = check_fp8(c, w.task, step)
     for line in fp8.lines if fp8 else []:
         display.message(line)
         tracker.event(found.step, line)
@@ -299,8 +300,8 @@ def build_run(
         agree=agree,
         jobs=build_jobs(c, w, batch, display.message),
         log_every=c.train.log_every,
-        restore=make_restore(w, batch, checkpointer),
-        diagnose=make_diagnose(w),
+        restore=make_restore(w.task, batch, checkpointer),
+        diagnose=make_diagnose(w.task),
         checkpointer=checkpointer,
         meta={
             "config": to_tree(c),

@@ -13,7 +13,7 @@ from trainer.observe.metrics import GIB
 from trainer.precision.policy import Policy, without_effect
 from trainer.run.loop import Run
 from trainer.text import interpreter
-from trainer.workload import Workload
+from trainer.workload import Model, Task, Workload
 
 MIB = 2**20
 
@@ -29,13 +29,13 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
     """
     spec, flops = w.model.spec, flops_per_token(w.model.spec)
     lines = [
-        f"model {model}: {w.parameters:,} parameters, {spec.n_layer} layers, width {spec.d_model}, "
+        f"model {model}: {w.task.parameters:,} parameters, {spec.n_layer} layers, width {spec.d_model}, "
         f"context {spec.context}, vocabulary {spec.vocab_size:,}",
         f"data {w.data.directory}: {w.data.manifest.tokens('train'):,} training and "
         f"{w.data.manifest.tokens('val'):,} validation tokens",
         f"batch {batch_tokens // spec.context} x {spec.context} = {batch_tokens:,} tokens; micro-batches: {accum}",
-        describe_devices(w),
-        f"precision {precision}: {describe_precision(w)}",
+        describe_devices(w.task),
+        f"precision {precision}: {describe_precision(w.model)}",
         f"{flops * batch_tokens:.3e} FLOPs a step",
     ]
     memory = step.memory_analysis() if step is not None else None
@@ -45,7 +45,7 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
             f"memory per device {(held + memory.temp_size_in_bytes) / GIB:.2f} GiB: state and batch {held / GIB:.2f}, "
             f"activations and workspace {memory.temp_size_in_bytes / GIB:.2f}"
         )
-    return lines if step is None else [*lines, *describe_wire(w, step)]
+    return lines if step is None else [*lines, *describe_wire(w.task, step)]
 
 
 def facts_of(w: Workload) -> dict[str, str]:
@@ -53,9 +53,9 @@ def facts_of(w: Workload) -> dict[str, str]:
     manifest, narrow = w.data.manifest, w.model.policy.forward is not None
     emulated = "; CPUs emulate FP8: its numbers, not its speed" * (narrow and w.mesh.devices.flat[0].platform == "cpu")
     return {
-        "parameters": f"{w.parameters:,}",
+        "parameters": f"{w.task.parameters:,}",
         "vocabulary": f"{w.model.spec.vocab_size:,}",
-        "arithmetic": describe_precision(w) + emulated,
+        "arithmetic": describe_precision(w.model) + emulated,
         "wide layers": (" ".join(w.model.skipped) or "none") if narrow else "all",
         "text": text_of(manifest.source),
         "tokenizer": w.data.tokenizer.name,
@@ -71,40 +71,41 @@ def text_of(source: Mapping[str, Any]) -> str:
     return source.get("name") or ", ".join(source.get("paths", ())) or source["kind"]
 
 
-def describe_devices(w: Workload) -> str:
+def describe_devices(task: Task) -> str:
     """Devices, processes and mesh."""
-    devices, processes = w.mesh.size, len({device.process_index for device in w.mesh.devices.flat})
-    line = f"devices: {devices} x {w.mesh.devices.flat[0].device_kind} in {processes} process{'es' * (processes > 1)}"
+    devices, processes = task.mesh.size, len({device.process_index for device in task.mesh.devices.flat})
+    kind = task.mesh.devices.flat[0].device_kind
+    line = f"devices: {devices} x {kind} in {processes} process{'es' * (processes > 1)}"
     if devices == 1:
         return line
-    mesh = " x ".join(f"{axis} {size}" for axis, size in w.mesh.shape.items())
-    order = ", summed in fixed order" * w.reduce.deterministic
-    return f"{line}; mesh {mesh}; gradients reduced in {w.reduce.format}{order}"
+    mesh = " x ".join(f"{axis} {size}" for axis, size in task.mesh.shape.items())
+    order = ", summed in fixed order" * task.reduce.deterministic
+    return f"{line}; mesh {mesh}; gradients reduced in {task.reduce.format}{order}"
 
 
-def describe_wire(w: Workload, step: jax.stages.Compiled) -> list[str]:
+def describe_wire(task: Task, step: jax.stages.Compiled) -> list[str]:
     """What the devices of a compiled step send each other, by type (`u8` is FP8, `u16` FP16 or BF16)."""
-    text = step.as_text() if w.mesh.size > 1 else None
+    text = step.as_text() if task.mesh.size > 1 else None
     if text is None:
         return []
     sent: dict[str, float] = {}
     for collective in Program(text).collectives:
         key = f"{collective.op} {collective.dtype}"
-        sent[key] = sent.get(key, 0.0) + collective.sent(w.mesh.size)
+        sent[key] = sent.get(key, 0.0) + collective.sent(task.mesh.size)
     listed = ", ".join(f"{key} {size / MIB:.3f}" for key, size in sorted(sent.items(), key=lambda item: -item[1]))
     return [f"every device sends {sum(sent.values()) / MIB:.3f} MiB a step (on a ring): {listed}"]
 
 
-def describe_precision(w: Workload) -> str:
+def describe_precision(model: Model) -> str:
     """What is computed and stored in what, and which matmuls are narrow."""
-    policy, skipped = w.model.policy, w.model.skipped
+    policy, skipped = model.policy, model.skipped
     wide = policy.compute if policy.scaled else policy.weight_grad
-    gradients = policy.weight_gradients if w.model.narrow else wide
-    every = len(w.model.narrow) + len(skipped)
+    gradients = policy.weight_gradients if model.narrow else wide
+    every = len(model.narrow) + len(skipped)
     matmuls = f"matmuls in {policy.compute}"
     if policy.forward is not None:
         simulated = " (simulated)" if policy.simulate else ""
-        narrow, share = len(w.model.narrow), flop_share(w.model.spec, w.model.narrow)
+        narrow, share = len(model.narrow), flop_share(model.spec, model.narrow)
         matmuls = f"{narrow} of {every} linear layers in {policy.forward}/{policy.backward}{simulated}, "
         matmuls += f"{share:.0%} of the FLOPs; the rest, attention and head in {policy.compute}"
         for why in dict.fromkeys(skipped.values()):

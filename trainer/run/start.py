@@ -87,7 +87,7 @@ def starting_point(
                 "choose another run_dir, or resume=auto to continue"
             )
         check_same_precision(f"run_dir={run_dir}", policy_of(own.meta()), w.model.policy)
-        return own.restore(abstract_state(w))
+        return own.restore(abstract_state(w.task))
     if source in ("auto", "none"):
         if step is not None:
             raise UserError(f"resume.step={step} is of another run's checkpoints; add resume=RUN, or leave it out")
@@ -97,16 +97,16 @@ def starting_point(
     with Checkpointer.reading(Path(source) / "checkpoints") as theirs:
         meta = theirs.meta(step)
         check_same_model(f"resume={source}", meta["model"], w.model.spec)
-        policy, trained = policy_of(meta), meta["config"]["optimizer"]["name"]
-        if trained != w.optimizer_name:
+        policy, trained, ours = policy_of(meta), meta["config"]["optimizer"]["name"], w.task.optimizer_name
+        if trained != ours:
             raise UserError(
-                f"resume={source} was trained with optimizer={trained}, whose state is not that of {w.optimizer_name}; "
+                f"resume={source} was trained with optimizer={trained}, whose state is not that of {ours}; "
                 f"set optimizer={trained}, or take its weights alone: init_from={source}"
             )
         if not convert:
             check_same_precision(f"resume={source}", policy, w.model.policy, "resume.convert=true converts it")
-        found = theirs.restore(abstract_state(w.in_precision(policy)), step)
-    state = found.state if policy == w.model.policy else convert_state(w, found.state, policy)
+        found = theirs.restore(abstract_state(w.task.in_precision(policy)), step)
+    state = found.state if policy == w.model.policy else convert_state(w.task, found.state, policy, w.seed)
     return Restored(found.step, state, {k: v for k, v in found.meta.items() if k != "tracker_id"})
 
 

@@ -18,7 +18,7 @@ from trainer.models.spec import GPT2Spec
 from trainer.observe.numerics import CLASSES, gradients, make_numerics
 from trainer.parallel.mesh import make_mesh, place_batch, replicated
 from trainer.step.optimizer import make_optimizer
-from trainer.workload import Model, Workload, first_state
+from trainer.workload import Model, Task, first_state
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
 
@@ -51,7 +51,7 @@ def workload(preset, spec=SPEC, name="adamw", **changes):
         {"eps": 1e-8} if name != "lion" else {}
     )
     model = Model.make(spec, policy(preset, **changes))
-    return Workload(model, None, name, make_optimizer(name, **settings), make_mesh(1), seed=0)
+    return Task(model, name, make_optimizer(name, **settings), make_mesh(1))
 
 
 def batch(w):
@@ -62,7 +62,7 @@ def batch(w):
 @functools.cache
 def row(preset, spec=SPEC):
     w = workload(preset, spec)
-    return make_numerics(w.model, w.optimizer_name, replicated(w.mesh))(first_state(w), batch(w), 0)
+    return make_numerics(w.model, w.optimizer_name, replicated(w.mesh))(first_state(w, seed=0), batch(w), 0)
 
 
 @pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "bf16", "fp32"])
@@ -128,10 +128,8 @@ def test_moments_are_those_that_the_optimiser_has(name):
         "muon": {"momentum": 0.9, "b1": 0.9, "b2": 0.99, "eps": 1e-8},
     }
     model = Model.make(SPEC, policy("fp32"))
-    w = Workload(
-        model, None, name, make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings[name]), make_mesh(1), seed=0
-    )
-    found = make_numerics(w.model, name, replicated(w.mesh))(first_state(w), batch(w), 0)
+    w = Task(model, name, make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings[name]), make_mesh(1))
+    found = make_numerics(w.model, name, replicated(w.mesh))(first_state(w, seed=0), batch(w), 0)
     layers = {kind: {n.split("/")[2] for n in found if n.startswith(f"numerics/{kind}/")} for kind in ("mu", "nu")}
     assert layers["mu"] == set(PARAMETERS)
     assert layers["nu"] == ({n for n in PARAMETERS if not n.endswith("kernel")} if name == "muon" else set())
@@ -140,7 +138,7 @@ def test_moments_are_those_that_the_optimiser_has(name):
 @pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "sim"])
 def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset):
     w = workload(preset)
-    state = first_state(w)
+    state = first_state(w, seed=0)
     h = state.params["h"][0]
 
     def times(kernel, factor):  # the data, so that a scaled array has the wrong scale
@@ -159,7 +157,7 @@ def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset)
 @pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "scalify_fp8_fp8", "fp32"])
 def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is(preset):
     w = workload(preset)
-    state = first_state(w)
+    state = first_state(w, seed=0)
     numerics = make_numerics(w.model, "adamw", replicated(w.mesh))
     found = numerics(state, batch(w), 0)
     zeros = [f"{kind}/{name}" for kind in ("mu", "nu") for name in PARAMETERS]
@@ -177,7 +175,7 @@ def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is(prese
 def test_gradients_with_probes_are_those_of_the_step_bit_for_bit():
     """Operation by operation: fused by a compiler, values that are stored no more may keep more bits than they have."""
     w = workload("scalify_fp8_fp16")
-    state, tokens = first_state(w), batch(w)
+    state, tokens = first_state(w, seed=0), batch(w)
     key = jax.random.fold_in(jax.random.fold_in(state.key, 3), 0)
     probed, _ = gradients(w.model, state, tokens, jnp.int32(3))
     _, plain, _ = w.model.differentiate().value_and_grad(state.params, (), tokens.tokens_AxBxT1[0], None, key)

@@ -23,7 +23,7 @@ from trainer.run.checkpoint import Checkpointer
 from trainer.step.optimizer import make_optimizer
 from trainer.step.state import to_stored
 from trainer.step.step import sequence_keys
-from trainer.workload import Model, Reduce, Workload, abstract_state, first_state, gradient_of, lower_step, wire_of
+from trainer.workload import Model, Reduce, Task, abstract_state, first_state, gradient_of, lower_step, wire_of
 
 SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=1, n_head=4, d_model=64, dropout=0.1)
 LLAMA = LlamaSpec(vocab_size=256, context=32, n_layer=1, n_head=4, n_kv_head=2, d_model=64)
@@ -36,12 +36,12 @@ def workload(preset, sizes, spec=SPEC):
     mesh = make_mesh(*sizes)
     policy = build_policy(compose_config([f"precision={preset}"]).precision)
     optimizer = make_optimizer("adamw", **ADAMW)
-    return Workload(Model.make(spec, policy), None, "adamw", optimizer, mesh, 0)
+    return Task(Model.make(spec, policy), "adamw", optimizer, mesh)
 
 
 @functools.cache
 def state_of(preset, sizes):
-    return first_state(workload(preset, sizes))
+    return first_state(workload(preset, sizes), seed=0)
 
 
 def gradient(sizes, accum, spec=SPEC):
@@ -55,7 +55,7 @@ def gradient(sizes, accum, spec=SPEC):
         value_and_grad = w.model.on(w.mesh).differentiate().value_and_grad
         return gradient_of(w)(value_and_grad, params, (), batch, sequence_keys(key, batch))[:2]
 
-    state = first_state(w)
+    state = first_state(w, seed=0)
     return jax.device_get(of(state.params, batch, state.key))
 
 
@@ -151,7 +151,7 @@ def test_of_moments_split_along_any_axis_only_statistics_are_moved(sizes, change
     def weights_as_gradient(value_and_grad, params, scaling, batch, keys):
         return jnp.float32(0), params, None
 
-    monkeypatch.setattr("trainer.workload.gradient_of", lambda w: weights_as_gradient)
+    monkeypatch.setattr("trainer.workload.gradient_of", lambda task: weights_as_gradient)
     w = workload("scalify_fp8_fp16", sizes, dataclasses.replace(SPEC, **changes))
     batch = abstract_batch(1, 4, SPEC.context, document_mask=False, mesh=w.mesh)
     moved = Program(lower_step(w, batch).compile().as_text()).collectives

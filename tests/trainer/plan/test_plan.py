@@ -34,7 +34,7 @@ from trainer.plan.plan import (
 )
 from trainer.plan.targets import TARGETS, get_target
 from trainer.precision.policy import Policy
-from trainer.workload import Unfed
+from trainer.workload import Task
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
 
@@ -135,7 +135,7 @@ def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatc
     monkeypatch.setattr("trainer.assembly.objects.Program", lambda text: text)  # read by the plan already
     overrides = [*TINY, "precision=scalify_fp8_fp16", "train.batch_tokens=256"]
     mesh = make_target_mesh(get_target("h200"), 2, 1)
-    w = Unfed(flagship.measured.model, "adamw", None, mesh)
+    w = Task(flagship.measured.model, "adamw", None, mesh)
     step = SimpleNamespace(as_text=lambda: flagship.measured.compiled.program)
     found = check_fp8(compose_config(overrides), w, step)
     assert found.share == flagship.fp8_flop_share

@@ -31,7 +31,7 @@ from trainer.step.state import from_stored, to_stored
 from trainer.step.step import Hyper
 from trainer.workload import (
     Model,
-    Workload,
+    Task,
     abstract_state,
     compile_step,
     convert_state,
@@ -68,7 +68,7 @@ def workload(preset, devices=1, spec=SPEC, name="adamw", **changes):
     """On several devices the state is split: FP8 kernels are gathered as such."""
     settings = ADAMW if name == "adamw" else {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1, "clip_norm": 1.0}
     model = Model.make(spec, policy(preset, **changes))
-    return Workload(model, None, name, make_optimizer(name, **settings), make_mesh(1, devices), seed=0)
+    return Task(model, name, make_optimizer(name, **settings), make_mesh(1, devices))
 
 
 def abstract(w, accum=1):
@@ -78,7 +78,7 @@ def abstract(w, accum=1):
 @functools.cache
 def lowered(preset, devices=1, accum=1):
     w = workload(preset, devices)
-    state = from_stored(to_stored(first_state(w)))  # as a run has it
+    state = from_stored(to_stored(first_state(w, seed=0)))  # as a run has it
     return w, state, lower_step(w, abstract(w, accum), state)
 
 
@@ -149,7 +149,7 @@ def gradient(preset):
     """The first gradient, from the first moment after the step."""
     state, metrics = take(preset, 1)
     assert metrics["grad_norm"] < ADAMW["clip_norm"]
-    exact = convert_state(workload("fp32"), to_stored(state), workload(preset).model.policy)
+    exact = convert_state(workload("fp32"), to_stored(state), workload(preset).model.policy, seed=0)
     return jax.tree.map(lambda x: x / (1 - ADAMW["b1"]), moments(exact, "mu"))
 
 
@@ -288,7 +288,7 @@ def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
     """The paper's route: the second moment is kept as it is, in FP16, where the other one keeps its root."""
     plain = {"update": "propagate", "moments_rounding": "nearest", "weights_rounding": "nearest"}
     w = workload("scalify_fp8_fp16", **plain)
-    state = first_state(w)
+    state = first_state(w, seed=0)
     step, tokens, losses = compile_step(w, abstract(w), state), batch(w), []
     for n in range(12):
         state, metrics = step(state, tokens, hyper(n, 1e-2))
@@ -311,7 +311,7 @@ def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
 def test_a_state_is_converted_to_another_precision(source, target):
     state = to_stored(take(source, 5)[0])
     w = workload(target)
-    converted = convert_state(w, state, workload(source).model.policy)
+    converted = convert_state(w, state, workload(source).model.policy, seed=0)
     assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(abstract_state(w))
     # FP8 moments are widened exactly; weights are rounded to FP16 at most.
     for a, b in zip(jax.tree.leaves(wide(converted.params)), jax.tree.leaves(wide(state.params)), strict=True):
@@ -350,7 +350,7 @@ def test_layers_that_are_not_fp8_are_named_with_the_reason():
     spec = dataclasses.replace(SPEC, d_mlp=40)
     w = workload("scalify_fp8", spec=spec)
     assert w.model.narrow == ["h.0.attn.c_attn", "h.0.attn.c_proj"]
-    said = describe_precision(w)
+    said = describe_precision(w.model)
     assert "2 of 4 linear layers in e4m3/e5m2" in said
     assert "(h.0.mlp.c_fc: 32 x 40 are not multiples of 16)" in said
     text = lower_step(w, abstract(w)).as_text()  # with warnings as errors: nothing is skipped while it is traced
@@ -363,7 +363,7 @@ def test_layers_that_are_not_fp8_are_named_with_the_reason():
 
 def test_scanned_layers_train_in_the_flagship_precision():
     w = workload("scalify_fp8_fp16", spec=dataclasses.replace(SPEC, n_layer=2, scan_layers=True))
-    state = first_state(w)
+    state = first_state(w, seed=0)
     step = compile_step(w, abstract(w), state)
     for n in range(3):
         state, metrics = step(state, batch(w, n), hyper(n, 1e-2))
@@ -373,7 +373,7 @@ def test_scanned_layers_train_in_the_flagship_precision():
 def gradient_of_values(preset, gain, **changes):
     """All gradients of a first step whose values are multiplied by `gain`; of the values' part of `c_attn`, FP32."""
     w = workload(preset, spec=dataclasses.replace(SPEC, value_gain=gain), **changes)
-    state, tokens = first_state(w), batch(w).tokens_AxBxT1[0]
+    state, tokens = first_state(w, seed=0), batch(w).tokens_AxBxT1[0]
     value_and_grad = w.model.differentiate().value_and_grad
     grads = jax.jit(lambda s: wide(value_and_grad(s.params, s.scaling, tokens, None, s.key)[1]))(state)
     return grads, grads["h"][0]["attn"]["c_attn"]["kernel"][:, 64:]
@@ -408,7 +408,7 @@ def test_smooth_swiglu_is_swiglu():
 def test_channels_that_are_nearly_dead_are_smoothed_in_fp16_too(size):
     """The inverse of their own power of two would be beyond FP16."""
     w = workload("fp16_loss_scaled", spec=dataclasses.replace(SPEC, mlp="smooth_swiglu"))
-    state = first_state(w)
+    state = first_state(w, seed=0)
     kernel = state.params["h"][0]["mlp"]["c_fc"]["kernel"]
     state.params["h"][0]["mlp"]["c_fc"]["kernel"] = kernel.at[:, ::2].multiply(size)
     value_and_grad = w.model.differentiate().value_and_grad
@@ -524,7 +524,7 @@ def test_what_a_refusal_of_weight_gradients_recommends_is_accepted():
 
 
 def test_the_start_up_line_says_that_delayed_scaling_rounds_weight_gradients():
-    said = describe_precision(workload("fp8_delayed"))
+    said = describe_precision(workload("fp8_delayed").model)
     assert "weight gradients rounded to bf16 by Flax's product, kept in fp32, moments" in said
 
 
@@ -583,7 +583,7 @@ def test_rows_that_fp8_does_not_take_leave_nothing_narrow():
     w = w._replace(model=Model.make(dataclasses.replace(SPEC, context=24), w.model.policy, rows=24))
     assert w.model.narrow == []
     assert w.in_precision(w.model.policy).model.narrow == []
-    said = describe_precision(w)
+    said = describe_precision(w.model)
     assert "0 of 4 linear layers in e4m3/e5m2, 0% of the FLOPs" in said
     assert "(all: micro-batches of 24 tokens a device, not a multiple of 16)" in said
     assert "weight gradients fp16" in said
@@ -592,7 +592,7 @@ def test_rows_that_fp8_does_not_take_leave_nothing_narrow():
     assert "f8E" not in text
     others = [policy("fp8_delayed"), policy("sim", forward="e4m3", backward="e5m2")]
     assert [len(Model.make(SPEC, other, rows=24).narrow) for other in others] == [4, 4]
-    said = describe_precision(workload("fp8_delayed", keep=("h.*",)))
+    said = describe_precision(workload("fp8_delayed", keep=("h.*",)).model)
     assert "weight gradients fp32" in said
 
 
@@ -608,6 +608,6 @@ def test_an_update_in_fp16_has_moments_that_are_not_wider():
 
 def test_scaled_arrays_appear_only_where_scales_propagate():
     for preset in PRESETS:
-        params = first_state(workload(preset)).params
+        params = first_state(workload(preset), seed=0).params
         found = any(is_scaled_array(x) for x in jax.tree.leaves(params, is_leaf=is_scaled_array))
         assert found == preset.startswith("scalify")
