@@ -48,7 +48,7 @@ def _jit(step: Step, env: Operands) -> Sequence[Any]:
     donated = tuple(i for i, given in enumerate(params["donated_invars"]) if given)
     kept = params["name"], donated, params["inline"], params["keep_unused"]
     out = _jitted(params["jaxpr"], step.formats, shardings, *kept)(*map(_whole, _operands(step, env)))
-    returned = _arguments_returned(params["jaxpr"])
+    returned = [None if i in donated else i for i in _arguments_returned(params["jaxpr"])]  # donated: gone, if eager
     return [y if i is None else env.read(step.eqn.invars[i]) for i, y in zip(returned, out, strict=True)]
 
 

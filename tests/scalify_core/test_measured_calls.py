@@ -116,3 +116,11 @@ def test_an_argument_that_calls_hand_through_is_returned_as_it_came():
     assert same_x.data is x.data
     assert same_w.data is w.data
     assert product.dtype == HALF
+
+
+def test_an_argument_that_is_donated_to_a_call_may_be_returned():
+    inner = jax.jit(lambda x, w: (x, x @ w), donate_argnums=0)
+    x, w = scaled(normal(0, 8, 8), normal(1, 8, 8))
+    expected = np.asarray(x.data, np.float32) * np.asarray(x.scale)
+    same, _ = scalify(inner)(x, w)
+    np.testing.assert_array_equal(same.data.astype(np.float32) * same.scale, expected)

@@ -1,4 +1,4 @@
-"""Measured scales at the edges: sizes near the ends of FP32, dtypes that the user chose, and what is kept in memory."""
+"""Measured scales at the edges: sizes near the ends of FP32, dtypes that the user chose, constants of masks."""
 
 import jax
 import jax.numpy as jnp
