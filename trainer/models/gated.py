@@ -8,8 +8,6 @@ Legend: N tokens, D model, F MLP.
 Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -32,14 +30,3 @@ def smooth_swiglu(gate_NxF: jax.Array, linear_NxF: jax.Array) -> tuple[jax.Array
     hidden_NxF = swiglu(gate_NxF, linear_NxF)
     hidden_NxF *= (1 / size_F)[None].astype(hidden_NxF.dtype)
     return hidden_NxF, size_F
-
-
-def align(gate: Any, linear: Any, channels: int, gain: float) -> None:
-    """Let the first `channels` of two layers start as training aligns them late: as one column, `gain` times its size.
-
-    Without channels, nothing is changed.
-    """
-    if channels:
-        aligned_DxF = linear.kernel[:, :channels] * gain
-        for branch in (gate, linear):
-            branch.kernel[...] = branch.kernel[...].at[:, :channels].set(aligned_DxF)

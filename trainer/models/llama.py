@@ -28,9 +28,10 @@ from scalify_core import (
 from trainer.models.blocks import decode_through, make_blocks, through
 from trainer.models.cache import KVCache, cached_attention, empty_cache
 from trainer.models.functional import Functional, as_functions
-from trainer.models.gated import align, smooth_swiglu
+from trainer.models.gated import smooth_swiglu
 from trainer.models.layers import DotGeneralFor, Embedding, Factory, Norm, again, enter
 from trainer.models.llama_spec import LlamaSpec, RopeScaling
+from trainer.models.stress import align
 
 
 class Rotation(NamedTuple):
@@ -111,7 +112,6 @@ class MLP(nnx.Module):
         self.down_proj = make.linear(
             "mlp.down_proj", spec.mlp_width, spec.d_model, residual_stddev, "row", scaled_rows=self.smooth, bias=False
         )
-        align(self.gate_proj, self.up_proj, spec.align_channels, spec.align_gain)
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
         branches = again(lambda x_NxD: self.branches(enter(norm(x_NxD), self.split)), self.recompute)(x_NxD)
@@ -189,7 +189,9 @@ class Llama(nnx.Module):
             return Factory(path, rngs, compute_dtype, param_dtype, dot_general, rescale_grads, split)
 
         def block(name: str, key: jax.Array) -> Block:
-            return Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
+            made = Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
+            align(made.mlp.gate_proj, made.mlp.up_proj, spec.align_channels, spec.align_gain)
+            return made
 
         self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
         self.norm = factory("").rms_norm(spec.d_model, spec.norm_eps, probes=("in", "out"))
