@@ -25,11 +25,12 @@ import optax
 from scalify_core import FloatFormat, cast_on_forward, weights
 from scalify_core.array import is_scaled_array
 from scalify_core.matmul import MULTIPLE
-from scripts.arguments import argument, run
+from scripts.arguments import argument, note, run
 from trainer.assembly.run import restore_training
 from trainer.errors import UserError
 from trainer.models.functional import unstack_layers
 from trainer.models.gpt2 import functional
+from trainer.observe.slowness import first_said
 from trainer.parallel.mesh import place_batch
 from trainer.precision.dots import ClippedDot, Dims, Dot, narrow_gradient_dot, wide_gradient_dot
 from trainer.precision.policy import Policy, is_kernel_of
@@ -181,7 +182,7 @@ def bisect(model: Model, params: Any, scaling: Any, tokens: jax.Array, segments:
     plain |= {"compute": "fp32", "forward": None, "backward": None, "simulate": False}
     exact = Model.make(model.spec, dataclasses.replace(model.policy, **plain))
     none = jnp.zeros((0, len(CASTS)), bool)
-    value_and_grad = jax.jit(functools.partial(gradient, exact))
+    value_and_grad = first_said(jax.jit(functools.partial(gradient, exact)), "compiling in FP32", note)
     right_loss, right = value_and_grad(weights.wide(params), (), tokens, segments, none)
 
     def measures(model: Model, on_Lx4: Any, params: Any, scaling: Any, right: Any) -> tuple[jax.Array, ...]:
@@ -195,12 +196,14 @@ def bisect(model: Model, params: Any, scaling: Any, tokens: jax.Array, segments:
         loss, cosine, error = (float(x) for x in measured)
         return Finding(layer, tensor, loss, loss - float(right_loss), cosine, error)
 
-    measure = jax.jit(functools.partial(measures, model))
+    measure = first_said(jax.jit(functools.partial(measures, model)), "compiling with a switch for every cast", note)
     findings = [finding(*name, measure(on, params, scaling, right)) for name, on in switches(model.narrow).items()]
     if model.policy.compute != "fp32":
         wide = model._replace(policy=computed_in_fp32(model.policy))
         everything = switches(model.narrow)[ALL, "none"]
-        measure = jax.jit(functools.partial(measures, wide))
+        measure = first_said(
+            jax.jit(functools.partial(measures, wide)), "compiling with FP32 between the products", note
+        )
         findings.append(finding(ALL, "compute", measure(everything, params, scaling, right)))
     return sorted(findings, key=lambda f: np.inf if np.isnan(f.error) else f.error)
 
