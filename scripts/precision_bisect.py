@@ -28,12 +28,11 @@ from scalify_core.matmul import MULTIPLE
 from scripts.arguments import argument, note, run
 from trainer.assembly.run import restore_training
 from trainer.errors import UserError
-from trainer.models.functional import unstack_layers
-from trainer.models.gpt2 import functional
+from trainer.models.roles import role_of
 from trainer.observe.slowness import first_said
 from trainer.parallel.mesh import place_batch
 from trainer.precision.dots import ClippedDot, Dims, Dot, narrow_gradient_dot, wide_gradient_dot
-from trainer.precision.policy import Policy, is_kernel_of
+from trainer.precision.policy import Policy
 from trainer.run.rundir import write_atomically
 from trainer.workload import Model
 
@@ -123,7 +122,8 @@ def switched(model: Model, on_Lx4: jax.Array) -> Model:
         return dot if model.policy.clip_outliers is None else ClippedDot(dot, model.policy.clip_outliers)
 
     settings = {"rescale_grads": model.policy.rescale_grads if model.policy.scaled else ()}
-    training = functional(model.spec, compute_dtype=model.policy.logical, dot_general=dot_general, **settings)
+    build, compute_dtype = model.family.build, model.policy.logical
+    training = build(model.spec, compute_dtype=compute_dtype, dot_general=dot_general, **settings)
     return model._replace(training=training)
 
 
@@ -134,10 +134,10 @@ def gradient(
     loss, grads, _ = switched(model, on_Lx4).differentiate().value_and_grad(params, scaling, tokens, segments, None)
 
     def choose(path: Any, stored: Any, exact: Any) -> jax.Array:
-        name = ".".join(str(key.key) for key in path[:-1])
-        if not is_kernel_of(model.narrow, path):
+        role = role_of(model.roles, path)
+        if role is None or role.layer is None or not model.is_narrow(role):
             return weights.wide(stored)
-        return jnp.where(on_Lx4[model.narrow.index(name), 3], weights.wide(stored), weights.wide(exact))
+        return jnp.where(on_Lx4[model.narrow.index(role.layer), 3], weights.wide(stored), weights.wide(exact))
 
     stored = model.store_gradients(grads)
     return loss, jax.tree_util.tree_map_with_path(choose, stored, grads, is_leaf=is_scaled_array)
@@ -254,7 +254,7 @@ def load(run_dir: Path, number: int) -> tuple[Model, Any, Any, jax.Array, jax.Ar
     c, w, found = restore_training(run_dir)
     batch = place_batch(w.data.train.batch(number), accum=c.train.accum, mesh=w.mesh)
     spec = w.model.spec
-    params = unstack_layers(found.state.params) if spec.scan_layers else found.state.params
+    params = spec.family().unstack_layers(found.state.params) if spec.scan_layers else found.state.params
     model = Model.make(dataclasses.replace(spec, scan_layers=False, remat="none"), w.model.policy, w.model.rows)
     segments = batch.segments_AxBxT1
     return model, params, found.state.scaling, batch.tokens_AxBxT1[0], None if segments is None else segments[0]

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from scalify_core import embedding, linear_cross_entropy
 from trainer.models.blocks import decode_through, make_blocks, through
 from trainer.models.cache import KVCache, empty_cache
-from trainer.models.functional import Functional, as_functions, count_parameters
+from trainer.models.functional import Functional, as_functions
 from trainer.models.layers import Block, DotGeneralFor, Embedding, Factory, dropout, split_keys
 from trainer.models.spec import GPT2Spec
 
@@ -28,7 +28,7 @@ class GPT2(nnx.Module):
       compute_dtype: of activations and matmuls.
       param_dtype: of the master parameters.
       dot_general: from a linear layer's path to the dot_general it uses, of activations in `compute_dtype` and a kernel
-        in `param_dtype`; None: the product in `compute_dtype`. See `linear_paths`.
+        in `param_dtype`; None: the product in `compute_dtype`. See `linear_sizes`.
       rescale_grads: of `precision.PLACES`, where gradients are rescaled under `scalify`.
       split: inside `shard_map`, the mesh axis over which the heads and hidden channels of the parameters are split.
       rngs: key stream `params`. Scanned and unrolled layers get the same initial values from the same key.
@@ -57,7 +57,7 @@ class GPT2(nnx.Module):
             return Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
 
         self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
-        self.ln_f = factory("").layer_norm(spec.d_model)
+        self.ln_f = factory("").layer_norm(spec.d_model, probes=("in", "out"))
 
     def embed(self, tokens_BxT: jax.Array, position: jax.Array | int = 0) -> jax.Array:
         """Token plus position vectors, `[B*T, D]` in the compute dtype; the first token stands at `position`."""
@@ -142,8 +142,3 @@ def functional(spec: GPT2Spec, **settings: Any) -> Functional[GPT2]:
     (2, 8, 256)
     """
     return as_functions(lambda rngs: GPT2(spec, rngs=rngs, **settings))
-
-
-def param_count(spec: GPT2Spec) -> int:
-    """Trainable parameters, the vocabulary's padding rows not counted. Nothing is allocated."""
-    return count_parameters(functional(spec), (spec.padded_vocab - spec.vocab_size) * spec.d_model)

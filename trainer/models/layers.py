@@ -11,7 +11,7 @@ Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads, K hea
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from scalify_core import attention, dynamic_rescale_rms_grad, gelu, layer_norm, materialised, rms_norm, swiglu
 from trainer.models.cache import KVCache, cached_attention
 from trainer.models.gated import align, smooth_swiglu
+from trainer.models.roles import Role
 from trainer.models.spec import GPT2Spec
 from trainer.precision.dots import wide_gradient_dot
 
@@ -63,6 +64,7 @@ class Linear(nnx.Linear):
     """
 
     partial: str | None = None
+    probes: ClassVar[tuple[str, ...]] = ("in", "out")
 
     def __call__(
         self,
@@ -88,6 +90,8 @@ class Linear(nnx.Linear):
 
 class LastColumns(nnx.Module):
     """The last columns of a `Linear` as a layer of their own on the same parameters, kernel and bias times `gain`."""
+
+    probes: ClassVar[tuple[str, ...]] = ("in", "out")
 
     def __init__(self, whole: Linear, columns: int, gain: float, dot_general: DotGeneral) -> None:
         self.kernel, self.bias = whole.kernel, whole.bias
@@ -125,8 +129,9 @@ def product(x_NxD: jax.Array, kernel_DxF: jax.Array, dot_general: DotGeneral, dt
 
 
 class Factory:
-    """Makes the linear layers of one block: dtypes, keys, and the dot_general chosen for each path.
+    """Makes the layers of one block: dtypes, keys, the dot_general chosen for each path, and the parameters' roles.
 
+    `path`: of the block, `h.3`, or `h.*` of all blocks, whose parameters are then stacked.
     `split`: the mesh axis over which heads and hidden channels are split; None: none is.
     """
 
@@ -141,6 +146,7 @@ class Factory:
         split: str | None,
     ) -> None:
         self.path = path
+        self.stacked = path.endswith("*")
         self.rngs = rngs
         self.compute_dtype = compute_dtype
         self.param_dtype = param_dtype
@@ -148,20 +154,43 @@ class Factory:
         self.rescale_grads = rescale_grads
         self.split = split
 
-    def layer_norm(self, d: int) -> "LayerNorm":
-        """A LayerNorm over `d` elements."""
-        return LayerNorm(d, self.param_dtype, rescale_grad="layer_norm" in self.rescale_grads)
+    def layer_norm(self, d: int, probes: tuple[str, ...] = ("out",)) -> "LayerNorm":
+        """A LayerNorm over `d` elements; for `probes` see `LayerNorm`."""
+        rescale_grad = "layer_norm" in self.rescale_grads
+        return LayerNorm(d, self.param_dtype, rescale_grad=rescale_grad, stacked=self.stacked, probes=probes)
 
-    def rms_norm(self, d: int, eps: float) -> "RMSNorm":
-        """An RMSNorm over `d` elements."""
-        return RMSNorm(d, eps, self.param_dtype, rescale_grad="layer_norm" in self.rescale_grads)
+    def rms_norm(self, d: int, eps: float, probes: tuple[str, ...] = ("out",)) -> "RMSNorm":
+        """An RMSNorm over `d` elements; for `probes` see `LayerNorm`."""
+        rescale_grad = "layer_norm" in self.rescale_grads
+        return RMSNorm(d, eps, self.param_dtype, rescale_grad=rescale_grad, stacked=self.stacked, probes=probes)
 
     def product(self, name: str) -> DotGeneral:
         """The dot_general chosen for `{path}.{name}`."""
         return wide_gradient_dot if self.dot_general is None else self.dot_general(f"{self.path}.{name}")
 
-    def linear(self, name: str, d_in: int, d_out: int, stddev: float, *, bias: bool = True) -> Linear:
-        """Normal weights; zero bias, or none."""
+    def linear(
+        self,
+        name: str,
+        d_in: int,
+        d_out: int,
+        stddev: float,
+        kind: Literal["column", "row"],
+        *,
+        groups: int = 1,
+        scaled_rows: bool = False,
+        bias: bool = True,
+    ) -> Linear:
+        """Normal weights; zero bias, or none. `kind`, `groups` and `scaled_rows` as of `Role`."""
+        by_rows = kind == "row" or groups > 1
+        kernel = Role(
+            kind,
+            f"{self.path}.{name}",
+            stacked=self.stacked,
+            split=-2 if by_rows else -1,
+            groups=groups,
+            scaled_rows=scaled_rows,
+        )
+        role_of_bias = Role("bias", stacked=self.stacked, split=None if by_rows else -1, groups=groups)
         linear = Linear(
             d_in,
             d_out,
@@ -171,8 +200,10 @@ class Factory:
             use_bias=bias,
             dot_general=self.product(name),
             rngs=self.rngs,
+            kernel_metadata={"role": kernel},
+            bias_metadata={"role": role_of_bias},
         )
-        linear.partial = self.split if name.endswith(("c_proj", "o_proj", "down_proj")) else None
+        linear.partial = self.split if kind == "row" else None
         return linear
 
 
@@ -185,12 +216,17 @@ class LayerNorm(nnx.Module):
     """Normalisation over the last axis, in FP32; the result has the input's dtype.
 
     `rescale_grad`: under `scalify`, the gradient of the input is rescaled by its RMS, measured at run time.
+    `stacked`: as of `Role`.
+    `probes`: which of its sides, "in" and "out", `observe.numerics` looks at.
     """
 
-    def __init__(self, d: int, param_dtype: DTypeLike, *, rescale_grad: bool) -> None:
-        self.scale = nnx.Param(jnp.ones(d, param_dtype))
-        self.bias = nnx.Param(jnp.zeros(d, param_dtype))
+    def __init__(
+        self, d: int, param_dtype: DTypeLike, *, rescale_grad: bool, stacked: bool, probes: tuple[str, ...]
+    ) -> None:
+        self.scale = nnx.Param(jnp.ones(d, param_dtype), role=Role("gain", stacked=stacked))
+        self.bias = nnx.Param(jnp.zeros(d, param_dtype), role=Role("bias", stacked=stacked))
         self.rescale_grad = rescale_grad
+        self.probes = probes
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         if self.rescale_grad:
@@ -201,13 +237,16 @@ class LayerNorm(nnx.Module):
 class RMSNorm(nnx.Module):
     """Division by the root of the mean square over the last axis, in FP32; the result has the input's dtype.
 
-    `rescale_grad` as of LayerNorm.
+    `rescale_grad`, `stacked` and `probes` as of LayerNorm.
     """
 
-    def __init__(self, d: int, eps: float, param_dtype: DTypeLike, *, rescale_grad: bool) -> None:
-        self.scale = nnx.Param(jnp.ones(d, param_dtype))
+    def __init__(
+        self, d: int, eps: float, param_dtype: DTypeLike, *, rescale_grad: bool, stacked: bool, probes: tuple[str, ...]
+    ) -> None:
+        self.scale = nnx.Param(jnp.ones(d, param_dtype), role=Role("gain", stacked=stacked))
         self.eps = eps
         self.rescale_grad = rescale_grad
+        self.probes = probes
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         if self.rescale_grad:
@@ -216,13 +255,24 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of normal vectors. Rows from `rows` to `padded_rows` are zero and stay so: nothing reads them."""
+    """A table of normal vectors. Rows from `rows` to `padded_rows` are zero and stay so: nothing reads them.
+
+    `kind`: as of `Role`; what is both, as a tied head is, is a table.
+    """
 
     def __init__(
-        self, rows: int, padded_rows: int, d: int, stddev: float, param_dtype: DTypeLike, rngs: nnx.Rngs
+        self,
+        rows: int,
+        padded_rows: int,
+        d: int,
+        stddev: float,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        kind: Literal["table", "head"] = "table",
     ) -> None:
         table = nnx.initializers.normal(stddev)(rngs.params(), (rows, d), param_dtype)
-        self.embedding = nnx.Param(jnp.pad(table, ((0, padded_rows - rows), (0, 0))))
+        padding = padded_rows - rows
+        self.embedding = nnx.Param(jnp.pad(table, ((0, padding), (0, 0))), role=Role(kind, padding=padding))
 
 
 class Attention(nnx.Module):
@@ -240,12 +290,12 @@ class Attention(nnx.Module):
         self.split = make.split
         self.rescale_grad = "qkv" in make.rescale_grads
         self.recompute = spec.remat == "elementwise"
-        self.c_attn = make.linear("attn.c_attn", spec.d_model, 3 * spec.d_model, spec.init_std)
+        self.c_attn = make.linear("attn.c_attn", spec.d_model, 3 * spec.d_model, spec.init_std, "column", groups=3)
         gain = spec.value_gain
         if gain is not None:
             self.c_value = LastColumns(self.c_attn, spec.d_model, gain, make.product("attn.c_value"))
         self.value_gain = gain
-        self.c_proj = make.linear("attn.c_proj", spec.d_model, spec.d_model, residual_stddev)
+        self.c_proj = make.linear("attn.c_proj", spec.d_model, spec.d_model, residual_stddev, "row")
 
     def heads(self, x_NxD: jax.Array, norm: Norm, batch: int) -> list[jax.Array]:
         """Queries, keys, values, each `[B, T, H, K]`, of the heads that this device has."""
@@ -291,8 +341,8 @@ class GeluMLP(nnx.Module):
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
         self.split = make.split
         self.recompute = spec.remat == "elementwise"
-        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std)
-        self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
+        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev, "row")
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
         first = lambda x_NxD: self.c_fc(enter(norm(x_NxD), self.split), add_bias=False)
@@ -308,12 +358,16 @@ class GeluMLP(nnx.Module):
 class SwigluMLP(nnx.Module):
     """D -> F twice, silu(gate) * linear, F -> D. Reference: Shazeer 2020, "GLU variants improve transformer"."""
 
+    scaled_rows: ClassVar[bool] = False  # of the last kernel, see `Role`
+
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
         self.split = make.split
         self.recompute = spec.remat == "elementwise"
-        self.c_gate = make.linear("mlp.c_gate", spec.d_model, spec.mlp_width, spec.init_std)
-        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std)
-        self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
+        self.c_gate = make.linear("mlp.c_gate", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.c_proj = make.linear(
+            "mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev, "row", scaled_rows=self.scaled_rows
+        )
         align(self.c_gate, self.c_fc, spec.align_channels, spec.align_gain)
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
@@ -330,7 +384,9 @@ class SwigluMLP(nnx.Module):
 
 
 class SmoothSwigluMLP(SwigluMLP):
-    """The function and the parameters of `SwigluMLP`, by `swiglu.smooth_swiglu`."""
+    """The function and the parameters of `SwigluMLP`, by `gated.smooth_swiglu`."""
+
+    scaled_rows: ClassVar[bool] = True
 
     def activated(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
         """What follows the two products."""
@@ -356,6 +412,8 @@ def split_keys(keys_B: jax.Array | None, count: int) -> Any:
 
 class Block(nnx.Module):
     """Two residual branches: attention and MLP, each behind its LayerNorm."""
+
+    probes: ClassVar[tuple[str, ...]] = ("in",)
 
     def __init__(self, spec: GPT2Spec, make: Factory) -> None:
         # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the variance.

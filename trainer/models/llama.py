@@ -8,7 +8,7 @@ References: Touvron et al. 2023, "Llama 2" (arXiv 2307.09288); Grattafiori et al
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from scalify_core import (
 )
 from trainer.models.blocks import decode_through, make_blocks, through
 from trainer.models.cache import KVCache, cached_attention, empty_cache
-from trainer.models.functional import Functional, as_functions, count_parameters
+from trainer.models.functional import Functional, as_functions
 from trainer.models.gated import align, smooth_swiglu
 from trainer.models.layers import DotGeneralFor, Embedding, Factory, Norm, again, enter
 from trainer.models.llama_spec import LlamaSpec, RopeScaling
@@ -72,10 +72,10 @@ class Attention(nnx.Module):
         self.rescale_grad = "qkv" in make.rescale_grads
         self.recompute = spec.remat == "elementwise"
         heads, groups = spec.n_head * spec.head_width, spec.n_kv_head * spec.head_width
-        self.q_proj = make.linear("attn.q_proj", spec.d_model, heads, spec.init_std, bias=False)
-        self.k_proj = make.linear("attn.k_proj", spec.d_model, groups, spec.init_std, bias=False)
-        self.v_proj = make.linear("attn.v_proj", spec.d_model, groups, spec.init_std, bias=False)
-        self.o_proj = make.linear("attn.o_proj", heads, spec.d_model, residual_stddev, bias=False)
+        self.q_proj = make.linear("attn.q_proj", spec.d_model, heads, spec.init_std, "column", bias=False)
+        self.k_proj = make.linear("attn.k_proj", spec.d_model, groups, spec.init_std, "column", bias=False)
+        self.v_proj = make.linear("attn.v_proj", spec.d_model, groups, spec.init_std, "column", bias=False)
+        self.o_proj = make.linear("attn.o_proj", heads, spec.d_model, residual_stddev, "row", bias=False)
 
     def heads(self, x_NxD: jax.Array, norm: Norm, rotation: Rotation, batch: int) -> list[jax.Array]:
         """Queries `[B, T, H, K]`, keys and values `[B, T, G, K]`, rotated, of the heads that this device has."""
@@ -115,9 +115,11 @@ class MLP(nnx.Module):
         self.split = make.split
         self.recompute = spec.remat == "elementwise"
         self.smooth = spec.mlp == "smooth_swiglu"
-        self.gate_proj = make.linear("mlp.gate_proj", spec.d_model, spec.mlp_width, spec.init_std, bias=False)
-        self.up_proj = make.linear("mlp.up_proj", spec.d_model, spec.mlp_width, spec.init_std, bias=False)
-        self.down_proj = make.linear("mlp.down_proj", spec.mlp_width, spec.d_model, residual_stddev, bias=False)
+        self.gate_proj = make.linear("mlp.gate_proj", spec.d_model, spec.mlp_width, spec.init_std, "column", bias=False)
+        self.up_proj = make.linear("mlp.up_proj", spec.d_model, spec.mlp_width, spec.init_std, "column", bias=False)
+        self.down_proj = make.linear(
+            "mlp.down_proj", spec.mlp_width, spec.d_model, residual_stddev, "row", scaled_rows=self.smooth, bias=False
+        )
         align(self.gate_proj, self.up_proj, spec.align_channels, spec.align_gain)
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
@@ -139,6 +141,8 @@ class MLP(nnx.Module):
 
 class Block(nnx.Module):
     """Two residual branches: attention and MLP, each behind its norm."""
+
+    probes: ClassVar[tuple[str, ...]] = ("in",)
 
     def __init__(self, spec: LlamaSpec, make: Factory) -> None:
         # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the variance.
@@ -198,9 +202,10 @@ class Llama(nnx.Module):
             return Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
 
         self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
-        self.norm = factory("").rms_norm(spec.d_model, spec.norm_eps)
+        self.norm = factory("").rms_norm(spec.d_model, spec.norm_eps, probes=("in", "out"))
         if not spec.tied:
-            self.lm_head = Embedding(spec.vocab_size, spec.padded_vocab, spec.d_model, spec.init_std, param_dtype, rngs)
+            sizes = spec.vocab_size, spec.padded_vocab, spec.d_model
+            self.lm_head = Embedding(*sizes, spec.init_std, param_dtype, rngs, kind="head")
 
     @property
     def head_VxD(self) -> jax.Array:
@@ -274,9 +279,3 @@ class Llama(nnx.Module):
 def functional(spec: LlamaSpec, **settings: Any) -> Functional[Llama]:
     """The model as pure functions; `settings` are the keyword arguments of Llama."""
     return as_functions(lambda rngs: Llama(spec, rngs=rngs, **settings))
-
-
-def param_count(spec: LlamaSpec) -> int:
-    """Trainable parameters, the vocabulary's padding rows not counted. Nothing is allocated."""
-    tables = 1 if spec.tied else 2
-    return count_parameters(functional(spec), tables * (spec.padded_vocab - spec.vocab_size) * spec.d_model)

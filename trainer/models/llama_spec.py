@@ -2,12 +2,20 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from trainer.errors import UserError
 from trainer.models.spec import REMAT_POLICIES
 
+if TYPE_CHECKING:
+    from trainer.models.family import Family
+
+ARCHITECTURE = (
+    "n_layer", "n_head", "n_kv_head", "d_model", "head_dim", "context", "vocab_size", "d_mlp", "mlp",
+    "rope_theta", "rope_scaling", "norm_eps", "tied",
+)  # fmt: skip
 MLPS = ("swiglu", "smooth_swiglu")
 
 
@@ -111,9 +119,40 @@ class LlamaSpec:
         return math.ceil(8 * self.d_model / 3 / 64) * 64 if self.d_mlp is None else self.d_mlp
 
     @property
+    def dropout(self) -> float:
+        """The rate: there is none."""
+        return 0.0
+
+    @property
     def head_width(self) -> int:
         """K."""
         return self.d_model // self.n_head if self.head_dim is None else self.head_dim
+
+    @classmethod
+    def family(cls) -> "Family":
+        """Llama; its layers are imported here, so that a configuration can be read without JAX."""
+        from trainer.models.llama_family import LLAMA_FAMILY
+
+        return LLAMA_FAMILY
+
+    @classmethod
+    def deciding(cls) -> tuple[str, ...]:
+        """The fields that decide which function parameters stand for."""
+        return ARCHITECTURE
+
+    @classmethod
+    def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What a Hugging Face config.json says of the `deciding` fields. UserError for another function."""
+        from trainer.models.llama_config import spec_of
+
+        fields = dataclasses.asdict(spec_of(config))
+        return {name: fields[name] for name in ARCHITECTURE}
+
+    def architecture(self) -> dict[str, Any]:
+        """The `deciding` fields as JSON values, all filled in; not all of it shows in the parameters' shapes."""
+        fields = dataclasses.asdict(self)
+        filled = {"d_mlp": self.mlp_width, "head_dim": self.head_width}
+        return {name: fields[name] for name in ARCHITECTURE} | filled
 
     def folded(self) -> Self:
         """The same function of the same parameters, without what only serves to round it well."""
@@ -133,7 +172,7 @@ def linear_sizes(spec: LlamaSpec) -> dict[str, tuple[int, int]]:
 
 
 def forward_flops_per_token(spec: LlamaSpec) -> int:
-    """FLOPs of one token's forward pass at the full context, counted as of GPT-2 (`flops.forward_flops_per_token`)."""
+    """FLOPs of one token's forward pass at the full context, counted as `flops` says."""
     sizes = linear_sizes(dataclasses.replace(spec, scan_layers=True))
     weights = spec.n_layer * sum(inputs * outputs for inputs, outputs in sizes.values())
     scores = 4 * spec.n_layer * spec.context * spec.n_head * spec.head_width

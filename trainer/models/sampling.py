@@ -4,18 +4,15 @@ Legend: B batch (one here), T time, S context, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from trainer.errors import UserError
-from trainer.models.cache import KVCache
+from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
-from trainer.models.gpt2 import GPT2
-from trainer.models.llama import Llama
-from trainer.models.llama_spec import LlamaSpec
-from trainer.models.spec import GPT2Spec
 
 
 def sample(
@@ -45,15 +42,15 @@ class Generator:
     """`generator(params, prompt, ...)` samples a continuation; compiles twice in its life, whatever the arguments.
 
     Args:
-      bind: parameters to the model, as `functional` of a family makes it.
+      bind: parameters to the model, as of `functional.Functional`.
       spec: the model's.
     """
 
-    def __init__(self, bind: Callable[[Params], GPT2 | Llama], spec: GPT2Spec | LlamaSpec) -> None:
+    def __init__(self, bind: Callable[[Params], LanguageModel], spec: Spec) -> None:
         self.spec = spec
 
         @jax.jit
-        def prefill(params: Params, window_S: jax.Array, length: jax.Array) -> tuple[jax.Array, KVCache]:
+        def prefill(params: Params, window_S: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
             """Logits after the first `length` tokens, and the cache; the rest of the window is never attended to."""
             model = bind(params)
             hidden_1xSxD, cache = model.decode(window_S[None], model.init_cache(1), 0)
@@ -64,7 +61,7 @@ class Generator:
         def extend(
             params: Params,
             logits_V: jax.Array,
-            cache: KVCache,
+            cache: Any,
             length: jax.Array,
             count: jax.Array,
             key: jax.Array,

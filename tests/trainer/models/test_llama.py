@@ -17,10 +17,11 @@ from scalify_core import as_scaled_array, asarray, get_data_scale, scalify, swig
 from scalify_core.array import is_scaled_array
 from trainer.config.fields import from_tree
 from trainer.errors import UserError
-from trainer.models.functional import stack_layers, unstack_layers
+from trainer.models.family import param_count
 from trainer.models.gated import smooth_swiglu
 from trainer.models.layers import RMSNorm
-from trainer.models.llama import Llama, frequencies, functional, param_count
+from trainer.models.llama import Llama, frequencies, functional
+from trainer.models.llama_family import LLAMA_FAMILY
 from trainer.models.llama_spec import LlamaSpec, RopeScaling, forward_flops_per_token, linear_sizes
 from trainer.models.sampling import Generator
 from trainer.models.spec import REMAT_POLICIES
@@ -37,7 +38,7 @@ REORDERED = 64 * float(jnp.finfo(jnp.float32).eps)
 @functools.cache
 def compiled(spec, compute_dtype=jnp.float32):
     """Initial parameters; loss and gradients; logits. Each compiled once for all tests."""
-    init, bind, _ = functional(spec, compute_dtype=compute_dtype)
+    init, bind, *_ = functional(spec, compute_dtype=compute_dtype)
     loss_and_grads = jax.jit(jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])))
     logits = jax.jit(lambda p, tokens, segments=None: bind(p)(tokens, segments))
     return jax.jit(init)(jax.random.key(0)), loss_and_grads, logits
@@ -161,10 +162,10 @@ def test_scanned_layers_equal_unrolled_ones_from_the_same_key(mlp):
     spec = dataclasses.replace(SPEC, mlp=mlp)
     params, loss_and_grads, _ = compiled(spec)
     stacked, loss_and_grads_scanned, _ = compiled(dataclasses.replace(spec, scan_layers=True))
-    jax.tree.map(np.testing.assert_array_equal, stack_layers(params), stacked)
-    jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
+    jax.tree.map(np.testing.assert_array_equal, LLAMA_FAMILY.stack_layers(params), stacked)
+    jax.tree.map(np.testing.assert_array_equal, LLAMA_FAMILY.unstack_layers(stacked), params)
     loss, grads = loss_and_grads(params)
-    assert_close((loss, stack_layers(grads)), loss_and_grads_scanned(stacked))
+    assert_close((loss, LLAMA_FAMILY.stack_layers(grads)), loss_and_grads_scanned(stacked))
 
 
 def test_smoothing_changes_no_more_than_roundings():
@@ -198,7 +199,7 @@ def test_remat_keeps_less_for_the_backward_pass(scan_layers):
 
     def residual_bytes(remat):
         spec = dataclasses.replace(SPEC, context=256, scan_layers=scan_layers, remat=remat)
-        init, bind, _ = functional(spec)
+        init, bind, *_ = functional(spec)
         params = jax.eval_shape(init, jax.random.key(0))
         forward = lambda p: jax.vjp(lambda p: bind(p).hidden(tokens).sum(), p)[1]
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(forward, params)))
@@ -280,7 +281,7 @@ def test_heads_and_channels_split_over_devices_give_the_same_loss_and_gradients(
 
 
 def test_compute_in_bf16_keeps_fp32_masters_gradients_and_loss():
-    init, bind, _ = functional(SPEC, compute_dtype=jnp.bfloat16)
+    init, bind, *_ = functional(SPEC, compute_dtype=jnp.bfloat16)
     params = init(jax.random.key(0))
     loss, grads = compiled(SPEC, jnp.bfloat16)[1](params)
     assert {leaf.dtype for leaf in jax.tree.leaves((params, grads, loss))} == {jnp.dtype(jnp.float32)}
@@ -326,7 +327,7 @@ def test_flops_are_those_of_the_published_sizes():
 
 
 def test_a_norm_divides_by_the_root_of_the_mean_square_and_its_epsilon():
-    norm = RMSNorm(8, 0.5, jnp.float32, rescale_grad=False)
+    norm = RMSNorm(8, 0.5, jnp.float32, rescale_grad=False, stacked=False, probes=())
     norm.scale[...] = jnp.arange(8.0)
     x = jax.random.normal(jax.random.key(0), (3, 8))
     expected = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 0.5) * jnp.arange(8.0)[None]
@@ -358,7 +359,7 @@ def test_data_of_all_gradients_and_of_what_products_read_is_near_one():
 
         return dot_general
 
-    init, bind, _ = functional(spec, dot_general=choose, rescale_grads=("layer_norm", "qkv"))
+    init, bind, *_ = functional(spec, dot_general=choose, rescale_grads=("layer_norm", "qkv"))
     tokens = np.random.default_rng(1).integers(0, 100, (4, 65))
 
     def loss(params):

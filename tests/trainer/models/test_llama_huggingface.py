@@ -9,8 +9,8 @@ from llama_reference import logits, random_tensors
 from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
-from trainer.models.functional import stack_layers
-from trainer.models.huggingface import load_gpt2
+from trainer.models import huggingface
+from trainer.models.gpt2_huggingface import load_gpt2
 from trainer.models.llama import functional
 from trainer.models.llama_huggingface import load_llama, save_llama
 from trainer.models.llama_spec import LlamaSpec, RopeScaling
@@ -103,7 +103,7 @@ def test_scanned_layers_export_the_same_tensors(tmp_path):
     weights = random_tensors(CONFIG)
     spec, params = load_llama(write(tmp_path / "llama", weights))
     scanned = LlamaSpec(**{**vars(spec), "scan_layers": True, "mlp": "smooth_swiglu"})
-    (file,) = save_llama(tmp_path / "out", scanned, stack_layers(params))
+    (file,) = huggingface.save(tmp_path / "out", scanned, spec.family().stack_layers(params))
     same(load_file(file), weights)
 
 
