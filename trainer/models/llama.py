@@ -22,6 +22,8 @@ from scalify_core import (
     embedding,
     linear_cross_entropy,
     materialised,
+    rebalance,
+    rebalance_grad,
     rope,
     swiglu,
 )
@@ -32,6 +34,12 @@ from trainer.models.gated import smooth_swiglu
 from trainer.models.layers import DotGeneralFor, Embedding, Factory, Norm, again, enter
 from trainer.models.llama_spec import LlamaSpec, RopeScaling
 from trainer.models.stress import align
+
+# Under `scalify`, expected sizes are those of independent numbers, as at initialisation. Training aligns vectors: some
+# hundred steps later what is computed of them is larger, up to seven times (queries, keys), ten (what attention mixes),
+# eighteen (hidden channels) and nine (gradients of the branches and of attention). So these powers of two go from the
+# data into the scale: it begins below 1 and does not leave [1/4, 4] far.
+QUERIES_AND_KEYS, MIXED, HIDDEN, GRADIENTS = 2.0, 4.0, 4.0, 2.0
 
 
 class Rotation(NamedTuple):
@@ -74,7 +82,7 @@ class Attention(nnx.Module):
         """Queries `[B, T, H, K]`, keys and values `[B, T, G, K]`, rotated, of the heads that this device has."""
         products = again(lambda x_NxD: self.products(enter(norm(x_NxD), self.split)), self.recompute)(x_NxD)
         q, k, v = (y.reshape(batch, -1, y.shape[1] // self.head_dim, self.head_dim) for y in products)
-        return [rope(q, *rotation), rope(k, *rotation), v]
+        return [*(rope(rebalance(x, QUERIES_AND_KEYS), *rotation) for x in (q, k)), v]
 
     def products(self, x_NxD: jax.Array) -> list[jax.Array]:
         """Queries, keys, values, each `[N, E]`."""
@@ -87,6 +95,7 @@ class Attention(nnx.Module):
         """Of `norm(x)`."""
         q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = self.heads(x_NxD, norm, rotation, batch)
         out_BxTxHxK = attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, causal=True, segments=segments_BxT)
+        out_BxTxHxK = rebalance_grad(rebalance(out_BxTxHxK, MIXED), GRADIENTS)
         return self.o_proj(out_BxTxHxK.reshape(len(x_NxD), -1))
 
     def decode(
@@ -119,14 +128,15 @@ class MLP(nnx.Module):
 
     def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Gate and linear branch, each `[N, F]`."""
-        return self.gate_proj(x_NxD), self.up_proj(x_NxD)
+        gate_NxF, up_NxF = self.gate_proj(x_NxD), self.up_proj(x_NxD)
+        return rebalance_grad(gate_NxF, GRADIENTS), rebalance_grad(up_NxF, GRADIENTS)
 
     def activated(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
         """What follows the two products."""
         if not self.smooth:
-            return self.down_proj(swiglu(*branches))
-        hidden_NxF, size_F = smooth_swiglu(*branches)
-        return self.down_proj(hidden_NxF, factor=size_F[:, None])
+            return self.down_proj(rebalance(swiglu(*branches), HIDDEN))
+        hidden_NxF, size_F = smooth_swiglu(*branches, peak=HIDDEN)
+        return self.down_proj(rebalance(hidden_NxF, HIDDEN), factor=size_F[:, None])
 
 
 class Block(nnx.Module):
