@@ -33,6 +33,7 @@ from scalify_core.rescale import (
     dynamic_rescale_rms_grad,
     get_data_scale,
     rebalance,
+    rebalance_grad,
     set_scaling,
     stop_scaling,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "materialised",
     "optim",
     "rebalance",
+    "rebalance_grad",
     "relu",
     "rms_norm",
     "rope",

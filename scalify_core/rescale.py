@@ -42,6 +42,11 @@ def rebalance(x: jax.Array, factor: float) -> jax.Array:
     return _rebalance(x, factor=_power_of_two("rebalance", factor))
 
 
+def rebalance_grad(x: jax.Array, factor: float) -> jax.Array:
+    """`x`; under `scalify`, its *gradient* is rebalanced as by `rebalance`."""
+    return _rebalance_grad(x, factor=_power_of_two("rebalance_grad", factor))
+
+
 def cast_on_forward(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     """`x` rounded to the numbers of `fmt`, saturating; the gradient passes as it is.
 
@@ -108,6 +113,7 @@ def _quantised(x: jax.Array, *, fmt: FloatFormat) -> jax.Array:
 _set_scaling = _with_cotangent("set_scaling", _identity, _identity)
 _stop_scaling = _with_cotangent("stop_scaling", _identity, _identity)
 _rebalance = _with_cotangent("rebalance", _identity, _identity)
+_rebalance_grad = _with_cotangent("rebalance_grad", _identity, _identity)
 _cast_on_forward = _with_cotangent("cast_on_forward", _quantised, _identity)
 _cast_on_backward = _with_cotangent("cast_on_backward", _identity, _quantised)
 _dynamic_rescale_rms = _with_cotangent("dynamic_rescale_rms", _identity, _identity)

@@ -46,7 +46,7 @@ def _defined(*names: str) -> Callable:
 
 
 _RESCALES = ("dynamic_rescale_rms", "dynamic_rescale_max", "dynamic_rescale_rms_grad", "dynamic_rescale_max_grad")
-_SAME = (*_RESCALES, "rebalance", "stop_scaling", "materialised")
+_SAME = (*_RESCALES, "rebalance", "rebalance_grad", "stop_scaling", "materialised")
 _E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
 

@@ -45,6 +45,7 @@ _max = functools.partial(v.rescaled_by, lambda data: jnp.max(jnp.abs(data), init
 _rescaling("set_scaling", _at_static_scale, None)
 _rescaling("stop_scaling", v.unscaled, None)
 _rescaling("rebalance", _rebalanced, None)
+_rescaling("rebalance_grad", None, _rebalanced)
 _rescaling("cast_on_forward", _quantised, None)
 _rescaling("cast_on_backward", None, _quantised)
 _rescaling("dynamic_rescale_rms", _rms, None)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, rebalance, set_scaling, tree
+from scalify_core import ScaledArray, as_scaled_array, asarray, rebalance, rebalance_grad, set_scaling, tree
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 
@@ -39,7 +39,7 @@ def test_dynamic_scale_of_a_shape_that_does_not_fit_is_an_error(shape):
 def test_numpy_scales_and_factors_that_are_no_powers_of_two_are_errors(number):
     with pytest.raises(ValueError, match="power of two"):
         ScaledArray(X, np.full(4, number, np.float32))
-    for change in (set_scaling, rebalance):
+    for change in (set_scaling, rebalance, rebalance_grad):
         with pytest.raises(ValueError, match="power of two"):
             change(X, number)
 

@@ -328,6 +328,7 @@ def test_rescaling_functions_mean_nothing_in_plain_arithmetic():
         sc.stop_scaling,
         lambda x: sc.get_data_scale(x)[0],
         lambda x: sc.rebalance(x, 2.0),
+        lambda x: sc.rebalance_grad(x, 2.0),
         sc.dynamic_rescale_rms,
         sc.dynamic_rescale_max,
         sc.dynamic_rescale_rms_grad,
@@ -340,6 +341,11 @@ def test_scales_are_set_read_moved_and_dropped_inside():
     x = as_scaled_array(normal(0, 8), 1.0)
     assert scalify(lambda x: sc.set_scaling(x, 4.0))(x).scale == 4.0
     assert scalify(lambda x: sc.rebalance(x, 2.0))(x).scale == 2.0
+    gradient = scalify(lambda x, g: jax.vjp(lambda x: sc.rebalance_grad(x, 2.0), x)[1](g)[0])
+    for scale in (0.5, jnp.float32(0.5)):
+        g = ScaledArray(normal(1, 8), scale)
+        assert gradient(x, g).scale == 1.0
+        np.testing.assert_array_equal(asarray(gradient(x, g)), asarray(g))
     assert not isinstance(scalify(sc.stop_scaling)(x), ScaledArray)
     data, scale = scalify(sc.get_data_scale)(as_scaled_array(normal(0, 8), 0.25))
     np.testing.assert_array_equal(data, normal(0, 8) * 4)

@@ -16,8 +16,10 @@ from scalify_core import embedding, linear_cross_entropy
 from trainer.models.blocks import decode_through, make_blocks, through
 from trainer.models.cache import KVCache, empty_cache
 from trainer.models.functional import Functional, as_functions
-from trainer.models.layers import Block, DotGeneralFor, Embedding, Factory, dropout, split_keys
+from trainer.models.gpt2_block import Block
+from trainer.models.layers import DotGeneralFor, Embedding, Factory, dropout, split_keys
 from trainer.models.spec import GPT2Spec
+from trainer.models.stress import gpt2_block
 
 
 class GPT2(nnx.Module):
@@ -54,7 +56,7 @@ class GPT2(nnx.Module):
             return Factory(path, rngs, compute_dtype, param_dtype, dot_general, rescale_grads, split)
 
         def block(name: str, key: jax.Array) -> Block:
-            return Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
+            return gpt2_block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
 
         self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
         self.ln_f = factory("").layer_norm(spec.d_model, probes=("in", "out"))

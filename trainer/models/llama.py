@@ -22,15 +22,24 @@ from scalify_core import (
     embedding,
     linear_cross_entropy,
     materialised,
+    rebalance,
+    rebalance_grad,
     rope,
     swiglu,
 )
 from trainer.models.blocks import decode_through, make_blocks, through
 from trainer.models.cache import KVCache, cached_attention, empty_cache
 from trainer.models.functional import Functional, as_functions
-from trainer.models.gated import align, smooth_swiglu
+from trainer.models.gated import smooth_swiglu
 from trainer.models.layers import DotGeneralFor, Embedding, Factory, Norm, again, enter
 from trainer.models.llama_spec import LlamaSpec, RopeScaling
+from trainer.models.stress import align
+
+# Under `scalify`, expected sizes are those of independent numbers, as at initialisation. Training aligns vectors: some
+# hundred steps later what is computed of them is larger, up to seven times (queries, keys), ten (what attention mixes),
+# eighteen (hidden channels) and nine (gradients of the branches and of attention). So these powers of two go from the
+# data into the scale: it begins below 1 and does not leave [1/4, 4] far.
+QUERIES_AND_KEYS, MIXED, HIDDEN, GRADIENTS = 2.0, 4.0, 4.0, 2.0
 
 
 class Rotation(NamedTuple):
@@ -73,7 +82,7 @@ class Attention(nnx.Module):
         """Queries `[B, T, H, K]`, keys and values `[B, T, G, K]`, rotated, of the heads that this device has."""
         products = again(lambda x_NxD: self.products(enter(norm(x_NxD), self.split)), self.recompute)(x_NxD)
         q, k, v = (y.reshape(batch, -1, y.shape[1] // self.head_dim, self.head_dim) for y in products)
-        return [rope(q, *rotation), rope(k, *rotation), v]
+        return [*(rope(rebalance(x, QUERIES_AND_KEYS), *rotation) for x in (q, k)), v]
 
     def products(self, x_NxD: jax.Array) -> list[jax.Array]:
         """Queries, keys, values, each `[N, E]`."""
@@ -86,6 +95,7 @@ class Attention(nnx.Module):
         """Of `norm(x)`."""
         q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = self.heads(x_NxD, norm, rotation, batch)
         out_BxTxHxK = attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, causal=True, segments=segments_BxT)
+        out_BxTxHxK = rebalance_grad(rebalance(out_BxTxHxK, MIXED), GRADIENTS)
         return self.o_proj(out_BxTxHxK.reshape(len(x_NxD), -1))
 
     def decode(
@@ -111,7 +121,6 @@ class MLP(nnx.Module):
         self.down_proj = make.linear(
             "mlp.down_proj", spec.mlp_width, spec.d_model, residual_stddev, "row", scaled_rows=self.smooth, bias=False
         )
-        align(self.gate_proj, self.up_proj, spec.align_channels, spec.align_gain)
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
         branches = again(lambda x_NxD: self.branches(enter(norm(x_NxD), self.split)), self.recompute)(x_NxD)
@@ -119,14 +128,15 @@ class MLP(nnx.Module):
 
     def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Gate and linear branch, each `[N, F]`."""
-        return self.gate_proj(x_NxD), self.up_proj(x_NxD)
+        gate_NxF, up_NxF = self.gate_proj(x_NxD), self.up_proj(x_NxD)
+        return rebalance_grad(gate_NxF, GRADIENTS), rebalance_grad(up_NxF, GRADIENTS)
 
     def activated(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
         """What follows the two products."""
         if not self.smooth:
-            return self.down_proj(swiglu(*branches))
-        hidden_NxF, size_F = smooth_swiglu(*branches)
-        return self.down_proj(hidden_NxF, factor=size_F[:, None])
+            return self.down_proj(rebalance(swiglu(*branches), HIDDEN))
+        hidden_NxF, size_F = smooth_swiglu(*branches, peak=HIDDEN)
+        return self.down_proj(rebalance(hidden_NxF, HIDDEN), factor=size_F[:, None])
 
 
 class Block(nnx.Module):
@@ -189,7 +199,9 @@ class Llama(nnx.Module):
             return Factory(path, rngs, compute_dtype, param_dtype, dot_general, rescale_grads, split)
 
         def block(name: str, key: jax.Array) -> Block:
-            return Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
+            made = Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
+            align(made.mlp.gate_proj, made.mlp.up_proj, spec.align_channels, spec.align_gain)
+            return made
 
         self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
         self.norm = factory("").rms_norm(spec.d_model, spec.norm_eps, probes=("in", "out"))

@@ -9,8 +9,10 @@ from jax import lax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from scalify_core import attention, fp8_dot_general
+from scalify_core import Fp8DotGeneral, ScaledArray, attention, fp8_dot_general, scalify
 from trainer.compiled.hlo import Program, Shape, fp8_share, parse_instruction
+from trainer.models.llama import functional
+from trainer.models.llama_spec import LlamaSpec, linear_sizes
 from trainer.plan.aot import OPTIONS, lower_for_target, make_target_mesh
 from trainer.plan.targets import get_target
 
@@ -131,6 +133,25 @@ def test_grouped_keys_and_values_reach_cudnn_attention_as_they_are(one):
 
 def fused(program):
     return [instruction for instruction in program.entry.values() if "fmha" in instruction.target]
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "smooth_swiglu"])
+def test_every_product_of_a_llama_block_is_fp8_forward_and_backward(one, mlp):
+    spec = LlamaSpec(256, 128, n_layer=1, n_head=4, n_kv_head=2, d_model=256, mlp=mlp, d_mlp=512, tied=True)
+    dot_general = lambda path: Fp8DotGeneral(path, keep_rhs=spec.keep_fp8_weights)
+    init, bind, _ = functional(spec, dot_general=dot_general, rescale_grads=("layer_norm", "qkv"))
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    data = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float16, sharding=one), shapes)
+    params = jax.tree.map(lambda x: ScaledArray(x, 2.0**-6), data)
+    tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32, sharding=one)
+    gradient = scalify(jax.grad(lambda p, tokens: bind(p).loss(tokens, tokens)), scales="static")
+    lowered = lower_for_target(lambda: jax.jit(gradient).lower(params, tokens))
+    p = Program(lowered.compile(compiler_options=OPTIONS).as_text())
+    # XLA makes one product of several that share an operand; the FLOPs stay.
+    weights = sum(d * f for d, f in linear_sizes(spec).values())
+    assert sum(g.flops for g in p.gemms if g.dtype == "fp8") == 3 * 2 * 2 * 128 * weights
+    assert sum(g.flops for g in p.gemms if g.dtype != "fp8") == 3 * 2 * 2 * 128 * 256 * 256  # the head's
+    assert [(a.dtype, a.sizes) for a in p.attentions] == 2 * [("fp16", (2, 4, 128, 128, 64))]
 
 
 def test_collectives_have_the_bytes_of_their_arrays(mesh):

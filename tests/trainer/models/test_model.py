@@ -11,7 +11,7 @@ from flax import nnx
 
 from trainer.errors import UserError
 from trainer.models import gpt2 as model
-from trainer.models import layers
+from trainer.models import gpt2_block
 from trainer.models.family import param_count
 from trainer.models.gpt2 import GPT2, dropout, functional
 from trainer.models.gpt2_family import GPT2_FAMILY
@@ -280,7 +280,7 @@ def test_dropout_differs_between_layers_and_places(monkeypatch):
         return x
 
     monkeypatch.setattr(model, "dropout", spy)
-    monkeypatch.setattr(layers, "dropout", spy)
+    monkeypatch.setattr(gpt2_block, "dropout", spy)
     bind(init(jax.random.key(0))).hidden(TOKENS[:, :16], None, keys(1))
     assert len(given) == len(set(given)) == 1 + 2 * spec.n_layer
 

@@ -14,6 +14,7 @@ from scalify_core.tree import leaves
 from trainer.assembly.objects import build_policy
 from trainer.config.composition import compose_config
 from trainer.data import Batch
+from trainer.models.llama_spec import LlamaSpec
 from trainer.models.spec import GPT2Spec
 from trainer.observe.numerics import CLASSES, gradients, make_numerics
 from trainer.parallel.mesh import make_mesh, place_batch, replicated
@@ -97,6 +98,22 @@ def test_scanned_layers_have_the_same_names_and_figures():
         # Differences of equal numbers (a position that attends to itself alone) are zero, or the sums' rounding.
         if "gradients" not in name or not name.endswith("/underflow"):
             assert scanned[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_the_row_of_another_family_has_its_layers_in_their_order():
+    spec = LlamaSpec(vocab_size=64, context=16, n_layer=2, n_head=2, n_kv_head=1, d_model=32, scan_layers=True)
+    found = row("scalify_fp8_fp16", spec)
+    assert all(np.isfinite(list(found.values())))
+    names = dict.fromkeys(name.split("/")[2] for name in found if name.startswith("numerics/activations/"))
+    sides = lambda path: [f"{path}.in", f"{path}.out"]
+    attention = [s for n in ("q_proj", "k_proj", "v_proj", "o_proj") for s in sides(f"attn.{n}")]
+    mlp = [s for n in ("gate_proj", "up_proj", "down_proj") for s in sides(f"mlp.{n}")]
+    block = ["in", "attn_norm.out", *attention, "mlp_norm.out", *mlp]
+    assert list(names) == [*(f"h.{i}.{name}" for i in (0, 1) for name in block), "norm.in", "norm.out"]
+    stored = {name.split("/")[2] for name in found if name.startswith("numerics/mu/")}
+    assert {"wte.embedding", "lm_head.embedding", "h.1.attn.q_proj.kernel", "h.0.mlp_norm.scale"} <= stored
+    # What is cast to FP8 is counted against the cast, which loses more than FP16 does.
+    assert found["numerics/weights/h.0.mlp.up_proj.kernel/underflow"] > 0
 
 
 def test_plain_arrays_have_no_scale_and_scaled_ones_are_near_rms_1():

@@ -19,8 +19,10 @@ from trainer.assembly.objects import build_policy
 from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.errors import UserError
-from trainer.models.layers import Factory, SmoothSwigluMLP, SwigluMLP
+from trainer.models.gpt2_block import SmoothSwigluMLP, SwigluMLP
+from trainer.models.layers import Factory
 from trainer.models.spec import GPT2Spec
+from trainer.models.stress import align
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
 from trainer.precision.dots import ClippedDot
 from trainer.precision.policy import abstract_weights, moment_settings
@@ -439,6 +441,7 @@ def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
 
     def output(cls, dot=None):
         module = cls(spec, Factory("h.0", nnx.Rngs(params=0), jnp.float32, jnp.float32, dot, (), None), 0.004)
+        align(module.c_gate, module.c_fc, spec.align_channels, spec.align_gain)
         graphdef, params = nnx.split(module)
         params = nnx.to_pure_dict(params)
         apply = lambda params, x: nnx.merge(graphdef, params)(x, lambda x: x)

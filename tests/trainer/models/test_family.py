@@ -1,0 +1,104 @@
+"""What every family must give the other rooms, and what is said of one that is not there."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from trainer.config.inherited import inherit, is_open
+from trainer.errors import UserError
+from trainer.models import huggingface
+from trainer.models.family import param_count
+from trainer.models.llama_spec import LlamaSpec
+from trainer.models.sampling import Generator
+from trainer.models.spec import GPT2Spec
+from trainer.models.specs import SPECS
+from trainer.run.start import architecture, check_same_model
+
+SIZES = {"vocab_size": 61, "context": 8, "n_layer": 2, "n_head": 2, "d_model": 16}
+FAMILIES = {"gpt2": GPT2Spec(**SIZES), "llama": LlamaSpec(**SIZES, n_kv_head=1)}
+
+
+def stacked(spec):
+    return type(spec)(**{**vars(spec), "scan_layers": True})
+
+
+@pytest.fixture(params=SPECS)
+def spec(request):
+    return FAMILIES[request.param]
+
+
+def test_a_family_is_found_by_its_name(spec):
+    family = spec.family()
+    assert SPECS[family.name] is type(spec)
+    assert architecture(spec)["family"] == family.name
+    assert set(spec.architecture()) == set(spec.deciding())
+    assert json.loads(json.dumps(spec.architecture())) == spec.architecture()
+
+
+def test_every_part_has_its_place_in_the_order_of_rows(spec):
+    model = spec.family().build(spec)
+    bound = nnx.eval_shape(lambda: model.bind(model.init(jax.random.key(0))))
+    probed = [path for path, module in nnx.iter_modules(bound) if getattr(module, "probes", ())]
+    kept = [[key.key for key in path] for path, _ in jax.tree_util.tree_leaves_with_path(model.roles)]
+    words = {word for path in (*probed, *kept) for word in path if isinstance(word, str)}
+    assert words <= set(spec.family().parts)
+    assert len(probed) > 2 * spec.n_layer
+
+
+def test_layers_are_stacked_and_taken_apart(spec):
+    family = spec.family()
+    params = family.build(spec).init(jax.random.key(0))
+    scanned = family.build(stacked(spec)).init(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, family.stack_layers(params), scanned)
+    jax.tree.map(np.testing.assert_array_equal, family.unstack_layers(scanned), params)
+    padding = sum(role.padding for role in jax.tree.leaves(family.build(spec).roles)) * spec.d_model
+    assert param_count(spec) == param_count(stacked(spec)) == sum(x.size for x in jax.tree.leaves(params)) - padding
+
+
+def test_weights_go_to_hugging_face_and_back_and_tell_their_architecture(spec, tmp_path):
+    params = spec.family().build(stacked(spec)).init(jax.random.key(0))
+    huggingface.save(tmp_path, stacked(spec), params, eot=3)
+    assert huggingface.family_at(tmp_path) is spec.family()
+    other = next(other for name, other in FAMILIES.items() if name != spec.family().name)
+    found, again = huggingface.load(tmp_path, other)  # what the files say counts
+    assert found.architecture() == spec.architecture()
+    jax.tree.map(np.testing.assert_array_equal, again, spec.family().unstack_layers(params))
+    ids = Generator(found.family().build(found).bind, found)(again, [1, 2], max_new=2, temperature=0)
+    assert len(ids) == 2
+
+
+def test_sizes_are_inherited_from_weights_of_any_family(spec, tmp_path):
+    huggingface.save(tmp_path, spec, spec.family().build(spec).init(jax.random.key(0)))
+    model = {"name": "from_init", "family": spec.family().name} | dict.fromkeys(spec.deciding())
+    assert is_open(model)
+    filled = inherit(model, str(tmp_path))
+    assert not is_open(filled)
+    assert (filled["n_layer"], filled["d_model"], filled["n_head"]) == (2, 16, 2)
+
+
+def test_weights_of_another_family_are_refused_in_a_line(spec):
+    other = next(other for name, other in FAMILIES.items() if name != spec.family().name)
+    with pytest.raises(UserError) as error:
+        check_same_model("init_from=A", architecture(spec), other)
+    assert f"has a {spec.family().name}, the model is a {other.family().name}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_says_no_family_is_a_gpt2():
+    theirs = FAMILIES["gpt2"].architecture()  # as checkpoints had it
+    check_same_model("init_from=A", theirs, FAMILIES["gpt2"])
+    with pytest.raises(UserError, match="has a gpt2, the model is a llama"):
+        check_same_model("init_from=A", theirs, FAMILIES["llama"])
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    for refused in (
+        lambda: huggingface.load(tmp_path, FAMILIES["gpt2"]),
+        lambda: inherit({"name": "from_init"}, str(tmp_path)),
+    ):
+        with pytest.raises(UserError, match=r"model_type='bert' is not supported; valid: gpt2, llama"):
+            refused()
