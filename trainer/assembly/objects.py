@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from trainer.compiled.hlo import Program
 from trainer.config import schema
 from trainer.data import (
     Batch,
+    Batches,
     EmbeddedSource,
     HubSource,
     PreparedSource,
@@ -26,6 +27,7 @@ from trainer.data import (
     prefetch,
     prepare,
 )
+from trainer.data.own import own_loaders, text_source
 from trainer.errors import UserError
 from trainer.models.flops import flops_per_token
 from trainer.models.spec import GPT2Spec
@@ -59,6 +61,7 @@ from trainer.workload import (
 
 # Bytes of text between which the compressor is a yardstick: with less it has hardly begun, with more it takes long.
 YARDSTICK = (100_000, 2**22)
+OwnData = Iterable[str] | Batches  # what a program gives in place of the configuration's
 NUMERICS = "compiling the look at every layer, and the first look"
 SAMPLING = "compiling the sampling, and the first sample"
 
@@ -175,9 +178,16 @@ def build_source(c: schema.Data) -> Source:
             return PreparedSource(Path(c.prepared_dir))
 
 
-def build_data(c: schema.Config) -> Dataset:
-    """Prepare the data unless it is prepared already, and open both parts."""
+def build_data(c: schema.Config, own: OwnData | None = None) -> Dataset:
+    """Prepare the data unless it is prepared already, and open both parts; `own` takes the place of `data`."""
+    if own is not None and not isinstance(own, Iterable):
+        loaders = own_loaders(own, steps=c.train.steps, context=c.model.context, batch_size=c.batch_size)
+        return Dataset(*loaders, loaders[0].manifest.directory)
     source = build_source(c.data)
+    if own is not None:
+        if c.data.cache_dir is None:
+            raise UserError("texts of your own are prepared in data.cache_dir, which is null; give it a directory")
+        source = text_source(own, Path(c.data.cache_dir))
     if isinstance(source, PreparedSource):
         directory = check_prepared(source.directory, c.data.tokenizer)
     else:
@@ -201,12 +211,12 @@ def build_data(c: schema.Config) -> Dataset:
     )
 
 
-def build_workload(c: schema.Config) -> Workload:
+def build_workload(c: schema.Config, own: OwnData | None = None) -> Workload:
     """Prepare the data if need be, build model, optimiser and mesh. Raises UserError for what does not fit together."""
     mesh = build_mesh(c)
     if c.precision.require_fp8:
         check_device(mesh.devices.flat[0])
-    data = build_data(c)
+    data = build_data(c, own)
     policy = build_policy(c.precision)
     rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh))
     model = build_model(c.model, policy, data.tokenizer.vocab_size, rows)
@@ -261,10 +271,15 @@ def build_jobs(
     batch: Tokens,
     say: Callable[[str], None],
     more: Sequence[Periodic] = (),
+    *,
+    tracked: bool = True,
 ) -> list[Periodic]:
-    """What happens between two steps: what every run has, with `more` of the user's before the checkpoint."""
+    """What happens between two steps: what every run has, with `more` of the user's before the checkpoint.
+
+    Without anybody who keeps them (not `tracked`) nobody looks at the numerics.
+    """
     look = make_numerics(w.model, w.optimizer_name, replicated(w.mesh))
-    numerics_every = 0 if c.tracker.kind == "none" else c.metrics.numerics_every
+    numerics_every = c.metrics.numerics_every if tracked else 0
     rescale_every = c.precision.rescale_every if c.precision.scaling == "propagate" else 0
     entries = [
         jobs.numerics(numerics_every, first_said(look, NUMERICS, say)) if numerics_every else None,

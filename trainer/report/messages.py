@@ -147,15 +147,17 @@ def farewell(run: Run, code: int) -> None:
     again = f"{python} -m trainer resume={where}"
     if code:
         saved = max(run.checkpointer.steps(), default=0)
-        how = (
-            f"{again}   (or the same command with run_dir={where})"
-            if saved
-            else f"the same command with run_dir={where}"
-        )
+        how = f"the same command with run_dir={where}"
+        if not run.own_process:
+            how = "the same call"
+        elif saved:
+            how = f"{again}   (or {how})"
         say(f"stopped after step {run.step} of {run.steps}; to go on from {saved}: {how}")
         return
-    names = ("report.html", "metrics.jsonl", "samples.txt", "numerics", "checkpoints", "config.yaml")
+    names = ("report.html", "metrics.jsonl", "samples.txt", "numerics", "tensorboard", "checkpoints", "config.yaml")
     found = ", ".join(name for name in names if (run.run_dir / name).exists())
     say(f"done: {run.step} steps. Everything is in {where}: {found}")
+    if not run.own_process:
+        return  # the program that called knows what to do next
     say(f"sample more:  {python} -m scripts.generate run_dir={where} prompt='And God said'")
     say(f"train longer: {again} train.steps={2 * run.steps}")
