@@ -29,6 +29,8 @@ from jax._src import dispatch
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
+from scalify_core import lowering
+
 composite_p = Primitive("scalify_composite")
 composite_p.multiple_results = True
 
@@ -65,7 +67,7 @@ class Call:
 
     def bind(self, *operands: Any) -> list[jax.Array]:
         """One composite equation that makes this call: for rules, which call their own function on data."""
-        fun = _jitted_call(self) if self.in_axes else jax.jit(_unflattened(self))
+        fun = _jitted_call(self, lowering.turned_off()) if self.in_axes else jax.jit(_unflattened(self))
         jaxpr = fun.trace(*operands).jaxpr
         return composite_p.bind(*operands, jaxpr=jaxpr, call=self)
 
@@ -210,7 +212,9 @@ def _jitted(jaxpr: Any, name: str) -> Callable:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted_call(call: Call) -> Any:
+def _jitted_call(call: Call, without: frozenset[str]) -> Any:
+    """One jitted function for equal calls and the same cases of `lowering` turned off."""
+
     def fun(*operands: jax.Array) -> Any:
         return call(*operands)
 
@@ -239,7 +243,9 @@ def _lower(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
 
 
 def _lower_cuda(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
-    return (_jitted(jaxpr, call.name) if call.cuda is None else _jitted_call(call.replace(fun=call.cuda)))(*operands)
+    if call.cuda is None:
+        return _jitted(jaxpr, call.name)(*operands)
+    return _jitted_call(call.replace(fun=call.cuda), lowering.turned_off())(*operands)
 
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: Any, call: Call) -> tuple[Any, Any]:

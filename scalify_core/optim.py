@@ -39,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from scalify_core import lowering
 from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array
 from scalify_core.formats import FP16, FP32, FloatFormat, counter_words, pow2_floor, pow2_inverse
 from scalify_core.reductions import largest_magnitudes
@@ -139,7 +140,7 @@ def scaled_state(
         def narrow(params: Any) -> ScaledStateState:
             new, plans, treedef = _flatten(tx.init(wide(params)), stored)
             # Of constants, the compiler would compute statistics and roundings itself, for minutes.
-            one = jax.lax.optimization_barrier(jnp.float32(1))
+            one = lowering.held("not_folded", jnp.float32(1))
             new = [x if plan.how is None else x * one.astype(x.dtype) for x, plan in zip(new, plans, strict=True)]
             like = jnp.float32(MIN_SCALE)  # of zeros, as in as_scaled_array
             scales = _scales(new, plans, [like] * len(new))
@@ -369,7 +370,7 @@ def _held(tree: Any, scales: jax.Array) -> tuple[Any, jax.Array]:
     The scales in the tree are left alone: parts of one array as they are, each would have to be made an array.
     """
     found, treedef = jax.tree.flatten(tree, is_leaf=is_scaled_array)
-    data, scales = jax.lax.optimization_barrier(([x.data if is_scaled_array(x) else x for x in found], scales))
+    data, scales = lowering.held("computed_again", ([x.data if is_scaled_array(x) else x for x in found], scales))
     held = [ScaledArray(d, x.scale) if is_scaled_array(x) else d for d, x in zip(data, found, strict=True)]
     return jax.tree.unflatten(treedef, held), scales
 

@@ -30,6 +30,7 @@ import numpy as np
 from jax import lax
 
 from scalify_core.formats import pow2_round
+from scalify_core.lowering import column_sums, once, stored, together
 from scalify_core.reductions import sums_at_once
 from scalify_core.scales import (
     MAX_SCALE,
@@ -49,7 +50,7 @@ from scalify_core.scales import (
     times,
     unless_of_zeros,
 )
-from scalify_core.storage import as_float32, materialise, once, saturating_cast, stored, together
+from scalify_core.storage import as_float32, materialise, saturating_cast
 
 _F32 = np.dtype(np.float32)
 
@@ -272,18 +273,8 @@ def rescaled_by_rms(v: Value, *, columns: bool = False) -> Value:
     v = scalar_scale(v)
     if not columns:
         return _rescaled(v, jnp.sqrt(jnp.mean(jnp.square(wide(v)))))
-    sums, squares = _column_sums(wide(v))
+    sums, squares = column_sums(wide(v), sums_at_once)
     return _rescaled(v, jnp.sqrt(jnp.sum(stored(squares)) / v.data.size), sums)
-
-
-def _column_sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sums of `x` and of its squares over all axes but the last."""
-    rows = tuple(range(x.ndim - 1))
-    return lax.platform_dependent(
-        x,
-        cuda=lambda x: tuple(sums_at_once((x, jnp.square(x)), rows)),
-        default=lambda x: (jnp.sum(x, rows), jnp.sum(jnp.square(x), rows)),
-    )
 
 
 def _rescaled(v: Value, measured: jax.Array, sums: Any = None) -> Value:

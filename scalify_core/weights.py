@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalify_core import lowering
 from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, rms_scale
 from scalify_core.formats import FP32, FloatFormat, bits_of_words, counter_words, pow2_round
 from scalify_core.scales import MIN_SCALE, broadcast_scale
@@ -64,7 +65,7 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, s
         if is_large and before is not None:
             # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
             # What is held is small: the compiler would read an array that is also held twice.
-            new[before], held = jax.lax.optimization_barrier((new[before], held))
+            new[before], held = lowering.held("in_turn", (new[before], held))
         new.append(add(p, update, (held if is_large else words)[i // WORDS][i % WORDS]))
         before = i if is_large else before
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_scaled_array), new)

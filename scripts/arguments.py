@@ -50,6 +50,11 @@ def _convert(hint: typing.Any, key: str, value: str) -> typing.Any:
         raise UserError(f"{key}={value}: expected {kinds[hint]}") from None
 
 
+def note(text: str) -> None:
+    """Say what is going on, beside the output: on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def usage(cls: type, name: str, about: str) -> str:
     """The text of `--help`."""
     lines = [f"usage: python -m scripts.{name} key=value ...", "", about.strip(), ""]

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from scalify_core import weights
-from scripts.arguments import argument, run, split
+from scripts.arguments import argument, note, run, split
 from scripts.studies.pairs import finite, half_width
 from trainer.assembly.objects import build_policy
 from trainer.assembly.run import restore_training
@@ -31,6 +31,7 @@ from trainer.data import Batch, TextSource
 from trainer.data.corpus import open_corpus
 from trainer.data.loader import segments
 from trainer.errors import UserError
+from trainer.observe.slowness import first_said
 from trainer.parallel.mesh import place_batch
 from trainer.precision.policy import Policy, store_weights
 from trainer.report.history import AS_TRAINED
@@ -179,7 +180,7 @@ def evaluated(
 def losses(w: Workload, state: TrainState, text: Text, accum: int) -> list[float]:
     """The mean loss of each batch."""
     place = functools.partial(place_batch, accum=accum, mesh=w.mesh)
-    step: Any = jax.jit(make_eval_step(eval_loss_of(w)))
+    step: Any = first_said(jax.jit(make_eval_step(eval_loss_of(w))), "compiling the evaluation", note)
     return [float(step(state, place(text.batch(i)))) for i in range(text.count)]
 
 

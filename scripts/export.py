@@ -1,4 +1,4 @@
-"""Write a run's newest checkpoint as a Hugging Face GPT-2: weights, configuration and tokenizer.
+"""Write a run's newest checkpoint in the form of Hugging Face: weights, configuration and tokenizer.
 
 python -m scripts.export run_dir=runs/mine out=exported
 """
@@ -22,15 +22,12 @@ def main(args: Arguments) -> None:
     """Export, and say how to read the result."""
     from trainer.assembly.run import restore_run
     from trainer.data.hf_tokenizer import save_hf
-    from trainer.models.huggingface import save_gpt2
+    from trainer.models.huggingface import save
 
     model = restore_run(Path(args.run_dir))
-    file = save_gpt2(args.out, model.spec, model.params, model.tokenizer.eot)
-    files = [
-        file.name,
-        "config.json",
-        *(path.name for path in save_hf(file.parent, model.tokenizer, model.spec.context)),
-    ]
+    weights = save(args.out, model.spec, model.params, model.tokenizer.eot)
+    others = save_hf(Path(args.out), model.tokenizer, model.spec.context)
+    files = [*(path.name for path in weights), "config.json", *(path.name for path in others)]
     print(f"wrote {args.out}: {', '.join(files)}")
     print(
         f"read it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}), transformers.AutoTokenizer likewise"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.arguments import argument, run
+from scripts.arguments import argument, note, run
 from trainer.errors import UserError
 
 
@@ -69,11 +69,8 @@ def main(args: Arguments) -> None:
     from trainer.models.sampling import Generator
     from trainer.observe.slowness import first_said
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     model = restore_run(Path(args.run_dir))
-    generator = first_said(Generator(model.bind, model.spec).__call__, "compiling, and the first text", say)
+    generator = first_said(Generator(model.bind, model.spec).__call__, "compiling, and the first text", note)
     first = True
     for prompt in prompts_of(args):
         ids = model.tokenizer.encode(prompt) or [model.tokenizer.eot]

@@ -25,13 +25,14 @@ import optax
 from scalify_core import FloatFormat, cast_on_forward, weights
 from scalify_core.array import is_scaled_array
 from scalify_core.matmul import MULTIPLE
-from scripts.arguments import argument, run
+from scripts.arguments import argument, note, run
 from trainer.assembly.run import restore_training
 from trainer.errors import UserError
-from trainer.models.gpt2 import functional, unstack_layers
+from trainer.models.roles import role_of
+from trainer.observe.slowness import first_said
 from trainer.parallel.mesh import place_batch
 from trainer.precision.dots import ClippedDot, Dims, Dot, narrow_gradient_dot, wide_gradient_dot
-from trainer.precision.policy import Policy, is_kernel_of
+from trainer.precision.policy import Policy
 from trainer.run.rundir import write_atomically
 from trainer.workload import Model
 
@@ -121,7 +122,8 @@ def switched(model: Model, on_Lx4: jax.Array) -> Model:
         return dot if model.policy.clip_outliers is None else ClippedDot(dot, model.policy.clip_outliers)
 
     settings = {"rescale_grads": model.policy.rescale_grads if model.policy.scaled else ()}
-    training = functional(model.spec, compute_dtype=model.policy.logical, dot_general=dot_general, **settings)
+    build, compute_dtype = model.family.build, model.policy.logical
+    training = build(model.spec, compute_dtype=compute_dtype, dot_general=dot_general, **settings)
     return model._replace(training=training)
 
 
@@ -132,10 +134,10 @@ def gradient(
     loss, grads, _ = switched(model, on_Lx4).differentiate().value_and_grad(params, scaling, tokens, segments, None)
 
     def choose(path: Any, stored: Any, exact: Any) -> jax.Array:
-        name = ".".join(str(key.key) for key in path[:-1])
-        if not is_kernel_of(model.narrow, path):
+        role = role_of(model.roles, path)
+        if role is None or role.layer is None or not model.is_narrow(role):
             return weights.wide(stored)
-        return jnp.where(on_Lx4[model.narrow.index(name), 3], weights.wide(stored), weights.wide(exact))
+        return jnp.where(on_Lx4[model.narrow.index(role.layer), 3], weights.wide(stored), weights.wide(exact))
 
     stored = model.store_gradients(grads)
     return loss, jax.tree_util.tree_map_with_path(choose, stored, grads, is_leaf=is_scaled_array)
@@ -180,7 +182,7 @@ def bisect(model: Model, params: Any, scaling: Any, tokens: jax.Array, segments:
     plain |= {"compute": "fp32", "forward": None, "backward": None, "simulate": False}
     exact = Model.make(model.spec, dataclasses.replace(model.policy, **plain))
     none = jnp.zeros((0, len(CASTS)), bool)
-    value_and_grad = jax.jit(functools.partial(gradient, exact))
+    value_and_grad = first_said(jax.jit(functools.partial(gradient, exact)), "compiling in FP32", note)
     right_loss, right = value_and_grad(weights.wide(params), (), tokens, segments, none)
 
     def measures(model: Model, on_Lx4: Any, params: Any, scaling: Any, right: Any) -> tuple[jax.Array, ...]:
@@ -194,12 +196,14 @@ def bisect(model: Model, params: Any, scaling: Any, tokens: jax.Array, segments:
         loss, cosine, error = (float(x) for x in measured)
         return Finding(layer, tensor, loss, loss - float(right_loss), cosine, error)
 
-    measure = jax.jit(functools.partial(measures, model))
+    measure = first_said(jax.jit(functools.partial(measures, model)), "compiling with a switch for every cast", note)
     findings = [finding(*name, measure(on, params, scaling, right)) for name, on in switches(model.narrow).items()]
     if model.policy.compute != "fp32":
         wide = model._replace(policy=computed_in_fp32(model.policy))
         everything = switches(model.narrow)[ALL, "none"]
-        measure = jax.jit(functools.partial(measures, wide))
+        measure = first_said(
+            jax.jit(functools.partial(measures, wide)), "compiling with FP32 between the products", note
+        )
         findings.append(finding(ALL, "compute", measure(everything, params, scaling, right)))
     return sorted(findings, key=lambda f: np.inf if np.isnan(f.error) else f.error)
 
@@ -250,7 +254,7 @@ def load(run_dir: Path, number: int) -> tuple[Model, Any, Any, jax.Array, jax.Ar
     c, w, found = restore_training(run_dir)
     batch = place_batch(w.data.train.batch(number), accum=c.train.accum, mesh=w.mesh)
     spec = w.model.spec
-    params = unstack_layers(found.state.params) if spec.scan_layers else found.state.params
+    params = spec.family().unstack_layers(found.state.params) if spec.scan_layers else found.state.params
     model = Model.make(dataclasses.replace(spec, scan_layers=False, remat="none"), w.model.policy, w.model.rows)
     segments = batch.segments_AxBxT1
     return model, params, found.state.scaling, batch.tokens_AxBxT1[0], None if segments is None else segments[0]

@@ -113,7 +113,11 @@ def test_only_parallel_starts_the_processes():
 
 @pytest.mark.parametrize(
     ("package", "absent"),
-    [("trainer.config.schema", {"jax", "wandb", "datasets", "orbax"}), ("trainer.assembly.run", {"wandb", "datasets"})],
+    [
+        ("trainer.config.schema", {"jax", "wandb", "datasets", "orbax"}),
+        ("trainer.models.specs", {"jax", "safetensors"}),
+        ("trainer.assembly.run", {"wandb", "datasets"}),
+    ],
 )
 def test_importing_does_not_load_what_is_not_used_yet(package, absent):
     code = f"import sys, {package}; print(*sorted({absent!r} & set(sys.modules)))"

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from scalify_core import registry
 from scalify_core.array import is_scaled_array
 from trainer.config.composition import Sweep, compose_or_explain, expanded, is_sweep
 
@@ -88,3 +89,16 @@ def test_scalify_on_ones_own_model_runs_and_learns(document, capsys):
     text = str(jax.make_jaxpr(names["step"])(names["params"], names["state"], names["tokens"], 0))
     assert "f8_e4m3fn" in text
     assert "f8_e5m2" in text
+
+
+def test_the_rule_of_the_page_is_right_and_needed():
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "writing_a_rule.md").read_text(), re.DOTALL)
+    try:
+        exec(code, {})
+        without = code[: code.index("@composite_rule")] + code[code.index("for exponent") :]
+        del registry.composite_rules["cube"]
+        with pytest.raises(AssertionError, match="65504"):  # at scale 1, out of range
+            exec(without, {})
+    finally:
+        registry.composite_rules.pop("cube", None)
+        registry.wide_composites.discard("cube")

@@ -12,9 +12,10 @@ import optax
 from jax.sharding import Mesh
 
 from scalify_core import asarray, tree, weights
-from trainer.models.gpt2 import GPT2, Functional, Params, functional, param_count
+from trainer.models.family import Family, LanguageModel, Spec, param_count
+from trainer.models.functional import Functional, Params
+from trainer.models.roles import Role, role_of
 from trainer.models.sampling import Generator
-from trainer.models.spec import GPT2Spec, linear_sizes
 from trainer.parallel.distribute import LossOfState, Wire, gradient_over, largest_over, loss_over, squares_over
 from trainer.parallel.mesh import replicated
 from trainer.parallel.sharding import abstract, shardings
@@ -26,12 +27,12 @@ from trainer.precision.policy import (
     convert_moments,
     dot_general_for,
     in_transit,
-    is_kernel_of,
     skipped_matmuls,
     store_moments,
     store_weights,
 )
 from trainer.step.nonfinite import first_nonfinite
+from trainer.step.optimizer import OptimizerFor
 from trainer.step.state import TrainState, init_state
 from trainer.step.step import Gradient, Hyper, StepFn, Tokens, make_train_step, mean_gradient, sequence_keys
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
 
 
 class Model(NamedTuple):
-    """A GPT-2 in a precision.
+    """A model in a precision.
 
     Attributes:
       training: with the matmuls of the policy.
@@ -51,7 +52,7 @@ class Model(NamedTuple):
       rows: tokens that a device's linear layers take at once in training; None: some multiple of 16.
     """
 
-    spec: GPT2Spec
+    spec: Spec
     policy: Policy
     training: Functional
     sampling: Functional
@@ -60,22 +61,23 @@ class Model(NamedTuple):
     rows: int | None
 
     @classmethod
-    def make(cls, spec: GPT2Spec, policy: Policy, rows: int | None = None, split: str | None = None) -> Self:
+    def make(cls, spec: Spec, policy: Policy, rows: int | None = None, split: str | None = None) -> Self:
         """The model of a precision. UserError for a pattern of layers that matches none.
 
-        `split`: the mesh axis over which the training model's heads and hidden channels are; see `GPT2`.
+        `split`: the mesh axis over which the training model's heads and hidden channels are; see `Family.build`.
         """
-        sizes = linear_sizes(spec)
+        family = spec.family()
+        sizes = family.linear_sizes(spec)
         skipped = skipped_matmuls(policy, sizes, rows)
         narrow = [path for path in sizes if path not in skipped]
-        training = functional(
+        training = family.build(
             spec,
             compute_dtype=policy.logical,
             dot_general=dot_general_for(policy, narrow, keep_weights=spec.keep_fp8_weights),
             rescale_grads=policy.rescale_grads if policy.scaled else (),
             split=split,
         )
-        sampling = functional(spec.folded(), compute_dtype=policy.logical)
+        sampling = family.build(spec.folded(), compute_dtype=policy.logical)
         return cls(spec, policy, training, sampling, narrow, skipped, rows)
 
     def loss(
@@ -89,7 +91,8 @@ class Model(NamedTuple):
         """Mean next-token loss of `tokens` [B, T+1] in nats, of logical values; dropout with `keys`, none without."""
         segments = None if segments is None else segments[:, :-1]
         model = self.training.bind(params, histories)
-        return model.loss(tokens[:, :-1], tokens[:, 1:], segments, keys_B if self.spec.dropout else None)
+        dropout = {"dropout_keys_B": keys_B} if self.spec.dropout else {}
+        return model.loss(tokens[:, :-1], tokens[:, 1:], segments, **dropout)
 
     def on(self, mesh: Mesh) -> "Model":
         """What each device of the mesh computes with its parameters."""
@@ -105,16 +108,28 @@ class Model(NamedTuple):
         """The loss and its gradient in the run's precision."""
         return differentiate(self.loss, self.policy, self.training.init_histories)
 
-    def in_transit(self, path: Any, p: Any) -> Any:
-        """The parameter at a path in the form in which devices send it each other."""
-        kernel = path[-1].key == "kernel"
-        narrow = kernel and is_kernel_of(self.narrow, path)
-        factor = self.spec.mlp == "smooth_swiglu" and [key.key for key in path[-3:-1]] == ["mlp", "c_proj"]
-        return in_transit(p, self.policy, kernel=kernel, narrow=narrow, factor=factor)
+    @property
+    def family(self) -> Family:
+        """Of its architecture."""
+        return self.spec.family()
+
+    @property
+    def roles(self) -> Params:
+        """Of the parameters, in their nested dictionaries."""
+        return self.training.roles
+
+    def is_narrow(self, role: Role | None) -> bool:
+        """Whether a role is that of the kernel of a layer whose matmuls are narrower than the rest."""
+        return role is not None and role.is_kernel and role.layer in self.narrow
+
+    def in_transit(self, role: Role, p: Any) -> Any:
+        """A parameter in the form in which devices send it each other."""
+        kernel, narrow = role.is_kernel, self.is_narrow(role)
+        return in_transit(p, self.policy, kernel=kernel, narrow=narrow, factor=role.scaled_rows)
 
     def store_gradients(self, grads: Any) -> Any:
         """The gradients as they go to the optimiser."""
-        return store_gradients(grads, self.policy, lambda keys: is_kernel_of(self.narrow, keys))
+        return store_gradients(grads, self.policy, lambda path: self.is_narrow(role_of(self.roles, path)))
 
 
 class Dataset(NamedTuple):
@@ -183,13 +198,13 @@ class Unfed(NamedTuple):
 
     model: Model
     optimizer_name: str
-    plain_optimizer: optax.GradientTransformation
+    plain_optimizer: OptimizerFor
     mesh: Mesh
     reduce: Reduce = Reduce()
 
     def optimizer(self, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
         """See `Workload.optimizer`."""
-        return store_moments(self.plain_optimizer, self.optimizer_name, self.model.policy, seed)
+        return store_moments(self.plain_optimizer(self.model.roles), self.optimizer_name, self.model.policy, seed)
 
 
 class Workload(NamedTuple):
@@ -198,14 +213,14 @@ class Workload(NamedTuple):
     model: Model
     data: Dataset
     optimizer_name: str
-    plain_optimizer: optax.GradientTransformation
+    plain_optimizer: OptimizerFor
     mesh: Mesh
     seed: int
     reduce: Reduce = Reduce()
 
     def optimizer(self, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
         """At a learning rate of one, its moments stored as the precision says. First states do not need the seed."""
-        return store_moments(self.plain_optimizer, self.optimizer_name, self.model.policy, seed)
+        return store_moments(self.plain_optimizer(self.model.roles), self.optimizer_name, self.model.policy, seed)
 
     def in_precision(self, policy: Policy) -> "Workload":
         """The same in another precision."""
@@ -220,15 +235,15 @@ class Workload(NamedTuple):
 class Trained(NamedTuple):
     """A run's model as it was saved: parameters on the first device."""
 
-    spec: GPT2Spec
-    bind: Callable[[Params], GPT2]
+    spec: Spec
+    bind: Callable[[Params], LanguageModel]
     params: Params
     tokenizer: "Tokenizer"
 
 
 def wire_of(w: Task) -> Wire:
     """What the devices of a task send each other."""
-    return Wire(*w.reduce, w.model.in_transit)
+    return Wire(*w.reduce, w.model.in_transit, w.model.roles)
 
 
 def gradient_of(w: Task) -> Gradient:
@@ -249,13 +264,14 @@ def first_state(w: Workload, replace: Callable[[Params], Params] = lambda params
         init_key, step_key = jax.random.split(jax.random.key(w.seed))
         return w.model.training.init(init_key), step_key
 
-    params, key = jax.jit(initial, out_shardings=shardings(jax.eval_shape(initial), w.mesh))()
+    params, key = jax.jit(initial, out_shardings=shardings(jax.eval_shape(initial), w.mesh, w.model.roles))()
     params = store_weights(replace(params), w.model.policy)
 
     def rest(params: Params, key: jax.Array) -> TrainState:
         return init_state(params, w.optimizer(), key, w.model.differentiate().init())
 
-    return jax.jit(rest, out_shardings=shardings(jax.eval_shape(rest, params, key), w.mesh))(params, key)
+    placed = shardings(jax.eval_shape(rest, params, key), w.mesh, w.model.roles)
+    return jax.jit(rest, out_shardings=placed)(params, key)
 
 
 def abstract_state(w: Task, scale: float | None = None) -> TrainState:
@@ -271,7 +287,7 @@ def abstract_state(w: Task, scale: float | None = None) -> TrainState:
     state = jax.eval_shape(initial)
     params = abstract_weights(state.params, w.model.policy, scale)
     opt_state = jax.eval_shape(lambda p: tree.pack(w.optimizer().init(p)) if scale else w.optimizer().init(p), params)
-    return abstract(TrainState(params, opt_state, state.key, state.scaling), w.mesh)
+    return abstract(TrainState(params, opt_state, state.key, state.scaling), w.mesh, w.model.roles)
 
 
 def convert_state(w: Workload, state: TrainState, source: Policy) -> TrainState:
@@ -280,7 +296,7 @@ def convert_state(w: Workload, state: TrainState, source: Policy) -> TrainState:
     params = store_weights(weights.wide(state.params), policy)
     opt_state = jax.jit(lambda s: convert_moments(s, w.optimizer_name, source, policy, w.seed))(state.opt_state)
     converted = TrainState(params, opt_state, state.key, w.model.differentiate().init())
-    return jax.device_put(converted, shardings(converted, w.mesh))
+    return jax.device_put(converted, shardings(converted, w.mesh, w.model.roles))
 
 
 def compile_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled:
@@ -309,10 +325,10 @@ def lower_step(w: Task, batch: Tokens, state: TrainState | None = None) -> jax.s
         store_gradients=w.model.store_gradients,
         rounding=policy.weights_rounding,
         gradient=gradient_of(w),
-        squares_of=squares_over(w.mesh),
-        largest_of=largest_over(w.mesh),
+        squares_of=squares_over(w.mesh, w.model.roles),
+        largest_of=largest_over(w.mesh, w.model.roles),
     )
-    like = abstract_state(w, ASSUMED_SCALE) if state is None else abstract(state, w.mesh)
+    like = abstract_state(w, ASSUMED_SCALE) if state is None else abstract(state, w.mesh, w.model.roles)
     placed = jax.tree.map(lambda x: x.sharding, like)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(w.mesh)))
     scalars: Any = [jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)]
@@ -325,11 +341,12 @@ def make_rescale(w: Workload, batch: Tokens) -> Callable[[TrainState], tuple[Tra
     Matrices, which are cast to FP8 as they are, have their place within 2^-4 and 2^4; gains and biases, which are not,
     within 2^-8 and 2^8.
     """
+    roles = jax.tree_util.tree_leaves_with_path(w.model.roles)
+    matrices = {jax.tree_util.keystr(path) for path, role in roles if role.is_matrix}
 
     def rescale(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
         found = weights.params_out_of_range(state.params)
-        matrices = [path for path in found if path.endswith(("['kernel']", "['embedding']"))]
-        if not matrices and not weights.params_out_of_range(state.params, 2.0**-8, 2.0**8):
+        if not found.keys() & matrices and not weights.params_out_of_range(state.params, 2.0**-8, 2.0**8):
             return None
         new = dataclasses.replace(state, params=weights.rescale_params(state.params))
         listed = [f"{path} 2^{math.log2(power):g}" for path, power in found.items()]

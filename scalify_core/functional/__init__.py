@@ -5,6 +5,7 @@ from scalify_core.functional.attention import attention
 from scalify_core.functional.embedding import embedding
 from scalify_core.functional.losses import cross_entropy, linear_cross_entropy, log_softmax, softmax
 from scalify_core.functional.norms import layer_norm, rms_norm
+from scalify_core.functional.rope import rope
 from scalify_core.functional.storage import materialised
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "materialised",
     "relu",
     "rms_norm",
+    "rope",
     "silu",
     "softmax",
     "swiglu",

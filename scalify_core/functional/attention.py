@@ -1,6 +1,8 @@
 """Softmax attention: cuDNN's fused kernel where the program is compiled for CUDA, blocks of queries elsewhere.
 
-Shape legend: B batch, T query positions, S key positions, H heads, K head dim.
+Shape legend: B batch, T query positions, S key positions, H query heads, G heads of keys and values, K head dim.
+
+Grouped queries (G < H) meet the keys and values of their group as more rows of one product: nothing is repeated.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ def attention(
 
     Args:
         q: [B, T, H, K].
-        k: [B, S, H, K].
-        v: [B, S, H, K].
+        k: [B, S, G, K]; each of its G heads serves H / G successive heads of `q`.
+        v: [B, S, G, K].
         causal: query t sees the keys s <= t. Needs S = T.
         segments: [B, T] integers, or None: with them a query sees only keys of its own segment (a packed document).
             Needs S = T.
@@ -38,8 +40,14 @@ def attention(
         [B, T, H, K] in the dtype of `q`. No array of T x S is kept for the backward pass.
 
     Raises:
-        ValueError: `causal` or `segments` with S different from T.
+        ValueError: `causal` or `segments` with S different from T, or H that is no multiple of G.
+
+    References:
+        Ainslie et al., GQA, 2023 (https://arxiv.org/abs/2305.13245).
     """
+    if q.shape[2] % k.shape[2] or k.shape[2] != v.shape[2]:
+        heads = f"{q.shape[2]} heads of queries, {k.shape[2]} of keys, {v.shape[2]} of values"
+        raise ValueError(f"attention: {heads}: keys and values need as many, and queries a multiple of them")
     if q.shape[1] != k.shape[1] and (causal or segments is not None):
         raise ValueError(f"attention: {q.shape[1]} queries and {k.shape[1]} keys: causal and segments need as many")
     return _attention(q, k, v, segments, causal=causal, logit_scale=1 / math.sqrt(q.shape[-1]))
@@ -63,7 +71,7 @@ def _attention_fwd(
         p = jnp.exp(logits - peak)
         norm = jnp.sum(p, axis=-1, keepdims=True)
         # The sum divides the narrow output, not the wide probabilities.
-        outs.append(_dot(p.astype(v.dtype), vh[:, :, cols], 3, 2) / norm)
+        outs.append(_dot(p.astype(v.dtype), vh[:, :, cols], 2) / norm)
         log_norms.append(peak + jnp.log(norm))
     out = _heads_first(jnp.concatenate(outs, axis=2)).astype(q.dtype)
     return out, (q, k, v, segments, out, jnp.concatenate(log_norms, axis=2))
@@ -78,11 +86,11 @@ def _attention_bwd(residuals: tuple, gradient: jax.Array, *, causal: bool, logit
     for rows, cols in _blocks(q.shape[1], k.shape[1], causal):
         logits = _logits(qh[:, :, rows], kh[:, :, cols], segments, rows, cols, causal, logit_scale)
         p = jnp.exp(logits - log_norm[:, :, rows])
-        dp = _dot(gh[:, :, rows], vh[:, :, cols], 3, 3)
+        dp = _dot(gh[:, :, rows], vh[:, :, cols], 3)
         ds = saturating_cast(p * (dp - delta[:, :, rows]), q.dtype)  # without the logits' scale, which may be any size
-        dqs.append(_dot(ds, kh[:, :, cols], 3, 2))
-        dk = dk.at[:, :, cols].add(_dot(ds, qh[:, :, rows], 2, 2))
-        dv = dv.at[:, :, cols].add(_dot(p.astype(q.dtype), gh[:, :, rows], 2, 2))
+        dqs.append(_dot(ds, kh[:, :, cols], 2))
+        dk = dk.at[:, :, cols].add(_over_rows(ds, qh[:, :, rows], kh.shape[1]))
+        dv = dv.at[:, :, cols].add(_over_rows(p.astype(q.dtype), gh[:, :, rows], kh.shape[1]))
     dq, dk = jnp.concatenate(dqs, axis=2) * logit_scale, dk * logit_scale
     return *(saturating_cast(_heads_first(d), x.dtype) for d, x in ((dq, q), (dk, k), (dv, v))), None
 
@@ -99,7 +107,7 @@ def _logits(
     q: jax.Array, k: jax.Array, segments: jax.Array | None, rows: slice, cols: slice, causal: bool, logit_scale: float
 ) -> jax.Array:
     """[B, H, t, s] FP32, -inf where the query may not see the key."""
-    logits = _dot(q, k, 3, 3) * logit_scale
+    logits = _dot(q, k, 3) * logit_scale
     if causal:
         query = jnp.arange(rows.start, rows.stop)[:, None]
         logits = jnp.where((jnp.arange(cols.stop)[None, :] <= query)[None, None], logits, -jnp.inf)
@@ -109,8 +117,24 @@ def _logits(
     return logits
 
 
-def _dot(a: jax.Array, b: jax.Array, contract_a: int, contract_b: int) -> jax.Array:
-    """Batched over B and H, FP32 result."""
+def _dot(a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
+    """The last axis of `a` [B, H, t, *] with an axis of its group's `b` [B, G, *, *]: [B, H, t, *] FP32."""
+    product = _batched_dot(_grouped(a, b.shape[1]), b, 3, contract_b)
+    return product.reshape(*a.shape[:3], product.shape[-1])
+
+
+def _over_rows(a: jax.Array, b: jax.Array, groups: int) -> jax.Array:
+    """The sum over the rows t, of all heads of a group, of `a` [B, H, t, s] and `b` [B, H, t, K]: [B, G, s, K] FP32."""
+    return _batched_dot(_grouped(a, groups), _grouped(b, groups), 2, 2)
+
+
+def _grouped(x: jax.Array, groups: int) -> jax.Array:
+    """[B, H, t, *] as [B, G, H / G * t, *]: the heads of a group below each other."""
+    return x.reshape(x.shape[0], groups, -1, x.shape[3])
+
+
+def _batched_dot(a: jax.Array, b: jax.Array, contract_a: int, contract_b: int) -> jax.Array:
+    """Batched over the two axes in front, FP32 result."""
     dims = (((contract_a,), (contract_b,)), ((0, 1), (0, 1)))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 

@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from scalify_core import lowering
 from scalify_core.composite import composite
 
 
@@ -60,7 +61,7 @@ def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
     # Rows that do not end a run go to distinct places past the table, and are dropped.
     target = jnp.where(ends, sorted_ids, table.shape[0] + jnp.arange(count, dtype=sorted_ids.dtype))
     # Not before the sums are there: zeros would be among the first things that are made, and held all the while.
-    zero, sums = jax.lax.optimization_barrier((jnp.float32(0), sums))
+    zero, sums = lowering.held("late_zeros", (jnp.float32(0), sums))
     zeros = jnp.full(table.shape, zero)
     return zeros.at[target].set(sums, mode="drop", unique_indices=True).astype(table.dtype), None
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from scalify_core import lowering
 from scalify_core.composite import composite
 
 # Of the FP32 logits of a chunk. On a GPU each chunk also reads and writes the FP32 gradient of the whole head.
@@ -132,7 +133,7 @@ def _linear_cross_entropy_fwd_cuda(
     """The same in larger chunks, of which two passes read the logits: one for all sums, one for the error."""
     step = _gradient_step(head.astype(x.dtype), vocab_size, logit_scale, _nats_in_one_pass)
     # A constant would be there from the beginning, and be taken for other zeros of this size to the end.
-    zero, x = jax.lax.optimization_barrier((jnp.float32(0), x))
+    zero, x = lowering.held("late_zeros", (jnp.float32(0), x))
     start = (jnp.float32(0), jnp.full(head.shape, zero))
     chunk = chunk or _tokens_within(_CUDA_CHUNK_BYTES, head)
     (total, dhead), dx = _over_chunks(step, start, x, targets, chunk, max_unrolled=1)

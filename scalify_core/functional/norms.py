@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalify_core import lowering
 from scalify_core.composite import composite
 from scalify_core.reductions import sums_at_once
 
@@ -66,10 +67,10 @@ def _layer_norm_fwd_cuda(x: jax.Array, weight: jax.Array, bias: jax.Array | None
     """
     size = x.shape[-1]
     width, x32 = _width(size), x.astype(jnp.float32)
-    mean = jax.lax.optimization_barrier(jnp.sum(x32 * np.float32(width / size), axis=-1, keepdims=True))
+    mean = lowering.held("norm_statistics", jnp.sum(x32 * np.float32(width / size), axis=-1, keepdims=True))
     eps = eps and max(eps * width**2, float(jnp.finfo(jnp.float32).tiny) * size)  # its share is a normal number, too
     spread = (jnp.square(x32 * np.float32(width) - mean) + np.float32(eps)) * np.float32(1 / size)
-    rstd = jax.lax.optimization_barrier(jax.lax.rsqrt(jnp.sum(spread, axis=-1, keepdims=True)))
+    rstd = lowering.held("norm_statistics", jax.lax.rsqrt(jnp.sum(spread, axis=-1, keepdims=True)))
     return _affine(x, mean, rstd, weight, bias, width), (x, mean, rstd, weight, bias)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import jax
-from jax import lax
 
+from scalify_core import lowering
 from scalify_core.composite import composite
 
 
@@ -17,9 +17,9 @@ def materialised(x: jax.Array) -> jax.Array:
     return _materialised(x)
 
 
-_materialised = composite(lambda x: x, name="materialised", cuda=lax.optimization_barrier)
+_materialised = composite(lambda x: x, name="materialised", cuda=lambda x: lowering.held("stored", x))
 _materialised.defvjp(
     lambda x: (x, None),
     lambda _, gradient: (gradient,),
-    cuda=(lambda x: (lax.optimization_barrier(x), None), lambda _, gradient: (gradient,)),
+    cuda=(lambda x: (lowering.held("stored", x), None), lambda _, gradient: (gradient,)),
 )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core import storage, watch
+from scalify_core import lowering, storage, watch
 from scalify_core.array import ScaledArray
 from scalify_core.formats import FloatFormat, pow2_inverse
 from scalify_core.scales import MIN_SCALE, broadcast_scale, times
@@ -104,7 +104,7 @@ def _beside(x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]) -> tupl
     They are kept while the largest of the rest stays 4 octaves above the format's smallest normal number, so that it
     has all of its precision. Constants further off saturate, at the scale of the rest.
     """
-    (x,) = storage.once(x)
+    (x,) = lowering.once(x)
     fmt, top = FloatFormat.of(dtype), top_of(dtype)
     masked = functools.reduce(lax.bitwise_or, (lax.eq(x, lax.full_like(x, c)) for c in constants))
     of_rest = unit_of(lax.select(masked, lax.full_like(x, 0), x), _RESULT_TOP)
@@ -133,7 +133,7 @@ def unit_of(x: jax.Array, top: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _measured(x: jax.Array, dtype: np.dtype, top: int) -> tuple[jax.Array, jax.Array]:
     """Data in `dtype`, and the FP32 scale. Infinities and NaN stay, and have no part in the scale."""
-    (x,) = storage.once(x)  # XLA's CPU backend would compile all that makes it twice: for its peak, and for its cast
+    (x,) = lowering.once(x)  # XLA's CPU backend would compile all that makes it twice: for its peak, and for its cast
     scale = unit_of(x, top)
     return _divided(x, scale, dtype), scale
 

@@ -1,4 +1,8 @@
-"""Rules of attention: the kernel reads the narrow data, the scales of q and k are in that of the logits."""
+"""Rules of attention and of rotary positions.
+
+Of attention, the kernel reads the narrow data, the scales of q and k are in that of the logits. A rotation changes no
+size: the scale stays, the data is rotated before it is rounded.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +67,8 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     raised = storage.saturating_cast(sc.times(v.wide(gradient), lift), q.data.dtype)
     residuals = (q, k, values, segments, kept, log_norm)
     out = on_data(call, residuals, raised, logit_scale=static["logit_scale"] * q.scale * k.scale)
+    heads, groups = unbatched_shape(call, 0, q)[2], unbatched_shape(call, 1, k)[2]
+    shared = math.sqrt(heads / groups)  # queries of so many heads add to the gradients of one key and one value
     both = k.scale * q.scale  # of the logits, whose gradient the function takes with respect to the data
     sizes = (
         (
@@ -71,11 +77,35 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
         ),
         (
             sc.ratio(sc.product(gradient.multiple, values.scale), k.scale),
-            gradient.rho * values.rho * q.rho * both,
+            gradient.rho * values.rho * q.rho * both * shared,
         ),
-        (gradient.multiple, gradient.rho),
+        (gradient.multiple, gradient.rho * shared),
     )
     return [
         moved(v.settled(x, sc.product(scale, 1 / lift), rho * growth * lift, y.dtype, SQRT_2), own)
         for x, (scale, rho), y, own in zip(out, sizes, (q, k, values), (k_scale, q_scale, 1.0), strict=True)
     ]
+
+
+def _as_rotated(x: Value, out: Any) -> Value:
+    """The rotated data of `x`, of the size of `x`."""
+    return v.value(out, x.multiple, x.rho, x.dtype, x.factor, x.excess)
+
+
+@composite_rule("rope", wide=True)
+def _rope(call: Any, x: Any, *tables: Any) -> Any:
+    x = as_value(x, *tables)
+    out, *_ = on_data(call, v.wide(x), *map(v.unscaled, tables))
+    return _as_rotated(x, out)
+
+
+@composite_rule("rope.fwd", wide=True)
+def _rope_fwd(call: Any, x: Any, *tables: Any) -> Any:
+    return _rope(call, x, *tables), tables
+
+
+@composite_rule("rope.bwd", wide=True)
+def _rope_bwd(call: Any, tables: Any, gradient: Any) -> Any:
+    gradient = as_value(gradient, *tables)
+    (out,) = on_data(call, tuple(map(v.unscaled, tables)), v.wide(gradient))
+    return _as_rotated(gradient, out), None, None

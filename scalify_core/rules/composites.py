@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core import registry, storage
+from scalify_core import lowering, registry, storage
 from scalify_core import scales as sc
 from scalify_core import value as v
 from scalify_core.formats import pow2_round
@@ -246,7 +246,7 @@ def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     if not call.in_axes:
         # Its rows are added up as they are rounded for the next product. They are computed twice, `stored` telling them
         # apart: the compiler then makes one kernel of the sum and the cast to FP8; else it stores them in between.
-        apart = v.value(storage.stored(v.unscaled(bias)), 1.0)
+        apart = v.value(lowering.stored(v.unscaled(bias)), 1.0)
         again = v.narrow(on_gradient(call, results, (x, apart), gradient)[0])
         added = jnp.sum(again.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32)
         dbias = v.settled(added, dx.multiple, dx.rho * math.sqrt(rows), np.dtype(np.float32))
@@ -282,7 +282,7 @@ def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 @composite_rule("materialised")
 def _materialised(call: Any, x: Any) -> Any:
     x = in_order(call, x)
-    return dataclasses.replace(x, data=storage.stored(x.data)) if is_value(x) else x
+    return dataclasses.replace(x, data=lowering.stored(x.data)) if is_value(x) else x
 
 
 @composite_rule("materialised.fwd")
@@ -348,7 +348,7 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     if sc.is_static(divisor):
         # It is measured and rescaled next, so read several times.
         dx = v.narrow(dx)
-        dx = dataclasses.replace(dx, data=storage.stored(dx.data))
+        dx = dataclasses.replace(dx, data=lowering.stored(dx.data))
     return [
         moved(dx, sc.ratio(1.0, divisor)),
         *(v.settled(d, gradient.multiple, gradient.rho * math.sqrt(rows), dtype_of(p, x), SQRT_2)

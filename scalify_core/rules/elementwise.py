@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from scalify_core import lowering, storage
 from scalify_core import scales as sc
-from scalify_core import storage
 from scalify_core import value as v
 from scalify_core.formats import pow2_floor, pow2_round
 from scalify_core.registry import at_scale, bind, in_float32, logical, rule, structural, unscaled
@@ -51,7 +51,7 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
     scale, rho, excess = v.hypot(a, b)
     if excess is None or scale.ndim:
         return v.value(bind(eqn, v.wide_at(a, scale), v.wide_at(b, scale)), scale, rho, dtype, excess=excess)
-    scale, excess, *changes = storage.together(scale, excess, *(sc.ratio(x.multiple, scale) for x in sources))
+    scale, excess, *changes = lowering.together(scale, excess, *(sc.ratio(x.multiple, scale) for x in sources))
     data = [sc.times(sc.times(storage.as_float32(x.data), x.factor), c) for x, c in zip(sources, changes, strict=True)]
     return v.value(bind(eqn, *data), scale, rho, dtype, excess=excess)
 

@@ -17,11 +17,12 @@ from scalify_core import numbering
 from scalify_core import scales as sc
 from scalify_core import value as v
 from scalify_core.formats import E4M3, E5M2
+from scalify_core.lowering import row_major, stored, stored_both_ways
 from scalify_core.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
 from scalify_core.registry import composite_rule
 from scalify_core.rules.elementwise import lifted
 from scalify_core.rules.matmul import saturated
-from scalify_core.storage import fp8_cast, row_major, stored, stored_both_ways
+from scalify_core.storage import fp8_cast
 from scalify_core.value import Value
 
 _MATRICES = (((1,), (0,)), ((), ()))

@@ -69,8 +69,8 @@ def ours(args: Arguments, vocab: int) -> Contestant:
     from trainer.step.step import Hyper, Tokens, make_train_step
 
     spec = GPT2Spec(vocab, args.context, args.n_layer, args.n_head, args.d_model)
-    init, bind, _ = functional(spec)
-    adamw = make_optimizer("adamw", b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
+    init, bind, _, roles = functional(spec)
+    adamw = make_optimizer("adamw", b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0)(roles)
     optimizer = scaled_state(adamw, seed=0)
 
     def loss_fn(params: Any, tokens: jax.Array, segments: jax.Array | None, key: jax.Array | None) -> jax.Array:

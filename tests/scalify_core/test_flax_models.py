@@ -72,7 +72,7 @@ def linen(module, *shape):
 
 
 def gpt2():
-    init, bind, _ = functional(GPT2Spec(vocab_size=61, context=16, n_layer=1, n_head=2, d_model=16))
+    init, bind, *_ = functional(GPT2Spec(vocab_size=61, context=16, n_layer=1, n_head=2, d_model=16))
     tokens = jax.random.randint(jax.random.key(1), (4, 17), 0, 61)
     return lambda params, x, y: bind(params).loss(x, y), init(jax.random.key(0)), (tokens[:, :-1], tokens[:, 1:])
 

@@ -1,5 +1,6 @@
 """A checkpoint in other arithmetic: what can be asked for, and what is found."""
 
+import functools
 import io
 import json
 import re
@@ -13,6 +14,7 @@ from scripts.evaluate import Arguments, main, policy_of
 from scripts.generate import Arguments as Prompts
 from scripts.generate import main as generate
 from trainer.errors import UserError
+from trainer.observe import slowness
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share a run
 
@@ -63,6 +65,12 @@ def test_the_same_weights_are_validated_in_each_precision(run_dir, capsys):
     printed = capsys.readouterr().out
     assert "step 4; 3 batches, " in printed
     assert re.search(r"^fp32 +\d\.\d{4} +\d\.\d{4} +[+-]0\.\d{4} ± 0\.\d{4} +[+-]0\.\d\d$", printed, re.MULTILINE)
+
+
+def test_a_compilation_that_takes_long_is_said(run_dir, capsys, monkeypatch):
+    monkeypatch.setattr(slowness, "said", functools.partial(slowness.said, seconds=0.0))
+    main(Arguments(str(run_dir), "fp32", batches=1))
+    assert re.search(r"^compiling the evaluation: \d+ s$", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_a_single_batch_has_no_interval_and_makes_valid_json(run_dir, capsys):

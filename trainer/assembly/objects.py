@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from scalify_core.matmul import MULTIPLE
@@ -44,7 +43,7 @@ from trainer.run.periodic import Periodic
 from trainer.run.start import initial_weights
 from trainer.run.watchdog import Bounds, Watchdog
 from trainer.step.evaluate import Evaluation, evaluate, make_eval_step, xz_bits_per_byte
-from trainer.step.optimizer import learning_rates, make_optimizer
+from trainer.step.optimizer import OptimizerFor, learning_rates, make_optimizer
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
 from trainer.workload import (
@@ -100,8 +99,8 @@ def build_model(c: schema.Model, policy: Policy, vocab_size: int, rows: int | No
     return Model.make(spec, policy, rows)
 
 
-def build_optimizer(c: schema.Optimizer) -> optax.GradientTransformation:
-    """The optimiser at unit learning rate."""
+def build_optimizer(c: schema.Optimizer) -> OptimizerFor:
+    """The optimiser at unit learning rate, of parameters of given roles."""
     settings = dataclasses.asdict(c)
     del settings["lr"]
     return make_optimizer(**settings)
@@ -126,15 +125,8 @@ def check_split(model: Model, mesh: Mesh) -> None:
             f"the state would stay whole; valid: a product that divides it"
         )
     of_8_bits = model.policy.forward is not None and not model.policy.simulate
-    multiple = tensor * (MULTIPLE if of_8_bits else 1)
-    if tensor > 1 and (spec.n_head % tensor or spec.mlp_width % multiple or spec.d_model % multiple):
-        raise UserError(
-            f"parallel.tensor={tensor} does not divide model.n_head={spec.n_head} heads, width {spec.d_model} and "
-            f"{spec.mlp_width} hidden channels into{f' multiples of {MULTIPLE}' * of_8_bits or ' equal parts'}; "
-            f"valid: a divisor of all"
-        )
-    if tensor > 1 and spec.value_gain is not None:
-        raise UserError(f"model.value_gain={spec.value_gain} needs parallel.tensor=1, not {tensor}; or set it to null")
+    if tensor > 1:
+        spec.family().check_tensor(spec, tensor, MULTIPLE if of_8_bits else 1)
 
 
 def build_mesh(c: schema.Config) -> Mesh:

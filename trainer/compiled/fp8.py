@@ -11,7 +11,6 @@ import jax
 
 from trainer.compiled.hlo import Gemm, Program, fp8_share
 from trainer.errors import UserError
-from trainer.models.spec import linear_sizes
 from trainer.precision.policy import skipped_matmuls
 from trainer.workload import Model
 
@@ -96,7 +95,10 @@ def not_fp8(model: Model, program: Program, tokens: int, gpu: Gpu | None) -> lis
       tokens: of one device's micro-batch.
       gpu: what it is compiled for; None: something that has FP8.
     """
-    layers, narrow = linear_sizes(model.spec), [gemm for gemm in program.gemms if gemm.dtype == "fp8"]
+    layers, narrow = (
+        model.family.linear_sizes(model.spec),
+        [gemm for gemm in program.gemms if gemm.dtype == "fp8"],
+    )
     left_out = skipped_matmuls(model.policy, layers)  # on purpose or by their widths
     skipped = skipped_matmuls(model.policy, layers, tokens)  # for the number of tokens, too
     others = [gemm for gemm in program.gemms if gemm.dtype != "fp8"]

@@ -1,5 +1,6 @@
 """The architecture of what `init_from` names, for `model=from_init`: read before anything is built, so without JAX."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,24 +9,18 @@ from typing import Any
 import yaml
 
 from trainer.errors import UserError
+from trainer.models.specs import FIRST, SPECS
 
 NAME = "from_init"
-# The keys of `model` that decide which function parameters stand for, and GPT-2's names for them.
-KEYS = {
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "d_model": "n_embd",
-    "context": "n_positions",
-    "vocab_size": "vocab_size",
-    "d_mlp": "n_inner",
-}
-
-SIZES = ("n_layer", "n_head", "d_model", "context", "mlp")  # which no model is without
 
 
 def is_open(model: Any) -> bool:
     """Whether a `model` of the composed configuration is this one, with sizes that are not filled in yet."""
-    return isinstance(model, dict) and model.get("name") == NAME and any(model.get(key) is None for key in SIZES)
+    if not isinstance(model, dict) or model.get("name") != NAME:
+        return False
+    spec = SPECS[model.get("family") or FIRST]
+    free = {field.name for field in dataclasses.fields(spec) if field.default is None} | {"vocab_size"}
+    return any(model.get(key) is None for key in spec.deciding() if key not in free)
 
 
 def inherit(model: Mapping[str, Any], init_from: str | None) -> dict[str, Any]:
@@ -41,7 +36,7 @@ def inherit(model: Mapping[str, Any], init_from: str | None) -> dict[str, Any]:
     if init_from is None:
         raise UserError("model=from_init takes the architecture of init_from, which is null; add init_from=RUN")
     source = Path(init_from)
-    theirs = architecture_of_run(source) if (source / "config.yaml").is_file() else architecture_of_gpt2(source)
+    theirs = architecture_of_run(source) if (source / "config.yaml").is_file() else architecture_of_weights(source)
     other = [
         f"model.{key}={model[key]} ({value} there)"
         for key, value in theirs.items()
@@ -55,17 +50,17 @@ def inherit(model: Mapping[str, Any], init_from: str | None) -> dict[str, Any]:
 
 
 def architecture_of_run(run_dir: Path) -> dict[str, Any]:
-    """Of a run directory."""
+    """The keys of the architecture that a run directory's configuration has."""
     file = run_dir / "config.yaml"
     try:
         model = yaml.safe_load(file.read_text(encoding="utf-8"))["model"]
-        return {key: model[key] for key in (*KEYS, "mlp")}
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        return {key: model[key] for key in SPECS[model.get("family", FIRST)].deciding()}
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged: it does not tell the model; choose the model by name") from error
 
 
-def architecture_of_gpt2(source: Path) -> dict[str, Any]:
-    """Of a Hugging Face directory, or of what is beside a safetensors file."""
+def architecture_of_weights(source: Path) -> dict[str, Any]:
+    """The same of a Hugging Face directory, or of what is beside a safetensors file."""
     file = (source if source.is_dir() else source.parent) / "config.json"
     if not file.is_file():
         raise UserError(
@@ -74,7 +69,12 @@ def architecture_of_gpt2(source: Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        theirs = {key: config[name] for key, name in KEYS.items() if key != "d_mlp"}
-        return theirs | {"d_mlp": config.get("n_inner"), "mlp": "gelu"}
+        name = config.get("model_type", FIRST)
+        theirs = SPECS[name].keys_of_huggingface(config) if name in SPECS else None
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is not the configuration of a GPT-2 ({error}); choose the model by name") from error
+        raise UserError(f"{file} does not tell the sizes of a model ({error}); choose the model by name") from error
+    if theirs is None:
+        raise UserError(f"{file}: model_type={name!r} is not supported; valid: {', '.join(SPECS)}")
+    return theirs

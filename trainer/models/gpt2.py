@@ -5,9 +5,7 @@ Legend: B batch, T time, N = B*T, S cache length, D model, H heads, K head dim, 
 Reference: Radford et al. 2019, "Language models are unsupervised multitask learners", and its published code.
 """
 
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +13,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from scalify_core import embedding, linear_cross_entropy
-from trainer.models.layers import Block, DotGeneralFor, Embedding, Factory, KVCache, dropout, split_keys
+from trainer.models.blocks import decode_through, make_blocks, through
+from trainer.models.cache import KVCache, empty_cache
+from trainer.models.functional import Functional, as_functions
+from trainer.models.layers import Block, DotGeneralFor, Embedding, Factory, dropout, split_keys
 from trainer.models.spec import GPT2Spec
-from trainer.precision.dots import OverwriteWithGradient
-
-Params = dict[str, Any]
 
 
 class GPT2(nnx.Module):
@@ -30,7 +28,7 @@ class GPT2(nnx.Module):
       compute_dtype: of activations and matmuls.
       param_dtype: of the master parameters.
       dot_general: from a linear layer's path to the dot_general it uses, of activations in `compute_dtype` and a kernel
-        in `param_dtype`; None: the product in `compute_dtype`. See `linear_paths`.
+        in `param_dtype`; None: the product in `compute_dtype`. See `linear_sizes`.
       rescale_grads: of `precision.PLACES`, where gradients are rescaled under `scalify`.
       split: inside `shard_map`, the mesh axis over which the heads and hidden channels of the parameters are split.
       rngs: key stream `params`. Scanned and unrolled layers get the same initial values from the same key.
@@ -58,12 +56,8 @@ class GPT2(nnx.Module):
         def block(name: str, key: jax.Array) -> Block:
             return Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
 
-        keys_L = jax.random.split(rngs.params(), spec.n_layer)
-        if spec.scan_layers:
-            self.h: Any = nnx.vmap(lambda key: block("*", key))(keys_L)
-        else:
-            self.h = nnx.List([block(str(i), keys_L[i]) for i in range(spec.n_layer)])
-        self.ln_f = factory("").layer_norm(spec.d_model)
+        self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
+        self.ln_f = factory("").layer_norm(spec.d_model, probes=("in", "out"))
 
     def embed(self, tokens_BxT: jax.Array, position: jax.Array | int = 0) -> jax.Array:
         """Token plus position vectors, `[B*T, D]` in the compute dtype; the first token stands at `position`."""
@@ -87,26 +81,12 @@ class GPT2(nnx.Module):
         keys = split_keys(dropout_keys_B, 1 + spec.n_layer)
         embed_keys_B, keys_LxB = keys[0], keys[1:]
 
-        def run(graphdef: Any, x_NxD: jax.Array, layer: Any, segments_BxT: Any, keys_B: Any) -> jax.Array:
-            return nnx.merge(graphdef, layer)(x_NxD, B, segments_BxT, keys_B)
-
-        if spec.remat not in ("none", "elementwise"):
-            policy = None if spec.remat == "block" else getattr(jax.checkpoint_policies, spec.remat)
-            # A scan's body is not deduplicated with its recomputation anyway; the barriers would only cost.
-            run = jax.checkpoint(run, policy=policy, prevent_cse=not spec.scan_layers, static_argnums=0)
+        def call(block: Block, x_NxD: jax.Array, segments_BxT: Any, keys_B: Any) -> jax.Array:
+            return block(x_NxD, B, segments_BxT, keys_B)
 
         x_NxD = dropout(self.embed(tokens_BxT), spec.dropout, embed_keys_B)
-        if spec.scan_layers:
-            graphdef, layers = nnx.split(self.h)
-            x_NxD, _ = jax.lax.scan(
-                lambda x, layer: (run(graphdef, x, layer[0], segments_BxT, layer[1]), None),
-                x_NxD,
-                (layers, None if dropout_keys_B is None else keys_LxB),
-            )
-        else:
-            for i, block in enumerate(self.h):
-                graphdef, layer = nnx.split(block)
-                x_NxD = run(graphdef, x_NxD, layer, segments_BxT, keys_LxB[i])
+        each = None if dropout_keys_B is None else keys_LxB
+        x_NxD = through(self.h, call, x_NxD, segments_BxT, each, scan=spec.scan_layers, remat=spec.remat)
         return self.ln_f(x_NxD).reshape(B, T, spec.d_model)
 
     def logits(self, h_NxD: jax.Array) -> jax.Array:
@@ -135,82 +115,30 @@ class GPT2(nnx.Module):
             h_NxD, self.wte.embedding[...], targets_BxT.reshape(-1), vocab_size=self.spec.vocab_size
         )
 
+    def init_cache(self, batch: int) -> KVCache:
+        """An empty cache of `context` positions, `[L, B, S, H, K]`."""
+        spec = self.spec
+        return empty_cache(spec.n_layer, batch, spec.context, spec.n_head, spec.head_dim, self.compute_dtype)
+
     def decode(self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
         """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache with them in it.
 
         `position + T` must not exceed `context`.
         """
+
+        def call(block: Block, x_NxD: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+            return block.decode(x_NxD, cache, position)
+
         x_NxD = self.embed(tokens_BxT, position)
-        if self.spec.scan_layers:
-            graphdef, layers = nnx.split(self.h)
-            x_NxD, cache = jax.lax.scan(
-                lambda x, layer: nnx.merge(graphdef, layer[0]).decode(x, layer[1], position), x_NxD, (layers, cache)
-            )
-        else:
-            new = []
-            for i, block in enumerate(self.h):
-                x_NxD, layer_cache = block.decode(x_NxD, jax.tree.map(lambda c, i=i: c[i], cache), position)
-                new.append(layer_cache)
-            cache = jax.tree.map(lambda *c: jnp.stack(c), *new)
+        x_NxD, cache = decode_through(self.h, call, x_NxD, cache, scan=self.spec.scan_layers)
         return self.ln_f(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache
 
 
-class Functional(NamedTuple):
-    """A GPT-2 as pure functions.
-
-    Attributes:
-      init: key to parameters, nested dictionaries of arrays as `nnx.to_pure_dict` gives them.
-      bind: parameters (and histories, where it has some) to the model that has them.
-      init_histories: makes the first amax histories of delayed scaling, a nested dictionary too; empty without.
-    """
-
-    init: Callable[[jax.Array], Params]
-    bind: Callable[..., GPT2]
-    init_histories: Callable[[], Params]
-
-
-def functional(spec: GPT2Spec, **settings: Any) -> Functional:
+def functional(spec: GPT2Spec, **settings: Any) -> Functional[GPT2]:
     """The model as pure functions; `settings` are the keyword arguments of GPT2.
 
     >>> model = functional(GPT2Spec(vocab_size=256, context=8, n_layer=1, n_head=1, d_model=8))
     >>> model.bind(model.init(jax.random.key(0)))(jnp.zeros((2, 8), jnp.int32)).shape
     (2, 8, 256)
     """
-
-    def make(key: jax.Array) -> GPT2:
-        return GPT2(spec, rngs=nnx.Rngs(params=key), **settings)
-
-    abstract = nnx.eval_shape(make, jax.random.key(0))
-    graphdef = nnx.graphdef(abstract)
-    with_histories = bool(nnx.to_pure_dict(nnx.state(abstract, OverwriteWithGradient)))
-
-    def init(key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(make(key), nnx.Param))
-
-    def bind(params: Params, histories: Params | None = None) -> GPT2:
-        return nnx.merge(graphdef, params, histories) if with_histories else nnx.merge(graphdef, params)
-
-    def init_histories() -> Params:
-        return nnx.to_pure_dict(nnx.state(make(jax.random.key(0)), OverwriteWithGradient))
-
-    return Functional(init, bind, init_histories)
-
-
-def stack_layers(params: Params) -> Params:
-    """Parameters of unrolled layers (`h` has one entry per layer) as those of scanned layers (leading axis L)."""
-    layers = [params["h"][i] for i in range(len(params["h"]))]
-    return params | {"h": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
-
-
-def unstack_layers(params: Params) -> Params:
-    """The inverse of `stack_layers`."""
-    n_layer = jax.tree.leaves(params["h"])[0].shape[0]
-    return params | {"h": {i: jax.tree.map(lambda leaf, i=i: leaf[i], params["h"]) for i in range(n_layer)}}
-
-
-def param_count(spec: GPT2Spec) -> int:
-    """Trainable parameters, the vocabulary's padding rows not counted. Nothing is allocated."""
-    shapes = jax.eval_shape(functional(spec).init, jax.random.key(0))
-    return (
-        sum(math.prod(s.shape) for s in jax.tree.leaves(shapes)) - (spec.padded_vocab - spec.vocab_size) * spec.d_model
-    )
+    return as_functions(lambda rngs: GPT2(spec, rngs=rngs, **settings))

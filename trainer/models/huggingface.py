@@ -1,187 +1,63 @@
-"""Hugging Face GPT-2 weights, in and out: `model.safetensors` beside a `config.json`.
+"""Weights in Hugging Face's directories, of any family: which one, a config.json's `model_type` says."""
 
-Both naming styles are read (`h.0.ln_1.weight`, as in the published files, and `transformer.h.0.ln_1.weight`, as
-GPT2LMHeadModel saves); the second is written. Kernels are `[in, out]` on both sides, so that no tensor is transposed.
-
-Legend: D model, V vocabulary.
-"""
-
-import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
-
 from trainer.errors import UserError
-from trainer.models.gpt2 import Params, functional, unstack_layers
-from trainer.models.spec import GPT2Spec
-
-# What a configuration must say, where it says it, for this model to compute the same function.
-REQUIRED = {
-    "model_type": ("gpt2",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "layer_norm_epsilon": (1e-5,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "tie_word_embeddings": (True,),
-    "add_cross_attention": (False,),
-}
-# Causal masks that old files carry along: no weights.
-BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
-PREFIX = "transformer."
+from trainer.models.family import Family, Spec
+from trainer.models.functional import Params
+from trainer.models.specs import FIRST, SPECS
+from trainer.models.weight_files import config_beside, read_object
 
 
-def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Params]:
-    """Sizes and parameters (NumPy, the file's dtype, unrolled layers, vocabulary padded with zero rows).
+def directory_of(source: Path) -> Path:
+    """The directory of weights, which may be given as a file."""
+    return source if source.is_dir() else source.parent
 
-    Args:
-      path: a directory with *.safetensors and config.json, or one safetensors file (with config.json beside it or not).
-      n_head: needed without a config.json, because no tensor's shape tells it; checked against it otherwise.
+
+def family_at(source: Path) -> Family | None:
+    """The family of the weights in a directory, or of a file in it; None where no config.json tells.
 
     Raises:
-      UserError: not such files, damaged, a variant that this model does not compute, or tensors missing, unknown or of
-        another shape.
+      UserError: a config.json that is damaged, or of no family that is here.
     """
-    path = Path(path)
-    tensors = read_tensors(path)
-    config_file = (path if path.is_dir() else path.parent) / "config.json"
-    config = read_config(config_file) if config_file.is_file() else {}
-    for key, valid in REQUIRED.items():
-        if key in config and config[key] not in valid:
-            raise UserError(f"{config_file}: {key}={config[key]!r} is not supported; valid: {valid[0]!r}")
-    spec = spec_of(tensors, config, n_head, path)
-    head = tensors.pop("lm_head.weight", None)
-    if head is not None and not np.array_equal(head, tensors["wte.weight"]):
-        raise UserError(f"{path}: lm_head.weight differs from wte.weight; only GPT-2 with a tied head can be read")
-    return spec, to_params(tensors, spec, path)
+    file = config_beside(source)
+    if not file.is_file():
+        return None
+    name = read_object(file).get("model_type", FIRST)
+    if name not in SPECS:
+        raise UserError(f"{file}: model_type={name!r} is not supported; valid: {', '.join(SPECS)}")
+    return SPECS[name].family()
 
 
-def read_config(file: Path) -> dict[str, Any]:
-    """A config.json, whose `n_head` is a number if it is there."""
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}); download or copy it again") from error
-    if not isinstance(config, dict) or not isinstance(config.get("n_head", 1), int):
-        raise UserError(f"{file} is not the configuration of a GPT-2; download or copy it again")
-    return config
+def load(source: Path, spec: Spec) -> tuple[Any, Params]:
+    """Spec and parameters (NumPy, the file's dtype, unrolled layers) of a directory or a safetensors file.
+
+    Args:
+      source: where they are.
+      spec: of the model that is to take them, which tells what a file without a config.json does not.
+
+    Raises:
+      UserError: not such files, damaged, or of no family that is here.
+    """
+    family = family_at(source)
+    if family is None:
+        return spec.family().huggingface.load(source, spec)
+    return family.huggingface.load(source, None)
 
 
-def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """All weights under `path` by their name without prefix."""
-    if not path.exists():
-        raise UserError(f"{path} does not exist; give a Hugging Face GPT-2 directory or a safetensors file")
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        hint = "save it again with safe_serialization=True" if list(path.glob("*.bin")) else "give another directory"
-        raise UserError(f"{path} holds no *.safetensors; {hint}")
-    tensors: dict[str, np.ndarray] = {}
-    for file in files:
-        try:
-            tensors |= load_file(file)
-        except SafetensorError as error:
-            raise UserError(f"{file} is not a whole safetensors file ({error}); download or copy it again") from error
-    named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in named.items() if not BUFFERS.fullmatch(name)}
-
-
-def spec_of(tensors: dict[str, np.ndarray], config: dict[str, Any], n_head: int | None, path: Path) -> GPT2Spec:
-    """Sizes from the tensors' shapes; the number of heads from the configuration or the caller."""
-    for name in ("wte.weight", "wpe.weight", "h.0.mlp.c_fc.weight"):
-        if name not in tensors or tensors[name].ndim != 2:
-            raise UserError(f"{path}: no matrix {name}; this is not a GPT-2")
-    heads = config.get("n_head", n_head)
-    if heads is None:
-        raise UserError(f"{path}: no config.json tells the number of heads; put it beside the weights, or set n_head")
-    if n_head not in (None, heads):
-        raise UserError(f"{path}: n_head={heads} in config.json, not {n_head}; set the model's n_head to {heads}")
-    vocab_size, d_model = tensors["wte.weight"].shape
-    d_mlp = tensors["h.0.mlp.c_fc.weight"].shape[1]
-    return GPT2Spec(
-        vocab_size=vocab_size,
-        context=tensors["wpe.weight"].shape[0],
-        n_layer=1 + max(int(name.split(".")[1]) for name in tensors if re.match(r"h\.\d+\.", name)),
-        n_head=heads,
-        d_model=d_model,
-        d_mlp=None if d_mlp == 4 * d_model else d_mlp,
-    )
-
-
-def named_leaves(params: Params) -> Iterator[tuple[str, Any]]:
-    """Every leaf of unrolled parameters under its Hugging Face name: `h.0.ln_1.scale` is `h.0.ln_1.weight`."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        *module, last = (entry.key for entry in path)
-        yield ".".join(map(str, [*module, "bias" if last == "bias" else "weight"])), leaf
-
-
-def to_params(tensors: dict[str, np.ndarray], spec: GPT2Spec, path: Path) -> Params:
-    """Nested dictionaries from named tensors, checked leaf by leaf against `spec`."""
-    init = functional(spec).init
-    expected = jax.eval_shape(init, jax.random.key(0))
-    left = dict(tensors)
-    leaves = []
-    for name, leaf in named_leaves(expected):
-        if name not in left:
-            raise UserError(f"{path}: tensor {name} {leaf.shape} is missing; the file is not a whole GPT-2")
-        tensor = left.pop(name)
-        if name == "wte.weight":
-            tensor = np.pad(tensor, ((0, spec.padded_vocab - spec.vocab_size), (0, 0)))
-        if tensor.shape != leaf.shape:
-            raise UserError(f"{path}: tensor {name} has shape {tensor.shape}, expected {leaf.shape}")
-        leaves.append(tensor)
-    if left:
-        raise UserError(
-            f"{path}: unknown tensors {', '.join(sorted(left)[:3])} ({len(left)} in all); not a plain GPT-2"
-        )
-    return jax.tree.unflatten(jax.tree.structure(expected), leaves)
-
-
-def save_gpt2(directory: str | Path, spec: GPT2Spec, params: Params, eot: int | None = None) -> Path:
-    """Write model.safetensors and config.json, as GPT2LMHeadModel does; the path of the first. Inverse of `load_gpt2`.
+def save(directory: str | Path, spec: Spec, params: Params, eot: int | None = None) -> list[Path]:
+    """Write parameters, unrolled or stacked, and a config.json; the paths of the weights.
 
     Args:
       directory: made if absent.
       spec: the model's.
-      params: its parameters, unrolled or scanned; written in their own dtype.
-      eot: the tokenizer's end-of-text id, which begins and ends documents; None: not told.
+      params: its parameters; written in their own dtype.
+      eot: the tokenizer's end-of-text id; None: not told.
 
     Raises:
-      UserError: an MLP that Hugging Face's GPT-2 does not have, or weights already there.
+      UserError: a choice that Hugging Face's models of the family do not have, or weights already there.
     """
-    if spec.mlp != "gelu":
-        raise UserError(f"model.mlp={spec.mlp}: Hugging Face's GPT-2 has only gelu; this run cannot be exported")
-    file = Path(directory) / "model.safetensors"
-    if file.exists():
-        raise UserError(f"{file} exists; choose another directory")
-    params = unstack_layers(params) if spec.scan_layers else params
-    tensors = {PREFIX + name: np.ascontiguousarray(leaf) for name, leaf in named_leaves(params)}
-    wte = f"{PREFIX}wte.weight"
-    tensors[wte] = np.ascontiguousarray(tensors[wte][: spec.vocab_size])
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, file, metadata={"format": "pt"})
-    config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": spec.vocab_size,
-        "n_positions": spec.context,
-        "n_ctx": spec.context,
-        "n_embd": spec.d_model,
-        "n_layer": spec.n_layer,
-        "n_head": spec.n_head,
-        "n_inner": spec.mlp_width,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "embd_pdrop": spec.dropout,
-        "resid_pdrop": spec.dropout,
-        "attn_pdrop": 0.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-    }
-    (file.parent / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return file
+    family = spec.family()
+    unrolled = family.unstack_layers(params) if spec.scan_layers else params
+    return family.huggingface.save(Path(directory), spec, unrolled, eot)

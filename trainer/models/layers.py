@@ -1,29 +1,29 @@
-"""The layers of GPT-2 in Flax NNX.
+"""The layers of GPT-2 in Flax NNX, of which Llama has the simple ones too.
 
 Dense layers act on activations flattened to (B*T, D): on CPU, XLA runs them up to four times faster than on (B, T, D),
 whose weight gradients need transposed copies. Master parameters stay in `param_dtype`; a layer casts its own to
 `compute_dtype` where it uses them, except LayerNorm's gain and bias, which are applied in FP32, and kernels, which go
 to their `dot_general` as they are.
 
-Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads, K head dim, L layers.
+Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads, K head dim.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from scalify_core import attention, dynamic_rescale_rms_grad, gelu, get_data_scale, layer_norm, materialised, swiglu
-from scalify_core.formats import pow2_round
+from scalify_core import attention, dynamic_rescale_rms_grad, gelu, layer_norm, materialised, rms_norm, swiglu
+from trainer.models.cache import KVCache, cached_attention
+from trainer.models.gated import align, smooth_swiglu
+from trainer.models.roles import Role
 from trainer.models.spec import GPT2Spec
 from trainer.precision.dots import wide_gradient_dot
-
-SIZES = 2.0**-14, 2.0**14  # of smoothed channels: powers whose inverses FP16 has too
 
 DotGeneral = Callable[..., jax.Array]
 DotGeneralFor = Callable[[str], DotGeneral]
@@ -57,19 +57,6 @@ _enter.defvjp(lambda x, axis: (x, None), lambda axis, _, gradient: (jax.lax.psum
 _leave.defvjp(lambda x, axis: (jax.lax.psum(x, axis), None), lambda axis, _, gradient: (gradient,))
 
 
-class KVCache(NamedTuple):
-    """Keys and values of the positions seen so far, `[L, B, S, H, K]` in the compute dtype; one layer's have no L."""
-
-    k: jax.Array
-    v: jax.Array
-
-
-def init_cache(spec: GPT2Spec, batch: int, dtype: DTypeLike) -> KVCache:
-    """An empty cache of `spec.context` positions."""
-    shape = (spec.n_layer, batch, spec.context, spec.n_head, spec.head_dim)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-
 class Linear(nnx.Linear):
     """`nnx.Linear` whose kernel reaches `dot_general` as it is, in the parameters' dtype.
 
@@ -77,6 +64,7 @@ class Linear(nnx.Linear):
     """
 
     partial: str | None = None
+    probes: ClassVar[tuple[str, ...]] = ("in", "out")
 
     def __call__(
         self,
@@ -89,12 +77,11 @@ class Linear(nnx.Linear):
 
         `add_bias`: false where who takes the product adds the bias himself; not of a `partial` one.
         """
-        assert self.bias is not None
-        kernel_DxF, bias_F = self.kernel[...], self.bias[...]
+        kernel_DxF, bias_F = self.kernel[...], None if self.bias is None else self.bias[...]
         if factor is not None:
             kernel_DxF = (kernel_DxF * factor).astype(kernel_DxF.dtype)
         if columns is not None:
-            kernel_DxF, bias_F = kernel_DxF[:, :columns], bias_F[:columns]
+            kernel_DxF, bias_F = kernel_DxF[:, :columns], None if bias_F is None else bias_F[:columns]
         if not add_bias:
             assert self.partial is None
             return product(x_NxD, kernel_DxF, self.dot_general, self.dtype)
@@ -103,6 +90,8 @@ class Linear(nnx.Linear):
 
 class LastColumns(nnx.Module):
     """The last columns of a `Linear` as a layer of their own on the same parameters, kernel and bias times `gain`."""
+
+    probes: ClassVar[tuple[str, ...]] = ("in", "out")
 
     def __init__(self, whole: Linear, columns: int, gain: float, dot_general: DotGeneral) -> None:
         self.kernel, self.bias = whole.kernel, whole.bias
@@ -121,13 +110,15 @@ class LastColumns(nnx.Module):
 def dense(
     x_NxD: jax.Array,
     kernel_DxF: jax.Array,
-    bias_F: jax.Array,
+    bias_F: jax.Array | None,
     dot_general: DotGeneral,
     dtype: DTypeLike | None,
     partial: str | None = None,
 ) -> jax.Array:
     """`x @ kernel + bias`, `[N, F]` in `dtype`; `partial` as of `Linear`."""
     y_NxF = leave(product(x_NxD, kernel_DxF, dot_general, dtype), partial)
+    if bias_F is None:
+        return y_NxF.astype(dtype)
     # The sum in FP32: rounded once, and the bias has its gradient in FP32, as the kernel has.
     return (y_NxF.astype(jnp.float32) + bias_F.astype(jnp.float32)[None]).astype(dtype)
 
@@ -138,8 +129,9 @@ def product(x_NxD: jax.Array, kernel_DxF: jax.Array, dot_general: DotGeneral, dt
 
 
 class Factory:
-    """Makes the linear layers of one block: dtypes, keys, and the dot_general chosen for each path.
+    """Makes the layers of one block: dtypes, keys, the dot_general chosen for each path, and the parameters' roles.
 
+    `path`: of the block, `h.3`, or `h.*` of all blocks, whose parameters are then stacked.
     `split`: the mesh axis over which heads and hidden channels are split; None: none is.
     """
 
@@ -154,6 +146,7 @@ class Factory:
         split: str | None,
     ) -> None:
         self.path = path
+        self.stacked = path.endswith("*")
         self.rngs = rngs
         self.compute_dtype = compute_dtype
         self.param_dtype = param_dtype
@@ -161,26 +154,56 @@ class Factory:
         self.rescale_grads = rescale_grads
         self.split = split
 
-    def layer_norm(self, d: int) -> "LayerNorm":
-        """A LayerNorm over `d` elements."""
-        return LayerNorm(d, self.param_dtype, rescale_grad="layer_norm" in self.rescale_grads)
+    def layer_norm(self, d: int, probes: tuple[str, ...] = ("out",)) -> "LayerNorm":
+        """A LayerNorm over `d` elements; for `probes` see `LayerNorm`."""
+        rescale_grad = "layer_norm" in self.rescale_grads
+        return LayerNorm(d, self.param_dtype, rescale_grad=rescale_grad, stacked=self.stacked, probes=probes)
+
+    def rms_norm(self, d: int, eps: float, probes: tuple[str, ...] = ("out",)) -> "RMSNorm":
+        """An RMSNorm over `d` elements; for `probes` see `LayerNorm`."""
+        rescale_grad = "layer_norm" in self.rescale_grads
+        return RMSNorm(d, eps, self.param_dtype, rescale_grad=rescale_grad, stacked=self.stacked, probes=probes)
 
     def product(self, name: str) -> DotGeneral:
         """The dot_general chosen for `{path}.{name}`."""
         return wide_gradient_dot if self.dot_general is None else self.dot_general(f"{self.path}.{name}")
 
-    def linear(self, name: str, d_in: int, d_out: int, stddev: float) -> Linear:
-        """Normal weights, zero bias."""
+    def linear(
+        self,
+        name: str,
+        d_in: int,
+        d_out: int,
+        stddev: float,
+        kind: Literal["column", "row"],
+        *,
+        groups: int = 1,
+        scaled_rows: bool = False,
+        bias: bool = True,
+    ) -> Linear:
+        """Normal weights; zero bias, or none. `kind`, `groups` and `scaled_rows` as of `Role`."""
+        by_rows = kind == "row" or groups > 1
+        kernel = Role(
+            kind,
+            f"{self.path}.{name}",
+            stacked=self.stacked,
+            split=-2 if by_rows else -1,
+            groups=groups,
+            scaled_rows=scaled_rows,
+        )
+        role_of_bias = Role("bias", stacked=self.stacked, split=None if by_rows else -1, groups=groups)
         linear = Linear(
             d_in,
             d_out,
             dtype=self.compute_dtype,
             param_dtype=self.param_dtype,
             kernel_init=nnx.initializers.normal(stddev),
+            use_bias=bias,
             dot_general=self.product(name),
             rngs=self.rngs,
+            kernel_metadata={"role": kernel},
+            bias_metadata={"role": role_of_bias},
         )
-        linear.partial = self.split if name.endswith("c_proj") else None
+        linear.partial = self.split if kind == "row" else None
         return linear
 
 
@@ -193,12 +216,17 @@ class LayerNorm(nnx.Module):
     """Normalisation over the last axis, in FP32; the result has the input's dtype.
 
     `rescale_grad`: under `scalify`, the gradient of the input is rescaled by its RMS, measured at run time.
+    `stacked`: as of `Role`.
+    `probes`: which of its sides, "in" and "out", `observe.numerics` looks at.
     """
 
-    def __init__(self, d: int, param_dtype: DTypeLike, *, rescale_grad: bool) -> None:
-        self.scale = nnx.Param(jnp.ones(d, param_dtype))
-        self.bias = nnx.Param(jnp.zeros(d, param_dtype))
+    def __init__(
+        self, d: int, param_dtype: DTypeLike, *, rescale_grad: bool, stacked: bool, probes: tuple[str, ...]
+    ) -> None:
+        self.scale = nnx.Param(jnp.ones(d, param_dtype), role=Role("gain", stacked=stacked))
+        self.bias = nnx.Param(jnp.zeros(d, param_dtype), role=Role("bias", stacked=stacked))
         self.rescale_grad = rescale_grad
+        self.probes = probes
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         if self.rescale_grad:
@@ -206,14 +234,45 @@ class LayerNorm(nnx.Module):
         return layer_norm(x_NxD, self.scale[...], self.bias[...])
 
 
-class Embedding(nnx.Module):
-    """A table of normal vectors. Rows from `rows` to `padded_rows` are zero and stay so: nothing reads them."""
+class RMSNorm(nnx.Module):
+    """Division by the root of the mean square over the last axis, in FP32; the result has the input's dtype.
+
+    `rescale_grad`, `stacked` and `probes` as of LayerNorm.
+    """
 
     def __init__(
-        self, rows: int, padded_rows: int, d: int, stddev: float, param_dtype: DTypeLike, rngs: nnx.Rngs
+        self, d: int, eps: float, param_dtype: DTypeLike, *, rescale_grad: bool, stacked: bool, probes: tuple[str, ...]
+    ) -> None:
+        self.scale = nnx.Param(jnp.ones(d, param_dtype), role=Role("gain", stacked=stacked))
+        self.eps = eps
+        self.rescale_grad = rescale_grad
+        self.probes = probes
+
+    def __call__(self, x_NxD: jax.Array) -> jax.Array:
+        if self.rescale_grad:
+            x_NxD = dynamic_rescale_rms_grad(x_NxD)
+        return rms_norm(x_NxD, self.scale[...], self.eps)
+
+
+class Embedding(nnx.Module):
+    """A table of normal vectors. Rows from `rows` to `padded_rows` are zero and stay so: nothing reads them.
+
+    `kind`: as of `Role`; what is both, as a tied head is, is a table.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        padded_rows: int,
+        d: int,
+        stddev: float,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        kind: Literal["table", "head"] = "table",
     ) -> None:
         table = nnx.initializers.normal(stddev)(rngs.params(), (rows, d), param_dtype)
-        self.embedding = nnx.Param(jnp.pad(table, ((0, padded_rows - rows), (0, 0))))
+        padding = padded_rows - rows
+        self.embedding = nnx.Param(jnp.pad(table, ((0, padding), (0, 0))), role=Role(kind, padding=padding))
 
 
 class Attention(nnx.Module):
@@ -231,12 +290,12 @@ class Attention(nnx.Module):
         self.split = make.split
         self.rescale_grad = "qkv" in make.rescale_grads
         self.recompute = spec.remat == "elementwise"
-        self.c_attn = make.linear("attn.c_attn", spec.d_model, 3 * spec.d_model, spec.init_std)
+        self.c_attn = make.linear("attn.c_attn", spec.d_model, 3 * spec.d_model, spec.init_std, "column", groups=3)
         gain = spec.value_gain
         if gain is not None:
             self.c_value = LastColumns(self.c_attn, spec.d_model, gain, make.product("attn.c_value"))
         self.value_gain = gain
-        self.c_proj = make.linear("attn.c_proj", spec.d_model, spec.d_model, residual_stddev)
+        self.c_proj = make.linear("attn.c_proj", spec.d_model, spec.d_model, residual_stddev, "row")
 
     def heads(self, x_NxD: jax.Array, norm: Norm, batch: int) -> list[jax.Array]:
         """Queries, keys, values, each `[B, T, H, K]`, of the heads that this device has."""
@@ -276,26 +335,14 @@ class Attention(nnx.Module):
         return self.project(out_BxTxHxK.reshape(x_NxD.shape)), KVCache(k_BxSxHxK, v_BxSxHxK)
 
 
-def cached_attention(
-    q_BxTxHxK: jax.Array, k_BxSxHxK: jax.Array, v_BxSxHxK: jax.Array, position: jax.Array | int
-) -> jax.Array:
-    """Attention of queries at `position + t` over the cached positions up to their own; softmax in FP32."""
-    T, S = q_BxTxHxK.shape[1], k_BxSxHxK.shape[1]
-    logits_BxHxTxS = jnp.einsum("bthk,bshk->bhts", q_BxTxHxK, k_BxSxHxK, preferred_element_type=jnp.float32)
-    visible_TxS = jnp.arange(S)[None, :] <= position + jnp.arange(T)[:, None]
-    logits_BxHxTxS = jnp.where(visible_TxS[None, None], logits_BxHxTxS / math.sqrt(q_BxTxHxK.shape[3]), -jnp.inf)
-    weights_BxHxTxS = jax.nn.softmax(logits_BxHxTxS, axis=-1).astype(v_BxSxHxK.dtype)
-    return jnp.einsum("bhts,bshk->bthk", weights_BxHxTxS, v_BxSxHxK)
-
-
 class GeluMLP(nnx.Module):
     """D -> F, GELU (tanh form), F -> D, of what `norm` makes of the input."""
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
         self.split = make.split
         self.recompute = spec.remat == "elementwise"
-        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std)
-        self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
+        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev, "row")
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
         first = lambda x_NxD: self.c_fc(enter(norm(x_NxD), self.split), add_bias=False)
@@ -309,22 +356,19 @@ class GeluMLP(nnx.Module):
 
 
 class SwigluMLP(nnx.Module):
-    """D -> F twice, silu(gate) * linear, F -> D. Reference: Shazeer 2020, "GLU variants improve transformer".
+    """D -> F twice, silu(gate) * linear, F -> D. Reference: Shazeer 2020, "GLU variants improve transformer"."""
 
-    The first `align_channels` start as training aligns them late (Fishman et al. 2024, arXiv 2409.12517, section 4):
-    with one column for both branches, `align_gain` times the usual size.
-    """
+    scaled_rows: ClassVar[bool] = False  # of the last kernel, see `Role`
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
         self.split = make.split
         self.recompute = spec.remat == "elementwise"
-        self.c_gate = make.linear("mlp.c_gate", spec.d_model, spec.mlp_width, spec.init_std)
-        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std)
-        self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev)
-        if spec.align_channels:
-            aligned_DxF = self.c_fc.kernel[:, : spec.align_channels] * spec.align_gain
-            for branch in (self.c_gate, self.c_fc):
-                branch.kernel[...] = branch.kernel[...].at[:, : spec.align_channels].set(aligned_DxF)
+        self.c_gate = make.linear("mlp.c_gate", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.c_proj = make.linear(
+            "mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev, "row", scaled_rows=self.scaled_rows
+        )
+        align(self.c_gate, self.c_fc, spec.align_channels, spec.align_gain)
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
         branches = again(lambda x_NxD: self.branches(enter(norm(x_NxD), self.split)), self.recompute)(x_NxD)
@@ -340,23 +384,13 @@ class SwigluMLP(nnx.Module):
 
 
 class SmoothSwigluMLP(SwigluMLP):
-    """`SwigluMLP` with every hidden channel divided by its size before it is rounded, and multiplied by it after.
+    """The function and the parameters of `SwigluMLP`, by `gated.smooth_swiglu`."""
 
-    The product of two branches that align has channels that are squares of others: outliers of a tensor that is
-    quantised as a whole. Each channel's power of two is that of the linear branch's largest magnitude over the batch;
-    it is moved into the rows of the next kernel before that is quantised. Under `scalify` it is that of the data: the
-    scales of product and kernel, which are static, are then as right after it as before. The function and its
-    parameters are those of `SwigluMLP`. Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
-    """
+    scaled_rows: ClassVar[bool] = True
 
     def activated(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
         """What follows the two products."""
-        gate_NxF, linear_NxF = branches
-        data_NxF, _ = get_data_scale(linear_NxF)
-        peak_F = jnp.max(jnp.abs(data_NxF.astype(jnp.float32)), axis=0)
-        size_F = jnp.where(peak_F > 0, jnp.clip(pow2_round(peak_F), *SIZES), 1.0)
-        hidden_NxF = swiglu(gate_NxF, linear_NxF)
-        hidden_NxF *= (1 / size_F)[None].astype(hidden_NxF.dtype)
+        hidden_NxF, size_F = smooth_swiglu(*branches)
         return self.c_proj(hidden_NxF, factor=size_F[:, None])
 
 
@@ -378,6 +412,8 @@ def split_keys(keys_B: jax.Array | None, count: int) -> Any:
 
 class Block(nnx.Module):
     """Two residual branches: attention and MLP, each behind its LayerNorm."""
+
+    probes: ClassVar[tuple[str, ...]] = ("in",)
 
     def __init__(self, spec: GPT2Spec, make: Factory) -> None:
         # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the variance.

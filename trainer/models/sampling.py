@@ -4,15 +4,15 @@ Legend: B batch (one here), T time, S context, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from trainer.errors import UserError
-from trainer.models.gpt2 import GPT2, Params
-from trainer.models.layers import KVCache, init_cache
-from trainer.models.spec import GPT2Spec
+from trainer.models.family import LanguageModel, Spec
+from trainer.models.functional import Params
 
 
 def sample(
@@ -42,18 +42,18 @@ class Generator:
     """`generator(params, prompt, ...)` samples a continuation; compiles twice in its life, whatever the arguments.
 
     Args:
-      bind: parameters to the model, as `trainer.models.gpt2.functional` makes it.
+      bind: parameters to the model, as of `functional.Functional`.
       spec: the model's.
     """
 
-    def __init__(self, bind: Callable[[Params], GPT2], spec: GPT2Spec) -> None:
+    def __init__(self, bind: Callable[[Params], LanguageModel], spec: Spec) -> None:
         self.spec = spec
 
         @jax.jit
-        def prefill(params: Params, window_S: jax.Array, length: jax.Array) -> tuple[jax.Array, KVCache]:
+        def prefill(params: Params, window_S: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
             """Logits after the first `length` tokens, and the cache; the rest of the window is never attended to."""
             model = bind(params)
-            hidden_1xSxD, cache = model.decode(window_S[None], init_cache(spec, 1, model.compute_dtype), 0)
+            hidden_1xSxD, cache = model.decode(window_S[None], model.init_cache(1), 0)
             last_1xD = jax.lax.dynamic_slice_in_dim(hidden_1xSxD[0], length - 1, 1)
             return model.logits(last_1xD)[0], cache
 
@@ -61,7 +61,7 @@ class Generator:
         def extend(
             params: Params,
             logits_V: jax.Array,
-            cache: KVCache,
+            cache: Any,
             length: jax.Array,
             count: jax.Array,
             key: jax.Array,

@@ -2,10 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from trainer.models.family import Family
 
 # The members of jax.checkpoint_policies that are policies themselves; the others are functions that make one.
 REMAT_POLICIES = (
@@ -17,6 +21,15 @@ REMAT_POLICIES = (
     "checkpoint_dots_with_no_batch_dims",
 )
 MLPS = ("gelu", "swiglu", "smooth_swiglu")
+ARCHITECTURE = ("n_layer", "n_head", "d_model", "context", "vocab_size", "d_mlp", "mlp")
+# Fields, and Hugging Face's names of them.
+HUGGING_FACE = {
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "d_model": "n_embd",
+    "context": "n_positions",
+    "vocab_size": "vocab_size",
+}
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,28 @@ class GPT2Spec:
         """K."""
         return self.d_model // self.n_head
 
+    @classmethod
+    def family(cls) -> "Family":
+        """GPT-2; its layers are imported here, so that a configuration can be read without JAX."""
+        from trainer.models.gpt2_family import GPT2_FAMILY
+
+        return GPT2_FAMILY
+
+    @classmethod
+    def deciding(cls) -> tuple[str, ...]:
+        """The fields that decide which function parameters stand for."""
+        return ARCHITECTURE
+
+    @classmethod
+    def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What a Hugging Face config.json says of the `deciding` fields. KeyError where it does not."""
+        theirs = {key: config[name] for key, name in HUGGING_FACE.items()}
+        return theirs | {"d_mlp": config.get("n_inner"), "mlp": "gelu"}
+
+    def architecture(self) -> dict[str, Any]:
+        """The `deciding` fields as JSON values, all filled in; not all of it shows in the parameters' shapes."""
+        return {name: getattr(self, name) for name in ARCHITECTURE} | {"d_mlp": self.mlp_width}
+
     def folded(self) -> Self:
         """The same function of the same parameters, without what only serves to round it well."""
         return dataclasses.replace(self, mlp="swiglu" if self.mlp == "smooth_swiglu" else self.mlp)
@@ -111,6 +146,14 @@ def linear_sizes(spec: GPT2Spec) -> dict[str, tuple[int, int]]:
     return {f"h.{i}.{name}": size for i in layers for name, size in sizes.items()}
 
 
-def linear_paths(spec: GPT2Spec) -> list[str]:
-    """The paths of the linear layers inside the blocks."""
-    return list(linear_sizes(spec))
+def forward_flops_per_token(spec: GPT2Spec) -> int:
+    """FLOPs of one token's forward pass at the full context T, counted as `flops` says.
+
+    Matmuls with weights: 2 L (4 D^2 + m D F) with m = 2 (gelu) or 3 (swiglu); attention's scores and weighted sum:
+    4 L T D; tied head: 2 D V without padding.
+    """
+    D, F = spec.d_model, spec.mlp_width
+    mlp_matrices = 2 if spec.mlp == "gelu" else 3
+    weights = spec.n_layer * (4 * D * D + mlp_matrices * D * F)
+    scores = 4 * spec.n_layer * spec.context * D
+    return 2 * weights + scores + 2 * D * spec.vocab_size

@@ -5,8 +5,8 @@ layers; the train step knows nothing of it. A row has `numerics/CLASS/LAYER/FIGU
 
   CLASS   weights, activations, activation_gradients, weight_gradients (as the optimiser gets them), mu, nu (as stored:
           `nu` as its root where it is narrow)
-  LAYER   a parameter, `h.3.mlp.c_fc.kernel`; or the input or output of a layer, `h.3.mlp.c_fc.in`, `h.3.ln_2.out`. The
-          residual stream is `h.3.in`, before a block, and `ln_f.in`.
+  LAYER   a parameter, such as `h.3.mlp.c_fc.kernel` of GPT-2; or the input or output of a layer, `h.3.mlp.c_fc.in`,
+          `h.3.ln_2.out`. The residual stream is `h.3.in`, before a block, and the input of the last norm.
   FIGURE  exponent (log2 of the scale), rms (of the data), underflow, saturated (shares of the elements)
 
 What underflow is counted against, where a zero does not tell whether it came from a zero:
@@ -27,7 +27,7 @@ Saturation is counted against the cast to come, or the format that the tensor ha
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -39,27 +39,15 @@ from jax.sharding import Sharding
 from scalify_core import FloatFormat, ScaledArray, scalify, tree
 from scalify_core.array import is_scaled_array
 from scalify_core.probe import FIGURES, SLOT, figures, probe
-from trainer.models.gpt2 import GPT2
-from trainer.models.layers import Block, LastColumns, LayerNorm, Linear
 from trainer.precision.policy import DTYPES, MOMENTS, Policy
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens, sequence_keys
 from trainer.workload import Model
 
 CLASSES = ("weights", "activations", "activation_gradients", "weight_gradients", "mu", "nu")
-SIDES: dict[type, tuple[str, ...]] = {
-    Linear: ("in", "out"),  # the output of the one before GELU is without its bias, which GELU adds
-    LastColumns: ("in", "out"),
-    LayerNorm: ("out",),
-    Block: ("in",),
-}
-# In the order of a forward pass.
-PARTS = (
-    "wte", "wpe", "h", "ln_f", "in", "ln_1", "attn", "ln_2", "mlp",
-    "c_attn", "c_value", "c_gate", "c_fc", "c_proj", "out", "embedding", "scale", "kernel", "bias",
-)  # fmt: skip
+SIDES = ("in", "out")
 
-Slots = dict[str, jax.Array]  # by layer: `h.3.ln_2.out`; of scanned blocks `h.ln_2.out`, with a leading axis L
+Slots = dict[str, jax.Array]  # by layer: `h.3.ln_2.out`; of stacked blocks `h.ln_2.out`, with a leading axis L
 
 
 class Slot(nnx.Variable):
@@ -94,26 +82,25 @@ class Probed(nnx.Module):
         return self.module.bias
 
 
-def probed_layers(model: GPT2) -> Iterator[tuple[str, Any, tuple[Any, ...], tuple[str, ...]]]:
-    """Name, module, path and sides of every layer that is probed; the innermost first."""
+def probed_layers(model: nnx.Module) -> Iterator[tuple[str, Any, tuple[Any, ...], tuple[str, ...]]]:
+    """Name, module, path and sides of every layer that says which of its sides are probed; the innermost first."""
     for path, module in sorted(nnx.iter_modules(model), key=lambda item: -len(item[0])):
-        sides = ("in", "out") if path == ("ln_f",) else SIDES.get(type(module), ())
+        sides = getattr(module, "probes", ())
         if sides:
             yield ".".join(map(str, path)), module, path, sides
 
 
-def scanned(name: str) -> bool:
+def is_stack(model: Model, name: str) -> bool:
     """Whether a parameter or layer is a stack of all blocks'."""
-    first, *rest = name.split(".")
-    return first == "h" and not rest[0].isdigit() if rest else first == "h"
+    return model.spec.scan_layers and name.split(".")[0] == model.family.blocks
 
 
 def make_slots(model: Model) -> Slots:
     """A slot for every probe: zeros."""
-    init, bind, init_histories = model.training
+    init, bind, init_histories, _ = model.training
     abstract = nnx.eval_shape(lambda: bind(init(jax.random.key(0)), init_histories()))
     return {
-        f"{name}.{side}": jnp.zeros(((model.spec.n_layer, *SLOT) if scanned(name) else SLOT), jnp.float32)
+        f"{name}.{side}": jnp.zeros(((model.spec.n_layer, *SLOT) if is_stack(model, name) else SLOT), jnp.float32)
         for name, _, _, sides in probed_layers(abstract)
         for side in sides
     }
@@ -128,14 +115,14 @@ def casts(policy: Policy) -> tuple[FloatFormat | None, FloatFormat | None]:
 
 def operand_formats(model: Model, name: str, side: str) -> tuple[FloatFormat | None, FloatFormat | None]:
     """What a layer's input or output is cast to next, and its gradient."""
-    path = name.replace("h.", "h.*.", 1) if scanned(name) else name
+    path = name.replace(".", ".*.", 1) if is_stack(model, name) else name
     if path not in model.narrow:
         return None, None
     forward, backward = casts(model.policy)
     return (forward, None) if side == "in" else (None, backward)
 
 
-def attach(model: Model, bound: GPT2, slots: Slots) -> GPT2:
+def attach(model: Model, bound: Any, slots: Slots) -> Any:
     """The bound model with a probe at every slot."""
     for name, module, path, sides in list(probed_layers(bound)):
         probes = {side: Probe(slots[f"{name}.{side}"], *operand_formats(model, name, side)) for side in sides}
@@ -218,21 +205,22 @@ def of_tensor(
     return jax.vmap(lambda data, scale, exact: of(ScaledArray(data, scale), None, exact))(data, scale, exact)
 
 
-def by_layer(layers: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+def by_layer(model: Model, layers: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """Names and figures [4] of every layer, stacks taken apart, in the order of a forward pass."""
     single: dict[str, np.ndarray] = {}
     for name, values in layers.items():
-        if scanned(name):
-            rest = name.removeprefix("h").lstrip(".")
-            single |= {f"h.{i}.{rest}": row for i, row in enumerate(values)}
+        if is_stack(model, name):
+            blocks, _, rest = name.partition(".")
+            single |= {f"{blocks}.{i}.{rest}": row for i, row in enumerate(values)}
         else:
             single[name] = values
-    yield from sorted(single.items(), key=lambda item: order(item[0]))
+    place = {part: i for i, part in enumerate((SIDES[0], *model.family.parts, SIDES[1]))}
+    yield from sorted(single.items(), key=lambda item: order(item[0], place))
 
 
-def order(name: str) -> list[int]:
-    """Of a layer's or parameter's name among its like: blocks by number, their parts as they are computed."""
-    return [int(part) if part.isdigit() else PARTS.index(part) for part in name.split(".")]
+def order(name: str, place: Mapping[str, int]) -> list[int]:
+    """Where a layer or parameter stands among its like: blocks by number, parts by `place`, others behind them."""
+    return [int(part) if part.isdigit() else place.get(part, len(place)) for part in name.split(".")]
 
 
 def make_numerics(
@@ -248,7 +236,7 @@ def make_numerics(
     measure = jax.jit(of_tensor, static_argnums=3, out_shardings=sharding)
     everywhere = jax.jit(lambda params: params, out_shardings=sharding)
     forward, _ = casts(model.policy)
-    kernels = {f"{path.replace('*.', '')}.kernel" for path in model.narrow}
+    kernels = {name for name, role in named(model.roles).items() if model.is_narrow(role)}
 
     def of(tensors: dict[str, Any], exact: dict[str, Any], cast: Collection[str] = (), *, zeros: bool) -> Slots:
         found = {}
@@ -257,7 +245,7 @@ def make_numerics(
             before: Any = exact.get(name)
             if is_scaled_array(before):
                 before = before.data
-            settings = (forward if name in cast else None, zeros, scanned(name))
+            settings = (forward if name in cast else None, zeros, is_stack(model, name))
             # One after the other: programs of several devices that are there at once can wait for each other forever.
             found[name] = jax.block_until_ready(measure(data, jnp.asarray(scale, jnp.float32), before, settings))
         return found
@@ -280,7 +268,7 @@ def make_numerics(
         return {
             f"numerics/{kind}/{layer}/{figure}": float(f"{value:.6g}")
             for kind in CLASSES
-            for layer, row in by_layer(found[kind])
+            for layer, row in by_layer(model, found[kind])
             for figure, value in zip(FIGURES, row.tolist(), strict=True)
         }
 

@@ -5,7 +5,7 @@ the loss of its rows of the batch and their gradient, and the gradients are redu
 What is moved, in which format, is what stands here and in `reduction`; of activations only what attention and MLP
 add up over `tensor` leaves a device (`layers.leave`).
 
-Legend: D model, n devices of a row of `tensor`.
+Legend: D model, F width of a group of columns, n devices of a row of `tensor`.
 """
 
 import dataclasses
@@ -23,9 +23,11 @@ from scalify_core.array import is_scaled_array
 from scalify_core.formats import E4M3, FP16
 from scalify_core.optim import Largest, largest_of_arrays
 from scalify_core.reductions import largest_magnitudes
+from scalify_core.tree import map_arrays
+from trainer.models.roles import Role, role_of
 from trainer.parallel.mesh import BATCH_AXES, Sizes
 from trainer.parallel.reduction import Reduction, exchanged, gathered, mean
-from trainer.parallel.sharding import fsdp_axis, is_of_heads, mesh_axes, of_parameters, partition, partitions
+from trainer.parallel.sharding import fsdp_axis, mesh_axes, of_parameters, partition, partitions
 from trainer.precision.gradients import ValueAndGrad
 from trainer.step.state import TrainState
 from trainer.step.step import Gradient, Tokens, mean_gradient, squares_of_arrays
@@ -42,72 +44,69 @@ class Wire(NamedTuple):
     Attributes:
       reduce: gradients: fp32, bf16, fp16, or fp8: E4M3 for the kernels of the blocks' linear layers, FP16 for the rest.
       deterministic: in FP32, summed in fixed order.
-      narrow: (path, parameter) to the parameter in the format in which it is gathered.
+      narrow: (role, parameter) to the parameter in the format in which it is gathered.
+      roles: of the parameters, in their nested dictionaries.
     """
 
     reduce: str
     deterministic: bool
-    narrow: Callable[[Any, Any], Any]
+    narrow: Callable[[Role, Any], Any]
+    roles: Any
 
-    def reduction(self, path: Any) -> Reduction:
-        """Of the gradient of the parameter at a path."""
+    def reduction(self, role: Role) -> Reduction:
+        """How the gradient of a parameter with this role is reduced."""
         if self.reduce == "fp8":
-            return Reduction(E4M3 if is_block_kernel(path) else FP16, False)
+            return Reduction(E4M3 if role.is_kernel else FP16, False)
         return Reduction(FloatFormat.parse(self.reduce), self.deterministic)
 
 
-def is_block_kernel(path: Any) -> bool:
-    """Whether a parameter is the kernel of a linear layer."""
-    return path[-1].key == "kernel"
+def to_heads(x: jax.Array, role: Role) -> jax.Array:
+    """The columns of this device's heads, of g groups: of a kernel, rows of all [.., D/n, gF] to [.., D, gF/n].
 
-
-def to_heads(x: jax.Array, is_kernel: bool) -> jax.Array:
-    """Queries, keys and values of this device's heads: of a kernel, rows of all [.., D/n, 3D] to columns [.., D, 3D/n].
-
-    A bias [.., 3D] is whole on every device of a row of `tensor`.
+    A bias [.., gF] is whole on every device of a row of `tensor`.
     """
     n = lax.axis_size("tensor")
     if n == 1:
         return x
-    parts = x.reshape(*x.shape[:-1], 3, n, -1)
-    if is_kernel:
+    parts = x.reshape(*x.shape[:-1], role.groups, n, -1)
+    if role.is_kernel:
         parts = exchanged(parts, "tensor", parts.ndim - 2, parts.ndim - 4)
     else:
         parts = lax.dynamic_index_in_dim(parts, lax.axis_index("tensor"), parts.ndim - 2)
     return parts.reshape(*parts.shape[:-3], -1)
 
 
-def from_heads(x: jax.Array, is_kernel: bool) -> jax.Array:
-    """The inverse."""
+def from_heads(x: jax.Array, role: Role) -> jax.Array:
+    """The inverse of `to_heads`."""
     n = lax.axis_size("tensor")
     if n == 1:
         return x
-    parts = x.reshape(*x.shape[:-1], 3, 1, -1)
-    if is_kernel:
+    parts = x.reshape(*x.shape[:-1], role.groups, 1, -1)
+    if role.is_kernel:
         parts = exchanged(parts, "tensor", parts.ndim - 4, parts.ndim - 2)
     else:
         parts = gathered(parts, parts.ndim - 2, "tensor")
     return parts.reshape(*parts.shape[:-3], -1)
 
 
-def gather(params: Any, specs: Any, narrow: Callable[[Any, Any], Any]) -> Any:
+def gather(params: Any, specs: Any, wire: Wire) -> Any:
     """What a device computes with, of the parts of parameters that the devices hold; inside `shard_map`."""
 
-    def of_leaf(path: Any, p: Any, spec: PartitionSpec) -> Any:
-        axis, by_heads = fsdp_axis(spec), is_of_heads(path)
+    def of_leaf(p: Any, spec: PartitionSpec, role: Role) -> Any:
+        axis, by_heads = fsdp_axis(spec), role.groups > 1
 
         def move(x: jax.Array) -> jax.Array:
             x = x if axis is None else gathered(x, axis, "fsdp")
-            return to_heads(x, is_block_kernel(path)) if by_heads else x
+            return to_heads(x, role) if by_heads else x
 
         if axis is None and not by_heads:
             return p
-        form = narrow(path, p)
+        form = wire.narrow(role, p)
         if is_scaled_array(form):
             return ScaledArray(move(form.data), form.scale)
         return move(form).astype(p.dtype)
 
-    return jax.tree_util.tree_map_with_path(of_leaf, params, specs, is_leaf=is_scaled_array)
+    return map_arrays(of_leaf, params, specs, wire.roles)
 
 
 def reduced(grads: Any, specs: Any, wire: Wire, seed: jax.Array) -> Any:
@@ -115,22 +114,22 @@ def reduced(grads: Any, specs: Any, wire: Wire, seed: jax.Array) -> Any:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_scaled_array)]
     numbers = {path: i for i, path in enumerate(paths)}
 
-    def of_leaf(path: Any, grad: Any, spec: PartitionSpec) -> Any:
+    def of_leaf(path: Any, grad: Any, spec: PartitionSpec, role: Role) -> Any:
         def arrange(x: jax.Array) -> jax.Array:
-            return from_heads(x, is_block_kernel(path)) if is_of_heads(path) else x
+            return from_heads(x, role) if role.groups > 1 else x
 
         with jax.named_scope("reduce"):
             out = mean(
                 weights.wide(grad),
                 fsdp_axis(spec),
-                wire.reduction(path),
+                wire.reduction(role),
                 seed=seed,
                 leaf=numbers[path],
                 arrange=arrange,
             )
         return out if is_scaled_array(grad) else out.astype(grad.dtype)
 
-    return jax.tree_util.tree_map_with_path(of_leaf, grads, specs, is_leaf=is_scaled_array)
+    return jax.tree_util.tree_map_with_path(of_leaf, grads, specs, wire.roles, is_leaf=is_scaled_array)
 
 
 def mean_of_scalars(x: jax.Array) -> jax.Array:
@@ -148,10 +147,10 @@ def gradient_over(mesh: Mesh, wire: Wire) -> Gradient:
     def gradient(
         value_and_grad: ValueAndGrad, params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array
     ) -> tuple[jax.Array, Any, Any]:
-        specs = of_parameters(params, mesh)
+        specs = of_parameters(params, mesh, wire.roles)
 
         def of_rows(params: Any, scaling: Any, tokens: Any, segments: Any, keys_B: Any) -> tuple[Any, Any, Any]:
-            loss, grads, seen = value_and_grad(gather(params, specs, wire.narrow), scaling, tokens, segments, keys_B)
+            loss, grads, seen = value_and_grad(gather(params, specs, wire), scaling, tokens, segments, keys_B)
             return loss, reduced(grads, specs, wire, random_word(keys_B)) if every else grads, seen
 
         def of_device(params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array) -> tuple[Any, Any, Any]:
@@ -163,7 +162,7 @@ def gradient_over(mesh: Mesh, wire: Wire) -> Gradient:
         return jax.shard_map(
             of_device,
             mesh=mesh,
-            in_specs=(partitions(params, mesh), EVERYWHERE, MICRO_BATCHES, MICRO_BATCHES),
+            in_specs=(partitions(params, mesh, wire.roles), EVERYWHERE, MICRO_BATCHES, MICRO_BATCHES),
             out_specs=(EVERYWHERE, specs, EVERYWHERE),
             check_vma=False,
         )(params, scaling, batch, keys_AxB)
@@ -180,16 +179,16 @@ def loss_over(mesh: Mesh, wire: Wire, loss: LossOfState) -> LossOfState:
     """The mean of `loss(state, tokens, segments)` over the devices of a mesh, each on its rows."""
 
     def mean_loss(state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
-        specs = of_parameters(state.params, mesh)
+        specs = of_parameters(state.params, mesh, wire.roles)
 
         def of_device(params: Any, scaling: Any, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
-            whole = dataclasses.replace(state, params=gather(params, specs, wire.narrow), scaling=scaling)
+            whole = dataclasses.replace(state, params=gather(params, specs, wire), scaling=scaling)
             return mean_of_scalars(loss(whole, tokens, segments))
 
         return jax.shard_map(
             of_device,
             mesh=mesh,
-            in_specs=(partitions(state.params, mesh), EVERYWHERE, ROWS, ROWS),
+            in_specs=(partitions(state.params, mesh, wire.roles), EVERYWHERE, ROWS, ROWS),
             out_specs=EVERYWHERE,
             check_vma=False,
         )(state.params, state.scaling, tokens, segments)
@@ -197,14 +196,15 @@ def loss_over(mesh: Mesh, wire: Wire, loss: LossOfState) -> LossOfState:
     return mean_loss
 
 
-def largest_over(mesh: Mesh) -> Largest:
+def largest_over(mesh: Mesh, roles: Any) -> Largest:
     """`reductions.largest_magnitudes` of arrays of a state that is split as `sharding` says: only maxima are moved."""
     if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return largest_of_arrays
     sizes = dict(mesh.shape)
 
     def largest(groups: Sequence[Sequence[jax.Array]], paths: Sequence[tuple]) -> jax.Array:
-        specs = [[partition(path, x.shape, sizes) for x in group] for group, path in zip(groups, paths, strict=True)]
+        found = [role_of(roles, path) for path in paths]
+        specs = [[partition(role, x.shape, sizes) for x in group] for group, role in zip(groups, found, strict=True)]
 
         def of_device(groups: Sequence[Sequence[jax.Array]]) -> jax.Array:
             return lax.pmax(largest_magnitudes(groups), ("fsdp", "tensor"))
@@ -214,13 +214,13 @@ def largest_over(mesh: Mesh) -> Largest:
     return largest
 
 
-def squares_over(mesh: Mesh) -> Callable[[Any], jax.Array]:
+def squares_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
     """`step.squares_of_arrays` of a tree that is split as `sharding` says, parts added in the order of the mesh."""
     if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return squares_of_arrays
 
     def squares(tree: Any) -> jax.Array:
-        specs = of_parameters(tree, mesh)
+        specs = of_parameters(tree, mesh, roles)
 
         def of_device(tree: Any) -> jax.Array:
             sums, groups = squares_of_arrays(tree), dict[tuple[str, ...], list[int]]()

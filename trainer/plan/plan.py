@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from trainer.compiled.fp8 import Gpu, Layer, not_fp8
 from trainer.compiled.hlo import Collective, Program
+from trainer.models.family import Spec
 from trainer.models.flops import flops_per_token
-from trainer.models.spec import GPT2Spec
 from trainer.observe.metrics import GIB, mfu
 from trainer.observe.peaks import peak_flops
 from trainer.plan.aot import Compiled, compile_for_target, lower_for_target, written_to_no_cache
@@ -147,7 +147,7 @@ class Measured(NamedTuple):
 Batches = Callable[[int], Tokens]  # from B to the step's batch
 
 
-def is_continued(spec: GPT2Spec, policy: Policy, exact: bool) -> bool:
+def is_continued(spec: Spec, policy: Policy, exact: bool) -> bool:
     """Whether a step is continued from two depths: layers that are chosen by number have no counterpart in both."""
     by_number = any(c.isdigit() for pattern in (*policy.matmuls, *policy.keep) for c in pattern.split(".")[1:2])
     return not (exact or spec.scan_layers or spec.n_layer <= EXACT or by_number)
@@ -250,7 +250,7 @@ class Plan(NamedTuple):
     """
 
     aim: Aim
-    spec: GPT2Spec
+    spec: Spec
     sequences: int
     tokens: int
     compute: str

@@ -26,7 +26,8 @@ class Target:
       bandwidth: of the memory, bytes per second.
       l2: bytes.
       shared: of each multiprocessor, bytes; a block may have 1 KiB less.
-      links: NVLinks.
+      threads: that a multiprocessor holds at once.
+      links: NVLinks; 0: PCI Express.
       link_bandwidth: of all of them together, bytes per second in each direction.
       network: between hosts, bytes per second of each GPU in each direction.
     """
@@ -40,6 +41,7 @@ class Target:
     bandwidth: float
     l2: int
     shared: int
+    threads: int
     links: int
     link_bandwidth: float
     network: float
@@ -68,7 +70,7 @@ gpu_device_info {{
   registers_per_block_limit: 65536
   threads_per_warp: 32
   threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {self.threads}
   thread_dim_limit_x: 1024
   thread_dim_limit_y: 1024
   thread_dim_limit_z: 64
@@ -105,8 +107,25 @@ TARGETS = {
         bandwidth=2.039e12,
         l2=40 * MIB,
         shared=164 * KIB,
+        threads=2048,
         links=12,
         link_bandwidth=300e9,
+        network=25e9,
+    ),
+    # NVIDIA L40S data sheet and Ada GPU Architecture (white paper); its links are PCI Express 4.0 of 16 lanes.
+    "l40s": Target(
+        "NVIDIA L40S",
+        (8, 9),
+        cores=142,
+        lanes=128,
+        clock_ghz=2.52,
+        memory=48 * 10**9,
+        bandwidth=864e9,
+        l2=96 * MIB,
+        shared=100 * KIB,
+        threads=1536,
+        links=0,
+        link_bandwidth=32e9,
         network=25e9,
     ),
     # NVIDIA H100 data sheet (SXM) and H100 Tensor Core GPU Architecture (white paper); DGX H100 data sheet.
@@ -120,6 +139,7 @@ TARGETS = {
         bandwidth=3.35e12,
         l2=50 * MIB,
         shared=228 * KIB,
+        threads=2048,
         links=18,
         link_bandwidth=450e9,
         network=50e9,
@@ -135,6 +155,7 @@ TARGETS = {
         bandwidth=4.8e12,
         l2=50 * MIB,
         shared=228 * KIB,
+        threads=2048,
         links=18,
         link_bandwidth=450e9,
         network=50e9,
@@ -150,6 +171,7 @@ TARGETS = {
         bandwidth=8e12,
         l2=126 * MIB,
         shared=228 * KIB,
+        threads=2048,
         links=18,
         link_bandwidth=900e9,
         network=50e9,

@@ -4,7 +4,7 @@ A preset is nothing but a name for a combination of the fields of `Policy`. Unde
 gradient are scale-propagated: `scalify` is applied to the very function that the other presets differentiate.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -235,14 +235,6 @@ def dot_general_for(policy: Policy, narrow: Collection[str], *, keep_weights: bo
         )
 
     return dot_general
-
-
-def is_kernel_of(paths: Collection[str], keys: Sequence[Any]) -> bool:
-    """Whether the parameter at a path of dictionary keys is the kernel of one of these linear layers."""
-    *module, leaf = [str(key.key) for key in keys]
-    if module and module[0] == "h" and not module[1].isdigit():
-        module.insert(1, "*")  # scanned
-    return leaf == "kernel" and ".".join(module) in paths
 
 
 def store_weights(params: Any, policy: Policy) -> Any:

@@ -11,9 +11,10 @@ from scalify_core import weights
 from trainer.data.hf_tokenizer import first_difference, ids_beside
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved
 from trainer.errors import UserError
-from trainer.models.gpt2 import Params, stack_layers
-from trainer.models.huggingface import load_gpt2
-from trainer.models.spec import GPT2Spec
+from trainer.models import huggingface
+from trainer.models.family import Spec
+from trainer.models.functional import Params
+from trainer.models.specs import FIRST
 from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.step.leaves import as_saved
@@ -23,14 +24,13 @@ from trainer.workload import Workload, abstract_state, convert_state
 FROM_INIT = ", or model=from_init, which takes all sizes from there"
 
 
-def architecture(spec: GPT2Spec) -> dict[str, Any]:
-    """What decides which function parameters stand for, as JSON values; not all of it shows in their shapes."""
-    sizes = ("vocab_size", "context", "n_layer", "n_head", "d_model", "mlp")
-    return {name: getattr(spec, name) for name in sizes} | {"d_mlp": spec.mlp_width}
+def architecture(spec: Spec) -> dict[str, Any]:
+    """What decides which function parameters stand for, as JSON values: `Spec.architecture` and the family."""
+    return {"family": spec.family().name} | spec.architecture()
 
 
 def check_same_model(
-    source: str, theirs: Mapping[str, Any], spec: GPT2Spec, otherwise: str = "", tokenizer: Sequence[str] = ()
+    source: str, theirs: Mapping[str, Any], spec: Spec, otherwise: str = "", tokenizer: Sequence[str] = ()
 ) -> None:
     """Refuse weights of another architecture, or for another tokenizer, all that differs in one message.
 
@@ -41,7 +41,10 @@ def check_same_model(
       otherwise: what else could be done about another architecture.
       tokenizer: what differs between theirs and ours, and what to do about it; empty: nothing does.
     """
-    ours = architecture(spec)
+    ours, family = spec.architecture(), spec.family().name
+    found_family = theirs.get("family", FIRST)
+    if found_family != family:
+        raise UserError(f"{source} has a {found_family}, the model is a {family}; choose another model{otherwise}")
     if tokenizer:
         del ours["vocab_size"]  # follows from it
     different = {name: value for name, value in ours.items() if theirs[name] != value}
@@ -130,15 +133,15 @@ def restore_logical(checkpointer: Checkpointer, like: Params) -> Params:
     return weights.wide(checkpointer.restore(target, partial=True).state["params"])
 
 
-def initial_weights(source: Path, spec: GPT2Spec, tokenizer: Tokenizer, like: Params) -> Params:
-    """Parameters from a run, a Hugging Face GPT-2 directory or a safetensors file, placed and typed as `like`.
+def initial_weights(source: Path, spec: Spec, tokenizer: Tokenizer, like: Params) -> Params:
+    """Parameters from a run, a Hugging Face directory or a safetensors file, placed and typed as `like`.
 
     `tokenizer` is that of the data, whose ids the weights must know.
     """
     if not source.exists():
         raise UserError(
             f"init_from={source} does not exist; "
-            "valid: a run directory, a Hugging Face GPT-2 directory, or a .safetensors file"
+            "valid: a run directory, a Hugging Face directory, or a .safetensors file"
         )
     named = f"init_from={source}"
     if (source / "checkpoints").is_dir():
@@ -147,17 +150,11 @@ def initial_weights(source: Path, spec: GPT2Spec, tokenizer: Tokenizer, like: Pa
             other = other_tokenizer_of_run(source, meta, tokenizer)
             check_same_model(named, meta["model"], spec, FROM_INIT, other)
             return restore_logical(checkpointer, like)
-    told = (beside(source) / "config.json").is_file()
-    found, params = load_gpt2(source, n_head=None if told else spec.n_head)
+    found, params = huggingface.load(source, spec)
     check_same_model(named, architecture(found), spec, FROM_INIT, other_tokenizer_beside(source, found, tokenizer))
     if spec.scan_layers:
-        params = stack_layers(params)
+        params = spec.family().stack_layers(params)
     return jax.tree.map(lambda new, old: jax.device_put(new.astype(old.dtype), old.sharding), params, like)
-
-
-def beside(source: Path) -> Path:
-    """The directory of weights, which may be given as a file."""
-    return source if source.is_dir() else source.parent
 
 
 def other_tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any], ours: Tokenizer) -> list[str]:
@@ -170,15 +167,16 @@ def other_tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any], ours: Tokeniz
     return [f"{what} (the data's is {ours.name}, {ours.vocab_size:,} ids)", f"set data.tokenizer={file}"]
 
 
-def other_tokenizer_beside(source: Path, spec: GPT2Spec, ours: Tokenizer) -> list[str]:
+def other_tokenizer_beside(source: Path, spec: Spec, ours: Tokenizer) -> list[str]:
     """What to say and to do where weights are for other ids than those of the data; empty where that is not seen.
 
     Without a tokenizer beside them their vocabulary tells: at most a hundredth of its rows may be without an id.
     """
-    theirs = ids_beside(beside(source))
+    directory = huggingface.directory_of(source)
+    theirs = ids_beside(directory)
     if theirs is not None:
         found = first_difference(theirs, ours)
-        end = f"set data.tokenizer={beside(source)}, the data's is {ours.name} of {ours.vocab_size:,} ids"
+        end = f"set data.tokenizer={directory}, the data's is {ours.name} of {ours.vocab_size:,} ids"
         return [] if found is None else [f"has another tokenizer ({found})", end]
     if 0.99 * spec.vocab_size <= ours.vocab_size <= spec.vocab_size:
         return []
@@ -188,7 +186,7 @@ def other_tokenizer_beside(source: Path, spec: GPT2Spec, ours: Tokenizer) -> lis
 
 def describe_init(source: Path, ours: Tokenizer) -> list[str]:
     """A line where nothing beside the weights tells whether the ids of the data are theirs."""
-    if (source / "checkpoints").is_dir() or ids_beside(beside(source)) is not None:
+    if (source / "checkpoints").is_dir() or ids_beside(huggingface.directory_of(source)) is not None:
         return []
     return [
         f"init_from={source}: there is no tokenizer beside the weights, so that nobody checked whether their ids are "

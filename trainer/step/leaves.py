@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalify_core import lowering
 from scalify_core.array import ScaledArray, is_scaled_array
 
 
@@ -115,7 +116,7 @@ def _odd_numbers(size: int, first: Any, axis: int, which: int) -> jax.Array:
     x = x * np.uint32((0x9E3779B1, 0x85EBCA77)[which]) + np.uint32((axis * 0x27D4EB2F) % 2**32)
     x = (x ^ (x >> 15)) * np.uint32(0x2C1B3C6D)
     x = (x ^ (x >> 12)) * np.uint32(0x297A2D39)
-    return jax.lax.optimization_barrier((x ^ (x >> 15)) | np.uint32(1))
+    return lowering.held("factors_once", (x ^ (x >> 15)) | np.uint32(1))
 
 
 def _scrambled(bits: jax.Array, which: int) -> jax.Array:

@@ -14,50 +14,46 @@ import optax
 from jax.typing import ArrayLike
 
 from trainer.errors import UserError
+from trainer.models.roles import role_of
 
 Params = Any
+OptimizerFor = Callable[[Any], optax.GradientTransformation]  # from the roles of the parameters
 
 
-def is_matrix(path: tuple[Any, ...], leaf: jax.Array) -> bool:
-    """Whether weight decay applies: kernels and embedding tables, not biases or gains (stacked over layers or not)."""
-    return path[-1].key in ("kernel", "embedding")
+def matrix_mask(roles: Any) -> Params:
+    """A tree of booleans like the parameters: where weight decay applies. Not to biases or gains."""
+    return jax.tree.map(lambda role: role.is_matrix, roles)
 
 
-def matrix_mask(params: Params) -> Params:
-    """A tree of booleans like `params`: where weight decay applies."""
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+def hidden_matrices(roles: Any) -> Callable[[Params], Params]:
+    """From parameters to Muon's share: the kernels, over their last two axes, any leading ones being layers.
 
-
-def hidden_matrices(params: Params) -> Params:
-    """Muon's share: the kernels, over their last two axes, any leading ones being layers. None: by Adam instead."""
+    None: by Adam instead.
+    """
 
     def axes(path: tuple[Any, ...], leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-        return optax.contrib.MuonDimensionNumbers(-2, -1) if path[-1].key == "kernel" else None
+        role = role_of(roles, path)
+        return optax.contrib.MuonDimensionNumbers(-2, -1) if role and role.is_kernel else None
 
-    return jax.tree_util.tree_map_with_path(axes, params)
-
-
-def is_stacked(path: tuple[Any, ...], leaf: jax.Array) -> bool:
-    """Whether a leaf holds all layers along its first axis (`h/attn/...`), not one (`h/0/attn/...`) or none."""
-    return path[0].key == "h" and not isinstance(path[1].key, int)
+    return lambda params: jax.tree_util.tree_map_with_path(axes, params)
 
 
-def adamw(*, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+def adamw(roles: Any, *, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     """Adam with bias correction."""
     return optax.scale_by_adam(b1, b2, eps)
 
 
-def lion(*, b1: float, b2: float) -> optax.GradientTransformation:
+def lion(roles: Any, *, b1: float, b2: float) -> optax.GradientTransformation:
     """The sign of an interpolated momentum."""
     return optax.scale_by_lion(b1, b2)
 
 
-def sgd(*, momentum: float) -> optax.GradientTransformation:
+def sgd(roles: Any, *, momentum: float) -> optax.GradientTransformation:
     """Gradient descent with momentum."""
     return optax.trace(momentum)
 
 
-def adafactor() -> optax.GradientTransformation:
+def adafactor(roles: Any) -> optax.GradientTransformation:
     """Factored second moments, clipped and scaled per tensor: per layer too where layers are stacked."""
     core = optax.chain(optax.adafactor(1.0), optax.scale(-1.0))
 
@@ -66,12 +62,10 @@ def adafactor() -> optax.GradientTransformation:
         return lambda tree, *rest: (jax.vmap(fn) if jax.tree.leaves(tree) else fn)(tree, *rest)
 
     stacked = optax.GradientTransformation(over_layers(core.init), over_layers(core.update))
-    return optax.partition(
-        {True: stacked, False: core}, lambda params: jax.tree_util.tree_map_with_path(is_stacked, params)
-    )
+    return optax.partition({True: stacked, False: core}, jax.tree.map(lambda role: role.stacked, roles))
 
 
-def muon(*, momentum: float, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+def muon(roles: Any, *, momentum: float, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     """Orthogonalised momentum for the kernels, Adam (b1, b2) for the rest; `eps` of both."""
     # An update's RMS is 0.2, as AdamW's: one learning rate serves both parts (arXiv 2502.16982, section 2.2).
     descent = optax.contrib.muon(
@@ -80,7 +74,7 @@ def muon(*, momentum: float, b1: float, b2: float, eps: float) -> optax.Gradient
         eps=eps,
         adam_b1=b1,
         adam_b2=b2,
-        muon_weight_dimension_numbers=hidden_matrices,
+        muon_weight_dimension_numbers=hidden_matrices(roles),
         consistent_rms=0.2,
     )
     return optax.chain(descent, optax.scale(-1.0))
@@ -96,7 +90,7 @@ def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {  # (roles, **settings) ->
     "adamw": adamw,
     "lion": lion,
     "adafactor": adafactor,
@@ -105,10 +99,8 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-def make_optimizer(
-    name: str, *, weight_decay: float, clip_norm: float, **settings: float
-) -> optax.GradientTransformation:
-    """The transformation whose update, times the learning rate, is added to the parameters.
+def make_optimizer(name: str, *, weight_decay: float, clip_norm: float, **settings: float) -> OptimizerFor:
+    """From the roles of parameters to the transformation whose update, times the learning rate, is added to them.
 
     Args:
       name: of OPTIMIZERS.
@@ -118,12 +110,16 @@ def make_optimizer(
     """
     if name not in OPTIMIZERS:
         raise UserError(f"optimizer.name={name!r} is not a choice; valid: {', '.join(OPTIMIZERS)}")
-    return optax.chain(
-        clip_by_norm(clip_norm) if clip_norm else optax.identity(),
-        OPTIMIZERS[name](**settings),
-        optax.add_decayed_weights(weight_decay, matrix_mask) if weight_decay else optax.identity(),
-        optax.scale(-1.0),
-    )
+
+    def of_parameters(roles: Any) -> optax.GradientTransformation:
+        return optax.chain(
+            clip_by_norm(clip_norm) if clip_norm else optax.identity(),
+            OPTIMIZERS[name](roles, **settings),
+            optax.add_decayed_weights(weight_decay, matrix_mask(roles)) if weight_decay else optax.identity(),
+            optax.scale(-1.0),
+        )
+
+    return of_parameters
 
 
 def learning_rates(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from scalify_core import tree, weights
+from scalify_core import lowering, tree, weights
 from scalify_core.optim import Largest, largest_of_arrays
 from scalify_core.reductions import sums_of_squares
 from trainer.precision.gradients import Differentiate, ValueAndGrad
@@ -114,7 +114,7 @@ def make_train_step(
         loss, grads, seen = gradient(differentiate.value_and_grad, state.params, state.scaling, batch, keys_AxB)
         grads = store_gradients(grads)
         # Held, or XLA adds up every gradient once more for their sum.
-        squares = jax.lax.optimization_barrier(squares_of(weights.wide(grads)))
+        squares = lowering.held("squares_once", squares_of(weights.wide(grads)))
         grad_norm = jnp.sqrt(jnp.sum(squares))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 

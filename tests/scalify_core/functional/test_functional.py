@@ -29,6 +29,7 @@ def rms_norm(x, w):
 
 def full_attention(causal, segments=None):
     def fun(q, k, v):
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))  # as many heads as queries
         logits = jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(q.shape[-1])
         t, s = logits.shape[-2:]
         mask = jnp.tril(jnp.ones((t, s), bool))[None, None] if causal else jnp.ones((1, 1, t, s), bool)
@@ -37,6 +38,13 @@ def full_attention(causal, segments=None):
         return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(mask, logits, -jnp.inf)), v)
 
     return fun
+
+
+def rotated(x):
+    """Each pair of channels as a complex number, times one of size 1."""
+    half = x.shape[-1] // 2
+    z = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * ANGLES)[None, :, None]
+    return jnp.concatenate([z.real, z.imag], axis=-1)
 
 
 def cross_entropy(vocab_size):
@@ -49,6 +57,8 @@ def cross_entropy(vocab_size):
 
 X, W, B = normal(0, 3, 5, 8), normal(1, 8), normal(2, 8)
 QKV = tuple(normal(i, 2, 150, 2, 8) for i in range(3))
+GROUPED = normal(0, 2, 150, 6, 8), *(normal(i, 2, 150, 2, 8) for i in (1, 2))
+ANGLES = jnp.arange(150.0)[:, None] * 100 ** -(jnp.arange(4.0)[None] / 4)
 SEGMENTS = jnp.asarray(np.repeat([[0, 1, 2], [3, 3, 1]], 50, axis=1), jnp.int32)
 LOGITS, TARGETS = normal(3, 30, 24) * 3, jnp.asarray(np.arange(30) % 20, jnp.int32)
 HIDDEN, HEAD = normal(4, 30, 8), normal(5, 24, 8)
@@ -80,6 +90,20 @@ CASES = {
         QKV,
         3,
     ),
+    "attention_grouped": (sc.attention, full_attention(causal=True), GROUPED, 3),
+    "attention_grouped_not_causal": (
+        lambda *a: sc.attention(*a, causal=False),
+        full_attention(causal=False),
+        (GROUPED[0][:, :7], *GROUPED[1:]),
+        3,
+    ),
+    "attention_grouped_segments": (
+        lambda *a: sc.attention(*a, segments=SEGMENTS),
+        full_attention(causal=True, segments=SEGMENTS),
+        GROUPED,
+        3,
+    ),
+    "rope": (lambda x: sc.rope(x, jnp.cos(ANGLES), jnp.sin(ANGLES)), rotated, QKV[:1], 1),
     "cross_entropy": (sc.cross_entropy, cross_entropy(24), (LOGITS, TARGETS), 1),
     "cross_entropy_padded": (lambda *a: sc.cross_entropy(*a, vocab_size=20), cross_entropy(20), (LOGITS, TARGETS), 1),
     **{
@@ -182,6 +206,38 @@ def test_embedding_of_an_id_outside_is_nan():
 def test_attention_of_unequal_lengths_with_causal_is_an_error():
     with pytest.raises(ValueError, match="7 queries and 150 keys"):
         sc.attention(QKV[0][:, :7], *QKV[1:])
+
+
+@pytest.mark.parametrize("heads", [(3, 2, 2), (4, 2, 1), (1, 2, 2)])
+def test_attention_of_heads_that_do_not_divide_is_an_error(heads):
+    with pytest.raises(ValueError, match=f"{heads[0]} heads of queries, {heads[1]} of keys, {heads[2]} of values"):
+        sc.attention(*(normal(0, 1, 4, n, 8) for n in heads))
+
+
+def test_grouped_attention_holds_no_repeated_keys_or_values():
+    q, k = normal(0, 1, 64, 8, 4), normal(1, 1, 64, 2, 4)
+    jaxpr = jax.make_jaxpr(lambda q, k, v: jax.vjp(functools.partial(attention, causal=False), q, k, v)[1](q))(q, k, k)
+    inner = [eqn for call in jaxpr.eqns if "jaxpr" in call.params for eqn in call.params["jaxpr"].eqns]
+    sizes = {var.aval.shape for eqn in inner if eqn.primitive.name == "dot_general" for var in eqn.invars}
+    # Keys and values of two heads, and rows of four heads each: queries, their gradients, what is 64 x 64 a head.
+    assert sizes == {(1, 2, 64, 4), (1, 2, 256, 4), (1, 2, 256, 64)}
+
+
+def test_rope_keeps_what_a_pair_of_positions_sees_of_each_other():
+    """A product of rotated channels is a function of the distance."""
+    q, k = (jnp.broadcast_to(normal(i, 1, 1, 2, 8), (1, 150, 2, 8)) for i in (0, 1))
+    q, k = (sc.rope(x, jnp.cos(ANGLES), jnp.sin(ANGLES)) for x in (q, k))
+    near, far = (jnp.sum(q[0, i : i + 100] * k[0, :100], axis=-1) for i in (3, 40))
+    for products in (near, far):
+        # Angles up to 150 are wrong by their FP32 rounding, and so are sums of 8 products of numbers of a few units.
+        np.testing.assert_allclose(products, products[:1].repeat(100, 0), atol=150 * EPS * 8 * 4)
+    assert (jnp.abs(near - far) > 0.01).any()
+
+
+@pytest.mark.parametrize("shape", [(149, 4), (150, 8), (4,)])
+def test_rope_tables_of_another_shape_are_an_error(shape):
+    with pytest.raises(ValueError, match=r"expected \(150, 4"):
+        sc.rope(QKV[0], jnp.ones(shape), jnp.ones(shape))
 
 
 def test_gradients_of_attention_saturate_in_fp16():

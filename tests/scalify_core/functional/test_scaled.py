@@ -85,6 +85,74 @@ def test_attention_is_the_same_for_scales_known_while_tracing_and_at_run_time(ex
     assert_near(scalify(fun)(*args), fun(*asarray(args)), HALF_RTOL)
 
 
+ANGLES = jnp.arange(1.0, 65.0)[:, None] * 100 ** -(jnp.arange(4.0)[None] / 4)
+TABLES = jnp.cos(ANGLES), jnp.sin(ANGLES)
+
+
+def rotated(x):
+    """With its gradient for a gradient of the same size."""
+    out, pull = jax.vjp(lambda x: sc.rope(x, *TABLES), x)
+    return out, pull(x[:, ::-1])
+
+
+def grouped(q, k, v):
+    """The same of an attention of six heads over two."""
+    out, pull = jax.vjp(lambda *qkv: sc.attention(*qkv), q, k, v)
+    return out, pull(normal(3, *q.shape))
+
+
+def rms(x):
+    return float(jnp.sqrt(jnp.mean(jnp.square(x.data.astype(jnp.float32)))))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("exponent", [-60, -30, 0, 20, 60])
+def test_a_rotation_changes_no_scale(exponent, dynamic):
+    x = half(normal(0, 2, 64, 3, 8), exponent, dynamic)
+    found = scalify(rotated)(x)
+    assert_near(found, rotated(asarray(x)), float(jnp.finfo(HALF).eps))
+    for y in jax.tree.leaves(found, is_leaf=lambda y: isinstance(y, sc.ScaledArray)):
+        assert y.dtype == HALF
+        assert float(y.scale) == 2.0**exponent
+        assert rms(y) == pytest.approx(rms(x), rel=1e-3)  # which are 1536 roundings of 2^-11
+
+
+def test_a_rotation_under_vmap_rotates_each():
+    xs = half(normal(0, 3, 64, 2, 5, 8), 7, False)
+    turned = jax.vmap(rotated, in_axes=2, out_axes=(0, 1))
+    assert_near(scalify(turned)(xs), turned(asarray(xs)), float(jnp.finfo(HALF).eps))
+
+
+def test_a_rotation_of_a_plain_array_by_scaled_tables():
+    x = normal(0, 1, 64, 2, 8)
+    tables = as_scaled_array(TABLES, 1.0)
+    assert_near(scalify(sc.rope)(x, *tables), sc.rope(x, *TABLES))
+    assert_near(scalify(jax.grad(lambda t: jnp.sum(sc.rope(x, *t))))(tables), (0 * TABLES[0], 0 * TABLES[1]))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("exponents", [(0, 0, 0), (-60, 60, 0), (60, -60, 60), (-30, 30, -60), (20, -20, 60)])
+def test_grouped_attention_and_its_gradients_at_any_scales(exponents, dynamic):
+    """Keys and values that three query heads share: their gradients are sums over these."""
+    shapes = (2, 64, 6, 8), (2, 64, 2, 8), (2, 64, 2, 8)
+    args = [half(normal(i, *shape), e, dynamic) for i, (shape, e) in enumerate(zip(shapes, exponents, strict=True))]
+    out, gradients = found = scalify(grouped)(*args)
+    assert_near(found, grouped(*asarray(args)), HALF_RTOL)
+    for y in (out, *gradients):
+        assert 0.25 <= rms(y) <= 4
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_what_heads_share_has_the_size_that_is_expected(groups):
+    """Of the gradients of keys and values, data of one size however many query heads add up to them."""
+    args = [as_scaled_array(normal(i, 2, 64, heads, 16), 1.0) for i, heads in enumerate((8, groups, groups))]
+    _, (_, dk, dv) = scalify(grouped)(*args)
+    _, (_, own_dk, own_dv) = scalify(grouped)(args[0], *(as_scaled_array(normal(i, 2, 64, 8, 16), 1.0) for i in (1, 2)))
+    for found, own in ((dk, own_dk), (dv, own_dv)):
+        # Within half an octave, by which a scale is rounded, either way.
+        assert 0.5 <= rms(found) / rms(own) <= 2
+
+
 @pytest.mark.parametrize("dynamic", ["x", "head", "x head"])
 @pytest.mark.parametrize("exponent", EXPONENTS)
 def test_linear_cross_entropy_keeps_the_scales_of_run_time(exponent, dynamic):

@@ -1,5 +1,7 @@
 """What `Program` reads in small programs compiled for an H200, whose products, loops and collectives are known."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -114,6 +116,21 @@ def test_cudnn_attention_and_its_gradient_without_cudnn(one):
     ]
     assert sum(a.flops for a in p.attentions) == (2 + 5) * 2 * 2 * 4 * 256 * 256 * 64
     assert p.gemms == []
+
+
+def test_grouped_keys_and_values_reach_cudnn_attention_as_they_are(one):
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v).astype(jnp.float32))
+
+    grouped = (2, 256, 2, 64)
+    p = program(one, jax.grad(loss, (0, 1, 2)), (2, 256, 8, 64), grouped, grouped, dtype=jnp.bfloat16)
+    assert [(a.backward, a.sizes) for a in p.attentions] == [(back, (2, 8, 256, 256, 64)) for back in (False, True)]
+    inputs = [[shape.dims for name in call.operands[:3] for shape in p.entry[name].shapes] for call in fused(p)]
+    assert [sorted(map(math.prod, sizes)) for sizes in inputs] == 2 * [[2 * 256 * 2 * 64] * 2 + [2 * 256 * 8 * 64]]
+
+
+def fused(program):
+    return [instruction for instruction in program.entry.values() if "fmha" in instruction.target]
 
 
 def test_collectives_have_the_bytes_of_their_arrays(mesh):

@@ -4,7 +4,7 @@ import pytest
 
 from trainer.models.flops import flop_share, flops_per_token, forward_flops_per_token
 from trainer.models.gpt2 import functional
-from trainer.models.spec import GPT2Spec, linear_paths
+from trainer.models.spec import GPT2Spec, linear_sizes
 from trainer.observe.peaks import PEAKS, peak_flops
 
 GPT2_124M = GPT2Spec(vocab_size=50257)
@@ -24,7 +24,7 @@ def test_swiglu_by_hand():
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_formula_counts_every_matmul_of_the_traced_model(mlp):
     spec = GPT2Spec(vocab_size=64, context=16, n_layer=2, n_head=2, d_model=16, mlp=mlp)
-    init, bind, _ = functional(spec)
+    init, bind, *_ = functional(spec)
     params = jax.eval_shape(init, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((3, 16), jnp.int32)
     jaxpr = jax.make_jaxpr(lambda p, t: bind(p)(t))(params, tokens)
@@ -87,9 +87,9 @@ def test_particular_names_stand_before_general_ones():
 
 def test_the_share_of_some_layers_by_hand():
     # 2 * 84,934,656 of 284,812,800, see above; of the two MLP layers two thirds of that.
-    paths = linear_paths(GPT2_124M)
+    paths = linear_sizes(GPT2_124M)
     share = 2 * 84_934_656 / 284_812_800
     assert flop_share(GPT2_124M, paths) == pytest.approx(share)
     assert flop_share(GPT2_124M, [p for p in paths if ".mlp." in p]) == pytest.approx(2 / 3 * share)
     scanned = GPT2Spec(vocab_size=50257, scan_layers=True)
-    assert flop_share(scanned, linear_paths(scanned)) == flop_share(GPT2_124M, paths)
+    assert flop_share(scanned, linear_sizes(scanned)) == flop_share(GPT2_124M, paths)

@@ -20,7 +20,7 @@ PROMPT = [3, 1, 4, 1, 5]
 @functools.cache
 def make(spec=SPEC, sharpness=20.0):
     """Random weights hardly tell tokens apart; larger kernels make the likeliest one depend on those before it."""
-    init, bind, _ = functional(spec)
+    init, bind, *_ = functional(spec)
     params = init(jax.random.key(1))
     params["h"] = jax.tree.map(lambda p: p * sharpness, params["h"])
     return Generator(bind, spec), bind, params

@@ -12,9 +12,10 @@ from flax import nnx
 from trainer.errors import UserError
 from trainer.models import gpt2 as model
 from trainer.models import layers
-from trainer.models.gpt2 import GPT2, dropout, functional, param_count, stack_layers, unstack_layers
-from trainer.models.layers import init_cache
-from trainer.models.spec import REMAT_POLICIES, GPT2Spec, linear_paths
+from trainer.models.family import param_count
+from trainer.models.gpt2 import GPT2, dropout, functional
+from trainer.models.gpt2_family import GPT2_FAMILY
+from trainer.models.spec import REMAT_POLICIES, GPT2Spec, linear_sizes
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
 
@@ -27,7 +28,7 @@ REORDERED = 64 * float(jnp.finfo(jnp.float32).eps)
 @functools.cache
 def compiled(spec, compute_dtype=jnp.float32):
     """Initial parameters; loss and gradients; logits. Each compiled once for all tests."""
-    init, bind, _ = functional(spec, compute_dtype=compute_dtype)
+    init, bind, *_ = functional(spec, compute_dtype=compute_dtype)
     loss_and_grads = jax.jit(jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])))
     logits = jax.jit(lambda p, tokens, segments=None, key=None: bind(p)(tokens, segments, key))
     return jax.jit(init)(jax.random.key(0)), loss_and_grads, logits
@@ -132,7 +133,7 @@ def test_the_values_and_what_is_projected_are_larger_by_the_gain():
             return dot_general
 
         spec = dataclasses.replace(SPEC, n_layer=1, value_gain=gain)
-        init, bind, _ = functional(spec, dot_general=choose)
+        init, bind, *_ = functional(spec, dot_general=choose)
         bind(init(jax.random.key(0))).hidden(TOKENS[:, :16])
         return found
 
@@ -140,7 +141,7 @@ def test_the_values_and_what_is_projected_are_larger_by_the_gain():
     for path, factors in {"c_attn": (1, 1, 1), "c_value": (1, 2**12, 2**12), "c_proj": (2**12, 2**-12, 1)}.items():
         for a, b, factor in zip(one[f"h.0.attn.{path}"], many[f"h.0.attn.{path}"], factors, strict=True):
             np.testing.assert_array_equal(factor * a, b)
-    assert set(one) == set(linear_paths(dataclasses.replace(SPEC, n_layer=1, value_gain=1.0)))
+    assert set(one) == set(linear_sizes(dataclasses.replace(SPEC, n_layer=1, value_gain=1.0)))
 
 
 def test_first_loss_is_that_of_a_uniform_guess():
@@ -175,10 +176,10 @@ def test_scanned_layers_equal_unrolled_ones_from_the_same_key(mlp):
     scanned = dataclasses.replace(spec, scan_layers=True)
     params, loss_and_grads, _ = compiled(spec)
     stacked, loss_and_grads_scanned, _ = compiled(scanned)
-    jax.tree.map(np.testing.assert_array_equal, stack_layers(params), stacked)
-    jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
+    jax.tree.map(np.testing.assert_array_equal, GPT2_FAMILY.stack_layers(params), stacked)
+    jax.tree.map(np.testing.assert_array_equal, GPT2_FAMILY.unstack_layers(stacked), params)
     loss, grads = loss_and_grads(params)
-    assert_close((loss, stack_layers(grads)), loss_and_grads_scanned(stacked))
+    assert_close((loss, GPT2_FAMILY.stack_layers(grads)), loss_and_grads_scanned(stacked))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_remat_changes_neither_loss_nor_gradients(remat, scan_layers):
 def test_remat_keeps_less_for_the_backward_pass(scan_layers):
     def residual_bytes(remat):
         spec = dataclasses.replace(SPEC, scan_layers=scan_layers, remat=remat)
-        init, bind, _ = functional(spec)
+        init, bind, *_ = functional(spec)
         params = jax.eval_shape(init, jax.random.key(0))
         forward = lambda p: jax.vjp(lambda p: bind(p).hidden(TOKENS[:, :-1]).sum(), p)[1]
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(forward, params)))
@@ -236,7 +237,7 @@ def test_decoding_in_pieces_equals_one_pass(scan_layers, value_gain):
     params, _, logits = compiled(spec)
     bind = functional(spec).bind
     decode = jax.jit(lambda tokens, cache, position: bind(params).decode(tokens, cache, position))
-    cache, pieces = init_cache(SPEC, 2, jnp.float32), []
+    cache, pieces = bind(params).init_cache(2), []
     for start, stop in ((0, 7), (7, 8), (8, 9), (9, 16)):
         piece, cache = decode(TOKENS[:, start:stop], cache, start)
         pieces.append(piece)
@@ -271,7 +272,7 @@ def test_dropout_keeps_the_mean():
 
 def test_dropout_differs_between_layers_and_places(monkeypatch):
     spec = dataclasses.replace(SPEC, dropout=0.5)
-    init, bind, _ = functional(spec)
+    init, bind, *_ = functional(spec)
     given = []
 
     def spy(x, rate, key):
@@ -285,7 +286,7 @@ def test_dropout_differs_between_layers_and_places(monkeypatch):
 
 
 def test_compute_in_bf16_keeps_fp32_masters_gradients_and_loss():
-    init, bind, _ = functional(SPEC, compute_dtype=jnp.bfloat16)
+    init, bind, *_ = functional(SPEC, compute_dtype=jnp.bfloat16)
     params = init(jax.random.key(0))
     loss, grads = compiled(SPEC, jnp.bfloat16)[1](params)
     assert {leaf.dtype for leaf in jax.tree.leaves((params, grads, loss))} == {jnp.dtype(jnp.float32)}
@@ -328,7 +329,7 @@ def test_each_linear_layer_asks_for_its_dot_general_by_path(scan_layers):
 
 
 def test_dense_layers_act_on_flattened_activations():
-    init, bind, _ = functional(SPEC)
+    init, bind, *_ = functional(SPEC)
     params = jax.eval_shape(init, jax.random.key(0))
     jaxpr = jax.make_jaxpr(lambda p: bind(p).hidden(TOKENS[:, :16]))(params)
     dots = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]

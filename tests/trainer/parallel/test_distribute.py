@@ -14,11 +14,11 @@ from trainer.compiled.hlo import Program
 from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.errors import UserError
+from trainer.models.llama_spec import LlamaSpec
 from trainer.models.spec import GPT2Spec
 from trainer.parallel.distribute import gather, largest_over, reduced, squares_over
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
 from trainer.parallel.sharding import bytes_per_device, of_parameters, partitions, shardings
-from trainer.precision.policy import is_kernel_of
 from trainer.run.checkpoint import Checkpointer
 from trainer.step.optimizer import make_optimizer
 from trainer.step.state import to_stored
@@ -26,6 +26,7 @@ from trainer.step.step import sequence_keys
 from trainer.workload import Model, Reduce, Workload, abstract_state, first_state, gradient_of, lower_step, wire_of
 
 SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=1, n_head=4, d_model=64, dropout=0.1)
+LLAMA = LlamaSpec(vocab_size=256, context=32, n_layer=1, n_head=4, n_kv_head=2, d_model=64)
 ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
 DEVICES = 8
 
@@ -43,9 +44,9 @@ def state_of(preset, sizes):
     return first_state(workload(preset, sizes))
 
 
-def gradient(sizes, accum):
+def gradient(sizes, accum, spec=SPEC):
     """The loss of 16 sequences and the gradient, as one device would have it."""
-    w = workload("fp32", sizes)
+    w = workload("fp32", sizes, spec)
     tokens = np.random.default_rng(0).integers(0, 256, (16, SPEC.context + 1), dtype=np.int32)
     batch = place_batch(Batch(tokens, None), accum=accum, mesh=w.mesh)
 
@@ -54,13 +55,14 @@ def gradient(sizes, accum):
         value_and_grad = w.model.on(w.mesh).differentiate().value_and_grad
         return gradient_of(w)(value_and_grad, params, (), batch, sequence_keys(key, batch))[:2]
 
-    state = state_of("fp32", sizes)
+    state = first_state(w)
     return jax.device_get(of(state.params, batch, state.key))
 
 
-def test_heads_channels_rows_and_state_split_at_once_give_the_gradient_of_one_device():
-    loss, grads = gradient((1,), accum=1)
-    split_loss, split_grads = gradient((2, 2, 2), accum=2)  # dropout too
+@pytest.mark.parametrize("spec", [SPEC, LLAMA], ids=["gpt2", "llama"])
+def test_heads_channels_rows_and_state_split_at_once_give_the_gradient_of_one_device(spec):
+    loss, grads = gradient((1,), accum=1, spec=spec)
+    split_loss, split_grads = gradient((2, 2, 2), accum=2, spec=spec)  # dropout too
     # FP32 sums of some thousand terms in another order.
     eps = 1e3 * np.finfo(np.float32).eps
     np.testing.assert_allclose(split_loss, loss, rtol=eps)
@@ -73,13 +75,13 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
     state = state_of("scalify_fp8_fp16", (1, DEVICES))
     assert bytes_per_device(state) == pytest.approx(sum(map(len, bits(state))) / DEVICES, rel=0.05)
 
-    specs, wire = of_parameters(state.params, w.mesh), wire_of(w)
+    specs, wire = of_parameters(state.params, w.mesh, w.model.roles), wire_of(w)
 
     def there_and_back(params):
         """Gathered weights, as if they were gradients."""
-        return reduced(wide(gather(params, specs, wire.narrow)), specs, wire, jnp.uint32(7))
+        return reduced(wide(gather(params, specs, wire)), specs, wire, jnp.uint32(7))
 
-    in_specs = (partitions(state.params, w.mesh),)
+    in_specs = (partitions(state.params, w.mesh, w.model.roles),)
     mapped = jax.shard_map(there_and_back, mesh=w.mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
     compiled = jax.jit(mapped).lower(state.params).compile()
     sent: dict = {}
@@ -87,8 +89,9 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
         sent[c.op, c.dtype] = sent.get((c.op, c.dtype), 0) + c.sent(DEVICES)
 
     paths = jax.tree_util.tree_leaves_with_path(wide(state.params))
-    kernels = [leaf.size for path, leaf in paths if is_kernel_of(w.model.narrow, path)]
-    others = [leaf.size for path, leaf in paths if not is_kernel_of(w.model.narrow, path)]
+    roles = jax.tree.leaves(w.model.roles)
+    kernels = [leaf.size for (_, leaf), role in zip(paths, roles, strict=True) if w.model.is_narrow(role)]
+    others = [leaf.size for (_, leaf), role in zip(paths, roles, strict=True) if not w.model.is_narrow(role)]
     share = (DEVICES - 1) / DEVICES
     assert len(kernels) == 4
     # One byte an element each way, FP16 for the rest, and for each gradient a scale of four bytes.
@@ -122,7 +125,7 @@ def test_a_state_goes_to_other_devices_and_back_bit_for_bit(tmp_path):
             checkpointer.save(1, state, {})
             state = checkpointer.restore(abstract_state(w)).state
         assert bits(state) == before
-        assert [x.sharding for x in jax.tree.leaves(state)] == jax.tree.leaves(shardings(state, w.mesh))
+        assert [x.sharding for x in jax.tree.leaves(state)] == jax.tree.leaves(shardings(state, w.mesh, w.model.roles))
 
 
 def test_the_first_state_does_not_depend_on_the_devices():
@@ -133,7 +136,7 @@ def test_the_first_state_does_not_depend_on_the_devices():
 
 def test_the_squares_of_split_arrays_are_those_of_the_whole():
     params = state_of("fp32", (2, 2, 2)).params
-    found = jax.jit(squares_over(make_mesh(2, 2, 2)))(params)
+    found = jax.jit(squares_over(make_mesh(2, 2, 2), workload("fp32", (2, 2, 2)).model.roles))(params)
     # FP32 sums of some thousand squares in another order.
     expected = [np.sum(np.square(x)) for x in jax.tree.leaves(jax.device_get(params))]
     np.testing.assert_allclose(found, expected, rtol=1e2 * np.finfo(np.float32).eps)
@@ -159,10 +162,10 @@ def test_of_moments_split_along_any_axis_only_statistics_are_moved(sizes, change
 
 
 def test_the_largest_of_split_arrays_are_those_of_the_whole():
-    mesh = make_mesh(2, 2, 2)
+    mesh, roles = make_mesh(2, 2, 2), workload("fp32", (2, 2, 2)).model.roles
     params = state_of("fp32", (2, 2, 2)).params
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
-    found = jax.jit(lambda *xs: largest_over(mesh)([[x, -2 * x] for x in xs], paths))(*leaves)
+    found = jax.jit(lambda *xs: largest_over(mesh, roles)([[x, -2 * x] for x in xs], paths))(*leaves)
     whole = [np.abs(x).max() for x in jax.device_get(leaves)]
     assert found.tolist() == [peak for x in whole for peak in (x, 2 * x)]
 
@@ -174,10 +177,11 @@ def test_the_largest_of_split_arrays_are_those_of_the_whole():
         ((1, 8), "fp32", {"n_head": 3, "d_model": 36}, ["parallel.fsdp=8", "model.d_model=36"]),
         ((1, 1, 4), "scalify_fp8_fp16", {"d_model": 32}, ["parallel.tensor=4", "multiples of 16"]),
         ((1, 1, 2), "fp32", {"value_gain": 2.0}, ["model.value_gain=2.0", "parallel.tensor"]),
+        ((1, 1, 4), "fp32", LLAMA, ["parallel.tensor=4", "model.n_kv_head=2", "equal parts"]),
     ],
 )
 def test_what_a_model_cannot_be_split_into_is_said_in_a_line(sizes, preset, changes, words):
-    w = workload(preset, sizes, spec=dataclasses.replace(SPEC, **changes))
+    w = workload(preset, sizes, spec=dataclasses.replace(SPEC, **changes) if isinstance(changes, dict) else changes)
     with pytest.raises(UserError) as error:
         check_split(w.model, w.mesh)
     assert all(word in str(error.value) for word in words)

@@ -1,11 +1,14 @@
 """Where the state lives: which axis of which array is split, and what does not fit said in one line."""
 
+import dataclasses
+
 import jax
 import pytest
 from jax.sharding import PartitionSpec
 
 from trainer.errors import UserError
-from trainer.models.gpt2 import functional, stack_layers
+from trainer.models.gpt2 import functional
+from trainer.models.roles import Role
 from trainer.models.spec import GPT2Spec
 from trainer.parallel.mesh import Sizes, make_mesh
 from trainer.parallel.sharding import fsdp_axis, mesh_axes, partition, partitions
@@ -13,25 +16,22 @@ from trainer.parallel.sharding import fsdp_axis, mesh_axes, partition, partition
 SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=2, n_head=4, d_model=64)
 
 
-@pytest.fixture(scope="module")
-def params():
-    return jax.eval_shape(functional(SPEC).init, jax.random.key(0))
-
-
-def named(tree):
+def specs_of(spec, mesh):
+    """The partition of every parameter of a model, by name."""
+    model = functional(spec)
+    tree = partitions(jax.eval_shape(model.init, jax.random.key(0)), mesh, model.roles)
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return {jax.tree_util.keystr(path, simple=True, separator="."): spec for path, spec in found}
 
 
-def test_fsdp_splits_every_parameter_along_its_first_axis(params):
-    specs = named(partitions(params, make_mesh(1, 8)))
-    assert all(spec[0] == "fsdp" for spec in specs.values())
-    stacked = named(partitions(jax.eval_shape(stack_layers, params), make_mesh(1, 8)))
+def test_fsdp_splits_every_parameter_along_its_first_axis():
+    assert all(spec[0] == "fsdp" for spec in specs_of(SPEC, make_mesh(1, 8)).values())
+    stacked = specs_of(dataclasses.replace(SPEC, scan_layers=True), make_mesh(1, 8))
     assert stacked["h.attn.c_attn.kernel"] == PartitionSpec(None, "fsdp", None)  # layers are not split
 
 
-def test_tensor_splits_by_heads_and_hidden_channels(params):
-    specs = named(partitions(params, make_mesh(1, 4, 2)))
+def test_tensor_splits_by_heads_and_hidden_channels():
+    specs = specs_of(SPEC, make_mesh(1, 4, 2))
     assert specs["h.0.mlp.c_fc.kernel"] == PartitionSpec("fsdp", "tensor")
     assert specs["h.0.mlp.c_fc.bias"] == PartitionSpec(("tensor", "fsdp"))
     assert specs["h.0.mlp.c_proj.kernel"] == PartitionSpec(("tensor", "fsdp"), None)
@@ -42,10 +42,11 @@ def test_tensor_splits_by_heads_and_hidden_channels(params):
 
 
 def test_what_cannot_be_split_stays_whole():
-    sizes = {"data": 1, "fsdp": 8, "tensor": 1}
-    assert partition((), (), sizes) == PartitionSpec()
-    assert partition((), (12, 5), sizes) == PartitionSpec(None, None)
-    assert partition((), (12, 16), sizes) == PartitionSpec(None, "fsdp")
+    sizes, role = {"data": 1, "fsdp": 8, "tensor": 1}, Role("table")
+    assert partition(role, (), sizes) == PartitionSpec()
+    assert partition(role, (12, 5), sizes) == PartitionSpec(None, None)
+    assert partition(role, (12, 16), sizes) == PartitionSpec(None, "fsdp")
+    assert partition(None, (16, 16), sizes) == PartitionSpec(None, None)  # what is no parameter's
     assert fsdp_axis(PartitionSpec(None, None)) is None
 
 

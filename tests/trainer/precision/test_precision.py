@@ -19,11 +19,11 @@ from trainer.assembly.objects import build_policy
 from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.errors import UserError
-from trainer.models.layers import Factory, SmoothSwigluMLP, SwigluMLP, init_cache
+from trainer.models.layers import Factory, SmoothSwigluMLP, SwigluMLP
 from trainer.models.spec import GPT2Spec
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
 from trainer.precision.dots import ClippedDot
-from trainer.precision.policy import abstract_weights, is_kernel_of, moment_settings
+from trainer.precision.policy import abstract_weights, moment_settings
 from trainer.report.messages import describe_idle, describe_precision
 from trainer.run.checkpoint import Checkpointer
 from trainer.step.optimizer import make_optimizer
@@ -343,9 +343,7 @@ def test_kept_layers_are_not_fp8(scan):
     model = Model.make(spec, policy("scalify_fp8", keep=("h.*.mlp.*",)))
     assert all(".attn." in path for path in model.narrow)
     assert len(model.narrow) == (2 if scan else 4)
-    shapes = jax.eval_shape(model.training.init, jax.random.key(0))
-    keys = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
-    assert sum(is_kernel_of(model.narrow, path) for path in keys) == len(model.narrow)
+    assert sum(map(model.is_narrow, jax.tree.leaves(model.roles))) == len(model.narrow)
 
 
 def test_layers_that_are_not_fp8_are_named_with_the_reason():
@@ -424,7 +422,11 @@ def test_smoothing_is_folded_away_where_text_is_generated():
     spec = dataclasses.replace(SPEC, mlp="smooth_swiglu")
     smooth, plain = (Model.make(s, policy("fp16_loss_scaled")) for s in (spec, dataclasses.replace(SPEC, mlp="swiglu")))
     params = smooth.training.init(jax.random.key(0))
-    decode = lambda m: m.sampling.bind(params).decode(jnp.arange(4)[None], init_cache(spec, 1, jnp.float16), 0)
+
+    def decode(m):
+        model = m.sampling.bind(params)
+        return model.decode(jnp.arange(4)[None], model.init_cache(1), 0)
+
     (a, _), (b, _) = decode(smooth), decode(plain)
     assert (a == b).all()
     assert type(smooth.training.bind(params).h[0].mlp) is SmoothSwigluMLP

@@ -82,8 +82,8 @@ def test_without_a_tokenizer_the_size_of_the_vocabulary_tells(rows, ids, ok, tmp
     ("config", "message"),
     [
         (None, "neither a config.yaml"),
-        ("{", "config.json is not the configuration of a GPT-2"),
-        ('{"n_layer": 2}', "config.json is not the configuration of a GPT-2 ('n_head')"),
+        ("{", "config.json does not tell the sizes of a model"),
+        ('{"n_layer": 2}', "config.json does not tell the sizes of a model ('n_head')"),
     ],
 )
 def test_an_architecture_that_is_not_told_is_one_line(config, message, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from scalify_core.optim import scaled_state
 from trainer.data import Batch
+from trainer.models.roles import Role
 from trainer.parallel.mesh import make_mesh, place_batch, replicated
 from trainer.precision.gradients import plain
 from trainer.step.optimizer import make_optimizer
@@ -14,6 +15,7 @@ from trainer.step.state import init_state
 from trainer.step.step import Hyper, first_true, make_train_step
 
 V, T, B = 16, 8, 16
+ROLES = {"wte": {"embedding": Role("table")}, "head": {"kernel": Role("column")}, "gain": {"scale": Role("gain")}}
 COMMON = {"weight_decay": 0.1, "clip_norm": 1.0}
 OWN = {
     "adamw": {"b1": 0.9, "b2": 0.95, "eps": 1e-8},
@@ -38,7 +40,7 @@ def make(devices=1, accum=1, name="adamw"):
         "head": {"kernel": jax.random.normal(keys[1], (32, V))},
         "gain": {"scale": jnp.ones(())},
     }
-    optimizer = scaled_state(make_optimizer(name, **COMMON | OWN[name]), seed=0)
+    optimizer = scaled_state(make_optimizer(name, **COMMON | OWN[name])(ROLES), seed=0)
     mesh = make_mesh(devices)
     state = jax.device_put(init_state(params, optimizer, jax.random.key(1)), replicated(mesh))
     tokens = np.random.default_rng(0).integers(0, V, (B, T + 1), dtype=np.int32)

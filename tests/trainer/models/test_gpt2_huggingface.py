@@ -9,8 +9,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
-from trainer.models.gpt2 import functional, stack_layers
-from trainer.models.huggingface import load_gpt2, save_gpt2
+from trainer.models import huggingface
+from trainer.models.gpt2 import functional
+from trainer.models.gpt2_huggingface import load_gpt2, save_gpt2
 from trainer.models.spec import GPT2Spec
 
 V, T, D, L, H = 100, 24, 32, 3, 4
@@ -88,7 +89,7 @@ def test_logits_equal_a_hugging_face_gpt2_to_1e_4(tmp_path, prefix):
 def test_export_is_the_same_file_again(tmp_path):
     source = write(tmp_path / "gpt2", tensors())
     spec, params = load_gpt2(source)
-    out = save_gpt2(tmp_path / "out", spec, params, eot=7)
+    (out,) = save_gpt2(tmp_path / "out", spec, params, eot=7)
     assert out.read_bytes() == (source / "model.safetensors").read_bytes()
     again, _ = load_gpt2(tmp_path / "out")
     assert again == spec
@@ -97,7 +98,7 @@ def test_export_is_the_same_file_again(tmp_path):
 
 def test_half_precision_files_keep_their_bits(tmp_path):
     source = write(tmp_path / "gpt2", tensors(dtype=ml_dtypes.bfloat16))
-    out = save_gpt2(tmp_path / "out", *load_gpt2(source))
+    (out,) = save_gpt2(tmp_path / "out", *load_gpt2(source))
     assert out.read_bytes() == (source / "model.safetensors").read_bytes()
 
 
@@ -105,7 +106,7 @@ def test_mask_buffers_and_a_tied_head_are_ignored(tmp_path):
     weights = tensors("")
     extra = {"h.0.attn.bias": np.tri(T, dtype=np.float32)[None, None], "h.1.attn.masked_bias": np.float32([-1e4])}
     spec, params = load_gpt2(write(tmp_path / "gpt2", weights | extra | {"lm_head.weight": weights["wte.weight"]}))
-    out = load_file(save_gpt2(tmp_path / "out", spec, params))
+    out = load_file(save_gpt2(tmp_path / "out", spec, params)[0])
     assert set(out) == {f"transformer.{name}" for name in weights}
     assert all(np.array_equal(out[f"transformer.{name}"], tensor) for name, tensor in weights.items())
 
@@ -114,7 +115,7 @@ def test_scanned_layers_export_the_same_file(tmp_path):
     source = write(tmp_path / "gpt2", tensors())
     spec, params = load_gpt2(source)
     scanned = GPT2Spec(**{**vars(spec), "scan_layers": True})
-    out = save_gpt2(tmp_path / "out", scanned, stack_layers(params))
+    (out,) = huggingface.save(tmp_path / "out", scanned, spec.family().stack_layers(params))
     assert out.read_bytes() == (source / "model.safetensors").read_bytes()
 
 
@@ -122,7 +123,8 @@ def test_a_value_gain_which_is_no_part_of_the_parameters_exports_the_same_file(t
     source = write(tmp_path / "gpt2", tensors())
     spec, params = load_gpt2(source)
     gained = GPT2Spec(**{**vars(spec), "value_gain": 4096.0})
-    assert save_gpt2(tmp_path / "out", gained, params).read_bytes() == (source / "model.safetensors").read_bytes()
+    (out,) = save_gpt2(tmp_path / "out", gained, params)
+    assert out.read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 def test_loaded_vocabulary_padding_is_zero_and_stays_out_of_the_logits(tmp_path):

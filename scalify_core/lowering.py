@@ -1,0 +1,143 @@
+"""What a compiler is told of how to keep arrays: every barrier and platform case that exists for its sake alone.
+
+None of them changes a number. `CASES` has each with what was measured without it (docs/lab.md tells more), and each can
+be turned off, to see whether a newer compiler still needs it: `with lowering.without("stored"): ...` around whatever
+traces, or the environment variable SCALIFY_LOWERING_OFF=stored,together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+CASES = {
+    "stored": "CUDA: a residual stream whose readers all begin by rounding it was written in FP32: 72 MiB of traffic a "
+    "layer of 124M (batch 8) for 36, and 12 more for every reader",
+    "row_major": "CUDA: the order that cuBLASLt wants of a weight's second cast spread back to the parameter, "
+    "which was then read transposed twice",
+    "stored_both_ways": "CUDA: the transposed order of an FP8 activation spread through the model: 415 kernels for 390 "
+    "in two layers of 124M",
+    "together": "CUDA: scalars that a large kernel reads were a kernel each: 77 for 60 in three layers",
+    "sums_at_once": "CUDA: the sums of a gradient's columns and of their squares were two passes over it",
+    "once": "CPU: the chain of a global norm's scales was repeated in every kernel that reads one: 10,674 "
+    "instructions for 2,351 in the norm of 8 arrays",
+    "norm_statistics": "CUDA: the mean of a row was computed again in each reader, a kernel for norms that writes FP32 "
+    "alone",
+    "late_zeros": "CUDA: the zeros that a table's gradient is written into were made first, and held all the while",
+    "not_folded": "of a constant first state the compiler computed statistics and roundings itself, for minutes",
+    "computed_again": "new moments were held in FP32 until their scales were known: 3.75 FP32 tensors at the peak",
+    "in_turn": "CUDA: the roundings of equal parameters were merged into kernels that spill registers to memory",
+    "squares_once": "every gradient was added up once more for the sum of its squares",
+    "factors_once": "the factors of a checksum were computed again for every element",
+}
+
+
+def _known(names: Iterable[str]) -> frozenset[str]:
+    """The names. Raises ValueError for one that is none of `CASES`."""
+    if unknown := set(names) - set(CASES):
+        raise ValueError(f"{', '.join(sorted(unknown))}: no case of lowering; valid: {', '.join(CASES)}")
+    return frozenset(names)
+
+
+_OFF = _known(filter(None, os.environ.get("SCALIFY_LOWERING_OFF", "").split(",")))
+_off: ContextVar[frozenset[str]] = ContextVar("off", default=_OFF)
+
+
+@contextlib.contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Inside, what is traced anew does without these cases; a jitted function that was traced before stays as it is."""
+    token = _off.set(_off.get() | _known(names))
+    try:
+        yield
+    finally:
+        _off.reset(token)
+
+
+def turned_off() -> frozenset[str]:
+    """The cases that are off in what is traced now."""
+    return _off.get()
+
+
+def is_on(name: str) -> bool:
+    """Whether the case of that name is in what is traced now."""
+    assert name in CASES, name
+    return name not in _off.get()
+
+
+def held[T](name: str, tree: T) -> T:
+    """`tree`. The compiler does not see through it: what makes it is computed once, before what reads it."""
+    return lax.optimization_barrier(tree) if is_on(name) else tree
+
+
+def _on_cuda(name: str, fun: Callable, *arrays: jax.Array, default: Callable) -> Any:
+    return lax.platform_dependent(*arrays, cuda=fun, default=default) if is_on(name) else default(*arrays)
+
+
+def stored(x: jax.Array) -> jax.Array:
+    """`x`. Compiled for CUDA, what computes it writes it in its own format, and what reads it reads that.
+
+    A compiler may otherwise write what `x` is rounded from, if several operations begin by rounding it.
+    """
+    return _on_cuda("stored", lax.optimization_barrier, x, default=lambda x: x)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """`x`. Compiled for CUDA, elements that are neighbours on the last axis are neighbours in memory."""
+    return _on_cuda("row_major", _row_major, x, default=lambda x: x)
+
+
+def stored_both_ways(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A matrix, twice. Compiled for CUDA, what computes it writes both, the second with its columns in one piece."""
+
+    def cuda(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = _row_major(x)  # or the order of the other would spread to what `x` is computed from
+        rows, columns = lax.optimization_barrier((x, _row_major(x.T)))
+        return rows, columns.T
+
+    return _on_cuda("stored_both_ways", cuda, x, default=lambda x: (x, x))
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+def together(*scalars: jax.Array) -> tuple[jax.Array, ...]:
+    """FP32 scalars. Compiled for CUDA, one kernel computes them; it would be one for each that a large kernel reads."""
+
+    def cuda(*scalars: jax.Array) -> tuple[jax.Array, ...]:
+        stacked = lax.optimization_barrier(jnp.stack(scalars))
+        return tuple(stacked[i] for i in range(len(scalars)))
+
+    return _on_cuda("together", cuda, *scalars, default=lambda *scalars: scalars)
+
+
+def column_sums(x: jax.Array, at_once: Callable) -> tuple[jax.Array, jax.Array]:
+    """The sums of `x` and of its squares over all axes but the last; for CUDA, `at_once((x, squares), axes)`."""
+    rows = tuple(range(x.ndim - 1))
+    return _on_cuda(
+        "sums_at_once",
+        lambda x: tuple(at_once((x, jnp.square(x)), rows)),
+        x,
+        default=lambda x: (jnp.sum(x, rows), jnp.sum(jnp.square(x), rows)),
+    )
+
+
+def once(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays. Compiled for CPU, they are computed once, and what reads them reads the result.
+
+    XLA repeats what is elementwise in every kernel that reads it, with all it is computed from: of the scales of a sum
+    of many terms, each of which follows from that before, more than a machine compiles.
+    """
+    if not is_on("once"):
+        return arrays
+    return lax.platform_dependent(
+        *arrays, cpu=lambda *arrays: lax.optimization_barrier(arrays), default=lambda *arrays: arrays
+    )

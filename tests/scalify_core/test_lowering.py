@@ -1,0 +1,71 @@
+"""Barriers and platform cases: each is in the program, each can be turned off, and none changes a number."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalify_core import as_scaled_array, asarray, dynamic_rescale_rms_grad, embedding, layer_norm, lowering, scalify
+from scalify_core.functional.storage import materialised
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(32, 16)), jnp.float16)
+ONES = jnp.ones(16, jnp.float16)
+
+
+def norm(x):
+    return jax.grad(lambda x: jnp.sum(layer_norm(x, ONES, ONES) ** 2))(x)
+
+
+def table(x):
+    return jax.grad(lambda t: jnp.sum(embedding(t, jnp.arange(8)) ** 2))(x)
+
+
+def bias_gradient(x):
+    return jax.grad(lambda b: jnp.sum(dynamic_rescale_rms_grad(x + b[None]) * x))(ONES)
+
+
+def scaled(fun):
+    return lambda x: asarray(scalify(fun, scales="static")(as_scaled_array(x, scale=jnp.float32(1))))
+
+
+PROGRAMS = {
+    "stored": materialised,
+    "row_major": lowering.row_major,
+    "stored_both_ways": lowering.stored_both_ways,
+    "together": lambda x: lowering.together(x[0, 0], x[0, 1]),
+    "sums_at_once": lambda x: lowering.column_sums(x, lambda xs, axes: [held_sum(y, axes) for y in xs]),
+    "once": lambda x: lowering.once(x, x + 1),
+    "norm_statistics": norm,
+    "late_zeros": table,
+}
+
+
+def held_sum(x, axes):
+    return jax.lax.optimization_barrier(jnp.sum(x, axes))
+
+
+def marks(fun, platform):
+    text = jax.jit(fun).trace(X).lower(lowering_platforms=(platform,)).as_text()
+    return text.count("optimization_barrier") + text.count("LayoutConstraint")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_case_is_in_the_program_of_its_platform_and_can_be_turned_off(name):
+    fun, platform = PROGRAMS[name], "cpu" if name == "once" else "cuda"
+    there = marks(lambda x: fun(x), platform)
+    with lowering.without(name):
+        without = marks(lambda x: fun(x), platform)
+    assert without < there
+
+
+@pytest.mark.parametrize("fun", [norm, table, scaled(norm), scaled(bias_gradient)])
+def test_no_case_changes_a_number(fun):
+    expected = jax.jit(lambda x: fun(x))(X)
+    with lowering.without(*lowering.CASES):
+        found = jax.jit(lambda x: fun(x))(X)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_an_unknown_case_is_named():
+    with pytest.raises(ValueError, match="no case of lowering; valid: stored"), lowering.without("nothing"):
+        pass

@@ -1,0 +1,43 @@
+"""What GPT-2 is to the other rooms; see `family`."""
+
+from pathlib import Path
+
+from trainer.errors import UserError
+from trainer.models.family import Family, HuggingFace
+from trainer.models.functional import Params
+from trainer.models.gpt2 import functional
+from trainer.models.gpt2_huggingface import load_gpt2, save_gpt2
+from trainer.models.spec import GPT2Spec, forward_flops_per_token, linear_sizes
+
+
+def check_tensor(spec: GPT2Spec, devices: int, multiple: int) -> None:
+    """Raise UserError where heads do not split over so many devices, or channels not into multiples."""
+    widths = spec.d_model, spec.mlp_width
+    if spec.n_head % devices or any(width % (devices * multiple) for width in widths):
+        raise UserError(
+            f"parallel.tensor={devices} does not divide model.n_head={spec.n_head} heads, width {spec.d_model} and "
+            f"{spec.mlp_width} hidden channels into {f'multiples of {multiple}' if multiple > 1 else 'equal parts'}; "
+            f"valid: a divisor of all"
+        )
+    if spec.value_gain is not None:
+        raise UserError(f"model.value_gain={spec.value_gain} needs parallel.tensor=1, not {devices}; or set it to null")
+
+
+def load(source: Path, spec: GPT2Spec | None) -> tuple[GPT2Spec, Params]:
+    """Sizes and parameters of a directory or file; the number of heads, which no tensor tells, from `spec` if given."""
+    return load_gpt2(source, n_head=None if spec is None else spec.n_head)
+
+
+GPT2_FAMILY = Family(
+    name="gpt2",
+    blocks="h",
+    parts=(
+        "wte", "wpe", "h", "ln_f", "ln_1", "attn", "ln_2", "mlp",
+        "c_attn", "c_value", "c_gate", "c_fc", "c_proj", "embedding", "scale", "kernel", "bias",
+    ),
+    build=functional,
+    linear_sizes=linear_sizes,
+    forward_flops_per_token=forward_flops_per_token,
+    check_tensor=check_tensor,
+    huggingface=HuggingFace(load, save_gpt2),
+)  # fmt: skip

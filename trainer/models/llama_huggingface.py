@@ -1,0 +1,152 @@
+"""Hugging Face's LlamaForCausalLM, in and out: a directory of safetensors with its config.json.
+
+Kernels are `[in, out]` here and `[out, in]` there; the table and the head are padded here.
+
+Legend: D model, V vocabulary.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from trainer.errors import UserError
+from trainer.models.functional import Params
+from trainer.models.llama import functional
+from trainer.models.llama_config import ROPE_SCALING, spec_of
+from trainer.models.llama_spec import LlamaSpec
+from trainer.models.weight_files import (
+    SHARD_BYTES,
+    config_beside,
+    read_object,
+    read_tensors,
+    write_object,
+    write_tensors,
+)
+
+MODULES = {
+    "wte": "model.embed_tokens",
+    "norm": "model.norm",
+    "h": "model.layers",
+    "attn_norm": "input_layernorm",
+    "attn": "self_attn",
+    "mlp_norm": "post_attention_layernorm",
+}
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+# Rotary frequencies that old files carry along: no weights.
+BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def load_llama(path: str | Path) -> tuple[LlamaSpec, Params]:
+    """Sizes and parameters (NumPy, the files' dtypes, unrolled layers, vocabulary padded with zero rows).
+
+    Args:
+      path: a directory with *.safetensors (and their index) and config.json, or one file with config.json beside it.
+
+    Raises:
+      UserError: no such files, damaged, a variant that this model does not compute, or tensors missing, unknown or of
+        another shape.
+    """
+    path = Path(path)
+    spec = read_spec(config_beside(path))
+    tensors = {name: tensor for name, tensor in read_tensors(path).items() if not BUFFERS.fullmatch(name)}
+    head = tensors.pop(HEAD, None) if spec.tied else None
+    if head is not None and not np.array_equal(head, tensors.get(TABLE, ())):
+        raise UserError(f"{path}: {HEAD} differs from {TABLE}, but config.json says tie_word_embeddings=true")
+    return spec, to_params(tensors, spec, path)
+
+
+def read_spec(file: Path) -> LlamaSpec:
+    """Sizes and choices that a config.json says. UserError for what this model does not compute."""
+    if not file.is_file():
+        raise UserError(f"{file} does not exist, and no tensor tells the number of heads; put it beside the weights")
+    config = read_object(file)
+    try:
+        return spec_of(config)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def named_leaves(params: Params) -> Iterator[tuple[str, str, Any]]:
+    """Every leaf of unrolled parameters: its Hugging Face name, what it is called here, and the leaf."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        *modules, last = (entry.key for entry in path)
+        yield ".".join([*(MODULES.get(part, str(part)) for part in modules), "weight"]), last, leaf
+
+
+def to_params(tensors: Mapping[str, np.ndarray], spec: LlamaSpec, path: Path) -> Params:
+    """Nested dictionaries from named tensors, checked leaf by leaf against `spec`. Kernels are views."""
+    expected = jax.eval_shape(functional(spec).init, jax.random.key(0))
+    left, leaves = dict(tensors), []
+    for name, last, leaf in named_leaves(expected):
+        shape = leaf.shape[::-1] if last == "kernel" else leaf.shape
+        shape = (spec.vocab_size, spec.d_model) if last == "embedding" else shape
+        if name not in left:
+            raise UserError(f"{path}: tensor {name} {shape} is missing; these are not all weights of this Llama")
+        tensor = left.pop(name)
+        if tensor.shape != shape:
+            raise UserError(f"{path}: tensor {name} has shape {tensor.shape}, expected {shape}")
+        if last == "embedding":
+            tensor = np.pad(tensor, ((0, spec.padded_vocab - spec.vocab_size), (0, 0)))
+        leaves.append(tensor.T if last == "kernel" else tensor)
+    if left:
+        raise UserError(f"{path}: unknown tensors {', '.join(sorted(left)[:3])} ({len(left)} in all)")
+    return jax.tree.unflatten(jax.tree.structure(expected), leaves)
+
+
+def save_llama(
+    directory: str | Path, spec: LlamaSpec, params: Params, eot: int | None = None, shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
+    """Write weights and config.json as LlamaForCausalLM does; the paths of the former. The inverse of `load_llama`.
+
+    Args:
+      directory: made if absent.
+      spec: the model's; what `smooth_swiglu` divides by is no part of the function, and not written.
+      params: its parameters, of unrolled layers; written in their own dtype.
+      eot: the tokenizer's end-of-text id, which begins and ends documents; None: not told.
+      shard_bytes: of the largest file, where one tensor is not larger.
+
+    Raises:
+      UserError: weights already there.
+    """
+    tensors = {}
+    for name, last, leaf in named_leaves(params):
+        data = np.asarray(leaf)
+        data = data[: spec.vocab_size] if last == "embedding" else data
+        tensors[name] = data.T if last == "kernel" else data
+    directory = Path(directory)
+    files = write_tensors(directory, tensors, shard_bytes)
+    write_object(directory / "config.json", config_of(spec, str(tensors[TABLE].dtype), eot))
+    return files
+
+
+def config_of(spec: LlamaSpec, dtype: str, eot: int | None) -> dict[str, Any]:
+    """The content of config.json."""
+    scaling = spec.rope_scaling
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.d_model,
+        "intermediate_size": spec.mlp_width,
+        "num_hidden_layers": spec.n_layer,
+        "num_attention_heads": spec.n_head,
+        "num_key_value_heads": spec.n_kv_head,
+        "head_dim": spec.head_width,
+        "hidden_act": "silu",
+        "max_position_embeddings": spec.context,
+        "initializer_range": spec.init_std,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": scaling
+        and {"rope_type": "llama3"} | {key: getattr(scaling, ours) for key, ours in ROPE_SCALING.items()},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": spec.tied,
+        "torch_dtype": dtype,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+    }
