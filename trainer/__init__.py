@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from trainer.data.own import Batches as Batches
     from trainer.errors import Diverged as Diverged
     from trainer.errors import UserError as UserError
+    from trainer.models.own import Build as Build
+    from trainer.models.own import CausalModel as CausalModel
+    from trainer.models.roles import Role as Role
     from trainer.observe.trackers.protocol import Beginning as Beginning
     from trainer.observe.trackers.protocol import Tracker as Tracker
     from trainer.run.periodic import Moment as Moment
@@ -26,12 +29,15 @@ __version__ = "0.1.0"  # also in pyproject.toml and CITATION.cff
 HOMES = {
     "Batches": "trainer.data.own",
     "Beginning": "trainer.observe.trackers.protocol",
+    "Build": "trainer.models.own",
+    "CausalModel": "trainer.models.own",
     "Config": "trainer.config.schema",
     "Diverged": "trainer.errors",
     "Moment": "trainer.run.periodic",
     "Periodic": "trainer.run.periodic",
     "Phase": "trainer.run.periodic",
     "Result": "trainer.assembly.library",
+    "Role": "trainer.models.roles",
     "Tracker": "trainer.observe.trackers.protocol",
     "UserError": "trainer.errors",
     "compose": "trainer.assembly.library",

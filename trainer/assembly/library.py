@@ -15,6 +15,7 @@ from trainer.assembly.run import Additions, start
 from trainer.config.composition import compose_or_explain
 from trainer.config.schema import Config
 from trainer.errors import UserError
+from trainer.models.own import MakeModel
 from trainer.observe.records import read_rows
 from trainer.observe.trackers.protocol import Tracker
 from trainer.run.periodic import Periodic
@@ -53,6 +54,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 def train(
     config: Config,
     *,
+    model: MakeModel | None = None,
     data: OwnData | None = None,
     tracker: Tracker | None = None,
     periodic: Sequence[Periodic] = (),
@@ -61,6 +63,8 @@ def train(
 
     Args:
       config: of `compose`.
+      model: takes a `Build`, gives a `CausalModel`, a Flax NNX module, in place of the configuration's, of which
+        `vocab_size`, `context` and `keep_fp8_weights` still count.
       data: texts, in place of the configuration's source and prepared as that is; or `Batches` of token ids.
       tracker: is told everything, beside the trackers of the configuration.
       periodic: what else happens every so many steps.
@@ -71,7 +75,7 @@ def train(
     """
     if config.dry_run:
         raise UserError("dry_run=true trains nothing; leave it out, or use `python -m trainer dry_run=true`")
-    code, run = start(config, more=Additions(data, tracker, periodic, own_process=False))
+    code, run = start(config, more=Additions(model, data, tracker, periodic, own_process=False))
     assert run is not None  # only a dry run has none
     rows = [row for row in read_rows(run.run_dir / "metrics.jsonl") if "event" not in row]
     return Result(run.state, run.step, rows, run.run_dir, signal.Signals(code - 128) if code else None)

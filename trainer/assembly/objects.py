@@ -29,6 +29,7 @@ from trainer.data import (
 from trainer.data.own import own_loaders, text_source
 from trainer.errors import UserError
 from trainer.models.flops import flops_per_token
+from trainer.models.own import MakeModel, own_spec
 from trainer.models.spec import GPT2Spec
 from trainer.observe.metrics import Throughput
 from trainer.observe.numerics import make_numerics
@@ -72,13 +73,19 @@ def build_policy(c: schema.Precision) -> Policy:
     return Policy(**settings)
 
 
-def build_model(c: schema.Model, policy: Policy, vocab_size: int, rows: int | None = None) -> Model:
-    """The model for a tokenizer of `vocab_size` ids; for `rows` see `Model`."""
+def build_model(
+    c: schema.Model, policy: Policy, vocab_size: int, rows: int | None = None, own: MakeModel | None = None
+) -> Model:
+    """The model for a tokenizer of `vocab_size` ids; for `rows` see `Model`. `own` takes the place of `c`'s layers."""
     if c.vocab_size is not None and c.vocab_size < vocab_size:
         raise UserError(
             f"model.vocab_size={c.vocab_size} is smaller than the tokenizer's {vocab_size} ids; "
             f"valid: {vocab_size} or more, or null for the tokenizer's"
         )
+    if own is not None:
+        size = c.vocab_size or vocab_size
+        made = own_spec(own, vocab_size=size, context=c.context, keep_fp8_weights=c.keep_fp8_weights)
+        return Model.make(made, policy, rows)
     spec = GPT2Spec(
         vocab_size=c.vocab_size or vocab_size,
         context=c.context,
@@ -203,7 +210,7 @@ def build_data(c: schema.Config, own: OwnData | None = None) -> Dataset:
     )
 
 
-def build_workload(c: schema.Config, own: OwnData | None = None) -> Workload:
+def build_workload(c: schema.Config, own: OwnData | None = None, own_model: MakeModel | None = None) -> Workload:
     """Prepare the data if need be, build model, optimiser and mesh. Raises UserError for what does not fit together."""
     mesh = build_mesh(c)
     if c.precision.require_fp8:
@@ -211,7 +218,7 @@ def build_workload(c: schema.Config, own: OwnData | None = None) -> Workload:
     data = build_data(c, own)
     policy = build_policy(c.precision)
     rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh))
-    model = build_model(c.model, policy, data.tokenizer.vocab_size, rows)
+    model = build_model(c.model, policy, data.tokenizer.vocab_size, rows, own_model)
     check_split(model, mesh)
     optimizer = build_optimizer(c.optimizer)
     return Workload(model, data, c.optimizer.name, optimizer, mesh, c.seed, build_reduce(c.parallel))

@@ -31,6 +31,7 @@ from trainer.config import schema
 from trainer.config.fields import from_saved, to_tree
 from trainer.data.tokenizer import load_saved
 from trainer.errors import MAKE_ROOM, UserError
+from trainer.models.own import OWN, MakeModel
 from trainer.observe.display import Display, Output
 from trainer.observe.slowness import said
 from trainer.observe.trackers.choose import check_kind, make_tracker
@@ -66,12 +67,14 @@ class Additions(NamedTuple):
     """What a program adds to a run that it has the trainer train; see `trainer.assembly.library.train`.
 
     Attributes:
+      model: makes it, in place of the configuration's.
       data: in place of the configuration's.
       tracker: is told everything too.
       periodic: jobs beside those that every run has.
       own_process: whether the process is the run's alone, which may then be ended for it.
     """
 
+    model: MakeModel | None = None
     data: OwnData | None = None
     tracker: Tracker | None = None
     periodic: Sequence[Periodic] = ()
@@ -85,7 +88,7 @@ def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None
     """What is about to be trained, a line each; with the memory that a compiled step needs."""
     lines = describe(
         w,
-        model=c.model.name,
+        model="of your own" if w.model.family is OWN else c.model.name,
         precision=c.precision.name,
         batch_tokens=c.train.batch_tokens,
         accum=c.train.accum,
@@ -191,7 +194,7 @@ def start(c: schema.Config, overrides: Sequence[str] = (), more: Additions = NOT
     warning = use_compilation_cache(c.compile_cache)
     if warning is not None:
         console.print(warning, highlight=False)
-    own = () if more.data is None else (more.data,)
+    own = () if more.model is None and more.data is None else (more.data, more.model)
     if c.dry_run:
         w = build_workload(c, *own)
         with said(COMPILING, lambda text: console.print(text, highlight=False)):

@@ -28,8 +28,9 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
       step: the compiled step.
     """
     spec, flops = w.model.spec, flops_per_token(w.model.spec)
+    layers = f"{spec.n_layer} layers, " if spec.n_layer else ""
     lines = [
-        f"model {model}: {w.parameters:,} parameters, {spec.n_layer} layers, width {spec.d_model}, "
+        f"model {model}: {w.parameters:,} parameters, {layers}width {spec.d_model}, "
         f"context {spec.context}, vocabulary {spec.vocab_size:,}",
         f"data {w.data.directory}: {w.data.manifest.tokens('train'):,} training and "
         f"{w.data.manifest.tokens('val'):,} validation tokens",
