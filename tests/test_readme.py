@@ -1,5 +1,6 @@
 """The README's example runs as it stands, and learns; commands and links of all documents are valid."""
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -57,9 +58,27 @@ def test_every_document_is_named_in_the_readme():
         assert document.name == "README.md" or f"docs/{document.name}" in text, document
 
 
+def blocks(document):
+    """The Python programs of a document."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+
+
+def test_the_trainer_is_used_from_python_as_the_readme_does(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code = next(block for block in blocks("README.md") if "from trainer import" in block)
+    assert len(code.splitlines()) <= 40
+    cached = code.replace('"tracker=jsonl"', f'"tracker=jsonl", "compile_cache={os.environ["SCALIFY_TEST_CACHE"]}"')
+    for steps in (60, 65):  # the second goes on from the first
+        exec(cached.replace("train.steps=60", f"train.steps={steps}"), {})
+        step, loss, rms, told, run_dir = capsys.readouterr().out.split()[-5:]
+        assert (int(step), int(told), run_dir) == (steps, steps, "runs/walk")
+        assert float(loss) < 0.5 * np.log(64)  # that of a guess among 64 ids
+        assert 0.01 < float(rms) < 1
+
+
 @pytest.mark.parametrize("document", ["README.md", "docs/own_model.md"])
 def test_scalify_on_ones_own_model_runs_and_learns(document, capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+    code = next(block for block in blocks(document) if "scalify(" in block)
     names: dict = {}
     with jax.numpy_rank_promotion("allow"):  # Flax's own layers promote ranks
         exec(code, names)

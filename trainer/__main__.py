@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -136,5 +136,10 @@ def main(argv: list[str]) -> int:
     return next((job.code for job in jobs if job.code), 0)
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """The program: `python -m trainer`, or `scalify-trainer` where the package is installed."""
     leave(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    command()

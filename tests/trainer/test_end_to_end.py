@@ -249,7 +249,7 @@ def test_a_run_compiles_its_train_step_and_its_validation_once(tmp_path):
 
 
 def test_ctrl_c_before_the_first_step_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capfd):
-    def interrupted(config):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)

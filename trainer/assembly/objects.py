@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from trainer.compiled.hlo import Program
 from trainer.config import schema
 from trainer.data import (
     Batch,
+    Batches,
     EmbeddedSource,
     HubSource,
     PreparedSource,
@@ -26,8 +27,10 @@ from trainer.data import (
     prefetch,
     prepare,
 )
+from trainer.data.own import own_loaders, text_source
 from trainer.errors import UserError
 from trainer.models.flops import flops_per_token
+from trainer.models.own import MakeModel, own_spec
 from trainer.models.spec import GPT2Spec
 from trainer.observe.metrics import Throughput
 from trainer.observe.numerics import make_numerics
@@ -59,6 +62,7 @@ from trainer.workload import (
 
 # Bytes of text between which the compressor is a yardstick: with less it has hardly begun, with more it takes long.
 YARDSTICK = (100_000, 2**22)
+OwnData = Iterable[str] | Batches  # what a program gives in place of the configuration's
 NUMERICS = "compiling the look at every layer, and the first look"
 SAMPLING = "compiling the sampling, and the first sample"
 
@@ -70,13 +74,19 @@ def build_policy(c: schema.Precision) -> Policy:
     return Policy(**settings)
 
 
-def build_model(c: schema.Model, policy: Policy, vocab_size: int, rows: int | None = None) -> Model:
-    """The model for a tokenizer of `vocab_size` ids; for `rows` see `Model`."""
+def build_model(
+    c: schema.Model, policy: Policy, vocab_size: int, rows: int | None = None, own: MakeModel | None = None
+) -> Model:
+    """The model for a tokenizer of `vocab_size` ids; for `rows` see `Model`. `own` takes the place of `c`'s layers."""
     if c.vocab_size is not None and c.vocab_size < vocab_size:
         raise UserError(
             f"model.vocab_size={c.vocab_size} is smaller than the tokenizer's {vocab_size} ids; "
             f"valid: {vocab_size} or more, or null for the tokenizer's"
         )
+    if own is not None:
+        size = c.vocab_size or vocab_size
+        made = own_spec(own, vocab_size=size, context=c.context, keep_fp8_weights=c.keep_fp8_weights)
+        return Model.make(made, policy, rows)
     spec = GPT2Spec(
         vocab_size=c.vocab_size or vocab_size,
         context=c.context,
@@ -168,9 +178,16 @@ def build_source(c: schema.Data) -> Source:
             return PreparedSource(Path(c.prepared_dir))
 
 
-def build_data(c: schema.Config) -> Dataset:
-    """Prepare the data unless it is prepared already, and open both parts."""
+def build_data(c: schema.Config, own: OwnData | None = None) -> Dataset:
+    """Prepare the data unless it is prepared already, and open both parts; `own` takes the place of `data`."""
+    if own is not None and not isinstance(own, Iterable):
+        loaders = own_loaders(own, steps=c.train.steps, context=c.model.context, batch_size=c.batch_size)
+        return Dataset(*loaders, loaders[0].manifest.directory)
     source = build_source(c.data)
+    if own is not None:
+        if c.data.cache_dir is None:
+            raise UserError("texts of your own are prepared in data.cache_dir, which is null; give it a directory")
+        source = text_source(own, Path(c.data.cache_dir))
     if isinstance(source, PreparedSource):
         directory = check_prepared(source.directory, c.data.tokenizer)
     else:
@@ -194,15 +211,15 @@ def build_data(c: schema.Config) -> Dataset:
     )
 
 
-def build_workload(c: schema.Config) -> Workload:
+def build_workload(c: schema.Config, own: OwnData | None = None, own_model: MakeModel | None = None) -> Workload:
     """Prepare the data if need be, build model, optimiser and mesh. Raises UserError for what does not fit together."""
     mesh = build_mesh(c)
     if c.precision.require_fp8:
         check_device(mesh.devices.flat[0])
-    data = build_data(c)
+    data = build_data(c, own)
     policy = build_policy(c.precision)
     rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh))
-    model = build_model(c.model, policy, data.tokenizer.vocab_size, rows)
+    model = build_model(c.model, policy, data.tokenizer.vocab_size, rows, own_model)
     check_split(model, mesh)
     optimizer = build_optimizer(c.optimizer)
     return Workload(Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel)), data, c.seed)
@@ -255,10 +272,15 @@ def build_jobs(
     batch: Tokens,
     say: Callable[[str], None],
     more: Sequence[Periodic] = (),
+    *,
+    tracked: bool = True,
 ) -> list[Periodic]:
-    """What happens between two steps: what every run has, with `more` of the user's before the checkpoint."""
+    """What happens between two steps: what every run has, with `more` of the user's before the checkpoint.
+
+    Without anybody who keeps them (not `tracked`) nobody looks at the numerics.
+    """
     look = make_numerics(w.model, w.task.optimizer_name, replicated(w.mesh))
-    numerics_every = 0 if c.tracker.kind == "none" else c.metrics.numerics_every
+    numerics_every = c.metrics.numerics_every if tracked else 0
     rescale_every = c.precision.rescale_every if c.precision.scaling == "propagate" else 0
     entries = [
         jobs.numerics(numerics_every, first_said(look, NUMERICS, say)) if numerics_every else None,

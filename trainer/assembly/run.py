@@ -7,13 +7,14 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from trainer import __version__
 from trainer.assembly.objects import (
+    OwnData,
     build_batch,
     build_jobs,
     build_learning_rates,
@@ -30,6 +31,7 @@ from trainer.config import schema
 from trainer.config.fields import from_saved, to_tree
 from trainer.data.tokenizer import load_saved
 from trainer.errors import MAKE_ROOM, UserError
+from trainer.models.own import OWN, MakeModel
 from trainer.observe.display import Display, Output
 from trainer.observe.slowness import said
 from trainer.observe.trackers.choose import check_kind, make_tracker
@@ -42,6 +44,7 @@ from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.guard import Patience, leave_within
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.run.loop import Run, train
+from trainer.run.periodic import Periodic
 from trainer.run.rundir import RunDir, write_environment
 from trainer.run.start import architecture, check_same_run, describe_init, restore_logical, starting_point
 from trainer.step.leaves import parameter_names
@@ -61,11 +64,32 @@ COMPILING = "compiling the training step"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class Additions(NamedTuple):
+    """What a program adds to a run that it has the trainer train; see `trainer.assembly.library.train`.
+
+    Attributes:
+      model: makes it, in place of the configuration's.
+      data: in place of the configuration's.
+      tracker: is told everything too.
+      periodic: jobs beside those that every run has.
+      own_process: whether the process is the run's alone, which may then be ended for it.
+    """
+
+    model: MakeModel | None = None
+    data: OwnData | None = None
+    tracker: Tracker | None = None
+    periodic: Sequence[Periodic] = ()
+    own_process: bool = True
+
+
+NOTHING = Additions()
+
+
 def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None = None) -> list[str]:
     """What is about to be trained, a line each; with the memory that a compiled step needs."""
     lines = describe(
         w,
-        model=c.model.name,
+        model="of your own" if w.model.family is OWN else c.model.name,
         precision=c.precision.name,
         batch_tokens=c.train.batch_tokens,
         accum=c.train.accum,
@@ -158,6 +182,11 @@ def checkpoints_of(run_dir: Path) -> Checkpointer:
 
 def run(c: schema.Config, overrides: Sequence[str] = ()) -> int:
     """Train, or only describe what would be trained. The exit code. `overrides`: what the user set, as it is shown."""
+    return start(c, overrides)[0]
+
+
+def start(c: schema.Config, overrides: Sequence[str] = (), more: Additions = NOTHING) -> tuple[int, Run | None]:
+    """`run`, with what a program adds. The exit code, and the run as it ended; None: it was only described."""
     check_kind(c.tracker.kind)
     hide_missing_gpu()
     if c.parallel.distributed:
@@ -166,17 +195,18 @@ def run(c: schema.Config, overrides: Sequence[str] = ()) -> int:
     warning = use_compilation_cache(c.compile_cache)
     if warning is not None:
         console.print(warning, highlight=False)
+    own = () if more.model is None and more.data is None else (more.data, more.model)
     if c.dry_run:
-        w = build_workload(c)
+        w = build_workload(c, *own)
         with said(COMPILING, lambda text: console.print(text, highlight=False)):
             step = compile_step(w.task, build_batch(c, w.mesh))
         fp8 = check_fp8(c, w.task, step)
         for line in [*describe_run(c, w, step), *(fp8.lines if fp8 else [])]:
             console.print(line, highlight=False)
-        return 0
+        return 0, None
     with RunDir(Path(c.run_dir)) as directory, said_in_a_line(directory.path):
         directory.check(to_tree(c))
-        return train_in(directory, c, build_workload(c), Display(c.train.steps, console=console), overrides)
+        return train_in(directory, c, build_workload(c, *own), Display(c.train.steps, console=console), overrides, more)
 
 
 @contextlib.contextmanager
@@ -201,8 +231,10 @@ def not_for_ever(seconds: float) -> Iterator[None]:
         raise
 
 
-def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display, overrides: Sequence[str] = ()) -> int:
-    """Train in a run directory, from where it stands. The exit code."""
+def train_in(
+    directory: RunDir, c: schema.Config, w: Workload, display: Display, overrides: Sequence[str], more: Additions
+) -> tuple[int, Run]:
+    """Train in a run directory, from where it stands. The exit code, and the run as it ended."""
     tree = to_tree(c)
     with display:
         with not_for_ever(c.watchdog.stop_seconds):
@@ -241,6 +273,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display,
             run_id=found.meta.get("tracker_id"),
             init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None}
             | {"name": c.tracker.name or directory.path.name},
+            own=more.tracker,
         )
         code = 1
         with contextlib.ExitStack() as closing:  # each, even if the one before it fails
@@ -249,7 +282,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display,
             closing.callback(lambda: tracker.finish(code))
             closing.enter_context(not_for_ever(c.watchdog.stop_seconds))
             try:
-                training = build_run(c, w, found, checkpointer, tracker, display, directory.path, unfinished)
+                training = build_run(c, w, found, checkpointer, tracker, display, directory.path, unfinished, more)
                 code = train(training)
             except UserError as error:
                 code = error.exit_code
@@ -259,7 +292,7 @@ def train_in(directory: RunDir, c: schema.Config, w: Workload, display: Display,
                     code = UserError.exit_code
                 raise
         farewell(training, code)
-        return code
+        return code, training
 
 
 def build_run(
@@ -271,6 +304,7 @@ def build_run(
     display: Display,
     run_dir: Path,
     unfinished: str | None,
+    more: Additions,
 ) -> Run:
     """Compile the step for what was found, say what became of it, and put everything together."""
     # Before the compilation, which processes may end minutes apart: its first question joins their devices.
@@ -286,6 +320,7 @@ def build_run(
         tracker.event(found.step, line)
     if fp8:
         tracker.summary({"fp8_flop_share": fp8.share})
+    tracked = c.tracker.kind != "none" or more.tracker is not None
     names, watched = parameter_names(state.params), found.meta.get("watchdog")
     return Run(
         state=state,
@@ -298,7 +333,7 @@ def build_run(
         batches=train_batches(c, w),
         place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
         agree=agree,
-        jobs=build_jobs(c, w, batch, display.message),
+        jobs=build_jobs(c, w, batch, display.message, more.periodic, tracked=tracked),
         log_every=c.train.log_every,
         restore=make_restore(w.task, batch, checkpointer),
         diagnose=make_diagnose(w.task),
@@ -322,4 +357,5 @@ def build_run(
         patience=Patience(c.watchdog.stop_seconds, c.watchdog.stall_seconds, c.watchdog.hang_seconds),
         unfinished=unfinished,
         recorded=found.step,
+        own_process=more.own_process,
     )

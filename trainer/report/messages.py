@@ -28,8 +28,9 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
       step: the compiled step.
     """
     spec, flops = w.model.spec, flops_per_token(w.model.spec)
+    layers = f"{spec.n_layer} layers, " if spec.n_layer else ""
     lines = [
-        f"model {model}: {w.task.parameters:,} parameters, {spec.n_layer} layers, width {spec.d_model}, "
+        f"model {model}: {w.task.parameters:,} parameters, {layers}width {spec.d_model}, "
         f"context {spec.context}, vocabulary {spec.vocab_size:,}",
         f"data {w.data.directory}: {w.data.manifest.tokens('train'):,} training and "
         f"{w.data.manifest.tokens('val'):,} validation tokens",
@@ -148,15 +149,17 @@ def farewell(run: Run, code: int) -> None:
     again = f"{python} -m trainer resume={where}"
     if code:
         saved = max(run.checkpointer.steps(), default=0)
-        how = (
-            f"{again}   (or the same command with run_dir={where})"
-            if saved
-            else f"the same command with run_dir={where}"
-        )
+        how = f"the same command with run_dir={where}"
+        if not run.own_process:
+            how = "the same call"
+        elif saved:
+            how = f"{again}   (or {how})"
         say(f"stopped after step {run.step} of {run.steps}; to go on from {saved}: {how}")
         return
-    names = ("report.html", "metrics.jsonl", "samples.txt", "numerics", "checkpoints", "config.yaml")
+    names = ("report.html", "metrics.jsonl", "samples.txt", "numerics", "tensorboard", "checkpoints", "config.yaml")
     found = ", ".join(name for name in names if (run.run_dir / name).exists())
     say(f"done: {run.step} steps. Everything is in {where}: {found}")
+    if not run.own_process:
+        return  # the program that called knows what to do next
     say(f"sample more:  {python} -m scripts.generate run_dir={where} prompt='And God said'")
     say(f"train longer: {again} train.steps={2 * run.steps}")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 HUNG = 4  # exit code
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -45,13 +45,19 @@ class Guard:
       patience: how long it waits for what.
       run_dir: `hang.txt` in it gets the stack of every thread.
       report: is told of a stall and of the end, in another thread.
+      own_process: whether the process is the run's alone. Where it is not, as in a notebook, nothing here ends it: a
+        second Ctrl-C is a KeyboardInterrupt, and a run that hangs is reported only. Outside the main thread no signal
+        is caught.
 
     Attributes:
       signal: the number of the first signal; 0: none came. The loop looks at it; a second signal acts at once.
     """
 
-    def __init__(self, patience: Patience, run_dir: Path, report: Callable[[str], None]) -> None:
-        self.patience = patience
+    def __init__(
+        self, patience: Patience, run_dir: Path, report: Callable[[str], None], *, own_process: bool = True
+    ) -> None:
+        self.patience = patience if own_process else Patience(0, patience.stall, 0)
+        self.own_process = own_process
         self.signal = 0
         self._run_dir = run_dir
         self._report = report
@@ -68,8 +74,10 @@ class Guard:
         # Signals reach the thread as bytes, whatever the main thread is in.
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, self._caught) for number in SIGNALS}
+        self._handlers: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            self._handlers = {number: signal.signal(number, self._caught) for number in SIGNALS}
         self._last = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
         self._thread.start()
@@ -78,7 +86,8 @@ class Guard:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup)
+        if self._handlers:
+            signal.set_wakeup_fd(self._wakeup)
         self._done.set()
         self._thread.join()
         os.close(self._read)
@@ -86,14 +95,15 @@ class Guard:
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
-        signal.signal(number, signal.SIG_DFL)
+        interrupted = number == signal.SIGINT and not self.own_process
+        signal.signal(number, signal.default_int_handler if interrupted else signal.SIG_DFL)
 
     def _watch(self) -> None:
         first = 0
         while not self._done.is_set():
             if select.select([self._read], [], [], POLL)[0]:
                 for number in os.read(self._read, 64):
-                    if number in SIGNALS and first:
+                    if number in SIGNALS and first and self.own_process:
                         os._exit(128 + number)
                     elif number in SIGNALS:
                         first, self._late = number, time.monotonic() + self.patience.stop

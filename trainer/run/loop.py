@@ -45,6 +45,7 @@ class Run:
       diagnose: state and batch of a non-finite step, to a description of the first bad tensor.
       unfinished: the row of step `step` as a line, when a signal broke off what was to be found out after that step.
       recorded: the last step whose row is out.
+      own_process: whether the process may be ended for the run; see `Guard`.
     """
 
     state: TrainState
@@ -72,6 +73,7 @@ class Run:
     patience: Patience
     unfinished: str | None
     recorded: int
+    own_process: bool
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def train(run: Run) -> int:
     def report(text: str) -> None:
         tell(run, run.recorded, text, alert="stall")
 
-    with Guard(run.patience, run.run_dir, report) as guard, Profiler(run) as profiler:
+    with Guard(run.patience, run.run_dir, report, own_process=run.own_process) as guard, Profiler(run) as profiler:
         stop = Stop(run, guard)
         if run.unfinished is not None:
             finish_step(run, run.unfinished, stop)

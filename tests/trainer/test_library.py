@@ -1,0 +1,173 @@
+"""The trainer as a library: what a program adds to a run, and that nothing ends the program."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+from command import TINY, values
+
+from trainer import Diverged, Periodic, Phase, Tracker, UserError, compose, train
+
+SMALL = [*TINY, "parallel.data=1", "sample.max_new=4", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
+B, T, V = 16, 33, 64
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def configuration(*overrides, run_dir="A"):
+    return compose([*SMALL, f"run_dir={run_dir}", "tracker=jsonl", *overrides])
+
+
+class Walk:
+    """Every token is the one before plus 1 or 2: what can be learnt of it is the size of the step."""
+
+    vocab_size = V
+
+    def __init__(self):
+        self.validation = [self.batch(10**6)]
+
+    def batch(self, step):
+        rng = np.random.default_rng(step)
+        return (rng.integers(V, size=(B, 1)) + rng.integers(1, 3, size=(B, T)).cumsum(1)) % V
+
+
+class Recorder(Tracker):
+    def __init__(self):
+        self.steps, self.samples, self.exit_code = [], [], None
+
+    def start(self, beginning):
+        self.begun = beginning.step
+
+    def row(self, step, row):
+        self.steps.append(step)
+
+    def sample(self, step, name, text):
+        self.samples.append((step, name, text))
+
+    def finish(self, exit_code=0):
+        self.exit_code = exit_code
+
+
+def test_importing_the_package_imports_neither_jax_nor_a_tracker():
+    code = "import sys, trainer; print(*sorted({'jax', 'wandb', 'hydra', 'tensorboardX', 'numpy'} & set(sys.modules)))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == []
+
+
+def test_own_batches_an_own_tracker_and_an_own_job_work_together():
+    recorder, seen = Recorder(), []
+
+    def largest(moment):
+        seen.append(moment.step)
+        moment.text("notes", f"at {moment.step}")
+        return {"own/largest": max(abs(x).max() for x in jax.tree.leaves(moment.params))}
+
+    jobs = [Periodic("largest", 4, largest), Periodic("late", 6, lambda m: seen.append(-m.step), Phase.KEEP)]
+    found = train(configuration("train.steps=10", "train.eval_every=0"), data=Walk(), tracker=recorder, periodic=jobs)
+    assert (found.step, found.stopped_by, found.run_dir.name) == (10, None, "A")
+    assert [row["step"] for row in found.rows] == recorder.steps == list(range(1, 11))
+    assert [row["step"] for row in found.rows if "own/largest" in row] == [4, 8, 10]
+    assert seen == [4, -6, 8, 10, -10]
+    assert [s for s in recorder.samples if s[1] == "notes"] == [(n, "notes", f"at {n}") for n in (4, 8, 10)]
+    assert (recorder.begun, recorder.exit_code) == (0, 0)
+    assert found.rows[-1]["val/loss"] < np.log(V)
+    assert sum(x.size for x in jax.tree.leaves(found.state.params)) > 1000
+    (sample,) = [text for _, name, text in recorder.samples if name == "samples"]
+    assert all(int(word) < V for word in sample.removeprefix("In the beginning").split())
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_not_stopped():
+    whole = train(configuration("train.steps=8", run_dir="whole"), data=Walk())
+    stop = Periodic("stop", 3, lambda moment: os.kill(os.getpid(), signal.SIGINT) if moment.step == 3 else None)
+    part = train(configuration("train.steps=8", run_dir="part"), data=Walk(), periodic=[stop])
+    assert part.stopped_by == signal.SIGINT
+    assert 3 <= part.step < 8
+    assert len(list((part.run_dir / "checkpoints").glob("[0-9]*"))) == 1
+    rest = train(configuration("train.steps=8", run_dir="part"), data=Walk(), periodic=[stop])
+    assert (rest.step, rest.stopped_by) == (8, None)
+    assert values(whole.run_dir) == values(rest.run_dir)
+    for a, b in zip(jax.tree.leaves(whole.state.params), jax.tree.leaves(rest.state.params), strict=True):
+        assert np.array_equal(a, b)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_texts_are_prepared_once_and_trained_on():
+    texts = [f"{i} and {i} are {2 * i}. " * 9 for i in range(300)]
+    config = configuration("train.steps=2", "data.val_fraction=0.1")
+    found = train(config, data=texts)
+    assert found.step == 2
+    cache = config.data.cache_dir
+    prepared = sorted(os.listdir(cache))
+    assert sum(name.startswith("own-") and name.endswith(".jsonl") for name in prepared) == 1
+    train(dataclasses.replace(config, run_dir="B"), data=iter(texts))
+    assert sorted(os.listdir(cache)) == prepared
+
+
+def test_a_run_in_another_thread_catches_no_signal_and_ends():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(train(configuration("train.steps=2"), data=Walk())))
+    thread.start()
+    thread.join()
+    assert found[0].step == 2
+
+
+def test_a_second_interruption_is_a_keyboard_interrupt_and_the_process_goes_on():
+    def twice(moment):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(configuration("train.steps=6"), data=Walk(), periodic=[Periodic("twice", 2, twice)])
+
+
+class Wide(Walk):
+    def batch(self, step):
+        return super().batch(step) + (V if step == 3 else 0)
+
+
+class Short(Walk):
+    def batch(self, step):
+        return super().batch(step)[:, 1 if step == 0 else 0 :]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("one text", "data is one text; expected a list"),
+        (["a", 7], "text 1 is int"),
+        ([], "empty"),
+        (Wide(), rf"batch\(3\) has ids from {V} to {2 * V - 1}; expected 0 to {V - 1}"),
+        (Short(), r"batch\(0\) is int64 \[16, 32\]; expected integers \[16, 33\]"),
+        (
+            type("Bare", (), {"vocab_size": V, "validation": [], "batch": Walk.batch})(),
+            "a Bare has no batch in validation",
+        ),
+        (7, "a int has no vocab_size, validation, batch"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_a_user_error(data, said):
+    with pytest.raises(UserError, match=said):
+        train(configuration("train.steps=6"), data=data)
+
+
+def test_errors_are_exceptions_of_the_program():
+    with pytest.raises(UserError, match="did you mean"):
+        compose(["train.stepz=3"])
+    with pytest.raises(UserError, match="two periodic jobs are called 'samples'"):
+        train(configuration(), data=Walk(), periodic=[Periodic("samples", 1, lambda moment: None)])
+    bad = ["optimizer=sgd", "optimizer.lr=1e30", "optimizer.clip_norm=0", "watchdog.max_skips=2", "train.steps=9"]
+    recorder = Recorder()
+    with pytest.raises(Diverged):
+        train(configuration(*bad, run_dir="bad"), data=Walk(), tracker=recorder)
+    assert recorder.exit_code == 3
