@@ -32,7 +32,8 @@ from trainer.data.corpus import open_corpus
 from trainer.data.loader import segments
 from trainer.errors import UserError
 from trainer.parallel.mesh import place_batch
-from trainer.precision.policy import Policy, store_weights
+from trainer.precision.arrays import store_weights
+from trainer.precision.policy import Policy
 from trainer.report.history import AS_TRAINED
 from trainer.run.rundir import write_atomically
 from trainer.step.evaluate import make_eval_step
@@ -128,7 +129,7 @@ def policy_of(item: str) -> Policy:
     if "=" in name:
         raise UserError(f"{item}: expected the name of a precision first, such as bf16")
     c = compose_or_explain([f"precision={name}", *changes]).precision
-    if c.scaling == "delayed":
+    if c.method.has_history:
         raise UserError(f"{item}: its scales come from a history that only training writes; valid: any other scaling")
     return build_policy(c)
 

@@ -21,6 +21,7 @@ CORE_ORDER = ["formats", "array", "registry", "rules", "interpreter"]
 ROOMS = [
     "errors",
     "text",
+    "bounds",
     "data",
     "precision",
     "models",

@@ -27,19 +27,19 @@ from trainer.data import (
 )
 from trainer.errors import UserError
 from trainer.models.flops import flops_per_token
-from trainer.models.spec import GPT2Spec
 from trainer.observe.metrics import Throughput
 from trainer.observe.peaks import peak_flops
 from trainer.observe.preparing import shown
 from trainer.observe.slowness import first_said
 from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, place_batch, replicated
-from trainer.precision.gradients import CALIBRATION
+from trainer.precision.methods import METHODS
 from trainer.precision.policy import DTYPES, Policy
 from trainer.run.loop import Cadence
 from trainer.run.start import initial_weights
 from trainer.run.watchdog import Bounds, Watchdog
 from trainer.step.evaluate import Evaluation, evaluate, make_eval_step, xz_bits_per_byte
 from trainer.step.optimizer import learning_rates, make_optimizer
+from trainer.step.optimizers import Optimizer
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
 from trainer.workload import Dataset, Model, Reduce, Task, Workload, eval_loss_of, first_state, make_sample
@@ -50,9 +50,7 @@ YARDSTICK = (100_000, 2**22)
 
 def build_policy(c: schema.Precision) -> Policy:
     """What the preset, or what became of it, means."""
-    settings = dataclasses.asdict(c)
-    del settings["name"], settings["rescale_every"], settings["require_fp8"]
-    return Policy(**settings)
+    return c.policy
 
 
 def build_model(c: schema.Model, policy: Policy, vocab_size: int, rows: int | None = None) -> Model:
@@ -62,27 +60,10 @@ def build_model(c: schema.Model, policy: Policy, vocab_size: int, rows: int | No
             f"model.vocab_size={c.vocab_size} is smaller than the tokenizer's {vocab_size} ids; "
             f"valid: {vocab_size} or more, or null for the tokenizer's"
         )
-    spec = GPT2Spec(
-        vocab_size=c.vocab_size or vocab_size,
-        context=c.context,
-        n_layer=c.n_layer,
-        n_head=c.n_head,
-        d_model=c.d_model,
-        mlp=c.mlp,
-        d_mlp=c.d_mlp,
-        dropout=c.dropout,
-        scan_layers=c.scan_layers,
-        remat=c.remat,
-        keep_fp8_weights=c.keep_fp8_weights,
-        init_std=c.init_std,
-        value_gain=c.value_gain,
-        align_channels=c.align_channels,
-        align_gain=c.align_gain,
-    )
-    return Model.make(spec, policy, rows)
+    return Model.make(c.spec(vocab_size), policy, rows)
 
 
-def build_optimizer(c: schema.Optimizer) -> optax.GradientTransformation:
+def build_optimizer(c: Optimizer) -> optax.GradientTransformation:
     """The optimiser at unit learning rate."""
     settings = dataclasses.asdict(c)
     del settings["lr"]
@@ -90,12 +71,12 @@ def build_optimizer(c: schema.Optimizer) -> optax.GradientTransformation:
 
 
 def build_sizes(c: schema.Parallel) -> Sizes:
-    """Of the mesh's axes."""
+    """The mesh's axis sizes from the configuration."""
     return Sizes(c.data, c.fsdp, c.tensor)
 
 
 def build_reduce(c: schema.Parallel) -> Reduce:
-    """How gradients are reduced."""
+    """The format and the order in which gradients are reduced."""
     return Reduce(c.reduce, c.deterministic_reduce)
 
 
@@ -134,7 +115,7 @@ def build_mesh(c: schema.Config) -> Mesh:
 
 
 def build_source(c: schema.Data) -> Source:
-    """What the text is read from."""
+    """The source that the text is read from."""
     match c.source:
         case "embedded":
             return EmbeddedSource()
@@ -214,7 +195,7 @@ def build_state(c: schema.Config, w: Workload) -> TrainState:
 
 
 def build_learning_rates(c: schema.Config) -> np.ndarray:
-    """FP32 `[train.steps]`."""
+    """The learning rate of every step, FP32 `[train.steps]`."""
     return learning_rates(steps=c.train.steps, peak=c.optimizer.lr, **dataclasses.asdict(c.schedule))
 
 
@@ -241,14 +222,13 @@ def check_fp8(c: schema.Config, w: Task, step: jax.stages.Compiled) -> Found | N
 
 
 def build_cadence(c: schema.Config) -> Cadence:
-    """How often what happens."""
-    scaled = c.precision.scaling == "propagate"
+    """The steps between two times of each periodic work; 0: never."""
     return Cadence(
         log=c.train.log_every,
         evaluate=c.train.eval_every,
         checkpoint=c.checkpoint.every,
         sample=c.sample.every,
-        rescale=c.precision.rescale_every if scaled else 0,
+        rescale=c.precision.rescale_every if c.precision.scaled else 0,
         numerics=0 if c.tracker.kind == "none" else c.metrics.numerics_every,
     )
 
@@ -288,8 +268,8 @@ def make_evaluate(
 
 
 def build_watchdog(c: schema.Watchdog, scaling: str, leaves: list[str], state: Mapping[str, Any] | None) -> Watchdog:
-    """What looks at losses. `scaling`: `precision.scaling`; a loss scale may halve to 1 beside what is allowed."""
-    max_skips = c.max_skips + (CALIBRATION if scaling == "loss_scale" else 0)
+    """The watchdog over losses; to the skips in a row it adds those in which the method `scaling` finds its place."""
+    max_skips = c.max_skips + METHODS[scaling].calibration
     bounds = Bounds(max_skips, c.spike_zscore, c.spike_window, c.spike_steps, c.max_rollbacks)
     return Watchdog(bounds, leaves, state)
 

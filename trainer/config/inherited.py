@@ -1,5 +1,6 @@
 """The architecture of what `init_from` names, for `model=from_init`: read before anything is built, so without JAX."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import yaml
 
 from trainer.errors import UserError
+from trainer.models.specs import FIRST, SPECS
+from trainer.text import nearest
 
 NAME = "from_init"
 # The keys of `model` that decide which function parameters stand for, and GPT-2's names for them.
@@ -20,7 +23,7 @@ KEYS = {
     "d_mlp": "n_inner",
 }
 
-SIZES = ("n_layer", "n_head", "d_model", "context", "mlp")  # which no model is without
+SIZES = ("family", "n_layer", "n_head", "d_model", "context", "mlp")  # which no model is without
 
 
 def is_open(model: Any) -> bool:
@@ -45,27 +48,40 @@ def inherit(model: Mapping[str, Any], init_from: str | None) -> dict[str, Any]:
     other = [
         f"model.{key}={model[key]} ({value} there)"
         for key, value in theirs.items()
-        if model[key] is not None and model[key] != value
+        if model.get(key) is not None and model[key] != value
     ]
     if other:
         raise UserError(
             f"model=from_init, but init_from={init_from} is another model: {', '.join(other)}; leave these out"
         )
-    return {**model, **theirs}
+    return of_family(theirs["family"], {**model, **theirs})
+
+
+def of_family(family: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `model` that are not null; for the family's own that are, the defaults of its spec.
+
+    Raises UserError for a family that there is not.
+    """
+    if family not in SPECS:
+        raise UserError(f"model=from_init: init_from is a {family}, which is not known; {nearest(family, list(SPECS))}")
+    given = {key: value for key, value in model.items() if value is not None}
+    own = dataclasses.fields(SPECS[family])
+    later = {field.name: None if field.default is dataclasses.MISSING else field.default for field in own}
+    return {**later, **given}
 
 
 def architecture_of_run(run_dir: Path) -> dict[str, Any]:
-    """Of a run directory."""
+    """The family and the sizes of the model of a run directory."""
     file = run_dir / "config.yaml"
     try:
         model = yaml.safe_load(file.read_text(encoding="utf-8"))["model"]
-        return {key: model[key] for key in (*KEYS, "mlp")}
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        return {"family": model.get("family", FIRST)} | {key: model[key] for key in (*KEYS, "mlp")}
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged: it does not tell the model; choose the model by name") from error
 
 
 def architecture_of_gpt2(source: Path) -> dict[str, Any]:
-    """Of a Hugging Face directory, or of what is beside a safetensors file."""
+    """The family and the sizes of a Hugging Face directory, or of what is beside a safetensors file."""
     file = (source if source.is_dir() else source.parent) / "config.json"
     if not file.is_file():
         raise UserError(
@@ -75,6 +91,6 @@ def architecture_of_gpt2(source: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         theirs = {key: config[name] for key, name in KEYS.items() if key != "d_mlp"}
-        return theirs | {"d_mlp": config.get("n_inner"), "mlp": "gelu"}
+        return theirs | {"family": FIRST, "d_mlp": config.get("n_inner"), "mlp": "gelu"}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is not the configuration of a GPT-2 ({error}); choose the model by name") from error

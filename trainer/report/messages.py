@@ -98,8 +98,7 @@ def describe_wire(w: Workload, step: jax.stages.Compiled) -> list[str]:
 def describe_precision(w: Workload) -> str:
     """What is computed and stored in what, and which matmuls are narrow."""
     policy, skipped = w.model.policy, w.model.skipped
-    wide = policy.compute if policy.scaled else policy.weight_grad
-    gradients = policy.weight_gradients if w.model.narrow else wide
+    gradients = policy.weight_gradients if w.model.narrow else policy.wide_gradients
     every = len(w.model.narrow) + len(skipped)
     matmuls = f"matmuls in {policy.compute}"
     if policy.forward is not None:

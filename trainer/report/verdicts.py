@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from scalify_core.formats import FloatFormat
 from trainer.observe.display import short
+from trainer.precision.methods import METHODS
 from trainer.report.history import AS_TRAINED, History, finite
 
 GOOD, FAIR, BAD, UNRATED = "good", "fair", "bad", "unrated"
@@ -27,7 +28,6 @@ SAVING = 5  # steps after a save in which it is still being written
 WAITING = 0.1  # share of a step spent waiting for data
 MACHINE = " Whatever else ran on the machine may have done that; it is not recorded, so this is not judged."
 IDLE = 0.1  # MFU below which no run is called fast
-BOUNDED = ("delayed", "current")  # of `precision.scaling`
 # What is cast to eight bits: the key of `precision` that says to which, how its tensors' names end, and in words.
 NARROW = {
     "weights": ("forward", ".kernel", "the weights of"),
@@ -220,7 +220,8 @@ def losses(
       figure: what counts: `underflow` or `saturated`.
     """
     underflow = figure == "underflow"
-    if underflow and settings.get("precision.scaling") in BOUNDED:
+    method = METHODS.get(settings.get("precision.scaling", ""))
+    if underflow and method is not None and method.in_products:  # what is counted is a bound, not what was lost
         return {}
     worst: dict[str, Loss] = {}
     for key, share in figures.items():

@@ -338,9 +338,12 @@ def test_dense_layers_act_on_flattened_activations():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_head": 3}, "d_model=16 is not a multiple of n_head=3"),
-        ({"mlp": "relu"}, "mlp='relu' is not a choice; valid: gelu, swiglu"),
-        ({"remat": "dots"}, "remat='dots' is not a choice; valid: none, elementwise, block, everything_saveable"),
+        ({"n_head": 3}, "model.d_model=16 is not a multiple of model.n_head=3"),
+        ({"mlp": "relu"}, "model.mlp='relu' is not a choice; Valid: gelu, smooth_swiglu, swiglu"),
+        (
+            {"remat": "dots"},
+            "model.remat='dots' is not a choice; did you mean 'dots_saveable'",
+        ),
         ({"mlp": "swiglu", "align_channels": 65}, "align_channels=65: expected at most the MLP's 64"),
     ],
 )

@@ -18,7 +18,7 @@ from trainer.models.spec import GPT2Spec
 from trainer.parallel.distribute import gather, largest_over, reduced, squares_over
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
 from trainer.parallel.sharding import bytes_per_device, of_parameters, partitions, shardings
-from trainer.precision.policy import is_kernel_of
+from trainer.precision.arrays import is_kernel_of
 from trainer.run.checkpoint import Checkpointer
 from trainer.step.optimizer import make_optimizer
 from trainer.step.state import to_stored

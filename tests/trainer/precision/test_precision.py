@@ -22,10 +22,11 @@ from trainer.errors import UserError
 from trainer.models.layers import Factory, SmoothSwigluMLP, SwigluMLP, init_cache
 from trainer.models.spec import GPT2Spec
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
+from trainer.precision.arrays import abstract_weights, is_kernel_of
 from trainer.precision.dots import ClippedDot
-from trainer.precision.policy import abstract_weights, is_kernel_of, moment_settings
 from trainer.report.messages import describe_idle, describe_precision
 from trainer.run.checkpoint import Checkpointer
+from trainer.step.moments import moment_settings
 from trainer.step.optimizer import make_optimizer
 from trainer.step.state import from_stored, to_stored
 from trainer.step.step import Hyper
