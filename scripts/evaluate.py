@@ -121,7 +121,10 @@ def main(args: Arguments) -> None:
 
 
 def policy_of(item: str) -> Policy:
-    """Of a preset with `+precision.key=value` for each further override. UserError for what is not of the precision."""
+    """The policy of a preset, with `+precision.key=value` for each further override.
+
+    Raises UserError for what is no matter of the precision.
+    """
     name, *changes = item.split("+")
     for change in changes:
         if not change.startswith("precision."):
@@ -135,7 +138,7 @@ def policy_of(item: str) -> Policy:
 
 
 def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> Text:
-    """At most so many batches of a text that the run has not to do with, of windows one after the other.
+    """At most `most` batches of a text that the run has nothing to do with, of windows one after the other.
 
     Raises UserError for what is wrong with it, and where it is too short for one batch.
     """

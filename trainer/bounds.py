@@ -8,7 +8,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -33,7 +33,7 @@ class Bound:
 class OneOf:
     """The value is one of these names, which a table holds that may grow."""
 
-    names: Sequence[str]
+    names: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,6 @@ def annotations(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def _choose(names: Sequence[str], value: Any, path: str) -> None:
+def _choose(names: Collection[str], value: Any, path: str) -> None:
     if value not in names:
         raise UserError(f"{path}={value!r} is not a choice; {nearest(str(value), list(names))}")

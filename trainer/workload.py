@@ -140,11 +140,11 @@ class Dataset(NamedTuple):
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the validation part's text."""
+        """The bytes of a token of the validation part's text, on average."""
         return self.manifest.bytes("val") / self.manifest.tokens("val")
 
     def validation_text(self, tokens: int) -> str:
-        """Of the first so many tokens, ends of text aside."""
+        """The text of the first so many tokens, ends of text aside."""
         ids: list[int] = []
         for shard in self.manifest.open("val"):
             ids += (int(i) for i in shard[: tokens - len(ids)])

@@ -37,13 +37,13 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As it is printed."""
+        """The name of the case as it is printed."""
         extras = f" remat={self.remat}" * (self.remat != "none") + " scan" * self.scan
         return f"{self.model} {self.precision} B={self.batch}{extras}"
 
 
 def parse_case(text: str) -> Case:
-    """See the module. UserError says what is valid."""
+    """The case that `model:precision[:setting=value]` describes. UserError says what is valid."""
     model, _, rest = text.partition(":")
     precision, *settings = rest.split(":")
     if not precision:

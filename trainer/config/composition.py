@@ -92,7 +92,7 @@ class Sweep(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> Self:
-        """Of expanded arguments; without jobs where it is no sweep, or one whose jobs nobody can list."""
+        """The sweep of expanded arguments; it has no jobs where it is none, or one whose jobs nobody can list."""
         given = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
         try:
             overrides = OverridesParser.create().parse_overrides(given) if is_sweep(arguments) else []

@@ -153,7 +153,7 @@ def attach(model: Model, bound: GPT2, slots: Slots) -> GPT2:
 
 
 def gradients(model: Model, state: TrainState, batch: Tokens, step: jax.Array) -> tuple[Any, Slots]:
-    """Of the first micro-batch, as the step number `step` differentiates it: the gradients, and the slots filled."""
+    """The gradients of the first micro-batch, as the step number `step` differentiates it, and the filled slots."""
     method, keys_B = model.policy.method, sequence_keys(jax.random.fold_in(state.key, step), batch)[0]
 
     def pull(params: Any, slots: Slots, tokens: jax.Array, segments: jax.Array | None, keys_B: jax.Array) -> Any:
@@ -195,7 +195,7 @@ def fields_of(state: Any, optimizer: str, key: str) -> dict[str, Any]:
 def stored_gradients(
     model: Model, state: TrainState, batch: Tokens, step: jax.Array
 ) -> tuple[dict[str, Any], dict[str, Any], Slots]:
-    """By name: the gradients as the optimiser gets them, those before the cast where there was one; and the slots."""
+    """The gradients by name, as the optimiser gets them; those before the cast where there is one; the filled slots."""
     grads, seen = gradients(model, state, batch, step)
     stored, exact = named(model.store_gradients(grads)), named(grads)
     return stored, {n: g for n, g in exact.items() if g.dtype != stored[n].dtype}, seen
@@ -234,7 +234,7 @@ def by_layer(layers: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def order(name: str) -> list[int]:
-    """Of a layer's or parameter's name among its like: blocks by number, their parts as they are computed."""
+    """The place of a layer or parameter among its like: blocks go by number, their parts as they are computed."""
     return [int(part) if part.isdigit() else PARTS.index(part) for part in name.split(".")]
 
 

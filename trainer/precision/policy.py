@@ -70,7 +70,7 @@ class Policy:
     simulate: bool
     matmuls: tuple[str, ...]
     keep: tuple[str, ...]
-    scaling: Annotated[str, OneOf(tuple(METHODS))]
+    scaling: Annotated[str, OneOf(METHODS)]
     weights: Computed
     weights_rounding: Literal["nearest", "stochastic"]
     weight_grad: Kept
@@ -90,7 +90,7 @@ class Policy:
                 raise UserError(f"precision.rescale_grads: {place!r} is not a place; valid: {', '.join(PLACES)}")
         self._check_products()
         self.method.check(self)
-        if self.update == "propagate" and (not self.scaled or self.moments_rounding == "stochastic"):
+        if self.propagated_update and (not self.scaled or self.moments_rounding == "stochastic"):
             raise UserError(
                 "precision.update=propagate needs precision.scaling=propagate, and rounds to nearest: set "
                 "precision.moments_rounding=nearest, or precision.update=fp32"
@@ -134,6 +134,11 @@ class Policy:
     def scaled(self) -> bool:
         """Whether scales propagate: parameters, and all that is computed from them, are scaled arrays."""
         return self.method.scaled
+
+    @property
+    def propagated_update(self) -> bool:
+        """Whether the optimiser itself computes in scaled arrays."""
+        return self.update == "propagate"
 
     @property
     def in_fp8(self) -> bool:

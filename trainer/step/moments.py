@@ -37,11 +37,11 @@ def store_moments(
         check_entry(name, ENTRIES[name], state)
         return state
 
-    tx = tx._replace(init=init)
-    if policy.update == "propagate":
+    checked = tx._replace(init=init)
+    if policy.propagated_update:
         formats = {field: how.format for field, how in settings["fields"].items()}
-        return optim.propagated_state(tx, fields=formats, compute=DTYPES[policy.compute])
-    return optim.scaled_state(tx, seed=seed, **settings)
+        return optim.propagated_state(checked, fields=formats, compute=DTYPES[policy.compute])
+    return optim.scaled_state(checked, seed=seed, **settings)
 
 
 def check_entry(name: str, entry: type[Optimizer], state: Any) -> None:
@@ -70,7 +70,6 @@ def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
     Raises UserError for moments that the policy stores and the optimiser does not have, and for some that are wider
     than an update that is propagated.
     """
-    propagated = policy.update == "propagate"
     narrow: dict[str, tuple[Moment, FloatFormat]] = {}
     for key in KEYS:
         stored_as, fmt = getattr(policy, key), FloatFormat.parse(getattr(policy, key))
@@ -80,13 +79,13 @@ def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
                 f"precision.{key}={stored_as}, but optimizer={name} has no such moment; "
                 f"set precision.{key}=fp32, or choose another optimizer"
             )
-        if fmt is FP32 and moments and propagated:
+        if fmt is FP32 and moments and policy.propagated_update:
             raise UserError(
                 f"precision.{key}=fp32, but precision.update=propagate computes in {policy.compute}; "
                 f"set precision.{key}={policy.compute} or narrower"
             )
         narrow |= {moment.field: (moment, fmt) for moment in moments if fmt is not FP32}
-    if propagated:  # whose moments are scaled arrays anyway, and rounded to nearest
+    if policy.propagated_update:  # whose moments are scaled arrays anyway, and rounded to nearest
         return {"fields": {field: optim.Stored(fmt, rounding="nearest") for field, (_, fmt) in narrow.items()}}
 
     def stored(moment: Moment, fmt: FloatFormat) -> optim.Stored:
