@@ -24,7 +24,7 @@ from trainer.bounds import (
 from trainer.errors import UserError
 from trainer.models.specs import FIRST, SPECS
 from trainer.precision.policy import Policy
-from trainer.step.optimizers import ENTRIES, Optimizer
+from trainer.step.optimizers import ENTRIES, Optimizer, check_moments
 
 
 @dataclass(frozen=True)
@@ -247,6 +247,7 @@ def validate(c: Config) -> None:
     """Refuse what cannot run, as far as the configuration alone can tell; `build` checks devices and tokenizer."""
     _check_data(c.data)
     c.model.spec(vocab_size=1)  # which refuses what cannot be built; the tokenizer is not known yet
+    check_moments(c.optimizer.name, c.precision)
     tokens = c.model.context * c.train.accum
     _require(
         c.train.batch_tokens % tokens == 0,

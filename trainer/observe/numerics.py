@@ -42,8 +42,7 @@ from scalify_core.probe import FIGURES, SLOT, figures, probe
 from trainer.models.gpt2 import GPT2
 from trainer.models.layers import Block, LastColumns, LayerNorm, Linear
 from trainer.precision.policy import Policy
-from trainer.step.moments import KEYS
-from trainer.step.optimizers import ENTRIES
+from trainer.step.optimizers import ENTRIES, KEYS
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens, sequence_keys
 from trainer.workload import Model

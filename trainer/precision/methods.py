@@ -8,6 +8,8 @@ checked against it without JAX, which is imported where an entry computes.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,8 +99,6 @@ class Method:
 
     def factor(self, state: Any) -> Any:
         """The FP32 scalar by which the loss is multiplied before it is differentiated."""
-        import numpy as np
-
         return np.float32(1)
 
     def unscaled(self, grads: Any, state: Any) -> Any:

@@ -1,6 +1,6 @@
 """How an optimiser's moments are stored: what its entry in `optimizers` says of them, as the policy asks for it."""
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,7 @@ from scalify_core import FloatFormat, optim
 from scalify_core.formats import FP32
 from trainer.errors import UserError
 from trainer.precision.policy import DTYPES, Policy
-from trainer.step.optimizers import ENTRIES, Moment, Optimizer
-
-KEYS: tuple[Literal["mu", "nu"], ...] = ("mu", "nu")
+from trainer.step.optimizers import ENTRIES, KEYS, Moment, Optimizer, check_moments
 
 
 def store_moments(
@@ -67,24 +65,15 @@ def check_entry(name: str, entry: type[Optimizer], state: Any) -> None:
 def moment_settings(name: str, policy: Policy) -> dict[str, Any]:
     """How `scalify_core.optim` stores the moments of the optimiser `name`: its argument `fields`.
 
-    Raises UserError for moments that the policy stores and the optimiser does not have, and for some that are wider
-    than an update that is propagated.
+    Raises UserError as `check_moments` does.
     """
-    narrow: dict[str, tuple[Moment, FloatFormat]] = {}
-    for key in KEYS:
-        stored_as, fmt = getattr(policy, key), FloatFormat.parse(getattr(policy, key))
-        moments = [moment for moment in ENTRIES[name].moments if moment.key == key]
-        if fmt is not FP32 and not moments:
-            raise UserError(
-                f"precision.{key}={stored_as}, but optimizer={name} has no such moment; "
-                f"set precision.{key}=fp32, or choose another optimizer"
-            )
-        if fmt is FP32 and moments and policy.propagated_update:
-            raise UserError(
-                f"precision.{key}=fp32, but precision.update=propagate computes in {policy.compute}; "
-                f"set precision.{key}={policy.compute} or narrower"
-            )
-        narrow |= {moment.field: (moment, fmt) for moment in moments if fmt is not FP32}
+    check_moments(name, policy)
+    formats = {key: FloatFormat.parse(getattr(policy, key)) for key in KEYS}
+    narrow = {
+        moment.field: (moment, formats[moment.key])
+        for moment in ENTRIES[name].moments
+        if formats[moment.key] is not FP32
+    }
     if policy.propagated_update:  # whose moments are scaled arrays anyway, and rounded to nearest
         return {"fields": {field: optim.Stored(fmt, rounding="nearest") for field, (_, fmt) in narrow.items()}}
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from trainer.bounds import Amount, ShareBelow1
+from trainer.errors import UserError
+from trainer.precision.policy import Policy
+
+KEYS: tuple[Literal["mu", "nu"], ...] = ("mu", "nu")  # of `precision`: what first and second moments are stored in
 
 
 class Moment(NamedTuple):
@@ -106,3 +110,22 @@ ENTRIES: dict[str, type[Optimizer]] = {
     "sgd": SGD,
     "muon": Muon,
 }
+
+
+def check_moments(name: str, policy: Policy) -> None:
+    """Raise UserError where the policy asks of the moments of the optimiser `name` what they cannot be.
+
+    That is a format for a moment which it does not have, and moments wider than an update that is propagated.
+    """
+    for key in KEYS:
+        kept_in, has = getattr(policy, key), any(moment.key == key for moment in ENTRIES[name].moments)
+        if kept_in != "fp32" and not has:
+            raise UserError(
+                f"precision.{key}={kept_in}, but optimizer={name} has no such moment; "
+                f"set precision.{key}=fp32, or choose another optimizer"
+            )
+        if kept_in == "fp32" and has and policy.propagated_update:
+            raise UserError(
+                f"precision.{key}=fp32, but precision.update=propagate computes in {policy.compute}; "
+                f"set precision.{key}={policy.compute} or narrower"
+            )

@@ -165,6 +165,7 @@ def test_a_model_of_before_there_were_families_is_a_gpt2():
         ("precision.compute=fp64", ["precision.compute='fp64'", "bf16, fp16, fp32"]),
         ("precision.forward=e4m33", ["precision.forward=e4m33", "eXmY", "e4m3"]),
         ("precision.weights=fp16", ["precision.weights=fp16", "precision.scaling=propagate"]),
+        ("precision.mu=fp61", ["precision.mu='fp61'", "did you mean 'fp16'"]),
         ("optimizer.eps=-1", ["optimizer.eps=-1.0", "at least 0"]),
         ("schedule.min_ratio=1.5", ["schedule.min_ratio=1.5", "[0, 1]"]),
         ("sample.top_p=0", ["sample.top_p=0.0", "more than 0, at most 1"]),
@@ -208,6 +209,14 @@ def test_a_wrong_key_names_the_nearest_valid_one(key, names):
         ("sgd", ["b1", "b2", "eps"]),
     ],
 )
+def test_moments_that_the_optimizer_does_not_have_are_refused_before_anything_is_built():
+    with pytest.raises(UserError, match=r"precision\.nu=fp16, but optimizer=lion has no such moment; set prec.*=fp32"):
+        load("optimizer=lion", "precision=scalify_fp8_fp16")
+    with pytest.raises(UserError, match=r"precision\.mu=fp32, but precision\.update=propagate computes in fp16"):
+        load("precision=scalify_fp8", "precision.update=propagate")
+    load("optimizer=lion", "precision=scalify_fp8_fp16", "precision.nu=fp32")
+
+
 def test_a_setting_that_the_optimizer_does_not_use_is_refused(optimizer, ignored):
     for key in ignored:
         with pytest.raises(UserError, match=rf"unknown key optimizer\.{key} of {optimizer}; .*weight_decay"):

@@ -342,7 +342,7 @@ def test_dense_layers_act_on_flattened_activations():
         ({"mlp": "relu"}, "model.mlp='relu' is not a choice; Valid: gelu, smooth_swiglu, swiglu"),
         (
             {"remat": "dots"},
-            "model.remat='dots' is not a choice; did you mean 'dots_saveable'",
+            "model.remat='dots' is not a choice; Valid: block, checkpoint_dots, ",
         ),
         ({"mlp": "swiglu", "align_channels": 65}, "align_channels=65: expected at most the MLP's 64"),
     ],
