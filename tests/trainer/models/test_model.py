@@ -339,7 +339,10 @@ def test_dense_layers_act_on_flattened_activations():
     ("change", "message"),
     [
         ({"n_head": 3}, "model.d_model=16 is not a multiple of model.n_head=3"),
-        ({"mlp": "relu"}, "model.mlp='relu' is not a choice; Valid: gelu, smooth_swiglu, swiglu"),
+        (
+            {"mlp": "relu"},
+            r"model.mlp='relu' is not a choice; did you mean 'gelu'\? Valid: gelu, smooth_swiglu, swiglu",
+        ),
         (
             {"remat": "dots"},
             "model.remat='dots' is not a choice; Valid: block, checkpoint_dots, ",

@@ -433,7 +433,7 @@ def test_smoothing_is_folded_away_where_text_is_generated():
 
 
 def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
-    spec = GPT2Spec(vocab_size=64, d_model=128, n_head=4, d_mlp=352, align_channels=4, align_gain=256.0)
+    spec = GPT2Spec(vocab_size=64, d_model=128, n_head=4, d_mlp=352, mlp="swiglu", align_channels=4, align_gain=256.0)
     x = jax.random.normal(jax.random.key(1), (256, 128))
 
     def output(cls, dot=None):
