@@ -209,18 +209,18 @@ def test_a_wrong_key_names_the_nearest_valid_one(key, names):
         ("sgd", ["b1", "b2", "eps"]),
     ],
 )
+def test_a_setting_that_the_optimizer_does_not_use_is_refused(optimizer, ignored):
+    for key in ignored:
+        with pytest.raises(UserError, match=rf"unknown key optimizer\.{key} of {optimizer}; .*weight_decay"):
+            load(f"optimizer={optimizer}", f"+optimizer.{key}=0.5")
+
+
 def test_moments_that_the_optimizer_does_not_have_are_refused_before_anything_is_built():
     with pytest.raises(UserError, match=r"precision\.nu=fp16, but optimizer=lion has no such moment; set prec.*=fp32"):
         load("optimizer=lion", "precision=scalify_fp8_fp16")
     with pytest.raises(UserError, match=r"precision\.mu=fp32, but precision\.update=propagate computes in fp16"):
         load("precision=scalify_fp8", "precision.update=propagate")
     load("optimizer=lion", "precision=scalify_fp8_fp16", "precision.nu=fp32")
-
-
-def test_a_setting_that_the_optimizer_does_not_use_is_refused(optimizer, ignored):
-    for key in ignored:
-        with pytest.raises(UserError, match=rf"unknown key optimizer\.{key} of {optimizer}; .*weight_decay"):
-            load(f"optimizer={optimizer}", f"+optimizer.{key}=0.5")
 
 
 def test_a_setting_that_the_source_does_not_use_is_refused():
