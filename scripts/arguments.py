@@ -9,8 +9,8 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 
-from trainer.config.fields import nearest
 from trainer.errors import UserError
+from trainer.text import nearest
 
 
 def argument(help: str, default: typing.Any = dataclasses.MISSING) -> typing.Any:

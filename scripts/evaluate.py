@@ -33,7 +33,8 @@ from trainer.data.loader import segments
 from trainer.errors import UserError
 from trainer.observe.slowness import first_said
 from trainer.parallel.mesh import place_batch
-from trainer.precision.policy import Policy, store_weights
+from trainer.precision.arrays import store_weights
+from trainer.precision.policy import Policy
 from trainer.report.history import AS_TRAINED
 from trainer.run.rundir import write_atomically
 from trainer.step.evaluate import make_eval_step
@@ -121,7 +122,10 @@ def main(args: Arguments) -> None:
 
 
 def policy_of(item: str) -> Policy:
-    """Of a preset with `+precision.key=value` for each further override. UserError for what is not of the precision."""
+    """The policy of a preset, with `+precision.key=value` for each further override.
+
+    Raises UserError for what is no matter of the precision.
+    """
     name, *changes = item.split("+")
     for change in changes:
         if not change.startswith("precision."):
@@ -129,13 +133,13 @@ def policy_of(item: str) -> Policy:
     if "=" in name:
         raise UserError(f"{item}: expected the name of a precision first, such as bf16")
     c = compose_or_explain([f"precision={name}", *changes]).precision
-    if c.scaling == "delayed":
+    if c.method.has_history:
         raise UserError(f"{item}: its scales come from a history that only training writes; valid: any other scaling")
     return build_policy(c)
 
 
 def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> Text:
-    """At most so many batches of a text that the run has not to do with, of windows one after the other.
+    """At most `most` batches of a text that the run has nothing to do with, of windows one after the other.
 
     Raises UserError for what is wrong with it, and where it is too short for one batch.
     """

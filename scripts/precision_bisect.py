@@ -32,6 +32,7 @@ from trainer.models.roles import role_of
 from trainer.observe.slowness import first_said
 from trainer.parallel.mesh import place_batch
 from trainer.precision.dots import ClippedDot, Dims, Dot, narrow_gradient_dot, wide_gradient_dot
+from trainer.precision.methods import METHODS
 from trainer.precision.policy import Policy
 from trainer.run.rundir import write_atomically
 from trainer.workload import Model
@@ -121,7 +122,7 @@ def switched(model: Model, on_Lx4: jax.Array) -> Model:
         dot = SwitchedDot(on_Lx4, model.narrow.index(path), model.policy)
         return dot if model.policy.clip_outliers is None else ClippedDot(dot, model.policy.clip_outliers)
 
-    settings = {"rescale_grads": model.policy.rescale_grads if model.policy.scaled else ()}
+    settings = {"rescale_grads": model.policy.rescaled_places}
     build, compute_dtype = model.family.build, model.policy.logical
     training = build(model.spec, compute_dtype=compute_dtype, dot_general=dot_general, **settings)
     return model._replace(training=training)
@@ -171,10 +172,11 @@ def bisect(model: Model, params: Any, scaling: Any, tokens: jax.Array, segments:
     Raises:
       UserError: nothing is narrow, or its scales are not those of the tensors.
     """
-    if model.policy.scaling in ("delayed", "current"):
+    if model.policy.method.in_products:
+        valid = [name for name, method in METHODS.items() if not method.in_products]
         raise UserError(
             f"precision.scaling={model.policy.scaling} casts by scales that are measured in the matmul; "
-            "valid: runs with scaling=propagate, none or loss_scale"
+            f"valid: runs with scaling={' or '.join(valid)}"
         )
     if not model.narrow and model.policy.compute == "fp32":
         raise UserError("everything in this run is FP32 already; valid: a run with a narrower precision")

@@ -22,6 +22,7 @@ CORE_ORDER = ["formats", "array", "registry", "rules", "interpreter"]
 ROOMS = [
     "errors",
     "text",
+    "bounds",
     "data",
     "precision",
     "models",
@@ -96,6 +97,20 @@ def test_a_room_says_in_three_lines_what_it_is_for(room):
     said = ast.get_docstring(ast.parse((ROOT / "trainer" / room / "__init__.py").read_text()))
     assert said is not None
     assert len(said.splitlines()) >= 3
+
+
+@pytest.mark.parametrize("path", modules("trainer") + modules("scripts"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_file_outside_of_precision_compares_the_name_of_a_scaling_method(path):
+    """Its entry in trainer/precision/methods.py says what is its own; others ask `policy.method`."""
+    if "precision" in path.relative_to(ROOT).parts:
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        compared += [node.subject] if isinstance(node, ast.Match) else []
+        words = {n.value for part in compared for n in ast.walk(part) if isinstance(n, ast.Constant)}
+        assert not words & {"propagate", "loss_scale", "delayed"}, f"line {getattr(node, 'lineno', '')}"
+        names = {getattr(part, "attr", getattr(part, "id", "")) for part in compared}
+        assert "scaling" not in names, f"line {node.lineno}"
 
 
 @pytest.mark.parametrize("library", HOMES)

@@ -1,11 +1,12 @@
 """Small helpers for text that people read: nothing secret in it, and commands that work when they are pasted."""
 
+import difflib
 import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ SECRET = re.compile(
 
 
 LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def nearest(name: str, valid: Sequence[str]) -> str:
+    """`did you mean 'x'? ` when something close exists, then the valid names."""
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Valid: {', '.join(sorted(valid))}"
 
 
 def redact(tree: Any) -> Any:

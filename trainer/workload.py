@@ -19,18 +19,17 @@ from trainer.models.sampling import Generator
 from trainer.parallel.distribute import LossOfState, Wire, gradient_over, largest_over, loss_over, squares_over
 from trainer.parallel.mesh import replicated
 from trainer.parallel.sharding import abstract, shardings
-from trainer.precision.gradients import Differentiate, differentiate, propagated_loss, store_gradients
-from trainer.precision.policy import (
+from trainer.precision.arrays import (
     ASSUMED_SCALE,
-    Policy,
     abstract_weights,
-    convert_moments,
     dot_general_for,
     in_transit,
     skipped_matmuls,
-    store_moments,
     store_weights,
 )
+from trainer.precision.gradients import Differentiate, store_gradients
+from trainer.precision.policy import Policy
+from trainer.step.moments import convert_moments, store_moments
 from trainer.step.nonfinite import first_nonfinite
 from trainer.step.optimizer import OptimizerFor
 from trainer.step.state import TrainState, init_state
@@ -74,7 +73,7 @@ class Model(NamedTuple):
             spec,
             compute_dtype=policy.logical,
             dot_general=dot_general_for(policy, narrow, keep_weights=spec.keep_fp8_weights),
-            rescale_grads=policy.rescale_grads if policy.scaled else (),
+            rescale_grads=policy.rescaled_places,
             split=split,
         )
         sampling = family.build(spec.folded(), compute_dtype=policy.logical)
@@ -100,13 +99,13 @@ class Model(NamedTuple):
 
     def eval_loss(self, state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
         """The loss in the run's precision, without dropout, of the weights in a state."""
-        loss = propagated_loss(self.loss, self.policy) if self.policy.scaled else self.loss
-        histories = {"histories": state.scaling} if self.policy.scaling == "delayed" else {}
-        return loss(state.params, tokens, segments, None, **histories)
+        method = self.policy.method
+        loss = method.through(self.loss, self.policy)
+        return asarray(loss(state.params, tokens, segments, None, **method.arguments(state.scaling)))
 
     def differentiate(self) -> Differentiate:
         """The loss and its gradient in the run's precision."""
-        return differentiate(self.loss, self.policy, self.training.init_histories)
+        return self.policy.method.differentiate(self.loss, self.policy, self.training.init_histories)
 
     @property
     def family(self) -> Family:
@@ -156,11 +155,11 @@ class Dataset(NamedTuple):
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the validation part's text."""
+        """The bytes of a token of the validation part's text, on average."""
         return self.manifest.bytes("val") / self.manifest.tokens("val")
 
     def validation_text(self, tokens: int) -> str:
-        """Of the first so many tokens, ends of text aside."""
+        """The text of the first so many tokens, ends of text aside."""
         ids: list[int] = []
         for shard in self.manifest.open("val"):
             ids += (int(i) for i in shard[: tokens - len(ids)])

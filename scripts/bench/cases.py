@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from scripts.bench.racing import figures as speed
 from scripts.bench.racing import race, taking, worker
-from trainer.config.fields import from_tree, nearest
+from trainer.config.fields import from_tree
 from trainer.errors import UserError
+from trainer.text import nearest
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 VOCAB = 50257
@@ -36,13 +37,13 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As it is printed."""
+        """The name of the case as it is printed."""
         extras = f" remat={self.remat}" * (self.remat != "none") + " scan" * self.scan
         return f"{self.model} {self.precision} B={self.batch}{extras}"
 
 
 def parse_case(text: str) -> Case:
-    """See the module. UserError says what is valid."""
+    """The case that `model:precision[:setting=value]` describes. UserError says what is valid."""
     model, _, rest = text.partition(":")
     precision, *settings = rest.split(":")
     if not precision:
@@ -69,10 +70,10 @@ def read_group(group: str, name: str) -> dict[str, Any]:
     if name not in known:
         raise UserError(f"cases: {group} {name!r} is not known; {nearest(name, known)}")
     tree: dict[str, Any] = {}
-    for path in (CONFIGS / "base" / f"{group}.yaml", CONFIGS / group / f"{name}.yaml"):
-        tree |= yaml.safe_load(path.read_text())
-    del tree["defaults"]
-    return tree
+    own: dict[str, Any] = yaml.safe_load((CONFIGS / group / f"{name}.yaml").read_text())
+    for base in own.pop("defaults"):  # such as /base/gpt2@_here_
+        tree |= yaml.safe_load((CONFIGS / f"{base.removesuffix('@_here_').lstrip('/')}.yaml").read_text())
+    return tree | own
 
 
 class Contestant(NamedTuple):
@@ -96,22 +97,19 @@ def ours(case: Case, context: int | None) -> Contestant:
     from trainer.compiled.fp8 import Gpu
     from trainer.compiled.hlo import Program, fp8_share
     from trainer.config import schema
-    from trainer.models.spec import GPT2Spec
     from trainer.parallel.mesh import abstract_batch, make_mesh
-    from trainer.precision.policy import Policy
     from trainer.step.optimizer import make_optimizer
     from trainer.step.state import from_stored
     from trainer.step.step import Hyper, Tokens
     from trainer.workload import Model, Task, compile_step, first_state
 
     tree = read_group("model", case.model) | {"remat": case.remat, "scan_layers": case.scan, "vocab_size": VOCAB}
-    del tree["name"], tree["lr"]
-    spec = GPT2Spec(**tree | ({} if context is None else {"context": context}))
+    tree |= {} if context is None else {"context": context}
+    spec = from_tree(schema.MODELS[tree["family"]], tree).spec(VOCAB)
     precision = from_tree(schema.Precision, read_group("precision", case.precision))
-    settings = {k: v for k, v in vars(precision).items() if k not in ("name", "rescale_every", "require_fp8")}
     mesh = make_mesh(1)
     adamw = make_optimizer("adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
-    w = Task(Model.make(spec, Policy(**settings)), "adamw", adamw, mesh)
+    w = Task(Model.make(spec, precision.policy), "adamw", adamw, mesh)
     state = from_stored(first_state(w, seed=0))
     start = time.perf_counter()
     batch = abstract_batch(1, case.batch, spec.context, document_mask=False, mesh=mesh)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config.fields import nearest
 from trainer.errors import UserError
 from trainer.run.guard import HUNG
+from trainer.text import nearest
 
 VALIDATIONS = 100  # steps between two
 PATIENCE = 3600  # seconds that anything may take

@@ -19,9 +19,9 @@ import jax
 
 from scripts.arguments import argument, run, split
 from scripts.studies import rows
-from trainer.config.fields import nearest
 from trainer.errors import UserError
 from trainer.run.rundir import code_version, write_atomically
+from trainer.text import nearest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))  # where `zoo` is
 

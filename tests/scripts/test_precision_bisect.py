@@ -12,7 +12,8 @@ from scripts.precision_bisect import ALL, CASTS, Finding, advice, bisect, comput
 from trainer.__main__ import CONFIGS
 from trainer.errors import UserError
 from trainer.models.spec import GPT2Spec
-from trainer.precision.policy import Policy, store_weights
+from trainer.precision.arrays import store_weights
+from trainer.precision.policy import Policy
 from trainer.workload import Model
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made

@@ -31,14 +31,13 @@ from trainer.data.own import own_loaders, text_source
 from trainer.errors import UserError
 from trainer.models.flops import flops_per_token
 from trainer.models.own import MakeModel, own_spec
-from trainer.models.spec import GPT2Spec
 from trainer.observe.metrics import Throughput
 from trainer.observe.numerics import make_numerics
 from trainer.observe.peaks import peak_flops
 from trainer.observe.preparing import shown
 from trainer.observe.slowness import first_said
 from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, place_batch, replicated
-from trainer.precision.gradients import CALIBRATION
+from trainer.precision.methods import METHODS
 from trainer.precision.policy import DTYPES, Policy
 from trainer.run import jobs
 from trainer.run.periodic import Periodic
@@ -46,6 +45,7 @@ from trainer.run.start import initial_weights
 from trainer.run.watchdog import Bounds, Watchdog
 from trainer.step.evaluate import Evaluation, evaluate, make_eval_step, xz_bits_per_byte
 from trainer.step.optimizer import OptimizerFor, learning_rates, make_optimizer
+from trainer.step.optimizers import Optimizer
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
 from trainer.workload import (
@@ -69,9 +69,7 @@ SAMPLING = "compiling the sampling, and the first sample"
 
 def build_policy(c: schema.Precision) -> Policy:
     """What the preset, or what became of it, means."""
-    settings = dataclasses.asdict(c)
-    del settings["name"], settings["rescale_every"], settings["require_fp8"]
-    return Policy(**settings)
+    return c.policy
 
 
 def build_model(
@@ -87,27 +85,10 @@ def build_model(
         size = c.vocab_size or vocab_size
         made = own_spec(own, vocab_size=size, context=c.context, keep_fp8_weights=c.keep_fp8_weights)
         return Model.make(made, policy, rows)
-    spec = GPT2Spec(
-        vocab_size=c.vocab_size or vocab_size,
-        context=c.context,
-        n_layer=c.n_layer,
-        n_head=c.n_head,
-        d_model=c.d_model,
-        mlp=c.mlp,
-        d_mlp=c.d_mlp,
-        dropout=c.dropout,
-        scan_layers=c.scan_layers,
-        remat=c.remat,
-        keep_fp8_weights=c.keep_fp8_weights,
-        init_std=c.init_std,
-        value_gain=c.value_gain,
-        align_channels=c.align_channels,
-        align_gain=c.align_gain,
-    )
-    return Model.make(spec, policy, rows)
+    return Model.make(c.spec(vocab_size), policy, rows)
 
 
-def build_optimizer(c: schema.Optimizer) -> OptimizerFor:
+def build_optimizer(c: Optimizer) -> OptimizerFor:
     """The optimiser at unit learning rate, of parameters of given roles."""
     settings = dataclasses.asdict(c)
     del settings["lr"]
@@ -115,12 +96,12 @@ def build_optimizer(c: schema.Optimizer) -> OptimizerFor:
 
 
 def build_sizes(c: schema.Parallel) -> Sizes:
-    """Of the mesh's axes."""
+    """The mesh's axis sizes from the configuration."""
     return Sizes(c.data, c.fsdp, c.tensor)
 
 
 def build_reduce(c: schema.Parallel) -> Reduce:
-    """How gradients are reduced."""
+    """The format and the order in which gradients are reduced."""
     return Reduce(c.reduce, c.deterministic_reduce)
 
 
@@ -152,7 +133,7 @@ def build_mesh(c: schema.Config) -> Mesh:
 
 
 def build_source(c: schema.Data) -> Source:
-    """What the text is read from."""
+    """The source that the text is read from."""
     match c.source:
         case "embedded":
             return EmbeddedSource()
@@ -240,7 +221,7 @@ def build_state(c: schema.Config, w: Workload) -> TrainState:
 
 
 def build_learning_rates(c: schema.Config) -> np.ndarray:
-    """FP32 `[train.steps]`."""
+    """The learning rate of every step, FP32 `[train.steps]`."""
     return learning_rates(steps=c.train.steps, peak=c.optimizer.lr, **dataclasses.asdict(c.schedule))
 
 
@@ -281,7 +262,7 @@ def build_jobs(
     """
     look = make_numerics(w.model, w.task.optimizer_name, replicated(w.mesh))
     numerics_every = c.metrics.numerics_every if tracked else 0
-    rescale_every = c.precision.rescale_every if c.precision.scaling == "propagate" else 0
+    rescale_every = c.precision.rescale_every if c.precision.scaled else 0
     entries = [
         jobs.numerics(numerics_every, first_said(look, NUMERICS, say)) if numerics_every else None,
         jobs.evaluation(c.train.eval_every, make_evaluate(c, w, say)),
@@ -333,8 +314,8 @@ def make_evaluate(
 
 
 def build_watchdog(c: schema.Watchdog, scaling: str, leaves: list[str], state: Mapping[str, Any] | None) -> Watchdog:
-    """What looks at losses. `scaling`: `precision.scaling`; a loss scale may halve to 1 beside what is allowed."""
-    max_skips = c.max_skips + (CALIBRATION if scaling == "loss_scale" else 0)
+    """The watchdog over losses; to the skips in a row it adds those in which the method `scaling` finds its place."""
+    max_skips = c.max_skips + METHODS[scaling].calibration
     bounds = Bounds(max_skips, c.spike_zscore, c.spike_window, c.spike_steps, c.max_rollbacks)
     return Watchdog(bounds, leaves, state)
 

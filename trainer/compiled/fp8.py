@@ -11,7 +11,7 @@ import jax
 
 from trainer.compiled.hlo import Gemm, Program, fp8_share
 from trainer.errors import UserError
-from trainer.precision.policy import skipped_matmuls
+from trainer.precision.arrays import skipped_matmuls
 from trainer.workload import Model
 
 Product = tuple[int, int, int]  # rows and columns, the smaller first, as in the transposed product; contracted elements

@@ -15,9 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import inherited
 from trainer.config.continuing import continued, leaves
-from trainer.config.fields import from_tree, nearest
+from trainer.config.fields import from_tree
 from trainer.config.schema import Config, validate
 from trainer.errors import UserError
+from trainer.text import nearest
 
 HOME = re.compile(r"^((?:run_dir|init_from|resume\.source|data\.cache_dir|data\.prepared_dir)=)~(?=/|$)")
 IN_LIST = re.compile(r"([\[,=]\s*)~(?=[/,\]]|$)")
@@ -60,7 +61,17 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     given = [argument for argument in long if "=" in argument and not argument.startswith("-")]
     flags = [argument for argument in long if argument not in given]  # and their values; Hydra wants them first
     groups = sorted(path.name for path in Path(CONFIGS).iterdir() if path.is_dir() and path.name != "base")
-    return [*flags, *continued(given, groups, several=is_sweep(flags))]
+    return [*flags, *continued(given, groups, choices_of_families(), several=is_sweep(flags))]
+
+
+def choices_of_families() -> dict[str, str]:
+    """The first choice of `model` of each family, whose keys are those of all its choices: its base has its name."""
+    found: dict[str, str] = {}
+    for path in sorted(Path(CONFIGS, "model").glob("*.yaml")):
+        base = re.search(r"/base/(\w+)@_here_", path.read_text(encoding="utf-8"))
+        if base:
+            found.setdefault(base[1], path.stem)
+    return found
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
@@ -81,7 +92,7 @@ class Sweep(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> Self:
-        """Of expanded arguments; without jobs where it is no sweep, or one whose jobs nobody can list."""
+        """The sweep of expanded arguments; it has no jobs where it is none, or one whose jobs nobody can list."""
         given = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
         try:
             overrides = OverridesParser.create().parse_overrides(given) if is_sweep(arguments) else []

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,17 @@ import yaml
 
 from trainer.config.schema import DATA_KEYS
 from trainer.errors import UserError
+from trainer.models.specs import FIRST
+from trainer.text import nearest
 
 # Of the run that was: where it is, how it started, what it was to do besides training, what it was called.
 NOT_TAKEN = ("run_dir", "resume", "dry_run", "hydra")
 NEW_NAME = "tracker.name"
 
 
-def continued(arguments: Sequence[str], groups: Sequence[str], *, several: bool) -> list[str]:
+def continued(
+    arguments: Sequence[str], groups: Sequence[str], families: Mapping[str, str], *, several: bool
+) -> list[str]:
     """The arguments, before which stand all settings of the run that `resume.source` names, if it names one.
 
     Without `run_dir`, or with the run's own, the run itself goes on; else another one starts from it. A group that is
@@ -25,6 +29,7 @@ def continued(arguments: Sequence[str], groups: Sequence[str], *, several: bool)
     Args:
       arguments: overrides in their long forms.
       groups: the names of the configuration's groups.
+      families: a choice of `model` of each family.
       several: whether it is a sweep, of which each job has a directory of its own.
 
     Raises:
@@ -53,10 +58,14 @@ def continued(arguments: Sequence[str], groups: Sequence[str], *, several: bool)
         for key, value in leaves(tree)
         if key.split(".")[0] not in (*NOT_TAKEN, *anew) and (itself or key != NEW_NAME) and is_used(key, tree)
     ]
-    # Its keys are those of the choice; those of all other groups' choices are the same.
-    optimizer = [] if "optimizer" in anew else [f"optimizer={tree['optimizer']['name']}"]
+    # Their keys are those of the choice; those of all other groups' choices are the same.
+    chosen = [] if "optimizer" in anew else [f"optimizer={tree['optimizer']['name']}"]
+    family = tree["model"].get("family", FIRST)
+    if family not in families:
+        raise UserError(f"resume={source} is a {family}, which is not known; {nearest(family, list(families))}")
+    chosen += [] if "model" in anew else [f"model={families[family]}"]
     place = [f"run_dir={written(source)}", "resume.source=auto"] if itself else []
-    return [*optimizer, *taken, *arguments, *place]
+    return [*chosen, *taken, *arguments, *place]
 
 
 def is_used(key: str, tree: dict[str, Any]) -> bool:
@@ -69,9 +78,10 @@ def read_tree(file: Path) -> dict[str, Any]:
     """A run's config.yaml."""
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if isinstance(tree["optimizer"]["name"], str) and isinstance(tree["data"]["source"], str):
+        told = (tree["optimizer"]["name"], tree["data"]["source"], tree["model"].get("family", FIRST))
+        if all(isinstance(name, str) for name in told):
             return dict(tree)
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         pass
     raise UserError(f"{file} is damaged; give all settings and run_dir={file.parent} to continue from its checkpoints")
 

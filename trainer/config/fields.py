@@ -1,32 +1,35 @@
 """Frozen dataclasses from nested mappings, each wrong key or value answered with one line of what is valid."""
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from trainer.bounds import Variants, annotations, check
 from trainer.errors import UserError
-
-
-def nearest(name: str, valid: Sequence[str]) -> str:
-    """`did you mean 'x'? ` when something close exists, then the valid names."""
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Valid: {', '.join(sorted(valid))}"
+from trainer.text import nearest
 
 
 def from_saved(cls: type, tree: Any) -> Any:
-    """`from_tree` of what a run saved, perhaps before a key existed: one that may be null is null."""
-    hints = typing.get_type_hints(cls)
+    """`from_tree` of what a run saved, perhaps before a key existed.
+
+    One that may be null is null, and one that tells which of several groups is meant has the value that it had then.
+    """
+    return from_tree(cls, _completed(cls, tree))
+
+
+def _completed(hint: Any, tree: Any) -> Any:
+    """What was saved for an annotation, with the keys that it lacks and that are known."""
+    variants = _variants(hint)
+    if variants is not None and isinstance(tree, Mapping):
+        tree = {variants.key: variants.first, **tree} if variants.first is not None else tree
+        hint = variants.classes.get(tree.get(variants.key))
+    if not isinstance(hint, type) or not dataclasses.is_dataclass(hint) or not isinstance(tree, Mapping):
+        return tree
+    hints = annotations(hint)
     later = {key: None for key, hint in hints.items() if type(None) in typing.get_args(hint) and key not in tree}
-    groups = {
-        key: to_tree(from_saved(hint, tree[key]))
-        for key, hint in hints.items()
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(tree.get(key), Mapping)
-    }
-    return from_tree(cls, {**tree, **later, **groups})
+    return {**{key: _completed(hints[key], value) if key in hints else value for key, value in tree.items()}, **later}
 
 
 def from_tree(cls: type, tree: Any, path: str = "", of: str = "") -> Any:
@@ -36,7 +39,7 @@ def from_tree(cls: type, tree: Any, path: str = "", of: str = "") -> Any:
     """
     if not isinstance(tree, Mapping):
         raise UserError(f"{path}: expected a group of keys, found {tree!r}")
-    hints = typing.get_type_hints(cls)
+    hints = annotations(cls)
     prefix = f"{path}." if path else ""
     for key in tree:
         if key not in hints:
@@ -59,16 +62,25 @@ def _plain(value: Any) -> Any:
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
+    """The value of a key, of the type and within the bounds of its annotation. UserError names its path."""
+    variants = _variants(hint)
+    if variants is not None:
+        return _variant(variants, value, path)
+    converted = _typed(hint, value, path)
+    check(hint, converted, path)
+    return converted
+
+
+def _typed(hint: Any, value: Any, path: str) -> Any:
+    """The value of a key, of the type of its annotation."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return from_tree(typing.cast(type, hint), value, path)
-    if origin in (types.UnionType, typing.Union) and dataclasses.is_dataclass(args[1]):
-        return _variant(args, value, path)
+    if origin is Annotated:
+        return _typed(args[0], value, path)
     if origin in (types.UnionType, typing.Union):  # X | None
-        return None if value is None else _convert(args[0], value, path)
+        return None if value is None else _typed(args[0], value, path)
     if origin is Literal:
-        if value not in args:
-            raise UserError(f"{path}={value!r} is not a choice; {nearest(str(value), list(args))}")
         return value
     if origin is tuple:
         if isinstance(value, str) or not isinstance(value, Sequence):
@@ -83,13 +95,18 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     return value
 
 
-def _variant(classes: Sequence[type], value: Any, path: str) -> Any:
-    """That one of the dataclasses whose `name` the mapping has."""
-    by_name = {typing.get_args(typing.get_type_hints(cls)["name"])[0]: cls for cls in classes}
-    name = value.get("name") if isinstance(value, Mapping) else value
-    if name not in by_name:
-        raise UserError(f"{path}={name!r} is not a choice; {nearest(str(name), list(by_name))}")
-    return from_tree(by_name[name], value, path, f" of {name}")
+def _variants(hint: Any) -> Variants | None:
+    """The classes that an annotation chooses from; None: it is of one type."""
+    return next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Variants)), None)
+
+
+def _variant(variants: Variants, value: Any, path: str) -> Any:
+    """That one of several dataclasses which the mapping's key names."""
+    name: Any = value.get(variants.key) if isinstance(value, Mapping) else value
+    if name not in variants.classes:
+        key = path if variants.key == "name" else f"{path}.{variants.key}"
+        raise UserError(f"{key}={name!r} is not a choice; {nearest(str(name), list(variants.classes))}")
+    return from_tree(variants.classes[name], value, path, f" of {name}")
 
 
 def _kind(hint: Any) -> str:

@@ -10,6 +10,7 @@ import yaml
 
 from trainer.errors import UserError
 from trainer.models.specs import FIRST, SPECS
+from trainer.text import nearest
 
 NAME = "from_init"
 
@@ -40,27 +41,42 @@ def inherit(model: Mapping[str, Any], init_from: str | None) -> dict[str, Any]:
     other = [
         f"model.{key}={model[key]} ({value} there)"
         for key, value in theirs.items()
-        if model[key] is not None and model[key] != value
+        if model.get(key) is not None and model[key] != value
     ]
     if other:
         raise UserError(
             f"model=from_init, but init_from={init_from} is another model: {', '.join(other)}; leave these out"
         )
-    return {**model, **theirs}
+    return of_family(theirs["family"], {**model, **theirs})
+
+
+def of_family(family: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `model` that are not null; for the family's own that are, the defaults of its spec.
+
+    Raises UserError for a family that there is not.
+    """
+    if family not in SPECS:
+        raise UserError(f"model=from_init: init_from is a {family}, which is not known; {nearest(family, list(SPECS))}")
+    given = {key: value for key, value in model.items() if value is not None}
+    own = dataclasses.fields(SPECS[family])
+    later = {field.name: None if field.default is dataclasses.MISSING else field.default for field in own}
+    return {**later, **given}
 
 
 def architecture_of_run(run_dir: Path) -> dict[str, Any]:
-    """The keys of the architecture that a run directory's configuration has."""
+    """The family and the keys of the architecture that a run directory's configuration has."""
     file = run_dir / "config.yaml"
     try:
         model = yaml.safe_load(file.read_text(encoding="utf-8"))["model"]
-        return {key: model[key] for key in SPECS[model.get("family", FIRST)].deciding()}
+        family = model.get("family", FIRST)
+        keys = SPECS[family].deciding() if family in SPECS else ()
+        return {"family": family} | {key: model[key] for key in keys}
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged: it does not tell the model; choose the model by name") from error
 
 
 def architecture_of_weights(source: Path) -> dict[str, Any]:
-    """The same of a Hugging Face directory, or of what is beside a safetensors file."""
+    """The family and the keys of the architecture of a Hugging Face directory, or of what is beside a safetensors file."""
     file = (source if source.is_dir() else source.parent) / "config.json"
     if not file.is_file():
         raise UserError(
@@ -77,4 +93,4 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
         raise UserError(f"{file} does not tell the sizes of a model ({error}); choose the model by name") from error
     if theirs is None:
         raise UserError(f"{file}: model_type={name!r} is not supported; valid: {', '.join(SPECS)}")
-    return theirs
+    return theirs | {"family": name}

@@ -1,35 +1,64 @@
 """The schema of the configuration: frozen dataclasses without defaults (the YAML files of `configs/` hold those).
 
-`trainer.config.fields` makes a `Config` of a composed dictionary; `validate` refuses combinations that cannot run.
+What a model, a precision or an optimiser has is declared where it is used: in the specs of `trainer.models`, the
+`Policy` of `trainer.precision` and the entries of `trainer.step.optimizers`. `trainer.config.fields` makes a `Config`
+of a composed dictionary, within the bounds of its annotations; `validate` refuses combinations that cannot run.
 """
 
 import dataclasses
-import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
+from trainer.bounds import (
+    Amount,
+    Bound,
+    Natural,
+    Positive,
+    Share,
+    ShareBelow1,
+    Variants,
+    annotations,
+    at_least,
+    at_most,
+)
 from trainer.errors import UserError
+from trainer.models.specs import FIRST, SPECS
+from trainer.precision.policy import Policy
+from trainer.step.optimizers import ENTRIES, Optimizer, check_moments
 
 
 @dataclass(frozen=True)
 class Model:
+    """What every model has. The schema of a family, of MODELS, adds the fields of its spec, where they are declared.
+
+    Attributes:
+      family: of `trainer.models.specs`.
+      lr: the peak of the learning rate that suits the size; `optimizer.lr` takes it.
+      vocab_size: ids; None: those of the tokenizer.
+      context, keep_fp8_weights: of the spec.
+    """
+
     name: str
-    n_layer: int
-    n_head: int
-    d_model: int
-    context: int
+    family: str
+    lr: Amount
     vocab_size: int | None
-    mlp: Literal["gelu", "swiglu", "smooth_swiglu"]
-    d_mlp: int | None
-    dropout: float
-    lr: float
-    scan_layers: bool
-    remat: str
+    context: int
     keep_fp8_weights: bool
-    init_std: float
-    value_gain: float | None
-    align_channels: int
-    align_gain: float
+
+    def spec(self, vocab_size: int) -> Any:
+        """The spec of the family, for a tokenizer of so many ids. Raises UserError for what cannot be built."""
+        spec = SPECS[self.family]
+        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(spec)}
+        return spec(**settings | {"vocab_size": self.vocab_size or vocab_size})
+
+
+def schema_of(spec: type) -> type:
+    """The schema of `model` for the family of a spec: `Model` with its fields, of which `vocab_size` may be null."""
+    keys = [(name, hint | None if name == "vocab_size" else hint) for name, hint in annotations(spec).items()]
+    return dataclasses.make_dataclass(f"{spec.__name__}Keys", keys, bases=(Model,), frozen=True)
+
+
+MODELS = {family: schema_of(spec) for family, spec in SPECS.items()}
 
 
 @dataclass(frozen=True)
@@ -37,10 +66,10 @@ class Data:
     source: Literal["embedded", "text", "hf", "prepared"]
     tokenizer: str | None
     cache_dir: str | None
-    workers: int | None
+    workers: Positive | None
     document_mask: bool
-    prefetch: int
-    val_fraction: float | None
+    prefetch: Positive
+    val_fraction: ShareBelow1 | None
     paths: tuple[str, ...]
     format: Literal["text", "jsonl", "parquet"] | None
     column: str | None
@@ -49,95 +78,47 @@ class Data:
     split: str | None
     revision: str | None
     streaming: bool
-    max_documents: int | None
-    max_tokens: int | None
+    max_documents: Positive | None
+    max_tokens: Positive | None
     prepared_dir: str | None
-
-
-@dataclass(frozen=True)
-class AnyOptimizer:
-    name: str
-    lr: float
-    weight_decay: float
-    clip_norm: float
-
-
-@dataclass(frozen=True)
-class AdamW(AnyOptimizer):
-    name: Literal["adamw"]
-    b1: float
-    b2: float
-    eps: float
-
-
-@dataclass(frozen=True)
-class Lion(AnyOptimizer):
-    name: Literal["lion"]
-    b1: float
-    b2: float
-
-
-@dataclass(frozen=True)
-class Adafactor(AnyOptimizer):
-    name: Literal["adafactor"]
-
-
-@dataclass(frozen=True)
-class SGD(AnyOptimizer):
-    name: Literal["sgd"]
-    momentum: float
-
-
-@dataclass(frozen=True)
-class Muon(AnyOptimizer):
-    name: Literal["muon"]
-    momentum: float
-    b1: float
-    b2: float
-    eps: float
-
-
-# Told apart by `name`: each has the keys that it uses, and no others.
-Optimizer = AdamW | Lion | Adafactor | SGD | Muon
 
 
 @dataclass(frozen=True)
 class Schedule:
     name: Literal["cosine", "wsd", "linear", "constant"]
-    warmup_fraction: float
-    min_ratio: float
-    decay_fraction: float
+    warmup_fraction: Share
+    min_ratio: Share
+    decay_fraction: Share
 
 
 @dataclass(frozen=True)
-class Precision:
+class Precision(Policy):
+    """A policy, and what is done about it.
+
+    Attributes:
+      name: of the preset.
+      rescale_every: steps between two looks at the scales of the weights; 0: never.
+      require_fp8: whether to stop where a chosen matmul was not compiled in FP8; None: on Hopper or newer.
+    """
+
     name: str
-    compute: Literal["fp32", "bf16", "fp16"]
-    forward: str | None
-    backward: str | None
-    simulate: bool
-    matmuls: tuple[str, ...]
-    keep: tuple[str, ...]
-    scaling: Literal["none", "propagate", "loss_scale", "delayed", "current"]
-    weights: Literal["fp32", "bf16", "fp16"]
-    weights_rounding: Literal["nearest", "stochastic"]
-    weight_grad: Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
-    mu: Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
-    nu: Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
-    moments_rounding: Literal["auto", "nearest", "stochastic"]
-    update: Literal["fp32", "propagate"]
-    rescale_grads: tuple[str, ...]
-    rescale_every: int
+    rescale_every: Natural
     require_fp8: bool | None
-    clip_outliers: float | None
-    amax_history: int
+
+    @property
+    def policy(self) -> Policy:
+        """What the preset, or what became of it, means."""
+        return Policy(**{field.name: getattr(self, field.name) for field in fields(Policy)})
+
+
+Devices = Annotated[int, Bound(lambda n: n == -1 or n >= 1, "a number of devices, or -1 for what the others leave")]
 
 
 @dataclass(frozen=True)
 class Parallel:
-    data: int
-    fsdp: int
-    tensor: int
+    data: Devices
+    fsdp: Devices
+    tensor: Devices
     reduce: Literal["fp32", "bf16", "fp16", "fp8"]
     deterministic_reduce: bool
     distributed: bool
@@ -145,8 +126,8 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    every: int
-    keep: int
+    every: Natural
+    keep: Positive
     keep_best: bool
 
 
@@ -169,40 +150,40 @@ class Resume:
 
 @dataclass(frozen=True)
 class Train:
-    steps: int
-    batch_tokens: int
-    accum: int
-    log_every: int
-    eval_every: int
-    eval_batches: int
-    final_eval_batches: int
+    steps: Positive
+    batch_tokens: Positive
+    accum: Positive
+    log_every: Positive
+    eval_every: Natural
+    eval_batches: Positive
+    final_eval_batches: Positive
 
 
 @dataclass(frozen=True)
 class Metrics:
-    numerics_every: int
+    numerics_every: Natural
 
 
 @dataclass(frozen=True)
 class Sample:
-    every: int
-    prompt: str
-    max_new: int
-    temperature: float
-    top_k: int
-    top_p: float
+    every: Natural
+    prompt: Annotated[str, Bound(bool, "a first word")]
+    max_new: Natural
+    temperature: Amount
+    top_k: Natural
+    top_p: Annotated[float, Bound(lambda p: 0 < p <= 1, "more than 0, at most 1 (all tokens)")]
 
 
 @dataclass(frozen=True)
 class Watchdog:
-    max_skips: int
-    spike_zscore: float
-    spike_window: int
-    spike_steps: int
-    max_rollbacks: int
-    stop_seconds: float
-    stall_seconds: float
-    hang_seconds: float
+    max_skips: Positive
+    spike_zscore: Amount
+    spike_window: Annotated[int, at_least(2)]
+    spike_steps: Annotated[int, at_least(2)]
+    max_rollbacks: Natural
+    stop_seconds: Amount
+    stall_seconds: Amount
+    hang_seconds: Amount
 
 
 @dataclass(frozen=True)
@@ -212,9 +193,9 @@ class Profile:
 
 @dataclass(frozen=True)
 class Config:
-    model: Model
+    model: Annotated[Model, Variants("family", MODELS, first=FIRST)]
     data: Data
-    optimizer: Optimizer
+    optimizer: Annotated[Optimizer, Variants("name", ENTRIES)]
     schedule: Schedule
     precision: Precision
     parallel: Parallel
@@ -226,7 +207,7 @@ class Config:
     sample: Sample
     watchdog: Watchdog
     profile: Profile
-    seed: int
+    seed: Annotated[int, at_least(0), at_most(2**32 - 1)]  # JAX keeps 32 bits of a seed
     run_dir: str
     init_from: str | None
     dry_run: bool
@@ -265,84 +246,9 @@ def _require(ok: bool, message: str) -> None:
 
 def validate(c: Config) -> None:
     """Refuse what cannot run, as far as the configuration alone can tell; `build` checks devices and tokenizer."""
-    optimizer = dataclasses.asdict(c.optimizer)
-    for path, value, least in (
-        ("model.n_layer", c.model.n_layer, 1),
-        ("model.n_head", c.model.n_head, 1),
-        ("model.d_model", c.model.d_model, 1),
-        ("model.context", c.model.context, 1),
-        ("model.vocab_size", c.model.vocab_size, 1),
-        ("model.d_mlp", c.model.d_mlp, 1),
-        ("model.align_channels", c.model.align_channels, 0),
-        ("data.workers", c.data.workers, 1),
-        ("data.prefetch", c.data.prefetch, 1),
-        ("data.max_documents", c.data.max_documents, 1),
-        ("data.max_tokens", c.data.max_tokens, 1),
-        ("train.steps", c.train.steps, 1),
-        ("train.batch_tokens", c.train.batch_tokens, 1),
-        ("train.accum", c.train.accum, 1),
-        ("train.log_every", c.train.log_every, 1),
-        ("train.eval_every", c.train.eval_every, 0),
-        ("train.eval_batches", c.train.eval_batches, 1),
-        ("train.final_eval_batches", c.train.final_eval_batches, 1),
-        ("metrics.numerics_every", c.metrics.numerics_every, 0),
-        ("sample.every", c.sample.every, 0),
-        ("sample.max_new", c.sample.max_new, 0),
-        ("sample.temperature", c.sample.temperature, 0),
-        ("sample.top_k", c.sample.top_k, 0),
-        ("checkpoint.every", c.checkpoint.every, 0),
-        ("checkpoint.keep", c.checkpoint.keep, 1),
-        ("precision.rescale_every", c.precision.rescale_every, 0),
-        ("precision.clip_outliers", c.precision.clip_outliers, 1),
-        ("precision.amax_history", c.precision.amax_history, 1),
-        ("watchdog.max_skips", c.watchdog.max_skips, 1),
-        ("watchdog.spike_zscore", c.watchdog.spike_zscore, 0),
-        ("watchdog.spike_window", c.watchdog.spike_window, 2),
-        ("watchdog.spike_steps", c.watchdog.spike_steps, 2),
-        ("watchdog.max_rollbacks", c.watchdog.max_rollbacks, 0),
-        ("watchdog.stop_seconds", c.watchdog.stop_seconds, 0),
-        ("watchdog.stall_seconds", c.watchdog.stall_seconds, 0),
-        ("watchdog.hang_seconds", c.watchdog.hang_seconds, 0),
-        ("optimizer.lr", c.optimizer.lr, 0),
-        ("optimizer.eps", optimizer.get("eps"), 0),
-        ("optimizer.weight_decay", c.optimizer.weight_decay, 0),
-        ("optimizer.clip_norm", c.optimizer.clip_norm, 0),
-        ("seed", c.seed, 0),
-    ):
-        _require(value is None or value >= least, f"{path}={value}: expected at least {least}")
-    # JAX keeps 32 bits of a seed.
-    _require(c.seed < 2**32, f"seed={c.seed}: expected at most {2**32 - 1}")
-    for path, share in (
-        *((f"optimizer.{key}", optimizer[key]) for key in ("b1", "b2", "momentum") if key in optimizer),
-        ("model.dropout", c.model.dropout),
-        ("data.val_fraction", c.data.val_fraction or 0.0),
-    ):
-        _require(0 <= share < 1, f"{path}={share}: expected a number in [0, 1)")
-    for path, share in (
-        ("schedule.warmup_fraction", c.schedule.warmup_fraction),
-        ("schedule.min_ratio", c.schedule.min_ratio),
-        ("schedule.decay_fraction", c.schedule.decay_fraction),
-    ):
-        _require(0 <= share <= 1, f"{path}={share}: expected a number in [0, 1]")
-    _require(0 < c.sample.top_p <= 1, f"sample.top_p={c.sample.top_p}: expected more than 0, at most 1 (all tokens)")
-    _require(bool(c.sample.prompt), "sample.prompt is empty; give it a first word")
     _check_data(c.data)
-    _require(
-        c.model.d_model % c.model.n_head == 0,
-        f"model.d_model={c.model.d_model} is not a multiple of model.n_head={c.model.n_head}",
-    )
-    _require(c.model.init_std > 0, f"model.init_std={c.model.init_std}: expected more than 0; GPT-2's is 0.02")
-    _require(c.model.align_gain > 0, f"model.align_gain={c.model.align_gain}: expected more than 0, such as 64")
-    _require(
-        c.model.align_channels == 0 or c.model.mlp != "gelu",
-        f"model.align_channels={c.model.align_channels}, but model.mlp=gelu has one branch; "
-        "choose model.mlp=swiglu or smooth_swiglu",
-    )
-    gain = c.model.value_gain
-    _require(
-        gain is None or (0 < gain < math.inf and math.frexp(gain)[0] == 0.5),
-        f"model.value_gain={gain}: expected a power of two, such as 4096 or 0.000244140625 (2^-12), or null",
-    )
+    c.model.spec(vocab_size=1)  # which refuses what cannot be built; the tokenizer is not known yet
+    check_moments(c.optimizer.name, c.precision)
     tokens = c.model.context * c.train.accum
     _require(
         c.train.batch_tokens % tokens == 0,
@@ -351,9 +257,6 @@ def validate(c: Config) -> None:
         f"nearest valid: {max(1, round(c.train.batch_tokens / tokens)) * tokens}",
     )
     mesh = {name: getattr(c.parallel, name) for name in ("data", "fsdp", "tensor")}
-    for name, size in mesh.items():
-        valid = size == -1 or size >= 1
-        _require(valid, f"parallel.{name}={size}: expected a number of devices, or -1 for what the others leave")
     _require(
         list(mesh.values()).count(-1) <= 1,
         f"{', '.join(f'parallel.{n}=-1' for n, size in mesh.items() if size == -1)}: only one can be what the others "

@@ -4,10 +4,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
+from trainer.bounds import Natural, OneOf, Positive, check_fields, more_than
 from trainer.errors import UserError
-from trainer.models.spec import REMAT_POLICIES
+from trainer.models.spec import REMATS
 
 if TYPE_CHECKING:
     from trainer.models.family import Family
@@ -16,7 +17,6 @@ ARCHITECTURE = (
     "n_layer", "n_head", "n_kv_head", "d_model", "head_dim", "context", "vocab_size", "d_mlp", "mlp",
     "rope_theta", "rope_scaling", "norm_eps", "tied",
 )  # fmt: skip
-MLPS = ("swiglu", "smooth_swiglu")
 
 
 @dataclass(frozen=True)
@@ -68,45 +68,44 @@ class LlamaSpec:
       align_channels, align_gain: as of GPT2Spec.
     """
 
-    vocab_size: int
-    context: int = 2048
-    n_layer: int = 16
-    n_head: int = 32
-    n_kv_head: int = 8
-    d_model: int = 2048
-    head_dim: int | None = None
+    vocab_size: Positive
+    context: Positive = 2048
+    n_layer: Positive = 16
+    n_head: Positive = 32
+    n_kv_head: Positive = 8
+    d_model: Positive = 2048
+    head_dim: Positive | None = None
     mlp: Literal["swiglu", "smooth_swiglu"] = "swiglu"
-    d_mlp: int | None = None
-    rope_theta: float = 10_000.0
+    d_mlp: Positive | None = None
+    rope_theta: Annotated[float, more_than(0, ", such as 10000")] = 10_000.0
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, more_than(0, ", such as 1e-5")] = 1e-5
     tied: bool = False
     scan_layers: bool = False
-    remat: str = "none"
+    remat: Annotated[str, OneOf(REMATS)] = "none"
     keep_fp8_weights: bool = True
-    init_std: float = 0.02
-    align_channels: int = 0
-    align_gain: float = 1.0
+    init_std: Annotated[float, more_than(0, ", such as 0.02")] = 0.02
+    align_channels: Natural = 0
+    align_gain: Annotated[float, more_than(0, ", such as 64")] = 1.0
 
     def __post_init__(self) -> None:
         """Raise UserError for what cannot be built."""
+        check_fields(self, "model.")
         if self.head_dim is None and self.d_model % self.n_head:
             raise UserError(
-                f"d_model={self.d_model} is not a multiple of n_head={self.n_head}; change one of them, or set head_dim"
+                f"model.d_model={self.d_model} is not a multiple of model.n_head={self.n_head}; "
+                "change one of them, or set model.head_dim"
             )
         if self.n_head % self.n_kv_head:
-            raise UserError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}; change one of them")
+            raise UserError(
+                f"model.n_head={self.n_head} is not a multiple of model.n_kv_head={self.n_kv_head}; change one of them"
+            )
         if self.head_width % 2:
             raise UserError(
-                f"head_dim={self.head_width}: rotary positions turn pairs of channels; expected an even one"
+                f"model.head_dim={self.head_width}: rotary positions turn pairs of channels; expected an even one"
             )
-        if self.mlp not in MLPS:
-            raise UserError(f"mlp={self.mlp!r} is not a choice; valid: {', '.join(MLPS)}")
-        valid = ("none", "elementwise", "block", *REMAT_POLICIES)
-        if self.remat not in valid:
-            raise UserError(f"remat={self.remat!r} is not a choice; valid: {', '.join(valid)}")
         if self.align_channels > self.mlp_width:
-            raise UserError(f"align_channels={self.align_channels}: expected at most the MLP's {self.mlp_width}")
+            raise UserError(f"model.align_channels={self.align_channels}: expected at most the MLP's {self.mlp_width}")
 
     @property
     def padded_vocab(self) -> int:

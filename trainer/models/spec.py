@@ -4,8 +4,17 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
+from trainer.bounds import (
+    POWER_OF_TWO,
+    Natural,
+    OneOf,
+    Positive,
+    ShareBelow1,
+    check_fields,
+    more_than,
+)
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +29,7 @@ REMAT_POLICIES = (
     "checkpoint_dots",
     "checkpoint_dots_with_no_batch_dims",
 )
-MLPS = ("gelu", "swiglu", "smooth_swiglu")
+REMATS = ("none", "elementwise", "block", *REMAT_POLICIES)
 ARCHITECTURE = ("n_layer", "n_head", "d_model", "context", "vocab_size", "d_mlp", "mlp")
 # Fields, and Hugging Face's names of them.
 HUGGING_FACE = {
@@ -34,7 +43,9 @@ HUGGING_FACE = {
 
 @dataclass(frozen=True)
 class GPT2Spec:
-    """A GPT-2's sizes and choices.
+    """A GPT-2's sizes and choices: the keys of the configuration's group `model` for this family.
+
+    The defaults are for programs; `configs/base/gpt2.yaml` has the same for users.
 
     Attributes:
       vocab_size: of the tokenizer; tables and logits hold `padded_vocab` rows.
@@ -59,33 +70,36 @@ class GPT2Spec:
       align_gain: how much larger than the others these columns start.
     """
 
-    vocab_size: int
-    context: int = 1024
-    n_layer: int = 12
-    n_head: int = 12
-    d_model: int = 768
+    vocab_size: Positive
+    context: Positive = 1024
+    n_layer: Positive = 12
+    n_head: Positive = 12
+    d_model: Positive = 768
     mlp: Literal["gelu", "swiglu", "smooth_swiglu"] = "gelu"
-    d_mlp: int | None = None
-    dropout: float = 0.0
+    d_mlp: Positive | None = None
+    dropout: ShareBelow1 = 0.0
     scan_layers: bool = False
-    remat: str = "none"
+    remat: Annotated[str, OneOf(REMATS)] = "none"
     keep_fp8_weights: bool = True
-    init_std: float = 0.02
-    value_gain: float | None = None
-    align_channels: int = 0
-    align_gain: float = 1.0
+    init_std: Annotated[float, more_than(0, "; GPT-2's is 0.02")] = 0.02
+    value_gain: Annotated[float, POWER_OF_TWO] | None = None
+    align_channels: Natural = 0
+    align_gain: Annotated[float, more_than(0, ", such as 64")] = 1.0
 
     def __post_init__(self) -> None:
         """Raise UserError for what cannot be built."""
+        check_fields(self, "model.")
         if self.d_model % self.n_head:
-            raise UserError(f"d_model={self.d_model} is not a multiple of n_head={self.n_head}; change one of them")
-        if self.mlp not in MLPS:
-            raise UserError(f"mlp={self.mlp!r} is not a choice; valid: {', '.join(MLPS)}")
-        valid = ("none", "elementwise", "block", *REMAT_POLICIES)
-        if self.remat not in valid:
-            raise UserError(f"remat={self.remat!r} is not a choice; valid: {', '.join(valid)}")
+            raise UserError(
+                f"model.d_model={self.d_model} is not a multiple of model.n_head={self.n_head}; change one of them"
+            )
+        if self.align_channels and self.mlp == "gelu":
+            raise UserError(
+                f"model.align_channels={self.align_channels}, but model.mlp=gelu has one branch; "
+                "choose model.mlp=swiglu or smooth_swiglu"
+            )
         if self.align_channels > self.mlp_width:
-            raise UserError(f"align_channels={self.align_channels}: expected at most the MLP's {self.mlp_width}")
+            raise UserError(f"model.align_channels={self.align_channels}: expected at most the MLP's {self.mlp_width}")
 
     @property
     def padded_vocab(self) -> int:
@@ -94,14 +108,14 @@ class GPT2Spec:
 
     @property
     def mlp_width(self) -> int:
-        """F."""
+        """The number of hidden channels, F."""
         if self.d_mlp is not None:
             return self.d_mlp
         return 4 * self.d_model if self.mlp == "gelu" else math.ceil(8 * self.d_model / 3 / 64) * 64
 
     @property
     def head_dim(self) -> int:
-        """K."""
+        """The width of a head, K."""
         return self.d_model // self.n_head
 
     @classmethod

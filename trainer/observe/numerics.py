@@ -36,10 +36,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from scalify_core import FloatFormat, ScaledArray, scalify, tree
+from scalify_core import FloatFormat, ScaledArray, tree
 from scalify_core.array import is_scaled_array
 from scalify_core.probe import FIGURES, SLOT, figures, probe
-from trainer.precision.policy import DTYPES, MOMENTS, Policy
+from trainer.precision.policy import Policy
+from trainer.step.optimizers import ENTRIES, KEYS
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens, sequence_keys
 from trainer.workload import Model
@@ -108,7 +109,7 @@ def make_slots(model: Model) -> Slots:
 
 def casts(policy: Policy) -> tuple[FloatFormat | None, FloatFormat | None]:
     """What the chosen matmuls cast their operands and the gradient of their result to, with the tensors' own scales."""
-    if policy.forward is None or policy.backward is None or policy.scaling in ("delayed", "current"):
+    if policy.forward is None or policy.backward is None or policy.method.in_products:
         return None, None
     return FloatFormat.parse(policy.forward), FloatFormat.parse(policy.backward)
 
@@ -138,29 +139,22 @@ def attach(model: Model, bound: Any, slots: Slots) -> Any:
 
 
 def gradients(model: Model, state: TrainState, batch: Tokens, step: jax.Array) -> tuple[Any, Slots]:
-    """Of the first micro-batch, as the step number `step` differentiates it: the gradients, and the slots filled."""
-    policy, keys_B = model.policy, sequence_keys(jax.random.fold_in(state.key, step), batch)[0]
-    histories = state.scaling if policy.scaling == "delayed" else None
-    seed = state.scaling.value if policy.scaling == "loss_scale" else np.float32(1)
+    """The gradients of the first micro-batch, as the step number `step` differentiates it, and the filled slots."""
+    method, keys_B = model.policy.method, sequence_keys(jax.random.fold_in(state.key, step), batch)[0]
 
     def pull(params: Any, slots: Slots, tokens: jax.Array, segments: jax.Array | None, keys_B: jax.Array) -> Any:
         def loss(params: Any, slots: Slots) -> jax.Array:
             training = model.training._replace(
                 bind=lambda *arguments: attach(model, model.training.bind(*arguments), slots)
             )
-            return model._replace(training=training).loss(params, tokens, segments, keys_B, histories)
+            own = method.arguments(state.scaling)
+            return model._replace(training=training).loss(params, tokens, segments, keys_B, **own)
 
-        return jax.vjp(loss, params, slots)[1](jnp.asarray(seed))
+        return jax.vjp(loss, params, slots)[1](jnp.asarray(method.factor(state.scaling)))
 
     first: Tokens = jax.tree.map(lambda x: x[0], batch)
-    if policy.scaled:
-        dtype = DTYPES[policy.compute]
-        scaled: Callable[..., Any] = scalify(pull, scales="static")
-        return scaled(tree.map_arrays(lambda p: p.astype(dtype), state.params), make_slots(model), *first, keys_B)
-    grads, seen = pull(state.params, make_slots(model), *first, keys_B)
-    if policy.scaling == "loss_scale":
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / seed, grads)
-    return grads, seen
+    grads, seen = method.through(pull, model.policy)(state.params, make_slots(model), *first, keys_B)
+    return method.unscaled(grads, state.scaling), seen
 
 
 def named(tree: Any, field: str | None = None) -> dict[str, Any]:
@@ -176,10 +170,18 @@ def named(tree: Any, field: str | None = None) -> dict[str, Any]:
     return found
 
 
+def fields_of(state: Any, optimizer: str, key: str) -> dict[str, Any]:
+    """The moments of the named optimiser's state that `precision.KEY` stores, by the names of their parameters."""
+    found: dict[str, Any] = {}
+    for moment in ENTRIES[optimizer].moments:
+        found |= named(state, moment.field) if moment.key == key else {}
+    return found
+
+
 def stored_gradients(
     model: Model, state: TrainState, batch: Tokens, step: jax.Array
 ) -> tuple[dict[str, Any], dict[str, Any], Slots]:
-    """By name: the gradients as the optimiser gets them, those before the cast where there was one; and the slots."""
+    """The gradients by name, as the optimiser gets them; those before the cast where there is one; the filled slots."""
     grads, seen = gradients(model, state, batch, step)
     stored, exact = named(model.store_gradients(grads)), named(grads)
     return stored, {n: g for n, g in exact.items() if g.dtype != stored[n].dtype}, seen
@@ -253,7 +255,7 @@ def make_numerics(
     def numerics(state: TrainState, batch: Tokens, step: int) -> dict[str, float]:
         state = dataclasses.replace(state, params=everywhere(state.params))
         moments = tree.unpack(state.opt_state)
-        mu, nu = (named(moments, field) if field else {} for field in MOMENTS[optimizer])
+        mu, nu = (fields_of(moments, optimizer, key) for key in KEYS)
         narrow = {name: nu[name] for name in mu if is_scaled_array(mu[name]) and name in nu}
         grads, exact, seen = pull(state, batch, np.int32(step))
         found = {

@@ -6,8 +6,8 @@ The CUDA C++ Programming Guide's tables of compute capabilities give limits of t
 
 from dataclasses import dataclass
 
-from trainer.config.fields import nearest
 from trainer.errors import UserError
+from trainer.text import nearest
 
 GPUS_PER_HOST = 8  # of an HGX or DGX system
 

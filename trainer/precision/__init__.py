@@ -1,4 +1,5 @@
 """What a precision means: the formats of weights, products, gradients and moments, and the scaling method.
 
-Read `policy` first; `dots` has the products, `gradients` the differentiation.
+Read `policy` and `methods` first, which need no JAX; `arrays` has what a policy does to arrays, `dots` the products,
+`gradients` the differentiation.
 """

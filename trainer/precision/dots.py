@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import fp8_scaled_dot_general
 
-from scalify_core import FloatFormat, Fp8DotGeneral, Scaling, cast_on_backward, cast_on_forward
+from scalify_core import FloatFormat, cast_on_backward, cast_on_forward
 
 Dot = Callable[..., jax.Array]
 Dims = Any  # of jax.lax.dot_general
@@ -102,32 +102,3 @@ def wide_gradient_dot(lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any) -> j
 def narrow_gradient_dot(lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any) -> jax.Array:
     """`lhs @ rhs` and both gradients in the dtype of `lhs`."""
     return jax.lax.dot_general(lhs, rhs.astype(lhs.dtype), dims)
-
-
-def make_dot(
-    name: str,
-    *,
-    forward: FloatFormat | None,
-    backward: FloatFormat | None,
-    simulate: bool,
-    scaling: str,
-    wide_gradient: bool,
-    clip: float | None,
-    history: int,
-    keep_weights: bool,
-) -> Dot:
-    """The product of the layer `name`; `forward` None: in the dtype of its activations.
-
-    `keep_weights`: see `GPT2Spec.keep_fp8_weights`; all else `precision.Policy`.
-    """
-    if forward is None or backward is None:
-        return wide_gradient_dot if wide_gradient else narrow_gradient_dot
-    dot: Dot
-    if scaling == "delayed":
-        dot = DelayedFp8Dot(history)
-    elif simulate:
-        dot = SimulatedDot(forward, backward)
-    else:
-        scales = Scaling("amax", "amax", "amax") if scaling == "current" else Scaling()
-        dot = Fp8DotGeneral(name, scales, keep_rhs=keep_weights)
-    return dot if clip is None else ClippedDot(dot, clip)

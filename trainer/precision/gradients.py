@@ -1,9 +1,9 @@
-"""The loss and its gradient in a precision: plain, scale-propagated, loss-scaled, or with amax histories.
+"""Ways to differentiate a loss: plain, scale-propagated, loss-scaled, or with amax histories.
 
-Scale propagation is one line of it: `scalify` of the very function that the others differentiate.
+`trainer.precision.methods` says which method takes which. Scale propagation is one line of it: `scalify` of the very
+function that the others differentiate.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ LossFn = Callable[..., jax.Array]
 ValueAndGrad = Callable[..., tuple[jax.Array, Any, Any]]
 
 FIRST_LOSS_SCALE = 2.0**15
-CALIBRATION = int(math.log2(FIRST_LOSS_SCALE))  # halvings from there to 1, the least
 GROWTH_STEPS = 2000  # finite steps after which the loss scale doubles; a step that is not finite halves it
 
 
@@ -42,24 +41,13 @@ class Differentiate(NamedTuple):
     update: Callable[[Any, Any, jax.Array], Any]
 
 
-def differentiate(loss_fn: LossFn, policy: Policy, init_histories: Callable[[], Any]) -> Differentiate:
-    """How `policy` differentiates `loss_fn(parameters, tokens, segments, keys)`."""
-    if policy.scaling == "loss_scale":
-        return Differentiate(first_loss_scale, loss_scaled(loss_fn), next_loss_scale)
-    if policy.scaling == "delayed":
-        return Differentiate(init_histories, with_histories(loss_fn), next_histories)
-    if policy.scaled:
-        return plain(loss_fn)._replace(value_and_grad=stateless(propagated(loss_fn, policy)))
-    return plain(loss_fn)
-
-
 def plain(loss_fn: LossFn) -> Differentiate:
-    """As the function is written, without scales."""
+    """The gradient of the function as it is written, without scales."""
     return Differentiate(tuple, stateless(jax.value_and_grad(loss_fn)), lambda scaling, seen, finite: scaling)
 
 
 def stateless(value_and_grad: Callable[..., tuple[jax.Array, Any]]) -> ValueAndGrad:
-    """Without a state of the scaling."""
+    """The function in the form of `Differentiate.value_and_grad`, for methods that carry nothing along."""
 
     def call(params: Any, scaling: Any, *batch: Any) -> tuple[jax.Array, Any, Any]:
         loss, grads = value_and_grad(params, *batch)
@@ -70,21 +58,20 @@ def stateless(value_and_grad: Callable[..., tuple[jax.Array, Any]]) -> ValueAndG
 
 def propagated(loss_fn: LossFn, policy: Policy) -> Callable[..., tuple[jax.Array, Any]]:
     """Loss and gradient on scaled arrays whose data is in the compute dtype, as all that is computed from them."""
-    scaled = scalify(jax.value_and_grad(loss_fn), scales="static")
-    dtype = DTYPES[policy.compute]
+    scaled = scalified(jax.value_and_grad(loss_fn), policy)
 
     def value_and_grad(params: Any, *batch: Any) -> tuple[jax.Array, Any]:
-        loss, grads = scaled(map_arrays(lambda p: p.astype(dtype), params), *batch)
+        loss, grads = scaled(params, *batch)
         return asarray(loss), grads
 
     return value_and_grad
 
 
-def propagated_loss(loss_fn: LossFn, policy: Policy) -> LossFn:
-    """The loss alone, on scaled arrays."""
-    scaled = scalify(loss_fn, scales="static")
+def scalified(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """`fun(parameters, ...)` under scale propagation, the parameters' data cast to the compute dtype first."""
+    scaled: Callable[..., Any] = scalify(fun, scales="static")
     dtype = DTYPES[policy.compute]
-    return lambda params, *batch: asarray(scaled(map_arrays(lambda p: p.astype(dtype), params), *batch))
+    return lambda params, *rest: scaled(map_arrays(lambda p: p.astype(dtype), params), *rest)
 
 
 class LossScale(NamedTuple):
@@ -95,7 +82,7 @@ class LossScale(NamedTuple):
 
 
 def first_loss_scale() -> LossScale:
-    """Before step 0."""
+    """The loss scale before step 0."""
     return LossScale(jnp.float32(FIRST_LOSS_SCALE), jnp.int32(0))
 
 
@@ -108,9 +95,14 @@ def loss_scaled(loss_fn: LossFn) -> ValueAndGrad:
             return loss * scaling.value, loss
 
         grads, loss = jax.grad(scaled_loss, has_aux=True)(params)
-        return loss, jax.tree.map(lambda g: g.astype(jnp.float32) / scaling.value, grads), ()
+        return loss, divided(grads, scaling.value), ()
 
     return call
+
+
+def divided(grads: Any, factor: jax.Array) -> Any:
+    """The gradients in FP32, divided by the factor of the loss."""
+    return jax.tree.map(lambda g: g.astype(jnp.float32) / factor, grads)
 
 
 def next_loss_scale(scaling: LossScale, seen: Any, finite: jax.Array) -> LossScale:
@@ -137,7 +129,7 @@ def with_histories(loss_fn: LossFn) -> ValueAndGrad:
 
 
 def next_histories(scaling: Any, seen: Any, finite: jax.Array) -> Any:
-    """As seen; a step that was not finite leaves them."""
+    """The histories that the step has seen; a step that was not finite leaves them as they were."""
     return jax.tree.map(lambda old, new: jnp.where(finite, new, old), scaling, seen)
 
 

@@ -100,8 +100,7 @@ def describe_wire(task: Task, step: jax.stages.Compiled) -> list[str]:
 def describe_precision(model: Model) -> str:
     """What is computed and stored in what, and which matmuls are narrow."""
     policy, skipped = model.policy, model.skipped
-    wide = policy.compute if policy.scaled else policy.weight_grad
-    gradients = policy.weight_gradients if model.narrow else wide
+    gradients = policy.weight_gradients if model.narrow else policy.wide_gradients
     every = len(model.narrow) + len(skipped)
     matmuls = f"matmuls in {policy.compute}"
     if policy.forward is not None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from scalify_core.formats import FloatFormat
 from trainer.observe.display import short
+from trainer.precision.methods import METHODS
 from trainer.report.history import AS_TRAINED, History, finite
 
 GOOD, FAIR, BAD, UNRATED = "good", "fair", "bad", "unrated"
@@ -27,7 +28,6 @@ SAVING = 5  # steps after a save in which it is still being written
 WAITING = 0.1  # share of a step spent waiting for data
 MACHINE = " Whatever else ran on the machine may have done that; it is not recorded, so this is not judged."
 IDLE = 0.1  # MFU below which no run is called fast
-BOUNDED = ("delayed", "current")  # of `precision.scaling`
 # What is cast to eight bits: the key of `precision` that says to which, how its tensors' names end, and in words.
 NARROW = {
     "weights": ("forward", ".kernel", "the weights of"),
@@ -41,7 +41,7 @@ LOST = (0.01, 0.1)  # the same for the RMS of what becomes zero, as a share of t
 
 @dataclass(frozen=True)
 class Answer:
-    """To one of the questions: how good, and why: the most important first, then details, a line each."""
+    """The answer to a question: a grade, and why; the most important comes first, then details, a line each."""
 
     question: str
     grade: str
@@ -49,7 +49,7 @@ class Answer:
 
 
 def learning(h: History) -> Answer:
-    """From the validation losses, or the training losses where there are not two."""
+    """The answer from the validation losses, or from the training losses where there are not two of those."""
     validation = [(int(x), y) for x, y in zip(*finite(h.line("val/loss")), strict=True)]
     losses, all_losses = finite(h.line("train/loss"))[1], h.line("train/loss").ys
     question = "Is it learning?"
@@ -166,7 +166,7 @@ def _elsewhere(h: History, step: int) -> str:
 
 
 def healthy(h: History) -> Answer:
-    """From the events, the watchdog's counts and the numerics."""
+    """The answer from the events, the watchdog's counts and the numerics."""
     question, last = "Is it healthy?", h.rows[-1]
     skipped, rollbacks = int(last.get("watchdog/skipped", 0)), int(last.get("watchdog/rollbacks", 0))
     texts = [text for _, text in h.events]
@@ -206,7 +206,7 @@ class Loss(NamedTuple):
 def losses(
     figures: Mapping[str, float], settings: Mapping[str, Any], wide: Sequence[str], figure: str
 ) -> dict[str, Loss]:
-    """Of each class of tensors, among those that are cast to eight bits, the one that lost most.
+    """The tensor that lost most of each class, among those that are cast to eight bits.
 
     What underflowed was at most half the format's smallest number, so its RMS is at most sqrt(share) times that: as a
     share of the tensor's own RMS, and so of what a product of it loses, little where only the smallest of many values
@@ -220,7 +220,8 @@ def losses(
       figure: what counts: `underflow` or `saturated`.
     """
     underflow = figure == "underflow"
-    if underflow and settings.get("precision.scaling") in BOUNDED:
+    method = METHODS.get(settings.get("precision.scaling", ""))
+    if underflow and method is not None and method.in_products:  # what is counted is a bound, not what was lost
         return {}
     worst: dict[str, Loss] = {}
     for key, share in figures.items():
@@ -264,7 +265,7 @@ def _lost(h: History) -> tuple[str, str]:
 
 
 def fast(h: History) -> Answer:
-    """From throughput, its course, the time spent waiting for data, and what the devices can do where that is known."""
+    """The answer from throughput, its course, the time spent waiting for data, and what the devices can do if known."""
     question = "Is it fast?"
     _, speeds = finite(h.line("perf/tokens_per_s"))
     if not speeds:
@@ -293,7 +294,7 @@ def fast(h: History) -> Answer:
 
 
 def _seconds(h: History) -> float:
-    """Of all steps; each row's are those since the one before."""
+    """The seconds of all steps; those of a row are the ones since the row before."""
     line = h.line("perf/step_ms")
     pairs = zip(line.ys, line.xs, [h.rows[0]["step"], *line.xs], strict=False)
     return math.fsum(ms / 1e3 * (step - before) for ms, step, before in pairs if math.isfinite(ms))

@@ -21,6 +21,7 @@ import yaml
 
 from trainer import __version__
 from trainer.errors import UserError
+from trainer.models.specs import FIRST
 from trainer.parallel.processes import refused_together
 from trainer.text import redact
 
@@ -54,6 +55,7 @@ MAY_CHANGE = (
     "data.val_fraction",
     "model.keep_fp8_weights",
 )
+EARLIER = {"model.family": FIRST}  # what a configuration meant that was written before there was the key
 
 
 class RunDir:
@@ -164,11 +166,12 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], may_change: tuple[str, ...] = ()) -> list[str]:
     """`key=new (was old)` for each dotted key that differs and matches no pattern of `may_change`."""
     before, after = dict(flatten(old)), dict(flatten(new))
+    keys = [*after, *(key for key in before if key not in after)]
+    values = {key: (before.get(key, EARLIER.get(key, "absent")), after.get(key, "absent")) for key in keys}
     return [
-        f"{key}={after.get(key, 'absent')} (was {before.get(key, 'absent')})"
-        for key in [*after, *(key for key in before if key not in after)]
-        if before.get(key, "absent") != after.get(key, "absent")
-        and not any(fnmatch(key, pattern) for pattern in may_change)
+        f"{key}={now} (was {was})"
+        for key, (was, now) in values.items()
+        if was != now and not any(fnmatch(key, pattern) for pattern in may_change)
     ]
 
 

@@ -1,16 +1,21 @@
 """Wrong keys, values, combinations: one line with what was found and what is valid, exit code 2, nothing left."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
+from trainer.bounds import Positive, at_least
 from trainer.config.composition import CONFIGS, compose_config, wrong_key
-from trainer.config.fields import from_tree, to_tree
-from trainer.config.schema import Config
+from trainer.config.fields import from_saved, from_tree, to_tree
+from trainer.config.schema import MODELS, Config, schema_of, validate
 from trainer.errors import UserError
+from trainer.models.specs import SPECS
 
 
 def load(*arguments: str) -> Config:
@@ -47,6 +52,70 @@ def test_the_defaults_are_valid_and_survive_a_round_trip():
 )
 def test_every_choice_of_every_group_is_valid(choice):
     load(choice, "train.batch_tokens=8192")
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_the_defaults_of_a_family_are_the_same_in_its_yaml_and_in_its_spec(family):
+    """Both are needed: Hydra takes overrides of keys that a file has, a program makes a spec of what it knows."""
+    base = yaml.safe_load((Path(CONFIGS) / "base" / f"{family}.yaml").read_text())
+    assert (base.pop("family"), base.pop("vocab_size")) == (family, None)
+    del base["name"], base["lr"]
+    fields = dataclasses.fields(SPECS[family])
+    assert base == {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+
+
+def test_the_model_of_weights_has_the_keys_of_every_family():
+    tree = yaml.safe_load((Path(CONFIGS) / "model" / "from_init.yaml").read_text())
+    of_families = {field.name for spec in SPECS.values() for field in dataclasses.fields(spec)}
+    assert set(tree) == of_families | {"name", "lr", "family"}
+    assert {key for key, value in tree.items() if value is not None} == {"name", "lr"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TinySpec:
+    """A family of which nothing else knows."""
+
+    vocab_size: Positive
+    context: Positive = 8
+    depth: Annotated[int, at_least(2)] = 2
+    gate: Literal["open", "shut"] = "open"
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The tree of a configuration whose model is of another family."""
+    monkeypatch.setitem(SPECS, "tiny", TinySpec)
+    monkeypatch.setitem(MODELS, "tiny", schema_of(TinySpec))
+    model = {"name": "mine", "family": "tiny", "lr": 1e-3, "vocab_size": None, "context": 8, "depth": 3, "gate": "shut"}
+    return to_tree(load()) | {"model": model}
+
+
+def test_a_family_is_added_by_its_spec(tiny):
+    config = from_tree(Config, tiny)
+    validate(config)
+    assert config.model.spec(40) == TinySpec(40, 8, 3, "shut")
+    assert from_saved(Config, to_tree(config)) == config
+    for changes, said in (
+        ({"n_head": 3}, r"unknown key model\.n_head of tiny; .*Valid: context, depth, family, gate"),
+        ({"depth": 1}, r"model\.depth=1: expected at least 2"),
+        ({"gate": "shot"}, r"model\.gate='shot' is not a choice; did you mean 'shut'"),
+        ({"vocab_size": 0}, r"model\.vocab_size=0: expected at least 1"),
+        ({"family": "tine"}, r"model\.family='tine' is not a choice; did you mean 'tiny'"),
+    ):
+        with pytest.raises(UserError, match=said):
+            from_tree(Config, tiny | {"model": tiny["model"] | changes})
+    del tiny["model"]["depth"]
+    with pytest.raises(UserError, match=r"missing key model\.depth of tiny"):
+        from_tree(Config, tiny)
+
+
+def test_a_model_of_before_there_were_families_is_a_gpt2():
+    config = load()
+    tree = to_tree(config)
+    del tree["model"]["family"]
+    assert from_saved(Config, tree) == config
+    with pytest.raises(UserError, match=r"model\.family=None is not a choice"):
+        from_tree(Config, tree)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +158,19 @@ def test_every_choice_of_every_group_is_valid(choice):
         ("model.align_channels=-1", ["model.align_channels=-1", "at least 0"]),
         ("model.align_channels=2", ["model.align_channels=2", "model.mlp=gelu", "smooth_swiglu"]),
         ("model.align_gain=-1", ["model.align_gain=-1.0", "more than 0"]),
+        ("model.n_head=0", ["model.n_head=0", "at least 1"]),
+        ("model.remat=dots_savable", ["model.remat='dots_savable'", "did you mean 'dots_saveable'"]),
+        ("model.family=gpt3", ["model.family='gpt3'", "did you mean 'gpt2'"]),
+        ("precision.clip_outliers=0.5", ["precision.clip_outliers=0.5", "at least 1"]),
+        ("precision.compute=fp64", ["precision.compute='fp64'", "bf16, fp16, fp32"]),
+        ("precision.forward=e4m33", ["precision.forward=e4m33", "eXmY", "e4m3"]),
+        ("precision.weights=fp16", ["precision.weights=fp16", "precision.scaling=propagate"]),
+        ("precision.mu=fp61", ["precision.mu='fp61'", "did you mean 'fp16'"]),
+        ("optimizer.eps=-1", ["optimizer.eps=-1.0", "at least 0"]),
+        ("schedule.min_ratio=1.5", ["schedule.min_ratio=1.5", "[0, 1]"]),
+        ("sample.top_p=0", ["sample.top_p=0.0", "more than 0, at most 1"]),
+        ("sample.prompt=''", ["sample.prompt=", "a first word"]),
+        ("watchdog.spike_window=1", ["watchdog.spike_window=1", "at least 2"]),
     ],
 )
 def test_bad_values_are_refused_with_what_is_valid(override, names):
@@ -131,6 +213,14 @@ def test_a_setting_that_the_optimizer_does_not_use_is_refused(optimizer, ignored
     for key in ignored:
         with pytest.raises(UserError, match=rf"unknown key optimizer\.{key} of {optimizer}; .*weight_decay"):
             load(f"optimizer={optimizer}", f"+optimizer.{key}=0.5")
+
+
+def test_moments_that_the_optimizer_does_not_have_are_refused_before_anything_is_built():
+    with pytest.raises(UserError, match=r"precision\.nu=fp16, but optimizer=lion has no such moment; set prec.*=fp32"):
+        load("optimizer=lion", "precision=scalify_fp8_fp16")
+    with pytest.raises(UserError, match=r"precision\.mu=fp32, but precision\.update=propagate computes in fp16"):
+        load("precision=scalify_fp8", "precision.update=propagate")
+    load("optimizer=lion", "precision=scalify_fp8_fp16", "precision.nu=fp32")
 
 
 def test_a_setting_that_the_source_does_not_use_is_refused():

@@ -10,11 +10,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from trainer import __main__ as command
 from trainer.assembly.run import restore_run
-from trainer.config.composition import Sweep, compose_config, expanded
-from trainer.config.continuing import written
+from trainer.config.composition import Sweep, choices_of_families, compose_config, expanded
+from trainer.config.continuing import continued, written
 from trainer.config.fields import from_saved, from_tree, to_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
+from trainer.models.specs import SPECS
 
 
 @pytest.fixture
@@ -65,6 +66,33 @@ def test_a_run_of_before_sources_had_keys_of_their_own_goes_on(run_dir, tmp_path
     tree["data"] |= {"format": "text", "column": "text", "split": "train"}  # of data=embedded
     (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
     assert compose_config(["resume=old"]).data == run_dir.data
+
+
+def test_a_run_of_before_there_were_families_goes_on(run_dir, tmp_path):
+    tree = to_tree(run_dir)
+    del tree["model"]["family"]
+    (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert compose_config(["resume=old"]).model == run_dir.model
+
+
+def test_a_run_goes_on_with_the_keys_of_its_family(run_dir, tmp_path):
+    tree = to_tree(run_dir)
+    tree["model"] = {"name": "mine", "family": "tiny", "depth": 3}
+    (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
+    taken = continued(["resume.source=old"], ["model"], {"tiny": "tiny_1m", "gpt2": "gpt2_nano"}, several=False)
+    first, *others = [argument for argument in taken if argument.startswith("model")]
+    assert first == "model=tiny_1m"
+    assert sorted(others) == ["model.depth=3", "model.family='tiny'", "model.name='mine'"]
+    anew = continued(["resume.source=old", "run_dir=b", "model=gpt2_nano"], ["model"], {"tiny": "x"}, several=False)
+    assert [argument for argument in anew if argument.startswith("model")] == ["model=gpt2_nano"]
+    with pytest.raises(UserError, match="resume=old is a tiny, which is not known; Valid: gpt2"):
+        compose_config(["resume=old"])
+
+
+def test_every_family_has_a_choice_whose_keys_are_its_own():
+    for family, choice in choices_of_families().items():
+        assert compose_config([f"model={choice}", "train.batch_tokens=8192"]).model.family == family
+    assert set(choices_of_families()) == set(SPECS)
 
 
 def test_a_fork_has_the_settings_too_but_not_the_name_and_groups_are_chosen_whole(run_dir):

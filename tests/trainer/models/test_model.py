@@ -339,9 +339,11 @@ def test_dense_layers_act_on_flattened_activations():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_head": 3}, "d_model=16 is not a multiple of n_head=3"),
-        ({"mlp": "relu"}, "mlp='relu' is not a choice; valid: gelu, swiglu"),
-        ({"remat": "dots"}, "remat='dots' is not a choice; valid: none, elementwise, block, everything_saveable"),
+        ({"n_head": 3}, "model.d_model=16 is not a multiple of model.n_head=3"),
+        ({"mlp": "relu"}, r"model.mlp='relu' is not a choice; did you mean 'gelu'\? Valid: gelu, smooth_swiglu, "),
+        ({"remat": "dots"}, "model.remat='dots' is not a choice; Valid: block, checkpoint_dots, "),
+        ({"n_layer": 0}, "model.n_layer=0: expected at least 1"),
+        ({"align_channels": 2}, "model.align_channels=2, but model.mlp=gelu has one branch"),
         ({"mlp": "swiglu", "align_channels": 65}, "align_channels=65: expected at most the MLP's 64"),
     ],
 )

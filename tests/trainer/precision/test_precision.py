@@ -24,10 +24,11 @@ from trainer.models.layers import Factory
 from trainer.models.spec import GPT2Spec
 from trainer.models.stress import align
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
+from trainer.precision.arrays import abstract_weights
 from trainer.precision.dots import ClippedDot
-from trainer.precision.policy import abstract_weights, moment_settings
 from trainer.report.messages import describe_idle, describe_precision
 from trainer.run.checkpoint import Checkpointer
+from trainer.step.moments import moment_settings
 from trainer.step.optimizer import make_optimizer
 from trainer.step.state import from_stored, to_stored
 from trainer.step.step import Hyper
@@ -436,7 +437,7 @@ def test_smoothing_is_folded_away_where_text_is_generated():
 
 
 def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
-    spec = GPT2Spec(vocab_size=64, d_model=128, n_head=4, d_mlp=352, align_channels=4, align_gain=256.0)
+    spec = GPT2Spec(vocab_size=64, d_model=128, n_head=4, d_mlp=352, mlp="swiglu", align_channels=4, align_gain=256.0)
     x = jax.random.normal(jax.random.key(1), (256, 128))
 
     def output(cls, dot=None):

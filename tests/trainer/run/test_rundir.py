@@ -117,6 +117,13 @@ def test_what_changes_no_number_may_change_and_may_be_new(run_dir):
     run_dir.adopt(CONFIG | {"model": {"keep_fp8_weights": False}})
 
 
+def test_a_directory_of_before_there_were_families_is_that_of_a_gpt2(run_dir):
+    run_dir.adopt(CONFIG)
+    with pytest.raises(UserError, match=r"model\.family=other \(was gpt2\)"):
+        run_dir.adopt(CONFIG | {"model": {"family": "other"}})
+    run_dir.adopt(CONFIG | {"model": {"family": "gpt2"}})
+
+
 def test_other_devices_may_share_the_work_but_not_send_other_numbers(run_dir):
     parallel = {
         "data": -1,

@@ -1,0 +1,83 @@
+"""A scaling method is one entry: the configuration takes it, the policy asks it, and its facts are true."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+
+from scalify_core import FloatFormat
+from trainer.config.composition import compose_config
+from trainer.errors import UserError
+from trainer.precision.gradients import FIRST_LOSS_SCALE, first_loss_scale, next_loss_scale
+from trainer.precision.methods import METHODS, Method
+from trainer.precision.policy import Policy, is_format, without_effect
+
+
+class Rounded(Method):
+    """A method that nobody else knows."""
+
+    name = "rounded"
+    calibration = 3
+    settings = ("clip_outliers",)
+
+    def gradient_formats(self, policy):
+        return ("fp16",), "rounded gradients are FP16"
+
+
+@pytest.fixture
+def rounded(monkeypatch):
+    monkeypatch.setitem(METHODS, "rounded", Rounded())
+
+
+def test_a_method_is_added_by_its_entry_alone(rounded):
+    with pytest.raises(UserError, match=r"weight_grad=fp32, but rounded gradients are FP16; set .*weight_grad=fp16$"):
+        compose_config(["precision.scaling=rounded"])
+    policy = compose_config(["precision.scaling=rounded", "precision.weight_grad=fp16"]).precision.policy
+    assert isinstance(policy.method, Rounded)
+    assert without_effect(policy)["amax_history"] == "precision.scaling=rounded, not delayed"
+    assert "clip_outliers" not in without_effect(policy)
+    none = dataclasses.replace(policy, scaling="none", weight_grad="fp32")
+    assert without_effect(none)["clip_outliers"] == "precision.scaling=none, not rounded"
+
+
+def test_a_method_that_is_not_there_is_answered_with_those_that_are():
+    with pytest.raises(UserError, match=r"precision\.scaling='propagated' is not a choice; did you mean 'propagate'\?"):
+        compose_config(["precision.scaling=propagated"])
+
+
+def test_every_method_is_found_by_its_name_and_uses_keys_that_there_are():
+    keys = compose_config([]).precision
+    for name, method in METHODS.items():
+        assert method.name == name
+        assert all(hasattr(keys, key) for key in method.settings)
+
+
+def test_the_calibration_of_a_loss_scale_is_its_halvings_to_the_least():
+    scale, steps = first_loss_scale(), 0
+    while (smaller := next_loss_scale(scale, (), False)).value < scale.value:
+        scale, steps = smaller, steps + 1
+    assert METHODS["loss_scale"].calibration == steps == math.log2(FIRST_LOSS_SCALE)
+
+
+def test_the_formats_of_a_configuration_are_those_that_the_library_has():
+    names = ["fp32", "FP16", "bf16", "float32", "float16", "bfloat16", "fp8", "", "e4", "m3", "e4m3fn"]
+    names += [f"e{e}m{m}" for e, m in itertools.product((0, 1, 2, 4, 8, 9), (0, 1, 3, 23, 24))]
+
+    def parsed(name):
+        try:
+            return bool(FloatFormat.parse(name))
+        except ValueError:
+            return False
+
+    assert [name for name in names if parsed(name)] == [name for name in names if is_format(name)]
+
+
+def test_a_policy_keeps_what_the_configuration_says_and_nothing_else():
+    precision = compose_config(["precision=fp8_delayed", "precision.amax_history=7"]).precision
+    assert dataclasses.asdict(precision) == dataclasses.asdict(precision.policy) | {
+        "name": "fp8_delayed",
+        "rescale_every": 500,
+        "require_fp8": None,
+    }
+    assert type(precision.policy) is Policy  # which equals that of a checkpoint

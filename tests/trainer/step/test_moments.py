@@ -1,0 +1,106 @@
+"""An optimiser's entry says what its state keeps; what it forgets, or names in vain, is refused when a run starts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from scalify_core.array import is_scaled_array
+from trainer.config.composition import compose_config
+from trainer.errors import UserError
+from trainer.step.moments import moment_settings, store_moments
+from trainer.step.optimizer import OPTIMIZERS, make_optimizer
+from trainer.step.optimizers import ENTRIES, Lion, Moment, Optimizer
+
+KERNEL = {"kernel": jnp.ones((16, 16)), "bias": jnp.ones(16)}
+PARAMS = {"wte": {"embedding": jnp.ones((8, 16))}, "h": {0: {"c_fc": KERNEL}}}
+SETTINGS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "momentum": 0.9}
+
+
+def policy(**changes):
+    return dataclasses.replace(compose_config([]).precision.policy, **changes)
+
+
+def plain(name):
+    own = {field.name for field in dataclasses.fields(ENTRIES[name])}
+    settings = {key: value for key, value in SETTINGS.items() if key in own}
+    return make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings)
+
+
+def stored(name, **changes):
+    return jax.eval_shape(store_moments(plain(name), name, policy(**changes), 0).init, PARAMS)
+
+
+def fields(state):
+    """Names and data formats of the scaled arrays of a state."""
+    found = set()
+    for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_scaled_array):
+        if is_scaled_array(x):
+            names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+            found.add((names[-1], str(x.data.dtype)))
+    return found
+
+
+def test_every_optimiser_has_an_entry_and_a_function():
+    assert list(ENTRIES) == list(OPTIMIZERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "found"),
+    [
+        ("adamw", {"mu": "e4m3", "nu": "e5m2"}, {("mu", "float8_e4m3fn"), ("nu", "float8_e5m2")}),
+        ("lion", {"mu": "fp16"}, {("mu", "float16")}),
+        ("sgd", {"mu": "fp16"}, {("trace", "float16")}),
+        ("muon", {"mu": "bf16", "nu": "fp16"}, {("mu", "bfloat16"), ("nu", "float16")}),
+        ("adafactor", {}, set()),
+    ],
+)
+def test_the_moments_that_an_entry_names_are_stored_as_the_policy_says(name, changes, found):
+    assert fields(stored(name, **changes)) == found
+
+
+def test_roots_and_quotients_are_stored_of_those_moments_that_say_so():
+    how = moment_settings("adamw", policy(mu="e4m3", nu="e5m2"))["fields"]
+    assert (how["mu"].sqrt, how["mu"].relative_to, how["nu"].sqrt) == (False, "nu", True)
+    assert moment_settings("adamw", policy(mu="fp16", nu="fp16"))["fields"]["mu"].relative_to is None
+    assert moment_settings("adamw", policy(mu="e4m3"))["fields"]["mu"].relative_to is None
+    assert moment_settings("muon", policy(mu="e4m3", nu="e5m2"))["fields"]["mu"].relative_to is None
+    assert [x.rounding for x in moment_settings("adamw", policy(mu="fp16", nu="fp16"))["fields"].values()] == [
+        "nearest",
+        "stochastic",
+    ]
+
+
+def test_what_an_entry_forgets_is_an_error_when_the_state_is_made(monkeypatch):
+    class Forgetful(Lion):
+        moments = ()
+
+    monkeypatch.setitem(ENTRIES, "lion", Forgetful)
+    with pytest.raises(UserError, match="optimizer=lion keeps 'mu' in its state, of which its entry Forgetful"):
+        stored("lion")
+
+
+def test_a_moment_that_the_state_does_not_have_is_an_error_when_it_is_made(monkeypatch):
+    class Hopeful(Lion):
+        moments = (*Lion.moments, Moment("nu", "nu", root=True))
+
+    monkeypatch.setitem(ENTRIES, "lion", Hopeful)
+    with pytest.raises(UserError, match=r"optimizer=lion has no 'nu' in its state, .* there are mu"):
+        stored("lion")
+
+
+def test_an_entry_without_moments_is_no_entry():
+    with pytest.raises(TypeError, match="Silent does not say its `moments`"):
+
+        class Silent(Optimizer):
+            pass
+
+
+def test_a_state_of_one_transformation_is_checked_whole(monkeypatch):
+    """Not only the fields that the policy stores: what stays in FP32 is there too."""
+    both = optax.chain(optax.scale_by_adam(), optax.trace(0.9))
+    tx = store_moments(both, "adamw", policy(), 0)
+    with pytest.raises(UserError, match="optimizer=adamw keeps 'trace'"):
+        jax.eval_shape(tx.init, PARAMS)

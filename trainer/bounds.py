@@ -1,0 +1,113 @@
+"""What a field may hold, said beside its type: `n_layer: Annotated[int, at_least(1)]`.
+
+Specs, policies and the configuration are dataclasses whose annotations are their bounds; `check` refuses a value and
+`check_fields` an object outside of them. Nothing here imports JAX.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from trainer.errors import UserError
+from trainer.text import nearest
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A condition on a value.
+
+    Attributes:
+      holds: tells whether a value meets it.
+      expected: says what a value has to be, behind the word "expected".
+    """
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The value is one of these names, which a table holds that may grow."""
+
+    names: Collection[str]
+
+
+@dataclass(frozen=True)
+class Variants:
+    """The group is one of several dataclasses, told apart by the value of one of its keys.
+
+    Attributes:
+      key: the key that tells.
+      classes: the dataclass for each of its values.
+      first: the value that saved groups mean which do not have the key; None: all have it.
+    """
+
+    key: str
+    classes: Mapping[str, type]
+    first: str | None = None
+
+
+def at_least(least: float) -> Bound:
+    """The value is `least` or more."""
+    return Bound(lambda x: x >= least, f"at least {least}")
+
+
+def at_most(most: float) -> Bound:
+    """The value is `most` or less."""
+    return Bound(lambda x: x <= most, f"at most {most}")
+
+
+def more_than(least: float, hint: str) -> Bound:
+    """The value is more than `least`; the message ends with `hint`."""
+    return Bound(lambda x: x > least, f"more than {least}{hint}")
+
+
+BELOW_1 = Bound(lambda x: 0 <= x < 1, "a number in [0, 1)")
+UP_TO_1 = Bound(lambda x: 0 <= x <= 1, "a number in [0, 1]")
+POWER_OF_TWO = Bound(
+    lambda x: 0 < x < math.inf and math.frexp(x)[0] == 0.5,
+    "a power of two, such as 4096 or 0.000244140625 (2^-12), or null",
+)
+Natural = Annotated[int, at_least(0)]
+Positive = Annotated[int, at_least(1)]
+Amount = Annotated[float, at_least(0)]
+Share = Annotated[float, UP_TO_1]
+ShareBelow1 = Annotated[float, BELOW_1]
+
+
+def check(hint: Any, value: Any, path: str) -> None:
+    """Raise UserError, which names `path`, where `value` is outside of what its annotation `hint` allows."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is not None:
+            check(args[0], value, path)  # of `X | None`
+    elif origin is Literal:
+        _choose(args, value, path)
+    elif origin is Annotated:
+        check(args[0], value, path)
+        for bound in args[1:]:
+            if isinstance(bound, OneOf):
+                _choose(bound.names, value, path)
+            elif isinstance(bound, Bound) and not bound.holds(value):
+                raise UserError(f"{path}={value}: expected {bound.expected}")
+
+
+def check_fields(instance: Any, prefix: str) -> None:
+    """Raise UserError where a field of a dataclass is out of its bounds; the message names it behind `prefix`."""
+    for name, hint in annotations(type(instance)).items():
+        check(hint, getattr(instance, name), f"{prefix}{name}")
+
+
+def annotations(cls: type) -> dict[str, Any]:
+    """The annotations of a dataclass's fields by name, bounds included."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _choose(names: Collection[str], value: Any, path: str) -> None:
+    if value not in names:
+        raise UserError(f"{path}={value!r} is not a choice; {nearest(str(value), list(names))}")

@@ -1,0 +1,131 @@
+"""The optimisers that a configuration can name: an entry each, of what a user sets and of what its state is.
+
+An entry is a subclass of `Optimizer`, which is also the schema of its configuration; `trainer.step.optimizer` has the
+function of the same name that makes the transformation. Nothing here imports JAX.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+from trainer.bounds import Amount, ShareBelow1
+from trainer.errors import UserError
+from trainer.precision.policy import Policy
+
+KEYS: tuple[Literal["mu", "nu"], ...] = ("mu", "nu")  # of `precision`: what first and second moments are stored in
+
+
+class Moment(NamedTuple):
+    """An average that an optimiser keeps of every parameter it updates.
+
+    Attributes:
+      field: its name in the optimiser's state.
+      key: the key of `precision` that says what it is stored in: mu, of a first moment, or nu, of a second one.
+      root: whether its square root is stored where it is narrow. Only of what is never negative.
+      relative_to: the field of the second moment by whose root it is divided where both are stored in eight bits; None:
+        it is stored as it is.
+    """
+
+    field: str
+    key: Literal["mu", "nu"]
+    root: bool
+    relative_to: str | None = None
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What every optimiser has.
+
+    Attributes:
+      lr: the peak of the learning rate.
+      weight_decay: decoupled, on matrices only.
+      clip_norm: the global norm that gradients are scaled down to; 0: any.
+      moments: the averages in its state.
+      unstored: other fields of its state with floating-point arrays, which stay as the optimiser makes them.
+    """
+
+    name: str
+    lr: Amount
+    weight_decay: Amount
+    clip_norm: Amount
+    moments: ClassVar[tuple[Moment, ...]]
+    unstored: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError for an entry that does not say its moments, be it that it has none."""
+        if "moments" not in vars(cls):
+            raise TypeError(f"{cls.__name__} does not say its `moments`; () says that its state keeps none")
+
+
+@dataclass(frozen=True)
+class AdamW(Optimizer):
+    """Adam with bias correction."""
+
+    b1: ShareBelow1
+    b2: ShareBelow1
+    eps: Amount
+    moments = (Moment("mu", "mu", root=False, relative_to="nu"), Moment("nu", "nu", root=True))
+
+
+@dataclass(frozen=True)
+class Lion(Optimizer):
+    """The sign of an interpolated momentum."""
+
+    b1: ShareBelow1
+    b2: ShareBelow1
+    moments = (Moment("mu", "mu", root=False),)
+
+
+@dataclass(frozen=True)
+class Adafactor(Optimizer):
+    """Second moments of rows and columns, which are small as they are."""
+
+    moments = ()
+    unstored = ("v_row", "v_col", "v")
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """Gradient descent with momentum."""
+
+    momentum: ShareBelow1
+    moments = (Moment("trace", "mu", root=False),)
+
+
+@dataclass(frozen=True)
+class Muon(Optimizer):
+    """Orthogonalised momentum for kernels, Adam for the rest; both call their first moment `mu`."""
+
+    momentum: ShareBelow1
+    b1: ShareBelow1
+    b2: ShareBelow1
+    eps: Amount
+    moments = (Moment("mu", "mu", root=False), Moment("nu", "nu", root=True))
+    unstored = ("ns_coeffs",)  # of the Newton-Schulz iteration
+
+
+ENTRIES: dict[str, type[Optimizer]] = {
+    "adamw": AdamW,
+    "lion": Lion,
+    "adafactor": Adafactor,
+    "sgd": SGD,
+    "muon": Muon,
+}
+
+
+def check_moments(name: str, policy: Policy) -> None:
+    """Raise UserError where the policy asks of the moments of the optimiser `name` what they cannot be.
+
+    That is a format for a moment which it does not have, and moments wider than an update that is propagated.
+    """
+    for key in KEYS:
+        kept_in, has = getattr(policy, key), any(moment.key == key for moment in ENTRIES[name].moments)
+        if kept_in != "fp32" and not has:
+            raise UserError(
+                f"precision.{key}={kept_in}, but optimizer={name} has no such moment; "
+                f"set precision.{key}=fp32, or choose another optimizer"
+            )
+        if kept_in == "fp32" and has and policy.propagated_update:
+            raise UserError(
+                f"precision.{key}=fp32, but precision.update=propagate computes in {policy.compute}; "
+                f"set precision.{key}={policy.compute} or narrower"
+            )
