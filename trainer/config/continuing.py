@@ -87,10 +87,12 @@ def read_tree(file: Path) -> dict[str, Any]:
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Dotted keys and their values."""
+    """The dotted keys of the groups, and their values, which may be mappings themselves."""
     found = []
     for key, value in tree.items():
-        found += leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+        found += (
+            leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and not prefix else [(f"{prefix}{key}", value)]
+        )
     return found
 
 
@@ -105,6 +107,8 @@ def written(value: Any) -> str:
             return str(value)
         case list() | tuple():
             return f"[{','.join(map(written, value))}]"
+        case dict():
+            return f"{{{','.join(f'{key}:{written(item)}' for key, item in value.items())}}}"
     # A backslash is one, but before a quote, where it takes two.
     text = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), str(value))
     return f"'{text.replace('${', '\\${')}'"

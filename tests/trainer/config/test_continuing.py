@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from trainer import __main__ as command
 from trainer.assembly.run import restore_run
 from trainer.config.composition import Sweep, choices_of_families, compose_config, expanded
-from trainer.config.continuing import continued, written
+from trainer.config.continuing import continued, leaves, written
 from trainer.config.fields import from_saved, from_tree, to_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -52,6 +52,13 @@ def run_dir(tmp_path, monkeypatch):
 )
 def test_any_text_survives_as_an_override(text):
     assert OverridesParser.create().parse_override(f"key={written(text)}").value() == text
+
+
+def test_a_mapping_survives_as_one_override():
+    tree = {"model": {"rope": {"factor": 32.0, "name": "a b"}, "none": None}, "seed": 3}
+    assert leaves(tree) == [("model.rope", tree["model"]["rope"]), ("model.none", None), ("seed", 3)]
+    override = f"model.rope={written(tree['model']['rope'])}"
+    assert OverridesParser.create().parse_override(override).value() == tree["model"]["rope"]
 
 
 def test_a_run_goes_on_with_its_own_settings_but_those_given_anew(run_dir):
