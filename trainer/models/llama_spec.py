@@ -50,6 +50,8 @@ class RopeScaling:
 class LlamaSpec:
     """A Llama's sizes and choices.
 
+    The defaults are for programs; `configs/base/llama.yaml` has the same for users.
+
     Attributes:
       vocab_size: of the tokenizer; tables and logits hold `padded_vocab` rows.
       context: the longest sequence, in tokens. No parameter depends on it.
@@ -70,17 +72,17 @@ class LlamaSpec:
 
     vocab_size: int
     context: int = 2048
-    n_layer: int = 16
-    n_head: int = 32
-    n_kv_head: int = 8
-    d_model: int = 2048
+    n_layer: int = 30
+    n_head: int = 9
+    n_kv_head: int = 3
+    d_model: int = 576
     head_dim: int | None = None
     mlp: Literal["swiglu", "smooth_swiglu"] = "swiglu"
     d_mlp: int | None = None
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
-    tied: bool = False
+    tied: bool = True
     scan_layers: bool = False
     remat: str = "none"
     keep_fp8_weights: bool = True
