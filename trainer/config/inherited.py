@@ -76,7 +76,7 @@ def architecture_of_run(run_dir: Path) -> dict[str, Any]:
 
 
 def architecture_of_weights(source: Path) -> dict[str, Any]:
-    """The family and the keys of the architecture of a Hugging Face directory, or of what is beside a safetensors file."""
+    """The same of a Hugging Face directory, or of what is beside a safetensors file."""
     file = (source if source.is_dir() else source.parent) / "config.json"
     if not file.is_file():
         raise UserError(

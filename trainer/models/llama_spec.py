@@ -50,6 +50,8 @@ class RopeScaling:
 class LlamaSpec:
     """A Llama's sizes and choices.
 
+    The defaults are for programs; `configs/base/llama.yaml` has the same for users.
+
     Attributes:
       vocab_size: of the tokenizer; tables and logits hold `padded_vocab` rows.
       context: the longest sequence, in tokens. No parameter depends on it.
@@ -70,17 +72,17 @@ class LlamaSpec:
 
     vocab_size: Positive
     context: Positive = 2048
-    n_layer: Positive = 16
-    n_head: Positive = 32
-    n_kv_head: Positive = 8
-    d_model: Positive = 2048
+    n_layer: Positive = 30
+    n_head: Positive = 9
+    n_kv_head: Positive = 3
+    d_model: Positive = 576
     head_dim: Positive | None = None
     mlp: Literal["swiglu", "smooth_swiglu"] = "swiglu"
     d_mlp: Positive | None = None
     rope_theta: Annotated[float, more_than(0, ", such as 10000")] = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: Annotated[float, more_than(0, ", such as 1e-5")] = 1e-5
-    tied: bool = False
+    tied: bool = True
     scan_layers: bool = False
     remat: Annotated[str, OneOf(REMATS)] = "none"
     keep_fp8_weights: bool = True

@@ -18,7 +18,7 @@ from trainer.models.specs import SPECS
 from trainer.run.start import architecture, check_same_model
 
 SIZES = {"vocab_size": 61, "context": 8, "n_layer": 2, "n_head": 2, "d_model": 16}
-FAMILIES = {"gpt2": GPT2Spec(**SIZES), "llama": LlamaSpec(**SIZES, n_kv_head=1)}
+FAMILIES = {"gpt2": GPT2Spec(**SIZES), "llama": LlamaSpec(**SIZES, n_kv_head=1, tied=False)}
 
 
 def stacked(spec):

@@ -59,6 +59,12 @@ def preset(name, **settings):
     return from_tree(LlamaSpec, {key: value for key, value in settings.items() if key not in ("family", "name", "lr")})
 
 
+def test_the_base_of_the_presets_has_the_defaults_of_the_spec():
+    base = OmegaConf.to_container(OmegaConf.load(CONFIGS / "base" / "llama.yaml"))
+    own = {key: value for key, value in base.items() if key not in ("family", "name", "lr", "vocab_size")}
+    assert from_tree(LlamaSpec, own | {"vocab_size": 1}) == LlamaSpec(vocab_size=1)
+
+
 @pytest.mark.parametrize(
     ("name", "published"),
     [("llama2_7b", 6_738_415_616), ("smollm2_135m", 134_515_008), ("llama32_1b", 1_235_814_400)],

@@ -96,8 +96,10 @@ def names_of_models():
     """Every word on the paths of the parameters of all families, whatever their choices."""
     names = set()
     for family, spec in SPECS.items():
-        for mlp in get_args(spec.__dataclass_fields__["mlp"].type):
-            shapes = jax.eval_shape(build(family, True, mlp=mlp).init, jax.random.key(0))
+        fields = spec.__dataclass_fields__
+        own_head = {"tied": False} if "tied" in fields else {}
+        for mlp in get_args(fields["mlp"].type):
+            shapes = jax.eval_shape(build(family, True, mlp=mlp, **own_head).init, jax.random.key(0))
             for path, _ in jax.tree_util.tree_leaves_with_path(shapes):
                 names |= {key.key for key in path}
     return names - GENERIC

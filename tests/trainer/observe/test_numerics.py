@@ -101,7 +101,9 @@ def test_scanned_layers_have_the_same_names_and_figures():
 
 
 def test_the_row_of_another_family_has_its_layers_in_their_order():
-    spec = LlamaSpec(vocab_size=64, context=16, n_layer=2, n_head=2, n_kv_head=1, d_model=32, scan_layers=True)
+    spec = LlamaSpec(
+        vocab_size=64, context=16, n_layer=2, n_head=2, n_kv_head=1, d_model=32, tied=False, scan_layers=True
+    )
     found = row("scalify_fp8_fp16", spec)
     assert all(np.isfinite(list(found.values())))
     names = dict.fromkeys(name.split("/")[2] for name in found if name.startswith("numerics/activations/"))

@@ -26,7 +26,7 @@ from trainer.step.step import sequence_keys
 from trainer.workload import Model, Reduce, Task, abstract_state, first_state, gradient_of, lower_step, wire_of
 
 SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=1, n_head=4, d_model=64, dropout=0.1)
-LLAMA = LlamaSpec(vocab_size=256, context=32, n_layer=1, n_head=4, n_kv_head=2, d_model=64)
+LLAMA = LlamaSpec(vocab_size=256, context=32, n_layer=1, n_head=4, n_kv_head=2, d_model=64, tied=False)
 ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
 DEVICES = 8
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from scalify_core import Fp8DotGeneral, as_scaled_array, scalify
 from scalify_core.array import asarray, is_scaled_array
-from scalify_core.tree import unpack
+from scalify_core.tree import map_arrays, unpack
 from scalify_core.weights import scaled_params, wide
 from trainer.assembly.objects import build_policy
 from trainer.config.composition import compose_config
@@ -550,7 +550,7 @@ def test_a_kernel_whose_rows_are_smoothed_is_sent_as_it_is_smoothed():
     def sent(preset, mlp):
         model = Model.make(dataclasses.replace(SPEC, mlp=mlp), policy(preset))
         params = abstract_weights(jax.eval_shape(model.training.init, jax.random.key(0)), model.policy, 1.0)
-        send = lambda p: jax.tree_util.tree_map_with_path(model.in_transit, p, is_leaf=is_scaled_array)
+        send = lambda p: map_arrays(lambda x, role: model.in_transit(role, x), p, model.roles)
         mlp = jax.eval_shape(send, params)["h"][0]["mlp"]
         return [str(getattr(mlp[name]["kernel"], "data", mlp[name]["kernel"]).dtype) for name in ("c_fc", "c_proj")]
 
