@@ -139,7 +139,7 @@ def fused(program):
 def test_every_product_of_a_llama_block_is_fp8_forward_and_backward(one, mlp):
     spec = LlamaSpec(256, 128, n_layer=1, n_head=4, n_kv_head=2, d_model=256, mlp=mlp, d_mlp=512, tied=True)
     dot_general = lambda path: Fp8DotGeneral(path, keep_rhs=spec.keep_fp8_weights)
-    init, bind, _ = functional(spec, dot_general=dot_general, rescale_grads=("layer_norm", "qkv"))
+    init, bind, *_ = functional(spec, dot_general=dot_general, rescale_grads=("layer_norm", "qkv"))
     shapes = jax.eval_shape(init, jax.random.key(0))
     data = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float16, sharding=one), shapes)
     params = jax.tree.map(lambda x: ScaledArray(x, 2.0**-6), data)
