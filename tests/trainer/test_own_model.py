@@ -11,6 +11,7 @@ from flax import nnx
 
 from trainer import CausalModel, Role, UserError, compose, train
 from trainer.assembly.objects import build_policy
+from trainer.assembly.run import restore_run
 from trainer.models.own import own_spec
 from trainer.workload import Model
 
@@ -100,6 +101,8 @@ def test_a_run_goes_on_with_the_same_model_and_with_no_other():
         train(configuration("run_dir=B", "resume.source=A", "train.steps=6"), model=Wider, data=Walk())
     with pytest.raises(UserError, match="resume=A has a own, the model is a gpt2"):
         train(configuration("run_dir=B", "resume.source=A", "train.steps=6"), data=Walk())
+    with pytest.raises(UserError, match="A was trained by a program with a model of its own"):
+        restore_run(first.run_dir)
     more = train(configuration("train.steps=6"), model=Next, data=Walk())
     assert [row["step"] for row in more.rows] == [1, 2, 3, 4, 5, 6]
     assert more.rows[:4] == first.rows

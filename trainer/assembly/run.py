@@ -5,7 +5,7 @@ import dataclasses
 import errno
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from trainer.assembly.objects import (
 )
 from trainer.config import schema
 from trainer.config.fields import from_saved, to_tree
+from trainer.data.own import Numbers
 from trainer.data.tokenizer import load_saved
 from trainer.errors import MAKE_ROOM, UserError
 from trainer.models.own import OWN, MakeModel
@@ -137,6 +138,7 @@ def restore_run(run_dir: Path) -> Trained:
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
+        refuse_own(run_dir, meta)
         c = from_saved(schema.Config, meta["config"])
         keep_compiled(c)
         tokenizer = load_saved(meta["tokenizer"], run_dir)
@@ -154,6 +156,7 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
+        refuse_own(run_dir, meta)
         c = from_saved(schema.Config, meta["config"])
         keep_compiled(c)
         c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1))
@@ -164,6 +167,13 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
             raise UserError(f"{run_dir} was trained on other data than {w.data.directory}; bring its text back")
         found = checkpointer.restore(dataclasses.replace(abstract_state(w.task), opt_state=()), partial=True)
     return c, w, found._replace(state=from_stored(found.state))
+
+
+def refuse_own(run_dir: Path, meta: Mapping[str, Any]) -> None:
+    """Raise UserError for a run whose model or token ids a program gave: its configuration does not tell them."""
+    own = "a model" if meta["model"].get("family") == OWN.name else "token ids" * (meta["tokenizer"] == Numbers.name)
+    if own:
+        raise UserError(f"{run_dir} was trained by a program with {own} of its own; only that can go on with it")
 
 
 def keep_compiled(c: schema.Config) -> None:

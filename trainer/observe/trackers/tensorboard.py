@@ -1,8 +1,9 @@
 """TensorBoard: event files in the run directory's `tensorboard/`, written by tensorboardX (extra `tensorboard`).
 
 Each part of a run, from a start or resumption to its end, has a file of its own, numbered so that TensorBoard reads
-them in order. The file of a part that goes on after n steps begins with the mark at which TensorBoard forgets all that
-the files before hold of later steps; those come again. Nothing is queued, so `flush` loses nothing.
+them in order. When a run goes on after n steps, what the files hold of later steps is cut out of them, since it comes
+again; a TensorBoard that has read them already forgets it at the mark with which the new file begins (of texts it does
+not: it has to be started again). Nothing is queued, so `flush` loses nothing.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import importlib.util
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from trainer.observe.records import without_layers
 from trainer.observe.trackers.protocol import Beginning, Row, Tracker
 
 PACKAGE = "tensorboardX"
+HEADER, CHECKSUM = struct.Struct("<QI"), 4
 
 
 def check_installed() -> None:
@@ -47,11 +49,13 @@ class TensorboardTracker(Tracker):
         self._folder = folder = beginning.run_dir / "tensorboard"
         with written_to(folder):
             folder.mkdir(exist_ok=True)
-            part = sum("tfevents" in path.name for path in folder.iterdir())
-            self._writer = EventsWriter(str(folder / f"part-{part:05d}"))
-        if part:
-            from_here = beginning.step if beginning.again else beginning.step + 1
-            self._write(from_here, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+            before = sorted(path for path in folder.iterdir() if "tfevents" in path.name)
+            again = beginning.step if beginning.again else beginning.step + 1
+            for path in before:
+                cut(path, again, event_pb2.Event.FromString)
+            self._writer = EventsWriter(str(folder / f"part-{len(before):05d}"))
+        if before:
+            self._write(again, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
         elif beginning.kept is not None:
             beginning.kept.replay(self, after=-1)
         self.flush()
@@ -85,6 +89,28 @@ class TensorboardTracker(Tracker):
         """One event of a step."""
         with self._lock, written_to(self._folder):
             self._writer.write_event(self._event(step=step, wall_time=time.time(), **what))
+
+
+def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The whole records of an event file, each with its content: length, checksum, content, checksum."""
+    position = 0
+    while position + HEADER.size <= len(data):
+        length, _ = HEADER.unpack_from(data, position)
+        end = position + HEADER.size + length + CHECKSUM
+        if end > len(data):
+            return
+        yield data[position:end], data[position + HEADER.size : end - CHECKSUM]
+        position = end
+
+
+def cut(path: Path, step: int, parse: Callable[[bytes], Any]) -> None:
+    """Take events of `step` and later ones out of a file, and a record that a kill tore; `parse` reads an event."""
+    whole = path.read_bytes()
+    kept = b"".join(record for record, content in records(whole) if parse(content).step < step)
+    if kept != whole:
+        new = path.with_name(f".{path.name.replace('tfevents', 'cut')}")  # no name that TensorBoard would read
+        new.write_bytes(kept)
+        new.replace(path)
 
 
 @contextlib.contextmanager

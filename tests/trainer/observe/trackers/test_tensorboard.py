@@ -1,4 +1,4 @@
-"""TensorBoard's files, read back record by record as TensorBoard reads them."""
+"""TensorBoard's files, read back record by record."""
 
 import os
 import re
@@ -35,14 +35,13 @@ def events_of(path):
 
 
 def shown(run_dir):
-    """Tag and step to all values that TensorBoard shows: what comes before a start mark is forgotten from there on."""
+    """Tag and step to all values in the files; each but the first begins with the mark of a start."""
     kept = []
-    for path in sorted((run_dir / "tensorboard").iterdir()):
-        for event in events_of(path):
-            if event.HasField("session_log"):
-                assert event.session_log.status == event_pb2.SessionLog.START
-                kept = [(step, value) for step, value in kept if step < event.step]
-            kept += [(event.step, value) for value in event.summary.value]
+    for number, path in enumerate(sorted((run_dir / "tensorboard").iterdir())):
+        events = list(events_of(path))
+        marks = [e.session_log.status for e in events if e.HasField("session_log")]
+        assert marks in ([event_pb2.SessionLog.START] * (number > 0), [])  # later starts may have cut it
+        kept += [(event.step, value) for event in events for value in event.summary.value]
     found = {}
     for step, value in kept:
         content = value.simple_value if value.HasField("simple_value") else None
@@ -89,6 +88,7 @@ start, stop, kill_at, again = map(int, sys.argv[2:])
 tracker = make_tracker("tensorboard", Path(sys.argv[1]), start=start, again=bool(again), config={})
 for step in range(start + 1 - again, stop + 1):
     tracker.row(step, {"train/loss": 1 / 2**step})
+    tracker.sample(step, "samples", f"text of {step}")
     if step % 10 == 0:
         tracker.flush()  # as before a checkpoint
     if step == kill_at:
@@ -107,7 +107,9 @@ def test_tensorboard_shows_every_step_once_across_kills_and_resumes(tmp_path):
     assert part(tmp_path, 30, 60, kill_at=45) == -signal.SIGKILL
     assert part(tmp_path, 10, 60, kill_at=55) == -signal.SIGKILL  # its newer checkpoints were damaged
     assert part(tmp_path, 50, 60, again=1) == 0
-    assert shown(tmp_path) == {("train/loss", step): [1 / 2**step] for step in range(1, 61)}
+    rows = {("train/loss", step): [1 / 2**step] for step in range(1, 61)}
+    texts = {("samples/text_summary", step): [f"    text of {step}\n"] for step in range(1, 61)}
+    assert shown(tmp_path) == rows | texts
     assert len(list((tmp_path / "tensorboard").iterdir())) == 4
 
 
