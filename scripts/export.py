@@ -6,8 +6,14 @@ python -m scripts.export run_dir=runs/mine out=exported
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
 
 from scripts.arguments import argument, run
+
+if TYPE_CHECKING:
+    from trainer.data import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -18,6 +24,20 @@ class Arguments:
     out: str = argument("directory to write to; made if absent")
 
 
+def tokenizer_of_origin(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Path]:
+    """Copy the tokenizer's files of the Hugging Face directory that the run began with; the paths of the copies.
+
+    None are copied where the run began otherwise, the directory is gone, or its tokenizer is another than the run's.
+    """
+    from trainer.data.hf_tokenizer import first_difference, ids_beside
+    from trainer.models.weight_files import carry_tokenizer
+
+    origin = Path(yaml.safe_load((run_dir / "config.yaml").read_text())["init_from"] or "")
+    theirs = ids_beside(origin) if (origin / "config.json").is_file() else None
+    same = theirs is not None and first_difference(theirs, ours) is None
+    return carry_tokenizer(origin, out) if same else []
+
+
 def main(args: Arguments) -> None:
     """Export, and say how to read the result."""
     from trainer.assembly.run import restore_run
@@ -26,7 +46,8 @@ def main(args: Arguments) -> None:
 
     model = restore_run(Path(args.run_dir))
     weights = save(args.out, model.spec, model.params, model.tokenizer.eot)
-    others = save_hf(Path(args.out), model.tokenizer, model.spec.context)
+    others = tokenizer_of_origin(Path(args.run_dir), model.tokenizer, Path(args.out))
+    others = others or save_hf(Path(args.out), model.tokenizer, model.spec.context)
     files = [*(path.name for path in weights), "config.json", *(path.name for path in others)]
     print(f"wrote {args.out}: {', '.join(files)}")
     print(

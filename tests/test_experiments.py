@@ -39,8 +39,13 @@ def test_nothing_is_rounded_stochastically_in_the_first_paper(name):
     assert policy.mu == "fp32" or (policy.moments_rounding, policy.update) == ("nearest", "propagate")
 
 
-def test_the_experiment_on_swiglu_smooths_it():
-    assert compose_config(["experiment=fishman"]).model.mlp == "smooth_swiglu"
+def test_the_experiment_on_swiglu_is_a_llama_and_smooths_it():
+    model = compose_config(["experiment=fishman"]).model
+    assert (model.family, model.mlp) == ("llama", "smooth_swiglu")
+    assert (
+        compose_config(["experiment=fishman", "model=llama2_7b", "train.batch_tokens=4096"]).model.mlp
+        == "smooth_swiglu"
+    )
 
 
 def test_the_command_line_has_the_last_word_over_an_experiment():

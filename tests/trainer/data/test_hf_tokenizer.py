@@ -8,6 +8,7 @@ import pytest
 import tiktoken
 from tokenizers import Tokenizer
 
+from scripts.export import tokenizer_of_origin
 from trainer.data import get_tokenizer
 from trainer.data.bpe_files import known_settings
 from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf
@@ -128,3 +129,27 @@ def test_another_kind_of_tokenizer_json_is_refused(change, message, gpt2_dir, tm
     file.write_text(json.dumps(tree))
     with pytest.raises(UserError, match=re.escape(message)):
         get_tokenizer(str(tmp_path))
+
+
+def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
+    origin, run_dir, out = (tmp_path / name for name in ("origin", "run", "out"))
+    for directory in (origin, run_dir, out):
+        directory.mkdir()
+    ours = get_tokenizer("byte")
+    save_hf(origin, ours, 32)
+    (origin / "config.json").write_text("{}")
+    (origin / "special_tokens_map.json").write_text('{"pad_token": "x"}')
+    (run_dir / "config.yaml").write_text(f"init_from: {origin}\n")
+    carried = tokenizer_of_origin(run_dir, ours, out)
+    assert {path.name for path in carried} >= {"tokenizer.json", "special_tokens_map.json"}
+    assert all(path.read_bytes() == (origin / path.name).read_bytes() for path in carried)
+
+    (run_dir / "config.yaml").write_text("init_from: null\n")
+    assert tokenizer_of_origin(run_dir, ours, out) == []
+    (run_dir / "config.yaml").write_text(f"init_from: {origin}\n")
+    tree = json.loads((origin / "tokenizer.json").read_text())
+    vocab = tree["model"]["vocab"]
+    first, second = list(vocab)[:2]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (origin / "tokenizer.json").write_text(json.dumps(tree))
+    assert tokenizer_of_origin(run_dir, ours, out) == []  # another tokenizer
