@@ -3,7 +3,9 @@
 A compiler may silently multiply in another dtype than the operands that it was given: what it made is looked at.
 """
 
+import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -70,16 +72,34 @@ def can_be(gemm: Gemm, product: Product) -> bool:
 
 
 def missing_products(expected: Iterable[Product], gemms: Iterable[Gemm]) -> set[Product]:
-    """Those of the expected products that none of the matrix products is."""
+    """Those of the expected products that none of the matrix products is, alone or joined with others."""
     left = sorted(gemms, key=lambda gemm: gemm.sizes[0] * gemm.sizes[3])
-    missing = set()
+    missing: Counter[Product] = Counter()
     for product in sorted(expected):
         found = next((gemm for gemm in left if can_be(gemm, product)), None)
         if found is None:
-            missing.add(product)
+            missing[product] += 1
         else:
             left.remove(found)
-    return missing
+    for gemm in left:
+        missing -= Counter(joined_in(gemm, missing))
+    return set(missing)
+
+
+def joined_in(gemm: Gemm, missing: Counter[Product]) -> tuple[Product, ...]:
+    """Those of the missing products that a compiled one may hold side by side: XLA joins what has a common operand.
+
+    Queries, keys and values are such, or both branches of a gated MLP; at most three products have one input.
+    """
+    batch, rows, columns, contracted = gemm.sizes
+    for common, together in ((rows, columns), (columns, rows)):
+        alike = [p for p in missing if common in p[:2] and p[2] <= batch * contracted < 2 * p[2]]
+        for count in (2, 3):
+            for products in itertools.combinations_with_replacement(sorted(alike), count):
+                fits = sum(sum(p[:2]) - common for p in products) == together
+                if fits and Counter(products) <= missing:
+                    return products
+    return ()
 
 
 def not_fp8(model: Model, program: Program, tokens: int, gpu: Gpu | None) -> list[Layer]:

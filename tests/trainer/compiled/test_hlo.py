@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from scalify_core import Fp8DotGeneral, ScaledArray, attention, fp8_dot_general, scalify
-from trainer.compiled.hlo import Program, Shape, fp8_share, parse_instruction
+from trainer.compiled.fp8 import layer_products, missing_products
+from trainer.compiled.hlo import Gemm, Program, Shape, fp8_share, parse_instruction
 from trainer.models.llama import functional
 from trainer.models.llama_spec import LlamaSpec, linear_sizes
 from trainer.plan.aot import OPTIONS, lower_for_target, make_target_mesh
@@ -213,3 +214,23 @@ def test_bytes_of_three_elements(dtype, size):
 def test_a_text_without_an_entry_is_refused():
     with pytest.raises(ValueError, match="ENTRY"):
         Program("HloModule nothing")
+
+
+def gemm(rows, columns, contracted):
+    return Gemm("__cublas$lt$matmul$f8", "fp8", ("f8e4m3fn",) * 2, (1, rows, columns, contracted), "", "", 1)
+
+
+def test_products_that_the_compiler_joined_are_not_missing():
+    tokens, width, narrow = 128, 256, 64
+    queries, keys, out = (
+        layer_products((width, width), tokens),
+        layer_products((width, narrow), tokens),
+        (128, 256, 512),
+    )
+    expected = [*queries, *keys, *keys, out]
+    joined = width + 2 * narrow
+    compiled = [gemm(tokens, joined, width), gemm(joined, width, tokens), gemm(tokens, width, 512)]
+    inputs = [gemm(tokens, width, width), *[gemm(tokens, width, narrow)] * 2]
+    assert missing_products(expected, compiled + inputs) == set()
+    assert missing_products(expected, compiled[1:] + inputs) == {queries[0], keys[0]}  # the joined one is not FP8
+    assert missing_products([*expected, keys[0]], compiled + inputs) == {keys[0]}  # one more than it holds
