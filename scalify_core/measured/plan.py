@@ -8,6 +8,7 @@ stands, on logical values in FP32: loops, solvers, collectives and whatever JAX 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -228,7 +229,8 @@ def _large(atom: Any) -> frozenset[float]:
 def constants_in(jaxpr: Any, given: tuple[frozenset[float], ...]) -> tuple[frozenset[float], ...]:
     """The large constants that may be elements of each result, those of the arguments being `given`.
 
-    A function of such a number, or a product, is another number.
+    So are their negatives, their sums, and what a number that stands in the program multiplies or divides them by. Any
+    other function of such a number is another number.
     """
     known = dict(zip(jaxpr.invars, given, strict=True))
 
@@ -243,9 +245,37 @@ def constants_in(jaxpr: Any, given: tuple[frozenset[float], ...]) -> tuple[froze
         elif inner := [large_constants(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)]:
             outs = (frozenset().union(*operands, *inner),) * len(outs)
         elif name in _KEEP:
-            outs = (frozenset().union(*operands),) * len(outs)
+            outs = (frozenset().union(*operands, _computed(eqn, operands)),) * len(outs)
+        elif name in ("neg", "div"):
+            outs = (_computed(eqn, operands),)
         known.update(zip(eqn.outvars, outs, strict=True))
     return tuple(map(of, jaxpr.outvars))
+
+
+def _computed(eqn: Any, operands: tuple[frozenset[float], ...]) -> frozenset[float]:
+    """What arithmetic makes of large constants, in FP32: a temperature, a penalty, two masks added up, a mean."""
+    name, found = eqn.primitive.name, set[float]()
+    with np.errstate(all="ignore"):
+        if name == "neg":
+            found = {-c for c in operands[0]}
+        elif name in ("add", "add_any", "sub") and len(operands) == 2:
+            sign = -1 if name == "sub" else 1
+            found = {float(np.float32(a) + np.float32(sign * b)) for a in operands[0] for b in operands[1]}
+        elif name in ("mul", "div"):
+            a, b = (_number(atom) for atom in eqn.invars)
+            if b:
+                found = {float(np.float32(c) * np.float32(b if name == "mul" else 1 / b)) for c in operands[0]}
+            elif a and name == "mul":
+                found = {float(np.float32(c) * np.float32(a)) for c in operands[1]}
+        elif name == "reduce_sum":
+            count = math.prod(eqn.invars[0].aval.shape) // max(1, math.prod(eqn.outvars[0].aval.shape))
+            found = {float(np.float32(c) * np.float32(count)) for c in operands[0]}
+    return frozenset(c for c in found if 65504 < abs(c) < np.inf)
+
+
+def _number(atom: Any) -> float | None:
+    """The number that a literal of a program is, or None."""
+    return float(atom.val) if type(atom) is Literal and is_float(atom.aval) and np.ndim(atom.val) == 0 else None
 
 
 def inner_plan(step: Step) -> Plan:

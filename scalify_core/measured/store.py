@@ -22,6 +22,7 @@ _EXPONENT = np.int32(0x7F800000)  # of an FP32 number's bits
 _MANTISSA = 23
 _RESULT_TOP = 6
 _MASK = 2.0**10  # what no logit comes near
+_MASKS = -1e7  # and below: what stands for nothing in logits, and is no number that anybody computes with
 
 
 def wide(x: Any) -> Any:
@@ -80,8 +81,8 @@ def result(x: Any, dtype: np.dtype, constants: frozenset[float] = frozenset()) -
     """A value as `scalify` returns it: with a run-time scale, and data of which the largest is below 2^7.
 
     That leaves room for those who go on with the data as if its RMS were near 1, and 31 octaves below the largest.
-    Elements that are one of `constants`, such as a mask's -1e9, saturate where the format cannot hold them beside the
-    rest, far enough out to be a mask still: see `_beside`.
+    Elements that are one of `constants` stay what they are beside the rest as far as the format holds both. Where it
+    does not, those of a mask, such as -1e9, saturate, far enough out to be a mask still: see `_beside`.
     """
     if dtype.itemsize >= 4:
         return ScaledArray(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
@@ -98,21 +99,29 @@ def _beside(x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]) -> tupl
     """`x`, its data and its scale, where some elements are constants that may be far from all else.
 
     They are kept while the largest of the rest stays 4 octaves above the format's smallest normal number, so that it
-    has all of its precision. Constants further off saturate: at the scale of the rest, or at one so much larger that
-    they are `_MASK` still, of which `exp` is zero, as long as the rest has that precision.
+    has all of its precision. Of constants further off, those up to `_MASKS` mean no number: they saturate, at the scale
+    of the rest, or at one so much larger that they are `_MASK` still, of which `exp` is zero, as long as the rest has
+    that precision. All others are numbers as the rest is, and the scale is that of the largest.
     """
     (x,) = lowering.once(x)
     fmt, top = FloatFormat.of(dtype), top_of(dtype)
-    masked = functools.reduce(lax.bitwise_or, (lax.eq(x, lax.full_like(x, c)) for c in constants))
-    of_rest = unit_of(lax.select(masked, lax.full_like(x, 0), x), _RESULT_TOP)
+    constant, masked = (_is_one_of(x, some) for some in (constants, tuple(c for c in constants if c <= _MASKS)))
+    of_rest = unit_of(lax.select(constant, lax.full_like(x, 0), x), _RESULT_TOP)
+    of_numbers = unit_of(lax.select(masked, lax.full_like(x, 0), x), top)
     of_all = unit_of(x, top)
     furthest = of_rest * np.float32(2.0 ** (_RESULT_TOP - 4) / fmt.min_normal)
     as_mask = lax.clamp(of_rest, np.float32(_MASK / 2.0**top), furthest)
-    scale = lax.select(of_all > furthest, as_mask, lax.max(of_all, of_rest))
+    scale = lax.select(of_all > furthest, lax.max(as_mask, of_numbers), lax.max(of_all, of_rest))
     scale = lax.select(of_rest > np.float32(MIN_SCALE), scale, unit_of(x, _RESULT_TOP))
     limit = lax.broadcast(scale * np.float32(fmt.max), x.shape)
     x = lax.select(lax.bitwise_and(masked, lax.gt(lax.abs(x), limit)), lax.mul(lax.sign(x), limit), x)
     return x, _divided(x, scale, dtype), scale
+
+
+def _is_one_of(x: jax.Array, constants: tuple[float, ...]) -> jax.Array:
+    """Where `x` is one of these numbers, up to roundings of the arithmetic that it came from."""
+    near = [lax.le(lax.abs(x - np.float32(c)), np.float32(abs(c) * 2.0**-20)) for c in constants]
+    return functools.reduce(lax.bitwise_or, near, lax.full(x.shape, False, np.bool_))
 
 
 def unit_of(x: jax.Array, top: int, axes: tuple[int, ...] = ()) -> jax.Array:

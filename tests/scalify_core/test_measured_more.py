@@ -121,6 +121,44 @@ def test_large_constants_that_the_format_cannot_hold_beside_the_rest_saturate_as
     assert saturates or explained.first_loss is None
 
 
+NUMBERS = {
+    "a gradient": (jax.grad(lambda x: jnp.where(x > 0.1, 1e6 * x, x * x / 2).sum()), [1e-6, 2e-6, 3e-6, 0.5]),
+    "a large gradient": (jax.grad(lambda x: jnp.where(x > 5, 1e8 * x, x * x).sum()), [0.1, 0.5, 1, 8]),
+    "a smallest of two": (lambda x: jnp.minimum(jnp.exp(x**3), 1e10), [0.1, 1, 10, 100]),
+    "a clip": (lambda x: jnp.clip(jnp.exp(x), 0, 1e7), [-12, -5, -2, 30]),
+    "a fill": (lambda x: jnp.where(x < 0.5, 1e9, 1 / x), [0.1, 1, 10, 100]),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_large_constant_that_is_no_mask_is_a_number_as_all_others_are(name):
+    fun, numbers = NUMBERS[name]
+    found, expected = both(fun, jnp.asarray(numbers))
+    largest = np.argmax(np.abs(expected))
+    np.testing.assert_allclose(asarray(found)[largest], expected[largest], rtol=2**-9)
+
+
+AFTER = {
+    "a temperature": lambda m: m / 0.7,
+    "a factor": lambda m: 2 * m,
+    "another mask": lambda m: m + jnp.where(m > 1, 0.0, -1e9),
+    "a penalty": lambda m: jnp.where(m > 0, m / 1.2, m * 1.2),
+    "a mean over heads": lambda m: jnp.mean(m[None] * jnp.ones((4, 1, 1)), axis=0),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+@pytest.mark.parametrize("mask", [-1e9, float(jnp.finfo(jnp.float32).min) / 8])
+def test_a_mask_is_one_after_arithmetic_with_numbers_of_the_program(name, mask):
+    def logits(x):
+        return AFTER[name](jnp.where(x > 0, x, mask))
+
+    found, expected = both(logits, normal(0, 16, 16))
+    masked = np.asarray(expected) < -1e6
+    assert error(asarray(found)[~masked], expected[~masked]) <= ROUNDINGS
+    assert (np.asarray(asarray(found))[masked] < -1000).all()
+
+
 def test_masks_in_results_are_explained_as_scalify_returns_them():
     def scores(x):
         return jnp.where(x > 0, 100 * x, -1e6)
