@@ -83,7 +83,8 @@ def build_model(
         )
     if own is not None:
         size = c.vocab_size or vocab_size
-        made = own_spec(own, vocab_size=size, context=c.context, keep_fp8_weights=c.keep_fp8_weights)
+        keep = getattr(c, "keep_fp8_weights", True)  # a key of the families whose layers can
+        made = own_spec(own, vocab_size=size, context=c.context, keep_fp8_weights=keep)
         return Model.make(made, policy, rows)
     return Model.make(c.spec(vocab_size), policy, rows)
 

@@ -19,7 +19,10 @@ def is_open(model: Any) -> bool:
     """Whether a `model` of the composed configuration is this one, with sizes that are not filled in yet."""
     if not isinstance(model, dict) or model.get("name") != NAME:
         return False
-    spec = SPECS[model.get("family") or FIRST]
+    family = model.get("family")
+    if family not in SPECS:
+        return family is None
+    spec = SPECS[family]
     free = {field.name for field in dataclasses.fields(spec) if field.default is None} | {"vocab_size"}
     return any(model.get(key) is None for key in spec.deciding() if key not in free)
 

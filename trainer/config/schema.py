@@ -35,7 +35,7 @@ class Model:
       family: of `trainer.models.specs`.
       lr: the peak of the learning rate that suits the size; `optimizer.lr` takes it.
       vocab_size: ids; None: those of the tokenizer.
-      context, keep_fp8_weights: of the spec.
+      context: of the spec.
     """
 
     name: str
@@ -43,7 +43,6 @@ class Model:
     lr: Amount
     vocab_size: int | None
     context: int
-    keep_fp8_weights: bool
 
     def spec(self, vocab_size: int) -> Any:
         """The spec of the family, for a tokenizer of so many ids. Raises UserError for what cannot be built."""

@@ -386,11 +386,11 @@ def test_data_of_all_gradients_and_of_what_products_read_is_near_one():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_head": 3, "n_kv_head": 1}, "d_model=16 is not a multiple of n_head=3"),
-        ({"n_kv_head": 3}, "n_head=4 is not a multiple of n_kv_head=3; change one of them"),
+        ({"n_head": 3, "n_kv_head": 1}, "model.d_model=16 is not a multiple of model.n_head=3"),
+        ({"n_kv_head": 3}, "model.n_head=4 is not a multiple of model.n_kv_head=3; change one of them"),
         ({"head_dim": 5}, "head_dim=5: rotary positions turn pairs of channels"),
-        ({"mlp": "gelu"}, "mlp='gelu' is not a choice; valid: swiglu, smooth_swiglu"),
-        ({"remat": "dots"}, "remat='dots' is not a choice; valid: none, elementwise, block, everything_saveable"),
+        ({"mlp": "gelu"}, "model.mlp='gelu' is not a choice; did you mean 'swiglu'"),
+        ({"remat": "dots"}, "model.remat='dots' is not a choice; Valid: block, checkpoint_dots"),
         ({"align_channels": 65}, "align_channels=65: expected at most the MLP's 64"),
     ],
 )

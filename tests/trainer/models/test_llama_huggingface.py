@@ -194,11 +194,11 @@ def changed(**tensors):
             r"config\.json: rope_scaling: .* low_freq_factor below high",
         ),
         ({}, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-        ({}, {"num_key_value_heads": 3}, "n_head=4 is not a multiple of n_kv_head=3"),
+        ({}, {"num_key_value_heads": 3}, "model.n_head=4 is not a multiple of model.n_kv_head=3"),
         (
             {},
             {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None},
-            "d_model=32 is not a multiple of n_",
+            "model.d_model=32 is not a multiple of model.n_",
         ),
         ({}, {"head_dim": 7}, "head_dim=7: rotary positions turn pairs"),
         ({}, {"num_hidden_layers": "three"}, "num_hidden_layers='three': expected a whole number"),

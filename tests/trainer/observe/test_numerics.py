@@ -63,7 +63,7 @@ def batch(w):
 @functools.cache
 def row(preset, spec=SPEC):
     w = workload(preset, spec)
-    return make_numerics(w.model, w.task.optimizer_name, replicated(w.mesh))(first_state(w, seed=0), batch(w), 0)
+    return make_numerics(w.model, w.optimizer_name, replicated(w.mesh))(first_state(w, seed=0), batch(w), 0)
 
 
 @pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "bf16", "fp32"])

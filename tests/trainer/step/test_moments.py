@@ -10,12 +10,14 @@ import pytest
 from scalify_core.array import is_scaled_array
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
+from trainer.models.roles import Role
 from trainer.step.moments import moment_settings, store_moments
 from trainer.step.optimizer import OPTIMIZERS, make_optimizer
 from trainer.step.optimizers import ENTRIES, Lion, Moment, Optimizer
 
 KERNEL = {"kernel": jnp.ones((16, 16)), "bias": jnp.ones(16)}
 PARAMS = {"wte": {"embedding": jnp.ones((8, 16))}, "h": {0: {"c_fc": KERNEL}}}
+ROLES = {"wte": {"embedding": Role("table")}, "h": {0: {"c_fc": {"kernel": Role("column"), "bias": Role("bias")}}}}
 SETTINGS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "momentum": 0.9}
 
 
@@ -26,7 +28,7 @@ def policy(**changes):
 def plain(name):
     own = {field.name for field in dataclasses.fields(ENTRIES[name])}
     settings = {key: value for key, value in SETTINGS.items() if key in own}
-    return make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings)
+    return make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings)(ROLES)
 
 
 def stored(name, **changes):
