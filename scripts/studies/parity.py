@@ -33,6 +33,8 @@ from trainer.run.rundir import code_version, is_held, write_atomically
 
 # What all runs of a directory have in common; presets, seeds and learning rates may be added later.
 FIXED = ("steps", "batch_tokens", "model", "overrides", "evaluations", "eval_batches")
+# What the study sets itself, from its own arguments or to read a run's outcome: no override takes their place.
+OWN_KEYS = ("tracker", "seed", "run_dir", "resume", "model", "train.steps", "train.batch_tokens", "optimizer.lr")
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,10 @@ def parse(args: Arguments) -> tuple[list[str], list[float]]:
     for item, name in zip(items, names, strict=True):
         if names.count(name) > 1:
             raise UserError(f"presets={args.presets}: {item} stands there twice; give each once")
+    for word in (*shlex.split(args.overrides), *(part for item in items for part in overrides(item))):
+        key = word.partition("=")[0].lstrip("+~")
+        if key in OWN_KEYS:
+            raise UserError(f"{word}: the study sets {key} itself; leave it out, or see its own arguments (--help)")
     try:
         multiples = [float(text) for text in args.lr.split(",")]
     except ValueError:

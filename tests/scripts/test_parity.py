@@ -42,6 +42,8 @@ def test_items_and_learning_rates_are_separated_by_commas_outside_of_brackets():
         ({"presets": "bf16,bf16"}, "bf16 stands there twice"),
         ({"lr": "1,high"}, "lr=1,high: expected multiples"),
         ({"lr": "0"}, "lr=0: expected positive multiples"),
+        ({"overrides": "model.lr=1e-3 tracker=none"}, "tracker=none: the study sets tracker itself; leave it out"),
+        ({"presets": "bf16+seed=3"}, "seed=3: the study sets seed itself"),
         ({"evaluate_in": "fp32,bf16"}, "evaluate_in=fp32,bf16: expected one precision"),
     ],
 )

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import jax
 
-from trainer.compiled.hlo import Gemm, Program, fp8_share
+from trainer.compiled.hlo import Program, fp8_share
+from trainer.compiled.operations import Gemm
 from trainer.errors import UserError
 from trainer.precision.arrays import skipped_matmuls
 from trainer.workload import Model

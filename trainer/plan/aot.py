@@ -20,7 +20,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from trainer.compiled.hlo import Program, Shape
+from trainer.compiled.hlo import Program
+from trainer.compiled.instructions import Shape
 from trainer.errors import UserError
 from trainer.parallel.mesh import make_mesh
 from trainer.plan.targets import CUDNN_VERSION, Target

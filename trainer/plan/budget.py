@@ -1,6 +1,6 @@
 """What fills a device's memory when a compiled step needs most of it."""
 
-from trainer.compiled.hlo import Shape
+from trainer.compiled.instructions import Shape
 from trainer.plan.aot import Compiled
 
 KINDS = ("weights", "optimiser", "FP8 weights", "gradients", "activations", "logits", "workspace", "rest", "gaps")

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from trainer.compiled.fp8 import Gpu, Layer, not_fp8
-from trainer.compiled.hlo import Collective, Program
+from trainer.compiled.hlo import Program
+from trainer.compiled.operations import Collective
 from trainer.models.family import Spec
 from trainer.models.flops import flops_per_token
 from trainer.observe.metrics import GIB, mfu

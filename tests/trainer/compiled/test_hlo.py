@@ -11,7 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from scalify_core import Fp8DotGeneral, ScaledArray, attention, fp8_dot_general, scalify
 from trainer.compiled.fp8 import layer_products, missing_products
-from trainer.compiled.hlo import Gemm, Program, Shape, fp8_share, parse_instruction
+from trainer.compiled.hlo import Program, fp8_share
+from trainer.compiled.instructions import Shape, parse_instruction
+from trainer.compiled.operations import Gemm
 from trainer.models.llama import functional
 from trainer.models.llama_spec import LlamaSpec, linear_sizes
 from trainer.plan.aot import OPTIONS, lower_for_target, make_target_mesh

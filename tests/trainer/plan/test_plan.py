@@ -14,7 +14,7 @@ from scripts import plan as script
 from scripts.plan import describe_fitting
 from trainer.assembly.objects import build_model, build_policy, check_fp8
 from trainer.compiled.fp8 import Gpu, check_device, check_step, layer_products, not_fp8
-from trainer.compiled.hlo import Collective, Gemm
+from trainer.compiled.operations import Collective, Gemm
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models.gpt2 import functional
