@@ -74,7 +74,7 @@ def plan_of(argv: Sequence[str]) -> "Plan":
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings: that there is no GPU to measure kernels on
 
     from trainer.assembly.planning import build_plan
-    from trainer.plan.plan import Aim
+    from trainer.plan.figures import Aim
     from trainer.run.libraries import hide_missing_gpu
 
     hide_missing_gpu()

@@ -9,7 +9,8 @@ from trainer.data import Manifest
 from trainer.data.tokenizer import get_tokenizer
 from trainer.parallel.mesh import abstract_batch, batch_devices
 from trainer.plan.aot import make_target_mesh
-from trainer.plan.plan import Aim, Plan, make_plan
+from trainer.plan.figures import Aim
+from trainer.plan.plan import Plan, make_plan
 from trainer.step.step import Tokens
 from trainer.workload import Model, Task
 

@@ -22,16 +22,8 @@ from trainer.models.spec import GPT2Spec, linear_sizes
 from trainer.observe.peaks import peak_flops
 from trainer.plan import aot, plan
 from trainer.plan.aot import held_at_peak, make_target_mesh
-from trainer.plan.plan import (
-    TRIES,
-    Aim,
-    Fitting,
-    continued,
-    is_continued,
-    largest_that_fits,
-    seconds_of_collective,
-    seconds_of_gemm,
-)
+from trainer.plan.figures import Aim, continued, seconds_of_collective, seconds_of_gemm
+from trainer.plan.plan import TRIES, Fitting, is_continued, largest_that_fits
 from trainer.plan.targets import TARGETS, get_target
 from trainer.precision.policy import Policy
 from trainer.workload import Task
