@@ -178,7 +178,7 @@ class Task(NamedTuple):
 
     Attributes:
       model: in its precision.
-      optimizer_name: of `step.optimizer.OPTIMIZERS`.
+      optimizer_name: of `step.optimizers.ENTRIES`.
       plain_optimizer: makes it from the parameters' roles, at a learning rate of one.
       mesh: of the devices that the step is compiled for.
       reduce: how gradients are reduced over them.

@@ -1,4 +1,4 @@
-"""Optax optimisers by name, at a learning rate of one.
+"""What all optimisers have around the descent of their entry: clipping, weight decay, and a learning rate of one.
 
 The step multiplies their update by the learning rate, which it receives as an argument: the compiled program does not
 depend on the schedule. This is exact for every optimiser here, because each is linear in its learning rate.
@@ -14,7 +14,7 @@ import optax
 from jax.typing import ArrayLike
 
 from trainer.errors import UserError
-from trainer.models.roles import role_of
+from trainer.step.optimizers import ENTRIES
 
 Params = Any
 OptimizerFor = Callable[[Any], optax.GradientTransformation]  # from the roles of the parameters
@@ -23,61 +23,6 @@ OptimizerFor = Callable[[Any], optax.GradientTransformation]  # from the roles o
 def matrix_mask(roles: Any) -> Params:
     """A tree of booleans like the parameters: where weight decay applies. Not to biases or gains."""
     return jax.tree.map(lambda role: role.is_matrix, roles)
-
-
-def hidden_matrices(roles: Any) -> Callable[[Params], Params]:
-    """From parameters to Muon's share: the kernels, over their last two axes, any leading ones being layers.
-
-    None: by Adam instead.
-    """
-
-    def axes(path: tuple[Any, ...], leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-        role = role_of(roles, path)
-        return optax.contrib.MuonDimensionNumbers(-2, -1) if role and role.is_kernel else None
-
-    return lambda params: jax.tree_util.tree_map_with_path(axes, params)
-
-
-def adamw(roles: Any, *, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """Adam with bias correction."""
-    return optax.scale_by_adam(b1, b2, eps)
-
-
-def lion(roles: Any, *, b1: float, b2: float) -> optax.GradientTransformation:
-    """The sign of an interpolated momentum."""
-    return optax.scale_by_lion(b1, b2)
-
-
-def sgd(roles: Any, *, momentum: float) -> optax.GradientTransformation:
-    """Gradient descent with momentum."""
-    return optax.trace(momentum)
-
-
-def adafactor(roles: Any) -> optax.GradientTransformation:
-    """Factored second moments, clipped and scaled per tensor: per layer too where layers are stacked."""
-    core = optax.chain(optax.adafactor(1.0), optax.scale(-1.0))
-
-    def over_layers(fn: Callable[..., Any]) -> Callable[..., Any]:
-        # Without stacked layers there is nothing to map over.
-        return lambda tree, *rest: (jax.vmap(fn) if jax.tree.leaves(tree) else fn)(tree, *rest)
-
-    stacked = optax.GradientTransformation(over_layers(core.init), over_layers(core.update))
-    return optax.partition({True: stacked, False: core}, jax.tree.map(lambda role: role.stacked, roles))
-
-
-def muon(roles: Any, *, momentum: float, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """Orthogonalised momentum for the kernels, Adam (b1, b2) for the rest; `eps` of both."""
-    # An update's RMS is 0.2, as AdamW's: one learning rate serves both parts (arXiv 2502.16982, section 2.2).
-    descent = optax.contrib.muon(
-        1.0,
-        beta=momentum,
-        eps=eps,
-        adam_b1=b1,
-        adam_b2=b2,
-        muon_weight_dimension_numbers=hidden_matrices(roles),
-        consistent_rms=0.2,
-    )
-    return optax.chain(descent, optax.scale(-1.0))
 
 
 def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
@@ -90,31 +35,23 @@ def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {  # (roles, **settings) ->
-    "adamw": adamw,
-    "lion": lion,
-    "adafactor": adafactor,
-    "sgd": sgd,
-    "muon": muon,
-}
-
-
 def make_optimizer(name: str, *, weight_decay: float, clip_norm: float, **settings: float) -> OptimizerFor:
     """From the roles of parameters to the transformation whose update, times the learning rate, is added to them.
 
     Args:
-      name: of OPTIMIZERS.
+      name: of `optimizers.ENTRIES`.
       weight_decay: decoupled, on matrices only, whatever the optimiser.
       clip_norm: the gradient's global L2 norm is scaled down to this; 0 leaves it alone.
-      settings: those of the function in OPTIMIZERS.
+      settings: the other fields of the entry, but for `lr`.
     """
-    if name not in OPTIMIZERS:
-        raise UserError(f"optimizer.name={name!r} is not a choice; valid: {', '.join(OPTIMIZERS)}")
+    if name not in ENTRIES:
+        raise UserError(f"optimizer.name={name!r} is not a choice; valid: {', '.join(ENTRIES)}")
+    entry = ENTRIES[name](name=name, lr=1.0, weight_decay=weight_decay, clip_norm=clip_norm, **settings)
 
     def of_parameters(roles: Any) -> optax.GradientTransformation:
         return optax.chain(
             clip_by_norm(clip_norm) if clip_norm else optax.identity(),
-            OPTIMIZERS[name](roles, **settings),
+            entry.descent(roles),
             optax.add_decayed_weights(weight_decay, matrix_mask(roles)) if weight_decay else optax.identity(),
             optax.scale(-1.0),
         )

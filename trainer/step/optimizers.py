@@ -1,15 +1,19 @@
 """The optimisers that a configuration can name: an entry each, of what a user sets and of what its state is.
 
-An entry is a subclass of `Optimizer`, which is also the schema of its configuration; `trainer.step.optimizer` has the
-function of the same name that makes the transformation. Nothing here imports JAX.
+An entry is a subclass of `Optimizer`, which is also the schema of its configuration, so nothing here imports JAX before
+a transformation is made. `trainer.step.optimizer` adds what all have: clipping and weight decay.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from trainer.bounds import Amount, ShareBelow1
 from trainer.errors import UserError
 from trainer.precision.policy import Policy
+
+if TYPE_CHECKING:
+    import optax
 
 KEYS: tuple[Literal["mu", "nu"], ...] = ("mu", "nu")  # of `precision`: what first and second moments are stored in
 
@@ -51,9 +55,18 @@ class Optimizer:
     unstored: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Raise TypeError for an entry that does not say its moments, be it that it has none."""
+        """Raise TypeError for an entry that does not say its moments, be it that it has none, or what it computes."""
         if "moments" not in vars(cls):
             raise TypeError(f"{cls.__name__} does not say its `moments`; () says that its state keeps none")
+        if cls.descent is Optimizer.descent:
+            raise TypeError(f"{cls.__name__} has no method `descent`, which makes its transformation")
+
+    def descent(self, roles: Any) -> "optax.GradientTransformation":
+        """What is subtracted from the parameters at a learning rate of 1, in which it must be linear.
+
+        Without clipping and weight decay, which are the same for all. `roles`: a tree like that of the parameters.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,12 @@ class AdamW(Optimizer):
     eps: Amount
     moments = (Moment("mu", "mu", root=False, relative_to="nu"), Moment("nu", "nu", root=True))
 
+    def descent(self, roles: Any) -> "optax.GradientTransformation":
+        """`optax.adamw` but for the decay."""
+        import optax
+
+        return optax.scale_by_adam(self.b1, self.b2, self.eps)
+
 
 @dataclass(frozen=True)
 class Lion(Optimizer):
@@ -74,6 +93,12 @@ class Lion(Optimizer):
     b2: ShareBelow1
     moments = (Moment("mu", "mu", root=False),)
 
+    def descent(self, roles: Any) -> "optax.GradientTransformation":
+        """`optax.lion` but for the decay."""
+        import optax
+
+        return optax.scale_by_lion(self.b1, self.b2)
+
 
 @dataclass(frozen=True)
 class Adafactor(Optimizer):
@@ -82,6 +107,20 @@ class Adafactor(Optimizer):
     moments = ()
     unstored = ("v_row", "v_col", "v")
 
+    def descent(self, roles: Any) -> "optax.GradientTransformation":
+        """Clipped and scaled per tensor: per layer too where layers are stacked."""
+        import jax
+        import optax
+
+        core = optax.chain(optax.adafactor(1.0), optax.scale(-1.0))
+
+        def over_layers(fn: Callable[..., Any]) -> Callable[..., Any]:
+            # Without stacked layers there is nothing to map over.
+            return lambda tree, *rest: (jax.vmap(fn) if jax.tree.leaves(tree) else fn)(tree, *rest)
+
+        stacked = optax.GradientTransformation(over_layers(core.init), over_layers(core.update))
+        return optax.partition({True: stacked, False: core}, jax.tree.map(lambda role: role.stacked, roles))
+
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
@@ -89,6 +128,12 @@ class SGD(Optimizer):
 
     momentum: ShareBelow1
     moments = (Moment("trace", "mu", root=False),)
+
+    def descent(self, roles: Any) -> "optax.GradientTransformation":
+        """Heavy-ball momentum."""
+        import optax
+
+        return optax.trace(self.momentum)
 
 
 @dataclass(frozen=True)
@@ -101,6 +146,29 @@ class Muon(Optimizer):
     eps: Amount
     moments = (Moment("mu", "mu", root=False), Moment("nu", "nu", root=True))
     unstored = ("ns_coeffs",)  # of the Newton-Schulz iteration
+
+    def descent(self, roles: Any) -> "optax.GradientTransformation":
+        """Muon over the last two axes of kernels, any leading ones being layers; Adam (b1, b2) elsewhere."""
+        import jax
+        import optax
+
+        from trainer.models.roles import role_of
+
+        def axes(path: tuple[Any, ...], leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
+            role = role_of(roles, path)
+            return optax.contrib.MuonDimensionNumbers(-2, -1) if role and role.is_kernel else None
+
+        # An update's RMS is 0.2, as AdamW's: one learning rate serves both parts (arXiv 2502.16982, section 2.2).
+        muon = optax.contrib.muon(
+            1.0,
+            beta=self.momentum,
+            eps=self.eps,
+            adam_b1=self.b1,
+            adam_b2=self.b2,
+            muon_weight_dimension_numbers=lambda params: jax.tree_util.tree_map_with_path(axes, params),
+            consistent_rms=0.2,
+        )
+        return optax.chain(muon, optax.scale(-1.0))
 
 
 ENTRIES: dict[str, type[Optimizer]] = {
