@@ -20,6 +20,7 @@ from trainer.errors import UserError
 from trainer.plan.targets import GPUS_PER_HOST, TARGETS, get_target
 
 if TYPE_CHECKING:
+    from trainer.compiled.fp8 import Layer
     from trainer.plan.plan import Fitting, Plan
 
 GIB = 2**30
@@ -105,6 +106,18 @@ def sequences_of(config: Config, overrides: Sequence[str], gpus: int) -> int:
     return micro_batch // gpus
 
 
+def not_fp8_lines(layers: "Sequence[Layer]", most: int = 4) -> list[str]:
+    """A line for each reason, which names `most` of its layers at most; `--json` has them all."""
+    by_reason: dict[str, list[str]] = {}
+    for layer in layers:
+        by_reason.setdefault(layer.reason, []).append(layer.path)
+    lines = []
+    for reason, paths in by_reason.items():
+        more = f" and {len(paths) - most} more" if len(paths) > most else ""
+        lines.append(f"  not FP8: {', '.join(paths[:most])}{more}: {reason}")
+    return lines
+
+
 def lines_of(plan: "Plan") -> list[str]:
     """The plan as text."""
     figures, aim, m = plan.as_json(), plan.aim, plan.measured
@@ -124,7 +137,7 @@ def lines_of(plan: "Plan") -> list[str]:
     attentions = ", ".join(f"{n} {dtype}" for dtype, n in figures["attentions"].items())
     lines.append(f"fused attentions (cuDNN; no T x T matrix is held): {attentions or 'none'}")
     lines.append(f"FP8: {plan.fp8_flop_share:.1%} of the FLOPs of matrix products and attentions")
-    lines += [f"  not FP8: {layer.path}: {layer.reason}" for layer in plan.layers]
+    lines += not_fp8_lines(plan.layers)
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(figures["kernels_by_kind"].items(), key=lambda x: -x[1]))
     lines.append(f"kernels: {figures['kernels']} a step: {kinds}")
     if plan.bf16 is not None:

@@ -13,7 +13,7 @@ import pytest
 from scripts import plan as script
 from scripts.plan import describe_fitting
 from trainer.assembly.objects import build_model, build_policy, check_fp8
-from trainer.compiled.fp8 import Gpu, check_device, check_step, layer_products, not_fp8
+from trainer.compiled.fp8 import Gpu, Layer, check_device, check_step, layer_products, not_fp8
 from trainer.compiled.operations import Collective, Gemm
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
@@ -182,6 +182,14 @@ def test_a_missing_product_is_told_by_its_size():
     recomputed = [gemm for gemm in gemms[2:] if gemm.sizes != (1, 64, 192, 128)] * 2
     program.gemms = [gemms[0], gemms[1], *recomputed]
     assert [layer.path for layer in not_fp8(model, program, 128, None)] == ["h.0.attn.c_attn"]
+
+
+def test_a_plan_names_a_few_layers_for_each_reason_that_they_are_not_fp8():
+    layers = [Layer(f"h.{i}.mlp.c_fc", "all are in bf16", True) for i in range(9)] + [Layer("head", "kept", True)]
+    assert script.not_fp8_lines(layers, most=2) == [
+        "  not FP8: h.0.mlp.c_fc, h.1.mlp.c_fc and 7 more: all are in bf16",
+        "  not FP8: head: kept",
+    ]
 
 
 def affine(fixed, each):

@@ -9,32 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from precisions import ADAMW, PRESETS, SPEC, abstract, batch, bits, copied, hyper, policy, workload
 
-from scalify_core import Fp8DotGeneral, as_scaled_array, scalify
 from scalify_core.array import asarray, is_scaled_array
-from scalify_core.tree import map_arrays, unpack
-from scalify_core.weights import scaled_params, wide
-from trainer.assembly.objects import build_policy
-from trainer.config.composition import compose_config
-from trainer.data import Batch
-from trainer.errors import UserError
-from trainer.models.gpt2_block import SmoothSwigluMLP, SwigluMLP
-from trainer.models.layers import Factory
-from trainer.models.spec import GPT2Spec
-from trainer.models.stress import align
-from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
-from trainer.precision.arrays import abstract_weights
-from trainer.precision.dots import ClippedDot
-from trainer.report.messages import describe_idle, describe_precision
+from scalify_core.tree import unpack
+from scalify_core.weights import wide
 from trainer.run.checkpoint import Checkpointer
-from trainer.step.moments import moment_settings
-from trainer.step.optimizer import make_optimizer
 from trainer.step.state import from_stored, to_stored
-from trainer.step.step import Hyper
 from trainer.workload import (
     Model,
-    Task,
     abstract_state,
     compile_step,
     convert_state,
@@ -43,12 +26,6 @@ from trainer.workload import (
     make_rescale,
 )
 
-SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=1, n_head=2, d_model=32)
-ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
-PRESETS = (
-    "fp32", "bf16", "bf16_pure", "fp16_loss_scaled", "scalify_fp16", "scalify_fp8", "scalify_fp8_fp16",
-    "scalify_fp8_fp8", "fp8_delayed", "fp8_current", "sim",
-)  # fmt: skip
 E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
 
 
@@ -58,24 +35,9 @@ def of(preset, *values):
 
 
 every_preset = pytest.mark.parametrize("preset", [of(preset) for preset in PRESETS])
+
+
 flagship = pytest.mark.xdist_group("scalify_fp8_fp16")
-
-
-def policy(preset, **changes):
-    config = compose_config([f"precision={preset}", "precision.amax_history=16"])
-    return dataclasses.replace(build_policy(config.precision), **changes)
-
-
-@functools.cache
-def workload(preset, devices=1, spec=SPEC, name="adamw", **changes):
-    """On several devices the state is split: FP8 kernels are gathered as such."""
-    settings = ADAMW if name == "adamw" else {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1, "clip_norm": 1.0}
-    model = Model.make(spec, policy(preset, **changes))
-    return Task(model, name, make_optimizer(name, **settings), make_mesh(1, devices))
-
-
-def abstract(w, accum=1):
-    return abstract_batch(accum, 16, SPEC.context, document_mask=False, mesh=w.mesh)
 
 
 @functools.cache
@@ -92,19 +54,6 @@ def compiled(preset, devices=1, accum=1):
     return w, state, step.compile()
 
 
-def batch(w, step=0, accum=1):
-    tokens = np.random.default_rng(step).integers(0, 64, (16, SPEC.context + 1), dtype=np.int32)
-    return place_batch(Batch(tokens, None), accum=accum, mesh=w.mesh)
-
-
-def hyper(step, lr, seed=0):
-    return Hyper(np.float32(lr), np.int32(step), np.uint32(seed))
-
-
-def copied(tree):
-    return jax.tree.map(jnp.copy, tree)
-
-
 def take(preset, steps, start=0, state=None, devices=1, accum=1, lr=1e-2):
     w, first, step = compiled(preset, devices, accum)
     state = copied(first if state is None else state)
@@ -115,11 +64,6 @@ def take(preset, steps, start=0, state=None, devices=1, accum=1, lr=1e-2):
 
 def moments(state, name):
     return optax.tree_utils.tree_get(unpack(state.opt_state), name)
-
-
-def bits(tree):
-    raw = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)]
-    return [np.asarray(x).tobytes() for x in raw]
 
 
 def operands(text):
@@ -170,7 +114,6 @@ def test_the_first_gradient_is_that_of_fp32_up_to_the_formats(preset):
         assert error > 0
 
 
-# What each state holds: master weights, m, v; and the bytes for each parameter that this makes.
 STATE = {
     "fp32": ("float32", "float32", "float32", 12),
     "bf16": ("float32", "float32", "float32", 12),
@@ -349,21 +292,6 @@ def test_kept_layers_are_not_fp8(scan):
     assert sum(map(model.is_narrow, jax.tree.leaves(model.roles))) == len(model.narrow)
 
 
-def test_layers_that_are_not_fp8_are_named_with_the_reason():
-    spec = dataclasses.replace(SPEC, d_mlp=40)
-    w = workload("scalify_fp8", spec=spec)
-    assert w.model.narrow == ["h.0.attn.c_attn", "h.0.attn.c_proj"]
-    said = describe_precision(w.model)
-    assert "2 of 4 linear layers in e4m3/e5m2" in said
-    assert "(h.0.mlp.c_fc: 32 x 40 are not multiples of 16)" in said
-    text = lower_step(w, abstract(w)).as_text()  # with warnings as errors: nothing is skipped while it is traced
-    shapes = re.findall(r"convert.*-> tensor<(\d+)x(\d+)xf8E4M3FN>", text)
-    assert shapes
-    assert not any("40" in shape for shape in shapes)
-    kept = Model.make(SPEC, policy("scalify_fp8", matmuls=("h.*",), keep=("h.0.attn.*",)))
-    assert kept.skipped == {"h.0.attn.c_attn": "in precision.keep", "h.0.attn.c_proj": "in precision.keep"}
-
-
 def test_scanned_layers_train_in_the_flagship_precision():
     w = workload("scalify_fp8_fp16", spec=dataclasses.replace(SPEC, n_layer=2, scan_layers=True))
     state = first_state(w, seed=0)
@@ -371,243 +299,6 @@ def test_scanned_layers_train_in_the_flagship_precision():
     for n in range(3):
         state, metrics = step(state, batch(w, n), hyper(n, 1e-2))
         assert metrics["finite"]
-
-
-def gradient_of_values(preset, gain, **changes):
-    """All gradients of a first step whose values are multiplied by `gain`; of the values' part of `c_attn`, FP32."""
-    w = workload(preset, spec=dataclasses.replace(SPEC, value_gain=gain), **changes)
-    state, tokens = first_state(w, seed=0), batch(w).tokens_AxBxT1[0]
-    value_and_grad = w.model.differentiate().value_and_grad
-    grads = jax.jit(lambda s: wide(value_and_grad(s.params, s.scaling, tokens, None, s.key)[1]))(state)
-    return grads, grads["h"][0]["attn"]["c_attn"]["kernel"][:, 64:]
-
-
-@pytest.mark.parametrize("preset", ["fp32", "scalify_fp8_fp16"])
-def test_gradients_are_the_same_for_every_value_gain(preset):
-    # Powers of two, which static scales take up: no bit differs.
-    up, down = (bits(gradient_of_values(preset, gain)) for gain in (2.0**12, 2.0**-12))
-    assert up == down == bits(gradient_of_values(preset, 1.0))
-
-
-def test_fp16_leaves_its_range_with_the_values():
-    of_values = lambda *args, **changes: gradient_of_values(*args, **changes)[1]
-    exact = of_values("fp32", 1.0)
-    off = of_values("fp16_loss_scaled", 2.0**12, scaling="none") - exact
-    assert optax.global_norm(off) > 0.1 * optax.global_norm(exact)  # underflow; of gradients in range it is 2^-11
-    assert not jnp.isfinite(of_values("fp16_loss_scaled", 2.0**-12)).all()  # at the first loss scale
-
-
-def test_smooth_swiglu_is_swiglu():
-    tokens = batch(workload("fp32")).tokens_AxBxT1[0]
-    models = [Model.make(dataclasses.replace(SPEC, mlp=mlp), policy("fp32")) for mlp in ("swiglu", "smooth_swiglu")]
-    params = models[0].training.init(jax.random.key(0))
-    (a, ga), (b, gb) = (jax.jit(jax.value_and_grad(m.loss))(params, tokens, None, None) for m in models)
-    assert a == b  # powers of two
-    error = optax.global_norm(jax.tree.map(jnp.subtract, ga, gb)) / optax.global_norm(ga)
-    assert error < 1e-6
-
-
-@pytest.mark.parametrize("size", [2.0**-15, 2.0**-20, 2.0**-24])
-def test_channels_that_are_nearly_dead_are_smoothed_in_fp16_too(size):
-    """The inverse of their own power of two would be beyond FP16."""
-    w = workload("fp16_loss_scaled", spec=dataclasses.replace(SPEC, mlp="smooth_swiglu"))
-    state = first_state(w, seed=0)
-    kernel = state.params["h"][0]["mlp"]["c_fc"]["kernel"]
-    state.params["h"][0]["mlp"]["c_fc"]["kernel"] = kernel.at[:, ::2].multiply(size)
-    value_and_grad = w.model.differentiate().value_and_grad
-    tokens = batch(w).tokens_AxBxT1[0]
-    loss, grads, *_ = jax.jit(lambda s: value_and_grad(s.params, s.scaling, tokens, None, s.key))(state)
-    assert jnp.isfinite(loss)
-    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
-
-
-def test_smoothing_is_folded_away_where_text_is_generated():
-    spec = dataclasses.replace(SPEC, mlp="smooth_swiglu")
-    smooth, plain = (Model.make(s, policy("fp16_loss_scaled")) for s in (spec, dataclasses.replace(SPEC, mlp="swiglu")))
-    params = smooth.training.init(jax.random.key(0))
-
-    def decode(m):
-        model = m.sampling.bind(params)
-        return model.decode(jnp.arange(4)[None], model.init_cache(1), 0)
-
-    (a, _), (b, _) = decode(smooth), decode(plain)
-    assert (a == b).all()
-    assert type(smooth.training.bind(params).h[0].mlp) is SmoothSwigluMLP
-    assert type(smooth.sampling.bind(params).h[0].mlp) is SwigluMLP
-
-
-def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
-    spec = GPT2Spec(vocab_size=64, d_model=128, n_head=4, d_mlp=352, mlp="swiglu", align_channels=4, align_gain=256.0)
-    x = jax.random.normal(jax.random.key(1), (256, 128))
-
-    def output(cls, dot=None):
-        module = cls(spec, Factory("h.0", nnx.Rngs(params=0), jnp.float32, jnp.float32, dot, (), None), 0.004)
-        align(module.c_gate, module.c_fc, spec.align_channels, spec.align_gain)
-        graphdef, params = nnx.split(module)
-        params = nnx.to_pure_dict(params)
-        apply = lambda params, x: nnx.merge(graphdef, params)(x, lambda x: x)
-        if dot is None:
-            return apply(params, x)
-        scaled = jax.jit(scalify(apply, scales="static"))
-        return wide(scaled(scaled_params(params, jnp.float16), as_scaled_array(x, 1.0, dtype=jnp.float16)))
-
-    def error(cls):
-        exact = output(SwigluMLP)
-        return jnp.linalg.norm(output(cls, Fp8DotGeneral) - exact) / jnp.linalg.norm(exact)
-
-    # Roundings to E4M3 are off by 0.036 in RMS, see above: two operands for each branch, two for the last product.
-    assert error(SmoothSwigluMLP) < np.sqrt(6) * 0.036
-    assert error(SwigluMLP) > 0.4
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"forward": "e9m9"}, r"precision\.forward=e9m9"),
-        ({"forward": "e3m4", "backward": "e5m2"}, "simulate=true"),
-        ({"forward": "e4m3"}, "give both"),
-        ({"clip_outliers": 6.0}, "no matmul is"),
-        ({"scaling": "delayed"}, "scales FP8 matmuls"),
-        ({"weights": "fp16"}, "needs precision.scaling=propagate"),
-        ({"scaling": "propagate", "compute": "fp16"}, "weight_grad=fp32"),
-        ({"simulate": True, "compute": "bf16"}, "it needs compute=fp32"),
-        ({"update": "propagate"}, "needs precision.scaling=propagate"),
-        ({"rescale_grads": ("head",)}, "'head' is not a place"),
-    ],
-)
-def test_fields_that_contradict_each_other_are_refused(changes, said):
-    with pytest.raises(UserError, match=said):
-        policy("fp32", **changes)
-
-
-@pytest.mark.parametrize(
-    ("preset", "changes", "found", "valid"),
-    [
-        ("fp32", {"weight_grad": "bf16"}, "bf16, but no matmul is narrower than precision.compute=fp32", "fp32"),
-        (
-            "bf16",
-            {"weight_grad": "e5m2"},
-            "e5m2, but no matmul is narrower than precision.compute=bf16",
-            "fp32 or bf16",
-        ),
-        ("bf16", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
-        ("fp32", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
-        ("bf16_pure", {"weight_grad": "fp32"}, "fp32, but precision.weights=bf16", "bf16"),
-        (
-            "scalify_fp16",
-            {"weight_grad": "e5m2"},
-            "e5m2, but gradients are propagated in precision.compute=fp16",
-            "fp16",
-        ),
-        (
-            "scalify_fp16",
-            {"weight_grad": "bf16"},
-            "bf16, but gradients are propagated in precision.compute=fp16",
-            "fp16",
-        ),
-        ("scalify_fp8", {"weight_grad": "fp32"}, "fp32, but gradients are propagated", "fp16 or bf16 or e4m3 or e5m2"),
-        ("fp8_current", {"weight_grad": "e5m2"}, "e5m2, but without precision.scaling=propagate", "fp32 or bf16"),
-        ("fp8_delayed", {"weight_grad": "fp16"}, "fp16, but without precision.scaling=propagate", "fp32 or bf16"),
-        ("sim", {"weight_grad": "e4m3"}, "e4m3, but without precision.scaling=propagate", "fp32 or bf16"),
-        ("sim", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
-        ("fp8_current", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
-    ],
-)
-def test_weight_gradients_that_nothing_would_compute_are_refused(preset, changes, found, valid):
-    said = f"precision.weight_grad={found}"
-    with pytest.raises(UserError, match=f"{re.escape(said)}.*; set precision.weight_grad={valid}$"):
-        policy(preset, **changes)
-
-
-def test_what_a_refusal_of_weight_gradients_recommends_is_accepted():
-    assert policy("bf16", weight_grad="bf16").weight_gradients == "bf16"
-    assert policy("fp32", weights="bf16", weight_grad="bf16").weight_gradients == "bf16"
-    assert policy("scalify_fp8", weight_grad="bf16").weight_gradients == "bf16"
-    assert policy("fp8_delayed", weight_grad="bf16").weight_gradients == "bf16"
-    assert policy("fp8_current").weight_gradients == "fp32"
-
-
-def test_the_start_up_line_says_that_delayed_scaling_rounds_weight_gradients():
-    said = describe_precision(workload("fp8_delayed").model)
-    assert "weight gradients rounded to bf16 by Flax's product, kept in fp32, moments" in said
-
-
-def test_clipped_operands_keep_their_amax_histories():
-    model = Model.make(SPEC, policy("fp8_delayed", clip_outliers=2.0))
-    histories = jax.eval_shape(model.training.init_histories)  # three tensors of a product: what is seen, and a scale
-    assert len(jax.tree.leaves(histories)) == 6 * len(model.narrow) == 24
-
-
-def test_operands_are_clipped_to_a_multiple_of_their_rms():
-    x = jnp.float32([[1.0, 1.0, 1.0, 5.0]])  # RMS sqrt(7)
-    out = ClippedDot(lambda lhs, rhs, dims: lhs, 1.5)(x, x, (((1,), (1,)), ((), ())))
-    np.testing.assert_allclose(out, [[1.0, 1.0, 1.0, 1.5 * 7**0.5]], rtol=2**-22)
-
-
-def test_a_kernel_whose_rows_are_smoothed_is_sent_as_it_is_smoothed():
-    """On one device the factor of a channel comes before the rounding to E4M3, so on several it has to as well."""
-
-    def sent(preset, mlp):
-        model = Model.make(dataclasses.replace(SPEC, mlp=mlp), policy(preset))
-        params = abstract_weights(jax.eval_shape(model.training.init, jax.random.key(0)), model.policy, 1.0)
-        send = lambda p: map_arrays(lambda x, role: model.in_transit(role, x), p, model.roles)
-        mlp = jax.eval_shape(send, params)["h"][0]["mlp"]
-        return [str(getattr(mlp[name]["kernel"], "data", mlp[name]["kernel"]).dtype) for name in ("c_fc", "c_proj")]
-
-    assert sent("scalify_fp8", "smooth_swiglu") == ["float8_e4m3fn", "float16"]
-    assert sent("scalify_fp8", "swiglu") == ["float8_e4m3fn", "float8_e4m3fn"]
-    assert sent("fp8_current", "smooth_swiglu") == ["float32", "float32"]
-
-
-@pytest.mark.parametrize(("preset", "key"), [("scalify_fp8", "matmuls"), ("scalify_fp8", "keep"), ("bf16", "keep")])
-def test_a_pattern_without_a_match_is_refused(preset, key):
-    said = rf"precision\.{key}: no matmul matches 'layer\.\*'; there are h\.0\.attn\.c_attn"
-    with pytest.raises(UserError, match=said):
-        Model.make(SPEC, policy(preset, **{key: ("layer.*",)}))
-
-
-def test_an_override_that_changes_nothing_is_said():
-    given = [
-        "precision=bf16",
-        "precision.amax_history=3",
-        "precision.keep=[h.0.*]",
-        "precision.weights_rounding=nearest",
-    ]
-    assert describe_idle(policy("bf16"), given) == [
-        "precision.keep has no effect here: no matmul is narrower than precision.compute=bf16",
-        "precision.weights_rounding has no effect here: precision.weights=fp32",
-        "precision.amax_history has no effect here: precision.scaling=none, not delayed",
-    ]
-    assert describe_idle(policy("fp8_delayed"), given[1:3]) == []
-    assert describe_idle(policy("scalify_fp8_fp16"), ["precision.rescale_grads=[]", *given[2:]]) == []
-
-
-def test_rows_that_fp8_does_not_take_leave_nothing_narrow():
-    w = workload("scalify_fp8_fp16")
-    w = w._replace(model=Model.make(dataclasses.replace(SPEC, context=24), w.model.policy, rows=24))
-    assert w.model.narrow == []
-    assert w.in_precision(w.model.policy).model.narrow == []
-    said = describe_precision(w.model)
-    assert "0 of 4 linear layers in e4m3/e5m2, 0% of the FLOPs" in said
-    assert "(all: micro-batches of 24 tokens a device, not a multiple of 16)" in said
-    assert "weight gradients fp16" in said
-    tokens = abstract_batch(1, 1, 24, document_mask=False, mesh=w.mesh)
-    text = lower_step(w, tokens, abstract_state(w)).as_text()  # with warnings as errors: nothing tries to be FP8
-    assert "f8E" not in text
-    others = [policy("fp8_delayed"), policy("sim", forward="e4m3", backward="e5m2")]
-    assert [len(Model.make(SPEC, other, rows=24).narrow) for other in others] == [4, 4]
-    said = describe_precision(workload("fp8_delayed", keep=("h.*",)).model)
-    assert "weight gradients fp32" in said
-
-
-def test_a_moment_that_the_optimiser_does_not_have_is_refused():
-    with pytest.raises(UserError, match=r"precision\.nu=fp16, but optimizer=lion has no such moment"):
-        moment_settings("lion", policy("scalify_fp8_fp16"))
-
-
-def test_an_update_in_fp16_has_moments_that_are_not_wider():
-    with pytest.raises(UserError, match=r"precision\.mu=fp32, but precision\.update=propagate computes in fp16"):
-        moment_settings("adamw", policy("scalify_fp8", update="propagate"))
 
 
 def test_scaled_arrays_appear_only_where_scales_propagate():

@@ -1,0 +1,155 @@
+"""What a precision refuses, and what it says of itself."""
+
+import dataclasses
+import re
+
+import pytest
+from precisions import SPEC, abstract, policy, workload
+
+from trainer.errors import UserError
+from trainer.parallel.mesh import abstract_batch
+from trainer.report.messages import describe_idle, describe_precision
+from trainer.step.moments import moment_settings
+from trainer.workload import (
+    Model,
+    abstract_state,
+    lower_step,
+)
+
+
+def test_layers_that_are_not_fp8_are_named_with_the_reason():
+    spec = dataclasses.replace(SPEC, d_mlp=40)
+    w = workload("scalify_fp8", spec=spec)
+    assert w.model.narrow == ["h.0.attn.c_attn", "h.0.attn.c_proj"]
+    said = describe_precision(w.model)
+    assert "2 of 4 linear layers in e4m3/e5m2" in said
+    assert "(h.0.mlp.c_fc: 32 x 40 are not multiples of 16)" in said
+    text = lower_step(w, abstract(w)).as_text()  # with warnings as errors: nothing is skipped while it is traced
+    shapes = re.findall(r"convert.*-> tensor<(\d+)x(\d+)xf8E4M3FN>", text)
+    assert shapes
+    assert not any("40" in shape for shape in shapes)
+    kept = Model.make(SPEC, policy("scalify_fp8", matmuls=("h.*",), keep=("h.0.attn.*",)))
+    assert kept.skipped == {"h.0.attn.c_attn": "in precision.keep", "h.0.attn.c_proj": "in precision.keep"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"forward": "e9m9"}, r"precision\.forward=e9m9"),
+        ({"forward": "e3m4", "backward": "e5m2"}, "simulate=true"),
+        ({"forward": "e4m3"}, "give both"),
+        ({"clip_outliers": 6.0}, "no matmul is"),
+        ({"scaling": "delayed"}, "scales FP8 matmuls"),
+        ({"weights": "fp16"}, "needs precision.scaling=propagate"),
+        ({"scaling": "propagate", "compute": "fp16"}, "weight_grad=fp32"),
+        ({"simulate": True, "compute": "bf16"}, "it needs compute=fp32"),
+        ({"update": "propagate"}, "needs precision.scaling=propagate"),
+        ({"rescale_grads": ("head",)}, "'head' is not a place"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        policy("fp32", **changes)
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "found", "valid"),
+    [
+        ("fp32", {"weight_grad": "bf16"}, "bf16, but no matmul is narrower than precision.compute=fp32", "fp32"),
+        (
+            "bf16",
+            {"weight_grad": "e5m2"},
+            "e5m2, but no matmul is narrower than precision.compute=bf16",
+            "fp32 or bf16",
+        ),
+        ("bf16", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
+        ("fp32", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
+        ("bf16_pure", {"weight_grad": "fp32"}, "fp32, but precision.weights=bf16", "bf16"),
+        (
+            "scalify_fp16",
+            {"weight_grad": "e5m2"},
+            "e5m2, but gradients are propagated in precision.compute=fp16",
+            "fp16",
+        ),
+        (
+            "scalify_fp16",
+            {"weight_grad": "bf16"},
+            "bf16, but gradients are propagated in precision.compute=fp16",
+            "fp16",
+        ),
+        ("scalify_fp8", {"weight_grad": "fp32"}, "fp32, but gradients are propagated", "fp16 or bf16 or e4m3 or e5m2"),
+        ("fp8_current", {"weight_grad": "e5m2"}, "e5m2, but without precision.scaling=propagate", "fp32 or bf16"),
+        ("fp8_delayed", {"weight_grad": "fp16"}, "fp16, but without precision.scaling=propagate", "fp32 or bf16"),
+        ("sim", {"weight_grad": "e4m3"}, "e4m3, but without precision.scaling=propagate", "fp32 or bf16"),
+        ("sim", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
+        ("fp8_current", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
+    ],
+)
+def test_weight_gradients_that_nothing_would_compute_are_refused(preset, changes, found, valid):
+    said = f"precision.weight_grad={found}"
+    with pytest.raises(UserError, match=f"{re.escape(said)}.*; set precision.weight_grad={valid}$"):
+        policy(preset, **changes)
+
+
+def test_what_a_refusal_of_weight_gradients_recommends_is_accepted():
+    assert policy("bf16", weight_grad="bf16").weight_gradients == "bf16"
+    assert policy("fp32", weights="bf16", weight_grad="bf16").weight_gradients == "bf16"
+    assert policy("scalify_fp8", weight_grad="bf16").weight_gradients == "bf16"
+    assert policy("fp8_delayed", weight_grad="bf16").weight_gradients == "bf16"
+    assert policy("fp8_current").weight_gradients == "fp32"
+
+
+def test_the_start_up_line_says_that_delayed_scaling_rounds_weight_gradients():
+    said = describe_precision(workload("fp8_delayed").model)
+    assert "weight gradients rounded to bf16 by Flax's product, kept in fp32, moments" in said
+
+
+@pytest.mark.parametrize(("preset", "key"), [("scalify_fp8", "matmuls"), ("scalify_fp8", "keep"), ("bf16", "keep")])
+def test_a_pattern_without_a_match_is_refused(preset, key):
+    said = rf"precision\.{key}: no matmul matches 'layer\.\*'; there are h\.0\.attn\.c_attn"
+    with pytest.raises(UserError, match=said):
+        Model.make(SPEC, policy(preset, **{key: ("layer.*",)}))
+
+
+def test_an_override_that_changes_nothing_is_said():
+    given = [
+        "precision=bf16",
+        "precision.amax_history=3",
+        "precision.keep=[h.0.*]",
+        "precision.weights_rounding=nearest",
+    ]
+    assert describe_idle(policy("bf16"), given) == [
+        "precision.keep has no effect here: no matmul is narrower than precision.compute=bf16",
+        "precision.weights_rounding has no effect here: precision.weights=fp32",
+        "precision.amax_history has no effect here: precision.scaling=none, not delayed",
+    ]
+    assert describe_idle(policy("fp8_delayed"), given[1:3]) == []
+    assert describe_idle(policy("scalify_fp8_fp16"), ["precision.rescale_grads=[]", *given[2:]]) == []
+
+
+def test_rows_that_fp8_does_not_take_leave_nothing_narrow():
+    w = workload("scalify_fp8_fp16")
+    w = w._replace(model=Model.make(dataclasses.replace(SPEC, context=24), w.model.policy, rows=24))
+    assert w.model.narrow == []
+    assert w.in_precision(w.model.policy).model.narrow == []
+    said = describe_precision(w.model)
+    assert "0 of 4 linear layers in e4m3/e5m2, 0% of the FLOPs" in said
+    assert "(all: micro-batches of 24 tokens a device, not a multiple of 16)" in said
+    assert "weight gradients fp16" in said
+    tokens = abstract_batch(1, 1, 24, document_mask=False, mesh=w.mesh)
+    text = lower_step(w, tokens, abstract_state(w)).as_text()  # with warnings as errors: nothing tries to be FP8
+    assert "f8E" not in text
+    others = [policy("fp8_delayed"), policy("sim", forward="e4m3", backward="e5m2")]
+    assert [len(Model.make(SPEC, other, rows=24).narrow) for other in others] == [4, 4]
+    said = describe_precision(workload("fp8_delayed", keep=("h.*",)).model)
+    assert "weight gradients fp32" in said
+
+
+def test_a_moment_that_the_optimiser_does_not_have_is_refused():
+    with pytest.raises(UserError, match=r"precision\.nu=fp16, but optimizer=lion has no such moment"):
+        moment_settings("lion", policy("scalify_fp8_fp16"))
+
+
+def test_an_update_in_fp16_has_moments_that_are_not_wider():
+    with pytest.raises(UserError, match=r"precision\.mu=fp32, but precision\.update=propagate computes in fp16"):
+        moment_settings("adamw", policy("scalify_fp8", update="propagate"))

@@ -1,0 +1,66 @@
+"""A small GPT-2 in every precision preset, for the tests of precisions."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.assembly.objects import build_policy
+from trainer.config.composition import compose_config
+from trainer.data import Batch
+from trainer.models.spec import GPT2Spec
+from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
+from trainer.step.optimizer import make_optimizer
+from trainer.step.step import Hyper
+from trainer.workload import (
+    Model,
+    Task,
+)
+
+SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=1, n_head=2, d_model=32)
+
+
+ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
+
+
+PRESETS = (
+    "fp32", "bf16", "bf16_pure", "fp16_loss_scaled", "scalify_fp16", "scalify_fp8", "scalify_fp8_fp16",
+    "scalify_fp8_fp8", "fp8_delayed", "fp8_current", "sim",
+)  # fmt: skip
+
+
+def policy(preset, **changes):
+    config = compose_config([f"precision={preset}", "precision.amax_history=16"])
+    return dataclasses.replace(build_policy(config.precision), **changes)
+
+
+@functools.cache
+def workload(preset, devices=1, spec=SPEC, name="adamw", **changes):
+    """On several devices the state is split: FP8 kernels are gathered as such."""
+    settings = ADAMW if name == "adamw" else {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1, "clip_norm": 1.0}
+    model = Model.make(spec, policy(preset, **changes))
+    return Task(model, name, make_optimizer(name, **settings), make_mesh(1, devices))
+
+
+def abstract(w, accum=1):
+    return abstract_batch(accum, 16, SPEC.context, document_mask=False, mesh=w.mesh)
+
+
+def batch(w, step=0, accum=1):
+    tokens = np.random.default_rng(step).integers(0, 64, (16, SPEC.context + 1), dtype=np.int32)
+    return place_batch(Batch(tokens, None), accum=accum, mesh=w.mesh)
+
+
+def hyper(step, lr, seed=0):
+    return Hyper(np.float32(lr), np.int32(step), np.uint32(seed))
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def bits(tree):
+    raw = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)]
+    return [np.asarray(x).tobytes() for x in raw]
