@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from trainer.compiled.fp8 import Gpu, Layer, not_fp8
-from trainer.compiled.hlo import Collective, Program
+from trainer.compiled.hlo import Collective, Kernel, Program
 from trainer.models.family import Spec
 from trainer.models.flops import flops_per_token
 from trainer.observe.metrics import GIB, mfu
@@ -72,8 +72,8 @@ def seconds_of_gemm(flops: float, dtype: str, target: Target) -> float:
     return flops / rate
 
 
-def roofline_of_kernels(program: Program, target: Target) -> float:
-    """Seconds of all kernels, one after another, each bound by its FLOPs or by its bytes, whichever takes longer.
+def seconds_of_kernels(program: Program, target: Target) -> list[tuple[Kernel, float]]:
+    """Each kernel with the seconds of all its runs, bound by its FLOPs or by its bytes, whichever takes longer.
 
     Of a causal attention half the positions count: its kernel skips the masked ones.
     """
@@ -83,7 +83,12 @@ def roofline_of_kernels(program: Program, target: Target) -> float:
     for call in program.attentions:
         busy[call.name] += seconds_of_gemm(call.flops / call.times, call.dtype, target) / (2 if call.causal else 1)
     kernels = (kernel for kernel in program.kernels if kernel.kind != "collective")
-    return sum(k.times * max(busy[k.name], k.bytes / target.bandwidth) for k in kernels)
+    return [(k, k.times * max(busy[k.name], k.bytes / target.bandwidth)) for k in kernels]
+
+
+def roofline_of_kernels(program: Program, target: Target) -> float:
+    """Seconds of all kernels, one after another."""
+    return sum(seconds for _, seconds in seconds_of_kernels(program, target))
 
 
 def seconds_of_collective(collective: Collective, aim: Aim) -> float:
