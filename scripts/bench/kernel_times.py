@@ -129,11 +129,7 @@ def table_of(spans: Sequence[Span], program: Program | None, steps: int, target:
         instructions = (i for computation in program.computations.values() for i in computation.values())
         loops = {i.name for i in instructions if i.opcode in STEPS_APART}
     spans = [span for span in spans if span.op not in loops]
-    ms, launches, single = (
-        defaultdict[str, float](float),
-        defaultdict[str, float](float),
-        defaultdict[str, float](float),
-    )
+    ms, launches, single, roofline = (defaultdict[str, float](float) for _ in range(4))
     for span in spans:
         kind = class_of(span, by_op)
         ms[kind] += (span.end - span.start) / 1e6 / steps
