@@ -1,6 +1,7 @@
 # Needs only Python (>= 3.12, found through uv) and, the first time, a package index. Nothing is installed outside this directory.
 #   make train                      trains the default on the embedded corpus; make train ARGS="precision=bf16 train.steps=200"
-#   make test                       all tests; make lint: style and types; make env: only the environment; make gpu: with CUDA
+#   make test                       all tests; make test-gpu: those of a GPU; make lint: style and types; make env, make gpu: only the environment,
+#                                   with CUDA
 
 VENV   := .venv
 PYTHON := $(VENV)/bin/python
@@ -11,7 +12,7 @@ ARGS   ?=
 # Byte-compiled packages import in half the time. The lock gives every version and hash; pyproject.toml says which are wanted.
 INSTALL = UV_COMPILE_BYTECODE=1 $(UV) pip install --quiet --python $(VENV) --constraint requirements.lock -r pyproject.toml
 
-.PHONY: train test lint env gpu lock clean
+.PHONY: train test test-gpu lint env gpu lock clean
 
 train: $(VENV)/.base
 	@$(PYTHON) -m trainer $(ARGS)
@@ -25,6 +26,10 @@ gpu: $(VENV)/.base
 # A worker that dies ends the tests: groups of tests are not taken over by another, and would be waited for.
 test: $(VENV)/.test
 	@$(PYTHON) -m pytest -n 2 --dist loadgroup --max-worker-restart 0 $(ARGS)
+
+# Where a GPU is: what only one can tell. The same checks at a small size, on a CPU, are among `make test`.
+test-gpu: $(VENV)/.test gpu
+	@SCALIFY_TEST_PLATFORM=gpu $(PYTHON) -m pytest -W default tests/gpu $(ARGS)
 
 lint: $(VENV)/.test
 	@$(PYTHON) -m ruff check .

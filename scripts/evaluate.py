@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from scalify_core import weights
@@ -37,9 +36,8 @@ from trainer.precision.arrays import store_weights
 from trainer.precision.policy import Policy
 from trainer.report.history import AS_TRAINED
 from trainer.run.rundir import write_atomically
-from trainer.step.evaluate import make_eval_step
 from trainer.step.state import TrainState
-from trainer.workload import Task, Workload, eval_loss_of
+from trainer.workload import Task, Workload, jitted_eval_step
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,7 @@ def evaluated(task: Task, state: TrainState, others: Mapping[str, Task], text: T
 def losses(task: Task, state: TrainState, text: Text, accum: int) -> list[float]:
     """The mean loss of each batch."""
     place = functools.partial(place_batch, accum=accum, mesh=task.mesh)
-    step: Any = first_said(jax.jit(make_eval_step(eval_loss_of(task))), "compiling the evaluation", note)
+    step = first_said(jitted_eval_step(task), "compiling the evaluation", note)
     return [float(step(state, place(text.batch(i)))) for i in range(text.count)]
 
 

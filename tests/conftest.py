@@ -4,6 +4,8 @@ The workers of a test run share what they have compiled. They let XLA emit code 
 run: of the same optimised programs, operation by operation, in a third of the time. So do the trainers that they start,
 but for one that is killed again and again and those of the short parity study, which are compiled as for users.
 Everything is, with `XLA_FLAGS="" make test`.
+
+With SCALIFY_TEST_PLATFORM=gpu (`make test-gpu`) none of that holds: the device is JAX.s own choice.
 """
 
 import os
@@ -13,18 +15,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "trainer"))  # where `command` is, for all that run trainers
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+ON_GPU = os.environ.get("SCALIFY_TEST_PLATFORM", "cpu") == "gpu"
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-)
+if not ON_GPU:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    )
 
-import jax
-import pytest
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
-jax.config.update("jax_num_cpu_devices", 8)
+if not ON_GPU:
+    jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -29,6 +29,8 @@ from trainer.precision.arrays import (
 )
 from trainer.precision.gradients import Differentiate, store_gradients
 from trainer.precision.policy import Policy
+from trainer.step.evaluate import make_eval_step
+from trainer.step.kernels import Kernels, gpu_options
 from trainer.step.moments import convert_moments, store_moments
 from trainer.step.nonfinite import first_nonfinite
 from trainer.step.optimizer import OptimizerFor
@@ -182,6 +184,7 @@ class Task(NamedTuple):
       plain_optimizer: makes it from the parameters' roles, at a learning rate of one.
       mesh: of the devices that the step is compiled for.
       reduce: how gradients are reduced over them.
+      kernels: how the compiler chooses them on a GPU.
     """
 
     model: Model
@@ -189,6 +192,7 @@ class Task(NamedTuple):
     plain_optimizer: OptimizerFor
     mesh: Mesh
     reduce: Reduce = Reduce()
+    kernels: Kernels = Kernels.KEPT
 
     def optimizer(self, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
         """The optimiser with its moments stored as the precision says. First states do not need the rounding's seed."""
@@ -197,6 +201,12 @@ class Task(NamedTuple):
     def in_precision(self, policy: Policy) -> "Task":
         """The same in another precision."""
         return self._replace(model=Model.make(self.model.spec, policy, self.model.rows))
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """What the compiler is told of every program of this task, of the step as of the validation; None: nothing."""
+        is_gpu = self.mesh.devices.flat[0].platform == "gpu"
+        return gpu_options(self.model.policy, self.kernels) if is_gpu else None
 
     @property
     def parameters(self) -> int:
@@ -247,6 +257,12 @@ def eval_loss_of(task: Task) -> LossOfState:
     return loss if task.mesh.size == 1 else loss_over(task.mesh, wire_of(task), loss)
 
 
+def jitted_eval_step(task: Task) -> Any:
+    """`(state, batch) -> loss` on the mesh, compiled with the options of the step; see `evaluate.make_eval_step`."""
+    step = make_eval_step(eval_loss_of(task))
+    return jax.jit(step, out_shardings=replicated(task.mesh), compiler_options=task.compiler_options)
+
+
 def first_state(task: Task, seed: int, replace: Callable[[Params], Params] = lambda params: params) -> TrainState:
     """The first state on the mesh, from the seed alone; `replace` may give other FP32 parameters, placed alike."""
 
@@ -292,19 +308,7 @@ def convert_state(task: Task, state: TrainState, source: Policy, seed: int) -> T
 
 def compile_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled:
     """The train step for batches like `batch`, compiled once; the state is donated."""
-    options = gpu_options(task.model.policy) if task.mesh.devices.flat[0].platform == "gpu" else None
-    return lower_step(task, batch, state).compile(compiler_options=options)
-
-
-def gpu_options(policy: Policy) -> dict[str, Any]:
-    """What XLA's compiler for GPUs is to do otherwise than by default."""
-    # By default it drops a rounding to 16 bits that is widened again later, and stores the FP32 number instead.
-    options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    if policy.scaled and policy.forward is not None:
-        # Products with long contractions would become sums of parts that are rounded to FP16 before the constant that
-        # brings them into its range; cuBLASLt, which splits them itself where that pays, folds it into the product.
-        options["xla_gpu_experimental_force_split_k"] = 1
-    return options
+    return lower_step(task, batch, state).compile(compiler_options=task.compiler_options)
 
 
 def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Lowered:
@@ -371,9 +375,8 @@ def make_diagnose(task: Task) -> Callable[[TrainState, Tokens, int], str]:
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, step), batch)
         for i in range(batch.tokens_AxBxT1.shape[0]):
             segments = None if batch.segments_AxBxT1 is None else batch.segments_AxBxT1[i]
-            found = first_nonfinite(
-                gradient, state.params, state.scaling, batch.tokens_AxBxT1[i], segments, keys_AxB[i]
-            )
+            args = (state.params, state.scaling, batch.tokens_AxBxT1[i], segments, keys_AxB[i])
+            found = first_nonfinite(gradient, *args, compiler_options=task.compiler_options)
             if found is not None:
                 return f"micro-batch {i}: {found}"
         return "the batch gives finite values with the parameters as they are now"

@@ -6,19 +6,20 @@ With `scalify=float32,float16` the step under scalify, with data of these dtypes
 times to trace and to compile them are compared too.
 
 With `cases=gpu`, on a machine with a GPU, the whole steps of the trainer's precisions and Hugging Face's GPT-2 take
-turns at 124M, 774M and 1558M; see `scripts/bench/cases.py`.
+turns at 124M, 774M and 1558M; see `scripts/bench/contest.py`. `platform=cpu` rehearses; `compile_only=true` only fills
+the compilation cache.
 """
 
+import contextlib
 import json
-import os
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from scripts.arguments import argument
-from scripts.bench.cases import run_cases
-from scripts.bench.racing import Contestant, figures, race, taking, torch_interpreter, worker
+from scripts.bench.contest import Settings, run_cases
+from scripts.bench.racing import Contestant, Worker, figures, race, taking, torch_interpreter, torch_worker
 from trainer.errors import UserError
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.libraries import hide_missing_gpu
@@ -39,16 +40,21 @@ class Arguments:
     context: int = argument("tokens per sequence", 256)
     batch: int = argument("sequences per step", 8)
     rounds: int = argument("turns of each contestant", 7)
-    steps: int = argument("steps in a turn", 3)
+    steps: int = argument("steps in a turn; 0: 3, and with cases= 20", 0)
     threads: int = argument("threads given to PyTorch", 2)
     scalify: str = argument("dtypes of the scaled step's data, separated by commas; empty: PyTorch instead", "")
     compiles: int = argument("compilations of each step, with scalify=", 3)
     torch_python: str = argument("an interpreter that has torch; empty: this one, if it has", "")
     out: str = argument("also write the figures to this JSON file", "")
     cases: str = argument(
-        "whole steps on a GPU instead: model:precision[:batch=8][:remat=none][:scan=false], "
+        "whole steps on a GPU instead: model:precision[:batch=8][:remat=none][:scan=false][:deterministic=auto], "
         "separated by commas, or gpu: all peers at three sizes",
         "",
+    )
+    platform: str = argument("with cases=, what JAX must run on: gpu, or cpu to rehearse", "gpu")
+    compile_only: str = argument("with cases=, true: only compile them, into the compilation cache", "false")
+    compile_cache: str = argument(
+        "with cases=, the directory of compiled programs; empty: none", "~/.cache/scalify-trainer/xla"
     )
     sequence: int = argument("with cases=, tokens per sequence; 0: the model's", 0)
     minutes: float = argument("with cases=, no other case is begun after so many", 8.0)
@@ -86,35 +92,44 @@ def ours(args: Arguments, vocab: int) -> Contestant:
     return take
 
 
-def in_torch(args: Arguments, vocab: int, python: str) -> Contestant:
+def in_torch(args: Arguments, vocab: int, worker: Worker) -> Contestant:
     """The same in PyTorch, in a process of its own."""
-    ask = worker(python)
     # Not padded: padding the vocabulary is a choice of ours. `vocab=50304` compares at a size that suits both.
     sizes = {name: getattr(args, name) for name in ("context", "n_layer", "n_head", "d_model", "batch", "threads")}
-    ask(sizes | {"vocab": vocab})
-    return lambda steps: float(ask(steps))
+    worker.ask({"prepare": sizes | {"vocab": vocab}})
+    return lambda steps: float(worker.ask({"take": steps})["seconds"])
 
 
 def main(args: Arguments) -> None:
-    """Race at each vocabulary size; print a table and write the JSON file."""
+    """Race at each vocabulary size; print a table and write the JSON file. UserError names the cases that failed."""
+    if args.cases:
+        race_cases(args)
+        return
     hide_missing_gpu()
     keep_freed_memory()  # as `python -m trainer` does
-    if args.cases:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory, too
-
-        run_cases(
-            ON_A_GPU if args.cases == "gpu" else args.cases,
-            rounds=args.rounds,
-            steps=args.steps,
-            minutes=args.minutes,
-            context=args.sequence or None,
-            python=torch_interpreter(args.torch_python),
-            out=args.out,
-        )
-        return
+    args = replace(args, steps=args.steps or 3)
     results = (against_plain if args.scalify else against_torch)(args)
     if args.out:
         Path(args.out).write_text(json.dumps({"arguments": vars(args), "results": results}, indent=2) + "\n")
+
+
+def race_cases(args: Arguments) -> None:
+    """Race whole steps; JAX is started in other processes. UserError, after all are timed, for those that failed."""
+    for key, choices in (("platform", ("gpu", "cpu")), ("compile_only", ("true", "false"))):
+        if getattr(args, key) not in choices:
+            raise UserError(f"{key}={getattr(args, key)}: expected {' or '.join(choices)}")
+    results = run_cases(
+        ON_A_GPU if args.cases == "gpu" else args.cases,
+        Settings(args.rounds, args.steps or 20, args.sequence or None, args.platform),
+        minutes=args.minutes,
+        python=torch_interpreter(args.torch_python),
+        out=args.out,
+        cache=args.compile_cache or None,
+        compile_only=args.compile_only == "true",
+    )
+    if results.failed:
+        listed = "; ".join(f"{name}: {why}" for name, why in results.failed.items())
+        raise UserError(f"{len(results.failed)} of the cases failed, the others are as above: {listed}")
 
 
 def against_plain(args: Arguments) -> list[dict[str, Any]]:
@@ -142,9 +157,10 @@ def against_torch(args: Arguments) -> list[dict[str, Any]]:
     results = []
     for vocab in (int(v) for v in args.vocab.split(",")):
         contestants = {"ours": ours(args, vocab)}
-        if python is not None:
-            contestants["torch"] = in_torch(args, vocab, python)
-        seconds = race(contestants, args.rounds, args.steps)
+        with contextlib.ExitStack() as stack:
+            if python is not None:
+                contestants["torch"] = in_torch(args, vocab, stack.enter_context(torch_worker(python)))
+            seconds = race(contestants, args.rounds, args.steps)
         row: dict[str, Any] = {"vocab": vocab}
         row |= {name: figures(s, args.batch * args.context) for name, s in seconds.items()}
         for name in contestants:

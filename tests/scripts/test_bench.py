@@ -1,12 +1,22 @@
+import contextlib
 import json
+import math
+import os
+import re
+import runpy
 import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from scripts.bench import cases as bench_cases
-from scripts.bench import racing
+from scripts.bench import ours, racing
 from scripts.bench import scalify as bench_scalify
 from scripts.bench import speed as bench
+from scripts.bench.contest import Contest, Contestant, Results, Settings, run_cases
+from scripts.bench.racing import Failed, Worker
 from trainer.errors import UserError
 
 
@@ -32,9 +42,11 @@ def test_absent_interpreter_is_named():
 
 
 def test_interpreter_without_torch_is_one_clear_error():
-    args = bench.Arguments()
-    with pytest.raises(UserError, match="ended without an answer"):
-        bench.in_torch(args, 64, sys.executable)
+    with (
+        racing.torch_worker(sys.executable) as worker,
+        pytest.raises(UserError, match="ended without an answer: ModuleNotFoundError: No module named 'torch'"),
+    ):
+        bench.in_torch(bench.Arguments(), 64, worker)
 
 
 def test_ours_alone_runs_at_any_size_and_writes_its_figures(tmp_path, monkeypatch):
@@ -80,8 +92,9 @@ def test_unknown_data_format_is_named():
 
 def test_cases_are_read_and_wrong_ones_named():
     case = bench_cases.parse_case("gpt2_124m:bf16:batch=4:scan=true")
-    assert case == bench_cases.Case("gpt2_124m", "bf16", 4, "none", True)
+    assert case == bench_cases.Case("gpt2_124m", "bf16", 4, "none", True, "auto")
     assert case.name == "gpt2_124m bf16 B=4 scan"
+    assert bench_cases.parse_case("gpt2_124m:bf16:deterministic=false").name == "gpt2_124m bf16 B=8 deterministic=false"
     assert all(bench_cases.parse_case(text).batch == 8 for text in bench.ON_A_GPU.split(","))
     for text, message in (
         ("gpt2_124m", "has no precision"),
@@ -89,31 +102,169 @@ def test_cases_are_read_and_wrong_ones_named():
         ("gpt2_124m:bf17", "did you mean 'bf16'"),
         ("gpt2_124m:bf16:bach=2", "did you mean 'batch'"),
         ("gpt2_124m:bf16:batch=x", "whole number"),
+        ("gpt2_124m:bf16:deterministic=yes", "deterministic=yes; Valid: auto"),
     ):
         with pytest.raises(UserError, match=message):
             bench_cases.parse_case(text)
 
 
-def test_cases_take_turns_and_are_compared(tmp_path, capsys, monkeypatch):
-    """With nothing installed that is not needed."""
-    for name in ("wandb", "datasets", "hydra", "tiktoken", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
+def on_cpu(rounds=1, steps=1):
+    return Settings(rounds, steps, 16, "cpu")
+
+
+def run(texts, out, *, settings=None, minutes=9.0, python=None, **more):
+    cache = os.environ["SCALIFY_TEST_CACHE"]
+    return run_cases(texts, settings or on_cpu(), minutes=minutes, python=python, out=str(out), cache=cache, **more)
+
+
+def test_what_fails_costs_no_others_figures_and_is_tried_again(tmp_path, capsys, monkeypatch):
+    """This interpreter has no torch, so its case dies; the second call times nothing that has figures."""
     out = tmp_path / "cases.json"
-    texts = "gpt2_nano:fp32:batch=1,gpt2_nano:bf16:batch=1,gpt2_nano:torch:batch=1"
-    bench_cases.run_cases(texts, rounds=2, steps=1, minutes=9, context=16, python=None, out=str(out))
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["precision"] for row in rows] == ["fp32", "bf16"]
-    for row in rows:
+    texts = "gpt2_nano:bf16:batch=1,gpt2_nano:torch:batch=1,gpt2_nano:fp32:batch=1"
+    monkeypatch.setattr(bench, "torch_interpreter", lambda named: sys.executable)
+    arguments = bench.Arguments(cases=texts, platform="cpu", sequence=16, rounds=2, steps=1, out=str(out))
+    arguments = replace(arguments, compile_cache=os.environ["SCALIFY_TEST_CACHE"])
+    with pytest.raises(UserError, match=r"1 of the cases failed.*gpt2_nano torch B=1: .*No module named 'torch'"):
+        bench.main(arguments)
+    written = json.loads(out.read_text())
+    assert [row["precision"] for row in written["rows"]] == ["bf16", "fp32"]
+    assert "No module named 'torch'" in written["failed"]["gpt2_nano torch B=1"]
+    for row in written["rows"]:
         assert row["tokens_per_s_min"] <= row["tokens_per_s"] <= row["tokens_per_s_max"]
         assert min(row["peak_gib"], row["compile_s"]) > 0
         assert row["mfu"] is None  # a CPU has no known peak
-    (first,), (second,) = (row["over"].values() for row in rows)
+    (first,), (second,) = (row["over"].values() for row in written["rows"])
     assert first * second == pytest.approx(1, rel=0.5)  # medians of two rounds each
-    printed = capsys.readouterr().out
-    assert "gpt2_nano torch B=1: left out, no torch here" in printed
-    assert "no picture: matplotlib is not installed" in printed
+    capsys.readouterr()
+
+    def dead(*args, **kwargs):
+        raise AssertionError("a case with figures is timed again")
+
+    monkeypatch.setattr("scripts.bench.contest.Worker", dead)
+    found = run_cases(texts, Settings(2, 1, 16, "cpu"), minutes=0, python="python", out=str(out), cache=None)
+    assert list(found.rows) == ["gpt2_nano bf16 B=1", "gpt2_nano fp32 B=1"]
+    assert "gpt2_nano fp32 B=1: measured before" in capsys.readouterr().out
 
 
-def test_no_case_is_begun_when_the_time_is_over(capsys):
-    assert bench_cases.run_cases("gpt2_nano:fp32", rounds=1, steps=1, minutes=0, context=16, python=None, out="") == []
+def test_a_cpu_is_not_timed_in_place_of_a_gpu(capsys, tmp_path):
+    found = run("gpt2_nano:fp32:batch=1", tmp_path / "a.json", settings=Settings(1, 1, 16, "gpu"))
+    assert found.rows == {}
+    assert re.search(r"FAILED, platform=gpu, but JAX has cpu", capsys.readouterr().out)
+
+
+def test_compiling_only_takes_no_step_and_fills_the_cache(tmp_path, capsys):
+    found = run("gpt2_nano:fp32:batch=1", tmp_path / "a.json", compile_only=True)
+    assert found.rows == found.failed == {}
+    assert not (tmp_path / "a.json").exists()
+    assert "GiB" in capsys.readouterr().out
+
+
+def test_no_case_is_begun_when_the_time_is_over(capsys, tmp_path):
+    assert run("gpt2_nano:fp32", tmp_path / "a.json", minutes=0).rows == {}
     assert "gpt2_nano fp32 B=8: left out, 0 minutes are over" in capsys.readouterr().out
+
+
+def test_figures_of_other_settings_are_not_mixed(tmp_path):
+    out = tmp_path / "a.json"
+    Results.open(str(out), on_cpu()).save()
+    with pytest.raises(UserError, match="figures of other settings"):
+        Results.open(str(out), on_cpu(rounds=3))
+
+
+class Pretended:
+    """A contest whose cases cost a set time, fail, or find no room beside another; who is alive is counted."""
+
+    def __init__(self, monkeypatch, seconds, fails=(), no_room=()):
+        self.alive, self.most, self.started = [], 0, []
+        self.seconds, self.fails, self.no_room = seconds, fails, no_room
+        monkeypatch.setattr(Contest, "started", lambda contest, case: self.start(case))
+        monkeypatch.setattr("scripts.bench.contest.draw", lambda rows, path: None)
+
+    @contextlib.contextmanager
+    def start(self, case):
+        self.started.append(case.precision)
+        if case.precision in self.fails:
+            raise Failed("broken", ended=True)
+        if case.precision in self.no_room and self.alive:
+            raise Failed("RESOURCE_EXHAUSTED: too large", ended=False)
+        self.alive.append(case.precision)
+        self.most = max(self.most, len(self.alive))
+        worker = SimpleNamespace(is_alive=True, ask=lambda message, seconds: {"seconds": self.seconds[case.precision]})
+        try:
+            yield Contestant(case, worker, {"device": "cpu", "compile_s": 0.0}, math.inf)
+        finally:
+            self.alive.remove(case.precision)
+
+
+PRECISIONS = ("bf16", "fp32", "scalify_fp8", "fp8_current")
+FOUR = ",".join(f"gpt2_nano:{name}" for name in PRECISIONS)
+COSTS = dict(zip(PRECISIONS, (4.0, 8.0, 2.0, 1.0), strict=True))
+
+
+def test_two_are_alive_at_most_and_all_are_compared_with_the_first(monkeypatch, tmp_path):
+    pretended = Pretended(monkeypatch, COSTS)
+    rows = run(FOUR, tmp_path / "a.json").rows
+    assert pretended.most == 2
+    assert pretended.started == list(COSTS)
+    assert [list(row["over"].values()) for row in rows.values()] == [[2.0, 0.5, 0.25], [0.5], [2.0], [4.0]]
+
+
+def test_one_that_finds_no_room_is_timed_by_itself_and_the_next_ones_go_on(monkeypatch, tmp_path):
+    pretended = Pretended(monkeypatch, COSTS, no_room=("fp32",))
+    rows = run(FOUR, tmp_path / "a.json").rows
+    assert [row["precision"] for row in rows.values()] == list(COSTS)
+    assert rows["gpt2_nano fp32 B=8"]["over"] == {}
+    assert rows["gpt2_nano fp8_current B=8"]["over"] == {"gpt2_nano scalify_fp8 B=8": 2.0}
+    assert pretended.alive == []
+
+
+def test_the_next_takes_the_place_of_a_first_that_fails(monkeypatch, tmp_path):
+    Pretended(monkeypatch, COSTS, fails=("bf16",))
+    found = run(FOUR, tmp_path / "a.json")
+    assert found.failed == {"gpt2_nano bf16 B=8": "broken"}
+    assert list(found.rows["gpt2_nano fp32 B=8"]["over"]) == ["gpt2_nano scalify_fp8 B=8", "gpt2_nano fp8_current B=8"]
+
+
+def test_a_worker_that_is_silent_is_ended():
+    code = "import sys, time; print('thinking', file=sys.stderr); sys.stdin.readline(); time.sleep(60)"
+    with Worker([sys.executable, "-c", code]) as worker:
+        with pytest.raises(Failed, match="no answer in 1 s"):
+            worker.ask({}, 1)
+        assert not worker.is_alive
+
+
+def test_an_error_is_an_answer_and_the_worker_lives():
+    code = "from scripts.bench.racing import serve; serve(lambda message: {'twice': 2 * message['x']})"
+    with Worker([sys.executable, "-c", code]) as worker:
+        with pytest.raises(Failed, match="KeyError: 'x'"):
+            worker.ask({})
+        assert worker.ask({"x": 3}) == {"twice": 6}
+
+
+def test_a_case_needs_neither_hydra_nor_data(monkeypatch):
+    for name in ("wandb", "datasets", "hydra", "tiktoken", "matplotlib", "orbax", "orbax.checkpoint"):
+        monkeypatch.setitem(sys.modules, name, None)
+    case = bench_cases.parse_case("gpt2_nano:fp32:batch=1")
+    assert ours.prepare(case, 16, cached=True).take(1) > 0
+
+
+def test_hugging_faces_configuration_is_given_by_keyword(monkeypatch):
+    """As transformers takes it from version 5 on, in a stand-in for it and for torch."""
+    made = {}
+
+    class Config:
+        def __init__(self, *, vocab_size, n_positions, n_embd, n_layer, n_head, **more):
+            made.update(sizes=(vocab_size, n_positions, n_embd, n_layer, n_head), **more)
+
+    torch = ModuleType("torch")
+    torch.nn = ModuleType("torch.nn")
+    torch.nn.Module, torch.Tensor = object, object
+    torch.nn.functional = ModuleType("torch.nn.functional")
+    transformers = SimpleNamespace(GPT2Config=Config, GPT2LMHeadModel=lambda config: config)
+    modules = {"torch": torch, "torch.nn": torch.nn, "torch.nn.functional": torch.nn.functional}
+    for name, module in (modules | {"transformers": transformers}).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    peer = runpy.run_path(str(Path(ours.__file__).with_name("torch_peer.py")), run_name="peer")
+    peer["HuggingFace"](vocab=7, context=5, n_layer=3, n_head=2, d_model=4)
+    assert made["sizes"] == (7, 5, 4, 3, 2)
+    assert made["attn_implementation"] == "sdpa"

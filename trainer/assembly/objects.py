@@ -43,7 +43,8 @@ from trainer.run import jobs
 from trainer.run.periodic import Periodic
 from trainer.run.start import initial_weights
 from trainer.run.watchdog import Bounds, Watchdog
-from trainer.step.evaluate import Evaluation, evaluate, make_eval_step, xz_bits_per_byte
+from trainer.step.evaluate import Evaluation, evaluate, xz_bits_per_byte
+from trainer.step.kernels import Kernels
 from trainer.step.optimizer import OptimizerFor, learning_rates, make_optimizer
 from trainer.step.optimizers import Optimizer
 from trainer.step.state import TrainState
@@ -54,8 +55,8 @@ from trainer.workload import (
     Reduce,
     Task,
     Workload,
-    eval_loss_of,
     first_state,
+    jitted_eval_step,
     make_rescale,
     make_sample,
 )
@@ -104,6 +105,12 @@ def build_sizes(c: schema.Parallel) -> Sizes:
 def build_reduce(c: schema.Parallel) -> Reduce:
     """The format and the order in which gradients are reduced."""
     return Reduce(c.reduce, c.deterministic_reduce)
+
+
+def build_kernels(c: schema.Config) -> Kernels:
+    """How the compiler for GPUs chooses kernels."""
+    # Not whether the key names a directory: one that cannot be written is none.
+    return Kernels.of(c.deterministic, cached=jax.config.jax_compilation_cache_dir is not None)
 
 
 def check_split(model: Model, mesh: Mesh) -> None:
@@ -203,8 +210,8 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
     rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh))
     model = build_model(c.model, policy, data.tokenizer.vocab_size, rows, own_model)
     check_split(model, mesh)
-    optimizer = build_optimizer(c.optimizer)
-    return Workload(Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel)), data, c.seed)
+    optimizer, kernels = build_optimizer(c.optimizer), build_kernels(c)
+    return Workload(Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels), data, c.seed)
 
 
 def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
@@ -261,7 +268,7 @@ def build_jobs(
 
     Without anybody who keeps them (not `tracked`) nobody looks at the numerics.
     """
-    look = make_numerics(w.model, w.task.optimizer_name, replicated(w.mesh))
+    look = make_numerics(w.model, w.task.optimizer_name, replicated(w.mesh), w.task.compiler_options)
     numerics_every = c.metrics.numerics_every if tracked else 0
     rescale_every = c.precision.rescale_every if c.precision.scaled else 0
     entries = [
@@ -289,8 +296,7 @@ def make_evaluate(
     c: schema.Config, w: Workload, say: Callable[[str], None]
 ) -> Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]:
     """`(state, final, broken_off) -> found`: validation on the first batches of that part, on more at the end."""
-    jitted = jax.jit(make_eval_step(eval_loss_of(w.task)), out_shardings=replicated(w.mesh))
-    eval_step = first_said(jitted, "compiling the validation", say)
+    eval_step = first_said(jitted_eval_step(w.task), "compiling the validation", say)
     available = w.data.val.steps_per_epoch
 
     def run_evaluation(state: TrainState, final: bool, broken_off: Callable[[], bool]) -> Evaluation | None:

@@ -11,6 +11,7 @@ from trainer.parallel.mesh import abstract_batch, batch_devices
 from trainer.plan.aot import make_target_mesh
 from trainer.plan.figures import Aim
 from trainer.plan.plan import Plan, make_plan
+from trainer.step.kernels import Kernels
 from trainer.step.step import Tokens
 from trainer.workload import Model, Task
 
@@ -41,7 +42,8 @@ def build_plan(
     mesh = make_target_mesh(aim.target, aim.gpus, aim.hosts, *build_sizes(c.parallel))
     model = build_model(c.model, build_policy(c.precision), vocabulary(c))
     check_split(model, mesh)
-    task = Task(model, c.optimizer.name, build_optimizer(c.optimizer), mesh, build_reduce(c.parallel))
+    kernels = Kernels.of(c.deterministic, cached=c.compile_cache is not None)
+    task = Task(model, c.optimizer.name, build_optimizer(c.optimizer), mesh, build_reduce(c.parallel), kernels)
     other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))
 
     def batches(sequences: int) -> Tokens:

@@ -81,7 +81,8 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
     if origin in (types.UnionType, typing.Union):  # X | None
         return None if value is None else _typed(args[0], value, path)
     if origin is Literal:
-        return value
+        word = str(value).lower()  # a choice may be called true, which YAML takes for more than a word
+        return word if isinstance(value, bool) and word in args else value
     if origin is tuple:
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise UserError(f"{path}={value!r}: expected a list of {args[0].__name__}, such as {path}=[a,b]")

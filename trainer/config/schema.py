@@ -24,6 +24,7 @@ from trainer.bounds import (
 from trainer.errors import UserError
 from trainer.models.specs import FIRST, SPECS
 from trainer.precision.policy import Policy
+from trainer.step.kernels import Asked
 from trainer.step.optimizers import ENTRIES, Optimizer, check_moments
 
 
@@ -211,6 +212,7 @@ class Config:
     init_from: str | None
     dry_run: bool
     compile_cache: str | None
+    deterministic: Asked | None  # null: auto, as of a run that was saved before there was the key
 
     @property
     def batch_size(self) -> int:

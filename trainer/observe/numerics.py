@@ -226,17 +226,20 @@ def order(name: str, place: Mapping[str, int]) -> list[int]:
 
 
 def make_numerics(
-    model: Model, optimizer: str, sharding: Sharding
+    model: Model, optimizer: str, sharding: Sharding, compiler_options: dict[str, Any] | None = None
 ) -> Callable[[TrainState, Tokens, int], dict[str, float]]:
     """`(state, batch, step) -> row`: the figures of a state on a batch; `step` is the number that dropout gets.
 
     Compiled at the first call, and again when static scales have changed. The state is not donated. Tensors that are
     there anyway are measured one by one, by a small program for each shape: in one with the gradients, as many
     reductions as all tensors need take longer to compile than the train step.
+
+    `compiler_options`: those of the train step; None: none.
     """
-    pull = jax.jit(functools.partial(stored_gradients, model), out_shardings=sharding)
-    measure = jax.jit(of_tensor, static_argnums=3, out_shardings=sharding)
-    everywhere = jax.jit(lambda params: params, out_shardings=sharding)
+    jit = functools.partial(jax.jit, out_shardings=sharding, compiler_options=compiler_options)
+    pull = jit(functools.partial(stored_gradients, model))
+    measure = jit(of_tensor, static_argnums=3)
+    everywhere = jit(lambda params: params)
     forward, _ = casts(model.policy)
     kernels = {name for name, role in named(model.roles).items() if model.is_narrow(role)}
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from trainer.compiled.hlo import Program
+from trainer.compiled.hlo import Kernel, Program
 from trainer.compiled.operations import Collective
 from trainer.observe.peaks import peak_flops
 from trainer.plan.aot import Compiled
@@ -49,8 +49,8 @@ def seconds_of_gemm(flops: float, dtype: str, target: Target) -> float:
     return flops / rate
 
 
-def roofline_of_kernels(program: Program, target: Target) -> float:
-    """Seconds of all kernels, one after another, each bound by its FLOPs or by its bytes, whichever takes longer.
+def seconds_of_kernels(program: Program, target: Target) -> list[tuple[Kernel, float]]:
+    """Each kernel with the seconds of all its runs, bound by its FLOPs or by its bytes, whichever takes longer.
 
     Of a causal attention half the positions count: its kernel skips the masked ones.
     """
@@ -60,7 +60,12 @@ def roofline_of_kernels(program: Program, target: Target) -> float:
     for call in program.attentions:
         busy[call.name] += seconds_of_gemm(call.flops / call.times, call.dtype, target) / (2 if call.causal else 1)
     kernels = (kernel for kernel in program.kernels if kernel.kind != "collective")
-    return sum(k.times * max(busy[k.name], k.bytes / target.bandwidth) for k in kernels)
+    return [(k, k.times * max(busy[k.name], k.bytes / target.bandwidth)) for k in kernels]
+
+
+def roofline_of_kernels(program: Program, target: Target) -> float:
+    """Seconds of all kernels, one after another."""
+    return sum(seconds for _, seconds in seconds_of_kernels(program, target))
 
 
 def seconds_of_collective(collective: Collective, aim: Aim) -> float:

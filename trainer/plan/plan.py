@@ -24,8 +24,9 @@ from trainer.observe.peaks import peak_flops
 from trainer.plan.aot import Compiled, compile_for_target, lower_for_target, written_to_no_cache
 from trainer.plan.figures import Aim, Figures, continued, figures_of
 from trainer.precision.policy import Policy
+from trainer.step.kernels import gpu_options
 from trainer.step.step import Tokens
-from trainer.workload import Model, Task, gpu_options, lower_step
+from trainer.workload import Model, Task, lower_step
 
 EXACT = 12  # unrolled layers that are compiled whole
 DEPTHS = (6, 12)  # with fewer the peak can be in the head or the optimiser; nearer ones multiply the gaps of memory
@@ -90,7 +91,8 @@ class Compiler:
 
         def started(model: Model) -> Future[Compiled]:
             step = functools.partial(lower_step, task._replace(model=model), self._batches(sequences))
-            return self._pool.submit(compile_for_target, lower_for_target(step), gpu_options(model.policy))
+            options = gpu_options(model.policy, task.kernels)
+            return self._pool.submit(compile_for_target, lower_for_target(step), options)
 
         running = [started(model) for model in reversed(models)][::-1]  # the one that takes longest is begun first
 

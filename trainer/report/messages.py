@@ -12,6 +12,7 @@ from trainer.models.flops import flop_share, flops_per_token
 from trainer.observe.metrics import GIB
 from trainer.precision.policy import Policy, without_effect
 from trainer.run.loop import Run
+from trainer.step.kernels import promise
 from trainer.text import interpreter
 from trainer.workload import Model, Task, Workload
 
@@ -36,6 +37,7 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
         f"{w.data.manifest.tokens('val'):,} validation tokens",
         f"batch {batch_tokens // spec.context} x {spec.context} = {batch_tokens:,} tokens; micro-batches: {accum}",
         describe_devices(w.task),
+        promise(w.task.kernels, w.mesh.devices.flat[0].platform, jax.config.jax_compilation_cache_dir),
         f"precision {precision}: {describe_precision(w.model)}",
         f"{flops * batch_tokens:.3e} FLOPs a step",
     ]

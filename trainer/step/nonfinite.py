@@ -4,6 +4,7 @@ It is evaluated operation by operation, on the arrays that went wrong; named is 
 finite although its operands are.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,18 +42,22 @@ class NonFinite:
         return f"{self.what}{where}{source}: {self.result}{operands}"
 
 
-def first_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
+def first_nonfinite(
+    fn: Callable[..., Any], *args: Any, compiler_options: Mapping[str, Any] | None = None
+) -> NonFinite | None:
     """Where `fn(*args)` first leaves the finite numbers; None: nowhere.
 
     Goes into jit, remat, custom_jvp, custom_vjp, cond, scan and while; any other primitive is looked at from outside.
     A result that is not finite because an operand is not (a mask of -inf) is no finding; a NaN from infinite operands
     is one when there is no other. Takes seconds to minutes, and the memory of every intermediate still needed.
+
+    `compiler_options`: those that the function is compiled with elsewhere, for its operations one by one.
     """
     for name, leaf in zip(leaf_names(args), jax.tree.leaves(args), strict=True):
         if not _is_finite(leaf):
             return NonFinite("argument", name, "", _describe(leaf), ())
     closed = jax.make_jaxpr(fn)(*args)
-    search = _Search()
+    search = _Search(compiler_options)
     try:
         search.run(closed, jax.tree.leaves(args), "")
     except _Found as found:
@@ -66,8 +71,10 @@ class _Found(Exception):
 
 
 class _Search:
-    def __init__(self) -> None:
+    def __init__(self, compiler_options: Mapping[str, Any] | None) -> None:
         self.nan_from_infinite: NonFinite | None = None
+        self._options = compiler_options
+        self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Any], path: str) -> list[Any]:
         """Evaluate a (closed) jaxpr. Raises _Found."""
@@ -97,7 +104,7 @@ class _Search:
         if name in CALLS:
             return self.run(params[CALLS[name]], inputs, path)
         with eqn.ctx.manager:
-            outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+            outputs = self.operation(eqn.primitive, eqn.primitive.get_bind_params(params))(*inputs)
         outputs = outputs if eqn.primitive.multiple_results else [outputs]
         bad = [output for output in outputs if not _is_finite(output)]
         if not bad:
@@ -112,6 +119,18 @@ class _Search:
         if any(map(_has_nan, bad)) and not any(map(_has_nan, inputs)):
             self.nan_from_infinite = self.nan_from_infinite or finding
         return outputs
+
+    def operation(self, primitive: Any, params: Mapping[str, Any]) -> Callable[..., Any]:
+        """One operation as a function, compiled with the options where there are any; once where it occurs again."""
+        bound = functools.partial(primitive.bind, **params)
+        if self._options is None:
+            return bound
+        key = (primitive, tuple(sorted(params.items(), key=lambda item: item[0])))
+        try:
+            known = self._compiled.get(key)
+        except TypeError:  # a parameter that cannot be looked up: nothing else has the same one
+            return jax.jit(bound, compiler_options=dict(self._options))
+        return known or self._compiled.setdefault(key, jax.jit(bound, compiler_options=dict(self._options)))
 
     def scan(self, params: Mapping[str, Any], inputs: list[Any], path: str) -> None:
         consts, carry, xs = (list(part) for part in params["ft_in"].update(inputs).unpack())

@@ -1,13 +1,13 @@
 """The other side of `scripts.bench`: the same GPT-2 training step in compiled PyTorch, in an interpreter with torch.
 
-Imports nothing of this repository. Reads one JSON line of sizes, answers "ready"; then for each line, a number of
-steps, takes them and answers the seconds they took. With `gpu` among the sizes it is on the GPU, in bf16, and Hugging
-Face's GPT-2 where `transformers` is installed.
+Imports nothing of this repository; speaks as `scripts.bench.racing.Worker` does. With a `platform` among the sizes it
+is a case of `cases=`: in bf16, and Hugging Face's GPT-2 where `transformers` is installed.
 """
 
 import importlib.util
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -69,9 +69,9 @@ class HuggingFace(nn.Module):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        config = GPT2Config(
-            vocab, context, d_model, n_layer, n_head, attn_implementation="sdpa", use_cache=False, **off
-        )
+        # By keyword: from transformers 5 on there is no other way.
+        sizes = {"vocab_size": vocab, "n_positions": context, "n_embd": d_model, "n_layer": n_layer, "n_head": n_head}
+        config = GPT2Config(**sizes, attn_implementation="sdpa", use_cache=False, **off)
         self.model = GPT2LMHeadModel(config)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -84,11 +84,14 @@ def make_run(sizes: dict) -> Callable[[int], float]:
     """`run(steps)`: take training steps (forward, backward, clip, AdamW); the last loss."""
     torch.manual_seed(0)
     torch.set_num_threads(sizes["threads"])
-    on_gpu = bool(sizes.get("gpu"))
-    device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
+    on_gpu = sizes.get("platform") == "gpu"
+    if on_gpu and not torch.cuda.is_available():
+        raise RuntimeError("platform=gpu, but torch sees no GPU")
+    device = "cuda" if on_gpu else "cpu"
+    in_bf16 = "platform" in sizes  # as a case; else in FP32, beside our own FP32
     if on_gpu:
         torch.set_float32_matmul_precision("high")
-    make = HuggingFace if on_gpu and importlib.util.find_spec("transformers") else GPT2
+    make = HuggingFace if in_bf16 and importlib.util.find_spec("transformers") else GPT2
     model = make(*(sizes[k] for k in ("vocab", "context", "n_layer", "n_head", "d_model"))).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     compiled = torch.compile(model)
@@ -96,7 +99,7 @@ def make_run(sizes: dict) -> Callable[[int], float]:
 
     def run(steps: int) -> float:
         for _ in range(steps):
-            with torch.autocast(device, torch.bfloat16, enabled=on_gpu):
+            with torch.autocast(device, torch.bfloat16, enabled=in_bf16):
                 loss = compiled(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -107,15 +110,35 @@ def make_run(sizes: dict) -> Callable[[int], float]:
     return run
 
 
+class Torch:
+    """What is asked, answered: `{"prepare": sizes}` first, then `{"take": steps}` and `{"memory": true}`."""
+
+    def answer(self, message: dict) -> dict:
+        """The answer to a line."""
+        if "prepare" in message:
+            start = time.perf_counter()
+            self.run = make_run(message["prepare"])
+            self.run(3)  # compiles
+            on_gpu = message["prepare"].get("platform") == "gpu"
+            device = torch.cuda.get_device_name() if on_gpu else "cpu"
+            return {"compile_s": time.perf_counter() - start, "device": device, "torch": torch.__version__}
+        if "take" in message:
+            start = time.perf_counter()
+            self.run(message["take"])
+            return {"seconds": time.perf_counter() - start}
+        return {"allocator_peak_gib": torch.cuda.max_memory_reserved() / 2**30} if torch.cuda.is_available() else {}
+
+
 def main() -> None:
-    """Serve the protocol of the module's docstring on stdin and stdout."""
-    run = make_run(json.loads(sys.stdin.readline()))
-    run(3)  # compiles
-    print("ready", torch.__version__, flush=True)
+    """Answer each line of JSON on standard input with one; what else is printed goes to standard error."""
+    answers, ours = os.fdopen(os.dup(1), "w"), Torch()
+    os.dup2(2, 1)
     for line in sys.stdin:
-        start = time.perf_counter()
-        run(int(line))
-        print(time.perf_counter() - start, flush=True)
+        try:
+            found = ours.answer(json.loads(line))
+        except Exception as error:  # which the other end reports
+            found = {"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:500]}"}
+        print(json.dumps(found), file=answers, flush=True)
 
 
 if __name__ == "__main__":

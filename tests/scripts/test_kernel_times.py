@@ -1,0 +1,161 @@
+"""A profile becomes a table: kernels by class, gaps, and the roofline of a program that is read."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from scripts.bench import profiling
+from scripts.bench.kernel_times import (
+    ATTENTION,
+    CLASSES,
+    COPIES,
+    ELEMENTWISE,
+    FP8,
+    OTHER,
+    PRODUCTS,
+    REDUCTIONS,
+    TRANSPOSES,
+    UPDATE,
+    Span,
+    class_of,
+    classes_of,
+    lines_of,
+    profiled,
+    table_of,
+)
+from trainer.compiled.hlo import Program
+from trainer.errors import UserError
+from trainer.plan.targets import get_target
+
+# Names as libraries and XLA give them.
+NAMES = [
+    ("nvjet_sm90_qqhsh_mma_128x256x128_4_64x128x128_cgaM2_TNN", FP8),
+    ("nvjet_qrtst_128x128_128x6_1x2_h_bz_coopA_TNT", FP8),
+    ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128_warpgroupsize1x1x1", FP8),
+    ("nvjet_sm90_hshhsh_mma_192x192x64_2_96x96x64_TNN", PRODUCTS),
+    ("nvjet_tst_256x152_64x4_1x2_h_bz_coopB_NTN", PRODUCTS),
+    ("gemm_fusion_dot_general_13", PRODUCTS),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", PRODUCTS),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_28_64x128x128", ATTENTION),
+    ("void cudnn::fusion::compute_dot_do_o_specialized<true, __half>", ATTENTION),
+    ("input_transpose_fusion_4", TRANSPOSES),
+    ("input_reduce_fusion_77", REDUCTIONS),
+    ("loop_multiply_fusion_2", ELEMENTWISE),
+    ("MemcpyD2D", COPIES),
+    ("__unknown", OTHER),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), NAMES)
+def test_a_kernel_is_told_by_its_name(name, kind):
+    assert class_of(Span(name, "", 0, 1), {}) == kind
+
+
+# A gradient's reduction and transpose, an FP8 product, and an update that is a transpose too.
+TEXT = """HloModule m
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%turn (p: f32[1024,1024]) -> f32[1024,1024] {
+  %p = f32[1024,1024]{1,0} parameter(0)
+  ROOT %t = f32[1024,1024]{1,0} transpose(%p), dimensions={1,0}
+}
+
+%total (p.1: f32[1024,1024]) -> f32[1024] {
+  %p.1 = f32[1024,1024]{1,0} parameter(0)
+  %zero = f32[] constant(0)
+  ROOT %r = f32[1024]{0} reduce(%p.1, %zero), dimensions={1}, to_apply=%add
+}
+
+ENTRY %main (x: f8e4m3fn[1024,1024], y: f32[1024,1024]) -> f32[1024,1024] {
+  %x = f8e4m3fn[1024,1024]{1,0} parameter(0)
+  %y = f32[1024,1024]{1,0} parameter(1)
+  %dot.1 = f32[1024,1024]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}, metadata={op_name="jit(f)/jvp()/dot"}
+  %fusion.2 = f32[1024,1024]{1,0} fusion(%dot.1), kind=kInput, calls=%turn, metadata={op_name="jit(f)/transpose(jvp())/t"}
+  %fusion.3 = f32[1024]{0} fusion(%fusion.2), kind=kInput, calls=%total, metadata={op_name="jit(f)/jvp()/reduce_sum"}
+  ROOT %fusion.4 = f32[1024,1024]{1,0} fusion(%y), kind=kInput, calls=%turn, metadata={op_name="jit(f)/mul"}
+}
+"""  # noqa: E501
+
+
+def test_classes_are_those_of_the_program_and_what_is_in_no_gradient_is_the_update():
+    found = classes_of(Program(TEXT))
+    assert found == {"dot.1": FP8, "fusion.2": TRANSPOSES, "fusion.3": REDUCTIONS, "fusion.4": UPDATE}
+
+
+def test_a_table_counts_a_step_with_its_gaps_and_its_roofline():
+    """Two steps of 10 us: a product of 4 us, 1 us of nothing, 2 us of a transpose that a reduction overlaps by 1 us."""
+    spans = []
+    for start in (0.0, 10_000.0):
+        spans += [
+            Span("nvjet_something", "dot.1", start, start + 4_000),
+            Span("fusion_2", "", start + 5_000, start + 7_000),  # in a CUDA graph: the kernel's name alone
+            Span("fusion_3", "", start + 6_000, start + 8_000),
+            Span("fusion_4", "", start + 8_000, start + 10_000),
+        ]
+    target = get_target("h100")
+    table = table_of(spans, Program(TEXT), 2, target)
+    assert table["step_ms"] == pytest.approx(0.010)
+    assert table["gaps_ms"] == pytest.approx(0.001)
+    classes = table["classes"]
+    assert {kind: (row["ms"], row["launches"]) for kind, row in classes.items()} == {
+        FP8: (pytest.approx(0.004), 1),
+        TRANSPOSES: (pytest.approx(0.002), 1),
+        REDUCTIONS: (pytest.approx(0.002), 1),
+        UPDATE: (pytest.approx(0.002), 1),
+    }
+    moved = 1e3 * 2 * 4 * 1024**2 / target.bandwidth
+    assert classes[TRANSPOSES]["roofline_ms"] == classes[UPDATE]["roofline_ms"] == pytest.approx(moved)
+    assert "| FP8 products | 0.00 | 40% | 1 | 0.00 |" in lines_of("case", table)
+
+
+def test_a_profile_of_a_cpu_is_read_to_its_end():
+    """Instructions as they ran, a loop not counted beside what it holds."""
+
+    @jax.jit
+    def step(x):
+        def body(x, _):
+            return jnp.tanh(x @ x), None
+
+        def loss(x):
+            return jnp.sum(jax.lax.scan(body, x, length=4)[0])
+
+        return x - 0.1 * jax.grad(loss)(x)
+
+    x = jnp.eye(256) / 2
+    compiled = step.lower(x).compile()
+    jax.block_until_ready(compiled(x))
+
+    def take(steps):
+        for _ in range(steps):
+            jax.block_until_ready(compiled(x))
+        return 0.0
+
+    table = profiled(take, 2, compiled.as_text(), jax.devices()[0])
+    assert set(table["classes"]) <= set(CLASSES)
+    assert table["classes"][PRODUCTS]["launches"] >= 8  # four forward, and as many or more backward
+    assert table["classes"][UPDATE]["ms"] > 0
+    assert all(row["roofline_ms"] is None for row in table["classes"].values())
+    assert 0 <= table["gaps_ms"] < table["step_ms"]
+
+
+def test_cases_are_profiled_and_what_is_profiled_is_not_again(tmp_path, capsys):
+    out = tmp_path / "profile.json"
+    settings = {"cases": "gpt2_nano:fp32:batch=1", "platform": "cpu", "sequence": 16, "steps": 1, "out": str(out)}
+    arguments = profiling.Arguments(**settings, compile_cache=os.environ["SCALIFY_TEST_CACHE"])
+    profiling.main(arguments)
+    table = json.loads(out.read_text())["gpt2_nano fp32 B=1"]
+    assert table["classes"][PRODUCTS]["ms"] > 0
+    assert table["classes"][UPDATE]["ms"] > 0
+    assert "| other products |" in capsys.readouterr().out
+    profiling.main(arguments)
+    assert "profiled before" in capsys.readouterr().out
+    with pytest.raises(UserError, match="not torch"):
+        profiling.main(profiling.Arguments(cases="gpt2_nano:torch"))

@@ -1,0 +1,141 @@
+"""What the compiler is told for the same bits: by the key, by the cache, and of every program beside the step."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from command import TINY
+
+from trainer import compose, train
+from trainer.compiled.hlo import Program
+from trainer.config import schema
+from trainer.config.composition import compose_config
+from trainer.config.fields import from_saved, to_tree
+from trainer.errors import UserError
+from trainer.models.spec import GPT2Spec
+from trainer.parallel.mesh import abstract_batch, make_mesh
+from trainer.plan.aot import OPTIONS, lower_for_target, make_target_mesh, written_to_no_cache
+from trainer.plan.targets import get_target
+from trainer.precision.policy import Policy
+from trainer.step.kernels import Kernels, gpu_options, promise
+from trainer.step.nonfinite import first_nonfinite
+from trainer.step.optimizer import make_optimizer
+from trainer.workload import Model, Task, abstract_state, first_state, jitted_eval_step, make_diagnose
+
+FP8 = Policy(**vars(compose_config(["precision=scalify_fp8_fp16"]).precision.policy))
+HARMLESS = {"xla_embed_ir_in_executable": True}  # an option that every compiler takes, and that changes nothing
+
+
+def test_the_key_is_a_word_or_what_yaml_makes_of_it():
+    for given, meant in (("auto", "auto"), ("true", "true"), ("false", "false"), ("null", None)):
+        assert compose_config([f"deterministic={given}"]).deterministic == meant
+    with pytest.raises(UserError, match=r"deterministic='maybe' is not a choice.*auto, false, true"):
+        compose_config(["deterministic=maybe"])
+
+
+def test_a_run_from_before_the_key_goes_on():
+    tree = to_tree(compose_config([]))
+    del tree["deterministic"]
+    assert from_saved(schema.Config, tree).deterministic is None
+
+
+def test_auto_measures_only_where_what_it_found_is_kept():
+    meaning = {(asked, cached): Kernels.of(asked, cached=cached) for asked in ("auto", None) for cached in (0, 1)}
+    assert meaning == {
+        ("auto", 0): Kernels.FIXED,
+        ("auto", 1): Kernels.KEPT,
+        (None, 0): Kernels.FIXED,
+        (None, 1): Kernels.KEPT,
+    }
+    assert {Kernels.of("true", cached=cached) for cached in (False, True)} == {Kernels.FIXED}
+    assert {Kernels.of("false", cached=cached) for cached in (False, True)} == {Kernels.FASTEST}
+
+
+def test_what_promises_bits_excludes_kernels_without_an_order():
+    assert "xla_gpu_exclude_nondeterministic_ops" not in gpu_options(FP8, Kernels.FASTEST)
+    for kernels in (Kernels.KEPT, Kernels.FIXED):
+        options = gpu_options(FP8, kernels)
+        assert options["xla_gpu_exclude_nondeterministic_ops"]
+        assert not options["xla_gpu_enable_triton_gemm"]
+        assert options.get("xla_gpu_deterministic_ops", False) == (kernels is Kernels.FIXED)
+        assert options["xla_allow_excess_precision"] is False
+
+
+def test_the_line_says_what_is_promised_and_why():
+    assert promise(Kernels.FASTEST, "cpu", None).startswith("same bits: yes")
+    assert promise(Kernels.FASTEST, "gpu", "~/xla").startswith("same bits: no")
+    assert "compile_cache=~/xla" in promise(Kernels.KEPT, "gpu", "~/xla")
+    assert "compile_cache=null" in promise(Kernels.FIXED, "gpu", None)
+    assert "compile_cache" not in promise(Kernels.FIXED, "gpu", "~/xla")
+
+
+def small(mesh, kernels=Kernels.KEPT):
+    adamw = make_optimizer("adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
+    return Task(Model.make(GPT2Spec(512, 128, 1, 1, 128), FP8), "adamw", adamw, mesh, kernels=kernels)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The options that are given to each compilation, by the function's name, were this a GPU's task."""
+    options: dict[str, list] = {}
+    jit, compile_ = jax.jit, jax.stages.Lowered.compile
+
+    def recording(fun, **settings):
+        options.setdefault(getattr(fun, "func", fun).__name__, []).append(settings.get("compiler_options"))
+        return jit(fun, **settings)
+
+    def compiling(lowered, compiler_options=None):
+        options.setdefault("compiled", []).append(compiler_options)
+        return compile_(lowered, compiler_options)
+
+    monkeypatch.setattr(jax, "jit", recording)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
+    monkeypatch.setattr(Task, "compiler_options", property(lambda task: HARMLESS))
+    return options
+
+
+def test_validation_and_numerics_are_compiled_with_the_options_of_the_step(told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cache = f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"
+    settings = [*TINY, "parallel.data=1", "sample.max_new=0", "tracker=jsonl", "train.steps=2", "run_dir=A", cache]
+    assert train(compose([*settings, "metrics.numerics_every=1"])).step == 2
+    for name in ("compiled", "eval_step", "stored_gradients", "of_tensor"):
+        assert told[name] == [HARMLESS] * len(told[name]), name
+
+
+def test_a_diagnosis_compiles_its_operations_with_them(told):
+    w = small(make_mesh(1))
+    state = first_state(w, seed=0)
+    tokens = abstract_batch(1, 2, 128, document_mask=False, mesh=w.mesh)
+    batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tokens)
+    told.clear()
+    assert "finite" in make_diagnose(w)(state, batch, 0)
+    assert told["bind"]
+    assert all(options == HARMLESS for options in told["bind"])
+
+
+def test_operations_with_options_find_the_same_and_are_compiled_once(told):
+    def fn(x):
+        return sum(jnp.log(jnp.sin(x) * k) for k in (1.0, 2.0, 3.0))
+
+    x = jnp.linspace(-1, 1, 8)
+    found = first_nonfinite(fn, x, compiler_options=HARMLESS)
+    assert str(found) == str(first_nonfinite(fn, x))
+    told.clear()
+    assert first_nonfinite(fn, jnp.abs(x) + 0.1, compiler_options=HARMLESS) is None
+    assert len(told["bind"]) <= 4  # sin, mul, log, add: thrice each
+
+
+@pytest.mark.parametrize("kernels", Kernels)
+def test_a_validation_for_a_gpu_has_the_products_that_its_step_has(kernels):
+    """Without a GPU: whether Triton may make products is seen in what is compiled."""
+    w = small(make_target_mesh(get_target("h100"), 1, 1), kernels)
+    batch = abstract_batch(1, 2, 128, document_mask=False, mesh=w.mesh)
+    lowered = lower_for_target(lambda: jitted_eval_step(w).lower(abstract_state(w, 1.0), batch))
+    with written_to_no_cache():
+        program = Program(lowered.compile(compiler_options=OPTIONS).as_text())
+    fp8 = [gemm for gemm in program.gemms if gemm.dtype == "fp8"]
+    assert len(fp8) == 4
+    triton = [gemm for gemm in program.gemms if "triton" in gemm.kernel]
+    assert bool(triton) == (kernels is Kernels.FASTEST)

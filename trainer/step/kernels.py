@@ -1,0 +1,79 @@
+"""What XLA's compiler for GPUs is told of the step and of all that is computed beside it, and which bits that promises.
+
+Two starts of a run give the same bits if they run the same kernels, and if each kernel gives the same bits every time.
+cuDNN's backward pass of attention sums in the order in which its threads arrive, unless it is told not to. Which
+kernels are the fastest XLA finds out by running them, and may find otherwise the next time; the compilation cache keeps
+what it found.
+"""
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from trainer.precision.policy import Policy
+
+Asked = Literal["auto", "true", "false"]  # the key `deterministic`
+
+
+class Kernels(StrEnum):
+    """How kernels are chosen.
+
+    Attributes:
+      FASTEST: also those that sum in another order each time; measured at each compilation.
+      KEPT: those that sum in one order; measured, and the choice is kept beside the compiled programs.
+      FIXED: those that sum in one order; the first of each library's list, not measured.
+    """
+
+    FASTEST = "fastest"
+    KEPT = "kept"
+    FIXED = "fixed"
+
+    @classmethod
+    def of(cls, asked: Asked | None, *, cached: bool) -> "Kernels":
+        """What a value of `deterministic` means where there is a compilation cache, or none; None: as auto."""
+        if asked == "false":
+            return cls.FASTEST
+        return cls.KEPT if cached and asked != "true" else cls.FIXED
+
+
+def gpu_options(policy: Policy, kernels: Kernels = Kernels.KEPT) -> dict[str, Any]:
+    """What XLA's compiler for GPUs is to do otherwise than by default."""
+    # By default it drops a rounding to 16 bits that is widened again later, and stores the FP32 number instead.
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if policy.scaled and policy.forward is not None:
+        # Products with long contractions would become sums of parts that are rounded to FP16 before the constant that
+        # brings them into its range; cuBLASLt, which splits them itself where that pays, folds it into the product.
+        options["xla_gpu_experimental_force_split_k"] = 1
+    if kernels is not Kernels.FASTEST:
+        options["xla_gpu_exclude_nondeterministic_ops"] = True
+        # With that, XLA (jax 0.11.2) takes Triton off the list of those that a product's kernel may come from, and
+        # fails for every product that it has already written for Triton: "No supported config found".
+        options["xla_gpu_enable_triton_gemm"] = False
+    if kernels is Kernels.FIXED:
+        options["xla_gpu_deterministic_ops"] = True  # as above, and nothing is measured
+    return options
+
+
+def promise(kernels: Kernels, platform: str, cache: str | None) -> str:
+    """What a run may count on, in a line, and why.
+
+    Args:
+      kernels: of its programs.
+      platform: of its devices: cpu, gpu.
+      cache: the directory of compiled programs; None: there is none.
+    """
+    if platform != "gpu":
+        return "same bits: yes, when the run is killed and goes on, and when it is repeated on this machine"
+    match kernels:
+        case Kernels.FASTEST:
+            return (
+                "same bits: no, neither repeated nor resumed: deterministic=false lets kernels sum in any order "
+                "and measures anew which are the fastest"
+            )
+        case Kernels.KEPT:
+            return (
+                f"same bits: yes, repeated and resumed, while compile_cache={cache} is kept, with the kernels that "
+                "were the fastest; deterministic=true does without it, slower"
+            )
+        case Kernels.FIXED:
+            why = "" if cache else "; compile_cache=null, so nothing is measured: slower than with a cache"
+            return f"same bits: yes, repeated and resumed, on this kind of GPU with these versions{why}"
