@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core import watch
+from scalify_core import cotangents, watch
 from scalify_core.formats import pow2_round
 from scalify_core.scales import MIN_SCALE, OF_ZEROS, broadcast_scale, times
 from scalify_core.storage import as_float32, saturating_cast
+from scalify_core.varying import axes_of, varying
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -34,9 +35,12 @@ class ScaledArray:
     As a cotangent (outside of scalified functions) a ScaledArray is the ScaledArray of the logical gradient. All its
     methods are differentiated so. The constructor is not: it takes the gradient's data for that of `data`, where the
     chain rule asks for the logical gradient times the scale. Where a gradient is to pass, use `as_scaled_array`.
+
+    The leaf of a dynamic scale, as `jax.tree.leaves` has it, may be a mark that stands for the scale (`cotangents`);
+    `scale` is always the power of two, or NaN where arithmetic on leaves has left none.
     """
 
-    __slots__ = ("data", "scale")
+    __slots__ = ("_known", "_leaf", "data")
 
     def __init__(self, data: Any, scale: Any) -> None:
         """`data`: array; `scale`: Python or NumPy number (static) or FP32 array (dynamic).
@@ -58,7 +62,19 @@ class ScaledArray:
                     raise ValueError(f"ScaledArray: scale is {number}, expected a power of two in [2^-126, 2^126]")
         if hasattr(data, "shape") and hasattr(scale, "shape"):
             _check_dynamic(data, scale)
-        self.data, self.scale = data, scale
+        self.data, self._leaf, self._known = data, scale, True
+
+    @property
+    def scale(self) -> Any:
+        """The power of two: a float where static, else an FP32 array; NaN where the leaf says none.
+
+        It counts as a constant where it is differentiated: a gradient that arrives here becomes NaN.
+        """
+        if not _is_unread(self):
+            return self._leaf
+        read = cotangents.read if isinstance(self._leaf, jax.core.Tracer) else cotangents.number
+        scale = read(self._leaf, np.dtype(self.data.dtype))
+        return scale if isinstance(self._leaf, jax.Array) else np.asarray(scale)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,7 +99,7 @@ class ScaledArray:
     @property
     def is_static(self) -> bool:
         """Whether the scale is a Python number, hence a constant of compiled programs."""
-        return isinstance(self.scale, float)
+        return isinstance(self._leaf, float)
 
     def unscale(self, dtype: Any = jnp.float32) -> jax.Array:
         """The logical value `data * scale`: computed in FP32, infinite beyond it, then cast to `dtype`, saturating."""
@@ -91,21 +107,23 @@ class ScaledArray:
 
     def astype(self, dtype: Any) -> ScaledArray:
         """The same scale, the data cast, saturating."""
-        return _of(saturating_cast(self.data, dtype), self.scale)
+        return trusted(_cast(self, np.dtype(dtype)))
 
     def rescale(self, scale: Any) -> ScaledArray:
         """The same value (up to rounding in the data's dtype) with another scale, static or dynamic as given."""
         scale = ScaledArray(self.data, scale).scale
         if not isinstance(scale, float):
-            return _rescale_dynamic(self, jnp.asarray(scale, jnp.float32))
+            return trusted(_rescale_dynamic(self, jnp.asarray(scale, jnp.float32)))
         return self if self.is_static and self.scale == scale else _rescale_static(self, scale)
 
     def __getitem__(self, index: Any) -> ScaledArray:
         """Elements, as for an array; a scale per leading index is indexed along."""
-        if self.is_static or self.scale.ndim == 0:
-            return _of(self.data[index], self.scale)
-        scale = jnp.broadcast_to(broadcast_scale(jnp.asarray(self.scale), self.data), self.shape)
-        return _of(self.data[index], scale[index])
+        leaf = self._leaf
+        if not self.is_static and np.ndim(leaf):
+            along_first = type(index) in (int, slice) and leaf.shape[0] == len(self)
+            every = leaf if along_first else jnp.broadcast_to(broadcast_scale(jnp.asarray(leaf), self.data), self.shape)
+            leaf = every[index]
+        return _of(self.data[index], leaf, known=self._known)
 
     def __iter__(self) -> Iterator[ScaledArray]:
         """Along the leading axis."""
@@ -125,27 +143,52 @@ class ScaledArray:
         return f"ScaledArray(scale={scale}, data={self.data!r})"
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Leaves: data, and the scale if it is dynamic."""
+        """Leaves: data, and that of the scale if it is dynamic."""
         data = (jax.tree_util.GetAttrKey("data"), self.data)
         if self.is_static:
-            return (data,), self.scale
-        return (data, (jax.tree_util.GetAttrKey("scale"), self.scale)), None
+            return (data,), self._leaf
+        return (data, (jax.tree_util.GetAttrKey("scale"), self._leaf)), None
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """As `tree_flatten_with_keys`, without keys."""
-        return ((self.data,), self.scale) if self.is_static else ((self.data, self.scale), None)
+        return ((self.data,), self._leaf) if self.is_static else ((self.data, self._leaf), None)
 
     @classmethod
     def tree_unflatten(cls, static: float | None, children: tuple) -> ScaledArray:
         """No checks: JAX puts placeholders in trees."""
-        return _of(children[0], children[1] if static is None else static)
+        return _of(children[0], children[1] if static is None else static, known=False)
 
 
-def _of(data: Any, scale: Any) -> ScaledArray:
-    """Without checks, and with a dynamic scale that is a NumPy number kept dynamic (`jax.device_get` makes those)."""
+def _of(data: Any, leaf: Any, *, known: bool = True) -> ScaledArray:
+    """Without checks, and with a dynamic scale that is a NumPy number kept dynamic (`jax.device_get` makes those).
+
+    `known`: whether the leaf is the scale itself, and no mark.
+    """
     out = object.__new__(ScaledArray)
-    out.data, out.scale = data, scale
+    out.data, out._leaf, out._known = data, leaf, known
     return out
+
+
+def _is_unread(x: ScaledArray) -> bool:
+    """Whether the leaf of the scale is an array that may be a mark."""
+    if x._known or not isinstance(x._leaf, (jax.Array, np.ndarray, np.generic)) or not hasattr(x.data, "dtype"):
+        return False
+    return all(jnp.issubdtype(y.dtype, jnp.floating) for y in (x.data, x._leaf))
+
+
+def read(x: Any) -> Any:
+    """A ScaledArray with the scale that its leaf says; anything else as it is.
+
+    For who is not differentiated, as the inside of a `custom_vjp`: the leaf of a cotangent does not pass.
+    """
+    if not is_scaled_array(x) or not _is_unread(x):
+        return x
+    return _of(x.data, cotangents.number(x._leaf, np.dtype(x.dtype)))
+
+
+def trusted(x: Any) -> Any:
+    """A ScaledArray of which the leaf is known to be the scale: it is not read again. Anything else as it is."""
+    return _of(x.data, x._leaf) if is_scaled_array(x) else x
 
 
 def _check_dynamic(data: Any, scale: Any) -> None:
@@ -186,7 +229,7 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         data_dtype = np.dtype(x.dtype if dtype is None else dtype)
         if isinstance(target, float):
             return _scale_static(x, target, data_dtype)
-        return _scale_dynamic(x, jnp.asarray(target, jnp.float32), data_dtype)
+        return trusted(_scale_dynamic(x, jnp.asarray(target, jnp.float32), data_dtype))
 
     return jax.tree.map(convert, tree, is_leaf=is_scaled_array)
 
@@ -235,7 +278,14 @@ def _rescale_dynamic(x: ScaledArray, scale: jax.Array) -> ScaledArray:
     return _rescaled(x, scale)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _cast(x: ScaledArray, dtype: np.dtype) -> ScaledArray:
+    x = read(x)
+    return _of(saturating_cast(x.data, dtype), x.scale)
+
+
 def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
+    x = read(x)
     if x.is_static and isinstance(scale, float):
         data = as_float32(x.data) if x.scale == scale else times(as_float32(x.data), x.scale / scale)
     else:
@@ -251,14 +301,15 @@ def _unscale(x: ScaledArray, dtype: np.dtype) -> jax.Array:
 
 
 def _unscaled(x: ScaledArray, dtype: Any) -> jax.Array:
+    x = read(x)
     data = x.data if x.dtype == jnp.float64 else jnp.asarray(x.data, jnp.float32)
     return saturating_cast(times(data, x.scale if x.is_static else jnp.asarray(x.scale, jnp.float32)), dtype)
 
 
 def gradients_like(primals: Sequence[Any], gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """Gradients as their primals' kinds: plain, with the primal's static scale, or with dynamic scales of their own.
+    """Gradients as their primals' kinds: plain, with the primal's static scale, or with a mark of a dynamic one.
 
-    Those have the shape of the primal's: the largest of the gradient's along each axis that they are common to. What a
+    That has the shape of the primal's: the largest of the gradient's along each axis that it is common to. What a
     static scale loses is said by a warning when it happens, by name.
     """
     out = [_gradient_like(x, g) for x, g in zip(primals, gradients, strict=True)]
@@ -276,21 +327,41 @@ def _gradient_of_argument(primal: ScaledArray, gradient: Any) -> Any:
     return gradients_like([primal], [gradient], ["a ScaledArray"])[0]
 
 
+def _gradient_of_cast(primal: ScaledArray, dtype: np.dtype, gradient: ScaledArray) -> Any:
+    """As `_gradient_of_argument`; zero where the cast saturates."""
+    limit = float(jnp.finfo(dtype).max)
+    if limit < float(jnp.finfo(primal.dtype).max):
+        magnitude = jnp.abs(primal.data.astype(jnp.float32))
+        plain = jnp.where((magnitude > limit) & jnp.isfinite(magnitude), 0, _unscale(gradient, np.dtype(np.float32)))
+        gradient = as_scaled_array(plain, 1.0 if primal.is_static else None)
+    return _gradient_of_argument(primal, gradient)
+
+
 def _gradient_like(primal: Any, gradient: Any) -> Any:
     if not is_scaled_array(primal):
         return asarray(gradient, jnp.result_type(primal)) if is_scaled_array(gradient) else gradient
     gradient = gradient if is_scaled_array(gradient) else ScaledArray(gradient, 1.0)
     if primal.is_static:
         return gradient.rescale(primal.scale).astype(primal.dtype)
-    scale, shape = jnp.asarray(gradient.scale, jnp.float32), jnp.shape(primal.scale)
+    leaf = primal._leaf
+    return _marked(gradient, np.dtype(primal.dtype), np.shape(leaf), axes_of(leaf))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _marked(x: ScaledArray, dtype: np.dtype, shape: tuple[int, ...], axes: frozenset) -> ScaledArray:
+    """A gradient in a format, with marks of this shape that vary over these axes, see `cotangents`."""
+    if cotangents.has_range_of_float32(dtype):
+        return _of(_unscaled(x, dtype), varying(jnp.full(shape, cotangents.OF_ONE), axes), known=False)
+    x = read(x)
+    scale = jnp.asarray(x.scale, jnp.float32)
     if scale.ndim:
-        scale = broadcast_scale(scale, gradient.data)
+        scale = broadcast_scale(scale, x.data)
         common = tuple(axis for axis in range(scale.ndim) if axis >= len(shape) or shape[axis] == 1)
         scale = jnp.max(scale, common, keepdims=True)
         scale = jnp.broadcast_to(scale.reshape(scale.shape[: len(shape)]), shape)
-        # A cotangent that is missing comes as data and scale of zeros.
-        gradient = gradient.rescale(jnp.maximum(scale, np.float32(MIN_SCALE)))
-    return _of(gradient.astype(primal.dtype).data, jnp.broadcast_to(jnp.asarray(gradient.scale, jnp.float32), shape))
+        x = _rescaled(x, scale)
+    data = saturating_cast(x.data, dtype)
+    return _of(data, cotangents.marked(varying(jnp.broadcast_to(scale, shape), axes)), known=False)
 
 
 # Each calls itself, so that second derivatives are logical, too. An empty array carries the dtype that the gradient
@@ -316,4 +387,12 @@ _unscale.defvjp(
     lambda dtype, x, gradient: (
         _gradient_of_argument(x, as_scaled_array(as_float32(gradient), 1.0 if x.is_static else None)),
     ),
+)
+_cast.defvjp(
+    lambda x, dtype: (_cast(x, dtype), x),
+    lambda dtype, x, gradient: (_gradient_of_cast(x, dtype, gradient),),
+)
+_marked.defvjp(
+    lambda x, dtype, shape, axes: (_marked(x, dtype, shape, axes), x),
+    lambda dtype, shape, axes, x, gradient: (_gradient_of_argument(x, gradient),),
 )

@@ -21,7 +21,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import interpreter, measured
 from scalify_core.arguments import Arguments
-from scalify_core.array import asarray, gradients_like, is_scaled_array
+from scalify_core.array import asarray, gradients_like, is_scaled_array, read, trusted
 from scalify_core.numbering import counting, drawn, numbered, take
 from scalify_core.watch import Reporter
 
@@ -98,11 +98,12 @@ def scalify(
         arguments.check(arrays, leaves)
         flat, differentiable = on_leaves(tree, statics)
         try:
-            return differentiable(*leaves)
+            out = differentiable(*leaves)
         except _ClosesOverTracers:
             closed_over, opened = _opened(flat, leaves)
             names = ["a closed-over array"] * len(closed_over) + arguments.leaf_names(tree)
-            return _differentiable(opened, how, reporter, names.__getitem__)(*closed_over, *leaves)
+            out = _differentiable(opened, how, reporter, names.__getitem__)(*closed_over, *leaves)
+        return jax.tree.map(trusted, out, is_leaf=is_scaled_array)
 
     return scalified
 
@@ -137,10 +138,11 @@ def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
     return lambda jaxpr, leaves, _: interpreter.propagated_and_checked(jaxpr, leaves, reporter=reporter)
 
 
-def _evaluated(fun: Callable, leaves: Sequence[Any], how: Evaluator, *, pullback: bool) -> Any:
+def _evaluated(fun: Callable, leaves: Sequence[Any], how: Evaluator, *, pullback: bool, own: int) -> Any:
     """Trace `fun` (see `counting`) of the leaves in float32, and evaluate it with their scales.
 
-    `pullback`: whether it gives a pair, of which the second is of residuals.
+    `pullback`: whether it gives a pair, of which the second is of residuals; `own`: how many leaves are residuals, so
+    that their scales need not be read (`cotangents`).
     """
     with _collector_paused(), numbered():
         first = drawn()
@@ -149,7 +151,8 @@ def _evaluated(fun: Callable, leaves: Sequence[Any], how: Evaluator, *, pullback
             raise _ClosesOverTracers
         out = take(traced.out_info, first)
         residuals = len(jax.tree.leaves(out[0])) if pullback else None
-        return jax.tree.unflatten(jax.tree.structure(out), how(traced.jaxpr, leaves, residuals))
+        arguments = [*map(trusted, leaves[:own]), *map(read, leaves[own:])]
+        return jax.tree.unflatten(jax.tree.structure(out), how(traced.jaxpr, arguments, residuals))
 
 
 @contextlib.contextmanager
@@ -171,17 +174,18 @@ def _differentiable(
     name: Callable[[int], str] = "operand {}".format,
     *,
     pullback: bool = False,
+    own: int = 0,
 ) -> Callable:
     """The scaled evaluation of a function of leaves, whose gradient is the scaled evaluation of the gradient.
 
-    The function's trace is counted: it may call what is scalified, too. `name`: of a leaf, by its number; `pullback`:
-    see `_evaluated`.
+    The function's trace is counted: it may call what is scalified, too. `name`: of a leaf, by its number;
+    `pullback`, `own`: see `_evaluated`.
     """
     counted = counting(fun)
 
     @jax.custom_vjp
     def scaled(*leaves: Any) -> Any:
-        return _evaluated(counted, leaves, how, pullback=pullback)
+        return _evaluated(counted, leaves, how, pullback=pullback, own=own)
 
     @functools.cache
     def with_pullback(wanted: tuple[int, ...]) -> Callable:
@@ -192,15 +196,15 @@ def _differentiable(
 
             return jax.vjp(of_wanted, *(leaves[i] for i in wanted))
 
-        return _differentiable(fun_and_pullback, how, reporter, pullback=True)
+        return _differentiable(fun_and_pullback, how, reporter, pullback=True, own=own)
 
     @functools.cache
-    def pull(tree: Any) -> Callable:
+    def pull(tree: Any, own: int) -> Callable:
         def pulled(*leaves: Any) -> Any:
             pullback, cotangent = jax.tree.unflatten(tree, leaves)
             return pullback(cotangent)
 
-        return _differentiable(pulled, how, reporter)
+        return _differentiable(pulled, how, reporter, own=own)
 
     def fwd(*primals: Any) -> tuple[Any, Any]:
         leaves = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
@@ -212,7 +216,8 @@ def _differentiable(
         pullback, primals, wanted = residuals
         cotangent = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
         leaves, tree = jax.tree.flatten((pullback, cotangent), is_leaf=is_scaled_array)
-        gradients = pull(tree)(*leaves)
+        residual = len(jax.tree.leaves(pullback, is_leaf=is_scaled_array))
+        gradients = list(map(trusted, pull(tree, residual)(*leaves)))
         found = gradients_like([primals[i] for i in wanted.leaves], gradients, [name(i) for i in wanted.leaves])
         if reporter is not None:
             reporter.call_is_done(found)

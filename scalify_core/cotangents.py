@@ -1,0 +1,96 @@
+"""What the run-time scale of a gradient is while it is outside of scalify, where JAX adds cotangents leaf by leaf.
+
+A gradient has the structure of its argument, so its data is one leaf and its scale another, and where the argument is
+used twice JAX adds data to data and scale to scale. What is right after that has to be seen from the sum. So the leaf
+of such a scale is not the scale 2^k, but a *mark*: `-(2^40 + k')`, k' a number that says k, and
+
+- a sum of marks is no mark: it is known that there was an addition;
+- data that has the range of FP32 always has the mark of scale 1. Then data adds up right, and so does whatever else is
+  linear; a multiple of that mark is read as scale 1;
+- in a narrow format each gradient has a scale of its own, so that nothing is lost of it. What has been added to another
+  one is no number any more, and is read as NaN.
+
+Other arithmetic on leaves (a scale times a learning rate, a parameter's scale plus that of an update) makes what is
+neither a mark nor a power of two, and is read as NaN as well. Zero is the scale of a cotangent that is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scalify_core.scales import MIN_SCALE, OF_ZEROS
+
+_MANTISSA, _SIGN, _NAN = 23, -(2**31), 0x7FC00000
+_OF_MARKS = _SIGN | ((127 + 40) << _MANTISSA)  # sign and exponent
+_CHECK = 15  # bits; above them stands the exponent of the scale
+_ROUNDINGS = np.float32(2.0**-18)  # of a sum or mean of marks, relative
+
+
+def _check(exponent: Any) -> Any:
+    """A strictly convex function, so that the mean of two marks is none."""
+    return exponent * (exponent - 1) >> 1
+
+
+def _mark(exponent: int) -> np.float32:
+    return np.int32(_OF_MARKS | exponent << _CHECK | _check(exponent)).view(np.float32)
+
+
+OF_ONE = _mark(127)
+
+
+def has_range_of_float32(dtype: Any) -> bool:
+    """Whether gradients in this format need no scale."""
+    return float(jnp.finfo(dtype).max) >= 2.0**120
+
+
+def marked(scale: jax.Array) -> jax.Array:
+    """The marks of run-time scales; 0 for those of zeros, so that they do not count in a sum."""
+    exponent = lax.shift_right_logical(lax.bitcast_convert_type(scale, jnp.int32), np.int32(_MANTISSA))
+    bits = np.int32(_OF_MARKS) | exponent << np.int32(_CHECK) | _check(exponent)
+    mark = lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(scale < np.float32(OF_ZEROS), np.float32(0), mark)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def read(leaf: Any, dtype: np.dtype) -> jax.Array:
+    """The scale that a leaf says, for data of this format: a power of two, or NaN.
+
+    It is not differentiable: where a gradient arrives that is not zero, NaN goes on.
+    """
+    return number(leaf, dtype)
+
+
+read.defvjp(
+    lambda leaf, dtype: (read(leaf, dtype), None),
+    lambda dtype, _, gradient: (jnp.where(gradient == 0, np.float32(0), np.float32(np.nan)),),
+)
+
+
+def number(leaf: Any, dtype: np.dtype) -> jax.Array:
+    """As `read`, for who is not differentiated."""
+    return _number(leaf, has_range_of_float32(dtype))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _number(leaf: jax.Array, wide: bool) -> jax.Array:
+    leaf = jnp.asarray(leaf, jnp.float32)
+    bits = lax.bitcast_convert_type(leaf, jnp.int32)
+    fraction = bits & np.int32((1 << _MANTISSA) - 1)
+    is_power = (leaf >= np.float32(MIN_SCALE)) & (leaf <= np.float32(1 / MIN_SCALE)) & (fraction == 0)
+    exponent = lax.shift_right_logical(fraction, np.int32(_CHECK))
+    is_mark = (bits == np.int32(_OF_MARKS) | exponent << np.int32(_CHECK) | _check(exponent)) & (exponent > 0)
+    scale = jnp.where(is_power, bits, np.int32(_NAN))
+    scale = jnp.where(is_mark, exponent << np.int32(_MANTISSA), scale)
+    if wide:
+        number = leaf / OF_ONE
+        whole = jnp.round(number)
+        is_sum = ~is_mark & (whole >= 1) & (lax.abs(number - whole) <= _ROUNDINGS * number) & jnp.isfinite(leaf)
+        scale = jnp.where(is_sum, np.float32(1).view(np.int32), scale)
+    scale = jnp.where(leaf == 0, np.float32(MIN_SCALE).view(np.int32), scale)
+    return lax.bitcast_convert_type(scale, jnp.float32)
