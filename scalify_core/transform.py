@@ -22,7 +22,6 @@ import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import interpreter, measured
 from scalify_core.arguments import Arguments
 from scalify_core.array import asarray, gradients_like, is_scaled_array
-from scalify_core.numbering import counting, drawn, numbered, take
 from scalify_core.watch import Reporter
 
 Scales = Literal["auto", "static"]
@@ -138,16 +137,15 @@ def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
 
 
 def _evaluated(fun: Callable, leaves: Sequence[Any], how: Evaluator, *, pullback: bool) -> Any:
-    """Trace `fun` (see `counting`) of the leaves in float32, and evaluate it with their scales.
+    """Trace `fun` of the leaves in float32, and evaluate it with their scales.
 
     `pullback`: whether it gives a pair, of which the second is of residuals.
     """
-    with _collector_paused(), numbered():
-        first = drawn()
+    with _collector_paused():
         traced = traced_in_float32(fun, leaves)
         if len(traced.jaxpr.invars) > len(leaves):
             raise _ClosesOverTracers
-        out = take(traced.out_info, first)
+        out = traced.out_info
         residuals = len(jax.tree.leaves(out[0])) if pullback else None
         return jax.tree.unflatten(jax.tree.structure(out), how(traced.jaxpr, leaves, residuals))
 
@@ -174,14 +172,12 @@ def _differentiable(
 ) -> Callable:
     """The scaled evaluation of a function of leaves, whose gradient is the scaled evaluation of the gradient.
 
-    The function's trace is counted: it may call what is scalified, too. `name`: of a leaf, by its number; `pullback`:
-    see `_evaluated`.
+    `name`: of a leaf, by its number; `pullback`: see `_evaluated`.
     """
-    counted = counting(fun)
 
     @jax.custom_vjp
     def scaled(*leaves: Any) -> Any:
-        return _evaluated(counted, leaves, how, pullback=pullback)
+        return _evaluated(fun, leaves, how, pullback=pullback)
 
     @functools.cache
     def with_pullback(wanted: tuple[int, ...]) -> Callable:

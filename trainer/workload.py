@@ -1,5 +1,6 @@
 """What is trained, on what, and the functions that follow from that alone: the state, the compiled step, samples."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from scalify_core import asarray, tree, weights
+from scalify_core import asarray, lowering, tree, weights
 from trainer.models.family import Family, LanguageModel, Spec, param_count
 from trainer.models.functional import Functional, Params
 from trainer.models.roles import Role, role_of
@@ -300,11 +301,14 @@ def gpu_options(policy: Policy) -> dict[str, Any]:
     """What XLA's compiler for GPUs is to do otherwise than by default."""
     # By default it drops a rounding to 16 bits that is widened again later, and stores the FP32 number instead.
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    if policy.scaled and policy.forward is not None:
-        # Products with long contractions would become sums of parts that are rounded to FP16 before the constant that
-        # brings them into its range; cuBLASLt, which splits them itself where that pays, folds it into the product.
-        options["xla_gpu_experimental_force_split_k"] = 1
+    if takes_scales(policy):
+        options |= lowering.PRODUCT_OPTIONS
     return options
+
+
+def takes_scales(policy: Policy) -> bool:
+    """Whether programs of the precision have FP8 products with constants (`lowering.scales_in_products`)."""
+    return policy.scaled and policy.forward is not None
 
 
 def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Lowered:
@@ -323,7 +327,8 @@ def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> ja
     placed = jax.tree.map(lambda x: x.sharding, like)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(task.mesh)))
     scalars: Any = [jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)]
-    return jitted.lower(like, batch, Hyper(*scalars))
+    with lowering.scales_in_products() if takes_scales(policy) else contextlib.nullcontext():
+        return jitted.lower(like, batch, Hyper(*scalars))
 
 
 def make_rescale(task: Task, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
