@@ -15,7 +15,6 @@ from scalify_core import transform
 from scalify_core.arguments import Arguments
 from scalify_core.array import asarray, is_scaled_array
 from scalify_core.explanation import Explanation
-from scalify_core.numbering import numbered
 from scalify_core.transform import Scales
 from scalify_core.walk import Walk
 from scalify_core.walk_measured import MeasuredWalk
@@ -73,6 +72,5 @@ def explain(
     if scales not in get_args(Scales):
         raise ValueError(f"explain: scales={scales!r}, expected one of {get_args(Scales)}")
     walk = MeasuredWalk(tolerance) if scales == "auto" else Walk(tolerance)
-    with numbered():
-        errors = walk.errors(jaxpr, leaves)
+    errors = walk.errors(jaxpr, leaves)
     return Explanation(list(walk.rows.values()), errors, tolerance)

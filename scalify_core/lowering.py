@@ -72,6 +72,35 @@ def is_on(name: str) -> bool:
     return name not in _off.get()
 
 
+# What a program that is traced inside of `scales_in_products` is to be compiled with for a GPU: Triton's products would
+# take the widened operands and multiply them in 16 bits; excess precision leaves the rounding to FP8 out; and a sum of
+# parts would be rounded before its end.
+PRODUCT_OPTIONS: dict[str, Any] = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_allow_excess_precision": False,
+    "xla_gpu_experimental_force_split_k": 1,
+}
+_scales_in_products: ContextVar[bool] = ContextVar("scales_in_products", default=False)
+
+
+@contextlib.contextmanager
+def scales_in_products() -> Iterator[None]:
+    """Inside, what is traced anew is compiled for CUDA with `PRODUCT_OPTIONS`: FP8 products take constants themselves.
+
+    Compiled with other options, the results are as good, but the products are those of 16-bit arrays.
+    """
+    token = _scales_in_products.set(True)
+    try:
+        yield
+    finally:
+        _scales_in_products.reset(token)
+
+
+def products_take_scales() -> bool:
+    """Whether what is traced now is inside of `scales_in_products`."""
+    return _scales_in_products.get()
+
+
 def held[T](name: str, tree: T) -> T:
     """`tree`. The compiler does not see through it: what makes it is computed once, before what reads it."""
     return lax.optimization_barrier(tree) if is_on(name) else tree

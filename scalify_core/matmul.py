@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from scalify_core import lowering
 from scalify_core.composite import composite
 from scalify_core.formats import E4M3, E5M2, FP16, MIN_SCALE_EXPONENT, FloatFormat, pow2_floor, pow2_round
 
@@ -276,14 +277,16 @@ def dot_fp8(
     """The product of two FP8 arrays times a constant, accumulated in FP32, rounded to `dtype`.
 
     On CUDA it is cuBLASLt's, where `fast` keeps some 14 bits in the accumulator: good enough for the forward pass.
+    The constant is the GEMM's own (`lowering.scales_in_products`), or multiplies its result before that is rounded to
+    FP16; in no case is an FP16 result stored that still lacks it, which would overflow early.
     The choice is made by the platform that the program is lowered for, so a CPU-only machine compiles for a GPU.
     Not differentiable: the derivative would not be FP8.
     """
     dtype = jnp.dtype(dtype)
     preset = lax.DotAlgorithmPreset
     algorithm = preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else preset.ANY_F8_ANY_F8_F32
-    # A constant of the result's dtype becomes the GEMM's alpha; one of another dtype would be a kernel of its own.
     fits = float(np.asarray(alpha, dtype)) == alpha and (dtype != jnp.float16 or alpha >= FP16.min_normal)
+    given = alpha != 1 and lowering.products_take_scales()
 
     def cuda(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:
         # Contracted axes last in both operands, which is the layout that cuBLASLt wants. And in programs for several
@@ -294,8 +297,18 @@ def dot_fp8(
         rhs8 = _contracted_last(rhs8, rhs_contract, rhs_batch)
         batch, n = _range(0, len(lhs_batch)), len(lhs_contract)
         last = _range(lhs8.ndim - n, lhs8.ndim), _range(rhs8.ndim - n, rhs8.ndim)
-        result = dtype if fits else jnp.float32
-        out = lax.dot_general(lhs8, rhs8, (last, (batch, batch)), precision=algorithm, preferred_element_type=result)
+        product = functools.partial(lax.dot_general, dimension_numbers=(last, (batch, batch)))
+        if given:
+            # FP8 arrays that are widened, the left one times a constant: XLA's rewriter makes of the constant the scale
+            # of the operand. It is the GEMM's argument, so equal products are one kernel, whatever their scales.
+            wide = dtype if fits else np.dtype(np.float32)
+            lhs, rhs = (lowering.stored(x).astype(wide) for x in (lhs8, rhs8))
+            exact = None if fast else lax.Precision.HIGHEST  # the highest: no fast accumulation
+            out = product(lhs * np.asarray(alpha, wide), rhs, precision=exact, preferred_element_type=wide)
+            return out.astype(dtype)
+        # XLA makes one of equal constants, and folds into the GEMM none that several products use.
+        result = dtype if alpha == 1 or (fits and dtype != jnp.float16) else np.dtype(np.float32)
+        out = product(lhs8, rhs8, precision=algorithm, preferred_element_type=result)
         return out if alpha == 1 else (out * np.asarray(alpha, result)).astype(dtype)
 
     def default(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:

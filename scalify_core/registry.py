@@ -23,7 +23,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
 from scalify_core import scales as sc
 from scalify_core import storage
@@ -59,7 +59,6 @@ composite_rules: dict[str, Callable] = {}
 wide_composites: set[str] = set()
 lazy_composites: set[str] = set()
 transparent_composites: dict[str, tuple[int, int]] = {}
-numbered_composites: set[str] = set()
 
 
 def rule(*primitives: str, wide: bool = True, lazy: bool = False) -> Callable:
@@ -113,24 +112,12 @@ def passed(eqn: Any) -> tuple[Any, Any] | None:
     return None if places is None else (eqn.invars[places[0]], eqn.outvars[places[1]])
 
 
-@per_jaxpr
-def is_numbered(jaxpr: Any) -> bool:
-    """Whether the rule of an equation, here or further in, draws numbers."""
-    return any(
-        eqn.params["call"].name in numbered_composites
-        if eqn.primitive.name == "scalify_composite"
-        else any(map(is_numbered, jaxprs_in_params(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
-
-
 def composite_rule(
     name: str,
     *,
     wide: bool = False,
     lazy: bool = False,
     transparent: tuple[int, int] | None = None,
-    numbered: bool = False,
 ) -> Callable:
     """Decorator: the rule of the composite calls named `name` ("gelu", "gelu.fwd", "gelu.bwd").
 
@@ -139,7 +126,6 @@ def composite_rule(
     be FP32 that has not yet been rounded. With `lazy`, a factor may not yet be in the data, which the rule then reads
     as it is stored, without another rounding. With `transparent`, the numbers of an operand and of a result among all
     leaves, that operand is returned as it is, whatever it is, and the program is evaluated as without the call.
-    With `numbered`, the rule draws from `numbering.serial`: no trace of it stands in for another.
     """
 
     def register(fun: Callable) -> Callable:
@@ -150,8 +136,6 @@ def composite_rule(
             lazy_composites.add(name)
         if transparent is not None:
             transparent_composites[name] = transparent
-        if numbered:
-            numbered_composites.add(name)
         return fun
 
     return register

@@ -22,7 +22,6 @@ import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import interpreter, measured
 from scalify_core.arguments import Arguments
 from scalify_core.array import asarray, gradients_like, is_scaled_array, read, trusted
-from scalify_core.numbering import counting, drawn, numbered, take
 from scalify_core.watch import Reporter
 
 Scales = Literal["auto", "static"]
@@ -139,17 +138,16 @@ def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
 
 
 def _evaluated(fun: Callable, leaves: Sequence[Any], how: Evaluator, *, pullback: bool, own: int) -> Any:
-    """Trace `fun` (see `counting`) of the leaves in float32, and evaluate it with their scales.
+    """Trace `fun` of the leaves in float32, and evaluate it with their scales.
 
     `pullback`: whether it gives a pair, of which the second is of residuals; `own`: how many leaves are residuals, so
     that their scales need not be read (`cotangents`).
     """
-    with _collector_paused(), numbered():
-        first = drawn()
+    with _collector_paused():
         traced = traced_in_float32(fun, leaves)
         if len(traced.jaxpr.invars) > len(leaves):
             raise _ClosesOverTracers
-        out = take(traced.out_info, first)
+        out = traced.out_info
         residuals = len(jax.tree.leaves(out[0])) if pullback else None
         arguments = [*map(trusted, leaves[:own]), *map(read, leaves[own:])]
         return jax.tree.unflatten(jax.tree.structure(out), how(traced.jaxpr, arguments, residuals))
@@ -178,14 +176,12 @@ def _differentiable(
 ) -> Callable:
     """The scaled evaluation of a function of leaves, whose gradient is the scaled evaluation of the gradient.
 
-    The function's trace is counted: it may call what is scalified, too. `name`: of a leaf, by its number;
-    `pullback`, `own`: see `_evaluated`.
+    `name`: of a leaf, by its number; `pullback`, `own`: see `_evaluated`.
     """
-    counted = counting(fun)
 
     @jax.custom_vjp
     def scaled(*leaves: Any) -> Any:
-        return _evaluated(counted, leaves, how, pullback=pullback, own=own)
+        return _evaluated(fun, leaves, how, pullback=pullback, own=own)
 
     @functools.cache
     def with_pullback(wanted: tuple[int, ...]) -> Callable:

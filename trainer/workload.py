@@ -1,5 +1,6 @@
 """What is trained, on what, and the functions that follow from that alone: the state, the compiled step, samples."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from scalify_core import asarray, tree, weights
+from scalify_core import asarray, lowering, tree, weights
 from trainer.models.family import Family, LanguageModel, Spec, param_count
 from trainer.models.functional import Functional, Params
 from trainer.models.roles import Role, role_of
@@ -30,7 +31,7 @@ from trainer.precision.arrays import (
 from trainer.precision.gradients import Differentiate, store_gradients
 from trainer.precision.policy import Policy
 from trainer.step.evaluate import make_eval_step
-from trainer.step.kernels import Kernels, gpu_options
+from trainer.step.kernels import Kernels, gpu_options, takes_scales
 from trainer.step.moments import convert_moments, store_moments
 from trainer.step.nonfinite import first_nonfinite
 from trainer.step.optimizer import OptimizerFor
@@ -327,7 +328,8 @@ def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> ja
     placed = jax.tree.map(lambda x: x.sharding, like)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(task.mesh)))
     scalars: Any = [jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)]
-    return jitted.lower(like, batch, Hyper(*scalars))
+    with lowering.scales_in_products() if takes_scales(policy) else contextlib.nullcontext():
+        return jitted.lower(like, batch, Hyper(*scalars))
 
 
 def make_rescale(task: Task, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:

@@ -13,41 +13,35 @@ from typing import Any
 
 import jax
 
-from scalify_core import numbering
 from scalify_core import value as v
 from scalify_core.caches import per_jaxpr
-from scalify_core.registry import is_numbered
 from scalify_core.value import Value, narrow, pack, unpack
 
 
 def run(jaxpr: Any, evaluate: Callable, operands: Any, wide: int = 0) -> list[Any]:
     """The results of a body, rounded to their formats but for guards and the first `wide`, and with their scales."""
-    packed, first = pack(operands), numbering.drawn()
+    packed = pack(operands)
     if jax.config.jax_disable_jit:  # equation by equation, as a debugger and `explain` want it
         return unpack(pack(_stored(evaluate(jaxpr, unpack(packed)), wide)))
     traced = traced_body(jaxpr, evaluate, packed, wide)
     out = jax.core.eval_jaxpr(traced.jaxpr, traced.jaxpr.consts, *jax.tree.leaves(packed))
-    return unpack(numbering.take(jax.tree.unflatten(jax.tree.structure(traced.out_info), out), first))
+    return unpack(jax.tree.unflatten(jax.tree.structure(traced.out_info), out))
 
 
 def traced_body(jaxpr: Any, evaluate: Callable, packed: Any, wide: int = 0) -> Any:
-    """The trace of an evaluated body on packed operands: of `(packed results, count of numbers)`."""
-    first = numbering.drawn() if is_numbered(jaxpr) else None
-    return _evaluated(jaxpr, first, evaluate, wide).trace(*packed)
+    """The trace of an evaluated body on packed operands, to packed results."""
+    return _evaluated(jaxpr, evaluate, wide).trace(*packed)
 
 
 @per_jaxpr
-def _evaluated(jaxpr: Any, first: int | None, evaluate: Callable, wide: int) -> Any:
-    """One function per body, whose traces jit keeps: one for each structure of the operands.
-
-    Where the body draws numbers, one per body and `first` number.
-    """
+def _evaluated(jaxpr: Any, evaluate: Callable, wide: int) -> Any:
+    """One function per body, whose traces jit keeps: one for each structure of the operands."""
     found = weakref.ref(jaxpr)  # which is forgotten with its program
 
     def evaluated(*operands: Any) -> list[Any]:
         return pack(_stored(evaluate(found(), unpack(operands)), wide))
 
-    return jax.jit(numbering.counting(evaluated))
+    return jax.jit(evaluated)
 
 
 def _stored(out: list[Any], wide: int) -> list[Any]:
@@ -61,5 +55,4 @@ def _result(x: Value, wide: bool) -> Value:
 
 def shape_of(fun: Callable, operands: Any) -> list[Any]:
     """The results of `fun` with their scales, of which the static ones are known, but without data."""
-    with numbering.numbers_returned():
-        return unpack(jax.eval_shape(lambda xs: pack(fun(unpack(xs))), pack(operands)))
+    return unpack(jax.eval_shape(lambda xs: pack(fun(unpack(xs))), pack(operands)))

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import partial_eval
 
-from scalify_core import numbering
 from scalify_core.caches import per_jaxpr
-from scalify_core.registry import control, is_numbered
+from scalify_core.registry import control
 from scalify_core.rules.bodies import run, shape_of, traced_body
 from scalify_core.rules.carries import common_form, to_form
 from scalify_core.rules.collectives import equal_scale
@@ -39,16 +38,13 @@ def _jit(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     params = eqn.params
     donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
-    jaxpr, first = params["jaxpr"], numbering.drawn()
     kept = params["name"], donated, params["inline"], params["keep_unused"]
-    fun = _jitted(jaxpr, first if is_numbered(jaxpr) else None, evaluate, *kept, shardings)
-    return unpack(numbering.take(fun(*pack(operands)), first))
+    return unpack(_jitted(params["jaxpr"], evaluate, *kept, shardings)(*pack(operands)))
 
 
 @per_jaxpr
 def _jitted(
     jaxpr: Any,
-    first: int | None,
     evaluate: Callable,
     name: str,
     donated: tuple,
@@ -56,11 +52,7 @@ def _jitted(
     keep_unused: bool,
     shardings: tuple,
 ) -> Callable:
-    """One jitted function per inner jaxpr, so that what is called often is traced once.
-
-    Where it draws numbers, one per jaxpr and `first` number: the products of each call have constants of their own,
-    and the same in each trace of a program.
-    """
+    """One jitted function per inner jaxpr, so that what is called often is traced once."""
     found = weakref.ref(jaxpr)  # which is forgotten with its program
 
     def fun(*operands: Any) -> list[Any]:
@@ -68,7 +60,7 @@ def _jitted(
         return pack(map(_constrain, evaluate(found(), list(constrained)), shardings[1]))
 
     fun.__name__ = name
-    return jax.jit(numbering.counting(fun), donate_argnums=donated, inline=inline, keep_unused=keep_unused)
+    return jax.jit(fun, donate_argnums=donated, inline=inline, keep_unused=keep_unused)
 
 
 def _constrain(x: Any, sharding: Any) -> Any:
@@ -81,12 +73,12 @@ def _constrain(x: Any, sharding: Any) -> Any:
 
 @control("remat2", guards=True)
 def _remat(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
-    packed, first = pack(operands), numbering.drawn()
+    packed = pack(operands)
     traced = traced_body(eqn.params["jaxpr"], evaluate, packed)
     # Bound, not called through jax.checkpoint: a differentiated body keeps its barrier against common subexpressions.
     jaxpr = partial_eval.convert_constvars_jaxpr(traced.jaxpr)
     out = eqn.primitive.bind(*traced.jaxpr.consts, *jax.tree.leaves(packed), **{**eqn.params, "jaxpr": jaxpr})
-    return unpack(numbering.take(jax.tree.unflatten(jax.tree.structure(traced.out_info), out), first))
+    return unpack(jax.tree.unflatten(jax.tree.structure(traced.out_info), out))
 
 
 @control("cond", guards=True)
@@ -125,8 +117,7 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         shapes[:] = jax.eval_shape(body, *xs)
         return []
 
-    with numbering.numbers_returned():
-        jax.eval_shape(mapped(look, out_specs=[]), *packed)
+    jax.eval_shape(mapped(look, out_specs=[]), *packed)
     out_specs = [_specs(x, spec) for x, spec in zip(shapes, params["out_specs"], strict=True)]
     return unpack(mapped(body, out_specs=out_specs)(*packed))
 

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalify_core import numbering
 from scalify_core import scales as sc
 from scalify_core import value as v
 from scalify_core.formats import E4M3, E5M2
@@ -28,12 +27,12 @@ from scalify_core.value import Value
 _MATRICES = (((1,), (0,)), ((), ()))
 
 
-@composite_rule("fp8_dot_general", wide=True, numbered=True)
+@composite_rule("fp8_dot_general", wide=True)
 def _product(call: Any, lhs: Any, rhs: Any) -> Value:
     return _forward(call, lhs, rhs)[0]
 
 
-@composite_rule("fp8_dot_general.fwd", wide=True, numbered=True)
+@composite_rule("fp8_dot_general.fwd", wide=True)
 def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
     product = dict(call.static)["product"]
     (lhs, rhs), dtype = lifted(lhs, rhs)
@@ -46,16 +45,15 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
             lhs8, kept = stored_both_ways(lhs8) if product.dims == _MATRICES else (stored(lhs8),) * 2
         if product.keep_rhs and rhs.dtype.itemsize == 2:
             rhs_kept, rhs8 = stored_both_ways(rhs8) if product.dims == _MATRICES else (stored(rhs8),) * 2
-        return dot_fp8(lhs8, rhs8, product.dims, dtype, alpha, fast=True), kept, rhs_kept
+        return dot_fp8(lhs8, rhs8, product.dims, dtype, 1 / power, fast=True), kept, rhs_kept
 
     power, rho = _sum_of(product.sizes[2], lhs, rhs)
-    alpha, factor = _alpha(power, dtype)
     out, lhs_kept, rhs_kept = _on_data(call, forward, lhs.data, rhs.data)
     operands = v.value(lhs_kept, lhs.scale, lhs.rho), v.value(rhs_kept, rhs.scale, rhs.rho)
-    return v.value(saturated(out), _scale(lhs, rhs, power), rho, dtype, factor), (*operands, *_unused(product))
+    return v.value(saturated(out), _scale(lhs, rhs, power), rho, dtype), (*operands, *_unused(product))
 
 
-@composite_rule("fp8_dot_general.bwd", numbered=True)
+@composite_rule("fp8_dot_general.bwd")
 def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]:
     product = dict(call.static)["product"]
     rows, columns, _ = product.sizes
@@ -66,7 +64,6 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
 
     lhs_power, lhs_rho = _sum_of(columns, gradient, rhs)
     rhs_power, rhs_rho = _sum_of(rows, lhs, gradient)
-    (lhs_alpha, lhs_factor), (rhs_alpha, rhs_factor) = _alpha(lhs_power, dtype), _alpha(rhs_power, dtype)
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
         if rhs8.dtype != E4M3.dtype:
@@ -76,38 +73,22 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
         gradient8 = fp8_cast(rest[-1], E5M2)  # of infinities `saturated` would make large numbers
         # What adds up its rows can write it too, in one order; if they are added up, one pass writes both.
         both = stored_both_ways(gradient8) if summed and gradient8.ndim == 2 else (stored(gradient8),) * 2
-        d_lhs = lhs_gradient(both[0], rhs8, product.dims, dtype, lhs_alpha)
-        return d_lhs, rhs_gradient(lhs8, both[1], product.dims, dtype, rhs_alpha)
+        d_lhs = lhs_gradient(both[0], rhs8, product.dims, dtype, 1 / lhs_power)
+        return d_lhs, rhs_gradient(lhs8, both[1], product.dims, dtype, 1 / rhs_power)
 
     d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *_unused(product), gradient.data)
     return (
-        v.value(saturated(d_lhs), _scale(gradient, rhs, lhs_power), lhs_rho, dtype, lhs_factor),
-        v.value(saturated(d_rhs), _scale(lhs, gradient, rhs_power), rhs_rho, dtype, rhs_factor),
+        v.value(saturated(d_lhs), _scale(gradient, rhs, lhs_power), lhs_rho, dtype),
+        v.value(saturated(d_rhs), _scale(lhs, gradient, rhs_power), rhs_rho, dtype),
     )
 
 
 def _sum_of(count: int, a: Value, b: Value) -> tuple[float, float]:
     """Of sums of `count` products: the power of two that goes from the data into the scale, and the RMS then left.
 
-    It is divided out by the product itself, at once: as the constant of the GEMM it costs nothing.
+    The product itself divides it out, before its result is rounded: as a constant of the GEMM it costs nothing.
     """
     return sc.rounded(a.rho * b.rho * math.sqrt(count))
-
-
-def _alpha(power: float, dtype: Any) -> tuple[float, float]:
-    """What a product is multiplied by, which nothing else in the program is, and the factor that its data then lacks.
-
-    XLA folds a constant into the GEMM only where no other operation uses it, and it makes one of equal constants. Not
-    folded, the FP16 result would be stored before it is divided, and overflow early. So the n-th product's constant is
-    n / 1024 more than the inverse of the power of two, rounded with it once; the next operation's FP32 takes it back.
-
-    FP16 has 1024 such numbers. From the 1025th product on, those of the same number and the same power of two share a
-    constant, and overflow where the sum before it is divided leaves FP16; so do those of functions that are scalified
-    one by one, or one that a caller jits and calls several times. BF16 and FP32, in which none overflows, keep the
-    power of two, which BF16 holds.
-    """
-    more = 1 + numbering.serial() % 1024 / 1024 if dtype == np.float16 else 1.0
-    return more / power, 1 / more
 
 
 def _scale(a: Value, b: Value, power: float) -> Any:

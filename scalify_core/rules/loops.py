@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core import numbering, storage, varying
 from scalify_core import scales as sc
+from scalify_core import storage, varying
 from scalify_core import value as v
 from scalify_core.registry import control
 from scalify_core.rules.bodies import run, shape_of
@@ -129,9 +129,8 @@ def _scales_after(turn: Callable, turns: int, init: Sequence[Any], jaxpr: Any) -
     if jaxpr.effects:
         return [1.0] * len(init)
     carry = list(init)
-    with numbering.numbers_returned():
-        for _ in range(turns):
-            carry = list(map(after, carry, turn(carry)))
+    for _ in range(turns):
+        carry = list(map(after, carry, turn(carry)))
     return [v.scalar_scale(x).scale if isinstance(x, Value) else 1.0 for x in carry]
 
 

@@ -9,6 +9,7 @@ what it found.
 from enum import StrEnum
 from typing import Any, Literal
 
+from scalify_core import lowering
 from trainer.precision.policy import Policy
 
 Asked = Literal["auto", "true", "false"]  # the key `deterministic`
@@ -35,14 +36,17 @@ class Kernels(StrEnum):
         return cls.KEPT if cached and asked != "true" else cls.FIXED
 
 
+def takes_scales(policy: Policy) -> bool:
+    """Whether programs of the precision have FP8 products with constants (`lowering.scales_in_products`)."""
+    return policy.scaled and policy.forward is not None
+
+
 def gpu_options(policy: Policy, kernels: Kernels = Kernels.KEPT) -> dict[str, Any]:
     """What XLA's compiler for GPUs is to do otherwise than by default."""
     # By default it drops a rounding to 16 bits that is widened again later, and stores the FP32 number instead.
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    if policy.scaled and policy.forward is not None:
-        # Products with long contractions would become sums of parts that are rounded to FP16 before the constant that
-        # brings them into its range; cuBLASLt, which splits them itself where that pays, folds it into the product.
-        options["xla_gpu_experimental_force_split_k"] = 1
+    if takes_scales(policy):
+        options |= lowering.PRODUCT_OPTIONS
     if kernels is not Kernels.FASTEST:
         options["xla_gpu_exclude_nondeterministic_ops"] = True
         # With that, XLA (jax 0.11.2) takes Triton off the list of those that a product's kernel may come from, and
