@@ -14,12 +14,11 @@ from jax.extend.core import Literal
 from scalify_core import shadow, watch
 from scalify_core.array import ScaledArray, asarray
 from scalify_core.figures import Tensor, is_float
-from scalify_core.measured import control, store
+from scalify_core.measured import control, masks, store
 from scalify_core.measured.evaluate import Operands, entering, kinds
 from scalify_core.measured.plan import (
     Plan,
     Step,
-    constants_in,
     inner_jaxpr,
     inner_plan,
     plan_of,
@@ -41,7 +40,7 @@ class MeasuredWalk(Walk):
         args = [Tensor(entering(x), shadow.of_its_own(asarray(x)), UNKNOWN, self.now()) for x in leaves]
         plan = plan_of(jaxpr, tuple(np.dtype(x.value.dtype) if type(x.value) is ScaledArray else None for x in args))
         out = self.run_plan(jaxpr, plan, args, UNKNOWN, ())
-        given, constants = {id(x.value) for x in args}, constants_in(jaxpr, (frozenset(),) * len(args))
+        given, constants = {id(x.value) for x in args}, masks.constants_in(jaxpr, (frozenset(),) * len(args))
         results = [
             x if fmt is None or id(x.value) in given else self.kept(x, store.result(x.value, fmt, large))
             for x, fmt, large in zip(out, plan.out_formats, constants, strict=True)

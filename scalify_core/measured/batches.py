@@ -42,7 +42,11 @@ def scale_for(x: ScaledArray, of: Labels, result: Labels) -> Any:
     """The scale of an operand, for a result: a scalar, or of size 1 along axes that the operand's has no part in."""
     if x.is_static or jnp.size(x.scale) == 1:
         return x.scale if x.is_static else jnp.reshape(x.scale, ())
-    scale = jnp.reshape(x.scale, jnp.shape(x.scale) + (1,) * (x.ndim - jnp.ndim(x.scale)))
+    return placed(jnp.reshape(x.scale, jnp.shape(x.scale) + (1,) * (x.ndim - jnp.ndim(x.scale))), of, result)
+
+
+def placed(scale: Any, of: Labels, result: Labels) -> Any:
+    """A scale whose axes are `of` these labels, for a result: of size 1 along axes that it has no part in."""
     order = [of.index(label) for label in result if label is not None and label in of]
     shape = [scale.shape[of.index(label)] if label is not None and label in of else 1 for label in result]
     rest = [axis for axis in range(len(of)) if axis not in order]

@@ -16,7 +16,8 @@ from scalify_core.matmul import dot_fp8, lhs_gradient, rhs_gradient
 from scalify_core.measured import store
 from scalify_core.measured.batches import Labels, labels, labels_of_result, scale_for, shared
 from scalify_core.measured.evaluate import Operands, kind
-from scalify_core.measured.plan import Step, Want
+from scalify_core.measured.plan import Step
+from scalify_core.measured.products import Want, each_index
 from scalify_core.rules.composites import in_order
 
 _F32 = np.dtype(np.float32)
@@ -106,7 +107,10 @@ def _fp8(call: Any, step: Step, env: Operands) -> Sequence[Any]:
     """Each entry of a batch, its own or that of a vmap of both operands, is cast at its own scale."""
     product = dict(call.static)["product"]
     of = _labels(call, step, product, (0, 1))
-    lhs, rhs = (env.stored(x, Want(_E4M3, axes)) for x, axes in zip(step.eqn.invars, shared(of), strict=True))
+    lhs, rhs = (
+        env.stored(x, Want(_E4M3, each_index(x.aval.shape, axes)))
+        for x, axes in zip(step.eqn.invars, shared(of), strict=True)
+    )
 
     unused = [jnp.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)]
 
@@ -133,7 +137,8 @@ def _fp8_bwd(call: Any, step: Step, env: Operands) -> Sequence[Any]:
     of = _labels(call, step, product, (0, 1, last))
     formats, atoms = (_E4M3, _E4M3, _E5M2), (*step.eqn.invars[:2], step.eqn.invars[last])
     lhs, rhs, gradient = (
-        env.stored(x, Want(dtype, axes)) for x, dtype, axes in zip(atoms, formats, shared(of), strict=True)
+        env.stored(x, Want(dtype, each_index(x.aval.shape, axes)))
+        for x, dtype, axes in zip(atoms, formats, shared(of), strict=True)
     )
     unused = map(env.read, step.eqn.invars[2:-1])
 

@@ -16,20 +16,16 @@ from jax.extend.core import Literal
 
 from scalify_core import lowering, registry, storage, watch
 from scalify_core.array import ScaledArray
-from scalify_core.measured import store
-from scalify_core.measured.batches import labels, scale_for
+from scalify_core.measured import masks, store
 from scalify_core.measured.plan import (
     KEEP_AXES,
     Plan,
     Step,
-    Want,
-    batch_axes,
-    constants_in,
     is_float,
     plan_of,
     product_format,
-    product_wants,
 )
+from scalify_core.measured.products import Want, scales_of_result
 from scalify_core.scales import broadcast_scale
 from scalify_core.scopes import scope_of, within
 from scalify_core.watch import Reporter
@@ -67,7 +63,7 @@ def evaluated(
         env = Operands(jaxpr, args)
         out = run(jaxpr, plan, env)
         given = {id(x) for x in args}
-        constants = constants_in(jaxpr, (frozenset(),) * len(args))
+        constants = masks.constants_in(jaxpr, (frozenset(),) * len(args))
         for i in range(len(out) if residuals is None else residuals, len(out)):
             if (in_parts := env.in_parts(jaxpr.outvars[i], plan.out_formats[i])) is not None:
                 out[i] = in_parts
@@ -150,8 +146,8 @@ class Operands:
 
     def in_parts(self, atom: Any, dtype: np.dtype | None) -> ScaledArray | None:
         """What is stored of a variable in this format at more than one scale, or None."""
-        copies = (x for (var, want), x in self.copies.items() if var is atom and want.axes and want.dtype == dtype)
-        return next((x for x in copies if not store.scaled_along(x)), None)
+        copies = (x for (var, want), x in self.copies.items() if var is atom and want.dtype == dtype)
+        return next((x for x in copies if not store.scaled_in(x)), None)
 
     def in_units_of(self, atom: Any, stored: ScaledArray) -> Any:
         """The logical value over the scale of what it is stored as, FP32."""
@@ -228,18 +224,15 @@ def _product(step: Step, env: Operands) -> Sequence[Any]:
     eqn = step.eqn
     dtype = product_format(step.formats, eqn)
     assert dtype is not None
-    a, b = (env.stored(atom, want) for atom, want in zip(eqn.invars[:2], product_wants(step), strict=True))
-    rest = map(env.read, eqn.invars[2:])
+    a, b = (env.stored(atom, want) for atom, want in zip(eqn.invars[:2], step.wants[:2], strict=True))
+    rest = list(map(env.read, eqn.invars[2:]))
     # BF16 holds what FP32 does, and XLA's CPU backend has no BF16 product with an FP32 result.
     result = np.dtype(np.float32) if store.has_own_range(dtype) else dtype
     out = eqn.primitive.bind(a.data, b.data, *rest, **{**eqn.params, "preferred_element_type": result})
     if (reporter := _reporter.get()) is not None and eqn.primitive.name == "dot_general":
         operands = [y for atom, x in zip(eqn.invars, (a, b), strict=True) for y in (env.in_units_of(atom, x), x.data)]
         reporter.multiplied(str(dtype), watch.lines_lost(eqn.params["dimension_numbers"], *operands, out))
-    batches = batch_axes(eqn)
-    of_out = [*range(len(batches[0])), *[None] * (out.ndim - len(batches[0]))]
-    scales = (scale_for(x, labels(x.ndim, axes, ()), of_out) for x, axes in zip((a, b), batches, strict=True))
-    return [store.scaled_by(storage.as_float32(out), *scales)]
+    return [store.scaled_by(storage.as_float32(out), *scales_of_result(eqn, a, b, *rest))]
 
 
 @kind("convert")

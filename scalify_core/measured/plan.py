@@ -9,7 +9,7 @@ stands, on logical values in FP32: loops, solvers, collectives and whatever JAX 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
 from scalify_core.caches import per_jaxpr
+from scalify_core.measured import exact
+from scalify_core.measured.products import Reading, Want, contracted_size, readings, settled
 
 Format = np.dtype | None
 
@@ -29,51 +31,12 @@ MOVES = frozenset(
 # Who reads all of the result reads all of the operand, so it may as well be stored before.
 _WHOLE = MOVES - {"slice", "dynamic_slice", "gather", "split", "unstack"}
 KEEP_AXES = frozenset({"copy", "copy_p", "stop_gradient", "name", "sharding_constraint", "reshard", "neg"})
-# Their results may have elements of the operands, or those times 1, or plus what is lost beside them.
-_KEEP = (
-    MOVES
-    | {"select_n", "max", "min", "clamp", "concatenate", "pad", "sort", "dynamic_update_slice", "scatter"}
-    | {
-        "convert_element_type",
-        "add",
-        "add_any",
-        "sub",
-        "mul",
-        "scatter-add",
-        "reduce_max",
-        "reduce_min",
-        "reduce_sum",
-        "cummax",
-        "cummin",
-        "cumsum",
-        "real",
-        "pvary",
-        "psum",
-        "all_gather",
-        "ppermute",
-        "all_to_all",
-        "roll",
-    }
-)
 # They mean the number in the dtype that the program was traced with.
 _AS_TRACED = frozenset({"bitcast_convert_type", "nextafter", "reduce_precision"})
-_CALLS = {
+CALLS = {
     **dict.fromkeys(("jit", "closed_call", "core_call", "remat2", "shard_map", "custom_jvp_call"), "jaxpr"),
     **{"custom_vjp_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"},
 }
-
-
-class Want(NamedTuple):
-    """How a value is wanted by who reads it.
-
-    Attributes:
-        dtype: the format in which it is to be stored.
-        axes: those along which each index has a scale of its own: the batch axes of a product, which differ in size
-            as its entries do, and the turns of a scan.
-    """
-
-    dtype: np.dtype
-    axes: tuple[int, ...] = ()
 
 
 class Step(NamedTuple):
@@ -107,13 +70,13 @@ class Plan(NamedTuple):
     Attributes:
         steps: the equations that are needed, in order.
         out_formats: of the results.
-        wants: of each argument, how some product reads it as a whole, or None.
+        reads: of each argument, how products read it as a whole, or None.
         stores: whether anything is stored, or done otherwise than in the plain program.
     """
 
     steps: tuple[Step, ...]
     out_formats: tuple[Format, ...]
-    wants: tuple[Want | None, ...]
+    reads: tuple[Reading | None, ...]
     stores: bool
 
 
@@ -121,161 +84,101 @@ class Plan(NamedTuple):
 def plan_of(jaxpr: Any, formats: tuple[Format, ...]) -> Plan:
     """The plan of a jaxpr for arguments of these formats."""
     known: dict[Any, Format] = dict(zip(jaxpr.invars, formats, strict=True))
+    origins, _ = exact.origins_in(jaxpr, (None,) * len(jaxpr.invars))
 
     def format_of(atom: Any) -> Format:
         return None if type(atom) is Literal else known.get(atom)
 
     steps = []
     for eqn in jaxpr.eqns:
-        step = _step(eqn, tuple(map(format_of, eqn.invars)))
+        step = _step(eqn, tuple(map(format_of, eqn.invars)), origins)
         known.update(zip(eqn.outvars, step.out_formats, strict=True))
         steps.append(step)
-    kept, wants = _backwards(jaxpr, steps)
+    kept, reads = _backwards(jaxpr, steps)
     return Plan(
         tuple(kept),
         tuple(map(format_of, jaxpr.outvars)),
-        tuple(wants.get(var) for var in jaxpr.invars),
+        tuple(reads.get(var) for var in jaxpr.invars),
         any(step.kind not in ("plain", "bind", "move") for step in kept),
     )
 
 
-def _backwards(jaxpr: Any, steps: Sequence[Step]) -> tuple[list[Step], dict[Any, Want]]:
-    """The steps that are needed, with what they store, and how variables are wanted."""
+def _backwards(jaxpr: Any, steps: Sequence[Step]) -> tuple[list[Step], dict[Any, Reading]]:
+    """The steps that are needed, with what they store, and how variables are read by products."""
     needed = {atom for atom in jaxpr.outvars if type(atom) is not Literal}
-    wants: dict[Any, Want] = {}
+    found: dict[Any, list[tuple[list[Want | None], int, Reading]]] = {}  # by variable: where each who reads it is told
     kept = []
+
+    def settle(var: Any) -> Reading | None:
+        """All who read it have been seen: tells each how it is stored, and gives what is stored first."""
+        told = found.pop(var, [])
+        wants = settled([reading for *_, reading in told])
+        for (place, i, _), want in zip(told, wants, strict=True):
+            place[i] = want
+        readings = [x._replace(may=want.parts) for (*_, x), want in zip(told, wants, strict=True)]
+        # Who must have many scales is first: of many, one can be made; the other way round something may be lost.
+        return max(readings, key=lambda x: math.prod(x.must), default=None)
+
     for step in reversed(steps):
         eqn = step.eqn
         if not eqn.effects and needed.isdisjoint(eqn.outvars):
             continue
         needed.update(atom for atom in eqn.invars if type(atom) is not Literal)
-        wanted = tuple(_wanted(step, wants))
-        for atom, want in zip(eqn.invars, wanted, strict=True):
-            # Who wants one scale can make it of many, the other way round something may be lost.
-            if want is not None and type(atom) is not Literal and (want.axes or atom not in wants):
-                wants[atom] = want
+        of_results = list(map(settle, eqn.outvars))
+        wants: list[Want | None] = [None] * len(eqn.invars)
+        for i, (atom, reading) in enumerate(zip(eqn.invars, _read(step, of_results), strict=True)):
+            if reading is not None and type(atom) is not Literal:
+                found.setdefault(atom, []).append((wants, i, reading))
+            elif reading is not None:
+                wants[i] = Want(reading.dtype)
         store = tuple(
-            wants.get(v) if f is not None else None for v, f in zip(eqn.outvars, step.out_formats, strict=True)
+            None if f is None or x is None else Want(x.dtype, x.may)
+            for x, f in zip(of_results, step.out_formats, strict=True)
         )
-        kept.append(step._replace(wants=wanted, store=store))
-    return kept[::-1], wants
+        kept.append((step._replace(store=store), wants))
+    of_arguments = {var: reading for var in (*jaxpr.constvars, *jaxpr.invars) if (reading := settle(var)) is not None}
+    return [step._replace(wants=tuple(wants)) for step, wants in reversed(kept)], of_arguments
 
 
-def _wanted(step: Step, wants: dict[Any, Want]) -> Sequence[Want | None]:
-    """How an equation wants its operands to be stored."""
+def _read(step: Step, of_results: Sequence[Reading | None]) -> Sequence[Reading | None]:
+    """How the operands of an equation are read by products, here or further on."""
     eqn = step.eqn
     if step.kind == "product":
-        return [*product_wants(step), *[None] * (len(eqn.invars) - 2)]
+        fmt = product_format(step.formats, eqn)
+        assert fmt is not None
+        return [*readings(eqn, fmt), *[None] * (len(eqn.invars) - 2)]
     if step.kind == "move":
-        return [_wanted_before(eqn, wants.get(eqn.outvars[0])), *[None] * (len(eqn.invars) - 1)]
+        return [_read_before(eqn, of_results[0]), *[None] * (len(eqn.invars) - 1)]
     if step.kind == "scan":
         consts, carry, _ = scan_parts(eqn, eqn.invars)
-        inner = inner_plan(step).wants
+        inner = inner_plan(step).reads
         n, m = len(consts), len(consts) + len(carry)
-        return [*inner[:n], *[None] * len(carry), *map(_of_turns, inner[m:])]
-    if step.kind in _CALLS:
-        return inner_plan(step).wants
+        return [*inner[:n], *[None] * len(carry), *(_of_turns(x, eqn.params["length"]) for x in inner[m:])]
+    if step.kind in CALLS:
+        return inner_plan(step).reads
     return [None] * len(eqn.invars)
 
 
-def product_wants(step: Step) -> tuple[Want, Want]:
-    """How a product reads its operands: each entry of a batch at its own scale, for the other may make up for it."""
-    fmt = product_format(step.formats, step.eqn)
-    assert fmt is not None
-    batch = batch_axes(step.eqn)
-    return Want(fmt, batch[0]), Want(fmt, batch[1])
-
-
-def batch_axes(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes of the operands that are a product's batch."""
-    if eqn.primitive.name != "dot_general":
-        return (), ()
-    _, (lhs, rhs) = eqn.params["dimension_numbers"]
-    return tuple(lhs), tuple(rhs)
-
-
-def _wanted_before(eqn: Any, want: Want | None) -> Want | None:
-    """How the operand of what only moves elements is wanted, if its result is."""
+def _read_before(eqn: Any, reading: Reading | None) -> Reading | None:
+    """How the operand of what only moves elements is read, if its result is."""
     name = eqn.primitive.name
-    if want is None or name not in _WHOLE:
+    if reading is None or name not in _WHOLE:
         return None
-    if not want.axes or name in KEEP_AXES:
-        return want
-    return Want(want.dtype, tuple(eqn.params["permutation"][a] for a in want.axes)) if name == "transpose" else None
+    if name in KEEP_AXES:
+        return reading
+    if name == "transpose":
+        back = np.argsort(eqn.params["permutation"])
+        return Reading(reading.dtype, *(tuple(parts[i] for i in back) for parts in reading[1:]))
+    # Which part an element is of is not followed further.
+    ones = (1,) * len(eqn.invars[0].aval.shape)
+    return Reading(reading.dtype, ones, ones) if max(reading.may, default=1) == 1 else None
 
 
-def _of_turns(want: Want | None) -> Want | None:
-    """How a stack is wanted, if each turn of a scan wants its slice so: it may differ in size from turn to turn."""
-    return None if want is None else Want(want.dtype, (0, *(axis + 1 for axis in want.axes)))
-
-
-@per_jaxpr
-def large_constants(jaxpr: Any) -> frozenset[float]:
-    """The finite numbers beyond FP16 that stand in a program, here or further in: what masks and loops begin with."""
-    found: set[float] = set()
-    for eqn in jaxpr.eqns:
-        found.update(*map(_large, eqn.invars))
-        for inner in jaxprs_in_params(eqn.params):
-            found |= large_constants(inner)
-    return frozenset(found)
-
-
-def _large(atom: Any) -> frozenset[float]:
-    number = type(atom) is Literal and is_float(atom.aval) and np.ndim(atom.val) == 0 and 65504 < abs(atom.val) < np.inf
-    return frozenset({float(atom.val)}) if number else frozenset()
-
-
-@per_jaxpr
-def constants_in(jaxpr: Any, given: tuple[frozenset[float], ...]) -> tuple[frozenset[float], ...]:
-    """The large constants that may be elements of each result, those of the arguments being `given`.
-
-    So are their negatives, their sums, and what a number that stands in the program multiplies or divides them by. Any
-    other function of such a number is another number.
-    """
-    known = dict(zip(jaxpr.invars, given, strict=True))
-
-    def of(atom: Any) -> frozenset[float]:
-        return _large(atom) if type(atom) is Literal else known.get(atom, frozenset())
-
-    for eqn in jaxpr.eqns:
-        operands, name = tuple(map(of, eqn.invars)), eqn.primitive.name
-        outs: tuple[frozenset[float], ...] = (frozenset(),) * len(eqn.outvars)
-        if name in _CALLS:
-            outs = constants_in(inner_jaxpr(eqn), operands)
-        elif inner := [large_constants(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)]:
-            outs = (frozenset().union(*operands, *inner),) * len(outs)
-        elif name in _KEEP:
-            outs = (frozenset().union(*operands, _computed(eqn, operands)),) * len(outs)
-        elif name in ("neg", "div"):
-            outs = (_computed(eqn, operands),)
-        known.update(zip(eqn.outvars, outs, strict=True))
-    return tuple(map(of, jaxpr.outvars))
-
-
-def _computed(eqn: Any, operands: tuple[frozenset[float], ...]) -> frozenset[float]:
-    """What arithmetic makes of large constants, in FP32: a temperature, a penalty, two masks added up, a mean."""
-    name, found = eqn.primitive.name, set[float]()
-    with np.errstate(all="ignore"):
-        if name == "neg":
-            found = {-c for c in operands[0]}
-        elif name in ("add", "add_any", "sub") and len(operands) == 2:
-            sign = -1 if name == "sub" else 1
-            found = {float(np.float32(a) + np.float32(sign * b)) for a in operands[0] for b in operands[1]}
-        elif name in ("mul", "div"):
-            a, b = (_number(atom) for atom in eqn.invars)
-            if b:
-                found = {float(np.float32(c) * np.float32(b if name == "mul" else 1 / b)) for c in operands[0]}
-            elif a and name == "mul":
-                found = {float(np.float32(c) * np.float32(a)) for c in operands[1]}
-        elif name == "reduce_sum":
-            count = math.prod(eqn.invars[0].aval.shape) // max(1, math.prod(eqn.outvars[0].aval.shape))
-            found = {float(np.float32(c) * np.float32(count)) for c in operands[0]}
-    return frozenset(c for c in found if 65504 < abs(c) < np.inf)
-
-
-def _number(atom: Any) -> float | None:
-    """The number that a literal of a program is, or None."""
-    return float(atom.val) if type(atom) is Literal and is_float(atom.aval) and np.ndim(atom.val) == 0 else None
+def _of_turns(reading: Reading | None, length: int) -> Reading | None:
+    """How a stack is read, if each turn of a scan reads its slice so: it may differ in size from turn to turn."""
+    if reading is None:
+        return None
+    return Reading(reading.dtype, *((max(length, 1), *parts) for parts in reading[1:]))
 
 
 def inner_plan(step: Step) -> Plan:
@@ -291,17 +194,17 @@ def inner_jaxpr(eqn: Any) -> Any:
     return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
 
 
-def _step(eqn: Any, formats: tuple[Format, ...]) -> Step:
+def _step(eqn: Any, formats: tuple[Format, ...], origins: Mapping[Any, exact.Origins]) -> Step:
     name = eqn.primitive.name
     if all(f is None for f in formats):
         return Step(eqn, "plain", formats, (None,) * len(eqn.outvars))
     if name in PRODUCTS:
-        return _product_step(eqn, formats)
+        return _product_step(eqn, formats, origins)
     if name == "convert_element_type":
         return _convert_step(eqn, formats)
     if name == "scalify_composite":
         return Step(eqn, "composite", formats, composite_formats(eqn, formats))
-    if name in _INNER or name in _CALLS:
+    if name in _INNER or name in CALLS:
         out_formats, stores = _INNER.get(name, _call_formats)(eqn, formats)
         if stores:
             return Step(eqn, name, formats, out_formats)
@@ -323,15 +226,30 @@ def _narrow(atoms: Sequence[Any]) -> bool:
     return any(is_float(x.aval) and x.aval.dtype.itemsize < 4 for x in atoms)
 
 
-def _product_step(eqn: Any, formats: tuple[Format, ...]) -> Step:
+def _product_step(eqn: Any, formats: tuple[Format, ...], origins: Mapping[Any, exact.Origins]) -> Step:
     fmt = product_format(formats, eqn)
     aval = eqn.outvars[0].aval
     if not is_float(aval):
         return Step(eqn, "bind", formats, (None,))
-    if fmt is None:
+    if fmt is None or _is_in_float32(eqn, formats, fmt, origins):
         return Step(eqn, "bind", formats, arithmetic_formats(eqn, formats), lift=True)
     wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
     return Step(eqn, "product", formats, (np.dtype(aval.dtype) if wider else fmt,))
+
+
+def _is_in_float32(eqn: Any, formats: Sequence[Format], fmt: np.dtype, origins: Mapping[Any, exact.Origins]) -> bool:
+    """Whether a product is left in FP32: one that adds nothing up, or has an operand of plain FP32 that is rounded.
+
+    JAX promotes FP16 times FP32 to FP32, and so does this: who gives a table, a time or data as plain FP32 means all of
+    its digits. What FP16 holds as it is, such as a mask or a one-hot vector, is read in FP16.
+    """
+
+    def is_rounded(atom: Any, own: Format) -> bool:
+        if own is not None or not is_float(atom.aval) or atom.aval.dtype.itemsize < 4:
+            return False
+        return type(atom) is Literal or not exact.holds(fmt, origins.get(atom))
+
+    return contracted_size(eqn) < 2 or any(map(is_rounded, eqn.invars[:2], formats))
 
 
 def product_format(formats: Sequence[Format], eqn: Any) -> Format:

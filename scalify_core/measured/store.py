@@ -16,6 +16,7 @@ from jax import lax
 from scalify_core import lowering, storage, watch
 from scalify_core.array import ScaledArray
 from scalify_core.formats import FloatFormat, pow2_inverse
+from scalify_core.measured.products import Parts
 from scalify_core.scales import MIN_SCALE, broadcast_scale, times
 
 _EXPONENT = np.int32(0x7F800000)  # of an FP32 number's bits
@@ -47,26 +48,26 @@ def top_of(dtype: np.dtype) -> int:
     return int(np.log2(FloatFormat.of(dtype).max)) - 1
 
 
-def stored(x: Any, dtype: np.dtype, axes: tuple[int, ...] = (), top: int | None = None) -> ScaledArray:
+def stored(x: Any, dtype: np.dtype, parts: Parts = (), top: int | None = None) -> ScaledArray:
     """A value in a narrow format, its largest finite magnitude in [2^top, 2^(top + 1)); `top_of` if none is given.
 
-    Each index along `axes` has its own scale. What is there already stays, if no scale but along these is one of its
-    own. BF16 has the range of FP32, and no scale.
+    Each of `parts` has its own scale. What is there already stays, if it has no more of them. BF16 has the range of
+    FP32, and no scale.
     """
     if type(x) is ScaledArray:
-        if x.dtype == dtype and scaled_along(x, axes):
+        if x.dtype == dtype and scaled_in(x, parts):
             return x
         x = wide(x)
     x = storage.as_float32(x)
     if not has_own_range(dtype):
         return ScaledArray(storage.saturating_cast(x, dtype), 1.0)
-    data, scale = _measured(x, np.dtype(dtype), top_of(dtype) if top is None else top, axes)
+    data, scale = _measured(x, np.dtype(dtype), top_of(dtype) if top is None else top, parts)
     return ScaledArray(rounded(data, x=x, scale=scale), scale)
 
 
-def scaled_along(x: ScaledArray, axes: tuple[int, ...] = ()) -> bool:
-    """Whether all elements have the same scale, but for those of different indices along `axes`."""
-    return x.is_static or all(n == 1 or axis in axes for axis, n in enumerate(jnp.shape(x.scale)))
+def scaled_in(x: ScaledArray, parts: Parts = ()) -> bool:
+    """Whether all elements of each part have one scale, as far as the shape of the scales says it."""
+    return x.is_static or all(n == 1 or (bool(parts) and parts[axis] == n) for axis, n in enumerate(jnp.shape(x.scale)))
 
 
 def rounded(data: Any, *, x: Any, scale: Any) -> Any:
@@ -124,27 +125,44 @@ def _is_one_of(x: jax.Array, constants: tuple[float, ...]) -> jax.Array:
     return functools.reduce(lax.bitwise_or, near, lax.full(x.shape, False, np.bool_))
 
 
-def unit_of(x: jax.Array, top: int, axes: tuple[int, ...] = ()) -> jax.Array:
+def unit_of(x: jax.Array, top: int, parts: Parts = ()) -> jax.Array:
     """The power of two, FP32, that a value is divided by to have its largest finite magnitude in [2^top, 2^(top + 1)).
 
-    At least 2^-126. What is not finite has no part in it. A scalar; with `axes` one for each index along these, of
-    size 1 along all others.
+    At least 2^-126. What is not finite has no part in it. A scalar; with `parts` one for each of these, of size 1 along
+    the axes that are one part, and of the size of `x` along all others.
     """
     magnitude = lax.abs(x)
     finite = lax.select(lax.lt(magnitude, np.float32(np.inf)), magnitude, lax.full_like(magnitude, 0))
-    shape = tuple(n if axis in axes else 1 for axis, n in enumerate(x.shape)) if axes else ()
-    common = tuple(axis for axis in range(x.ndim) if axis not in axes)
-    peak = lax.reshape(lax.reduce_max(finite, common), shape) if x.size else lax.full(shape, 0, np.float32)
+    peak = _peaks(finite, parts) if x.size else lax.full((1,) * (x.ndim if max(parts, default=1) > 1 else 0), 0.0)
     exponent = lax.bitwise_and(lax.bitcast_convert_type(peak, jnp.int32), _EXPONENT)
     power = lax.max(exponent - np.int32(top << _MANTISSA), np.int32(1 << _MANTISSA))
     return lax.bitcast_convert_type(power, jnp.float32)
 
 
+def _peaks(x: jax.Array, parts: Parts) -> jax.Array:
+    """The largest element of each part; of as many dimensions as `x`, or a scalar if there is one part."""
+    if max(parts, default=1) == 1:
+        return lax.reduce_max(x, range(x.ndim))
+    blocks = [axis for axis, n in enumerate(parts) if 1 < n < x.shape[axis]]
+    common = [axis for axis, n in enumerate(parts) if n == 1]
+    shape = tuple(1 if n == 1 else size for n, size in zip(parts, x.shape, strict=True))
+    if not blocks:
+        return lax.reshape(lax.reduce_max(x, common), shape)
+    cut = [n for part, size in zip(parts, x.shape, strict=True) for n in (part, size // part)]
+    whole = [axis for axis, n in enumerate(parts) if n == x.shape[axis]]
+    inner = [2 * axis + 1 for axis in range(x.ndim) if axis not in whole or x.shape[axis] == 1]
+    peaks = lax.reduce_max(lax.reshape(x, cut), inner)
+    # One for each element of a block.
+    left = [i for i in range(len(cut)) if i not in inner]
+    spread = [n if i % 2 == 0 or i // 2 in blocks else 1 for i, n in enumerate(cut)]
+    return lax.reshape(lax.broadcast_in_dim(peaks, spread, left), shape)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _measured(x: jax.Array, dtype: np.dtype, top: int, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def _measured(x: jax.Array, dtype: np.dtype, top: int, parts: Parts) -> tuple[jax.Array, jax.Array]:
     """Data in `dtype`, and the FP32 scale. Infinities and NaN stay, and have no part in the scale."""
     (x,) = lowering.once(x)  # XLA's CPU backend would compile all that makes it twice: for its peak, and for its cast
-    scale = unit_of(x, top, axes)
+    scale = unit_of(x, top, parts)
     return _divided(x, scale, dtype), scale
 
 

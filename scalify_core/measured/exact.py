@@ -1,0 +1,83 @@
+"""Which plain FP32 numbers of a program a narrow format holds as they are: masks, one-hot vectors, small integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from scalify_core.caches import per_jaxpr
+
+Origin = np.dtype | float  # what a number came from: a narrow dtype, or a number of the program
+Origins = frozenset[Origin] | None  # of the elements of a value; None: any
+
+# Their results have elements of their operands, or those negated.
+_SAME = frozenset({"reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "slice", "dynamic_slice", "gather"})
+_SAME |= {"copy", "copy_p", "stop_gradient", "name", "expand_dims", "neg", "concatenate", "pad", "max", "min", "abs"}
+_SAME |= {"select_n", "dynamic_update_slice", "split", "tile", "reduce_max", "reduce_min", "sort"}
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+
+@per_jaxpr
+def origins_in(jaxpr: Any, given: tuple[Origins, ...]) -> tuple[dict[Any, Origins], tuple[Origins, ...]]:
+    """The origins of the variables of a jaxpr, and those of its results, its arguments having those `given`."""
+    known: dict[Any, Origins] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def of(atom: Any) -> Origins:
+        return _of_number(atom) if type(atom) is Literal else known.get(atom)
+
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _CALLS:
+            inner = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+            known.update(zip(eqn.outvars, origins_in(inner, tuple(map(of, eqn.invars)))[1], strict=True))
+        elif name == "convert_element_type":
+            (x,) = eqn.invars
+            known[eqn.outvars[0]] = frozenset({x.aval.dtype}) if is_narrow(x.aval.dtype) else of(x)
+        elif name in _SAME:
+            found = _joined([of(x) for x in _elements(eqn)])
+            known.update(dict.fromkeys(eqn.outvars, found))
+    return known, tuple(map(of, jaxpr.outvars))
+
+
+def _elements(eqn: Any) -> Sequence[Any]:
+    """The operands whose elements are those of the result; the others say which."""
+    if eqn.primitive.name == "select_n":
+        return eqn.invars[1:]
+    return [x for x in eqn.invars if not jnp.issubdtype(x.aval.dtype, jnp.integer)] or eqn.invars
+
+
+def _joined(found: Sequence[Origins]) -> Origins:
+    if any(x is None for x in found):
+        return None
+    return frozenset(origin for x in found if x is not None for origin in x)
+
+
+def _of_number(atom: Any) -> Origins:
+    return frozenset({float(atom.val)}) if np.ndim(atom.val) == 0 else None
+
+
+def is_narrow(dtype: np.dtype) -> bool:
+    """Whether it has less than 16 bits, or is a float of 16."""
+    return dtype.itemsize == 1 or (dtype.itemsize == 2 and jnp.issubdtype(dtype, jnp.floating))
+
+
+def holds(fmt: np.dtype, origins: Origins) -> bool:
+    """Whether a format holds numbers of these origins as they are, at any scale that suits the largest."""
+    return origins is not None and all(_holds(fmt, x) for x in origins)
+
+
+def _holds(fmt: np.dtype, origin: Origin) -> bool:
+    info = jnp.finfo(fmt)
+    if isinstance(origin, float):
+        # Near 1, so that it has room beside the others.
+        mantissa, exponent = math.frexp(origin)
+        return origin == 0 or (abs(exponent) <= 10 and (mantissa * 2 ** (info.nmant + 1)).is_integer())
+    if not jnp.issubdtype(origin, jnp.floating):
+        return (1 if origin == np.bool_ else 8) <= info.nmant + 1
+    of = jnp.finfo(origin)
+    return of.nmant <= info.nmant and info.minexp <= of.minexp and of.maxexp <= info.maxexp

@@ -1,0 +1,108 @@
+"""Which numbers that stand in a program may be elements of its results: those of masks are treated by themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal, jaxprs_in_params
+
+from scalify_core.caches import per_jaxpr
+from scalify_core.measured.plan import CALLS, MOVES, inner_jaxpr, is_float
+
+# Their results may have elements of the operands, or those times 1, or plus what is lost beside them.
+_KEEP = (
+    MOVES
+    | {"select_n", "max", "min", "clamp", "concatenate", "pad", "sort", "dynamic_update_slice", "scatter"}
+    | {
+        "convert_element_type",
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "scatter-add",
+        "reduce_max",
+        "reduce_min",
+        "reduce_sum",
+        "cummax",
+        "cummin",
+        "cumsum",
+        "real",
+        "pvary",
+        "psum",
+        "all_gather",
+        "ppermute",
+        "all_to_all",
+        "roll",
+    }
+)
+
+
+@per_jaxpr
+def large_constants(jaxpr: Any) -> frozenset[float]:
+    """The finite numbers beyond FP16 that stand in a program, here or further in: what masks and loops begin with."""
+    found: set[float] = set()
+    for eqn in jaxpr.eqns:
+        found.update(*map(_large, eqn.invars))
+        for inner in jaxprs_in_params(eqn.params):
+            found |= large_constants(inner)
+    return frozenset(found)
+
+
+def _large(atom: Any) -> frozenset[float]:
+    number = type(atom) is Literal and is_float(atom.aval) and np.ndim(atom.val) == 0 and 65504 < abs(atom.val) < np.inf
+    return frozenset({float(atom.val)}) if number else frozenset()
+
+
+@per_jaxpr
+def constants_in(jaxpr: Any, given: tuple[frozenset[float], ...]) -> tuple[frozenset[float], ...]:
+    """The large constants that may be elements of each result, those of the arguments being `given`.
+
+    So are their negatives, their sums, and what a number that stands in the program multiplies or divides them by. Any
+    other function of such a number is another number.
+    """
+    known = dict(zip(jaxpr.invars, given, strict=True))
+
+    def of(atom: Any) -> frozenset[float]:
+        return _large(atom) if type(atom) is Literal else known.get(atom, frozenset())
+
+    for eqn in jaxpr.eqns:
+        operands, name = tuple(map(of, eqn.invars)), eqn.primitive.name
+        outs: tuple[frozenset[float], ...] = (frozenset(),) * len(eqn.outvars)
+        if name in CALLS:
+            outs = constants_in(inner_jaxpr(eqn), operands)
+        elif inner := [large_constants(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)]:
+            outs = (frozenset().union(*operands, *inner),) * len(outs)
+        elif name in _KEEP:
+            outs = (frozenset().union(*operands, _computed(eqn, operands)),) * len(outs)
+        elif name in ("neg", "div"):
+            outs = (_computed(eqn, operands),)
+        known.update(zip(eqn.outvars, outs, strict=True))
+    return tuple(map(of, jaxpr.outvars))
+
+
+def _computed(eqn: Any, operands: tuple[frozenset[float], ...]) -> frozenset[float]:
+    """What arithmetic makes of large constants, in FP32: a temperature, a penalty, two masks added up, a mean."""
+    name, found = eqn.primitive.name, set[float]()
+    with np.errstate(all="ignore"):
+        if name == "neg":
+            found = {-c for c in operands[0]}
+        elif name in ("add", "add_any", "sub") and len(operands) == 2:
+            sign = -1 if name == "sub" else 1
+            found = {float(np.float32(a) + np.float32(sign * b)) for a in operands[0] for b in operands[1]}
+        elif name in ("mul", "div"):
+            a, b = (_number(atom) for atom in eqn.invars)
+            if b:
+                found = {float(np.float32(c) * np.float32(b if name == "mul" else 1 / b)) for c in operands[0]}
+            elif a and name == "mul":
+                found = {float(np.float32(c) * np.float32(a)) for c in operands[1]}
+        elif name == "reduce_sum":
+            count = math.prod(eqn.invars[0].aval.shape) // max(1, math.prod(eqn.outvars[0].aval.shape))
+            found = {float(np.float32(c) * np.float32(count)) for c in operands[0]}
+    return frozenset(c for c in found if 65504 < abs(c) < np.inf)
+
+
+def _number(atom: Any) -> float | None:
+    """The number that a literal of a program is, or None."""
+    return float(atom.val) if type(atom) is Literal and is_float(atom.aval) and np.ndim(atom.val) == 0 else None

@@ -1,0 +1,215 @@
+"""Where the operands of a product may have more than one scale, and what that makes of the scale of its result.
+
+A power of two that all of what is summed over has in common can be multiplied in afterwards. So each index along the
+axes of an operand that are not contracted may have a scale of its own, and so may each block of an axis that is split
+into groups. The *parts* of an operand say how many that are, axis by axis: 1, the number of groups, or all.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scalify_core.array import ScaledArray
+from scalify_core.measured.batches import Labels, placed, scale_for
+
+Parts = tuple[int, ...]  # of each axis: into how many pieces of equal size it is cut, each with a scale of its own
+
+
+class Want(NamedTuple):
+    """How a value is to be stored.
+
+    Attributes:
+        dtype: the format.
+        parts: see above; empty: one scale for all.
+    """
+
+    dtype: np.dtype
+    parts: Parts = ()
+
+
+class Reading(NamedTuple):
+    """How a value may be stored for one who reads it.
+
+    Attributes:
+        dtype: the format.
+        must: the parts that differ in size by the meaning of the program: entries of a batch, turns of a scan.
+        may: the parts that could have scales of their own; one of `must` is one or more of these.
+    """
+
+    dtype: np.dtype
+    must: Parts
+    may: Parts
+
+
+def readings(eqn: Any, dtype: np.dtype) -> tuple[Reading, Reading]:
+    """How a product reads its operands."""
+    of = {"dot_general": _of_dot, "conv_general_dilated": _of_conv, "ragged_dot_general": _of_ragged}
+    lhs, rhs = of[eqn.primitive.name](eqn)
+    return Reading(dtype, *lhs), Reading(dtype, *rhs)
+
+
+def scales_of_result(eqn: Any, a: ScaledArray, b: ScaledArray, group_sizes: Any = None) -> tuple[Any, Any]:
+    """The scales that a product of the data of `a` and `b` has because of either; both broadcast to the result."""
+    name, ndim = eqn.primitive.name, len(eqn.outvars[0].aval.shape)
+    if name == "conv_general_dilated":
+        return _conv_scales(eqn.params, a, b, eqn.outvars[0].aval.shape)
+    if name == "dot_general":
+        (lhs, rhs), result = dot_labels(eqn.params["dimension_numbers"], a.ndim, b.ndim)
+        return scale_for(a, lhs, result), scale_for(b, rhs, result)
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    dims, (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
+    (lhs, rhs), result = dot_labels(dims, a.ndim, b.ndim, group=numbers.rhs_group_dimensions)
+    if len(result) < ndim:  # a group is what is summed over: it is the leading axis of the result
+        result = [None, *result]
+    if numbers.rhs_group_dimensions and len(set(_shape(b))) > 0 and _has_parts(b, numbers.rhs_group_dimensions[0]):
+        (group,) = numbers.rhs_group_dimensions
+        ids = _group_of_each(group_sizes, a.shape[ragged])
+        of_rows = jnp.take(b.scale, ids, axis=group)
+        return scale_for(a, lhs, result), placed(of_rows, [*rhs[:group], lhs[ragged], *rhs[group + 1 :]], result)
+    return scale_for(a, lhs, result), scale_for(b, rhs, result)
+
+
+def dot_labels(
+    dims: Any, lhs_rank: int, rhs_rank: int, group: Sequence[int] = ()
+) -> tuple[tuple[Labels, Labels], Labels]:
+    """What the axes of both operands and of the result of a `dot_general` are of; None: they are contracted."""
+    contracted, batches = dims
+    out: list[Labels] = []
+    for side, rank in enumerate((lhs_rank, rhs_rank)):
+        numbers = {axis: number for number, axis in enumerate(batches[side])}
+        without = {*contracted[side], *(group if side else ())}
+        out.append([numbers.get(axis, None if axis in without else (side, axis)) for axis in range(rank)])
+    lhs, rhs = out
+    free = [label for label in (*lhs, *rhs) if isinstance(label, tuple)]
+    return (lhs, rhs), [*range(len(batches[0])), *free]
+
+
+def contracted_size(eqn: Any) -> int:
+    """How many terms a product adds up for each element of its result; of convolutions and groups not 1."""
+    if eqn.primitive.name != "dot_general":
+        return 2
+    (axes, _), _ = eqn.params["dimension_numbers"]
+    return math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
+
+
+def each_index(shape: Sequence[int], axes: Any) -> Parts:
+    """Parts of which each index along these axes is one."""
+    return tuple(max(n, 1) if axis in axes else 1 for axis, n in enumerate(shape))
+
+
+def _of_dot(eqn: Any) -> list[tuple[Parts, Parts]]:
+    contracted, batches = eqn.params["dimension_numbers"]
+    shapes = (x.aval.shape for x in eqn.invars[:2])
+    return [
+        (each_index(shape, batch), each_index(shape, set(range(len(shape))) - set(axes)))
+        for shape, axes, batch in zip(shapes, contracted, batches, strict=True)
+    ]
+
+
+def _of_ragged(eqn: Any) -> list[tuple[Parts, Parts]]:
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    lhs, rhs, sizes = (x.aval.shape for x in eqn.invars[:3])
+    groups = numbers.rhs_group_dimensions if len(sizes) == 1 else ()
+    without = {*rhs_contracted, *numbers.rhs_group_dimensions} - set(groups)
+    return [
+        (each_index(lhs, lhs_batch), each_index(lhs, set(range(len(lhs))) - set(lhs_contracted))),
+        (each_index(rhs, (*rhs_batch, *groups)), each_index(rhs, set(range(len(rhs))) - without)),
+    ]
+
+
+def _of_conv(eqn: Any) -> list[tuple[Parts, Parts]]:
+    """The batch on the left, output features on the right, and groups in both."""
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    (batch, feature, *_), (out_feature, *_) = numbers.lhs_spec, numbers.rhs_spec
+    lhs, rhs = (x.aval.shape for x in eqn.invars[:2])
+    features, batches = params["feature_group_count"], params["batch_group_count"]
+    must_lhs = [features if axis == feature else batches if axis == batch else 1 for axis in range(len(lhs))]
+    may_lhs = [features if axis == feature else max(n, 1) if axis == batch else 1 for axis, n in enumerate(lhs)]
+    must_rhs = [max(features, batches) if axis == out_feature else 1 for axis in range(len(rhs))]
+    return [(tuple(must_lhs), tuple(may_lhs)), (tuple(must_rhs), each_index(rhs, (out_feature,)))]
+
+
+def _conv_scales(params: Any, a: ScaledArray, b: ScaledArray, out: Sequence[int]) -> tuple[Any, Any]:
+    numbers = params["dimension_numbers"]
+    batch, feature, *_ = numbers.out_spec
+
+    def on_result(scale: Any) -> Any:
+        """Of the batch and the features of a result, in this order."""
+        shape = [1] * len(out)
+        shape[batch], shape[feature] = scale.shape
+        return lax.reshape(scale if batch < feature else scale.T, shape)
+
+    found: list[Any] = []
+    for x, (first, second, *_) in ((a, numbers.lhs_spec), (b, numbers.rhs_spec)):
+        if x.is_static or jnp.size(x.scale) == 1:
+            found.append(scale_for(x, [], []))
+            continue
+        scale = jnp.reshape(x.scale, _shape(x))
+        rest = [axis for axis in range(x.ndim) if axis not in (first, second)]
+        table = lax.reshape(lax.transpose(scale, (first, second, *rest)), (scale.shape[first], scale.shape[second]))
+        found.append(on_result(_of_groups(table, params, out[feature]) if x is a else table.T))
+    return found[0], found[1]
+
+
+def _of_groups(table: Any, params: Any, features: int) -> Any:
+    """Scales of the batch and the features on the left as those of the batch and the features of a result."""
+    groups, batches = params["feature_group_count"], params["batch_group_count"]
+    if table.shape[1] > 1:
+        return jnp.repeat(table[:, :: table.shape[1] // groups], features // groups, axis=1)
+    if batches > 1 and table.shape[0] > 1:
+        return jnp.repeat(table.reshape(batches, -1).T, features // batches, axis=1)
+    return table
+
+
+def _group_of_each(group_sizes: Any, rows: int) -> Any:
+    """The group that each row belongs to; what is behind the last one is zero in a result, of any."""
+    ends = jnp.cumsum(group_sizes)
+    found = jnp.sum(lax.broadcasted_iota(ends.dtype, (rows, len(ends)), 0) >= ends[None], axis=1)
+    return jnp.minimum(found, len(ends) - 1)
+
+
+def _shape(x: ScaledArray) -> tuple[int, ...]:
+    """The shape of a dynamic scale, with the rank of the data."""
+    return (*jnp.shape(x.scale), *(1,) * (x.ndim - jnp.ndim(x.scale)))
+
+
+def _has_parts(x: ScaledArray, axis: int) -> bool:
+    return not x.is_static and _shape(x)[axis] > 1
+
+
+def settled(found: Sequence[Reading]) -> list[Want]:
+    """How a value is stored for each who reads it: with as many scales as all can do with, if that is enough for all.
+
+    Who must have more than others can do with is given its own, so that a value is stored more often only then.
+    """
+    wants: list[Want | None] = [None] * len(found)
+    for dtype in {x.dtype for x in found}:
+        common = [i for i, x in enumerate(found) if x.dtype == dtype]
+        while common:
+            may = _common([found[i].may for i in common])
+            fits = [i for i in common if _is_finer(may, found[i].must)]
+            if not fits:  # nobody has enough: those with least to have first
+                fits = [max(common, key=lambda i: math.prod(found[i].must))]
+                may = found[fits[0]].may
+            elif len(fits) < len(common):
+                may = _common([found[i].may for i in fits])
+            for i in fits:
+                wants[i] = Want(dtype, may)
+            common = [i for i in common if i not in fits]
+    return [want for want in wants if want is not None]
+
+
+def _common(parts: Sequence[Parts]) -> Parts:
+    return tuple(functools.reduce(math.gcd, each) for each in zip(*parts, strict=True))
+
+
+def _is_finer(parts: Parts, than: Parts) -> bool:
+    return all(a % b == 0 for a, b in zip(parts, than, strict=True))
