@@ -100,6 +100,8 @@ def read_study(args: Arguments) -> Study:
         )
     if not outcomes:
         raise UserError(f"study={out}: no seed has ended in both {args.base} and {args.precision}")
+    if min(len(found.curve) for found in outcomes.values()) < 2:
+        raise UserError(f"study={out}: a curve needs two validations or more; give the study evaluations=")
     (row,) = [row for row in compare(outcomes, args.base, last=args.last) if row.item == args.precision]
     curves = {
         item: [found.curve for job, found in outcomes.items() if job.item == item]
@@ -173,8 +175,8 @@ def key(x: float, kind: str, text: str) -> str:
 def curves(study: Study, precision: str, base: str) -> Iterator[str]:
     """The left plot has whole runs, the middle one their last part."""
     every = [curve for found in study.curves.values() for curve in found]
-    last_step = max(max(curve) for curve in every)
-    whole, end = plot(every, 0, 52, 300), plot(every, (1 - SHOWN_AT_END) * last_step, 366, 614)
+    *_, second, last = sorted({step for curve in every for step in curve})
+    whole, end = plot(every, 0, 52, 300), plot(every, min(second, (1 - SHOWN_AT_END) * last), 366, 614)
     count = len(study.curves[base])
     yield label(20, 24, f"validation loss of {study.model}, {count} seed{'s' * (count > 1)} each", "head")
     yield key(22, "base", base)
