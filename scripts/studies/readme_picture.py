@@ -1,25 +1,45 @@
-"""The README's picture, of figures in docs/results.md: bytes of state per parameter, and what precision costs, by seed.
+"""The README's picture: validation losses of two precisions, a line for each seed, and bytes of state per parameter.
 
-python -m scripts.studies.readme_picture out=docs/gain.svg
+python -m scripts.studies.readme_picture study=runs/parity out=docs/gain.svg
+
+The curves are read from the runs of a parity study, of those seeds that have ended in both precisions; the bytes stand
+in docs/results.md.
 """
 
 import html
+import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from scripts.arguments import argument, run
+from scripts.studies.pairs import Outcome, Row, compare
+from scripts.studies.parity import Job, folder, read_outcome
 from trainer.errors import UserError
-from trainer.report.charts import Scale
+from trainer.report.charts import Scale, ticks, written
 from trainer.run.rundir import write_atomically
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results.md"
 BARS = ("fp32", "bf16", "scalify_fp8", "scalify_fp8_fp16", "scalify_fp8_fp8")
-FLAGSHIP = "scalify_fp8_fp16"
-INK, GREY, BLUE, ORANGE = "#1b1f24", "#8c959f", "#0072b2", "#d55e00"
-STYLE = "font:13px system-ui,sans-serif"
+WIDTH, HEIGHT = 960, 290
+TOP, BOTTOM = 62, 244  # of all three plots
+SHOWN_AT_END = 0.25  # share of the steps that the middle plot enlarges
+# Colours of classes: told apart by the colour-blind, and with enough contrast on the ground of either mode.
+STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #1b1f24 }
+.head { font-weight: 600 } .note, .number { fill: #57606a } .number { font-size: 11px }
+.ground { fill: #ffffff } .grid { stroke: #d8dee4 } .zoom { stroke: #8c959f; stroke-dasharray: 3 3; fill: none }
+.base { stroke: #0072b2 } .ours { stroke: #d55e00 } path.base, path.ours { fill: none; stroke-opacity: .75 }
+rect.ours { fill: #d55e00 } rect.others { fill: #8c959f } rect.kin { fill: #e8a27a } rect { stroke: none }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .note, .number { fill: #9198a1 } .ground { fill: #0d1117 } .grid { stroke: #30363d }
+  .base { stroke: #56b4e9 } .ours { stroke: #ff8c42 } rect.ours { fill: #ff8c42 } rect.kin { fill: #9c5a33 }
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -27,76 +47,179 @@ class Arguments:
     """See `--help`."""
 
     out: str = argument("the SVG file")
+    study: str = argument("the directory of a parity study")
+    precision: str = argument("the item of the study whose curves are drawn beside the base's", "scalify_fp8_fp16")
+    base: str = argument("the item that it is compared with", "fp32")
+    last: int = argument("last validations of a run that are averaged for the difference", 5)
+
+
+class Study(NamedTuple):
+    """What is drawn of a parity study: curves of pairs, and the difference between their ends.
+
+    Attributes:
+      model: the model's name.
+      curves: validation losses (nats) by step, of each item by seed.
+      row: the precision's line of the study's table.
+    """
+
+    model: str
+    curves: dict[str, list[dict[int, float]]]
+    row: Row
+
+
+class Plot(NamedTuple):
+    """A plot's scales: steps across, nats up."""
+
+    across: Scale
+    up: Scale
 
 
 def state_bytes(text: str) -> dict[str, float]:
-    """Bytes of state per parameter by precision, of the table of the precisions' memory."""
-    section = text.split("## Memory of the precisions")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (\w+) \| (\d+\.\d{4}) \|", section, re.MULTILINE)
-    return {name: float(number) for name, number in rows}
+    """Bytes of state per parameter by precision, of the table of the precisions' memory in docs/results.md."""
+    parts = text.split("## Memory of the precisions")
+    rows = re.findall(r"^\| (\w+) \| (\d+\.\d{4}) \|", parts[-1].split("\n## ")[0], re.MULTILINE)
+    found = {name: float(number) for name, number in rows}
+    if len(parts) != 2 or (missing := [name for name in BARS if name not in found]):
+        raise UserError(f"{RESULTS} has no table of the precisions' memory with {', '.join(missing or BARS)}")
+    return found
 
 
-def seed_differences(text: str) -> dict[str, list[float]]:
-    """Differences of the validation loss to FP32, in %, by precision, a number for each seed."""
-    (line,) = re.findall(r"^Seed by seed, in %: (.*)\.$", text, re.MULTILINE)
-    parts = (part.split(" ", 1) for part in line.split("; "))
-    return {name: [float(number) for number in numbers.split(", ")] for name, numbers in parts}
-
-
-def label(x: float, y: float, text: str, anchor: str = "start", colour: str = INK, weight: int = 400) -> str:
-    """A line of text."""
-    place = f'x="{x:.0f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-weight="{weight}"'
-    return f"<text {place}>{html.escape(text)}</text>"
-
-
-def colour_of(name: str) -> str:
-    """The flagship's own, another for ours, grey for what they are compared with."""
-    return ORANGE if name == FLAGSHIP else BLUE if name.startswith("scalify") else GREY
-
-
-def bars(values: Mapping[str, float]) -> Iterator[str]:
-    """The left half: a bar for each precision."""
-    yield label(20, 24, "bytes of weights and optimiser per parameter", weight=600)
-    for i, name in enumerate(BARS):
-        y = 44 + 34 * i
-        yield label(136, y + 16, name, "end")
-        yield f'<rect x="144" y="{y}" width="{17 * values[name]:.0f}" height="22" fill="{colour_of(name)}"/>'
-        yield label(150 + 17 * values[name], y + 16, f"{values[name]:g}")
-
-
-def dots(values: Mapping[str, Sequence[float]]) -> Iterator[str]:
-    """The right half: a dot for each pair of seeds, a stroke for their mean."""
-    largest = max(abs(x) for found in values.values() for x in found)
-    across = Scale(-largest, largest, 565, 850)
-    yield label(430, 24, "validation loss against FP32, %: seeds and their mean", weight=600)
-    yield f'<line x1="{across(0):.0f}" x2="{across(0):.0f}" y1="38" y2="198" stroke="{GREY}"/>'
-    for i, (name, found) in enumerate(values.items()):
-        y, mean = 56 + 38 * i, sum(found) / len(found)
-        yield label(546, y + 4, name, "end")
-        for x in found:
-            yield f'<circle cx="{across(x):.1f}" cy="{y}" r="4.5" fill="{colour_of(name)}" fill-opacity="0.55"/>'
-        yield f'<rect x="{across(mean) - 1:.1f}" y="{y - 12}" width="2.5" height="24" fill="{INK}"/>'
-    for x in (-1, 0, 1):
-        if abs(x) <= largest:
-            yield label(across(x), 212, f"{x:+d}" if x else "0", "middle", GREY)
-
-
-def picture(text: str) -> str:
-    """The SVG of the figures in `text`, which is docs/results.md."""
+def read_study(args: Arguments) -> Study:
+    """The study's pairs of runs that have ended. UserError if there is none."""
+    out = Path(args.study)
     try:
-        parts = [*bars(state_bytes(text)), *dots(seed_differences(text))]
-    except (KeyError, ValueError, IndexError) as error:
-        raise UserError(f"{RESULTS} does not hold what the picture shows ({error!r})") from error
-    title = "Bytes of state per parameter, and validation losses against FP32, by precision"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 910 222" role="img" aria-label="{title}"'
-    background = '<rect width="910" height="222" fill="#ffffff"/>'
-    return f'{head} style="{STYLE}">\n{background}\n' + "\n".join(parts) + "\n</svg>\n"
+        fixed = json.loads((out / "study.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"study={out} is no directory of a parity study: {error}") from error
+    outcomes: dict[Job, Outcome] = {}
+    for seed in seeds_of(out, args):
+        pair = {Job(1.0, item, seed): None for item in (args.base, args.precision)}
+        found = {job: read_outcome(folder(out, job), fixed["steps"]) for job in pair}
+        outcomes |= (
+            {job: outcome for job, outcome in found.items() if outcome is not None} if all(found.values()) else {}
+        )
+    if not outcomes:
+        raise UserError(f"study={out}: no seed has ended in both {args.base} and {args.precision}")
+    if min(len(found.curve) for found in outcomes.values()) < 2:
+        raise UserError(f"study={out}: a curve needs two validations or more; give the study evaluations=")
+    (row,) = [row for row in compare(outcomes, args.base, last=args.last) if row.item == args.precision]
+    curves = {
+        item: [found.curve for job, found in outcomes.items() if job.item == item]
+        for item in (args.base, args.precision)
+    }
+    return Study(fixed["model"], curves, row)
+
+
+def seeds_of(out: Path, args: Arguments) -> list[int]:
+    """The seeds of which there are runs of the precision."""
+    parent = folder(out, Job(1.0, args.precision, 0)).parent
+    return sorted(int(path.name) for path in parent.glob("*") if path.name.isdigit())
+
+
+def label(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    """A line of text."""
+    words = f' class="{kind}"' if kind else ""
+    end = "" if anchor == "start" else f' text-anchor="{anchor}"'
+    return f'<text x="{x:.0f}" y="{y:.0f}"{words}{end}>{html.escape(text)}</text>'
+
+
+def bars(values: Mapping[str, float], left: float, precision: str) -> Iterator[str]:
+    """A bar for each precision."""
+    yield label(left, 24, "bytes of state per parameter", "head")
+    yield label(left, 42, "weights and optimiser", "note")
+    for i, name in enumerate(BARS):
+        y = TOP + 10 + 36 * i
+        kind = "ours" if name == precision else "kin" if name.startswith("scalify") else "others"
+        yield label(left + 112, y + 16, name, anchor="end")
+        yield f'<rect class="{kind}" x="{left + 120:.0f}" y="{y}" width="{8 * values[name]:.0f}" height="22"/>'
+        yield label(left + 126 + 8 * values[name], y + 16, f"{values[name]:g}")
+
+
+def plot(curves: Sequence[Mapping[int, float]], first: float, left: float, right: float) -> Plot:
+    """The scales that hold all curves from step `first` on."""
+    shown = [(step, loss) for curve in curves for step, loss in curve.items() if step >= first and math.isfinite(loss)]
+    low, high = min(loss for _, loss in shown), max(loss for _, loss in shown)
+    margin = 0.06 * (high - low) or 0.06
+    steps = [step for step, _ in shown]
+    return Plot(Scale(min(steps), max(steps), left, right), Scale(low - margin, high + margin, BOTTOM, TOP))
+
+
+def grid(where: Plot) -> Iterator[str]:
+    """Lines and numbers of both axes."""
+    across, up = where
+    for values, kind in ((ticks(up.low, up.high, 5), "y"), (ticks(across.low, across.high, 4), "x")):
+        for value in values:
+            text = written(value, values[1] - values[0] if len(values) > 1 else abs(value) or 1.0)
+            if kind == "y":
+                ends = f'x1="{across.start:.0f}" x2="{across.end:.0f}" y1="{up(value):.1f}" y2="{up(value):.1f}"'
+                yield f'<line class="grid" {ends}/>'
+                yield label(across.start - 6, up(value) + 4, text, "number", "end")
+            else:
+                yield label(across(value), BOTTOM + 16, f"{value:,.0f}", "number", "middle")
+
+
+def lines(curves: Sequence[Mapping[int, float]], kind: str, where: Plot, name: str) -> Iterator[str]:
+    """A thin line for each seed, which says what it is when pointed at."""
+    for seed, curve in enumerate(curves):
+        points = [(s, loss) for s, loss in sorted(curve.items()) if s >= where.across.low and math.isfinite(loss)]
+        path = "L".join(f"{where.across(step):.1f},{where.up(loss):.1f}" for step, loss in points)
+        title = f"<title>{html.escape(name)}, run {seed + 1}: {points[-1][1]:.4f} at the end</title>" if points else ""
+        yield f'<path class="{kind}" stroke-width="1.2" d="M{path}">{title}</path>'
+
+
+def key(x: float, kind: str, text: str) -> str:
+    """A colour and what it stands for."""
+    return f'<line class="{kind}" stroke-width="2.5" x1="{x}" x2="{x + 18}" y1="38" y2="38"/>' + label(x + 24, 42, text)
+
+
+def curves(study: Study, precision: str, base: str) -> Iterator[str]:
+    """The left plot has whole runs, the middle one their last part."""
+    every = [curve for found in study.curves.values() for curve in found]
+    *_, second, last = sorted({step for curve in every for step in curve})
+    whole, end = plot(every, 0, 52, 300), plot(every, min(second, (1 - SHOWN_AT_END) * last), 366, 614)
+    count = len(study.curves[base])
+    yield label(20, 24, f"validation loss of {study.model}, {count} seed{'s' * (count > 1)} each", "head")
+    yield key(22, "base", base)
+    yield key(90, "ours", precision)
+    for where in (whole, end):
+        yield from grid(where)
+        for item, kind in ((base, "base"), (precision, "ours")):
+            yield from lines(study.curves[item], kind, where, item)
+        yield label((where.across.start + where.across.end) / 2, BOTTOM + 34, "step", "note", "middle")
+    x, y = whole.across(end.across.low), whole.up(end.up.high)
+    size = f'width="{whole.across.end - x:.0f}" height="{whole.up(end.up.low) - y:.0f}"'
+    yield f'<rect class="zoom" x="{x:.0f}" y="{y:.0f}" {size}/>'
+    yield label(366, 24, "the framed part, enlarged", "head")
+    yield label(366, 42, difference(study.row), "note")
+
+
+def difference(row: Row) -> str:
+    """The mean of the paired differences, with its interval."""
+    interval = f" ± {100 * row.half_width / row.base_loss:.2f}" if math.isfinite(row.half_width) else ""
+    pairs = f"{row.n} pairs" if row.n > 1 else "one pair"
+    return f"at the end {row.percent:+.2f}{interval} %, {pairs}"
+
+
+def picture(study: Study, values: Mapping[str, float], precision: str, base: str) -> str:
+    """The SVG."""
+    spoken = (
+        f"Validation loss over steps of {base} and {precision} on {study.model}, a line for each of "
+        f"{len(study.curves[base])} seeds: the lines lie on each other; {difference(study.row)}. Bytes of state per "
+        f"parameter: " + ", ".join(f"{name} {values[name]:g}" for name in BARS)
+    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+    parts = [*curves(study, precision, base), *bars(values, 668, precision)]
+    ground = f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}"/>'
+    style = f"<style>{STYLE}</style>\n{ground}"
+    return f'{head} aria-label="{html.escape(spoken)}">\n{style}\n' + "\n".join(parts) + "\n</svg>\n"
 
 
 def main(args: Arguments) -> None:
-    """Write it and say where."""
-    write_atomically(Path(args.out), picture(RESULTS.read_text(encoding="utf-8")))
-    print(args.out)
+    """Write it and say where, and of how many pairs."""
+    study = read_study(args)
+    values = state_bytes(RESULTS.read_text(encoding="utf-8"))
+    write_atomically(Path(args.out), picture(study, values, args.precision, args.base))
+    print(f"{args.out}: {difference(study.row)}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.files import File, Format, examine, expand, format_of
+from trainer.data.jsonl import read_jsonl
 from trainer.data.tokenizer import LINE_START
 from trainer.errors import UserError
 
@@ -210,6 +211,10 @@ def read_files(
     kind: Format, files: list[File], column: str, max_documents: int | None, position: Position
 ) -> Iterator[Rows]:
     """The documents of files of one format."""
+    if kind == "jsonl":
+        paths = [file.path for file in files if file.size]
+        yield from (Rows(*found) for found in read_jsonl(paths, column, max_documents, position, ROWS))
+        return
     with reading(files, kind):
         dataset = load_files(files, kind)
         column = "text" if kind == "text" else column  # what `datasets` calls the content of a text file
@@ -247,11 +252,11 @@ def load_files(files: list[File], format: Format, **options: Any) -> "IterableDa
     """The rows of local files; of text, whole files where `options` do not say otherwise."""
     import datasets
 
-    builder, defaults = {"text": ("text", {"sample_by": "document"}), "jsonl": ("json", {})}.get(format, (format, {}))
+    defaults = {"sample_by": "document"} if format == "text" else {}
     # A path is a glob to `datasets`, and one with brackets would silently match nothing.
     paths = [glob.escape(str(file.path.absolute())) for file in files if file.size]
     return datasets.load_dataset(
-        builder, data_files={"train": paths}, split="train", streaming=True, **defaults | options
+        format, data_files={"train": paths}, split="train", streaming=True, **defaults | options
     )
 
 
@@ -310,28 +315,13 @@ def read_text(file: File, position: Position) -> Iterator[Rows]:
 
 @contextmanager
 def reading(files: list[File], format: str) -> Iterator[None]:
-    """Turn what goes wrong in reading local files into a UserError that names the file and, of jsonl, the line."""
+    """Turn what goes wrong in reading local files into a UserError that names them."""
     try:
         yield
-    # StopIteration is what a jsonl file of blank lines raises.
     except (ValueError, KeyError, TypeError, OSError, RuntimeError, StopIteration) as error:
-        where = find_bad_line(files) if format == "jsonl" else ", ".join(str(file.path) for file in files[:3])
+        where = ", ".join(str(file.path) for file in files[:3])
         what = str(error).strip().splitlines() or ["no rows"]
         raise UserError(f"{where}: cannot be read as {format} ({what[0]})") from error
-
-
-def find_bad_line(files: list[File]) -> str:
-    """The first line that is not a JSON object, as "file, line n"."""
-    for file in files:
-        with file.path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    ok = not line.strip() or isinstance(json.loads(line), dict)
-                except ValueError:
-                    ok = False
-                if not ok:
-                    return f"{file.path}, line {number}"
-    return ", ".join(str(file.path) for file in files[:3])
 
 
 @contextmanager

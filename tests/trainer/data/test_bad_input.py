@@ -96,7 +96,20 @@ def test_an_unknown_column_lists_the_columns(tmp_path):
 
 def test_a_column_that_is_not_text(tmp_path):
     source = TextSource((str(file(tmp_path, '{"id": 1}\n', "a.jsonl")),), "jsonl", "id")
-    fails(source, tmp_path, "column 'id' holds int64, not text")
+    fails(source, tmp_path, r"a\.jsonl, line 1: column 'id' holds a number, not text; choose another data\.column")
+
+
+def test_half_a_character_is_named_with_its_line(tmp_path):
+    lines = ['{"text": "whole"}', "", '{"text": "\\ud83d\\ude00"}', '{"text": "\\ud83d"}']
+    source = TextSource((str(file(tmp_path, "\n".join(lines), "a.jsonl")),))
+    fails(source, tmp_path, r"a\.jsonl, line 4: column 'text' holds half a character")
+
+
+def test_a_file_without_the_column_is_named_where_others_have_it(tmp_path):
+    for name, column in (("a", "text"), ("b", "body")):
+        file(tmp_path, f'{{"{column}": "words", "id": 1}}\n' * 9, f"{name}.jsonl")
+    source = TextSource((str(tmp_path / "*.jsonl"),))
+    fails(source, tmp_path, r"b\.jsonl: there is no column 'text'; valid for data\.column: body, id")
 
 
 @pytest.mark.parametrize("line", ["{broken", "[1, 2]", '"text"'])

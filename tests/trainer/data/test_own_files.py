@@ -96,6 +96,29 @@ def test_a_text_that_only_begins_with_a_brace_is_a_text(line, tmp_path):
     prepare(TextSource((str(tmp_path / "a.txt"),)), "byte", tmp_path / "cache")
 
 
+def test_rows_need_not_have_the_same_keys(tmp_path):
+    rows = [
+        {"text": text} | extra
+        for text, extra in zip(TEXTS, [{}, {"id": 1}, {"id": "x"}, {"id": [1]}] * 15, strict=True)
+    ]
+    for i, part in enumerate((rows[:20], rows[20:40], rows[40:])):
+        (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    manifest = Manifest.load(prepare(TextSource((str(tmp_path / "*.jsonl"),)), "byte", tmp_path / "cache"))
+    assert sorted(decoded(manifest, "train") + decoded(manifest, "val")) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_file_may_be_one_list_of_objects(indent, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.data.corpus.ROWS", 7)
+    rows = [{"text": text, "id": i} for i, text in enumerate(TEXTS)]
+    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(rows, indent=indent).encode())
+    read = open_corpus(TextSource((str(tmp_path / "a.json"),)), tmp_path).read
+    whole = list(read(None))
+    assert [text for found in whole for text in found.texts] == TEXTS
+    for i, found in enumerate(whole):
+        assert [r.texts for r in read(json.loads(json.dumps(found.position)))] == [r.texts for r in whole[i + 1 :]]
+
+
 def test_settings_that_a_text_cannot_use_are_refused(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("text " * 100)
