@@ -181,6 +181,7 @@ def curves(study: Study, precision: str, base: str) -> Iterator[str]:
     yield label(20, 24, f"validation loss of {study.model}, {count} seed{'s' * (count > 1)} each", "head")
     yield key(22, "base", base)
     yield key(90, "ours", precision)
+    yield label(300, 42, "nats", "note", "end")
     for where in (whole, end):
         yield from grid(where)
         for item, kind in ((base, "base"), (precision, "ours")):
