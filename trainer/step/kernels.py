@@ -9,7 +9,6 @@ what it found.
 from enum import StrEnum
 from typing import Any, Literal
 
-from scalify_core import lowering
 from trainer.precision.policy import Policy
 
 Asked = Literal["auto", "true", "false"]  # the key `deterministic`
@@ -46,6 +45,8 @@ def gpu_options(policy: Policy, kernels: Kernels = Kernels.KEPT) -> dict[str, An
     # By default it drops a rounding to 16 bits that is widened again later, and stores the FP32 number instead.
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if takes_scales(policy):
+        from scalify_core import lowering  # imports JAX, which the schema of the configuration does without
+
         options |= lowering.PRODUCT_OPTIONS
     if kernels is not Kernels.FASTEST:
         options["xla_gpu_exclude_nondeterministic_ops"] = True
