@@ -36,8 +36,7 @@ class ScaledArray:
     methods are differentiated so. The constructor is not: it takes the gradient's data for that of `data`, where the
     chain rule asks for the logical gradient times the scale. Where a gradient is to pass, use `as_scaled_array`.
 
-    The leaf of a dynamic scale, as `jax.tree.leaves` has it, may be a mark that stands for the scale (`cotangents`);
-    `scale` is always the power of two, or NaN where arithmetic on leaves has left none.
+    The leaf of a dynamic scale may be a mark that stands for it (`cotangents`). `scale` is the power of two, or NaN.
     """
 
     __slots__ = ("_known", "_leaf", "data")
@@ -107,13 +106,13 @@ class ScaledArray:
 
     def astype(self, dtype: Any) -> ScaledArray:
         """The same scale, the data cast, saturating."""
-        return trusted(_cast(self, np.dtype(dtype)))
+        return trusted(_cast(self, np.dtype(dtype), self._known))
 
     def rescale(self, scale: Any) -> ScaledArray:
         """The same value (up to rounding in the data's dtype) with another scale, static or dynamic as given."""
         scale = ScaledArray(self.data, scale).scale
         if not isinstance(scale, float):
-            return trusted(_rescale_dynamic(self, jnp.asarray(scale, jnp.float32)))
+            return trusted(_rescale_dynamic(self, jnp.asarray(scale, jnp.float32), self._known))
         return self if self.is_static and self.scale == scale else _rescale_static(self, scale)
 
     def __getitem__(self, index: Any) -> ScaledArray:
@@ -144,10 +143,8 @@ class ScaledArray:
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Leaves: data, and that of the scale if it is dynamic."""
-        data = (jax.tree_util.GetAttrKey("data"), self.data)
-        if self.is_static:
-            return (data,), self._leaf
-        return (data, (jax.tree_util.GetAttrKey("scale"), self._leaf)), None
+        leaves, static = self.tree_flatten()
+        return [(jax.tree_util.GetAttrKey(name), x) for name, x in zip(("data", "scale"), leaves, strict=False)], static
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """As `tree_flatten_with_keys`, without keys."""
@@ -181,9 +178,8 @@ def read(x: Any) -> Any:
 
     For who is not differentiated, as the inside of a `custom_vjp`: the leaf of a cotangent does not pass.
     """
-    if not is_scaled_array(x) or not _is_unread(x):
-        return x
-    return _of(x.data, cotangents.number(x._leaf, np.dtype(x.dtype)))
+    unread = is_scaled_array(x) and _is_unread(x)
+    return _of(x.data, cotangents.number(x._leaf, np.dtype(x.dtype))) if unread else x
 
 
 def trusted(x: Any) -> Any:
@@ -268,19 +264,20 @@ def _scaled(x: jax.Array, scale: Any, dtype: np.dtype) -> ScaledArray:
     return _rescaled(ScaledArray(as_float32(x), 1.0), scale).astype(dtype)
 
 
+# `known`: of the argument, which comes out of a custom_vjp without it.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _rescale_static(x: ScaledArray, scale: float) -> ScaledArray:
     return _rescaled(x, scale)
 
 
-@jax.custom_vjp
-def _rescale_dynamic(x: ScaledArray, scale: jax.Array) -> ScaledArray:
-    return _rescaled(x, scale)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rescale_dynamic(x: ScaledArray, scale: jax.Array, known: bool) -> ScaledArray:
+    return _rescaled(trusted(x) if known else x, scale)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _cast(x: ScaledArray, dtype: np.dtype) -> ScaledArray:
-    x = read(x)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _cast(x: ScaledArray, dtype: np.dtype, known: bool) -> ScaledArray:
+    x = trusted(x) if known else read(x)
     return _of(saturating_cast(x.data, dtype), x.scale)
 
 
@@ -295,9 +292,13 @@ def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
     return _of(saturating_cast(data, x.dtype), scale)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _unscale(x: ScaledArray, dtype: np.dtype) -> jax.Array:
-    return _unscaled(x, dtype)
+    return _unscale_as(x, dtype, x._known)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _unscale_as(x: ScaledArray, dtype: np.dtype, known: bool) -> jax.Array:
+    return _unscaled(trusted(x) if known else x, dtype)
 
 
 def _unscaled(x: ScaledArray, dtype: Any) -> jax.Array:
@@ -379,18 +380,18 @@ _rescale_static.defvjp(
     lambda scale, x, gradient: (_gradient_of_argument(x, gradient),),
 )
 _rescale_dynamic.defvjp(
-    lambda x, scale: (_rescale_dynamic(x, scale), (x, scale)),
-    lambda like, gradient: (_gradient_of_argument(like[0], gradient), jnp.zeros_like(like[1])),
+    lambda x, scale, known: (_rescale_dynamic(x, scale, known), (x, scale)),
+    lambda known, like, gradient: (_gradient_of_argument(like[0], gradient), jnp.zeros_like(like[1])),
 )
-_unscale.defvjp(
-    lambda x, dtype: (_unscale(x, dtype), x),
-    lambda dtype, x, gradient: (
+_unscale_as.defvjp(
+    lambda x, dtype, known: (_unscale_as(x, dtype, known), x),
+    lambda dtype, known, x, gradient: (
         _gradient_of_argument(x, as_scaled_array(as_float32(gradient), 1.0 if x.is_static else None)),
     ),
 )
 _cast.defvjp(
-    lambda x, dtype: (_cast(x, dtype), x),
-    lambda dtype, x, gradient: (_gradient_of_cast(x, dtype, gradient),),
+    lambda x, dtype, known: (_cast(x, dtype, known), x),
+    lambda dtype, known, x, gradient: (_gradient_of_cast(x, dtype, gradient),),
 )
 _marked.defvjp(
     lambda x, dtype, shape, axes: (_marked(x, dtype, shape, axes), x),

@@ -34,7 +34,7 @@ _ROUNDINGS = np.float32(2.0**-18)  # of a sum or mean of marks, relative
 
 def _check(exponent: Any) -> Any:
     """A strictly convex function, so that the mean of two marks is none."""
-    return exponent * (exponent - 1) >> 1
+    return (exponent - 127) * (exponent - 127)
 
 
 def _mark(exponent: int) -> np.float32:

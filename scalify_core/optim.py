@@ -40,7 +40,7 @@ import numpy as np
 import optax
 
 from scalify_core import lowering
-from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array
+from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, trusted
 from scalify_core.formats import FP16, FP32, FloatFormat, counter_words, pow2_floor, pow2_inverse
 from scalify_core.reductions import largest_magnitudes
 from scalify_core.rescale import dynamic_rescale_rms
@@ -336,7 +336,8 @@ def _flatten(state: Any, stored: Mapping[str, Stored]) -> tuple[list[Any], list[
         raise ValueError(
             f"scaled_state: the state has no float array in a field {min(missing)!r}; it has some in {has}"
         )
-    return [x for _, x in flat], plans, treedef
+    # The optimiser's own scales need not be read: on a GPU each would be a kernel.
+    return [trusted(x) for _, x in flat], plans, treedef
 
 
 def _widen(arrays: list[Any], plans: list[_Plan]) -> list[Any]:

@@ -68,8 +68,9 @@ def scalify(
         It can be jitted, vmapped, sharded and differentiated (reverse mode). A gradient with respect to a
         ScaledArray is the ScaledArray of the logical gradient: with a dynamic scale it has its own scale, with a
         static one that of the argument, where FP16 loses what is 2^24 times as small: the program has a callback that
-        warns when it happens (`PrecisionWarning`). Such gradients must not be added outside of `scalify` (use one
-        scalified function of the parameters, or `scalify(jax.grad(fun))`, which is the better choice in any case).
+        warns when it happens (`PrecisionWarning`). Where an argument is used more than once, gradients of static
+        scales and of data in FP32 or BF16 add up right; those of narrower data with a dynamic scale become NaN. Use
+        `scalify(jax.grad(fun))` around all uses, which is the better choice in any case.
 
     Raises:
         ValueError: another `scales`; positional and named static arguments that the function does not have.
@@ -80,31 +81,51 @@ def scalify(
     how = _evaluator(scales, reporter)
 
     @functools.cache
-    def on_leaves(tree: Any, statics: tuple) -> tuple[Callable, Callable]:
+    def on_leaves(tree: Any, statics: tuple, places: tuple[int, ...]) -> tuple[Callable, Callable]:
         """One function of the leaves per structure of the arguments, so that its traces are cached."""
 
-        def flat(*leaves: Any) -> Any:
+        def flat(*different: Any) -> Any:
+            leaves = [different[i] for i in places]
             args, kwargs = arguments.joined(statics, *jax.tree.unflatten(tree, leaves))
             return asarray(fun(*args, **kwargs))
 
         flat.__name__ = getattr(fun, "__name__", "scalified")
-        return flat, _differentiable(flat, how, reporter, arguments.leaf_names(tree).__getitem__)
+        return flat, _differentiable(flat, how, reporter, lambda i: arguments.leaf_names(tree)[places.index(i)])
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
         statics, arrays = arguments.split(args, kwargs)
         leaves, tree = jax.tree.flatten(arrays, is_leaf=is_scaled_array)
         arguments.check(arrays, leaves)
-        flat, differentiable = on_leaves(tree, statics)
+        places = _places(leaves)
+        leaves = [leaves[places.index(i)] for i in range(1 + max(places, default=-1))]
+        flat, differentiable = on_leaves(tree, statics, places)
         try:
             out = differentiable(*leaves)
         except _ClosesOverTracers:
             closed_over, opened = _opened(flat, leaves)
-            names = ["a closed-over array"] * len(closed_over) + arguments.leaf_names(tree)
+            own_names = arguments.leaf_names(tree)
+            own_names = [own_names[places.index(i)] for i in range(len(leaves))]
+            names = ["a closed-over array"] * len(closed_over) + own_names
             out = _differentiable(opened, how, reporter, names.__getitem__)(*closed_over, *leaves)
         return jax.tree.map(trusted, out, is_leaf=is_scaled_array)
 
     return scalified
+
+
+def _places(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """The number of each leaf among those that differ: a traced ScaledArray that is given twice is one argument.
+
+    Its gradients are added inside, where they are numbers; outside, JAX would add their data and their scales.
+    """
+    numbers: dict[Any, int] = {}
+    return tuple(numbers.setdefault(_identity(i, x), len(numbers)) for i, x in enumerate(leaves))
+
+
+def _identity(number: int, x: Any) -> Any:
+    if is_scaled_array(x) and not x.is_static and isinstance(x.data, jax.core.Tracer):
+        return id(x.data), id(x._leaf)
+    return number
 
 
 def traced_in_float32(fun: Callable, leaves: Sequence[Any]) -> Any:

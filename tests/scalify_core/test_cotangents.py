@@ -1,0 +1,179 @@
+"""Gradients outside of scalify of arguments with run-time scales: what JAX adds leaf by leaf is right, or NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
+from scalify_core.cotangents import OF_ONE, marked, number
+
+HALF = jnp.float16
+X = jax.random.normal(jax.random.key(0), (4, 8))
+XS = jnp.stack([X, 2 * X, 3 * X])
+W = 0.01 * jax.random.normal(jax.random.key(1), (8, 8))
+ROUNDINGS = {jnp.float32: 1e-6, jnp.bfloat16: 2.0**-6, HALF: 2.0**-9}
+
+
+def loss(w, x):
+    return jnp.sum(jnp.tanh(x @ w))
+
+
+def outside(w, x, scales="auto"):
+    return asarray(scalify(loss, scales=scales)(w, x))
+
+
+def single(f, value):
+    return lambda w: f(w, X)
+
+
+def two_calls(f, value):
+    return lambda w: f(w, X) + f(w, 2 * X)
+
+
+def scan_over_micro_batches(f, value):
+    return lambda w: lax.scan(lambda total, x: (total + f(w, x), None), 0.0, XS)[0]
+
+
+def mean_over_vmap(f, value):
+    return lambda w: jnp.mean(jax.vmap(f, (None, 0))(w, XS))
+
+
+def with_l2(f, value):
+    return lambda w: f(w, X) + jnp.sum(value(w) ** 2)
+
+
+USES = [two_calls, scan_over_micro_batches, mean_over_vmap, with_l2]
+
+
+def both(use, w, scales="auto"):
+    found = jax.jit(jax.grad(use(lambda w, x: outside(w, x, scales), asarray)))(w)
+    return np.asarray(asarray(found)), np.asarray(jax.grad(use(loss, lambda w: w))(asarray(w)))
+
+
+def relative(found, expected):
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+@pytest.mark.parametrize("dtype", ROUNDINGS)
+def test_one_use_is_right(dtype, scales):
+    assert relative(*both(single, as_scaled_array(W, dtype=dtype), scales)) < ROUNDINGS[dtype]
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("use", USES)
+def test_several_uses_add_up_where_data_has_the_range_of_float32(use, dtype, scales):
+    assert relative(*both(use, as_scaled_array(W, dtype=dtype), scales)) < ROUNDINGS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [HALF, jnp.float8_e5m2])
+@pytest.mark.parametrize("use", USES)
+def test_several_uses_of_narrow_data_are_not_a_number(use, dtype):
+    found, _ = both(use, as_scaled_array(W, dtype=dtype))
+    assert np.isnan(found).all()
+
+
+def test_a_use_without_gradient_counts_for_nothing():
+    w = as_scaled_array(W, dtype=HALF)
+    found = jax.grad(lambda w: outside(w, X) + outside(w, 0 * X))(w)
+    assert relative(asarray(found), jax.grad(loss)(asarray(w), X)) < ROUNDINGS[HALF]
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS)
+def test_an_argument_that_is_given_twice_is_one(dtype):
+    w = as_scaled_array(W, dtype=dtype)
+    tied = scalify(lambda p, x: loss(p["a"], x) + loss(p["b"], 2 * x))
+    found = jax.jit(jax.grad(lambda w: asarray(tied({"a": w, "b": w}, X))))(w)
+    expected = jax.grad(lambda w: loss(w, X) + loss(w, 2 * X))(asarray(w))
+    assert relative(asarray(found), expected) < ROUNDINGS[dtype]
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS)
+def test_steps_with_a_gradient_each_in_a_scan_are_right(dtype):
+    w = as_scaled_array(W, dtype=dtype)
+    update = scalify(lambda w, g: w - 0.01 * g)
+    found, _ = lax.scan(lambda w, x: (update(w, jax.grad(outside)(w, x)), None), w, XS)
+    plain = asarray(w)
+    for x in XS:
+        plain = plain - 0.01 * jax.grad(loss)(plain, x)
+    assert relative(asarray(found), plain) < 4 * ROUNDINGS[dtype]
+
+
+def test_a_chain_of_scalified_functions_whose_middle_is_used_twice_is_right():
+    chain = scalify(jnp.tanh), scalify(lambda y: jnp.sum(y**2)), scalify(lambda y: jnp.sum(jnp.sin(y)))
+
+    def found(w):
+        y = chain[0](w)
+        return asarray(chain[1](y)) + asarray(chain[2](y))
+
+    w = as_scaled_array(W)
+    expected = jax.grad(lambda w: jnp.sum(jnp.tanh(w) ** 2) + jnp.sum(jnp.sin(jnp.tanh(w))))(W)
+    np.testing.assert_allclose(asarray(jax.grad(found)(w)), expected, rtol=1e-5)
+
+
+def test_gradients_can_be_averaged_leaf_by_leaf_where_they_add_up():
+    w = as_scaled_array(W)
+    total = jax.tree.map(jnp.zeros_like, w)
+    for x in XS:
+        total = jax.tree.map(jnp.add, total, jax.grad(outside)(w, x))
+    mean = jax.tree.map(lambda g: g / len(XS), total)
+    expected = sum(jax.grad(loss)(W, x) for x in XS) / len(XS)
+    np.testing.assert_allclose(asarray(mean), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, HALF])
+def test_other_arithmetic_on_leaves_is_not_a_number(dtype):
+    w = as_scaled_array(W, dtype=dtype)
+    gradient = jax.grad(outside)(w, X)
+    descent = jax.tree.map(lambda p, g: p - 0.1 * g, w, gradient)
+    adam = optax.adam(1e-3)
+    updates, _ = adam.update(gradient, adam.init(w), w)
+    for wrong in (descent, optax.apply_updates(w, updates), jax.tree.map(lambda g: 0.1 * g, gradient)):
+        assert np.isnan(asarray(wrong)).all()
+        assert np.isnan(asarray(scalify(lambda x: 2 * x)(wrong))).all()
+    assert float(optax.global_norm(gradient)) > 2.0**39  # so that it is seen
+
+
+def test_leaves_of_arguments_that_became_no_powers_of_two_are_not_a_number():
+    a, b = as_scaled_array(W, jnp.float32(2)), as_scaled_array(W, jnp.float32(0.5))
+    assert np.isnan(asarray(jax.tree.map(lambda x, y: (x + y) / 2, a, b))).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, HALF])
+def test_optimisers_and_norms_inside_take_gradients_from_outside(dtype):
+    w = as_scaled_array(W, dtype=dtype)
+    gradient, plain = jax.grad(outside)(w, X), jax.grad(loss)(asarray(w), X)
+    norm = asarray(scalify(optax.global_norm)(gradient))
+    np.testing.assert_allclose(norm, optax.global_norm(plain), rtol=ROUNDINGS[dtype])
+    found = scalify(optax.apply_updates)(w, gradient)
+    np.testing.assert_allclose(asarray(found), asarray(w) + plain, rtol=0, atol=4 * ROUNDINGS[dtype])
+
+
+def test_gradients_through_casts_and_indices_are_of_the_format_of_what_they_are_of():
+    for dtype, other in ((HALF, jnp.float32), (jnp.float32, HALF)):
+        w = as_scaled_array(W, dtype=dtype)
+        found = jax.grad(lambda w, to=other: jnp.sum(asarray(w.astype(to)) ** 2))(w)
+        np.testing.assert_allclose(asarray(found), 2 * asarray(w), rtol=2.0**-9)
+    layers = ScaledArray(jnp.stack([W, W]).astype(HALF), jnp.asarray([1.0, 2.0]))
+    found = jax.grad(lambda p: jnp.sum(asarray(p[0])) + jnp.sum(3 * asarray(p[1])))(layers)
+    np.testing.assert_array_equal(asarray(found)[:, 0, 0], [1, 3])
+
+
+def test_marks_say_their_scales_and_no_sum_or_mean_of_them_is_one():
+    scales = 2.0 ** np.arange(-125, 127, dtype=np.float32)
+    marks = marked(jnp.asarray(scales))
+    for dtype in (jnp.float32, HALF):
+        np.testing.assert_array_equal(number(marks, np.dtype(dtype)), scales)
+        np.testing.assert_array_equal(number(jnp.asarray(scales), np.dtype(dtype)), scales)
+    assert float(marked(jnp.float32(1))) == OF_ONE
+    narrow, wide = np.dtype(HALF), np.dtype(np.float32)
+    marks = np.asarray(marks)
+    assert np.isnan(number(marks[:, None] + marks[None], narrow)).all()
+    means = np.asarray(number(marks[:, None] / 2 + marks[None] / 2, narrow))
+    assert (np.isnan(means) | np.eye(len(scales), dtype=bool)).all()
+    assert (number(OF_ONE * np.arange(1.0, 1000, dtype=np.float32), wide) == 1).all()
+    assert np.isnan(number(marks[marks != OF_ONE] * 2, wide)).all()
