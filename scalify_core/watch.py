@@ -69,8 +69,13 @@ def losses(before: Any, after: Any) -> jax.Array:
     return jnp.stack([norm, share.astype(jnp.float32), saturated])
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def lines_lost(dims: Any, lhs: Any, lhs_stored: Any, rhs: Any, rhs_stored: Any, out: Any) -> jax.Array:
+def lines_lost(
+    multiply: Callable[[Any, Any], Any],
+    lines: tuple[Sequence[int], Sequence[int]],
+    lhs: tuple[Any, Any],
+    rhs: tuple[Any, Any],
+    scales: tuple[Any, Any],
+) -> jax.Array:
     """Of a product of stored operands, the shares of its rows and of its columns that are off by more than 1%.
 
     FP32 [2]; off for what the operands lose below the format's smallest normal number, of bits or altogether. A row is
@@ -78,33 +83,28 @@ def lines_lost(dims: Any, lhs: Any, lhs_stored: Any, rhs: Any, rhs_stored: Any, 
     does not show it: a row by itself, or the other operand, may make up for how small it is.
 
     Args:
-        dims: the dimension numbers of `dot_general`.
-        lhs: the operand, FP32, in units of what is stored.
-        lhs_stored: the same in its format.
+        multiply: the product of FP32 operands, of all their bits.
+        lines: the axes of the result that are of the left operand alone, and those of the right one.
+        lhs: the operand, FP32, in units of what is stored, and the same in its format.
         rhs: the other operand.
-        rhs_stored: the same in its format.
-        out: the product of what is stored.
+        scales: of the result because of either operand; they broadcast to it.
     """
-    ((contracted, _), (batch, _)), least = dims, float(jnp.finfo(lhs_stored.dtype).tiny)
-    lhs_kept, rhs_kept = (jnp.asarray(y, jnp.float32) for y in (lhs_stored, rhs_stored))
-    lhs_lost, rhs_lost = (jnp.where(jnp.abs(x) < least, x - y, 0) for x, y in ((lhs, lhs_kept), (rhs, rhs_kept)))
-    # (lost, kept) times (all, lost): what is lost on the left, and on the right.
-    axes = [None if not axes else axes[0] for axes in dims[0]]
-    terms = _joined(lhs_lost, lhs_kept, axes[0]), _joined(rhs_kept + rhs_lost, rhs_lost, axes[1])
-    lost = jnp.abs(jax.lax.dot_general(*terms, dims, precision=jax.lax.Precision.HIGHEST))
-    rows = tuple(range(len(batch), lhs.ndim - len(contracted)))
-    columns = tuple(range(len(batch) + len(rows), lost.ndim))
+    least = float(jnp.finfo(lhs[1].dtype).tiny)
+    lhs_kept, rhs_kept = (jnp.asarray(y, jnp.float32) for _, y in (lhs, rhs))
+    lhs_lost, rhs_lost = (
+        jnp.where(jnp.abs(x) < least, x - kept, 0) for (x, _), kept in ((lhs, lhs_kept), (rhs, rhs_kept))
+    )
+    lost = jnp.abs(multiply(lhs_lost, rhs_kept + rhs_lost) + multiply(lhs_kept, rhs_lost))
+    out = jnp.abs(multiply(lhs_kept, rhs_kept))
+    for scale in scales:  # of the largest: what is 2^126 times as small is nothing beside it in any line
+        relative = jnp.asarray(scale, jnp.float32) / jnp.max(jnp.asarray(scale, jnp.float32), initial=0.0)
+        lost, out = lost * relative, out * relative
     # Largest magnitudes: squares of what is 2^60 times as small would leave FP32.
     off = (
-        jnp.max(lost, axes, initial=0.0) > FLUSHED * jnp.max(jnp.abs(out), axes, initial=0.0)
-        for axes in (columns, rows)
+        jnp.max(lost, tuple(axes), initial=0.0) > FLUSHED * jnp.max(out, tuple(axes), initial=0.0)
+        for axes in reversed(lines)
     )
     return jnp.stack([jnp.mean(x, dtype=jnp.float32) if x.size else jnp.float32(0) for x in off])
-
-
-def _joined(a: Any, b: Any, axis: int | None) -> Any:
-    """Both along a contracted axis; where none is contracted, the first."""
-    return a if axis is None else jnp.concatenate([a, b], axis)
 
 
 class Gradient(NamedTuple):

@@ -25,11 +25,12 @@ from scalify_core.measured.plan import (
     plan_of,
     product_format,
 )
-from scalify_core.measured.products import Want, scales_of_result
+from scalify_core.measured.products import Want, lines, scales_of_result
 from scalify_core.scales import broadcast_scale
 from scalify_core.scopes import scope_of, within
 from scalify_core.watch import Reporter
 
+_IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 Kind = Callable[[Step, "Operands"], Any]
 kinds: dict[str, Kind] = {}
 
@@ -224,15 +225,20 @@ def _product(step: Step, env: Operands) -> Sequence[Any]:
     eqn = step.eqn
     dtype = product_format(step.formats, eqn)
     assert dtype is not None
-    a, b = (env.stored(atom, want) for atom, want in zip(eqn.invars[:2], step.wants[:2], strict=True))
+    a, b = (env.stored(atom, want or Want(dtype)) for atom, want in zip(eqn.invars[:2], step.wants[:2], strict=True))
     rest = list(map(env.read, eqn.invars[2:]))
     # BF16 holds what FP32 does, and XLA's CPU backend has no BF16 product with an FP32 result.
     result = np.dtype(np.float32) if store.has_own_range(dtype) else dtype
     out = eqn.primitive.bind(a.data, b.data, *rest, **{**eqn.params, "preferred_element_type": result})
-    if (reporter := _reporter.get()) is not None and eqn.primitive.name == "dot_general":
-        operands = [y for atom, x in zip(eqn.invars, (a, b), strict=True) for y in (env.in_units_of(atom, x), x.data)]
-        reporter.multiplied(str(dtype), watch.lines_lost(eqn.params["dimension_numbers"], *operands, out))
-    return [store.scaled_by(storage.as_float32(out), *scales_of_result(eqn, a, b, *rest))]
+    scales = scales_of_result(eqn, a, b, *rest)
+    if (reporter := _reporter.get()) is not None:
+        in_full = {**eqn.params, "preferred_element_type": np.dtype(np.float32), "precision": _IN_FULL}
+        operands = ((env.in_units_of(atom, x), x.data) for atom, x in zip(eqn.invars, (a, b), strict=False))
+        left, right = operands
+        multiply = lambda a, b: eqn.primitive.bind(a, b, *rest, **in_full)
+        lost = watch.lines_lost(multiply, lines(eqn), left, right, scales)
+        reporter.multiplied(str(dtype), lost)
+    return [store.scaled_by(storage.as_float32(out), *scales)]
 
 
 @kind("convert")

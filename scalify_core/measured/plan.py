@@ -245,7 +245,7 @@ def _is_in_float32(eqn: Any, formats: Sequence[Format], fmt: np.dtype, origins: 
     """
 
     def is_rounded(atom: Any, own: Format) -> bool:
-        if own is not None or not is_float(atom.aval) or atom.aval.dtype.itemsize < 4:
+        if own is not None or exact.is_narrow(np.dtype(atom.aval.dtype)):
             return False
         return type(atom) is Literal or not exact.holds(fmt, origins.get(atom))
 

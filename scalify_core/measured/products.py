@@ -68,7 +68,7 @@ def scales_of_result(eqn: Any, a: ScaledArray, b: ScaledArray, group_sizes: Any 
     (lhs, rhs), result = dot_labels(dims, a.ndim, b.ndim, group=numbers.rhs_group_dimensions)
     if len(result) < ndim:  # a group is what is summed over: it is the leading axis of the result
         result = [None, *result]
-    if numbers.rhs_group_dimensions and len(set(_shape(b))) > 0 and _has_parts(b, numbers.rhs_group_dimensions[0]):
+    if numbers.rhs_group_dimensions and _has_parts(b, numbers.rhs_group_dimensions[0]):
         (group,) = numbers.rhs_group_dimensions
         ids = _group_of_each(group_sizes, a.shape[ragged])
         of_rows = jnp.take(b.scale, ids, axis=group)
@@ -89,6 +89,22 @@ def dot_labels(
     lhs, rhs = out
     free = [label for label in (*lhs, *rhs) if isinstance(label, tuple)]
     return (lhs, rhs), [*range(len(batches[0])), *free]
+
+
+def lines(eqn: Any) -> tuple[Sequence[int], Sequence[int]]:
+    """The axes of a product's result that are of its left operand alone, and those of its right one."""
+    rank = len(eqn.outvars[0].aval.shape)
+    if eqn.primitive.name == "conv_general_dilated":
+        batch, feature, *positions = eqn.params["dimension_numbers"].out_spec
+        return (batch, *positions), (feature,)
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    dims = eqn.params["dimension_numbers"] if numbers is None else numbers.dot_dimension_numbers
+    group = () if numbers is None else numbers.rhs_group_dimensions
+    _, result = dot_labels(dims, len(eqn.invars[0].aval.shape), len(eqn.invars[1].aval.shape), group)
+    of_both = rank - len(result)  # the group, if that is what is summed over
+    sides = [label[0] if isinstance(label, tuple) else None for label in result]
+    first, second = ([of_both + i for i, side in enumerate(sides) if side == number] for number in (0, 1))
+    return first, second
 
 
 def contracted_size(eqn: Any) -> int:

@@ -23,6 +23,7 @@ _EXPONENT = np.int32(0x7F800000)  # of an FP32 number's bits
 _MANTISSA = 23
 _RESULT_TOP = 6
 _MASK = 2.0**10  # what no logit comes near
+_LEAST_MASK = 2.0**8  # beside logits of nearly zero; `exp` of its negative is zero in FP32
 _MASKS = -1e7  # and below: what stands for nothing in logits, and is no number that anybody computes with
 
 
@@ -102,7 +103,8 @@ def _beside(x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]) -> tupl
     They are kept while the largest of the rest stays 4 octaves above the format's smallest normal number, so that it
     has all of its precision. Of constants further off, those up to `_MASKS` mean no number: they saturate, at the scale
     of the rest, or at one so much larger that they are `_MASK` still, of which `exp` is zero, as long as the rest has
-    that precision. All others are numbers as the rest is, and the scale is that of the largest.
+    that precision; where that would leave less than `_LEAST_MASK` of them (beside 1e-8), they are -inf. All others are
+    numbers as the rest is, and the scale is that of the largest.
     """
     (x,) = lowering.once(x)
     fmt, top = FloatFormat.of(dtype), top_of(dtype)
@@ -115,7 +117,10 @@ def _beside(x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]) -> tupl
     scale = lax.select(of_all > furthest, lax.max(as_mask, of_numbers), lax.max(of_all, of_rest))
     scale = lax.select(of_rest > np.float32(MIN_SCALE), scale, unit_of(x, _RESULT_TOP))
     limit = lax.broadcast(scale * np.float32(fmt.max), x.shape)
-    x = lax.select(lax.bitwise_and(masked, lax.gt(lax.abs(x), limit)), lax.mul(lax.sign(x), limit), x)
+    beyond, saturated = lax.bitwise_and(masked, lax.gt(lax.abs(x), limit)), lax.mul(lax.sign(x), limit)
+    if np.dtype(dtype).itemsize == 2:  # a format that has infinities
+        saturated = lax.select(lax.lt(limit, lax.full_like(limit, _LEAST_MASK)), lax.full_like(x, -np.inf), saturated)
+    x = lax.select(beyond, saturated, x)
     return x, _divided(x, scale, dtype), scale
 
 

@@ -146,16 +146,24 @@ def test_residuals_of_a_batch_are_stacked_in_the_format_of_the_product():
     args = as_scaled_array((normal(0, 3, 16, 16) / 8, normal(1, 4, 8, 16)), dtype=HALF)
     scans = [eqn for eqn in equations(jax.make_jaxpr(scalify(jax.grad(loss)))(*args)) if eqn.primitive.name == "scan"]
     read = [(var.aval.shape, var.aval.dtype) for var in scans[-1].invars]
-    # The projections, their probabilities, and the scales of both.
+    # The projections, their probabilities, and the scales of both: for each entry, and of what no product sums over.
     assert ((3, 4, 8, 2, 8), HALF) in read
     assert ((3, 4, 1, 2, 1), jnp.float32) in read
     assert ((3, 4, 2, 8, 8), HALF) in read
-    assert ((3, 4, 2, 1, 1), jnp.float32) in read
+    assert ((3, 4, 2, 1, 8), jnp.float32) in read
     assert error(jax.jit(scalify(jax.grad(loss)))(*args), jax.grad(loss)(*asarray(args))) <= 8 * FP16.epsilon
 
 
-def test_products_without_a_batch_have_one_scale_an_operand():
+def test_what_a_product_sums_over_has_one_scale_and_an_operand_is_stored_once_for_all_readers():
     args = as_scaled_array((A[0], B[0]), dtype=HALF)
-    jaxpr = jax.make_jaxpr(scalify(lambda a, b: jnp.tanh(a) @ jnp.tanh(b)))(*args)
-    found = [eqn.params["axes"] for eqn in equations(jaxpr) if eqn.primitive.name == "reduce_max"]
-    assert found == [(0, 1)] * 3  # of both operands and the result
+
+    def product(a, b):
+        return jnp.tanh(a) @ jnp.tanh(b)
+
+    def stores(fun):
+        jaxpr = jax.make_jaxpr(scalify(fun))(*args)
+        return [eqn.params["axes"] for eqn in equations(jaxpr) if eqn.primitive.name == "reduce_max"]
+
+    assert stores(product) == [(1,), (0,), (0, 1)]  # each row, each column, and the result
+    # A gradient sums over the other axis: one scale an operand, stored once, the two cotangents' and results'.
+    assert stores(jax.grad(lambda a, b: jnp.sum(product(a, b) ** 2), (0, 1))) == [(0, 1)] * 5

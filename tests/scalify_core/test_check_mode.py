@@ -193,14 +193,22 @@ def test_without_check_nothing_is_added_and_nothing_computed_otherwise():
 
 
 FAR = 10.0 ** jnp.arange(-8.0, 8.0)[:, None]  # 50 octaves
+
+
+def summed_too(h):
+    """A sum over the rows of what is read by rows elsewhere, too: so it has one scale."""
+    return jnp.ones((16, 16), jnp.float32).T @ h * 1e-20
+
+
 LINES = {
-    "rows": (lambda x, w: ((x * FAR) @ w) / FAR, r"% of its rows"),
-    "columns": (lambda x, w: (x @ (w * FAR.T)) / FAR.T, r"% of its columns"),
+    "rows": (lambda x, w: (lambda h: (h @ w) / FAR + summed_too(h))(x * FAR), r"% of its rows"),
+    "columns": (lambda x, w: (lambda h: (x @ h) / FAR.T + summed_too(h.T).T)(w * FAR.T), r"% of its columns"),
     "contracted": (lambda x, w: (x * FAR.T) @ (w / FAR), r"100.00% of its rows and 100.00% of its columns"),
-    "moved": (lambda x, w: (jnp.flip((x * FAR).T, 0).T @ w) / FAR, r"% of its rows"),
-    "outer": (lambda x, w: jnp.tensordot(x[:, 0] * FAR[:, 0], w[0], 0) / FAR, r"% of its rows"),
     "nowhere": (lambda x, w: jnp.exp(-30 + x) @ (w * 1e9), ""),
     "entries": (lambda x, w: jnp.matmul(FAR[:, None] * x[None], w[None] / FAR[:, None]), ""),
+    "each row": (lambda x, w: ((x * FAR) @ w) / FAR, ""),
+    "each column": (lambda x, w: (x @ (w * FAR.T)) / FAR.T, ""),
+    "outer": (lambda x, w: jnp.tensordot(x[:, 0] * FAR[:, 0], w[0], 0) / FAR, ""),
 }
 
 

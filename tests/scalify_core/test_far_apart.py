@@ -1,0 +1,202 @@
+"""Parts of a product's operands that are many octaves apart, where the format holds less: rows, groups, experts."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from scalify_core import as_scaled_array, asarray, scalify
+from scalify_core.formats import BF16, FP16
+from scalify_core.measured import products, store
+
+HALF = jnp.float16
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def far(n, octaves=80):
+    return 2.0 ** jnp.round(jnp.linspace(-octaves / 2, octaves / 2, n))
+
+
+def error(found, expected, axis=0):
+    """Of the worst index along an axis, relative to its norm; of the worst result."""
+    errors = []
+    for x, y in zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True):
+        x, y = (np.moveaxis(np.asarray(a, np.float64), axis, 0).reshape(a.shape[axis], -1) for a in (x, y))
+        errors.append(np.max(np.linalg.norm(x - y, axis=1) / np.linalg.norm(y, axis=1)))
+    return max(errors)
+
+
+def both(fun, *args, dtype=HALF):
+    scaled = as_scaled_array(args, dtype=dtype)
+    return jax.jit(scalify(fun))(*scaled), jax.jit(fun)(*asarray(scaled))
+
+
+def conv(x, k, **params):
+    return lax.conv_general_dilated(x, k, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), **params)
+
+
+def conv_elsewhere(x, k, **params):
+    """The same, its axes in another order."""
+    numbers = ("CWN", "OWI", "CWN")
+    out = lax.conv_general_dilated(x.T, k.transpose(2, 0, 1), (1,), "SAME", dimension_numbers=numbers, **params)
+    return out.T
+
+
+ENTRIES = far(6)
+SHARED = {
+    "rows": lambda x, w, s: ((x[0] * s[:, None]) @ w[0]) / s[:, None],
+    "columns": lambda x, w, s: ((w[0].T @ (x[0] * s[:, None]).T) / s[None]).T,
+    "vmap of vectors": lambda x, w, s: jax.vmap(lambda x, s: ((x * s) @ w[0]) / s)(x[0], s),
+    "vmap of matrices": lambda x, w, s: jax.vmap(lambda x, s: ((x * s) @ w[0]) / s)(x, s),
+    "vmap of weights": lambda x, w, s: jax.vmap(lambda w, s: (x[0] @ (w * s)) / s)(w, s),
+    "jit of a product": lambda x, w, s: jax.jit(jnp.matmul)(x[0] * s[:, None], w[0]) / s[:, None],
+    "scan of products": lambda x, w, s: lax.scan(lambda h, w: (h @ w, None), x[0] * s[:, None], w)[0] / s[:, None],
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("dtype", [HALF, jnp.float8_e5m2])
+def test_entries_of_one_operand_are_as_right_as_each_by_itself(kind, dtype):
+    found, expected = both(
+        lambda x, w: SHARED[kind](x, w, ENTRIES), normal(0, 6, 6, 8), normal(1, 6, 8, 8), dtype=dtype
+    )
+    assert error(found, expected) <= 8 * FP16.epsilon
+
+
+LAST, GROUPS = far(8)[None, None], jnp.repeat(far(4), 2)[None, None]
+CONVOLUTIONS = {
+    "batch": lambda conv, x, k: conv(x * far(8)[:, None, None], k) / far(8)[:, None, None],
+    "features": lambda conv, x, k: conv(x, k * LAST) / LAST,
+    "vmap of both": lambda conv, x, k: jax.vmap(lambda x, k, s: conv(x[None] * s, k / s)[0])(
+        x, jnp.stack([k] * 8), far(8)
+    ),
+    "vmap of inputs": lambda conv, x, k: jax.vmap(lambda x, s: conv(x[None] * s, k)[0] / s)(x, far(8)),
+    "vmap of kernels": lambda conv, x, k: jax.vmap(lambda k, s: conv(x, k * s) / s)(jnp.stack([k] * 8), far(8)),
+    "groups of the input": lambda conv, x, k: conv(x * GROUPS, k[:, :2], feature_group_count=4) / GROUPS,
+    "groups of both": lambda conv, x, k: conv(x * GROUPS, k[:, :2] / GROUPS, feature_group_count=4),
+    "depthwise": lambda conv, x, k: conv(x * LAST, k[:, :1] / LAST, feature_group_count=8),
+    "groups of the batch": lambda conv, x, k: conv(x * GROUPS.T, k / GROUPS, batch_group_count=4),
+}
+
+
+def of_each(kind, found):
+    """Along which axis of a result the factors are."""
+    return {"batch": 0, "vmap of both": 0, "vmap of inputs": 0, "vmap of kernels": 0}.get(kind, found.ndim - 1)
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@pytest.mark.parametrize("conv", [conv, conv_elsewhere])
+def test_groups_and_batches_of_convolutions_are_as_right_as_each_by_itself(kind, conv):
+    found, expected = both(functools.partial(CONVOLUTIONS[kind], conv), normal(0, 8, 7, 8), normal(1, 3, 8, 8))
+    assert error(found, expected, of_each(kind, expected)) <= 4 * FP16.epsilon
+
+
+GROUPED = ("vmap of both", "groups of both", "depthwise")
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_gradients_of_grouped_convolutions_are_too(kind):
+    def gradient(x, k):
+        return jax.grad(lambda x, k: jnp.sum(CONVOLUTIONS[kind](conv, x, k) * normal(2, 8, 7, 8)), (0, 1))(x, k)
+
+    found, expected = both(gradient, normal(0, 8, 7, 8), normal(1, 3, 8, 8))
+    assert error(found[0], expected[0], of_each(kind, expected[0])) <= 4 * FP16.epsilon
+
+
+def test_experts_and_rows_of_a_ragged_product_are_as_right_as_each_by_itself():
+    sizes, experts = jnp.array([3, 0, 5, 2]), far(4)
+    of_rows = jnp.repeat(experts, np.array([3, 0, 5, 2]), total_repeat_length=10)[:, None]
+
+    def fun(x, w):
+        weights = lax.ragged_dot(x, w * experts[:, None, None], sizes) / of_rows
+        return weights, lax.ragged_dot(x * far(10)[:, None], w, sizes) / far(10)[:, None]
+
+    found, expected = both(fun, normal(0, 10, 8), normal(1, 4, 8, 8))
+    assert error(found, expected) <= 4 * FP16.epsilon
+
+
+# Plain FP32 beside narrow data.
+
+TIMES = 19000 + jnp.arange(24.0) / 24
+PLAIN = {
+    "argument": lambda w, t: jnp.stack([t, jnp.ones(24)], 1) @ w,
+    "on the right": lambda w, t: (w.T @ jnp.stack([t, jnp.ones(24)])).T,
+    "computed": lambda w, t: jnp.stack([jnp.sqrt(t * t), jnp.ones(24)], 1) @ w,
+    "of integers": lambda w, t: jnp.stack([jnp.round(t * 24).astype(jnp.int32), jnp.full(24, 24)], 1) @ w,
+    "in a loop": lambda w, t: lax.map(lambda t: jnp.stack([t, jnp.ones(())]) @ w, t),
+    "convolution": lambda w, t: conv(jnp.stack([t, jnp.ones(24)], 1)[:, None], w[None])[:, 0],
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16])
+def test_a_plain_operand_keeps_all_its_digits_in_a_product(kind, dtype):
+    w = as_scaled_array(jnp.array([[1.0, -1.0], [-19000.0, 19000.0]]) / 8, dtype=HALF).astype(dtype)
+    found, expected = (f(w, TIMES) for f in (jax.jit(scalify(PLAIN[kind])), lambda w, t: PLAIN[kind](asarray(w), t)))
+    assert found.dtype == dtype  # of the result, which the plain operand does not change
+    fmt = FP16 if dtype == HALF else BF16
+    np.testing.assert_allclose(asarray(found), expected, atol=fmt.epsilon * float(jnp.abs(expected).max()))
+
+
+NARROW = {
+    "one-hot": lambda w, i: jax.nn.one_hot(i, 8) @ w,
+    "mask": lambda w, i: (i[:, None] > jnp.arange(8)[None]).astype(jnp.float32) @ w,
+    "ones": lambda w, i: jnp.ones((8, 8)) @ w,
+    "int8": lambda w, i: jnp.broadcast_to(i.astype(jnp.int8), (8, 8)).astype(jnp.float32) @ w,
+    "fp16": lambda w, i: (0.3 * jnp.ones((8, 8))).astype(HALF) @ w,
+}
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_a_plain_operand_that_the_format_holds_is_read_in_it(kind):
+    args = as_scaled_array(normal(0, 8, 8), dtype=HALF), jnp.arange(8)
+    text = str(jax.make_jaxpr(scalify(NARROW[kind]))(*args))
+    assert "f16[8,8] = " in text
+    (found,) = [line for line in text.splitlines() if "dot_general" in line]
+    assert "preferred_element_type=float32" in text[text.index(found) :][:400]
+    expected = NARROW[kind](asarray(args[0]), args[1])
+    assert error(jax.jit(scalify(NARROW[kind]))(*args)[1:], expected[1:]) <= 2 * FP16.epsilon
+
+
+# How it is measured.
+
+
+@pytest.mark.parametrize("parts", [(1, 1, 1), (4, 1, 1), (1, 6, 8), (2, 1, 8), (1, 3, 4), (4, 2, 1), (1, 1, 2)])
+def test_a_scale_for_each_part_is_that_of_its_largest_magnitude(parts):
+    x = normal(0, 4, 6, 8) * far(4)[:, None, None] * far(6)[None, :, None]
+    found = np.broadcast_to(store.unit_of(x, 14, parts), x.shape)
+    cut = [n for part, size in zip(parts, x.shape, strict=True) for n in (part, size // part)]
+    blocks = np.abs(np.asarray(x)).reshape(cut).max((1, 3, 5), keepdims=True)
+    expected = 2.0 ** (np.floor(np.log2(blocks)) - 14)
+    np.testing.assert_array_equal(found, np.broadcast_to(expected, cut).reshape(x.shape))
+
+
+def test_readers_agree_on_scales_and_who_must_have_more_is_given_its_own():
+    of = lambda *readings: products.settled([products.Reading(np.dtype(HALF), *x) for x in readings])
+    one, rows, columns, entries = (1, 1), (8, 1), (1, 6), (2, 1)
+    assert [w.parts for w in of((one, rows), (one, rows))] == [rows, rows]
+    assert [w.parts for w in of((one, rows), (one, columns))] == [one, one]
+    assert [w.parts for w in of((entries, rows), (one, rows))] == [rows, rows]
+    assert [w.parts for w in of((entries, rows), (one, columns))] == [rows, columns]
+    assert [w.parts for w in of((entries, (2, 6)), (one, rows))] == [entries, entries]
+
+
+def test_check_names_what_is_lost_in_a_convolution():
+    def fun(x, k):
+        return conv(x * LAST, k / far(8)[None, :, None])
+
+    args = as_scaled_array((normal(0, 4, 7, 8), normal(1, 3, 8, 8)), dtype=HALF)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        jax.block_until_ready(jax.jit(scalify(fun, check=True))(*args))
+        jax.effects_barrier()
+    (text,) = [str(w.message) for w in found]
+    assert re.search("conv_general_dilated: in float16 .*% of its columns are off", text)
