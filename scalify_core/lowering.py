@@ -80,25 +80,23 @@ PRODUCT_OPTIONS: dict[str, Any] = {
     "xla_allow_excess_precision": False,
     "xla_gpu_experimental_force_split_k": 1,
 }
-_scales_in_products: ContextVar[bool] = ContextVar("scales_in_products", default=False)
+# Part of the key by which JAX keeps traces: a function that is compiled otherwise elsewhere is traced anew there.
+_scales_in_products = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
 def scales_in_products() -> Iterator[None]:
-    """Inside, what is traced anew is compiled for CUDA with `PRODUCT_OPTIONS`: FP8 products take constants themselves.
+    """What is traced inside is compiled for CUDA with `PRODUCT_OPTIONS`: FP8 products take constants themselves.
 
     Compiled with other options, the results are as good, but the products are those of 16-bit arrays.
     """
-    token = _scales_in_products.set(True)
-    try:
+    with _scales_in_products(True):
         yield
-    finally:
-        _scales_in_products.reset(token)
 
 
 def products_take_scales() -> bool:
     """Whether what is traced now is inside of `scales_in_products`."""
-    return _scales_in_products.get()
+    return bool(_scales_in_products.value)
 
 
 def held[T](name: str, tree: T) -> T:

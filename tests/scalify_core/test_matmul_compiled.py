@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from propagated import scalify
 
+from scalify_core import lowering
 from scalify_core.array import ScaledArray
 from scalify_core.functional import gelu, layer_norm, materialised
 from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
@@ -327,21 +328,101 @@ def test_the_default_backend_is_the_cpu_all_along(h200):
     assert "cublas" not in text
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_each_of_several_equal_products_has_its_own_alpha(h200, wrap):
-    """XLA folds a constant into a GEMM that nothing else uses, and makes one of equal constants.
+def scales_of_lhs(text):
+    """The constants by which the GEMMs multiply their left operands."""
+    constants = dict(re.findall(r"%(\S+) = f32\[\](?:\{\})? constant\((\S+)\)", text))
+    calls = [line for line in text.splitlines() if f'custom_call_target="{FP8_GEMM}"' in line]
+    operands = [re.search(r"custom-call\(([^)]*)\)", line)[1].replace("%", "").split(", ") for line in calls]
+    return [float(next(constants[name] for name in names if name in constants)) for names in operands]
 
-    Not folded, an FP16 result overflows before it is divided.
-    """
+
+def compiled_as_trained(shardings, fun, *shapes, dtype=jnp.float16):
+    """Optimised HLO of a program whose FP8 products take their constants."""
+    with lowering.scales_in_products():
+        return compiled_text(shardings, fun, *shapes, dtype=dtype, **lowering.PRODUCT_OPTIONS)
+
+
+def in_turn(x, v, w, wrap=lambda f: f):
     product = wrap(lambda x, w: fp8_dot_general(x, w, MATRIX))
+    fun = scalify(with_gradients(lambda x, v, w: product(product(product(x, v), w), w)))
+    out, gradients = fun(ScaledArray(x, 2.0**-12), ScaledArray(v, 2.0**-3), ScaledArray(w, 2.0**-3))
+    return out.data, [g.data for g in gradients]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "dtype"),
+    [(lambda f: f, jnp.float16), (lambda f: f, jnp.bfloat16), (lambda f: f, jnp.float32), (jax.jit, jnp.float16)],
+    ids=["float16", "bfloat16", "float32", "jit"],
+)
+def test_equal_products_take_equal_constants_as_the_scales_of_their_operands(h200, wrap, dtype):
+    """Before their results are rounded; an FP16 one that still lacks it would overflow."""
 
     def products(x, v, w):
-        fun = scalify(lambda x, v, w: product(product(product(x, v), w), w))
-        return fun(ScaledArray(x, 2.0**-12), ScaledArray(v, 2.0**-3), ScaledArray(w, 2.0**-3)).data
+        return in_turn(x * 1, v, w, wrap)
 
-    text = compiled_text(h200, products, (256, 64), (64, 64), (64, 64))
-    assert_all_fp8(text, forward=3, backward=0)
-    assert sorted(map(float, re.findall(r'"alpha_real":([^,]*)', text))) == [0.125 * (1 + n * 2**-10) for n in range(3)]
+    rows = 256 if wrap is not jax.jit else 512  # another program, which no cache has
+    text = compiled_as_trained(h200, products, (rows, 64), (64, 64), (64, 64), dtype=dtype)
+    found = list(zip(*kernels_and_precisions(text), strict=True))
+    assert found.count((FP8_GEMM, "DEFAULT")) == 3
+    assert found.count((FP8_GEMM, "HIGHEST")) == 6
+    assert len(found) == len(gemms(text)) == 9
+    assert set(scales_of_lhs(text)) == {2.0**-3, 2.0**-4}  # of 64 terms, and of rows
+    assert set(re.findall(r'"alpha_real":([^,}]*)', text)) == {"1"}
+
+
+def kernels_and_precisions(text):
+    """Of each cuBLASLt product; the precision that is not the highest accumulates fast."""
+    lines = [line for line in text.splitlines() if 'custom_call_target="__cublas' in line]
+    return (
+        [re.search(r'custom_call_target="([^"]*)"', line)[1] for line in lines],
+        [re.search(r'"operand_precision":\["(\w+)"', line)[1] for line in lines],
+    )
+
+
+def test_scanned_and_vmapped_products_take_their_constants(h200):
+    layer = lambda x, w: (jnp.tanh(fp8_dot_general(x, w, MATRIX)), None)
+    for body, products in ((layer, 3), (jax.checkpoint(layer), 4)):
+        scanned = lambda x, w, body=body: lax.scan(body, x, w)[0]
+
+        def on_data(x, w, scanned=scanned):
+            out, gradients = scalify(with_gradients(scanned))(ScaledArray(x, 0.5), ScaledArray(w, 0.25))
+            return out.data, [g.data for g in gradients]
+
+        text = compiled_as_trained(h200, on_data, (256, 64), (4, 64, 64))
+        assert [kernel for kernel, _, _ in gemms(text)] == [FP8_GEMM] * products
+        assert max(scales_of_lhs(text)) < 1
+
+    def experts(x, w):
+        mapped = jax.vmap(lambda x, w: fp8_dot_general(x, w, MATRIX))
+        out, gradients = scalify(with_gradients(mapped))(ScaledArray(x, 0.5), ScaledArray(w, 0.25))
+        return out.data, [g.data for g in gradients]
+
+    text = compiled_as_trained(h200, experts, (4, 256, 64), (4, 64, 64))
+    assert [kernel for kernel, _, _ in gemms(text)] == [FP8_GEMM] * 3
+    assert set(scales_of_lhs(text)) == {2.0**-3, 2.0**-4}
+
+
+@pytest.mark.parametrize("weight", [P(), P("fsdp", None), P(None, "fsdp")], ids=str)
+def test_sharded_products_take_their_constants(h200s, weight):
+    mesh = jax.sharding.Mesh(np.array(h200s).reshape(4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    shardings = [NamedSharding(mesh, P(("data", "fsdp"))), NamedSharding(mesh, weight)]
+
+    def on_data(x, w):
+        out, gradients = scalify(with_gradients(lambda x, w: fp8_dot_general(x, w, MATRIX)))(
+            ScaledArray(x, 0.5), ScaledArray(w, 0.25)
+        )
+        return out.data, [g.data for g in gradients]
+
+    text = compiled_as_trained(shardings, on_data, (2048, 256), (256, 512))
+    assert [kernel for kernel, _, _ in gemms(text)] == [FP8_GEMM] * 3
+    assert max(scales_of_lhs(text)) < 1
+    assert set(re.findall(r'"alpha_real":([^,}]*)', text)) == {"1"}
+
+
+def test_without_the_options_products_are_fp8_and_fp16_results_are_rounded_last(h200):
+    text = compiled_text(h200, in_turn, (256, 64), (64, 64), (64, 64))
+    assert_all_fp8(text, forward=3, backward=6)
+    assert set(re.findall(rf'= \(?(\w+)\[.*custom_call_target="{re.escape(FP8_GEMM)}"', text)) == {"f32"}
 
 
 def test_products_in_bf16_are_written_in_bf16(h200):
