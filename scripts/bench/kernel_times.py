@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from trainer.compiled.hlo import Program
-from trainer.plan.plan import seconds_of_kernels
+from trainer.plan.roofline import seconds_of_kernels
 from trainer.plan.targets import TARGETS, Target
 
 FP8, PRODUCTS, ATTENTION, TRANSPOSES = "FP8 products", "other products", "attention", "transposes"

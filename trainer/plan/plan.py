@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from trainer.compiled.fp8 import Gpu, Layer, not_fp8
-from trainer.compiled.hlo import Collective, Kernel, Program
+from trainer.compiled.hlo import Collective
 from trainer.models.family import Spec
 from trainer.models.flops import flops_per_token
 from trainer.observe.metrics import GIB, mfu
 from trainer.observe.peaks import peak_flops
 from trainer.plan.aot import Compiled, compile_for_target, lower_for_target, written_to_no_cache
 from trainer.plan.budget import memory_of
+from trainer.plan.roofline import roofline_of_kernels
 from trainer.plan.targets import Target
 from trainer.precision.policy import Policy
 from trainer.step.kernels import gpu_options
@@ -62,33 +63,6 @@ class Aim(NamedTuple):
         """Bytes per second and direction between devices: between hosts, those of a host use its network together."""
         between = self.target.network * self.gpus / self.hosts
         return self.target.link_bandwidth if self.hosts == 1 else min(self.target.link_bandwidth, between)
-
-
-def seconds_of_gemm(flops: float, dtype: str, target: Target) -> float:
-    """At the peak rate of the operands' width; where FP8 has none, at that of 16 bits."""
-    width: Any = {"fp8": jnp.float8_e4m3fn, "fp32": jnp.float32}.get(dtype, jnp.bfloat16)
-    rate = peak_flops(target.device, width) or peak_flops(target.device, jnp.bfloat16)
-    assert rate is not None, f"no peak rate of {target.device}"
-    return flops / rate
-
-
-def seconds_of_kernels(program: Program, target: Target) -> list[tuple[Kernel, float]]:
-    """Each kernel with the seconds of all its runs, bound by its FLOPs or by its bytes, whichever takes longer.
-
-    Of a causal attention half the positions count: its kernel skips the masked ones.
-    """
-    busy: dict[str, float] = defaultdict(float)
-    for gemm in program.gemms:
-        busy[gemm.name] += seconds_of_gemm(gemm.flops / gemm.times, gemm.dtype, target)
-    for call in program.attentions:
-        busy[call.name] += seconds_of_gemm(call.flops / call.times, call.dtype, target) / (2 if call.causal else 1)
-    kernels = (kernel for kernel in program.kernels if kernel.kind != "collective")
-    return [(k, k.times * max(busy[k.name], k.bytes / target.bandwidth)) for k in kernels]
-
-
-def roofline_of_kernels(program: Program, target: Target) -> float:
-    """Seconds of all kernels, one after another."""
-    return sum(seconds for _, seconds in seconds_of_kernels(program, target))
 
 
 def seconds_of_collective(collective: Collective, aim: Aim) -> float:

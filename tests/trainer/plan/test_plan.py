@@ -30,8 +30,8 @@ from trainer.plan.plan import (
     is_continued,
     largest_that_fits,
     seconds_of_collective,
-    seconds_of_gemm,
 )
+from trainer.plan.roofline import seconds_of_gemm
 from trainer.plan.targets import TARGETS, get_target
 from trainer.precision.policy import Policy
 from trainer.workload import Task
