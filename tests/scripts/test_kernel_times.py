@@ -24,6 +24,7 @@ from scripts.bench.kernel_times import (
     classes_of,
     lines_of,
     profiled,
+    spans_of,
     table_of,
 )
 from trainer.compiled.hlo import Program
@@ -159,3 +160,35 @@ def test_cases_are_profiled_and_what_is_profiled_is_not_again(tmp_path, capsys):
     assert "profiled before" in capsys.readouterr().out
     with pytest.raises(UserError, match="not torch"):
         profiling.main(profiling.Arguments(cases="gpt2_nano:torch"))
+
+
+GPU_TRACE = """
+planes {
+  id: 1 name: "/device:GPU:0"
+  lines { id: 1 name: "Stream #13(Compute)" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 4000000 stats { metadata_id: 1 str_value: "dot.1" } }
+    events { metadata_id: 2 offset_ps: 5000000 duration_ps: 2000000 } }
+  lines { id: 2 name: "XLA Ops" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 7000000 } }
+  event_metadata { key: 1 value { id: 1 name: "nvjet_sm90_qqhsh_mma" } }
+  event_metadata { key: 2 value { id: 2 name: "fusion_2" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+}
+planes { id: 2 name: "/host:CPU"
+  lines { id: 1 name: "python" events { metadata_id: 1 offset_ps: 0 duration_ps: 9000000 } }
+  event_metadata { key: 1 value { id: 1 name: "PjitFunction(step)" } }
+}
+"""
+
+
+def test_of_a_gpus_profile_what_ran_on_its_streams_counts_once(tmp_path):
+    serialised = jax.profiler.ProfileData.text_proto_to_serialized_xspace(GPU_TRACE)
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "host.xplane.pb").write_bytes(serialised)
+    found = spans_of(tmp_path)
+    assert [(span.name, span.op) for span in found] == [("nvjet_sm90_qqhsh_mma", "dot.1"), ("fusion_2", "")]
+    table = table_of(found, Program(TEXT), 1, None)
+    assert {kind: row["ms"] for kind, row in table["classes"].items()} == {FP8: 0.004, TRANSPOSES: 0.002}
+    assert table["gaps_ms"] == pytest.approx(0.001)
+    with pytest.raises(ValueError, match="wrote nothing"):
+        spans_of(tmp_path / "elsewhere")
