@@ -78,7 +78,7 @@ def test_the_trainer_is_used_from_python_as_the_readme_does(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("document", ["README.md", "docs/own_model.md"])
 def test_scalify_on_ones_own_model_runs_and_learns(document, capsys):
-    code = next(block for block in blocks(document) if "scalify(" in block)
+    code = next(block for block in blocks(document) if "scalify(" in block and "import" in block)  # whole programs
     names: dict = {}
     with jax.numpy_rank_promotion("allow"):  # Flax's own layers promote ranks
         exec(code, names)
