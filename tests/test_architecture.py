@@ -76,6 +76,11 @@ def test_scalify_core_imports_point_one_way(path):
         assert not imports(path) & later
 
 
+@pytest.mark.parametrize("package", ["scalify_core", "trainer", "scripts"])
+def test_no_file_is_longer_than_400_lines(package):
+    assert [str(path.relative_to(ROOT)) for path in modules(package) if len(path.read_text().splitlines()) > 400] == []
+
+
 @pytest.mark.parametrize("path", modules("trainer"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_rooms_of_the_trainer_import_those_before_them_only(path):
     room = path.relative_to(ROOT / "trainer").parts[0].removesuffix(".py")

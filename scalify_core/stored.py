@@ -1,0 +1,233 @@
+"""How the chosen fields of an optimiser's state are stored between steps: widened, given scales, and narrowed again.
+
+`optim.scaled_state` says what comes of it, and why; here a state is a flat list of arrays, each with its plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalify_core import lowering
+from scalify_core.array import ScaledArray, is_scaled_array, trusted
+from scalify_core.formats import FP16, FP32, FloatFormat, counter_words, pow2_floor, pow2_inverse
+from scalify_core.reductions import largest_magnitudes
+from scalify_core.weights import LARGE, Rounding, check_rounding, round_to
+
+_SQUARE_FLOOR = 2.0**-120  # of widened second moments: times any usual decay it is still a normal FP32 number
+_QUOTIENT_TOP = 28.0  # in E4M3, at scale 2^-4: as far above what Adam reaches as its rounding can need
+
+
+# Of groups of arrays, the moments of one parameter of one shape, and the paths of their parameters in the state: the
+# largest magnitude of each array, FP32 [number of arrays].
+Largest = Callable[[Sequence[Sequence[jax.Array]], Sequence[tuple]], jax.Array]
+
+
+def largest_of_arrays(groups: Sequence[Sequence[jax.Array]], paths: Sequence[tuple]) -> jax.Array:
+    """The `Largest` of arrays that are whole on each device."""
+    return largest_magnitudes(groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How a field of an optimiser's state is stored between steps.
+
+    Attributes:
+        format: of the data; one with a native dtype.
+        sqrt: store the square root. For fields that are not negative: second moments.
+        rounding: to "nearest" (ties to even), or "stochastic": to one of the two neighbours such that the expectation
+            of what is stored is exact. (Rounding a root so that its square's is exact has been tried: the second
+            moment is then exact on average, but the steps, which go with 1/root, are twice as far off.) To nearest,
+            an average stops moving where a step changes it by less than half an ulp: a second moment with its root in
+            E5M2 and a decay of 0.95 at a quarter of its value when it grows, and it never falls.
+        relative_to: store the quotient of the field and the root of this other field of the same state (as stored):
+            "nu", for a first moment. In Adam it is at most (1-b1) / sqrt((1-b2)(1-b1^2/b2)), 1.2 at (0.9, 0.95) and
+            7.3 at (0.9, 0.999), however small the gradients of a row are beside those of others; saturates at 28.
+    """
+
+    format: FloatFormat
+    sqrt: bool = False
+    rounding: Rounding = "stochastic"
+    relative_to: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a format that cannot be stored or an unknown rounding."""
+        check_rounding(self.rounding)
+        if self.format.dtype is None:
+            raise ValueError(f"Stored: {self.format} has no native dtype to store it in")
+
+
+def stored_fields(
+    mu: Any, nu: Any, rounding: Literal["auto"] | Rounding, fields: Mapping[str, Stored]
+) -> dict[str, Stored]:
+    """How each field is stored, by name. ValueError for one that is given twice, or relative to a relative one."""
+    stored = dict(fields)
+    for name, given, sqrt in (("mu", mu, False), ("nu", nu, True)):
+        fmt = given if isinstance(given, FloatFormat) else FloatFormat.of(given)
+        if fmt is FP32:
+            continue
+        if name in stored:
+            raise ValueError(f"scaled_state: {name} is given twice, as {name}={fmt} and in fields")
+        precise = fmt.mantissa_bits >= 10 and not sqrt
+        automatic: Rounding = "nearest" if precise else "stochastic"
+        stored[name] = Stored(fmt, sqrt, automatic if rounding == "auto" else rounding)
+    if "mu" in stored and "nu" in stored and "mu" not in fields and stored["mu"].format.mantissa_bits <= 3:
+        stored["mu"] = dataclasses.replace(stored["mu"], relative_to="nu")
+    for name, how in stored.items():
+        if how.relative_to in stored and stored[how.relative_to].relative_to is not None:
+            raise ValueError(f"scaled_state: {name} is relative to {how.relative_to}, which is relative itself")
+    return stored
+
+
+class Plan(NamedTuple):
+    """How one array of a state is stored."""
+
+    how: Stored | None  # None: as it is
+    other: int | None  # the index of the array that it is relative to
+    parameter: Any  # what the stored arrays that belong to one parameter have in common: the path without the field
+
+
+def flatten(state: Any, stored: Mapping[str, Stored]) -> tuple[list[Any], list[Plan], Any]:
+    """Arrays of a state, their plans, and the structure.
+
+    Raises:
+        ValueError: a field of `stored`, or one that it is relative to, has no float array in this state.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_scaled_array)
+    places = {path: i for i, (path, x) in enumerate(flat) if jnp.issubdtype(x.dtype, jnp.floating)}
+    plans, missing = [], set(stored)
+    for path, _ in flat:
+        field = next((key for key in path if isinstance(key, jax.tree_util.GetAttrKey) and key.name in stored), None)
+        if field is None or path not in places:
+            plans.append(Plan(None, None, None))
+            continue
+        how, other = stored[field.name], None
+        missing.discard(field.name)
+        if how.relative_to is not None:
+            partner = jax.tree_util.GetAttrKey(how.relative_to)
+            other = places.get(tuple(partner if key is field else key for key in path))
+            missing |= {how.relative_to} if other is None else set()
+        plans.append(Plan(how, other, tuple(key for key in path if key is not field)))
+    if missing:
+        attributes = [[key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)] for path in places]
+        has = sorted({names[-1] for names in attributes if names})
+        raise ValueError(
+            f"scaled_state: the state has no float array in a field {min(missing)!r}; it has some in {has}"
+        )
+    # The optimiser's own scales need not be read: on a GPU each would be a kernel.
+    return [trusted(x) for _, x in flat], plans, treedef
+
+
+def widen(arrays: list[Any], plans: list[Plan]) -> list[Any]:
+    """The arrays of a state in FP32, with their meaning for the optimiser."""
+    values = [x.unscale() if is_scaled_array(x) else x for x in arrays]
+    # The maximum also catches squares that leave FP32.
+    values = [
+        jnp.maximum(jnp.square(x), _SQUARE_FLOOR) if how and how.sqrt else x
+        for x, (how, *_) in zip(values, plans, strict=True)
+    ]
+    return [x if i is None else x * _divisor(values[i]) for x, (_, i, _) in zip(values, plans, strict=True)]
+
+
+def _divisor(square: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.maximum(square, _SQUARE_FLOOR))
+
+
+def held(tree: Any, scales: jax.Array) -> tuple[Any, jax.Array]:
+    """Both, of which a compiler does not know that they are: what follows comes after both, and is computed again.
+
+    The scales in the tree are left alone: parts of one array as they are, each would have to be made an array.
+    """
+    found, treedef = jax.tree.flatten(tree, is_leaf=is_scaled_array)
+    data, scales = lowering.held("computed_again", ([x.data if is_scaled_array(x) else x for x in found], scales))
+    held = [ScaledArray(d, x.scale) if is_scaled_array(x) else d for d, x in zip(data, found, strict=True)]
+    return jax.tree.unflatten(treedef, held), scales
+
+
+def new_scales(
+    new: list[Any], plans: list[Plan], old: list[Any], accept: Any = None, largest_of: Largest = largest_of_arrays
+) -> jax.Array:
+    """The scales at which new values are stored, FP32 `[stored arrays]`; one without a largest magnitude keeps its own.
+
+    Where `accept` is given and false, all do.
+    """
+    groups: dict[Any, list[int]] = {}
+    for leaf, plan in enumerate(plans):
+        if plan.how is not None and plan.how.relative_to is None:
+            groups.setdefault((plan.parameter, new[leaf].shape), []).append(leaf)
+    measured = [leaf for group in groups.values() for leaf in group]
+    if not measured:
+        return jnp.zeros(0)
+    is_root = np.asarray([plans[leaf].how.sqrt for leaf in measured])  # type: ignore[union-attr]
+    top = np.asarray([_top(plans[leaf].how) for leaf in measured], np.float32)  # type: ignore[arg-type]
+    # All at once: hundreds of scalars would be as many operations, in one kernel that takes long to compile.
+    paths = [parameter for parameter, _ in groups]
+    peaks = largest_of([[new[leaf] for leaf in group] for group in groups.values()], paths)
+    peaks = jnp.where(is_root, _square_root(peaks), peaks)
+    is_new = jnp.isfinite(peaks) & (peaks > 0)
+    is_new = is_new if accept is None else is_new & accept
+    # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
+    found = jnp.where(is_new, pow2_floor(peaks * (2 / top)), jnp.stack([old[leaf] for leaf in measured]))
+    fixed = [leaf for leaf, plan in enumerate(plans) if plan.how is not None and leaf not in set(measured)]
+    constants = [pow2_floor(_QUOTIENT_TOP / _top(plans[leaf].how)) for leaf in fixed]  # type: ignore[arg-type]
+    both = jnp.concatenate([found, np.asarray(constants, np.float32)])
+    return both[np.argsort([*measured, *fixed])]
+
+
+def _top(how: Stored) -> float:
+    """The largest number that is stored. BF16 data gets the place of FP16 data, not 2^127."""
+    return min(how.format.max, FP16.max)
+
+
+def _square_root(x: jax.Array) -> jax.Array:
+    return jnp.where(x <= _SQUARE_FLOOR, 0.0, jnp.sqrt(x))
+
+
+def narrow_arrays(
+    new: list[Any],
+    plans: list[Plan],
+    scales: jax.Array,
+    seed: int,
+    step: Any,
+    keep: Callable[[int, Any], Any] = lambda leaf, x: x,
+) -> list[Any]:
+    """The arrays of a state as they are stored; `new` are its FP32 values, `keep` may put back old ones."""
+    fresh, inverses = list(new), pow2_inverse(scales)  # of all at once: one by one, some would be a kernel each
+    words = counter_words(seed, step, np.arange(len(plans)))
+    slot = {leaf: i for i, leaf in enumerate(leaf for leaf, plan in enumerate(plans) if plan.how is not None)}
+
+    def narrow(leaf: int, inverse: jax.Array) -> ScaledArray:
+        how, other, _ = plans[leaf]
+        assert how is not None
+        x = _square_root(new[leaf]) if how.sqrt else new[leaf]
+        if other is not None:
+            # By the root that will be read, so that its rounding does not enter.
+            x = x / _divisor(widen([fresh[other]], [plans[other]])[0])
+        data = x * inverse
+        if how.sqrt:
+            smallest = max(how.format.min_subnormal, FP32.min_normal)  # FP32 subnormals may count as zero
+            data = jnp.where(x > 0, jnp.maximum(data, smallest), data)
+        return ScaledArray(round_to(data, how.format, how.rounding, words[leaf]), scales[slot[leaf]])
+
+    groups: dict[Any, list[int]] = {}
+    for leaf, plan in enumerate(plans):
+        if plan.how is not None:
+            groups.setdefault(plan.parameter, []).append(leaf)
+    out = [x if plan.how else keep(leaf, x) for leaf, (x, plan) in enumerate(zip(new, plans, strict=True))]
+    before = list[int]()
+    for group in groups.values():
+        if max(new[i].size for i in group) >= LARGE:
+            # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
+            finished, inverses = held([out[i] for i in before], inverses)
+            for i, x in zip(before, finished, strict=True):
+                out[i] = x
+            before = group
+        for i in sorted(group, key=lambda i: plans[i].other is not None):
+            fresh[i] = narrow(i, inverses[slot[i]])
+            out[i] = keep(i, fresh[i])
+    return out
