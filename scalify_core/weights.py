@@ -16,7 +16,7 @@ import numpy as np
 
 from scalify_core import lowering
 from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, rms_scale
-from scalify_core.formats import FP32, FloatFormat, bits_of_words, counter_words, pow2_round
+from scalify_core.formats import FP32, FloatFormat, bits_of_words, counter_words, pow2_floor, pow2_round
 from scalify_core.scales import MIN_SCALE, broadcast_scale
 from scalify_core.tree import leaves, map_arrays
 
@@ -32,7 +32,9 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, s
     """`params + updates`, added in FP32 and rounded once to each parameter's own format and scale, saturating.
 
     Args:
-        params: ScaledArrays, whose scales stay as they are, and plain arrays. FP32 parameters are not rounded.
+        params: ScaledArrays and plain arrays. Static scales stay as they are. A run-time scale does, too, while the new
+            values are below half of the format's largest number; beyond that, and where all was zero (a fresh bias,
+            whose scale is the smallest), it becomes that of the largest new value. FP32 parameters are not rounded.
         updates: a tree of the same structure, plain or scaled, what is to be added (learning rate and sign included).
         rounding: "nearest" loses every update below half an ulp (2^-12 of an FP16 parameter, 2^-9 of a BF16 one);
             "stochastic" keeps them in expectation.
@@ -46,14 +48,19 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, s
         data = p.data if is_scaled_array(p) else p
         fmt = FloatFormat.of(data.dtype)
         update = wide(update)
-        if is_scaled_array(p):
-            update = update * (1 / p.scale if p.is_static else 1 / broadcast_scale(p.scale, p.data))
-        total = data.astype(jnp.float32) + update
+        scale = p.scale if is_scaled_array(p) else 1.0
+        total = data.astype(jnp.float32)
+        if isinstance(scale, float):
+            total = total + update * (1 / scale)
+        else:
+            before, scale = scale, _scale_of_sum(p, update, fmt.max)
+            total = total * broadcast_scale(before / scale, data) + update * (1 / broadcast_scale(scale, data))
         if fmt is not FP32:
             total = round_to(total, fmt, rounding, words)
         if accept is not None:
             total = jnp.where(accept, total, data)
-        return ScaledArray(total, p.scale) if is_scaled_array(p) else total
+            scale = scale if isinstance(scale, float) else jnp.where(accept, scale, before)
+        return ScaledArray(total, scale) if is_scaled_array(p) else total
 
     # Leaves are numbered from the other end: another stream than that of the optimiser's state.
     numbers = -1 - np.arange(len(leaves(params)))
@@ -69,6 +76,18 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, s
         new.append(add(p, update, (held if is_large else words)[i // WORDS][i % WORDS]))
         before = i if is_large else before
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_scaled_array), new)
+
+
+def _scale_of_sum(p: ScaledArray, update: jax.Array, top: float) -> jax.Array:
+    """The run-time scale of `p` where its sum with an update fits, else that of the sum's largest magnitude."""
+    total = jnp.abs(p.unscale() + update)
+    if p.scale.ndim == p.ndim:
+        shared = tuple(axis for axis, size in enumerate(p.scale.shape) if size == 1)
+        largest = jnp.max(total, axis=shared, keepdims=True, initial=0.0)
+    else:
+        largest = jnp.max(total, axis=tuple(range(p.scale.ndim, p.ndim)), initial=0.0)
+    moved = (largest > p.scale * (top / 2)) & jnp.isfinite(largest)
+    return jnp.where(moved, jnp.maximum(pow2_floor(largest), np.float32(MIN_SCALE)), p.scale)
 
 
 def scaled_params(params: Any, dtype: Any, *, zeros: float = 2.0**-6) -> Any:

@@ -86,6 +86,8 @@ def test_scalify_on_ones_own_model_runs_and_learns(document, capsys):
     assert loss < 0.5 * np.log(64)  # that of a guess among 64 tokens, which the untrained model makes
     arrays = jax.tree.leaves(names["params"], is_leaf=is_scaled_array)
     assert {x.dtype for x in arrays} == {np.dtype(np.float16)}
+    moved = [float(abs(x.unscale()).max()) for x in arrays]  # those that began as zeros, too
+    assert min(moved) > 1e-4
     text = str(jax.make_jaxpr(names["step"])(names["params"], names["state"], names["tokens"], 0))
     assert "f8_e4m3fn" in text
     assert "f8_e5m2" in text

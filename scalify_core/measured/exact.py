@@ -58,7 +58,8 @@ def _joined(found: Sequence[Origins]) -> Origins:
 
 
 def _of_number(atom: Any) -> Origins:
-    return frozenset({float(atom.val)}) if np.ndim(atom.val) == 0 else None
+    is_real = not jnp.issubdtype(atom.aval.dtype, jnp.complexfloating)
+    return frozenset({float(atom.val)}) if is_real and np.ndim(atom.val) == 0 else None
 
 
 def is_narrow(dtype: np.dtype) -> bool:

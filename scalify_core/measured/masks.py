@@ -38,6 +38,8 @@ _KEEP = (
     }
 )
 
+_MOST = 16  # computed constants of a value that are followed
+
 
 @per_jaxpr
 def large_constants(jaxpr: Any) -> frozenset[float]:
@@ -63,6 +65,11 @@ def constants_in(jaxpr: Any, given: tuple[frozenset[float], ...]) -> tuple[froze
     other function of such a number is another number.
     """
     known = dict(zip(jaxpr.invars, given, strict=True))
+    written = large_constants(jaxpr).union(*given)
+
+    def few(found: frozenset[float]) -> frozenset[float]:
+        # Each sum of two such values may be another constant: after a few, only those that are written are followed.
+        return found if len(found) <= _MOST else found & written
 
     def of(atom: Any) -> frozenset[float]:
         return _large(atom) if type(atom) is Literal else known.get(atom, frozenset())
@@ -78,7 +85,7 @@ def constants_in(jaxpr: Any, given: tuple[frozenset[float], ...]) -> tuple[froze
             outs = (frozenset().union(*operands, _computed(eqn, operands)),) * len(outs)
         elif name in ("neg", "div"):
             outs = (_computed(eqn, operands),)
-        known.update(zip(eqn.outvars, outs, strict=True))
+        known.update(zip(eqn.outvars, map(few, outs), strict=True))
     return tuple(map(of, jaxpr.outvars))
 
 

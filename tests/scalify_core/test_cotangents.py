@@ -177,3 +177,13 @@ def test_marks_say_their_scales_and_no_sum_or_mean_of_them_is_one():
     assert (np.isnan(means) | np.eye(len(scales), dtype=bool)).all()
     assert (number(OF_ONE * np.arange(1.0, 1000, dtype=np.float32), wide) == 1).all()
     assert np.isnan(number(marks[marks != OF_ONE] * 2, wide)).all()
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 8, 16, 64])
+def test_a_long_mean_of_marks_is_none_though_it_is_rounded(count):
+    """Two marks an octave above and below the others: what a smooth check would differ by is less than the rounding."""
+    scales = np.full((200, count), 2.0 ** np.arange(-100, 100, dtype=np.float32)[:, None])
+    scales[:, 0], scales[:, 1] = scales[:, 0] * 2, scales[:, 1] / 2
+    marks, narrow = np.asarray(marked(jnp.asarray(scales))), np.dtype(HALF)
+    for mean in (marks.sum(axis=1) / np.float32(count), (marks / np.float32(count)).sum(axis=1)):
+        assert np.isnan(number(jnp.asarray(mean), narrow)).all()

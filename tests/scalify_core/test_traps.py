@@ -387,3 +387,26 @@ def test_queries_and_keys_far_below_their_scale_have_finite_gradients():
     for gradient, right in zip(found, jax.grad(loss, (0, 1, 2))(q, k, v), strict=True):
         # Data at 2^-12 keeps 24-12 binary places: 2^-13 of its RMS, in the logits, which sums over 16 and 64 average.
         assert jnp.linalg.norm(asarray(gradient) - right) < 2**-8 * jnp.linalg.norm(right)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_complex_numbers_that_a_program_holds_are_none_of_its_large_or_exact_ones(dtype):
+    x = jnp.linspace(-1, 1, 16)
+
+    def f(x):
+        z = jnp.where(x > 0, jnp.fft.fft(x * x), 1j)
+        return jnp.mean(jnp.abs(z) ** 2)
+
+    found = asarray(sc.scalify(jax.grad(f))(as_scaled_array(x, dtype=dtype)))
+    np.testing.assert_allclose(found, jax.grad(f)(x), rtol=2.0**-8, atol=1e-3)
+
+
+def test_constants_that_are_added_up_again_and_again_do_not_make_tracing_endless():
+    def f(x):
+        y = jnp.where(x > 0, x, -1e9)
+        for _ in range(12):
+            y = 0.5 * y + 0.25 * jnp.roll(y, 1)
+        return jnp.max(y)
+
+    x = jnp.linspace(0.5, 1, 8)
+    np.testing.assert_allclose(asarray(sc.scalify(f)(as_scaled_array(x, dtype=jnp.float16))), f(x), rtol=2.0**-10)

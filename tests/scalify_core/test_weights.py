@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalify_core import ScaledArray
+from scalify_core import ScaledArray, as_scaled_array
 from scalify_core.formats import BF16, E4M3, FP16, counter_bits
 from scalify_core.weights import apply_updates, params_out_of_range, rescale_params, scaled_params
 
@@ -127,3 +127,20 @@ def test_only_what_is_out_of_range_is_rescaled_and_its_values_stay_exactly():
 def test_an_unknown_rounding_is_refused():
     with pytest.raises(ValueError, match="valid: nearest, stochastic"):
         apply_updates({}, {}, rounding="up", seed=0, step=0)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_weights_that_are_zero_at_run_time_scales_learn(rounding, stacked):
+    """Their scale is the smallest there is: kept, it would saturate each update at 1e-33."""
+    zeros = as_scaled_array({"b": jnp.zeros((2, 4))}, dtype=jnp.float16)
+    if stacked:
+        zeros = {"b": ScaledArray(zeros["b"].data, jnp.full(2, zeros["b"].scale))}
+    step = jax.jit(lambda p, u, n: apply_updates(p, u, rounding=rounding, seed=0, step=n))
+    exact = np.zeros((2, 4), np.float32)
+    for n, size in enumerate([0.0, 1e-9, 1e-3, -1e-2, 1.0, 300.0, 1e5]):  # from a warm-up on, and far up
+        update = np.float32(size) * np.linspace(0.5, 1, 8, dtype=np.float32).reshape(2, 4)
+        zeros, exact = step(zeros, {"b": jnp.asarray(update)}, n), exact + update
+        np.testing.assert_allclose(np.asarray(zeros["b"]), exact, rtol=2.0**-9, atol=2.0**-9 * abs(size))
+    refused = apply_updates(zeros, {"b": 1e9 * exact}, rounding=rounding, seed=0, step=9, accept=False)
+    np.testing.assert_array_equal(np.asarray(refused["b"]), np.asarray(zeros["b"]))

@@ -137,5 +137,5 @@ def test_a_validation_for_a_gpu_has_the_products_that_its_step_has(kernels):
         program = Program(lowered.compile(compiler_options=OPTIONS).as_text())
     fp8 = [gemm for gemm in program.gemms if gemm.dtype == "fp8"]
     assert len(fp8) == 4
-    triton = [gemm for gemm in program.gemms if "triton" in gemm.kernel]
-    assert bool(triton) == (kernels is Kernels.FASTEST)
+    # FP8 products take their constants only where Triton makes none, so none of the three modes has any.
+    assert [gemm.kernel for gemm in program.gemms if "triton" in gemm.kernel] == []
