@@ -91,10 +91,20 @@ def names(paths: Sequence[Path]) -> list[str]:
 
 
 def overridden(histories: Sequence[History]) -> dict[str, list[str]]:
-    """Of what their users set, the keys and groups that are not the same in all runs, and their values."""
+    """Of what their users set, the keys and groups that are not the same in all runs, and their values.
+
+    The values are those of the resolved configuration: the overrides are those of a run's last start, which need not
+    repeat what the first one set.
+    """
     given = [dict(o.partition("=")[::2] for o in h.facts.get("overrides", "").split()) for h in histories]
+    resolved = [dict(flatten(yaml.safe_load(h.config) or {})) for h in histories]
     keys = dict.fromkeys(key for settings in given for key in settings)
-    different = {key: [settings.get(key, "-") for settings in given] for key in keys}
+
+    def value(key: str, settings: Mapping[str, str], tree: Mapping[str, Any]) -> str:
+        found = tree.get(key, tree.get(f"{key}.name"))  # a group is called by its choice's name
+        return settings.get(key, "-") if found is None else str(found)
+
+    different = {key: [value(key, *of) for of in zip(given, resolved, strict=True)] for key in keys}
     return {k: v for k, v in different.items() if k not in ALWAYS_OTHERS and len(set(v)) > 1}
 
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from trainer.compiled.hlo import Program
+from trainer.data import Manifest
 from trainer.models.flops import flop_share, flops_per_token
 from trainer.observe.metrics import GIB
 from trainer.precision.policy import Policy, without_effect
@@ -34,7 +35,7 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
         f"model {model}: {w.task.parameters:,} parameters, {layers}width {spec.d_model}, "
         f"context {spec.context}, vocabulary {spec.vocab_size:,}",
         f"data {w.data.directory}: {w.data.manifest.tokens('train'):,} training and "
-        f"{w.data.manifest.tokens('val'):,} validation tokens",
+        f"{w.data.manifest.tokens('val'):,} validation tokens{describe_skipped(w.data.manifest)}",
         f"batch {batch_tokens // spec.context} x {spec.context} = {batch_tokens:,} tokens; micro-batches: {accum}",
         describe_devices(w.task),
         promise(w.task.kernels, w.mesh.devices.flat[0].platform, jax.config.jax_compilation_cache_dir),
@@ -119,6 +120,13 @@ def describe_precision(model: Model) -> str:
         f"{matmuls}; weights {policy.weights}, weight gradients {gradients}, "
         f"moments {policy.mu}/{policy.nu}, scaling: {policy.scaling}"
     )
+
+
+def describe_skipped(manifest: Manifest) -> str:
+    """How many documents hold no text, to be appended; nothing where all do."""
+    if not manifest.skipped:
+        return ""
+    return f"; {manifest.skipped:,} documents were skipped, which hold no text (an empty or a missing column)"
 
 
 def describe_idle(policy: Policy, overrides: Sequence[str]) -> list[str]:

@@ -8,11 +8,12 @@ import yaml
 from scripts.compare import Arguments, directories, main
 from trainer.errors import UserError
 from trainer.report.charts import Choice, by_choice, colour_number
+from trainer.report.comparing import overridden
 from trainer.report.history import History
 
 
 def make_run(folder, loss, overrides, **settings):
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     rows = [{"step": i, "tokens": i, "train/loss": 5.0 - i, "lr": 1e-3} for i in (1, 2)]
     rows[-1] |= {} if loss is None else {"val/loss": loss}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -46,6 +47,15 @@ def test_a_sweep_of_any_size_is_a_table_best_first_and_a_picture_of_each_key(swe
     assert "Validation loss by optimizer.lr" in text
     assert text.index(">0.0001</text>") < text.index(">0.0003</text>") < text.index(">0.01</text>")
     assert not list(tmp_path.glob("*.html"))  # where the command was given
+
+
+def test_a_run_that_was_continued_keeps_the_settings_of_its_first_start(sweep):
+    """Its last start had other overrides; what it was trained with stands in its configuration."""
+    make_run(sweep / "6", 3.0, "train.steps=4 resume.source=auto", seed=0, optimizer={"lr": 1e-3}, run_dir="s/6")
+    found = overridden([History.read(sweep / name, name) for name in ("6", "3")])
+    assert found["optimizer.lr"] == ["0.001", "0.0003"]
+    assert "seed" not in found  # which is the same
+    assert found["train.steps"] == ["4", "2"]
 
 
 @pytest.mark.parametrize("relative", [True, False])
