@@ -14,13 +14,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
 
 from trainer.errors import UserError
 from trainer.models.functional import Params
 from trainer.models.gpt2 import functional
 from trainer.models.spec import GPT2Spec
-from trainer.models.weight_files import config_beside, read_object, read_tensors
+from trainer.models.weight_files import config_beside, read_object, read_tensors, write_file
 
 # What a configuration must say, where it says it, for this model to compute the same function.
 REQUIRED = {
@@ -148,7 +147,7 @@ def save_gpt2(directory: str | Path, spec: GPT2Spec, params: Params, eot: int | 
     wte = f"{PREFIX}wte.weight"
     tensors[wte] = np.ascontiguousarray(tensors[wte][: spec.vocab_size])
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, file, metadata={"format": "pt"})
+    write_file(tensors, file)
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -4,6 +4,7 @@ What tensors are called and what a configuration must say is each family's own a
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -94,6 +95,14 @@ def weight_files(directory: Path) -> list[Path]:
     raise UserError(f"{directory} holds no *.safetensors; give another directory")
 
 
+def write_file(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """One safetensors file, which may be read by whom other files of this process may: the library makes it private."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def write_tensors(directory: Path, tensors: Mapping[str, np.ndarray], shard_bytes: int = SHARD_BYTES) -> list[Path]:
     """Write tensors, in one file or, where they are more than `shard_bytes`, in several with an index; their paths.
 
@@ -109,7 +118,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, np.ndarray], shard_byte
     for name, shard in zip(names, shards, strict=True):
         # Contiguous copies, one file's at a time.
         data = {key: np.ascontiguousarray(tensors[key]) for key in shard}
-        save_file(data, directory / name, metadata={"format": "pt"})
+        write_file(data, directory / name)
     if several:
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},

@@ -91,6 +91,7 @@ def test_export_is_the_same_file_again(tmp_path):
     spec, params = load_gpt2(source)
     (out,) = save_gpt2(tmp_path / "out", spec, params, eot=7)
     assert out.read_bytes() == (source / "model.safetensors").read_bytes()
+    assert out.stat().st_mode == (tmp_path / "out" / "config.json").stat().st_mode  # as readable as the files beside it
     again, _ = load_gpt2(tmp_path / "out")
     assert again == spec
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
