@@ -35,8 +35,8 @@ _ROUNDINGS = np.float32(2.0**-18)  # of a sum or mean of marks, relative
 def _check(exponent: Any) -> Any:
     """Bits that tell marks from their sums and means, also after FP32 has rounded those: a hash, found by search.
 
-    No sum of two marks is a mark, no mean of two different ones, and none of 28,000 random sums and means of 3 to 64
-    that are within a few octaves of each other. (A smooth function adds less to a long mean than rounding takes.)
+    No sum of two marks is a mark, and no mean of two different ones. Of longer sums and means of marks some octaves
+    apart one in thousands may be. (A smooth function would add less to a long mean than rounding takes.)
     """
     return ((exponent * exponent * np.int32(27873)) >> 3) & np.int32((1 << _CHECK) - 1)
 

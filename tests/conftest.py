@@ -5,7 +5,7 @@ run: of the same optimised programs, operation by operation, in a third of the t
 but for one that is killed again and again and those of the short parity study, which are compiled as for users.
 Everything is, with `XLA_FLAGS="" make test`.
 
-With SCALIFY_TEST_PLATFORM=gpu (`make test-gpu`) none of that holds: the device is JAX.s own choice.
+With SCALIFY_TEST_PLATFORM=gpu (`make test-gpu`) none of that holds: the device is JAX's own choice.
 """
 
 import os
