@@ -101,7 +101,8 @@ def overridden(histories: Sequence[History]) -> dict[str, list[str]]:
     keys = dict.fromkeys(key for settings in given for key in settings)
 
     def value(key: str, settings: Mapping[str, str], tree: Mapping[str, Any]) -> str:
-        found = tree.get(key, tree.get(f"{key}.name"))  # a group is called by its choice's name
+        choice = f"{key}.kind" if f"{key}.kind" in tree else f"{key}.name"  # a tracker's name is that of its run
+        found = tree.get(key, tree.get(choice))
         return settings.get(key, "-") if found is None else str(found)
 
     different = {key: [value(key, *of) for of in zip(given, resolved, strict=True)] for key in keys}

@@ -58,6 +58,14 @@ def test_a_run_that_was_continued_keeps_the_settings_of_its_first_start(sweep):
     assert found["train.steps"] == ["4", "2"]
 
 
+def test_a_group_is_called_by_its_choice_and_not_by_the_name_of_a_run(tmp_path):
+    for name, precision in (("a", "fp32"), ("b", "bf16")):
+        groups = {"tracker": {"kind": "jsonl", "name": f"run {name}"}, "precision": {"name": precision}}
+        make_run(tmp_path / name, 3.0, f"tracker=jsonl precision={precision}", run_dir=name, **groups)
+    found = overridden([History.read(tmp_path / name, name) for name in ("a", "b")])
+    assert found == {"precision": ["fp32", "bf16"]}
+
+
 @pytest.mark.parametrize("relative", [True, False])
 def test_patterns_may_be_absolute_and_numbers_are_in_their_order(sweep, relative, monkeypatch):
     monkeypatch.chdir(sweep.parent)
