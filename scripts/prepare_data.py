@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.data import EmbeddedSource, HubSource, Manifest, Source, TextSource, prepare
 from trainer.errors import UserError
@@ -28,14 +29,21 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--cache-dir", type=Path, default=Path("runs/data"), help="default: runs/data")
     common.add_argument("--val-fraction", type=float, default=0.1, help="share of the validation part (default: 0.1)")
     common.add_argument("--workers", type=int, help="threads (default: all cores)")
-    limit = argparse.ArgumentParser(add_help=False)
-    limit.add_argument("--column", default="text", help="the one that holds the text (default: text)")
-    limit.add_argument("--max-documents", type=int, help="stop after so many")
-
     top = argparse.ArgumentParser(
         prog="python -m scripts.prepare_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     sources = top.add_subparsers(dest="source", metavar="{embedded,files,text,jsonl,parquet,hub,verify}")
+    add_sources(sources, common)
+    verify = sources.add_parser("verify", help="check a prepared directory thoroughly")
+    verify.add_argument("directory", type=Path)
+    return top
+
+
+def add_sources(sources: Any, common: argparse.ArgumentParser) -> None:
+    """A subcommand for each kind of text, with the arguments of `common`; `source_of` reads what was given."""
+    limit = argparse.ArgumentParser(add_help=False)
+    limit.add_argument("--column", default="text", help="the one that holds the text (default: text)")
+    limit.add_argument("--max-documents", type=int, help="stop after so many")
     sources.add_parser("embedded", parents=[common], help="the corpus that is installed with the trainer")
     for format in ("files", "text", "jsonl", "parquet"):
         about = "text, jsonl and parquet files, told by their names" if format == "files" else f"{format} files"
@@ -48,9 +56,6 @@ def parser() -> argparse.ArgumentParser:
     hub.add_argument("--revision", help="commit, to pin")
     hub.add_argument("--streaming", action="store_true", help="do not download everything first; needs a maximum")
     hub.add_argument("--max-tokens", type=int, help="stop after the document that reaches so many")
-    verify = sources.add_parser("verify", help="check a prepared directory thoroughly")
-    verify.add_argument("directory", type=Path)
-    return top
 
 
 def source_of(args: argparse.Namespace) -> Source:

@@ -98,6 +98,7 @@ of_finished_run = pytest.mark.xdist_group("finished run")  # made once
             ["n_head=2 (the model 4)", "d_model=32 (the model 64)", "tokenizer byte of 256", "data.tokenizer=byte"],
         ),
         (["run_dir=new", "model=from_init"], ["init_from, which is null"]),
+        (["run_dir=new", "init.embeddings=focus"], ["init.embeddings=focus", "init_from", "null"]),
         (["run_dir=new", "model=from_init", "init_from=bpe"], ["init_from=bpe", "config.yaml", "config.json"]),
         (["run_dir=new", "model=from_init", "init_from=A", "model.n_layer=3"], ["model.n_layer=3 (2 there)"]),
         (["run_dir=new", "resume=A", "train.steps=20"], ["train.steps=20", "checkpoint has 20", "21 or more"]),
@@ -290,6 +291,31 @@ def test_a_model_takes_its_architecture_from_its_weights(finished_run, source):
     assert done.returncode == 0, done.stderr
     assert "2 layers, width 32, context 32, vocabulary 256" in done.stdout
     assert "nobody checked" not in done.stdout
+
+
+@of_finished_run
+def test_weights_are_given_another_tokenizer_and_go_on_in_another_precision(finished_run):
+    tmp_path, _ = finished_run
+    tokenizer = [sys.executable, "-m", "scripts.train_tokenizer", "embedded", "--vocab-size", "400", "--out", "swapped"]
+    done = subprocess.run([*tokenizer, "--max-chars", "200000"], cwd=tmp_path, env=environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr
+    output = {}
+    for run, method in (("O", "focus"), ("P", "random")):
+        args = ["train.steps=2", "tracker=jsonl", "sample.max_new=0", "model=from_init", "data.tokenizer=swapped"]
+        sizes = [f"model.{key}=null" for key in ("n_layer", "n_head", "d_model", "context")]
+        args += [*sizes, "init_from=A", f"init.embeddings={method}", "precision=scalify_fp8_fp16"]
+        output[run] = finish(trainer(tmp_path, run, *args))
+    assert "init.embeddings=focus: 256 of 400 tokens have the rows that they have in A (256 tokens)" in output["O"]
+    kept, fresh = (values(tmp_path / run)[0]["train/loss"] for run in "OP")
+    assert kept < fresh - 0.05
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", "resume=O", "train.steps=3"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr  # its own weights, whatever it began with
 
 
 def test_a_users_own_directory_stays_when_nothing_starts_in_it(tmp_path):

@@ -42,6 +42,7 @@ from trainer.precision.policy import DTYPES, Policy
 from trainer.run import jobs
 from trainer.run.periodic import Periodic
 from trainer.run.start import initial_weights
+from trainer.run.vocabulary import weights_for_tokenizer
 from trainer.run.watchdog import Bounds, Watchdog
 from trainer.step.evaluate import Evaluation, evaluate, xz_bits_per_byte
 from trainer.step.kernels import Kernels
@@ -223,8 +224,11 @@ def build_state(c: schema.Config, w: Workload) -> TrainState:
     """The state before step 0, with the weights of `init_from` where that is given."""
     if c.init_from is None:
         return first_state(w.task, w.seed)
-    source = Path(c.init_from)
-    given = functools.partial(initial_weights, source, w.model.spec, w.data.tokenizer)
+    source, method = Path(c.init_from), c.init.embeddings
+    if method is None:
+        given = functools.partial(initial_weights, source, w.model.spec, w.data.tokenizer)
+    else:
+        given = functools.partial(weights_for_tokenizer, source, w.model.spec, w.data, method, c.seed)
     return first_state(w.task, w.seed, given)
 
 

@@ -48,6 +48,7 @@ from trainer.run.loop import Run, train
 from trainer.run.periodic import Periodic
 from trainer.run.rundir import RunDir, write_environment
 from trainer.run.start import architecture, check_same_run, describe_init, restore_logical, starting_point
+from trainer.run.vocabulary import describe_embeddings
 from trainer.step.leaves import parameter_names
 from trainer.step.state import TrainState, from_stored
 from trainer.step.step import StepFn, Tokens
@@ -97,6 +98,13 @@ def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None
         step=step,
     )
     return [f"scalify-trainer {__version__}", *lines]
+
+
+def describe_weights(source: Path, c: schema.Config, w: Workload) -> list[str]:
+    """What is to be known of weights that were taken from somewhere."""
+    if c.init.embeddings is None:
+        return describe_init(source, w.data.tokenizer)
+    return [describe_embeddings(source, w.data.tokenizer, c.init.embeddings)]
 
 
 def describe_change(c: schema.Config, found: Restored) -> list[str]:
@@ -271,7 +279,7 @@ def train_in(
             if jax.process_index() == 0:
                 w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
         idle = describe_idle(w.model.policy, overrides)
-        given = [] if c.init_from is None or found.step else describe_init(Path(c.init_from), w.data.tokenizer)
+        given = [] if c.init_from is None or found.step else describe_weights(Path(c.init_from), c, w)
         for line in [*describe_run(c, w), *idle, *given, *describe_change(c, found)]:
             display.message(line)
         tracker = make_tracker(

@@ -46,7 +46,9 @@ def checked(tree: DictConfig, **changes: Any) -> Config:
     plain.pop("experiment", None)  # the name of a group choice without keys of its own
     plain |= changes
     if inherited.is_open(plain.get("model")):
-        plain["model"] = inherited.inherit(plain["model"], plain["init_from"])
+        plain["model"] = inherited.inherit(
+            plain["model"], plain["init_from"], other_tokenizer=plain["init"]["embeddings"] is not None
+        )
     config: Config = from_tree(Config, plain)
     validate(config)
     return config

@@ -14,7 +14,8 @@ from trainer.text import nearest
 def from_saved(cls: type, tree: Any) -> Any:
     """`from_tree` of what a run saved, perhaps before a key existed.
 
-    One that may be null is null, and one that tells which of several groups is meant has the value that it had then.
+    One that may be null is null, a group of such keys has nulls, and one that tells which of several groups is meant
+    has the value that it had then.
     """
     return from_tree(cls, _completed(cls, tree))
 
@@ -28,8 +29,21 @@ def _completed(hint: Any, tree: Any) -> Any:
     if not isinstance(hint, type) or not dataclasses.is_dataclass(hint) or not isinstance(tree, Mapping):
         return tree
     hints = annotations(hint)
-    later = {key: None for key, hint in hints.items() if type(None) in typing.get_args(hint) and key not in tree}
+    absent = {key: hint for key, hint in hints.items() if key not in tree}
+    later: dict[str, Any] = {key: None for key, hint in absent.items() if _may_be_null(hint)}
+    later |= {key: dict.fromkeys(annotations(hint)) for key, hint in absent.items() if _is_group_of_nulls(hint)}
     return {**{key: _completed(hints[key], value) if key in hints else value for key, value in tree.items()}, **later}
+
+
+def _may_be_null(hint: Any) -> bool:
+    return type(None) in typing.get_args(hint)
+
+
+def _is_group_of_nulls(hint: Any) -> bool:
+    """Whether it is a dataclass all of whose keys may be null."""
+    return (
+        isinstance(hint, type) and dataclasses.is_dataclass(hint) and all(map(_may_be_null, annotations(hint).values()))
+    )
 
 
 def from_tree(cls: type, tree: Any, path: str = "", of: str = "") -> Any:

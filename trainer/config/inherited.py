@@ -27,12 +27,13 @@ def is_open(model: Any) -> bool:
     return any(model.get(key) is None for key in spec.deciding() if key not in free)
 
 
-def inherit(model: Mapping[str, Any], init_from: str | None) -> dict[str, Any]:
+def inherit(model: Mapping[str, Any], init_from: str | None, *, other_tokenizer: bool = False) -> dict[str, Any]:
     """The keys of `model`, those of the architecture from where the weights come.
 
     Args:
       model: of the composed configuration; what is not null in it must agree.
       init_from: the key of that name.
+      other_tokenizer: whether the vocabulary is that of the data, not of the weights.
 
     Raises:
       UserError: no `init_from`, nothing there that tells an architecture, or another one than was asked for.
@@ -41,6 +42,8 @@ def inherit(model: Mapping[str, Any], init_from: str | None) -> dict[str, Any]:
         raise UserError("model=from_init takes the architecture of init_from, which is null; add init_from=RUN")
     source = Path(init_from)
     theirs = architecture_of_run(source) if (source / "config.yaml").is_file() else architecture_of_weights(source)
+    if other_tokenizer:
+        theirs.pop("vocab_size", None)
     other = [
         f"model.{key}={model[key]} ({value} there)"
         for key, value in theirs.items()

@@ -23,6 +23,7 @@ from trainer.bounds import (
 )
 from trainer.errors import UserError
 from trainer.models.specs import FIRST, SPECS
+from trainer.models.tables import Method
 from trainer.precision.policy import Policy
 from trainer.step.kernels import Asked
 from trainer.step.optimizers import ENTRIES, Optimizer, check_moments
@@ -142,6 +143,17 @@ class Tracker:
 
 
 @dataclass(frozen=True)
+class Init:
+    """How `init_from`'s weights are taken.
+
+    Attributes:
+      embeddings: how the rows of another tokenizer's tokens are made; None: another tokenizer is refused.
+    """
+
+    embeddings: Method | None
+
+
+@dataclass(frozen=True)
 class Resume:
     source: str
     step: int | None
@@ -210,6 +222,7 @@ class Config:
     seed: Annotated[int, at_least(0), at_most(2**32 - 1)]  # JAX keeps 32 bits of a seed
     run_dir: str
     init_from: str | None
+    init: Init
     dry_run: bool
     compile_cache: str | None
     deterministic: Asked | None  # null: auto, as of a run that was saved before there was the key
@@ -271,6 +284,11 @@ def validate(c: Config) -> None:
         not c.precision.require_fp8 or c.precision.forward is not None,
         f"precision.require_fp8=true, but precision={c.precision.name} has no FP8 matmuls; "
         "choose one that has, such as precision=scalify_fp8_fp16, or leave require_fp8 out",
+    )
+    _require(
+        c.init.embeddings is None or c.init_from is not None,
+        f"init.embeddings={c.init.embeddings} is of the weights that init_from names, which is null; add "
+        "init_from=DIRECTORY, or leave it out",
     )
     if c.profile.steps is not None:
         ok = len(c.profile.steps) == 2 and 1 <= c.profile.steps[0] <= c.profile.steps[1] <= c.train.steps

@@ -17,7 +17,7 @@ FILE = "tokenizer.json"
 Ids = dict[bytes, int]
 
 
-def save_hf(directory: Path, tokenizer: Tokenizer, context: int) -> list[Path]:
+def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[Path]:
     """Write what `transformers.AutoTokenizer` reads the same tokenizer from; the paths of the files.
 
     In one thing they differ: what spells the end-of-text token in a text, Hugging Face's reads as that token.
@@ -25,16 +25,17 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int) -> list[Path]:
     Args:
       directory: exists.
       tokenizer: a run's.
-      context: tokens that the model takes.
+      context: tokens that the model takes; None: there is no model yet.
     """
     end = next(token for token, i in tokenizer.special_tokens.items() if i == tokenizer.eot)
-    settings = {
+    settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end,
         "eos_token": end,
-        "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
+    if context is not None:
+        settings["model_max_length"] = context
     trees = {FILE: tokenizer_tree(tokenizer), "tokenizer_config.json": settings}
     for name, tree in trees.items():
         (directory / name).write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

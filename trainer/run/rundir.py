@@ -55,7 +55,10 @@ MAY_CHANGE = (
     "data.val_fraction",
     "model.keep_fp8_weights",
 )
-EARLIER = {"model.family": FIRST}  # what a configuration meant that was written before there was the key
+EARLIER = {
+    "model.family": FIRST,
+    "init.embeddings": None,
+}  # what a configuration meant that was written before there was the key
 
 
 class RunDir:

@@ -21,6 +21,7 @@ from trainer.step.leaves import as_saved
 from trainer.step.state import TrainState
 from trainer.workload import Workload, abstract_state, convert_state
 
+SWAP = ", or init.embeddings=focus to give its tables the rows of the data's tokens"
 FROM_INIT = ", or model=from_init, which takes all sizes from there"
 
 
@@ -164,7 +165,7 @@ def other_tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any], ours: Tokeniz
         return []
     file = "byte" if meta["tokenizer"] == ByteTokenizer.name else run_dir / "tokenizer.tiktoken"
     what = f"was trained with tokenizer {meta['tokenizer']} of {meta['model']['vocab_size']:,} ids"
-    return [f"{what} (the data's is {ours.name}, {ours.vocab_size:,} ids)", f"set data.tokenizer={file}"]
+    return [f"{what} (the data's is {ours.name}, {ours.vocab_size:,} ids)", f"set data.tokenizer={file}{SWAP}"]
 
 
 def other_tokenizer_beside(source: Path, spec: Spec, ours: Tokenizer) -> list[str]:
@@ -176,7 +177,7 @@ def other_tokenizer_beside(source: Path, spec: Spec, ours: Tokenizer) -> list[st
     theirs = ids_beside(directory)
     if theirs is not None:
         found = first_difference(theirs, ours)
-        end = f"set data.tokenizer={directory}, the data's is {ours.name} of {ours.vocab_size:,} ids"
+        end = f"set data.tokenizer={directory}, the data's is {ours.name} of {ours.vocab_size:,} ids{SWAP}"
         return [] if found is None else [f"has another tokenizer ({found})", end]
     if 0.99 * spec.vocab_size <= ours.vocab_size <= spec.vocab_size:
         return []

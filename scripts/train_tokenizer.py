@@ -1,0 +1,142 @@
+"""Train a byte-level BPE tokenizer on text, for `data.tokenizer=DIRECTORY`.
+
+    python -m scripts.train_tokenizer files books/ dump.jsonl --vocab-size 8192 --out tokenizers/mine
+    python -m scripts.train_tokenizer embedded --vocab-size 2048 --out tokenizers/small
+    python -m scripts.train_tokenizer hub HuggingFaceFW/fineweb --streaming --max-documents 10000 --vocab-size 32768 \
+--out tokenizers/web
+
+The sources are those of scripts.prepare_data. The same text gives the same tokenizer. What is written is Hugging Face's
+tokenizer.json and tokenizer_config.json: `transformers.AutoTokenizer` reads the directory too.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from scripts.prepare_data import add_sources, source_of
+from trainer.data import HubSource, PreparedSource, Source
+from trainer.data.bpe_files import known_settings
+from trainer.data.corpus import open_corpus
+from trainer.data.hf_tokenizer import FILE, byte_level, save_hf, split_by
+from trainer.data.tokenizer import Tokenizer, cut_at_lines, get_tokenizer
+from trainer.errors import UserError
+
+PATTERNS = ("gpt2", "cl100k_base", "o200k_base")
+END = "<|endoftext|>"
+SMALLEST = 257  # every byte, and the end of a document
+PIECE = 1 << 20  # characters that are cut into words at a time
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--vocab-size", type=int, required=True, help="tokens, the end of a document included")
+    common.add_argument("--out", type=Path, required=True, help="directory to write to; made if absent")
+    common.add_argument("--pattern", choices=PATTERNS, default="gpt2", help="whose cut into words (default: gpt2)")
+    common.add_argument("--max-chars", type=int, help="read no more of the text")
+    common.add_argument("--cache-dir", type=Path, default=Path("runs/data"), help="default: runs/data")
+    top = argparse.ArgumentParser(
+        prog="python -m scripts.train_tokenizer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_sources(top.add_subparsers(dest="source", required=True), common)
+    return top
+
+
+def texts_of(source: Source, cache_dir: Path, most: int | None) -> Iterator[str]:
+    """The documents, or pieces of a long one, up to so many characters in all."""
+    assert not isinstance(source, PreparedSource)
+    left = most if most is not None else sys.maxsize
+    for rows in open_corpus(source, cache_dir).read(None):
+        for text in rows.texts:
+            for piece in cut_at_lines(text, PIECE):
+                if left <= 0:
+                    return
+                yield piece[:left]
+                left -= len(piece)
+
+
+class Counted:
+    """Texts on their way through, with what went through."""
+
+    def __init__(self, texts: Iterator[str]) -> None:
+        self.texts, self.bytes = texts, 0
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self.texts:
+            self.bytes += len(text.encode())
+            yield text
+
+
+def trained(texts: Iterator[str], vocab_size: int, pattern: str) -> str:
+    """The tokenizer.json of a byte-pair encoding with the most frequent merges of texts, by package `tokenizers`."""
+    from tokenizers import AddedToken, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as HFTokenizer
+
+    words = split_by(known_settings(pattern if pattern != "gpt2" else "r50k_base", {})["pat_str"])
+    tree = json.loads(HFTokenizer(models.BPE()).to_str())
+    tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [words, byte_level()]}
+    tokenizer = HFTokenizer.from_str(json.dumps(tree))
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(END, special=True, normalized=False)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    found: str = tokenizer.to_str()
+    return found
+
+
+def train(texts: Iterator[str], vocab_size: int, pattern: str, out: Path) -> Tokenizer:
+    """Train a tokenizer and write it to a directory.
+
+    Raises:
+      UserError: a vocabulary that does not hold the bytes, or a directory that has a tokenizer.
+    """
+    if vocab_size < SMALLEST:
+        raise UserError(f"--vocab-size {vocab_size}: expected {SMALLEST} (every byte, and {END}) or more")
+    if (out / FILE).exists():
+        raise UserError(f"{out / FILE} exists; choose another --out, or remove it")
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / FILE
+        file.write_text(trained(texts, vocab_size, pattern), encoding="utf-8")
+        tokenizer = get_tokenizer(str(file))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        save_hf(out, tokenizer, None)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}; choose another directory") from error
+    return tokenizer
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run; 0 when the tokenizer is written, 2 for a UserError, 130 when stopped."""
+    args = parser().parse_args(argv)
+    try:
+        source = source_of(args)
+        if isinstance(source, HubSource) and source.max_tokens is not None:
+            raise UserError("--max-tokens: there are no tokens yet; bound the text by --max-documents or --max-chars")
+        texts = Counted(texts_of(source, args.cache_dir, args.max_chars))
+        tokenizer = train(iter(texts), args.vocab_size, args.pattern, args.out)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped; nothing was written", file=sys.stderr)
+        return 130
+    fewer = "" if tokenizer.vocab_size == args.vocab_size else ": the text has no more pairs"
+    print(f"{tokenizer.vocab_size:,} tokens from {texts.bytes:,} bytes of text{fewer}")
+    print(f"wrote {args.out}; train with it: data.tokenizer={args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    logging.getLogger("trainer").setLevel(logging.INFO)
+    logging.getLogger("trainer").addHandler(logging.StreamHandler())
+    sys.exit(main(sys.argv[1:]))

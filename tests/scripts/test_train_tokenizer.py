@@ -1,0 +1,55 @@
+"""A tokenizer from text: the same each time, readable by the trainer and by Hugging Face's library."""
+
+import pytest
+from tokenizers import Tokenizer as HFTokenizer
+
+from scripts.train_tokenizer import main
+from trainer.data import get_tokenizer
+
+TEXT = "the cat sat on the mat; the rat sat on the hat. That was thát!\n" * 50
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.jsonl").write_text('{"text": "hats and mats 123 1234"}\n' * 20)
+    return [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
+
+
+@pytest.mark.parametrize("pattern", ["gpt2", "cl100k_base"])
+def test_it_is_the_same_each_time_and_both_libraries_read_it_alike(text, pattern, tmp_path, capsys):
+    for out in "xy":
+        given = ["files", *text, "--vocab-size", "285", "--pattern", pattern, "--out", str(tmp_path / out)]
+        assert main([*given, "--cache-dir", str(tmp_path / "cache")]) == 0
+    assert f"285 tokens from {len(TEXT.encode()) + 20 * 22:,} bytes" in capsys.readouterr().out
+    x, y = ((tmp_path / out / "tokenizer.json").read_bytes() for out in "xy")
+    assert x == y
+    ours = get_tokenizer(str(tmp_path / "x"))
+    assert ours.vocab_size == 285
+    theirs = HFTokenizer.from_file(str(tmp_path / "x" / "tokenizer.json"))
+    for sample in (TEXT, "unseen — words, 42 of them\n\n  indented", "é"):
+        assert ours.encode(sample) == theirs.encode(sample).ids
+        assert ours.decode(ours.encode(sample)) == sample
+    assert len(ours.encode(TEXT)) < len(TEXT.encode()) / 3
+    assert ours.encode("<|endoftext|>") != [ours.eot]  # no document can pretend to end
+
+
+def test_a_text_with_few_pairs_gives_fewer_tokens_and_says_so(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("abc")
+    given = ["files", str(tmp_path / "a.txt"), "--vocab-size", "500", "--out", str(tmp_path / "x")]
+    assert main([*given, "--cache-dir", str(tmp_path)]) == 0
+    assert "259 tokens from 3 bytes of text: the text has no more pairs" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_line(text, tmp_path, capsys):
+    def said(*given):
+        assert main([*given, "--cache-dir", str(tmp_path / "cache")]) == 2
+        return capsys.readouterr().err
+
+    out = ["--out", str(tmp_path / "x")]
+    assert "expected 257" in said("files", *text, "--vocab-size", "200", *out)
+    assert "nothing" in said("files", str(tmp_path / "nothing"), "--vocab-size", "300", *out)
+    assert not (tmp_path / "x").exists()
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "tokenizer.json").write_text("{}")
+    assert "exists" in said("files", *text, "--vocab-size", "300", *out)

@@ -1,0 +1,127 @@
+"""Weights of one tokenizer, for another: every table of a family, tied or not, with padding, sharded."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trainer.data import TextSource, get_tokenizer, prepare
+from trainer.data.hf_tokenizer import save_hf
+from trainer.errors import UserError
+from trainer.models import huggingface
+from trainer.models.llama_spec import LlamaSpec
+from trainer.models.spec import GPT2Spec
+from trainer.run.vocabulary import describe_embeddings, of_vocabulary, vocabulary_of, weights_for_tokenizer
+from trainer.workload import Dataset
+
+TEXT = "the cat sat on the mat and the rat sat on the hat and that was that\n" * 400
+SIZES = {"n_layer": 1, "d_model": 16, "context": 32}
+SPECS = {
+    "gpt2": GPT2Spec(vocab_size=1, n_head=2, **SIZES),
+    "scanned": GPT2Spec(vocab_size=1, n_head=2, scan_layers=True, **SIZES),
+    "llama": LlamaSpec(vocab_size=1, n_head=2, n_kv_head=1, tied=True, **SIZES),
+    "untied": LlamaSpec(vocab_size=1, n_head=2, n_kv_head=2, tied=False, **SIZES),
+}
+
+
+def bpe(directory, *merges):
+    directory.mkdir()
+    (directory / "vocab.bpe").write_text("\n".join(merges))
+    return get_tokenizer(str(directory))
+
+
+def initial(spec, seed):
+    return spec.family().build(spec).init(jax.random.key(seed))
+
+
+@pytest.fixture
+def data(tmp_path):
+    bpe(tmp_path / "new", "t h", "th e", "a t", "Ġ th")
+    (tmp_path / "text.txt").write_text(TEXT)
+    directory = prepare(TextSource((str(tmp_path / "text.txt"),)), str(tmp_path / "new"), tmp_path / "cache")
+    return Dataset.open(directory, seed=0, context=32, batch_size=2)
+
+
+@pytest.fixture
+def old(tmp_path):
+    return bpe(tmp_path / "old", "s a", "t h", "a t")
+
+
+def exported(directory, spec, tokenizer):
+    spec = dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
+    params = initial(spec, 7)
+    huggingface.save(directory, spec, params, tokenizer.eot)
+    save_hf(directory, tokenizer, spec.context)
+    return params
+
+
+@pytest.mark.parametrize("method", ["focus", "random"])
+@pytest.mark.parametrize("family", SPECS)
+def test_all_tables_get_the_rows_of_the_datas_tokens_and_all_else_stays(family, method, tmp_path, data, old):
+    params = exported(tmp_path / "hf", SPECS[family], old)
+    spec = dataclasses.replace(SPECS[family], vocab_size=data.tokenizer.vocab_size)
+    like = initial(spec, 8)
+    found = weights_for_tokenizer(tmp_path / "hf", spec, data, method, 0, like)
+    tables = of_vocabulary(spec)
+    assert sum(jax.tree.leaves(tables)) == (2 if family == "untied" else 1)
+
+    def compare(table, new, before, fresh):
+        assert (new.shape, new.dtype) == (fresh.shape, fresh.dtype)
+        if not table:
+            np.testing.assert_array_equal(new, before)
+            return
+        n = data.tokenizer.vocab_size
+        np.testing.assert_array_equal(new[n:], 0)  # padding
+        if method == "random":
+            np.testing.assert_array_equal(new, fresh)
+            return
+        for token in (b"t", b"th", b"at", b"\xff"):
+            np.testing.assert_array_equal(new[data.tokenizer.tokens[token]], before[old.tokens[token]])
+        np.testing.assert_array_equal(new[data.tokenizer.eot], before[old.eot])
+        made = np.asarray(new[data.tokenizer.tokens[b"the"]])
+        assert not (made == np.asarray(before)).all(axis=1).any()
+        assert not np.array_equal(made, np.asarray(fresh[data.tokenizer.tokens[b"the"]]))
+
+    jax.tree.map(compare, tables, found, params, like)
+    line = describe_embeddings(tmp_path / "hf", data.tokenizer, method)
+    assert line.startswith(f"init.embeddings={method}: {'all 261' if method == 'random' else '259 of 261'}")
+
+
+def test_the_rows_are_placed_and_typed_as_those_of_the_model(tmp_path, data, old):
+    exported(tmp_path / "hf", SPECS["untied"], old)
+    spec = dataclasses.replace(SPECS["untied"], vocab_size=data.tokenizer.vocab_size)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    like = jax.tree.map(
+        lambda table, x: jax.device_put(x.astype(jnp.bfloat16), sharding if table else whole),
+        of_vocabulary(spec),
+        initial(spec, 8),
+    )
+    found = weights_for_tokenizer(tmp_path / "hf", spec, data, "mean", 0, like)
+    assert jax.tree.map(lambda x: (x.dtype, x.sharding), found) == jax.tree.map(lambda x: (x.dtype, x.sharding), like)
+
+
+def test_which_parameters_have_a_row_for_each_id_is_not_guessed_by_size():
+    """A table of positions with as many rows as the vocabulary has is none of them."""
+    spec = GPT2Spec(vocab_size=64, n_head=2, n_layer=1, d_model=16, context=64)
+    assert sum(jax.tree.leaves(of_vocabulary(spec))) == 1
+
+
+def test_bad_input_is_one_line(tmp_path, data, old):
+    like = initial(dataclasses.replace(SPECS["gpt2"], vocab_size=data.tokenizer.vocab_size), 8)
+    spec = dataclasses.replace(SPECS["gpt2"], vocab_size=data.tokenizer.vocab_size)
+    exported(tmp_path / "hf", SPECS["gpt2"], old)
+    with pytest.raises(UserError, match=r"n_layer=1 \(the model 2\)") as error:
+        weights_for_tokenizer(tmp_path / "hf", dataclasses.replace(spec, n_layer=2), data, "mean", 0, like)
+    assert "vocab_size" not in str(error.value)
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"ж": 0, "д": 1}}}))
+    with pytest.raises(UserError, match="no token in common"):
+        weights_for_tokenizer(tmp_path / "hf", spec, data, "focus", 0, like)
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="none beside the weights"):
+        vocabulary_of(tmp_path / "hf")
