@@ -121,9 +121,10 @@ def test_what_cannot_run_is_one_line_exit_code_2_and_nothing_is_lost(finished_ru
     monkeypatch.chdir(directory)
     monkeypatch.setattr(logging.root, "handlers", [])  # Hydra's, which would outlive this test's captured output
     code = main([*TINY, "run_dir=A", "parallel.data=1", "train.steps=30", "compile_cache=null", *args])
-    errors = capfd.readouterr().err.strip().splitlines()
+    said = capfd.readouterr().err.strip().splitlines()
+    errors = [line for line in said if not line.startswith("preparing data")]  # which a slow machine reports on
     assert code == 2
-    assert len(errors) == 1, errors
+    assert len(errors) == 1, said
     assert errors[0].startswith("error: ")
     for name in names:
         assert name in errors[0]
