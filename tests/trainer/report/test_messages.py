@@ -1,8 +1,12 @@
 """What a run says of itself."""
 
-import numpy as np
+import json
 
-from trainer.report.messages import schedule_change, text_of
+import numpy as np
+import pytest
+
+from trainer.data import EmbeddedSource, Manifest, TextSource, prepare
+from trainer.report.messages import describe_data, schedule_change, text_of
 
 
 def test_a_longer_schedule_is_told_by_its_learning_rates():
@@ -23,3 +27,36 @@ def test_a_source_is_named_for_a_reader():
     assert text_of({"kind": "embedded"}) == "the King James Bible"
     assert text_of({"kind": "hub", "name": "org/set"}) == "org/set"
     assert text_of({"kind": "text", "paths": ["a.txt", "b.txt"]}) == "a.txt, b.txt"
+
+
+def data_line(tmp_path, *names, **settings):
+    source = TextSource(tuple(str(tmp_path / name) for name in names))
+    return describe_data(Manifest.load(prepare(source, "byte", tmp_path / "cache", **settings)))
+
+
+def test_the_files_and_documents_that_were_read_are_counted(tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text("words " * 100)
+    rows = [{"text": f"{i} words"} for i in range(97)] + [{"text": ""}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert data_line(tmp_path, "*.txt", "a.jsonl").startswith("4 files, 100 documents; ")
+    assert data_line(tmp_path, "a.jsonl").startswith("1 file, 97 documents; ")
+    assert "; 1 document was skipped, which holds no text" in data_line(tmp_path, "a.jsonl")
+    assert data_line(tmp_path, "0.txt") == (
+        "1 file, a single text; 540 training and 60 validation tokens (10.0% for validation)"
+    )
+    assert describe_data(Manifest.load(prepare(EmbeddedSource(), "byte", tmp_path))).startswith("the King James Bible;")
+
+
+def test_a_document_that_both_parts_have_a_piece_of_is_counted_once(tmp_path):
+    for i in range(7):
+        (tmp_path / f"{i}.txt").write_text(f"{i}" * 300)
+    assert data_line(tmp_path, "*.txt").startswith("7 files, 7 documents; ")
+
+
+@pytest.mark.parametrize("long", [0, 1])
+def test_a_share_of_validation_that_was_not_asked_for_is_told(tmp_path, long):
+    rows = [{"text": f"{i} words"} for i in range(1000)] + [{"text": "long " * 2000}] * long
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = data_line(tmp_path, "a.jsonl", val_fraction=0.3)
+    assert ("not data.val_fraction=30.0%: whole documents are chosen for it" in line) == (long == 1), line
