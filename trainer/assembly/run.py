@@ -47,7 +47,7 @@ from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.run.loop import Run, train
 from trainer.run.periodic import Periodic
 from trainer.run.rundir import RunDir, write_environment
-from trainer.run.start import architecture, check_same_run, describe_init, restore_logical, starting_point
+from trainer.run.start import architecture, check_same_run, check_start, describe_init, restore_logical, starting_point
 from trainer.step.leaves import parameter_names
 from trainer.step.state import TrainState, from_stored
 from trainer.step.step import StepFn, Tokens
@@ -216,6 +216,7 @@ def start(c: schema.Config, overrides: Sequence[str] = (), more: Additions = NOT
         return 0, None
     with RunDir(Path(c.run_dir)) as directory, said_in_a_line(directory.path):
         directory.check(to_tree(c))
+        check_start(directory.path, c.resume.source, c.resume.step, c.init_from)
         return train_in(directory, c, build_workload(c, *own), Display(c.train.steps, console=console), overrides, more)
 
 

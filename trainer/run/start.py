@@ -56,6 +56,61 @@ def check_same_model(
     raise UserError(f"{source} {', '.join([*found, *tokenizer[:1]])}; {'; '.join([*advice, *tokenizer[1:]])}")
 
 
+def check_start(run_dir: Path, source: str, step: int | None, init_from: str | None) -> None:
+    """Refuse what no run can start from: at once, before anything is prepared for it.
+
+    Args:
+      run_dir: of the run.
+      source: as `starting_point` has it.
+      step: of the other run's checkpoint; None: of the newest.
+      init_from: where the weights come from; None: from nowhere.
+
+    Raises:
+      UserError: `none` but there are checkpoints, no such run directory or checkpoint, no such weights.
+    """
+    own = saved_steps(run_dir)
+    if own and source == "none":
+        raise UserError(
+            f"run_dir={run_dir} holds checkpoints of steps {own} and resume=none; "
+            "choose another run_dir, or resume=auto to continue"
+        )
+    if own:
+        return
+    if source in ("auto", "none"):
+        if step is not None:
+            raise UserError(f"resume.step={step} is of another run's checkpoints; add resume=RUN, or leave it out")
+        if init_from is not None and not Path(init_from).exists():
+            raise UserError(
+                f"init_from={init_from} does not exist; "
+                "valid: a run directory, a Hugging Face directory, or a .safetensors file"
+            )
+        return
+    there = saved_steps(Path(source))
+    if not there:
+        raise UserError(f"resume={source} has no checkpoints; {runs_below(Path(source))}")
+    if step is not None and step not in there:
+        raise UserError(
+            f"resume.step={step}, but resume={source} has checkpoints of steps {', '.join(map(str, there))}; a run "
+            "keeps its newest checkpoint.keep, and the best one: a larger checkpoint.keep leaves more to start from"
+        )
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """The steps of the checkpoints in a run directory, ascending, by the names of their directories."""
+    return sorted(int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit())
+
+
+def runs_below(directory: Path) -> str:
+    """What could be meant by a directory that is no run: one of the runs in it, if there are any."""
+    runs = sorted(
+        (path.parent for path in directory.glob("*/checkpoints")), key=lambda path: (len(path.name), path.name)
+    )
+    if not runs:
+        return "valid: auto, none, or a run directory"
+    listed = ", ".join(str(path) for path in runs[:8]) + ", ..." * (len(runs) > 8)
+    return f"name one of the runs in it: {listed}; `python -m scripts.compare runs={directory}` says which is the best"
+
+
 def starting_point(
     source: str,
     run_dir: Path,
@@ -69,8 +124,8 @@ def starting_point(
     """State, steps taken and meta to start from.
 
     Args:
-      source: `auto` continues `run_dir` where it holds a checkpoint; `none` refuses to; anything else is a run
-        directory, from whose checkpoint a `run_dir` without one starts.
+      source: `auto` continues `run_dir` where it holds a checkpoint; `none` does not; anything else is a run
+        directory, from whose checkpoint a `run_dir` without one starts. `check_start` has looked at it.
       own: the checkpoints of `run_dir`.
       w: what is trained, in its precision.
       first: makes the state before step 0.
@@ -78,22 +133,13 @@ def starting_point(
       convert: whether another run's state may be in another precision; it is then converted.
 
     Raises:
-      UserError: `none` but there are checkpoints, no such run directory, or another model's state.
+      UserError: another model's state, or in another precision.
     """
     if own.steps():
-        if source == "none":
-            raise UserError(
-                f"run_dir={run_dir} holds checkpoints of steps {own.steps()} and resume=none; "
-                "choose another run_dir, or resume=auto to continue"
-            )
         check_same_precision(f"run_dir={run_dir}", policy_of(own.meta()), w.model.policy)
         return own.restore(abstract_state(w.task))
     if source in ("auto", "none"):
-        if step is not None:
-            raise UserError(f"resume.step={step} is of another run's checkpoints; add resume=RUN, or leave it out")
         return Restored(0, first(), {})
-    if not (Path(source) / "checkpoints").is_dir():
-        raise UserError(f"resume={source} has no checkpoints; valid: auto, none, or a run directory")
     with Checkpointer.reading(Path(source) / "checkpoints") as theirs:
         meta = theirs.meta(step)
         check_same_model(f"resume={source}", meta["model"], w.model.spec)
@@ -138,11 +184,6 @@ def initial_weights(source: Path, spec: Spec, tokenizer: Tokenizer, like: Params
 
     `tokenizer` is that of the data, whose ids the weights must know.
     """
-    if not source.exists():
-        raise UserError(
-            f"init_from={source} does not exist; "
-            "valid: a run directory, a Hugging Face directory, or a .safetensors file"
-        )
     named = f"init_from={source}"
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:

@@ -1,10 +1,16 @@
-"""Weights that are for other ids than the data's, or of another model, are refused with all that differs."""
+"""Weights that are for other ids than the data's, or of another model, are refused with all that differs.
 
+What no run can start from is refused before anything is prepared for it.
+"""
+
+import logging
 import re
 from types import SimpleNamespace
 
 import pytest
+from command import TINY
 
+from trainer.__main__ import main
 from trainer.config.inherited import inherit
 from trainer.data import get_tokenizer
 from trainer.data.hf_tokenizer import save_hf
@@ -14,6 +20,7 @@ from trainer.run.start import (
     FROM_INIT,
     architecture,
     check_same_model,
+    check_start,
     describe_init,
     other_tokenizer_beside,
     other_tokenizer_of_run,
@@ -94,3 +101,45 @@ def test_an_architecture_that_is_not_told_is_one_line(config, message, tmp_path)
     (tmp_path / "config.yaml").write_text("model: 3")
     with pytest.raises(UserError, match=r"config\.yaml is damaged"):
         inherit({}, str(tmp_path))
+
+
+def checkpoints(run_dir, *steps):
+    for step in steps:
+        (run_dir / "checkpoints" / str(step)).mkdir(parents=True)
+    (run_dir / "checkpoints" / "40.orbax-checkpoint-tmp").mkdir(parents=True)
+
+
+def test_a_sweep_is_no_run_and_its_runs_are_named(tmp_path):
+    for job in (0, 10, 9):
+        checkpoints(tmp_path / "sweep" / str(job), 20)
+    (tmp_path / "sweep" / "11").mkdir()
+    with pytest.raises(UserError) as error:
+        check_start(tmp_path / "new", str(tmp_path / "sweep"), None, None)
+    listed = ", ".join(str(tmp_path / "sweep" / job) for job in ("0", "9", "10"))
+    assert f"name one of the runs in it: {listed}; `python -m scripts.compare runs=" in str(error.value)
+    with pytest.raises(UserError, match="nowhere has no checkpoints; valid: auto, none, or a run directory"):
+        check_start(tmp_path / "new", "nowhere", None, None)
+
+
+def test_a_step_that_is_gone_is_named_with_those_that_are_there_and_what_keeps_more(tmp_path):
+    checkpoints(tmp_path / "old", 20, 5, 100)
+    check_start(tmp_path / "new", str(tmp_path / "old"), 20, None)
+    check_start(tmp_path / "new", str(tmp_path / "old"), None, None)
+    for step in (10, 40):
+        with pytest.raises(UserError, match=rf"^resume\.step={step}, but .* steps 5, 20, 100; .*checkpoint\.keep"):
+            check_start(tmp_path / "new", str(tmp_path / "old"), step, None)
+    with pytest.raises(UserError, match=r"resume\.step=20 is of another run's checkpoints; add resume=RUN"):
+        check_start(tmp_path / "new", "auto", 20, None)
+    check_start(tmp_path / "old", str(tmp_path / "gone"), 10, None)  # goes on from its own: a fork that was stopped
+    with pytest.raises(UserError, match=r"holds checkpoints of steps \[5, 20, 100\] and resume=none"):
+        check_start(tmp_path / "old", "none", None, None)
+
+
+@pytest.mark.parametrize("start", ["resume=sweep", "init_from=nowhere"])
+def test_what_no_run_can_start_from_is_refused_before_data_are_prepared(start, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra's, which would outlive this test's captured output
+    checkpoints(tmp_path / "sweep" / "0", 20)
+    assert main([*TINY, "run_dir=new", "parallel.data=1", "compile_cache=null", start]) == 2
+    assert start in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
