@@ -165,19 +165,23 @@ def describe_idle(policy: Policy, overrides: Sequence[str]) -> list[str]:
     return [f"{key} has no effect here: {why}" for key, why in found.items() if key in given]
 
 
-def schedule_change(step: int, before: np.ndarray, now: np.ndarray) -> list[str]:
+def schedule_change(
+    step: int, before: np.ndarray, now: np.ndarray, changed: Mapping[str, tuple[Any, Any]]
+) -> list[str]:
     """A line where the last of `step` steps would have had another learning rate under the schedule of the rest.
 
     Args:
       step: steps taken, at least 1.
       before: learning rates of the run up to here, by step.
       now: of the run from here on.
+      changed: the keys that decide them and are not what they were: their value then, and now.
     """
     if before[step - 1] == now[step - 1] or step == len(now):
         return []
+    why = "; ".join(f"{key}={new}, was {old}" for key, (old, new) in changed.items())
     return [
-        f"the schedule is another one now (train.steps={len(now)}, was {len(before)}): the learning rate goes from "
-        f"{before[step - 1]:.2e} in step {step} to {now[step]:.2e} in step {step + 1}"
+        f"the schedule is another one now ({why}): the learning rate goes from {before[step - 1]:.2e} in step {step} "
+        f"to {now[step]:.2e} in step {step + 1}"
     ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.observe.display import short
 from trainer.observe.records import read_samples
 from trainer.report.charts import COLOURS, Line, chart, colour_number
-from trainer.report.history import History, colour_of, finite, read_text
+from trainer.report.history import FORKED, History, colour_of, finite, read_text
 from trainer.report.verdicts import LOST, NARROW, SATURATED, WORDS, Loss, fast, healthy, learning, losses
 from trainer.run.rundir import write_atomically
 
@@ -78,6 +78,7 @@ def subject(h: History) -> str:
         text,
         ", ".join(facts[key] for key in ("devices", "host") if key in facts),
         f"seed {settings['seed']}" if "seed" in settings else "",
+        h.began,
     ]
     return "; ".join(filter(None, found))
 
@@ -90,7 +91,8 @@ def arithmetic(h: History) -> str:
 
 def charts(h: History) -> list[str]:
     """Loss, learning rate, gradient norm, throughput, memory, scales and losses of precision."""
-    span = (min(0, h.rows[0]["step"]), h.rows[-1]["step"])
+    first = h.rows[0]["step"]
+    span = (first - 1 if FORKED in h.facts else min(0, first), h.rows[-1]["step"])
     validation = h.line("val/loss", "validation", COLOURS[1], dots=True)
     memory = [
         h.line("memory/device_peak_gib", "device"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from scalify_core import weights
+from scalify_core import tree, weights
 from trainer.data.hf_tokenizer import first_difference, ids_beside
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved
 from trainer.errors import UserError
@@ -225,14 +225,46 @@ def other_tokenizer_beside(source: Path, spec: Spec, ours: Tokenizer) -> list[st
     return [what, f"set data.tokenizer to theirs, the data's is {ours.name}"]
 
 
-def describe_init(source: Path, ours: Tokenizer) -> list[str]:
-    """A line where nothing beside the weights tells whether the ids of the data are theirs."""
-    if (source / "checkpoints").is_dir() or ids_beside(huggingface.directory_of(source)) is not None:
-        return []
-    return [
-        f"init_from={source}: there is no tokenizer beside the weights, so that nobody checked whether their ids are "
-        f"those of data.tokenizer={ours.name}"
-    ]
+def describe_init(source: Path, ours: Tokenizer, spec: Spec, params: Params) -> str:
+    """A line about the weights that a run starts from: whose they are, how many, and whether their ids are the data's.
+
+    Args:
+      source: of the weights.
+      ours: tokenizer of the data, which has not been refused.
+      spec: of the model.
+      params: the weights, ScaledArrays among them.
+    """
+    arrays = tree.leaves(params)
+    size = f"{len(arrays):,} tensors, {sum(x.size for x in arrays):,} parameters"
+    if (source / "checkpoints").is_dir():
+        with Checkpointer.reading(source / "checkpoints") as checkpointer:
+            step = checkpointer.newest()
+        return f"weights from {source} after its step {step:,}: {size}; its tokenizer, {ours.name}, is that of the data"
+    family = (huggingface.family_at(source) or spec.family()).name
+    what = f"weights from {source} (Hugging Face, {family}): {size}; "
+    if ids_beside(huggingface.directory_of(source)) is not None:
+        return f"{what}the tokenizer beside them is that of the data, {ours.name}"
+    return (
+        f"{what}there is no tokenizer beside them, so that nobody checked whether their ids are those of "
+        f"data.tokenizer={ours.name}"
+    )
+
+
+def with_origin(found: Restored, source: str) -> Restored:
+    """What a fork starts from; its meta says so, then and in all of its checkpoints: `forked`, a run and a step."""
+    return found._replace(meta=found.meta | {"forked": {"run": source, "step": found.step}})
+
+
+def is_fork(found: Restored) -> bool:
+    """Whether a run begins here as a fork: one that goes on has come further than where it was forked."""
+    forked = found.meta.get("forked")
+    return forked is not None and forked["step"] == found.step
+
+
+def describe_origin(meta: Mapping[str, Any]) -> str:
+    """`RUN after step N` of a fork; empty for any other run. `meta`: as the run was restored with."""
+    forked = meta.get("forked")
+    return f"{forked['run']} after step {forked['step']:,}" if forked else ""
 
 
 def check_same_run(found: Restored, steps: int, data: str, *, fork: bool) -> None:

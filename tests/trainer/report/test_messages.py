@@ -5,22 +5,35 @@ import json
 import numpy as np
 import pytest
 
+from trainer.assembly.beginning import describe_change
+from trainer.config.composition import compose_config
+from trainer.config.fields import to_tree
 from trainer.data import EmbeddedSource, Manifest, TextSource, prepare
 from trainer.report.messages import describe_data, schedule_change, text_of
+from trainer.run.checkpoint import Restored
 
 
 def test_a_longer_schedule_is_told_by_its_learning_rates():
     before, now = np.float32([4, 3, 2, 1]), np.float32([4, 3.5, 3, 2.5, 2, 1.5, 1])
-    (line,) = schedule_change(4, before, now)
-    assert "train.steps=7, was 4" in line
+    (line,) = schedule_change(4, before, now, {"train.steps": (4, 7)})
+    assert "train.steps=7, was 4)" in line
     assert "from 1.00e+00 in step 4 to 2.00e+00 in step 5" in line
 
 
 def test_a_schedule_that_goes_on_as_before_is_not_worth_a_line():
     rates = np.float32([1, 2, 2, 2, 2])
-    assert schedule_change(3, rates, rates) == []
-    assert schedule_change(3, rates, np.float32([2, 2, 2, 2])) == []  # only the warm-up, which is over, was another
-    assert schedule_change(4, rates, np.float32([4, 3, 2, 1])) == []  # it ends here
+    assert schedule_change(3, rates, rates, {}) == []
+    assert schedule_change(3, rates, np.float32([2, 2, 2, 2]), {}) == []  # only the warm-up, which is over, was another
+    assert schedule_change(4, rates, np.float32([4, 3, 2, 1]), {}) == []  # it ends here
+
+
+def test_the_keys_that_were_changed_are_named_and_no_others():
+    before = compose_config(["train.steps=40", "run_dir=a"])
+    given = ["train.steps=40", "run_dir=b", "optimizer.lr=1e-4", "schedule.min_ratio=0.2", "seed=1"]
+    found = Restored(20, None, {"config": to_tree(before)})
+    (line,) = describe_change(compose_config(given), found)
+    lr, ratio = before.optimizer.lr, before.schedule.min_ratio
+    assert f"(optimizer.lr=0.0001, was {lr}; schedule.min_ratio=0.2, was {ratio}):" in line
 
 
 def test_a_source_is_named_for_a_reader():

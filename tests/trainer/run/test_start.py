@@ -7,26 +7,34 @@ import logging
 import re
 from types import SimpleNamespace
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from command import TINY
 
+from scalify_core import ScaledArray
 from trainer.__main__ import main
 from trainer.config.inherited import inherit
 from trainer.data import get_tokenizer
 from trainer.data.hf_tokenizer import save_hf
 from trainer.errors import UserError
 from trainer.models.spec import GPT2Spec
+from trainer.run.checkpoint import Restored
 from trainer.run.start import (
     FROM_INIT,
     architecture,
     check_same_model,
     check_start,
     describe_init,
+    describe_origin,
+    is_fork,
     other_tokenizer_beside,
     other_tokenizer_of_run,
+    with_origin,
 )
 
 BYTE = get_tokenizer("byte")
+PARAMS = {"a": np.zeros((2, 3), np.float16), "b": ScaledArray(np.zeros(4, np.float16), 2.0)}
 
 
 def bpe(directory, *merges):
@@ -74,15 +82,17 @@ def test_the_tokenizer_beside_weights_is_compared_with_the_datas(tmp_path):
     for source in (tmp_path, tmp_path / "model.safetensors"):
         assert other_tokenizer_beside(source, spec, first) == []
         assert "id 257 is 'the' there, 'an' here" in other_tokenizer_beside(source, spec, second)[0]
-        assert describe_init(source, first) == []
+        line = describe_init(source, first, spec, PARAMS)
+        assert line.startswith(f"weights from {source} (Hugging Face, gpt2): 2 tensors, 10 parameters; the tokenizer")
+        assert line.endswith(f"is that of the data, {first.name}")
 
 
 @pytest.mark.parametrize(("rows", "ids", "ok"), [(50257, 50257, True), (50304, 50257, True), (50257, 256, False)])
 def test_without_a_tokenizer_the_size_of_the_vocabulary_tells(rows, ids, ok, tmp_path):
     tokenizer = SimpleNamespace(name="x", vocab_size=ids)
     assert (other_tokenizer_beside(tmp_path, GPT2Spec(vocab_size=rows), tokenizer) == []) == ok
-    (line,) = describe_init(tmp_path, tokenizer)
-    assert "nobody checked" in line
+    line = describe_init(tmp_path, tokenizer, GPT2Spec(vocab_size=rows), PARAMS)
+    assert "2 tensors, 10 parameters; there is no tokenizer beside them, so that nobody checked" in line
 
 
 @pytest.mark.parametrize(
@@ -143,3 +153,23 @@ def test_what_no_run_can_start_from_is_refused_before_data_are_prepared(start, t
     assert main([*TINY, "run_dir=new", "parallel.data=1", "compile_cache=null", start]) == 2
     assert start in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
+
+
+def test_weights_of_a_run_are_told_with_the_step_they_are_of(open_checkpointer, tmp_path):
+    for step in (5, 1200):
+        open_checkpointer().save(step, {"a": jnp.zeros(3)}, {})
+    line = describe_init(tmp_path, BYTE, GPT2Spec(vocab_size=256), PARAMS)
+    assert line.startswith(f"weights from {tmp_path} after its step 1,200: 2 tensors, 10 parameters; ")
+    assert line.endswith("its tokenizer, byte, is that of the data")
+
+
+def test_a_fork_knows_where_it_begins_and_what_it_was_forked_from_when_it_goes_on():
+    fork = with_origin(Restored(9000, None, {"forked": {"run": "runs/older", "step": 10}}), "runs/mine")
+    assert is_fork(fork)
+    assert describe_origin(fork.meta) == "runs/mine after step 9,000"
+    gone_on = Restored(9500, None, fork.meta)
+    assert not is_fork(gone_on)
+    assert describe_origin(gone_on.meta) == "runs/mine after step 9,000"
+    for meta in ({}, {"forked": None}):  # of checkpoints of before, and of now
+        assert not is_fork(Restored(7, None, meta))
+        assert describe_origin(meta) == ""
