@@ -156,8 +156,10 @@ def test_what_no_run_can_start_from_is_refused_before_data_are_prepared(start, t
 
 
 def test_weights_of_a_run_are_told_with_the_step_they_are_of(open_checkpointer, tmp_path):
+    checkpointer = open_checkpointer()
     for step in (5, 1200):
-        open_checkpointer().save(step, {"a": jnp.zeros(3)}, {})
+        checkpointer.save(step, {"a": jnp.zeros(3)}, {})
+    checkpointer.wait()
     line = describe_init(tmp_path, BYTE, GPT2Spec(vocab_size=256), PARAMS)
     assert line.startswith(f"weights from {tmp_path} after its step 1,200: 2 tensors, 10 parameters; ")
     assert line.endswith("its tokenizer, byte, is that of the data")
