@@ -12,13 +12,14 @@ import numpy as np
 
 from scalify_core import cotangents, watch
 from scalify_core.formats import pow2_round
+from scalify_core.refusals import NoNumber
 from scalify_core.scales import MIN_SCALE, OF_ZEROS, broadcast_scale, times
 from scalify_core.storage import as_float32, saturating_cast
 from scalify_core.varying import axes_of, varying
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class ScaledArray:
+class ScaledArray(NoNumber):
     """The array `data * scale`. `data` is narrow and near RMS 1, `scale` a power of two.
 
     Invariants:

@@ -147,3 +147,21 @@ def test_tree_functions_take_a_scaled_array_as_one_leaf():
     moved = tree.rescaled_like({"w": ScaledArray(X, 1.0), "n": jnp.arange(2)}, static)
     assert moved["w"].scale == 4.0
     np.testing.assert_array_equal(asarray(moved["w"]), X)
+
+
+@pytest.mark.parametrize(
+    ("use", "instead"),
+    [
+        (float, r"float\(asarray\(x\)\)"),
+        (int, r"int\(asarray\(x\)\)"),
+        (lambda x: f"{x:.3f}", r"format\(float\(asarray\(x\)\), '\.3f'\)"),
+        (lambda x: x.item(), r"asarray\(x\)\.item\(\)"),
+    ],
+)
+@pytest.mark.parametrize("scale", [4.0, jnp.float32(4.0)])
+def test_a_number_is_refused_with_what_to_write_instead(use, instead, scale):
+    x = ScaledArray(jnp.float16(0.5), scale)
+    with pytest.raises(TypeError, match=f"of a ScaledArray, .* write {instead}, with scalify_core.asarray"):
+        use(x)
+    assert f"{x}" == repr(x)
+    assert float(asarray(x)) == 2.0

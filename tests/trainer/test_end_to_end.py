@@ -151,7 +151,16 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     output = finish(trainer(tmp_path, "F", "train.steps=25", "resume=A", "tracker=jsonl"))
     assert f"train.steps=25, was 20): the learning rate goes from {rows[-1]['lr']:.2e} in step 20 to " in output
     assert [row["step"] for row in values(tmp_path / "F")] == list(range(21, 26))
-    finish(trainer(tmp_path, "G", "train.steps=2", "init_from=A", "tracker=jsonl"))
+    assert "forked from A after step 20" in output
+    begin, *_ = read_rows(tmp_path / "F" / "metrics.jsonl")
+    assert begin == {"step": 21, "event": "forked from A after step 20"}
+    output = finish(trainer(tmp_path, "F", "train.steps=26", "tracker=jsonl"))
+    assert "going on after step 25" in output
+    assert sum("event" in row for row in read_rows(tmp_path / "F" / "metrics.jsonl")) == 1
+    assert "forked from A after step 20" in (tmp_path / "F" / "report.html").read_text()
+    output = finish(trainer(tmp_path, "G", "train.steps=2", "init_from=A", "tracker=jsonl"))
+    assert "weights from A after its step 20: " in output
+    assert "weights from A" in (tmp_path / "G" / "report.html").read_text()
     first = values(tmp_path / "G")[0]
     assert first["step"] == 1
     fresh, trained = rows[0]["train/loss"], rows[-1]["train/loss"]
@@ -185,11 +194,13 @@ def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(tmp_path
     cache = f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"
     assert main([*TINY, *small, "run_dir=S", "optimizer.lr=1e-3,1e-2", "--multirun", "seed=0,1", cache]) == 0
     out = capfd.readouterr().out
-    table = out.split("\n\n")[-1].splitlines()
+    table, rest = (part.splitlines() for part in out.split("\n\n")[-2:])
     assert table[0].split()[:3] == ["optimizer.lr", "seed", "validation"]
     assert sorted(line.split()[0] for line in table[1:5]) == ["0", "1", "2", "3"]
     losses = [float(line.split()[3]) for line in table[1:5]]
     assert losses == sorted(losses)
+    assert rest[0].startswith(f"best: {tmp_path}/S/{table[1].split()[0]} (validation loss ")
+    assert [line.split()[-1] for line in rest[2:4]] == ["2", "2"]  # seeds of each rate
     assert (tmp_path / "S" / "sweep.html").exists()
     assert f"resume={tmp_path}/S/3 train.steps=4" in out  # not the settings of the whole sweep
     text = (tmp_path / "S" / "3" / "environment.txt").read_text()
@@ -306,7 +317,10 @@ def test_weights_are_given_another_tokenizer_and_go_on_in_another_precision(fini
         sizes = [f"model.{key}=null" for key in ("n_layer", "n_head", "d_model", "context")]
         args += [*sizes, "init_from=A", f"init.embeddings={method}", "precision=scalify_fp8_fp16"]
         output[run] = finish(trainer(tmp_path, run, *args))
-    assert "init.embeddings=focus: 256 of 400 tokens have the rows that they have in A (256 tokens)" in output["O"]
+    assert (
+        "weights from A, init.embeddings=focus: 256 of 400 tokens have the rows that they have there (256 tokens)"
+        in output["O"]
+    )
     kept, fresh = (values(tmp_path / run)[0]["train/loss"] for run in "OP")
     assert kept < fresh - 0.05
     done = subprocess.run(

@@ -237,6 +237,11 @@ def build_learning_rates(c: schema.Config) -> np.ndarray:
     return learning_rates(steps=c.train.steps, peak=c.optimizer.lr, **dataclasses.asdict(c.schedule))
 
 
+def decides_rates(key: str) -> bool:
+    """Whether `build_learning_rates` reads a dotted key."""
+    return key in ("train.steps", "optimizer.lr") or key.startswith("schedule.")
+
+
 def build_throughput(c: schema.Config, w: Workload) -> Throughput:
     """The counter of tokens/s and MFU."""
     return Throughput(

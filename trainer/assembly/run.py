@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from trainer import __version__
+from trainer.assembly.beginning import begun_from, describe_change, describe_run, describe_start
 from trainer.assembly.objects import (
     OwnData,
     build_batch,
@@ -39,7 +39,7 @@ from trainer.observe.trackers.choose import check_kind, make_tracker
 from trainer.observe.trackers.protocol import Tracker
 from trainer.parallel.mesh import place_batch
 from trainer.parallel.processes import Agreement, refused_together, start_processes
-from trainer.report.messages import describe, describe_idle, describe_wire, facts_of, farewell, schedule_change
+from trainer.report.messages import describe_idle, describe_wire, facts_of, farewell
 from trainer.report.page import write_report
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.guard import Patience, leave_within
@@ -47,8 +47,16 @@ from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.run.loop import Run, train
 from trainer.run.periodic import Periodic
 from trainer.run.rundir import RunDir, write_environment
-from trainer.run.start import architecture, check_same_run, describe_init, restore_logical, starting_point
-from trainer.run.vocabulary import describe_embeddings
+from trainer.run.start import (
+    architecture,
+    check_same_run,
+    check_start,
+    describe_origin,
+    is_fork,
+    restore_logical,
+    starting_point,
+    with_origin,
+)
 from trainer.step.leaves import parameter_names
 from trainer.step.state import TrainState, from_stored
 from trainer.step.step import StepFn, Tokens
@@ -85,34 +93,6 @@ class Additions(NamedTuple):
 
 
 NOTHING = Additions()
-
-
-def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None = None) -> list[str]:
-    """What is about to be trained, a line each; with the memory that a compiled step needs."""
-    lines = describe(
-        w,
-        model="of your own" if w.model.family is OWN else c.model.name,
-        precision=c.precision.name,
-        batch_tokens=c.train.batch_tokens,
-        accum=c.train.accum,
-        step=step,
-    )
-    return [f"scalify-trainer {__version__}", *lines]
-
-
-def describe_weights(source: Path, c: schema.Config, w: Workload) -> list[str]:
-    """What is to be known of weights that were taken from somewhere."""
-    if c.init.embeddings is None:
-        return describe_init(source, w.data.tokenizer)
-    return [describe_embeddings(source, w.data.tokenizer, c.init.embeddings)]
-
-
-def describe_change(c: schema.Config, found: Restored) -> list[str]:
-    """What a resumed run does otherwise from here on."""
-    if not found.step:
-        return []
-    before = build_learning_rates(from_saved(schema.Config, found.meta["config"]))
-    return schedule_change(found.step, before, build_learning_rates(c))
 
 
 def make_restore(
@@ -224,6 +204,7 @@ def start(c: schema.Config, overrides: Sequence[str] = (), more: Additions = NOT
         return 0, None
     with RunDir(Path(c.run_dir)) as directory, said_in_a_line(directory.path):
         directory.check(to_tree(c))
+        check_start(directory.path, c.resume.source, c.resume.step, c.init_from)
         return train_in(directory, c, build_workload(c, *own), Display(c.train.steps, console=console), overrides, more)
 
 
@@ -271,16 +252,16 @@ def train_in(
                     convert=c.resume.convert,
                 )
         fork = found.step not in [0, *checkpointer.steps()]
+        found = with_origin(found, c.resume.source) if fork else found
         unfinished = None if fork else found.meta.get("unfinished")
         check_same_run(found, c.train.steps, w.data.manifest.fingerprint, fork=fork)
         with refused_together(), said_in_a_line(directory.path):
             directory.adopt(tree)
-            write_environment(directory.path, facts_of(w), overrides)
+            write_environment(directory.path, facts_of(w) | begun_from(c, found), overrides)
             if jax.process_index() == 0:
                 w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
         idle = describe_idle(w.model.policy, overrides)
-        given = [] if c.init_from is None or found.step else describe_weights(Path(c.init_from), c, w)
-        for line in [*describe_run(c, w), *idle, *given, *describe_change(c, found)]:
+        for line in [*describe_run(c, w), *idle, *describe_start(c, w, found), *describe_change(c, found)]:
             display.message(line)
         tracker = make_tracker(
             c.tracker.kind,
@@ -325,6 +306,8 @@ def build_run(
     more: Additions,
 ) -> Run:
     """Compile the step for what was found, say what became of it, and put everything together."""
+    if is_fork(found):  # said of the first step, which comes again as often as the run starts: so it is said once
+        tracker.event(found.step + 1, f"forked from {describe_origin(found.meta)}")
     # Before the compilation, which processes may end minutes apart: its first question joins their devices.
     agree = Agreement(w.mesh)
     state, batch = from_stored(found.state), build_batch(c, w.mesh)
@@ -365,6 +348,7 @@ def build_run(
             "tokenizer": w.data.tokenizer.name,
             "tokenizer_fingerprint": w.data.tokenizer.fingerprint,
             "tracker_id": tracker.id,
+            "forked": found.meta.get("forked"),
         },
         tracker=tracker,
         display=display,

@@ -28,6 +28,7 @@ ROWS = 256  # documents read at a time
 FILES = 16  # text files read at a time
 LINES = 4096
 PIECE = 1 << 21  # characters of a single text read at a time
+TEXT_TYPES = ("string", "large_string", "null")  # of Arrow
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,13 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
 def read_groups(groups: Sequence[tuple[Format, list[File]]], source: TextSource, position: Position) -> Iterator[Rows]:
     """The documents of files, those of one format after those of another.
 
-    Of a single group positions are its own, as they were before there were several.
+    Of a single group positions are its own, as they were before there were several. Raises UserError at the start for a
+    parquet file without the column, wherever it stands.
     """
+    if position is None:
+        for kind, files in groups:
+            if kind == "parquet":
+                check_parquet(files, source.column)
     if len(groups) == 1:
         yield from read_files(*groups[0], source.column, source.max_documents, position)
         return
@@ -216,12 +222,30 @@ def read_files(
         yield from (Rows(*found) for found in read_jsonl(paths, column, max_documents, position, ROWS))
         return
     with reading(files, kind):
-        dataset = load_files(files, kind)
-        column = "text" if kind == "text" else column  # what `datasets` calls the content of a text file
-        check_column(dataset, column)
-        if kind == "parquet":
-            dataset = load_files(files, "parquet", columns=[column])  # the others are not even read
-        yield from rows(dataset, column, max_documents, position, FILES if kind == "text" else ROWS)
+        if kind == "text":
+            yield from rows(load_files(files, kind), "text", max_documents, position, FILES)
+        else:  # the other columns are not even read
+            dataset = load_files(files, kind, columns=[column])
+            yield from rows(dataset, column, max_documents, position, ROWS)
+
+
+def check_parquet(files: Sequence[File], column: str) -> None:
+    """Raise UserError for a file that is no parquet, does not have the column, or has something else than text in it.
+
+    Each file is looked at: `datasets` looks at the first alone, and at another one only when it is read, where its
+    message does not say which one it is.
+    """
+    import pyarrow.parquet
+
+    for file in files:
+        if file.size:
+            with reading([file], "parquet"):
+                schema = pyarrow.parquet.read_schema(file.path)
+            if column not in schema.names:
+                raise UserError(no_column(column, schema.names, f"{file.path}: "))
+            kind = str(schema.field(column).type)
+            if kind not in TEXT_TYPES:
+                raise UserError(f"{file.path}: {not_text_column(column, kind)}")
 
 
 def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
@@ -276,7 +300,17 @@ def check_column(dataset: "IterableDataset", column: str) -> None:
     if not names:
         raise UserError("the corpus is empty: it has no rows")
     if column not in names:
-        raise UserError(f"there is no column {column!r}; valid for data.column: {', '.join(names)}")
+        raise UserError(no_column(column, names))
+
+
+def no_column(column: str, names: Sequence[str], where: str = "") -> str:
+    """The message for a column that is not among those `names`; `where` begins it."""
+    return f"{where}there is no column {column!r}; valid for data.column: {', '.join(names)}"
+
+
+def not_text_column(column: str, kind: str) -> str:
+    """The message for a column of Arrow's type `kind`."""
+    return f"column {column!r} holds {kind}, not text; choose another data.column"
 
 
 def rows(
@@ -290,8 +324,8 @@ def rows(
         dataset.load_state_dict(position)
     for table in dataset.iter(batch_size=batch):
         texts = table.column(column)
-        if str(texts.type) not in ("string", "large_string", "null"):
-            raise UserError(f"column {column!r} holds {texts.type}, not text; choose another data.column")
+        if str(texts.type) not in TEXT_TYPES:
+            raise UserError(not_text_column(column, str(texts.type)))
         yield Rows([text or "" for text in texts.to_pylist()], dataset.state_dict())
 
 

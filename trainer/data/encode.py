@@ -21,7 +21,7 @@ Tokens = npt.NDArray[np.unsignedinteger]
 
 
 class Part(NamedTuple):
-    """What of some rows goes into one split."""
+    """What of some rows goes into one split; a document that is cut in two is counted where it begins."""
 
     split: str
     documents: int
@@ -107,7 +107,9 @@ class Encoder:
         else:
             texts = [text for text in rows.texts if text] if self.documents else ["".join(rows.texts)]
             before, after = cut_at(texts, self.cut - start)
-            parts = [self._part(pool, "train", before), self._part(pool, "val", after)]
+            train, val = self._part(pool, "train", before), self._part(pool, "val", after)
+            twice = len(before) + len(after) - len(texts)  # 1 where a text was cut in two
+            parts = [train, val._replace(documents=val.documents - twice)]
         skipped = sum(not text for text in rows.texts)
         return Batch(parts, skipped, rows.position, start + sum(map(len, rows.texts)))
 

@@ -18,6 +18,8 @@ from rich.text import Text
 
 SPARKS = "▁▂▃▄▅▆▇█"
 PLAIN_SECONDS = 5.0  # between plain lines
+SPEEDS = ("perf/step_ms", "perf/tokens_per_s", "perf/mfu")
+RECENT = 64  # steps that the shown speed is the mean of
 
 
 class Output(Console):
@@ -49,7 +51,8 @@ class Display:
         self._clock = clock
         self._row: dict[str, Any] = {}
         self._losses: deque[float] = deque(maxlen=4096)
-        self._times: deque[tuple[float, int]] = deque(maxlen=64)
+        self._times: deque[tuple[float, int]] = deque(maxlen=RECENT)
+        self._speeds: deque[dict[str, float]] = deque(maxlen=RECENT)
         self._printed = -math.inf
         self._live: Live | None = None
         if self.console.is_terminal and not self.console.is_dumb_terminal:
@@ -81,6 +84,8 @@ class Display:
         self.step = step
         self._row |= row
         self._losses.append(row["train/loss"])
+        if "perf/step_ms" in row:
+            self._speeds.append({key: row[key] for key in SPEEDS if key in row})
         now = self._clock()
         self._times.append((now, step))
         due = step == self.steps or "val/loss" in row or now - self._printed >= PLAIN_SECONDS
@@ -129,12 +134,25 @@ class Display:
 
     def _speed(self) -> list[str]:
         row, figures = self._row, []
-        if "perf/tokens_per_s" in row:
-            share = f"{row['perf/mfu']:.1%}" if "perf/mfu" in row else "n/a"
-            step = f"ms/step {row['perf/step_ms']:.1f}"
-            figures += [step, f"{short(row['perf/tokens_per_s'])} tokens/s", f"mfu {share}"]
+        if self._speeds:
+            mean = mean_speed(self._speeds)
+            share = f"{mean['perf/mfu']:.1%}" if "perf/mfu" in mean else "n/a"
+            step = f"ms/step {mean['perf/step_ms']:.1f}"
+            figures += [step, f"{short(mean['perf/tokens_per_s'])} tokens/s", f"mfu {share}"]
+            figures += [f"(mean of {len(self._speeds)} steps)"] if len(self._speeds) > 1 else []
         peak = row.get("memory/device_peak_gib", row.get("memory/host_peak_gib"))
         return figures if peak is None else [*figures, f"GiB {peak:.2f}"]
+
+
+def mean_speed(speeds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean milliseconds of steps; and their mean rates, each step counting as long as it took."""
+    times = [speed["perf/step_ms"] for speed in speeds]
+    rates = {
+        key: math.sumprod(times, [speed[key] for speed in speeds]) / math.fsum(times)
+        for key in SPEEDS
+        if all(key in speed for speed in speeds)
+    }
+    return rates | {"perf/step_ms": math.fsum(times) / len(times)}
 
 
 class _Lines(logging.Handler):

@@ -1,5 +1,7 @@
 """Several runs beside each other: a table, the best first, and a page with their curves and with what was varied."""
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,14 @@ from trainer.report.page import comparison
 from trainer.run.rundir import flatten, write_atomically
 
 ALWAYS_OTHERS = ("run_dir", "tracker.name")
+SEED = "seed"
 MOST_COLUMNS = 2  # of runs; more of them are rows
 
 Table = Mapping[str, Sequence[str]]  # a value for each run
 
 
 def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
-    """Compare runs; the lines of a table and of where the page is.
+    """Compare runs; the lines of a table, of what is best and of where the page is.
 
     Args:
       paths: run directories with logs.
@@ -28,20 +31,61 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
     Raises:
       UserError: a directory without a log, or given twice, or a page that cannot be written.
     """
-    histories = [History.read(path, name) for path, name in zip(paths, names(paths), strict=True)]
-    histories.sort(key=final_loss)
+    where = dict(zip(names(paths), paths, strict=True))
+    histories = sorted((History.read(path, name) for name, path in where.items()), key=final_loss)
     varied = overridden(histories)
-    table = varied | figures(histories) | {k: v for k, v in differences(histories).items() if not of_any(k, varied)}
+    others = {k: v for k, v in differences(histories).items() if not of_any(k, varied)}
+    table = varied | figures(histories) | others
     rows = [["", *(h.name for h in histories)], *([key, *values] for key, values in table.items())]
     if len(histories) > MOST_COLUMNS:
         rows = [list(row) for row in zip(*rows, strict=True)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    verdict = best(histories, varied or others, where)
+    means = over_seeds(histories, varied | others)
+    told = [*verdict, *aligned(means)]
+    lines = [*aligned(rows), *([""] if told else []), *told]
     if out is None:
         return lines
     pictures = [picture(histories, key, values) for key, values in varied.items()]
-    write_atomically(out, comparison(histories, rows, pictures))
+    write_atomically(out, comparison(histories, rows, pictures, verdict, means))
     return [*lines, str(out)]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table's rows as lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def best(histories: Sequence[History], settings: Table, where: Mapping[str, Path]) -> list[str]:
+    """A line that names the first of the runs, which is the best, by its directory; none without a validation loss."""
+    first, loss = histories[0], final_loss(histories[0])
+    if not math.isfinite(loss):
+        return []
+    own = "".join(f"; {key}={values[0]}" for key, values in settings.items())
+    return [f"best: {where[first.name]} (validation loss {loss:.4f}{own})"]
+
+
+def over_seeds(histories: Sequence[History], settings: Table) -> list[list[str]]:
+    """A table of what the settings come to, seeds aside, the best first; empty where no two runs differ in seed alone.
+
+    A setting of which a run has no validation loss comes last: what is left of it would look better than it is.
+    """
+    keys = [key for key in settings if key != SEED]
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for i, h in enumerate(histories):
+        groups.setdefault(tuple(settings[key][i] for key in keys), []).append(final_loss(h))
+    if SEED not in settings or all(len(losses) == 1 for losses in groups.values()):
+        return []
+    rows = []
+    for values, losses in groups.items():
+        found = [loss for loss in losses if math.isfinite(loss)]
+        missing = len(losses) - len(found)
+        mean = statistics.fmean(found) if found else math.inf
+        spread = f"{statistics.stdev(found):.4f}" if len(found) > 1 else "-"
+        count = f"{len(found)} of {len(losses)}" if missing else str(len(losses))
+        rows.append((missing > 0, mean, [*values, f"{mean:.4f}" if found else "-", spread, count]))
+    rows.sort(key=lambda row: row[:2])
+    return [[*keys, "mean validation loss over seeds", "standard deviation", "runs"], *(row for _, _, row in rows)]
 
 
 def final_loss(h: History) -> float:

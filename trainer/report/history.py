@@ -29,6 +29,7 @@ KINDS = {
     "new scales": "#7f9fbf",
 }
 OTHER = "#999999"
+FORKED, WEIGHTS = "forked from", "weights from"  # facts of a run that began with something
 AS_TRAINED = "as trained"  # in an evaluation, the precision of the run itself
 
 
@@ -123,6 +124,11 @@ class History:
         """A fact that is a whole number; 0: not known."""
         text = self.facts.get(fact, "").replace(",", "")
         return int(text) if text.isdecimal() else 0
+
+    @property
+    def began(self) -> str:
+        """What the run began with, in words; empty: with nothing."""
+        return next((f"{fact} {self.facts[fact]}" for fact in (FORKED, WEIGHTS) if fact in self.facts), "")
 
     @property
     def wide_layers(self) -> list[str]:

@@ -18,6 +18,7 @@ from trainer.text import interpreter
 from trainer.workload import Model, Task, Workload
 
 MIB = 2**20
+FAR = 0.2  # share of data.val_fraction that the validation part may be off, before a reader is told
 
 
 def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accum: int, step: Any = None) -> list[str]:
@@ -34,8 +35,7 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
     lines = [
         f"model {model}: {w.task.parameters:,} parameters, {layers}width {spec.d_model}, "
         f"context {spec.context}, vocabulary {spec.vocab_size:,}",
-        f"data {w.data.directory}: {w.data.manifest.tokens('train'):,} training and "
-        f"{w.data.manifest.tokens('val'):,} validation tokens{describe_skipped(w.data.manifest)}",
+        f"data {w.data.directory}: {describe_data(w.data.manifest)}",
         f"batch {batch_tokens // spec.context} x {spec.context} = {batch_tokens:,} tokens; micro-batches: {accum}",
         describe_devices(w.task),
         promise(w.task.kernels, w.mesh.devices.flat[0].platform, jax.config.jax_compilation_cache_dir),
@@ -122,11 +122,40 @@ def describe_precision(model: Model) -> str:
     )
 
 
+def describe_data(manifest: Manifest) -> str:
+    """What was read, how much of it is for training and for validation, and where that is not what was asked for."""
+    train, val = manifest.tokens("train"), manifest.tokens("val")
+    tokens = f"{train:,} training and {val:,} validation tokens"
+    if not manifest.val_fraction:  # batches of a program's own
+        return tokens
+    share, asked = val / (train + val), manifest.val_fraction
+    part = f"({share:.1%} for validation)"
+    if abs(share - asked) > FAR * asked:
+        part = (
+            f"({share:.1%} for validation, not data.val_fraction={asked:.1%}: whole documents are chosen for it, by a "
+            "hash of their text)"
+        )
+    return f"{describe_read(manifest)}; {tokens} {part}{describe_skipped(manifest)}"
+
+
+def describe_read(manifest: Manifest) -> str:
+    """The files and documents that hold text."""
+    if manifest.source["kind"] == "embedded":
+        return text_of(manifest.source)
+    count, files = sum(s.documents for s in manifest.splits.values()), len(manifest.source.get("digests", ()))
+    if files == 1 and all(split.documents == 1 for split in manifest.splits.values()):
+        return "1 file, a single text"
+    documents = f"{count:,} document{'s' * (count != 1)}"
+    return f"{files:,} file{'s' * (files != 1)}, {documents}" if files else documents
+
+
 def describe_skipped(manifest: Manifest) -> str:
     """How many documents hold no text, to be appended; nothing where all do."""
     if not manifest.skipped:
         return ""
-    return f"; {manifest.skipped:,} documents were skipped, which hold no text (an empty or a missing column)"
+    what = "1 document was skipped, which holds" if manifest.skipped == 1 else ""
+    what = what or f"{manifest.skipped:,} documents were skipped, which hold"
+    return f"; {what} no text (an empty or a missing column)"
 
 
 def describe_idle(policy: Policy, overrides: Sequence[str]) -> list[str]:
@@ -136,19 +165,23 @@ def describe_idle(policy: Policy, overrides: Sequence[str]) -> list[str]:
     return [f"{key} has no effect here: {why}" for key, why in found.items() if key in given]
 
 
-def schedule_change(step: int, before: np.ndarray, now: np.ndarray) -> list[str]:
+def schedule_change(
+    step: int, before: np.ndarray, now: np.ndarray, changed: Mapping[str, tuple[Any, Any]]
+) -> list[str]:
     """A line where the last of `step` steps would have had another learning rate under the schedule of the rest.
 
     Args:
       step: steps taken, at least 1.
       before: learning rates of the run up to here, by step.
       now: of the run from here on.
+      changed: the keys that decide them and are not what they were: their value then, and now.
     """
     if before[step - 1] == now[step - 1] or step == len(now):
         return []
+    why = "; ".join(f"{key}={new}, was {old}" for key, (old, new) in changed.items())
     return [
-        f"the schedule is another one now (train.steps={len(now)}, was {len(before)}): the learning rate goes from "
-        f"{before[step - 1]:.2e} in step {step} to {now[step]:.2e} in step {step + 1}"
+        f"the schedule is another one now ({why}): the learning rate goes from {before[step - 1]:.2e} in step {step} "
+        f"to {now[step]:.2e} in step {step + 1}"
     ]
 
 

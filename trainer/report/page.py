@@ -5,13 +5,14 @@ Three questions come first, each answered in a sentence with its figures: is it 
 
 import base64
 import html
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.observe.display import short
 from trainer.observe.records import read_samples
 from trainer.report.charts import COLOURS, Line, chart, colour_number
-from trainer.report.history import History, colour_of, finite, read_text
+from trainer.report.history import FORKED, History, colour_of, finite, read_text
 from trainer.report.verdicts import LOST, NARROW, SATURATED, WORDS, Loss, fast, healthy, learning, losses
 from trainer.run.rundir import write_atomically
 
@@ -77,6 +78,7 @@ def subject(h: History) -> str:
         text,
         ", ".join(facts[key] for key in ("devices", "host") if key in facts),
         f"seed {settings['seed']}" if "seed" in settings else "",
+        h.began,
     ]
     return "; ".join(filter(None, found))
 
@@ -89,7 +91,8 @@ def arithmetic(h: History) -> str:
 
 def charts(h: History) -> list[str]:
     """Loss, learning rate, gradient norm, throughput, memory, scales and losses of precision."""
-    span = (min(0, h.rows[0]["step"]), h.rows[-1]["step"])
+    first = h.rows[0]["step"]
+    span = (first - 1 if FORKED in h.facts else min(0, first), h.rows[-1]["step"])
     validation = h.line("val/loss", "validation", COLOURS[1], dots=True)
     memory = [
         h.line("memory/device_peak_gib", "device"),
@@ -183,8 +186,17 @@ def render(h: History, *, pictures: Mapping[str, bytes], sample: str, environmen
     return page(h.name, sections)
 
 
-def comparison(histories: Sequence[History], table: Sequence[Sequence[str]], pictures: Sequence[str]) -> str:
-    """A page with pictures, the curves of several runs over each other, and a table whose head comes first."""
+def comparison(
+    histories: Sequence[History],
+    table: Sequence[Sequence[str]],
+    pictures: Sequence[str],
+    verdict: Sequence[str],
+    means: Sequence[Sequence[str]],
+) -> str:
+    """A page that says what is best, with pictures, the curves of several runs over each other, and a table of them.
+
+    `means` is another table, or empty. The head of a table comes first.
+    """
 
     def over(key: str, *, smooth: bool) -> list[Line]:
         pairs = [(h, colour_number(i)) for i, h in enumerate(histories)]
@@ -201,15 +213,20 @@ def comparison(histories: Sequence[History], table: Sequence[Sequence[str]], pic
         chart("Learning rate", over("lr", smooth=False), from_zero=True),
         chart("Memory", over("memory/host_peak_gib", smooth=False), unit="GiB of the host", from_zero=True),
     ]
-    head, *rows = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) for tag, row in tagged(table))
     title = f"{len(histories)} runs"
-    body = [f"<h1>{title}</h1>", f'<div class="charts">{"".join(drawn)}</div>', "<h2>Figures and differences</h2>"]
-    return page(title, [*body, f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"])
+    told = [*(f"<p>{html.escape(line)}</p>" for line in verdict), *([tabled(means)] if means else [])]
+    body = [f"<h1>{title}</h1>", *told]
+    body += [f'<div class="charts">{"".join(drawn)}</div>', "<h2>Figures and differences</h2>"]
+    return page(title, [*body, tabled(table)])
 
 
-def tagged(table: Sequence[Sequence[str]]) -> Iterator[tuple[str, Sequence[str]]]:
-    """The rows of a table with the tags of their cells."""
-    return ((("th", row) if i == 0 else ("td", row)) for i, row in enumerate(table))
+def tabled(table: Sequence[Sequence[str]]) -> str:
+    """A table, whose first row is its head."""
+    rows = (
+        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+        for tag, row in zip(itertools.chain(["th"], itertools.repeat("td")), table, strict=False)
+    )
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
 def lines(text: str) -> str:

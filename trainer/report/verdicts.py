@@ -61,20 +61,21 @@ def learning(h: History) -> Answer:
     if len(losses) < 2:
         return Answer(question, FAIR, "Too few steps to tell.")
     tenth = max(1, len(losses) // 10)
-    first, last = losses[0], math.fsum(losses[-tenth:]) / tenth
-    fell = f"The loss on its training text went from {first:.3f} nats a token{_blind(h)} to {last:.3f}"
-    little = f" That is a fall of less than {LEARNT:.0%}: {NOT_YET}."
+    # What begins with weights that have learnt has no first step that all others must be far below.
+    begin, end = (losses[:tenth] if h.began else losses[:1]), losses[-tenth:]
+    first, last = statistics.fmean(begin), statistics.fmean(end)
+    fell = f"The loss on its training text went from {first:.3f} nats a token{_beside(h)} to {last:.3f}"
+    moved, why = _moved(h, begin, end)
     if not validation:
-        grade = BAD if last >= first else FAIR if last > first * (1 - LEARNT) else GOOD
-        return Answer(question, grade, f"{fell}. There was no validation.{little if grade == FAIR else ''}")
-    end, value = validation[-1]
+        return Answer(question, moved, f"{fell}. There was no validation.{why}")
+    at, value = validation[-1]
     best_at, best = min(validation, key=lambda pair: pair[1])
     text = f"On text it never saw the loss is {value:.3f} nats a token{_bits(h)}."
-    weights = _elsewhere(h, end)
-    if value >= first or last >= first:
+    weights = _elsewhere(h, at)
+    if moved == BAD or (value >= first and not h.began):
         return Answer(question, BAD, f"{text} That is no better than at the start.\n{fell}.{weights}")
-    if last > first * (1 - LEARNT):
-        return Answer(question, FAIR, f"{text}\n{fell}.{little}{weights}")
+    if moved == FAIR:
+        return Answer(question, FAIR, f"{text}\n{fell}.{why}{weights}")
     if doubt := _by_chance(h, value) or _by_few(h):
         return Answer(question, FAIR, f"{text} {doubt}\n{fell}.{weights}")
     if value > best * (1 + RISEN):
@@ -82,11 +83,36 @@ def learning(h: History) -> Answer:
         return Answer(
             question, FAIR, f"{text} It was better, {best:.3f}, after step {best_at:,}.\n{fell}.{over}{weights}"
         )
-    return Answer(question, GOOD, f"{text}{_course(validation)}\n{fell}{_apart(h, value, last)}.{weights}")
+    return Answer(
+        question, GOOD, f"{text}{_course(validation, h.rows[0]['step'] - 1)}\n{fell}{_apart(h, value, last)}.{weights}"
+    )
 
 
-def _blind(h: History) -> str:
-    """What guessing without a look at the text would lose: ln of the vocabulary."""
+def _moved(h: History, begin: Sequence[float], end: Sequence[float]) -> tuple[str, str]:
+    """The grade of what became of the training loss, and a sentence where that is not good.
+
+    A run that begins with weights may stay where it begins, which is good already. That it is worse than that is said
+    where the losses of single steps, which vary, are enough to say so: two standard errors.
+
+    Args:
+      h: the run.
+      begin, end: training losses of its first steps, and of its last.
+    """
+    first, last = statistics.fmean(begin), statistics.fmean(end)
+    if h.began:
+        error = math.hypot(*(statistics.stdev(part) / math.sqrt(len(part)) for part in (begin, end) if len(part) > 1))
+        risen = last > first * (1 + RISEN) and last - first > 2 * error and len(begin) > 1
+        return (FAIR, f" That is worse than what it began with, by {last / first - 1:.1%}.") if risen else (GOOD, "")
+    if last >= first:
+        return BAD, ""
+    little = f" That is a fall of less than {LEARNT:.0%}: {NOT_YET}."
+    return (FAIR, little) if last > first * (1 - LEARNT) else (GOOD, "")
+
+
+def _beside(h: History) -> str:
+    """What is to be known of the first loss: what the run began with, or what guessing without a look would lose."""
+    if h.began:
+        return f" ({h.began})"
     ids = h.number("vocabulary")
     return f" (blind guessing among {ids:,} tokens: {math.log(ids):.3f})" if ids else ""
 
@@ -128,10 +154,11 @@ def _bits(h: History) -> str:
     return f": {bits[0]:.2f} bits for a byte of it, where raw text has {RAW}{beside}"
 
 
-def _course(validation: list[tuple[int, float]]) -> str:
-    """How the validation loss went in about the last quarter of the run."""
+def _course(validation: list[tuple[int, float]], begin: int) -> str:
+    """How the validation loss went in about the last quarter of the run, which began after step `begin`."""
     end, value = validation[-1]
-    before = [(step, y) for step, y in validation if end / 2 <= step <= 0.75 * end]
+    steps = end - begin
+    before = [(step, y) for step, y in validation if begin + steps / 2 <= step <= begin + 0.75 * steps]
     if not before:
         return ""
     step, earlier = before[-1]

@@ -223,6 +223,11 @@ class Checkpointer:
         meta: dict[str, Any] = self._readable_manifest(step)["meta"]
         return meta
 
+    def newest(self) -> int:
+        """The step of the newest checkpoint that is readable. Raises UserError."""
+        step: int = self._readable_manifest(None)["step"]
+        return step
+
     def described(self) -> dict[str, Any]:
         """Shape, dtype and checksum of every leaf of the newest readable checkpoint, by name. Raises UserError."""
         leaves: dict[str, Any] = self._readable_manifest(None)["leaves"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from scalify_core import weights
+from scalify_core import tree, weights
 from trainer.data.hf_tokenizer import first_difference, ids_beside
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved
 from trainer.errors import UserError
@@ -57,6 +57,61 @@ def check_same_model(
     raise UserError(f"{source} {', '.join([*found, *tokenizer[:1]])}; {'; '.join([*advice, *tokenizer[1:]])}")
 
 
+def check_start(run_dir: Path, source: str, step: int | None, init_from: str | None) -> None:
+    """Refuse what no run can start from: at once, before anything is prepared for it.
+
+    Args:
+      run_dir: of the run.
+      source: as `starting_point` has it.
+      step: of the other run's checkpoint; None: of the newest.
+      init_from: where the weights come from; None: from nowhere.
+
+    Raises:
+      UserError: `none` but there are checkpoints, no such run directory or checkpoint, no such weights.
+    """
+    own = saved_steps(run_dir)
+    if own and source == "none":
+        raise UserError(
+            f"run_dir={run_dir} holds checkpoints of steps {own} and resume=none; "
+            "choose another run_dir, or resume=auto to continue"
+        )
+    if own:
+        return
+    if source in ("auto", "none"):
+        if step is not None:
+            raise UserError(f"resume.step={step} is of another run's checkpoints; add resume=RUN, or leave it out")
+        if init_from is not None and not Path(init_from).exists():
+            raise UserError(
+                f"init_from={init_from} does not exist; "
+                "valid: a run directory, a Hugging Face directory, or a .safetensors file"
+            )
+        return
+    there = saved_steps(Path(source))
+    if not there:
+        raise UserError(f"resume={source} has no checkpoints; {runs_below(Path(source))}")
+    if step is not None and step not in there:
+        raise UserError(
+            f"resume.step={step}, but resume={source} has checkpoints of steps {', '.join(map(str, there))}; a run "
+            "keeps its newest checkpoint.keep, and the best one: a larger checkpoint.keep leaves more to start from"
+        )
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """The steps of the checkpoints in a run directory, ascending, by the names of their directories."""
+    return sorted(int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit())
+
+
+def runs_below(directory: Path) -> str:
+    """What could be meant by a directory that is no run: one of the runs in it, if there are any."""
+    runs = sorted(
+        (path.parent for path in directory.glob("*/checkpoints")), key=lambda path: (len(path.name), path.name)
+    )
+    if not runs:
+        return "valid: auto, none, or a run directory"
+    listed = ", ".join(str(path) for path in runs[:8]) + ", ..." * (len(runs) > 8)
+    return f"name one of the runs in it: {listed}; `python -m scripts.compare runs={directory}` says which is the best"
+
+
 def starting_point(
     source: str,
     run_dir: Path,
@@ -70,8 +125,8 @@ def starting_point(
     """State, steps taken and meta to start from.
 
     Args:
-      source: `auto` continues `run_dir` where it holds a checkpoint; `none` refuses to; anything else is a run
-        directory, from whose checkpoint a `run_dir` without one starts.
+      source: `auto` continues `run_dir` where it holds a checkpoint; `none` does not; anything else is a run
+        directory, from whose checkpoint a `run_dir` without one starts. `check_start` has looked at it.
       own: the checkpoints of `run_dir`.
       w: what is trained, in its precision.
       first: makes the state before step 0.
@@ -79,22 +134,13 @@ def starting_point(
       convert: whether another run's state may be in another precision; it is then converted.
 
     Raises:
-      UserError: `none` but there are checkpoints, no such run directory, or another model's state.
+      UserError: another model's state, or in another precision.
     """
     if own.steps():
-        if source == "none":
-            raise UserError(
-                f"run_dir={run_dir} holds checkpoints of steps {own.steps()} and resume=none; "
-                "choose another run_dir, or resume=auto to continue"
-            )
         check_same_precision(f"run_dir={run_dir}", policy_of(own.meta()), w.model.policy)
         return own.restore(abstract_state(w.task))
     if source in ("auto", "none"):
-        if step is not None:
-            raise UserError(f"resume.step={step} is of another run's checkpoints; add resume=RUN, or leave it out")
         return Restored(0, first(), {})
-    if not (Path(source) / "checkpoints").is_dir():
-        raise UserError(f"resume={source} has no checkpoints; valid: auto, none, or a run directory")
     with Checkpointer.reading(Path(source) / "checkpoints") as theirs:
         meta = theirs.meta(step)
         check_same_model(f"resume={source}", meta["model"], w.model.spec)
@@ -139,11 +185,6 @@ def initial_weights(source: Path, spec: Spec, tokenizer: Tokenizer, like: Params
 
     `tokenizer` is that of the data, whose ids the weights must know.
     """
-    if not source.exists():
-        raise UserError(
-            f"init_from={source} does not exist; "
-            "valid: a run directory, a Hugging Face directory, or a .safetensors file"
-        )
     named = f"init_from={source}"
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
@@ -185,14 +226,46 @@ def other_tokenizer_beside(source: Path, spec: Spec, ours: Tokenizer) -> list[st
     return [what, f"set data.tokenizer to theirs, the data's is {ours.name}"]
 
 
-def describe_init(source: Path, ours: Tokenizer) -> list[str]:
-    """A line where nothing beside the weights tells whether the ids of the data are theirs."""
-    if (source / "checkpoints").is_dir() or ids_beside(huggingface.directory_of(source)) is not None:
-        return []
-    return [
-        f"init_from={source}: there is no tokenizer beside the weights, so that nobody checked whether their ids are "
-        f"those of data.tokenizer={ours.name}"
-    ]
+def describe_init(source: Path, ours: Tokenizer, spec: Spec, params: Params) -> str:
+    """A line about the weights that a run starts from: whose they are, how many, and whether their ids are the data's.
+
+    Args:
+      source: of the weights.
+      ours: tokenizer of the data, which has not been refused.
+      spec: of the model.
+      params: the weights, ScaledArrays among them.
+    """
+    arrays = tree.leaves(params)
+    size = f"{len(arrays):,} tensors, {sum(x.size for x in arrays):,} parameters"
+    if (source / "checkpoints").is_dir():
+        with Checkpointer.reading(source / "checkpoints") as checkpointer:
+            step = checkpointer.newest()
+        return f"weights from {source} after its step {step:,}: {size}; its tokenizer, {ours.name}, is that of the data"
+    family = (huggingface.family_at(source) or spec.family()).name
+    what = f"weights from {source} (Hugging Face, {family}): {size}; "
+    if ids_beside(huggingface.directory_of(source)) is not None:
+        return f"{what}the tokenizer beside them is that of the data, {ours.name}"
+    return (
+        f"{what}there is no tokenizer beside them, so that nobody checked whether their ids are those of "
+        f"data.tokenizer={ours.name}"
+    )
+
+
+def with_origin(found: Restored, source: str) -> Restored:
+    """What a fork starts from; its meta says so, then and in all of its checkpoints: `forked`, a run and a step."""
+    return found._replace(meta=found.meta | {"forked": {"run": source, "step": found.step}})
+
+
+def is_fork(found: Restored) -> bool:
+    """Whether a run begins here as a fork: one that goes on has come further than where it was forked."""
+    forked = found.meta.get("forked")
+    return forked is not None and forked["step"] == found.step
+
+
+def describe_origin(meta: Mapping[str, Any]) -> str:
+    """`RUN after step N` of a fork; empty for any other run. `meta`: as the run was restored with."""
+    forked = meta.get("forked")
+    return f"{forked['run']} after step {forked['step']:,}" if forked else ""
 
 
 def check_same_run(found: Restored, steps: int, data: str, *, fork: bool) -> None:

@@ -167,9 +167,7 @@ def describe_embeddings(source: Path, ours: Tokenizer, method: Method) -> str:
     """The line at the start about what became of the tables."""
     theirs = vocabulary_of(source)
     if method == "random":
-        return (
-            f"init.embeddings=random: all {ours.vocab_size:,} rows are new, none of {source}'s {theirs.size:,} is kept"
-        )
+        return f"weights from {source}, init.embeddings=random: all {ours.vocab_size:,} rows are new, none of its {theirs.size:,} is kept"
     kept = len(shared_with(theirs, ours, source).new)
     others = {
         "focus": "are means of those of similar tokens (FOCUS)",
@@ -178,6 +176,6 @@ def describe_embeddings(source: Path, ours: Tokenizer, method: Method) -> str:
         "copy": "are new",
     }[method]
     return (
-        f"init.embeddings={method}: {kept:,} of {ours.vocab_size:,} tokens have the rows that they have in {source} "
+        f"weights from {source}, init.embeddings={method}: {kept:,} of {ours.vocab_size:,} tokens have the rows that they have there "
         f"({theirs.size:,} tokens); the others' {others}"
     )

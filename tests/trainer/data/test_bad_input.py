@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from scripts.prepare_data import main
 from trainer.data import HubSource, TextSource, prepare
+from trainer.data.corpus import open_corpus
 from trainer.data.files import BLOCK
 from trainer.errors import UserError
 
@@ -110,6 +112,37 @@ def test_a_file_without_the_column_is_named_where_others_have_it(tmp_path):
         file(tmp_path, f'{{"{column}": "words", "id": 1}}\n' * 9, f"{name}.jsonl")
     source = TextSource((str(tmp_path / "*.jsonl"),))
     fails(source, tmp_path, r"b\.jsonl: there is no column 'text'; valid for data\.column: body, id")
+
+
+def parquet(path, **columns):
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(columns).to_parquet(path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"body": ["a"], "id": [1]}, "there is no column 'text'; valid for data.column: body, id"),
+        ({"text": [1]}, "column 'text' holds int64, not text; choose another data.column"),
+    ],
+)
+def test_of_many_parquet_files_the_one_without_text_is_named_and_nothing_else_said(tmp_path, columns, message, capfd):
+    for i in range(4):
+        parquet(tmp_path / f"{i}.parquet", text=["words"] * 50, id=[1] * 50)
+    parquet(tmp_path / "z.parquet", **columns)
+    fails(TextSource((str(tmp_path / "*.parquet"),)), tmp_path, rf"^{re.escape(str(tmp_path))}/z\.parquet: {message}$")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_parquet_file_without_the_column_is_found_before_the_files_of_other_formats_are_read(tmp_path):
+    for i in range(3):
+        file(tmp_path, "words " * 50, f"{i}.txt")
+    parquet(tmp_path / "z.parquet", body=["words"])
+    read = open_corpus(TextSource((str(tmp_path),)), tmp_path).read
+    with pytest.raises(UserError, match=r"z\.parquet: there is no column 'text'"):
+        next(iter(read(None)))
 
 
 @pytest.mark.parametrize("line", ["{broken", "[1, 2]", '"text"'])

@@ -60,6 +60,24 @@ def test_a_plain_line_says_it_all(clock):
     )
 
 
+def test_the_speed_is_the_mean_of_the_last_steps_and_says_of_how_many(clock):
+    display, stream = make(clock, steps=1000)
+    slow = {"perf/step_ms": 30.0, "perf/tokens_per_s": 1000.0, "perf/mfu": 0.1}
+    fast = {"perf/step_ms": 10.0, "perf/tokens_per_s": 3000.0, "perf/mfu": 0.3}
+    with display:
+        display.update(1, ROW | slow)
+        clock.now += PLAIN_SECONDS
+        display.update(2, ROW | fast)  # 60 tokens in 40 ms
+        for step in range(3, 100):
+            display.update(step, ROW | fast)
+        clock.now += PLAIN_SECONDS
+        display.update(100, ROW | slow)
+    first, second, last = stream.getvalue().splitlines()
+    assert "ms/step 30.0  1k tokens/s  mfu 10.0%  GiB" in first
+    assert "ms/step 20.0  1.5k tokens/s  mfu 15.0%  (mean of 2 steps)  GiB" in second
+    assert "ms/step 10.3  2.91k tokens/s  mfu 29.1%  (mean of 64 steps)  GiB" in last
+
+
 def test_validations_and_the_last_step_are_never_left_out(clock):
     display, stream = make(clock, steps=4)
     with display:
@@ -105,11 +123,13 @@ def test_every_figure_is_seen_in_a_terminal_of_80_columns(clock):
     console = Console(file=stream, width=80)
     display = Display(100_000, console=console, clock=clock)
     large = {"perf/step_ms": 98765.4, "perf/tokens_per_s": 12.3e6, "perf/mfu": 0.4321, "memory/device_peak_gib": 137.25}
-    display.update(12_345, ROW | large | {"val/loss": 13.5, "grad_norm": 1.23e-05, "watchdog/skipped": 1000})
+    for step in range(12_282, 12_346):
+        display.update(step, ROW | large | {"val/loss": 13.5, "grad_norm": 1.23e-05, "watchdog/skipped": 1000})
     stream.seek(stream.truncate(0))
     console.print(display.render())
     text = stream.getvalue()
     shown = ["3.1416", "13.5000", "1.00e-03", "1.23e-05", "1000", "98765.4", "12.3M tokens/s", "43.2%", "137.25"]
+    shown.append("(mean of 64 steps)")
     assert [figure for figure in shown if figure not in text] == []
     assert max(map(len, text.splitlines())) <= 80
 

@@ -36,7 +36,8 @@ def sweep(tmp_path):
 def test_a_sweep_of_any_size_is_a_table_best_first_and_a_picture_of_each_key(sweep, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     main(Arguments(str(sweep)))
-    head, *rows, where = capsys.readouterr().out.splitlines()
+    table, rest = capsys.readouterr().out.split("\n\n")
+    (head, *rows), where = table.splitlines(), rest.splitlines()[-1]
     assert head.split()[:4] == ["optimizer.lr", "seed", "validation", "loss"]
     assert [row.split()[0] for row in rows][:3] == ["6", "7", "8"]
     assert rows[0].split()[1:4] == ["0.001", "0", "3"]
@@ -47,6 +48,37 @@ def test_a_sweep_of_any_size_is_a_table_best_first_and_a_picture_of_each_key(swe
     assert "Validation loss by optimizer.lr" in text
     assert text.index(">0.0001</text>") < text.index(">0.0003</text>") < text.index(">0.01</text>")
     assert not list(tmp_path.glob("*.html"))  # where the command was given
+
+
+def test_the_best_run_is_named_and_each_setting_has_its_mean_over_seeds(sweep, capsys):
+    main(Arguments(str(sweep)))
+    best, head, *means, _ = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert best == f"best: {sweep}/6 (validation loss 3.0000; optimizer.lr=0.001; seed=0)"
+    assert head.split("  ")[0] == "optimizer.lr"
+    assert [row.split() for row in means] == [
+        ["0.001", "3.0100", "0.0100", "3"],
+        ["0.0001", "3.1000", "0.0100", "3"],
+        ["0.01", "3.9100", "0.0100", "3"],
+        ["0.0003", "3.0800", "0.0141", "2", "of", "3"],  # one has no loss: the two that are left prove nothing
+    ]
+    text = (sweep / "compare.html").read_text()
+    assert best in text
+    assert "mean validation loss over seeds" in text
+
+
+def test_runs_that_differ_in_more_than_the_seed_have_no_mean(sweep, capsys):
+    main(Arguments(f"{sweep}/0,{sweep}/4,{sweep}/8", "no"))
+    out = capsys.readouterr().out
+    assert "best: " in out
+    assert "over seeds" not in out
+    main(Arguments(f"{sweep}/0,{sweep}/1", "no"))
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["3.0950", "0.0071", "2"]
+    make_run(sweep / "4", None, "", seed=1)
+    make_run(sweep / "5", None, "", seed=2)
+    main(Arguments(f"{sweep}/4,{sweep}/5", "no"))
+    out = capsys.readouterr().out
+    assert "best: " not in out  # nothing was validated
+    assert out.splitlines()[-1].split() == ["-", "-", "0", "of", "2"]
 
 
 def test_a_run_that_was_continued_keeps_the_settings_of_its_first_start(sweep):

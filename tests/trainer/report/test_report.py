@@ -68,6 +68,31 @@ def test_whether_it_learns(losses, val, grade, says):
     assert (answer.grade, says in answer.text) == (grade, True), answer
 
 
+LEVEL = [2.0 - 0.05 * (-1) ** i for i in range(100)]
+
+
+@pytest.mark.parametrize("fact", ["forked from", "weights from"])
+@pytest.mark.parametrize(
+    ("losses", "val", "grade", "says"),
+    [
+        (LEVEL, {100: 2.1}, GOOD, "went from 2.000 nats a token ({} runs/a after step 900) to 2.000"),
+        (LEVEL, {}, GOOD, "There was no validation."),
+        ([*LEVEL[:50], *(2.1 + x - 2 for x in LEVEL[:50])], {100: 2.1}, FAIR, "worse than what it began with, by 5.0%"),
+        ([2.0, 2.2] * 10 + [2.1, 2.3], {}, GOOD, "no validation."),  # of single steps, which vary as much
+        (LEVEL, {50: 1.9, 100: 2.1}, FAIR, "It was better, 1.900, after step 50"),
+    ],
+)
+def test_what_begins_with_weights_is_judged_by_what_it_began_with(fact, losses, val, grade, says):
+    answer = learning(history(rows(losses, val), **{fact: "runs/a after step 900"}))
+    assert (answer.grade, says.format(fact) in answer.text) == (grade, True), answer
+    assert learning(history(rows(losses, val))).grade != GOOD
+
+
+def test_the_course_of_a_fork_is_that_of_its_own_steps():
+    found = [row | {"step": row["step"] + 900} for row in rows(LEVEL, {50: 3.0, 100: 2.1})]
+    assert "Since step 950 it still fell by 30.0%" in learning(history(found, **{"forked from": "a"})).text
+
+
 @pytest.mark.parametrize(
     ("events", "more", "grade", "says"),
     [

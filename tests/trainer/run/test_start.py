@@ -1,25 +1,40 @@
-"""Weights that are for other ids than the data's, or of another model, are refused with all that differs."""
+"""Weights that are for other ids than the data's, or of another model, are refused with all that differs.
 
+What no run can start from is refused before anything is prepared for it.
+"""
+
+import logging
 import re
 from types import SimpleNamespace
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from command import TINY
 
+from scalify_core import ScaledArray
+from trainer.__main__ import main
 from trainer.config.inherited import inherit
 from trainer.data import get_tokenizer
 from trainer.data.hf_tokenizer import save_hf
 from trainer.errors import UserError
 from trainer.models.spec import GPT2Spec
+from trainer.run.checkpoint import Restored
 from trainer.run.start import (
     FROM_INIT,
     architecture,
     check_same_model,
+    check_start,
     describe_init,
+    describe_origin,
+    is_fork,
     other_tokenizer_beside,
     other_tokenizer_of_run,
+    with_origin,
 )
 
 BYTE = get_tokenizer("byte")
+PARAMS = {"a": np.zeros((2, 3), np.float16), "b": ScaledArray(np.zeros(4, np.float16), 2.0)}
 
 
 def bpe(directory, *merges):
@@ -67,15 +82,17 @@ def test_the_tokenizer_beside_weights_is_compared_with_the_datas(tmp_path):
     for source in (tmp_path, tmp_path / "model.safetensors"):
         assert other_tokenizer_beside(source, spec, first) == []
         assert "id 257 is 'the' there, 'an' here" in other_tokenizer_beside(source, spec, second)[0]
-        assert describe_init(source, first) == []
+        line = describe_init(source, first, spec, PARAMS)
+        assert line.startswith(f"weights from {source} (Hugging Face, gpt2): 2 tensors, 10 parameters; the tokenizer")
+        assert line.endswith(f"is that of the data, {first.name}")
 
 
 @pytest.mark.parametrize(("rows", "ids", "ok"), [(50257, 50257, True), (50304, 50257, True), (50257, 256, False)])
 def test_without_a_tokenizer_the_size_of_the_vocabulary_tells(rows, ids, ok, tmp_path):
     tokenizer = SimpleNamespace(name="x", vocab_size=ids)
     assert (other_tokenizer_beside(tmp_path, GPT2Spec(vocab_size=rows), tokenizer) == []) == ok
-    (line,) = describe_init(tmp_path, tokenizer)
-    assert "nobody checked" in line
+    line = describe_init(tmp_path, tokenizer, GPT2Spec(vocab_size=rows), PARAMS)
+    assert "2 tensors, 10 parameters; there is no tokenizer beside them, so that nobody checked" in line
 
 
 @pytest.mark.parametrize(
@@ -94,3 +111,67 @@ def test_an_architecture_that_is_not_told_is_one_line(config, message, tmp_path)
     (tmp_path / "config.yaml").write_text("model: 3")
     with pytest.raises(UserError, match=r"config\.yaml is damaged"):
         inherit({}, str(tmp_path))
+
+
+def checkpoints(run_dir, *steps):
+    for step in steps:
+        (run_dir / "checkpoints" / str(step)).mkdir(parents=True)
+    (run_dir / "checkpoints" / "40.orbax-checkpoint-tmp").mkdir(parents=True)
+
+
+def test_a_sweep_is_no_run_and_its_runs_are_named(tmp_path):
+    for job in (0, 10, 9):
+        checkpoints(tmp_path / "sweep" / str(job), 20)
+    (tmp_path / "sweep" / "11").mkdir()
+    with pytest.raises(UserError) as error:
+        check_start(tmp_path / "new", str(tmp_path / "sweep"), None, None)
+    listed = ", ".join(str(tmp_path / "sweep" / job) for job in ("0", "9", "10"))
+    assert f"name one of the runs in it: {listed}; `python -m scripts.compare runs=" in str(error.value)
+    with pytest.raises(UserError, match="nowhere has no checkpoints; valid: auto, none, or a run directory"):
+        check_start(tmp_path / "new", "nowhere", None, None)
+
+
+def test_a_step_that_is_gone_is_named_with_those_that_are_there_and_what_keeps_more(tmp_path):
+    checkpoints(tmp_path / "old", 20, 5, 100)
+    check_start(tmp_path / "new", str(tmp_path / "old"), 20, None)
+    check_start(tmp_path / "new", str(tmp_path / "old"), None, None)
+    for step in (10, 40):
+        with pytest.raises(UserError, match=rf"^resume\.step={step}, but .* steps 5, 20, 100; .*checkpoint\.keep"):
+            check_start(tmp_path / "new", str(tmp_path / "old"), step, None)
+    with pytest.raises(UserError, match=r"resume\.step=20 is of another run's checkpoints; add resume=RUN"):
+        check_start(tmp_path / "new", "auto", 20, None)
+    check_start(tmp_path / "old", str(tmp_path / "gone"), 10, None)  # goes on from its own: a fork that was stopped
+    with pytest.raises(UserError, match=r"holds checkpoints of steps \[5, 20, 100\] and resume=none"):
+        check_start(tmp_path / "old", "none", None, None)
+
+
+@pytest.mark.parametrize("start", ["resume=sweep", "init_from=nowhere"])
+def test_what_no_run_can_start_from_is_refused_before_data_are_prepared(start, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra's, which would outlive this test's captured output
+    checkpoints(tmp_path / "sweep" / "0", 20)
+    assert main([*TINY, "run_dir=new", "parallel.data=1", "compile_cache=null", start]) == 2
+    assert start in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
+
+
+def test_weights_of_a_run_are_told_with_the_step_they_are_of(open_checkpointer, tmp_path):
+    checkpointer = open_checkpointer()
+    for step in (5, 1200):
+        checkpointer.save(step, {"a": jnp.zeros(3)}, {})
+    checkpointer.wait()
+    line = describe_init(tmp_path, BYTE, GPT2Spec(vocab_size=256), PARAMS)
+    assert line.startswith(f"weights from {tmp_path} after its step 1,200: 2 tensors, 10 parameters; ")
+    assert line.endswith("its tokenizer, byte, is that of the data")
+
+
+def test_a_fork_knows_where_it_begins_and_what_it_was_forked_from_when_it_goes_on():
+    fork = with_origin(Restored(9000, None, {"forked": {"run": "runs/older", "step": 10}}), "runs/mine")
+    assert is_fork(fork)
+    assert describe_origin(fork.meta) == "runs/mine after step 9,000"
+    gone_on = Restored(9500, None, fork.meta)
+    assert not is_fork(gone_on)
+    assert describe_origin(gone_on.meta) == "runs/mine after step 9,000"
+    for meta in ({}, {"forked": None}):  # of checkpoints of before, and of now
+        assert not is_fork(Restored(7, None, meta))
+        assert describe_origin(meta) == ""

@@ -1,0 +1,34 @@
+"""What a ScaledArray, which is no number, refuses: each time with what to write instead."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+
+class NoNumber:
+    """The base of a class that stands for numbers which `asarray` gives."""
+
+    __slots__ = ()
+
+    def __float__(self) -> NoReturn:
+        _refuse("float(x)", "float(asarray(x))")
+
+    def __int__(self) -> NoReturn:
+        _refuse("int(x)", "int(asarray(x))")
+
+    def __format__(self, form: str) -> str:
+        """The text of `repr` where no form is asked for. Raises TypeError for any other."""
+        if form:
+            _refuse(f"format(x, {form!r})", f"format(float(asarray(x)), {form!r})")
+        return repr(self)
+
+    def item(self, *_: Any) -> NoReturn:
+        """Raises TypeError."""
+        _refuse("x.item()", "asarray(x).item()")
+
+
+def _refuse(what: str, instead: str) -> NoReturn:
+    """Raise the TypeError."""
+    raise TypeError(
+        f"{what} of a ScaledArray, which is data and a scale, not a number; write {instead}, with scalify_core.asarray"
+    )

@@ -1,0 +1,62 @@
+"""What a run says of itself before its first step, and what it records of where it begins."""
+
+from pathlib import Path
+
+import jax
+
+from trainer import __version__
+from trainer.assembly.objects import build_learning_rates, decides_rates
+from trainer.config import schema
+from trainer.config.fields import from_saved, to_tree
+from trainer.models.own import OWN
+from trainer.report.history import FORKED, WEIGHTS
+from trainer.report.messages import describe, schedule_change
+from trainer.run.checkpoint import Restored
+from trainer.run.rundir import flatten
+from trainer.run.start import describe_init, describe_origin, is_fork
+from trainer.run.vocabulary import describe_embeddings
+from trainer.workload import Workload
+
+
+def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None = None) -> list[str]:
+    """What is about to be trained, a line each; with the memory that a compiled step needs."""
+    lines = describe(
+        w,
+        model="of your own" if w.model.family is OWN else c.model.name,
+        precision=c.precision.name,
+        batch_tokens=c.train.batch_tokens,
+        accum=c.train.accum,
+        step=step,
+    )
+    return [f"scalify-trainer {__version__}", *lines]
+
+
+def describe_start(c: schema.Config, w: Workload, found: Restored) -> list[str]:
+    """A line about what a run begins with, where that is not nothing."""
+    if not found.step:
+        if c.init_from is None:
+            return []
+        source, method = Path(c.init_from), c.init.embeddings
+        if method is not None:
+            return [describe_embeddings(source, w.data.tokenizer, method)]
+        return [describe_init(source, w.data.tokenizer, w.model.spec, found.state.params)]
+    if is_fork(found):
+        return [f"forked from {describe_origin(found.meta)}: what follows is a run of its own"]
+    return [f"going on after step {found.step:,}"] if found.step < c.train.steps else []
+
+
+def begun_from(c: schema.Config, found: Restored) -> dict[str, str]:
+    """What a run began with, for its report; empty where that was nothing."""
+    if origin := describe_origin(found.meta):
+        return {FORKED: origin}
+    return {} if c.init_from is None else {WEIGHTS: c.init_from}
+
+
+def describe_change(c: schema.Config, found: Restored) -> list[str]:
+    """What a resumed run does otherwise from here on."""
+    if not found.step:
+        return []
+    before = from_saved(schema.Config, found.meta["config"])
+    old, new = dict(flatten(to_tree(before))), dict(flatten(to_tree(c)))
+    changed = {key: (old.get(key), new[key]) for key in new if old.get(key) != new[key] and decides_rates(key)}
+    return schedule_change(found.step, build_learning_rates(before), build_learning_rates(c), changed)
