@@ -165,9 +165,10 @@ def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:
 
 def describe_embeddings(source: Path, ours: Tokenizer, method: Method) -> str:
     """The line at the start about what became of the tables."""
-    theirs = vocabulary_of(source)
+    theirs, ids = vocabulary_of(source), f"{ours.vocab_size:,}"
+    named = f"weights from {source}, init.embeddings={method}"
     if method == "random":
-        return f"weights from {source}, init.embeddings=random: all {ours.vocab_size:,} rows are new, none of its {theirs.size:,} is kept"
+        return f"{named}: all {ids} rows are new, none of its {theirs.size:,} is kept"
     kept = len(shared_with(theirs, ours, source).new)
     others = {
         "focus": "are means of those of similar tokens (FOCUS)",
@@ -176,6 +177,6 @@ def describe_embeddings(source: Path, ours: Tokenizer, method: Method) -> str:
         "copy": "are new",
     }[method]
     return (
-        f"weights from {source}, init.embeddings={method}: {kept:,} of {ours.vocab_size:,} tokens have the rows that they have there "
-        f"({theirs.size:,} tokens); the others' {others}"
+        f"{named}: {kept:,} of {ids} tokens have the rows that they have there ({theirs.size:,} tokens); the others' "
+        f"{others}"
     )
