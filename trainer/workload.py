@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -135,12 +136,17 @@ class Model(NamedTuple):
 
 
 class Dataset(NamedTuple):
-    """Loaders of both parts of a prepared directory, and their tokenizer."""
+    """Loaders of both parts of a prepared directory, or of a mixture of several, and their tokenizer.
+
+    Attributes:
+      sources: of a mixture, the loaders of the validation parts by the names of the sources; else empty.
+    """
 
     train: "Loader"
     val: "Loader"
     tokenizer: "Tokenizer"
     directory: Path
+    sources: "Mapping[str, Loader]" = types.MappingProxyType({})
 
     @classmethod
     def open(cls, directory: Path, *, seed: int, **settings: Any) -> Self:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.assembly.objects import OwnData
+from trainer.assembly.data import OwnData
 from trainer.assembly.run import Additions, start
 from trainer.config.composition import compose_or_explain
 from trainer.config.schema import Config

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from scalify_core.matmul import MULTIPLE
+from trainer.assembly.data import OwnData, build_data
 from trainer.compiled.fp8 import Found, Gpu, check_device, check_step
 from trainer.compiled.hlo import Program
 from trainer.config import schema
-from trainer.data import (
-    Batch,
-    Batches,
-    EmbeddedSource,
-    HubSource,
-    PreparedSource,
-    Source,
-    TextSource,
-    check_prepared,
-    prefetch,
-    prepare,
-)
-from trainer.data.own import own_loaders, text_source
+from trainer.data import Batch, Loader, prefetch
+from trainer.data.mixture import Mixture
 from trainer.errors import UserError
 from trainer.models.flops import flops_per_token
 from trainer.models.own import MakeModel, own_spec
 from trainer.observe.metrics import Throughput
 from trainer.observe.numerics import make_numerics
 from trainer.observe.peaks import peak_flops
-from trainer.observe.preparing import shown
 from trainer.observe.slowness import first_said
 from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, place_batch, replicated
 from trainer.precision.methods import METHODS
@@ -51,7 +40,6 @@ from trainer.step.optimizers import Optimizer
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
 from trainer.workload import (
-    Dataset,
     Model,
     Reduce,
     Task,
@@ -64,7 +52,6 @@ from trainer.workload import (
 
 # Bytes of text between which the compressor is a yardstick: with less it has hardly begun, with more it takes long.
 YARDSTICK = (100_000, 2**22)
-OwnData = Iterable[str] | Batches  # what a program gives in place of the configuration's
 NUMERICS = "compiling the look at every layer, and the first look"
 SAMPLING = "compiling the sampling, and the first sample"
 
@@ -139,66 +126,6 @@ def build_mesh(c: schema.Config) -> Mesh:
             f"{devices * c.train.accum * c.model.context}"
         )
     return mesh
-
-
-def build_source(c: schema.Data) -> Source:
-    """The source that the text is read from."""
-    match c.source:
-        case "embedded":
-            return EmbeddedSource()
-        case "text":
-            assert c.column is not None  # validated
-            return TextSource(c.paths, c.format, c.column, c.max_documents)
-        case "hf":
-            assert c.name is not None  # validated, as the others are
-            assert c.column is not None
-            assert c.split is not None
-            return HubSource(
-                c.name,
-                config=c.config,
-                split=c.split,
-                column=c.column,
-                revision=c.revision,
-                streaming=c.streaming,
-                max_documents=c.max_documents,
-                max_tokens=c.max_tokens,
-            )
-        case "prepared":
-            assert c.prepared_dir is not None  # validated
-            return PreparedSource(Path(c.prepared_dir))
-
-
-def build_data(c: schema.Config, own: OwnData | None = None) -> Dataset:
-    """Prepare the data unless it is prepared already, and open both parts; `own` takes the place of `data`."""
-    if own is not None and not isinstance(own, Iterable):
-        loaders = own_loaders(own, steps=c.train.steps, context=c.model.context, batch_size=c.batch_size)
-        return Dataset(*loaders, loaders[0].manifest.directory)
-    source = build_source(c.data)
-    if own is not None:
-        if c.data.cache_dir is None:
-            raise UserError("texts of your own are prepared in data.cache_dir, which is null; give it a directory")
-        source = text_source(own, Path(c.data.cache_dir))
-    if isinstance(source, PreparedSource):
-        directory = check_prepared(source.directory, c.data.tokenizer)
-    else:
-        assert c.data.cache_dir is not None  # validated, as the next is
-        assert c.data.val_fraction is not None
-        with shown() as progress:
-            directory = prepare(
-                source,
-                c.data.tokenizer,
-                Path(c.data.cache_dir),
-                val_fraction=c.data.val_fraction,
-                workers=c.data.workers,
-                progress=progress,
-            )
-    return Dataset.open(
-        directory,
-        context=c.model.context,
-        batch_size=c.batch_size,
-        seed=c.seed,
-        document_mask=c.data.document_mask,
-    )
 
 
 def build_workload(c: schema.Config, own: OwnData | None = None, own_model: MakeModel | None = None) -> Workload:
@@ -283,6 +210,7 @@ def build_jobs(
     entries = [
         jobs.numerics(numerics_every, first_said(look, NUMERICS, say)) if numerics_every else None,
         jobs.evaluation(c.train.eval_every, make_evaluate(c, w, say)),
+        jobs.mixture(c.train.eval_every, w.data.train.seen) if isinstance(w.data.train, Mixture) else None,
         jobs.samples(c.sample.every, first_said(build_sample(c, w), SAMPLING, say)),
         jobs.rescale(rescale_every, make_rescale(w.task, batch)) if rescale_every else None,
         *more,
@@ -304,23 +232,29 @@ def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tup
 def make_evaluate(
     c: schema.Config, w: Workload, say: Callable[[str], None]
 ) -> Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]:
-    """`(state, final, broken_off) -> found`: validation on the first batches of that part, on more at the end."""
+    """`(state, final, broken_off) -> found`: validation on the first batches of that part, on more at the end.
+
+    Of a mixture each source is validated alone as well, on as many batches as in every validation.
+    """
     eval_step = first_said(jitted_eval_step(w.task), "compiling the validation", say)
-    available = w.data.val.steps_per_epoch
+
+    def mean_of(loader: Loader, state: TrainState, most: int, broken_off: Callable[[], bool]) -> Evaluation | None:
+        count = min(loader.steps_per_epoch, most)
+        batches = (place_batch(loader.batch(i), accum=c.train.accum, mesh=w.mesh) for i in range(count))
+        per_token = loader.manifest.bytes("val") / loader.manifest.tokens("val")
+        first = c.train.eval_batches
+        return evaluate(eval_step, state, batches, first=first, bytes_per_token=per_token, broken_off=broken_off)
 
     def run_evaluation(state: TrainState, final: bool, broken_off: Callable[[], bool]) -> Evaluation | None:
-        count = min(available, c.train.final_eval_batches if final else c.train.eval_batches)
-        batches = (place_batch(w.data.val.batch(i), accum=c.train.accum, mesh=w.mesh) for i in range(count))
-        found = evaluate(
-            eval_step,
-            state,
-            batches,
-            first=c.train.eval_batches,
-            bytes_per_token=w.data.bytes_per_token,
-            broken_off=broken_off,
-        )
+        most = c.train.final_eval_batches if final else c.train.eval_batches
+        found = mean_of(w.data.val, state, most, broken_off)
+        for name, loader in w.data.sources.items():
+            part = mean_of(loader, state, c.train.eval_batches, broken_off) if found else None
+            if found is None or part is None:
+                return None
+            found.row.update({key.replace("val/", f"val/{name}/"): value for key, value in part.row.items()})
         if final and found:
-            validated = count * w.data.val.batch_size * w.data.val.context
+            validated = min(w.data.val.steps_per_epoch, most) * w.data.val.batch_size * w.data.val.context
             text = w.data.validation_text(min(validated, int(YARDSTICK[1] / w.data.bytes_per_token)))
             if len(text) >= YARDSTICK[0]:
                 found.row["val/xz_bits_per_byte"] = xz_bits_per_byte(text)

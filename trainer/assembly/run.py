@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from trainer.assembly.beginning import begun_from, describe_change, describe_run, describe_start
+from trainer.assembly.data import OwnData
 from trainer.assembly.objects import (
-    OwnData,
     build_batch,
     build_jobs,
     build_learning_rates,

@@ -64,7 +64,7 @@ MODELS = {family: schema_of(spec) for family, spec in SPECS.items()}
 
 @dataclass(frozen=True)
 class Data:
-    source: Literal["embedded", "text", "hf", "prepared"]
+    source: Literal["embedded", "text", "hf", "prepared", "mix"]
     tokenizer: str | None
     cache_dir: str | None
     workers: Positive | None
@@ -82,6 +82,9 @@ class Data:
     max_documents: Positive | None
     max_tokens: Positive | None
     prepared_dir: str | None
+    sources: tuple[str, ...] | None
+    weights: tuple[float, ...] | None
+    stages: tuple[tuple[float, ...], ...] | None
 
 
 @dataclass(frozen=True)
@@ -235,12 +238,12 @@ class Config:
 
 # The sources that use a key of `data`; every source uses those that are not here.
 DATA_KEYS = {
-    "cache_dir": ("embedded", "text", "hf"),
-    "workers": ("embedded", "text", "hf"),
-    "val_fraction": ("embedded", "text", "hf"),
+    "cache_dir": ("embedded", "text", "hf", "mix"),
+    "workers": ("embedded", "text", "hf", "mix"),
+    "val_fraction": ("embedded", "text", "hf", "mix"),
     "paths": ("text",),
     "format": ("text",),
-    "column": ("text", "hf"),
+    "column": ("text", "hf", "mix"),
     "name": ("hf",),
     "config": ("hf",),
     "split": ("hf",),
@@ -249,6 +252,9 @@ DATA_KEYS = {
     "max_documents": ("text", "hf"),
     "max_tokens": ("hf",),
     "prepared_dir": ("prepared",),
+    "sources": ("mix",),
+    "weights": ("mix",),
+    "stages": ("mix",),
 }
 NEEDED = ("cache_dir", "val_fraction", "column", "split")  # of those that use them
 
@@ -300,7 +306,7 @@ def _check_data(c: Data) -> None:
     given = {key: value for key in DATA_KEYS if (value := getattr(c, key)) not in (None, (), False)}
     for key, value in given.items():
         users = DATA_KEYS[key]
-        shown = f"[{','.join(value)}]" if isinstance(value, tuple) else value
+        shown = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
         choices = " or ".join(f"data={name}" for name in users)
         _require(
             c.source in users,
@@ -316,6 +322,8 @@ def _check_data(c: Data) -> None:
     _require(c.source != "text" or bool(c.paths), "data=text needs data.paths=[FILE,...]")
     _require(c.source != "hf" or bool(c.name), "data=hf needs data.name=ORGANISATION/DATASET")
     _require(c.source != "prepared" or bool(c.prepared_dir), "data=prepared needs data.prepared_dir=DIRECTORY")
+    _require(c.source != "mix" or bool(c.sources), "data=mix needs data.sources=[DIRECTORY,...]")
     _require(
-        c.source == "prepared" or bool(c.tokenizer), "data.tokenizer is null; valid: byte, gpt2, cl100k_base, a file"
+        c.source in ("prepared", "mix") or bool(c.tokenizer),
+        "data.tokenizer is null; valid: byte, gpt2, cl100k_base, a file",
     )

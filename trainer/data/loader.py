@@ -94,7 +94,10 @@ class Loader:
           step: at least 0.
           rows: those of this process; None: all B.
         """
-        sample = step * self.batch_size + np.arange(self.batch_size)[rows or slice(None)]
+        return self.samples(step * self.batch_size + np.arange(self.batch_size)[rows or slice(None)])
+
+    def samples(self, sample: npt.NDArray[np.int64]) -> Batch:
+        """The samples of these numbers, [b], counted over all epochs from 0."""
         epoch, window = np.divmod(sample, self.windows)
         if self._shuffle:
             window = permute(self._seed, epoch, window, self.windows)

@@ -72,6 +72,8 @@ def text_of(source: Mapping[str, Any]) -> str:
     """What a manifest's source names, for a reader."""
     if source["kind"] == "embedded":
         return "the King James Bible"
+    if source["kind"] == "mix":
+        return " + ".join(source["sources"])
     return source.get("name") or ", ".join(source.get("paths", ())) or source["kind"]
 
 

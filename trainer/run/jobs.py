@@ -36,6 +36,16 @@ def evaluation(every: int, evaluate: Callable[[TrainState, bool, Callable[[], bo
     return Periodic("evaluation", every, run)
 
 
+def mixture(every: int, seen: Callable[[int], Mapping[str, Mapping[str, float]]]) -> Periodic:
+    """What was trained on so far of each source of a mixture: `data/NAME/share` and `epochs`; `seen` takes the step."""
+
+    def run(moment: Moment) -> Mapping[str, float]:
+        found = seen(moment.step)
+        return {f"data/{name}/{what}": value for name, of in found.items() for what, value in of.items()}
+
+    return Periodic("mixture", every, run)
+
+
 def samples(every: int, sample: Callable[[Any], str]) -> Periodic:
     """A text that the model writes; `sample` makes it of the parameters."""
     return Periodic("samples", every, lambda moment: moment.text("samples", sample(moment.params)))

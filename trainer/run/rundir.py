@@ -170,7 +170,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], may_change: tupl
     """`key=new (was old)` for each dotted key that differs and matches no pattern of `may_change`."""
     before, after = dict(flatten(old)), dict(flatten(new))
     keys = [*after, *(key for key in before if key not in after)]
-    values = {key: (before.get(key, EARLIER.get(key, "absent")), after.get(key, "absent")) for key in keys}
+    values = {key: (before.get(key, EARLIER.get(key)), after.get(key, "absent")) for key in keys}
     return [
         f"{key}={now} (was {was})"
         for key, (was, now) in values.items()

@@ -1,0 +1,144 @@
+"""Samples of several sources: in their shares over any stretch, each once an epoch, from seed and step alone."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data import Loader, Manifest, TextSource, prepare
+from trainer.data.mixture import MixedManifest, Mixture, Shares, Stage, stages_of
+from trainer.errors import UserError
+
+NAMES = ["web", "code", "books"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+@pytest.mark.parametrize("weights", [(1,), (0.7, 0.3), (0.5, 0.3, 0.2), (0.989, 0.01, 0.001)])
+def test_any_thousand_batches_hold_the_wanted_shares(weights, batch_size):
+    shares = Shares([Stage(0, weights)], batch_size, seed=3)
+    wanted = np.array(weights) / sum(weights)
+    for start in (0, 317, 123_456_789):
+        source, _ = shares.place(np.arange(start * batch_size, (start + 1000) * batch_size))
+        found = np.bincount(source, minlength=len(weights)) / len(source)
+        # A block that is cut holds its share only to the error of a sample without replacement.
+        assert abs(found - wanted).max() < (0.005 if batch_size == 16 else 0.03)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.floats(0.01, 10), min_size=1, max_size=5),
+    st.integers(0, 2**31),
+    st.lists(st.integers(1, 2000), max_size=2, unique=True),
+    st.integers(1, 24),
+)
+def test_each_source_counts_its_samples_without_a_gap_or_a_repetition(weights, seed, borders, batch_size):
+    stages = [Stage(0, tuple(weights)), *(Stage(step, tuple(reversed(weights))) for step in sorted(borders))]
+    shares = Shares(stages, batch_size, seed)
+    steps = max(borders, default=0) + 10_000 // batch_size
+    source, index = shares.place(np.arange(steps * batch_size))
+    for k in range(len(weights)):
+        taken = index[source == k]
+        assert len(np.unique(taken)) == len(taken)
+        # The blocks in which stages and the samples looked at end are not taken to their ends.
+        most = max(256, int(np.ceil(2 * sum(weights) / min(weights)))) * len(stages)
+        assert taken.max(initial=0) < len(taken) + most
+    for step in (0, 1, steps // 3, steps):
+        np.testing.assert_array_equal(
+            shares.count(step), np.bincount(source[: step * batch_size], minlength=len(weights))
+        )
+
+
+def test_whole_blocks_leave_no_sample_out():
+    source, index = Shares([Stage(0, (0.6, 0.4))], 16, 0).place(np.arange(20 * 256))
+    for k in (0, 1):
+        assert sorted(index[source == k]) == list(range(np.sum(source == k)))
+
+
+def test_stages_of_other_weights_begin_where_they_should():
+    stages = stages_of((3, 1, 0.5), [[100, 1, 0, 3]], NAMES)
+    shares = Shares(stages, 8, 0)
+    before, _ = shares.place(np.arange(100 * 8))
+    after, index = shares.place(np.arange(100 * 8, 1100 * 8))
+    assert set(before) == {0, 1, 2}
+    assert set(after) == {0, 2}
+    assert abs(np.mean(after == 2) - 0.75) < 0.005
+    earlier = shares.place(np.arange(800))
+    for k in (0, 2):  # none of the earlier ones comes again
+        assert index[after == k].min() > earlier[1][earlier[0] == k].max()
+
+
+@pytest.mark.parametrize(
+    ("weights", "later", "words"),
+    [
+        ((1, 2), [], "2 weights; expected one for each of 3 sources: web, code, books"),
+        ((1, 0, 1), [], "weight of code is not above 0"),
+        ((1, -1, 1), [], "weight of code"),
+        ((1, float("nan"), 1), [], "weight of code"),
+        ((1, 1e-6, 1), [], "share of code is below 0.01%"),
+        ((1, 1, 1), [[5, 1, 1]], "data.stages from step 5 on has 2 weights"),
+        ((1, 1, 1), [[5, 1, 1, 1], [5, 1, 1, 2]], "step 5 comes after 5"),
+        ((1, 1, 1), [[0, 1, 1, 1]], "step 0 comes after 0"),
+        ((1, 1, 1), [[5, 0, 0, 0]], "any source"),
+        ((1, 1, 1), [[2.5, 1, 1, 1]], "a whole number of steps"),
+        ((1, 1, 1), [[]], "expected"),
+    ],
+)
+def test_weights_that_make_no_mixture_are_named(weights, later, words):
+    with pytest.raises(UserError) as error:
+        stages_of(weights, later, NAMES)
+    assert words in str(error.value)
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """Two prepared texts, of letters that tell which one a window is of."""
+    found = {}
+    for name, letters in (("lower", "abcdefgh"), ("upper", "ABCDEFGHIJ")):
+        rng = np.random.default_rng(len(letters))
+        (tmp_path / f"{name}.txt").write_text("".join(rng.choice(list(letters), 9000)))
+        found[name] = prepare(TextSource((str(tmp_path / f"{name}.txt"),)), "byte", tmp_path / "cache")
+    return found
+
+
+def loaders(parts, split, **settings):
+    given = {"context": 16, "batch_size": 8, "seed": 1, **settings}
+    return {name: Loader(directory, split, **given) for name, directory in parts.items()}
+
+
+def mixture(parts, **settings):
+    manifest = MixedManifest.of({name: Manifest.load(directory) for name, directory in parts.items()})
+    return Mixture(loaders(parts, "train", **settings), manifest, "train", [Stage(0, (0.75, 0.25))], 1)
+
+
+def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
+    mixed = mixture(parts)
+    seen = {"lower": [], "upper": []}
+    for step in range(500):
+        batch = mixed.batch(step)
+        halves = [mixed.batch(step, rows).tokens for rows in (slice(0, 3), slice(3, 8))]
+        np.testing.assert_array_equal(np.concatenate(halves), batch.tokens)
+        for row in batch.tokens:
+            seen["lower" if row[0] >= ord("a") else "upper"].append(tuple(row))
+    alone = loaders(parts, "train")
+    for name, rows in seen.items():
+        windows = alone[name].windows
+        known = {tuple(row) for i in range(windows // 8 + 1) for row in alone[name].batch(i).tokens}
+        assert set(rows) <= known
+    found = mixed.seen(500)
+    assert abs(found["lower"]["share"] - 0.75) < 0.01
+    assert found["upper"]["epochs"] == pytest.approx(len(seen["upper"]) / alone["upper"].windows)
+    assert mixed.batch(7).segments is None
+    assert mixture(parts, document_mask=True).batch(7).segments.shape == (8, 17)
+
+
+def test_a_manifest_of_several_is_their_sum_and_refuses_two_tokenizers(parts, tmp_path):
+    manifests = {name: Manifest.load(directory) for name, directory in parts.items()}
+    mixed = MixedManifest.of(manifests)
+    assert mixed.tokens("train") == sum(m.tokens("train") for m in manifests.values())
+    assert mixed.bytes("val") == sum(m.bytes("val") for m in manifests.values())
+    assert mixed.fingerprint != MixedManifest.of(dict(reversed(manifests.items()))).fingerprint
+    assert sum(map(len, mixed.open("train"))) == mixed.tokens("train")
+    (tmp_path / "vocab.bpe").write_text("a b")
+    other = prepare(TextSource((str(tmp_path / "lower.txt"),)), str(tmp_path), tmp_path / "cache")
+    with pytest.raises(UserError, match="prepare them with one"):
+        MixedManifest.of(manifests | {"other": Manifest.load(other)})

@@ -1,0 +1,68 @@
+"""A run on a mixture: its stages, its figures by source, and the same run when it is killed and resumed."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+from command import TINY, environment, finish, trainer, values
+
+from trainer.__main__ import main
+
+MIX = [
+    "data=mix",
+    "data.sources=[low.txt,up.txt]",
+    "data.weights=[3,1]",
+    "data.stages=[[4,1,3]]",
+    "data.tokenizer=byte",
+]
+ARGS = [*MIX, "train.steps=8", "tracker=jsonl", "sample.max_new=0", "train.eval_every=4", "checkpoint.every=2"]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "low.txt").write_text("the cat sat on the mat. " * 800)
+    (tmp_path / "up.txt").write_text("THE RAT SAT ON THE HAT! " * 800)
+    return tmp_path
+
+
+def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(texts):
+    output = finish(trainer(texts, "A", *ARGS))
+    assert "low" in output
+    rows = values(texts / "A")
+    assert rows[-1]["data/low/share"] == pytest.approx(0.5, abs=0.1)
+    assert rows[3]["data/low/share"] > 0.6
+    assert rows[-1]["val/low/loss"] != rows[-1]["val/up/loss"]
+    assert rows[-1]["val/up/bits_per_byte"] > 0
+    finish(trainer(texts, "B", *ARGS, "train.steps=3", "schedule=constant"))
+    finish(trainer(texts, "C", *ARGS, "schedule=constant"))
+    command = [sys.executable, "-m", "trainer", "resume=B", "train.steps=8"]
+    done = subprocess.run(command, cwd=texts, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loss = [[row["train/loss"] for row in values(texts / run)] for run in "BC"]
+    assert loss[0] == loss[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["data.weights=[1]"], "1 weights; expected one for each of 2 sources: low, up"),
+        (["data.weights=[1,0]"], "weight of up"),
+        (["data.stages=[[4,1]]"], "data.stages from step 4 on"),
+        (["data.sources=[low.txt,sub/low.txt]"], "two are called low"),
+        (["data.sources=[low.txt,none.txt]"], "none.txt"),
+        (["data.sources=[low.txt,empty.txt]"], "empty"),
+        (["data.sources=null"], "data=mix needs data.sources"),
+        (["data.tokenizer=null"], "data.tokenizer is null"),
+        (["data.paths=[low.txt]"], "data.paths=[low.txt] is not used by data=mix"),
+    ],
+)
+def test_what_is_no_mixture_is_one_line(texts, monkeypatch, capfd, args, words):
+    (texts / "empty.txt").write_text("")
+    monkeypatch.chdir(texts)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    assert main([*TINY, *ARGS, "run_dir=new", "compile_cache=null", "parallel.data=1", *args]) == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("preparing data")]
+    assert len(errors) == 1, errors
+    assert words in errors[0]
+    assert not (texts / "new").exists()

@@ -1,0 +1,128 @@
+"""From the configuration of data to loaders of it."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from trainer.config import schema
+from trainer.data import (
+    Batches,
+    EmbeddedSource,
+    HubSource,
+    PreparedSource,
+    Source,
+    TextSource,
+    check_prepared,
+    prepare,
+)
+from trainer.data.mixture import MixedManifest, Mixture, stages_of
+from trainer.data.own import own_loaders, text_source
+from trainer.data.shards import MANIFEST
+from trainer.errors import UserError
+from trainer.observe.preparing import shown
+from trainer.workload import Dataset
+
+OwnData = Iterable[str] | Batches  # what a program gives in place of the configuration's
+
+
+def build_source(c: schema.Data) -> Source:
+    """The source that the text is read from."""
+    match c.source:
+        case "embedded":
+            return EmbeddedSource()
+        case "text":
+            assert c.column is not None  # validated
+            return TextSource(c.paths, c.format, c.column, c.max_documents)
+        case "hf":
+            assert c.name is not None  # validated, as the others are
+            assert c.column is not None
+            assert c.split is not None
+            return HubSource(
+                c.name,
+                config=c.config,
+                split=c.split,
+                column=c.column,
+                revision=c.revision,
+                streaming=c.streaming,
+                max_documents=c.max_documents,
+                max_tokens=c.max_tokens,
+            )
+        case "prepared":
+            assert c.prepared_dir is not None  # validated
+            return PreparedSource(Path(c.prepared_dir))
+        case "mix":
+            raise AssertionError("a mixture has several sources: open_mixture")
+
+
+def build_data(c: schema.Config, own: OwnData | None = None) -> Dataset:
+    """Prepare the data unless it is prepared already, and open both parts; `own` takes the place of `data`."""
+    if own is not None and not isinstance(own, Iterable):
+        loaders = own_loaders(own, steps=c.train.steps, context=c.model.context, batch_size=c.batch_size)
+        return Dataset(*loaders, loaders[0].manifest.directory)
+    if own is None and c.data.source == "mix":
+        return open_mixture(c)
+    source = build_source(c.data) if own is None else None
+    if own is not None:
+        if c.data.cache_dir is None:
+            raise UserError("texts of your own are prepared in data.cache_dir, which is null; give it a directory")
+        source = text_source(own, Path(c.data.cache_dir))
+    assert source is not None
+    return Dataset.open(prepared(source, c.data, c.data.tokenizer), **settings_of_loaders(c))
+
+
+def settings_of_loaders(c: schema.Config) -> dict[str, Any]:
+    """What `Dataset.open` takes beside the directory."""
+    return {
+        "context": c.model.context,
+        "batch_size": c.batch_size,
+        "seed": c.seed,
+        "document_mask": c.data.document_mask,
+    }
+
+
+def prepared(source: Source, c: schema.Data, tokenizer: str | None) -> Path:
+    """The prepared directory of a source, made if need be."""
+    if isinstance(source, PreparedSource):
+        return check_prepared(source.directory, tokenizer)
+    assert c.cache_dir is not None  # validated, as the next is
+    assert c.val_fraction is not None
+    with shown() as progress:
+        return prepare(
+            source,
+            tokenizer,
+            Path(c.cache_dir),
+            val_fraction=c.val_fraction,
+            workers=c.workers,
+            progress=progress,
+        )
+
+
+def open_mixture(c: schema.Config) -> Dataset:
+    """The loaders of several prepared directories, or files of text that are prepared first, in their shares."""
+    data = c.data
+    assert data.sources is not None  # validated, as the next is
+    assert data.column is not None
+    names = names_of(data.sources)
+    stages = stages_of(data.weights or (1.0,) * len(names), data.stages or (), names)
+    sources: list[Source] = [
+        PreparedSource(Path(path)) if (Path(path) / MANIFEST).is_file() else TextSource((path,), column=data.column)
+        for path in data.sources
+    ]
+    parts = {
+        name: Dataset.open(prepared(source, data, data.tokenizer), **settings_of_loaders(c))
+        for name, source in zip(names, sources, strict=True)
+    }
+    manifest = MixedManifest.of({name: part.manifest for name, part in parts.items()})
+    train = Mixture({n: part.train for n, part in parts.items()}, manifest, "train", stages, c.seed)
+    last = [stages[-1]._replace(step=0)]  # what the run ends on, in every validation
+    val = Mixture({n: part.val for n, part in parts.items()}, manifest, "val", last, c.seed)
+    return Dataset(train, val, next(iter(parts.values())).tokenizer, manifest.directory, val.parts)
+
+
+def names_of(paths: Iterable[str]) -> list[str]:
+    """What the sources of a mixture are called: the last parts of their paths. UserError for two of one name."""
+    names = [Path(path).stem for path in paths]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(f"data.sources: two are called {twice[0]}; give one another name, by a link for example")
+    return names
