@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.data import EmbeddedSource, HubSource, Manifest, Source, TextSource, prepare
-from trainer.errors import UserError
+from trainer.errors import UserError, to_readers
 from trainer.observe.preparing import shown
 
 
@@ -106,4 +106,4 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     logging.getLogger("trainer").setLevel(logging.INFO)
     logging.getLogger("trainer").addHandler(logging.StreamHandler())
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(to_readers(lambda: main(sys.argv[1:])))
