@@ -118,9 +118,22 @@ def flatten(state: Any, stored: Mapping[str, Stored]) -> tuple[list[Any], list[P
         has = sorted({names[-1] for names in attributes if names})
         raise ValueError(
             f"scaled_state: the state has no float array in a field {min(missing)!r}; it has some in {has}"
+            f"{_instead(stored, missing, has)}"
         )
     # The optimiser's own scales need not be read: on a GPU each would be a kernel.
     return [trusted(x) for _, x in flat], plans, treedef
+
+
+def _instead(stored: Mapping[str, Stored], missing: set[str], has: Sequence[str]) -> str:
+    """What to give to `scaled_state` in place of fields that a state does not have, to be appended."""
+    absent, others = [name for name in stored if name in missing], [name for name in has if name not in stored]
+    if not absent:  # of the user's own `relative_to`
+        return ""
+    if not others:
+        return f": leave {' and '.join(absent)} out" + ("" if has else ", there is nothing to store")
+    one = f"optim.Stored(FloatFormat.of(jnp.{stored[absent[0]].format.dtype}))"
+    fields = ", ".join(f"{name!r}: {one}" for name in others)
+    return f": in place of {' and '.join(absent)} give fields={{{fields}}}"
 
 
 def widen(arrays: list[Any], plans: list[Plan]) -> list[Any]:

@@ -9,7 +9,7 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 
-from trainer.errors import UserError
+from trainer.errors import UserError, to_readers
 from trainer.text import nearest
 
 
@@ -65,14 +65,21 @@ def usage(cls: type, name: str, about: str) -> str:
 
 
 def run[T](cls: type[T], name: str, about: str, main: Callable[[T], None]) -> int:
-    """Read the command line and call `main`. The exit code: 0, or that of a UserError after its one line on stderr."""
-    argv = sys.argv[1:]
-    if "--help" in argv or "-h" in argv:
-        print(usage(cls, name, about))
+    """Read the command line and call `main`. The exit code: 0, or that of a UserError after its one line on stderr.
+
+    141 where nobody reads what it prints, see `to_readers`.
+    """
+
+    def of_arguments() -> int:
+        argv = sys.argv[1:]
+        if "--help" in argv or "-h" in argv:
+            print(usage(cls, name, about))
+            return 0
+        try:
+            main(read(cls, argv))
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
         return 0
-    try:
-        main(read(cls, argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    return to_readers(of_arguments)

@@ -22,7 +22,7 @@ from scripts.arguments import argument, read, usage
 from trainer.assembly.objects import build_state, build_workload
 from trainer.assembly.run import restore_training
 from trainer.config.composition import compose_or_explain
-from trainer.errors import UserError
+from trainer.errors import UserError, to_readers
 from trainer.parallel.mesh import place_batch
 from trainer.precision.policy import DTYPES
 from trainer.run.libraries import hide_missing_gpu
@@ -94,9 +94,10 @@ def run(argv: Sequence[str]) -> None:
     if arguments.out and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"out={out}: expected a file in a directory that exists")
     explained = explain_step(*load(arguments, [a for a in argv if a.partition("=")[0] not in own]))
+    if arguments.out:
+        write(out, explained)  # before anything is printed, which nobody may read to its end
     print(explained.text(arguments.top))
     if arguments.out:
-        write(out, explained)
         print(f"\nall of it: {out}")
 
 
@@ -114,4 +115,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(to_readers(lambda: main(sys.argv[1:])))

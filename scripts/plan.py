@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from scripts.arguments import argument, read, usage
 from trainer.config.composition import compose_or_explain
 from trainer.config.schema import Config
-from trainer.errors import UserError
+from trainer.errors import UserError, to_readers
 from trainer.plan.targets import GPUS_PER_HOST, TARGETS, get_target
 
 if TYPE_CHECKING:
@@ -163,4 +163,4 @@ def describe_fitting(found: "Fitting") -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(to_readers(lambda: main(sys.argv[1:])))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data import EmbeddedSource, HubSource, Manifest, Source, TextSource, prepare
-from trainer.errors import UserError
+from trainer.errors import UserError, to_readers
 from trainer.observe.preparing import shown
 
 
@@ -111,4 +111,4 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     logging.getLogger("trainer").setLevel(logging.INFO)
     logging.getLogger("trainer").addHandler(logging.StreamHandler())
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(to_readers(lambda: main(sys.argv[1:])))

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.composition import CONFIGS, Sweep, checked, expanded, explain, key_of, long_forms
 from trainer.config.schema import Config
-from trainer.errors import UserError, complain, leave
+from trainer.errors import UserError, complain, leave, to_readers
 from trainer.run.allocator import keep_freed_memory
 
 STOPPED = (130, 143)  # by a signal
@@ -127,8 +127,8 @@ def main(argv: list[str]) -> int:
         complain(explain(error, sys.argv[1:]))
         return 2
     except OSError as error:
-        if jobs and jobs[-1].code is None:
-            raise  # from inside the job: not what is expected here
+        if (jobs and jobs[-1].code is None) or isinstance(error, BrokenPipeError):
+            raise  # from inside the job, or from Hydra's printing: not what is expected here
         complain(f"cannot write to {error.filename}: {error.strerror}; choose another run_dir")
         return 2
     if len(jobs) > 1:
@@ -138,7 +138,7 @@ def main(argv: list[str]) -> int:
 
 def command() -> NoReturn:
     """The program: `python -m trainer`, or `scalify-trainer` where the package is installed."""
-    leave(main(sys.argv[1:]))
+    leave(to_readers(lambda: main(sys.argv[1:])))
 
 
 if __name__ == "__main__":

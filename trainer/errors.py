@@ -5,7 +5,10 @@
 
 import contextlib
 import os
+import select
+import signal
 import sys
+from collections.abc import Callable
 from typing import ClassVar, NoReturn
 
 MAKE_ROOM = "make room, then continue with the same run_dir"  # said of a full disk
@@ -27,6 +30,26 @@ def complain(text: object) -> None:
     """A line on standard error, if that takes one: on a full disk it does not, which must not change the exit code."""
     with contextlib.suppress(OSError):
         print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def to_readers(main: Callable[[], int]) -> int:
+    """The exit code of `main`, with all that it printed; 141, without a word, as of `cat`, if nobody reads on.
+
+    So it is with `| head`. A pipe of its own that breaks is an error as any other.
+    """
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        pipe = select.poll()
+        pipe.register(sys.stdout.fileno(), 0)
+        if not any(what & select.POLLERR for _, what in pipe.poll(0)):
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # for what is still to be written
+        os.close(nowhere)
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def leave(code: int) -> NoReturn:

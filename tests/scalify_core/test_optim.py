@@ -13,7 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms, scalify, tree
+from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms, optim, scalify, tree
 from scalify_core.formats import BF16, E4M3, E5M2, FP16, FP32, FloatFormat
 from scalify_core.optim import Stored, scaled_state
 from scalify_core.weights import apply_updates
@@ -527,3 +527,29 @@ def test_what_is_not_accepted_leaves_the_state(settings):
     found, accepted = update(grads, state, params, accept=jnp.asarray(True))
     for x, y in zip(jax.tree.leaves((found, accepted)), jax.tree.leaves((expected, plain)), strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("tx", "given", "says"),
+    [
+        (optax.sgd(1e-2), {"mu": FP16, "nu": FP16}, "in []: leave mu and nu out, there is nothing to store"),
+        (optax.lion(1e-2), {"mu": FP16, "nu": E5M2}, "in ['mu']: leave nu out"),
+        (
+            optax.sgd(1e-2, momentum=0.9),
+            {"mu": E4M3},
+            "in ['trace']: in place of mu give fields={'trace': optim.Stored(FloatFormat.of(jnp.float8_e4m3fn))}",
+        ),
+    ],
+)
+def test_of_a_field_that_is_not_there_it_is_said_what_to_give_instead(tx, given, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        scaled_state(tx, seed=0, **given).init({"w": jnp.ones(8)})
+
+
+def test_what_is_said_to_be_given_instead_is_valid():
+    with pytest.raises(ValueError, match="give fields=") as error:
+        scaled_state(optax.sgd(1e-2, momentum=0.9), mu=FP16, nu=FP16, seed=0).init({"w": jnp.ones(8)})
+    names = {"optim": optim, "FloatFormat": FloatFormat, "jnp": jnp}
+    fields = eval(str(error.value).partition("give fields=")[2].splitlines()[0], names)
+    state = scaled_state(optax.sgd(1e-2, momentum=0.9), fields=fields, seed=0).init({"w": jnp.ones(8)})
+    assert state.inner_state[0].trace["w"].dtype == jnp.float16

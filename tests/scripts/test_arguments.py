@@ -1,10 +1,15 @@
+import os
+import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from scripts.arguments import argument, read, run, usage
-from trainer.errors import UserError
+from trainer.errors import UserError, to_readers
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -43,3 +48,29 @@ def test_user_errors_are_one_line_and_exit_code_2(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["generate", "run_dir=a", "seed=x"])
     assert run(Arguments, "generate", "", lambda args: None) == 2
     assert capsys.readouterr().err == "error: seed=x: expected a whole number\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["scripts.compare --help", "scripts.plan --help", "scripts.explain --help", "trainer --cfg job"],
+)
+def test_where_nobody_reads_on_the_end_is_without_a_word(command, tmp_path):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()],
+        cwd=tmp_path,
+        env=environment,
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch):
+    with open(os.devnull, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(BrokenPipeError):
+            to_readers(lambda: (_ for _ in ()).throw(BrokenPipeError()))
