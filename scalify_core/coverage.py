@@ -60,7 +60,8 @@ def kind_of(primitive: str) -> str:
 def lines() -> Iterator[str]:
     """The document."""
     kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    for name in sorted(primitives_of_jax() | set(registry.rules)):
+    composites = {name for name, rule in registry.rules.items() if rule.kind == "composite"}
+    for name in sorted(primitives_of_jax() | set(registry.rules) - composites):
         kinds[kind_of(name)].append(f"`{name}`")
     yield "# What scalify covers"
     yield ""
@@ -72,7 +73,8 @@ def lines() -> Iterator[str]:
         yield f"\n## {kind[0].upper()}{kind[1:]}: {KINDS[kind]} ({len(names)})\n"
         yield ", ".join(names)
     yield "\n## Composites: functions with rules of their own, forward and backward\n"
-    yield ", ".join(f"`{name}`" for name in sorted(registry.composite_rules) if "." not in name)
+    names = sorted(name.removeprefix(registry.COMPOSITE) for name in composites)
+    yield ", ".join(f"`{name}`" for name in names if "." not in name)
     yield "\n## Why the exempt are exempt\n"
     for reason, exempt in NO_FLOATS.items():
         yield f"- {reason[0].upper()}{reason[1:]}: {', '.join(f'`{name}`' for name in exempt)}."

@@ -123,8 +123,7 @@ def inherited(eqn: Any, operands: Sequence[Tensor]) -> Blame:
     """
     name = eqn.primitive.name
     scaled = [x for x in operands if isinstance(x.value, Value) and x.figures]
-    rule = registry.rules.get(name)
-    if rule is None or rule.kind == "unscaled":
+    if registry.rule_of(eqn).kind in ("default", "unscaled"):
         return {}
     if name in ("mul", "dot_general", "ragged_dot_general", "conv_general_dilated"):
         return sum_of((x.blame, 1.0) for x in scaled)

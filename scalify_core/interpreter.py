@@ -22,7 +22,7 @@ from scalify_core.array import ScaledArray, is_scaled_array
 from scalify_core.scales import as_numbers
 from scalify_core.scopes import scope_of, within
 from scalify_core.storage import materialise
-from scalify_core.value import Value, in_format, narrow, settle, value
+from scalify_core.value import Value, in_format, narrow, value
 from scalify_core.watch import Reporter
 
 
@@ -52,11 +52,8 @@ def results(eqn: Any, operands: list[Any], stored: set[Any], *, evaluate: Callab
     if Value not in map(type, operands):
         out = registry.plain(eqn, *operands)
     else:
-        rule = registry.rules.get(eqn.primitive.name, _DEFAULT)
-        if not rule.wide:
-            operands = [_narrowed(x, rule) if type(x) is Value else x for x in operands]
-        elif not rule.lazy:
-            operands = [settle(x) if type(x) is Value else x for x in operands]
+        rule = registry.rule_of(eqn)
+        operands = [rule.bring(x) if type(x) is Value else x for x in operands]
         out = rule.fun(eqn, *operands, evaluate=evaluate) if rule.control else rule.fun(eqn, *operands)
     return [
         in_format(x) if var in stored and type(x) is Value and x.shape and not x.guard else x
@@ -89,13 +86,6 @@ def _rounded_where_made(reporter: Reporter, jaxpr: Any, var: Any, x: Any) -> Any
         return narrow(x)
 
 
-def _narrowed(x: Value, rule: registry.Rule) -> Value:
-    return settle(x) if x.guard and rule.guards else narrow(x)
-
-
-_DEFAULT = registry.Rule(registry.default, "default", lazy=True)
-
-
 def stored_variables(jaxpr: Any) -> set[Any]:
     """The variables that are rounded once, for all who read them, because they are stored in any case.
 
@@ -106,15 +96,16 @@ def stored_variables(jaxpr: Any) -> set[Any]:
     readers: Counter = Counter()
     narrow_readers = set()
     for eqn in reversed(jaxpr.eqns):
-        if (names := registry.passed(eqn)) is not None:  # who reads the new name reads the variable
-            variable, new = names
+        rule = registry.rule_of(eqn)
+        if rule.passes is not None:  # who reads the new name reads the variable
+            variable, new = eqn.invars[rule.passes[0]], eqn.outvars[rule.passes[1]]
             readers[variable] += readers[new]
             if new in narrow_readers:
                 narrow_readers.add(variable)
             continue
         variables = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
         readers.update(variables)
-        if not registry.takes_wide(eqn):
+        if not rule.wide:
             narrow_readers |= variables
     return {var for var in narrow_readers if readers[var] > 1}
 

@@ -65,6 +65,8 @@ class Fp8DotGeneral:
         keep_rhs: under `scalify`, a 16-bit right operand, which is a parameter, is kept for the backward pass in FP8: a
             byte an element. Of (rows, k) (k, columns) one kernel writes both orders that the GEMMs read. Otherwise it
             is cast again. Operands of other widths, and plain programs, keep the FP8 copy in any case.
+        rhs_gradient: under `scalify`, the dtype that the data of the gradient of the right operand is cast to where it
+            is computed, so that a loop over layers stacks it in this; None: that of the result.
         converted: the (rows, columns, contracted) of the products that were traced as FP8.
         skipped: of those that were not.
     """
@@ -75,6 +77,7 @@ class Fp8DotGeneral:
         scaling: Scaling = Scaling(),  # noqa: B008, immutable
         *,
         keep_rhs: bool = False,
+        rhs_gradient: Any = None,
     ) -> None:
         """Raise ValueError for a scale that is neither a positive number, "rms" nor "amax"."""
         for scale in scaling:
@@ -83,11 +86,13 @@ class Fp8DotGeneral:
         self.name = name
         self.scaling = Scaling(*(scale if isinstance(scale, str) else float(scale) for scale in scaling))
         self.keep_rhs = keep_rhs
+        self.rhs_gradient = None if rhs_gradient is None else str(jnp.dtype(rhs_gradient))
         self.converted: set[tuple[int, int, int]] = set()
         self.skipped: set[tuple[int, int, int]] = set()
 
     def __repr__(self) -> str:
-        return f"Fp8DotGeneral({self.name!r}, {self.scaling}, keep_rhs={self.keep_rhs})"
+        kept = f"keep_rhs={self.keep_rhs}, rhs_gradient={self.rhs_gradient}"
+        return f"Fp8DotGeneral({self.name!r}, {self.scaling}, {kept})"
 
     def __call__(
         self,
@@ -134,7 +139,8 @@ class Fp8DotGeneral:
             return lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)
         self.converted.add(sizes)
         dtypes = str(lhs.dtype), str(rhs.dtype), str(dtype)
-        return _fp8_dot(lhs, rhs, product=Product(dims, sizes, dtypes, self.scaling, self.keep_rhs))
+        product = Product(dims, sizes, dtypes, self.scaling, self.keep_rhs, self.rhs_gradient)
+        return _fp8_dot(lhs, rhs, product=product)
 
 
 fp8_dot_general = Fp8DotGeneral()
@@ -168,7 +174,7 @@ class Product(NamedTuple):
         sizes: rows, columns and contracted elements.
         dtypes: of lhs, rhs and the result.
         scaling: of plain programs.
-        keep_rhs: see `Fp8DotGeneral`.
+        keep_rhs, rhs_gradient: see `Fp8DotGeneral`.
     """
 
     dims: DimensionNumbers
@@ -176,6 +182,7 @@ class Product(NamedTuple):
     dtypes: tuple[str, str, str]
     scaling: Scaling
     keep_rhs: bool
+    rhs_gradient: str | None
 
 
 @composite(name="fp8_dot_general")

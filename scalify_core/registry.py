@@ -1,6 +1,7 @@
 """The table of scale propagation rules, and the one-line definers that fill it.
 
-Primitives are named by `primitive.name`, as jaxprs print them.
+Primitives are named by `primitive.name`, as jaxprs print them; the calls of composites are in the same table, see
+`composite_rule`.
 
 A rule is a function `rule(eqn, *operands) -> result` (a list of results where the primitive has several). An operand
 is a `Value`, or plain: an array, a number or a constant that no scale belongs to. At least one operand is a `Value`.
@@ -21,6 +22,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
@@ -32,10 +34,12 @@ from scalify_core.caches import per_jaxpr
 from scalify_core.value import Value
 from scalify_core.varying import as_traced
 
+COMPOSITE = "composite "  # before the names of composites, in keys of the table
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How one primitive propagates scales.
+    """How one primitive, or the calls of one composite, propagate scales.
 
     Attributes:
         fun: the rule.
@@ -44,6 +48,7 @@ class Rule:
         lazy: whether operands may come with a factor that is not yet in their data.
         guards: whether guards (see `Value`) keep their FP32 data where other operands are rounded.
         control: whether `fun` also wants the evaluator of inner jaxprs, as the keyword `evaluate`.
+        passes: the numbers of an operand and of the result that is this operand, the equation only looking at it.
     """
 
     fun: Callable
@@ -52,13 +57,18 @@ class Rule:
     lazy: bool = False
     control: bool = False
     guards: bool = False
+    passes: tuple[int, int] | None = None
+
+    def bring(self, x: Value) -> Value:
+        """An operand as the rule reads it."""
+        if self.wide:
+            return x if self.lazy else v.settle(x)
+        if self.lazy:
+            return v.in_format(x)
+        return v.settle(x) if self.guards and x.guard else v.narrow(x)
 
 
-rules: dict[str, Rule] = {}
-composite_rules: dict[str, Callable] = {}
-wide_composites: set[str] = set()
-lazy_composites: set[str] = set()
-transparent_composites: dict[str, tuple[int, int]] = {}
+rules: dict[str, Rule] = {}  # by `key_of` the equation
 
 
 def rule(*primitives: str, wide: bool = True, lazy: bool = False) -> Callable:
@@ -96,20 +106,15 @@ def logical(*primitives: str) -> None:
     _definer("logical", primitives, lazy=True)(on_logical)
 
 
-def takes_wide(eqn: Any) -> bool:
-    """Whether the equation's rule reads data that has not been rounded to its format."""
-    if eqn.primitive.name == "scalify_composite":
-        return eqn.params["call"].name in wide_composites
-    found = rules.get(eqn.primitive.name)
-    return found is None or found.wide
+def rule_of(eqn: Any) -> Rule:
+    """The rule of an equation: that of its primitive, or of the composite that it calls."""
+    return rules.get(key_of(eqn), DEFAULT)
 
 
-def passed(eqn: Any) -> tuple[Any, Any] | None:
-    """The variable that an equation only looks at, and its new name; None: the equation does something."""
-    if eqn.primitive.name != "scalify_composite":
-        return None
-    places = transparent_composites.get(eqn.params["call"].name)
-    return None if places is None else (eqn.invars[places[0]], eqn.outvars[places[1]])
+def key_of(eqn: Any) -> str:
+    """What an equation's rule is registered under: the primitive's name, or the composite's behind `COMPOSITE`."""
+    name = eqn.primitive.name
+    return COMPOSITE + eqn.params["call"].name if name == "scalify_composite" else name
 
 
 def composite_rule(
@@ -117,25 +122,23 @@ def composite_rule(
     *,
     wide: bool = False,
     lazy: bool = False,
-    transparent: tuple[int, int] | None = None,
+    passes: tuple[int, int] | None = None,
 ) -> Callable:
     """Decorator: the rule of the composite calls named `name` ("gelu", "gelu.fwd", "gelu.bwd").
 
-    The rule takes the `Call` and its operands in the tree of the function's arguments (`Value`, plain or None), with
-    their data in their formats; it returns the results in the tree of the function's results. With `wide`, data may
-    be FP32 that has not yet been rounded. With `lazy`, a factor may not yet be in the data, which the rule then reads
-    as it is stored, without another rounding. With `transparent`, the numbers of an operand and of a result among all
-    leaves, that operand is returned as it is, whatever it is, and the program is evaluated as without the call.
+    The rule takes the `Call` and its operands in the tree of the function's arguments (`Value`, plain or None); it
+    returns the results in the tree of the function's results. Flags are those of `Rule`: by default operands have
+    their data in their formats, and with `lazy` alone, as it is stored, with a factor beside it. `passes` counts all
+    leaves; the program is evaluated as without the call.
     """
 
     def register(fun: Callable) -> Callable:
-        composite_rules[name] = fun
-        if wide:
-            wide_composites.add(name)
-        if lazy:
-            lazy_composites.add(name)
-        if transparent is not None:
-            transparent_composites[name] = transparent
+        def flat(eqn: Any, *operands: Any) -> list[Any]:
+            call = eqn.params["call"]
+            out = fun(call, *jax.tree.unflatten(call.in_tree, operands))
+            return jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Value))
+
+        _definer("composite", (COMPOSITE + name,), wide=wide, lazy=lazy, passes=passes)(flat)
         return fun
 
     return register
@@ -144,6 +147,9 @@ def composite_rule(
 def default(eqn: Any, *operands: Any) -> Any:
     """For primitives and composites without a rule: as `unscaled`. They are right without one, so nobody is warned."""
     return _unscaled(eqn, *operands)
+
+
+DEFAULT = Rule(default, "default", lazy=True)
 
 
 def bind(eqn: Any, *operands: Any) -> Any:
@@ -212,17 +218,9 @@ _FOLDED: dict[str, Callable] = {
 }
 
 
-def _definer(
-    kind: str,
-    primitives: tuple[str, ...],
-    wide: bool = True,
-    lazy: bool = False,
-    control: bool = False,
-    guards: bool = False,
-) -> Callable:
+def _definer(kind: str, keys: tuple[str, ...], **flags: Any) -> Callable:
     def register(fun: Callable) -> Callable:
-        for primitive in primitives:
-            rules[primitive] = Rule(fun, kind, wide, lazy, control, guards)
+        rules.update(dict.fromkeys(keys, Rule(fun, kind, **flags)))
         return fun
 
     return register

@@ -70,9 +70,9 @@ class Walk:
         name = eqn.primitive.name
         if not any(isinstance(x.value, Value) for x in operands):
             return self.whole(eqn, operands, stored, place, path)
-        if not registry.takes_wide(eqn):
-            lazy = name == "scalify_composite" and eqn.params["call"].name in registry.lazy_composites
-            operands = [self.stored(x, v.in_format if lazy else v.narrow) for x in operands]
+        rule = registry.rule_of(eqn)
+        if not rule.wide:
+            operands = [self.stored(x, rule.bring) for x in operands]
         if name in _INLINED:
             return self.inlined(eqn, operands, place, path)
         if name in TURNS:

@@ -76,7 +76,7 @@ def test_scalify_core_imports_point_one_way(path):
         assert not imports(path) & later
 
 
-@pytest.mark.parametrize("package", ["scalify_core", "trainer", "scripts"])
+@pytest.mark.parametrize("package", ["scalify_core", "trainer", "scripts", "tests"])
 def test_no_file_is_longer_than_400_lines(package):
     assert [str(path.relative_to(ROOT)) for path in modules(package) if len(path.read_text().splitlines()) > 400] == []
 

@@ -98,9 +98,8 @@ def test_the_rule_of_the_page_is_right_and_needed():
     try:
         exec(code, {})
         without = code[: code.index("@composite_rule")] + code[code.index("for exponent") :]
-        del registry.composite_rules["cube"]
+        del registry.rules["composite cube"]
         with pytest.raises(AssertionError, match="65504"):  # at scale 1, out of range
             exec(without, {})
     finally:
-        registry.composite_rules.pop("cube", None)
-        registry.wide_composites.discard("cube")
+        registry.rules.pop("composite cube", None)

@@ -64,10 +64,19 @@ class Model(NamedTuple):
     rows: int | None
 
     @classmethod
-    def make(cls, spec: Spec, policy: Policy, rows: int | None = None, split: str | None = None) -> Self:
+    def make(
+        cls,
+        spec: Spec,
+        policy: Policy,
+        rows: int | None = None,
+        split: str | None = None,
+        *,
+        store_gradients: bool = False,
+    ) -> Self:
         """The model of a precision. UserError for a pattern of layers that matches none.
 
         `split`: the mesh axis over which the training model's heads and hidden channels are; see `Family.build`.
+        `store_gradients`: see `dot_general_for`.
         """
         family = spec.family()
         sizes = family.linear_sizes(spec)
@@ -76,7 +85,9 @@ class Model(NamedTuple):
         training = family.build(
             spec,
             compute_dtype=policy.logical,
-            dot_general=dot_general_for(policy, narrow, keep_weights=spec.keep_fp8_weights),
+            dot_general=dot_general_for(
+                policy, narrow, keep_weights=spec.keep_fp8_weights, store_gradients=store_gradients
+            ),
             rescale_grads=policy.rescaled_places,
             split=split,
         )
@@ -97,8 +108,11 @@ class Model(NamedTuple):
         dropout = {"dropout_keys_B": keys_B} if self.spec.dropout else {}
         return model.loss(tokens[:, :-1], tokens[:, 1:], segments, **dropout)
 
-    def on(self, mesh: Mesh) -> "Model":
-        """What each device of the mesh computes with its parameters."""
+    def on(self, mesh: Mesh, micro_batches: int | None = None) -> "Model":
+        """What each device of the mesh computes with its parameters, in a step of so many micro-batches, or else."""
+        if mesh.size == micro_batches == 1 and self.spec.scan_layers:
+            # Gradients that nothing is added to are rounded in the loop over the layers, which then stacks bytes.
+            return Model.make(self.spec, self.policy, self.rows, store_gradients=True)
         return Model.make(self.spec, self.policy, self.rows, "tensor") if mesh.shape["tensor"] > 1 else self
 
     def eval_loss(self, state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
@@ -322,7 +336,7 @@ def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> ja
     """The train step, traced; the scales of the parameters of `state` are constants of it, without one assumed."""
     policy = task.model.policy
     step = make_train_step(
-        task.model.on(task.mesh).differentiate(),
+        task.model.on(task.mesh, len(batch.tokens_AxBxT1)).differentiate(),
         task.optimizer,
         store_gradients=task.model.store_gradients,
         rounding=policy.weights_rounding,

@@ -17,30 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core import lowering, registry, storage
+from scalify_core import lowering, storage
 from scalify_core import scales as sc
 from scalify_core import value as v
 from scalify_core.formats import pow2_round
-from scalify_core.registry import composite_rule, rule
+from scalify_core.registry import composite_rule
 from scalify_core.value import Value
 
 _SQRT_HALF = math.sqrt(0.5)
 SQRT_2 = math.sqrt(2)
-
-
-@rule("scalify_composite", lazy=True)
-def _composite(eqn: Any, *operands: Any) -> Any:
-    call = eqn.params["call"]
-    fun = registry.composite_rules.get(call.name)
-    if fun is None:
-        return registry.default(eqn, *operands)
-    if call.name not in registry.transparent_composites:
-        bring = v.settle if call.name in registry.wide_composites else v.narrow
-        if call.name in registry.lazy_composites:
-            bring = v.in_format
-        operands = tuple(bring(x) if is_value(x) else x for x in operands)
-    out = fun(call, *jax.tree.unflatten(call.in_tree, operands))
-    return jax.tree.leaves(out, is_leaf=is_value)
 
 
 def is_value(x: Any) -> bool:

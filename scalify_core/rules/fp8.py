@@ -21,7 +21,7 @@ from scalify_core.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
 from scalify_core.registry import composite_rule
 from scalify_core.rules.elementwise import lifted
 from scalify_core.rules.matmul import saturated
-from scalify_core.storage import fp8_cast
+from scalify_core.storage import fp8_cast, saturating_cast
 from scalify_core.value import Value
 
 _MATRICES = (((1,), (0,)), ((), ()))
@@ -77,9 +77,10 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
         return d_lhs, rhs_gradient(lhs8, both[1], product.dims, dtype, 1 / rhs_power)
 
     d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *_unused(product), gradient.data)
+    d_rhs, rhs_dtype = saturated(d_rhs), np.dtype(product.rhs_gradient or dtype)
     return (
         v.value(saturated(d_lhs), _scale(gradient, rhs, lhs_power), lhs_rho, dtype),
-        v.value(saturated(d_rhs), _scale(lhs, gradient, rhs_power), rhs_rho, dtype),
+        v.value(saturating_cast(d_rhs, rhs_dtype), _scale(lhs, gradient, rhs_power), rhs_rho, rhs_dtype),
     )
 
 

@@ -342,7 +342,7 @@ def test_a_primitive_without_a_rule_runs_in_float32(monkeypatch):
 
 
 def test_users_write_composites_with_rules_in_a_dozen_lines(monkeypatch):
-    monkeypatch.setattr(registry, "composite_rules", dict(registry.composite_rules))
+    monkeypatch.setattr(registry, "rules", dict(registry.rules))
 
     @composite
     def squared_relu(x):

@@ -1,87 +1,22 @@
 """The FP8 product compiled for an H200 on a machine without a GPU: which kernels multiply, and of what dtypes."""
 
-import importlib.util
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from for_h200 import FP8_GEMM, MATRIX, assert_all_fp8, compiled_text, gemms, with_gradients
 from jax import lax
-from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from propagated import scalify
 
 from scalify_core import lowering
 from scalify_core.array import ScaledArray
-from scalify_core.functional import gelu, layer_norm, materialised
 from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
-from scalify_core.reductions import largest_magnitudes, sums_of_squares
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
-MATRIX = (((1,), (0,)), ((), ()))
-FP8_GEMM = "__cublas$lt$matmul$f8"
-# As the trainer has its step compiled: a rounding is one, and a long contraction is one product.
-AS_TRAINED = {"xla_allow_excess_precision": False, "xla_gpu_experimental_force_split_k": 1}
-
-
-@pytest.fixture(scope="module")
-def h200s():
-    """A host of eight of the described GPUs. XLA's compiler for them comes with the packages of the extra `plan`."""
-    for package in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13"):
-        assert importlib.util.find_spec(package), f"{package} is missing: pip install .[plan] (make test does)"
-    target = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
-    return topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x8").devices
-
-
-@pytest.fixture(scope="module")
-def h200(h200s):
-    return jax.sharding.SingleDeviceSharding(h200s[0])
-
-
-def compiled_text(shardings, fun, *shapes, dtype=jnp.float16, **options):
-    """Optimised HLO of `fun` on operands of these shapes; one sharding for all, or a list of one each."""
-    shardings = shardings if isinstance(shardings, list) else [shardings] * len(shapes)
-    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=s) for shape, s in zip(shapes, shardings, strict=True)]
-    return jax.jit(fun).lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0} | options).as_text()
-
-
-def gemms(text):
-    """(kernel, operand dtypes, algorithm) of every matrix product; Triton's and plain dots are found by name too."""
-    found = []
-    for line in text.splitlines():
-        target = re.search(r'custom_call_target="(__cublas[^"]*|__triton[^"]*)"', line)
-        if target:
-            operands = re.search(r"custom-call\(([^)]*)\)", line)[1].replace("%", "").split(", ")[:2]
-            dtypes = tuple(re.search(rf"%{re.escape(name)} = \(?(\w+)\[", text)[1] for name in operands)
-            algorithm = re.search(r'"algorithm":"ALG_(?:DOT_)?(\w+)"', line)
-            found.append((target[1], dtypes, algorithm[1] if algorithm else "UNSET"))
-        elif re.search(r" dot\(|__triton_(nested_)?gemm", line):
-            found.append(("dot", (), ""))
-    return found
-
-
-FORWARD = (FP8_GEMM, ("f8e4m3fn", "f8e4m3fn"), "ANY_F8_ANY_F8_F32_FAST_ACCUM")
-
-
-def assert_all_fp8(text, *, forward, backward):
-    """So many products of E4M3 with fast accumulation, so many of E4M3 and E5M2 without, and no other."""
-    found = gemms(text)
-    assert found.count(FORWARD) == forward, found
-    gradients = [(k, a) for k, d, a in found if sorted(d) == ["f8e4m3fn", "f8e5m2"]]
-    assert gradients.count((FP8_GEMM, "ANY_F8_ANY_F8_F32")) == backward, found
-    assert len(found) == forward + backward, found
-
-
-def with_gradients(fun):
-    def both(*args):
-        out, vjp = jax.vjp(fun, *args)
-        return out, vjp(jnp.sin(out))
-
-    return both
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
@@ -185,123 +120,6 @@ def test_a_static_scale_is_the_alpha_of_the_gemm(h200):
     text = compiled_text(h200, product, (256, 64), (64, 512))
     assert_all_fp8(text, forward=1, backward=0)
     assert '"alpha_real":0.125' in text  # 1 / sqrt(64)
-
-
-def test_an_activation_writes_what_the_product_takes_in_both_orders(h200):
-    """In one kernel: it is not transposed later from where it was kept."""
-
-    def step(x, bias, w, gradient):
-        hidden = lambda x, bias, w: fp8_dot_general(gelu(x, bias), w, MATRIX)
-        out, pull = jax.vjp(hidden, x, bias, w)
-        return out, pull(gradient)
-
-    def on_data(x, bias, w, gradient):
-        out, gradients = scalify(step)(*(ScaledArray(a, 1.0) for a in (x, bias, w, gradient)))
-        return out.data, [g.data for g in gradients]
-
-    text = compiled_text(h200, on_data, (4096, 1024), (1024,), (1024, 256), (4096, 256), **AS_TRAINED)
-    assert_all_fp8(text, forward=1, backward=2)
-    entry = text[text.index("ENTRY ") :]
-    fusions = re.findall(r" = (\(.*?\)|\S+) fusion\(", entry)
-    both = [out for out in fusions if "f8e4m3fn[4096,1024]" in out and "f8e4m3fn[1024,4096]" in out]
-    assert len(both) == 1, fusions
-    assert not [
-        out for out in fusions if out.startswith("f8e4m3fn[4096,1024]") or out.startswith("f8e4m3fn[1024,4096]")
-    ]
-
-
-def written(text):
-    """What each fusion of the program writes."""
-    return re.findall(r" = (\(.*?\)|\S+) fusion\(", text[text.index("ENTRY ") :])
-
-
-def test_the_gradient_of_an_activation_is_written_in_fp8_only_by_the_kernel_that_adds_up_its_rows(h200):
-    def hidden(w, bias, v, x):
-        return fp8_dot_general(gelu(fp8_dot_general(x, w, MATRIX), bias), v, MATRIX)
-
-    def step(w, bias, v, x, gradient):
-        return jax.vjp(lambda *parameters: hidden(*parameters, x), w, bias, v)[1](gradient)
-
-    def on_data(*arrays):
-        return [g.data for g in scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))]
-
-    shapes = (256, 1024), (1024,), (1024, 256), (4096, 256), (4096, 256)
-    text = compiled_text(h200, on_data, *shapes, **AS_TRAINED)
-    assert_all_fp8(text, forward=1, backward=3)
-    found = [out for out in written(text) if "f8e5m2[4096,1024]" in out]
-    assert len(found) == 1, written(text)
-    assert re.search(r"f32\[\d+,1024\]", found[0]), found
-    assert not [out for out in written(text) if "f16[4096,1024]" in out]
-
-
-def test_the_gradients_of_a_layer_norm_read_its_statistics(h200):
-    """No array of products is stored in FP32 to be added up, and both sums are made by one kernel, cut in two steps."""
-
-    def step(x, weight, bias, gradient):
-        y, pull = jax.vjp(layer_norm, x, weight, bias)
-        return y, pull(jnp.sin(y) * gradient)
-
-    text = compiled_text(h200, step, (8192, 768), (768,), (768,), (8192, 768), **AS_TRAINED)
-    assert not [out for out in written(text) if "f32[8192,768]" in out]
-    assert len([out for out in written(text) if re.findall(r"f32\[\d+,768\]", out)]) == 1, written(text)
-
-
-def test_the_output_of_a_layer_norm_is_written_in_both_orders_by_one_kernel(h200):
-    """At the width of GPT-2 124M XLA's estimate for it is 4 ns from that for two kernels."""
-
-    def step(x, weight, bias, w, gradient):
-        out, pull = jax.vjp(lambda *args: fp8_dot_general(layer_norm(*args[:3]), args[3], MATRIX), x, weight, bias, w)
-        return out, pull(gradient)[3]
-
-    def on_data(*arrays):
-        return [y.data for y in scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))]
-
-    text = compiled_text(h200, on_data, (8192, 768), (768,), (768,), (768, 768), (8192, 768), **AS_TRAINED)
-    assert_all_fp8(text, forward=1, backward=1)
-    found = [out for out in written(text) if "f8e4m3fn[8192,768]" in out or "f8e4m3fn[768,8192]" in out]
-    assert len(found) == 1, written(text)
-
-
-def test_a_statistic_of_large_arrays_is_one_kernel_for_each_and_one_for_all(h200):
-    statistics = lambda *arrays: (largest_magnitudes([arrays[:2], arrays[2:4]]), sums_of_squares(arrays[4:]))
-    text = compiled_text(h200, statistics, *[(6400, 1600)] * 2, *[(8192, 3072)] * 2, *[(4800, 1600)] * 2, **AS_TRAINED)
-    lengths = [out for out in written(text) if re.search(r"f32\[\d{3,}", out)]
-    # Two pairs of maxima, each of one pass, and two sums; all else are scalars.
-    assert sorted(out.replace("{0}", "") for out in lengths) == [
-        "(f32[1024], f32[1024])",
-        "(f32[2048], f32[2048])",
-        "f32[512]",
-        "f32[512]",
-    ]
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_weight_that_is_kept_is_cast_once_in_both_orders(h200, kept):
-    dot = Fp8DotGeneral(keep_rhs=kept)
-
-    def step(x, w, gradient):
-        out, pull = jax.vjp(lambda x, w: dot(x, w, MATRIX), x, w)
-        return out, pull(gradient)
-
-    def on_data(*arrays):
-        out, gradients = scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))
-        return out.data, [g.data for g in gradients]
-
-    text = compiled_text(h200, on_data, (8192, 768), (768, 2304), (8192, 2304), **AS_TRAINED)
-    assert_all_fp8(text, forward=1, backward=2)
-    orders = ("f8e4m3fn[2304,768]", "f8e4m3fn[768,2304]")
-    found = [[order for order in orders if order in out] for out in written(text)]
-    assert sorted(filter(None, found)) == ([[*orders]] if kept else [[order] for order in orders])
-
-
-@pytest.mark.parametrize("scale", [1.0, None])
-def test_what_is_materialised_is_a_barrier_of_its_format_on_a_gpu_only(scale):
-    x = jnp.ones((4, 8), jnp.float16)
-    x = x if scale is None else ScaledArray(x, scale)
-    add = jax.jit(lambda x, y: jax.tree.leaves(scalify(lambda x, y: materialised(x + y))(x, y)))
-    on = {platform: add.trace(x, x).lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu")}
-    assert re.search(r"optimization_barrier %\S+ : tensor<4x8xf16>", on["cuda"])
-    assert "optimization_barrier" not in on["cpu"]
 
 
 def test_a_product_that_falls_back_is_seen_not_to_be_fp8(h200):

@@ -71,6 +71,22 @@ def test_a_weight_that_is_kept_is_the_weight_that_is_cast_again(lhs, rhs, g, dim
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found[0], other)
 
 
+def test_the_gradient_of_weights_can_be_stored_where_it_is_computed():
+    """The bits of a cast after it; a loop over layers then stacks one byte an element."""
+    layers = ScaledArray(jnp.stack([W[:, :32] * 2.0**-3, W[:, 16:48]]), 0.5)
+
+    def gradient(dot, layers, x):
+        body = lambda x, w: (jnp.concatenate([dot(x, w, MATRIX), x[:, 32:]], axis=1), None)
+        return jax.grad(lambda w: jnp.sum(lax.scan(body, x, w)[0] ** 2))(layers)
+
+    late, early = (
+        jax.jit(scalify(lambda w, x, dot=dot: gradient(dot, w, x)))(layers, ScaledArray(X, 4.0))
+        for dot in (fp8_dot_general, Fp8DotGeneral(rhs_gradient=E5M2.dtype))
+    )
+    assert (late.dtype, early.dtype) == (jnp.float16, E5M2.dtype)
+    jax.tree.map(np.testing.assert_array_equal, late.astype(E5M2.dtype), early)
+
+
 def test_scaled_products_of_far_apart_scales_have_the_same_data():
     """No statistic of the values is taken: the data do not depend on the scales."""
     base = scalify(product_and_gradients)(*(ScaledArray(a, 1.0) for a in (X, W, G)))

@@ -1,22 +1,16 @@
 """Narrow optimiser state: what is stored, what survives, and that every bit is a function of seed and step."""
 
-import collections
-import pathlib
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms, optim, scalify, tree
+from scalify_core import ScaledArray, as_scaled_array, optim, tree
 from scalify_core.formats import BF16, E4M3, E5M2, FP16, FP32, FloatFormat
 from scalify_core.optim import Stored, scaled_state
-from scalify_core.weights import apply_updates
 
 FORMATS = {"fp16": {"mu": FP16, "nu": FP16}, "fp8": {"mu": E4M3, "nu": E5M2}}
 
@@ -334,199 +328,6 @@ def test_fp32_fields_are_left_alone():
     tx = scaled_state(optax.adam(1e-2), mu=jnp.float32, nu=FP32, seed=0)
     state = tx.init({"w": jnp.ones(3)})
     assert not any(isinstance(x, ScaledArray) for x in tree.leaves(state))
-
-
-SHAPE, LEAVES = (50304, 768), 3  # of a shape that the compiler would hold FP32 moments for, were it not told
-
-
-def adam_step(formats):
-    """Donated step and the shapes of its arguments: narrow Adam state, FP16 gradients (clipped) and master weights."""
-    return step_of(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(0.9, 0.95)), formats, [SHAPE] * LEAVES
-    )
-
-
-def step_of(tx, formats, shapes):
-    """As `adam_step`, of any optimiser and parameters; the state is packed."""
-    tx = scaled_state(tx, **FORMATS[formats], rounding="stochastic", seed=0)
-
-    def step(params, state, grads, number):
-        updates, state = tx.update(grads, tree.unpack(state), params)
-        updates = jax.tree.map(lambda u: -1e-3 * u, updates)
-        return apply_updates(params, updates, rounding="stochastic", seed=0, step=number), tree.pack(state)
-
-    grads = {f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float16) for i, shape in enumerate(shapes)}
-    params = jax.tree.map(lambda x: ScaledArray(x, 2.0**-4), grads)
-    state = jax.eval_shape(lambda p: tree.pack(tx.init(p)), params)
-    return jax.jit(step, donate_argnums=(0, 1)), (params, state, grads, jax.ShapeDtypeStruct((), jnp.int32))
-
-
-def compiled_for_a_gpu(step, args):
-    """As an H200 would get it."""
-    target = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
-    device = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x8").devices[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    # Without a device to tune on; quickly: the machine code is thrown away.
-    quickly = {"xla_backend_optimization_level": 0, "xla_gpu_disable_gpuasm_optimizations": True}
-    return step.lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0, **quickly})
-
-
-@pytest.mark.parametrize(("formats", "bytes_per_parameter"), [("fp16", 4), ("fp8", 2)])
-def test_state_has_four_or_two_bytes_a_parameter_beside_scales_and_counts(formats, bytes_per_parameter):
-    params = {f"w{i}": jnp.zeros((16, 8)) for i in range(8)}
-    tx = scaled_state(optax.scale_by_adam(0.9, 0.95), **FORMATS[formats], seed=0)
-    total = sum(x.nbytes for x in jax.tree.leaves(tx.init(params)))
-    assert total == bytes_per_parameter * 8 * 16 * 8 + 2 * 8 * 4 + 2 * 4
-
-
-@pytest.mark.parametrize("formats", FORMATS)
-def test_the_compiled_step_takes_and_gives_narrow_moments(formats):
-    step, args = adam_step(formats)
-    signature = step.lower(*args).compile().as_text().splitlines()[0]
-    dtypes = collections.Counter(re.findall(r"(\w+)\[50304,768\]", signature))
-    # In and out: both moments and the parameter of each leaf; in: its gradient.
-    expected = {"fp16": {"f16": 2 * 3 + 1}, "fp8": {"f16": 2 * 1 + 1, "f8e4m3fn": 2, "f8e5m2": 2}}
-    assert dtypes == {dtype: n * LEAVES for dtype, n in expected[formats].items()}
-
-
-# In FP32 tensors of one parameter. FP8: none, only partial sums and maxima. FP16 with stochastic rounding: what the
-# compiler keeps between the two kernels into which it splits the work on one parameter.
-@pytest.mark.parametrize(("formats", "tensors"), [("fp8", 0.01), ("fp16", 3)])
-def test_on_a_gpu_the_step_holds_fp32_values_of_one_parameter_at_most(formats, tensors):
-    compiled = compiled_for_a_gpu(*adam_step(formats))
-    assert compiled.memory_analysis().temp_size_in_bytes < tensors * 4 * SHAPE[0] * SHAPE[1]
-
-
-def test_on_a_gpu_the_kernels_for_vectors_are_few_and_none_is_a_copy():
-    vectors = 24
-    program = compiled_for_a_gpu(*step_of(optax.scale_by_adam(), "fp16", [(256, 256)] + vectors * [(768,)])).as_text()
-    entry = program[program.index("\nENTRY") :]
-    assert "f16[768]{0} copy(" not in entry
-    assert len(re.findall(r" (?:fusion|copy)\(", entry)) < vectors
-
-
-def test_on_a_gpu_the_kernels_for_the_vectors_of_a_deep_model_are_few():
-    """Each was one, where the random words of all parameters were one array of more than 1 KiB."""
-    vectors = 300
-    shape, number = jax.ShapeDtypeStruct((768,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
-    params = vectors * [ScaledArray(shape.update(dtype=jnp.float16), 2.0**-4)]
-
-    def step(params, updates, lr, number):
-        updates = [lr * update for update in updates]
-        return apply_updates(params, updates, rounding="stochastic", seed=0, step=number)
-
-    args = params, vectors * [shape], jax.ShapeDtypeStruct((), jnp.float32), number
-    program = compiled_for_a_gpu(jax.jit(step, donate_argnums=0), args).as_text()
-    assert len(re.findall(r" (?:fusion|copy)\(", program[program.index("\nENTRY") :])) < vectors / 10
-
-
-def test_the_first_moments_are_computed_when_the_program_runs():
-    """Of zeros as constants the compiler rounded every element itself: at 124M that took minutes."""
-    tx = scaled_state(optax.adam(1e-3), mu=FP16, nu=FP16, seed=0)
-    text = jax.jit(tx.init).lower({"w": jnp.ones((64, 48))}).compile().as_text()
-    assert " sqrt(" in text, text  # of the second moment, which is zero
-
-
-def test_state_can_be_donated_and_every_scale_is_a_buffer_of_its_own():
-    params = {f"w{i}": jnp.zeros(64) for i in range(4)}
-    tx = scaled_state(optax.adam(1e-2), mu=FP16, nu=FP16, seed=0)
-    state = tx.init(params)
-    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
-    assert len(set(pointers)) == len(pointers)
-    step = jax.jit(lambda state, grads: tx.update(grads, state)[1], donate_argnums=0)
-    old = state
-    for _ in range(2):
-        state = step(state, params)
-    assert all(x.is_deleted() for x in jax.tree.leaves(old))
-    assert all(np.all(np.isfinite(np.asarray(x, np.float32))) for x in jax.tree.leaves(state))
-
-
-def classification(seed=0):
-    """Logistic regression that does not separate, features of very different frequency: loss function and start."""
-    rng = np.random.default_rng(seed)
-    frequency = 1 / np.arange(1, 65)
-    x = (rng.random((512, 64)) < frequency) * rng.normal(size=(512, 64))
-    y = (x @ rng.normal(size=64) * 2 + rng.normal(size=512) > 0).astype(np.float32)
-    x = jnp.asarray(x, jnp.float32)
-
-    def loss_fn(params):
-        logits = x @ params["w"] + params["b"]
-        return jnp.mean(jax.nn.softplus(logits) - y * logits)
-
-    return loss_fn, {"w": jnp.zeros(64), "b": jnp.zeros(1)}
-
-
-def train(tx, steps=300):
-    """Loss of every step."""
-    loss_fn, params = classification()
-
-    def step(carry, _):
-        params, state = carry
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), loss
-
-    return np.asarray(jax.jit(lambda c: jax.lax.scan(step, c, length=steps))((params, tx.init(params)))[1])
-
-
-def test_adam_with_fp16_state_tracks_fp32_adam_over_300_steps():
-    losses = {
-        name: train(tx)
-        for name, tx in {
-            "fp32": optax.adam(2e-2, b2=0.95),
-            "fp16": scaled_state(optax.adam(2e-2, b2=0.95), mu=FP16, nu=FP16, seed=0),
-            "fp8": scaled_state(optax.adam(2e-2, b2=0.95), mu=E4M3, nu=E5M2, seed=0),
-        }.items()
-    }
-    fall = float(losses["fp32"][0] - losses["fp32"][-1])
-    assert fall > 0.2
-    # Rounding m to nearest is worth epsilon/2 a step, of which 1/(1 - b1) accumulate, and so is the loss's descent.
-    np.testing.assert_allclose(losses["fp16"], losses["fp32"], atol=fall * FP16.epsilon / 2 / (1 - 0.9))
-    assert losses["fp8"][-1] == pytest.approx(losses["fp32"][-1], abs=0.02 * fall)
-
-
-def test_the_optimiser_itself_under_scalify_in_fp16_data_trains():
-    # The plain route of the module's docstring: every value of the state in FP16, scales by the rules.
-    loss_fn, params = classification()
-    tx = optax.adam(2e-2, b2=0.95)
-
-    def settled(state):
-        return jax.tree.map(lambda x: dynamic_rescale_rms(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
-
-    def update(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return settled(updates), settled(state)
-
-    state = as_scaled_array(tx.init(params), dtype=jnp.float16)
-    update, grad_fn = jax.jit(scalify(update)), jax.jit(jax.value_and_grad(loss_fn))
-    losses = []
-    for _ in range(300):
-        loss, grads = grad_fn(params)
-        updates, state = update(as_scaled_array(grads, dtype=jnp.float16), state, params)
-        params = jax.tree.map(jnp.add, params, asarray(updates))
-        losses.append(float(loss))
-    moments = tree.leaves((state[0].mu, state[0].nu))
-    assert all(isinstance(x, ScaledArray) and x.dtype == jnp.float16 for x in moments)
-    expected = train(tx)
-    assert losses[-1] == pytest.approx(expected[-1], abs=0.02 * float(expected[0] - expected[-1]))
-
-
-@pytest.mark.parametrize("settings", [{"mu": E4M3, "nu": E5M2}, {"mu": FP16, "nu": FP16}, {}])
-def test_what_is_not_accepted_leaves_the_state(settings):
-    params = {"w": jnp.ones((8, 16)), "b": jnp.zeros(16)}
-    grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.5), params)
-    tx = scaled_state(optax.scale_by_adam(), seed=0, **settings)
-    update = jax.jit(tx.update)
-    _, state = update(grads, tx.init(params), params)
-    worse = jax.tree.map(lambda g: g * jnp.nan, grads)
-    _, same = update(worse, state, params, accept=jnp.asarray(False))
-    for x, y in zip(jax.tree.leaves(same), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
-    expected, plain = update(grads, state, params)
-    found, accepted = update(grads, state, params, accept=jnp.asarray(True))
-    for x, y in zip(jax.tree.leaves((found, accepted)), jax.tree.leaves((expected, plain)), strict=True):
-        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
 @pytest.mark.parametrize(

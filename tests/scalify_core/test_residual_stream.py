@@ -114,7 +114,8 @@ def observed():
         return rule.fun(eqn, *operands, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("jit", "dot_general", "add", "add_any", "scalify_composite"):
+        composites = [name for name in registry.rules if name.startswith(registry.COMPOSITE)]
+        for name in ("jit", "dot_general", "add", "add_any", *composites):
             rule = registry.rules[name]
             patch.setitem(registry.rules, name, dataclasses.replace(rule, fun=functools.partial(observe, rule)))
         gradients = gradient_by_equation(scaled_params(), tokens())

@@ -49,15 +49,19 @@ def skipped_matmuls(policy: Policy, sizes: Mapping[str, tuple[int, int]], rows: 
     return {path: why for path, size in sizes.items() if (why := reason(path, size)) is not None}
 
 
-def dot_general_for(policy: Policy, narrow: Collection[str], *, keep_weights: bool) -> Callable[[str], Dot]:
+def dot_general_for(
+    policy: Policy, narrow: Collection[str], *, keep_weights: bool, store_gradients: bool = False
+) -> Callable[[str], Dot]:
     """The function that gives every linear layer, by its path, its dot_general.
 
     Args:
       policy: the precision.
       narrow: the paths of the layers whose matmuls are narrow.
       keep_weights: whether FP8 weights are kept for the backward pass; see `GPT2Spec.keep_fp8_weights`.
+      store_gradients: whether FP8 products give the gradients of scaled weights in `policy.weight_grad` themselves.
     """
     chosen = set(narrow)
+    rhs_gradient = FloatFormat.parse(policy.weight_grad).dtype if store_gradients else None
 
     def dot_general(path: str) -> Dot:
         if path not in chosen or policy.forward is None or policy.backward is None:
@@ -66,7 +70,7 @@ def dot_general_for(policy: Policy, narrow: Collection[str], *, keep_weights: bo
         if policy.simulate:
             dot = SimulatedDot(FloatFormat.parse(policy.forward), FloatFormat.parse(policy.backward))
         else:
-            dot = policy.method.dot(path, policy, keep_weights=keep_weights)
+            dot = policy.method.dot(path, policy, keep_rhs=keep_weights, rhs_gradient=rhs_gradient)
         return dot if policy.clip_outliers is None else ClippedDot(dot, policy.clip_outliers)
 
     return dot_general

@@ -74,11 +74,11 @@ class Method:
             if key not in self.settings
         }
 
-    def dot(self, path: str, policy: "Policy", *, keep_weights: bool) -> "Dot":
-        """The FP8 product of the linear layer at `path`; `keep_weights` is that of `scalify_core.Fp8DotGeneral`."""
+    def dot(self, path: str, policy: "Policy", **settings: Any) -> "Dot":
+        """The FP8 product of the linear layer at `path`; the settings are those of `scalify_core.Fp8DotGeneral`."""
         from scalify_core import Fp8DotGeneral, Scaling
 
-        return Fp8DotGeneral(path, Scaling(), keep_rhs=keep_weights)
+        return Fp8DotGeneral(path, Scaling(), **settings)
 
     def differentiate(self, loss_fn: "LossFn", policy: "Policy", init_histories: Callable[[], Any]) -> "Differentiate":
         """The gradient of `loss_fn(parameters, tokens, segments, keys)`, and what is carried from step to step for it.
@@ -173,7 +173,7 @@ class Delayed(Method):
     rounds_weight_gradients = True
     settings = ("amax_history",)
 
-    def dot(self, path: str, policy: "Policy", *, keep_weights: bool) -> "Dot":
+    def dot(self, path: str, policy: "Policy", **settings: Any) -> "Dot":
         """Flax's product, with its histories."""
         from trainer.precision.dots import DelayedFp8Dot
 
@@ -196,11 +196,11 @@ class Current(Method):
     name = "current"
     in_products = True
 
-    def dot(self, path: str, policy: "Policy", *, keep_weights: bool) -> "Dot":
+    def dot(self, path: str, policy: "Policy", **settings: Any) -> "Dot":
         """The FP8 product whose operands and gradient are measured."""
         from scalify_core import Fp8DotGeneral, Scaling
 
-        return Fp8DotGeneral(path, Scaling("amax", "amax", "amax"), keep_rhs=keep_weights)
+        return Fp8DotGeneral(path, Scaling("amax", "amax", "amax"), **settings)
 
 
 METHODS: dict[str, Method] = {

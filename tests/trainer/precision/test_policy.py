@@ -7,6 +7,7 @@ import pytest
 from precisions import SPEC, abstract, policy, workload
 
 from trainer.errors import UserError
+from trainer.models.llama_spec import LlamaSpec
 from trainer.parallel.mesh import abstract_batch
 from trainer.report.messages import describe_idle, describe_precision
 from trainer.step.moments import moment_settings
@@ -30,6 +31,15 @@ def test_layers_that_are_not_fp8_are_named_with_the_reason():
     assert not any("40" in shape for shape in shapes)
     kept = Model.make(SPEC, policy("scalify_fp8", matmuls=("h.*",), keep=("h.0.attn.*",)))
     assert kept.skipped == {"h.0.attn.c_attn": "in precision.keep", "h.0.attn.c_proj": "in precision.keep"}
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_a_loop_over_layers_stacks_gradients_in_one_byte_unless_they_are_added_up(accum):
+    spec = LlamaSpec(vocab_size=64, context=16, n_layer=3, n_head=2, n_kv_head=2, d_model=32, scan_layers=True)
+    text = lower_step(workload("scalify_fp8_fp8", spec=spec), abstract(workload("scalify_fp8_fp8"), accum)).as_text()
+    loops = re.findall(r"stablehlo.while.*?: (.*)", text)
+    in_bytes = [len(re.findall(r"tensor<3x\d+x\d+xf8E5M2>", types)) for types in loops]
+    assert max(in_bytes) == (len(spec.family().linear_sizes(spec)) if accum == 1 else 0)
 
 
 @pytest.mark.parametrize(

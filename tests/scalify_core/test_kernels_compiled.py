@@ -1,0 +1,133 @@
+"""Programs around the FP8 product compiled for an H200: what their kernels write, and how many there are."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from for_h200 import AS_TRAINED, MATRIX, assert_all_fp8, compiled_text
+from propagated import scalify
+
+from scalify_core.array import ScaledArray
+from scalify_core.functional import gelu, layer_norm, materialised
+from scalify_core.matmul import Fp8DotGeneral, fp8_dot_general
+from scalify_core.reductions import largest_magnitudes, sums_of_squares
+
+pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
+
+
+def test_an_activation_writes_what_the_product_takes_in_both_orders(h200):
+    """In one kernel: it is not transposed later from where it was kept."""
+
+    def step(x, bias, w, gradient):
+        hidden = lambda x, bias, w: fp8_dot_general(gelu(x, bias), w, MATRIX)
+        out, pull = jax.vjp(hidden, x, bias, w)
+        return out, pull(gradient)
+
+    def on_data(x, bias, w, gradient):
+        out, gradients = scalify(step)(*(ScaledArray(a, 1.0) for a in (x, bias, w, gradient)))
+        return out.data, [g.data for g in gradients]
+
+    text = compiled_text(h200, on_data, (4096, 1024), (1024,), (1024, 256), (4096, 256), **AS_TRAINED)
+    assert_all_fp8(text, forward=1, backward=2)
+    entry = text[text.index("ENTRY ") :]
+    fusions = re.findall(r" = (\(.*?\)|\S+) fusion\(", entry)
+    both = [out for out in fusions if "f8e4m3fn[4096,1024]" in out and "f8e4m3fn[1024,4096]" in out]
+    assert len(both) == 1, fusions
+    assert not [
+        out for out in fusions if out.startswith("f8e4m3fn[4096,1024]") or out.startswith("f8e4m3fn[1024,4096]")
+    ]
+
+
+def written(text):
+    """What each fusion of the program writes."""
+    return re.findall(r" = (\(.*?\)|\S+) fusion\(", text[text.index("ENTRY ") :])
+
+
+def test_the_gradient_of_an_activation_is_written_in_fp8_only_by_the_kernel_that_adds_up_its_rows(h200):
+    def hidden(w, bias, v, x):
+        return fp8_dot_general(gelu(fp8_dot_general(x, w, MATRIX), bias), v, MATRIX)
+
+    def step(w, bias, v, x, gradient):
+        return jax.vjp(lambda *parameters: hidden(*parameters, x), w, bias, v)[1](gradient)
+
+    def on_data(*arrays):
+        return [g.data for g in scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))]
+
+    shapes = (256, 1024), (1024,), (1024, 256), (4096, 256), (4096, 256)
+    text = compiled_text(h200, on_data, *shapes, **AS_TRAINED)
+    assert_all_fp8(text, forward=1, backward=3)
+    found = [out for out in written(text) if "f8e5m2[4096,1024]" in out]
+    assert len(found) == 1, written(text)
+    assert re.search(r"f32\[\d+,1024\]", found[0]), found
+    assert not [out for out in written(text) if "f16[4096,1024]" in out]
+
+
+def test_the_gradients_of_a_layer_norm_read_its_statistics(h200):
+    """No array of products is stored in FP32 to be added up, and both sums are made by one kernel, cut in two steps."""
+
+    def step(x, weight, bias, gradient):
+        y, pull = jax.vjp(layer_norm, x, weight, bias)
+        return y, pull(jnp.sin(y) * gradient)
+
+    text = compiled_text(h200, step, (8192, 768), (768,), (768,), (8192, 768), **AS_TRAINED)
+    assert not [out for out in written(text) if "f32[8192,768]" in out]
+    assert len([out for out in written(text) if re.findall(r"f32\[\d+,768\]", out)]) == 1, written(text)
+
+
+def test_the_output_of_a_layer_norm_is_written_in_both_orders_by_one_kernel(h200):
+    """At the width of GPT-2 124M XLA's estimate for it is 4 ns from that for two kernels."""
+
+    def step(x, weight, bias, w, gradient):
+        out, pull = jax.vjp(lambda *args: fp8_dot_general(layer_norm(*args[:3]), args[3], MATRIX), x, weight, bias, w)
+        return out, pull(gradient)[3]
+
+    def on_data(*arrays):
+        return [y.data for y in scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))]
+
+    text = compiled_text(h200, on_data, (8192, 768), (768,), (768,), (768, 768), (8192, 768), **AS_TRAINED)
+    assert_all_fp8(text, forward=1, backward=1)
+    found = [out for out in written(text) if "f8e4m3fn[8192,768]" in out or "f8e4m3fn[768,8192]" in out]
+    assert len(found) == 1, written(text)
+
+
+def test_a_statistic_of_large_arrays_is_one_kernel_for_each_and_one_for_all(h200):
+    statistics = lambda *arrays: (largest_magnitudes([arrays[:2], arrays[2:4]]), sums_of_squares(arrays[4:]))
+    text = compiled_text(h200, statistics, *[(6400, 1600)] * 2, *[(8192, 3072)] * 2, *[(4800, 1600)] * 2, **AS_TRAINED)
+    lengths = [out for out in written(text) if re.search(r"f32\[\d{3,}", out)]
+    # Two pairs of maxima, each of one pass, and two sums; all else are scalars.
+    assert sorted(out.replace("{0}", "") for out in lengths) == [
+        "(f32[1024], f32[1024])",
+        "(f32[2048], f32[2048])",
+        "f32[512]",
+        "f32[512]",
+    ]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_weight_that_is_kept_is_cast_once_in_both_orders(h200, kept):
+    dot = Fp8DotGeneral(keep_rhs=kept)
+
+    def step(x, w, gradient):
+        out, pull = jax.vjp(lambda x, w: dot(x, w, MATRIX), x, w)
+        return out, pull(gradient)
+
+    def on_data(*arrays):
+        out, gradients = scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))
+        return out.data, [g.data for g in gradients]
+
+    text = compiled_text(h200, on_data, (8192, 768), (768, 2304), (8192, 2304), **AS_TRAINED)
+    assert_all_fp8(text, forward=1, backward=2)
+    orders = ("f8e4m3fn[2304,768]", "f8e4m3fn[768,2304]")
+    found = [[order for order in orders if order in out] for out in written(text)]
+    assert sorted(filter(None, found)) == ([[*orders]] if kept else [[order] for order in orders])
+
+
+@pytest.mark.parametrize("scale", [1.0, None])
+def test_what_is_materialised_is_a_barrier_of_its_format_on_a_gpu_only(scale):
+    x = jnp.ones((4, 8), jnp.float16)
+    x = x if scale is None else ScaledArray(x, scale)
+    add = jax.jit(lambda x, y: jax.tree.leaves(scalify(lambda x, y: materialised(x + y))(x, y)))
+    on = {platform: add.trace(x, x).lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu")}
+    assert re.search(r"optimization_barrier %\S+ : tensor<4x8xf16>", on["cuda"])
+    assert "optimization_barrier" not in on["cpu"]
