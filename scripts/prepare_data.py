@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.data import EmbeddedSource, HubSource, Manifest, Source, TextSource, prepare
+from trainer.data import EmbeddedSource, HubSource, Manifest, PythonSource, Source, TextSource, prepare
 from trainer.errors import UserError
 from trainer.observe.preparing import shown
 
@@ -35,8 +35,9 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m scripts.prepare_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sources = top.add_subparsers(dest="source", metavar="{embedded,files,text,jsonl,parquet,hub,verify}")
+    sources = top.add_subparsers(dest="source", metavar="{embedded,python,files,text,jsonl,parquet,hub,verify}")
     sources.add_parser("embedded", parents=[common], help="the corpus that is installed with the trainer")
+    sources.add_parser("python", parents=[common], help="the standard library of this Python")
     for format in ("files", "text", "jsonl", "parquet"):
         about = "text, jsonl and parquet files, told by their names" if format == "files" else f"{format} files"
         files = sources.add_parser(format, parents=[common, limit], help=about)
@@ -60,6 +61,8 @@ def source_of(args: argparse.Namespace) -> Source:
         return HubSource(**{field: getattr(args, field) for field in fields})
     if args.source == "embedded":
         return EmbeddedSource()
+    if args.source == "python":
+        return PythonSource()
     format = None if args.source == "files" else args.source
     return TextSource(tuple(args.paths), format, args.column, args.max_documents)
 

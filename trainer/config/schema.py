@@ -63,7 +63,7 @@ MODELS = {family: schema_of(spec) for family, spec in SPECS.items()}
 
 @dataclass(frozen=True)
 class Data:
-    source: Literal["embedded", "text", "hf", "prepared"]
+    source: Literal["embedded", "python", "text", "hf", "prepared"]
     tokenizer: str | None
     cache_dir: str | None
     workers: Positive | None
@@ -222,9 +222,9 @@ class Config:
 
 # The sources that use a key of `data`; every source uses those that are not here.
 DATA_KEYS = {
-    "cache_dir": ("embedded", "text", "hf"),
-    "workers": ("embedded", "text", "hf"),
-    "val_fraction": ("embedded", "text", "hf"),
+    "cache_dir": ("embedded", "python", "text", "hf"),
+    "workers": ("embedded", "python", "text", "hf"),
+    "val_fraction": ("embedded", "python", "text", "hf"),
     "paths": ("text",),
     "format": ("text",),
     "column": ("text", "hf"),

@@ -34,8 +34,8 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
     lines = [
         f"model {model}: {w.task.parameters:,} parameters, {layers}width {spec.d_model}, "
         f"context {spec.context}, vocabulary {spec.vocab_size:,}",
-        f"data {w.data.directory}: {w.data.manifest.tokens('train'):,} training and "
-        f"{w.data.manifest.tokens('val'):,} validation tokens{describe_skipped(w.data.manifest)}",
+        f"data {w.data.directory}{describe_text(w.data.manifest.source)}: {w.data.manifest.tokens('train'):,} training "
+        f"and {w.data.manifest.tokens('val'):,} validation tokens{describe_skipped(w.data.manifest)}",
         f"batch {batch_tokens // spec.context} x {spec.context} = {batch_tokens:,} tokens; micro-batches: {accum}",
         describe_devices(w.task),
         promise(w.task.kernels, w.mesh.devices.flat[0].platform, jax.config.jax_compilation_cache_dir),
@@ -72,6 +72,11 @@ def text_of(source: Mapping[str, Any]) -> str:
     """What a manifest's source names, for a reader."""
     if source["kind"] == "embedded":
         return "the King James Bible"
+    if source["kind"] == "python":
+        return (
+            f"the standard library of {source['implementation']} {source['version']} ({source['files']:,} files, "
+            f"{source['bytes'] / 1e6:.1f} MB, digest {source['digest'][:12]})"
+        )
     return source.get("name") or ", ".join(source.get("paths", ())) or source["kind"]
 
 
@@ -120,6 +125,11 @@ def describe_precision(model: Model) -> str:
         f"{matmuls}; weights {policy.weights}, weight gradients {gradients}, "
         f"moments {policy.mu}/{policy.nu}, scaling: {policy.scaling}"
     )
+
+
+def describe_text(source: Mapping[str, Any]) -> str:
+    """What the text is, to be appended, where neither the configuration nor the directory's name tells it."""
+    return f", {text_of(source)}" if source["kind"] == "python" else ""
 
 
 def describe_skipped(manifest: Manifest) -> str:
