@@ -39,12 +39,16 @@ class FloatFormat:
     With `infinities` the all-ones exponent is reserved for infinities and NaNs, as in IEEE 754. Without, every bit
     pattern is a number except S.1111.111, which is NaN: the 8-bit E4M3 of hardware and of the OCP standard
     (float8_e4m3fn, max 448). `dtype` is the native NumPy/JAX dtype, None where the format can only be simulated.
+
+    With `truncates`, `quantise` leaves out the digits behind the last place instead of rounding to nearest: what
+    arXiv 2405.18710 simulates by masking bits. Its name then ends in a t, as in e4m3t.
     """
 
     exponent_bits: int
     mantissa_bits: int
     infinities: bool = True
     dtype: np.dtype | None = None
+    truncates: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError unless FP32 holds every value of the format."""
@@ -52,22 +56,25 @@ class FloatFormat:
             raise ValueError(f"{self}: a format has 2 to 8 exponent bits and 1 to 23 mantissa bits")
 
     def __str__(self) -> str:
-        return f"e{self.exponent_bits}m{self.mantissa_bits}"
+        return f"e{self.exponent_bits}m{self.mantissa_bits}{'t' * self.truncates}"
 
     @classmethod
     def parse(cls, name: str) -> FloatFormat:
         """The format called "e4m3", "E5M2", "e3m4", "fp16", "bf16" or "fp32"; "e4m3" is the one without infinities.
+
+        "e4m3t" and the like have the same numbers, and truncate.
 
         Raises:
             ValueError: any other name, or a format that FP32 cannot hold.
         """
         if name.lower() in _ALIASES:
             return _ALIASES[name.lower()]
-        match = re.fullmatch(r"e(\d+)m(\d+)", name.lower())
+        match = re.fullmatch(r"(e(\d+)m(\d+))(t?)", name.lower())
         if match is None:
             raise ValueError(f"unknown float format {name!r}: give eXmY, as in e4m3, or one of {sorted(_ALIASES)}")
-        fmt = cls(int(match[1]), int(match[2]))
-        return next((known for known in _NATIVE if str(known) == str(fmt)), fmt)
+        fmt = cls(int(match[2]), int(match[3]))
+        fmt = next((known for known in _NATIVE if str(known) == match[1]), fmt)
+        return dataclasses.replace(fmt, dtype=None, truncates=True) if match[4] else fmt
 
     @classmethod
     def of(cls, dtype: Any) -> FloatFormat:
@@ -135,7 +142,10 @@ class FloatFormat:
         return (lax.clamp(-limit, x, limit) - (x - x)).astype(self._native())
 
     def quantise(self, x: jax.typing.ArrayLike) -> jax.Array:
-        """`x` rounded to the nearest number of the format (ties to even, saturating), as FP32: simulates any format."""
+        """`x` rounded to the nearest number of the format (ties to even, saturating), as FP32: simulates any format.
+
+        Where the format truncates, it is the nearest number that is not larger in magnitude.
+        """
         return self._round(jnp.asarray(x).astype(jnp.float32))
 
     def stochastic_round(self, x: jax.typing.ArrayLike, bits: jax.Array) -> jax.Array:
@@ -188,7 +198,10 @@ class FloatFormat:
         return as_float(rounded | (bits & _SIGN))
 
     def _round(self, x: jax.Array) -> jax.Array:
-        """Round FP32 `x` to nearest, ties to even: significand + offset, cut below the format's last place."""
+        """Round FP32 `x` to nearest, ties to even: significand + offset, cut below the format's last place.
+
+        Without the offset, the cut truncates.
+        """
         u32 = jnp.uint32
         bits = lax.bitcast_convert_type(x, u32)
         magnitude = bits & _MAGNITUDE
@@ -200,7 +213,7 @@ class FloatFormat:
         shift = jnp.minimum(shift, u32(25))  # more than half of the smallest number is lost in any case
         odd = (significand >> shift) & 1
         offset = jnp.where(shift > 0, (u32(1) << shift >> 1) - 1 + odd, u32(0))
-        cut = (significand + offset) >> shift << shift
+        cut = (significand + (u32(0) if self.truncates else offset)) >> shift << shift
         rounded = jnp.where(cut == 0, u32(0), ((exponent - 1) << 23) + cut)
         rounded = jnp.minimum(rounded, np.float32(self.max).view(np.uint32))
         special = magnitude if self.infinities else _NAN

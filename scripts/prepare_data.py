@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.data import EmbeddedSource, HubSource, Manifest, Source, TextSource, prepare
+from trainer.data import EmbeddedSource, HubSource, Manifest, PythonSource, Source, TextSource, prepare
 from trainer.errors import UserError, to_readers
 from trainer.observe.preparing import shown
 
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m scripts.prepare_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sources = top.add_subparsers(dest="source", metavar="{embedded,files,text,jsonl,parquet,hub,verify}")
+    sources = top.add_subparsers(dest="source", metavar="{embedded,python,files,text,jsonl,parquet,hub,verify}")
     add_sources(sources, common)
     verify = sources.add_parser("verify", help="check a prepared directory thoroughly")
     verify.add_argument("directory", type=Path)
@@ -45,6 +45,7 @@ def add_sources(sources: Any, common: argparse.ArgumentParser) -> None:
     limit.add_argument("--column", default="text", help="the one that holds the text (default: text)")
     limit.add_argument("--max-documents", type=int, help="stop after so many")
     sources.add_parser("embedded", parents=[common], help="the corpus that is installed with the trainer")
+    sources.add_parser("python", parents=[common], help="the standard library of this Python")
     for format in ("files", "text", "jsonl", "parquet"):
         about = "text, jsonl and parquet files, told by their names" if format == "files" else f"{format} files"
         files = sources.add_parser(format, parents=[common, limit], help=about)
@@ -65,6 +66,8 @@ def source_of(args: argparse.Namespace) -> Source:
         return HubSource(**{field: getattr(args, field) for field in fields})
     if args.source == "embedded":
         return EmbeddedSource()
+    if args.source == "python":
+        return PythonSource()
     format = None if args.source == "files" else args.source
     return TextSource(tuple(args.paths), format, args.column, args.max_documents)
 

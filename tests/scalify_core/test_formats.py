@@ -94,6 +94,24 @@ def test_fp32_numbers_around_ties_round_to_nearest_even(fmt):
         assert_same(fmt.cast(x), oracle(fmt, x))
 
 
+def truncated(fmt: FloatFormat, x: np.ndarray) -> np.ndarray:
+    """The largest number of the format that is not above |x|, by search."""
+    table, magnitude = values(fmt), np.abs(x).astype(np.float64)
+    below = np.searchsorted(table, np.where(np.isfinite(x), magnitude, 0), side="right") - 1
+    special = np.abs(x) if fmt.infinities else np.full_like(x, np.nan)
+    return np.copysign(np.where(np.isfinite(x), table[below], special), x)
+
+
+@pytest.mark.parametrize("name", ["e4m3t", "e5m2t", "e3m1t", "e8m7t", "e5m10t"])
+def test_a_truncating_format_leaves_out_digits_and_never_rounds_up(name):
+    fmt = FloatFormat.parse(name)
+    assert (str(fmt), fmt.dtype, fmt.max) == (name, None, FloatFormat.parse(name[:-1]).max)
+    for x in (*EVERY_16_BITS.values(), near_ties(fmt)):
+        assert_same(jax.jit(fmt.quantise)(jnp.asarray(x)), truncated(fmt, x))
+    with pytest.raises(ValueError, match="quantise"):
+        fmt.cast(1.0)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_operands_saturate_at_the_formats_own_maximum(dtype):
     # In BF16 the limit 65504 would round to 65536, which FP16 cannot hold.

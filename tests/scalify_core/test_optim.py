@@ -1,5 +1,7 @@
 """Narrow optimiser state: what is stored, what survives, and that every bit is a function of seed and step."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -10,6 +10,7 @@ from trainer.data import (
     EmbeddedSource,
     HubSource,
     PreparedSource,
+    PythonSource,
     Source,
     TextSource,
     check_prepared,
@@ -30,6 +31,8 @@ def build_source(c: schema.Data) -> Source:
     match c.source:
         case "embedded":
             return EmbeddedSource()
+        case "python":
+            return PythonSource()
         case "text":
             assert c.column is not None  # validated
             return TextSource(c.paths, c.format, c.column, c.max_documents)

@@ -25,7 +25,7 @@ from trainer.observe.metrics import Throughput
 from trainer.observe.numerics import make_numerics
 from trainer.observe.peaks import peak_flops
 from trainer.observe.slowness import first_said
-from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, place_batch, replicated
+from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, place_batch
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import DTYPES, Policy
 from trainer.run import jobs
@@ -204,7 +204,7 @@ def build_jobs(
 
     Without anybody who keeps them (not `tracked`) nobody looks at the numerics.
     """
-    look = make_numerics(w.model, w.task.optimizer_name, replicated(w.mesh), w.task.compiler_options)
+    look = make_numerics(w.task, c.optimizer.lr)
     numerics_every = c.metrics.numerics_every if tracked else 0
     rescale_every = c.precision.rescale_every if c.precision.scaled else 0
     entries = [

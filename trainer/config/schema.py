@@ -64,7 +64,7 @@ MODELS = {family: schema_of(spec) for family, spec in SPECS.items()}
 
 @dataclass(frozen=True)
 class Data:
-    source: Literal["embedded", "text", "hf", "prepared", "mix"]
+    source: Literal["embedded", "python", "text", "hf", "prepared", "mix"]
     tokenizer: str | None
     cache_dir: str | None
     workers: Positive | None
@@ -238,9 +238,9 @@ class Config:
 
 # The sources that use a key of `data`; every source uses those that are not here.
 DATA_KEYS = {
-    "cache_dir": ("embedded", "text", "hf", "mix"),
-    "workers": ("embedded", "text", "hf", "mix"),
-    "val_fraction": ("embedded", "text", "hf", "mix"),
+    "cache_dir": ("embedded", "python", "text", "hf", "mix"),
+    "workers": ("embedded", "python", "text", "hf", "mix"),
+    "val_fraction": ("embedded", "python", "text", "hf", "mix"),
     "paths": ("text",),
     "format": ("text",),
     "column": ("text", "hf", "mix"),

@@ -4,7 +4,7 @@ Read in this order: corpus (sources), tokenizer, encode and preparation (text to
 directory), loader.
 """
 
-from trainer.data.corpus import EmbeddedSource, HubSource, PreparedSource, Source, TextSource
+from trainer.data.corpus import EmbeddedSource, HubSource, PreparedSource, PythonSource, Source, TextSource
 from trainer.data.loader import Batch, Loader, prefetch
 from trainer.data.own import Batches
 from trainer.data.preparation import Progress, check_prepared, prepare
@@ -20,6 +20,7 @@ __all__ = [
     "Manifest",
     "PreparedSource",
     "Progress",
+    "PythonSource",
     "Source",
     "TextSource",
     "Tokenizer",

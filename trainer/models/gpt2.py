@@ -117,6 +117,10 @@ class GPT2(nnx.Module):
             h_NxD, self.wte.embedding[...], targets_BxT.reshape(-1), vocab_size=self.spec.vocab_size
         )
 
+    def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
+        """Logits after the last token, FP32 `[B, vocab_size]`."""
+        return self.logits(self.hidden(tokens_BxT, segments_BxT)[:, -1])
+
     def init_cache(self, batch: int) -> KVCache:
         """An empty cache of `context` positions, `[L, B, S, H, K]`."""
         spec = self.spec

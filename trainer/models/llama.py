@@ -259,6 +259,10 @@ class Llama(nnx.Module):
         h_NxD = self.hidden(tokens_BxT, segments_BxT).reshape(-1, self.spec.d_model)
         return linear_cross_entropy(h_NxD, self.head_VxD, targets_BxT.reshape(-1), vocab_size=self.spec.vocab_size)
 
+    def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
+        """Logits after the last token, FP32 `[B, vocab_size]`."""
+        return self.logits(self.hidden(tokens_BxT, segments_BxT)[:, -1])
+
     def init_cache(self, batch: int) -> KVCache:
         """An empty cache of `context` positions, `[L, B, S, G, K]`."""
         spec = self.spec

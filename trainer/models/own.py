@@ -70,6 +70,11 @@ class CausalModel(nnx.Module):
         logits_BxTxV = self(tokens_BxT)
         return cross_entropy(logits_BxTxV.reshape(-1, logits_BxTxV.shape[-1]), targets_BxT.reshape(-1))
 
+    def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
+        """Logits after the last token, FP32 `[B, vocab_size]`; segments are refused, as by `loss`."""
+        del segments_BxT
+        return self(tokens_BxT)[:, -1].astype(jnp.float32)
+
     def init_cache(self, batch: int) -> jax.Array:
         """The tokens so far: int32 `[B, S]`, S the context."""
         return jnp.zeros((batch, self.context), jnp.int32)

@@ -23,6 +23,8 @@ What underflow is counted against, where a zero does not tell whether it came fr
   which cast to FP8 with a scale that the tensor does not have.
 
 Saturation is counted against the cast to come, or the format that the tensor has.
+
+With them come `sharpness/logits` and `sharpness/critical`; see `sharpness`.
 """
 
 import dataclasses
@@ -34,16 +36,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding
 
 from scalify_core import FloatFormat, ScaledArray, tree
 from scalify_core.array import is_scaled_array
 from scalify_core.probe import FIGURES, SLOT, figures, probe
+from trainer.observe.sharpness import make_sharpness
+from trainer.parallel.mesh import replicated
 from trainer.precision.policy import Policy
 from trainer.step.optimizers import ENTRIES, KEYS
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens, sequence_keys
-from trainer.workload import Model
+from trainer.workload import Model, Task
 
 CLASSES = ("weights", "activations", "activation_gradients", "weight_gradients", "mu", "nu")
 SIDES = ("in", "out")
@@ -180,11 +183,12 @@ def fields_of(state: Any, optimizer: str, key: str) -> dict[str, Any]:
 
 def stored_gradients(
     model: Model, state: TrainState, batch: Tokens, step: jax.Array
-) -> tuple[dict[str, Any], dict[str, Any], Slots]:
-    """The gradients by name, as the optimiser gets them; those before the cast where there is one; the filled slots."""
+) -> tuple[Any, dict[str, Any], Slots]:
+    """The gradients as the optimiser gets them; by name those before the cast where there is one; the filled slots."""
     grads, seen = gradients(model, state, batch, step)
-    stored, exact = named(model.store_gradients(grads)), named(grads)
-    return stored, {n: g for n, g in exact.items() if g.dtype != stored[n].dtype}, seen
+    stored, exact = model.store_gradients(grads), named(grads)
+    dtypes = {name: g.dtype for name, g in named(stored).items()}
+    return stored, {n: g for n, g in exact.items() if g.dtype != dtypes[n]}, seen
 
 
 def of_tensor(
@@ -225,18 +229,18 @@ def order(name: str, place: Mapping[str, int]) -> list[int]:
     return [int(part) if part.isdigit() else place.get(part, len(place)) for part in name.split(".")]
 
 
-def make_numerics(
-    model: Model, optimizer: str, sharding: Sharding, compiler_options: dict[str, Any] | None = None
-) -> Callable[[TrainState, Tokens, int], dict[str, float]]:
+def make_numerics(task: Task, lr: float) -> Callable[[TrainState, Tokens, int], dict[str, float]]:
     """`(state, batch, step) -> row`: the figures of a state on a batch; `step` is the number that dropout gets.
 
     Compiled at the first call, and again when static scales have changed. The state is not donated. Tensors that are
     there anyway are measured one by one, by a small program for each shape: in one with the gradients, as many
     reductions as all tensors need take longer to compile than the train step.
 
-    `compiler_options`: those of the train step; None: none.
+    `lr`: as of `make_sharpness`.
     """
-    jit = functools.partial(jax.jit, out_shardings=sharding, compiler_options=compiler_options)
+    model, optimizer = task.model, task.optimizer_name
+    sharpness = make_sharpness(task, lr)
+    jit = functools.partial(jax.jit, out_shardings=replicated(task.mesh), compiler_options=task.compiler_options)
     pull = jit(functools.partial(stored_gradients, model))
     measure = jit(of_tensor, static_argnums=3)
     everywhere = jit(lambda params: params)
@@ -255,8 +259,8 @@ def make_numerics(
             found[name] = jax.block_until_ready(measure(data, jnp.asarray(scale, jnp.float32), before, settings))
         return found
 
-    def numerics(state: TrainState, batch: Tokens, step: int) -> dict[str, float]:
-        state = dataclasses.replace(state, params=everywhere(state.params))
+    def numerics(split: TrainState, batch: Tokens, step: int) -> dict[str, float]:
+        state = dataclasses.replace(split, params=everywhere(split.params))
         moments = tree.unpack(state.opt_state)
         mu, nu = (fields_of(moments, optimizer, key) for key in KEYS)
         narrow = {name: nu[name] for name in mu if is_scaled_array(mu[name]) and name in nu}
@@ -265,12 +269,13 @@ def make_numerics(
             "weights": of(named(state.params), {}, kernels, zeros=False),
             "activations": {name: both[..., 0, :] for name, both in seen.items()},
             "activation_gradients": {name: both[..., 1, :] for name, both in seen.items()},
-            "weight_gradients": of(grads, exact, zeros=True),
+            "weight_gradients": of(named(grads), exact, zeros=True),
             "mu": of(mu, narrow, zeros=False),
             "nu": of(nu, {}, zeros=False),
         }
         found = jax.device_get(found)
-        return {
+        sharp = {name: float(f"{x:.6g}") for name, x in sharpness(split, grads, batch, step).items()}
+        return sharp | {
             f"numerics/{kind}/{layer}/{figure}": float(f"{value:.6g}")
             for kind in CLASSES
             for layer, row in by_layer(model, found[kind])

@@ -132,9 +132,9 @@ def reduced(grads: Any, specs: Any, wire: Wire, seed: jax.Array) -> Any:
     return jax.tree_util.tree_map_with_path(of_leaf, grads, specs, wire.roles, is_leaf=is_scaled_array)
 
 
-def mean_of_scalars(x: jax.Array) -> jax.Array:
-    """Of all devices that the batch is split over, in the order of the mesh."""
-    return jnp.mean(lax.all_gather(x, BATCH_AXES))
+def mean_of_figures(x: jax.Array) -> jax.Array:
+    """A scalar, or each of several figures: the mean over the devices that the batch is split over, in their order."""
+    return jnp.mean(lax.all_gather(x, BATCH_AXES), axis=0)
 
 
 def gradient_over(mesh: Mesh, wire: Wire) -> Gradient:
@@ -157,7 +157,7 @@ def gradient_over(mesh: Mesh, wire: Wire) -> Gradient:
             loss, grads, seen = mean_gradient(of_rows, params, scaling, batch, keys_AxB)
             if not every:
                 grads = reduced(grads, specs, wire, random_word(keys_AxB[0]))
-            return mean_of_scalars(loss), grads, jax.tree.map(lambda x: lax.pmax(x, Sizes._fields), seen)
+            return mean_of_figures(loss), grads, jax.tree.map(lambda x: lax.pmax(x, Sizes._fields), seen)
 
         return jax.shard_map(
             of_device,
@@ -176,14 +176,14 @@ def random_word(keys_B: jax.Array) -> jax.Array:
 
 
 def loss_over(mesh: Mesh, wire: Wire, loss: LossOfState) -> LossOfState:
-    """The mean of `loss(state, tokens, segments)` over the devices of a mesh, each on its rows."""
+    """The mean of `loss(state, tokens, segments)`, one or several, over the devices of a mesh, each on its rows."""
 
     def mean_loss(state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
         specs = of_parameters(state.params, mesh, wire.roles)
 
         def of_device(params: Any, scaling: Any, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
             whole = dataclasses.replace(state, params=gather(params, specs, wire), scaling=scaling)
-            return mean_of_scalars(loss(whole, tokens, segments))
+            return mean_of_figures(loss(whole, tokens, segments))
 
         return jax.shard_map(
             of_device,

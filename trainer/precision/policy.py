@@ -28,14 +28,18 @@ PLACES = ("layer_norm", "qkv")  # where a gradient can be rescaled
 
 def is_format(name: str) -> bool:
     """Whether `scalify_core.FloatFormat` can be of this name."""
-    bits = re.fullmatch(r"e(\d+)m(\d+)", name.lower())
+    bits = re.fullmatch(r"e(\d+)m(\d+)t?", name.lower())
     if bits is None:
         return name.lower() in ALIASES
     return 2 <= int(bits[1]) <= 8 and 1 <= int(bits[2]) <= 23
 
 
 Format = Annotated[
-    str, Bound(is_format, "eXmY of 2 to 8 exponent bits and 1 to 23 mantissa bits, such as e4m3, or fp32, bf16 or fp16")
+    str,
+    Bound(
+        is_format,
+        "eXmY of 2 to 8 exponent bits and 1 to 23 mantissa bits, such as e4m3 or e4m3t, or fp32, bf16 or fp16",
+    ),
 ]
 
 
@@ -47,7 +51,8 @@ class Policy:
       compute: activations and all matmuls that are not chosen by `matmuls`: fp32, bf16 or fp16.
       forward: format of the operands of the chosen matmuls (e4m3; any eXmY when simulated); None: `compute`.
       backward: of the gradient of their output.
-      simulate: round FP32 values to `forward` and `backward` instead of multiplying in them.
+      simulate: round FP32 values to `forward` and `backward` instead of multiplying in them; to nearest, or where the
+        format's name ends in a t, as in e4m3t, by leaving out the digits behind the last place.
       matmuls: patterns of module paths, such as `h.*` or `h.*.mlp.*`: the chosen ones.
       keep: patterns of those among them that stay in `compute`, such as `h.0.*`.
       scaling: the name of a method that keeps narrow numbers in range, of `trainer.precision.methods.METHODS`.

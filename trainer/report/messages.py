@@ -74,6 +74,11 @@ def text_of(source: Mapping[str, Any]) -> str:
         return "the King James Bible"
     if source["kind"] == "mix":
         return " + ".join(source["sources"])
+    if source["kind"] == "python":
+        return (
+            f"the standard library of {source['implementation']} {source['version']} ({source['files']:,} files, "
+            f"{source['bytes'] / 1e6:.1f} MB, digest {source['digest'][:12]})"
+        )
     return source.get("name") or ", ".join(source.get("paths", ())) or source["kind"]
 
 
@@ -142,7 +147,7 @@ def describe_data(manifest: Manifest) -> str:
 
 def describe_read(manifest: Manifest) -> str:
     """The files and documents that hold text."""
-    if manifest.source["kind"] == "embedded":
+    if manifest.source["kind"] in ("embedded", "python"):
         return text_of(manifest.source)
     count, files = sum(s.documents for s in manifest.splits.values()), len(manifest.source.get("digests", ()))
     if files == 1 and all(split.documents == 1 for split in manifest.splits.values()):

@@ -21,6 +21,7 @@ BEYOND = (
     "Whether another setting does better, only another run shows: <code>python -m scripts.compare</code> puts runs "
     "side by side. What its precision costs where the weights are used: <code>python -m scripts.evaluate</code>."
 )
+SHARP = "% that the last tokens' loss rises at most when logits move by 0.05%"
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#1b1f24;background:#fff;margin:0 auto;max-width:1200px;padding:20px}
 h1{font-size:22px;margin:0} h2{font-size:17px;margin:26px 0 6px} p{margin:4px 0} small,.sub{color:#5b6570}
@@ -90,7 +91,7 @@ def arithmetic(h: History) -> str:
 
 
 def charts(h: History) -> list[str]:
-    """Loss, learning rate, gradient norm, throughput, memory, scales and losses of precision."""
+    """Loss, learning rate, gradient norm, throughput, memory, losses of precision, sharpness and scales."""
     first = h.rows[0]["step"]
     span = (first - 1 if FORKED in h.facts else min(0, first), h.rows[-1]["step"])
     validation = h.line("val/loss", "validation", COLOURS[1], dots=True)
@@ -128,7 +129,8 @@ def charts(h: History) -> list[str]:
             if any(kind in found for _, found in looks)
         ]
 
-    taken = lost()
+    taken, ratio = lost(), over_critical(h)
+    at_edge = [ratio, Line("limit", span, (1.0, 1.0), COLOURS[6])] if ratio.ys else []
 
     def limited(lines: list[Line], limit: float) -> list[Line]:
         return [*lines, Line("limit", span, (100 * limit,) * 2, COLOURS[6])] if lines else []
@@ -156,8 +158,22 @@ def charts(h: History) -> list[str]:
             "% of the values cut off, worst layer",
             from_zero=True,
         ),
+        drawn("Sharpness of the logits", [h.line("sharpness/logits", dots=True)], SHARP, from_zero=True),
+        drawn(
+            "Learning rate over the critical one", at_edge, "from 1 on a step raises its batch's loss", from_zero=True
+        ),
         drawn("Scales", extremes("exponent", "max", "min"), "powers of two, the largest and smallest of the layers"),
     ]
+
+
+def over_critical(h: History) -> Line:
+    """The learning rate over the one at which the loss would have begun to rise, where that was looked for."""
+    found = [
+        (row["step"], float(row["lr"]) * float(row["sharpness/critical"]) / 2)
+        for row in h.rows
+        if "sharpness/critical" in row
+    ]
+    return Line("", [x for x, _ in found], [y for _, y in found], dots=True)
 
 
 def render(h: History, *, pictures: Mapping[str, bytes], sample: str, environment: str) -> str:

@@ -17,7 +17,7 @@ from trainer.data import Batch
 from trainer.models.llama_spec import LlamaSpec
 from trainer.models.spec import GPT2Spec
 from trainer.observe.numerics import CLASSES, gradients, make_numerics
-from trainer.parallel.mesh import make_mesh, place_batch, replicated
+from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.step.optimizer import make_optimizer
 from trainer.workload import Model, Task, first_state
 
@@ -63,7 +63,7 @@ def batch(w):
 @functools.cache
 def row(preset, spec=SPEC):
     w = workload(preset, spec)
-    return make_numerics(w.model, w.optimizer_name, replicated(w.mesh))(first_state(w, seed=0), batch(w), 0)
+    return make_numerics(w, 1e-3)(first_state(w, seed=0), batch(w), 0)
 
 
 @pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "bf16", "fp32"])
@@ -75,7 +75,7 @@ def test_the_row_has_every_figure_of_every_layer_and_class(preset):
         for figure in FIGURES
     }
     found = row(preset)
-    assert set(found) == expected
+    assert set(found) == expected | {"sharpness/logits", "sharpness/critical"}
     assert all(np.isfinite(list(found.values())))
     for layer in LAYERS:
         assert found[f"numerics/activations/{layer}/rms"] > 0
@@ -148,7 +148,7 @@ def test_moments_are_those_that_the_optimiser_has(name):
     }
     model = Model.make(SPEC, policy("fp32"))
     w = Task(model, name, make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings[name]), make_mesh(1))
-    found = make_numerics(w.model, name, replicated(w.mesh))(first_state(w, seed=0), batch(w), 0)
+    found = make_numerics(w, 1e-3)(first_state(w, seed=0), batch(w), 0)
     layers = {kind: {n.split("/")[2] for n in found if n.startswith(f"numerics/{kind}/")} for kind in ("mu", "nu")}
     assert layers["mu"] == set(PARAMETERS)
     assert layers["nu"] == ({n for n in PARAMETERS if not n.endswith("kernel")} if name == "muon" else set())
@@ -165,7 +165,7 @@ def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset)
 
     h["mlp"]["c_fc"]["kernel"] = times(h["mlp"]["c_fc"]["kernel"], 2.0**15 if preset == "sim" else 2.0**12)
     h["attn"]["c_proj"]["kernel"] = times(h["attn"]["c_proj"]["kernel"], 2.0**-9 if preset == "sim" else 2.0**-13)
-    found = make_numerics(w.model, "adamw", replicated(w.mesh))(state, batch(w), 0)
+    found = make_numerics(w, 1e-3)(state, batch(w), 0)
     assert found["numerics/weights/h.0.mlp.c_fc.kernel/saturated"] > 0.3
     assert found["numerics/activations/h.0.mlp.c_proj.in/saturated"] > 0.1
     assert found["numerics/weights/h.0.attn.c_proj.kernel/underflow"] > 0.9
@@ -177,7 +177,7 @@ def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset)
 def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is(preset):
     w = workload(preset)
     state = first_state(w, seed=0)
-    numerics = make_numerics(w.model, "adamw", replicated(w.mesh))
+    numerics = make_numerics(w, 1e-3)
     found = numerics(state, batch(w), 0)
     zeros = [f"{kind}/{name}" for kind in ("mu", "nu") for name in PARAMETERS]
     for name in [*zeros, *(f"weights/{name}" for name in PARAMETERS if name.endswith("bias"))]:
@@ -210,7 +210,10 @@ def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
     finish(trainer(tmp_path, "B", *args, "metrics.numerics_every=0"))
     with_numerics = {row["step"] for row in values(tmp_path / "A") if any(n.startswith("numerics/") for n in row)}
     assert with_numerics == {5, 10}, output
-    bare = [{n: v for n, v in row.items() if not n.startswith("numerics/")} for row in values(tmp_path / "A")]
+    sharp = {row["step"] for row in values(tmp_path / "A") if {"sharpness/logits", "sharpness/critical"} <= set(row)}
+    assert sharp == with_numerics
+    found = ("numerics/", "sharpness/")
+    bare = [{n: v for n, v in row.items() if not n.startswith(found)} for row in values(tmp_path / "A")]
     assert bare == values(tmp_path / "B")
     assert parameters(tmp_path / "A", 10) == parameters(tmp_path / "B", 10)
     assert sorted(path.name for path in (tmp_path / "A" / "numerics").iterdir()) == sorted(f"{c}.png" for c in CLASSES)

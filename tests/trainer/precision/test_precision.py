@@ -11,9 +11,11 @@ import optax
 import pytest
 from precisions import ADAMW, PRESETS, SPEC, abstract, batch, bits, copied, hyper, policy, workload
 
+from scalify_core import ScaledArray, scalify
 from scalify_core.array import asarray, is_scaled_array
 from scalify_core.tree import unpack
 from scalify_core.weights import wide
+from trainer.precision.arrays import dot_general_for
 from trainer.run.checkpoint import Checkpointer
 from trainer.step.state import from_stored, to_stored
 from trainer.workload import (
@@ -306,3 +308,28 @@ def test_scaled_arrays_appear_only_where_scales_propagate():
         params = first_state(workload(preset), seed=0).params
         found = any(is_scaled_array(x) for x in jax.tree.leaves(params, is_leaf=is_scaled_array))
         assert found == preset.startswith("scalify")
+
+
+@pytest.mark.parametrize(("form", "kept"), [("e3m2", 2.0), ("e3m2t", 1.75)])
+def test_a_simulated_product_truncates_where_its_format_says_so_and_has_scales_where_they_propagate(form, kept):
+    """1.9 lies between 1.75 and 2. Times 2^-12 it is below all numbers of E3M2, which a scale of 2^-12 makes up for."""
+    layers = dot_general_for(policy("sim", forward=form, backward="e5m2"), ["h.0.mlp.c_fc"], keep_weights=False)
+    dot = layers("h.0.mlp.c_fc")
+    multiply = lambda x, w: dot(x, w, (((1,), (0,)), ((), ())))
+    x, w = np.ones((1, 1), np.float32), np.full((1, 1), 1.9, np.float32)
+    assert float(multiply(x, w)[0, 0]) == kept
+    assert float(multiply(x, w * 2.0**-12)[0, 0]) == 0
+    scaled = scalify(multiply, scales="static")
+    small = ScaledArray(jnp.asarray(w), np.float32(2.0**-12))
+    assert float(asarray(scaled(ScaledArray(jnp.asarray(x), np.float32(1)), small))[0, 0]) == kept * 2.0**-12
+
+
+def test_a_step_of_a_truncated_format_with_scales_trains():
+    w = workload("sim", forward="e4m3t", backward="e5m2t", scaling="propagate")
+    state = from_stored(first_state(w, seed=0))
+    step = compile_step(w, abstract(w), state)
+    losses = []
+    for n in range(4):
+        state, metrics = step(state, batch(w), hyper(n, 1e-2))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0]

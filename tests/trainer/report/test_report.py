@@ -177,3 +177,15 @@ def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(tmp_path):
     assert names([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
     with pytest.raises(UserError, match="given twice"):
         names([tmp_path, tmp_path])
+
+
+def test_the_page_has_a_chart_of_each_sharpness_and_of_the_edge_only_where_it_was_looked_for():
+    found = rows(FALLING)
+    bare = render(history(found), pictures={}, sample="", environment="")
+    found[49] |= {"sharpness/logits": 0.07, "sharpness/critical": 500.0}
+    page = render(history(found), pictures={}, sample="", environment="")
+    for title in ("Sharpness of the logits", "Learning rate over the critical one"):
+        figure = page[page.index(title) :].split("</figure>")[0]
+        assert "not recorded" not in figure
+        assert "not recorded" in bare[bare.index(title) :].split("</figure>")[0]
+    assert "0.25 after step 50" in page  # a rate of 1e-3 where the critical one is 2 / 500

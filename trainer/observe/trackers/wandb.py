@@ -36,6 +36,7 @@ FIRST_SCREEN = {
     "2 is it healthy/gradient norm": "grad_norm",
     "2 is it healthy/steps skipped": "watchdog/skipped",
     "2 is it healthy/rollbacks": "watchdog/rollbacks",
+    "2 is it healthy/critical sharpness": "sharpness/critical",
     "3 is it fast/tokens per second": "perf/tokens_per_s",
     "3 is it fast/share of the peak": "perf/mfu",
     "3 is it fast/ms waiting for data": "perf/data_ms",

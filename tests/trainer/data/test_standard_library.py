@@ -1,0 +1,92 @@
+"""`data=python`: the installed library as documents, the same every time, and told by the manifest."""
+
+import platform
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.__main__ import main
+from trainer.data import Manifest, PythonSource, corpus, prepare
+from trainer.data.standard_library import find_library
+from trainer.errors import UserError
+from trainer.report.messages import text_of
+
+
+@pytest.fixture
+def library(tmp_path):
+    folder = tmp_path / "lib"
+    texts = {
+        "zlib.py": b"import a\r\n",
+        "json/__init__.py": b"# json\n",
+        "json.py": b"\xef\xbb\xbfx = 1\n",
+        "bad.py": b"\xff\xfe",
+        "nul.py": b"a\0b",
+        "empty.py": b"",
+        "_sysconfigdata__linux.py": b"prefix = '/home/somebody'\n",
+        "site-packages/other.py": b"not ours\n",
+        "ensurepip/_bundled/pip.py": b"not ours\n",
+        "notes.txt": b"not Python\n",
+    }
+    for name, raw in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(raw)
+    return folder
+
+
+def test_its_files_come_by_path_without_packages_and_what_the_build_decides(library):
+    found = find_library(library)
+    assert [p.relative_to(library).as_posix() for p in found.paths] == [
+        "empty.py",
+        "json.py",
+        "json/__init__.py",
+        "zlib.py",
+    ]
+    assert (found.left_out, found.bytes) == (2, len("x = 1\n# json\nimport a\n"))
+    read = [text for rows in corpus.open_python(found).read(None) for text in rows.texts]
+    assert read == ["", "x = 1\n", "# json\n", "import a\n"]
+
+
+def test_its_digest_is_that_of_names_and_texts_and_of_no_place(library, tmp_path):
+    before = find_library(library)
+    moved = library.rename(tmp_path / "elsewhere")
+    assert find_library(moved).digest == before.digest
+    (moved / "json.py").rename(moved / "toml.py")
+    assert find_library(moved).digest != before.digest
+
+
+def test_reading_goes_on_from_every_position(monkeypatch, library):
+    monkeypatch.setattr(corpus, "FILES", 1)
+    opened = corpus.open_python(find_library(library))
+    whole = list(opened.read(None))
+    for i, rows in enumerate(whole):
+        assert list(opened.read(rows.position)) == whole[i + 1 :]
+
+
+def test_without_source_it_says_so_in_a_line(tmp_path):
+    with pytest.raises(UserError, match="has no source of its standard library") as error:
+        find_library(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_the_installed_library_is_prepared_and_told_by_manifest_and_dry_run(monkeypatch, tmp_path, capsys):
+    folder = Path(sysconfig.get_path("stdlib"))
+    few = [folder / name for name in ("abc.py", "argparse.py", "ast.py")]
+    monkeypatch.setattr("trainer.data.standard_library.files_below", lambda _: iter(few))
+    manifest = Manifest.load(prepare(PythonSource(), "byte", tmp_path / "data"))
+    source = manifest.source
+    assert (source["kind"], source["version"], source["files"]) == ("python", platform.python_version(), 3)
+    assert len(source["digest"]) == 32
+    assert not any(str(value).startswith(sys.base_prefix) for value in source.values())
+    tokens = np.concatenate([np.concatenate(manifest.open(split)) for split in ("train", "val")])
+    ends = 4  # one of three documents is cut, for the validation
+    assert sum(len(path.read_bytes()) for path in few) == source["bytes"] == len(tokens) - ends
+    sizes = ["model.n_layer=1", "model.d_model=32", "model.n_head=2", "model.context=32", "train.batch_tokens=64"]
+    assert (
+        main(["data=python", f"data.cache_dir={tmp_path / 'data'}", "dry_run=true", "compile_cache=null", *sizes]) == 0
+    )
+    out = capsys.readouterr().out
+    assert text_of(source) in out
+    assert f"Python {platform.python_version()} (3 files," in out
