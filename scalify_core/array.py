@@ -12,7 +12,7 @@ import numpy as np
 
 from scalify_core import cotangents, watch
 from scalify_core.formats import pow2_round
-from scalify_core.scales import MIN_SCALE, OF_ZEROS, broadcast_scale, times
+from scalify_core.scales import broadcast_scale, rms_scale, times
 from scalify_core.storage import as_float32, saturating_cast
 from scalify_core.varying import axes_of, varying
 
@@ -72,7 +72,7 @@ class ScaledArray:
         if not _is_unread(self):
             return self._leaf
         read = cotangents.read if isinstance(self._leaf, jax.core.Tracer) else cotangents.number
-        scale = read(self._leaf, np.dtype(self.data.dtype))
+        scale = cotangents.of_data(read(self._leaf, np.dtype(self.data.dtype)), self._leaf, self.data)
         return scale if isinstance(self._leaf, jax.Array) else np.asarray(scale)
 
     @property
@@ -179,7 +179,7 @@ def read(x: Any) -> Any:
     For who is not differentiated, as the inside of a `custom_vjp`: the leaf of a cotangent does not pass.
     """
     unread = is_scaled_array(x) and _is_unread(x)
-    return _of(x.data, cotangents.number(x._leaf, np.dtype(x.dtype))) if unread else x
+    return _of(cotangents.beside(x._leaf, x.data), cotangents.number(x._leaf, np.dtype(x.dtype))) if unread else x
 
 
 def trusted(x: Any) -> Any:
@@ -231,23 +231,24 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
 
 
 def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
-    """Every ScaledArray of a tree as the plain array of its logical value, in `dtype`; other leaves as they are."""
+    """Every ScaledArray of a tree as the plain array of its logical value, in `dtype`; other leaves as they are.
+
+    Where it is not traced, a `PrecisionWarning` names what reads as NaN because its leaf says no scale.
+    """
 
     def convert(x: Any) -> Any:
         return _unscale(x, np.dtype(dtype)) if is_scaled_array(x) else x
 
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array)
+    unread = ((path, x) for path, x in found if is_scaled_array(x) and _is_unread(x))
+    pairs = {jax.tree_util.keystr(path): (x._leaf, x.data) for path, x in unread}
+    watch.unreadable("asarray", cotangents.seen_unreadable(pairs))
     return jax.tree.map(convert, tree, is_leaf=is_scaled_array)
 
 
-def rms_scale(x: Any) -> jax.Array:
-    """The power of two nearest to the RMS of `x`, FP32; 2^-126 where it is zero, 1 where it is not finite."""
-    x = jnp.abs(jnp.asarray(x, jnp.float32))
-    peak = jnp.max(x, initial=0.0)
-    # Relative to the peak: squares of 2^100 or 2^-100 leave FP32.
-    inverse = 1 / jnp.where(peak > 0, peak, 1)
-    rms = peak * jnp.sqrt(jnp.mean(jnp.square(x * inverse)))
-    scale = jnp.where(rms > 0, jnp.maximum(pow2_round(rms), OF_ZEROS), jnp.float32(MIN_SCALE))
-    return jnp.where(jnp.isfinite(rms), scale, jnp.float32(1))
+def is_unreadable(x: ScaledArray) -> jax.Array:
+    """Whether the leaf of a dynamic scale is a number, but none that says a scale: a boolean scalar."""
+    return cotangents.is_unreadable(x._leaf, x.data)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import lowering
-from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, rms_scale
+from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array
 from scalify_core.formats import FP32, FloatFormat, bits_of_words, counter_words, pow2_floor, pow2_round
-from scalify_core.scales import MIN_SCALE, broadcast_scale
+from scalify_core.scales import MIN_SCALE, broadcast_scale, rms_scale
 from scalify_core.tree import leaves, map_arrays
 
 Rounding = Literal["nearest", "stochastic"]
