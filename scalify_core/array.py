@@ -44,7 +44,8 @@ class ScaledArray:
     def __init__(self, data: Any, scale: Any) -> None:
         """`data`: array; `scale`: Python or NumPy number (static) or FP32 array (dynamic).
 
-        The numbers of a dynamic scale on a device are not read, so they are not checked: give powers of two.
+        The numbers of a dynamic scale on a device are not looked at: what is no power of two reads as NaN. The leaf of
+        a gradient that was taken outside is what it is in that gradient.
 
         Raises:
             TypeError: `data` or a dynamic scale is an array of integers, booleans or complex numbers.
@@ -61,7 +62,7 @@ class ScaledArray:
                     raise ValueError(f"ScaledArray: scale is {number}, expected a power of two in [2^-126, 2^126]")
         if hasattr(data, "shape") and hasattr(scale, "shape"):
             _check_dynamic(data, scale)
-        self.data, self._leaf, self._known = data, scale, True
+        self.data, self._leaf, self._known = data, scale, not isinstance(scale, jax.Array)
 
     @property
     def scale(self) -> Any:
@@ -110,7 +111,7 @@ class ScaledArray:
 
     def rescale(self, scale: Any) -> ScaledArray:
         """The same value (up to rounding in the data's dtype) with another scale, static or dynamic as given."""
-        scale = ScaledArray(self.data, scale).scale
+        scale = ScaledArray(self.data, scale)._leaf
         if not isinstance(scale, float):
             return trusted(_rescale_dynamic(self, jnp.asarray(scale, jnp.float32), self._known))
         return self if self.is_static and self.scale == scale else _rescale_static(self, scale)
@@ -122,7 +123,7 @@ class ScaledArray:
             along_first = type(index) in (int, slice) and leaf.shape[0] == len(self)
             every = leaf if along_first else jnp.broadcast_to(broadcast_scale(jnp.asarray(leaf), self.data), self.shape)
             leaf = every[index]
-        return _of(self.data[index], leaf, known=self._known)
+        return with_scale(self.data[index], leaf, known=self._known)
 
     def __iter__(self) -> Iterator[ScaledArray]:
         """Along the leading axis."""
@@ -153,14 +154,11 @@ class ScaledArray:
     @classmethod
     def tree_unflatten(cls, static: float | None, children: tuple) -> ScaledArray:
         """No checks: JAX puts placeholders in trees."""
-        return _of(children[0], children[1] if static is None else static, known=False)
+        return with_scale(children[0], children[1] if static is None else static, known=False)
 
 
-def _of(data: Any, leaf: Any, *, known: bool = True) -> ScaledArray:
-    """Without checks, and with a dynamic scale that is a NumPy number kept dynamic (`jax.device_get` makes those).
-
-    `known`: whether the leaf is the scale itself, and no mark.
-    """
+def with_scale(data: Any, leaf: Any, *, known: bool = True) -> ScaledArray:
+    """Without checks, and NumPy numbers are dynamic (`jax.device_get`); `known`: the leaf is the scale, and no mark."""
     out = object.__new__(ScaledArray)
     out.data, out._leaf, out._known = data, leaf, known
     return out
@@ -179,12 +177,14 @@ def read(x: Any) -> Any:
     For who is not differentiated, as the inside of a `custom_vjp`: the leaf of a cotangent does not pass.
     """
     unread = is_scaled_array(x) and _is_unread(x)
-    return _of(cotangents.beside(x._leaf, x.data), cotangents.number(x._leaf, np.dtype(x.dtype))) if unread else x
+    return (
+        with_scale(cotangents.beside(x._leaf, x.data), cotangents.number(x._leaf, np.dtype(x.dtype))) if unread else x
+    )
 
 
 def trusted(x: Any) -> Any:
     """A ScaledArray of which the leaf is known to be the scale: it is not read again. Anything else as it is."""
-    return _of(x.data, x._leaf) if is_scaled_array(x) else x
+    return with_scale(x.data, x._leaf) if is_scaled_array(x) else x
 
 
 def _check_dynamic(data: Any, scale: Any) -> None:
@@ -221,7 +221,7 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         if is_scaled_array(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return x
         x = jnp.asarray(x)
-        target = ScaledArray(x, rms_scale(x) if scale is None else scale).scale
+        target = ScaledArray(x, rms_scale(x) if scale is None else scale)._leaf
         data_dtype = np.dtype(x.dtype if dtype is None else dtype)
         if isinstance(target, float):
             return _scale_static(x, target, data_dtype)
@@ -279,7 +279,7 @@ def _rescale_dynamic(x: ScaledArray, scale: jax.Array, known: bool) -> ScaledArr
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _cast(x: ScaledArray, dtype: np.dtype, known: bool) -> ScaledArray:
     x = trusted(x) if known else read(x)
-    return _of(saturating_cast(x.data, dtype), x.scale)
+    return with_scale(saturating_cast(x.data, dtype), x.scale)
 
 
 def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
@@ -290,7 +290,7 @@ def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
         factor = 1.0 / scale if isinstance(scale, float) else 1 / broadcast_scale(scale, x.data)
         # The old scale first: a product of an ordinary value and a scale is in range, a ratio of scales may not be.
         data = times(_unscaled(x, jnp.float32), factor)
-    return _of(saturating_cast(data, x.dtype), scale)
+    return with_scale(saturating_cast(data, x.dtype), scale)
 
 
 def _unscale(x: ScaledArray, dtype: np.dtype) -> jax.Array:
@@ -353,7 +353,7 @@ def _gradient_like(primal: Any, gradient: Any) -> Any:
 def _marked(x: ScaledArray, dtype: np.dtype, shape: tuple[int, ...], axes: frozenset) -> ScaledArray:
     """A gradient in a format, with marks of this shape that vary over these axes, see `cotangents`."""
     if cotangents.has_range_of_float32(dtype):
-        return _of(_unscaled(x, dtype), varying(jnp.full(shape, cotangents.OF_ONE), axes), known=False)
+        return with_scale(_unscaled(x, dtype), varying(jnp.full(shape, cotangents.OF_ONE), axes), known=False)
     x = read(x)
     scale = jnp.asarray(x.scale, jnp.float32)
     if scale.ndim:
@@ -363,7 +363,7 @@ def _marked(x: ScaledArray, dtype: np.dtype, shape: tuple[int, ...], axes: froze
         scale = jnp.broadcast_to(scale.reshape(scale.shape[: len(shape)]), shape)
         x = _rescaled(x, scale)
     data = saturating_cast(x.data, dtype)
-    return _of(data, cotangents.marked(varying(jnp.broadcast_to(scale, shape), axes)), known=False)
+    return with_scale(data, cotangents.marked(varying(jnp.broadcast_to(scale, shape), axes)), known=False)
 
 
 # Each calls itself, so that second derivatives are logical, too. An empty array carries the dtype that the gradient

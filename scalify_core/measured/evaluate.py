@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from scalify_core import lowering, registry, storage, watch
-from scalify_core.array import ScaledArray
+from scalify_core.array import ScaledArray, with_scale
 from scalify_core.measured import masks, store
 from scalify_core.measured.plan import (
     KEEP_AXES,
@@ -98,7 +98,7 @@ def entering(x: Any) -> Any:
         return x if isinstance(x, jax.Array) else jnp.asarray(x)
     scale = x.scale if x.is_static else jnp.asarray(x.scale, jnp.float32)
     data = x.data if isinstance(x.data, jax.Array) else jnp.asarray(x.data)
-    return ScaledArray(data, scale if x.is_static or scale.size != 1 else scale.reshape(()))
+    return with_scale(data, scale if x.is_static or scale.size != 1 else scale.reshape(()))
 
 
 def _returned(jaxpr: Any, var: Any, x: Any, dtype: np.dtype, constants: frozenset[float]) -> ScaledArray:
@@ -220,7 +220,7 @@ def _move(step: Step, env: Operands) -> Sequence[Any]:
     if scale is None:
         return _bind(step, env)
     out = listed(eqn, registry.bind(eqn, x.data, *rest))
-    return [ScaledArray(y, scale) for y in out]
+    return [with_scale(y, scale) for y in out]
 
 
 def _moved_scale(eqn: Any, x: ScaledArray) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from scalify_core.array import ScaledArray
+from scalify_core.array import ScaledArray, with_scale
 from scalify_core.caches import per_jaxpr
 from scalify_core.measured import store
 from scalify_core.measured.plan import CALLS, Format, Step, inner_jaxpr, plan_of, scan_formats, scan_parts
@@ -72,7 +72,7 @@ def kept(x: Any, dtype: np.dtype, reading: Reading | None, copies: dict[Want, Sc
             return Logical(x, dtype)
         fits = (y for want, y in copies.items() if want.dtype == reading.dtype and _has(want, reading))
         x = next(fits, None) or store.stored(x, reading.dtype, reading.may)
-    return ScaledArray(x.data, jnp.float32(x.scale)) if x.is_static else x
+    return with_scale(x.data, jnp.float32(x.scale)) if x.is_static else x
 
 
 def _has(want: Want, reading: Reading) -> bool:

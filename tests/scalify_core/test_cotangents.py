@@ -259,3 +259,20 @@ def test_who_reads_what_is_no_number_is_told_by_name():
             run(checked, wrong)
     run(checked, gradient)
     assert np.isnan(asarray(as_scaled_array(jnp.full(3, jnp.nan)))).all()  # a number that is none is not told
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("dtype", [jnp.float32, HALF])
+def test_a_gradient_that_is_built_anew_from_its_leaves_is_the_same(way, dtype):
+    w = as_scaled_array(W, dtype=dtype)
+    for x in (X, 1e-4 * X):
+        gradient = jax.grad(outside)(w, x)
+        anew = way(lambda g: asarray(ScaledArray(*jax.tree.leaves(g))))(gradient)
+        np.testing.assert_array_equal(anew, asarray(gradient))
+        np.testing.assert_allclose(anew, jax.grad(loss)(asarray(w), x), atol=2 * ROUNDINGS[dtype] * jnp.abs(anew).max())
+
+
+def test_a_scale_on_a_device_that_is_no_power_of_two_is_not_a_number():
+    x = ScaledArray(X, jnp.float32(3))
+    assert np.isnan(x.scale)
+    assert np.isnan(jax.jit(asarray)(x)).all()

@@ -36,8 +36,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from scalify_core import FloatFormat, ScaledArray, tree
-from scalify_core.array import is_scaled_array
+from scalify_core import FloatFormat, tree
+from scalify_core.array import is_scaled_array, with_scale
 from scalify_core.probe import FIGURES, SLOT, figures, probe
 from trainer.precision.policy import Policy
 from trainer.step.optimizers import ENTRIES, KEYS
@@ -200,11 +200,11 @@ def of_tensor(
     fmt, zeros, stacked = settings
     of = functools.partial(figures, zeros=zeros)
     if not stacked:
-        return of(ScaledArray(data, scale), fmt, exact)
+        return of(with_scale(data, scale), fmt, exact)
     scale = jnp.broadcast_to(jnp.reshape(scale, -1), data.shape[:1])
     if exact is None:
-        return jax.vmap(lambda data, scale: of(ScaledArray(data, scale), fmt))(data, scale)
-    return jax.vmap(lambda data, scale, exact: of(ScaledArray(data, scale), None, exact))(data, scale, exact)
+        return jax.vmap(lambda data, scale: of(with_scale(data, scale), fmt))(data, scale)
+    return jax.vmap(lambda data, scale, exact: of(with_scale(data, scale), None, exact))(data, scale, exact)
 
 
 def by_layer(model: Model, layers: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
