@@ -13,7 +13,7 @@ import numpy as np
 from scalify_core import cotangents, watch
 from scalify_core.formats import pow2_round
 from scalify_core.refusals import NoNumber
-from scalify_core.scales import MIN_SCALE, OF_ZEROS, broadcast_scale, times
+from scalify_core.scales import broadcast_scale, rms_scale, times
 from scalify_core.storage import as_float32, saturating_cast
 from scalify_core.varying import axes_of, varying
 
@@ -45,7 +45,8 @@ class ScaledArray(NoNumber):
     def __init__(self, data: Any, scale: Any) -> None:
         """`data`: array; `scale`: Python or NumPy number (static) or FP32 array (dynamic).
 
-        The numbers of a dynamic scale on a device are not read, so they are not checked: give powers of two.
+        The numbers of a dynamic scale on a device are not looked at: what is no power of two reads as NaN. The leaf of
+        a gradient that was taken outside is what it is in that gradient.
 
         Raises:
             TypeError: `data` or a dynamic scale is an array of integers, booleans or complex numbers.
@@ -62,7 +63,7 @@ class ScaledArray(NoNumber):
                     raise ValueError(f"ScaledArray: scale is {number}, expected a power of two in [2^-126, 2^126]")
         if hasattr(data, "shape") and hasattr(scale, "shape"):
             _check_dynamic(data, scale)
-        self.data, self._leaf, self._known = data, scale, True
+        self.data, self._leaf, self._known = data, scale, not isinstance(scale, jax.Array)
 
     @property
     def scale(self) -> Any:
@@ -73,7 +74,7 @@ class ScaledArray(NoNumber):
         if not _is_unread(self):
             return self._leaf
         read = cotangents.read if isinstance(self._leaf, jax.core.Tracer) else cotangents.number
-        scale = read(self._leaf, np.dtype(self.data.dtype))
+        scale = cotangents.of_data(read(self._leaf, np.dtype(self.data.dtype)), self._leaf, self.data)
         return scale if isinstance(self._leaf, jax.Array) else np.asarray(scale)
 
     @property
@@ -111,7 +112,7 @@ class ScaledArray(NoNumber):
 
     def rescale(self, scale: Any) -> ScaledArray:
         """The same value (up to rounding in the data's dtype) with another scale, static or dynamic as given."""
-        scale = ScaledArray(self.data, scale).scale
+        scale = ScaledArray(self.data, scale)._leaf
         if not isinstance(scale, float):
             return trusted(_rescale_dynamic(self, jnp.asarray(scale, jnp.float32), self._known))
         return self if self.is_static and self.scale == scale else _rescale_static(self, scale)
@@ -123,7 +124,7 @@ class ScaledArray(NoNumber):
             along_first = type(index) in (int, slice) and leaf.shape[0] == len(self)
             every = leaf if along_first else jnp.broadcast_to(broadcast_scale(jnp.asarray(leaf), self.data), self.shape)
             leaf = every[index]
-        return _of(self.data[index], leaf, known=self._known)
+        return with_scale(self.data[index], leaf, known=self._known)
 
     def __iter__(self) -> Iterator[ScaledArray]:
         """Along the leading axis."""
@@ -154,14 +155,11 @@ class ScaledArray(NoNumber):
     @classmethod
     def tree_unflatten(cls, static: float | None, children: tuple) -> ScaledArray:
         """No checks: JAX puts placeholders in trees."""
-        return _of(children[0], children[1] if static is None else static, known=False)
+        return with_scale(children[0], children[1] if static is None else static, known=False)
 
 
-def _of(data: Any, leaf: Any, *, known: bool = True) -> ScaledArray:
-    """Without checks, and with a dynamic scale that is a NumPy number kept dynamic (`jax.device_get` makes those).
-
-    `known`: whether the leaf is the scale itself, and no mark.
-    """
+def with_scale(data: Any, leaf: Any, *, known: bool = True) -> ScaledArray:
+    """Without checks, and NumPy numbers are dynamic (`jax.device_get`); `known`: the leaf is the scale, and no mark."""
     out = object.__new__(ScaledArray)
     out.data, out._leaf, out._known = data, leaf, known
     return out
@@ -180,12 +178,14 @@ def read(x: Any) -> Any:
     For who is not differentiated, as the inside of a `custom_vjp`: the leaf of a cotangent does not pass.
     """
     unread = is_scaled_array(x) and _is_unread(x)
-    return _of(x.data, cotangents.number(x._leaf, np.dtype(x.dtype))) if unread else x
+    return (
+        with_scale(cotangents.beside(x._leaf, x.data), cotangents.number(x._leaf, np.dtype(x.dtype))) if unread else x
+    )
 
 
 def trusted(x: Any) -> Any:
     """A ScaledArray of which the leaf is known to be the scale: it is not read again. Anything else as it is."""
-    return _of(x.data, x._leaf) if is_scaled_array(x) else x
+    return with_scale(x.data, x._leaf) if is_scaled_array(x) else x
 
 
 def _check_dynamic(data: Any, scale: Any) -> None:
@@ -222,7 +222,7 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         if is_scaled_array(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return x
         x = jnp.asarray(x)
-        target = ScaledArray(x, rms_scale(x) if scale is None else scale).scale
+        target = ScaledArray(x, rms_scale(x) if scale is None else scale)._leaf
         data_dtype = np.dtype(x.dtype if dtype is None else dtype)
         if isinstance(target, float):
             return _scale_static(x, target, data_dtype)
@@ -232,23 +232,24 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
 
 
 def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
-    """Every ScaledArray of a tree as the plain array of its logical value, in `dtype`; other leaves as they are."""
+    """Every ScaledArray of a tree as the plain array of its logical value, in `dtype`; other leaves as they are.
+
+    Where it is not traced, a `PrecisionWarning` names what reads as NaN because its leaf says no scale.
+    """
 
     def convert(x: Any) -> Any:
         return _unscale(x, np.dtype(dtype)) if is_scaled_array(x) else x
 
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array)
+    unread = ((path, x) for path, x in found if is_scaled_array(x) and _is_unread(x))
+    pairs = {jax.tree_util.keystr(path): (x._leaf, x.data) for path, x in unread}
+    watch.unreadable("asarray", cotangents.seen_unreadable(pairs))
     return jax.tree.map(convert, tree, is_leaf=is_scaled_array)
 
 
-def rms_scale(x: Any) -> jax.Array:
-    """The power of two nearest to the RMS of `x`, FP32; 2^-126 where it is zero, 1 where it is not finite."""
-    x = jnp.abs(jnp.asarray(x, jnp.float32))
-    peak = jnp.max(x, initial=0.0)
-    # Relative to the peak: squares of 2^100 or 2^-100 leave FP32.
-    inverse = 1 / jnp.where(peak > 0, peak, 1)
-    rms = peak * jnp.sqrt(jnp.mean(jnp.square(x * inverse)))
-    scale = jnp.where(rms > 0, jnp.maximum(pow2_round(rms), OF_ZEROS), jnp.float32(MIN_SCALE))
-    return jnp.where(jnp.isfinite(rms), scale, jnp.float32(1))
+def is_unreadable(x: ScaledArray) -> jax.Array:
+    """Whether the leaf of a dynamic scale is a number, but none that says a scale: a boolean scalar."""
+    return cotangents.is_unreadable(x._leaf, x.data)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -279,7 +280,7 @@ def _rescale_dynamic(x: ScaledArray, scale: jax.Array, known: bool) -> ScaledArr
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _cast(x: ScaledArray, dtype: np.dtype, known: bool) -> ScaledArray:
     x = trusted(x) if known else read(x)
-    return _of(saturating_cast(x.data, dtype), x.scale)
+    return with_scale(saturating_cast(x.data, dtype), x.scale)
 
 
 def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
@@ -290,7 +291,7 @@ def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
         factor = 1.0 / scale if isinstance(scale, float) else 1 / broadcast_scale(scale, x.data)
         # The old scale first: a product of an ordinary value and a scale is in range, a ratio of scales may not be.
         data = times(_unscaled(x, jnp.float32), factor)
-    return _of(saturating_cast(data, x.dtype), scale)
+    return with_scale(saturating_cast(data, x.dtype), scale)
 
 
 def _unscale(x: ScaledArray, dtype: np.dtype) -> jax.Array:
@@ -353,7 +354,7 @@ def _gradient_like(primal: Any, gradient: Any) -> Any:
 def _marked(x: ScaledArray, dtype: np.dtype, shape: tuple[int, ...], axes: frozenset) -> ScaledArray:
     """A gradient in a format, with marks of this shape that vary over these axes, see `cotangents`."""
     if cotangents.has_range_of_float32(dtype):
-        return _of(_unscaled(x, dtype), varying(jnp.full(shape, cotangents.OF_ONE), axes), known=False)
+        return with_scale(_unscaled(x, dtype), varying(jnp.full(shape, cotangents.OF_ONE), axes), known=False)
     x = read(x)
     scale = jnp.asarray(x.scale, jnp.float32)
     if scale.ndim:
@@ -363,7 +364,7 @@ def _marked(x: ScaledArray, dtype: np.dtype, shape: tuple[int, ...], axes: froze
         scale = jnp.broadcast_to(scale.reshape(scale.shape[: len(shape)]), shape)
         x = _rescaled(x, scale)
     data = saturating_cast(x.data, dtype)
-    return _of(data, cotangents.marked(varying(jnp.broadcast_to(scale, shape), axes)), known=False)
+    return with_scale(data, cotangents.marked(varying(jnp.broadcast_to(scale, shape), axes)), known=False)
 
 
 # Each calls itself, so that second derivatives are logical, too. An empty array carries the dtype that the gradient

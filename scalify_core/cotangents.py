@@ -11,12 +11,14 @@ of such a scale is not the scale 2^k, but a *mark*: `-(2^40 + k')`, k' a number 
   one is no number any more, and is read as NaN.
 
 Other arithmetic on leaves (a scale times a learning rate, a parameter's scale plus that of an update) makes what is
-neither a mark nor a power of two, and is read as NaN as well. Zero is the scale of a cotangent that is missing.
+neither a mark nor a power of two, and is read as NaN as well. Zero is the scale of a cotangent that is missing, so of
+data that is zero: equal marks cancel to it, too, and data that is left beside it is no number, and read as NaN.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core.scales import MIN_SCALE, OF_ZEROS
+from scalify_core.scales import MIN_SCALE, OF_ZEROS, broadcast_scale
 
 _MANTISSA, _SIGN, _NAN = 23, -(2**31), 0x7FC00000
 _OF_MARKS = _SIGN | ((127 + 40) << _MANTISSA)  # sign and exponent
@@ -79,6 +81,45 @@ read.defvjp(
 def number(leaf: Any, dtype: np.dtype) -> jax.Array:
     """As `read`, for who is not differentiated."""
     return _number(leaf, has_range_of_float32(dtype))
+
+
+@jax.jit
+def beside(leaf: jax.Array, data: jax.Array) -> jax.Array:
+    """Data as it is, but NaN where its leaf is zero and it is not."""
+    return jnp.where(is_left(leaf, data), jnp.asarray(np.nan, data.dtype), data)
+
+
+def is_left(leaf: jax.Array, data: jax.Array) -> jax.Array:
+    """Where data is not zero beside a leaf that is."""
+    return (broadcast_scale(leaf, data) == 0) & (data != 0)
+
+
+@jax.jit
+def of_data(scale: jax.Array, leaf: jax.Array, data: jax.Array) -> jax.Array:
+    """The scale that a leaf says, but NaN where data `is_left`."""
+    shape = leaf.shape + (1,) * (data.ndim - leaf.ndim)
+    common = tuple(axis for axis, n in enumerate(shape) if n == 1)
+    left = jnp.any(is_left(leaf, data), common, keepdims=True).reshape(leaf.shape)
+    return jnp.where(left, np.float32(np.nan), scale)
+
+
+def is_unreadable(leaf: Any, data: Any) -> jax.Array:
+    """Whether a leaf is a number, but none that says a scale for this data: a boolean scalar, not differentiated."""
+    leaf, data = map(lax.stop_gradient, (jnp.asarray(leaf), jnp.asarray(data)))
+    return jnp.any(jnp.isnan(of_data(number(leaf, np.dtype(data.dtype)), leaf, data)) & ~jnp.isnan(leaf))
+
+
+def seen_unreadable(pairs: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """The names of those pairs of leaf and data that `is_unreadable`, as far as they can be looked at; no tracers."""
+
+    def is_at_hand(x: Any) -> bool:
+        return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+
+    at_hand = {name: pair for name, pair in pairs.items() if all(map(is_at_hand, pair))}
+    leaves = jax.device_get([leaf for leaf, _ in at_hand.values()])
+    # Nearly all are powers of two: nothing is computed of them.
+    odd = [name for name, leaf in zip(at_hand, leaves, strict=True) if not np.all(np.frexp(leaf)[0] == 0.5)]
+    return [name for name in odd if is_unreadable(*at_hand[name])]
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 
 import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import registry
-from scalify_core.array import ScaledArray, is_scaled_array
+from scalify_core.array import is_scaled_array, with_scale
 from scalify_core.scales import as_numbers
 from scalify_core.scopes import scope_of, within
 from scalify_core.storage import materialise
@@ -140,4 +140,4 @@ def propagated_and_checked(jaxpr: Any, leaves: Sequence[Any], reporter: Reporter
 
 def _leaving(out: Sequence[Any]) -> list[Any]:
     scales = iter(as_numbers([x.multiple for x in out if isinstance(x, Value)]))
-    return [ScaledArray(narrow(x).data, next(scales)) if isinstance(x, Value) else materialise(x) for x in out]
+    return [with_scale(narrow(x).data, next(scales)) if isinstance(x, Value) else materialise(x) for x in out]

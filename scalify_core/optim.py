@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import optax
 
 from scalify_core import lowering
-from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array
+from scalify_core.array import as_scaled_array, is_scaled_array, with_scale
 from scalify_core.formats import FP32, FloatFormat
 from scalify_core.rescale import dynamic_rescale_rms
 from scalify_core.scales import MIN_SCALE
@@ -153,7 +153,7 @@ def scaled_state(
         def keep(leaf: int, x: Any) -> Any:
             if plans[leaf].how is None:
                 return _unless(accept, x, old[leaf])
-            return ScaledArray(_unless(accept, x.data, old[leaf].data), x.scale)
+            return with_scale(_unless(accept, x.data, old[leaf].data), x.scale)
 
         arrays = narrow_arrays(new, plans, scales, seed, step, keep)
         return updates, ScaledStateState(_unless(accept, step, state.step), treedef.unflatten(arrays))

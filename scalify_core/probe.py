@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from scalify_core import storage
 from scalify_core import value as v
-from scalify_core.array import ScaledArray
+from scalify_core.array import with_scale
 from scalify_core.composite import composite
 from scalify_core.formats import FloatFormat
 from scalify_core.registry import composite_rule
@@ -79,7 +79,7 @@ def _stored(x: Any) -> Any:
     if not isinstance(x, Value):
         return storage.materialise(x)
     x = v.scalar_scale(v.narrow(x))
-    return ScaledArray(x.data, x.scale)
+    return with_scale(x.data, x.scale)
 
 
 @composite_rule("probe", wide=True, lazy=True, passes=(0, 0))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import lowering
-from scalify_core.array import ScaledArray, is_scaled_array, trusted
+from scalify_core.array import ScaledArray, is_scaled_array, trusted, with_scale
 from scalify_core.formats import FP16, FP32, FloatFormat, counter_words, pow2_floor, pow2_inverse
 from scalify_core.reductions import largest_magnitudes
 from scalify_core.weights import LARGE, Rounding, check_rounding, round_to
@@ -158,7 +158,7 @@ def held(tree: Any, scales: jax.Array) -> tuple[Any, jax.Array]:
     """
     found, treedef = jax.tree.flatten(tree, is_leaf=is_scaled_array)
     data, scales = lowering.held("computed_again", ([x.data if is_scaled_array(x) else x for x in found], scales))
-    held = [ScaledArray(d, x.scale) if is_scaled_array(x) else d for d, x in zip(data, found, strict=True)]
+    held = [with_scale(d, x.scale) if is_scaled_array(x) else d for d, x in zip(data, found, strict=True)]
     return jax.tree.unflatten(treedef, held), scales
 
 
@@ -225,7 +225,7 @@ def narrow_arrays(
         if how.sqrt:
             smallest = max(how.format.min_subnormal, FP32.min_normal)  # FP32 subnormals may count as zero
             data = jnp.where(x > 0, jnp.maximum(data, smallest), data)
-        return ScaledArray(round_to(data, how.format, how.rounding, words[leaf]), scales[slot[leaf]])
+        return with_scale(round_to(data, how.format, how.rounding, words[leaf]), scales[slot[leaf]])
 
     groups: dict[Any, list[int]] = {}
     for leaf, plan in enumerate(plans):

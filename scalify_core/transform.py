@@ -21,11 +21,13 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import interpreter, measured
 from scalify_core.arguments import Arguments
-from scalify_core.array import asarray, gradients_like, is_scaled_array, read, trusted
+from scalify_core.array import asarray, gradients_like, is_scaled_array, is_unreadable, read, trusted
+from scalify_core.measured.residuals import Logical, Residuals
 from scalify_core.watch import Reporter
 
 Scales = Literal["auto", "static"]
-Evaluator = Callable[[Any, Sequence[Any], int | None], list[Any]]  # (jaxpr, arguments, first residual) -> results
+Evaluator = Callable[[Any, Sequence[Any], Residuals | None], list[Any]]  # (jaxpr, arguments, residuals) -> results
+Pulled = Callable[[Any], Callable]  # the structure of residuals and gradients -> the backward pass, of their leaves
 
 
 def scalify(
@@ -97,6 +99,9 @@ def scalify(
         statics, arrays = arguments.split(args, kwargs)
         leaves, tree = jax.tree.flatten(arrays, is_leaf=is_scaled_array)
         arguments.check(arrays, leaves)
+        if reporter is not None:
+            named = zip(arguments.leaf_names(tree), leaves, strict=True)
+            reporter.entered({name: is_unreadable(x) for name, x in named if is_scaled_array(x) and not x.is_static})
         places = _places(leaves)
         leaves = [leaves[places.index(i)] for i in range(1 + max(places, default=-1))]
         flat, differentiable = on_leaves(tree, statics, places)
@@ -158,20 +163,37 @@ def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
     return lambda jaxpr, leaves, _: interpreter.propagated_and_checked(jaxpr, leaves, reporter=reporter)
 
 
-def _evaluated(fun: Callable, leaves: Sequence[Any], how: Evaluator, *, pullback: bool, own: int) -> Any:
+def _evaluated(fun: Callable, leaves: Sequence[Any], how: Evaluator, *, pulled: Pulled | None, own: int) -> Any:
     """Trace `fun` of the leaves in float32, and evaluate it with their scales.
 
-    `pullback`: whether it gives a pair, of which the second is of residuals; `own`: how many leaves are residuals, so
-    that their scales need not be read (`cotangents`).
+    `pulled`: of a function that gives a pair, of which the second is of residuals for this backward pass; `own`: how
+    many leaves are residuals, so that their scales need not be read (`cotangents`).
     """
     with _collector_paused():
         traced = traced_in_float32(fun, leaves)
         if len(traced.jaxpr.invars) > len(leaves):
             raise _ClosesOverTracers
         out = traced.out_info
-        residuals = len(jax.tree.leaves(out[0])) if pullback else None
+        residuals = None if pulled is None else _residuals(traced, pulled)
         arguments = [*map(trusted, leaves[:own]), *map(read, leaves[own:])]
         return jax.tree.unflatten(jax.tree.structure(out), how(traced.jaxpr, arguments, residuals))
+
+
+def _residuals(traced: Any, pulled: Pulled) -> Residuals:
+    """The residuals of a traced function that gives its results and its pullback."""
+    results, pullback = traced.out_info
+    first = len(jax.tree.leaves(results))
+    avals = [aval.update(weak_type=False) if hasattr(aval, "weak_type") else aval for aval in traced.jaxpr.out_avals]
+
+    def backward() -> Any:
+        leaves = [*avals[first:], *map(_aval_of_gradient, avals[:first])]
+        return jax.jit(pulled(jax.tree.structure((pullback, results)))).trace(*leaves).jaxpr
+
+    return Residuals(first, backward)
+
+
+def _aval_of_gradient(aval: Any) -> Any:
+    return aval if jnp.issubdtype(aval.dtype, jnp.inexact) else _instantiated(SymbolicZero(aval.to_tangent_aval()))
 
 
 @contextlib.contextmanager
@@ -192,17 +214,17 @@ def _differentiable(
     reporter: Reporter | None,
     name: Callable[[int], str] = "operand {}".format,
     *,
-    pullback: bool = False,
+    pulled: Pulled | None = None,
     own: int = 0,
 ) -> Callable:
     """The scaled evaluation of a function of leaves, whose gradient is the scaled evaluation of the gradient.
 
-    `name`: of a leaf, by its number; `pullback`, `own`: see `_evaluated`.
+    `name`: of a leaf, by its number; `pulled`, `own`: see `_evaluated`.
     """
 
     @jax.custom_vjp
     def scaled(*leaves: Any) -> Any:
-        return _evaluated(fun, leaves, how, pullback=pullback, own=own)
+        return _evaluated(fun, leaves, how, pulled=pulled, own=own)
 
     @functools.cache
     def with_pullback(wanted: tuple[int, ...]) -> Callable:
@@ -213,29 +235,38 @@ def _differentiable(
 
             return jax.vjp(of_wanted, *(leaves[i] for i in wanted))
 
-        return _differentiable(fun_and_pullback, how, reporter, pullback=True, own=own)
+        return _differentiable(fun_and_pullback, how, reporter, pulled=backward, own=own)
 
     @functools.cache
-    def pull(tree: Any, own: int) -> Callable:
+    def backward(tree: Any) -> Callable:
         def pulled(*leaves: Any) -> Any:
             pullback, cotangent = jax.tree.unflatten(tree, leaves)
             return pullback(cotangent)
 
-        return _differentiable(pulled, how, reporter, own=own)
+        return pulled
+
+    @functools.cache
+    def pull(tree: Any, own: int) -> Callable:
+        return _differentiable(backward(tree), how, reporter, own=own)
 
     def fwd(*primals: Any) -> tuple[Any, Any]:
         leaves = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
         wanted = tuple(i for i, x in enumerate(leaves) if _is_float(x) and _is_perturbed(primals[i]))
         out, pullback = with_pullback(wanted)(*leaves)
+        if pulled is not None:
+            # The residuals among the results are kept as where this is not differentiated.
+            out = jax.tree.unflatten(jax.tree.structure(out, _is_leaf), jax.tree.leaves(scaled(*leaves), _is_leaf))
         return out, (pullback, leaves, _Wanted(wanted))
 
     def bwd(residuals: Any, cotangent: Any) -> Any:
         pullback, primals, wanted = residuals
         cotangent = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
-        leaves, tree = jax.tree.flatten((pullback, cotangent), is_leaf=is_scaled_array)
-        residual = len(jax.tree.leaves(pullback, is_leaf=is_scaled_array))
+        leaves, tree = jax.tree.flatten((pullback, cotangent), is_leaf=_is_leaf)
+        residual = len(jax.tree.leaves(pullback, is_leaf=_is_leaf))
         gradients = list(map(trusted, pull(tree, residual)(*leaves)))
-        found = gradients_like([primals[i] for i in wanted.leaves], gradients, [name(i) for i in wanted.leaves])
+        of = [primals[i] for i in wanted.leaves]
+        found = gradients_like([_array(x) for x in of], gradients, [name(i) for i in wanted.leaves])
+        found = [Logical(g, x.dtype) if type(x) is Logical else g for x, g in zip(of, found, strict=True)]
         if reporter is not None:
             reporter.call_is_done(found)
         by_leaf = dict(zip(wanted.leaves, found, strict=True))
@@ -252,6 +283,14 @@ class _Wanted:
     """The numbers of the leaves that are differentiated."""
 
     leaves: tuple[int, ...]
+
+
+def _is_leaf(x: Any) -> bool:
+    return is_scaled_array(x) or type(x) is Logical
+
+
+def _array(x: Any) -> Any:
+    return x.value if type(x) is Logical else x
 
 
 def _is_primal(x: Any) -> bool:
@@ -278,6 +317,7 @@ def _aval(x: Any) -> Any:
     """What the traced function sees."""
     if is_scaled_array(x):
         return jax.typeof(x.data).update(dtype=np.dtype(np.float32), weak_type=False)
+    x = _array(x)
     return x if isinstance(x, jax.typing.ArrayLike) and not hasattr(x, "dtype") else jax.typeof(x)
 
 

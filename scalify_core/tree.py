@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scalify_core.array import ScaledArray, is_scaled_array
+from scalify_core.array import ScaledArray, is_scaled_array, with_scale
 
 
 def map_arrays(fun: Callable, tree: Any, *rest: Any) -> Any:
@@ -60,7 +60,7 @@ def unpack(tree: Any) -> Any:
         return tree
     scales = dict(zip(tree.scaled, tree.scales, strict=True))
     arrays = ((name, tree.arrays[name]) for name in tree.names)
-    return jax.tree.unflatten(tree.structure, [ScaledArray(x, scales[n]) if n in scales else x for n, x in arrays])
+    return jax.tree.unflatten(tree.structure, [with_scale(x, scales[n]) if n in scales else x for n, x in arrays])
 
 
 def with_static_scales(tree: Any) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -107,6 +107,17 @@ def lines_lost(
     return jnp.stack([jnp.mean(x, dtype=jnp.float32) if x.size else jnp.float32(0) for x in off])
 
 
+def unreadable(where: str, names: Sequence[str]) -> None:
+    """Warns (`PrecisionWarning`) of these ScaledArrays, which read as NaN because their leaves say no scale."""
+    for name in names:
+        text = (
+            f"{where}: {name or 'a ScaledArray'} reads as NaN: what stands for its scale is none, because outside of "
+            f"scalify arithmetic was done on the leaves of ScaledArrays; take gradients inside, scalify(jax.grad(f)), "
+            f"and compute inside, or on asarray(tree)"
+        )
+        warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
+
+
 class Gradient(NamedTuple):
     """One that has to have the static scale of its argument, because the structure of a gradient is the argument's.
 
@@ -198,6 +209,15 @@ class Reporter:
         dtype = str(after.dtype)
         with watching(None):
             jax.debug.callback(lambda lost: self._report(place, name, dtype, lost), losses(before, after))
+
+    def entered(self, found: Mapping[str, Any]) -> None:
+        """Puts into the program a callback with arguments, by name, and whether they say no scale."""
+        if found:
+            names = list(found)
+            report = lambda *flags: unreadable(
+                "argument", [name for name, flag in zip(names, flags, strict=True) if flag.any()]
+            )
+            jax.debug.callback(report, *found.values())
 
     def multiplied(self, dtype: str, lost: Any) -> None:
         """Puts into the program a callback with the lines of a product's result that are lost, see `lines_lost`."""

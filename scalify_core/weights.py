@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import lowering
-from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, rms_scale
+from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, with_scale
 from scalify_core.formats import FP32, FloatFormat, bits_of_words, counter_words, pow2_floor, pow2_round
-from scalify_core.scales import MIN_SCALE, broadcast_scale
+from scalify_core.scales import MIN_SCALE, broadcast_scale, rms_scale
 from scalify_core.tree import leaves, map_arrays
 
 Rounding = Literal["nearest", "stochastic"]
@@ -60,7 +60,7 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, s
         if accept is not None:
             total = jnp.where(accept, total, data)
             scale = scale if isinstance(scale, float) else jnp.where(accept, scale, before)
-        return ScaledArray(total, scale) if is_scaled_array(p) else total
+        return with_scale(total, scale) if is_scaled_array(p) else total
 
     # Leaves are numbered from the other end: another stream than that of the optimiser's state.
     numbers = -1 - np.arange(len(leaves(params)))

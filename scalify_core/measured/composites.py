@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import probe, storage
-from scalify_core.array import ScaledArray
+from scalify_core.array import ScaledArray, with_scale
 from scalify_core.formats import FloatFormat
 from scalify_core.matmul import dot_fp8, lhs_gradient, rhs_gradient
 from scalify_core.measured import store
@@ -125,7 +125,7 @@ def _fp8(call: Any, step: Step, env: Operands) -> Sequence[Any]:
     if call.name == "fp8_dot_general":
         return [out]
     kept = (
-        ScaledArray(x8, scale_for(x, axes, labels_of_result(_own(axes), vmaps)))
+        with_scale(x8, scale_for(x, axes, labels_of_result(_own(axes), vmaps)))
         for x8, x, axes in zip((lhs8, rhs8), (lhs, rhs), of, strict=True)
     )
     return [out, *kept, *unused]

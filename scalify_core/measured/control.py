@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from scalify_core import storage, watch
-from scalify_core.array import ScaledArray
+from scalify_core.array import ScaledArray, with_scale
 from scalify_core.caches import per_jaxpr
 from scalify_core.measured import store
 from scalify_core.measured.evaluate import Operands, kind, run
@@ -78,7 +78,7 @@ def _constrained(x: Any, sharding: Any) -> Any:
     if not isinstance(sharding, jax.sharding.Sharding):
         return x
     if type(x) is ScaledArray:
-        return ScaledArray(lax.with_sharding_constraint(x.data, sharding), x.scale)
+        return with_scale(lax.with_sharding_constraint(x.data, sharding), x.scale)
     return lax.with_sharding_constraint(x, sharding)
 
 
@@ -182,9 +182,9 @@ def sliced(x: Any) -> Any:
 def of_slice(part: Any, whole: Any) -> Any:
     if isinstance(part, (tuple, list)):
         data, scale = part
-        return ScaledArray(data, scale.reshape(()) if scale.size == 1 else scale)
+        return with_scale(data, scale.reshape(()) if scale.size == 1 else scale)
     if type(whole) is ScaledArray and (whole.is_static or jnp.ndim(whole.scale) == 0):
-        return ScaledArray(part, whole.scale)
+        return with_scale(part, whole.scale)
     return part
 
 

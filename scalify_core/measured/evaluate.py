@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from scalify_core import lowering, registry, storage, watch
-from scalify_core.array import ScaledArray
+from scalify_core.array import ScaledArray, with_scale
 from scalify_core.measured import masks, store
 from scalify_core.measured.plan import (
     KEEP_AXES,
@@ -26,6 +26,7 @@ from scalify_core.measured.plan import (
     product_format,
 )
 from scalify_core.measured.products import Want, lines, scales_of_result
+from scalify_core.measured.residuals import Logical, Residuals, kept
 from scalify_core.scales import broadcast_scale
 from scalify_core.scopes import scope_of, within
 from scalify_core.watch import Reporter
@@ -49,30 +50,35 @@ _reporter: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
 
 
 def evaluated(
-    jaxpr: Any, leaves: Sequence[Any], residuals: int | None = None, *, reporter: Reporter | None = None
+    jaxpr: Any, leaves: Sequence[Any], residuals: Residuals | None = None, *, reporter: Reporter | None = None
 ) -> list[Any]:
     """The results of a jaxpr that was traced with float32 for what is scaled, of arrays and ScaledArrays, as such.
 
-    An argument that is returned is returned as it is. Results from number `residuals` on are for a backward pass: what
-    a product reads at a scale for each entry of its batch is returned so. With a reporter, the program tells it what
-    is lost.
+    An argument that is returned is returned as it is. `residuals` are kept as the backward pass will read them. With a
+    reporter, the program tells it what is lost, and keeps all of them in FP32, so that it knows.
     """
     args = list(map(entering, leaves))
-    plan = plan_of(jaxpr, tuple(np.dtype(x.dtype) if type(x) is ScaledArray else None for x in args))
+    plan = plan_of(jaxpr, tuple(None if dtype is None else np.dtype(dtype) for dtype in map(_format, leaves)))
+    first = len(plan.out_formats) if residuals is None else residuals.first
     token = _reporter.set(reporter)
     try:
         env = Operands(jaxpr, args)
         out = run(jaxpr, plan, env)
         given = {id(x) for x in args}
         constants = masks.constants_in(jaxpr, (frozenset(),) * len(args))
-        for i in range(len(out) if residuals is None else residuals, len(out)):
-            if (in_parts := env.in_parts(jaxpr.outvars[i], plan.out_formats[i])) is not None:
-                out[i] = in_parts
-                given.add(id(in_parts))
         returned = [
             x if f is None or id(x) in given else _returned(jaxpr, var, x, f, large)
-            for var, x, f, large in zip(jaxpr.outvars, out, plan.out_formats, constants, strict=True)
+            for var, x, f, large in zip(jaxpr.outvars[:first], out, plan.out_formats, constants, strict=False)
         ]
+        if residuals is not None:
+            unknown = [None] * (len(out) - first)
+            readings = residuals.readings(plan.out_formats) if reporter is None else unknown
+            returned += [
+                x if f is None else kept(x, f, reading, env.copies_of(var))
+                for var, x, f, reading in zip(
+                    jaxpr.outvars[first:], out[first:], plan.out_formats[first:], readings, strict=True
+                )
+            ]
     finally:
         _reporter.reset(token)
     if reporter is not None:
@@ -80,12 +86,19 @@ def evaluated(
     return returned
 
 
+def _format(x: Any) -> Any:
+    return x.dtype if type(x) in (ScaledArray, Logical) else None
+
+
 def entering(x: Any) -> Any:
+    """An argument: a ScaledArray, or an array of logical values."""
+    if type(x) is Logical:
+        return x.value
     if type(x) is not ScaledArray:
         return x if isinstance(x, jax.Array) else jnp.asarray(x)
     scale = x.scale if x.is_static else jnp.asarray(x.scale, jnp.float32)
     data = x.data if isinstance(x.data, jax.Array) else jnp.asarray(x.data)
-    return ScaledArray(data, scale if x.is_static or scale.size != 1 else scale.reshape(()))
+    return with_scale(data, scale if x.is_static or scale.size != 1 else scale.reshape(()))
 
 
 def _returned(jaxpr: Any, var: Any, x: Any, dtype: np.dtype, constants: frozenset[float]) -> ScaledArray:
@@ -145,10 +158,9 @@ class Operands:
             found = self.copies[atom, want] = store.stored(x, *want)
         return found
 
-    def in_parts(self, atom: Any, dtype: np.dtype | None) -> ScaledArray | None:
-        """What is stored of a variable in this format at more than one scale, or None."""
-        copies = (x for (var, want), x in self.copies.items() if var is atom and want.dtype == dtype)
-        return next((x for x in copies if not store.scaled_in(x)), None)
+    def copies_of(self, atom: Any) -> dict[Want, ScaledArray]:
+        """How a variable is stored so far."""
+        return {want: x for (var, want), x in self.copies.items() if var is atom}
 
     def in_units_of(self, atom: Any, stored: ScaledArray) -> Any:
         """The logical value over the scale of what it is stored as, FP32."""
@@ -208,7 +220,7 @@ def _move(step: Step, env: Operands) -> Sequence[Any]:
     if scale is None:
         return _bind(step, env)
     out = listed(eqn, registry.bind(eqn, x.data, *rest))
-    return [ScaledArray(y, scale) for y in out]
+    return [with_scale(y, scale) for y in out]
 
 
 def _moved_scale(eqn: Any, x: ScaledArray) -> Any:

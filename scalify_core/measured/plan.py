@@ -185,7 +185,7 @@ def inner_plan(step: Step) -> Plan:
     """The plan of the inner jaxpr of a call or a scan."""
     formats = step.formats
     if step.kind == "scan":
-        formats, _ = _scan_formats(step.eqn, formats)
+        formats, _ = scan_formats(step.eqn, formats)
     return plan_of(inner_jaxpr(step.eqn), formats)
 
 
@@ -302,7 +302,7 @@ def scan_parts(eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequen
     return consts, carry, xs
 
 
-def _scan_formats(eqn: Any, formats: tuple[Format, ...]) -> tuple[tuple[Format, ...], Plan]:
+def scan_formats(eqn: Any, formats: tuple[Format, ...]) -> tuple[tuple[Format, ...], Plan]:
     """The formats of the body's arguments, of which the carry's last, and the body's plan."""
     consts, carry, xs = scan_parts(eqn, formats)
 
@@ -325,7 +325,7 @@ def _settled(body: Callable, carry: Sequence[Format]) -> tuple[Sequence[Format],
 
 
 def _scan(eqn: Any, formats: tuple[Format, ...]) -> tuple[tuple[Format, ...], bool]:
-    inner, plan = _scan_formats(eqn, formats)
+    inner, plan = scan_formats(eqn, formats)
     _, carry, _ = scan_parts(eqn, inner)
     return (*carry, *plan.out_formats[len(carry) :]), plan.stores
 

@@ -211,7 +211,7 @@ def settled(found: Sequence[Reading]) -> list[Want]:
         common = [i for i, x in enumerate(found) if x.dtype == dtype]
         while common:
             may = _common([found[i].may for i in common])
-            fits = [i for i in common if _is_finer(may, found[i].must)]
+            fits = [i for i in common if is_finer(may, found[i].must)]
             if not fits:  # nobody has enough: those with least to have first
                 fits = [max(common, key=lambda i: math.prod(found[i].must))]
                 may = found[fits[0]].may
@@ -227,5 +227,6 @@ def _common(parts: Sequence[Parts]) -> Parts:
     return tuple(functools.reduce(math.gcd, each) for each in zip(*parts, strict=True))
 
 
-def _is_finer(parts: Parts, than: Parts) -> bool:
+def is_finer(parts: Parts, than: Parts) -> bool:
+    """Whether each of `than` is one or more of `parts`."""
     return all(a % b == 0 for a, b in zip(parts, than, strict=True))

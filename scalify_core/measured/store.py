@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from scalify_core import lowering, storage, watch
-from scalify_core.array import ScaledArray
+from scalify_core.array import ScaledArray, with_scale
 from scalify_core.formats import FloatFormat, pow2_inverse
 from scalify_core.measured.products import Parts
 from scalify_core.scales import MIN_SCALE, broadcast_scale, times
@@ -63,7 +63,7 @@ def stored(x: Any, dtype: np.dtype, parts: Parts = (), top: int | None = None) -
     if not has_own_range(dtype):
         return ScaledArray(storage.saturating_cast(x, dtype), 1.0)
     data, scale = _measured(x, np.dtype(dtype), top_of(dtype) if top is None else top, parts)
-    return ScaledArray(rounded(data, x=x, scale=scale), scale)
+    return with_scale(rounded(data, x=x, scale=scale), scale)
 
 
 def scaled_in(x: ScaledArray, parts: Parts = ()) -> bool:
@@ -87,13 +87,13 @@ def result(x: Any, dtype: np.dtype, constants: frozenset[float] = frozenset()) -
     does not, those of a mask, such as -1e9, saturate, far enough out to be a mask still: see `_beside`.
     """
     if dtype.itemsize >= 4:
-        return ScaledArray(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
+        return with_scale(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
     x = storage.as_float32(wide(x))
     if constants and has_own_range(dtype):
         x, data, scale = _beside(x, dtype, tuple(sorted(constants)))
-        return ScaledArray(rounded(data, x=x, scale=scale), scale)
+        return with_scale(rounded(data, x=x, scale=scale), scale)
     x = stored(x, dtype, top=_RESULT_TOP)
-    return ScaledArray(x.data, jnp.float32(x.scale)) if x.is_static else x
+    return with_scale(x.data, jnp.float32(x.scale)) if x.is_static else x
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

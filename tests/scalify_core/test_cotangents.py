@@ -7,10 +7,11 @@ import optax
 import pytest
 from jax import lax
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
+from scalify_core import PrecisionWarning, ScaledArray, as_scaled_array, asarray, scalify, weights
 from scalify_core.cotangents import OF_ONE, marked, number
 
 HALF = jnp.float16
+told_elsewhere = pytest.mark.filterwarnings("ignore:.*reads as NaN:scalify_core.PrecisionWarning")
 X = jax.random.normal(jax.random.key(0), (4, 8))
 XS = jnp.stack([X, 2 * X, 3 * X])
 W = 0.01 * jax.random.normal(jax.random.key(1), (8, 8))
@@ -53,6 +54,11 @@ def both(use, w, scales="auto"):
     return np.asarray(asarray(found)), np.asarray(jax.grad(use(loss, lambda w: w))(asarray(w)))
 
 
+def run(fun, *args):
+    jax.block_until_ready(fun(*args))
+    jax.effects_barrier()
+
+
 def relative(found, expected):
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
@@ -70,6 +76,7 @@ def test_several_uses_add_up_where_data_has_the_range_of_float32(use, dtype, sca
     assert relative(*both(use, as_scaled_array(W, dtype=dtype), scales)) < ROUNDINGS[dtype]
 
 
+@told_elsewhere
 @pytest.mark.parametrize("dtype", [HALF, jnp.float8_e5m2])
 @pytest.mark.parametrize("use", USES)
 def test_several_uses_of_narrow_data_are_not_a_number(use, dtype):
@@ -125,6 +132,7 @@ def test_gradients_can_be_averaged_leaf_by_leaf_where_they_add_up():
     np.testing.assert_allclose(asarray(mean), expected, rtol=1e-5)
 
 
+@told_elsewhere
 @pytest.mark.parametrize("dtype", [jnp.float32, HALF])
 def test_other_arithmetic_on_leaves_is_not_a_number(dtype):
     w = as_scaled_array(W, dtype=dtype)
@@ -138,6 +146,7 @@ def test_other_arithmetic_on_leaves_is_not_a_number(dtype):
     assert float(optax.global_norm(gradient)) > 2.0**39  # so that it is seen
 
 
+@told_elsewhere
 def test_leaves_of_arguments_that_became_no_powers_of_two_are_not_a_number():
     a, b = as_scaled_array(W, jnp.float32(2)), as_scaled_array(W, jnp.float32(0.5))
     assert np.isnan(asarray(jax.tree.map(lambda x, y: (x + y) / 2, a, b))).all()
@@ -187,3 +196,83 @@ def test_a_long_mean_of_marks_is_none_though_it_is_rounded(count):
     marks, narrow = np.asarray(marked(jnp.asarray(scales))), np.dtype(HALF)
     for mean in (marks.sum(axis=1) / np.float32(count), (marks / np.float32(count)).sum(axis=1)):
         assert np.isnan(number(jnp.asarray(mean), narrow)).all()
+
+
+AT_ZERO = {
+    "difference": lambda g, h: jax.tree.map(jnp.subtract, g, h),
+    "maximum": lambda g, h: jax.tree.map(lambda x: jnp.maximum(x, 0), g),
+    "relu": lambda g, h: jax.tree.map(jax.nn.relu, g),
+    "clip": lambda g, h: jax.tree.map(lambda x: jnp.clip(x, 0, 1e9), g),
+    "where": lambda g, h: jax.tree.map(lambda x: jnp.where(x > 0, x, 0), g),
+    "product with zero": lambda g, h: ScaledArray.tree_unflatten(None, (g.data, 0 * g.tree_flatten()[0][1])),
+}
+READ = {
+    "asarray": asarray,
+    "scalify": lambda x: asarray(scalify(lambda x: x * 1.0)(x)),
+    "static": lambda x: asarray(scalify(lambda x: x * 1.0, scales="static")(x)),
+    "product": lambda x: asarray(scalify(lambda x: jnp.eye(8) @ x)(x)),
+    "scale": lambda x: x.data * x.scale,
+    "rescale": lambda x: asarray(x.rescale(1.0)),
+    "astype": lambda x: asarray(x.astype(jnp.float32)),
+    "elements": lambda x: asarray(x[:]),
+    "jit": lambda x: jax.jit(asarray)(x),
+    "update": lambda x: weights.apply_updates(jnp.zeros((8, 8)), x, rounding="nearest", seed=0, step=0),
+}
+
+
+@told_elsewhere
+@pytest.mark.parametrize("kind", AT_ZERO)
+@pytest.mark.parametrize("way", READ)
+@pytest.mark.parametrize("dtype", [jnp.float32, HALF])
+def test_data_beside_a_leaf_that_became_zero_is_no_number(kind, way, dtype):
+    w = as_scaled_array(W, dtype=dtype)
+    wrong = AT_ZERO[kind](jax.grad(outside)(w, X), jax.grad(outside)(w, 1.01 * X))
+    found, left = np.asarray(READ[way](wrong), np.float32), np.asarray(wrong.data) != 0
+    assert left.any()
+    assert np.isnan(found[left]).all()
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, 1, 1), (1, 4, 1)])
+def test_each_leaf_is_beside_its_own_data(shape):
+    data, leaf = jnp.ones((4, 4, 2)).at[:, 1].set(0).at[2].set(0), jnp.zeros(shape)
+    x = ScaledArray.tree_unflatten(None, (data, leaf))
+    found = np.asarray(jax.jit(asarray)(x))
+    np.testing.assert_array_equal(np.isnan(found), np.asarray(data) != 0)
+    assert np.isnan(x.scale).any()
+    assert (np.asarray(jax.jit(asarray)(ScaledArray.tree_unflatten(None, (0 * data, leaf)))) == 0).all()
+
+
+def test_zeros_are_zeros():
+    zeros = jax.tree.map(jnp.zeros_like, as_scaled_array({"w": W}, dtype=HALF))
+    for way in (asarray, lambda x: asarray(scalify(lambda x: jax.tree.map(jnp.sin, x))(x))):
+        np.testing.assert_array_equal(way(zeros)["w"], np.zeros_like(W))
+
+
+def test_who_reads_what_is_no_number_is_told_by_name():
+    gradient = {"layer": {"w": jax.grad(outside)(as_scaled_array(W, dtype=HALF), X)}}
+    assert np.isfinite(asarray(gradient)["layer"]["w"]).all()  # warnings are errors in these tests
+    for wrong in (jax.tree.map(lambda g: 0.1 * g, gradient), jax.tree.map(lambda g: jnp.maximum(g, 0), gradient)):
+        with pytest.warns(PrecisionWarning, match=r"asarray: \['layer'\]\['w'\] reads as NaN.*scalify\(jax.grad"):
+            asarray(wrong)
+        checked = jax.jit(scalify(lambda tree: jnp.sum(tree["layer"]["w"] * 2), check=True))
+        with pytest.warns(PrecisionWarning, match=r"argument: tree\['layer'\]\['w'\] reads as NaN"):
+            run(checked, wrong)
+    run(checked, gradient)
+    assert np.isnan(asarray(as_scaled_array(jnp.full(3, jnp.nan)))).all()  # a number that is none is not told
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("dtype", [jnp.float32, HALF])
+def test_a_gradient_that_is_built_anew_from_its_leaves_is_the_same(way, dtype):
+    w = as_scaled_array(W, dtype=dtype)
+    for x in (X, 1e-4 * X):
+        gradient = jax.grad(outside)(w, x)
+        anew = way(lambda g: asarray(ScaledArray(*jax.tree.leaves(g))))(gradient)
+        np.testing.assert_array_equal(anew, asarray(gradient))
+        np.testing.assert_allclose(anew, jax.grad(loss)(asarray(w), x), atol=2 * ROUNDINGS[dtype] * jnp.abs(anew).max())
+
+
+def test_a_scale_on_a_device_that_is_no_power_of_two_is_not_a_number():
+    x = ScaledArray(X, jnp.float32(3))
+    assert np.isnan(x.scale)
+    assert np.isnan(jax.jit(asarray)(x)).all()

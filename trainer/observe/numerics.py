@@ -37,8 +37,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from scalify_core import FloatFormat, ScaledArray, tree
-from scalify_core.array import is_scaled_array
+from scalify_core import FloatFormat, tree
+from scalify_core.array import is_scaled_array, with_scale
 from scalify_core.probe import FIGURES, SLOT, figures, probe
 from trainer.observe.sharpness import make_sharpness
 from trainer.parallel.mesh import replicated
@@ -204,11 +204,11 @@ def of_tensor(
     fmt, zeros, stacked = settings
     of = functools.partial(figures, zeros=zeros)
     if not stacked:
-        return of(ScaledArray(data, scale), fmt, exact)
+        return of(with_scale(data, scale), fmt, exact)
     scale = jnp.broadcast_to(jnp.reshape(scale, -1), data.shape[:1])
     if exact is None:
-        return jax.vmap(lambda data, scale: of(ScaledArray(data, scale), fmt))(data, scale)
-    return jax.vmap(lambda data, scale, exact: of(ScaledArray(data, scale), None, exact))(data, scale, exact)
+        return jax.vmap(lambda data, scale: of(with_scale(data, scale), fmt))(data, scale)
+    return jax.vmap(lambda data, scale, exact: of(with_scale(data, scale), None, exact))(data, scale, exact)
 
 
 def by_layer(model: Model, layers: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:

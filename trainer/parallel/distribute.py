@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from scalify_core import FloatFormat, ScaledArray, weights
-from scalify_core.array import is_scaled_array
+from scalify_core import FloatFormat, weights
+from scalify_core.array import is_scaled_array, with_scale
 from scalify_core.formats import E4M3, FP16
 from scalify_core.optim import Largest, largest_of_arrays
 from scalify_core.reductions import largest_magnitudes
@@ -103,7 +103,7 @@ def gather(params: Any, specs: Any, wire: Wire) -> Any:
             return p
         form = wire.narrow(role, p)
         if is_scaled_array(form):
-            return ScaledArray(move(form.data), form.scale)
+            return with_scale(move(form.data), form.scale)
         return move(form).astype(p.dtype)
 
     return map_arrays(of_leaf, params, specs, wire.roles)
