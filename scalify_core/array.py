@@ -27,15 +27,14 @@ class ScaledArray(NoNumber):
         - `scale` is positive, a power of two in [2^-126, 2^126], in one of two kinds. *Static*: a Python float. It is
           part of the pytree's structure, so for `jit` it is a constant of the compiled program, and another scale is
           another compilation. *Dynamic*: an FP32 array, a leaf beside the data; 2^-126 is that of zeros.
-        - A dynamic scale is a scalar, or has the shape of leading axes of the data ((L,) for a stack of L layers), or
-          the rank of the data with size 1 along the axes it is common to.
+        - A dynamic scale is a scalar, or has the shape of leading axes of the data ((L,) for L layers), or the rank of
+          the data with size 1 along the axes it is common to.
 
-    A ScaledArray is not an array: no arithmetic is defined on it, and `jax.tree.map` over trees that hold some acts on
-    data and scales separately, which is seldom meant. Compute with them inside `scalify`, or through `tree.py`.
+    No arithmetic is defined on a ScaledArray, and `jax.tree.map` over trees that hold some acts on data and scales
+    separately, which is seldom meant. Compute with them inside `scalify`, or through `tree.py`.
 
-    As a cotangent (outside of scalified functions) a ScaledArray is the ScaledArray of the logical gradient. All its
-    methods are differentiated so. The constructor is not: it takes the gradient's data for that of `data`, where the
-    chain rule asks for the logical gradient times the scale. Where a gradient is to pass, use `as_scaled_array`.
+    As a cotangent (outside of scalified functions) it is the logical gradient's, and all its methods are differentiated
+    so. The constructor is not: it leaves out the factor that the chain rule asks for. Use `as_scaled_array` there.
 
     The leaf of a dynamic scale may be a mark that stands for it (`cotangents`). `scale` is the power of two, or NaN.
     """

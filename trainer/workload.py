@@ -3,9 +3,7 @@
 import contextlib
 import dataclasses
 import math
-import types
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
@@ -40,7 +38,8 @@ from trainer.step.state import TrainState, init_state
 from trainer.step.step import Gradient, Hyper, StepFn, Tokens, make_train_step, mean_gradient, sequence_keys
 
 if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
-    from trainer.data import Loader, Manifest, Tokenizer
+    from trainer.data import Tokenizer
+    from trainer.data.dataset import Dataset
 
 
 class Model(NamedTuple):
@@ -149,46 +148,6 @@ class Model(NamedTuple):
         return store_gradients(grads, self.policy, lambda path: self.is_narrow(role_of(self.roles, path)))
 
 
-class Dataset(NamedTuple):
-    """Loaders of both parts of a prepared directory, or of a mixture of several, and their tokenizer.
-
-    Attributes:
-      sources: of a mixture, the loaders of the validation parts by the names of the sources; else empty.
-    """
-
-    train: "Loader"
-    val: "Loader"
-    tokenizer: "Tokenizer"
-    directory: Path
-    sources: "Mapping[str, Loader]" = types.MappingProxyType({})
-
-    @classmethod
-    def open(cls, directory: Path, *, seed: int, **settings: Any) -> Self:
-        """Open both parts; `settings` are those of `Loader`. Training reads a permutation, validation the order."""
-        from trainer.data import Loader
-
-        train = Loader(directory, "train", seed=seed, shuffle=True, **settings)
-        val = Loader(directory, "val", seed=seed, shuffle=False, **settings)
-        return cls(train, val, train.manifest.get_tokenizer(), directory)
-
-    @property
-    def manifest(self) -> "Manifest":
-        """What the directory holds."""
-        return self.train.manifest
-
-    @property
-    def bytes_per_token(self) -> float:
-        """The bytes of a token of the validation part's text, on average."""
-        return self.manifest.bytes("val") / self.manifest.tokens("val")
-
-    def validation_text(self, tokens: int) -> str:
-        """The text of the first so many tokens, ends of text aside."""
-        ids: list[int] = []
-        for shard in self.manifest.open("val"):
-            ids += (int(i) for i in shard[: tokens - len(ids)])
-        return self.tokenizer.decode([i for i in ids if i != self.manifest.eot])
-
-
 class Reduce(NamedTuple):
     """How gradients are reduced over devices; see `distribute.Wire`."""
 
@@ -239,7 +198,7 @@ class Workload(NamedTuple):
     """A task, the data that it is trained on, and the seed of both: everything but the run directory."""
 
     task: Task
-    data: Dataset
+    data: "Dataset"
     seed: int
 
     @property

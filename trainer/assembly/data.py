@@ -16,12 +16,12 @@ from trainer.data import (
     check_prepared,
     prepare,
 )
+from trainer.data.dataset import Dataset
 from trainer.data.mixture import MixedManifest, Mixture, stages_of
 from trainer.data.own import own_loaders, text_source
 from trainer.data.shards import MANIFEST
 from trainer.errors import UserError
 from trainer.observe.preparing import shown
-from trainer.workload import Dataset
 
 OwnData = Iterable[str] | Batches  # what a program gives in place of the configuration's
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.data.cooccurrence import MOST_TOKENS, token_vectors
+from trainer.data.dataset import Dataset
 from trainer.data.hf_tokenizer import ids_beside
 from trainer.data.tokenizer import Tokenizer, load_saved
 from trainer.errors import UserError
@@ -22,7 +23,6 @@ from trainer.models.tables import Method, Mixture, Shared, new_rows
 from trainer.models.weight_files import config_beside
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.start import FROM_INIT, architecture, check_same_model, restore_logical
-from trainer.workload import Dataset
 
 
 class Vocabulary(NamedTuple):

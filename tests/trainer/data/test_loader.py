@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from trainer.data import Loader, TextSource, prefetch, prepare
+from trainer.data.dataset import Dataset
 from trainer.data.loader import segments
 from trainer.errors import UserError
-from trainer.workload import Dataset
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer.data import TextSource, get_tokenizer, prepare
+from trainer.data.dataset import Dataset
 from trainer.data.hf_tokenizer import save_hf
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.llama_spec import LlamaSpec
 from trainer.models.spec import GPT2Spec
 from trainer.run.vocabulary import describe_embeddings, of_vocabulary, vocabulary_of, weights_for_tokenizer
-from trainer.workload import Dataset
 
 TEXT = "the cat sat on the mat and the rat sat on the hat and that was that\n" * 400
 SIZES = {"n_layer": 1, "d_model": 16, "context": 32}
