@@ -68,7 +68,7 @@ def plan_of(argv: Sequence[str]) -> "Plan":
         raise UserError(f"gpus={args.gpus} hosts={hosts}: expected 1 to 64 GPUs, as many on every host")
     if not 0 < args.memory_fraction <= 1:
         raise UserError(f"memory_fraction={args.memory_fraction}: expected a share in (0, 1]")
-    config = compose_or_explain(overrides)
+    config = composed(overrides)
     sequences = args.micro_batch or sequences_of(config, overrides, args.gpus // max(config.parallel.tensor, 1))
     bf16 = compose_or_explain(["precision=bf16"]).precision if yes("compare", args.compare) else None
     os.environ["JAX_PLATFORMS"] = "cpu"  # whatever GPU is in this machine, the one that is planned for is not
@@ -93,9 +93,21 @@ def yes(name: str, value: str) -> bool:
     return value == "yes"
 
 
+def gives_batch(overrides: Sequence[str]) -> bool:
+    """Whether the batch is the command line's own, and not the default of a configuration."""
+    return any(override.startswith(("train.batch_tokens=", "experiment=")) for override in overrides)
+
+
+def composed(overrides: Sequence[str]) -> Config:
+    """The configuration. A default batch does not count in a plan, so any model's context may exceed it."""
+    if gives_batch(overrides) or any(override.startswith("train.accum=") for override in overrides):
+        return compose_or_explain(overrides)
+    return compose_or_explain([*overrides, "train.batch_tokens=${model.context}"])
+
+
 def sequences_of(config: Config, overrides: Sequence[str], gpus: int) -> int:
     """Of a device's micro-batch, where the command line does not say it."""
-    if not any(override.startswith(("train.batch_tokens=", "experiment=")) for override in overrides):
+    if not gives_batch(overrides):
         return 8
     micro_batch = config.batch_size // config.train.accum
     if micro_batch % gpus:

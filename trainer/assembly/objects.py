@@ -35,8 +35,9 @@ from trainer.run.vocabulary import weights_for_tokenizer
 from trainer.run.watchdog import Bounds, Watchdog
 from trainer.step.evaluate import Evaluation, evaluate, xz_bits_per_byte
 from trainer.step.kernels import Kernels
-from trainer.step.optimizer import OptimizerFor, learning_rates, make_optimizer
+from trainer.step.optimizer import OptimizerFor, make_optimizer
 from trainer.step.optimizers import Optimizer
+from trainer.step.schedule import learning_rates
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
 from trainer.workload import (

@@ -57,7 +57,7 @@ def dot_general_for(
     Args:
       policy: the precision.
       narrow: the paths of the layers whose matmuls are narrow.
-      keep_weights: whether FP8 weights are kept for the backward pass; see `GPT2Spec.keep_fp8_weights`.
+      keep_weights: whether FP8 weights are kept for the backward pass; see `models.family.Spec`.
       store_gradients: whether FP8 products give the gradients of scaled weights in `policy.weight_grad` themselves.
     """
     chosen = set(narrow)

@@ -368,6 +368,11 @@ def test_bad_arguments_are_answered_in_one_line(arguments, message, capsys):
     assert out.out == ""
 
 
+@pytest.mark.parametrize(("arguments", "tokens"), [([], 4096), (["train.batch_tokens=8192", "train.accum=2"], 8192)])
+def test_a_context_longer_than_the_default_batch_needs_no_batch_on_the_command_line(arguments, tokens):
+    assert script.composed(["model=llama2_7b", *arguments]).train.batch_tokens == tokens
+
+
 def test_a_missing_package_is_named(monkeypatch):
     real = importlib.metadata.version
 

@@ -9,7 +9,7 @@ import pytest
 from trainer.errors import UserError
 from trainer.models.gpt2_family import GPT2_FAMILY
 from trainer.models.roles import Role
-from trainer.step.optimizer import learning_rates, make_optimizer, matrix_mask
+from trainer.step.optimizer import make_optimizer, matrix_mask
 from trainer.step.optimizers import ENTRIES
 
 PARAMS = {
@@ -120,26 +120,6 @@ def test_stacked_layers_are_updated_as_unrolled_ones(name):
     )
 
 
-@pytest.mark.parametrize(("name", "last"), [("cosine", 0.1), ("linear", 0.1), ("wsd", 0.1), ("constant", 1.0)])
-def test_schedules_warm_up_reach_the_peak_and_end_near_the_ratio(name, last):
-    rates = learning_rates(name, steps=1000, peak=2.0, warmup_fraction=0.1, min_ratio=0.1, decay_fraction=0.2)
-    assert rates.shape == (1000,)
-    assert rates.dtype == np.float32
-    np.testing.assert_allclose(rates[[0, 49, 99]], [0.02, 1.0, 2.0], rtol=4 * EPS)
-    np.testing.assert_allclose(rates.max(), 2.0, rtol=4 * EPS)
-    one_step = 2.0 * 0.9 / 200  # of the fastest decay
-    np.testing.assert_allclose(rates[-1], 2.0 * last, atol=one_step)
-    assert np.all(np.diff(rates[100:]) <= 0)
-
-
-def test_wsd_is_stable_until_its_decay():
-    rates = learning_rates("wsd", steps=1000, peak=1.0, warmup_fraction=0.0, min_ratio=0.0, decay_fraction=0.2)
-    np.testing.assert_array_equal(rates[:800], 1.0)
-    np.testing.assert_allclose(rates[900], 0.5, rtol=1e-5)
-
-
-def test_an_unknown_name_lists_the_valid_ones():
+def test_an_unknown_optimiser_lists_the_valid_ones():
     with pytest.raises(UserError, match="adamw"):
         make_optimizer("adam", weight_decay=0.0, clip_norm=0.0)
-    with pytest.raises(UserError, match="wsd"):
-        learning_rates("x", steps=1, peak=1.0, warmup_fraction=0.0, min_ratio=0.0, decay_fraction=0.2)
