@@ -14,7 +14,12 @@ HOMES = {
     "tensorboardX": {"trainer/observe/trackers/tensorboard.py"},
     "orbax": {"trainer/run/checkpoint.py"},
     "datasets": {"trainer/data/corpus.py"},
-    "matplotlib": {"trainer/observe/heatmap.py", "scripts/bench/contest.py", "scripts/studies/parity_picture.py"},
+    "matplotlib": {
+        "trainer/observe/heatmap.py",
+        "scripts/bench/contest.py",
+        "scripts/studies/parity_picture.py",
+        "scripts/studies/stability_picture.py",
+    },
 }
 # In this order: a module may import those before it, never one after it.
 CORE_ORDER = ["formats", "array", "registry", "rules", "interpreter"]

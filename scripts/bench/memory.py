@@ -20,8 +20,8 @@ from jax.extend import core as jex
 
 from scalify_core.array import is_scaled_array
 from scalify_core.tree import leaves
-from scripts.arguments import argument, run
-from scripts.studies.parity import overrides, split
+from scripts.arguments import argument, run, split
+from scripts.studies.runs import overrides
 from trainer.assembly.objects import build_mesh, build_model, build_optimizer, build_policy
 from trainer.config.composition import compose_config
 from trainer.parallel.mesh import abstract_batch

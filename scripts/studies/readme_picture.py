@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from scripts.arguments import argument, run
 from scripts.studies.pairs import Outcome, Row, compare
-from scripts.studies.parity import Job, folder, read_outcome
+from scripts.studies.parity import read_outcome
+from scripts.studies.runs import Job, folder
 from trainer.errors import UserError
 from trainer.report.charts import Scale, ticks, written
 from trainer.run.rundir import write_atomically

@@ -4,8 +4,8 @@ import struct
 import pytest
 
 from scripts.studies.pairs import Outcome, compare, half_width, markdown
-from scripts.studies.parity import Job
 from scripts.studies.parity_picture import draw
+from scripts.studies.runs import Job
 
 
 def outcome(*losses, diverged=False, skipped=0):

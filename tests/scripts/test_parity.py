@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from scripts.studies import parity
-from scripts.studies.parity import Arguments, Job
+from scripts.studies import parity, runs
+from scripts.studies.parity import Arguments
+from scripts.studies.runs import Job
 from trainer.errors import UserError
 from trainer.observe.records import encode_row
 from trainer.run.rundir import RunDir
@@ -21,16 +22,16 @@ TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
 
 
 def test_an_item_is_a_precision_with_further_overrides_or_overrides_alone():
-    assert parity.overrides("bf16") == ["precision=bf16"]
-    assert parity.overrides("bf16+precision.mu=e4m3") == ["precision=bf16", "precision.mu=e4m3"]
-    assert parity.overrides("experiment=fishman+seed=1") == ["experiment=fishman", "seed=1"]
+    assert runs.overrides("bf16") == ["precision=bf16"]
+    assert runs.overrides("bf16+precision.mu=e4m3") == ["precision=bf16", "precision.mu=e4m3"]
+    assert runs.overrides("experiment=fishman+seed=1") == ["experiment=fishman", "seed=1"]
 
 
 def test_items_and_learning_rates_are_separated_by_commas_outside_of_brackets():
-    items, multiples = parity.parse(Arguments("a+precision.keep=[h.0.*,h.1.*],bf16,fp32", lr="1,0.5"))
+    items, multiples = runs.parse(Arguments("a+precision.keep=[h.0.*,h.1.*],bf16,fp32", lr="1,0.5"))
     assert items == ["fp32", "a+precision.keep=[h.0.*,h.1.*]", "bf16"]
     assert multiples == [1.0, 0.5]
-    assert parity.safe(items[1]) == "a+precision.keep=_h.0.__h.1.__"
+    assert runs.safe(items[1]) == "a+precision.keep=_h.0.__h.1.__"
 
 
 @pytest.mark.parametrize(
@@ -44,19 +45,18 @@ def test_items_and_learning_rates_are_separated_by_commas_outside_of_brackets():
         ({"lr": "0"}, "lr=0: expected positive multiples"),
         ({"overrides": "model.lr=1e-3 tracker=none"}, "tracker=none: the study sets tracker itself; leave it out"),
         ({"presets": "bf16+seed=3"}, "seed=3: the study sets seed itself"),
-        ({"evaluate_in": "fp32,bf16"}, "evaluate_in=fp32,bf16: expected one precision"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_runs(arguments, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        parity.parse(Arguments(**{"presets": "bf16"} | arguments))
+        runs.parse(Arguments(**{"presets": "bf16"} | arguments))
 
 
 def test_a_directory_takes_more_seeds_and_presets_but_not_another_length(tmp_path):
-    parity.claim(tmp_path, Arguments("bf16", seeds=2))
-    parity.claim(tmp_path, Arguments("bf16,scalify_fp8", seeds=8, lr="1,3"))
+    runs.claim(tmp_path, Arguments("bf16", seeds=2))
+    runs.claim(tmp_path, Arguments("bf16,scalify_fp8", seeds=8, lr="1,3"))
     with pytest.raises(UserError, match=re.escape("steps=500 (was 1000)")):
-        parity.claim(tmp_path, Arguments("bf16", steps=500))
+        runs.claim(tmp_path, Arguments("bf16", steps=500))
 
 
 def write(run_dir, *rows):
@@ -95,7 +95,7 @@ def test_the_loss_in_another_precision_is_that_of_the_name(tmp_path):
 def ended(tmp_path, monkeypatch):
     """A study's only run, ended but not evaluated, and its checkpoints; evaluations answer at once, or fail."""
     args = Arguments("fp32", seeds=1, steps=10, evaluations=1, last=1, evaluate_in="fp32", out=str(tmp_path))
-    run_dir = parity.folder(tmp_path, Job(1.0, "fp32", 0))
+    run_dir = runs.folder(tmp_path, Job(1.0, "fp32", 0))
     write(run_dir, {"step": 10, "val/loss": 1.0})
     (run_dir / "checkpoints" / "10").mkdir(parents=True)
 
@@ -193,14 +193,16 @@ def test_weights_that_cannot_be_evaluated_stay_and_the_study_goes_on(ended, caps
 def test_the_other_precision_is_checked_before_anything_runs(ended):
     with pytest.raises(UserError, match="only training writes"):
         parity.main(dataclasses.replace(ended[0], evaluate_in="fp8_delayed"))
+    with pytest.raises(UserError, match="evaluate_in=fp32,bf16: expected one precision"):
+        parity.main(dataclasses.replace(ended[0], evaluate_in="fp32,bf16"))
 
 
 def test_a_failed_run_ends_the_study_with_its_last_words(tmp_path):
     job = Job(1.0, "bf16", 0)
     with pytest.raises(UserError, match=r"ended with exit code 2: unknown key trian"):
         list(
-            parity.in_turn(
-                {job: [*parity.command(Arguments("bf16"), job, tmp_path / "r", 1e-3), "trian.steps=1"]},
+            runs.in_turn(
+                {job: [*runs.command(Arguments("bf16"), job, tmp_path / "r", 1e-3), "trian.steps=1"]},
                 {job: tmp_path / "r"},
                 1,
             )
@@ -223,15 +225,15 @@ def test_runs_are_told_to_stop_and_save_when_the_study_stops(tmp_path):
         short: [sys.executable, "-c", wait],
         long: [sys.executable, "-c", SAVES, str(saved), str(ready)],
     }
-    runs = parity.in_turn(commands, {job: tmp_path / job.item for job in commands}, 2)
-    assert next(runs) == short
-    runs.close()
+    running = runs.in_turn(commands, {job: tmp_path / job.item for job in commands}, 2)
+    assert next(running) == short
+    running.close()
     assert saved.exists()
 
 
 TWICE = """
 import pathlib, signal, sys
-from scripts.studies.parity import Job, in_turn
+from scripts.studies.runs import Job, in_turn
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 job, out = Job(1.0, "fp32", 0), pathlib.Path(sys.argv[1])
 child = [sys.executable, "-c", sys.argv[2], str(out / "saved"), str(out / "ready")]

@@ -83,7 +83,7 @@ def test_the_installed_library_is_prepared_and_told_by_manifest_and_dry_run(monk
     tokens = np.concatenate([np.concatenate(manifest.open(split)) for split in ("train", "val")])
     ends = 4  # one of three documents is cut, for the validation
     assert sum(len(path.read_bytes()) for path in few) == source["bytes"] == len(tokens) - ends
-    sizes = ["parallel.data=1", "model.n_layer=1", "model.d_model=32", "model.n_head=2", "model.context=32", "train.batch_tokens=64"]
+    sizes = ["model.n_layer=1", "model.d_model=32", "model.n_head=2", "model.context=32", "train.batch_tokens=256"]
     assert (
         main(["data=python", f"data.cache_dir={tmp_path / 'data'}", "dry_run=true", "compile_cache=null", *sizes]) == 0
     )

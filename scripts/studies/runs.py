@@ -1,0 +1,225 @@
+"""Studies of many short runs: what is asked for, as jobs, and the jobs as trainers that run beside each other.
+
+An item is a precision with `+key=value` for each further override, or overrides alone. Each run is `python -m trainer`
+in OUT/LR/ITEM/SEED, and stays there: the next call of the study goes on.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import yaml
+
+from scripts.arguments import argument, split
+from trainer.errors import Diverged, UserError
+from trainer.run.rundir import write_atomically
+
+# What the study sets itself, from its own arguments or to read a run's outcome: no override takes their place.
+OWN_KEYS = ("tracker", "seed", "run_dir", "resume", "model", "train.steps", "train.batch_tokens", "optimizer.lr")
+REMOVED = "removed"  # what checkpoints are called from when they are given up to when they are gone
+
+
+@dataclass(frozen=True)
+class Study:
+    """What every study is asked for; see `--help`.
+
+    Attributes:
+      fixed: what all runs of a directory have in common; presets, seeds and learning rates may be added later.
+    """
+
+    fixed: ClassVar[tuple[str, ...]] = ("steps", "batch_tokens", "model", "overrides", "evaluations", "eval_batches")
+
+    presets: str = argument("what is compared, separated by commas")
+    base: str = argument("what they are compared with; always run", "fp32")
+    seeds: int = argument("pairs", 8)
+    first_seed: int = argument("the first of the seeds, which follow one another", 0)
+    lr: str = argument("learning rates, as multiples of model.lr, separated by commas", "1")
+    model: str = argument("the model", "gpt2_nano")
+    steps: int = argument("steps of each run", 1000)
+    batch_tokens: int = argument("tokens per step", 1024)
+    overrides: str = argument("further arguments of the trainer for all runs, separated by spaces", "")
+    evaluations: int = argument("validations during a run, evenly spaced, all on the same batches", 20)
+    eval_batches: int = argument("batches of a validation", 32)
+    last: int = argument("last validations of a run that are averaged", 5)
+    jobs: int = argument("runs at a time; 0: only write the table of those that are finished", 1)
+    out: str = argument("where the runs and the table go", "runs/study")
+
+    @property
+    def logged(self) -> list[str]:
+        """The trainer's arguments that say how often it looks at what."""
+        return ["train.log_every=10", "metrics.numerics_every=0"]
+
+
+class Job(NamedTuple):
+    """One run: learning rate as a multiple, item of `presets`, seed."""
+
+    lr: float
+    item: str
+    seed: int
+
+
+def jobs_of(args: Study) -> list[Job]:
+    """Every run of the study, seeds outermost, the base first."""
+    items, multiples = parse(args)
+    return [Job(m, item, args.first_seed + seed) for seed in range(args.seeds) for m in multiples for item in items]
+
+
+def parse(args: Study) -> tuple[list[str], list[float]]:
+    """Items, the base first, and learning rates; UserError for what cannot be meant."""
+    for name, least in (("seeds", 1), ("steps", 1), ("last", 1), ("eval_batches", 1), ("evaluations", 1), ("jobs", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"{name}={getattr(args, name)}: expected at least {least}")
+    if args.steps % args.evaluations or args.last > args.evaluations:
+        raise UserError(
+            f"evaluations={args.evaluations}: expected a divisor of steps={args.steps}, not below last={args.last}"
+        )
+    items = [args.base, *(item for item in split(args.presets) if item != args.base)]
+    names = [safe(item) for item in items]
+    for item, name in zip(items, names, strict=True):
+        if names.count(name) > 1:
+            raise UserError(f"presets={args.presets}: {item} stands there twice; give each once")
+    for word in (*shlex.split(args.overrides), *(part for item in items for part in overrides(item))):
+        key = word.partition("=")[0].lstrip("+~")
+        if key in OWN_KEYS:
+            raise UserError(f"{word}: the study sets {key} itself; leave it out, or see its own arguments (--help)")
+    try:
+        multiples = [float(text) for text in args.lr.split(",")]
+    except ValueError:
+        raise UserError(f"lr={args.lr}: expected multiples of model.lr, such as lr=1,3,10") from None
+    if len(set(multiples)) < len(multiples) or min(multiples) <= 0:
+        raise UserError(f"lr={args.lr}: expected positive multiples of model.lr, each once")
+    return items, multiples
+
+
+def safe(item: str) -> str:
+    """The item as the name of a directory."""
+    return re.sub(r"[^\w.=+-]", "_", item)
+
+
+def folder(out: Path, job: Job) -> Path:
+    """The run's directory."""
+    return out / f"{job.lr:g}x" / safe(job.item) / str(job.seed)
+
+
+def overrides(item: str) -> list[str]:
+    """The trainer's arguments that an item stands for."""
+    return [part if "=" in part else f"precision={part}" for part in item.split("+")]
+
+
+def claim(out: Path, args: Study) -> None:
+    """A directory holds runs of one kind. UserError if these would be of another."""
+    fixed = {name: getattr(args, name) for name in args.fixed}
+    path = out / "study.json"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to out={out}: {error.strerror}; choose another") from error
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        different = [f"{k}={v} (was {before.get(k)})" for k, v in fixed.items() if v != before.get(k)]
+        if different:
+            raise UserError(
+                f"out={out} holds runs with other {', '.join(different)}; take it back, or choose another out"
+            )
+    write_atomically(path, json.dumps(fixed, indent=2) + "\n")
+
+
+def check_items(args: Study, items: Sequence[str]) -> float:
+    """`model.lr`, once the trainer has composed every item's configuration. UserError in its words otherwise."""
+    lr = 0.0
+    for item in reversed(items):  # the base last: the learning rate is its own
+        arguments = [f"model={args.model}", *shlex.split(args.overrides), *overrides(item), "--cfg", "job", "--resolve"]
+        done = subprocess.run([sys.executable, "-m", "trainer", *arguments], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"{item}: {last_line(done.stderr)}")
+        lr = yaml.safe_load(done.stdout)["model"]["lr"]
+    return lr
+
+
+def last_line(text: str) -> str:
+    """What a failed process said at last, without `error: `."""
+    lines = text.strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else "the trainer failed without a word"
+
+
+def command(args: Study, job: Job, run_dir: Path, model_lr: float) -> list[str]:
+    """The run as a command. Checkpoints come only at the end or when it is interrupted."""
+    settings = [
+        f"model={args.model}",
+        f"train.steps={args.steps}",
+        f"train.batch_tokens={args.batch_tokens}",
+        f"train.eval_every={args.steps // args.evaluations}",
+        f"train.eval_batches={args.eval_batches}",
+        f"train.final_eval_batches={args.eval_batches}",
+        "checkpoint.every=0",
+        "sample.max_new=0",
+        *args.logged,
+        "tracker=jsonl",
+        *shlex.split(args.overrides),
+        *overrides(job.item),
+        f"optimizer.lr={job.lr * model_lr:.9g}",
+        f"seed={job.seed}",
+        f"run_dir='{run_dir}'",
+    ]
+    return [sys.executable, "-m", "trainer", *settings]
+
+
+def in_turn(commands: dict[Job, list[str]], folders: dict[Job, Path], count: int) -> Iterator[Job]:
+    """Each job as it ends, `count` of them running at a time; when we are stopped, they are stopped, and save.
+
+    Raises UserError, with the trainer's last line, for a run that failed; that it diverged is a result.
+    """
+    waiting, running = list(commands), dict[Job, subprocess.Popen[bytes]]()
+    stops = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in stops]
+    try:
+        while waiting or running:
+            while waiting and len(running) < count:
+                job = waiting.pop(0)
+                folders[job].mkdir(parents=True, exist_ok=True)
+                with (folders[job] / "output.txt").open("wb") as file:
+                    # In a group of its own: a terminal's Ctrl-C would reach it too, and ours be the second signal.
+                    running[job] = subprocess.Popen(
+                        commands[job], stdout=file, stderr=subprocess.STDOUT, process_group=0
+                    )
+            time.sleep(0.2)
+            for job in [job for job, process in running.items() if process.poll() is not None]:
+                code = running.pop(job).returncode
+                if code not in (0, Diverged.exit_code):
+                    output = (folders[job] / "output.txt").read_text(encoding="utf-8", errors="replace")
+                    raise UserError(f"{folders[job]} ended with exit code {code}: {last_line(output)}")
+                yield job
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+        for number, handler in zip(stops, before, strict=True):
+            signal.signal(number, handler)
+
+
+def remove_checkpoints(run_dir: Path) -> None:
+    """Remove those of a run that has ended, if it has any: most of its size. Whoever kills this leaves all or none."""
+    remove_removed(run_dir)
+    if (run_dir / "checkpoints").exists():
+        (run_dir / "checkpoints").rename(run_dir / REMOVED)
+        remove_removed(run_dir)
+
+
+def remove_removed(run_dir: Path) -> None:
+    """Remove what a removal of checkpoints that was killed has left."""
+    shutil.rmtree(run_dir / REMOVED, ignore_errors=True)
+
+
+def given(args: Study) -> dict[str, Any]:
+    """The arguments that are not at their defaults."""
+    return {f.name: getattr(args, f.name) for f in fields(args) if getattr(args, f.name) != f.default}

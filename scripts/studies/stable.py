@@ -1,0 +1,316 @@
+"""How stable runs were: what one came to, and the figures of a precision over its learning rates and seeds.
+
+References: Wortsman et al. 2023, arXiv 2309.14322 (learning-rate sensitivity); Lee et al. 2024, arXiv 2405.18710
+(divergence and sharpness over seeds and rates); Wilson 1927 (the interval of a share).
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from scipy.special import ndtri
+
+from scripts.studies.pairs import half_width
+
+WINDOW, SIGMAS, LEAST = 33, 6.0, 0.1  # steps before a loss that it is held against; how far above them a spike begins
+SMOOTH = 9  # steps whose median tells where a run is
+EDGE = 1.0  # learning rate over the critical one from which that sharpness has risen
+RISEN = 2.0  # times the median of all looks before, from which the logits' has
+LOOKS = 3  # before which nothing is said of it
+
+
+class Run(NamedTuple):
+    """What a run came to.
+
+    Attributes:
+      first: training loss (nats) of the first step, at the initial weights.
+      final: mean of the last validations; infinite where it was stopped or not finite.
+      diverged: see `has_diverged`.
+      onset: the step from which it was lost; None: it was not.
+      spikes: of the training loss, before that.
+      skipped: steps that were not finite.
+      logits: by step, the sharpness of the logits in percent.
+      edge: by step, the learning rate over the critical one.
+    """
+
+    first: float
+    final: float
+    diverged: bool
+    onset: int | None
+    spikes: int
+    skipped: int
+    logits: dict[int, float]
+    edge: dict[int, float]
+
+    @property
+    def clipped(self) -> float:
+        """The final loss, but not more than the first one."""
+        return min(self.final, self.first)
+
+
+class Row(NamedTuple):
+    """A precision's figures.
+
+    Attributes:
+      item: what was run.
+      runs: how many have ended.
+      diverged: of them.
+      low, high: the 95% interval of their share, by Wilson.
+      spikes: a run, on average.
+      skipped: steps that were not finite, over all runs.
+      largest: the largest learning rate up to which no run diverged, as a multiple; None: the least one does.
+      seeds: with runs at every rate, of which the next ones are.
+      sensitivity: mean over seeds, nats; see `sensitivity`.
+      half_width: of its 95% interval.
+      ratio: of the sensitivity to the base's, mean over seeds that both have; and
+      ratio_half_width.
+      leads: for each sharpness by name, the median number of steps by which it rose before a divergence, of how many
+        divergences it rose, of how many it was looked at in, and in what share of the other runs it rose as well.
+    """
+
+    item: str
+    runs: int
+    diverged: int
+    low: float
+    high: float
+    spikes: float
+    skipped: int
+    largest: float | None
+    seeds: int
+    sensitivity: float
+    half_width: float
+    ratio: float
+    ratio_half_width: float
+    leads: dict[str, "Lead"]
+
+
+class Lead(NamedTuple):
+    """See `Row.leads`."""
+
+    steps: float
+    rose: int
+    of: int
+    otherwise: float
+
+
+def has_diverged(first: float, curve: Sequence[float], *, stopped: bool) -> bool:
+    """Whether a run was stopped, ends without a finite loss, learnt nothing, or has lost half of what it had learnt.
+
+    Args:
+      first: loss at the initial weights.
+      curve: validation losses, in their order.
+    """
+    if stopped or not curve or not math.isfinite(curve[-1]):
+        return True
+    best = min(loss for loss in curve if math.isfinite(loss))
+    return best >= first or curve[-1] - best > (first - best) / 2
+
+
+def onset_of(losses: Mapping[int, float], diverged: bool) -> int | None:
+    """The first step from which a diverged run stays above the middle between its first and its lowest loss."""
+    if not diverged or not losses:
+        return None
+    steps = sorted(losses)
+    if len(steps) < SMOOTH:
+        return steps[-1]
+    medians = [
+        statistics.median([losses[s] if math.isfinite(losses[s]) else math.inf for s in steps[max(0, i - SMOOTH) : i]])
+        for i in range(1, len(steps) + 1)
+    ]
+    lowest = min(range(len(medians)), key=medians.__getitem__)
+    middle = (medians[0] + medians[lowest]) / 2
+    lost = [i for i in range(lowest, len(medians)) if medians[i] > middle]
+    return steps[lost[0]] if lost else steps[-1]
+
+
+def spikes_in(losses: Mapping[int, float], end: int | None) -> int:
+    """How often the loss leaves the course of the WINDOW steps before by SIGMAS of their scatter, and by LEAST nats.
+
+    Steps in a row are one spike; `end`: only up to there. The scatter is 1.4826 times the median distance to the
+    median, which is the standard deviation of normal numbers and bears spikes.
+    """
+    steps = [step for step in sorted(losses) if end is None or step < end]
+    count, inside = 0, False
+    for i in range(WINDOW, len(steps)):
+        before = [losses[step] for step in steps[i - WINDOW : i]]
+        middle = statistics.median(before)
+        scatter = 1.4826 * statistics.median([abs(x - middle) for x in before])
+        above = not losses[steps[i]] <= middle + max(SIGMAS * scatter, LEAST)
+        count, inside = count + (above and not inside), above
+    return count
+
+
+def run_of(rows: Sequence[Mapping[str, Any]], *, steps: int, last: int, stopped: bool) -> Run | None:
+    """From the rows of metrics.jsonl; None: it has not ended, and was not stopped."""
+    losses = {row["step"]: float(row["train/loss"]) for row in rows if "train/loss" in row}
+    curve = {row["step"]: float(row["val/loss"]) for row in rows if "val/loss" in row}
+    if not losses or (not stopped and steps not in curve):
+        return None
+    first, values = losses[min(losses)], [curve[step] for step in sorted(curve)]
+    diverged = has_diverged(first, values, stopped=stopped)
+    final = statistics.fmean(values[-last:]) if values and not stopped else math.inf
+    onset = onset_of(losses, diverged)
+    looks = [row for row in rows if "sharpness/critical" in row]
+    return Run(
+        first,
+        final if math.isfinite(final) else math.inf,
+        diverged,
+        onset,
+        spikes_in(losses, onset),
+        max((int(row["watchdog/skipped"]) for row in rows if "watchdog/skipped" in row), default=0),
+        {row["step"]: float(row["sharpness/logits"]) for row in looks},
+        {row["step"]: float(row["lr"]) * float(row["sharpness/critical"]) / 2 for row in looks},
+    )
+
+
+def wilson(count: int, of: int, confidence: float = 0.95) -> tuple[float, float]:
+    """The interval of a share by Wilson; (0, 1) of nothing."""
+    if not of:
+        return 0.0, 1.0
+    z = float(ndtri((1 + confidence) / 2))
+    share, weight = count / of, 1 + z * z / of
+    centre = (share + z * z / (2 * of)) / weight
+    reach = z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of)) / weight
+    return max(0.0, centre - reach), min(1.0, centre + reach)
+
+
+def sensitivity(runs: Sequence[Run]) -> float:
+    """Of one seed's runs over learning rates: mean of min(loss, first loss), minus the lowest of them; nats.
+
+    Wortsman et al. write it as an expectation over rates of [min(loss, loss at initialisation) - best loss].
+    """
+    losses = [run.clipped for run in runs]
+    return statistics.fmean(losses) - min(losses)
+
+
+def alarm(series: Mapping[int, float], kind: str) -> list[bool]:
+    """For each look of a sharpness whether it has risen: above EDGE; of the logits, RISEN times the looks before."""
+    values = [series[step] for step in sorted(series)]
+    if kind == "edge":
+        return [not value < EDGE for value in values]
+    return [
+        i >= LOOKS and not value < RISEN * statistics.median(values[:i]) for i, value in enumerate(values)
+    ]  # what is not a number has risen
+
+
+def lead_of(run: Run, kind: str) -> int | None:
+    """By how many steps a sharpness rose before the onset, and stayed up; None: it was not up by then."""
+    series: dict[int, float] = getattr(run, kind)
+    assert run.onset is not None
+    looks = [step for step in sorted(series) if step <= run.onset]
+    up = alarm({step: series[step] for step in looks}, kind)
+    if not up or not up[-1]:
+        return None
+    since = next((i + 1 for i in range(len(up) - 1, -1, -1) if not up[i]), 0)
+    return run.onset - looks[since]
+
+
+def leads(runs: Sequence[Run]) -> dict[str, Lead]:
+    """See `Row.leads`; a sharpness that was not looked at is not there."""
+    found = {}
+    for kind in ("logits", "edge"):
+        lost = [run for run in runs if run.onset is not None and any(step <= run.onset for step in getattr(run, kind))]
+        kept = [run for run in runs if not run.diverged and getattr(run, kind)]
+        ahead = [steps for run in lost if (steps := lead_of(run, kind)) is not None]
+        false = [any(alarm(getattr(run, kind), kind)) for run in kept]
+        if lost or kept:
+            steps = statistics.median(ahead) if ahead else math.nan
+            found[kind] = Lead(steps, len(ahead), len(lost), statistics.fmean(false) if false else math.nan)
+    return found
+
+
+def figures(runs: Mapping[Any, Run], base: str, rates: Sequence[float]) -> list[Row]:
+    """A row for each item, in the order of first appearance.
+
+    Args:
+      runs: by a key with `lr`, `item` and `seed`.
+      base: the item that sensitivities are compared with.
+      rates: all of the study.
+    """
+    by_seed: dict[str, dict[int, float]] = {}
+    for item in dict.fromkeys(key.item for key in runs):
+        own = {(key.seed, key.lr): run for key, run in runs.items() if key.item == item}
+        whole = [s for s in dict.fromkeys(seed for seed, _ in own) if all((s, lr) in own for lr in rates)]
+        by_seed[item] = {seed: sensitivity([own[seed, lr] for lr in rates]) for seed in whole}
+    return [row_of(item, runs, by_seed, base, rates) for item in by_seed]
+
+
+def row_of(
+    item: str, runs: Mapping[Any, Run], by_seed: Mapping[str, Mapping[int, float]], base: str, rates: Sequence[float]
+) -> Row:
+    """The figures of an item; see `figures`."""
+    own = {key: run for key, run in runs.items() if key.item == item}
+    lost = sum(run.diverged for run in own.values())
+    values, theirs = by_seed[item], by_seed.get(base, {})
+    ratios = [values[seed] / theirs[seed] for seed in values if theirs.get(seed, 0) > 0]
+    low, high = wilson(lost, len(own))
+    return Row(
+        item,
+        len(own),
+        lost,
+        low,
+        high,
+        statistics.fmean([run.spikes for run in own.values()]),
+        sum(run.skipped for run in own.values()),
+        largest_stable(own, rates),
+        len(values),
+        statistics.fmean(values.values()) if values else math.nan,
+        half_width(list(values.values())),
+        statistics.fmean(ratios) if ratios else math.nan,
+        half_width(ratios),
+        leads(list(own.values())),
+    )
+
+
+def largest_stable(runs: Mapping[Any, Run], rates: Sequence[float]) -> float | None:
+    """The largest rate up to which every run that ended was stable; a rate without runs ends the search."""
+    found = None
+    for lr in sorted(rates):
+        at = [run for key, run in runs.items() if key.lr == lr]
+        if not at or any(run.diverged for run in at):
+            break
+        found = lr
+    return found
+
+
+def markdown(rows: Sequence[Row], runs: Mapping[Any, Run], base: str, rates: Sequence[float]) -> str:
+    """Two tables: a line for each item, and the final losses by item and rate. A dash where there is no figure."""
+    head = ["precision", "runs", "diverged", "share, 95%", "spikes a run", "skipped steps", "largest stable rate"]
+    head += ["sensitivity, nats", f"over that of {base}", "logits rose before", "edge passed before"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        own = f"{row.sensitivity:.4f}{interval(row.half_width, 4)}" if row.seeds else "-"
+        ratio = f"{row.ratio:.3f}{interval(row.ratio_half_width, 3)}" if math.isfinite(row.ratio) else "-"
+        cells = [row.item, str(row.runs), str(row.diverged), f"{row.low:.0%} to {row.high:.0%}", f"{row.spikes:.1f}"]
+        cells += [str(row.skipped), "none" if row.largest is None else f"{row.largest:g}x", own]
+        cells += ["-" if row.item == base else ratio, *(words(row.leads.get(kind)) for kind in ("logits", "edge"))]
+        lines.append(f"| {' | '.join(cells)} |")
+    head = ["precision", *(f"{lr:g}x" for lr in rates)]
+    lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        cells = [at_rate([run for key, run in runs.items() if (key.item, key.lr) == (row.item, lr)]) for lr in rates]
+        lines.append(f"| {' | '.join([row.item, *cells])} |")
+    return "\n".join(lines) + "\n"
+
+
+def interval(width: float, digits: int) -> str:
+    """To be appended; nothing where there is none."""
+    return f" ± {width:.{digits}f}" if math.isfinite(width) else ""
+
+
+def words(lead: Lead | None) -> str:
+    """A lead in a cell of the table."""
+    if lead is None:
+        return "-"
+    ahead = f"{lead.steps:g} steps, {lead.rose} of {lead.of}" if lead.rose else f"{lead.rose} of {lead.of}"
+    return ahead + (f"; {lead.otherwise:.0%} of others" if math.isfinite(lead.otherwise) else "")
+
+
+def at_rate(runs: Sequence[Run]) -> str:
+    """The mean final loss of those that did not diverge, their range, and how many did."""
+    kept, lost = [run.final for run in runs if not run.diverged], sum(run.diverged for run in runs)
+    parts = [f"{statistics.fmean(kept):.4f}"] if kept else []
+    parts += [f"({min(kept):.3f} to {max(kept):.3f})"] if len(kept) > 1 else []
+    parts += [f"{lost} diverged"] if lost else []
+    return " ".join(parts) or "-"

@@ -1,0 +1,153 @@
+"""The stability study: each figure by hand on made-up runs, and a short study of real ones that can fail."""
+
+import json
+import math
+from typing import NamedTuple
+
+import pytest
+
+from scripts.studies import stability, stable
+from scripts.studies.runs import Job
+from scripts.studies.stability import Arguments
+from scripts.studies.stable import Run
+from trainer.errors import UserError
+
+TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
+
+
+def ended(first=5.0, final=2.0, onset=None, spikes=0, logits=None, edge=None, *, diverged=False):
+    return Run(first, final, diverged, onset, spikes, 0, logits or {}, edge or {})
+
+
+@pytest.mark.parametrize(
+    ("curve", "stopped", "right"),
+    [
+        ([4.0, 3.0, 2.0], False, False),
+        ([4.0, 2.0, 3.4], False, False),
+        ([4.0, 2.0, 3.6], False, True),
+        ([4.0, 2.0, math.nan], False, True),
+        ([4.0, 2.0], True, True),
+        ([5.1, 5.2, 5.1], False, True),
+        ([], False, True),
+    ],
+)
+def test_a_run_has_diverged_that_was_stopped_learnt_nothing_or_lost_half_of_it(curve, stopped, right):
+    assert stable.has_diverged(5.0, curve, stopped=stopped) == right
+
+
+def test_the_onset_is_where_the_loss_begins_to_stay_above_the_middle():
+    losses = {step: max(2.0, 5.0 - 0.1 * step) for step in range(1, 101)} | dict.fromkeys(range(101, 151), 4.8)
+    onset = stable.onset_of(losses, True)
+    assert 101 <= onset <= 101 + stable.SMOOTH
+    assert stable.onset_of(losses, False) is None
+    assert stable.onset_of(losses | dict.fromkeys(range(120, 151), math.nan), True) == onset
+
+
+def test_spikes_are_counted_once_each_and_only_before_the_onset():
+    losses = {step: 2.0 + 0.01 * (step % 3) for step in range(1, 201)}
+    assert stable.spikes_in(losses, None) == 0
+    losses |= {80: 3.0, 81: 3.5, 120: math.nan, 160: 2.3}
+    assert stable.spikes_in(losses, None) == 3
+    assert stable.spikes_in(losses, 120) == 1
+    assert stable.spikes_in(losses | {40: 2.05}, 120) == 1  # within the least that counts
+
+
+@pytest.mark.parametrize(
+    ("count", "of", "low", "high"), [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (1, 1, 0.2065, 1)]
+)
+def test_wilsons_interval_is_that_of_the_tables(count, of, low, high):
+    assert stable.wilson(count, of) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_sensitivity_is_the_mean_over_rates_of_the_clipped_loss_above_the_best():
+    runs = [ended(final=2.5), ended(final=2.0), ended(final=math.inf, diverged=True)]
+    assert stable.sensitivity(runs) == pytest.approx((0.5 + 0 + 3.0) / 3)
+
+
+def test_a_sharpness_leads_by_the_steps_since_it_rose_for_good():
+    edge = {10: 0.2, 20: 1.4, 30: 0.3, 40: 1.2, 50: 3.0, 60: 9.0}
+    run = ended(onset=55, diverged=True, edge=edge, logits={10: 0.1, 20: 0.1, 30: 0.1, 40: 0.15, 50: 0.3, 60: 0.1})
+    assert stable.lead_of(run, "edge") == 15
+    assert stable.lead_of(run, "logits") == 5
+    calm = ended(edge={10: 0.2, 20: 0.3}, logits={10: 0.1})
+    found = stable.leads([run, calm, ended(edge={10: math.inf})])
+    assert found["edge"] == (15, 1, 1, 0.5)
+    assert found["logits"] == (5, 1, 1, 0.0)
+    assert stable.leads([ended()]) == {}
+
+
+def test_the_table_has_the_largest_rate_below_all_divergences_and_pairs_sensitivities_by_seed():
+    class Key(NamedTuple):
+        lr: float
+        item: str
+        seed: int
+
+    runs = {}
+    for seed in (0, 1):
+        for lr, base, other in ((1.0, 2.0, 2.1), (3.0, 1.9, 1.9), (10.0, 2.2, math.inf)):
+            runs[Key(lr, "fp32", seed)] = ended(final=base)
+            runs[Key(lr, "sim", seed)] = ended(final=other, diverged=math.isinf(other), onset=7, spikes=seed)
+    runs[Key(1.0, "sim", 2)] = ended()  # a seed that is not whole
+    base, other = stable.figures(runs, "fp32", [1.0, 3.0, 10.0])
+    assert (base.largest, other.largest) == (10.0, 3.0)
+    assert (base.runs, base.diverged, other.runs, other.diverged) == (6, 0, 7, 2)
+    assert base.sensitivity == pytest.approx(0.4 / 3)
+    assert (other.seeds, other.sensitivity) == (2, pytest.approx((0.2 + 0 + 3.1) / 3))
+    assert other.ratio == pytest.approx(3.3 / 0.4)
+    assert stable.largest_stable({Key(3.0, "x", 0): ended()}, [1.0, 3.0]) is None
+    text = stable.markdown([base, other], runs, "fp32", [1.0, 3.0, 10.0])
+    assert "| sim | 7 | 2 | 8% to 64% |" in text
+    assert "| fp32 | 2.0000 (2.000 to 2.000) | 1.9000 (1.900 to 1.900) | 2.2000 (2.200 to 2.200) |" in text
+    assert text.rstrip().endswith("| 2 diverged |")
+
+
+def test_looks_that_do_not_divide_the_steps_are_refused_before_anything_runs(tmp_path):
+    with pytest.raises(UserError, match="looks=7: expected a divisor of steps=400"):
+        stability.main(Arguments("bf16", looks=7, out=str(tmp_path)))
+
+
+def test_a_short_study_tells_a_rate_that_trains_from_one_that_does_not_and_goes_on(tmp_path, capsys):
+    out = tmp_path / "out"
+    args = Arguments(
+        "fp32",
+        seeds=1,
+        lr="1,1000",
+        steps=40,
+        batch_tokens=64,
+        evaluations=4,
+        eval_batches=2,
+        last=1,
+        looks=2,
+        jobs=2,
+        overrides=f"{TINY} parallel.data=1 data.cache_dir={tmp_path}/data compile_cache={tmp_path}/cache",
+        out=str(out),
+    )
+    stability.main(args)
+    assert "1 to go, about" in capsys.readouterr().out
+    study = json.loads((out / "stability.json").read_text())
+    (row,) = study["table"]
+    assert (row["runs"], row["diverged"], row["largest"]) == (2, 1, 1.0)
+    assert row["sensitivity"] > 0.1
+    trained, lost = study["runs"]
+    assert trained["final"] < trained["first"] - 0.5
+    assert not trained["diverged"]
+    assert lost["diverged"]
+    assert list(trained["edge"]) == list(trained["logits"]) == ["20", "40"]
+    assert "| fp32 | 2 | 1 |" in (out / "stability.md").read_text()
+    assert (out / "stability.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(out.glob("*/*/*/checkpoints"))
+    finished = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
+    stability.main(args)
+    assert "2 of 2 runs are finished; 0 to go" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+    with pytest.raises(UserError, match=r"looks=4 \(was 2\)"):
+        stability.main(Arguments(**vars(args) | {"looks": 4}))
+
+
+def test_a_run_without_looks_has_no_sharpness():
+    rows = [{"step": s, "train/loss": 5.0 - 0.1 * s} for s in range(1, 11)] + [{"step": 10, "val/loss": 4.0}]
+    found = stable.run_of(rows, steps=10, last=1, stopped=False)
+    assert (found.first, found.final, found.logits, found.edge) == (4.9, 4.0, {}, {})
+    assert stable.run_of(rows[:-1], steps=10, last=1, stopped=False) is None
+    assert stable.run_of(rows[:-1], steps=10, last=1, stopped=True).diverged
+    assert stable.figures({Job(1.0, "fp32", 0): found}, "fp32", [1.0])[0].leads == {}
