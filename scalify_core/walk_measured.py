@@ -38,11 +38,13 @@ class MeasuredWalk(Walk):
     def errors(self, jaxpr: Any, leaves: Sequence[Any]) -> list[float]:
         """The errors of the results of a jaxpr, of arrays and ScaledArrays."""
         args = [Tensor(entering(x), shadow.of_its_own(asarray(x)), UNKNOWN, self.now()) for x in leaves]
-        plan = plan_of(jaxpr, tuple(np.dtype(x.value.dtype) if type(x.value) is ScaledArray else None for x in args))
+        formats = tuple(np.dtype(x.value.dtype) if type(x.value) is ScaledArray else None for x in args)
+        plan = plan_of(jaxpr, formats)
         out = self.run_plan(jaxpr, plan, args, UNKNOWN, ())
-        given, constants = {id(x.value) for x in args}, masks.constants_in(jaxpr, (frozenset(),) * len(args))
+        large = masks.of_arguments([x.value for x in args], formats)
+        given, constants = {id(x.value) for x in args}, masks.constants_in(jaxpr, large)
         results = [
-            x if fmt is None or id(x.value) in given else self.kept(x, store.result(x.value, fmt, large))
+            x if fmt is None or id(x.value) in given else self.returned(x, store.result(x.value, fmt, large))
             for x, fmt, large in zip(out, plan.out_formats, constants, strict=True)
         ]
         return [x.error for x in results if is_float(x.shadow)]
@@ -72,6 +74,13 @@ class MeasuredWalk(Walk):
         if out.row is not None:
             out.row.dtype = str(value.dtype)
         self.look(out, out.row.primitive if out.row else "")
+        return out
+
+    def returned(self, x: Tensor, value: Any) -> Tensor:
+        """A result of the function as it is stored; small elements that are lost beside others count, too."""
+        out = self.kept(x, value)
+        if out.row is not None and out.figures is not None and watch.beside_lost(x.shadow, asarray(value)) > 0:
+            out.row.see(out.figures, out.blame, out.when, loses=True)
         return out
 
     def step(self, step: Step, values: Operands, operands: list[Tensor], place: Place, path: tuple) -> list[Tensor]:

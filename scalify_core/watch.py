@@ -107,6 +107,26 @@ def lines_lost(
     return jnp.stack([jnp.mean(x, dtype=jnp.float32) if x.size else jnp.float32(0) for x in off])
 
 
+@jax.jit
+def beside_lost(before: Any, after: Any) -> jax.Array:
+    """Of an array, the share of its elements that are small beside others, if they are off by more than 1% (FP32).
+
+    It is 0 where more are of sizes in between: within 8 octaves below those within 6 of the largest. Then the small
+    ones are a tail. `before`, and the logical value of what it is stored as.
+    """
+    x, y = (jnp.asarray(a, jnp.float32) for a in (before, after))
+    magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    top = jnp.max(magnitude, initial=0.0)
+    small = magnitude < top * 2.0**-14
+    between = jnp.sum((magnitude < top * 2.0**-6) & ~small)
+    count = jnp.sum(small & (magnitude > 0))
+    largest = jnp.max(jnp.where(small, magnitude, 0), initial=0.0)
+    unit = jnp.where(largest > 0, largest, 1)  # squares of small numbers would leave FP32
+    off, size = (jnp.sum(jnp.square(jnp.where(small, a / unit, 0))) for a in (x - y, x))
+    lost = (count > between) & ~(off <= FLUSHED**2 * size)
+    return jnp.where(lost, count / max(x.size, 1), 0.0).astype(jnp.float32)
+
+
 def unreadable(where: str, names: Sequence[str]) -> None:
     """Warns (`PrecisionWarning`) of these ScaledArrays, which read as NaN because their leaves say no scale."""
     for name in names:
@@ -223,6 +243,17 @@ class Reporter:
         """Puts into the program a callback with the lines of a product's result that are lost, see `lines_lost`."""
         place, name = _place.get()
         jax.debug.callback(lambda lost: self._report_lines(place, name, dtype, lost), lost)
+
+    def returned(self, dtype: str, lost: Any) -> None:
+        """Puts into the program a callback with the share of a result that is lost, see `beside_lost`."""
+        place, name = _place.get()
+
+        def report(lost: Any) -> None:
+            share = float(np.max(lost))
+            text = f"{share:.2%} of its elements are off by more than 1%, because they are small beside the others"
+            self._warn(place, name, dtype, [text] if share > 0 else [])
+
+        jax.debug.callback(report, lost)
 
     def _report(self, place: Place, name: str, dtype: str, lost: Any) -> None:
         norm, share, saturated = (float(x) for x in np.asarray(lost))

@@ -58,14 +58,15 @@ def evaluated(
     reporter, the program tells it what is lost, and keeps all of them in FP32, so that it knows.
     """
     args = list(map(entering, leaves))
-    plan = plan_of(jaxpr, tuple(None if dtype is None else np.dtype(dtype) for dtype in map(_format, leaves)))
+    formats = tuple(None if dtype is None else np.dtype(dtype) for dtype in map(_format, leaves))
+    plan = plan_of(jaxpr, formats)
     first = len(plan.out_formats) if residuals is None else residuals.first
     token = _reporter.set(reporter)
     try:
         env = Operands(jaxpr, args)
         out = run(jaxpr, plan, env)
         given = {id(x) for x in args}
-        constants = masks.constants_in(jaxpr, (frozenset(),) * len(args))
+        constants = masks.constants_in(jaxpr, masks.of_arguments(args, formats))
         returned = [
             x if f is None or id(x) in given else _returned(jaxpr, var, x, f, large)
             for var, x, f, large in zip(jaxpr.outvars[:first], out, plan.out_formats, constants, strict=False)
@@ -108,7 +109,10 @@ def _returned(jaxpr: Any, var: Any, x: Any, dtype: np.dtype, constants: frozense
     if reporter is None or not makers:
         return store.result(x, dtype, constants)
     with reporter.at(makers[0]):
-        return store.result(x, dtype, constants)
+        out = store.result(x, dtype, constants)
+        if store.has_own_range(dtype):
+            reporter.returned(str(dtype), watch.beside_lost(store.wide(x), store.wide(out)))
+        return out
 
 
 def run(jaxpr: Any, plan: Plan, args: Sequence[Any] | Operands) -> list[Any]:

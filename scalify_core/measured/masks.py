@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
@@ -38,6 +40,9 @@ _KEEP = (
     }
 )
 
+UNKNOWN = (
+    -math.inf
+)  # stands for large numbers that are not written in the program: of plain arrays, or computed of them
 _MOST = 16  # computed constants of a value that are followed
 
 
@@ -57,19 +62,31 @@ def _large(atom: Any) -> frozenset[float]:
     return frozenset({float(atom.val)}) if number else frozenset()
 
 
+def of_arguments(args: Sequence[Any], formats: Sequence[Any]) -> tuple[frozenset[float], ...]:
+    """What `constants_in` is given of the arguments of a program: plain arrays of floats may hold masks."""
+    none, unknown = frozenset[float](), frozenset({UNKNOWN})
+
+    def may(x: Any, format: Any) -> bool:
+        return format is None and np.ndim(x) > 0 and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+    return tuple(unknown if may(x, format) else none for x, format in zip(args, formats, strict=True))
+
+
 @per_jaxpr
 def constants_in(jaxpr: Any, given: tuple[frozenset[float], ...]) -> tuple[frozenset[float], ...]:
     """The large constants that may be elements of each result, those of the arguments being `given`.
 
-    So are their negatives, their sums, and what a number that stands in the program multiplies or divides them by. Any
-    other function of such a number is another number.
+    So are their negatives, their sums, and what a number that stands in the program multiplies or divides them by. What
+    a number that is computed makes of them is `UNKNOWN`, and so is what a plain array may hold. Any other function of
+    such a number is another number.
     """
     known = dict(zip(jaxpr.invars, given, strict=True))
+    known.update((var, frozenset({UNKNOWN})) for var in jaxpr.constvars if is_float(var.aval))
     written = large_constants(jaxpr).union(*given)
 
     def few(found: frozenset[float]) -> frozenset[float]:
         # Each sum of two such values may be another constant: after a few, only those that are written are followed.
-        return found if len(found) <= _MOST else found & written
+        return found if len(found) <= _MOST else found & written | {UNKNOWN}
 
     def of(atom: Any) -> frozenset[float]:
         return _large(atom) if type(atom) is Literal else known.get(atom, frozenset())
@@ -92,6 +109,7 @@ def constants_in(jaxpr: Any, given: tuple[frozenset[float], ...]) -> tuple[froze
 def _computed(eqn: Any, operands: tuple[frozenset[float], ...]) -> frozenset[float]:
     """What arithmetic makes of large constants, in FP32: a temperature, a penalty, two masks added up, a mean."""
     name, found = eqn.primitive.name, set[float]()
+    operands, given = tuple(some - {UNKNOWN} for some in operands), operands
     with np.errstate(all="ignore"):
         if name == "neg":
             found = {-c for c in operands[0]}
@@ -107,7 +125,10 @@ def _computed(eqn: Any, operands: tuple[frozenset[float], ...]) -> frozenset[flo
         elif name == "reduce_sum":
             count = math.prod(eqn.invars[0].aval.shape) // max(1, math.prod(eqn.outvars[0].aval.shape))
             found = {float(np.float32(c) * np.float32(count)) for c in operands[0]}
-    return frozenset(c for c in found if 65504 < abs(c) < np.inf)
+    found = {c for c in found if 65504 < abs(c) < np.inf}
+    if name in ("mul", "div") and any(given) and not any(type(atom) is Literal for atom in eqn.invars):
+        found.add(UNKNOWN)
+    return frozenset(found | {UNKNOWN} if any(UNKNOWN in some for some in given) else found)
 
 
 def _number(atom: Any) -> float | None:

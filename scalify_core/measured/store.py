@@ -16,6 +16,7 @@ from jax import lax
 from scalify_core import lowering, storage, watch
 from scalify_core.array import ScaledArray, with_scale
 from scalify_core.formats import FloatFormat, pow2_inverse
+from scalify_core.measured import masks
 from scalify_core.measured.products import Parts
 from scalify_core.scales import MIN_SCALE, broadcast_scale, times
 
@@ -24,6 +25,7 @@ _MANTISSA = 23
 _RESULT_TOP = 6
 _MASK = 2.0**10  # what no logit comes near
 _LEAST_MASK = 2.0**8  # beside logits of nearly zero; `exp` of its negative is zero in FP32
+_LOWEST = np.float32(-(2.0**120))  # and below: a mask wherever it comes from, such as the lowest number of FP32
 _MASKS = -1e7  # and below: what stands for nothing in logits, and is no number that anybody computes with
 
 
@@ -49,8 +51,8 @@ def top_of(dtype: np.dtype) -> int:
     return int(np.log2(FloatFormat.of(dtype).max)) - 1
 
 
-def stored(x: Any, dtype: np.dtype, parts: Parts = (), top: int | None = None) -> ScaledArray:
-    """A value in a narrow format, its largest finite magnitude in [2^top, 2^(top + 1)); `top_of` if none is given.
+def stored(x: Any, dtype: np.dtype, parts: Parts = ()) -> ScaledArray:
+    """A value in a narrow format, its largest finite magnitude in [2^top, 2^(top + 1)), top being `top_of`.
 
     Each of `parts` has its own scale. What is there already stays, if it has no more of them. BF16 has the range of
     FP32, and no scale.
@@ -62,7 +64,7 @@ def stored(x: Any, dtype: np.dtype, parts: Parts = (), top: int | None = None) -
     x = storage.as_float32(x)
     if not has_own_range(dtype):
         return ScaledArray(storage.saturating_cast(x, dtype), 1.0)
-    data, scale = _measured(x, np.dtype(dtype), top_of(dtype) if top is None else top, parts)
+    data, scale = _measured(x, np.dtype(dtype), top_of(dtype), parts)
     return with_scale(rounded(data, x=x, scale=scale), scale)
 
 
@@ -83,8 +85,10 @@ def result(x: Any, dtype: np.dtype, constants: frozenset[float] = frozenset()) -
     """A value as `scalify` returns it: with a run-time scale, and data of which the largest is below 2^7.
 
     That leaves room for those who go on with the data as if its RMS were near 1, and 31 octaves below the largest.
-    Elements that are one of `constants` stay what they are beside the rest as far as the format holds both. Where it
-    does not, those of a mask, such as -1e9, saturate, far enough out to be a mask still: see `_beside`.
+    Where some elements are far above all others, as masks are or one loud token, and the others would lose digits, the
+    largest is stored as that of an operand: 8 octaves more for the others. Elements that are one of `constants` (see
+    `masks`) stay what they are beside the rest as far as the format holds both. Where it does not, those of a mask,
+    such as -1e9, saturate, far enough out to be a mask still: see `_beside`.
     """
     if dtype.itemsize >= 4:
         return with_scale(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
@@ -92,7 +96,10 @@ def result(x: Any, dtype: np.dtype, constants: frozenset[float] = frozenset()) -
     if constants and has_own_range(dtype):
         x, data, scale = _beside(x, dtype, tuple(sorted(constants)))
         return with_scale(rounded(data, x=x, scale=scale), scale)
-    x = stored(x, dtype, top=_RESULT_TOP)
+    if has_own_range(dtype):
+        data, scale = _measured_result(x, np.dtype(dtype))
+        return with_scale(rounded(data, x=x, scale=scale), scale)
+    x = stored(x, dtype)
     return with_scale(x.data, jnp.float32(x.scale)) if x.is_static else x
 
 
@@ -107,14 +114,17 @@ def _beside(x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]) -> tupl
     numbers as the rest is, and the scale is that of the largest.
     """
     (x,) = lowering.once(x)
-    fmt, top = FloatFormat.of(dtype), top_of(dtype)
-    constant, masked = (_is_one_of(x, some) for some in (constants, tuple(c for c in constants if c <= _MASKS)))
-    of_rest = unit_of(lax.select(constant, lax.full_like(x, 0), x), _RESULT_TOP)
+    fmt, top, known = FloatFormat.of(dtype), top_of(dtype), tuple(c for c in constants if c != masks.UNKNOWN)
+    constant, masked = (_is_one_of(x, some) for some in (known, tuple(c for c in known if c <= _MASKS)))
+    if known != constants:
+        constant, masked = (lax.bitwise_or(some, lax.le(x, _LOWEST)) for some in (constant, masked))
+    rest = lax.select(constant, lax.full_like(x, 0), x)
+    of_rest = unit_of(rest, _RESULT_TOP)
     of_numbers = unit_of(lax.select(masked, lax.full_like(x, 0), x), top)
     of_all = unit_of(x, top)
     furthest = of_rest * np.float32(2.0 ** (_RESULT_TOP - 4) / fmt.min_normal)
     as_mask = lax.clamp(of_rest, np.float32(_MASK / 2.0**top), furthest)
-    scale = lax.select(of_all > furthest, lax.max(as_mask, of_numbers), lax.max(of_all, of_rest))
+    scale = lax.select(of_all > furthest, lax.max(as_mask, of_numbers), lax.max(of_all, _lower(rest, of_rest, dtype)))
     scale = lax.select(of_rest > np.float32(MIN_SCALE), scale, unit_of(x, _RESULT_TOP))
     limit = lax.broadcast(scale * np.float32(fmt.max), x.shape)
     beyond, saturated = lax.bitwise_and(masked, lax.gt(lax.abs(x), limit)), lax.mul(lax.sign(x), limit)
@@ -122,6 +132,26 @@ def _beside(x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]) -> tupl
         saturated = lax.select(lax.lt(limit, lax.full_like(limit, _LEAST_MASK)), lax.full_like(x, -np.inf), saturated)
     x = lax.select(beyond, saturated, x)
     return x, _divided(x, scale, dtype), scale
+
+
+def _lower(x: jax.Array, unit: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The unit of a result, or one so much smaller that all of the format is used, if that is what its elements need.
+
+    It is where more of them would be stored below the smallest normal number than there are within 8 octaves below
+    those within 6 of the largest: so these stand apart, or most are small. (Numbers of any order of summation.)
+    """
+    magnitude, fmt = lax.abs(x), FloatFormat.of(dtype)
+
+    def within(low: jax.Array, high: jax.Array) -> jax.Array:
+        return lax.bitwise_and(lax.ge(magnitude, _spread(low, x.shape)), lax.lt(magnitude, _spread(high, x.shape)))
+
+    loses = lax.bitwise_and(
+        lax.gt(magnitude, np.float32(0)), lax.lt(magnitude, _spread(unit * fmt.min_normal, x.shape))
+    )
+    between = within(unit * np.float32(2.0 ** (_RESULT_TOP - 14)), unit * np.float32(2.0 ** (_RESULT_TOP - 6)))
+    more = lax.reduce_sum(loses.astype(jnp.int32) - between.astype(jnp.int32), range(x.ndim))
+    lower = lax.max(unit * np.float32(2.0 ** (_RESULT_TOP - top_of(dtype))), np.float32(MIN_SCALE))
+    return lax.select(lax.gt(more, np.int32(0)), lower, unit)
 
 
 def _is_one_of(x: jax.Array, constants: tuple[float, ...]) -> jax.Array:
@@ -168,6 +198,14 @@ def _measured(x: jax.Array, dtype: np.dtype, top: int, parts: Parts) -> tuple[ja
     """Data in `dtype`, and the FP32 scale. Infinities and NaN stay, and have no part in the scale."""
     (x,) = lowering.once(x)  # XLA's CPU backend would compile all that makes it twice: for its peak, and for its cast
     scale = unit_of(x, top, parts)
+    return _divided(x, scale, dtype), scale
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _measured_result(x: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+    """As `_measured`, of a result."""
+    (x,) = lowering.once(x)
+    scale = _lower(x, unit_of(x, _RESULT_TOP), dtype)
     return _divided(x, scale, dtype), scale
 
 
