@@ -23,7 +23,7 @@ from trainer.bounds import (
 )
 from trainer.errors import UserError
 from trainer.models.specs import FIRST, SPECS
-from trainer.models.tables import Method
+from trainer.models.new_tokens import Method
 from trainer.precision.policy import Policy
 from trainer.step.kernels import Asked
 from trainer.step.optimizers import ENTRIES, Optimizer, check_moments

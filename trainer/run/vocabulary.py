@@ -19,7 +19,7 @@ from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.functional import Params
-from trainer.models.tables import Method, Mixture, Shared, new_rows
+from trainer.models.new_tokens import Method, Mixture, Shared, new_rows
 from trainer.models.weight_files import config_beside
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.start import FROM_INIT, architecture, check_same_model, restore_logical

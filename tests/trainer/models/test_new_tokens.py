@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from trainer.models.tables import Mixture, Shared, new_rows, sparsemax
+from trainer.models.new_tokens import Mixture, Shared, new_rows, sparsemax
 
 NUMBERS = st.floats(-50, 50, width=32)
 
