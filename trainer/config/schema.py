@@ -22,8 +22,8 @@ from trainer.bounds import (
     at_most,
 )
 from trainer.errors import UserError
-from trainer.models.specs import FIRST, SPECS
 from trainer.models.new_tokens import Method
+from trainer.models.specs import FIRST, SPECS
 from trainer.precision.policy import Policy
 from trainer.step.kernels import Asked
 from trainer.step.optimizers import ENTRIES, Optimizer, check_moments
