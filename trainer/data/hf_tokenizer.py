@@ -51,10 +51,8 @@ def tokenizer_tree(tokenizer: Tokenizer) -> dict[str, Any]:
 
     special = set(tokenizer.special_tokens.values())
     tokens = {token: i for token, i in tokenizer.tokens.items() if i not in special}
-    vocabulary = {spelt(token): i for token, i in tokens.items()}
-    if tokenizer.pattern is None:
-        # One id for each byte, one of which is the end of a text: it has no other spelling than its own.
-        vocabulary |= tokenizer.special_tokens
+    # Hugging Face's gives a special token that is not in the vocabulary the next id behind it, whatever is said here.
+    vocabulary = {spelt(token): i for token, i in tokens.items()} | tokenizer.special_tokens
     words = [] if tokenizer.pattern is None else [split_by(tokenizer.pattern)]
     return {
         "version": "1.0",

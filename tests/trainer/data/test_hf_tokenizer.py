@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import tiktoken
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from scripts.export import tokenizer_of_origin
 from trainer.data import get_tokenizer
@@ -26,9 +26,21 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(params=["byte", "gpt2", "cl100k_base", "o200k_base", "no ids"])
+@pytest.fixture(params=["byte", "gpt2", "cl100k_base", "o200k_base", "no ids", "end first"])
 def ours(request, gpt2_dir, tmp_path):
-    """Bytes; GPT-2's; its tokens cut up by the patterns of later encodings; its first merges, without an ids file."""
+    """Bytes; GPT-2's; its tokens cut up by the patterns of later encodings; its first merges, without an ids file.
+
+    The last is as Hugging Face's trainer makes one: the special token has the first id.
+    """
+    if request.param == "end first":
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        settings = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet, "show_progress": False}
+        made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=300, **settings))
+        (tmp_path / "made").mkdir()
+        made.save(str(tmp_path / "made" / "tokenizer.json"))
+        return get_tokenizer(str(tmp_path / "made"))
     if request.param == "byte":
         return get_tokenizer("byte")
     if request.param == "no ids":
@@ -57,6 +69,7 @@ def test_hugging_faces_library_reads_the_same_tokenizer(ours, tmp_path):
     assert theirs.get_vocab_size() == len(ours.tokens | {k.encode(): v for k, v in ours.special_tokens.items()})
     end = json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"]
     assert theirs.token_to_id(end) == ours.eot
+    assert {token: theirs.token_to_id(token) for token in ours.special_tokens} == ours.special_tokens
     assert theirs.decode([ours.encode("a")[0], ours.eot]) == "a"
 
 
