@@ -81,12 +81,11 @@ class Model(NamedTuple):
         sizes = family.linear_sizes(spec)
         skipped = skipped_matmuls(policy, sizes, rows)
         narrow = [path for path in sizes if path not in skipped]
+        dots = dot_general_for(policy, narrow, keep_weights=spec.keep_fp8_weights, store_gradients=store_gradients)
         training = family.build(
             spec,
             compute_dtype=policy.logical,
-            dot_general=dot_general_for(
-                policy, narrow, keep_weights=spec.keep_fp8_weights, store_gradients=store_gradients
-            ),
+            dot_general=dots,
             rescale_grads=policy.rescaled_places,
             split=split,
         )
@@ -314,17 +313,18 @@ def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> ja
 def make_rescale(task: Task, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
     """State to None while the data of all weights is near RMS 1; else to what `Run.rescale` says.
 
-    Matrices, which are cast to FP8 as they are, have their place within 2^-4 and 2^4; gains and biases, which are not,
-    within 2^-8 and 2^8.
+    Matrices, cast to FP8 as they are, have their place within 1/2 and 2: sizes multiply in gated layers. Gains and
+    biases have it within 2^-8 and 2^8. Once one has left it, all get the scales of their RMS, being compiled anew.
     """
     roles = jax.tree_util.tree_leaves_with_path(task.model.roles)
     matrices = {jax.tree_util.keystr(path) for path, role in roles if role.is_matrix}
 
     def rescale(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
-        found = weights.params_out_of_range(state.params)
-        if not found.keys() & matrices and not weights.params_out_of_range(state.params, 2.0**-8, 2.0**8):
+        params, out_of_range = state.params, weights.params_out_of_range
+        if not out_of_range(params, 0.5, 2.0).keys() & matrices and not out_of_range(params, 2.0**-8, 2.0**8):
             return None
-        new = dataclasses.replace(state, params=weights.rescale_params(state.params))
+        found = out_of_range(params, 1.0, 1.0)
+        new = dataclasses.replace(state, params=weights.rescale_params(params, 1.0, 1.0))
         listed = [f"{path} 2^{math.log2(power):g}" for path, power in found.items()]
         listed[4:] = ["..."] if len(listed) > 4 else []
         text = f"new scales for {len(found)} weights, their data's RMS being {', '.join(listed)}; compiled anew"

@@ -77,7 +77,7 @@ def test_a_policy_keeps_what_the_configuration_says_and_nothing_else():
     precision = compose_config(["precision=fp8_delayed", "precision.amax_history=7"]).precision
     assert dataclasses.asdict(precision) == dataclasses.asdict(precision.policy) | {
         "name": "fp8_delayed",
-        "rescale_every": 500,
+        "rescale_every": 200,
         "require_fp8": None,
     }
     assert type(precision.policy) is Policy  # which equals that of a checkpoint

@@ -275,13 +275,19 @@ def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
     rescale = make_rescale(w, abstract(w))
     assert rescale(state) is None
     state = copied(state)
-    kernel = state.params["h"][0]["mlp"]["c_fc"]["kernel"]
-    state.params["h"][0]["mlp"]["c_fc"]["kernel"] = type(kernel)(kernel.data * jnp.float16(64), kernel.scale)
+    kernels = {name: state.params["h"][0]["mlp"][name] for name in ("c_fc", "c_proj")}
+    grown = {name: type(old["kernel"])(old["kernel"].data * 2, old["kernel"].scale) for name, old in kernels.items()}
+    before = {name: old["kernel"].scale for name, old in kernels.items()}
+    for name, old in kernels.items():
+        old["kernel"] = grown[name]
+    assert rescale(state) is None
+    kernels["c_fc"]["kernel"] = type(grown["c_fc"])(grown["c_fc"].data * 2, before["c_fc"])
     new, step, text = rescale(state)
-    assert "1 weights" in text
-    assert "c_fc" in text
-    assert new.params["h"][0]["mlp"]["c_fc"]["kernel"].scale == 64 * kernel.scale
-    np.testing.assert_array_equal(*(wide(s.params["h"][0]["mlp"]["c_fc"]["kernel"]) for s in (new, state)))
+    assert "2 weights" in text  # what has not left its place gets the scale of its RMS too: it costs nothing more
+    for name, factor in (("c_fc", 4), ("c_proj", 2)):
+        assert name in text
+        assert new.params["h"][0]["mlp"][name]["kernel"].scale == factor * before[name]
+        np.testing.assert_array_equal(*(wide(s.params["h"][0]["mlp"][name]["kernel"]) for s in (new, state)))
     assert step(new, batch(w), hyper(0, 1e-3))[1]["finite"]
 
 
