@@ -82,7 +82,48 @@ def half_width(differences: Sequence[float]) -> float:
     n = len(differences)
     if n < 2 or not all(map(math.isfinite, differences)):
         return math.inf
-    return float(stdtrit(n - 1, 0.975)) * statistics.stdev(differences) / math.sqrt(n)
+    return interval_of(statistics.stdev(differences), n)
+
+
+def interval_of(scatter: float, pairs: int) -> float:
+    """Half the 95% interval that so many pairs of this standard deviation have; infinite for a single one."""
+    return float(stdtrit(pairs - 1, 0.975)) * scatter / math.sqrt(pairs) if pairs > 1 else math.inf
+
+
+def pairs_for(scatter: float, half: float) -> int:
+    """The fewest pairs of this standard deviation whose 95% interval is at most `half` to either side."""
+    few, many = 1, 2
+    while interval_of(scatter, many) > half:
+        few, many = many, 2 * many
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if interval_of(scatter, middle) <= half else (middle, many)
+    return many
+
+
+def seen_with(scatter: float, pairs: int, power: float = 0.8) -> float:
+    """The true difference that so many pairs tell from none with this chance, by the 95% interval; infinite for one.
+
+    The sum of both quantiles of Student's t, as is usual; the chance that follows from the noncentral t is 78 to 80%
+    from five pairs on.
+    """
+    if pairs < 2:
+        return math.inf
+    return interval_of(scatter, pairs) + float(stdtrit(pairs - 1, power)) * scatter / math.sqrt(pairs)
+
+
+def scatter_of(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> dict[tuple[float, str], tuple[float, int]]:
+    """By learning rate and item, standard deviation of the pairs' differences in percent of the base, and their number.
+
+    Of at least two pairs; arguments are those of `compare`.
+    """
+    final = {(key.lr, key.item, key.seed): found.final(last) for key, found in outcomes.items()}
+    percent: dict[tuple[float, str], list[float]] = {}
+    for (lr, item, seed), loss in final.items():
+        theirs = final.get((lr, base, seed), math.inf)
+        if item != base and math.isfinite(loss) and math.isfinite(theirs):
+            percent.setdefault((lr, item), []).append(100 * (loss - theirs) / theirs)
+    return {key: (statistics.stdev(values), len(values)) for key, values in percent.items() if len(values) > 1}
 
 
 def compare(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> list[Row]:

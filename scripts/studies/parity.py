@@ -17,7 +17,16 @@ from typing import Any
 
 from scripts.arguments import argument, run, split
 from scripts.evaluate import policy_of
-from scripts.studies.pairs import Outcome, compare, finite, markdown
+from scripts.studies.pairs import (
+    Outcome,
+    compare,
+    finite,
+    interval_of,
+    markdown,
+    pairs_for,
+    scatter_of,
+    seen_with,
+)
 from scripts.studies.parity_picture import draw
 from scripts.studies.runs import (
     Job,
@@ -44,13 +53,15 @@ class Arguments(Study):
     """See `--help`."""
 
     evaluate_in: str = argument("a precision in which the final weights are evaluated too; empty: none", "")
+    interval: float = argument("wanted half width of the 95% interval, in percent of the base; 0: no wish", 0.0)
+    scatter: float = argument("standard deviation of a pair, in percent, that is assumed until pairs tell it", 0.2)
     out: str = argument("where the runs and the table go", "runs/parity")
 
 
 def main(args: Arguments) -> None:
     """Run what is not finished, one seed after the other, so that pairs come early."""
     jobs = jobs_of(args)
-    check_evaluation(args)
+    check_arguments(args)
     out = Path(args.out)
     claim(out, args)
     model_lr = check_items(args, list(dict.fromkeys(job.item for job in jobs)))
@@ -63,6 +74,8 @@ def main(args: Arguments) -> None:
     report(out, args, outcomes)
     todo = [job for job in jobs if job not in outcomes]
     print(f"{len(outcomes)} of {len(jobs)} runs are finished; {len(todo) if args.jobs else 0} to go", flush=True)
+    for line in power(args, outcomes):
+        print(line, flush=True)
     gone = sum(found.elsewhere is None and not found.diverged for found in outcomes.values())
     if args.evaluate_in and gone:
         print(f"{gone} of them were not evaluated in {args.evaluate_in}", flush=True)
@@ -79,8 +92,29 @@ def main(args: Arguments) -> None:
         print(f"{len(outcomes)} of {len(jobs)}: {job.item}, lr {job.lr:g}x, seed {job.seed}: {state}", flush=True)
 
 
-def check_evaluation(args: Arguments) -> None:
-    """Raise UserError for another precision that weights cannot be evaluated in."""
+def power(args: Arguments, outcomes: dict[Job, Outcome]) -> list[str]:
+    """What the pairs asked for will show, and how many a wanted interval needs: of each item that has two pairs.
+
+    Without any, of the assumed scatter.
+    """
+    known = scatter_of(outcomes, args.base, last=args.last)
+    found = {f"{item}, lr {lr:g}x, {n} pairs": scatter for (lr, item), (scatter, n) in known.items()}
+    lines = []
+    for name, scatter in (found or {"assumed": args.scatter}).items():
+        text = f"scatter of a pair {scatter:.2f}% ({name})"
+        if args.seeds > 1:
+            half, seen = interval_of(scatter, args.seeds), seen_with(scatter, args.seeds)
+            text += f": {args.seeds} pairs give ± {half:.2f}%, and show {seen:.2f}% four times in five"
+        if args.interval:
+            text += f"; ± {args.interval:g}% needs {pairs_for(scatter, args.interval)} pairs"
+        lines.append(text)
+    return lines
+
+
+def check_arguments(args: Arguments) -> None:
+    """Raise UserError for another precision that weights cannot be evaluated in, and for what no interval can be."""
+    if args.interval < 0 or args.scatter <= 0:
+        raise UserError(f"interval={args.interval:g}, scatter={args.scatter:g}: expected percentages above zero")
     if len(split(args.evaluate_in)) > 1:
         raise UserError(f"evaluate_in={args.evaluate_in}: expected one precision")
     if args.evaluate_in:

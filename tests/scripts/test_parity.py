@@ -12,6 +12,7 @@ import time
 import pytest
 
 from scripts.studies import parity, runs
+from scripts.studies.pairs import Outcome
 from scripts.studies.parity import Arguments
 from scripts.studies.runs import Job
 from trainer.errors import UserError
@@ -50,6 +51,24 @@ def test_items_and_learning_rates_are_separated_by_commas_outside_of_brackets():
 def test_what_cannot_be_meant_is_refused_before_anything_runs(arguments, message):
     with pytest.raises(UserError, match=re.escape(message)):
         runs.parse(Arguments(**{"presets": "bf16"} | arguments))
+
+
+def test_a_study_says_before_it_what_its_pairs_will_show_and_how_many_an_interval_needs():
+    args = Arguments("x", seeds=8, last=1, interval=0.1)
+    (assumed,) = parity.power(args, {})
+    assert assumed == (
+        "scatter of a pair 0.20% (assumed): 8 pairs give ± 0.17%, and show 0.23% four times in five; "
+        "± 0.1% needs 18 pairs"
+    )
+    runs = {
+        Job(1.0, item, seed): Outcome({10: loss}, 0, False)
+        for item, losses in (("fp32", (2.0, 2.0)), ("x", (2.0, 2.01)))
+        for seed, loss in enumerate(losses)
+    }
+    (measured,) = parity.power(dataclasses.replace(args, interval=0), runs)
+    assert measured.startswith("scatter of a pair 0.35% (x, lr 1x, 2 pairs): 8 pairs give ± 0.30%")
+    with pytest.raises(UserError, match="interval=-1"):
+        parity.check_arguments(Arguments("x", interval=-1.0))
 
 
 def test_a_directory_takes_more_seeds_and_presets_but_not_another_length(tmp_path):
