@@ -31,7 +31,7 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
       step: the compiled step.
     """
     spec, flops = w.model.spec, flops_per_token(w.model.spec)
-    layers = f"{spec.n_layer} layers, " if spec.n_layer else ""
+    layers = f"{spec.n_layer} layer{'s' * (spec.n_layer != 1)}, " if spec.n_layer else ""
     lines = [
         f"model {model}: {w.task.parameters:,} parameters, {layers}width {spec.d_model}, "
         f"context {spec.context}, vocabulary {spec.vocab_size:,}",
