@@ -75,6 +75,7 @@ def lines_lost(
     lhs: tuple[Any, Any],
     rhs: tuple[Any, Any],
     scales: tuple[Any, Any],
+    smallest: float = 0.0,
 ) -> jax.Array:
     """Of a product of stored operands, the shares of its rows and of its columns that are off by more than 1%.
 
@@ -88,6 +89,7 @@ def lines_lost(
         lhs: the operand, FP32, in units of what is stored, and the same in its format.
         rhs: the other operand.
         scales: of the result because of either operand; they broadcast to it.
+        smallest: lines below this share of the largest do not count.
     """
     least = float(jnp.finfo(lhs[1].dtype).tiny)
     lhs_kept, rhs_kept = (jnp.asarray(y, jnp.float32) for _, y in (lhs, rhs))
@@ -99,12 +101,15 @@ def lines_lost(
     for scale in scales:  # of the largest: what is 2^126 times as small is nothing beside it in any line
         relative = jnp.asarray(scale, jnp.float32) / jnp.max(jnp.asarray(scale, jnp.float32), initial=0.0)
         lost, out = lost * relative, out * relative
-    # Largest magnitudes: squares of what is 2^60 times as small would leave FP32.
-    off = (
-        jnp.max(lost, tuple(axes), initial=0.0) > FLUSHED * jnp.max(out, tuple(axes), initial=0.0)
-        for axes in reversed(lines)
-    )
-    return jnp.stack([jnp.mean(x, dtype=jnp.float32) if x.size else jnp.float32(0) for x in off])
+    enough = smallest * jnp.max(lost + out, initial=0.0)
+
+    def off(axes: Sequence[int]) -> jax.Array:
+        # Largest magnitudes: squares of what is 2^60 times as small would leave FP32.
+        wrong, kept = (jnp.max(x, tuple(axes), initial=0.0) for x in (lost, out))
+        return (wrong > FLUSHED * kept) & (jnp.maximum(wrong, kept) >= enough)
+
+    found = map(off, reversed(lines))
+    return jnp.stack([jnp.mean(x, dtype=jnp.float32) if x.size else jnp.float32(0) for x in found])
 
 
 @jax.jit

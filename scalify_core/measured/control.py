@@ -32,7 +32,8 @@ from scalify_core.measured.plan import (
 
 @kind("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 def _call(step: Step, env: Operands) -> Sequence[Any]:
-    return run(inner_jaxpr(step.eqn), inner_plan(step), _operands(step, env))
+    resized = tuple(map(env.is_resized, step.eqn.outvars)) if watch.is_watched() else None
+    return run(inner_jaxpr(step.eqn), inner_plan(step), Operands(inner_jaxpr(step.eqn), _operands(step, env), resized))
 
 
 @kind("jit")

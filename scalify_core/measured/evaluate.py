@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from scalify_core import lowering, registry, storage, watch
 from scalify_core.array import ScaledArray, with_scale
-from scalify_core.measured import masks, store
+from scalify_core.measured import masks, readers, store
 from scalify_core.measured.plan import (
     KEEP_AXES,
     Plan,
@@ -32,6 +32,7 @@ from scalify_core.scopes import scope_of, within
 from scalify_core.watch import Reporter
 
 _IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+_SMALLEST_LINE = 2.0**-20  # of the largest: what a result stores with all digits
 Kind = Callable[[Step, "Operands"], Any]
 kinds: dict[str, Kind] = {}
 
@@ -63,7 +64,7 @@ def evaluated(
     first = len(plan.out_formats) if residuals is None else residuals.first
     token = _reporter.set(reporter)
     try:
-        env = Operands(jaxpr, args)
+        env = Operands(jaxpr, args, (False,) * first + (True,) * (len(plan.out_formats) - first))
         out = run(jaxpr, plan, env)
         given = {id(x) for x in args}
         constants = masks.constants_in(jaxpr, masks.of_arguments(args, formats))
@@ -129,8 +130,9 @@ def run(jaxpr: Any, plan: Plan, args: Sequence[Any] | Operands) -> list[Any]:
 class Operands:
     """What the variables of a jaxpr are, while it is evaluated."""
 
-    def __init__(self, jaxpr: Any, args: Sequence[Any]) -> None:
-        """Of its arguments."""
+    def __init__(self, jaxpr: Any, args: Sequence[Any], resized: tuple[bool, ...] | None = None) -> None:
+        """Of its arguments; `resized`: of which results rows may be given other sizes (None: of all), see `readers`."""
+        self._jaxpr, self._resized = jaxpr, (True,) * len(jaxpr.outvars) if resized is None else resized
         self.values: dict[Any, Any] = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
         self.values.update(zip(jaxpr.invars, args, strict=True))
         self.copies: dict[tuple[Any, Want], ScaledArray] = {}
@@ -161,6 +163,10 @@ class Operands:
         if found is None:
             found = self.copies[atom, want] = store.stored(x, *want)
         return found
+
+    def is_resized(self, var: Any) -> bool:
+        """Whether who reads a variable may give its rows other sizes."""
+        return var in readers.resized(self._jaxpr, self._resized)
 
     def copies_of(self, atom: Any) -> dict[Want, ScaledArray]:
         """How a variable is stored so far."""
@@ -252,7 +258,8 @@ def _product(step: Step, env: Operands) -> Sequence[Any]:
         operands = ((env.in_units_of(atom, x), x.data) for atom, x in zip(eqn.invars, (a, b), strict=False))
         left, right = operands
         multiply = lambda a, b: eqn.primitive.bind(a, b, *rest, **in_full)
-        lost = watch.lines_lost(multiply, lines(eqn), left, right, scales)
+        smallest = 0.0 if env.is_resized(eqn.outvars[0]) else _SMALLEST_LINE
+        lost = watch.lines_lost(multiply, lines(eqn), left, right, scales, smallest)
         reporter.multiplied(str(dtype), lost)
     return [store.scaled_by(storage.as_float32(out), *scales)]
 

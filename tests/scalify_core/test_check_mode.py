@@ -222,3 +222,51 @@ def test_lines_of_a_product_that_one_scale_loses_are_named_though_they_are_nothi
     assert all(re.search(said, text) and "in float16" in text and "dot_general" in text for text in texts)
     exact, found = fun(*sc.asarray(args)), sc.asarray(sc.scalify(fun)(*args))
     assert bool(said) == bool(np.linalg.norm(found - exact) > 0.01 * np.linalg.norm(exact))
+
+
+def causal(q, k, v, mask):
+    return jax.nn.softmax(jnp.where(mask, q @ k.T / 2, -1e9)) @ v
+
+
+def block(w, x, mask):
+    h = x - x.mean(-1, keepdims=True)
+    h = h / jnp.sqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-5)
+    x = x + causal(h @ w[0], h @ w[1], h @ w[2], mask)
+    return x + jnp.tanh(x @ w[3])
+
+
+CAUSAL = {
+    "attention": lambda w, x, m: jnp.sum(causal(x @ w[0], x @ w[1], x @ w[2], m) ** 2),
+    "in a jit": lambda w, x, m: jnp.sum(jax.jit(causal)(x @ w[0], x @ w[1], x @ w[2], m) ** 2),
+    "a mask that is added": lambda w, x, m: jnp.sum((jax.nn.softmax(x @ w[0] @ x.T + jnp.where(m, 0, -1e9)) @ x) ** 2),
+    "two blocks": lambda w, x, m: jnp.sum(block(w, block(w, x, m), m) ** 2),
+}
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+@pytest.mark.parametrize("size", [1.0, 3.0])
+def test_the_last_keys_of_causal_attention_which_have_hardly_a_gradient_are_no_loss(kind, size):
+    args = sc.as_scaled_array((size * normal(4, 16, 16, seed=3) / 4, size * normal(64, 16, seed=4)), dtype=jnp.float16)
+    mask = jnp.tril(jnp.ones((64, 64), bool))
+    for gradient in (jax.grad(CAUSAL[kind], (0, 1)), CAUSAL[kind]):
+        assert run(jax.jit(sc.scalify(gradient, check=True)), *args, mask) == []
+
+
+RESIZED = {
+    "divided": lambda h: h / FAR,
+    "normalised": lambda h: h / jnp.linalg.norm(h, axis=1, keepdims=True),
+    "multiplied further on": lambda h: (h @ jnp.eye(16)).T * (1e-8 / FAR.T),
+    "in a jit": lambda h: jax.jit(lambda h: h / FAR)(2 * h),
+    "in a loop": lambda h: lax.fori_loop(0, 1, lambda i, h: h / FAR, h),
+}
+
+
+@pytest.mark.parametrize("kind", RESIZED)
+def test_rows_that_are_given_another_size_afterwards_are_a_loss(kind):
+    def fun(x, w):
+        h = x * FAR
+        return RESIZED[kind](h @ w), summed_too(h)
+
+    args = sc.as_scaled_array((normal(16, 16, seed=3), normal(16, 16, seed=4)), dtype=jnp.float16)
+    found = [text for text in run(jax.jit(sc.scalify(fun, check=True)), *args) if "% of its rows" in text]
+    assert len(found) == 1
