@@ -1,7 +1,6 @@
 """Narrow optimiser state: what is stored, what survives, and that every bit is a function of seed and step."""
 
 import collections
-import pathlib
 import re
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import topologies
+from for_a_gpu import compiled_for_a_gpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -359,17 +358,6 @@ def step_of(tx, formats, shapes):
     params = jax.tree.map(lambda x: ScaledArray(x, 2.0**-4), grads)
     state = jax.eval_shape(lambda p: tree.pack(tx.init(p)), params)
     return jax.jit(step, donate_argnums=(0, 1)), (params, state, grads, jax.ShapeDtypeStruct((), jnp.int32))
-
-
-def compiled_for_a_gpu(step, args):
-    """As an H200 would get it."""
-    target = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
-    device = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x8").devices[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    # Without a device to tune on; quickly: the machine code is thrown away.
-    quickly = {"xla_backend_optimization_level": 0, "xla_gpu_disable_gpuasm_optimizations": True}
-    return step.lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0, **quickly})
 
 
 @pytest.mark.parametrize(("formats", "bytes_per_parameter"), [("fp16", 4), ("fp8", 2)])
