@@ -256,7 +256,12 @@ def counter_words(seed: Any, step: Any, leaf: Any) -> jax.Array:
 
 
 def bits_of_words(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
-    """See `counter_bits`; words are made for all arrays of a tree at once, which on a GPU is one kernel."""
+    """See `counter_bits`; words are made for all arrays of a tree at once, which on a GPU is one kernel.
+
+    Words `[n, 2]` are those of the n parts of an array along its first axis, whose elements are counted by themselves.
+    """
+    if words.ndim == 2:
+        return jax.vmap(lambda own: bits_of_words(shape[1:], own))(words)
     if math.prod(shape) >= 2**32:
         raise ValueError(f"counter_bits: {shape} has 2^32 elements or more; split the array")
     u32 = jnp.uint32

@@ -36,6 +36,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from scalify_core import lowering
@@ -83,7 +84,9 @@ def scaled_state(
 
     `update` takes `accept`, a boolean scalar: where it is false, the new state is the old one, at no cost of its own
     (the old values are read in any case). It takes `largest_of`, a `Largest`: where arrays are split over devices,
-    one by which nothing but the maxima moves between them. Other keyword arguments are handed on to `tx`.
+    one by which nothing but the maxima moves between them. And `numbers`, a tree like the inner state of integers: they
+    tell the random bits of its arrays apart (by default their places in it); an array of them makes an array a stack,
+    whose rows have scales of their own. Other keyword arguments are handed on to `tx`.
 
     Gradients and parameters may be given as plain arrays or ScaledArrays of any float dtype; the transformation gets
     FP32, and updates are plain FP32 arrays. A tensor with infinities or NaNs keeps its scale and stays not finite: it
@@ -121,6 +124,7 @@ def scaled_state(
         *,
         accept: Any = None,
         largest_of: Largest = largest_of_arrays,
+        numbers: Any = None,
         **extra: Any,
     ) -> tuple[Any, ScaledStateState]:
         def advance(updates: Any, inner_state: Any) -> tuple[Any, list[Any], Any]:
@@ -133,18 +137,22 @@ def scaled_state(
         if not stored:
             updates, inner_state = tx.update(wide(updates), state.inner_state, wide(params), **extra)
             return updates, _unless(accept, ScaledStateState(state.step + 1, inner_state), state)
-        old, plans, _ = flatten(state.inner_state, stored)
+        old, plans, treedef = flatten(state.inner_state, stored)
         first, new, _ = advance(updates, state.inner_state)
         kept = [x.scale if plan.how else None for x, plan in zip(old, plans, strict=True)]
         scales = new_scales(new, plans, kept, accept, largest_of)
         # Computed again once the scales are known: the compiler would hold the new moments in FP32 in between. Of the
         # first time only what the scales depend on is compiled, and the updates of small arrays: the moments of many
-        # are stored by one kernel, and what still read the old ones then would read a copy of each. Small gradients
+        # are stored by one kernel, and what still read the old ones then would read a copy of each. (A stack is a copy
+        # by itself.) Of large arrays each scale is put apart, so that equal ones run the same program. Small gradients
         # are not held: their casts, of which each would be a kernel, become part of what reads them.
-        small = {i: x for i, x in enumerate(jax.tree.leaves(first)) if x.size < LARGE}
         gradients, form = jax.tree.flatten(updates, is_leaf=is_scaled_array)
+        stacks = [is_scaled_array(x) and np.ndim(x.scale) > 0 for x in gradients]
+        small = {i: x for i, x in enumerate(jax.tree.leaves(first)) if x.size < LARGE and not stacks[i]}
+        found = _apart([*old, *gradients])
+        inner_state, gradients = treedef.unflatten(found[: len(old)]), found[len(old) :]
         large = {i: x for i, x in enumerate(gradients) if x.size >= LARGE}
-        (large, inner_state, small), scales = held((large, state.inner_state, small), scales)
+        (large, inner_state, small), known = held((large, inner_state, small), scales.numbers)
         updates, new, treedef = advance(jax.tree.unflatten(form, _with(gradients, large)), inner_state)
         found, form = jax.tree.flatten(updates)
         updates = jax.tree.unflatten(form, _with(found, small))
@@ -153,9 +161,11 @@ def scaled_state(
         def keep(leaf: int, x: Any) -> Any:
             if plans[leaf].how is None:
                 return _unless(accept, x, old[leaf])
-            return with_scale(_unless(accept, x.data, old[leaf].data), x.scale)
+            data = lowering.held("rows", x.data) if x.scale.ndim else x.data
+            return with_scale(_unless(accept, data, old[leaf].data), x.scale)
 
-        arrays = narrow_arrays(new, plans, scales, seed, step, keep)
+        own = None if numbers is None else jax.tree.leaves(numbers)
+        arrays = narrow_arrays(new, plans, scales._replace(numbers=known), seed, step, keep, own)
         return updates, ScaledStateState(_unless(accept, step, state.step), treedef.unflatten(arrays))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -203,10 +213,11 @@ def propagated_state(
         accept: Any = None,
         grad_norm: Any = None,
         largest_of: Any = None,
+        numbers: Any = None,
         **extra: Any,
     ) -> tuple[Any, ScaledStateState]:
         del grad_norm  # a plain number: here the norm has a scale, too
-        del largest_of  # scales come from the RMS
+        del largest_of, numbers  # scales come from the RMS, and nothing is random
 
         def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             updates, inner_state = tx.update(updates, inner_state, params, **extra)
@@ -238,6 +249,14 @@ def narrow_state(state: ScaledStateState, *, seed: int, **settings: Any) -> Scal
 
 
 _DEFAULTS: dict[str, Any] = {"mu": FP32, "nu": FP32, "rounding": "auto", "fields": {}}
+
+
+def _apart(arrays: list[Any]) -> list[Any]:
+    """The arrays, the run-time scales of the large ones held apart (`lowering.apart`)."""
+    large = [i for i, x in enumerate(arrays) if is_scaled_array(x) and x.size >= LARGE and np.ndim(x.scale) == 0]
+    large = [i for i in large if not arrays[i].is_static]
+    scales = lowering.apart(jnp.stack([arrays[i].scale for i in large])) if large else ()
+    return _with(arrays, {i: with_scale(arrays[i].data, x) for i, x in zip(large, scales, strict=True)})
 
 
 def _unless(accept: Any, new: Any, old: Any) -> Any:

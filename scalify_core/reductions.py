@@ -33,6 +33,18 @@ def largest_magnitudes(groups: Sequence[Sequence[jax.Array]]) -> jax.Array:
     return _reduced(groups, jnp.abs, lax.max)
 
 
+def largest_of_rows(stacks: Sequence[jax.Array]) -> list[jax.Array]:
+    """The largest magnitude of each row of stacks of one shape [n, ...], FP32 `[n]` of each stack."""
+    zeros, axes = (np.float32(0),) * len(stacks), tuple(range(1, stacks[0].ndim))
+    magnitudes = tuple(jnp.abs(x.astype(jnp.float32)) for x in stacks)
+    return list(lax.reduce(magnitudes, zeros, lambda a, b: tuple(map(lax.max, a, b)), axes))
+
+
+def squares_of_rows(stack: jax.Array) -> jax.Array:
+    """The sum of squares of each row of a stack [n, ...], FP32 `[n]`."""
+    return jnp.sum(jnp.square(stack.astype(jnp.float32)), tuple(range(1, stack.ndim)))
+
+
 def sums_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
     """FP32 `[number of arrays]`."""
     return _reduced([[x] for x in arrays], jnp.square, lax.add)

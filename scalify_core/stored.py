@@ -15,9 +15,9 @@ import numpy as np
 
 from scalify_core import lowering
 from scalify_core.array import ScaledArray, is_scaled_array, trusted, with_scale
-from scalify_core.formats import FP16, FP32, FloatFormat, counter_words, pow2_floor, pow2_inverse
-from scalify_core.reductions import largest_magnitudes
-from scalify_core.weights import LARGE, Rounding, check_rounding, round_to
+from scalify_core.formats import FP16, FP32, FloatFormat, pow2_floor, pow2_inverse
+from scalify_core.reductions import largest_magnitudes, largest_of_rows
+from scalify_core.weights import LARGE, Rounding, check_rounding, round_to, words_of
 
 _SQUARE_FLOOR = 2.0**-120  # of widened second moments: times any usual decay it is still a normal FP32 number
 _QUOTIENT_TOP = 28.0  # in E4M3, at scale 2^-4: as far above what Adam reaches as its rounding can need
@@ -151,7 +151,7 @@ def _divisor(square: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.maximum(square, _SQUARE_FLOOR))
 
 
-def held(tree: Any, scales: jax.Array) -> tuple[Any, jax.Array]:
+def held(tree: Any, scales: Any) -> tuple[Any, Any]:
     """Both, of which a compiler does not know that they are: what follows comes after both, and is computed again.
 
     The scales in the tree are left alone: parts of one array as they are, each would have to be made an array.
@@ -162,34 +162,67 @@ def held(tree: Any, scales: jax.Array) -> tuple[Any, jax.Array]:
     return jax.tree.unflatten(treedef, held), scales
 
 
+class Scales(NamedTuple):
+    """The scales at which arrays are stored.
+
+    Attributes:
+        numbers: FP32, of all one after the other.
+        places: of an array, by its number in the state: where its scale is, or those of the rows of a stack.
+    """
+
+    numbers: jax.Array
+    places: dict[int, int | slice]
+
+    def of(self, leaf: int, like: Any) -> jax.Array:
+        """Of an array that looks like this one, a scalar; `[n, 1, ...]` of a stack."""
+        place = self.places[leaf]
+        return (
+            self.numbers[place].reshape(-1, *[1] * (like.ndim - 1)) if isinstance(place, slice) else self.numbers[place]
+        )
+
+
 def new_scales(
     new: list[Any], plans: list[Plan], old: list[Any], accept: Any = None, largest_of: Largest = largest_of_arrays
-) -> jax.Array:
-    """The scales at which new values are stored, FP32 `[stored arrays]`; one without a largest magnitude keeps its own.
+) -> Scales:
+    """The scales at which new values are stored; one without a largest magnitude keeps its own, of `old`.
 
-    Where `accept` is given and false, all do.
+    Where `accept` is given and false, all do. The array of an old scale that is no scalar is a stack.
     """
+    is_stack = [np.ndim(scale) > 0 for scale in old]
     groups: dict[Any, list[int]] = {}
     for leaf, plan in enumerate(plans):
         if plan.how is not None and plan.how.relative_to is None:
-            groups.setdefault((plan.parameter, new[leaf].shape), []).append(leaf)
-    measured = [leaf for group in groups.values() for leaf in group]
-    if not measured:
-        return jnp.zeros(0)
-    is_root = np.asarray([plans[leaf].how.sqrt for leaf in measured])  # type: ignore[union-attr]
-    top = np.asarray([_top(plans[leaf].how) for leaf in measured], np.float32)  # type: ignore[arg-type]
-    # All at once: hundreds of scalars would be as many operations, in one kernel that takes long to compile.
-    paths = [parameter for parameter, _ in groups]
-    peaks = largest_of([[new[leaf] for leaf in group] for group in groups.values()], paths)
-    peaks = jnp.where(is_root, _square_root(peaks), peaks)
-    is_new = jnp.isfinite(peaks) & (peaks > 0)
-    is_new = is_new if accept is None else is_new & accept
-    # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
-    found = jnp.where(is_new, pow2_floor(peaks * (2 / top)), jnp.stack([old[leaf] for leaf in measured]))
+            groups.setdefault((plan.parameter, new[leaf].shape, is_stack[leaf]), []).append(leaf)
+    alone = [(key[0], group) for key, group in groups.items() if not key[-1]]
+    stacks = [group for key, group in groups.items() if key[-1]]
+    measured = [leaf for group in (*(group for _, group in alone), *stacks) for leaf in group]
     fixed = [leaf for leaf, plan in enumerate(plans) if plan.how is not None and leaf not in set(measured)]
+    rows = {leaf: len(new[leaf]) if is_stack[leaf] else 1 for leaf in (*measured, *fixed)}
+
+    def of_rows(numbers: Sequence[float], leaves: Sequence[int], dtype: Any = np.float32) -> np.ndarray:
+        return np.repeat(np.asarray(numbers, dtype), [rows[leaf] for leaf in leaves])
+
+    found = []
+    if measured:
+        is_root = of_rows([plans[leaf].how.sqrt for leaf in measured], measured, bool)  # type: ignore[union-attr]
+        top = of_rows([_top(plans[leaf].how) for leaf in measured], measured)  # type: ignore[arg-type]
+        # All at once: hundreds of scalars would be as many operations, in one kernel that takes long to compile.
+        peaks = [largest_of([[new[leaf] for leaf in group] for _, group in alone], [path for path, _ in alone])]
+        peaks += [x for group in stacks for x in largest_of_rows([new[leaf] for leaf in group])]
+        largest = jnp.concatenate(peaks)
+        largest = jnp.where(is_root, _square_root(largest), largest)
+        is_new = jnp.isfinite(largest) & (largest > 0)
+        is_new = is_new if accept is None else is_new & accept
+        # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
+        before = jnp.concatenate([jnp.ravel(old[leaf]) for leaf in measured])
+        found = [jnp.where(is_new, pow2_floor(largest * (2 / top)), before)]
     constants = [pow2_floor(_QUOTIENT_TOP / _top(plans[leaf].how)) for leaf in fixed]  # type: ignore[arg-type]
-    both = jnp.concatenate([found, np.asarray(constants, np.float32)])
-    return both[np.argsort([*measured, *fixed])]
+    ends = np.cumsum([rows[leaf] for leaf in (*measured, *fixed)])
+    places = {
+        leaf: slice(int(end) - rows[leaf], int(end)) if is_stack[leaf] else int(end) - 1
+        for leaf, end in zip((*measured, *fixed), ends, strict=True)
+    }
+    return Scales(jnp.concatenate([*found, of_rows(constants, fixed)]), places)
 
 
 def _top(how: Stored) -> float:
@@ -204,43 +237,57 @@ def _square_root(x: jax.Array) -> jax.Array:
 def narrow_arrays(
     new: list[Any],
     plans: list[Plan],
-    scales: jax.Array,
+    scales: Scales,
     seed: int,
     step: Any,
     keep: Callable[[int, Any], Any] = lambda leaf, x: x,
+    numbers: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """The arrays of a state as they are stored; `new` are its FP32 values, `keep` may put back old ones."""
-    fresh, inverses = list(new), pow2_inverse(scales)  # of all at once: one by one, some would be a kernel each
-    words = counter_words(seed, step, np.arange(len(plans)))
-    slot = {leaf: i for i, leaf in enumerate(leaf for leaf, plan in enumerate(plans) if plan.how is not None)}
+    """The arrays of a state as they are stored.
 
-    def narrow(leaf: int, inverse: jax.Array) -> ScaledArray:
+    Args:
+        new: their FP32 values.
+        plans: how they are stored, `scales`: at which scales.
+        seed, step: of the stochastic rounding.
+        keep: of an array's number and of what would be stored, what is stored: it may put back old values.
+        numbers: which tell the random bits of arrays apart, see `weights.words_of`; None: 0, 1, ...
+    """
+    fresh, stored = list(new), list(scales.places)
+    is_large = [x.size >= LARGE for x in new]
+    words = words_of(seed, step, list(range(len(new))) if numbers is None else numbers, is_large)
+    inverses = scales._replace(numbers=pow2_inverse(scales.numbers))  # of all: one by one, some would be a kernel each
+    inverse = {leaf: inverses.of(leaf, new[leaf]) for leaf in stored}
+    large = [leaf for leaf in stored if is_large[leaf] and inverse[leaf].ndim == 0]
+    if large:
+        inverse |= zip(large, lowering.apart(jnp.stack([inverse[leaf] for leaf in large])), strict=True)
+
+    def narrow(leaf: int) -> ScaledArray:
         how, other, _ = plans[leaf]
         assert how is not None
         x = _square_root(new[leaf]) if how.sqrt else new[leaf]
         if other is not None:
             # By the root that will be read, so that its rounding does not enter.
             x = x / _divisor(widen([fresh[other]], [plans[other]])[0])
-        data = x * inverse
+        data = x * inverse[leaf]
         if how.sqrt:
             smallest = max(how.format.min_subnormal, FP32.min_normal)  # FP32 subnormals may count as zero
             data = jnp.where(x > 0, jnp.maximum(data, smallest), data)
-        return with_scale(round_to(data, how.format, how.rounding, words[leaf]), scales[slot[leaf]])
+        return with_scale(round_to(data, how.format, how.rounding, words[leaf]), scales.of(leaf, x))
 
     groups: dict[Any, list[int]] = {}
-    for leaf, plan in enumerate(plans):
-        if plan.how is not None:
-            groups.setdefault(plan.parameter, []).append(leaf)
+    for leaf in sorted(stored):
+        groups.setdefault(plans[leaf].parameter, []).append(leaf)
     out = [x if plan.how else keep(leaf, x) for leaf, (x, plan) in enumerate(zip(new, plans, strict=True))]
     before = list[int]()
     for group in groups.values():
-        if max(new[i].size for i in group) >= LARGE:
+        if any(is_large[leaf] for leaf in group):
             # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
-            finished, inverses = held([out[i] for i in before], inverses)
+            finished, own = held([out[i] for i in before], [inverse[i] for i in group])
             for i, x in zip(before, finished, strict=True):
                 out[i] = x
+            inverse |= zip(group, own, strict=True)
             before = group
         for i in sorted(group, key=lambda i: plans[i].other is not None):
-            fresh[i] = narrow(i, inverses[slot[i]])
+            fresh[i] = narrow(i)
             out[i] = keep(i, fresh[i])
     return out

@@ -8,6 +8,8 @@ parameter has 11 significant bits, and updates below half of its last place, 2^-
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -28,29 +30,35 @@ LARGE = 2**16  # elements; the arithmetic of smaller arrays may be merged into k
 WORDS = 255
 
 
-def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, step: Any, accept: Any = None) -> Any:
+def apply_updates(
+    params: Any, updates: Any, *, rounding: Rounding, seed: Any, step: Any, accept: Any = None, numbers: Any = None
+) -> Any:
     """`params + updates`, added in FP32 and rounded once to each parameter's own format and scale, saturating.
 
     Args:
-        params: ScaledArrays and plain arrays. Static scales stay as they are. A run-time scale does, too, while the new
-            values are below half of the format's largest number; beyond that, and where all was zero (a fresh bias,
-            whose scale is the smallest), it becomes that of the largest new value. FP32 parameters are not rounded.
+        params: ScaledArrays and plain arrays. Static scales stay as they are, as do NumPy's of the rows of a stack. A
+            run-time scale does, too, while the new values are below half of the format's largest number; beyond that,
+            and where all was zero (a fresh bias, whose scale is the smallest), it becomes that of the largest new
+            value. FP32 parameters are not rounded.
         updates: a tree of the same structure, plain or scaled, what is to be added (learning rate and sign included).
         rounding: "nearest" loses every update below half an ulp (2^-12 of an FP16 parameter, 2^-9 of a BF16 one);
             "stochastic" keeps them in expectation.
         seed, step: of the stochastic rounding: integers or integer scalars. The random bits are not those of
             `scaled_state`, also with the same seed and step.
         accept: boolean scalar, false: the parameters stay as they are. None: true.
+        numbers: of the parameters, a tree of integers, which tell their random bits apart; arrays of them of the rows
+            of stacks. None: 0, 1, ...
     """
     check_rounding(rounding)
 
-    def add(p: Any, update: Any, words: jax.Array) -> Any:
+    def add(p: Any, update: Any, number: Any, words: Any) -> Any:
         data = p.data if is_scaled_array(p) else p
         fmt = FloatFormat.of(data.dtype)
         update = wide(update)
         scale = p.scale if is_scaled_array(p) else 1.0
         total = data.astype(jnp.float32)
-        if isinstance(scale, float):
+        is_static = isinstance(scale, (float, np.ndarray))
+        if is_static:
             total = total + update * (1 / scale)
         else:
             before, scale = scale, _scale_of_sum(p, update, fmt.max)
@@ -58,24 +66,50 @@ def apply_updates(params: Any, updates: Any, *, rounding: Rounding, seed: Any, s
         if fmt is not FP32:
             total = round_to(total, fmt, rounding, words)
         if accept is not None:
-            total = jnp.where(accept, total, data)
-            scale = scale if isinstance(scale, float) else jnp.where(accept, scale, before)
+            total = jnp.where(accept, lowering.held("rows", total) if np.ndim(number) else total, data)
+            scale = scale if is_static else jnp.where(accept, scale, before)
         return with_scale(total, scale) if is_scaled_array(p) else total
 
+    found = leaves(params)
     # Leaves are numbered from the other end: another stream than that of the optimiser's state.
-    numbers = -1 - np.arange(len(leaves(params)))
-    words = held = [counter_words(seed, step, numbers[i : i + WORDS]) for i in range(0, len(numbers), WORDS)]
+    own = [-1 - n for n in (range(len(found)) if numbers is None else leaves(numbers))]
+    is_random = rounding == "stochastic"
+    words: list[Any] = words_of(seed, step, own, [p.size >= LARGE for p in found]) if is_random else list(own)
     new: list[Any] = []
     before: int | None = None
-    for i, (p, update) in enumerate(zip(leaves(params), leaves(updates), strict=True)):
-        is_large = p.size >= LARGE and rounding == "stochastic"
+    for i, (p, update, number) in enumerate(zip(found, leaves(updates), own, strict=True)):
+        is_large = p.size >= LARGE and is_random
         if is_large and before is not None:
             # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
             # What is held is small: the compiler would read an array that is also held twice.
-            new[before], held = lowering.held("in_turn", (new[before], held))
-        new.append(add(p, update, (held if is_large else words)[i // WORDS][i % WORDS]))
+            new[before], words[i] = lowering.held("in_turn", (new[before], words[i]))
+        new.append(add(p, update, number, words[i]))
         before = i if is_large else before
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_scaled_array), new)
+
+
+def words_of(seed: Any, step: Any, numbers: Sequence[int | np.ndarray], large: Sequence[bool]) -> list[jax.Array]:
+    """`formats.counter_words` of each number, uint32 `[2]`; `[n, 2]` of n numbers in an array.
+
+    Args:
+        seed, step: of all.
+        numbers: of arrays, or of the rows of one each.
+        large: of which arrays; what rounds one is then the same program for all of a shape.
+    """
+    words: list[Any] = [None] * len(numbers)
+    alone = [i for i, n in enumerate(numbers) if np.ndim(n) == 0]
+    apart = [i for i in alone if large[i]]
+    rest = [i for i in alone if not large[i]]
+    for i, own in zip(apart, lowering.apart(counter_words(seed, step, _integers(numbers, apart))), strict=True):
+        words[i] = own
+    for block in itertools.batched(rest, WORDS):
+        for i, own in zip(block, counter_words(seed, step, _integers(numbers, block)), strict=True):
+            words[i] = own
+    return [counter_words(seed, step, n) if found is None else found for n, found in zip(numbers, words, strict=True)]
+
+
+def _integers(numbers: Sequence[Any], which: Sequence[int]) -> np.ndarray:
+    return np.array([numbers[i] for i in which], int)
 
 
 def _scale_of_sum(p: ScaledArray, update: jax.Array, top: float) -> jax.Array:

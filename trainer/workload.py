@@ -12,6 +12,8 @@ import optax
 from jax.sharding import Mesh
 
 from scalify_core import asarray, lowering, tree, weights
+from scalify_core.stacks import NONE as NO_STACKS
+from scalify_core.stacks import Stacks
 from trainer.models.family import Family, LanguageModel, Spec, param_count
 from trainer.models.functional import Functional, Params
 from trainer.models.roles import Role, role_of
@@ -31,7 +33,7 @@ from trainer.precision.gradients import Differentiate, store_gradients
 from trainer.precision.policy import Policy
 from trainer.step.evaluate import make_eval_step
 from trainer.step.kernels import Kernels, gpu_options, takes_scales
-from trainer.step.moments import convert_moments, store_moments
+from trainer.step.moments import convert_moments, stacks_of, store_moments
 from trainer.step.nonfinite import first_nonfinite
 from trainer.step.optimizer import OptimizerFor
 from trainer.step.state import TrainState, init_state
@@ -173,9 +175,18 @@ class Task(NamedTuple):
     reduce: Reduce = Reduce()
     kernels: Kernels = Kernels.KEPT
 
-    def optimizer(self, seed: Any = 0) -> optax.GradientTransformationExtraArgs:
-        """The optimiser with its moments stored as the precision says. First states do not need the rounding's seed."""
-        return store_moments(self.plain_optimizer(self.model.roles), self.optimizer_name, self.model.policy, seed)
+    def optimizer(self, seed: Any = 0, stacks: Stacks = NO_STACKS) -> optax.GradientTransformationExtraArgs:
+        """The optimiser with its moments stored as the precision says. First states do not need the rounding's seed.
+
+        `stacks`: of the parameters that it is given.
+        """
+        plain = self.plain_optimizer(stacks.gather(self.model.roles))
+        return store_moments(plain, self.optimizer_name, self.model.policy, seed)
+
+    def stacks(self, params: Params) -> Stacks:
+        """The small parameters (or their shapes) that a step updates together; none where devices have parts."""
+        is_whole = self.mesh.shape["fsdp"] * self.mesh.shape["tensor"] == 1
+        return stacks_of(params, self.model.roles, self.optimizer_name, self.model.policy) if is_whole else NO_STACKS
 
     def in_precision(self, policy: Policy) -> "Task":
         """The same in another precision."""
@@ -293,16 +304,18 @@ def compile_step(task: Task, batch: Tokens, state: TrainState | None = None) -> 
 def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Lowered:
     """The train step, traced; the scales of the parameters of `state` are constants of it, without one assumed."""
     policy = task.model.policy
+    like = abstract_state(task, ASSUMED_SCALE) if state is None else abstract(state, task.mesh, task.model.roles)
+    stacks = task.stacks(like.params)
     step = make_train_step(
         task.model.on(task.mesh, len(batch.tokens_AxBxT1)).differentiate(),
-        task.optimizer,
+        lambda seed: task.optimizer(seed, stacks),
         store_gradients=task.model.store_gradients,
         rounding=policy.weights_rounding,
         gradient=gradient_of(task),
         squares_of=squares_over(task.mesh, task.model.roles),
         largest_of=largest_over(task.mesh, task.model.roles),
+        stacks=stacks,
     )
-    like = abstract_state(task, ASSUMED_SCALE) if state is None else abstract(state, task.mesh, task.model.roles)
     placed = jax.tree.map(lambda x: x.sharding, like)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(task.mesh)))
     scalars: Any = [jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)]

@@ -7,6 +7,7 @@ import pytest
 
 from scalify_core import as_scaled_array, asarray, dynamic_rescale_rms_grad, embedding, layer_norm, lowering, scalify
 from scalify_core.functional.storage import materialised
+from scalify_core.stacks import Stacks
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(32, 16)), jnp.float16)
 ONES = jnp.ones(16, jnp.float16)
@@ -33,6 +34,8 @@ PROGRAMS = {
     "row_major": lowering.row_major,
     "stored_both_ways": lowering.stored_both_ways,
     "together": lambda x: lowering.together(x[0, 0], x[0, 1]),
+    "apart": lambda x: lowering.apart(x[:, 0]),
+    "rows": lambda x: Stacks.of([x[0], x[1]], [0, 0]).gather([x[0], x[1]])[0],
     "sums_at_once": lambda x: lowering.column_sums(x, lambda xs, axes: [held_sum(y, axes) for y in xs]),
     "once": lambda x: lowering.once(x, x + 1),
     "norm_statistics": norm,

@@ -8,6 +8,8 @@ import optax
 
 from scalify_core import FloatFormat, optim
 from scalify_core.formats import FP32
+from scalify_core.stacks import NONE as NO_STACKS
+from scalify_core.stacks import Stacks
 from trainer.errors import UserError
 from trainer.precision.policy import DTYPES, Policy
 from trainer.step.optimizers import ENTRIES, KEYS, Moment, Optimizer, check_moments
@@ -40,6 +42,18 @@ def store_moments(
         formats = {field: how.format for field, how in settings["fields"].items()}
         return optim.propagated_state(checked, fields=formats, compute=DTYPES[policy.compute])
     return optim.scaled_state(checked, seed=seed, **settings)
+
+
+def stacks_of(params: Any, roles: Any, name: str, policy: Policy) -> Stacks:
+    """The small parameters, of all or of their shapes, that the optimiser `name` may update together.
+
+    None where it looks at whole arrays, and where nothing is rounded: what is then done to one is little, and the same
+    program for all of a shape.
+    """
+    is_narrow = policy.weights != "fp32" or any(getattr(policy, key) != "fp32" for key in KEYS)
+    if not (ENTRIES[name].elementwise and is_narrow) or policy.propagated_update:
+        return NO_STACKS
+    return Stacks.of(params, jax.tree.map(lambda role: role.is_matrix, roles))  # on which the decay depends
 
 
 def check_entry(name: str, entry: type[Optimizer], state: Any) -> None:

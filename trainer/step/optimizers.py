@@ -45,6 +45,8 @@ class Optimizer:
       clip_norm: the global norm that gradients are scaled down to; 0: any.
       moments: the averages in its state.
       unstored: other fields of its state with floating-point arrays, which stay as the optimiser makes them.
+      elementwise: whether what becomes of an element depends on no other one, but for the norm of all: then small
+        parameters may be updated together.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Optimizer:
     clip_norm: Amount
     moments: ClassVar[tuple[Moment, ...]]
     unstored: ClassVar[tuple[str, ...]] = ()
+    elementwise: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         """Raise TypeError for an entry that does not say its moments, be it that it has none, or what it computes."""
@@ -77,6 +80,7 @@ class AdamW(Optimizer):
     b2: ShareBelow1
     eps: Amount
     moments = (Moment("mu", "mu", root=False, relative_to="nu"), Moment("nu", "nu", root=True))
+    elementwise = True
 
     def descent(self, roles: Any) -> "optax.GradientTransformation":
         """`optax.adamw` but for the decay."""
@@ -92,6 +96,7 @@ class Lion(Optimizer):
     b1: ShareBelow1
     b2: ShareBelow1
     moments = (Moment("mu", "mu", root=False),)
+    elementwise = True
 
     def descent(self, roles: Any) -> "optax.GradientTransformation":
         """`optax.lion` but for the decay."""
@@ -128,6 +133,7 @@ class SGD(Optimizer):
 
     momentum: ShareBelow1
     moments = (Moment("trace", "mu", root=False),)
+    elementwise = True
 
     def descent(self, roles: Any) -> "optax.GradientTransformation":
         """Heavy-ball momentum."""

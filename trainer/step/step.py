@@ -14,7 +14,9 @@ import optax
 
 from scalify_core import lowering, tree, weights
 from scalify_core.optim import Largest, largest_of_arrays
-from scalify_core.reductions import sums_of_squares
+from scalify_core.reductions import squares_of_rows, sums_of_squares
+from scalify_core.stacks import NONE as NO_STACKS
+from scalify_core.stacks import Stacks
 from trainer.precision.gradients import Differentiate, ValueAndGrad
 from trainer.step.state import TrainState
 
@@ -91,6 +93,7 @@ def make_train_step(
     gradient: Gradient = mean_gradient,
     squares_of: Callable[[Any], jax.Array] = squares_of_arrays,
     largest_of: Largest = largest_of_arrays,
+    stacks: Stacks = NO_STACKS,
 ) -> StepFn:
     """The pure function `(state, batch, hyper) -> (state, metrics)`.
 
@@ -107,6 +110,7 @@ def make_train_step(
       gradient: of the micro-batches; over several devices see `distribute.gradient_over`.
       squares_of: the sum of squares of each gradient, FP32 [number of arrays].
       largest_of: the largest magnitude of each moment; over several devices see `distribute.largest_over`.
+      stacks: of the small parameters that are updated together; the optimiser is that of the gathered parameters.
     """
 
     def train_step(state: TrainState, batch: Tokens, hyper: Hyper) -> tuple[TrainState, Metrics]:
@@ -114,25 +118,37 @@ def make_train_step(
         loss, grads, seen = gradient(differentiate.value_and_grad, state.params, state.scaling, batch, keys_AxB)
         grads = store_gradients(grads)
         # Held, or XLA adds up every gradient once more for their sum.
-        squares = lowering.held("squares_once", squares_of(weights.wide(grads)))
+        grads = stacks.gather(grads)
+        squares = lowering.held("squares_once", stacks.each(weights.wide(grads), squares_of, squares_of_rows))
         grad_norm = jnp.sqrt(jnp.sum(squares))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         # What is not finite leaves the state as it was.
+        unpacked = tree.unpack(state.opt_state)
+        old, inner = stacks.gather(state.params), stacks.numbers(getattr(unpacked, "inner_state", None))
         updates, opt_state = optimizer(hyper.seed).update(
             grads,
-            tree.unpack(state.opt_state),
-            state.params,
+            stacks.gather(unpacked),
+            old,
             accept=finite,
             grad_norm=grad_norm,
             largest_of=largest_of,
+            numbers=inner,
         )
+        opt_state = stacks.scatter(opt_state, unpacked)
         if isinstance(state.opt_state, tree.Packed):
             opt_state = tree.pack(opt_state)
         updates = jax.tree.map(lambda u: hyper.lr * u, weights.wide(updates))
-        params = weights.apply_updates(
-            state.params, updates, rounding=rounding, seed=hyper.seed, step=hyper.step, accept=finite
+        new = weights.apply_updates(
+            old,
+            updates,
+            rounding=rounding,
+            seed=hyper.seed,
+            step=hyper.step,
+            accept=finite,
+            numbers=stacks.numbers(state.params),
         )
+        params = stacks.scatter(new, state.params)
         scaling = differentiate.update(state.scaling, seen, finite)
         new_state = TrainState(params, opt_state, state.key, scaling)
         bad_leaf = first_true(~jnp.isfinite(squares))
