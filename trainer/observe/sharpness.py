@@ -5,8 +5,8 @@ its own size plus one, relative to one plus that loss. It is large where a model
 
 `sharpness/critical`, lambda = 2 / eta, of the same unit as one over a learning rate: eta is the smallest learning rate
 at which the update that the optimiser would make of this batch raises the loss of this batch. Times the learning rate
-in use it is 2 at the edge: beyond it a step makes its own batch worse. Infinite: the loss rises from the first; a lower
-end of the search is reported where no rate within it raises the loss.
+in use it is 2 at the edge: beyond it a step makes its own batch worse. Infinite: the loss rises from the first. Where
+no rate within the search raises the loss it is what it is at most. Of one small batch it changes from look to look.
 
 Both are of the first micro-batch, in the run's own arithmetic, without dropout. The gradient is that of the numerics;
 besides it there is an update of the optimiser and about five forward passes, nearly all of them the line search's.
@@ -106,7 +106,7 @@ def critical_rate(rise: Callable[[float], float], slope: float, start: float) ->
     for _ in range(MOST):
         change = rise(eta)
         chord = change / eta if math.isfinite(change) else math.inf
-        before, tried = upper[0], eta
+        before, tried = upper, eta
         if chord > 0:
             upper = (eta, chord)
         else:
@@ -114,14 +114,17 @@ def critical_rate(rise: Callable[[float], float], slope: float, start: float) ->
         if math.isinf(upper[0]):
             # Rather a little too far than a little too short: what is sought has to be between two rates.
             straight = 1.1 * slope / (slope - chord) if chord > slope and slope < 0 else GROWTH
-            eta *= min(max(straight, 1.5), GROWTH)
+            eta *= min(max(straight, 2.0), GROWTH)
             continue
         root = chord_root(lower, upper)
-        if lower[0] > 0 and abs(root - eta) <= CLOSE * eta:
+        # Far away the loss is as good as flat, and chords grow on the way down; near the root they fall.
+        twice = lower[0] == 0 and before[0] < math.inf
+        near = lower[0] > 0 or (twice and upper[1] < before[1] / 2)
+        if near and abs(root - eta) <= CLOSE * eta:
             return root
         margin = 0.1 * (upper[0] - lower[0])  # or one end would stay where it is
         eta = min(max(root, lower[0] + margin), upper[0] - margin)
-        if lower[0] == 0 and before < math.inf:  # two rises: far away the loss is as good as flat
+        if twice and not near:
             eta = min(eta, upper[0] / GROWTH)
     if math.isinf(upper[0]):
         return tried
