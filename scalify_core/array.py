@@ -176,10 +176,9 @@ def read(x: Any) -> Any:
 
     For who is not differentiated, as the inside of a `custom_vjp`: the leaf of a cotangent does not pass.
     """
-    unread = is_scaled_array(x) and _is_unread(x)
-    return (
-        with_scale(cotangents.beside(x._leaf, x.data), cotangents.number(x._leaf, np.dtype(x.dtype))) if unread else x
-    )
+    if not (is_scaled_array(x) and _is_unread(x)):
+        return x
+    return with_scale(x.data, cotangents.of_data(cotangents.number(x._leaf, np.dtype(x.dtype)), x._leaf, x.data))
 
 
 def trusted(x: Any) -> Any:

@@ -12,7 +12,7 @@ of such a scale is not the scale 2^k, but a *mark*: `-(2^40 + k')`, k' a number 
 
 Other arithmetic on leaves (a scale times a learning rate, a parameter's scale plus that of an update) makes what is
 neither a mark nor a power of two, and is read as NaN as well. Zero is the scale of a cotangent that is missing, so of
-data that is zero: equal marks cancel to it, too, and data that is left beside it is no number, and read as NaN.
+data that is zero: equal marks cancel to it, too, and where data is left beside it, all of it is read as NaN.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core.scales import MIN_SCALE, OF_ZEROS, broadcast_scale
+from scalify_core.scales import MIN_SCALE, OF_ZEROS
 
 _MANTISSA, _SIGN, _NAN = 23, -(2**31), 0x7FC00000
 _OF_MARKS = _SIGN | ((127 + 40) << _MANTISSA)  # sign and exponent
@@ -84,23 +84,13 @@ def number(leaf: Any, dtype: np.dtype) -> jax.Array:
 
 
 @jax.jit
-def beside(leaf: jax.Array, data: jax.Array) -> jax.Array:
-    """Data as it is, but NaN where its leaf is zero and it is not."""
-    return jnp.where(is_left(leaf, data), jnp.asarray(np.nan, data.dtype), data)
-
-
-def is_left(leaf: jax.Array, data: jax.Array) -> jax.Array:
-    """Where data is not zero beside a leaf that is."""
-    return (broadcast_scale(leaf, data) == 0) & (data != 0)
-
-
-@jax.jit
 def of_data(scale: jax.Array, leaf: jax.Array, data: jax.Array) -> jax.Array:
-    """The scale that a leaf says, but NaN where data `is_left`."""
+    """The scale that a leaf says, but NaN where it is zero and the data is not."""
     shape = leaf.shape + (1,) * (data.ndim - leaf.ndim)
     common = tuple(axis for axis, n in enumerate(shape) if n == 1)
-    left = jnp.any(is_left(leaf, data), common, keepdims=True).reshape(leaf.shape)
-    return jnp.where(left, np.float32(np.nan), scale)
+    # The data itself is left as it is: made anew, each weight would be held twice.
+    left = jnp.any(data != 0, common, keepdims=True).reshape(leaf.shape)
+    return jnp.where((leaf == 0) & left, np.float32(np.nan), scale)
 
 
 def is_unreadable(leaf: Any, data: Any) -> jax.Array:
