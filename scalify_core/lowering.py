@@ -45,9 +45,10 @@ CASES = {
 
 def _known(names: Iterable[str]) -> frozenset[str]:
     """The names. Raises ValueError for one that is none of `CASES`."""
-    if unknown := set(names) - set(CASES):
+    found = frozenset(names)
+    if unknown := found - set(CASES):
         raise ValueError(f"{', '.join(sorted(unknown))}: no case of lowering; valid: {', '.join(CASES)}")
-    return frozenset(names)
+    return found
 
 
 _OFF = _known(filter(None, os.environ.get("SCALIFY_LOWERING_OFF", "").split(",")))

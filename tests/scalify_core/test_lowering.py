@@ -1,5 +1,9 @@
 """Barriers and platform cases: each is in the program, each can be turned off, and none changes a number."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +71,13 @@ def test_no_case_changes_a_number(fun):
     with lowering.without(*lowering.CASES):
         found = jax.jit(lambda x: fun(x))(X)
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_cases_are_turned_off_by_the_environment():
+    code = "from scalify_core import lowering; print(*sorted(lowering.turned_off()))"
+    env = os.environ | {"SCALIFY_LOWERING_OFF": "together,apart"}
+    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["apart", "together"]
 
 
 def test_an_unknown_case_is_named():
