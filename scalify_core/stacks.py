@@ -65,7 +65,7 @@ class Stacks(NamedTuple):
                     found[i] = None
             return self.structure.unflatten(found)
 
-        return jax.tree.map(lambda x: gathered(x) if self._is_tree(x) else x, tree, is_leaf=self._is_tree)
+        return jax.tree.map(lambda x: gathered(x) if self._is_tree(x) else x, tree, is_leaf=self._is_whole)
 
     def numbers(self, tree: Any) -> Any:
         """The numbers of the leaves of a tree, gathered as the tree is; None where there are no stacks."""
@@ -74,7 +74,7 @@ class Stacks(NamedTuple):
 
     def scatter(self, tree: Any, like: Any) -> Any:
         """What `gather` made of a tree like `like`, whose static scales the new ScaledArrays have."""
-        subtrees, outer = _flatten(like, self._is_tree)
+        subtrees, outer = _flatten(like, self._is_whole)
         return outer.unflatten(
             self._scattered(part, whole) if self._is_tree(whole) else part
             for part, whole in zip(outer.flatten_up_to(tree), subtrees, strict=True)
@@ -95,6 +95,10 @@ class Stacks(NamedTuple):
 
     def _is_tree(self, x: Any) -> bool:
         return bool(self.groups) and jax.tree.structure(x, is_leaf=is_scaled_array) == self.structure
+
+    def _is_whole(self, x: Any) -> bool:
+        """Whether it is not taken apart: a ScaledArray that is built anew has a scale that nobody knows any more."""
+        return is_scaled_array(x) or self._is_tree(x)
 
     def _scattered(self, tree: Any, like: Any) -> Any:
         found, whole = self.structure.flatten_up_to(tree), leaves(like)
