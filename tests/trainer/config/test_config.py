@@ -268,6 +268,14 @@ def test_the_command_line_answers_bad_input_with_one_line_and_exit_code_2(args, 
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "multirun.yaml"]
 
 
+@pytest.mark.parametrize(("tracker", "times"), [("none", 1), ("jsonl", 0)])
+def test_a_sweep_without_logs_says_once_and_first_that_it_names_no_best(tracker, times, tmp_path):
+    absent = ["data=text", "data.paths=[none.txt]", "data.tokenizer=byte"]
+    done = command_line("--multirun", "seed=0,1", f"tracker={tracker}", "run_dir=S", *absent, cwd=tmp_path)
+    assert done.stderr.count("there is no file none.txt") == 2
+    assert done.stdout.count("the sweep cannot name a best; add tracker=jsonl") == times
+
+
 def test_cfg_job_prints_the_resolved_config_and_resume_has_a_short_form(tmp_path):
     done = command_line("--cfg", "job", "resume=none", "model=gpt2_124m", "run_dir=a", cwd=tmp_path)
     tree = OmegaConf.create(done.stdout)

@@ -108,9 +108,19 @@ def test_patterns_may_be_absolute_and_numbers_are_in_their_order(sweep, relative
         directories(str(sweep / "none*"))
 
 
-def test_a_directory_that_is_no_run_is_named(sweep):
-    with pytest.raises(UserError, match=r"nowhere has no metrics\.jsonl"):
-        main(Arguments(f"{sweep}/1,{sweep}/nowhere", "no"))
+def test_a_directory_that_is_not_there_is_said_not_to_be_there(sweep):
+    for runs in (f"{sweep}/1,{sweep}/nowhere", f"{sweep}/nowhere"):
+        with pytest.raises(UserError, match=r"there is no directory .*nowhere "):
+            main(Arguments(runs, "no"))
+
+
+def test_runs_without_a_log_are_told_which_trackers_write_one(sweep):
+    for name in ("1", "2"):
+        (sweep / name / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match=r"1 has no metrics\.jsonl with rows; .*tracker=jsonl"):
+        main(Arguments(f"{sweep}/1,{sweep}/2", "no"))
+    with pytest.raises(UserError, match=r"found 0 runs .*, and 2 without one, which had tracker=none"):
+        main(Arguments(f"{sweep}/[12]", "no"))
 
 
 def test_a_run_is_called_what_it_was_called(sweep):
