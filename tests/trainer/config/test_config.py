@@ -251,6 +251,10 @@ def test_a_setting_that_the_source_does_not_use_is_refused():
         (["model=gpt2_124"], ["did you mean 'gpt2_124m'"]),
         (["precision=scalify_fp8_f16"], ["did you mean 'scalify_fp8_fp16'", "sim_eXmY"]),
         (["data.paths=[a (1).txt]"], ["'[a (1).'", "need quotes within quotes"]),
+        (
+            ["data=text", "data.paths=[d/*.{txt,md},a.txt]"],
+            ["braces are not understood", "data.paths=[d/*.txt,d/*.md,a.txt]"],
+        ),
         (["lr=1e-3"], ["unknown key lr; did you mean", "optimizer.lr"]),
         (["steps=3"], ["unknown key steps; did you mean train.steps"]),
         (["train.steps=0"], ["train.steps=0"]),

@@ -63,6 +63,31 @@ def test_a_file_that_is_not_text_is_named_with_the_offset(tmp_path, data, messag
         fails(TextSource((str(file(tmp_path, data)),), format), tmp_path, rf"a\.txt is not text: {message}; convert it")
 
 
+@pytest.mark.parametrize("name", ["img/photo.png", "broken.txt"])
+def test_a_directory_with_something_else_is_told_the_patterns_of_all_its_text(tmp_path, name):
+    (tmp_path / "img").mkdir()
+    file(tmp_path, b"\x89PNG\xff\0", name)
+    file(tmp_path, b"\xff\xd8\0", "img/scan.jpg")
+    for kind in ("txt", "jsonl", "parquet"):
+        file(tmp_path, "words", f"b.{kind}")
+    other = file(tmp_path.parent, "words", "other.txt")
+    with pytest.raises(UserError, match="not text") as caught:
+        open_corpus(TextSource((str(tmp_path), str(other))), tmp_path)
+    kinds = ",".join(f"{tmp_path}/**/*.{kind}" for kind in ("jsonl", "parquet", "txt"))
+    # a pattern for broken.txt would take it again, or leave out what is text
+    instead = f", by patterns: 'data.paths=[{kinds},{other}]'" if name != "broken.txt" else ""
+    assert str(caught.value).endswith(f"convert it to UTF-8, or leave it out of data.paths{instead}")
+    assert "\n" not in str(caught.value)
+
+
+def test_braces_are_spelled_out(tmp_path):
+    with pytest.raises(UserError, match="braces are not understood") as caught:
+        open_corpus(TextSource(("my books/*.{txt,md}",)), tmp_path)
+    assert str(caught.value).endswith("list the patterns: [my books/*.txt,my books/*.md]")
+    file(tmp_path, "words", "{a,b}.txt")  # a name as any other
+    open_corpus(TextSource((str(tmp_path / "{a,b}.txt"),)), tmp_path)
+
+
 def test_a_compressed_file_is_recognised(tmp_path):
     path = file(tmp_path, gzip.compress(b"text" * 100), "a.txt.gz")
     fails(TextSource((str(path),)), tmp_path, r"a\.txt\.gz is not text but gzip .*; decompress it first")
