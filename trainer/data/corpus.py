@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.data.files import File, Format, examine, expand, format_of, no_column
+from trainer.data.files import File, Format, NoColumn, apart, examine, expand, format_of
 from trainer.data.jsonl import read_jsonl
 from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import LINE_START
@@ -208,7 +208,7 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
         case _:
             parts = [(kind, [file.digest for file in some]) for kind, some in groups]
             content = fingerprint("mixed", parts, source.column, source.max_documents)
-    return Corpus(name, description, content, lambda position: read_groups(groups, source, position))
+    return Corpus(name, description, content, lambda position: apart(read_groups(groups, source, position), len(files)))
 
 
 def read_groups(groups: Sequence[tuple[Format, list[File]]], source: TextSource, position: Position) -> Iterator[Rows]:
@@ -263,7 +263,7 @@ def check_parquet(files: Sequence[File], column: str) -> None:
             with reading([file], "parquet"):
                 schema = pyarrow.parquet.read_schema(file.path)
             if column not in schema.names:
-                raise UserError(no_column(column, schema.names, f"{file.path}: "))
+                raise NoColumn(column, schema.names, f"{file.path}: ")
             kind = str(schema.field(column).type)
             if kind not in TEXT_TYPES:
                 raise UserError(f"{file.path}: {not_text_column(column, kind)}")
@@ -321,7 +321,7 @@ def check_column(dataset: "IterableDataset", column: str) -> None:
     if not names:
         raise UserError("the corpus is empty: it has no rows")
     if column not in names:
-        raise UserError(no_column(column, names))
+        raise NoColumn(column, names)
 
 
 def not_text_column(column: str, kind: str) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,11 @@ NAMED: dict[str, Format] = {
 }
 BLOCK = 1 << 22
 HEAD = 1 << 12
+# What to do about files whose columns have several names.
+APART = (
+    "; where files name it otherwise, prepare each kind apart (python -m scripts.prepare_data files FILE --column NAME "
+    "--tokenizer NAME), then data=mix data.sources=[DIRECTORY,...] of the directories it names"
+)
 # Files from this size on are read through once and then known by size and times.
 REMEMBER = 64 << 20
 # How compressed files start.
@@ -45,6 +50,13 @@ class NotText(UserError):
     def __init__(self, path: Path, message: str) -> None:
         super().__init__(message)
         self.path = path
+
+
+class NoColumn(UserError):
+    """A file does not have the column, but `names`; `where` begins the message."""
+
+    def __init__(self, column: str, names: Iterable[str], where: str = "") -> None:
+        super().__init__(f"{where}there is no column {column!r}; valid for data.column: {', '.join(names)}")
 
 
 @dataclass(frozen=True)
@@ -234,6 +246,11 @@ def begins_like_text(path: Path) -> bool:
         return False
 
 
-def no_column(column: str, names: Iterable[str], where: str = "") -> str:
-    """The message for a column that is not among those `names`; `where` begins it."""
-    return f"{where}there is no column {column!r}; valid for data.column: {', '.join(names)}"
+def apart[T](rows: Iterator[T], count: int) -> Iterator[T]:
+    """The rows of so many sources; a UserError for a missing column says what to do where there are several."""
+    try:
+        yield from rows
+    except NoColumn as error:
+        if count == 1:
+            raise
+        raise UserError(f"{error}{APART}") from None
