@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scripts.arguments import argument, run
 from trainer.errors import UserError
-from trainer.report.comparing import names, write_comparison
+from trainer.report.comparing import free_page, names, write_comparison
 
 __all__ = ["Arguments", "main", "names"]
 
@@ -22,7 +22,9 @@ class Arguments:
     """See `--help`."""
 
     runs: str = argument("run directories, separated by commas, a directory of runs, or a pattern such as 'runs/*'")
-    out: str = argument("the file for curves and table (default: compare.html where the runs are); no: none", "")
+    out: str = argument(
+        "the file for curves and table (default: compare.html where the runs are, numbered beside others); no: none", ""
+    )
 
 
 def directories(text: str) -> list[Path]:
@@ -60,7 +62,8 @@ def main(args: Arguments) -> None:
     """Print the table, write the file."""
     paths = directories(args.runs)
     where = Path(os.path.commonpath([path.resolve().parent for path in paths]))
-    out = None if args.out == "no" else Path(os.path.expanduser(args.out)) if args.out else where / "compare.html"
+    free = free_page(where / "compare.html", paths)
+    out = None if args.out == "no" else Path(os.path.expanduser(args.out)) if args.out else free
     print("\n".join(write_comparison(paths, out)))
 
 
