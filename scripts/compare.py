@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scripts.arguments import argument, run
 from trainer.errors import UserError
-from trainer.report.comparing import names, write_comparison
+from trainer.report.comparing import free_page, names, write_comparison
 
 __all__ = ["Arguments", "main", "names"]
 
@@ -22,22 +22,33 @@ class Arguments:
     """See `--help`."""
 
     runs: str = argument("run directories, separated by commas, a directory of runs, or a pattern such as 'runs/*'")
-    out: str = argument("the file for curves and table (default: compare.html where the runs are); no: none", "")
+    out: str = argument(
+        "the file for curves and table (default: compare.html where the runs are, numbered beside others); no: none", ""
+    )
 
 
 def directories(text: str) -> list[Path]:
-    """Those of the list that hold a log; of a pattern, and of a directory of runs, those in it that do."""
+    """The runs of the list; of a pattern, and of a directory of runs, those in it that have a log. Raises UserError."""
     found: list[Path] = []
+    mute = 0
     for item in filter(None, text.split(",")):
         path = Path(os.path.expanduser(item))
-        if not glob.has_magic(item) and ((path / "metrics.jsonl").exists() or not path.is_dir()):
-            found.append(path)  # what is wrong with it is said when it is read
-            continue
+        if not glob.has_magic(item):
+            if not path.is_dir():
+                raise UserError(f"runs={text}: there is no directory {path} (looked from {Path.cwd()})")
+            if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
+                found.append(path)  # what is wrong with it is said when it is read
+                continue
         pattern = str(path) if glob.has_magic(item) else os.path.join(glob.escape(str(path)), "*")
-        matches = map(Path, sorted(glob.glob(pattern), key=natural))
+        matches = list(map(Path, sorted(glob.glob(pattern), key=natural)))
         found += [match for match in matches if (match / "metrics.jsonl").exists()]
+        mute += sum((m / "config.yaml").exists() and not (m / "metrics.jsonl").exists() for m in matches)
     if len(found) < 2:
-        raise UserError(f"runs={text}: found {len(found)} runs with a metrics.jsonl; valid: 2 or more")
+        without = f", and {mute} without one, which had tracker=none or took no step" if mute else ""
+        raise UserError(
+            f"runs={text}: found {len(found)} runs with a metrics.jsonl{without}; valid: 2 or more, of tracker=jsonl, "
+            "tensorboard or wandb"
+        )
     return found
 
 
@@ -51,7 +62,8 @@ def main(args: Arguments) -> None:
     """Print the table, write the file."""
     paths = directories(args.runs)
     where = Path(os.path.commonpath([path.resolve().parent for path in paths]))
-    out = None if args.out == "no" else Path(os.path.expanduser(args.out)) if args.out else where / "compare.html"
+    free = free_page(where / "compare.html", paths)
+    out = None if args.out == "no" else Path(os.path.expanduser(args.out)) if args.out else free
     print("\n".join(write_comparison(paths, out)))
 
 

@@ -25,6 +25,7 @@ from trainer.errors import UserError, complain, leave, to_readers
 from trainer.run.allocator import keep_freed_memory
 
 STOPPED = (130, 143)  # by a signal
+NO_BEST = "tracker=none: no metrics.jsonl and no report, so the sweep cannot name a best; add tracker=jsonl"
 
 
 class Job(NamedTuple):
@@ -115,6 +116,8 @@ def main(argv: list[str]) -> int:
             with contextlib.suppress(OSError):
                 os.rmdir(HydraConfig.get().runtime.output_dir)
             return  # somebody stopped the sweep, not one job of it
+        if not jobs and numbered() and tree.tracker.kind == "none":
+            print(NO_BEST, flush=True)
         jobs.append(Job(Path(HydraConfig.get().runtime.output_dir), of_user(sweep.keys), None))
         jobs[-1] = jobs[-1]._replace(code=run_job(tree, keys, sweep.keys))
 

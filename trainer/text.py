@@ -13,8 +13,7 @@ from typing import Any
 SECRET = re.compile(
     r"(^|[_\-.])(token|secret|password|passwd|credentials?|api_?key|access_?key|private_?key)$", re.IGNORECASE
 )
-
-
+BRACES = re.compile(r"([^,\[\]'\"{}=]*)\{([^{}]*,[^{}]*)\}([^,\[\]'\"{}]*)")
 LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
@@ -23,6 +22,13 @@ def nearest(name: str, valid: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Valid: {', '.join(sorted(valid))}"
+
+
+def without_braces(patterns: str) -> str:
+    """The patterns with `*.{a,b}`, which no glob of Python reads, spelled out as `*.a,*.b`."""
+    return BRACES.sub(
+        lambda found: ",".join(found[1] + part.strip() + found[3] for part in found[2].split(",")), patterns
+    )
 
 
 def redact(tree: Any) -> Any:

@@ -17,6 +17,7 @@ from trainer.data import (
     prepare,
 )
 from trainer.data.dataset import Dataset
+from trainer.data.files import apart
 from trainer.data.mixture import MixedManifest, Mixture, stages_of
 from trainer.data.own import own_loaders, text_source
 from trainer.data.shards import MANIFEST
@@ -111,10 +112,8 @@ def open_mixture(c: schema.Config) -> Dataset:
         PreparedSource(Path(path)) if (Path(path) / MANIFEST).is_file() else TextSource((path,), column=data.column)
         for path in data.sources
     ]
-    parts = {
-        name: Dataset.open(prepared(source, data, data.tokenizer), **settings_of_loaders(c))
-        for name, source in zip(names, sources, strict=True)
-    }
+    directories = apart((prepared(source, data, data.tokenizer) for source in sources), len(sources))
+    parts = {n: Dataset.open(path, **settings_of_loaders(c)) for n, path in zip(names, directories, strict=True)}
     manifest = MixedManifest.of({name: part.manifest for name, part in parts.items()})
     train = Mixture({n: part.train for n, part in parts.items()}, manifest, "train", stages, c.seed)
     last = [stages[-1]._replace(step=0)]  # what the run ends on, in every validation

@@ -18,10 +18,11 @@ from trainer.config.continuing import continued, leaves
 from trainer.config.fields import from_tree
 from trainer.config.schema import Config, validate
 from trainer.errors import UserError
-from trainer.text import nearest
+from trainer.text import nearest, without_braces
 
 HOME = re.compile(r"^((?:run_dir|init_from|resume\.source|data\.cache_dir|data\.prepared_dir)=)~(?=/|$)")
 IN_LIST = re.compile(r"([\[,=]\s*)~(?=[/,\]]|$)")
+PATTERNS = ("data.paths", "data.sources")
 CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
 
 
@@ -151,6 +152,9 @@ def explain(error: Exception, argv: list[str]) -> str:
     text = " ".join(str(error).split("Config search path:")[0].split())
     if "override_grammar" in text:
         text = text.split(" See https://")[0]
+        for argument in argv:
+            if key_of(argument) in PATTERNS and (listed := without_braces(argument)) != argument:
+                return f"{argument}: braces are not understood in a pattern; list the patterns: {listed}"
         return f"{text}: cannot be read; unusual characters need quotes within quotes: \"data.paths=['a (1).txt']\""
     absent = re.search(r"Could not find '([^']+)/([^/']+)'", text)
     if absent and Path(CONFIGS, absent.group(1)).is_dir():

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.data.files import File, Format, examine, expand, format_of
+from trainer.data.files import File, Format, NoColumn, apart, examine, expand, format_of
 from trainer.data.jsonl import read_jsonl
 from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import LINE_START
@@ -177,7 +177,7 @@ def open_python(library: Library) -> Corpus:
 def open_files(source: TextSource, cache_dir: Path) -> Corpus:
     """Local files; all are read through once, so that what is wrong with them is said before anything long starts."""
     formats = {path: format_of(path, source.format) for path in expand(source.paths)}
-    files = examine(list(formats), text=lambda path: formats[path] != "parquet", cache_dir=cache_dir)
+    files = examine(list(formats), text=lambda p: formats[p] != "parquet", cache_dir=cache_dir, given=source.paths)
     if not sum(file.size for file in files):
         raise UserError(f"the corpus is empty: {', '.join(str(file.path) for file in files)} has no text")
     kinds = dict.fromkeys(formats[file.path] for file in files)
@@ -185,7 +185,8 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
     if source.column != TextSource.column and set(kinds) == {"text"}:
         raise UserError(f"data.column={source.column}, but text files have no columns; leave it out")
     digests = [file.digest for file in files]
-    description = {"kind": "text"} | asdict(source) | {"paths": list(source.paths), "digests": digests}
+    told = {"paths": list(source.paths), "digests": digests, "formats": {kind: len(some) for kind, some in groups}}
+    description = {"kind": "text"} | asdict(source) | told
     name = files[0].path.stem if len(files) == 1 else files[0].path.absolute().parent.name
     if [kind for kind, _ in groups] == ["text"] and len(files) == 1:
         if source.max_documents is not None:
@@ -207,7 +208,7 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
         case _:
             parts = [(kind, [file.digest for file in some]) for kind, some in groups]
             content = fingerprint("mixed", parts, source.column, source.max_documents)
-    return Corpus(name, description, content, lambda position: read_groups(groups, source, position))
+    return Corpus(name, description, content, lambda position: apart(read_groups(groups, source, position), len(files)))
 
 
 def read_groups(groups: Sequence[tuple[Format, list[File]]], source: TextSource, position: Position) -> Iterator[Rows]:
@@ -262,7 +263,7 @@ def check_parquet(files: Sequence[File], column: str) -> None:
             with reading([file], "parquet"):
                 schema = pyarrow.parquet.read_schema(file.path)
             if column not in schema.names:
-                raise UserError(no_column(column, schema.names, f"{file.path}: "))
+                raise NoColumn(column, schema.names, f"{file.path}: ")
             kind = str(schema.field(column).type)
             if kind not in TEXT_TYPES:
                 raise UserError(f"{file.path}: {not_text_column(column, kind)}")
@@ -320,12 +321,7 @@ def check_column(dataset: "IterableDataset", column: str) -> None:
     if not names:
         raise UserError("the corpus is empty: it has no rows")
     if column not in names:
-        raise UserError(no_column(column, names))
-
-
-def no_column(column: str, names: Sequence[str], where: str = "") -> str:
-    """The message for a column that is not among those `names`; `where` begins it."""
-    return f"{where}there is no column {column!r}; valid for data.column: {', '.join(names)}"
+        raise NoColumn(column, names)
 
 
 def not_text_column(column: str, kind: str) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Literal
 
 from trainer.data.shards import read_json, write_atomically
 from trainer.errors import UserError
+from trainer.text import without_braces
 
 Format = Literal["text", "jsonl", "parquet"]
 # Of files with these ends of names; any other is text.
@@ -25,6 +26,12 @@ NAMED: dict[str, Format] = {
     ".pq": "parquet",
 }
 BLOCK = 1 << 22
+HEAD = 1 << 12
+# What to do about files whose columns have several names.
+APART = (
+    "; where files name it otherwise, prepare each kind apart (python -m scripts.prepare_data files FILE --column NAME "
+    "--tokenizer NAME), then data=mix data.sources=[DIRECTORY,...] of the directories it names"
+)
 # Files from this size on are read through once and then known by size and times.
 REMEMBER = 64 << 20
 # How compressed files start.
@@ -35,6 +42,21 @@ COMPRESSED = {
     b"BZh": "bzip2",
     b"\xfd7zXZ": "xz",
 }
+
+
+class NotText(UserError):
+    """A file that should be text is not. `path`: which."""
+
+    def __init__(self, path: Path, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class NoColumn(UserError):
+    """A file does not have the column, but `names`; `where` begins the message."""
+
+    def __init__(self, column: str, names: Iterable[str], where: str = "") -> None:
+        super().__init__(f"{where}there is no column {column!r}; valid for data.column: {', '.join(names)}")
 
 
 @dataclass(frozen=True)
@@ -64,6 +86,8 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
         matches = [path] if os.path.isfile(path) else sorted(glob.glob(inside, recursive=True))
         matches = [match for match in matches if os.path.isfile(match)]
         if not matches:
+            if (listed := without_braces(path)) != path:
+                raise UserError(f"{path}: braces are not understood in a pattern; list the patterns: [{listed}]")
             nothing = "there is no file" if not glob.has_magic(path) else "no file matches"
             what = "no file is in directory" if os.path.isdir(path) else nothing
             raise UserError(f"{what} {path} (looked from {Path.cwd()}); correct data.paths")
@@ -106,10 +130,13 @@ def begins_like_json_lines(path: Path) -> bool:
         return False
 
 
-def examine(paths: list[Path], *, text: Callable[[Path], bool], cache_dir: Path) -> list[File]:
+def examine(
+    paths: list[Path], *, text: Callable[[Path], bool], cache_dir: Path, given: Sequence[str] = ()
+) -> list[File]:
     """Read files through, several at a time.
 
     Args:
+      given: what the user named them by, which a message may propose to narrow.
       text: whether a file must be UTF-8.
       cache_dir: where what is known of large files is kept.
 
@@ -127,8 +154,11 @@ def examine(paths: list[Path], *, text: Callable[[Path], bool], cache_dir: Path)
         stored = known.get(keys[path])
         return read_through(path, text(path)) if stored is None else File(path, *stored)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        files = list(pool.map(one, paths))
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            files = list(pool.map(one, paths))
+    except NotText as error:
+        raise UserError(f"{error}{narrower(error.path, paths, given)}") from None
     new = {keys[f.path]: [f.size, f.chars, f.digest] for f in files if f.size >= REMEMBER}
     if not new.keys() <= known.keys():
         write_atomically(memory, json.dumps(known | new).encode())
@@ -165,11 +195,11 @@ def decode(
         text = lines.decode(block, final=not block)
     except UnicodeDecodeError as error:
         start = offset - pending + error.start
-        raise UserError(
-            not_text(path, f"byte {error.object[error.start]:#04x} at offset {start} is not UTF-8")
+        raise NotText(
+            path, not_text(path, f"byte {error.object[error.start]:#04x} at offset {start} is not UTF-8")
         ) from None
     if nul >= 0:
-        raise UserError(not_text(path, f"NUL at offset {offset + nul}"))
+        raise NotText(path, not_text(path, f"NUL at offset {offset + nul}"))
     return text
 
 
@@ -180,7 +210,47 @@ def not_text(path: Path, why: str) -> str:
     for magic, kind in COMPRESSED.items():
         if head.startswith(magic):
             return f"{path} is not text but {kind} ({why}); decompress it first"
-    return (
-        f"{path} is not text: {why}; convert it to UTF-8, or leave it out of data.paths (of a directory, a pattern "
-        "takes some files: 'DIR/**/*.txt')"
-    )
+    return f"{path} is not text: {why}; convert it to UTF-8, or leave it out of data.paths"
+
+
+def narrower(path: Path, paths: Sequence[Path], given: Sequence[str]) -> str:
+    """Patterns that take what was given without this file, to be appended; nothing where none tell it from text.
+
+    They are of the ends of names in the directory that it came from; the first file with an end says what it is of.
+    """
+    root = next((root for root in given if os.path.isdir(os.path.expanduser(root)) and below(root, path)), None)
+    first: dict[str, Path] = {}
+    for other in paths:
+        if root is not None and below(root, other) and other.suffix and other != path:
+            first.setdefault(other.suffix, other)
+    kinds = [end for end, other in first.items() if end in NAMED or begins_like_text(other)]
+    if root is None or not kinds or path.suffix in kinds:
+        return ""
+    patterns = [os.path.join(root, "**", f"*{end}") for end in kinds]
+    entries = [entry for old in given for entry in (patterns if old == root else [old])]
+    return f", by patterns: 'data.paths=[{','.join(entries)}]'"
+
+
+def below(root: str, path: Path) -> bool:
+    """Whether a path was found in this directory."""
+    return path.is_relative_to(os.path.expanduser(root))
+
+
+def begins_like_text(path: Path) -> bool:
+    """Whether the first bytes are UTF-8 without NUL."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+        return b"\0" not in codecs.getincrementaldecoder("utf-8")().decode(head).encode()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def apart[T](rows: Iterator[T], count: int) -> Iterator[T]:
+    """The rows of so many sources; a UserError for a missing column says what to do where there are several."""
+    try:
+        yield from rows
+    except NoColumn as error:
+        if count == 1:
+            raise
+        raise UserError(f"{error}{APART}") from None

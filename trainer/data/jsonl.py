@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer.data.files import NoColumn
 from trainer.errors import UserError
 
 BOM = b"\xef\xbb\xbf"
@@ -55,7 +56,7 @@ def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
         rows = _rows_of_list(path, file, start) if _is_list(file) else _rows_of_lines(path, file, start)
         for number, (row, place, after) in enumerate(rows):
             if start == 0 and number == 0 and column not in row:  # the texts of all its rows would be empty
-                raise UserError(f"{path}: there is no column {column!r}; valid for data.column: {', '.join(row)}")
+                raise NoColumn(column, row, f"{path}: ")
             value = row.get(column)
             if value is not None and (wrong := _wrong(value)):
                 raise UserError(f"{path}, {place()}: column {column!r} holds {wrong}")

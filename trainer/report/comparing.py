@@ -1,8 +1,11 @@
 """Several runs beside each other: a table, the best first, and a page with their curves and with what was varied."""
 
+import hashlib
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,10 @@ from trainer.errors import UserError
 from trainer.report.charts import Choice, by_choice
 from trainer.report.history import History, finite
 from trainer.report.page import comparison
-from trainer.run.rundir import flatten, write_atomically
+from trainer.run.rundir import MAY_CHANGE, flatten, write_atomically
 
-ALWAYS_OTHERS = ("run_dir", "tracker.name")
+ALWAYS_OTHERS = ("run_dir", "tracker.name", "resume", "resume.*")
+CHOICES = ("source", "kind", "name")  # what the choice of a group sets, the first that the group has
 SEED = "seed"
 MOST_COLUMNS = 2  # of runs; more of them are rows
 
@@ -41,13 +45,37 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         rows = [list(row) for row in zip(*rows, strict=True)]
     verdict = best(histories, varied or others, where)
     means = over_seeds(histories, varied | others)
-    told = [*verdict, *aligned(means)]
+    told = [*verdict, *aligned(means), *(hints := at_an_end(histories, varied, means))]
     lines = [*aligned(rows), *([""] if told else []), *told]
     if out is None:
         return lines
     pictures = [picture(histories, key, values) for key, values in varied.items()]
-    write_atomically(out, comparison(histories, rows, pictures, verdict, means))
-    return [*lines, str(out)]
+    page = marked(comparison(histories, rows, pictures, [*verdict, *hints], means), paths)
+    other = out.is_file() and not is_of(out, paths)
+    write_atomically(out, page)
+    return [*lines, f"{out}, in place of another comparison" if other else str(out)]
+
+
+def marked(page: str, paths: Sequence[Path]) -> str:
+    """The page, which says of which runs it is where only a program reads it."""
+    return page.replace("<head>", f"<head>{mark(paths)}", 1)
+
+
+def mark(paths: Sequence[Path]) -> str:
+    """What a page says of which runs it is."""
+    digest = hashlib.blake2b("\n".join(sorted(str(path.resolve()) for path in paths)).encode(), digest_size=16)
+    return f'<meta name="runs" content="{digest.hexdigest()}">'
+
+
+def is_of(page: Path, paths: Sequence[Path]) -> bool:
+    """Whether a page is a comparison of these runs."""
+    return page.is_file() and mark(paths) in page.read_text(encoding="utf-8", errors="replace")
+
+
+def free_page(page: Path, paths: Sequence[Path]) -> Path:
+    """The page, or one with a number behind its name, the first that is not another comparison's."""
+    numbers = (page if n == 1 else page.with_name(f"{page.stem}-{n}{page.suffix}") for n in itertools.count(1))
+    return next(path for path in numbers if not path.exists() or is_of(path, paths))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -63,6 +91,26 @@ def best(histories: Sequence[History], settings: Table, where: Mapping[str, Path
         return []
     own = "".join(f"; {key}={values[0]}" for key, values in settings.items())
     return [f"best: {where[first.name]} (validation loss {loss:.4f}{own})"]
+
+
+def at_an_end(histories: Sequence[History], varied: Table, means: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each varied number whose best value is the largest or smallest tried: a better one may lie beyond.
+
+    What is best is the first of the means over seeds, where there are any. Keys that only say how long and where a run
+    trains have no best.
+    """
+    if not math.isfinite(final_loss(histories[0])):
+        return []
+    first = dict(zip(means[0], means[1], strict=True)) if means else {key: of[0] for key, of in varied.items()}
+    lines = []
+    for key, values in varied.items():
+        tried = sorted({number(value) for value in values})
+        if key == SEED or len(tried) == 1 or math.isinf(tried[-1]) or is_any(key, MAY_CHANGE):
+            continue
+        for value, end, further in ((tried[-1], "largest", "larger"), (tried[0], "smallest", "smaller")):
+            if number(first[key]) == value:
+                lines.append(f"the best {key} is the {end} tried, {first[key]}; try {further}")
+    return lines
 
 
 def over_seeds(histories: Sequence[History], settings: Table) -> list[list[str]]:
@@ -145,12 +193,17 @@ def overridden(histories: Sequence[History]) -> dict[str, list[str]]:
     keys = dict.fromkeys(key for settings in given for key in settings)
 
     def value(key: str, settings: Mapping[str, str], tree: Mapping[str, Any]) -> str:
-        choice = f"{key}.kind" if f"{key}.kind" in tree else f"{key}.name"  # a tracker's name is that of its run
+        choice = next((name for end in CHOICES if (name := f"{key}.{end}") in tree), "")
         found = tree.get(key, tree.get(choice))
         return settings.get(key, "-") if found is None else str(found)
 
+    def same(key: str) -> bool:
+        """Whether a key or group has the same values in all configurations; not known of one that they do not have."""
+        parts = [{k: v for k, v in tree.items() if of_any(k, {key: None})} for tree in resolved]
+        return any(parts) and all(part == parts[0] for part in parts)
+
     different = {key: [value(key, *of) for of in zip(given, resolved, strict=True)] for key in keys}
-    return {k: v for k, v in different.items() if k not in ALWAYS_OTHERS and len(set(v)) > 1}
+    return {k: v for k, v in different.items() if not is_any(k, ALWAYS_OTHERS) and len(set(v)) > 1 and not same(k)}
 
 
 def differences(histories: Sequence[History]) -> dict[str, list[str]]:
@@ -161,8 +214,13 @@ def differences(histories: Sequence[History]) -> dict[str, list[str]]:
     return {
         key: [str(value) for value in values]
         for key, values in different.items()
-        if key not in ALWAYS_OTHERS and any(value != values[0] for value in values)
+        if not is_any(key, ALWAYS_OTHERS) and any(value != values[0] for value in values)
     }
+
+
+def is_any(key: str, patterns: Sequence[str]) -> bool:
+    """Whether it matches one of these patterns."""
+    return any(fnmatch(key, pattern) for pattern in patterns)
 
 
 def of_any(key: str, groups: Mapping[str, Any]) -> bool:

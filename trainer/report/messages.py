@@ -153,7 +153,9 @@ def describe_read(manifest: Manifest) -> str:
     if files == 1 and all(split.documents == 1 for split in manifest.splits.values()):
         return "1 file, a single text"
     documents = f"{count:,} document{'s' * (count != 1)}"
-    return f"{files:,} file{'s' * (files != 1)}, {documents}" if files else documents
+    formats = manifest.source.get("formats", {})  # which directories of earlier versions do not have
+    kinds = f" ({', '.join(f'{count:,} {kind}' for kind, count in formats.items())})" if len(formats) > 1 else ""
+    return f"{files:,} file{'s' * (files != 1)}{kinds}, {documents}" if files else documents
 
 
 def describe_skipped(manifest: Manifest) -> str:

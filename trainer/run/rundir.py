@@ -55,6 +55,12 @@ MAY_CHANGE = (
     "data.val_fraction",
     "model.keep_fp8_weights",
 )
+PATHS = (
+    "init_from",
+    "data.paths",
+    "data.sources",
+    "data.prepared_dir",
+)  # data.tokenizer may be a name: gpt2 is not gpt2/
 EARLIER = {
     "model.family": FIRST,
     "init.embeddings": None,
@@ -174,8 +180,17 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], may_change: tupl
     return [
         f"{key}={now} (was {was})"
         for key, (was, now) in values.items()
-        if was != now and not any(fnmatch(key, pattern) for pattern in may_change)
+        if compared(key, was) != compared(key, now) and not any(fnmatch(key, pattern) for pattern in may_change)
     ]
+
+
+def compared(key: str, value: Any) -> Any:
+    """A value as it is compared: paths without the slash that may end them."""
+    if key not in PATHS:
+        return value
+    if isinstance(value, list):
+        return [compared(key, item) for item in value]
+    return value.rstrip("/") or value if isinstance(value, str) else value
 
 
 def is_held(run_dir: Path) -> bool:

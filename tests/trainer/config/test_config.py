@@ -251,6 +251,10 @@ def test_a_setting_that_the_source_does_not_use_is_refused():
         (["model=gpt2_124"], ["did you mean 'gpt2_124m'"]),
         (["precision=scalify_fp8_f16"], ["did you mean 'scalify_fp8_fp16'", "sim_eXmY"]),
         (["data.paths=[a (1).txt]"], ["'[a (1).'", "need quotes within quotes"]),
+        (
+            ["data=text", "data.paths=[d/*.{txt,md},a.txt]"],
+            ["braces are not understood", "data.paths=[d/*.txt,d/*.md,a.txt]"],
+        ),
         (["lr=1e-3"], ["unknown key lr; did you mean", "optimizer.lr"]),
         (["steps=3"], ["unknown key steps; did you mean train.steps"]),
         (["train.steps=0"], ["train.steps=0"]),
@@ -266,6 +270,14 @@ def test_the_command_line_answers_bad_input_with_one_line_and_exit_code_2(args, 
     for name in names:
         assert name in done.stderr
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "multirun.yaml"]
+
+
+@pytest.mark.parametrize(("tracker", "times"), [("none", 1), ("jsonl", 0)])
+def test_a_sweep_without_logs_says_once_and_first_that_it_names_no_best(tracker, times, tmp_path):
+    absent = ["data=text", "data.paths=[none.txt]", "data.tokenizer=byte"]
+    done = command_line("--multirun", "seed=0,1", f"tracker={tracker}", "run_dir=S", *absent, cwd=tmp_path)
+    assert done.stderr.count("there is no file none.txt") == 2
+    assert done.stdout.count("the sweep cannot name a best; add tracker=jsonl") == times
 
 
 def test_cfg_job_prints_the_resolved_config_and_resume_has_a_short_form(tmp_path):

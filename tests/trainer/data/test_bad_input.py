@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from scripts.prepare_data import main
+from trainer.assembly.data import build_data
+from trainer.config.composition import compose_config
 from trainer.data import HubSource, TextSource, prepare
 from trainer.data.corpus import open_corpus
 from trainer.data.files import BLOCK
@@ -63,6 +65,31 @@ def test_a_file_that_is_not_text_is_named_with_the_offset(tmp_path, data, messag
         fails(TextSource((str(file(tmp_path, data)),), format), tmp_path, rf"a\.txt is not text: {message}; convert it")
 
 
+@pytest.mark.parametrize("name", ["img/photo.png", "broken.txt"])
+def test_a_directory_with_something_else_is_told_the_patterns_of_all_its_text(tmp_path, name):
+    (tmp_path / "img").mkdir()
+    file(tmp_path, b"\x89PNG\xff\0", name)
+    file(tmp_path, b"\xff\xd8\0", "img/scan.jpg")
+    for kind in ("txt", "jsonl", "parquet"):
+        file(tmp_path, "words", f"b.{kind}")
+    other = file(tmp_path.parent, "words", "other.txt")
+    with pytest.raises(UserError, match="not text") as caught:
+        open_corpus(TextSource((str(tmp_path), str(other))), tmp_path)
+    kinds = ",".join(f"{tmp_path}/**/*.{kind}" for kind in ("jsonl", "parquet", "txt"))
+    # a pattern for broken.txt would take it again, or leave out what is text
+    instead = f", by patterns: 'data.paths=[{kinds},{other}]'" if name != "broken.txt" else ""
+    assert str(caught.value).endswith(f"convert it to UTF-8, or leave it out of data.paths{instead}")
+    assert "\n" not in str(caught.value)
+
+
+def test_braces_are_spelled_out(tmp_path):
+    with pytest.raises(UserError, match="braces are not understood") as caught:
+        open_corpus(TextSource(("my books/*.{txt,md}",)), tmp_path)
+    assert str(caught.value).endswith("list the patterns: [my books/*.txt,my books/*.md]")
+    file(tmp_path, "words", "{a,b}.txt")  # a name as any other
+    open_corpus(TextSource((str(tmp_path / "{a,b}.txt"),)), tmp_path)
+
+
 def test_a_compressed_file_is_recognised(tmp_path):
     path = file(tmp_path, gzip.compress(b"text" * 100), "a.txt.gz")
     fails(TextSource((str(path),)), tmp_path, r"a\.txt\.gz is not text but gzip .*; decompress it first")
@@ -93,7 +120,7 @@ def test_an_unknown_column_lists_the_columns(tmp_path):
         TextSource((str(jsonl),), "jsonl"),
         HubSource(str(tmp_path / "set"), streaming=True, max_documents=1),
     ):
-        fails(source, tmp_path, r"there is no column 'text'; valid for data\.column: body, id")
+        fails(source, tmp_path, r"there is no column 'text'; valid for data\.column: body, id$")
 
 
 def test_a_column_that_is_not_text(tmp_path):
@@ -111,7 +138,20 @@ def test_a_file_without_the_column_is_named_where_others_have_it(tmp_path):
     for name, column in (("a", "text"), ("b", "body")):
         file(tmp_path, f'{{"{column}": "words", "id": 1}}\n' * 9, f"{name}.jsonl")
     source = TextSource((str(tmp_path / "*.jsonl"),))
-    fails(source, tmp_path, r"b\.jsonl: there is no column 'text'; valid for data\.column: body, id")
+    fails(source, tmp_path, r"b\.jsonl: there is no column 'text'; valid for data\.column: body, id; .* data=mix")
+
+
+def test_files_that_name_their_column_otherwise_are_mixed_as_the_message_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, column in (("a", "text"), ("b", "body")):
+        file(tmp_path, "".join(f'{{"{column}": "{i} of {name}"}}\n' for i in range(99)), f"{name}.jsonl")
+        assert main(["files", f"{name}.jsonl", "--column", column, "--tokenizer", "byte"]) == 0
+    settings = ["data=mix", "model.context=8", "train.batch_tokens=64", "data.tokenizer=byte"]
+    with pytest.raises(UserError, match=r"b\.jsonl: there is no column 'text'; .*; where files name it otherwise"):
+        build_data(compose_config([*settings, "data.sources=[a.jsonl,b.jsonl]"]))
+    made = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("directory")]
+    found = build_data(compose_config([*settings, f"data.sources=[{','.join(made)}]"]))
+    assert {"of a", "of b"} <= set(re.findall("of [ab]", found.validation_text(200)))
 
 
 def parquet(path, **columns):
@@ -124,7 +164,7 @@ def parquet(path, **columns):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"body": ["a"], "id": [1]}, "there is no column 'text'; valid for data.column: body, id"),
+        ({"body": ["a"], "id": [1]}, "there is no column 'text'; valid for data.column: body, id; .* data=mix .*"),
         ({"text": [1]}, "column 'text' holds int64, not text; choose another data.column"),
     ],
 )

@@ -8,7 +8,7 @@ import yaml
 from scripts.compare import Arguments, directories, main
 from trainer.errors import UserError
 from trainer.report.charts import Choice, by_choice, colour_number
-from trainer.report.comparing import overridden
+from trainer.report.comparing import differences, overridden
 from trainer.report.history import History
 
 
@@ -108,9 +108,19 @@ def test_patterns_may_be_absolute_and_numbers_are_in_their_order(sweep, relative
         directories(str(sweep / "none*"))
 
 
-def test_a_directory_that_is_no_run_is_named(sweep):
-    with pytest.raises(UserError, match=r"nowhere has no metrics\.jsonl"):
-        main(Arguments(f"{sweep}/1,{sweep}/nowhere", "no"))
+def test_a_directory_that_is_not_there_is_said_not_to_be_there(sweep):
+    for runs in (f"{sweep}/1,{sweep}/nowhere", f"{sweep}/nowhere"):
+        with pytest.raises(UserError, match=r"there is no directory .*nowhere "):
+            main(Arguments(runs, "no"))
+
+
+def test_runs_without_a_log_are_told_which_trackers_write_one(sweep):
+    for name in ("1", "2"):
+        (sweep / name / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match=r"1 has no metrics\.jsonl with rows; .*tracker=jsonl"):
+        main(Arguments(f"{sweep}/1,{sweep}/2", "no"))
+    with pytest.raises(UserError, match=r"found 0 runs .*, and 2 without one, which had tracker=none"):
+        main(Arguments(f"{sweep}/[12]", "no"))
 
 
 def test_a_run_is_called_what_it_was_called(sweep):
@@ -127,3 +137,68 @@ def test_colours_do_not_run_out():
 def test_choices_without_a_value_are_said_to_have_none():
     assert "not recorded" in by_choice("t", ["a"], [Choice(0, float("inf"), "x")])
     assert by_choice("t", ["<a>"], [Choice(0, 1.0, "x")]).count("&lt;a&gt;") == 1
+
+
+def test_what_a_continued_run_does_not_repeat_is_what_its_configuration_says(tmp_path):
+    """Neither that it was continued, nor a group whose choice it does not name again, is a difference."""
+    data = {"source": "text", "paths": ["a.txt"], "name": None}
+    make_run(tmp_path / "a", 3.0, "data=text parallel=fsdp optimizer.lr=0.1", data=data, parallel={"fsdp": -1})
+    settings = {"data": data, "parallel": {"fsdp": -1}, "resume": {"source": "../a"}}
+    make_run(tmp_path / "b", 3.0, "resume.source=../a optimizer.lr=0.2", **settings)
+    other = {"source": "hf", "name": "org/set", "paths": []}
+    make_run(tmp_path / "c", 3.0, "data=hf", data=other, parallel={"fsdp": 1}, resume={"source": "auto"})
+    a, b, c = (History.read(tmp_path / name, name) for name in "abc")
+    assert overridden([a, b]) == {"optimizer.lr": ["0.1", "0.2"]}
+    assert differences([a, b]) == {}
+    assert overridden([a, c])["data"] == ["text", "hf"]
+    assert "parallel" in overridden([a, c])
+
+
+def rates(tmp_path, losses, key="lr"):
+    for name, (rate, loss) in enumerate(losses):
+        make_run(tmp_path / str(name), loss, f"optimizer.{key}={rate} seed={name}", optimizer={key: rate}, seed=name)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ([(0.1, 3.0), (0.2, 2.0), (10.0, 1.0)], ["the best optimizer.lr is the largest tried, 10.0; try larger"]),
+        ([(1e-05, 1.0), (0.2, 2.0)], ["the best optimizer.lr is the smallest tried, 1e-05; try smaller"]),
+        ([(0.1, 3.0), (0.2, 1.0), (0.3, 2.0)], []),
+        ([(0.1, 3.0), (0.2, 1.0), (0.3, None)], []),  # it was tried
+        ([(0.1, None), (0.2, None)], []),
+        ([("cosine", 1.0), ("linear", 2.0)], []),
+        # the best run is of 0.2, the best mean of 0.3
+        (
+            [(0.1, 3.0), (0.2, 1.0), (0.2, 3.0), (0.3, 1.5), (0.3, 1.6)],
+            ["the best optimizer.lr is the largest tried, 0.3; try larger"],
+        ),
+    ],
+)
+def test_a_best_value_at_an_end_of_those_tried_is_told(tmp_path, losses, told, capsys):
+    main(Arguments(rates(tmp_path, losses)))
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("the best ")] == told
+    assert all(line in (tmp_path / "compare.html").read_text() for line in told)
+
+
+def test_a_longer_run_is_no_better_value_of_a_key(tmp_path, capsys):
+    for steps in (1, 2):
+        make_run(tmp_path / str(steps), 3.0 - steps, f"train.steps={steps}", train={"steps": steps})
+    main(Arguments(str(tmp_path), "no"))
+    assert "try larger" not in capsys.readouterr().out
+
+
+def test_another_comparison_is_not_overwritten_unless_it_is_said(sweep, capsys):
+    def where(*arguments):
+        main(Arguments(*arguments))
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert where(str(sweep)) == str(sweep / "compare.html")
+    first = (sweep / "compare.html").read_text()
+    assert where(f"{sweep}/1,{sweep}/2") == str(sweep / "compare-2.html")
+    assert where(f"{sweep}/2,{sweep}/1") == str(sweep / "compare-2.html")  # the same runs
+    assert where(str(sweep)) == str(sweep / "compare.html")
+    assert (sweep / "compare.html").read_text() == first
+    out = str(sweep / "compare.html")
+    assert where(f"{sweep}/1,{sweep}/2", out) == f"{out}, in place of another comparison"

@@ -52,7 +52,7 @@ def test_the_files_and_documents_that_were_read_are_counted(tmp_path):
         (tmp_path / f"{i}.txt").write_text("words " * 100)
     rows = [{"text": f"{i} words"} for i in range(97)] + [{"text": ""}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert data_line(tmp_path, "*.txt", "a.jsonl").startswith("4 files, 100 documents; ")
+    assert data_line(tmp_path, "*.txt", "a.jsonl").startswith("4 files (3 text, 1 jsonl), 100 documents; ")
     assert data_line(tmp_path, "a.jsonl").startswith("1 file, 97 documents; ")
     assert "; 1 document was skipped, which holds no text" in data_line(tmp_path, "a.jsonl")
     assert data_line(tmp_path, "0.txt") == (

@@ -117,6 +117,16 @@ def test_what_changes_no_number_may_change_and_may_be_new(run_dir):
     run_dir.adopt(CONFIG | {"model": {"keep_fp8_weights": False}})
 
 
+def test_a_path_is_the_same_with_a_slash_at_its_end_and_a_name_is_not(run_dir):
+    given = {"init_from": "gpt2", "data": {"paths": ("a.txt", "books/"), "tokenizer": "gpt2"}}
+    run_dir.adopt(CONFIG | given)
+    run_dir.adopt(CONFIG | {"init_from": "gpt2/", "data": {"paths": ("a.txt", "books"), "tokenizer": "gpt2"}})
+    with pytest.raises(UserError, match=r"init_from=/ \(was gpt2/\); data\.paths=\['b\.txt'\]"):
+        run_dir.check(CONFIG | {"init_from": "/", "data": {"paths": ("b.txt",), "tokenizer": "gpt2"}})
+    with pytest.raises(UserError, match=r"configuration: data\.tokenizer=gpt2/ \(was gpt2\);"):
+        run_dir.check(CONFIG | given | {"data": given["data"] | {"tokenizer": "gpt2/"}})
+
+
 def test_a_directory_of_before_there_were_families_is_that_of_a_gpt2(run_dir):
     run_dir.adopt(CONFIG)
     with pytest.raises(UserError, match=r"model\.family=other \(was gpt2\)"):
