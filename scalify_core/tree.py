@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from scalify_core import cotangents
 from scalify_core.array import ScaledArray, is_scaled_array, with_scale
 
 
@@ -47,11 +49,21 @@ def pack(tree: Any) -> Any:
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_scaled_array)
     named = {jax.tree_util.keystr(path): x for path, x in found}
     dynamic = {name: x for name, x in named.items() if is_scaled_array(x) and not x.is_static}
-    scales = {name: x.scale for name, x in dynamic.items() if x.scale.ndim == 0}
+    scales = {name: scale_of_leaf(x) for name, x in dynamic.items() if x._leaf.ndim == 0}
     if not scales:
         return tree
     arrays = {name: x.data if name in scales else x for name, x in named.items()}
     return Packed(arrays, jnp.stack(list(scales.values())), structure, tuple(named), tuple(scales))
+
+
+def scale_of_leaf(x: ScaledArray) -> Any:
+    """`x.scale` as its leaf says it, whatever the data is: of arrays at hand, outside of `jit`, that is not looked at.
+
+    To look at the data of a state that lies on several devices is a program with a collective for each array; so many
+    at once wait for each other for ever on a CPU.
+    """
+    at_hand = not x._known and isinstance(x._leaf, jax.Array) and not isinstance(x._leaf, jax.core.Tracer)
+    return cotangents.number(x._leaf, np.dtype(x.dtype)) if at_hand else x.scale
 
 
 def unpack(tree: Any) -> Any:
@@ -70,8 +82,8 @@ def with_static_scales(tree: Any) -> Any:
     """
 
     def convert(x: Any) -> Any:
-        if is_scaled_array(x) and not x.is_static and x.scale.ndim == 0:
-            return ScaledArray(x.data, float(x.scale))
+        if is_scaled_array(x) and not x.is_static and x._leaf.ndim == 0:
+            return ScaledArray(x.data, float(scale_of_leaf(x)))
         return x
 
     return map_arrays(convert, tree)

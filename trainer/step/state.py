@@ -44,9 +44,10 @@ def to_stored(state: TrainState) -> TrainState:
         if not is_scaled_array(x) or not isinstance(x.data.sharding, NamedSharding):
             return x
         everywhere = NamedSharding(x.data.sharding.mesh, PartitionSpec())
-        if x.scale.sharding == everywhere:
+        scale = tree.scale_of_leaf(x)
+        if scale.sharding == everywhere:
             return x
-        number = np.asarray(x.scale.addressable_data(0))
+        number = np.asarray(scale.addressable_data(0))
         return ScaledArray(x.data, jax.make_array_from_callback(number.shape, everywhere, lambda index: number[index]))
 
     unpacked = dataclasses.replace(state, opt_state=tree.unpack(state.opt_state))

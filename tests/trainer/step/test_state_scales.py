@@ -1,0 +1,27 @@
+"""A state that lies on several devices is put into its forms without a program for each of its arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from scalify_core import ScaledArray, cotangents
+from trainer.step.state import from_stored, init_state, to_stored
+
+
+def test_no_data_is_looked_at_for_the_scales_of_a_state(monkeypatch):
+    """One collective for each array, all at once, waited for each other for ever on eight devices of a CPU."""
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["fsdp"], []))
+    params = {f"w{i}": ScaledArray(jnp.ones((16, 4), jnp.float16), jnp.float32(2.0**-i)) for i in range(6)}
+    placed = jax.device_put(params, jax.tree.map(lambda x: split if x.ndim else whole, params))
+    state = init_state(placed, optax.sgd(1.0, momentum=0.9), jax.random.key(0))
+
+    def looked_at(*_):
+        raise AssertionError("the data of an array was looked at")
+
+    monkeypatch.setattr(cotangents, "of_data", looked_at)
+    stored = to_stored(from_stored(state))
+    for i in range(6):
+        assert float(jax.tree.leaves(stored.params[f"w{i}"])[-1]) == 2.0**-i
