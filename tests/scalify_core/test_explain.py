@@ -106,7 +106,7 @@ def test_small_numbers_beside_large_ones_are_missed_though_they_are_little_of_th
     def joined(a, b):
         return jnp.concatenate([a, b])
 
-    found = explain(joined, scaled(normal(8) * 1e-9), scaled(normal(8) * 1e5))
+    found = explain(joined, scaled(normal(8) * 1e-6), scaled(normal(8) * 1e5))
     assert "50.0% of its elements" in found.first_loss
     assert "one scale does not hold numbers so far apart" in found.first_loss
     assert found.errors[0] < 1e-6
