@@ -73,4 +73,4 @@ def explain(
         raise ValueError(f"explain: scales={scales!r}, expected one of {get_args(Scales)}")
     walk = MeasuredWalk(tolerance) if scales == "auto" else Walk(tolerance)
     errors = walk.errors(jaxpr, leaves)
-    return Explanation(list(walk.rows.values()), errors, tolerance)
+    return Explanation(list(walk.rows.values()), errors, tolerance, walk.turned)

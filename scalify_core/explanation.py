@@ -122,11 +122,13 @@ class Explanation:
         rows: a Row for each floating-point result with a scale, of each equation.
         errors: the error of each floating-point result of the function, in the order of its leaves.
         tolerance: the error from which on values count as lost.
+        turned: where booleans or integers, such as comparisons, first differ from plain FP32; None: nowhere.
     """
 
     rows: list[Row]
     errors: list[float]
     tolerance: float
+    turned: str | None = None
 
     @property
     def first_row(self) -> Row | None:
@@ -164,9 +166,17 @@ class Explanation:
         """What it comes to, and a table of the `top` most telling rows."""
         count = f"{len(self.rows)} results of equations at {len(self.lines())} lines"
         worst = f"largest error of a result: {max(self.errors, default=0.0):.2e}"
-        loss = f"first loss: {self.first_loss}" if self.first_loss else f"nothing is lost (beyond {self.tolerance:.1%})"
+        loss = f"first loss: {self.first_loss}" if self.first_loss else self._without_loss()
         shown = "" if len(self.rows) <= top else f"; shown are the {top} most telling ones"
         return f"{count}{shown}; {worst}\n{loss}\n\n{self.table(top)}"
+
+    def _without_loss(self) -> str:
+        """What is said where no equation loses much: results may be off all the same."""
+        off = [x for x in self.errors if not x <= self.tolerance]
+        if not off:
+            return f"nothing is lost (beyond {self.tolerance:.1%})"
+        reason = self.turned or "roundings are left where larger numbers cancel, or the format is coarse"
+        return f"no equation loses much (beyond {self.tolerance:.1%}), but a result is off by {max(off):.1e}: {reason}"
 
 
 def _sentence(row: Row) -> str:

@@ -174,3 +174,12 @@ def cancelled(eqn: Any, operands: Sequence[Tensor], exact: Any) -> float:
 def is_float(x: Any) -> bool:
     """Whether an array or number is real and floating-point; a reference to an array is none."""
     return not isinstance(x, jax.Ref) and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def differing(found: Any, exact: Any) -> float:
+    """The share of the elements that differ of booleans or integers; 0 of all else, of which figures tell."""
+    dtype = getattr(exact, "dtype", None)
+    if dtype is None or not (jnp.issubdtype(dtype, jnp.integer) or dtype == np.bool_):
+        return 0.0
+    differ = np.asarray(found) != np.asarray(exact)
+    return float(np.mean(differ)) if differ.size else 0.0

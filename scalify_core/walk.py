@@ -16,7 +16,7 @@ from scalify_core import interpreter, registry, shadow, watch
 from scalify_core import value as v
 from scalify_core.array import asarray
 from scalify_core.explanation import Figures, Row, epsilon
-from scalify_core.figures import Tensor, cancelled, inherited, is_float, measured, sum_of
+from scalify_core.figures import Tensor, cancelled, differing, inherited, is_float, measured, sum_of
 from scalify_core.places import UNKNOWN, Place, name_of, place_of
 from scalify_core.turns import TURNS
 from scalify_core.value import Value
@@ -38,6 +38,7 @@ class Walk:
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
         self.rows: dict[tuple, Row] = {}
+        self.turned: str | None = None  # where booleans or integers first differ from plain FP32
         self._count = 0
 
     def now(self) -> int:
@@ -131,6 +132,8 @@ class Walk:
         vanished = max((x.figures.vanished for x in operands if x.figures), default=0.0)
         out = []
         for i, (x, like, var) in enumerate(zip(found, exact, eqn.outvars, strict=True)):
+            if self.turned is None and (share := differing(x, like.shadow)) > 0:
+                self.turned = f"{place}, {name_of(eqn)}: {share:.1%} of its elements are not those of plain FP32"
             tensor = Tensor(x, like.shadow, place, when, None, error, vanished, like.blame, formats=casts.formats())
             if scaled[i]:
                 new = Row(place, name_of(eqn), tuple(var.aval.shape), str(x.dtype), NOTHING)

@@ -62,7 +62,8 @@ class MeasuredWalk(Walk):
             at, inside = place_of(step.eqn, place), (*path, id(step.eqn))
             out = self.step(step, values, list(map(read, step.eqn.invars)), at, inside)
             values.write(step, [x.value for x in out])
-            made = map(values.moved, step.eqn.outvars, step.store)
+            stores = map(values.copy, step.eqn.outvars, step.store)
+            made = [x.value if stored is None else stored for x, stored in zip(out, stores, strict=True)]
             env |= zip(step.eqn.outvars, map(self.kept, out, made), strict=True)
         return list(map(read, jaxpr.outvars))
 
@@ -85,6 +86,9 @@ class MeasuredWalk(Walk):
 
     def step(self, step: Step, values: Operands, operands: list[Tensor], place: Place, path: tuple) -> list[Tensor]:
         """The results of one step."""
+        if step.kind in _INLINED or step.kind in TURNS:  # what is inside reads values, and not how they are stored
+            read = control.operands_of(step, values)
+            operands = [dataclasses.replace(x, value=value) for x, value in zip(operands, read, strict=True)]
         if step.kind in _INLINED:
             return self.run_plan(inner_jaxpr(step.eqn), inner_plan(step), operands, place, path)
         casts, exact, found = Casts(), None, None

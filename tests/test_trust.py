@@ -1,5 +1,6 @@
 """docs/trust.md: its program prints what it shows, and what it says of scales is so."""
 
+import functools
 import re
 import runpy
 from pathlib import Path
@@ -7,9 +8,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, gelu, scalify
+from scalify_core import PrecisionWarning, ScaledArray, as_scaled_array, asarray, gelu, optim, scalify
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "trust.md").read_text()
 X = as_scaled_array(jnp.arange(1.0, 5.0), dtype=jnp.float16)
@@ -56,3 +58,69 @@ def test_what_is_said_of_donated_scales():
 def test_numbers_far_below_the_scale_are_zeros_and_those_far_above_saturate():
     x = ScaledArray(jnp.asarray([2.0**-24, 2.0**-26, 2.0**15, 2.0**17], jnp.float32), 1.0).astype(jnp.float16)
     np.testing.assert_array_equal(asarray(x), [2.0**-24, 0, 2.0**15, 65504])
+
+
+def test_an_optimiser_step_with_narrow_moments_is_done_outside():
+    sizes = 10.0 ** jnp.linspace(-4, 3, 64)[:, None]
+    tx = optax.adam(1e-2)
+    params = as_scaled_array(jax.random.normal(jax.random.key(1), (64, 8)), dtype=jnp.float16)
+    gradient = jax.grad(lambda p: jnp.sum(sizes * jnp.tanh(p) ** 2))
+
+    def step(p, state):
+        updates, state = tx.update(gradient(p), state, p)
+        return optax.apply_updates(p, updates), state
+
+    def largest_update(fun, p, state):
+        first = asarray(p)
+        for _ in range(8):
+            p, state = fun(p, state)
+        return float(jnp.abs(asarray(p) - first).max())
+
+    plain = tx.init(asarray(params))
+    inside = jax.jit(scalify(step))
+    assert largest_update(jax.jit(step), asarray(params), plain) < 0.1
+    assert largest_update(inside, params, as_scaled_array(plain, dtype=jnp.float16)) > 1
+    assert inside(params, plain)[1][0].nu.dtype == jnp.float16
+
+    stored = optim.scaled_state(tx, mu=jnp.float16, nu=jnp.float16, seed=0)
+
+    @jax.jit
+    def outside(p, state):
+        updates, state = stored.update(asarray(scalify(gradient)(as_scaled_array(p, dtype=jnp.float16))), state, p)
+        return optax.apply_updates(p, updates), state
+
+    assert largest_update(outside, asarray(params), stored.init(asarray(params))) < 0.1
+
+
+def test_the_lowest_number_masks_after_a_product():
+    q = as_scaled_array(jax.random.normal(jax.random.key(0), (4, 3)), dtype=jnp.float16)
+
+    def masked(q, number):
+        return jnp.where(jnp.arange(3)[None] == 2, number, q) @ jnp.eye(3)[:, :2]
+
+    lowest = functools.partial(masked, number=jnp.finfo(jnp.float32).min)
+    with pytest.warns(PrecisionWarning, match="dot_general"):
+        jax.block_until_ready(scalify(lowest, check=True)(q))
+    assert not asarray(scalify(lowest)(q)).any()
+    found = asarray(scalify(functools.partial(masked, number=-1e4))(q))
+    np.testing.assert_allclose(found, asarray(q)[:, :2], rtol=2**-10)
+
+
+def test_rows_that_a_one_hot_matrix_copies_are_rounded_and_those_taken_are_not():
+    x = as_scaled_array(jax.random.normal(jax.random.key(0), (8, 8)), dtype=jnp.float16)
+
+    def differ(copied):
+        return float(asarray(scalify(lambda x: jnp.abs(copied(jnp.tanh(x)) - jnp.tanh(x)[:4]).max())(x)))
+
+    assert 0 < differ(lambda h: jnp.eye(8, dtype=bool)[:4].astype(h.dtype) @ h) < 2**-11
+    assert differ(lambda h: h[jnp.arange(4)]) == differ(lambda h: jnp.take(h, jnp.arange(4), axis=0)) == 0
+
+
+def test_the_scale_of_an_argument_is_gone_beside_the_mark_of_its_gradient():
+    x = as_scaled_array(jnp.arange(1.0, 5.0) * 1e-3, dtype=jnp.float32)
+    g = jax.grad(lambda x: asarray(scalify(lambda x: jnp.sum(jnp.sin(x)))(x)))(x)
+    for factor in (1, 2, 3):
+        assert asarray(jax.tree.map(lambda a, b, n=factor: a + n * b, x, g))[0] > 0.5 + factor * 0.9
+        np.testing.assert_allclose(
+            asarray(x) + factor * asarray(g), asarray(x) + factor * np.cos(asarray(x)), rtol=1e-6
+        )

@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval
 from scalify_core import storage, watch
 from scalify_core.array import ScaledArray, with_scale
 from scalify_core.caches import per_jaxpr
-from scalify_core.measured import store
+from scalify_core.measured import residuals, store
 from scalify_core.measured.evaluate import Operands, kind, run
 from scalify_core.measured.plan import (
     Format,
@@ -33,7 +33,9 @@ from scalify_core.measured.plan import (
 @kind("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 def _call(step: Step, env: Operands) -> Sequence[Any]:
     resized = tuple(map(env.is_resized, step.eqn.outvars)) if watch.is_watched() else None
-    return run(inner_jaxpr(step.eqn), inner_plan(step), Operands(inner_jaxpr(step.eqn), _operands(step, env), resized))
+    return run(
+        inner_jaxpr(step.eqn), inner_plan(step), Operands(inner_jaxpr(step.eqn), operands_of(step, env), resized)
+    )
 
 
 @kind("jit")
@@ -48,7 +50,7 @@ def _jit(step: Step, env: Operands) -> Sequence[Any]:
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
     donated = tuple(i for i, given in enumerate(params["donated_invars"]) if given)
     kept = params["name"], donated, params["inline"], params["keep_unused"]
-    out = _jitted(params["jaxpr"], step.formats, shardings, *kept)(*map(_whole, _operands(step, env)))
+    out = _jitted(params["jaxpr"], step.formats, shardings, *kept)(*map(_whole, operands_of(step, env)))
     returned = [None if i in donated else i for i in _arguments_returned(params["jaxpr"])]  # donated: gone, if eager
     return [y if i is None else env.read(step.eqn.invars[i]) for i, y in zip(returned, out, strict=True)]
 
@@ -95,14 +97,16 @@ def _arguments_returned(jaxpr: Any) -> tuple[int | None, ...]:
     return tuple(None if type(atom) is Literal else origins.get(atom) for atom in jaxpr.outvars)
 
 
-def _operands(step: Step, env: Operands) -> list[Any]:
-    return [env.moved(atom, wanted) for atom, wanted in zip(step.eqn.invars, step.wants, strict=True)]
+def operands_of(step: Step, env: Operands) -> list[Any]:
+    """As the inner jaxpr reads them: what its products alone read is stored once, out here."""
+    alone = residuals.reads_for_products(step)
+    return [env.passed_on(*operand) for operand in zip(step.eqn.invars, step.wants, alone, strict=True)]
 
 
 @kind("remat2")
 def _remat(step: Step, env: Operands) -> Sequence[Any]:
     eqn, inner = step.eqn, step.eqn.params["jaxpr"]
-    operands = list(map(_whole, _operands(step, env)))
+    operands = list(map(_whole, operands_of(step, env)))
     if watch.is_watched():
         plan = inner_plan(step)
         evaluation = jax.jit(lambda *xs: run(inner, plan, xs))
@@ -139,7 +143,7 @@ def _cond(step: Step, env: Operands) -> Sequence[Any]:
 @kind("scan")
 def _scan(step: Step, env: Operands) -> Sequence[Any]:
     eqn, plan = step.eqn, inner_plan(step)
-    consts, init, xs = scan_parts(eqn, _operands(step, env))
+    consts, init, xs = scan_parts(eqn, operands_of(step, env))
     slices = [sliced(x) for x in xs]
 
     def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -226,7 +230,7 @@ def _while(step: Step, env: Operands) -> Sequence[Any]:
 @kind("shard_map")
 def _shard_map(step: Step, env: Operands) -> Sequence[Any]:
     plan, params = inner_plan(step), step.eqn.params
-    operands = list(map(_whole, _operands(step, env)))
+    operands = list(map(_whole, operands_of(step, env)))
     specs = list(map(_spec, operands, params["in_specs"]))
 
     def body(*xs: Any) -> list[Any]:

@@ -141,14 +141,17 @@ class Operands:
         """As it is: a ScaledArray, or the logical value."""
         return atom.val if type(atom) is Literal else self.values[atom]
 
-    def moved(self, atom: Any, wanted: Want | None) -> Any:
-        """As what only passes it on reads it: stored, if that is wanted of it and has been done.
+    def copy(self, atom: Any, want: Want | None) -> ScaledArray | None:
+        """As what a product reads, if that is wanted of it and it has been stored so; else None."""
+        return None if want is None or type(atom) is Literal else self.copies.get((atom, want))
+
+    def passed_on(self, atom: Any, want: Want | None, alone: bool) -> Any:
+        """As a call reads it that passes it on to products: stored, if they read it `alone` and it has been; else FP32.
 
         Who is to be told what a product loses is shown what was not stored yet; it is stored all the same, later.
         """
-        if wanted is None or _reporter.get() is not None:
-            return self.read(atom)
-        return self.copies.get((atom, wanted), self.read(atom))
+        copy = self.copy(atom, want) if alone and _reporter.get() is None else None
+        return self.read(atom) if copy is None else copy
 
     def wide(self, atom: Any) -> Any:
         """The logical value, in FP32 where it is scaled."""
@@ -181,7 +184,7 @@ class Operands:
         """The results of a step, and what its plan stores of them for products; all others read them in FP32."""
         for var, x, want in zip(step.eqn.outvars, results, step.store, strict=True):
             self.values[var] = x
-            if want is not None:
+            if want is not None and (var, want) not in self.copies:
                 self.copies[var, want] = store.stored(x, *want)
 
 
@@ -222,15 +225,27 @@ def _is_narrow(x: Any) -> bool:
 
 @kind("move")
 def _move(step: Step, env: Operands) -> Sequence[Any]:
-    eqn = step.eqn
-    x, *rest = env.moved(eqn.invars[0], step.wants[0]), *map(env.read, eqn.invars[1:])
+    """Products read what is stored of the operand, moved, and not measured again; all others the value, moved."""
+    eqn, (atom, *rest) = step.eqn, step.eqn.invars
+    others = list(map(env.read, rest))
+    copy = env.copy(atom, step.wants[0])
+    want = None if copy is None else step.store[0]
+    if want is not None and (moved := _moved(eqn, copy, others)) is not None:
+        (y,) = moved
+        if y.dtype == want.dtype and store.scaled_in(y, want.parts):
+            env.copies[eqn.outvars[0], want] = y
+    moved = _moved(eqn, env.read(atom), others)
+    return _bind(step, env) if moved is None else moved
+
+
+def _moved(eqn: Any, x: Any, others: Sequence[Any]) -> list[ScaledArray] | None:
+    """The results for a stored operand, as they are stored; None: it is not, or the scale does not move so."""
     if type(x) is not ScaledArray or x.dtype.itemsize >= 4:
-        return _bind(step, env)
+        return None
     scale = _moved_scale(eqn, x)
     if scale is None:
-        return _bind(step, env)
-    out = listed(eqn, registry.bind(eqn, x.data, *rest))
-    return [with_scale(y, scale) for y in out]
+        return None
+    return [with_scale(y, scale) for y in listed(eqn, registry.bind(eqn, x.data, *others))]
 
 
 def _moved_scale(eqn: Any, x: ScaledArray) -> Any:

@@ -67,6 +67,11 @@ def is_narrow(dtype: np.dtype) -> bool:
     return dtype.itemsize == 1 or (dtype.itemsize == 2 and jnp.issubdtype(dtype, jnp.floating))
 
 
+def is_mask(origins: Origins) -> bool:
+    """Whether numbers of these origins are zeros and ones: booleans, or what the program says in numbers."""
+    return origins is not None and bool(origins) and origins <= {np.dtype(np.bool_), 0.0, 1.0}
+
+
 def holds(fmt: np.dtype, origins: Origins) -> bool:
     """Whether a format holds numbers of these origins as they are, at any scale that suits the largest."""
     return origins is not None and all(_holds(fmt, x) for x in origins)

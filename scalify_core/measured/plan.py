@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from scalify_core.caches import per_jaxpr
@@ -231,6 +232,10 @@ def _product_step(eqn: Any, formats: tuple[Format, ...], origins: Mapping[Any, e
     aval = eqn.outvars[0].aval
     if not is_float(aval):
         return Step(eqn, "bind", formats, (None,))
+    if fmt is not None and _selects(eqn, formats, origins):
+        precision = eqn.params["precision"] or (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+        eqn = eqn.replace(params={**eqn.params, "precision": precision})
+        return Step(eqn, "bind", formats, arithmetic_formats(eqn, formats), lift=True)
     if fmt is None or _is_in_float32(eqn, formats, fmt, origins):
         return Step(eqn, "bind", formats, arithmetic_formats(eqn, formats), lift=True)
     wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
@@ -250,6 +255,26 @@ def _is_in_float32(eqn: Any, formats: Sequence[Format], fmt: np.dtype, origins: 
         return type(atom) is Literal or not exact.holds(fmt, origins.get(atom))
 
     return contracted_size(eqn) < 2 or any(map(is_rounded, eqn.invars[:2], formats))
+
+
+def _selects(eqn: Any, formats: Sequence[Format], origins: Mapping[Any, exact.Origins]) -> bool:
+    """Whether a product only sums up what a mask or a one-hot vector chooses, reading each element once.
+
+    What is selected so is often compared with what it was selected from, as the logit of a label with all others: it
+    must be the same number. In FP32 it is, and costs no more: each element is read once, so nothing is stored for it.
+    """
+
+    def is_mask(atom: Any, own: Format) -> bool:
+        return own is None and type(atom) is not Literal and exact.is_mask(origins.get(atom))
+
+    return _has_no_free_axes(eqn) and any(map(is_mask, eqn.invars[:2], formats))
+
+
+def _has_no_free_axes(eqn: Any) -> bool:
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    return all(len(x.aval.shape) == len(contracted) + len(batch) for x in eqn.invars)
 
 
 def product_format(formats: Sequence[Format], eqn: Any) -> Format:

@@ -8,6 +8,7 @@ in a narrow format if products alone read it there, at scales that they can do w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import jax
@@ -84,13 +85,13 @@ def read_by_products_alone(jaxpr: Any, formats: tuple[Format, ...]) -> tuple[boo
     """Of each argument, whether nothing but products reads it, here or further in, or what only moves it for them."""
     wide = {atom for atom in jaxpr.outvars if type(atom) is not Literal}
     for step in reversed(plan_of(jaxpr, formats).steps):
-        for atom, alone in zip(step.eqn.invars, _reads_for_products(step, wide), strict=True):
+        for atom, alone in zip(step.eqn.invars, reads_for_products(step, wide), strict=True):
             if not alone and type(atom) is not Literal:
                 wide.add(atom)
     return tuple(var not in wide for var in jaxpr.invars)
 
 
-def _reads_for_products(step: Step, wide: set[Any]) -> Sequence[bool]:
+def reads_for_products(step: Step, wide: AbstractSet[Any] = frozenset()) -> Sequence[bool]:
     """Of each operand, whether this step reads it for products alone, `wide` being all that others read."""
     eqn = step.eqn
     others = [False] * len(eqn.invars)

@@ -106,7 +106,7 @@ def test_small_numbers_beside_large_ones_are_missed_though_they_are_little_of_th
     def joined(a, b):
         return jnp.concatenate([a, b])
 
-    found = explain(joined, scaled(normal(8) * 1e-9), scaled(normal(8) * 1e5))
+    found = explain(joined, scaled(normal(8) * 1e-6), scaled(normal(8) * 1e5))
     assert "50.0% of its elements" in found.first_loss
     assert "one scale does not hold numbers so far apart" in found.first_loss
     assert found.errors[0] < 1e-6
@@ -327,3 +327,31 @@ def test_what_cannot_be_explained_is_refused():
         explain(jnp.sin, normal(3))
     with pytest.raises(TypeError, match="outside of jit"):
         jax.jit(lambda x: explain(jnp.sin, x).errors)(scaled(normal(3)))
+
+
+def copied(s):
+    return s @ jnp.eye(8)  # a product, that reads FP16
+
+
+def test_a_comparison_that_goes_the_other_way_is_named_though_no_equation_loses_much():
+    def same(x):
+        s = jnp.tanh(x)
+        return jnp.mean(jnp.where(copied(s) == s, 1.0, 2.0))
+
+    found = sc.explain(same, scaled(normal(8, 8)))
+    assert found.first_loss is None
+    assert found.errors[0] > 0.1
+    assert "nothing is lost" not in str(found)
+    assert re.search(rf":{line_of(same, '==')} same, eq: [0-9.]+% of its elements are not those of plain", str(found))
+
+
+def test_roundings_that_are_left_of_a_difference_are_not_called_nothing():
+    def rest(x):
+        s = jnp.tanh(x)
+        return jnp.sum(jnp.abs(copied(s) - s + 1e-5))
+
+    found = sc.explain(rest, scaled(normal(8, 8)))
+    assert found.first_loss is None
+    assert "nothing is lost" not in str(found)
+    assert "roundings are left where larger numbers cancel" in str(found)
+    assert "nothing is lost" in str(sc.explain(copied, scaled(normal(8, 8))))
