@@ -64,9 +64,13 @@ def test_infinities_and_nans_that_belong_are_fine():
 
 @pytest.mark.parametrize("scale", [3.0, 0.0, 2.0**127, np.nan])
 def test_a_scale_that_is_no_power_of_two_in_range_is_found(scale):
-    x = ScaledArray(jnp.zeros(2), jnp.float32(scale))
+    x = ScaledArray(jnp.ones(2), jnp.float32(scale))
     with pytest.raises(AssertionError, match="power of two"):
-        close(x, [0.0, 0.0])
+        close(x, [1.0, 1.0])
+
+
+def test_zeros_may_have_the_scale_of_a_missing_gradient():
+    close(ScaledArray(jnp.zeros(2), jnp.float32(0)), [0.0, 0.0])
 
 
 def test_another_format_is_found():
@@ -108,7 +112,8 @@ def test_what_vanishes_at_a_scale_that_is_astray_is_found(dtype, too_large):
 
 
 def test_what_vanishes_beside_larger_numbers_is_found_if_plain_data_keeps_it():
-    large = ScaledArray(jnp.asarray([1.0, 1.5]), 2.0**15)
+    """With numbers of all sizes, so that the result does not make room for the small ones."""
+    large = ScaledArray(jnp.geomspace(2.0**-7, 1.5, 40), 2.0**15)
     for small, lost in ((2.0**-22, True), (2.0**-30, False)):
         args = ScaledArray(jnp.asarray([1.0, 1.5]), small), large
         check_scalify(lambda a, b: jnp.concatenate([a, b]), *args, dtype=jnp.float16, strict=False)

@@ -147,6 +147,6 @@ def test_another_text_than_was_trained_on_is_refused(run_dir):
 def test_the_run_is_explained_at_its_newest_checkpoint(run_dir, capsys):
     assert explain.main([f"run_dir={run_dir}", "batch=1", "top=1000"]) == 0
     printed = capsys.readouterr().out
-    assert "nothing is lost" in printed
+    assert "no equation loses much" in printed  # of E4M3 and E5M2, whose roundings add up to some percent
     assert "fp8_dot_general.fwd" in printed
     assert "fp8_dot_general.bwd (backward)" in printed
