@@ -23,7 +23,7 @@ from trainer.data.bpe_files import known_settings
 from trainer.data.corpus import open_corpus
 from trainer.data.hf_tokenizer import FILE, byte_level, save_hf, split_by
 from trainer.data.tokenizer import Tokenizer, cut_at_lines, get_tokenizer
-from trainer.errors import UserError
+from trainer.errors import UserError, to_readers
 
 PATTERNS = ("gpt2", "cl100k_base", "o200k_base")
 END = "<|endoftext|>"
@@ -139,4 +139,4 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     logging.getLogger("trainer").setLevel(logging.INFO)
     logging.getLogger("trainer").addHandler(logging.StreamHandler())
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(to_readers(lambda: main(sys.argv[1:])))
