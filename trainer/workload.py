@@ -15,10 +15,11 @@ from scalify_core import asarray, lowering, tree, weights
 from scalify_core.stacks import NONE as NO_STACKS
 from scalify_core.stacks import Stacks
 from trainer.models.family import Family, LanguageModel, Spec, param_count
+from trainer.models.flops import flops_per_token
 from trainer.models.functional import Functional, Params
-from trainer.models.roles import Role, role_of
+from trainer.models.roles import Role, chosen, role_of
 from trainer.models.sampling import Generator
-from trainer.parallel.distribute import LossOfState, Wire, gradient_over, largest_over, loss_over, squares_over
+from trainer.parallel.distribute import LossOfState, Reduce, Wire, gradient_over, largest_over, loss_over, squares_over
 from trainer.parallel.mesh import replicated
 from trainer.parallel.sharding import abstract, shardings
 from trainer.precision.arrays import (
@@ -33,10 +34,11 @@ from trainer.precision.gradients import Differentiate, store_gradients
 from trainer.precision.policy import Policy
 from trainer.step.evaluate import make_eval_step
 from trainer.step.kernels import Kernels, gpu_options, takes_scales
+from trainer.step.leaves import part_of
 from trainer.step.moments import convert_moments, stacks_of, store_moments
 from trainer.step.nonfinite import first_nonfinite
 from trainer.step.optimizer import OptimizerFor
-from trainer.step.state import TrainState, init_state
+from trainer.step.state import TrainState
 from trainer.step.step import Gradient, Hyper, StepFn, Tokens, make_train_step, mean_gradient, sequence_keys
 
 if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
@@ -149,13 +151,6 @@ class Model(NamedTuple):
         return store_gradients(grads, self.policy, lambda path: self.is_narrow(role_of(self.roles, path)))
 
 
-class Reduce(NamedTuple):
-    """How gradients are reduced over devices; see `distribute.Wire`."""
-
-    format: str = "fp32"
-    deterministic: bool = False
-
-
 class Task(NamedTuple):
     """What is trained, without what it is trained on: all that the compiled step follows from.
 
@@ -166,6 +161,7 @@ class Task(NamedTuple):
       mesh: of the devices that the step is compiled for.
       reduce: how gradients are reduced over them.
       kernels: how the compiler chooses them on a GPU.
+      trainable: what of the model is trained, as of `roles.chosen`; empty: all. The rest has no gradient, no moments.
     """
 
     model: Model
@@ -174,19 +170,31 @@ class Task(NamedTuple):
     mesh: Mesh
     reduce: Reduce = Reduce()
     kernels: Kernels = Kernels.KEPT
+    trainable: tuple[str, ...] = ()
+
+    @property
+    def trained_roles(self) -> Params:
+        """The roles of what is trained. UserError where a name of `trainable` stands for nothing."""
+        return chosen(self.model.roles, self.trainable) if self.trainable else self.model.roles
+
+    def trained(self, params: Params) -> Params:
+        """The part of parameters, or of a tree like them, that is trained."""
+        return part_of(params, self.trained_roles)
 
     def optimizer(self, seed: Any = 0, stacks: Stacks = NO_STACKS) -> optax.GradientTransformationExtraArgs:
-        """The optimiser with its moments stored as the precision says. First states do not need the rounding's seed.
+        """The optimiser of what is trained, its moments stored as the precision says; first states need no seed.
 
         `stacks`: of the parameters that it is given.
         """
-        plain = self.plain_optimizer(stacks.gather(self.model.roles))
+        plain = self.plain_optimizer(stacks.gather(self.trained_roles))
         return store_moments(plain, self.optimizer_name, self.model.policy, seed)
 
     def stacks(self, params: Params) -> Stacks:
         """The small parameters (or their shapes) that a step updates together; none where devices have parts."""
         is_whole = self.mesh.shape["fsdp"] * self.mesh.shape["tensor"] == 1
-        return stacks_of(params, self.model.roles, self.optimizer_name, self.model.policy) if is_whole else NO_STACKS
+        if not is_whole:
+            return NO_STACKS
+        return stacks_of(self.trained(params), self.trained_roles, self.optimizer_name, self.model.policy)
 
     def in_precision(self, policy: Policy) -> "Task":
         """The same in another precision."""
@@ -197,6 +205,17 @@ class Task(NamedTuple):
         """What the compiler is told of every program of this task, of the step as of the validation; None: nothing."""
         is_gpu = self.mesh.devices.flat[0].platform == "gpu"
         return gpu_options(self.model.policy, self.kernels) if is_gpu else None
+
+    @property
+    def frozen_layers(self) -> frozenset[str]:
+        """The linear layers whose kernels are not trained, by path."""
+        every, trained = ({role.layer for role in jax.tree.leaves(r)} for r in (self.model.roles, self.trained_roles))
+        return frozenset(every - trained)
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of a token's training step, see `flops`."""
+        return flops_per_token(self.model.spec, self.frozen_layers)
 
     @property
     def parameters(self) -> int:
@@ -264,7 +283,8 @@ def first_state(task: Task, seed: int, replace: Callable[[Params], Params] = lam
     params = store_weights(replace(params), task.model.policy)
 
     def rest(params: Params, key: jax.Array) -> TrainState:
-        return init_state(params, task.optimizer(), key, task.model.differentiate().init())
+        moments = task.optimizer().init(task.trained(params))
+        return TrainState(params, moments, key, task.model.differentiate().init())
 
     placed = shardings(jax.eval_shape(rest, params, key), task.mesh, task.model.roles)
     return jax.jit(rest, out_shardings=placed)(params, key)
@@ -283,7 +303,7 @@ def abstract_state(task: Task, scale: float | None = None) -> TrainState:
     state = jax.eval_shape(initial)
     params = abstract_weights(state.params, task.model.policy, scale)
     init = task.optimizer().init
-    opt_state = jax.eval_shape(lambda p: tree.pack(init(p)) if scale else init(p), params)
+    opt_state = jax.eval_shape(lambda p: tree.pack(init(p)) if scale else init(p), task.trained(params))
     return abstract(TrainState(params, opt_state, state.key, state.scaling), task.mesh, task.model.roles)
 
 
@@ -312,9 +332,10 @@ def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> ja
         store_gradients=task.model.store_gradients,
         rounding=policy.weights_rounding,
         gradient=gradient_of(task),
-        squares_of=squares_over(task.mesh, task.model.roles),
+        squares_of=squares_over(task.mesh, task.trained_roles),
         largest_of=largest_over(task.mesh, task.model.roles),
         stacks=stacks,
+        trained=task.trained,
     )
     placed = jax.tree.map(lambda x: x.sharding, like)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(task.mesh)))

@@ -19,12 +19,12 @@ from trainer.config import schema
 from trainer.data import Batch, Loader, prefetch
 from trainer.data.mixture import Mixture
 from trainer.errors import UserError
-from trainer.models.flops import flops_per_token
 from trainer.models.own import MakeModel, own_spec
 from trainer.observe.metrics import Throughput
 from trainer.observe.numerics import make_numerics
 from trainer.observe.peaks import peak_flops
 from trainer.observe.slowness import first_said
+from trainer.parallel.distribute import Reduce
 from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, place_batch
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import DTYPES, Policy
@@ -42,7 +42,6 @@ from trainer.step.state import TrainState
 from trainer.step.step import Tokens
 from trainer.workload import (
     Model,
-    Reduce,
     Task,
     Workload,
     first_state,
@@ -140,7 +139,17 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
     model = build_model(c.model, policy, data.tokenizer.vocab_size, rows, own_model)
     check_split(model, mesh)
     optimizer, kernels = build_optimizer(c.optimizer), build_kernels(c)
-    return Workload(Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels), data, c.seed)
+    task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, c.train.trainable)
+    check_trainable(task)
+    return Workload(task, data, c.seed)
+
+
+def check_trainable(task: Task) -> None:
+    """UserError where `train.trainable` names what the model does not have."""
+    try:
+        _ = task.trained_roles
+    except UserError as error:
+        raise UserError(f"train.trainable: {error}") from None
 
 
 def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
@@ -174,7 +183,7 @@ def build_throughput(c: schema.Config, w: Workload) -> Throughput:
     """The counter of tokens/s and MFU."""
     return Throughput(
         tokens_per_step=c.train.batch_tokens,
-        flops_per_token=flops_per_token(w.model.spec),
+        flops_per_token=w.task.flops_per_token,
         peak_flops=peak_flops(w.mesh.devices.flat[0].device_kind, DTYPES[c.precision.compute]),
         devices=w.mesh.size,
     )
@@ -189,7 +198,8 @@ def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled) -> Found 
     if gpu is None or c.precision.forward is None:
         return None
     tokens = c.train.batch_tokens // (c.train.accum * batch_devices(task.mesh))
-    return check_step(task.model, Program(step.as_text() or ""), tokens, gpu, require=c.precision.require_fp8)
+    program, require = Program(step.as_text() or ""), c.precision.require_fp8
+    return check_step(task.model, program, tokens, gpu, require=require, frozen=task.frozen_layers)
 
 
 def build_jobs(

@@ -3,7 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.assembly.objects import build_model, build_optimizer, build_policy, build_reduce, build_sizes, check_split
+from trainer.assembly.objects import (
+    build_model,
+    build_optimizer,
+    build_policy,
+    build_reduce,
+    build_sizes,
+    check_split,
+    check_trainable,
+)
 from trainer.config import schema
 from trainer.data import Manifest
 from trainer.data.tokenizer import get_tokenizer
@@ -43,7 +51,9 @@ def build_plan(
     model = build_model(c.model, build_policy(c.precision), vocabulary(c))
     check_split(model, mesh)
     kernels = Kernels.of(c.deterministic, cached=c.compile_cache is not None)
-    task = Task(model, c.optimizer.name, build_optimizer(c.optimizer), mesh, build_reduce(c.parallel), kernels)
+    reduce, optimizer = build_reduce(c.parallel), build_optimizer(c.optimizer)
+    task = Task(model, c.optimizer.name, optimizer, mesh, reduce, kernels, c.train.trainable)
+    check_trainable(task)
     other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))
 
     def batches(sequences: int) -> Tokens:

@@ -322,7 +322,7 @@ def build_run(
     if fp8:
         tracker.summary({"fp8_flop_share": fp8.share})
     tracked = c.tracker.kind != "none" or more.tracker is not None
-    names, watched = parameter_names(state.params), found.meta.get("watchdog")
+    names, watched = parameter_names(w.task.trained(state.params)), found.meta.get("watchdog")
     return Run(
         state=state,
         step=found.step,

@@ -6,7 +6,7 @@ A compiler may silently multiply in another dtype than the operands that it was 
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -103,18 +103,35 @@ def joined_in(gemm: Gemm, missing: Counter[Product]) -> tuple[Product, ...]:
     return ()
 
 
-def not_fp8(model: Model, program: Program, tokens: int, gpu: Gpu | None) -> list[Layer]:
+def products_made(size: tuple[int, int], tokens: int, gemms: Sequence[Gemm], *, is_trained: bool) -> dict[str, Product]:
+    """The products of a layer by their names, without those that a step need not make.
+
+    A kernel that is not trained has no gradient; its input has one if something before it is trained: then the program
+    has a product of such a size.
+    """
+    products = dict(zip(PRODUCTS, layer_products(size, tokens), strict=True))
+    if not is_trained:
+        _, of_input, of_weight = PRODUCTS
+        del products[of_weight]
+        if not any(can_be(gemm, products[of_input]) for gemm in gemms):
+            del products[of_input]
+    return products
+
+
+def not_fp8(model: Model, program: Program, tokens: int, gpu: Gpu | None, frozen: Collection[str] = ()) -> list[Layer]:
     """The linear layers of which a product is not FP8 in the program, and why.
 
-    Each of the chosen layers makes the three FP8 products of `PRODUCTS`; nothing else makes any, so their number says
-    whether one is missing. Products have no names in a compiled program: which one is missing is told by the sizes, and
-    all layers that have a product of that size are named.
+    Each of the chosen layers makes the three FP8 products of `PRODUCTS`, or those of them that are needed where its
+    kernel is not trained; nothing else makes any, so their number says whether one is missing. Products have no names
+    in a compiled program: which one is missing is told by the sizes, and all layers that have a product of that size
+    are named.
 
     Args:
       model: in its precision.
       program: the compiled train step.
       tokens: of one device's micro-batch.
       gpu: what it is compiled for; None: something that has FP8.
+      frozen: the layers whose kernels are not trained.
     """
     layers, narrow = (
         model.family.linear_sizes(model.spec),
@@ -123,10 +140,15 @@ def not_fp8(model: Model, program: Program, tokens: int, gpu: Gpu | None) -> lis
     left_out = skipped_matmuls(model.policy, layers)  # on purpose or by their widths
     skipped = skipped_matmuls(model.policy, layers, tokens)  # for the number of tokens, too
     others = [gemm for gemm in program.gemms if gemm.dtype != "fp8"]
-    products = {path: layer_products(size, tokens) for path, size in layers.items() if path not in left_out}
+    products = {
+        path: products_made(size, tokens, program.gemms, is_trained=path not in frozen)
+        for path, size in layers.items()
+        if path not in left_out
+    }
+    every = [product for made in products.values() for product in made.values()]
     missing: set[Product] = set()
-    if len(narrow) != 3 * len(products):  # more, where a forward pass is computed again
-        missing = missing_products([p for ps in products.values() for p in ps], narrow)
+    if len(narrow) != len(every):  # more, where a forward pass is computed again
+        missing = missing_products(every, narrow)
 
     def compiled_as(product: Product) -> str:
         like = [gemm for gemm in others if can_be(gemm, product)] or others
@@ -139,14 +161,14 @@ def not_fp8(model: Model, program: Program, tokens: int, gpu: Gpu | None) -> lis
             return "FP8 is simulated: precision.simulate=true"
         if gpu is not None and not gpu.has_fp8:
             return f"{gpu.kind} has no FP8 tensor cores"
-        lost = [(name, p) for name, p in zip(PRODUCTS, products[path], strict=True) if p in missing]
+        lost = [(name, p) for name, p in products[path].items() if p in missing]
         if not lost:
             return None
         listed = "; ".join(
             f"{name} ({small} x {large} over {contracted}) is compiled as {compiled_as((small, large, contracted))}"
             for name, (small, large, contracted) in lost
         )
-        return f"{listed}; {len(narrow)} of {3 * len(products)} FP8 products are FP8"
+        return f"{listed}; {len(narrow)} of {len(every)} FP8 products are FP8"
 
     found = [(path, reason(path)) for path in layers]
     return [Layer(path, why, path in products) for path, why in found if why is not None]
@@ -169,7 +191,9 @@ class Found(NamedTuple):
     lines: list[str]
 
 
-def check_step(model: Model, program: Program, tokens: int, gpu: Gpu, *, require: bool | None) -> Found:
+def check_step(
+    model: Model, program: Program, tokens: int, gpu: Gpu, *, require: bool | None, frozen: Collection[str] = ()
+) -> Found:
     """Read a step that was compiled for a GPU.
 
     Args:
@@ -178,11 +202,12 @@ def check_step(model: Model, program: Program, tokens: int, gpu: Gpu, *, require
       tokens: of one device's micro-batch.
       gpu: what it is compiled for.
       require: whether all chosen layers must be FP8; None: on GPUs that one has for it.
+      frozen: as of `not_fp8`.
 
     Raises:
       UserError: a chosen layer is not FP8 and must be. It names the product.
     """
-    layers, share = not_fp8(model, program, tokens, gpu), fp8_share(program)
+    layers, share = not_fp8(model, program, tokens, gpu, frozen), fp8_share(program)
     broken = [layer for layer in layers if layer.is_chosen and not model.policy.simulate]
     if broken and (gpu.is_for_fp8 if require is None else require):
         more = f" (and {len(broken) - 1} more layers)" if len(broken) > 1 else ""

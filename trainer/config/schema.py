@@ -168,6 +168,7 @@ class Train:
     steps: Positive
     batch_tokens: Positive
     accum: Positive
+    trainable: tuple[str, ...]
     log_every: Positive
     eval_every: Natural
     eval_batches: Positive

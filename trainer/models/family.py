@@ -153,9 +153,9 @@ class Family:
         return {**params, self.blocks: {i: jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(n_layer)}}
 
 
-def param_count(spec: Spec) -> int:
-    """Trainable parameters, rows that nothing reads not counted. Nothing is allocated."""
+def param_count(spec: Spec, part: Callable[[Any], Any] = lambda params: params) -> int:
+    """The number of parameters, or of a part of them, rows that nothing reads not counted. Nothing is allocated."""
     model = spec.family().build(spec)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     read = jax.tree.map(lambda s, role: math.prod(s.shape) - role.padding * s.shape[-1], shapes, model.roles)
-    return sum(jax.tree.leaves(read))
+    return sum(jax.tree.leaves(part(read)))

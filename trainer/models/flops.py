@@ -19,13 +19,22 @@ def forward_flops_per_token(spec: Spec) -> int:
     return spec.family().forward_flops_per_token(spec)
 
 
-def flops_per_token(spec: Spec) -> int:
-    """FLOPs of one token's training step: the backward pass costs two forward passes, so 3 of them in all."""
-    return 3 * forward_flops_per_token(spec)
+def linear_flops_per_token(spec: Spec, paths: Iterable[str]) -> int:
+    """FLOPs of one token's forward pass through these of the linear layers."""
+    sizes = spec.family().linear_sizes(spec)
+    weights = sum(inputs * outputs for inputs, outputs in map(sizes.__getitem__, paths))
+    return 2 * weights * (spec.n_layer if spec.scan_layers else 1)
+
+
+def flops_per_token(spec: Spec, frozen: Iterable[str] = ()) -> int:
+    """FLOPs of one token's training step: the backward pass costs two forward passes, so 3 of them in all.
+
+    Linear layers whose kernels are `frozen` have one product less, the gradient of the kernel. That of a head is
+    counted all the same, as are the gradients of inputs below which nothing is trained.
+    """
+    return 3 * forward_flops_per_token(spec) - linear_flops_per_token(spec, frozen)
 
 
 def flop_share(spec: Spec, paths: Iterable[str]) -> float:
-    """Of a training step's FLOPs, as `flops_per_token` counts them, the share of these of the linear layers."""
-    sizes = spec.family().linear_sizes(spec)
-    weights = sum(inputs * outputs for inputs, outputs in map(sizes.__getitem__, paths))
-    return 2 * weights * (spec.n_layer if spec.scan_layers else 1) / forward_flops_per_token(spec)
+    """The share of these of the linear layers in the FLOPs of a step that trains all, as `flops_per_token` counts."""
+    return linear_flops_per_token(spec, paths) / forward_flops_per_token(spec)

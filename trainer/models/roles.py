@@ -6,11 +6,21 @@ structure of the parameters; `role_of` finds that of a parameter, or of what an 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import jax
 from flax import nnx
 
+from trainer.errors import UserError
+
+# What several kinds of parameters are called together, where some are to be chosen.
+GROUPS = {
+    "embeddings": ("table", "head"),
+    "kernels": ("column", "row"),
+    "gains": ("gain",),
+    "biases": ("bias",),
+}
 Kind = Literal["column", "row", "table", "head", "gain", "bias"]
 
 
@@ -89,3 +99,36 @@ def role_of(roles: Any, path: Sequence[Any]) -> Role | None:
         if isinstance(found, Role):
             return found
     return None
+
+
+def chosen(roles: Any, wanted: Sequence[str]) -> dict[str, Any]:
+    """The part of a model's roles that some names stand for: nested dictionaries with those parameters alone.
+
+    Args:
+      roles: as of `roles_of`.
+      wanted: groups of `GROUPS`, or patterns of the parameters' paths, such as `h.0.*`; at least one. Stacked layers
+        are `h.*`: a pattern with the number of one of them has no match.
+
+    Raises:
+      UserError: a name stands for no parameter.
+    """
+
+    def name_of(path: Any, role: Role) -> str:
+        first, *rest = [str(entry.key) for entry in path]
+        return ".".join([first, *["*"] * role.stacked, *rest])
+
+    leaves = {name_of(path, role): (path, role) for path, role in jax.tree_util.tree_leaves_with_path(roles)}
+    found: dict[Any, Any] = {}
+    for name in wanted:
+        kinds = GROUPS.get(name, ())
+        matches = [leaves[at] for at in leaves if leaves[at][1].kind in kinds or fnmatchcase(at, name)]
+        if not matches:
+            some = ", ".join(sorted(leaves)[:3])
+            raise UserError(f"{name!r} is no parameter's; valid: {', '.join(GROUPS)}, and patterns of {some}, ...")
+        for path, role in matches:
+            *modules, last = [key.key for key in path]
+            place = found
+            for key in modules:
+                place = place.setdefault(key, {})
+            place[last] = role
+    return found

@@ -182,10 +182,12 @@ def fields_of(state: Any, optimizer: str, key: str) -> dict[str, Any]:
 
 
 def stored_gradients(
-    model: Model, state: TrainState, batch: Tokens, step: jax.Array
+    task: Task, state: TrainState, batch: Tokens, step: jax.Array
 ) -> tuple[Any, dict[str, Any], Slots]:
     """The gradients as the optimiser gets them; by name those before the cast where there is one; the filled slots."""
+    model = task.model
     grads, seen = gradients(model, state, batch, step)
+    grads = task.trained(grads)
     stored, exact = model.store_gradients(grads), named(grads)
     dtypes = {name: g.dtype for name, g in named(stored).items()}
     return stored, {n: g for n, g in exact.items() if g.dtype != dtypes[n]}, seen
@@ -241,7 +243,7 @@ def make_numerics(task: Task, lr: float) -> Callable[[TrainState, Tokens, int], 
     model, optimizer = task.model, task.optimizer_name
     sharpness = make_sharpness(task, lr)
     jit = functools.partial(jax.jit, out_shardings=replicated(task.mesh), compiler_options=task.compiler_options)
-    pull = jit(functools.partial(stored_gradients, model))
+    pull = jit(functools.partial(stored_gradients, task))
     measure = jit(of_tensor, static_argnums=3)
     everywhere = jit(lambda params: params)
     forward, _ = casts(model.policy)

@@ -32,6 +32,7 @@ from scalify_core import asarray, tree, weights
 from trainer.parallel.distribute import largest_over, loss_over, squares_over
 from trainer.parallel.mesh import replicated
 from trainer.parallel.sharding import of_parameters
+from trainer.step.leaves import with_part
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
 from trainer.workload import Model, Task, wire_of
@@ -153,24 +154,25 @@ def make_sharpness(task: Task, lr: float) -> Sharpness:
       lr: the learning rate at which the search begins, such as the peak of the run's.
     """
     model, mesh, options = task.model, task.mesh, task.compiler_options
-    squares_of, largest_of = squares_over(mesh, model.roles), largest_over(mesh, model.roles)
+    squares_of, largest_of = squares_over(mesh, task.trained_roles), largest_over(mesh, model.roles)
     losses = losses_of(model.on(mesh))
     if mesh.size > 1:
         losses = loss_over(mesh, wire_of(task), losses)
 
     def direction(state: TrainState, grads: Any) -> tuple[Any, jax.Array]:
         """The update at a learning rate of one, BF16, and the slope of the loss along it."""
+        grads, params = task.trained(grads), task.trained(state.params)
         norm = jnp.sqrt(jnp.sum(squares_of(weights.wide(grads))))
         updates, _ = task.optimizer(0).update(
             grads,
             tree.unpack(state.opt_state),
-            state.params,
+            params,
             accept=jnp.isfinite(norm),
             grad_norm=norm,
             largest_of=largest_of,
         )
         updates = jax.tree.map(lambda u: u.astype(jnp.bfloat16), weights.wide(updates))
-        specs = of_parameters(state.params, mesh, model.roles)
+        specs = of_parameters(params, mesh, task.trained_roles)
         updates = jax.lax.with_sharding_constraint(updates, jax.tree.map(functools.partial(NamedSharding, mesh), specs))
         products = jax.tree.map(lambda g, u: jnp.sum(g * u.astype(jnp.float32)), weights.wide(grads), updates)
         return updates, jnp.sum(jnp.stack(jax.tree.leaves(products)))
@@ -178,14 +180,14 @@ def make_sharpness(task: Task, lr: float) -> Sharpness:
     def moved(state: TrainState, updates: Any, eta: jax.Array, batch: Tokens, step: jax.Array) -> jax.Array:
         """`losses` after the update at the rate `eta`, the weights stored as the run stores them."""
         params = weights.apply_updates(
-            state.params,
+            task.trained(state.params),
             jax.tree.map(lambda u: eta * u.astype(jnp.float32), updates),
             rounding=model.policy.weights_rounding,
             seed=np.uint32(0),
             step=step,
         )
         first: Tokens = jax.tree.map(lambda x: x[0], batch)
-        return losses(dataclasses.replace(state, params=params), *first)
+        return losses(dataclasses.replace(state, params=with_part(state.params, params)), *first)
 
     toward = jax.jit(direction, compiler_options=options)
     after = jax.jit(moved, out_shardings=replicated(mesh), compiler_options=options)

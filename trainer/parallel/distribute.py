@@ -38,6 +38,13 @@ MICRO_BATCHES = PartitionSpec(None, BATCH_AXES)
 EVERYWHERE = PartitionSpec()
 
 
+class Reduce(NamedTuple):
+    """How gradients are reduced over devices; see `Wire`."""
+
+    format: str = "fp32"
+    deterministic: bool = False
+
+
 class Wire(NamedTuple):
     """What devices send each other.
 

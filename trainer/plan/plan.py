@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from trainer.compiled.fp8 import Gpu, Layer, not_fp8
 from trainer.models.family import Spec
-from trainer.models.flops import flops_per_token
 from trainer.observe.metrics import GIB, mfu
 from trainer.observe.peaks import peak_flops
 from trainer.plan.aot import Compiled, compile_for_target, lower_for_target, written_to_no_cache
@@ -60,9 +59,10 @@ class Measured(NamedTuple):
 Batches = Callable[[int], Tokens]  # from B to the step's batch
 
 
-def is_continued(spec: Spec, policy: Policy, exact: bool) -> bool:
+def is_continued(spec: Spec, policy: Policy, exact: bool, trainable: tuple[str, ...] = ()) -> bool:
     """Whether a step is continued from two depths: layers that are chosen by number have no counterpart in both."""
-    by_number = any(c.isdigit() for pattern in (*policy.matmuls, *policy.keep) for c in pattern.split(".")[1:2])
+    patterns = (*policy.matmuls, *policy.keep, *trainable)
+    by_number = any(c.isdigit() for pattern in patterns for c in pattern.split(".")[1:2])
     return not (exact or spec.scan_layers or spec.n_layer <= EXACT or by_number)
 
 
@@ -82,7 +82,7 @@ class Compiler:
     def start(self, task: Task, sequences: int) -> Callable[[], Measured]:
         """Begin, and give what waits for the end."""
         spec, tokens = task.model.spec, sequences * task.model.spec.context
-        is_split = is_continued(spec, task.model.policy, self._exact)
+        is_split = is_continued(spec, task.model.policy, self._exact, task.trainable)
         models = (
             [Model.make(dataclasses.replace(spec, n_layer=n), task.model.policy) for n in DEPTHS]
             if is_split
@@ -159,6 +159,7 @@ class Plan(NamedTuple):
       tokens: of a step, over all devices and micro-batches.
       measured: the step; bf16: the same in the precision `bf16`, None where it was not asked for.
       is_continued: whether their figures are continued from two depths.
+      flops_per_token: of the training step, see `flops`.
       layers: linear layers that are not FP8.
       largest: the largest B that fits, to `SLACK` where figures are continued; None: not searched.
     """
@@ -171,6 +172,7 @@ class Plan(NamedTuple):
     measured: Measured
     bf16: Measured | None
     is_continued: bool
+    flops_per_token: int
     layers: list[Layer]
     largest: Fitting | None
 
@@ -203,7 +205,7 @@ class Plan(NamedTuple):
         width: Any = jnp.float32 if self.compute == "fp32" else jnp.bfloat16
         peak = peak_flops(self.aim.target.device, width)
         assert peak is not None
-        return mfu(self.tokens / self.roofline_seconds, flops_per_token(self.spec), peak, self.aim.gpus)
+        return mfu(self.tokens / self.roofline_seconds, self.flops_per_token, peak, self.aim.gpus)
 
     def extra_kernels(self) -> dict[str, int]:
         """Kernels by kind, more (or fewer) than in bf16."""
@@ -227,7 +229,7 @@ class Plan(NamedTuple):
             "attentions": _rounded(m.group("attentions")),
             "fp8_flop_share": self.fp8_flop_share,
             "not_fp8": {layer.path: layer.reason for layer in self.layers},
-            "flops_per_token": flops_per_token(self.spec),
+            "flops_per_token": self.flops_per_token,
             "kernels": round(sum(m.group("kernels").values())),
             "kernels_by_kind": _rounded(m.group("kernels")),
             "bytes_by_kind": _rounded(m.group("bytes")),
@@ -281,7 +283,7 @@ def make_plan(
       exact: compile all layers, however many.
       say: is told what is compiled.
     """
-    split = is_continued(task.model.spec, task.model.policy, exact)
+    split = is_continued(task.model.spec, task.model.policy, exact, task.trainable)
     with written_to_no_cache(), ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # after an error or Ctrl-C no more are begun
         compiler = Compiler(batches, aim, exact=exact, pool=pool)
@@ -308,15 +310,17 @@ def make_plan(
         largest = largest_that_fits(need, sequences, aim.usable, first.constant, slack) if search else None
         other = None if end_bf16 is None else end_bf16()
     model, tokens = task.model, sequences * task.model.spec.context
+    gpu = Gpu(aim.target.device, aim.target.capability)
     return Plan(
         aim=aim,
         spec=model.spec,
+        flops_per_token=task.flops_per_token,
         sequences=sequences,
         tokens=tokens * aim.gpus * accum,
         compute=model.policy.compute,
         measured=first,
         bf16=other,
         is_continued=split,
-        layers=not_fp8(first.model, first.compiled.program, tokens, Gpu(aim.target.device, aim.target.capability)),
+        layers=not_fp8(first.model, first.compiled.program, tokens, gpu, task.frozen_layers),
         largest=largest,
     )

@@ -9,7 +9,8 @@ import numpy as np
 
 from trainer.compiled.hlo import Program
 from trainer.data import Manifest
-from trainer.models.flops import flop_share, flops_per_token
+from trainer.models.family import param_count
+from trainer.models.flops import flop_share
 from trainer.observe.metrics import GIB
 from trainer.precision.policy import Policy, without_effect
 from trainer.run.loop import Run
@@ -30,7 +31,7 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
       batch_tokens: tokens a step, in `accum` micro-batches.
       step: the compiled step.
     """
-    spec, flops = w.model.spec, flops_per_token(w.model.spec)
+    spec, flops = w.model.spec, w.task.flops_per_token
     layers = f"{spec.n_layer} layer{'s' * (spec.n_layer != 1)}, " if spec.n_layer else ""
     lines = [
         f"model {model}: {w.task.parameters:,} parameters, {layers}width {spec.d_model}, "
@@ -42,6 +43,10 @@ def describe(w: Workload, *, model: str, precision: str, batch_tokens: int, accu
         f"precision {precision}: {describe_precision(w.model)}",
         f"{flops * batch_tokens:.3e} FLOPs a step",
     ]
+    if w.task.trainable:
+        lines.insert(
+            1, f"trained of it: {param_count(spec, w.task.trained):,} parameters, {', '.join(w.task.trainable)}"
+        )
     memory = step.memory_analysis() if step is not None else None
     if memory is not None:
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -19,7 +19,7 @@ from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.step.leaves import as_saved
 from trainer.step.state import TrainState
-from trainer.workload import Workload, abstract_state, convert_state
+from trainer.workload import Task, Workload, abstract_state, convert_state
 
 SWAP = ", or init.embeddings=focus to give its tables the rows of the data's tokens"
 FROM_INIT = ", or model=from_init, which takes all sizes from there"
@@ -150,6 +150,7 @@ def starting_point(
                 f"resume={source} was trained with optimizer={trained}, whose state is not that of {ours}; "
                 f"set optimizer={trained}, or take its weights alone: init_from={source}"
             )
+        check_same_trainable(source, meta, w.task)
         if not convert:
             check_same_precision(f"resume={source}", policy, w.model.policy, "resume.convert=true converts it")
         found = theirs.restore(abstract_state(w.task.in_precision(policy)), step)
@@ -171,6 +172,17 @@ def check_same_precision(source: str, theirs: Policy, ours: Policy, otherwise: s
         raise UserError(
             f"{source} was trained with {', '.join(different)}: not the same run; choose its precision, or a run_dir "
             f"of its own; {otherwise or 'there, resume=RUN resume.convert=true converts its state'}"
+        )
+
+
+def check_same_trainable(run: str, meta: Mapping[str, Any], task: Task) -> None:
+    """Refuse the state of another run that has moments of other parameters."""
+    before = tuple(meta["config"]["train"].get("trainable", ()))
+    if task._replace(trainable=before).trained_roles != task.trained_roles:
+        theirs, ours = (f"train.trainable=[{','.join(names)}]" for names in (before, task.trainable))
+        raise UserError(
+            f"resume={run} was trained with {theirs}, this is {ours}: its optimiser has moments of other parameters; "
+            f"set {theirs}, or take the weights alone: init_from={run}"
         )
 
 

@@ -26,6 +26,18 @@ def parameter_names(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
 
 
+def part_of(tree: Any, like: Any) -> Any:
+    """What nested dictionaries hold at the places that the nested dictionaries `like` have, in the order of `tree`."""
+    return {key: part_of(x, like[key]) for key, x in tree.items() if key in like} if isinstance(like, dict) else tree
+
+
+def with_part(tree: Any, part: Any) -> Any:
+    """Nested dictionaries, with the leaves of a `part_of` them in place of theirs."""
+    if not isinstance(part, dict):
+        return part
+    return {key: with_part(x, part[key]) if key in part else x for key, x in tree.items()}
+
+
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is a typed PRNG key array."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -18,6 +18,7 @@ from scalify_core.reductions import squares_of_rows, sums_of_squares
 from scalify_core.stacks import NONE as NO_STACKS
 from scalify_core.stacks import Stacks
 from trainer.precision.gradients import Differentiate, ValueAndGrad
+from trainer.step.leaves import with_part
 from trainer.step.state import TrainState
 
 
@@ -94,11 +95,12 @@ def make_train_step(
     squares_of: Callable[[Any], jax.Array] = squares_of_arrays,
     largest_of: Largest = largest_of_arrays,
     stacks: Stacks = NO_STACKS,
+    trained: Callable[[Any], Any] = lambda params: params,
 ) -> StepFn:
     """The pure function `(state, batch, hyper) -> (state, metrics)`.
 
     Metrics are device scalars: `loss` (nats per token), `grad_norm` (before the clip), `finite`, and `bad_leaf`, the
-    index among the parameters of the first gradient that is not finite (-1: none).
+    index among the trained parameters of the first gradient that is not finite (-1: none).
 
     Args:
       differentiate: the loss and its gradient in the run's precision.
@@ -111,12 +113,14 @@ def make_train_step(
       squares_of: the sum of squares of each gradient, FP32 [number of arrays].
       largest_of: the largest magnitude of each moment; over several devices see `distribute.largest_over`.
       stacks: of the small parameters that are updated together; the optimiser is that of the gathered parameters.
+      trained: the part of the parameters, nested dictionaries, that has a gradient and a place in the optimiser. What
+        only the gradient of the others needs is not in the compiled step.
     """
 
     def train_step(state: TrainState, batch: Tokens, hyper: Hyper) -> tuple[TrainState, Metrics]:
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, hyper.step), batch)
         loss, grads, seen = gradient(differentiate.value_and_grad, state.params, state.scaling, batch, keys_AxB)
-        grads = store_gradients(grads)
+        grads = store_gradients(trained(grads))
         # Held, or XLA adds up every gradient once more for their sum.
         grads = stacks.gather(grads)
         squares = lowering.held("squares_once", stacks.each(weights.wide(grads), squares_of, squares_of_rows))
@@ -124,8 +128,8 @@ def make_train_step(
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         # What is not finite leaves the state as it was.
-        unpacked = tree.unpack(state.opt_state)
-        old, inner = stacks.gather(state.params), stacks.numbers(getattr(unpacked, "inner_state", None))
+        unpacked, before = tree.unpack(state.opt_state), trained(state.params)
+        old, inner = stacks.gather(before), stacks.numbers(getattr(unpacked, "inner_state", None))
         updates, opt_state = optimizer(hyper.seed).update(
             grads,
             stacks.gather(unpacked),
@@ -146,9 +150,9 @@ def make_train_step(
             seed=hyper.seed,
             step=hyper.step,
             accept=finite,
-            numbers=stacks.numbers(state.params),
+            numbers=stacks.numbers(before),
         )
-        params = stacks.scatter(new, state.params)
+        params = with_part(state.params, stacks.scatter(new, before))
         scaling = differentiate.update(state.scaling, seen, finite)
         new_state = TrainState(params, opt_state, state.key, scaling)
         bad_leaf = first_true(~jnp.isfinite(squares))

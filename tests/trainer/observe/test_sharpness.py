@@ -104,7 +104,7 @@ def test_a_slope_that_is_wrong_does_not_hide_where_the_loss_begins_to_rise():
 
 def figures(w, state, tokens, step):
     """Those of the sharpness alone: without numerics, whose compilation takes most of a test."""
-    grads, _, _ = jax.jit(functools.partial(stored_gradients, w.model))(state, tokens, np.int32(step))
+    grads, _, _ = jax.jit(functools.partial(stored_gradients, w))(state, tokens, np.int32(step))
     return make_sharpness(w, LR)(state, grads, tokens, step)
 
 
@@ -145,7 +145,7 @@ def test_a_split_state_is_as_sharp_as_a_whole_one(spec, sizes):
         ids = np.random.default_rng(0).integers(0, 64, (16, spec.context + 1), dtype=np.int32)
         tokens, state = place_batch(Batch(ids, None), accum=1, mesh=mesh), first_state(w, seed=0)
         whole = dataclasses.replace(state, params=jax.device_put(state.params, replicated(mesh)))
-        grads = jax.jit(functools.partial(stored_gradients, w.model))(whole, tokens, np.int32(0))[0]
+        grads = jax.jit(functools.partial(stored_gradients, w))(whole, tokens, np.int32(0))[0]
         rows.append(make_sharpness(w, LR)(state, grads, tokens, 0))
     for name in ("sharpness/logits", "sharpness/critical"):
         assert rows[1][name] == pytest.approx(rows[0][name], rel=1e-2), name

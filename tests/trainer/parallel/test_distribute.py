@@ -16,14 +16,14 @@ from trainer.data import Batch
 from trainer.errors import UserError
 from trainer.models.llama_spec import LlamaSpec
 from trainer.models.spec import GPT2Spec
-from trainer.parallel.distribute import gather, largest_over, reduced, squares_over
+from trainer.parallel.distribute import Reduce, gather, largest_over, reduced, squares_over
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
 from trainer.parallel.sharding import bytes_per_device, of_parameters, partitions, shardings
 from trainer.run.checkpoint import Checkpointer
 from trainer.step.optimizer import make_optimizer
 from trainer.step.state import to_stored
 from trainer.step.step import sequence_keys
-from trainer.workload import Model, Reduce, Task, abstract_state, first_state, gradient_of, lower_step, wire_of
+from trainer.workload import Model, Task, abstract_state, first_state, gradient_of, lower_step, wire_of
 
 SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=1, n_head=4, d_model=64, dropout=0.1)
 LLAMA = LlamaSpec(vocab_size=256, context=32, n_layer=1, n_head=4, n_kv_head=2, d_model=64, tied=False)
