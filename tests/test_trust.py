@@ -117,6 +117,18 @@ def test_the_lowest_number_masks_after_a_product():
     assert not asarray(scalify(called)(q)).any()
 
 
+def test_rows_that_a_permutation_given_as_an_argument_copies_are_rounded():
+    x, order = as_scaled_array((jax.random.normal(jax.random.key(0), (8, 8)), jnp.eye(8)[::-1]), dtype=jnp.float16)
+
+    def differ(order_of):
+        found = scalify(lambda x, order: jnp.abs(order_of(order) @ jnp.tanh(x) - jnp.tanh(x)[::-1]).max())(x, order)
+        return float(asarray(found))
+
+    assert 0 < differ(lambda order: order) < 2**-11
+    assert differ(lambda order: jnp.eye(8)[::-1]) == 0
+    assert differ(lambda order: jax.nn.one_hot(order.argmax(-1), 8)) == 0
+
+
 def test_the_scale_of_an_argument_is_gone_beside_the_mark_of_its_gradient():
     x = as_scaled_array(jnp.arange(1.0, 5.0) * 1e-3, dtype=jnp.float32)
     g = jax.grad(lambda x: asarray(scalify(lambda x: jnp.sum(jnp.sin(x)))(x)))(x)
