@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from scalify_core import shadow, watch
 from scalify_core.array import ScaledArray, asarray
 from scalify_core.figures import Tensor, is_float
-from scalify_core.measured import control, masks, store
+from scalify_core.measured import control, masks, roots, store
 from scalify_core.measured.evaluate import Operands, entering, kinds
 from scalify_core.measured.plan import (
     Plan,
@@ -43,9 +43,12 @@ class MeasuredWalk(Walk):
         out = self.run_plan(jaxpr, plan, args, UNKNOWN, ())
         large = masks.of_arguments([x.value for x in args], formats)
         given, constants = {id(x.value) for x in args}, masks.constants_in(jaxpr, large)
+        nonzero, _ = roots.taken_of(jaxpr, (False,) * len(out))
         results = [
-            x if fmt is None or id(x.value) in given else self.returned(x, store.result(x.value, fmt, large))
-            for x, fmt, large in zip(out, plan.out_formats, constants, strict=True)
+            x
+            if fmt is None or id(x.value) in given
+            else self.returned(x, store.result(x.value, fmt, large, nonzero=keep))
+            for x, fmt, large, keep in zip(out, plan.out_formats, constants, nonzero, strict=True)
         ]
         return [x.error for x in results if is_float(x.shadow)]
 

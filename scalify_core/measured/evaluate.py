@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from scalify_core import lowering, registry, storage, watch
 from scalify_core.array import ScaledArray, with_scale
-from scalify_core.measured import masks, readers, store
+from scalify_core.measured import masks, readers, roots, store
 from scalify_core.measured.plan import (
     KEEP_AXES,
     Plan,
@@ -68,9 +68,12 @@ def evaluated(
         out = run(jaxpr, plan, env)
         given = {id(x) for x in args}
         constants = masks.constants_in(jaxpr, masks.of_arguments(args, formats))
+        nonzero, _ = roots.taken_of(jaxpr, (False,) * len(out))
         returned = [
-            x if f is None or id(x) in given else _returned(jaxpr, var, x, f, large)
-            for var, x, f, large in zip(jaxpr.outvars[:first], out, plan.out_formats, constants, strict=False)
+            x if f is None or id(x) in given else _returned(jaxpr, var, x, f, large, nonzero=keep)
+            for var, x, f, large, keep in zip(
+                jaxpr.outvars[:first], out, plan.out_formats, constants, nonzero, strict=False
+            )
         ]
         if residuals is not None:
             unknown = [None] * (len(out) - first)
@@ -103,14 +106,16 @@ def entering(x: Any) -> Any:
     return with_scale(data, scale if x.is_static or scale.size != 1 else scale.reshape(()))
 
 
-def _returned(jaxpr: Any, var: Any, x: Any, dtype: np.dtype, constants: frozenset[float]) -> ScaledArray:
+def _returned(
+    jaxpr: Any, var: Any, x: Any, dtype: np.dtype, constants: frozenset[float], *, nonzero: bool
+) -> ScaledArray:
     """A result, stored; what that loses is reported at the equation that makes it."""
     reporter = _reporter.get()
     makers = [] if reporter is None else [eqn for eqn in jaxpr.eqns if var in eqn.outvars]
     if reporter is None or not makers:
-        return store.result(x, dtype, constants)
+        return store.result(x, dtype, constants, nonzero=nonzero)
     with reporter.at(makers[0]):
-        out = store.result(x, dtype, constants)
+        out = store.result(x, dtype, constants, nonzero=nonzero)
         if store.has_own_range(dtype):
             reporter.returned(str(dtype), watch.beside_lost(store.wide(x), store.wide(out)))
         return out
@@ -164,8 +169,12 @@ class Operands:
             return store.stored(x, *want)
         found = self.copies.get((atom, want))
         if found is None:
-            found = self.copies[atom, want] = store.stored(x, *want)
+            found = self.copies[atom, want] = store.stored(x, *want, masked=atom in masks.lowest_in(self._jaxpr))
         return found
+
+    def is_logical(self, atom: Any) -> bool:
+        """Whether a variable is a logical value, of which what is stored has not all digits."""
+        return type(self.values[atom]) is not ScaledArray
 
     def is_resized(self, var: Any) -> bool:
         """Whether who reads a variable may give its rows other sizes."""
@@ -185,7 +194,7 @@ class Operands:
         for var, x, want in zip(step.eqn.outvars, results, step.store, strict=True):
             self.values[var] = x
             if want is not None and (var, want) not in self.copies:
-                self.copies[var, want] = store.stored(x, *want)
+                self.copies[var, want] = store.stored(x, *want, masked=var in masks.lowest_in(self._jaxpr))
 
 
 def listed(eqn: Any, out: Any) -> Sequence[Any]:
@@ -266,17 +275,26 @@ def _product(step: Step, env: Operands) -> Sequence[Any]:
     rest = list(map(env.read, eqn.invars[2:]))
     # BF16 holds what FP32 does, and XLA's CPU backend has no BF16 product with an FP32 result.
     result = np.dtype(np.float32) if store.has_own_range(dtype) else dtype
-    out = eqn.primitive.bind(a.data, b.data, *rest, **{**eqn.params, "preferred_element_type": result})
-    scales = scales_of_result(eqn, a, b, *rest)
+
+    def multiply(a: Any, b: Any) -> Any:
+        return storage.as_float32(eqn.primitive.bind(a, b, *rest, **{**eqn.params, "preferred_element_type": result}))
+
+    out, scales = multiply(a.data, b.data), scales_of_result(eqn, a, b, *rest)
+    copied = 1 if step.formats[0] is None else 0  # by a `whole` one: of the other operand, zeros and ones
+    if step.whole and env.is_logical(eqn.invars[copied]):
+        x = (a, b)[copied]
+        for part, unit in store.rest_of(env.in_units_of(eqn.invars[copied], x), x.data):
+            out += unit * (multiply(a.data, part) if copied else multiply(part, b.data))
     if (reporter := _reporter.get()) is not None:
         in_full = {**eqn.params, "preferred_element_type": np.dtype(np.float32), "precision": _IN_FULL}
-        operands = ((env.in_units_of(atom, x), x.data) for atom, x in zip(eqn.invars, (a, b), strict=False))
-        left, right = operands
-        multiply = lambda a, b: eqn.primitive.bind(a, b, *rest, **in_full)
+        left, right = ((env.in_units_of(atom, x), x.data) for atom, x in zip(eqn.invars, (a, b), strict=False))
+        if step.whole:
+            left, right = ((store.in_parts(*found), found[1]) for found in (left, right))
+        multiply_in_full = lambda a, b: eqn.primitive.bind(a, b, *rest, **in_full)
         smallest = 0.0 if env.is_resized(eqn.outvars[0]) else _SMALLEST_LINE
-        lost = watch.lines_lost(multiply, lines(eqn), left, right, scales, smallest)
+        lost = watch.lines_lost(multiply_in_full, lines(eqn), left, right, scales, smallest)
         reporter.multiplied(str(dtype), lost)
-    return [store.scaled_by(storage.as_float32(out), *scales)]
+    return [store.scaled_by(out, *scales)]
 
 
 @kind("convert")

@@ -43,6 +43,7 @@ _KEEP = (
 UNKNOWN = (
     -math.inf
 )  # stands for large numbers that are not written in the program: of plain arrays, or computed of them
+LOWEST = -(2.0**125)  # and below: in an operand of a product the lowest number of FP32 or a good part of it, so a mask
 _MOST = 16  # computed constants of a value that are followed
 
 
@@ -80,6 +81,22 @@ def constants_in(jaxpr: Any, given: tuple[frozenset[float], ...]) -> tuple[froze
     a number that is computed makes of them is `UNKNOWN`, and so is what a plain array may hold. Any other function of
     such a number is another number.
     """
+    known = _followed(jaxpr, given)
+    return tuple(_large(atom) if type(atom) is Literal else known.get(atom, frozenset()) for atom in jaxpr.outvars)
+
+
+@per_jaxpr
+def lowest_in(jaxpr: Any) -> frozenset[Any]:
+    """The variables of a jaxpr of which elements may be the lowest numbers, by constants that stand in it."""
+    if not any(c <= LOWEST for c in large_constants(jaxpr)):
+        return frozenset()
+    known = _followed(jaxpr, (frozenset[float](),) * len(jaxpr.invars))
+    return frozenset(var for var, found in known.items() if any(UNKNOWN < c <= LOWEST for c in found))
+
+
+@per_jaxpr
+def _followed(jaxpr: Any, given: tuple[frozenset[float], ...]) -> dict[Any, frozenset[float]]:
+    """The large constants that may be elements of each variable, see `constants_in`."""
     known = dict(zip(jaxpr.invars, given, strict=True))
     known.update((var, frozenset({UNKNOWN})) for var in jaxpr.constvars if is_float(var.aval))
     written = large_constants(jaxpr).union(*given)
@@ -103,7 +120,7 @@ def constants_in(jaxpr: Any, given: tuple[frozenset[float], ...]) -> tuple[froze
         elif name in ("neg", "div"):
             outs = (_computed(eqn, operands),)
         known.update(zip(eqn.outvars, map(few, outs), strict=True))
-    return tuple(map(of, jaxpr.outvars))
+    return known
 
 
 def _computed(eqn: Any, operands: tuple[frozenset[float], ...]) -> frozenset[float]:

@@ -19,7 +19,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from scalify_core.caches import per_jaxpr
 from scalify_core.measured import exact
-from scalify_core.measured.products import Reading, Want, contracted_size, readings, settled
+from scalify_core.measured.products import Reading, Want, contracted_size, has_no_free_axes, readings, settled
 
 Format = np.dtype | None
 
@@ -53,6 +53,7 @@ class Step(NamedTuple):
         store: of each result, how it is stored at once, or None.
         lift: whether operands of narrow dtypes are brought to FP32, where the user cast to those.
         traced: whether operands are brought to the dtypes of the trace.
+        whole: of a product, whether it reads all digits of its operands, in several products of narrow ones.
     """
 
     eqn: Any
@@ -63,6 +64,7 @@ class Step(NamedTuple):
     store: tuple[Want | None, ...] = ()
     lift: bool = False
     traced: bool = False
+    whole: bool = False
 
 
 class Plan(NamedTuple):
@@ -239,7 +241,12 @@ def _product_step(eqn: Any, formats: tuple[Format, ...], origins: Mapping[Any, e
     if fmt is None or _is_in_float32(eqn, formats, fmt, origins):
         return Step(eqn, "bind", formats, arithmetic_formats(eqn, formats), lift=True)
     wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
-    return Step(eqn, "product", formats, (np.dtype(aval.dtype) if wider else fmt,))
+    whole = any(_is_plain(x, f) and exact.picks(origins.get(x)) for x, f in zip(eqn.invars[:2], formats, strict=False))
+    return Step(eqn, "product", formats, (np.dtype(aval.dtype) if wider else fmt,), whole=whole)
+
+
+def _is_plain(atom: Any, own: Format) -> bool:
+    return own is None and type(atom) is not Literal
 
 
 def _is_in_float32(eqn: Any, formats: Sequence[Format], fmt: np.dtype, origins: Mapping[Any, exact.Origins]) -> bool:
@@ -263,18 +270,8 @@ def _selects(eqn: Any, formats: Sequence[Format], origins: Mapping[Any, exact.Or
     What is selected so is often compared with what it was selected from, as the logit of a label with all others: it
     must be the same number. In FP32 it is, and costs no more: each element is read once, so nothing is stored for it.
     """
-
-    def is_mask(atom: Any, own: Format) -> bool:
-        return own is None and type(atom) is not Literal and exact.is_mask(origins.get(atom))
-
-    return _has_no_free_axes(eqn) and any(map(is_mask, eqn.invars[:2], formats))
-
-
-def _has_no_free_axes(eqn: Any) -> bool:
-    if eqn.primitive.name != "dot_general":
-        return False
-    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    return all(len(x.aval.shape) == len(contracted) + len(batch) for x in eqn.invars)
+    masks = (_is_plain(x, f) and exact.is_mask(origins.get(x)) for x, f in zip(eqn.invars[:2], formats, strict=False))
+    return has_no_free_axes(eqn) and any(masks)
 
 
 def product_format(formats: Sequence[Format], eqn: Any) -> Format:

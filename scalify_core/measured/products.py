@@ -115,6 +115,14 @@ def contracted_size(eqn: Any) -> int:
     return math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
 
 
+def has_no_free_axes(eqn: Any) -> bool:
+    """Whether each axis of either operand of a product is contracted, or a batch of both; not of convolutions."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    return all(len(x.aval.shape) == len(contracted) + len(batch) for x in eqn.invars)
+
+
 def each_index(shape: Sequence[int], axes: Any) -> Parts:
     """Parts of which each index along these axes is one."""
     return tuple(max(n, 1) if axis in axes else 1 for axis, n in enumerate(shape))

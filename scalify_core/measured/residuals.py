@@ -96,7 +96,7 @@ def reads_for_products(step: Step, wide: AbstractSet[Any] = frozenset()) -> Sequ
     eqn = step.eqn
     others = [False] * len(eqn.invars)
     if step.kind == "product":
-        return [True, True, *others[2:]]
+        return [not step.whole, not step.whole, *others[2:]]
     if step.kind == "move":
         return [step.wants[0] is not None and eqn.outvars[0] not in wide, *others[1:]]
     if step.kind == "scan":

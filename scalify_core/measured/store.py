@@ -51,11 +51,12 @@ def top_of(dtype: np.dtype) -> int:
     return int(np.log2(FloatFormat.of(dtype).max)) - 1
 
 
-def stored(x: Any, dtype: np.dtype, parts: Parts = ()) -> ScaledArray:
+def stored(x: Any, dtype: np.dtype, parts: Parts = (), *, masked: bool = False) -> ScaledArray:
     """A value in a narrow format, its largest finite magnitude in [2^top, 2^(top + 1)), top being `top_of`.
 
     Each of `parts` has its own scale. What is there already stays, if it has no more of them. BF16 has the range of
-    FP32, and no scale.
+    FP32, and no scale. `masked`: elements at or below `masks.LOWEST` have no part in the scale; they saturate,
+    far enough out to be a mask still if the rest is below that.
     """
     if type(x) is ScaledArray:
         if x.dtype == dtype and scaled_in(x, parts):
@@ -64,7 +65,10 @@ def stored(x: Any, dtype: np.dtype, parts: Parts = ()) -> ScaledArray:
     x = storage.as_float32(x)
     if not has_own_range(dtype):
         return ScaledArray(storage.saturating_cast(x, dtype), 1.0)
-    data, scale = _measured(x, np.dtype(dtype), top_of(dtype), parts)
+    if masked:
+        x, data, scale = _measured_masked(x, np.dtype(dtype), parts)
+    else:
+        data, scale = _measured(x, np.dtype(dtype), top_of(dtype), parts)
     return with_scale(rounded(data, x=x, scale=scale), scale)
 
 
@@ -81,15 +85,19 @@ def rounded(data: Any, *, x: Any, scale: Any) -> Any:
     return data
 
 
-def result(x: Any, dtype: np.dtype, constants: frozenset[float] = frozenset()) -> ScaledArray:
+def result(x: Any, dtype: np.dtype, constants: frozenset[float] = frozenset(), *, nonzero: bool = False) -> ScaledArray:
     """A value as `scalify` returns it: with a run-time scale, and data of which the largest is below 2^7.
 
     That leaves room for those who go on with the data as if its RMS were near 1, and 31 octaves below the largest.
     Where some elements are far above all others, as masks are or one loud token, and the others would lose digits, the
     largest is stored as that of an operand: 8 octaves more for the others. Elements that are one of `constants` (see
     `masks`) stay what they are beside the rest as far as the format holds both. Where it does not, those of a mask,
-    such as -1e9, saturate, far enough out to be a mask still: see `_beside`.
+    such as -1e9, saturate, far enough out to be a mask still: see `_beside`. `nonzero`: elements that are not zero stay
+    so, as the format's smallest number if nothing else holds them.
     """
+    if nonzero and has_own_range(dtype):
+        found = result(x, dtype, constants)
+        return with_scale(_nonzero(storage.as_float32(wide(x)), found.data), found.scale)
     if dtype.itemsize >= 4:
         return with_scale(lax.convert_element_type(wide(x), dtype), jnp.float32(1))
     x = storage.as_float32(wide(x))
@@ -101,6 +109,13 @@ def result(x: Any, dtype: np.dtype, constants: frozenset[float] = frozenset()) -
         return with_scale(rounded(data, x=x, scale=scale), scale)
     x = stored(x, dtype)
     return with_scale(x.data, jnp.float32(x.scale)) if x.is_static else x
+
+
+@jax.jit
+def _nonzero(x: jax.Array, data: jax.Array) -> jax.Array:
+    """`data`, in which no `x` other than zero is zero."""
+    least = lax.convert_element_type(lax.sign(x) * np.float32(FloatFormat.of(data.dtype).min_subnormal), data.dtype)
+    return lax.select(lax.eq(data, lax.full_like(data, 0)), least, data)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -201,6 +216,27 @@ def _measured(x: jax.Array, dtype: np.dtype, top: int, parts: Parts) -> tuple[ja
     return _divided(x, scale, dtype), scale
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _measured_masked(x: jax.Array, dtype: np.dtype, parts: Parts) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`x`, of which masks are what they saturate to, its data and its scale, which is that of the rest.
+
+    It is larger where masks would be less than `_MASK` so, as long as the rest is 4 octaves above the smallest normal
+    number.
+    """
+    (x,) = lowering.once(x)
+    top, fmt = top_of(dtype), FloatFormat.of(dtype)
+    is_mask = lax.bitwise_and(lax.le(x, np.float32(masks.LOWEST)), lax.gt(x, np.float32(-np.inf)))
+    of_rest = unit_of(lax.select(is_mask, lax.full_like(x, 0), x), top, parts)
+    of_masks = unit_of(lax.select(is_mask, x, lax.full_like(x, 0)), top, parts)
+    furthest = of_rest * np.float32(2.0 ** (top - 4) / fmt.min_normal)
+    as_mask = lax.min(furthest, lax.full_like(furthest, _MASK / 2.0**top))
+    least = lax.full_like(of_rest, MIN_SCALE)
+    among_numbers = lax.select(of_masks > least, lax.max(of_rest, as_mask), of_rest)
+    scale = lax.select(of_rest > least, among_numbers, of_masks)
+    x = lax.select(is_mask, lax.max(x, _spread(scale * np.float32(-fmt.max), x.shape)), x)
+    return x, _divided(x, scale, dtype), scale
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def _measured_result(x: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
     """As `_measured`, of a result."""
@@ -216,6 +252,30 @@ def _divided(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
 def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A scale for each element: of a scalar, or of one with size 1 along the axes that it is common to."""
     return lax.broadcast(scale, shape) if scale.ndim == 0 else lax.broadcast_in_dim(scale, shape, range(len(shape)))
+
+
+def rest_of(x: jax.Array, data: jax.Array) -> list[tuple[jax.Array, np.float32]]:
+    """What `data`, to which FP32 `x` was rounded in units of what is stored, has lost of it.
+
+    Gives narrow arrays, each with its unit: times that, and added to `data` in this order, they make `x` again. All its
+    bits are there if it is finite, does not saturate, and is at least 2^-25, of FP16 (it is up to 2^15).
+    """
+    digits = FloatFormat.of(data.dtype).mantissa_bits + 1
+    step, unit, out = np.float32(2.0 ** (digits + 1)) if has_own_range(data.dtype) else np.float32(1), np.float32(1), []
+    limit, largest = lax.full_like(x, np.inf), np.float32(FloatFormat.of(data.dtype).max)
+    x = lax.clamp(-largest, x, largest)
+    for _ in range(-(-24 // digits) - 1):
+        kept = storage.as_float32(lax.optimization_barrier(data))  # or a compiler takes what was rounded for `x`
+        x = lax.select(lax.lt(lax.abs(kept), limit), (x - kept) * step, lax.full_like(x, 0))
+        unit = unit / step
+        data = storage.saturating_cast(x, data.dtype, meant=True)
+        out.append((data, unit))
+    return out
+
+
+def in_parts(x: jax.Array, data: jax.Array) -> jax.Array:
+    """`data`, which stands for FP32 `x` together with its `rest_of`; `x` where these have not a few digits of it."""
+    return lax.select(lax.lt(lax.abs(x), lax.full_like(x, 2.0**-42)), x, storage.as_float32(data))
 
 
 def scaled_by(x: jax.Array, a: Any, b: Any) -> jax.Array:

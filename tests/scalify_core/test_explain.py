@@ -330,7 +330,8 @@ def test_what_cannot_be_explained_is_refused():
 
 
 def copied(s):
-    return s @ jnp.eye(8)  # a product, that reads FP16
+    near = jnp.abs(jnp.arange(8)[:, None] - jnp.arange(8)[None]) < 1
+    return s @ near.astype(s.dtype)  # a product, that reads FP16: what this mask is cannot be seen
 
 
 def test_a_comparison_that_goes_the_other_way_is_named_though_no_equation_loses_much():

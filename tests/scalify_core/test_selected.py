@@ -1,4 +1,4 @@
-"""What a product with a mask or a one-hot vector selects is the number that it is selected from."""
+"""What a product with a mask, one-hot vectors or a one-hot matrix selects is the number that it is selected from."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import pytest
 from jax import nn
 from measured_and_plain import HALF, ROUNDINGS, error, normal
 
-from scalify_core import as_scaled_array, asarray, scalify
+from scalify_core import PrecisionWarning, as_scaled_array, asarray, scalify
 
 LABELS = jnp.arange(32) % 10
 
@@ -51,8 +51,84 @@ def test_it_compares_as_it_does_in_the_plain_program(loss, seed):
         assert error(found, expected) < ROUNDINGS[HALF]
 
 
+IDS = jnp.array([3, 1, 1, 6])
+
+
+def dispatched(h):
+    """By two one-hot vectors each, to four places of two experts, and back again in order."""
+    expert, place = jnp.arange(8) % 2, jnp.arange(8) // 2
+    to = nn.one_hot(expert, 2)[:, :, None] * nn.one_hot(place, 4)[:, None, :]
+    return jnp.einsum("tec,td->ecd", to, h).transpose(1, 0, 2).reshape(8, 8)
+
+
+# What copies rows or columns by a product, and how to take them.
+COPIES = {
+    "eye": (lambda h: jnp.eye(8)[:4] @ h, lambda h: h[:4]),
+    "shifted": (lambda h: jnp.eye(8, k=-1) @ h, lambda h: jnp.pad(h, ((1, 0), (0, 0)))[:8]),
+    "booleans": (lambda h: jnp.eye(8, dtype=bool)[:4].astype(h.dtype) @ h, lambda h: h[:4]),
+    "one-hot": (lambda h: nn.one_hot(IDS, 8) @ h, lambda h: h[IDS]),
+    "where": (lambda h: jnp.where(IDS[:, None] == jnp.arange(8)[None], 1.0, 0.0) @ h, lambda h: h[IDS]),
+    "columns": (lambda h: h @ nn.one_hot(IDS, 8).T, lambda h: h[:, IDS]),
+    "of a part": (lambda h: jnp.eye(8)[:4] @ h[:, :3], lambda h: h[:4, :3]),
+    "of the transpose": (lambda h: jnp.eye(8)[:4] @ h.T, lambda h: h.T[:4]),
+    "dispatch": (dispatched, lambda h: h),
+    "inside a call": (jax.jit(lambda h: jnp.eye(8)[:4] @ h), lambda h: h[:4]),
+    "in a scan": (lambda h: jax.lax.scan(lambda c, _: (c, jnp.eye(8)[:4] @ c), h, length=2)[1][1], lambda h: h[:4]),
+    "under vmap": (lambda h: jax.vmap(lambda i: nn.one_hot(i, 8) @ h)(IDS), lambda h: h[IDS]),
+}
+
+
+@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16])
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_by_a_one_hot_matrix_is_equal_to_the_rows_that_it_copies(how, dtype):
+    copied, taken = COPIES[how]
+    sizes = jnp.exp2(-jnp.arange(8.0) * 2)  # of elements that are summed over: the last are FP16's subnormal numbers
+
+    def made(x):
+        return jnp.tanh(x) * sizes[:, None]  # FP32 digits
+
+    def loss(x, w):
+        h = made(x)
+        return jnp.mean(jnp.tanh(copied(h) @ w[: copied(h).shape[-1]]) ** 2)
+
+    x, w = as_scaled_array((normal(0, 8, 8), normal(1, 8, 4)), dtype=dtype)
+    differ = scalify(lambda x: jnp.abs(copied(made(x)) - taken(made(x))).max())
+    assert asarray(differ(x)) == asarray(jax.jit(differ)(x)) == 0
+    both = jax.value_and_grad(loss, (0, 1))
+    outside = jax.value_and_grad(lambda x, w: asarray(scalify(loss)(x, w)), (0, 1))(x, w)
+    for found in (scalify(both)(x, w), outside, scalify(both, check=True)(x, w)):
+        assert error(found, both(*asarray((x, w)))) < ROUNDINGS[dtype]
+
+
+def test_what_is_not_finite_stays_so_in_a_copy():
+    x = as_scaled_array(jnp.array([[1.0, 2], [jnp.inf, 3], [4, 5]]), dtype=HALF)
+    copied = scalify(lambda x: jnp.eye(3)[:1] @ (x * 1.1))(x)
+    assert jnp.isnan(asarray(copied)[0, 0])  # 0 * inf, as in the plain program
+    assert abs(asarray(copied)[0, 1] - 2.2) < 2e-3
+
+
+def test_what_a_copy_loses_is_told():
+    x = as_scaled_array(normal(0, 8, 8), dtype=HALF)
+    copied = lambda x: jnp.eye(8)[:4] @ jnp.where(jnp.arange(8)[:, None] == 7, 1e30, jnp.tanh(x))
+    with pytest.warns(PrecisionWarning, match="100.00% of its rows"):
+        jax.block_until_ready(scalify(copied, check=True)(x))
+
+
+def test_how_often_a_product_is_multiplied():
+    """Once by a mask that adds up; by one that copies once for what is stored as it is, else for all digits."""
+    s = as_scaled_array(normal(0, 8, 8), dtype=HALF)
+
+    def products(fun):
+        text = jax.jit(scalify(fun)).lower(s).as_text()
+        return sum("dot_general" in line for line in text.splitlines())
+
+    assert products(lambda s: jnp.tril(jnp.ones((8, 8), bool)).astype(s.dtype) @ jnp.tanh(s)) == 1
+    assert products(lambda s: jnp.eye(8)[:4] @ s) == products(lambda s: jnp.eye(8)[:4] @ s[::-1].T) == 1
+    assert products(lambda s: jnp.eye(8)[:4] @ jnp.tanh(s)) == 3
+
+
 def test_only_what_reads_each_element_once_is_in_float32():
-    s, mask = as_scaled_array(normal(0, 8, 8), dtype=HALF), jnp.eye(8, dtype=bool)
+    s, mask = as_scaled_array(normal(0, 8, 8), dtype=HALF), jnp.tril(jnp.ones((8, 8), bool))
 
     def product(fun):
         text = jax.jit(scalify(fun)).lower(s).as_text()

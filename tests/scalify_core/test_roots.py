@@ -1,0 +1,87 @@
+"""A result of which the program takes a root, a logarithm or a reciprocal is not zero where it is not zero."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from measured_and_plain import HALF, normal
+
+from scalify_core import as_scaled_array, asarray, scalify
+
+SIZES = 10.0 ** jnp.linspace(-4, 3, 16)[:, None]
+X = as_scaled_array(normal(0, 16, 4), dtype=HALF)
+
+
+def squares(x):
+    return (SIZES * x) ** 2  # 46 octaves, and FP16 has 40
+
+
+# What is returned, and what is taken of it, or of what it makes.
+TAKEN = {
+    "sqrt": lambda v: jnp.sqrt(v),
+    "rsqrt": lambda v: jax.lax.rsqrt(v + 1e-30),
+    "log": lambda v: jnp.log(v),
+    "reciprocal": lambda v: 1 / v,
+    "power": lambda v: v**-0.5,
+    "after a correction": lambda v: jnp.sqrt(v / (1 - 0.999)),
+    "of the largest": lambda v: jnp.sqrt(jnp.maximum(v, 1e-20)),
+    "moved": lambda v: jnp.sqrt(v.T[None]),
+    "in a call": jax.jit(lambda v: jnp.sqrt(v * 2)),
+    "in a checkpoint": jax.checkpoint(lambda v: jnp.sqrt(v * 2)),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+@pytest.mark.parametrize("called", [False, True], ids=["", "made in a call"])
+def test_what_is_taken_of_it_again_is_finite(what, called):
+    def step(x):
+        v = squares(x)
+        return v, TAKEN[what](v)
+
+    (found, _), (v, _) = scalify(jax.jit(step) if called else step)(X), step(asarray(X))
+    assert (asarray(found) > 0).all()
+    np.testing.assert_allclose(asarray(found), v, rtol=2**-10, atol=2.0**-38 * v.max())
+    assert not asarray(scalify(squares)(X)).all()  # of which nothing is taken
+
+
+def test_the_sign_stays_and_zeros_stay():
+    x = as_scaled_array(jnp.array([1.0, -1.0, 0.0, 1.0]), dtype=HALF)
+    sizes = jnp.array([1e-14, 1e-14, 1.0, 1.0])
+    found, _ = scalify(lambda x: (lambda v: (v, 1 / v))(x * sizes))(x)
+    assert jnp.sign(asarray(found)).tolist() == [1, -1, 0, 1]
+
+
+OPTIMISERS = {
+    "adam": optax.adam,
+    "rmsprop": optax.rmsprop,
+    "amsgrad": optax.amsgrad,
+    "adabelief": optax.adabelief,
+    "yogi": optax.yogi,
+    "nadam": optax.nadam,
+    "adan": optax.adan,
+    "lamb": optax.lamb,
+    "clipped": lambda rate: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_no_update_of_an_optimiser_is_larger_than_in_the_plain_program(name):
+    sizes, tx = 10.0 ** jnp.linspace(-4, 3, 64)[:, None], OPTIMISERS[name](1e-2)
+    gradient = jax.grad(lambda p: jnp.sum(sizes * jnp.tanh(p) ** 2))
+
+    def step(p, state):
+        updates, state = tx.update(gradient(p), state, p)
+        return optax.apply_updates(p, updates), state
+
+    def largest_update(fun, p, state):
+        first = asarray(p)
+        for _ in range(8):
+            p, state = fun(p, state)
+        return float(jnp.abs(asarray(p) - first).max())
+
+    params = as_scaled_array(normal(1, 64, 8), dtype=HALF)
+    state = tx.init(asarray(params))
+    plain = largest_update(jax.jit(step), asarray(params), state)
+    found = largest_update(jax.jit(scalify(step)), params, as_scaled_array(state, dtype=HALF))
+    assert 0.9 * plain < found < 1.35 * plain
