@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 
 from scalify_core import cotangents, watch
 from scalify_core.formats import pow2_round
-from scalify_core.refusals import NoNumber
+from scalify_core.refusals import NoNumber, check_dynamic
 from scalify_core.scales import broadcast_scale, rms_scale, times
 from scalify_core.storage import as_float32, saturating_cast
 from scalify_core.varying import axes_of, varying
@@ -61,7 +61,7 @@ class ScaledArray(NoNumber):
                 if not number > 0 or pow2_round(number) != number:
                     raise ValueError(f"ScaledArray: scale is {number}, expected a power of two in [2^-126, 2^126]")
         if hasattr(data, "shape") and hasattr(scale, "shape"):
-            _check_dynamic(data, scale)
+            check_dynamic(data, scale)
         self.data, self._leaf, self._known = data, scale, not isinstance(scale, jax.Array)
 
     @property
@@ -186,18 +186,6 @@ def trusted(x: Any) -> Any:
     return with_scale(x.data, x._leaf) if is_scaled_array(x) else x
 
 
-def _check_dynamic(data: Any, scale: Any) -> None:
-    if hasattr(scale, "dtype") and not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise TypeError(f"ScaledArray: the scale is an array of {scale.dtype}, expected float32")
-    if len(scale.shape) > len(data.shape) or any(
-        s not in (1, n) for s, n in zip(scale.shape, data.shape, strict=False)
-    ):
-        raise ValueError(
-            f"ScaledArray: scale of shape {scale.shape} for data of shape {data.shape}, expected a scalar, the shape "
-            f"of leading axes, or size 1 or that of the data along each axis"
-        )
-
-
 def is_scaled_array(x: Any) -> bool:
     """For `is_leaf=` of the functions of `jax.tree`."""
     return isinstance(x, ScaledArray)
@@ -239,10 +227,17 @@ def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
         return _unscale(x, np.dtype(dtype)) if is_scaled_array(x) else x
 
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array)
-    unread = ((path, x) for path, x in found if is_scaled_array(x) and _is_unread(x))
-    pairs = {jax.tree_util.keystr(path): (x._leaf, x.data) for path, x in unread}
-    watch.unreadable("asarray", cotangents.seen_unreadable(pairs))
+    say_unreadable("asarray", [x for _, x in found], lambda: [jax.tree_util.keystr(path) for path, _ in found])
     return jax.tree.map(convert, tree, is_leaf=is_scaled_array)
+
+
+def say_unreadable(where: str, leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> None:
+    """Warn (`PrecisionWarning`) of ScaledArrays that read as NaN, by name, where they can be looked at: not traced."""
+    unread = {i: (x._leaf, x.data) for i, x in enumerate(leaves) if is_scaled_array(x) and _is_unread(x)}
+    found = cotangents.seen_unreadable(unread)
+    if found:
+        all_names = names()
+        watch.unreadable(where, [all_names[i] for i in found])
 
 
 def is_unreadable(x: ScaledArray) -> jax.Array:

@@ -99,17 +99,17 @@ def is_unreadable(leaf: Any, data: Any) -> jax.Array:
     return jnp.any(jnp.isnan(of_data(number(leaf, np.dtype(data.dtype)), leaf, data)) & ~jnp.isnan(leaf))
 
 
-def seen_unreadable(pairs: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """The names of those pairs of leaf and data that `is_unreadable`, as far as they can be looked at; no tracers."""
+def seen_unreadable[K](pairs: Mapping[K, tuple[Any, Any]]) -> list[K]:
+    """The keys of those pairs of leaf and data that `is_unreadable`, as far as they can be looked at; no tracers."""
 
     def is_at_hand(x: Any) -> bool:
         return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
-    at_hand = {name: pair for name, pair in pairs.items() if all(map(is_at_hand, pair))}
+    at_hand = {key: pair for key, pair in pairs.items() if all(map(is_at_hand, pair))}
     leaves = jax.device_get([leaf for leaf, _ in at_hand.values()])
     # Nearly all are powers of two: nothing is computed of them.
-    odd = [name for name, leaf in zip(at_hand, leaves, strict=True) if not np.all(np.frexp(leaf)[0] == 0.5)]
-    return [name for name in odd if is_unreadable(*at_hand[name])]
+    odd = [key for key, leaf in zip(at_hand, leaves, strict=True) if not np.all(np.frexp(leaf)[0] == 0.5)]
+    return [key for key in odd if is_unreadable(*at_hand[key])]
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import jax.numpy as jnp
+
 
 class NoNumber:
     """The base of a class that stands for numbers which `asarray` gives."""
@@ -32,3 +34,16 @@ def _refuse(what: str, instead: str) -> NoReturn:
     raise TypeError(
         f"{what} of a ScaledArray, which is data and a scale, not a number; write {instead}, with scalify_core.asarray"
     )
+
+
+def check_dynamic(data: Any, scale: Any) -> None:
+    """Raise TypeError or ValueError for an array that cannot be the run-time scale of this data."""
+    if hasattr(scale, "dtype") and not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(f"ScaledArray: the scale is an array of {scale.dtype}, expected float32")
+    if len(scale.shape) > len(data.shape) or any(
+        s not in (1, n) for s, n in zip(scale.shape, data.shape, strict=False)
+    ):
+        raise ValueError(
+            f"ScaledArray: scale of shape {scale.shape} for data of shape {data.shape}, expected a scalar, the shape "
+            f"of leading axes, or size 1 or that of the data along each axis"
+        )

@@ -21,7 +21,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import interpreter, measured
 from scalify_core.arguments import Arguments
-from scalify_core.array import asarray, gradients_like, is_scaled_array, is_unreadable, read, trusted
+from scalify_core.array import asarray, gradients_like, is_scaled_array, is_unreadable, read, say_unreadable, trusted
 from scalify_core.measured.residuals import Logical, Residuals
 from scalify_core.watch import Reporter
 
@@ -99,7 +99,9 @@ def scalify(
         statics, arrays = arguments.split(args, kwargs)
         leaves, tree = jax.tree.flatten(arrays, is_leaf=is_scaled_array)
         arguments.check(arrays, leaves)
-        if reporter is not None:
+        if reporter is None:
+            say_unreadable("argument", leaves, lambda: arguments.leaf_names(tree))
+        else:
             named = zip(arguments.leaf_names(tree), leaves, strict=True)
             reporter.entered({name: is_unreadable(x) for name, x in named if is_scaled_array(x) and not x.is_static})
         places = _places(leaves)

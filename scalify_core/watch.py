@@ -137,8 +137,9 @@ def unreadable(where: str, names: Sequence[str]) -> None:
     for name in names:
         text = (
             f"{where}: {name or 'a ScaledArray'} reads as NaN: what stands for its scale is none, because outside of "
-            f"scalify arithmetic was done on the leaves of ScaledArrays; take gradients inside, scalify(jax.grad(f)), "
-            f"and compute inside, or on asarray(tree)"
+            f"scalify arithmetic was done on the leaves of ScaledArrays (optax.apply_updates and nnx.Optimizer do so: "
+            f"weights.apply_updates does not); take gradients inside, scalify(jax.grad(f)), and compute inside, or on "
+            f"asarray(tree)"
         )
         warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
 

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Sequence
 
 from trainer.errors import UserError, to_readers
-from trainer.text import nearest
+from trainer.text import nearest, refuse_twice
 
 
 def argument(help: str, default: typing.Any = dataclasses.MISSING) -> typing.Any:
@@ -19,9 +19,10 @@ def argument(help: str, default: typing.Any = dataclasses.MISSING) -> typing.Any
 
 
 def read[T](cls: type[T], argv: Sequence[str]) -> T:
-    """The arguments `cls` from `key=value` strings. UserError names what is unknown, missing or of another type."""
+    """The arguments `cls` from `key=value` strings. UserError names what is unknown, missing or wrong."""
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values = {}
+    refuse_twice(argv)
     for text in argv:
         key, separator, value = text.partition("=")
         if not separator:

@@ -27,6 +27,7 @@ from trainer.parallel.mesh import place_batch
 from trainer.precision.policy import DTYPES
 from trainer.run.libraries import hide_missing_gpu
 from trainer.run.rundir import write_atomically
+from trainer.text import refuse_twice
 from trainer.workload import Model
 
 
@@ -107,6 +108,7 @@ def main(argv: Sequence[str]) -> int:
         print(usage(Arguments, "explain", __doc__ or ""))
         return 0
     try:
+        refuse_twice(argv)
         run(argv)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ from trainer.config.composition import compose_or_explain
 from trainer.config.schema import Config
 from trainer.errors import UserError, to_readers
 from trainer.plan.targets import GPUS_PER_HOST, TARGETS, get_target
+from trainer.text import refuse_twice
 
 if TYPE_CHECKING:
     from trainer.compiled.fp8 import Layer
@@ -49,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
         print(usage(Arguments, "plan", __doc__ or ""))
         return 0
     try:
+        refuse_twice(argv)
         plan = plan_of([a for a in argv if a != "--json"])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

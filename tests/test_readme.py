@@ -1,8 +1,10 @@
 """The README's example runs as it stands, and learns; commands and links of all documents are valid."""
 
+import ast
 import os
 import re
 import shlex
+import signal
 from pathlib import Path
 
 import jax
@@ -11,7 +13,10 @@ import pytest
 
 from scalify_core import registry
 from scalify_core.array import is_scaled_array
+from trainer.__main__ import STOPPED
 from trainer.config.composition import Sweep, compose_or_explain, expanded, is_sweep
+from trainer.errors import UserError
+from trainer.run.guard import HUNG, SIGNALS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -50,6 +55,29 @@ def test_links_lead_somewhere(document):
         assert target.exists(), link
         headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
         assert not heading or heading in [re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings]
+
+
+def test_every_exit_code_is_in_the_readme():
+    [said] = re.findall(r"^Exit codes, (.*?)\n\n", README.read_text(), re.DOTALL | re.MULTILINE)
+    listed = {int(code) for code in re.findall(r"(?:[:;] |and )(\d+) ", said)}
+    found = {0, 1, HUNG, *STOPPED, *(128 + number for number in SIGNALS), 128 + signal.SIGPIPE}
+    found |= {error.exit_code for error in (UserError, *UserError.__subclasses__())}
+    for path in [*(ROOT / "trainer").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name in (
+                "main",
+                "run",
+                "run_job",
+                "of_shell",
+                "of_arguments",
+            ):
+                codes = [n.value for n in ast.walk(node) if isinstance(n, ast.Return)]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "os._exit", "SystemExit"):
+                codes = node.args
+            else:
+                continue
+            found |= {code.value for code in codes if isinstance(code, ast.Constant) and type(code.value) is int}
+    assert listed == found
 
 
 def test_every_document_is_named_in_the_readme():

@@ -7,6 +7,7 @@ Exit codes: 0 done; 2 bad configuration, data or disk; 3 diverged; 4 ended by th
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from trainer.config.composition import CONFIGS, Sweep, checked, expanded, explai
 from trainer.config.schema import Config
 from trainer.errors import UserError, complain, leave, to_readers
 from trainer.run.allocator import keep_freed_memory
+from trainer.text import refuse_twice
 
 STOPPED = (130, 143)  # by a signal
 NO_BEST = "tracker=none: no metrics.jsonl and no report, so the sweep cannot name a best; add tracker=jsonl"
@@ -139,9 +141,19 @@ def main(argv: list[str]) -> int:
     return next((job.code for job in jobs if job.code), 0)
 
 
+def of_shell(argv: list[str]) -> int:
+    """`main` of what a shell made of a line, which is looked through for what it took apart. The exit code."""
+    try:
+        refuse_twice([re.sub(r"^resume=", "resume.source=", argument) for argument in argv])
+    except UserError as error:
+        complain(error)
+        return error.exit_code
+    return main(argv)
+
+
 def command() -> NoReturn:
     """The program: `python -m trainer`, or `scalify-trainer` where the package is installed."""
-    leave(to_readers(lambda: main(sys.argv[1:])))
+    leave(to_readers(lambda: of_shell(sys.argv[1:])))
 
 
 if __name__ == "__main__":

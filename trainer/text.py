@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import UserError
+
 SECRET = re.compile(
     r"(^|[_\-.])(token|secret|password|passwd|credentials?|api_?key|access_?key|private_?key)$", re.IGNORECASE
 )
@@ -29,6 +31,35 @@ def without_braces(patterns: str) -> str:
     return BRACES.sub(
         lambda found: ",".join(found[1] + part.strip() + found[3] for part in found[2].split(",")), patterns
     )
+
+
+def refuse_twice(arguments: Sequence[str]) -> None:
+    """Raise UserError where one key of `key=value` arguments has two values, of which the last would count alone.
+
+    Nobody writes that: a shell takes `paths=[d/*.{a,b}]`, unless it is in quotes, for `paths=[d/*.a] paths=[d/*.b]`.
+    Flags, `~key`, which removes one, and what stands there twice alike are let through.
+    """
+    given: dict[str, dict[str, None]] = {}  # the values in their order
+    for argument in arguments:
+        key, equals, value = argument.lstrip("+").partition("=")
+        if equals and not key.startswith(("-", "~")):
+            given.setdefault(key, {})[value] = None
+    for key, values in given.items():
+        if len(values) > 1:
+            shown = [f"{key}={value}" for value in values]
+            middle = ["..."] if len(shown) > 3 else shown[1:-1]
+            lists = [re.fullmatch(r"\[(.*)\]", value) for value in values]
+            whole = f"{key}=[{','.join(found[1] for found in lists if found)}]"
+            hint = f": {shlex.quote(whole)}" if all(lists) and len(whole) < 200 else ""
+            raise UserError(
+                f"{' and '.join([shown[0], *middle, shown[-1]])}: only the last would count; give {key} once, "
+                f"in quotes if the shell made two of what has braces{hint}"
+            )
+
+
+def laid_over(*layers: Sequence[str]) -> list[str]:
+    """The `key=value` arguments of all layers, of each key the last: for programs that start a trainer with them."""
+    return list({argument.partition("=")[0].lstrip("+"): argument for layer in layers for argument in layer}.values())
 
 
 def redact(tree: Any) -> Any:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from scripts.arguments import argument, run
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
-from trainer.text import nearest
+from trainer.text import laid_over, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGSHIP = "scalify_fp8_fp16"
@@ -189,8 +189,8 @@ class Study:
         listed = f"cases={','.join(only or self.size.bench[name])}"
         # Two of 1558M share the device's memory, most of which they may have.
         environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".92"} if name == "bench1558" else {}
-        words = ("-m", "scripts.bench", listed, *where, minutes, *self.size.timed, *more)
-        return Job(name, words, environment=environment, **settings)
+        words = laid_over((listed, *where, minutes), self.size.timed, more)
+        return Job(name, ("-m", "scripts.bench", *words), environment=environment, **settings)
 
     def precompile(self) -> list[list[Job]]:
         """Fill the compilation cache for bench1558."""

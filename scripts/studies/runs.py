@@ -22,6 +22,7 @@ import yaml
 from scripts.arguments import argument, split
 from trainer.errors import Diverged, UserError
 from trainer.run.rundir import write_atomically
+from trainer.text import laid_over
 
 # What the study sets itself, from its own arguments or to read a run's outcome: no override takes their place.
 OWN_KEYS = ("tracker", "seed", "run_dir", "resume", "model", "train.steps", "train.batch_tokens", "optimizer.lr")
@@ -137,7 +138,8 @@ def check_items(args: Study, items: Sequence[str]) -> float:
     """`model.lr`, once the trainer has composed every item's configuration. UserError in its words otherwise."""
     lr = 0.0
     for item in reversed(items):  # the base last: the learning rate is its own
-        arguments = [f"model={args.model}", *shlex.split(args.overrides), *overrides(item), "--cfg", "job", "--resolve"]
+        settings = laid_over([f"model={args.model}"], shlex.split(args.overrides), overrides(item))
+        arguments = [*settings, "--cfg", "job", "--resolve"]
         done = subprocess.run([sys.executable, "-m", "trainer", *arguments], capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"{item}: {last_line(done.stderr)}")
@@ -170,7 +172,7 @@ def command(args: Study, job: Job, run_dir: Path, model_lr: float) -> list[str]:
         f"seed={job.seed}",
         f"run_dir='{run_dir}'",
     ]
-    return [sys.executable, "-m", "trainer", *settings]
+    return [sys.executable, "-m", "trainer", *laid_over(settings)]
 
 
 def in_turn(commands: dict[Job, list[str]], folders: dict[Job, Path], count: int) -> Iterator[Job]:

@@ -264,6 +264,23 @@ def test_who_reads_what_is_no_number_is_told_by_name():
     assert np.isnan(asarray(as_scaled_array(jnp.full(3, jnp.nan)))).all()  # a number that is none is not told
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, HALF])
+def test_weights_that_optax_has_updated_leaf_by_leaf_are_told_where_they_are_used_next(dtype):
+    params = {"w": as_scaled_array(W, dtype=dtype)}
+    loss_of = scalify(jax.value_and_grad(lambda params: jnp.sum(params["w"] ** 2)))
+    _, gradient = loss_of(params)
+    sgd = optax.sgd(0.1)
+    updates, _ = sgd.update(gradient, sgd.init(params))
+    updated = optax.apply_updates(params, updates)
+    with pytest.warns(PrecisionWarning, match=r"argument: params\['w'\] reads as NaN.*weights.apply_updates does not"):
+        loss, _ = loss_of(updated)
+    assert np.isnan(asarray(loss))
+    assert "callback" not in str(jax.make_jaxpr(loss_of)(updated))  # at no cost where it is compiled
+    updates, _ = sgd.update(asarray(gradient), sgd.init(params))
+    right = scalify(optax.apply_updates)(params, updates)
+    assert np.isfinite(asarray(loss_of(right)[0]))
+
+
 @pytest.mark.parametrize("way", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("dtype", [jnp.float32, HALF])
 def test_a_gradient_that_is_built_anew_from_its_leaves_is_the_same(way, dtype):

@@ -30,6 +30,7 @@ def test_values_have_the_types_of_their_fields_and_may_hold_any_text():
         (["run_dir=a", "tep_p=1"], r"unknown key tep_p; did you mean 'top_p'\? Valid: run_dir, seed, top_p"),
         (["run_dir=a", "seed=x"], r"seed=x: expected a whole number"),
         (["run_dir=a", "top_p=half"], r"top_p=half: expected a number"),
+        (["run_dir=a", "seed=1", "run_dir=b"], r"run_dir=a and run_dir=b: .* give run_dir once, in quotes if"),
         (["--run_dir", "a"], r"'--run_dir': expected key=value"),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from scripts.faults.chaos import SMALL
 from trainer.observe.records import read_rows
+from trainer.text import laid_over
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = [*SMALL, "train.eval_every=15", "train.final_eval_batches=2"]
@@ -27,7 +28,7 @@ def trainer(tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **variab
     It takes over what other tests' trainers have compiled. Who kills one while it compiles gives it a cache of its own.
     """
     cache = f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"
-    command = [sys.executable, "-m", "trainer", *TINY, f"run_dir={run_dir}", cache, *args]
+    command = [sys.executable, "-m", "trainer", *laid_over(TINY, [f"run_dir={run_dir}", cache], args)]
     return subprocess.Popen(
         command,
         cwd=tmp_path,

@@ -255,6 +255,13 @@ def test_a_setting_that_the_source_does_not_use_is_refused():
             ["data=text", "data.paths=[d/*.{txt,md},a.txt]"],
             ["braces are not understood", "data.paths=[d/*.txt,d/*.md,a.txt]"],
         ),
+        (
+            ["data=text", "data.paths=[d/*.txt]", "data.paths=[d/*.md]"],  # as bash writes [d/*.{txt,md}]
+            ["data.paths=[d/*.txt] and data.paths=[d/*.md]: only the last would", "'data.paths=[d/*.txt,d/*.md]'"],
+        ),
+        (["train.steps=1", "++train.steps=2"], ["train.steps=1 and train.steps=2", "give train.steps once"]),
+        (["model=gpt2_nano", "-m", "model=llama_nano"], ["model=gpt2_nano and model=llama_nano"]),
+        (["resume=none", "resume.source=auto"], ["resume.source=none and resume.source=auto"]),
         (["lr=1e-3"], ["unknown key lr; did you mean", "optimizer.lr"]),
         (["steps=3"], ["unknown key steps; did you mean train.steps"]),
         (["train.steps=0"], ["train.steps=0"]),
@@ -270,6 +277,12 @@ def test_the_command_line_answers_bad_input_with_one_line_and_exit_code_2(args, 
     for name in names:
         assert name in done.stderr
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "multirun.yaml"]
+
+
+def test_a_key_given_twice_alike_and_flags_are_let_through(tmp_path):
+    done = command_line("-cn", "config", "seed=3", "-c", "job", "seed=3", "--resolve", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert yaml.safe_load(done.stdout)["seed"] == 3
 
 
 @pytest.mark.parametrize(("tracker", "times"), [("none", 1), ("jsonl", 0)])
