@@ -151,7 +151,7 @@ def scaled_state(
         small = {i: x for i, x in enumerate(jax.tree.leaves(first)) if x.size < LARGE and not stacks[i]}
         found = _apart([*old, *gradients])
         inner_state, gradients = treedef.unflatten(found[: len(old)]), found[len(old) :]
-        large = {i: x for i, x in enumerate(gradients) if x.size >= LARGE}
+        large = {i: x for i, x in enumerate(gradients) if x.size >= LARGE and not stacks[i]}
         (large, inner_state, small), known = held((large, inner_state, small), scales.numbers)
         updates, new, treedef = advance(jax.tree.unflatten(form, _with(gradients, large)), inner_state)
         found, form = jax.tree.flatten(updates)

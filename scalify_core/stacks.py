@@ -11,7 +11,7 @@ have None. What is computed of a tree element by element is the same, bit for bi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +48,8 @@ class Stacks(NamedTuple):
             if x.ndim == 1 and x.size < LARGE and jnp.issubdtype(x.dtype, jnp.floating):
                 groups.setdefault((x.shape, x.dtype, is_scaled_array(x), kind), []).append(i)
         structure = jax.tree.structure(tree, is_leaf=is_scaled_array)
-        return cls(structure, tuple(tuple(group) for group in groups.values() if len(group) > 1))
+        blocks = (tuple(block) for group in groups.values() for block in _even(group))
+        return cls(structure, tuple(block for block in blocks if len(block) > 1))
 
     def gather(self, tree: Any) -> Any:
         """`tree` with stacks, as are all its subtrees that have the structure.
@@ -113,6 +114,11 @@ NONE = Stacks()
 OPERANDS = 90  # of a kernel: XLA gives it some 96
 
 
+def _even(group: Sequence[int]) -> Iterable[Sequence[int]]:
+    """Parts of at most `OPERANDS`, nearly equal: XLA takes the rows of a larger stack one by one, a kernel each."""
+    return itertools.batched(group, -(-len(group) // -(-len(group) // OPERANDS)))
+
+
 def _flatten(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
@@ -134,8 +140,7 @@ def _stacked(parts: Sequence[Any]) -> Any:
 
 def _one_array(parts: Sequence[jax.Array]) -> jax.Array:
     # Held: a kernel that read the parts would write where it reads them, and they would be copied first.
-    blocks = [lowering.held("rows", jnp.stack(block)) for block in itertools.batched(parts, OPERANDS)]
-    return jnp.concatenate(blocks) if len(blocks) > 1 else blocks[0]
+    return lowering.held("rows", jnp.stack(parts))
 
 
 def _rows(stack: Any, like: Sequence[Any]) -> list[Any]:

@@ -253,8 +253,10 @@ def narrow_arrays(
         numbers: which tell the random bits of arrays apart, see `weights.words_of`; None: 0, 1, ...
     """
     fresh, stored = list(new), list(scales.places)
-    is_large = [x.size >= LARGE for x in new]
-    words = words_of(seed, step, list(range(len(new))) if numbers is None else numbers, is_large)
+    own_numbers = list(range(len(new))) if numbers is None else numbers
+    # A stack, however large, is many small arrays, which kernels for many take apart again.
+    is_large = [x.size >= LARGE and np.ndim(n) == 0 for x, n in zip(new, own_numbers, strict=True)]
+    words = words_of(seed, step, own_numbers, is_large)
     inverses = scales._replace(numbers=pow2_inverse(scales.numbers))  # of all: one by one, some would be a kernel each
     inverse = {leaf: inverses.of(leaf, new[leaf]) for leaf in stored}
     large = [leaf for leaf in stored if is_large[leaf] and inverse[leaf].ndim == 0]

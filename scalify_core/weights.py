@@ -78,7 +78,7 @@ def apply_updates(
     new: list[Any] = []
     before: int | None = None
     for i, (p, update, number) in enumerate(zip(found, leaves(updates), own, strict=True)):
-        is_large = p.size >= LARGE and is_random
+        is_large = p.size >= LARGE and np.ndim(number) == 0 and is_random
         if is_large and before is not None:
             # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
             # What is held is small: the compiler would read an array that is also held twice.

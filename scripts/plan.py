@@ -42,6 +42,7 @@ class Arguments:
     search: str = argument("yes or no: search for the largest micro-batch", "yes")
     compare: str = argument("yes or no: compile the same in precision=bf16 and compare kernels", "yes")
     exact: str = argument("yes or no: compile every layer of a deep model", "no")
+    predict: str = argument("yes or no: how long each class of kernels is expected to take, a guess", "no")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,11 +52,14 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         refuse_twice(argv)
-        plan = plan_of([a for a in argv if a != "--json"])
+        own = [a for a in argv if a.startswith("predict=")]
+        predict = yes("predict", read(Arguments, own).predict)
+        plan = plan_of([a for a in argv if a not in ("--json", *own)])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(json.dumps(plan.as_json(), indent=1) if "--json" in argv else "\n".join(lines_of(plan)))
+    lines = lines_of(plan) + (predicted_lines(plan) if predict else [])
+    print(json.dumps(plan.as_json(), indent=1) if "--json" in argv else "\n".join(lines))
     return 0
 
 
@@ -162,10 +166,32 @@ def lines_of(plan: "Plan") -> list[str]:
         lines.append(f"collective: {c['count']} {c['op']} of {c['dtype']}, {c['bytes'] / GIB:.3f} GiB a step, {sent}")
     lines.append(
         f"{figures['flops_per_token']:.3e} FLOPs a token; roofline {1e3 * plan.roofline_seconds:.1f} ms a step, "
-        f"{plan.tokens / plan.roofline_seconds:,.0f} tokens/s, MFU {plan.mfu:.1%} of the peak in {plan.compute}"
+        f"{plan.tokens / plan.roofline_seconds:,.0f} tokens/s, MFU {figures['mfu']:.1%} of the peak in {plan.compute}"
     )
     if plan.largest is not None:
         lines.append(f"largest micro-batch that fits: {describe_fitting(plan.largest)} a device")
+    return lines
+
+
+def predicted_lines(plan: "Plan") -> list[str]:
+    """The time model's table as Markdown, that of bf16 beside it where it was compiled."""
+    from trainer.compiled.classes import CLASSES, GAPS
+
+    figures = plan.as_json()["predicted"]
+    ours, theirs = figures["classes"], figures["classes_bf16"] or {}
+    names = [name for name in (*CLASSES, GAPS) if name in ours or name in theirs]
+    text = f"predicted, not measured: {1e3 * figures['seconds']:.2f} ms a step, {figures['tokens_per_s']:,.0f} tokens/s"
+    text += f", MFU {figures['mfu']:.1%}"
+    if theirs:
+        text += f"; {figures['times_as_fast_as_bf16']:.3f} times as fast as bf16"
+    lines = [text, "", "| class | ms | kernels |" + " bf16: ms | kernels |" * bool(theirs)]
+    lines.append("|---" * (5 if theirs else 3) + "|")
+    for name in names:
+        cells = [name]
+        for classes in (ours, theirs) if theirs else (ours,):
+            found = classes.get(name, {"seconds": 0.0, "launches": 0})
+            cells += [f"{1e3 * found['seconds']:.2f}", f"{found['launches']}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -14,36 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from trainer.compiled.classes import CLASSES, GAPS, class_of_name, classes_of
 from trainer.compiled.hlo import Program
 from trainer.plan.figures import seconds_of_kernels
 from trainer.plan.targets import TARGETS, Target
+from trainer.plan.times import predicted_of_kernels
 
-FP8, PRODUCTS, ATTENTION, TRANSPOSES = "FP8 products", "other products", "attention", "transposes"
-REDUCTIONS, ELEMENTWISE, UPDATE, COLLECTIVES = "reductions", "elementwise", "update", "collectives"
-COPIES, OTHER, GAPS = "copies", "other", "gaps"
-CLASSES = (FP8, PRODUCTS, ATTENTION, TRANSPOSES, REDUCTIONS, ELEMENTWISE, UPDATE, COLLECTIVES, COPIES, OTHER)
-KINDS = {
-    "attention": ATTENTION,
-    "collective": COLLECTIVES,
-    "transpose": TRANSPOSES,
-    "reduce": REDUCTIONS,
-    "copy": COPIES,
-    "cast": ELEMENTWISE,
-    "elementwise": ELEMENTWISE,
-    "tiny": ELEMENTWISE,
-}
-GRADIENT = "jvp("  # in the name of all that forward and backward pass trace
-# In this order. cuBLASLt's nvjet kernels have a letter for the type of each operand: q is E4M3, r is E5M2.
-NAMES = (
-    (ATTENTION, r"sdpa|fmha|flash|dot_do_o|convert_dq"),
-    (FP8, r"nvjet_(sm\d+_)?[qr][qr]|e4m3|e5m2|f8f8|fp8.*gemm|gemm.*fp8"),
-    (PRODUCTS, r"nvjet|gemm|cutlass|xmma|cublas|splitk|(^|_)dot"),
-    (COLLECTIVES, r"nccl|all_?reduce|all_?gather"),
-    (COPIES, r"memcpy|memset|^copy"),
-    (TRANSPOSES, r"transpose"),
-    (REDUCTIONS, r"reduce|reduction"),
-    (ELEMENTWISE, r"fusion|^loop_|^input_|^wrapped_|convert|elementwise"),
-)
 STEPS_APART = ("while", "call", "conditional")  # that last as long as what they hold
 TOP = 20
 
@@ -82,29 +58,12 @@ def spans_of(folder: Path) -> list[Span]:
     return found
 
 
-def classes_of(program: Program) -> dict[str, str]:
-    """The class of each instruction that is a kernel, by name; what is in no gradient is the update's."""
-    fp8 = {gemm.name for gemm in program.gemms if gemm.dtype == "fp8"}
-    traced = {executed.instruction.name: executed.instruction.op_name for executed in program.executed}
-    found = {}
-    for kernel in program.kernels:
-        if kernel.kind == "gemm":
-            found[kernel.name] = FP8 if kernel.name in fp8 else PRODUCTS
-        elif kernel.kind in ("attention", "collective"):
-            found[kernel.name] = KINDS[kernel.kind]
-        elif GRADIENT not in traced[kernel.name]:
-            found[kernel.name] = UPDATE
-        else:
-            found[kernel.name] = KINDS.get(kernel.kind, OTHER)
-    return found
-
-
 def class_of(span: Span, by_op: Mapping[str, str]) -> str:
     """The class of a kernel, of its instruction, or of one of the same name, or by its name."""
     for name in (span.op, span.name):
         if name in by_op:
             return by_op[name]
-    return next((kind for kind, pattern in NAMES if re.search(pattern, span.name, re.IGNORECASE)), OTHER)
+    return class_of_name(span.name)
 
 
 def busy(spans: Iterable[Span]) -> float:
@@ -117,7 +76,7 @@ def busy(spans: Iterable[Span]) -> float:
 
 
 def table_of(spans: Sequence[Span], program: Program | None, steps: int, target: Target | None) -> dict[str, Any]:
-    """Milliseconds and launches of a step by class, and what the roofline has for them, where the target is known.
+    """Milliseconds and launches of a step by class; where the target is known, what roofline and time model have.
 
     Kernels of several streams may be at work at once: the classes then add up to more than the step.
     """
@@ -129,7 +88,7 @@ def table_of(spans: Sequence[Span], program: Program | None, steps: int, target:
         instructions = (i for computation in program.computations.values() for i in computation.values())
         loops = {i.name for i in instructions if i.opcode in STEPS_APART}
     spans = [span for span in spans if span.op not in loops]
-    ms, launches, single, roofline = (defaultdict[str, float](float) for _ in range(4))
+    ms, launches, single, roofline, expected = (defaultdict[str, float](float) for _ in range(5))
     for span in spans:
         kind = class_of(span, by_op)
         ms[kind] += (span.end - span.start) / 1e6 / steps
@@ -138,12 +97,19 @@ def table_of(spans: Sequence[Span], program: Program | None, steps: int, target:
     if program is not None and target is not None:
         for kernel, seconds in seconds_of_kernels(program, target):
             roofline[own[kernel.name]] += 1e3 * seconds
+        for kernel, seconds in predicted_of_kernels(program, target):
+            expected[own[kernel.name]] += 1e3 * seconds
     whole = (max(s.end for s in spans) - min(s.start for s in spans)) / 1e6 / steps if spans else 0.0
     return {
         "step_ms": whole,
         "gaps_ms": whole - busy(spans) / 1e6 / steps,
         "classes": {
-            kind: {"ms": ms[kind], "launches": launches[kind], "roofline_ms": roofline[kind] if target else None}
+            kind: {
+                "ms": ms[kind],
+                "launches": launches[kind],
+                "roofline_ms": roofline[kind] if target else None,
+                "predicted_ms": expected[kind] if target else None,
+            }
             for kind in CLASSES
             if ms[kind] or roofline[kind]
         },
@@ -164,10 +130,11 @@ def profiled(take: Callable[[int], float], steps: int, text: str, device: jax.De
 def lines_of(name: str, table: Mapping[str, Any]) -> list[str]:
     """The table of a case as Markdown."""
     step = table["step_ms"] or 1.0
-    lines = [f"{name}: {table['step_ms']:.2f} ms a step", "", "| class | ms | share | launches | roofline, ms |"]
-    lines.append("|---|---|---|---|---|")
+    lines = [f"{name}: {table['step_ms']:.2f} ms a step", ""]
+    lines += ["| class | ms | share | launches | roofline, ms | predicted, ms |", "|---" * 6 + "|"]
     for kind, row in table["classes"].items():
-        roofline = "" if row["roofline_ms"] is None else f"{row['roofline_ms']:.2f}"
-        lines.append(f"| {kind} | {row['ms']:.2f} | {row['ms'] / step:.0%} | {row['launches']:.0f} | {roofline} |")
+        others = ["" if row[name] is None else f"{row[name]:.2f}" for name in ("roofline_ms", "predicted_ms")]
+        share = f"{row['ms'] / step:.0%}"
+        lines.append(f"| {kind} | {row['ms']:.2f} | {share} | {row['launches']:.0f} | {others[0]} | {others[1]} |")
     gaps = table["gaps_ms"]
-    return [*lines, f"| {GAPS} | {gaps:.2f} | {gaps / step:.0%} | | |"]
+    return [*lines, f"| {GAPS} | {gaps:.2f} | {gaps / step:.0%} | | | |"]

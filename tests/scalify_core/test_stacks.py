@@ -104,9 +104,9 @@ def test_numbers_of_the_leaves_are_in_their_order():
         np.testing.assert_array_equal(found, [x.size for x in params.values()])
 
 
-def gpu_step(vectors, matrices):
+def gpu_step(vectors, matrices, width=768):
     """A donated update, compiled for an H200: its entry's kernels, and how many of them are different."""
-    shapes = {f"v{i:03}": (768,) for i in range(vectors)} | {f"w{i:02}": (256, 512) for i in range(matrices)}
+    shapes = {f"v{i:03}": (width,) for i in range(vectors)} | {f"w{i:02}": (256, 512) for i in range(matrices)}
     data = {name: jax.ShapeDtypeStruct(shape, jnp.float16) for name, shape in shapes.items()}
     params = {name: ScaledArray(x, 2.0**-4) for name, x in data.items()}
     tx, stacks = scaled_state(optax.scale_by_adam(), mu=FP16, nu=FP16, seed=0), stacks_of(params)
@@ -137,6 +137,13 @@ def test_on_a_gpu_the_vectors_of_a_deep_model_are_a_few_kernels_and_none_is_a_co
     gpu_step(vectors=12, matrices=0)
     called, _ = gpu_step(vectors=70, matrices=0)
     assert len(called) < 20
+
+
+@pytest.mark.parametrize(("vectors", "width"), [(60, 1280), (130, 768)])
+def test_on_a_gpu_more_and_longer_vectors_are_a_few_kernels_too(vectors, width):
+    """A stack of 2^16 elements was taken for a large array, one of 130 rows was put together of two: 207 and 421."""
+    called, _ = gpu_step(vectors, matrices=1, width=width)
+    assert len(called) < 40
 
 
 def test_on_a_gpu_equal_matrices_are_updated_by_the_same_program():

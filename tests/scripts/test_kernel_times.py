@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from scripts.bench import profiling
-from scripts.bench.kernel_times import (
+from scripts.bench.kernel_times import Span, class_of, lines_of, profiled, spans_of, table_of
+from trainer.compiled.classes import (
     ATTENTION,
     CLASSES,
     COPIES,
@@ -16,20 +17,16 @@ from scripts.bench.kernel_times import (
     FP8,
     OTHER,
     PRODUCTS,
+    PRODUCTS32,
     REDUCTIONS,
     TRANSPOSES,
     UPDATE,
-    Span,
-    class_of,
     classes_of,
-    lines_of,
-    profiled,
-    spans_of,
-    table_of,
 )
 from trainer.compiled.hlo import Program
 from trainer.errors import UserError
 from trainer.plan.targets import get_target
+from trainer.plan.times import RATES
 
 # Names as libraries and XLA give them.
 NAMES = [
@@ -39,6 +36,8 @@ NAMES = [
     ("nvjet_sm90_hshhsh_mma_192x192x64_2_96x96x64_TNN", PRODUCTS),
     ("nvjet_tst_256x152_64x4_1x2_h_bz_coopB_NTN", PRODUCTS),
     ("gemm_fusion_dot_general_13", PRODUCTS),
+    ("nvjet_sm90_sssts_128x64_32x6_1x2_h_bz_TNN", PRODUCTS32),
+    ("sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16", PRODUCTS32),
     ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", PRODUCTS),
     ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_28_64x128x128", ATTENTION),
     ("void cudnn::fusion::compute_dot_do_o_specialized<true, __half>", ATTENTION),
@@ -114,7 +113,9 @@ def test_a_table_counts_a_step_with_its_gaps_and_its_roofline():
     }
     moved = 1e3 * 2 * 4 * 1024**2 / target.bandwidth
     assert classes[TRANSPOSES]["roofline_ms"] == classes[UPDATE]["roofline_ms"] == pytest.approx(moved)
-    assert "| FP8 products | 0.00 | 40% | 1 | 0.00 |" in lines_of("case", table)
+    product = 2e3 * 1024**3 / 1978.9e12 / RATES[FP8].flops / (64 / 132) + RATES[FP8].fixed_us / 1e3
+    assert classes[FP8]["predicted_ms"] == pytest.approx(product)
+    assert "| FP8 products | 0.00 | 40% | 1 | 0.00 | 0.01 |" in lines_of("case", table)
 
 
 def test_a_profile_of_a_cpu_is_read_to_its_end():
@@ -141,7 +142,7 @@ def test_a_profile_of_a_cpu_is_read_to_its_end():
 
     table = profiled(take, 2, compiled.as_text(), jax.devices()[0])
     assert set(table["classes"]) <= set(CLASSES)
-    assert table["classes"][PRODUCTS]["launches"] >= 8  # four forward, and as many or more backward
+    assert table["classes"][PRODUCTS32]["launches"] >= 8  # four forward, and as many or more backward
     assert table["classes"][UPDATE]["ms"] > 0
     assert all(row["roofline_ms"] is None for row in table["classes"].values())
     assert 0 <= table["gaps_ms"] < table["step_ms"]
@@ -153,9 +154,9 @@ def test_cases_are_profiled_and_what_is_profiled_is_not_again(tmp_path, capsys):
     arguments = profiling.Arguments(**settings, compile_cache=os.environ["SCALIFY_TEST_CACHE"])
     profiling.main(arguments)
     table = json.loads(out.read_text())["gpt2_nano fp32 B=1"]
-    assert table["classes"][PRODUCTS]["ms"] > 0
+    assert table["classes"][PRODUCTS32]["ms"] > 0
     assert table["classes"][UPDATE]["ms"] > 0
-    assert "| other products |" in capsys.readouterr().out
+    assert "| FP32 products |" in capsys.readouterr().out
     profiling.main(arguments)
     assert "profiled before" in capsys.readouterr().out
     with pytest.raises(UserError, match="not torch"):

@@ -22,6 +22,7 @@ from trainer.observe.metrics import GIB, mfu
 from trainer.observe.peaks import peak_flops
 from trainer.plan.aot import Compiled, compile_for_target, lower_for_target, written_to_no_cache
 from trainer.plan.figures import Aim, Figures, continued, figures_of
+from trainer.plan.times import predicted
 from trainer.precision.policy import Policy
 from trainer.step.kernels import gpu_options
 from trainer.step.step import Tokens
@@ -50,6 +51,11 @@ class Measured(NamedTuple):
         """Bytes of a device that do not depend on the batch."""
         memory = self.group("memory")
         return sum(memory[kind] for kind in ("weights", "optimiser", "FP8 weights", "gradients"))
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as predicted: see `trainer.plan.times`."""
+        return sum(self.group("predicted").values())
 
     def group(self, name: str) -> dict[str, float]:
         """The figures `(name, key)` by key."""
@@ -98,7 +104,10 @@ class Compiler:
 
         def end() -> Measured:
             parts = [part.result() for part in running]
-            figures = [figures_of(part, self._aim, tokens, spec.padded_vocab) for part in parts]
+            figures = [
+                figures_of(part, self._aim, tokens, spec.padded_vocab) | predicted(part.program, self._aim)
+                for part in parts
+            ]
             whole = continued(figures[0], figures[1], DEPTHS, spec.n_layer) if is_split else figures[0]
             return Measured(whole, models[-1], parts[-1])
 
@@ -199,13 +208,17 @@ class Plan(NamedTuple):
         """Of a step: every kernel at its own bound, collectives not overlapped."""
         return sum(self.measured.group("seconds").values())
 
-    @property
-    def mfu(self) -> float:
-        """At the roofline, against the peak of the compute dtype, as the trainer counts it."""
+    def mfu_of(self, seconds: float) -> float:
+        """Of a step that takes so long, against the peak of the compute dtype, as the trainer counts it."""
         width: Any = jnp.float32 if self.compute == "fp32" else jnp.bfloat16
         peak = peak_flops(self.aim.target.device, width)
         assert peak is not None
-        return mfu(self.tokens / self.roofline_seconds, self.flops_per_token, peak, self.aim.gpus)
+        return mfu(self.tokens / seconds, self.flops_per_token, peak, self.aim.gpus)
+
+    @property
+    def predicted_ratio(self) -> float | None:
+        """How many times as fast as bf16 it is predicted to be; None where that was not compiled."""
+        return None if self.bf16 is None else self.bf16.seconds / self.measured.seconds
 
     def extra_kernels(self) -> dict[str, int]:
         """Kernels by kind, more (or fewer) than in bf16."""
@@ -246,12 +259,28 @@ class Plan(NamedTuple):
                 for (op, dtype), size in ((key.split(" "), size) for key, size in m.group("collectives").items())
             ],
             "roofline_seconds": self.roofline_seconds,
-            "mfu": self.mfu,
+            "mfu": self.mfu_of(self.roofline_seconds),
+            "predicted": {
+                "seconds": m.seconds,
+                "tokens_per_s": self.tokens / m.seconds,
+                "mfu": self.mfu_of(m.seconds),
+                "times_as_fast_as_bf16": self.predicted_ratio,
+                "classes": _classes(m),
+                "classes_bf16": None if self.bf16 is None else _classes(self.bf16),
+            },
             "micro_batch": self.sequences,
             "max_micro_batch": None if self.largest is None else self.largest.fits,
             "max_micro_batch_bound": None if self.largest is None else self.largest.bound,
             "continued_from_layers": list(DEPTHS) if self.is_continued else None,
         }
+
+
+def _classes(measured: Measured) -> dict[str, dict[str, float]]:
+    launches = measured.group("launches")
+    return {
+        kind: {"seconds": seconds, "launches": round(launches[kind])}
+        for kind, seconds in measured.group("predicted").items()
+    }
 
 
 def _rounded(figures: dict[str, float]) -> dict[str, int]:

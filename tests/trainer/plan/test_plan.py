@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from scripts import plan as script
-from scripts.plan import describe_fitting
 from trainer.assembly.objects import build_model, build_policy, check_fp8
+from trainer.compiled.classes import FP8, GAPS
 from trainer.compiled.fp8 import Gpu, Layer, check_device, check_step, layer_products, not_fp8
 from trainer.compiled.operations import Collective, Gemm
 from trainer.config.composition import compose_config
@@ -23,7 +23,7 @@ from trainer.observe.peaks import peak_flops
 from trainer.plan import aot, plan
 from trainer.plan.aot import held_at_peak, make_target_mesh
 from trainer.plan.figures import Aim, continued, seconds_of_collective, seconds_of_gemm
-from trainer.plan.plan import TRIES, Fitting, is_continued, largest_that_fits
+from trainer.plan.plan import is_continued
 from trainer.plan.targets import TARGETS, get_target
 from trainer.precision.policy import Policy
 from trainer.workload import Task
@@ -44,6 +44,7 @@ KEYS = {
     "roofline_seconds",
     "max_micro_batch",
     "max_micro_batch_bound",
+    "predicted",
 }
 
 
@@ -102,6 +103,25 @@ def test_the_text_says_what_the_figures_say(flagship):
     text = "\n".join(script.lines_of(flagship))
     for part in ("12 fp8 __cublas$lt$matmul$f8", "2 x NVIDIA H200", "all-reduce", "fits in", "MFU"):
         assert part in text
+
+
+def test_a_prediction_has_every_kernel_and_is_slower_than_the_roofline(flagship):
+    figures = flagship.as_json()
+    found = figures["predicted"]
+    kinds = found["classes"]
+    launches = {kind: row["launches"] for kind, row in kinds.items()}
+    assert launches.pop(GAPS) == sum(launches.values()) == figures["kernels"]
+    assert launches[FP8] == 12
+    assert found["seconds"] == pytest.approx(sum(row["seconds"] for row in kinds.values()))
+    assert found["seconds"] > figures["roofline_seconds"]
+    assert found["tokens_per_s"] * found["seconds"] == pytest.approx(2 * 2 * 64)
+    assert found["times_as_fast_as_bf16"] is found["classes_bf16"] is None
+    text = "\n".join(script.predicted_lines(flagship))
+    assert f"| FP8 products | {1e3 * kinds[FP8]['seconds']:.2f} | 12 |" in text
+    beside = "\n".join(script.predicted_lines(flagship._replace(bf16=flagship.measured)))
+    assert "1.000 times as fast as bf16" in beside
+    cells = f"{1e3 * kinds[FP8]['seconds']:.2f} | 12"
+    assert f"| FP8 products | {cells} | {cells} |" in beside
 
 
 def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
@@ -190,87 +210,6 @@ def test_a_plan_names_a_few_layers_for_each_reason_that_they_are_not_fp8():
         "  not FP8: h.0.mlp.c_fc, h.1.mlp.c_fc and 7 more: all are in bf16",
         "  not FP8: head: kept",
     ]
-
-
-def affine(fixed, each):
-    calls = []
-
-    def need(b):
-        calls.append(b)
-        return fixed + each * b
-
-    return need, calls
-
-
-@pytest.mark.parametrize(("fixed", "each", "limit"), [(10, 3, 1000), (10, 3, 1001), (500, 1, 600), (0, 7, 49)])
-def test_the_largest_micro_batch_is_found_in_a_few_compilations(fixed, each, limit):
-    need, calls = affine(fixed, each)
-    best = (limit - fixed) // each
-    assert largest_that_fits(need, 8, limit) == (best, best)
-    assert len(calls) <= 4
-
-
-@pytest.mark.parametrize("limit", range(500, 2001, 50))
-def test_a_search_with_slack_ends_once_no_more_than_that_can_be_missing(limit):
-    need = lambda b: 100 + 10 * b + b**2 // 20  # grows faster than linearly, as the whole search is told nothing of
-    best = max(b for b in range(200) if need(b) <= limit)
-
-    def searched(slack):
-        calls = []
-        found = largest_that_fits(lambda b: calls.append(b) or need(b), 8, limit, 80, slack)
-        return found, len(calls)
-
-    (fits, bound), calls = searched(0.1)
-    assert fits <= best <= bound <= 1.1 * fits
-    exactly, more_calls = searched(0)
-    assert exactly == (best, best)
-    assert calls <= more_calls
-
-
-def test_a_search_with_slack_measures_less():
-    need = lambda b: 100 + 10 * b + b**2 // 20
-    counts = []
-    for slack in (0, 0.1):
-        calls = []
-        largest_that_fits(lambda b: calls.append(b) or need(b), 8, 1000, 80, slack)  # noqa: B023
-        counts.append(len(calls))
-    assert counts[1] < counts[0]
-
-
-def test_a_need_that_once_falls_is_searched_on():
-    need = lambda b: {1: 100, 2: 99}.get(b, 98 + 2 * b)  # as continued figures may
-    assert largest_that_fits(need, 1, 202) == (52, 52)
-
-
-def test_where_the_search_ends_first_the_largest_is_only_known_to_be_at_least_that():
-    found = largest_that_fits(lambda b: 10 * b, 8, 10**9)
-    assert found == (4096, None)
-    assert describe_fitting(found) == "at least 4096 sequences (the search went no further)"
-    assert describe_fitting(largest_that_fits(lambda b: 10 * b, 8, 40_000)) == "4000 sequences"
-    assert describe_fitting(Fitting(90, 95)) == "90 sequences, or up to 95,"
-
-
-def test_nothing_fits_where_the_state_alone_does_not():
-    need, _ = affine(1000, 1)
-    assert largest_that_fits(need, 8, 900) == (0, 0)
-
-
-def test_a_need_that_bends_is_searched_to_the_end():
-    need = lambda b: max(400, 100 + 30 * b)  # the optimiser's moment decides for small batches
-    assert largest_that_fits(need, 2, 1000) == (30, 30)
-    assert largest_that_fits(need, 8, 399) == (0, 0)
-    assert largest_that_fits(need, 8, 400) == (10, 10)
-
-
-@pytest.mark.parametrize("bend", [20, 300, 1000, 3000])
-@pytest.mark.parametrize("room", [1_000, 17_000, 500_000, 5_000_000])
-def test_a_need_that_is_flat_and_then_steep_takes_few_compilations(bend, room):
-    need = lambda b: 3_000_000 + 10 * b + max(0, 5_000 * (b - bend))
-    measured = []
-    found, bound = largest_that_fits(lambda b: measured.append(b) or need(b), 8, 3_000_000 + room)
-    best = max(b for b in range(1, 4097) if need(b) <= 3_000_000 + room)
-    assert len(measured) <= TRIES  # lines alone: up to 385
-    assert 0.8 * best <= found <= best <= bound
 
 
 def test_figures_are_continued_along_a_line():
