@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "trainer")]
 
 FIGURES = Path(__file__).with_name("figures.json")
+# With other flags, as the tests' own that compile in one piece, last digits differ.
+XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 COMMON = [
     "model.n_layer=2",
     "model.n_head=2",
@@ -106,12 +108,13 @@ def run_group(folder: Path, cases: list[Case], port: int = 0) -> list[subprocess
     shared = ["parallel.distributed=true"] if several else []
     runs = [[*COMMON, cache, f"run_dir={case.name}", *shared, *case.args] for case in cases]
     runs = [[arg for i, arg in enumerate(args) if key(arg) not in map(key, args[i + 1 :])] for args in runs]
+    flags = {"XLA_FLAGS": f"{XLA_FLAGS} --xla_force_host_platform_device_count={cases[0].devices}"}
     address = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(cases[0].processes)}
     return [
         subprocess.Popen(
             [sys.executable, "-c", code, json.dumps(runs)],
             cwd=folder,
-            env=environment(cases[0].devices, **(address | {"JAX_PROCESS_ID": str(i)} if several else {})),
+            env=environment(**flags, **(address | {"JAX_PROCESS_ID": str(i)} if several else {})),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -148,10 +151,7 @@ def measure(folder: Path) -> dict[str, dict[str, object]]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault(
-        "XLA_FLAGS",
-        "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-    )
+    os.environ["XLA_FLAGS"] = XLA_FLAGS
     with tempfile.TemporaryDirectory() as made:
         found = measure(Path(made))
     FIGURES.write_text(json.dumps({"machine": machine(), "cases": found}, indent=1) + "\n")

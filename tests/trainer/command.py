@@ -4,9 +4,10 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
+
+from forking import Forked, fresh, started
 
 from scripts.faults.chaos import SMALL
 from trainer.observe.records import read_rows
@@ -14,6 +15,7 @@ from trainer.text import laid_over
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = [*SMALL, "train.eval_every=15", "train.final_eval_batches=2"]
+type Process = Forked | subprocess.Popen[str]
 
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
@@ -22,24 +24,20 @@ def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     return kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)} | extra
 
 
-def trainer(tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **variables: str) -> subprocess.Popen[str]:
+def trainer(tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **variables: str) -> Process:
     """A trainer at work in `tmp_path`, where it finds the data prepared by the one before it.
 
     It takes over what other tests' trainers have compiled. Who kills one while it compiles gives it a cache of its own.
+    One that is compiled as for users (`XLA_FLAGS=""`) is started as by users, too; others may be forks (`forking`).
     """
     cache = f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"
-    command = [sys.executable, "-m", "trainer", *laid_over(TINY, [f"run_dir={run_dir}", cache], args)]
-    return subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment(devices, **variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    start = started if variables.get("XLA_FLAGS") != "" else fresh
+    return start(
+        "trainer", laid_over(TINY, [f"run_dir={run_dir}", cache], args), tmp_path, environment(devices, **variables)
     )
 
 
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+def finish(process: Process, code: int = 0) -> str:
     output, _ = process.communicate(timeout=300)
     assert process.returncode == code, output
     return output
@@ -57,7 +55,7 @@ def parameters(run_dir: Path, step: int) -> dict[str, dict]:
     return manifest["leaves"]
 
 
-def wait_for_row(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_row(run_dir: Path, step: int, process: Process) -> None:
     """Until the run has logged `step`, or has ended."""
     path = run_dir / "metrics.jsonl"
     while process.poll() is None:
@@ -66,7 +64,7 @@ def wait_for_row(run_dir: Path, step: int, process: subprocess.Popen[str]) -> No
         time.sleep(0.02)
 
 
-def several(tmp_path: Path, run_dir: str, *args: str, count: int = 2, devices: int = 2) -> list[subprocess.Popen[str]]:
+def several(tmp_path: Path, run_dir: str, *args: str, count: int = 2, devices: int = 2) -> list[Process]:
     """The processes of one run, each with so many devices."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
