@@ -66,6 +66,7 @@ def main(args: Arguments) -> None:
     if args.prompts not in ("", "-"):
         list(prompts_of(args))  # what is wrong with the file is said before anything is loaded
     from trainer.assembly.run import restore_run
+    from trainer.data.tokenizer import continuation
     from trainer.models.sampling import Generator
     from trainer.observe.slowness import first_said
 
@@ -84,7 +85,7 @@ def main(args: Arguments) -> None:
                 top_p=args.top_p,
                 seed=args.seed + i,
             )
-            print(("" if first else "\n") + prompt + model.tokenizer.decode(new), flush=True)
+            print(("" if first else "\n") + prompt + continuation(model.tokenizer, ids, new), flush=True)
             first = False
 
 

@@ -161,7 +161,7 @@ class Task(NamedTuple):
       mesh: of the devices that the step is compiled for.
       reduce: how gradients are reduced over them.
       kernels: how the compiler chooses them on a GPU.
-      trainable: what of the model is trained, as of `roles.chosen`; empty: all. The rest has no gradient, no moments.
+      trainable: what is trained, see `roles.chosen`; empty: all. The rest has neither gradient nor moments.
     """
 
     model: Model
@@ -191,8 +191,7 @@ class Task(NamedTuple):
 
     def stacks(self, params: Params) -> Stacks:
         """The small parameters (or their shapes) that a step updates together; none where devices have parts."""
-        is_whole = self.mesh.shape["fsdp"] * self.mesh.shape["tensor"] == 1
-        if not is_whole:
+        if self.mesh.shape["fsdp"] * self.mesh.shape["tensor"] > 1:
             return NO_STACKS
         return stacks_of(self.trained(params), self.trained_roles, self.optimizer_name, self.model.policy)
 
@@ -219,7 +218,7 @@ class Task(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """The number of parameters, without the rows that nothing reads."""
+        """How many parameters there are, without rows that nothing reads."""
         return param_count(self.model.spec)
 
 
@@ -369,13 +368,15 @@ def make_rescale(task: Task, batch: Tokens) -> Callable[[TrainState], tuple[Trai
 
 def make_sample(task: Task, tokenizer: "Tokenizer", prompt: str, **controls: Any) -> Callable[[Any], str]:
     """`params -> text`: the prompt and its continuation; `controls` are those of `Generator`."""
+    from trainer.data.tokenizer import continuation
+
     generator = Generator(task.model.sampling.bind, task.model.spec)
     ids = tokenizer.encode(prompt)
     everywhere = jax.jit(lambda params: params, out_shardings=replicated(task.mesh))
 
     def sample(params: Any) -> str:
         local = asarray(jax.tree.map(lambda x: x.addressable_data(0), everywhere(params)))
-        return prompt + tokenizer.decode(generator(local, ids, **controls))
+        return prompt + continuation(tokenizer, ids, generator(local, ids, **controls))
 
     return sample
 

@@ -89,27 +89,55 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
     return encoding(path, given, {"pat_str": r50k_pat_str, "special_tokens": special})
 
 
-def read_tokenizer_json(path: Path) -> tiktoken.Encoding | None:
-    """The encoding of a Hugging Face tokenizer.json of byte-level BPE; None where its ids are the bytes themselves."""
-    tree, byte_of = read_json(path), printable_bytes()
-    model: Any = tree.get("model") or {}
-    special = {token["content"]: int(token["id"]) for token in tree.get("added_tokens") or ()}
-    vocabulary = {token: i for token, i in (model.get("vocab") or {}).items() if token not in special}
-    pattern = pattern_of(tree)
-    readable = model.get("type") == "BPE" and tree.get("normalizer") is None and pattern is not None
-    if not readable or any(char not in byte_of for token in vocabulary for char in token):
-        raise UserError(f"{path} is no byte-level BPE without normaliser; valid: what GPT-2 and its like have")
-    ids = {bytes(byte_of[char] for char in token): i for token, i in vocabulary.items()}
-    if ids == {bytes([i]): i for i in range(1, 256)} and special == {"\0": 0}:
-        return None
+def is_byte_level(tree: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json is an encoding of bytes as GPT-2's is, which ends documents with its end-of-text token.
+
+    That is: byte-pair encoding without normaliser, its ids in the order of its merges, words found by one pattern.
+    """
+    byte_of, ids = printable_bytes(), ids_in(tree)
+    if ids is None:
+        return False
+    model: Any = tree["model"]
+    special = special_in(tree)
+    if is_of_bytes(ids, special):
+        return True
     merged = [ids.get(pair_of(merge, byte_of), -1) for merge in model.get("merges") or ()]
     unmerged = sum(len(token) > 1 for token in ids) - len(merged)
-    if ENDOFTEXT not in special or merged != sorted(merged) or (unmerged and not model.get("ignore_merges")):
-        raise UserError(
-            f"{path}: expected {ENDOFTEXT} among the added tokens, and the ids of the merges in their order; use "
-            "another form of this tokenizer (vocab.json and merges.txt, or a .tiktoken file)"
-        )
-    return encoding(path, ids, {"pat_str": pattern, "special_tokens": special})
+    if any(bytes([byte]) not in ids for byte in range(256)):
+        return False
+    return ENDOFTEXT in special and merged == sorted(merged) and bool(not unmerged or model.get("ignore_merges"))
+
+
+def ids_in(tree: dict[str, Any]) -> Ranks | None:
+    """The ids of the ordinary tokens of a tokenizer.json; None where it is no byte-pair encoding of printable bytes."""
+    model, byte_of = tree.get("model"), printable_bytes()
+    if not isinstance(model, dict) or model.get("type") != "BPE" or tree.get("normalizer") is not None:
+        return None
+    special = special_in(tree)
+    vocabulary = {token: i for token, i in (model.get("vocab") or {}).items() if token not in special}
+    if pattern_of(tree) is None or any(char not in byte_of for token in vocabulary for char in token):
+        return None
+    return {bytes(byte_of[char] for char in token): i for token, i in vocabulary.items()}
+
+
+def special_in(tree: dict[str, Any]) -> dict[str, int]:
+    """The ids of the added tokens of a tokenizer.json."""
+    return {token["content"]: int(token["id"]) for token in tree.get("added_tokens") or ()}
+
+
+def is_of_bytes(ids: Ranks, special: dict[str, int]) -> bool:
+    """Whether ids are the bytes themselves."""
+    return ids == {bytes([i]): i for i in range(1, 256)} and special == {"\0": 0}
+
+
+def read_tokenizer_json(path: Path) -> tiktoken.Encoding | None:
+    """The encoding of a tokenizer.json that `is_byte_level`; None where its ids are the bytes themselves."""
+    tree = read_json(path)
+    ids, special = ids_in(tree), special_in(tree)
+    assert ids is not None
+    if is_of_bytes(ids, special):
+        return None
+    return encoding(path, ids, {"pat_str": pattern_of(tree), "special_tokens": special})
 
 
 def pattern_of(tree: dict[str, Any]) -> str | None:

@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.bpe_files import PAIRS, for_hugging_face, printable_bytes, read_json
+from trainer.data.json_tokenizer import FILE, SETTINGS, Ids, JSONTokenizer, ids_of
 from trainer.data.tokenizer import Tokenizer
-
-FILE = "tokenizer.json"
-
-Ids = dict[bytes, int]
 
 
 def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[Path]:
     """Write what `transformers.AutoTokenizer` reads the same tokenizer from; the paths of the files.
 
-    In one thing they differ: what spells the end-of-text token in a text, Hugging Face's reads as that token.
+    In two things they differ: what spells the end-of-text token in a text, Hugging Face's reads as that token; and one
+    that puts a token before each text, as Llama's do, does so there.
 
     Args:
       directory: exists.
@@ -30,13 +28,15 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
     end = next(token for token, i in tokenizer.special_tokens.items() if i == tokenizer.eot)
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end,
         "eos_token": end,
         "clean_up_tokenization_spaces": False,
     }
     if context is not None:
         settings["model_max_length"] = context
-    trees = {FILE: tokenizer_tree(tokenizer), "tokenizer_config.json": settings}
+    if isinstance(tokenizer, JSONTokenizer):
+        trees = {FILE: tokenizer.tree, SETTINGS: settings}
+    else:
+        trees = {FILE: tokenizer_tree(tokenizer), SETTINGS: settings | {"bos_token": end}}
     for name, tree in trees.items():
         (directory / name).write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return [directory / name for name in trees]
@@ -132,14 +132,8 @@ def ids_beside(directory: Path) -> Ids | None:
         known = all(char in byte_of for char in token)
         return bytes(byte_of[char] for char in token) if known else token.encode()
 
-    if (directory / FILE).is_file():
-        tree = read_json(directory / FILE)
-        model = tree.get("model")
-        vocabulary = model.get("vocab") if isinstance(model, dict) else None
-        if isinstance(vocabulary, dict):
-            added = {token["content"].encode(): int(token["id"]) for token in tree.get("added_tokens", [])}
-            taken = set(added.values())
-            return {raw(token): i for token, i in vocabulary.items() if i not in taken} | added
+    if (directory / FILE).is_file() and (found := ids_of(read_json(directory / FILE))) is not None:
+        return found
     for _, ids in PAIRS:
         if (directory / ids).is_file():
             return {raw(token): i for token, i in read_json(directory / ids).items()}

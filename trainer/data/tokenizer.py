@@ -1,4 +1,4 @@
-"""Text to ids and back: raw bytes, tiktoken's encodings, or a byte-pair encoding in local files.
+"""Text to ids and back: raw bytes, tiktoken's encodings, a byte-pair encoding in local files, or a tokenizer.json.
 
 Encoding never makes special tokens: the characters "<|endoftext|>" in a text are encoded as ordinary text, so that no
 document can pretend to end. The end-of-text id comes from the preparation alone.
@@ -19,10 +19,18 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
-from trainer.data.bpe_files import PAIRS, known_settings, read_merges, read_tiktoken, read_tokenizer_json
+from trainer.data.bpe_files import (
+    PAIRS,
+    is_byte_level,
+    known_settings,
+    read_json,
+    read_merges,
+    read_tiktoken,
+    read_tokenizer_json,
+)
+from trainer.data.json_tokenizer import FILE as HF_FILE
+from trainer.data.json_tokenizer import read_json_tokenizer
 from trainer.errors import UserError
-
-HF_FILE = "tokenizer.json"
 
 Ids = npt.NDArray[np.unsignedinteger]
 
@@ -199,9 +207,10 @@ def get_tokenizer(name: str) -> Tokenizer:
         `.json` file beside it (`pat_str`, `special_tokens`), or are GPT-2's;
         a directory with `vocab.bpe` and perhaps `encoder.json`, or with `merges.txt` and `vocab.json`, or the first
         file of such a pair: GPT-2's pattern, and the ids of the .json file where there is one;
-        Hugging Face's `tokenizer.json` of a byte-level encoding, or its directory, such as an export of a run.
+        Hugging Face's `tokenizer.json`, or its directory, such as an export of a run. A byte-level encoding as GPT-2's
+        is read as those above are, any other by Hugging Face's library (`json_tokenizer`).
 
-    Where end-of-text has no id in these files it takes the first free one.
+    Where end-of-text has no id in the files of an encoding it takes the first free one.
 
     Raises:
       UserError: unknown name, missing or malformed file, or an encoding that cannot be downloaded.
@@ -222,6 +231,8 @@ def get_tokenizer(name: str) -> Tokenizer:
         valid = [*(merges for merges, _ in PAIRS), "tokenizer.tiktoken", HF_FILE]
         raise UserError(f"tokenizer directory {name} holds none of {', '.join(valid)}")
     if path.name == HF_FILE:
+        if not is_byte_level(read_json(path)):
+            return read_json_tokenizer(name, path)
         found = read_tokenizer_json(path)
         return ByteTokenizer() if found is None else BPETokenizer(name, found)
     if path.suffix == ".tiktoken":
@@ -237,11 +248,24 @@ def get_tokenizer(name: str) -> Tokenizer:
     )
 
 
+def continuation(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
+    """The text that ids add to those before them: SentencePiece's tokens have no space in front where a text begins."""
+    before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
+
+
 def load_saved(name: str, directory: Path) -> Tokenizer:
     """The tokenizer that `save` wrote into `directory`."""
     if name == "byte":
         return ByteTokenizer()
-    return BPETokenizer(name, read_tiktoken(directory / "tokenizer.tiktoken"))
+    file = file_of(directory)
+    return read_json_tokenizer(name, file) if file.name == HF_FILE else BPETokenizer(name, read_tiktoken(file))
+
+
+def file_of(directory: Path) -> Path:
+    """The file in which `save` wrote the vocabulary of a tokenizer that is not of bytes."""
+    file = directory / "tokenizer.tiktoken"
+    return file if file.is_file() else directory / HF_FILE
 
 
 def download(name: str) -> tiktoken.Encoding:

@@ -9,7 +9,7 @@ import jax
 
 from scalify_core import tree, weights
 from trainer.data.hf_tokenizer import first_difference, ids_beside
-from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved
+from trainer.data.tokenizer import ByteTokenizer, Tokenizer, file_of, load_saved
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.family import Spec
@@ -216,7 +216,7 @@ def other_tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any], ours: Tokeniz
     theirs = meta.get("tokenizer_fingerprint") or load_saved(meta["tokenizer"], run_dir).fingerprint
     if theirs == ours.fingerprint:
         return []
-    file = "byte" if meta["tokenizer"] == ByteTokenizer.name else run_dir / "tokenizer.tiktoken"
+    file = "byte" if meta["tokenizer"] == ByteTokenizer.name else file_of(run_dir)
     what = f"was trained with tokenizer {meta['tokenizer']} of {meta['model']['vocab_size']:,} ids"
     return [f"{what} (the data's is {ours.name}, {ours.vocab_size:,} ids)", f"set data.tokenizer={file}{SWAP}"]
 
