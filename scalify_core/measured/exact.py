@@ -1,7 +1,4 @@
-"""Which plain FP32 numbers of a program a narrow format holds as they are: masks, one-hot vectors, small integers.
-
-And which of these pick: those that say where a counted index is equal to something, as `one_hot` and `eye` do.
-"""
+"""Which plain FP32 numbers of a program a narrow format holds as they are: masks, one-hot vectors, small integers."""
 
 from __future__ import annotations
 
@@ -15,16 +12,13 @@ from jax.extend.core import Literal
 
 from scalify_core.caches import per_jaxpr
 
-Origin = np.dtype | float | str  # what a number came from: a narrow dtype, a number of the program, or one of these
-_COUNTED = "counted"  # an index that `iota` gives, or that shifted
-_PICKING = "picking"  # whether such an index is equal to something; as a number 0 or 1
+Origin = np.dtype | float  # what a number came from: a narrow dtype, or a number of the program
 Origins = frozenset[Origin] | None  # of the elements of a value; None: any
 
 # Their results have elements of their operands, or those negated.
 _SAME = frozenset({"reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "slice", "dynamic_slice", "gather"})
 _SAME |= {"copy", "copy_p", "stop_gradient", "name", "expand_dims", "neg", "concatenate", "pad", "max", "min", "abs"}
 _SAME |= {"select_n", "dynamic_update_slice", "split", "tile", "reduce_max", "reduce_min", "sort"}
-_SHIFTS = frozenset({"add", "sub"})
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
@@ -45,20 +39,12 @@ def origins_in(jaxpr: Any, given: tuple[Origins, ...]) -> tuple[dict[Any, Origin
             known.update(zip(eqn.outvars, origins_in(inner, tuple(map(of, eqn.invars)))[1], strict=True))
         elif name == "convert_element_type":
             (x,) = eqn.invars
-            narrow = is_narrow(x.aval.dtype) and not picks(of(x))
-            known[eqn.outvars[0]] = frozenset({x.aval.dtype}) if narrow else of(x)
-        elif name == "iota":
-            known[eqn.outvars[0]] = frozenset({_COUNTED})
-        elif name in _SHIFTS or name == "eq":
-            if any(_COUNTED in (of(x) or ()) for x in eqn.invars):
-                known[eqn.outvars[0]] = frozenset({_COUNTED if name in _SHIFTS else _PICKING})
-        elif name in ("mul", "and"):
+            known[eqn.outvars[0]] = frozenset({x.aval.dtype}) if is_narrow(x.aval.dtype) else of(x)
+        elif name == "mul":
             if all(is_mask(of(x)) for x in eqn.invars):
                 known[eqn.outvars[0]] = _joined([of(x) for x in eqn.invars])
         elif name in _SAME:
             found = _joined([of(x) for x in _elements(eqn)])
-            if name == "select_n" and picks(of(eqn.invars[0])) and is_mask(found):
-                found = frozenset({_PICKING})
             known.update(dict.fromkeys(eqn.outvars, found))
     return known, tuple(map(of, jaxpr.outvars))
 
@@ -88,12 +74,7 @@ def is_narrow(dtype: np.dtype) -> bool:
 
 def is_mask(origins: Origins) -> bool:
     """Whether numbers of these origins are zeros and ones: booleans, or what the program says in numbers."""
-    return origins is not None and bool(origins) and origins <= {np.dtype(np.bool_), 0.0, 1.0, _PICKING}
-
-
-def picks(origins: Origins) -> bool:
-    """Whether zeros and ones of these origins say where a counted index is equal to something: one-hot vectors."""
-    return is_mask(origins) and origins is not None and _PICKING in origins
+    return origins is not None and bool(origins) and origins <= {np.dtype(np.bool_), 0.0, 1.0}
 
 
 def holds(fmt: np.dtype, origins: Origins) -> bool:
@@ -103,8 +84,6 @@ def holds(fmt: np.dtype, origins: Origins) -> bool:
 
 def _holds(fmt: np.dtype, origin: Origin) -> bool:
     info = jnp.finfo(fmt)
-    if isinstance(origin, str):
-        return origin == _PICKING
     if isinstance(origin, float):
         # Near 1, so that it has room beside the others.
         mantissa, exponent = math.frexp(origin)

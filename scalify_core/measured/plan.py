@@ -234,19 +234,26 @@ def _product_step(eqn: Any, formats: tuple[Format, ...], origins: Mapping[Any, e
     aval = eqn.outvars[0].aval
     if not is_float(aval):
         return Step(eqn, "bind", formats, (None,))
-    if fmt is not None and _selects(eqn, formats, origins):
+    has_mask = fmt is not None and _has_mask(eqn, formats, origins)
+    if has_mask and has_no_free_axes(eqn):  # each element is read once: in FP32 that costs no more than in parts
         precision = eqn.params["precision"] or (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
         eqn = eqn.replace(params={**eqn.params, "precision": precision})
         return Step(eqn, "bind", formats, arithmetic_formats(eqn, formats), lift=True)
     if fmt is None or _is_in_float32(eqn, formats, fmt, origins):
         return Step(eqn, "bind", formats, arithmetic_formats(eqn, formats), lift=True)
     wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
-    whole = any(_is_plain(x, f) and exact.picks(origins.get(x)) for x, f in zip(eqn.invars[:2], formats, strict=False))
-    return Step(eqn, "product", formats, (np.dtype(aval.dtype) if wider else fmt,), whole=whole)
+    return Step(eqn, "product", formats, (np.dtype(aval.dtype) if wider else fmt,), whole=has_mask)
 
 
-def _is_plain(atom: Any, own: Format) -> bool:
-    return own is None and type(atom) is not Literal
+def _has_mask(eqn: Any, formats: Sequence[Format], origins: Mapping[Any, exact.Origins]) -> bool:
+    """Whether an operand of a product is zeros and ones, which may copy the other: then it reads all digits of that.
+
+    What is copied so is often compared with what it was copied from: it must be the same number.
+    """
+    if eqn.primitive.name != "dot_general":
+        return False
+    found = zip(eqn.invars[:2], formats, strict=False)
+    return any(own is None and type(x) is not Literal and exact.is_mask(origins.get(x)) for x, own in found)
 
 
 def _is_in_float32(eqn: Any, formats: Sequence[Format], fmt: np.dtype, origins: Mapping[Any, exact.Origins]) -> bool:
@@ -262,16 +269,6 @@ def _is_in_float32(eqn: Any, formats: Sequence[Format], fmt: np.dtype, origins: 
         return type(atom) is Literal or not exact.holds(fmt, origins.get(atom))
 
     return contracted_size(eqn) < 2 or any(map(is_rounded, eqn.invars[:2], formats))
-
-
-def _selects(eqn: Any, formats: Sequence[Format], origins: Mapping[Any, exact.Origins]) -> bool:
-    """Whether a product only sums up what a mask or a one-hot vector chooses, reading each element once.
-
-    What is selected so is often compared with what it was selected from, as the logit of a label with all others: it
-    must be the same number. In FP32 it is, and costs no more: each element is read once, so nothing is stored for it.
-    """
-    masks = (_is_plain(x, f) and exact.is_mask(origins.get(x)) for x, f in zip(eqn.invars[:2], formats, strict=False))
-    return has_no_free_axes(eqn) and any(masks)
 
 
 def product_format(formats: Sequence[Format], eqn: Any) -> Format:

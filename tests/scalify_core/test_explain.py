@@ -330,8 +330,8 @@ def test_what_cannot_be_explained_is_refused():
 
 
 def copied(s):
-    near = jnp.abs(jnp.arange(8)[:, None] - jnp.arange(8)[None]) < 1
-    return s @ near.astype(s.dtype)  # a product, that reads FP16: what this mask is cannot be seen
+    twice = (2 * jnp.eye(8, dtype=jnp.int8)).astype(s.dtype)
+    return s @ twice / 2  # a product, that reads FP16: what is no mask cannot be seen to copy
 
 
 def test_a_comparison_that_goes_the_other_way_is_named_though_no_equation_loses_much():
