@@ -205,6 +205,20 @@ class Task(NamedTuple):
         is_gpu = self.mesh.devices.flat[0].platform == "gpu"
         return gpu_options(self.model.policy, self.kernels) if is_gpu else None
 
+    def traced_as_the_step(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, FP8 products are traced as `compiler_options` wants them: equal ones become one kernel."""
+        return lowering.scales_in_products() if takes_scales(self.model.policy) else contextlib.nullcontext()
+
+    def jit(self, fun: Callable[..., Any], **settings: Any) -> Any:
+        """`jax.jit(fun, **settings)` for what is computed beside the step: traced and compiled as the step is."""
+
+        def traced(*args: Any) -> Any:
+            with self.traced_as_the_step():
+                return fun(*args)
+
+        traced.__name__ = getattr(fun, "func", fun).__name__  # the program's, in profiles
+        return jax.jit(traced, compiler_options=self.compiler_options, **settings)
+
     @property
     def frozen_layers(self) -> frozenset[str]:
         """The linear layers whose kernels are not trained, by path."""
@@ -266,9 +280,9 @@ def eval_loss_of(task: Task) -> LossOfState:
 
 
 def jitted_eval_step(task: Task) -> Any:
-    """`(state, batch) -> loss` on the mesh, compiled with the options of the step; see `evaluate.make_eval_step`."""
+    """`(state, batch) -> loss` on the mesh, compiled as the step is; see `evaluate.make_eval_step`."""
     step = make_eval_step(eval_loss_of(task))
-    return jax.jit(step, out_shardings=replicated(task.mesh), compiler_options=task.compiler_options)
+    return task.jit(step, out_shardings=replicated(task.mesh))
 
 
 def first_state(task: Task, seed: int, replace: Callable[[Params], Params] = lambda params: params) -> TrainState:
@@ -339,7 +353,7 @@ def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> ja
     placed = jax.tree.map(lambda x: x.sharding, like)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(task.mesh)))
     scalars: Any = [jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)]
-    with lowering.scales_in_products() if takes_scales(policy) else contextlib.nullcontext():
+    with task.traced_as_the_step():
         return jitted.lower(like, batch, Hyper(*scalars))
 
 
@@ -392,6 +406,7 @@ def make_diagnose(task: Task) -> Callable[[TrainState, Tokens, int], str]:
         for i in range(batch.tokens_AxBxT1.shape[0]):
             segments = None if batch.segments_AxBxT1 is None else batch.segments_AxBxT1[i]
             args = (state.params, state.scaling, batch.tokens_AxBxT1[i], segments, keys_AxB[i])
+            # Not traced as the step: one by one, no operation finds the constant that its product would take.
             found = first_nonfinite(gradient, *args, compiler_options=task.compiler_options)
             if found is not None:
                 return f"micro-batch {i}: {found}"

@@ -63,6 +63,7 @@ class Size(NamedTuple):
     timed: tuple[str, ...]
     profiled: str
     planned: str
+    plan: tuple[str, ...]
     parity: tuple[str, ...]
 
 
@@ -87,6 +88,7 @@ SIZES = {
         timed=("rounds=7",),
         profiled="gpt2_774m",
         planned="gpt2_124m",
+        plan=("model.vocab_size=50257", "micro_batch=8"),
         parity=("model=gpt2_124m", "steps=1000", "batch_tokens=32768", "evaluations=10", "eval_batches=8", "last=2"),
     ),
     "toy": Size(
@@ -97,6 +99,7 @@ SIZES = {
         timed=("rounds=1", "steps=1", "sequence=16"),
         profiled="gpt2_nano",
         planned="gpt2_nano",
+        plan=(*TINY, "model.vocab_size=256", "micro_batch=1", "search=no"),
         parity=("model=gpt2_nano", "steps=2", "batch_tokens=64", "evaluations=1", "eval_batches=1", "last=1"),
     ),
 }
@@ -218,8 +221,8 @@ class Study:
 
     def plan(self) -> list[list[Job]]:
         """On any machine: plans of the cases whose memory is looked at."""
-        words = ("-m", "scripts.plan", f"model={self.size.planned}", "model.vocab_size=50257", "data.tokenizer=byte")
-        words += (f"target={self.args.target}", "gpus=1", "micro_batch=8", "compare=no", "--json")
+        words = ("-m", "scripts.plan", f"model={self.size.planned}", *self.size.plan, "data.tokenizer=byte")
+        words += (f"target={self.args.target}", "gpus=1", "compare=no", "--json")
         return [[Job(f"plan_{p}", (*words, f"precision={p}"))] for p in self.planned_of]
 
     @property

@@ -30,7 +30,7 @@ def ends(out, stage):
 
 
 @pytest.mark.xdist_group("gpu_study")
-@pytest.mark.parametrize("stage", ["bench124", "precompile", "profile", "smoke", "parity"])
+@pytest.mark.parametrize("stage", ["bench124", "bench774", "bench1558", "precompile", "profile", "smoke", "parity"])
 def test_a_stage_runs_and_is_not_run_again(out, stage, monkeypatch, capsys):
     gpu.main(arguments(out, stage))
     assert all(job["ok"] for job in ends(out, stage).values())
@@ -51,7 +51,12 @@ def test_a_stage_runs_and_is_not_run_again(out, stage, monkeypatch, capsys):
 def test_memory_is_held_beside_the_plan(out):
     with pytest.raises(UserError, match=r"plan_fp32.txt is missing: first stage=plan"):
         gpu.main(arguments(out, "memory"))
-    plan = {"micro_batch": 1, "max_micro_batch": 2, "max_micro_batch_bound": 2}
+    gpu.main(arguments(out, "plan"))
+    assert ends(out, "plan")["plan_fp32"]["ok"]
+    plan = gpu.Study(arguments(out, "memory")).planned("fp32")
+    assert plan["micro_batch"] == 1
+    assert plan["predicted"]["seconds"] > plan["roofline_seconds"] > 0
+    plan |= {"max_micro_batch": 2, "max_micro_batch_bound": 2}  # a toy's plan does not search
     (out / "plan_fp32.txt").write_text("compiling ...\n" + json.dumps(plan, indent=1) + "\nmore\n")
     gpu.main(arguments(out, "memory"))
     assert list(ends(out, "memory")) == ["memory_fp32_1", "memory_fp32_2", "memory_fp32_3"]

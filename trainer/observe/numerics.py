@@ -242,7 +242,7 @@ def make_numerics(task: Task, lr: float) -> Callable[[TrainState, Tokens, int], 
     """
     model, optimizer = task.model, task.optimizer_name
     sharpness = make_sharpness(task, lr)
-    jit = functools.partial(jax.jit, out_shardings=replicated(task.mesh), compiler_options=task.compiler_options)
+    jit = functools.partial(task.jit, out_shardings=replicated(task.mesh))
     pull = jit(functools.partial(stored_gradients, task))
     measure = jit(of_tensor, static_argnums=3)
     everywhere = jit(lambda params: params)

@@ -153,7 +153,7 @@ def make_sharpness(task: Task, lr: float) -> Sharpness:
       task: what is trained.
       lr: the learning rate at which the search begins, such as the peak of the run's.
     """
-    model, mesh, options = task.model, task.mesh, task.compiler_options
+    model, mesh = task.model, task.mesh
     squares_of, largest_of = squares_over(mesh, task.trained_roles), largest_over(mesh, model.roles)
     losses = losses_of(model.on(mesh))
     if mesh.size > 1:
@@ -189,8 +189,8 @@ def make_sharpness(task: Task, lr: float) -> Sharpness:
         first: Tokens = jax.tree.map(lambda x: x[0], batch)
         return losses(dataclasses.replace(state, params=with_part(state.params, params)), *first)
 
-    toward = jax.jit(direction, compiler_options=options)
-    after = jax.jit(moved, out_shardings=replicated(mesh), compiler_options=options)
+    toward = task.jit(direction)
+    after = task.jit(moved, out_shardings=replicated(mesh))
 
     def sharpness(state: TrainState, grads: Any, batch: Tokens, step: int) -> dict[str, float]:
         updates, slope = toward(state, grads)

@@ -139,3 +139,6 @@ def test_a_validation_for_a_gpu_has_the_products_that_its_step_has(kernels):
     assert len(fp8) == 4
     # FP8 products take their constants only where Triton makes none, so none of the three modes has any.
     assert [gemm.kernel for gemm in program.gemms if "triton" in gemm.kernel] == []
+    # They take them, as in the step: a result in FP32 would be multiplied and rounded by a kernel of its own.
+    instructions = {e.instruction.name: e.instruction for e in program.executed}
+    assert {instructions[gemm.name].shapes[0].dtype for gemm in fp8} == {"f16"}
