@@ -1,8 +1,6 @@
 """What is trained, on what, and the functions that follow from that alone: the state, the compiled step, samples."""
 
 import contextlib
-import dataclasses
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -39,7 +37,7 @@ from trainer.step.moments import convert_moments, stacks_of, store_moments
 from trainer.step.nonfinite import first_nonfinite
 from trainer.step.optimizer import OptimizerFor
 from trainer.step.state import TrainState
-from trainer.step.step import Gradient, Hyper, StepFn, Tokens, make_train_step, mean_gradient, sequence_keys
+from trainer.step.step import Gradient, Hyper, Tokens, make_train_step, mean_gradient, sequence_keys
 
 if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
     from trainer.data import Tokenizer
@@ -355,29 +353,6 @@ def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> ja
     scalars: Any = [jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)]
     with task.traced_as_the_step():
         return jitted.lower(like, batch, Hyper(*scalars))
-
-
-def make_rescale(task: Task, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
-    """State to None while the data of all weights is near RMS 1; else to what `Run.rescale` says.
-
-    Matrices, cast to FP8 as they are, have their place within 1/2 and 2: sizes multiply in gated layers. Gains and
-    biases have it within 2^-8 and 2^8. Once one has left it, all get the scales of their RMS, being compiled anew.
-    """
-    roles = jax.tree_util.tree_leaves_with_path(task.model.roles)
-    matrices = {jax.tree_util.keystr(path) for path, role in roles if role.is_matrix}
-
-    def rescale(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
-        params, out_of_range = state.params, weights.params_out_of_range
-        if not out_of_range(params, 0.5, 2.0).keys() & matrices and not out_of_range(params, 2.0**-8, 2.0**8):
-            return None
-        found = out_of_range(params, 1.0, 1.0)
-        new = dataclasses.replace(state, params=weights.rescale_params(params, 1.0, 1.0))
-        listed = [f"{path} 2^{math.log2(power):g}" for path, power in found.items()]
-        listed[4:] = ["..."] if len(listed) > 4 else []
-        text = f"new scales for {len(found)} weights, their data's RMS being {', '.join(listed)}; compiled anew"
-        return new, compile_step(task, batch, new), text
-
-    return rescale
 
 
 def make_sample(task: Task, tokenizer: "Tokenizer", prompt: str, **controls: Any) -> Callable[[Any], str]:

@@ -46,7 +46,6 @@ from trainer.workload import (
     Workload,
     first_state,
     jitted_eval_step,
-    make_rescale,
     make_sample,
 )
 
@@ -223,7 +222,7 @@ def build_jobs(
         jobs.evaluation(c.train.eval_every, make_evaluate(c, w, say)),
         jobs.mixture(c.train.eval_every, w.data.train.seen) if isinstance(w.data.train, Mixture) else None,
         jobs.samples(c.sample.every, first_said(build_sample(c, w), SAMPLING, say)),
-        jobs.rescale(rescale_every, make_rescale(w.task, batch)) if rescale_every else None,
+        jobs.rescale(rescale_every, jobs.make_rescale(w.task, batch)) if rescale_every else None,
         *more,
         jobs.pictures(c.checkpoint.every) if numerics_every else None,
         jobs.checkpoint(c.checkpoint.every),

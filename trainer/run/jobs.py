@@ -1,15 +1,19 @@
 """The periodic jobs that every run has: numerics, evaluation, samples, rescale, pictures, checkpoint."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
+from scalify_core import weights
 from trainer.observe.records import read_rows
 from trainer.run.periodic import BrokenOff, Moment, Periodic, Phase
 from trainer.step.evaluate import Evaluation
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens
+from trainer.workload import Task, compile_step
 
 CHECKPOINT = "checkpoint"  # the entry by which a rollback knows which checkpoints are regular ones
 
@@ -64,6 +68,29 @@ def rescale(every: int, new_scales: Callable[[TrainState], tuple[TrainState, Ste
             moment.replace(*done)
 
     return Periodic("rescale", every, run, Phase.CHANGE)
+
+
+def make_rescale(task: Task, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
+    """State to None while the data of all weights is near RMS 1; else to what `rescale` takes.
+
+    Matrices, cast to FP8 as they are, have their place within 1/2 and 2: sizes multiply in gated layers. Gains and
+    biases have it within 2^-8 and 2^8. Once one has left it, all get the scales of their RMS, being compiled anew.
+    """
+    roles = jax.tree_util.tree_leaves_with_path(task.model.roles)
+    matrices = {jax.tree_util.keystr(path) for path, role in roles if role.is_matrix}
+
+    def rescale(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
+        params, out_of_range = state.params, weights.params_out_of_range
+        if not out_of_range(params, 0.5, 2.0).keys() & matrices and not out_of_range(params, 2.0**-8, 2.0**8):
+            return None
+        found = out_of_range(params, 1.0, 1.0)
+        new = dataclasses.replace(state, params=weights.rescale_params(params, 1.0, 1.0))
+        listed = [f"{path} 2^{math.log2(power):g}" for path, power in found.items()]
+        listed[4:] = ["..."] if len(listed) > 4 else []
+        text = f"new scales for {len(found)} weights, their data's RMS being {', '.join(listed)}; compiled anew"
+        return new, compile_step(task, batch, new), text
+
+    return rescale
 
 
 def pictures(every: int) -> Periodic:

@@ -17,6 +17,7 @@ from scalify_core.tree import unpack
 from scalify_core.weights import wide
 from trainer.precision.arrays import dot_general_for
 from trainer.run.checkpoint import Checkpointer
+from trainer.run.jobs import make_rescale
 from trainer.step.state import from_stored, to_stored
 from trainer.workload import (
     Model,
@@ -25,7 +26,6 @@ from trainer.workload import (
     convert_state,
     first_state,
     lower_step,
-    make_rescale,
 )
 
 E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
