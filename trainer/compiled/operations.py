@@ -177,17 +177,24 @@ def group_size(instruction: Instruction) -> int:
 
 
 def fusion_reads(body: Computation) -> int:
-    """Bytes of a fusion's parameters; of those that it only slices, the slices."""
+    """Bytes of a fusion's parameters; of those that it only slices, the slices; none of one that it updates in place.
+
+    Bitcasts between are no reading.
+    """
     total = 0
     users_of: dict[str, list[Instruction]] = {}
     for instruction in body.values():
         for name in set(instruction.operands):
             users_of.setdefault(name, []).append(instruction)
     for parameter in (i for i in body.values() if i.opcode == "parameter"):
-        users = users_of.get(parameter.name, [])
+        names, users = [parameter.name], list[Instruction]()
+        for name in names:  # grows as bitcasts are found
+            found = users_of.get(name, [])
+            names += [i.name for i in found if i.opcode == "bitcast"]
+            users += [i for i in found if i.opcode != "bitcast"]
         if users and all(i.opcode in ("dynamic-slice", "slice", "gather") for i in users):
             total += sum(user.bytes for user in users)
-        elif not all(i.opcode == "dynamic-update-slice" and i.operands[0] == parameter.name for i in users):
+        elif not all(i.opcode == "dynamic-update-slice" and i.operands[0] in names for i in users):
             total += parameter.bytes
     return total
 
