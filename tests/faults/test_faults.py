@@ -26,6 +26,7 @@ STEPS = 60
 BAD = {"nan": [12], "corrupt": [38]}  # a batch with ids that no token has; weights that turn large
 ARGS = [
     *TINY,
+    "model.n_layer=2",  # of which what is corrupted is a spike
     f"train.steps={STEPS}",
     "parallel.data=1",
     "tracker=jsonl",

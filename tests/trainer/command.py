@@ -14,12 +14,14 @@ from trainer.observe.records import read_rows
 from trainer.text import laid_over
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TINY = [*SMALL, "train.eval_every=15", "train.final_eval_batches=2"]
+# One layer: tracing and compiling it is most of what a trainer here takes, and what layers do has its own tests.
+TINY = [*SMALL, "train.eval_every=15", "train.final_eval_batches=2", "model.n_layer=1"]
 type Process = Forked | subprocess.Popen[str]
 
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "XLA_", "JAX_"))}
+    set_here = ("WANDB_", "XLA_", "JAX_", "HYDRA_", "TF_CPP_")  # by conftest, and by programs that ran in this process
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(set_here)}
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     return kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)} | extra
 

@@ -100,7 +100,7 @@ of_finished_run = pytest.mark.xdist_group("finished run")  # made once
         (["run_dir=new", "model=from_init"], ["init_from, which is null"]),
         (["run_dir=new", "init.embeddings=focus"], ["init.embeddings=focus", "init_from", "null"]),
         (["run_dir=new", "model=from_init", "init_from=bpe"], ["init_from=bpe", "config.yaml", "config.json"]),
-        (["run_dir=new", "model=from_init", "init_from=A", "model.n_layer=3"], ["model.n_layer=3 (2 there)"]),
+        (["run_dir=new", "model=from_init", "init_from=A", "model.n_layer=3"], ["model.n_layer=3 (1 there)"]),
         (["run_dir=new", "resume=A", "train.steps=20"], ["train.steps=20", "checkpoint has 20", "21 or more"]),
         (["run_dir=new", "init_from=nowhere"], ["init_from=nowhere", "does not exist"]),
         (["run_dir=new", "model.vocab_size=100"], ["model.vocab_size=100", "256"]),
@@ -301,7 +301,7 @@ def test_a_model_takes_its_architecture_from_its_weights(finished_run, source):
     command = [sys.executable, "-m", "trainer", *sizes, f"run_dir=L {source}", "train.steps=1", *config]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "2 layers, width 32, context 32, vocabulary 256" in done.stdout
+    assert "1 layer, width 32, context 32, vocabulary 256" in done.stdout
     assert "nobody checked" not in done.stdout
 
 
