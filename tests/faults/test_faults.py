@@ -19,6 +19,7 @@ from trainer.__main__ import main
 from trainer.assembly import run as build
 from trainer.observe.records import read_rows
 from trainer.run.rundir import RunDir
+from trainer.text import laid_over
 
 pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
 
@@ -136,7 +137,7 @@ def test_a_full_disk_ends_the_run_in_a_line_and_with_room_it_goes_on(undisturbed
 
 def test_a_full_disk_that_takes_no_log_either_ends_with_the_exit_code_it_has(undisturbed):
     """As `python -m trainer ... > log 2>&1`, with log on the disk that is full."""
-    args = [*ARGS, "train.steps=100000", "run_dir=E", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
+    args = laid_over(ARGS, ["train.steps=100000", "run_dir=E"], [f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"])
     with (undisturbed / "E.log").open("w") as log:
         command = [sys.executable, "-m", "trainer", *args]
         process = subprocess.Popen(command, cwd=undisturbed, env=environment(), stdout=log, stderr=log)
