@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core import cotangents, watch
+from scalify_core import cotangents, peaks, watch
 from scalify_core.formats import pow2_round
 from scalify_core.refusals import NoNumber, check_dynamic
 from scalify_core.scales import broadcast_scale, rms_scale, times
@@ -329,7 +329,7 @@ def _gradient_of_cast(primal: ScaledArray, dtype: np.dtype, gradient: ScaledArra
     if limit < float(jnp.finfo(primal.dtype).max):
         magnitude = jnp.abs(primal.data.astype(jnp.float32))
         plain = jnp.where((magnitude > limit) & jnp.isfinite(magnitude), 0, _unscale(gradient, np.dtype(np.float32)))
-        gradient = as_scaled_array(plain, 1.0 if primal.is_static else None)
+        return _gradient_of_argument(primal, plain)
     return _gradient_of_argument(primal, gradient)
 
 
@@ -349,6 +349,9 @@ def _marked(x: ScaledArray, dtype: np.dtype, shape: tuple[int, ...], axes: froze
     if cotangents.has_range_of_float32(dtype):
         return with_scale(_unscaled(x, dtype), varying(jnp.full(shape, cotangents.OF_ONE), axes), known=False)
     x = read(x)
+    if x.dtype != dtype:  # what FP32, BF16 or a plain array holds at its scale, may be zeros or saturate in this format
+        parts = shape + (1,) * (x.ndim - len(shape)) if max(shape, default=1) > 1 else ()
+        x = with_scale(*peaks.measured_result(_unscaled(x, jnp.float32), np.dtype(dtype), parts))
     scale = jnp.asarray(x.scale, jnp.float32)
     if scale.ndim:
         scale = broadcast_scale(scale, x.data)
@@ -356,8 +359,7 @@ def _marked(x: ScaledArray, dtype: np.dtype, shape: tuple[int, ...], axes: froze
         scale = jnp.max(scale, common, keepdims=True)
         scale = jnp.broadcast_to(scale.reshape(scale.shape[: len(shape)]), shape)
         x = _rescaled(x, scale)
-    data = saturating_cast(x.data, dtype)
-    return with_scale(data, cotangents.marked(varying(jnp.broadcast_to(scale, shape), axes)), known=False)
+    return with_scale(x.data, cotangents.marked(varying(jnp.broadcast_to(scale, shape), axes)), known=False)
 
 
 # Each calls itself, so that second derivatives are logical, too. An empty array carries the dtype that the gradient
@@ -380,9 +382,7 @@ _rescale_dynamic.defvjp(
 )
 _unscale_as.defvjp(
     lambda x, dtype, known: (_unscale_as(x, dtype, known), x),
-    lambda dtype, known, x, gradient: (
-        _gradient_of_argument(x, as_scaled_array(as_float32(gradient), 1.0 if x.is_static else None)),
-    ),
+    lambda dtype, known, x, gradient: (_gradient_of_argument(x, as_float32(gradient)),),
 )
 _cast.defvjp(
     lambda x, dtype, known: (_cast(x, dtype, known), x),

@@ -12,7 +12,9 @@ of such a scale is not the scale 2^k, but a *mark*: `-(2^40 + k')`, k' a number 
 
 Other arithmetic on leaves (a scale times a learning rate, a parameter's scale plus that of an update) makes what is
 neither a mark nor a power of two, and is read as NaN as well. Zero is the scale of a cotangent that is missing, so of
-data that is zero: equal marks cancel to it, too, and where data is left beside it, all of it is read as NaN.
+data that is zero: equal marks cancel to it, too, and where a number is left beside it, all of it is read as NaN. A mark
+that something has made vanish is a negative zero. That is NaN in narrow formats, of which the data may have vanished by
+the same: `optax.clip_by_global_norm` divides by an infinite norm, the sum of the squares of FP16 data.
 """
 
 from __future__ import annotations
@@ -85,11 +87,11 @@ def number(leaf: Any, dtype: np.dtype) -> jax.Array:
 
 @jax.jit
 def of_data(scale: jax.Array, leaf: jax.Array, data: jax.Array) -> jax.Array:
-    """The scale that a leaf says, but NaN where it is zero and the data is not."""
+    """The scale that a leaf says, but NaN where it is zero and some number of the data is not."""
     shape = leaf.shape + (1,) * (data.ndim - leaf.ndim)
     common = tuple(axis for axis, n in enumerate(shape) if n == 1)
     # The data itself is left as it is: made anew, each weight would be held twice.
-    left = jnp.any(data != 0, common, keepdims=True).reshape(leaf.shape)
+    left = jnp.any((data != 0) & jnp.isfinite(data), common, keepdims=True).reshape(leaf.shape)
     return jnp.where((leaf == 0) & left, np.float32(np.nan), scale)
 
 
@@ -127,5 +129,6 @@ def _number(leaf: jax.Array, wide: bool) -> jax.Array:
         whole = jnp.round(number)
         is_sum = ~is_mark & (whole >= 1) & (lax.abs(number - whole) <= _ROUNDINGS * number) & jnp.isfinite(leaf)
         scale = jnp.where(is_sum, np.float32(1).view(np.int32), scale)
-    scale = jnp.where(leaf == 0, np.float32(MIN_SCALE).view(np.int32), scale)
+    is_zero = (leaf == 0) if wide else (bits == 0)
+    scale = jnp.where(is_zero, np.float32(MIN_SCALE).view(np.int32), scale)
     return lax.bitcast_convert_type(scale, jnp.float32)

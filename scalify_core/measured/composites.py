@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalify_core import probe, storage
+from scalify_core import peaks, probe, storage
 from scalify_core.array import ScaledArray, with_scale
 from scalify_core.formats import FloatFormat
 from scalify_core.matmul import dot_fp8, lhs_gradient, rhs_gradient
@@ -71,7 +71,7 @@ def _quantised(call: Any, step: Step, env: Operands) -> Sequence[Any]:
     """Rounded to a format at a measured scale, as a store in it would be."""
     fmt: FloatFormat = dict(call.static)["fmt"]
     x = in_order(call, env.wide(step.eqn.invars[-1]))
-    unit = store.unit_of(x, int(np.log2(fmt.max)) - 1)
+    unit = peaks.unit_of(x, int(np.log2(fmt.max)) - 1)
     return [fmt.quantise(x * (1 / unit)) * unit]
 
 

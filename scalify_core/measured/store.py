@@ -13,16 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core import lowering, storage, watch
+from scalify_core import lowering, peaks, storage, watch
 from scalify_core.array import ScaledArray, with_scale
 from scalify_core.formats import FloatFormat, pow2_inverse
 from scalify_core.measured import masks
 from scalify_core.measured.products import Parts
 from scalify_core.scales import MIN_SCALE, broadcast_scale, times
 
-_EXPONENT = np.int32(0x7F800000)  # of an FP32 number's bits
-_MANTISSA = 23
-_RESULT_TOP = 6
 _MASK = 2.0**10  # what no logit comes near
 _LEAST_MASK = 2.0**8  # beside logits of nearly zero; `exp` of its negative is zero in FP32
 _LOWEST = np.float32(-(2.0**120))  # and below: a mask wherever it comes from, such as the lowest number of FP32
@@ -42,15 +39,6 @@ def has_own_range(dtype: np.dtype) -> bool:
     return np.dtype(dtype).itemsize < 4 and FloatFormat.of(dtype).max < 2.0**120
 
 
-def top_of(dtype: np.dtype) -> int:
-    """The exponent at which the largest magnitude of an operand is stored: one octave below the format's largest.
-
-    An operand is multiplied and added up in FP32 and never in its own format, so all of the range is there for what
-    is smaller than the largest.
-    """
-    return int(np.log2(FloatFormat.of(dtype).max)) - 1
-
-
 def stored(x: Any, dtype: np.dtype, parts: Parts = (), *, masked: bool = False) -> ScaledArray:
     """A value in a narrow format, its largest finite magnitude in [2^top, 2^(top + 1)), top being `top_of`.
 
@@ -68,7 +56,7 @@ def stored(x: Any, dtype: np.dtype, parts: Parts = (), *, masked: bool = False) 
     if masked:
         x, data, scale = _measured_masked(x, np.dtype(dtype), parts)
     else:
-        data, scale = _measured(x, np.dtype(dtype), top_of(dtype), parts)
+        data, scale = peaks.measured(x, np.dtype(dtype), peaks.top_of(dtype), parts)
     return with_scale(rounded(data, x=x, scale=scale), scale)
 
 
@@ -105,7 +93,7 @@ def result(x: Any, dtype: np.dtype, constants: frozenset[float] = frozenset(), *
         x, data, scale = _beside(x, dtype, tuple(sorted(constants)))
         return with_scale(rounded(data, x=x, scale=scale), scale)
     if has_own_range(dtype):
-        data, scale = _measured_result(x, np.dtype(dtype))
+        data, scale = peaks.measured_result(x, np.dtype(dtype))
         return with_scale(rounded(data, x=x, scale=scale), scale)
     x = stored(x, dtype)
     return with_scale(x.data, jnp.float32(x.scale)) if x.is_static else x
@@ -129,91 +117,31 @@ def _beside(x: jax.Array, dtype: np.dtype, constants: tuple[float, ...]) -> tupl
     numbers as the rest is, and the scale is that of the largest.
     """
     (x,) = lowering.once(x)
-    fmt, top, known = FloatFormat.of(dtype), top_of(dtype), tuple(c for c in constants if c != masks.UNKNOWN)
+    fmt, top, known = FloatFormat.of(dtype), peaks.top_of(dtype), tuple(c for c in constants if c != masks.UNKNOWN)
     constant, masked = (_is_one_of(x, some) for some in (known, tuple(c for c in known if c <= _MASKS)))
     if known != constants:
         constant, masked = (lax.bitwise_or(some, lax.le(x, _LOWEST)) for some in (constant, masked))
     rest = lax.select(constant, lax.full_like(x, 0), x)
-    of_rest = unit_of(rest, _RESULT_TOP)
-    of_numbers = unit_of(lax.select(masked, lax.full_like(x, 0), x), top)
-    of_all = unit_of(x, top)
-    furthest = of_rest * np.float32(2.0 ** (_RESULT_TOP - 4) / fmt.min_normal)
+    of_rest = peaks.unit_of(rest, peaks.RESULT_TOP)
+    of_numbers = peaks.unit_of(lax.select(masked, lax.full_like(x, 0), x), top)
+    of_all = peaks.unit_of(x, top)
+    furthest = of_rest * np.float32(2.0 ** (peaks.RESULT_TOP - 4) / fmt.min_normal)
     as_mask = lax.clamp(of_rest, np.float32(_MASK / 2.0**top), furthest)
-    scale = lax.select(of_all > furthest, lax.max(as_mask, of_numbers), lax.max(of_all, _lower(rest, of_rest, dtype)))
-    scale = lax.select(of_rest > np.float32(MIN_SCALE), scale, unit_of(x, _RESULT_TOP))
+    of_result = lax.max(of_all, peaks.lower(rest, of_rest, dtype))
+    scale = lax.select(of_all > furthest, lax.max(as_mask, of_numbers), of_result)
+    scale = lax.select(of_rest > np.float32(MIN_SCALE), scale, peaks.unit_of(x, peaks.RESULT_TOP))
     limit = lax.broadcast(scale * np.float32(fmt.max), x.shape)
     beyond, saturated = lax.bitwise_and(masked, lax.gt(lax.abs(x), limit)), lax.mul(lax.sign(x), limit)
     if np.dtype(dtype).itemsize == 2:  # a format that has infinities
         saturated = lax.select(lax.lt(limit, lax.full_like(limit, _LEAST_MASK)), lax.full_like(x, -np.inf), saturated)
     x = lax.select(beyond, saturated, x)
-    return x, _divided(x, scale, dtype), scale
-
-
-def _lower(x: jax.Array, unit: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The unit of a result, or one so much smaller that all of the format is used, if that is what its elements need.
-
-    It is where more of them would be stored below the smallest normal number than there are within 8 octaves below
-    those within 6 of the largest: so these stand apart, or most are small. (Numbers of any order of summation.)
-    """
-    magnitude, fmt = lax.abs(x), FloatFormat.of(dtype)
-
-    def within(low: jax.Array, high: jax.Array) -> jax.Array:
-        return lax.bitwise_and(lax.ge(magnitude, _spread(low, x.shape)), lax.lt(magnitude, _spread(high, x.shape)))
-
-    loses = lax.bitwise_and(
-        lax.gt(magnitude, np.float32(0)), lax.lt(magnitude, _spread(unit * fmt.min_normal, x.shape))
-    )
-    between = within(unit * np.float32(2.0 ** (_RESULT_TOP - 14)), unit * np.float32(2.0 ** (_RESULT_TOP - 6)))
-    more = lax.reduce_sum(loses.astype(jnp.int32) - between.astype(jnp.int32), range(x.ndim))
-    lower = lax.max(unit * np.float32(2.0 ** (_RESULT_TOP - top_of(dtype))), np.float32(MIN_SCALE))
-    return lax.select(lax.gt(more, np.int32(0)), lower, unit)
+    return x, peaks.divided(x, scale, dtype), scale
 
 
 def _is_one_of(x: jax.Array, constants: tuple[float, ...]) -> jax.Array:
     """Where `x` is one of these numbers, up to roundings of the arithmetic that it came from."""
     near = [lax.le(lax.abs(x - np.float32(c)), np.float32(abs(c) * 2.0**-20)) for c in constants]
     return functools.reduce(lax.bitwise_or, near, lax.full(x.shape, False, np.bool_))
-
-
-def unit_of(x: jax.Array, top: int, parts: Parts = ()) -> jax.Array:
-    """The power of two, FP32, that a value is divided by to have its largest finite magnitude in [2^top, 2^(top + 1)).
-
-    At least 2^-126. What is not finite has no part in it. A scalar; with `parts` one for each of these, of size 1 along
-    the axes that are one part, and of the size of `x` along all others.
-    """
-    magnitude = lax.abs(x)
-    finite = lax.select(lax.lt(magnitude, np.float32(np.inf)), magnitude, lax.full_like(magnitude, 0))
-    peak = _peaks(finite, parts) if x.size else lax.full((1,) * (x.ndim if max(parts, default=1) > 1 else 0), 0.0)
-    exponent = lax.bitwise_and(lax.bitcast_convert_type(peak, jnp.int32), _EXPONENT)
-    power = lax.max(exponent - np.int32(top << _MANTISSA), np.int32(1 << _MANTISSA))
-    return lax.bitcast_convert_type(power, jnp.float32)
-
-
-def _peaks(x: jax.Array, parts: Parts) -> jax.Array:
-    """The largest element of each part; of as many dimensions as `x`, or a scalar if there is one part."""
-    if max(parts, default=1) == 1:
-        return lax.reduce_max(x, range(x.ndim))
-    blocks = [axis for axis, n in enumerate(parts) if 1 < n < x.shape[axis]]
-    common = [axis for axis, n in enumerate(parts) if n == 1]
-    shape = tuple(1 if n == 1 else size for n, size in zip(parts, x.shape, strict=True))
-    if not blocks:
-        return lax.reshape(lax.reduce_max(x, common), shape)
-    cut = [n for part, size in zip(parts, x.shape, strict=True) for n in (part, size // part)]
-    whole = [axis for axis, n in enumerate(parts) if n == x.shape[axis]]
-    inner = [2 * axis + 1 for axis in range(x.ndim) if axis not in whole or x.shape[axis] == 1]
-    peaks = lax.reduce_max(lax.reshape(x, cut), inner)
-    # One for each element of a block.
-    left = [i for i in range(len(cut)) if i not in inner]
-    spread = [n if i % 2 == 0 or i // 2 in blocks else 1 for i, n in enumerate(cut)]
-    return lax.reshape(lax.broadcast_in_dim(peaks, spread, left), shape)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _measured(x: jax.Array, dtype: np.dtype, top: int, parts: Parts) -> tuple[jax.Array, jax.Array]:
-    """Data in `dtype`, and the FP32 scale. Infinities and NaN stay, and have no part in the scale."""
-    (x,) = lowering.once(x)  # XLA's CPU backend would compile all that makes it twice: for its peak, and for its cast
-    scale = unit_of(x, top, parts)
-    return _divided(x, scale, dtype), scale
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -224,34 +152,17 @@ def _measured_masked(x: jax.Array, dtype: np.dtype, parts: Parts) -> tuple[jax.A
     number.
     """
     (x,) = lowering.once(x)
-    top, fmt = top_of(dtype), FloatFormat.of(dtype)
+    top, fmt = peaks.top_of(dtype), FloatFormat.of(dtype)
     is_mask = lax.bitwise_and(lax.le(x, np.float32(masks.LOWEST)), lax.gt(x, np.float32(-np.inf)))
-    of_rest = unit_of(lax.select(is_mask, lax.full_like(x, 0), x), top, parts)
-    of_masks = unit_of(lax.select(is_mask, x, lax.full_like(x, 0)), top, parts)
+    of_rest = peaks.unit_of(lax.select(is_mask, lax.full_like(x, 0), x), top, parts)
+    of_masks = peaks.unit_of(lax.select(is_mask, x, lax.full_like(x, 0)), top, parts)
     furthest = of_rest * np.float32(2.0 ** (top - 4) / fmt.min_normal)
     as_mask = lax.min(furthest, lax.full_like(furthest, _MASK / 2.0**top))
     least = lax.full_like(of_rest, MIN_SCALE)
     among_numbers = lax.select(of_masks > least, lax.max(of_rest, as_mask), of_rest)
     scale = lax.select(of_rest > least, among_numbers, of_masks)
-    x = lax.select(is_mask, lax.max(x, _spread(scale * np.float32(-fmt.max), x.shape)), x)
-    return x, _divided(x, scale, dtype), scale
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _measured_result(x: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-    """As `_measured`, of a result."""
-    (x,) = lowering.once(x)
-    scale = _lower(x, unit_of(x, _RESULT_TOP), dtype)
-    return _divided(x, scale, dtype), scale
-
-
-def _divided(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    return lax.convert_element_type(lax.mul(x, _spread(pow2_inverse(scale), x.shape)), dtype)
-
-
-def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A scale for each element: of a scalar, or of one with size 1 along the axes that it is common to."""
-    return lax.broadcast(scale, shape) if scale.ndim == 0 else lax.broadcast_in_dim(scale, shape, range(len(shape)))
+    x = lax.select(is_mask, lax.max(x, peaks.spread(scale * np.float32(-fmt.max), x.shape)), x)
+    return x, peaks.divided(x, scale, dtype), scale
 
 
 def rest_of(x: jax.Array, data: jax.Array) -> list[tuple[jax.Array, np.float32]]:
@@ -292,5 +203,5 @@ def scaled_by(x: jax.Array, a: Any, b: Any) -> jax.Array:
         return times(x, a)
     a, b = jnp.broadcast_arrays(*(np.float32(s) if isinstance(s, float) else s for s in (a, b)))
     for scale in (lax.min(a, b), lax.max(a, b)):
-        x = lax.mul(x, _spread(scale, x.shape))
+        x = lax.mul(x, peaks.spread(scale, x.shape))
     return x

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from scalify_core import as_scaled_array, asarray, scalify
+from scalify_core import as_scaled_array, asarray, peaks, scalify
 from scalify_core.formats import BF16, FP16
-from scalify_core.measured import products, store
+from scalify_core.measured import products
 
 HALF = jnp.float16
 
@@ -172,7 +172,7 @@ def test_a_plain_operand_that_the_format_holds_is_read_in_it(kind):
 @pytest.mark.parametrize("parts", [(1, 1, 1), (4, 1, 1), (1, 6, 8), (2, 1, 8), (1, 3, 4), (4, 2, 1), (1, 1, 2)])
 def test_a_scale_for_each_part_is_that_of_its_largest_magnitude(parts):
     x = normal(0, 4, 6, 8) * far(4)[:, None, None] * far(6)[None, :, None]
-    found = np.broadcast_to(store.unit_of(x, 14, parts), x.shape)
+    found = np.broadcast_to(peaks.unit_of(x, 14, parts), x.shape)
     cut = [n for part, size in zip(parts, x.shape, strict=True) for n in (part, size // part)]
     blocks = np.abs(np.asarray(x)).reshape(cut).max((1, 3, 5), keepdims=True)
     expected = 2.0 ** (np.floor(np.log2(blocks)) - 14)

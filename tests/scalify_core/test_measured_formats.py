@@ -7,7 +7,7 @@ import pytest
 from measured_and_plain import HALF, ROUNDINGS, SIZES, both, error, normal
 
 import scalify_core as sc
-from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
+from scalify_core import ScaledArray, as_scaled_array, asarray, peaks, scalify
 from scalify_core.formats import BF16, E4M3, E5M2, FP16
 from scalify_core.measured import store
 
@@ -21,7 +21,7 @@ def test_what_is_stored_fills_its_format_without_saturating(dtype, size):
     np.testing.assert_allclose(store.wide(found), x, atol=2 * fmt.epsilon * float(jnp.abs(x).max()))
     if dtype != jnp.bfloat16:
         peak = float(jnp.abs(found.data.astype(jnp.float32)).max())
-        assert 2.0 ** store.top_of(dtype) <= peak <= 2.0 ** (store.top_of(dtype) + 1) <= fmt.max
+        assert 2.0 ** peaks.top_of(dtype) <= peak <= 2.0 ** (peaks.top_of(dtype) + 1) <= fmt.max
     np.testing.assert_array_equal(store.wide(store.stored(jnp.zeros(4), np.dtype(dtype))), 0)
     assert store.stored(jnp.zeros((0, 3)), np.dtype(dtype)).shape == (0, 3)
 
