@@ -37,8 +37,7 @@ NARROW = {
 }
 FORMATS = ("compute", "forward", "backward", "weights", "weight_grad", "mu", "nu")  # keys of `precision`
 UNSEEN = (
-    "What the narrow formats lose is not known, since the numerics were not recorded; metrics.numerics_every=250 records "
-    "them."
+    "What the narrow formats lose is not known: the numerics were not recorded. metrics.numerics_every=250 does that."
 )
 SATURATED = (0.01, 0.1)  # share of a tensor: from which on to look closer, and from which on it is bad
 LOST = (0.01, 0.1)  # the same for the RMS of what becomes zero, as a share of the tensor's

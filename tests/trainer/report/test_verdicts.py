@@ -85,7 +85,7 @@ def test_whether_it_is_healthy(events, more, grade, says):
 @pytest.mark.parametrize(
     ("config", "numerics", "grade", "says"),
     [
-        (FP8, (), UNRATED, "the numerics were not recorded; metrics.numerics_every=250"),
+        (FP8, (), UNRATED, "the numerics were not recorded. metrics.numerics_every=250"),
         ("precision: {compute: bf16}", (), UNRATED, "not recorded"),
         ("precision: {compute: fp32, forward: null, mu: fp32}", (), GOOD, "no stall."),
         (FP8, tensor(saturated=0.0), GOOD, "no stall."),
