@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import requests
+import tiktoken
 
 from scripts.prepare_data import main
 from trainer.assembly.data import build_data
@@ -261,3 +263,18 @@ def test_the_command_ends_with_2_and_one_line_for_what_a_user_got_wrong(tmp_path
     assert done.returncode == 2
     assert done.stderr.splitlines() == [f"error: there is no file nothing.txt (looked from {ROOT}); correct data.paths"]
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_tokenizer_that_cannot_be_downloaded_names_that_of_the_weights(tmp_path, monkeypatch, has_tokenizer):
+    def offline(name):
+        raise requests.ConnectionError
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    if has_tokenizer:
+        file(tmp_path, "{}", "tokenizer.json")
+    text = file(tmp_path, "words")
+    settings = ["data=text", f"data.paths=[{text}]", f"init_from={tmp_path}", f"data.cache_dir={tmp_path}/cache"]
+    with pytest.raises(UserError, match="'gpt2' is not on this machine and could not be downloaded") as caught:
+        build_data(compose_config(settings))
+    assert str(caught.value).endswith(f"; that of the weights is data.tokenizer={tmp_path}") == has_tokenizer
