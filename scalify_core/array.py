@@ -231,13 +231,15 @@ def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
     return jax.tree.map(convert, tree, is_leaf=is_scaled_array)
 
 
-def say_unreadable(where: str, leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> None:
-    """Warn (`PrecisionWarning`) of ScaledArrays that read as NaN, by name, where they can be looked at: not traced."""
+def say_unreadable(where: str, leaves: Sequence[Any], names: Callable[[], Sequence[str]], traced: bool = False) -> None:
+    """Warn (`PrecisionWarning`) of ScaledArrays that read as NaN, by name; of traced ones, if asked, by a callback."""
     unread = {i: (x._leaf, x.data) for i, x in enumerate(leaves) if is_scaled_array(x) and _is_unread(x)}
     found = cotangents.seen_unreadable(unread)
-    if found:
-        all_names = names()
-        watch.unreadable(where, [all_names[i] for i in found])
+    later = [i for i, pair in unread.items() if traced and any(isinstance(x, jax.core.Tracer) for x in pair)]
+    if found or later:
+        named = names()
+        watch.unreadable(where, [named[i] for i in found])
+        watch.unreadable_when_run(where, {named[i]: is_unreadable(leaves[i]) for i in later})
 
 
 def is_unreadable(x: ScaledArray) -> jax.Array:

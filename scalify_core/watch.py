@@ -133,15 +133,29 @@ def beside_lost(before: Any, after: Any) -> jax.Array:
 
 
 def unreadable(where: str, names: Sequence[str]) -> None:
-    """Warns (`PrecisionWarning`) of these ScaledArrays, which read as NaN because their leaves say no scale."""
-    for name in names:
-        text = (
-            f"{where}: {name or 'a ScaledArray'} reads as NaN: what stands for its scale is none, because outside of "
-            f"scalify arithmetic was done on the leaves of ScaledArrays (optax.apply_updates and nnx.Optimizer do so: "
-            f"weights.apply_updates does not); take gradients inside, scalify(jax.grad(f)), and compute inside, or on "
-            f"asarray(tree)"
-        )
-        warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
+    """Warns (`PrecisionWarning`), once, of ScaledArrays that read as NaN because their leaves say no scale."""
+    if not names:
+        return
+    which = f"{names[0] or 'a ScaledArray'}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''}"
+    text = (
+        f"{where}: {which} reads as NaN: what stands for its scale is none, because outside of scalify arithmetic was "
+        f"done on the leaves of ScaledArrays, as optax.apply_updates, nnx.Optimizer and any optax optimiser do; use "
+        f"weights.apply_updates and optim.scaled_state(optimiser), take gradients inside, scalify(jax.grad(f)), and "
+        f"compute inside, or on asarray(tree)"
+    )
+    warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
+
+
+def unreadable_when_run(where: str, found: Mapping[str, Any]) -> None:
+    """Puts into the program a callback with ScaledArrays, by name, and whether they say no scale; none without any."""
+    if not found:
+        return
+    names = list(found)
+
+    def report(*flags: Any) -> None:
+        unreadable(where, [name for name, flag in zip(names, flags, strict=True) if flag.any()])
+
+    jax.debug.callback(report, *found.values())
 
 
 class Gradient(NamedTuple):
@@ -238,12 +252,7 @@ class Reporter:
 
     def entered(self, found: Mapping[str, Any]) -> None:
         """Puts into the program a callback with arguments, by name, and whether they say no scale."""
-        if found:
-            names = list(found)
-            report = lambda *flags: unreadable(
-                "argument", [name for name, flag in zip(names, flags, strict=True) if flag.any()]
-            )
-            jax.debug.callback(report, *found.values())
+        unreadable_when_run("argument", found)
 
     def multiplied(self, dtype: str, lost: Any) -> None:
         """Puts into the program a callback with the lines of a product's result that are lost, see `lines_lost`."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import lowering
-from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, with_scale
+from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, say_unreadable, with_scale
 from scalify_core.formats import FP32, FloatFormat, bits_of_words, counter_words, pow2_floor, pow2_round
 from scalify_core.scales import MIN_SCALE, broadcast_scale, rms_scale
 from scalify_core.tree import leaves, map_arrays
@@ -70,14 +70,17 @@ def apply_updates(
             scale = scale if is_static else jnp.where(accept, scale, before)
         return with_scale(total, scale) if is_scaled_array(p) else total
 
-    found = leaves(params)
+    found, changes = leaves(params), leaves(updates)
+    # Updates of `scaled_state` are plain: who gives scaled ones, of no scalified function, may have computed on leaves.
+    paths = lambda: [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(updates, is_leaf=is_scaled_array)]
+    say_unreadable("weights.apply_updates, the update", changes, paths, traced=True)
     # Leaves are numbered from the other end: another stream than that of the optimiser's state.
     own = [-1 - n for n in (range(len(found)) if numbers is None else leaves(numbers))]
     is_random = rounding == "stochastic"
     words: list[Any] = words_of(seed, step, own, [p.size >= LARGE for p in found]) if is_random else list(own)
     new: list[Any] = []
     before: int | None = None
-    for i, (p, update, number) in enumerate(zip(found, leaves(updates), own, strict=True)):
+    for i, (p, update, number) in enumerate(zip(found, changes, own, strict=True)):
         is_large = p.size >= LARGE and np.ndim(number) == 0 and is_random
         if is_large and before is not None:
             # One parameter after the other: equal code for many would be merged into kernels that spill to memory.

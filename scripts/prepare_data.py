@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data import EmbeddedSource, HubSource, Manifest, PythonSource, Source, TextSource, prepare
-from trainer.errors import UserError, to_readers
+from trainer.data.files import NotText
+from trainer.errors import UserError, complain, to_readers
 from trainer.observe.preparing import shown
 
 
@@ -102,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
                 )
             manifest = Manifest.load(directory)
     except UserError as error:
-        print(error, file=sys.stderr)
+        complain(error.in_arguments() if isinstance(error, NotText) else error)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)

@@ -21,9 +21,10 @@ from scripts.prepare_data import add_sources, source_of
 from trainer.data import HubSource, PreparedSource, Source
 from trainer.data.bpe_files import known_settings
 from trainer.data.corpus import open_corpus
+from trainer.data.files import NotText
 from trainer.data.hf_tokenizer import FILE, byte_level, save_hf, split_by
 from trainer.data.tokenizer import Tokenizer, cut_at_lines, get_tokenizer
-from trainer.errors import UserError, to_readers
+from trainer.errors import UserError, complain, to_readers
 
 PATTERNS = ("gpt2", "cl100k_base", "o200k_base")
 END = "<|endoftext|>"
@@ -125,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
         texts = Counted(texts_of(source, args.cache_dir, args.max_chars))
         tokenizer = train(iter(texts), args.vocab_size, args.pattern, args.out)
     except UserError as error:
-        print(error, file=sys.stderr)
+        complain(error.in_arguments() if isinstance(error, NotText) else error)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped; nothing was written", file=sys.stderr)

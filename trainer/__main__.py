@@ -121,6 +121,9 @@ def main(argv: list[str]) -> int:
         if not jobs and numbered() and tree.tracker.kind == "none":
             print(NO_BEST, flush=True)
         jobs.append(Job(Path(HydraConfig.get().runtime.output_dir), of_user(sweep.keys), None))
+        if numbered() and jobs[-1].settings:
+            count = f" of {len(sweep.jobs)}" if sweep.jobs else ""  # an interval's jobs cannot be listed
+            print(f"\njob {len(jobs)}{count}: {' '.join(jobs[-1].settings)}, in {jobs[-1].run_dir}", flush=True)
         jobs[-1] = jobs[-1]._replace(code=run_job(tree, keys, sweep.keys))
 
     try:

@@ -1,5 +1,7 @@
 """Gradients outside of scalify of arguments with run-time scales: what JAX adds leaf by leaf is right, or NaN."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 from jax import lax
 
-from scalify_core import PrecisionWarning, ScaledArray, as_scaled_array, asarray, scalify, weights
+from scalify_core import PrecisionWarning, ScaledArray, as_scaled_array, asarray, optim, scalify, weights
 from scalify_core.cotangents import OF_ONE, marked, number
 
 HALF = jnp.float16
@@ -272,13 +274,32 @@ def test_weights_that_optax_has_updated_leaf_by_leaf_are_told_where_they_are_use
     sgd = optax.sgd(0.1)
     updates, _ = sgd.update(gradient, sgd.init(params))
     updated = optax.apply_updates(params, updates)
-    with pytest.warns(PrecisionWarning, match=r"argument: params\['w'\] reads as NaN.*weights.apply_updates does not"):
+    with pytest.warns(
+        PrecisionWarning, match=r"argument: params\['w'\] reads as NaN.*use weights.apply_updates and optim"
+    ):
         loss, _ = loss_of(updated)
     assert np.isnan(asarray(loss))
     assert "callback" not in str(jax.make_jaxpr(loss_of)(updated))  # at no cost where it is compiled
     updates, _ = sgd.update(asarray(gradient), sgd.init(params))
     right = scalify(optax.apply_updates)(params, updates)
     assert np.isfinite(asarray(loss_of(right)[0]))
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit])
+def test_who_forgets_the_scaled_state_is_told_also_inside_of_jit(way):
+    params = {"w": as_scaled_array(W, dtype=HALF), "b": as_scaled_array(W[:1], dtype=HALF)}
+    gradient_of = scalify(jax.grad(lambda params: jnp.sum((params["w"] + params["b"]) ** 2)))
+
+    def step(tx, params, state):
+        updates, state = tx.update(gradient_of(params), state, params)
+        return weights.apply_updates(params, updates, rounding="stochastic", seed=0, step=0), state
+
+    adam = optax.adam(1e-2)
+    with pytest.warns(PrecisionWarning, match=r"the update: \['b'\] \(and 1 more\) reads as NaN.*optim.scaled_state"):
+        run(way(functools.partial(step, adam)), params, adam.init(params))
+    scaled = optim.scaled_state(adam, mu=HALF, nu=HALF, seed=0)
+    for tx in (scaled, adam._replace(update=scalify(adam.update))):  # as it is meant: without a callback
+        assert "callback" not in str(jax.make_jaxpr(functools.partial(step, tx))(params, tx.init(params)))
 
 
 @pytest.mark.parametrize("way", [lambda f: f, jax.jit])

@@ -21,6 +21,7 @@ from trainer.data.files import apart
 from trainer.data.mixture import MixedManifest, Mixture, stages_of
 from trainer.data.own import own_loaders, text_source
 from trainer.data.shards import MANIFEST
+from trainer.data.tokenizer import NotAtHand
 from trainer.errors import UserError
 from trainer.observe.preparing import shown
 
@@ -71,7 +72,18 @@ def build_data(c: schema.Config, own: OwnData | None = None) -> Dataset:
             raise UserError("texts of your own are prepared in data.cache_dir, which is null; give it a directory")
         source = text_source(own, Path(c.data.cache_dir))
     assert source is not None
-    return Dataset.open(prepared(source, c.data, c.data.tokenizer), **settings_of_loaders(c))
+    try:
+        directory = prepared(source, c.data, c.data.tokenizer)
+    except NotAtHand as error:
+        raise UserError(f"{error}{with_weights(c.init_from)}") from error
+    return Dataset.open(directory, **settings_of_loaders(c))
+
+
+def with_weights(init_from: str | None) -> str:
+    """Which tokenizer is at hand, to be appended: that of the weights, where one is in their directory."""
+    files = ("tokenizer.json", "tokenizer.tiktoken", "merges.txt", "vocab.bpe")
+    beside = init_from is not None and any((Path(init_from) / file).is_file() for file in files)
+    return f"; that of the weights is data.tokenizer={init_from}" if beside else ""
 
 
 def settings_of_loaders(c: schema.Config) -> dict[str, Any]:

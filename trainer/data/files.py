@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ NAMED: dict[str, Format] = {
     ".pq": "parquet",
 }
 BLOCK = 1 << 22
-HEAD = 1 << 12
+MANY = 8  # files that are named one by one in a message
 # What to do about files whose columns have several names.
 APART = (
     "; where files name it otherwise, prepare each kind apart (python -m scripts.prepare_data files FILE --column NAME "
@@ -45,11 +45,23 @@ COMPRESSED = {
 
 
 class NotText(UserError):
-    """A file that should be text is not. `path`: which."""
+    """A file that should be text is not.
 
-    def __init__(self, path: Path, message: str) -> None:
-        super().__init__(message)
-        self.path = path
+    Attributes:
+      path: which.
+      why: what was found in it, with the kind of file that it is where its first bytes tell.
+      instead: paths and patterns that take all other files that were given; empty: none are short.
+    """
+
+    def __init__(self, path: Path, why: str, message: str, instead: Sequence[str] = ()) -> None:
+        listed = f", by patterns: 'data.paths=[{','.join(instead)}]'" if instead else ""
+        super().__init__(f"{message} out of data.paths{listed}")
+        self.path, self.why, self.instead, self._message = path, why, instead, message
+
+    def in_arguments(self) -> str:
+        """The message for who gives files as arguments, and no data.paths."""
+        listed = f", by patterns: {' '.join(map(repr, self.instead))}" if self.instead else ""
+        return f"{self._message} out{listed}"
 
 
 class NoColumn(UserError):
@@ -150,15 +162,18 @@ def examine(
         stat = path.stat()
         keys[path] = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {text(path)}"
 
-    def one(path: Path) -> File:
+    def one(path: Path) -> File | NotText:
         stored = known.get(keys[path])
-        return read_through(path, text(path)) if stored is None else File(path, *stored)
+        try:
+            return read_through(path, text(path)) if stored is None else File(path, *stored)
+        except NotText as error:
+            return error
 
-    try:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            files = list(pool.map(one, paths))
-    except NotText as error:
-        raise UserError(f"{error}{narrower(error.path, paths, given)}") from None
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = list(pool.map(one, paths))
+    if wrong := [error for error in found if isinstance(error, NotText)]:
+        raise all_of(wrong, paths, given)
+    files = [file for file in found if isinstance(file, File)]
     new = {keys[f.path]: [f.size, f.chars, f.digest] for f in files if f.size >= REMEMBER}
     if not new.keys() <= known.keys():
         write_atomically(memory, json.dumps(known | new).encode())
@@ -195,55 +210,63 @@ def decode(
         text = lines.decode(block, final=not block)
     except UnicodeDecodeError as error:
         start = offset - pending + error.start
-        raise NotText(
-            path, not_text(path, f"byte {error.object[error.start]:#04x} at offset {start} is not UTF-8")
-        ) from None
+        raise not_text(path, f"byte {error.object[error.start]:#04x} at offset {start} is not UTF-8") from None
     if nul >= 0:
-        raise NotText(path, not_text(path, f"NUL at offset {offset + nul}"))
+        raise not_text(path, f"NUL at offset {offset + nul}")
     return text
 
 
-def not_text(path: Path, why: str) -> str:
-    """The message, with what the file is where its first bytes tell."""
+def not_text(path: Path, why: str) -> NotText:
+    """The error of a file, with what the file is where its first bytes tell."""
     with path.open("rb") as file:
         head = file.read(8)
     for magic, kind in COMPRESSED.items():
         if head.startswith(magic):
-            return f"{path} is not text but {kind} ({why}); decompress it first"
-    return f"{path} is not text: {why}; convert it to UTF-8, or leave it out of data.paths"
+            message = f"{path} is not text but {kind} ({why}); decompress it first, or leave it"
+            return NotText(path, f"{kind}: {why}", message)
+    return NotText(path, why, f"{path} is not text: {why}; convert it to UTF-8, or leave it")
 
 
-def narrower(path: Path, paths: Sequence[Path], given: Sequence[str]) -> str:
-    """Patterns that take what was given without this file, to be appended; nothing where none tell it from text.
+def all_of(wrong: Sequence[NotText], paths: Sequence[Path], given: Sequence[str]) -> NotText:
+    """The error of all files that are not text, with what takes the rest of those that were given."""
+    first, instead = wrong[0], others({error.path for error in wrong}, paths, given)
+    if len(wrong) == 1:
+        return NotText(first.path, first.why, first._message, instead)
+    named = ", ".join(f"{error.path} ({error.why})" for error in wrong[:MANY]) + ", ..." * (len(wrong) > MANY)
+    message = f"{len(wrong)} files are not text: {named}; convert them to UTF-8, or leave them"
+    return NotText(first.path, first.why, message, instead)
 
-    They are of the ends of names in the directory that it came from; the first file with an end says what it is of.
+
+def others(wrong: Collection[Path], paths: Sequence[Path], given: Sequence[str]) -> list[str]:
+    """Patterns of the ends of names, and files by name, that take what was given without these files.
+
+    It is empty where that would be many files by name, and where what was given is a pattern itself.
     """
-    root = next((root for root in given if os.path.isdir(os.path.expanduser(root)) and below(root, path)), None)
-    first: dict[str, Path] = {}
-    for other in paths:
-        if root is not None and below(root, other) and other.suffix and other != path:
-            first.setdefault(other.suffix, other)
-    kinds = [end for end, other in first.items() if end in NAMED or begins_like_text(other)]
-    if root is None or not kinds or path.suffix in kinds:
-        return ""
-    patterns = [os.path.join(root, "**", f"*{end}") for end in kinds]
-    entries = [entry for old in given for entry in (patterns if old == root else [old])]
-    return f", by patterns: 'data.paths=[{','.join(entries)}]'"
+    entries: list[str] = []
+    if any(glob.has_magic(old) for old in given):
+        return []
+    for old in given:
+        inside = [path for path in paths if below(old, path)] if os.path.isdir(os.path.expanduser(old)) else []
+        bad_ends = {path.suffix for path in inside if path in wrong}
+        if not inside:
+            entries += [] if Path(os.path.expanduser(old)) in wrong else [old]
+        elif not bad_ends:
+            entries.append(old)
+        else:
+            kept = [path for path in inside if path not in wrong]
+            ends = sorted({path.suffix for path in kept} - bad_ends - {""})
+            entries += [os.path.join(old, "**", f"*{end}") for end in ends]
+            alone = [str(path) for path in kept if path.suffix not in ends]
+            if len(alone) > MANY:
+                return []
+            entries += alone
+    odd = any(set(entry) & set("(){},:=\"'") for entry in entries)  # of which Hydra would not make a list
+    return [] if odd else entries
 
 
 def below(root: str, path: Path) -> bool:
     """Whether a path was found in this directory."""
     return path.is_relative_to(os.path.expanduser(root))
-
-
-def begins_like_text(path: Path) -> bool:
-    """Whether the first bytes are UTF-8 without NUL."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEAD)
-        return b"\0" not in codecs.getincrementaldecoder("utf-8")().decode(head).encode()
-    except (OSError, UnicodeDecodeError):
-        return False
 
 
 def apart[T](rows: Iterator[T], count: int) -> Iterator[T]:

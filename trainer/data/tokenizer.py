@@ -268,6 +268,10 @@ def file_of(directory: Path) -> Path:
     return file if file.is_file() else directory / HF_FILE
 
 
+class NotAtHand(UserError):
+    """An encoding that could not be downloaded."""
+
+
 def download(name: str) -> tiktoken.Encoding:
     """One of tiktoken's own encodings, from its cache or the network."""
     import requests  # what tiktoken downloads with
@@ -277,7 +281,7 @@ def download(name: str) -> tiktoken.Encoding:
     except requests.RequestException as error:
         url = str(error.request.url) if error.request is not None else "its file"
         file = url.rsplit("/", 1)[-1]
-        raise UserError(
+        raise NotAtHand(
             f"tokenizer {name!r} is not on this machine and could not be downloaded ({type(error).__name__}). Fetch "
             f"{url} where there is a network; then either pass the file, data.tokenizer=DIRECTORY/{file}, or save it "
             f"as DIRECTORY/{hashlib.sha1(url.encode()).hexdigest()} and set TIKTOKEN_CACHE_DIR=DIRECTORY. "

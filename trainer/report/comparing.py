@@ -45,7 +45,8 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         rows = [list(row) for row in zip(*rows, strict=True)]
     verdict = best(histories, varied or others, where)
     means = over_seeds(histories, varied | others)
-    told = [*verdict, *aligned(means), *(hints := at_an_end(histories, varied, means))]
+    hints = [*by_mean(histories, varied | others, means), *at_an_end(histories, varied, means)]
+    told = [*verdict, *aligned(means), *hints]
     lines = [*aligned(rows), *([""] if told else []), *told]
     if out is None:
         return lines
@@ -93,13 +94,25 @@ def best(histories: Sequence[History], settings: Table, where: Mapping[str, Path
     return [f"best: {where[first.name]} (validation loss {loss:.4f}{own})"]
 
 
+def by_mean(histories: Sequence[History], settings: Table, means: Sequence[Sequence[str]]) -> list[str]:
+    """A line where the means over seeds have another best than the runs: one seed's loss may be chance."""
+    if not means:
+        return []
+    first = dict(zip(means[0], means[1], strict=True))
+    own = {key: first[key] for key in settings if key != SEED}
+    if all(settings[key][0] == value for key, value in own.items()):
+        return []
+    named = ", ".join(f"{key}={value}" for key, value in own.items())
+    return [f"by the mean over seeds {named} is the best; that one run of other settings is better may be chance"]
+
+
 def at_an_end(histories: Sequence[History], varied: Table, means: Sequence[Sequence[str]]) -> list[str]:
     """A line for each varied number whose best value is the largest or smallest tried: a better one may lie beyond.
 
     What is best is the first of the means over seeds, where there are any. Keys that only say how long and where a run
-    trains have no best.
+    trains have no best. A fork has another start than the rest, so nothing was tried that compares.
     """
-    if not math.isfinite(final_loss(histories[0])):
+    if not math.isfinite(final_loss(histories[0])) or any("forked from" in h.facts for h in histories):
         return []
     first = dict(zip(means[0], means[1], strict=True)) if means else {key: of[0] for key, of in varied.items()}
     lines = []

@@ -35,6 +35,10 @@ NARROW = {
     "activation_gradients": ("backward", ".out", "the gradients of what comes out of"),
     "weight_gradients": ("weight_grad", ".kernel", "the weight gradients of"),
 }
+FORMATS = ("compute", "forward", "backward", "weights", "weight_grad", "mu", "nu")  # keys of `precision`
+UNSEEN = (
+    "What the narrow formats lose is not known: the numerics were not recorded. metrics.numerics_every=250 does that."
+)
 SATURATED = (0.01, 0.1)  # share of a tensor: from which on to look closer, and from which on it is bad
 LOST = (0.01, 0.1)  # the same for the RMS of what becomes zero, as a share of the tensor's
 
@@ -210,10 +214,18 @@ def healthy(h: History) -> Answer:
     stopped = [text for text in texts if text.startswith("stopped")]
     if stopped:
         return Answer(question, BAD, f"The watchdog stopped it: {stopped[-1].removeprefix('stopped: ')}.")
+    if not listed and not h.looks and is_narrow(h.settings):
+        return Answer(question, UNRATED, f"No step was skipped, nothing rolled back, no spike, no stall. {UNSEEN}")
     if not listed:
         return Answer(question, lost, f"No step was skipped, nothing rolled back, no spike, no stall.{numerics}")
     grade = BAD if skipped > 0.01 * len(h.rows) or lost == BAD else FAIR
     return Answer(question, grade, f"In {len(h.rows):,} steps: {listed}; see the events below.{numerics}")
+
+
+def is_narrow(settings: Mapping[str, Any]) -> bool:
+    """Whether anything of a run, by its dotted settings, has a format with less range or fewer digits than FP32."""
+    formats = (settings.get(f"precision.{key}") for key in FORMATS)
+    return any(form not in (None, "fp32") for form in formats)
 
 
 class Loss(NamedTuple):

@@ -92,7 +92,8 @@ def check_start(run_dir: Path, source: str, step: int | None, init_from: str | N
     if step is not None and step not in there:
         raise UserError(
             f"resume.step={step}, but resume={source} has checkpoints of steps {', '.join(map(str, there))}; a run "
-            "keeps its newest checkpoint.keep, and the best one: a larger checkpoint.keep leaves more to start from"
+            "saves one every checkpoint.every steps and at its end, and keeps the newest checkpoint.keep and the best: "
+            "set these in a run that is to be forked"
         )
 
 

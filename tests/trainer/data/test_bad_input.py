@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import requests
+import tiktoken
 
 from scripts.prepare_data import main
 from trainer.assembly.data import build_data
@@ -66,20 +68,27 @@ def test_a_file_that_is_not_text_is_named_with_the_offset(tmp_path, data, messag
 
 
 @pytest.mark.parametrize("name", ["img/photo.png", "broken.txt"])
-def test_a_directory_with_something_else_is_told_the_patterns_of_all_its_text(tmp_path, name):
+def test_a_directory_with_something_else_is_told_all_of_it_and_what_takes_the_rest(tmp_path, name, capsys):
     (tmp_path / "img").mkdir()
     file(tmp_path, b"\x89PNG\xff\0", name)
-    file(tmp_path, b"\xff\xd8\0", "img/scan.jpg")
+    file(tmp_path, gzip.compress(b"text"), "img/scan.gz")
     for kind in ("txt", "jsonl", "parquet"):
         file(tmp_path, "words", f"b.{kind}")
     other = file(tmp_path.parent, "words", "other.txt")
-    with pytest.raises(UserError, match="not text") as caught:
+    with pytest.raises(UserError, match="2 files are not text") as caught:
         open_corpus(TextSource((str(tmp_path), str(other))), tmp_path)
-    kinds = ",".join(f"{tmp_path}/**/*.{kind}" for kind in ("jsonl", "parquet", "txt"))
-    # a pattern for broken.txt would take it again, or leave out what is text
-    instead = f", by patterns: 'data.paths=[{kinds},{other}]'" if name != "broken.txt" else ""
-    assert str(caught.value).endswith(f"convert it to UTF-8, or leave it out of data.paths{instead}")
+    assert f"{tmp_path / name} (byte 0x89 at offset 0 is not UTF-8)" in str(caught.value)
+    assert f"{tmp_path}/img/scan.gz (gzip: byte 0x8b at offset 1 is not UTF-8)" in str(caught.value)
+    kinds = [f"{tmp_path}/**/*.{kind}" for kind in ("jsonl", "parquet", "txt")]
+    # a pattern for broken.txt would take it again, so the others of that name are listed
+    kinds = [*kinds[:2], f"{tmp_path}/b.txt"] if name == "broken.txt" else kinds
+    left = "convert them to UTF-8, or leave them out of data.paths, by patterns: "
+    assert str(caught.value).endswith(f"{left}'data.paths=[{','.join([*kinds, str(other)])}]'")
     assert "\n" not in str(caught.value)
+    assert main(["files", str(tmp_path), str(other), "--cache-dir", str(tmp_path / "cache")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: 2 files are not text: ")
+    assert told.endswith(f"leave them out, by patterns: {' '.join(map(repr, [*kinds, str(other)]))}\n")
 
 
 def test_braces_are_spelled_out(tmp_path):
@@ -92,7 +101,11 @@ def test_braces_are_spelled_out(tmp_path):
 
 def test_a_compressed_file_is_recognised(tmp_path):
     path = file(tmp_path, gzip.compress(b"text" * 100), "a.txt.gz")
-    fails(TextSource((str(path),)), tmp_path, r"a\.txt\.gz is not text but gzip .*; decompress it first")
+    fails(
+        TextSource((str(path),)),
+        tmp_path,
+        r"txt\.gz is not text but gzip .*; decompress it first, or leave it out of data",
+    )
 
 
 def test_a_character_across_two_blocks_is_fine(tmp_path):
@@ -248,5 +261,20 @@ def test_the_command_ends_with_2_and_one_line_for_what_a_user_got_wrong(tmp_path
     args = [sys.executable, "-m", "scripts.prepare_data", "text", "nothing.txt", "--cache-dir", str(tmp_path)]
     done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"there is no file nothing.txt (looked from {ROOT}); correct data.paths"]
+    assert done.stderr.splitlines() == [f"error: there is no file nothing.txt (looked from {ROOT}); correct data.paths"]
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_tokenizer_that_cannot_be_downloaded_names_that_of_the_weights(tmp_path, monkeypatch, has_tokenizer):
+    def offline(name):
+        raise requests.ConnectionError
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    if has_tokenizer:
+        file(tmp_path, "{}", "tokenizer.json")
+    text = file(tmp_path, "words")
+    settings = ["data=text", f"data.paths=[{text}]", f"init_from={tmp_path}", f"data.cache_dir={tmp_path}/cache"]
+    with pytest.raises(UserError, match="'gpt2' is not on this machine and could not be downloaded") as caught:
+        build_data(compose_config(settings))
+    assert str(caught.value).endswith(f"; that of the weights is data.tokenizer={tmp_path}") == has_tokenizer

@@ -1,6 +1,7 @@
 """Runs beside each other, however many: the best first, what was varied, and where the page goes."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -180,6 +181,21 @@ def test_a_best_value_at_an_end_of_those_tried_is_told(tmp_path, losses, told, c
     main(Arguments(rates(tmp_path, losses)))
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("the best ")] == told
     assert all(line in (tmp_path / "compare.html").read_text() for line in told)
+
+
+def test_a_fork_beside_its_parent_has_tried_no_values(tmp_path, capsys):
+    folder = rates(tmp_path, [(0.1, 3.0), (0.3, 2.0)])
+    forked = next(path for path in Path(folder).glob("*/environment.txt"))
+    forked.write_text(forked.read_text() + "forked from: runs/a after step 80\n")
+    main(Arguments(folder, "no"))
+    assert "try larger" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("other", "is_told"), [(1.7, True), (1.4, False)])
+def test_where_the_means_have_another_best_than_the_runs_it_is_told(tmp_path, other, is_told, capsys):
+    main(Arguments(rates(tmp_path, [(0.1, 3.0), (0.2, 1.5), (0.2, 3.0), (0.3, 1.6), (0.3, other)]), "no"))
+    told = "by the mean over seeds optimizer.lr=0.3 is the best; that one run of other settings is better may be chance"
+    assert (told in capsys.readouterr().out.splitlines()) == is_told
 
 
 def test_a_longer_run_is_no_better_value_of_a_key(tmp_path, capsys):

@@ -82,6 +82,20 @@ def test_whether_it_is_healthy(events, more, grade, says):
     assert (answer.grade, says in answer.text) == (grade, True), answer
 
 
+@pytest.mark.parametrize(
+    ("config", "numerics", "grade", "says"),
+    [
+        (FP8, (), UNRATED, "the numerics were not recorded. metrics.numerics_every=250"),
+        ("precision: {compute: bf16}", (), UNRATED, "not recorded"),
+        ("precision: {compute: fp32, forward: null, mu: fp32}", (), GOOD, "no stall."),
+        (FP8, tensor(saturated=0.0), GOOD, "no stall."),
+    ],
+)
+def test_narrow_formats_that_nobody_looked_at_are_not_called_healthy(config, numerics, grade, says):
+    answer = healthy(history(rows(FALLING), config=config, **({"numerics": numerics} if numerics else {})))
+    assert (answer.grade, says in answer.text) == (grade, True), answer
+
+
 def test_the_loss_is_put_beside_blind_guessing_other_compressors_and_how_often_the_text_was_read():
     found = rows(FALLING, {100: 2.0})
     found[-1] |= {"val/bits_per_byte": 2.5, "val/xz_bits_per_byte": 3.25}
