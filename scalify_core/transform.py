@@ -19,7 +19,7 @@ import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 import scalify_core.rules  # noqa: F401  (fills the table)
-from scalify_core import interpreter, measured
+from scalify_core import interpreter, measured, pullbacks
 from scalify_core.arguments import Arguments
 from scalify_core.array import asarray, gradients_like, is_scaled_array, is_unreadable, read, say_unreadable, trusted
 from scalify_core.measured.residuals import Logical, Residuals
@@ -235,14 +235,15 @@ def _differentiable(
                 given = dict(zip(wanted, xs, strict=True))
                 return fun(*(given.get(i, x) for i, x in enumerate(leaves)))
 
-            return jax.vjp(of_wanted, *(leaves[i] for i in wanted))
+            out, pullback, constants = pullbacks.vjp(of_wanted, *(leaves[i] for i in wanted))
+            return out, (pullback, _Numbers(constants))
 
         return _differentiable(fun_and_pullback, how, reporter, pulled=backward, own=own)
 
     @functools.cache
     def backward(tree: Any) -> Callable:
         def pulled(*leaves: Any) -> Any:
-            pullback, cotangent = jax.tree.unflatten(tree, leaves)
+            (pullback, _), cotangent = jax.tree.unflatten(tree, leaves)
             return pullback(cotangent)
 
         return pulled
@@ -258,20 +259,21 @@ def _differentiable(
         if pulled is not None:
             # The residuals among the results are kept as where this is not differentiated.
             out = jax.tree.unflatten(jax.tree.structure(out, _is_leaf), jax.tree.leaves(scaled(*leaves), _is_leaf))
-        return out, (pullback, leaves, _Wanted(wanted))
+        return out, (pullback, leaves, _Numbers(wanted))
 
     def bwd(residuals: Any, cotangent: Any) -> Any:
         pullback, primals, wanted = residuals
+        pullbacks.refuse(pullback[1].of, [_is_known_zero(x) for x in jax.tree.leaves(cotangent, is_leaf=_is_leaf)])
         cotangent = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
         leaves, tree = jax.tree.flatten((pullback, cotangent), is_leaf=_is_leaf)
         residual = len(jax.tree.leaves(pullback, is_leaf=_is_leaf))
         gradients = list(map(trusted, pull(tree, residual)(*leaves)))
-        of = [primals[i] for i in wanted.leaves]
-        found = gradients_like([_array(x) for x in of], gradients, [name(i) for i in wanted.leaves])
+        of = [primals[i] for i in wanted.of]
+        found = gradients_like([_array(x) for x in of], gradients, [name(i) for i in wanted.of])
         found = [Logical(g, x.dtype) if type(x) is Logical else g for x, g in zip(of, found, strict=True)]
         if reporter is not None:
             reporter.call_is_done(found)
-        by_leaf = dict(zip(wanted.leaves, found, strict=True))
+        by_leaf = dict(zip(wanted.of, found, strict=True))
         return tuple(by_leaf.get(i) for i in range(len(primals)))
 
     # Which arguments are differentiated: of the others, no gradient is computed, nor is it said that it is lost.
@@ -281,10 +283,10 @@ def _differentiable(
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """The numbers of the leaves that are differentiated."""
+class _Numbers:
+    """The numbers of leaves: of those that are differentiated, or of results that have no gradient."""
 
-    leaves: tuple[int, ...]
+    of: tuple[int, ...]
 
 
 def _is_leaf(x: Any) -> bool:
@@ -306,6 +308,10 @@ def _is_perturbed(primal: Any) -> bool:
 
 def _is_symbolic_zero(x: Any) -> bool:
     return isinstance(x, SymbolicZero)
+
+
+def _is_known_zero(x: Any) -> bool:
+    return all(map(_is_symbolic_zero, jax.tree.leaves(x, is_leaf=_is_symbolic_zero)))
 
 
 def _instantiated(x: Any) -> Any:

@@ -257,7 +257,7 @@ def _has_mask(eqn: Any, formats: Sequence[Format], origins: Mapping[Any, exact.O
 
 
 def _is_in_float32(eqn: Any, formats: Sequence[Format], fmt: np.dtype, origins: Mapping[Any, exact.Origins]) -> bool:
-    """Whether a product is left in FP32: one that adds nothing up, or has an operand of plain FP32 that is rounded.
+    """Whether a product is left in FP32: of plain FP32 that is rounded, of the highest precision, or of one term.
 
     JAX promotes FP16 times FP32 to FP32, and so does this: who gives a table, a time or data as plain FP32 means all of
     its digits. What FP16 holds as it is, such as a mask or a one-hot vector, is read in FP16.
@@ -268,7 +268,9 @@ def _is_in_float32(eqn: Any, formats: Sequence[Format], fmt: np.dtype, origins: 
             return False
         return type(atom) is Literal or not exact.holds(fmt, origins.get(atom))
 
-    return contracted_size(eqn) < 2 or any(map(is_rounded, eqn.invars[:2], formats))
+    # Of the user's, and of the derivatives of `jnp.linalg`: plain code of FP16 has FP32 there.
+    in_full = eqn.params["precision"] == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    return in_full or contracted_size(eqn) < 2 or any(map(is_rounded, eqn.invars[:2], formats))
 
 
 def product_format(formats: Sequence[Format], eqn: Any) -> Format:

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from propagated import scalify
 
-from scalify_core import ScaledArray, asarray, scales
+from scalify_core import ScaledArray, as_scaled_array, asarray, scales
 
 EXPONENTS = range(-120, 121, 5)
 A, B = (np.asarray(jax.random.normal(jax.random.key(k), (4, 8))) for k in range(2))
@@ -156,3 +156,11 @@ def test_scales_of_numbers_and_of_zeros_are_told_apart():
     (found,) = scales.as_numbers([scales.Multiple(zeros, 2.0**90)])
     assert float(found) == scales.MIN_SCALE
     assert lax.lt(scales.ratio(jnp.float32(2.0**-100), jnp.float32(2.0**100)), np.float32(2.0**-125))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("number", [1.72e38, 1.9e38, 3.3e38])
+def test_numbers_near_the_largest_of_float32_have_a_scale(number, dtype):
+    x = as_scaled_array(jnp.full(4, number, jnp.float32), dtype=dtype)
+    np.testing.assert_allclose(asarray(x), np.full(4, number, np.float32), rtol=2.0**-8)
+    assert float(x.scale) <= 2.0**126

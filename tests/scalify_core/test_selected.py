@@ -151,3 +151,24 @@ def test_only_what_reads_each_element_once_is_in_float32():
     assert "HIGHEST" in chosen
     asked = product(lambda s: jnp.einsum("bc,bc->b", mask.astype(s.dtype), jnp.tanh(s), precision="high"))
     assert "HIGHEST" not in asked
+
+
+def test_a_product_of_the_highest_precision_is_in_float32_and_so_is_its_gradient():
+    s = as_scaled_array(normal(0, 8, 8), dtype=HALF)
+
+    def products(fun):
+        text = jax.jit(scalify(jax.grad(fun))).lower(s).as_text()
+        return [line for line in text.splitlines() if "dot_general" in line]
+
+    asked = products(lambda s: jnp.sum(jnp.tanh(jnp.dot(jnp.tanh(s), s, precision="highest"))))
+    assert len(asked) == 3
+    assert not any("f16>" in line for line in asked)
+    assert all("f16>" in line for line in products(lambda s: jnp.sum(jnp.tanh(jnp.tanh(s) @ s))))
+
+
+def test_derivatives_of_linear_algebra_are_what_plain_float32_gives():
+    """Their products ask for the highest precision; plain code of FP16 casts to FP32 before."""
+    fun = lambda a, b: jnp.sum(jnp.linalg.lstsq(a, b)[0] ** 2)
+    a, b = as_scaled_array((normal(0, 12, 6), normal(1, 12)), dtype=HALF)
+    found, expected = asarray(scalify(jax.grad(fun))(a, b)), jax.grad(fun)(asarray(a), asarray(b))
+    assert jnp.linalg.norm(found - expected) < 2.0**-11 * jnp.linalg.norm(expected)
