@@ -187,7 +187,7 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
     digests = [file.digest for file in files]
     told = {"paths": list(source.paths), "digests": digests, "formats": {kind: len(some) for kind, some in groups}}
     description = {"kind": "text"} | asdict(source) | told
-    name = files[0].path.stem if len(files) == 1 else files[0].path.absolute().parent.name
+    name = files[0].path.stem if len(files) == 1 else folder_of(source.paths[0], files[0].path)
     if [kind for kind, _ in groups] == ["text"] and len(files) == 1:
         if source.max_documents is not None:
             raise UserError(
@@ -209,6 +209,12 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
             parts = [(kind, [file.digest for file in some]) for kind, some in groups]
             content = fingerprint("mixed", parts, source.column, source.max_documents)
     return Corpus(name, description, content, lambda position: apart(read_groups(groups, source, position), len(files)))
+
+
+def folder_of(given: str, first: Path) -> str:
+    """The name of the directory that was given, or else that the first file is in."""
+    folder = Path(given).expanduser()
+    return (folder if folder.is_dir() else first.parent).absolute().name
 
 
 def read_groups(groups: Sequence[tuple[Format, list[File]]], source: TextSource, position: Position) -> Iterator[Rows]:
