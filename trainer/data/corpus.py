@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.data.files import File, Format, NoColumn, apart, examine, expand, format_of
+from trainer.data.files import File, Format, NoColumn, apart, examine, expand, folder_of, format_of
 from trainer.data.jsonl import read_jsonl
 from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import LINE_START
@@ -209,12 +209,6 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
             parts = [(kind, [file.digest for file in some]) for kind, some in groups]
             content = fingerprint("mixed", parts, source.column, source.max_documents)
     return Corpus(name, description, content, lambda position: apart(read_groups(groups, source, position), len(files)))
-
-
-def folder_of(given: str, first: Path) -> str:
-    """The name of the directory that was given, or else that the first file is in."""
-    folder = Path(given).expanduser()
-    return (folder if folder.is_dir() else first.parent).absolute().name
 
 
 def read_groups(groups: Sequence[tuple[Format, list[File]]], source: TextSource, position: Position) -> Iterator[Rows]:
