@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.data.files import File, Format, NoColumn, apart, examine, expand, format_of
+from trainer.data.files import File, Format, NoColumn, apart, examine, expand, folder_of, format_of
 from trainer.data.jsonl import read_jsonl
 from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import LINE_START
@@ -187,7 +187,7 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
     digests = [file.digest for file in files]
     told = {"paths": list(source.paths), "digests": digests, "formats": {kind: len(some) for kind, some in groups}}
     description = {"kind": "text"} | asdict(source) | told
-    name = files[0].path.stem if len(files) == 1 else files[0].path.absolute().parent.name
+    name = files[0].path.stem if len(files) == 1 else folder_of(source.paths[0], files[0].path)
     if [kind for kind, _ in groups] == ["text"] and len(files) == 1:
         if source.max_documents is not None:
             raise UserError(

@@ -107,6 +107,12 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
     return found
 
 
+def folder_of(given: str, first: Path) -> str:
+    """The name of the directory that was given, or else that the first file is in."""
+    folder = Path(given).expanduser()
+    return (folder if folder.is_dir() else first.parent).absolute().name
+
+
 def format_of(path: Path, given: Format | None) -> Format:
     """The format of a file: by the end of its name, or the given one where the name says nothing.
 

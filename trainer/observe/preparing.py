@@ -41,10 +41,10 @@ def shown(
 
 
 def line(progress: Progress) -> str:
-    """One line: share done where it is known, counts, rate."""
+    """One line of what is done: share where it is known, counts, rate."""
     share = "" if progress.fraction is None else f"{progress.fraction:.0%}, "
     rate = progress.new_tokens / max(progress.seconds, 1e-9)
     return (
-        f"preparing data: {share}{progress.documents:,} documents, {progress.tokens:,} tokens, "
+        f"preparing data, so far: {share}{progress.documents:,} documents, {progress.tokens:,} tokens, "
         f"{progress.bytes / 1e6:,.1f} MB, {rate / 1e6:.2f}M tokens/s"
     )

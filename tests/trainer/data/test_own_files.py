@@ -144,3 +144,13 @@ def test_of_few_files_the_end_is_the_validation_part(count, tmp_path):
     folder.with_suffix(".jsonl").write_text(lines(texts))
     rows = Manifest.load(prepare(TextSource((str(folder.with_suffix(".jsonl")),)), "byte", tmp_path / "cache"))
     assert [rows.tokens(split) for split in ("train", "val")] == [manifest.tokens(split) for split in ("train", "val")]
+
+
+def test_prepared_data_are_called_by_the_directory_that_was_given(tmp_path):
+    deep = tmp_path / "books" / "deep"
+    deep.mkdir(parents=True)
+    for name in ("a.txt", "b.txt"):
+        (deep / name).write_text("words " * 50)
+    for given in ("books/", "books/**/*.txt"):
+        corpus = open_corpus(TextSource((f"{tmp_path}/{given}",)), tmp_path)
+        assert corpus.name == ("books" if given == "books/" else "deep")
