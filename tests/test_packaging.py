@@ -14,6 +14,7 @@ import yaml
 
 from scripts.faults.chaos import SMALL
 from trainer import __version__
+from trainer.text import laid_over
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("configs", "scripts", "trainer", "scalify_core")
@@ -78,7 +79,8 @@ def test_the_installed_command_prints_the_configuration(command, tmp_path):
 
 
 def test_the_installed_command_trains_in_any_directory(command, tmp_path):
-    args = [*SMALL, "train.steps=2", "train.final_eval_batches=1", "sample.max_new=0", "tracker=jsonl", "run_dir=A"]
+    few = ["train.steps=2", "train.final_eval_batches=1", "sample.max_new=0", "tracker=jsonl", "run_dir=A"]
+    args = laid_over(SMALL, few)
     args.append(f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}")
     done = run(command, *args, cwd=tmp_path, JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stderr

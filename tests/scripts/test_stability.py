@@ -111,7 +111,7 @@ def test_a_short_study_tells_a_rate_that_trains_from_one_that_does_not_and_goes_
     args = Arguments(
         "fp32",
         seeds=1,
-        lr="1,1000",
+        lr="1,100000",
         steps=40,
         batch_tokens=64,
         evaluations=4,
