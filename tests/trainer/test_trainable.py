@@ -132,7 +132,7 @@ def test_devices_do_not_send_each_other_what_is_not_trained():
 
 def test_a_state_with_other_moments_is_refused_with_what_to_do():
     w = only("embeddings")
-    meta = {"config": {"train": {}}}
+    meta = {"config": {"train": {}}}  # of a run before there was the key
     with pytest.raises(UserError, match=r"resume=A was trained with train.trainable=\[\], this is .*\[embeddings\]: "):
         check_same_trainable("A", meta, w)
     check_same_trainable("A", meta, only())

@@ -138,7 +138,7 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
     model = build_model(c.model, policy, data.tokenizer.vocab_size, rows, own_model)
     check_split(model, mesh)
     optimizer, kernels = build_optimizer(c.optimizer), build_kernels(c)
-    task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, c.train.trainable)
+    task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, c.train.trainable or ())
     check_trainable(task)
     return Workload(task, data, c.seed)
 

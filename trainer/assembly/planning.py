@@ -52,7 +52,7 @@ def build_plan(
     check_split(model, mesh)
     kernels = Kernels.of(c.deterministic, cached=c.compile_cache is not None)
     reduce, optimizer = build_reduce(c.parallel), build_optimizer(c.optimizer)
-    task = Task(model, c.optimizer.name, optimizer, mesh, reduce, kernels, c.train.trainable)
+    task = Task(model, c.optimizer.name, optimizer, mesh, reduce, kernels, c.train.trainable or ())
     check_trainable(task)
     other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))
 

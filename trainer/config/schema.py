@@ -168,7 +168,7 @@ class Train:
     steps: Positive
     batch_tokens: Positive
     accum: Positive
-    trainable: tuple[str, ...]
+    trainable: tuple[str, ...] | None
     log_every: Positive
     eval_every: Natural
     eval_batches: Positive

@@ -11,7 +11,8 @@ that fall under load, but for what the shares of published measurements have of 
 References:
     [1] cuBLASLt on an H100 SXM, E4M3 8192 x 8192 x 8192: 1,600 to 1,630 TFLOP/s (0.81); by PyTorch's _scaled_mm 1,175
         (0.59): measurements of 16 GPUs, published as `reports_cublaslt_fp8_crosscheck_20260524` (gitea.d-robotics.cc).
-    [2] S. Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS: H100 SXM, BF16, 794 TFLOP/s (0.80).
+    [2] S. Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS: H100 SXM, BF16, 794 TFLOP/s (0.80),
+        quoted from memory.
     [3] FlashAttention-3 (arXiv 2407.08608), cuDNN on an H100 SXM, head dim 64, 1024 tokens: forward 258 TFLOP/s causal;
         backward 348 without a mask, for a causal one nothing is published.
     [4] Copies and triads on an H100 SXM: 3.0 to 3.1 TB/s (0.92).

@@ -178,7 +178,7 @@ def check_same_precision(source: str, theirs: Policy, ours: Policy, otherwise: s
 
 def check_same_trainable(run: str, meta: Mapping[str, Any], task: Task) -> None:
     """Refuse the state of another run that has moments of other parameters."""
-    before = tuple(meta["config"]["train"].get("trainable", ()))
+    before = tuple(meta["config"]["train"].get("trainable") or ())
     if task._replace(trainable=before).trained_roles != task.trained_roles:
         theirs, ours = (f"train.trainable=[{','.join(names)}]" for names in (before, task.trainable))
         raise UserError(

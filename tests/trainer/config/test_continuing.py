@@ -1,8 +1,10 @@
 """A run is continued or forked by its directory alone, and a sweep is checked whole before its first job."""
 
 import dataclasses
+import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -136,6 +138,15 @@ def test_the_home_directory_is_written_out(monkeypatch):
         "data.paths=[/home/me/a, /home/me/b/*.txt,c~,d~/e,'~/f']",
     ]
     assert compose_config(["data=text", "data.paths=[~/a,b]"]).data.paths == ("/home/me/a", "b")
+
+
+@pytest.mark.parametrize("model", ["gpt2_nano", "llama_nano"])
+def test_what_runs_saved_is_read_by_every_later_version(model):
+    """`saved.json` has configurations as they were on 2026-11-23; it is never renewed, so a new key may be null."""
+    tree = json.loads(Path(__file__).with_name("saved.json").read_text())[model]
+    found = from_saved(Config, tree)
+    assert (found.model.name, found.run_dir) == (model, "old")
+    assert from_saved(Config, to_tree(found)) == found
 
 
 def test_what_was_saved_before_a_key_existed_is_read_with_null_where_that_is_valid():
