@@ -9,6 +9,7 @@ from trainer.assembly.objects import build_learning_rates, decides_rates
 from trainer.config import schema
 from trainer.config.fields import from_saved, to_tree
 from trainer.models.own import OWN
+from trainer.parallel.replicas import LocalStep
 from trainer.report.history import FORKED, WEIGHTS
 from trainer.report.messages import describe, schedule_change
 from trainer.run.checkpoint import Restored
@@ -18,7 +19,7 @@ from trainer.run.vocabulary import describe_embeddings
 from trainer.workload import Workload
 
 
-def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None = None) -> list[str]:
+def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | LocalStep | None = None) -> list[str]:
     """What is about to be trained, a line each; with the memory that a compiled step needs."""
     lines = describe(
         w,

@@ -1,6 +1,5 @@
 """The periodic jobs that every run has: numerics, evaluation, samples, rescale, pictures, checkpoint."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +8,7 @@ import jax
 
 from scalify_core import weights
 from trainer.observe.records import read_rows
+from trainer.parallel.replicas import with_params
 from trainer.run.periodic import BrokenOff, Moment, Periodic, Phase
 from trainer.step.evaluate import Evaluation
 from trainer.step.state import TrainState
@@ -50,6 +50,20 @@ def mixture(every: int, seen: Callable[[int], Mapping[str, Mapping[str, float]]]
     return Periodic("mixture", every, run)
 
 
+def exchanged(every: int, bytes_up_to: Callable[[int], float], bytes_of_step: float) -> Periodic:
+    """What replicas with local steps have sent each other so far: `wire/exchanged_mib`, and `wire/times_fewer`.
+
+    `bytes_up_to` takes the step; `bytes_of_step` are those of FP32 gradients, which `times_fewer` compares with.
+    """
+
+    def run(moment: Moment) -> Mapping[str, float]:
+        sent = bytes_up_to(moment.step)
+        found = {"wire/exchanged_mib": sent / 2**20}
+        return found | ({"wire/times_fewer": bytes_of_step * moment.step / sent} if sent else {})
+
+    return Periodic("exchanged", every, run)
+
+
 def samples(every: int, sample: Callable[[Any], str]) -> Periodic:
     """A text that the model writes; `sample` makes it of the parameters."""
     return Periodic("samples", every, lambda moment: moment.text("samples", sample(moment.params)))
@@ -84,7 +98,7 @@ def make_rescale(task: Task, batch: Tokens) -> Callable[[TrainState], tuple[Trai
         if not out_of_range(params, 0.5, 2.0).keys() & matrices and not out_of_range(params, 2.0**-8, 2.0**8):
             return None
         found = out_of_range(params, 1.0, 1.0)
-        new = dataclasses.replace(state, params=weights.rescale_params(params, 1.0, 1.0))
+        new = with_params(state, weights.rescale_params(params, 1.0, 1.0))
         listed = [f"{path} 2^{math.log2(power):g}" for path, power in found.items()]
         listed[4:] = ["..."] if len(listed) > 4 else []
         text = f"new scales for {len(found)} weights, their data's RMS being {', '.join(listed)}; compiled anew"
