@@ -5,9 +5,9 @@ python -m scripts.studies.local out=runs/local seeds=3 steps=600 \\
 
 A way is keys of the trainer's group `parallel` with their values, joined by +, or of another group by their whole names
 (`optimizer.lr=8e-3`); what it does not give is of `parallel=local`. `data` is the run without replicas, with which the
-others are compared: same first weights, same batches, same schedule. All replicas are computed on the first device, where they have the bits that they have anywhere;
-the inner step is compiled once for all ways. A finished run is a JSON line in OUT/runs.jsonl; called again, the study
-continues. OUT/table.md is written anew after each.
+others are compared: same first weights, same batches, same schedule. All replicas are computed on the first device,
+where they have the bits that they have anywhere; the inner step is compiled once for all ways. A finished run is a JSON
+line in OUT/runs.jsonl; called again, the study continues. OUT/table.md is written anew after each.
 """
 
 import dataclasses
