@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from scalify_core import tree, weights
 from trainer.data.hf_tokenizer import first_difference, ids_beside
@@ -15,6 +16,8 @@ from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.functional import Params
 from trainer.models.specs import FIRST
+from trainer.parallel.mesh import replicated
+from trainer.parallel.replicas import resized
 from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.step.leaves import as_saved
@@ -139,7 +142,7 @@ def starting_point(
     """
     if own.steps():
         check_same_precision(f"run_dir={run_dir}", policy_of(own.meta()), w.model.policy)
-        return own.restore(abstract_state(w.task))
+        return restore_replicas(own, w.task)
     if source in ("auto", "none"):
         return Restored(0, first(), {})
     with Checkpointer.reading(Path(source) / "checkpoints") as theirs:
@@ -157,6 +160,21 @@ def starting_point(
         found = theirs.restore(abstract_state(w.task.in_precision(policy)), step)
     state = found.state if policy == w.model.policy else convert_state(w.task, found.state, policy, w.seed)
     return Restored(found.step, state, {k: v for k, v in found.meta.items() if k != "tracker_id"})
+
+
+def restore_replicas(own: Checkpointer, task: Task) -> Restored:
+    """The newest state of a run that goes on, perhaps with another number of replicas; see `replicas.resized`."""
+    before = own.meta()["config"]["parallel"].get("local")
+    if task.local is None or before is None or before == task.local.replicas:
+        return own.restore(abstract_state(task))
+    first = Mesh(task.mesh.devices[:1, :1, :1, :1], task.mesh.axis_names, axis_types=task.mesh.axis_types)
+    then = task._replace(local=task.local._replace(replicas=before, participants=before), mesh=first)
+    everywhere = replicated(task.mesh)  # their number need not be one that the devices divide
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), abstract_state(then))
+    found = own.restore(like)
+    placed = jax.tree.map(lambda x: x.sharding, abstract_state(task))
+    resize = jax.jit(resized, static_argnums=1, out_shardings=placed)
+    return found._replace(state=resize(found.state, task.local.replicas))
 
 
 def policy_of(meta: Mapping[str, Any]) -> Policy:
