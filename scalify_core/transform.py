@@ -149,7 +149,7 @@ class _ClosesOverTracers(Exception):
 
 
 def _opened(traced: Any) -> tuple[list[Any], Callable]:
-    """The values that a traced function closes over, and the function of them and the leaves: so they have gradients."""
+    """The values that a traced function closes over, and the function of them and the leaves: they have gradients."""
     jaxpr, tree = traced.jaxpr, jax.tree.structure(traced.out_info)
     closed_over = traced.closure_convert()[0][len(jaxpr.consts) :]
     return closed_over, lambda *xs: jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs))
@@ -165,7 +165,7 @@ def _opened_plain(fun: Callable, leaves: Sequence[Any], closed_over: Sequence[An
 
 
 def _narrow(plain: Plain | None, jaxpr: Any, leaves: Sequence[Any]) -> Narrow | None:
-    """The trace of plain code of a function of the leaves, if that may tell anything about the products of its jaxpr."""
+    """The trace of plain code of a function of the leaves, if that may tell anything of the products of its jaxpr."""
     formats = [x.dtype for x in leaves if is_scaled_array(x) or type(x) is Logical]
     if plain is None or not any(map(is_narrow, formats)) or not asked.has_products(jaxpr):
         return None
@@ -194,8 +194,9 @@ def _evaluated(
 ) -> Any:
     """Trace `fun` of the leaves in float32, and evaluate it with their scales.
 
-    `plain`: how it is traced as plain code, None where what that has in FP32 does not matter. `pulled`: of a function that gives a pair, of which the second is of residuals for this backward pass; `own`: how
-    many leaves are residuals, so that their scales need not be read (`cotangents`).
+    `plain`: how it is traced as plain code, None where what that has in FP32 does not matter. `pulled`: of a function
+    that gives a pair, of which the second is of residuals for this backward pass; `own`: how many leaves are residuals,
+    so that their scales need not be read (`cotangents`).
     """
     with _collector_paused():
         traced = traced_in_float32(fun, leaves)

@@ -74,7 +74,7 @@ def has_products(jaxpr: Any) -> bool:
 @per_jaxpr
 def _places(jaxpr: Any) -> tuple[tuple[int, Any], ...]:
     """The equations of a jaxpr that are products, or have some inside: their numbers and their keys."""
-    found = []
+    found: list[tuple[int, Any]] = []
     for i, eqn in enumerate(jaxpr.eqns):
         name = eqn.primitive.name
         if name in PRODUCTS:
