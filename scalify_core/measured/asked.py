@@ -71,6 +71,15 @@ def has_products(jaxpr: Any) -> bool:
     return bool(_places(jaxpr))
 
 
+def has_same_products(jaxpr: Any, plain: Any) -> bool:
+    """Whether all products of a jaxpr stand in the same order in the trace of plain code."""
+    places, others = _places(jaxpr), _places(plain)
+    if [key for _, key in places] != [key for _, key in others]:
+        return False
+    inner = ((_inner(jaxpr.eqns[i]), _inner(plain.eqns[j])) for (i, _), (j, _) in zip(places, others, strict=True))
+    return all(has_same_products(*pair) for both in inner for pair in zip(*both, strict=True))
+
+
 @per_jaxpr
 def _places(jaxpr: Any) -> tuple[tuple[int, Any], ...]:
     """The equations of a jaxpr that are products, or have some inside: their numbers and their keys."""
@@ -82,7 +91,7 @@ def _places(jaxpr: Any) -> tuple[tuple[int, Any], ...]:
             dims = next(str(x) for key, x in eqn.params.items() if key.endswith("dimension_numbers"))
             found.append((i, (name, shapes, dims)))
         elif any(map(_places, _inner(eqn))):
-            found.append((i, (name,)))
+            found.append((i, (name, len(_inner(eqn)))))
     return tuple(found)
 
 
