@@ -25,10 +25,11 @@ from scalify_core.measured.plan import CALLS, PRODUCTS, inner_jaxpr, scan_parts,
 
 _INNER = {**dict.fromkeys(CALLS, ("jaxpr", "call_jaxpr")), "scan": ("jaxpr",), "cond": ("branches",)}
 _INNER["while"] = ("cond_jaxpr", "body_jaxpr")
-_CASTS = {"astype", "convert_element_type", "asarray", "array"}  # functions of JAX by which a program asks for a dtype
-_PROMOTES = "promote_"  # so begin the names of functions that find a common dtype, in JAX and in Flax
+# Functions of JAX by which a program asks for a dtype. Sums of FP16 are FP32 in any case, and FP16 again afterwards.
+_CASTS = {"astype", "convert_element_type", "asarray", "array", "sum", "mean", "prod", "var", "nansum", "nanmean"}
+_PROMOTES = "promote_"  # so begin the names of functions of JAX and Flax that find a common dtype
 _BY_HAND = "custom_vjp.__call__"  # and by which it has a pullback of its own
-_JAX = os.path.dirname(jax.__file__)
+_JAX, _FLAX = os.path.dirname(jax.__file__), f"{os.sep}flax{os.sep}"
 _IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
@@ -217,12 +218,13 @@ def _is_request(eqn: Any, backward: bool) -> bool:
 
 
 def _called(eqn: Any) -> list[str]:
-    """The functions of JAX that an equation was made in, and the one that called them."""
+    """The functions of JAX that an equation was made in, and that of Flax which called them, if one did."""
     called = []
     for frame in [] if eqn.source_info.traceback is None else eqn.source_info.traceback.frames:
-        called.append(frame.function_name)
-        if not frame.file_name.startswith(_JAX):
-            break
+        if frame.file_name.startswith(_JAX):
+            called.append(frame.function_name)
+        else:
+            return [*called, frame.function_name] if _FLAX in frame.file_name else called
     return called
 
 

@@ -19,6 +19,11 @@ def wide(*xs):
     return [jnp.tanh(x.astype(F32)) for x in xs]
 
 
+def promote_to_float32(*xs):
+    """A name that a helper of a user's may have."""
+    return wide(*xs)
+
+
 def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
@@ -45,6 +50,8 @@ def preferred(x, w):
 PRODUCTS = {
     "matmul": lambda x, w: jnp.matmul(*wide(x, w)),
     "one of two": lambda x, w: jnp.tanh(x.astype(F32)) @ w,
+    "a helper": lambda x, w: jnp.matmul(*promote_to_float32(x, w)),
+    "sum": lambda x, w: jnp.tanh(jnp.sum(jnp.stack([x, x]), 0, dtype=F32) / 2) @ jnp.mean(w[None], 0, dtype=F32),
     "einsum": lambda x, w: jnp.einsum("ij,jk->ik", *wide(x, w)),
     "batched": lambda x, w: jnp.einsum("bij,bjk->bik", *wide(x.reshape(2, 8, 8), w.reshape(2, 8, 16))).reshape(8, 32),
     "conv": lambda x, w: conv(*wide(x, w)),
