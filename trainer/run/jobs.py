@@ -9,9 +9,9 @@ import jax
 
 from scalify_core import weights
 from trainer.observe.records import read_rows
-from trainer.precision.places import powers_to_place
 from trainer.run.periodic import BrokenOff, Moment, Periodic, Phase
 from trainer.step.evaluate import Evaluation
+from trainer.step.places import powers_to_place
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens
 from trainer.workload import Task, compile_step
