@@ -24,8 +24,11 @@ BY_DEFAULT = {
 
 
 def cases(wanted=lambda case: True):
-    """What a case compiles is used by all of its tests: they go to one worker."""
-    marks = [pytest.mark.xdist_group(f"primitives-{i % 16}") for i in range(len(CASES))]
+    """What a case compiles is used by all of its tests: they go to one worker. A sample has one of each primitive."""
+    marks = [
+        (pytest.mark.xdist_group(f"primitives-{i % 16}"), pytest.mark.kind(case=case.primitive))
+        for i, case in enumerate(CASES)
+    ]
     return [pytest.param(c, marks=m, id=str(c)) for c, m in zip(CASES, marks, strict=True) if wanted(c)]
 
 
