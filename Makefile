@@ -24,8 +24,9 @@ env: $(VENV)/.base
 gpu: $(VENV)/.base
 	@$(INSTALL) --extra gpu
 
-# A worker that dies ends the tests: groups of tests are not taken over by another, and would be waited for.
-RUN_TESTS = $(PYTHON) -m pytest -n 2 --dist loadgroup --max-worker-restart 0
+# The tests of a file share what they compile and what they have trained: they stay in one process. A worker that dies ends
+# the tests: its files are not taken over by another, and would be waited for.
+RUN_TESTS = $(PYTHON) -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 # Of a test function with more cases than this, so many and every value of every parameter; of what ARGS name, all.
 test: $(VENV)/.test

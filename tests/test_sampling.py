@@ -1,10 +1,13 @@
 """A sample of a family has every value of every axis, is the same every time, and leaves small families alone."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
 from sampling import number_of_cases, sampled
+
+TESTS = Path(__file__).parent
 
 
 def family(**axes):
@@ -77,7 +80,7 @@ def test_single():
 @pytest.fixture
 def outcome(pytester):
     """Run pytest on the families above, and return how many passed and what it printed."""
-    found = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"  # by a worker, too
+    found = f"import sys; sys.path.insert(0, {str(TESTS)!r})"  # by a worker, too
     pytester.makeconftest(f'{found}\npytest_plugins = ["sampling"]\n')
     pytester.makeini("[pytest]\ntestpaths = .\n")
     pytester.makepyfile(test_families=FAMILIES)
@@ -89,11 +92,22 @@ def outcome(pytester):
     return run
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "in a worker"])
-def test_what_a_sample_leaves_out_is_told_at_the_end(outcome, workers):
-    passed, said = outcome("--cases=2", *workers)
+def test_what_a_sample_leaves_out_is_told_at_the_end(outcome):
+    passed, said = outcome("--cases=2")
     assert passed == 4 + 3 + 4 + 1
     assert "a sample ran, 12 of 23 cases; all of them: make test-all" in said
+
+
+def test_workers_take_one_sample_and_the_tests_of_a_file_stay_in_one(outcome, pytester):
+    """With pytest and xdist as `make test` uses them: what a file's tests share is made once."""
+    pytester.makepyfile(test_other=FAMILIES)
+    (options,) = re.findall(r"^RUN_TESTS .* -m pytest (.*)$", (TESTS.parent / "Makefile").read_text(), re.MULTILINE)
+    passed, said = outcome("--cases=2", "-v", *options.split())
+    assert passed == 24
+    assert "a sample ran, 24 of 46 cases" in said
+    ran = set(re.findall(r"\[(gw\d)\].* PASSED (test_\w+)\.py", said))
+    assert {file for _, file in ran} == {"test_families", "test_other"}
+    assert len(ran) == 2
 
 
 @pytest.mark.parametrize(
