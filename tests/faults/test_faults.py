@@ -21,8 +21,6 @@ from trainer.observe.records import read_rows
 from trainer.run.rundir import RunDir
 from trainer.text import laid_over
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 STEPS = 60
 BAD = {"nan": [12], "corrupt": [38]}  # a batch with ids that no token has; weights that turn large
 ARGS = [

@@ -15,7 +15,6 @@ def found(tmp_path_factory):
     return measure(tmp_path_factory.mktemp("golden"))
 
 
-@pytest.mark.xdist_group("golden")
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_metrics_and_final_bits_are_those_that_were_kept(found, name):
     """If a change of the arithmetic is meant: `python tests/golden/cases.py`, and say which cases changed and why."""

@@ -29,7 +29,6 @@ def ends(out, stage):
     return json.loads((out / f"{stage}_jobs.json").read_text())
 
 
-@pytest.mark.xdist_group("gpu_study")
 @pytest.mark.parametrize("stage", ["bench124", "bench774", "bench1558", "precompile", "profile", "smoke", "parity"])
 def test_a_stage_runs_and_is_not_run_again(out, stage, monkeypatch, capsys):
     gpu.main(arguments(out, stage))
@@ -47,7 +46,6 @@ def test_a_stage_runs_and_is_not_run_again(out, stage, monkeypatch, capsys):
     assert "done before" in capsys.readouterr().out
 
 
-@pytest.mark.xdist_group("gpu_study")
 def test_memory_is_held_beside_the_plan(out):
     with pytest.raises(UserError, match=r"plan_fp32.txt is missing: first stage=plan"):
         gpu.main(arguments(out, "memory"))

@@ -75,10 +75,6 @@ def test_one_two_and_eight_devices_see_the_same_batches_and_losses(tmp_path):
         np.testing.assert_allclose(runs[devices], runs[1], rtol=1e4 * np.finfo(np.float32).eps)
 
 
-of_finished_run = pytest.mark.xdist_group("finished run")  # made once
-
-
-@of_finished_run
 @pytest.mark.parametrize(
     ("args", "names"),
     [
@@ -145,7 +141,6 @@ def finished_run(tmp_path_factory):
     return tmp_path, values(tmp_path / "A")
 
 
-@of_finished_run
 def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     tmp_path, rows = finished_run
     output = finish(trainer(tmp_path, "F", "train.steps=25", "resume=A", "tracker=jsonl"))
@@ -167,7 +162,6 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     assert abs(first["train/loss"] - trained) < abs(first["train/loss"] - fresh)
 
 
-@of_finished_run
 def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(finished_run):
     tmp_path, rows = finished_run
     shutil.copytree(tmp_path / "A", tmp_path / "M")
@@ -216,7 +210,6 @@ def test_dry_run_describes_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@of_finished_run
 def test_the_restored_checkpoint_is_the_one_saved(finished_run):
     tmp_path, _ = finished_run
     with Checkpointer.reading(tmp_path / "A" / "checkpoints") as checkpointer:
@@ -274,7 +267,6 @@ def test_ctrl_c_before_the_first_step_is_one_line_and_leaves_nothing(tmp_path, m
     assert not list(tmp_path.iterdir())
 
 
-@of_finished_run
 def test_fine_tuning_starts_from_a_hugging_face_directory(finished_run):
     tmp_path, rows = finished_run
     export = [sys.executable, "-m", "scripts.export", "run_dir=A", "out=exported"]
@@ -290,7 +282,6 @@ def test_fine_tuning_starts_from_a_hugging_face_directory(finished_run):
     assert read.encode("In the é").ids == list("In the é".encode())
 
 
-@of_finished_run
 @pytest.mark.parametrize("source", ["A", "of hugging face"])
 def test_a_model_takes_its_architecture_from_its_weights(finished_run, source):
     tmp_path, _ = finished_run
@@ -306,7 +297,6 @@ def test_a_model_takes_its_architecture_from_its_weights(finished_run, source):
     assert "nobody checked" not in done.stdout
 
 
-@of_finished_run
 def test_weights_are_given_another_tokenizer_and_go_on_in_another_precision(finished_run):
     tmp_path, _ = finished_run
     tokenizer = [sys.executable, "-m", "scripts.train_tokenizer", "embedded", "--vocab-size", "400", "--out", "swapped"]
@@ -352,7 +342,6 @@ def test_the_last_checkpoint_is_compared_on_the_batches_of_every_validation(tmp_
     assert line.endswith(": checkpoints, config.yaml")  # with tracker=none there is nothing else
 
 
-@of_finished_run
 def test_the_farewell_suggests_commands_that_work_as_they_stand(finished_run):
     tmp_path, _ = finished_run
     output = finish(trainer(tmp_path, "H", "train.steps=2", "tracker=jsonl"))

@@ -59,7 +59,6 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.xdist_group(__name__)
 @pytest.mark.parametrize("name", RUNS)
 def test_it_learns(runs, name):
     losses = [row["train/loss"] for row in values(runs / name)]

@@ -21,8 +21,6 @@ from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.step.optimizer import make_optimizer
 from trainer.workload import Model, Task, first_state
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=1, n_head=2, d_model=32)
 TWO = dataclasses.replace(SPEC, n_layer=2)
 LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
