@@ -39,7 +39,7 @@ from trainer.precision.policy import Policy
 from trainer.report.history import AS_TRAINED
 from trainer.run.rundir import write_atomically
 from trainer.step.state import TrainState
-from trainer.tasks.choose import choose
+from trainer.tasks.choose import BATCH, choose
 from trainer.tasks.examinee import Examinee
 from trainer.tasks.offline import ITEMS, write_for_harness
 from trainer.tasks.offline import TASKS as OFFLINE
@@ -58,7 +58,7 @@ class Arguments:
     tasks: str = argument(f"tasks in place of a loss: {', '.join(OFFLINE)}, or lm-evaluation-harness's", "")
     limit: int = argument(f"items of each task at most; 0: {ITEMS} of the first two, all of the others", 0)
     fewshot: int = argument("examples before each item of the harness's tasks; -1: as many as the task says", -1)
-    batch: int = argument("sequences at once, in tasks", 16)
+    batch: int = argument("sequences at once, in tasks", BATCH)
 
 
 class Text(NamedTuple):

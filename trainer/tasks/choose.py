@@ -9,6 +9,8 @@ from trainer.tasks import harness
 from trainer.tasks.examinee import Examinee
 from trainer.tasks.offline import BYTES, ITEMS, TASKS, Item, Scores, items_of
 
+BATCH = 16  # sequences at once, by default
+
 
 @dataclass(frozen=True)
 class Tasks:

@@ -5,6 +5,7 @@ precision and in which batches they go through the model is ours.
 """
 
 import difflib
+import functools
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec(PACKAGE) is not None
 
 
+@functools.cache
 def manager() -> Any:
     """The harness's list of tasks, which takes some seconds to read."""
     from lm_eval.tasks import TaskManager
