@@ -40,6 +40,8 @@ from trainer.step.optimizers import Optimizer
 from trainer.step.schedule import learning_rates
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
+from trainer.tasks.choose import BATCH, choose
+from trainer.tasks.examinee import Examinee
 from trainer.workload import (
     Model,
     Task,
@@ -47,11 +49,13 @@ from trainer.workload import (
     first_state,
     jitted_eval_step,
     make_sample,
+    on_one_device,
 )
 
 # Bytes of text between which the compressor is a yardstick: with less it has hardly begun, with more it takes long.
 YARDSTICK = (100_000, 2**22)
 NUMERICS = "compiling the look at every layer, and the first look"
+TASKS = "compiling the tasks, and their first scores"
 SAMPLING = "compiling the sampling, and the first sample"
 
 
@@ -140,6 +144,7 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
     optimizer, kernels = build_optimizer(c.optimizer), build_kernels(c)
     task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, c.train.trainable or ())
     check_trainable(task)
+    choose(c.eval.tasks or (), data.beginning, limit=c.eval.limit)
     return Workload(task, data, c.seed)
 
 
@@ -221,6 +226,7 @@ def build_jobs(
         jobs.numerics(numerics_every, first_said(look, NUMERICS, say)) if numerics_every else None,
         jobs.evaluation(c.train.eval_every, make_evaluate(c, w, say)),
         jobs.mixture(c.train.eval_every, w.data.train.seen) if isinstance(w.data.train, Mixture) else None,
+        jobs.tasks(c.eval.tasks_every or 0, first_said(build_tasks(c, w), TASKS, say)) if c.eval.tasks else None,
         jobs.samples(c.sample.every, first_said(build_sample(c, w), SAMPLING, say)),
         jobs.rescale(rescale_every, jobs.make_rescale(w.task, batch)) if rescale_every else None,
         *more,
@@ -278,6 +284,20 @@ def build_watchdog(c: schema.Watchdog, scaling: str, leaves: list[str], state: M
     max_skips = c.max_skips + METHODS[scaling].calibration
     bounds = Bounds(max_skips, c.spike_zscore, c.spike_window, c.spike_steps, c.max_rollbacks)
     return Watchdog(bounds, leaves, state)
+
+
+def build_tasks(c: schema.Config, w: Workload) -> Callable[[TrainState], dict[str, float]]:
+    """`state -> figures` of the tasks of the configuration, computed on one device. UserError for what is no task."""
+    assert c.eval.tasks is not None
+    chosen = choose(c.eval.tasks, w.data.beginning, limit=c.eval.limit)
+    examinee = Examinee(w.task, w.data.tokenizer, c.eval.batch or BATCH)
+    local = on_one_device(w.task)
+
+    def figures(state: TrainState) -> dict[str, float]:
+        scores = chosen.scores(examinee.at(*local((state.params, state.scaling))))
+        return {f"tasks/{name}/{metric}": score.value for name, of in scores.items() for metric, score in of.items()}
+
+    return figures
 
 
 def build_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:

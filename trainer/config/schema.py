@@ -176,6 +176,23 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Eval:
+    """What is asked of the model beside the validation loss.
+
+    Attributes:
+      tasks: of `scripts.evaluate`; None: none.
+      tasks_every: steps; None: after the last one only.
+      limit: items of each task at most; None: see there.
+      batch: sequences at once; None: 16.
+    """
+
+    tasks: tuple[str, ...] | None
+    tasks_every: Positive | None
+    limit: Positive | None
+    batch: Positive | None
+
+
+@dataclass(frozen=True)
 class Metrics:
     numerics_every: Natural
 
@@ -219,6 +236,7 @@ class Config:
     tracker: Tracker
     resume: Resume
     train: Train
+    eval: Eval
     metrics: Metrics
     sample: Sample
     watchdog: Watchdog

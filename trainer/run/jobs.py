@@ -1,4 +1,4 @@
-"""The periodic jobs that every run has: numerics, evaluation, samples, rescale, pictures, checkpoint."""
+"""The periodic jobs of runs: numerics, evaluation, tasks, samples, rescale, pictures, checkpoint."""
 
 import dataclasses
 import math
@@ -49,6 +49,11 @@ def mixture(every: int, seen: Callable[[int], Mapping[str, Mapping[str, float]]]
         return {f"data/{name}/{what}": value for name, of in found.items() for what, value in of.items()}
 
     return Periodic("mixture", every, run)
+
+
+def tasks(every: int, scores: Callable[[TrainState], Mapping[str, float]]) -> Periodic:
+    """Figures of tasks, `tasks/NAME/METRIC`; `scores` takes the state."""
+    return Periodic("tasks", every, lambda moment: scores(moment.state))
 
 
 def samples(every: int, sample: Callable[[Any], str]) -> Periodic:
