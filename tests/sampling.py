@@ -68,6 +68,12 @@ def chosen(items: list[pytest.Item], count: int) -> set[pytest.Item]:
     return taken
 
 
+def that_run(request: pytest.FixtureRequest, parameter: str) -> set[str]:
+    """The values, texts, that this parameter has in the tests of the fixture's module that run."""
+    mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return {item.callspec.params[parameter] for item in mine if parameter in item.callspec.params}
+
+
 def number_of_cases(text: str) -> int | None:
     """The value of `--cases`; None: all. It raises `UsageError` for what is neither."""
     if text == "all":

@@ -128,6 +128,26 @@ def test_all_of_what_is_named_runs(outcome, named, count):
     assert "a sample" not in said
 
 
+ASKED = """
+import pytest
+from sampling import that_run
+
+@pytest.fixture(scope="module")
+def made(request):
+    return that_run(request, "name")
+
+@pytest.mark.parametrize("name", ["a", "b", pytest.param("c", marks=pytest.mark.whole)])
+def test_one(made, name):
+    assert made == {"a", "b"}
+"""
+
+
+@pytest.mark.parametrize("asked", ["--cases=2", "-ktest_one[a] or test_one[b]"])
+def test_a_fixture_is_told_which_of_its_tests_run(outcome, pytester, asked):
+    pytester.makepyfile(test_families=ASKED)
+    assert outcome(asked)[0] == 2
+
+
 @pytest.mark.parametrize("text", ["few", "0", "-3", "1.5", ""])
 def test_what_is_no_number_of_cases_is_refused(text):
     with pytest.raises(pytest.UsageError, match="a number of cases, 1 or more, or all"):

@@ -178,6 +178,7 @@ def test_an_error_while_restoring_ends_a_process_of_several_in_bounded_time(undi
     assert ended == [(7, "others read what this one cannot")]
 
 
+@pytest.mark.whole  # seven processes that wait for each other; test_guard.py has the bounds of time
 def test_when_one_process_dies_the_others_end_in_bounded_time_and_the_run_goes_on(tmp_path):
     args = ["train.steps=100000", "checkpoint.every=10", "tracker=jsonl", "sample.max_new=0", "train.eval_every=0"]
     processes = several(tmp_path, "A", *args, "watchdog.hang_seconds=8", "watchdog.stop_seconds=8")

@@ -4,15 +4,20 @@ import json
 
 import numpy as np
 import pytest
+from sampling import that_run
 
-from golden.cases import CASES, FIGURES, machine, measure
+from golden.cases import CASES, FIGURES, machine, measure, with_their_beginnings
 
 KEPT = json.loads(FIGURES.read_text())
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return measure(tmp_path_factory.mktemp("golden"))
+def found(tmp_path_factory, request):
+    return measure(tmp_path_factory.mktemp("golden"), that_run(request, "name"))
+
+
+def test_a_case_brings_what_it_begins_with():
+    assert [case.name for case in with_their_beginnings(["resume", "bf16"])] == ["bf16", "flagship", "resume"]
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])

@@ -331,6 +331,7 @@ def stored(program, part):
     return set(re.findall(rf"= (\w+)\[\d\S* parameter\(.*op_name=\"state\.{part}\\?\[", entry))
 
 
+@pytest.mark.whole  # test_gpu_study.py has such a study, test_precision.py each preset's program
 def test_paired_runs_are_in_the_precision_that_they_are_called_by_and_resume(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     args = Arguments(

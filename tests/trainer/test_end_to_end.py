@@ -64,6 +64,7 @@ def test_sigterm_saves_exits_143_and_the_run_goes_on_bitwise(tmp_path):
     assert pictures[0] == pictures[1] != {}
 
 
+@pytest.mark.whole  # test_processes.py has 2, 4 and 8 devices in fewer runs
 def test_one_two_and_eight_devices_see_the_same_batches_and_losses(tmp_path):
     runs = {}
     for devices in (1, 2, 8):
@@ -282,7 +283,10 @@ def test_fine_tuning_starts_from_a_hugging_face_directory(finished_run):
     assert read.encode("In the é").ids == list("In the é".encode())
 
 
-@pytest.mark.parametrize("source", ["A", "of hugging face"])
+@pytest.mark.parametrize(
+    "source",
+    ["A", pytest.param("of hugging face", marks=pytest.mark.whole)],  # which the test above fine-tunes
+)
 def test_a_model_takes_its_architecture_from_its_weights(finished_run, source):
     tmp_path, _ = finished_run
     if source != "A":
@@ -297,6 +301,7 @@ def test_a_model_takes_its_architecture_from_its_weights(finished_run, source):
     assert "nobody checked" not in done.stdout
 
 
+@pytest.mark.whole  # four programs; test_vocabulary.py has the rows
 def test_weights_are_given_another_tokenizer_and_go_on_in_another_precision(finished_run):
     tmp_path, _ = finished_run
     tokenizer = [sys.executable, "-m", "scripts.train_tokenizer", "embedded", "--vocab-size", "400", "--out", "swapped"]

@@ -202,6 +202,7 @@ def test_gradients_with_probes_are_those_of_the_step_bit_for_bit():
         np.testing.assert_array_equal(a.data, b.data)
 
 
+@pytest.mark.whole  # above without a trainer; the golden flagship has numerics
 def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
     args = ["train.steps=10", "model.n_layer=1", "checkpoint.every=0", "tracker=wandb", "precision=scalify_fp8_fp16"]
     output = finish(trainer(tmp_path, "A", *args, "metrics.numerics_every=5"))
