@@ -30,7 +30,7 @@ RUN_TESTS = $(PYTHON) -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 # Of a test function with more cases than this, so many and every value of every parameter; of what ARGS name, all.
 test: $(VENV)/.test
-	@$(RUN_TESTS) --cases=8 $(ARGS)
+	@$(RUN_TESTS) --cases=4 $(ARGS)
 
 test-all: $(VENV)/.test
 	@$(RUN_TESTS) $(ARGS)

@@ -163,6 +163,7 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     assert abs(first["train/loss"] - trained) < abs(first["train/loss"] - fresh)
 
 
+@pytest.mark.whole  # above, the same by more keys, from its last step
 def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(finished_run):
     tmp_path, rows = finished_run
     shutil.copytree(tmp_path / "A", tmp_path / "M")
