@@ -16,6 +16,7 @@ from trainer.assembly.data import OwnData, build_data
 from trainer.compiled.fp8 import Found, Gpu, check_device, check_step
 from trainer.compiled.hlo import Program
 from trainer.config import schema
+from trainer.config.phases import phases_of
 from trainer.data import Batch, Loader, prefetch
 from trainer.data.mixture import Mixture
 from trainer.errors import UserError
@@ -30,6 +31,7 @@ from trainer.precision.methods import METHODS
 from trainer.precision.policy import DTYPES, Policy
 from trainer.run import jobs
 from trainer.run.periodic import Periodic
+from trainer.run.phases import Phases, Stage
 from trainer.run.start import initial_weights
 from trainer.run.vocabulary import weights_for_tokenizer
 from trainer.run.watchdog import Bounds, Watchdog
@@ -148,6 +150,18 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
     return Workload(task, data, c.seed)
 
 
+def build_phases(c: schema.Config, w: Workload) -> Phases:
+    """The phases of a run: the workload's task with what each trains, in its precision. Raises UserError."""
+    stages = []
+    for start, until, of in phases_of(c):
+        policy = build_policy(of.precision)
+        task = w.task if policy == w.model.policy else w.task.in_precision(policy)
+        stages.append(Stage(start, until, task._replace(trainable=of.train.trainable or ()), of))
+        check_trainable(stages[-1].task)
+        check_split(stages[-1].task.model, w.mesh)
+    return Phases(tuple(stages), w.seed)
+
+
 def check_trainable(task: Task) -> None:
     """UserError where `train.trainable` names what the model does not have."""
     try:
@@ -174,13 +188,18 @@ def build_state(c: schema.Config, w: Workload) -> TrainState:
 
 
 def build_learning_rates(c: schema.Config) -> np.ndarray:
-    """The learning rate of every step, FP32 `[train.steps]`."""
-    return learning_rates(steps=c.train.steps, peak=c.optimizer.lr, **dataclasses.asdict(c.schedule))
+    """The learning rate of every step, FP32 `[train.steps]`: of each phase the schedule over its own steps."""
+    return np.concatenate(
+        [
+            learning_rates(steps=until - start, peak=of.optimizer.lr, **dataclasses.asdict(of.schedule))
+            for start, until, of in phases_of(c)
+        ]
+    )
 
 
 def decides_rates(key: str) -> bool:
     """Whether `build_learning_rates` reads a dotted key."""
-    return key in ("train.steps", "optimizer.lr") or key.startswith("schedule.")
+    return key in ("train.steps", "train.phases", "optimizer.lr") or key.startswith("schedule.")
 
 
 def build_throughput(c: schema.Config, w: Workload) -> Throughput:
@@ -240,9 +259,9 @@ def build_jobs(
     return made
 
 
-def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tuple[int, Batch]]]:
-    """The training batches from a step on, read ahead in the background."""
-    return lambda start: prefetch(w.data.train, start, c.train.steps, depth=c.data.prefetch)
+def train_batches(c: schema.Config, w: Workload, until: int) -> Callable[[int], Iterator[tuple[int, Batch]]]:
+    """The training batches from a step on, up to the last one before `until`, read ahead in the background."""
+    return lambda start: prefetch(w.data.train, start, until, depth=c.data.prefetch)
 
 
 def make_evaluate(

@@ -87,9 +87,12 @@ class Data:
     stages: tuple[tuple[float, ...], ...] | None
 
 
+ScheduleName = Literal["cosine", "wsd", "linear", "constant"]
+
+
 @dataclass(frozen=True)
 class Schedule:
-    name: Literal["cosine", "wsd", "linear", "constant"]
+    name: ScheduleName
     warmup_fraction: Share
     min_ratio: Share
     decay_fraction: Share
@@ -164,11 +167,34 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class TrainPhase:
+    """A part of the training with settings of its own, an entry of `train.phases`; what is None is as elsewhere.
+
+    Attributes:
+      until: steps taken in all when it ends; None, in the last one: the end.
+      trainable: as `train.trainable`.
+      lr: the peak of its learning rate.
+      schedule: over its own steps, warm-up included, as the next three are.
+      precision: of the phase; where a configuration is composed, the name of a preset.
+    """
+
+    until: Positive | None = None
+    trainable: tuple[str, ...] | None = None
+    lr: Amount | None = None
+    schedule: ScheduleName | None = None
+    warmup_fraction: Share | None = None
+    min_ratio: Share | None = None
+    decay_fraction: Share | None = None
+    precision: Precision | None = None
+
+
+@dataclass(frozen=True)
 class Train:
     steps: Positive
     batch_tokens: Positive
     accum: Positive
     trainable: tuple[str, ...] | None
+    phases: tuple[TrainPhase, ...] | None
     log_every: Positive
     eval_every: Natural
     eval_batches: Positive
