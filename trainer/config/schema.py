@@ -123,12 +123,24 @@ Devices = Annotated[int, Bound(lambda n: n == -1 or n >= 1, "a number of devices
 
 @dataclass(frozen=True)
 class Parallel:
+    """The devices, and with `local` the replicas that train apart; of these keys all or none have values."""
+
     data: Devices
     fsdp: Devices
     tensor: Devices
     reduce: Literal["fp32", "bf16", "fp16", "fp8"]
     deterministic_reduce: bool
     distributed: bool
+    local: Positive | None
+    local_steps: Positive | None
+    local_reduce: Literal["fp32", "bf16", "fp16", "fp8", "fp8_e5m2", "fp4"] | None
+    local_lr: Amount | None
+    local_momentum: ShareBelow1 | None
+    local_feedback: bool | None
+    local_fragments: Positive | None
+    local_participants: Positive | None
+    local_data: Literal["split", "sources"] | None
+    local_gbps: Amount | None
 
 
 @dataclass(frozen=True)
@@ -331,6 +343,7 @@ def validate(c: Config) -> None:
         not c.parallel.deterministic_reduce or c.parallel.reduce == "fp32",
         f"parallel.deterministic_reduce=true sums in FP32, but parallel.reduce={c.parallel.reduce}; choose one of them",
     )
+    _check_local(c)
     _require(
         not c.precision.require_fp8 or c.precision.forward is not None,
         f"precision.require_fp8=true, but precision={c.precision.name} has no FP8 matmuls; "
@@ -344,6 +357,48 @@ def validate(c: Config) -> None:
     if c.profile.steps is not None:
         ok = len(c.profile.steps) == 2 and 1 <= c.profile.steps[0] <= c.profile.steps[1] <= c.train.steps
         _require(ok, f"profile.steps={list(c.profile.steps)}: expected [first,last] within 1..{c.train.steps}")
+
+
+LOCAL_OPTIONS = ("local_participants", "local_gbps")  # which may be null beside `local`
+
+
+def _check_local(c: Config) -> None:
+    """Refuse keys of local steps without replicas, which would change nothing, and replicas without them."""
+    p, keys = c.parallel, [field.name for field in fields(Parallel) if field.name.startswith("local_")]
+    if p.local is None:
+        given = [f"parallel.{key}={getattr(p, key)}" for key in keys if getattr(p, key) is not None]
+        _require(
+            not given,
+            f"{', '.join(given)} would be ignored: parallel.local, the number of replicas, is null; choose "
+            "parallel=local, or leave it out",
+        )
+        return
+    missing = [f"parallel.{key}" for key in keys if getattr(p, key) is None and key not in LOCAL_OPTIONS]
+    _require(not missing, f"{', '.join(missing)} is null; choose parallel=local, which has values, or give it one")
+    steps, fragments, some = p.local_steps or 1, p.local_fragments or 1, p.local_participants or p.local
+    _require(
+        fragments <= steps,
+        f"parallel.local_fragments={fragments} is more than parallel.local_steps={steps}: a step exchanges one; "
+        f"valid: 1..{steps}",
+    )
+    _require(some <= p.local, f"parallel.local_participants={some}: there are parallel.local={p.local}; choose fewer")
+    _require(
+        some == p.local or fragments == 1,
+        f"parallel.local_participants={some} is drawn for a round, in which parallel.local_fragments={fragments} are "
+        "exchanged at different steps; choose one of them",
+    )
+    _require(p.local_gbps != 0, "parallel.local_gbps=0: expected gigabits a second of the network, or null")
+    _require(
+        p.local_data != "sources" or (c.data.source == "mix" and len(c.data.sources or ()) == p.local),
+        f"parallel.local_data=sources gives each of parallel.local={p.local} replicas a source of its own; choose "
+        "data=mix with as many data.sources, or parallel.local_data=split",
+    )
+    rows = c.batch_size // c.train.accum
+    _require(
+        rows % p.local == 0,
+        f"a micro-batch of {rows} sequences cannot be split over parallel.local={p.local} replicas; choose "
+        f"train.batch_tokens, a multiple of {p.local * c.train.accum * c.model.context}",
+    )
 
 
 def _check_data(c: Data) -> None:

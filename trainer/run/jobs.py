@@ -1,6 +1,5 @@
 """The periodic jobs of runs: numerics, evaluation, tasks, samples, rescale, pictures, checkpoint."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +8,7 @@ import jax
 
 from scalify_core import weights
 from trainer.observe.records import read_rows
+from trainer.parallel.replicas import with_params
 from trainer.run.periodic import BrokenOff, Moment, Periodic, Phase
 from trainer.step.evaluate import Evaluation
 from trainer.step.places import powers_to_place
@@ -56,6 +56,20 @@ def tasks(every: int, scores: Callable[[TrainState], Mapping[str, float]]) -> Pe
     return Periodic("tasks", every, lambda moment: scores(moment.state))
 
 
+def exchanged(every: int, bytes_up_to: Callable[[int], float], bytes_of_step: float) -> Periodic:
+    """What replicas with local steps have sent each other so far: `wire/exchanged_mib`, and `wire/times_fewer`.
+
+    `bytes_up_to` takes the step; `bytes_of_step` are those of FP32 gradients, which `times_fewer` compares with.
+    """
+
+    def run(moment: Moment) -> Mapping[str, float]:
+        sent = bytes_up_to(moment.step)
+        found = {"wire/exchanged_mib": sent / 2**20}
+        return found | ({"wire/times_fewer": bytes_of_step * moment.step / sent} if sent else {})
+
+    return Periodic("exchanged", every, run)
+
+
 def samples(every: int, sample: Callable[[Any], str]) -> Periodic:
     """A text that the model writes; `sample` makes it of the parameters."""
     return Periodic("samples", every, lambda moment: moment.text("samples", sample(moment.params)))
@@ -90,7 +104,7 @@ def make_rescale(task: Task, batch: Tokens) -> Callable[[TrainState], tuple[Trai
         if all(abs(math.log2(power)) < (2 if path in matrices else 9) for path, power in found.items()):
             return None
         found = {path: power for path, power in found.items() if power != 1}
-        new = dataclasses.replace(state, params=weights.rescale_params(state.params, found))
+        new = with_params(state, weights.rescale_params(state.params, found))
         listed = [f"{path} 2^{math.log2(power):g}" for path, power in found.items()]
         listed[4:] = ["..."] if len(listed) > 4 else []
         text = f"new scales for {len(found)} weights, larger by {', '.join(listed)}; compiled anew"
