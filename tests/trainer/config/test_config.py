@@ -11,9 +11,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from trainer.bounds import Positive, at_least
+from trainer.config.combinations import validate
 from trainer.config.composition import CONFIGS, compose_config, wrong_key
 from trainer.config.fields import from_saved, from_tree, to_tree
-from trainer.config.schema import MODELS, Config, schema_of, validate
+from trainer.config.schema import MODELS, Config, schema_of
 from trainer.errors import UserError
 from trainer.models.specs import SPECS
 
