@@ -343,7 +343,7 @@ def build_tasks(c: schema.Config, w: Workload) -> Callable[[TrainState], dict[st
     """`state -> figures` of the tasks of the configuration, computed on one device. UserError for what is no task."""
     assert c.eval.tasks is not None
     chosen = choose(c.eval.tasks, w.data.beginning, limit=c.eval.limit)
-    examinee = Examinee(w.task, w.data.tokenizer, c.eval.batch or BATCH)
+    examinee = Examinee(w.task, w.data.tokenizer, c.eval.batch_size or BATCH)
     local = on_one_device(w.task)
 
     def figures(state: TrainState) -> dict[str, float]:

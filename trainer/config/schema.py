@@ -221,13 +221,13 @@ class Eval:
       tasks: of `scripts.evaluate`; None: none.
       tasks_every: steps; None: after the last one only.
       limit: items of each task at most; None: see there.
-      batch: sequences at once; None: 16.
+      batch_size: sequences at once; None: 16.
     """
 
     tasks: tuple[str, ...] | None
     tasks_every: Positive | None
     limit: Positive | None
-    batch: Positive | None
+    batch_size: Positive | None
 
 
 @dataclass(frozen=True)
