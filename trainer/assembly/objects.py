@@ -13,23 +13,29 @@ from jax.sharding import Mesh
 
 from scalify_core.matmul import MULTIPLE
 from trainer.assembly.data import OwnData, build_data
+from trainer.compiled.exchange import exchanges_of
 from trainer.compiled.fp8 import Found, Gpu, check_device, check_step
 from trainer.compiled.hlo import Program
 from trainer.config import schema
+from trainer.config.phases import phases_of
 from trainer.data import Batch, Loader, prefetch
 from trainer.data.mixture import Mixture
 from trainer.errors import UserError
 from trainer.models.own import MakeModel, own_spec
+from trainer.observe.asked import make_sample, on_one_device
 from trainer.observe.metrics import Throughput
 from trainer.observe.numerics import make_numerics
 from trainer.observe.peaks import peak_flops
 from trainer.observe.slowness import first_said
 from trainer.parallel.distribute import Reduce
+from trainer.parallel.local import Local
 from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, place_batch
+from trainer.parallel.replicas import LocalStep, with_moments_of_first
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import DTYPES, Policy
 from trainer.run import jobs
 from trainer.run.periodic import Periodic
+from trainer.run.phases import Phases, Stage
 from trainer.run.start import initial_weights
 from trainer.run.vocabulary import weights_for_tokenizer
 from trainer.run.watchdog import Bounds, Watchdog
@@ -40,18 +46,20 @@ from trainer.step.optimizers import Optimizer
 from trainer.step.schedule import learning_rates
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
+from trainer.tasks.choose import BATCH, choose
+from trainer.tasks.examinee import Examinee
 from trainer.workload import (
     Model,
     Task,
     Workload,
     first_state,
     jitted_eval_step,
-    make_sample,
 )
 
 # Bytes of text between which the compressor is a yardstick: with less it has hardly begun, with more it takes long.
 YARDSTICK = (100_000, 2**22)
 NUMERICS = "compiling the look at every layer, and the first look"
+TASKS = "compiling the tasks, and their first scores"
 SAMPLING = "compiling the sampling, and the first sample"
 
 
@@ -94,6 +102,29 @@ def build_reduce(c: schema.Parallel) -> Reduce:
     return Reduce(c.reduce, c.deterministic_reduce)
 
 
+def build_local(c: schema.Config) -> Local | None:
+    """How replicas train apart; None where there is one."""
+    p = c.parallel
+    if p.local is None:
+        return None
+    assert p.local_steps is not None  # validated, as the others are
+    assert p.local_reduce is not None
+    assert p.local_lr is not None
+    assert p.local_momentum is not None
+    assert p.local_fragments is not None
+    return Local(
+        replicas=p.local,
+        steps=p.local_steps,
+        format=p.local_reduce,
+        lr=p.local_lr,
+        momentum=p.local_momentum,
+        feedback=bool(p.local_feedback) and p.local_reduce != "fp32",  # which loses nothing
+        fragments=p.local_fragments,
+        participants=p.local_participants or p.local,
+        last=c.train.steps,
+    )
+
+
 def build_kernels(c: schema.Config) -> Kernels:
     """How the compiler for GPUs chooses kernels."""
     # Not whether the key names a directory: one that cannot be written is none.
@@ -115,8 +146,8 @@ def check_split(model: Model, mesh: Mesh) -> None:
 
 def build_mesh(c: schema.Config) -> Mesh:
     """The mesh, checked against the batch."""
-    mesh = make_mesh(*build_sizes(c.parallel))
-    micro_batch, devices = c.batch_size // c.train.accum, batch_devices(mesh)
+    mesh = make_mesh(*build_sizes(c.parallel), replicas=c.parallel.local)
+    micro_batch, devices = c.batch_size // c.train.accum, batch_devices(mesh, c.parallel.local or 1)
     if micro_batch % devices:
         raise UserError(
             f"a micro-batch of {micro_batch} sequences (train.batch_tokens={c.train.batch_tokens} / model.context="
@@ -134,13 +165,27 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
         check_device(mesh.devices.flat[0])
     data = build_data(c, own)
     policy = build_policy(c.precision)
-    rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh))
+    rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh, c.parallel.local or 1))
     model = build_model(c.model, policy, data.tokenizer.vocab_size, rows, own_model)
     check_split(model, mesh)
     optimizer, kernels = build_optimizer(c.optimizer), build_kernels(c)
-    task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, c.train.trainable or ())
+    trainable, local = c.train.trainable or (), build_local(c)
+    task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, trainable, local)
     check_trainable(task)
+    choose(c.eval.tasks or (), data.beginning, limit=c.eval.limit)
     return Workload(task, data, c.seed)
+
+
+def build_phases(c: schema.Config, w: Workload) -> Phases:
+    """The phases of a run: the workload's task with what each trains, in its precision. Raises UserError."""
+    stages = []
+    for start, until, of in phases_of(c):
+        policy = build_policy(of.precision)
+        task = w.task if policy == w.model.policy else w.task.in_precision(policy)
+        stages.append(Stage(start, until, task._replace(trainable=of.train.trainable or ()), of))
+        check_trainable(stages[-1].task)
+        check_split(stages[-1].task.model, w.mesh)
+    return Phases(tuple(stages), w.seed)
 
 
 def check_trainable(task: Task) -> None:
@@ -169,13 +214,18 @@ def build_state(c: schema.Config, w: Workload) -> TrainState:
 
 
 def build_learning_rates(c: schema.Config) -> np.ndarray:
-    """The learning rate of every step, FP32 `[train.steps]`."""
-    return learning_rates(steps=c.train.steps, peak=c.optimizer.lr, **dataclasses.asdict(c.schedule))
+    """The learning rate of every step, FP32 `[train.steps]`: of each phase the schedule over its own steps."""
+    return np.concatenate(
+        [
+            learning_rates(steps=until - start, peak=of.optimizer.lr, **dataclasses.asdict(of.schedule))
+            for start, until, of in phases_of(c)
+        ]
+    )
 
 
 def decides_rates(key: str) -> bool:
     """Whether `build_learning_rates` reads a dotted key."""
-    return key in ("train.steps", "optimizer.lr") or key.startswith("schedule.")
+    return key in ("train.steps", "train.phases", "optimizer.lr") or key.startswith("schedule.")
 
 
 def build_throughput(c: schema.Config, w: Workload) -> Throughput:
@@ -188,7 +238,7 @@ def build_throughput(c: schema.Config, w: Workload) -> Throughput:
     )
 
 
-def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled) -> Found | None:
+def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled | LocalStep) -> Found | None:
     """What a step compiled for a GPU is, where the precision has FP8 matmuls; None elsewhere.
 
     Raises UserError for what `precision.require_fp8` does not allow.
@@ -196,7 +246,7 @@ def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled) -> Found 
     gpu = Gpu.of(task.mesh.devices.flat[0])
     if gpu is None or c.precision.forward is None:
         return None
-    tokens = c.train.batch_tokens // (c.train.accum * batch_devices(task.mesh))
+    tokens = c.train.batch_tokens // (c.train.accum * batch_devices(task.mesh, c.parallel.local or 1))
     program, require = Program(step.as_text() or ""), c.precision.require_fp8
     return check_step(task.model, program, tokens, gpu, require=require, frozen=task.frozen_layers)
 
@@ -214,13 +264,16 @@ def build_jobs(
 
     Without anybody who keeps them (not `tracked`) nobody looks at the numerics.
     """
-    look = make_numerics(w.task, c.optimizer.lr)
+    measure, alone = make_numerics(w.task, c.optimizer.lr), jax.jit(with_moments_of_first)
+    look = measure if w.task.local is None else lambda state, tokens, step: measure(alone(state), tokens, step)
     numerics_every = c.metrics.numerics_every if tracked else 0
     rescale_every = c.precision.rescale_every if c.precision.scaled else 0
     entries = [
         jobs.numerics(numerics_every, first_said(look, NUMERICS, say)) if numerics_every else None,
         jobs.evaluation(c.train.eval_every, make_evaluate(c, w, say)),
         jobs.mixture(c.train.eval_every, w.data.train.seen) if isinstance(w.data.train, Mixture) else None,
+        jobs.tasks(c.eval.tasks_every or 0, first_said(build_tasks(c, w), TASKS, say)) if c.eval.tasks else None,
+        make_exchanged(c, w) if w.task.local else None,
         jobs.samples(c.sample.every, first_said(build_sample(c, w), SAMPLING, say)),
         jobs.rescale(rescale_every, jobs.make_rescale(w.task, batch)) if rescale_every else None,
         *more,
@@ -234,9 +287,15 @@ def build_jobs(
     return made
 
 
-def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tuple[int, Batch]]]:
-    """The training batches from a step on, read ahead in the background."""
-    return lambda start: prefetch(w.data.train, start, c.train.steps, depth=c.data.prefetch)
+def make_exchanged(c: schema.Config, w: Workload) -> Periodic:
+    """The job that says what replicas have sent each other."""
+    found = exchanges_of(w.task)
+    return jobs.exchanged(c.train.eval_every, found.up_to, found.every_step)
+
+
+def train_batches(c: schema.Config, w: Workload, until: int) -> Callable[[int], Iterator[tuple[int, Batch]]]:
+    """The training batches from a step on, up to the last one before `until`, read ahead in the background."""
+    return lambda start: prefetch(w.data.train, start, until, depth=c.data.prefetch)
 
 
 def make_evaluate(
@@ -278,6 +337,20 @@ def build_watchdog(c: schema.Watchdog, scaling: str, leaves: list[str], state: M
     max_skips = c.max_skips + METHODS[scaling].calibration
     bounds = Bounds(max_skips, c.spike_zscore, c.spike_window, c.spike_steps, c.max_rollbacks)
     return Watchdog(bounds, leaves, state)
+
+
+def build_tasks(c: schema.Config, w: Workload) -> Callable[[TrainState], dict[str, float]]:
+    """`state -> figures` of the tasks of the configuration, computed on one device. UserError for what is no task."""
+    assert c.eval.tasks is not None
+    chosen = choose(c.eval.tasks, w.data.beginning, limit=c.eval.limit)
+    examinee = Examinee(w.task, w.data.tokenizer, c.eval.batch_size or BATCH)
+    local = on_one_device(w.task)
+
+    def figures(state: TrainState) -> dict[str, float]:
+        scores = chosen.scores(examinee.at(*local((state.params, state.scaling))))
+        return {f"tasks/{name}/{metric}": score.value for name, of in scores.items() for metric, score in of.items()}
+
+    return figures
 
 
 def build_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:

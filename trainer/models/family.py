@@ -90,8 +90,11 @@ class LanguageModel(Protocol):
     def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
         """FP32 `[B, vocab_size]`: what the loss's forward pass predicts after the last token."""
 
-    def init_cache(self, batch: int) -> Any:
-        """An empty cache of `context` positions."""
+    def hidden(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
+        """What `logits` takes, `[B, T, D]`, of the loss's forward pass, for T of at most `context`."""
+
+    def init_cache(self, batch: int, length: int | None = None) -> Any:
+        """An empty cache of `length` positions, by default of `context`."""
 
     def decode(self, tokens_BxT: jax.Array, cache: Any, position: jax.Array | int) -> tuple[jax.Array, Any]:
         """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache with them in it."""

@@ -121,10 +121,10 @@ class GPT2(nnx.Module):
         """Logits after the last token, FP32 `[B, vocab_size]`."""
         return self.logits(self.hidden(tokens_BxT, segments_BxT)[:, -1])
 
-    def init_cache(self, batch: int) -> KVCache:
-        """An empty cache of `context` positions, `[L, B, S, H, K]`."""
-        spec = self.spec
-        return empty_cache(spec.n_layer, batch, spec.context, spec.n_head, spec.head_dim, self.compute_dtype)
+    def init_cache(self, batch: int, length: int | None = None) -> KVCache:
+        """An empty cache of `length` positions, by default of `context`, `[L, B, S, H, K]`."""
+        spec, S = self.spec, length or self.spec.context
+        return empty_cache(spec.n_layer, batch, S, spec.n_head, spec.head_dim, self.compute_dtype)
 
     def decode(self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
         """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache with them in it.

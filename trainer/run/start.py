@@ -17,9 +17,10 @@ from trainer.models.functional import Params
 from trainer.models.specs import FIRST
 from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Checkpointer, Restored
+from trainer.run.phases import Phases, policy_of, task_of, trainable_of
 from trainer.step.leaves import as_saved
 from trainer.step.state import TrainState
-from trainer.workload import Task, Workload, abstract_state, convert_state
+from trainer.workload import Task, abstract_state, convert_state
 
 SWAP = ", or init.embeddings=focus to give its tables the rows of the data's tokens"
 FROM_INIT = ", or model=from_init, which takes all sizes from there"
@@ -117,7 +118,7 @@ def starting_point(
     source: str,
     run_dir: Path,
     own: Checkpointer,
-    w: Workload,
+    phases: Phases,
     first: Callable[[], TrainState],
     *,
     step: int | None,
@@ -129,7 +130,7 @@ def starting_point(
       source: `auto` continues `run_dir` where it holds a checkpoint; `none` does not; anything else is a run
         directory, from whose checkpoint a `run_dir` without one starts. `check_start` has looked at it.
       own: the checkpoints of `run_dir`.
-      w: what is trained, in its precision.
+      phases: what is trained, in its precisions.
       first: makes the state before step 0.
       step: of that checkpoint; None: of the newest.
       convert: whether another run's state may be in another precision; it is then converted.
@@ -138,31 +139,28 @@ def starting_point(
       UserError: another model's state, or in another precision.
     """
     if own.steps():
-        check_same_precision(f"run_dir={run_dir}", policy_of(own.meta()), w.model.policy)
-        return own.restore(abstract_state(w.task))
+        task = phases.before(own.newest()).task
+        check_same_precision(f"run_dir={run_dir}", policy_of(own.meta()), task.model.policy)
+        return own.restore(lambda meta: abstract_state(task_of(meta, task)))
     if source in ("auto", "none"):
         return Restored(0, first(), {})
     with Checkpointer.reading(Path(source) / "checkpoints") as theirs:
         meta = theirs.meta(step)
-        check_same_model(f"resume={source}", meta["model"], w.model.spec)
-        policy, trained, ours = policy_of(meta), meta["config"]["optimizer"]["name"], w.task.optimizer_name
+        task = phases.before(theirs.newest() if step is None else step).task
+        check_same_model(f"resume={source}", meta["model"], task.model.spec)
+        policy, trained, ours = policy_of(meta), meta["config"]["optimizer"]["name"], task.optimizer_name
         if trained != ours:
             raise UserError(
                 f"resume={source} was trained with optimizer={trained}, whose state is not that of {ours}; "
                 f"set optimizer={trained}, or take its weights alone: init_from={source}"
             )
-        check_same_trainable(source, meta, w.task)
+        check_same_trainable(source, meta, task)
         if not convert:
-            check_same_precision(f"resume={source}", policy, w.model.policy, "resume.convert=true converts it")
-        found = theirs.restore(abstract_state(w.task.in_precision(policy)), step)
-    state = found.state if policy == w.model.policy else convert_state(w.task, found.state, policy, w.seed)
-    return Restored(found.step, state, {k: v for k, v in found.meta.items() if k != "tracker_id"})
-
-
-def policy_of(meta: Mapping[str, Any]) -> Policy:
-    """The precision that a checkpoint was made in."""
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in meta["precision"].items()}
-    return Policy(**fields)
+            check_same_precision(f"resume={source}", policy, task.model.policy, "resume.convert=true converts it")
+        found = theirs.restore(abstract_state(task.in_precision(policy)), step)
+    state = found.state if policy == task.model.policy else convert_state(task, found.state, policy, phases.seed)
+    form = {"precision": dataclasses.asdict(task.model.policy), "trainable": list(task.trainable)}
+    return Restored(found.step, state, {k: v for k, v in found.meta.items() if k != "tracker_id"} | form)
 
 
 def check_same_precision(source: str, theirs: Policy, ours: Policy, otherwise: str = "") -> None:
@@ -178,7 +176,7 @@ def check_same_precision(source: str, theirs: Policy, ours: Policy, otherwise: s
 
 def check_same_trainable(run: str, meta: Mapping[str, Any], task: Task) -> None:
     """Refuse the state of another run that has moments of other parameters."""
-    before = tuple(meta["config"]["train"].get("trainable") or ())
+    before = trainable_of(meta)
     if task._replace(trainable=before).trained_roles != task.trained_roles:
         theirs, ours = (f"train.trainable=[{','.join(names)}]" for names in (before, task.trainable))
         raise UserError(
