@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -18,7 +19,7 @@ from trainer.models.functional import Functional, Params
 from trainer.models.roles import Role, chosen, role_of
 from trainer.models.sampling import Generator
 from trainer.parallel.distribute import LossOfState, Reduce, Wire, gradient_over, largest_over, loss_over, squares_over
-from trainer.parallel.mesh import replicated
+from trainer.parallel.mesh import on_one_device, replicated
 from trainer.parallel.sharding import abstract, shardings
 from trainer.precision.arrays import (
     ASSUMED_SCALE,
@@ -54,6 +55,7 @@ class Model(NamedTuple):
       narrow: paths of the linear layers whose matmuls are narrower than the rest.
       skipped: why the other linear layers are not, by path.
       rows: tokens that a device's linear layers take at once in training; None: some multiple of 16.
+      border: the id after which a document begins, whose first token is then no target; None: every token is one.
     """
 
     spec: Spec
@@ -63,6 +65,7 @@ class Model(NamedTuple):
     narrow: list[str]
     skipped: dict[str, str]
     rows: int | None
+    border: int | None = None
 
     @classmethod
     def make(
@@ -73,6 +76,7 @@ class Model(NamedTuple):
         split: str | None = None,
         *,
         store_gradients: bool = False,
+        border: int | None = None,
     ) -> Self:
         """The model of a precision. UserError for a pattern of layers that matches none.
 
@@ -92,7 +96,7 @@ class Model(NamedTuple):
             split=split,
         )
         sampling = family.build(spec.folded(), compute_dtype=policy.logical)
-        return cls(spec, policy, training, sampling, narrow, skipped, rows)
+        return cls(spec, policy, training, sampling, narrow, skipped, rows, border)
 
     def loss(
         self,
@@ -106,14 +110,20 @@ class Model(NamedTuple):
         segments = None if segments is None else segments[:, :-1]
         model = self.training.bind(params, histories)
         dropout = {"dropout_keys_B": keys_B} if self.spec.dropout else {}
-        return model.loss(tokens[:, :-1], tokens[:, 1:], segments, **dropout)
+        if self.border is None:
+            return model.loss(tokens[:, :-1], tokens[:, 1:], segments, **dropout)
+        inside = tokens[:, :-1] != self.border
+        loss = model.loss(tokens[:, :-1], jnp.where(inside, tokens[:, 1:], -1), segments, masked=True, **dropout)
+        # A token's gradient is the same on every device and in every batch; the value is the mean of what is counted.
+        return loss + jax.lax.stop_gradient(loss * (1 / jnp.maximum(jnp.mean(inside, dtype=jnp.float32), 1e-9) - 1))
 
     def on(self, mesh: Mesh, micro_batches: int | None = None) -> "Model":
         """What each device of the mesh computes with its parameters, in a step of so many micro-batches, or else."""
         if mesh.size == micro_batches == 1 and self.spec.scan_layers:
             # Gradients that nothing is added to are rounded in the loop over the layers, which then stacks bytes.
-            return Model.make(self.spec, self.policy, self.rows, store_gradients=True)
-        return Model.make(self.spec, self.policy, self.rows, "tensor") if mesh.shape["tensor"] > 1 else self
+            return Model.make(self.spec, self.policy, self.rows, store_gradients=True, border=self.border)
+        split = mesh.shape["tensor"] > 1
+        return Model.make(self.spec, self.policy, self.rows, "tensor", border=self.border) if split else self
 
     def eval_loss(self, state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
         """The loss in the run's precision, without dropout, of the weights in a state."""
@@ -195,7 +205,7 @@ class Task(NamedTuple):
 
     def in_precision(self, policy: Policy) -> "Task":
         """The same in another precision."""
-        return self._replace(model=Model.make(self.model.spec, policy, self.model.rows))
+        return self._replace(model=Model.make(self.model.spec, policy, self.model.rows, border=self.model.border))
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
@@ -360,18 +370,12 @@ def make_sample(task: Task, tokenizer: "Tokenizer", prompt: str, **controls: Any
     from trainer.data.tokenizer import continuation
 
     generator = Generator(task.model.sampling.bind, task.model.spec)
-    ids, local = tokenizer.encode(prompt), on_one_device(task)
+    ids, local = tokenizer.encode(prompt), on_one_device(task.mesh)
 
     def sample(params: Any) -> str:
         return prompt + continuation(tokenizer, ids, generator(asarray(local(params)), ids, **controls))
 
     return sample
-
-
-def on_one_device(task: Task) -> Callable[[Any], Any]:
-    """Takes arrays on the mesh to the same arrays, whole, on this process's first device."""
-    everywhere = jax.jit(lambda arrays: arrays, out_shardings=replicated(task.mesh))
-    return lambda arrays: jax.tree.map(lambda x: x.addressable_data(0), everywhere(arrays))
 
 
 def make_diagnose(task: Task) -> Callable[[TrainState, Tokens, int], str]:

@@ -26,7 +26,7 @@ from trainer.observe.numerics import make_numerics
 from trainer.observe.peaks import peak_flops
 from trainer.observe.slowness import first_said
 from trainer.parallel.distribute import Reduce
-from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, place_batch
+from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, on_one_device, place_batch
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import DTYPES, Policy
 from trainer.run import jobs
@@ -51,7 +51,6 @@ from trainer.workload import (
     first_state,
     jitted_eval_step,
     make_sample,
-    on_one_device,
 )
 
 # Bytes of text between which the compressor is a yardstick: with less it has hardly begun, with more it takes long.
@@ -142,6 +141,10 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
     policy = build_policy(c.precision)
     rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh))
     model = build_model(c.model, policy, data.tokenizer.vocab_size, rows, own_model)
+    if c.data.boundary_loss is False:
+        if own_model is not None:
+            raise UserError("data.boundary_loss=false needs a model of the configuration; leave it out for your own")
+        model = model._replace(border=data.tokenizer.eot)
     check_split(model, mesh)
     optimizer, kernels = build_optimizer(c.optimizer), build_kernels(c)
     task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, c.train.trainable or ())
@@ -309,8 +312,8 @@ def build_tasks(c: schema.Config, w: Workload) -> Callable[[TrainState], dict[st
     """`state -> figures` of the tasks of the configuration, computed on one device. UserError for what is no task."""
     assert c.eval.tasks is not None
     chosen = choose(c.eval.tasks, w.data.beginning, limit=c.eval.limit)
-    examinee = Examinee(w.task, w.data.tokenizer, c.eval.batch or BATCH)
-    local = on_one_device(w.task)
+    examinee = Examinee(w.task, w.data.tokenizer, c.eval.sequences or BATCH)
+    local = on_one_device(w.mesh)
 
     def figures(state: TrainState) -> dict[str, float]:
         scores = chosen.scores(examinee.at(*local((state.params, state.scaling))))

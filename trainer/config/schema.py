@@ -69,6 +69,7 @@ class Data:
     cache_dir: str | None
     workers: Positive | None
     document_mask: bool
+    boundary_loss: bool | None
     prefetch: Positive
     val_fraction: ShareBelow1 | None
     paths: tuple[str, ...]
@@ -209,13 +210,13 @@ class Eval:
       tasks: of `scripts.evaluate`; None: none.
       tasks_every: steps; None: after the last one only.
       limit: items of each task at most; None: see there.
-      batch: sequences at once; None: 16.
+      sequences: at once; None: 16.
     """
 
     tasks: tuple[str, ...] | None
     tasks_every: Positive | None
     limit: Positive | None
-    batch: Positive | None
+    sequences: Positive | None
 
 
 @dataclass(frozen=True)

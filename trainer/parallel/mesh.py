@@ -1,7 +1,7 @@
 """Devices: the mesh, the shardings, arrays from host batches, and the start of a multi-process run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -94,3 +94,9 @@ def place_batch(batch: "Batch", *, accum: int, mesh: Mesh) -> Tokens:
         return jax.make_array_from_callback(micro.shape, sharding, lambda index: micro[index])
 
     return Tokens(place(batch.tokens), None if batch.segments is None else place(batch.segments))
+
+
+def on_one_device(mesh: Mesh) -> Callable[[Any], Any]:
+    """Takes arrays on the mesh to the same arrays, whole, on this process's first device."""
+    everywhere = jax.jit(lambda arrays: arrays, out_shardings=replicated(mesh))
+    return lambda arrays: jax.tree.map(lambda x: x.addressable_data(0), everywhere(arrays))
