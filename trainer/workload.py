@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -15,11 +14,12 @@ from scalify_core.stacks import NONE as NO_STACKS
 from scalify_core.stacks import Stacks
 from trainer.models.family import Family, LanguageModel, Spec, param_count
 from trainer.models.flops import flops_per_token
-from trainer.models.functional import Functional, Params
+from trainer.models.functional import Functional, Params, of_next_tokens
 from trainer.models.roles import Role, chosen, role_of
-from trainer.models.sampling import Generator
 from trainer.parallel.distribute import LossOfState, Reduce, Wire, gradient_over, largest_over, loss_over, squares_over
-from trainer.parallel.mesh import on_one_device, replicated
+from trainer.parallel.local import Local
+from trainer.parallel.mesh import devices_of_replica, replicated
+from trainer.parallel.replicas import Kept, LocalStep, make_exchange, make_inner, with_replicas
 from trainer.parallel.sharding import abstract, shardings
 from trainer.precision.arrays import (
     ASSUMED_SCALE,
@@ -30,15 +30,14 @@ from trainer.precision.arrays import (
     store_weights,
 )
 from trainer.precision.gradients import Differentiate, store_gradients
-from trainer.precision.policy import Policy
+from trainer.precision.policy import DTYPES, Policy
 from trainer.step.evaluate import make_eval_step
 from trainer.step.kernels import Kernels, gpu_options, takes_scales
 from trainer.step.leaves import part_of
 from trainer.step.moments import convert_moments, stacks_of, store_moments
-from trainer.step.nonfinite import first_nonfinite
 from trainer.step.optimizer import OptimizerFor
 from trainer.step.state import TrainState
-from trainer.step.step import Gradient, Hyper, Tokens, make_train_step, mean_gradient, sequence_keys
+from trainer.step.step import Gradient, Hyper, Tokens, make_train_step, mean_gradient
 
 if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
     from trainer.data import Tokenizer
@@ -110,20 +109,18 @@ class Model(NamedTuple):
         segments = None if segments is None else segments[:, :-1]
         model = self.training.bind(params, histories)
         dropout = {"dropout_keys_B": keys_B} if self.spec.dropout else {}
-        if self.border is None:
-            return model.loss(tokens[:, :-1], tokens[:, 1:], segments, **dropout)
-        inside = tokens[:, :-1] != self.border
-        loss = model.loss(tokens[:, :-1], jnp.where(inside, tokens[:, 1:], -1), segments, masked=True, **dropout)
-        # A token's gradient is the same on every device and in every batch; the value is the mean of what is counted.
-        return loss + jax.lax.stop_gradient(loss * (1 / jnp.maximum(jnp.mean(inside, dtype=jnp.float32), 1e-9) - 1))
+        return of_next_tokens(lambda *batch, **how: model.loss(*batch, segments, **dropout, **how), tokens, self.border)
+
+    def again(self, **how: Any) -> "Model":
+        """The same model, made in another way; see `make`."""
+        return Model.make(self.spec, self.policy, self.rows, border=self.border, **how)
 
     def on(self, mesh: Mesh, micro_batches: int | None = None) -> "Model":
         """What each device of the mesh computes with its parameters, in a step of so many micro-batches, or else."""
-        if mesh.size == micro_batches == 1 and self.spec.scan_layers:
+        if devices_of_replica(mesh) == micro_batches == 1 and self.spec.scan_layers:
             # Gradients that nothing is added to are rounded in the loop over the layers, which then stacks bytes.
-            return Model.make(self.spec, self.policy, self.rows, store_gradients=True, border=self.border)
-        split = mesh.shape["tensor"] > 1
-        return Model.make(self.spec, self.policy, self.rows, "tensor", border=self.border) if split else self
+            return self.again(store_gradients=True)
+        return self if mesh.shape["tensor"] == 1 else self.again(split="tensor")
 
     def eval_loss(self, state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
         """The loss in the run's precision, without dropout, of the weights in a state."""
@@ -170,6 +167,7 @@ class Task(NamedTuple):
       reduce: how gradients are reduced over them.
       kernels: how the compiler chooses them on a GPU.
       trainable: what is trained, see `roles.chosen`; empty: all. The rest has neither gradient nor moments.
+      local: how replicas train apart; None: there is one, and no exchange.
     """
 
     model: Model
@@ -179,6 +177,7 @@ class Task(NamedTuple):
     reduce: Reduce = Reduce()
     kernels: Kernels = Kernels.KEPT
     trainable: tuple[str, ...] = ()
+    local: Local | None = None
 
     @property
     def trained_roles(self) -> Params:
@@ -226,6 +225,15 @@ class Task(NamedTuple):
 
         traced.__name__ = getattr(fun, "func", fun).__name__  # the program's, in profiles
         return jax.jit(traced, compiler_options=self.compiler_options, **settings)
+
+    @property
+    def kept(self) -> Kept:
+        """How what local steps add to the state is kept: as the weights are."""
+        return Kept(DTYPES[self.model.policy.weights], self.model.policy.scaled)
+
+    def with_replicas(self, state: TrainState) -> TrainState:
+        """The first state of this task, from that of a task without local steps."""
+        return state if self.local is None else with_replicas(state, self.trained, self.local, self.kept)
 
     @property
     def frozen_layers(self) -> frozenset[str]:
@@ -278,7 +286,7 @@ def wire_of(task: Task) -> Wire:
 
 def gradient_of(task: Task) -> Gradient:
     """The gradient of micro-batches on the mesh."""
-    return mean_gradient if task.mesh.size == 1 else gradient_over(task.mesh, wire_of(task))
+    return mean_gradient if devices_of_replica(task.mesh) == 1 else gradient_over(task.mesh, wire_of(task))
 
 
 def eval_loss_of(task: Task) -> LossOfState:
@@ -305,7 +313,7 @@ def first_state(task: Task, seed: int, replace: Callable[[Params], Params] = lam
 
     def rest(params: Params, key: jax.Array) -> TrainState:
         moments = task.optimizer().init(task.trained(params))
-        return TrainState(params, moments, key, task.model.differentiate().init())
+        return task.with_replicas(TrainState(params, moments, key, task.model.differentiate().init()))
 
     placed = shardings(jax.eval_shape(rest, params, key), task.mesh, task.model.roles)
     return jax.jit(rest, out_shardings=placed)(params, key)
@@ -325,7 +333,8 @@ def abstract_state(task: Task, scale: float | None = None) -> TrainState:
     params = abstract_weights(state.params, task.model.policy, scale)
     init = task.optimizer().init
     opt_state = jax.eval_shape(lambda p: tree.pack(init(p)) if scale else init(p), task.trained(params))
-    return abstract(TrainState(params, opt_state, state.key, state.scaling), task.mesh, task.model.roles)
+    whole = jax.eval_shape(task.with_replicas, TrainState(params, opt_state, state.key, state.scaling))
+    return abstract(whole, task.mesh, task.model.roles)
 
 
 def convert_state(task: Task, state: TrainState, source: Policy, seed: int) -> TrainState:
@@ -337,15 +346,37 @@ def convert_state(task: Task, state: TrainState, source: Policy, seed: int) -> T
     return jax.device_put(converted, shardings(converted, task.mesh, task.model.roles))
 
 
-def compile_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled:
+def compile_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled | LocalStep:
     """The train step for batches like `batch`, compiled once; the state is donated."""
-    return lower_step(task, batch, state).compile(compiler_options=task.compiler_options)
+    step = lower_step(task, batch, state).compile(compiler_options=task.compiler_options)
+    if task.local is None:
+        return step
+    exchanges = [
+        lower_exchange(task, fragment, state).compile(compiler_options=task.compiler_options)
+        for fragment in range(task.local.fragments)
+    ]
+    return LocalStep(step, exchanges, task.local)
+
+
+def lower_exchange(task: Task, fragment: int, state: TrainState | None = None) -> jax.stages.Lowered:
+    """The exchange of a fragment of a task with local steps, traced as `lower_step` is; see `make_exchange`."""
+    assert task.local is not None
+    like = abstract_like(task, state)
+    policy, roles = task.model.policy, task.trained_roles
+    run = make_exchange(fragment, task.mesh, roles, task.local, task.kept, task.trained, policy.weights_rounding)
+    scalars = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.uint32))
+    placed = jax.tree.map(lambda x: x.sharding, like)
+    return jax.jit(run, donate_argnums=0, out_shardings=placed).lower(like, *scalars)
+
+
+def abstract_like(task: Task, state: TrainState | None) -> TrainState:
+    """The shapes of a state in the form for training, of which the scales are assumed where there is none."""
+    return abstract_state(task, ASSUMED_SCALE) if state is None else abstract(state, task.mesh, task.model.roles)
 
 
 def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Lowered:
     """The train step, traced; the scales of the parameters of `state` are constants of it, without one assumed."""
-    policy = task.model.policy
-    like = abstract_state(task, ASSUMED_SCALE) if state is None else abstract(state, task.mesh, task.model.roles)
+    policy, like = task.model.policy, abstract_like(task, state)
     stacks = task.stacks(like.params)
     step = make_train_step(
         task.model.on(task.mesh, len(batch.tokens_AxBxT1)).differentiate(),
@@ -358,41 +389,10 @@ def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> ja
         stacks=stacks,
         trained=task.trained,
     )
+    if task.local is not None:
+        step, like = make_inner(step, task.mesh, task.local), like.local.states
     placed = jax.tree.map(lambda x: x.sharding, like)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(task.mesh)))
     scalars: Any = [jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)]
     with task.traced_as_the_step():
         return jitted.lower(like, batch, Hyper(*scalars))
-
-
-def make_sample(task: Task, tokenizer: "Tokenizer", prompt: str, **controls: Any) -> Callable[[Any], str]:
-    """`params -> text`: the prompt and its continuation; `controls` are those of `Generator`."""
-    from trainer.data.tokenizer import continuation
-
-    generator = Generator(task.model.sampling.bind, task.model.spec)
-    ids, local = tokenizer.encode(prompt), on_one_device(task.mesh)
-
-    def sample(params: Any) -> str:
-        return prompt + continuation(tokenizer, ids, generator(asarray(local(params)), ids, **controls))
-
-    return sample
-
-
-def make_diagnose(task: Task) -> Callable[[TrainState, Tokens, int], str]:
-    """`(state, batch, step) -> text`: the first tensor of the loss or its gradient that is not finite on that batch."""
-    gradient = task.model.differentiate().value_and_grad
-
-    def diagnose(state: TrainState, batch: Tokens, step: int) -> str:
-        if jax.process_count() > 1:
-            return "several processes: run the batch in skipped/ on one to find the first bad tensor"
-        keys_AxB = sequence_keys(jax.random.fold_in(state.key, step), batch)
-        for i in range(batch.tokens_AxBxT1.shape[0]):
-            segments = None if batch.segments_AxBxT1 is None else batch.segments_AxBxT1[i]
-            args = (state.params, state.scaling, batch.tokens_AxBxT1[i], segments, keys_AxB[i])
-            # Not traced as the step: one by one, no operation finds the constant that its product would take.
-            found = first_nonfinite(gradient, *args, compiler_options=task.compiler_options)
-            if found is not None:
-                return f"micro-batch {i}: {found}"
-        return "the batch gives finite values with the parameters as they are now"
-
-    return diagnose

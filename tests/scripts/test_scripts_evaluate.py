@@ -16,8 +16,6 @@ from scripts.generate import main as generate
 from trainer.errors import UserError
 from trainer.observe import slowness
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share a run
-
 
 @pytest.mark.parametrize(
     ("item", "message"),

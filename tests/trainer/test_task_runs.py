@@ -7,7 +7,7 @@ from command import finish, trainer, values
 
 from scripts.evaluate import Arguments, main
 
-TASKS = ["eval.tasks=[last_word]", "eval.tasks_every=15", "eval.limit=12", "eval.sequences=4", "train.steps=20"]
+TASKS = ["eval.tasks=[last_word]", "eval.tasks_every=15", "eval.limit=12", "eval.batch_size=4", "train.steps=20"]
 
 
 def test_a_run_scores_tasks_and_so_does_what_is_left_of_it(tmp_path):

@@ -10,6 +10,7 @@ from trainer.config import schema
 from trainer.config.fields import from_saved, to_tree
 from trainer.models.family import param_count
 from trainer.models.own import OWN
+from trainer.parallel.replicas import LocalStep
 from trainer.report.history import FORKED, WEIGHTS
 from trainer.report.messages import describe, schedule_change
 from trainer.run.checkpoint import Restored
@@ -20,7 +21,7 @@ from trainer.run.vocabulary import describe_embeddings
 from trainer.workload import Workload
 
 
-def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | None = None) -> list[str]:
+def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | LocalStep | None = None) -> list[str]:
     """What is about to be trained, a line each; with the memory that a compiled step needs."""
     lines = describe(
         w,

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from scalify_core.matmul import MULTIPLE
 from trainer.assembly.data import OwnData, build_data
+from trainer.compiled.exchange import exchanges_of
 from trainer.compiled.fp8 import Found, Gpu, check_device, check_step
 from trainer.compiled.hlo import Program
 from trainer.config import schema
@@ -21,12 +22,15 @@ from trainer.data import Batch, Loader, prefetch
 from trainer.data.mixture import Mixture
 from trainer.errors import UserError
 from trainer.models.own import MakeModel, own_spec
+from trainer.observe.asked import make_sample, on_one_device
 from trainer.observe.metrics import Throughput
 from trainer.observe.numerics import make_numerics
 from trainer.observe.peaks import peak_flops
 from trainer.observe.slowness import first_said
 from trainer.parallel.distribute import Reduce
-from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, on_one_device, place_batch
+from trainer.parallel.local import Local
+from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, place_batch
+from trainer.parallel.replicas import LocalStep, with_moments_of_first
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import DTYPES, Policy
 from trainer.run import jobs
@@ -50,7 +54,6 @@ from trainer.workload import (
     Workload,
     first_state,
     jitted_eval_step,
-    make_sample,
 )
 
 # Bytes of text between which the compressor is a yardstick: with less it has hardly begun, with more it takes long.
@@ -99,6 +102,29 @@ def build_reduce(c: schema.Parallel) -> Reduce:
     return Reduce(c.reduce, c.deterministic_reduce)
 
 
+def build_local(c: schema.Config) -> Local | None:
+    """How replicas train apart; None where there is one."""
+    p = c.parallel
+    if p.local is None:
+        return None
+    assert p.local_steps is not None  # validated, as the others are
+    assert p.local_reduce is not None
+    assert p.local_lr is not None
+    assert p.local_momentum is not None
+    assert p.local_fragments is not None
+    return Local(
+        replicas=p.local,
+        steps=p.local_steps,
+        format=p.local_reduce,
+        lr=p.local_lr,
+        momentum=p.local_momentum,
+        feedback=bool(p.local_feedback) and p.local_reduce != "fp32",  # which loses nothing
+        fragments=p.local_fragments,
+        participants=p.local_participants or p.local,
+        last=c.train.steps,
+    )
+
+
 def build_kernels(c: schema.Config) -> Kernels:
     """How the compiler for GPUs chooses kernels."""
     # Not whether the key names a directory: one that cannot be written is none.
@@ -120,8 +146,8 @@ def check_split(model: Model, mesh: Mesh) -> None:
 
 def build_mesh(c: schema.Config) -> Mesh:
     """The mesh, checked against the batch."""
-    mesh = make_mesh(*build_sizes(c.parallel))
-    micro_batch, devices = c.batch_size // c.train.accum, batch_devices(mesh)
+    mesh = make_mesh(*build_sizes(c.parallel), replicas=c.parallel.local)
+    micro_batch, devices = c.batch_size // c.train.accum, batch_devices(mesh, c.parallel.local or 1)
     if micro_batch % devices:
         raise UserError(
             f"a micro-batch of {micro_batch} sequences (train.batch_tokens={c.train.batch_tokens} / model.context="
@@ -139,7 +165,7 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
         check_device(mesh.devices.flat[0])
     data = build_data(c, own)
     policy = build_policy(c.precision)
-    rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh))
+    rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh, c.parallel.local or 1))
     model = build_model(c.model, policy, data.tokenizer.vocab_size, rows, own_model)
     if c.data.boundary_loss is False:
         if own_model is not None:
@@ -147,7 +173,8 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
         model = model._replace(border=data.tokenizer.eot)
     check_split(model, mesh)
     optimizer, kernels = build_optimizer(c.optimizer), build_kernels(c)
-    task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, c.train.trainable or ())
+    trainable, local = c.train.trainable or (), build_local(c)
+    task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, trainable, local)
     check_trainable(task)
     choose(c.eval.tasks or (), data.beginning, limit=c.eval.limit)
     return Workload(task, data, c.seed)
@@ -215,7 +242,7 @@ def build_throughput(c: schema.Config, w: Workload) -> Throughput:
     )
 
 
-def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled) -> Found | None:
+def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled | LocalStep) -> Found | None:
     """What a step compiled for a GPU is, where the precision has FP8 matmuls; None elsewhere.
 
     Raises UserError for what `precision.require_fp8` does not allow.
@@ -223,7 +250,7 @@ def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled) -> Found 
     gpu = Gpu.of(task.mesh.devices.flat[0])
     if gpu is None or c.precision.forward is None:
         return None
-    tokens = c.train.batch_tokens // (c.train.accum * batch_devices(task.mesh))
+    tokens = c.train.batch_tokens // (c.train.accum * batch_devices(task.mesh, c.parallel.local or 1))
     program, require = Program(step.as_text() or ""), c.precision.require_fp8
     return check_step(task.model, program, tokens, gpu, require=require, frozen=task.frozen_layers)
 
@@ -241,7 +268,8 @@ def build_jobs(
 
     Without anybody who keeps them (not `tracked`) nobody looks at the numerics.
     """
-    look = make_numerics(w.task, c.optimizer.lr)
+    measure, alone = make_numerics(w.task, c.optimizer.lr), jax.jit(with_moments_of_first)
+    look = measure if w.task.local is None else lambda state, tokens, step: measure(alone(state), tokens, step)
     numerics_every = c.metrics.numerics_every if tracked else 0
     rescale_every = c.precision.rescale_every if c.precision.scaled else 0
     entries = [
@@ -249,6 +277,7 @@ def build_jobs(
         jobs.evaluation(c.train.eval_every, make_evaluate(c, w, say)),
         jobs.mixture(c.train.eval_every, w.data.train.seen) if isinstance(w.data.train, Mixture) else None,
         jobs.tasks(c.eval.tasks_every or 0, first_said(build_tasks(c, w), TASKS, say)) if c.eval.tasks else None,
+        make_exchanged(c, w) if w.task.local else None,
         jobs.samples(c.sample.every, first_said(build_sample(c, w), SAMPLING, say)),
         jobs.rescale(rescale_every, jobs.make_rescale(w.task, batch)) if rescale_every else None,
         *more,
@@ -260,6 +289,12 @@ def build_jobs(
         if times > 1:
             raise UserError(f"two periodic jobs are called {name!r}; give yours another name")
     return made
+
+
+def make_exchanged(c: schema.Config, w: Workload) -> Periodic:
+    """The job that says what replicas have sent each other."""
+    found = exchanges_of(w.task)
+    return jobs.exchanged(c.train.eval_every, found.up_to, found.every_step)
 
 
 def train_batches(c: schema.Config, w: Workload, until: int) -> Callable[[int], Iterator[tuple[int, Batch]]]:
@@ -312,8 +347,8 @@ def build_tasks(c: schema.Config, w: Workload) -> Callable[[TrainState], dict[st
     """`state -> figures` of the tasks of the configuration, computed on one device. UserError for what is no task."""
     assert c.eval.tasks is not None
     chosen = choose(c.eval.tasks, w.data.beginning, limit=c.eval.limit)
-    examinee = Examinee(w.task, w.data.tokenizer, c.eval.sequences or BATCH)
-    local = on_one_device(w.mesh)
+    examinee = Examinee(w.task, w.data.tokenizer, c.eval.batch_size or BATCH)
+    local = on_one_device(w.task)
 
     def figures(state: TrainState) -> dict[str, float]:
         scores = chosen.scores(examinee.at(*local((state.params, state.scaling))))

@@ -34,6 +34,7 @@ from trainer.data.own import Numbers
 from trainer.data.tokenizer import load_saved
 from trainer.errors import MAKE_ROOM, UserError
 from trainer.models.own import OWN, MakeModel
+from trainer.observe.asked import make_diagnose
 from trainer.observe.display import Display, Output
 from trainer.observe.slowness import said
 from trainer.observe.trackers.choose import check_kind, make_tracker
@@ -69,7 +70,6 @@ from trainer.workload import (
     Workload,
     abstract_state,
     compile_step,
-    make_diagnose,
 )
 
 COMPILING = "compiling the training step"
@@ -149,7 +149,8 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
         refuse_own(run_dir, meta)
         c = from_saved(schema.Config, meta["config"])
         keep_compiled(c)
-        c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1))
+        alone = {"data": 1, "fsdp": 1, "tensor": 1} | {name: None for name in to_tree(c)["parallel"] if "local" in name}
+        c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, **alone))
         w = build_workload(c)
         rows = meta.get("rows")  # of the run's devices, which may have been more
         model = Model.make(w.model.spec, w.model.policy, rows, border=w.model.border)
@@ -346,7 +347,7 @@ def build_run(
     state, batch = from_stored(enter_phase(w.task, found.state, before, w.seed)), build_batch(c, w.mesh)
     with said(COMPILING, display.message):
         step = compile_step(w.task, batch, state)
-    for line in describe_wire(w.task, step):
+    for line in describe_wire(w.task, step, c.parallel.local_gbps):
         display.message(line)
     fp8 = check_fp8(c, w.task, step)
     for line in fp8.lines if fp8 else []:

@@ -14,10 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import inherited
+from trainer.config.combinations import validate
 from trainer.config.continuing import continued, leaves
 from trainer.config.fields import from_tree
 from trainer.config.phases import phases_of
-from trainer.config.schema import Config, validate
+from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.text import nearest, without_braces
 

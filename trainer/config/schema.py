@@ -2,7 +2,8 @@
 
 What a model, a precision or an optimiser has is declared where it is used: in the specs of `trainer.models`, the
 `Policy` of `trainer.precision` and the entries of `trainer.step.optimizers`. `trainer.config.fields` makes a `Config`
-of a composed dictionary, within the bounds of its annotations; `validate` refuses combinations that cannot run.
+of a composed dictionary, within the bounds of its annotations; `trainer.config.combinations` refuses what cannot run
+together.
 """
 
 import dataclasses
@@ -21,12 +22,11 @@ from trainer.bounds import (
     at_least,
     at_most,
 )
-from trainer.errors import UserError
 from trainer.models.new_tokens import Method
 from trainer.models.specs import FIRST, SPECS
 from trainer.precision.policy import Policy
 from trainer.step.kernels import Asked
-from trainer.step.optimizers import ENTRIES, Optimizer, check_moments
+from trainer.step.optimizers import ENTRIES, Optimizer
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,24 @@ Devices = Annotated[int, Bound(lambda n: n == -1 or n >= 1, "a number of devices
 
 @dataclass(frozen=True)
 class Parallel:
+    """The devices, and with `local` the replicas that train apart; of these keys all or none have values."""
+
     data: Devices
     fsdp: Devices
     tensor: Devices
     reduce: Literal["fp32", "bf16", "fp16", "fp8"]
     deterministic_reduce: bool
     distributed: bool
+    local: Positive | None
+    local_steps: Positive | None
+    local_reduce: Literal["fp32", "bf16", "fp16", "fp8", "fp8_e5m2", "fp4"] | None
+    local_lr: Amount | None
+    local_momentum: ShareBelow1 | None
+    local_feedback: bool | None
+    local_fragments: Positive | None
+    local_participants: Positive | None
+    local_data: Literal["split", "sources"] | None
+    local_gbps: Amount | None
 
 
 @dataclass(frozen=True)
@@ -210,13 +222,13 @@ class Eval:
       tasks: of `scripts.evaluate`; None: none.
       tasks_every: steps; None: after the last one only.
       limit: items of each task at most; None: see there.
-      sequences: at once; None: 16.
+      batch_size: sequences at once; None: 16.
     """
 
     tasks: tuple[str, ...] | None
     tasks_every: Positive | None
     limit: Positive | None
-    sequences: Positive | None
+    batch_size: Positive | None
 
 
 @dataclass(frozen=True)
@@ -303,73 +315,3 @@ DATA_KEYS = {
     "stages": ("mix",),
 }
 NEEDED = ("cache_dir", "val_fraction", "column", "split")  # of those that use them
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise UserError(message)
-
-
-def validate(c: Config) -> None:
-    """Refuse what cannot run, as far as the configuration alone can tell; `build` checks devices and tokenizer."""
-    _check_data(c.data)
-    c.model.spec(vocab_size=1)  # which refuses what cannot be built; the tokenizer is not known yet
-    check_moments(c.optimizer.name, c.precision)
-    tokens = c.model.context * c.train.accum
-    _require(
-        c.train.batch_tokens % tokens == 0,
-        f"train.batch_tokens={c.train.batch_tokens} is not a multiple of model.context x train.accum = "
-        f"{c.model.context} x {c.train.accum} = {tokens}; "
-        f"nearest valid: {max(1, round(c.train.batch_tokens / tokens)) * tokens}",
-    )
-    mesh = {name: getattr(c.parallel, name) for name in ("data", "fsdp", "tensor")}
-    _require(
-        list(mesh.values()).count(-1) <= 1,
-        f"{', '.join(f'parallel.{n}=-1' for n, size in mesh.items() if size == -1)}: only one can be what the others "
-        "leave; set parallel.data=1 to shard the state over all devices",
-    )
-    _require(
-        not c.parallel.deterministic_reduce or c.parallel.reduce == "fp32",
-        f"parallel.deterministic_reduce=true sums in FP32, but parallel.reduce={c.parallel.reduce}; choose one of them",
-    )
-    _require(
-        not c.precision.require_fp8 or c.precision.forward is not None,
-        f"precision.require_fp8=true, but precision={c.precision.name} has no FP8 matmuls; "
-        "choose one that has, such as precision=scalify_fp8_fp16, or leave require_fp8 out",
-    )
-    _require(
-        c.init.embeddings is None or c.init_from is not None,
-        f"init.embeddings={c.init.embeddings} is of the weights that init_from names, which is null; add "
-        "init_from=DIRECTORY, or leave it out",
-    )
-    if c.profile.steps is not None:
-        ok = len(c.profile.steps) == 2 and 1 <= c.profile.steps[0] <= c.profile.steps[1] <= c.train.steps
-        _require(ok, f"profile.steps={list(c.profile.steps)}: expected [first,last] within 1..{c.train.steps}")
-
-
-def _check_data(c: Data) -> None:
-    """Refuse keys of other sources than the chosen one, which would change nothing, and what it lacks itself."""
-    given = {key: value for key in DATA_KEYS if (value := getattr(c, key)) not in (None, (), False)}
-    for key, value in given.items():
-        users = DATA_KEYS[key]
-        shown = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
-        choices = " or ".join(f"data={name}" for name in users)
-        _require(
-            c.source in users,
-            f"data.{key}={shown} is not used by data={c.source}, and would be ignored; it is of {choices}: "
-            f"add {choices}, or leave data.{key} out",
-        )
-    for key in NEEDED:
-        missing = c.source in DATA_KEYS[key] and getattr(c, key) is None
-        _require(not missing, f"data.{key} is null; choose the group, data={c.source}, or give it a value")
-    _require(
-        c.val_fraction != 0, "data.val_fraction=0: a validation part is needed; give it a small share, such as 0.01"
-    )
-    _require(c.source != "text" or bool(c.paths), "data=text needs data.paths=[FILE,...]")
-    _require(c.source != "hf" or bool(c.name), "data=hf needs data.name=ORGANISATION/DATASET")
-    _require(c.source != "prepared" or bool(c.prepared_dir), "data=prepared needs data.prepared_dir=DIRECTORY")
-    _require(c.source != "mix" or bool(c.sources), "data=mix needs data.sources=[DIRECTORY,...]")
-    _require(
-        c.source in ("prepared", "mix") or bool(c.tokenizer),
-        "data.tokenizer is null; valid: byte, gpt2, cl100k_base, a file",
-    )

@@ -7,6 +7,7 @@ References: Touvron et al. 2023, "Llama 2" (arXiv 2307.09288); Grattafiori et al
 (arXiv 2407.21783), and Meta's published code.
 """
 
+import functools
 import math
 from typing import Any, ClassVar, NamedTuple
 
@@ -116,10 +117,11 @@ class MLP(nnx.Module):
         self.split = make.split
         self.recompute = spec.remat == "elementwise"
         self.smooth = spec.mlp == "smooth_swiglu"
-        self.gate_proj = make.linear("mlp.gate_proj", spec.d_model, spec.mlp_width, spec.init_std, "column", bias=False)
-        self.up_proj = make.linear("mlp.up_proj", spec.d_model, spec.mlp_width, spec.init_std, "column", bias=False)
-        self.down_proj = make.linear(
-            "mlp.down_proj", spec.mlp_width, spec.d_model, residual_stddev, "row", scaled_rows=self.smooth, bias=False
+        linear = functools.partial(make.linear, gated=True, bias=False)
+        self.gate_proj = linear("mlp.gate_proj", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.up_proj = linear("mlp.up_proj", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.down_proj = linear(
+            "mlp.down_proj", spec.mlp_width, spec.d_model, residual_stddev, "row", scaled_rows=self.smooth
         )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:

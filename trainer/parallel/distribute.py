@@ -25,7 +25,7 @@ from scalify_core.optim import Largest, largest_of_arrays
 from scalify_core.reductions import largest_magnitudes
 from scalify_core.tree import map_arrays
 from trainer.models.roles import Role, role_of
-from trainer.parallel.mesh import BATCH_AXES, Sizes
+from trainer.parallel.mesh import BATCH_AXES, Sizes, batch_axes, over_devices
 from trainer.parallel.reduction import Reduction, exchanged, gathered, mean
 from trainer.parallel.sharding import fsdp_axis, mesh_axes, of_parameters, partition, partitions
 from trainer.precision.gradients import ValueAndGrad
@@ -33,7 +33,6 @@ from trainer.step.state import TrainState
 from trainer.step.step import Gradient, Tokens, mean_gradient, squares_of_arrays
 
 LossOfState = Callable[[TrainState, jax.Array, jax.Array | None], jax.Array]
-ROWS = PartitionSpec(BATCH_AXES)
 MICRO_BATCHES = PartitionSpec(None, BATCH_AXES)
 EVERYWHERE = PartitionSpec()
 
@@ -139,9 +138,9 @@ def reduced(grads: Any, specs: Any, wire: Wire, seed: jax.Array) -> Any:
     return jax.tree_util.tree_map_with_path(of_leaf, grads, specs, wire.roles, is_leaf=is_scaled_array)
 
 
-def mean_of_figures(x: jax.Array) -> jax.Array:
+def mean_of_figures(x: jax.Array, axes: tuple[str, ...] = BATCH_AXES) -> jax.Array:
     """A scalar, or each of several figures: the mean over the devices that the batch is split over, in their order."""
-    return jnp.mean(lax.all_gather(x, BATCH_AXES), axis=0)
+    return jnp.mean(lax.all_gather(x, axes), axis=0)
 
 
 def gradient_over(mesh: Mesh, wire: Wire) -> Gradient:
@@ -166,12 +165,11 @@ def gradient_over(mesh: Mesh, wire: Wire) -> Gradient:
                 grads = reduced(grads, specs, wire, random_word(keys_AxB[0]))
             return mean_of_figures(loss), grads, jax.tree.map(lambda x: lax.pmax(x, Sizes._fields), seen)
 
-        return jax.shard_map(
+        return over_devices(
             of_device,
-            mesh=mesh,
+            mesh,
             in_specs=(partitions(params, mesh, wire.roles), EVERYWHERE, MICRO_BATCHES, MICRO_BATCHES),
             out_specs=(EVERYWHERE, specs, EVERYWHERE),
-            check_vma=False,
         )(params, scaling, batch, keys_AxB)
 
     return gradient
@@ -186,18 +184,18 @@ def loss_over(mesh: Mesh, wire: Wire, loss: LossOfState) -> LossOfState:
     """The mean of `loss(state, tokens, segments)`, one or several, over the devices of a mesh, each on its rows."""
 
     def mean_loss(state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
-        specs = of_parameters(state.params, mesh, wire.roles)
+        specs, axes = of_parameters(state.params, mesh, wire.roles), batch_axes(mesh)
+        rows = PartitionSpec(axes)
 
         def of_device(params: Any, scaling: Any, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
             whole = dataclasses.replace(state, params=gather(params, specs, wire), scaling=scaling)
-            return mean_of_figures(loss(whole, tokens, segments))
+            return mean_of_figures(loss(whole, tokens, segments), axes)
 
-        return jax.shard_map(
+        return over_devices(
             of_device,
-            mesh=mesh,
-            in_specs=(partitions(state.params, mesh, wire.roles), EVERYWHERE, ROWS, ROWS),
+            mesh,
+            in_specs=(partitions(state.params, mesh, wire.roles), EVERYWHERE, rows, rows),
             out_specs=EVERYWHERE,
-            check_vma=False,
         )(state.params, state.scaling, tokens, segments)
 
     return mean_loss
@@ -216,7 +214,7 @@ def largest_over(mesh: Mesh, roles: Any) -> Largest:
         def of_device(groups: Sequence[Sequence[jax.Array]]) -> jax.Array:
             return lax.pmax(largest_magnitudes(groups), ("fsdp", "tensor"))
 
-        return jax.shard_map(of_device, mesh=mesh, in_specs=(specs,), out_specs=EVERYWHERE, check_vma=False)(groups)
+        return over_devices(of_device, mesh, in_specs=(specs,), out_specs=EVERYWHERE)(groups)
 
     return largest
 
@@ -239,6 +237,6 @@ def squares_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
             ]
             return jnp.concatenate(parts)[np.argsort([i for group in groups.values() for i in group])]
 
-        return jax.shard_map(of_device, mesh=mesh, in_specs=(specs,), out_specs=EVERYWHERE, check_vma=False)(tree)
+        return over_devices(of_device, mesh, in_specs=(specs,), out_specs=EVERYWHERE)(tree)
 
     return squares

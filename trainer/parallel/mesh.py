@@ -14,7 +14,8 @@ from trainer.step.step import Tokens
 if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
     from trainer.data import Batch
 
-BATCH_AXES = ("data", "fsdp")  # of the mesh: those that the batch is split over
+BATCH_AXES = ("data", "fsdp")  # of the mesh: those that a replica's batch is split over
+LOCAL = "local"  # of the mesh of a run with local steps, outermost: the axis of the replicas; see `local`
 
 
 class Sizes(NamedTuple):
@@ -47,25 +48,69 @@ class Sizes(NamedTuple):
         return sizes
 
 
-def make_mesh(data: int, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    data: int,
+    fsdp: int = 1,
+    tensor: int = 1,
+    *,
+    replicas: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
     """A mesh with the axes of `Sizes`, the last one the innermost, over the first of the devices (None: of all).
+
+    `replicas`: of local steps, which get an axis of their own, the outermost, over as many devices as divide them;
+    None: there is no such axis.
 
     Raises UserError for sizes that the devices do not have, and for processes that would be left without a device.
     """
     devices = jax.devices() if devices is None else devices
     sizes = Sizes(data, fsdp, tensor)
-    filled = sizes.filled(len(devices))
-    used = devices[: math.prod(filled)]
+    apart = places_of(replicas, sizes, len(devices)) if replicas else 1
+    filled = sizes.filled(len(devices) // apart)
+    used = devices[: apart * math.prod(filled)]
     found = {device.process_index for device in devices}
     idle = len(found) - len({device.process_index for device in used})
     if idle:
         raise UserError(f"{sizes} leaves {idle} of {len(found)} processes without a device; use -1 for one of them")
-    return Mesh(np.array(used).reshape(filled), Sizes._fields, axis_types=(AxisType.Auto,) * 3)
+    if replicas is None:
+        return Mesh(np.array(used).reshape(filled), Sizes._fields, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(np.array(used).reshape(apart, *filled), (LOCAL, *Sizes._fields), axis_types=(AxisType.Auto,) * 4)
 
 
-def batch_devices(mesh: Mesh) -> int:
-    """Over how many of them the batch is split."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+def places_of(replicas: int, sizes: Sizes, devices: int) -> int:
+    """Over how many places replicas are spread, each of the mesh `sizes`: the most that divide them and fit."""
+    each = math.prod(size for size in sizes if size != -1)
+    fitting = [n for n in range(1, replicas + 1) if replicas % n == 0 and n * each <= devices]
+    return max(fitting, default=1)
+
+
+def is_inside_replica() -> bool:
+    """Whether what is traced is the program of a replica."""
+    return LOCAL in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def over_devices(fun: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`jax.shard_map` over a mesh; inside a replica over the axes of `Sizes` alone."""
+    if not is_inside_replica():
+        return jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    inner: Any = jax.sharding.get_abstract_mesh()
+    names = set(Sizes._fields)
+    return jax.shard_map(fun, mesh=inner, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)
+
+
+def devices_of_replica(mesh: Mesh) -> int:
+    """How many devices compute one step: those of one replica, or all."""
+    return math.prod(mesh.shape[axis] for axis in Sizes._fields)
+
+
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of a mesh that a whole batch is split over."""
+    return tuple(axis for axis in (LOCAL, *BATCH_AXES) if axis in mesh.shape)
+
+
+def batch_devices(mesh: Mesh, replicas: int = 1) -> int:
+    """In how many parts a batch is split: over the devices of a replica, times how many of these there are."""
+    return replicas * math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -75,7 +120,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """For [A, B, T+1]: each device holds its share of B."""
-    return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
+    return NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh)))
 
 
 def abstract_batch(accum: int, batch_size: int, context: int, *, document_mask: bool, mesh: Mesh) -> Tokens:
@@ -94,9 +139,3 @@ def place_batch(batch: "Batch", *, accum: int, mesh: Mesh) -> Tokens:
         return jax.make_array_from_callback(micro.shape, sharding, lambda index: micro[index])
 
     return Tokens(place(batch.tokens), None if batch.segments is None else place(batch.segments))
-
-
-def on_one_device(mesh: Mesh) -> Callable[[Any], Any]:
-    """Takes arrays on the mesh to the same arrays, whole, on this process's first device."""
-    everywhere = jax.jit(lambda arrays: arrays, out_shardings=replicated(mesh))
-    return lambda arrays: jax.tree.map(lambda x: x.addressable_data(0), everywhere(arrays))

@@ -18,9 +18,12 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import GetAttrKey
 
 from scalify_core.tree import Packed, map_arrays
 from trainer.models.roles import Role, role_of
+from trainer.parallel.mesh import LOCAL
+from trainer.step.state import OF_REPLICAS
 
 
 def partition(role: Role | None, shape: Sequence[int], sizes: dict[str, int]) -> PartitionSpec:
@@ -64,16 +67,27 @@ def mesh_axes(spec: PartitionSpec) -> tuple[str, ...]:
 def mapped(make: Callable[[Any, PartitionSpec], Any], tree: Any, mesh: Mesh, roles: Any) -> Any:
     """`make` of every array of a tree and its `partition`; the arrays of a packed tree are where they were.
 
+    Arrays of replicas have an axis of these in front, which is split over the axis LOCAL of the mesh.
+
     `roles`: of the parameters, see `roles.role_of`.
     """
     sizes = dict(mesh.shape)
 
+    def of_array(path: Any, x: Any, stacked: bool) -> Any:
+        if stacked and x.shape:
+            return make(x, PartitionSpec(LOCAL, *partition(role_of(roles, path), x.shape[1:], sizes)))
+        return make(x, partition(role_of(roles, path), x.shape, sizes))
+
     def of_leaf(path: Any, x: Any) -> Any:
+        stacked = any(isinstance(entry, GetAttrKey) and entry.name in OF_REPLICAS for entry in path)
         if not isinstance(x, Packed):
-            return make(x, partition(role_of(roles, path), x.shape, sizes))
+            return of_array(path, x, stacked)
         paths = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(x.structure, x.names))
-        arrays = {name: jax.tree.map(functools.partial(of_leaf, path), x.arrays[name]) for path, name in paths}
-        return dataclasses.replace(x, arrays=arrays, scales=make(x.scales, PartitionSpec()))
+        arrays = {
+            name: jax.tree.map(functools.partial(of_array, path, stacked=stacked), x.arrays[name])
+            for path, name in paths
+        }
+        return dataclasses.replace(x, arrays=arrays, scales=of_array((), x.scales, stacked))
 
     return jax.tree_util.tree_map_with_path(of_leaf, tree, is_leaf=lambda x: isinstance(x, Packed))
 

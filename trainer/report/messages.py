@@ -1,5 +1,6 @@
 """What a run says of itself at its start and at its end."""
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,11 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from trainer.compiled.exchange import Exchanges, exchanges_of
 from trainer.compiled.hlo import Program
 from trainer.data import Manifest
 from trainer.models.family import param_count
 from trainer.models.flops import flop_share
 from trainer.observe.metrics import GIB
+from trainer.parallel.mesh import devices_of_replica
+from trainer.parallel.replicas import LocalStep
 from trainer.precision.policy import Policy, without_effect
 from trainer.run.loop import Run
 from trainer.step.kernels import promise
@@ -95,12 +99,44 @@ def describe_devices(task: Task) -> str:
     if devices == 1:
         return line
     mesh = " x ".join(f"{axis} {size}" for axis, size in task.mesh.shape.items())
+    if devices_of_replica(task.mesh) == 1:
+        return f"{line}; mesh {mesh}"
     order = ", summed in fixed order" * task.reduce.deterministic
     return f"{line}; mesh {mesh}; gradients reduced in {task.reduce.format}{order}"
 
 
-def describe_wire(task: Task, step: jax.stages.Compiled) -> list[str]:
-    """What the devices of a compiled step send each other, by type (`u8` is FP8, `u16` FP16 or BF16)."""
+def describe_wire(task: Task, step: jax.stages.Compiled | LocalStep, gbps: float | None = None) -> list[str]:
+    """What the devices of a compiled step send each other, by type (`u8` is FP8, `u16` FP16 or BF16).
+
+    `gbps`: of the network between replicas, for an estimate of the time of an exchange.
+    """
+    if isinstance(step, LocalStep):
+        exchanged = describe_exchanges(exchanges_of(task, step), gbps)
+        return [*exchanged, *(describe_sent(task, step) if devices_of_replica(task.mesh) > 1 else [])]
+    return describe_sent(task, step)
+
+
+def describe_exchanges(found: Exchanges, gbps: float | None = None) -> list[str]:
+    """What replicas with local steps send each other, and how long it takes at so many gigabits a second."""
+    local = found.local
+    some = f", of which {local.participants} train in a round" if local.participants < local.replicas else ""
+    parts = f" in {local.fragments} fragments" if local.fragments > 1 else ""
+    read = "" if found.read else " if each is on a machine of its own"
+    lines = [
+        f"local steps: {local.replicas} replicas{some} exchange outer gradients in {local.format} every {local.steps} "
+        f"steps{parts}; outer learning rate {local.lr:g}, momentum {local.momentum:g}"
+        f"{', with error feedback' * local.feedback}",
+        f"every replica sends {math.fsum(found.fragments) / MIB:.3f} MiB a round{read}, at most "
+        f"{max(found.fragments) / MIB:.3f} MiB at once and {found.mean / MIB:.4f} MiB a step on average, "
+        f"{found.fewer:.1f} times less than FP32 gradients of every step ({found.every_step / MIB:.3f} MiB)",
+    ]
+    if gbps is not None:
+        lines.append(f"an exchange takes about {found.seconds(gbps):.2g} s at {gbps:g} Gbit/s (an estimate)")
+    return lines
+
+
+def describe_sent(task: Task, step: jax.stages.Compiled | LocalStep) -> list[str]:
+    """What the devices of a compiled step send each other in that step."""
     text = step.as_text() if task.mesh.size > 1 else None
     if text is None:
         return []

@@ -12,11 +12,33 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalify_core import ScaledArray, tree
 from scalify_core.array import is_scaled_array
 
+OF_REPLICAS = ("states", "residuals")  # fields whose arrays have an axis of replicas in front
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Replicas:
+    """What K replicas that train apart have beside the outer weights; see `trainer.parallel.local`.
+
+    Attributes:
+      states: their TrainState, every array [K, ...], the optimiser's packed; the scales of parameters are scalars,
+        those of the outer weights.
+      residuals: what rounding has lost so far, of the trained parameters, [K, ...] as weights are stored, or ().
+      momentum: of the outer optimiser, stored alike, or ().
+    """
+
+    states: Any
+    residuals: Any
+    momentum: Any
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
     """The whole of it. A skipped step leaves every bit of it as it was, except the loss scale of `scaling`.
+
+    With local steps `params` are the outer weights, so that who reads a state or a checkpoint needs to know nothing of
+    replicas; `opt_state` is then (), and `scaling` the largest of the replicas'.
 
     Attributes:
       params: nested dictionaries of arrays, or of ScaledArrays whose scales are static: constants of compiled steps.
@@ -24,12 +46,14 @@ class TrainState:
         (`scalify_core.tree.Packed`).
       key: base PRNG key; the randomness of step n comes from `fold_in(key, n)`.
       scaling: what the precision carries along: amax histories, a loss scale, or ().
+      local: `Replicas` of a run with local steps, else ().
     """
 
     params: Any
     opt_state: optax.OptState
     key: jax.Array
     scaling: Any = ()
+    local: Any = ()
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation, key: jax.Array, scaling: Any = ()) -> TrainState:
@@ -50,10 +74,21 @@ def to_stored(state: TrainState) -> TrainState:
         number = np.asarray(scale.addressable_data(0))
         return ScaledArray(x.data, jax.make_array_from_callback(number.shape, everywhere, lambda index: number[index]))
 
-    unpacked = dataclasses.replace(state, opt_state=tree.unpack(state.opt_state))
-    return tree.map_arrays(place, tree.with_dynamic_scales(unpacked))
+    def stored(part: Any) -> Any:
+        return tree.map_arrays(place, tree.with_dynamic_scales(part))
+
+    local, opt_state = state.local, tree.unpack(state.opt_state)
+    if isinstance(local, Replicas):  # whose moments stay packed: their scales are a row for each replica
+        local = dataclasses.replace(local, states=dataclasses.replace(local.states, params=stored(local.states.params)))
+    return dataclasses.replace(stored(dataclasses.replace(state, opt_state=opt_state, local=())), local=local)
 
 
 def from_stored(state: TrainState) -> TrainState:
     """The form for training: the scales of parameters static, those of moments one array."""
-    return TrainState(tree.with_static_scales(state.params), tree.pack(state.opt_state), state.key, state.scaling)
+    local = state.local
+    if isinstance(local, Replicas):
+        static = tree.with_static_scales(local.states.params)
+        local = dataclasses.replace(local, states=dataclasses.replace(local.states, params=static))
+    return TrainState(
+        tree.with_static_scales(state.params), tree.pack(state.opt_state), state.key, state.scaling, local
+    )

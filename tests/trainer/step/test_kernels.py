@@ -14,6 +14,7 @@ from trainer.config.composition import compose_config
 from trainer.config.fields import from_saved, to_tree
 from trainer.errors import UserError
 from trainer.models.spec import GPT2Spec
+from trainer.observe.asked import make_diagnose
 from trainer.parallel.mesh import abstract_batch, make_mesh
 from trainer.plan.aot import OPTIONS, lower_for_target, make_target_mesh, written_to_no_cache
 from trainer.plan.targets import get_target
@@ -21,7 +22,7 @@ from trainer.precision.policy import Policy
 from trainer.step.kernels import Kernels, gpu_options, promise
 from trainer.step.nonfinite import first_nonfinite
 from trainer.step.optimizer import make_optimizer
-from trainer.workload import Model, Task, abstract_state, first_state, jitted_eval_step, make_diagnose
+from trainer.workload import Model, Task, abstract_state, first_state, jitted_eval_step
 
 FP8 = Policy(**vars(compose_config(["precision=scalify_fp8_fp16"]).precision.policy))
 HARMLESS = {"xla_embed_ir_in_executable": True}  # an option that every compiler takes, and that changes nothing

@@ -1,0 +1,162 @@
+"""Local steps: what replicas exchange is right in every format, nothing is lost, and where they lie changes no bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from trainer.compiled.hlo import Program
+from trainer.parallel.local import FORMATS, Local, bytes_of_exchange, decoded, encoded, exchange, fragments_of
+from trainer.parallel.mesh import LOCAL, make_mesh
+
+SHAPES = ((5, 3), (4,), (16, 24))  # 15 elements are split over no number of replicas
+PLAIN = Local(4, 8, "fp8", 1.0, 0.0, feedback=True, fragments=1, participants=4, last=100)
+
+
+@functools.cache
+def program(local, devices):
+    """From [K, ...] of each tensor, steps taken and seed to what came of the exchange, over so many devices."""
+    mesh = make_mesh(1, replicas=local.replicas, devices=jax.devices()[:devices])
+    assert mesh.shape[LOCAL] == devices
+    replicas, everywhere = PartitionSpec(LOCAL), PartitionSpec()
+    return jax.jit(
+        jax.shard_map(
+            lambda tensors, seed, step: tuple(exchange(tensors, local, seed, step)),
+            mesh=mesh,
+            in_specs=([replicas] * len(SHAPES), everywhere, everywhere),
+            out_specs=([everywhere] * len(SHAPES), [replicas] * len(SHAPES) if local.feedback else [], everywhere),
+            check_vma=False,
+        )
+    )
+
+
+def tensors(replicas=4, size=1.0):
+    random = np.random.default_rng(0)
+    return [random.normal(size=(replicas, *shape)).astype(np.float32) * size for shape in SHAPES]
+
+
+def exchanged(local, values, devices=1, step=8, seed=7):
+    return jax.device_get(program(local, devices)(values, np.uint32(seed), np.int32(step)))
+
+
+def spacing(x, local):
+    """The distance of a format's numbers at `x`, at the scale of the exchange: largest magnitudes below the maximum."""
+    fmt = FORMATS[local.format]
+    scale = 2.0 ** np.floor(np.log2(np.abs(x).max() * 2 / min(fmt.max, 65504.0)))
+    return np.maximum(np.abs(x) * fmt.epsilon, fmt.min_subnormal * scale)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("size", [1.0, 2.0**-40])
+def test_the_mean_is_right_to_two_roundings_of_the_format(name, size):
+    local = PLAIN._replace(format=name)
+    values = tensors(size=size)
+    means, lost, _ = exchanged(local, values)
+    for x, mean, residual in zip(values, means, lost, strict=True):
+        exact = x.astype(np.float64).mean(0)
+        bound = spacing(x, local)
+        # A mean is rounded where magnitudes are at most those of what was sent, up to its own error.
+        rounded = np.maximum(np.abs(exact) + bound.max(0), 0) * FORMATS[name].epsilon + bound.min()
+        assert (np.abs(mean - exact) <= bound.mean(0) + rounded + 4 * np.finfo(np.float32).eps * np.abs(x).max()).all()
+        assert np.abs(residual).max() <= 5 * bound.max()
+        assert (name == "fp32") == (not np.any(residual))
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp8", "fp4"])
+def test_where_replicas_lie_changes_no_bit(name):
+    local = PLAIN._replace(format=name)
+    one, two, four = (exchanged(local, tensors(), devices) for devices in (1, 2, 4))
+    for a, b, c in zip(*map(jax.tree.leaves, (one, two, four)), strict=True):
+        assert a.tobytes() == b.tobytes() == c.tobytes()
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "fp4"])
+def test_with_feedback_what_was_sent_adds_up_to_what_was_to_be_sent(name):
+    local, values, rounds = PLAIN._replace(format=name), tensors(), 12
+    total, unfed = [0.0] * len(SHAPES), [0.0] * len(SHAPES)
+    residuals = [np.zeros_like(x) for x in values]
+    for i in range(rounds):
+        found = [x + r for x, r in zip(values, residuals, strict=True)]
+        means, residuals, _ = exchanged(local, found, step=8 * (i + 1))
+        total = [t + m for t, m in zip(total, means, strict=True)]
+        means, _, _ = exchanged(local, values, step=8 * (i + 1))
+        unfed = [t + m for t, m in zip(unfed, means, strict=True)]
+    for x, r, t, u in zip(values, residuals, total, unfed, strict=True):
+        exact = rounds * x.mean(0)
+        # All that was not sent is in the residuals: exactly, but for FP32's own rounding.
+        np.testing.assert_allclose(t + r.mean(0), exact, rtol=0, atol=rounds * 1e-5)
+        # They do not grow: one rounding of what a replica sends, and of the mean as often as there are replicas.
+        assert np.abs(r).max() <= 4 * spacing(4 * x, local).max()
+        assert np.sum((t - exact) ** 2) < 0.5 * np.sum((u - exact) ** 2) or x[0].size < 100
+
+
+def test_the_mean_is_that_of_the_replicas_that_are_drawn_and_the_others_lose_nothing():
+    local = PLAIN._replace(replicas=8, participants=3, format="fp32")
+    assert local.feedback
+    seen = set()
+    for step in (8, 16, 24, 32, 40):
+        drawn = np.asarray(local.drawn(np.uint32(7), np.int32(step - 1)))
+        assert drawn.sum() == 3
+        seen |= set(np.flatnonzero(drawn))
+        # All steps of a round draw the same, and the exchange at its end.
+        np.testing.assert_array_equal(drawn, local.drawn(np.uint32(7), np.int32(step - 8)))
+        values = tensors(8)
+        means, lost, _ = exchanged(local, values, 4, step)
+        for x, mean, residual in zip(values, means, lost, strict=True):
+            np.testing.assert_allclose(mean, x[drawn].mean(0), rtol=4e-7, atol=4e-7)
+            np.testing.assert_array_equal(residual[~drawn], x[~drawn])
+            assert not residual[drawn].any()
+    assert len(seen) > 4
+
+
+def test_what_is_not_finite_stays_so():
+    for name in ("fp32", "fp16", "fp8", "fp4"):
+        values = tensors()
+        values[2][1, 3, 5] = np.inf
+        means, _, _ = exchanged(PLAIN._replace(format=name), values)
+        assert not np.isfinite(means[2][3, 5])
+        assert np.isfinite(means[0]).all()
+
+
+def test_two_numbers_of_four_bits_are_a_byte_and_come_back():
+    fmt = FORMATS["fp4"]
+    numbers = jnp.asarray([0, 0.5, -1, 1.5, -2, 3, 4, -4, -0.5, jnp.nan], jnp.float32)
+    bits = jnp.full(numbers.shape, 0xFFFF, jnp.uint16)
+    codes = encoded(numbers, fmt, bits)
+    assert codes.shape == (5,)
+    assert codes.dtype == jnp.uint8
+    np.testing.assert_array_equal(decoded(codes, fmt), numbers)
+
+
+def test_fragments_have_each_array_once_and_about_equal_sizes():
+    sizes = [4096, 64, 4096, 64, 16384, 64, 8192, 8192]
+    for count in (1, 2, 3, 5):
+        groups = fragments_of(sizes, count)
+        assert sorted(i for group in groups for i in group) == list(range(len(sizes)))
+        sums = [sum(sizes[i] for i in group) for group in groups]
+        assert max(sums) - min(sums) <= max(sizes)
+    assert fragments_of(sizes, 2)[0] != []
+
+
+def test_each_fragment_is_due_once_a_round_and_all_after_the_last_step():
+    local = PLAIN._replace(steps=6, fragments=3, last=23)
+    due = {step: local.due(step) for step in range(1, 24)}
+    assert {step: found for step, found in due.items() if found} == {
+        2: [1], 4: [2], 6: [0], 8: [1], 10: [2], 12: [0], 14: [1], 16: [2], 18: [0], 20: [1], 22: [2], 23: [0, 1, 2],
+    }  # fmt: skip
+    assert PLAIN.due(8) == [0]
+    assert PLAIN.due(9) == []
+    assert PLAIN.due(100) == [0]
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16", "fp8", "fp4"])
+def test_the_compiled_exchange_sends_what_is_computed(name):
+    local = PLAIN._replace(format=name)
+    compiled = program(local, 4).lower(tensors(), np.uint32(0), np.int32(8)).compile()
+    sent = sum(collective.sent(4) for collective in Program(compiled.as_text()).collectives)
+    elements = sum(x[0].size for x in tensors())
+    # Of each replica the last piece may be shorter, and an odd tensor of four bits has half a byte more.
+    assert 0 <= sent - bytes_of_exchange(elements, len(SHAPES), local) <= 4 * 4 * 2

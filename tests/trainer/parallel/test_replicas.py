@@ -1,0 +1,174 @@
+"""Replicas that train apart: one alone trains as without, they agree after a round, and resume in the middle of one."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from precisions import batch, bits, copied, hyper, workload
+
+from trainer.compiled.exchange import exchanges_of
+from trainer.parallel.local import Local
+from trainer.parallel.mesh import abstract_batch, make_mesh
+from trainer.parallel.replicas import LocalStep, with_moments_of_first, with_params
+from trainer.run.checkpoint import Checkpointer
+from trainer.step.state import from_stored, to_stored
+from trainer.workload import abstract_state, compile_step, first_state
+
+AVERAGE = Local(2, 2, "fp32", 1.0, 0.0, feedback=False, fragments=1, participants=2, last=100)
+NARROW = AVERAGE._replace(format="fp8", lr=0.7, momentum=0.9, feedback=True)
+
+
+def task_of(local, preset="fp32", devices=None, sizes=(1,)):
+    mesh = make_mesh(*sizes, replicas=local.replicas, devices=jax.devices()[:devices] if devices else None)
+    return workload(preset)._replace(mesh=mesh, local=local)
+
+
+@functools.cache
+def made(local, preset="fp32", devices=None, sizes=(1,)):
+    """Task, first state and compiled step."""
+    task = task_of(local, preset, devices, sizes)
+    state = from_stored(first_state(task, 0))
+    tokens = abstract_batch(1, 16, 16, document_mask=False, mesh=task.mesh)
+    return task, state, compile_step(task, tokens, state)
+
+
+def trained(steps, *how, start=0, state=None):
+    task, first, step = made(*how)
+    state, losses = copied(first if state is None else state), []
+    for i in range(start, steps):
+        state, metrics = step(state, batch(task, i), hyper(i, 1e-2))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def of_replica(state, k):
+    return [np.asarray(x[k]) for x in jax.tree.leaves(state.local.states.params)]
+
+
+def test_one_replica_that_exchanges_every_step_trains_as_a_run_without_replicas():
+    task = workload("fp32")
+    state = from_stored(first_state(task, 0))
+    step = compile_step(task, abstract_batch(1, 16, 16, document_mask=False, mesh=task.mesh), state)
+    state, losses = copied(state), []
+    for i in range(3):
+        state, metrics = step(state, batch(task, i), hyper(i, 1e-2))
+        losses.append(float(metrics["loss"]))
+    found, theirs = trained(3, AVERAGE._replace(replicas=1, participants=1, steps=1))
+    assert theirs == losses
+    # Outer weights - (outer weights - new ones) is exact where both are near each other: else one rounding.
+    for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2 * np.finfo(np.float32).eps * np.abs(b).max())
+
+
+def test_replicas_differ_inside_a_round_and_have_the_outer_weights_after_it():
+    state, _ = trained(1, NARROW)
+    assert any((a != b).any() for a, b in zip(of_replica(state, 0), of_replica(state, 1), strict=True))
+    outer = bits(state.params)
+    state, _ = trained(2, NARROW, start=1, state=state)
+    assert bits(state.params) != outer
+    for k in range(2):
+        assert [x.tobytes() for x in of_replica(state, k)] == bits(state.params)
+    moments = jax.tree.leaves(state.local.states.opt_state)
+    assert any((np.asarray(x[0]) != np.asarray(x[1])).any() for x in moments)
+    assert any(np.any(np.asarray(x)) for x in jax.tree.leaves(state.local.residuals))
+
+
+def test_the_average_of_replicas_is_that_of_their_weights():
+    inside, _ = trained(1, AVERAGE._replace(steps=3))
+    _, _, step = made(AVERAGE._replace(steps=3))
+    after = step.exchanges[0](copied(inside), np.int32(3), np.uint32(0))
+    for outer, replicas in zip(jax.tree.leaves(after.params), jax.tree.leaves(inside.local.states.params), strict=True):
+        mean = np.asarray(replicas, np.float64).mean(0)
+        np.testing.assert_allclose(outer, mean, rtol=0, atol=4 * np.finfo(np.float32).eps * np.abs(replicas).max())
+
+
+def test_replicas_on_one_device_have_the_bits_of_replicas_on_two():
+    one, losses = trained(3, NARROW, "fp32", 1)
+    two, theirs = trained(3, NARROW, "fp32", 2)
+    assert made(NARROW, "fp32", 2)[0].mesh.size == 2
+    assert losses == theirs
+    assert bits(one) == bits(two)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["data", "fsdp"])
+def test_a_replica_may_be_several_devices(sizes):
+    alone, losses = trained(3, AVERAGE, "fp32", 1)
+    found, theirs = trained(3, AVERAGE, "fp32", 4, sizes)
+    assert dict(made(AVERAGE, "fp32", 4, sizes)[0].mesh.shape)["local"] == 2
+    np.testing.assert_allclose(theirs, losses, rtol=100 * np.finfo(np.float32).eps)
+    for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(alone.params), strict=True):
+        # Sums in another order, and steps of Adam, which where gradients are next to nothing may have either sign.
+        assert np.mean(np.abs(np.asarray(a) - np.asarray(b)) > 1e-4) < 0.01
+
+
+def test_a_run_that_is_resumed_in_the_middle_of_a_round_has_the_bits_of_one_that_is_not(tmp_path):
+    how = (NARROW._replace(momentum=0.5, fragments=2, steps=4), "scalify_fp8_fp16")
+    whole, _ = trained(7, *how)
+    half, _ = trained(3, *how)
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(3, to_stored(half), {})
+        checkpointer.wait()
+        found = checkpointer.restore(abstract_state(made(*how)[0]))
+    restored = from_stored(found.state)
+    assert jax.tree.structure(restored) == jax.tree.structure(half)
+    assert bits(restored) == bits(half)
+    again, _ = trained(7, *how, start=3, state=restored)
+    assert bits(again) == bits(whole)
+    # New scales leave replicas and outer weights what they are.
+    doubled = with_params(whole, jax.tree.map(lambda x: x, whole.params))
+    assert bits(doubled) == bits(whole)
+
+
+def test_replicas_that_are_not_drawn_stay_as_they_were_until_the_exchange():
+    local = AVERAGE._replace(replicas=4, participants=1, steps=2)
+    state, losses = trained(1, local, "fp32", 1)
+    (drawn,) = np.flatnonzero(local.drawn(np.uint32(0), np.int32(0)))
+    for k in range(4):
+        same = [x.tobytes() for x in of_replica(state, k)] == bits(state.params)
+        assert same == (k != drawn)
+    assert np.isfinite(losses).all()
+    state, _ = trained(2, local, "fp32", 1, start=1, state=state)
+    for k in range(4):
+        assert [x.tobytes() for x in of_replica(state, k)] == bits(state.params)
+
+
+def test_weights_that_are_not_finite_change_nothing():
+    state, _ = trained(1, NARROW)
+    broken = jax.tree.map(lambda x: x.at[1].set(jnp.nan), state.local.states.params)
+    local = dataclasses.replace(state.local, states=dataclasses.replace(state.local.states, params=broken))
+    before = bits(state.params)
+    state = made(NARROW)[2].exchanges[0](dataclasses.replace(state, local=local), np.int32(2), np.uint32(0))
+    assert bits(state.params) == before
+    for k in range(2):
+        assert [x.tobytes() for x in of_replica(state, k)] == before
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves((state.local.residuals, state.local.momentum)))
+
+
+def test_the_bytes_of_a_round_are_read_and_fewer_by_the_steps_and_the_format():
+    local = NARROW._replace(steps=100, fragments=2, last=1000)
+    task, _, step = made(local, "fp32", 2)
+    assert isinstance(step, LocalStep)
+    found = exchanges_of(task, step)
+    assert found.read
+    computed = exchanges_of(task)
+    assert not computed.read
+    assert sum(found.fragments) == pytest.approx(sum(computed.fragments), rel=1e-3)
+    # One byte for four, every hundredth step; a byte a tensor for its scale.
+    assert 395 < found.fewer <= 400
+    assert max(found.fragments) < 0.7 * sum(found.fragments)
+    assert found.up_to(49) == 0
+    assert found.up_to(50) == found.fragments[1]
+    assert found.up_to(100) == sum(found.fragments)
+    assert found.up_to(1000) == pytest.approx(10 * sum(found.fragments) + found.fragments[1])
+    assert found.seconds(1.0) == max(found.fragments) * 8e-9
+
+
+def test_a_state_of_replicas_is_looked_at_as_that_of_a_run_without():
+    state, _ = trained(1, NARROW)
+    seen = with_moments_of_first(state)
+    alone = from_stored(first_state(workload("fp32"), 0))
+    assert jax.tree.structure(seen) == jax.tree.structure(alone)
+    assert [x.shape for x in jax.tree.leaves(seen)] == [x.shape for x in jax.tree.leaves(alone)]
