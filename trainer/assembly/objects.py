@@ -167,6 +167,10 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
     policy = build_policy(c.precision)
     rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh, c.parallel.local or 1))
     model = build_model(c.model, policy, data.tokenizer.vocab_size, rows, own_model)
+    if c.data.boundary_loss is False:
+        if own_model is not None:
+            raise UserError("data.boundary_loss=false needs a model of the configuration; leave it out for your own")
+        model = model._replace(border=data.tokenizer.eot)
     check_split(model, mesh)
     optimizer, kernels = build_optimizer(c.optimizer), build_kernels(c)
     trainable, local = c.train.trainable or (), build_local(c)

@@ -153,7 +153,8 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
         c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, **alone))
         w = build_workload(c)
         rows = meta.get("rows")  # of the run's devices, which may have been more
-        w = w._replace(task=w.task._replace(model=Model.make(w.model.spec, w.model.policy, rows)))
+        model = Model.make(w.model.spec, w.model.policy, rows, border=w.model.border)
+        w = w._replace(task=w.task._replace(model=model))
         if w.data.manifest.fingerprint != meta["data"]:
             raise UserError(f"{run_dir} was trained on other data than {w.data.directory}; bring its text back")
         found = checkpointer.restore(dataclasses.replace(abstract_state(w.task), opt_state=()), partial=True)

@@ -69,6 +69,7 @@ class Data:
     cache_dir: str | None
     workers: Positive | None
     document_mask: bool
+    boundary_loss: bool | None
     prefetch: Positive
     val_fraction: ShareBelow1 | None
     paths: tuple[str, ...]

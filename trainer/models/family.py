@@ -83,9 +83,13 @@ class LanguageModel(Protocol):
         tokens_BxT: jax.Array,
         targets_BxT: jax.Array,
         segments_BxT: jax.Array | None = None,
-        **dropout: Any,
+        **settings: Any,
     ) -> jax.Array:
-        """Mean cross-entropy of the targets in nats, an FP32 scalar; `dropout_keys_B` where the spec has dropout."""
+        """Mean cross-entropy of the targets in nats, an FP32 scalar.
+
+        `dropout_keys_B` where the spec has dropout. `masked=True`: negative targets count as no nats, see
+        `linear_cross_entropy`.
+        """
 
     def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
         """FP32 `[B, vocab_size]`: what the loss's forward pass predicts after the last token."""

@@ -256,10 +256,21 @@ class Llama(nnx.Module):
         h_NxD = self.hidden(tokens_BxT, segments_BxT).reshape(-1, self.spec.d_model)
         return self.logits(h_NxD).reshape(*tokens_BxT.shape, self.spec.vocab_size)
 
-    def loss(self, tokens_BxT: jax.Array, targets_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
-        """Mean cross-entropy of the targets in nats, an FP32 scalar. FP32 logits of a whole batch are never held."""
+    def loss(
+        self,
+        tokens_BxT: jax.Array,
+        targets_BxT: jax.Array,
+        segments_BxT: jax.Array | None = None,
+        *,
+        masked: bool = False,
+    ) -> jax.Array:
+        """Mean cross-entropy of the targets in nats, an FP32 scalar; `masked`: negative ones have none.
+
+        FP32 logits of a whole batch are never held.
+        """
         h_NxD = self.hidden(tokens_BxT, segments_BxT).reshape(-1, self.spec.d_model)
-        return linear_cross_entropy(h_NxD, self.head_VxD, targets_BxT.reshape(-1), vocab_size=self.spec.vocab_size)
+        targets_N, size = targets_BxT.reshape(-1), self.spec.vocab_size
+        return linear_cross_entropy(h_NxD, self.head_VxD, targets_N, vocab_size=size, masked=masked)
 
     def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
         """Logits after the last token, FP32 `[B, vocab_size]`."""
