@@ -1,7 +1,7 @@
 # Needs only Python (>= 3.12, found through uv) and, the first time, a package index. Nothing is installed outside this directory.
 #   make train                      trains the default on the embedded corpus; make train ARGS="precision=bf16 train.steps=200"
-#   make test                       all tests; make test-gpu: those of a GPU; make lint: style and types; make env, make gpu: only the environment,
-#                                   with CUDA
+#   make test                       every test function, of large families of cases a sample; make test-all: every case, as CI does
+#   make test-gpu                   those of a GPU; make lint: style and types; make env, make gpu: only the environment, with CUDA
 #   make docker-check               the Dockerfile, as far as that goes without Docker; installs some gigabytes elsewhere
 
 VENV   := .venv
@@ -13,7 +13,7 @@ ARGS   ?=
 # Byte-compiled packages import in half the time. The lock gives every version and hash; pyproject.toml says which are wanted.
 INSTALL = UV_COMPILE_BYTECODE=1 $(UV) pip install --quiet --python $(VENV) --constraint requirements.lock -r pyproject.toml
 
-.PHONY: train test test-gpu lint docker-check env gpu lock clean
+.PHONY: train test test-all test-gpu lint docker-check env gpu lock clean
 
 train: $(VENV)/.base
 	@$(PYTHON) -m trainer $(ARGS)
@@ -24,9 +24,16 @@ env: $(VENV)/.base
 gpu: $(VENV)/.base
 	@$(INSTALL) --extra gpu
 
-# A worker that dies ends the tests: groups of tests are not taken over by another, and would be waited for.
+# The tests of a file share what they compile and what they have trained: they stay in one process. A worker that dies ends
+# the tests: its files are not taken over by another, and would be waited for.
+RUN_TESTS = $(PYTHON) -m pytest -n 2 --dist loadfile --max-worker-restart 0
+
+# Of a test function with more cases than this, so many and every value of every parameter; of what ARGS name, all.
 test: $(VENV)/.test
-	@$(PYTHON) -m pytest -n 2 --dist loadgroup --max-worker-restart 0 $(ARGS)
+	@$(RUN_TESTS) --cases=4 $(ARGS)
+
+test-all: $(VENV)/.test
+	@$(RUN_TESTS) $(ARGS)
 
 # Where a GPU is: what only one can tell. The same checks at a small size, on a CPU, are among `make test`.
 test-gpu: $(VENV)/.test gpu

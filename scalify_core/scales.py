@@ -243,10 +243,15 @@ def _arrays(a: Any, b: Any) -> tuple[Any, Any]:
 
 def rms_scale(x: Any) -> jax.Array:
     """The power of two nearest to the RMS of `x`, FP32; 2^-126 where it is zero, 1 where it is not finite."""
+    rms = rms_of(x)
+    scale = jnp.where(rms > 0, jnp.clip(pow2_round(rms), OF_ZEROS, MAX_SCALE), jnp.float32(MIN_SCALE))
+    return jnp.where(jnp.isfinite(rms), scale, jnp.float32(1))
+
+
+def rms_of(x: Any) -> jax.Array:
+    """The RMS of `x`, an FP32 scalar, of numbers of any size; NaN where one is not finite."""
     x = jnp.abs(jnp.asarray(x, jnp.float32))
     peak = jnp.minimum(jnp.max(x, initial=0.0), jnp.float32(1 / OF_ZEROS))
     # Relative to the peak: squares of 2^100 or 2^-100 leave FP32, as does the inverse of 2^127.
     inverse = 1 / jnp.where(peak > 0, peak, 1)
-    rms = peak * jnp.sqrt(jnp.mean(jnp.square(x * inverse)))
-    scale = jnp.where(rms > 0, jnp.clip(pow2_round(rms), OF_ZEROS, MAX_SCALE), jnp.float32(MIN_SCALE))
-    return jnp.where(jnp.isfinite(rms), scale, jnp.float32(1))
+    return peak * jnp.sqrt(jnp.mean(jnp.square(x * inverse)))

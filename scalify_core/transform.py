@@ -23,6 +23,7 @@ from scalify_core import interpreter, measured, pullbacks
 from scalify_core.arguments import Arguments
 from scalify_core.array import asarray, gradients_like, is_scaled_array, is_unreadable, read, say_unreadable, trusted
 from scalify_core.measured.residuals import Logical, Residuals
+from scalify_core.plain import Narrow, Plain, aval_of, logical, narrow_trace, traced_in_float32
 from scalify_core.watch import Reporter
 
 Scales = Literal["auto", "static"]
@@ -92,7 +93,8 @@ def scalify(
             return asarray(fun(*args, **kwargs))
 
         flat.__name__ = getattr(fun, "__name__", "scalified")
-        return flat, _differentiable(flat, how, reporter, lambda i: arguments.leaf_names(tree)[places.index(i)])
+        names = lambda i: arguments.leaf_names(tree)[places.index(i)]
+        return flat, _differentiable(flat, how, reporter, names, plain=Plain(flat) if scales == "auto" else None)
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
@@ -110,11 +112,12 @@ def scalify(
         try:
             out = differentiable(*leaves)
         except _ClosesOverTracers:
-            closed_over, opened = _opened(flat, leaves)
+            closed_over, opened = _opened(traced_in_float32(flat, leaves))
+            plain = _opened_plain(flat, leaves, closed_over) if scales == "auto" else None
             own_names = arguments.leaf_names(tree)
             own_names = [own_names[places.index(i)] for i in range(len(leaves))]
             names = ["a closed-over array"] * len(closed_over) + own_names
-            out = _differentiable(opened, how, reporter, names.__getitem__)(*closed_over, *leaves)
+            out = _differentiable(opened, how, reporter, names.__getitem__, plain=plain)(*closed_over, *leaves)
         return jax.tree.map(trusted, out, is_leaf=is_scaled_array)
 
     return scalified
@@ -135,21 +138,24 @@ def _identity(number: int, x: Any) -> Any:
     return number
 
 
-def traced_in_float32(fun: Callable, leaves: Sequence[Any]) -> Any:
-    """The trace of `fun` of the leaves, of which those that are scaled are float32 arrays to it."""
-    return jax.jit(fun).trace(*map(_aval, leaves))
-
-
 class _ClosesOverTracers(Exception):
     """`fun` uses values of a surrounding transformation that are not its arguments."""
 
 
-def _opened(fun: Callable, leaves: Sequence[Any]) -> tuple[list[Any], Callable]:
-    """The values that `fun` closes over, and the function of them and the leaves: so they have gradients, too."""
-    traced = traced_in_float32(fun, leaves)
+def _opened(traced: Any) -> tuple[list[Any], Callable]:
+    """The values that a traced function closes over, and the function of them and the leaves: they have gradients."""
     jaxpr, tree = traced.jaxpr, jax.tree.structure(traced.out_info)
     closed_over = traced.closure_convert()[0][len(jaxpr.consts) :]
     return closed_over, lambda *xs: jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs))
+
+
+def _opened_plain(fun: Callable, leaves: Sequence[Any], closed_over: Sequence[Any]) -> Plain | None:
+    """How `_opened` of a function is traced as plain code; None: not, or other values are closed over there."""
+    narrow = narrow_trace(Plain(fun), traced_in_float32(fun, leaves).jaxpr, leaves)
+    if narrow is None:
+        return None
+    found, opened = _opened(narrow.traced)
+    return Plain(opened) if list(map(id, found)) == list(map(id, closed_over)) else None
 
 
 def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
@@ -165,33 +171,57 @@ def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
     return lambda jaxpr, leaves, _: interpreter.propagated_and_checked(jaxpr, leaves, reporter=reporter)
 
 
-def _evaluated(fun: Callable, leaves: Sequence[Any], how: Evaluator, *, pulled: Pulled | None, own: int) -> Any:
+def _evaluated(
+    fun: Callable, leaves: Sequence[Any], how: Evaluator, *, plain: Plain | None, pulled: Pulled | None, own: int
+) -> Any:
     """Trace `fun` of the leaves in float32, and evaluate it with their scales.
 
-    `pulled`: of a function that gives a pair, of which the second is of residuals for this backward pass; `own`: how
-    many leaves are residuals, so that their scales need not be read (`cotangents`).
+    `plain`: how it is traced as plain code, None where what that has in FP32 does not matter. `pulled`: of a function
+    that gives a pair, of which the second is of residuals for this backward pass; `own`: how many leaves are residuals,
+    so that their scales need not be read (`cotangents`).
     """
     with _collector_paused():
         traced = traced_in_float32(fun, leaves)
         if len(traced.jaxpr.invars) > len(leaves):
             raise _ClosesOverTracers
         out = traced.out_info
-        residuals = None if pulled is None else _residuals(traced, pulled)
+        narrow = narrow_trace(plain, traced.jaxpr, leaves)
+        residuals = None if pulled is None else _residuals(traced, pulled, narrow)
         arguments = [*map(trusted, leaves[:own]), *map(read, leaves[own:])]
-        return jax.tree.unflatten(jax.tree.structure(out), how(traced.jaxpr, arguments, residuals))
+        jaxpr = traced.jaxpr if narrow is None else narrow.in_full(traced.jaxpr)
+        return jax.tree.unflatten(jax.tree.structure(out), how(jaxpr, arguments, residuals))
 
 
-def _residuals(traced: Any, pulled: Pulled) -> Residuals:
+def _residuals(traced: Any, pulled: Pulled, narrow: Narrow | None) -> Residuals:
     """The residuals of a traced function that gives its results and its pullback."""
-    results, pullback = traced.out_info
-    first = len(jax.tree.leaves(results))
-    avals = [aval.update(weak_type=False) if hasattr(aval, "weak_type") else aval for aval in traced.jaxpr.out_avals]
 
     def backward() -> Any:
-        leaves = [*avals[first:], *map(_aval_of_gradient, avals[:first])]
-        return jax.jit(pulled(jax.tree.structure((pullback, results)))).trace(*leaves).jaxpr
+        fun, avals = _pullback_of(traced, pulled)
+        jaxpr = jax.jit(fun).trace(*avals).jaxpr
+        plain = None if narrow is None else _plain_pullback(narrow, pulled).traced(())
+        return jaxpr if plain is None else plain.in_full(jaxpr)
 
-    return Residuals(first, backward)
+    return Residuals(_count_of_results(traced), backward)
+
+
+def _count_of_results(traced: Any) -> int:
+    results, _ = traced.out_info
+    return len(jax.tree.leaves(results))
+
+
+def _pullback_of(traced: Any, pulled: Pulled) -> tuple[Callable, tuple[Any, ...]]:
+    """The backward pass of a traced function that gives its results and its pullback, and the avals of its leaves."""
+    (results, pullback), first = traced.out_info, _count_of_results(traced)
+    avals = [aval.update(weak_type=False) if hasattr(aval, "weak_type") else aval for aval in traced.jaxpr.out_avals]
+    leaves = (*avals[first:], *map(_aval_of_gradient, avals[:first]))
+    return pulled(jax.tree.structure((pullback, results))), leaves
+
+
+def _plain_pullback(narrow: Narrow, pulled: Pulled) -> Plain:
+    """How the backward pass of a function that gives its results and its pullback is traced as plain code."""
+    fun, avals = _pullback_of(narrow.traced, pulled)
+    given, first = narrow.results_asked(), _count_of_results(narrow.traced)
+    return Plain(fun, avals, (*given[first:], *given[:first]))
 
 
 def _aval_of_gradient(aval: Any) -> Any:
@@ -216,29 +246,32 @@ def _differentiable(
     reporter: Reporter | None,
     name: Callable[[int], str] = "operand {}".format,
     *,
+    plain: Plain | None = None,
     pulled: Pulled | None = None,
     own: int = 0,
 ) -> Callable:
     """The scaled evaluation of a function of leaves, whose gradient is the scaled evaluation of the gradient.
 
-    `name`: of a leaf, by its number; `pulled`, `own`: see `_evaluated`.
+    `name`: of a leaf, by its number; `plain`, `pulled`, `own`: see `_evaluated`.
     """
 
     @jax.custom_vjp
     def scaled(*leaves: Any) -> Any:
-        return _evaluated(fun, leaves, how, pulled=pulled, own=own)
+        return _evaluated(fun, leaves, how, plain=plain, pulled=pulled, own=own)
 
     @functools.cache
-    def with_pullback(wanted: tuple[int, ...]) -> Callable:
-        def fun_and_pullback(*leaves: Any) -> Any:
-            def of_wanted(*xs: Any) -> Any:
-                given = dict(zip(wanted, xs, strict=True))
-                return fun(*(given.get(i, x) for i, x in enumerate(leaves)))
+    def with_pullback(wanted: tuple[int, ...]) -> tuple[Callable, Callable]:
+        of_wanted = functools.cache(functools.partial(_with_pullback, wanted=wanted))
+        both, plain_both = of_wanted(fun), None if plain is None else plain.of(of_wanted)
+        evaluated = _differentiable(both, how, reporter, plain=plain_both, pulled=backward, own=own)
 
-            out, pullback, constants = pullbacks.vjp(of_wanted, *(leaves[i] for i in wanted))
-            return out, (pullback, _Numbers(constants))
+        def plain_pullback(leaves: Sequence[Any]) -> Plain | None:
+            if plain_both is None:
+                return None
+            narrow = narrow_trace(plain_both, traced_in_float32(both, leaves).jaxpr, leaves)
+            return None if narrow is None else _plain_pullback(narrow, backward)
 
-        return _differentiable(fun_and_pullback, how, reporter, pulled=backward, own=own)
+        return evaluated, plain_pullback
 
     @functools.cache
     def backward(tree: Any) -> Callable:
@@ -249,27 +282,28 @@ def _differentiable(
         return pulled
 
     @functools.cache
-    def pull(tree: Any, own: int) -> Callable:
-        return _differentiable(backward(tree), how, reporter, own=own)
+    def pull(tree: Any, own: int, plain: Plain | None) -> Callable:
+        return _differentiable(backward(tree), how, reporter, plain=plain, own=own)
 
     def fwd(*primals: Any) -> tuple[Any, Any]:
         leaves = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
         wanted = tuple(i for i, x in enumerate(leaves) if _is_float(x) and _is_perturbed(primals[i]))
-        out, pullback = with_pullback(wanted)(*leaves)
+        both, plain_pullback = with_pullback(wanted)
+        out, pullback = both(*leaves)
         if pulled is not None:
             # The residuals among the results are kept as where this is not differentiated.
             out = jax.tree.unflatten(jax.tree.structure(out, _is_leaf), jax.tree.leaves(scaled(*leaves), _is_leaf))
-        return out, (pullback, leaves, _Numbers(wanted))
+        return out, (pullback, leaves, _Known(wanted), _Known(plain_pullback(leaves)))
 
     def bwd(residuals: Any, cotangent: Any) -> Any:
-        pullback, primals, wanted = residuals
+        pullback, primals, wanted, plain_pullback = residuals
         pullbacks.refuse(pullback[1].of, [_is_known_zero(x) for x in jax.tree.leaves(cotangent, is_leaf=_is_leaf)])
         cotangent = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
         leaves, tree = jax.tree.flatten((pullback, cotangent), is_leaf=_is_leaf)
         residual = len(jax.tree.leaves(pullback, is_leaf=_is_leaf))
-        gradients = list(map(trusted, pull(tree, residual)(*leaves)))
+        gradients = list(map(trusted, pull(tree, residual, plain_pullback.of)(*leaves)))
         of = [primals[i] for i in wanted.of]
-        found = gradients_like([_array(x) for x in of], gradients, [name(i) for i in wanted.of])
+        found = gradients_like([logical(x) for x in of], gradients, [name(i) for i in wanted.of])
         found = [Logical(g, x.dtype) if type(x) is Logical else g for x, g in zip(of, found, strict=True)]
         if reporter is not None:
             reporter.call_is_done(found)
@@ -281,20 +315,30 @@ def _differentiable(
     return scaled
 
 
+def _with_pullback(fun: Callable, wanted: tuple[int, ...]) -> Callable:
+    """The function that gives the results of `fun` and its pullback for these leaves."""
+
+    def fun_and_pullback(*leaves: Any) -> Any:
+        def of_wanted(*xs: Any) -> Any:
+            given = dict(zip(wanted, xs, strict=True))
+            return fun(*(given.get(i, x) for i, x in enumerate(leaves)))
+
+        out, pullback, constants = pullbacks.vjp(of_wanted, *(leaves[i] for i in wanted))
+        return out, (pullback, _Known(constants))
+
+    return fun_and_pullback
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Numbers:
-    """The numbers of leaves: of those that are differentiated, or of results that have no gradient."""
+class _Known:
+    """What is known of a function: the numbers of leaves, or how its pullback is traced as plain code."""
 
-    of: tuple[int, ...]
+    of: Any
 
 
 def _is_leaf(x: Any) -> bool:
     return is_scaled_array(x) or type(x) is Logical
-
-
-def _array(x: Any) -> Any:
-    return x.value if type(x) is Logical else x
 
 
 def _is_primal(x: Any) -> bool:
@@ -321,13 +365,5 @@ def _instantiated(x: Any) -> Any:
     return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros(x.shape, x.dtype)
 
 
-def _aval(x: Any) -> Any:
-    """What the traced function sees."""
-    if is_scaled_array(x):
-        return jax.typeof(x.data).update(dtype=np.dtype(np.float32), weak_type=False)
-    x = _array(x)
-    return x if isinstance(x, jax.typing.ArrayLike) and not hasattr(x, "dtype") else jax.typeof(x)
-
-
 def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(_aval(x).dtype, jnp.floating)
+    return jnp.issubdtype(aval_of(x).dtype, jnp.floating)

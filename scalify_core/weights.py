@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,8 +18,8 @@ import numpy as np
 
 from scalify_core import lowering
 from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, say_unreadable, with_scale
-from scalify_core.formats import FP32, FloatFormat, bits_of_words, counter_words, pow2_floor, pow2_round
-from scalify_core.scales import MIN_SCALE, broadcast_scale, rms_scale
+from scalify_core.formats import FP32, FloatFormat, bits_of_words, counter_words, pow2_floor
+from scalify_core.scales import MIN_SCALE, broadcast_scale, rms_of, rms_scale
 from scalify_core.tree import leaves, map_arrays
 
 Rounding = Literal["nearest", "stochastic"]
@@ -156,35 +156,33 @@ def _rms_scales(arrays: list[jax.Array]) -> list[jax.Array]:
     return [rms_scale(x) for x in arrays]
 
 
+@jax.jit
+def _rms(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [rms_of(x) for x in arrays]
+
+
 @functools.partial(jax.jit, static_argnums=2)
 def _at_scales(arrays: list[jax.Array], scales: list[jax.Array], dtype: np.dtype) -> list[jax.Array]:
     return [as_scaled_array(x, scale, dtype).data for x, scale in zip(arrays, scales, strict=True)]
 
 
-def params_out_of_range(params: Any, low: float = 2.0**-4, high: float = 2.0**4) -> dict[str, float]:
-    """The ScaledArrays of a tree whose data has left its place: path -> RMS of the data, as its nearest power of two.
-
-    Those outside of [low, high]; data that is all zero or not finite is in its place. Not for use inside jit.
-    """
+def rms_of_params(params: Any) -> dict[str, float]:
+    """The RMS of the data of every ScaledArray in a tree, by its path. Not for use inside jit."""
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled_array)
     data = {jax.tree_util.keystr(path): x.data for path, x in found if is_scaled_array(x)}
-    powers = dict(zip(data, map(float, _rms_scales(list(data.values()))), strict=True))
-    return {path: power for path, power in powers.items() if power != MIN_SCALE and not low <= power <= high}
+    return dict(zip(data, map(float, _rms(list(data.values()))), strict=True))
 
 
-def rescale_params(params: Any, low: float = 2.0**-4, high: float = 2.0**4) -> Any:
-    """`params` with the scales of those that are out of range moved by the power of two that brings the RMS to 1.
+def rescale_params(params: Any, powers: Mapping[str, float]) -> Any:
+    """`params` with the scales at the paths of `powers` multiplied by those powers of two, and the data divided.
 
     Others are returned as they are. The values are the same, except that what was subnormal may now be normal or the
     reverse, and what leaves the format saturates. A new static scale is a new constant: steps are compiled again.
     """
-    out_of_range = params_out_of_range(params, low, high)
 
     def rescale(path: Any, x: Any) -> Any:
-        power = out_of_range.get(jax.tree_util.keystr(path))
-        if power is None:
-            return x
-        return x.rescale(pow2_round(x.scale * power))
+        power = powers.get(jax.tree_util.keystr(path))
+        return x if power is None else x.rescale(x.scale * power)
 
     return jax.tree_util.tree_map_with_path(rescale, params, is_leaf=is_scaled_array)
 

@@ -1,10 +1,12 @@
-"""Validation of a run's newest checkpoint, in the precision that it was trained in and in others.
+"""Validation of a run's newest checkpoint, in the precision that it was trained in and in others; or tasks.
 
 The same weights on the same batches, so what differs is the arithmetic of the forward pass: what FP8 costs where a
 model is used, which is not what it costs in training. Weights are rounded to the other precision's format.
 
 python -m scripts.evaluate run_dir=runs/mine precisions=fp32,bf16,scalify_fp8
 python -m scripts.evaluate run_dir=runs/mine text=other.txt,more.jsonl     # on other text
+python -m scripts.evaluate run_dir=runs/mine tasks=last_word,word_order    # made of the validation text
+python -m scripts.evaluate run_dir=runs/mine tasks=hellaswag,my.yaml limit=500     # lm-evaluation-harness's
 """
 
 import functools
@@ -37,6 +39,10 @@ from trainer.precision.policy import Policy
 from trainer.report.history import AS_TRAINED
 from trainer.run.rundir import write_atomically
 from trainer.step.state import TrainState
+from trainer.tasks.choose import BATCH, choose
+from trainer.tasks.examinee import Examinee
+from trainer.tasks.offline import ITEMS, write_for_harness
+from trainer.tasks.offline import TASKS as OFFLINE
 from trainer.workload import Task, Workload, jitted_eval_step
 
 
@@ -45,10 +51,14 @@ class Arguments:
     """See `--help`."""
 
     run_dir: str = argument("a run directory with a checkpoint")
-    precisions: str = argument("precisions besides its own, separated by commas, with +key=value", "fp32")
+    precisions: str = argument("precisions besides its own, with +key=value; empty: fp32, for tasks none", "")
     batches: int = argument("batches at most; 0: as many as at the end of the run", 0)
     text: str = argument("files or directories of other text, separated by commas; empty: the validation part", "")
     column: str = argument("of their jsonl and parquet rows, the one that holds the text", TextSource.column)
+    tasks: str = argument(f"tasks in place of a loss: {', '.join(OFFLINE)}, or lm-evaluation-harness's", "")
+    limit: int = argument(f"items of each task at most; 0: {ITEMS} of the first two, all of the others", 0)
+    fewshot: int = argument("examples before each item of the harness's tasks; -1: as many as the task says", -1)
+    batch: int = argument("sequences at once, in tasks", BATCH)
 
 
 class Text(NamedTuple):
@@ -87,9 +97,12 @@ def main(args: Arguments) -> None:
     if args.batches < 0:
         raise UserError(f"batches={args.batches}: expected 0 or more")
     run_dir = Path(args.run_dir)
-    policies = {name: policy_of(name) for name in split(args.precisions)}
-    if not policies:
+    names = split(args.precisions) if args.precisions else ["fp32"] * (not args.tasks)
+    if args.precisions and not names:
         raise UserError("precisions=: expected at least one, such as precisions=fp32,bf16")
+    policies = {name: policy_of(name) for name in names}
+    if args.tasks:
+        return take_tasks(args, policies)
     c, w, found = restore_training(run_dir)
     others = {name: w.task.in_precision(policy) for name, policy in policies.items()}
     most = args.batches or c.train.final_eval_batches
@@ -117,6 +130,43 @@ def main(args: Arguments) -> None:
     document = {"step": found.step, "tokens": size, "results": rows} | ({"text": args.text} if args.text else {})
     write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     print(f"all digits: {path}")
+
+
+def take_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
+    """Print a line for each metric of each task, and write tasks.json into the run directory."""
+    for name, least in (("limit", 0), ("fewshot", -1), ("batch", 1)):
+        if getattr(args, name) < least:
+            raise UserError(f"{name}={getattr(args, name)}: expected {least} or more")
+    if args.text:
+        raise UserError("tasks and text: give one of them; the tasks of this package are made of the validation text")
+    c, w, found = restore_training(Path(args.run_dir))
+    fewshot = None if args.fewshot < 0 else args.fewshot
+    tasks = choose(split(args.tasks), w.data.beginning, limit=args.limit or None, fewshot=fewshot)
+    print(f"{args.run_dir}: {c.precision.name}, step {found.step:,}; {', '.join(split(args.tasks))}", flush=True)
+    print(f"{'precision':<32} {'task':<24} {'metric':<20} {'value':>10}")
+    results = []
+    for name, policy in {AS_TRAINED: w.model.policy, **policies}.items():
+        task, state = w.task, found.state
+        if name != AS_TRAINED:
+            task = task.in_precision(policy)
+            state = replace(state, params=store_weights(weights.wide(state.params), policy), scaling=())
+        examinee = Examinee(task, w.data.tokenizer, args.batch).at(state.params, state.scaling)
+        scores = tasks.scores(examinee)
+        for of, row in scores.items():
+            for metric, score in row.items():
+                error = f" ± {score.error:.4f}" if math.isfinite(score.error) else ""
+                print(f"{name:<32} {of:<24} {metric:<20} {score.value:>10.4f}{error}", flush=True)
+        rows = {of: {metric: finite(score._asdict()) for metric, score in row.items()} for of, row in scores.items()}
+        results.append({"precision": name, "tasks": rows})
+    folder = Path(args.run_dir) / "tasks"
+    files = [write_for_harness(name, items, folder) for name, items in tasks.items.items()]
+    path = Path(args.run_dir) / "tasks.json"
+    document = {"step": found.step, "limit": args.limit, "fewshot": fewshot, "results": results}
+    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    print(f"all digits: {path}")
+    if files:
+        same = f"--include_path {folder} --tasks {','.join(tasks.items)}"
+        print(f"the same of an export: lm_eval --model hf --model_args pretrained=EXPORT {same}")
 
 
 def policy_of(item: str) -> Policy:

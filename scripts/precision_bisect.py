@@ -182,7 +182,7 @@ def bisect(model: Model, params: Any, scaling: Any, tokens: jax.Array, segments:
         raise UserError("everything in this run is FP32 already; valid: a run with a narrower precision")
     plain: dict[str, Any] = {"scaling": "none", "weights": "fp32", "weight_grad": "fp32"}
     plain |= {"compute": "fp32", "forward": None, "backward": None, "simulate": False}
-    exact = Model.make(model.spec, dataclasses.replace(model.policy, **plain))
+    exact = Model.make(model.spec, dataclasses.replace(model.policy, **plain), border=model.border)
     none = jnp.zeros((0, len(CASTS)), bool)
     value_and_grad = first_said(jax.jit(functools.partial(gradient, exact)), "compiling in FP32", note)
     right_loss, right = value_and_grad(weights.wide(params), (), tokens, segments, none)
@@ -257,7 +257,8 @@ def load(run_dir: Path, number: int) -> tuple[Model, Any, Any, jax.Array, jax.Ar
     batch = place_batch(w.data.train.batch(number), accum=c.train.accum, mesh=w.mesh)
     spec = w.model.spec
     params = spec.family().unstack_layers(found.state.params) if spec.scan_layers else found.state.params
-    model = Model.make(dataclasses.replace(spec, scan_layers=False, remat="none"), w.model.policy, w.model.rows)
+    unrolled = dataclasses.replace(spec, scan_layers=False, remat="none")
+    model = Model.make(unrolled, w.model.policy, w.model.rows, border=w.model.border)
     segments = batch.segments_AxBxT1
     return model, params, found.state.scaling, batch.tokens_AxBxT1[0], None if segments is None else segments[0]
 

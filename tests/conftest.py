@@ -5,6 +5,8 @@ run: of the same optimised programs, operation by operation, in a quarter of the
 for each processor. So do the trainers that they start, but for one that is killed again and again and those of the
 short parity study, which are compiled as for users. Everything is, with `XLA_FLAGS="" make test`.
 
+`make test` runs a sample of the large families, and `make test-all` everything (`sampling`).
+
 With SCALIFY_TEST_PLATFORM=gpu (`make test-gpu`) none of that holds: the device is JAX's own choice.
 """
 
@@ -29,6 +31,8 @@ if not ON_GPU:
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+pytest_plugins = ["sampling", "pytester"]
 
 if not ON_GPU:
     jax.config.update("jax_num_cpu_devices", 8)

@@ -34,6 +34,7 @@ ROOMS = [
     "step",
     "parallel",
     "workload",
+    "tasks",
     "compiled",
     "config",
     "observe",

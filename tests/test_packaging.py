@@ -19,8 +19,6 @@ from trainer.text import laid_over
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("configs", "scripts", "trainer", "scalify_core")
 
-pytestmark = pytest.mark.xdist_group(__name__)  # one environment for all
-
 
 def run(*command, cwd, **variables):
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}

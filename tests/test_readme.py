@@ -1,6 +1,8 @@
 """The README's example runs as it stands, and learns; commands and links of all documents are valid."""
 
 import ast
+import json
+import logging
 import os
 import re
 import shlex
@@ -10,12 +12,21 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as HFTokenizer
 
 from scalify_core import registry
 from scalify_core.array import is_scaled_array
-from trainer.__main__ import STOPPED
+from scripts import evaluate, train_tokenizer
+from scripts import export as export_run
+from scripts.arguments import read
+from trainer.__main__ import STOPPED, main
 from trainer.config.composition import Sweep, compose_or_explain, expanded, is_sweep
+from trainer.data import get_tokenizer
+from trainer.data.hf_tokenizer import save_hf
 from trainer.errors import UserError
+from trainer.models.gpt2 import functional
+from trainer.models.huggingface import save
+from trainer.models.spec import GPT2Spec
 from trainer.run.guard import HUNG, SIGNALS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,3 +142,44 @@ def test_the_rule_of_the_page_is_right_and_needed():
             exec(without, {})
     finally:
         registry.rules.pop("composite cube", None)
+
+
+def adaptation():
+    """The lines of the README's journey from other weights, in their order."""
+    [block] = re.findall(r"```sh\n(hf download.*?)```", README.read_text(), re.DOTALL)
+    return [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
+
+
+def test_the_five_commands_from_other_weights_work_at_toy_size(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    download, making, training, evaluation, export = adaptation()
+    assert download[:2] == ["hf", "download"]
+    spec = GPT2Spec(vocab_size=256, context=64, n_layer=1, n_head=2, d_model=32)
+    save(download[-1], spec, functional(spec).init(jax.random.key(0)), 0)
+    save_hf(Path(download[-1]), get_tokenizer("byte"), spec.context)
+    Path("books").mkdir()
+    words = np.random.default_rng(0).choice(["moon", "light", "falls", "over", "water", "slowly", "tonight"], 12000)
+    Path("books", "a.txt").write_text(" ".join(words.tolist()))
+
+    toy = {"16384": "300", "train.steps=2000": "train.steps=4"}
+    small = lambda line: [toy.get(word, word).replace("until:300", "until:2") for word in line[3:]]
+    assert train_tokenizer.main([*small(making), "--cache-dir", "cache"]) == 0
+    here = [
+        "train.batch_tokens=256",
+        "tracker=jsonl",
+        "sample.max_new=0",
+        "metrics.numerics_every=0",
+        "parallel.data=1",
+    ]
+    here += ["train.eval_batches=1", "train.final_eval_batches=1", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
+    assert main([*small(training), *here]) == 0
+    evaluate.main(read(evaluate.Arguments, [*small(evaluation), "limit=10"]))
+    export_run.main(read(export_run.Arguments, small(export)))
+    [result] = json.loads(Path("runs/adapted/tasks.json").read_text())["results"]
+    assert 0 <= result["tasks"]["word_order"]["acc"]["value"] <= 1
+    tokenizer, text = get_tokenizer("tokenizers/mine"), "moonlight falls over the water"
+    assert json.loads(Path("adapted/config.json").read_text())["vocab_size"] == tokenizer.vocab_size
+    ours = tokenizer.encode(text)
+    assert HFTokenizer.from_file("adapted/tokenizer.json").encode(text).ids == ours
+    assert len(ours) < len(text) / 2

@@ -14,7 +14,7 @@ from scalify_core.stacks import NONE as NO_STACKS
 from scalify_core.stacks import Stacks
 from trainer.models.family import Family, LanguageModel, Spec, param_count
 from trainer.models.flops import flops_per_token
-from trainer.models.functional import Functional, Params
+from trainer.models.functional import Functional, Params, of_next_tokens
 from trainer.models.roles import Role, chosen, role_of
 from trainer.parallel.distribute import LossOfState, Reduce, Wire, gradient_over, largest_over, loss_over, squares_over
 from trainer.parallel.local import Local
@@ -54,6 +54,7 @@ class Model(NamedTuple):
       narrow: paths of the linear layers whose matmuls are narrower than the rest.
       skipped: why the other linear layers are not, by path.
       rows: tokens that a device's linear layers take at once in training; None: some multiple of 16.
+      border: the id after which a document begins, whose first token is then no target; None: every token is one.
     """
 
     spec: Spec
@@ -63,6 +64,7 @@ class Model(NamedTuple):
     narrow: list[str]
     skipped: dict[str, str]
     rows: int | None
+    border: int | None = None
 
     @classmethod
     def make(
@@ -73,6 +75,7 @@ class Model(NamedTuple):
         split: str | None = None,
         *,
         store_gradients: bool = False,
+        border: int | None = None,
     ) -> Self:
         """The model of a precision. UserError for a pattern of layers that matches none.
 
@@ -92,7 +95,7 @@ class Model(NamedTuple):
             split=split,
         )
         sampling = family.build(spec.folded(), compute_dtype=policy.logical)
-        return cls(spec, policy, training, sampling, narrow, skipped, rows)
+        return cls(spec, policy, training, sampling, narrow, skipped, rows, border)
 
     def loss(
         self,
@@ -106,14 +109,18 @@ class Model(NamedTuple):
         segments = None if segments is None else segments[:, :-1]
         model = self.training.bind(params, histories)
         dropout = {"dropout_keys_B": keys_B} if self.spec.dropout else {}
-        return model.loss(tokens[:, :-1], tokens[:, 1:], segments, **dropout)
+        return of_next_tokens(lambda *batch, **how: model.loss(*batch, segments, **dropout, **how), tokens, self.border)
+
+    def again(self, **how: Any) -> "Model":
+        """The same model, made in another way; see `make`."""
+        return Model.make(self.spec, self.policy, self.rows, border=self.border, **how)
 
     def on(self, mesh: Mesh, micro_batches: int | None = None) -> "Model":
         """What each device of the mesh computes with its parameters, in a step of so many micro-batches, or else."""
         if devices_of_replica(mesh) == micro_batches == 1 and self.spec.scan_layers:
             # Gradients that nothing is added to are rounded in the loop over the layers, which then stacks bytes.
-            return Model.make(self.spec, self.policy, self.rows, store_gradients=True)
-        return Model.make(self.spec, self.policy, self.rows, "tensor") if mesh.shape["tensor"] > 1 else self
+            return self.again(store_gradients=True)
+        return self if mesh.shape["tensor"] == 1 else self.again(split="tensor")
 
     def eval_loss(self, state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
         """The loss in the run's precision, without dropout, of the weights in a state."""
@@ -197,7 +204,7 @@ class Task(NamedTuple):
 
     def in_precision(self, policy: Policy) -> "Task":
         """The same in another precision."""
-        return self._replace(model=Model.make(self.model.spec, policy, self.model.rows))
+        return self._replace(model=Model.make(self.model.spec, policy, self.model.rows, border=self.model.border))
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:

@@ -46,7 +46,13 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, vocab_size: int | None 
 
 
 def linear_cross_entropy(
-    x: jax.Array, head: jax.Array, targets: jax.Array, *, vocab_size: int | None = None, chunk: int | None = None
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    vocab_size: int | None = None,
+    chunk: int | None = None,
+    masked: bool = False,
 ) -> jax.Array:
     """`cross_entropy(x @ head.T, targets)` without ever holding the logits of the whole batch.
 
@@ -58,13 +64,15 @@ def linear_cross_entropy(
         head: [V, D], cast to the dtype of `x`.
         targets: [N], integers in [0, vocab_size).
         vocab_size: columns from here on are padding and take no part; V if None.
+        masked: whether targets may be negative: such a token has no loss and no gradient, the mean is still over N.
         chunk: most tokens in a chunk; if None, as many as keep the chunk's FP32 logits within 64 MiB, on a GPU 256.
 
     Returns:
         FP32 scalar, mean nats.
     """
     vocab_size = head.shape[0] if vocab_size is None else vocab_size
-    return _linear_cross_entropy(x, head, targets, vocab_size=vocab_size, chunk=chunk, logit_scale=1.0)
+    settings: dict[str, Any] = {"vocab_size": vocab_size, "chunk": chunk, "masked": masked}
+    return _linear_cross_entropy(x, head, targets, **settings, logit_scale=1.0)
 
 
 @composite(name="softmax")
@@ -105,33 +113,54 @@ def _cross_entropy_bwd(residuals: tuple, gradient: jax.Array, *, vocab_size: int
 
 @composite(name="linear_cross_entropy")
 def _linear_cross_entropy(
-    x: jax.Array, head: jax.Array, targets: jax.Array, *, vocab_size: int, chunk: int | None, logit_scale: float
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    vocab_size: int,
+    chunk: int | None,
+    masked: bool,
+    logit_scale: float,
 ) -> jax.Array:
     head = head.astype(x.dtype)
     chunk = chunk or _tokens_within(_CHUNK_BYTES, head)
 
     def step(total: jax.Array, x_CxD: jax.Array, targets_C: jax.Array) -> tuple[jax.Array, None]:
         logits = _logits(x_CxD, head, vocab_size, logit_scale)
-        return total + jnp.sum(_nats(logits, targets_C)[0]), None
+        return total + jnp.sum(_kept(_nats(logits, targets_C)[0], targets_C, masked)), None
 
     return _over_chunks(step, jnp.float32(0), x, targets, chunk)[0] / x.shape[0]
 
 
 def _linear_cross_entropy_fwd(
-    x: jax.Array, head: jax.Array, targets: jax.Array, *, vocab_size: int, chunk: int | None, logit_scale: float
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    vocab_size: int,
+    chunk: int | None,
+    masked: bool,
+    logit_scale: float,
 ) -> tuple:
     """The loss, and as residuals its gradients times N / logit_scale: sizes that do not depend on the batch (FP16)."""
-    step = _gradient_step(head.astype(x.dtype), vocab_size, logit_scale, _nats)
+    step = _gradient_step(head.astype(x.dtype), vocab_size, logit_scale, _nats, masked)
     start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
     (total, dhead), dx = _over_chunks(step, start, x, targets, chunk or _tokens_within(_CHUNK_BYTES, head))
     return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
 
 
 def _linear_cross_entropy_fwd_cuda(
-    x: jax.Array, head: jax.Array, targets: jax.Array, *, vocab_size: int, chunk: int | None, logit_scale: float
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    vocab_size: int,
+    chunk: int | None,
+    masked: bool,
+    logit_scale: float,
 ) -> tuple:
     """The same in larger chunks, of which two passes read the logits: one for all sums, one for the error."""
-    step = _gradient_step(head.astype(x.dtype), vocab_size, logit_scale, _nats_in_one_pass)
+    step = _gradient_step(head.astype(x.dtype), vocab_size, logit_scale, _nats_in_one_pass, masked)
     # A constant would be there from the beginning, and be taken for other zeros of this size to the end.
     zero, x = lowering.held("late_zeros", (jnp.float32(0), x))
     start = (jnp.float32(0), jnp.full(head.shape, zero))
@@ -140,7 +169,7 @@ def _linear_cross_entropy_fwd_cuda(
     return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
 
 
-def _gradient_step(head_VxD: jax.Array, vocab_size: int, logit_scale: float, nats: Callable) -> Callable:
+def _gradient_step(head_VxD: jax.Array, vocab_size: int, logit_scale: float, nats: Callable, masked: bool) -> Callable:
     """For `_over_chunks`: adds up the loss and the gradient of the head, and gives that of the chunk's tokens."""
     # softmax - onehot has RMS about V^-1/2, and most of it is below FP16's range: this power of two brings it to 1.
     lift = 2.0 ** round(math.log2(head_VxD.shape[0]) / 2)
@@ -149,12 +178,18 @@ def _gradient_step(head_VxD: jax.Array, vocab_size: int, logit_scale: float, nat
         total, dhead = carry
         logits = _logits(x_CxD, head_VxD, vocab_size, logit_scale)
         loss, log_norm = nats(logits, targets_C)
-        error = (_error(logits, log_norm, targets_C) * lift).astype(x_CxD.dtype)
+        error = _kept(_error(logits, log_norm, targets_C), targets_C[:, None], masked)
+        error = (error * lift).astype(x_CxD.dtype)
         dx = _dot(error, head_VxD, ((1,), (0,))) / lift
         dhead = dhead + _dot(error, x_CxD, ((0,), (0,))) / lift
-        return (total + jnp.sum(loss), dhead), dx.astype(x_CxD.dtype)
+        return (total + jnp.sum(_kept(loss, targets_C, masked)), dhead), dx.astype(x_CxD.dtype)
 
     return step
+
+
+def _kept(x: jax.Array, targets: jax.Array, masked: bool) -> jax.Array:
+    """`x`, or zero where a target is negative; without `masked` none is."""
+    return jnp.where(targets >= 0, x, 0) if masked else x
 
 
 def _tokens_within(size: int, head: jax.Array) -> int:
@@ -163,9 +198,9 @@ def _tokens_within(size: int, head: jax.Array) -> int:
 
 
 def _linear_cross_entropy_bwd(
-    residuals: tuple, gradient: jax.Array, *, vocab_size: int, chunk: int | None, logit_scale: float
+    residuals: tuple, gradient: jax.Array, *, vocab_size: int, chunk: int | None, masked: bool, logit_scale: float
 ) -> tuple:
-    del vocab_size, chunk
+    del vocab_size, chunk, masked
     dx, dhead, like_head = residuals
     factor = gradient * (logit_scale / dx.shape[0])
     return (dx.astype(jnp.float32) * factor).astype(dx.dtype), (dhead * factor).astype(like_head.dtype), None

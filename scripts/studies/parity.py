@@ -3,7 +3,8 @@
 An item of `presets=` is a precision with `+key=value` for each further override, such as
 `scalify_fp8_fp16+precision.weights_rounding=nearest`, or overrides alone, such as `experiment=fishman`. Each run is
 `python -m trainer` in OUT/LR/ITEM/SEED. Called again, the study continues; finished runs stay as they are. After every
-run OUT/parity.json, parity.md and parity.png are written anew.
+run OUT/parity.json, parity.md and parity.png are written anew. With `margin=` an item gets no further seeds once it is
+clear on which side of the margin its difference is, by an interval that holds however often it is looked at.
 """
 
 import json
@@ -24,8 +25,10 @@ from scripts.studies.pairs import (
     interval_of,
     markdown,
     pairs_for,
+    percents_of,
     scatter_of,
     seen_with,
+    settled,
 )
 from scripts.studies.parity_picture import draw
 from scripts.studies.runs import (
@@ -55,6 +58,7 @@ class Arguments(Study):
     evaluate_in: str = argument("a precision in which the final weights are evaluated too; empty: none", "")
     interval: float = argument("wanted half width of the 95% interval, in percent of the base; 0: no wish", 0.0)
     scatter: float = argument("standard deviation of a pair, in percent, that is assumed until pairs tell it", 0.2)
+    margin: float = argument("stop an item when its difference is surely below or above so many percent; 0: never", 0.0)
     out: str = argument("where the runs and the table go", "runs/parity")
 
 
@@ -81,8 +85,9 @@ def main(args: Arguments) -> None:
         print(f"{gone} of them were not evaluated in {args.evaluate_in}", flush=True)
     if not args.jobs:
         return
+    told = set(verdicts(args, outcomes))
     commands = {job: command(args, job, folders[job], model_lr) for job in todo}
-    for job in in_turn(commands, folders, args.jobs):
+    for job in in_turn(commands, folders, args.jobs, lambda job: is_wanted(job, args, outcomes)):
         conclude(folders[job], args)
         found = read_outcome(folders[job], args.steps, args.evaluate_in)
         assert found is not None  # its process ended well
@@ -90,6 +95,26 @@ def main(args: Arguments) -> None:
         report(out, args, outcomes)
         state = "diverged" if found.diverged else f"{found.final(args.last):.4f} nats"
         print(f"{len(outcomes)} of {len(jobs)}: {job.item}, lr {job.lr:g}x, seed {job.seed}: {state}", flush=True)
+        for (lr, item), side in verdicts(args, outcomes).items():
+            if (lr, item) not in told:
+                print(f"{item}, lr {lr:g}x: surely {side} {args.margin:g}%, no further seeds", flush=True)
+                told.add((lr, item))
+
+
+def verdicts(args: Arguments, outcomes: dict[Job, Outcome]) -> dict[tuple[float, str], str]:
+    """By learning rate and item, on which side of `margin` the difference is, where that is clear."""
+    percents = percents_of(outcomes, args.base, last=args.last) if args.margin else {}
+    return {key: side for key, values in percents.items() if (side := settled(values, args.margin))}
+
+
+def is_wanted(job: Job, args: Arguments, outcomes: dict[Job, Outcome]) -> bool:
+    """Whether a run can still tell something: one of the base, if any item of its learning rate is still open."""
+    if not args.margin:
+        return True
+    clear = verdicts(args, outcomes)
+    items = [other.item for other in jobs_of(args) if other.item != args.base]
+    asked = items if job.item == args.base else [job.item]
+    return any((job.lr, item) not in clear for item in asked)
 
 
 def power(args: Arguments, outcomes: dict[Job, Outcome]) -> list[str]:
@@ -108,13 +133,18 @@ def power(args: Arguments, outcomes: dict[Job, Outcome]) -> list[str]:
         if args.interval:
             text += f"; ± {args.interval:g}% needs {pairs_for(scatter, args.interval)} pairs"
         lines.append(text)
+    for (lr, item), side in verdicts(args, outcomes).items():
+        lines.append(f"{item}, lr {lr:g}x: surely {side} {args.margin:g}%, no further seeds")
     return lines
 
 
 def check_arguments(args: Arguments) -> None:
     """Raise UserError for another precision that weights cannot be evaluated in, and for what no interval can be."""
-    if args.interval < 0 or args.scatter <= 0:
-        raise UserError(f"interval={args.interval:g}, scatter={args.scatter:g}: expected percentages above zero")
+    if args.interval < 0 or args.scatter <= 0 or args.margin < 0:
+        raise UserError(
+            f"interval={args.interval:g}, scatter={args.scatter:g}, margin={args.margin:g}: expected percentages above "
+            "zero"
+        )
     if len(split(args.evaluate_in)) > 1:
         raise UserError(f"evaluate_in={args.evaluate_in}: expected one precision")
     if args.evaluate_in:
@@ -177,21 +207,33 @@ def report(out: Path, args: Arguments, outcomes: dict[Job, Outcome]) -> None:
     """Write the table and what it was made from."""
     outcomes = {job: outcomes[job] for job in jobs_of(args) if job in outcomes}  # in the order of the arguments
     rows = compare(outcomes, args.base, last=args.last)
+    clear = verdicts(args, outcomes)
     words = ["python", "-m", "scripts.studies.parity", *(shlex.quote(f"{k}={v}") for k, v in given(args).items())]
     study: dict[str, Any] = {
         "command": " ".join(words),
         "code": code_version(),
         "tokens": args.steps * args.batch_tokens,
-        "table": [finite(row._asdict()) for row in rows],
+        "table": [
+            finite(row._asdict()) | ({"settled": clear.get((row.lr, row.item))} if args.margin else {}) for row in rows
+        ],
         "runs": [
             job._asdict() | found._asdict() | {"curve": finite(found.curve)} for job, found in sorted(outcomes.items())
         ],
     }
     write_atomically(out / "parity.json", json.dumps(study, indent=1, allow_nan=False) + "\n")
     write_atomically(
-        out / "parity.md", heading(args) + markdown(rows, args.base, args.evaluate_in) + f"\n`{study['command']}`\n"
+        out / "parity.md",
+        heading(args) + markdown(rows, args.base, args.evaluate_in) + sides(args, clear) + f"\n`{study['command']}`\n",
     )
     draw(out / "parity.png", rows, outcomes, args.base, last=args.last)
+
+
+def sides(args: Arguments, clear: dict[tuple[float, str], str]) -> str:
+    """What is clear by now, in a sentence each, where a margin was given."""
+    if not args.margin:
+        return ""
+    said = [f"{item}, lr {lr:g}x: {side} {args.margin:g}%" for (lr, item), side in clear.items()] or ["nothing yet"]
+    return f"\nClear, by intervals that hold whenever they are looked at (95%): {'; '.join(said)}.\n"
 
 
 def heading(args: Arguments) -> str:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -175,8 +175,15 @@ def command(args: Study, job: Job, run_dir: Path, model_lr: float) -> list[str]:
     return [sys.executable, "-m", "trainer", *laid_over(settings)]
 
 
-def in_turn(commands: dict[Job, list[str]], folders: dict[Job, Path], count: int) -> Iterator[Job]:
+def in_turn(
+    commands: dict[Job, list[str]],
+    folders: dict[Job, Path],
+    count: int,
+    wanted: Callable[[Job], bool] = lambda job: True,
+) -> Iterator[Job]:
     """Each job as it ends, `count` of them running at a time; when we are stopped, they are stopped, and save.
+
+    `wanted` is asked when a job's turn has come; one that is not is left out.
 
     Raises UserError, with the trainer's last line, for a run that failed; that it diverged is a result.
     """
@@ -187,6 +194,8 @@ def in_turn(commands: dict[Job, list[str]], folders: dict[Job, Path], count: int
         while waiting or running:
             while waiting and len(running) < count:
                 job = waiting.pop(0)
+                if not wanted(job):
+                    continue
                 folders[job].mkdir(parents=True, exist_ok=True)
                 with (folders[job] / "output.txt").open("wb") as file:
                     # In a group of its own: a terminal's Ctrl-C would reach it too, and ours be the second signal.

@@ -21,8 +21,6 @@ from trainer.observe.records import read_rows
 from trainer.run.rundir import RunDir
 from trainer.text import laid_over
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 STEPS = 60
 BAD = {"nan": [12], "corrupt": [38]}  # a batch with ids that no token has; weights that turn large
 ARGS = [
@@ -180,6 +178,7 @@ def test_an_error_while_restoring_ends_a_process_of_several_in_bounded_time(undi
     assert ended == [(7, "others read what this one cannot")]
 
 
+@pytest.mark.whole  # seven processes that wait for each other; test_guard.py has the bounds of time
 def test_when_one_process_dies_the_others_end_in_bounded_time_and_the_run_goes_on(tmp_path):
     args = ["train.steps=100000", "checkpoint.every=10", "tracker=jsonl", "sample.max_new=0", "train.eval_every=0"]
     processes = several(tmp_path, "A", *args, "watchdog.hang_seconds=8", "watchdog.stop_seconds=8")

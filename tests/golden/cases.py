@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -133,12 +134,19 @@ def directory(case: Case) -> str:
     return next((arg.partition("=")[2] for arg in case.args if key(arg) == "run_dir"), case.name)
 
 
-def measure(folder: Path) -> dict[str, dict[str, object]]:
-    """The figures of all cases by name; runs go to `folder`."""
+def with_their_beginnings(names: Collection[str]) -> list[Case]:
+    """The cases of these names, and those whose checkpoints they begin with."""
+    begun = {arg.partition("=")[2] for case in CASES if case.name in names for arg in case.args if key(arg) == "resume"}
+    return [case for case in CASES if case.name in {*names, *begun}]
+
+
+def measure(folder: Path, names: Collection[str]) -> dict[str, dict[str, object]]:
+    """The figures of these cases, and of those that they begin with, by name; runs go to `folder`."""
     import socket
 
-    for devices, processes in dict.fromkeys((case.devices, case.processes) for case in CASES):
-        cases = [case for case in CASES if (case.devices, case.processes) == (devices, processes)]
+    wanted = with_their_beginnings(names)
+    for devices, processes in dict.fromkeys((case.devices, case.processes) for case in wanted):
+        cases = [case for case in wanted if (case.devices, case.processes) == (devices, processes)]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -147,12 +155,12 @@ def measure(folder: Path) -> dict[str, dict[str, object]]:
             output, _ = process.communicate(timeout=500)
             if process.returncode:
                 raise RuntimeError(f"{[case.name for case in cases]}: {output}")
-    return {case.name: figures(folder / directory(case)) for case in CASES}
+    return {case.name: figures(folder / directory(case)) for case in wanted}
 
 
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = XLA_FLAGS
     with tempfile.TemporaryDirectory() as made:
-        found = measure(Path(made))
+        found = measure(Path(made), [case.name for case in CASES])
     FIGURES.write_text(json.dumps({"machine": machine(), "cases": found}, indent=1) + "\n")
     print(f"{len(found)} cases written to {FIGURES}")

@@ -4,19 +4,27 @@ import json
 
 import numpy as np
 import pytest
+from sampling import that_run
 
-from golden.cases import CASES, FIGURES, machine, measure
+from golden.cases import CASES, FIGURES, machine, measure, with_their_beginnings
 
+# In a sample: both ends of precision and the flagship, a run that goes on, several devices and several processes.
+FEW = ("fp32", "flagship", "fp8_fp8", "scan", "resume", "fsdp", "processes")
 KEPT = json.loads(FIGURES.read_text())
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return measure(tmp_path_factory.mktemp("golden"))
+def found(tmp_path_factory, request):
+    return measure(tmp_path_factory.mktemp("golden"), that_run(request, "name"))
 
 
-@pytest.mark.xdist_group("golden")
-@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_a_case_brings_what_it_begins_with():
+    assert [case.name for case in with_their_beginnings(["resume", "bf16"])] == ["bf16", "flagship", "resume"]
+
+
+@pytest.mark.parametrize(
+    "name", [case.name if case.name in FEW else pytest.param(case.name, marks=pytest.mark.whole) for case in CASES]
+)
 def test_metrics_and_final_bits_are_those_that_were_kept(found, name):
     """If a change of the arithmetic is meant: `python tests/golden/cases.py`, and say which cases changed and why."""
     kept = KEPT["cases"][name]

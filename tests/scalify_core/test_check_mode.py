@@ -14,8 +14,6 @@ from jax import lax
 
 import scalify_core as sc
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 
 def normal(*shape, seed=0):
     return jax.random.normal(jax.random.key(seed), shape)

@@ -16,7 +16,6 @@ import scalify_core as sc
 
 # Most of what can be lost is at scales that are propagated; those that are measured stand at the end.
 explain = functools.partial(sc.explain, scales="static")
-pytestmark = pytest.mark.xdist_group(__name__)  # what one test compiles, others use
 
 
 def normal(*shape, seed=0):

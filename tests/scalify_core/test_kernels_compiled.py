@@ -13,8 +13,6 @@ from scalify_core.functional import gelu, layer_norm, materialised
 from scalify_core.matmul import Fp8DotGeneral, fp8_dot_general
 from scalify_core.reductions import largest_magnitudes, sums_of_squares
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 
 def test_an_activation_writes_what_the_product_takes_in_both_orders(h200):
     """In one kernel: it is not transposed later from where it was kept."""

@@ -16,8 +16,6 @@ from scalify_core import lowering
 from scalify_core.array import ScaledArray
 from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_forward_and_both_gradients_are_fp8_gemms(h200, dtype):

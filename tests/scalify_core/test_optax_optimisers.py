@@ -86,7 +86,7 @@ def plain(name):
     return run(name, None)
 
 
-each = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in OPTIMISERS])
+each = pytest.mark.parametrize("name", OPTIMISERS)
 
 
 @each

@@ -91,6 +91,7 @@ def test_on_a_gpu_the_kernels_for_vectors_are_few_and_none_is_a_copy():
     assert kernels(48) - kernels(6) < (48 - 6) / 4
 
 
+@pytest.mark.whole  # above for 48 vectors
 def test_on_a_gpu_the_kernels_for_the_vectors_of_a_deep_model_are_few():
     """Each was one, where the random words of all parameters were one array of more than 1 KiB."""
     vectors = 300

@@ -24,9 +24,8 @@ BY_DEFAULT = {
 
 
 def cases(wanted=lambda case: True):
-    """What a case compiles is used by all of its tests: they go to one worker."""
-    marks = [pytest.mark.xdist_group(f"primitives-{i % 16}") for i in range(len(CASES))]
-    return [pytest.param(c, marks=m, id=str(c)) for c, m in zip(CASES, marks, strict=True) if wanted(c)]
+    """A sample has one of each primitive."""
+    return [pytest.param(c, marks=pytest.mark.kind(case=c.primitive), id=str(c)) for c in CASES if wanted(c)]
 
 
 def primitives_in(jaxpr):

@@ -20,8 +20,6 @@ from scalify_core.array import is_scaled_array
 from scalify_core.interpreter import evaluate
 from scalify_core.value import Value, narrow, value
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 L, B, T, D, H, V = 48, 2, 32, 32, 2, 64  # layers, batch, time, width, heads, vocabulary
 STD = 0.02 * math.sqrt(768 / D)
 

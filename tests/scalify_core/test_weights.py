@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalify_core import ScaledArray, as_scaled_array
 from scalify_core.formats import BF16, E4M3, FP16, counter_bits
-from scalify_core.weights import apply_updates, params_out_of_range, rescale_params, scaled_params
+from scalify_core.weights import apply_updates, rescale_params, rms_of_params, scaled_params
 
 KINDS = {
     "fp16_static": (FP16, lambda x: ScaledArray(x.astype(jnp.float16), 2.0**-6)),
@@ -101,9 +101,9 @@ def test_master_weights_have_static_scales_and_fresh_biases_room_to_grow():
     np.testing.assert_allclose(np.asarray(moved), 1e-3, rtol=FP16.epsilon / 2)
 
 
-def test_only_what_is_out_of_range_is_rescaled_and_its_values_stay_exactly():
+def test_only_what_is_named_is_rescaled_and_its_values_stay_exactly():
     def data(rms):
-        return jnp.array([rms, -rms, rms, rms * 1.25], jnp.float16)
+        return jnp.array([rms, -rms, rms, rms], jnp.float16)
 
     params = {
         "kept": ScaledArray(data(0.07), 1.0),
@@ -113,9 +113,12 @@ def test_only_what_is_out_of_range_is_rescaled_and_its_values_stay_exactly():
         "broken": ScaledArray(jnp.full(4, jnp.nan, jnp.float16), 1.0),
         "plain": data(100.0),
     }
-    assert params_out_of_range(params) == {"['low']": 2.0**-5, "['high']": 2.0**7}
-    new = rescale_params(params)
-    assert params_out_of_range(new) == {}
+    rms = rms_of_params(params)
+    expected = {"kept": 0.07, "low": 0.04, "high": 100.0, "zero": 0.0, "broken": np.nan}
+    assert list(rms) == [f"['{name}']" for name in sorted(expected)]
+    for name, value in expected.items():
+        np.testing.assert_allclose(rms[f"['{name}']"], value, rtol=FP16.epsilon / 2)
+    new = rescale_params(params, {"['low']": 2.0**-5, "['high']": 2.0**7})
     assert (new["low"].scale, float(new["high"].scale)) == (2.0**-8, 2.0**8)
     assert new["low"].is_static
     assert not new["high"].is_static

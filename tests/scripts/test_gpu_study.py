@@ -29,8 +29,14 @@ def ends(out, stage):
     return json.loads((out / f"{stage}_jobs.json").read_text())
 
 
-@pytest.mark.xdist_group("gpu_study")
-@pytest.mark.parametrize("stage", ["bench124", "bench774", "bench1558", "precompile", "profile", "smoke", "parity"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        *("bench124", "precompile", "profile", "parity"),
+        *(pytest.param(size, marks=pytest.mark.whole) for size in ("bench774", "bench1558")),  # of a toy all are one
+        pytest.param("smoke", marks=pytest.mark.whole),  # tests and runs that others here are
+    ],
+)
 def test_a_stage_runs_and_is_not_run_again(out, stage, monkeypatch, capsys):
     gpu.main(arguments(out, stage))
     assert all(job["ok"] for job in ends(out, stage).values())
@@ -47,7 +53,7 @@ def test_a_stage_runs_and_is_not_run_again(out, stage, monkeypatch, capsys):
     assert "done before" in capsys.readouterr().out
 
 
-@pytest.mark.xdist_group("gpu_study")
+@pytest.mark.whole  # plans and runs that others here are, one after another
 def test_memory_is_held_beside_the_plan(out):
     with pytest.raises(UserError, match=r"plan_fp32.txt is missing: first stage=plan"):
         gpu.main(arguments(out, "memory"))

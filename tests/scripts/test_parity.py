@@ -167,7 +167,7 @@ def test_a_run_that_was_killed_before_its_last_checkpoint_is_continued(ended, mo
 
     continued = []
 
-    def train(commands, folders, count):
+    def train(commands, folders, count, wanted):
         for job in commands:
             (folders[job] / "checkpoints" / "10").mkdir()
             continued.append(job)
@@ -214,6 +214,35 @@ def test_the_other_precision_is_checked_before_anything_runs(ended):
         parity.main(dataclasses.replace(ended[0], evaluate_in="fp8_delayed"))
     with pytest.raises(UserError, match="evaluate_in=fp32,bf16: expected one precision"):
         parity.main(dataclasses.replace(ended[0], evaluate_in="fp32,bf16"))
+
+
+def test_an_item_that_is_clear_gets_no_further_seeds_and_then_neither_does_the_base(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "study"
+    args = Arguments("bf16,fp16", seeds=12, steps=10, evaluations=1, last=1, jobs=1, margin=0.5, out=str(out))
+
+    def loss(job):  # bf16 is as good, fp16 is 5% worse but scatters
+        worse = {"fp32": 0.0, "bf16": 0.001 * (job.seed % 2), "fp16": 0.05 + 0.03 * (job.seed % 3)}[job.item]
+        return 2.0 * (1 + worse)
+
+    def writing(args, job, run_dir, model_lr):
+        row = json.dumps({"step": 10, "val/loss": loss(job)})
+        return [sys.executable, "-c", f"open({str(run_dir / 'metrics.jsonl')!r}, 'w').write({row!r} + chr(10))"]
+
+    monkeypatch.setattr(parity, "check_items", lambda args, items: 1.0)
+    monkeypatch.setattr(parity, "command", writing)
+    parity.main(args)
+    ran = {item: len(list((out / "1x" / item).glob("*/metrics.jsonl"))) for item in ("fp32", "bf16", "fp16")}
+    assert 3 <= ran["bf16"] < ran["fp16"] < 12
+    assert ran["fp32"] == ran["fp16"]
+    said = capsys.readouterr().out
+    assert "bf16, lr 1x: surely below 0.5%, no further seeds" in said
+    assert "fp16, lr 1x: surely above 0.5%, no further seeds" in said
+    assert "bf16, lr 1x: below 0.5%; fp16, lr 1x: above 0.5%" in (out / "parity.md").read_text()
+    table = json.loads((out / "parity.json").read_text())["table"]
+    assert [row["settled"] for row in table] == [None, "below", "above"]
+    parity.main(args)  # called again, it runs nothing
+    again = {item: len(list((out / "1x" / item).glob("*/metrics.jsonl"))) for item in ran}
+    assert again == ran
 
 
 def test_a_failed_run_ends_the_study_with_its_last_words(tmp_path):
@@ -302,6 +331,7 @@ def stored(program, part):
     return set(re.findall(rf"= (\w+)\[\d\S* parameter\(.*op_name=\"state\.{part}\\?\[", entry))
 
 
+@pytest.mark.whole  # test_gpu_study.py has such a study, test_precision.py each preset's program
 def test_paired_runs_are_in_the_precision_that_they_are_called_by_and_resume(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     args = Arguments(

@@ -16,8 +16,6 @@ from trainer.precision.arrays import store_weights
 from trainer.precision.policy import Policy
 from trainer.workload import Model
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=2, n_head=2, d_model=32)
 SHORT = dataclasses.replace(SPEC, n_layer=1)  # for what takes long to compile
 

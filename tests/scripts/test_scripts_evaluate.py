@@ -16,8 +16,6 @@ from scripts.generate import main as generate
 from trainer.errors import UserError
 from trainer.observe import slowness
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share a run
-
 
 @pytest.mark.parametrize(
     ("item", "message"),
@@ -150,3 +148,29 @@ def test_the_run_is_explained_at_its_newest_checkpoint(run_dir, capsys):
     assert "no equation loses much" in printed  # of E4M3 and E5M2, whose roundings add up to some percent
     assert "fp8_dot_general.fwd" in printed
     assert "fp8_dot_general.bwd (backward)" in printed
+
+
+def test_tasks_are_scored_in_each_precision(run_dir, capsys):
+    main(Arguments(str(run_dir), "fp32", tasks="last_word", limit=12, batch=4))
+    document = json.loads((run_dir / "tasks.json").read_text())
+    assert [result["precision"] for result in document["results"]] == ["as trained", "fp32"]
+    printed = capsys.readouterr().out
+    for result in document["results"]:
+        score = result["tasks"]["last_word"]["acc"]
+        assert 0 <= score["value"] <= 1
+        line = f"{result['precision']} +last_word +acc +{score['value']:.4f} ± {score['error']:.4f}"
+        assert re.search(line, printed)
+    assert (run_dir / "tasks" / "last_word.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tasks": "last_wrd"}, "'last_wrd' is n"),
+        ({"tasks": "last_word", "text": "x"}, "tasks and text: give one of them"),
+        ({"tasks": "last_word", "batch": 0}, "batch=0: expected 1 or more"),
+    ],
+)
+def test_what_is_no_task_is_refused(run_dir, settings, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        main(Arguments(str(run_dir), **settings))

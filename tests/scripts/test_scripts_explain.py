@@ -9,8 +9,6 @@ import pytest
 
 from scripts.explain import main
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share a run
-
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):

@@ -64,6 +64,7 @@ def test_sigterm_saves_exits_143_and_the_run_goes_on_bitwise(tmp_path):
     assert pictures[0] == pictures[1] != {}
 
 
+@pytest.mark.whole  # test_processes.py has 2, 4 and 8 devices in fewer runs
 def test_one_two_and_eight_devices_see_the_same_batches_and_losses(tmp_path):
     runs = {}
     for devices in (1, 2, 8):
@@ -75,10 +76,6 @@ def test_one_two_and_eight_devices_see_the_same_batches_and_losses(tmp_path):
         np.testing.assert_allclose(runs[devices], runs[1], rtol=1e4 * np.finfo(np.float32).eps)
 
 
-of_finished_run = pytest.mark.xdist_group("finished run")  # made once
-
-
-@of_finished_run
 @pytest.mark.parametrize(
     ("args", "names"),
     [
@@ -145,7 +142,6 @@ def finished_run(tmp_path_factory):
     return tmp_path, values(tmp_path / "A")
 
 
-@of_finished_run
 def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     tmp_path, rows = finished_run
     output = finish(trainer(tmp_path, "F", "train.steps=25", "resume=A", "tracker=jsonl"))
@@ -167,7 +163,7 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     assert abs(first["train/loss"] - trained) < abs(first["train/loss"] - fresh)
 
 
-@of_finished_run
+@pytest.mark.whole  # above, the same by more keys, from its last step
 def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(finished_run):
     tmp_path, rows = finished_run
     shutil.copytree(tmp_path / "A", tmp_path / "M")
@@ -216,7 +212,6 @@ def test_dry_run_describes_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@of_finished_run
 def test_the_restored_checkpoint_is_the_one_saved(finished_run):
     tmp_path, _ = finished_run
     with Checkpointer.reading(tmp_path / "A" / "checkpoints") as checkpointer:
@@ -274,7 +269,6 @@ def test_ctrl_c_before_the_first_step_is_one_line_and_leaves_nothing(tmp_path, m
     assert not list(tmp_path.iterdir())
 
 
-@of_finished_run
 def test_fine_tuning_starts_from_a_hugging_face_directory(finished_run):
     tmp_path, rows = finished_run
     export = [sys.executable, "-m", "scripts.export", "run_dir=A", "out=exported"]
@@ -290,8 +284,10 @@ def test_fine_tuning_starts_from_a_hugging_face_directory(finished_run):
     assert read.encode("In the é").ids == list("In the é".encode())
 
 
-@of_finished_run
-@pytest.mark.parametrize("source", ["A", "of hugging face"])
+@pytest.mark.parametrize(
+    "source",
+    ["A", pytest.param("of hugging face", marks=pytest.mark.whole)],  # which the test above fine-tunes
+)
 def test_a_model_takes_its_architecture_from_its_weights(finished_run, source):
     tmp_path, _ = finished_run
     if source != "A":
@@ -306,7 +302,7 @@ def test_a_model_takes_its_architecture_from_its_weights(finished_run, source):
     assert "nobody checked" not in done.stdout
 
 
-@of_finished_run
+@pytest.mark.whole  # four programs; test_vocabulary.py has the rows
 def test_weights_are_given_another_tokenizer_and_go_on_in_another_precision(finished_run):
     tmp_path, _ = finished_run
     tokenizer = [sys.executable, "-m", "scripts.train_tokenizer", "embedded", "--vocab-size", "400", "--out", "swapped"]
@@ -352,7 +348,6 @@ def test_the_last_checkpoint_is_compared_on_the_batches_of_every_validation(tmp_
     assert line.endswith(": checkpoints, config.yaml")  # with tracker=none there is nothing else
 
 
-@of_finished_run
 def test_the_farewell_suggests_commands_that_work_as_they_stand(finished_run):
     tmp_path, _ = finished_run
     output = finish(trainer(tmp_path, "H", "train.steps=2", "tracker=jsonl"))

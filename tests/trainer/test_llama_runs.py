@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from command import environment, values
+from sampling import that_run
 
 SMALL = [
     *("model=llama_nano", "model.n_layer=2", "model.n_head=4", "model.n_kv_head=2", "model.d_model=64"),
@@ -32,6 +33,8 @@ RUNS = {
     "scalify_fp8_fp8-dots_saveable": ["parallel.data=1", SCAN],
     "scalify_fp8_fp16-nothing_saveable": ["parallel.data=1"],
 }
+# In a sample: each way to split and to stack; of the other precisions test_precision.py has a step each.
+FEW = ("bf16-elementwise", "bf16_pure-block", "scalify_fp8_fp16-elementwise", "scalify_fp8_fp8-block")
 CODE = (
     "import json, sys; from trainer.__main__ import main\n"
     "for args in json.loads(sys.argv[1]):\n"
@@ -40,14 +43,14 @@ CODE = (
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """One process trains all, so that JAX is imported once."""
+def runs(tmp_path_factory, request):
+    """One process trains all that is asked for, so that JAX is imported once."""
     folder = tmp_path_factory.mktemp("llama")
     shared = [*SMALL, f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
     commands = []
-    for name, args in RUNS.items():
+    for name in sorted(that_run(request, "name")):
         precision, remat = name.split("-")
-        commands.append([*shared, f"precision={precision}", f"model.remat={remat}", f"run_dir={name}", *args])
+        commands.append([*shared, f"precision={precision}", f"model.remat={remat}", f"run_dir={name}", *RUNS[name]])
     done = subprocess.run(
         [sys.executable, "-c", CODE, json.dumps(commands)],
         cwd=folder,
@@ -59,8 +62,9 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.xdist_group(__name__)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.whole) for name in RUNS]
+)
 def test_it_learns(runs, name):
     losses = [row["train/loss"] for row in values(runs / name)]
     assert len(losses) == 3

@@ -27,7 +27,7 @@ def texts(tmp_path):
 
 
 def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(texts):
-    output = finish(trainer(texts, "A", *ARGS))
+    output = finish(trainer(texts, "A", *ARGS, "schedule=constant"))
     assert "low" in output
     rows = values(texts / "A")
     assert rows[-1]["data/low/share"] == pytest.approx(0.5, abs=0.1)
@@ -35,11 +35,10 @@ def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(texts
     assert rows[-1]["val/low/loss"] != rows[-1]["val/up/loss"]
     assert rows[-1]["val/up/bits_per_byte"] > 0
     finish(trainer(texts, "B", *ARGS, "train.steps=3", "schedule=constant"))
-    finish(trainer(texts, "C", *ARGS, "schedule=constant"))
     command = [sys.executable, "-m", "trainer", "resume=B", "train.steps=8"]
     done = subprocess.run(command, cwd=texts, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    loss = [[row["train/loss"] for row in values(texts / run)] for run in "BC"]
+    loss = [[row["train/loss"] for row in values(texts / run)] for run in "AB"]
     assert loss[0] == loss[1]
 
 

@@ -8,11 +8,13 @@ from trainer import __version__
 from trainer.assembly.objects import build_learning_rates, decides_rates
 from trainer.config import schema
 from trainer.config.fields import from_saved, to_tree
+from trainer.models.family import param_count
 from trainer.models.own import OWN
 from trainer.parallel.replicas import LocalStep
 from trainer.report.history import FORKED, WEIGHTS
 from trainer.report.messages import describe, schedule_change
 from trainer.run.checkpoint import Restored
+from trainer.run.phases import Phases, Stage
 from trainer.run.rundir import flatten
 from trainer.run.start import describe_init, describe_origin, is_fork
 from trainer.run.vocabulary import describe_embeddings
@@ -30,6 +32,17 @@ def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | Loca
         step=step,
     )
     return [f"scalify-trainer {__version__}", *lines]
+
+
+def describe_phase(phases: Phases, stage: Stage) -> list[str]:
+    """A line about a phase, where a run has several."""
+    if len(phases.stages) == 1:
+        return []
+    task, of = stage.task, stage.config
+    part = f"{', '.join(task.trainable) or 'all'} ({param_count(task.model.spec, task.trained):,} parameters)"
+    number = f"{phases.stages.index(stage) + 1} of {len(phases.stages)}"
+    steps = f"steps {stage.start + 1:,} to {stage.until:,}"
+    return [f"phase {number}, {steps}: {part}, {of.precision.name}, {of.schedule.name} from {of.optimizer.lr:g}"]
 
 
 def describe_start(c: schema.Config, w: Workload, found: Restored) -> list[str]:

@@ -17,11 +17,12 @@ from trainer.compiled.exchange import exchanges_of
 from trainer.compiled.fp8 import Found, Gpu, check_device, check_step
 from trainer.compiled.hlo import Program
 from trainer.config import schema
+from trainer.config.phases import phases_of
 from trainer.data import Batch, Loader, prefetch
 from trainer.data.mixture import Mixture
 from trainer.errors import UserError
 from trainer.models.own import MakeModel, own_spec
-from trainer.observe.asked import make_sample
+from trainer.observe.asked import make_sample, on_one_device
 from trainer.observe.metrics import Throughput
 from trainer.observe.numerics import make_numerics
 from trainer.observe.peaks import peak_flops
@@ -34,6 +35,7 @@ from trainer.precision.methods import METHODS
 from trainer.precision.policy import DTYPES, Policy
 from trainer.run import jobs
 from trainer.run.periodic import Periodic
+from trainer.run.phases import Phases, Stage
 from trainer.run.start import initial_weights
 from trainer.run.vocabulary import weights_for_tokenizer
 from trainer.run.watchdog import Bounds, Watchdog
@@ -44,6 +46,8 @@ from trainer.step.optimizers import Optimizer
 from trainer.step.schedule import learning_rates
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
+from trainer.tasks.choose import BATCH, choose
+from trainer.tasks.examinee import Examinee
 from trainer.workload import (
     Model,
     Task,
@@ -55,6 +59,7 @@ from trainer.workload import (
 # Bytes of text between which the compressor is a yardstick: with less it has hardly begun, with more it takes long.
 YARDSTICK = (100_000, 2**22)
 NUMERICS = "compiling the look at every layer, and the first look"
+TASKS = "compiling the tasks, and their first scores"
 SAMPLING = "compiling the sampling, and the first sample"
 
 
@@ -162,12 +167,29 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
     policy = build_policy(c.precision)
     rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh, c.parallel.local or 1))
     model = build_model(c.model, policy, data.tokenizer.vocab_size, rows, own_model)
+    if c.data.boundary_loss is False:
+        if own_model is not None:
+            raise UserError("data.boundary_loss=false needs a model of the configuration; leave it out for your own")
+        model = model._replace(border=data.tokenizer.eot)
     check_split(model, mesh)
     optimizer, kernels = build_optimizer(c.optimizer), build_kernels(c)
     trainable, local = c.train.trainable or (), build_local(c)
     task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, trainable, local)
     check_trainable(task)
+    choose(c.eval.tasks or (), data.beginning, limit=c.eval.limit)
     return Workload(task, data, c.seed)
+
+
+def build_phases(c: schema.Config, w: Workload) -> Phases:
+    """The phases of a run: the workload's task with what each trains, in its precision. Raises UserError."""
+    stages = []
+    for start, until, of in phases_of(c):
+        policy = build_policy(of.precision)
+        task = w.task if policy == w.model.policy else w.task.in_precision(policy)
+        stages.append(Stage(start, until, task._replace(trainable=of.train.trainable or ()), of))
+        check_trainable(stages[-1].task)
+        check_split(stages[-1].task.model, w.mesh)
+    return Phases(tuple(stages), w.seed)
 
 
 def check_trainable(task: Task) -> None:
@@ -196,13 +218,18 @@ def build_state(c: schema.Config, w: Workload) -> TrainState:
 
 
 def build_learning_rates(c: schema.Config) -> np.ndarray:
-    """The learning rate of every step, FP32 `[train.steps]`."""
-    return learning_rates(steps=c.train.steps, peak=c.optimizer.lr, **dataclasses.asdict(c.schedule))
+    """The learning rate of every step, FP32 `[train.steps]`: of each phase the schedule over its own steps."""
+    return np.concatenate(
+        [
+            learning_rates(steps=until - start, peak=of.optimizer.lr, **dataclasses.asdict(of.schedule))
+            for start, until, of in phases_of(c)
+        ]
+    )
 
 
 def decides_rates(key: str) -> bool:
     """Whether `build_learning_rates` reads a dotted key."""
-    return key in ("train.steps", "optimizer.lr") or key.startswith("schedule.")
+    return key in ("train.steps", "train.phases", "optimizer.lr") or key.startswith("schedule.")
 
 
 def build_throughput(c: schema.Config, w: Workload) -> Throughput:
@@ -249,6 +276,7 @@ def build_jobs(
         jobs.numerics(numerics_every, first_said(look, NUMERICS, say)) if numerics_every else None,
         jobs.evaluation(c.train.eval_every, make_evaluate(c, w, say)),
         jobs.mixture(c.train.eval_every, w.data.train.seen) if isinstance(w.data.train, Mixture) else None,
+        jobs.tasks(c.eval.tasks_every or 0, first_said(build_tasks(c, w), TASKS, say)) if c.eval.tasks else None,
         make_exchanged(c, w) if w.task.local else None,
         jobs.samples(c.sample.every, first_said(build_sample(c, w), SAMPLING, say)),
         jobs.rescale(rescale_every, jobs.make_rescale(w.task, batch)) if rescale_every else None,
@@ -269,9 +297,9 @@ def make_exchanged(c: schema.Config, w: Workload) -> Periodic:
     return jobs.exchanged(c.train.eval_every, found.up_to, found.every_step)
 
 
-def train_batches(c: schema.Config, w: Workload) -> Callable[[int], Iterator[tuple[int, Batch]]]:
-    """The training batches from a step on, read ahead in the background."""
-    return lambda start: prefetch(w.data.train, start, c.train.steps, depth=c.data.prefetch)
+def train_batches(c: schema.Config, w: Workload, until: int) -> Callable[[int], Iterator[tuple[int, Batch]]]:
+    """The training batches from a step on, up to the last one before `until`, read ahead in the background."""
+    return lambda start: prefetch(w.data.train, start, until, depth=c.data.prefetch)
 
 
 def make_evaluate(
@@ -313,6 +341,20 @@ def build_watchdog(c: schema.Watchdog, scaling: str, leaves: list[str], state: M
     max_skips = c.max_skips + METHODS[scaling].calibration
     bounds = Bounds(max_skips, c.spike_zscore, c.spike_window, c.spike_steps, c.max_rollbacks)
     return Watchdog(bounds, leaves, state)
+
+
+def build_tasks(c: schema.Config, w: Workload) -> Callable[[TrainState], dict[str, float]]:
+    """`state -> figures` of the tasks of the configuration, computed on one device. UserError for what is no task."""
+    assert c.eval.tasks is not None
+    chosen = choose(c.eval.tasks, w.data.beginning, limit=c.eval.limit)
+    examinee = Examinee(w.task, w.data.tokenizer, c.eval.batch_size or BATCH)
+    local = on_one_device(w.task)
+
+    def figures(state: TrainState) -> dict[str, float]:
+        scores = chosen.scores(examinee.at(*local((state.params, state.scaling))))
+        return {f"tasks/{name}/{metric}": score.value for name, of in scores.items() for metric, score in of.items()}
+
+    return figures
 
 
 def build_sample(c: schema.Config, w: Workload) -> Callable[[Any], str]:

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from trainer.assembly.beginning import begun_from, describe_change, describe_run, describe_start
+from trainer.assembly.beginning import begun_from, describe_change, describe_phase, describe_run, describe_start
 from trainer.assembly.data import OwnData
 from trainer.assembly.objects import (
     build_batch,
     build_jobs,
     build_learning_rates,
     build_model,
+    build_phases,
     build_policy,
     build_state,
     build_throughput,
@@ -47,6 +48,7 @@ from trainer.run.guard import Patience, leave_within
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.run.loop import Run, train
 from trainer.run.periodic import Periodic
+from trainer.run.phases import Phases, Stage, enter_phase, task_of
 from trainer.run.rundir import RunDir, write_environment
 from trainer.run.start import (
     architecture,
@@ -59,7 +61,7 @@ from trainer.run.start import (
     with_origin,
 )
 from trainer.step.leaves import parameter_names
-from trainer.step.state import TrainState, from_stored
+from trainer.step.state import TrainState, from_stored, to_stored
 from trainer.step.step import StepFn, Tokens
 from trainer.workload import (
     Model,
@@ -96,15 +98,15 @@ NOTHING = Additions()
 
 
 def make_restore(
-    task: Task, batch: Tokens, checkpointer: Checkpointer
+    task: Task, batch: Tokens, checkpointer: Checkpointer, seed: int
 ) -> Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]:
     """`(state in use, steps) -> (state, step, compiled)`: see `Run.restore`."""
 
     def restore(state: TrainState, order: list[int]) -> tuple[TrainState, int, StepFn | None]:
         structure: Any = jax.tree.structure(state)
         jax.tree.map(lambda x: x.delete(), state)  # two would need twice the memory
-        found = checkpointer.restore(abstract_state(task), order=order)
-        new = from_stored(found.state)
+        found = checkpointer.restore(lambda meta: abstract_state(task_of(meta, task)), order=order)
+        new = from_stored(enter_phase(task, found.state, task_of(found.meta, task), seed))
         # The scales of weights are constants of the compiled step, and part of the structure.
         same = jax.tree.structure(new) == structure
         return new, found.step, None if same else compile_step(task, batch, new)
@@ -151,7 +153,8 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
         c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, **alone))
         w = build_workload(c)
         rows = meta.get("rows")  # of the run's devices, which may have been more
-        w = w._replace(task=w.task._replace(model=Model.make(w.model.spec, w.model.policy, rows)))
+        model = Model.make(w.model.spec, w.model.policy, rows, border=w.model.border)
+        w = w._replace(task=w.task._replace(model=model))
         if w.data.manifest.fingerprint != meta["data"]:
             raise UserError(f"{run_dir} was trained on other data than {w.data.directory}; bring its text back")
         found = checkpointer.restore(dataclasses.replace(abstract_state(w.task), opt_state=()), partial=True)
@@ -197,11 +200,15 @@ def start(c: schema.Config, overrides: Sequence[str] = (), more: Additions = NOT
     own = () if more.model is None and more.data is None else (more.data, more.model)
     if c.dry_run:
         w = build_workload(c, *own)
-        with said(COMPILING, lambda text: console.print(text, highlight=False)):
-            step = compile_step(w.task, build_batch(c, w.mesh))
-        fp8 = check_fp8(c, w.task, step)
-        for line in [*describe_run(c, w, step), *(fp8.lines if fp8 else [])]:
-            console.print(line, highlight=False)
+        phases = build_phases(c, w)
+        for stage in phases.stages:
+            part, of = w._replace(task=stage.task), stage.config
+            with said(COMPILING, lambda text: console.print(text, highlight=False)):
+                step = compile_step(part.task, build_batch(of, w.mesh))
+            fp8 = check_fp8(of, part.task, step)
+            lines = [*describe_phase(phases, stage), *describe_run(of, part, step), *(fp8.lines if fp8 else [])]
+            for line in lines:
+                console.print(line, highlight=False)
         return 0, None
     with RunDir(Path(c.run_dir)) as directory, said_in_a_line(directory.path):
         directory.check(to_tree(c))
@@ -241,13 +248,14 @@ def train_in(
             checkpointer = Checkpointer(
                 directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
             )
-            first = lambda: build_state(c, w)
+            phases = build_phases(c, w)
+            first = lambda: build_state(c, w._replace(task=phases.stages[0].task))
             with said("making or restoring the state", display.message):
                 found = starting_point(
                     c.resume.source,
                     directory.path,
                     checkpointer,
-                    w,
+                    phases,
                     first,
                     step=c.resume.step,
                     convert=c.resume.convert,
@@ -261,8 +269,15 @@ def train_in(
             write_environment(directory.path, facts_of(w) | begun_from(c, found), overrides)
             if jax.process_index() == 0:
                 w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
-        idle = describe_idle(w.model.policy, overrides)
-        for line in [*describe_run(c, w), *idle, *describe_start(c, w, found), *describe_change(c, found)]:
+        # What a signal broke off after the last step of a phase is taken up in that phase.
+        stage = phases.after(found.step) if unfinished is None else phases.before(found.step)
+        idle = describe_idle(stage.task.model.policy, overrides)
+        for line in [
+            *describe_run(stage.config, w._replace(task=stage.task)),
+            *idle,
+            *describe_start(c, w, found),
+            *describe_change(c, found),
+        ]:
             display.message(line)
         tracker = make_tracker(
             c.tracker.kind,
@@ -282,8 +297,14 @@ def train_in(
             closing.callback(lambda: tracker.finish(code))
             closing.enter_context(not_for_ever(c.watchdog.stop_seconds))
             try:
-                training = build_run(c, w, found, checkpointer, tracker, display, directory.path, unfinished, more)
-                code = train(training)
+                while True:
+                    part = functools.partial(build_run, c, w, phases, stage)
+                    training = part(found, checkpointer, tracker, display, directory.path, unfinished, more)
+                    code = train(training)
+                    if code or training.step >= c.train.steps:
+                        break
+                    found, unfinished = at_border(training), None
+                    stage = phases.after(found.step)
             except UserError as error:
                 code = error.exit_code
                 raise
@@ -295,9 +316,17 @@ def train_in(
         return code, training
 
 
+def at_border(training: Run) -> Restored:
+    """What the next phase starts from: the state as a checkpoint has it."""
+    meta = training.meta | {"watchdog": training.watchdog.state()}
+    return Restored(training.step, to_stored(training.state), meta)
+
+
 def build_run(
-    c: schema.Config,
+    whole: schema.Config,
     w: Workload,
+    phases: Phases,
+    stage: Stage,
     found: Restored,
     checkpointer: Checkpointer,
     tracker: Tracker,
@@ -306,12 +335,16 @@ def build_run(
     unfinished: str | None,
     more: Additions,
 ) -> Run:
-    """Compile the step for what was found, say what became of it, and put everything together."""
+    """Compile a phase's step for what was found, say what became of it, and put everything together."""
+    c, w = stage.config, w._replace(task=stage.task)
+    for line in describe_phase(phases, stage):
+        display.message(line)
     if is_fork(found):  # said of the first step, which comes again as often as the run starts: so it is said once
         tracker.event(found.step + 1, f"forked from {describe_origin(found.meta)}")
     # Before the compilation, which processes may end minutes apart: its first question joins their devices.
     agree = Agreement(w.mesh)
-    state, batch = from_stored(found.state), build_batch(c, w.mesh)
+    before = task_of(found.meta, w.task) if found.step else w.task
+    state, batch = from_stored(enter_phase(w.task, found.state, before, w.seed)), build_batch(c, w.mesh)
     with said(COMPILING, display.message):
         step = compile_step(w.task, batch, state)
     for line in describe_wire(w.task, step, c.parallel.local_gbps):
@@ -328,20 +361,22 @@ def build_run(
         state=state,
         step=found.step,
         steps=c.train.steps,
+        until=stage.until,
         seed=np.uint32(c.seed),
         batch_tokens=c.train.batch_tokens,
-        learning_rates=build_learning_rates(c),
+        learning_rates=build_learning_rates(whole),
         train_step=step,
-        batches=train_batches(c, w),
+        batches=train_batches(c, w, stage.until),
         place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
         agree=agree,
         jobs=build_jobs(c, w, batch, display.message, more.periodic, tracked=tracked),
         log_every=c.train.log_every,
-        restore=make_restore(w.task, batch, checkpointer),
+        restore=make_restore(w.task, batch, checkpointer, w.seed),
         diagnose=make_diagnose(w.task),
         checkpointer=checkpointer,
         meta={
-            "config": to_tree(c),
+            "config": to_tree(whole),
+            "trainable": list(w.task.trainable),
             "model": architecture(w.model.spec),
             "precision": dataclasses.asdict(w.model.policy),
             "rows": w.model.rows,

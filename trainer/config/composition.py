@@ -14,9 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import inherited
+from trainer.config.combinations import validate
 from trainer.config.continuing import continued, leaves
 from trainer.config.fields import from_tree
-from trainer.config.schema import Config, validate
+from trainer.config.phases import phases_of
+from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.text import nearest, without_braces
 
@@ -50,9 +52,35 @@ def checked(tree: DictConfig, **changes: Any) -> Config:
         plain["model"] = inherited.inherit(
             plain["model"], plain["init_from"], other_tokenizer=plain["init"]["embeddings"] is not None
         )
+    plain["train"]["phases"] = with_presets(plain["train"]["phases"])
     config: Config = from_tree(Config, plain)
     validate(config)
+    for phase in phases_of(config):
+        validate(phase.config)
     return config
+
+
+def with_presets(phases: Any) -> Any:
+    """`train.phases`, with all fields of the precisions that it names. UserError for a name that is none."""
+    if not isinstance(phases, list):
+        return phases
+    return [
+        {**phase, "precision": preset(phase["precision"])}
+        if isinstance(phase, dict) and isinstance(phase.get("precision"), str)
+        else phase
+        for phase in phases
+    ]
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The fields of a precision. UserError for a name that is none."""
+    names = sorted(path.stem for path in Path(CONFIGS, "precision").glob("*.yaml"))
+    if name not in names:
+        raise UserError(f"train.phases: precision={name!r} is no preset; {nearest(name, names)}")
+    base, own = (OmegaConf.load(Path(CONFIGS, folder)) for folder in ("base/precision.yaml", f"precision/{name}.yaml"))
+    fields = OmegaConf.to_container(OmegaConf.merge(base, own))
+    assert isinstance(fields, dict)
+    return {str(key): value for key, value in fields.items() if key != "defaults"}
 
 
 def expanded(arguments: Sequence[str]) -> list[str]:

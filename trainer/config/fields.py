@@ -58,10 +58,11 @@ def from_tree(cls: type, tree: Any, path: str = "", of: str = "") -> Any:
     for key in tree:
         if key not in hints:
             raise UserError(f"unknown key {prefix}{key}{of}; {nearest(str(key), list(hints))}")
-    missing = [f"{prefix}{key}" for key in hints if key not in tree]
+    optional = {field.name for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
+    missing = [f"{prefix}{key}" for key in hints if key not in tree and key not in optional]
     if missing:
         raise UserError(f"missing key {', '.join(missing)}{of}; choose the group again or give it a value")
-    return cls(**{key: _convert(hint, tree[key], f"{prefix}{key}") for key, hint in hints.items()})
+    return cls(**{key: _convert(hint, tree[key], f"{prefix}{key}") for key, hint in hints.items() if key in tree})
 
 
 def to_tree(config: Any) -> dict[str, Any]:

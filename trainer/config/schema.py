@@ -2,7 +2,8 @@
 
 What a model, a precision or an optimiser has is declared where it is used: in the specs of `trainer.models`, the
 `Policy` of `trainer.precision` and the entries of `trainer.step.optimizers`. `trainer.config.fields` makes a `Config`
-of a composed dictionary, within the bounds of its annotations; `validate` refuses combinations that cannot run.
+of a composed dictionary, within the bounds of its annotations; `trainer.config.combinations` refuses what cannot run
+together.
 """
 
 import dataclasses
@@ -21,12 +22,11 @@ from trainer.bounds import (
     at_least,
     at_most,
 )
-from trainer.errors import UserError
 from trainer.models.new_tokens import Method
 from trainer.models.specs import FIRST, SPECS
 from trainer.precision.policy import Policy
 from trainer.step.kernels import Asked
-from trainer.step.optimizers import ENTRIES, Optimizer, check_moments
+from trainer.step.optimizers import ENTRIES, Optimizer
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Data:
     cache_dir: str | None
     workers: Positive | None
     document_mask: bool
+    boundary_loss: bool | None
     prefetch: Positive
     val_fraction: ShareBelow1 | None
     paths: tuple[str, ...]
@@ -87,9 +88,12 @@ class Data:
     stages: tuple[tuple[float, ...], ...] | None
 
 
+ScheduleName = Literal["cosine", "wsd", "linear", "constant"]
+
+
 @dataclass(frozen=True)
 class Schedule:
-    name: Literal["cosine", "wsd", "linear", "constant"]
+    name: ScheduleName
     warmup_fraction: Share
     min_ratio: Share
     decay_fraction: Share
@@ -176,15 +180,55 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class TrainPhase:
+    """A part of the training with settings of its own, an entry of `train.phases`; what is None is as elsewhere.
+
+    Attributes:
+      until: steps taken in all when it ends; None, in the last one: the end.
+      trainable: as `train.trainable`.
+      lr: the peak of its learning rate.
+      schedule: over its own steps, warm-up included, as the next three are.
+      precision: of the phase; where a configuration is composed, the name of a preset.
+    """
+
+    until: Positive | None = None
+    trainable: tuple[str, ...] | None = None
+    lr: Amount | None = None
+    schedule: ScheduleName | None = None
+    warmup_fraction: Share | None = None
+    min_ratio: Share | None = None
+    decay_fraction: Share | None = None
+    precision: Precision | None = None
+
+
+@dataclass(frozen=True)
 class Train:
     steps: Positive
     batch_tokens: Positive
     accum: Positive
     trainable: tuple[str, ...] | None
+    phases: tuple[TrainPhase, ...] | None
     log_every: Positive
     eval_every: Natural
     eval_batches: Positive
     final_eval_batches: Positive
+
+
+@dataclass(frozen=True)
+class Eval:
+    """What is asked of the model beside the validation loss.
+
+    Attributes:
+      tasks: of `scripts.evaluate`; None: none.
+      tasks_every: steps; None: after the last one only.
+      limit: items of each task at most; None: see there.
+      batch_size: sequences at once; None: 16.
+    """
+
+    tasks: tuple[str, ...] | None
+    tasks_every: Positive | None
+    limit: Positive | None
+    batch_size: Positive | None
 
 
 @dataclass(frozen=True)
@@ -231,6 +275,7 @@ class Config:
     tracker: Tracker
     resume: Resume
     train: Train
+    eval: Eval
     metrics: Metrics
     sample: Sample
     watchdog: Watchdog
@@ -270,116 +315,3 @@ DATA_KEYS = {
     "stages": ("mix",),
 }
 NEEDED = ("cache_dir", "val_fraction", "column", "split")  # of those that use them
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise UserError(message)
-
-
-def validate(c: Config) -> None:
-    """Refuse what cannot run, as far as the configuration alone can tell; `build` checks devices and tokenizer."""
-    _check_data(c.data)
-    c.model.spec(vocab_size=1)  # which refuses what cannot be built; the tokenizer is not known yet
-    check_moments(c.optimizer.name, c.precision)
-    tokens = c.model.context * c.train.accum
-    _require(
-        c.train.batch_tokens % tokens == 0,
-        f"train.batch_tokens={c.train.batch_tokens} is not a multiple of model.context x train.accum = "
-        f"{c.model.context} x {c.train.accum} = {tokens}; "
-        f"nearest valid: {max(1, round(c.train.batch_tokens / tokens)) * tokens}",
-    )
-    mesh = {name: getattr(c.parallel, name) for name in ("data", "fsdp", "tensor")}
-    _require(
-        list(mesh.values()).count(-1) <= 1,
-        f"{', '.join(f'parallel.{n}=-1' for n, size in mesh.items() if size == -1)}: only one can be what the others "
-        "leave; set parallel.data=1 to shard the state over all devices",
-    )
-    _require(
-        not c.parallel.deterministic_reduce or c.parallel.reduce == "fp32",
-        f"parallel.deterministic_reduce=true sums in FP32, but parallel.reduce={c.parallel.reduce}; choose one of them",
-    )
-    _check_local(c)
-    _require(
-        not c.precision.require_fp8 or c.precision.forward is not None,
-        f"precision.require_fp8=true, but precision={c.precision.name} has no FP8 matmuls; "
-        "choose one that has, such as precision=scalify_fp8_fp16, or leave require_fp8 out",
-    )
-    _require(
-        c.init.embeddings is None or c.init_from is not None,
-        f"init.embeddings={c.init.embeddings} is of the weights that init_from names, which is null; add "
-        "init_from=DIRECTORY, or leave it out",
-    )
-    if c.profile.steps is not None:
-        ok = len(c.profile.steps) == 2 and 1 <= c.profile.steps[0] <= c.profile.steps[1] <= c.train.steps
-        _require(ok, f"profile.steps={list(c.profile.steps)}: expected [first,last] within 1..{c.train.steps}")
-
-
-LOCAL_OPTIONS = ("local_participants", "local_gbps")  # which may be null beside `local`
-
-
-def _check_local(c: Config) -> None:
-    """Refuse keys of local steps without replicas, which would change nothing, and replicas without them."""
-    p, keys = c.parallel, [field.name for field in fields(Parallel) if field.name.startswith("local_")]
-    if p.local is None:
-        given = [f"parallel.{key}={getattr(p, key)}" for key in keys if getattr(p, key) is not None]
-        _require(
-            not given,
-            f"{', '.join(given)} would be ignored: parallel.local, the number of replicas, is null; choose "
-            "parallel=local, or leave it out",
-        )
-        return
-    missing = [f"parallel.{key}" for key in keys if getattr(p, key) is None and key not in LOCAL_OPTIONS]
-    _require(not missing, f"{', '.join(missing)} is null; choose parallel=local, which has values, or give it one")
-    steps, fragments, some = p.local_steps or 1, p.local_fragments or 1, p.local_participants or p.local
-    _require(
-        fragments <= steps,
-        f"parallel.local_fragments={fragments} is more than parallel.local_steps={steps}: a step exchanges one; "
-        f"valid: 1..{steps}",
-    )
-    _require(some <= p.local, f"parallel.local_participants={some}: there are parallel.local={p.local}; choose fewer")
-    _require(
-        some == p.local or fragments == 1,
-        f"parallel.local_participants={some} is drawn for a round, in which parallel.local_fragments={fragments} are "
-        "exchanged at different steps; choose one of them",
-    )
-    _require(p.local_gbps != 0, "parallel.local_gbps=0: expected gigabits a second of the network, or null")
-    _require(
-        p.local_data != "sources" or (c.data.source == "mix" and len(c.data.sources or ()) == p.local),
-        f"parallel.local_data=sources gives each of parallel.local={p.local} replicas a source of its own; choose "
-        "data=mix with as many data.sources, or parallel.local_data=split",
-    )
-    rows = c.batch_size // c.train.accum
-    _require(
-        rows % p.local == 0,
-        f"a micro-batch of {rows} sequences cannot be split over parallel.local={p.local} replicas; choose "
-        f"train.batch_tokens, a multiple of {p.local * c.train.accum * c.model.context}",
-    )
-
-
-def _check_data(c: Data) -> None:
-    """Refuse keys of other sources than the chosen one, which would change nothing, and what it lacks itself."""
-    given = {key: value for key in DATA_KEYS if (value := getattr(c, key)) not in (None, (), False)}
-    for key, value in given.items():
-        users = DATA_KEYS[key]
-        shown = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
-        choices = " or ".join(f"data={name}" for name in users)
-        _require(
-            c.source in users,
-            f"data.{key}={shown} is not used by data={c.source}, and would be ignored; it is of {choices}: "
-            f"add {choices}, or leave data.{key} out",
-        )
-    for key in NEEDED:
-        missing = c.source in DATA_KEYS[key] and getattr(c, key) is None
-        _require(not missing, f"data.{key} is null; choose the group, data={c.source}, or give it a value")
-    _require(
-        c.val_fraction != 0, "data.val_fraction=0: a validation part is needed; give it a small share, such as 0.01"
-    )
-    _require(c.source != "text" or bool(c.paths), "data=text needs data.paths=[FILE,...]")
-    _require(c.source != "hf" or bool(c.name), "data=hf needs data.name=ORGANISATION/DATASET")
-    _require(c.source != "prepared" or bool(c.prepared_dir), "data=prepared needs data.prepared_dir=DIRECTORY")
-    _require(c.source != "mix" or bool(c.sources), "data=mix needs data.sources=[DIRECTORY,...]")
-    _require(
-        c.source in ("prepared", "mix") or bool(c.tokenizer),
-        "data.tokenizer is null; valid: byte, gpt2, cl100k_base, a file",
-    )

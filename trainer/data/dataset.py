@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+
 from trainer.data.loader import Loader
 from trainer.data.shards import Manifest
 from trainer.data.tokenizer import Tokenizer
@@ -39,6 +41,16 @@ class Dataset(NamedTuple):
     def bytes_per_token(self) -> float:
         """The bytes of a token of the validation part's text, on average."""
         return self.manifest.bytes("val") / self.manifest.tokens("val")
+
+    def beginning(self, size: int) -> str:
+        """The first documents of the validation part, of about so many bytes in all, an empty line between two."""
+        tokens, parts = max(1, int(size / self.bytes_per_token)), []
+        for shard in self.manifest.open("val"):
+            parts.append(np.asarray(shard[:tokens]))
+            tokens -= len(parts[-1])
+        ids = np.concatenate(parts)
+        documents = np.split(ids, np.flatnonzero(ids == self.manifest.eot) + 1)
+        return "\n\n".join(self.tokenizer.decode(part[part != self.manifest.eot].tolist()) for part in documents)
 
     def validation_text(self, tokens: int) -> str:
         """The text of the first so many tokens, ends of text aside."""

@@ -83,15 +83,22 @@ class LanguageModel(Protocol):
         tokens_BxT: jax.Array,
         targets_BxT: jax.Array,
         segments_BxT: jax.Array | None = None,
-        **dropout: Any,
+        **settings: Any,
     ) -> jax.Array:
-        """Mean cross-entropy of the targets in nats, an FP32 scalar; `dropout_keys_B` where the spec has dropout."""
+        """Mean cross-entropy of the targets in nats, an FP32 scalar.
+
+        `dropout_keys_B` where the spec has dropout. `masked=True`: negative targets count as no nats, see
+        `linear_cross_entropy`.
+        """
 
     def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
         """FP32 `[B, vocab_size]`: what the loss's forward pass predicts after the last token."""
 
-    def init_cache(self, batch: int) -> Any:
-        """An empty cache of `context` positions."""
+    def hidden(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
+        """What `logits` takes, `[B, T, D]`, of the loss's forward pass, for T of at most `context`."""
+
+    def init_cache(self, batch: int, length: int | None = None) -> Any:
+        """An empty cache of `length` positions, by default of `context`."""
 
     def decode(self, tokens_BxT: jax.Array, cache: Any, position: jax.Array | int) -> tuple[jax.Array, Any]:
         """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache with them in it."""

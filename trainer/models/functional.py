@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from trainer.models.roles import roles_of
@@ -52,3 +53,18 @@ def as_functions[Model: nnx.Module](make: Callable[[nnx.Rngs], Model]) -> Functi
         return nnx.to_pure_dict(nnx.state(of_key(jax.random.key(0)), OverwriteWithGradient))
 
     return Functional(init, bind, init_histories, roles_of(abstract))
+
+
+def of_next_tokens(loss: Callable[..., jax.Array], tokens_BxT1: jax.Array, border: int | None) -> jax.Array:
+    """The loss `loss(inputs, targets)` of predicting each token from those before it.
+
+    What follows the id `border` is no target: `loss(..., masked=True)` is then of negative ones too. Its gradient stays
+    as it is, so that a token counts alike in every batch; its value becomes the mean over the targets that count.
+    """
+    inputs_BxT, targets_BxT = tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]
+    if border is None:
+        return loss(inputs_BxT, targets_BxT)
+    counted_BxT = inputs_BxT != border
+    found = loss(inputs_BxT, jnp.where(counted_BxT, targets_BxT, -1), masked=True)
+    share = jnp.maximum(jnp.mean(counted_BxT, dtype=jnp.float32), 1e-9)
+    return found + jax.lax.stop_gradient(found * (1 / share - 1))

@@ -109,22 +109,26 @@ class GPT2(nnx.Module):
         targets_BxT: jax.Array,
         segments_BxT: jax.Array | None = None,
         dropout_keys_B: jax.Array | None = None,
+        *,
+        masked: bool = False,
     ) -> jax.Array:
-        """Mean cross-entropy of the targets in nats, an FP32 scalar. FP32 logits of a whole batch are never held."""
+        """Mean cross-entropy of the targets in nats, an FP32 scalar; `masked`: negative ones have none.
+
+        FP32 logits of a whole batch are never held.
+        """
         h_BxTxD = self.hidden(tokens_BxT, segments_BxT, dropout_keys_B)
         h_NxD = h_BxTxD.reshape(-1, self.spec.d_model)
-        return linear_cross_entropy(
-            h_NxD, self.wte.embedding[...], targets_BxT.reshape(-1), vocab_size=self.spec.vocab_size
-        )
+        head, size = self.wte.embedding[...], self.spec.vocab_size
+        return linear_cross_entropy(h_NxD, head, targets_BxT.reshape(-1), vocab_size=size, masked=masked)
 
     def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
         """Logits after the last token, FP32 `[B, vocab_size]`."""
         return self.logits(self.hidden(tokens_BxT, segments_BxT)[:, -1])
 
-    def init_cache(self, batch: int) -> KVCache:
-        """An empty cache of `context` positions, `[L, B, S, H, K]`."""
-        spec = self.spec
-        return empty_cache(spec.n_layer, batch, spec.context, spec.n_head, spec.head_dim, self.compute_dtype)
+    def init_cache(self, batch: int, length: int | None = None) -> KVCache:
+        """An empty cache of `length` positions, by default of `context`, `[L, B, S, H, K]`."""
+        spec, S = self.spec, length or self.spec.context
+        return empty_cache(spec.n_layer, batch, S, spec.n_head, spec.head_dim, self.compute_dtype)
 
     def decode(self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
         """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache with them in it.

@@ -3,6 +3,7 @@
 Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads, K head dim.
 """
 
+import functools
 import math
 from typing import ClassVar
 
@@ -95,9 +96,10 @@ class SwigluMLP(nnx.Module):
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
         self.split = make.split
         self.recompute = spec.remat == "elementwise"
-        self.c_gate = make.linear("mlp.c_gate", spec.d_model, spec.mlp_width, spec.init_std, "column")
-        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std, "column")
-        self.c_proj = make.linear(
+        linear = functools.partial(make.linear, gated=True)
+        self.c_gate = linear("mlp.c_gate", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.c_fc = linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.c_proj = linear(
             "mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev, "row", scaled_rows=self.scaled_rows
         )
 

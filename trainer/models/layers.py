@@ -154,10 +154,11 @@ class Factory:
         kind: Literal["column", "row"],
         *,
         groups: int = 1,
+        gated: bool = False,
         scaled_rows: bool = False,
         bias: bool = True,
     ) -> Linear:
-        """Normal weights; zero bias, or none. `kind`, `groups` and `scaled_rows` as of `Role`."""
+        """Normal weights; zero bias, or none. `kind`, `groups`, `gated` and `scaled_rows` as of `Role`."""
         by_rows = kind == "row" or groups > 1
         kernel = Role(
             kind,
@@ -165,6 +166,7 @@ class Factory:
             stacked=self.stacked,
             split=-2 if by_rows else -1,
             groups=groups,
+            gated=gated,
             scaled_rows=scaled_rows,
         )
         role_of_bias = Role("bias", stacked=self.stacked, split=None if by_rows else -1, groups=groups)

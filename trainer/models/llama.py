@@ -7,6 +7,7 @@ References: Touvron et al. 2023, "Llama 2" (arXiv 2307.09288); Grattafiori et al
 (arXiv 2407.21783), and Meta's published code.
 """
 
+import functools
 import math
 from typing import Any, ClassVar, NamedTuple
 
@@ -116,10 +117,11 @@ class MLP(nnx.Module):
         self.split = make.split
         self.recompute = spec.remat == "elementwise"
         self.smooth = spec.mlp == "smooth_swiglu"
-        self.gate_proj = make.linear("mlp.gate_proj", spec.d_model, spec.mlp_width, spec.init_std, "column", bias=False)
-        self.up_proj = make.linear("mlp.up_proj", spec.d_model, spec.mlp_width, spec.init_std, "column", bias=False)
-        self.down_proj = make.linear(
-            "mlp.down_proj", spec.mlp_width, spec.d_model, residual_stddev, "row", scaled_rows=self.smooth, bias=False
+        linear = functools.partial(make.linear, gated=True, bias=False)
+        self.gate_proj = linear("mlp.gate_proj", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.up_proj = linear("mlp.up_proj", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.down_proj = linear(
+            "mlp.down_proj", spec.mlp_width, spec.d_model, residual_stddev, "row", scaled_rows=self.smooth
         )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
@@ -254,19 +256,30 @@ class Llama(nnx.Module):
         h_NxD = self.hidden(tokens_BxT, segments_BxT).reshape(-1, self.spec.d_model)
         return self.logits(h_NxD).reshape(*tokens_BxT.shape, self.spec.vocab_size)
 
-    def loss(self, tokens_BxT: jax.Array, targets_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
-        """Mean cross-entropy of the targets in nats, an FP32 scalar. FP32 logits of a whole batch are never held."""
+    def loss(
+        self,
+        tokens_BxT: jax.Array,
+        targets_BxT: jax.Array,
+        segments_BxT: jax.Array | None = None,
+        *,
+        masked: bool = False,
+    ) -> jax.Array:
+        """Mean cross-entropy of the targets in nats, an FP32 scalar; `masked`: negative ones have none.
+
+        FP32 logits of a whole batch are never held.
+        """
         h_NxD = self.hidden(tokens_BxT, segments_BxT).reshape(-1, self.spec.d_model)
-        return linear_cross_entropy(h_NxD, self.head_VxD, targets_BxT.reshape(-1), vocab_size=self.spec.vocab_size)
+        targets_N, size = targets_BxT.reshape(-1), self.spec.vocab_size
+        return linear_cross_entropy(h_NxD, self.head_VxD, targets_N, vocab_size=size, masked=masked)
 
     def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
         """Logits after the last token, FP32 `[B, vocab_size]`."""
         return self.logits(self.hidden(tokens_BxT, segments_BxT)[:, -1])
 
-    def init_cache(self, batch: int) -> KVCache:
-        """An empty cache of `context` positions, `[L, B, S, G, K]`."""
-        spec = self.spec
-        return empty_cache(spec.n_layer, batch, spec.context, spec.n_kv_head, spec.head_width, self.compute_dtype)
+    def init_cache(self, batch: int, length: int | None = None) -> KVCache:
+        """An empty cache of `length` positions, by default of `context`, `[L, B, S, G, K]`."""
+        spec, S = self.spec, length or self.spec.context
+        return empty_cache(spec.n_layer, batch, S, spec.n_kv_head, spec.head_width, self.compute_dtype)
 
     def decode(self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
         """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache with them in it.

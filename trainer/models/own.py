@@ -75,9 +75,14 @@ class CausalModel(nnx.Module):
         del segments_BxT
         return self(tokens_BxT)[:, -1].astype(jnp.float32)
 
-    def init_cache(self, batch: int) -> jax.Array:
-        """The tokens so far: int32 `[B, S]`, S the context."""
-        return jnp.zeros((batch, self.context), jnp.int32)
+    def hidden(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
+        """Logits `[B, T, V]`, which are what `logits` takes; segments are refused, as by `loss`."""
+        del segments_BxT
+        return self(tokens_BxT)
+
+    def init_cache(self, batch: int, length: int | None = None) -> jax.Array:
+        """The tokens so far: int32 `[B, S]`, S the context, or `length` of it."""
+        return jnp.zeros((batch, length or self.context), jnp.int32)
 
     def decode(self, tokens_BxT: jax.Array, cache: jax.Array, position: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         """Logits `[B, T, V]` of tokens at `position` and after it, and the tokens with them among them."""

@@ -38,6 +38,8 @@ class Role:
       split: the axis, counted from the end, that `tensor` splits; None: every device has the whole.
       groups: of columns, such as 3 of queries, keys and values side by side. A device's share of more than one is not
         contiguous: such a kernel is stored split by rows, and brought to columns where it is used; a bias is whole.
+      gated: whether it is of a gated layer: what the column kernels of its parent give is multiplied with each other,
+        and the row kernel there takes the product.
       scaled_rows: whether the rows of a kernel are multiplied by what depends on the batch before they are rounded.
       padding: rows at the end of a table or head that nothing reads.
     """
@@ -47,6 +49,7 @@ class Role:
     stacked: bool = False
     split: int | None = None
     groups: int = 1
+    gated: bool = False
     scaled_rows: bool = False
     padding: int = 0
 

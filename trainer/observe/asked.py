@@ -22,14 +22,18 @@ def make_sample(task: Task, tokenizer: "Tokenizer", prompt: str, **controls: Any
     from trainer.data.tokenizer import continuation
 
     generator = Generator(task.model.sampling.bind, task.model.spec)
-    ids = tokenizer.encode(prompt)
-    everywhere = jax.jit(lambda params: params, out_shardings=replicated(task.mesh))
+    ids, local = tokenizer.encode(prompt), on_one_device(task)
 
     def sample(params: Any) -> str:
-        local = asarray(jax.tree.map(lambda x: x.addressable_data(0), everywhere(params)))
-        return prompt + continuation(tokenizer, ids, generator(local, ids, **controls))
+        return prompt + continuation(tokenizer, ids, generator(asarray(local(params)), ids, **controls))
 
     return sample
+
+
+def on_one_device(task: Task) -> Callable[[Any], Any]:
+    """Takes arrays on the mesh to the same arrays, whole, on this process's first device."""
+    everywhere = jax.jit(lambda arrays: arrays, out_shardings=replicated(task.mesh))
+    return lambda arrays: jax.tree.map(lambda x: x.addressable_data(0), everywhere(arrays))
 
 
 def make_diagnose(task: Task) -> Callable[[TrainState, Tokens, int], str]:

@@ -11,7 +11,7 @@ from scalify_core import FloatFormat, ScaledArray, weights
 from scalify_core.formats import E4M3
 from scalify_core.matmul import MULTIPLE
 from trainer.errors import UserError
-from trainer.precision.dots import ClippedDot, Dot, SimulatedDot, narrow_gradient_dot, wide_gradient_dot
+from trainer.precision.dots import ClippedDot, Dot, narrow_gradient_dot, wide_gradient_dot
 from trainer.precision.policy import DTYPES, Policy
 
 ASSUMED_SCALE = 2.0**-6  # of weights that do not exist yet, where a program is compiled without them
@@ -68,7 +68,7 @@ def dot_general_for(
             return wide_gradient_dot if policy.weight_grad == "fp32" else narrow_gradient_dot
         dot: Dot
         if policy.simulate:
-            dot = SimulatedDot(FloatFormat.parse(policy.forward), FloatFormat.parse(policy.backward))
+            dot = policy.method.simulated(FloatFormat.parse(policy.forward), FloatFormat.parse(policy.backward))
         else:
             dot = policy.method.dot(path, policy, keep_rhs=keep_weights, rhs_gradient=rhs_gradient)
         return dot if policy.clip_outliers is None else ClippedDot(dot, policy.clip_outliers)

@@ -13,6 +13,7 @@ import numpy as np
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
+    from scalify_core import FloatFormat
     from trainer.precision.dots import Dot
     from trainer.precision.gradients import Differentiate, LossFn
     from trainer.precision.policy import Policy
@@ -79,6 +80,12 @@ class Method:
         from scalify_core import Fp8DotGeneral, Scaling
 
         return Fp8DotGeneral(path, Scaling(), **settings)
+
+    def simulated(self, forward: "FloatFormat", backward: "FloatFormat") -> "Dot":
+        """The FP32 product of a linear layer whose operands are rounded to the formats."""
+        from trainer.precision.dots import SimulatedDot
+
+        return SimulatedDot(forward, backward)
 
     def differentiate(self, loss_fn: "LossFn", policy: "Policy", init_histories: Callable[[], Any]) -> "Differentiate":
         """The gradient of `loss_fn(parameters, tokens, segments, keys)`, and what is carried from step to step for it.
@@ -203,6 +210,66 @@ class Current(Method):
         return Fp8DotGeneral(path, Scaling("amax", "amax", "amax"), **settings)
 
 
+class Blocks(Method):
+    """A scale for each block of a product's operands, simulated; see `trainer.precision.blocks`."""
+
+    in_products = True
+    formats: ClassVar[tuple[str, ...] | None] = None  # of forward and backward; None: any
+
+    def check(self, policy: "Policy") -> None:
+        """Raise UserError where no product is simulated, or in another format than the recipe's."""
+        if not policy.simulate or policy.forward is None:
+            raise UserError(
+                f"precision.scaling={self.name} is simulated: choose its preset, or set precision.simulate=true, "
+                "precision.forward and precision.backward"
+            )
+        if self.formats is not None and (policy.forward, policy.backward) != self.formats:
+            raise UserError(
+                f"precision.scaling={self.name} rounds to {self.formats[0]}, not {policy.forward} and "
+                f"{policy.backward}; set precision.forward={self.formats[0]} precision.backward={self.formats[1]}"
+            )
+        if policy.weights == "fp16":
+            raise UserError(f"precision.weights=fp16 needs precision.scaling=propagate, not {self.name}")
+
+
+class Mx(Blocks):
+    """OCP microscaling: blocks of 32, each on a power of two."""
+
+    name = "mx"
+
+    def simulated(self, forward: "FloatFormat", backward: "FloatFormat") -> "Dot":
+        """See `blocks.mx_recipe`."""
+        from trainer.precision import blocks
+
+        return blocks.BlockScaledDot(blocks.mx_recipe(forward, backward))
+
+
+class DeepSeek(Blocks):
+    """Blocks of 128, of weights 128 x 128, each on an FP32 scale."""
+
+    name = "deepseek"
+
+    def simulated(self, forward: "FloatFormat", backward: "FloatFormat") -> "Dot":
+        """See `blocks.deepseek_recipe`."""
+        from trainer.precision import blocks
+
+        return blocks.BlockScaledDot(blocks.deepseek_recipe(forward, backward))
+
+
+class Nvfp4(Blocks):
+    """Blocks of 16 in four bits, on E4M3 scales."""
+
+    name = "nvfp4"
+    formats = ("e2m1", "e2m1")
+
+    def simulated(self, forward: "FloatFormat", backward: "FloatFormat") -> "Dot":
+        """See `blocks.nvfp4_recipe`."""
+        from trainer.precision import blocks
+
+        return blocks.BlockScaledDot(blocks.nvfp4_recipe())
+
+
 METHODS: dict[str, Method] = {
-    method.name: method for method in (Method(), Propagated(), LossScaled(), Delayed(), Current())
+    method.name: method
+    for method in (Method(), Propagated(), LossScaled(), Delayed(), Current(), Mx(), DeepSeek(), Nvfp4())
 }

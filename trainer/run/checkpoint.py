@@ -242,7 +242,7 @@ class Checkpointer:
 
         Args:
           target: the tree of the state with `jax.ShapeDtypeStruct` leaves (arrays do as well); their shardings say
-            where each leaf goes, the first device when there is none.
+            where each leaf goes, the first device when there is none. Or a function that makes it of the meta.
           step: that checkpoint and no other; by default the newest.
           partial: `target` is a part of the saved tree, as `{"params": ...}`.
           order: steps to take in place of all, the first one that is whole.
@@ -254,8 +254,9 @@ class Checkpointer:
         for candidate in self._candidates(step) if order is None else order:
             try:
                 manifest = self._manifest(candidate)
-                self._check_match(candidate, target, manifest["leaves"], partial=partial)
-                return Restored(candidate, self._arrays(candidate, target, manifest["leaves"]), manifest["meta"])
+                wanted = target(manifest["meta"]) if callable(target) else target
+                self._check_match(candidate, wanted, manifest["leaves"], partial=partial)
+                return Restored(candidate, self._arrays(candidate, wanted, manifest["leaves"]), manifest["meta"])
             except DamagedCheckpointError as damage:
                 self._report(candidate, damage, step)
         raise self._none_left()

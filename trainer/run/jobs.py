@@ -1,4 +1,4 @@
-"""The periodic jobs that every run has: numerics, evaluation, samples, rescale, pictures, checkpoint."""
+"""The periodic jobs of runs: numerics, evaluation, tasks, samples, rescale, pictures, checkpoint."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,6 +11,7 @@ from trainer.observe.records import read_rows
 from trainer.parallel.replicas import with_params
 from trainer.run.periodic import BrokenOff, Moment, Periodic, Phase
 from trainer.step.evaluate import Evaluation
+from trainer.step.places import powers_to_place
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens
 from trainer.workload import Task, compile_step
@@ -50,6 +51,11 @@ def mixture(every: int, seen: Callable[[int], Mapping[str, Mapping[str, float]]]
     return Periodic("mixture", every, run)
 
 
+def tasks(every: int, scores: Callable[[TrainState], Mapping[str, float]]) -> Periodic:
+    """Figures of tasks, `tasks/NAME/METRIC`; `scores` takes the state."""
+    return Periodic("tasks", every, lambda moment: scores(moment.state))
+
+
 def exchanged(every: int, bytes_up_to: Callable[[int], float], bytes_of_step: float) -> Periodic:
     """What replicas with local steps have sent each other so far: `wire/exchanged_mib`, and `wire/times_fewer`.
 
@@ -87,21 +93,21 @@ def rescale(every: int, new_scales: Callable[[TrainState], tuple[TrainState, Ste
 def make_rescale(task: Task, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
     """State to None while the data of all weights is near RMS 1; else to what `rescale` takes.
 
-    Matrices, cast to FP8 as they are, have their place within 1/2 and 2: sizes multiply in gated layers. Gains and
-    biases have it within 2^-8 and 2^8. Once one has left it, all get the scales of their RMS, being compiled anew.
+    Matrices, cast to FP8 as they are, are moved once one is two octaves from its place (`powers_to_place`): sizes
+    multiply in gated layers. Gains and biases have eight. Then all are moved, the step being compiled anew.
     """
     roles = jax.tree_util.tree_leaves_with_path(task.model.roles)
     matrices = {jax.tree_util.keystr(path) for path, role in roles if role.is_matrix}
 
     def rescale(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
-        params, out_of_range = state.params, weights.params_out_of_range
-        if not out_of_range(params, 0.5, 2.0).keys() & matrices and not out_of_range(params, 2.0**-8, 2.0**8):
+        found = powers_to_place(weights.rms_of_params(state.params), task.model.roles)
+        if all(abs(math.log2(power)) < (2 if path in matrices else 9) for path, power in found.items()):
             return None
-        found = out_of_range(params, 1.0, 1.0)
-        new = with_params(state, weights.rescale_params(params, 1.0, 1.0))
+        found = {path: power for path, power in found.items() if power != 1}
+        new = with_params(state, weights.rescale_params(state.params, found))
         listed = [f"{path} 2^{math.log2(power):g}" for path, power in found.items()]
         listed[4:] = ["..."] if len(listed) > 4 else []
-        text = f"new scales for {len(found)} weights, their data's RMS being {', '.join(listed)}; compiled anew"
+        text = f"new scales for {len(found)} weights, larger by {', '.join(listed)}; compiled anew"
         return new, compile_step(task, batch, new), text
 
     return rescale

@@ -35,6 +35,8 @@ class Run:
 
     Attributes:
       step: steps taken so far; the data position.
+      steps: of the whole run.
+      until: steps taken when this phase of it ends.
       batches: yields (step, host batch) from a step on.
       place: host batch to sharded global arrays.
       agree: the largest number that any process gives; all of them must ask equally often.
@@ -51,6 +53,7 @@ class Run:
     state: TrainState
     step: int
     steps: int
+    until: int
     seed: np.uint32
     batch_tokens: int
     learning_rates: np.ndarray
@@ -105,7 +108,10 @@ class Stop:
 
 
 def train(run: Run) -> int:
-    """Train to the end or to a stop request. Exit code 0, 130 (Ctrl-C) or 143 (SIGTERM), each after a checkpoint."""
+    """Train to the end of the phase or to a stop request.
+
+    Exit code 0, 130 (Ctrl-C) or 143 (SIGTERM), each after a checkpoint.
+    """
 
     def report(text: str) -> None:
         tell(run, run.recorded, text, alert="stall")
@@ -150,7 +156,7 @@ def train(run: Run) -> int:
 
 def boundary(run: Run) -> bool:
     """Whether this step's own metrics are needed before the next one starts."""
-    return run.step == run.steps or run.watchdog.suspect_since is not None or planned(run)
+    return run.step == run.until or run.watchdog.suspect_since is not None or planned(run)
 
 
 def planned(run: Run) -> bool:
@@ -215,7 +221,8 @@ def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
     )
 
     def due(phase: Phase) -> list[Periodic]:
-        stopping, in_doubt = stop.signal > 0, run.watchdog.in_doubt
+        # The end of a phase is kept, as what the next one starts from.
+        stopping, in_doubt = stop.signal > 0 or run.step == run.until, run.watchdog.in_doubt
         jobs = [job for job in run.jobs if job.phase == phase]
         return [job for job in jobs if job.happens(moment, stopping=stopping, in_doubt=in_doubt)]
 

@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "train.final_eval_batches",
     "checkpoint.*",
     "tracker.*",
+    "eval.*",
     "metrics.*",
     "sample.*",
     "watchdog.*",

@@ -20,9 +20,10 @@ from trainer.parallel.mesh import replicated
 from trainer.parallel.replicas import resized
 from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Checkpointer, Restored
+from trainer.run.phases import Phases, policy_of, task_of, trainable_of
 from trainer.step.leaves import as_saved
 from trainer.step.state import TrainState
-from trainer.workload import Task, Workload, abstract_state, convert_state
+from trainer.workload import Task, abstract_state, convert_state
 
 SWAP = ", or init.embeddings=focus to give its tables the rows of the data's tokens"
 FROM_INIT = ", or model=from_init, which takes all sizes from there"
@@ -120,7 +121,7 @@ def starting_point(
     source: str,
     run_dir: Path,
     own: Checkpointer,
-    w: Workload,
+    phases: Phases,
     first: Callable[[], TrainState],
     *,
     step: int | None,
@@ -132,7 +133,7 @@ def starting_point(
       source: `auto` continues `run_dir` where it holds a checkpoint; `none` does not; anything else is a run
         directory, from whose checkpoint a `run_dir` without one starts. `check_start` has looked at it.
       own: the checkpoints of `run_dir`.
-      w: what is trained, in its precision.
+      phases: what is trained, in its precisions.
       first: makes the state before step 0.
       step: of that checkpoint; None: of the newest.
       convert: whether another run's state may be in another precision; it is then converted.
@@ -141,32 +142,35 @@ def starting_point(
       UserError: another model's state, or in another precision.
     """
     if own.steps():
-        check_same_precision(f"run_dir={run_dir}", policy_of(own.meta()), w.model.policy)
-        return restore_replicas(own, w.task)
+        task = phases.before(own.newest()).task
+        check_same_precision(f"run_dir={run_dir}", policy_of(own.meta()), task.model.policy)
+        return restore_own(own, task)
     if source in ("auto", "none"):
         return Restored(0, first(), {})
     with Checkpointer.reading(Path(source) / "checkpoints") as theirs:
         meta = theirs.meta(step)
-        check_same_model(f"resume={source}", meta["model"], w.model.spec)
-        policy, trained, ours = policy_of(meta), meta["config"]["optimizer"]["name"], w.task.optimizer_name
+        task = phases.before(theirs.newest() if step is None else step).task
+        check_same_model(f"resume={source}", meta["model"], task.model.spec)
+        policy, trained, ours = policy_of(meta), meta["config"]["optimizer"]["name"], task.optimizer_name
         if trained != ours:
             raise UserError(
                 f"resume={source} was trained with optimizer={trained}, whose state is not that of {ours}; "
                 f"set optimizer={trained}, or take its weights alone: init_from={source}"
             )
-        check_same_trainable(source, meta, w.task)
+        check_same_trainable(source, meta, task)
         if not convert:
-            check_same_precision(f"resume={source}", policy, w.model.policy, "resume.convert=true converts it")
-        found = theirs.restore(abstract_state(w.task.in_precision(policy)), step)
-    state = found.state if policy == w.model.policy else convert_state(w.task, found.state, policy, w.seed)
-    return Restored(found.step, state, {k: v for k, v in found.meta.items() if k != "tracker_id"})
+            check_same_precision(f"resume={source}", policy, task.model.policy, "resume.convert=true converts it")
+        found = theirs.restore(abstract_state(task.in_precision(policy)), step)
+    state = found.state if policy == task.model.policy else convert_state(task, found.state, policy, phases.seed)
+    form = {"precision": dataclasses.asdict(task.model.policy), "trainable": list(task.trainable)}
+    return Restored(found.step, state, {k: v for k, v in found.meta.items() if k != "tracker_id"} | form)
 
 
-def restore_replicas(own: Checkpointer, task: Task) -> Restored:
+def restore_own(own: Checkpointer, task: Task) -> Restored:
     """The newest state of a run that goes on, perhaps with another number of replicas; see `replicas.resized`."""
     before = own.meta()["config"]["parallel"].get("local")
     if task.local is None or before is None or before == task.local.replicas:
-        return own.restore(abstract_state(task))
+        return own.restore(lambda meta: abstract_state(task_of(meta, task)))
     first = Mesh(task.mesh.devices[:1, :1, :1, :1], task.mesh.axis_names, axis_types=task.mesh.axis_types)
     then = task._replace(local=task.local._replace(replicas=before, participants=before), mesh=first)
     everywhere = replicated(task.mesh)  # their number need not be one that the devices divide
@@ -175,12 +179,6 @@ def restore_replicas(own: Checkpointer, task: Task) -> Restored:
     placed = jax.tree.map(lambda x: x.sharding, abstract_state(task))
     resize = jax.jit(resized, static_argnums=1, out_shardings=placed)
     return found._replace(state=resize(found.state, task.local.replicas))
-
-
-def policy_of(meta: Mapping[str, Any]) -> Policy:
-    """The precision that a checkpoint was made in."""
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in meta["precision"].items()}
-    return Policy(**fields)
 
 
 def check_same_precision(source: str, theirs: Policy, ours: Policy, otherwise: str = "") -> None:
@@ -196,7 +194,7 @@ def check_same_precision(source: str, theirs: Policy, ours: Policy, otherwise: s
 
 def check_same_trainable(run: str, meta: Mapping[str, Any], task: Task) -> None:
     """Refuse the state of another run that has moments of other parameters."""
-    before = tuple(meta["config"]["train"].get("trainable") or ())
+    before = trainable_of(meta)
     if task._replace(trainable=before).trained_roles != task.trained_roles:
         theirs, ours = (f"train.trainable=[{','.join(names)}]" for names in (before, task.trainable))
         raise UserError(

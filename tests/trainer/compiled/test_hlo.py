@@ -19,8 +19,6 @@ from trainer.models.llama_spec import LlamaSpec, linear_sizes
 from trainer.plan.aot import OPTIONS, lower_for_target, make_target_mesh
 from trainer.plan.targets import get_target
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 MATRIX = (((1,), (0,)), ((), ()))
 
 

@@ -11,9 +11,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from trainer.bounds import Positive, at_least
+from trainer.config.combinations import validate
 from trainer.config.composition import CONFIGS, compose_config, wrong_key
 from trainer.config.fields import from_saved, from_tree, to_tree
-from trainer.config.schema import MODELS, Config, schema_of, validate
+from trainer.config.schema import MODELS, Config, schema_of
 from trainer.errors import UserError
 from trainer.models.specs import SPECS
 
@@ -190,7 +191,7 @@ def test_bad_values_are_refused_with_what_is_valid(override, names):
         ("model.n_layer.x", ["model.n_layer has no keys"]),
         ("lr", ["unknown key lr; did you mean model.lr or optimizer.lr?"]),
         ("steps", ["did you mean train.steps or profile.steps?"]),
-        ("batch", ["did you mean train.batch_tokens?"]),
+        ("batch", ["did you mean train.batch_tokens or eval.batch_size?"]),
         ("train.lr", ["did you mean model.lr or optimizer.lr?"]),
         ("nonsense", ["unknown key nonsense; Valid: checkpoint"]),
     ],

@@ -11,8 +11,6 @@ from trainer.models.gpt2 import functional
 from trainer.models.sampling import Generator, sample
 from trainer.models.spec import GPT2Spec
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 SPEC = GPT2Spec(vocab_size=50, context=16, n_layer=2, n_head=2, d_model=16)
 PROMPT = [3, 1, 4, 1, 5]
 

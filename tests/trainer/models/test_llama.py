@@ -22,8 +22,6 @@ from trainer.models.llama_spec import LlamaSpec, RopeScaling, linear_sizes
 from trainer.models.sampling import Generator
 from trainer.models.spec import REMAT_POLICIES
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SPEC = LlamaSpec(vocab_size=100, context=16, n_layer=3, n_head=4, n_kv_head=2, d_model=16, tied=True)
 TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)

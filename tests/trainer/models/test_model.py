@@ -17,8 +17,6 @@ from trainer.models.gpt2 import GPT2, dropout, functional
 from trainer.models.gpt2_family import GPT2_FAMILY
 from trainer.models.spec import REMAT_POLICIES, GPT2Spec, linear_sizes
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 SPEC = GPT2Spec(vocab_size=100, context=16, n_layer=3, n_head=2, d_model=16)
 TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
 # Two programs that differ in nothing but the order of sums: a few dozen roundings on values of order 1.

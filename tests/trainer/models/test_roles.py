@@ -138,3 +138,17 @@ def test_no_other_room_names_a_layer_or_a_leaf(tmp_path):
     assert {str(p.relative_to(ROOT)): found for p in files if (found := named_in(p, names))} == {}
     (tmp_path / "bad.py").write_text('"""h.0."""\nx = path == "c_attn" or "h.{i}.mlp" in path or f"model.h={x}.ln_f"\n')
     assert named_in(tmp_path / "bad.py", names) == {"c_attn", "h", "mlp", "ln_f"}
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "smooth_swiglu"])
+@pytest.mark.parametrize(("family", "scan"), MODELS)
+def test_the_kernels_of_a_gated_layer_are_two_columns_and_a_row_of_one_parent(family, scan, mlp):
+    roles = jax.tree_util.tree_leaves_with_path(build(family, scan, mlp=mlp).roles)
+    gated = [(path[:-2], role.kind) for path, role in roles if role.gated]
+    parents = {parent for parent, _ in gated}
+    assert len(parents) == (1 if scan else 2)
+    assert all(sorted(kind for at, kind in gated if at == parent) == ["column", "column", "row"] for parent in parents)
+
+
+def test_a_layer_without_a_gate_has_no_gated_kernels():
+    assert not any(role.gated for role in jax.tree.leaves(build("gpt2", False, mlp="gelu").roles))

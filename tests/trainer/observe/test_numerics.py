@@ -21,8 +21,6 @@ from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.step.optimizer import make_optimizer
 from trainer.workload import Model, Task, first_state
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=1, n_head=2, d_model=32)
 TWO = dataclasses.replace(SPEC, n_layer=2)
 LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -204,6 +202,7 @@ def test_gradients_with_probes_are_those_of_the_step_bit_for_bit():
         np.testing.assert_array_equal(a.data, b.data)
 
 
+@pytest.mark.whole  # above without a trainer; the golden flagship has numerics
 def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
     args = ["train.steps=10", "model.n_layer=1", "checkpoint.every=0", "tracker=wandb", "precision=scalify_fp8_fp16"]
     output = finish(trainer(tmp_path, "A", *args, "metrics.numerics_every=5"))

@@ -20,8 +20,6 @@ from trainer.parallel.mesh import make_mesh, place_batch, replicated
 from trainer.step.state import from_stored
 from trainer.workload import compile_step, first_state
 
-pytestmark = pytest.mark.xdist_group(__name__)
-
 LLAMA = LlamaSpec(vocab_size=64, context=16, n_layer=2, n_head=2, n_kv_head=1, d_model=32, tied=False, scan_layers=True)
 SCANNED = dataclasses.replace(SPEC, scan_layers=True)
 SPLIT = dataclasses.replace(LLAMA, n_kv_head=2)

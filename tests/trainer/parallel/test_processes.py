@@ -1,6 +1,7 @@
 """Several real processes on one machine: the same run as one process, stopped together, writing once."""
 
 import numpy as np
+import pytest
 from command import finish, parameters, several, trainer, values, wait_for_row
 
 
@@ -24,6 +25,7 @@ def test_two_processes_are_bitwise_one_and_the_run_goes_on_with_other_devices(tm
         np.testing.assert_allclose(b["train/loss"], a["train/loss"], rtol=1e4 * np.finfo(np.float32).eps)
 
 
+@pytest.mark.whole  # below, two processes stop together
 def test_a_signal_to_one_of_four_processes_stops_all_after_the_same_step(tmp_path):
     args = ["train.steps=100000", "checkpoint.every=0", "train.eval_every=0", "tracker=jsonl", "sample.max_new=0"]
     processes = several(tmp_path, "A", *args, "parallel=fsdp", count=4)

@@ -28,8 +28,6 @@ from trainer.plan.targets import TARGETS, get_target
 from trainer.precision.policy import Policy
 from trainer.workload import Task
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 TINY = ["model=gpt2_nano", "model.n_layer=1", "model.d_model=64", "model.n_head=1", "model.context=64"]
 H200, A100 = (Gpu(t.device, t.capability) for t in (get_target("h200"), get_target("a100")))
 KEYS = {

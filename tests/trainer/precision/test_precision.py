@@ -31,15 +31,7 @@ from trainer.workload import (
 E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
 
 
-def of(preset, *values):
-    """A case for the worker that has compiled this preset's step."""
-    return pytest.param(*(values or (preset,)), marks=pytest.mark.xdist_group(preset), id="-".join(values or (preset,)))
-
-
-every_preset = pytest.mark.parametrize("preset", [of(preset) for preset in PRESETS])
-
-
-flagship = pytest.mark.xdist_group("scalify_fp8_fp16")
+every_preset = pytest.mark.parametrize("preset", PRESETS)
 
 
 @functools.cache
@@ -86,7 +78,7 @@ def test_every_preset_learns(preset):
     assert losses[-1] < losses[0] - 0.3  # the batch is learnt by heart: sooner or later, to zero
 
 
-@pytest.mark.parametrize("preset", [of("fp8_delayed"), of("scalify_fp8_fp8")])
+@pytest.mark.parametrize("preset", ["fp8_delayed", "scalify_fp8_fp8"])
 def test_validation_has_the_loss_of_the_step(preset):
     w, state, step = compiled(preset)
     tokens = batch(w, 0)
@@ -170,7 +162,7 @@ def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
 MANY = ["scalify_fp8_fp16", "scalify_fp8_fp8", "fp8_delayed", "fp16_loss_scaled"]
 
 
-@pytest.mark.parametrize("preset", [of(preset) for preset in MANY])
+@pytest.mark.parametrize("preset", MANY)
 def test_micro_batches_make_the_same_step_up_to_the_formats(preset):
     w, _, _ = compiled(preset)
     one, a = take(preset, 1)
@@ -188,7 +180,6 @@ def test_micro_batches_make_the_same_step_up_to_the_formats(preset):
         np.testing.assert_allclose(inputs(one)[0], inputs(four)[0], rtol=2**-7)
 
 
-@flagship
 def test_several_devices_compute_what_one_does():
     _, a = take("scalify_fp8_fp16", 3)
     _, b = take("scalify_fp8_fp16", 3, devices=8)
@@ -197,7 +188,7 @@ def test_several_devices_compute_what_one_does():
     np.testing.assert_allclose(a["loss"], b["loss"], atol=2**-10)
 
 
-@pytest.mark.parametrize("preset", [of("scalify_fp8_fp8"), of("fp8_delayed"), of("bf16_pure")])
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp8", "fp8_delayed", "bf16_pure"])
 def test_a_step_that_is_not_finite_changes_nothing(preset):
     w, state, step = compiled(preset)
     state = copied(state)
@@ -210,7 +201,6 @@ def test_a_step_that_is_not_finite_changes_nothing(preset):
     assert bits(after) == before
 
 
-@pytest.mark.xdist_group("fp16_loss_scaled")
 def test_the_loss_scale_falls_with_a_step_that_is_not_finite_and_the_rest_stays():
     w, state, step = compiled("fp16_loss_scaled")
     state = copied(dataclasses.replace(state, scaling=state.scaling._replace(value=jnp.float32(2.0**24))))
@@ -221,7 +211,6 @@ def test_the_loss_scale_falls_with_a_step_that_is_not_finite_and_the_rest_stays(
     assert bits((after.params, after.opt_state)) == before
 
 
-@flagship
 def test_stochastic_rounding_of_weights_depends_on_seed_and_step_alone():
     one, _ = take("scalify_fp8_fp16", 2)
     again, _ = take("scalify_fp8_fp16", 2)
@@ -231,7 +220,6 @@ def test_stochastic_rounding_of_weights_depends_on_seed_and_step_alone():
     assert bits(other.params) != bits(take("scalify_fp8_fp16", 1)[0].params)
 
 
-@flagship
 def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
     """The paper's route: the second moment is kept as it is, in FP16, where the other one keeps its root."""
     plain = {"update": "propagate", "moments_rounding": "nearest", "weights_rounding": "nearest"}
@@ -253,9 +241,7 @@ def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
         np.testing.assert_allclose(v, root**2, rtol=2**-8, atol=2**-23 * v.max())
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), [of("scalify_fp8_fp8", "scalify_fp8_fp8", "fp32"), of("fp32", "fp32", "scalify_fp8_fp16")]
-)
+@pytest.mark.parametrize(("source", "target"), [("scalify_fp8_fp8", "fp32"), ("fp32", "scalify_fp8_fp16")])
 def test_a_state_is_converted_to_another_precision(source, target):
     state = to_stored(take(source, 5)[0])
     w = workload(target)
@@ -269,7 +255,6 @@ def test_a_state_is_converted_to_another_precision(source, target):
     assert to_stored(converted).opt_state.step == state.opt_state.step
 
 
-@flagship
 def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
     w, state, _ = compiled("scalify_fp8_fp16")
     rescale = make_rescale(w, abstract(w))

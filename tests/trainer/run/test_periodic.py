@@ -15,8 +15,9 @@ ROW = {"train/loss": 2.0}
 class Recording:
     """A run, or as much of one as the pause between two steps needs; `record` is what it was told, in order."""
 
-    def __init__(self, jobs, *, step=10, steps=100, signal=0, stop_at=None, in_doubt=False):
+    def __init__(self, jobs, *, step=10, steps=100, until=None, signal=0, stop_at=None, in_doubt=False):
         self.record = []
+        self.until = until or steps
         self.jobs, self.step, self.steps, self.log_every, self.recorded = jobs, step, steps, 1000, 0
         self.state, self.train_step, self.meta, self.run_dir = "state", "step", {}, None
         self.watchdog = SimpleNamespace(in_doubt=in_doubt, state=dict)
@@ -129,3 +130,9 @@ def test_two_jobs_cannot_write_the_same_figure(monkeypatch, figures):
 def test_the_last_step_has_every_look_and_a_summary(monkeypatch):
     run = Recording([look(every=0), KEEP], step=100)
     assert [entry[0] for entry in run.settle(monkeypatch)] == ["row", "summary", "sample", "save"]
+
+
+def test_the_end_of_a_phase_is_kept(monkeypatch):
+    seldom = Periodic("checkpoint", 1000, lambda moment: moment.save(), Phase.KEEP)
+    assert ("save", 10, None, None) in Recording([seldom], until=10).settle(monkeypatch)
+    assert not [what for what in Recording([seldom], until=20).settle(monkeypatch) if what[0] == "save"]

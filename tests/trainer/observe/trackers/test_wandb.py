@@ -18,8 +18,6 @@ from trainer.observe.trackers.jsonl import JsonlTracker
 from trainer.observe.trackers.protocol import Beginning
 from trainer.observe.trackers.wandb_files import last_local_step, read_history, wandb_files
 
-pytestmark = pytest.mark.xdist_group(__name__)  # its tests share what one of them has made
-
 
 def loss(step):
     return {"train/loss": 1 / step, "tokens": step * 10}

@@ -1,0 +1,236 @@
+"""Which products a program asks to have in FP32, by casts that are none where all of it is traced in FP32.
+
+`x.astype(jnp.float32) @ y` is FP16 times FP16 to who sees FP32 arrays. So the function is traced a second time, with
+the dtypes that plain code would have, and the products of both traces are laid beside each other, jaxpr by jaxpr. What
+is in FP32 there because the program says so is given the highest precision here, which is FP32, see `plan`.
+
+A cast to FP32 is a request, and so is a product of narrow operands with an FP32 result; what is computed of that in
+FP32 goes on with it, until a cast back. Promotion is none: a scalar or a table that happens to be FP32 (`x /
+np.sqrt(d)`) takes no product out of its format.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal
+
+from scalify_core.caches import per_jaxpr
+from scalify_core.measured.plan import CALLS, PRODUCTS, inner_jaxpr, scan_parts, while_parts
+
+_INNER = {**dict.fromkeys(CALLS, ("jaxpr", "call_jaxpr")), "scan": ("jaxpr",), "cond": ("branches",)}
+_INNER["while"] = ("cond_jaxpr", "body_jaxpr")
+# Functions of JAX by which a program asks for a dtype. Sums of FP16 are FP32 in any case, and FP16 again afterwards.
+_CASTS = {"astype", "convert_element_type", "asarray", "array", "sum", "mean", "prod", "var", "nansum", "nanmean"}
+_PROMOTES = "promote_"  # so begin the names of functions of JAX and Flax that find a common dtype
+_BY_HAND = "custom_vjp.__call__"  # and by which it has a pullback of its own
+_JAX, _FLAX = os.path.dirname(jax.__file__), f"{os.sep}flax{os.sep}"
+_IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+
+
+class Item(NamedTuple):
+    """A product, or an equation that has some inside.
+
+    Attributes:
+        key: what it is, the same in both traces.
+        asked: whether it is a product that was asked to be in FP32.
+        inner: the items of its inner jaxprs.
+    """
+
+    key: Any
+    asked: bool
+    inner: tuple[tuple[Item, ...], ...]
+
+    @property
+    def any_asked(self) -> bool:
+        """Whether a product was asked for, here or further in."""
+        return self.asked or any(item.any_asked for items in self.inner for item in items)
+
+
+def in_full(jaxpr: Any, plain: Any, given: tuple[bool, ...]) -> Any:
+    """`jaxpr` with the products in full that are FP32 on request in `plain`, the trace of plain code.
+
+    `given`: which of the last arguments of `plain` are FP32 because somebody asked; none of those before.
+    """
+    found = _asked(jaxpr, of_plain(plain, given)[0])
+    return jaxpr if found is None else found
+
+
+def of_plain(plain: Any, given: tuple[bool, ...]) -> tuple[tuple[Item, ...], tuple[bool, ...]]:
+    """The products of the trace of plain code, and which of its results are FP32 because somebody asked."""
+    return _found(plain, (False,) * (len(plain.invars) - len(given)) + given, False)
+
+
+@per_jaxpr
+def has_products(jaxpr: Any) -> bool:
+    """Whether there is a product, here or further in."""
+    return bool(_places(jaxpr))
+
+
+def has_same_products(jaxpr: Any, plain: Any) -> bool:
+    """Whether all products of a jaxpr stand in the same order in the trace of plain code."""
+    places, others = _places(jaxpr), _places(plain)
+    if [key for _, key in places] != [key for _, key in others]:
+        return False
+    inner = ((_inner(jaxpr.eqns[i]), _inner(plain.eqns[j])) for (i, _), (j, _) in zip(places, others, strict=True))
+    return all(has_same_products(*pair) for both in inner for pair in zip(*both, strict=True))
+
+
+@per_jaxpr
+def _places(jaxpr: Any) -> tuple[tuple[int, Any], ...]:
+    """The equations of a jaxpr that are products, or have some inside: their numbers and their keys."""
+    found: list[tuple[int, Any]] = []
+    for i, eqn in enumerate(jaxpr.eqns):
+        name = eqn.primitive.name
+        if name in PRODUCTS:
+            shapes = tuple(x.aval.shape for x in eqn.invars)
+            dims = next(str(x) for key, x in eqn.params.items() if key.endswith("dimension_numbers"))
+            found.append((i, (name, shapes, dims)))
+        elif any(map(_places, _inner(eqn))):
+            found.append((i, (name, len(_inner(eqn)))))
+    return tuple(found)
+
+
+def _inner(eqn: Any) -> list[Any]:
+    """The inner jaxprs of an equation that are followed."""
+    found = [eqn.params[key] for key in _INNER.get(eqn.primitive.name, ()) if key in eqn.params]
+    return [jaxpr for x in found for jaxpr in (x if isinstance(x, tuple) else (x,))]
+
+
+@per_jaxpr
+def _asked(jaxpr: Any, items: tuple[Item, ...]) -> Any:
+    """The jaxpr in which the products that were asked for are in full; None: the jaxpr as it is.
+
+    So it is where the program branches on dtypes, and other products stand beside its own.
+    """
+    places = _places(jaxpr)
+    if [key for _, key in places] != [item.key for item in items] or not any(item.any_asked for item in items):
+        return None
+    eqns = list(jaxpr.eqns)
+    for (i, _), item in zip(places, items, strict=True):
+        eqns[i] = _with_inner(eqns[i], item) if item.inner else _in_full(eqns[i]) if item.asked else eqns[i]
+    return jaxpr.replace(eqns=eqns)
+
+
+def _in_full(eqn: Any) -> Any:
+    if eqn.params["precision"] is not None and not isinstance(eqn.params["precision"], tuple):
+        return eqn  # an algorithm that was chosen by name
+    return eqn.replace(params={**eqn.params, "precision": _IN_FULL})
+
+
+def _with_inner(eqn: Any, item: Item) -> Any:
+    inner = iter(item.inner)
+
+    def replaced(jaxpr: Any) -> Any:
+        found = _asked(jaxpr, next(inner))
+        return jaxpr if found is None else found
+
+    params = dict(eqn.params)
+    for key in _INNER[eqn.primitive.name]:
+        if key in params:
+            old = params[key]
+            params[key] = tuple(map(replaced, old)) if isinstance(old, tuple) else replaced(old)
+    return eqn.replace(params=params)
+
+
+@per_jaxpr
+def _found(jaxpr: Any, given: tuple[bool, ...], backward: bool) -> tuple[tuple[Item, ...], tuple[bool, ...]]:
+    """The items of a jaxpr of plain code, and which of its results are FP32 on request, as `given` of its arguments.
+
+    `backward`: whether it is transposed.
+    """
+    known = dict(zip(jaxpr.invars, given, strict=True))
+
+    def is_asked(atom: Any) -> bool:
+        return type(atom) is not Literal and known.get(atom, False)
+
+    numbers, items = dict(_places(jaxpr)), []
+    for i, eqn in enumerate(jaxpr.eqns):
+        asked = list(map(is_asked, eqn.invars))
+        inner, outs = _through(eqn, asked, _is_backward(eqn, backward))
+        known.update((var, out and _is_wide(var.aval)) for var, out in zip(eqn.outvars, outs, strict=True))
+        if i in numbers:
+            items.append(Item(numbers[i], not inner and any(asked), inner))
+    return tuple(items), tuple(map(is_asked, jaxpr.outvars))
+
+
+def _through(eqn: Any, asked: list[bool], backward: bool) -> tuple[tuple[tuple[Item, ...], ...], Sequence[bool]]:
+    """The items of the inner jaxprs of an equation, and which of its results are FP32 on request."""
+    name = eqn.primitive.name
+    if name == "scan":
+        return _loop(eqn.params["jaxpr"], *scan_parts(eqn, asked), backward)
+    if name == "while":
+        of_cond, consts, carry = while_parts(eqn, asked)
+        body, outs = _loop(eqn.params["body_jaxpr"], consts, carry, (), backward)
+        cond, _ = _found(eqn.params["cond_jaxpr"], (*of_cond, *outs), backward)
+        return (cond, *body), outs
+    if name == "cond":
+        found = [_found(branch, tuple(asked[1:]), backward) for branch in eqn.params["branches"]]
+        return tuple(items for items, _ in found), [any(out) for out in zip(*(outs for _, outs in found), strict=True)]
+    if name in CALLS:
+        items, outs = _found(inner_jaxpr(eqn), tuple(asked), backward)
+        return (items,), outs
+    if name == "convert_element_type":
+        return (), [asked[0] if _is_wide(eqn.invars[0].aval) else _is_request(eqn, backward)]
+    is_preferred = name in PRODUCTS and all(_is_narrow(x.aval) for x in eqn.invars[:2])
+    return (), [is_preferred or any(asked)] * len(eqn.outvars)
+
+
+def _loop(
+    jaxpr: Any, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool], backward: bool
+) -> tuple[tuple[tuple[Item, ...], ...], Sequence[bool]]:
+    """As `_through`, of a body whose carry one more turn leaves as it is."""
+    while True:
+        items, outs = _found(jaxpr, (*consts, *carry, *xs), backward)
+        after = [x or y for x, y in zip(carry, outs, strict=False)]
+        if after == list(carry):
+            return (items,), outs
+        carry = after
+
+
+def _is_backward(eqn: Any, within: bool) -> bool:
+    """Whether an equation is that of a transposed one: its cast to FP32 is made of a cast back.
+
+    What a backward pass computes again is not, and a pullback that is written by hand is what it says.
+    """
+    stack = str(eqn.source_info.name_stack)
+    if "rematted_computation" in stack:
+        return False
+    return within or "transpose(" in stack
+
+
+def _is_request(eqn: Any, backward: bool) -> bool:
+    """Whether a cast is written in the program, or in a library, not made because another operand is wider.
+
+    It is seen from what the program has called. Of a pullback that is written by hand all that is left is that it is.
+    """
+    if not _is_narrow(eqn.invars[0].aval):
+        return False
+    called = _called(eqn)
+    if backward:
+        return _BY_HAND in called
+    return not _CASTS.isdisjoint(called) and not any(name.startswith(_PROMOTES) for name in called)
+
+
+def _called(eqn: Any) -> list[str]:
+    """The functions of JAX that an equation was made in, and that of Flax which called them, if one did."""
+    called = []
+    for frame in [] if eqn.source_info.traceback is None else eqn.source_info.traceback.frames:
+        if frame.file_name.startswith(_JAX):
+            called.append(frame.function_name)
+        else:
+            return [*called, frame.function_name] if _FLAX in frame.file_name else called
+    return called
+
+
+def _is_narrow(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4
+
+
+def _is_wide(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact) and aval.dtype.itemsize >= 4

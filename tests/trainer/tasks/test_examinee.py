@@ -1,0 +1,165 @@
+"""Texts to tokens and back, as the harness does it with other models; and the tasks made of a text."""
+
+import functools
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import yaml
+from precisions import workload
+
+from trainer.data import get_tokenizer
+from trainer.errors import UserError
+from trainer.models.spec import GPT2Spec
+from trainer.tasks import harness
+from trainer.tasks.choose import choose
+from trainer.tasks.examinee import Examinee, Wish, before_first
+from trainer.tasks.harness import check_names, scores_in, wish_of
+from trainer.tasks.offline import TASKS, items_of, write_for_harness
+from trainer.tasks.scoring import Answer, Question
+from trainer.tasks.writing import LIKELIEST, Manner
+from trainer.workload import first_state
+
+SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=1, n_head=2, d_model=32)
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
+TEXT = " ".join(np.random.default_rng(0).choice(WORDS, 2000).tolist())
+
+
+@functools.cache
+def examinee():
+    task = workload("fp32", 1, SPEC)
+    state = first_state(task, 0)
+    return Examinee(task, get_tokenizer("byte"), 8).at(state.params, state.scaling)
+
+
+def ids(text):
+    return list(text.encode())
+
+
+def test_a_context_and_its_continuation_in_tokens():
+    question = examinee().question
+    assert question("one", " two") == Question(ids("one"), ids(" two"))
+    assert question("one ", "two") == Question(ids("one"), ids(" two"))  # a space belongs to the word behind it
+    assert question("", "two") == Question([0], ids("two"))
+    assert question("", "\0two") == Question([0], ids("two"))  # which the end of a document begins by itself
+    assert question("  ", "two") == Question([0], ids("  two"))
+
+
+def test_a_rolling_text_scores_each_token_once_with_as_much_before_it_as_fits():
+    text = "".join(chr(97 + i % 26) for i in range(75))
+    found = list(examinee().windows(text))
+    assert [i for window in found for i in window.after] == ids(text)
+    assert [len(window.before) + len(window.after) - 1 for window in found] == [32, 32, 32]
+    assert found[0].before == [0]
+    total = sum(answer.logprob for answer in examinee()._answers(found))
+    assert examinee().rolling(["", text]) == [0, pytest.approx(total)]
+
+
+def test_a_continuation_that_cannot_be_scored_is_refused_in_a_line():
+    for pair, count in ((("one", ""), 0), (("one", "x" * 33), 33)):
+        with pytest.raises(UserError, match=rf"a continuation of {count} tokens cannot be scored; expected 1 to 32"):
+            examinee().likelihoods([pair])
+
+
+def test_texts_end_before_what_ends_them():
+    wish = Wish("some context that is longer than what fits", (), 12)
+    [whole] = examinee().texts([wish])
+    middle = whole[3:5]
+    cut, other = examinee().texts([wish._replace(until=(middle,)), wish._replace(context="", max_new=4)])
+    assert cut == whole[: whole.index(middle)]
+    assert len(other) <= 4
+    with pytest.raises(UserError, match="asks for 32 new tokens, the model's context is 32"):
+        examinee().texts([Wish("one", (), 32)])
+    assert before_first("one. two; three", ("; ", ". ")) == "one"
+    assert examinee().decoded(ids("a"), [98, 0, 99]) == "b"
+
+
+def test_items_are_the_text_s_own_and_always_the_same():
+    words, orders = (items_of(name, TEXT, 50) for name in ("last_word", "word_order"))
+    assert len(words) == len(orders) == 50
+    for item in words:
+        assert item.context + item.choices[0] in TEXT
+        assert item.choices[0].strip().isalpha()
+    golds = set()
+    for item in orders:
+        assert [item.context + choice in TEXT for choice in item.choices].count(True) == 1
+        assert item.context + item.choices[item.gold] in TEXT
+        assert len(set(item.choices)) == 4
+        assert len({"".join(sorted(choice)) for choice in item.choices}) == 1
+        golds.add(item.gold)
+    assert golds == {0, 1, 2, 3}
+    assert items_of("word_order", TEXT, 50) == orders
+    with pytest.raises(UserError, match="last_word has 4 items in the validation text"):
+        items_of("last_word", TEXT[:800], 50)
+
+
+def test_who_knows_the_text_scores_full_marks():
+    knows = lambda pairs: [
+        Answer(0.0 if context + text in TEXT else -1.0, context + text in TEXT) for context, text in pairs
+    ]
+    author = SimpleNamespace(likelihoods=knows)
+    tasks = choose(["last_word", "word_order"], lambda size: TEXT[:size], limit=30)
+    found = tasks.scores(author)
+    assert found["last_word"] == {"acc": (1.0, 0.0), "perplexity": (1.0, 0.0)}
+    assert found["word_order"] == {"acc": (1.0, 0.0)}
+    nobody = SimpleNamespace(likelihoods=lambda pairs: [Answer(-math.log(4), False) for _ in pairs])
+    found = tasks.scores(nobody)
+    assert found["last_word"]["perplexity"].value == pytest.approx(4)
+    assert found["word_order"]["acc"].value < 0.6
+
+
+def test_the_harness_is_given_the_same_items(tmp_path):
+    for name in TASKS:
+        items = items_of(name, TEXT, 12)
+        tree = yaml.safe_load(write_for_harness(name, items, tmp_path).read_text())
+        text = Path(tree["dataset_kwargs"]["data_files"]["test"]).read_text()
+        rows = [json.loads(line) for line in text.splitlines()]
+        assert [(r["context"], tuple(r["choices"]), r["gold"]) for r in rows] == items
+        assert tree["task"] == name
+        assert tree["target_delimiter"] == ""
+
+
+def test_names_that_are_no_tasks_are_refused(monkeypatch):
+    monkeypatch.setattr(harness, "is_installed", lambda: False)
+    with pytest.raises(UserError, match=r"'hellaswag' is not one of last_word, word_order.*pip install '.\[lm-eval\]'"):
+        choose(["last_word", "hellaswag"], lambda size: TEXT)
+    known = SimpleNamespace(all_tasks=["hellaswag", "piqa"])
+    check_names(["piqa"], known)
+    with pytest.raises(UserError, match="'helaswag' is no task of lm-evaluation-harness; did you mean 'hellaswag'"):
+        check_names(["helaswag"], known)
+    with pytest.raises(UserError, match=r"'no.yaml' is no task"):
+        check_names(["no.yaml"], known)
+
+
+def test_what_a_task_asks_of_a_generation():
+    assert wish_of("a", {"until": "\n", "max_gen_toks": 5}) == Wish("a", ("\n",), 5)
+    assert wish_of("a", {"until": ["x"], "do_sample": False, "temperature": 0.7}) == Wish("a", ("x",), 256)
+    asked = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 3}
+    assert wish_of("a", asked) == Wish("a", (), 3, Manner(0.7, 0, 0.9))
+    assert wish_of("a", {}).manner == LIKELIEST
+    with pytest.raises(UserError, match="asks for generation with num_beams; known: temperature"):
+        wish_of("a", {"num_beams": 4})
+
+
+def test_the_numbers_of_the_harness_s_results():
+    row = {"alias": "x", "acc,none": 0.5, "acc_stderr,none": 0.1, "exact_match,strict": 0.25, "sample_len": 3}
+    row |= {"perplexity,none": 7.0, "perplexity_stderr,none": "N/A"}
+    found = scores_in(row)
+    assert found["acc"] == (0.5, 0.1)
+    assert found["exact_match.strict"].value == 0.25
+    assert found["perplexity"].value == 7
+    assert math.isnan(found["perplexity"].error)
+    assert len(found) == 3
+
+
+def test_the_harness_asks_the_examinee(tmp_path):
+    pytest.importorskip("lm_eval")
+    items = items_of("word_order", TEXT, 12)
+    path = write_for_harness("word_order", items, tmp_path)
+    tasks = choose([str(path)], lambda size: TEXT)
+    assert (
+        tasks.scores(examinee())["word_order"]["acc"].value == TASKS["word_order"].score(examinee(), items)["acc"].value
+    )

@@ -1,0 +1,92 @@
+"""Log-likelihoods of what follows: those of the validation's forward pass, whatever the batch and the precision."""
+
+import jax
+import numpy as np
+import pytest
+from precisions import PRESETS, SPEC, workload
+
+from scalify_core import asarray
+from trainer.tasks.batching import LENGTHS, Sized, batches_of, few
+from trainer.tasks.scoring import Question, Scorer, cut
+from trainer.workload import first_state
+
+CONTEXT = SPEC.context
+EPS = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+def questions(count=21, seed=0):
+    rng = np.random.default_rng(seed)
+    ids = lambda low, high: rng.integers(0, SPEC.vocab_size, int(rng.integers(low, high))).tolist()
+    return [Question(ids(1, 22), ids(1, CONTEXT + 1)) for _ in range(count)]
+
+
+def test_what_is_too_long_loses_its_beginning():
+    question = Question(range(10), [20, 21, 22])
+    assert cut(question, 16) == ([*range(10), 20, 21], [20, 21, 22])
+    assert cut(question, 5) == ([7, 8, 9, 20, 21], [20, 21, 22])
+    for before, after in (([], [1]), ([1], []), ([1], [2] * 6)):
+        with pytest.raises(ValueError, match="expected 1 or more, and 1 to 5"):
+            cut(Question(before, after), 5)
+
+
+def test_batches_hold_all_rows_in_few_shapes():
+    rng = np.random.default_rng(0)
+    sizes = [Sized(int(t), int(rng.integers(1, t + 1))) for t in rng.integers(1, 1025, 500)]
+    found = batches_of(sizes, 8, 1024)
+    assert sorted(row for part in found for row in part.rows) == list(range(500))
+    for part in found:
+        assert len(part.rows) <= 8
+        for row in part.rows:
+            assert sizes[row].tokens <= part.length <= 1024
+            assert sizes[row].scored <= part.scored <= part.length
+    tails = {min(part.scored, 1023) for part in found}
+    assert len({(part.length, part.scored) for part in found}) <= LENGTHS * len(tails)
+    assert sum(8 * part.length for part in found) < 1.25 * sum(size.tokens for size in sizes)
+
+
+def test_lengths_are_raised_where_that_costs_the_least():
+    assert few([64, 64, 48, 32]) == [64, 64, 48, 32]
+    assert few([96, 64, 64, 48, 16, 16, 16]) == [96, 64, 64, 48, 16, 16, 16]
+    assert few([96, 80, 64, 64, 64, 48, 16, 16]) == [96, 80, 64, 64, 64, 64, 16, 16]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_answers_are_those_of_the_loss(preset):
+    """The mean over a row's tokens is the validation's loss of it; sums are in another order, of rounded logits."""
+    task = workload(preset)
+    state = first_state(task, 0)
+    rng = np.random.default_rng(1)
+    rows = rng.integers(0, SPEC.vocab_size, (16, CONTEXT + 1)).astype(np.int32)
+    answers = Scorer(task, 16)(state.params, state.scaling, [Question(row[:1], row[1:]) for row in rows])
+    loss = jax.jit(task.model.eval_loss)(state, rows, None)
+    mean = -np.mean([answer.logprob for answer in answers]) / CONTEXT
+    assert mean == pytest.approx(float(loss), rel=4 * EPS[task.model.policy.compute])
+
+
+def test_the_batch_and_the_order_change_nothing():
+    task = workload("fp32")
+    state = first_state(task, 0)
+    asked = questions()
+    one, many = (Scorer(task, batch)(state.params, state.scaling, asked) for batch in (1, 8))
+    back = Scorer(task, 8)(state.params, state.scaling, asked[::-1])[::-1]
+    for a, b, c in zip(one, many, back, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, rel=1e-5)
+        assert a.logprob == pytest.approx(c.logprob, rel=1e-5)
+        assert a.greedy == b.greedy == c.greedy
+
+
+def test_greedy_is_that_each_token_is_the_likeliest():
+    task = workload("fp32")
+    state = first_state(task, 0)
+    sharp = jax.tree.map(lambda p: 30 * p, asarray(state.params))
+    logits = jax.jit(lambda ids_1xT: task.model.training.bind(sharp)(ids_1xT)[0])
+    ids = [3, 1, 4]
+    for _ in range(4):
+        padded = np.zeros((1, CONTEXT), np.int32)
+        padded[0, : len(ids)] = ids
+        ids.append(int(logits(padded)[len(ids) - 1].argmax()))
+    wrong = [*ids[3:6], (ids[6] + 1) % SPEC.vocab_size]
+    score = Scorer(task, 2)
+    found = score(sharp, (), [Question(ids[:3], ids[3:]), Question(ids[:3], wrong)])
+    assert [answer.greedy for answer in found] == [True, False]
+    assert found[0].logprob > found[1].logprob

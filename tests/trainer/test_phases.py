@@ -1,0 +1,98 @@
+"""A run in phases: what each trains, and the same bits however often it is killed around a border."""
+
+import re
+import signal
+
+import numpy as np
+import pytest
+from command import finish, parameters, trainer, values, wait_for_row
+
+from trainer.assembly.objects import build_learning_rates
+from trainer.config.composition import compose_or_explain
+from trainer.config.fields import from_saved, to_tree
+from trainer.config.phases import phases_of
+from trainer.config.schema import Config
+from trainer.errors import UserError
+
+EMBEDDINGS = "{until:6,trainable:[embeddings],lr:1e-2,schedule:constant,warmup_fraction:0}"
+ARGS = ["train.steps=12", "tracker=jsonl", "sample.max_new=0", "train.eval_every=4", "checkpoint.every=4"]
+ARGS += ["checkpoint.keep=9", "schedule=wsd"]
+
+
+def test_each_phase_has_its_own_settings_and_rates():
+    c = compose_or_explain([f"train.phases=[{EMBEDDINGS},{{lr:1e-3,precision:bf16_pure}}]", *ARGS])
+    first, second = phases_of(c)
+    assert (first.start, first.until, second.start, second.until) == (0, 6, 6, 12)
+    assert (first.config.train.trainable, second.config.train.trainable) == (("embeddings",), None)
+    assert first.config.precision.name == "fp32"
+    assert second.config.precision == compose_or_explain(["precision=bf16_pure"]).precision
+    rates = build_learning_rates(c)
+    assert rates.shape == (12,)
+    np.testing.assert_allclose(rates[:6], 1e-2)
+    alone = compose_or_explain(["train.steps=6", "optimizer.lr=1e-3", "schedule=wsd"])
+    np.testing.assert_array_equal(rates[6:], build_learning_rates(alone))
+    assert from_saved(Config, to_tree(c)) == c
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ("[{until:13},{}]", "train.phases[0].until=13 is beyond train.steps=12"),
+        ("[{until:6},{until:6},{}]", "train.phases[1].until=6 comes after 6"),
+        ("[{},{until:12}]", "train.phases[0].until is missing"),
+        ("[{until:6}]", "train.phases[0].until=6, but train.steps=12"),
+        ("[]", "train.phases=[]: expected a phase or more"),
+        ("[{until:6,trainble:[embeddings]},{}]", "unknown key train.phases[0].trainble; did you mean 'trainable'"),
+        ("[{until:6,precision:bf61},{}]", "train.phases: precision='bf61' is no preset; did you mean 'bf16'"),
+        ("[{until:0},{}]", "train.phases[0].until=0: expected at least 1"),
+    ],
+)
+def test_what_are_no_phases_is_refused_in_a_line(phases, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        compose_or_explain([f"train.phases={phases}", *ARGS])
+
+
+def test_what_is_trained_is_said_once():
+    with pytest.raises(UserError, match="say in each phase what is trained"):
+        compose_or_explain([f"train.phases=[{EMBEDDINGS},{{}}]", "train.trainable=[kernels]", *ARGS])
+
+
+def test_a_name_that_is_no_parameter_s_ends_the_run_before_it_begins(tmp_path):
+    phases = "train.phases=[{until:6,trainable:[embedings]},{}]"
+    assert "train.trainable: 'embedings' is no parameter's" in finish(trainer(tmp_path, "A", *ARGS, phases), code=2)
+    assert not (tmp_path / "A").exists()
+
+
+@pytest.mark.parametrize("second", ["{lr:1e-3}", "{lr:1e-3,precision:scalify_fp8_fp16}"], ids=["fp32", "flagship"])
+def test_a_run_killed_on_both_sides_of_a_border_is_the_same_run(tmp_path, second):
+    phases = f"train.phases=[{EMBEDDINGS},{second}]"
+    output = finish(trainer(tmp_path, "A", *ARGS, phases))
+    assert "phase 1 of 2, steps 1 to 6: embeddings (" in output
+    assert "phase 2 of 2, steps 7 to 12: all (" in output
+    killed = []
+    for row in (5, 6, 9):
+        process = trainer(tmp_path, "B", *ARGS, phases)
+        wait_for_row(tmp_path / "B", row, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+        killed.append(process.returncode)
+    assert killed[0] == -signal.SIGKILL
+    finish(trainer(tmp_path, "B", *ARGS, phases))
+    assert values(tmp_path / "A") == values(tmp_path / "B")
+    assert parameters(tmp_path / "A", 12) == parameters(tmp_path / "B", 12)
+    four, border, end = (weights_of(tmp_path / "A", step) for step in (4, 6, 12))
+    still = {name for name in four if four[name] == border[name]}
+    assert {name for name in four if name not in still} == {name for name in four if "embedding" in name}
+    assert not [name for name in border if border[name] == end.get(name)]
+    moments = [name for name in parameters(tmp_path / "A", 6) if "kernel" in name and name.startswith("opt_state")]
+    assert moments == []
+
+
+def weights_of(run_dir, step):
+    """The checksums of the parameters' data, whatever their form."""
+    leaves = parameters(run_dir, step)
+    return {
+        name: leaf["checksum"]
+        for name, leaf in leaves.items()
+        if name.startswith("params") and "scale" not in name.split("/")[-1:]
+    }

@@ -1,0 +1,140 @@
+"""A model in a precision, asked about texts: the three kinds of questions that tasks have.
+
+How texts become tokens is what lm-evaluation-harness does with the models of Hugging Face, so that both give the same
+numbers: spaces at the end of a context belong to what follows, the tokens of a continuation are those that the whole
+text has beyond its context's, an empty context is the token that ends a document, and what is too long loses its
+beginning.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from scalify_core import asarray
+from trainer.errors import UserError
+from trainer.models.functional import Params
+from trainer.tasks.scoring import Answer, Question, Scorer
+from trainer.tasks.writing import LIKELIEST, Manner, Writer
+from trainer.workload import Task
+
+if TYPE_CHECKING:
+    from trainer.data import Tokenizer
+
+
+class Wish(NamedTuple):
+    """What is to be written.
+
+    Attributes:
+      context: the text to continue; empty: a new document.
+      until: strings of which the first one to come ends it, and is left out.
+      max_new: tokens at most.
+      manner: how they are chosen.
+    """
+
+    context: str
+    until: tuple[str, ...]
+    max_new: int
+    manner: Manner = LIKELIEST
+
+
+class Examinee:
+    """A model of a task, in its precision, with a tokenizer. `at` gives it parameters.
+
+    Args:
+      task: whose model it is.
+      tokenizer: of the parameters.
+      batch: sequences at once.
+    """
+
+    def __init__(self, task: Task, tokenizer: "Tokenizer", batch: int) -> None:
+        self.tokenizer, self.context = tokenizer, task.model.spec.context
+        self._score, self._write = Scorer(task, batch), Writer(task, batch)
+        self._params: Params = {}
+        self._scaling: Any = ()
+
+    def at(self, params: Params, scaling: Any) -> "Examinee":
+        """The same, with the parameters and the scaling of a `TrainState` on one device."""
+        self._params, self._scaling = params, scaling
+        return self
+
+    def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Answer]:
+        """Of each context and its continuation. UserError for a continuation without a token, or with too many."""
+        return self._answers([self.question(*pair) for pair in pairs])
+
+    def rolling(self, texts: Sequence[str]) -> list[float]:
+        """The log-likelihood of each text, nats: every token is scored once, with as much before it as fits."""
+        windows = [list(self.windows(text)) for text in texts]
+        answers = iter(self._answers([window for some in windows for window in some]))
+        return [sum(next(answers).logprob for _ in some) for some in windows]
+
+    def texts(self, wishes: Sequence[Wish]) -> list[str]:
+        """What is written for each. UserError where `max_new` leaves no room for a context."""
+        found: dict[int, str] = {}
+        for key in dict.fromkeys(wish[1:] for wish in wishes):
+            rows = [row for row, wish in enumerate(wishes) if wish[1:] == key]
+            found |= dict(zip(rows, self._written([wishes[row] for row in rows]), strict=True))
+        return [found[row] for row in range(len(wishes))]
+
+    def question(self, context: str, continuation: str) -> Question:
+        """A context and its continuation in tokens."""
+        encode = self.tokenizer.encode
+        if not context:
+            after = encode(continuation)
+            if after[:1] == [self.tokenizer.eot]:
+                return Question(after[:1], after[1:])
+            return Question([self.tokenizer.eot], after)
+        stripped = context.rstrip()
+        before = encode(stripped)
+        after = encode(context + continuation)[len(before) :]
+        return Question(before or [self.tokenizer.eot], after)
+
+    def windows(self, text: str) -> Iterator[Question]:
+        """A text in parts of a context's length; the last one has the whole context before what is left."""
+        ids, size = [self.tokenizer.eot, *self.tokenizer.encode(text)], self.context
+        for start in range(1, len(ids), size):
+            end = min(start + size, len(ids))
+            first = max(0, end - size - 1)  # as many inputs as fit
+            yield Question(ids[first:start], ids[start:end])
+
+    def _answers(self, questions: Sequence[Question]) -> list[Answer]:
+        for before, after in questions:
+            if not before or not 0 < len(after) <= self.context:
+                raise UserError(
+                    f"a continuation of {len(after)} tokens cannot be scored; expected 1 to {self.context} "
+                    "(model.context); choose another task, or a model with a longer context"
+                )
+        return self._score(self._params, self._scaling, questions)
+
+    def _written(self, wishes: Sequence[Wish]) -> list[str]:
+        """The texts of wishes that differ in their contexts alone."""
+        _, until, max_new, manner = wishes[0]
+        room = self.context - max_new
+        if room < 1 or max_new < 1:
+            raise UserError(
+                f"a task asks for {max_new} new tokens, the model's context is {self.context}; choose another task, or "
+                "a model with a longer context"
+            )
+        tokenizer = self.tokenizer
+        prompts = [(tokenizer.encode(wish.context) or [tokenizer.eot])[-room:] for wish in wishes]
+        ended = self._ended(until)
+        params = asarray(self._params)
+        new = self._write(params, prompts, max_new=max_new, ended=ended, manner=manner)
+        return [before_first(self.decoded(prompt, ids), until) for prompt, ids in zip(prompts, new, strict=True)]
+
+    def _ended(self, until: tuple[str, ...]) -> Callable[[list[int]], bool]:
+        decode = self.tokenizer.decode
+        return lambda ids: self.tokenizer.eot in ids or any(mark and mark in decode(ids) for mark in until)
+
+    def decoded(self, prompt: Sequence[int], ids: list[int]) -> str:
+        """The text of new ids, up to where the document ends."""
+        from trainer.data.tokenizer import continuation
+
+        end = ids.index(self.tokenizer.eot) if self.tokenizer.eot in ids else len(ids)
+        return continuation(self.tokenizer, prompt, ids[:end])
+
+
+def before_first(text: str, marks: Sequence[str]) -> str:
+    """The text up to the first of some strings."""
+    for mark in marks:
+        if mark:
+            text = text.split(mark)[0]
+    return text

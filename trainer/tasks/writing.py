@@ -1,0 +1,149 @@
+"""Many continuations at once, each row of a batch at a place of its own in its key-value cache.
+
+Legend: B rows, T prompt's tokens (padded), S cache length, N tokens of a part, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.models.functional import Params
+from trainer.models.sampling import sample
+from trainer.tasks.batching import Sized, batches_of
+from trainer.workload import Task
+
+PART = 16  # new tokens between two looks at whether all rows have ended
+
+
+class Manner(NamedTuple):
+    """How tokens are chosen, see `sampling.sample`; temperature 0 takes the likeliest."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+LIKELIEST = Manner()
+
+
+class Writer:
+    """`writer(params, prompts, ...)`: a continuation of each prompt; of each length of batches two programs.
+
+    Args:
+      task: whose model it is; products are those of sampling, see `workload.Model`.
+      batch: B.
+    """
+
+    def __init__(self, task: Task, batch: int) -> None:
+        self.batch, self.context = batch, task.model.spec.context
+        bind = task.model.sampling.bind
+
+        def begin(params: Params, tokens_BxT: jax.Array, length_B: jax.Array, room: jax.Array) -> tuple[jax.Array, Any]:
+            """Logits [B, V] after the first `length` tokens of each row, and the caches, [B, ...] of one row each."""
+            model = bind(params)
+
+            def of_row(tokens_T: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
+                h_1xTxD, cache = model.decode(tokens_T[None], model.init_cache(1, len(room)), 0)
+                return model.logits(jax.lax.dynamic_slice_in_dim(h_1xTxD[0], length - 1, 1))[0], cache
+
+            return jax.vmap(of_row)(tokens_BxT, length_B)
+
+        def go_on(
+            params: Params,
+            logits_BxV: jax.Array,
+            caches: Any,
+            at_B: jax.Array,
+            keys_BxN: jax.Array,
+            controls: tuple[jax.Array, jax.Array, jax.Array] | None,
+        ) -> tuple[jax.Array, jax.Array, Any]:
+            """N new tokens of each row [B, N], the first one at `at`, and what the next ones are chosen from."""
+            model = bind(params)
+
+            def choose(logits_V: jax.Array, key: jax.Array) -> jax.Array:
+                return jnp.argmax(logits_V).astype(jnp.int32) if controls is None else sample(logits_V, key, *controls)
+
+            def of_row(logits_V: jax.Array, cache: Any, at: jax.Array, key: jax.Array) -> tuple[jax.Array, Any, Any]:
+                new = choose(logits_V, key)
+                h_1x1xD, cache = model.decode(new[None, None], cache, at)
+                return new, model.logits(h_1x1xD[0])[0], cache
+
+            def step(carry: tuple[jax.Array, Any, jax.Array], keys_B: jax.Array) -> tuple[Any, jax.Array]:
+                logits_BxV, caches, at_B = carry
+                new_B, logits_BxV, caches = jax.vmap(of_row)(logits_BxV, caches, at_B, keys_B)
+                return (logits_BxV, caches, at_B + 1), new_B
+
+            (logits_BxV, caches, _), new_NxB = jax.lax.scan(step, (logits_BxV, caches, at_B), keys_BxN.T)
+            return new_NxB.T, logits_BxV, caches
+
+        self._begin, self._go_on = task.jit(begin), task.jit(go_on, donate_argnums=(1, 2))
+
+    def __call__(
+        self,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new: int,
+        ended: Callable[[list[int]], bool],
+        manner: Manner = LIKELIEST,
+    ) -> list[list[int]]:
+        """New ids of each prompt, at most `max_new`, rather more than up to where a row has ended.
+
+        Args:
+          params: logical ones, on one device.
+          prompts: a token or more; together with `max_new` they fit into the context.
+          max_new: at least 1.
+          ended: whether new ids need no more behind them.
+          manner: how they are chosen; those of prompt n depend on the seed and on n.
+
+        Raises:
+          ValueError: what does not fit.
+        """
+        sizes = [Sized(len(prompt), 1) for prompt in prompts]
+        if max_new < 1 or any(not 1 <= size.tokens <= self.context - max_new for size in sizes):
+            raise ValueError(f"expected prompts of 1 to {self.context} - {max_new} tokens")
+        found: dict[int, list[int]] = {}
+        for rows, length, _ in batches_of(sizes, self.batch, self.context - max_new):
+            written = self._write(params, [prompts[row] for row in rows], length, rows, max_new, ended, manner)
+            found |= dict(zip(rows, written, strict=True))
+        return [found[row] for row in range(len(prompts))]
+
+    def _write(
+        self,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        length: int,
+        rows: Sequence[int],
+        max_new: int,
+        ended: Callable[[list[int]], bool],
+        manner: Manner,
+    ) -> list[list[int]]:
+        """The continuations of a batch."""
+        tokens_BxT = np.zeros((self.batch, length), np.int32)
+        length_B = np.ones(self.batch, np.int32)
+        for place, prompt in enumerate(prompts):
+            tokens_BxT[place, : len(prompt)] = prompt
+            length_B[place] = len(prompt)
+        parts = -(-max_new // PART)
+        # What is written beyond `max_new`, up to a whole part, may have no place in the context, and is not used.
+        room = np.zeros(min(length + parts * PART, self.context), np.int8)
+        logits_BxV, caches = self._begin(params, tokens_BxT, length_B, room)
+        seeds_B = np.resize(np.array(rows, np.uint32), self.batch)
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(manner.seed), seeds_B)
+        controls = None
+        if manner.temperature > 0:
+            controls = jnp.float32(manner.temperature), jnp.int32(manner.top_k), jnp.float32(manner.top_p)
+        written: list[list[int]] = [[] for _ in prompts]
+        for part in range(parts):
+            numbers_N = part * PART + jnp.arange(PART)
+            keys_BxN = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys_B, numbers_N)
+            at_B = np.minimum(length_B + part * PART, len(room) - 1)
+            new_BxN, logits_BxV, caches = self._go_on(params, logits_BxV, caches, at_B, keys_BxN, controls)
+            for ids, new in zip(written, np.asarray(new_BxN), strict=False):
+                ids += new[: max_new - len(ids)].tolist()
+            if all(map(ended, written)):
+                break
+        return written
