@@ -21,18 +21,18 @@ class Narrow(NamedTuple):
 
     Attributes:
         traced: what `jax.jit(...).trace` gives.
-        given: which of the last arguments are FP32 because the program asked for it.
+        given: how the last arguments came to be FP32.
     """
 
     traced: Any
-    given: tuple[bool, ...]
+    given: tuple[asked.Level, ...]
 
     def in_full(self, jaxpr: Any) -> Any:
         """The jaxpr of the same function of FP32 arrays, with the products in full that are FP32 here on request."""
         return asked.in_full(jaxpr, self.traced.jaxpr, self.given)
 
-    def results_asked(self) -> tuple[bool, ...]:
-        """Which results are FP32 because the program asked for it."""
+    def of_results(self) -> tuple[asked.Level, ...]:
+        """How the results came to be FP32."""
         return asked.of_plain(self.traced.jaxpr, self.given)[1]
 
 
@@ -48,7 +48,7 @@ class Plain:
 
     fun: Callable
     avals: tuple[Any, ...] | None = None
-    given: tuple[bool, ...] = ()
+    given: tuple[asked.Level, ...] = ()
 
     def traced(self, avals: Sequence[Any]) -> Narrow | None:
         """The trace of leaves that look so; None: it fails, as of a program that needs more than a format has."""

@@ -220,7 +220,7 @@ def _pullback_of(traced: Any, pulled: Pulled) -> tuple[Callable, tuple[Any, ...]
 def _plain_pullback(narrow: Narrow, pulled: Pulled) -> Plain:
     """How the backward pass of a function that gives its results and its pullback is traced as plain code."""
     fun, avals = _pullback_of(narrow.traced, pulled)
-    given, first = narrow.results_asked(), _count_of_results(narrow.traced)
+    given, first = narrow.of_results(), _count_of_results(narrow.traced)
     return Plain(fun, avals, (*given[first:], *given[:first]))
 
 

@@ -155,6 +155,11 @@ def test_of_fp8_data_the_same_products_are_in_float32(name, place):
     assert found == expected > 0
 
 
+def attention(x, w):
+    q, k, v = (y.reshape(1, 8, 2, 8) for y in (x @ w, jnp.tanh(x @ w), x))
+    return jax.nn.dot_product_attention(q, k, v).reshape(x.shape)
+
+
 TABLE = np.linspace(0.5, 1, 16, dtype=np.float32)[None]
 SILENT = {
     "nothing": lambda x, w: x @ w,
@@ -163,6 +168,7 @@ SILENT = {
     "a plain mask": lambda x, w: jnp.where(TABLE > 0.6, x, np.float32(0)) @ w,
     "a cast back": lambda x, w: (x.astype(F32) * lax.rsqrt(jnp.mean(x.astype(F32) ** 2))).astype(x.dtype) @ w,
     "a layer that promotes": lambda x, w: jnp.matmul(*promote_dtype(x * TABLE, w)),
+    "logits of attention": lambda x, w: attention(x, w),
     "a mean": lambda x, w: (x - jnp.mean(x, -1, keepdims=True)) @ w / jnp.var(w),
 }
 
