@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 from precisions import batch, bits, copied, hyper, workload
 
+from scalify_core import weights
+from scalify_core.array import is_scaled_array
 from trainer.compiled.exchange import exchanges_of
 from trainer.parallel.local import Local
 from trainer.parallel.mesh import abstract_batch, make_mesh
 from trainer.parallel.replicas import LocalStep, with_moments_of_first, with_params
 from trainer.run.checkpoint import Checkpointer
-from trainer.run.start import restore_replicas
+from trainer.run.start import restore_own
 from trainer.step.state import from_stored, to_stored
 from trainer.workload import abstract_state, compile_step, first_state
 
+tree_leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_scaled_array)
 AVERAGE = Local(2, 2, "fp32", 1.0, 0.0, feedback=False, fragments=1, participants=2, last=100)
 NARROW = AVERAGE._replace(format="fp8", lr=0.7, momentum=0.9, feedback=True)
 
@@ -118,9 +121,14 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_round_has_the_bits_of_one_that
     assert bits(restored) == bits(half)
     again, _ = trained(7, *how, start=3, state=restored)
     assert bits(again) == bits(whole)
-    # New scales leave replicas and outer weights what they are.
-    doubled = with_params(whole, jax.tree.map(lambda x: x, whole.params))
-    assert bits(doubled) == bits(whole)
+    # New scales leave replicas and outer weights what they are, and are the same for both.
+    paths = [jax.tree_util.keystr(path) for path, _ in tree_leaves(whole.params)]
+    moved = with_params(whole, weights.rescale_params(whole.params, dict.fromkeys(paths, 0.5)))
+    for new, old in ((moved, whole), (moved.local.states, whole.local.states)):
+        assert bits(weights.wide(new.params)) == bits(weights.wide(old.params))
+    for (_, outer), (_, own) in zip(tree_leaves(moved.params), tree_leaves(moved.local.states.params), strict=True):
+        assert own.scale == outer.scale
+    assert bits(moved.params) != bits(whole.params)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -130,7 +138,7 @@ def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(3, to_stored(half), {"config": {"parallel": {"local": 2}}})
         checkpointer.wait()
-        state = from_stored(restore_replicas(checkpointer, task).state)
+        state = from_stored(restore_own(checkpointer, task).state)
     assert jax.tree.structure(state) == jax.tree.structure(from_stored(first_state(task, 0)))
     assert bits(state.params) == bits(half.params)
     assert bits(state.local.momentum) == bits(half.local.momentum)
