@@ -222,3 +222,25 @@ def test_data_in_float32_is_traced_once():
     scalify(fun)(*operands("matmul", F32))
     scalify(fun)(*operands("matmul", HALF))
     assert traced == [F32, F32, HALF]
+
+
+@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16])
+def test_gradients_outside_of_functions_with_integers_and_choices(dtype):
+    """Their gradients are of a type of their own, in the backward pass of plain code, too."""
+    x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=dtype)
+
+    def loss(w, x):
+        y = x @ w
+        return jnp.mean(jax.nn.logsumexp(y, -1)), jnp.argmax(y, -1), y[0, 0] > 0
+
+    def value(w, x):
+        out, *others = scalify(loss)(w, x)
+        return asarray(out), others
+
+    found, (ids, _) = jax.grad(value, has_aux=True)(w, x)
+    expected = jax.grad(lambda *args: loss(*args)[0])(*asarray((w, x)))
+    assert np.all(error(found, expected) < 2**-5)
+    assert ids.shape == (8,)
+    kinked = lambda w: asarray(scalify(lambda w, x: jnp.mean(jax.nn.relu(x @ w) ** 3))(w, x))
+    twice = jax.grad(lambda w: jnp.sum(asarray(jax.grad(kinked)(w)) ** 2))(w)
+    assert np.all(np.isfinite(asarray(twice)))
