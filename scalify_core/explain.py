@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import jax
 
-from scalify_core import transform
+from scalify_core import plain
 from scalify_core.arguments import Arguments
 from scalify_core.array import asarray, is_scaled_array
 from scalify_core.explanation import Explanation
@@ -66,11 +66,14 @@ def explain(
         args, kwargs = arguments.joined(statics, *jax.tree.unflatten(tree, leaves))
         return asarray(fun(*args, **kwargs))
 
-    jaxpr = transform.traced_in_float32(flat, leaves).jaxpr
+    jaxpr = plain.traced_in_float32(flat, leaves).jaxpr
     if len(jaxpr.invars) > len(leaves) or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaves)):
         raise TypeError("explain: call it outside of jit, grad and vmap; it evaluates eagerly")
     if scales not in get_args(Scales):
         raise ValueError(f"explain: scales={scales!r}, expected one of {get_args(Scales)}")
-    walk = MeasuredWalk(tolerance) if scales == "auto" else Walk(tolerance)
+    if scales == "static":
+        walk, unknown = Walk(tolerance), None
+    else:
+        walk, (jaxpr, unknown) = MeasuredWalk(tolerance), plain.in_full(flat, jaxpr, leaves)
     errors = walk.errors(jaxpr, leaves)
-    return Explanation(list(walk.rows.values()), errors, tolerance, walk.turned)
+    return Explanation(list(walk.rows.values()), errors, tolerance, walk.turned, unknown)

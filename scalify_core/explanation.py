@@ -123,12 +123,14 @@ class Explanation:
         errors: the error of each floating-point result of the function, in the order of its leaves.
         tolerance: the error from which on values count as lost.
         turned: where booleans or integers, such as comparisons, first differ from plain FP32; None: nowhere.
+        unknown: why it is not known which products the program asks to have in FP32 by casts; None: it is.
     """
 
     rows: list[Row]
     errors: list[float]
     tolerance: float
     turned: str | None = None
+    unknown: str | None = None
 
     @property
     def first_row(self) -> Row | None:
@@ -168,7 +170,8 @@ class Explanation:
         worst = f"largest error of a result: {max(self.errors, default=0.0):.2e}"
         loss = f"first loss: {self.first_loss}" if self.first_loss else self._without_loss()
         shown = "" if len(self.rows) <= top else f"; shown are the {top} most telling ones"
-        return f"{count}{shown}; {worst}\n{loss}\n\n{self.table(top)}"
+        unknown = f"\ncasts to FP32 count for nothing in this program: {self.unknown}" if self.unknown else ""
+        return f"{count}{shown}; {worst}\n{loss}{unknown}\n\n{self.table(top)}"
 
     def _without_loss(self) -> str:
         """What is said where no equation loses much: results may be off all the same."""

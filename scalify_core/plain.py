@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalify_core.array import is_scaled_array
 from scalify_core.measured import asked
+from scalify_core.measured.residuals import Logical
 
 
 class Narrow(NamedTuple):
@@ -19,18 +21,18 @@ class Narrow(NamedTuple):
 
     Attributes:
         traced: what `jax.jit(...).trace` gives.
-        given: which of the last arguments are FP32 because the program asked for it.
+        given: how the last arguments came to be FP32.
     """
 
     traced: Any
-    given: tuple[bool, ...]
+    given: tuple[asked.Level, ...]
 
     def in_full(self, jaxpr: Any) -> Any:
         """The jaxpr of the same function of FP32 arrays, with the products in full that are FP32 here on request."""
         return asked.in_full(jaxpr, self.traced.jaxpr, self.given)
 
-    def results_asked(self) -> tuple[bool, ...]:
-        """Which results are FP32 because the program asked for it."""
+    def of_results(self) -> tuple[asked.Level, ...]:
+        """How the results came to be FP32."""
         return asked.of_plain(self.traced.jaxpr, self.given)[1]
 
 
@@ -46,16 +48,15 @@ class Plain:
 
     fun: Callable
     avals: tuple[Any, ...] | None = None
-    given: tuple[bool, ...] = ()
+    given: tuple[asked.Level, ...] = ()
 
-    def traced(self, leaves: Sequence[Any]) -> Narrow | None:
-        """The trace; None: it fails, as of a program that needs more than a narrow format has."""
-        avals = tuple(leaves) if self.avals is None else self.avals
+    def traced(self, avals: Sequence[Any]) -> Narrow | None:
+        """The trace of leaves that look so; None: it fails, as of a program that needs more than a format has."""
         try:
             # What is narrow only here is nothing to warn of.
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
-                traced = jax.jit(self.fun).trace(*avals)
+                traced = jax.jit(self.fun).trace(*(avals if self.avals is None else self.avals))
         except Exception:  # whatever the function raises where it is given another dtype
             return None
         return Narrow(traced, self.given)
@@ -65,11 +66,57 @@ class Plain:
         return Plain(made(self.fun)) if self.avals is None else None
 
 
-def narrow_aval(aval: Any, dtype: np.dtype) -> Any:
-    """What plain code sees of data of this format; JAX has no arithmetic in 8 bits, which count as FP16."""
-    return aval.update(dtype=np.dtype(np.float16) if np.dtype(dtype).itemsize == 1 else np.dtype(dtype))
+def traced_in_float32(fun: Callable, leaves: Sequence[Any]) -> Any:
+    """The trace of `fun` of the leaves, of which those that are scaled are float32 arrays to it."""
+    return jax.jit(fun).trace(*map(aval_of, leaves))
 
 
-def is_narrow(dtype: Any) -> bool:
-    """Whether a format has less than 32 bits."""
+def narrow_trace(plain: Plain | None, jaxpr: Any, leaves: Sequence[Any]) -> Narrow | None:
+    """The trace of plain code of a function of the leaves, if that may tell anything of the products of its jaxpr."""
+    if plain is None or not _may_ask(jaxpr, leaves):
+        return None
+    return plain.traced(list(map(_aval_in_format, leaves)))
+
+
+def _may_ask(jaxpr: Any, leaves: Sequence[Any]) -> bool:
+    """Whether there are products, and narrow data."""
+    return any(_has_format(x) and _is_narrow(x.dtype) for x in leaves) and asked.has_products(jaxpr)
+
+
+def in_full(fun: Callable, jaxpr: Any, leaves: Sequence[Any]) -> tuple[Any, str | None]:
+    """The trace of `fun` in FP32 as it is evaluated, and why it is not known which FP32 it asks for, or None."""
+    if not _may_ask(jaxpr, leaves):
+        return jaxpr, None
+    narrow = Plain(fun).traced(list(map(_aval_in_format, leaves)))
+    if narrow is None:
+        return jaxpr, "it cannot be traced with arrays of the formats of its data"
+    known = asked.has_same_products(jaxpr, narrow.traced.jaxpr)
+    return narrow.in_full(jaxpr), None if known else "traced with arrays of the formats of its data it is another one"
+
+
+def aval_of(x: Any) -> Any:
+    """What the function that is traced in FP32 sees of a leaf."""
+    if is_scaled_array(x):
+        return jax.typeof(x.data).update(dtype=np.dtype(np.float32), weak_type=False)
+    x = logical(x)
+    return x if isinstance(x, jax.typing.ArrayLike) and not hasattr(x, "dtype") else jax.typeof(x)
+
+
+def logical(x: Any) -> Any:
+    """A leaf, the value of one that is stored nowhere."""
+    return x.value if type(x) is Logical else x
+
+
+def _has_format(x: Any) -> bool:
+    return is_scaled_array(x) or type(x) is Logical
+
+
+def _aval_in_format(x: Any) -> Any:
+    """What plain code sees of a leaf; JAX has no arithmetic in 8 bits, which count as FP16."""
+    if not _has_format(x):
+        return aval_of(x)
+    return aval_of(x).update(dtype=np.dtype(np.float16) if np.dtype(x.dtype).itemsize == 1 else np.dtype(x.dtype))
+
+
+def _is_narrow(dtype: Any) -> bool:
     return np.dtype(dtype).itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)

@@ -22,9 +22,8 @@ import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import interpreter, measured, pullbacks
 from scalify_core.arguments import Arguments
 from scalify_core.array import asarray, gradients_like, is_scaled_array, is_unreadable, read, say_unreadable, trusted
-from scalify_core.measured import asked
 from scalify_core.measured.residuals import Logical, Residuals
-from scalify_core.plain import Narrow, Plain, is_narrow, narrow_aval
+from scalify_core.plain import Narrow, Plain, aval_of, logical, narrow_trace, traced_in_float32
 from scalify_core.watch import Reporter
 
 Scales = Literal["auto", "static"]
@@ -139,17 +138,12 @@ def _identity(number: int, x: Any) -> Any:
     return number
 
 
-def traced_in_float32(fun: Callable, leaves: Sequence[Any]) -> Any:
-    """The trace of `fun` of the leaves, of which those that are scaled are float32 arrays to it."""
-    return jax.jit(fun).trace(*map(_aval, leaves))
-
-
 class _ClosesOverTracers(Exception):
     """`fun` uses values of a surrounding transformation that are not its arguments."""
 
 
 def _opened(traced: Any) -> tuple[list[Any], Callable]:
-    """The values that a traced function closes over, and the function of them and the leaves: so they have gradients."""
+    """The values that a traced function closes over, and the function of them and the leaves: they have gradients."""
     jaxpr, tree = traced.jaxpr, jax.tree.structure(traced.out_info)
     closed_over = traced.closure_convert()[0][len(jaxpr.consts) :]
     return closed_over, lambda *xs: jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs))
@@ -157,23 +151,11 @@ def _opened(traced: Any) -> tuple[list[Any], Callable]:
 
 def _opened_plain(fun: Callable, leaves: Sequence[Any], closed_over: Sequence[Any]) -> Plain | None:
     """How `_opened` of a function is traced as plain code; None: not, or other values are closed over there."""
-    narrow = _narrow(Plain(fun), traced_in_float32(fun, leaves).jaxpr, leaves)
+    narrow = narrow_trace(Plain(fun), traced_in_float32(fun, leaves).jaxpr, leaves)
     if narrow is None:
         return None
     found, opened = _opened(narrow.traced)
     return Plain(opened) if list(map(id, found)) == list(map(id, closed_over)) else None
-
-
-def _narrow(plain: Plain | None, jaxpr: Any, leaves: Sequence[Any]) -> Narrow | None:
-    """The trace of plain code of a function of the leaves, if that may tell anything about the products of its jaxpr."""
-    formats = [x.dtype for x in leaves if is_scaled_array(x) or type(x) is Logical]
-    if plain is None or not any(map(is_narrow, formats)) or not asked.has_products(jaxpr):
-        return None
-    return plain.traced([_aval_in_format(x) for x in leaves])
-
-
-def _aval_in_format(x: Any) -> Any:
-    return narrow_aval(_aval(x), x.dtype) if is_scaled_array(x) or type(x) is Logical else _aval(x)
 
 
 def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
@@ -194,15 +176,16 @@ def _evaluated(
 ) -> Any:
     """Trace `fun` of the leaves in float32, and evaluate it with their scales.
 
-    `plain`: how it is traced as plain code, None where what that has in FP32 does not matter. `pulled`: of a function that gives a pair, of which the second is of residuals for this backward pass; `own`: how
-    many leaves are residuals, so that their scales need not be read (`cotangents`).
+    `plain`: how it is traced as plain code, None where what that has in FP32 does not matter. `pulled`: of a function
+    that gives a pair, of which the second is of residuals for this backward pass; `own`: how many leaves are residuals,
+    so that their scales need not be read (`cotangents`).
     """
     with _collector_paused():
         traced = traced_in_float32(fun, leaves)
         if len(traced.jaxpr.invars) > len(leaves):
             raise _ClosesOverTracers
         out = traced.out_info
-        narrow = _narrow(plain, traced.jaxpr, leaves)
+        narrow = narrow_trace(plain, traced.jaxpr, leaves)
         residuals = None if pulled is None else _residuals(traced, pulled, narrow)
         arguments = [*map(trusted, leaves[:own]), *map(read, leaves[own:])]
         jaxpr = traced.jaxpr if narrow is None else narrow.in_full(traced.jaxpr)
@@ -237,7 +220,7 @@ def _pullback_of(traced: Any, pulled: Pulled) -> tuple[Callable, tuple[Any, ...]
 def _plain_pullback(narrow: Narrow, pulled: Pulled) -> Plain:
     """How the backward pass of a function that gives its results and its pullback is traced as plain code."""
     fun, avals = _pullback_of(narrow.traced, pulled)
-    given, first = narrow.results_asked(), _count_of_results(narrow.traced)
+    given, first = narrow.of_results(), _count_of_results(narrow.traced)
     return Plain(fun, avals, (*given[first:], *given[:first]))
 
 
@@ -285,7 +268,7 @@ def _differentiable(
         def plain_pullback(leaves: Sequence[Any]) -> Plain | None:
             if plain_both is None:
                 return None
-            narrow = _narrow(plain_both, traced_in_float32(both, leaves).jaxpr, leaves)
+            narrow = narrow_trace(plain_both, traced_in_float32(both, leaves).jaxpr, leaves)
             return None if narrow is None else _plain_pullback(narrow, backward)
 
         return evaluated, plain_pullback
@@ -320,7 +303,7 @@ def _differentiable(
         residual = len(jax.tree.leaves(pullback, is_leaf=_is_leaf))
         gradients = list(map(trusted, pull(tree, residual, plain_pullback.of)(*leaves)))
         of = [primals[i] for i in wanted.of]
-        found = gradients_like([_array(x) for x in of], gradients, [name(i) for i in wanted.of])
+        found = gradients_like([logical(x) for x in of], gradients, [name(i) for i in wanted.of])
         found = [Logical(g, x.dtype) if type(x) is Logical else g for x, g in zip(of, found, strict=True)]
         if reporter is not None:
             reporter.call_is_done(found)
@@ -358,10 +341,6 @@ def _is_leaf(x: Any) -> bool:
     return is_scaled_array(x) or type(x) is Logical
 
 
-def _array(x: Any) -> Any:
-    return x.value if type(x) is Logical else x
-
-
 def _is_primal(x: Any) -> bool:
     return isinstance(x, CustomVJPPrimal)
 
@@ -386,13 +365,5 @@ def _instantiated(x: Any) -> Any:
     return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros(x.shape, x.dtype)
 
 
-def _aval(x: Any) -> Any:
-    """What the traced function sees."""
-    if is_scaled_array(x):
-        return jax.typeof(x.data).update(dtype=np.dtype(np.float32), weak_type=False)
-    x = _array(x)
-    return x if isinstance(x, jax.typing.ArrayLike) and not hasattr(x, "dtype") else jax.typeof(x)
-
-
 def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(_aval(x).dtype, jnp.floating)
+    return jnp.issubdtype(aval_of(x).dtype, jnp.floating)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.assembly.objects import build_policy
+from trainer.assembly.objects import build_local, build_policy
 from trainer.config.composition import CONFIGS, compose_config
 
 # Compute, operands of the matmuls forward and backward, master weights, weight gradients, m, v.
@@ -15,6 +15,7 @@ EXPERIMENTS = {
     "scalify_paper_3": ("fp16", "e4m3", "e5m2", "fp16", "fp16", "fp32", "fp32"),
     "scalify_paper_4": ("fp16", "e4m3", "e5m2", "fp16", "e5m2", "fp16", "fp16"),
     "fishman": ("fp16", "e4m3", "e5m2", "fp16", "fp16", "e4m3", "e5m2"),
+    "federated_fp8": ("fp16", "e4m3", "e5m2", "fp16", "e5m2", "fp16", "fp16"),
 }
 
 
@@ -46,6 +47,14 @@ def test_the_experiment_on_swiglu_is_a_llama_and_smooths_it():
         compose_config(["experiment=fishman", "model=llama2_7b", "train.batch_tokens=4096"]).model.mlp
         == "smooth_swiglu"
     )
+
+
+def test_the_federated_experiment_averages_three_of_eight_clients_in_fp8():
+    c = compose_config(["experiment=federated_fp8"])
+    local = build_local(c)
+    assert local is not None
+    assert (local.replicas, local.participants, local.format, local.lr, local.momentum) == (8, 3, "fp8", 1.0, 0.0)
+    assert local.last == c.train.steps
 
 
 def test_the_command_line_has_the_last_word_over_an_experiment():

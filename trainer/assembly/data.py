@@ -18,7 +18,7 @@ from trainer.data import (
 )
 from trainer.data.dataset import Dataset
 from trainer.data.files import apart
-from trainer.data.mixture import MixedManifest, Mixture, stages_of
+from trainer.data.mixture import MixedManifest, Mixture, OfReplicas, stages_of
 from trainer.data.own import own_loaders, text_source
 from trainer.data.shards import MANIFEST
 from trainer.data.tokenizer import NotAtHand
@@ -127,7 +127,8 @@ def open_mixture(c: schema.Config) -> Dataset:
     directories = apart((prepared(source, data, data.tokenizer) for source in sources), len(sources))
     parts = {n: Dataset.open(path, **settings_of_loaders(c)) for n, path in zip(names, directories, strict=True)}
     manifest = MixedManifest.of({name: part.manifest for name, part in parts.items()})
-    train = Mixture({n: part.train for n, part in parts.items()}, manifest, "train", stages, c.seed)
+    apart_of = OfReplicas(len(names), c.batch_size, c.train.accum) if c.parallel.local_data == "sources" else None
+    train = Mixture({n: part.train for n, part in parts.items()}, manifest, "train", stages, c.seed, apart_of)
     last = [stages[-1]._replace(step=0)]  # what the run ends on, in every validation
     val = Mixture({n: part.val for n, part in parts.items()}, manifest, "val", last, c.seed)
     return Dataset(train, val, next(iter(parts.values())).tokenizer, manifest.directory, val.parts)

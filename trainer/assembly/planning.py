@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.assembly.objects import (
+    build_local,
     build_model,
     build_optimizer,
     build_policy,
@@ -12,6 +13,7 @@ from trainer.assembly.objects import (
     check_split,
     check_trainable,
 )
+from trainer.compiled.exchange import exchanges_of
 from trainer.config import schema
 from trainer.data import Manifest
 from trainer.data.tokenizer import get_tokenizer
@@ -19,6 +21,7 @@ from trainer.parallel.mesh import abstract_batch, batch_devices
 from trainer.plan.aot import make_target_mesh
 from trainer.plan.figures import Aim
 from trainer.plan.plan import Plan, make_plan
+from trainer.report.messages import describe_exchanges
 from trainer.step.kernels import Kernels
 from trainer.step.step import Tokens
 from trainer.workload import Model, Task
@@ -54,6 +57,9 @@ def build_plan(
     reduce, optimizer = build_reduce(c.parallel), build_optimizer(c.optimizer)
     task = Task(model, c.optimizer.name, optimizer, mesh, reduce, kernels, c.train.trainable or ())
     check_trainable(task)
+    if (local := build_local(c)) is not None:  # each replica has the GPUs of the plan: what it computes is the same
+        for line in describe_exchanges(exchanges_of(task._replace(local=local)), c.parallel.local_gbps):
+            say(line)
     other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))
 
     def batches(sequences: int) -> Tokens:

@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 import jax
 
-from scalify_core import tree
 from trainer.compiled.hlo import Program
 from trainer.parallel.local import Local, bytes_of_exchange, fragments_of
 from trainer.parallel.mesh import LOCAL
 from trainer.parallel.replicas import LocalStep
-from trainer.workload import Task, abstract_like
+from trainer.workload import Task
 
 
 class Exchanges(NamedTuple):
@@ -59,8 +58,8 @@ def exchanges_of(task: Task, step: LocalStep | None = None) -> Exchanges:
     `step`: compiled; None: nothing is read.
     """
     assert task.local is not None
-    local, like = task.local, abstract_like(task, None)
-    sizes = [p.size for p in tree.leaves(task.trained(like.params))]
+    local, like = task.local, jax.eval_shape(task.model.training.init, jax.random.key(0))
+    sizes = [p.size for p in jax.tree.leaves(task.trained(like))]
     ring = 2 * (local.replicas - 1) / local.replicas
     every = 4.0 * ring * sum(sizes)
     if step is not None and task.mesh.shape[LOCAL] == task.mesh.size == local.replicas:

@@ -66,6 +66,12 @@ def _check_local(c: Config) -> None:
         return
     missing = [f"parallel.{key}" for key in keys if getattr(p, key) is None and key not in LOCAL_OPTIONS]
     _require(not missing, f"{', '.join(missing)} is null; choose parallel=local, which has values, or give it one")
+    phased = "train.phases" if c.train.phases is not None else "resume.convert=true" if c.resume.convert else ""
+    _require(
+        not phased,
+        f"{phased} changes the form of a state, but not that of parallel.local={p.local} replicas; leave one of them "
+        "out, or start from weights by init_from",
+    )
     steps, fragments, some = p.local_steps or 1, p.local_fragments or 1, p.local_participants or p.local
     _require(
         fragments <= steps,

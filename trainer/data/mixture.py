@@ -129,6 +129,30 @@ class Shares:
         return counts
 
 
+class OfReplicas:
+    """The same where each replica reads a source of its own: of K equal parts of a micro-batch, part k is of source k.
+
+    Args:
+      replicas: K.
+      batch_size: B.
+      accum: micro-batches of a batch, one after the other in it.
+    """
+
+    def __init__(self, replicas: int, batch_size: int, accum: int) -> None:
+        self._replicas, self._batch_size = replicas, batch_size
+        self._micro, self._rows = batch_size // accum, batch_size // accum // replicas
+
+    def place(self, sample: Ints) -> tuple[Ints, Ints]:
+        """Source and number within it of samples [b] of the run."""
+        micro, row = np.divmod(sample, self._micro)
+        source, place = np.divmod(row, self._rows)
+        return source, micro * self._rows + place
+
+    def count(self, step: int) -> Ints:
+        """How many samples of each source the first `step` steps take, [K]."""
+        return np.full(self._replicas, step * self._batch_size // self._replicas, np.int64)
+
+
 @dataclass(frozen=True)
 class MixedManifest(Manifest):
     """Of several prepared directories, `parts`, as if they were one; `directory` is that of the first."""
@@ -178,10 +202,17 @@ class Mixture(Loader):
       manifest: of all.
       stages: of `stages_of`.
       seed: of the order of the sources.
+      shares: which source each sample is of; None: `Shares` of the stages.
     """
 
     def __init__(
-        self, parts: Mapping[str, Loader], manifest: Manifest, split: str, stages: Sequence[Stage], seed: int
+        self,
+        parts: Mapping[str, Loader],
+        manifest: Manifest,
+        split: str,
+        stages: Sequence[Stage],
+        seed: int,
+        shares: OfReplicas | None = None,
     ) -> None:
         self.parts = dict(parts)
         first = next(iter(parts.values()))
@@ -189,7 +220,7 @@ class Mixture(Loader):
         self.document_mask = first.document_mask
         self.tokens = manifest.tokens(split)
         self.windows = sum(part.windows for part in parts.values())
-        self.shares = Shares(stages, self.batch_size, seed)
+        self.shares = shares or Shares(stages, self.batch_size, seed)
         last = np.array(stages[-1].weights) / math.fsum(stages[-1].weights)
         sizes = [part.windows / share for part, share in zip(parts.values(), last, strict=True) if share]
         self._whole = max(1, int(min(sizes)) // self.batch_size)

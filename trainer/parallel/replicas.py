@@ -68,6 +68,30 @@ def with_replicas(state: TrainState, trained: Callable[[Any], Any], local: Local
     return TrainState(state.params, (), state.key, state.scaling, Replicas(states, residuals, momentum))
 
 
+def resized(state: TrainState, count: int) -> TrainState:
+    """A state as checkpoints have it, of another number of replicas: the first ones stay as they are.
+
+    One that is new has the outer weights, the optimiser's state of one of the others in turn, random keys of its own
+    and nothing that rounding has lost; what that was of one that is gone is gone, too.
+    """
+    old: Replicas = state.local
+    before = old.states.key.shape[0]
+    index, is_new = np.arange(count) % before, np.arange(count) >= before
+
+    def of_replicas(x: jax.Array) -> jax.Array:
+        return x[index] if x.ndim else x
+
+    def but_new(x: jax.Array, other: Any) -> jax.Array:
+        return jnp.where(is_new.reshape(-1, *(1,) * (x.ndim - 1)), other, x) if x.ndim else x
+
+    states = jax.tree.map(of_replicas, old.states)
+    params = jax.tree.map(lambda x, outer: but_new(x, outer[None]) if x.ndim else x, states.params, state.params)
+    keys = [state.key, *(jax.random.fold_in(state.key, k) for k in range(1, count))]
+    states = dataclasses.replace(states, params=params, key=jnp.stack(keys))
+    residuals = jax.tree.map(lambda x: but_new(of_replicas(x), jnp.zeros((), x.dtype)), old.residuals)
+    return dataclasses.replace(state, local=Replicas(states, residuals, old.momentum))
+
+
 def with_params(state: TrainState, params: Any) -> TrainState:
     """A state with the same weights at other scales; those of its replicas get these too."""
     if not isinstance(state.local, Replicas):

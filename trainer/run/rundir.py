@@ -47,6 +47,8 @@ MAY_CHANGE = (
     "parallel.fsdp",
     "parallel.tensor",
     "parallel.distributed",
+    "parallel.local",  # replicas join and leave: then it is another run from there on, as its rows say
+    "parallel.local_gbps",
     "data.workers",
     "data.prefetch",
     "data.cache_dir",

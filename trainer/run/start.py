@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from scalify_core import tree, weights
 from trainer.data.hf_tokenizer import first_difference, ids_beside
@@ -15,6 +16,8 @@ from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.functional import Params
 from trainer.models.specs import FIRST
+from trainer.parallel.mesh import replicated
+from trainer.parallel.replicas import resized
 from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.phases import Phases, policy_of, task_of, trainable_of
@@ -141,7 +144,7 @@ def starting_point(
     if own.steps():
         task = phases.before(own.newest()).task
         check_same_precision(f"run_dir={run_dir}", policy_of(own.meta()), task.model.policy)
-        return own.restore(lambda meta: abstract_state(task_of(meta, task)))
+        return restore_own(own, task)
     if source in ("auto", "none"):
         return Restored(0, first(), {})
     with Checkpointer.reading(Path(source) / "checkpoints") as theirs:
@@ -161,6 +164,21 @@ def starting_point(
     state = found.state if policy == task.model.policy else convert_state(task, found.state, policy, phases.seed)
     form = {"precision": dataclasses.asdict(task.model.policy), "trainable": list(task.trainable)}
     return Restored(found.step, state, {k: v for k, v in found.meta.items() if k != "tracker_id"} | form)
+
+
+def restore_own(own: Checkpointer, task: Task) -> Restored:
+    """The newest state of a run that goes on, perhaps with another number of replicas; see `replicas.resized`."""
+    before = own.meta()["config"]["parallel"].get("local")
+    if task.local is None or before is None or before == task.local.replicas:
+        return own.restore(lambda meta: abstract_state(task_of(meta, task)))
+    first = Mesh(task.mesh.devices[:1, :1, :1, :1], task.mesh.axis_names, axis_types=task.mesh.axis_types)
+    then = task._replace(local=task.local._replace(replicas=before, participants=before), mesh=first)
+    everywhere = replicated(task.mesh)  # their number need not be one that the devices divide
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), abstract_state(then))
+    found = own.restore(like)
+    placed = jax.tree.map(lambda x: x.sharding, abstract_state(task))
+    resize = jax.jit(resized, static_argnums=1, out_shardings=placed)
+    return found._replace(state=resize(found.state, task.local.replicas))
 
 
 def check_same_precision(source: str, theirs: Policy, ours: Policy, otherwise: str = "") -> None:

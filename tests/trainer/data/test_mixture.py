@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data import Loader, Manifest, TextSource, prepare
-from trainer.data.mixture import MixedManifest, Mixture, Shares, Stage, stages_of
+from trainer.data.mixture import MixedManifest, Mixture, OfReplicas, Shares, Stage, stages_of
 from trainer.errors import UserError
 
 NAMES = ["web", "code", "books"]
@@ -142,3 +142,19 @@ def test_a_manifest_of_several_is_their_sum_and_refuses_two_tokenizers(parts, tm
     other = prepare(TextSource((str(tmp_path / "lower.txt"),)), str(tmp_path), tmp_path / "cache")
     with pytest.raises(UserError, match="prepare them with one"):
         MixedManifest.of(manifests | {"other": Manifest.load(other)})
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_each_replica_reads_its_source_in_order_and_no_sample_twice(accum):
+    replicas, batch_size, steps = 4, 16, 6
+    shares = OfReplicas(replicas, batch_size, accum)
+    seen = [[] for _ in range(replicas)]
+    for step in range(steps):
+        source, index = shares.place(step * batch_size + np.arange(batch_size))
+        # The rows of replica k, as the step splits each micro-batch.
+        rows = source.reshape(accum, replicas, -1)
+        np.testing.assert_array_equal(rows, np.broadcast_to(np.arange(replicas)[None, :, None], rows.shape))
+        for k in range(replicas):
+            seen[k] += index[source == k].tolist()
+    assert seen == [list(range(steps * batch_size // replicas))] * replicas
+    np.testing.assert_array_equal(shares.count(steps), [len(of) for of in seen])

@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 from precisions import batch, bits, copied, hyper, workload
 
+from scalify_core import weights
+from scalify_core.array import is_scaled_array
 from trainer.compiled.exchange import exchanges_of
 from trainer.parallel.local import Local
 from trainer.parallel.mesh import abstract_batch, make_mesh
 from trainer.parallel.replicas import LocalStep, with_moments_of_first, with_params
 from trainer.run.checkpoint import Checkpointer
+from trainer.run.start import restore_own
 from trainer.step.state import from_stored, to_stored
 from trainer.workload import abstract_state, compile_step, first_state
 
+tree_leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_scaled_array)
 AVERAGE = Local(2, 2, "fp32", 1.0, 0.0, feedback=False, fragments=1, participants=2, last=100)
 NARROW = AVERAGE._replace(format="fp8", lr=0.7, momentum=0.9, feedback=True)
 
@@ -117,9 +121,38 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_round_has_the_bits_of_one_that
     assert bits(restored) == bits(half)
     again, _ = trained(7, *how, start=3, state=restored)
     assert bits(again) == bits(whole)
-    # New scales leave replicas and outer weights what they are.
-    doubled = with_params(whole, jax.tree.map(lambda x: x, whole.params))
-    assert bits(doubled) == bits(whole)
+    # New scales leave replicas and outer weights what they are, and are the same for both.
+    paths = [jax.tree_util.keystr(path) for path, _ in tree_leaves(whole.params)]
+    moved = with_params(whole, weights.rescale_params(whole.params, dict.fromkeys(paths, 0.5)))
+    for new, old in ((moved, whole), (moved.local.states, whole.local.states)):
+        assert bits(weights.wide(new.params)) == bits(weights.wide(old.params))
+    for (_, outer), (_, own) in zip(tree_leaves(moved.params), tree_leaves(moved.local.states.params), strict=True):
+        assert own.scale == outer.scale
+    assert bits(moved.params) != bits(whole.params)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
+    half, _ = trained(3, NARROW, "fp32", 1)
+    task = task_of(NARROW._replace(replicas=count, participants=count), "fp32", 1)
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(3, to_stored(half), {"config": {"parallel": {"local": 2}}})
+        checkpointer.wait()
+        state = from_stored(restore_own(checkpointer, task).state)
+    assert jax.tree.structure(state) == jax.tree.structure(from_stored(first_state(task, 0)))
+    assert bits(state.params) == bits(half.params)
+    assert bits(state.local.momentum) == bits(half.local.momentum)
+    for k in range(count):
+        outer = k >= 2
+        expected = bits(half.params) if outer else [x.tobytes() for x in of_replica(half, k)]
+        assert [x.tobytes() for x in of_replica(state, k)] == expected
+        moments, residuals = (jax.tree.leaves(x) for x in (state.local.states.opt_state, state.local.residuals))
+        for new, old in zip(moments, jax.tree.leaves(half.local.states.opt_state), strict=True):
+            np.testing.assert_array_equal(new[k], old[k % 2])
+        for new, old in zip(residuals, jax.tree.leaves(half.local.residuals), strict=True):
+            np.testing.assert_array_equal(new[k], np.zeros_like(old[0]) if outer else old[k])
+    keys = [jax.random.key_data(key).tobytes() for key in state.local.states.key]
+    assert len(set(keys)) == count
 
 
 def test_replicas_that_are_not_drawn_stay_as_they_were_until_the_exchange():

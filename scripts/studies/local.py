@@ -1,0 +1,186 @@
+"""What local steps cost in loss: replicas that exchange outer gradients now and then, against one data-parallel run.
+
+python -m scripts.studies.local out=runs/local seeds=3 steps=600 \\
+    ways="local_reduce=fp8,local_reduce=fp32,local_reduce=fp8+local_feedback=false"
+
+A way is keys of the trainer's group `parallel` with their values, joined by +, or of another group by their whole names
+(`optimizer.lr=8e-3`); what it does not give is of `parallel=local`. `data` is the run without replicas, with which the
+others are compared: same first weights, same batches, same schedule. All replicas are computed on the first device,
+where they have the bits that they have anywhere; the inner step is compiled once for all ways. A finished run is a JSON
+line in OUT/runs.jsonl; called again, the study continues. OUT/table.md is written anew after each.
+"""
+
+import dataclasses
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from scripts.arguments import argument, run, split
+from scripts.studies import rows
+from scripts.studies.pairs import half_width
+from trainer.assembly.objects import build_batch, build_learning_rates, build_state, build_workload
+from trainer.compiled.exchange import exchanges_of
+from trainer.config.composition import compose_or_explain
+from trainer.config.schema import Config
+from trainer.parallel.mesh import make_mesh, place_batch
+from trainer.parallel.replicas import LocalStep
+from trainer.run.rundir import code_version, write_atomically
+from trainer.step.state import TrainState, from_stored
+from trainer.step.step import Hyper, StepFn
+from trainer.workload import Workload, compile_step, jitted_eval_step, lower_exchange
+
+BASE = "data"
+SIZES = "model.n_layer=2 model.d_model=64 model.n_head=2 model.context=64"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """See `--help`."""
+
+    out: str = argument("where the runs and the table go", "runs/local")
+    ways: str = argument("what is compared with data parallel, separated by commas", "local_reduce=fp8")
+    overrides: str = argument("further arguments of the trainer for all runs, separated by spaces", SIZES)
+    precision: str = argument("of all runs", "fp32")
+    replicas: int = argument("how many train apart", 4)
+    seeds: int = argument("pairs", 3)
+    steps: int = argument("steps of each run", 600)
+    batch_tokens: int = argument("tokens per step, of all replicas together", 2048)
+    eval_batches: int = argument("batches of the validation of the last weights", 64)
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    way: str
+    seed: int
+
+
+class Compiled:
+    """What was compiled for one way and serves others: inner steps by what they follow from, and the validation."""
+
+    def __init__(self) -> None:
+        self._steps: dict[Any, Any] = {}
+        self._validations: dict[int, Any] = {}
+
+    def step(self, c: Config, w: Workload, state: TrainState) -> StepFn:
+        """The step of a way, for the scales of a state."""
+        local = w.task.local
+        key = (
+            local and (local.replicas, local.participants, local.participants < local.replicas and local.steps),
+            jax.tree.structure(state.params),
+        )
+        if key not in self._steps:
+            self._steps[key] = compile_step(w.task, build_batch(c, w.mesh), state)
+        found = self._steps[key]
+        if local is None or found.local == local:
+            return found
+        programs = [lower_exchange(w.task, i, state) for i in range(local.fragments)]
+        return LocalStep(found.inner, [program.compile() for program in programs], local)
+
+    def validation(self, w: Workload) -> Any:
+        """The validation on a mesh of a way."""
+        key = len(w.mesh.shape)
+        if key not in self._validations:
+            self._validations[key] = jitted_eval_step(w.task)
+        return self._validations[key]
+
+
+def main(args: Arguments) -> None:
+    """Run what is not finished, one seed after the other, so that pairs come early."""
+    jobs = [Job(way, seed) for seed in range(args.seeds) for way in dict.fromkeys((BASE, *split(args.ways)))]
+    configs = {way: configuration(args, way) for way in dict.fromkeys(job.way for job in jobs)}  # refused at once
+    out, compiled = Path(args.out), Compiled()
+    out.mkdir(parents=True, exist_ok=True)
+    keys = ("overrides", "precision", "replicas", "steps", "batch_tokens", "eval_batches")
+    settings = {key: getattr(args, key) for key in keys}
+    found = {}
+    for row in rows.read(out / "runs.jsonl"):
+        if {key: row[key] for key in settings} == settings:
+            found[Job(row["way"], row["seed"])] = row["loss"]
+    for number, job in enumerate(jobs, 1):
+        if job in found:
+            continue
+        start = time.monotonic()
+        found[job], fewer = train(configs[job.way], job.seed, compiled)
+        row = job._asdict() | settings | {"loss": found[job], "fewer": fewer, "code": code_version()}
+        rows.append(out / "runs.jsonl", row)
+        sent = "" if fewer is None else f", {fewer:.1f} times fewer bytes"
+        seconds = time.monotonic() - start
+        print(
+            f"{number} of {len(jobs)}: {job.way}, seed {job.seed}: {found[job]:.4f} nats{sent} ({seconds:.0f} s)",
+            flush=True,
+        )
+        write_atomically(out / "table.md", table(args, found))
+    print(table(args, found))
+
+
+def configuration(args: Arguments, way: str) -> Config:
+    """The trainer's configuration of a way; UserError in its words."""
+    words = [f"precision={args.precision}", f"train.steps={args.steps}", f"train.batch_tokens={args.batch_tokens}"]
+    words.append(f"train.final_eval_batches={args.eval_batches}")
+    own = ["parallel.data=1"]
+    if way != BASE:
+        own += ["parallel=local", f"parallel.local={args.replicas}", *map(whole_key, way.split("+"))]
+    return compose_or_explain([*words, *shlex.split(args.overrides), *own])
+
+
+def whole_key(word: str) -> str:
+    """A word of a way as an argument of the trainer."""
+    return word if "." in word.partition("=")[0] else f"parallel.{word}"
+
+
+def train(c: Config, seed: int, compiled: Compiled) -> tuple[float, float | None]:
+    """The validation loss of the last weights (nats), and how many times fewer bytes were sent; None: no replicas."""
+    c = dataclasses.replace(c, seed=seed)
+    w = on_first_device(c, build_workload(c))
+    state = from_stored(build_state(c, w))
+    step, rates = compiled.step(c, w, state), build_learning_rates(c)
+    for i in range(c.train.steps):
+        tokens = place_batch(w.data.train.batch(i), accum=c.train.accum, mesh=w.mesh)
+        state, metrics = step(state, tokens, Hyper(rates[i], np.int32(i), np.uint32(seed)))
+        if i % 8 == 0:  # not all batches at once in flight
+            jax.block_until_ready(metrics)
+    validation = compiled.validation(w)
+    losses = [float(validation(state, tokens)) for tokens in batches(c, w)]
+    return statistics.fmean(losses), exchanges_of(w.task).fewer if w.task.local else None
+
+
+def on_first_device(c: Config, w: Workload) -> Workload:
+    """The workload with all its replicas on one device."""
+    mesh = make_mesh(1, replicas=c.parallel.local, devices=jax.devices()[:1])
+    return w._replace(task=w.task._replace(mesh=mesh))
+
+
+def batches(c: Config, w: Workload) -> Iterator[Any]:
+    """The batches of the validation."""
+    for i in range(min(w.data.val.steps_per_epoch, c.train.final_eval_batches)):
+        yield place_batch(w.data.val.batch(i), accum=c.train.accum, mesh=w.mesh)
+
+
+def table(args: Arguments, found: dict[Job, float]) -> str:
+    """A row for each way: the mean of its losses and of its differences to data parallel, with 95% intervals."""
+    lines = [
+        f"{args.replicas} replicas, {args.precision}, {args.overrides}; {args.steps} steps of {args.batch_tokens} "
+        "tokens; validation loss in nats, differences to data parallel of the same seed with 95% intervals.",
+        "",
+        "| way | seeds | loss | difference, % |",
+        "|---|---|---|---|",
+    ]
+    for way in dict.fromkeys(job.way for job in found):
+        losses = {job.seed: loss for job, loss in found.items() if job.way == way}
+        pairs = [100 * (loss / found[Job(BASE, s)] - 1) for s, loss in losses.items() if Job(BASE, s) in found]
+        shown = "-" if way == BASE or not pairs else f"{statistics.fmean(pairs):+.2f} ± {half_width(pairs):.2f}"
+        lines.append(f"| {way} | {len(losses)} | {statistics.fmean(losses.values()):.4f} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(run(Arguments, "studies.local", __doc__ or "", main))

@@ -1,0 +1,224 @@
+"""FP32 that a program asks for by a cast is FP32 under `scalify`, as in plain code of the same format."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen.dtypes import promote_dtype
+from jax import lax
+
+from scalify_core import as_scaled_array, asarray, explain, scalify
+
+F32, HALF, E4M3 = jnp.float32, jnp.float16, jnp.float8_e4m3fn
+
+
+def wide(*xs):
+    """In FP32, and nothing that FP16 holds."""
+    return [jnp.tanh(x.astype(F32)) for x in xs]
+
+
+def promote_to_float32(*xs):
+    """A name that a helper of a user's may have."""
+    return wide(*xs)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def factor(w):
+    return jnp.linalg.cholesky(w @ w.T + jnp.eye(len(w)))
+
+
+def conv(x, w):
+    dims = ("NCH", "OIH", "NCH")
+    y = lax.conv_general_dilated(x.reshape(2, 4, 16), w.reshape(8, 4, 8), (1,), "SAME", dimension_numbers=dims)
+    return y.reshape(16, 16)
+
+
+def logits(x, w):
+    scores = x.astype(F32) * len(w) ** -0.5 @ w.astype(F32)
+    return jax.nn.softmax(20 * scores) @ w.astype(F32)
+
+
+def preferred(x, w):
+    return jnp.sin(16 * jnp.matmul(x, w, preferred_element_type=F32)) @ w.astype(F32) / 4
+
+
+PRODUCTS = {
+    "matmul": lambda x, w: jnp.matmul(*wide(x, w)),
+    "one of two": lambda x, w: jnp.tanh(x.astype(F32)) @ w,
+    "a helper": lambda x, w: jnp.matmul(*promote_to_float32(x, w)),
+    "sum": lambda x, w: jnp.tanh(jnp.sum(jnp.stack([x, x]), 0, dtype=F32) / 2) @ jnp.mean(w[None], 0, dtype=F32),
+    "einsum": lambda x, w: jnp.einsum("ij,jk->ik", *wide(x, w)),
+    "batched": lambda x, w: jnp.einsum("bij,bjk->bik", *wide(x.reshape(2, 8, 8), w.reshape(2, 8, 16))).reshape(8, 32),
+    "conv": lambda x, w: conv(*wide(x, w)),
+    "linalg": lambda x, w: x.astype(F32) @ factor(w.astype(F32)) / 2,
+    "preferred": preferred,
+    "logits": logits,
+}
+
+
+def program(product, x, w):
+    """It makes much of small differences, and is as narrow as its operands in the end."""
+    return jnp.sin(16 * product(x, w)).astype(x.dtype)
+
+
+def scanned(fun):
+    return lambda x, w: lax.scan(lambda c, _: (fun(c, w), None), x, None, length=2)[0]
+
+
+def chosen(fun):
+    return lambda x, w: lax.cond(jnp.sum(x) > -1e3, fun, lambda x, w: jnp.zeros_like(fun(x, w)), x, w)
+
+
+def by_hand(fun):
+    """A pullback that a user has written, in FP32."""
+
+    def forward(x, w):
+        return fun(x, w), (x, w)
+
+    def backward(residuals, g):
+        x, w = (x.astype(F32) for x in residuals)
+        _, pullback = jax.vjp(lambda x, w: jnp.sin(16 * jnp.tanh(x) @ jnp.tanh(w)), x, w)
+        gradients = pullback(g.astype(F32))
+        return tuple(d.astype(like.dtype) for d, like in zip(gradients, residuals, strict=True))
+
+    called = jax.custom_vjp(fun)
+    called.defvjp(forward, backward)
+    return called
+
+
+CALLS = {
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": scanned,
+    "scan of remat": lambda fun: scanned(jax.checkpoint(fun)),
+    "cond": chosen,
+    "vmap": lambda fun: lambda x, w: jax.vmap(fun, (0, None))(x.reshape(4, 2, 16), w).reshape(8, 16),
+    "custom_vjp": by_hand,
+}
+CASES = {name: functools.partial(program, product) for name, product in PRODUCTS.items()}
+CASES |= {name: call(functools.partial(program, PRODUCTS["matmul"])) for name, call in CALLS.items()}
+
+
+def operands(name, dtype):
+    x, w = normal(0, 8, 16), normal(1, 16, 16) / 4
+    return as_scaled_array((x if name != "batched" else normal(0, 16, 8), w), dtype=dtype)
+
+
+def loss(name, x, w):
+    out = CASES[name](x, w)
+    return jnp.sum(out.astype(F32) * np.random.default_rng(2).normal(size=out.shape).astype(np.float32))
+
+
+def gradients(name):
+    return jax.grad(functools.partial(loss, name), (0, 1))
+
+
+def outside(name):
+    return jax.grad(lambda x, w: asarray(scalify(functools.partial(loss, name))(x, w)), (0, 1))
+
+
+PLACES = {"forward": lambda name: scalify(CASES[name]), "inside": lambda name: scalify(gradients(name))}
+PLACES |= {"outside": outside}
+
+
+def error(found, exact):
+    leaves = zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(exact), strict=True)
+    return np.array([jnp.linalg.norm(a.astype(F32) - b) / jnp.linalg.norm(b) for a, b in leaves])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_cast_to_float32_is_as_right_as_in_plain_code(name, place):
+    scaled = operands(name, HALF)
+    exact = asarray(scaled)
+    plain = CASES[name] if place == "forward" else gradients(name)
+    expected = plain(*exact)
+    assert np.all(
+        error(PLACES[place](name)(*scaled), expected) <= 2 * error(plain(*(x.astype(HALF) for x in exact)), expected)
+    )
+
+
+def in_full(fun, *args):
+    """How many products of a program are in FP32 because that is asked for."""
+    return jax.jit(fun).lower(*args).as_text().count("HIGHEST") // 2
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", CASES)
+def test_of_fp8_data_the_same_products_are_in_float32(name, place):
+    found, expected = (in_full(PLACES[place](name), *operands(name, dtype)) for dtype in (E4M3, HALF))
+    assert found == expected > 0
+
+
+def attention(x, w):
+    q, k, v = (y.reshape(1, 8, 2, 8) for y in (x @ w, jnp.tanh(x @ w), x))
+    return jax.nn.dot_product_attention(q, k, v).reshape(x.shape)
+
+
+TABLE = np.linspace(0.5, 1, 16, dtype=np.float32)[None]
+SILENT = {
+    "nothing": lambda x, w: x @ w,
+    "a scalar of NumPy": lambda x, w: (x / np.sqrt(16.0)) @ w,
+    "a table": lambda x, w: (x * TABLE) @ w,
+    "a plain mask": lambda x, w: jnp.where(TABLE > 0.6, x, np.float32(0)) @ w,
+    "a cast back": lambda x, w: (x.astype(F32) * lax.rsqrt(jnp.mean(x.astype(F32) ** 2))).astype(x.dtype) @ w,
+    "a layer that promotes": lambda x, w: jnp.matmul(*promote_dtype(x * TABLE, w)),
+    "logits of attention": lambda x, w: attention(x, w),
+    "a mean": lambda x, w: (x - jnp.mean(x, -1, keepdims=True)) @ w / jnp.var(w),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_promotion_takes_no_product_out_of_its_format(name):
+    """Neither does what is narrow again when a product reads it; also in a pullback, of which the casts are others."""
+    scaled = operands(name, HALF)
+    fun = lambda x, w: jnp.sum(jnp.tanh(SILENT[name](jnp.tanh(SILENT[name](x, w)).astype(x.dtype), w)))
+    assert in_full(scalify(fun), *scaled) == 0
+    assert in_full(scalify(jax.grad(fun, (0, 1))), *scaled) == 0
+    assert in_full(jax.grad(lambda x, w: asarray(scalify(fun)(x, w)), (0, 1)), *scaled) == 0
+
+
+def test_a_program_that_has_no_narrow_trace_is_evaluated_as_it_is():
+    x, w = operands("linalg", HALF)
+    fun = lambda x, w: x @ jnp.linalg.cholesky(w @ w.T + jnp.eye(16, dtype=w.dtype))  # which FP16 does not have
+    with pytest.raises(TypeError):
+        fun(asarray(x).astype(HALF), asarray(w).astype(HALF))
+    assert np.all(error(scalify(fun)(x, w), fun(*asarray((x, w)))) < 2**-9)
+    assert "cannot be traced" in str(explain(fun, x, w))
+
+
+def test_a_program_that_has_other_products_in_another_dtype_is_evaluated_as_it_is():
+    fun = lambda x, w: x.astype(F32) @ w if x.dtype == F32 else x.astype(F32) @ w.astype(F32) @ w
+    x, w = operands("matmul", HALF)
+    assert in_full(scalify(fun), x, w) == 0
+    assert np.all(error(scalify(fun)(x, w), fun(*asarray((x, w)))) < 2**-9)
+
+
+@pytest.mark.parametrize("place", ["forward", "inside", "outside"])
+def test_a_program_that_closes_over_traced_values_has_what_it_asks_for(place):
+    x, w = operands("matmul", HALF)
+
+    def step(x, plain):
+        fun = lambda x: jnp.sum(program(PRODUCTS["matmul"], x, plain.astype(HALF)).astype(F32) ** 3)
+        if place == "outside":
+            return jax.grad(lambda x: asarray(scalify(fun)(x)))(x)
+        return scalify(fun if place == "forward" else jax.grad(fun))(x)
+
+    assert in_full(step, x, asarray(w)) == (1 if place == "forward" else 2)
+
+
+def test_data_in_float32_is_traced_once():
+    traced = []
+
+    def fun(x, w):
+        traced.append(x.dtype)
+        return x @ w
+
+    scalify(fun)(*operands("matmul", F32))
+    scalify(fun)(*operands("matmul", HALF))
+    assert traced == [F32, F32, HALF]
