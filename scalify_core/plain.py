@@ -21,18 +21,18 @@ class Narrow(NamedTuple):
 
     Attributes:
         traced: what `jax.jit(...).trace` gives.
-        given: which of the last arguments are FP32 because the program asked for it.
+        given: how the last arguments came to be FP32.
     """
 
     traced: Any
-    given: tuple[bool, ...]
+    given: tuple[asked.Level, ...]
 
     def in_full(self, jaxpr: Any) -> Any:
         """The jaxpr of the same function of FP32 arrays, with the products in full that are FP32 here on request."""
         return asked.in_full(jaxpr, self.traced.jaxpr, self.given)
 
-    def results_asked(self) -> tuple[bool, ...]:
-        """Which results are FP32 because the program asked for it."""
+    def of_results(self) -> tuple[asked.Level, ...]:
+        """How the results came to be FP32."""
         return asked.of_plain(self.traced.jaxpr, self.given)[1]
 
 
@@ -48,7 +48,7 @@ class Plain:
 
     fun: Callable
     avals: tuple[Any, ...] | None = None
-    given: tuple[bool, ...] = ()
+    given: tuple[asked.Level, ...] = ()
 
     def traced(self, avals: Sequence[Any]) -> Narrow | None:
         """The trace of leaves that look so; None: it fails, as of a program that needs more than a format has."""
@@ -56,7 +56,7 @@ class Plain:
             # What is narrow only here is nothing to warn of.
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
-                traced = jax.jit(self.fun).trace(*(avals if self.avals is None else self.avals))
+                traced = trace_of(self.fun, avals if self.avals is None else self.avals)
         except Exception:  # whatever the function raises where it is given another dtype
             return None
         return Narrow(traced, self.given)
@@ -64,6 +64,12 @@ class Plain:
     def of(self, made: Callable[[Callable], Callable]) -> Plain | None:
         """How what is made of the function is traced, of leaves of the same formats; None: the leaves are its own."""
         return Plain(made(self.fun)) if self.avals is None else None
+
+
+def trace_of(fun: Callable, avals: Sequence[Any]) -> Any:
+    """The trace of `fun` of arrays like these; JAX takes the gradient of integers as an array only."""
+    is_none = [getattr(x, "dtype", None) == jax.dtypes.float0 for x in avals]
+    return jax.jit(fun).trace(*(np.zeros(x.shape, x.dtype) if no else x for x, no in zip(avals, is_none, strict=True)))
 
 
 def traced_in_float32(fun: Callable, leaves: Sequence[Any]) -> Any:

@@ -23,7 +23,7 @@ from scalify_core import interpreter, measured, pullbacks
 from scalify_core.arguments import Arguments
 from scalify_core.array import asarray, gradients_like, is_scaled_array, is_unreadable, read, say_unreadable, trusted
 from scalify_core.measured.residuals import Logical, Residuals
-from scalify_core.plain import Narrow, Plain, aval_of, logical, narrow_trace, traced_in_float32
+from scalify_core.plain import Narrow, Plain, aval_of, logical, narrow_trace, trace_of, traced_in_float32
 from scalify_core.watch import Reporter
 
 Scales = Literal["auto", "static"]
@@ -197,7 +197,7 @@ def _residuals(traced: Any, pulled: Pulled, narrow: Narrow | None) -> Residuals:
 
     def backward() -> Any:
         fun, avals = _pullback_of(traced, pulled)
-        jaxpr = jax.jit(fun).trace(*avals).jaxpr
+        jaxpr = trace_of(fun, avals).jaxpr
         plain = None if narrow is None else _plain_pullback(narrow, pulled).traced(())
         return jaxpr if plain is None else plain.in_full(jaxpr)
 
@@ -220,12 +220,12 @@ def _pullback_of(traced: Any, pulled: Pulled) -> tuple[Callable, tuple[Any, ...]
 def _plain_pullback(narrow: Narrow, pulled: Pulled) -> Plain:
     """How the backward pass of a function that gives its results and its pullback is traced as plain code."""
     fun, avals = _pullback_of(narrow.traced, pulled)
-    given, first = narrow.results_asked(), _count_of_results(narrow.traced)
+    given, first = narrow.of_results(), _count_of_results(narrow.traced)
     return Plain(fun, avals, (*given[first:], *given[:first]))
 
 
 def _aval_of_gradient(aval: Any) -> Any:
-    return aval if jnp.issubdtype(aval.dtype, jnp.inexact) else _instantiated(SymbolicZero(aval.to_tangent_aval()))
+    return aval if jnp.issubdtype(aval.dtype, jnp.inexact) else aval.to_tangent_aval()
 
 
 @contextlib.contextmanager

@@ -4,9 +4,10 @@
 the dtypes that plain code would have, and the products of both traces are laid beside each other, jaxpr by jaxpr. What
 is in FP32 there because the program says so is given the highest precision here, which is FP32, see `plan`.
 
-A cast to FP32 is a request, and so is a product of narrow operands with an FP32 result; what is computed of that in
-FP32 goes on with it, until a cast back. Promotion is none: a scalar or a table that happens to be FP32 (`x /
-np.sqrt(d)`) takes no product out of its format.
+A cast to FP32 is a request; what is computed of that in FP32 goes on with it, until a cast back. A product of narrow
+operands with an FP32 result asks for this result, and for what is computed of FP32 alone. But another product of that
+and a narrow operand reads both in the narrow format: so are the gradients of attention's logits. Promotion is no
+request: a scalar or a table that happens to be FP32 (`x / np.sqrt(d)`) takes no product out of its format.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ _JAX, _FLAX = os.path.dirname(jax.__file__), f"{os.sep}flax{os.sep}"
 _IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
+Level = int  # how a value came to be FP32: 0, nobody asked; or as follows
+_OF_PRODUCT, _OF_CAST = 1, 2
+
+
 class Item(NamedTuple):
     """A product, or an equation that has some inside.
 
@@ -52,18 +57,18 @@ class Item(NamedTuple):
         return self.asked or any(item.any_asked for items in self.inner for item in items)
 
 
-def in_full(jaxpr: Any, plain: Any, given: tuple[bool, ...]) -> Any:
+def in_full(jaxpr: Any, plain: Any, given: tuple[Level, ...]) -> Any:
     """`jaxpr` with the products in full that are FP32 on request in `plain`, the trace of plain code.
 
-    `given`: which of the last arguments of `plain` are FP32 because somebody asked; none of those before.
+    `given`: how the last arguments of `plain` came to be FP32; nobody asked for those before.
     """
     found = _asked(jaxpr, of_plain(plain, given)[0])
     return jaxpr if found is None else found
 
 
-def of_plain(plain: Any, given: tuple[bool, ...]) -> tuple[tuple[Item, ...], tuple[bool, ...]]:
-    """The products of the trace of plain code, and which of its results are FP32 because somebody asked."""
-    return _found(plain, (False,) * (len(plain.invars) - len(given)) + given, False)
+def of_plain(plain: Any, given: tuple[Level, ...]) -> tuple[tuple[Item, ...], tuple[Level, ...]]:
+    """The products of the trace of plain code, and how its results came to be FP32."""
+    return _found(plain, (0,) * (len(plain.invars) - len(given)) + given, False)
 
 
 @per_jaxpr
@@ -139,28 +144,34 @@ def _with_inner(eqn: Any, item: Item) -> Any:
 
 
 @per_jaxpr
-def _found(jaxpr: Any, given: tuple[bool, ...], backward: bool) -> tuple[tuple[Item, ...], tuple[bool, ...]]:
-    """The items of a jaxpr of plain code, and which of its results are FP32 on request, as `given` of its arguments.
+def _found(jaxpr: Any, given: tuple[Level, ...], backward: bool) -> tuple[tuple[Item, ...], tuple[Level, ...]]:
+    """The items of a jaxpr of plain code, and how its results came to be FP32, as `given` of its arguments.
 
     `backward`: whether it is transposed.
     """
     known = dict(zip(jaxpr.invars, given, strict=True))
 
-    def is_asked(atom: Any) -> bool:
-        return type(atom) is not Literal and known.get(atom, False)
+    def level(atom: Any) -> Level:
+        return 0 if type(atom) is Literal else known.get(atom, 0)
 
     numbers, items = dict(_places(jaxpr)), []
     for i, eqn in enumerate(jaxpr.eqns):
-        asked = list(map(is_asked, eqn.invars))
+        asked = list(map(level, eqn.invars))
         inner, outs = _through(eqn, asked, _is_backward(eqn, backward))
-        known.update((var, out and _is_wide(var.aval)) for var, out in zip(eqn.outvars, outs, strict=True))
+        known.update((var, out if _is_wide(var.aval) else 0) for var, out in zip(eqn.outvars, outs, strict=True))
         if i in numbers:
-            items.append(Item(numbers[i], not inner and any(asked), inner))
-    return tuple(items), tuple(map(is_asked, jaxpr.outvars))
+            items.append(Item(numbers[i], not inner and _is_asked(eqn, asked), inner))
+    return tuple(items), tuple(map(level, jaxpr.outvars))
 
 
-def _through(eqn: Any, asked: list[bool], backward: bool) -> tuple[tuple[tuple[Item, ...], ...], Sequence[bool]]:
-    """The items of the inner jaxprs of an equation, and which of its results are FP32 on request."""
+def _is_asked(eqn: Any, asked: Sequence[Level]) -> bool:
+    """Whether a product is FP32 on request, its operands having come to be so."""
+    is_mixed = any(_is_narrow(x.aval) for x in eqn.invars[:2])
+    return max(asked) >= (_OF_CAST if is_mixed else _OF_PRODUCT)
+
+
+def _through(eqn: Any, asked: list[Level], backward: bool) -> tuple[tuple[tuple[Item, ...], ...], Sequence[Level]]:
+    """The items of the inner jaxprs of an equation, and how its results came to be FP32."""
     name = eqn.primitive.name
     if name == "scan":
         return _loop(eqn.params["jaxpr"], *scan_parts(eqn, asked), backward)
@@ -171,23 +182,23 @@ def _through(eqn: Any, asked: list[bool], backward: bool) -> tuple[tuple[tuple[I
         return (cond, *body), outs
     if name == "cond":
         found = [_found(branch, tuple(asked[1:]), backward) for branch in eqn.params["branches"]]
-        return tuple(items for items, _ in found), [any(out) for out in zip(*(outs for _, outs in found), strict=True)]
+        return tuple(items for items, _ in found), [max(out) for out in zip(*(outs for _, outs in found), strict=True)]
     if name in CALLS:
         items, outs = _found(inner_jaxpr(eqn), tuple(asked), backward)
         return (items,), outs
     if name == "convert_element_type":
-        return (), [asked[0] if _is_wide(eqn.invars[0].aval) else _is_request(eqn, backward)]
+        return (), [asked[0] if _is_wide(eqn.invars[0].aval) else _OF_CAST * _is_request(eqn, backward)]
     is_preferred = name in PRODUCTS and all(_is_narrow(x.aval) for x in eqn.invars[:2])
-    return (), [is_preferred or any(asked)] * len(eqn.outvars)
+    return (), [max(_OF_PRODUCT if is_preferred else 0, *asked, 0)] * len(eqn.outvars)
 
 
 def _loop(
-    jaxpr: Any, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool], backward: bool
-) -> tuple[tuple[tuple[Item, ...], ...], Sequence[bool]]:
+    jaxpr: Any, consts: Sequence[Level], carry: Sequence[Level], xs: Sequence[Level], backward: bool
+) -> tuple[tuple[tuple[Item, ...], ...], Sequence[Level]]:
     """As `_through`, of a body whose carry one more turn leaves as it is."""
     while True:
         items, outs = _found(jaxpr, (*consts, *carry, *xs), backward)
-        after = [x or y for x, y in zip(carry, outs, strict=False)]
+        after = [max(x, y) for x, y in zip(carry, outs, strict=False)]
         if after == list(carry):
             return (items,), outs
         carry = after

@@ -155,6 +155,11 @@ def test_of_fp8_data_the_same_products_are_in_float32(name, place):
     assert found == expected > 0
 
 
+def attention(x, w):
+    q, k, v = (y.reshape(1, 8, 2, 8) for y in (x @ w, jnp.tanh(x @ w), x))
+    return jax.nn.dot_product_attention(q, k, v).reshape(x.shape)
+
+
 TABLE = np.linspace(0.5, 1, 16, dtype=np.float32)[None]
 SILENT = {
     "nothing": lambda x, w: x @ w,
@@ -163,6 +168,7 @@ SILENT = {
     "a plain mask": lambda x, w: jnp.where(TABLE > 0.6, x, np.float32(0)) @ w,
     "a cast back": lambda x, w: (x.astype(F32) * lax.rsqrt(jnp.mean(x.astype(F32) ** 2))).astype(x.dtype) @ w,
     "a layer that promotes": lambda x, w: jnp.matmul(*promote_dtype(x * TABLE, w)),
+    "logits of attention": lambda x, w: attention(x, w),
     "a mean": lambda x, w: (x - jnp.mean(x, -1, keepdims=True)) @ w / jnp.var(w),
 }
 
@@ -216,3 +222,25 @@ def test_data_in_float32_is_traced_once():
     scalify(fun)(*operands("matmul", F32))
     scalify(fun)(*operands("matmul", HALF))
     assert traced == [F32, F32, HALF]
+
+
+@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16])
+def test_gradients_outside_of_functions_with_integers_and_choices(dtype):
+    """Their gradients are of a type of their own, in the backward pass of plain code, too."""
+    x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=dtype)
+
+    def loss(w, x):
+        y = x @ w
+        return jnp.mean(jax.nn.logsumexp(y, -1)), jnp.argmax(y, -1), y[0, 0] > 0
+
+    def value(w, x):
+        out, *others = scalify(loss)(w, x)
+        return asarray(out), others
+
+    found, (ids, _) = jax.grad(value, has_aux=True)(w, x)
+    expected = jax.grad(lambda *args: loss(*args)[0])(*asarray((w, x)))
+    assert np.all(error(found, expected) < 2**-5)
+    assert ids.shape == (8,)
+    kinked = lambda w: asarray(scalify(lambda w, x: jnp.mean(jax.nn.relu(x @ w) ** 3))(w, x))
+    twice = jax.grad(lambda w: jnp.sum(asarray(jax.grad(kinked)(w)) ** 2))(w)
+    assert np.all(np.isfinite(asarray(twice)))

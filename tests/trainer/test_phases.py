@@ -8,6 +8,7 @@ import pytest
 from command import finish, parameters, trainer, values, wait_for_row
 
 from trainer.assembly.objects import build_learning_rates
+from trainer.assembly.run import restore_training
 from trainer.config.composition import compose_or_explain
 from trainer.config.fields import from_saved, to_tree
 from trainer.config.phases import phases_of
@@ -80,6 +81,10 @@ def test_a_run_killed_on_both_sides_of_a_border_is_the_same_run(tmp_path, second
     finish(trainer(tmp_path, "B", *ARGS, phases))
     assert values(tmp_path / "A") == values(tmp_path / "B")
     assert parameters(tmp_path / "A", 12) == parameters(tmp_path / "B", 12)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)  # where its data are
+        _, w, found = restore_training(tmp_path / "A")
+    assert (found.step, w.model.policy.weights) == (12, "fp16" if "fp16" in second else "fp32")
     four, border, end = (weights_of(tmp_path / "A", step) for step in (4, 6, 12))
     still = {name for name in four if four[name] == border[name]}
     assert {name for name in four if name not in still} == {name for name in four if "embedding" in name}

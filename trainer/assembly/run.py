@@ -30,6 +30,7 @@ from trainer.assembly.objects import (
 )
 from trainer.config import schema
 from trainer.config.fields import from_saved, to_tree
+from trainer.config.phases import phase_at
 from trainer.data.own import Numbers
 from trainer.data.tokenizer import load_saved
 from trainer.errors import MAKE_ROOM, UserError
@@ -64,7 +65,6 @@ from trainer.step.leaves import parameter_names
 from trainer.step.state import TrainState, from_stored, to_stored
 from trainer.step.step import StepFn, Tokens
 from trainer.workload import (
-    Model,
     Task,
     Trained,
     Workload,
@@ -129,7 +129,7 @@ def restore_run(run_dir: Path) -> Trained:
     with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
         refuse_own(run_dir, meta)
-        c = from_saved(schema.Config, meta["config"])
+        c = phase_at(from_saved(schema.Config, meta["config"]), checkpointer.newest())
         keep_compiled(c)
         tokenizer = load_saved(meta["tokenizer"], run_dir)
         model = build_model(c.model, build_policy(c.precision), tokenizer.vocab_size)
@@ -147,14 +147,14 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
     with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
         refuse_own(run_dir, meta)
-        c = from_saved(schema.Config, meta["config"])
+        c = phase_at(from_saved(schema.Config, meta["config"]), checkpointer.newest())
         keep_compiled(c)
-        alone = {"data": 1, "fsdp": 1, "tensor": 1} | {name: None for name in to_tree(c)["parallel"] if "local" in name}
+        alone: dict[str, Any] = {name: None for name in to_tree(c)["parallel"] if "local" in name}
+        alone |= {"data": 1, "fsdp": 1, "tensor": 1}
         c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, **alone))
         w = build_workload(c)
         rows = meta.get("rows")  # of the run's devices, which may have been more
-        model = Model.make(w.model.spec, w.model.policy, rows, border=w.model.border)
-        w = w._replace(task=w.task._replace(model=model))
+        w = w._replace(task=w.task._replace(model=w.model._replace(rows=rows).again()))
         if w.data.manifest.fingerprint != meta["data"]:
             raise UserError(f"{run_dir} was trained on other data than {w.data.directory}; bring its text back")
         found = checkpointer.restore(dataclasses.replace(abstract_state(w.task), opt_state=()), partial=True)

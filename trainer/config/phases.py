@@ -13,7 +13,7 @@ class PhaseOf(NamedTuple):
     Attributes:
       start: steps taken before its first one.
       until: steps taken after its last one.
-      config: with its own settings in place of those that they are of; learning rates are over its steps alone.
+      config: with its own settings in place of those that they are of, and no phases; rates are over its steps alone.
     """
 
     start: int
@@ -45,10 +45,16 @@ def phases_of(c: Config) -> list[PhaseOf]:
         schedule = {"name": phase.schedule, **ratios}
         config = dataclasses.replace(
             c,
-            train=dataclasses.replace(c.train, trainable=phase.trainable),
+            train=dataclasses.replace(c.train, trainable=phase.trainable, phases=None),
             schedule=dataclasses.replace(c.schedule, **{k: v for k, v in schedule.items() if v is not None}),
             optimizer=c.optimizer if phase.lr is None else dataclasses.replace(c.optimizer, lr=phase.lr),
             precision=phase.precision or c.precision,
         )
         found.append(PhaseOf(start, until, config))
     return found
+
+
+def phase_at(c: Config, step: int) -> Config:
+    """The configuration of the phase that step `step` is of, counted from 1; of the last one for what is beyond it."""
+    phases = phases_of(c)
+    return next((phase.config for phase in phases if step <= phase.until), phases[-1].config)
