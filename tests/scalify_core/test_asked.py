@@ -9,7 +9,7 @@ import pytest
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from scalify_core import as_scaled_array, asarray, explain, scalify
+from scalify_core import PrecisionWarning, as_scaled_array, asarray, explain, scalify
 
 F32, HALF, E4M3 = jnp.float32, jnp.float16, jnp.float8_e4m3fn
 
@@ -190,6 +190,8 @@ def test_a_program_that_has_no_narrow_trace_is_evaluated_as_it_is_and_explain_sa
         fun(asarray(x).astype(HALF), asarray(w).astype(HALF))
     assert np.all(error(scalify(fun)(x, w), fun(*asarray((x, w)))) < 2**-9)
     assert "cannot be traced" in str(explain(fun, x, w))
+    with pytest.warns(PrecisionWarning, match=r"test_asked.py:\d+ .*cannot be traced .TypeError: cholesky"):
+        scalify(fun, check=True)(x, w)
 
 
 def test_a_program_that_has_other_products_in_another_dtype_has_what_it_asks_for_in_both():
