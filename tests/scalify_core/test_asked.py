@@ -167,6 +167,7 @@ SILENT = {
     "a table": lambda x, w: (x * TABLE) @ w,
     "a plain mask": lambda x, w: jnp.where(TABLE > 0.6, x, np.float32(0)) @ w,
     "a cast back": lambda x, w: (x.astype(F32) * lax.rsqrt(jnp.mean(x.astype(F32) ** 2))).astype(x.dtype) @ w,
+    "a layer in FP32": lambda x, w: jnp.matmul(*promote_dtype(x, w, dtype=F32)),  # as nnx.Embed is by itself
     "a layer that promotes": lambda x, w: jnp.matmul(*promote_dtype(x * TABLE, w)),
     "logits of attention": lambda x, w: attention(x, w),
     "a mean": lambda x, w: (x - jnp.mean(x, -1, keepdims=True)) @ w / jnp.var(w),
