@@ -170,7 +170,7 @@ class Explanation:
         worst = f"largest error of a result: {max(self.errors, default=0.0):.2e}"
         loss = f"first loss: {self.first_loss}" if self.first_loss else self._without_loss()
         shown = "" if len(self.rows) <= top else f"; shown are the {top} most telling ones"
-        unknown = f"\ncasts to FP32 count for nothing in this program: {self.unknown}" if self.unknown else ""
+        unknown = f"\ncasts to FP32 may count for nothing in this program: {self.unknown}" if self.unknown else ""
         return f"{count}{shown}; {worst}\n{loss}{unknown}\n\n{self.table(top)}"
 
     def _without_loss(self) -> str:

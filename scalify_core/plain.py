@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ import numpy as np
 from scalify_core.array import is_scaled_array
 from scalify_core.measured import asked
 from scalify_core.measured.residuals import Logical
+from scalify_core.watch import PrecisionWarning
 
 
 class Narrow(NamedTuple):
@@ -44,11 +47,13 @@ class Plain:
         fun: the function.
         avals: of its leaves; None: they have the formats of the data that they are given for.
         given: see `Narrow`.
+        check: whether it is said (`PrecisionWarning`) that there is no trace.
     """
 
     fun: Callable
     avals: tuple[Any, ...] | None = None
     given: tuple[asked.Level, ...] = ()
+    check: bool = False
 
     def traced(self, avals: Sequence[Any]) -> Narrow | None:
         """The trace of leaves that look so; None: it fails, as of a program that needs more than a format has."""
@@ -57,13 +62,30 @@ class Plain:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
                 traced = trace_of(self.fun, avals if self.avals is None else self.avals)
-        except Exception:  # whatever the function raises where it is given another dtype
+        except Exception as error:  # whatever the function raises where it is given another dtype
+            if self.check:
+                warnings.warn(_without_trace(self.fun, error), PrecisionWarning, stacklevel=2)
             return None
         return Narrow(traced, self.given)
 
     def of(self, made: Callable[[Callable], Callable]) -> Plain | None:
         """How what is made of the function is traced, of leaves of the same formats; None: the leaves are its own."""
-        return Plain(made(self.fun)) if self.avals is None else None
+        return Plain(made(self.fun), check=self.check) if self.avals is None else None
+
+
+def _without_trace(fun: Callable, error: Exception) -> str:
+    """What is said of a function that cannot be traced as plain code: where, and why."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if not _is_of_library(frame.f_code)]
+    place = f"{os.path.basename(frames[-1].f_code.co_filename)}:{frames[-1].f_lineno} " if frames else ""
+    reason = str(error).strip().partition("\n")[0]
+    return (
+        f"{place}{getattr(fun, '__name__', 'scalified')}: with arrays of the formats of its data it cannot be traced "
+        f'({type(error).__name__}: {reason}), so what it casts to FP32 is read as narrow; precision="highest" is not'
+    )
+
+
+def _is_of_library(code: Any) -> bool:
+    return code.co_filename.startswith((os.path.dirname(jax.__file__), os.path.dirname(__file__)))
 
 
 def trace_of(fun: Callable, avals: Sequence[Any]) -> Any:

@@ -58,8 +58,9 @@ def scalify(
             what an error is measured by: however many small elements vanish beside large ones (a fifth of what GELU
             gives, in E4M3), the tensor is what it was while their share of it is small, and once that is not, its
             scale is astray. With measured scales, the rows and columns of a product of which more than 1% is lost are
-            named, too, however small they are. A mask's constant (-1e9) may saturate. The program has callbacks then
-            (`jax.debug.callback`), and is slower; without `check` it has not an operation more.
+            named, too, however small they are, and a program of which it is not known what it asks to have in FP32. A
+            mask's constant (-1e9) may saturate. The program has callbacks then (`jax.debug.callback`), and is slower;
+            without `check` it has not an operation more.
 
     Returns:
         A function of the same arguments. Arrays in them may be ScaledArrays. Every floating-point result that
@@ -94,7 +95,9 @@ def scalify(
 
         flat.__name__ = getattr(fun, "__name__", "scalified")
         names = lambda i: arguments.leaf_names(tree)[places.index(i)]
-        return flat, _differentiable(flat, how, reporter, names, plain=Plain(flat) if scales == "auto" else None)
+        return flat, _differentiable(
+            flat, how, reporter, names, plain=Plain(flat, check=check) if scales == "auto" else None
+        )
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +116,7 @@ def scalify(
             out = differentiable(*leaves)
         except _ClosesOverTracers:
             closed_over, opened = _opened(traced_in_float32(flat, leaves))
-            plain = _opened_plain(flat, leaves, closed_over) if scales == "auto" else None
+            plain = _opened_plain(Plain(flat, check=check), leaves, closed_over) if scales == "auto" else None
             own_names = arguments.leaf_names(tree)
             own_names = [own_names[places.index(i)] for i in range(len(leaves))]
             names = ["a closed-over array"] * len(closed_over) + own_names
@@ -149,13 +152,13 @@ def _opened(traced: Any) -> tuple[list[Any], Callable]:
     return closed_over, lambda *xs: jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs))
 
 
-def _opened_plain(fun: Callable, leaves: Sequence[Any], closed_over: Sequence[Any]) -> Plain | None:
+def _opened_plain(plain: Plain, leaves: Sequence[Any], closed_over: Sequence[Any]) -> Plain | None:
     """How `_opened` of a function is traced as plain code; None: not, or other values are closed over there."""
-    narrow = narrow_trace(Plain(fun), traced_in_float32(fun, leaves).jaxpr, leaves)
+    narrow = narrow_trace(plain, traced_in_float32(plain.fun, leaves).jaxpr, leaves)
     if narrow is None:
         return None
     found, opened = _opened(narrow.traced)
-    return Plain(opened) if list(map(id, found)) == list(map(id, closed_over)) else None
+    return Plain(opened, check=plain.check) if list(map(id, found)) == list(map(id, closed_over)) else None
 
 
 def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:

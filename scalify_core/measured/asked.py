@@ -12,6 +12,7 @@ request: a scalar or a table that happens to be FP32 (`x / np.sqrt(d)`) takes no
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src.source_info_util import Transform
 from jax.extend.core import Literal
 
 from scalify_core.caches import per_jaxpr
@@ -111,14 +113,15 @@ def _inner(eqn: Any) -> list[Any]:
 def _asked(jaxpr: Any, items: tuple[Item, ...]) -> Any:
     """The jaxpr in which the products that were asked for are in full; None: the jaxpr as it is.
 
-    So it is where the program branches on dtypes, and other products stand beside its own.
+    Where a program branches on dtypes, and has products that the other one has not, the others stand side by side.
     """
-    places = _places(jaxpr)
-    if [key for _, key in places] != [item.key for item in items] or not any(item.any_asked for item in items):
+    if not any(item.any_asked for item in items):
         return None
-    eqns = list(jaxpr.eqns)
-    for (i, _), item in zip(places, items, strict=True):
-        eqns[i] = _with_inner(eqns[i], item) if item.inner else _in_full(eqns[i]) if item.asked else eqns[i]
+    places, eqns = _places(jaxpr), list(jaxpr.eqns)
+    keys, others = [key for _, key in places], [item.key for item in items]
+    for start, other, size in difflib.SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks():
+        for (i, _), item in zip(places[start : start + size], items[other : other + size], strict=True):
+            eqns[i] = _with_inner(eqns[i], item) if item.inner else _in_full(eqns[i]) if item.asked else eqns[i]
     return jaxpr.replace(eqns=eqns)
 
 
@@ -209,10 +212,10 @@ def _is_backward(eqn: Any, within: bool) -> bool:
 
     What a backward pass computes again is not, and a pullback that is written by hand is what it says.
     """
-    stack = str(eqn.source_info.name_stack)
-    if "rematted_computation" in stack:
+    stack = eqn.source_info.name_stack.stack
+    if any(x.name == "rematted_computation" for x in stack):
         return False
-    return within or "transpose(" in stack
+    return within or any(type(x) is Transform and x.name == "transpose" for x in stack)
 
 
 def _is_request(eqn: Any, backward: bool) -> bool:

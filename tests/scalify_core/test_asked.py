@@ -9,7 +9,7 @@ import pytest
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from scalify_core import as_scaled_array, asarray, explain, scalify
+from scalify_core import PrecisionWarning, as_scaled_array, asarray, explain, scalify
 
 F32, HALF, E4M3 = jnp.float32, jnp.float16, jnp.float8_e4m3fn
 
@@ -167,6 +167,7 @@ SILENT = {
     "a table": lambda x, w: (x * TABLE) @ w,
     "a plain mask": lambda x, w: jnp.where(TABLE > 0.6, x, np.float32(0)) @ w,
     "a cast back": lambda x, w: (x.astype(F32) * lax.rsqrt(jnp.mean(x.astype(F32) ** 2))).astype(x.dtype) @ w,
+    "a layer in FP32": lambda x, w: jnp.matmul(*promote_dtype(x, w, dtype=F32)),  # as nnx.Embed is by itself
     "a layer that promotes": lambda x, w: jnp.matmul(*promote_dtype(x * TABLE, w)),
     "logits of attention": lambda x, w: attention(x, w),
     "a mean": lambda x, w: (x - jnp.mean(x, -1, keepdims=True)) @ w / jnp.var(w),
@@ -183,20 +184,37 @@ def test_promotion_takes_no_product_out_of_its_format(name):
     assert in_full(jax.grad(lambda x, w: asarray(scalify(fun)(x, w)), (0, 1)), *scaled) == 0
 
 
-def test_a_program_that_has_no_narrow_trace_is_evaluated_as_it_is():
+def test_a_program_that_has_no_narrow_trace_is_evaluated_as_it_is_and_explain_says_so():
     x, w = operands("linalg", HALF)
     fun = lambda x, w: x @ jnp.linalg.cholesky(w @ w.T + jnp.eye(16, dtype=w.dtype))  # which FP16 does not have
     with pytest.raises(TypeError):
         fun(asarray(x).astype(HALF), asarray(w).astype(HALF))
     assert np.all(error(scalify(fun)(x, w), fun(*asarray((x, w)))) < 2**-9)
     assert "cannot be traced" in str(explain(fun, x, w))
+    with pytest.warns(PrecisionWarning, match=r"test_asked.py:\d+ .*cannot be traced .TypeError: cholesky"):
+        scalify(fun, check=True)(x, w)
 
 
-def test_a_program_that_has_other_products_in_another_dtype_is_evaluated_as_it_is():
-    fun = lambda x, w: x.astype(F32) @ w if x.dtype == F32 else x.astype(F32) @ w.astype(F32) @ w
+def test_a_program_that_has_other_products_in_another_dtype_has_what_it_asks_for_in_both():
+    def fun(x, w):
+        if x.dtype != F32:
+            x = x[:, :8] @ w[:8] + x[:, 8:] @ w[8:]
+        return x.astype(F32) @ w.astype(F32)
+
     x, w = operands("matmul", HALF)
-    assert in_full(scalify(fun), x, w) == 0
-    assert np.all(error(scalify(fun)(x, w), fun(*asarray((x, w)))) < 2**-9)
+    assert in_full(scalify(fun), x, w) == 1
+    assert "it is another one" in str(explain(fun, x, w))
+
+
+def test_a_scope_of_any_name_is_no_backward_pass():
+    fun = jax.named_scope("transpose(net)")(CASES["matmul"])
+    assert in_full(scalify(fun), *operands("matmul", HALF)) == 1
+
+
+def test_explain_computes_with_what_is_asked_for():
+    found = explain(CASES["matmul"], *operands("matmul", HALF))
+    assert found.errors[0] < 2**-11
+    assert found.unknown is None
 
 
 @pytest.mark.parametrize("place", ["forward", "inside", "outside"])
