@@ -252,14 +252,16 @@ def test_gradients_of_attention_saturate_in_fp16():
         assert jnp.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("tokens", "chunk"), [(30, None), (30, 10), (30, 7), (16, 16)])
-def test_linear_cross_entropy_of_cuda_programs_is_that_of_others(tokens, chunk):
+def test_linear_cross_entropy_of_cuda_programs_is_that_of_others(tokens, chunk, masked):
     """What is lowered for CUDA, run here."""
     rng = np.random.default_rng(0)
     x, head = (jnp.asarray(4 * rng.normal(size=shape), jnp.float32) for shape in ((tokens, 16), (24, 16)))
     targets = jnp.asarray(rng.integers(0, 20, tokens))
     x = x.at[3].multiply(100)  # a row whose logits are far apart
-    static = {"vocab_size": 20, "chunk": chunk, "logit_scale": 0.5}
+    targets = targets.at[5].set(-1) if masked else targets
+    static = {"vocab_size": 20, "chunk": chunk, "masked": masked, "logit_scale": 0.5}
     of_cuda, of_others = (
         jax.jit(functools.partial(fwd, **static))(x, head, targets)
         for fwd in (losses._linear_cross_entropy.cuda_fwd, losses._linear_cross_entropy.fwd)
