@@ -5,6 +5,14 @@ An item of `presets=` is a precision with `+key=value` for each further override
 `python -m trainer` in OUT/LR/ITEM/SEED. Called again, the study continues; finished runs stay as they are. After every
 run OUT/parity.json, parity.md and parity.png are written anew. With `margin=` an item gets no further seeds once it is
 clear on which side of the margin its difference is, by an interval that holds however often it is looked at.
+
+With `trunk=STEPS` the runs of a seed share their first steps: the base's, from whose checkpoint the others go on in
+their own precision. Two trainings that drift apart from the first step on end in different minima, whose losses differ
+by chance; from a common trunk they stay in one, and a pair shows ten times smaller differences. What a precision does
+to the first steps it does not show.
+
+python -m scripts.studies.parity presets=scalify_fp8_fp16 model=llama_nano steps=1000 trunk=300 last=1 evaluations=5
+  eval_batches=128 overrides="model.lr=1e-3 schedule.min_ratio=0"
 """
 
 import json
@@ -41,9 +49,11 @@ from scripts.studies.runs import (
     given,
     in_turn,
     jobs_of,
+    keep_trunk,
     last_line,
     remove_checkpoints,
     remove_removed,
+    trunk_of,
 )
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
@@ -55,11 +65,23 @@ from trainer.run.rundir import code_version, is_held, write_atomically
 class Arguments(Study):
     """See `--help`."""
 
+    fixed = (*Study.fixed, "trunk")
+
     evaluate_in: str = argument("a precision in which the final weights are evaluated too; empty: none", "")
     interval: float = argument("wanted half width of the 95% interval, in percent of the base; 0: no wish", 0.0)
     scatter: float = argument("standard deviation of a pair, in percent, that is assumed until pairs tell it", 0.2)
+    trunk: int = argument("first steps that the runs of a seed share, trained as the base is; 0: none", 0)
     margin: float = argument("stop an item when its difference is surely below or above so many percent; 0: never", 0.0)
     out: str = argument("where the runs and the table go", "runs/parity")
+
+    def checkpoints(self, job: Job) -> list[str]:
+        """As of any study; with a trunk the base saves there too, and all others start from it."""
+        if not self.trunk:
+            return super().checkpoints(job)
+        if job.item == self.base:
+            return [f"checkpoint.every={self.trunk}", f"checkpoint.keep={self.steps // self.trunk + 1}"]
+        start = [f"resume='{trunk_of(self, job)}'", f"resume.step={self.trunk}", "resume.convert=true"]
+        return [*super().checkpoints(job), *start]
 
 
 def main(args: Arguments) -> None:
@@ -73,7 +95,7 @@ def main(args: Arguments) -> None:
     finished = [job for job in jobs if has_ended(folders[job], args)]
     for job in finished if args.jobs else ():  # such as one that was interrupted before it was evaluated
         if not is_held(folders[job]):  # a run's last validation comes before its last checkpoint
-            conclude(folders[job], args)
+            conclude(job, folders[job], args)
     outcomes = {job: found for job in finished if (found := read_outcome(folders[job], args.steps, args.evaluate_in))}
     report(out, args, outcomes)
     todo = [job for job in jobs if job not in outcomes]
@@ -88,7 +110,7 @@ def main(args: Arguments) -> None:
     told = set(verdicts(args, outcomes))
     commands = {job: command(args, job, folders[job], model_lr) for job in todo}
     for job in in_turn(commands, folders, args.jobs, lambda job: is_wanted(job, args, outcomes)):
-        conclude(folders[job], args)
+        conclude(job, folders[job], args)
         found = read_outcome(folders[job], args.steps, args.evaluate_in)
         assert found is not None  # its process ended well
         outcomes[job] = found
@@ -108,7 +130,12 @@ def verdicts(args: Arguments, outcomes: dict[Job, Outcome]) -> dict[tuple[float,
 
 
 def is_wanted(job: Job, args: Arguments, outcomes: dict[Job, Outcome]) -> bool:
-    """Whether a run can still tell something: one of the base, if any item of its learning rate is still open."""
+    """Whether a run can still tell something: one of the base, if any item of its learning rate is still open.
+
+    One that has no trunk to start from, since the base's diverged before it, tells nothing.
+    """
+    if args.trunk and job.item != args.base and not trunk_of(args, job).exists():
+        return False
     if not args.margin:
         return True
     clear = verdicts(args, outcomes)
@@ -149,6 +176,10 @@ def check_arguments(args: Arguments) -> None:
         raise UserError(f"evaluate_in={args.evaluate_in}: expected one precision")
     if args.evaluate_in:
         policy_of(args.evaluate_in)
+    if not 0 <= args.trunk < args.steps:
+        raise UserError(f"trunk={args.trunk}: expected fewer steps than steps={args.steps}; 0: none")
+    if args.trunk and args.jobs > 1:
+        raise UserError(f"trunk={args.trunk} and jobs={args.jobs}: runs of a seed wait for the base's; give jobs=1")
 
 
 def has_ended(run_dir: Path, args: Arguments) -> bool:
@@ -162,8 +193,8 @@ def has_ended(run_dir: Path, args: Arguments) -> bool:
     return not checkpoints.exists() or (checkpoints / str(args.steps)).exists() or is_held(run_dir)
 
 
-def conclude(run_dir: Path, args: Arguments) -> None:
-    """Evaluate the weights of a run that has ended, where that is asked, and remove its checkpoints.
+def conclude(job: Job, run_dir: Path, args: Arguments) -> None:
+    """Evaluate the weights of a run that has ended, where that is asked, and remove its checkpoints but the trunk.
 
     They stay where they could not be evaluated, which is said; the next call tries again.
     """
@@ -171,6 +202,8 @@ def conclude(run_dir: Path, args: Arguments) -> None:
     remove_removed(run_dir)
     if found is None or not checkpoints.exists():
         return
+    if job.item == args.base and (checkpoints / str(args.trunk)).exists():
+        keep_trunk(run_dir, args.trunk)
     if args.evaluate_in and not found.diverged:
         words = [f"run_dir={run_dir}", f"precisions={args.evaluate_in}", f"batches={args.eval_batches}"]
         done = subprocess.run([sys.executable, "-m", "scripts.evaluate", *words], capture_output=True, text=True)
@@ -241,7 +274,9 @@ def heading(args: Arguments) -> str:
     return (
         f"{args.model}, {args.steps} steps of {args.batch_tokens} tokens ({args.steps * args.batch_tokens:,} in all); "
         f"validation loss in nats per token, mean of the last {args.last} of {args.evaluations} validations; "
-        f"differences to {args.base} of the same seed, with 95% intervals of their mean.\n\n"
+        f"differences to {args.base} of the same seed, with 95% intervals of their mean"
+        + f"; the runs of a seed share its first {args.trunk} steps" * bool(args.trunk)
+        + ".\n\n"
     )
 
 

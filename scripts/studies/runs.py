@@ -27,6 +27,7 @@ from trainer.text import laid_over
 # What the study sets itself, from its own arguments or to read a run's outcome: no override takes their place.
 OWN_KEYS = ("tracker", "seed", "run_dir", "resume", "model", "train.steps", "train.batch_tokens", "optimizer.lr")
 REMOVED = "removed"  # what checkpoints are called from when they are given up to when they are gone
+TRUNK = "trunk"  # in a run of the base, what the other runs of its seed go on from: a run directory itself
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class Study:
     def logged(self) -> list[str]:
         """The trainer's arguments that say how often it looks at what."""
         return ["train.log_every=10", "metrics.numerics_every=0"]
+
+    def checkpoints(self, job: "Job") -> list[str]:
+        """The trainer's arguments that say when a run saves: at the end, or when it is interrupted."""
+        return ["checkpoint.every=0"]
 
 
 class Job(NamedTuple):
@@ -126,12 +131,29 @@ def claim(out: Path, args: Study) -> None:
         raise UserError(f"cannot write to out={out}: {error.strerror}; choose another") from error
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        different = [f"{k}={v} (was {before.get(k)})" for k, v in fixed.items() if v != before.get(k)]
+        usual = {field.name: field.default for field in fields(args)}  # of a key that came after the directory
+        was = {name: before.get(name, usual[name]) for name in fixed}
+        different = [f"{k}={v} (was {was[k]})" for k, v in fixed.items() if v != was[k]]
         if different:
             raise UserError(
                 f"out={out} holds runs with other {', '.join(different)}; take it back, or choose another out"
             )
     write_atomically(path, json.dumps(fixed, indent=2) + "\n")
+
+
+def trunk_of(args: Study, job: Job) -> Path:
+    """Where the runs of a seed find the checkpoint that they have in common."""
+    return folder(Path(args.out), job._replace(item=args.base)) / TRUNK
+
+
+def keep_trunk(run_dir: Path, step: int) -> None:
+    """Put a run's checkpoint of `step`, and its configuration, where they stay; all or none of it."""
+    trunk, half = run_dir / TRUNK, run_dir / f"{TRUNK}.part"
+    if not trunk.exists():
+        shutil.rmtree(half, ignore_errors=True)
+        shutil.copytree(run_dir / "checkpoints" / str(step), half / "checkpoints" / str(step))
+        shutil.copy2(run_dir / "config.yaml", half)
+        half.rename(trunk)
 
 
 def check_items(args: Study, items: Sequence[str]) -> float:
@@ -154,7 +176,7 @@ def last_line(text: str) -> str:
 
 
 def command(args: Study, job: Job, run_dir: Path, model_lr: float) -> list[str]:
-    """The run as a command. Checkpoints come only at the end or when it is interrupted."""
+    """The run as a command."""
     settings = [
         f"model={args.model}",
         f"train.steps={args.steps}",
@@ -162,7 +184,7 @@ def command(args: Study, job: Job, run_dir: Path, model_lr: float) -> list[str]:
         f"train.eval_every={args.steps // args.evaluations}",
         f"train.eval_batches={args.eval_batches}",
         f"train.final_eval_batches={args.eval_batches}",
-        "checkpoint.every=0",
+        *args.checkpoints(job),
         "sample.max_new=0",
         *args.logged,
         "tracker=jsonl",

@@ -1,0 +1,76 @@
+"""Parity runs whose first steps are the base's."""
+
+import dataclasses
+import json
+import re
+import sys
+
+import pytest
+
+from scripts.studies import parity
+from scripts.studies.parity import Arguments
+from trainer.errors import UserError
+
+TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
+
+
+def test_runs_without_a_trunk_to_start_from_are_not_run(tmp_path, monkeypatch):
+    args = Arguments("bf16", seeds=2, steps=10, evaluations=1, last=1, trunk=4, out=str(tmp_path))
+
+    def writing(args, job, run_dir, model_lr):  # the base of seed 1 diverges before it has saved
+        trunk = "pathlib.Path('checkpoints/4').mkdir(parents=True); pathlib.Path('config.yaml').touch();"
+        row = f"pathlib.Path('metrics.jsonl').write_text({json.dumps({'step': 10, 'val/loss': 1.0})!r} + chr(10))"
+        ending = "pathlib.Path('divergence.txt').touch()" if job == (1.0, "fp32", 1) else f"{trunk} {row}"
+        return [sys.executable, "-c", f"import os, pathlib; os.chdir({str(run_dir)!r}); {ending}"]
+
+    monkeypatch.setattr(parity, "check_items", lambda args, items: 1.0)
+    monkeypatch.setattr(parity, "command", writing)
+    parity.main(args)
+    assert [path.parent.name for path in tmp_path.glob("1x/bf16/*/metrics.jsonl")] == ["0"]
+    assert (tmp_path / "1x/fp32/0/trunk/checkpoints/4").is_dir()
+    assert not (tmp_path / "1x/fp32/0/checkpoints").exists()
+    with pytest.raises(UserError, match="other trunk=0 \\(was 4\\)"):
+        parity.main(dataclasses.replace(args, trunk=0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"trunk": 10}, "trunk=10: expected fewer steps than steps=10"),
+        ({"trunk": -1}, "trunk=-1: expected fewer"),
+        ({"trunk": 4, "jobs": 2}, "trunk=4 and jobs=2: runs of a seed wait for the base's; give jobs=1"),
+    ],
+)
+def test_a_trunk_that_no_study_has_is_refused(arguments, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        parity.check_arguments(Arguments("bf16", steps=10, **arguments))
+
+
+@pytest.mark.whole  # what starts from it is test_runs_without_a_trunk's, a fork test_resume.py's
+def test_runs_of_a_seed_share_the_trunk_and_go_on_from_it_in_their_own_precision(tmp_path, capsys):
+    out = tmp_path / "out"
+    places = f"data.cache_dir={tmp_path}/data compile_cache={tmp_path}/cache"
+    args = Arguments(
+        "scalify_fp8_fp16",
+        seeds=1,
+        steps=6,
+        batch_tokens=32,
+        evaluations=3,
+        eval_batches=2,
+        last=1,
+        trunk=2,
+        overrides=f"{TINY} {places}",
+        out=str(out),
+    )
+    parity.main(args)
+    base, other = (
+        ({run["item"]: run["curve"] for run in json.loads((out / "parity.json").read_text())["runs"]})["fp32"],
+        json.loads((out / "parity.json").read_text())["runs"][1]["curve"],
+    )
+    assert list(base) == ["2", "4", "6"]
+    assert list(other) == ["4", "6"]  # its first steps are the base's
+    assert 0 < abs(other["4"] - base["4"]) < 1e-3  # the same weights, moments and batches, rounded
+    assert [path.name for path in (out / "1x/fp32/0/trunk/checkpoints").iterdir()] == ["2"]
+    assert not list(out.glob("1x/*/0/checkpoints"))
+    parity.main(dataclasses.replace(args, presets="scalify_fp8_fp16,fp32+optimizer.eps=1.01e-8"))  # later
+    assert "3 of 3: fp32+optimizer.eps=1.01e-8" in capsys.readouterr().out
