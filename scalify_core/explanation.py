@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from scalify_core.measured.promoted import Promoted, text_of
 from scalify_core.places import Place
 
 ASTRAY = 4.0  # octaves between the expected RMS and the one that is due: rounding is not hurt by as many yet
@@ -124,6 +125,7 @@ class Explanation:
         tolerance: the error from which on values count as lost.
         turned: where booleans or integers, such as comparisons, first differ from plain FP32; None: nowhere.
         unknown: why it is not known which products the program asks to have in FP32 by casts; None: it is.
+        promoted: the products that read a narrow format, and of which plain code has an operand in FP32 by promotion.
     """
 
     rows: list[Row]
@@ -131,6 +133,7 @@ class Explanation:
     tolerance: float
     turned: str | None = None
     unknown: str | None = None
+    promoted: Sequence[Promoted] = ()
 
     @property
     def first_row(self) -> Row | None:
@@ -171,7 +174,16 @@ class Explanation:
         loss = f"first loss: {self.first_loss}" if self.first_loss else self._without_loss()
         shown = "" if len(self.rows) <= top else f"; shown are the {top} most telling ones"
         unknown = f"\ncasts to FP32 may count for nothing in this program: {self.unknown}" if self.unknown else ""
-        return f"{count}{shown}; {worst}\n{loss}{unknown}\n\n{self.table(top)}"
+        return f"{count}{shown}; {worst}\n{loss}{unknown}{self._of_promoted(top)}\n\n{self.table(top)}"
+
+    def _of_promoted(self, top: int) -> str:
+        """What is said of promoted products, by line of the user's."""
+        if not self.promoted:
+            return ""
+        places = list(dict.fromkeys(map(str, self.promoted)))
+        more = f"\n  and {len(places) - top} more" if len(places) > top else ""
+        listed = "".join(f"\n  {place}" for place in places[:top])
+        return f"\n{text_of(self.promoted[0].dtype)}:{listed}{more}"
 
     def _without_loss(self) -> str:
         """What is said where no equation loses much: results may be off all the same."""

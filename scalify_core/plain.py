@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core.array import is_scaled_array
-from scalify_core.measured import asked
+from scalify_core.measured import asked, promoted
+from scalify_core.measured.evaluate import format_of
 from scalify_core.measured.residuals import Logical
 from scalify_core.watch import PrecisionWarning
 
@@ -33,6 +34,11 @@ class Narrow(NamedTuple):
     def in_full(self, jaxpr: Any) -> Any:
         """The jaxpr of the same function of FP32 arrays, with the products in full that are FP32 here on request."""
         return asked.in_full(jaxpr, self.traced.jaxpr, self.given)
+
+    def promoted(self, jaxpr: Any, leaves: Sequence[Any]) -> list[promoted.Promoted]:
+        """The products of a jaxpr as it is evaluated that are narrow here, though plain code has an operand in FP32."""
+        levels = asked.promoted(jaxpr, self.traced.jaxpr, self.given)
+        return promoted.found(jaxpr, tuple(map(format_of, leaves)), levels) if levels else []
 
     def of_results(self) -> tuple[asked.Level, ...]:
         """How the results came to be FP32."""
@@ -111,15 +117,37 @@ def _may_ask(jaxpr: Any, leaves: Sequence[Any]) -> bool:
     return any(_has_format(x) and _is_narrow(x.dtype) for x in leaves) and asked.has_products(jaxpr)
 
 
-def in_full(fun: Callable, jaxpr: Any, leaves: Sequence[Any]) -> tuple[Any, str | None]:
-    """The trace of `fun` in FP32 as it is evaluated, and why it is not known which FP32 it asks for, or None."""
+def in_full(fun: Callable, jaxpr: Any, leaves: Sequence[Any]) -> tuple[Any, str | None, Sequence[promoted.Promoted]]:
+    """The trace of `fun` in FP32 as it is evaluated, and what of plain code's FP32 it may not have.
+
+    That is why it is not known which FP32 the program asks for, or None; and the products that are narrow here.
+    """
     if not _may_ask(jaxpr, leaves):
-        return jaxpr, None
+        return jaxpr, None, []
     narrow = Plain(fun).traced(list(map(_aval_in_format, leaves)))
     if narrow is None:
-        return jaxpr, "it cannot be traced with arrays of the formats of its data"
+        return jaxpr, "it cannot be traced with arrays of the formats of its data", []
     known = asked.has_same_products(jaxpr, narrow.traced.jaxpr)
-    return narrow.in_full(jaxpr), None if known else "traced with arrays of the formats of its data it is another one"
+    unknown = None if known else "traced with arrays of the formats of its data it is another one"
+    full = narrow.in_full(jaxpr)
+    return full, unknown, narrow.promoted(full, leaves)
+
+
+def say_promoted(fun: Callable, jaxpr: Any, narrow: Narrow, leaves: Sequence[Any]) -> None:
+    """Warn (`PrecisionWarning`) of products of a jaxpr as it is evaluated that plain code has in FP32.
+
+    Not of what is promoted in a library: layers of Flax do so without being told, and nothing is meant by it.
+    """
+    if asked.is_unknown(jaxpr, narrow.traced.jaxpr, narrow.given):
+        text = (
+            f"{getattr(fun, '__name__', 'scalified')}: with arrays of the formats of its data it is another program, "
+            f'so some of what it casts to FP32 is read as narrow; precision="highest" is not'
+        )
+        warnings.warn(text, PrecisionWarning, stacklevel=2)
+    for found in narrow.promoted(jaxpr, leaves):
+        if found.level == asked.PROMOTED:
+            text = f"{found}: {promoted.text_of(found.dtype)}"
+            warnings.warn_explicit(text, PrecisionWarning, found.place.file or "scalify", found.place.line)
 
 
 def aval_of(x: Any) -> Any:

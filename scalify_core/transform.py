@@ -23,7 +23,16 @@ from scalify_core import interpreter, measured, pullbacks
 from scalify_core.arguments import Arguments
 from scalify_core.array import asarray, gradients_like, is_scaled_array, is_unreadable, read, say_unreadable, trusted
 from scalify_core.measured.residuals import Logical, Residuals
-from scalify_core.plain import Narrow, Plain, aval_of, logical, narrow_trace, trace_of, traced_in_float32
+from scalify_core.plain import (
+    Narrow,
+    Plain,
+    aval_of,
+    logical,
+    narrow_trace,
+    say_promoted,
+    trace_of,
+    traced_in_float32,
+)
 from scalify_core.watch import Reporter
 
 Scales = Literal["auto", "static"]
@@ -192,6 +201,8 @@ def _evaluated(
         residuals = None if pulled is None else _residuals(traced, pulled, narrow)
         arguments = [*map(trusted, leaves[:own]), *map(read, leaves[own:])]
         jaxpr = traced.jaxpr if narrow is None else narrow.in_full(traced.jaxpr)
+        if plain is not None and plain.check and narrow is not None:
+            say_promoted(fun, jaxpr, narrow, leaves)
         return jax.tree.unflatten(jax.tree.structure(out), how(jaxpr, arguments, residuals))
 
 

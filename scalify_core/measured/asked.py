@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,8 +36,9 @@ _JAX, _FLAX = os.path.dirname(jax.__file__), f"{os.sep}flax{os.sep}"
 _IN_FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
-Level = int  # how a value came to be FP32: 0, nobody asked; or as follows
-_OF_PRODUCT, _OF_CAST = 1, 2
+Level = int  # how a value came to be FP32: 0, by itself; or as follows
+# Promoted at a line of the user's, or within a library; asked for as the result of a product, or by a cast.
+PROMOTED, _PROMOTED_BY_LIBRARY, _OF_PRODUCT, _OF_CAST = 1, 2, 3, 4
 
 
 class Item(NamedTuple):
@@ -46,11 +47,13 @@ class Item(NamedTuple):
     Attributes:
         key: what it is, the same in both traces.
         asked: whether it is a product that was asked to be in FP32.
+        promoted: of a product with an FP32 operand that nobody asked for, how that came to be so; else None.
         inner: the items of its inner jaxprs.
     """
 
     key: Any
     asked: bool
+    promoted: Level | None
     inner: tuple[tuple[Item, ...], ...]
 
     @property
@@ -66,6 +69,19 @@ def in_full(jaxpr: Any, plain: Any, given: tuple[Level, ...]) -> Any:
     """
     found = _asked(jaxpr, of_plain(plain, given)[0])
     return jaxpr if found is None else found
+
+
+def promoted(jaxpr: Any, plain: Any, given: tuple[Level, ...]) -> dict[int, Level]:
+    """The products of a jaxpr, also further in, with an FP32 operand in `plain` that nobody asked for.
+
+    By their ids, how that came to be FP32.
+    """
+    return dict(_promoted(jaxpr, of_plain(plain, given)[0]))
+
+
+def is_unknown(jaxpr: Any, plain: Any, given: tuple[Level, ...]) -> bool:
+    """Whether a product is asked to be in FP32 in `plain` of which it is not known which one of `jaxpr` it is."""
+    return _is_unknown(jaxpr, of_plain(plain, given)[0])
 
 
 def of_plain(plain: Any, given: tuple[Level, ...]) -> tuple[tuple[Item, ...], tuple[Level, ...]]:
@@ -117,12 +133,39 @@ def _asked(jaxpr: Any, items: tuple[Item, ...]) -> Any:
     """
     if not any(item.any_asked for item in items):
         return None
-    places, eqns = _places(jaxpr), list(jaxpr.eqns)
+    eqns = list(jaxpr.eqns)
+    for i, item in _beside(jaxpr, items):
+        eqns[i] = _with_inner(eqns[i], item) if item.inner else _in_full(eqns[i]) if item.asked else eqns[i]
+    return jaxpr.replace(eqns=eqns)
+
+
+def _beside(jaxpr: Any, items: tuple[Item, ...]) -> Iterator[tuple[int, Item]]:
+    """The numbers of equations, each with its item of plain code."""
+    places = _places(jaxpr)
     keys, others = [key for _, key in places], [item.key for item in items]
     for start, other, size in difflib.SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks():
         for (i, _), item in zip(places[start : start + size], items[other : other + size], strict=True):
-            eqns[i] = _with_inner(eqns[i], item) if item.inner else _in_full(eqns[i]) if item.asked else eqns[i]
-    return jaxpr.replace(eqns=eqns)
+            yield i, item
+
+
+@per_jaxpr
+def _promoted(jaxpr: Any, items: tuple[Item, ...]) -> tuple[tuple[int, Level], ...]:
+    found: list[tuple[int, Level]] = []
+    for i, item in _beside(jaxpr, items):
+        if item.promoted is not None:
+            found.append((id(jaxpr.eqns[i]), item.promoted))
+        for inner, of_inner in zip(_inner(jaxpr.eqns[i]), item.inner, strict=True):
+            found += _promoted(inner, of_inner)
+    return tuple(found)
+
+
+@per_jaxpr
+def _is_unknown(jaxpr: Any, items: tuple[Item, ...]) -> bool:
+    beside = list(_beside(jaxpr, items))
+    if sum(item.any_asked for _, item in beside) < sum(item.any_asked for item in items):
+        return True
+    inner = (pair for i, item in beside for pair in zip(_inner(jaxpr.eqns[i]), item.inner, strict=True))
+    return any(_is_unknown(*pair) for pair in inner)
 
 
 def _in_full(eqn: Any) -> Any:
@@ -163,7 +206,9 @@ def _found(jaxpr: Any, given: tuple[Level, ...], backward: bool) -> tuple[tuple[
         inner, outs = _through(eqn, asked, _is_backward(eqn, backward))
         known.update((var, out if _is_wide(var.aval) else 0) for var, out in zip(eqn.outvars, outs, strict=True))
         if i in numbers:
-            items.append(Item(numbers[i], not inner and _is_asked(eqn, asked), inner))
+            is_asked = not inner and _is_asked(eqn, asked)
+            promoted = None if inner or is_asked or not any(_is_wide(x.aval) for x in eqn.invars[:2]) else max(asked)
+            items.append(Item(numbers[i], is_asked, promoted, inner))
     return tuple(items), tuple(map(level, jaxpr.outvars))
 
 
@@ -190,7 +235,7 @@ def _through(eqn: Any, asked: list[Level], backward: bool) -> tuple[tuple[tuple[
         items, outs = _found(inner_jaxpr(eqn), tuple(asked), backward)
         return (items,), outs
     if name == "convert_element_type":
-        return (), [asked[0] if _is_wide(eqn.invars[0].aval) else _OF_CAST * _is_request(eqn, backward)]
+        return (), [asked[0] if _is_wide(eqn.invars[0].aval) else _of_cast(eqn, backward)]
     is_preferred = name in PRODUCTS and all(_is_narrow(x.aval) for x in eqn.invars[:2])
     return (), [max(_OF_PRODUCT if is_preferred else 0, *asked, 0)] * len(eqn.outvars)
 
@@ -218,28 +263,31 @@ def _is_backward(eqn: Any, within: bool) -> bool:
     return within or any(type(x) is Transform and x.name == "transpose" for x in stack)
 
 
-def _is_request(eqn: Any, backward: bool) -> bool:
-    """Whether a cast is written in the program, or in a library, not made because another operand is wider.
+def _of_cast(eqn: Any, backward: bool) -> Level:
+    """What a cast to FP32 is: written in the program, or in a library; or made because another operand is wider.
 
     It is seen from what the program has called. Of a pullback that is written by hand all that is left is that it is.
     """
     if not _is_narrow(eqn.invars[0].aval):
-        return False
-    called = _called(eqn)
+        return 0
+    called, in_library = _called(eqn)
     if backward:
-        return _BY_HAND in called
-    return not _CASTS.isdisjoint(called) and not any(name.startswith(_PROMOTES) for name in called)
+        return _OF_CAST if _BY_HAND in called else 0
+    if not _CASTS.isdisjoint(called) and not any(name.startswith(_PROMOTES) for name in called):
+        return _OF_CAST
+    return _PROMOTED_BY_LIBRARY if in_library else PROMOTED
 
 
-def _called(eqn: Any) -> list[str]:
-    """The functions of JAX that an equation was made in, and that of Flax which called them, if one did."""
+def _called(eqn: Any) -> tuple[list[str], bool]:
+    """The functions of JAX that an equation was made in, and that of Flax which called them, if one did; whether so."""
     called = []
     for frame in [] if eqn.source_info.traceback is None else eqn.source_info.traceback.frames:
         if frame.file_name.startswith(_JAX):
             called.append(frame.function_name)
         else:
-            return [*called, frame.function_name] if _FLAX in frame.file_name else called
-    return called
+            in_library = _FLAX in frame.file_name
+            return [*called, frame.function_name] if in_library else called, in_library
+    return called, False
 
 
 def _is_narrow(aval: Any) -> bool:

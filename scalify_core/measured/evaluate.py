@@ -59,7 +59,7 @@ def evaluated(
     reporter, the program tells it what is lost, and keeps all of them in FP32, so that it knows.
     """
     args = list(map(entering, leaves))
-    formats = tuple(None if dtype is None else np.dtype(dtype) for dtype in map(_format, leaves))
+    formats = tuple(map(format_of, leaves))
     plan = plan_of(jaxpr, formats)
     first = len(plan.out_formats) if residuals is None else residuals.first
     token = _reporter.set(reporter)
@@ -91,8 +91,9 @@ def evaluated(
     return returned
 
 
-def _format(x: Any) -> Any:
-    return x.dtype if type(x) in (ScaledArray, Logical) else None
+def format_of(x: Any) -> np.dtype | None:
+    """The format of an argument; None: it is plain."""
+    return np.dtype(x.dtype) if type(x) in (ScaledArray, Logical) else None
 
 
 def entering(x: Any) -> Any:

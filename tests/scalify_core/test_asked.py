@@ -1,6 +1,7 @@
 """FP32 that a program asks for by a cast is FP32 under `scalify`, as in plain code of the same format."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -262,3 +263,60 @@ def test_gradients_outside_of_functions_with_integers_and_choices(dtype):
     kinked = lambda w: asarray(scalify(lambda w, x: jnp.mean(jax.nn.relu(x @ w) ** 3))(w, x))
     twice = jax.grad(lambda w: jnp.sum(asarray(jax.grad(kinked)(w)) ** 2))(w)
     assert np.all(np.isfinite(asarray(twice)))
+
+
+PROMOTED = {
+    "a scalar array": lambda x, w: (x + jnp.zeros((), F32)) @ w,
+    "a table": SILENT["a table"],
+    "in a scan": scanned(lambda x, w: ((x * TABLE) @ w).astype(x.dtype)),
+    "in a branch": chosen(lambda x, w: (x * TABLE) @ w),
+    "in a while loop": lambda x, w: lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, ((c[1] * TABLE) @ w).astype(x.dtype)), (0, x)
+    )[1],
+}
+BY_A_LIBRARY = {name: SILENT[name] for name in ("a layer in FP32", "a layer that promotes")}
+
+
+@pytest.mark.parametrize("name", [*PROMOTED, "a layer in FP32"])
+def test_explain_names_products_that_plain_code_has_in_float32_by_promotion(name):
+    x, w = operands("matmul", HALF)
+    found = explain((PROMOTED | BY_A_LIBRARY)[name], x, w)
+    assert [(product.name, product.dtype) for product in found.promoted] == [("dot_general", "float16")]
+    assert 'precision="highest" keeps FP32:\n  test_asked.py:' in str(found)
+
+
+@pytest.mark.parametrize("name", [*CASES, "nothing", "a cast back", "a mean"])
+def test_explain_names_no_product_that_is_what_it_is_in_plain_code(name):
+    x, w = operands(name, HALF)
+    assert explain(CASES.get(name) or SILENT[name], x, w).promoted == []
+
+
+def checked(fun, place):
+    """A function in check mode, or its gradient, inside or outside."""
+    total = lambda x, w: jnp.sum(jnp.sin(fun(x, w)).astype(F32))
+    if place == "outside":
+        return jax.grad(lambda x, w: asarray(scalify(total, check=True)(x, w)))
+    return scalify(fun if place == "forward" else jax.grad(total), check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [pair for pair in itertools.product(PROMOTED, PLACES) if "while" not in pair[0] or pair[1] == "forward"],
+)
+def test_check_mode_warns_of_them(name, place):
+    with pytest.warns(PrecisionWarning, match=r"test_asked.py:\d+ .*dot_general.*: plain code has FP32 here"):
+        checked(PROMOTED[name], place)(*operands("matmul", HALF))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["nothing", "a cast back", "a mean", "logits of attention", *BY_A_LIBRARY])
+def test_check_mode_says_nothing_of_what_is_narrow_in_plain_code_or_promoted_by_a_library(name, place):
+    checked(SILENT[name], place)(*operands("matmul", HALF))
+
+
+def test_check_mode_warns_of_requests_that_cannot_be_told():
+    def fun(x, w):
+        return x.astype(F32) @ w.astype(F32) if x.dtype == F32 else w.T.astype(F32) @ x.T.astype(F32)
+
+    with pytest.warns(PrecisionWarning, match="fun: .* it is another program"):
+        scalify(fun, check=True)(*operands("matmul", HALF))

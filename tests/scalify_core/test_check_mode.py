@@ -214,7 +214,10 @@ LINES = {
 def test_lines_of_a_product_that_one_scale_loses_are_named_though_they_are_nothing_of_the_norm(kind):
     fun, said = LINES[kind]
     args = sc.as_scaled_array((normal(16, 16, seed=3), normal(16, 16, seed=4)), dtype=jnp.float16)
-    found = run(jax.jit(sc.scalify(fun, check=True)), *args)
+    said_of_table = (
+        "plain code has FP32 here, by promotion"  # which `FAR` makes; it stands in the program, not in its run
+    )
+    found = [text for text in run(jax.jit(sc.scalify(fun, check=True)), *args) if said_of_table not in text]
     texts = [text for text in found if "dot_general" in text]  # what is left of lost rows is small beside the others
     assert len(texts) == bool(said) == bool(found)
     assert all(re.search(said, text) and "in float16" in text and "dot_general" in text for text in texts)

@@ -198,5 +198,6 @@ def test_check_names_what_is_lost_in_a_convolution():
         warnings.simplefilter("always")
         jax.block_until_ready(jax.jit(scalify(fun, check=True))(*args))
         jax.effects_barrier()
-    (text,) = [str(w.message) for w in found]
+    # The tables are FP32, which is said while it is traced.
+    (text,) = [str(w.message) for w in found if "plain code has FP32 here, by promotion" not in str(w.message)]
     assert re.search("conv_general_dilated: in float16 .*% of its columns are off", text)

@@ -1,0 +1,84 @@
+"""Products that are narrow though plain code has FP32 there, by promotion, which asks for nothing: by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from scalify_core.measured import asked
+from scalify_core.measured.plan import (
+    CALLS,
+    Format,
+    Step,
+    inner_jaxpr,
+    plan_of,
+    product_format,
+    scan_formats,
+    while_carry,
+    while_parts,
+)
+from scalify_core.places import UNKNOWN, Place, name_of, place_of
+
+
+class Promoted(NamedTuple):
+    """A product with an operand that plain code has in FP32, and that is read in a narrow format here.
+
+    Attributes:
+        place: where it is.
+        name: of its primitive.
+        dtype: the format.
+        level: how that operand came to be FP32, see `asked`.
+    """
+
+    place: Place
+    name: str
+    dtype: str
+    level: asked.Level
+
+    def __str__(self) -> str:
+        library = f" in {self.place.library}" if self.place.library else ""
+        return f"{self.place}, {self.name}{library}{' of the backward pass' if self.place.backward else ''}"
+
+
+def found(jaxpr: Any, formats: tuple[Format, ...], levels: Mapping[int, asked.Level]) -> list[Promoted]:
+    """Each once, of a jaxpr whose arguments have these formats; `levels`: of its products, by their ids."""
+    return list(dict.fromkeys(_found(jaxpr, formats, levels, UNKNOWN)))
+
+
+def _found(
+    jaxpr: Any, formats: tuple[Format, ...], levels: Mapping[int, asked.Level], outer: Place
+) -> Iterator[Promoted]:
+    for step in plan_of(jaxpr, formats).steps:
+        if step.kind == "product":
+            level = levels.get(id(step.eqn))
+            if level is not None and not step.whole:
+                dtype = str(product_format(step.formats, step.eqn))
+                yield Promoted(place_of(step.eqn, outer), name_of(step.eqn), dtype, level)
+        elif inner := _inner(step):
+            at = place_of(step.eqn, outer)
+            for further, of_arguments in inner:
+                yield from _found(further, of_arguments, levels, at)
+
+
+def _inner(step: Step) -> Sequence[tuple[Any, tuple[Format, ...]]]:
+    """The inner jaxprs in which something is stored, each with the formats of its arguments."""
+    eqn = step.eqn
+    if step.kind in CALLS:
+        return [(inner_jaxpr(eqn), step.formats)]
+    if step.kind == "scan":
+        return [(inner_jaxpr(eqn), scan_formats(eqn, step.formats)[0])]
+    if step.kind == "cond":
+        return [(branch, step.formats[1:]) for branch in eqn.params["branches"]]
+    if step.kind == "while":
+        of_cond, of_body, _ = while_parts(eqn, step.formats)
+        carry, _ = while_carry(eqn, step.formats)
+        return [(eqn.params["cond_jaxpr"], (*of_cond, *carry)), (eqn.params["body_jaxpr"], (*of_body, *carry))]
+    return []
+
+
+def text_of(dtype: str) -> str:
+    """What is said of a product, or of some."""
+    return (
+        f"plain code has FP32 here, by promotion; {dtype} is read; x.astype(jnp.float32) of the operand, before "
+        f'another promotes it, or precision="highest" keeps FP32'
+    )
