@@ -31,7 +31,14 @@ WORDS = 255
 
 
 def apply_updates(
-    params: Any, updates: Any, *, rounding: Rounding, seed: Any, step: Any, accept: Any = None, numbers: Any = None
+    params: Any,
+    updates: Any,
+    *,
+    rounding: Rounding,
+    seed: Any,
+    step: Any,
+    accept: Any = None,
+    numbers: Any = None,
 ) -> Any:
     """`params + updates`, added in FP32 and rounded once to each parameter's own format and scale, saturating.
 
@@ -49,12 +56,40 @@ def apply_updates(
         numbers: of the parameters, a tree of integers, which tell their random bits apart; arrays of them of the rows
             of stacks. None: 0, 1, ...
     """
+    options = {"rounding": rounding, "seed": seed, "step": step, "accept": accept, "numbers": numbers}
+    return apply_with_lost(params, updates, (), **options)[0]
+
+
+def apply_with_lost(
+    params: Any,
+    updates: Any,
+    lost: Any,
+    *,
+    rounding: Rounding,
+    seed: Any,
+    step: Any,
+    accept: Any = None,
+    numbers: Any = None,
+) -> tuple[Any, Any]:
+    """`apply_updates`, and what its rounding loses, so that the next update has it: Kahan's summation.
+
+    Args:
+        params, updates, rounding, seed, step, accept, numbers: see `apply_updates`.
+        lost: what earlier roundings have lost (`remainders`), plain arrays in a tree like the parameters'; (): nothing
+            is kept. They are values, not over scales, so that a scale may change in between.
+
+    Returns:
+        The new parameters, and what is lost now, in the dtypes of `lost`.
+
+    Reference: Kahan 1965, "Further remarks on reducing truncation errors"; for weights Zamirai et al. 2020,
+    https://arxiv.org/abs/2010.06192.
+    """
     check_rounding(rounding)
 
-    def add(p: Any, update: Any, number: Any, words: Any) -> Any:
+    def add(p: Any, update: Any, number: Any, words: Any, before_lost: Any) -> Any:
         data = p.data if is_scaled_array(p) else p
         fmt = FloatFormat.of(data.dtype)
-        update = wide(update)
+        update = wide(update) if before_lost is None else wide(update) + before_lost.astype(jnp.float32)
         scale = p.scale if is_scaled_array(p) else 1.0
         total = data.astype(jnp.float32)
         is_static = isinstance(scale, (float, np.ndarray))
@@ -63,8 +98,13 @@ def apply_updates(
         else:
             before, scale = scale, _scale_of_sum(p, update, fmt.max)
             total = total * broadcast_scale(before / scale, data) + update * (1 / broadcast_scale(scale, data))
+        exact = total
         if fmt is not FP32:
             total = round_to(total, fmt, rounding, words)
+        if before_lost is not None:
+            rest = _remainder(exact, fmt) * (scale if is_static else broadcast_scale(scale, data))
+            rest = rest.astype(before_lost.dtype)
+            remain.append(rest if accept is None else jnp.where(accept, rest, before_lost))
         if accept is not None:
             total = jnp.where(accept, lowering.held("rows", total) if np.ndim(number) else total, data)
             scale = scale if is_static else jnp.where(accept, scale, before)
@@ -78,17 +118,35 @@ def apply_updates(
     own = [-1 - n for n in (range(len(found)) if numbers is None else leaves(numbers))]
     is_random = rounding == "stochastic"
     words: list[Any] = words_of(seed, step, own, [p.size >= LARGE for p in found]) if is_random else list(own)
+    rests = leaves(lost) or [None] * len(found)
     new: list[Any] = []
+    remain: list[Any] = []
     before: int | None = None
-    for i, (p, update, number) in enumerate(zip(found, changes, own, strict=True)):
+    for i, (p, update, number, rest) in enumerate(zip(found, changes, own, rests, strict=True)):
         is_large = p.size >= LARGE and np.ndim(number) == 0 and is_random
         if is_large and before is not None:
             # One parameter after the other: equal code for many would be merged into kernels that spill to memory.
             # What is held is small: the compiler would read an array that is also held twice.
             new[before], words[i] = lowering.held("in_turn", (new[before], words[i]))
-        new.append(add(p, update, number, words[i]))
+        new.append(add(p, update, number, words[i], rest))
         before = i if is_large else before
-    return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_scaled_array), new)
+    structure: Any = jax.tree.structure(params, is_leaf=is_scaled_array)
+    return structure.unflatten(new), structure.unflatten(remain) if remain else ()
+
+
+def _remainder(exact: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """What rounding FP32 numbers to a format takes away; zero beyond the format, whose largest number they become.
+
+    Not from a cast to the format and back, which compilers leave out.
+    """
+    return jnp.where(jnp.abs(exact) <= fmt.max, exact - fmt.quantise(exact), 0.0)
+
+
+def remainders(exact: Any, params: Any, dtype: Any = jnp.bfloat16) -> Any:
+    """What parameters have lost of the FP32 values that they were made of: a tree of plain arrays of `dtype`."""
+    structure: Any = jax.tree.structure(params, is_leaf=is_scaled_array)
+    pairs = zip(leaves(exact), leaves(params), strict=True)
+    return structure.unflatten([(wide(value) - wide(p)).astype(dtype) for value, p in pairs])
 
 
 def words_of(seed: Any, step: Any, numbers: Sequence[int | np.ndarray], large: Sequence[bool]) -> list[jax.Array]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -25,6 +26,7 @@ from trainer.precision.arrays import (
     ASSUMED_SCALE,
     abstract_weights,
     dot_general_for,
+    first_lost,
     in_transit,
     skipped_matmuls,
     store_weights,
@@ -33,7 +35,7 @@ from trainer.precision.gradients import Differentiate, store_gradients
 from trainer.precision.policy import DTYPES, Policy
 from trainer.step.evaluate import make_eval_step
 from trainer.step.kernels import Kernels, gpu_options, takes_scales
-from trainer.step.leaves import part_of
+from trainer.step.leaves import part_of, with_part
 from trainer.step.moments import convert_moments, stacks_of, store_moments
 from trainer.step.optimizer import OptimizerFor
 from trainer.step.state import TrainState
@@ -309,14 +311,16 @@ def first_state(task: Task, seed: int, replace: Callable[[Params], Params] = lam
         return task.model.training.init(init_key), step_key
 
     params, key = jax.jit(initial, out_shardings=shardings(jax.eval_shape(initial), task.mesh, task.model.roles))()
-    params = store_weights(replace(params), task.model.policy)
+    exact = replace(params)
+    params = store_weights(exact, task.model.policy)
+    lost = first_lost(task.trained(exact), task.trained(params), task.model.policy)
 
-    def rest(params: Params, key: jax.Array) -> TrainState:
+    def rest(params: Params, key: jax.Array, lost: Any) -> TrainState:
         moments = task.optimizer().init(task.trained(params))
-        return task.with_replicas(TrainState(params, moments, key, task.model.differentiate().init()))
+        return task.with_replicas(TrainState(params, moments, key, task.model.differentiate().init(), lost=lost))
 
-    placed = shardings(jax.eval_shape(rest, params, key), task.mesh, task.model.roles)
-    return jax.jit(rest, out_shardings=placed)(params, key)
+    placed = shardings(jax.eval_shape(rest, params, key, lost), task.mesh, task.model.roles)
+    return jax.jit(rest, out_shardings=placed)(params, key, lost)
 
 
 def abstract_state(task: Task, scale: float | None = None) -> TrainState:
@@ -331,19 +335,31 @@ def abstract_state(task: Task, scale: float | None = None) -> TrainState:
 
     state = jax.eval_shape(initial)
     params = abstract_weights(state.params, task.model.policy, scale)
+    lost = jax.eval_shape(lambda p: first_lost(p, p, task.model.policy), task.trained(state.params))
     init = task.optimizer().init
     opt_state = jax.eval_shape(lambda p: tree.pack(init(p)) if scale else init(p), task.trained(params))
-    whole = jax.eval_shape(task.with_replicas, TrainState(params, opt_state, state.key, state.scaling))
+    whole = jax.eval_shape(task.with_replicas, TrainState(params, opt_state, state.key, state.scaling, lost=lost))
     return abstract(whole, task.mesh, task.model.roles)
 
 
 def convert_state(task: Task, state: TrainState, source: Policy, seed: int) -> TrainState:
     """A state that was stored for the precision `source`, for that of the task; every value is rounded once."""
     policy = task.model.policy
-    params = store_weights(weights.wide(state.params), policy)
+    exact = exact_weights(state)
+    params = store_weights(exact, policy)
+    lost = first_lost(task.trained(exact), task.trained(params), policy)
     opt_state = jax.jit(lambda s: convert_moments(s, task.optimizer_name, source, policy, seed))(state.opt_state)
-    converted = TrainState(params, opt_state, state.key, task.model.differentiate().init())
+    converted = TrainState(params, opt_state, state.key, task.model.differentiate().init(), lost=lost)
     return jax.device_put(converted, shardings(converted, task.mesh, task.model.roles))
+
+
+def exact_weights(state: TrainState) -> Params:
+    """The weights of a state in FP32, with what rounding has lost of them, where that is kept."""
+    params: Params = weights.wide(state.params)
+    if state.lost == ():
+        return params
+    kept = part_of(params, state.lost)
+    return with_part(params, jax.tree.map(lambda p, rest: p + rest.astype(jnp.float32), kept, state.lost))
 
 
 def compile_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled | LocalStep:
@@ -363,7 +379,7 @@ def lower_exchange(task: Task, fragment: int, state: TrainState | None = None) -
     assert task.local is not None
     like = abstract_like(task, state)
     policy, roles = task.model.policy, task.trained_roles
-    run = make_exchange(fragment, task.mesh, roles, task.local, task.kept, task.trained, policy.weights_rounding)
+    run = make_exchange(fragment, task.mesh, roles, task.local, task.kept, task.trained, policy.rounding)
     scalars = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.uint32))
     placed = jax.tree.map(lambda x: x.sharding, like)
     return jax.jit(run, donate_argnums=0, out_shardings=placed).lower(like, *scalars)
@@ -382,7 +398,7 @@ def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> ja
         task.model.on(task.mesh, len(batch.tokens_AxBxT1)).differentiate(),
         lambda seed: task.optimizer(seed, stacks),
         store_gradients=task.model.store_gradients,
-        rounding=policy.weights_rounding,
+        rounding=policy.rounding,
         gradient=gradient_of(task),
         squares_of=squares_over(task.mesh, task.trained_roles),
         largest_of=largest_over(task.mesh, task.model.roles),

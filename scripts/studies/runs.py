@@ -253,6 +253,6 @@ def remove_removed(run_dir: Path) -> None:
     shutil.rmtree(run_dir / REMOVED, ignore_errors=True)
 
 
-def given(args: Study) -> dict[str, Any]:
+def given(args: Any) -> dict[str, Any]:
     """The arguments that are not at their defaults."""
     return {f.name: getattr(args, f.name) for f in fields(args) if getattr(args, f.name) != f.default}

@@ -9,7 +9,15 @@ from jax.sharding import PartitionSpec as P
 
 from scalify_core import ScaledArray, as_scaled_array
 from scalify_core.formats import BF16, E4M3, FP16, counter_bits
-from scalify_core.weights import apply_updates, rescale_params, rms_of_params, scaled_params
+from scalify_core.weights import (
+    apply_updates,
+    apply_with_lost,
+    remainders,
+    rescale_params,
+    rms_of_params,
+    scaled_params,
+    wide,
+)
 
 KINDS = {
     "fp16_static": (FP16, lambda x: ScaledArray(x.astype(jnp.float16), 2.0**-6)),
@@ -147,3 +155,45 @@ def test_weights_that_are_zero_at_run_time_scales_learn(rounding, stacked):
         np.testing.assert_allclose(np.asarray(zeros["b"]), exact, rtol=2.0**-9, atol=2.0**-9 * abs(size))
     refused = apply_updates(zeros, {"b": 1e9 * exact}, rounding=rounding, seed=0, step=9, accept=False)
     np.testing.assert_array_equal(np.asarray(refused["b"]), np.asarray(zeros["b"]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_rounding_loses_is_kept_and_moves_the_weight_later(kind):
+    fmt, make = KINDS[kind]
+    params = {"w": make(jnp.ones((64, 256))), "b": make(jnp.ones((64,)))}
+    scale = scale_of(params["w"])
+    update = jax.tree.map(lambda x: jnp.full(x.shape, scale * fmt.epsilon / 4), {"w": params["w"], "b": params["b"]},
+                          is_leaf=lambda x: isinstance(x, ScaledArray))  # fmt: skip
+
+    def body(i, carry):
+        return apply_with_lost(*carry[:1], update, carry[1], rounding="nearest", seed=0, step=i)
+
+    lost = remainders(wide(params), params)
+    new, lost = jax.jit(lambda p, r: jax.lax.fori_loop(0, 33, body, (p, r)))(params, lost)
+    for name in params:
+        data = np.asarray(new[name].data if isinstance(new[name], ScaledArray) else new[name], np.float64)
+        np.testing.assert_array_equal((data - (1 if isinstance(new[name], ScaledArray) else scale)) / fmt.epsilon, 8)
+        assert lost[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(lost[name], np.float64), scale * fmt.epsilon / 4)
+
+
+def test_nothing_is_kept_of_what_is_not_accepted_or_beyond_the_format():
+    params, lost = [jnp.ones(4, jnp.bfloat16)], [jnp.full(4, 2.0**-12, jnp.bfloat16)]
+    options = {"rounding": "nearest", "seed": 0, "step": 0}
+    new, rest = apply_with_lost(params, [jnp.full(4, jnp.nan)], lost, accept=jnp.asarray(False), **options)
+    np.testing.assert_array_equal(np.asarray(new[0], np.float32), 1)
+    np.testing.assert_array_equal(np.asarray(rest[0], np.float32), 2.0**-12)
+    top = [ScaledArray(jnp.full(4, 6e4, jnp.float16), 0.5)]
+    new, rest = apply_with_lost(top, [jnp.full(4, 1e6)], lost, **options)
+    np.testing.assert_array_equal(np.asarray(new[0].data, np.float32), 65504)
+    np.testing.assert_array_equal(np.asarray(rest[0], np.float32), 0)
+
+
+def test_weights_and_what_they_lost_of_their_values_are_nearly_those():
+    exact = {"w": jax.random.normal(jax.random.key(0), (64, 64))}
+    params = scaled_params(exact, jnp.float16)
+    lost = remainders(exact, params)
+    error = np.abs(np.asarray(params["w"].unscale()) + np.asarray(lost["w"], np.float32) - np.asarray(exact["w"]))
+    # FP16 errs by 2^-11 of a number, and BF16 of that by 2^-8.
+    assert np.all(error <= 2.0**-19 * np.abs(exact["w"]) + 2.0**-33)
+    assert np.any(np.asarray(lost["w"], np.float32))

@@ -72,6 +72,11 @@ def _check_local(c: Config) -> None:
         f"{phased} changes the form of a state, but not that of parallel.local={p.local} replicas; leave one of them "
         "out, or start from weights by init_from",
     )
+    _require(
+        c.precision.weights_rounding != "kahan",
+        f"precision.weights_rounding=kahan keeps what rounding loses of one set of weights, not of parallel.local="
+        f"{p.local} replicas; choose stochastic",
+    )
     steps, fragments, some = p.local_steps or 1, p.local_fragments or 1, p.local_participants or p.local
     _require(
         fragments <= steps,

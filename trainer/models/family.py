@@ -71,6 +71,9 @@ class Spec(Protocol):
     def architecture(self) -> dict[str, Any]:
         """The `deciding` fields as JSON values; what follows from others is filled in."""
 
+    def agrees(self, name: str, value: Any) -> bool:
+        """Whether a field of another `architecture` stands for the same function of the same parameters as ours."""
+
     def folded(self) -> Self:
         """The same function of the same parameters, without what only serves to round it well: for sampling."""
 

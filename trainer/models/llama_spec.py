@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from trainer.bounds import Natural, OneOf, Positive, check_fields, more_than
 from trainer.errors import UserError
-from trainer.models.spec import REMATS
+from trainer.models.spec import REMATS, SAME_MLP
 
 if TYPE_CHECKING:
     from trainer.models.family import Family
@@ -154,6 +154,11 @@ class LlamaSpec:
         fields = dataclasses.asdict(self)
         filled = {"d_mlp": self.mlp_width, "head_dim": self.head_width}
         return {name: fields[name] for name in ARCHITECTURE} | filled
+
+    def agrees(self, name: str, value: Any) -> bool:
+        """See `family.Spec`: both kinds of gated MLP are one function."""
+        ours = self.architecture()[name]
+        return bool(ours == value or (name == "mlp" and {ours, value} == SAME_MLP))
 
     def folded(self) -> Self:
         """The same function of the same parameters, without what only serves to round it well."""

@@ -139,6 +139,10 @@ class OwnSpec:
         digest = hashlib.blake2b(repr(parameters(self)).encode(), digest_size=8).hexdigest()
         return {"vocab_size": self.vocab_size, "context": self.context, "parameters": digest}
 
+    def agrees(self, name: str, value: Any) -> bool:
+        """See `family.Spec`."""
+        return bool(self.architecture()[name] == value)
+
     def folded(self) -> Self:
         """See `family.Spec`."""
         return self

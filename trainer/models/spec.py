@@ -40,6 +40,8 @@ HUGGING_FACE = {
     "vocab_size": "vocab_size",
 }
 
+SAME_MLP = {"swiglu", "smooth_swiglu"}  # the second is rounded otherwise
+
 
 @dataclass(frozen=True)
 class GPT2Spec:
@@ -139,6 +141,11 @@ class GPT2Spec:
     def architecture(self) -> dict[str, Any]:
         """The `deciding` fields as JSON values, all filled in; not all of it shows in the parameters' shapes."""
         return {name: getattr(self, name) for name in ARCHITECTURE} | {"d_mlp": self.mlp_width}
+
+    def agrees(self, name: str, value: Any) -> bool:
+        """See `family.Spec`: both kinds of gated MLP are one function."""
+        ours = self.architecture()[name]
+        return bool(ours == value or (name == "mlp" and {ours, value} == SAME_MLP))
 
     def folded(self) -> Self:
         """The same function of the same parameters, without what only serves to round it well."""

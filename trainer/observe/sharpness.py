@@ -179,10 +179,11 @@ def make_sharpness(task: Task, lr: float) -> Sharpness:
 
     def moved(state: TrainState, updates: Any, eta: jax.Array, batch: Tokens, step: jax.Array) -> jax.Array:
         """`losses` after the update at the rate `eta`, the weights stored as the run stores them."""
-        params = weights.apply_updates(
+        params, _ = weights.apply_with_lost(
             task.trained(state.params),
             jax.tree.map(lambda u: eta * u.astype(jnp.float32), updates),
-            rounding=model.policy.weights_rounding,
+            state.lost,
+            rounding=model.policy.rounding,
             seed=np.uint32(0),
             step=step,
         )

@@ -84,6 +84,11 @@ def store_weights(params: Any, policy: Policy) -> Any:
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
+def first_lost(exact: Any, params: Any, policy: Policy) -> Any:
+    """What `store_weights` lost of FP32 weights, BF16, where the policy keeps it; else (). Not inside jit."""
+    return weights.remainders(exact, params) if policy.keeps_lost else ()
+
+
 def in_transit(p: Any, policy: Policy, *, kernel: bool, narrow: bool, factor: bool) -> Any:
     """A parameter as devices send it each other: rounded as the first who uses it would round it.
 

@@ -57,7 +57,8 @@ class Policy:
       keep: patterns of those among them that stay in `compute`, such as `h.0.*`.
       scaling: the name of a method that keeps narrow numbers in range, of `trainer.precision.methods.METHODS`.
       weights: storage of the master weights: fp32, bf16 or fp16. Scaled arrays where the method scales parameters.
-      weights_rounding: of their update: nearest or stochastic.
+      weights_rounding: of their update: nearest, stochastic, or kahan: to nearest, and what that loses is kept, in BF16
+        beside the weights, and part of the next update.
       weight_grad: of the weights of the chosen matmuls, on its way to the optimiser: fp32, bf16, fp16, e4m3 or e5m2;
         see `Method.gradient_formats`.
       mu, nu: storage of the first and second moment: fp32, bf16, fp16, e4m3 or e5m2; narrow ones are scaled arrays.
@@ -77,7 +78,7 @@ class Policy:
     keep: tuple[str, ...]
     scaling: Annotated[str, OneOf(METHODS)]
     weights: Computed
-    weights_rounding: Literal["nearest", "stochastic"]
+    weights_rounding: Literal["nearest", "stochastic", "kahan"]
     weight_grad: Kept
     mu: Kept
     nu: Kept
@@ -144,6 +145,16 @@ class Policy:
     def propagated_update(self) -> bool:
         """Whether the optimiser itself computes in scaled arrays."""
         return self.update == "propagate"
+
+    @property
+    def rounding(self) -> Literal["nearest", "stochastic"]:
+        """How the weights' update is rounded."""
+        return "nearest" if self.weights_rounding == "kahan" else self.weights_rounding
+
+    @property
+    def keeps_lost(self) -> bool:
+        """Whether what that loses is kept."""
+        return self.weights_rounding == "kahan" and self.weights != "fp32"
 
     @property
     def in_fp8(self) -> bool:

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from scalify_core import weights
 from trainer.config.schema import Config
 from trainer.parallel.sharding import shardings
-from trainer.precision.arrays import store_weights
+from trainer.precision.arrays import first_lost, store_weights
 from trainer.precision.policy import Policy
 from trainer.step.state import TrainState
-from trainer.workload import Task, convert_state
+from trainer.workload import Task, convert_state, exact_weights
 
 
 class Stage(NamedTuple):
@@ -69,12 +68,17 @@ def enter_phase(task: Task, state: TrainState, before: Task, seed: int) -> Train
     is trained; else the optimiser starts anew, with no step counted.
     """
     same = before.trained_roles == task.trained_roles
-    if before.model.policy == task.model.policy:
-        return state if same else started_anew(task, state)
+    if same and before.model.policy == task.model.policy:
+        return state
     if same:
         return convert_state(task, state, before.model.policy, seed)
-    params = store_weights(weights.wide(state.params), task.model.policy)
-    return started_anew(task, dataclasses.replace(state, params=params, scaling=task.model.differentiate().init()))
+    if before.model.policy == task.model.policy and not task.model.policy.keeps_lost:
+        return started_anew(task, state)
+    exact = exact_weights(state)
+    params = store_weights(exact, task.model.policy)
+    lost = first_lost(task.trained(exact), task.trained(params), task.model.policy)
+    scaling = task.model.differentiate().init()
+    return started_anew(task, dataclasses.replace(state, params=params, scaling=scaling, lost=lost))
 
 
 def started_anew(task: Task, state: TrainState) -> TrainState:

@@ -52,7 +52,7 @@ def check_same_model(
         raise UserError(f"{source} has a {found_family}, the model is a {family}; choose another model{otherwise}")
     if tokenizer:
         del ours["vocab_size"]  # follows from it
-    different = {name: value for name, value in ours.items() if theirs[name] != value}
+    different = {name: value for name, value in ours.items() if not spec.agrees(name, theirs[name])}
     if not different and not tokenizer:
         return
     found = [f"has {name}={theirs[name]} (the model {value})" for name, value in different.items()]

@@ -47,6 +47,7 @@ class TrainState:
       key: base PRNG key; the randomness of step n comes from `fold_in(key, n)`.
       scaling: what the precision carries along: amax histories, a loss scale, or ().
       local: `Replicas` of a run with local steps, else ().
+      lost: what rounding has lost of the trained parameters, plain BF16 arrays, where that is kept; else ().
     """
 
     params: Any
@@ -54,6 +55,7 @@ class TrainState:
     key: jax.Array
     scaling: Any = ()
     local: Any = ()
+    lost: Any = ()
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation, key: jax.Array, scaling: Any = ()) -> TrainState:
@@ -89,6 +91,5 @@ def from_stored(state: TrainState) -> TrainState:
     if isinstance(local, Replicas):
         static = tree.with_static_scales(local.states.params)
         local = dataclasses.replace(local, states=dataclasses.replace(local.states, params=static))
-    return TrainState(
-        tree.with_static_scales(state.params), tree.pack(state.opt_state), state.key, state.scaling, local
-    )
+    params, opt_state = tree.with_static_scales(state.params), tree.pack(state.opt_state)
+    return dataclasses.replace(state, params=params, opt_state=opt_state, local=local)

@@ -143,9 +143,10 @@ def make_train_step(
         if isinstance(state.opt_state, tree.Packed):
             opt_state = tree.pack(opt_state)
         updates = jax.tree.map(lambda u: hyper.lr * u, weights.wide(updates))
-        new = weights.apply_updates(
+        new, lost = weights.apply_with_lost(
             old,
             updates,
+            stacks.gather(state.lost),
             rounding=rounding,
             seed=hyper.seed,
             step=hyper.step,
@@ -154,7 +155,7 @@ def make_train_step(
         )
         params = with_part(state.params, stacks.scatter(new, before))
         scaling = differentiate.update(state.scaling, seen, finite)
-        new_state = TrainState(params, opt_state, state.key, scaling)
+        new_state = TrainState(params, opt_state, state.key, scaling, lost=stacks.scatter(lost, state.lost))
         bad_leaf = first_true(~jnp.isfinite(squares))
         return new_state, {"loss": loss, "grad_norm": grad_norm, "finite": finite, "bad_leaf": bad_leaf}
 

@@ -1,5 +1,6 @@
 """What every family must give the other rooms, and what is said of one that is not there."""
 
+import dataclasses
 import json
 
 import jax
@@ -102,3 +103,16 @@ def test_an_unknown_family_is_refused_with_the_known_ones(tmp_path):
     ):
         with pytest.raises(UserError, match=r"model_type='bert' is not supported; valid: gpt2, llama"):
             refused()
+
+
+def test_weights_of_either_kind_of_gated_mlp_are_those_of_the_other(spec):
+    plain, smooth = (dataclasses.replace(spec, mlp=mlp, d_mlp=64) for mlp in ("swiglu", "smooth_swiglu"))
+    for ours, theirs in ((plain, smooth), (smooth, plain)):
+        check_same_model("init_from=A", architecture(theirs), ours)
+    wider = dataclasses.replace(smooth, d_mlp=128)
+    with pytest.raises(UserError, match=r"has d_mlp=64 \(the model 128\); set model.d_mlp=64") as error:
+        check_same_model("init_from=A", architecture(plain), wider)
+    assert "mlp=swiglu" not in str(error.value)
+    if spec.family().name == "gpt2":
+        with pytest.raises(UserError, match="has mlp=gelu"):
+            check_same_model("init_from=A", architecture(dataclasses.replace(plain, mlp="gelu")), smooth)

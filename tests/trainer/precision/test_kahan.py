@@ -1,0 +1,146 @@
+"""Weights whose update keeps what rounding loses: the state, through checkpoints and conversions, and training."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from precisions import abstract, batch, bits, copied, hyper, workload
+
+from scalify_core.array import is_scaled_array
+from scalify_core.weights import wide
+from trainer.config.composition import compose_or_explain
+from trainer.errors import UserError
+from trainer.models.roles import chosen
+from trainer.run.checkpoint import Checkpointer
+from trainer.run.phases import enter_phase
+from trainer.step.state import from_stored, to_stored
+from trainer.workload import abstract_state, compile_step, convert_state, exact_weights, first_state
+
+PRESETS = ["bf16_pure", "scalify_fp8_fp16"]
+
+
+def kahan(preset, **more):
+    return workload(preset, weights_rounding="kahan", **more)
+
+
+def take(w, steps, start=0, state=None, lr=1e-2):
+    state = from_stored(to_stored(first_state(w, seed=0))) if state is None else state
+    step, metrics = compile_step(w, abstract(w), state), []
+    for n in range(start, start + steps):
+        state, row = step(copied(state), batch(w, n % 2), hyper(n, lr))
+        metrics.append(float(row["loss"]))
+    return state, metrics
+
+
+def gap(a, b):
+    """The norm of a difference of weights over that of the second."""
+    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return float(np.sqrt(sum(jnp.sum((x - y) ** 2) for x, y in pairs) / sum(jnp.sum(y**2) for _, y in pairs)))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_two_bytes_a_parameter_are_kept_in_bf16(preset):
+    w = kahan(preset)
+    state = first_state(w, seed=0)
+    assert {str(x.dtype) for x in jax.tree.leaves(state.lost)} == {"bfloat16"}
+    count = sum(x.size for x in jax.tree.leaves(state.params, is_leaf=is_scaled_array))
+    assert sum(x.nbytes for x in jax.tree.leaves(state.lost)) == 2 * count
+    assert workload(preset).model.policy.keeps_lost is False
+    assert first_state(workload(preset), seed=0).lost == ()
+    assert gap(exact_weights(state), first_state(workload("fp32"), seed=0).params) < 2.0**-16
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
+    w = kahan(preset)
+    whole, half = take(w, 4)[0], take(w, 2)[0]
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(2, to_stored(half), {})
+        checkpointer.wait()
+        restored = from_stored(checkpointer.restore(abstract_state(w)).state)
+    assert jax.tree.structure(restored) == jax.tree.structure(half)
+    assert any(np.any(np.asarray(x, np.float32)) for x in jax.tree.leaves(restored.lost))
+    assert bits(take(w, 2, start=2, state=restored)[0]) == bits(whole)
+
+
+def test_updates_too_small_for_bf16_add_up_as_in_fp32():
+    rate, steps = (
+        2e-5,
+        40,
+    )  # Adam's updates are at most so large: 2^-15.6, far below half of the last place of most weights
+    right = take(workload("bf16_pure", weights="fp32", weight_grad="fp32"), steps, lr=rate)[0].params
+    first = first_state(workload("fp32"), seed=0).params
+    moved = gap(first, right)
+    assert gap(exact_weights(take(kahan("bf16_pure"), steps, lr=rate)[0]), right) < 0.1 * moved
+    assert gap(wide(take(workload("bf16_pure"), steps, lr=rate)[0].params), right) > 0.5 * moved
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    w = kahan("bf16_pure")
+    state, _ = take(w, 1)
+    gain = state.params["ln_f"]["scale"]
+    state.params["ln_f"]["scale"] = jnp.full_like(gain, jnp.nan)
+    before = bits(state)
+    after, metrics = compile_step(w, abstract(w), state)(copied(state), batch(w), hyper(1, 1e-2))
+    assert not metrics["finite"]
+    assert bits(after) == before
+
+
+@pytest.mark.parametrize("target", ["fp32", "bf16_pure"])
+def test_what_was_kept_is_part_of_the_weights_in_another_precision(target):
+    w = kahan("bf16_pure")
+    state = to_stored(take(w, 3)[0])
+    converted = convert_state(workload(target), state, w.model.policy, seed=0)
+    assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(abstract_state(workload(target)))
+    assert converted.lost == ()
+    exact = exact_weights(state)
+    for a, b in zip(jax.tree.leaves(converted.params), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_array_equal(a, b.astype(a.dtype))
+    assert gap(exact, wide(state.params)) > 2.0**-12  # or nothing was shown
+
+
+def test_a_run_goes_on_with_it_from_a_precision_without():
+    target = kahan("bf16_pure")
+    state = to_stored(take(workload("fp32"), 3)[0])
+    converted = convert_state(target, state, workload("fp32").model.policy, seed=0)
+    assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(abstract_state(target))
+    assert gap(exact_weights(converted), state.params) < 2.0**-16
+    assert np.isfinite(take(target, 1, start=3, state=from_stored(converted))[1]).all()
+
+
+def test_it_is_kept_of_the_trained_part_alone_also_in_a_phase_that_trains_another():
+    w = kahan("bf16_pure")
+    part = w._replace(trainable=("embeddings",))
+    state = first_state(part, seed=0)
+    assert jax.tree.structure(state.lost) == jax.tree.structure(chosen(w.model.roles, ["embeddings"]))
+    state = to_stored(take(part, 2, state=state)[0])
+    exact = exact_weights(state)
+    entered = enter_phase(w, state, part, seed=0)
+    assert jax.tree.structure(entered.lost) == jax.tree.structure(w.model.roles)
+    assert gap(exact_weights(entered), exact) < 2.0**-16
+    assert jax.tree.structure(enter_phase(part, entered, w, seed=0).lost) == jax.tree.structure(state.lost)
+
+
+def test_on_eight_devices_each_has_its_part_of_what_is_kept():
+    (_, losses), (state, others) = take(kahan("bf16_pure"), 3), take(kahan("bf16_pure", devices=8), 3)
+    for p, lost in zip(jax.tree.leaves(state.params), jax.tree.leaves(state.lost), strict=True):
+        assert lost.sharding == p.sharding
+    assert not state.lost["wte"]["embedding"].sharding.is_fully_replicated
+    # Gradients are summed in BF16, over other parts: 2^-8 of what the steps did to the loss, which fell by less than 1.
+    np.testing.assert_allclose(others, losses, atol=2**-7)
+
+
+def test_replicas_that_train_apart_refuse_it_in_a_line():
+    with pytest.raises(UserError, match=r"weights_rounding=kahan .* parallel.local=2 replicas; choose stochastic"):
+        compose_or_explain(
+            ["precision=bf16_pure", "precision.weights_rounding=kahan", "parallel=local", "parallel.local=2"]
+        )
+
+
+def test_fp32_weights_have_nothing_to_keep():
+    w = kahan("bf16")
+    assert not w.model.policy.keeps_lost
+    assert first_state(w, seed=0).lost == ()
+    assert dataclasses.replace(w.model.policy, weights="bf16", weight_grad="bf16").keeps_lost
