@@ -155,6 +155,29 @@ def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
     assert len(set(keys)) == count
 
 
+def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
+    task = workload("scalify_fp8_fp16")
+    state = from_stored(first_state(task, 0))
+    step = compile_step(task, abstract_batch(1, 16, 16, document_mask=False, mesh=task.mesh), state)
+    for i in range(3):
+        state, _ = step(copied(state), batch(task, i), hyper(i, 1e-2))
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(3, to_stored(state), {"config": {"parallel": {"local": None}}})
+        checkpointer.wait()
+        found = restore_own(checkpointer, task_of(NARROW, "scalify_fp8_fp16"))
+    assert found.step == 3
+    replicas = from_stored(found.state)
+    assert jax.tree.structure(replicas) == jax.tree.structure(made(NARROW, "scalify_fp8_fp16")[1])
+    assert bits(replicas.params) == bits(state.params)
+    moments = jax.tree.leaves(state.opt_state)
+    for k in range(2):
+        assert [x.tobytes() for x in of_replica(replicas, k)] == bits(state.params)
+        for new, old in zip(jax.tree.leaves(replicas.local.states.opt_state), moments, strict=True):
+            np.testing.assert_array_equal(new[k], old)
+    _, losses = trained(7, NARROW, "scalify_fp8_fp16", start=3, state=replicas)
+    assert np.isfinite(losses).all()
+
+
 def test_replicas_that_are_not_drawn_stay_as_they_were_until_the_exchange():
     local = AVERAGE._replace(replicas=4, participants=1, steps=2)
     state, losses = trained(1, local, "fp32", 1)
