@@ -226,6 +226,6 @@ def test_replicas_that_lose_a_process_end_in_bounded_time_and_end_bitwise_as_if_
     end = saved[-1] + 6
     for process in several(tmp_path, "A", *args, f"train.steps={end}", devices=1):
         finish(process)
-    finish(trainer(tmp_path, "B", *args, f"train.steps={end}"))
+    finish(trainer(tmp_path, "B", *args, f"train.steps={end}", devices=2))
     assert values(tmp_path / "A") == values(tmp_path / "B")
     assert parameters(tmp_path / "A", end) == parameters(tmp_path / "B", end)

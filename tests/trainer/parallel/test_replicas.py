@@ -89,10 +89,12 @@ def test_the_average_of_replicas_is_that_of_their_weights():
         np.testing.assert_allclose(outer, mean, rtol=0, atol=4 * np.finfo(np.float32).eps * np.abs(replicas).max())
 
 
-def test_replicas_on_one_device_have_the_bits_of_replicas_on_two():
-    one, losses = trained(3, NARROW, "fp32", 1)
-    two, theirs = trained(3, NARROW, "fp32", 2)
-    assert made(NARROW, "fp32", 2)[0].mesh.size == 2
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_replicas_on_one_device_have_the_bits_of_replicas_on_two(replicas):
+    local = NARROW._replace(replicas=replicas, participants=replicas)
+    one, losses = trained(3, local, "fp32", 1)
+    two, theirs = trained(3, local, "fp32", 2)
+    assert made(local, "fp32", 2)[0].mesh.size == 2
     assert losses == theirs
     assert bits(one) == bits(two)
 
