@@ -4,10 +4,12 @@ python -m scripts.studies.local out=runs/local seeds=3 steps=600 \\
     ways="local_reduce=fp8,local_reduce=fp32,local_reduce=fp8+local_feedback=false"
 
 A way is keys of the trainer's group `parallel` with their values, joined by +, or of another group by their whole names
-(`optimizer.lr=8e-3`); what it does not give is of `parallel=local`. `data` is the run without replicas, with which the
-others are compared: same first weights, same batches, same schedule. All replicas are computed on the first device,
-where they have the bits that they have anywhere; the inner step is compiled once for all ways. A finished run is a JSON
-line in OUT/runs.jsonl; called again, the study continues. OUT/table.md is written anew after each.
+(`optimizer.lr=8e-3`); what it does not give is of `parallel=local`. `data` is the run without replicas, and so is
+`data+optimizer.lr=8e-3`. All are compared with `base`: same first weights, same batches, same schedule, same random
+bits. With `warm` the first steps are those of `data`, and each way goes on from there, as published runs do. All
+replicas are computed on the first device, where they have the bits that they have anywhere; the inner step is compiled
+once for all ways. A finished run is a JSON line in OUT/runs.jsonl; called again, the study continues. OUT/table.md is
+written anew after each.
 """
 
 import dataclasses
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from scripts.arguments import argument, run, split
@@ -33,11 +36,11 @@ from trainer.config.schema import Config
 from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.parallel.replicas import LocalStep
 from trainer.run.rundir import code_version, write_atomically
-from trainer.step.state import TrainState, from_stored
+from trainer.step.state import TrainState, from_stored, to_stored
 from trainer.step.step import Hyper, StepFn
-from trainer.workload import Workload, compile_step, jitted_eval_step, lower_exchange
+from trainer.workload import Workload, abstract_state, compile_step, jitted_eval_step, lower_exchange
 
-BASE = "data"
+DATA = "data"
 SIZES = "model.n_layer=2 model.d_model=64 model.n_head=2 model.context=64"
 
 
@@ -46,7 +49,9 @@ class Arguments:
     """See `--help`."""
 
     out: str = argument("where the runs and the table go", "runs/local")
-    ways: str = argument("what is compared with data parallel, separated by commas", "local_reduce=fp8")
+    ways: str = argument("what is compared with the base, separated by commas", "local_reduce=fp8")
+    base: str = argument("the way that the others are compared with", DATA)
+    warm: int = argument("steps of each run that are data parallel, before all else", 0)
     overrides: str = argument("further arguments of the trainer for all runs, separated by spaces", SIZES)
     precision: str = argument("of all runs", "fp32")
     replicas: int = argument("how many train apart", 4)
@@ -63,12 +68,20 @@ class Job(NamedTuple):
     seed: int
 
 
+class Warm(NamedTuple):
+    """What runs of a seed go on from: a stored state after so many steps; None: begin."""
+
+    steps: int
+    state: TrainState | None
+
+
 class Compiled:
     """What was compiled for one way and serves others: inner steps by what they follow from, and the validation."""
 
     def __init__(self) -> None:
         self._steps: dict[Any, Any] = {}
         self._validations: dict[int, Any] = {}
+        self._warm: tuple[int, Warm] = -1, Warm(0, None)
 
     def step(self, c: Config, w: Workload, state: TrainState) -> StepFn:
         """The step of a way, for the scales of a state."""
@@ -85,6 +98,15 @@ class Compiled:
         programs = [lower_exchange(w.task, i, state) for i in range(local.fragments)]
         return LocalStep(found.inner, [program.compile() for program in programs], local)
 
+    def warm(self, c: Config, seed: int, steps: int) -> Warm:
+        """What the runs of a seed have in common."""
+        if steps and self._warm[0] != seed:
+            c = dataclasses.replace(c, seed=seed)
+            w = on_first_device(c, build_workload(c))
+            state = to_stored(steps_of(c, w, from_stored(build_state(c, w)), 0, steps, self))
+            self._warm = seed, Warm(steps, state)
+        return self._warm[1]
+
     def validation(self, w: Workload) -> Any:
         """The validation on a mesh of a way."""
         key = len(w.mesh.shape)
@@ -95,21 +117,22 @@ class Compiled:
 
 def main(args: Arguments) -> None:
     """Run what is not finished, one seed after the other, so that pairs come early."""
-    jobs = [Job(way, seed) for seed in range(args.seeds) for way in dict.fromkeys((BASE, *split(args.ways)))]
-    configs = {way: configuration(args, way) for way in dict.fromkeys(job.way for job in jobs)}  # refused at once
+    jobs = [Job(way, seed) for seed in range(args.seeds) for way in dict.fromkeys((args.base, *split(args.ways)))]
+    configs = {way: configuration(args, way) for way in (DATA, *dict.fromkeys(job.way for job in jobs))}  # refused now
     out, compiled = Path(args.out), Compiled()
     out.mkdir(parents=True, exist_ok=True)
-    keys = ("overrides", "precision", "replicas", "steps", "batch_tokens", "eval_batches")
+    keys = ("overrides", "precision", "replicas", "steps", "batch_tokens", "eval_batches", "warm")
     settings = {key: getattr(args, key) for key in keys}
     found = {}
     for row in rows.read(out / "runs.jsonl"):
-        if {key: row[key] for key in settings} == settings:
+        if {key: row.get(key, 0) for key in settings} == settings:
             found[Job(row["way"], row["seed"])] = row["loss"]
     for number, job in enumerate(jobs, 1):
         if job in found:
             continue
         start = time.monotonic()
-        found[job], fewer = train(configs[job.way], job.seed, compiled)
+        warm = compiled.warm(configs[DATA], job.seed, args.warm)
+        found[job], fewer = train(configs[job.way], job.seed, compiled, warm)
         row = job._asdict() | settings | {"loss": found[job], "fewer": fewer, "code": code_version()}
         rows.append(out / "runs.jsonl", row)
         sent = "" if fewer is None else f", {fewer:.1f} times fewer bytes"
@@ -126,9 +149,11 @@ def configuration(args: Arguments, way: str) -> Config:
     """The trainer's configuration of a way; UserError in its words."""
     words = [f"precision={args.precision}", f"train.steps={args.steps}", f"train.batch_tokens={args.batch_tokens}"]
     words.append(f"train.final_eval_batches={args.eval_batches}")
-    own = ["parallel.data=1"]
-    if way != BASE:
-        own += ["parallel=local", f"parallel.local={args.replicas}", *map(whole_key, way.split("+"))]
+    own, (first, *others) = ["parallel.data=1"], way.split("+")
+    if first == DATA:
+        own += others
+    else:
+        own += ["parallel=local", f"parallel.local={args.replicas}", *map(whole_key, (first, *others))]
     return compose_or_explain([*words, *shlex.split(args.overrides), *own])
 
 
@@ -137,20 +162,28 @@ def whole_key(word: str) -> str:
     return word if "." in word.partition("=")[0] else f"parallel.{word}"
 
 
-def train(c: Config, seed: int, compiled: Compiled) -> tuple[float, float | None]:
-    """The validation loss of the last weights (nats), and how many times fewer bytes were sent; None: no replicas."""
+def train(c: Config, seed: int, compiled: Compiled, warm: Warm) -> tuple[float, float | None]:
+    """The validation loss of the last weights (nats), and how many times fewer bytes were sent; None: one replica."""
     c = dataclasses.replace(c, seed=seed)
     w = on_first_device(c, build_workload(c))
-    state = from_stored(build_state(c, w))
-    step, rates = compiled.step(c, w, state), build_learning_rates(c)
-    for i in range(c.train.steps):
-        tokens = place_batch(w.data.train.batch(i), accum=c.train.accum, mesh=w.mesh)
-        state, metrics = step(state, tokens, Hyper(rates[i], np.int32(i), np.uint32(seed)))
-        if i % 8 == 0:  # not all batches at once in flight
-            jax.block_until_ready(metrics)
+    # Copied, as steps take over what they are given.
+    stored = build_state(c, w) if warm.state is None else w.task.with_replicas(jax.tree.map(jnp.copy, warm.state))
+    places = jax.tree.map(lambda x: x.sharding, abstract_state(w.task))
+    state = steps_of(c, w, from_stored(jax.device_put(stored, places)), warm.steps, c.train.steps, compiled)
     validation = compiled.validation(w)
     losses = [float(validation(state, tokens)) for tokens in batches(c, w)]
-    return statistics.fmean(losses), exchanges_of(w.task).fewer if w.task.local else None
+    return statistics.fmean(losses), exchanges_of(w.task).fewer if w.task.local and w.task.local.replicas > 1 else None
+
+
+def steps_of(c: Config, w: Workload, state: TrainState, start: int, end: int, compiled: Compiled) -> TrainState:
+    """The state after the steps from `start` on, before `end`."""
+    step, rates = compiled.step(c, w, state), build_learning_rates(c)
+    for i in range(start, end):
+        tokens = place_batch(w.data.train.batch(i), accum=c.train.accum, mesh=w.mesh)
+        state, metrics = step(state, tokens, Hyper(rates[i], np.int32(i), np.uint32(c.seed)))
+        if i % 8 == 0:  # not all batches at once in flight
+            jax.block_until_ready(metrics)
+    return state
 
 
 def on_first_device(c: Config, w: Workload) -> Workload:
@@ -166,18 +199,21 @@ def batches(c: Config, w: Workload) -> Iterator[Any]:
 
 
 def table(args: Arguments, found: dict[Job, float]) -> str:
-    """A row for each way: the mean of its losses and of its differences to data parallel, with 95% intervals."""
+    """A row for each way: the mean of its losses and of its differences to the base, with 95% intervals."""
     lines = [
         f"{args.replicas} replicas, {args.precision}, {args.overrides}; {args.steps} steps of {args.batch_tokens} "
-        "tokens; validation loss in nats, differences to data parallel of the same seed with 95% intervals.",
+        f"tokens, {args.warm} of them data parallel; validation loss in nats, differences to `{args.base}` of the same "
+        "seed with 95% intervals.",
         "",
         "| way | seeds | loss | difference, % |",
         "|---|---|---|---|",
     ]
     for way in dict.fromkeys(job.way for job in found):
         losses = {job.seed: loss for job, loss in found.items() if job.way == way}
-        pairs = [100 * (loss / found[Job(BASE, s)] - 1) for s, loss in losses.items() if Job(BASE, s) in found]
-        shown = "-" if way == BASE or not pairs else f"{statistics.fmean(pairs):+.2f} ± {half_width(pairs):.2f}"
+        pairs = [
+            100 * (loss / found[Job(args.base, s)] - 1) for s, loss in losses.items() if Job(args.base, s) in found
+        ]
+        shown = "-" if way == args.base or not pairs else f"{statistics.fmean(pairs):+.2f} ± {half_width(pairs):.2f}"
         lines.append(f"| {way} | {len(losses)} | {statistics.fmean(losses.values()):.4f} | {shown} |")
     return "\n".join(lines) + "\n"
 

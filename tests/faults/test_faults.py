@@ -19,6 +19,7 @@ from trainer.__main__ import main
 from trainer.assembly import run as build
 from trainer.observe.records import read_rows
 from trainer.run.rundir import RunDir
+from trainer.run.start import saved_steps
 from trainer.text import laid_over
 
 STEPS = 60
@@ -206,3 +207,25 @@ def test_when_one_process_dies_the_others_end_in_bounded_time_and_the_run_goes_o
     assert ["checkpoint 40 is damaged" in output for output in outputs] == [True, False]
     assert (run_dir / "checkpoints" / "damaged" / "40-0").is_dir()
     assert [row["step"] for row in values(run_dir)] == list(range(1, 43))
+
+
+@pytest.mark.whole  # five processes; resumed inside a round without a kill: tests/trainer/parallel/test_local_runs.py
+def test_replicas_that_lose_a_process_end_in_bounded_time_and_end_bitwise_as_if_they_had_not(tmp_path):
+    args = ["parallel=local", "parallel.local_steps=3", "schedule=constant", "schedule.warmup_fraction=0"]
+    args += ["checkpoint.every=4", "checkpoint.keep=99", "tracker=jsonl", "sample.max_new=0", "train.eval_every=0"]
+    bounds = ["watchdog.hang_seconds=20", "watchdog.stop_seconds=8", "train.steps=100000"]
+    processes = several(tmp_path, "A", *args, *bounds, devices=1)  # two replicas each
+    wait_for_row(tmp_path / "A", 12, processes[0])
+    processes[1].kill()
+    started = time.monotonic()
+    processes[0].communicate(timeout=90)
+    assert processes[0].returncode != 0
+    assert time.monotonic() - started < 60  # 20 until it is noticed, 8 until it is closed, and what it takes to end
+    processes[1].communicate()
+    saved = saved_steps(tmp_path / "A")
+    end = saved[-1] + 6
+    for process in several(tmp_path, "A", *args, f"train.steps={end}", devices=1):
+        finish(process)
+    finish(trainer(tmp_path, "B", *args, f"train.steps={end}", devices=2))
+    assert values(tmp_path / "A") == values(tmp_path / "B")
+    assert parameters(tmp_path / "A", end) == parameters(tmp_path / "B", end)

@@ -50,7 +50,7 @@ def validate(c: Config) -> None:
         _require(ok, f"profile.steps={list(c.profile.steps)}: expected [first,last] within 1..{c.train.steps}")
 
 
-LOCAL_OPTIONS = ("local_participants", "local_gbps")  # which may be null beside `local`
+LOCAL_OPTIONS = ("local_participants", "local_quorum", "local_gbps")  # which may be null beside `local`
 
 
 def _check_local(c: Config) -> None:
@@ -88,6 +88,12 @@ def _check_local(c: Config) -> None:
         some == p.local or fragments == 1,
         f"parallel.local_participants={some} is drawn for a round, in which parallel.local_fragments={fragments} are "
         "exchanged at different steps; choose one of them",
+    )
+    quorum = p.local_quorum or 1
+    _require(
+        quorum <= p.local,
+        f"parallel.local={p.local} is less than parallel.local_quorum={quorum}; valid: at least as many, or a smaller "
+        "quorum",
     )
     _require(p.local_gbps != 0, "parallel.local_gbps=0: expected gigabits a second of the network, or null")
     _require(

@@ -141,6 +141,7 @@ class Parallel:
     local_fragments: Positive | None
     local_participants: Positive | None
     local_data: Literal["split", "sources"] | None
+    local_quorum: Positive | None
     local_gbps: Amount | None
 
 

@@ -8,6 +8,7 @@ Legend: K replicas, R of them on a device, A micro-batches, B sequences of one, 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -153,15 +154,16 @@ def make_inner(step: StepFn, mesh: Mesh, local: Local) -> Callable[[Any, Tokens,
             axis_names={LOCAL},
             check_vma=False,
         )(states, jax.tree.map(rows_of_replicas, batch), numbers, drawn, hyper)
-        return states, of_all(metrics, drawn)
+        everywhere = NamedSharding(mesh, PartitionSpec())  # added up in the same order wherever replicas lie
+        return states, of_all(lax.with_sharding_constraint(metrics, everywhere), drawn)
 
     return inner
 
 
 def of_all(metrics: Metrics, drawn: jax.Array) -> Metrics:
     """The figures of a row from those of the replicas, [K] each, of which some have taken part."""
-    count = jnp.sum(drawn)
-    figures = {name: jnp.sum(jnp.where(drawn, metrics[name], 0)) / count for name in ("loss", "grad_norm")}
+    taking_part = {name: jnp.where(drawn, metrics[name], 0) for name in ("loss", "grad_norm")}
+    figures = {name: functools.reduce(jnp.add, list(x)) / jnp.sum(drawn) for name, x in taking_part.items()}
     bad = jnp.max(jnp.where(drawn, metrics["bad_leaf"], -1))
     return {**figures, "finite": jnp.all(metrics["finite"] | ~drawn), "bad_leaf": bad}
 

@@ -48,6 +48,7 @@ MAY_CHANGE = (
     "parallel.tensor",
     "parallel.distributed",
     "parallel.local",  # replicas join and leave: then it is another run from there on, as its rows say
+    "parallel.local_quorum",
     "parallel.local_gbps",
     "data.workers",
     "data.prefetch",

@@ -1,6 +1,7 @@
 """Where a run starts: at its own newest checkpoint, at another run's, from given weights, or from nothing."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,25 +161,41 @@ def starting_point(
         check_same_trainable(source, meta, task)
         if not convert:
             check_same_precision(f"resume={source}", policy, task.model.policy, "resume.convert=true converts it")
-        found = theirs.restore(abstract_state(task.in_precision(policy)), step)
+        like = task.in_precision(policy)
+        found = theirs.restore(abstract_state(like), step) if task.local is None else restored_as(theirs, like, step)
     state = found.state if policy == task.model.policy else convert_state(task, found.state, policy, phases.seed)
     form = {"precision": dataclasses.asdict(task.model.policy), "trainable": list(task.trainable)}
     return Restored(found.step, state, {k: v for k, v in found.meta.items() if k != "tracker_id"} | form)
 
 
 def restore_own(own: Checkpointer, task: Task) -> Restored:
-    """The newest state of a run that goes on, perhaps with another number of replicas; see `replicas.resized`."""
-    before = own.meta()["config"]["parallel"].get("local")
-    if task.local is None or before is None or before == task.local.replicas:
+    """The newest state of a run that goes on, perhaps with another number of replicas; see `restored_as`."""
+    if task.local is None:
         return own.restore(lambda meta: abstract_state(task_of(meta, task)))
-    first = Mesh(task.mesh.devices[:1, :1, :1, :1], task.mesh.axis_names, axis_types=task.mesh.axis_types)
-    then = task._replace(local=task.local._replace(replicas=before, participants=before), mesh=first)
-    everywhere = replicated(task.mesh)  # their number need not be one that the devices divide
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), abstract_state(then))
-    found = own.restore(like)
+    return restored_as(own, task)
+
+
+def restored_as(checkpointer: Checkpointer, task: Task, step: int | None = None) -> Restored:
+    """A state for a task with replicas, of a run with as many, with others (`replicas.resized`), or with none.
+
+    What was trained without replicas all of them go on from: weights, moments, steps. `step`: None: the newest.
+    """
+    assert task.local is not None
+    before, now = checkpointer.meta(step)["config"]["parallel"].get("local"), task.local.replicas
+    if before == now:
+        return checkpointer.restore(abstract_state(task), step)
+    if before is None:
+        found = checkpointer.restore(abstract_state(task._replace(local=None)), step)
+        change: Callable[[TrainState], TrainState] = task.with_replicas
+    else:
+        first = Mesh(task.mesh.devices[:1, :1, :1, :1], task.mesh.axis_names, axis_types=task.mesh.axis_types)
+        then = task._replace(local=task.local._replace(replicas=before, participants=before), mesh=first)
+        everywhere = replicated(task.mesh)  # their number need not be one that the devices divide
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), abstract_state(then))
+        found = checkpointer.restore(like, step)
+        change = functools.partial(resized, count=now)
     placed = jax.tree.map(lambda x: x.sharding, abstract_state(task))
-    resize = jax.jit(resized, static_argnums=1, out_shardings=placed)
-    return found._replace(state=resize(found.state, task.local.replicas))
+    return found._replace(state=jax.jit(change, out_shardings=placed)(found.state))
 
 
 def check_same_precision(source: str, theirs: Policy, ours: Policy, otherwise: str = "") -> None:

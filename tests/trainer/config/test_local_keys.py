@@ -42,6 +42,7 @@ def test_the_preset_has_values_for_all_and_fp32_needs_no_feedback():
         (["parallel=local", "parallel.local_data=sources"], "gives each of parallel.local=4 replicas a source"),
         (["parallel=local", "train.phases=[{until:9},{}]"], "train.phases changes .* parallel.local=4 replicas"),
         (["parallel=local", "resume.convert=true"], "resume.convert=true changes .* parallel.local=4 replicas"),
+        (["parallel=local", "parallel.local_quorum=5"], "parallel.local=4 is less than parallel.local_quorum=5"),
         (["parallel=local", "parallel.local_gbps=0"], "parallel.local_gbps=0: expected gigabits a second"),
         (["parallel=local", "parallel.local_reduce=int4"], "parallel.local_reduce"),
         (["parallel=local", "parallel.local_momentum=1"], "parallel.local_momentum"),

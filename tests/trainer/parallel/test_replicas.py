@@ -89,10 +89,12 @@ def test_the_average_of_replicas_is_that_of_their_weights():
         np.testing.assert_allclose(outer, mean, rtol=0, atol=4 * np.finfo(np.float32).eps * np.abs(replicas).max())
 
 
-def test_replicas_on_one_device_have_the_bits_of_replicas_on_two():
-    one, losses = trained(3, NARROW, "fp32", 1)
-    two, theirs = trained(3, NARROW, "fp32", 2)
-    assert made(NARROW, "fp32", 2)[0].mesh.size == 2
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_replicas_on_one_device_have_the_bits_of_replicas_on_two(replicas):
+    local = NARROW._replace(replicas=replicas, participants=replicas)
+    one, losses = trained(3, local, "fp32", 1)
+    two, theirs = trained(3, local, "fp32", 2)
+    assert made(local, "fp32", 2)[0].mesh.size == 2
     assert losses == theirs
     assert bits(one) == bits(two)
 
@@ -153,6 +155,29 @@ def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
             np.testing.assert_array_equal(new[k], np.zeros_like(old[0]) if outer else old[k])
     keys = [jax.random.key_data(key).tobytes() for key in state.local.states.key]
     assert len(set(keys)) == count
+
+
+def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
+    task = workload("scalify_fp8_fp16")
+    state = from_stored(first_state(task, 0))
+    step = compile_step(task, abstract_batch(1, 16, 16, document_mask=False, mesh=task.mesh), state)
+    for i in range(3):
+        state, _ = step(copied(state), batch(task, i), hyper(i, 1e-2))
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(3, to_stored(state), {"config": {"parallel": {"local": None}}})
+        checkpointer.wait()
+        found = restore_own(checkpointer, task_of(NARROW, "scalify_fp8_fp16"))
+    assert found.step == 3
+    replicas = from_stored(found.state)
+    assert jax.tree.structure(replicas) == jax.tree.structure(made(NARROW, "scalify_fp8_fp16")[1])
+    assert bits(replicas.params) == bits(state.params)
+    moments = jax.tree.leaves(state.opt_state)
+    for k in range(2):
+        assert [x.tobytes() for x in of_replica(replicas, k)] == bits(state.params)
+        for new, old in zip(jax.tree.leaves(replicas.local.states.opt_state), moments, strict=True):
+            np.testing.assert_array_equal(new[k], old)
+    _, losses = trained(7, NARROW, "scalify_fp8_fp16", start=3, state=replicas)
+    assert np.isfinite(losses).all()
 
 
 def test_replicas_that_are_not_drawn_stay_as_they_were_until_the_exchange():
