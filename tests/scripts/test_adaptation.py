@@ -1,14 +1,17 @@
 """The adaptation study: its text, each figure by hand on made-up runs, and a short study of real ones."""
 
+import dataclasses
 import json
 import math
 import sys
 
 import pytest
 
+from scripts import train_tokenizer
 from scripts.studies import adaptation, catalogues
 from scripts.studies.adaptation import OLD, RANDOM, Arguments, Curve, Sizes
 from scripts.studies.runs import Job
+from trainer.config.composition import compose_or_explain
 from trainer.errors import UserError
 
 CATALOGUE = r"""
@@ -131,38 +134,41 @@ def test_another_study_in_the_same_directory_is_refused(tmp_path):
         adaptation.claim(tmp_path, Arguments(steps=30))
 
 
-def test_a_short_study_runs_is_continued_and_says_what_it_found(tmp_path, monkeypatch, capsys):
+def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(tmp_path, monkeypatch, capsys):
     old, new, out = tmp_path / "old.txt", tmp_path / "new.txt", tmp_path / "study"
     old.write_text("the cat sat on the mat and slept. " * 400)
     new.write_text("Der Hund saß auf der Matte und schlief. " * 400, encoding="utf-8")
-    make, base = adaptation.make_tokenizer, adaptation.base_command
+    asked = []
 
-    def of_a_small_text(args, name, *source):
-        make(args, name, *(source if name == "new" else ("files", str(old))))
+    def make_tokenizer(args, name, *source):
+        if not (out / "tokenizers" / name).exists():
+            text = new if name == "new" else old
+            words = ["--vocab-size", "280", "--out", str(out / "tokenizers" / name), "--cache-dir", str(out / "data")]
+            assert train_tokenizer.main(["files", str(text), *words]) == 0
 
-    def on_a_small_text(args):
-        return [*(word for word in base(args) if word != "data=python"), "data=text", f"data.paths=[{old}]"]
+    def in_turn(commands, folders, count):
+        for job, command in commands.items():
+            assert command[1:3] == ["-m", "trainer"]
+            asked.append((job.item, job.seed))
+            c = compose_or_explain([word for word in command[3:] if word != "model=from_init"])
+            steps = range(c.train.eval_every or c.train.steps, c.train.steps + 1, c.train.eval_every or c.train.steps)
+            rows = [{"step": step, "val/bits_per_byte": 4 / step + (job.item == RANDOM)} for step in steps]
+            (folders[job] / "checkpoints" / str(c.train.steps)).mkdir(parents=True)
+            (folders[job] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            yield job
 
-    monkeypatch.setattr(adaptation, "make_tokenizer", of_a_small_text)
-    monkeypatch.setattr(adaptation, "base_command", on_a_small_text)
-    args = Arguments(
-        text=str(new),
-        model="model=gpt2_nano model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16",
-        vocab_size=280,
-        base_steps=4,
-        steps=4,
-        evaluations=2,
-        batch_tokens=64,
-        seeds=1,
-        out=str(out),
-    )
+    monkeypatch.setattr(adaptation, "make_tokenizer", make_tokenizer)
+    monkeypatch.setattr(adaptation, "in_turn", in_turn)
+    args = Arguments(text=str(new), vocab_size=280, base_steps=4, steps=4, evaluations=2, seeds=1, out=str(out))
     adaptation.main(args)
+    assert asked == [("base", 0), ("focus", 1), ("random", 1), ("old", 1)]
     found = json.loads((out / "adaptation.json").read_text())
     assert [row["arm"] for row in found["table"]] == ["focus", "random", "old"]
     assert found["text"]["old_tokens"] > found["text"]["new_tokens"]
-    assert {len(row["bits_per_byte"]) for row in found["runs"]} == {2}
+    assert [row["steps"] for row in found["table"]][2] > 4
+    assert found["table"][0]["difference"] == [-1.0, None]
     assert (out / "adaptation.png").stat().st_size > 1000
-    assert not list(out.glob("*/*/checkpoints"))
-    capsys.readouterr()
-    adaptation.main(args)
-    assert "3 of 3 adaptations are finished; 0 to go" in capsys.readouterr().out
+    assert [path.parent.name for path in out.glob("**/checkpoints")] == ["base"]
+    adaptation.main(dataclasses.replace(args, seeds=2))
+    assert asked[4:] == [("focus", 2), ("random", 2), ("old", 2)]
+    assert "3 of 6 adaptations are finished; 3 to go" in capsys.readouterr().out
