@@ -1,11 +1,12 @@
 """A run on a mixture: its stages, its figures by source, and the same run when it is killed and resumed."""
 
 import logging
+import signal
 import subprocess
 import sys
 
 import pytest
-from command import TINY, environment, finish, trainer, values
+from command import TINY, environment, finish, parameters, trainer, values, wait_for_row
 
 from trainer.__main__ import main
 
@@ -40,6 +41,21 @@ def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(texts
     assert done.returncode == 0, done.stderr
     loss = [[row["train/loss"] for row in values(texts / run)] for run in "AB"]
     assert loss[0] == loss[1]
+
+
+def test_a_mixture_killed_on_both_sides_of_a_stage_is_the_same_run(texts):
+    finish(trainer(texts, "A", *ARGS))
+    killed = []
+    for row in (3, 4, 5):
+        process = trainer(texts, "B", *ARGS)
+        wait_for_row(texts / "B", row, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+        killed.append(process.returncode)
+    assert killed[0] == -signal.SIGKILL
+    finish(trainer(texts, "B", *ARGS))
+    assert values(texts / "A") == values(texts / "B")
+    assert parameters(texts / "A", 8) == parameters(texts / "B", 8)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,28 @@ def special_in(tree: dict[str, Any]) -> dict[str, int]:
     return {token["content"]: int(token["id"]) for token in tree.get("added_tokens") or ()}
 
 
+def check_added(path: Path, tree: dict[str, Any]) -> None:
+    """Refuse added tokens of a tokenizer.json that collide: readers of it would disagree on what their ids are.
+
+    Raises:
+      UserError: two of them with one id, one with the id of another token, or with another id in the vocabulary.
+    """
+    model = tree.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # of Unigram, with a probability each
+        vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+    ids: dict[str, int] = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    tokens = {i: token for token, i in ids.items()}
+    for entry in tree.get("added_tokens") or ():
+        token, i = entry["content"], int(entry["id"])
+        if tokens.setdefault(i, token) != token:
+            raise UserError(
+                f"{path}: {token!r} of added_tokens has the id {i} of {tokens[i]!r}; give it one of its own"
+            )
+        if ids.setdefault(token, i) != i:
+            raise UserError(f"{path}: {token!r} has two ids, {ids[token]} and in added_tokens {i}; give it one")
+
+
 def is_of_bytes(ids: Ranks, special: dict[str, int]) -> bool:
     """Whether ids are the bytes themselves."""
     return ids == {bytes([i]): i for i in range(1, 256)} and special == {"\0": 0}

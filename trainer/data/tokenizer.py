@@ -21,6 +21,7 @@ import tiktoken
 
 from trainer.data.bpe_files import (
     PAIRS,
+    check_added,
     is_byte_level,
     known_settings,
     read_json,
@@ -231,7 +232,9 @@ def get_tokenizer(name: str) -> Tokenizer:
         valid = [*(merges for merges, _ in PAIRS), "tokenizer.tiktoken", HF_FILE]
         raise UserError(f"tokenizer directory {name} holds none of {', '.join(valid)}")
     if path.name == HF_FILE:
-        if not is_byte_level(read_json(path)):
+        tree = read_json(path)
+        check_added(path, tree)
+        if not is_byte_level(tree):
             return read_json_tokenizer(name, path)
         found = read_tokenizer_json(path)
         return ByteTokenizer() if found is None else BPETokenizer(name, found)

@@ -58,12 +58,12 @@ class Examinee:
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Answer]:
         """Of each context and its continuation. UserError for a continuation without a token, or with too many."""
-        return self._answers([self.question(*pair) for pair in pairs])
+        return self.answers([self.question(*pair) for pair in pairs])
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
         """The log-likelihood of each text, nats: every token is scored once, with as much before it as fits."""
         windows = [list(self.windows(text)) for text in texts]
-        answers = iter(self._answers([window for some in windows for window in some]))
+        answers = iter(self.answers([window for some in windows for window in some]))
         return [sum(next(answers).logprob for _ in some) for some in windows]
 
     def texts(self, wishes: Sequence[Wish]) -> list[str]:
@@ -95,7 +95,8 @@ class Examinee:
             first = max(0, end - size - 1)  # as many inputs as fit
             yield Question(ids[first:start], ids[start:end])
 
-    def _answers(self, questions: Sequence[Question]) -> list[Answer]:
+    def answers(self, questions: Sequence[Question]) -> list[Answer]:
+        """Of questions in tokens. UserError as of `likelihoods`."""
         for before, after in questions:
             if not before or not 0 < len(after) <= self.context:
                 raise UserError(

@@ -145,12 +145,22 @@ def test_the_end_of_a_document_is_what_stands_beside_it(tmp_path):
         get_tokenizer(str(tmp_path))
 
 
+def add(tree, content, i):
+    tree["added_tokens"].append({**tree["added_tokens"][0], "content": content, "id": i})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda tree: tree.update(added_tokens=[]), "says no token that ends a document; put its tokenizer_config"),
         (lambda tree: tree.update(model=None), "valid: a tokenizer.json that Hugging Face's `tokenizers` reads"),
         (lambda tree: tree["model"].update(type="Huffman"), "valid: a tokenizer.json that Hugging Face's"),
+        (lambda tree: add(tree, "<a>", 2), "'<a>' of added_tokens has the id 2 of '</s>'; give it one of its own"),
+        (
+            lambda tree: (add(tree, "<a>", 9999), add(tree, "<b>", 9999)),
+            "'<b>' of added_tokens has the id 9999 of '<a>'",
+        ),
+        (lambda tree: add(tree, "</s>", 9999), "'</s>' has two ids, 2 and in added_tokens 9999; give it one"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused_in_a_line(change, message, tmp_path):

@@ -54,7 +54,7 @@ def test_a_rolling_text_scores_each_token_once_with_as_much_before_it_as_fits():
     assert [i for window in found for i in window.after] == ids(text)
     assert [len(window.before) + len(window.after) - 1 for window in found] == [32, 32, 32]
     assert found[0].before == [0]
-    total = sum(answer.logprob for answer in examinee()._answers(found))
+    total = sum(answer.logprob for answer in examinee().answers(found))
     assert examinee().rolling(["", text]) == [0, pytest.approx(total)]
 
 

@@ -1,0 +1,174 @@
+"""The adaptation study: its text, each figure by hand on made-up runs, and a short study of real ones."""
+
+import dataclasses
+import json
+import math
+import sys
+
+import pytest
+
+from scripts import train_tokenizer
+from scripts.studies import adaptation, catalogues
+from scripts.studies.adaptation import OLD, RANDOM, Arguments, Curve, Sizes
+from scripts.studies.runs import Job
+from trainer.config.composition import compose_or_explain
+from trainer.errors import UserError
+
+CATALOGUE = r"""
+# somebody, 2026
+msgid ""
+msgstr ""
+"Content-Type: text/plain; charset=UTF-8\n"
+
+#: a.py:1
+msgid "Yes"
+msgstr "Ja"
+
+#, fuzzy
+msgid "No"
+msgstr "Vielleicht"
+
+msgid ""
+"A long "
+"one"
+msgstr ""
+"Ein \"langes\"\n"
+"Wort"
+
+msgid "%d file"
+msgid_plural "%d files"
+msgstr[0] "%d Datei"
+msgstr[1] "%d Dateien"
+
+msgid "untranslated"
+msgstr ""
+
+#~ msgid "old"
+#~ msgstr "alt"
+"""
+
+
+def test_messages_are_the_translations_without_header_fuzzy_ones_and_what_is_gone():
+    assert list(catalogues.messages(CATALOGUE)) == ["Ja", 'Ein "langes"\nWort', "%d Datei", "%d Dateien"]
+
+
+def test_texts_are_documents_of_different_messages(tmp_path, monkeypatch):
+    def fetch(packages, folder):
+        assert packages == ["one==1", "two"]
+        for package in ("b", "a"):
+            path = folder / package / "locale/de/LC_MESSAGES/x.po"
+            path.parent.mkdir(parents=True)
+            path.write_text(CATALOGUE + f'\nmsgid "x"\nmsgstr "{package}"\n', encoding="utf-8")
+
+    monkeypatch.setattr(catalogues, "fetch", fetch)
+    monkeypatch.setattr(catalogues, "ROWS", 4)
+    catalogues.write_texts(tmp_path / "out/t.jsonl", ["one==1", "two"], "de")
+    rows = [json.loads(line)["text"] for line in (tmp_path / "out/t.jsonl").read_text("utf-8").splitlines()]
+    assert rows == ['Ja\nEin "langes"\nWort\n%d Datei\n%d Dateien\n', "a\nb\n"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["t.jsonl"]
+    with pytest.raises(UserError, match="language=xx: one==1, two have no catalogue of it"):
+        catalogues.write_texts(tmp_path / "out/u.jsonl", ["one==1", "two"], "xx")
+
+
+def test_packages_that_cannot_be_fetched_are_one_line_that_says_what_else_there_is(tmp_path, monkeypatch):
+    script = tmp_path / "installer.py"
+    script.write_text("import sys\nprint('WARNING: x\\nERROR: no such package', file=sys.stderr)\nsys.exit(1)\n")
+    monkeypatch.setattr(catalogues, "installers", lambda: [[sys.executable, str(script)]])
+    with pytest.raises(UserError, match=r"packages=nothing cannot be fetched: ERROR: no such package; .* text="):
+        catalogues.fetch(["nothing"], tmp_path)
+    monkeypatch.setattr(catalogues, "installers", lambda: [])
+    with pytest.raises(UserError, match="neither pip nor uv"):
+        catalogues.fetch(["nothing"], tmp_path)
+
+
+def test_the_step_at_which_a_level_is_reached_lies_on_a_line_between_two_validations():
+    curve = Curve({10: 4.0, 20: 3.0, 30: 2.5})
+    assert (curve.first_at(3.5), curve.first_at(3.0), curve.first_at(2.75)) == (15, 20, 25)
+    assert (curve.first_at(5.0), curve.first_at(2.0)) == (10, math.inf)
+
+
+def test_the_old_tokenizer_gets_as_many_steps_as_show_it_the_same_bytes():
+    sizes = Sizes(bytes=1000, old_tokens=500, new_tokens=280)
+    assert [sizes.steps(arm, 150, 15) for arm in adaptation.ARMS] == [150, 150, 270]
+
+
+def test_figures_are_of_pairs_of_one_seed():
+    args, sizes = Arguments(steps=20, evaluations=2), Sizes(1000, 500, 250)
+    curves = {
+        Job(1.0, "focus", 1): Curve({10: 2.0, 20: 1.5}),
+        Job(1.0, "focus", 2): Curve({10: 3.0, 20: 1.0}),
+        Job(1.0, RANDOM, 1): Curve({10: 3.0, 20: 2.0}),
+        Job(1.0, RANDOM, 2): Curve({10: 3.0, 20: 2.0}),
+        Job(1.0, OLD, 2): Curve({20: 3.0, 40: 2.5}),
+    }
+    focus, random, old = adaptation.table(args, sizes, curves)
+    assert (focus.seeds, random.seeds, old.seeds, old.steps) == (2, 2, 1, 40)
+    assert focus.difference[0] == -0.75
+    assert focus.reached[0] == pytest.approx((0.5 + 0.75) / 2)  # at 2.0 after 10, and after 15 of 20 steps
+    assert old.difference == (0.5, math.inf)
+    assert old.reached[0] == math.inf
+    text = adaptation.markdown(args, sizes, [focus, random, old])
+    assert "0.500 with the old tokenizer, 0.250 with the new one" in text
+    assert "| new, random rows | 2 | 20 | 2.0000 ± 0.0000 | - | - |" in text
+    assert "| old | 1 | 40 | 2.5000 | +0.5000 | never |" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"seeds": 0}, "seeds=0"),
+        ({"steps": 7, "evaluations": 2}, "steps=7: expected a multiple"),
+        ({"vocab_size": 9}, "vocab_size=9"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_made(tmp_path, more, words):
+    with pytest.raises(UserError, match=words):
+        adaptation.main(Arguments(out=str(tmp_path / "out"), **more))
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_study_in_the_same_directory_is_refused(tmp_path):
+    adaptation.claim(tmp_path, Arguments(steps=15))
+    adaptation.claim(tmp_path, Arguments(steps=15, seeds=9))
+    with pytest.raises(UserError, match=r"steps=30 \(was 15\)"):
+        adaptation.claim(tmp_path, Arguments(steps=30))
+
+
+def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(tmp_path, monkeypatch, capsys):
+    old, new, out = tmp_path / "old.txt", tmp_path / "new.txt", tmp_path / "study"
+    old.write_text("the cat sat on the mat and slept. " * 400)
+    new.write_text("Der Hund saß auf der Matte und schlief. " * 400, encoding="utf-8")
+    asked = []
+
+    def make_tokenizer(args, name, *source):
+        if not (out / "tokenizers" / name).exists():
+            text = new if name == "new" else old
+            words = ["--vocab-size", "280", "--out", str(out / "tokenizers" / name), "--cache-dir", str(out / "data")]
+            assert train_tokenizer.main(["files", str(text), *words]) == 0
+
+    def in_turn(commands, folders, count):
+        for job, command in commands.items():
+            assert command[1:3] == ["-m", "trainer"]
+            asked.append((job.item, job.seed))
+            c = compose_or_explain([word for word in command[3:] if word != "model=from_init"])
+            steps = range(c.train.eval_every or c.train.steps, c.train.steps + 1, c.train.eval_every or c.train.steps)
+            rows = [{"step": step, "val/bits_per_byte": 4 / step + (job.item == RANDOM)} for step in steps]
+            (folders[job] / "checkpoints" / str(c.train.steps)).mkdir(parents=True)
+            (folders[job] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            yield job
+
+    monkeypatch.setattr(adaptation, "make_tokenizer", make_tokenizer)
+    monkeypatch.setattr(adaptation, "in_turn", in_turn)
+    args = Arguments(text=str(new), vocab_size=280, base_steps=4, steps=4, evaluations=2, seeds=1, out=str(out))
+    adaptation.main(args)
+    assert asked == [("base", 0), ("focus", 1), ("random", 1), ("old", 1)]
+    found = json.loads((out / "adaptation.json").read_text())
+    assert [row["arm"] for row in found["table"]] == ["focus", "random", "old"]
+    assert found["text"]["old_tokens"] > found["text"]["new_tokens"]
+    assert [row["steps"] for row in found["table"]][2] > 4
+    assert found["table"][0]["difference"] == [-1.0, None]
+    assert (out / "adaptation.png").stat().st_size > 1000
+    assert [path.parent.name for path in out.glob("**/checkpoints")] == ["base"]
+    adaptation.main(dataclasses.replace(args, seeds=2))
+    assert asked[4:] == [("focus", 2), ("random", 2), ("old", 2)]
+    assert "3 of 6 adaptations are finished; 3 to go" in capsys.readouterr().out
