@@ -8,8 +8,9 @@ checkpoint with the replicas that are left, if those are at least `parallel.loca
 after a checkpoint and go on with it, its replicas from the outer weights. Each such start is a round.
 
 What members know of each other is in RUN_DIR/members, on the disk that they share: a file NAME, which its member
-touches every second; N.json, who is in round N, written once, by the first of those that are there; and N-NAME.ended,
-an exit code. Ages of files are compared with that of the own one, so that clocks may differ.
+writes every second, with the round whose process it runs; N.json, who is in round N, written once, by the first of
+those that are there; and N-NAME.ended, an exit code. Ages of files are compared with that of the own one, so that
+clocks may differ.
 
 Exit codes are the trainer's; 4 where a round ended as no machine could help.
 """
@@ -33,6 +34,7 @@ from trainer.errors import UserError, to_readers
 from trainer.text import laid_over
 
 FINAL = (0, 2, 3)  # exit codes: done, bad configuration or data, diverged; starting again would not help
+TOGETHER = (*FINAL, 143)  # those that all processes end with by themselves; 143: stopped by SIGTERM
 HUNG = 4
 
 
@@ -66,15 +68,31 @@ class Round(NamedTuple):
 
 
 class Members:
-    """What one member knows of the others, through a directory that all share."""
+    """What one member knows of the others, through a directory that all share.
+
+    Attributes:
+      running: the round whose process runs here; 0: none does.
+    """
 
     def __init__(self, folder: Path, name: str, gone: float) -> None:
         self.folder, self.name, self.gone = folder, name, gone
+        self.running = 0
         folder.mkdir(parents=True, exist_ok=True)
 
     def beat(self) -> None:
-        """Say that this one is there."""
-        (self.folder / self.name).write_text(str(os.getpid()))
+        """Say that this one is there, and what it runs."""
+        draft = self.folder / f"{self.name}.{threading.get_ident()}.beat"
+        draft.write_text(str(self.running))
+        draft.replace(self.folder / self.name)
+
+    def run(self, number: int) -> None:
+        """Say so at once when a process begins, or, with 0, is gone."""
+        self.running = number
+        self.beat()
+
+    def are_free(self, number: int) -> bool:
+        """Whether none of those that are there runs a process of a round before this one."""
+        return all(int((self.folder / name).read_text()) in (0, number) for name in self.present())
 
     def leave(self) -> None:
         """Say that this one is gone."""
@@ -143,18 +161,25 @@ class Supervisor:
         self.members, self.count, self.quorum, self.start = members, count, quorum, start
         self.times, self.say = times, say
         self.signal = 0
+        # Of rounds that began before this supervisor did nothing runs here any more; the others wait for it.
+        newest = members.newest()
+        self.before = newest.number if newest else 0
+        if newest and members.name in newest.members and members.name not in members.ended(newest):
+            members.end(newest.number, HUNG)
 
     def run(self) -> int:
         """Round after round, until one ends for good; the exit code."""
-        last, code = 0, HUNG
+        last, code = self.before, HUNG
         for _ in range(self.times.rounds):
             this = self.gathered(last)
             if this is None:
                 return 128 + self.signal
             self.say(self.description(this))
+            self.members.run(this.number)
             process, last = self.start(this), this.number
             code = self.watched(process, this)
             self.members.end(this.number, code)
+            self.members.run(0)
             if code in FINAL or self.signal:
                 return code
             self.say(f"round {this.number} ended here with exit code {code}; going on from the newest checkpoint")
@@ -167,7 +192,7 @@ class Supervisor:
         return f"round {this.number}: {len(this.members)} of {self.count} machines ({', '.join(this.members)}){left}"
 
     def gathered(self, last: int) -> Round | None:
-        """The next round with this member after round `last`, once all processes of the one before it are gone.
+        """The next round with this member after round `last`, once no process of one before it is left.
 
         None: a signal came.
         """
@@ -175,20 +200,13 @@ class Supervisor:
         while not self.signal:
             found, there = self.members.newest(), self.members.present()
             if found and found.number > last and self.members.name in found.members:
-                if self.is_free(found.number - 1, there):
-                    return found
+                with contextlib.suppress(FileNotFoundError):  # one has just left
+                    if self.members.are_free(found.number):
+                        return found
             elif len(there) == self.count or time.monotonic() - begun >= self.times.settle_seconds:
                 self.lead(there, found)
             time.sleep(self.times.beat_seconds)
         return None
-
-    def is_free(self, number: int, there: Sequence[str]) -> bool:
-        """Whether no process of a round is left that is heard of."""
-        path = self.members.folder / f"{number}.json"
-        if not path.exists():
-            return True
-        before = Round(number, tuple(json.loads(path.read_text())["members"]), "")
-        return all(name in self.members.ended(before) or name not in there for name in before.members)
 
     def lead(self, there: Sequence[str], found: Round | None) -> None:
         """Propose a round of all that are there, where this is the first of them and they are enough."""
@@ -203,15 +221,18 @@ class Supervisor:
         while (code := process.poll()) is None:
             time.sleep(self.times.beat_seconds)
             there, found = self.members.present(), self.members.newest()
-            gone = [name for name in this.members if name not in there]
-            failed = [name for name, code in self.members.ended(this).items() if code not in (*FINAL, 143)]
+            ended = self.members.ended(this)
+            gone = [name for name in this.members if name not in there and ended.get(name) not in TOGETHER]
+            failed = [name for name, how in ended.items() if how not in TOGETHER]
             if gone or failed:
                 what = f"{', '.join(gone)} not heard of" if gone else f"the process of {', '.join(failed)} is gone"
                 self.say(f"{what}: ending this one")
                 process.kill()  # it waits for them; a checkpoint that exists is complete
-            elif not told and (self.signal or (found and found.number > this.number)):
+                return process.wait()
+            elif self.signal or (found and found.number > this.number):
+                if not told:
+                    process.terminate()  # all stop together, after a checkpoint
                 told = True
-                process.terminate()  # all stop together, after a checkpoint
             elif set(there) > set(this.members):
                 self.lead(there, found)
         return code
