@@ -17,6 +17,7 @@ HOMES = {
     "matplotlib": {
         "trainer/observe/heatmap.py",
         "scripts/bench/contest.py",
+        "scripts/studies/adaptation_picture.py",
         "scripts/studies/parity_picture.py",
         "scripts/studies/stability_picture.py",
     },

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from scalify_core import asarray, lowering, tree, weights
+from scalify_core import asarray, lowering, tree
 from scalify_core.stacks import NONE as NO_STACKS
 from scalify_core.stacks import Stacks
 from trainer.models.family import Family, LanguageModel, Spec, param_count
@@ -35,8 +34,8 @@ from trainer.precision.gradients import Differentiate, store_gradients
 from trainer.precision.policy import DTYPES, Policy
 from trainer.step.evaluate import make_eval_step
 from trainer.step.kernels import Kernels, gpu_options, takes_scales
-from trainer.step.leaves import part_of, with_part
-from trainer.step.moments import convert_moments, stacks_of, store_moments
+from trainer.step.leaves import part_of
+from trainer.step.moments import stacks_of, store_moments
 from trainer.step.optimizer import OptimizerFor
 from trainer.step.state import TrainState
 from trainer.step.step import Gradient, Hyper, Tokens, make_train_step, mean_gradient
@@ -340,26 +339,6 @@ def abstract_state(task: Task, scale: float | None = None) -> TrainState:
     opt_state = jax.eval_shape(lambda p: tree.pack(init(p)) if scale else init(p), task.trained(params))
     whole = jax.eval_shape(task.with_replicas, TrainState(params, opt_state, state.key, state.scaling, lost=lost))
     return abstract(whole, task.mesh, task.model.roles)
-
-
-def convert_state(task: Task, state: TrainState, source: Policy, seed: int) -> TrainState:
-    """A state that was stored for the precision `source`, for that of the task; every value is rounded once."""
-    policy = task.model.policy
-    exact = exact_weights(state)
-    params = store_weights(exact, policy)
-    lost = first_lost(task.trained(exact), task.trained(params), policy)
-    opt_state = jax.jit(lambda s: convert_moments(s, task.optimizer_name, source, policy, seed))(state.opt_state)
-    converted = TrainState(params, opt_state, state.key, task.model.differentiate().init(), lost=lost)
-    return jax.device_put(converted, shardings(converted, task.mesh, task.model.roles))
-
-
-def exact_weights(state: TrainState) -> Params:
-    """The weights of a state in FP32, with what rounding has lost of them, where that is kept."""
-    params: Params = weights.wide(state.params)
-    if state.lost == ():
-        return params
-    kept = part_of(params, state.lost)
-    return with_part(params, jax.tree.map(lambda p, rest: p + rest.astype(jnp.float32), kept, state.lost))
 
 
 def compile_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled | LocalStep:

@@ -15,8 +15,9 @@ from trainer.config.schema import Config
 from trainer.parallel.sharding import shardings
 from trainer.precision.arrays import first_lost, store_weights
 from trainer.precision.policy import Policy
+from trainer.run.converting import convert_state, exact_weights
 from trainer.step.state import TrainState
-from trainer.workload import Task, convert_state, exact_weights
+from trainer.workload import Task
 
 
 class Stage(NamedTuple):

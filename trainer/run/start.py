@@ -21,10 +21,11 @@ from trainer.parallel.mesh import replicated
 from trainer.parallel.replicas import resized
 from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Checkpointer, Restored
+from trainer.run.converting import convert_state
 from trainer.run.phases import Phases, policy_of, task_of, trainable_of
 from trainer.step.leaves import as_saved
 from trainer.step.state import TrainState
-from trainer.workload import Task, abstract_state, convert_state
+from trainer.workload import Task, abstract_state
 
 SWAP = ", or init.embeddings=focus to give its tables the rows of the data's tokens"
 FROM_INIT = ", or model=from_init, which takes all sizes from there"

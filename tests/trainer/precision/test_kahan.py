@@ -14,9 +14,10 @@ from trainer.config.composition import compose_or_explain
 from trainer.errors import UserError
 from trainer.models.roles import chosen
 from trainer.run.checkpoint import Checkpointer
+from trainer.run.converting import convert_state, exact_weights
 from trainer.run.phases import enter_phase
 from trainer.step.state import from_stored, to_stored
-from trainer.workload import abstract_state, compile_step, convert_state, exact_weights, first_state
+from trainer.workload import abstract_state, compile_step, first_state
 
 PRESETS = ["bf16_pure", "scalify_fp8_fp16"]
 

@@ -17,13 +17,13 @@ from scalify_core.tree import unpack
 from scalify_core.weights import wide
 from trainer.precision.arrays import dot_general_for
 from trainer.run.checkpoint import Checkpointer
+from trainer.run.converting import convert_state
 from trainer.run.jobs import make_rescale
 from trainer.step.state import from_stored, to_stored
 from trainer.workload import (
     Model,
     abstract_state,
     compile_step,
-    convert_state,
     first_state,
     lower_step,
 )
