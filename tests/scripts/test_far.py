@@ -1,7 +1,9 @@
 """The supervisor of machines that come and go: who starts when with whom, and a run that loses one for good."""
 
 import contextlib
+import itertools
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,10 +11,10 @@ import threading
 import time
 
 import pytest
-from command import TINY, environment, values
+from command import ROOT, TINY, environment, values
 
 from scripts.arguments import read
-from scripts.far import Arguments, Members, Round, Supervisor, beating, main
+from scripts.far import Arguments, Members, Round, Supervisor, beating, planned
 from trainer.errors import UserError
 
 # In place of the trainer: it stops as that does, and else goes on until its machine is gone.
@@ -159,8 +161,19 @@ def test_age_is_told_by_ones_own_file(tmp_path):
 )
 def test_what_could_not_go_on_with_fewer_is_refused_before_anything_starts(tmp_path, words, message):
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
-        main(Arguments(member="a", members=4, trainer=f"run_dir={tmp_path / 'A'} {words}"))
-    assert not (tmp_path / "A").exists()
+        planned(Arguments(member="a", members=4, trainer=f"run_dir={tmp_path / 'A'} {words}"))
+
+
+def test_the_examples_of_the_documents_could_go_on_with_fewer():
+    found = []
+    for document in (ROOT / "README.md", ROOT / "docs" / "parallel.md"):
+        for line in document.read_text().replace("\\\n", " ").splitlines():
+            if "python -m scripts.far" in line:
+                words = shlex.split(line.partition("scripts.far")[2].replace("$m", "a"), comments=True)
+                words = list(itertools.takewhile(lambda word: "=" in word, words))
+                found.append(planned(read(Arguments, words)))
+    assert len(found) >= 2
+    assert all(plan.fewest < 4 for plan in found)
 
 
 @pytest.mark.whole  # four trainers, one after the other compiled
