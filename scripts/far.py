@@ -18,6 +18,7 @@ Exit codes are the trainer's; 4 where a round ended as no machine could help.
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -258,9 +259,27 @@ def beating(members: Members, every: float) -> Iterator[None]:
         members.leave()
 
 
-def main(args: Arguments) -> int:
-    """Supervise this machine's process; the exit code."""
-    words = args.trainer.split()
+class Plan(NamedTuple):
+    """What a machine's arguments come to.
+
+    Attributes:
+      words: arguments of the trainer.
+      run_dir: of the run.
+      each: replicas of a machine.
+      fewest: machines that have at least a quorum of replicas.
+    """
+
+    words: list[str]
+    run_dir: Path
+    each: int
+    fewest: int
+
+
+def planned(args: Arguments) -> Plan:
+    """The plan. Raises UserError for what could not go on with fewer machines: now, and not when one is lost."""
+    if "." in args.member or "/" in args.member:
+        raise UserError(f"member={args.member}: expected a name without dots and slashes")
+    words = shlex.split(args.trainer)
     whole = compose_or_explain(words)
     replicas, quorum = whole.parallel.local, whole.parallel.local_quorum
     if replicas is None or quorum is None or replicas % args.members:
@@ -270,23 +289,27 @@ def main(args: Arguments) -> int:
         )
     each = replicas // args.members
     fewest = -(-quorum // each)
-    for count in range(fewest, args.members):  # now, and not when somebody is gone
+    for count in range(fewest, args.members):
         compose_or_explain(laid_over(words, [f"parallel.local={count * each}"]))
-    if "." in args.member or "/" in args.member:
-        raise UserError(f"member={args.member}: a name without dots and slashes")
+    return Plan(words, Path(whole.run_dir), each, fewest)
+
+
+def main(args: Arguments) -> int:
+    """Supervise this machine's process; the exit code. Raises UserError."""
+    plan = planned(args)
 
     def start(this: Round) -> "subprocess.Popen[bytes]":
-        own = [f"parallel.local={len(this.members) * each}", "parallel.distributed=true"]
+        own = [f"parallel.local={len(this.members) * plan.each}", "parallel.distributed=true"]
         variables = {
             "JAX_COORDINATOR_ADDRESS": this.address,
             "JAX_NUM_PROCESSES": str(len(this.members)),
             "JAX_PROCESS_ID": str(this.members.index(args.member)),
         }
-        command = [sys.executable, "-m", "trainer", *laid_over(words, own)]
+        command = [sys.executable, "-m", "trainer", *laid_over(plan.words, own)]
         return subprocess.Popen(command, env=os.environ | variables)
 
-    members = Members(Path(whole.run_dir) / "members", args.member, args.gone_seconds)
-    supervisor = Supervisor(members, args.members, fewest, start, args, lambda text: print(text, flush=True))
+    members = Members(plan.run_dir / "members", args.member, args.gone_seconds)
+    supervisor = Supervisor(members, args.members, plan.fewest, start, args, lambda text: print(text, flush=True))
 
     def note_signal(number: int, _: object) -> None:
         supervisor.signal = number

@@ -6,10 +6,13 @@ python -m scripts.studies.local out=runs/local seeds=3 steps=600 \\
 A way is keys of the trainer's group `parallel` with their values, joined by +, or of another group by their whole names
 (`optimizer.lr=8e-3`); what it does not give is of `parallel=local`. `data` is the run without replicas, and so is
 `data+optimizer.lr=8e-3`. All are compared with `base`: same first weights, same batches, same schedule, same random
-bits. With `warm` the first steps are those of `data`, and each way goes on from there, as published runs do. All
-replicas are computed on the first device, where they have the bits that they have anywhere; the inner step is compiled
-once for all ways. A finished run is a JSON line in OUT/runs.jsonl; called again, the study continues. OUT/table.md is
-written anew after each.
+bits. With `warm` the first steps are those of `data`, and each way goes on from there, as published runs do. With
+`sources=apart` replicas have data of their own, consecutive parts of two texts, as the clients of federated learning
+do: half of them English, half of them Python.
+
+All replicas are computed on the first device, where they have the bits that they have anywhere; the inner step is
+compiled once for all ways. A finished run is a JSON line in OUT/runs.jsonl; called again, the study continues.
+OUT/table.md is written anew after each.
 """
 
 import dataclasses
@@ -33,6 +36,8 @@ from trainer.assembly.objects import build_batch, build_learning_rates, build_st
 from trainer.compiled.exchange import exchanges_of
 from trainer.config.composition import compose_or_explain
 from trainer.config.schema import Config
+from trainer.data.corpus import EmbeddedSource, PythonSource, open_corpus
+from trainer.errors import UserError
 from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.parallel.replicas import LocalStep
 from trainer.run.rundir import code_version, write_atomically
@@ -41,6 +46,8 @@ from trainer.step.step import Hyper, StepFn
 from trainer.workload import Workload, abstract_state, compile_step, jitted_eval_step, lower_exchange
 
 DATA = "data"
+SOURCES = ("none", "apart")
+MOST = 4_000_000  # characters of a text that is cut into parts: about the Bible
 SIZES = "model.n_layer=2 model.d_model=64 model.n_head=2 model.context=64"
 
 
@@ -52,6 +59,7 @@ class Arguments:
     ways: str = argument("what is compared with the base, separated by commas", "local_reduce=fp8")
     base: str = argument("the way that the others are compared with", DATA)
     warm: int = argument("steps of each run that are data parallel, before all else", 0)
+    sources: str = argument("none, or apart: each replica has a text of its own, of the Bible or of Python", "none")
     overrides: str = argument("further arguments of the trainer for all runs, separated by spaces", SIZES)
     precision: str = argument("of all runs", "fp32")
     replicas: int = argument("how many train apart", 4)
@@ -117,15 +125,17 @@ class Compiled:
 
 def main(args: Arguments) -> None:
     """Run what is not finished, one seed after the other, so that pairs come early."""
+    if args.sources not in SOURCES:
+        raise UserError(f"sources={args.sources}; valid: {', '.join(SOURCES)}")
     jobs = [Job(way, seed) for seed in range(args.seeds) for way in dict.fromkeys((args.base, *split(args.ways)))]
     configs = {way: configuration(args, way) for way in (DATA, *dict.fromkeys(job.way for job in jobs))}  # refused now
     out, compiled = Path(args.out), Compiled()
     out.mkdir(parents=True, exist_ok=True)
-    keys = ("overrides", "precision", "replicas", "steps", "batch_tokens", "eval_batches", "warm")
+    keys = ("overrides", "precision", "replicas", "steps", "batch_tokens", "eval_batches", "warm", "sources")
     settings = {key: getattr(args, key) for key in keys}
-    found = {}
+    found, defaults = {}, {key: getattr(Arguments, key) for key in keys}  # of rows that were written before a key was
     for row in rows.read(out / "runs.jsonl"):
-        if {key: row.get(key, 0) for key in settings} == settings:
+        if {key: row.get(key, default) for key, default in defaults.items()} == settings:
             found[Job(row["way"], row["seed"])] = row["loss"]
     for number, job in enumerate(jobs, 1):
         if job in found:
@@ -150,11 +160,30 @@ def configuration(args: Arguments, way: str) -> Config:
     words = [f"precision={args.precision}", f"train.steps={args.steps}", f"train.batch_tokens={args.batch_tokens}"]
     words.append(f"train.final_eval_batches={args.eval_batches}")
     own, (first, *others) = ["parallel.data=1"], way.split("+")
+    if args.sources == "apart":
+        paths = ",".join(map(str, texts_apart(Path(args.out) / "sources", args.replicas)))
+        own += ["data=mix", f"data.sources=[{paths}]", "data.tokenizer=byte"]
+        own += [] if first == DATA else ["parallel.local_data=sources"]
     if first == DATA:
         own += others
     else:
         own += ["parallel=local", f"parallel.local={args.replicas}", *map(whole_key, (first, *others))]
     return compose_or_explain([*words, *shlex.split(args.overrides), *own])
+
+
+def texts_apart(folder: Path, count: int) -> list[Path]:
+    """Files of as many consecutive parts of two texts, those of the Bible before those of Python's library."""
+    sources: tuple[EmbeddedSource | PythonSource, ...] = (EmbeddedSource(), PythonSource())
+    paths = [folder / f"{['bible', 'python'][i * 2 // count]}{i}.txt" for i in range(count)]
+    folder.mkdir(parents=True, exist_ok=True)
+    if not all(path.exists() for path in paths):
+        for kind, source in enumerate(sources):
+            text = "\n".join(text for rows in open_corpus(source, folder).read(None) for text in rows.texts)[:MOST]
+            mine = [path for i, path in enumerate(paths) if i * 2 // count == kind]
+            for part, path in enumerate(mine):
+                span = slice(len(text) * part // len(mine), len(text) * (part + 1) // len(mine))
+                write_atomically(path, text[span])
+    return paths
 
 
 def whole_key(word: str) -> str:

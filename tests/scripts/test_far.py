@@ -1,7 +1,9 @@
 """The supervisor of machines that come and go: who starts when with whom, and a run that loses one for good."""
 
 import contextlib
+import itertools
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,11 +11,12 @@ import threading
 import time
 
 import pytest
-from command import TINY, environment, values
+from command import ROOT, TINY, environment, values
 
 from scripts.arguments import read
-from scripts.far import Arguments, Members, Round, Supervisor, beating, main
+from scripts.far import Arguments, Members, Round, Supervisor, beating, planned
 from trainer.errors import UserError
+from trainer.run.start import saved_steps
 
 # In place of the trainer: it stops as that does, and else goes on until its machine is gone.
 FOREVER = ["sh", "-c", "trap 'exit 143' TERM; while :; do sleep 0.02; done"]
@@ -46,8 +49,8 @@ class Machine:
         assert not self.thread.is_alive()
 
 
-def until(condition):
-    end = time.monotonic() + 30
+def until(condition, seconds=30):
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -159,14 +162,25 @@ def test_age_is_told_by_ones_own_file(tmp_path):
 )
 def test_what_could_not_go_on_with_fewer_is_refused_before_anything_starts(tmp_path, words, message):
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
-        main(Arguments(member="a", members=4, trainer=f"run_dir={tmp_path / 'A'} {words}"))
-    assert not (tmp_path / "A").exists()
+        planned(Arguments(member="a", members=4, trainer=f"run_dir={tmp_path / 'A'} {words}"))
+
+
+def test_the_examples_of_the_documents_could_go_on_with_fewer():
+    found = []
+    for document in (ROOT / "README.md", ROOT / "docs" / "parallel.md"):
+        for line in document.read_text().replace("\\\n", " ").splitlines():
+            if "python -m scripts.far" in line:
+                words = shlex.split(line.partition("scripts.far")[2].replace("$m", "a"), comments=True)
+                words = list(itertools.takewhile(lambda word: "=" in word, words))
+                found.append(planned(read(Arguments, words)))
+    assert len(found) >= 2
+    assert all(plan.fewest < 4 for plan in found)
 
 
 @pytest.mark.whole  # four trainers, one after the other compiled
 def test_a_run_goes_on_alone_when_its_other_machine_is_gone(tmp_path):
     words = [*TINY, "run_dir=A", "parallel=local", "parallel.local=2", "parallel.local_quorum=1", "tracker=jsonl"]
-    words += ["parallel.local_steps=3", "train.steps=3000", "checkpoint.every=10", "train.eval_every=0"]
+    words += ["parallel.local_steps=3", "train.steps=100000", "checkpoint.every=10", "train.eval_every=0"]
     words += ["sample.max_new=0", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
     own = ["members=2", "settle_seconds=8", "gone_seconds=4", f"trainer={' '.join(words)}"]
     logs = [(tmp_path / f"{name}.log").open("w") for name in "ab"]
@@ -183,12 +197,14 @@ def test_a_run_goes_on_alone_when_its_other_machine_is_gone(tmp_path):
     )
     metrics = tmp_path / "A" / "metrics.jsonl"
     try:
-        while not metrics.exists() or metrics.read_text().count("\n") < 20:
-            assert a.poll() is None
-            time.sleep(0.1)
+        until(lambda: metrics.exists() and metrics.read_text().count("\n") > 20, 200)
         os.killpg(b.pid, signal.SIGKILL)
         b.wait()
-        assert a.wait(400) == 0
+        until(lambda: "local steps: 1 replicas" in (tmp_path / "a.log").read_text(), 200)
+        before = len(values(tmp_path / "A"))
+        until(lambda: len(values(tmp_path / "A")) > before + 20, 200)
+        a.terminate()
+        assert a.wait(100) == 143
     finally:
         for process in (a, b):
             with contextlib.suppress(ProcessLookupError):
@@ -198,5 +214,6 @@ def test_a_run_goes_on_alone_when_its_other_machine_is_gone(tmp_path):
     said = (tmp_path / "a.log").read_text()
     assert "b not heard of: ending this one" in said
     assert "round 2: 1 of 2 machines (a), without 1 that are gone" in said
-    assert "local steps: 1 replicas" in said
-    assert [row["step"] for row in values(tmp_path / "A")] == list(range(1, 3001))
+    rows = values(tmp_path / "A")
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert saved_steps(tmp_path / "A")[-1] == len(rows)

@@ -99,7 +99,7 @@ def test_replicas_on_one_device_have_the_bits_of_replicas_on_two(replicas):
     assert bits(one) == bits(two)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["data", "fsdp"])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (1, 1, 2)], ids=["data", "fsdp", "tensor"])
 def test_a_replica_may_be_several_devices(sizes):
     alone, losses = trained(3, AVERAGE, "fp32", 1)
     found, theirs = trained(3, AVERAGE, "fp32", 4, sizes)
