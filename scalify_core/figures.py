@@ -151,9 +151,12 @@ def sum_of(terms: Iterable[tuple[Blame, float]]) -> Blame:
 def cancelled(eqn: Any, operands: Sequence[Tensor], exact: Any) -> float:
     """The error that a sum has because its terms cancel: theirs, as much larger as it is smaller than expected.
 
-    As the gradient of a bias that moves all logits alike, which is zero but for roundings. 0 for what is no sum.
+    As the gradient of a bias that moves all logits alike, which is zero but for roundings. 0 for what is no sum of
+    floats.
     """
     name, terms = eqn.primitive.name, [x for x in operands if is_float(x.shadow)]
+    if len(terms) < len(operands):
+        return 0.0
     sizes = [_rms(np.asarray(x.shadow, np.float64)) for x in terms]
     if name in ("add", "sub", "add_any") and len(sizes) == 2:
         expected = math.hypot(*sizes)

@@ -355,3 +355,19 @@ def test_roundings_that_are_left_of_a_difference_are_not_called_nothing():
     assert "nothing is lost" not in str(found)
     assert "roundings are left where larger numbers cancel" in str(found)
     assert "nothing is lost" in str(sc.explain(copied, scaled(normal(8, 8))))
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda x: (x > 0).sum(),
+        lambda x: jnp.sum(x > 0, axis=0) + 1,
+        lambda x: (x > 0).astype(jnp.int32) @ jnp.ones(8, jnp.int32),
+    ],
+    ids=["sum", "axis", "product"],
+)
+def test_sums_of_booleans_and_integers_have_no_row(count, scales):
+    x = sc.as_scaled_array(jax.random.normal(jax.random.key(0), (8, 8)), dtype=jnp.float16)
+    found = sc.explain(lambda x: (x * 2, count(x)), x, scales=scales)
+    assert [row.primitive for row in found.rows] == ["mul"]
