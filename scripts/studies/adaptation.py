@@ -282,8 +282,22 @@ def table(args: Arguments, sizes: Sizes, curves: Mapping[Job, Curve]) -> list[Ro
     return rows
 
 
-def markdown(args: Arguments, sizes: Sizes, rows: Sequence[Row]) -> str:
-    """What was adapted, and the table."""
+def shorter(args: Arguments, curves: Mapping[Job, Curve]) -> dict[int, tuple[float, float]]:
+    """`Row.reached` of FOCUS's rows had the runs been shorter, by their steps: at a constant rate a curve tells it."""
+    found = {}
+    for step in range(args.steps // 3, args.steps + 1):
+        shares = [
+            curve.first_at(other.bits[step]) / step
+            for job, curve in curves.items()
+            if job.item == FOCUS and (other := curves.get(job._replace(item=RANDOM))) is not None and step in other.bits
+        ]
+        if shares:
+            found[step] = mean(shares), half_width(shares)
+    return found
+
+
+def markdown(args: Arguments, sizes: Sizes, rows: Sequence[Row], sooner: Mapping[int, tuple[float, float]]) -> str:
+    """What was adapted, the table, and how much of shorter runs FOCUS needs."""
 
     def number(value: tuple[float, float], form: str) -> str:
         if not math.isfinite(value[0]):
@@ -304,6 +318,9 @@ def markdown(args: Arguments, sizes: Sizes, rows: Sequence[Row]) -> str:
         more = ["-", "-"] if row.arm == RANDOM else [number(row.difference, "+.4f"), number(row.reached, ".2f")]
         cells = [names[row.arm], str(row.seeds), str(row.steps), number(row.final, ".4f"), *more]
         lines.append(f"| {' | '.join(cells)} |")
+    if sooner:
+        found = "; ".join(f"{steps}: {number(value, '.2f')}" for steps, value in sooner.items())
+        lines.append(f"\nFOCUS is where random rows end, had both so many steps, after this share of them: {found}.")
     return "\n".join(lines) + "\n"
 
 
@@ -314,17 +331,18 @@ def in_json(value: Any) -> Any:
 
 def report(args: Arguments, sizes: Sizes, curves: Mapping[Job, Curve]) -> None:
     """Write the table, the picture, and what they were made from."""
-    out, rows = Path(args.out), table(args, sizes, curves)
+    out, rows, sooner = Path(args.out), table(args, sizes, curves), shorter(args, curves)
     words = ["python", "-m", "scripts.studies.adaptation", *(shlex.quote(f"{k}={v}") for k, v in given(args).items())]
     study: dict[str, Any] = {
         "command": " ".join(words),
         "code": code_version(),
         "text": sizes._asdict(),
         "table": [{k: in_json(v) for k, v in row._asdict().items()} for row in rows],
+        "shorter": {steps: in_json(value) for steps, value in sooner.items()},
         "runs": [job._asdict() | {"bits_per_byte": curve.bits} for job, curve in sorted(curves.items())],
     }
     write_atomically(out / "adaptation.json", json.dumps(study, indent=1, allow_nan=False) + "\n")
-    write_atomically(out / "adaptation.md", markdown(args, sizes, rows) + f"\n`{study['command']}`\n")
+    write_atomically(out / "adaptation.md", markdown(args, sizes, rows, sooner) + f"\n`{study['command']}`\n")
     if curves:
         each = dict.fromkeys((FOCUS, RANDOM), args.batch_tokens * sizes.bytes / sizes.new_tokens)
         each[OLD] = args.batch_tokens * sizes.bytes / sizes.old_tokens

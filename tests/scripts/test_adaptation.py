@@ -107,7 +107,10 @@ def test_figures_are_of_pairs_of_one_seed():
     assert focus.reached[0] == pytest.approx((0.5 + 0.75) / 2)  # at 2.0 after 10, and after 15 of 20 steps
     assert old.difference == (0.5, math.inf)
     assert old.reached[0] == math.inf
-    text = adaptation.markdown(args, sizes, [focus, random, old])
+    sooner = adaptation.shorter(args, curves)
+    assert sooner == {10: (1.0, 0.0), 20: focus.reached}  # of seed 1 at once, of seed 2 at its end
+    text = adaptation.markdown(args, sizes, [focus, random, old], sooner)
+    assert "after this share of them: 10: 1.00 ± 0.00; 20: 0.62" in text
     assert "0.500 with the old tokenizer, 0.250 with the new one" in text
     assert "| new, random rows | 2 | 20 | 2.0000 ± 0.0000 | - | - |" in text
     assert "| old | 1 | 40 | 2.5000 | +0.5000 | never |" in text
