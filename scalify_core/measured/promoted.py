@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from scalify_core.measured import asked
+from jax.extend.core import Literal
+
+from scalify_core.measured import asked, exact
 from scalify_core.measured.plan import (
     CALLS,
     Format,
@@ -42,22 +44,32 @@ class Promoted(NamedTuple):
 
 def found(jaxpr: Any, formats: tuple[Format, ...], levels: Mapping[int, asked.Level]) -> list[Promoted]:
     """Each once, of a jaxpr whose arguments have these formats; `levels`: of its products, by their ids."""
-    return list(dict.fromkeys(_found(jaxpr, formats, levels, UNKNOWN)))
+    are_stored = tuple(fmt is not None and fmt.itemsize < 4 for fmt in formats)
+    return list(dict.fromkeys(_found(jaxpr, formats, levels, UNKNOWN, are_stored)))
 
 
 def _found(
-    jaxpr: Any, formats: tuple[Format, ...], levels: Mapping[int, asked.Level], outer: Place
+    jaxpr: Any,
+    formats: tuple[Format, ...],
+    levels: Mapping[int, asked.Level],
+    outer: Place,
+    are_stored: tuple[bool, ...],
 ) -> Iterator[Promoted]:
+    held, _ = exact.held_in(jaxpr, are_stored)
     for step in plan_of(jaxpr, formats).steps:
         if step.kind == "product":
             level = levels.get(id(step.eqn))
-            if level is not None and not step.whole:
+            rounds = not all(type(x) is not Literal and x in held for x in step.eqn.invars[:2])
+            if level is not None and not step.whole and rounds:
                 dtype = str(product_format(step.formats, step.eqn))
                 yield Promoted(place_of(step.eqn, outer), name_of(step.eqn), dtype, level)
         elif inner := _inner(step):
             at = place_of(step.eqn, outer)
             for further, of_arguments in inner:
-                yield from _found(further, of_arguments, levels, at)
+                is_call = step.kind in CALLS
+                known = [is_call and type(x) is not Literal and x in held for x in step.eqn.invars]
+                stored = tuple(known if is_call else [False] * len(further.invars))
+                yield from _found(further, of_arguments, levels, at, stored)
 
 
 def _inner(step: Step) -> Sequence[tuple[Any, tuple[Format, ...]]]:

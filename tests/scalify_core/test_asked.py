@@ -274,7 +274,10 @@ PROMOTED = {
         lambda c: c[0] < 2, lambda c: (c[0] + 1, ((c[1] * TABLE) @ w).astype(x.dtype)), (0, x)
     )[1],
 }
-BY_A_LIBRARY = {name: SILENT[name] for name in ("a layer in FP32", "a layer that promotes")}
+BY_A_LIBRARY = {
+    "a layer in FP32": lambda x, w: SILENT["a layer in FP32"](jnp.tanh(x), w),
+    "a layer that promotes": SILENT["a layer that promotes"],
+}
 
 
 @pytest.mark.parametrize("name", [*PROMOTED, "a layer in FP32"])
@@ -311,7 +314,7 @@ def test_check_mode_warns_of_them(name, place):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["nothing", "a cast back", "a mean", "logits of attention", *BY_A_LIBRARY])
 def test_check_mode_says_nothing_of_what_is_narrow_in_plain_code_or_promoted_by_a_library(name, place):
-    checked(SILENT[name], place)(*operands("matmul", HALF))
+    checked((SILENT | BY_A_LIBRARY)[name], place)(*operands("matmul", HALF))
 
 
 def test_check_mode_warns_of_requests_that_cannot_be_told():
@@ -320,3 +323,22 @@ def test_check_mode_warns_of_requests_that_cannot_be_told():
 
     with pytest.warns(PrecisionWarning, match="fun: .* it is another program"):
         scalify(fun, check=True)(*operands("matmul", HALF))
+
+
+HELD = {
+    "a weight's mask": lambda x, w: x @ (w * jnp.tril(jnp.ones((16, 16)))),
+    "rows of padding": lambda x, w: jnp.concatenate([x, jnp.zeros((1, 16))]) @ w,
+    "a buffer": lambda x, w: jnp.zeros((12, 16)).at[:8].set(x) @ w,
+    "a choice": lambda x, w: jnp.where(x > 0, x, jnp.zeros((8, 16))) @ w,
+    "a power of two": lambda x, w: (x * jnp.float32(2)) @ w,
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_is_promoted_and_held_by_the_format_as_it_is_is_not_named(name):
+    x, w = operands("matmul", HALF)
+    plain = HELD[name](*(y.astype(HALF) for y in asarray((x, w))))
+    assert plain.dtype == F32
+    np.testing.assert_array_equal(asarray(scalify(HELD[name], check=True)(x, w)), plain)
+    with pytest.warns(PrecisionWarning, match="by promotion"):
+        scalify(lambda x, w: HELD[name](jnp.tanh(x), jnp.tanh(w)), check=True)(x, w)
