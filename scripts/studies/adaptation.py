@@ -76,7 +76,7 @@ class Curve(NamedTuple):
         before: tuple[int, float] | None = None
         for step, bits in sorted(self.bits.items()):
             if bits <= level:
-                if before is None or before[1] == bits:
+                if before is None:
                     return float(step)
                 return before[0] + (step - before[0]) * (before[1] - level) / (before[1] - bits)
             before = (step, bits)

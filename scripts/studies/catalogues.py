@@ -43,7 +43,15 @@ def messages(catalogue: str) -> Iterator[str]:
 def messages_below(folder: Path, language: str) -> list[str]:
     """All different translations into a language of the catalogues below a folder, in the order of their paths."""
     paths = sorted(folder.rglob(f"{language}/LC_MESSAGES/*.po"), key=lambda path: path.relative_to(folder).as_posix())
-    return list(dict.fromkeys(text for path in paths for text in messages(path.read_text(encoding="utf-8"))))
+    return list(dict.fromkeys(text for path in paths for text in messages(read(path))))
+
+
+def read(path: Path) -> str:
+    """A catalogue's text. Raises UserError where it is not in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not in UTF-8; leave its package out of packages=") from error
 
 
 def installers() -> list[list[str]]:

@@ -73,12 +73,13 @@ def enter_phase(task: Task, state: TrainState, before: Task, seed: int) -> Train
         return state
     if same:
         return convert_state(task, state, before.model.policy, seed)
-    if before.model.policy == task.model.policy and not task.model.policy.keeps_lost:
+    kept = before.model.policy == task.model.policy
+    if kept and not task.model.policy.keeps_lost:
         return started_anew(task, state)
     exact = exact_weights(state)
     params = store_weights(exact, task.model.policy)
     lost = first_lost(task.trained(exact), task.trained(params), task.model.policy)
-    scaling = task.model.differentiate().init()
+    scaling = state.scaling if kept else task.model.differentiate().init()
     return started_anew(task, dataclasses.replace(state, params=params, scaling=scaling, lost=lost))
 
 
