@@ -200,7 +200,7 @@ def test_a_run_goes_on_alone_when_its_other_machine_is_gone(tmp_path):
         until(lambda: metrics.exists() and metrics.read_text().count("\n") > 20, 200)
         os.killpg(b.pid, signal.SIGKILL)
         b.wait()
-        until(lambda: "local steps: 1 replicas" in (tmp_path / "a.log").read_text(), 200)
+        until(lambda: "local steps: one replica" in (tmp_path / "a.log").read_text(), 200)
         before = len(values(tmp_path / "A"))
         until(lambda: len(values(tmp_path / "A")) > before + 20, 200)
         a.terminate()

@@ -122,6 +122,8 @@ def describe_exchanges(found: Exchanges, gbps: float | None = None) -> list[str]
     some = f", of which {local.participants} train in a round" if local.participants < local.replicas else ""
     parts = f" in {local.fragments} fragments" if local.fragments > 1 else ""
     read = "" if found.read else " if each is on a machine of its own"
+    if local.replicas == 1:
+        return [f"local steps: one replica, so nothing is sent; the outer optimiser moves it every {local.steps} steps"]
     lines = [
         f"local steps: {local.replicas} replicas{some} exchange outer gradients in {local.format} every {local.steps} "
         f"steps{parts}; outer learning rate {local.lr:g}, momentum {local.momentum:g}"
