@@ -110,7 +110,7 @@ def traced_in_float32(fun: Callable, leaves: Sequence[Any]) -> Any:
     return jax.jit(fun).trace(*map(aval_of, leaves))
 
 
-def narrow_trace(plain: Plain | None, leaves: Sequence[Any]) -> Narrow | None:
+def narrow_trace(plain: Plain | None, jaxpr: Any, leaves: Sequence[Any]) -> Narrow | None:
     """The trace of plain code of a function of the leaves, if there is narrow data, which it may tell something of."""
     if plain is None or not _is_any_narrow(leaves):
         return None
@@ -167,22 +167,6 @@ def say_promoted(fun: Callable, jaxpr: Any, narrow: Narrow, leaves: Sequence[Any
         if found.level == asked.PROMOTED:
             text = f"{found}: {promoted.text_of(found.dtype)}"
             warnings.warn_explicit(text, PrecisionWarning, found.place.file or "scalify", found.place.line)
-
-
-def opened(traced: Any) -> tuple[list[Any], Callable]:
-    """The values that a traced function closes over, and the function of them and the leaves: they have gradients."""
-    jaxpr, tree = traced.jaxpr, jax.tree.structure(traced.out_info)
-    closed_over = traced.closure_convert()[0][len(jaxpr.consts) :]
-    return closed_over, lambda *xs: jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs))
-
-
-def opened_plain(plain: Plain, leaves: Sequence[Any], closed_over: Sequence[Any]) -> Plain | None:
-    """How `opened` of a function is traced as plain code; None: not, or other values are closed over there."""
-    narrow = narrow_trace(plain, leaves)
-    if narrow is None:
-        return None
-    found, of_all = opened(narrow.traced)
-    return Plain(of_all, check=plain.check) if list(map(id, found)) == list(map(id, closed_over)) else None
 
 
 def aval_of(x: Any) -> Any:

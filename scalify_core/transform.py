@@ -38,8 +38,6 @@ from scalify_core.plain import (
     aval_of,
     logical,
     narrow_trace,
-    opened,
-    opened_plain,
     say_promoted,
     trace_of,
     traced_in_float32,
@@ -138,12 +136,12 @@ def scalify(
         try:
             out = differentiable(*leaves)
         except _ClosesOverTracers:
-            closed_over, of_all = opened(traced_in_float32(flat, leaves))
-            plain = opened_plain(Plain(flat, check=check), leaves, closed_over) if scales == "auto" else None
+            closed_over, opened = _opened(traced_in_float32(flat, leaves))
+            plain = _opened_plain(Plain(flat, check=check), leaves, closed_over) if scales == "auto" else None
             own_names = arguments.leaf_names(tree)
             own_names = [own_names[places.index(i)] for i in range(len(leaves))]
             names = ["a closed-over array"] * len(closed_over) + own_names
-            out = _differentiable(of_all, how, reporter, names.__getitem__, plain=plain)(*closed_over, *leaves)
+            out = _differentiable(opened, how, reporter, names.__getitem__, plain=plain)(*closed_over, *leaves)
         return jax.tree.map(_returned, out, is_leaf=_is_leaf)
 
     return scalified
@@ -173,6 +171,22 @@ class _ClosesOverTracers(Exception):
     """`fun` uses values of a surrounding transformation that are not its arguments."""
 
 
+def _opened(traced: Any) -> tuple[list[Any], Callable]:
+    """The values that a traced function closes over, and the function of them and the leaves: they have gradients."""
+    jaxpr, tree = traced.jaxpr, jax.tree.structure(traced.out_info)
+    closed_over = traced.closure_convert()[0][len(jaxpr.consts) :]
+    return closed_over, lambda *xs: jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs))
+
+
+def _opened_plain(plain: Plain, leaves: Sequence[Any], closed_over: Sequence[Any]) -> Plain | None:
+    """How `_opened` of a function is traced as plain code; None: not, or other values are closed over there."""
+    narrow = narrow_trace(plain, traced_in_float32(plain.fun, leaves).jaxpr, leaves)
+    if narrow is None:
+        return None
+    found, opened = _opened(narrow.traced)
+    return Plain(opened, check=plain.check) if list(map(id, found)) == list(map(id, closed_over)) else None
+
+
 def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
     """How a jaxpr is evaluated on arrays and ScaledArrays."""
     if scales == "auto":
@@ -200,7 +214,7 @@ def _evaluated(
         if len(traced.jaxpr.invars) > len(leaves):
             raise _ClosesOverTracers
         out = traced.out_info
-        narrow = narrow_trace(plain, leaves)
+        narrow = narrow_trace(plain, traced.jaxpr, leaves)
         residuals = None if pulled is None else _residuals(traced, pulled, narrow)
         arguments = [*map(trusted, leaves[:own]), *map(read, leaves[own:])]
         jaxpr = traced.jaxpr if narrow is None else narrow.in_full(traced.jaxpr)
@@ -287,7 +301,7 @@ def _differentiable(
         def plain_pullback(leaves: Sequence[Any]) -> Plain | None:
             if plain_both is None:
                 return None
-            narrow = narrow_trace(plain_both, leaves)
+            narrow = narrow_trace(plain_both, traced_in_float32(both, leaves).jaxpr, leaves)
             return None if narrow is None else _plain_pullback(narrow, backward)
 
         return evaluated, plain_pullback
