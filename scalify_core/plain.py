@@ -35,11 +35,6 @@ class Narrow(NamedTuple):
         """The jaxpr of the same function of FP32 arrays, with the products in full that are FP32 here on request."""
         return asked.in_full(jaxpr, self.traced.jaxpr, self.given)
 
-    def dtypes(self, count: int) -> tuple[np.dtype | None, ...]:
-        """Those of the first `count` results in plain code; None of each if there are not so many."""
-        found = tuple(np.dtype(aval.dtype) for aval in self.traced.jaxpr.out_avals[:count])
-        return found if len(found) == count else (None,) * count
-
     def promoted(self, jaxpr: Any, leaves: Sequence[Any]) -> list[promoted.Promoted]:
         """The products of a jaxpr as it is evaluated that are narrow here, though plain code has an operand in FP32."""
         levels = asked.promoted(jaxpr, self.traced.jaxpr, self.given)
@@ -111,45 +106,31 @@ def traced_in_float32(fun: Callable, leaves: Sequence[Any]) -> Any:
 
 
 def narrow_trace(plain: Plain | None, jaxpr: Any, leaves: Sequence[Any]) -> Narrow | None:
-    """The trace of plain code of a function of the leaves, if there is narrow data, which it may tell something of."""
-    if plain is None or not _is_any_narrow(leaves):
+    """The trace of plain code of a function of the leaves, if that may tell anything of the products of its jaxpr."""
+    if plain is None or not _may_ask(jaxpr, leaves):
         return None
     return plain.traced(list(map(_aval_in_format, leaves)))
 
 
-def _is_any_narrow(leaves: Sequence[Any]) -> bool:
-    return any(_has_format(x) and _is_narrow(x.dtype) for x in leaves)
+def _may_ask(jaxpr: Any, leaves: Sequence[Any]) -> bool:
+    """Whether there are products, and narrow data."""
+    return any(_has_format(x) and _is_narrow(x.dtype) for x in leaves) and asked.has_products(jaxpr)
 
 
-class InFull(NamedTuple):
-    """A program as it is evaluated, and what of plain code's FP32 it may not have.
+def in_full(fun: Callable, jaxpr: Any, leaves: Sequence[Any]) -> tuple[Any, str | None, Sequence[promoted.Promoted]]:
+    """The trace of `fun` in FP32 as it is evaluated, and what of plain code's FP32 it may not have.
 
-    Attributes:
-        jaxpr: of FP32 arrays, with the products in full that are asked to be.
-        dtypes: of its results in plain code; None: not known.
-        unknown: why it is not known which FP32 the program asks for, or None.
-        promoted: the products that are narrow here, and that plain code has in FP32 by promotion.
+    That is why it is not known which FP32 the program asks for, or None; and the products that are narrow here.
     """
-
-    jaxpr: Any
-    dtypes: tuple[np.dtype | None, ...]
-    unknown: str | None = None
-    promoted: Sequence[promoted.Promoted] = ()
-
-
-def in_full(fun: Callable, jaxpr: Any, leaves: Sequence[Any]) -> InFull:
-    """The trace of `fun` in FP32 as `scalify` evaluates it."""
-    count = len(jaxpr.outvars)
-    if not _is_any_narrow(leaves):
-        return InFull(jaxpr, (None,) * count)
+    if not _may_ask(jaxpr, leaves):
+        return jaxpr, None, []
     narrow = Plain(fun).traced(list(map(_aval_in_format, leaves)))
     if narrow is None:
-        reason = "it cannot be traced with arrays of the formats of its data" if asked.has_products(jaxpr) else None
-        return InFull(jaxpr, (None,) * count, reason)
+        return jaxpr, "it cannot be traced with arrays of the formats of its data", []
     known = asked.has_same_products(jaxpr, narrow.traced.jaxpr)
     unknown = None if known else "traced with arrays of the formats of its data it is another one"
     full = narrow.in_full(jaxpr)
-    return InFull(full, narrow.dtypes(count), unknown, narrow.promoted(full, leaves))
+    return full, unknown, narrow.promoted(full, leaves)
 
 
 def say_promoted(fun: Callable, jaxpr: Any, narrow: Narrow, leaves: Sequence[Any]) -> None:

@@ -21,16 +21,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import interpreter, measured, pullbacks
 from scalify_core.arguments import Arguments
-from scalify_core.array import (
-    as_scaled_array,
-    asarray,
-    gradients_like,
-    is_scaled_array,
-    is_unreadable,
-    read,
-    say_unreadable,
-    trusted,
-)
+from scalify_core.array import asarray, gradients_like, is_scaled_array, is_unreadable, read, say_unreadable, trusted
 from scalify_core.measured.residuals import Logical, Residuals
 from scalify_core.plain import (
     Narrow,
@@ -45,8 +36,7 @@ from scalify_core.plain import (
 from scalify_core.watch import Reporter
 
 Scales = Literal["auto", "static"]
-# (jaxpr, arguments, residuals, dtypes of the results in plain code) -> results
-Evaluator = Callable[[Any, Sequence[Any], Residuals | None, Sequence[np.dtype | None]], list[Any]]
+Evaluator = Callable[[Any, Sequence[Any], Residuals | None], list[Any]]  # (jaxpr, arguments, residuals) -> results
 Pulled = Callable[[Any], Callable]  # the structure of residuals and gradients -> the backward pass, of their leaves
 
 
@@ -77,17 +67,15 @@ def scalify(
             what an error is measured by: however many small elements vanish beside large ones (a fifth of what GELU
             gives, in E4M3), the tensor is what it was while their share of it is small, and once that is not, its
             scale is astray. With measured scales, the rows and columns of a product of which more than 1% is lost are
-            named, too, however small they are, as are products that plain code has in FP32 by promotion, and a
-            program of which it is not known what it asks to have in FP32. A mask's constant (-1e9) may saturate. The
-            program has callbacks then (`jax.debug.callback`), and is slower; without `check` it has not an operation
-            more.
+            named, too, however small they are, and a program of which it is not known what it asks to have in FP32. A
+            mask's constant (-1e9) may saturate. The program has callbacks then (`jax.debug.callback`), and is slower;
+            without `check` it has not an operation more.
 
     Returns:
         A function of the same arguments. Arrays in them may be ScaledArrays. Every floating-point result that
-        depends on a ScaledArray is one. Its data has the dtype that plain code of these formats gives it, 8 bits
-        counting as FP16; with propagated scales, and where plain code has none, the format of the data it was
-        computed from, which plain arrays do not influence. Every other result is what `fun` returns. Complex numbers
-        have no scale: they are plain, and so is what is computed from them (`irfft(rfft(x))`). ScaledArrays that `fun`
+        depends on a ScaledArray is one, its data in the format of the data it was computed from; every other result
+        is what `fun` returns. Complex numbers have no scale: they are plain, and so is what is computed from them
+        (`irfft(rfft(x))`). A plain array does not influence the format of what it meets. ScaledArrays that `fun`
         itself makes are plain numbers to it and to what it returns; `set_scaling` says what scale a result is to have.
 
         It can be jitted, vmapped, sharded and differentiated (reverse mode). A gradient with respect to a
@@ -142,14 +130,9 @@ def scalify(
             own_names = [own_names[places.index(i)] for i in range(len(leaves))]
             names = ["a closed-over array"] * len(closed_over) + own_names
             out = _differentiable(opened, how, reporter, names.__getitem__, plain=plain)(*closed_over, *leaves)
-        return jax.tree.map(_returned, out, is_leaf=_is_leaf)
+        return jax.tree.map(trusted, out, is_leaf=is_scaled_array)
 
     return scalified
-
-
-def _returned(x: Any) -> Any:
-    """A result as it leaves: what is stored nowhere in FP32, at scale 1."""
-    return as_scaled_array(x.value, jnp.float32(1)) if type(x) is Logical else trusted(x)
 
 
 def _places(leaves: Sequence[Any]) -> tuple[int, ...]:
@@ -196,8 +179,8 @@ def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
             f'scalify: scales={scales!r}, expected "auto" (measured where stored) or "static" (propagated)'
         )
     if reporter is None:
-        return lambda jaxpr, leaves, *_: interpreter.propagated(jaxpr, leaves)
-    return lambda jaxpr, leaves, *_: interpreter.propagated_and_checked(jaxpr, leaves, reporter=reporter)
+        return lambda jaxpr, leaves, _: interpreter.propagated(jaxpr, leaves)
+    return lambda jaxpr, leaves, _: interpreter.propagated_and_checked(jaxpr, leaves, reporter=reporter)
 
 
 def _evaluated(
@@ -220,9 +203,7 @@ def _evaluated(
         jaxpr = traced.jaxpr if narrow is None else narrow.in_full(traced.jaxpr)
         if plain is not None and plain.check and narrow is not None:
             say_promoted(fun, jaxpr, narrow, leaves)
-        count = len(jaxpr.outvars) if residuals is None else residuals.first
-        dtypes = (None,) * count if narrow is None else narrow.dtypes(count)
-        return jax.tree.unflatten(jax.tree.structure(out), how(jaxpr, arguments, residuals, dtypes))
+        return jax.tree.unflatten(jax.tree.structure(out), how(jaxpr, arguments, residuals))
 
 
 def _residuals(traced: Any, pulled: Pulled, narrow: Narrow | None) -> Residuals:
@@ -334,7 +315,7 @@ def _differentiable(
         cotangent = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
         leaves, tree = jax.tree.flatten((pullback, cotangent), is_leaf=_is_leaf)
         residual = len(jax.tree.leaves(pullback, is_leaf=_is_leaf))
-        gradients = [logical(trusted(x)) for x in pull(tree, residual, plain_pullback.of)(*leaves)]
+        gradients = list(map(trusted, pull(tree, residual, plain_pullback.of)(*leaves)))
         of = [primals[i] for i in wanted.of]
         found = gradients_like([logical(x) for x in of], gradients, [name(i) for i in wanted.of])
         found = [Logical(g, x.dtype) if type(x) is Logical else g for x, g in zip(of, found, strict=True)]
