@@ -197,9 +197,12 @@ class Supervisor:
 
         None: a signal came.
         """
-        begun = time.monotonic()
+        begun, told = time.monotonic(), False
         while not self.signal:
             found, there = self.members.newest(), self.members.present()
+            if not told and len(there) < self.quorum and time.monotonic() - begun >= self.times.settle_seconds:
+                self.say(f"waiting: {len(there)} of {self.count} machines are there, at least {self.quorum} are needed")
+                told = True
             if found and found.number > last and self.members.name in found.members:
                 with contextlib.suppress(FileNotFoundError):  # one has just left
                     if self.members.are_free(found.number):
@@ -277,8 +280,13 @@ class Plan(NamedTuple):
 
 def planned(args: Arguments) -> Plan:
     """The plan. Raises UserError for what could not go on with fewer machines: now, and not when one is lost."""
-    if "." in args.member or "/" in args.member:
+    if not args.member or "." in args.member or "/" in args.member:
         raise UserError(f"member={args.member}: expected a name without dots and slashes")
+    if args.members < 1 or min(args.beat_seconds, args.gone_seconds, args.settle_seconds) <= 0 or args.rounds < 1:
+        raise UserError(
+            f"members={args.members}, beat_seconds={args.beat_seconds:g}, gone_seconds={args.gone_seconds:g}, "
+            f"settle_seconds={args.settle_seconds:g}, rounds={args.rounds}: expected numbers above zero"
+        )
     words = shlex.split(args.trainer)
     whole = compose_or_explain(words)
     replicas, quorum = whole.parallel.local, whole.parallel.local_quorum

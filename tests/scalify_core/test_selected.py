@@ -86,6 +86,7 @@ COPIES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*plain code has FP32 here, by promotion")  # by `sizes`: true, and not the subject
 @pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16])
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_by_a_one_hot_matrix_is_equal_to_the_rows_that_it_copies(how, dtype):

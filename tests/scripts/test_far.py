@@ -165,6 +165,16 @@ def test_what_could_not_go_on_with_fewer_is_refused_before_anything_starts(tmp_p
         planned(Arguments(member="a", members=4, trainer=f"run_dir={tmp_path / 'A'} {words}"))
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"member": ""}, "member=: expected a name"), ({"members": 0}, "members=0"), ({"gone_seconds": -1}, "=-1,")],
+)
+def test_numbers_and_names_that_nobody_has_are_refused_in_a_line(given, message):
+    words = {"member": "a", "members": 2, "trainer": "parallel=local parallel.local_quorum=1"}
+    with pytest.raises(UserError, match=message):
+        planned(Arguments(**words | given))
+
+
 def test_the_examples_of_the_documents_could_go_on_with_fewer():
     found = []
     for document in (ROOT / "README.md", ROOT / "docs" / "parallel.md"):
