@@ -162,7 +162,7 @@ class Supervisor:
         self.members, self.count, self.quorum, self.start = members, count, quorum, start
         self.times, self.say = times, say
         self.signal = 0
-        # Of rounds that began before this supervisor did nothing runs here any more; the others wait for it.
+        # Of rounds that began before this supervisor nothing runs here any more (`end_orphan`); the others wait for it.
         newest = members.newest()
         self.before = newest.number if newest else 0
         if newest and members.name in newest.members and members.name not in members.ended(newest):
@@ -302,9 +302,28 @@ def planned(args: Arguments) -> Plan:
     return Plan(words, Path(whole.run_dir), each, fewest)
 
 
+def end_orphan(pid: Path, words: Sequence[str]) -> None:
+    """End the process that a supervisor of this machine left behind when it was killed itself, and wait until it has.
+
+    Args:
+      pid: the file with its number.
+      words: arguments that it was started with, by which it is told from another process of that number.
+
+    Where processes are not files below /proc (not on Linux) it ends nothing.
+    """
+    with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
+        number = int(pid.read_text())
+        command = Path(f"/proc/{number}/cmdline")
+        while {"trainer", *words} <= set(command.read_text().split("\0")):  # a process that has ended has none
+            os.kill(number, signal.SIGKILL)
+            time.sleep(0.1)
+
+
 def main(args: Arguments) -> int:
     """Supervise this machine's process; the exit code. Raises UserError."""
     plan = planned(args)
+
+    pid = plan.run_dir / "members" / f"{args.member}.pid"
 
     def start(this: Round) -> "subprocess.Popen[bytes]":
         own = [f"parallel.local={len(this.members) * plan.each}", "parallel.distributed=true"]
@@ -314,9 +333,12 @@ def main(args: Arguments) -> int:
             "JAX_PROCESS_ID": str(this.members.index(args.member)),
         }
         command = [sys.executable, "-m", "trainer", *laid_over(plan.words, own)]
-        return subprocess.Popen(command, env=os.environ | variables)
+        process = subprocess.Popen(command, env=os.environ | variables)
+        pid.write_text(str(process.pid))
+        return process
 
     members = Members(plan.run_dir / "members", args.member, args.gone_seconds)
+    end_orphan(pid, [word for word in plan.words if not word.startswith("parallel.")])  # those change by round
     supervisor = Supervisor(members, args.members, plan.fewest, start, args, lambda text: print(text, flush=True))
 
     def note_signal(number: int, _: object) -> None:

@@ -14,7 +14,7 @@ import pytest
 from command import ROOT, TINY, environment, values
 
 from scripts.arguments import read
-from scripts.far import Arguments, Members, Round, Supervisor, beating, planned
+from scripts.far import Arguments, Members, Round, Supervisor, beating, end_orphan, planned
 from trainer.errors import UserError
 from trainer.run.start import saved_steps
 
@@ -173,6 +173,23 @@ def test_numbers_and_names_that_nobody_has_are_refused_in_a_line(given, message)
     words = {"member": "a", "members": 2, "trainer": "parallel=local parallel.local_quorum=1"}
     with pytest.raises(UserError, match=message):
         planned(Arguments(**words | given))
+
+
+def test_a_process_whose_supervisor_was_killed_is_ended_and_no_other_of_its_number(tmp_path):
+    words = [f"run_dir={tmp_path}", "parallel=local"]
+    left, other = (
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "-m", "trainer", *arguments])
+        for arguments in (words, words[1:])
+    )
+    for process in (left, other):
+        (tmp_path / "a.pid").write_text(str(process.pid))
+        end_orphan(tmp_path / "a.pid", words)
+    assert left.wait(10) == -signal.SIGKILL
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+    end_orphan(tmp_path / "a.pid", words)  # gone
+    end_orphan(tmp_path / "b.pid", words)  # never there
 
 
 def test_the_examples_of_the_documents_could_go_on_with_fewer():

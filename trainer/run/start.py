@@ -182,21 +182,32 @@ def restored_as(checkpointer: Checkpointer, task: Task, step: int | None = None)
     What was trained without replicas all of them go on from: weights, moments, steps. `step`: None: the newest.
     """
     assert task.local is not None
-    before, now = checkpointer.meta(step)["config"]["parallel"].get("local"), task.local.replicas
-    if before == now:
-        return checkpointer.restore(abstract_state(task), step)
-    if before is None:
-        found = checkpointer.restore(abstract_state(task._replace(local=None)), step)
-        change: Callable[[TrainState], TrainState] = task.with_replicas
-    else:
+    local, now = task.local, task.local.replicas
+
+    def as_saved(meta: Mapping[str, Any]) -> TrainState:
+        before = replicas_in(meta)
+        if before == now:
+            return abstract_state(task)
+        if before is None:
+            return abstract_state(task._replace(local=None))
         first = Mesh(task.mesh.devices[:1, :1, :1, :1], task.mesh.axis_names, axis_types=task.mesh.axis_types)
-        then = task._replace(local=task.local._replace(replicas=before, participants=before), mesh=first)
+        then = task._replace(local=local._replace(replicas=before, participants=before), mesh=first)
         everywhere = replicated(task.mesh)  # their number need not be one that the devices divide
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), abstract_state(then))
-        found = checkpointer.restore(like, step)
-        change = functools.partial(resized, count=now)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), abstract_state(then))
+
+    found = checkpointer.restore(as_saved, step)  # which may be one before the newest, with other replicas
+    before = replicas_in(found.meta)
+    if before == now:
+        return found
+    change: Callable[[TrainState], TrainState]
+    change = task.with_replicas if before is None else functools.partial(resized, count=now)
     placed = jax.tree.map(lambda x: x.sharding, abstract_state(task))
     return found._replace(state=jax.jit(change, out_shardings=placed)(found.state))
+
+
+def replicas_in(meta: Mapping[str, Any]) -> int | None:
+    """How many replicas a checkpoint has; None: it was trained without."""
+    return meta["config"]["parallel"].get("local")
 
 
 def check_same_precision(source: str, theirs: Policy, ours: Policy, otherwise: str = "") -> None:

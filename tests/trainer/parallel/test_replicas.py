@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +156,20 @@ def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
             np.testing.assert_array_equal(new[k], np.zeros_like(old[0]) if outer else old[k])
     keys = [jax.random.key_data(key).tobytes() for key in state.local.states.key]
     assert len(set(keys)) == count
+
+
+def test_where_the_newest_checkpoint_is_damaged_the_one_before_may_have_other_replicas(tmp_path):
+    half, _ = trained(3, NARROW, "fp32", 1)
+    task = task_of(NARROW._replace(replicas=1, participants=1), "fp32", 1)
+    with Checkpointer(tmp_path / "checkpoints", keep=2) as checkpointer:
+        checkpointer.save(3, to_stored(half), {"config": {"parallel": {"local": 2}}})
+        checkpointer.save(4, first_state(task, 0), {"config": {"parallel": {"local": 1}}})
+        checkpointer.wait()
+        files = [path for path in (tmp_path / "checkpoints" / "4" / "state").rglob("*") if path.is_file()]
+        os.truncate(max(files, key=lambda path: path.stat().st_size), 40)
+        found = restore_own(checkpointer, task)
+    assert found.step == 3
+    assert bits(from_stored(found.state).params) == bits(half.params)
 
 
 def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
