@@ -121,6 +121,9 @@ def main(args: Arguments) -> None:
             if (lr, item) not in told:
                 print(f"{item}, lr {lr:g}x: surely {side} {args.margin:g}%, no further seeds", flush=True)
                 told.add((lr, item))
+    lost = [job for job in todo if args.trunk and job.item != args.base and not trunk_of(args, job).exists()]
+    if lost:
+        print(f"{len(lost)} runs were not begun: the base's of their seed has no checkpoint of step {args.trunk}")
 
 
 def verdicts(args: Arguments, outcomes: dict[Job, Outcome]) -> dict[tuple[float, str], str]:

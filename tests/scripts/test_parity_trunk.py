@@ -14,7 +14,7 @@ from trainer.errors import UserError
 TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
 
 
-def test_runs_without_a_trunk_to_start_from_are_not_run(tmp_path, monkeypatch):
+def test_runs_without_a_trunk_to_start_from_are_not_run_and_that_is_said(tmp_path, monkeypatch, capsys):
     args = Arguments("bf16", seeds=2, steps=10, evaluations=1, last=1, trunk=4, out=str(tmp_path))
 
     def writing(args, job, run_dir, model_lr):  # the base of seed 1 diverges before it has saved
@@ -27,6 +27,7 @@ def test_runs_without_a_trunk_to_start_from_are_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(parity, "command", writing)
     parity.main(args)
     assert [path.parent.name for path in tmp_path.glob("1x/bf16/*/metrics.jsonl")] == ["0"]
+    assert "1 runs were not begun: the base's of their seed has no checkpoint of step 4" in capsys.readouterr().out
     assert (tmp_path / "1x/fp32/0/trunk/checkpoints/4").is_dir()
     assert not (tmp_path / "1x/fp32/0/checkpoints").exists()
     with pytest.raises(UserError, match="other trunk=0 \\(was 4\\)"):
