@@ -15,7 +15,6 @@ from scalify_core import plain
 from scalify_core.arguments import Arguments
 from scalify_core.array import asarray, is_scaled_array
 from scalify_core.explanation import Explanation
-from scalify_core.measured.promoted import Promoted
 from scalify_core.transform import Scales
 from scalify_core.walk import Walk
 from scalify_core.walk_measured import MeasuredWalk
@@ -72,10 +71,12 @@ def explain(
         raise TypeError("explain: call it outside of jit, grad and vmap; it evaluates eagerly")
     if scales not in get_args(Scales):
         raise ValueError(f"explain: scales={scales!r}, expected one of {get_args(Scales)}")
-    promoted: Sequence[Promoted] = ()
     if scales == "static":
-        walk, unknown = Walk(tolerance), None
-    else:
-        walk, (jaxpr, unknown, promoted) = MeasuredWalk(tolerance), plain.in_full(flat, jaxpr, leaves)
-    errors = walk.errors(jaxpr, leaves)
-    return Explanation(list(walk.rows.values()), errors, tolerance, walk.turned, unknown, promoted)
+        propagated = Walk(tolerance)
+        errors = propagated.errors(jaxpr, leaves)
+        return Explanation(list(propagated.rows.values()), errors, tolerance, propagated.turned)
+    walk, found = MeasuredWalk(tolerance), plain.in_full(flat, jaxpr, leaves)
+    errors = walk.errors(found.jaxpr, leaves, found.dtypes)
+    return Explanation(
+        list(walk.rows.values()), errors, tolerance, walk.turned, found.unknown, found.promoted, found.results
+    )

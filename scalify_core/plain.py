@@ -16,6 +16,8 @@ import numpy as np
 from scalify_core.array import is_scaled_array
 from scalify_core.measured import asked, promoted
 from scalify_core.measured.evaluate import format_of
+from scalify_core.measured.plan import plan_of
+from scalify_core.measured.promoted import Promoted
 from scalify_core.measured.residuals import Logical
 from scalify_core.watch import PrecisionWarning
 
@@ -35,10 +37,34 @@ class Narrow(NamedTuple):
         """The jaxpr of the same function of FP32 arrays, with the products in full that are FP32 here on request."""
         return asked.in_full(jaxpr, self.traced.jaxpr, self.given)
 
-    def promoted(self, jaxpr: Any, leaves: Sequence[Any]) -> list[promoted.Promoted]:
+    def dtypes(self, count: int, leaves: Sequence[Any]) -> tuple[np.dtype | None, ...]:
+        """In which the first `count` results are stored: as in plain code. None: in the format of their data.
+
+        So is what is FP32 there by promotion alone: no rate or table makes a parameter FP32. But scalars cost nothing,
+        and what has the shape of a plain FP32 array is one: the state of an optimiser, the gradient of an adapter.
+        """
+        avals = self.traced.jaxpr.out_avals[:count]
+        if len(avals) < count:
+            return (None,) * count
+        plain = [aval_of(x) for x in leaves if not _has_format(x)]
+        shapes = {(), *(aval.shape for aval in plain if asked.is_wide(aval))}
+        return tuple(
+            np.dtype(aval.dtype) if asked.is_on_request(aval, level) or aval.shape in shapes else None
+            for aval, level in zip(avals, self.of_results(), strict=False)
+        )
+
+    def promoted(self, jaxpr: Any, leaves: Sequence[Any]) -> list[Promoted]:
         """The products of a jaxpr as it is evaluated that are narrow here, though plain code has an operand in FP32."""
         levels = asked.promoted(jaxpr, self.traced.jaxpr, self.given)
         return promoted.found(jaxpr, tuple(map(format_of, leaves)), levels) if levels else []
+
+    def promoted_results(self, jaxpr: Any, leaves: Sequence[Any], count: int) -> list[Promoted]:
+        """The first `count` results that are narrow as the jaxpr is evaluated, though plain code has them in FP32."""
+        dtypes = self.dtypes(count, leaves)
+        if all(dtypes):
+            return []
+        formats = plan_of(jaxpr, tuple(map(format_of, leaves))).out_formats
+        return promoted.of_results(self.traced.jaxpr, self.of_results(), dtypes, formats)
 
     def of_results(self) -> tuple[asked.Level, ...]:
         """How the results came to be FP32."""
@@ -105,32 +131,49 @@ def traced_in_float32(fun: Callable, leaves: Sequence[Any]) -> Any:
     return jax.jit(fun).trace(*map(aval_of, leaves))
 
 
-def narrow_trace(plain: Plain | None, jaxpr: Any, leaves: Sequence[Any]) -> Narrow | None:
-    """The trace of plain code of a function of the leaves, if that may tell anything of the products of its jaxpr."""
-    if plain is None or not _may_ask(jaxpr, leaves):
+def narrow_trace(plain: Plain | None, leaves: Sequence[Any]) -> Narrow | None:
+    """The trace of plain code of a function of the leaves, if there is narrow data, which it may tell something of."""
+    if plain is None or not _is_any_narrow(leaves):
         return None
-    return plain.traced(list(map(_aval_in_format, leaves)))
+    return plain.traced(list(map(aval_in_format, leaves)))
 
 
-def _may_ask(jaxpr: Any, leaves: Sequence[Any]) -> bool:
-    """Whether there are products, and narrow data."""
-    return any(_has_format(x) and _is_narrow(x.dtype) for x in leaves) and asked.has_products(jaxpr)
+def _is_any_narrow(leaves: Sequence[Any]) -> bool:
+    return any(_has_format(x) and _is_narrow(x.dtype) for x in leaves)
 
 
-def in_full(fun: Callable, jaxpr: Any, leaves: Sequence[Any]) -> tuple[Any, str | None, Sequence[promoted.Promoted]]:
-    """The trace of `fun` in FP32 as it is evaluated, and what of plain code's FP32 it may not have.
+class InFull(NamedTuple):
+    """A program as it is evaluated, and what of plain code's FP32 it may not have.
 
-    That is why it is not known which FP32 the program asks for, or None; and the products that are narrow here.
+    Attributes:
+        jaxpr: of FP32 arrays, with the products in full that are asked to be.
+        dtypes: of its results in plain code; None: not known.
+        unknown: why it is not known which FP32 the program asks for, or None.
+        promoted: the products that are narrow here, and that plain code has in FP32 by promotion; and
+        results: that are so.
     """
-    if not _may_ask(jaxpr, leaves):
-        return jaxpr, None, []
-    narrow = Plain(fun).traced(list(map(_aval_in_format, leaves)))
+
+    jaxpr: Any
+    dtypes: tuple[np.dtype | None, ...]
+    unknown: str | None = None
+    promoted: Sequence[Promoted] = ()
+    results: Sequence[Promoted] = ()
+
+
+def in_full(fun: Callable, jaxpr: Any, leaves: Sequence[Any]) -> InFull:
+    """The trace of `fun` in FP32 as `scalify` evaluates it."""
+    count = len(jaxpr.outvars)
+    if not _is_any_narrow(leaves):
+        return InFull(jaxpr, (None,) * count)
+    narrow = Plain(fun).traced(list(map(aval_in_format, leaves)))
     if narrow is None:
-        return jaxpr, "it cannot be traced with arrays of the formats of its data", []
+        reason = "it cannot be traced with arrays of the formats of its data" if asked.has_products(jaxpr) else None
+        return InFull(jaxpr, (None,) * count, reason)
     known = asked.has_same_products(jaxpr, narrow.traced.jaxpr)
     unknown = None if known else "traced with arrays of the formats of its data it is another one"
     full = narrow.in_full(jaxpr)
-    return full, unknown, narrow.promoted(full, leaves)
+    of_products, of_results = narrow.promoted(full, leaves), narrow.promoted_results(full, leaves, count)
+    return InFull(full, narrow.dtypes(count, leaves), unknown, of_products, of_results)
 
 
 def say_promoted(fun: Callable, jaxpr: Any, narrow: Narrow, leaves: Sequence[Any]) -> None:
@@ -150,6 +193,22 @@ def say_promoted(fun: Callable, jaxpr: Any, narrow: Narrow, leaves: Sequence[Any
             warnings.warn_explicit(text, PrecisionWarning, found.place.file or "scalify", found.place.line)
 
 
+def opened(traced: Any) -> tuple[list[Any], Callable]:
+    """The values that a traced function closes over, and the function of them and the leaves: they have gradients."""
+    jaxpr, tree = traced.jaxpr, jax.tree.structure(traced.out_info)
+    closed_over = traced.closure_convert()[0][len(jaxpr.consts) :]
+    return closed_over, lambda *xs: jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs))
+
+
+def opened_plain(plain: Plain, leaves: Sequence[Any], closed_over: Sequence[Any]) -> Plain | None:
+    """How `opened` of a function is traced as plain code; None: not, or other values are closed over there."""
+    narrow = narrow_trace(plain, leaves)
+    if narrow is None:
+        return None
+    found, of_all = opened(narrow.traced)
+    return Plain(of_all, check=plain.check) if list(map(id, found)) == list(map(id, closed_over)) else None
+
+
 def aval_of(x: Any) -> Any:
     """What the function that is traced in FP32 sees of a leaf."""
     if is_scaled_array(x):
@@ -167,7 +226,7 @@ def _has_format(x: Any) -> bool:
     return is_scaled_array(x) or type(x) is Logical
 
 
-def _aval_in_format(x: Any) -> Any:
+def aval_in_format(x: Any) -> Any:
     """What plain code sees of a leaf; JAX has no arithmetic in 8 bits, which count as FP16."""
     if not _has_format(x):
         return aval_of(x)

@@ -12,6 +12,7 @@ import numpy as np
 
 from scalify_core.array import ScaledArray, asarray, is_scaled_array
 from scalify_core.formats import E4M3, E5M2, FP32, FloatFormat, pow2_round
+from scalify_core.plain import Plain, aval_in_format
 from scalify_core.transform import Scales, scalify
 
 WAYS = ("eager", "jit", "dynamic")
@@ -53,7 +54,8 @@ def check_scalify(
     Checked are, eagerly and under jit with static scales, and under jit with dynamic ones: the tree of the result;
     values, within (roundings + reduction) x epsilon; infinities and NaNs, which must stand where the plain function
     has them; that scales are powers of two within [2^-126, 2^126]; and that the format is kept: `dtype` (FP16 for the
-    results of arithmetic on FP8), or that of the plain result where the function itself asks for another than FP32.
+    results of arithmetic on FP8), or that of the plain result where the function itself asks for another; FP32 with
+    measured scales only where plain code of the format has FP32, and with the tolerance of `dtype`.
 
     Returns:
         The result of the first way.
@@ -95,10 +97,12 @@ def _check(
     plain, scaled, jitted = _functions(fun, tree, scales)
     expected = plain(*asarray(leaves))
     narrow = plain(*(_rounded(x, fmt.dtype) for x in asarray(leaves))) if strict else None
+    wide = _are_wide(plain, leaves) if scales == "auto" else None
     first = None
     for way in ways:
         found = (scaled if way == "eager" else jitted)(*(dynamic if way == "dynamic" else static))
-        assert_close(found, expected, fmt, roundings=roundings, reduction=reduction, narrow=narrow, where=way)
+        limits = {"roundings": roundings, "reduction": reduction}
+        assert_close(found, expected, fmt, **limits, narrow=narrow, wide=wide, where=way)
         first = found if first is None else first
     return first
 
@@ -112,6 +116,12 @@ def _functions(fun: Callable, tree: Any, scales: Scales) -> tuple[Callable, Call
 
     scaled = scalify(on_leaves, scales=scales)
     return jax.jit(on_leaves), scaled, jax.jit(scaled)
+
+
+def _are_wide(fun: Callable, leaves: Sequence[Any]) -> list[bool] | None:
+    """Which results are FP32 in plain code, of arrays of the formats of the leaves; None: it cannot be traced so."""
+    narrow = Plain(fun).traced([aval_in_format(x) for x in leaves])
+    return None if narrow is None else [aval.dtype == jnp.float32 for aval in narrow.traced.jaxpr.out_avals]
 
 
 def _rounded(x: Any, dtype: Any) -> Any:
@@ -130,18 +140,24 @@ def assert_close(
     roundings: int = 4,
     reduction: int = 1,
     narrow: Any = None,
+    wide: Sequence[bool] | None = None,
     where: str = "given",
 ) -> None:
     """Assert that a tree with ScaledArrays of format `fmt` holds the values of a plain tree (see `check_scalify`).
 
-    `narrow`: the plain tree of arguments that were rounded to the format; None: nothing is known of it.
+    `narrow`: the plain tree of arguments that were rounded to the format; None: nothing is known of it. `wide`: which
+    of its leaves may be FP32; None: none, but where `fmt` is.
     """
     found_leaves, found_tree = jax.tree.flatten(found, is_leaf=is_scaled_array)
     expected_leaves, expected_tree = jax.tree.flatten_with_path(expected)
     assert str(found_tree) == str(expected_tree), f"{where}: tree {found_tree}, expected {expected_tree}"
     narrow_leaves = [None] * len(found_leaves) if narrow is None else jax.tree.leaves(narrow)
-    for x, (path, y), z in zip(found_leaves, expected_leaves, narrow_leaves, strict=True):
-        _assert_leaf_close(x, y, z, fmt, roundings, reduction, f"{where}: result{jax.tree_util.keystr(path)}")
+    may_be_wide = [False] * len(found_leaves) if wide is None else wide
+    for x, (path, y), z, is_wide in zip(found_leaves, expected_leaves, narrow_leaves, may_be_wide, strict=True):
+        name = f"{where}: result{jax.tree_util.keystr(path)}"
+        if is_scaled_array(x):
+            _assert_invariants(x, y, fmt, is_wide, name)
+        _assert_leaf_close(x, y, z, fmt, roundings, reduction, name)
 
 
 def _assert_leaf_close(
@@ -152,8 +168,8 @@ def _assert_leaf_close(
         x, y = jax.random.key_data(x), jax.random.key_data(y)
     scale: Any = 1.0
     if is_scaled_array(x):
-        _assert_invariants(x, y, fmt, where)
-        fmt, scale = FloatFormat.of(x.dtype), np.max(np.asarray(x.scale))
+        own = FloatFormat.of(x.dtype)  # of FP32 the digits are those of what it was computed from
+        fmt, scale = fmt if own is FP32 else own, np.max(np.asarray(x.scale))
     else:
         assert x.dtype == y.dtype, f"{where}: plain {x.dtype}, expected {y.dtype}"
     x, y = np.asarray(x), np.asarray(y)
@@ -185,12 +201,14 @@ def _assert_leaf_close(
         raise AssertionError(f"{where}: {x[at]} at {at}, expected {y[at]} within {limit:.3g}")
 
 
-def _assert_invariants(x: ScaledArray, y: Any, fmt: FloatFormat, where: str) -> None:
+def _assert_invariants(x: ScaledArray, y: Any, fmt: FloatFormat, is_wide: bool, where: str) -> None:
     """Of one ScaledArray: a format that is allowed, scales that are."""
     assert jnp.issubdtype(y.dtype, jnp.floating), f"{where}: a ScaledArray, expected {y.dtype}"
     allowed = {y.dtype} if y.dtype != jnp.float32 else {fmt.dtype}
     if y.dtype == jnp.float32 and fmt in (E4M3, E5M2):
         allowed.add(np.dtype(np.float16))
+    if y.dtype == jnp.float32 and is_wide:
+        allowed.add(y.dtype)
     assert x.dtype in allowed, f"{where}: data is {x.dtype}, expected {allowed}"
     for scale in np.ravel(np.asarray(x.scale, np.float32)):
         assert pow2_round(scale) == scale, f"{where}: scale {scale} is no power of two in [2^-126, 2^126]"

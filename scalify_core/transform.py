@@ -21,7 +21,16 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 import scalify_core.rules  # noqa: F401  (fills the table)
 from scalify_core import interpreter, measured, pullbacks
 from scalify_core.arguments import Arguments
-from scalify_core.array import asarray, gradients_like, is_scaled_array, is_unreadable, read, say_unreadable, trusted
+from scalify_core.array import (
+    as_scaled_array,
+    asarray,
+    gradients_like,
+    is_scaled_array,
+    is_unreadable,
+    read,
+    say_unreadable,
+    trusted,
+)
 from scalify_core.measured.residuals import Logical, Residuals
 from scalify_core.plain import (
     Narrow,
@@ -29,6 +38,8 @@ from scalify_core.plain import (
     aval_of,
     logical,
     narrow_trace,
+    opened,
+    opened_plain,
     say_promoted,
     trace_of,
     traced_in_float32,
@@ -36,7 +47,8 @@ from scalify_core.plain import (
 from scalify_core.watch import Reporter
 
 Scales = Literal["auto", "static"]
-Evaluator = Callable[[Any, Sequence[Any], Residuals | None], list[Any]]  # (jaxpr, arguments, residuals) -> results
+# (jaxpr, arguments, residuals, dtypes of the results in plain code) -> results
+Evaluator = Callable[[Any, Sequence[Any], Residuals | None, Sequence[np.dtype | None]], list[Any]]
 Pulled = Callable[[Any], Callable]  # the structure of residuals and gradients -> the backward pass, of their leaves
 
 
@@ -67,16 +79,20 @@ def scalify(
             what an error is measured by: however many small elements vanish beside large ones (a fifth of what GELU
             gives, in E4M3), the tensor is what it was while their share of it is small, and once that is not, its
             scale is astray. With measured scales, the rows and columns of a product of which more than 1% is lost are
-            named, too, however small they are, and a program of which it is not known what it asks to have in FP32. A
-            mask's constant (-1e9) may saturate. The program has callbacks then (`jax.debug.callback`), and is slower;
-            without `check` it has not an operation more.
+            named, too, however small they are, as are products that plain code has in FP32 by promotion, and a
+            program of which it is not known what it asks to have in FP32. A mask's constant (-1e9) may saturate. The
+            program has callbacks then (`jax.debug.callback`), and is slower; without `check` it has not an operation
+            more.
 
     Returns:
         A function of the same arguments. Arrays in them may be ScaledArrays. Every floating-point result that
-        depends on a ScaledArray is one, its data in the format of the data it was computed from; every other result
-        is what `fun` returns. Complex numbers have no scale: they are plain, and so is what is computed from them
-        (`irfft(rfft(x))`). A plain array does not influence the format of what it meets. ScaledArrays that `fun`
-        itself makes are plain numbers to it and to what it returns; `set_scaling` says what scale a result is to have.
+        depends on a ScaledArray is one. Its data has the format of the data it was computed from, which plain arrays
+        do not influence. With measured scales it is that of plain code where the program says so: what it casts back
+        is narrow (8 bits count as FP16), what it asks to have in FP32 is so, and with it what plain code has in FP32
+        and is a scalar, or has the shape of a plain FP32 array among the arguments. Every other result is what `fun`
+        returns. Complex numbers have no scale: they are plain, and so is what is computed from them
+        (`irfft(rfft(x))`). ScaledArrays that `fun` itself makes are plain numbers to it and to what it returns;
+        `set_scaling` says what scale a result is to have.
 
         It can be jitted, vmapped, sharded and differentiated (reverse mode). A gradient with respect to a
         ScaledArray is the ScaledArray of the logical gradient: with a dynamic scale it has its own scale, with a
@@ -121,18 +137,25 @@ def scalify(
         places = _places(leaves)
         leaves = [leaves[places.index(i)] for i in range(1 + max(places, default=-1))]
         flat, differentiable = on_leaves(tree, statics, places)
+        if not any(map(is_scaled_array, leaves)):
+            return jax.jit(flat)(*leaves)  # plain code, which a surrounding `scalify` sees as such
         try:
             out = differentiable(*leaves)
         except _ClosesOverTracers:
-            closed_over, opened = _opened(traced_in_float32(flat, leaves))
-            plain = _opened_plain(Plain(flat, check=check), leaves, closed_over) if scales == "auto" else None
+            closed_over, of_all = opened(traced_in_float32(flat, leaves))
+            plain = opened_plain(Plain(flat, check=check), leaves, closed_over) if scales == "auto" else None
             own_names = arguments.leaf_names(tree)
             own_names = [own_names[places.index(i)] for i in range(len(leaves))]
             names = ["a closed-over array"] * len(closed_over) + own_names
-            out = _differentiable(opened, how, reporter, names.__getitem__, plain=plain)(*closed_over, *leaves)
-        return jax.tree.map(trusted, out, is_leaf=is_scaled_array)
+            out = _differentiable(of_all, how, reporter, names.__getitem__, plain=plain)(*closed_over, *leaves)
+        return jax.tree.map(_returned, out, is_leaf=_is_leaf)
 
     return scalified
+
+
+def _returned(x: Any) -> Any:
+    """A result as it leaves: what is stored nowhere in FP32, at scale 1."""
+    return as_scaled_array(x.value, jnp.float32(1)) if type(x) is Logical else trusted(x)
 
 
 def _places(leaves: Sequence[Any]) -> tuple[int, ...]:
@@ -154,22 +177,6 @@ class _ClosesOverTracers(Exception):
     """`fun` uses values of a surrounding transformation that are not its arguments."""
 
 
-def _opened(traced: Any) -> tuple[list[Any], Callable]:
-    """The values that a traced function closes over, and the function of them and the leaves: they have gradients."""
-    jaxpr, tree = traced.jaxpr, jax.tree.structure(traced.out_info)
-    closed_over = traced.closure_convert()[0][len(jaxpr.consts) :]
-    return closed_over, lambda *xs: jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs))
-
-
-def _opened_plain(plain: Plain, leaves: Sequence[Any], closed_over: Sequence[Any]) -> Plain | None:
-    """How `_opened` of a function is traced as plain code; None: not, or other values are closed over there."""
-    narrow = narrow_trace(plain, traced_in_float32(plain.fun, leaves).jaxpr, leaves)
-    if narrow is None:
-        return None
-    found, opened = _opened(narrow.traced)
-    return Plain(opened, check=plain.check) if list(map(id, found)) == list(map(id, closed_over)) else None
-
-
 def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
     """How a jaxpr is evaluated on arrays and ScaledArrays."""
     if scales == "auto":
@@ -179,8 +186,8 @@ def _evaluator(scales: Scales, reporter: Reporter | None) -> Evaluator:
             f'scalify: scales={scales!r}, expected "auto" (measured where stored) or "static" (propagated)'
         )
     if reporter is None:
-        return lambda jaxpr, leaves, _: interpreter.propagated(jaxpr, leaves)
-    return lambda jaxpr, leaves, _: interpreter.propagated_and_checked(jaxpr, leaves, reporter=reporter)
+        return lambda jaxpr, leaves, *_: interpreter.propagated(jaxpr, leaves)
+    return lambda jaxpr, leaves, *_: interpreter.propagated_and_checked(jaxpr, leaves, reporter=reporter)
 
 
 def _evaluated(
@@ -197,13 +204,15 @@ def _evaluated(
         if len(traced.jaxpr.invars) > len(leaves):
             raise _ClosesOverTracers
         out = traced.out_info
-        narrow = narrow_trace(plain, traced.jaxpr, leaves)
+        narrow = narrow_trace(plain, leaves)
         residuals = None if pulled is None else _residuals(traced, pulled, narrow)
         arguments = [*map(trusted, leaves[:own]), *map(read, leaves[own:])]
         jaxpr = traced.jaxpr if narrow is None else narrow.in_full(traced.jaxpr)
+        count = len(jaxpr.outvars) if residuals is None else residuals.first
         if plain is not None and plain.check and narrow is not None:
             say_promoted(fun, jaxpr, narrow, leaves)
-        return jax.tree.unflatten(jax.tree.structure(out), how(jaxpr, arguments, residuals))
+        dtypes = (None,) * count if narrow is None else narrow.dtypes(count, leaves)
+        return jax.tree.unflatten(jax.tree.structure(out), how(jaxpr, arguments, residuals, dtypes))
 
 
 def _residuals(traced: Any, pulled: Pulled, narrow: Narrow | None) -> Residuals:
@@ -282,7 +291,7 @@ def _differentiable(
         def plain_pullback(leaves: Sequence[Any]) -> Plain | None:
             if plain_both is None:
                 return None
-            narrow = narrow_trace(plain_both, traced_in_float32(both, leaves).jaxpr, leaves)
+            narrow = narrow_trace(plain_both, leaves)
             return None if narrow is None else _plain_pullback(narrow, backward)
 
         return evaluated, plain_pullback
@@ -315,7 +324,7 @@ def _differentiable(
         cotangent = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
         leaves, tree = jax.tree.flatten((pullback, cotangent), is_leaf=_is_leaf)
         residual = len(jax.tree.leaves(pullback, is_leaf=_is_leaf))
-        gradients = list(map(trusted, pull(tree, residual, plain_pullback.of)(*leaves)))
+        gradients = [logical(trusted(x)) for x in pull(tree, residual, plain_pullback.of)(*leaves)]
         of = [primals[i] for i in wanted.of]
         found = gradients_like([logical(x) for x in of], gradients, [name(i) for i in wanted.of])
         found = [Logical(g, x.dtype) if type(x) is Logical else g for x, g in zip(of, found, strict=True)]

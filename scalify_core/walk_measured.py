@@ -15,7 +15,7 @@ from scalify_core import shadow, watch
 from scalify_core.array import ScaledArray, asarray
 from scalify_core.figures import Tensor, is_float
 from scalify_core.measured import control, masks, roots, store
-from scalify_core.measured.evaluate import Operands, entering, kinds
+from scalify_core.measured.evaluate import Operands, entering, formats_of_results, is_as_it_is, kinds
 from scalify_core.measured.plan import (
     Plan,
     Step,
@@ -35,8 +35,8 @@ _INLINED = {"jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_ca
 class MeasuredWalk(Walk):
     """One evaluation of a program by its plan."""
 
-    def errors(self, jaxpr: Any, leaves: Sequence[Any]) -> list[float]:
-        """The errors of the results of a jaxpr, of arrays and ScaledArrays."""
+    def errors(self, jaxpr: Any, leaves: Sequence[Any], dtypes: Sequence[np.dtype | None] = ()) -> list[float]:
+        """The errors of the results of a jaxpr, of arrays and ScaledArrays; `dtypes`: of these in plain code."""
         args = [Tensor(entering(x), shadow.of_its_own(asarray(x)), UNKNOWN, self.now()) for x in leaves]
         formats = tuple(np.dtype(x.value.dtype) if type(x.value) is ScaledArray else None for x in args)
         plan = plan_of(jaxpr, formats)
@@ -46,9 +46,11 @@ class MeasuredWalk(Walk):
         nonzero, _ = roots.taken_of(jaxpr, (False,) * len(out))
         results = [
             x
-            if fmt is None or id(x.value) in given
+            if fmt is None or is_as_it_is(x.value, fmt, given)
             else self.returned(x, store.result(x.value, fmt, large, nonzero=keep))
-            for x, fmt, large, keep in zip(out, plan.out_formats, constants, nonzero, strict=True)
+            for x, fmt, large, keep in zip(
+                out, formats_of_results(plan.out_formats, dtypes), constants, nonzero, strict=True
+            )
         ]
         return [x.error for x in results if is_float(x.shadow)]
 

@@ -89,6 +89,16 @@ def of_plain(plain: Any, given: tuple[Level, ...]) -> tuple[tuple[Item, ...], tu
     return _found(plain, (0,) * (len(plain.invars) - len(given)) + given, False)
 
 
+def is_wide(aval: Any) -> bool:
+    """Whether a value is FP32 or wider."""
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact) and aval.dtype.itemsize >= 4
+
+
+def is_on_request(aval: Any, level: Level) -> bool:
+    """Whether a value of plain code has its dtype by what the program says: it is narrow, or FP32 was asked for."""
+    return not is_wide(aval) or level >= _OF_PRODUCT
+
+
 @per_jaxpr
 def has_products(jaxpr: Any) -> bool:
     """Whether there is a product, here or further in."""
@@ -204,10 +214,10 @@ def _found(jaxpr: Any, given: tuple[Level, ...], backward: bool) -> tuple[tuple[
     for i, eqn in enumerate(jaxpr.eqns):
         asked = list(map(level, eqn.invars))
         inner, outs = _through(eqn, asked, _is_backward(eqn, backward))
-        known.update((var, out if _is_wide(var.aval) else 0) for var, out in zip(eqn.outvars, outs, strict=True))
+        known.update((var, out if is_wide(var.aval) else 0) for var, out in zip(eqn.outvars, outs, strict=True))
         if i in numbers:
             is_asked = not inner and _is_asked(eqn, asked)
-            promoted = None if inner or is_asked or not any(_is_wide(x.aval) for x in eqn.invars[:2]) else max(asked)
+            promoted = None if inner or is_asked or not any(is_wide(x.aval) for x in eqn.invars[:2]) else max(asked)
             items.append(Item(numbers[i], is_asked, promoted, inner))
     return tuple(items), tuple(map(level, jaxpr.outvars))
 
@@ -235,7 +245,7 @@ def _through(eqn: Any, asked: list[Level], backward: bool) -> tuple[tuple[tuple[
         items, outs = _found(inner_jaxpr(eqn), tuple(asked), backward)
         return (items,), outs
     if name == "convert_element_type":
-        return (), [asked[0] if _is_wide(eqn.invars[0].aval) else _of_cast(eqn, backward)]
+        return (), [asked[0] if is_wide(eqn.invars[0].aval) else _of_cast(eqn, backward)]
     is_preferred = name in PRODUCTS and all(_is_narrow(x.aval) for x in eqn.invars[:2])
     return (), [max(_OF_PRODUCT if is_preferred else 0, *asked, 0)] * len(eqn.outvars)
 
@@ -292,7 +302,3 @@ def _called(eqn: Any) -> tuple[list[str], bool]:
 
 def _is_narrow(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4
-
-
-def _is_wide(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact) and aval.dtype.itemsize >= 4

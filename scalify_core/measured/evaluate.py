@@ -51,17 +51,24 @@ _reporter: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
 
 
 def evaluated(
-    jaxpr: Any, leaves: Sequence[Any], residuals: Residuals | None = None, *, reporter: Reporter | None = None
+    jaxpr: Any,
+    leaves: Sequence[Any],
+    residuals: Residuals | None = None,
+    dtypes: Sequence[np.dtype | None] = (),
+    *,
+    reporter: Reporter | None = None,
 ) -> list[Any]:
     """The results of a jaxpr that was traced with float32 for what is scaled, of arrays and ScaledArrays, as such.
 
-    An argument that is returned is returned as it is. `residuals` are kept as the backward pass will read them. With a
-    reporter, the program tells it what is lost, and keeps all of them in FP32, so that it knows.
+    An argument that is returned is returned as it is; what plain code has in FP32, of narrow data, is a `Logical`.
+    `residuals` are kept as the backward pass will read them; `dtypes`: of the results before them in plain code, as
+    far as known. With a reporter, the program tells it what is lost, and keeps all of them in FP32, so that it knows.
     """
     args = list(map(entering, leaves))
     formats = tuple(map(format_of, leaves))
     plan = plan_of(jaxpr, formats)
     first = len(plan.out_formats) if residuals is None else residuals.first
+    out_formats = formats_of_results(plan.out_formats[:first], dtypes)
     token = _reporter.set(reporter)
     try:
         env = Operands(jaxpr, args, (False,) * first + (True,) * (len(plan.out_formats) - first))
@@ -69,12 +76,12 @@ def evaluated(
         given = {id(x) for x in args}
         constants = masks.constants_in(jaxpr, masks.of_arguments(args, formats))
         nonzero, _ = roots.taken_of(jaxpr, (False,) * len(out))
-        returned = [
-            x if f is None or id(x) in given else _returned(jaxpr, var, x, f, large, nonzero=keep)
-            for var, x, f, large, keep in zip(
-                jaxpr.outvars[:first], out, plan.out_formats, constants, nonzero, strict=False
-            )
+        of_results = zip(jaxpr.outvars[:first], out, out_formats, constants, nonzero, strict=False)
+        returned: list[Any] = [
+            x if f is None or is_as_it_is(x, f, given) else _returned(jaxpr, var, x, f, large, nonzero=keep)
+            for var, x, f, large, keep in of_results
         ]
+        returned = list(map(_with_format, returned, plan.out_formats))
         if residuals is not None:
             unknown = [None] * (len(out) - first)
             readings = residuals.readings(plan.out_formats) if reporter is None else unknown
@@ -89,6 +96,30 @@ def evaluated(
     if reporter is not None:
         reporter.call_is_done(returned)
     return returned
+
+
+def formats_of_results(formats: Sequence[np.dtype | None], dtypes: Sequence[np.dtype | None]) -> list[np.dtype | None]:
+    """In which results are stored: with the dtypes of plain code, if those are known; 8 bits count as FP16 there."""
+    dtypes = [*dtypes, *[None] * (len(formats) - len(dtypes))]
+    return [own if _is_own(own, dtype) else dtype for own, dtype in zip(formats, dtypes, strict=True)]
+
+
+def is_as_it_is(x: Any, dtype: np.dtype, given: set[int]) -> bool:
+    """Whether a result is returned as it is: it is an argument, which is not only cast to FP32."""
+    return id(x) in given and not (type(x) is ScaledArray and x.dtype.itemsize < dtype.itemsize)
+
+
+def _is_own(own: np.dtype | None, dtype: np.dtype | None) -> bool:
+    if own is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return True
+    return own.itemsize == 1 and dtype.itemsize < 4
+
+
+def _with_format(x: Any, own: np.dtype | None) -> Any:
+    """A result. In FP32 as in plain code it has its format for the backward pass: its gradient widens no product."""
+    if own is None or type(x) is not ScaledArray or not own.itemsize < 4 <= x.dtype.itemsize:
+        return x
+    return Logical(store.wide(x), own)
 
 
 def format_of(x: Any) -> np.dtype | None:

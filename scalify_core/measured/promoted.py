@@ -1,4 +1,4 @@
-"""Products that are narrow though plain code has FP32 there, by promotion, which asks for nothing: by name."""
+"""Products and results that are narrow though plain code has FP32 there, by promotion, which asks for nothing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from scalify_core.places import UNKNOWN, Place, name_of, place_of
 
 
 class Promoted(NamedTuple):
-    """A product with an operand that plain code has in FP32, and that is read in a narrow format here.
+    """A product that reads an operand in a narrow format which plain code has in FP32, or such a result.
 
     Attributes:
-        place: where it is.
-        name: of its primitive.
+        place: where it is made.
+        name: of the primitive.
         dtype: the format.
-        level: how that operand came to be FP32, see `asked`.
+        level: how it came to be FP32, see `asked`.
     """
 
     place: Place
@@ -86,6 +86,32 @@ def _inner(step: Step) -> Sequence[tuple[Any, tuple[Format, ...]]]:
         carry, _ = while_carry(eqn, step.formats)
         return [(eqn.params["cond_jaxpr"], (*of_cond, *carry)), (eqn.params["body_jaxpr"], (*of_body, *carry))]
     return []
+
+
+def of_results(
+    plain: Any, levels: Sequence[asked.Level], dtypes: Sequence[Any], formats: Sequence[Format]
+) -> list[Promoted]:
+    """The results that are narrow here and FP32 in the trace of plain code, each line and primitive once.
+
+    Args:
+        plain: that trace.
+        levels: of its results.
+        dtypes: in which results are stored as there; None: not.
+        formats: of the same results by their data.
+    """
+    makers = {var: eqn for eqn in plain.eqns for var in eqn.outvars}
+    of_all = zip(plain.outvars, levels, dtypes, formats, strict=False)
+    promoted = [
+        Promoted(place_of(makers[var]), name_of(makers[var]), str(fmt), level)
+        for var, level, dtype, fmt in of_all
+        if dtype is None and fmt is not None and fmt.itemsize < 4 and type(var) is not Literal and var in makers
+    ]
+    return list(dict.fromkeys(promoted))
+
+
+def text_of_result(dtype: str) -> str:
+    """What is said of a result, or of some."""
+    return f"plain code has this result in FP32, by promotion; here it is {dtype}; x.astype(jnp.float32) keeps FP32"
 
 
 def text_of(dtype: str) -> str:

@@ -1,0 +1,173 @@
+"""Results are stored with the dtypes that plain code of the same formats gives them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from scalify_core import as_scaled_array, asarray, explain, scalify
+from scalify_core.array import is_scaled_array
+
+F32, HALF, E4M3 = jnp.float32, jnp.float16, jnp.float8_e4m3fn
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def dtypes(tree):
+    return {
+        x.dtype.type for x in jax.tree.leaves(tree, is_leaf=is_scaled_array) if jnp.issubdtype(x.dtype, jnp.floating)
+    }
+
+
+@pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+def test_an_optimiser_step_leaves_state_in_float32_and_parameters_narrow(transform):
+    tx = optax.adam(1e-2)
+
+    def step(params, state, gradient):
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    scaled_step = transform(scalify(step))
+    params, gradient = as_scaled_array((normal(0, 16, 16), normal(1, 16, 16)), dtype=HALF)
+    plain, exact = asarray(params), asarray(gradient)
+    state = like = tx.init(plain)
+    for _ in range(3):
+        params, state = scaled_step(params, state, gradient)
+        plain, like = step(plain, like, exact)
+        assert dtypes(params) == {HALF}
+        assert dtypes(state) == {F32}
+    for found, expected in zip(jax.tree.leaves(asarray(state)), jax.tree.leaves(like), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(asarray(params), plain, rtol=3 * 2.0**-11, atol=1e-6)
+
+
+def mean_square(x, w):
+    return jnp.mean((x @ w).astype(F32) ** 2)
+
+
+@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16, E4M3])
+def test_a_loss_that_plain_code_has_in_float32_is_so_and_gradients_are_as_narrow_as_what_they_are_of(dtype):
+    x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=dtype)
+    assert scalify(mean_square)(x, w).dtype == F32
+    loss, gradient = scalify(jax.value_and_grad(mean_square))(x, w)
+    assert (loss.dtype, gradient.dtype) == (F32, HALF if dtype == E4M3 else dtype)
+    product = jnp.matmul(*asarray((x, w)), precision="highest")
+    tolerance = 2.0**-9 if dtype == jnp.bfloat16 else 2.0**-20  # operands are what they were
+    np.testing.assert_allclose(asarray(loss), jnp.mean(product**2), rtol=tolerance)
+    outside = jax.grad(lambda x: asarray(scalify(mean_square)(x, w)))(x)
+    assert outside.dtype == dtype
+
+
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_a_loss_in_float32_takes_no_product_of_its_gradient_out_of_its_format(place):
+    args = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=HALF)
+    outside = jax.grad(lambda x, w: asarray(scalify(mean_square)(x, w)), (0, 1))
+    gradient = outside if place == "outside" else scalify(jax.grad(mean_square, (0, 1)))
+    operands = re.findall(r"dot_general .*: \((.*?)\) ->", jax.jit(gradient).lower(*args).as_text())
+    assert len(operands) == 3
+    assert not any("xf32>" in both for both in operands)
+
+
+NARROW = {
+    "a sum of its own": lambda x, y: (x + y).astype(x.dtype),
+    "a mean": lambda x, y: jnp.mean(x),
+    "a move": lambda x, y: x.T,
+    "beside a scalar of Python": lambda x, y: x * 1.5,
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_what_is_narrow_in_plain_code_is_narrow(name):
+    x, y = as_scaled_array(normal(0, 8, 16), dtype=HALF), as_scaled_array(normal(1, 8, 16), dtype=F32)
+    assert NARROW[name](asarray(x).astype(HALF), asarray(y)).dtype == HALF
+    assert scalify(NARROW[name])(x, y).dtype == HALF
+
+
+def test_data_in_eight_bits_counts_as_sixteen_and_what_is_cast_to_eight_has_eight():
+    x = as_scaled_array(normal(0, 8, 16), dtype=E4M3)
+    assert scalify(jnp.transpose)(x).dtype == HALF
+    assert scalify(lambda x: x.T.astype(E4M3))(x).dtype == E4M3
+    assert scalify(lambda x: x.T.astype(F32))(x).dtype == F32
+
+
+def test_explain_has_results_in_the_same_dtypes():
+    x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=HALF)
+    fun = lambda x, w: jnp.exp(x.astype(F32))
+    assert explain(lambda x, w: jnp.exp(x), x, w).errors[0] > 2.0**-13
+    assert explain(fun, x, w).errors[0] < 2.0**-20
+
+
+TABLE = jnp.linspace(0.5, 1.5, 16)[None]
+
+
+def test_a_rate_or_a_table_makes_no_result_but_a_scalar_float32_and_explain_names_them():
+    x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=HALF)
+
+    def fun(x, w, rate):
+        return x * TABLE, w - rate * w.T, jnp.mean(x * TABLE), x * 1.5
+
+    assert [y.dtype for y in scalify(fun)(x, w, jnp.float32(0.1))] == [HALF, HALF, F32, HALF]
+    found = explain(fun, x, w, jnp.float32(0.1))
+    assert [(y.name, y.dtype) for y in found.promoted_results] == [("mul", "float16"), ("sub", "float16")]
+    assert "plain code has this result in FP32, by promotion; here it is float16" in str(found)
+    assert explain(lambda x, w: (x * 1.5).T, x, w).promoted_results == []
+
+
+OF_ITS_SHAPE = {
+    "an average": lambda g, state: 0.9 * state + 0.1 * g,
+    "a queue": lambda g, state: jnp.concatenate([state[1:], g[:1]]),
+    "a gradient": jax.grad(lambda g, state: jnp.mean(jnp.tanh(g.T @ jnp.tanh(g @ state.T))), 1),
+}
+
+
+@pytest.mark.parametrize("name", OF_ITS_SHAPE)
+def test_what_has_the_shape_of_a_plain_float32_array_and_is_so_in_plain_code_stays_float32(name):
+    g, state, fun = as_scaled_array(normal(0, 8, 16), dtype=HALF), normal(1, 8, 16), OF_ITS_SHAPE[name]
+    found = scalify(fun)(g, state)
+    assert {found.dtype.type, jax.jit(scalify(fun))(g, state).dtype.type} == {F32}
+    np.testing.assert_allclose(asarray(found), fun(asarray(g), state), rtol=1e-6, atol=2.0**-11 * ("gradient" in name))
+    assert scalify(lambda g, row: g * row)(g, state[:1]).dtype == HALF
+    assert scalify(fun)(g, state.astype(HALF)).dtype == HALF
+
+
+ONLY_CAST = {
+    "a parameter": lambda x: x.astype(F32),
+    "with another result": lambda x: (x.astype(F32), x * 2)[0],
+    "in a loop": lambda x: jax.lax.scan(lambda carry, row: (carry, row.astype(F32)), 0.0, x)[1],
+    "a tree": lambda x: optax.tree.cast({"x": x}, F32)["x"],
+}
+
+
+@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16, E4M3])
+@pytest.mark.parametrize("name", ONLY_CAST)
+def test_an_argument_that_is_only_cast_is_float32_with_every_bit(name, dtype):
+    x = as_scaled_array(normal(0, 8, 16) * 2.0**-40, dtype=dtype)
+    found = scalify(ONLY_CAST[name])(x)
+    assert found.dtype == F32
+    np.testing.assert_array_equal(asarray(found), asarray(x))
+    assert scalify(lambda x: (x, x.astype(F32)))(x)[0].dtype == dtype
+
+
+def test_a_result_that_is_asked_to_be_float32_by_a_product_is():
+    x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=HALF)
+    found = scalify(lambda x, w: jnp.matmul(x, w, preferred_element_type=F32))(x, w)
+    assert found.dtype == F32
+    np.testing.assert_allclose(asarray(found), jnp.matmul(*asarray((x, w)), precision="highest"), atol=1e-5)
+
+
+def test_what_is_asked_for_within_a_nested_scalify_is_float32():
+    x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=HALF)
+    inner = scalify(lambda x: jnp.sin(x.astype(F32)))
+    assert scalify(lambda x: inner(x))(x).dtype == F32
+
+    def fun(x, w):
+        return jnp.sum(jnp.sin(x.astype(F32)) @ w.astype(F32))
+
+    found = scalify(lambda x, w: scalify(fun)(x, w))(x, w)
+    np.testing.assert_allclose(asarray(found), fun(*asarray((x, w))), rtol=2.0**-18)
+    assert scalify(fun)(*asarray((x, w))) == jax.jit(fun)(*asarray((x, w)))
