@@ -7,29 +7,28 @@ A process of the trainer runs on every machine. When one is lost, the others are
 checkpoint with the replicas that are left, if those are at least `parallel.local_quorum`; when it is back, all stop
 after a checkpoint and go on with it, its replicas from the outer weights. Each such start is a round.
 
-What members know of each other is in RUN_DIR/members, on the disk that they share: a file NAME, which its member
-writes every second, with the round whose process it runs; N.json, who is in round N, written once, by the first of
-those that are there; and N-NAME.ended, an exit code. Ages of files are compared with that of the own one, so that
-clocks may differ.
+Rounds that fail one after the other without a new checkpoint wait longer and longer before the next, and are given up
+after `failures` of them; a machine whose process is the first to fail in half as many leaves, and the others go on.
+
+What members know of each other is in RUN_DIR/members, on the disk that they share (scripts/members.py).
 
 Exit codes are the trainer's; 4 where a round ended as no machine could help.
 """
 
 import contextlib
-import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from scripts.arguments import argument, read, usage
+from scripts.members import Members, Round, beating, name_is_taken
 from trainer.config.composition import compose_or_explain
 from trainer.errors import UserError, to_readers
 from trainer.text import laid_over
@@ -52,102 +51,22 @@ class Arguments:
     gone_seconds: float = argument("after so long without a word it is gone", 20)
     settle_seconds: float = argument("how long those that are there wait for the others before they start", 60)
     rounds: int = argument("after so many starts this gives up", 100)
-
-
-class Round(NamedTuple):
-    """One start of all processes.
-
-    Attributes:
-      number: from 1.
-      members: their names, sorted; the first one's machine has the coordinator.
-      address: of the coordinator.
-    """
-
-    number: int
-    members: tuple[str, ...]
-    address: str
-
-
-class Members:
-    """What one member knows of the others, through a directory that all share.
-
-    Attributes:
-      running: the round whose process runs here; 0: none does.
-    """
-
-    def __init__(self, folder: Path, name: str, gone: float) -> None:
-        self.folder, self.name, self.gone = folder, name, gone
-        self.running = 0
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def beat(self) -> None:
-        """Say that this one is there, and what it runs."""
-        draft = self.folder / f"{self.name}.{threading.get_ident()}.beat"
-        draft.write_text(str(self.running))
-        draft.replace(self.folder / self.name)
-
-    def run(self, number: int) -> None:
-        """Say so at once when a process begins, or, with 0, is gone."""
-        self.running = number
-        self.beat()
-
-    def are_free(self, number: int) -> bool:
-        """Whether none of those that are there runs a process of a round before this one."""
-        return all(int((self.folder / name).read_text()) in (0, number) for name in self.present())
-
-    def leave(self) -> None:
-        """Say that this one is gone."""
-        (self.folder / self.name).unlink(missing_ok=True)
-
-    def present(self) -> list[str]:
-        """The names of those that are there, sorted."""
-        times = {}
-        for path in self.folder.iterdir():
-            if not path.suffix:
-                with contextlib.suppress(FileNotFoundError):  # it has just left
-                    times[path.name] = path.stat().st_mtime
-        newest = times.get(self.name, 0.0)
-        return sorted(name for name, then in times.items() if newest - then <= self.gone)
-
-    def newest(self) -> Round | None:
-        """The newest round."""
-        numbers = [int(path.stem) for path in self.folder.glob("*.json")]
-        if not numbers:
-            return None
-        found = json.loads((self.folder / f"{max(numbers)}.json").read_text())
-        return Round(max(numbers), tuple(found["members"]), found["address"])
-
-    def propose(self, proposed: Round) -> None:
-        """Begin a round, unless another member was faster."""
-        draft = self.folder / f"{self.name}.draft"
-        draft.write_text(json.dumps({"members": proposed.members, "address": proposed.address}))
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, self.folder / f"{proposed.number}.json")  # whole, or not at all
-        draft.unlink()  # else the next draft would be written into this round
-
-    def end(self, number: int, code: int) -> None:
-        """Say how this member's process of a round has ended."""
-        (self.folder / f"{number}-{self.name}.ended").write_text(str(code))
-
-    def ended(self, of: Round) -> dict[str, int]:
-        """How the processes of a round have ended, by member."""
-        found = {}
-        for name in of.members:
-            with contextlib.suppress(FileNotFoundError, ValueError):  # not yet, or not wholly written
-                found[name] = int((self.folder / f"{of.number}-{name}.ended").read_text())
-        return found
+    failures: int = argument("after so many failed starts in a row without a new checkpoint this gives up", 10)
+    pause_seconds: float = argument("the longest pause before a start after failed ones", 60)
 
 
 class Supervisor:
     """Starts the trainer's process of one member in round after round.
 
     Args:
-      members: the directory.
+      members: the directory; the name in it has been taken.
       count: of members when all are there.
       quorum: members without which nothing starts.
       start: starts the process of a round.
+      saved: the newest checkpoint's step.
       times: see `Arguments`.
       say: is told what happens.
+      settings: what is trained, the same on all machines.
     """
 
     def __init__(
@@ -156,35 +75,73 @@ class Supervisor:
         count: int,
         quorum: int,
         start: Callable[[Round], "subprocess.Popen[bytes]"],
+        saved: Callable[[], int],
         times: Arguments,
         say: Callable[[str], None],
+        settings: str = "",
     ) -> None:
         self.members, self.count, self.quorum, self.start = members, count, quorum, start
-        self.times, self.say = times, say
+        self.settings = settings
+        self.saved, self.times, self.say = saved, times, say
         self.signal = 0
+        self.failures = self.first_failures = 0  # starts in a row
+        self.paused_until = 0.0
         # Of rounds that began before this supervisor nothing runs here any more (`end_orphan`); the others wait for it.
-        newest = members.newest()
-        self.before = newest.number if newest else 0
-        if newest and members.name in newest.members and members.name not in members.ended(newest):
-            members.end(newest.number, HUNG)
+        before = members.before
+        self.before = before.number if before else 0
+        if before and members.name in before.members and members.name not in members.ended(before):
+            members.end(before.number, HUNG)
 
     def run(self) -> int:
-        """Round after round, until one ends for good; the exit code."""
+        """Round after round, until one ends for good; the exit code. Raises UserError where another has the name."""
         last, code = self.before, HUNG
         for _ in range(self.times.rounds):
             this = self.gathered(last)
             if this is None:
                 return 128 + self.signal
+            self.check_settings(this)
             self.say(self.description(this))
             self.members.run(this.number)
+            saved = self.saved()
             process, last = self.start(this), this.number
-            code = self.watched(process, this)
+            try:
+                code, is_for_others = self.watched(process, this)
+            finally:
+                process.kill()  # of one that has ended nothing is left; nobody would watch another
+                process.wait()
             self.members.end(this.number, code)
             self.members.run(0)
             if code in FINAL or self.signal:
                 return code
             self.say(f"round {this.number} ended here with exit code {code}; going on from the newest checkpoint")
+            if self.saved() != saved:
+                self.failures = self.first_failures = 0
+            elif code not in TOGETHER and not is_for_others and self.gives_up(this, code):
+                return HUNG
+        self.say(f"giving up after {self.times.rounds} starts, the last of which ended here with exit code {code}")
         return HUNG
+
+    def gives_up(self, this: Round, code: int) -> bool:
+        """Count a start that failed and brought no new checkpoint; whether it was one too many, else set a pause.
+
+        Where one machine's process is always the first to fail the others may do better without it.
+        """
+        most = self.times.failures
+        self.failures += 1
+        is_first = self.members.first_ended(this) == self.members.name
+        self.first_failures = self.first_failures + 1 if is_first else 0
+        many = f"{self.failures} starts in a row failed without a new checkpoint"
+        if self.failures >= most:
+            self.say(f"giving up: {many}; the last ended here with exit code {code}, and what it said is above")
+            return True
+        if self.first_failures >= -(-most // 2) and len(this.members) > self.quorum:
+            self.say(f"leaving: {many}, and the process here was the first to fail; the others go on without it")
+            return True
+        if self.failures > 1:
+            pause = min(2.0**self.failures, self.times.pause_seconds)
+            self.paused_until = time.monotonic() + pause
+            self.say(f"{many}: waiting {pause:g} s before the next; {most - self.failures} more, and this gives up")
+        return False
 
     def description(self, this: Round) -> str:
         """A line about a round."""
@@ -195,71 +152,81 @@ class Supervisor:
     def gathered(self, last: int) -> Round | None:
         """The next round with this member after round `last`, once no process of one before it is left.
 
-        None: a signal came.
+        None: a signal came. Raises UserError where another has the name.
         """
         begun, told = time.monotonic(), False
         while not self.signal:
+            self.check_name()
             found, there = self.members.newest(), self.members.present()
+            if found and self.members.is_running(found.number):
+                self.check_settings(found)
             if not told and len(there) < self.quorum and time.monotonic() - begun >= self.times.settle_seconds:
                 self.say(f"waiting: {len(there)} of {self.count} machines are there, at least {self.quorum} are needed")
                 told = True
             if found and found.number > last and self.members.name in found.members:
-                with contextlib.suppress(FileNotFoundError):  # one has just left
-                    if self.members.are_free(found.number):
-                        return found
-            elif len(there) == self.count or time.monotonic() - begun >= self.times.settle_seconds:
-                self.lead(there, found)
+                if self.members.are_free(found.number):
+                    return found
+            elif time.monotonic() >= self.paused_until and (
+                len(there) >= self.count or time.monotonic() - begun >= self.times.settle_seconds
+            ):
+                taking_part = self.lead(there, found)
+                if not told and self.members.name not in taking_part:
+                    self.say(f"waiting: {', '.join(taking_part)} are there, which are all {self.count}; one must leave")
+                    told = True
             time.sleep(self.times.beat_seconds)
         return None
 
-    def lead(self, there: Sequence[str], found: Round | None) -> None:
-        """Propose a round of all that are there, where this is the first of them and they are enough."""
-        if there and there[0] == self.members.name and len(there) >= self.quorum:
+    def lead(self, there: Sequence[str], found: Round | None) -> list[str]:
+        """Propose a round of those that are there, where this is the first of them and they are enough.
+
+        Returns them: where more than `count` are there, those of the newest round before others.
+        """
+        before = found.members if found else ()
+        taking_part = sorted(sorted(there, key=lambda name: (name not in before, name))[: self.count])
+        if taking_part and taking_part[0] == self.members.name and len(taking_part) >= self.quorum:
             number = found.number + 1 if found else 1
             address = f"{self.times.host}:{self.times.port + number % 64}"
-            self.members.propose(Round(number, tuple(there), address))
+            self.members.propose(Round(number, tuple(taking_part), address, self.settings))
+        return taking_part
 
-    def watched(self, process: "subprocess.Popen[bytes]", this: Round) -> int:
-        """The exit code of a process: ended when others of its round are gone, asked to stop when one is back."""
+    def check_settings(self, of: Round) -> None:
+        """Raise UserError where a round trains something else."""
+        if of.settings != self.settings:
+            raise UserError(
+                f"trainer= of {self.members.name} says {self.settings!r}, but round {of.number} "
+                f"({', '.join(of.members)}) was begun with {of.settings!r}; give all machines the same"
+            )
+
+    def check_name(self) -> None:
+        """Raise UserError where another has the name of this member."""
+        if self.members.other is not None:
+            raise UserError(name_is_taken(self.members.name, self.members.other))
+
+    def watched(self, process: "subprocess.Popen[bytes]", this: Round) -> tuple[int, bool]:
+        """The exit code of a process, and whether it was ended for other machines: some are not heard of, or are back.
+
+        It is ended when other processes are gone, too, and asked to stop when a machine is back.
+        """
         told = False
-        while (code := process.poll()) is None:
-            time.sleep(self.times.beat_seconds)
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(self.times.beat_seconds), told
             there, found = self.members.present(), self.members.newest()
             ended = self.members.ended(this)
             gone = [name for name in this.members if name not in there and ended.get(name) not in TOGETHER]
             failed = [name for name, how in ended.items() if how not in TOGETHER]
+            self.check_name()
             if gone or failed:
                 what = f"{', '.join(gone)} not heard of" if gone else f"the process of {', '.join(failed)} is gone"
                 self.say(f"{what}: ending this one")
                 process.kill()  # it waits for them; a checkpoint that exists is complete
-                return process.wait()
+                return process.wait(), bool(gone)
             elif self.signal or (found and found.number > this.number):
                 if not told:
                     process.terminate()  # all stop together, after a checkpoint
                 told = True
-            elif set(there) > set(this.members):
+            elif len(this.members) < self.count and set(there) > set(this.members):
                 self.lead(there, found)
-        return code
-
-
-@contextlib.contextmanager
-def beating(members: Members, every: float) -> Iterator[None]:
-    """Inside, a member says that it is there, whatever else its process waits for."""
-    over = threading.Event()
-
-    def beat() -> None:
-        while not over.wait(every):
-            members.beat()
-
-    members.beat()
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        members.leave()
 
 
 class Plan(NamedTuple):
@@ -282,13 +249,17 @@ def planned(args: Arguments) -> Plan:
     """The plan. Raises UserError for what could not go on with fewer machines: now, and not when one is lost."""
     if not args.member or "." in args.member or "/" in args.member:
         raise UserError(f"member={args.member}: expected a name without dots and slashes")
-    if args.members < 1 or min(args.beat_seconds, args.gone_seconds, args.settle_seconds) <= 0 or args.rounds < 1:
-        raise UserError(
-            f"members={args.members}, beat_seconds={args.beat_seconds:g}, gone_seconds={args.gone_seconds:g}, "
-            f"settle_seconds={args.settle_seconds:g}, rounds={args.rounds}: expected numbers above zero"
-        )
+    names = ("members", "beat_seconds", "gone_seconds", "settle_seconds", "rounds", "failures", "pause_seconds")
+    wrong = [f"{name}={getattr(args, name):g}" for name in names if not getattr(args, name) > 0]
+    if wrong:
+        raise UserError(f"{', '.join(wrong)}: expected numbers above zero")
     words = shlex.split(args.trainer)
     whole = compose_or_explain(words)
+    if not any(word.startswith(("run_dir=", "resume=")) for word in words):
+        raise UserError(
+            "trainer= names no run_dir, so every machine would make one of its own; give run_dir=DIR, on the disk that "
+            "they share"
+        )
     replicas, quorum = whole.parallel.local, whole.parallel.local_quorum
     if replicas is None or quorum is None or replicas % args.members:
         raise UserError(
@@ -302,18 +273,25 @@ def planned(args: Arguments) -> Plan:
     return Plan(words, Path(whole.run_dir), each, fewest)
 
 
-def end_orphan(pid: Path, words: Sequence[str]) -> None:
+def end_orphan(pid: Path, words: Sequence[str], say: Callable[[str], None], processes: Path = Path("/proc")) -> None:
     """End the process that a supervisor of this machine left behind when it was killed itself, and wait until it has.
 
     Args:
       pid: the file with its number.
       words: arguments that it was started with, by which it is told from another process of that number.
-
-    Where processes are not files below /proc (not on Linux) it ends nothing.
+      say: is told where that cannot be found out.
+      processes: where processes are files, which is on Linux alone; elsewhere nothing is ended.
     """
     with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
         number = int(pid.read_text())
-        command = Path(f"/proc/{number}/cmdline")
+        if not processes.is_dir():
+            os.kill(number, 0)  # raises where there is none
+            say(
+                f"process {number} has the number of the trainer that an earlier start left here; only on Linux it is "
+                "found out whether it is that one, and ended: if it is, end it yourself"
+            )
+            return
+        command = processes / str(number) / "cmdline"
         while {"trainer", *words} <= set(command.read_text().split("\0")):  # a process that has ended has none
             os.kill(number, signal.SIGKILL)
             time.sleep(0.1)
@@ -322,6 +300,13 @@ def end_orphan(pid: Path, words: Sequence[str]) -> None:
 def main(args: Arguments) -> int:
     """Supervise this machine's process; the exit code. Raises UserError."""
     plan = planned(args)
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    def saved() -> int:
+        names = (path.name for path in (plan.run_dir / "checkpoints").glob("*"))
+        return max((int(name) for name in names if name.isdigit()), default=0)
 
     pid = plan.run_dir / "members" / f"{args.member}.pid"
 
@@ -338,15 +323,18 @@ def main(args: Arguments) -> int:
         return process
 
     members = Members(plan.run_dir / "members", args.member, args.gone_seconds)
-    end_orphan(pid, [word for word in plan.words if not word.startswith("parallel.")])  # those change by round
-    supervisor = Supervisor(members, args.members, plan.fewest, start, args, lambda text: print(text, flush=True))
-
-    def note_signal(number: int, _: object) -> None:
-        supervisor.signal = number
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note_signal)
     with beating(members, args.beat_seconds):
+        end_orphan(pid, [word for word in plan.words if not word.startswith("parallel.")], say)  # those change by round
+        # Where things are may differ from machine to machine, what is trained not.
+        places = ("run_dir=", "resume=", "data.", "compile_cache=")
+        settings = " ".join(sorted(word for word in plan.words if not word.startswith(places)))
+        supervisor = Supervisor(members, args.members, plan.fewest, start, saved, args, say, settings)
+
+        def note_signal(number: int, _: object) -> None:
+            supervisor.signal = number
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, note_signal)
         return supervisor.run()
 
 
