@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import sys
+import traceback
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -156,7 +157,17 @@ def of_shell(argv: list[str]) -> int:
 
 def command() -> NoReturn:
     """The program: `python -m trainer`, or `scalify-trainer` where the package is installed."""
-    leave(to_readers(lambda: of_shell(sys.argv[1:])))
+    try:
+        leave(to_readers(lambda: of_shell(sys.argv[1:])))
+    except Exception:
+        # At its exit JAX would wait minutes for the other processes, and who watches all could not tell which failed.
+        if "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
+            with contextlib.suppress(OSError):  # nobody reads any more
+                sys.stdout.flush()
+                traceback.print_exc()
+                sys.stderr.flush()
+            os._exit(1)
+        raise
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from trainer.models.roles import Role, chosen, role_of
 from trainer.parallel.distribute import LossOfState, Reduce, Wire, gradient_over, largest_over, loss_over, squares_over
 from trainer.parallel.local import Local
 from trainer.parallel.mesh import devices_of_replica, replicated
-from trainer.parallel.replicas import Kept, LocalStep, make_exchange, make_inner, with_replicas
+from trainer.parallel.replicas import Kept, LocalStep, make_exchange, make_inner, resized, with_kept, with_replicas
 from trainer.parallel.sharding import abstract, shardings
 from trainer.precision.arrays import (
     ASSUMED_SCALE,
@@ -236,11 +236,17 @@ class Task(NamedTuple):
         """The first state of this task, from that of a task without local steps."""
         return state if self.local is None else with_replicas(state, self.trained, self.local, self.kept)
 
+    def with_replicas_of(self, state: TrainState) -> TrainState:
+        """A state of this task, from that of one with other replicas, feedback or momentum."""
+        assert self.local is not None
+        return with_kept(resized(state, self.local.replicas), self.trained, self.local, self.kept)
+
     @property
     def frozen_layers(self) -> frozenset[str]:
         """The linear layers whose kernels are not trained, by path."""
-        every, trained = ({role.layer for role in jax.tree.leaves(r)} for r in (self.model.roles, self.trained_roles))
-        return frozenset(every - trained)
+        every, trained = map(jax.tree.leaves, (self.model.roles, self.trained_roles))
+        layers, moved = ({role.layer for role in roles if role.is_kernel and role.layer} for roles in (every, trained))
+        return frozenset(layers - moved)
 
     @property
     def flops_per_token(self) -> int:

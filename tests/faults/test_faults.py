@@ -216,6 +216,9 @@ def test_replicas_that_lose_a_process_end_in_bounded_time_and_end_bitwise_as_if_
     bounds = ["watchdog.hang_seconds=20", "watchdog.stop_seconds=8", "train.steps=100000"]
     processes = several(tmp_path, "A", *args, *bounds, devices=1)  # two replicas each
     wait_for_row(tmp_path / "A", 12, processes[0])
+    while not saved_steps(tmp_path / "A"):  # saves are complete some time after their steps
+        assert processes[0].poll() is None
+        time.sleep(0.1)
     processes[1].kill()
     started = time.monotonic()
     processes[0].communicate(timeout=90)

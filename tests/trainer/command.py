@@ -66,15 +66,17 @@ def wait_for_row(run_dir: Path, step: int, process: Process) -> None:
         time.sleep(0.02)
 
 
-def several(tmp_path: Path, run_dir: str, *args: str, count: int = 2, devices: int = 2) -> list[Process]:
-    """The processes of one run, each with so many devices."""
+def several(
+    tmp_path: Path, run_dir: str, *args: str, count: int = 2, devices: int = 2, last: dict[str, str] | None = None
+) -> list[Process]:
+    """The processes of one run, each with so many devices; `last`: variables of the last one alone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    variables = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
+    common = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
+    each = [common | {"JAX_PROCESS_ID": str(i)} for i in range(count)]
+    each[-1] |= last or {}
     return [
-        trainer(
-            tmp_path, run_dir, *args, "parallel.distributed=true", devices=devices, JAX_PROCESS_ID=str(i), **variables
-        )
-        for i in range(count)
+        trainer(tmp_path, run_dir, *args, "parallel.distributed=true", devices=devices, **variables)
+        for variables in each
     ]

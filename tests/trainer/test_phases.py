@@ -35,6 +35,13 @@ def test_each_phase_has_its_own_settings_and_rates():
     assert from_saved(Config, to_tree(c)) == c
 
 
+def test_a_phase_may_change_keys_of_a_preset():
+    c = compose_or_explain(["train.phases=[{until:6},{precision:{name:bf16_pure,weights_rounding:kahan}}]", *ARGS])
+    whole = compose_or_explain(["precision=bf16_pure", "precision.weights_rounding=kahan"])
+    assert phases_of(c)[1].config.precision == whole.precision
+    assert from_saved(Config, to_tree(c)) == c
+
+
 @pytest.mark.parametrize(
     ("phases", "message"),
     [
@@ -45,6 +52,7 @@ def test_each_phase_has_its_own_settings_and_rates():
         ("[]", "train.phases=[]: expected a phase or more"),
         ("[{until:6,trainble:[embeddings]},{}]", "unknown key train.phases[0].trainble; did you mean 'trainable'"),
         ("[{until:6,precision:bf61},{}]", "train.phases: precision='bf61' is no preset; did you mean 'bf16'"),
+        ("[{until:6,precision:{name:bf16,weigts:bf16}},{}]", "unknown key train.phases[0].precision.weigts"),
         ("[{until:0},{}]", "train.phases[0].until=0: expected at least 1"),
     ],
 )

@@ -11,6 +11,7 @@ from scalify_core import tree, weights
 from trainer.compiled.hlo import Program
 from trainer.errors import UserError
 from trainer.models.flops import flops_per_token
+from trainer.models.llama_spec import LlamaSpec
 from trainer.models.roles import chosen
 from trainer.models.spec import GPT2Spec
 from trainer.parallel.distribute import Reduce
@@ -20,6 +21,7 @@ from trainer.step.optimizer import make_optimizer
 from trainer.workload import abstract_state, compile_step, first_state
 
 SCANNED = GPT2Spec(vocab_size=64, context=16, n_layer=2, n_head=2, d_model=32, scan_layers=True)
+LLAMA = LlamaSpec(vocab_size=64, context=16, n_layer=1, n_head=2, n_kv_head=1, d_model=32)
 KERNELS = 4 * 32 * 32 * 3  # elements of a layer's four kernels: c_attn 3, c_proj 1, c_fc 4, c_proj 4 times D D
 
 
@@ -144,3 +146,16 @@ def test_an_abstract_state_is_that_of_the_first():
     like, state = abstract_state(w), first_state(w, seed=0)
     assert [x.shape for x in tree.leaves(like.opt_state)] == [x.shape for x in tree.leaves(state.opt_state)]
     assert bits(first_state(w, seed=0)) == bits(state)
+
+
+@pytest.mark.parametrize("spec", [SPEC, SCANNED, LLAMA])
+@pytest.mark.parametrize("names", [["kernels"], ["embeddings"], ["biases", "gains"], ["h.*.mlp.*"]])
+def test_a_layer_is_frozen_where_its_kernel_is(spec, names):
+    if spec is LLAMA:
+        names = [name for name in names if name != "biases"]  # it has none
+    w = only(*names, spec=spec)
+    every = set(spec.family().linear_sizes(spec))
+    frozen = {"kernels": set(), "h.*.mlp.*": {path for path in every if ".mlp." not in path}}.get(names[0], every)
+    assert w.frozen_layers == frozen
+    assert 0 < w.flops_per_token <= flops_per_token(spec)
+    assert (w.flops_per_token == flops_per_token(spec)) is (not frozen)

@@ -12,7 +12,7 @@ from trainer.models.family import param_count
 from trainer.models.own import OWN
 from trainer.parallel.replicas import LocalStep
 from trainer.report.history import FORKED, WEIGHTS
-from trainer.report.messages import describe, schedule_change
+from trainer.report.messages import describe, rounding_of, schedule_change
 from trainer.run.checkpoint import Restored
 from trainer.run.phases import Phases, Stage
 from trainer.run.rundir import flatten
@@ -42,7 +42,8 @@ def describe_phase(phases: Phases, stage: Stage) -> list[str]:
     part = f"{', '.join(task.trainable) or 'all'} ({param_count(task.model.spec, task.trained):,} parameters)"
     number = f"{phases.stages.index(stage) + 1} of {len(phases.stages)}"
     steps = f"steps {stage.start + 1:,} to {stage.until:,}"
-    return [f"phase {number}, {steps}: {part}, {of.precision.name}, {of.schedule.name} from {of.optimizer.lr:g}"]
+    precision = f"{of.precision.name}{rounding_of(of.precision.weights, of.precision.weights_rounding)}"
+    return [f"phase {number}, {steps}: {part}, {precision}, {of.schedule.name} from {of.optimizer.lr:g}"]
 
 
 def describe_start(c: schema.Config, w: Workload, found: Restored) -> list[str]:

@@ -1,6 +1,9 @@
 """From the configuration of data to loaders of it."""
 
-from collections.abc import Iterable
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from trainer.data.files import apart
 from trainer.data.mixture import MixedManifest, Mixture, OfReplicas, stages_of
 from trainer.data.own import own_loaders, text_source
 from trainer.data.shards import MANIFEST
-from trainer.data.tokenizer import NotAtHand
+from trainer.data.tokenizer import NotAtHand, file_of, is_gone
 from trainer.errors import UserError
 from trainer.observe.preparing import shown
 
@@ -77,6 +80,29 @@ def build_data(c: schema.Config, own: OwnData | None = None) -> Dataset:
     except NotAtHand as error:
         raise UserError(f"{error}{with_weights(c.init_from)}") from error
     return Dataset.open(directory, **settings_of_loaders(c))
+
+
+@contextlib.contextmanager
+def where_begun(c: schema.Config, run_dir: Path) -> Iterator[schema.Config]:
+    """A run's configuration from wherever its directory is looked at; inside, relative paths are those of its start.
+
+    Where that was, the end of the directory's path tells: `run_dir=runs/a` that is now /x/runs/a was begun in /x,
+    unless it is also runs/a of where we are, as through a link. Of an absolute one nothing is known: it is here. A
+    tokenizer whose files are gone is the run's own copy of it.
+    """
+    end, path = Path(c.run_dir).parts, Path(os.path.abspath(run_dir))
+    is_here = Path(c.run_dir).exists() and Path(c.run_dir).samefile(path)
+    begun = Path(*path.parts[: -len(end)]) if not is_here and path.parts[-len(end) :] == end else Path.cwd()
+    data, name = c.data, c.data.tokenizer
+    if begun != Path.cwd():
+        whole = lambda path: path and str(begun / Path(path).expanduser())
+        cache, prepared = whole(data.cache_dir), whole(data.prepared_dir)
+        sources = data.sources and tuple(map(whole, data.sources))
+        data = dataclasses.replace(data, cache_dir=cache, prepared_dir=prepared, sources=sources)
+    with contextlib.chdir(begun):
+        if name is not None and is_gone(name) and file_of(path).is_file():
+            data = dataclasses.replace(data, tokenizer=str(file_of(path)))
+        yield dataclasses.replace(c, data=data)
 
 
 def with_weights(init_from: str | None) -> str:
@@ -136,7 +162,7 @@ def open_mixture(c: schema.Config) -> Dataset:
 
 def names_of(paths: Iterable[str]) -> list[str]:
     """What the sources of a mixture are called: the last parts of their paths. UserError for two of one name."""
-    names = [Path(path).stem for path in paths]
+    names = [Path(os.path.abspath(path)).stem for path in paths]  # of `.` too; links keep their own names
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UserError(f"data.sources: two are called {twice[0]}; give one another name, by a link for example")

@@ -75,7 +75,8 @@ def build_model(
     if c.vocab_size is not None and c.vocab_size < vocab_size:
         raise UserError(
             f"model.vocab_size={c.vocab_size} is smaller than the tokenizer's {vocab_size} ids; "
-            f"valid: {vocab_size} or more, or null for the tokenizer's"
+            f"valid: {vocab_size} or more, or null for the tokenizer's; or, for weights of another tokenizer, "
+            "init.embeddings=focus, mean, gaussian or copy"
         )
     if own is not None:
         size = c.vocab_size or vocab_size
@@ -176,6 +177,7 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
     trainable, local = c.train.trainable or (), build_local(c)
     task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, trainable, local)
     check_trainable(task)
+    check_fragments(task)
     choose(c.eval.tasks or (), data.beginning, limit=c.eval.limit)
     return Workload(task, data, c.seed)
 
@@ -198,6 +200,18 @@ def check_trainable(task: Task) -> None:
         _ = task.trained_roles
     except UserError as error:
         raise UserError(f"train.trainable: {error}") from None
+
+
+def check_fragments(task: Task) -> None:
+    """UserError for more parts of the parameters than there are parameters: some would exchange nothing."""
+    if task.local is None:
+        return
+    most = len(jax.tree.leaves(task.trained(jax.eval_shape(task.model.training.init, jax.random.key(0)))))
+    if task.local.fragments > most:
+        raise UserError(
+            f"parallel.local_fragments={task.local.fragments}: there are {most} arrays of parameters, and a fragment "
+            f"has at least one; valid: 1..{most}"
+        )
 
 
 def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
@@ -314,7 +328,7 @@ def make_evaluate(
     def mean_of(loader: Loader, state: TrainState, most: int, broken_off: Callable[[], bool]) -> Evaluation | None:
         count = min(loader.steps_per_epoch, most)
         batches = (place_batch(loader.batch(i), accum=c.train.accum, mesh=w.mesh) for i in range(count))
-        per_token = loader.manifest.bytes("val") / loader.manifest.tokens("val")
+        per_token = loader.bytes_per_token("val")
         first = c.train.eval_batches
         return evaluate(eval_step, state, batches, first=first, bytes_per_token=per_token, broken_off=broken_off)
 

@@ -10,6 +10,7 @@ from trainer.assembly.objects import (
     build_policy,
     build_reduce,
     build_sizes,
+    check_fragments,
     check_split,
     check_trainable,
 )
@@ -58,6 +59,7 @@ def build_plan(
     task = Task(model, c.optimizer.name, optimizer, mesh, reduce, kernels, c.train.trainable or ())
     check_trainable(task)
     if (local := build_local(c)) is not None:  # each replica has the GPUs of the plan: what it computes is the same
+        check_fragments(task._replace(local=local))
         for line in describe_exchanges(exchanges_of(task._replace(local=local)), c.parallel.local_gbps):
             say(line)
     other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))

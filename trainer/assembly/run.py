@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from trainer.assembly.beginning import begun_from, describe_change, describe_phase, describe_run, describe_start
-from trainer.assembly.data import OwnData
+from trainer.assembly.data import OwnData, where_begun
 from trainer.assembly.objects import (
     build_batch,
     build_jobs,
@@ -150,9 +150,9 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
         c = phase_at(from_saved(schema.Config, meta["config"]), checkpointer.newest())
         keep_compiled(c)
         alone: dict[str, Any] = {name: None for name in to_tree(c)["parallel"] if "local" in name}
-        alone |= {"data": 1, "fsdp": 1, "tensor": 1}
-        c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, **alone))
-        w = build_workload(c)
+        c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, **alone, data=1, fsdp=1, tensor=1))
+        with where_begun(c, run_dir) as c:
+            w = build_workload(c)
         rows = meta.get("rows")  # of the run's devices, which may have been more
         w = w._replace(task=w.task._replace(model=w.model._replace(rows=rows).again()))
         if w.data.manifest.fingerprint != meta["data"]:

@@ -101,6 +101,12 @@ def _check_local(c: Config) -> None:
         f"parallel.local_data=sources gives each of parallel.local={p.local} replicas a source of its own; choose "
         "data=mix with as many data.sources, or parallel.local_data=split",
     )
+    _require(
+        p.local_data != "sources" or (len(set(c.data.weights or ())) <= 1 and not c.data.stages),
+        f"parallel.local_data=sources takes as much of every source, and data.weights={list(c.data.weights or ())}, "
+        f"data.stages={[list(stage) for stage in c.data.stages or ()]} ask for other shares; leave them out, or choose "
+        "parallel.local_data=split",
+    )
     rows = c.batch_size // c.train.accum
     _require(
         rows % p.local == 0,

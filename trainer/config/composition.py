@@ -65,18 +65,31 @@ def with_presets(phases: Any) -> Any:
     if not isinstance(phases, list):
         return phases
     return [
-        {**phase, "precision": preset(phase["precision"])}
-        if isinstance(phase, dict) and isinstance(phase.get("precision"), str)
+        {**phase, "precision": in_full(phase["precision"])}
+        if isinstance(phase, dict) and "precision" in phase
         else phase
         for phase in phases
     ]
 
 
+def in_full(precision: Any) -> Any:
+    """A phase's precision, of the name of a preset, or of `{name:PRESET,key:value,...}`."""
+    if isinstance(precision, str):
+        return preset(precision)
+    if isinstance(precision, dict) and precision.get("name") in presets():
+        return {**preset(precision["name"]), **precision}
+    return precision
+
+
+def presets() -> list[str]:
+    """The names of precisions."""
+    return sorted(path.stem for path in Path(CONFIGS, "precision").glob("*.yaml"))
+
+
 def preset(name: str) -> dict[str, Any]:
     """The fields of a precision. UserError for a name that is none."""
-    names = sorted(path.stem for path in Path(CONFIGS, "precision").glob("*.yaml"))
-    if name not in names:
-        raise UserError(f"train.phases: precision={name!r} is no preset; {nearest(name, names)}")
+    if name not in presets():
+        raise UserError(f"train.phases: precision={name!r} is no preset; {nearest(name, presets())}")
     base, own = (OmegaConf.load(Path(CONFIGS, folder)) for folder in ("base/precision.yaml", f"precision/{name}.yaml"))
     fields = OmegaConf.to_container(OmegaConf.merge(base, own))
     assert isinstance(fields, dict)

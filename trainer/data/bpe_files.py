@@ -92,7 +92,8 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
 def is_byte_level(tree: dict[str, Any]) -> bool:
     """Whether a tokenizer.json is an encoding of bytes as GPT-2's is, which ends documents with its end-of-text token.
 
-    That is: byte-pair encoding without normaliser, its ids in the order of its merges, words found by one pattern.
+    That is: byte-pair encoding without normaliser, its ids in the order of its merges, words found by one pattern, and
+    no added words, which are found in a text before all others.
     """
     byte_of, ids = printable_bytes(), ids_in(tree)
     if ids is None:
@@ -101,6 +102,8 @@ def is_byte_level(tree: dict[str, Any]) -> bool:
     special = special_in(tree)
     if is_of_bytes(ids, special):
         return True
+    if not all(token.get("special") for token in tree.get("added_tokens") or () if token["content"] != ENDOFTEXT):
+        return False
     merged = [ids.get(pair_of(merge, byte_of), -1) for merge in model.get("merges") or ()]
     unmerged = sum(len(token) > 1 for token in ids) - len(merged)
     if any(bytes([byte]) not in ids for byte in range(256)):

@@ -1,11 +1,10 @@
 """What a run reads: the loaders of both parts of its data, and their tokenizer."""
 
+import itertools
 import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
-
-import numpy as np
 
 from trainer.data.loader import Loader
 from trainer.data.shards import Manifest
@@ -39,22 +38,16 @@ class Dataset(NamedTuple):
 
     @property
     def bytes_per_token(self) -> float:
-        """The bytes of a token of the validation part's text, on average."""
-        return self.manifest.bytes("val") / self.manifest.tokens("val")
+        """The bytes of a token of the validation part's text, on average; of a mixture, in its shares."""
+        return self.val.bytes_per_token("val")
 
     def beginning(self, size: int) -> str:
         """The first documents of the validation part, of about so many bytes in all, an empty line between two."""
-        tokens, parts = max(1, int(size / self.bytes_per_token)), []
-        for shard in self.manifest.open("val"):
-            parts.append(np.asarray(shard[:tokens]))
-            tokens -= len(parts[-1])
-        ids = np.concatenate(parts)
-        documents = np.split(ids, np.flatnonzero(ids == self.manifest.eot) + 1)
-        return "\n\n".join(self.tokenizer.decode(part[part != self.manifest.eot].tolist()) for part in documents)
+        tokens, eot = max(1, int(size / self.bytes_per_token)), self.manifest.eot
+        parts = self.val.documents("val", tokens)
+        return "\n\n".join(self.tokenizer.decode(part[part != eot].tolist()) for part in parts)
 
     def validation_text(self, tokens: int) -> str:
         """The text of the first so many tokens, ends of text aside."""
-        ids: list[int] = []
-        for shard in self.manifest.open("val"):
-            ids += (int(i) for i in shard[: tokens - len(ids)])
+        ids = itertools.chain.from_iterable(part.tolist() for part in self.val.documents("val", tokens))
         return self.tokenizer.decode([i for i in ids if i != self.manifest.eot])

@@ -102,23 +102,13 @@ class Encoder:
 
     def _submit(self, pool: ThreadPoolExecutor, rows: Rows, start: int) -> Batch:
         """Have rows encoded that begin at character `start`."""
-        if self.cut is None:
-            parts = [self._part(pool, split, texts) for split, texts in self._by_hash(rows.texts).items()]
-        else:
-            texts = [text for text in rows.texts if text] if self.documents else ["".join(rows.texts)]
-            before, after = cut_at(texts, self.cut - start)
-            train, val = self._part(pool, "train", before), self._part(pool, "val", after)
-            twice = len(before) + len(after) - len(texts)  # 1 where a text was cut in two
-            parts = [train, val._replace(documents=val.documents - twice)]
+        texts = [text for text in rows.texts if text] if self.documents else ["".join(rows.texts)]
+        before, after = divided(texts, None if self.cut is None else self.cut - start, self.val_fraction)
+        train, val = self._part(pool, "train", before), self._part(pool, "val", after)
+        twice = len(before) + len(after) - len(texts)  # 1 where a text was cut in two
+        parts = [train, val._replace(documents=val.documents - twice)]
         skipped = sum(not text for text in rows.texts)
         return Batch(parts, skipped, rows.position, start + sum(map(len, rows.texts)))
-
-    def _by_hash(self, texts: list[str]) -> dict[str, list[str]]:
-        """Documents by split, in order, without the empty ones; the hash of a document's text decides."""
-        found: dict[str, list[str]] = {"train": [], "val": []}
-        for text in filter(None, texts):
-            found["val" if uniform(text) < self.val_fraction else "train"].append(text)
-        return found
 
     def _part(self, pool: ThreadPoolExecutor, split: str, texts: list[str]) -> Part:
         futures: list[Future[Tokens]] = []
@@ -155,6 +145,19 @@ class Encoder:
             count += 1
             budget -= len(self.tokenizer.encode_array(text)) + 1 if text else 0
         return Rows(rows.texts[:count], rows.position)
+
+
+def divided(texts: list[str], cut: int | None, val_fraction: float) -> tuple[list[str], list[str]]:
+    """Texts that are not empty, as those of the training and of the validation part, in order.
+
+    Args:
+      cut: the character of these texts at which the validation part starts; None: the hash of a text decides.
+      val_fraction: share of the hashes that are for validation.
+    """
+    if cut is not None:
+        return cut_at(texts, cut)
+    chosen = [uniform(text) < val_fraction for text in texts]
+    return [t for t, val in zip(texts, chosen, strict=True) if not val], list(itertools.compress(texts, chosen))
 
 
 def cut_at(texts: list[str], cut: int) -> tuple[list[str], list[str]]:

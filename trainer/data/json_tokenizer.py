@@ -109,9 +109,14 @@ def read_json_tokenizer(name: str, path: Path) -> JSONTokenizer:
     end = end_beside(path.parent) or next((token for token in ENDS if token in added), None)
     if end is None or end not in added:
         what = "says no token that ends a document" if end is None else f"has no added token {end!r}"
+        if not added:
+            raise UserError(
+                f"{path} {what}, and has no added_tokens; give it one with Hugging Face's "
+                f'`Tokenizer.add_special_tokens(["{ENDS[0]}"])`, and save it'
+            )
         raise UserError(
             f"{path} {what}; put its {SETTINGS} beside it, with the eos_token that ends a document, one of its "
-            f"added_tokens ({', '.join(sorted(map(repr, added))[:8]) or 'there are none'})"
+            f"added_tokens ({', '.join(sorted(map(repr, added))[:8])})"
         )
     return JSONTokenizer(name, tree, end)
 

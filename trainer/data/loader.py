@@ -82,6 +82,19 @@ class Loader:
         self._shards = self.manifest.open(split)
         self._starts = np.cumsum([0] + [len(shard) for shard in self._shards])
 
+    def bytes_per_token(self, split: str) -> float:
+        """The bytes of a token of the text of a split, which is the loader's own, on average."""
+        return self.manifest.bytes(split) / self.manifest.tokens(split)
+
+    def documents(self, split: str, tokens: int) -> list[npt.NDArray[np.int64]]:
+        """The first documents of a split, with the ends of their texts, of so many tokens in all: the last is cut."""
+        found, left = [], tokens
+        for shard in self.manifest.open(split):
+            found.append(np.asarray(shard[:left], np.int64))
+            left -= len(found[-1])
+        ids = np.concatenate(found) if found else np.empty(0, np.int64)
+        return [part for part in np.split(ids, np.flatnonzero(ids == self.manifest.eot) + 1) if len(part)]
+
     @property
     def steps_per_epoch(self) -> int:
         """Whole batches of distinct windows; at least 1 (a split of fewer than B windows repeats them in a batch)."""

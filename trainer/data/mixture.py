@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -222,6 +223,10 @@ class Mixture(Loader):
         self.windows = sum(part.windows for part in parts.values())
         self.shares = shares or Shares(stages, self.batch_size, seed)
         last = np.array(stages[-1].weights) / math.fsum(stages[-1].weights)
+        bytes_of = [part.manifest.bytes(split) / part.manifest.tokens(split) for part in parts.values()]
+        self._bytes_per_token = float(last @ np.array(bytes_of))
+        every = [np.array(stage.weights) / math.fsum(stage.weights) for stage in stages]
+        self._shares = [1 / len(parts)] * len(parts) if shares else np.mean(every, axis=0).tolist()
         sizes = [part.windows / share for part, share in zip(parts.values(), last, strict=True) if share]
         self._whole = max(1, int(min(sizes)) // self.batch_size)
 
@@ -229,6 +234,20 @@ class Mixture(Loader):
     def steps_per_epoch(self) -> int:
         """Whole batches until one of the sources comes round; at least 1."""
         return self._whole
+
+    def bytes_per_token(self, split: str) -> float:
+        """See Loader: of the tokens that the last stage takes of each source, not of all that they have."""
+        return self._bytes_per_token
+
+    def documents(self, split: str, tokens: int) -> list[npt.NDArray[np.int64]]:
+        """See Loader: of every source its share, on average over the stages, in turns as the shares are."""
+        found = []
+        for share, part in zip(self._shares, self.parts.values(), strict=True):
+            before = 0
+            for document in part.documents(split, round(tokens * share)) if share else ():
+                found.append((before / share, document))
+                before += len(document)
+        return [document for _, document in sorted(found, key=operator.itemgetter(0))]
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """See Loader."""

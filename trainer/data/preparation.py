@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.data.corpus import Corpus, Position, PreparedSource, Source, open_corpus
-from trainer.data.encode import Batch, Encoder, Tokens
+from trainer.data.encode import Batch, Encoder, Tokens, divided
 from trainer.data.shards import FORMAT, JOURNAL, MANIFEST, SPLITS, Manifest, Shard, Split, write_atomically
 from trainer.data.tokenizer import get_tokenizer
 from trainer.errors import UserError
@@ -165,6 +165,14 @@ def cut_of(corpus: Corpus, val_fraction: float) -> int | None:
         if documents >= many:
             return None
     return int(chars * (1 - val_fraction))
+
+
+def training_part(corpus: Corpus, val_fraction: float) -> Iterator[str]:
+    """The texts of a corpus without what `prepare` takes for validation at this share; of a single text, pieces."""
+    cut, chars = cut_of(corpus, val_fraction), 0
+    for rows in corpus.read(None):
+        yield from divided(list(filter(None, rows.texts)), None if cut is None else cut - chars, val_fraction)[0]
+        chars += sum(map(len, rows.texts))
 
 
 def check_prepared(directory: Path, tokenizer_name: str | None) -> Path:

@@ -223,9 +223,10 @@ def get_tokenizer(name: str) -> Tokenizer:
         return BPETokenizer(name, download(name))
     path = Path(name).expanduser()
     if path.is_dir():
+        whole = HF_FILE if is_hugging_face(path / HF_FILE) else ""  # which has the words that were added to a pair's
         for merges, _ in PAIRS:
             if (path / merges).is_file():
-                return get_tokenizer(str(path / merges))
+                return get_tokenizer(str(path / (whole or merges)))
         for file in ("tokenizer.tiktoken", HF_FILE):  # of a run, which has another file of the second name as well
             if (path / file).is_file():
                 return get_tokenizer(str(path / file))
@@ -249,6 +250,16 @@ def get_tokenizer(name: str) -> Tokenizer:
         f"unknown tokenizer {name!r}; {hint}Valid: byte, {', '.join(names)}, a .tiktoken file, a {HF_FILE}, or a "
         f"directory with {' or '.join(merges for merges, _ in PAIRS)}"
     )
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether a file is a tokenizer.json of Hugging Face, not the settings that a run has under this name."""
+    return path.is_file() and "model" in read_json(path)
+
+
+def is_gone(name: str) -> bool:
+    """Whether a name of `get_tokenizer` is that of files, which are not there."""
+    return name not in (ByteTokenizer.name, *tiktoken.list_encoding_names()) and not Path(name).expanduser().exists()
 
 
 def continuation(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:

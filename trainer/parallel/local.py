@@ -48,7 +48,9 @@ FORMATS = {
 }
 BACK = FORMATS | {"fp4": E4M3}  # of the mean: what four bits lose of it would be more than a replica sends
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, np.nan], np.float32)  # of E2M1, by its code
-OF_REPLICA, OF_PIECE, OF_DRAW = 0x9E3779B1, 0x85EBCA77, 0x27D4EB2F  # keep streams of random bits apart
+# These keep streams of random bits apart. Replica k trains with the seed ^ k * OF_REPLICA: no other may be a multiple.
+OF_REPLICA, OF_SENT, OF_PIECE, OF_DRAW = 0x9E3779B1, 0xB5297A4D, 0x85EBCA77, 0x27D4EB2F
+OF_NUMBER = 2**16  # more than a model has arrays: an array's number and the replica's make one of both
 
 
 class Local(NamedTuple):
@@ -156,6 +158,7 @@ def exchange(
     how: Local,
     seed: jax.Array,
     step: jax.Array,
+    of_model: Sequence[int],
     axes: Sequence[str] = (LOCAL, *Sizes._fields),
 ) -> Sent:
     """The mean over the replicas of the step's round, inside `shard_map` over `axes`, of which LOCAL is one.
@@ -164,11 +167,12 @@ def exchange(
       tensors: FP32 [R, ...] of this device's replicas.
       how: who takes part, and the format.
       seed, step: of the random bits, which also tell replicas, pieces and tensors.
+      of_model: the number of each tensor among all that are trained, so that fragments have bits of their own.
       axes: of the mesh: all that hold parts of a tensor.
     """
     fmt, replicas = FORMATS[how.format], how.replicas
     here = replicas // lax.axis_size(LOCAL)
-    numbers = lax.axis_index(LOCAL) * here + jnp.arange(here)
+    numbers = lax.axis_index(LOCAL) * here + jnp.arange(here, dtype=jnp.uint32)
     every = how.drawn(seed, step - 1)
     drawn = lax.dynamic_slice_in_dim(every, lax.axis_index(LOCAL) * here, here)
 
@@ -186,11 +190,11 @@ def exchange(
         flat = jnp.pad(flat, ((0, 0), (0, flat.shape[1] % 2 if fmt is E2M1 else 0)))
         if fmt is FP32:
             return flat
-        words = counter_words(seed ^ jnp.uint32(OF_REPLICA), step, numbers.astype(jnp.uint32) * 65536 + tensor)
+        words = counter_words(seed ^ jnp.uint32(OF_SENT), step, numbers * OF_NUMBER + of_model[tensor])
         return encoded(flat, fmt, bits_of_words(flat.shape, words))
 
     sent = [narrow(i, x) for i, x in enumerate(tensors)]
-    everything, lost = mean_of_pieces(jnp.concatenate(sent, axis=1), how, every, seed, step)
+    everything, lost = mean_of_pieces(jnp.concatenate(sent, axis=1), how, every, seed, step, of_model[0])
     means, residuals, start = list[jax.Array](), list[jax.Array](), 0
     for i, (x, codes) in enumerate(zip(tensors, sent, strict=True)):
         numbers_sent = decoded(codes, fmt)
@@ -204,12 +208,13 @@ def exchange(
 
 
 def mean_of_pieces(
-    sent: jax.Array, how: Local, drawn: jax.Array, seed: jax.Array, step: jax.Array
+    sent: jax.Array, how: Local, drawn: jax.Array, seed: jax.Array, step: jax.Array, first: int
 ) -> tuple[jax.Array, jax.Array]:
     """The mean of what the drawn replicas sent, FP32 [N], and what of it is lost on the way back, FP32 [R, N].
 
     Piece j of K is added up by whoever has replica j, and handed on. What is lost of it is that replica's, times as
-    many as take part: in the next mean it is there once. All is in the units of the data that was sent, [R, N].
+    many as take part: in the next mean it is there once. All is in the units of the data that was sent, [R, N]. The
+    number of the fragment's first tensor, `first`, tells its random bits from those of other fragments.
     """
     fmt, back = FORMATS[how.format], BACK[how.format]
     here = sent.shape[0]
@@ -218,7 +223,7 @@ def mean_of_pieces(
     of_replica = [jnp.where(drawn[k], decoded(received[k], fmt), 0) for k in range(how.replicas)]
     mean = functools.reduce(jnp.add, of_replica) * jnp.float32(1 / how.participants)
     numbers = lax.axis_index(LOCAL) * here + jnp.arange(here)
-    words = counter_words(seed ^ jnp.uint32(OF_PIECE), step, numbers)
+    words = counter_words(seed ^ jnp.uint32(OF_PIECE), step, numbers.astype(jnp.uint32) * OF_NUMBER + first)
     factor = pow2_floor(back.max / fmt.max)
     own = encoded(mean * factor, back, None if back is FP32 else bits_of_words(mean.shape, words))
     pieces = lax.all_gather(own, LOCAL, axis=0, tiled=True)

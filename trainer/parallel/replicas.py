@@ -41,6 +41,20 @@ class Kept(NamedTuple):
         return as_scaled_array(x, scale, self.dtype) if self.scaled else x.astype(self.dtype)
 
 
+def one_of(accept: jax.Array, new: Any, old: Any) -> Any:
+    """An array as it is kept, `new` where `accept` is true, with its scale, else `old`, in every bit."""
+    return jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, old)
+
+
+def finite_part(kept: Any) -> Any:
+    """An array as it is kept, zero where it is not finite: that could never be sent."""
+
+    def of_data(x: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+
+    return ScaledArray(of_data(kept.data), kept.scale) if is_scaled_array(kept) else of_data(kept)
+
+
 def stacked(part: Any, replicas: int) -> Any:
     """A tree, K times: every array [K, ...], scales of ScaledArrays as they are."""
 
@@ -59,14 +73,29 @@ def with_replicas(state: TrainState, trained: Callable[[Any], Any], local: Local
     )
     others = [state.key, *(jax.random.fold_in(state.key, k) for k in range(1, local.replicas))]
     states = TrainState(stacked(state.params, local.replicas), packed[0], jnp.stack(others), packed[1])
-    params = trained(state.params)
+    kept_of = first_kept(trained(state.params), local, kept)
+    return TrainState(state.params, (), state.key, state.scaling, Replicas(states, *kept_of))
+
+
+def first_kept(params: Any, local: Local, kept: Kept) -> tuple[Any, Any]:
+    """Residuals and outer momentum of these parameters before the first exchange, () for what is not kept."""
 
     def zeros(p: Any, *axes: int) -> Any:
         return kept.store(jnp.zeros((*axes, *p.shape), jnp.float32), jnp.float32(2.0**-126))
 
     residuals = tree.map_arrays(lambda p: zeros(p, local.replicas), params) if local.feedback else ()
-    momentum = tree.map_arrays(zeros, params) if local.momentum else ()
-    return TrainState(state.params, (), state.key, state.scaling, Replicas(states, residuals, momentum))
+    return residuals, tree.map_arrays(zeros, params) if local.momentum else ()
+
+
+def with_kept(state: TrainState, trained: Callable[[Any], Any], local: Local, kept: Kept) -> TrainState:
+    """A state of as many replicas, perhaps without feedback or momentum, as that of a run that has what `local` has.
+
+    What it has not kept so far begins with zeros; what is not kept from now on is gone.
+    """
+    old: Replicas = state.local
+    own = zip((old.residuals, old.momentum), first_kept(trained(state.params), local, kept), strict=True)
+    parts = [was if jax.tree.leaves(was) and jax.tree.leaves(new) else new for was, new in own]
+    return dataclasses.replace(state, local=Replicas(old.states, *parts))
 
 
 def resized(state: TrainState, count: int) -> TrainState:
@@ -202,21 +231,22 @@ def make_exchange(
         of_replicas = [PartitionSpec(LOCAL, *spec) for spec in parts]
         everywhere = PartitionSpec()
         means, lost, scales = over_devices(
-            lambda deltas, seed, step: tuple(exchange(deltas, local, seed, step)),
+            lambda deltas, seed, step: tuple(exchange(deltas, local, seed, step, mine)),
             mesh,
             in_specs=(of_replicas, everywhere, everywhere),
             out_specs=(parts, of_replicas if local.feedback else [], everywhere),
         )(deltas, seed, step)
-        # What is not finite changes nothing: the replicas go on from the outer weights.
+        # What is not finite changes nothing: the replicas go on from the outer weights, and still have to send what
+        # earlier roundings lost.
         accept = jnp.all(jnp.stack([jnp.all(jnp.isfinite(mean)) for mean in means]))
         updates = means
         if local.momentum:
             speeds = [local.momentum * weights.wide(momenta[i]) + d for d, i in zip(means, mine, strict=True)]
             updates = [d + local.momentum * speed for d, speed in zip(means, speeds, strict=True)]
             for i, speed in zip(mine, speeds, strict=True):
-                momenta[i] = kept.store(jnp.where(accept, speed, weights.wide(momenta[i])))
+                momenta[i] = one_of(accept, kept.store(speed), momenta[i])
         for j, i in enumerate(mine if local.feedback else []):
-            residuals[i] = kept.store(jnp.where(accept, lost[j], 0), scales[j])
+            residuals[i] = one_of(accept, kept.store(lost[j], scales[j]), finite_part(residuals[i]))
         new = weights.apply_updates(
             [before[i] for i in mine],
             [-local.lr * update for update in updates],

@@ -150,6 +150,11 @@ def describe_sent(task: Task, step: jax.stages.Compiled | LocalStep) -> list[str
     return [f"every device sends {sum(sent.values()) / MIB:.3f} MiB a step (on a ring): {listed}"]
 
 
+def rounding_of(weights: str, rounding: str) -> str:
+    """How weights of a format are rounded, to be appended; nothing of FP32, which are not."""
+    return "" if weights == "fp32" else f" (rounding: {rounding})"
+
+
 def describe_precision(model: Model) -> str:
     """What is computed and stored in what, and which matmuls are narrow."""
     policy, skipped = model.policy, model.skipped
@@ -167,8 +172,8 @@ def describe_precision(model: Model) -> str:
             shown = "all" if len(paths) == every else shown
             matmuls += f" ({shown}: {why})"
     return (
-        f"{matmuls}; weights {policy.weights}, weight gradients {gradients}, "
-        f"moments {policy.mu}/{policy.nu}, scaling: {policy.scaling}"
+        f"{matmuls}; weights {policy.weights}{rounding_of(policy.weights, policy.weights_rounding)}, weight gradients "
+        f"{gradients}, moments {policy.mu}/{policy.nu}, scaling: {policy.scaling}"
     )
 
 

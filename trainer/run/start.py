@@ -1,7 +1,6 @@
 """Where a run starts: at its own newest checkpoint, at another run's, from given weights, or from nothing."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.functional import Params
 from trainer.models.specs import FIRST
+from trainer.parallel.local import Local
 from trainer.parallel.mesh import replicated
-from trainer.parallel.replicas import resized
 from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.converting import convert_state
@@ -160,6 +159,8 @@ def starting_point(
                 f"set optimizer={trained}, or take its weights alone: init_from={source}"
             )
         check_same_trainable(source, meta, task)
+        if task.local is None:
+            check_no_replicas(f"resume={source}", meta)
         if not convert:
             check_same_precision(f"resume={source}", policy, task.model.policy, "resume.convert=true converts it")
         like = task.in_precision(policy)
@@ -172,42 +173,64 @@ def starting_point(
 def restore_own(own: Checkpointer, task: Task) -> Restored:
     """The newest state of a run that goes on, perhaps with another number of replicas; see `restored_as`."""
     if task.local is None:
+        check_no_replicas("the checkpoint", own.meta())
         return own.restore(lambda meta: abstract_state(task_of(meta, task)))
     return restored_as(own, task)
 
 
 def restored_as(checkpointer: Checkpointer, task: Task, step: int | None = None) -> Restored:
-    """A state for a task with replicas, of a run with as many, with others (`replicas.resized`), or with none.
+    """A state for a task with replicas, of a run with as many, with others (`Task.with_replicas_of`), or with none.
 
     What was trained without replicas all of them go on from: weights, moments, steps. `step`: None: the newest.
     """
     assert task.local is not None
-    local, now = task.local, task.local.replicas
+    local = task.local
 
     def as_saved(meta: Mapping[str, Any]) -> TrainState:
-        before = replicas_in(meta)
-        if before == now:
+        before = replicas_in(meta, local)
+        if is_like(before, local):
             return abstract_state(task)
         if before is None:
             return abstract_state(task._replace(local=None))
         first = Mesh(task.mesh.devices[:1, :1, :1, :1], task.mesh.axis_names, axis_types=task.mesh.axis_types)
-        then = task._replace(local=local._replace(replicas=before, participants=before), mesh=first)
+        then = task._replace(local=before, mesh=first)
         everywhere = replicated(task.mesh)  # their number need not be one that the devices divide
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), abstract_state(then))
 
     found = checkpointer.restore(as_saved, step)  # which may be one before the newest, with other replicas
-    before = replicas_in(found.meta)
-    if before == now:
+    before = replicas_in(found.meta, local)
+    if is_like(before, local):
         return found
-    change: Callable[[TrainState], TrainState]
-    change = task.with_replicas if before is None else functools.partial(resized, count=now)
+    change = task.with_replicas if before is None else task.with_replicas_of
     placed = jax.tree.map(lambda x: x.sharding, abstract_state(task))
     return found._replace(state=jax.jit(change, out_shardings=placed)(found.state))
 
 
-def replicas_in(meta: Mapping[str, Any]) -> int | None:
-    """How many replicas a checkpoint has; None: it was trained without."""
-    return meta["config"]["parallel"].get("local")
+def replicas_in(meta: Mapping[str, Any], local: Local) -> Local | None:
+    """What of `local` decides the form of a state, as a checkpoint has it; None: it was trained without replicas."""
+    p = meta["config"]["parallel"]
+    if p.get("local") is None:
+        return None
+    feedback = p["local_feedback"] and p["local_reduce"] != "fp32"
+    return local._replace(replicas=p["local"], participants=p["local"], momentum=p["local_momentum"], feedback=feedback)
+
+
+def is_like(before: Local | None, now: Local) -> bool:
+    """Whether states of both have one form."""
+    return before is not None and (
+        (before.replicas, before.feedback, before.momentum > 0) == (now.replicas, now.feedback, now.momentum > 0)
+    )
+
+
+def check_no_replicas(source: str, meta: Mapping[str, Any]) -> None:
+    """Refuse a state of replicas for a run without them."""
+    count = meta["config"]["parallel"].get("local")
+    if count is not None:
+        raise UserError(
+            f"{source} was trained with parallel.local={count} replicas, each with its own optimiser, for which a "
+            "run without replicas has no place; set parallel=local parallel.local=1, or take its weights alone, "
+            "init_from=RUN"
+        )
 
 
 def check_same_precision(source: str, theirs: Policy, ours: Policy, otherwise: str = "") -> None:

@@ -1,7 +1,7 @@
 """Weights that were trained with one tokenizer, for another: `init.embeddings` says how its rows are made."""
 
 import dataclasses
-import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 
+from trainer.data.bpe_files import read_json, special_in
 from trainer.data.cooccurrence import MOST_TOKENS, token_vectors
 from trainer.data.dataset import Dataset
 from trainer.data.hf_tokenizer import ids_beside
+from trainer.data.json_tokenizer import FILE, end_beside
 from trainer.data.tokenizer import Tokenizer, load_saved
 from trainer.errors import UserError
 from trainer.models import huggingface
@@ -56,15 +58,33 @@ def vocabulary_of(source: Path) -> Vocabulary:
             f"init.embeddings needs the tokenizer of init_from={source}, and there is none beside the weights; put its "
             "tokenizer.json, or vocab.json and merges.txt, there"
         )
-    return Vocabulary(tokens, end_of(directory), max(tokens.values()) + 1)
+    rows = config_of(directory).get("vocab_size")
+    if isinstance(rows, int):  # words that were added to a tokenizer whose model nobody told
+        tokens = {token: i for token, i in tokens.items() if i < rows}
+    return Vocabulary(tokens, end_of(directory, set(tokens.values())), max(tokens.values(), default=-1) + 1)
 
 
-def end_of(directory: Path) -> int | None:
-    """The id that ends a document, if config.json says one."""
+def config_of(directory: Path) -> dict[str, Any]:
+    """The content of config.json; empty where there is none."""
     file = config_beside(directory)
-    ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    return read_json(file) if file.is_file() else {}
+
+
+def end_of(directory: Path, ids: Container[int]) -> int | None:
+    """The id that ends a document: config.json's, unless the tokenizer beside it has that for a word of a text.
+
+    A configuration that nobody gave the ids of its tokenizer has those of its kind's first model, such as 50256; then
+    tokenizer_config.json tells, if it does. `ids`: those that a row stands for.
+    """
+    ends = config_of(directory).get("eos_token_id")
     first = ends[0] if isinstance(ends, list) and ends else ends
-    return first if isinstance(first, int) else None
+    told = first if isinstance(first, int) and first in ids else None
+    tokenizer = directory / FILE
+    added = special_in(read_json(tokenizer)) if tokenizer.is_file() else {}
+    beside = added.get(end_beside(directory) or "")
+    if beside is None or beside not in ids or told in added.values():
+        return told
+    return beside
 
 
 def shared_with(theirs: Vocabulary, ours: Tokenizer, source: Path) -> Shared:
@@ -151,10 +171,7 @@ def of_vocabulary(spec: Spec) -> Any:
 
 def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:
     """Vectors of the data's tokens, from its training part. UserError where that cannot be read as a text."""
-    parts, left = [], MOST_TOKENS
-    for shard in data.manifest.open("train"):
-        parts.append(np.asarray(shard[:left], np.int64))
-        left -= len(parts[-1])
+    parts = data.train.documents("train", MOST_TOKENS)
     if not parts:
         raise UserError(
             "init.embeddings=focus learns from the data's text which tokens are alike, and this data is batches from a "

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trainer.assembly.objects import build_local
+from trainer.assembly.objects import build_local, build_workload
 from trainer.config import schema
 from trainer.config.composition import compose_config
 from trainer.config.fields import from_saved, to_tree
@@ -40,6 +40,13 @@ def test_the_preset_has_values_for_all_and_fp32_needs_no_feedback():
         (["parallel=local", "parallel.local_participants=2", "parallel.local_fragments=2"], "choose one of them"),
         (["parallel=local", "parallel.local=3"], "cannot be split over parallel.local=3 replicas; choose"),
         (["parallel=local", "parallel.local_data=sources"], "gives each of parallel.local=4 replicas a source"),
+        (
+            [
+                *("parallel=local", "parallel.local=2", "parallel.local_data=sources"),
+                *("data=mix", "data.sources=[a,b]", "data.weights=[0.9,0.1]"),
+            ],
+            r"takes as much of every source, and data.weights=\[0.9, 0.1\], data.stages=\[\] ask for other shares",
+        ),
         (["parallel=local", "train.phases=[{until:9},{}]"], "train.phases changes .* parallel.local=4 replicas"),
         (["parallel=local", "resume.convert=true"], "resume.convert=true changes .* parallel.local=4 replicas"),
         (["parallel=local", "parallel.local_quorum=5"], "parallel.local=4 is less than parallel.local_quorum=5"),
@@ -52,3 +59,10 @@ def test_what_cannot_be_is_refused_in_a_line(arguments, message):
     with pytest.raises(UserError, match=message) as refusal:
         compose_config(arguments)
     assert not re.search(r"\n", str(refusal.value))
+
+
+def test_a_fragment_without_a_parameter_is_refused_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["parallel=local", "model.n_layer=1", "model.d_model=32", "model.n_head=2", "model.context=32"]
+    with pytest.raises(UserError, match=r"local_fragments=17: there are 16 arrays of parameters.*valid: 1\.\.16"):
+        build_workload(compose_config([*words, "parallel.local_fragments=17"]))

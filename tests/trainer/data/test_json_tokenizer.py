@@ -145,6 +145,28 @@ def test_the_end_of_a_document_is_what_stands_beside_it(tmp_path):
         get_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("beside", [False, True])  # the files from before the words were added, which lack them
+def test_added_words_are_found_in_a_text(beside, tmp_path):
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>"]
+    made.train_from_iterator(
+        WORDS,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    if beside:
+        made.model.save(str(tmp_path))
+        assert (tmp_path / "merges.txt").exists()
+    made.add_tokens(["firmament", "  two"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    ours, text = get_tokenizer(str(tmp_path)), "the firmament  two earths <|endoftext|>"
+    assert ours.encode(text)[:-8].count(made.token_to_id("firmament")) == 1
+    made.encode_special_tokens = True
+    assert ours.encode(text) == made.encode(text).ids
+    assert ours.decode(ours.encode(text)) == text
+    assert ours.eot == made.token_to_id("<|endoftext|>")
+
+
 def add(tree, content, i):
     tree["added_tokens"].append({**tree["added_tokens"][0], "content": content, "id": i})
 
@@ -152,7 +174,8 @@ def add(tree, content, i):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tree: tree.update(added_tokens=[]), "says no token that ends a document; put its tokenizer_config"),
+        (lambda tree: tree.update(added_tokens=tree["added_tokens"][:1]), "put its tokenizer_config.json beside it"),
+        (lambda tree: tree.update(added_tokens=[]), "has no added_tokens; give it one with Hugging Face's"),
         (lambda tree: tree.update(model=None), "valid: a tokenizer.json that Hugging Face's `tokenizers` reads"),
         (lambda tree: tree["model"].update(type="Huffman"), "valid: a tokenizer.json that Hugging Face's"),
         (lambda tree: add(tree, "<a>", 2), "'<a>' of added_tokens has the id 2 of '</s>'; give it one of its own"),

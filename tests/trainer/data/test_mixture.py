@@ -131,6 +131,28 @@ def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
     assert mixture(parts, document_mask=True).batch(7).segments.shape == (8, 17)
 
 
+def test_the_bytes_of_a_token_are_those_of_the_mixture_not_of_all_text(tmp_path):
+    (tmp_path / "vocab.bpe").write_text("a b\nab ab\n")
+    found = {}
+    for name, text in (("short", "ababab" * 3000), ("long", "xyz" * 12000)):
+        (tmp_path / f"{name}.txt").write_text(text)
+        found[name] = prepare(TextSource((str(tmp_path / f"{name}.txt"),)), str(tmp_path), tmp_path / "cache")
+    manifest = MixedManifest.of({name: Manifest.load(directory) for name, directory in found.items()})
+    parts = loaders(found, "val")
+    each = {name: part.bytes_per_token("val") for name, part in parts.items()}
+    assert each["short"] > 3 > each["long"] == 1
+    for share in (0.25, 1.0):
+        mixed = Mixture(parts, manifest, "val", [Stage(0, (share, 1 - share))], 1)
+        wanted = share * each["short"] + (1 - share) * each["long"]
+        assert mixed.bytes_per_token("val") == pytest.approx(wanted)
+        batches = [mixed.batch(step).tokens[:, 1:] for step in range(256 // 8)]  # a block: shares are exact
+        seen = np.concatenate(batches).ravel().tolist()
+        tokenizer = manifest.get_tokenizer()
+        assert len(tokenizer.decode(seen)) / len(seen) == pytest.approx(
+            wanted, rel=0.01
+        )  # the text's last token is shorter
+
+
 def test_a_manifest_of_several_is_their_sum_and_refuses_two_tokenizers(parts, tmp_path):
     manifests = {name: Manifest.load(directory) for name, directory in parts.items()}
     mixed = MixedManifest.of(manifests)
@@ -158,3 +180,21 @@ def test_each_replica_reads_its_source_in_order_and_no_sample_twice(accum):
             seen[k] += index[source == k].tolist()
     assert seen == [list(range(steps * batch_size // replicas))] * replicas
     np.testing.assert_array_equal(shares.count(steps), [len(of) for of in seen])
+
+
+def test_documents_are_of_every_source_in_turns_as_the_shares_are(tmp_path):
+    found = {}
+    for name in ("web", "code"):
+        lines = (f'{{"text": "{name[0]}{i:08}"}}\n' for i in range(800))  # ten tokens each, with their end
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        found[name] = prepare(TextSource((str(tmp_path / f"{name}.jsonl"),)), "byte", tmp_path / "cache")
+    manifest = MixedManifest.of({name: Manifest.load(directory) for name, directory in found.items()})
+    parts = loaders(found, "val")
+
+    def letters(*weights):
+        mixed = Mixture(parts, manifest, "val", [Stage(i, w) for i, w in enumerate(weights)], 1)
+        return "".join(chr(document[0]) for document in mixed.documents("val", 80))
+
+    assert letters((0, 1)) == "c" * 8
+    assert letters((1, 1)) == letters((1, 0), (0, 1)) == "wc" * 4
+    assert letters((3, 1)) == "wcwwwcww"

@@ -9,22 +9,35 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from trainer.compiled.hlo import Program
-from trainer.parallel.local import FORMATS, Local, bytes_of_exchange, decoded, encoded, exchange, fragments_of
+from trainer.parallel.local import (
+    FORMATS,
+    OF_NUMBER,
+    OF_PIECE,
+    OF_REPLICA,
+    OF_SENT,
+    Local,
+    bytes_of_exchange,
+    decoded,
+    encoded,
+    exchange,
+    fragments_of,
+)
 from trainer.parallel.mesh import LOCAL, make_mesh
+from trainer.parallel.replicas import OF_OUTER
 
 SHAPES = ((5, 3), (4,), (16, 24))  # 15 elements are split over no number of replicas
 PLAIN = Local(4, 8, "fp8", 1.0, 0.0, feedback=True, fragments=1, participants=4, last=100)
 
 
 @functools.cache
-def program(local, devices):
+def program(local, devices, first=0):
     """From [K, ...] of each tensor, steps taken and seed to what came of the exchange, over so many devices."""
     mesh = make_mesh(1, replicas=local.replicas, devices=jax.devices()[:devices])
     assert mesh.shape[LOCAL] == devices
     replicas, everywhere = PartitionSpec(LOCAL), PartitionSpec()
     return jax.jit(
         jax.shard_map(
-            lambda tensors, seed, step: tuple(exchange(tensors, local, seed, step)),
+            lambda tensors, seed, step: tuple(exchange(tensors, local, seed, step, range(first, first + len(SHAPES)))),
             mesh=mesh,
             in_specs=([replicas] * len(SHAPES), everywhere, everywhere),
             out_specs=([everywhere] * len(SHAPES), [replicas] * len(SHAPES) if local.feedback else [], everywhere),
@@ -38,8 +51,8 @@ def tensors(replicas=4, size=1.0):
     return [random.normal(size=(replicas, *shape)).astype(np.float32) * size for shape in SHAPES]
 
 
-def exchanged(local, values, devices=1, step=8, seed=7):
-    return jax.device_get(program(local, devices)(values, np.uint32(seed), np.int32(step)))
+def exchanged(local, values, devices=1, step=8, seed=7, first=0):
+    return jax.device_get(program(local, devices, first)(values, np.uint32(seed), np.int32(step)))
 
 
 def spacing(x, local):
@@ -91,6 +104,23 @@ def test_with_feedback_what_was_sent_adds_up_to_what_was_to_be_sent(name):
         # They do not grow: one rounding of what a replica sends, and of the mean as often as there are replicas.
         assert np.abs(r).max() <= 4 * spacing(4 * x, local).max()
         assert np.sum((t - exact) ** 2) < 0.5 * np.sum((u - exact) ** 2) or x[0].size < 100
+
+
+def test_random_bits_of_an_exchange_are_those_of_no_step_and_of_no_other_exchange():
+    own = [OF_SENT, OF_PIECE, OF_OUTER]
+    assert len(set(own)) == 3
+    assert not {k * OF_REPLICA % 2**32 for k in range(OF_NUMBER)} & set(own)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp4"])
+def test_fragments_that_are_exchanged_at_one_step_are_rounded_by_bits_of_their_own(name):
+    local, values = PLAIN._replace(format=name), tensors()
+    means, lost, _ = exchanged(local, values)
+    others, theirs, _ = exchanged(local, values, first=len(SHAPES))
+    assert (means[2] != others[2]).any()
+    for replica in range(4):
+        # Independent roundings lose alike no more often than chance has it.
+        assert np.mean(lost[2][replica] == theirs[2][replica]) < 0.75
 
 
 def test_the_mean_is_that_of_the_replicas_that_are_drawn_and_the_others_lose_nothing():

@@ -49,3 +49,16 @@ def test_processes_that_diverge_skip_together_and_say_why_once(tmp_path):
     skipped = sorted((tmp_path / "A" / "skipped").glob("*.npy"))
     assert len(skipped) == 2
     assert np.load(skipped[0]).shape == (16, 33)  # the whole batch, not the rows of one process
+
+
+def test_a_process_that_fails_ends_at_once_and_waits_for_no_other(tmp_path):
+    broken = {"JAX_PLATFORMS": "cpu_that_is_not_there", "XLA_FLAGS": ""}
+    healthy, failed = several(tmp_path, "A", "train.steps=100000", devices=1, last=broken)
+    try:
+        output, _ = failed.communicate(timeout=90)  # JAX would wait for more than two minutes
+        assert failed.returncode == 1, output
+        assert "Unable to initialize backend" in output
+        assert healthy.poll() is None
+    finally:
+        healthy.kill()
+        healthy.communicate()

@@ -13,6 +13,7 @@ from precisions import batch, bits, copied, hyper, workload
 from scalify_core import weights
 from scalify_core.array import is_scaled_array
 from trainer.compiled.exchange import exchanges_of
+from trainer.errors import UserError
 from trainer.parallel.local import Local
 from trainer.parallel.mesh import abstract_batch, make_mesh
 from trainer.parallel.replicas import LocalStep, with_moments_of_first, with_params
@@ -47,6 +48,14 @@ def trained(steps, *how, start=0, state=None):
         state, metrics = step(state, batch(task, i), hyper(i, 1e-2))
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+def meta_of(local):
+    """Of a checkpoint: what of its configuration says the form of the state."""
+    if local is None:
+        return {"config": {"parallel": {"local": None}}}
+    own = {"local_momentum": local.momentum, "local_feedback": local.feedback, "local_reduce": local.format}
+    return {"config": {"parallel": {"local": local.replicas} | own}}
 
 
 def of_replica(state, k):
@@ -139,7 +148,7 @@ def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
     half, _ = trained(3, NARROW, "fp32", 1)
     task = task_of(NARROW._replace(replicas=count, participants=count), "fp32", 1)
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
-        checkpointer.save(3, to_stored(half), {"config": {"parallel": {"local": 2}}})
+        checkpointer.save(3, to_stored(half), meta_of(NARROW))
         checkpointer.wait()
         state = from_stored(restore_own(checkpointer, task).state)
     assert jax.tree.structure(state) == jax.tree.structure(from_stored(first_state(task, 0)))
@@ -158,12 +167,40 @@ def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
     assert len(set(keys)) == count
 
 
+@pytest.mark.parametrize(("before", "now"), [(AVERAGE, NARROW), (NARROW, AVERAGE), (NARROW, NARROW._replace(lr=1.0))])
+def test_another_run_may_go_on_with_an_outer_momentum_and_feedback_or_without(tmp_path, before, now):
+    """What was not kept begins with zeros, what was kept and still is goes on, and weights and moments are the same."""
+    half, _ = trained(3, before, "fp32", 1)
+    task = task_of(now, "fp32", 1)
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(3, to_stored(half), meta_of(before))
+        checkpointer.wait()
+        state = from_stored(restore_own(checkpointer, task).state)
+    assert jax.tree.structure(state) == jax.tree.structure(from_stored(first_state(task, 0)))
+    assert bits((state.params, state.local.states)) == bits((half.params, half.local.states))
+    kept = [(state.local.residuals, half.local.residuals), (state.local.momentum, half.local.momentum)]
+    for new, old in kept:
+        if old and new:
+            assert bits(new) == bits(old)
+        assert old or not any(np.any(np.asarray(x)) for x in jax.tree.leaves(new))
+    _, losses = trained(5, now, "fp32", 1, start=3, state=state)
+    assert np.isfinite(losses).all()
+
+
+def test_replicas_are_nothing_for_a_run_without(tmp_path):
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(3, to_stored(trained(1, NARROW, "fp32", 1)[0]), meta_of(NARROW))
+        checkpointer.wait()
+        with pytest.raises(UserError, match=r"parallel\.local=2 replicas.*init_from"):
+            restore_own(checkpointer, workload("fp32"))
+
+
 def test_where_the_newest_checkpoint_is_damaged_the_one_before_may_have_other_replicas(tmp_path):
     half, _ = trained(3, NARROW, "fp32", 1)
     task = task_of(NARROW._replace(replicas=1, participants=1), "fp32", 1)
     with Checkpointer(tmp_path / "checkpoints", keep=2) as checkpointer:
-        checkpointer.save(3, to_stored(half), {"config": {"parallel": {"local": 2}}})
-        checkpointer.save(4, first_state(task, 0), {"config": {"parallel": {"local": 1}}})
+        checkpointer.save(3, to_stored(half), meta_of(NARROW))
+        checkpointer.save(4, first_state(task, 0), meta_of(task.local))
         checkpointer.wait()
         files = [path for path in (tmp_path / "checkpoints" / "4" / "state").rglob("*") if path.is_file()]
         os.truncate(max(files, key=lambda path: path.stat().st_size), 40)
@@ -179,7 +216,7 @@ def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
     for i in range(3):
         state, _ = step(copied(state), batch(task, i), hyper(i, 1e-2))
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
-        checkpointer.save(3, to_stored(state), {"config": {"parallel": {"local": None}}})
+        checkpointer.save(3, to_stored(state), meta_of(None))
         checkpointer.wait()
         found = restore_own(checkpointer, task_of(NARROW, "scalify_fp8_fp16"))
     assert found.step == 3
@@ -208,16 +245,36 @@ def test_replicas_that_are_not_drawn_stay_as_they_were_until_the_exchange():
         assert [x.tobytes() for x in of_replica(state, k)] == bits(state.params)
 
 
-def test_weights_that_are_not_finite_change_nothing():
-    state, _ = trained(1, NARROW)
-    broken = jax.tree.map(lambda x: x.at[1].set(jnp.nan), state.local.states.params)
+@pytest.mark.parametrize("preset", ["fp32", "scalify_fp8_fp16"])
+def test_weights_that_are_not_finite_change_nothing(preset):
+    """Neither the outer weights nor the momentum nor what earlier roundings have lost, which is sent with the next."""
+    how = (NARROW, preset)
+    state, _ = trained(3, *how)
+    broken = jax.tree.map(lambda x: x.at[1].set(jnp.nan) if x.ndim else x, state.local.states.params)
     local = dataclasses.replace(state.local, states=dataclasses.replace(state.local.states, params=broken))
-    before = bits(state.params)
-    state = made(NARROW)[2].exchanges[0](dataclasses.replace(state, local=local), np.int32(2), np.uint32(0))
-    assert bits(state.params) == before
-    for k in range(2):
-        assert [x.tobytes() for x in of_replica(state, k)] == before
-    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves((state.local.residuals, state.local.momentum)))
+    before = bits((state.params, state.local.momentum))
+    residuals = bits(state.local.residuals)
+    assert any(np.any(np.asarray(x)) for x in jax.tree.leaves(state.local.residuals))
+    state = made(*how)[2].exchanges[0](dataclasses.replace(state, local=local), np.int32(4), np.uint32(0))
+    assert bits((state.params, state.local.momentum)) == before
+    assert bits(state.local.residuals) == residuals
+    for own, x in zip(jax.tree.leaves(state.local.states.params), jax.tree.leaves(state.params), strict=True):
+        for k in range(2 if own.ndim else 0):
+            np.testing.assert_array_equal(own[k], x)
+
+
+def test_a_residual_that_is_not_finite_is_dropped_where_it_is_not_so_that_exchanges_go_on():
+    state, _ = trained(3, NARROW)
+    first, *others = (np.array(x) for x in jax.tree.leaves(state.local.residuals))
+    structure, index = jax.tree.structure(state.local.residuals), (0,) * first.ndim
+    first[index] = np.inf
+    sick = jax.tree.map(jnp.array, jax.tree.unflatten(structure, [first, *others]))
+    state = dataclasses.replace(state, local=dataclasses.replace(state.local, residuals=sick))
+    state = made(NARROW)[2].exchanges[0](state, np.int32(4), np.uint32(0))
+    healed = jax.tree.leaves(state.local.residuals)
+    first[index] = 0
+    np.testing.assert_array_equal(healed[0], first)
+    assert bits(healed[1:]) == bits(others)
 
 
 def test_the_bytes_of_a_round_are_read_and_fewer_by_the_steps_and_the_format():

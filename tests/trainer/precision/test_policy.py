@@ -114,6 +114,13 @@ def test_the_start_up_line_says_that_delayed_scaling_rounds_weight_gradients():
     assert "weight gradients rounded to bf16 by Flax's product, kept in fp32, moments" in said
 
 
+def test_the_start_up_line_says_how_weights_are_rounded():
+    for rounding in ("nearest", "kahan"):
+        said = describe_precision(Model.make(SPEC, policy("bf16_pure", weights_rounding=rounding)))
+        assert f"; weights bf16 (rounding: {rounding}), weight gradients" in said
+    assert "; weights fp32, weight gradients" in describe_precision(Model.make(SPEC, policy("bf16")))
+
+
 @pytest.mark.parametrize(("preset", "key"), [("scalify_fp8", "matmuls"), ("scalify_fp8", "keep"), ("bf16", "keep")])
 def test_a_pattern_without_a_match_is_refused(preset, key):
     said = rf"precision\.{key}: no matmul matches 'layer\.\*'; there are h\.0\.attn\.c_attn"

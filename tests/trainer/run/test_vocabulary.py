@@ -125,3 +125,35 @@ def test_bad_input_is_one_line(tmp_path, data, old):
     (tmp_path / "hf" / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="none beside the weights"):
         vocabulary_of(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("eos", "wanted"),
+    [
+        (50256, 259),  # nobody told the configuration: the tokenizer does
+        ([2, 7], 259),  # of its kind's first model, here a letter
+        (None, 259),
+        (260, 260),  # another of the special tokens, for what was trained on
+    ],
+)
+def test_the_end_of_a_document_is_one_that_the_tokenizer_knows(eos, wanted, tmp_path, old):
+    directory = tmp_path / "hf"
+    exported(directory, SPECS["gpt2"], old)
+    config, tree = (json.loads((directory / name).read_text()) for name in ("config.json", "tokenizer.json"))
+    (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": eos, "vocab_size": 261}))
+    tree["added_tokens"].append(tree["added_tokens"][0] | {"id": 260, "content": "<|other|>"})
+    (directory / "tokenizer.json").write_text(json.dumps(tree))
+    assert vocabulary_of(directory).end == wanted
+    (directory / "tokenizer_config.json").unlink()
+    assert vocabulary_of(directory).end == (260 if eos == 260 else 2 if eos == [2, 7] else None)
+
+
+def test_words_that_were_added_to_a_tokenizer_alone_have_no_rows(tmp_path, data, old):
+    exported(tmp_path / "hf", SPECS["untied"], old)
+    tree = json.loads((tmp_path / "hf/tokenizer.json").read_text())
+    tree["added_tokens"].append(tree["added_tokens"][0] | {"id": 260, "content": "the", "special": False})
+    (tmp_path / "hf/tokenizer.json").write_text(json.dumps(tree))
+    found = vocabulary_of(tmp_path / "hf")
+    assert (found.size, b"the" in found.tokens) == (260, False)
+    spec = dataclasses.replace(SPECS["untied"], vocab_size=data.tokenizer.vocab_size)
+    weights_for_tokenizer(tmp_path / "hf", spec, data, "focus", 0, initial(spec, 8))
