@@ -101,6 +101,8 @@ def main(args: Arguments) -> None:
     if args.precisions and not names:
         raise UserError("precisions=: expected at least one, such as precisions=fp32,bf16")
     policies = {name: policy_of(name) for name in names}
+    if args.tasks and not split(args.tasks):
+        raise UserError("tasks=: expected at least one, such as tasks=last_word,word_order")
     if args.tasks:
         return take_tasks(args, policies)
     c, w, found = restore_training(run_dir)

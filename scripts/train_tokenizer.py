@@ -23,6 +23,7 @@ from trainer.data.bpe_files import known_settings
 from trainer.data.corpus import open_corpus
 from trainer.data.files import NotText
 from trainer.data.hf_tokenizer import FILE, byte_level, save_hf, split_by
+from trainer.data.preparation import training_part
 from trainer.data.tokenizer import Tokenizer, cut_at_lines, get_tokenizer
 from trainer.errors import UserError, complain, to_readers
 
@@ -39,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--out", type=Path, required=True, help="directory to write to; made if absent")
     common.add_argument("--pattern", choices=PATTERNS, default="gpt2", help="whose cut into words (default: gpt2)")
     common.add_argument("--max-chars", type=int, help="read no more of the text")
+    common.add_argument(
+        "--val-fraction", type=float, default=0.0, help="leave out what data.val_fraction=F validates on (default: 0)"
+    )
     common.add_argument("--cache-dir", type=Path, default=Path("runs/data"), help="default: runs/data")
     top = argparse.ArgumentParser(
         prog="python -m scripts.train_tokenizer",
@@ -49,17 +53,18 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def texts_of(source: Source, cache_dir: Path, most: int | None) -> Iterator[str]:
-    """The documents, or pieces of a long one, up to so many characters in all."""
+def texts_of(source: Source, cache_dir: Path, most: int | None, val_fraction: float) -> Iterator[str]:
+    """The documents of the training part, or pieces of a long one, up to so many characters in all."""
     assert not isinstance(source, PreparedSource)
+    corpus = open_corpus(source, cache_dir)
     left = most if most is not None else sys.maxsize
-    for rows in open_corpus(source, cache_dir).read(None):
-        for text in rows.texts:
-            for piece in cut_at_lines(text, PIECE):
-                if left <= 0:
-                    return
-                yield piece[:left]
-                left -= len(piece)
+    every = (text for rows in corpus.read(None) for text in rows.texts)
+    for text in training_part(corpus, val_fraction) if val_fraction else every:
+        for piece in cut_at_lines(text, PIECE):
+            if left <= 0:
+                return
+            yield piece[:left]
+            left -= len(piece)
 
 
 class Counted:
@@ -123,7 +128,9 @@ def main(argv: Sequence[str]) -> int:
         source = source_of(args)
         if isinstance(source, HubSource) and source.max_tokens is not None:
             raise UserError("--max-tokens: there are no tokens yet; bound the text by --max-documents or --max-chars")
-        texts = Counted(texts_of(source, args.cache_dir, args.max_chars))
+        if not 0 <= args.val_fraction < 1:
+            raise UserError(f"--val-fraction {args.val_fraction}: expected a number from 0 to below 1, such as 0.1")
+        texts = Counted(texts_of(source, args.cache_dir, args.max_chars, args.val_fraction))
         tokenizer = train(iter(texts), args.vocab_size, args.pattern, args.out)
     except UserError as error:
         complain(error.in_arguments() if isinstance(error, NotText) else error)

@@ -3,11 +3,12 @@
 A model is trained on the source of the Python standard library with a tokenizer of that text. It then goes on with
 messages that Python packages have in another language, which are fetched for it (or with `text=`), three times for
 each seed: with a tokenizer of the new text and FOCUS's rows for it, with the same tokenizer and random rows, and with
-the old tokenizer, for as many steps more as it needs to see the same bytes. All three have the same settings, at a
-constant learning rate, so that a curve at a step is what a run of so many steps would come to.
+the old tokenizer, for as many steps more as it needs to see the same bytes. All three have the same settings, at
+constant learning rates, so that a curve at a step is what a run of so many steps would come to. The tokenizers know
+nothing of the validation parts.
 
-Each run is `python -m trainer` in OUT. Called again, the study continues; after every run OUT/adaptation.json,
-adaptation.md and adaptation.png are written anew.
+Each run is `python -m trainer` in OUT/LR/ARM/SEED. Called again, with more rates or seeds too, the study continues;
+after every run OUT/adaptation.json, adaptation.md and adaptation.png are written anew.
 
 Reference: Dobler and de Melo 2023, FOCUS, https://arxiv.org/abs/2305.14481.
 """
@@ -18,22 +19,23 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from scripts.arguments import argument, run, split
 from scripts.studies.adaptation_picture import draw
+from scripts.studies.adaptation_table import ARMS, FOCUS, OLD, RANDOM, Curve, Sizes, markdown, shorter, table
 from scripts.studies.catalogues import write_texts
-from scripts.studies.pairs import finite, half_width, mean
+from scripts.studies.pairs import finite
 from scripts.studies.runs import Job, given, in_turn, last_line, remove_checkpoints
+from trainer.data.corpus import Corpus, TextSource, open_corpus
 from trainer.data.tokenizer import get_tokenizer
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
 from trainer.run.rundir import code_version, is_held, write_atomically
 
-FOCUS, RANDOM, OLD = ARMS = ("focus", "random", "old")
 PACKAGES = "Django==5.2.19,Weblate==5.14.3,plone.app.locales==7.0.4,pretix==2026.8.0"
 
 
@@ -49,7 +51,7 @@ class Arguments:
     base_steps: int = argument("steps of the model that is adapted", 1500)
     base_lr: float = argument("its learning rate", 4e-3)
     steps: int = argument("steps of an adaptation with the new tokenizer", 150)
-    lr: float = argument("learning rate of the adaptations", 1e-3)
+    lr: str = argument("learning rates of the adaptations, separated by commas", "1e-3,3e-3")
     batch_tokens: int = argument("tokens per step, of all runs", 2048)
     evaluations: int = argument("validations during an adaptation, evenly spaced", 15)
     seeds: int = argument("adaptations of each kind", 4)
@@ -58,63 +60,31 @@ class Arguments:
     out: str = argument("where the texts, the runs and the table go", "runs/adaptation")
 
 
-FIXED = ("text", "packages", "language", "vocab_size", "model", "base_steps", "base_lr", "steps", "lr", "batch_tokens")
-
-
-class Curve(NamedTuple):
-    """An adaptation that has ended: bits per byte after so many steps."""
-
-    bits: dict[int, float]
-
-    @property
-    def final(self) -> float:
-        """Its last."""
-        return self.bits[max(self.bits)]
-
-    def first_at(self, level: float) -> float:
-        """The steps after which it first was at a level, between two validations on a line; infinite: never."""
-        before: tuple[int, float] | None = None
-        for step, bits in sorted(self.bits.items()):
-            if bits <= level:
-                if before is None:
-                    return float(step)
-                return before[0] + (step - before[0]) * (before[1] - level) / (before[1] - bits)
-            before = (step, bits)
-        return math.inf
-
-
-class Sizes(NamedTuple):
-    """What both tokenizers make of the new text, and the steps that give each the same bytes."""
-
-    bytes: int
-    old_tokens: int
-    new_tokens: int
-
-    def steps(self, arm: str, steps: int, evaluations: int) -> int:
-        """Of an adaptation, a multiple of the validations: with the old tokenizer more, for the same bytes."""
-        ratio = self.old_tokens / self.new_tokens if arm == OLD else 1.0
-        return evaluations * round(steps * ratio / evaluations)
+FIXED = ("packages", "language", "vocab_size", "model", "base_steps", "base_lr", "steps", "batch_tokens")
+VAL_FRACTION = 0.1  # of the new text and of the old one
 
 
 def main(args: Arguments) -> None:
     """Make what is not there yet: text, tokenizers, the model, the adaptations."""
-    check(args)
+    rates = check(args)
     out = Path(args.out)
     claim(out, args)
     texts = args.text or str(out / "text.jsonl")
     if not args.text and not (out / "text.jsonl").exists():
         print(f"fetching {args.packages}", flush=True)
         write_texts(out / "text.jsonl", split(args.packages), args.language)
+    corpus = open_corpus(TextSource(tuple(split(texts))), out / "data")
+    claim_text(out, args, corpus)
     make_tokenizer(args, "old", "python", "--max-chars", "12000000")
     make_tokenizer(args, "new", "files", *split(texts))
-    sizes = sizes_of(out, split(texts))
+    sizes = sizes_of(out, corpus)
     base = out / "base"
     if not (base / "checkpoints" / str(args.base_steps)).exists():
         print(f"training {base}, the model that is adapted, {args.base_steps} steps", flush=True)
         one = Job(1.0, "base", 0)
         list(in_turn({one: base_command(args)}, {one: base}, 1))
-    jobs = [Job(1.0, arm, args.first_seed + seed) for seed in range(args.seeds) for arm in ARMS]
-    folders = {job: out / job.item / str(job.seed) for job in jobs}
+    jobs = [Job(lr, arm, args.first_seed + seed) for lr in rates for seed in range(args.seeds) for arm in ARMS]
+    folders = {job: out / f"{job.lr:g}" / job.item / str(job.seed) for job in jobs}
     curves = {job: found for job in jobs if (found := ended(args, sizes, job, folders[job]))}
     for job in curves:
         if not is_held(folders[job]):
@@ -133,19 +103,26 @@ def main(args: Arguments) -> None:
         report(args, sizes, curves)
         left = (time.monotonic() - started) / done * (len(todo) - done) / 60
         print(
-            f"{len(curves)} of {len(jobs)}: {job.item}, seed {job.seed}: {found.final:.4f} bits per byte; "
-            f"{len(todo) - done} to go, about {left:.0f} min",
+            f"{len(curves)} of {len(jobs)}: {job.item}, rate {job.lr:g}, seed {job.seed}: {found.final:.4f} bits per "
+            f"byte; {len(todo) - done} to go, about {left:.0f} min",
             flush=True,
         )
 
 
-def check(args: Arguments) -> None:
-    """Raise UserError for what cannot be meant."""
+def check(args: Arguments) -> list[float]:
+    """The learning rates. Raises UserError for what cannot be meant."""
     for name, least in (("seeds", 1), ("evaluations", 1), ("jobs", 0), ("vocab_size", 257), ("base_steps", 1)):
         if getattr(args, name) < least:
             raise UserError(f"{name}={getattr(args, name)}: expected at least {least}")
     if args.steps < 1 or args.steps % args.evaluations:
         raise UserError(f"steps={args.steps}: expected a multiple of evaluations={args.evaluations}")
+    try:
+        rates = [float(text) for text in split(args.lr)]
+    except ValueError:
+        rates = []
+    if not rates or len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
+        raise UserError(f"lr={args.lr}: expected positive learning rates, each once, such as lr=1e-3,3e-3")
+    return rates
 
 
 def claim(out: Path, args: Arguments) -> None:
@@ -160,7 +137,19 @@ def claim(out: Path, args: Arguments) -> None:
     different = [f"{k}={v} (was {before.get(k)})" for k, v in fixed.items() if v != before.get(k)]
     if different:
         raise UserError(f"out={out} holds runs with other {', '.join(different)}; take it back, or choose another out")
-    write_atomically(path, json.dumps(fixed, indent=2) + "\n")
+    write_atomically(path, json.dumps(before | fixed, indent=2) + "\n")
+
+
+def claim_text(out: Path, args: Arguments, corpus: Corpus) -> None:
+    """All runs of a directory are of one text. UserError if the files have another one than they had."""
+    path = out / "study.json"
+    before = json.loads(path.read_text(encoding="utf-8"))
+    if before.setdefault("content", corpus.fingerprint) != corpus.fingerprint:
+        raise UserError(
+            f"text={args.text or out / 'text.jsonl'} is not the text that the runs in out={out} are of; "
+            "put that back, or choose another out"
+        )
+    write_atomically(path, json.dumps(before, indent=2) + "\n")
 
 
 def make_tokenizer(args: Arguments, name: str, *source: str) -> None:
@@ -169,20 +158,22 @@ def make_tokenizer(args: Arguments, name: str, *source: str) -> None:
     if (folder / "tokenizer.json").exists():
         return
     words = [*source, "--vocab-size", str(args.vocab_size), "--out", str(folder), "--cache-dir", f"{args.out}/data"]
+    words.append(f"--val-fraction={VAL_FRACTION}")
     done = subprocess.run([sys.executable, "-m", "scripts.train_tokenizer", *words], capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"the {name} tokenizer: {last_line(done.stderr)}")
 
 
-def sizes_of(out: Path, paths: Sequence[str]) -> Sizes:
+def sizes_of(out: Path, corpus: Corpus) -> Sizes:
     """Of the new text: its bytes, and the tokens that it is with either tokenizer."""
-    texts = []
-    for path in paths:
-        text = Path(path).read_text(encoding="utf-8")
-        texts += [json.loads(line)["text"] for line in text.splitlines()] if path.endswith(".jsonl") else [text]
     old, new = (get_tokenizer(str(out / "tokenizers" / name)) for name in ("old", "new"))
-    counts = [sum(len(tokenizer.encode(text)) for text in texts) for tokenizer in (old, new)]
-    return Sizes(sum(len(text.encode()) for text in texts), *counts)
+    size = old_tokens = new_tokens = 0
+    for rows in corpus.read(None):
+        for text in rows.texts:
+            size += len(text.encode())
+            old_tokens += len(old.encode(text))
+            new_tokens += len(new.encode(text))
+    return Sizes(size, old_tokens, new_tokens)
 
 
 def common(args: Arguments, tokenizer: str, run_dir: Path) -> list[str]:
@@ -190,6 +181,7 @@ def common(args: Arguments, tokenizer: str, run_dir: Path) -> list[str]:
     return [
         f"data.tokenizer={args.out}/tokenizers/{tokenizer}",
         f"data.cache_dir={args.out}/data",
+        f"data.val_fraction={VAL_FRACTION}",
         f"train.batch_tokens={args.batch_tokens}",
         "train.log_every=10",
         "train.eval_batches=1000",  # the whole validation part, as at the end
@@ -227,7 +219,7 @@ def command(args: Arguments, sizes: Sizes, job: Job, texts: str, run_dir: Path) 
         "schedule=constant",
         f"train.steps={steps}",
         f"train.eval_every={steps // args.evaluations}",
-        f"optimizer.lr={args.lr:.9g}",
+        f"optimizer.lr={job.lr:.9g}",
         f"seed={job.seed}",
         *common(args, "old" if job.item == OLD else "new", run_dir),
     ]
@@ -246,84 +238,6 @@ def ended(args: Arguments, sizes: Sizes, job: Job, run_dir: Path) -> Curve | Non
     return Curve(found) if sizes.steps(job.item, args.steps, args.evaluations) in found else None
 
 
-class Row(NamedTuple):
-    """A line of the table; figures are means over seeds with the half width of their 95% interval.
-
-    Attributes:
-      arm: what was adapted how.
-      seeds: runs that have ended.
-      steps: of each.
-      final: bits per byte at its end.
-      difference: of it to that of random rows at the same seed.
-      reached: the share of the steps of random rows after which it was where those end; infinite where it never was.
-    """
-
-    arm: str
-    seeds: int
-    steps: int
-    final: tuple[float, float]
-    difference: tuple[float, float]
-    reached: tuple[float, float]
-
-
-def table(args: Arguments, sizes: Sizes, curves: Mapping[Job, Curve]) -> list[Row]:
-    """A line for each kind of adaptation that has a run."""
-    rows = []
-    for arm in ARMS:
-        own = {job.seed: curve for job, curve in curves.items() if job.item == arm}
-        if not own:
-            continue
-        steps = sizes.steps(arm, args.steps, args.evaluations)
-        others = {job.seed: curve for job, curve in curves.items() if job.item == RANDOM and job.seed in own}
-        differences = [own[seed].final - others[seed].final for seed in others]
-        shares = [own[seed].first_at(others[seed].final) / steps for seed in others]
-        finals = [curve.final for curve in own.values()]
-        rows.append(Row(arm, len(own), steps, *((mean(x), half_width(x)) for x in (finals, differences, shares))))
-    return rows
-
-
-def shorter(args: Arguments, curves: Mapping[Job, Curve]) -> dict[int, tuple[float, float]]:
-    """`Row.reached` of FOCUS's rows had the runs been shorter, by their steps: at a constant rate a curve tells it."""
-    found = {}
-    for step in range(args.steps // 3, args.steps + 1):
-        shares = [
-            curve.first_at(other.bits[step]) / step
-            for job, curve in curves.items()
-            if job.item == FOCUS and (other := curves.get(job._replace(item=RANDOM))) is not None and step in other.bits
-        ]
-        if shares:
-            found[step] = mean(shares), half_width(shares)
-    return found
-
-
-def markdown(args: Arguments, sizes: Sizes, rows: Sequence[Row], sooner: Mapping[int, tuple[float, float]]) -> str:
-    """What was adapted, the table, and how much of shorter runs FOCUS needs."""
-
-    def number(value: tuple[float, float], form: str) -> str:
-        if not math.isfinite(value[0]):
-            return "never" if value[0] == math.inf else "-"
-        return f"{value[0]:{form}}" + (f" ± {value[1]:{form.lstrip('+')}}" if math.isfinite(value[1]) else "")
-
-    names = {FOCUS: "new, FOCUS", RANDOM: "new, random rows", OLD: "old"}
-    lines = [
-        f"`{args.model}`, {args.base_steps} steps on data=python, then text of {sizes.bytes:,} bytes; "
-        f"{args.batch_tokens} tokens a step at a constant rate of {args.lr:g}; bits per byte of the validation part, "
-        "means over seeds with 95% intervals.\n",
-        f"Tokens per byte: {sizes.old_tokens / sizes.bytes:.3f} with the old tokenizer, "
-        f"{sizes.new_tokens / sizes.bytes:.3f} with the new one, of {args.vocab_size} tokens each.\n",
-        "| tokenizer | seeds | steps | bits per byte | difference to random rows | there after, of its steps |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        more = ["-", "-"] if row.arm == RANDOM else [number(row.difference, "+.4f"), number(row.reached, ".2f")]
-        cells = [names[row.arm], str(row.seeds), str(row.steps), number(row.final, ".4f"), *more]
-        lines.append(f"| {' | '.join(cells)} |")
-    if sooner:
-        found = "; ".join(f"{steps}: {number(value, '.2f')}" for steps, value in sooner.items())
-        lines.append(f"\nFOCUS is where random rows end, had both so many steps, after this share of them: {found}.")
-    return "\n".join(lines) + "\n"
-
-
 def in_json(value: Any) -> Any:
     """A figure and its interval as a list; JSON has no infinities: they become null."""
     return list(finite(dict(enumerate(value))).values()) if isinstance(value, tuple) else value
@@ -331,22 +245,27 @@ def in_json(value: Any) -> Any:
 
 def report(args: Arguments, sizes: Sizes, curves: Mapping[Job, Curve]) -> None:
     """Write the table, the picture, and what they were made from."""
-    out, rows, sooner = Path(args.out), table(args, sizes, curves), shorter(args, curves)
+    out, rows, sooner = Path(args.out), table(curves), shorter(curves)
     words = ["python", "-m", "scripts.studies.adaptation", *(shlex.quote(f"{k}={v}") for k, v in given(args).items())]
     study: dict[str, Any] = {
         "command": " ".join(words),
         "code": code_version(),
         "text": sizes._asdict(),
         "table": [{k: in_json(v) for k, v in row._asdict().items()} for row in rows],
-        "shorter": {steps: in_json(value) for steps, value in sooner.items()},
+        "shorter": {f"{lr:g}": {n: in_json(v) for n, v in found.items()} for lr, found in sooner.items()},
         "runs": [job._asdict() | {"bits_per_byte": curve.bits} for job, curve in sorted(curves.items())],
     }
+    about = (
+        f"`{args.model}`, {args.base_steps} steps on data=python, then text of {sizes.bytes:,} bytes; "
+        f"{args.batch_tokens} tokens a step; tokenizers of {args.vocab_size} tokens."
+    )
+    text = markdown(about, sizes, rows, sooner)
     write_atomically(out / "adaptation.json", json.dumps(study, indent=1, allow_nan=False) + "\n")
-    write_atomically(out / "adaptation.md", markdown(args, sizes, rows, sooner) + f"\n`{study['command']}`\n")
+    write_atomically(out / "adaptation.md", text + f"\n`{study['command']}`\n")
     if curves:
         each = dict.fromkeys((FOCUS, RANDOM), args.batch_tokens * sizes.bytes / sizes.new_tokens)
         each[OLD] = args.batch_tokens * sizes.bytes / sizes.old_tokens
-        draw(out / "adaptation.png", {(job.item, job.seed): curve.bits for job, curve in curves.items()}, each)
+        draw(out / "adaptation.png", {job: curve.bits for job, curve in curves.items()}, each)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from scripts.studies import adaptation, catalogues
 from scripts.studies.adaptation import OLD, RANDOM, Arguments, Curve, Sizes
 from scripts.studies.runs import Job
 from trainer.config.composition import compose_or_explain
+from trainer.data import TextSource
+from trainer.data.corpus import open_corpus
 from trainer.errors import UserError
 
 CATALOGUE = r"""
@@ -92,28 +94,33 @@ def test_the_old_tokenizer_gets_as_many_steps_as_show_it_the_same_bytes():
     assert [sizes.steps(arm, 150, 15) for arm in adaptation.ARMS] == [150, 150, 270]
 
 
-def test_figures_are_of_pairs_of_one_seed():
-    args, sizes = Arguments(steps=20, evaluations=2), Sizes(1000, 500, 250)
+def test_figures_are_of_pairs_of_one_seed_and_rate():
     curves = {
-        Job(1.0, "focus", 1): Curve({10: 2.0, 20: 1.5}),
-        Job(1.0, "focus", 2): Curve({10: 3.0, 20: 1.0}),
-        Job(1.0, RANDOM, 1): Curve({10: 3.0, 20: 2.0}),
-        Job(1.0, RANDOM, 2): Curve({10: 3.0, 20: 2.0}),
-        Job(1.0, OLD, 2): Curve({20: 3.0, 40: 2.5}),
+        Job(1e-3, "focus", 1): Curve({10: 2.0, 20: 1.5}),
+        Job(1e-3, "focus", 2): Curve({10: 3.0, 20: 1.0}),
+        Job(1e-3, RANDOM, 1): Curve({10: 3.0, 20: 2.0}),
+        Job(1e-3, RANDOM, 2): Curve({10: 3.0, 20: 2.0}),
+        Job(1e-3, OLD, 2): Curve({20: 3.0, 40: 2.5}),
+        Job(3e-3, "focus", 1): Curve({10: 2.5, 20: 1.5}),
+        Job(3e-3, RANDOM, 1): Curve({10: 2.75, 20: 2.5}),
     }
-    focus, random, old = adaptation.table(args, sizes, curves)
+    focus, random, old, fast, fast_random = adaptation.table(curves)
     assert (focus.seeds, random.seeds, old.seeds, old.steps) == (2, 2, 1, 40)
     assert focus.difference[0] == -0.75
     assert focus.reached[0] == pytest.approx((0.5 + 0.75) / 2)  # at 2.0 after 10, and after 15 of 20 steps
+    assert focus.best == focus.reached
     assert old.difference == (0.5, math.inf)
     assert old.reached[0] == math.inf
-    sooner = adaptation.shorter(args, curves)
-    assert sooner == {10: (1.0, 0.0), 20: focus.reached}  # of seed 1 at once, of seed 2 at its end
-    text = adaptation.markdown(args, sizes, [focus, random, old], sooner)
-    assert "after this share of them: 10: 1.00 ± 0.00; 20: 0.62" in text
+    assert (fast.lr, fast.difference[0], fast.reached[0]) == (3e-3, -1.0, 0.5)
+    assert (fast.best[0], fast_random.best[0]) == (0.75, math.inf)  # the best rate of random rows is the lower one
+    sooner = adaptation.shorter(curves)
+    assert sooner == {1e-3: {10: (1.0, 0.0), 20: focus.reached}, 3e-3: {10: (1.0, math.inf), 20: (0.5, math.inf)}}
+    text = adaptation.markdown("A model.", Sizes(1000, 500, 250), [focus, random, old, fast], sooner)
+    assert "At 0.001 FOCUS is where random rows end, had both so many steps, after: 10: 1.00 ± 0.00; 20: 0.62" in text
     assert "0.500 with the old tokenizer, 0.250 with the new one" in text
-    assert "| new, random rows | 2 | 20 | 2.0000 ± 0.0000 | - | - |" in text
-    assert "| old | 1 | 40 | 2.5000 | +0.5000 | never |" in text
+    assert "| 0.001 | new, random rows | 2 | 20 | 2.0000 ± 0.0000 | - | - | 1.00 ± 0.00 |" in text
+    assert "| 0.001 | old | 1 | 40 | 2.5000 | +0.5000 | never | never |" in text
+    assert "| 0.003 | new, FOCUS | 1 | 20 | 1.5000 | -1.0000 | 0.50 | 0.75 |" in text
 
 
 @pytest.mark.parametrize(
@@ -122,6 +129,9 @@ def test_figures_are_of_pairs_of_one_seed():
         ({"seeds": 0}, "seeds=0"),
         ({"steps": 7, "evaluations": 2}, "steps=7: expected a multiple"),
         ({"vocab_size": 9}, "vocab_size=9"),
+        ({"lr": "fast"}, "lr=fast: expected positive learning rates"),
+        ({"lr": "1e-3,0.001"}, "each once"),
+        ({"lr": "1e-3,-1"}, "expected positive"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_is_made(tmp_path, more, words):
@@ -133,8 +143,33 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_made(tmp_path, more,
 def test_another_study_in_the_same_directory_is_refused(tmp_path):
     adaptation.claim(tmp_path, Arguments(steps=15))
     adaptation.claim(tmp_path, Arguments(steps=15, seeds=9))
+    adaptation.claim(tmp_path, Arguments(steps=15, lr="1e-4"))  # rates, as seeds, may be added
     with pytest.raises(UserError, match=r"steps=30 \(was 15\)"):
         adaptation.claim(tmp_path, Arguments(steps=30))
+
+
+def test_another_text_under_the_same_name_is_refused(tmp_path):
+    text, args = tmp_path / "a.txt", Arguments(out=str(tmp_path), text=str(tmp_path / "a.txt"))
+    text.write_text("one text")
+    adaptation.claim(tmp_path, args)
+    adaptation.claim_text(tmp_path, args, open_corpus(TextSource((str(text),)), tmp_path / "data"))
+    adaptation.claim(tmp_path, args)  # keeps what it holds
+    adaptation.claim_text(tmp_path, args, open_corpus(TextSource((str(text),)), tmp_path / "data"))
+    text.write_text("another text")
+    with pytest.raises(UserError, match=r"a\.txt is not the text that the runs in out=.* are of; put that back"):
+        adaptation.claim_text(tmp_path, args, open_corpus(TextSource((str(text),)), tmp_path / "data"))
+
+
+def test_texts_are_measured_as_the_trainer_reads_them_and_odd_ones_are_one_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": null}\n\n{"text": "\u00fc"}\n', encoding="utf-8")
+    for name in ("old", "new"):
+        words = ["--vocab-size", "257", "--out", str(tmp_path / "tokenizers" / name), "--cache-dir", str(tmp_path)]
+        assert train_tokenizer.main(["files", str(tmp_path / "a.jsonl"), *words]) == 0
+    (tmp_path / "odd.jsonl").write_text('{"text": "ab"}\n{"text": 3}\n')
+    good, odd = (open_corpus(TextSource((str(tmp_path / name),)), tmp_path) for name in ("a.jsonl", "odd.jsonl"))
+    assert adaptation.sizes_of(tmp_path, good) == Sizes(4, 4, 4)
+    with pytest.raises(UserError, match="line 2: column 'text' holds a number"):
+        adaptation.sizes_of(tmp_path, odd)
 
 
 def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(tmp_path, monkeypatch, capsys):
@@ -162,7 +197,9 @@ def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(tmp
 
     monkeypatch.setattr(adaptation, "make_tokenizer", make_tokenizer)
     monkeypatch.setattr(adaptation, "in_turn", in_turn)
-    args = Arguments(text=str(new), vocab_size=280, base_steps=4, steps=4, evaluations=2, seeds=1, out=str(out))
+    args = Arguments(
+        text=str(new), vocab_size=280, base_steps=4, steps=4, evaluations=2, seeds=1, lr="0.01", out=str(out)
+    )
     adaptation.main(args)
     assert asked == [("base", 0), ("focus", 1), ("random", 1), ("old", 1)]
     found = json.loads((out / "adaptation.json").read_text())
@@ -175,3 +212,7 @@ def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(tmp
     adaptation.main(dataclasses.replace(args, seeds=2))
     assert asked[4:] == [("focus", 2), ("random", 2), ("old", 2)]
     assert "3 of 6 adaptations are finished; 3 to go" in capsys.readouterr().out
+    asked.clear()
+    adaptation.main(dataclasses.replace(args, lr="0.01,0.02"))
+    assert asked == [("focus", 1), ("random", 1), ("old", 1)]  # at the rate that was added
+    assert [row["lr"] for row in json.loads((out / "adaptation.json").read_text())["table"]] == [0.01] * 3 + [0.02] * 3

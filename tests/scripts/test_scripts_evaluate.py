@@ -92,6 +92,7 @@ def test_a_precision_that_overflows_is_a_result(run_dir, capsys, monkeypatch):
     [
         ({"precisions": ","}, "expected at least one"),
         ({"batches": -1}, "batches=-1: expected 0 or more"),
+        ({"tasks": ","}, "tasks=: expected at least one"),
         ({"precisions": "scalify_fp8+precision.keep=[zzz]"}, "no matmul matches 'zzz'"),
     ],
 )

@@ -1,10 +1,12 @@
 """A tokenizer from text: the same each time, readable by the trainer and by Hugging Face's library."""
 
+import json
+
 import pytest
 from tokenizers import Tokenizer as HFTokenizer
 
 from scripts.train_tokenizer import main
-from trainer.data import get_tokenizer
+from trainer.data import Manifest, TextSource, get_tokenizer, prepare
 
 TEXT = "the cat sat on the mat; the rat sat on the hat. That was thát!\n" * 50
 
@@ -39,6 +41,27 @@ def test_a_text_with_few_pairs_gives_fewer_tokens_and_says_so(tmp_path, capsys):
     given = ["files", str(tmp_path / "a.txt"), "--vocab-size", "500", "--out", str(tmp_path / "x")]
     assert main([*given, "--cache-dir", str(tmp_path)]) == 0
     assert "259 tokens from 3 bytes of text: the text has no more pairs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("documents", [1, 30, 300])  # a single text, too few for hashes, enough
+def test_what_a_run_validates_on_can_be_left_out(documents, tmp_path, capsys):
+    rows = [
+        f"{chr(97 + i % 26)}{chr(97 + i // 26)} {i} words\n" for i in range(documents * (1 if documents > 1 else 300))
+    ]
+    if documents == 1:
+        (tmp_path / "a.txt").write_text("".join(rows))
+    else:
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    path = next(tmp_path.glob("a.*"))
+    given = ["files", str(path), "--vocab-size", "300", "--cache-dir", str(tmp_path / "cache")]
+    assert main([*given, "--val-fraction", "0.1", "--out", str(tmp_path / "x")]) == 0
+    said = capsys.readouterr().out
+    manifest = Manifest.load(prepare(TextSource((str(path),)), "byte", tmp_path / "cache", val_fraction=0.1))
+    sizes = {name: split.bytes for name, split in manifest.splits.items()}
+    assert sum(sizes.values()) == sum(map(len, rows))
+    assert f"from {sizes['train']:,} bytes of text" in said
+    assert main([*given, "--val-fraction", "1", "--out", str(tmp_path / "y")]) == 2
+    assert "--val-fraction 1.0: expected a number from 0" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_line(text, tmp_path, capsys):
