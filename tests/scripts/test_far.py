@@ -27,14 +27,14 @@ FOREVER = ["sh", "-c", "trap 'exit 143' TERM; while :; do sleep 0.02; done"]
 class Machine:
     """A supervisor in a thread, with what its processes were started for.
 
-    Who leaves says so, and all that are wanted start at once: the long times pass only where a thread is stopped for as long.
+    Who leaves says so, and all that are wanted start at once: long times pass only where a thread is stopped as long.
     """
 
     def __init__(
         self, folder, name, count, quorum, *, command=FOREVER, settings="", saved=lambda: 0, more=(), gone=60, settle=60
     ):
-        texts = [f"member={name}", f"members={count}", "trainer=", "beat_seconds=0.02", f"settle_seconds={settle}", *more]
-        times = read(Arguments, texts)
+        texts = [f"member={name}", f"members={count}", "trainer=", "beat_seconds=0.02", f"settle_seconds={settle}"]
+        times = read(Arguments, [*texts, *more])
         self.members, self.rounds, self.said, self.process, self.code = Members(folder, name, gone), [], [], None, None
         self.command, self.starts, self.refused = command, [], None
         self.made = lambda: Supervisor(
