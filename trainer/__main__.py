@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ from trainer.run.allocator import keep_freed_memory
 from trainer.text import refuse_twice
 
 STOPPED = (130, 143)  # by a signal
+LOST = re.compile(r"Gloo .*(Connection (closed|reset) by peer|Timed out waiting)", re.DOTALL)
+CONTINUE = "start all of them again with the same run_dir, which goes on from its newest checkpoint"
+TOGETHER = 15  # seconds within which processes that end for one reason do so
 NO_BEST = "tracker=none: no metrics.jsonl and no report, so the sweep cannot name a best; add tracker=jsonl"
 
 
@@ -158,16 +162,37 @@ def of_shell(argv: list[str]) -> int:
 def command() -> NoReturn:
     """The program: `python -m trainer`, or `scalify-trainer` where the package is installed."""
     try:
-        leave(to_readers(lambda: of_shell(sys.argv[1:])))
-    except Exception:
-        # At its exit JAX would wait minutes for the other processes, and who watches all could not tell which failed.
-        if "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
-            with contextlib.suppress(OSError):  # nobody reads any more
-                sys.stdout.flush()
+        code = to_readers(lambda: of_shell(sys.argv[1:]))
+    except Exception as error:
+        if not joined():
+            raise
+        if LOST.search(str(error)):
+            complain(f"another process of this run is gone, and said why ({str(error).splitlines()[0]}); {CONTINUE}")
+        else:
+            with contextlib.suppress(OSError):
                 traceback.print_exc()
-                sys.stderr.flush()
-            os._exit(1)
-        raise
+        leave_alone(1)
+    if code and joined():
+        # All that end so leave together; who fails alone does not wait for the others, which wait for it.
+        together = threading.Thread(target=sys.modules["jax"].distributed.shutdown, daemon=True)
+        together.start()
+        together.join(TOGETHER)
+        if together.is_alive():
+            leave_alone(code)
+    leave(code)
+
+
+def joined() -> bool:
+    """Whether this is one of several processes of a run, for all of which JAX would wait minutes at its exit."""
+    return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
+
+
+def leave_alone(code: int) -> NoReturn:
+    """End at once: who watches all processes could not tell, while all wait, which of them failed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads any more
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from forking import Forked, fresh, started
@@ -67,9 +68,15 @@ def wait_for_row(run_dir: Path, step: int, process: Process) -> None:
 
 
 def several(
-    tmp_path: Path, run_dir: str, *args: str, count: int = 2, devices: int = 2, last: dict[str, str] | None = None
+    tmp_path: Path,
+    run_dir: str,
+    *args: str,
+    count: int = 2,
+    devices: int = 2,
+    last: dict[str, str] | None = None,
+    last_args: Sequence[str] = (),
 ) -> list[Process]:
-    """The processes of one run, each with so many devices; `last`: variables of the last one alone."""
+    """The processes of one run, each with so many devices; `last`, `last_args`: variables and arguments of the last."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -77,6 +84,6 @@ def several(
     each = [common | {"JAX_PROCESS_ID": str(i)} for i in range(count)]
     each[-1] |= last or {}
     return [
-        trainer(tmp_path, run_dir, *args, "parallel.distributed=true", devices=devices, **variables)
-        for variables in each
+        trainer(tmp_path, run_dir, *args, "parallel.distributed=true", *own, devices=devices, **variables)
+        for variables, own in zip(each, [()] * (count - 1) + [last_args], strict=True)
     ]

@@ -192,7 +192,7 @@ def start(c: schema.Config, overrides: Sequence[str] = (), more: Additions = NOT
     check_kind(c.tracker.kind)
     hide_missing_gpu()
     if c.parallel.distributed:
-        start_processes()
+        start_processes(to_tree(c))
     console = Output(soft_wrap=True, quiet=jax.process_index() > 0)
     warning = use_compilation_cache(c.compile_cache)
     if warning is not None:

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +18,15 @@ from trainer.parallel.mesh import replicated
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
-def start_processes() -> None:
-    """Join the other processes of this run: named by `PROCESS_VARIABLES`, or found by JAX (Slurm, Kubernetes, MPI)."""
+def start_processes(config: Mapping[str, Any]) -> None:
+    """Join the other processes of this run: named by `PROCESS_VARIABLES`, or found by JAX (Slurm, Kubernetes, MPI).
+
+    Args:
+      config: all settings, section by section, which must be the same in all of them.
+
+    Raises:
+      UserError: they could not be joined; or, in all of them, one has other settings.
+    """
     # JAX's own service catches SIGTERM, for all of the process's life; the loop has its own handler, and agreement.
     jax.config.update("jax_enable_preemption_service", False)
     address, count, index = (os.environ.get(name) for name in PROCESS_VARIABLES)
@@ -31,6 +40,30 @@ def start_processes() -> None:
             f"parallel.distributed=true, but the processes could not be joined: {str(error).splitlines()[0]}; "
             f"set {', '.join(PROCESS_VARIABLES)}, or run under Slurm"
         ) from error
+    check_same(config)
+
+
+# Where things are, which may be elsewhere on each machine.
+PLACES = {"run_dir", "compile_cache", "init_from", "resume.source", "data.paths", "data.cache_dir", "data.prepared_dir"}
+
+
+def check_same(config: Mapping[str, Any]) -> None:
+    """Raise UserError in all processes where one has another setting: else they would wait for each other for ever."""
+    settings = {
+        f"{name}.{key}" if key else name: value
+        for name, section in config.items()
+        for key, value in (section.items() if isinstance(section, Mapping) else [("", section)])
+    }
+    names = sorted(settings.keys() - PLACES)
+    own = np.array([zlib.crc32(repr(settings[name]).encode()) for name in names], np.uint32)
+    of_all = multihost_utils.process_allgather(own)
+    others = np.flatnonzero((of_all != of_all[:1]).any(axis=1))
+    if others.size:
+        differ = [name for name, same in zip(names, (of_all == of_all[:1]).all(axis=0), strict=True) if not same]
+        raise UserError(
+            f"{', '.join(differ)}: process {others[0]} was given another value than process 0; "
+            "start all processes of a run with the same arguments"
+        )
 
 
 WORDS = 1000  # bytes of a refusal

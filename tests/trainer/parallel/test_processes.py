@@ -62,3 +62,27 @@ def test_a_process_that_fails_ends_at_once_and_waits_for_no_other(tmp_path):
     finally:
         healthy.kill()
         healthy.communicate()
+
+
+def test_a_process_that_is_refused_alone_says_why_and_the_others_end_with_a_line(tmp_path):
+    (tmp_path / "text.txt").write_text("what all machines have. " * 2000)
+    args = ["train.steps=100000", "data=text", "data.tokenizer=byte"]
+    others, refused = several(
+        tmp_path, "A", *args, "data.paths=[text.txt]", devices=1, last_args=["data.paths=[not_here.txt]"]
+    )
+    output, _ = refused.communicate(timeout=100)  # JAX would wait for the others for minutes
+    assert refused.returncode == 2, output
+    assert "error: " in output
+    assert "not_here.txt" in output
+    said, _ = others.communicate(timeout=100)
+    assert others.returncode == 1, said
+    assert "error: another process of this run is gone, and said why" in said, said
+    assert "Traceback" not in said
+
+
+def test_processes_with_other_settings_are_refused_together(tmp_path):
+    processes = several(tmp_path, "A", devices=1, last_args=["train.steps=7", "optimizer.lr=1e-2"])
+    for process in processes:
+        output, _ = process.communicate(timeout=100)
+        assert process.returncode == 2, output
+        assert "error: optimizer.lr, train.steps: process 1 was given another value than process 0" in output
