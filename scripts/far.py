@@ -94,16 +94,17 @@ class Supervisor:
 
     def run(self) -> int:
         """Round after round, until one ends for good; the exit code. Raises UserError where another has the name."""
-        last, code = self.before, HUNG
+        last, ran, code = self.before, None, HUNG
         for _ in range(self.times.rounds):
-            this = self.gathered(last)
+            this = self.gathered(last, ran)
             if this is None:
                 return 128 + self.signal
             self.check_settings(this)
             self.say(self.description(this))
             self.members.run(this.number)
             saved = self.saved()
-            process, last = self.start(this), this.number
+            process = self.start(this)
+            last = ran = this.number
             try:
                 code, is_for_others = self.watched(process, this)
             finally:
@@ -149,9 +150,10 @@ class Supervisor:
         left = f", without {without} that are gone" if without else ""
         return f"round {this.number}: {len(this.members)} of {self.count} machines ({', '.join(this.members)}){left}"
 
-    def gathered(self, last: int) -> Round | None:
+    def gathered(self, last: int, ran: int | None) -> Round | None:
         """The next round with this member after round `last`, once no process of one before it is left.
 
+        `ran`: the one that has ended here, in which another's process may seem to run until that is known to be gone.
         None: a signal came. Raises UserError where another has the name.
         """
         begun, told = time.monotonic(), False
@@ -166,8 +168,10 @@ class Supervisor:
             if found and found.number > last and self.members.name in found.members:
                 if self.members.are_free(found.number):
                     return found
-            elif time.monotonic() >= self.paused_until and (
-                len(there) >= self.count or time.monotonic() - begun >= self.times.settle_seconds
+            elif (
+                time.monotonic() >= self.paused_until
+                and (len(there) >= self.count or time.monotonic() - begun >= self.times.settle_seconds)
+                and not (ran is not None and self.members.is_running(ran))
             ):
                 taking_part = self.lead(there, found)
                 if not told and self.members.name not in taking_part:
