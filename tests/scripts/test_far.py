@@ -115,7 +115,7 @@ def test_a_process_that_dies_is_started_again_with_all(tmp_path):
 def test_a_process_that_a_lost_machine_takes_along_is_not_started_with_it_again(tmp_path):
     with machines(Machine(tmp_path, "a", 2, 1, gone=4, settle=1)) as (a,):
         b = Machine(tmp_path, "b", 2, 1)
-        until(lambda: b.process and names(a)[-1:] == [("a", "b")])
+        until(lambda: b.process and names(a)[-1:] == [("a", "b")] and a.process and a.process.poll() is None)
         b.members.end = b.members.run = lambda *_: None
         b.members.leave = lambda: None  # killed, with its process: its file stays
         b.process.kill()
