@@ -269,14 +269,19 @@ def bits_of_words(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
     for axis in range(len(shape)):
         index = index + lax.broadcasted_iota(u32, shape, axis) * u32(math.prod(shape[axis + 1 :]) % 2**32)
     # Two rounds, with a key word before each: with one, two steps would draw shifted copies of one sequence.
-    return (_mix(_mix(index ^ words[..., 0]) + words[..., 1]) >> 16).astype(jnp.uint16)
+    return (_products(_mix(index ^ words[..., 0]) + words[..., 1]) >> 16).astype(jnp.uint16)
 
 
 def _mix(h: jax.Array) -> jax.Array:
     """A bijection of 32-bit words with full avalanche (the finaliser of MurmurHash3)."""
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    h = _products(h)
     return h ^ (h >> 16)
+
+
+def _products(h: jax.Array) -> jax.Array:
+    """`_mix` before its last line, which leaves the upper 16 bits as they are."""
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    return (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
 
 
 def pow2_inverse(x: jax.Array) -> jax.Array:
