@@ -1,20 +1,24 @@
 """How long a generated kernel's arithmetic keeps a GPU's lanes at work, which its bytes do not say.
 
 A stochastic rounding hashes integers, GELU takes exponentials: such kernels may take longer to compute than to read and
-write. Counted in the instructions of a fusion, each once for every element of its result; addresses, loads and stores
-are not in the program, and not counted.
+write. Counted in the instructions of a fusion, each once for every element of its result, equal ones of equal operands
+together: the compiler makes one of them (seen in PTX: one tanh where a fusion had two). Addresses, loads and stores are
+not in the program, and not counted.
 
 References:
     CUDA C++ Programming Guide, throughput of native arithmetic instructions, compute capability 9.0: results per clock
     and multiprocessor, of 128 FP32 lanes.
 """
 
+from collections.abc import Iterator
+
 from trainer.compiled.hlo import Executed, Program
 from trainer.compiled.instructions import NOT_KERNELS, Computation, Instruction
 
 # Clocks of one lane for one element. Of integers and of conversions a multiprocessor gives 64 results a clock, of
-# special functions 16; a division is a reciprocal and its correction.
-INTEGER, CONVERSION, SPECIAL = 2, 2, 8
+# special functions 16; a division is a reciprocal and its correction. Of tanh XLA makes a quotient of polynomials: a
+# division, nine fused multiply-adds, and seven operations around them (PTX for sm_90a, jax 0.11.2).
+INTEGER, CONVERSION, SPECIAL, TANH = 2, 2, 8, 24
 SPECIALS = frozenset(
     (
         "cbrt",
@@ -30,7 +34,6 @@ SPECIALS = frozenset(
         "rsqrt",
         "sine",
         "sqrt",
-        "tanh",
     )
 )
 # What moves elements computes nothing but addresses.
@@ -56,7 +59,22 @@ def lane_clocks(program: Program, executed: Executed) -> int:
     """Clocks of one lane that a run of an instruction takes, those of all lanes summed; 0 of a library's call."""
     if executed.instruction.opcode == "custom-call":
         return 0
-    return sum(clocks_of(instruction, computation) for instruction, computation in program.inside(executed))
+    return sum(clocks_of(instruction, computation) for instruction, computation in _different(program, executed))
+
+
+def _different(program: Program, executed: Executed) -> Iterator[tuple[Instruction, Computation]]:
+    """What runs inside of an instruction, of equal ones of equal operands in one computation the first."""
+    first: dict[tuple[int, str], str] = {}
+    seen: dict[object, str] = {}
+    for instruction, computation in program.inside(executed):
+        of = id(computation)
+        operands = tuple(first.get((of, name), name) for name in instruction.operands)
+        attributes = instruction.text.partition("metadata=")[0].rstrip(" ,")
+        key = (of, instruction.opcode, instruction.shapes, operands, attributes)
+        name = seen.setdefault(key, instruction.name) if operands else instruction.name
+        first[of, instruction.name] = name
+        if name == instruction.name:
+            yield instruction, computation
 
 
 def clocks_of(instruction: Instruction, computation: Computation) -> int:
@@ -72,4 +90,6 @@ def clocks_of(instruction: Instruction, computation: Computation) -> int:
         return CONVERSION * elements
     if instruction.opcode in SPECIALS:
         return SPECIAL * elements
+    if instruction.opcode == "tanh":
+        return TANH * elements
     return (INTEGER if instruction.shapes[0].dtype[0] in "su" else 1) * elements
