@@ -53,6 +53,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     chunk: int | None = None,
     masked: bool = False,
+    narrow_logits: bool = False,
 ) -> jax.Array:
     """`cross_entropy(x @ head.T, targets)` without ever holding the logits of the whole batch.
 
@@ -65,13 +66,16 @@ def linear_cross_entropy(
         targets: [N], integers in [0, vocab_size).
         vocab_size: columns from here on are padding and take no part; V if None.
         masked: whether targets may be negative: such a token has no loss and no gradient, the mean is still over N.
-        chunk: most tokens in a chunk; if None, as many as keep the chunk's FP32 logits within 64 MiB, on a GPU 256.
+        chunk: most tokens in a chunk; if None, as many as keep the chunk's logits within 64 MiB, on a GPU 256.
+        narrow_logits: whether the product writes the logits in the dtype of `x`, under `scalify` in that of its data:
+            half the memory traffic, and a rounding of each by 2^-12 of its size in FP16. Beyond the largest number
+            they are that. All that is computed of them is FP32.
 
     Returns:
         FP32 scalar, mean nats.
     """
     vocab_size = head.shape[0] if vocab_size is None else vocab_size
-    settings: dict[str, Any] = {"vocab_size": vocab_size, "chunk": chunk, "masked": masked}
+    settings: dict[str, Any] = {"vocab_size": vocab_size, "chunk": chunk, "masked": masked, "narrow": narrow_logits}
     return _linear_cross_entropy(x, head, targets, **settings, logit_scale=1.0)
 
 
@@ -120,13 +124,14 @@ def _linear_cross_entropy(
     vocab_size: int,
     chunk: int | None,
     masked: bool,
+    narrow: bool,
     logit_scale: float,
 ) -> jax.Array:
     head = head.astype(x.dtype)
-    chunk = chunk or _tokens_within(_CHUNK_BYTES, head)
+    chunk = chunk or _tokens_within(_CHUNK_BYTES, x, head, narrow)
 
     def step(total: jax.Array, x_CxD: jax.Array, targets_C: jax.Array) -> tuple[jax.Array, None]:
-        logits = _logits(x_CxD, head, vocab_size, logit_scale)
+        logits = _logits(x_CxD, head, vocab_size, logit_scale, narrow)
         return total + jnp.sum(_kept(_nats(logits, targets_C)[0], targets_C, masked)), None
 
     return _over_chunks(step, jnp.float32(0), x, targets, chunk)[0] / x.shape[0]
@@ -140,12 +145,14 @@ def _linear_cross_entropy_fwd(
     vocab_size: int,
     chunk: int | None,
     masked: bool,
+    narrow: bool,
     logit_scale: float,
 ) -> tuple:
     """The loss, and as residuals its gradients times N / logit_scale: sizes that do not depend on the batch (FP16)."""
-    step = _gradient_step(head.astype(x.dtype), vocab_size, logit_scale, _nats, masked)
+    step = _gradient_step(head.astype(x.dtype), vocab_size, logit_scale, _nats, masked, narrow)
     start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
-    (total, dhead), dx = _over_chunks(step, start, x, targets, chunk or _tokens_within(_CHUNK_BYTES, head))
+    chunk = chunk or _tokens_within(_CHUNK_BYTES, x, head, narrow)
+    (total, dhead), dx = _over_chunks(step, start, x, targets, chunk)
     return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
 
 
@@ -157,26 +164,29 @@ def _linear_cross_entropy_fwd_cuda(
     vocab_size: int,
     chunk: int | None,
     masked: bool,
+    narrow: bool,
     logit_scale: float,
 ) -> tuple:
     """The same in larger chunks, of which two passes read the logits: one for all sums, one for the error."""
-    step = _gradient_step(head.astype(x.dtype), vocab_size, logit_scale, _nats_in_one_pass, masked)
+    step = _gradient_step(head.astype(x.dtype), vocab_size, logit_scale, _nats_in_one_pass, masked, narrow)
     # A constant would be there from the beginning, and be taken for other zeros of this size to the end.
     zero, x = lowering.held("late_zeros", (jnp.float32(0), x))
     start = (jnp.float32(0), jnp.full(head.shape, zero))
-    chunk = chunk or _tokens_within(_CUDA_CHUNK_BYTES, head)
+    chunk = chunk or _tokens_within(_CUDA_CHUNK_BYTES, x, head, narrow)
     (total, dhead), dx = _over_chunks(step, start, x, targets, chunk, max_unrolled=1)
     return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
 
 
-def _gradient_step(head_VxD: jax.Array, vocab_size: int, logit_scale: float, nats: Callable, masked: bool) -> Callable:
+def _gradient_step(
+    head_VxD: jax.Array, vocab_size: int, logit_scale: float, nats: Callable, masked: bool, narrow: bool
+) -> Callable:
     """For `_over_chunks`: adds up the loss and the gradient of the head, and gives that of the chunk's tokens."""
     # softmax - onehot has RMS about V^-1/2, and most of it is below FP16's range: this power of two brings it to 1.
     lift = 2.0 ** round(math.log2(head_VxD.shape[0]) / 2)
 
     def step(carry: tuple, x_CxD: jax.Array, targets_C: jax.Array) -> tuple:
         total, dhead = carry
-        logits = _logits(x_CxD, head_VxD, vocab_size, logit_scale)
+        logits = _logits(x_CxD, head_VxD, vocab_size, logit_scale, narrow)
         loss, log_norm = nats(logits, targets_C)
         error = _kept(_error(logits, log_norm, targets_C), targets_C[:, None], masked)
         error = (error * lift).astype(x_CxD.dtype)
@@ -192,15 +202,22 @@ def _kept(x: jax.Array, targets: jax.Array, masked: bool) -> jax.Array:
     return jnp.where(targets >= 0, x, 0) if masked else x
 
 
-def _tokens_within(size: int, head: jax.Array) -> int:
-    """How many tokens' FP32 logits are within so many bytes."""
-    return max(1, size // (4 * head.shape[0]))
+def _tokens_within(size: int, x: jax.Array, head: jax.Array, narrow: bool) -> int:
+    """How many tokens' logits are within so many bytes."""
+    return max(1, size // ((x.dtype.itemsize if narrow else 4) * head.shape[0]))
 
 
 def _linear_cross_entropy_bwd(
-    residuals: tuple, gradient: jax.Array, *, vocab_size: int, chunk: int | None, masked: bool, logit_scale: float
+    residuals: tuple,
+    gradient: jax.Array,
+    *,
+    vocab_size: int,
+    chunk: int | None,
+    masked: bool,
+    narrow: bool,
+    logit_scale: float,
 ) -> tuple:
-    del vocab_size, chunk, masked
+    del vocab_size, chunk, masked, narrow
     dx, dhead, like_head = residuals
     factor = gradient * (logit_scale / dx.shape[0])
     return (dx.astype(jnp.float32) * factor).astype(dx.dtype), (dhead * factor).astype(like_head.dtype), None
@@ -237,13 +254,17 @@ def _over_chunks(
     return carry, ys
 
 
-def _logits(x_CxD: jax.Array, head_VxD: jax.Array, vocab_size: int, scale: float) -> jax.Array:
-    logits = _dot(x_CxD, head_VxD, ((1,), (1,)))
+def _logits(x_CxD: jax.Array, head_VxD: jax.Array, vocab_size: int, scale: float, narrow: bool) -> jax.Array:
+    """FP32; with `narrow` the product has rounded them to the dtype of `x`."""
+    logits = _dot(x_CxD, head_VxD, ((1,), (1,)), x_CxD.dtype if narrow else jnp.float32)
+    if logits.dtype != jnp.float32:
+        top = float(jnp.finfo(logits.dtype).max)
+        logits = jnp.clip(logits.astype(jnp.float32), -top, top)
     return _mask_padding(logits if scale == 1 else logits * scale, vocab_size)
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple) -> jax.Array:
-    return jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+def _dot(a: jax.Array, b: jax.Array, contract: tuple, dtype: Any = jnp.float32) -> jax.Array:
+    return jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=dtype)
 
 
 def _mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:

@@ -71,6 +71,7 @@ class Arguments(Study):
     interval: float = argument("wanted half width of the 95% interval, in percent of the base; 0: no wish", 0.0)
     scatter: float = argument("standard deviation of a pair, in percent, that is assumed until pairs tell it", 0.2)
     trunk: int = argument("first steps that the runs of a seed share, trained as the base is; 0: none", 0)
+    against: str = argument("another of the items, with which all are compared in a second table; empty: none", "")
     margin: float = argument("stop an item when its difference is surely below or above so many percent; 0: never", 0.0)
     out: str = argument("where the runs and the table go", "runs/parity")
 
@@ -181,6 +182,8 @@ def check_arguments(args: Arguments) -> None:
         policy_of(args.evaluate_in)
     if not 0 <= args.trunk < args.steps:
         raise UserError(f"trunk={args.trunk}: expected fewer steps than steps={args.steps}; 0: none")
+    if args.against and args.against not in (items := list(dict.fromkeys(job.item for job in jobs_of(args)))):
+        raise UserError(f"against={args.against} is none of the items of this study: {', '.join(items)}")
     if args.trunk and args.jobs > 1:
         raise UserError(f"trunk={args.trunk} and jobs={args.jobs}: runs of a seed wait for the base's; give jobs=1")
 
@@ -259,9 +262,21 @@ def report(out: Path, args: Arguments, outcomes: dict[Job, Outcome]) -> None:
     write_atomically(out / "parity.json", json.dumps(study, indent=1, allow_nan=False) + "\n")
     write_atomically(
         out / "parity.md",
-        heading(args) + markdown(rows, args.base, args.evaluate_in) + sides(args, clear) + f"\n`{study['command']}`\n",
+        heading(args)
+        + markdown(rows, args.base, args.evaluate_in)
+        + second_table(args, outcomes)
+        + sides(args, clear)
+        + f"\n`{study['command']}`\n",
     )
     draw(out / "parity.png", rows, outcomes, args.base, last=args.last)
+
+
+def second_table(args: Arguments, outcomes: dict[Job, Outcome]) -> str:
+    """The same runs compared with another item than the base, where that is asked."""
+    if not args.against:
+        return ""
+    table = markdown(compare(outcomes, args.against, last=args.last), args.against, args.evaluate_in)
+    return f"\nThe same runs, differences to {args.against}:\n\n{table}"
 
 
 def sides(args: Arguments, clear: dict[tuple[float, str], str]) -> str:

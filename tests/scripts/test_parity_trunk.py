@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from scripts.studies import parity
+from scripts.studies.pairs import Outcome
 from scripts.studies.parity import Arguments
+from scripts.studies.runs import Job
 from trainer.errors import UserError
 
 TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
@@ -40,11 +42,31 @@ def test_runs_without_a_trunk_to_start_from_are_not_run_and_that_is_said(tmp_pat
         ({"trunk": 10}, "trunk=10: expected fewer steps than steps=10"),
         ({"trunk": -1}, "trunk=-1: expected fewer"),
         ({"trunk": 4, "jobs": 2}, "trunk=4 and jobs=2: runs of a seed wait for the base's; give jobs=1"),
+        ({"against": "bf15"}, "against=bf15 is none of the items of this study: fp32, bf16"),
     ],
 )
-def test_a_trunk_that_no_study_has_is_refused(arguments, message):
+def test_a_trunk_or_a_second_item_that_no_study_has_is_refused(arguments, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        parity.check_arguments(Arguments("bf16", steps=10, **arguments))
+        parity.check_arguments(Arguments("bf16", steps=10, evaluations=10, **arguments))
+
+
+def test_runs_are_compared_with_another_item_than_the_base_too():
+    losses = {"fp32": (2.0, 2.2), "fp8_current": (2.001, 2.202), "scalify_fp8": (2.002, 2.203)}
+    outcomes = {
+        Job(1.0, item, seed): Outcome({10: loss}, 0, False)
+        for item, both in losses.items()
+        for seed, loss in enumerate(both)
+    }
+    args = Arguments("scalify_fp8,fp8_current", seeds=2, steps=10, last=1, against="fp8_current")
+    assert parity.second_table(dataclasses.replace(args, against=""), outcomes) == ""
+    title, table = parity.second_table(args, outcomes).strip().split("\n\n")
+    assert title == "The same runs, differences to fp8_current:"
+    rows = {row.split(" | ")[1]: row.split(" | ")[6:8] for row in table.splitlines()[2:]}
+    assert rows == {
+        "fp32": ["-0.0015 ± 0.0064", "-0.07"],
+        "fp8_current": ["-", "-"],
+        "scalify_fp8": ["+0.0010 ± 0.0000", "+0.05"],
+    }
 
 
 @pytest.mark.whole  # what starts from it is test_runs_without_a_trunk's, a fork test_resume.py's

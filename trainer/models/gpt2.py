@@ -119,7 +119,8 @@ class GPT2(nnx.Module):
         h_BxTxD = self.hidden(tokens_BxT, segments_BxT, dropout_keys_B)
         h_NxD = h_BxTxD.reshape(-1, self.spec.d_model)
         head, size = self.wte.embedding[...], self.spec.vocab_size
-        return linear_cross_entropy(h_NxD, head, targets_BxT.reshape(-1), vocab_size=size, masked=masked)
+        how = {"masked": masked, "narrow_logits": self.spec.loss_logits == "compute"}
+        return linear_cross_entropy(h_NxD, head, targets_BxT.reshape(-1), vocab_size=size, **how)
 
     def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
         """Logits after the last token, FP32 `[B, vocab_size]`."""

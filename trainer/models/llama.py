@@ -270,7 +270,8 @@ class Llama(nnx.Module):
         """
         h_NxD = self.hidden(tokens_BxT, segments_BxT).reshape(-1, self.spec.d_model)
         targets_N, size = targets_BxT.reshape(-1), self.spec.vocab_size
-        return linear_cross_entropy(h_NxD, self.head_VxD, targets_N, vocab_size=size, masked=masked)
+        how = {"masked": masked, "narrow_logits": self.spec.loss_logits == "compute"}
+        return linear_cross_entropy(h_NxD, self.head_VxD, targets_N, vocab_size=size, **how)
 
     def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
         """Logits after the last token, FP32 `[B, vocab_size]`."""

@@ -65,7 +65,7 @@ class LlamaSpec:
       rope_scaling: what lengthens their context; None: nothing does.
       norm_eps: added to the mean square that a norm divides by.
       tied: whether the head is the token table; if not, it is a parameter of its own.
-      scan_layers, remat, keep_fp8_weights: as of GPT2Spec.
+      scan_layers, remat, keep_fp8_weights, loss_logits: as of GPT2Spec.
       init_std: of the initial normal weights; those of the projections into the residual stream, over sqrt(2 L).
       align_channels, align_gain: as of GPT2Spec.
     """
@@ -86,6 +86,7 @@ class LlamaSpec:
     scan_layers: bool = False
     remat: Annotated[str, OneOf(REMATS)] = "none"
     keep_fp8_weights: bool = True
+    loss_logits: Literal["compute"] | None = None
     init_std: Annotated[float, more_than(0, ", such as 0.02")] = 0.02
     align_channels: Natural = 0
     align_gain: Annotated[float, more_than(0, ", such as 64")] = 1.0

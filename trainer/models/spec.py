@@ -63,6 +63,8 @@ class GPT2Spec:
       keep_fp8_weights: under `scalify`, 16-bit weights are cast to FP8 once for both passes, not once for each: fewer
         kernels and less memory traffic, and a byte more a weight, but in blocks that are recomputed. No number changes.
         Others are kept in any case: FP32 weights, those that are gathered in FP8 (`fsdp`), and without `scalify`.
+      loss_logits: in which the logits of the loss are written and read. None: FP32. compute: the dtype of the matmuls,
+        half the memory traffic; all that is computed of them is FP32.
       init_std: of the initial normal weights; those of the projections into the residual stream, over sqrt(2 L).
       value_gain: a power of two that the values are multiplied by, kernel and bias, and the attention's output kernel
         divided, where they are used: the function of the parameters is the same. The values are then a product of their
@@ -83,6 +85,7 @@ class GPT2Spec:
     scan_layers: bool = False
     remat: Annotated[str, OneOf(REMATS)] = "none"
     keep_fp8_weights: bool = True
+    loss_logits: Literal["compute"] | None = None
     init_std: Annotated[float, more_than(0, "; GPT-2's is 0.02")] = 0.02
     value_gain: Annotated[float, POWER_OF_TWO] | None = None
     align_channels: Natural = 0

@@ -1,6 +1,7 @@
 """Each function and its hand-written gradient against the textbook formula differentiated by JAX."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -164,6 +165,40 @@ def test_linear_cross_entropy_of_large_fp16_batches_keeps_small_gradients():
     np.testing.assert_allclose(np.float32(g16), g32, atol=float(jnp.abs(g32).max()) * 2**-8)
 
 
+@pytest.mark.parametrize("chunk", [None, 10, 2])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_narrow_logits_are_rounded_once_and_nothing_else_is(dtype, chunk):
+    x, head = (4 * HIDDEN).astype(dtype), (4 * HEAD).astype(dtype)
+    exact = x.astype(jnp.float32) @ head.astype(jnp.float32).T
+    expected, slope = jax.value_and_grad(cross_entropy(20))(exact.astype(dtype).astype(jnp.float32), TARGETS)
+    fun = lambda x, head: sc.linear_cross_entropy(x, head, TARGETS, vocab_size=20, chunk=chunk, narrow_logits=True)
+    found, (dx, dhead) = jax.jit(jax.value_and_grad(fun, (0, 1)))(x, head)
+    # A sum in another order may round another way, and changes a logit by 2^-10 or 2^-7: of 600, one or two do.
+    few = 2 * float(jnp.finfo(dtype).eps) * float(jnp.abs(exact).max()) / len(TARGETS)
+    np.testing.assert_allclose(found, expected, rtol=2**-18, atol=few)
+    assert abs(float(found - cross_entropy(20)(exact, TARGETS))) > 0
+    for a, b in ((dx, slope @ head.astype(jnp.float32)), (dhead, slope.T @ x.astype(jnp.float32))):
+        np.testing.assert_allclose(np.float32(a), b, rtol=0, atol=float(jnp.finfo(dtype).eps) * float(jnp.abs(b).max()))
+
+
+def test_narrow_logits_beyond_the_format_are_its_largest_number():
+    x, head = jnp.full((4, 16), 300, jnp.float16), jnp.full((24, 16), 300, jnp.float16).at[1:].set(-300)
+    fun = lambda x, head: sc.linear_cross_entropy(x, head, jnp.arange(4), narrow_logits=True)
+    loss, gradients = jax.value_and_grad(fun, (0, 1))(x, head)
+    assert float(loss) == pytest.approx(2 * 65504 * 3 / 4)
+    assert all(jnp.isfinite(g).all() for g in gradients)
+
+
+@pytest.mark.parametrize("fwd", [losses._linear_cross_entropy_fwd, losses._linear_cross_entropy_fwd_cuda])
+def test_a_product_writes_narrow_logits_in_the_format_of_its_operands(fwd):
+    static = {"vocab_size": 24, "chunk": 10, "masked": False, "narrow": True, "logit_scale": 0.5}
+    args = HIDDEN.astype(jnp.float16), HEAD.astype(jnp.float16), TARGETS
+    for dtype, is_narrow in ((jnp.float16, True), (jnp.float32, False)):
+        text = str(jax.make_jaxpr(functools.partial(fwd, **static | {"narrow": is_narrow}))(*args))
+        logits = re.findall(r":(\w+)\[10,24\][^=]*= dot_general", text)
+        assert set(logits) == {{"float16": "f16", "float32": "f32"}[jnp.dtype(dtype).name]}
+
+
 @pytest.mark.parametrize("mean", [0.0, 100.0])
 @pytest.mark.parametrize("eps", [1e-5, 2.0**-126, 0.0])
 def test_layer_norm_for_cuda_equals_that_of_other_programs(mean, eps):
@@ -261,7 +296,7 @@ def test_linear_cross_entropy_of_cuda_programs_is_that_of_others(tokens, chunk, 
     targets = jnp.asarray(rng.integers(0, 20, tokens))
     x = x.at[3].multiply(100)  # a row whose logits are far apart
     targets = targets.at[5].set(-1) if masked else targets
-    static = {"vocab_size": 20, "chunk": chunk, "masked": masked, "logit_scale": 0.5}
+    static = {"vocab_size": 20, "chunk": chunk, "masked": masked, "narrow": False, "logit_scale": 0.5}
     of_cuda, of_others = (
         jax.jit(functools.partial(fwd, **static))(x, head, targets)
         for fwd in (losses._linear_cross_entropy.cuda_fwd, losses._linear_cross_entropy.fwd)

@@ -161,6 +161,17 @@ def test_linear_cross_entropy_keeps_the_scales_of_run_time(exponent, dynamic):
     assert_near(scalify(fun)(x, head), fun(*asarray((x, head))), HALF_RTOL)
 
 
+@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_narrow_logits_are_those_of_the_data_whatever_its_scales(exponent, dynamic):
+    x, head = half(X[0], exponent, dynamic), half(HEAD, -exponent, dynamic)
+    fun = jax.value_and_grad(lambda *args: sc.linear_cross_entropy(*args, TARGETS[0], narrow_logits=True), (0, 1))
+    found, wide = scalify(fun)(x, head), fun(*asarray((x, head)))
+    assert_near(found, wide, HALF_RTOL)
+    # There arrays are FP32, and so are narrow logits; here where the scales are those of run time.
+    assert (float(asarray(found[0])) == float(wide[0])) == dynamic
+
+
 @pytest.mark.parametrize("norm", [lambda x: sc.layer_norm(x, jnp.ones(D), None), lambda x: sc.rms_norm(x, jnp.ones(D))])
 @pytest.mark.parametrize("exponent", EXPONENTS)
 @pytest.mark.parametrize("dynamic", [False, True])
