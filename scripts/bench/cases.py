@@ -10,8 +10,13 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 VOCAB = 50257
 TORCH = "torch"
 # The keys of a case, with what they may be beside a whole number, and what they are where nothing is said.
-CHOICES = {"remat": None, "scan": ("false", "true"), "deterministic": ("auto", "true", "false")}
-UNSAID = {"batch": "8", "remat": "none", "scan": "false", "deterministic": "auto"}
+CHOICES = {
+    "remat": None,
+    "scan": ("false", "true"),
+    "deterministic": ("auto", "true", "false"),
+    "logits": ("fp32", "compute"),
+}
+UNSAID = {"batch": "8", "remat": "none", "scan": "false", "deterministic": "auto", "logits": "fp32"}
 
 
 class Case(NamedTuple):
@@ -23,12 +28,14 @@ class Case(NamedTuple):
     remat: str
     scan: bool
     deterministic: str
+    logits: str
 
     @property
     def name(self) -> str:
         """The name of the case as it is printed."""
         extras = f" remat={self.remat}" * (self.remat != "none") + " scan" * self.scan
         extras += f" deterministic={self.deterministic}" * (self.deterministic != "auto")
+        extras += f" logits={self.logits}" * (self.logits != "fp32")
         return f"{self.model} {self.precision} B={self.batch}{extras}"
 
 
@@ -53,7 +60,7 @@ def parse_case(text: str) -> Case:
         if choices is not None and found[key] not in choices:
             raise UserError(f"cases: {text!r}: {key}={found[key]}; {nearest(found[key], list(choices))}")
     batch, scan = int(found["batch"]), found["scan"] == "true"
-    return Case(model, precision, batch, found["remat"], scan, found["deterministic"])
+    return Case(model, precision, batch, found["remat"], scan, found["deterministic"], found["logits"])
 
 
 def read_group(group: str, name: str) -> dict[str, Any]:

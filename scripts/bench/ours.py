@@ -82,6 +82,7 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> Contestant:
     from trainer.workload import Model, Task, compile_step, first_state
 
     tree = read_group("model", case.model) | {"remat": case.remat, "scan_layers": case.scan, "vocab_size": VOCAB}
+    tree |= {"loss_logits": None if case.logits == "fp32" else case.logits}
     tree |= {} if context is None else {"context": context}
     spec = from_tree(schema.MODELS[tree["family"]], tree).spec(VOCAB)
     precision = from_tree(schema.Precision, read_group("precision", case.precision))

@@ -47,8 +47,8 @@ class Arguments:
     torch_python: str = argument("an interpreter that has torch; empty: this one, if it has", "")
     out: str = argument("also write the figures to this JSON file", "")
     cases: str = argument(
-        "whole steps on a GPU instead: model:precision[:batch=8][:remat=none][:scan=false][:deterministic=auto], "
-        "separated by commas, or gpu: all peers at three sizes",
+        "whole steps on a GPU instead: model:precision[:batch=8][:remat=none][:scan=false][:deterministic=auto]"
+        "[:logits=fp32], separated by commas, or gpu: all peers at three sizes",
         "",
     )
     platform: str = argument("with cases=, what JAX must run on: gpu, or cpu to rehearse", "gpu")

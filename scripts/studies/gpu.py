@@ -74,6 +74,7 @@ def cases(model: str, *precisions: str) -> tuple[str, ...]:
 
 TINY = ("model.n_layer=1", "model.d_model=32", "model.n_head=1", "model.context=16")
 FREE = (f"{FLAGSHIP}:deterministic=false", "bf16:deterministic=false")  # what the same bits cost
+NARROW = (f"{FLAGSHIP}:logits=compute", "bf16:logits=compute")  # what the loss's logits in 16 bits save
 PRESETS = (FLAGSHIP, "bf16", "scalify_fp8_fp8", "scalify_fp8", "fp8_delayed", "fp8_current", "scalify_fp16")
 SIZES = {
     "full": Size(
@@ -81,7 +82,7 @@ SIZES = {
         presets=(*PRESETS, "fp16_loss_scaled", "bf16_pure", "fp32"),
         tests=(),
         bench={
-            "bench124": cases("gpt2_124m", FLAGSHIP, "bf16", "torch", "fp8_delayed", "fp8_current", *FREE),
+            "bench124": cases("gpt2_124m", FLAGSHIP, "bf16", "torch", "fp8_delayed", "fp8_current", *NARROW, *FREE),
             "bench774": cases("gpt2_774m", FLAGSHIP, "bf16", "torch", "fp8_delayed"),
             "bench1558": cases("gpt2_1558m", "bf16", FLAGSHIP),
         },

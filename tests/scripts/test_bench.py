@@ -92,9 +92,10 @@ def test_unknown_data_format_is_named():
 
 def test_cases_are_read_and_wrong_ones_named():
     case = bench_cases.parse_case("gpt2_124m:bf16:batch=4:scan=true")
-    assert case == bench_cases.Case("gpt2_124m", "bf16", 4, "none", True, "auto")
+    assert case == bench_cases.Case("gpt2_124m", "bf16", 4, "none", True, "auto", "fp32")
     assert case.name == "gpt2_124m bf16 B=4 scan"
     assert bench_cases.parse_case("gpt2_124m:bf16:deterministic=false").name == "gpt2_124m bf16 B=8 deterministic=false"
+    assert bench_cases.parse_case("gpt2_124m:bf16:logits=compute").name == "gpt2_124m bf16 B=8 logits=compute"
     assert all(bench_cases.parse_case(text).batch == 8 for text in bench.ON_A_GPU.split(","))
     for text, message in (
         ("gpt2_124m", "has no precision"),
@@ -103,6 +104,7 @@ def test_cases_are_read_and_wrong_ones_named():
         ("gpt2_124m:bf16:bach=2", "did you mean 'batch'"),
         ("gpt2_124m:bf16:batch=x", "whole number"),
         ("gpt2_124m:bf16:deterministic=yes", "deterministic=yes; Valid: auto"),
+        ("gpt2_124m:bf16:logits=bf16", "logits=bf16; Valid: compute, fp32"),
     ):
         with pytest.raises(UserError, match=message):
             bench_cases.parse_case(text)
