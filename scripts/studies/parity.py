@@ -44,6 +44,7 @@ from scripts.studies.runs import (
     Study,
     check_items,
     claim,
+    code_of,
     command,
     folder,
     given,
@@ -58,7 +59,7 @@ from scripts.studies.runs import (
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
 from trainer.report.history import read_evaluation
-from trainer.run.rundir import code_version, is_held, write_atomically
+from trainer.run.rundir import is_held, write_atomically
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ def report(out: Path, args: Arguments, outcomes: dict[Job, Outcome]) -> None:
     words = ["python", "-m", "scripts.studies.parity", *(shlex.quote(f"{k}={v}") for k, v in given(args).items())]
     study: dict[str, Any] = {
         "command": " ".join(words),
-        "code": code_version(),
+        "code": code_of(folder(out, job) for job in outcomes),
         "tokens": args.steps * args.batch_tokens,
         "table": [
             finite(row._asdict()) | ({"settled": clear.get((row.lr, row.item))} if args.margin else {}) for row in rows

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -251,6 +251,19 @@ def remove_checkpoints(run_dir: Path) -> None:
 def remove_removed(run_dir: Path) -> None:
     """Remove what a removal of checkpoints that was killed has left."""
     shutil.rmtree(run_dir / REMOVED, ignore_errors=True)
+
+
+def code_of(run_dirs: Iterable[Path]) -> str:
+    """The versions of the code that runs were trained by, in the order of first appearance, separated by commas.
+
+    Not that which writes their table, which may be another one.
+    """
+    found: dict[str, None] = {}
+    for run_dir in run_dirs:
+        environment = run_dir / "environment.txt"
+        lines = environment.read_text(encoding="utf-8").splitlines() if environment.exists() else []
+        found |= dict.fromkeys(line.removeprefix("code: ") for line in lines if line.startswith("code: "))
+    return ", ".join(found)
 
 
 def given(args: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from scripts.studies.runs import (
     Study,
     check_items,
     claim,
+    code_of,
     command,
     folder,
     given,
@@ -35,7 +36,7 @@ from scripts.studies.stability_picture import draw
 from scripts.studies.stable import Run, figures, markdown, run_of
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
-from trainer.run.rundir import code_version, is_held, write_atomically
+from trainer.run.rundir import is_held, write_atomically
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def report(out: Path, args: Arguments, runs: dict[Job, Run], rates: list[float])
     words = ["python", "-m", "scripts.studies.stability", *(shlex.quote(f"{k}={v}") for k, v in given(args).items())]
     study: dict[str, Any] = {
         "command": " ".join(words),
-        "code": code_version(),
+        "code": code_of(folder(out, job) for job in runs),
         "tokens": args.steps * args.batch_tokens,
         "table": [
             finite(row._asdict()) | {"leads": {k: finite(lead._asdict()) for k, lead in row.leads.items()}}
