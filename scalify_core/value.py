@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -339,9 +339,9 @@ class Constant:
     dtype: np.dtype
 
 
-def pack(operands: Any) -> list[Any]:
-    """Operands as a pytree: values, constants, arrays."""
-    return [_whole(x) if isinstance(x, Value) else _packed(x) for x in operands]
+def pack(operands: Any, numbers: Collection[int] = ()) -> list[Any]:
+    """Operands as a pytree: values, constants, arrays. Integers are constants at the positions `numbers` alone."""
+    return [_whole(x) if isinstance(x, Value) else _packed(x, i in numbers) for i, x in enumerate(operands)]
 
 
 def _whole(x: Value) -> Value:
@@ -350,11 +350,12 @@ def _whole(x: Value) -> Value:
     return x if x.by == 1.0 else dataclasses.replace(x, dynamic=x.scale, by=1.0)
 
 
-def _packed(x: Any) -> Any:
+def _packed(x: Any, is_number: bool) -> Any:
     if isinstance(x, jax.Ref):
         return x
     dtype = jnp.result_type(x)
-    number = uniform(x) if jnp.issubdtype(dtype, jnp.floating) else None
+    is_number = jnp.issubdtype(dtype, jnp.floating) or (is_number and jnp.issubdtype(dtype, jnp.integer))
+    number = uniform(x) if is_number else None
     return jnp.asarray(x) if number is None else Constant(number, np.shape(x), np.dtype(dtype))
 
 

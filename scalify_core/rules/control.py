@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from scalify_core.caches import per_jaxpr
@@ -39,7 +40,30 @@ def _jit(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
     kept = params["name"], donated, params["inline"], params["keep_unused"]
-    return unpack(_jitted(params["jaxpr"], evaluate, *kept, shardings)(*pack(operands)))
+    packed = pack(operands, _integers_made_floats(params["jaxpr"]))
+    return unpack(_jitted(params["jaxpr"], evaluate, *kept, shardings)(*packed))
+
+
+@per_jaxpr
+def _integers_made_floats(jaxpr: Any) -> frozenset[int]:
+    """The positions of integers that the jaxpr converts: the 0 of `jnp.where(mask, x, 0)`, of `jnp.clip` or `jnp.pad`.
+
+    Such a constant must not set the scale of what it is chosen or padded beside. Other integers, as indices, are no
+    part of a traced function's structure: each of them would be traced anew.
+    """
+    made = {
+        variable
+        for eqn in jaxpr.eqns
+        for i, variable in enumerate(eqn.invars)
+        if not isinstance(variable, Literal) and _is_made_float(eqn, i)
+    }
+    return frozenset(i for i, x in enumerate(jaxpr.invars) if x in made and jnp.issubdtype(x.aval.dtype, jnp.integer))
+
+
+def _is_made_float(eqn: Any, operand: int) -> bool:
+    if eqn.primitive.name == "jit":
+        return operand in _integers_made_floats(eqn.params["jaxpr"])
+    return eqn.primitive.name == "convert_element_type" and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
 
 
 @per_jaxpr

@@ -197,6 +197,41 @@ def test_constant_operands_take_the_others_scale(constant):
         assert scalify(fun)(x).scale == 2.0**-20
 
 
+@pytest.mark.parametrize("constant", [0, -3, 2**20])
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, c: jnp.where(x > 0, x, c),
+        lambda x, c: jax.jit(lambda x: jnp.where(x > 0, x, c))(x),
+        lambda x, c: jax.jit(jnp.where)(x > 0, x, c),
+        lambda x, c: jnp.clip(x, c, c + 1),
+        lambda x, c: jnp.pad(x, 1, constant_values=c),
+        lambda x, c: jax.checkpoint(lambda x: jnp.pad(jnp.tanh(x) * x, 1, constant_values=c))(x),
+    ],
+    ids=["where", "in jit", "jitted itself", "clip", "pad", "checkpoint"],
+)
+def test_constants_that_are_integers_take_the_others_scale(fun, constant):
+    """Inside of `jnp.where` and the like, which are jitted, they are operands that are converted to floats."""
+    x = as_scaled_array(normal(0, 4, 8) * 2.0**-20, 2.0**-20, dtype=HALF)
+    out = scalify(lambda x: fun(x, constant))(x)
+    assert out.scale <= 2.0**-20
+    if not constant:  # others saturate
+        np.testing.assert_allclose(asarray(out), fun(asarray(x), 0), rtol=2**-9, atol=2.0**-45)
+
+
+def test_integers_that_count_are_no_part_of_a_traced_function():
+    """Only those that become floats are: an index that differs from call to call costs no trace."""
+
+    @jax.jit
+    def taken(x, i):
+        return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+    x = as_scaled_array(normal(0, 4, 8), 1.0, dtype=HALF)
+    text = jax.jit(scalify(lambda x: sum(taken(x, i) for i in range(4)))).lower(x).as_text()
+    assert text.count("call @taken") == 4
+    assert text.count("func.func private @taken") == 1
+
+
 def test_broadcast_zeros_have_any_scale():
     x = as_scaled_array(normal(0, 8) * 2.0**-30, 2.0**-30, dtype=HALF)
     out = scalify(lambda x: jnp.zeros((4, 8)) + x[None] + 0.0)(x)
