@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,15 +40,16 @@ class FloatFormat:
     pattern is a number except S.1111.111, which is NaN: the 8-bit E4M3 of hardware and of the OCP standard
     (float8_e4m3fn, max 448). `dtype` is the native NumPy/JAX dtype, None where the format can only be simulated.
 
-    With `truncates`, `quantise` leaves out the digits behind the last place instead of rounding to nearest: what
-    arXiv 2405.18710 simulates by masking bits. Its name then ends in a t, as in e4m3t.
+    `rounding` is that of `quantise`. "truncate": it leaves out the digits behind the last place, what arXiv 2405.18710
+    simulates by masking bits; the name ends in a t, as in e4m3t. "stochastic": see `stochastic_round`, with bits that
+    are a hash of the place and of all of the array, so that a step that is repeated is the same; the name ends in an s.
     """
 
     exponent_bits: int
     mantissa_bits: int
     infinities: bool = True
     dtype: np.dtype | None = None
-    truncates: bool = False
+    rounding: Literal["nearest", "truncate", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
         """Raise ValueError unless FP32 holds every value of the format."""
@@ -56,25 +57,27 @@ class FloatFormat:
             raise ValueError(f"{self}: a format has 2 to 8 exponent bits and 1 to 23 mantissa bits")
 
     def __str__(self) -> str:
-        return f"e{self.exponent_bits}m{self.mantissa_bits}{'t' * self.truncates}"
+        return f"e{self.exponent_bits}m{self.mantissa_bits}{_SUFFIXES[self.rounding]}"
 
     @classmethod
     def parse(cls, name: str) -> FloatFormat:
         """The format called "e4m3", "E5M2", "e3m4", "fp16", "bf16" or "fp32"; "e4m3" is the one without infinities.
 
-        "e4m3t" and the like have the same numbers, and truncate.
+        "e4m3t" and the like have the same numbers, and truncate; "e4m3s" and the like round stochastically.
 
         Raises:
             ValueError: any other name, or a format that FP32 cannot hold.
         """
         if name.lower() in _ALIASES:
             return _ALIASES[name.lower()]
-        match = re.fullmatch(r"(e(\d+)m(\d+))(t?)", name.lower())
+        match = re.fullmatch(r"(e(\d+)m(\d+))([ts]?)", name.lower())
         if match is None:
             raise ValueError(f"unknown float format {name!r}: give eXmY, as in e4m3, or one of {sorted(_ALIASES)}")
         fmt = cls(int(match[2]), int(match[3]))
         fmt = next((known for known in _NATIVE if str(known) == match[1]), fmt)
-        return dataclasses.replace(fmt, dtype=None, truncates=True) if match[4] else fmt
+        if not match[4]:
+            return fmt
+        return dataclasses.replace(fmt, dtype=None, rounding="truncate" if match[4] == "t" else "stochastic")
 
     @classmethod
     def of(cls, dtype: Any) -> FloatFormat:
@@ -144,9 +147,11 @@ class FloatFormat:
     def quantise(self, x: jax.typing.ArrayLike) -> jax.Array:
         """`x` rounded to the nearest number of the format (ties to even, saturating), as FP32: simulates any format.
 
-        Where the format truncates, it is the nearest number that is not larger in magnitude.
+        Where the format truncates, it is the nearest number that is not larger in magnitude; where it rounds
+        stochastically, one of the two neighbours.
         """
-        return self._round(jnp.asarray(x).astype(jnp.float32))
+        x = jnp.asarray(x).astype(jnp.float32)
+        return self._round_stochastically(x, hash_bits(x)) if self.rounding == "stochastic" else self._round(x)
 
     def stochastic_round(self, x: jax.typing.ArrayLike, bits: jax.Array) -> jax.Array:
         """`x` rounded to one of its two neighbours in the format, the nearer the likelier; saturating.
@@ -164,7 +169,7 @@ class FloatFormat:
         x = jnp.asarray(x).astype(jnp.float32)
         if bits.dtype != jnp.uint16 or bits.shape != x.shape:
             raise ValueError(f"bits: found {bits.dtype}{list(bits.shape)}, expected uint16{list(x.shape)}")
-        y = self._round_stochastically(x, bits.astype(jnp.uint32))
+        y = self._round_stochastically(x, bits)
         return y if self.dtype is None else y.astype(self.dtype)
 
     def _native(self) -> np.dtype:
@@ -173,12 +178,13 @@ class FloatFormat:
         return self.dtype
 
     def _round_stochastically(self, x: jax.Array, random: jax.Array) -> jax.Array:
-        """Round FP32 `x`: its bits + offset, cut at the format's last place. `random`: uint32 below 2^16.
+        """Round FP32 `x`: its bits + offset, cut at the format's last place. `random`: integers below 2^16.
 
         Numbers below the smallest normal one are cut at the place at which that is cut, once it is added to them. On a
         GPU the optimiser is bound by these operations, not by memory.
         """
         u32, cut = jnp.uint32, 23 - self.mantissa_bits
+        random = random.astype(u32)
         as_bits = functools.partial(lax.bitcast_convert_type, new_dtype=u32)
         as_float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
         bits = as_bits(x)
@@ -213,7 +219,7 @@ class FloatFormat:
         shift = jnp.minimum(shift, u32(25))  # more than half of the smallest number is lost in any case
         odd = (significand >> shift) & 1
         offset = jnp.where(shift > 0, (u32(1) << shift >> 1) - 1 + odd, u32(0))
-        cut = (significand + (u32(0) if self.truncates else offset)) >> shift << shift
+        cut = (significand + (u32(0) if self.rounding == "truncate" else offset)) >> shift << shift
         rounded = jnp.where(cut == 0, u32(0), ((exponent - 1) << 23) + cut)
         rounded = jnp.minimum(rounded, np.float32(self.max).view(np.uint32))
         special = magnitude if self.infinities else _NAN
@@ -221,6 +227,7 @@ class FloatFormat:
         return lax.bitcast_convert_type(rounded | (bits & _SIGN), jnp.float32)
 
 
+_SUFFIXES = {"nearest": "", "truncate": "t", "stochastic": "s"}
 E4M3 = FloatFormat(4, 3, infinities=False, dtype=np.dtype(jnp.float8_e4m3fn))
 E5M2 = FloatFormat(5, 2, dtype=np.dtype(jnp.float8_e5m2))
 FP16 = FloatFormat(5, 10, dtype=np.dtype(jnp.float16))
@@ -241,6 +248,12 @@ def counter_bits(shape: tuple[int, ...], seed: Any, step: Any, leaf: Any) -> jax
         ValueError: 2^32 elements or more, which a 32-bit index cannot number.
     """
     return bits_of_words(shape, counter_words(seed, step, leaf))
+
+
+def hash_bits(x: jax.Array) -> jax.Array:
+    """16 bits per element of FP32 `x` (uint16): a hash of its index and of the bits of all of `x`."""
+    words = lax.bitcast_convert_type(x, jnp.uint32)
+    return counter_bits(x.shape, jnp.sum(words, dtype=jnp.uint32), 0, 0)
 
 
 def counter_words(seed: Any, step: Any, leaf: Any) -> jax.Array:

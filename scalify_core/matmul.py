@@ -1,7 +1,7 @@
-"""The FP8 matrix product: E4M3 operands forward, E5M2 for the gradient of the output.
+"""The FP8 matrix product: E4M3 operands forward, E5M2 for the gradient of the output, or E4M3 on request.
 
     y  = X8 W8             X8, W8: saturating casts to E4M3; fast accumulation
-    dX = G8 W8^T           G8: a saturating cast of dy to E5M2
+    dX = G8 W8^T           G8: a saturating cast of dy to E5M2, or E4M3
     dW = X8^T G8           residuals of the forward pass are X8 and W8, never the wide operands
 
 The operands of every product are real FP8 arrays, and the algorithm is named in the program: what XLA needs to choose
@@ -67,6 +67,7 @@ class Fp8DotGeneral:
             is cast again. Operands of other widths, and plain programs, keep the FP8 copy in any case.
         rhs_gradient: under `scalify`, the dtype that the data of the gradient of the right operand is cast to where it
             is computed, so that a loop over layers stacks it in this; None: that of the result.
+        gradient: what the gradient of the result is cast to, E5M2 or E4M3, which has a digit more and 14 octaves less.
         converted: the (rows, columns, contracted) of the products that were traced as FP8.
         skipped: of those that were not.
     """
@@ -78,8 +79,11 @@ class Fp8DotGeneral:
         *,
         keep_rhs: bool = False,
         rhs_gradient: Any = None,
+        gradient: FloatFormat = E5M2,
     ) -> None:
-        """Raise ValueError for a scale that is neither a positive number, "rms" nor "amax"."""
+        """Raise ValueError for a scale that is neither a positive number, "rms" nor "amax", or another format."""
+        if gradient not in (E4M3, E5M2):
+            raise ValueError(f"{name}: the gradient of an FP8 product is cast to e5m2 or e4m3, not {gradient}")
         for scale in scaling:
             if scale not in ("rms", "amax") and not (isinstance(scale, int | float) and 0 < scale < math.inf):
                 raise ValueError(f'{name}: scale {scale!r} is neither a positive number, "rms" nor "amax"')
@@ -87,11 +91,12 @@ class Fp8DotGeneral:
         self.scaling = Scaling(*(scale if isinstance(scale, str) else float(scale) for scale in scaling))
         self.keep_rhs = keep_rhs
         self.rhs_gradient = None if rhs_gradient is None else str(jnp.dtype(rhs_gradient))
+        self.gradient = gradient
         self.converted: set[tuple[int, int, int]] = set()
         self.skipped: set[tuple[int, int, int]] = set()
 
     def __repr__(self) -> str:
-        kept = f"keep_rhs={self.keep_rhs}, rhs_gradient={self.rhs_gradient}"
+        kept = f"keep_rhs={self.keep_rhs}, rhs_gradient={self.rhs_gradient}, gradient={self.gradient}"
         return f"Fp8DotGeneral({self.name!r}, {self.scaling}, {kept})"
 
     def __call__(
@@ -139,7 +144,7 @@ class Fp8DotGeneral:
             return lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)
         self.converted.add(sizes)
         dtypes = str(lhs.dtype), str(rhs.dtype), str(dtype)
-        product = Product(dims, sizes, dtypes, self.scaling, self.keep_rhs, self.rhs_gradient)
+        product = Product(dims, sizes, dtypes, self.scaling, self.keep_rhs, self.rhs_gradient, self.gradient)
         return _fp8_dot(lhs, rhs, product=product)
 
 
@@ -174,7 +179,7 @@ class Product(NamedTuple):
         sizes: rows, columns and contracted elements.
         dtypes: of lhs, rhs and the result.
         scaling: of plain programs.
-        keep_rhs, rhs_gradient: see `Fp8DotGeneral`.
+        keep_rhs, rhs_gradient, gradient: see `Fp8DotGeneral`.
     """
 
     dims: DimensionNumbers
@@ -183,6 +188,7 @@ class Product(NamedTuple):
     scaling: Scaling
     keep_rhs: bool
     rhs_gradient: str | None
+    gradient: FloatFormat
 
 
 @composite(name="fp8_dot_general")
@@ -204,7 +210,7 @@ def _backward(residuals: tuple, gradient: jax.Array, *, product: Product) -> tup
     dims, dtypes, scaling = product.dims, product.dtypes, product.scaling
     lhs8, rhs8, *traced = residuals
     scales: list[Any] = [c if t is None else t for c, t in zip(scaling[:2], traced, strict=True)]
-    gradient8, scale = _cast(gradient, E5M2, scaling.gradient)
+    gradient8, scale = _cast(gradient, product.gradient, scaling.gradient)
     d_lhs = functools.partial(lhs_gradient, gradient8, rhs8, dims)
     d_rhs = functools.partial(rhs_gradient, lhs8, gradient8, dims)
     return _scaled(d_lhs, dtypes[0], scale, scales[1]), _scaled(d_rhs, dtypes[1], scales[0], scale)

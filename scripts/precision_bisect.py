@@ -31,7 +31,8 @@ from trainer.errors import UserError
 from trainer.models.roles import role_of
 from trainer.observe.slowness import first_said
 from trainer.parallel.mesh import place_batch
-from trainer.precision.dots import ClippedDot, Dims, Dot, narrow_gradient_dot, wide_gradient_dot
+from trainer.precision.arrays import prepared
+from trainer.precision.dots import Dims, Dot, narrow_gradient_dot, wide_gradient_dot
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import Policy
 from trainer.run.rundir import write_atomically
@@ -90,11 +91,12 @@ cast_backward.defvjp(lambda x, on, fmt: (x, on), lambda fmt, on, g: (cast_forwar
 class SwitchedDot:
     """A narrow product, simulated: each of its casts has a switch, in row `layer` of `on_Lx4`."""
 
-    def __init__(self, on_Lx4: jax.Array, layer: int, policy: Policy) -> None:
+    def __init__(self, on_Lx4: jax.Array, layer: int, path: str, policy: Policy) -> None:
+        backward = policy.backward_of(path)
         assert policy.forward is not None
-        assert policy.backward is not None
+        assert backward is not None
         self.on_Lx4, self.layer, self.simulate = on_Lx4, layer, policy.simulate
-        self.forward, self.backward = FloatFormat.parse(policy.forward), FloatFormat.parse(policy.backward)
+        self.forward, self.backward = FloatFormat.parse(policy.forward), FloatFormat.parse(backward)
 
     def __call__(self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Dims, **_: Any) -> jax.Array:
         if not self.simulate and any(size % MULTIPLE for size in (*lhs_NxD.shape, *rhs_DxF.shape)):
@@ -119,8 +121,8 @@ def switched(model: Model, on_Lx4: jax.Array) -> Model:
     def dot_general(path: str) -> Dot:
         if path not in model.narrow:
             return wide_gradient_dot if model.policy.weight_grad == "fp32" else narrow_gradient_dot
-        dot = SwitchedDot(on_Lx4, model.narrow.index(path), model.policy)
-        return dot if model.policy.clip_outliers is None else ClippedDot(dot, model.policy.clip_outliers)
+        dot = SwitchedDot(on_Lx4, model.narrow.index(path), path, model.policy)
+        return prepared(dot, model.policy)
 
     settings = {"rescale_grads": model.policy.rescaled_places}
     build, compute_dtype = model.family.build, model.policy.logical

@@ -48,7 +48,7 @@ def _defined(*names: str) -> Callable:
 
 _RESCALES = ("dynamic_rescale_rms", "dynamic_rescale_max", "dynamic_rescale_rms_grad", "dynamic_rescale_max_grad")
 _SAME = (*_RESCALES, "rebalance", "rebalance_grad", "stop_scaling", "materialised")
-_E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
+_E4M3 = np.dtype(jnp.float8_e4m3fn)
 
 
 @_defined(*(f"{name}{part}" for name in _SAME for part in ("", ".fwd", ".bwd")))
@@ -135,7 +135,7 @@ def _fp8(call: Any, step: Step, env: Operands) -> Sequence[Any]:
 def _fp8_bwd(call: Any, step: Step, env: Operands) -> Sequence[Any]:
     product, last = dict(call.static)["product"], len(step.eqn.invars) - 1
     of = _labels(call, step, product, (0, 1, last))
-    formats, atoms = (_E4M3, _E4M3, _E5M2), (*step.eqn.invars[:2], step.eqn.invars[last])
+    formats, atoms = (_E4M3, _E4M3, product.gradient.dtype), (*step.eqn.invars[:2], step.eqn.invars[last])
     lhs, rhs, gradient = (
         env.stored(x, Want(dtype, each_index(x.aval.shape, axes)))
         for x, dtype, axes in zip(atoms, formats, shared(of), strict=True)

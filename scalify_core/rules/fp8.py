@@ -15,7 +15,7 @@ import numpy as np
 
 from scalify_core import scales as sc
 from scalify_core import value as v
-from scalify_core.formats import E4M3, E5M2
+from scalify_core.formats import E4M3
 from scalify_core.lowering import row_major, stored, stored_both_ways
 from scalify_core.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
 from scalify_core.registry import composite_rule
@@ -70,7 +70,7 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
             # A parameter, which is there in any case: it is cast again, `stored` telling the two casts apart. In its
             # own order, too: the product contracts its last axis.
             rhs8 = row_major(fp8_cast(stored(rhs8), E4M3))
-        gradient8 = fp8_cast(rest[-1], E5M2)  # of infinities `saturated` would make large numbers
+        gradient8 = fp8_cast(rest[-1], product.gradient)  # of infinities `saturated` would make large numbers
         # What adds up its rows can write it too, in one order; if they are added up, one pass writes both.
         both = stored_both_ways(gradient8) if summed and gradient8.ndim == 2 else (stored(gradient8),) * 2
         d_lhs = lhs_gradient(both[0], rhs8, product.dims, dtype, 1 / lhs_power)

@@ -112,6 +112,28 @@ def test_a_truncating_format_leaves_out_digits_and_never_rounds_up(name):
         fmt.cast(1.0)
 
 
+@pytest.mark.parametrize("name", ["e4m3s", "e5m2s", "e3m1s"])
+def test_a_stochastic_format_gives_either_neighbour_the_nearer_the_likelier(name):
+    fmt = FloatFormat.parse(name)
+    assert (str(fmt), fmt.dtype, fmt.max) == (name, None, FloatFormat.parse(name[:-1]).max)
+    quantise = jax.jit(fmt.quantise)
+    x = np.concatenate([np.random.default_rng(0).normal(size=2**16), [0.0, -0.0, np.inf, np.nan]]).astype(np.float32)
+    found, below = np.asarray(quantise(x)), truncated(fmt, x)
+    ends = x[-4:] if fmt.infinities else np.array([0.0, -0.0, np.nan, np.nan])
+    assert_same(found[-4:], ends.astype(np.float32))
+    x, found, below = x[:-4], found[:-4], below[:-4]
+    table = values(fmt)
+    above = np.copysign(table[np.minimum(np.searchsorted(table, np.abs(below)) + 1, len(table) - 1)], x)
+    assert np.all((found == below) | (found == above))
+    assert np.mean(found == below) > 0.3
+    assert np.mean(found == above) > 0.3
+    assert_same(found, np.asarray(quantise(np.append(x, [0.0, -0.0, np.inf, np.nan]).astype(np.float32)))[:-4])
+    # A rounding is off by at most the space between its neighbours, so that many are off by its root together.
+    error, space = (found - x).astype(np.float64), np.abs(above - below)
+    assert abs(error.sum()) < 4 * np.sqrt(np.square(space).sum() / 4)
+    assert np.any(found != np.asarray(quantise(np.append(x, 1.0).astype(np.float32)))[:-1])
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_operands_saturate_at_the_formats_own_maximum(dtype):
     # In BF16 the limit 65504 would round to 65536, which FP16 cannot hold.

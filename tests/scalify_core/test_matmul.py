@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from scalify_core.formats import E4M3, E5M2
+from scalify_core.formats import E4M3, E5M2, FP16
 from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 
 MATRIX = (((1,), (0,)), ((), ()))
@@ -35,8 +35,9 @@ def on_grid(fmt, x):
     return fmt.cast(x).astype(jnp.float32)
 
 
+@pytest.mark.parametrize("fmt", [E5M2, E4M3], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_product_and_gradients_are_those_of_the_fp8_operands(case):
+def test_product_and_gradients_are_those_of_the_fp8_operands(case, fmt):
     lhs_shape, rhs_shape, dims = CASES[case]
     lhs, rhs = normal(0, lhs_shape), normal(1, rhs_shape)
     gradient = normal(2, jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), lhs, rhs).shape)
@@ -46,11 +47,12 @@ def test_product_and_gradients_are_those_of_the_fp8_operands(case):
         return out, *vjp(gradient)
 
     exact = functools.partial(lax.dot_general, precision="highest")
-    rounded = on_grid(E4M3, lhs), on_grid(E4M3, rhs), on_grid(E5M2, gradient)
+    rounded = on_grid(E4M3, lhs), on_grid(E4M3, rhs), on_grid(fmt, gradient)
     expected = jax.jit(with_gradients, static_argnums=0)(exact, *rounded)
     # Sums of at most 768 products in FP32, of any order: gamma_n |a||b|, with |a||b| at most 3.5^2 a product here.
     tolerance = {"rtol": 0, "atol": 768 * EPS32 * 16}
-    all_found = jax.jit(with_gradients, static_argnums=0)(fp8_dot_general, lhs, rhs, gradient)
+    dot = Fp8DotGeneral(gradient=fmt)
+    all_found = jax.jit(with_gradients, static_argnums=0)(dot, lhs, rhs, gradient)
     for found, right in zip(all_found, expected, strict=True):
         np.testing.assert_allclose(found, right, **tolerance)
 
@@ -178,6 +180,11 @@ def test_sizes_that_are_not_multiples_of_16_fall_back_once_a_shape_and_are_named
 def test_what_cannot_be_honoured_is_an_error(kwargs, error):
     with pytest.raises(error, match="fp8_dot_general"):
         fp8_dot_general(jnp.ones((16, 16)), jnp.ones((16, 16)), MATRIX, **kwargs)
+
+
+def test_a_gradient_is_cast_to_a_format_that_fp8_products_take():
+    with pytest.raises(ValueError, match=r"mine: .*e5m2 or e4m3, not e5m10"):
+        Fp8DotGeneral("mine", gradient=FP16)
 
 
 def test_integer_operands_and_unknown_scales_are_errors():

@@ -110,11 +110,12 @@ def make_slots(model: Model) -> Slots:
     }
 
 
-def casts(policy: Policy) -> tuple[FloatFormat | None, FloatFormat | None]:
-    """What the chosen matmuls cast their operands and the gradient of their result to, with the tensors' own scales."""
-    if policy.forward is None or policy.backward is None or policy.method.in_products:
+def casts(policy: Policy, path: str) -> tuple[FloatFormat | None, FloatFormat | None]:
+    """What the chosen matmul at `path` casts operands and its result's gradient to, with the tensors' own scales."""
+    backward = policy.backward_of(path)
+    if policy.forward is None or backward is None or policy.method.in_products:
         return None, None
-    return FloatFormat.parse(policy.forward), FloatFormat.parse(policy.backward)
+    return FloatFormat.parse(policy.forward), FloatFormat.parse(backward)
 
 
 def operand_formats(model: Model, name: str, side: str) -> tuple[FloatFormat | None, FloatFormat | None]:
@@ -122,7 +123,7 @@ def operand_formats(model: Model, name: str, side: str) -> tuple[FloatFormat | N
     path = name.replace(".", ".*.", 1) if is_stack(model, name) else name
     if path not in model.narrow:
         return None, None
-    forward, backward = casts(model.policy)
+    forward, backward = casts(model.policy, path)
     return (forward, None) if side == "in" else (None, backward)
 
 
@@ -246,7 +247,7 @@ def make_numerics(task: Task, lr: float) -> Callable[[TrainState, Tokens, int], 
     pull = jit(functools.partial(stored_gradients, task))
     measure = jit(of_tensor, static_argnums=3)
     everywhere = jit(lambda params: params)
-    forward, _ = casts(model.policy)
+    forward, _ = casts(model.policy, "")
     kernels = {name for name, role in named(model.roles).items() if model.is_narrow(role)}
 
     def of(tensors: dict[str, Any], exact: dict[str, Any], cast: Collection[str] = (), *, zeros: bool) -> Slots:

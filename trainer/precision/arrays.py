@@ -11,7 +11,7 @@ from scalify_core import FloatFormat, ScaledArray, weights
 from scalify_core.formats import E4M3
 from scalify_core.matmul import MULTIPLE
 from trainer.errors import UserError
-from trainer.precision.dots import ClippedDot, Dot, narrow_gradient_dot, wide_gradient_dot
+from trainer.precision.dots import ClippedDot, Dot, MixedDot, narrow_gradient_dot, wide_gradient_dot
 from trainer.precision.policy import DTYPES, Policy
 
 ASSUMED_SCALE = 2.0**-6  # of weights that do not exist yet, where a program is compiled without them
@@ -25,7 +25,8 @@ def skipped_matmuls(policy: Policy, sizes: Mapping[str, tuple[int, int]], rows: 
       sizes: input and output width of each, by path.
       rows: tokens that a device multiplies them by at once; None: some multiple of 16.
     """
-    for key, patterns in (("matmuls", policy.matmuls), ("keep", policy.keep)):
+    chosen = {"matmuls": policy.matmuls, "keep": policy.keep, "backward_e4m3": policy.backward_e4m3 or ()}
+    for key, patterns in chosen.items():
         for pattern in patterns:
             if not any(fnmatchcase(path, pattern) for path in sizes):
                 raise UserError(
@@ -64,16 +65,25 @@ def dot_general_for(
     rhs_gradient = FloatFormat.parse(policy.weight_grad).dtype if store_gradients else None
 
     def dot_general(path: str) -> Dot:
-        if path not in chosen or policy.forward is None or policy.backward is None:
+        backward = policy.backward_of(path)
+        if path not in chosen or policy.forward is None or backward is None:
             return wide_gradient_dot if policy.weight_grad == "fp32" else narrow_gradient_dot
         dot: Dot
+        gradient = FloatFormat.parse(backward)
         if policy.simulate:
-            dot = policy.method.simulated(FloatFormat.parse(policy.forward), FloatFormat.parse(policy.backward))
+            dot = policy.method.simulated(FloatFormat.parse(policy.forward), gradient)
         else:
-            dot = policy.method.dot(path, policy, keep_rhs=keep_weights, rhs_gradient=rhs_gradient)
-        return dot if policy.clip_outliers is None else ClippedDot(dot, policy.clip_outliers)
+            dot = policy.method.dot(path, policy, keep_rhs=keep_weights, rhs_gradient=rhs_gradient, gradient=gradient)
+        return prepared(dot, policy)
 
     return dot_general
+
+
+def prepared(dot: Dot, policy: Policy) -> Dot:
+    """`dot`, with what happens to its operands before it casts them."""
+    if policy.hadamard is not None:
+        dot = MixedDot(dot, policy.hadamard)
+    return dot if policy.clip_outliers is None else ClippedDot(dot, policy.clip_outliers)
 
 
 def store_weights(params: Any, policy: Policy) -> Any:
@@ -99,7 +109,7 @@ def in_transit(p: Any, policy: Policy, *, kernel: bool, narrow: bool, factor: bo
     """
     if policy.scaled:
         p = p.astype(DTYPES[policy.compute])
-        in_fp8 = narrow and not factor and not policy.simulate and policy.clip_outliers is None
+        in_fp8 = narrow and not factor and not policy.simulate and policy.casts_operands_as_they_are
         return ScaledArray(E4M3.cast(p.data), p.scale) if in_fp8 else p
     # Gains, tables and biases are used in FP32; FP8 kernels get their scale from what the weights are.
     return p.astype(DTYPES[policy.compute]) if kernel and not narrow else p

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from scalify_core import FloatFormat
-from scalify_core.formats import E4M3, counter_bits, pow2_floor, pow2_inverse
+from scalify_core.formats import E4M3, hash_bits, pow2_floor, pow2_inverse
+from trainer.precision.dots import hadamard
 
 FP4_MAX = 6.0  # of E2M1, which has neither infinities nor NaN
 HADAMARD = 16
@@ -88,26 +88,8 @@ def nvfp4(x: jax.Array, block: Block, *, stochastic: bool = False) -> jax.Array:
     largest = jnp.max(jnp.abs(x))
     whole = jnp.where(largest == 0, 1, largest / np.float32(FP4_MAX * E4M3.max))
     scale = E4M3.quantise(largest_in_blocks(x / whole, block) / np.float32(FP4_MAX))
-    bits = None
-    if stochastic:
-        words = lax.bitcast_convert_type(x, jnp.uint32)
-        bits = counter_bits(x.shape, jnp.sum(words, dtype=jnp.uint32), 0, 0)
+    bits = hash_bits(x) if stochastic else None
     return fp4(x / whole / jnp.where(scale == 0, 1, scale), bits) * scale * whole
-
-
-def hadamard(x: jax.Array) -> jax.Array:
-    """`x` [N, ..] times a random orthogonal matrix in groups of 16 along N: what two operands have in common cancels.
-
-    The signs are the same always. Rows beyond the last whole group are mixed with zeros, so there may be more of them.
-    """
-    matrix = np.ones((1, 1))
-    while len(matrix) < HADAMARD:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], HADAMARD)
-    mixed = (signs[:, None] * matrix / np.sqrt(HADAMARD)).astype(np.float32)
-    padded = jnp.pad(x, ((0, -x.shape[0] % HADAMARD), (0, 0)))
-    groups = padded.reshape(-1, HADAMARD, x.shape[1])
-    return jnp.einsum("gid,ij->gjd", groups, mixed, precision="highest").reshape(padded.shape)
 
 
 Rounding = Callable[[jax.Array, int], jax.Array]
@@ -153,7 +135,7 @@ def nvfp4_recipe() -> Recipe:
         lambda x, axis: nvfp4(x, along(axis, 16)),
         lambda x, axis: nvfp4(x, (16, 16)),
         lambda x, axis: nvfp4(x, along(axis, 16), stochastic=True),
-        hadamard,
+        lambda x: hadamard(x, HADAMARD),
     )
 
 

@@ -4,11 +4,13 @@ Every one of them takes activations in the compute dtype and the kernel as the m
 cast before, as layers do by default, has its gradient rounded to the compute dtype on the way back.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.linen.fp8_ops import fp8_scaled_dot_general
 
@@ -74,6 +76,40 @@ class ClippedDot(nnx.Module):
         """The product in the dtype of `dot`'s."""
         bound = jnp.float32(self.multiple)
         return self.dot(_clip(lhs, bound.astype(lhs.dtype)), _clip(rhs, bound.astype(rhs.dtype)), dims, **settings)
+
+
+class MixedDot(nnx.Module):
+    """`dot` of operands that are both multiplied by one orthogonal matrix in groups of `size` channels of their sum.
+
+    A random Hadamard transform: what the product is stays, and of an outlier each channel of its group gets a part. A
+    module, for the amax histories that `dot` may have.
+    """
+
+    def __init__(self, dot: Dot, size: int) -> None:
+        self.dot, self.size = dot, size
+
+    def __call__(self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Dims, **settings: Any) -> jax.Array:
+        """The product in the dtype of `dot`'s. ValueError for any other than that of two matrices."""
+        if dims != (((1,), (0,)), ((), ())):
+            raise ValueError(f"MixedDot multiplies [N, D] and [D, F]; got dimension numbers {dims}")
+        mixed_NxD = hadamard(lhs_NxD.T, self.size).T
+        return self.dot(mixed_NxD, hadamard(rhs_DxF, self.size), dims, **settings)
+
+
+def hadamard(x: jax.Array, size: int) -> jax.Array:
+    """`x` [N, ..] times a random orthogonal matrix in groups of `size` along N, a power of two.
+
+    The signs are the same always. Rows beyond the last whole group are mixed with zeros, so there may be more of them.
+    """
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size)
+    padded = jnp.pad(x, ((0, -x.shape[0] % size), (0, 0)))
+    groups = padded.reshape(-1, size, x.shape[1])
+    # Of ones, and divided afterwards: where scales propagate, that of an array of constants is 1.
+    mixed = jnp.einsum("gid,ij->gjd", groups, (signs[:, None] * matrix).astype(x.dtype), precision="highest")
+    return mixed.reshape(padded.shape) * (1 / math.sqrt(size))
 
 
 @jax.custom_vjp

@@ -30,6 +30,7 @@ class Method:
       in_products: whether FP8 products measure the scales of their operands, which the tensors do not have themselves.
       any_rows: whether its FP8 products take any number of rows.
       has_history: whether the scales come from a state that only training writes.
+      scales_gradients: whether those that its FP8 products cast have a scale that fits any format.
       rounds_weight_gradients: whether its FP8 products round the weights' gradients to `compute`, whatever keeps them.
       settings: the keys of `precision` that it alone uses.
       calibration: steps in a row that may be skipped until it has found its place, beside those that are allowed.
@@ -40,6 +41,7 @@ class Method:
     in_products: ClassVar[bool] = False
     any_rows: ClassVar[bool] = False
     has_history: ClassVar[bool] = False
+    scales_gradients: ClassVar[bool] = False
     rounds_weight_gradients: ClassVar[bool] = False
     settings: ClassVar[tuple[str, ...]] = ()
     calibration: ClassVar[int] = 0
@@ -118,6 +120,7 @@ class Propagated(Method):
 
     name = "propagate"
     scaled = True
+    scales_gradients = True
     settings = ("rescale_grads", "rescale_every")
 
     def check(self, policy: "Policy") -> None:
@@ -202,6 +205,7 @@ class Current(Method):
 
     name = "current"
     in_products = True
+    scales_gradients = True
 
     def dot(self, path: str, policy: "Policy", **settings: Any) -> "Dot":
         """The FP8 product whose operands and gradient are measured."""

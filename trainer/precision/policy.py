@@ -6,12 +6,13 @@ group `precision` too. Nothing here imports JAX: `trainer.precision.arrays` has 
 
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 import ml_dtypes
 import numpy as np
 
-from trainer.bounds import Bound, OneOf, Positive, at_least, check_fields
+from trainer.bounds import POWER_OF_TWO, Bound, OneOf, Positive, at_least, check_fields
 from trainer.errors import UserError
 from trainer.precision.methods import METHODS, Method
 
@@ -28,7 +29,7 @@ PLACES = ("layer_norm", "qkv")  # where a gradient can be rescaled
 
 def is_format(name: str) -> bool:
     """Whether `scalify_core.FloatFormat` can be of this name."""
-    bits = re.fullmatch(r"e(\d+)m(\d+)t?", name.lower())
+    bits = re.fullmatch(r"e(\d+)m(\d+)[ts]?", name.lower())
     if bits is None:
         return name.lower() in ALIASES
     return 2 <= int(bits[1]) <= 8 and 1 <= int(bits[2]) <= 23
@@ -38,7 +39,7 @@ Format = Annotated[
     str,
     Bound(
         is_format,
-        "eXmY of 2 to 8 exponent bits and 1 to 23 mantissa bits, such as e4m3 or e4m3t, or fp32, bf16 or fp16",
+        "eXmY of 2 to 8 exponent bits and 1 to 23 mantissa bits, such as e4m3, e4m3t or e4m3s, or fp32, bf16 or fp16",
     ),
 ]
 
@@ -51,8 +52,10 @@ class Policy:
       compute: activations and all matmuls that are not chosen by `matmuls`: fp32, bf16 or fp16.
       forward: format of the operands of the chosen matmuls (e4m3; any eXmY when simulated); None: `compute`.
       backward: of the gradient of their output.
+      backward_e4m3: patterns of those among the chosen matmuls where that is e4m3: a digit more and 14 octaves less,
+        where the range that is measured allows it; None: nowhere.
       simulate: round FP32 values to `forward` and `backward` instead of multiplying in them; to nearest, or where the
-        format's name ends in a t, as in e4m3t, by leaving out the digits behind the last place.
+        format's name ends in a t, as in e4m3t, by leaving out the digits behind the last place, in an s stochastically.
       matmuls: patterns of module paths, such as `h.*` or `h.*.mlp.*`: the chosen ones.
       keep: patterns of those among them that stay in `compute`, such as `h.0.*`.
       scaling: the name of a method that keeps narrow numbers in range, of `trainer.precision.methods.METHODS`.
@@ -67,12 +70,15 @@ class Policy:
       rescale_grads: where scales propagate, the places whose gradient gets the scale of its RMS, measured at run time:
         layer_norm (the input of each) and qkv (queries, keys and values of each attention).
       clip_outliers: operands of the chosen matmuls are clipped to so many times their RMS before the cast; None: not.
+      hadamard: both operands of the chosen matmuls are multiplied by one random orthogonal matrix in groups of so many
+        channels of their sum, a power of two, before the cast; None: not.
       amax_history: steps that delayed scaling looks back.
     """
 
     compute: Computed
     forward: Format | None
     backward: Format | None
+    backward_e4m3: tuple[str, ...] | None
     simulate: bool
     matmuls: tuple[str, ...]
     keep: tuple[str, ...]
@@ -86,6 +92,7 @@ class Policy:
     update: Literal["fp32", "propagate"]
     rescale_grads: tuple[str, ...]
     clip_outliers: Annotated[float, at_least(1)] | None
+    hadamard: Annotated[int, at_least(2), POWER_OF_TWO] | None
     amax_history: Positive
 
     def __post_init__(self) -> None:
@@ -125,11 +132,19 @@ class Policy:
                 f"precision.forward={self.forward}, precision.backward={self.backward}: the FP8 matmul takes e4m3 "
                 "forward and e5m2 backward; others need precision.simulate=true"
             )
-        if self.clip_outliers is not None and self.forward is None:
+        if self.backward_e4m3 and (self.forward is None or not self.method.scales_gradients):
+            scaled = " or ".join(name for name, method in METHODS.items() if method.scales_gradients)
             raise UserError(
-                f"precision.clip_outliers={self.clip_outliers:g} clips what is rounded to FP8, and no matmul is; set "
-                "precision.forward and .backward, or leave it out"
+                f"precision.backward_e4m3 needs FP8 matmuls whose gradients have scales of their own: set "
+                f"precision.forward, precision.backward and precision.scaling={scaled}; found "
+                f"{self.forward}, {self.backward} and {self.scaling}"
             )
+        for key in ("clip_outliers", "hadamard"):
+            if getattr(self, key) is not None and self.forward is None:
+                raise UserError(
+                    f"precision.{key}={getattr(self, key):g} acts on what is rounded to FP8, and no matmul is; set "
+                    "precision.forward and .backward, or leave it out"
+                )
 
     @property
     def method(self) -> Method:
@@ -160,6 +175,16 @@ class Policy:
     def in_fp8(self) -> bool:
         """Whether the chosen matmuls multiply in FP8, not in a simulation of it."""
         return self.forward is not None and not self.simulate
+
+    @property
+    def casts_operands_as_they_are(self) -> bool:
+        """Whether nothing happens to operands of the chosen matmuls before they are cast."""
+        return self.clip_outliers is None and self.hadamard is None
+
+    def backward_of(self, path: str) -> Format | None:
+        """The format of the gradient of what the chosen matmul at `path` gives."""
+        fine = any(fnmatchcase(path, pattern) for pattern in self.backward_e4m3 or ())
+        return "e4m3" if fine else self.backward
 
     @property
     def weight_gradients(self) -> str:

@@ -155,6 +155,13 @@ def rounding_of(weights: str, rounding: str) -> str:
     return "" if weights == "fp32" else f" (rounding: {rounding})"
 
 
+def before_the_cast(policy: Policy) -> str:
+    """What happens to operands of the chosen matmuls, in order, to be appended; nothing where nothing does."""
+    clipped = [f"clipped at {policy.clip_outliers:g} times their RMS"] if policy.clip_outliers is not None else []
+    mixed = [f"mixed in groups of {policy.hadamard} channels"] if policy.hadamard is not None else []
+    return f", operands {', '.join(clipped + mixed)}" if clipped + mixed else ""
+
+
 def describe_precision(model: Model) -> str:
     """What is computed and stored in what, and which matmuls are narrow."""
     policy, skipped = model.policy, model.skipped
@@ -164,8 +171,12 @@ def describe_precision(model: Model) -> str:
     if policy.forward is not None:
         simulated = " (simulated)" if policy.simulate else ""
         narrow, share = len(model.narrow), flop_share(model.spec, model.narrow)
-        matmuls = f"{narrow} of {every} linear layers in {policy.forward}/{policy.backward}{simulated}, "
-        matmuls += f"{share:.0%} of the FLOPs; the rest, attention and head in {policy.compute}"
+        fine = sum(policy.backward_of(path) != policy.backward for path in model.narrow)
+        gradients_of = f" (gradients of {fine} in e4m3)" if fine else ""
+        matmuls = f"{narrow} of {every} linear layers in {policy.forward}/{policy.backward}{gradients_of}{simulated}, "
+        matmuls += (
+            f"{share:.0%} of the FLOPs{before_the_cast(policy)}; the rest, attention and head in {policy.compute}"
+        )
         for why in dict.fromkeys(skipped.values()):
             paths = [path for path, reason in skipped.items() if reason == why]
             shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")

@@ -12,6 +12,7 @@ from scalify_core.formats import E4M3, E5M2, counter_bits
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.precision import blocks
+from trainer.precision.dots import hadamard
 
 ROWS, COLUMNS = 48, 128
 PRODUCT = (((1,), (0,)), ((), ()))
@@ -111,12 +112,12 @@ def test_blocks_lie_along_the_sum():
 def test_hadamard_cancels_in_the_product():
     x, g = spread((50, 24), 1, octaves=1), spread((50, 8), 2, octaves=1)
     exact = np.asarray(x, np.float64).T @ np.asarray(g, np.float64)
-    found = np.asarray(blocks.hadamard(x), np.float64).T @ np.asarray(blocks.hadamard(g), np.float64)
+    found = np.asarray(hadamard(x, 16), np.float64).T @ np.asarray(hadamard(g, 16), np.float64)
     # Each mixed number is a sum of 16 products, rounded once each.
     bound = 2 * 16 * 2.0**-24 * (np.abs(np.asarray(x)).sum() * np.abs(np.asarray(g)).max() * 4)
     np.testing.assert_allclose(found, exact, rtol=0, atol=bound)
     spike = jnp.zeros((16, 1)).at[3].set(16.0)
-    np.testing.assert_allclose(np.abs(blocks.hadamard(spike)), 4.0)  # an outlier is shared out
+    np.testing.assert_allclose(np.abs(hadamard(spike, 16)), 4.0)  # an outlier is shared out
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -49,6 +49,8 @@ def test_a_loop_over_layers_stacks_gradients_in_one_byte_unless_they_are_added_u
         ({"forward": "e3m4", "backward": "e5m2"}, "simulate=true"),
         ({"forward": "e4m3"}, "give both"),
         ({"clip_outliers": 6.0}, "no matmul is"),
+        ({"hadamard": 16}, "precision.hadamard=16 .* no matmul is"),
+        ({"backward_e4m3": ("h.*",)}, "precision.backward_e4m3 needs FP8 matmuls"),
         ({"scaling": "delayed"}, "scales FP8 matmuls"),
         ({"weights": "fp16"}, "needs precision.scaling=propagate"),
         ({"scaling": "propagate", "compute": "fp16"}, "weight_grad=fp32"),
@@ -114,6 +116,21 @@ def test_the_start_up_line_says_that_delayed_scaling_rounds_weight_gradients():
     assert "weight gradients rounded to bf16 by Flax's product, kept in fp32, moments" in said
 
 
+def test_gradients_in_e4m3_need_scales_of_their_own():
+    with pytest.raises(UserError, match="scaling=propagate or current; found e4m3, e5m2 and delayed"):
+        policy("fp8_delayed", backward_e4m3=("h.*",))
+    with pytest.raises(UserError, match="found e4m3, e5m2 and none"):
+        policy("fp8_current", scaling="none", backward_e4m3=("h.*",))
+
+
+def test_the_start_up_line_says_which_gradients_are_in_e4m3_and_what_comes_before_the_cast():
+    said = describe_precision(Model.make(SPEC, policy("scalify_fp8", backward_e4m3=("h.*.mlp.*",))))
+    assert "4 of 4 linear layers in e4m3/e5m2 (gradients of 2 in e4m3)" in said
+    assert "clipped" not in describe_precision(Model.make(SPEC, policy("scalify_fp8")))
+    said = describe_precision(Model.make(SPEC, policy("scalify_fp8", hadamard=16, clip_outliers=6.0)))
+    assert "operands clipped at 6 times their RMS, mixed in groups of 16 channels" in said
+
+
 def test_the_start_up_line_says_how_weights_are_rounded():
     for rounding in ("nearest", "kahan"):
         said = describe_precision(Model.make(SPEC, policy("bf16_pure", weights_rounding=rounding)))
@@ -121,7 +138,10 @@ def test_the_start_up_line_says_how_weights_are_rounded():
     assert "; weights fp32, weight gradients" in describe_precision(Model.make(SPEC, policy("bf16")))
 
 
-@pytest.mark.parametrize(("preset", "key"), [("scalify_fp8", "matmuls"), ("scalify_fp8", "keep"), ("bf16", "keep")])
+@pytest.mark.parametrize(
+    ("preset", "key"),
+    [("scalify_fp8", "matmuls"), ("scalify_fp8", "keep"), ("bf16", "keep"), ("scalify_fp8", "backward_e4m3")],
+)
 def test_a_pattern_without_a_match_is_refused(preset, key):
     said = rf"precision\.{key}: no matmul matches 'layer\.\*'; there are h\.0\.attn\.c_attn"
     with pytest.raises(UserError, match=said):
