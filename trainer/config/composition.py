@@ -174,7 +174,7 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
     """
     long = []
     for argument in arguments:
-        simulated = re.fullmatch(r"(\+*)precision=(sim_(e\d+m\d+t?))", argument)
+        simulated = re.fullmatch(r"(\+*)precision=(sim_(e\d+m\d+[ts]?))", argument)
         if simulated:
             sign, name, form = simulated.groups()
             long += [f"{sign}precision=sim"]
@@ -240,6 +240,6 @@ def elsewhere(name: str, tree: Any) -> str:
 def wrong_choice(group: str, choice: str) -> str:
     """What is wrong with a choice that its group does not have."""
     valid = [path.stem for path in Path(CONFIGS, group).glob("*.yaml")]
-    simulated = ["sim_eXmY (any format, such as sim_e3m4, or truncated sim_e3m4t)"] if group == "precision" else []
+    simulated = ["sim_eXmY (any format, such as sim_e3m4, truncated sim_e3m4t, stochastic sim_e3m4s)"] if group == "precision" else []
     found = nearest(choice, valid)
     return f"{group}={choice}: there is no {group}/{choice}; {', '.join([found, *simulated])}"

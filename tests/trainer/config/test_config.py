@@ -307,5 +307,6 @@ def test_a_simulated_format_has_a_short_form():
     short = load("precision=sim_e3m4").precision
     assert (short.name, short.simulate, short.forward, short.backward) == ("sim_e3m4", True, "e3m4", "e3m4")
     assert load("precision=sim_e3m4", "precision.backward=e4m3").precision.backward == "e4m3"
-    cut = load("precision=sim_e3m4t").precision
-    assert (cut.name, cut.simulate, cut.forward, cut.backward) == ("sim_e3m4t", True, "e3m4t", "e3m4t")
+    for form in ("e3m4t", "e3m4s"):
+        rounded = load(f"precision=sim_{form}").precision
+        assert (rounded.name, rounded.simulate, rounded.forward, rounded.backward) == (f"sim_{form}", True, form, form)
