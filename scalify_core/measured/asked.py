@@ -276,13 +276,16 @@ def _is_backward(eqn: Any, within: bool) -> bool:
 def _of_cast(eqn: Any, backward: bool) -> Level:
     """What a cast to FP32 is: written in the program, or in a library; or made because another operand is wider.
 
-    It is seen from what the program has called. Of a pullback that is written by hand all that is left is that it is.
+    It is seen from what the program has called. Of a pullback that is written by hand, and in loops, branches and calls
+    of what belongs to it, all that is left is that it is.
     """
     if not _is_narrow(eqn.invars[0].aval):
         return 0
     called, in_library = _called(eqn)
+    if _BY_HAND in called:
+        return _OF_CAST
     if backward:
-        return _OF_CAST if _BY_HAND in called else 0
+        return 0
     if not _CASTS.isdisjoint(called) and not any(name.startswith(_PROMOTES) for name in called):
         return _OF_CAST
     return _PROMOTED_BY_LIBRARY if in_library else PROMOTED

@@ -101,6 +101,7 @@ CALLS = {
     "vmap": lambda fun: lambda x, w: jax.vmap(fun, (0, None))(x.reshape(4, 2, 16), w).reshape(8, 16),
     "custom_vjp": by_hand,
 }
+CALLS |= {f"{name} of custom_vjp": lambda fun, call=call: call(by_hand(fun)) for name, call in CALLS.items()}
 CASES = {name: functools.partial(program, product) for name, product in PRODUCTS.items()}
 CASES |= {name: call(functools.partial(program, PRODUCTS["matmul"])) for name, call in CALLS.items()}
 
