@@ -240,6 +240,10 @@ def elsewhere(name: str, tree: Any) -> str:
 def wrong_choice(group: str, choice: str) -> str:
     """What is wrong with a choice that its group does not have."""
     valid = [path.stem for path in Path(CONFIGS, group).glob("*.yaml")]
-    simulated = ["sim_eXmY (any format, such as sim_e3m4, truncated sim_e3m4t, stochastic sim_e3m4s)"] if group == "precision" else []
+    simulated = (
+        ["sim_eXmY (any format, such as sim_e3m4, truncated sim_e3m4t, stochastic sim_e3m4s)"]
+        if group == "precision"
+        else []
+    )
     found = nearest(choice, valid)
     return f"{group}={choice}: there is no {group}/{choice}; {', '.join([found, *simulated])}"

@@ -29,7 +29,7 @@ import numpy as np
 
 from scalify_core import FloatFormat
 from scalify_core.formats import E4M3, hash_bits, pow2_floor, pow2_inverse
-from trainer.precision.dots import hadamard
+from trainer.precision.dots import MATRICES, hadamard
 
 FP4_MAX = 6.0  # of E2M1, which has neither infinities nor NaN
 HADAMARD = 16
@@ -147,7 +147,7 @@ class BlockScaledDot:
 
     def __call__(self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Any, **_: Any) -> jax.Array:
         """The product, FP32 [N, F]. ValueError for any other than that of two matrices."""
-        if dims != (((1,), (0,)), ((), ())):
+        if dims != MATRICES:
             raise ValueError(f"BlockScaledDot multiplies [N, D] and [D, F]; got dimension numbers {dims}")
         return self._product(lhs_NxD, rhs_DxF.astype(jnp.float32))
 

@@ -18,6 +18,7 @@ from scalify_core import FloatFormat, cast_on_backward, cast_on_forward
 
 Dot = Callable[..., jax.Array]
 Dims = Any  # of jax.lax.dot_general
+MATRICES: Dims = (((1,), (0,)), ((), ()))  # those of [N, D] and [D, F]
 
 
 class OverwriteWithGradient(nnx.Variable):
@@ -90,7 +91,7 @@ class MixedDot(nnx.Module):
 
     def __call__(self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Dims, **settings: Any) -> jax.Array:
         """The product in the dtype of `dot`'s. ValueError for any other than that of two matrices."""
-        if dims != (((1,), (0,)), ((), ())):
+        if dims != MATRICES:
             raise ValueError(f"MixedDot multiplies [N, D] and [D, F]; got dimension numbers {dims}")
         mixed_NxD = hadamard(lhs_NxD.T, self.size).T
         return self.dot(mixed_NxD, hadamard(rhs_DxF, self.size), dims, **settings)
@@ -130,11 +131,15 @@ def wide_gradient_dot(lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any) -> j
     """`lhs @ rhs` in the dtype of `lhs`; the gradient of `rhs` is what was accumulated in FP32, not rounded first."""
     if lhs.dtype == rhs.dtype:
         return jax.lax.dot_general(lhs, rhs, dims)
-    if dims != (((1,), (0,)), ((), ())):
+    if dims != MATRICES:
         raise ValueError(f"wide_gradient_dot multiplies [N, D] and [D, F]; got dimension numbers {dims}")
     return _matmul(lhs, rhs)
 
 
 def narrow_gradient_dot(lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any) -> jax.Array:
     """`lhs @ rhs` and both gradients in the dtype of `lhs`."""
-    return jax.lax.dot_general(lhs, rhs.astype(lhs.dtype), dims)
+    if dims != MATRICES:
+        raise ValueError(f"narrow_gradient_dot multiplies [N, D] and [D, F]; got dimension numbers {dims}")
+    # Not JAX's own gradient, which is the transpose of a product: XLA takes that for an order of the array, and what
+    # updates matrices of one shape, those of FP8 products among them, has two orders to read.
+    return _matmul(lhs, rhs.astype(lhs.dtype))

@@ -140,6 +140,21 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
     assert found[0].reason == "in precision.keep"
 
 
+def test_a_layer_in_16_bits_beside_fp8_ones_has_nothing_transposed():
+    """FP8 operands are, of each of four linear layers three; of the kept block's gradients XLA took the order."""
+    kept = [
+        "model.n_layer=2",
+        "precision.keep=[h.0.*]",
+        "gpus=1",
+        "micro_batch=2",
+        "search=no",
+        "compare=no",
+        "exact=yes",
+    ]
+    program = script.plan_of([*TINY, "precision=scalify_fp8_fp16", *kept]).measured.compiled.program
+    assert sum(kernel.times for kernel in program.kernels if kernel.kind == "transpose") == 4 * 3
+
+
 def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatch):
     """A run on GPUs, but for its devices and its step, which are those of the plan."""
     monkeypatch.setattr("trainer.assembly.objects.Program", lambda text: text)  # read by the plan already
