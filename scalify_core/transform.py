@@ -31,6 +31,7 @@ from scalify_core.array import (
     say_unreadable,
     trusted,
 )
+from scalify_core.captured import Besides
 from scalify_core.measured.residuals import Logical, Residuals
 from scalify_core.plain import (
     Narrow,
@@ -94,6 +95,9 @@ def scalify(
         (`irfft(rfft(x))`). ScaledArrays that `fun` itself makes are plain numbers to it and to what it returns;
         `set_scaling` says what scale a result is to have.
 
+        Its traces are kept. Called outside of `jit`, it is traced anew once arrays or numbers that it closes over, or
+        names as globals, are others; attributes and arrays changed in place are read once, as under `jax.jit`.
+
         It can be jitted, vmapped, sharded and differentiated (reverse mode). A gradient with respect to a
         ScaledArray is the ScaledArray of the logical gradient: with a dynamic scale it has its own scale, with a
         static one that of the argument, where FP16 loses what is 2^24 times as small: the program has a callback that
@@ -105,7 +109,7 @@ def scalify(
         ValueError: another `scales`; positional and named static arguments that the function does not have.
         TypeError, when called: a static argument that is not hashable, or another that is no array and no number.
     """
-    arguments = Arguments(fun, static_argnums, static_argnames)
+    arguments, besides = Arguments(fun, static_argnums, static_argnames), Besides(fun)
     reporter = Reporter() if check else None
     how = _evaluator(scales, reporter)
 
@@ -124,8 +128,7 @@ def scalify(
             flat, how, reporter, names, plain=Plain(flat, check=check) if scales == "auto" else None
         )
 
-    @functools.wraps(fun)
-    def scalified(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         statics, arrays = arguments.split(args, kwargs)
         leaves, tree = jax.tree.flatten(arrays, is_leaf=is_scaled_array)
         arguments.check(arrays, leaves)
@@ -149,6 +152,11 @@ def scalify(
             names = ["a closed-over array"] * len(closed_over) + own_names
             out = _differentiable(of_all, how, reporter, names.__getitem__, plain=plain)(*closed_over, *leaves)
         return jax.tree.map(_returned, out, is_leaf=_is_leaf)
+
+    @functools.wraps(fun)
+    def scalified(*args: Any, **kwargs: Any) -> Any:
+        with besides.read(forget=on_leaves.cache_clear):
+            return call(*args, **kwargs)
 
     return scalified
 
