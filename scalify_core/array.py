@@ -201,20 +201,24 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
             that a state which begins with zeros does not set the scale of what is added to it).
         dtype: of the data; that of each leaf if None.
 
-    The gradient with respect to the tree is the logical gradient.
+    The gradient with respect to the tree is the logical gradient. Where nothing is traced, a `PrecisionWarning` names
+    arrays of which more than 1% of the elements become zero, because one scale does not hold them beside the rest.
     """
 
-    def convert(x: Any) -> Any:
+    def convert(path: Any, x: Any) -> Any:
         if is_scaled_array(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return x
         x = jnp.asarray(x)
         target = ScaledArray(x, rms_scale(x) if scale is None else scale)._leaf
         data_dtype = np.dtype(x.dtype if dtype is None else dtype)
         if isinstance(target, float):
-            return _scale_static(x, target, data_dtype)
-        return trusted(_scale_dynamic(x, jnp.asarray(target, jnp.float32), data_dtype))
+            out = _scale_static(x, target, data_dtype)
+        else:
+            out = trusted(_scale_dynamic(x, jnp.asarray(target, jnp.float32), data_dtype))
+        watch.entering_flushed(f"as_scaled_array{jax.tree_util.keystr(path)}", x, out.data)
+        return out
 
-    return jax.tree.map(convert, tree, is_leaf=is_scaled_array)
+    return jax.tree_util.tree_map_with_path(convert, tree, is_leaf=is_scaled_array)
 
 
 def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:

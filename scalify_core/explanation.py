@@ -192,9 +192,19 @@ class Explanation:
         """What is said where no equation loses much: results may be off all the same."""
         off = [x for x in self.errors if not x <= self.tolerance]
         if not off:
-            return f"nothing is lost (beyond {self.tolerance:.1%})"
+            return f"nothing is lost (beyond {self.tolerance:.1%} of a norm){self._flushed()}"
         reason = self.turned or "roundings are left where larger numbers cancel, or the format is coarse"
         return f"no equation loses much (beyond {self.tolerance:.1%}), but a result is off by {max(off):.1e}: {reason}"
+
+    def _flushed(self) -> str:
+        """Where most elements are zero of what loses none of its norm, to be appended; nothing where few are."""
+        row = max(self.rows, key=lambda row: row.figures.flushed, default=None)
+        if row is None or row.figures.flushed <= self.tolerance:
+            return ""
+        return (
+            f"; but zero in {row.dtype} beside much larger ones are {row.figures.flushed:.1%} of the elements of "
+            f"{row.place}, {_named(row.primitive, row.place)}"
+        )
 
 
 def _sentence(row: Row) -> str:

@@ -83,9 +83,13 @@ class MeasuredWalk(Walk):
         return out
 
     def returned(self, x: Tensor, value: Any) -> Tensor:
-        """A result of the function as it is stored; small elements that are lost beside others count, too."""
+        """A result of the function as it is stored; small elements that are lost beside others count, too.
+
+        Beside what it was before, not beside plain FP32: of what cancels, as the gradient of a key's bias, roundings
+        are left in both, and not the same ones.
+        """
         out = self.kept(x, value)
-        if out.row is not None and out.figures is not None and watch.beside_lost(x.shadow, asarray(value)) > 0:
+        if out.row is not None and out.figures is not None and watch.beside_lost(asarray(x.value), asarray(value)) > 0:
             out.row.see(out.figures, out.blame, out.when, loses=True)
         return out
 

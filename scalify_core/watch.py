@@ -132,6 +132,29 @@ def beside_lost(before: Any, after: Any) -> jax.Array:
     return jnp.where(lost, count / max(x.size, 1), 0.0).astype(jnp.float32)
 
 
+def entering_flushed(name: str, x: Any, data: Any) -> None:
+    """Warns (`PrecisionWarning`) of numbers that are given a format in which more than 1% of them are zeros.
+
+    Of `x`, whose data is `data`. Nothing is said of what is traced. No program can tell later: it sees the zeros.
+    """
+    if data.dtype.itemsize >= 4 or any(isinstance(a, jax.core.Tracer) for a in (x, data)):
+        return
+    flushed = float(_flushed(x, data))
+    if flushed > FLUSHED:
+        text = (
+            f"{name}: {flushed:.1%} of its elements are zeros in {data.dtype} at this scale, which is that of the RMS "
+            f"unless another is given; give scale=, smaller by up to 2^14, or dtype=jnp.bfloat16, or keep the large "
+            f"and the small ones in arrays of their own"
+        )
+        warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
+
+
+@jax.jit
+def _flushed(x: jax.Array, data: jax.Array) -> jax.Array:
+    """The share of elements that are no zeros in `x` and zeros in `data`."""
+    return jnp.mean((x != 0) & (data == 0)) if x.size else jnp.float32(0)
+
+
 def unreadable(where: str, names: Sequence[str]) -> None:
     """Warns (`PrecisionWarning`), once, of ScaledArrays that read as NaN because their leaves say no scale."""
     if not names:

@@ -24,6 +24,7 @@ from scalify_core.tree import leaves, map_arrays
 
 Rounding = Literal["nearest", "stochastic"]
 
+LEAST = 2.0**-4  # of the largest number of a parameter's data; smaller, and a run-time scale moves down
 LARGE = 2**16  # elements; the arithmetic of smaller arrays may be merged into kernels for many
 # Parameters whose random words are one array: XLA merges kernels that read different parts of one only below 1 KiB, and
 # without that a model of 48 layers has 380 kernels more.
@@ -44,9 +45,9 @@ def apply_updates(
 
     Args:
         params: ScaledArrays and plain arrays. Static scales stay as they are, as do NumPy's of the rows of a stack. A
-            run-time scale does, too, while the new values are below half of the format's largest number; beyond that,
-            and where all was zero (a fresh bias, whose scale is the smallest), it becomes that of the largest new
-            value. FP32 parameters are not rounded.
+            run-time scale does, too, while the largest new value is below half of the format's largest number, and
+            at least 2^-4; beyond that, also where all was zero (a fresh bias, whose scale is the smallest), it becomes
+            that of the largest new value. FP32 parameters are not rounded.
         updates: a tree of the same structure, plain or scaled, what is to be added (learning rate and sign included).
         rounding: "nearest" loses every update below half an ulp (2^-12 of an FP16 parameter, 2^-9 of a BF16 one);
             "stochastic" keeps them in expectation.
@@ -174,14 +175,18 @@ def _integers(numbers: Sequence[Any], which: Sequence[int]) -> np.ndarray:
 
 
 def _scale_of_sum(p: ScaledArray, update: jax.Array, top: float) -> jax.Array:
-    """The run-time scale of `p` where its sum with an update fits, else that of the sum's largest magnitude."""
+    """The run-time scale of `p` where its sum with an update fits, else that of the sum's largest magnitude.
+
+    It does not fit where it is too large for the format, nor where it has shrunk so far that digits would be lost.
+    """
     total = jnp.abs(p.unscale() + update)
     if p.scale.ndim == p.ndim:
         shared = tuple(axis for axis, size in enumerate(p.scale.shape) if size == 1)
         largest = jnp.max(total, axis=shared, keepdims=True, initial=0.0)
     else:
         largest = jnp.max(total, axis=tuple(range(p.scale.ndim, p.ndim)), initial=0.0)
-    moved = (largest > p.scale * (top / 2)) & jnp.isfinite(largest)
+    moved = ((largest > p.scale * (top / 2)) & jnp.isfinite(largest)) | (largest < p.scale * LEAST)
+    moved &= largest > 0
     return jnp.where(moved, jnp.maximum(pow2_floor(largest), np.float32(MIN_SCALE)), p.scale)
 
 

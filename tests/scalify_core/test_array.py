@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, rebalance, rebalance_grad, set_scaling, tree
+from scalify_core import (
+    PrecisionWarning,
+    ScaledArray,
+    as_scaled_array,
+    asarray,
+    rebalance,
+    rebalance_grad,
+    set_scaling,
+    tree,
+)
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 
@@ -74,6 +83,19 @@ def test_narrow_data_is_cast_after_scaling_and_saturates():
     x = as_scaled_array(jnp.asarray([1e-9, 3e-9, 1e20]), 2.0**-30, dtype=jnp.float16)
     assert float(x.data[2]) == 65504
     np.testing.assert_allclose(asarray(x)[:2], [1e-9, 3e-9], rtol=2**-11)
+
+
+def test_what_becomes_zero_on_entry_is_named():
+    """Nobody can tell later: a program sees the zeros."""
+    far = jnp.asarray([1.0] * 8 + [1e-8] * 8)
+    with pytest.warns(PrecisionWarning, match=r"as_scaled_array\['far'\]: 50.0% of its elements are zeros in float16"):
+        as_scaled_array({"near": jnp.ones(4), "far": far}, dtype=jnp.float16)
+    # With what it says to do instead, nothing is.
+    for kwargs in ({"dtype": jnp.float16, "scale": jnp.float32(2.0**-14)}, {"dtype": jnp.bfloat16}):
+        np.testing.assert_allclose(asarray(as_scaled_array(far, **kwargs)), far, rtol=2**-8)
+    rare = jax.random.normal(jax.random.key(0), (1000,)).at[:9].set(1e-20)
+    as_scaled_array((rare, jnp.zeros(3), jnp.zeros(0)), dtype=jnp.float16)
+    jax.jit(lambda x: as_scaled_array(x, dtype=jnp.float16))(far)
 
 
 def test_integers_keys_and_scaled_arrays_pass_as_they_are():

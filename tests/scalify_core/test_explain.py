@@ -216,6 +216,35 @@ def test_masks_saturate_on_purpose_and_gradients_that_are_zero_but_for_rounding_
     assert masked.figures.error < 0.01
 
 
+def test_what_cancels_in_a_part_of_a_result_is_no_loss():
+    """The gradient of a key's bias is zero: what roundings leave of it in FP32 is not what they leave here."""
+    half = jnp.float16
+    params = {"w": normal(16, 48) / 4, "b": jnp.zeros(48), "o": normal(16, 4)}
+
+    def loss(params, x):
+        q, k, v = jnp.split((x @ params["w"] + params["b"][None, None]).reshape(2, 8, 2, 24), 3, -1)
+        out = jax.nn.dot_product_attention(q, k, v).reshape(2, 8, 16) @ params["o"]
+        return jnp.mean(out.astype(jnp.float32) ** 2)
+
+    args = sc.as_scaled_array(params, dtype=half), normal(2, 8, 16).astype(half)
+    assert sc.explain(jax.grad(loss), *args).first_loss is None
+
+
+def test_zeros_beside_much_larger_numbers_are_said_where_nothing_of_the_norm_is_lost():
+    """Gradients that vanish from layer to layer, stacked by a scan."""
+    layers = np.random.default_rng(0).normal(size=(24, 16, 16)).astype(np.float32) * 0.05
+    gradient = jax.grad(
+        lambda layers, x: jnp.sum(
+            jax.lax.scan(lambda h, w: (jnp.tanh(h @ w + 0.5), None), x, layers)[0].astype(jnp.float32)
+        )
+    )
+    args = sc.as_scaled_array((jnp.asarray(layers), normal(4, 16)), dtype=jnp.float16)
+    found, zeros = sc.explain(gradient, *args), np.mean(sc.asarray(sc.scalify(gradient)(*args)) == 0)
+    assert zeros > 0.1
+    assert found.first_loss is None
+    assert f"; but zero in float16 beside much larger ones are {zeros:.1%} of the elements of" in str(found)
+
+
 def test_what_a_program_prints_is_printed_once(capfd):
     def told(x):
         jax.debug.print("largest {x}", x=jnp.max(x))

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalify_core import ScaledArray, as_scaled_array
+from scalify_core import ScaledArray, as_scaled_array, asarray
 from scalify_core.formats import BF16, E4M3, FP16, counter_bits
 from scalify_core.weights import (
     apply_updates,
@@ -155,6 +155,23 @@ def test_weights_that_are_zero_at_run_time_scales_learn(rounding, stacked):
         np.testing.assert_allclose(np.asarray(zeros["b"]), exact, rtol=2.0**-9, atol=2.0**-9 * abs(size))
     refused = apply_updates(zeros, {"b": 1e9 * exact}, rounding=rounding, seed=0, step=9, accept=False)
     np.testing.assert_array_equal(np.asarray(refused["b"]), np.asarray(zeros["b"]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_run_time_scale_follows_weights_that_shrink(dtype):
+    """By a tenth a step, to 2^-45: at its first scale FP16 ends at 2^-24."""
+    p = as_scaled_array(jax.random.normal(jax.random.key(0), (64,)), dtype=dtype)
+    exact = asarray(p)
+    shrink = jax.jit(lambda p, n: apply_updates(p, -0.1 * asarray(p), rounding="stochastic", seed=0, step=n))
+    scales = [float(p.scale)]
+    for n in range(300):
+        p, exact = shrink(p, n), exact * 0.9
+        scales.append(float(p.scale))
+    # Roundings to one of two neighbours, each off by at most an epsilon, add up as their root.
+    epsilon = float(jnp.finfo(dtype).eps)
+    error = jnp.linalg.norm(asarray(p) - exact) / jnp.linalg.norm(exact)
+    assert error < epsilon * np.sqrt(300)
+    assert len(set(scales)) < 16  # seldom, and by many octaves
 
 
 @pytest.mark.parametrize("kind", KINDS)
