@@ -202,7 +202,7 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         dtype: of the data; that of each leaf if None.
 
     The gradient with respect to the tree is the logical gradient. Where nothing is traced, a `PrecisionWarning` names
-    arrays of which more than 1% of the elements become zero, because one scale does not hold them beside the rest.
+    arrays of which more than a tenth become zeros, because one scale does not hold them beside the rest.
     """
 
     def convert(path: Any, x: Any) -> Any:

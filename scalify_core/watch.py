@@ -17,6 +17,7 @@ import numpy as np
 from scalify_core.places import UNKNOWN, Place, name_of, place_of
 
 FLUSHED = 0.01  # share of a tensor's norm: what is reported
+ENTERING = 0.1  # share of an argument's elements; fewer may be what is left of a zero, as cos(pi / 2)
 _watcher: ContextVar[Callable[[Any, Any], None] | None] = ContextVar("watcher", default=None)
 _warned: dict = {}  # what `warnings` remembers of what it has shown
 _place: ContextVar[tuple[Place, str]] = ContextVar("place", default=(UNKNOWN, ""))
@@ -133,14 +134,14 @@ def beside_lost(before: Any, after: Any) -> jax.Array:
 
 
 def entering_flushed(name: str, x: Any, data: Any) -> None:
-    """Warns (`PrecisionWarning`) of numbers that are given a format in which more than 1% of them are zeros.
+    """Warns (`PrecisionWarning`) of numbers that are given a format in which more than a tenth of them are zeros.
 
     Of `x`, whose data is `data`. Nothing is said of what is traced. No program can tell later: it sees the zeros.
     """
     if data.dtype.itemsize >= 4 or any(isinstance(a, jax.core.Tracer) for a in (x, data)):
         return
     flushed = float(_flushed(x, data))
-    if flushed > FLUSHED:
+    if flushed > ENTERING:
         text = (
             f"{name}: {flushed:.1%} of its elements are zeros in {data.dtype} at this scale, which is that of the RMS "
             f"unless another is given; give scale=, smaller by up to 2^14, or dtype=jnp.bfloat16, or keep the large "

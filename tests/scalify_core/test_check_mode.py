@@ -160,7 +160,7 @@ def test_small_tails_and_masks_are_no_harm():
 
     assert run(jax.jit(checked(attention)), scaled(X), scaled(W), scaled(X)) == []
     assert run(jax.jit(checked(gelu)), scaled(normal(64, 64) * 2), scaled(normal(64, 64, seed=1))) == []
-    tails = scaled(jnp.asarray([1.0, 1e-9, 1e-9, 1e-9]), 1.0)
+    tails = sc.ScaledArray(jnp.asarray([1.0, 1e-9, 1e-9, 1e-9], jnp.float16), 1.0)
     assert run(checked(lambda x: jnp.sum(x * 1.5)), tails) == []
 
 

@@ -356,4 +356,5 @@ def test_the_farewell_suggests_commands_that_work_as_they_stand(finished_run):
         done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert seen in done.stdout
-        assert done.stderr == ""
+        # A slow machine is told what it waits for, and no more.
+        assert [line for line in done.stderr.splitlines() if not line.startswith("compiling, ")] == []
