@@ -1,4 +1,4 @@
-"""What a function reads besides its arguments: numbers and arrays that it closes over, or that it names as globals.
+"""What a function reads besides its arguments: what it closes over, what it names as globals, its default values.
 
 A scalified function keeps its traces. Plain JAX that is not jitted reads such variables anew at each call, so a loop
 that sets `batch` before it calls the function of `params` alone gets the gradient of that batch; here it must not get
@@ -8,6 +8,7 @@ the first one's.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType
@@ -16,20 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
-_NUMBERS = (bool, int, float, complex, str, type(None), np.generic)
-_CONTAINERS = (tuple, list, dict)
-_MANY = 10_000  # a container of more is one thing: it is not gone through at each call
+_NUMBERS = (bool, int, float, complex, str, np.generic)
 _LIBRARIES = {"jax", "jaxlib", "flax", "optax", "numpy", "functools", __name__.partition(".")[0]}
-
-
-def captured(fun: Any) -> list[Any]:
-    """The numbers, strings and arrays that `fun` closes over or names as globals, also in functions that it so reaches.
-
-    Functions of other modules are followed where they are closed over or wrapped, their globals where they are no
-    library's. Not found are attributes (`self.batch`), and arrays that are changed in place stay the same ones. Values
-    of a surrounding transformation are left out: JAX knows of those. What stands in a list of very many is that list.
-    """
-    return list(_leaves(fun, set()))
+_MANY = 1_000  # leaves of a tree; one of more is one thing, and not gone through at each call
 
 
 class Besides:
@@ -41,45 +31,66 @@ class Besides:
 
     @contextlib.contextmanager
     def read(self, *, forget: Callable[[], Any]) -> Iterator[None]:
-        """Around a call: `forget` is called first where something is another one than then."""
+        """Around a call: `forget` is called first where something is another one than then.
+
+        Values of a surrounding transformation are always others: they are gone with it, and not to be kept.
+        """
         found = captured(self.fun)
-        if len(found) != len(self.last) or not all(map(_is_same, found, self.last)):
+        traced = any(isinstance(x, jax.core.Tracer) for x in found)
+        if traced or len(found) != len(self.last) or not all(map(_is_same, found, self.last)):
             forget()
+        self.last = [] if traced else found  # also where the call fails
         yield
-        self.last = captured(self.fun)  # now, for a trace may itself change what it reads, as a counter of traces
+        if not traced:
+            self.last = captured(self.fun)  # now, for a trace may itself change what it reads, as a counter of traces
+
+
+def captured(fun: Any) -> list[Any]:
+    """The arrays, numbers, strings and functions that `fun` reads besides its arguments, also in those functions.
+
+    They stand in trees (lists, dictionaries, ScaledArrays) or alone. Functions are followed where they are closed over,
+    wrapped or named; for globals, those of libraries are not. Not found are attributes of objects (`self.batch`), and
+    arrays that are changed in place stay the same ones. A tree of very many leaves is itself what is found.
+    """
+    return list(_leaves(fun, set()))
 
 
 def _is_same(x: Any, y: Any) -> bool:
-    return x is y or (isinstance(x, _NUMBERS) and type(x) is type(y) and bool(x == y))
+    # repr: 0.0 and -0.0 are equal, and differ.
+    return x is y or (isinstance(x, _NUMBERS) and type(x) is type(y) and repr(x) == repr(y))
 
 
 def _leaves(x: Any, seen: set[int]) -> Iterator[Any]:
-    is_array = isinstance(x, (np.ndarray, jax.Array)) and not isinstance(x, jax.core.Tracer)
-    if is_array or isinstance(x, _NUMBERS) or (isinstance(x, _CONTAINERS) and len(x) > _MANY):
+    leaves, structure = jax.tree.flatten(x)
+    if len(leaves) > _MANY:
         yield x
         return
-    if id(x) in seen:
-        return
-    seen.add(id(x))
-    for part in _parts(x):
-        yield from _leaves(part, seen)
+    if not jax.tree_util.treedef_is_leaf(structure):
+        yield str(structure)  # whose keys may have changed places
+    for leaf in leaves:
+        if isinstance(leaf, (*_NUMBERS, np.ndarray, jax.Array)):
+            yield leaf
+        elif id(leaf) not in seen:
+            seen.add(id(leaf))
+            if isinstance(leaf, FunctionType):
+                yield leaf
+            for part in _read(leaf):
+                yield from _leaves(part, seen)
 
 
-def _parts(x: Any) -> Iterator[Any]:
-    """What a container holds, and what a function reads; nothing of other objects."""
-    if isinstance(x, _CONTAINERS):
-        yield from x.values() if isinstance(x, dict) else x
-    elif isinstance(x, functools.partial):
-        yield from (x.func, *x.args, *x.keywords.values())
-    elif isinstance(x, MethodType):
-        yield x.__func__
-    elif isinstance(x, FunctionType):
-        yield from (cell.cell_contents for cell in x.__closure__ or () if _is_set(cell))
-        if x.__module__ is not None and x.__module__.partition(".")[0] not in _LIBRARIES:
-            of_module = x.__globals__
-            yield from (of_module[name] for name in _names(x.__code__) if name in of_module)
-    if callable(x) and hasattr(x, "__wrapped__"):
-        yield x.__wrapped__
+def _read(fun: Any) -> Iterator[Any]:
+    """What a function reads; nothing of other objects."""
+    if isinstance(fun, functools.partial):
+        yield from (fun.func, fun.args, fun.keywords)
+    elif isinstance(fun, MethodType):
+        yield fun.__func__
+    elif isinstance(fun, jax.stages.Wrapped):
+        yield getattr(fun, "__wrapped__", None)
+    elif isinstance(fun, FunctionType):
+        yield from (cell.cell_contents for cell in fun.__closure__ or () if _is_set(cell))
+        yield from (fun.__defaults__, fun.__kwdefaults__, vars(fun).get("__wrapped__"))
+        if (fun.__module__ or "").partition(".")[0] not in _LIBRARIES:
+            yield from (fun.__globals__[name] for name in _names(fun.__code__) if name in fun.__globals__)
 
 
 def _is_set(cell: Any) -> bool:
@@ -93,6 +104,7 @@ def _is_set(cell: Any) -> bool:
 
 @functools.cache
 def _names(code: CodeType) -> tuple[str, ...]:
-    """The names that code looks up, also that of functions defined in it: globals, and attributes among them."""
+    """The globals that code reads, also in functions that are defined in it."""
+    own = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
-    return tuple(dict.fromkeys((*code.co_names, *(name for names in inner for name in names))))
+    return tuple(dict.fromkeys((*own, *(name for names in inner for name in names))))

@@ -1,6 +1,7 @@
 """What a scalified function reads besides its arguments is what plain JAX would read at that call."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -87,15 +88,57 @@ def test_what_is_the_same_is_not_traced_again(monkeypatch):
 def test_what_is_found():
     large, small = list(range(20_000)), [1, 2]
 
-    def recursive(n):
-        return recursive(n - 1) + len(large) + len(small) + BATCH.size
+    def recursive(n, default=7):
+        return recursive(n - 1) + len(large) + len(small) + BATCH.size + default
 
     found = captured.captured(recursive)
     assert any(x is large for x in found)
     assert any(x is BATCH for x in found)
-    assert {x for x in found if isinstance(x, int)} == {1, 2}
-    assert len(found) == 4
+    assert {x for x in found if isinstance(x, int)} == {1, 2, 7}
     assert any(x is BATCH for x in captured.captured(jax.grad(loss)))
-    traced = []
-    jax.make_jaxpr(lambda x: traced.append(captured.captured(lambda: x)) or x)(1.0)
-    assert traced == [[]]
+    weight = as_scaled_array(jnp.ones(3), dtype=HALF)
+    assert any(x is weight.data for x in captured.captured(lambda: weight))
+    assert captured.captured(mock.MagicMock()) == []
+
+
+def test_an_activation_or_a_key_that_is_another_one_is_seen():
+    activation, tables = jnp.tanh, {"a": BATCH, "b": 2 * BATCH}
+    fun = scalify(lambda w: jnp.sum(activation(tables["a"] @ w / 100)))
+    first = norm(fun(weights()))
+    tables = {"b": BATCH, "a": 2 * BATCH}
+    assert norm(fun(weights())) != first
+    tables = {"a": BATCH, "b": 2 * BATCH}
+    assert norm(fun(weights())) == first
+    activation = lambda x: x
+    assert norm(fun(weights())) != first
+
+
+def test_a_call_that_fails_leaves_no_trace_of_what_it_read():
+    factor, fails = 1.0, False
+
+    def loss(w):
+        out = factor * jnp.sum(BATCH @ w)
+        if fails:
+            raise RuntimeError
+        return out
+
+    fun = scalify(loss)
+    first = norm(fun(weights()))
+    factor, fails = 2.0, True
+    with pytest.raises(RuntimeError):
+        fun(weights())
+    factor, fails = 1.0, False
+    assert norm(fun(weights())) == first
+
+
+def test_values_of_a_surrounding_transformation_are_read_anew():
+    @jax.jit
+    def both(x):
+        fun = scalify(lambda w: jnp.sum(w) * now)
+        now = x
+        first = asarray(fun(weights()))
+        now = 3 * x
+        return first, asarray(fun(weights()))
+
+    first, second = both(2.0)
+    assert float(second) == 3 * float(first)
