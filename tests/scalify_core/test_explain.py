@@ -233,11 +233,8 @@ def test_what_cancels_in_a_part_of_a_result_is_no_loss():
 def test_zeros_beside_much_larger_numbers_are_said_where_nothing_of_the_norm_is_lost():
     """Gradients that vanish from layer to layer, stacked by a scan."""
     layers = np.random.default_rng(0).normal(size=(24, 16, 16)).astype(np.float32) * 0.05
-    gradient = jax.grad(
-        lambda layers, x: jnp.sum(
-            jax.lax.scan(lambda h, w: (jnp.tanh(h @ w + 0.5), None), x, layers)[0].astype(jnp.float32)
-        )
-    )
+    scanned = lambda layers, x: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w + 0.5), None), x, layers)[0]
+    gradient = jax.grad(lambda layers, x: jnp.sum(scanned(layers, x).astype(jnp.float32)))
     args = sc.as_scaled_array((jnp.asarray(layers), normal(4, 16)), dtype=jnp.float16)
     found, zeros = sc.explain(gradient, *args), np.mean(sc.asarray(sc.scalify(gradient)(*args)) == 0)
     assert zeros > 0.1
