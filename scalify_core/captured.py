@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -18,8 +19,9 @@ import jax
 import numpy as np
 
 _NUMBERS = (bool, int, float, complex, str, np.generic)
-_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "numpy", "functools", __name__.partition(".")[0]}
-_MANY = 1_000  # leaves of a tree; one of more is one thing, and not gone through at each call
+_EQUAL = (slice, range, np.dtype, frozenset)  # two of them that are equal are one
+_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "numpy", __name__.partition(".")[0]} | sys.stdlib_module_names
+_MANY = 10_000  # a container of more is one thing, and not gone through at each call
 
 
 class Besides:
@@ -46,51 +48,76 @@ class Besides:
 
 
 def captured(fun: Any) -> list[Any]:
-    """The arrays, numbers, strings and functions that `fun` reads besides its arguments, also in those functions.
+    """What `fun` reads besides its arguments, also in the functions that it so reaches: arrays, numbers, objects.
 
     They stand in trees (lists, dictionaries, ScaledArrays) or alone. Functions are followed where they are closed over,
-    wrapped or named; for globals, those of libraries are not. Not found are attributes of objects (`self.batch`), and
-    arrays that are changed in place stay the same ones. A tree of very many leaves is itself what is found.
+    wrapped, named, or methods of what is; for globals, those of libraries are not. Of an attribute (`self.batch`), of
+    an array that is changed in place, and in a container of very many no change is found.
     """
-    return list(_leaves(fun, set()))
+    return list(_found(fun, set()))
 
 
 def _is_same(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    if type(x) is not type(y):
+        return False
     # repr: 0.0 and -0.0 are equal, and differ.
-    return x is y or (isinstance(x, _NUMBERS) and type(x) is type(y) and repr(x) == repr(y))
+    return repr(x) == repr(y) if isinstance(x, _NUMBERS) else isinstance(x, _EQUAL) and bool(x == y)
 
 
-def _leaves(x: Any, seen: set[int]) -> Iterator[Any]:
-    leaves, structure = jax.tree.flatten(x)
-    if len(leaves) > _MANY:
-        yield x
+def _found(x: Any, seen: set[int]) -> Iterator[Any]:
+    if id(x) in seen and not isinstance(x, _NUMBERS):
         return
-    if not jax.tree_util.treedef_is_leaf(structure):
-        yield str(structure)  # whose keys may have changed places
-    for leaf in leaves:
-        if isinstance(leaf, (*_NUMBERS, np.ndarray, jax.Array)):
-            yield leaf
-        elif id(leaf) not in seen:
-            seen.add(id(leaf))
-            if isinstance(leaf, FunctionType):
-                yield leaf
-            for part in _read(leaf):
-                yield from _leaves(part, seen)
+    seen.add(id(x))
+    parts = None if isinstance(x, (*_NUMBERS, np.ndarray, jax.Array)) else _parts(x)
+    if parts is None or not isinstance(x, (list, tuple, dict)):
+        yield x
+    for part in parts or ():
+        yield from _found(part, seen)
 
 
-def _read(fun: Any) -> Iterator[Any]:
-    """What a function reads; nothing of other objects."""
-    if isinstance(fun, functools.partial):
-        yield from (fun.func, fun.args, fun.keywords)
-    elif isinstance(fun, MethodType):
-        yield fun.__func__
-    elif isinstance(fun, jax.stages.Wrapped):
-        yield getattr(fun, "__wrapped__", None)
-    elif isinstance(fun, FunctionType):
-        yield from (cell.cell_contents for cell in fun.__closure__ or () if _is_set(cell))
-        yield from (fun.__defaults__, fun.__kwdefaults__, vars(fun).get("__wrapped__"))
-        if (fun.__module__ or "").partition(".")[0] not in _LIBRARIES:
-            yield from (fun.__globals__[name] for name in _names(fun.__code__) if name in fun.__globals__)
+def _parts(x: Any) -> list[Any] | None:
+    """What a container holds and what a function reads; None of what is one thing."""
+    if isinstance(x, dict):
+        return None if len(x) > _MANY else [part for item in list(x.items()) for part in item]
+    if isinstance(x, (list, tuple)):
+        return None if len(x) > _MANY else list(x)
+    if isinstance(x, functools.partial):
+        return [x.func, *x.args, x.keywords]
+    if isinstance(x, MethodType):
+        return [x.__func__]
+    if isinstance(x, FunctionType):
+        return list(_read(x))
+    if isinstance(x, (jax.custom_vjp, jax.custom_jvp)):
+        return list(vars(x).values())
+    if isinstance(x, jax.stages.Wrapped):
+        return [getattr(x, "__wrapped__", None)]
+    methods = list(_methods(x if isinstance(x, type) else type(x)))
+    try:
+        return methods + list(jax.tree_util.default_registry.flatten_one_level(x)[0])  # of another kind of tree
+    except Exception:  # what is no tree, or cannot be taken apart, which its own user will be told
+        return methods
+
+
+def _methods(kind: type) -> Iterator[Any]:
+    """The functions of a class that is no library's."""
+    for base in kind.__mro__:
+        if not _is_librarys(base.__module__):
+            for x in list(vars(base).values()):
+                if isinstance(x, (FunctionType, staticmethod, classmethod)):
+                    yield getattr(x, "__func__", x)
+
+
+def _is_librarys(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _read(fun: FunctionType) -> Iterator[Any]:
+    yield from (cell.cell_contents for cell in fun.__closure__ or () if _is_set(cell))
+    yield from (fun.__defaults__, fun.__kwdefaults__, vars(fun).get("__wrapped__"))
+    if not _is_librarys(fun.__module__):
+        yield from (fun.__globals__[name] for name in _names(fun.__code__) if name in fun.__globals__)
 
 
 def _is_set(cell: Any) -> bool:

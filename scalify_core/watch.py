@@ -140,12 +140,11 @@ def entering_flushed(name: str, x: Any, data: Any) -> None:
     """
     if data.dtype.itemsize >= 4 or any(isinstance(a, jax.core.Tracer) for a in (x, data)):
         return
-    flushed = float(_flushed(x, data))
-    if flushed > ENTERING:
+    if float(_flushed(x, data)) > ENTERING:
         text = (
-            f"{name}: {flushed:.1%} of its elements are zeros in {data.dtype} at this scale, which is that of the RMS "
-            f"unless another is given; give scale=, smaller by up to 2^14, or dtype=jnp.bfloat16, or keep the large "
-            f"and the small ones in arrays of their own"
+            f"{name}: more than a tenth of its elements become zeros in {data.dtype} at its scale; keep the large and "
+            f"the small ones in arrays of their own, or take dtype=jnp.bfloat16; or give scale=, a smaller one at "
+            f"which the largest still fits"
         )
         warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
 

@@ -115,6 +115,13 @@ def computed_in_fp32(policy: Policy) -> Policy:
     return dataclasses.replace(policy, **changes)
 
 
+def in_fp32(policy: Policy) -> Policy:
+    """The policy with products, weights and gradients in FP32."""
+    wide: dict[str, Any] = {"scaling": "none", "weights": "fp32", "weight_grad": "fp32", "compute": "fp32"}
+    of_products = ("forward", "backward", "backward_e4m3", "clip_outliers", "hadamard")
+    return dataclasses.replace(policy, simulate=False, **wide, **dict.fromkeys(of_products))
+
+
 def switched(model: Model, on_Lx4: jax.Array) -> Model:
     """The model with a switch for each of the CASTS of its narrow layers."""
 
@@ -182,9 +189,7 @@ def bisect(model: Model, params: Any, scaling: Any, tokens: jax.Array, segments:
         )
     if not model.narrow and model.policy.compute == "fp32":
         raise UserError("everything in this run is FP32 already; valid: a run with a narrower precision")
-    plain: dict[str, Any] = {"scaling": "none", "weights": "fp32", "weight_grad": "fp32"}
-    plain |= {"compute": "fp32", "forward": None, "backward": None, "simulate": False}
-    exact = Model.make(model.spec, dataclasses.replace(model.policy, **plain), border=model.border)
+    exact = Model.make(model.spec, in_fp32(model.policy), border=model.border)
     none = jnp.zeros((0, len(CASTS)), bool)
     value_and_grad = first_said(jax.jit(functools.partial(gradient, exact)), "compiling in FP32", note)
     right_loss, right = value_and_grad(weights.wide(params), (), tokens, segments, none)

@@ -1,5 +1,6 @@
 """What a scalified function reads besides its arguments is what plain JAX would read at that call."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -95,10 +96,15 @@ def test_what_is_found():
     assert any(x is large for x in found)
     assert any(x is BATCH for x in found)
     assert {x for x in found if isinstance(x, int)} == {1, 2, 7}
+    cyclic = {1: 1.0, "a": 2.0}  # keys that nothing sorts
+    cyclic["self"] = cyclic
+    assert {x for x in captured.captured(lambda: cyclic) if isinstance(x, float)} == {1.0, 2.0}
     assert any(x is BATCH for x in captured.captured(jax.grad(loss)))
     weight = as_scaled_array(jnp.ones(3), dtype=HALF)
     assert any(x is weight.data for x in captured.captured(lambda: weight))
-    assert captured.captured(mock.MagicMock()) == []
+    anything = mock.MagicMock()
+    assert captured.captured(anything) == [anything]
+    assert 1.0 in captured.captured(lambda: HELD)
 
 
 def test_an_activation_or_a_key_that_is_another_one_is_seen():
@@ -142,3 +148,67 @@ def test_values_of_a_surrounding_transformation_are_read_anew():
 
     first, second = both(2.0)
     assert float(second) == 3 * float(first)
+
+
+@jax.tree_util.register_pytree_node_class
+class Untidy:
+    def __init__(self, rate):
+        self.rate = rate
+
+    def tree_flatten(self):
+        raise RuntimeError
+
+    @classmethod
+    def tree_unflatten(cls, *_):
+        return cls(0.0)
+
+
+def by_hand(fun):
+    called = jax.custom_vjp(fun)
+    called.defvjp(lambda w: (fun(w), w), lambda w, g: (jax.tree.map(lambda x: x * g, w),))
+    return called
+
+
+class Loss:
+    def __call__(self, w):
+        return self.of(w)
+
+    @staticmethod
+    def of(w):
+        return jnp.sum(w) * CHOICE
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Held:
+    rate: float
+
+    def times(self, x):
+        return self.rate * x
+
+
+CHOICE: object = None
+HELD = Held(1.0)
+LOSS = Loss()
+CHOICES = {
+    "ufunc": (jnp.add, jnp.multiply, lambda w: jnp.sum(CHOICE(w, w / 2))),
+    "activation": (jax.nn.relu, jnp.exp, lambda w: jnp.sum(CHOICE(w))),
+    "dtype": (jnp.int32, jnp.float32, lambda w: jnp.sum(jnp.asarray(1.5, CHOICE) * w)),
+    "slice": (slice(0, 2), slice(0, 4), lambda w: jnp.sum(w[CHOICE])),
+    "range": (range(2), range(4), lambda w: sum(jnp.sum(w) for _ in CHOICE)),
+    "object": (mock.Mock(rate=1.0), mock.Mock(rate=2.0), lambda w: jnp.sum(w) * CHOICE.rate),
+    "a global's method": (1.0, 2.0, lambda w: LOSS.of(w)),
+    "a callable object": (1.0, 2.0, Loss()),
+    "custom_vjp": (1.0, 2.0, by_hand(lambda w: jnp.sum(w) * CHOICE)),
+    "what cannot be taken apart": (Untidy(1.0), Untidy(2.0), lambda w: jnp.sum(w) * CHOICE.rate),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_is_chosen_may_be_of_any_kind(name, monkeypatch):
+    first, second, fun = CHOICES[name]
+    scaled, found = scalify(fun), []
+    for choice in (first, second, first):
+        monkeypatch.setitem(globals(), "CHOICE", choice)
+        found.append(norm(scaled(weights())))
+    assert found[0] == found[2] != found[1]

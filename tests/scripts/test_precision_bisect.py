@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from scripts.precision_bisect import ALL, CASTS, Finding, advice, bisect, computed_in_fp32, report, switches
+from scripts.precision_bisect import ALL, CASTS, Finding, advice, bisect, computed_in_fp32, in_fp32, report, switches
 from trainer.__main__ import CONFIGS
+from trainer.assembly.objects import build_policy
+from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models.spec import GPT2Spec
 from trainer.precision.arrays import store_weights
@@ -121,3 +123,10 @@ def test_the_layers_that_stand_out_are_suggested_as_the_key_to_set():
     assert advice(found({f"h.{i}.mlp.c_fc": 0.09 for i in range(10)})).startswith("no layer stands out")
     assert advice(found({"h.0.mlp.c_fc": 0.2, "h.1.mlp.c_fc": 0.11})).startswith("no layer stands out")  # all worse
     assert advice(found({}, trained=0.0)).startswith("no layer stands out")
+
+
+@pytest.mark.parametrize("key", ["backward_e4m3=[h.*]", "clip_outliers=6", "hadamard=16"])
+def test_what_a_policy_does_to_operands_ends_with_its_products(key):
+    """As a whole it would contradict itself: there is nothing to be cast."""
+    policy = build_policy(compose_config(["precision=scalify_fp8_fp16", f"precision.{key}"]).precision)
+    assert (in_fp32(policy).compute, in_fp32(policy).forward) == ("fp32", None)

@@ -108,9 +108,10 @@ def hadamard(x: jax.Array, size: int) -> jax.Array:
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size)
     padded = jnp.pad(x, ((0, -x.shape[0] % size), (0, 0)))
     groups = padded.reshape(-1, size, x.shape[1])
-    # Of ones, and divided afterwards: where scales propagate, that of an array of constants is 1.
-    mixed = jnp.einsum("gid,ij->gjd", groups, (signs[:, None] * matrix).astype(x.dtype), precision="highest")
-    return mixed.reshape(padded.shape) * (1 / math.sqrt(size))
+    # Of ones, and divided afterwards: where scales propagate, that of an array of constants is 1. In FP32 until then.
+    ones = (signs[:, None] * matrix).astype(x.dtype)
+    mixed = jnp.einsum("gid,ij->gjd", groups, ones, precision="highest", preferred_element_type=jnp.float32)
+    return (mixed.reshape(padded.shape) * (1 / math.sqrt(size))).astype(x.dtype)
 
 
 @jax.custom_vjp

@@ -24,6 +24,7 @@ DTYPES: dict[str, np.dtype] = {
     "fp16": np.dtype(np.float16),
 }
 ALIASES = (*DTYPES, "float32", "bfloat16", "float16")
+WIDEST = 256  # groups of channels that are mixed by a matrix
 PLACES = ("layer_norm", "qkv")  # where a gradient can be rescaled
 
 
@@ -139,6 +140,13 @@ class Policy:
                 f"precision.forward, precision.backward and precision.scaling={scaled}; found "
                 f"{self.forward}, {self.backward} and {self.scaling}"
             )
+        if self.backward_e4m3 and (self.backward or "").lower()[-1:] in ("s", "t"):
+            raise UserError(
+                f"precision.backward_e4m3 rounds to nearest, not as precision.backward={self.backward} does; leave one "
+                "of them out"
+            )
+        if self.hadamard is not None and self.hadamard > WIDEST:
+            raise UserError(f"precision.hadamard={self.hadamard}: groups are of up to {WIDEST} channels")
         for key in ("clip_outliers", "hadamard"):
             if getattr(self, key) is not None and self.forward is None:
                 raise UserError(

@@ -172,7 +172,7 @@ def describe_precision(model: Model) -> str:
         simulated = " (simulated)" if policy.simulate else ""
         narrow, share = len(model.narrow), flop_share(model.spec, model.narrow)
         fine = sum(policy.backward_of(path) != policy.backward for path in model.narrow)
-        gradients_of = f" (gradients of {fine} in e4m3)" if fine else ""
+        gradients_of = f" (gradients of {fine} in e4m3)" if policy.backward_e4m3 else ""
         matmuls = f"{narrow} of {every} linear layers in {policy.forward}/{policy.backward}{gradients_of}{simulated}, "
         matmuls += (
             f"{share:.0%} of the FLOPs{before_the_cast(policy)}; the rest, attention and head in {policy.compute}"

@@ -116,6 +116,8 @@ def test_hadamard_cancels_in_the_product():
     # Each mixed number is a sum of 16 products, rounded once each.
     bound = 2 * 16 * 2.0**-24 * (np.abs(np.asarray(x)).sum() * np.abs(np.asarray(g)).max() * 4)
     np.testing.assert_allclose(found, exact, rtol=0, atol=bound)
+    large = jnp.full((16, 1), 8000.0)  # of which FP16 does not hold the sum, but what is left of it
+    np.testing.assert_allclose(hadamard(large.astype(jnp.float16), 16), hadamard(large, 16), rtol=2**-10)
     spike = jnp.zeros((16, 1)).at[3].set(16.0)
     np.testing.assert_allclose(np.abs(hadamard(spike, 16)), 4.0)  # an outlier is shared out
 

@@ -50,6 +50,7 @@ def test_a_loop_over_layers_stacks_gradients_in_one_byte_unless_they_are_added_u
         ({"forward": "e4m3"}, "give both"),
         ({"clip_outliers": 6.0}, "no matmul is"),
         ({"hadamard": 16}, "precision.hadamard=16 .* no matmul is"),
+        ({"hadamard": 512}, "precision.hadamard=512: groups are of up to 256 channels"),
         ({"backward_e4m3": ("h.*",)}, "precision.backward_e4m3 needs FP8 matmuls"),
         ({"scaling": "delayed"}, "scales FP8 matmuls"),
         ({"weights": "fp16"}, "needs precision.scaling=propagate"),
@@ -119,6 +120,8 @@ def test_the_start_up_line_says_that_delayed_scaling_rounds_weight_gradients():
 def test_gradients_in_e4m3_need_scales_of_their_own():
     with pytest.raises(UserError, match="scaling=propagate or current; found e4m3, e5m2 and delayed"):
         policy("fp8_delayed", backward_e4m3=("h.*",))
+    with pytest.raises(UserError, match=r"rounds to nearest, not as precision\.backward=e5m2s does"):
+        policy("sim", scaling="propagate", backward="e5m2s", backward_e4m3=("h.*",))
     with pytest.raises(UserError, match="found e4m3, e5m2 and none"):
         policy("fp8_current", scaling="none", backward_e4m3=("h.*",))
 
@@ -126,6 +129,8 @@ def test_gradients_in_e4m3_need_scales_of_their_own():
 def test_the_start_up_line_says_which_gradients_are_in_e4m3_and_what_comes_before_the_cast():
     said = describe_precision(Model.make(SPEC, policy("scalify_fp8", backward_e4m3=("h.*.mlp.*",))))
     assert "4 of 4 linear layers in e4m3/e5m2 (gradients of 2 in e4m3)" in said
+    kept = policy("scalify_fp8", backward_e4m3=("h.*.mlp.*",), keep=("h.*.mlp.*",))
+    assert "2 of 4 linear layers in e4m3/e5m2 (gradients of 0 in e4m3)" in describe_precision(Model.make(SPEC, kept))
     assert "clipped" not in describe_precision(Model.make(SPEC, policy("scalify_fp8")))
     said = describe_precision(Model.make(SPEC, policy("scalify_fp8", hadamard=16, clip_outliers=6.0)))
     assert "operands clipped at 6 times their RMS, mixed in groups of 16 channels" in said
