@@ -26,7 +26,7 @@ def explain(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     scales: Scales = "auto",
-    tolerance: float = 2.0**-6,
+    tolerance: float = 0.01,
     **kwargs: Any,
 ) -> Explanation:
     """What `scalify(fun)(*args, **kwargs)` computes with, line by line of the user's code, and where it loses values.
