@@ -31,7 +31,6 @@ from scalify_core.array import (
     say_unreadable,
     trusted,
 )
-from scalify_core.captured import Besides
 from scalify_core.measured.residuals import Logical, Residuals
 from scalify_core.plain import (
     Narrow,
@@ -95,8 +94,8 @@ def scalify(
         (`irfft(rfft(x))`). ScaledArrays that `fun` itself makes are plain numbers to it and to what it returns;
         `set_scaling` says what scale a result is to have.
 
-        Its traces are kept. Called outside of `jit`, it is traced anew once arrays or numbers that it closes over, or
-        names as globals, are others; attributes and arrays changed in place are read once, as under `jax.jit`.
+        Called outside of `jit`, `fun` runs at each call, as any JAX function does: what it reads besides its arguments
+        is what is there now. So a step is put under `jax.jit`, which traces it once.
 
         It can be jitted, vmapped, sharded and differentiated (reverse mode). A gradient with respect to a
         ScaledArray is the ScaledArray of the logical gradient: with a dynamic scale it has its own scale, with a
@@ -109,26 +108,12 @@ def scalify(
         ValueError: another `scales`; positional and named static arguments that the function does not have.
         TypeError, when called: a static argument that is not hashable, or another that is no array and no number.
     """
-    arguments, besides = Arguments(fun, static_argnums, static_argnames), Besides(fun)
+    arguments = Arguments(fun, static_argnums, static_argnames)
     reporter = Reporter() if check else None
     how = _evaluator(scales, reporter)
 
-    @functools.cache
-    def on_leaves(tree: Any, statics: tuple, places: tuple[int, ...]) -> tuple[Callable, Callable]:
-        """One function of the leaves per structure of the arguments, so that its traces are cached."""
-
-        def flat(*different: Any) -> Any:
-            leaves = [different[i] for i in places]
-            args, kwargs = arguments.joined(statics, *jax.tree.unflatten(tree, leaves))
-            return asarray(fun(*args, **kwargs))
-
-        flat.__name__ = getattr(fun, "__name__", "scalified")
-        names = lambda i: arguments.leaf_names(tree)[places.index(i)]
-        return flat, _differentiable(
-            flat, how, reporter, names, plain=Plain(flat, check=check) if scales == "auto" else None
-        )
-
-    def call(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(fun)
+    def scalified(*args: Any, **kwargs: Any) -> Any:
         statics, arrays = arguments.split(args, kwargs)
         leaves, tree = jax.tree.flatten(arrays, is_leaf=is_scaled_array)
         arguments.check(arrays, leaves)
@@ -139,24 +124,24 @@ def scalify(
             reporter.entered({name: is_unreadable(x) for name, x in named if is_scaled_array(x) and not x.is_static})
         places = _places(leaves)
         leaves = [leaves[places.index(i)] for i in range(1 + max(places, default=-1))]
-        flat, differentiable = on_leaves(tree, statics, places)
+
+        def flat(*different: Any) -> Any:
+            args, kwargs = arguments.joined(statics, *jax.tree.unflatten(tree, [different[i] for i in places]))
+            return asarray(fun(*args, **kwargs))
+
         if not any(map(is_scaled_array, leaves)):
-            return jax.jit(flat)(*leaves)  # plain code, which a surrounding `scalify` sees as such
+            return flat(*leaves)  # plain code, which a surrounding `scalify` sees as such
+        flat.__name__ = getattr(fun, "__name__", "scalified")
+        name = lambda i: arguments.leaf_names(tree)[places.index(i)]
+        plain = Plain(flat, check=check) if scales == "auto" else None
         try:
-            out = differentiable(*leaves)
+            out = _differentiable(flat, how, reporter, name, plain=plain)(*leaves)
         except _ClosesOverTracers:
             closed_over, of_all = opened(traced_in_float32(flat, leaves))
-            plain = opened_plain(Plain(flat, check=check), leaves, closed_over) if scales == "auto" else None
-            own_names = arguments.leaf_names(tree)
-            own_names = [own_names[places.index(i)] for i in range(len(leaves))]
-            names = ["a closed-over array"] * len(closed_over) + own_names
+            plain = plain and opened_plain(plain, leaves, closed_over)
+            names = ["a closed-over array"] * len(closed_over) + [name(i) for i in range(len(leaves))]
             out = _differentiable(of_all, how, reporter, names.__getitem__, plain=plain)(*closed_over, *leaves)
         return jax.tree.map(_returned, out, is_leaf=_is_leaf)
-
-    @functools.wraps(fun)
-    def scalified(*args: Any, **kwargs: Any) -> Any:
-        with besides.read(forget=on_leaves.cache_clear):
-            return call(*args, **kwargs)
 
     return scalified
 
