@@ -38,30 +38,19 @@ class Arguments:
             self.positions.add(number + count if number < 0 else number)
         self.names |= {self.positional[i] for i in self.positions if i < count}
 
-    def split(self, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-        """`(statics, (args, kwargs))`: the static arguments, hashable, and the others, with None in their places.
-
-        Arguments that are equal but of different types (1, 1.0, True) are told apart.
-        """
-        keys = [i for i in range(len(args)) if i in self.positions] + sorted(self.names.intersection(kwargs))
-        values = [args[key] if isinstance(key, int) else kwargs[key] for key in keys]
-        for key, x in zip(keys, values, strict=True):
-            if type(x).__hash__ is None:
-                raise TypeError(f"scalify: static argument {self._name(key)} of {self.fun} is not hashable: {x!r}")
-        return tuple((key, type(x), x) for key, x in zip(keys, values, strict=True)), (
+    def split(self, args: tuple, kwargs: dict) -> tuple[dict[int | str, Any], tuple]:
+        """`(statics, (args, kwargs))`: what is static, by position or name, and the others, with None in its place."""
+        statics: dict[int | str, Any] = {i: x for i, x in enumerate(args) if i in self.positions}
+        statics |= {name: x for name, x in kwargs.items() if name in self.names}
+        return statics, (
             tuple(None if i in self.positions else x for i, x in enumerate(args)),
             {name: x for name, x in kwargs.items() if name not in self.names},
         )
 
-    def joined(self, statics: tuple, args: tuple, kwargs: dict) -> tuple[list, dict]:
+    def joined(self, statics: dict[int | str, Any], args: tuple, kwargs: dict) -> tuple[list, dict]:
         """The inverse of `split`."""
-        joined = list(args)
-        for key, _, x in statics:
-            if isinstance(key, int):
-                joined[key] = x
-            else:
-                kwargs = {**kwargs, key: x}
-        return joined, kwargs
+        by_name = {key: x for key, x in statics.items() if isinstance(key, str)}
+        return [statics.get(i, x) for i, x in enumerate(args)], {**kwargs, **by_name}
 
     def check(self, arrays: tuple, leaves: Sequence[Any]) -> None:
         """Raise TypeError, naming the argument, where one of the leaves of `arrays` is neither array nor number."""

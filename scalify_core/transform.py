@@ -72,7 +72,7 @@ def scalify(
             but where `dynamic_rescale_*` stands: no operation more than the plain program has, for those who place
             the rescales themselves. There a plain array has scale 1 beside scaled ones, constants have any, and
             state that is carried round a loop wants a rescale in each turn.
-        static_argnums: positions of arguments that are not arrays (hashable), as for `jax.jit`.
+        static_argnums: positions of arguments that are not arrays, as for `jax.jit`.
         static_argnames: their names.
         check: whether the program warns while it runs (`PrecisionWarning`, once per place and call) where a cast to a
             narrow format flushes to zero more than 1% of a tensor's norm, or saturates a finite number. The norm is
@@ -106,7 +106,7 @@ def scalify(
 
     Raises:
         ValueError: another `scales`; positional and named static arguments that the function does not have.
-        TypeError, when called: a static argument that is not hashable, or another that is no array and no number.
+        TypeError, when called: an argument that is not static, and no array and no number.
     """
     arguments = Arguments(fun, static_argnums, static_argnames)
     reporter = Reporter() if check else None

@@ -79,6 +79,8 @@ def test_static_arguments_may_be_given_by_name_and_are_told_apart_by_type():
     s = as_scaled_array(X, 1.0)
     for result, factor in ((fun(s, 1), 2), (fun(s, 1.0), 3), (fun(s, n=1), 2), (fun(s, n=1.0), 3)):
         np.testing.assert_array_equal(asarray(result), X * factor)
+    of_list = scalify(lambda x, n: x * len(n), static_argnums=1)
+    np.testing.assert_array_equal(asarray(of_list(s, [1, 2])), X * 2)
     varied = scalify(lambda x, *modes: x * len(modes[0]), static_argnums=1)
     np.testing.assert_array_equal(asarray(varied(s, "ab")), X * 2)
 
@@ -95,8 +97,6 @@ def test_errors_about_arguments_name_them():
         scalify(fun)(s, mode="relu")
     with pytest.raises(TypeError, match=r"argument x\['a'\]\[1\] .*'b'"):
         scalify(fun)({"a": [s, "b"]}, mode=1)
-    with pytest.raises(TypeError, match=r"argument mode .*not hashable"):
-        scalify(fun, static_argnames="mode")(s, mode=[1])
 
 
 def test_scaled_arrays_that_the_function_makes_are_plain_to_what_it_returns():
@@ -130,14 +130,6 @@ def test_second_derivatives_outside_are_logical(scale):
         np.testing.assert_allclose(asarray(second), 6 * X, rtol=1e-5)
 
 
-def test_eager_gradients_trace_the_function_once():
-    traces = []
-    fun = scalify(lambda x: traces.append(1) or jnp.sum(x**2))
-    for _ in range(3):
-        jax.grad(lambda x: asarray(fun(x)))(as_scaled_array(X, 1.0))
-    assert len(traces) == 1
-
-
 def test_names_and_metadata_are_kept():
     def fun(x, w):
         with jax.named_scope("outer"):
@@ -152,17 +144,20 @@ def test_names_and_metadata_are_kept():
     assert 'mark = "here"' in text
 
 
-def test_function_is_traced_once_per_structure():
+@pytest.mark.parametrize("call", [lambda fun: fun, lambda fun: jax.grad(lambda x: asarray(fun(x)))], ids=["", "grad"])
+@pytest.mark.parametrize(("under", "count"), [(lambda fun: fun, 4), (jax.jit, 1)], ids=["called", "jit"])
+def test_function_runs_once_a_call_and_under_jit_once(call, under, count):
     traces = []
 
     @scalify
     def fun(x):
         traces.append(x.dtype)
-        return x * 3
+        return jnp.sum(x**2)
 
-    for exponent in range(4):
-        fun(as_scaled_array(X, 2.0**exponent, dtype=jnp.float16))
-    assert traces == [jnp.float32]
+    run = under(call(fun))
+    for factor in range(1, 5):
+        run(as_scaled_array(factor * X, 2.0, dtype=jnp.float16))
+    assert traces == [jnp.float32] * count
 
 
 @pytest.mark.parametrize("scale", [None, 2.0**-3], ids=["dynamic", "static"])
