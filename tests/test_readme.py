@@ -102,6 +102,7 @@ def blocks(document):
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
+@pytest.mark.whole  # trainer/test_library.py does
 def test_the_trainer_is_used_from_python_as_the_readme_does(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = next(block for block in blocks("README.md") if "from trainer import" in block)
@@ -115,7 +116,8 @@ def test_the_trainer_is_used_from_python_as_the_readme_does(tmp_path, monkeypatc
         assert 0.01 < float(rms) < 1
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/own_model.md"])
+# The two documents have the same model, from NNX and from Linen.
+@pytest.mark.parametrize("document", ["README.md", pytest.param("docs/own_model.md", marks=pytest.mark.whole)])
 def test_scalify_on_ones_own_model_runs_and_learns(document, capsys):
     code = next(block for block in blocks(document) if "scalify(" in block and "import" in block)  # whole programs
     names: dict = {}
@@ -150,6 +152,7 @@ def adaptation():
     return [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
 
 
+@pytest.mark.whole  # test_end_to_end.py takes its architecture from weights
 def test_the_five_commands_from_other_weights_work_at_toy_size(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])

@@ -100,6 +100,7 @@ def test_a_signal_breaks_off_the_final_validation_which_is_taken_up_again_bitwis
     assert min(row["perf/step_ms"] for row in read_rows(run_dir / "metrics.jsonl") if "perf/step_ms" in row) > 0
 
 
+@pytest.mark.whole  # above, one that ends; the count: test_watchdog.py
 def test_a_spike_without_end_stops_the_run_when_it_went_back_often_enough(undisturbed, capfd):
     assert train(undisturbed, "C", {"corrupt": [38, 50, 51, 52]}, "watchdog.max_rollbacks=1") == 3
     error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -134,6 +135,7 @@ def test_a_full_disk_ends_the_run_in_a_line_and_with_room_it_goes_on(undisturbed
     assert [row["step"] for row in values(undisturbed / "D")] == list(range(1, max(steps) + 6))
 
 
+@pytest.mark.whole  # above, one that takes the log
 def test_a_full_disk_that_takes_no_log_either_ends_with_the_exit_code_it_has(undisturbed):
     """As `python -m trainer ... > log 2>&1`, with log on the disk that is full."""
     args = laid_over(ARGS, ["train.steps=100000", "run_dir=E"], [f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"])

@@ -8,8 +8,8 @@ from sampling import that_run
 
 from golden.cases import CASES, FIGURES, machine, measure, with_their_beginnings
 
-# In a sample: both ends of precision and the flagship, a run that goes on, several devices and several processes.
-FEW = ("fp32", "flagship", "fp8_fp8", "scan", "resume", "fsdp", "processes")
+# In a sample: the flagship, a run that goes on and several processes.
+FEW = ("flagship", "resume", "processes")
 KEPT = json.loads(FIGURES.read_text())
 
 

@@ -78,6 +78,7 @@ def test_on_a_gpu_the_step_holds_fp32_values_of_one_parameter_at_most(formats, t
     assert compiled.memory_analysis().temp_size_in_bytes < tensors * 4 * SHAPE[0] * SHAPE[1]
 
 
+@pytest.mark.whole  # test_stacks.py has fewer vectors, compiled for the same GPU
 def test_on_a_gpu_the_kernels_for_vectors_are_few_and_none_is_a_copy():
     """Beside those that any step has, such as the words and the scales of its large arrays put apart."""
 

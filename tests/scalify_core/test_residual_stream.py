@@ -134,6 +134,7 @@ def test_data_that_enters_stays_near_one_over_48_layers(name, observed):
     assert sizes.max() <= 4, (name, sizes.max())
 
 
+@pytest.mark.whole  # a second program of 48 layers; one gradient: above
 def test_accumulated_gradients_of_48_layers_are_stored_near_one(observed):
     """Rescaled where they are stored: sums over tokens, which are not independent, exceed what the rules expect."""
     # Every seventh: of all kinds (a layer has twelve), from all depths; all 580 would take long to compile.

@@ -179,8 +179,11 @@ def _as_users_have_it():
         yield
 
 
+OTHERS = [pytest.param(name, marks=pytest.mark.whole) for name in ("contrastive", "moe", "rwkv")]
+
+
 @pytest.mark.usefixtures("_as_users_have_it")
-@pytest.mark.parametrize("name", ["contrastive", "llama_scan", "moe", "rwkv"])
+@pytest.mark.parametrize("name", ["llama_scan", *OTHERS])
 def test_models_of_the_zoo_are_as_right_as_inside(name):
     subject = Subject(name, {"moe": 1, "rwkv": 1}.get(name))
     params, batch = as_scaled_array((subject.case.params, subject.case.batch), dtype=HALF)

@@ -76,6 +76,7 @@ def test_ratios_are_of_the_rounds_and_speed_is_the_inverse_of_time(monkeypatch):
     assert found["float16"]["speed"]["median"] == 0.5
 
 
+@pytest.mark.whole  # four programs; its figures from given times: above
 def test_the_scaled_step_races_the_plain_one_at_any_size(tmp_path, capsys):
     out = tmp_path / "bench.json"
     sizes = {"vocab": "70", "n_layer": 1, "n_head": 1, "d_model": 8, "context": 8, "batch": 1}
@@ -119,6 +120,7 @@ def run(texts, out, *, settings=None, minutes=9.0, python=None, **more):
     return run_cases(texts, settings or on_cpu(), minutes=minutes, python=python, out=str(out), cache=cache, **more)
 
 
+@pytest.mark.whole  # five processes; rows that are kept: test_kernel_times.py
 def test_what_fails_costs_no_others_figures_and_is_tried_again(tmp_path, capsys, monkeypatch):
     """This interpreter has no torch, so its case dies; the second call times nothing that has figures."""
     out = tmp_path / "cases.json"

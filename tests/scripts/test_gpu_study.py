@@ -32,7 +32,9 @@ def ends(out, stage):
 @pytest.mark.parametrize(
     "stage",
     [
-        *("bench124", "precompile", "profile", "parity"),
+        *("bench124", "precompile"),
+        pytest.param("profile", marks=pytest.mark.whole),  # test_kernel_times.py
+        pytest.param("parity", marks=pytest.mark.whole),  # test_parity.py
         *(pytest.param(size, marks=pytest.mark.whole) for size in ("bench774", "bench1558")),  # of a toy all are one
         pytest.param("smoke", marks=pytest.mark.whole),  # tests and runs that others here are
     ],

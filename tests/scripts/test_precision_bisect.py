@@ -80,6 +80,7 @@ def test_without_any_cast_nothing_is_left_of_the_error_and_each_cast_has_its_pla
 LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
+@pytest.mark.whole  # two programs more than the ranking's
 def test_under_propagated_scales_the_same_damage_does_less():
     plain, scaled = findings(0, spec=SHORT, **PLAIN), findings(0, "scalify_fp8_fp16", SHORT)
     error = {

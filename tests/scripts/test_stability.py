@@ -106,6 +106,7 @@ def test_looks_that_do_not_divide_the_steps_are_refused_before_anything_runs(tmp
         stability.main(Arguments("bf16", looks=7, out=str(tmp_path)))
 
 
+@pytest.mark.whole  # ten runs; studies that go on: test_parity.py
 def test_a_short_study_tells_a_rate_that_trains_from_one_that_does_not_and_goes_on(tmp_path, capsys):
     out = tmp_path / "out"
     args = Arguments(

@@ -23,6 +23,7 @@ from trainer.report.history import History
 from trainer.run.checkpoint import Checkpointer
 
 
+@pytest.mark.whole  # killed once: test_wandb.py, test_prepare.py; resumed to the bit: golden
 def test_a_run_killed_several_times_is_bitwise_the_run_that_was_not(tmp_path):
     args = ["train.steps=40", "checkpoint.every=10", "tracker=wandb", f"compile_cache={tmp_path}/cache"]
     finish(trainer(tmp_path, "A", *args, XLA_FLAGS=""))  # compiled as for users
@@ -183,6 +184,7 @@ def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(finish
     assert again == rows[10:]  # nothing was changed: the same steps, bit for bit
 
 
+@pytest.mark.whole  # test_config.py has a sweep, trainer/report its table
 def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])

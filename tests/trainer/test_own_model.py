@@ -55,7 +55,11 @@ def configuration(*overrides):
     return compose([*SMALL, "run_dir=A", "tracker=jsonl", "optimizer.lr=1e-2", *overrides])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "scalify_fp8_fp16", "fp8_current"])
+# Of our models, in test_precision.py.
+OTHERS = [pytest.param(name, marks=pytest.mark.whole) for name in ("fp32", "fp8_current")]
+
+
+@pytest.mark.parametrize("precision", ["scalify_fp8_fp16", *OTHERS])
 def test_it_learns_in_any_precision_and_narrow_products_are_those_of_the_pattern(precision):
     found = train(
         configuration(f"precision={precision}", "train.steps=40", "metrics.numerics_every=40"), model=Next, data=Walk()

@@ -89,6 +89,7 @@ def test_layers_come_in_the_order_of_a_forward_pass():
     ]  # fmt: skip
 
 
+@pytest.mark.whole  # two more programs; the names: test_library.py
 def test_scanned_layers_have_the_same_names_and_figures():
     unrolled, scanned = row("fp32", TWO), row("fp32", dataclasses.replace(TWO, scan_layers=True))
     assert list(unrolled) == list(scanned)
@@ -98,6 +99,7 @@ def test_scanned_layers_have_the_same_names_and_figures():
             assert scanned[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.whole  # of GPT-2: above
 def test_the_row_of_another_family_has_its_layers_in_their_order():
     spec = LlamaSpec(
         vocab_size=64, context=16, n_layer=2, n_head=2, n_kv_head=1, d_model=32, tied=False, scan_layers=True

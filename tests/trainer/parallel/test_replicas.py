@@ -99,7 +99,7 @@ def test_the_average_of_replicas_is_that_of_their_weights():
         np.testing.assert_allclose(outer, mean, rtol=0, atol=4 * np.finfo(np.float32).eps * np.abs(replicas).max())
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_replicas_on_one_device_have_the_bits_of_replicas_on_two(replicas):
     local = NARROW._replace(replicas=replicas, participants=replicas)
     one, losses = trained(3, local, "fp32", 1)
@@ -209,6 +209,7 @@ def test_where_the_newest_checkpoint_is_damaged_the_one_before_may_have_other_re
     assert bits(from_stored(found.state).params) == bits(half.params)
 
 
+@pytest.mark.whole  # two runs; below, runs that go on with fewer or more
 def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
     task = workload("scalify_fp8_fp16")
     state = from_stored(first_state(task, 0))

@@ -140,6 +140,7 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
     assert found[0].reason == "in precision.keep"
 
 
+@pytest.mark.whole  # two programs for a GPU; of one precision: test_the_plan_of_a_small_flagship
 def test_a_layer_in_16_bits_beside_fp8_ones_has_nothing_transposed():
     """FP8 operands are, of each of four linear layers three; of the kept block's gradients XLA took the order."""
     kept = [

@@ -53,6 +53,7 @@ def test_two_bytes_a_parameter_are_kept_in_bf16(preset):
     assert gap(exact_weights(state), first_state(workload("fp32"), seed=0).params) < 2.0**-16
 
 
+@pytest.mark.whole  # without remainders: test_precision.py
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
     w = kahan(preset)
@@ -124,6 +125,7 @@ def test_it_is_kept_of_the_trained_part_alone_also_in_a_phase_that_trains_anothe
     assert jax.tree.structure(enter_phase(part, entered, w, seed=0).lost) == jax.tree.structure(state.lost)
 
 
+@pytest.mark.whole  # other state is split in test_distribute.py
 def test_on_eight_devices_each_has_its_part_of_what_is_kept():
     (_, losses), (state, others) = take(kahan("bf16_pure"), 3), take(kahan("bf16_pure", devices=8), 3)
     for p, lost in zip(jax.tree.leaves(state.params), jax.tree.leaves(state.lost), strict=True):

@@ -220,6 +220,7 @@ def test_stochastic_rounding_of_weights_depends_on_seed_and_step_alone():
     assert bits(other.params) != bits(take("scalify_fp8_fp16", 1)[0].params)
 
 
+@pytest.mark.whole  # without a model: scalify_core/test_optim_training.py
 def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
     """The paper's route: the second moment is kept as it is, in FP16, where the other one keeps its root."""
     plain = {"update": "propagate", "moments_rounding": "nearest", "weights_rounding": "nearest"}

@@ -96,6 +96,7 @@ def told(monkeypatch):
     return options
 
 
+@pytest.mark.whole  # a run; a diagnosis: below
 def test_validation_and_numerics_are_compiled_with_the_options_of_the_step(told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache = f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"
