@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import cotangents, peaks, watch
-from scalify_core.formats import pow2_round
-from scalify_core.refusals import NoNumber, check_dynamic
+from scalify_core.refusals import NoNumber, check_dynamic, check_known, check_powers
 from scalify_core.scales import broadcast_scale, rms_scale, times
 from scalify_core.storage import as_float32, saturating_cast
 from scalify_core.varying import axes_of, varying
@@ -57,9 +56,7 @@ class ScaledArray(NoNumber):
         if isinstance(scale, (float, int, np.generic)) or (isinstance(scale, np.ndarray) and scale.ndim == 0):
             scale = float(scale)
         if isinstance(scale, (float, np.ndarray)):
-            for number in np.ravel(scale).tolist():
-                if not number > 0 or pow2_round(number) != number:
-                    raise ValueError(f"ScaledArray: scale is {number}, expected a power of two in [2^-126, 2^126]")
+            check_powers(scale)
         if hasattr(data, "shape") and hasattr(scale, "shape"):
             check_dynamic(data, scale)
         self.data, self._leaf, self._known = data, scale, not isinstance(scale, jax.Array)
@@ -110,7 +107,8 @@ class ScaledArray(NoNumber):
         return trusted(_cast(self, np.dtype(dtype), self._known))
 
     def rescale(self, scale: Any) -> ScaledArray:
-        """The same value (up to rounding in the data's dtype) with another scale, static or dynamic as given."""
+        """The same value with another scale, static or dynamic as given, as far as the data's dtype holds it there."""
+        check_known(scale)
         scale = ScaledArray(self.data, scale)._leaf
         if not isinstance(scale, float):
             return trusted(_rescale_dynamic(self, jnp.asarray(scale, jnp.float32), self._known))
@@ -202,22 +200,22 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         dtype: of the data; that of each leaf if None.
 
     The gradient with respect to the tree is the logical gradient. Where nothing is traced, a `PrecisionWarning` names
-    arrays of which more than a tenth become zeros, because one scale does not hold them beside the rest.
+    arrays of which more than a tenth become zeros, because one scale does not hold them beside the rest, or of which
+    more than 1% of the norm is beyond what the format holds. ValueError: a scale that is no power of two.
     """
 
     def convert(path: Any, x: Any) -> Any:
         if is_scaled_array(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return x
         x = jnp.asarray(x)
-        target = ScaledArray(x, rms_scale(x) if scale is None else scale)._leaf
-        data_dtype = np.dtype(x.dtype if dtype is None else dtype)
-        if isinstance(target, float):
-            out = _scale_static(x, target, data_dtype)
-        else:
-            out = trusted(_scale_dynamic(x, jnp.asarray(target, jnp.float32), data_dtype))
-        watch.entering_flushed(f"as_scaled_array{jax.tree_util.keystr(path)}", x, out.data)
+        at = ScaledArray(x, rms_scale(x) if scale is None else scale)._leaf
+        to = np.dtype(x.dtype if dtype is None else dtype)
+        is_static = isinstance(at, float)
+        out = _scale_static(x, at, to) if is_static else trusted(_scale_dynamic(x, jnp.asarray(at, jnp.float32), to))
+        watch.entering(f"as_scaled_array{jax.tree_util.keystr(path)}", x, out.data, out.unscale)
         return out
 
+    check_known(scale)
     return jax.tree_util.tree_map_with_path(convert, tree, is_leaf=is_scaled_array)
 
 

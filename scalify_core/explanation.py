@@ -207,14 +207,20 @@ class Explanation:
         )
 
 
+def _is_float32(row: Row) -> bool:
+    """Whether a row is of what is stored nowhere in a narrow format."""
+    return row.dtype == "float32"
+
+
 def _sentence(row: Row) -> str:
     f = row.figures
     what = []
     if f.flushed > 0:
-        what.append(f"{f.flushed:.1%} of its elements ({f.flushed_norm:.1%} of its norm) are zero in {row.dtype}")
+        zero = "zero, which are not in plain FP32" if _is_float32(row) else f"zero in {row.dtype}"
+        what.append(f"{f.flushed:.1%} of its elements ({f.flushed_norm:.1%} of its norm) are {zero}")
     if f.saturated > 0:
         what.append(f"{f.saturated:.1%} of its elements saturate in {row.dtype}")
-    lost = " and ".join(what) or f"its last bits are lost in {row.dtype}"
+    lost = " and ".join(what) or ("it differs" if _is_float32(row) else f"its last bits are lost in {row.dtype}")
     turn = "" if row.turns < 2 else f", in one of {row.turns} turns"
     where = f"{row.place}, {_named(row.primitive, row.place)}{turn}"
     return f"{where}: {lost}, an error of {_error(f.error)}, because {_reason(row)}"
@@ -223,6 +229,13 @@ def _sentence(row: Row) -> str:
 def _reason(row: Row) -> str:
     """Why values are lost, and what to do."""
     astray = row.figures.astray
+    if abs(astray) <= ASTRAY and _is_float32(row):
+        return (
+            "what it is computed from, in FP32, was rounded before: a comparison, a maximum or a sign went the other "
+            "way there, or what was small beside others in an operand of a product counts here (check=True names such "
+            "products); compare with a margin, or give what is compared or multiplied to more digits, "
+            "x.astype(jnp.float32)"
+        )
     if abs(astray) <= ASTRAY:
         return (
             "one scale does not hold numbers so far apart; keep the large and the small ones in tensors of their own, "

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+
+from scalify_core.formats import pow2_round
 
 
 class NoNumber:
@@ -34,6 +38,26 @@ def _refuse(what: str, instead: str) -> NoReturn:
     raise TypeError(
         f"{what} of a ScaledArray, which is data and a scale, not a number; write {instead}, with scalify_core.asarray"
     )
+
+
+def check_powers(scale: Any) -> None:
+    """Raise ValueError for numbers that are no scales."""
+    for number in np.ravel(scale).tolist():
+        if not number > 0 or pow2_round(number) != number:
+            raise ValueError(f"ScaledArray: scale is {number}, expected a power of two in [2^-126, 2^126]")
+
+
+def check_known(scale: Any) -> None:
+    """As `check_powers`, of a run-time scale that is given (or None) and of which the numbers are known here.
+
+    TypeError for what is no number and no array, as a dtype that was meant for another argument.
+    """
+    if scale is not None and not isinstance(scale, jax.typing.ArrayLike):
+        raise TypeError(
+            f"scale is {scale!r}, expected a power of two or an FP32 array; a dtype is given by its name, dtype=..."
+        )
+    if isinstance(scale, jax.Array) and not isinstance(scale, jax.core.Tracer) and scale.is_fully_addressable:
+        check_powers(scale)
 
 
 def check_dynamic(data: Any, scale: Any) -> None:

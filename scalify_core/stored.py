@@ -65,7 +65,13 @@ class Stored:
 def stored_fields(
     mu: Any, nu: Any, rounding: Literal["auto"] | Rounding, fields: Mapping[str, Stored]
 ) -> dict[str, Stored]:
-    """How each field is stored, by name. ValueError for one that is given twice, or relative to a relative one."""
+    """How each field is stored, by name. ValueError for one that is given twice, or relative to a relative one.
+
+    TypeError for one that is no `Stored`.
+    """
+    for name, how in fields.items():
+        if not isinstance(how, Stored):
+            raise TypeError(f"scaled_state: fields[{name!r}] is {how!r}, expected a Stored, such as Stored(FP16)")
     stored = dict(fields)
     for name, given, sqrt in (("mu", mu, False), ("nu", nu, True)):
         fmt = given if isinstance(given, FloatFormat) else FloatFormat.of(given)

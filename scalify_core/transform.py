@@ -205,7 +205,8 @@ def _evaluated(
         if plain is not None and plain.check and narrow is not None:
             say_promoted(fun, jaxpr, narrow, leaves)
         dtypes = (None,) * count if narrow is None else narrow.dtypes(count, leaves)
-        return jax.tree.unflatten(jax.tree.structure(out), how(jaxpr, arguments, residuals, dtypes))
+        results = [x if _is_leaf(x) else jnp.asarray(x) for x in how(jaxpr, arguments, residuals, dtypes)]
+        return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
 def _residuals(traced: Any, pulled: Pulled, narrow: Narrow | None) -> Residuals:

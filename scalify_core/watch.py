@@ -133,26 +133,41 @@ def beside_lost(before: Any, after: Any) -> jax.Array:
     return jnp.where(lost, count / max(x.size, 1), 0.0).astype(jnp.float32)
 
 
-def entering_flushed(name: str, x: Any, data: Any) -> None:
-    """Warns (`PrecisionWarning`) of numbers that are given a format in which more than a tenth of them are zeros.
+def entering(name: str, x: Any, data: Any, value: Callable[[], Any]) -> None:
+    """Warns (`PrecisionWarning`) of numbers that are given a format that does not hold them at their scale.
 
-    Of `x`, whose data is `data`. Nothing is said of what is traced. No program can tell later: it sees the zeros.
+    Of `x`, whose data is `data` and whose value then is `value()`: where more than a tenth of them are zeros, or more
+    than 1% of their norm is beyond the largest. Nothing is said of what is traced. No program can tell later.
     """
-    if data.dtype.itemsize >= 4 or any(isinstance(a, jax.core.Tracer) for a in (x, data)):
+    if data.dtype.itemsize >= 4 or not x.size or any(isinstance(a, jax.core.Tracer) for a in (x, data)):
         return
-    if float(_flushed(x, data)) > ENTERING:
-        text = (
+    flushed, saturated = _not_held(x, data, value())
+    if flushed > ENTERING:
+        _warn_entering(
             f"{name}: more than a tenth of its elements become zeros in {data.dtype} at its scale; keep the large and "
             f"the small ones in arrays of their own, or take dtype=jnp.bfloat16; or give scale=, a smaller one at "
             f"which the largest still fits"
         )
-        warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
+    if saturated > FLUSHED:
+        _warn_entering(
+            f"{name}: more than {FLUSHED:.0%} of its norm is beyond what {data.dtype} holds at its scale; give a "
+            f"larger scale=, or none, which is measured; or clip what is far larger than the rest"
+        )
+
+
+def _warn_entering(text: str) -> None:
+    warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
 
 
 @jax.jit
-def _flushed(x: jax.Array, data: jax.Array) -> jax.Array:
-    """The share of elements that are no zeros in `x` and zeros in `data`."""
-    return jnp.mean((x != 0) & (data == 0)) if x.size else jnp.float32(0)
+def _not_held(x: jax.Array, data: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The share of elements that are no zeros in `x` and zeros in `data`, and that of the norm which saturates."""
+    x = jnp.asarray(x, jnp.float32)
+    clipped = jnp.isfinite(x) & (jnp.abs(data) == jnp.finfo(data.dtype).max)
+    finite = jnp.where(jnp.isfinite(x), x, 0)
+    unit = jnp.maximum(jnp.max(jnp.abs(finite)), jnp.finfo(jnp.float32).tiny)  # no square overflows
+    rest = jnp.sum(jnp.square(jnp.where(clipped, (x - value) / unit, 0)))
+    return jnp.mean((x != 0) & (data == 0)), jnp.sqrt(rest / jnp.maximum(jnp.sum(jnp.square(finite / unit)), 1))
 
 
 def unreadable(where: str, names: Sequence[str]) -> None:
@@ -322,7 +337,7 @@ class Reporter:
 
     def call_is_done(self, results: Sequence[Any]) -> None:
         """Puts into the program a callback that depends on the results: from then on each place is reported again."""
-        leaves = (x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.floating))
+        leaves = (x for x in jax.tree.leaves(results) if jnp.issubdtype(jnp.result_type(x), jnp.floating))
         jax.debug.callback(self._forget, *(jnp.any(jnp.isnan(x)) for x in leaves))
 
     def _forget(self, *_: Any) -> None:

@@ -56,6 +56,9 @@ def apply_updates(
         accept: boolean scalar, false: the parameters stay as they are. None: true.
         numbers: of the parameters, a tree of integers, which tell their random bits apart; arrays of them of the rows
             of stacks. None: 0, 1, ...
+
+    Raises:
+        ValueError: `updates` or `numbers` is another tree than `params`; an unknown rounding.
     """
     options = {"rounding": rounding, "seed": seed, "step": step, "accept": accept, "numbers": numbers}
     return apply_with_lost(params, updates, (), **options)[0]
@@ -111,15 +114,16 @@ def apply_with_lost(
             scale = scale if is_static else jnp.where(accept, scale, before)
         return with_scale(total, scale) if is_scaled_array(p) else total
 
-    found, changes = leaves(params), leaves(updates)
+    structure: Any = jax.tree.structure(params, is_leaf=is_scaled_array)
+    found, changes = leaves(params), _beside(structure, updates, "updates")
     # Updates of `scaled_state` are plain: who gives scaled ones, of no scalified function, may have computed on leaves.
     paths = lambda: [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(updates, is_leaf=is_scaled_array)]
     say_unreadable("weights.apply_updates, the update", changes, paths, traced=True)
     # Leaves are numbered from the other end: another stream than that of the optimiser's state.
-    own = [-1 - n for n in (range(len(found)) if numbers is None else leaves(numbers))]
+    own = [-1 - n for n in (range(len(found)) if numbers is None else _beside(structure, numbers, "numbers"))]
     is_random = rounding == "stochastic"
     words: list[Any] = words_of(seed, step, own, [p.size >= LARGE for p in found]) if is_random else list(own)
-    rests = leaves(lost) or [None] * len(found)
+    rests = _beside(structure, lost, "lost") if leaves(lost) else [None] * len(found)
     new: list[Any] = []
     remain: list[Any] = []
     before: int | None = None
@@ -131,8 +135,15 @@ def apply_with_lost(
             new[before], words[i] = lowering.held("in_turn", (new[before], words[i]))
         new.append(add(p, update, number, words[i], rest))
         before = i if is_large else before
-    structure: Any = jax.tree.structure(params, is_leaf=is_scaled_array)
     return structure.unflatten(new), structure.unflatten(remain) if remain else ()
+
+
+def _beside(structure: Any, tree: Any, name: str) -> list[Any]:
+    """The leaves of a tree that belong to those of the parameters, by name and not by position alone."""
+    found, own = jax.tree.flatten(tree, is_leaf=is_scaled_array)
+    if own != structure:
+        raise ValueError(f"weights.apply_updates: {name} is not a tree like params: {own}, expected {structure}")
+    return found
 
 
 def _remainder(exact: jax.Array, fmt: FloatFormat) -> jax.Array:

@@ -246,8 +246,8 @@ def _through(eqn: Any, asked: list[Level], backward: bool) -> tuple[tuple[tuple[
         return (items,), outs
     if name == "convert_element_type":
         return (), [asked[0] if is_wide(eqn.invars[0].aval) else _of_cast(eqn, backward)]
-    is_preferred = name in PRODUCTS and all(_is_narrow(x.aval) for x in eqn.invars[:2])
-    return (), [max(_OF_PRODUCT if is_preferred else 0, *asked, 0)] * len(eqn.outvars)
+    own = _of_product(eqn, backward) if name in PRODUCTS else 0
+    return (), [max(own, *asked, 0)] * len(eqn.outvars)
 
 
 def _loop(
@@ -271,6 +271,14 @@ def _is_backward(eqn: Any, within: bool) -> bool:
     if any(x.name == "rematted_computation" for x in stack):
         return False
     return within or any(type(x) is Transform and x.name == "transpose" for x in stack)
+
+
+def _of_product(eqn: Any, backward: bool) -> Level:
+    """What the FP32 result of a product is: asked for, of two narrow operands; or as wide as one of them."""
+    narrow = sum(_is_narrow(x.aval) for x in eqn.invars[:2])
+    if narrow != 1:
+        return _OF_PRODUCT if narrow else 0
+    return 0 if backward else _PROMOTED_BY_LIBRARY if _called(eqn)[1] else PROMOTED
 
 
 def _of_cast(eqn: Any, backward: bool) -> Level:

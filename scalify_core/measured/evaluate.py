@@ -312,7 +312,7 @@ def _product(step: Step, env: Operands) -> Sequence[Any]:
         return storage.as_float32(eqn.primitive.bind(a, b, *rest, **{**eqn.params, "preferred_element_type": result}))
 
     out, scales = multiply(a.data, b.data), scales_of_result(eqn, a, b, *rest)
-    copied = 1 if step.formats[0] is None else 0  # by a `whole` one: of the other operand, zeros and ones
+    copied = 1 if step.formats[0] is None else 0  # by a `whole` one: of the other operand, zeros and powers
     if step.whole and env.is_logical(eqn.invars[copied]):
         x = (a, b)[copied]
         for part, unit in store.rest_of(env.in_units_of(eqn.invars[copied], x), x.data):

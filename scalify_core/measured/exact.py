@@ -90,15 +90,15 @@ def held_in(jaxpr: Any, stored: tuple[bool, ...]) -> tuple[frozenset[Any], tuple
             _, of_results = held_in(inner, tuple(map(is_held, eqn.invars)))
             held.update(var for var, is_so in zip(eqn.outvars, of_results, strict=True) if is_so)
         elif name == "mul":
-            exact = sum(map(is_held, eqn.invars)) == 2 and any(_is_power(of(x)) for x in eqn.invars)
+            exact = sum(map(is_held, eqn.invars)) == 2 and any(are_powers(of(x)) for x in eqn.invars)
             held.update(eqn.outvars if exact else ())
         elif name in _SAME or name in ("scatter", "convert_element_type"):
             held.update(eqn.outvars if all(map(is_held, _elements(eqn))) else ())
     return frozenset(held), tuple(map(is_held, jaxpr.outvars))
 
 
-def _is_power(origins: Origins) -> bool:
-    """Whether numbers of these origins are zeros and powers of two."""
+def are_powers(origins: Origins) -> bool:
+    """Whether numbers of these origins are zeros and powers of two, of either sign: a product with one copies."""
     return origins is not None and all(
         x == np.bool_ or (isinstance(x, float) and math.frexp(x)[0] in (0, 0.5, -0.5)) for x in origins
     )

@@ -246,14 +246,15 @@ def _product_step(eqn: Any, formats: tuple[Format, ...], origins: Mapping[Any, e
 
 
 def _has_mask(eqn: Any, formats: Sequence[Format], origins: Mapping[Any, exact.Origins]) -> bool:
-    """Whether an operand of a product is zeros and ones, which may copy the other: then it reads all digits of that.
+    """Whether an operand of a product is zeros and powers of two, which may copy the other: all its digits are read.
 
-    What is copied so is often compared with what it was copied from: it must be the same number.
+    What is copied so is often compared with what it was copied from: it must be the same number. So the patches of a
+    convolution are made, permutations with signs, and means of pairs.
     """
-    if eqn.primitive.name != "dot_general":
+    if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
         return False
     found = zip(eqn.invars[:2], formats, strict=False)
-    return any(own is None and type(x) is not Literal and exact.is_mask(origins.get(x)) for x, own in found)
+    return any(own is None and type(x) is not Literal and exact.are_powers(origins.get(x)) for x, own in found)
 
 
 def _is_in_float32(eqn: Any, formats: Sequence[Format], fmt: np.dtype, origins: Mapping[Any, exact.Origins]) -> bool:

@@ -80,9 +80,31 @@ def test_zeros_get_the_smallest_scale_and_what_is_not_finite_scale_one(content, 
 
 
 def test_narrow_data_is_cast_after_scaling_and_saturates():
-    x = as_scaled_array(jnp.asarray([1e-9, 3e-9, 1e20]), 2.0**-30, dtype=jnp.float16)
+    with pytest.warns(PrecisionWarning, match="more than 1% of its norm is beyond what float16 holds"):
+        x = as_scaled_array(jnp.asarray([1e-9, 3e-9, 1e20]), 2.0**-30, dtype=jnp.float16)
     assert float(x.data[2]) == 65504
     np.testing.assert_allclose(asarray(x)[:2], [1e-9, 3e-9], rtol=2**-11)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("scale", [2.0**-20, jnp.float32(2.0**-20)], ids=["static", "dynamic"])
+def test_what_saturates_on_entry_is_named(dtype, scale):
+    with pytest.warns(PrecisionWarning, match=r"as_scaled_array\['w'\]: more than 1% of its norm is beyond"):
+        as_scaled_array({"w": 3 * jnp.eye(8) + 1e30, "n": jnp.zeros(3)}, scale, dtype=dtype)
+    as_scaled_array(2.0**-20 * jnp.eye(8), scale, dtype=dtype)
+    as_scaled_array(jnp.array([65504 * 2.0**-20, jnp.inf, jnp.nan]), scale, dtype=jnp.float16)  # held as they are
+
+
+@pytest.mark.parametrize("number", [3.0, 0.0, -1.0, jnp.nan, jnp.inf])
+def test_a_run_time_scale_that_is_none_is_refused_where_it_is_known(number):
+    for make in (as_scaled_array, lambda x, scale: as_scaled_array(x).rescale(scale)):
+        with pytest.raises(ValueError, match=r"scale is .*, expected a power of two in"):
+            make(jnp.ones(3), jnp.float32(number))
+
+
+def test_a_dtype_in_the_place_of_a_scale_is_refused():
+    with pytest.raises(TypeError, match=r"float16.*expected a power of two or an FP32 array; .*dtype="):
+        as_scaled_array(jnp.ones(3), jnp.float16)
 
 
 def test_what_becomes_zero_on_entry_is_named():

@@ -345,3 +345,13 @@ def test_what_is_promoted_and_held_by_the_format_as_it_is_is_not_named(name):
     np.testing.assert_allclose(found, plain, rtol=2.0**-11, atol=2.0**-24)
     with pytest.warns(PrecisionWarning, match="by promotion"):
         scalify(lambda x, w: HELD[name](jnp.tanh(x), jnp.tanh(w)), check=True)(x, w)
+
+
+def test_what_a_plain_fp32_operand_has_made_fp32_is_promoted_too():
+    x, w = operands("matmul", HALF)
+    batch = jnp.asarray(asarray(x), F32)
+    twice = lambda w, batch: jnp.tanh(batch @ w) @ w  # the first product is FP32 here, too
+    for fun in (twice, jax.grad(lambda w, batch: jnp.sum(jnp.sin(twice(w, batch))))):
+        with pytest.warns(PrecisionWarning, match=r"test_asked.py:\d+ .*dot_general.*: plain code has FP32 here"):
+            scalify(fun, check=True)(w, batch)
+    scalify(lambda w, batch: batch @ w, check=True)(w, batch)

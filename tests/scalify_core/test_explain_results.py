@@ -53,3 +53,13 @@ def test_a_result_that_is_off_by_a_hundredth_is_named():
     found = sc.explain(rest, scaled_normal())
     assert 0.01 < found.errors[0] < 2**-6
     assert "nothing is lost" not in str(found)
+
+
+def test_what_a_comparison_made_zero_is_not_said_to_want_a_wider_format():
+    def kept(x):
+        s = jnp.tanh(x)
+        return jnp.where(copied(s) >= s, s, 0.0) * 1.5
+
+    found = str(sc.explain(kept, scaled_normal()))
+    assert re.search(r"first loss: .* are zero, which are not in plain FP32, .*a comparison.* the other way", found)
+    assert "wider format" not in found

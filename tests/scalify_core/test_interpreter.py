@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from propagated import scalify
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, composite, composite_rule, registry
+from scalify_core import ScaledArray, as_scaled_array, asarray, composite, composite_rule, registry, transform
 from scalify_core.rules.composites import on_values
 
 X = jax.random.normal(jax.random.key(0), (16, 64))
@@ -379,3 +379,15 @@ def test_a_function_may_close_over_what_an_outer_jit_traces(transform):
     x = ScaledArray(jnp.float16([1.0, 2.0]), 4.0)
     plain = transform(lambda x: jnp.sum(x * x * 3))(asarray(x))
     np.testing.assert_array_equal(asarray(outer(x, jnp.float32(3))), plain)
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("under", [lambda fun: fun, jax.jit], ids=["called", "jit"])
+def test_numbers_that_the_function_returns_are_arrays(scales, check, under):
+    fun = lambda x: (x * 2, 3, 2.5, True, np.float32(2), np.arange(3), None)
+    _, *found, none = under(transform.scalify(fun, scales=scales, check=check))(as_scaled_array(X, dtype=jnp.float16))
+    assert none is None
+    assert all(isinstance(x, jax.Array) for x in found)
+    assert [x.dtype for x in found] == [jnp.int32, jnp.float32, bool, jnp.float32, jnp.int32]
+    assert [x.tolist() for x in found] == [3, 2.5, True, 2, [0, 1, 2]]

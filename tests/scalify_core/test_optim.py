@@ -356,3 +356,8 @@ def test_what_is_said_to_be_given_instead_is_valid():
     fields = eval(str(error.value).partition("give fields=")[2].splitlines()[0], names)
     state = scaled_state(optax.sgd(1e-2, momentum=0.9), fields=fields, seed=0).init({"w": jnp.ones(8)})
     assert state.inner_state[0].trace["w"].dtype == jnp.float16
+
+
+def test_a_field_that_is_no_stored_is_refused():
+    with pytest.raises(TypeError, match=r"fields\['trace'\] is .*float16.*, expected a Stored"):
+        scaled_state(optax.sgd(0.1, momentum=0.9), fields={"trace": jnp.float16}, seed=0)

@@ -51,7 +51,7 @@ def test_it_compares_as_it_does_in_the_plain_program(loss, seed):
         assert error(found, expected) < ROUNDINGS[HALF]
 
 
-IDS = jnp.array([3, 1, 1, 6])
+ROWS, IDS = jnp.arange(8), jnp.array([3, 1, 1, 6])
 
 
 def dispatched(h):
@@ -81,6 +81,19 @@ COPIES = {
     "by another comparison": (
         lambda h: (jnp.abs(jnp.arange(8)[:, None] - jnp.arange(8)[None]) < 1).astype(h.dtype) @ h,
         lambda h: h,
+    ),
+    "signs": (
+        lambda h: jnp.where(ROWS[:, None] == (ROWS[None] ^ 1), jnp.where(ROWS[:, None] % 2 == 0, 1.0, -1.0), 0.0) @ h,
+        lambda h: jnp.where(ROWS[:, None] % 2 == 0, h[ROWS ^ 1], -h[ROWS ^ 1]),
+    ),
+    "a power of two": (lambda h: jnp.where(jnp.eye(8, dtype=bool)[:4], 0.25, 0.0) @ h, lambda h: h[:4] / 4),
+    "patches": (
+        lambda h: jax.lax.conv_general_dilated_patches(h[:, None], (3,), (1,), "SAME")[:, 1],
+        lambda h: h,
+    ),
+    "a convolution": (
+        lambda h: jax.lax.conv_general_dilated(h[:, None], jnp.eye(3)[None, :1], (1,), "VALID")[:, 0],
+        lambda h: h[:, :6],
     ),
     "under vmap": (lambda h: jax.vmap(lambda i: nn.one_hot(i, 8) @ h)(IDS), lambda h: h[IDS]),
 }
@@ -134,6 +147,8 @@ def test_how_often_a_product_is_multiplied():
     assert products(lambda s: (2 * jnp.eye(8, dtype=jnp.int8)).astype(s.dtype) @ jnp.tanh(s)) == 1
     assert products(lambda s: jnp.eye(8)[:4] @ s) == products(lambda s: jnp.eye(8)[:4] @ s[::-1].T) == 1
     assert products(lambda s: jnp.eye(8)[:4] @ jnp.tanh(s)) == 3
+    assert products(lambda s: jnp.where(jnp.eye(8, dtype=bool), -0.5, 0.0) @ jnp.tanh(s)) == 3
+    assert products(lambda s: jnp.where(jnp.eye(8, dtype=bool), 3.0, 0.0) @ jnp.tanh(s)) == 1
 
 
 def test_only_what_reads_each_element_once_is_in_float32():

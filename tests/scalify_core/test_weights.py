@@ -214,3 +214,12 @@ def test_weights_and_what_they_lost_of_their_values_are_nearly_those():
     # FP16 errs by 2^-11 of a number, and BF16 of that by 2^-8.
     assert np.all(error <= 2.0**-19 * np.abs(exact["w"]) + 2.0**-33)
     assert np.any(np.asarray(lost["w"], np.float32))
+
+
+@pytest.mark.parametrize("updates", [{"a": 1.0, "z": 2.0}, {"a": 1.0}, {"a": 1.0, "b": (2.0, 3.0)}, [1.0, 2.0]])
+def test_updates_of_another_tree_are_refused(updates):
+    params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
+    with pytest.raises(ValueError, match="updates is not a tree like params"):
+        apply_updates(params, jax.tree.map(jnp.float32, updates), rounding="nearest", seed=0, step=0)
+    with pytest.raises(ValueError, match="numbers is not a tree like params"):
+        apply_updates(params, params, rounding="nearest", seed=0, step=0, numbers=jax.tree.map(int, updates))
