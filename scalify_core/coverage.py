@@ -72,8 +72,8 @@ def lines() -> Iterator[str]:
     yield "value is that product, in FP32."
     yield ""
     yield 'The rules are those of `scalify(f, scales="static")`; measured scales, the default, need none. Either way'
-    yield "`tests/scalify_core/test_primitives.py` compares every primitive but the exempt ones with its plain FP32"
-    yield "result, and fails if a new JAX has a primitive that it does not know."
+    yield "`tests/unit/scalify_core/test_primitives.py` compares every primitive but the exempt ones with its plain"
+    yield "FP32 result, and fails if a new JAX has a primitive that it does not know."
     for kind, names in kinds.items():
         yield f"\n## {kind[0].upper()}{kind[1:]}: {KINDS[kind]} ({len(names)})\n"
         yield ", ".join(names)

@@ -12,11 +12,8 @@ With SCALIFY_TEST_PLATFORM=gpu (`make test-gpu`) none of that holds: the device 
 
 import gc
 import os
-import sys
 import tempfile
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent / "trainer"))  # where `command` is, for all that run trainers
 
 ON_GPU = os.environ.get("SCALIFY_TEST_PLATFORM", "cpu") == "gpu"
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -48,6 +45,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
     jax.config.update("jax_compilation_cache_dir", str(Path(os.environ["SCALIFY_TEST_CACHE"])))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+KINDS = ("unit", "integration", "e2e")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What kind a test is of, its folder says; what only a GPU can tell is an integration at a small size."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).resolve().parent).parts[0]
+        item.add_marker(folder if folder in KINDS else "integration")
 
 
 def pytest_collection_finish() -> None:

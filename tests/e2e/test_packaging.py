@@ -1,0 +1,95 @@
+"""The built wheel, installed into an empty environment, is a working command with all it runs on."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts.faults.chaos import SMALL
+from trainer import __version__
+from trainer.text import laid_over
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("configs", "scripts", "trainer", "scalify_core")
+
+
+def run(*command, cwd, **variables):
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    return subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=clean | variables, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built of a copy, since the build writes beside its sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    code = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    done = run(sys.executable, "-c", code, folder / "dist", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (path,) = (folder / "dist").glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def command(wheel, tmp_path_factory):
+    """`scalify-trainer` of an environment that has the wheel, and only by a path file what the tests have."""
+    folder = tmp_path_factory.mktemp("environment")
+    done = run(sys.executable, "-m", "venv", folder, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    python = folder / "bin" / "python"
+    installed = run(python, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet", wheel, cwd=folder)
+    assert installed.returncode == 0, installed.stderr
+    site = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    (site / "tests.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    home = run(python, "-c", "import trainer; print(trainer.__file__)", cwd=folder)
+    assert home.stdout.startswith(str(folder)), home
+    return folder / "bin" / "scalify-trainer"
+
+
+def test_a_wheel_holds_every_file_of_the_packages(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+    for name in PACKAGES:
+        files = [p for p in (ROOT / name).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+        assert files
+        assert {str(p.relative_to(ROOT)) for p in files} <= held
+
+
+def test_the_installed_command_prints_the_configuration(command, tmp_path):
+    done = run(command, "--cfg", "job", "precision=bf16", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["precision"]["name"] == "bf16"
+    done = run(command, "train.stepz=3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "did you mean" in done.stderr
+
+
+def test_the_installed_command_trains_in_any_directory(command, tmp_path):
+    few = ["train.steps=2", "train.final_eval_batches=1", "sample.max_new=0", "tracker=jsonl", "run_dir=A"]
+    args = laid_over(SMALL, few)
+    args.append(f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}")
+    done = run(command, *args, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stderr
+    assert "done: 2 steps" in done.stdout
+    assert (tmp_path / "A" / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def test_the_version_is_one():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert project["version"] == __version__ == citation["version"]
+    assert project["license"] == citation["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,0 +1,188 @@
+"""The README's example runs as it stands, and learns; commands and links of all documents are valid."""
+
+import ast
+import json
+import logging
+import os
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as HFTokenizer
+
+from scalify_core import registry
+from scalify_core.array import is_scaled_array
+from scripts import evaluate, train_tokenizer
+from scripts import export as export_run
+from scripts.arguments import read
+from trainer.__main__ import STOPPED, main
+from trainer.config.composition import Sweep, compose_or_explain, expanded, is_sweep
+from trainer.data import get_tokenizer
+from trainer.data.hf_tokenizer import save_hf
+from trainer.errors import UserError
+from trainer.models.gpt2 import functional
+from trainer.models.huggingface import save
+from trainer.models.spec import GPT2Spec
+from trainer.run.guard import HUNG, SIGNALS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(document):
+    """The arguments of the `python -m trainer` lines of a document's code blocks."""
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", document.read_text(), re.DOTALL)).replace("\\\n", " ")
+    lines = [line for line in blocks.splitlines() if line.startswith("python -m trainer")]
+    return [shlex.split(line, comments=True)[3:] for line in lines]
+
+
+def test_the_commands_of_all_documents_are_valid(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checked = 0
+    for arguments in [arguments for document in DOCUMENTS for arguments in commands(document)]:
+        if "model=from_init" in arguments:  # whose directory is not here
+            arguments = [a for a in arguments if a != "model=from_init"]
+        if is_sweep(arguments):
+            assert Sweep.of(expanded(arguments)).complaints() == []
+        else:
+            compose_or_explain([a for a in arguments if a not in ("--cfg", "job")])
+        checked += 1
+    assert checked > 15
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    prose = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)]+)\)", prose):
+        path, _, heading = link.partition("#")
+        if path.startswith("http"):
+            continue
+        target = document.parent / path if path else document
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+        assert not heading or heading in [re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings]
+
+
+def test_every_exit_code_is_in_the_readme():
+    [said] = re.findall(r"^Exit codes, (.*?)\n\n", README.read_text(), re.DOTALL | re.MULTILINE)
+    listed = {int(code) for code in re.findall(r"(?:[:;] |and )(\d+) ", said)}
+    found = {0, 1, HUNG, *STOPPED, *(128 + number for number in SIGNALS), 128 + signal.SIGPIPE}
+    found |= {error.exit_code for error in (UserError, *UserError.__subclasses__())}
+    for path in [*(ROOT / "trainer").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name in (
+                "main",
+                "run",
+                "run_job",
+                "of_shell",
+                "of_arguments",
+            ):
+                codes = [n.value for n in ast.walk(node) if isinstance(n, ast.Return)]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "os._exit", "SystemExit"):
+                codes = node.args
+            else:
+                continue
+            found |= {code.value for code in codes if isinstance(code, ast.Constant) and type(code.value) is int}
+    assert listed == found
+
+
+def test_every_document_is_named_in_the_readme():
+    text = README.read_text()
+    for document in (ROOT / "docs").glob("*.md"):
+        assert document.name == "README.md" or f"docs/{document.name}" in text, document
+
+
+def blocks(document):
+    """The Python programs of a document."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+
+
+@pytest.mark.whole  # trainer/test_library.py does
+def test_the_trainer_is_used_from_python_as_the_readme_does(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code = next(block for block in blocks("README.md") if "from trainer import" in block)
+    assert len(code.splitlines()) <= 40
+    cached = code.replace('"tracker=jsonl"', f'"tracker=jsonl", "compile_cache={os.environ["SCALIFY_TEST_CACHE"]}"')
+    for steps in (60, 65):  # the second goes on from the first
+        exec(cached.replace("train.steps=60", f"train.steps={steps}"), {})
+        step, loss, rms, told, run_dir = capsys.readouterr().out.split()[-5:]
+        assert (int(step), int(told), run_dir) == (steps, steps, "runs/walk")
+        assert float(loss) < 0.5 * np.log(64)  # that of a guess among 64 ids
+        assert 0.01 < float(rms) < 1
+
+
+# The two documents have the same model, from NNX and from Linen.
+@pytest.mark.parametrize("document", ["README.md", pytest.param("docs/own_model.md", marks=pytest.mark.whole)])
+def test_scalify_on_ones_own_model_runs_and_learns(document, capsys):
+    code = next(block for block in blocks(document) if "scalify(" in block and "import" in block)  # whole programs
+    names: dict = {}
+    with jax.numpy_rank_promotion("allow"):  # Flax's own layers promote ranks
+        exec(code, names)
+    loss = float(capsys.readouterr().out)
+    assert loss < 0.5 * np.log(64)  # that of a guess among 64 tokens, which the untrained model makes
+    arrays = jax.tree.leaves(names["params"], is_leaf=is_scaled_array)
+    assert {x.dtype for x in arrays} == {np.dtype(np.float16)}
+    moved = [float(abs(x.unscale()).max()) for x in arrays]  # those that began as zeros, too
+    assert min(moved) > 1e-4
+    text = str(jax.make_jaxpr(names["step"])(names["params"], names["state"], names["tokens"], 0))
+    assert "f8_e4m3fn" in text
+    assert "f8_e5m2" in text
+
+
+def test_the_rule_of_the_page_is_right_and_needed():
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "writing_a_rule.md").read_text(), re.DOTALL)
+    try:
+        exec(code, {})
+        without = code[: code.index("@composite_rule")] + code[code.index("for exponent") :]
+        del registry.rules["composite cube"]
+        with pytest.raises(AssertionError, match="65504"):  # at scale 1, out of range
+            exec(without, {})
+    finally:
+        registry.rules.pop("composite cube", None)
+
+
+def adaptation():
+    """The lines of the README's journey from other weights, in their order."""
+    [block] = re.findall(r"```sh\n(hf download.*?)```", README.read_text(), re.DOTALL)
+    return [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
+
+
+@pytest.mark.whole  # test_end_to_end.py takes its architecture from weights
+def test_the_five_commands_from_other_weights_work_at_toy_size(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    download, making, training, evaluation, export = adaptation()
+    assert download[:2] == ["hf", "download"]
+    spec = GPT2Spec(vocab_size=256, context=64, n_layer=1, n_head=2, d_model=32)
+    save(download[-1], spec, functional(spec).init(jax.random.key(0)), 0)
+    save_hf(Path(download[-1]), get_tokenizer("byte"), spec.context)
+    Path("books").mkdir()
+    words = np.random.default_rng(0).choice(["moon", "light", "falls", "over", "water", "slowly", "tonight"], 12000)
+    Path("books", "a.txt").write_text(" ".join(words.tolist()))
+
+    toy = {"16384": "300", "train.steps=2000": "train.steps=4"}
+    small = lambda line: [toy.get(word, word).replace("until:300", "until:2") for word in line[3:]]
+    assert train_tokenizer.main([*small(making), "--cache-dir", "cache"]) == 0
+    here = [
+        "train.batch_tokens=256",
+        "tracker=jsonl",
+        "sample.max_new=0",
+        "metrics.numerics_every=0",
+        "parallel.data=1",
+    ]
+    here += ["train.eval_batches=1", "train.final_eval_batches=1", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
+    assert main([*small(training), *here]) == 0
+    evaluate.main(read(evaluate.Arguments, [*small(evaluation), "limit=10"]))
+    export_run.main(read(export_run.Arguments, small(export)))
+    [result] = json.loads(Path("runs/adapted/tasks.json").read_text())["results"]
+    assert 0 <= result["tasks"]["word_order"]["acc"]["value"] <= 1
+    tokenizer, text = get_tokenizer("tokenizers/mine"), "moonlight falls over the water"
+    assert json.loads(Path("adapted/config.json").read_text())["vocab_size"] == tokenizer.vocab_size
+    ours = tokenizer.encode(text)
+    assert HFTokenizer.from_file("adapted/tokenizer.json").encode(text).ids == ours
+    assert len(ours) < len(text) / 2

@@ -1,0 +1,89 @@
+"""`python -m trainer` in processes of its own, on a tiny model, and what its run directory then says."""
+
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from forking import Forked, fresh, started
+
+from scripts.faults.chaos import SMALL
+from trainer.observe.records import read_rows
+from trainer.text import laid_over
+
+ROOT = Path(__file__).resolve().parents[2]
+# One layer: tracing and compiling it is most of what a trainer here takes, and what layers do has its own tests.
+TINY = [*SMALL, "train.eval_every=15", "train.final_eval_batches=2", "model.n_layer=1"]
+type Process = Forked | subprocess.Popen[str]
+
+
+def environment(devices: int = 1, **extra: str) -> dict[str, str]:
+    set_here = ("WANDB_", "XLA_", "JAX_", "HYDRA_", "TF_CPP_")  # by conftest, and by programs that ran in this process
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(set_here)}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    return kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)} | extra
+
+
+def trainer(tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **variables: str) -> Process:
+    """A trainer at work in `tmp_path`, where it finds the data prepared by the one before it.
+
+    It takes over what other tests' trainers have compiled. Who kills one while it compiles gives it a cache of its own.
+    One that is compiled as for users (`XLA_FLAGS=""`) is started as by users, too; others may be forks (`forking`).
+    """
+    cache = f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"
+    start = started if variables.get("XLA_FLAGS") != "" else fresh
+    return start(
+        "trainer", laid_over(TINY, [f"run_dir={run_dir}", cache], args), tmp_path, environment(devices, **variables)
+    )
+
+
+def finish(process: Process, code: int = 0) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
+
+
+def values(run_dir: Path) -> list[dict]:
+    """The rows without what a clock or the machine's memory decides."""
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "event" not in row]
+    return [{k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))} for row in rows]
+
+
+def parameters(run_dir: Path, step: int) -> dict[str, dict]:
+    """Names, shapes, dtypes and checksums of every leaf of the state, as the checkpoint's manifest has them."""
+    manifest = json.loads(next((run_dir / "checkpoints" / str(step) / "manifest").rglob("*")).read_text())
+    return manifest["leaves"]
+
+
+def wait_for_row(run_dir: Path, step: int, process: Process) -> None:
+    """Until the run has logged `step`, or has ended."""
+    path = run_dir / "metrics.jsonl"
+    while process.poll() is None:
+        if path.exists() and f'"step": {step},' in path.read_text(errors="replace"):
+            return
+        time.sleep(0.02)
+
+
+def several(
+    tmp_path: Path,
+    run_dir: str,
+    *args: str,
+    count: int = 2,
+    devices: int = 2,
+    last: dict[str, str] | None = None,
+    last_args: Sequence[str] = (),
+) -> list[Process]:
+    """The processes of one run, each with so many devices; `last`, `last_args`: variables and arguments of the last."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    common = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
+    each = [common | {"JAX_PROCESS_ID": str(i)} for i in range(count)]
+    each[-1] |= last or {}
+    return [
+        trainer(tmp_path, run_dir, *args, "parallel.distributed=true", *own, devices=devices, **variables)
+        for variables, own in zip(each, [()] * (count - 1) + [last_args], strict=True)
+    ]
