@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from golden.cases import machine
+
 from scripts import evaluate, export
 from trainer.__main__ import main
 from trainer.observe.records import read_rows
