@@ -32,12 +32,12 @@ from trainer.data import Batch, TextSource
 from trainer.data.corpus import open_corpus
 from trainer.data.loader import segments
 from trainer.errors import UserError
+from trainer.files import write_text
 from trainer.observe.slowness import first_said
 from trainer.parallel.mesh import place_batch
 from trainer.precision.arrays import store_weights
 from trainer.precision.policy import Policy
 from trainer.report.history import AS_TRAINED
-from trainer.run.rundir import write_atomically
 from trainer.step.state import TrainState
 from trainer.tasks.choose import BATCH, choose
 from trainer.tasks.examinee import Examinee
@@ -130,7 +130,7 @@ def main(args: Arguments) -> None:
     path = run_dir / ("evaluation_of_text.json" if args.text else "evaluation.json")  # the report takes the second
     rows = [finite(result._asdict()) for result in results]
     document = {"step": found.step, "tokens": size, "results": rows} | ({"text": args.text} if args.text else {})
-    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     print(f"all digits: {path}")
 
 
@@ -164,7 +164,7 @@ def take_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
     files = [write_for_harness(name, items, folder) for name, items in tasks.items.items()]
     path = Path(args.run_dir) / "tasks.json"
     document = {"step": found.step, "limit": args.limit, "fewshot": fewshot, "results": results}
-    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     print(f"all digits: {path}")
     if files:
         same = f"--include_path {folder} --tasks {','.join(tasks.items)}"

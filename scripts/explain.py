@@ -23,10 +23,10 @@ from trainer.assembly.objects import build_state, build_workload
 from trainer.assembly.run import restore_training
 from trainer.config.composition import compose_or_explain
 from trainer.errors import UserError, to_readers
+from trainer.files import write_text
 from trainer.parallel.mesh import place_batch
 from trainer.precision.policy import DTYPES
 from trainer.run.libraries import hide_missing_gpu
-from trainer.run.rundir import write_atomically
 from trainer.text import refuse_twice
 from trainer.workload import Model
 
@@ -81,7 +81,7 @@ def write(path: Path, explained: Explanation) -> None:
     """All rows, and what they come to, as JSON."""
     rows = [{**dataclasses.asdict(row.place), **row.figures_by_name()} for row in explained.rows]
     document = {"first_loss": explained.first_loss, "errors": explained.errors, "rows": rows}
-    write_atomically(path, json.dumps(document, indent=1) + "\n")
+    write_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def run(argv: Sequence[str]) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from scripts.arguments import argument, run
+from trainer.errors import UserError
+from trainer.files import read_mapping
 
 if TYPE_CHECKING:
     from trainer.data import Tokenizer
@@ -32,7 +32,11 @@ def tokenizer_of_origin(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Pat
     from trainer.data.hf_tokenizer import first_difference, ids_beside
     from trainer.models.weight_files import carry_tokenizer
 
-    origin = Path(yaml.safe_load((run_dir / "config.yaml").read_text())["init_from"] or "")
+    try:
+        init_from = read_mapping(run_dir / "config.yaml").get("init_from")
+    except ValueError as error:
+        raise UserError(f"{run_dir / 'config.yaml'} is damaged ({error}); bring it back, then export again") from error
+    origin = Path(init_from if isinstance(init_from, str) else "")
     theirs = ids_beside(origin) if (origin / "config.json").is_file() else None
     same = theirs is not None and first_difference(theirs, ours) is None
     return carry_tokenizer(origin, out) if same else []

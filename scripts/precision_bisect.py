@@ -28,6 +28,7 @@ from scalify_core.matmul import MULTIPLE
 from scripts.arguments import argument, note, run
 from trainer.assembly.run import restore_training
 from trainer.errors import UserError
+from trainer.files import write_text
 from trainer.models.roles import role_of
 from trainer.observe.slowness import first_said
 from trainer.parallel.mesh import place_batch
@@ -35,7 +36,6 @@ from trainer.precision.arrays import prepared
 from trainer.precision.dots import Dims, Dot, narrow_gradient_dot, wide_gradient_dot
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import Policy
-from trainer.run.rundir import write_atomically
 from trainer.workload import Model
 
 CASTS = ("activations", "weights", "gradients", "weight_gradients")
@@ -278,7 +278,7 @@ def main(arguments: Arguments) -> None:
     run_dir = Path(arguments.run_dir)
     findings = bisect(*load(run_dir, arguments.batch))
     path = run_dir / "precision_bisect.json"
-    write_atomically(path, json.dumps([f._asdict() for f in findings], indent=1) + "\n")
+    write_text(path, json.dumps([f._asdict() for f in findings], indent=1) + "\n")
     print(report(findings, arguments.top))
     print(advice(findings))
     print(f"all of it: {path}")

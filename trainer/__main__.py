@@ -22,7 +22,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.composition import CONFIGS, Sweep, checked, expanded, explain, key_of, long_forms
+from trainer.config.composition import CONFIGS, Sweep, checked, expanded, explain, key_of, long_forms, resolved
+from trainer.config.continuing import CACHE, CommandLine, lay_over
 from trainer.config.schema import Config
 from trainer.errors import UserError, complain, leave, to_readers
 from trainer.run.allocator import keep_freed_memory
@@ -43,14 +44,19 @@ class Job(NamedTuple):
     code: int | None
 
 
-def load(tree: DictConfig, own: Sequence[str]) -> Config:
+def load(tree: DictConfig, line: CommandLine, own: Sequence[str]) -> Config:
     """The checked configuration. Under --multirun the run directory is the numbered one that Hydra made in it.
 
     There a run that has no name is called after the sweep, its number, and its own of the sweep's settings.
     """
-    config = checked(tree, **({"run_dir": HydraConfig.get().runtime.output_dir} if numbered() else {}))
+    config = checked(tree, line.saved, **({"run_dir": HydraConfig.get().runtime.output_dir} if numbered() else {}))
     if config.parallel.distributed and not any(o.startswith("run_dir=") for o in HydraConfig.get().overrides.task):
         raise UserError("parallel.distributed=true needs run_dir=DIRECTORY: every process writes to the same one")
+    if line.their_cache not in (None, config.compile_cache):
+        print(
+            f"{CACHE}={line.their_cache} of that run is not used, since what is in it would be executed; "
+            "to use it, give the key yourself"
+        )
     if numbered() and config.tracker.name is None:
         name = " ".join(["/".join(Path(config.run_dir).parts[-2:]), *own])
         config = dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, name=name))
@@ -67,13 +73,13 @@ def of_user(keys: Collection[str]) -> list[str]:
     return [override for override in HydraConfig.get().overrides.task if key_of(override) in keys]
 
 
-def run_job(tree: DictConfig, keys: Collection[str], swept: Collection[str]) -> int:
+def run_job(tree: DictConfig, line: CommandLine, keys: Collection[str], swept: Collection[str]) -> int:
     """One run, its exit code. Imports what takes time only once the configuration is known to be good.
 
-    `keys`: those that the user set, of which `swept` have several values.
+    `line`: the command line. `keys`: those that the user set, of which `swept` have several values.
     """
     try:
-        config = load(tree, of_user(swept))
+        config = load(tree, line, of_user(swept))
         keep_freed_memory()
         from trainer.assembly.run import run
 
@@ -105,9 +111,9 @@ def main(argv: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed as tracebacks
     jobs: list[Job] = []
     try:
-        arguments = expanded(argv)
-        sweep = Sweep.of(arguments)
-        complaints = sweep.complaints()
+        line = expanded(argv)
+        sweep = Sweep.of(line.overrides)
+        complaints = sweep.complaints(line.saved)
     except UserError as error:
         complain(error)
         return error.exit_code
@@ -115,7 +121,10 @@ def main(argv: list[str]) -> int:
         complain(complaint)
     if complaints:
         return 2
-    sys.argv = ["trainer", *arguments]
+    if line.saved and re.search(r"(^| )(--cfg|-c)[ =]job( |$)", " ".join(argv)):
+        print(resolved(line), end="")  # Hydra would print it without the saved settings
+        return 0
+    sys.argv = ["trainer", *line.overrides]
     keys = {key_of(argument) for argument in long_forms(argv)}
 
     def job(tree: DictConfig) -> None:
@@ -123,13 +132,13 @@ def main(argv: list[str]) -> int:
             with contextlib.suppress(OSError):
                 os.rmdir(HydraConfig.get().runtime.output_dir)
             return  # somebody stopped the sweep, not one job of it
-        if not jobs and numbered() and tree.tracker.kind == "none":
+        if not jobs and numbered() and lay_over(tree, line.saved)["tracker"]["kind"] == "none":
             print(NO_BEST, flush=True)
         jobs.append(Job(Path(HydraConfig.get().runtime.output_dir), of_user(sweep.keys), None))
         if numbered() and jobs[-1].settings:
             count = f" of {len(sweep.jobs)}" if sweep.jobs else ""  # an interval's jobs cannot be listed
             print(f"\njob {len(jobs)}{count}: {' '.join(jobs[-1].settings)}, in {jobs[-1].run_dir}", flush=True)
-        jobs[-1] = jobs[-1]._replace(code=run_job(tree, keys, sweep.keys))
+        jobs[-1] = jobs[-1]._replace(code=run_job(tree, line, keys, sweep.keys))
 
     try:
         hydra.main(config_path=CONFIGS, config_name="config", version_base=None)(job)()

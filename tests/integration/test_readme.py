@@ -48,7 +48,7 @@ def test_the_commands_of_all_documents_are_valid(tmp_path, monkeypatch):
         if "model=from_init" in arguments:  # whose directory is not here
             arguments = [a for a in arguments if a != "model=from_init"]
         if is_sweep(arguments):
-            assert Sweep.of(expanded(arguments)).complaints() == []
+            assert Sweep.of(expanded(arguments).overrides).complaints({}) == []
         else:
             compose_or_explain([a for a in arguments if a not in ("--cfg", "job")])
         checked += 1

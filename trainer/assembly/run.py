@@ -29,6 +29,7 @@ from trainer.assembly.objects import (
     train_batches,
 )
 from trainer.config import schema
+from trainer.config.continuing import default_cache
 from trainer.config.fields import from_saved, to_tree
 from trainer.config.phases import phase_at
 from trainer.data.own import Numbers
@@ -169,8 +170,8 @@ def refuse_own(run_dir: Path, meta: Mapping[str, Any]) -> None:
 
 
 def keep_compiled(c: schema.Config) -> None:
-    """What is done with a run afterwards takes over what was compiled for it before, where the run itself does."""
-    warning = use_compilation_cache(c.compile_cache)
+    """Use this machine's cache of compiled programs, unless the run had none; the run's own is not trusted."""
+    warning = use_compilation_cache(None if c.compile_cache is None else default_cache())
     if warning is not None:
         print(warning, file=sys.stderr)
 

@@ -3,10 +3,11 @@
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -15,8 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import inherited
 from trainer.config.combinations import validate
-from trainer.config.continuing import continued, leaves
-from trainer.config.fields import from_tree
+from trainer.config.continuing import CONFIGS, CommandLine, continued, lay_over
+from trainer.config.fields import flatten, from_tree
 from trainer.config.phases import phases_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -25,13 +26,20 @@ from trainer.text import nearest, without_braces
 HOME = re.compile(r"^((?:run_dir|init_from|resume\.source|data\.cache_dir|data\.prepared_dir)=)~(?=/|$)")
 IN_LIST = re.compile(r"([\[,=]\s*)~(?=[/,\]]|$)")
 PATTERNS = ("data.paths", "data.sources")
-CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
 
 
 def compose_config(arguments: Sequence[str]) -> Config:
     """The checked configuration that the trainer would run with these arguments. Raises UserError, Hydra's errors."""
+    line = expanded(arguments)
     with initialize_config_dir(CONFIGS, version_base=None):
-        return checked(compose("config", expanded(arguments)))
+        return checked(compose("config", line.overrides), line.saved)
+
+
+def resolved(line: CommandLine) -> str:
+    """The resolved configuration of a command line as YAML, with the settings of a run that it continues."""
+    given = [argument for argument in line.overrides if "=" in argument and not argument.startswith("-")]
+    with initialize_config_dir(CONFIGS, version_base=None):
+        return yaml.safe_dump(lay_over(compose("config", given), line.saved), sort_keys=False)
 
 
 def compose_or_explain(arguments: Sequence[str]) -> Config:
@@ -42,10 +50,12 @@ def compose_or_explain(arguments: Sequence[str]) -> Config:
         raise UserError(explain(error, long_forms(arguments))) from None
 
 
-def checked(tree: DictConfig, **changes: Any) -> Config:
-    """The schema's dataclass of a composed tree, with `changes` of top-level keys. Raises UserError."""
-    plain = OmegaConf.to_container(tree, resolve=True)
-    assert isinstance(plain, dict)
+def checked(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> Config:
+    """The schema's dataclass of a composed tree, with saved settings and `changes` of top-level keys. Raises UserError.
+
+    `saved`: as `CommandLine` has them.
+    """
+    plain = lay_over(tree, saved)
     plain.pop("experiment", None)  # the name of a group choice without keys of its own
     plain |= changes
     if inherited.is_open(plain.get("model")):
@@ -96,16 +106,21 @@ def preset(name: str) -> dict[str, Any]:
     return {str(key): value for key, value in fields.items() if key != "defaults"}
 
 
-def expanded(arguments: Sequence[str]) -> list[str]:
-    """The arguments in their long forms: flags, then the settings of a run that they continue, then those given.
+def expanded(arguments: Sequence[str]) -> CommandLine:
+    """The arguments in their long forms, flags first, and the settings of a run that they continue.
 
     Raises UserError.
     """
     long = long_forms(arguments)
     given = [argument for argument in long if "=" in argument and not argument.startswith("-")]
     flags = [argument for argument in long if argument not in given]  # and their values; Hydra wants them first
-    groups = sorted(path.name for path in Path(CONFIGS).iterdir() if path.is_dir() and path.name != "base")
-    return [*flags, *continued(given, groups, choices_of_families(), several=is_sweep(flags))]
+    groups = {
+        path.name: sorted(choice.stem for choice in path.glob("*.yaml"))
+        for path in sorted(Path(CONFIGS).iterdir())
+        if path.is_dir() and path.name != "base"
+    }
+    line = continued(given, groups, choices_of_families(), several=is_sweep(flags))
+    return line._replace(overrides=[*flags, *line.overrides])
 
 
 def choices_of_families() -> dict[str, str]:
@@ -151,13 +166,14 @@ class Sweep(NamedTuple):
         )
         return cls(list(swept), [[*plain, *job] for job in itertools.product(*values)] if swept else [])
 
-    def complaints(self) -> list[str]:
-        """What is wrong with the jobs, each thing once: before the first of them trains."""
+    def complaints(self, saved: Mapping[str, Any]) -> list[str]:
+        """What is wrong with the jobs, each thing once: before the first of them trains. `saved`: as of `checked`."""
         found: dict[str, str] = {}
         for number, arguments in enumerate(self.jobs):
             try:
                 with initialize_config_dir(CONFIGS, version_base=None):
-                    checked(compose("config", [a for a in arguments if not key_of(a).startswith(("hydra.", "hydra/"))]))
+                    own = [a for a in arguments if not key_of(a).startswith(("hydra.", "hydra/"))]
+                    checked(compose("config", own), saved)
             except UserError as error:
                 found.setdefault(str(error), f"job {number}: {error}; no job was started")
             except (HydraException, OmegaConfBaseException) as error:
@@ -230,7 +246,7 @@ def wrong_key(key: str, tree: Any) -> str:
 
 def elsewhere(name: str, tree: Any) -> str:
     """The keys of other groups that are called so, or begin so, as the answer to somebody who left the group out."""
-    keys = [key for key, _ in leaves(tree)]
+    keys = [key for key, _ in flatten(tree)]
     called = [key for key in keys if key.split(".")[-1] == name] or [
         key for key in keys if key.split(".")[-1].startswith(f"{name}_")
     ]

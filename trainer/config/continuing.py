@@ -1,51 +1,75 @@
-"""`resume=RUN`: a run is continued, or forked, by its directory alone; what is not given anew is what it was."""
+"""`resume=RUN`: continue or fork a run by its directory alone; settings that are not given anew are those of the run.
 
+A run directory is data that somebody else may have written. Its settings are laid over the composed configuration as
+values: no text of theirs is parsed as an override, interpolated, or seen by Hydra.
+"""
+
+import copy
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import yaml
+from omegaconf import DictConfig, OmegaConf
 
-from trainer.config.schema import DATA_KEYS
+from trainer.bounds import annotations
+from trainer.config.fields import flatten
+from trainer.config.schema import DATA_KEYS, Config
 from trainer.errors import UserError
+from trainer.files import read_mapping
 from trainer.models.specs import FIRST
 from trainer.text import nearest
 
-# Of the run that was: where it is, how it started, what it was to do besides training, what it was called.
-NOT_TAKEN = ("run_dir", "resume", "dry_run", "hydra")
+# Where the run was, how it started, and what it did besides training.
+NOT_TAKEN = ("run_dir", "resume", "dry_run")
+CACHE = "compile_cache"
+CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
 NEW_NAME = "tracker.name"
 
 
+class CommandLine(NamedTuple):
+    """What a configuration is composed of.
+
+    Attributes:
+      overrides: flags, choices of groups and `key=value`, for Hydra; all from the command line or from our own lists.
+      saved: settings of the run that is continued, by dotted key; without keys that `overrides` set.
+      their_cache: its cache of compiled programs, which is not taken; None: it had none, or the command line has one.
+    """
+
+    overrides: list[str]
+    saved: dict[str, Any]
+    their_cache: str | None = None
+
+
 def continued(
-    arguments: Sequence[str], groups: Sequence[str], families: Mapping[str, str], *, several: bool
-) -> list[str]:
-    """The arguments, before which stand all settings of the run that `resume.source` names, if it names one.
+    arguments: Sequence[str], groups: Mapping[str, Sequence[str]], families: Mapping[str, str], *, several: bool
+) -> CommandLine:
+    """Add the settings of the run that `resume.source` names, if it names one.
 
     Without `run_dir`, or with the run's own, the run itself goes on; else another one starts from it. A group that is
-    chosen anew has nothing of the run.
+    chosen anew takes nothing from the run.
 
     Args:
       arguments: overrides in their long forms.
-      groups: the names of the configuration's groups.
+      groups: the choices of each group of the configuration.
       families: a choice of `model` of each family.
       several: whether it is a sweep, of which each job has a directory of its own.
 
     Raises:
-      UserError: a damaged run directory, or what cannot be meant.
+      UserError: a damaged run directory, or arguments that contradict each other.
     """
     given = {key.lstrip("+~"): value for key, _, value in (argument.partition("=") for argument in arguments)}
-    source = given.get("resume.source", "auto").strip("'\"")
+    written = given.get("resume.source", "auto")
+    source = written.strip("'\"")
     file = Path(source) / "config.yaml"
     if source in ("auto", "none") or not file.is_file():
-        return list(arguments)
+        return CommandLine(list(arguments), {})
     if "experiment" in given:
         raise UserError(
             f"experiment={given['experiment']}, but resume={source} takes its settings from that run; leave experiment "
             "out, or name the keys to change"
         )
-    tree = read_tree(file)
+    tree = read_saved(file)
     itself = not several and os.path.realpath(given.get("run_dir", source)) == os.path.realpath(source)
     if itself and given.get("resume.step", "null") != "null":
         raise UserError(
@@ -53,62 +77,84 @@ def continued(
             "add run_dir=DIRECTORY for it"
         )
     anew = [group for group in groups if group in given]
-    taken = [
-        f"{key}={written(value)}"
-        for key, value in leaves(tree)
-        if key.split(".")[0] not in (*NOT_TAKEN, *anew) and (itself or key != NEW_NAME) and is_used(key, tree)
-    ]
-    # Their keys are those of the choice; those of all other groups' choices are the same.
-    chosen = [] if "optimizer" in anew else [f"optimizer={tree['optimizer']['name']}"]
-    family = tree["model"].get("family", FIRST)
-    if family not in families:
-        raise UserError(f"resume={source} is a {family}, which is not known; {nearest(family, list(families))}")
-    chosen += [] if "model" in anew else [f"model={families[family]}"]
-    place = [f"run_dir={written(source)}", "resume.source=auto"] if itself else []
-    return [*chosen, *taken, *arguments, *place]
+    not_taken = {*NOT_TAKEN, *anew}
+    saved = {
+        key: value
+        for key, value in flatten({group: value for group, value in tree.items() if group not in not_taken})
+        if (itself or key != NEW_NAME) and not any(overlaps(key, other) for other in given)
+    }
+    # Compiled programs are code: whoever starts the run says where they come from.
+    their_cache = saved.pop(CACHE) if saved.get(CACHE) is not None else None
+    # The keys of these two groups depend on their choice; those of all other groups are the same.
+    family, optimizer = tree["model"]["family"], tree["optimizer"]["name"]
+    choices = []
+    if "model" not in anew:
+        if family not in families:
+            raise UserError(f"resume={source} is a {family}, which is not known; {nearest(family, list(families))}")
+        choices.append(f"model={families[family]}")
+    if "optimizer" not in anew:
+        choices += [f"optimizer={name}" for name in groups["optimizer"] if name == optimizer]
+    place = [f"run_dir={written}", "resume.source=auto"] if itself else []
+    return CommandLine([*choices, *arguments, *place], saved, their_cache)
 
 
-def is_used(key: str, tree: dict[str, Any]) -> bool:
-    """Whether the run's source of data uses a key; config.yaml used to have those of all sources, with values."""
-    group, _, name = key.partition(".")
-    return group != "data" or tree["data"]["source"] in DATA_KEYS.get(name, (tree["data"]["source"],))
+def overlaps(key: str, other: str) -> bool:
+    """Whether one of two dotted keys is the other or a group that holds it."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
-def read_tree(file: Path) -> dict[str, Any]:
-    """A run's config.yaml."""
+def lay_over(tree: DictConfig, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Resolve the composed configuration, with the saved settings in it as they are.
+
+    Interpolations of the composed configuration are resolved, and may read saved values; text like one in a saved
+    value stays text.
+    """
+    plain = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(plain, dict)
+    # OmegaConf refuses to interpolate a missing value, which these are to it.
+    put(plain, {key: "???" if "${" in str(value) else value for key, value in saved.items()})
+    resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
+    assert isinstance(resolved, dict)
+    put(resolved, saved)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def put(tree: dict[Any, Any], values: Mapping[str, Any]) -> None:
+    """Set dotted keys of nested mappings; a part that is no mapping becomes one."""
+    for key, value in values.items():
+        *groups, name = key.split(".")
+        node = tree
+        for group in groups:
+            if not isinstance(node.get(group), dict):
+                node[group] = {}
+            node = node[group]
+        node[name] = copy.deepcopy(value)
+
+
+def read_saved(file: Path) -> dict[str, Any]:
+    """Read a run's config.yaml, whose groups are those of the schema. Raises UserError."""
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-        told = (tree["optimizer"]["name"], tree["data"]["source"], tree["model"].get("family", FIRST))
-        if all(isinstance(name, str) for name in told):
-            return dict(tree)
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        pass
-    raise UserError(f"{file} is damaged; give all settings and run_dir={file.parent} to continue from its checkpoints")
+        tree = read_mapping(file)
+        unknown = tree.keys() - annotations(Config).keys()
+        if unknown:
+            raise ValueError(f"unknown key {min(unknown)}")
+        tree["model"] = {"family": FIRST} | tree["model"]
+        tree["data"] = {key: value for key, value in tree["data"].items() if is_used(key, tree["data"]["source"])}
+        if not all(isinstance(name, str) for name in (tree["model"]["family"], tree["optimizer"]["name"])):
+            raise ValueError("model.family and optimizer.name are not text")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{file} is damaged ({error}); give all settings and run_dir={file.parent} to continue from its checkpoints"
+        ) from error
+    return tree
 
 
-def leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """The dotted keys of the groups, and their values, which may be mappings themselves."""
-    found = []
-    for key, value in tree.items():
-        found += (
-            leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and not prefix else [(f"{prefix}{key}", value)]
-        )
-    return found
+def default_cache() -> str | None:
+    """Return the place of compiled programs that `configs/config.yaml` has."""
+    place: str | None = read_mapping(Path(CONFIGS, "config.yaml"))[CACHE]
+    return place
 
 
-def written(value: Any) -> str:
-    """A value as an override has it; text in quotes, whatever is in it."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case int() | float():
-            return str(value)
-        case list() | tuple():
-            return f"[{','.join(map(written, value))}]"
-        case dict():
-            return f"{{{','.join(f'{key}:{written(item)}' for key, item in value.items())}}}"
-    # A backslash is one, but before a quote, where it takes two.
-    text = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), str(value))
-    return f"'{text.replace('${', '\\${')}'"
+def is_used(key: str, source: str) -> bool:
+    """Whether a source of data uses a key of `data`; an older config.yaml has the keys of all sources, with values."""
+    return source in DATA_KEYS.get(key, (source,))

@@ -3,7 +3,7 @@
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from trainer.bounds import Variants, annotations, check
@@ -68,6 +68,15 @@ def from_tree(cls: type, tree: Any, path: str = "", of: str = "") -> Any:
 def to_tree(config: Any) -> dict[str, Any]:
     """Nested plain dictionaries (JSON and YAML types only), the inverse of `from_tree`."""
     return _plain(dataclasses.asdict(config))
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of nested mappings and their values; a list is a value, an empty mapping has no keys."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
 
 
 def _plain(value: Any) -> Any:

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainer.errors import UserError
+from trainer.files import read_mapping
 from trainer.models.specs import FIRST, SPECS
 from trainer.text import nearest
 
@@ -73,11 +72,11 @@ def architecture_of_run(run_dir: Path) -> dict[str, Any]:
     """The family and the keys of the architecture that a run directory's configuration has."""
     file = run_dir / "config.yaml"
     try:
-        model = yaml.safe_load(file.read_text(encoding="utf-8"))["model"]
+        model = read_mapping(file)["model"]
         family = model.get("family", FIRST)
         keys = SPECS[family].deciding() if family in SPECS else ()
         return {"family": family} | {key: model[key] for key in keys}
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged: it does not tell the model; choose the model by name") from error
 
 

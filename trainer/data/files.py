@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainer.data.shards import read_json, write_atomically
+from trainer.data.shards import read_json
 from trainer.errors import UserError
+from trainer.files import write_atomically
 from trainer.text import without_braces
 
 Format = Literal["text", "jsonl", "parquet"]

@@ -25,9 +25,10 @@ import numpy as np
 
 from trainer.data.corpus import Corpus, Position, PreparedSource, Source, open_corpus
 from trainer.data.encode import Batch, Encoder, Tokens, divided
-from trainer.data.shards import FORMAT, JOURNAL, MANIFEST, SPLITS, Manifest, Shard, Split, write_atomically
+from trainer.data.shards import FORMAT, JOURNAL, MANIFEST, SPLITS, Manifest, Shard, Split
 from trainer.data.tokenizer import get_tokenizer
 from trainer.errors import UserError
+from trainer.files import no_follow, remove_partial, write_atomically
 
 SHARD_BYTES = 64 << 20  # of text
 EXPECTED = 5  # validation documents below which they are few
@@ -258,7 +259,7 @@ def commit(job: Job, chunk: Chunk) -> None:
             write_atomically(job.directory / name, data)
             entry |= {"name": name, "crc32": zlib.crc32(data)}
         line["splits"][split] = entry
-    with (job.directory / JOURNAL).open("ab") as file:
+    with open(job.directory / JOURNAL, "ab", opener=no_follow) as file:
         file.write(json.dumps(line).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
@@ -281,8 +282,7 @@ def count(job: Job, line: dict[str, Any]) -> None:
 
 def resume(job: Job) -> None:
     """Take up what an interrupted preparation left; a line that was not written to its end is dropped."""
-    for partial in job.directory.glob("*.partial"):
-        partial.unlink()
+    remove_partial(job.directory)
     path = job.directory / JOURNAL
     if not path.exists():
         return
@@ -339,7 +339,7 @@ def slug(name: str) -> str:
 def alone_in(directory: Path) -> Iterator[None]:
     """Wait until no other process prepares `directory`; the lock goes when the process does, however it ends."""
     directory.mkdir(exist_ok=True)
-    with (directory / ".lock").open("ab") as file:
+    with open(directory / ".lock", "ab", opener=no_follow) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from trainer.data.tokenizer import Tokenizer, load_saved
 from trainer.errors import UserError
+from trainer.files import write_atomically
 
 FORMAT = 1
 SPLITS = ("train", "val")
@@ -195,13 +196,3 @@ def read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError):
         return {}
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that appears under its name only when all of it is on disk."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

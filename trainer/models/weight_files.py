@@ -76,6 +76,11 @@ def weight_map(directory: Path) -> dict[str, str]:
     found = read_object(directory / INDEX).get("weight_map")
     if not isinstance(found, dict):
         raise UserError(f"{directory / INDEX} has no weight_map; download or copy it again")
+    for name in found.values():
+        if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".safetensors"):
+            raise UserError(
+                f"{directory / INDEX}: weight_map names {name!r}; expected safetensors files of the same directory"
+            )
     return found
 
 
@@ -147,6 +152,15 @@ def write_object(file: Path, tree: Mapping[str, Any]) -> None:
 
 
 def carry_tokenizer(source: Path, target: Path) -> list[Path]:
-    """Copy what tokenizer stands beside weights into another directory, as it is; the paths of the copies."""
+    """Copy what tokenizer stands beside weights into another directory, as it is; the paths of the copies.
+
+    Raises:
+      UserError: a file is a link to somewhere else, whose content would be published with the copy.
+    """
     found = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    # A snapshot in the cache of Hugging Face's hub consists of links to ../../blobs.
+    inside = (source.resolve(), (source.resolve() / "../../blobs").resolve())
+    for file in found:
+        if not any(file.resolve().is_relative_to(directory) for directory in inside):
+            raise UserError(f"{file} is a link to {file.resolve()}; replace it by the file itself, then export again")
     return [Path(shutil.copyfile(file, target / file.name)) for file in found]

@@ -1,5 +1,6 @@
 """Pictures of a run's numerics: layers over steps, one picture for each class of tensors."""
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
+
+from trainer.files import write_atomically
 
 LEAST_SHARE = 1e-6  # below it a share is drawn as none
 OF_ZEROS = -126  # exponent of the scale that zeros have
@@ -82,9 +85,9 @@ def draw(path: Path, title: str, layers: list[str], steps: list[int], values: di
             label_layers(ax, layers)
         else:
             ax.set_yticks([])  # 50 ticks cost more than all of the rest
-    new = path.with_name(path.name + ".new")
-    figure.savefig(new, format="png")
-    new.replace(path)  # whole or not at all
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    write_atomically(path, png.getvalue())
 
 
 def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:

@@ -9,13 +9,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainer.errors import UserError
+from trainer.files import write_text
 from trainer.report.charts import Choice, by_choice
 from trainer.report.history import History, finite
 from trainer.report.page import comparison
-from trainer.run.rundir import MAY_CHANGE, flatten, write_atomically
+from trainer.run.rundir import MAY_CHANGE
 
 ALWAYS_OTHERS = ("run_dir", "tracker.name", "resume", "resume.*")
 CHOICES = ("source", "kind", "name")  # what the choice of a group sets, the first that the group has
@@ -53,7 +52,7 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
     pictures = [picture(histories, key, values) for key, values in varied.items()]
     page = marked(comparison(histories, rows, pictures, [*verdict, *hints], means), paths)
     other = out.is_file() and not is_of(out, paths)
-    write_atomically(out, page)
+    write_text(out, page)
     return [*lines, f"{out}, in place of another comparison" if other else str(out)]
 
 
@@ -202,7 +201,7 @@ def overridden(histories: Sequence[History]) -> dict[str, list[str]]:
     repeat what the first one set.
     """
     given = [dict(o.partition("=")[::2] for o in h.facts.get("overrides", "").split()) for h in histories]
-    resolved = [dict(flatten(yaml.safe_load(h.config) or {})) for h in histories]
+    resolved = [h.settings for h in histories]
     keys = dict.fromkeys(key for settings in given for key in settings)
 
     def value(key: str, settings: Mapping[str, str], tree: Mapping[str, Any]) -> str:
@@ -221,7 +220,7 @@ def overridden(histories: Sequence[History]) -> dict[str, list[str]]:
 
 def differences(histories: Sequence[History]) -> dict[str, list[str]]:
     """The values of each key of the configuration that is not the same in all runs."""
-    trees = [dict(flatten(yaml.safe_load(h.config) or {})) for h in histories]
+    trees = [h.settings for h in histories]
     keys = dict.fromkeys(key for tree in trees for key in tree)
     different: dict[str, list[Any]] = {key: [tree.get(key, "-") for tree in trees] for key in keys}
     return {

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import yaml
-
+from trainer.config.fields import flatten
 from trainer.errors import UserError
+from trainer.files import parse_yaml
 from trainer.observe.display import short
 from trainer.observe.records import read_rows, without_layers
 from trainer.report.charts import COLOURS, Line, Mark, smoothed
-from trainer.run.rundir import flatten
 
 # What an event is about, by a word in it; the first that is found.
 KINDS = {
@@ -115,8 +114,8 @@ class History:
     def settings(self) -> dict[str, Any]:
         """Dotted keys of the configuration and their values; none where it cannot be read."""
         try:
-            tree = yaml.safe_load(self.config)
-        except yaml.YAMLError:
+            tree = parse_yaml(self.config)
+        except ValueError:
             return {}
         return dict(flatten(tree)) if isinstance(tree, dict) else {}
 

@@ -9,12 +9,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from trainer.files import write_text
 from trainer.observe.display import short
 from trainer.observe.records import read_samples
 from trainer.report.charts import COLOURS, Line, chart, colour_number
 from trainer.report.history import FORKED, History, colour_of, finite, read_text
 from trainer.report.verdicts import LOST, NARROW, SATURATED, WORDS, Loss, fast, healthy, learning, losses
-from trainer.run.rundir import write_atomically
 
 # What a page about one run cannot say.
 BEYOND = (
@@ -278,5 +278,5 @@ def write_report(run_dir: Path) -> Path:
         sample=samples[-1].text if samples else "",
         environment=read_text(run_dir / "environment.txt"),
     )
-    write_atomically(run_dir / "report.html", text)
+    write_text(run_dir / "report.html", text)
     return run_dir / "report.html"

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from trainer.files import no_follow
+
 HUNG = 4  # exit code
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL = 0.25  # seconds between two looks at the clock
@@ -127,7 +129,10 @@ class Guard:
         steps = sorted(int(p.name) for p in (self._run_dir / "checkpoints").glob("*") if p.name.isdigit())
         text = f"{why}; ended; checkpoints: {', '.join(map(str, steps)) or 'none'}; the same command goes on from there"
         _write_error(text)
-        with contextlib.suppress(OSError), (self._run_dir / "hang.txt").open("w", encoding="utf-8") as file:
+        with (
+            contextlib.suppress(OSError),
+            open(self._run_dir / "hang.txt", "w", encoding="utf-8", opener=no_follow) as file,
+        ):
             print(text, file=file, flush=True)
             faulthandler.dump_traceback(file)
         last_words = threading.Thread(target=self._tell, args=(text,), daemon=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import jax
 
-from trainer.data.shards import read_json, write_atomically
+from trainer.data.shards import read_json
+from trainer.files import write_atomically
 
 WHOLE = "whole.json"  # entries found whole before, with size and time
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from trainer.data import Batch
 from trainer.errors import Diverged
+from trainer.files import write_text
 from trainer.observe.display import Display
 from trainer.observe.metrics import Throughput, memory
 from trainer.observe.records import decode_row, encode_row
@@ -305,7 +306,7 @@ def stop_diverged(run: Run, pending: Pending) -> None:
     found = run.diagnose(run.state, run.place(pending.batch), pending.step - 1)
     path = run.run_dir / "divergence.txt"
     if jax.process_index() == 0:
-        path.write_text(f"{reason}\n{found}\n", encoding="utf-8")
+        write_text(path, f"{reason}\n{found}\n")
     raise Diverged(f"{reason}; the first bad tensor and the batch are in {path}")
 
 

@@ -10,7 +10,7 @@ import os
 import platform
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,9 +20,11 @@ import jax
 import yaml
 
 from trainer import __version__
+from trainer.config.fields import flatten
 from trainer.errors import UserError
+from trainer.files import no_follow, read_mapping, refuse_links, remove_partial, write_text
 from trainer.models.specs import FIRST
-from trainer.parallel.processes import refused_together
+from trainer.parallel.processes import PROCESS_VARIABLES, refused_together
 from trainer.text import redact
 
 # What a resumed run may change: it decides how long, how often and where, not what is computed.
@@ -98,7 +100,10 @@ class RunDir:
         self._made = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            refuse_links(path)
+            if (path / "checkpoints").is_dir():
+                refuse_links(path / "checkpoints")
+            self._lock = no_follow(path / ".lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise UserError(f"cannot write to run_dir={path}: {error.strerror}; choose another run_dir") from error
         try:
@@ -107,6 +112,7 @@ class RunDir:
             holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
             self.release()
             raise UserError(f"run_dir={path} is in use by {holder}; stop it, or choose another run_dir") from None
+        remove_partial(path)
         # A forked child would keep the lock when this process is killed.
         os.register_at_fork(after_in_child=self.release)
         with contextlib.suppress(OSError):  # a full disk: the lock holds without its holder's name
@@ -141,7 +147,7 @@ class RunDir:
         """`check`, then write config.yaml: from now on the directory belongs to this configuration."""
         self.check(config, may_change=may_change)
         if self._first:
-            write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+            write_text(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
 
     def __enter__(self) -> Self:
         return self
@@ -159,21 +165,9 @@ class RunDir:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged; choose another run_dir") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} is damaged; choose another run_dir")
-    return tree
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values, lists as values."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+        return read_mapping(path)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); choose another run_dir") from error
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], may_change: tuple[str, ...] = ()) -> list[str]:
@@ -209,21 +203,18 @@ def is_held(run_dir: Path) -> bool:
     return False
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; make room, or choose another run_dir") from error
-
-
+# Variables that environment.txt shows, beside JAX's own settings. Any other, called JAX_TOKEN say, may be a secret.
+XLA_VARIABLES = (
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+)
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "datasets", "tiktoken", "wandb")
 
 
 def environment() -> dict[str, str]:
-    """What a run ran on: code, versions, devices. Of the environment variables only JAX's and XLA's."""
+    """Describe what a run ran on: code, versions, devices, and the settings of JAX and XLA among the variables."""
     found = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -239,7 +230,8 @@ def environment() -> dict[str, str]:
     found["devices"] = f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
     found["processes"] = str(jax.process_count())
     found["host"] = f"{os.cpu_count()} CPU cores"
-    found |= {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("JAX_", "XLA_"))}
+    settings = {name.upper() for name in jax.config.values} | {*PROCESS_VARIABLES, *XLA_VARIABLES}
+    found |= {name: os.environ[name] for name in sorted(settings & os.environ.keys())}
     return found
 
 
@@ -272,4 +264,4 @@ def write_environment(run_dir: Path, facts: dict[str, str], overrides: Sequence[
     part = "".join(f"{key}: {' '.join(value.splitlines())}\n" for key, value in found.items())
     path = run_dir / "environment.txt"
     before = path.read_text(encoding="utf-8", errors="replace") + "\n" if path.exists() else ""
-    write_atomically(path, before + part)
+    write_text(path, before + part)

@@ -10,6 +10,7 @@ from io import FileIO
 from typing import Any
 
 from trainer.errors import MAKE_ROOM, UserError
+from trainer.files import no_follow
 from trainer.observe.records import Sample, cut_rows, cut_samples, encode_row, encode_sample, read_rows, read_samples
 from trainer.observe.trackers.protocol import Beginning, Row, Tracker
 
@@ -27,8 +28,8 @@ class JsonlTracker(Tracker):
         try:
             self._logged = cut_rows(self.path, step, again=again)
             cut_samples(self.samples_path, step - again)
-            self._rows = FileIO(self.path, "ab")
-            self._samples = FileIO(self.samples_path, "ab")
+            self._rows = FileIO(self.path, "ab", opener=no_follow)
+            self._samples = FileIO(self.samples_path, "ab", opener=no_follow)
         except OSError as error:
             raise UserError(f"cannot write to {run_dir}: {error.strerror}; choose another run_dir") from error
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import MAKE_ROOM, UserError
+from trainer.files import write_atomically
 from trainer.observe.records import without_layers
 from trainer.observe.trackers.protocol import Beginning, Row, Tracker
 
@@ -108,9 +109,7 @@ def cut(path: Path, step: int, parse: Callable[[bytes], Any]) -> None:
     whole = path.read_bytes()
     kept = b"".join(record for record, content in records(whole) if parse(content).step < step)
     if kept != whole:
-        new = path.with_name(f".{path.name.replace('tfevents', 'cut')}")  # no name that TensorBoard would read
-        new.write_bytes(kept)
-        new.replace(path)
+        write_atomically(path, kept)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import logging
 import netrc
 import os
 import queue
+import re
 import shlex
 import sys
 import threading
@@ -19,12 +20,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.errors import UserError
+from trainer.files import write_atomically
 from trainer.observe.records import without_layers
 from trainer.observe.trackers.protocol import Beginning, Row, Tracker
 from trainer.observe.trackers.wandb_files import last_local_step, wandb_files
 from trainer.text import interpreter, redact
 
 WAITING = 1000  # calls to W&B that may wait for it
+RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PATIENCE = 10.0  # seconds that a call waits for its place among them, before W&B is given up
 FINISH_SECONDS = 60
 
@@ -226,9 +229,11 @@ def own_id(run_dir: Path, run_id: str | None) -> str:
     """
     file = run_dir / "wandb" / "run_id"
     file.parent.mkdir(exist_ok=True)
-    run_id = run_id or (file.read_text() if file.exists() else "") or uuid.uuid4().hex[:8]
-    file.write_text(run_id)
-    return run_id
+    known = run_id or (file.read_text(errors="replace") if file.is_file() else "")
+    if not RUN_ID.fullmatch(known):  # W&B makes a part of a path of it
+        known = uuid.uuid4().hex[:8]
+    write_atomically(file, known)
+    return known
 
 
 def logged_in() -> bool:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf.errors import OmegaConfBaseException
 
 from trainer import __main__ as command
 from trainer.assembly.run import restore_run
 from trainer.config.composition import Sweep, choices_of_families, compose_config, expanded
-from trainer.config.continuing import continued, leaves, written
+from trainer.config.continuing import continued, default_cache
 from trainer.config.fields import from_saved, from_tree, to_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -33,34 +33,111 @@ def run_dir(tmp_path, monkeypatch):
     return c
 
 
+ODD = [
+    "it's ${x}, a=b ",
+    "back\\slash",
+    "end\\",
+    "\\\\'",
+    "\\${oc.env:SECRET}",
+    "\\\\${seed}",
+    "???",
+    "line\nline",
+    "[1,2]",
+    "null",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_any_saved_text_comes_back_as_it_is(run_dir, tmp_path, monkeypatch, text):
+    monkeypatch.setenv("SECRET", "leaked")
+    tree = to_tree(run_dir)
+    tree["tracker"] |= {"project": text, "tags": [text]}
+    (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
+    tracker = compose_config(["resume=old"]).tracker
+    assert (tracker.project, tracker.tags) == (text, (text,))
+
+
+def test_interpolations_of_the_command_line_read_saved_values_but_never_saved_interpolations(run_dir):
+    assert compose_config(["resume=old", "train.steps=${seed}"]).train.steps == 7
+    assert compose_config(["resume=old", "tracker.group=${tracker.name}"]).tracker.group == "mine"
+    with pytest.raises(OmegaConfBaseException):
+        compose_config(["resume=old", "tracker.group=${sample.prompt}"])  # which has ${x} in it
+
+
+HOSTILE = [
+    "++hydra: {job: {env_set: {PATH: /tmp/evil}}}",
+    "hydra: {callbacks: {x: {_target_: os.system, command: touch owned}}}",
+    "+hydra/job_logging: default",
+    "~seed: 1",
+    "train.steps: 3",
+    "3: 4",
+    "experiment: fishman",
+]
+
+
+@pytest.mark.parametrize("line", HOSTILE)
+def test_keys_that_are_not_of_the_schema_are_refused(run_dir, tmp_path, line):
+    file = tmp_path / "old" / "config.yaml"
+    file.write_text(file.read_text() + line + "\n")
+    with pytest.raises(UserError, match=r"old/config\.yaml is damaged \((unknown key|the key 3)"):
+        compose_config(["resume=old"])
+
+
+def test_nothing_of_a_saved_configuration_reaches_hydra(run_dir, tmp_path):
+    tree = to_tree(run_dir)
+    tree["optimizer"]["name"] = "sgd,lion"
+    tree["seed"] = "1 hydra.job.chdir=true"
+    tree["data"]["tokenizer"] = "${oc.env:HOME}"
+    (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
+    choices = choices_of_families()
+    assert expanded(["resume=old"]).overrides == [
+        f"model={choices['gpt2']}",
+        "resume.source=old",
+        "run_dir=old",
+        "resume.source=auto",
+    ]
+
+
+def test_a_cache_of_compiled_programs_is_not_taken_from_a_run(run_dir, tmp_path):
+    tree = to_tree(run_dir) | {"compile_cache": "evil"}
+    file = tmp_path / "old" / "config.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    assert compose_config(["resume=old"]).compile_cache == default_cache()
+    assert expanded(["resume=old"]).their_cache == "evil"
+    assert compose_config(["resume=old", "compile_cache=mine"]).compile_cache == "mine"
+    file.write_text(yaml.safe_dump(tree | {"compile_cache": None}))
+    assert compose_config(["resume=old"]).compile_cache is None
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        "a b",
-        "it's",
-        "back\\slash",
-        "end\\",
-        "a\\'b",
-        "\\\\'",
-        "a,b=c",
-        "1e-3",
-        "null",
         "",
-        "'",
-        '"',
-        "line\nline",
-        " x ",
+        "[]",
+        "{",
+        "a: &a [1]\nb: *a",
+        "[" * 5000,
+        "seed: 2001-99-99",
+        "seed: " + "9" * 5000,
+        "\x00",
+        "model: {}\ndata: {}\noptimizer: 3",
+        "a: 1" * 300_000,
     ],
 )
-def test_any_text_survives_as_an_override(text):
-    assert OverridesParser.create().parse_override(f"key={written(text)}").value() == text
+def test_a_malformed_configuration_is_one_line(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"old/config\.yaml is damaged") as error:
+        compose_config(["resume=old"])
+    assert "\n" not in str(error.value)
 
 
-def test_a_mapping_survives_as_one_override():
-    tree = {"model": {"rope": {"factor": 32.0, "name": "a b"}, "none": None}, "seed": 3}
-    assert leaves(tree) == [("model.rope", tree["model"]["rope"]), ("model.none", None), ("seed", 3)]
-    override = f"model.rope={written(tree['model']['rope'])}"
-    assert OverridesParser.create().parse_override(override).value() == tree["model"]["rope"]
+def test_the_printed_configuration_has_the_saved_settings(run_dir, capsys):
+    assert command.main(["resume=old", "train.steps=80", "--cfg", "job"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert (tree["train"]["steps"], tree["seed"], tree["sample"]["prompt"]) == (80, 7, "it's ${x}, a=b ")
 
 
 def test_a_run_goes_on_with_its_own_settings_but_those_given_anew(run_dir):
@@ -88,12 +165,14 @@ def test_a_run_goes_on_with_the_keys_of_its_family(run_dir, tmp_path):
     tree = to_tree(run_dir)
     tree["model"] = {"name": "mine", "family": "tiny", "depth": 3}
     (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
-    taken = continued(["resume.source=old"], ["model"], {"tiny": "tiny_1m", "gpt2": "gpt2_nano"}, several=False)
-    first, *others = [argument for argument in taken if argument.startswith("model")]
-    assert first == "model=tiny_1m"
-    assert sorted(others) == ["model.depth=3", "model.family='tiny'", "model.name='mine'"]
-    anew = continued(["resume.source=old", "run_dir=b", "model=gpt2_nano"], ["model"], {"tiny": "x"}, several=False)
-    assert [argument for argument in anew if argument.startswith("model")] == ["model=gpt2_nano"]
+    groups = {"model": ["tiny_1m", "gpt2_nano"], "optimizer": ["sgd"]}
+    taken = continued(["resume.source=old"], groups, {"tiny": "tiny_1m", "gpt2": "gpt2_nano"}, several=False)
+    assert taken.overrides[:2] == ["model=tiny_1m", "optimizer=sgd"]
+    of_model = {key: value for key, value in taken.saved.items() if key.startswith("model")}
+    assert of_model == {"model.depth": 3, "model.family": "tiny", "model.name": "mine"}
+    anew = continued(["resume.source=old", "run_dir=b", "model=gpt2_nano"], groups, {"tiny": "x"}, several=False)
+    assert [argument for argument in anew.overrides if argument.startswith("model")] == ["model=gpt2_nano"]
+    assert not any(key.startswith("model") for key in anew.saved)
     with pytest.raises(UserError, match="resume=old is a tiny, which is not known; Valid: gpt2"):
         compose_config(["resume=old"])
 
@@ -119,19 +198,19 @@ def test_what_cannot_be_meant_is_refused(run_dir, tmp_path):
     with pytest.raises(UserError, match="experiment=fishman, but resume=old takes its settings from that run"):
         compose_config(["resume=old", "experiment=fishman"])
     (tmp_path / "old" / "config.yaml").write_text("{")
-    with pytest.raises(UserError, match=r"old/config\.yaml is damaged; give all settings and run_dir=old"):
+    with pytest.raises(UserError, match=r"old/config\.yaml is damaged \(.*\); give all settings and run_dir=old"):
         compose_config(["resume=old"])
 
 
 def test_what_is_no_run_is_left_to_who_restores_it():
     for source in ("auto", "none", "nowhere"):
-        assert expanded([f"resume={source}", "seed=1"]) == [f"resume.source={source}", "seed=1"]
+        assert expanded([f"resume={source}", "seed=1"]) == ([f"resume.source={source}", "seed=1"], {}, None)
 
 
 def test_the_home_directory_is_written_out(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     given = ["run_dir=~/a", "init_from=~", "sample.prompt=~/a", "data.paths=[~/a, ~/b/*.txt,c~,d~/e,'~/f']"]
-    assert expanded(given) == [
+    assert expanded(given).overrides == [
         "run_dir=/home/me/a",
         "init_from=/home/me",
         "sample.prompt=~/a",
@@ -162,23 +241,29 @@ def test_what_was_saved_before_a_key_existed_is_read_with_null_where_that_is_val
 
 
 def test_flags_may_stand_anywhere():
-    assert expanded(["seed=0,1", "--multirun", "train.steps=3"]) == ["--multirun", "seed=0,1", "train.steps=3"]
-    assert expanded(["seed=1", "--cfg", "job"]) == ["--cfg", "job", "seed=1"]
+    given = ["seed=0,1", "--multirun", "train.steps=3"]
+    assert expanded(given).overrides == [
+        "--multirun",
+        "seed=0,1",
+        "train.steps=3",
+    ]
+    assert expanded(["seed=1", "--cfg", "job"]).overrides == ["--cfg", "job", "seed=1"]
 
 
 def test_a_sweep_knows_its_jobs_and_what_is_wrong_with_any_of_them():
-    sweep = Sweep.of(expanded(["-m", "seed=0,1", "model.n_layer=2", "optimizer.lr=1e-3,-1", "data.paths=[]"]))
+    words = ["-m", "seed=0,1", "model.n_layer=2", "optimizer.lr=1e-3,-1", "data.paths=[]"]
+    sweep = Sweep.of(expanded(words).overrides)
     assert sweep.keys == ["seed", "optimizer.lr"]
     assert [job[-2:] for job in sweep.jobs] == [
         [f"seed={seed}", f"optimizer.lr={lr}"] for seed in (0, 1) for lr in ("0.001", "-1")
     ]
-    (complaint,) = sweep.complaints()
+    (complaint,) = sweep.complaints({})
     assert re.match(r"job 1: optimizer\.lr=-1\.0: expected at least 0; no job was started", complaint)
-    (unknown,) = Sweep.of(expanded(["-m", "seed=0,1", "optimizer=adamw,adamm"])).complaints()
+    (unknown,) = Sweep.of(expanded(["-m", "seed=0,1", "optimizer=adamw,adamm"]).overrides).complaints({})
     assert unknown.startswith("job 1: ")
     assert "adamm" in unknown
     slurm = ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=9"]  # which need not be here to be checked
-    assert Sweep.of(["-m", *slurm, "seed=0,1"]).complaints() == []
+    assert Sweep.of(["-m", *slurm, "seed=0,1"]).complaints({}) == []
     assert Sweep.of(["seed=0"]) == ([], [])
     assert Sweep.of(["-m", "seed=0"]) == ([], [])
 

@@ -13,6 +13,7 @@ from trainer.data import get_tokenizer
 from trainer.data.bpe_files import known_settings
 from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf
 from trainer.data.tokenizer import BPETokenizer
+from trainer.errors import UserError
 
 TEXTS = [
     "In the beginning God created the heaven and the earth.\nAnd the earth was without form",
@@ -166,6 +167,13 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
     carried = tokenizer_of_origin(run_dir, ours, out)
     assert {path.name for path in carried} >= {"tokenizer.json", "special_tokens_map.json"}
     assert all(path.read_bytes() == (origin / path.name).read_bytes() for path in carried)
+
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    (origin / "chat_template.jinja").symlink_to(secret)
+    with pytest.raises(UserError, match=r"chat_template\.jinja is a link to .*secret; replace it by the file itself"):
+        tokenizer_of_origin(run_dir, ours, out)
+    (origin / "chat_template.jinja").unlink()
 
     (run_dir / "config.yaml").write_text("init_from: null\n")
     assert tokenizer_of_origin(run_dir, ours, out) == []

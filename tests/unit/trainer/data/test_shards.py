@@ -8,6 +8,7 @@ import pytest
 
 from trainer.data import Loader, Manifest, TextSource, prepare, shards
 from trainer.errors import UserError
+from trainer.files import write_atomically
 
 
 @pytest.fixture
@@ -121,5 +122,5 @@ def test_a_file_appears_under_its_name_only_when_complete(tmp_path, monkeypatch)
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="the disk is gone"):
-        shards.write_atomically(path, b"new")
+        write_atomically(path, b"new")
     assert path.read_bytes() == b"old"

@@ -242,6 +242,10 @@ def test_absent_and_damaged_files_are_named(tmp_path):
     (directory / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(UserError, match=r"index\.json has no weight_map"):
         load_llama(directory)
+    for name in ("../part1.safetensors", "/etc/passwd", "sub/part1.safetensors", 3, "config.json"):
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+        with pytest.raises(UserError, match=r"weight_map names .*; expected safetensors files of the same directory"):
+            load_llama(directory)
     (directory / "config.json").write_text("[]")
     with pytest.raises(UserError, match=r"config\.json is not the configuration of a model"):
         load_llama(directory)

@@ -180,6 +180,8 @@ def test_secrets_are_removed_and_tokens_of_text_are_not():
 def test_the_environment_says_versions_and_devices_but_no_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "hidden")
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    monkeypatch.setenv("JAX_API_LOGIN", "hidden")
+    monkeypatch.setenv("JAX_ENABLE_CHECKS", "false")
     (tmp_path / "environment.txt").write_bytes(b"damaged \xff\n")
     overrides = ["seed=1", "x.password=hidden"]
     write_environment(tmp_path, {"parameters": "1", "text": "a\n\nparameters: 3"}, overrides)
@@ -191,8 +193,20 @@ def test_the_environment_says_versions_and_devices_but_no_secrets(tmp_path, monk
     assert "devices: 8 x cpu (cpu)\n" in text
     assert "overrides: seed=1 x.password=(removed)\n" in text
     assert "XLA_FLAGS" in text
+    assert "JAX_ENABLE_CHECKS: false\n" in text
     assert re.findall("^parameters: (.*)$", text, re.MULTILINE) == ["1", "2"]
     assert "hidden" not in text
+
+
+@pytest.mark.parametrize("name", [".lock", "config.yaml", "metrics.jsonl", "checkpoints", "checkpoints/100"])
+def test_a_directory_with_links_is_refused_before_anything_is_written(tmp_path, name):
+    (tmp_path / "precious").write_text("mine")
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match=rf"{name} is a symbolic link"):
+        RunDir(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_what_does_not_start_leaves_nothing(tmp_path):

@@ -1,0 +1,85 @@
+"""Files of a directory that somebody else may have made are data, and what is written there stays there."""
+
+import errno
+import os
+from io import FileIO
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.files import no_follow, parse_yaml, read_mapping, refuse_links, remove_partial, write_atomically
+
+
+def test_a_link_is_replaced_and_what_it_points_to_is_left_alone(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "config.yaml").symlink_to("precious")
+    write_atomically(tmp_path / "config.yaml", "new")
+    assert ((tmp_path / "precious").read_text(), (tmp_path / "config.yaml").read_text()) == ("mine", "new")
+    assert not (tmp_path / "config.yaml").is_symlink()
+
+
+def test_temporary_names_cannot_be_guessed_and_do_not_stay(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(os, "fsync", lambda _: seen.append({path.name for path in tmp_path.iterdir()}))
+    write_atomically(tmp_path / "a", b"1")
+    write_atomically(tmp_path / "a", b"2")
+    partial = [name for names in seen for name in names if name != "a"]
+    assert len(partial) == len(set(partial)) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_file_and_directory_are_on_disk_before_it_returns(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
+    write_atomically(tmp_path / "a", b"1")
+    assert synced[0].startswith(str(tmp_path / "."))
+    assert synced[1:] == [str(tmp_path)]
+
+
+def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("old")
+
+    def fail(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "a", b"new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path):
+    (tmp_path / ".0123.partial").touch()
+    (tmp_path / "config.yaml").touch()
+    remove_partial(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_file_to_append_to_is_no_link(tmp_path):
+    (tmp_path / "log").symlink_to("elsewhere")
+    with pytest.raises(OSError, match="log") as error:
+        FileIO(tmp_path / "log", "ab", opener=no_follow)
+    assert error.value.errno == errno.ELOOP
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_links_in_a_directory_are_named(tmp_path):
+    (tmp_path / "b").symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match=r"b is a symbolic link; .* choose another run_dir"):
+        refuse_links(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: &x [1]\nb: *x", "!!python/object/apply:os.system [true]", "[" * 3000, "x: 2001-99-99", "{", "a" * (1 << 21)],
+)
+def test_yaml_that_is_more_than_data_is_a_value_error(text):
+    with pytest.raises(ValueError, match=r"."):
+        parse_yaml(text)
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"[]", b"3: 4", b"a: {3: 4}", b"null", b""])
+def test_what_is_no_mapping_of_text_is_a_value_error(tmp_path, data):
+    (tmp_path / "config.yaml").write_bytes(data)
+    with pytest.raises(ValueError, match=r"."):
+        read_mapping(tmp_path / "config.yaml")

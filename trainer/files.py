@@ -1,0 +1,142 @@
+"""Read and write files of directories that somebody else may have made.
+
+What is read is data: bounded, and answered with a `UserError` where it is malformed. What is written replaces a file
+whole or not at all, never follows a symbolic link, and uses temporary names that nobody can guess.
+"""
+
+import errno
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.errors import UserError
+
+PARTIAL = ".partial"  # ends the name of a file that is being written
+YAML_BYTES = 1 << 18  # a run's config.yaml has about 4 KB
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Plain values only, without aliases: nine lines of them stand for a billion values."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError("aliases are not supported")
+        return super().compose_node(parent, index)
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML of a saved configuration into plain values.
+
+    Raises:
+      ValueError: not YAML, more than `YAML_BYTES`, nested too deep, an alias, a date or number out of range.
+    """
+    if len(text) > YAML_BYTES:
+        raise ValueError(f"more than {YAML_BYTES} characters")
+    try:
+        return yaml.load(text, _PlainLoader)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping with text as keys.
+
+    Raises:
+      ValueError: it holds anything else (`UnicodeDecodeError` is one).
+      OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        data = file.read(YAML_BYTES + 1)
+    tree = parse_yaml(data.decode("utf-8"))
+    if not isinstance(tree, dict):
+        raise ValueError("not a mapping of keys to values")
+    _check_keys(tree)
+    return tree
+
+
+def _check_keys(tree: dict[Any, Any]) -> None:
+    for key, value in tree.items():
+        if not isinstance(key, str):
+            raise ValueError(f"the key {key!r} is not text")
+        if isinstance(value, dict):
+            _check_keys(value)
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Replace the content of a file whole or not at all; after a return it is on disk. Text is written as UTF-8.
+
+    A symbolic link called `path` is replaced, and what it points to is left alone.
+
+    Raises:
+      OSError: the directory is missing or read-only, or the disk is full. The old content stays.
+    """
+    content = data.encode() if isinstance(data, str) else data
+    partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
+    descriptor = no_follow(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Bring the names in a directory to disk: without this a machine that loses power may forget a rename."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot, such as some network ones
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_partial(directory: Path) -> None:
+    """Remove what a killed `write_atomically` left in a directory. Only for who holds the directory's lock."""
+    for partial in directory.glob(f"*{PARTIAL}"):
+        partial.unlink(missing_ok=True)
+
+
+def no_follow(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file for writing, unless it is a symbolic link; also the `opener` of `open`.
+
+    Example:
+      with open(path, "ab", opener=no_follow) as file: ...
+
+    Raises:
+      OSError: it cannot be opened; `errno.ELOOP` where it is a symbolic link.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def refuse_links(directory: Path) -> None:
+    """Refuse a directory that holds symbolic links: what is written into it would end up elsewhere.
+
+    Raises:
+      UserError: naming the first link.
+    """
+    for entry in sorted(directory.iterdir()):
+        if entry.is_symlink():
+            raise UserError(
+                f"{entry} is a symbolic link; a run only writes inside its own directory: replace the link by what it "
+                "points to, or choose another run_dir"
+            )
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_atomically`, for files whose place the user chose. Raises UserError where it cannot be written."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; make room, or choose another run_dir") from error
