@@ -1,6 +1,6 @@
 # Needs only Python (>= 3.12, found through uv) and, the first time, a package index. Nothing is installed outside this directory.
 #   make train                      trains the default on the embedded corpus; make train ARGS="precision=bf16 train.steps=200"
-#   make test                       a sample: nearly every test function, of large families some cases; make test-all: all, as CI does
+#   make test                       unit, integration and a few of e2e, in five minutes; make test-all: all, as CI does
 #   make test-gpu                   those of a GPU; make lint: style and types; make env, make gpu: only the environment, with CUDA
 #   make docker-check               the Dockerfile, as far as that goes without Docker; installs some gigabytes elsewhere
 
@@ -24,13 +24,12 @@ env: $(VENV)/.base
 gpu: $(VENV)/.base
 	@$(INSTALL) --extra gpu
 
-# The tests of a file share what they compile and what they have trained: they stay in one process. A worker that dies ends
-# the tests: its files are not taken over by another, and would be waited for.
-RUN_TESTS = $(PYTHON) -m pytest -n 2 --dist loadfile --max-worker-restart 0
+# The tests of a file share what they compile and what they have trained: they stay in one process, the dearest files first.
+# A worker that dies ends the tests: its files are not taken over by another, and would be waited for.
+RUN_TESTS = $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-# Of a test function with more cases than this, so many and every value of every parameter; of what ARGS name, all.
 test: $(VENV)/.test
-	@$(RUN_TESTS) --cases=4 $(ARGS)
+	@$(RUN_TESTS) -m "not whole and (not e2e or smoke)" $(ARGS)
 
 test-all: $(VENV)/.test
 	@$(RUN_TESTS) $(ARGS)

@@ -29,7 +29,7 @@ if not ON_GPU:
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-pytest_plugins = ["sampling", "pytester"]
+pytest_plugins = ["progress"]
 
 if not ON_GPU:
     jax.config.update("jax_num_cpu_devices", 8)

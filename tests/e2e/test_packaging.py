@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command import CACHE
 
 from scripts.faults.chaos import SMALL
 from trainer import __version__
@@ -67,6 +68,7 @@ def test_a_wheel_holds_every_file_of_the_packages(wheel):
         assert {str(p.relative_to(ROOT)) for p in files} <= held
 
 
+@pytest.mark.smoke
 def test_the_installed_command_prints_the_configuration(command, tmp_path):
     done = run(command, "--cfg", "job", "precision=bf16", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -79,7 +81,7 @@ def test_the_installed_command_prints_the_configuration(command, tmp_path):
 def test_the_installed_command_trains_in_any_directory(command, tmp_path):
     few = ["train.steps=2", "train.final_eval_batches=1", "sample.max_new=0", "tracker=jsonl", "run_dir=A"]
     args = laid_over(SMALL, few)
-    args.append(f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}")
+    args.append(CACHE)
     done = run(command, *args, cwd=tmp_path, JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stderr
     assert "done: 2 steps" in done.stdout

@@ -1,23 +1,46 @@
-"""`python -m trainer` in processes of its own, on a tiny model, and what its run directory then says."""
+"""The trainer on a tiny model, in this process or in processes of its own, and what its run directory then says."""
 
+import contextlib
+import io
 import json
+import logging
 import os
+import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from forking import Forked, fresh, started
+import pytest
 
 from scripts.faults.chaos import SMALL
+from trainer import Periodic, compose, train
+from trainer.__main__ import main
 from trainer.observe.records import read_rows
 from trainer.text import laid_over
 
 ROOT = Path(__file__).resolve().parents[2]
 # One layer: tracing and compiling it is most of what a trainer here takes, and what layers do has its own tests.
 TINY = [*SMALL, "train.eval_every=15", "train.final_eval_batches=2", "model.n_layer=1"]
-type Process = Forked | subprocess.Popen[str]
+CACHE = f"compile_cache={os.environ.get('SCALIFY_TEST_CACHE', 'null')}"  # null: golden/cases.py as a program
+type Process = subprocess.Popen[str]
+
+
+def here(folder: Path, run_dir: str, *args: str, code: int = 0) -> str:
+    """What a trainer in this process prints, which imports nothing anew; it ends with `code`. It works in `folder`."""
+    printed = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
+        patch.chdir(folder)
+        patch.setattr(logging.root, "handlers", [])  # Hydra's would outlive this output
+        found = main(laid_over(TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args))
+    assert found == code, printed.getvalue()
+    return printed.getvalue()
 
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
@@ -31,13 +54,20 @@ def trainer(tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **variab
     """A trainer at work in `tmp_path`, where it finds the data prepared by the one before it.
 
     It takes over what other tests' trainers have compiled. Who kills one while it compiles gives it a cache of its own.
-    One that is compiled as for users (`XLA_FLAGS=""`) is started as by users, too; others may be forks (`forking`).
     """
-    cache = f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"
-    start = started if variables.get("XLA_FLAGS") != "" else fresh
-    return start(
-        "trainer", laid_over(TINY, [f"run_dir={run_dir}", cache], args), tmp_path, environment(devices, **variables)
-    )
+    command = [sys.executable, "-m", "trainer", *laid_over(TINY, [f"run_dir={run_dir}", CACHE], args)]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=tmp_path, env=environment(devices, **variables), text=True, **both)
+
+
+def stopped_after(folder: Path, run_dir: str, step: int, *args: str) -> None:
+    """A run in this process that a signal stops soon after this step, as one from a cluster's queue would."""
+    stop = Periodic("stop", 1, lambda moment: os.kill(os.getpid(), signal.SIGTERM) if moment.step == step else None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        found = train(compose(laid_over(TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args)), periodic=[stop])
+    assert found.stopped_by == signal.SIGTERM
+    assert found.step >= step
 
 
 def finish(process: Process, code: int = 0) -> str:

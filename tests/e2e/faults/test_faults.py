@@ -12,7 +12,7 @@ import time
 
 import jax
 import pytest
-from command import TINY, environment, finish, parameters, several, trainer, values, wait_for_row
+from command import CACHE, TINY, environment, finish, parameters, several, trainer, values, wait_for_row
 
 from scripts.faults import faulty
 from trainer.__main__ import main
@@ -41,12 +41,11 @@ def train(folder, name, faults, *args):
     """In this process, as a test runs much sooner that way. The exit code."""
     file = folder / f"{name}.json"
     file.write_text(json.dumps(faults))
-    cache = f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(build, "train", build.train)  # what `faulty` replaces is put back
         patch.setattr(time, "time", time.time)
-        return faulty.main(file, [*ARGS, f"run_dir={name}", cache, *args])
+        return faulty.main(file, [*ARGS, f"run_dir={name}", CACHE, *args])
 
 
 def events(run_dir):
@@ -61,6 +60,7 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
+@pytest.mark.smoke
 def test_a_bad_batch_is_skipped_kept_and_told(undisturbed):
     run_dir = undisturbed / "A"
     assert "step 12 skipped (loss nan" in events(run_dir)[12]
@@ -69,6 +69,7 @@ def test_a_bad_batch_is_skipped_kept_and_told(undisturbed):
     assert [row["watchdog/skipped"] for row in rows[10:13]] == [0, 1, 1]
 
 
+@pytest.mark.smoke
 def test_after_a_spike_the_run_goes_back_and_leaves_the_window_out(undisturbed):
     run_dir = undisturbed / "A"
     rows, told = values(run_dir), events(run_dir)
@@ -100,7 +101,6 @@ def test_a_signal_breaks_off_the_final_validation_which_is_taken_up_again_bitwis
     assert min(row["perf/step_ms"] for row in read_rows(run_dir / "metrics.jsonl") if "perf/step_ms" in row) > 0
 
 
-@pytest.mark.whole  # above, one that ends; the count: test_watchdog.py
 def test_a_spike_without_end_stops_the_run_when_it_went_back_often_enough(undisturbed, capfd):
     assert train(undisturbed, "C", {"corrupt": [38, 50, 51, 52]}, "watchdog.max_rollbacks=1") == 3
     error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -135,10 +135,9 @@ def test_a_full_disk_ends_the_run_in_a_line_and_with_room_it_goes_on(undisturbed
     assert [row["step"] for row in values(undisturbed / "D")] == list(range(1, max(steps) + 6))
 
 
-@pytest.mark.whole  # above, one that takes the log
 def test_a_full_disk_that_takes_no_log_either_ends_with_the_exit_code_it_has(undisturbed):
     """As `python -m trainer ... > log 2>&1`, with log on the disk that is full."""
-    args = laid_over(ARGS, ["train.steps=100000", "run_dir=E"], [f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"])
+    args = laid_over(ARGS, ["train.steps=100000", "run_dir=E"], [CACHE])
     with (undisturbed / "E.log").open("w") as log:
         command = [sys.executable, "-m", "trainer", *args]
         process = subprocess.Popen(command, cwd=undisturbed, env=environment(), stdout=log, stderr=log)
@@ -156,7 +155,7 @@ def test_a_start_on_a_full_disk_ends_in_a_line(undisturbed, monkeypatch, capsys)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        assert main([*ARGS, "run_dir=F", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]) == 2
+        assert main([*ARGS, "run_dir=F", CACHE]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -177,11 +176,10 @@ def test_an_error_while_restoring_ends_a_process_of_several_in_bounded_time(undi
     monkeypatch.setattr(build, "starting_point", starting_point)
     monkeypatch.setattr(build, "leave_within", lambda seconds, error: ended.append((seconds, str(error))))
     with pytest.raises(RuntimeError, match="others read"):
-        main([*ARGS, "run_dir=G", "watchdog.stop_seconds=7", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"])
+        main([*ARGS, "run_dir=G", "watchdog.stop_seconds=7", CACHE])
     assert ended == [(7, "others read what this one cannot")]
 
 
-@pytest.mark.whole  # seven processes that wait for each other; test_guard.py has the bounds of time
 def test_when_one_process_dies_the_others_end_in_bounded_time_and_the_run_goes_on(tmp_path):
     args = ["train.steps=100000", "checkpoint.every=10", "tracker=jsonl", "sample.max_new=0", "train.eval_every=0"]
     processes = several(tmp_path, "A", *args, "watchdog.hang_seconds=8", "watchdog.stop_seconds=8")
@@ -211,7 +209,6 @@ def test_when_one_process_dies_the_others_end_in_bounded_time_and_the_run_goes_o
     assert [row["step"] for row in values(run_dir)] == list(range(1, 43))
 
 
-@pytest.mark.whole  # five processes; resumed inside a round without a kill: parallel/test_local_runs.py
 def test_replicas_that_lose_a_process_end_in_bounded_time_and_end_bitwise_as_if_they_had_not(tmp_path):
     args = ["parallel=local", "parallel.local_steps=3", "schedule=constant", "schedule.warmup_fraction=0"]
     args += ["checkpoint.every=4", "checkpoint.keep=99", "tracker=jsonl", "sample.max_new=0", "train.eval_every=0"]

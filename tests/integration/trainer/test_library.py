@@ -10,11 +10,11 @@ import threading
 import jax
 import numpy as np
 import pytest
-from command import TINY, values
+from command import CACHE, TINY, values
 
 from trainer import Diverged, Periodic, Phase, Tracker, UserError, compose, train
 
-SMALL = [*TINY, "parallel.data=1", "sample.max_new=4", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
+SMALL = [*TINY, "parallel.data=1", "sample.max_new=4", CACHE]
 B, T, V = 16, 33, 64
 
 

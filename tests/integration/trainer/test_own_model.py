@@ -1,12 +1,10 @@
 """A Flax NNX model of a program's own in the trainer: precision, roles, resumption, refusals."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from command import TINY
+from command import CACHE, TINY
 from flax import nnx
 
 from trainer import CausalModel, Role, UserError, compose, train
@@ -15,7 +13,7 @@ from trainer.assembly.run import restore_run
 from trainer.models.own import own_spec
 from trainer.workload import Model
 
-SMALL = [*TINY, "parallel.data=1", "sample.max_new=4", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
+SMALL = [*TINY, "parallel.data=1", "sample.max_new=4", CACHE]
 B, T, V, D = 16, 33, 64, 32
 
 

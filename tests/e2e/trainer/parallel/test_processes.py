@@ -4,28 +4,38 @@ import numpy as np
 import pytest
 from command import finish, parameters, several, trainer, values, wait_for_row
 
+ARGS = ["checkpoint.every=3", "checkpoint.keep=9", "tracker=jsonl", "sample.max_new=0", "train.steps=6"]
+ARGS += ["parallel.deterministic_reduce=true"]
 
-def test_two_processes_are_bitwise_one_and_the_run_goes_on_with_other_devices(tmp_path):
-    args = ["checkpoint.every=3", "checkpoint.keep=9", "tracker=jsonl", "sample.max_new=0", "train.steps=6"]
-    sharded = [*args, "parallel=fsdp", "parallel.deterministic_reduce=true"]
-    finish(trainer(tmp_path, "one", *sharded, devices=8))
-    outputs = [finish(process) for process in several(tmp_path, "two", *sharded, devices=4)]
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """A folder with the run `one` of eight devices in a process, and `two` in two; what those two printed."""
+    folder = tmp_path_factory.mktemp("processes")
+    finish(trainer(folder, "one", *ARGS, "parallel=fsdp", devices=8))
+    return folder, [finish(process) for process in several(folder, "two", *ARGS, "parallel=fsdp", devices=4)]
+
+
+@pytest.mark.smoke
+def test_two_processes_are_bitwise_one(both):
+    folder, outputs = both
     assert ["done: 6 steps" in output for output in outputs] == [True, False]
     assert "devices: 8 x cpu in 2 processes; mesh data 1 x fsdp 8 x tensor 1" in outputs[0]
-    assert values(tmp_path / "one") == values(tmp_path / "two")
-    assert parameters(tmp_path / "one", 6) == parameters(tmp_path / "two", 6)
+    assert values(folder / "one")[:6] == values(folder / "two")[:6]
+    assert parameters(folder / "one", 6) == parameters(folder / "two", 6)
 
-    # Elastic: from eight devices that share the state to two that do not, and to four in two rows.
-    longer = [*args[:-1], "train.steps=8", "parallel.deterministic_reduce=true"]
-    finish(trainer(tmp_path, "one", *longer, devices=2))
-    finish(trainer(tmp_path, "two", *longer, "parallel.data=2", "parallel.fsdp=2", devices=4))
-    one, two = values(tmp_path / "one"), values(tmp_path / "two")
+
+def test_a_run_goes_on_with_other_devices(both):
+    """From eight devices that share the state to two that do not, and to four in two rows."""
+    folder, _ = both
+    finish(trainer(folder, "one", *ARGS, "train.steps=8", devices=2))
+    finish(trainer(folder, "two", *ARGS, "train.steps=8", "parallel.data=2", "parallel.fsdp=2", devices=4))
+    one, two = values(folder / "one"), values(folder / "two")
     assert [row["step"] for row in two] == list(range(1, 9))
     for a, b in zip(one, two, strict=True):
         np.testing.assert_allclose(b["train/loss"], a["train/loss"], rtol=1e4 * np.finfo(np.float32).eps)
 
 
-@pytest.mark.whole  # below, two processes stop together
 def test_a_signal_to_one_of_four_processes_stops_all_after_the_same_step(tmp_path):
     args = ["train.steps=100000", "checkpoint.every=0", "train.eval_every=0", "tracker=jsonl", "sample.max_new=0"]
     processes = several(tmp_path, "A", *args, "parallel=fsdp", count=4)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from command import finish, parameters, trainer, values
+from command import here, parameters, stopped_after, values
 
 from scalify_core.probe import FIGURES
 from scalify_core.tree import leaves
@@ -206,9 +206,9 @@ def test_gradients_with_probes_are_those_of_the_step_bit_for_bit():
 
 @pytest.mark.whole  # above without a trainer; the golden flagship has numerics
 def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
-    args = ["train.steps=10", "model.n_layer=1", "checkpoint.every=0", "tracker=wandb", "precision=scalify_fp8_fp16"]
-    output = finish(trainer(tmp_path, "A", *args, "metrics.numerics_every=5"))
-    finish(trainer(tmp_path, "B", *args, "metrics.numerics_every=0"))
+    args = ["train.steps=10", "model.n_layer=1", "checkpoint.every=0", "tracker=jsonl", "precision=scalify_fp8_fp16"]
+    output = here(tmp_path, "A", *args, "metrics.numerics_every=5")
+    here(tmp_path, "B", *args, "metrics.numerics_every=0")
     with_numerics = {row["step"] for row in values(tmp_path / "A") if any(n.startswith("numerics/") for n in row)}
     assert with_numerics == {5, 10}, output
     sharp = {row["step"] for row in values(tmp_path / "A") if {"sharpness/logits", "sharpness/critical"} <= set(row)}
@@ -218,5 +218,9 @@ def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
     assert bare == values(tmp_path / "B")
     assert parameters(tmp_path / "A", 10) == parameters(tmp_path / "B", 10)
     assert sorted(path.name for path in (tmp_path / "A" / "numerics").iterdir()) == sorted(f"{c}.png" for c in CLASSES)
-    assert list((tmp_path / "A" / "wandb").rglob("*.png"))
     assert not (tmp_path / "B" / "numerics").exists()
+    stopped_after(tmp_path, "C", 6, *args, "metrics.numerics_every=5")
+    here(tmp_path, "C", *args, "metrics.numerics_every=5")
+    assert values(tmp_path / "A") == values(tmp_path / "C")
+    pictures = [{p.name: p.read_bytes() for p in (tmp_path / run / "numerics").iterdir()} for run in "AC"]
+    assert pictures[0] == pictures[1]

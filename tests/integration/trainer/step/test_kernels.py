@@ -1,11 +1,9 @@
 """What the compiler is told for the same bits: by the key, by the cache, and of every program beside the step."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import pytest
-from command import TINY
+from command import CACHE, TINY
 
 from trainer import compose, train
 from trainer.compiled.hlo import Program
@@ -99,8 +97,7 @@ def told(monkeypatch):
 @pytest.mark.whole  # a run; a diagnosis: below
 def test_validation_and_numerics_are_compiled_with_the_options_of_the_step(told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cache = f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"
-    settings = [*TINY, "parallel.data=1", "sample.max_new=0", "tracker=jsonl", "train.steps=2", "run_dir=A", cache]
+    settings = [*TINY, "parallel.data=1", "sample.max_new=0", "tracker=jsonl", "train.steps=2", "run_dir=A", CACHE]
     assert train(compose([*settings, "metrics.numerics_every=1"])).step == 2
     for name in ("compiled", "eval_step", "stored_gradients", "of_tensor"):
         assert told[name] == [HARMLESS] * len(told[name]), name

@@ -3,15 +3,19 @@
 import json
 
 import pytest
-from command import finish, trainer, values
+from command import here, values
 
 from scripts.evaluate import Arguments, main
 
 TASKS = ["eval.tasks=[last_word]", "eval.tasks_every=15", "eval.limit=12", "eval.batch_size=4", "train.steps=20"]
 
 
-def test_a_run_scores_tasks_and_so_does_what_is_left_of_it(tmp_path):
-    finish(trainer(tmp_path, "run", *TASKS, "precision=scalify_fp8_fp16", "parallel=fsdp", devices=2))
+FLAGSHIP = pytest.param("precision=scalify_fp8_fp16", marks=pytest.mark.whole)  # test_scoring.py scores in it
+
+
+@pytest.mark.parametrize("precision", ["precision=fp32", FLAGSHIP])
+def test_a_run_scores_tasks_and_so_does_what_is_left_of_it(tmp_path, precision):
+    here(tmp_path, "run", *TASKS, precision, "parallel.fsdp=2")
     scored = {row["step"]: row for row in values(tmp_path / "run") if "tasks/last_word/acc" in row}
     assert list(scored) == [15, 20]
     with pytest.MonkeyPatch.context() as patch:
@@ -24,6 +28,6 @@ def test_a_run_scores_tasks_and_so_does_what_is_left_of_it(tmp_path):
 
 
 def test_a_task_that_there_is_not_ends_a_run_before_it_begins(tmp_path):
-    output = finish(trainer(tmp_path, "run", "eval.tasks=[last_wrd]"), code=2)
+    output = here(tmp_path, "run", "eval.tasks=[last_wrd]", code=2)
     assert "'last_wrd' is n" in output
     assert not (tmp_path / "run" / "checkpoints").exists()

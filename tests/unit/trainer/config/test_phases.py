@@ -1,14 +1,11 @@
-"""A run in phases: what each trains, and the same bits however often it is killed around a border."""
+"""A run in phases: what each is, and what are none."""
 
 import re
-import signal
 
 import numpy as np
 import pytest
-from command import finish, parameters, trainer, values, wait_for_row
 
 from trainer.assembly.objects import build_learning_rates
-from trainer.assembly.run import restore_training
 from trainer.config.composition import compose_or_explain
 from trainer.config.fields import from_saved, to_tree
 from trainer.config.phases import phases_of
@@ -64,48 +61,3 @@ def test_what_are_no_phases_is_refused_in_a_line(phases, message):
 def test_what_is_trained_is_said_once():
     with pytest.raises(UserError, match="say in each phase what is trained"):
         compose_or_explain([f"train.phases=[{EMBEDDINGS},{{}}]", "train.trainable=[kernels]", *ARGS])
-
-
-def test_a_name_that_is_no_parameter_s_ends_the_run_before_it_begins(tmp_path):
-    phases = "train.phases=[{until:6,trainable:[embedings]},{}]"
-    assert "train.trainable: 'embedings' is no parameter's" in finish(trainer(tmp_path, "A", *ARGS, phases), code=2)
-    assert not (tmp_path / "A").exists()
-
-
-@pytest.mark.parametrize("second", ["{lr:1e-3}", "{lr:1e-3,precision:scalify_fp8_fp16}"], ids=["fp32", "flagship"])
-def test_a_run_killed_on_both_sides_of_a_border_is_the_same_run(tmp_path, second):
-    phases = f"train.phases=[{EMBEDDINGS},{second}]"
-    output = finish(trainer(tmp_path, "A", *ARGS, phases))
-    assert "phase 1 of 2, steps 1 to 6: embeddings (" in output
-    assert "phase 2 of 2, steps 7 to 12: all (" in output
-    killed = []
-    for row in (5, 6, 9):
-        process = trainer(tmp_path, "B", *ARGS, phases)
-        wait_for_row(tmp_path / "B", row, process)
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
-        killed.append(process.returncode)
-    assert killed[0] == -signal.SIGKILL
-    finish(trainer(tmp_path, "B", *ARGS, phases))
-    assert values(tmp_path / "A") == values(tmp_path / "B")
-    assert parameters(tmp_path / "A", 12) == parameters(tmp_path / "B", 12)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)  # where its data are
-        _, w, found = restore_training(tmp_path / "A")
-    assert (found.step, w.model.policy.weights) == (12, "fp16" if "fp16" in second else "fp32")
-    four, border, end = (weights_of(tmp_path / "A", step) for step in (4, 6, 12))
-    still = {name for name in four if four[name] == border[name]}
-    assert {name for name in four if name not in still} == {name for name in four if "embedding" in name}
-    assert not [name for name in border if border[name] == end.get(name)]
-    moments = [name for name in parameters(tmp_path / "A", 6) if "kernel" in name and name.startswith("opt_state")]
-    assert moments == []
-
-
-def weights_of(run_dir, step):
-    """The checksums of the parameters' data, whatever their form."""
-    leaves = parameters(run_dir, step)
-    return {
-        name: leaf["checksum"]
-        for name, leaf in leaves.items()
-        if name.startswith("params") and "scale" not in name.split("/")[-1:]
-    }

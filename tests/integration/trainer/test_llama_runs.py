@@ -1,14 +1,12 @@
 """Llama from the command line: every precision, every way to compute again, unrolled and scanned, alone and split."""
 
-import json
+import logging
 import math
-import os
-import subprocess
-import sys
 
 import pytest
-from command import environment, values
-from sampling import that_run
+from command import CACHE, values
+
+from trainer.__main__ import main
 
 SMALL = [
     *("model=llama_nano", "model.n_layer=2", "model.n_head=4", "model.n_kv_head=2", "model.d_model=64"),
@@ -33,40 +31,19 @@ RUNS = {
     "scalify_fp8_fp8-dots_saveable": ["parallel.data=1", SCAN],
     "scalify_fp8_fp16-nothing_saveable": ["parallel.data=1"],
 }
-# In a sample: unrolled and split, without and with scales; of the other precisions test_precision.py has a step each.
+# Of make test: unrolled and split, without and with scales; of the other precisions test_precision.py has a step each.
 FEW = ("bf16-elementwise", "scalify_fp8_fp16-elementwise")
-CODE = (
-    "import json, sys; from trainer.__main__ import main\n"
-    "for args in json.loads(sys.argv[1]):\n"
-    "    if code := main(args): sys.exit(code)\n"
-)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, request):
-    """One process trains all that is asked for, so that JAX is imported once."""
-    folder = tmp_path_factory.mktemp("llama")
-    shared = [*SMALL, f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
-    commands = []
-    for name in sorted(that_run(request, "name")):
-        precision, remat = name.split("-")
-        commands.append([*shared, f"precision={precision}", f"model.remat={remat}", f"run_dir={name}", *RUNS[name]])
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, json.dumps(commands)],
-        cwd=folder,
-        env=environment(8),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
 
 
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.whole) for name in RUNS]
 )
-def test_it_learns(runs, name):
-    losses = [row["train/loss"] for row in values(runs / name)]
+def test_it_learns(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    precision, remat = name.split("-")
+    assert main([*SMALL, CACHE, f"precision={precision}", f"model.remat={remat}", "run_dir=A", *RUNS[name]]) == 0
+    losses = [row["train/loss"] for row in values(tmp_path / "A")]
     assert len(losses) == 3
     # Logits of variance 64 * 0.02^2 move the expectation of a uniform guess by half of that.
     assert abs(losses[0] - math.log(256)) < 0.05

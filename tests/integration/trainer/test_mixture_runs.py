@@ -1,12 +1,9 @@
-"""A run on a mixture: its stages, its figures by source, and the same run when it is killed and resumed."""
+"""A run on a mixture: its stages, its figures by source, and the same run when it is stopped and goes on."""
 
 import logging
-import signal
-import subprocess
-import sys
 
 import pytest
-from command import TINY, environment, finish, parameters, trainer, values, wait_for_row
+from command import TINY, here, parameters, stopped_after, values
 
 from trainer.__main__ import main
 
@@ -27,33 +24,18 @@ def texts(tmp_path):
     return tmp_path
 
 
-def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(texts):
-    output = finish(trainer(texts, "A", *ARGS, "schedule=constant"))
+def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(texts, monkeypatch):
+    output = here(texts, "A", *ARGS)
     assert "low" in output
     rows = values(texts / "A")
     assert rows[-1]["data/low/share"] == pytest.approx(0.5, abs=0.1)
     assert rows[3]["data/low/share"] > 0.6
     assert rows[-1]["val/low/loss"] != rows[-1]["val/up/loss"]
     assert rows[-1]["val/up/bits_per_byte"] > 0
-    finish(trainer(texts, "B", *ARGS, "train.steps=3", "schedule=constant"))
-    command = [sys.executable, "-m", "trainer", "resume=B", "train.steps=8"]
-    done = subprocess.run(command, cwd=texts, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    loss = [[row["train/loss"] for row in values(texts / run)] for run in "AB"]
-    assert loss[0] == loss[1]
-
-
-def test_a_mixture_killed_on_both_sides_of_a_stage_is_the_same_run(texts):
-    finish(trainer(texts, "A", *ARGS))
-    killed = []
-    for row in (3, 4, 5):
-        process = trainer(texts, "B", *ARGS)
-        wait_for_row(texts / "B", row, process)
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
-        killed.append(process.returncode)
-    assert killed[0] == -signal.SIGKILL
-    finish(trainer(texts, "B", *ARGS))
+    stopped_after(texts, "B", 3, *ARGS)
+    monkeypatch.chdir(texts)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    assert main(["resume=B"]) == 0
     assert values(texts / "A") == values(texts / "B")
     assert parameters(texts / "A", 8) == parameters(texts / "B", 8)
 

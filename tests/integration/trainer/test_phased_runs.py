@@ -1,0 +1,47 @@
+"""A run in phases: what each trains, and the same bits when it is stopped before a border."""
+
+import pytest
+from command import here, parameters, stopped_after, values
+
+from trainer.assembly.run import restore_training
+
+EMBEDDINGS = "{until:6,trainable:[embeddings],lr:1e-2,schedule:constant,warmup_fraction:0}"
+ARGS = ["train.steps=12", "tracker=jsonl", "sample.max_new=0", "train.eval_every=4", "checkpoint.every=4"]
+ARGS += ["checkpoint.keep=9", "schedule=wsd"]
+
+
+def test_a_name_that_is_no_parameter_s_ends_the_run_before_it_begins(tmp_path):
+    phases = "train.phases=[{until:6,trainable:[embedings]},{}]"
+    assert "train.trainable: 'embedings' is no parameter's" in here(tmp_path, "A", *ARGS, phases, code=2)
+    assert not (tmp_path / "A").exists()
+
+
+def test_a_run_stopped_before_a_border_is_the_same_run(tmp_path):
+    phases = f"train.phases=[{EMBEDDINGS},{{lr:1e-3,precision:scalify_fp8_fp16}}]"
+    output = here(tmp_path, "A", *ARGS, phases)
+    assert "phase 1 of 2, steps 1 to 6: embeddings (" in output
+    assert "phase 2 of 2, steps 7 to 12: all (" in output
+    stopped_after(tmp_path, "B", 5, *ARGS, phases)
+    here(tmp_path, "B", *ARGS, phases)
+    assert values(tmp_path / "A") == values(tmp_path / "B")
+    assert parameters(tmp_path / "A", 12) == parameters(tmp_path / "B", 12)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)  # where its data are
+        _, w, found = restore_training(tmp_path / "A")
+    assert (found.step, w.model.policy.weights) == (12, "fp16")
+    four, border, end = (weights_of(tmp_path / "A", step) for step in (4, 6, 12))
+    still = {name for name in four if four[name] == border[name]}
+    assert {name for name in four if name not in still} == {name for name in four if "embedding" in name}
+    assert not [name for name in border if border[name] == end.get(name)]
+    moments = [name for name in parameters(tmp_path / "A", 6) if "kernel" in name and name.startswith("opt_state")]
+    assert moments == []
+
+
+def weights_of(run_dir, step):
+    """The checksums of the parameters' data, whatever their form."""
+    leaves = parameters(run_dir, step)
+    return {
+        name: leaf["checksum"]
+        for name, leaf in leaves.items()
+        if name.startswith("params") and "scale" not in name.split("/")[-1:]
+    }
