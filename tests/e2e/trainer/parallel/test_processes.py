@@ -10,23 +10,23 @@ ARGS += ["parallel.deterministic_reduce=true"]
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """A folder with the run `one` of eight devices in a process, and `two` in two; what those two printed."""
+    """A folder with the run `one` of four devices in a process, and `two` in two; what those two printed."""
     folder = tmp_path_factory.mktemp("processes")
-    finish(trainer(folder, "one", *ARGS, "parallel=fsdp", devices=8))
-    return folder, [finish(process) for process in several(folder, "two", *ARGS, "parallel=fsdp", devices=4)]
+    finish(trainer(folder, "one", *ARGS, "parallel=fsdp", devices=4))
+    return folder, [finish(process) for process in several(folder, "two", *ARGS, "parallel=fsdp", devices=2)]
 
 
 @pytest.mark.smoke
 def test_two_processes_are_bitwise_one(both):
     folder, outputs = both
     assert ["done: 6 steps" in output for output in outputs] == [True, False]
-    assert "devices: 8 x cpu in 2 processes; mesh data 1 x fsdp 8 x tensor 1" in outputs[0]
+    assert "devices: 4 x cpu in 2 processes; mesh data 1 x fsdp 4 x tensor 1" in outputs[0]
     assert values(folder / "one")[:6] == values(folder / "two")[:6]
     assert parameters(folder / "one", 6) == parameters(folder / "two", 6)
 
 
 def test_a_run_goes_on_with_other_devices(both):
-    """From eight devices that share the state to two that do not, and to four in two rows."""
+    """From four devices that share the state to two that do not, and to four in two rows."""
     folder, _ = both
     finish(trainer(folder, "one", *ARGS, "train.steps=8", devices=2))
     finish(trainer(folder, "two", *ARGS, "train.steps=8", "parallel.data=2", "parallel.fsdp=2", devices=4))
