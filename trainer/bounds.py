@@ -88,12 +88,14 @@ def check(hint: Any, value: Any, path: str) -> None:
     elif origin is Literal:
         _choose(args, value, path)
     elif origin is Annotated:
-        check(args[0], value, path)
         for bound in args[1:]:
             if isinstance(bound, OneOf):
                 _choose(bound.names, value, path)
             elif isinstance(bound, Bound) and not bound.holds(value):
                 raise UserError(f"{path}={value}: expected {bound.expected}")
+        check(args[0], value, path)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{path}={value}: expected a finite number")
 
 
 def check_fields(instance: Any, prefix: str) -> None:

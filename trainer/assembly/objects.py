@@ -352,8 +352,9 @@ def make_evaluate(
 
 def build_watchdog(c: schema.Watchdog, scaling: str, leaves: list[str], state: Mapping[str, Any] | None) -> Watchdog:
     """The watchdog over losses; to the skips in a row it adds those in which the method `scaling` finds its place."""
-    max_skips = c.max_skips + METHODS[scaling].calibration
-    bounds = Bounds(max_skips, c.spike_zscore, c.spike_window, c.spike_steps, c.max_rollbacks)
+    calibration = METHODS[scaling].calibration
+    max_skips = c.max_skips + calibration
+    bounds = Bounds(max_skips, c.spike_zscore, c.spike_window, c.spike_steps, c.max_rollbacks, calibration)
     return Watchdog(bounds, leaves, state)
 
 

@@ -26,7 +26,7 @@ from trainer.run.guard import Guard, Patience
 from trainer.run.jobs import CHECKPOINT
 from trainer.run.periodic import BrokenOff, Moment, Periodic, Phase
 from trainer.run.watchdog import Watchdog
-from trainer.step.state import TrainState, to_stored
+from trainer.step.state import TrainState, first_nonfinite, to_stored
 from trainer.step.step import Hyper, Metrics, StepFn, Tokens
 
 
@@ -140,6 +140,7 @@ def train(run: Run) -> int:
             # Looked at once a step, since a signal may come between two looks.
             if stop(f"in step {run.step}") or boundary(run):
                 row = observe(run, pending)
+                run.watchdog.inspect(run.step, first_nonfinite(run.state))
                 if run.watchdog.verdict is not None:
                     intervene(run, pending, row)
                     row |= run.watchdog.row()
@@ -152,6 +153,10 @@ def train(run: Run) -> int:
             guard.beat(f"waiting for the batch of step {run.step + 1}")
         guard.beat("saving the last checkpoint")
         run.checkpointer.wait()
+        if run.step >= run.steps and run.watchdog.failure is not None:
+            raise Diverged(
+                f"all {run.steps} steps were taken, but {run.watchdog.failure}; see {run.run_dir}/report.html"
+            )
         return 128 + stop.signal if stop.signal else 0
 
 
@@ -234,10 +239,14 @@ def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
     except BrokenOff:
         save(run, None, unfinished=encode_row(run.step, row).decode())
         return
+    if moment.last:
+        run.watchdog.end(moment.val_loss)
     for job in due(Phase.CHANGE):
         stop.guard.beat(f"at the {job.name} after step {run.step}")
         job.run(moment)
         run.state, run.train_step = moment.state, moment.train_step
+        if (name := first_nonfinite(run.state)) is not None:
+            raise Diverged(f"{name} is not finite after the {job.name} after step {run.step}; nothing was saved of it")
     log(run, run.step, moment.row, whole=moment.row.keys() > row.keys())
     if moment.last:
         run.tracker.summary({f"final/{name}": value for name, value in moment.row.items()})

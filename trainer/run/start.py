@@ -23,7 +23,7 @@ from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.converting import convert_state
 from trainer.run.phases import Phases, policy_of, task_of, trainable_of
 from trainer.step.leaves import as_saved
-from trainer.step.state import TrainState
+from trainer.step.state import TrainState, first_nonfinite
 from trainer.workload import Task, abstract_state
 
 SWAP = ", or init.embeddings=focus to give its tables the rows of the data's tokens"
@@ -128,7 +128,7 @@ def starting_point(
     step: int | None,
     convert: bool,
 ) -> Restored:
-    """State, steps taken and meta to start from.
+    """State, steps taken and meta to start from; all weights and moments are finite. Waits for the state.
 
     Args:
       source: `auto` continues `run_dir` where it holds a checkpoint; `none` does not; anything else is a run
@@ -140,14 +140,30 @@ def starting_point(
       convert: whether another run's state may be in another precision; it is then converted.
 
     Raises:
-      UserError: another model's state, or in another precision.
+      UserError: another model's state, in another precision, or one that is not finite.
     """
     if own.steps():
         task = phases.before(own.newest()).task
         check_same_precision(f"run_dir={run_dir}", policy_of(own.meta()), task.model.policy)
-        return restore_own(own, task)
+        found = restore_own(own, task)
+        another = f"start another run from an earlier checkpoint: resume={run_dir} resume.step=STEP run_dir=NEW"
+        return check_finite(found, f"checkpoint {found.step} of run_dir={run_dir}", another)
     if source in ("auto", "none"):
-        return Restored(0, first(), {})
+        return check_finite(Restored(0, first(), {}), "the initial state", "choose other weights in init_from")
+    found = restore_other(source, phases, step=step, convert=convert)
+    return check_finite(found, f"checkpoint {found.step} of resume={source}", "choose an earlier one: resume.step=STEP")
+
+
+def check_finite(found: Restored, where: str, advice: str) -> Restored:
+    """Refuse a state with an array of weights or moments that is not finite; `where` it is, and what to do instead."""
+    name = first_nonfinite(found.state)
+    if name is not None:
+        raise UserError(f"{where}: {name} is not finite; {advice}")
+    return found
+
+
+def restore_other(source: str, phases: Phases, *, step: int | None, convert: bool) -> Restored:
+    """Restore another run's state, for this run's task; arguments and errors as of `starting_point`."""
     with Checkpointer.reading(Path(source) / "checkpoints") as theirs:
         meta = theirs.meta(step)
         task = phases.before(theirs.newest() if step is None else step).task

@@ -28,6 +28,7 @@ class Bounds:
       spike_window: losses, spikes not among them; before there are so many, nothing is a spike.
       spike_steps: spikes in a row that end its patience.
       max_rollbacks: of the whole run; the next one stops it.
+      calibration: steps in a row that are skipped while a loss scale finds its place.
     """
 
     max_skips: int
@@ -35,6 +36,7 @@ class Bounds:
     spike_window: int
     spike_steps: int
     max_rollbacks: int
+    calibration: int = 0
 
 
 class Watchdog:
@@ -47,6 +49,7 @@ class Watchdog:
     Attributes:
       verdict: why the run cannot go on from its state, until `rolled_back` or `forgive`; None: it can.
       suspect_since: the first step of those in a row that were skipped or spiked; None: the last one was good.
+      failure: why the run failed, although it took all its steps; None: it did not, or has not ended.
     """
 
     def __init__(self, bounds: Bounds, leaves: list[str], state: Mapping[str, Any] | None = None) -> None:
@@ -60,9 +63,11 @@ class Watchdog:
         self.in_a_row: int = before.get("in_a_row", 0)
         self.spikes: int = before.get("spikes", 0)
         self.suspect_since: int | None = before.get("suspect_since")
+        self.failure: str | None = before.get("failure")
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """Take a step's metrics (`loss`, `grad_norm`, `finite`, `bad_leaf`); an event in words, or None."""
+        self.failure = None
         if not metrics["finite"]:
             return self._skip(step, metrics)
         self.in_a_row = 0
@@ -102,6 +107,18 @@ class Watchdog:
         spread = math.sqrt(math.fsum((x - mean) ** 2 for x in self._losses) / len(self._losses))
         return (loss - mean) / max(spread, LEAST_SPREAD)
 
+    def inspect(self, step: int, nonfinite: str | None) -> None:
+        """Take the name of the first array of the state after a step that is not finite; None: all are finite."""
+        if nonfinite is not None:
+            self.verdict, self.spikes = f"{nonfinite} is not finite after step {step}", 0
+
+    def end(self, val_loss: float | None) -> None:
+        """Judge a run after its last step; `val_loss` in nats, None: no validation. See `failure`."""
+        if self.in_a_row > self.bounds.calibration:
+            self.failure = f"the last {self.in_a_row} steps were not finite and were skipped"
+        elif val_loss is not None and not math.isfinite(val_loss):
+            self.failure = f"the validation loss after the last step is {val_loss}"
+
     @property
     def in_doubt(self) -> bool:
         """Whether the state may have gone bad: it is not worth a checkpoint."""
@@ -137,4 +154,5 @@ class Watchdog:
             "suspect_since": self.suspect_since,
             "rollbacks": self.rollbacks,
             "losses": list(self._losses),
+            "failure": self.failure,
         }

@@ -194,3 +194,27 @@ def checksums(leaves: list[jax.Array]) -> list[str]:
 
 
 _checksum = jax.jit(checksum)
+
+
+def first_nonfinite_leaf(tree: Any) -> str | None:
+    """Return the name of the first leaf of floats that is not finite, or None.
+
+    Waits until the leaves are computed. Where a leaf is split over processes, all of them must ask. As for `checksums`,
+    devices do not talk to each other.
+    """
+    leaves = jax.tree.leaves(tree)
+    flags = [
+        [_all_finite(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        else []
+        for leaf in leaves
+    ]
+    good = np.array([all(of_leaf) for of_leaf in jax.device_get(flags)], bool)
+    if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves):
+        good = np.all(multihost_utils.process_allgather(good), axis=0)
+    return None if good.all() else leaf_names(tree)[int(np.argmin(good))]
+
+
+@jax.jit
+def _all_finite(x: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(x.astype(jnp.float32)))

@@ -6,9 +6,9 @@ a transformation is made. `trainer.step.optimizer` adds what all have: clipping 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from trainer.bounds import Amount, ShareBelow1
+from trainer.bounds import Amount, Bound, ShareBelow1
 from trainer.errors import UserError
 from trainer.precision.policy import Policy
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import optax
 
 KEYS: tuple[Literal["mu", "nu"], ...] = ("mu", "nu")  # of `precision`: what first and second moments are stored in
+
+# Without it a weight whose gradients were all zero becomes 0/0. Smaller ones are zero in FP32.
+Epsilon = Annotated[float, Bound(lambda x: x >= 2**-126, "at least 2^-126, such as 1e-8")]
 
 
 class Moment(NamedTuple):
@@ -78,7 +81,7 @@ class AdamW(Optimizer):
 
     b1: ShareBelow1
     b2: ShareBelow1
-    eps: Amount
+    eps: Epsilon
     moments = (Moment("mu", "mu", root=False, relative_to="nu"), Moment("nu", "nu", root=True))
     elementwise = True
 
@@ -149,7 +152,7 @@ class Muon(Optimizer):
     momentum: ShareBelow1
     b1: ShareBelow1
     b2: ShareBelow1
-    eps: Amount
+    eps: Epsilon
     moments = (Moment("mu", "mu", root=False), Moment("nu", "nu", root=True))
     unstored = ("ns_coeffs",)  # of the Newton-Schulz iteration
 

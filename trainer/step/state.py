@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalify_core import ScaledArray, tree
 from scalify_core.array import is_scaled_array
+from trainer.step.leaves import first_nonfinite_leaf
 
 OF_REPLICAS = ("states", "residuals")  # fields whose arrays have an axis of replicas in front
 
@@ -56,6 +57,14 @@ class TrainState:
     scaling: Any = ()
     local: Any = ()
     lost: Any = ()
+
+
+def first_nonfinite(state: TrainState) -> str | None:
+    """Return the name of the first array of weights or moments that is not finite, or None. Waits for the state.
+
+    Where the state is split over processes, all of them must ask.
+    """
+    return first_nonfinite_leaf({name: getattr(state, name) for name in ("params", "opt_state", "local", "lost")})
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation, key: jax.Array, scaling: Any = ()) -> TrainState:

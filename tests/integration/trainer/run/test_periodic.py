@@ -20,7 +20,7 @@ class Recording:
         self.until = until or steps
         self.jobs, self.step, self.steps, self.log_every, self.recorded = jobs, step, steps, 1000, 0
         self.state, self.train_step, self.meta, self.run_dir = "state", "step", {}, None
-        self.watchdog = SimpleNamespace(in_doubt=in_doubt, state=dict)
+        self.watchdog = SimpleNamespace(in_doubt=in_doubt, state=dict, end=lambda _: None)
         note = lambda what: lambda *args, **_: self.record.append((what, *args))
         self.tracker = SimpleNamespace(
             **{name: note(name) for name in ("row", "event", "sample", "picture", "summary", "alert")},
@@ -44,6 +44,7 @@ class Recording:
 
     def settle(self, monkeypatch):
         monkeypatch.setattr(loop, "to_stored", lambda state: state)
+        monkeypatch.setattr(loop, "first_nonfinite", lambda state: None)
         loop.settle(self, dict(ROW), "tokens", self)
         return self.record
 

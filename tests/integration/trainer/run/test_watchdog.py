@@ -116,6 +116,42 @@ def test_a_resumed_watchdog_goes_on_as_if_never_stopped():
         assert stopped.verdict == whole.verdict
 
 
+def test_weights_that_are_not_finite_are_no_matter_of_spikes():
+    dog = make()
+    losses(dog, [*NOISE, 3.0])
+    assert dog.in_doubt
+    dog.inspect(9, "params/wte")
+    assert (dog.verdict, dog.in_doubt) == ("params/wte is not finite after step 9", False)
+    dog.rolled_back()
+    dog.inspect(10, None)
+    assert dog.verdict is None
+
+
+def test_a_run_that_ends_in_skips_or_without_a_finite_validation_has_failed():
+    dog = make()
+    dog.observe(1, OK)
+    dog.end(1.0)
+    assert dog.failure is None
+    dog.end(None)
+    assert dog.failure is None
+    dog.end(float("nan"))
+    assert dog.failure == "the validation loss after the last step is nan"
+    dog.observe(2, OK)  # the run was made longer
+    assert dog.failure is None
+    dog.observe(3, BAD)
+    dog.end(1.0)
+    assert dog.failure == "the last 1 steps were not finite and were skipped"
+    assert make(json.loads(json.dumps(dog.state()))).failure == dog.failure
+
+
+def test_the_skips_of_a_loss_scale_are_no_failure():
+    dog = Watchdog(BOUNDS.__class__(20, 0.0, 8, 3, 1, calibration=2), LEAVES)
+    for step, failed in ((1, False), (2, False), (3, True)):
+        dog.observe(step, BAD)
+        dog.end(1.0)
+        assert (dog.failure is not None) == failed
+
+
 def test_leaf_names_are_in_the_order_that_bad_leaf_indexes():
     params = {"b": {"x": jnp.ones(2)}, "a": [jnp.ones(2), jnp.full(2, jnp.nan)]}
     index = int(first_true(jnp.stack([~jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)])))

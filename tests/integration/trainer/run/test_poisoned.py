@@ -1,0 +1,139 @@
+"""Weights that are not finite are found before a checkpoint holds them, and no run with them ends well."""
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from command import TINY
+from safetensors.numpy import load_file, save_file
+
+from trainer import Diverged, UserError, compose, train
+from trainer.assembly import run as assembly
+from trainer.run.checkpoint import Checkpointer
+from trainer.step.state import first_nonfinite
+
+SMALL = [*TINY, "parallel.data=1", "sample.max_new=0", "tracker=jsonl", "checkpoint.keep=9"]
+SMALL += [f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def configuration(*overrides):
+    return compose([*SMALL, "run_dir=A", *overrides])
+
+
+class Step:
+    """A compiled step, of which `change` may alter what it returns."""
+
+    def __init__(self, step, change):
+        self._step, self._change = step, change
+
+    def __getattr__(self, name):
+        return getattr(self._step, name)
+
+    def __call__(self, state, tokens, hyper):
+        # Kept, since the step donates its state.
+        before = jax.tree.map(jnp.copy, state)
+        return self._change(int(hyper.step) + 1, before, *self._step(state, tokens, hyper))
+
+
+@pytest.fixture
+def alter(monkeypatch):
+    """Have every step compiled from now on pass its result through a function (step, before, state, metrics)."""
+    compile_step = assembly.compile_step
+
+    def use(change):
+        monkeypatch.setattr(assembly, "compile_step", lambda *args: Step(compile_step(*args), change))
+
+    return use
+
+
+def poison(at, times=1):
+    """One NaN in one weight, by the update of step `at`, so often as that step is taken."""
+    left = [times]
+
+    def change(step, before, state, metrics):
+        if step == at and left[0]:
+            left[0] -= 1
+            leaves, tree = jax.tree.flatten(state.params)
+            leaves[0] = leaves[0].at[(0,) * leaves[0].ndim].set(jnp.nan)
+            state = dataclasses.replace(state, params=jax.tree.unflatten(tree, leaves))
+        return state, metrics
+
+    return change
+
+
+def saved(run_dir="A"):
+    return sorted(int(path.name) for path in (os.scandir(f"{run_dir}/checkpoints")) if path.name.isdigit())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "scalify_fp8_fp16"])
+def test_a_run_goes_back_from_weights_that_are_not_finite(alter, folder, precision):
+    alter(poison(at=4))
+    run = train(configuration("train.steps=6", "checkpoint.every=2", f"precision={precision}"))
+    assert run.rows[-1]["step"] == 6
+    assert run.rows[-1]["watchdog/rollbacks"] == 1
+    with Checkpointer.reading(folder / "A" / "checkpoints") as checkpointer:
+        assert checkpointer.steps() == [2, 4, 6]
+        for step in checkpointer.steps():
+            assert first_nonfinite(checkpointer.restore(assembly.to_stored(run.state), step).state) is None
+
+
+def test_poison_that_no_loss_shows_never_reaches_a_checkpoint_and_is_exit_code_3(alter):
+    alter(poison(at=3, times=9))
+    with pytest.raises(Diverged, match=r"step 3: params/.* is not finite after step 3"):
+        train(configuration("train.steps=3", "checkpoint.every=3"))
+    assert saved() == []
+
+
+def test_the_weight_is_named_and_not_only_the_gradient_that_it_made_bad(alter):
+    alter(poison(at=1))
+    with pytest.raises(Diverged, match=r"step 3: params/.* is not finite after step 3"):
+        train(configuration("train.steps=6", "checkpoint.every=5"))
+
+
+def test_a_run_whose_last_steps_were_skipped_failed_and_so_does_the_same_command_again(alter):
+    def skip(step, before, state, metrics):
+        return (before, metrics | {"finite": jnp.array(False)}) if step > 3 else (state, metrics)
+
+    alter(skip)
+    with pytest.raises(Diverged, match=r"all 4 steps were taken, but the last 1 steps .* skipped"):
+        train(configuration("train.steps=4"))
+    with pytest.raises(Diverged, match=r"all 4 steps were taken, but the last 1 steps .* skipped"):
+        train(configuration("train.steps=4"))
+    alter(lambda step, before, state, metrics: (state, metrics))
+    assert train(configuration("train.steps=5")).step == 5
+
+
+def test_given_weights_are_looked_at_and_the_tensor_named(folder):
+    train(configuration("train.steps=1"))
+    from scripts import export
+
+    export.main(export.Arguments("A", "weights"))
+    file = folder / "weights" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "c_fc.weight" in name)
+    tensors[name] = tensors[name].copy()
+    tensors[name].flat[7] = np.inf
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"the initial state: params/.*c_fc.* is not finite; choose other weights"):
+        train(compose([*SMALL, "run_dir=B", "init_from=weights", "train.steps=1"]))
+    assert not (folder / "B").exists()
+
+
+def test_a_checkpoint_of_an_older_version_with_a_nan_is_refused(folder):
+    config = configuration("train.steps=1")
+    run = train(config)
+    with Checkpointer(folder / "A" / "checkpoints") as checkpointer:
+        meta = checkpointer.meta()
+        broken, _ = poison(1)(1, None, run.state, {})
+        checkpointer.save(2, assembly.to_stored(broken), meta)
+    with pytest.raises(UserError, match=r"checkpoint 2 of run_dir=A: params/.* is not finite; start another run from"):
+        train(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=3)))
