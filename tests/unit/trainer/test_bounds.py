@@ -25,7 +25,8 @@ from trainer.errors import UserError
 CASES = [
     (Positive, (1, 7), (0, -1), "at least 1"),
     (Natural, (0, 7), (-1,), "at least 0"),
-    (Annotated[float, at_least(0)], (0.0, math.inf), (-1e-9, math.nan), "at least 0"),
+    (Annotated[float, at_least(0)], (0.0, 1e30), (-1e-9, math.nan), "at least 0"),
+    (Annotated[float, at_least(0)], (0.0,), (math.inf,), "a finite number"),
     (Annotated[int, at_least(2), at_most(3)], (2, 3), (4,), "at most 3"),
     (Annotated[float, more_than(0, ", such as 64")], (1e-9,), (0.0, math.nan), "more than 0, such as 64"),
     (Annotated[float, BELOW_1], (0.0, 0.999), (1.0, -0.1, math.nan), r"a number in \[0, 1\)"),
