@@ -33,8 +33,9 @@ from scripts.studies.runs import Job, given, in_turn, last_line, remove_checkpoi
 from trainer.data.corpus import Corpus, TextSource, open_corpus
 from trainer.data.tokenizer import get_tokenizer
 from trainer.errors import UserError
+from trainer.files import write_atomically
 from trainer.observe.records import read_rows
-from trainer.run.rundir import code_version, is_held, write_atomically
+from trainer.run.rundir import code_version, is_held
 
 PACKAGES = "Django==5.2.19,Weblate==5.14.3,plone.app.locales==7.0.4,pretix==2026.8.0"
 

@@ -38,9 +38,10 @@ from trainer.config.composition import compose_or_explain
 from trainer.config.schema import Config
 from trainer.data.corpus import EmbeddedSource, PythonSource, open_corpus
 from trainer.errors import UserError
+from trainer.files import write_atomically
 from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.parallel.replicas import LocalStep
-from trainer.run.rundir import code_version, write_atomically
+from trainer.run.rundir import code_version
 from trainer.step.state import TrainState, from_stored, to_stored
 from trainer.step.step import Hyper, StepFn
 from trainer.workload import Workload, abstract_state, compile_step, jitted_eval_step, lower_exchange

@@ -33,7 +33,8 @@ from scripts.studies import rows
 from scripts.studies.pairs import half_width
 from trainer.data.corpus import open_embedded
 from trainer.errors import UserError
-from trainer.run.rundir import code_version, write_atomically
+from trainer.files import write_atomically
+from trainer.run.rundir import code_version
 from trainer.text import nearest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))  # where `zoo` is

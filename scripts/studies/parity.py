@@ -57,9 +57,10 @@ from scripts.studies.runs import (
     trunk_of,
 )
 from trainer.errors import UserError
+from trainer.files import write_atomically
 from trainer.observe.records import read_rows
 from trainer.report.history import read_evaluation
-from trainer.run.rundir import is_held, write_atomically
+from trainer.run.rundir import is_held
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from scripts.studies.pairs import Outcome, Row, compare
 from scripts.studies.parity import read_outcome
 from scripts.studies.runs import Job, folder
 from trainer.errors import UserError
+from trainer.files import write_atomically
 from trainer.report.charts import Scale, ticks, written
-from trainer.run.rundir import write_atomically
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results.md"
 BARS = ("fp32", "bf16", "scalify_fp8", "scalify_fp8_fp16", "scalify_fp8_fp8")

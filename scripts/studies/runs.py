@@ -21,7 +21,7 @@ import yaml
 
 from scripts.arguments import argument, split
 from trainer.errors import Diverged, UserError
-from trainer.run.rundir import write_atomically
+from trainer.files import write_atomically
 from trainer.text import laid_over
 
 # What the study sets itself, from its own arguments or to read a run's outcome: no override takes their place.

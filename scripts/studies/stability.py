@@ -35,8 +35,9 @@ from scripts.studies.runs import (
 from scripts.studies.stability_picture import draw
 from scripts.studies.stable import Run, figures, markdown, run_of
 from trainer.errors import UserError
+from trainer.files import write_atomically
 from trainer.observe.records import read_rows
-from trainer.run.rundir import is_held, write_atomically
+from trainer.run.rundir import is_held
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ import jax
 from scripts.arguments import argument, run, split
 from scripts.studies import rows
 from trainer.errors import UserError
-from trainer.run.rundir import code_version, write_atomically
+from trainer.files import write_atomically
+from trainer.run.rundir import code_version
 from trainer.text import nearest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))  # where `zoo` is
