@@ -48,7 +48,7 @@ TWO_STEPS = (
     *TINY,
     "train.steps=2",
     "train.final_eval_batches=1",
-    "sample.max_new=0",
+    "sample.max_new_tokens=0",
     "tracker=jsonl",
     "run_dir=runs/two",
 )

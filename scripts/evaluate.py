@@ -120,7 +120,7 @@ def main(args: Arguments) -> None:
     )
     print(f"{'precision':<32} {'loss':>8} {'bits a byte':>12} {'difference, nats':>20} {'in %':>8}")
     results = []
-    for result in evaluated(w.task, found.state, others, text, c.train.accum):
+    for result in evaluated(w.task, found.state, others, text, c.train.grad_accum_steps):
         results.append(result)
         print(line(result, results[0].loss), flush=True)
     for name, other in others.items():

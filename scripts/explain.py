@@ -69,7 +69,7 @@ def load(arguments: Arguments, overrides: Sequence[str]) -> tuple[Model, Any, ja
         c = compose_or_explain(overrides)
         w = build_workload(c)
         state = build_state(c, w)
-    batch = place_batch(w.data.train.batch(arguments.batch), accum=c.train.accum, mesh=w.mesh)
+    batch = place_batch(w.data.train.batch(arguments.batch), accum=c.train.grad_accum_steps, mesh=w.mesh)
     tokens, segments = batch.tokens_AxBxT1[0], batch.segments_AxBxT1
     if arguments.sequences > len(tokens):
         raise UserError(f"sequences={arguments.sequences}: a micro-batch of this run has {len(tokens)}")

@@ -1,10 +1,10 @@
-"""Keep a run with local steps going while machines come and go. Start this on each of them, under a name of its own:
+"""Keep a run with DiLoCo going while machines come and go. Start this on each of them, under a name of its own:
 
 python -m scripts.far member=a host=10.0.0.1 members=4 \\
-    trainer="run_dir=/shared/far parallel=local parallel.local=4 parallel.local_quorum=3"
+    trainer="run_dir=/shared/far parallel=diloco diloco.replicas=4 diloco.quorum=3"
 
 A process of the trainer runs on every machine. When one is lost, the others are stopped and go on from the newest
-checkpoint with the replicas that are left, if those are at least `parallel.local_quorum`; when it is back, all stop
+checkpoint with the replicas that are left, if those are at least `diloco.quorum`; when it is back, all stop
 after a checkpoint and go on with it, its replicas from the outer weights. Each such start is a round.
 
 Rounds that fail one after the other without a new checkpoint wait longer and longer before the next, and are given up
@@ -264,16 +264,16 @@ def planned(args: Arguments) -> Plan:
             "trainer= names no run_dir, so every machine would make one of its own; give run_dir=DIR, on the disk that "
             "they share"
         )
-    replicas, quorum = whole.parallel.local, whole.parallel.local_quorum
+    replicas, quorum = whole.diloco.replicas, whole.diloco.quorum
     if replicas is None or quorum is None or replicas % args.members:
         raise UserError(
-            f"members={args.members} need parallel=local with parallel.local, a multiple of {args.members}, and "
-            f"parallel.local_quorum; found parallel.local={replicas}, parallel.local_quorum={quorum}"
+            f"members={args.members} need parallel=diloco with diloco.replicas, a multiple of {args.members}, and "
+            f"diloco.quorum; found diloco.replicas={replicas}, diloco.quorum={quorum}"
         )
     each = replicas // args.members
     fewest = -(-quorum // each)
     for count in range(fewest, args.members):
-        compose_or_explain(laid_over(words, [f"parallel.local={count * each}"]))
+        compose_or_explain(laid_over(words, [f"diloco.replicas={count * each}"]))
     return Plan(words, Path(whole.run_dir), each, fewest)
 
 
@@ -315,7 +315,7 @@ def main(args: Arguments) -> int:
     pid = plan.run_dir / "members" / f"{args.member}.pid"
 
     def start(this: Round) -> "subprocess.Popen[bytes]":
-        own = [f"parallel.local={len(this.members) * plan.each}", "parallel.distributed=true"]
+        own = [f"diloco.replicas={len(this.members) * plan.each}", "parallel.distributed=true"]
         variables = {
             "JAX_COORDINATOR_ADDRESS": this.address,
             "JAX_NUM_PROCESSES": str(len(this.members)),

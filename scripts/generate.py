@@ -1,6 +1,6 @@
 """Sample text from a run: its newest checkpoint, its tokenizer.
 
-python -m scripts.generate run_dir=runs/mine prompt='And God said' max_new=300 temperature=0.8 top_k=40
+python -m scripts.generate run_dir=runs/mine prompt='And God said' max_new_tokens=300 temperature=0.8 top_k=40
 python -m scripts.generate run_dir=runs/mine prompts=prompts.txt count=3     # a prompt a line, three texts of each
 python -m scripts.generate run_dir=runs/mine prompts=-                       # as you type them; an empty line ends
 """
@@ -22,7 +22,7 @@ class Arguments:
     prompt: str = argument("text to continue; empty: start a new document", "")
     prompts: str = argument("a file with a prompt on each line; -: standard input, one after the other", "")
     count: int = argument("texts of each prompt, each with the next seed", 1)
-    max_new: int = argument("tokens to sample", 200)
+    max_new_tokens: int = argument("tokens to sample", 200)
     temperature: float = argument("divides the logits; 0 takes the likeliest token", 0.8)
     top_k: int = argument("keep the k likeliest tokens; 0 keeps all", 0)
     top_p: float = argument("keep the fewest likeliest tokens that reach this probability; 1 keeps all", 1.0)
@@ -79,7 +79,7 @@ def main(args: Arguments) -> None:
             new = generator(
                 model.params,
                 ids,
-                max_new=args.max_new,
+                max_new_tokens=args.max_new_tokens,
                 temperature=args.temperature,
                 top_k=args.top_k,
                 top_p=args.top_p,

@@ -106,7 +106,7 @@ def gives_batch(overrides: Sequence[str]) -> bool:
 
 def composed(overrides: Sequence[str]) -> Config:
     """The configuration. A default batch does not count in a plan, so any model's context may exceed it."""
-    if gives_batch(overrides) or any(override.startswith("train.accum=") for override in overrides):
+    if gives_batch(overrides) or any(override.startswith("train.grad_accum_steps=") for override in overrides):
         return compose_or_explain(overrides)
     return compose_or_explain([*overrides, "train.batch_tokens=${model.context}"])
 
@@ -115,11 +115,11 @@ def sequences_of(config: Config, overrides: Sequence[str], gpus: int) -> int:
     """Of a device's micro-batch, where the command line does not say it."""
     if not gives_batch(overrides):
         return 8
-    micro_batch = config.batch_size // config.train.accum
+    micro_batch = config.batch_size // config.train.grad_accum_steps
     if micro_batch % gpus:
         raise UserError(
-            f"a micro-batch of {micro_batch} sequences (train.batch_tokens / model.context / train.accum) cannot be "
-            f"split over gpus={gpus}; give micro_batch=, sequences of one GPU, instead"
+            f"a micro-batch of {micro_batch} sequences (train.batch_tokens / model.context / train.grad_accum_steps) "
+            f"cannot be split over gpus={gpus}; give micro_batch=, sequences of one GPU, instead"
         )
     return micro_batch // gpus
 

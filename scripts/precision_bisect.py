@@ -255,13 +255,13 @@ def advice(findings: Sequence[Finding], most: int = 4) -> str:
     if not chosen:
         return "no layer stands out: keeping one of them in a wider format would change little"
     why = ", ".join(f"{layer} {removed[layer]:.1%}" for layer in chosen)
-    return f"to keep what hurts most in the compute format: precision.keep=[{','.join(chosen)}]   (removes: {why})"
+    return f"to keep what hurts most in the compute format: precision.exclude=[{','.join(chosen)}]   (removes: {why})"
 
 
 def load(run_dir: Path, number: int) -> tuple[Model, Any, Any, jax.Array, jax.Array | None]:
     """What `bisect` takes, of a run's newest checkpoint and its training batch of this number."""
     c, w, found = restore_training(run_dir)
-    batch = place_batch(w.data.train.batch(number), accum=c.train.accum, mesh=w.mesh)
+    batch = place_batch(w.data.train.batch(number), accum=c.train.grad_accum_steps, mesh=w.mesh)
     spec = w.model.spec
     params = spec.family().unstack_layers(found.state.params) if spec.scan_layers else found.state.params
     unrolled = dataclasses.replace(spec, scan_layers=False, remat="none")

@@ -16,10 +16,10 @@ from trainer.models.family import Family, LanguageModel, Spec, param_count
 from trainer.models.flops import flops_per_token
 from trainer.models.functional import Functional, Params, of_next_tokens
 from trainer.models.roles import Role, chosen, role_of
+from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import LossOfState, Reduce, Wire, gradient_over, largest_over, loss_over, squares_over
-from trainer.parallel.local import Local
 from trainer.parallel.mesh import devices_of_replica, replicated
-from trainer.parallel.replicas import Kept, LocalStep, make_exchange, make_inner, resized, with_kept, with_replicas
+from trainer.parallel.replicas import DiLoCoStep, Kept, make_exchange, make_inner, resized, with_kept, with_replicas
 from trainer.parallel.sharding import abstract, shardings
 from trainer.precision.arrays import (
     ASSUMED_SCALE,
@@ -168,7 +168,7 @@ class Task(NamedTuple):
       reduce: how gradients are reduced over them.
       kernels: how the compiler chooses them on a GPU.
       trainable: what is trained, see `roles.chosen`; empty: all. The rest has neither gradient nor moments.
-      local: how replicas train apart; None: there is one, and no exchange.
+      diloco: how replicas train apart; None: there is one, and no exchange.
     """
 
     model: Model
@@ -178,7 +178,7 @@ class Task(NamedTuple):
     reduce: Reduce = Reduce()
     kernels: Kernels = Kernels.KEPT
     trainable: tuple[str, ...] = ()
-    local: Local | None = None
+    diloco: DiLoCoSettings | None = None
 
     @property
     def trained_roles(self) -> Params:
@@ -229,17 +229,17 @@ class Task(NamedTuple):
 
     @property
     def kept(self) -> Kept:
-        """How what local steps add to the state is kept: as the weights are."""
+        """How what DiLoCo adds to the state is stored: as the weights are."""
         return Kept(DTYPES[self.model.policy.weights], self.model.policy.scaled)
 
     def with_replicas(self, state: TrainState) -> TrainState:
-        """The first state of this task, from that of a task without local steps."""
-        return state if self.local is None else with_replicas(state, self.trained, self.local, self.kept)
+        """The first state of this task, from that of a task without DiLoCo."""
+        return state if self.diloco is None else with_replicas(state, self.trained, self.diloco, self.kept)
 
     def with_replicas_of(self, state: TrainState) -> TrainState:
         """A state of this task, from that of one with other replicas, feedback or momentum."""
-        assert self.local is not None
-        return with_kept(resized(state, self.local.replicas), self.trained, self.local, self.kept)
+        assert self.diloco is not None
+        return with_kept(resized(state, self.diloco.replicas), self.trained, self.diloco, self.kept)
 
     @property
     def frozen_layers(self) -> frozenset[str]:
@@ -322,7 +322,8 @@ def first_state(task: Task, seed: int, replace: Callable[[Params], Params] = lam
 
     def rest(params: Params, key: jax.Array, lost: Any) -> TrainState:
         moments = task.optimizer().init(task.trained(params))
-        return task.with_replicas(TrainState(params, moments, key, task.model.differentiate().init(), lost=lost))
+        scaling = task.model.differentiate().init()
+        return task.with_replicas(TrainState(params, moments, key, scaling, kahan_compensation=lost))
 
     placed = shardings(jax.eval_shape(rest, params, key, lost), task.mesh, task.model.roles)
     return jax.jit(rest, out_shardings=placed)(params, key, lost)
@@ -343,31 +344,31 @@ def abstract_state(task: Task, scale: float | None = None) -> TrainState:
     lost = jax.eval_shape(lambda p: first_lost(p, p, task.model.policy), task.trained(state.params))
     init = task.optimizer().init
     opt_state = jax.eval_shape(lambda p: tree.pack(init(p)) if scale else init(p), task.trained(params))
-    whole = jax.eval_shape(task.with_replicas, TrainState(params, opt_state, state.key, state.scaling, lost=lost))
+    state = TrainState(params, opt_state, state.key, state.scaling, kahan_compensation=lost)
+    whole = jax.eval_shape(task.with_replicas, state)
     return abstract(whole, task.mesh, task.model.roles)
 
 
-def compile_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled | LocalStep:
+def compile_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled | DiLoCoStep:
     """The train step for batches like `batch`, compiled once; the state is donated."""
     step = lower_step(task, batch, state).compile(compiler_options=task.compiler_options)
-    if task.local is None:
+    if task.diloco is None:
         return step
     exchanges = [
         lower_exchange(task, fragment, state).compile(compiler_options=task.compiler_options)
-        for fragment in range(task.local.fragments)
+        for fragment in range(task.diloco.fragments)
     ]
-    return LocalStep(step, exchanges, task.local)
+    return DiLoCoStep(step, exchanges, task.diloco)
 
 
 def lower_exchange(task: Task, fragment: int, state: TrainState | None = None) -> jax.stages.Lowered:
-    """The exchange of a fragment of a task with local steps, traced as `lower_step` is; see `make_exchange`."""
-    assert task.local is not None
+    """The exchange of a fragment of a task with DiLoCo, traced as `lower_step` is; see `make_exchange`."""
+    assert task.diloco is not None
     like = abstract_like(task, state)
     policy, roles = task.model.policy, task.trained_roles
-    run = make_exchange(fragment, task.mesh, roles, task.local, task.kept, task.trained, policy.rounding)
+    run = make_exchange(fragment, task.mesh, roles, task.diloco, task.kept, task.trained, policy.rounding)
     scalars = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.uint32))
-    placed = jax.tree.map(lambda x: x.sharding, like)
-    return jax.jit(run, donate_argnums=0, out_shardings=placed).lower(like, *scalars)
+    return jax.jit(run, donate_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, like)).lower(like, *scalars)
 
 
 def abstract_like(task: Task, state: TrainState | None) -> TrainState:
@@ -390,8 +391,8 @@ def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> ja
         stacks=stacks,
         trained=task.trained,
     )
-    if task.local is not None:
-        step, like = make_inner(step, task.mesh, task.local), like.local.states
+    if task.diloco is not None:
+        step, like = make_inner(step, task.mesh, task.diloco), like.diloco.states
     placed = jax.tree.map(lambda x: x.sharding, like)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(task.mesh)))
     scalars: Any = [jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)]

@@ -75,7 +75,7 @@ def saves(args: Arguments, folder: Path) -> None:
 def resume(args: Arguments, folder: Path) -> None:
     """From the start of the resumed process to the row of its first step, everything compiled before."""
     overrides = [f"model={args.model}", f"precision={args.precision}", "parallel.data=1", "train.batch_tokens=1024"]
-    overrides += ["tracker=jsonl", "train.eval_batches=1", "train.final_eval_batches=1", "sample.max_new=0"]
+    overrides += ["tracker=jsonl", "train.eval_batches=1", "train.final_eval_batches=1", "sample.max_new_tokens=0"]
     overrides += ["metrics.numerics_every=0", "run_dir=run", f"compile_cache={folder}/cache"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     for steps in (1, 3):

@@ -30,7 +30,7 @@ SMALL = [
     "train.batch_tokens=512",
     "optimizer.lr=6e-4",
     "train.eval_batches=2",
-    "sample.max_new=8",
+    "sample.max_new_tokens=8",
     "metrics.numerics_every=0",
 ]
 TINY = [

@@ -188,7 +188,7 @@ def common(args: Arguments, tokenizer: str, run_dir: Path) -> list[str]:
         "train.eval_batches=1000",  # the whole validation part, as at the end
         "checkpoint.every=0",
         "metrics.numerics_every=0",
-        "sample.max_new=0",
+        "sample.max_new_tokens=0",
         "tracker=jsonl",
         f"run_dir={run_dir}",
     ]

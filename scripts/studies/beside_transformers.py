@@ -41,7 +41,7 @@ class Arguments:
     run_dir: str = argument("the run's directory")
     python: str = argument("an interpreter that has torch and transformers", sys.executable)
     prompts: int = argument("passages that both write on after", 20)
-    max_new: int = argument("tokens of each", 32)
+    max_new_tokens: int = argument("tokens of each", 32)
     items: int = argument("items of word_order, of four choices each", ITEMS)
     batch: int = argument("sequences at once", 16)
     rounds: int = argument("times that both score all choices, in turns", 5)
@@ -99,7 +99,7 @@ def main(args: Arguments) -> None:
     c, w, found = restore_training(run_dir)
     text = w.data.beginning(BYTES)
     prompts = [model.tokenizer.encode(prompt) for prompt in prompts_of(text, args.prompts)]
-    room = model.spec.context - args.max_new
+    room = model.spec.context - args.max_new_tokens
     examinee = Examinee(w.task, w.data.tokenizer, args.batch).at(found.state.params, found.state.scaling)
     pairs = [(item.context, choice) for item in items_of("word_order", text, args.items) for choice in item.choices]
     with tempfile.TemporaryDirectory() as scratch:
@@ -114,13 +114,13 @@ def main(args: Arguments) -> None:
 def compare_texts(args: Arguments, model: Any, prompts: Sequence[Sequence[int]], other: Other) -> None:
     """Print of how many prompts both write the same tokens."""
     generator = Generator(model.bind, model.spec)
-    ours = [generator(model.params, prompt, max_new=args.max_new, temperature=0.0) for prompt in prompts]
-    theirs, _ = other.ask(prompts=[list(prompt) for prompt in prompts], max_new=args.max_new)
+    ours = [generator(model.params, prompt, max_new_tokens=args.max_new_tokens, temperature=0.0) for prompt in prompts]
+    theirs, _ = other.ask(prompts=[list(prompt) for prompt in prompts], max_new_tokens=args.max_new_tokens)
     same = sum(a == b for a, b in zip(ours, theirs, strict=True))
-    print(f"the same {args.max_new} greedy tokens: {same} of {len(prompts)} prompts", flush=True)
+    print(f"the same {args.max_new_tokens} greedy tokens: {same} of {len(prompts)} prompts", flush=True)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if a != b:
-            first = next(j for j in range(args.max_new) if a[j] != b[j])
+            first = next(j for j in range(args.max_new_tokens) if a[j] != b[j])
             print(f"  prompt {i + 1}: token {first + 1} is {a[first]} here, {b[first]} there", flush=True)
 
 

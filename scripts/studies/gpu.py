@@ -151,7 +151,7 @@ class Study:
 
     def trainer(self, name: str, precision: str, steps: int, **more: Any) -> Job:
         """A short run of the trainer in OUT/smoke/NAME."""
-        settings = ("data.tokenizer=byte", "tracker=jsonl", "metrics.numerics_every=0", "sample.max_new=0")
+        settings = ("data.tokenizer=byte", "tracker=jsonl", "metrics.numerics_every=0", "sample.max_new_tokens=0")
         settings += ("train.eval_batches=2", "train.final_eval_batches=2", f"data.cache_dir={self.out / 'data'}")
         settings += (f"compile_cache={self.cache}", f"run_dir={self.out / 'smoke' / name}", "parallel.data=1")
         words = (*self.size.model, *settings, f"precision={precision}", f"train.steps={steps}", "checkpoint.every=10")

@@ -1,7 +1,8 @@
 """The other side of `scripts.studies.beside_transformers`: an exported model in PyTorch, under another interpreter.
 
-It imports nothing of this project. Each line of standard input is a JSON object, `{"prompts": [[ids]], "max_new": n}`
-or `{"pairs": [[inputs, targets of the last of them]], "batch": n}`; it answers each with a line: new ids of every
+It imports nothing of this project. Each line of standard input is a JSON object,
+`{"prompts": [[ids]], "max_new_tokens": n}` or `{"pairs": [[inputs, targets of the last of them]], "batch": n}`; it
+answers each with a line: new ids of every
 prompt, or the log-likelihood of all targets of a pair, and the seconds that it took.
 """
 
@@ -14,13 +15,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 
-def written(model: Any, prompts: list[list[int]], max_new: int) -> list[list[int]]:
+def written(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
     """The likeliest tokens after each prompt."""
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new, min_new_tokens=max_new, do_sample=False
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=max_new_tokens,
+            do_sample=False,
         )
         found.append(out[0, len(prompt) :].tolist())
     return found
@@ -52,7 +57,7 @@ def main() -> None:
         request = json.loads(line)
         started = time.perf_counter()
         if "prompts" in request:
-            answer: list[Any] = written(model, request["prompts"], request["max_new"])
+            answer: list[Any] = written(model, request["prompts"], request["max_new_tokens"])
         else:
             answer = likelihoods(model, request["pairs"], request["batch"])
         print(json.dumps({"answer": answer, "seconds": time.perf_counter() - started}), flush=True)

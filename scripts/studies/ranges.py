@@ -103,7 +103,7 @@ def measure(arguments: Arguments) -> tuple[Found, Found, int]:
     first: Found = {}
     now: Found = {}
     for number in range(arguments.batch, arguments.batch + arguments.batches):
-        batch = place_batch(w.data.train.batch(number), accum=c.train.accum, mesh=w.mesh)
+        batch = place_batch(w.data.train.batch(number), accum=c.train.grad_accum_steps, mesh=w.mesh)
         tokens, segments = batch.tokens_AxBxT1[0], batch.segments_AxBxT1
         tokens = tokens[: arguments.sequences]
         segments = None if segments is None else segments[0][: arguments.sequences]

@@ -185,7 +185,7 @@ def command(args: Study, job: Job, run_dir: Path, model_lr: float) -> list[str]:
         f"train.eval_batches={args.eval_batches}",
         f"train.final_eval_batches={args.eval_batches}",
         *args.checkpoints(job),
-        "sample.max_new=0",
+        "sample.max_new_tokens=0",
         *args.logged,
         "tracker=jsonl",
         *shlex.split(args.overrides),

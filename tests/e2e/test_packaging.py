@@ -79,7 +79,7 @@ def test_the_installed_command_prints_the_configuration(command, tmp_path):
 
 
 def test_the_installed_command_trains_in_any_directory(command, tmp_path):
-    few = ["train.steps=2", "train.final_eval_batches=1", "sample.max_new=0", "tracker=jsonl", "run_dir=A"]
+    few = ["train.steps=2", "train.final_eval_batches=1", "sample.max_new_tokens=0", "tracker=jsonl", "run_dir=A"]
     args = laid_over(SMALL, few)
     args.append(CACHE)
     done = run(command, *args, cwd=tmp_path, JAX_PLATFORMS="cpu")

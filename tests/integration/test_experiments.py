@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.assembly.objects import build_local, build_policy
+from trainer.assembly.objects import build_diloco, build_policy
 from trainer.config.composition import CONFIGS, compose_config
 
 # Compute, operands of the matmuls forward and backward, master weights, weight gradients, m, v.
@@ -51,7 +51,7 @@ def test_the_experiment_on_swiglu_is_a_llama_and_smooths_it():
 
 def test_the_federated_experiment_averages_three_of_eight_clients_in_fp8():
     c = compose_config(["experiment=federated_fp8"])
-    local = build_local(c)
+    local = build_diloco(c)
     assert local is not None
     assert (local.replicas, local.participants, local.format, local.lr, local.momentum) == (8, 3, "fp8", 1.0, 0.0)
     assert local.last == c.train.steps

@@ -171,7 +171,7 @@ def test_the_five_commands_from_other_weights_work_at_toy_size(tmp_path, monkeyp
     here = [
         "train.batch_tokens=256",
         "tracker=jsonl",
-        "sample.max_new=0",
+        "sample.max_new_tokens=0",
         "metrics.numerics_every=0",
         "parallel.data=1",
     ]

@@ -10,7 +10,7 @@ from trainer.config import schema
 from trainer.config.fields import from_saved, to_tree
 from trainer.models.family import param_count
 from trainer.models.own import OWN
-from trainer.parallel.replicas import LocalStep
+from trainer.parallel.replicas import DiLoCoStep
 from trainer.report.history import FORKED, WEIGHTS
 from trainer.report.messages import describe, rounding_of, schedule_change
 from trainer.run.checkpoint import Restored
@@ -21,14 +21,14 @@ from trainer.run.vocabulary import describe_embeddings
 from trainer.workload import Workload
 
 
-def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | LocalStep | None = None) -> list[str]:
+def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | DiLoCoStep | None = None) -> list[str]:
     """What is about to be trained, a line each; with the memory that a compiled step needs."""
     lines = describe(
         w,
         model="of your own" if w.model.family is OWN else c.model.name,
         precision=c.precision.name,
         batch_tokens=c.train.batch_tokens,
-        accum=c.train.accum,
+        accum=c.train.grad_accum_steps,
         step=step,
     )
     return [f"scalify-trainer {__version__}", *lines]

@@ -153,7 +153,7 @@ def open_mixture(c: schema.Config) -> Dataset:
     directories = apart((prepared(source, data, data.tokenizer) for source in sources), len(sources))
     parts = {n: Dataset.open(path, **settings_of_loaders(c)) for n, path in zip(names, directories, strict=True)}
     manifest = MixedManifest.of({name: part.manifest for name, part in parts.items()})
-    apart_of = OfReplicas(len(names), c.batch_size, c.train.accum) if c.parallel.local_data == "sources" else None
+    apart_of = OfReplicas(len(names), c.batch_size, c.train.grad_accum_steps) if c.diloco.data == "sources" else None
     train = Mixture({n: part.train for n, part in parts.items()}, manifest, "train", stages, c.seed, apart_of)
     last = [stages[-1]._replace(step=0)]  # what the run ends on, in every validation
     val = Mixture({n: part.val for n, part in parts.items()}, manifest, "val", last, c.seed)

@@ -27,10 +27,10 @@ from trainer.observe.metrics import Throughput
 from trainer.observe.numerics import make_numerics
 from trainer.observe.peaks import peak_flops
 from trainer.observe.slowness import first_said
+from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import Reduce
-from trainer.parallel.local import Local
 from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, place_batch
-from trainer.parallel.replicas import LocalStep, with_moments_of_first
+from trainer.parallel.replicas import DiLoCoStep, with_moments_of_first
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import DTYPES, Policy
 from trainer.run import jobs
@@ -103,25 +103,25 @@ def build_reduce(c: schema.Parallel) -> Reduce:
     return Reduce(c.reduce, c.deterministic_reduce)
 
 
-def build_local(c: schema.Config) -> Local | None:
+def build_diloco(c: schema.Config) -> DiLoCoSettings | None:
     """How replicas train apart; None where there is one."""
-    p = c.parallel
-    if p.local is None:
+    d = c.diloco
+    if d.replicas is None:
         return None
-    assert p.local_steps is not None  # validated, as the others are
-    assert p.local_reduce is not None
-    assert p.local_lr is not None
-    assert p.local_momentum is not None
-    assert p.local_fragments is not None
-    return Local(
-        replicas=p.local,
-        steps=p.local_steps,
-        format=p.local_reduce,
-        lr=p.local_lr,
-        momentum=p.local_momentum,
-        feedback=bool(p.local_feedback) and p.local_reduce != "fp32",  # which loses nothing
-        fragments=p.local_fragments,
-        participants=p.local_participants or p.local,
+    assert d.sync_every is not None  # validated, as the others are
+    assert d.outer_grad is not None
+    assert d.outer_lr is not None
+    assert d.outer_momentum is not None
+    assert d.fragments is not None
+    return DiLoCoSettings(
+        replicas=d.replicas,
+        steps=d.sync_every,
+        format=d.outer_grad,
+        lr=d.outer_lr,
+        momentum=d.outer_momentum,
+        feedback=bool(d.error_feedback) and d.outer_grad != "fp32",  # which loses nothing
+        fragments=d.fragments,
+        participants=d.participants or d.replicas,
         last=c.train.steps,
     )
 
@@ -147,14 +147,14 @@ def check_split(model: Model, mesh: Mesh) -> None:
 
 def build_mesh(c: schema.Config) -> Mesh:
     """The mesh, checked against the batch."""
-    mesh = make_mesh(*build_sizes(c.parallel), replicas=c.parallel.local)
-    micro_batch, devices = c.batch_size // c.train.accum, batch_devices(mesh, c.parallel.local or 1)
+    mesh = make_mesh(*build_sizes(c.parallel), replicas=c.diloco.replicas)
+    micro_batch, devices = c.batch_size // c.train.grad_accum_steps, batch_devices(mesh, c.diloco.replicas or 1)
     if micro_batch % devices:
         raise UserError(
             f"a micro-batch of {micro_batch} sequences (train.batch_tokens={c.train.batch_tokens} / model.context="
-            f"{c.model.context} / train.accum={c.train.accum}) cannot be split over {devices} devices; "
-            f"valid: parallel.data x parallel.fsdp that divides {micro_batch}, or train.batch_tokens a multiple of "
-            f"{devices * c.train.accum * c.model.context}"
+            f"{c.model.context} / train.grad_accum_steps={c.train.grad_accum_steps}) cannot be split over {devices} "
+            f"devices; valid: parallel.data x parallel.fsdp that divides {micro_batch}, or train.batch_tokens a "
+            f"multiple of {devices * c.train.grad_accum_steps * c.model.context}"
         )
     return mesh
 
@@ -166,7 +166,7 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
         check_device(mesh.devices.flat[0])
     data = build_data(c, own)
     policy = build_policy(c.precision)
-    rows = c.train.batch_tokens // (c.train.accum * batch_devices(mesh, c.parallel.local or 1))
+    rows = c.train.batch_tokens // (c.train.grad_accum_steps * batch_devices(mesh, c.diloco.replicas or 1))
     model = build_model(c.model, policy, data.tokenizer.vocab_size, rows, own_model)
     if c.data.boundary_loss is False:
         if own_model is not None:
@@ -174,8 +174,8 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
         model = model._replace(border=data.tokenizer.eot)
     check_split(model, mesh)
     optimizer, kernels = build_optimizer(c.optimizer), build_kernels(c)
-    trainable, local = c.train.trainable or (), build_local(c)
-    task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, trainable, local)
+    trainable, diloco = c.train.trainable or (), build_diloco(c)
+    task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, trainable, diloco)
     check_trainable(task)
     check_fragments(task)
     choose(c.eval.tasks or (), data.beginning, limit=c.eval.limit)
@@ -204,19 +204,21 @@ def check_trainable(task: Task) -> None:
 
 def check_fragments(task: Task) -> None:
     """UserError for more parts of the parameters than there are parameters: some would exchange nothing."""
-    if task.local is None:
+    if task.diloco is None:
         return
     most = len(jax.tree.leaves(task.trained(jax.eval_shape(task.model.training.init, jax.random.key(0)))))
-    if task.local.fragments > most:
+    if task.diloco.fragments > most:
         raise UserError(
-            f"parallel.local_fragments={task.local.fragments}: there are {most} arrays of parameters, and a fragment "
+            f"diloco.fragments={task.diloco.fragments}: there are {most} arrays of parameters, and a fragment "
             f"has at least one; valid: 1..{most}"
         )
 
 
 def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
     """Shapes, dtypes and shardings of a step's batch."""
-    return abstract_batch(c.train.accum, c.batch_size, c.model.context, document_mask=c.data.document_mask, mesh=mesh)
+    return abstract_batch(
+        c.train.grad_accum_steps, c.batch_size, c.model.context, document_mask=c.data.document_mask, mesh=mesh
+    )
 
 
 def build_state(c: schema.Config, w: Workload) -> TrainState:
@@ -256,7 +258,7 @@ def build_throughput(c: schema.Config, w: Workload) -> Throughput:
     )
 
 
-def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled | LocalStep) -> Found | None:
+def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled | DiLoCoStep) -> Found | None:
     """What a step compiled for a GPU is, where the precision has FP8 matmuls; None elsewhere.
 
     Raises UserError for what `precision.require_fp8` does not allow.
@@ -264,7 +266,7 @@ def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled | LocalSte
     gpu = Gpu.of(task.mesh.devices.flat[0])
     if gpu is None or c.precision.forward is None:
         return None
-    tokens = c.train.batch_tokens // (c.train.accum * batch_devices(task.mesh, c.parallel.local or 1))
+    tokens = c.train.batch_tokens // (c.train.grad_accum_steps * batch_devices(task.mesh, c.diloco.replicas or 1))
     program, require = Program(step.as_text() or ""), c.precision.require_fp8
     return check_step(task.model, program, tokens, gpu, require=require, frozen=task.frozen_layers)
 
@@ -283,7 +285,7 @@ def build_jobs(
     Without anybody who keeps them (not `tracked`) nobody looks at the numerics.
     """
     measure, alone = make_numerics(w.task, c.optimizer.lr), jax.jit(with_moments_of_first)
-    look = measure if w.task.local is None else lambda state, tokens, step: measure(alone(state), tokens, step)
+    look = measure if w.task.diloco is None else lambda state, tokens, step: measure(alone(state), tokens, step)
     numerics_every = c.metrics.numerics_every if tracked else 0
     rescale_every = c.precision.rescale_every if c.precision.scaled else 0
     entries = [
@@ -291,7 +293,7 @@ def build_jobs(
         jobs.evaluation(c.train.eval_every, make_evaluate(c, w, say)),
         jobs.mixture(c.train.eval_every, w.data.train.seen) if isinstance(w.data.train, Mixture) else None,
         jobs.tasks(c.eval.tasks_every or 0, first_said(build_tasks(c, w), TASKS, say)) if c.eval.tasks else None,
-        make_exchanged(c, w) if w.task.local else None,
+        make_exchanged(c, w) if w.task.diloco else None,
         jobs.samples(c.sample.every, first_said(build_sample(c, w), SAMPLING, say)),
         jobs.rescale(rescale_every, jobs.make_rescale(w.task, batch)) if rescale_every else None,
         *more,
@@ -327,7 +329,7 @@ def make_evaluate(
 
     def mean_of(loader: Loader, state: TrainState, most: int, broken_off: Callable[[], bool]) -> Evaluation | None:
         count = min(loader.steps_per_epoch, most)
-        batches = (place_batch(loader.batch(i), accum=c.train.accum, mesh=w.mesh) for i in range(count))
+        batches = (place_batch(loader.batch(i), accum=c.train.grad_accum_steps, mesh=w.mesh) for i in range(count))
         per_token = loader.bytes_per_token("val")
         first = c.train.eval_batches
         return evaluate(eval_step, state, batches, first=first, bytes_per_token=per_token, broken_off=broken_off)
@@ -363,10 +365,10 @@ def build_tasks(c: schema.Config, w: Workload) -> Callable[[TrainState], dict[st
     assert c.eval.tasks is not None
     chosen = choose(c.eval.tasks, w.data.beginning, limit=c.eval.limit)
     examinee = Examinee(w.task, w.data.tokenizer, c.eval.batch_size or BATCH)
-    local = on_one_device(w.task)
+    diloco = on_one_device(w.task)
 
     def figures(state: TrainState) -> dict[str, float]:
-        scores = chosen.scores(examinee.at(*local((state.params, state.scaling))))
+        scores = chosen.scores(examinee.at(*diloco((state.params, state.scaling))))
         return {f"tasks/{name}/{metric}": score.value for name, of in scores.items() for metric, score in of.items()}
 
     return figures

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.assembly.objects import (
-    build_local,
+    build_diloco,
     build_model,
     build_optimizer,
     build_policy,
@@ -58,22 +58,24 @@ def build_plan(
     reduce, optimizer = build_reduce(c.parallel), build_optimizer(c.optimizer)
     task = Task(model, c.optimizer.name, optimizer, mesh, reduce, kernels, c.train.trainable or ())
     check_trainable(task)
-    if (local := build_local(c)) is not None:  # each replica has the GPUs of the plan: what it computes is the same
-        check_fragments(task._replace(local=local))
-        for line in describe_exchanges(exchanges_of(task._replace(local=local)), c.parallel.local_gbps):
+    if (diloco := build_diloco(c)) is not None:  # each replica has the GPUs of the plan: what it computes is the same
+        check_fragments(task._replace(diloco=diloco))
+        for line in describe_exchanges(exchanges_of(task._replace(diloco=diloco)), c.diloco.bandwidth_gbps):
             say(line)
     other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))
 
     def batches(sequences: int) -> Tokens:
-        rows = sequences * batch_devices(mesh) * c.train.accum
-        return abstract_batch(c.train.accum, rows, c.model.context, document_mask=c.data.document_mask, mesh=mesh)
+        rows = sequences * batch_devices(mesh) * c.train.grad_accum_steps
+        return abstract_batch(
+            c.train.grad_accum_steps, rows, c.model.context, document_mask=c.data.document_mask, mesh=mesh
+        )
 
     return make_plan(
         task,
         batches,
         aim,
         sequences=sequences,
-        accum=c.train.accum,
+        accum=c.train.grad_accum_steps,
         bf16=other,
         search=search,
         exact=exact,

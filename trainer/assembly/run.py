@@ -150,8 +150,8 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
         refuse_own(run_dir, meta)
         c = phase_at(from_saved(schema.Config, meta["config"]), checkpointer.newest())
         keep_compiled(c)
-        alone: dict[str, Any] = {name: None for name in to_tree(c)["parallel"] if "local" in name}
-        c = dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, **alone, data=1, fsdp=1, tensor=1))
+        parallel = dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1)
+        c = dataclasses.replace(c, parallel=parallel, diloco=schema.DiLoCo(**dict.fromkeys(to_tree(c.diloco))))
         with where_begun(c, run_dir) as c:
             w = build_workload(c)
         rows = meta.get("rows")  # of the run's devices, which may have been more
@@ -348,7 +348,7 @@ def build_run(
     state, batch = from_stored(enter_phase(w.task, found.state, before, w.seed)), build_batch(c, w.mesh)
     with said(COMPILING, display.message):
         step = compile_step(w.task, batch, state)
-    for line in describe_wire(w.task, step, c.parallel.local_gbps):
+    for line in describe_wire(w.task, step, c.diloco.bandwidth_gbps):
         display.message(line)
     fp8 = check_fp8(c, w.task, step)
     for line in fp8.lines if fp8 else []:
@@ -368,7 +368,7 @@ def build_run(
         learning_rates=build_learning_rates(whole),
         train_step=step,
         batches=train_batches(c, w, stage.until),
-        place=functools.partial(place_batch, accum=c.train.accum, mesh=w.mesh),
+        place=functools.partial(place_batch, accum=c.train.grad_accum_steps, mesh=w.mesh),
         agree=agree,
         jobs=build_jobs(c, w, batch, display.message, more.periodic, tracked=tracked),
         log_every=c.train.log_every,

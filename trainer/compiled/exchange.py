@@ -1,4 +1,4 @@
-"""The bytes of the exchanges of a run with local steps, beside those of gradients that are reduced in every step."""
+"""The bytes of the exchanges of a run with DiLoCo, beside those of gradients that are reduced in every step."""
 
 import math
 from typing import NamedTuple
@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 
 from trainer.compiled.hlo import Program
-from trainer.parallel.local import Local, bytes_of_exchange, fragments_of
-from trainer.parallel.mesh import LOCAL
-from trainer.parallel.replicas import LocalStep
+from trainer.parallel.diloco import DiLoCoSettings, bytes_of_exchange, fragments_of
+from trainer.parallel.mesh import REPLICA
+from trainer.parallel.replicas import DiLoCoStep
 from trainer.workload import Task
 
 
@@ -18,19 +18,19 @@ class Exchanges(NamedTuple):
     Attributes:
       fragments: in the exchange of each fragment.
       every_step: FP32 gradients of every step would be, over as many devices.
-      local: when which fragment is exchanged.
+      diloco: when which fragment is exchanged.
       read: whether the compiled programs say so; else it is what replicas on machines of their own would send.
     """
 
     fragments: tuple[float, ...]
     every_step: float
-    local: Local
+    diloco: DiLoCoSettings
     read: bool
 
     @property
     def mean(self) -> float:
         """Bytes a step, on average over a round."""
-        return math.fsum(self.fragments) / self.local.steps
+        return math.fsum(self.fragments) / self.diloco.steps
 
     @property
     def fewer(self) -> float:
@@ -45,28 +45,30 @@ class Exchanges(NamedTuple):
         """Bytes of the exchanges of the first `step` steps."""
         total = 0.0
         for fragment, size in enumerate(self.fragments):
-            place = fragment * self.local.steps // self.local.fragments
-            count = (step - place) // self.local.steps + (place > 0)
-            last = step == self.local.last and step % self.local.steps != place
+            place = fragment * self.diloco.steps // self.diloco.fragments
+            count = (step - place) // self.diloco.steps + (place > 0)
+            last = step == self.diloco.last and step % self.diloco.steps != place
             total += size * (max(0, count) + last)
         return total
 
 
-def exchanges_of(task: Task, step: LocalStep | None = None) -> Exchanges:
-    """The figures of a task with local steps, read from its compiled exchanges where each device has one replica.
+def exchanges_of(task: Task, step: DiLoCoStep | None = None) -> Exchanges:
+    """The figures of a task with DiLoCo, read from its compiled exchanges where each device has one replica.
 
     `step`: compiled; None: nothing is read.
     """
-    assert task.local is not None
-    local, like = task.local, jax.eval_shape(task.model.training.init, jax.random.key(0))
+    assert task.diloco is not None
+    diloco, like = task.diloco, jax.eval_shape(task.model.training.init, jax.random.key(0))
     sizes = [p.size for p in jax.tree.leaves(task.trained(like))]
-    ring = 2 * (local.replicas - 1) / local.replicas
+    ring = 2 * (diloco.replicas - 1) / diloco.replicas
     every = 4.0 * ring * sum(sizes)
-    if step is not None and task.mesh.shape[LOCAL] == task.mesh.size == local.replicas:
-        return Exchanges(tuple(bytes_sent(exchange, task.mesh.size) for exchange in step.exchanges), every, local, True)
-    parts = fragments_of(sizes, local.fragments)
-    computed = (bytes_of_exchange(sum(sizes[i] for i in part), len(part), local) for part in parts)
-    return Exchanges(tuple(computed), every, local, False)
+    if step is not None and task.mesh.shape[REPLICA] == task.mesh.size == diloco.replicas:
+        return Exchanges(
+            tuple(bytes_sent(exchange, task.mesh.size) for exchange in step.exchanges), every, diloco, True
+        )
+    parts = fragments_of(sizes, diloco.fragments)
+    computed = (bytes_of_exchange(sum(sizes[i] for i in part), len(part), diloco) for part in parts)
+    return Exchanges(tuple(computed), every, diloco, False)
 
 
 def bytes_sent(program: jax.stages.Compiled, devices: int) -> float:

@@ -212,7 +212,7 @@ def check_step(
     if broken and (gpu.is_for_fp8 if require is None else require):
         more = f" (and {len(broken) - 1} more layers)" if len(broken) > 1 else ""
         raise UserError(
-            f"compiled for {gpu.kind}, {broken[0].path} is not FP8: {broken[0].reason}{more}; precision.keep=[...] "
+            f"compiled for {gpu.kind}, {broken[0].path} is not FP8: {broken[0].reason}{more}; precision.exclude=[...] "
             "leaves layers in the compute dtype, precision.require_fp8=false trains as it is compiled"
         )
     narrow = sum(gemm.times for gemm in program.gemms if gemm.dtype == "fp8")

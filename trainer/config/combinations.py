@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from trainer.config.schema import DATA_KEYS, NEEDED, Config, Data, Parallel
+from trainer.config.schema import DATA_KEYS, NEEDED, Config, Data, DiLoCo
 from trainer.errors import UserError
 from trainer.step.optimizers import check_moments
 
@@ -17,11 +17,11 @@ def validate(c: Config) -> None:
     _check_data(c.data)
     c.model.spec(vocab_size=1)  # which refuses what cannot be built; the tokenizer is not known yet
     check_moments(c.optimizer.name, c.precision)
-    tokens = c.model.context * c.train.accum
+    tokens = c.model.context * c.train.grad_accum_steps
     _require(
         c.train.batch_tokens % tokens == 0,
-        f"train.batch_tokens={c.train.batch_tokens} is not a multiple of model.context x train.accum = "
-        f"{c.model.context} x {c.train.accum} = {tokens}; "
+        f"train.batch_tokens={c.train.batch_tokens} is not a multiple of model.context x train.grad_accum_steps = "
+        f"{c.model.context} x {c.train.grad_accum_steps} = {tokens}; "
         f"nearest valid: {max(1, round(c.train.batch_tokens / tokens)) * tokens}",
     )
     mesh = {name: getattr(c.parallel, name) for name in ("data", "fsdp", "tensor")}
@@ -34,7 +34,7 @@ def validate(c: Config) -> None:
         not c.parallel.deterministic_reduce or c.parallel.reduce == "fp32",
         f"parallel.deterministic_reduce=true sums in FP32, but parallel.reduce={c.parallel.reduce}; choose one of them",
     )
-    _check_local(c)
+    _check_diloco(c)
     _require(
         not c.precision.require_fp8 or c.precision.forward is not None,
         f"precision.require_fp8=true, but precision={c.precision.name} has no FP8 matmuls; "
@@ -50,68 +50,67 @@ def validate(c: Config) -> None:
         _require(ok, f"profile.steps={list(c.profile.steps)}: expected [first,last] within 1..{c.train.steps}")
 
 
-LOCAL_OPTIONS = ("local_participants", "local_quorum", "local_gbps")  # which may be null beside `local`
+MAY_BE_NULL = ("participants", "quorum", "bandwidth_gbps")  # also with replicas
 
 
-def _check_local(c: Config) -> None:
-    """Refuse keys of local steps without replicas, which would change nothing, and replicas without them."""
-    p, keys = c.parallel, [field.name for field in fields(Parallel) if field.name.startswith("local_")]
-    if p.local is None:
-        given = [f"parallel.{key}={getattr(p, key)}" for key in keys if getattr(p, key) is not None]
+def _check_diloco(c: Config) -> None:
+    """Refuse DiLoCo keys without replicas, which would change nothing, and replicas without these keys."""
+    d, keys = c.diloco, [field.name for field in fields(DiLoCo) if field.name != "replicas"]
+    if d.replicas is None:
+        given = [f"diloco.{key}={getattr(d, key)}" for key in keys if getattr(d, key) is not None]
         _require(
             not given,
-            f"{', '.join(given)} would be ignored: parallel.local, the number of replicas, is null; choose "
-            "parallel=local, or leave it out",
+            f"{', '.join(given)} would be ignored: diloco.replicas, the number of replicas, is null; choose "
+            "parallel=diloco, or leave it out",
         )
         return
-    missing = [f"parallel.{key}" for key in keys if getattr(p, key) is None and key not in LOCAL_OPTIONS]
-    _require(not missing, f"{', '.join(missing)} is null; choose parallel=local, which has values, or give it one")
+    missing = [f"diloco.{key}" for key in keys if getattr(d, key) is None and key not in MAY_BE_NULL]
+    _require(not missing, f"{', '.join(missing)} is null; choose parallel=diloco, which has values, or give it one")
     phased = "train.phases" if c.train.phases is not None else "resume.convert=true" if c.resume.convert else ""
     _require(
         not phased,
-        f"{phased} changes the form of a state, but not that of parallel.local={p.local} replicas; leave one of them "
-        "out, or start from weights by init_from",
+        f"{phased} changes the form of a state, but not that of diloco.replicas={d.replicas} replicas; leave one of "
+        "them out, or start from weights by init_from",
     )
     _require(
         c.precision.weights_rounding != "kahan",
-        f"precision.weights_rounding=kahan keeps what rounding loses of one set of weights, not of parallel.local="
-        f"{p.local} replicas; choose stochastic",
+        f"precision.weights_rounding=kahan keeps what rounding loses of one set of weights, not of diloco.replicas="
+        f"{d.replicas} replicas; choose stochastic",
     )
-    steps, fragments, some = p.local_steps or 1, p.local_fragments or 1, p.local_participants or p.local
+    steps, fragments, some = d.sync_every or 1, d.fragments or 1, d.participants or d.replicas
     _require(
         fragments <= steps,
-        f"parallel.local_fragments={fragments} is more than parallel.local_steps={steps}: a step exchanges one; "
-        f"valid: 1..{steps}",
+        f"diloco.fragments={fragments} is more than diloco.sync_every={steps}: a step exchanges one; valid: 1..{steps}",
     )
-    _require(some <= p.local, f"parallel.local_participants={some}: there are parallel.local={p.local}; choose fewer")
+    _require(some <= d.replicas, f"diloco.participants={some}: there are diloco.replicas={d.replicas}; choose fewer")
     _require(
-        some == p.local or fragments == 1,
-        f"parallel.local_participants={some} is drawn for a round, in which parallel.local_fragments={fragments} are "
+        some == d.replicas or fragments == 1,
+        f"diloco.participants={some} is drawn for a round, in which diloco.fragments={fragments} are "
         "exchanged at different steps; choose one of them",
     )
-    quorum = p.local_quorum or 1
+    quorum = d.quorum or 1
     _require(
-        quorum <= p.local,
-        f"parallel.local={p.local} is less than parallel.local_quorum={quorum}; valid: at least as many, or a smaller "
+        quorum <= d.replicas,
+        f"diloco.replicas={d.replicas} is less than diloco.quorum={quorum}; valid: at least as many, or a smaller "
         "quorum",
     )
-    _require(p.local_gbps != 0, "parallel.local_gbps=0: expected gigabits a second of the network, or null")
+    _require(d.bandwidth_gbps != 0, "diloco.bandwidth_gbps=0: expected gigabits a second of the network, or null")
     _require(
-        p.local_data != "sources" or (c.data.source == "mix" and len(c.data.sources or ()) == p.local),
-        f"parallel.local_data=sources gives each of parallel.local={p.local} replicas a source of its own; choose "
-        "data=mix with as many data.sources, or parallel.local_data=split",
+        d.data != "sources" or (c.data.source == "mix" and len(c.data.sources or ()) == d.replicas),
+        f"diloco.data=sources gives each of diloco.replicas={d.replicas} replicas a source of its own; choose "
+        "data=mix with as many data.sources, or diloco.data=split",
     )
     _require(
-        p.local_data != "sources" or (len(set(c.data.weights or ())) <= 1 and not c.data.stages),
-        f"parallel.local_data=sources takes as much of every source, and data.weights={list(c.data.weights or ())}, "
+        d.data != "sources" or (len(set(c.data.weights or ())) <= 1 and not c.data.stages),
+        f"diloco.data=sources takes as much of every source, and data.weights={list(c.data.weights or ())}, "
         f"data.stages={[list(stage) for stage in c.data.stages or ()]} ask for other shares; leave them out, or choose "
-        "parallel.local_data=split",
+        "diloco.data=split",
     )
-    rows = c.batch_size // c.train.accum
+    rows = c.batch_size // c.train.grad_accum_steps
     _require(
-        rows % p.local == 0,
-        f"a micro-batch of {rows} sequences cannot be split over parallel.local={p.local} replicas; choose "
-        f"train.batch_tokens, a multiple of {p.local * c.train.accum * c.model.context}",
+        rows % d.replicas == 0,
+        f"a micro-batch of {rows} sequences cannot be split over diloco.replicas={d.replicas} replicas; choose "
+        f"train.batch_tokens, a multiple of {d.replicas * c.train.grad_accum_steps * c.model.context}",
     )
 
 

@@ -19,6 +19,7 @@ from trainer.config.combinations import validate
 from trainer.config.continuing import CONFIGS, CommandLine, continued, lay_over
 from trainer.config.fields import flatten, from_tree
 from trainer.config.phases import phases_of
+from trainer.config.renamed import refuse_old_names
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.text import nearest, without_braces
@@ -112,6 +113,7 @@ def expanded(arguments: Sequence[str]) -> CommandLine:
     Raises UserError.
     """
     long = long_forms(arguments)
+    refuse_old_names(long)
     given = [argument for argument in long if "=" in argument and not argument.startswith("-")]
     flags = [argument for argument in long if argument not in given]  # and their values; Hydra wants them first
     groups = {

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.bounds import annotations
 from trainer.config.fields import flatten
+from trainer.config.renamed import renamed_keys
 from trainer.config.schema import DATA_KEYS, Config
 from trainer.errors import UserError
 from trainer.files import read_mapping
@@ -25,6 +26,7 @@ NOT_TAKEN = ("run_dir", "resume", "dry_run")
 CACHE = "compile_cache"
 CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
 NEW_NAME = "tracker.name"
+SET_BY = {"diloco": "parallel"}  # groups of keys that a choice of another group gives values
 
 
 class CommandLine(NamedTuple):
@@ -77,6 +79,7 @@ def continued(
             "add run_dir=DIRECTORY for it"
         )
     anew = [group for group in groups if group in given]
+    anew += [keys for keys, group in SET_BY.items() if group in anew]
     not_taken = {*NOT_TAKEN, *anew}
     saved = {
         key: value
@@ -134,7 +137,7 @@ def put(tree: dict[Any, Any], values: Mapping[str, Any]) -> None:
 def read_saved(file: Path) -> dict[str, Any]:
     """Read a run's config.yaml, whose groups are those of the schema. Raises UserError."""
     try:
-        tree = read_mapping(file)
+        tree = renamed_keys(read_mapping(file))
         unknown = tree.keys() - annotations(Config).keys()
         if unknown:
             raise ValueError(f"unknown key {min(unknown)}")

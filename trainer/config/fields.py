@@ -7,17 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from trainer.bounds import Variants, annotations, check
+from trainer.config.renamed import new_name, renamed_keys
 from trainer.errors import UserError
 from trainer.text import nearest
 
 
 def from_saved(cls: type, tree: Any) -> Any:
-    """`from_tree` of what a run saved, perhaps before a key existed.
+    """`from_tree` of what a run saved, perhaps under old names of keys, or before a key existed.
 
     One that may be null is null, a group of such keys has nulls, and one that tells which of several groups is meant
     has the value that it had then.
     """
-    return from_tree(cls, _completed(cls, tree))
+    return from_tree(cls, _completed(cls, renamed_keys(tree) if isinstance(tree, Mapping) else tree))
 
 
 def _completed(hint: Any, tree: Any) -> Any:
@@ -57,7 +58,9 @@ def from_tree(cls: type, tree: Any, path: str = "", of: str = "") -> Any:
     prefix = f"{path}." if path else ""
     for key in tree:
         if key not in hints:
-            raise UserError(f"unknown key {prefix}{key}{of}; {nearest(str(key), list(hints))}")
+            new = new_name(f"{prefix}{key}")
+            advice = nearest(str(key), list(hints)) if new is None else f"it was renamed; use {new}"
+            raise UserError(f"unknown key {prefix}{key}{of}; {advice}")
     optional = {field.name for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
     missing = [f"{prefix}{key}" for key in hints if key not in tree and key not in optional]
     if missing:

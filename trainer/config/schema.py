@@ -124,7 +124,7 @@ Devices = Annotated[int, Bound(lambda n: n == -1 or n >= 1, "a number of devices
 
 @dataclass(frozen=True)
 class Parallel:
-    """The devices, and with `local` the replicas that train apart; of these keys all or none have values."""
+    """How the devices share the work."""
 
     data: Devices
     fsdp: Devices
@@ -132,17 +132,36 @@ class Parallel:
     reduce: Literal["fp32", "bf16", "fp16", "fp8"]
     deterministic_reduce: bool
     distributed: bool
-    local: Positive | None
-    local_steps: Positive | None
-    local_reduce: Literal["fp32", "bf16", "fp16", "fp8", "fp8_e5m2", "fp4"] | None
-    local_lr: Amount | None
-    local_momentum: ShareBelow1 | None
-    local_feedback: bool | None
-    local_fragments: Positive | None
-    local_participants: Positive | None
-    local_data: Literal["split", "sources"] | None
-    local_quorum: Positive | None
-    local_gbps: Amount | None
+
+
+@dataclass(frozen=True)
+class DiLoCo:
+    """DiLoCo's replicas and outer optimizer; all keys are null without replicas (`parallel=diloco` has values).
+
+    Attributes:
+      replicas: number of replicas, each with an optimizer of its own.
+      sync_every: steps between two exchanges of outer gradients.
+      outer_grad: the format in which outer gradients are sent.
+      outer_lr: learning rate of the outer optimizer, SGD with Nesterov momentum `outer_momentum`.
+      error_feedback: whether the rounding error of an exchange is added to the next one.
+      fragments: number of parts of the parameters, exchanged at different steps.
+      participants: replicas that train in a round, drawn for each round; None: all.
+      data: `split`: replicas share every batch; `sources`: replica k reads source k of `data=mix`.
+      quorum: replicas that must be left when machines are lost; None: all.
+      bandwidth_gbps: gigabits a second between replicas, for an estimate of the time of an exchange.
+    """
+
+    replicas: Positive | None
+    sync_every: Positive | None
+    outer_grad: Literal["fp32", "bf16", "fp16", "fp8", "fp8_e5m2", "fp4"] | None
+    outer_lr: Amount | None
+    outer_momentum: ShareBelow1 | None
+    error_feedback: bool | None
+    fragments: Positive | None
+    participants: Positive | None
+    data: Literal["split", "sources"] | None
+    quorum: Positive | None
+    bandwidth_gbps: Amount | None
 
 
 @dataclass(frozen=True)
@@ -206,7 +225,7 @@ class TrainPhase:
 class Train:
     steps: Positive
     batch_tokens: Positive
-    accum: Positive
+    grad_accum_steps: Positive
     trainable: tuple[str, ...] | None
     phases: tuple[TrainPhase, ...] | None
     log_every: Positive
@@ -241,7 +260,7 @@ class Metrics:
 class Sample:
     every: Natural
     prompt: Annotated[str, Bound(bool, "a first word")]
-    max_new: Natural
+    max_new_tokens: Natural
     temperature: Amount
     top_k: Natural
     top_p: Annotated[float, Bound(lambda p: 0 < p <= 1, "more than 0, at most 1 (all tokens)")]
@@ -272,6 +291,7 @@ class Config:
     schedule: Schedule
     precision: Precision
     parallel: Parallel
+    diloco: DiLoCo
     checkpoint: Checkpoint
     tracker: Tracker
     resume: Resume

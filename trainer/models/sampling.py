@@ -89,13 +89,13 @@ class Generator:
         params: Params,
         prompt: Sequence[int],
         *,
-        max_new: int,
+        max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
     ) -> list[int]:
-        """`max_new` token ids that continue the prompt; the same arguments give the same ids.
+        """`max_new_tokens` token ids that continue the prompt; the same arguments give the same ids.
 
         When the context is full, its later half is read again as the new beginning: positions are absolute, so that a
         cache cannot slide.
@@ -103,31 +103,31 @@ class Generator:
         Raises:
           UserError: an empty prompt, or a number out of its range.
         """
-        check(prompt, max_new, temperature, top_k, top_p, seed)
+        check(prompt, max_new_tokens, temperature, top_k, top_p, seed)
         controls = jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
         S = self.spec.context
         ids, new = list(prompt[-S:]), 0
-        while new < max_new:
+        while new < max_new_tokens:
             window = ids if len(ids) <= S else ids[-max(1, S // 2) :]
             padded_S = np.zeros(S, np.int32)
             padded_S[: len(window)] = window
             logits_V, cache = self._prefill(params, padded_S, jnp.int32(len(window)))
-            count = min(max_new - new, S - len(window) + 1)
+            count = min(max_new_tokens - new, S - len(window) + 1)
             key = jax.random.key(seed)
             got = self._extend(
                 params, logits_V, cache, jnp.int32(len(window)), jnp.int32(count), key, jnp.int32(new), controls
             )
             ids += np.asarray(got)[:count].tolist()
             new += count
-        return ids[len(ids) - max_new :]
+        return ids[len(ids) - max_new_tokens :]
 
 
-def check(prompt: Sequence[int], max_new: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+def check(prompt: Sequence[int], max_new_tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
     """Raise UserError for arguments that mean nothing."""
     if not prompt:
         raise UserError("the prompt has no token; give it some text")
     for ok, found, valid in (
-        (max_new >= 0, f"max_new={max_new}", "0 or more tokens"),
+        (max_new_tokens >= 0, f"max_new_tokens={max_new_tokens}", "0 or more tokens"),
         (temperature >= 0, f"temperature={temperature}", "0 (the likeliest token) or more"),
         (top_k >= 0, f"top_k={top_k}", "0 (all tokens) or more"),
         (0 < top_p <= 1, f"top_p={top_p}", "more than 0, at most 1 (all tokens)"),

@@ -182,7 +182,7 @@ def make_sharpness(task: Task, lr: float) -> Sharpness:
         params, _ = weights.apply_with_lost(
             task.trained(state.params),
             jax.tree.map(lambda u: eta * u.astype(jnp.float32), updates),
-            state.lost,
+            state.kahan_compensation,
             rounding=model.policy.rounding,
             seed=np.uint32(0),
             step=step,

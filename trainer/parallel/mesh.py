@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
     from trainer.data import Batch
 
 BATCH_AXES = ("data", "fsdp")  # of the mesh: those that a replica's batch is split over
-LOCAL = "local"  # of the mesh of a run with local steps, outermost: the axis of the replicas; see `local`
+REPLICA = "replica"  # of the mesh of a run with DiLoCo, outermost: the axis of the replicas; see `diloco`
 
 
 class Sizes(NamedTuple):
@@ -58,7 +58,7 @@ def make_mesh(
 ) -> Mesh:
     """A mesh with the axes of `Sizes`, the last one the innermost, over the first of the devices (None: of all).
 
-    `replicas`: of local steps, which get an axis of their own, the outermost, over as many devices as divide them;
+    `replicas`: of DiLoCo, which get an axis of their own, the outermost, over as many devices as divide them;
     None: there is no such axis.
 
     Raises UserError for sizes that the devices do not have, and for processes that would be left without a device.
@@ -74,7 +74,7 @@ def make_mesh(
         raise UserError(f"{sizes} leaves {idle} of {len(found)} processes without a device; use -1 for one of them")
     if replicas is None:
         return Mesh(np.array(used).reshape(filled), Sizes._fields, axis_types=(AxisType.Auto,) * 3)
-    return Mesh(np.array(used).reshape(apart, *filled), (LOCAL, *Sizes._fields), axis_types=(AxisType.Auto,) * 4)
+    return Mesh(np.array(used).reshape(apart, *filled), (REPLICA, *Sizes._fields), axis_types=(AxisType.Auto,) * 4)
 
 
 def places_of(replicas: int, sizes: Sizes, devices: int) -> int:
@@ -86,7 +86,7 @@ def places_of(replicas: int, sizes: Sizes, devices: int) -> int:
 
 def is_inside_replica() -> bool:
     """Whether what is traced is the program of a replica."""
-    return LOCAL in jax.sharding.get_abstract_mesh().manual_axes
+    return REPLICA in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def over_devices(fun: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ def devices_of_replica(mesh: Mesh) -> int:
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes of a mesh that a whole batch is split over."""
-    return tuple(axis for axis in (LOCAL, *BATCH_AXES) if axis in mesh.shape)
+    return tuple(axis for axis in (REPLICA, *BATCH_AXES) if axis in mesh.shape)
 
 
 def batch_devices(mesh: Mesh, replicas: int = 1) -> int:

@@ -2,7 +2,7 @@
 
 The inner step is the run's own, of each replica on its rows of the batch and its part of the devices, with random bits
 of its own; nothing that it computes is sent to another replica but the figures of the row. The exchange is a program of
-its own (`local.exchange`), after which all replicas have the outer weights.
+its own (`diloco.exchange`), after which all replicas have the outer weights.
 
 Legend: K replicas, R of them on a device, A micro-batches, B sequences of one, b those of a replica, T tokens.
 """
@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalify_core import ScaledArray, as_scaled_array, tree, weights
 from scalify_core.array import is_scaled_array
-from trainer.parallel.local import OF_REPLICA, Local, exchange, fragments_of
-from trainer.parallel.mesh import BATCH_AXES, LOCAL, over_devices
+from trainer.parallel.diloco import OF_REPLICA, DiLoCoSettings, exchange, fragments_of
+from trainer.parallel.mesh import BATCH_AXES, REPLICA, over_devices
 from trainer.parallel.sharding import of_parameters
 from trainer.step.leaves import with_part
 from trainer.step.state import Replicas, TrainState
@@ -66,36 +66,36 @@ def stacked(part: Any, replicas: int) -> Any:
     )
 
 
-def with_replicas(state: TrainState, trained: Callable[[Any], Any], local: Local, kept: Kept) -> TrainState:
+def with_replicas(state: TrainState, trained: Callable[[Any], Any], diloco: DiLoCoSettings, kept: Kept) -> TrainState:
     """The first state of replicas, from that of a run without: all begin with its weights, and random keys differ."""
     packed = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (local.replicas, *x.shape)), (tree.pack(state.opt_state), state.scaling)
+        lambda x: jnp.broadcast_to(x, (diloco.replicas, *x.shape)), (tree.pack(state.opt_state), state.scaling)
     )
-    others = [state.key, *(jax.random.fold_in(state.key, k) for k in range(1, local.replicas))]
-    states = TrainState(stacked(state.params, local.replicas), packed[0], jnp.stack(others), packed[1])
-    kept_of = first_kept(trained(state.params), local, kept)
+    others = [state.key, *(jax.random.fold_in(state.key, k) for k in range(1, diloco.replicas))]
+    states = TrainState(stacked(state.params, diloco.replicas), packed[0], jnp.stack(others), packed[1])
+    kept_of = first_kept(trained(state.params), diloco, kept)
     return TrainState(state.params, (), state.key, state.scaling, Replicas(states, *kept_of))
 
 
-def first_kept(params: Any, local: Local, kept: Kept) -> tuple[Any, Any]:
+def first_kept(params: Any, diloco: DiLoCoSettings, kept: Kept) -> tuple[Any, Any]:
     """Residuals and outer momentum of these parameters before the first exchange, () for what is not kept."""
 
     def zeros(p: Any, *axes: int) -> Any:
         return kept.store(jnp.zeros((*axes, *p.shape), jnp.float32), jnp.float32(2.0**-126))
 
-    residuals = tree.map_arrays(lambda p: zeros(p, local.replicas), params) if local.feedback else ()
-    return residuals, tree.map_arrays(zeros, params) if local.momentum else ()
+    residuals = tree.map_arrays(lambda p: zeros(p, diloco.replicas), params) if diloco.feedback else ()
+    return residuals, tree.map_arrays(zeros, params) if diloco.momentum else ()
 
 
-def with_kept(state: TrainState, trained: Callable[[Any], Any], local: Local, kept: Kept) -> TrainState:
-    """A state of as many replicas, perhaps without feedback or momentum, as that of a run that has what `local` has.
+def with_kept(state: TrainState, trained: Callable[[Any], Any], diloco: DiLoCoSettings, kept: Kept) -> TrainState:
+    """A state of as many replicas, perhaps without feedback or momentum, as that of a run that has what `diloco` has.
 
     What it has not kept so far begins with zeros; what is not kept from now on is gone.
     """
-    old: Replicas = state.local
-    own = zip((old.residuals, old.momentum), first_kept(trained(state.params), local, kept), strict=True)
+    old: Replicas = state.diloco
+    own = zip((old.residuals, old.momentum), first_kept(trained(state.params), diloco, kept), strict=True)
     parts = [was if jax.tree.leaves(was) and jax.tree.leaves(new) else new for was, new in own]
-    return dataclasses.replace(state, local=Replicas(old.states, *parts))
+    return dataclasses.replace(state, diloco=Replicas(old.states, *parts))
 
 
 def resized(state: TrainState, count: int) -> TrainState:
@@ -104,7 +104,7 @@ def resized(state: TrainState, count: int) -> TrainState:
     One that is new has the outer weights, the optimiser's state of one of the others in turn, random keys of its own
     and nothing that rounding has lost; what that was of one that is gone is gone, too.
     """
-    old: Replicas = state.local
+    old: Replicas = state.diloco
     before = old.states.key.shape[0]
     index, is_new = np.arange(count) % before, np.arange(count) >= before
 
@@ -119,44 +119,44 @@ def resized(state: TrainState, count: int) -> TrainState:
     keys = [state.key, *(jax.random.fold_in(state.key, k) for k in range(1, count))]
     states = dataclasses.replace(states, params=params, key=jnp.stack(keys))
     residuals = jax.tree.map(lambda x: but_new(of_replicas(x), jnp.zeros((), x.dtype)), old.residuals)
-    return dataclasses.replace(state, local=Replicas(states, residuals, old.momentum))
+    return dataclasses.replace(state, diloco=Replicas(states, residuals, old.momentum))
 
 
 def with_params(state: TrainState, params: Any) -> TrainState:
     """A state with the same weights at other scales; those of its replicas get these too."""
-    if not isinstance(state.local, Replicas):
+    if not isinstance(state.diloco, Replicas):
         return dataclasses.replace(state, params=params)
-    states = state.local.states
+    states = state.diloco.states
     alike = dataclasses.replace(states, params=tree.rescaled_like(states.params, params))
-    return dataclasses.replace(state, params=params, local=dataclasses.replace(state.local, states=alike))
+    return dataclasses.replace(state, params=params, diloco=dataclasses.replace(state.diloco, states=alike))
 
 
 def with_moments_of_first(state: TrainState) -> TrainState:
     """A state as that of a run without replicas: the outer weights, and the first replica's optimiser."""
-    if not isinstance(state.local, Replicas):
+    if not isinstance(state.diloco, Replicas):
         return state
-    moments = jax.tree.map(lambda x: x[0], state.local.states.opt_state)
+    moments = jax.tree.map(lambda x: x[0], state.diloco.states.opt_state)
     return TrainState(state.params, moments, state.key, state.scaling)
 
 
-def make_inner(step: StepFn, mesh: Mesh, local: Local) -> Callable[[Any, Tokens, Hyper], tuple[Any, Metrics]]:
+def make_inner(step: StepFn, mesh: Mesh, diloco: DiLoCoSettings) -> Callable[[Any, Tokens, Hyper], tuple[Any, Metrics]]:
     """The step of all replicas: `(states, batch, hyper) -> (states, metrics)`.
 
     The batch is that of a run without replicas, [A, B, T+1]: replica k has the rows that device k of K would have.
     Metrics are means over the replicas that take part; `finite` says of all of them.
     """
-    replicas = local.replicas
+    replicas = diloco.replicas
     # Traced into `shard_map` itself, constants that nothing reads become its arguments, on which XLA has crashed.
     step = jax.jit(step)
 
     def rows_of_replicas(x_AxBxT1: jax.Array) -> jax.Array:
         accum, rows, length = x_AxBxT1.shape
         x = jnp.moveaxis(x_AxBxT1.reshape(accum, replicas, rows // replicas, length), 1, 0)
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(LOCAL, None, BATCH_AXES)))
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(REPLICA, None, BATCH_AXES)))
 
     def of_replica(state: Any, batch: Tokens, number: jax.Array, takes_part: jax.Array, hyper: Hyper) -> Any:
         own = hyper._replace(seed=hyper.seed ^ (number * jnp.uint32(OF_REPLICA)))
-        if local.participants == replicas:
+        if diloco.participants == replicas:
             return step(state, batch, own)
         _, shapes = jax.eval_shape(step, state, batch, own)
         idle = {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
@@ -173,14 +173,14 @@ def make_inner(step: StepFn, mesh: Mesh, local: Local) -> Callable[[Any, Tokens,
                 return lax.scan(turn, None, each)[1]
             return jax.tree.map(lambda x: x[None], turn(None, jax.tree.map(lambda x: x[0], each))[1])
 
-        places = PartitionSpec(LOCAL)
-        numbers, drawn = jnp.arange(replicas, dtype=jnp.uint32), local.drawn(hyper.seed, hyper.step)
+        places = PartitionSpec(REPLICA)
+        numbers, drawn = jnp.arange(replicas, dtype=jnp.uint32), diloco.drawn(hyper.seed, hyper.step)
         states, metrics = jax.shard_map(
             of_device,
             mesh=mesh,
             in_specs=(places, places, places, places, PartitionSpec()),
             out_specs=places,
-            axis_names={LOCAL},
+            axis_names={REPLICA},
             check_vma=False,
         )(states, jax.tree.map(rows_of_replicas, batch), numbers, drawn, hyper)
         everywhere = NamedSharding(mesh, PartitionSpec())  # added up in the same order wherever replicas lie
@@ -201,7 +201,7 @@ def make_exchange(
     fragment: int,
     mesh: Mesh,
     roles: Any,
-    local: Local,
+    diloco: DiLoCoSettings,
     kept: Kept,
     trained: Callable[[Any], Any],
     rounding: weights.Rounding,
@@ -211,45 +211,45 @@ def make_exchange(
     Args:
       fragment: its number.
       mesh, roles: of the parameters that are trained, which say what of each a device has.
-      local: how replicas agree.
+      diloco: how replicas agree.
       kept: how residuals and momentum are kept.
       trained: the part of the parameters that is.
       rounding: of narrow outer weights.
     """
 
     def run(state: TrainState, step: jax.Array, seed: jax.Array) -> TrainState:
-        old: Replicas = state.local
+        old: Replicas = state.diloco
         outer, states = trained(state.params), old.states
         before, own = tree.leaves(outer), tree.leaves(trained(states.params))
         residuals, momenta = tree.leaves(old.residuals), tree.leaves(old.momentum)
-        mine = fragments_of([p.size for p in before], local.fragments)[fragment]
+        mine = fragments_of([p.size for p in before], diloco.fragments)[fragment]
         deltas = [weights.wide(before[i])[None] - weights.wide(own[i]) for i in mine]
-        if local.feedback:
+        if diloco.feedback:
             deltas = [delta + weights.wide(residuals[i]) for delta, i in zip(deltas, mine, strict=True)]
         specs = jax.tree.leaves(of_parameters(outer, mesh, roles))
         parts = [specs[i] for i in mine]
-        of_replicas = [PartitionSpec(LOCAL, *spec) for spec in parts]
+        of_replicas = [PartitionSpec(REPLICA, *spec) for spec in parts]
         everywhere = PartitionSpec()
         means, lost, scales = over_devices(
-            lambda deltas, seed, step: tuple(exchange(deltas, local, seed, step, mine)),
+            lambda deltas, seed, step: tuple(exchange(deltas, diloco, seed, step, mine)),
             mesh,
             in_specs=(of_replicas, everywhere, everywhere),
-            out_specs=(parts, of_replicas if local.feedback else [], everywhere),
+            out_specs=(parts, of_replicas if diloco.feedback else [], everywhere),
         )(deltas, seed, step)
         # What is not finite changes nothing: the replicas go on from the outer weights, and still have to send what
         # earlier roundings lost.
         accept = jnp.all(jnp.stack([jnp.all(jnp.isfinite(mean)) for mean in means]))
         updates = means
-        if local.momentum:
-            speeds = [local.momentum * weights.wide(momenta[i]) + d for d, i in zip(means, mine, strict=True)]
-            updates = [d + local.momentum * speed for d, speed in zip(means, speeds, strict=True)]
+        if diloco.momentum:
+            speeds = [diloco.momentum * weights.wide(momenta[i]) + d for d, i in zip(means, mine, strict=True)]
+            updates = [d + diloco.momentum * speed for d, speed in zip(means, speeds, strict=True)]
             for i, speed in zip(mine, speeds, strict=True):
                 momenta[i] = one_of(accept, kept.store(speed), momenta[i])
-        for j, i in enumerate(mine if local.feedback else []):
+        for j, i in enumerate(mine if diloco.feedback else []):
             residuals[i] = one_of(accept, kept.store(lost[j], scales[j]), finite_part(residuals[i]))
         new = weights.apply_updates(
             [before[i] for i in mine],
-            [-local.lr * update for update in updates],
+            [-diloco.lr * update for update in updates],
             rounding=rounding,
             seed=seed ^ jnp.uint32(OF_OUTER),
             step=step,
@@ -257,7 +257,7 @@ def make_exchange(
             numbers=mine,
         )
         for p, i in zip(new, mine, strict=True):
-            before[i], own[i] = p, stacked(p, local.replicas)
+            before[i], own[i] = p, stacked(p, diloco.replicas)
         shape = jax.tree.structure(outer, is_leaf=is_scaled_array)
         build = lambda found: jax.tree.unflatten(shape, found) if found else ()
         states = dataclasses.replace(states, params=with_part(states.params, build(own)))
@@ -265,30 +265,32 @@ def make_exchange(
             state,
             params=with_part(state.params, build(before)),
             scaling=jax.tree.map(lambda x: jnp.max(x, axis=0), states.scaling),
-            local=Replicas(states, build(residuals), build(momenta)),
+            diloco=Replicas(states, build(residuals), build(momenta)),
         )
 
     return run
 
 
-class LocalStep:
+class DiLoCoStep:
     """A step of all replicas and the exchanges that are due after it; itself a `StepFn`.
 
     Attributes:
       inner: the compiled step of all replicas; see `make_inner`.
       exchanges: those of the fragments, compiled; see `make_exchange`.
-      local: when which of them is due.
+      diloco: when which of them is due.
     """
 
-    def __init__(self, inner: jax.stages.Compiled, exchanges: Sequence[jax.stages.Compiled], local: Local) -> None:
-        self.inner, self.exchanges, self.local = inner, tuple(exchanges), local
+    def __init__(
+        self, inner: jax.stages.Compiled, exchanges: Sequence[jax.stages.Compiled], diloco: DiLoCoSettings
+    ) -> None:
+        self.inner, self.exchanges, self.diloco = inner, tuple(exchanges), diloco
 
     def __call__(self, state: TrainState, batch: Tokens, hyper: Hyper) -> tuple[TrainState, Metrics]:
         """The state after the step, exchanged where that is due, and its metrics. `hyper.step` is on the host."""
-        replicas, metrics = self.inner(state.local.states, batch, hyper)
-        state = dataclasses.replace(state, local=dataclasses.replace(state.local, states=replicas))
+        replicas, metrics = self.inner(state.diloco.states, batch, hyper)
+        state = dataclasses.replace(state, diloco=dataclasses.replace(state.diloco, states=replicas))
         taken = int(hyper.step) + 1
-        for fragment in self.local.due(taken):
+        for fragment in self.diloco.due(taken):
             state = self.exchanges[fragment](state, np.int32(taken), hyper.seed)
         return state, metrics
 

@@ -22,7 +22,7 @@ from jax.tree_util import GetAttrKey
 
 from scalify_core.tree import Packed, map_arrays
 from trainer.models.roles import Role, role_of
-from trainer.parallel.mesh import LOCAL
+from trainer.parallel.mesh import REPLICA
 from trainer.step.state import OF_REPLICAS
 
 
@@ -67,7 +67,7 @@ def mesh_axes(spec: PartitionSpec) -> tuple[str, ...]:
 def mapped(make: Callable[[Any, PartitionSpec], Any], tree: Any, mesh: Mesh, roles: Any) -> Any:
     """`make` of every array of a tree and its `partition`; the arrays of a packed tree are where they were.
 
-    Arrays of replicas have an axis of these in front, which is split over the axis LOCAL of the mesh.
+    Arrays of replicas have an axis of these in front, which is split over the axis REPLICA of the mesh.
 
     `roles`: of the parameters, see `roles.role_of`.
     """
@@ -75,7 +75,7 @@ def mapped(make: Callable[[Any, PartitionSpec], Any], tree: Any, mesh: Mesh, rol
 
     def of_array(path: Any, x: Any, stacked: bool) -> Any:
         if stacked and x.shape:
-            return make(x, PartitionSpec(LOCAL, *partition(role_of(roles, path), x.shape[1:], sizes)))
+            return make(x, PartitionSpec(REPLICA, *partition(role_of(roles, path), x.shape[1:], sizes)))
         return make(x, partition(role_of(roles, path), x.shape, sizes))
 
     def of_leaf(path: Any, x: Any) -> Any:

@@ -17,7 +17,7 @@ def memory_of(compiled: Compiled, tokens: int, padded_vocab: int) -> dict[str, f
     arguments = [i for i in compiled.program.entry.values() if i.opcode == "parameter"]
     weights: set[tuple[int, ...]] = set()
     for argument in arguments:
-        kind = {"state.params": "weights", "state.lost": "weights", "state.opt_state": "optimiser"}.get(
+        kind = {"state.params": "weights", "state.kahan_compensation": "weights", "state.opt_state": "optimiser"}.get(
             ".".join(argument.op_name.split("[")[0].split(".")[:2]), "rest"
         )
         out[kind] += argument.bytes

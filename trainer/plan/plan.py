@@ -67,7 +67,7 @@ Batches = Callable[[int], Tokens]  # from B to the step's batch
 
 def is_continued(spec: Spec, policy: Policy, exact: bool, trainable: tuple[str, ...] = ()) -> bool:
     """Whether a step is continued from two depths: layers that are chosen by number have no counterpart in both."""
-    patterns = (*policy.matmuls, *policy.keep, *(policy.backward_e4m3 or ()), *trainable)
+    patterns = (*policy.fp8_modules, *policy.exclude, *(policy.backward_e4m3 or ()), *trainable)
     by_number = any(c.isdigit() for pattern in patterns for c in pattern.split(".")[1:2])
     return not (exact or spec.scan_layers or spec.n_layer <= EXACT or by_number)
 

@@ -25,7 +25,7 @@ def skipped_matmuls(policy: Policy, sizes: Mapping[str, tuple[int, int]], rows: 
       sizes: input and output width of each, by path.
       rows: tokens that a device multiplies them by at once; None: some multiple of 16.
     """
-    chosen = {"matmuls": policy.matmuls, "keep": policy.keep, "backward_e4m3": policy.backward_e4m3 or ()}
+    chosen = {"fp8_modules": policy.fp8_modules, "exclude": policy.exclude, "backward_e4m3": policy.backward_e4m3 or ()}
     for key, patterns in chosen.items():
         for pattern in patterns:
             if not any(fnmatchcase(path, pattern) for path in sizes):
@@ -39,10 +39,10 @@ def skipped_matmuls(policy: Policy, sizes: Mapping[str, tuple[int, int]], rows: 
         return dict.fromkeys(sizes, f"micro-batches of {rows} tokens a device, not a multiple of {MULTIPLE}")
 
     def reason(path: str, size: tuple[int, int]) -> str | None:
-        if not any(fnmatchcase(path, pattern) for pattern in policy.matmuls):
-            return "not in precision.matmuls"
-        if any(fnmatchcase(path, pattern) for pattern in policy.keep):
-            return "in precision.keep"
+        if not any(fnmatchcase(path, pattern) for pattern in policy.fp8_modules):
+            return "not in precision.fp8_modules"
+        if any(fnmatchcase(path, pattern) for pattern in policy.exclude):
+            return "in precision.exclude"
         if not policy.simulate and any(width % MULTIPLE for width in size):
             return f"{size[0]} x {size[1]} are not multiples of {MULTIPLE}"
         return None

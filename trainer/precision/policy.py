@@ -50,15 +50,15 @@ class Policy:
     """The precision of a run.
 
     Attributes:
-      compute: activations and all matmuls that are not chosen by `matmuls`: fp32, bf16 or fp16.
+      compute: activations and all matmuls that are not chosen by `fp8_modules`: fp32, bf16 or fp16.
       forward: format of the operands of the chosen matmuls (e4m3; any eXmY when simulated); None: `compute`.
       backward: of the gradient of their output.
       backward_e4m3: patterns of those among the chosen matmuls where that is e4m3: a digit more and 14 octaves less,
         where the range that is measured allows it; None: nowhere.
       simulate: round FP32 values to `forward` and `backward` instead of multiplying in them; to nearest, or where the
         format's name ends in a t, as in e4m3t, by leaving out the digits behind the last place, in an s stochastically.
-      matmuls: patterns of module paths, such as `h.*` or `h.*.mlp.*`: the chosen ones.
-      keep: patterns of those among them that stay in `compute`, such as `h.0.*`.
+      fp8_modules: patterns of module paths, such as `h.*` or `h.*.mlp.*`: the chosen ones.
+      exclude: patterns of those among them that stay in `compute`, such as `h.0.*`.
       scaling: the name of a method that keeps narrow numbers in range, of `trainer.precision.methods.METHODS`.
       weights: storage of the master weights: fp32, bf16 or fp16. Scaled arrays where the method scales parameters.
       weights_rounding: of their update: nearest, stochastic, or kahan: to nearest, and what that loses is kept, in BF16
@@ -81,8 +81,8 @@ class Policy:
     backward: Format | None
     backward_e4m3: tuple[str, ...] | None
     simulate: bool
-    matmuls: tuple[str, ...]
-    keep: tuple[str, ...]
+    fp8_modules: tuple[str, ...]
+    exclude: tuple[str, ...]
     scaling: Annotated[str, OneOf(METHODS)]
     weights: Computed
     weights_rounding: Literal["nearest", "stochastic", "kahan"]
@@ -221,7 +221,9 @@ def without_effect(policy: Policy) -> dict[str, str]:
     """Fields of the precision that change nothing, and why not."""
     why: dict[str, str] = {}
     if policy.forward is None:
-        why |= dict.fromkeys(("matmuls", "keep"), f"no matmul is narrower than precision.compute={policy.compute}")
+        why |= dict.fromkeys(
+            ("fp8_modules", "exclude"), f"no matmul is narrower than precision.compute={policy.compute}"
+        )
     if policy.weights == "fp32":
         why["weights_rounding"] = "precision.weights=fp32"
     if policy.mu == policy.nu == "fp32":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainer.config.fields import flatten
+from trainer.config.renamed import renamed_keys
 from trainer.errors import UserError
 from trainer.files import parse_yaml
 from trainer.observe.display import short
@@ -117,7 +118,7 @@ class History:
             tree = parse_yaml(self.config)
         except ValueError:
             return {}
-        return dict(flatten(tree)) if isinstance(tree, dict) else {}
+        return dict(flatten(renamed_keys(tree))) if isinstance(tree, dict) else {}
 
     def number(self, fact: str) -> int:
         """A fact that is a whole number; 0: not known."""

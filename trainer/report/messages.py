@@ -15,7 +15,7 @@ from trainer.models.family import param_count
 from trainer.models.flops import flop_share
 from trainer.observe.metrics import GIB
 from trainer.parallel.mesh import devices_of_replica
-from trainer.parallel.replicas import LocalStep
+from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.policy import Policy, without_effect
 from trainer.run.loop import Run
 from trainer.step.kernels import promise
@@ -105,29 +105,29 @@ def describe_devices(task: Task) -> str:
     return f"{line}; mesh {mesh}; gradients reduced in {task.reduce.format}{order}"
 
 
-def describe_wire(task: Task, step: jax.stages.Compiled | LocalStep, gbps: float | None = None) -> list[str]:
+def describe_wire(task: Task, step: jax.stages.Compiled | DiLoCoStep, gbps: float | None = None) -> list[str]:
     """What the devices of a compiled step send each other, by type (`u8` is FP8, `u16` FP16 or BF16).
 
     `gbps`: of the network between replicas, for an estimate of the time of an exchange.
     """
-    if isinstance(step, LocalStep):
+    if isinstance(step, DiLoCoStep):
         exchanged = describe_exchanges(exchanges_of(task, step), gbps)
         return [*exchanged, *(describe_sent(task, step) if devices_of_replica(task.mesh) > 1 else [])]
     return describe_sent(task, step)
 
 
 def describe_exchanges(found: Exchanges, gbps: float | None = None) -> list[str]:
-    """What replicas with local steps send each other, and how long it takes at so many gigabits a second."""
-    local = found.local
-    some = f", of which {local.participants} train in a round" if local.participants < local.replicas else ""
-    parts = f" in {local.fragments} fragments" if local.fragments > 1 else ""
+    """What replicas with DiLoCo send each other, and how long it takes at so many gigabits a second."""
+    diloco = found.diloco
+    some = f", of which {diloco.participants} train in a round" if diloco.participants < diloco.replicas else ""
+    parts = f" in {diloco.fragments} fragments" if diloco.fragments > 1 else ""
     read = "" if found.read else " if each is on a machine of its own"
-    if local.replicas == 1:
-        return [f"local steps: one replica, so nothing is sent; the outer optimiser moves it every {local.steps} steps"]
+    if diloco.replicas == 1:
+        return [f"DiLoCo: one replica, so nothing is sent; the outer optimiser moves it every {diloco.steps} steps"]
     lines = [
-        f"local steps: {local.replicas} replicas{some} exchange outer gradients in {local.format} every {local.steps} "
-        f"steps{parts}; outer learning rate {local.lr:g}, momentum {local.momentum:g}"
-        f"{', with error feedback' * local.feedback}",
+        f"DiLoCo: {diloco.replicas} replicas{some} exchange outer gradients in {diloco.format} every {diloco.steps} "
+        f"steps{parts}; outer learning rate {diloco.lr:g}, momentum {diloco.momentum:g}"
+        f"{', with error feedback' * diloco.feedback}",
         f"every replica sends {math.fsum(found.fragments) / MIB:.3f} MiB a round{read}, at most "
         f"{max(found.fragments) / MIB:.3f} MiB at once and {found.mean / MIB:.4f} MiB a step on average, "
         f"{found.fewer:.1f} times less than FP32 gradients of every step ({found.every_step / MIB:.3f} MiB)",
@@ -137,7 +137,7 @@ def describe_exchanges(found: Exchanges, gbps: float | None = None) -> list[str]
     return lines
 
 
-def describe_sent(task: Task, step: jax.stages.Compiled | LocalStep) -> list[str]:
+def describe_sent(task: Task, step: jax.stages.Compiled | DiLoCoStep) -> list[str]:
     """What the devices of a compiled step send each other in that step."""
     text = step.as_text() if task.mesh.size > 1 else None
     if text is None:

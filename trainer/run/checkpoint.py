@@ -28,9 +28,9 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from trainer.errors import UserError
+from trainer.run.checkpoint_formats import FORMAT, READABLE, as_current, stored_name
 from trainer.step.leaves import checksums, describe, is_key, leaf_names, mismatch
 
-FORMAT = 3
 DAMAGED = "damaged"
 ORBAX = str(Path(ocp.__file__).parent)
 # Orbax counts its patience with a save, 10 minutes, by the wall clock: one that was set right ended the run. Seconds:
@@ -331,12 +331,12 @@ class Checkpointer:
             raise DamagedCheckpointError(f"manifest unreadable: {type(error).__name__}") from error
         if digest != _digest(manifest) or manifest["step"] != step:
             raise DamagedCheckpointError("manifest altered since it was written")
-        if manifest["format"] != FORMAT:
+        if manifest["format"] not in READABLE:
             raise UserError(
-                f"checkpoint {step} in {self.directory} has format {manifest['format']}, this version reads {FORMAT}; "
-                "use the version that wrote it"
+                f"checkpoint {step} in {self.directory} has format {manifest['format']}, this version reads "
+                f"{' and '.join(map(str, READABLE))}; use the version that wrote it"
             )
-        return manifest
+        return as_current(manifest)
 
     def _check_match(self, step: int, target: Any, saved: dict[str, dict[str, Any]], *, partial: bool) -> None:
         """Orbax itself would cast dtypes silently."""
@@ -348,12 +348,13 @@ class Checkpointer:
     def _arrays(self, step: int, target: Any, saved: dict[str, dict[str, Any]]) -> Any:
         names, leaves = leaf_names(target), jax.tree.leaves(target)
         placed = {name: _abstract(leaf) for name, leaf in zip(names, leaves, strict=True)}
-        wanted = {name: leaf for name, leaf in placed.items() if leaf.size}
+        wanted = {stored_name(name, saved): leaf for name, leaf in placed.items() if leaf.size}
         args = ocp.args.PyTreeRestore(
             wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
         )
         try:
-            found = dict(self._manager.restore(step, args=ocp.args.Composite(state=args))["state"])
+            stored = self._manager.restore(step, args=ocp.args.Composite(state=args))["state"]
+            found = {name: stored[stored_name(name, saved)] for name, leaf in placed.items() if leaf.size}
             found |= {n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in placed.items() if not x.size}
             values = checksums([found[name] for name in names])
         except (MemoryError, jax.errors.JaxRuntimeError):

@@ -82,7 +82,7 @@ def enter_phase(task: Task, state: TrainState, before: Task, seed: int) -> Train
     params = store_weights(exact, task.model.policy)
     lost = first_lost(task.trained(exact), task.trained(params), task.model.policy)
     scaling = state.scaling if kept else task.model.differentiate().init()
-    return started_anew(task, dataclasses.replace(state, params=params, scaling=scaling, lost=lost))
+    return started_anew(task, dataclasses.replace(state, params=params, scaling=scaling, kahan_compensation=lost))
 
 
 def started_anew(task: Task, state: TrainState) -> TrainState:

@@ -21,6 +21,7 @@ import yaml
 
 from trainer import __version__
 from trainer.config.fields import flatten
+from trainer.config.renamed import renamed_keys
 from trainer.errors import UserError
 from trainer.files import no_follow, read_mapping, refuse_links, remove_partial, write_text
 from trainer.models.specs import FIRST
@@ -49,9 +50,9 @@ MAY_CHANGE = (
     "parallel.fsdp",
     "parallel.tensor",
     "parallel.distributed",
-    "parallel.local",  # replicas join and leave: then it is another run from there on, as its rows say
-    "parallel.local_quorum",
-    "parallel.local_gbps",
+    "diloco.replicas",  # replicas join and leave: then it is another run from there on, as its rows say
+    "diloco.quorum",
+    "diloco.bandwidth_gbps",
     "data.workers",
     "data.prefetch",
     "data.cache_dir",
@@ -165,7 +166,7 @@ class RunDir:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        return read_mapping(path)
+        return renamed_keys(read_mapping(path))
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); choose another run_dir") from error
 

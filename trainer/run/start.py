@@ -16,7 +16,7 @@ from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.functional import Params
 from trainer.models.specs import FIRST
-from trainer.parallel.local import Local
+from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.mesh import replicated
 from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Checkpointer, Restored
@@ -175,12 +175,12 @@ def restore_other(source: str, phases: Phases, *, step: int | None, convert: boo
                 f"set optimizer={trained}, or take its weights alone: init_from={source}"
             )
         check_same_trainable(source, meta, task)
-        if task.local is None:
+        if task.diloco is None:
             check_no_replicas(f"resume={source}", meta)
         if not convert:
             check_same_precision(f"resume={source}", policy, task.model.policy, "resume.convert=true converts it")
         like = task.in_precision(policy)
-        found = theirs.restore(abstract_state(like), step) if task.local is None else restored_as(theirs, like, step)
+        found = theirs.restore(abstract_state(like), step) if task.diloco is None else restored_as(theirs, like, step)
     state = found.state if policy == task.model.policy else convert_state(task, found.state, policy, phases.seed)
     form = {"precision": dataclasses.asdict(task.model.policy), "trainable": list(task.trainable)}
     return Restored(found.step, state, {k: v for k, v in found.meta.items() if k != "tracker_id"} | form)
@@ -188,7 +188,7 @@ def restore_other(source: str, phases: Phases, *, step: int | None, convert: boo
 
 def restore_own(own: Checkpointer, task: Task) -> Restored:
     """The newest state of a run that goes on, perhaps with another number of replicas; see `restored_as`."""
-    if task.local is None:
+    if task.diloco is None:
         check_no_replicas("the checkpoint", own.meta())
         return own.restore(lambda meta: abstract_state(task_of(meta, task)))
     return restored_as(own, task)
@@ -199,39 +199,40 @@ def restored_as(checkpointer: Checkpointer, task: Task, step: int | None = None)
 
     What was trained without replicas all of them go on from: weights, moments, steps. `step`: None: the newest.
     """
-    assert task.local is not None
-    local = task.local
+    assert task.diloco is not None
+    diloco = task.diloco
 
     def as_saved(meta: Mapping[str, Any]) -> TrainState:
-        before = replicas_in(meta, local)
-        if is_like(before, local):
+        before = replicas_in(meta, diloco)
+        if is_like(before, diloco):
             return abstract_state(task)
         if before is None:
-            return abstract_state(task._replace(local=None))
+            return abstract_state(task._replace(diloco=None))
         first = Mesh(task.mesh.devices[:1, :1, :1, :1], task.mesh.axis_names, axis_types=task.mesh.axis_types)
-        then = task._replace(local=before, mesh=first)
+        then = task._replace(diloco=before, mesh=first)
         everywhere = replicated(task.mesh)  # their number need not be one that the devices divide
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), abstract_state(then))
 
     found = checkpointer.restore(as_saved, step)  # which may be one before the newest, with other replicas
-    before = replicas_in(found.meta, local)
-    if is_like(before, local):
+    before = replicas_in(found.meta, diloco)
+    if is_like(before, diloco):
         return found
     change = task.with_replicas if before is None else task.with_replicas_of
     placed = jax.tree.map(lambda x: x.sharding, abstract_state(task))
     return found._replace(state=jax.jit(change, out_shardings=placed)(found.state))
 
 
-def replicas_in(meta: Mapping[str, Any], local: Local) -> Local | None:
-    """What of `local` decides the form of a state, as a checkpoint has it; None: it was trained without replicas."""
-    p = meta["config"]["parallel"]
-    if p.get("local") is None:
+def replicas_in(meta: Mapping[str, Any], diloco: DiLoCoSettings) -> DiLoCoSettings | None:
+    """What of `diloco` decides the form of a state, as a checkpoint has it; None: it was trained without replicas."""
+    saved = meta["config"].get("diloco", {})
+    count = saved.get("replicas")
+    if count is None:
         return None
-    feedback = p["local_feedback"] and p["local_reduce"] != "fp32"
-    return local._replace(replicas=p["local"], participants=p["local"], momentum=p["local_momentum"], feedback=feedback)
+    feedback = saved["error_feedback"] and saved["outer_grad"] != "fp32"
+    return diloco._replace(replicas=count, participants=count, momentum=saved["outer_momentum"], feedback=feedback)
 
 
-def is_like(before: Local | None, now: Local) -> bool:
+def is_like(before: DiLoCoSettings | None, now: DiLoCoSettings) -> bool:
     """Whether states of both have one form."""
     return before is not None and (
         (before.replicas, before.feedback, before.momentum > 0) == (now.replicas, now.feedback, now.momentum > 0)
@@ -240,11 +241,11 @@ def is_like(before: Local | None, now: Local) -> bool:
 
 def check_no_replicas(source: str, meta: Mapping[str, Any]) -> None:
     """Refuse a state of replicas for a run without them."""
-    count = meta["config"]["parallel"].get("local")
+    count = meta["config"].get("diloco", {}).get("replicas")
     if count is not None:
         raise UserError(
-            f"{source} was trained with parallel.local={count} replicas, each with its own optimiser, for which a "
-            "run without replicas has no place; set parallel=local parallel.local=1, or take its weights alone, "
+            f"{source} was trained with diloco.replicas={count} replicas, each with its own optimiser, for which a "
+            "run without replicas has no place; set parallel=diloco diloco.replicas=1, or take its weights alone, "
             "init_from=RUN"
         )
 

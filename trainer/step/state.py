@@ -19,7 +19,7 @@ OF_REPLICAS = ("states", "residuals")  # fields whose arrays have an axis of rep
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Replicas:
-    """What K replicas that train apart have beside the outer weights; see `trainer.parallel.local`.
+    """What K replicas that train apart have beside the outer weights; see `trainer.parallel.diloco`.
 
     Attributes:
       states: their TrainState, every array [K, ...], the optimiser's packed; the scales of parameters are scalars,
@@ -38,7 +38,7 @@ class Replicas:
 class TrainState:
     """The whole of it. A skipped step leaves every bit of it as it was, except the loss scale of `scaling`.
 
-    With local steps `params` are the outer weights, so that who reads a state or a checkpoint needs to know nothing of
+    With DiLoCo `params` are the outer weights, so that who reads a state or a checkpoint needs to know nothing of
     replicas; `opt_state` is then (), and `scaling` the largest of the replicas'.
 
     Attributes:
@@ -47,16 +47,17 @@ class TrainState:
         (`scalify_core.tree.Packed`).
       key: base PRNG key; the randomness of step n comes from `fold_in(key, n)`.
       scaling: what the precision carries along: amax histories, a loss scale, or ().
-      local: `Replicas` of a run with local steps, else ().
-      lost: what rounding has lost of the trained parameters, plain BF16 arrays, where that is kept; else ().
+      diloco: `Replicas` of a run with DiLoCo, else ().
+      kahan_compensation: the rounding error of the trained parameters, plain BF16 arrays, with
+        `precision.weights_rounding=kahan`; else ().
     """
 
     params: Any
     opt_state: optax.OptState
     key: jax.Array
     scaling: Any = ()
-    local: Any = ()
-    lost: Any = ()
+    diloco: Any = ()
+    kahan_compensation: Any = ()
 
 
 def first_nonfinite(state: TrainState) -> str | None:
@@ -64,7 +65,8 @@ def first_nonfinite(state: TrainState) -> str | None:
 
     Where the state is split over processes, all of them must ask.
     """
-    return first_nonfinite_leaf({name: getattr(state, name) for name in ("params", "opt_state", "local", "lost")})
+    fields = ("params", "opt_state", "diloco", "kahan_compensation")
+    return first_nonfinite_leaf({name: getattr(state, name) for name in fields})
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation, key: jax.Array, scaling: Any = ()) -> TrainState:
@@ -88,17 +90,19 @@ def to_stored(state: TrainState) -> TrainState:
     def stored(part: Any) -> Any:
         return tree.map_arrays(place, tree.with_dynamic_scales(part))
 
-    local, opt_state = state.local, tree.unpack(state.opt_state)
-    if isinstance(local, Replicas):  # whose moments stay packed: their scales are a row for each replica
-        local = dataclasses.replace(local, states=dataclasses.replace(local.states, params=stored(local.states.params)))
-    return dataclasses.replace(stored(dataclasses.replace(state, opt_state=opt_state, local=())), local=local)
+    diloco, opt_state = state.diloco, tree.unpack(state.opt_state)
+    if isinstance(diloco, Replicas):  # whose moments stay packed: their scales are a row for each replica
+        diloco = dataclasses.replace(
+            diloco, states=dataclasses.replace(diloco.states, params=stored(diloco.states.params))
+        )
+    return dataclasses.replace(stored(dataclasses.replace(state, opt_state=opt_state, diloco=())), diloco=diloco)
 
 
 def from_stored(state: TrainState) -> TrainState:
     """The form for training: the scales of parameters static, those of moments one array."""
-    local = state.local
-    if isinstance(local, Replicas):
-        static = tree.with_static_scales(local.states.params)
-        local = dataclasses.replace(local, states=dataclasses.replace(local.states, params=static))
+    diloco = state.diloco
+    if isinstance(diloco, Replicas):
+        static = tree.with_static_scales(diloco.states.params)
+        diloco = dataclasses.replace(diloco, states=dataclasses.replace(diloco.states, params=static))
     params, opt_state = tree.with_static_scales(state.params), tree.pack(state.opt_state)
-    return dataclasses.replace(state, params=params, opt_state=opt_state, local=local)
+    return dataclasses.replace(state, params=params, opt_state=opt_state, diloco=diloco)

@@ -146,7 +146,7 @@ def make_train_step(
         new, lost = weights.apply_with_lost(
             old,
             updates,
-            stacks.gather(state.lost),
+            stacks.gather(state.kahan_compensation),
             rounding=rounding,
             seed=hyper.seed,
             step=hyper.step,
@@ -155,7 +155,9 @@ def make_train_step(
         )
         params = with_part(state.params, stacks.scatter(new, before))
         scaling = differentiate.update(state.scaling, seen, finite)
-        new_state = TrainState(params, opt_state, state.key, scaling, lost=stacks.scatter(lost, state.lost))
+        new_state = TrainState(
+            params, opt_state, state.key, scaling, kahan_compensation=stacks.scatter(lost, state.kahan_compensation)
+        )
         bad_leaf = first_true(~jnp.isfinite(squares))
         return new_state, {"loss": loss, "grad_norm": grad_norm, "finite": finite, "bad_leaf": bad_leaf}
 

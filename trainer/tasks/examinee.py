@@ -26,13 +26,13 @@ class Wish(NamedTuple):
     Attributes:
       context: the text to continue; empty: a new document.
       until: strings of which the first one to come ends it, and is left out.
-      max_new: tokens at most.
+      max_new_tokens: tokens at most.
       manner: how they are chosen.
     """
 
     context: str
     until: tuple[str, ...]
-    max_new: int
+    max_new_tokens: int
     manner: Manner = LIKELIEST
 
 
@@ -67,7 +67,7 @@ class Examinee:
         return [sum(next(answers).logprob for _ in some) for some in windows]
 
     def texts(self, wishes: Sequence[Wish]) -> list[str]:
-        """What is written for each. UserError where `max_new` leaves no room for a context."""
+        """What is written for each. UserError where `max_new_tokens` leaves no room for a context."""
         found: dict[int, str] = {}
         for key in dict.fromkeys(wish[1:] for wish in wishes):
             rows = [row for row, wish in enumerate(wishes) if wish[1:] == key]
@@ -107,18 +107,18 @@ class Examinee:
 
     def _written(self, wishes: Sequence[Wish]) -> list[str]:
         """The texts of wishes that differ in their contexts alone."""
-        _, until, max_new, manner = wishes[0]
-        room = self.context - max_new
-        if room < 1 or max_new < 1:
+        _, until, max_new_tokens, manner = wishes[0]
+        room = self.context - max_new_tokens
+        if room < 1 or max_new_tokens < 1:
             raise UserError(
-                f"a task asks for {max_new} new tokens, the model's context is {self.context}; choose another task, or "
-                "a model with a longer context"
+                f"a task asks for {max_new_tokens} new tokens, the model's context is {self.context}; choose another "
+                "task, or a model with a longer context"
             )
         tokenizer = self.tokenizer
         prompts = [(tokenizer.encode(wish.context) or [tokenizer.eot])[-room:] for wish in wishes]
         ended = self._ended(until)
         params = asarray(self._params)
-        new = self._write(params, prompts, max_new=max_new, ended=ended, manner=manner)
+        new = self._write(params, prompts, max_new_tokens=max_new_tokens, ended=ended, manner=manner)
         return [before_first(self.decoded(prompt, ids), until) for prompt, ids in zip(prompts, new, strict=True)]
 
     def _ended(self, until: tuple[str, ...]) -> Callable[[list[int]], bool]:

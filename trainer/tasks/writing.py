@@ -86,16 +86,16 @@ class Writer:
         params: Params,
         prompts: Sequence[Sequence[int]],
         *,
-        max_new: int,
+        max_new_tokens: int,
         ended: Callable[[list[int]], bool],
         manner: Manner = LIKELIEST,
     ) -> list[list[int]]:
-        """New ids of each prompt, at most `max_new`, rather more than up to where a row has ended.
+        """New ids of each prompt, at most `max_new_tokens`, rather more than up to where a row has ended.
 
         Args:
           params: logical ones, on one device.
-          prompts: a token or more; together with `max_new` they fit into the context.
-          max_new: at least 1.
+          prompts: a token or more; together with `max_new_tokens` they fit into the context.
+          max_new_tokens: at least 1.
           ended: whether new ids need no more behind them.
           manner: how they are chosen; those of prompt n depend on the seed and on n.
 
@@ -103,11 +103,11 @@ class Writer:
           ValueError: what does not fit.
         """
         sizes = [Sized(len(prompt), 1) for prompt in prompts]
-        if max_new < 1 or any(not 1 <= size.tokens <= self.context - max_new for size in sizes):
-            raise ValueError(f"expected prompts of 1 to {self.context} - {max_new} tokens")
+        if max_new_tokens < 1 or any(not 1 <= size.tokens <= self.context - max_new_tokens for size in sizes):
+            raise ValueError(f"expected prompts of 1 to {self.context} - {max_new_tokens} tokens")
         found: dict[int, list[int]] = {}
-        for rows, length, _ in batches_of(sizes, self.batch, self.context - max_new):
-            written = self._write(params, [prompts[row] for row in rows], length, rows, max_new, ended, manner)
+        for rows, length, _ in batches_of(sizes, self.batch, self.context - max_new_tokens):
+            written = self._write(params, [prompts[row] for row in rows], length, rows, max_new_tokens, ended, manner)
             found |= dict(zip(rows, written, strict=True))
         return [found[row] for row in range(len(prompts))]
 
@@ -117,7 +117,7 @@ class Writer:
         prompts: Sequence[Sequence[int]],
         length: int,
         rows: Sequence[int],
-        max_new: int,
+        max_new_tokens: int,
         ended: Callable[[list[int]], bool],
         manner: Manner,
     ) -> list[list[int]]:
@@ -127,8 +127,8 @@ class Writer:
         for place, prompt in enumerate(prompts):
             tokens_BxT[place, : len(prompt)] = prompt
             length_B[place] = len(prompt)
-        parts = -(-max_new // PART)
-        # What is written beyond `max_new`, up to a whole part, may have no place in the context, and is not used.
+        parts = -(-max_new_tokens // PART)
+        # What is written beyond `max_new_tokens`, up to a whole part, may have no place in the context: it is unused.
         room = np.zeros(min(length + parts * PART, self.context), np.int8)
         logits_BxV, caches = self._begin(params, tokens_BxT, length_B, room)
         seeds_B = np.resize(np.array(rows, np.uint32), self.batch)
@@ -143,7 +143,7 @@ class Writer:
             at_B = np.minimum(length_B + part * PART, len(room) - 1)
             new_BxN, logits_BxV, caches = self._go_on(params, logits_BxV, caches, at_B, keys_BxN, controls)
             for ids, new in zip(written, np.asarray(new_BxN), strict=False):
-                ids += new[: max_new - len(ids)].tolist()
+                ids += new[: max_new_tokens - len(ids)].tolist()
             if all(map(ended, written)):
                 break
         return written

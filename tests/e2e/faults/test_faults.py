@@ -181,7 +181,13 @@ def test_an_error_while_restoring_ends_a_process_of_several_in_bounded_time(undi
 
 
 def test_when_one_process_dies_the_others_end_in_bounded_time_and_the_run_goes_on(tmp_path):
-    args = ["train.steps=100000", "checkpoint.every=10", "tracker=jsonl", "sample.max_new=0", "train.eval_every=0"]
+    args = [
+        "train.steps=100000",
+        "checkpoint.every=10",
+        "tracker=jsonl",
+        "sample.max_new_tokens=0",
+        "train.eval_every=0",
+    ]
     processes = several(tmp_path, "A", *args, "watchdog.hang_seconds=8", "watchdog.stop_seconds=8")
     wait_for_row(tmp_path / "A", 12, processes[0])
     processes[1].kill()
@@ -210,8 +216,14 @@ def test_when_one_process_dies_the_others_end_in_bounded_time_and_the_run_goes_o
 
 
 def test_replicas_that_lose_a_process_end_in_bounded_time_and_end_bitwise_as_if_they_had_not(tmp_path):
-    args = ["parallel=local", "parallel.local_steps=3", "schedule=constant", "schedule.warmup_fraction=0"]
-    args += ["checkpoint.every=4", "checkpoint.keep=99", "tracker=jsonl", "sample.max_new=0", "train.eval_every=0"]
+    args = ["parallel=diloco", "diloco.sync_every=3", "schedule=constant", "schedule.warmup_fraction=0"]
+    args += [
+        "checkpoint.every=4",
+        "checkpoint.keep=99",
+        "tracker=jsonl",
+        "sample.max_new_tokens=0",
+        "train.eval_every=0",
+    ]
     bounds = ["watchdog.hang_seconds=20", "watchdog.stop_seconds=8", "train.steps=100000"]
     processes = several(tmp_path, "A", *args, *bounds, devices=1)  # two replicas each
     wait_for_row(tmp_path / "A", 12, processes[0])

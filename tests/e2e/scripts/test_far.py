@@ -305,7 +305,7 @@ def test_age_is_told_by_ones_own_file(tmp_path):
 
 
 def test_a_process_whose_supervisor_was_killed_is_ended_and_no_other_of_its_number(tmp_path):
-    words, said = [f"run_dir={tmp_path}", "parallel=local"], []
+    words, said = [f"run_dir={tmp_path}", "parallel=diloco"], []
     left, other = (
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "-m", "trainer", *arguments])
         for arguments in (words, words[1:])
@@ -331,9 +331,9 @@ def test_a_process_whose_supervisor_was_killed_is_ended_and_no_other_of_its_numb
 
 @pytest.mark.whole  # four trainers, one after the other compiled
 def test_a_run_goes_on_alone_when_its_other_machine_is_gone(tmp_path):
-    words = [*TINY, "run_dir=A", "parallel=local", "parallel.local=2", "parallel.local_quorum=1", "tracker=jsonl"]
-    words += ["parallel.local_steps=3", "train.steps=100000", "checkpoint.every=10", "train.eval_every=0"]
-    words += ["sample.max_new=0", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
+    words = [*TINY, "run_dir=A", "parallel=diloco", "diloco.replicas=2", "diloco.quorum=1", "tracker=jsonl"]
+    words += ["diloco.sync_every=3", "train.steps=100000", "checkpoint.every=10", "train.eval_every=0"]
+    words += ["sample.max_new_tokens=0", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
     own = ["members=2", "settle_seconds=15", "gone_seconds=8", f"trainer={' '.join(words)}"]
     logs = [(tmp_path / f"{name}.log").open("w") for name in "ab"]
     a, b = (
@@ -352,7 +352,7 @@ def test_a_run_goes_on_alone_when_its_other_machine_is_gone(tmp_path):
         until(lambda: metrics.exists() and metrics.read_text().count("\n") > 20, 200)
         os.killpg(b.pid, signal.SIGKILL)
         b.wait()
-        until(lambda: "local steps: one replica" in (tmp_path / "a.log").read_text(), 200)
+        until(lambda: "DiLoCo: one replica" in (tmp_path / "a.log").read_text(), 200)
         before = len(values(tmp_path / "A"))
         until(lambda: len(values(tmp_path / "A")) > before + 20, 200)
         a.terminate()

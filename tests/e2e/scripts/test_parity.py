@@ -29,10 +29,10 @@ def test_an_item_is_a_precision_with_further_overrides_or_overrides_alone():
 
 
 def test_items_and_learning_rates_are_separated_by_commas_outside_of_brackets():
-    items, multiples = runs.parse(Arguments("a+precision.keep=[h.0.*,h.1.*],bf16,fp32", lr="1,0.5"))
-    assert items == ["fp32", "a+precision.keep=[h.0.*,h.1.*]", "bf16"]
+    items, multiples = runs.parse(Arguments("a+precision.exclude=[h.0.*,h.1.*],bf16,fp32", lr="1,0.5"))
+    assert items == ["fp32", "a+precision.exclude=[h.0.*,h.1.*]", "bf16"]
     assert multiples == [1.0, 0.5]
-    assert runs.safe(items[1]) == "a+precision.keep=_h.0.__h.1.__"
+    assert runs.safe(items[1]) == "a+precision.exclude=_h.0.__h.1.__"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_what_makes_no_other_arithmetic_is_refused(item, message):
 
 
 def test_a_change_of_a_precision_is_taken():
-    assert policy_of("scalify_fp8+precision.keep=[h.0.*]").keep == ("h.0.*",)
+    assert policy_of("scalify_fp8+precision.exclude=[h.0.*]").exclude == ("h.0.*",)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def run_dir(tmp_path_factory):
     """Of the flagship, four steps of a tiny model on a text of its own."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text("In the beginning was the word. " * 1600)
-    settings = ["precision=scalify_fp8_fp16", "train.steps=4", "sample.max_new=0", "metrics.numerics_every=0"]
+    settings = ["precision=scalify_fp8_fp16", "train.steps=4", "sample.max_new_tokens=0", "metrics.numerics_every=0"]
     settings += ["data=text", "data.format=text", "data.tokenizer=byte", f"data.paths=[{folder}/text.txt]"]
     settings += [f"data.cache_dir={folder}/data"]
     finish(trainer(folder, "run", *settings))
@@ -93,7 +93,7 @@ def test_a_precision_that_overflows_is_a_result(run_dir, capsys, monkeypatch):
         ({"precisions": ","}, "expected at least one"),
         ({"batches": -1}, "batches=-1: expected 0 or more"),
         ({"tasks": ","}, "tasks=: expected at least one"),
-        ({"precisions": "scalify_fp8+precision.keep=[zzz]"}, "no matmul matches 'zzz'"),
+        ({"precisions": "scalify_fp8+precision.exclude=[zzz]"}, "no matmul matches 'zzz'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_is_computed(run_dir, capsys, arguments, message):
@@ -123,11 +123,11 @@ def test_other_text_is_evaluated_too_and_is_not_taken_for_the_validation(run_dir
 
 def test_texts_of_several_prompts_are_sampled(run_dir, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts").write_text("In the\nWas\n")
-    generate(Prompts(str(run_dir), prompts=str(tmp_path / "prompts"), count=2, max_new=4))
+    generate(Prompts(str(run_dir), prompts=str(tmp_path / "prompts"), count=2, max_new_tokens=4))
     of_file = capsys.readouterr().out
     assert [text[:3] for text in of_file.split("\n\n")] == ["In ", "In ", "Was", "Was"]
     monkeypatch.setattr("sys.stdin", io.StringIO("In the\nWas\n"))
-    generate(Prompts(str(run_dir), prompts="-", count=2, max_new=4))
+    generate(Prompts(str(run_dir), prompts="-", count=2, max_new_tokens=4))
     assert capsys.readouterr().out == of_file
     for wrong in ({"prompts": str(tmp_path / "none")}, {"prompts": "-", "prompt": "a"}, {"count": 0}):
         with pytest.raises(UserError):

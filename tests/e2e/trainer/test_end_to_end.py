@@ -49,7 +49,7 @@ def finished_run(tmp_path_factory):
 
 @pytest.mark.smoke
 def test_a_run_goes_on_bitwise_after_sigkill_and_after_sigterm_which_saves_and_exits_143(tmp_path):
-    args = ["train.steps=30", "checkpoint.every=4", "tracker=jsonl", "sample.max_new=0"]
+    args = ["train.steps=30", "checkpoint.every=4", "tracker=jsonl", "sample.max_new_tokens=0"]
     finish(trainer(tmp_path, "A", *args))
     process = trainer(tmp_path, "B", *args)
     wait_for_row(tmp_path / "B", 7, process)
@@ -70,7 +70,7 @@ def test_a_run_goes_on_bitwise_after_sigkill_and_after_sigterm_which_saves_and_e
 def test_one_two_and_eight_devices_see_the_same_batches_and_losses(tmp_path):
     runs = {}
     for devices in (1, 2, 8):
-        args = ["train.steps=10", "tracker=jsonl", "model.dropout=0", "sample.max_new=0"]
+        args = ["train.steps=10", "tracker=jsonl", "model.dropout=0", "sample.max_new_tokens=0"]
         finish(trainer(tmp_path, f"D{devices}", *args, devices=devices))
         runs[devices] = [row["train/loss"] for row in values(tmp_path / f"D{devices}")]
     for devices in (2, 8):
@@ -79,9 +79,9 @@ def test_one_two_and_eight_devices_see_the_same_batches_and_losses(tmp_path):
 
 
 def test_a_run_compiles_its_train_step_and_its_validation_once(tmp_path):
-    args = ["train.steps=6", "train.eval_every=2", "checkpoint.every=3", "tracker=none", "sample.max_new=0"]
+    args = ["train.steps=6", "train.eval_every=2", "checkpoint.every=3", "tracker=none", "sample.max_new_tokens=0"]
     args.append("compile_cache=null")
-    output = finish(trainer(tmp_path, "A", *args, "train.accum=2", devices=2, JAX_LOG_COMPILES="1"))
+    output = finish(trainer(tmp_path, "A", *args, "train.grad_accum_steps=2", devices=2, JAX_LOG_COMPILES="1"))
     compiled = re.findall(r"Finished XLA compilation of (?:jit\()?(\w+)", output)
     assert compiled.count("train_step") == 1, compiled
     assert compiled.count("eval_step") == 1, compiled
@@ -94,7 +94,13 @@ def test_weights_are_given_another_tokenizer_and_go_on_in_another_precision(fini
     assert done.returncode == 0, done.stderr
     output = {}
     for run, method in (("O", "focus"), ("P", "random")):
-        args = ["train.steps=2", "tracker=jsonl", "sample.max_new=0", "model=from_init", "data.tokenizer=swapped"]
+        args = [
+            "train.steps=2",
+            "tracker=jsonl",
+            "sample.max_new_tokens=0",
+            "model=from_init",
+            "data.tokenizer=swapped",
+        ]
         sizes = [f"model.{key}=null" for key in ("n_layer", "n_head", "d_model", "context")]
         args += [*sizes, "init_from=A", f"init.embeddings={method}", "precision=scalify_fp8_fp16"]
         output[run] = finish(trainer(tmp_path, run, *args))

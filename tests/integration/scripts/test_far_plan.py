@@ -14,10 +14,10 @@ from trainer.errors import UserError
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("parallel=local", "found parallel.local=4, parallel.local_quorum=None"),
-        ("parallel=local parallel.local=2 parallel.local_quorum=2", "found parallel.local=2"),
-        ("parallel=local parallel.local_quorum=3 train.batch_tokens=2048", "split over parallel.local=3 replicas"),
-        ("parallel=local parallel.local_quorum=5", "less than parallel.local_quorum=5"),
+        ("parallel=diloco", "found diloco.replicas=4, diloco.quorum=None"),
+        ("parallel=diloco diloco.replicas=2 diloco.quorum=2", "found diloco.replicas=2"),
+        ("parallel=diloco diloco.quorum=3 train.batch_tokens=2048", "split over diloco.replicas=3 replicas"),
+        ("parallel=diloco diloco.quorum=5", "less than diloco.quorum=5"),
     ],
 )
 def test_what_could_not_go_on_with_fewer_is_refused_before_anything_starts(tmp_path, words, message):
@@ -30,12 +30,12 @@ def test_what_could_not_go_on_with_fewer_is_refused_before_anything_starts(tmp_p
     [
         ({"member": ""}, "member=: expected a name"),
         ({"members": 0}, "members=0: expected"),
-        ({"trainer": "parallel=local parallel.local_quorum=1"}, "trainer= names no run_dir"),
+        ({"trainer": "parallel=diloco diloco.quorum=1"}, "trainer= names no run_dir"),
         ({"gone_seconds": -1, "failures": 0}, "gone_seconds=-1, failures=0: expected numbers above zero"),
     ],
 )
 def test_numbers_and_names_that_nobody_has_are_refused_in_a_line(given, message):
-    words = {"member": "a", "members": 2, "trainer": "parallel=local parallel.local_quorum=1"}
+    words = {"member": "a", "members": 2, "trainer": "parallel=diloco diloco.quorum=1"}
     with pytest.raises(UserError, match=message):
         planned(Arguments(**words | given))
 

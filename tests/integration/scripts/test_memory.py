@@ -26,7 +26,7 @@ def test_what_the_gradient_reads_of_the_losses_computation_is_counted_by_format(
     [
         ("fp32+model.dropout=0.1", 12, False),
         ("scalify_fp8_fp16", 6, True),
-        ("scalify_fp8_fp8+precision.matmuls=[h.0.*]", 4, True),
+        ("scalify_fp8_fp8+precision.fp8_modules=[h.0.*]", 4, True),
     ],
 )
 def test_a_state_weighs_what_its_formats_say(item, each, narrow):

@@ -118,7 +118,7 @@ def test_the_layers_that_stand_out_are_suggested_as_the_key_to_set():
         return [Finding("all", "none", 1.0, 0.0, 1.0, trained), Finding("all", "all", 1.0, 0.0, 1.0, 0.0), *some]
 
     layers = {"h.0.mlp.c_proj": 0.05, "h.0.attn.c_attn": 0.07} | {f"h.{i}.mlp.c_fc": 0.099 for i in range(10)}
-    assert "precision.keep=[h.0.mlp.c_proj,h.0.attn.c_attn]   (removes: h.0.mlp.c_proj 50.0%, h" in advice(
+    assert "precision.exclude=[h.0.mlp.c_proj,h.0.attn.c_attn]   (removes: h.0.mlp.c_proj 50.0%, h" in advice(
         found(layers)
     )
     assert advice(found({f"h.{i}.mlp.c_fc": 0.09 for i in range(10)})).startswith("no layer stands out")

@@ -14,7 +14,7 @@ from command import CACHE, TINY, values
 
 from trainer import Diverged, Periodic, Phase, Tracker, UserError, compose, train
 
-SMALL = [*TINY, "parallel.data=1", "sample.max_new=4", CACHE]
+SMALL = [*TINY, "parallel.data=1", "sample.max_new_tokens=4", CACHE]
 B, T, V = 16, 33, 64
 
 

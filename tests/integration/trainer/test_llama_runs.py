@@ -11,7 +11,7 @@ from trainer.__main__ import main
 SMALL = [
     *("model=llama_nano", "model.n_layer=2", "model.n_head=4", "model.n_kv_head=2", "model.d_model=64"),
     *("model.context=32", "train.batch_tokens=512", "train.steps=3", "train.eval_every=0"),
-    *("train.final_eval_batches=1", "checkpoint.every=0", "sample.max_new=0", "metrics.numerics_every=0"),
+    *("train.final_eval_batches=1", "checkpoint.every=0", "sample.max_new_tokens=0", "metrics.numerics_every=0"),
     *("tracker=jsonl", "optimizer.lr=1e-2"),
 ]
 SCAN, FSDP, TENSOR = "model.scan_layers=true", "parallel=fsdp", "parallel.tensor=2"

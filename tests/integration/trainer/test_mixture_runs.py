@@ -14,7 +14,7 @@ MIX = [
     "data.stages=[[4,1,3]]",
     "data.tokenizer=byte",
 ]
-ARGS = [*MIX, "train.steps=8", "tracker=jsonl", "sample.max_new=0", "train.eval_every=4", "checkpoint.every=2"]
+ARGS = [*MIX, "train.steps=8", "tracker=jsonl", "sample.max_new_tokens=0", "train.eval_every=4", "checkpoint.every=2"]
 
 
 @pytest.fixture

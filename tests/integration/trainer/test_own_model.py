@@ -13,7 +13,7 @@ from trainer.assembly.run import restore_run
 from trainer.models.own import own_spec
 from trainer.workload import Model
 
-SMALL = [*TINY, "parallel.data=1", "sample.max_new=4", CACHE]
+SMALL = [*TINY, "parallel.data=1", "sample.max_new_tokens=4", CACHE]
 B, T, V, D = 16, 33, 64, 32
 
 
@@ -70,7 +70,7 @@ def test_it_learns_in_any_precision_and_narrow_products_are_those_of_the_pattern
 
 def test_a_pattern_of_the_precision_chooses_its_layers():
     spec = own_spec(Next, vocab_size=V, context=8, keep_fp8_weights=False)
-    policy = build_policy(compose(["precision=fp8_current", "precision.keep=[h.0.down]"]).precision)
+    policy = build_policy(compose(["precision=fp8_current", "precision.exclude=[h.0.down]"]).precision)
     model = Model.make(spec, policy, rows=32)
     assert model.narrow == ["h.0.up"]
     assert spec.family().linear_sizes(spec) == {"h.0.up": (D, 4 * D), "h.0.down": (4 * D, V)}

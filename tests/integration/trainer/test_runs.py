@@ -121,7 +121,7 @@ def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(finish
 def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])
-    small = ["train.steps=2", "tracker=jsonl", "sample.max_new=0", "parallel.data=1"]
+    small = ["train.steps=2", "tracker=jsonl", "sample.max_new_tokens=0", "parallel.data=1"]
     assert main([*TINY, *small, "run_dir=S", "optimizer.lr=1e-3,1e-2", "--multirun", "seed=0,1", CACHE]) == 0
     out = capfd.readouterr().out
     assert f"\njob 3 of 4: optimizer.lr=0.01 seed=0, in {tmp_path}/S/2\n" in out
@@ -173,7 +173,7 @@ def traced(run_dir):
 
 
 def test_a_profile_is_written_also_of_steps_that_a_resumed_run_has_only_the_rest_of(tmp_path):
-    args = ["tracker=none", "sample.max_new=0", "checkpoint.every=0"]
+    args = ["tracker=none", "sample.max_new_tokens=0", "checkpoint.every=0"]
     here(tmp_path, "A", "train.steps=4", "profile.steps=[2,4]", *args)
     assert len(traced(tmp_path / "A")) == 1
     here(tmp_path, "A", "train.steps=6", "profile.steps=[2,4]", *args)  # all of them are past
@@ -199,7 +199,7 @@ def test_fine_tuning_starts_from_a_hugging_face_directory(finished_run):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         export(Export("A", "exported"))
-    args = ["train.steps=1", "tracker=jsonl", "model.dropout=0", "sample.max_new=0"]
+    args = ["train.steps=1", "tracker=jsonl", "model.dropout=0", "sample.max_new_tokens=0"]
     here(tmp_path, "I", *args, "init_from=exported")
     here(tmp_path, "K", *args, "init_from=A")
     ours, theirs = (values(tmp_path / run)[0]["train/loss"] for run in "IK")

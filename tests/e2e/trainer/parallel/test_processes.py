@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from command import finish, parameters, several, trainer, values, wait_for_row
 
-ARGS = ["checkpoint.every=3", "checkpoint.keep=9", "tracker=jsonl", "sample.max_new=0", "train.steps=6"]
+ARGS = ["checkpoint.every=3", "checkpoint.keep=9", "tracker=jsonl", "sample.max_new_tokens=0", "train.steps=6"]
 ARGS += ["parallel.deterministic_reduce=true"]
 
 
@@ -37,7 +37,13 @@ def test_a_run_goes_on_with_other_devices(both):
 
 
 def test_a_signal_to_one_of_four_processes_stops_all_after_the_same_step(tmp_path):
-    args = ["train.steps=100000", "checkpoint.every=0", "train.eval_every=0", "tracker=jsonl", "sample.max_new=0"]
+    args = [
+        "train.steps=100000",
+        "checkpoint.every=0",
+        "train.eval_every=0",
+        "tracker=jsonl",
+        "sample.max_new_tokens=0",
+    ]
     processes = several(tmp_path, "A", *args, "parallel=fsdp", count=4)
     wait_for_row(tmp_path / "A", 5, processes[0])
     processes[3].terminate()

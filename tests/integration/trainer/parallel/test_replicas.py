@@ -14,28 +14,28 @@ from scalify_core import weights
 from scalify_core.array import is_scaled_array
 from trainer.compiled.exchange import exchanges_of
 from trainer.errors import UserError
-from trainer.parallel.local import Local
+from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.mesh import abstract_batch, make_mesh
-from trainer.parallel.replicas import LocalStep, with_moments_of_first, with_params
+from trainer.parallel.replicas import DiLoCoStep, with_moments_of_first, with_params
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.start import restore_own
 from trainer.step.state import from_stored, to_stored
 from trainer.workload import abstract_state, compile_step, first_state
 
 tree_leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_scaled_array)
-AVERAGE = Local(2, 2, "fp32", 1.0, 0.0, feedback=False, fragments=1, participants=2, last=100)
+AVERAGE = DiLoCoSettings(2, 2, "fp32", 1.0, 0.0, feedback=False, fragments=1, participants=2, last=100)
 NARROW = AVERAGE._replace(format="fp8", lr=0.7, momentum=0.9, feedback=True)
 
 
-def task_of(local, preset="fp32", devices=None, sizes=(1,)):
-    mesh = make_mesh(*sizes, replicas=local.replicas, devices=jax.devices()[:devices] if devices else None)
-    return workload(preset)._replace(mesh=mesh, local=local)
+def task_of(diloco, preset="fp32", devices=None, sizes=(1,)):
+    mesh = make_mesh(*sizes, replicas=diloco.replicas, devices=jax.devices()[:devices] if devices else None)
+    return workload(preset)._replace(mesh=mesh, diloco=diloco)
 
 
 @functools.cache
-def made(local, preset="fp32", devices=None, sizes=(1,)):
+def made(diloco, preset="fp32", devices=None, sizes=(1,)):
     """Task, first state and compiled step."""
-    task = task_of(local, preset, devices, sizes)
+    task = task_of(diloco, preset, devices, sizes)
     state = from_stored(first_state(task, 0))
     tokens = abstract_batch(1, 16, 16, document_mask=False, mesh=task.mesh)
     return task, state, compile_step(task, tokens, state)
@@ -50,16 +50,16 @@ def trained(steps, *how, start=0, state=None):
     return state, losses
 
 
-def meta_of(local):
+def meta_of(diloco):
     """Of a checkpoint: what of its configuration says the form of the state."""
-    if local is None:
-        return {"config": {"parallel": {"local": None}}}
-    own = {"local_momentum": local.momentum, "local_feedback": local.feedback, "local_reduce": local.format}
-    return {"config": {"parallel": {"local": local.replicas} | own}}
+    if diloco is None:
+        return {"config": {"diloco": {"replicas": None}}}
+    own = {"outer_momentum": diloco.momentum, "error_feedback": diloco.feedback, "outer_grad": diloco.format}
+    return {"config": {"diloco": {"replicas": diloco.replicas} | own}}
 
 
 def of_replica(state, k):
-    return [np.asarray(x[k]) for x in jax.tree.leaves(state.local.states.params)]
+    return [np.asarray(x[k]) for x in jax.tree.leaves(state.diloco.states.params)]
 
 
 def test_one_replica_that_exchanges_every_step_trains_as_a_run_without_replicas():
@@ -85,26 +85,28 @@ def test_replicas_differ_inside_a_round_and_have_the_outer_weights_after_it():
     assert bits(state.params) != outer
     for k in range(2):
         assert [x.tobytes() for x in of_replica(state, k)] == bits(state.params)
-    moments = jax.tree.leaves(state.local.states.opt_state)
+    moments = jax.tree.leaves(state.diloco.states.opt_state)
     assert any((np.asarray(x[0]) != np.asarray(x[1])).any() for x in moments)
-    assert any(np.any(np.asarray(x)) for x in jax.tree.leaves(state.local.residuals))
+    assert any(np.any(np.asarray(x)) for x in jax.tree.leaves(state.diloco.residuals))
 
 
 def test_the_average_of_replicas_is_that_of_their_weights():
     inside, _ = trained(1, AVERAGE._replace(steps=3))
     _, _, step = made(AVERAGE._replace(steps=3))
     after = step.exchanges[0](copied(inside), np.int32(3), np.uint32(0))
-    for outer, replicas in zip(jax.tree.leaves(after.params), jax.tree.leaves(inside.local.states.params), strict=True):
+    for outer, replicas in zip(
+        jax.tree.leaves(after.params), jax.tree.leaves(inside.diloco.states.params), strict=True
+    ):
         mean = np.asarray(replicas, np.float64).mean(0)
         np.testing.assert_allclose(outer, mean, rtol=0, atol=4 * np.finfo(np.float32).eps * np.abs(replicas).max())
 
 
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_replicas_on_one_device_have_the_bits_of_replicas_on_two(replicas):
-    local = NARROW._replace(replicas=replicas, participants=replicas)
-    one, losses = trained(3, local, "fp32", 1)
-    two, theirs = trained(3, local, "fp32", 2)
-    assert made(local, "fp32", 2)[0].mesh.size == 2
+    diloco = NARROW._replace(replicas=replicas, participants=replicas)
+    one, losses = trained(3, diloco, "fp32", 1)
+    two, theirs = trained(3, diloco, "fp32", 2)
+    assert made(diloco, "fp32", 2)[0].mesh.size == 2
     assert losses == theirs
     assert bits(one) == bits(two)
 
@@ -113,7 +115,7 @@ def test_replicas_on_one_device_have_the_bits_of_replicas_on_two(replicas):
 def test_a_replica_may_be_several_devices(sizes):
     alone, losses = trained(3, AVERAGE, "fp32", 1)
     found, theirs = trained(3, AVERAGE, "fp32", 4, sizes)
-    assert dict(made(AVERAGE, "fp32", 4, sizes)[0].mesh.shape)["local"] == 2
+    assert dict(made(AVERAGE, "fp32", 4, sizes)[0].mesh.shape)["replica"] == 2
     np.testing.assert_allclose(theirs, losses, rtol=100 * np.finfo(np.float32).eps)
     for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(alone.params), strict=True):
         # Sums in another order, and steps of Adam, which where gradients are next to nothing may have either sign.
@@ -136,9 +138,9 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_round_has_the_bits_of_one_that
     # New scales leave replicas and outer weights what they are, and are the same for both.
     paths = [jax.tree_util.keystr(path) for path, _ in tree_leaves(whole.params)]
     moved = with_params(whole, weights.rescale_params(whole.params, dict.fromkeys(paths, 0.5)))
-    for new, old in ((moved, whole), (moved.local.states, whole.local.states)):
+    for new, old in ((moved, whole), (moved.diloco.states, whole.diloco.states)):
         assert bits(weights.wide(new.params)) == bits(weights.wide(old.params))
-    for (_, outer), (_, own) in zip(tree_leaves(moved.params), tree_leaves(moved.local.states.params), strict=True):
+    for (_, outer), (_, own) in zip(tree_leaves(moved.params), tree_leaves(moved.diloco.states.params), strict=True):
         assert own.scale == outer.scale
     assert bits(moved.params) != bits(whole.params)
 
@@ -153,17 +155,17 @@ def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
         state = from_stored(restore_own(checkpointer, task).state)
     assert jax.tree.structure(state) == jax.tree.structure(from_stored(first_state(task, 0)))
     assert bits(state.params) == bits(half.params)
-    assert bits(state.local.momentum) == bits(half.local.momentum)
+    assert bits(state.diloco.momentum) == bits(half.diloco.momentum)
     for k in range(count):
         outer = k >= 2
         expected = bits(half.params) if outer else [x.tobytes() for x in of_replica(half, k)]
         assert [x.tobytes() for x in of_replica(state, k)] == expected
-        moments, residuals = (jax.tree.leaves(x) for x in (state.local.states.opt_state, state.local.residuals))
-        for new, old in zip(moments, jax.tree.leaves(half.local.states.opt_state), strict=True):
+        moments, residuals = (jax.tree.leaves(x) for x in (state.diloco.states.opt_state, state.diloco.residuals))
+        for new, old in zip(moments, jax.tree.leaves(half.diloco.states.opt_state), strict=True):
             np.testing.assert_array_equal(new[k], old[k % 2])
-        for new, old in zip(residuals, jax.tree.leaves(half.local.residuals), strict=True):
+        for new, old in zip(residuals, jax.tree.leaves(half.diloco.residuals), strict=True):
             np.testing.assert_array_equal(new[k], np.zeros_like(old[0]) if outer else old[k])
-    keys = [jax.random.key_data(key).tobytes() for key in state.local.states.key]
+    keys = [jax.random.key_data(key).tobytes() for key in state.diloco.states.key]
     assert len(set(keys)) == count
 
 
@@ -177,8 +179,8 @@ def test_another_run_may_go_on_with_an_outer_momentum_and_feedback_or_without(tm
         checkpointer.wait()
         state = from_stored(restore_own(checkpointer, task).state)
     assert jax.tree.structure(state) == jax.tree.structure(from_stored(first_state(task, 0)))
-    assert bits((state.params, state.local.states)) == bits((half.params, half.local.states))
-    kept = [(state.local.residuals, half.local.residuals), (state.local.momentum, half.local.momentum)]
+    assert bits((state.params, state.diloco.states)) == bits((half.params, half.diloco.states))
+    kept = [(state.diloco.residuals, half.diloco.residuals), (state.diloco.momentum, half.diloco.momentum)]
     for new, old in kept:
         if old and new:
             assert bits(new) == bits(old)
@@ -191,7 +193,7 @@ def test_replicas_are_nothing_for_a_run_without(tmp_path):
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(3, to_stored(trained(1, NARROW, "fp32", 1)[0]), meta_of(NARROW))
         checkpointer.wait()
-        with pytest.raises(UserError, match=r"parallel\.local=2 replicas.*init_from"):
+        with pytest.raises(UserError, match=r"parallel\.diloco=2 replicas.*init_from"):
             restore_own(checkpointer, workload("fp32"))
 
 
@@ -200,7 +202,7 @@ def test_where_the_newest_checkpoint_is_damaged_the_one_before_may_have_other_re
     task = task_of(NARROW._replace(replicas=1, participants=1), "fp32", 1)
     with Checkpointer(tmp_path / "checkpoints", keep=2) as checkpointer:
         checkpointer.save(3, to_stored(half), meta_of(NARROW))
-        checkpointer.save(4, first_state(task, 0), meta_of(task.local))
+        checkpointer.save(4, first_state(task, 0), meta_of(task.diloco))
         checkpointer.wait()
         files = [path for path in (tmp_path / "checkpoints" / "4" / "state").rglob("*") if path.is_file()]
         os.truncate(max(files, key=lambda path: path.stat().st_size), 40)
@@ -227,21 +229,21 @@ def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
     moments = jax.tree.leaves(state.opt_state)
     for k in range(2):
         assert [x.tobytes() for x in of_replica(replicas, k)] == bits(state.params)
-        for new, old in zip(jax.tree.leaves(replicas.local.states.opt_state), moments, strict=True):
+        for new, old in zip(jax.tree.leaves(replicas.diloco.states.opt_state), moments, strict=True):
             np.testing.assert_array_equal(new[k], old)
     _, losses = trained(7, NARROW, "scalify_fp8_fp16", start=3, state=replicas)
     assert np.isfinite(losses).all()
 
 
 def test_replicas_that_are_not_drawn_stay_as_they_were_until_the_exchange():
-    local = AVERAGE._replace(replicas=4, participants=1, steps=2)
-    state, losses = trained(1, local, "fp32", 1)
-    (drawn,) = np.flatnonzero(local.drawn(np.uint32(0), np.int32(0)))
+    diloco = AVERAGE._replace(replicas=4, participants=1, steps=2)
+    state, losses = trained(1, diloco, "fp32", 1)
+    (drawn,) = np.flatnonzero(diloco.drawn(np.uint32(0), np.int32(0)))
     for k in range(4):
         same = [x.tobytes() for x in of_replica(state, k)] == bits(state.params)
         assert same == (k != drawn)
     assert np.isfinite(losses).all()
-    state, _ = trained(2, local, "fp32", 1, start=1, state=state)
+    state, _ = trained(2, diloco, "fp32", 1, start=1, state=state)
     for k in range(4):
         assert [x.tobytes() for x in of_replica(state, k)] == bits(state.params)
 
@@ -251,37 +253,37 @@ def test_weights_that_are_not_finite_change_nothing(preset):
     """Neither the outer weights nor the momentum nor what earlier roundings have lost, which is sent with the next."""
     how = (NARROW, preset)
     state, _ = trained(3, *how)
-    broken = jax.tree.map(lambda x: x.at[1].set(jnp.nan) if x.ndim else x, state.local.states.params)
-    local = dataclasses.replace(state.local, states=dataclasses.replace(state.local.states, params=broken))
-    before = bits((state.params, state.local.momentum))
-    residuals = bits(state.local.residuals)
-    assert any(np.any(np.asarray(x)) for x in jax.tree.leaves(state.local.residuals))
-    state = made(*how)[2].exchanges[0](dataclasses.replace(state, local=local), np.int32(4), np.uint32(0))
-    assert bits((state.params, state.local.momentum)) == before
-    assert bits(state.local.residuals) == residuals
-    for own, x in zip(jax.tree.leaves(state.local.states.params), jax.tree.leaves(state.params), strict=True):
+    broken = jax.tree.map(lambda x: x.at[1].set(jnp.nan) if x.ndim else x, state.diloco.states.params)
+    diloco = dataclasses.replace(state.diloco, states=dataclasses.replace(state.diloco.states, params=broken))
+    before = bits((state.params, state.diloco.momentum))
+    residuals = bits(state.diloco.residuals)
+    assert any(np.any(np.asarray(x)) for x in jax.tree.leaves(state.diloco.residuals))
+    state = made(*how)[2].exchanges[0](dataclasses.replace(state, diloco=diloco), np.int32(4), np.uint32(0))
+    assert bits((state.params, state.diloco.momentum)) == before
+    assert bits(state.diloco.residuals) == residuals
+    for own, x in zip(jax.tree.leaves(state.diloco.states.params), jax.tree.leaves(state.params), strict=True):
         for k in range(2 if own.ndim else 0):
             np.testing.assert_array_equal(own[k], x)
 
 
 def test_a_residual_that_is_not_finite_is_dropped_where_it_is_not_so_that_exchanges_go_on():
     state, _ = trained(3, NARROW)
-    first, *others = (np.array(x) for x in jax.tree.leaves(state.local.residuals))
-    structure, index = jax.tree.structure(state.local.residuals), (0,) * first.ndim
+    first, *others = (np.array(x) for x in jax.tree.leaves(state.diloco.residuals))
+    structure, index = jax.tree.structure(state.diloco.residuals), (0,) * first.ndim
     first[index] = np.inf
     sick = jax.tree.map(jnp.array, jax.tree.unflatten(structure, [first, *others]))
-    state = dataclasses.replace(state, local=dataclasses.replace(state.local, residuals=sick))
+    state = dataclasses.replace(state, diloco=dataclasses.replace(state.diloco, residuals=sick))
     state = made(NARROW)[2].exchanges[0](state, np.int32(4), np.uint32(0))
-    healed = jax.tree.leaves(state.local.residuals)
+    healed = jax.tree.leaves(state.diloco.residuals)
     first[index] = 0
     np.testing.assert_array_equal(healed[0], first)
     assert bits(healed[1:]) == bits(others)
 
 
 def test_the_bytes_of_a_round_are_read_and_fewer_by_the_steps_and_the_format():
-    local = NARROW._replace(steps=100, fragments=2, last=1000)
-    task, _, step = made(local, "fp32", 2)
-    assert isinstance(step, LocalStep)
+    diloco = NARROW._replace(steps=100, fragments=2, last=1000)
+    task, _, step = made(diloco, "fp32", 2)
+    assert isinstance(step, DiLoCoStep)
     found = exchanges_of(task, step)
     assert found.read
     computed = exchanges_of(task)

@@ -131,13 +131,13 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
     (layer, *_) = not_fp8(build_model(c.model, model.policy, 256, rows=120), program, 120, H200)
     assert (layer.is_chosen, "not a multiple of 16" in layer.reason) == (True, True)
     assert "no FP8 tensor cores" in not_fp8(model, program, 128, A100)[0].reason
-    kept = compose_config([*TINY, "precision=scalify_fp8_fp16", "precision.keep=[h.0.*]"])
+    kept = compose_config([*TINY, "precision=scalify_fp8_fp16", "precision.exclude=[h.0.*]"])
     found = not_fp8(build_model(kept.model, build_policy(kept.precision), 256), program, 128, H200)
     assert [layer.path for layer in found] == [
         f"h.0.{n}" for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     ]
     assert not any(layer.is_chosen for layer in found)
-    assert found[0].reason == "in precision.keep"
+    assert found[0].reason == "in precision.exclude"
 
 
 @pytest.mark.whole  # two programs for a GPU; of one precision: test_the_plan_of_a_small_flagship
@@ -145,7 +145,7 @@ def test_a_layer_in_16_bits_beside_fp8_ones_has_nothing_transposed():
     """FP8 operands are, of each of four linear layers three; of the kept block's gradients XLA took the order."""
     kept = [
         "model.n_layer=2",
-        "precision.keep=[h.0.*]",
+        "precision.exclude=[h.0.*]",
         "gpus=1",
         "micro_batch=2",
         "search=no",
@@ -238,7 +238,7 @@ def test_which_steps_are_continued():
     assert not is_continued(spec, policy(), exact=True)
     assert not is_continued(GPT2Spec(256, n_layer=48, scan_layers=True), policy(), exact=False)
     assert not is_continued(GPT2Spec(256, n_layer=12), policy(), exact=False)
-    assert not is_continued(spec, policy("precision.keep=[h.47.*]"), exact=False)
+    assert not is_continued(spec, policy("precision.exclude=[h.47.*]"), exact=False)
     assert isinstance(policy(), Policy)
 
 
@@ -321,7 +321,9 @@ def test_bad_arguments_are_answered_in_one_line(arguments, message, capsys):
     assert out.out == ""
 
 
-@pytest.mark.parametrize(("arguments", "tokens"), [([], 4096), (["train.batch_tokens=8192", "train.accum=2"], 8192)])
+@pytest.mark.parametrize(
+    ("arguments", "tokens"), [([], 4096), (["train.batch_tokens=8192", "train.grad_accum_steps=2"], 8192)]
+)
 def test_a_context_longer_than_the_default_batch_needs_no_batch_on_the_command_line(arguments, tokens):
     assert script.composed(["model=llama2_7b", *arguments]).train.batch_tokens == tokens
 

@@ -56,11 +56,11 @@ def gap(a, b):
 def test_two_bytes_a_parameter_are_kept_in_bf16(preset):
     w = kahan(preset)
     state = first_state(w, seed=0)
-    assert {str(x.dtype) for x in jax.tree.leaves(state.lost)} == {"bfloat16"}
+    assert {str(x.dtype) for x in jax.tree.leaves(state.kahan_compensation)} == {"bfloat16"}
     count = sum(x.size for x in jax.tree.leaves(state.params, is_leaf=is_scaled_array))
-    assert sum(x.nbytes for x in jax.tree.leaves(state.lost)) == 2 * count
+    assert sum(x.nbytes for x in jax.tree.leaves(state.kahan_compensation)) == 2 * count
     assert workload(preset).model.policy.keeps_lost is False
-    assert first_state(workload(preset), seed=0).lost == ()
+    assert first_state(workload(preset), seed=0).kahan_compensation == ()
     assert gap(exact_weights(state), first_state(workload("fp32"), seed=0).params) < 2.0**-16
 
 
@@ -74,7 +74,7 @@ def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
         checkpointer.wait()
         restored = from_stored(checkpointer.restore(abstract_state(w)).state)
     assert jax.tree.structure(restored) == jax.tree.structure(half)
-    assert any(np.any(np.asarray(x, np.float32)) for x in jax.tree.leaves(restored.lost))
+    assert any(np.any(np.asarray(x, np.float32)) for x in jax.tree.leaves(restored.kahan_compensation))
     assert bits(take(w, 2, start=2, state=restored)[0]) == bits(whole)
 
 
@@ -104,7 +104,7 @@ def test_what_was_kept_is_part_of_the_weights_in_another_precision(target):
     state = to_stored(take(w, 3)[0])
     converted = convert_state(workload(target), state, w.model.policy, seed=0)
     assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(abstract_state(workload(target)))
-    assert converted.lost == ()
+    assert converted.kahan_compensation == ()
     exact = exact_weights(state)
     for a, b in zip(jax.tree.leaves(converted.params), jax.tree.leaves(exact), strict=True):
         np.testing.assert_array_equal(a, b.astype(a.dtype))
@@ -124,34 +124,36 @@ def test_it_is_kept_of_the_trained_part_alone_also_in_a_phase_that_trains_anothe
     w = kahan("bf16_pure")
     part = w._replace(trainable=("embeddings",))
     state = first_state(part, seed=0)
-    assert jax.tree.structure(state.lost) == jax.tree.structure(chosen(w.model.roles, ["embeddings"]))
+    assert jax.tree.structure(state.kahan_compensation) == jax.tree.structure(chosen(w.model.roles, ["embeddings"]))
     state = to_stored(take(part, 2, state=state)[0])
     exact = exact_weights(state)
     entered = enter_phase(w, state, part, seed=0)
-    assert jax.tree.structure(entered.lost) == jax.tree.structure(w.model.roles)
+    assert jax.tree.structure(entered.kahan_compensation) == jax.tree.structure(w.model.roles)
     assert gap(exact_weights(entered), exact) < 2.0**-16
-    assert jax.tree.structure(enter_phase(part, entered, w, seed=0).lost) == jax.tree.structure(state.lost)
+    assert jax.tree.structure(enter_phase(part, entered, w, seed=0).kahan_compensation) == jax.tree.structure(
+        state.kahan_compensation
+    )
 
 
 @pytest.mark.whole  # other state is split in test_distribute.py
 def test_on_eight_devices_each_has_its_part_of_what_is_kept():
     (_, losses), (state, others) = take(kahan("bf16_pure"), 3), take(kahan("bf16_pure", devices=8), 3)
-    for p, lost in zip(jax.tree.leaves(state.params), jax.tree.leaves(state.lost), strict=True):
+    for p, lost in zip(jax.tree.leaves(state.params), jax.tree.leaves(state.kahan_compensation), strict=True):
         assert lost.sharding == p.sharding
-    assert not state.lost["wte"]["embedding"].sharding.is_fully_replicated
+    assert not state.kahan_compensation["wte"]["embedding"].sharding.is_fully_replicated
     # Gradients are summed in BF16, over other parts: 2^-8 of what the steps did to the loss, which fell by less than 1.
     np.testing.assert_allclose(others, losses, atol=2**-7)
 
 
 def test_replicas_that_train_apart_refuse_it_in_a_line():
-    with pytest.raises(UserError, match=r"weights_rounding=kahan .* parallel.local=2 replicas; choose stochastic"):
+    with pytest.raises(UserError, match=r"weights_rounding=kahan .* diloco.replicas=2 replicas; choose stochastic"):
         compose_or_explain(
-            ["precision=bf16_pure", "precision.weights_rounding=kahan", "parallel=local", "parallel.local=2"]
+            ["precision=bf16_pure", "precision.weights_rounding=kahan", "parallel=diloco", "diloco.replicas=2"]
         )
 
 
 def test_fp32_weights_have_nothing_to_keep():
     w = kahan("bf16")
     assert not w.model.policy.keeps_lost
-    assert first_state(w, seed=0).lost == ()
+    assert first_state(w, seed=0).kahan_compensation == ()
     assert dataclasses.replace(w.model.policy, weights="bf16", weight_grad="bf16").keeps_lost

@@ -29,8 +29,8 @@ def test_layers_that_are_not_fp8_are_named_with_the_reason():
     shapes = re.findall(r"convert.*-> tensor<(\d+)x(\d+)xf8E4M3FN>", text)
     assert shapes
     assert not any("40" in shape for shape in shapes)
-    kept = Model.make(SPEC, policy("scalify_fp8", matmuls=("h.*",), keep=("h.0.attn.*",)))
-    assert kept.skipped == {"h.0.attn.c_attn": "in precision.keep", "h.0.attn.c_proj": "in precision.keep"}
+    kept = Model.make(SPEC, policy("scalify_fp8", fp8_modules=("h.*",), exclude=("h.0.attn.*",)))
+    assert kept.skipped == {"h.0.attn.c_attn": "in precision.exclude", "h.0.attn.c_proj": "in precision.exclude"}
 
 
 @pytest.mark.parametrize("accum", [1, 2])
@@ -129,7 +129,7 @@ def test_gradients_in_e4m3_need_scales_of_their_own():
 def test_the_start_up_line_says_which_gradients_are_in_e4m3_and_what_comes_before_the_cast():
     said = describe_precision(Model.make(SPEC, policy("scalify_fp8", backward_e4m3=("h.*.mlp.*",))))
     assert "4 of 4 linear layers in e4m3/e5m2 (gradients of 2 in e4m3)" in said
-    kept = policy("scalify_fp8", backward_e4m3=("h.*.mlp.*",), keep=("h.*.mlp.*",))
+    kept = policy("scalify_fp8", backward_e4m3=("h.*.mlp.*",), exclude=("h.*.mlp.*",))
     assert "2 of 4 linear layers in e4m3/e5m2 (gradients of 0 in e4m3)" in describe_precision(Model.make(SPEC, kept))
     assert "clipped" not in describe_precision(Model.make(SPEC, policy("scalify_fp8")))
     said = describe_precision(Model.make(SPEC, policy("scalify_fp8", hadamard=16, clip_outliers=6.0)))
@@ -145,7 +145,7 @@ def test_the_start_up_line_says_how_weights_are_rounded():
 
 @pytest.mark.parametrize(
     ("preset", "key"),
-    [("scalify_fp8", "matmuls"), ("scalify_fp8", "keep"), ("bf16", "keep"), ("scalify_fp8", "backward_e4m3")],
+    [("scalify_fp8", "fp8_modules"), ("scalify_fp8", "exclude"), ("bf16", "exclude"), ("scalify_fp8", "backward_e4m3")],
 )
 def test_a_pattern_without_a_match_is_refused(preset, key):
     said = rf"precision\.{key}: no matmul matches 'layer\.\*'; there are h\.0\.attn\.c_attn"
@@ -157,11 +157,11 @@ def test_an_override_that_changes_nothing_is_said():
     given = [
         "precision=bf16",
         "precision.amax_history=3",
-        "precision.keep=[h.0.*]",
+        "precision.exclude=[h.0.*]",
         "precision.weights_rounding=nearest",
     ]
     assert describe_idle(policy("bf16"), given) == [
-        "precision.keep has no effect here: no matmul is narrower than precision.compute=bf16",
+        "precision.exclude has no effect here: no matmul is narrower than precision.compute=bf16",
         "precision.weights_rounding has no effect here: precision.weights=fp32",
         "precision.amax_history has no effect here: precision.scaling=none, not delayed",
     ]
@@ -183,7 +183,7 @@ def test_rows_that_fp8_does_not_take_leave_nothing_narrow():
     assert "f8E" not in text
     others = [policy("fp8_delayed"), policy("sim", forward="e4m3", backward="e5m2")]
     assert [len(Model.make(SPEC, other, rows=24).narrow) for other in others] == [4, 4]
-    said = describe_precision(workload("fp8_delayed", keep=("h.*",)).model)
+    said = describe_precision(workload("fp8_delayed", exclude=("h.*",)).model)
     assert "weight gradients fp32" in said
 
 

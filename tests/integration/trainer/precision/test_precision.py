@@ -344,7 +344,7 @@ def test_an_outlier_beyond_the_format_is_shared_out():
 @pytest.mark.parametrize("scan", [False, True])
 def test_kept_layers_are_not_fp8(scan):
     spec = dataclasses.replace(SPEC, n_layer=2, scan_layers=scan)
-    model = Model.make(spec, policy("scalify_fp8", keep=("h.*.mlp.*",)))
+    model = Model.make(spec, policy("scalify_fp8", exclude=("h.*.mlp.*",)))
     assert all(".attn." in path for path in model.narrow)
     assert len(model.narrow) == (2 if scan else 4)
     assert sum(map(model.is_narrow, jax.tree.leaves(model.roles))) == len(model.narrow)

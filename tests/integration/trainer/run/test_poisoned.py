@@ -15,7 +15,7 @@ from trainer.assembly import run as assembly
 from trainer.run.checkpoint import Checkpointer
 from trainer.step.state import first_nonfinite
 
-SMALL = [*TINY, "parallel.data=1", "sample.max_new=0", "tracker=jsonl", "checkpoint.keep=9"]
+SMALL = [*TINY, "parallel.data=1", "sample.max_new_tokens=0", "tracker=jsonl", "checkpoint.keep=9"]
 SMALL += [f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
 
 

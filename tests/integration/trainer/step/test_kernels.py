@@ -97,7 +97,15 @@ def told(monkeypatch):
 @pytest.mark.whole  # a run; a diagnosis: below
 def test_validation_and_numerics_are_compiled_with_the_options_of_the_step(told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = [*TINY, "parallel.data=1", "sample.max_new=0", "tracker=jsonl", "train.steps=2", "run_dir=A", CACHE]
+    settings = [
+        *TINY,
+        "parallel.data=1",
+        "sample.max_new_tokens=0",
+        "tracker=jsonl",
+        "train.steps=2",
+        "run_dir=A",
+        CACHE,
+    ]
     assert train(compose([*settings, "metrics.numerics_every=1"])).step == 2
     for name in ("compiled", "eval_step", "stored_gradients", "of_tensor"):
         assert told[name] == [HARMLESS] * len(told[name]), name

@@ -68,7 +68,7 @@ def test_texts_end_before_what_ends_them():
     wish = Wish("some context that is longer than what fits", (), 12)
     [whole] = examinee().texts([wish])
     middle = whole[3:5]
-    cut, other = examinee().texts([wish._replace(until=(middle,)), wish._replace(context="", max_new=4)])
+    cut, other = examinee().texts([wish._replace(until=(middle,)), wish._replace(context="", max_new_tokens=4)])
     assert cut == whole[: whole.index(middle)]
     assert len(other) <= 4
     with pytest.raises(UserError, match="asks for 32 new tokens, the model's context is 32"):

@@ -41,25 +41,25 @@ def prompts(count=7):
 def test_each_row_is_continued_as_if_alone(spec):
     task, params = sharp(spec)
     one = Generator(task.model.sampling.bind, spec)
-    found = Writer(task, 4)(params, prompts(), max_new=21, ended=never)
-    assert found == [one(params, prompt, max_new=21, temperature=0) for prompt in prompts()]
+    found = Writer(task, 4)(params, prompts(), max_new_tokens=21, ended=never)
+    assert found == [one(params, prompt, max_new_tokens=21, temperature=0) for prompt in prompts()]
     assert len({tuple(ids) for ids in found}) == len(found)
 
 
 def test_the_last_token_fills_the_context():
     task, params = sharp(LONG)
     prompt = prompts(1)[0][:1] * 47
-    found = Writer(task, 2)(params, [prompt, prompt[:5]], max_new=17, ended=never)
+    found = Writer(task, 2)(params, [prompt, prompt[:5]], max_new_tokens=17, ended=never)
     one = Generator(task.model.sampling.bind, LONG)
-    assert found == [one(params, p, max_new=17, temperature=0) for p in (prompt, prompt[:5])]
+    assert found == [one(params, p, max_new_tokens=17, temperature=0) for p in (prompt, prompt[:5])]
     with pytest.raises(ValueError, match="64 - 17"):
-        Writer(task, 2)(params, [[*prompt, 1]], max_new=17, ended=never)
+        Writer(task, 2)(params, [[*prompt, 1]], max_new_tokens=17, ended=never)
 
 
 def test_nothing_is_written_behind_what_has_ended():
     task, params = sharp(LONG)
     asked = []
-    found = Writer(task, 4)(params, prompts(3), max_new=30, ended=lambda ids: not asked.append(len(ids)))
+    found = Writer(task, 4)(params, prompts(3), max_new_tokens=30, ended=lambda ids: not asked.append(len(ids)))
     assert [len(ids) for ids in found] == [16, 16, 16]
     assert set(asked) == {16}
 
@@ -68,7 +68,7 @@ def test_a_seed_gives_each_prompt_a_text_of_its_own_whatever_the_batch():
     task, params = workload("fp32", 1, LONG), asarray(first_state(workload("fp32", 1, LONG), 1).params)
     same = [[5, 6, 7]] * 3
     write = lambda batch, seed: Writer(task, batch)(
-        params, same, max_new=20, ended=never, manner=Manner(1.0, seed=seed)
+        params, same, max_new_tokens=20, ended=never, manner=Manner(1.0, seed=seed)
     )
     first, again, other = write(4, 0), write(2, 0), write(4, 1)
     assert first == again

@@ -130,7 +130,7 @@ def test_a_model_of_before_there_were_families_is_a_gpt2():
         ("model.mlp=gelo", ["model.mlp='gelo'", "did you mean 'gelu'"]),
         ("model.n_head=3", ["model.d_model=", "model.n_head=3"]),
         ("train.batch_tokens=1000", ["train.batch_tokens=1000", "model.context", "nearest valid"]),
-        ("train.accum=7", ["train.batch_tokens", "train.accum", "7"]),
+        ("train.grad_accum_steps=7", ["train.batch_tokens", "train.grad_accum_steps", "7"]),
         ("data=text", ["data.paths"]),
         ("data=hf", ["data.name"]),
         ("data.max_tokens=5", ["data.max_tokens=5", "not used by data=embedded", "data=hf"]),

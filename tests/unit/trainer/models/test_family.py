@@ -67,7 +67,7 @@ def test_weights_go_to_hugging_face_and_back_and_tell_their_architecture(spec, t
     found, again = huggingface.load(tmp_path, other)  # what the files say counts
     assert found.architecture() == spec.architecture()
     jax.tree.map(np.testing.assert_array_equal, again, spec.family().unstack_layers(params))
-    ids = Generator(found.family().build(found).bind, found)(again, [1, 2], max_new=2, temperature=0)
+    ids = Generator(found.family().build(found).bind, found)(again, [1, 2], max_new_tokens=2, temperature=0)
     assert len(ids) == 2
 
 

@@ -33,7 +33,7 @@ def likeliest(bind, params):
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_cache_equals_no_cache(scan_layers):
     generate, bind, params = make(dataclasses.replace(SPEC, scan_layers=scan_layers))
-    got = generate(params, PROMPT, max_new=12, temperature=0)
+    got = generate(params, PROMPT, max_new_tokens=12, temperature=0)
     after, ids = likeliest(bind, params), list(PROMPT)
     for _ in got:
         ids.append(after(ids))
@@ -43,18 +43,18 @@ def test_cache_equals_no_cache(scan_layers):
 
 def test_same_seed_same_text_and_another_seed_another():
     generate, _, params = make(sharpness=1.0)
-    first, again, other = (generate(params, PROMPT, max_new=11, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (generate(params, PROMPT, max_new_tokens=11, seed=seed) for seed in (0, 0, 1))
     assert first == again != other
 
 
 def test_longer_request_begins_with_the_shorter_one():
     generate, _, params = make(sharpness=1.0)
-    assert generate(params, PROMPT, max_new=30)[:9] == generate(params, PROMPT, max_new=9)
+    assert generate(params, PROMPT, max_new_tokens=30)[:9] == generate(params, PROMPT, max_new_tokens=9)
 
 
 def test_past_the_context_the_later_half_is_read_again():
     generate, bind, params = make()
-    ids = PROMPT + generate(params, PROMPT, max_new=20, temperature=0)
+    ids = PROMPT + generate(params, PROMPT, max_new_tokens=20, temperature=0)
     after = likeliest(bind, params)
     # 16 positions hold 16 tokens and show the 17th; the 18th is sampled after the last 8 of them.
     assert [ids[16], ids[17], ids[18]] == [after(ids[:16]), after(ids[9:17]), after(ids[9:18])]
@@ -65,19 +65,21 @@ def test_every_token_has_a_key_of_its_own_also_past_the_context():
     indifferent = jax.tree.map(jnp.zeros_like, params)
     key = jax.random.key(5)
     one = lambda i: sample(jnp.zeros(50), jax.random.fold_in(key, i), jnp.float32(1), jnp.int32(0), jnp.float32(1))
-    assert generate(indifferent, PROMPT, max_new=30, seed=5) == jax.vmap(one)(jnp.arange(30)).tolist()
+    assert generate(indifferent, PROMPT, max_new_tokens=30, seed=5) == jax.vmap(one)(jnp.arange(30)).tolist()
 
 
 def test_prompt_longer_than_the_context_keeps_its_end():
     generate, _, params = make()
     long = [i % 50 for i in range(40)]
-    assert generate(params, long, max_new=3, temperature=0) == generate(params, long[-16:], max_new=3, temperature=0)
+    assert generate(params, long, max_new_tokens=3, temperature=0) == generate(
+        params, long[-16:], max_new_tokens=3, temperature=0
+    )
 
 
 def test_compiles_once_whatever_the_arguments():
     generate, _, params = make()
-    generate(params, PROMPT, max_new=3)
-    generate(params, PROMPT + PROMPT, max_new=30, temperature=0.5, top_k=3, top_p=0.5, seed=9)
+    generate(params, PROMPT, max_new_tokens=3)
+    generate(params, PROMPT + PROMPT, max_new_tokens=30, temperature=0.5, top_k=3, top_p=0.5, seed=9)
     assert generate._prefill._cache_size() == generate._extend._cache_size() == 1
 
 
@@ -125,7 +127,7 @@ def test_temperature_zero_takes_the_likeliest():
     ("arguments", "message"),
     [
         ({"prompt": []}, "prompt"),
-        ({"max_new": -1}, "max_new=-1"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"temperature": -0.5}, "temperature=-0.5"),
         ({"top_k": -2}, "top_k=-2"),
         ({"top_p": 0.0}, "top_p=0.0"),
@@ -135,4 +137,4 @@ def test_temperature_zero_takes_the_likeliest():
 def test_wrong_numbers_are_named(arguments, message):
     generate, _, params = make()
     with pytest.raises(UserError, match=message):
-        generate(**{"params": params, "prompt": PROMPT, "max_new": 1, **arguments})
+        generate(**{"params": params, "prompt": PROMPT, "max_new_tokens": 1, **arguments})

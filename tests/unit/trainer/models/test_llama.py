@@ -210,7 +210,7 @@ def test_decoding_in_pieces_equals_one_pass(scan_layers, scaling):
 
 def test_the_generator_continues_with_the_likeliest_tokens():
     params, _, logits = compiled(SPEC)
-    found = Generator(functional(SPEC).bind, SPEC)(params, TOKENS[0, :5].tolist(), max_new=4, temperature=0)
+    found = Generator(functional(SPEC).bind, SPEC)(params, TOKENS[0, :5].tolist(), max_new_tokens=4, temperature=0)
     ids = TOKENS[0, :5].tolist()
     for _ in range(4):
         padded = np.zeros((1, 16), np.int32)

@@ -1,4 +1,4 @@
-"""Local steps: replicas train apart for a round, then send each other a narrow outer gradient.
+"""DiLoCo: replicas train apart for a round, then send each other a narrow outer gradient.
 
 Of every tensor a replica sends `outer weights - its weights + what its rounding lost before`, divided by a power of two
 that all replicas share and rounded stochastically to a narrow format: one byte of a tensor's largest exponent, and one
@@ -34,7 +34,7 @@ from scalify_core.formats import (
     counter_words,
     pow2_floor,
 )
-from trainer.parallel.mesh import LOCAL, Sizes
+from trainer.parallel.mesh import REPLICA, Sizes
 from trainer.parallel.reduction import as_bits, of_bits
 
 E2M1 = FloatFormat(2, 1, infinities=False)  # 0, 0.5, 1, 1.5, 2, 3, 4 and NaN: four bits with the sign
@@ -53,7 +53,7 @@ OF_REPLICA, OF_SENT, OF_PIECE, OF_DRAW = 0x9E3779B1, 0xB5297A4D, 0x85EBCA77, 0x2
 OF_NUMBER = 2**16  # more than a model has arrays: an array's number and the replica's make one of both
 
 
-class Local(NamedTuple):
+class DiLoCoSettings(NamedTuple):
     """How replicas train apart and agree.
 
     Attributes:
@@ -155,13 +155,13 @@ class Sent(NamedTuple):
 
 def exchange(
     tensors: Sequence[jax.Array],
-    how: Local,
+    how: DiLoCoSettings,
     seed: jax.Array,
     step: jax.Array,
     of_model: Sequence[int],
-    axes: Sequence[str] = (LOCAL, *Sizes._fields),
+    axes: Sequence[str] = (REPLICA, *Sizes._fields),
 ) -> Sent:
-    """The mean over the replicas of the step's round, inside `shard_map` over `axes`, of which LOCAL is one.
+    """The mean over the replicas of the step's round, inside `shard_map` over `axes`, of which REPLICA is one.
 
     Args:
       tensors: FP32 [R, ...] of this device's replicas.
@@ -171,10 +171,10 @@ def exchange(
       axes: of the mesh: all that hold parts of a tensor.
     """
     fmt, replicas = FORMATS[how.format], how.replicas
-    here = replicas // lax.axis_size(LOCAL)
-    numbers = lax.axis_index(LOCAL) * here + jnp.arange(here, dtype=jnp.uint32)
+    here = replicas // lax.axis_size(REPLICA)
+    numbers = lax.axis_index(REPLICA) * here + jnp.arange(here, dtype=jnp.uint32)
     every = how.drawn(seed, step - 1)
-    drawn = lax.dynamic_slice_in_dim(every, lax.axis_index(LOCAL) * here, here)
+    drawn = lax.dynamic_slice_in_dim(every, lax.axis_index(REPLICA) * here, here)
 
     def of_drawn(x: jax.Array) -> jax.Array:
         return jnp.where(drawn.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
@@ -208,7 +208,7 @@ def exchange(
 
 
 def mean_of_pieces(
-    sent: jax.Array, how: Local, drawn: jax.Array, seed: jax.Array, step: jax.Array, first: int
+    sent: jax.Array, how: DiLoCoSettings, drawn: jax.Array, seed: jax.Array, step: jax.Array, first: int
 ) -> tuple[jax.Array, jax.Array]:
     """The mean of what the drawn replicas sent, FP32 [N], and what of it is lost on the way back, FP32 [R, N].
 
@@ -219,14 +219,14 @@ def mean_of_pieces(
     fmt, back = FORMATS[how.format], BACK[how.format]
     here = sent.shape[0]
     sent = jnp.pad(sent, ((0, 0), (0, -sent.shape[1] % how.replicas))).reshape(here, how.replicas, -1)
-    received = lax.all_to_all(sent, LOCAL, split_axis=1, concat_axis=0, tiled=True)  # [K, R, m]
+    received = lax.all_to_all(sent, REPLICA, split_axis=1, concat_axis=0, tiled=True)  # [K, R, m]
     of_replica = [jnp.where(drawn[k], decoded(received[k], fmt), 0) for k in range(how.replicas)]
     mean = functools.reduce(jnp.add, of_replica) * jnp.float32(1 / how.participants)
-    numbers = lax.axis_index(LOCAL) * here + jnp.arange(here)
+    numbers = lax.axis_index(REPLICA) * here + jnp.arange(here)
     words = counter_words(seed ^ jnp.uint32(OF_PIECE), step, numbers.astype(jnp.uint32) * OF_NUMBER + first)
     factor = pow2_floor(back.max / fmt.max)
     own = encoded(mean * factor, back, None if back is FP32 else bits_of_words(mean.shape, words))
-    pieces = lax.all_gather(own, LOCAL, axis=0, tiled=True)
+    pieces = lax.all_gather(own, REPLICA, axis=0, tiled=True)
     lost = (mean - decoded(own, back) * (1 / factor)) * how.participants
     width = lost.shape[1]
     whole = jnp.zeros((here, how.replicas, width), jnp.float32)
@@ -239,7 +239,7 @@ def bits_of(fmt: FloatFormat) -> int:
     return 1 + fmt.exponent_bits + fmt.mantissa_bits
 
 
-def bytes_of_exchange(elements: int, tensors: int, how: Local) -> float:
+def bytes_of_exchange(elements: int, tensors: int, how: DiLoCoSettings) -> float:
     """What each of K replicas sends in an exchange of so many elements in so many tensors, each on its own machine."""
     bits = bits_of(FORMATS[how.format]) + bits_of(BACK[how.format])
     scales = 0 if FORMATS[how.format] is FP32 else 2 * tensors

@@ -1,10 +1,10 @@
-"""What local steps cost in loss: replicas that exchange outer gradients now and then, against one data-parallel run.
+"""What DiLoCo costs in loss: replicas that exchange outer gradients now and then, against one data-parallel run.
 
-python -m scripts.studies.local out=runs/local seeds=3 steps=600 \\
-    ways="local_reduce=fp8,local_reduce=fp32,local_reduce=fp8+local_feedback=false"
+python -m scripts.studies.diloco out=runs/diloco seeds=3 steps=600 \\
+    ways="outer_grad=fp8,outer_grad=fp32,outer_grad=fp8+error_feedback=false"
 
-A way is keys of the trainer's group `parallel` with their values, joined by +, or of another group by their whole names
-(`optimizer.lr=8e-3`); what it does not give is of `parallel=local`. `data` is the run without replicas, and so is
+A way is keys of the trainer's group `diloco` with their values, joined by +, or of another group by their whole names
+(`optimizer.lr=8e-3`); what it does not give is of `parallel=diloco`. `data` is the run without replicas, and so is
 `data+optimizer.lr=8e-3`. All are compared with `base`: same first weights, same batches, same schedule, same random
 bits. With `warm` the first steps are those of `data`, and each way goes on from there, as published runs do. With
 `sources=apart` replicas have data of their own, consecutive parts of two texts, as the clients of federated learning
@@ -40,7 +40,7 @@ from trainer.data.corpus import EmbeddedSource, PythonSource, open_corpus
 from trainer.errors import UserError
 from trainer.files import write_atomically
 from trainer.parallel.mesh import make_mesh, place_batch
-from trainer.parallel.replicas import LocalStep
+from trainer.parallel.replicas import DiLoCoStep
 from trainer.run.rundir import code_version
 from trainer.step.state import TrainState, from_stored, to_stored
 from trainer.step.step import Hyper, StepFn
@@ -56,8 +56,8 @@ SIZES = "model.n_layer=2 model.d_model=64 model.n_head=2 model.context=64"
 class Arguments:
     """See `--help`."""
 
-    out: str = argument("where the runs and the table go", "runs/local")
-    ways: str = argument("what is compared with the base, separated by commas", "local_reduce=fp8")
+    out: str = argument("where the runs and the table go", "runs/diloco")
+    ways: str = argument("what is compared with the base, separated by commas", "outer_grad=fp8")
     base: str = argument("the way that the others are compared with", DATA)
     warm: int = argument("steps of each run that are data parallel, before all else", 0)
     sources: str = argument("none, or apart: each replica has a text of its own, of the Bible or of Python", "none")
@@ -94,18 +94,18 @@ class Compiled:
 
     def step(self, c: Config, w: Workload, state: TrainState) -> StepFn:
         """The step of a way, for the scales of a state."""
-        local = w.task.local
+        diloco = w.task.diloco
         key = (
-            local and (local.replicas, local.participants, local.participants < local.replicas and local.steps),
+            diloco and (diloco.replicas, diloco.participants, diloco.participants < diloco.replicas and diloco.steps),
             jax.tree.structure(state.params),
         )
         if key not in self._steps:
             self._steps[key] = compile_step(w.task, build_batch(c, w.mesh), state)
         found = self._steps[key]
-        if local is None or found.local == local:
+        if diloco is None or found.diloco == diloco:
             return found
-        programs = [lower_exchange(w.task, i, state) for i in range(local.fragments)]
-        return LocalStep(found.inner, [program.compile() for program in programs], local)
+        programs = [lower_exchange(w.task, i, state) for i in range(diloco.fragments)]
+        return DiLoCoStep(found.inner, [program.compile() for program in programs], diloco)
 
     def warm(self, c: Config, seed: int, steps: int) -> Warm:
         """What the runs of a seed have in common."""
@@ -164,11 +164,11 @@ def configuration(args: Arguments, way: str) -> Config:
     if args.sources == "apart":
         paths = ",".join(map(str, texts_apart(Path(args.out) / "sources", args.replicas)))
         own += ["data=mix", f"data.sources=[{paths}]", "data.tokenizer=byte"]
-        own += [] if first == DATA else ["parallel.local_data=sources"]
+        own += [] if first == DATA else ["diloco.data=sources"]
     if first == DATA:
         own += others
     else:
-        own += ["parallel=local", f"parallel.local={args.replicas}", *map(whole_key, (first, *others))]
+        own += ["parallel=diloco", f"diloco.replicas={args.replicas}", *map(whole_key, (first, *others))]
     return compose_or_explain([*words, *shlex.split(args.overrides), *own])
 
 
@@ -189,7 +189,7 @@ def texts_apart(folder: Path, count: int) -> list[Path]:
 
 def whole_key(word: str) -> str:
     """A word of a way as an argument of the trainer."""
-    return word if "." in word.partition("=")[0] else f"parallel.{word}"
+    return word if "." in word.partition("=")[0] else f"diloco.{word}"
 
 
 def train(c: Config, seed: int, compiled: Compiled, warm: Warm) -> tuple[float, float | None]:
@@ -202,14 +202,16 @@ def train(c: Config, seed: int, compiled: Compiled, warm: Warm) -> tuple[float, 
     state = steps_of(c, w, from_stored(jax.device_put(stored, places)), warm.steps, c.train.steps, compiled)
     validation = compiled.validation(w)
     losses = [float(validation(state, tokens)) for tokens in batches(c, w)]
-    return statistics.fmean(losses), exchanges_of(w.task).fewer if w.task.local and w.task.local.replicas > 1 else None
+    return statistics.fmean(losses), exchanges_of(
+        w.task
+    ).fewer if w.task.diloco and w.task.diloco.replicas > 1 else None
 
 
 def steps_of(c: Config, w: Workload, state: TrainState, start: int, end: int, compiled: Compiled) -> TrainState:
     """The state after the steps from `start` on, before `end`."""
     step, rates = compiled.step(c, w, state), build_learning_rates(c)
     for i in range(start, end):
-        tokens = place_batch(w.data.train.batch(i), accum=c.train.accum, mesh=w.mesh)
+        tokens = place_batch(w.data.train.batch(i), accum=c.train.grad_accum_steps, mesh=w.mesh)
         state, metrics = step(state, tokens, Hyper(rates[i], np.int32(i), np.uint32(c.seed)))
         if i % 8 == 0:  # not all batches at once in flight
             jax.block_until_ready(metrics)
@@ -218,14 +220,14 @@ def steps_of(c: Config, w: Workload, state: TrainState, start: int, end: int, co
 
 def on_first_device(c: Config, w: Workload) -> Workload:
     """The workload with all its replicas on one device."""
-    mesh = make_mesh(1, replicas=c.parallel.local, devices=jax.devices()[:1])
+    mesh = make_mesh(1, replicas=c.diloco.replicas, devices=jax.devices()[:1])
     return w._replace(task=w.task._replace(mesh=mesh))
 
 
 def batches(c: Config, w: Workload) -> Iterator[Any]:
     """The batches of the validation."""
     for i in range(min(w.data.val.steps_per_epoch, c.train.final_eval_batches)):
-        yield place_batch(w.data.val.batch(i), accum=c.train.accum, mesh=w.mesh)
+        yield place_batch(w.data.val.batch(i), accum=c.train.grad_accum_steps, mesh=w.mesh)
 
 
 def table(args: Arguments, found: dict[Job, float]) -> str:
@@ -249,4 +251,4 @@ def table(args: Arguments, found: dict[Job, float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Arguments, "studies.local", __doc__ or "", main))
+    sys.exit(run(Arguments, "studies.diloco", __doc__ or "", main))

@@ -1,4 +1,4 @@
-"""Local steps: what replicas exchange is right in every format, nothing is lost, and where they lie changes no bit."""
+"""DiLoCo: what replicas exchange is right in every format, nothing is lost, and where they lie changes no bit."""
 
 import functools
 
@@ -9,38 +9,38 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from trainer.compiled.hlo import Program
-from trainer.parallel.local import (
+from trainer.parallel.diloco import (
     FORMATS,
     OF_NUMBER,
     OF_PIECE,
     OF_REPLICA,
     OF_SENT,
-    Local,
+    DiLoCoSettings,
     bytes_of_exchange,
     decoded,
     encoded,
     exchange,
     fragments_of,
 )
-from trainer.parallel.mesh import LOCAL, make_mesh
+from trainer.parallel.mesh import REPLICA, make_mesh
 from trainer.parallel.replicas import OF_OUTER
 
 SHAPES = ((5, 3), (4,), (16, 24))  # 15 elements are split over no number of replicas
-PLAIN = Local(4, 8, "fp8", 1.0, 0.0, feedback=True, fragments=1, participants=4, last=100)
+PLAIN = DiLoCoSettings(4, 8, "fp8", 1.0, 0.0, feedback=True, fragments=1, participants=4, last=100)
 
 
 @functools.cache
-def program(local, devices, first=0):
+def program(diloco, devices, first=0):
     """From [K, ...] of each tensor, steps taken and seed to what came of the exchange, over so many devices."""
-    mesh = make_mesh(1, replicas=local.replicas, devices=jax.devices()[:devices])
-    assert mesh.shape[LOCAL] == devices
-    replicas, everywhere = PartitionSpec(LOCAL), PartitionSpec()
+    mesh = make_mesh(1, replicas=diloco.replicas, devices=jax.devices()[:devices])
+    assert mesh.shape[REPLICA] == devices
+    replicas, everywhere = PartitionSpec(REPLICA), PartitionSpec()
     return jax.jit(
         jax.shard_map(
-            lambda tensors, seed, step: tuple(exchange(tensors, local, seed, step, range(first, first + len(SHAPES)))),
+            lambda tensors, seed, step: tuple(exchange(tensors, diloco, seed, step, range(first, first + len(SHAPES)))),
             mesh=mesh,
             in_specs=([replicas] * len(SHAPES), everywhere, everywhere),
-            out_specs=([everywhere] * len(SHAPES), [replicas] * len(SHAPES) if local.feedback else [], everywhere),
+            out_specs=([everywhere] * len(SHAPES), [replicas] * len(SHAPES) if diloco.feedback else [], everywhere),
             check_vma=False,
         )
     )
@@ -51,13 +51,13 @@ def tensors(replicas=4, size=1.0):
     return [random.normal(size=(replicas, *shape)).astype(np.float32) * size for shape in SHAPES]
 
 
-def exchanged(local, values, devices=1, step=8, seed=7, first=0):
-    return jax.device_get(program(local, devices, first)(values, np.uint32(seed), np.int32(step)))
+def exchanged(diloco, values, devices=1, step=8, seed=7, first=0):
+    return jax.device_get(program(diloco, devices, first)(values, np.uint32(seed), np.int32(step)))
 
 
-def spacing(x, local):
+def spacing(x, diloco):
     """The distance of a format's numbers at `x`, at the scale of the exchange: largest magnitudes below the maximum."""
-    fmt = FORMATS[local.format]
+    fmt = FORMATS[diloco.format]
     scale = 2.0 ** np.floor(np.log2(np.abs(x).max() * 2 / min(fmt.max, 65504.0)))
     return np.maximum(np.abs(x) * fmt.epsilon, fmt.min_subnormal * scale)
 
@@ -65,12 +65,12 @@ def spacing(x, local):
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("size", [1.0, 2.0**-40])
 def test_the_mean_is_right_to_two_roundings_of_the_format(name, size):
-    local = PLAIN._replace(format=name)
+    diloco = PLAIN._replace(format=name)
     values = tensors(size=size)
-    means, lost, _ = exchanged(local, values)
+    means, lost, _ = exchanged(diloco, values)
     for x, mean, residual in zip(values, means, lost, strict=True):
         exact = x.astype(np.float64).mean(0)
-        bound = spacing(x, local)
+        bound = spacing(x, diloco)
         # A mean is rounded where magnitudes are at most those of what was sent, up to its own error.
         rounded = np.maximum(np.abs(exact) + bound.max(0), 0) * FORMATS[name].epsilon + bound.min()
         assert (np.abs(mean - exact) <= bound.mean(0) + rounded + 4 * np.finfo(np.float32).eps * np.abs(x).max()).all()
@@ -80,29 +80,29 @@ def test_the_mean_is_right_to_two_roundings_of_the_format(name, size):
 
 @pytest.mark.parametrize("name", ["fp32", "fp8", "fp4"])
 def test_where_replicas_lie_changes_no_bit(name):
-    local = PLAIN._replace(format=name)
-    one, two, four = (exchanged(local, tensors(), devices) for devices in (1, 2, 4))
+    diloco = PLAIN._replace(format=name)
+    one, two, four = (exchanged(diloco, tensors(), devices) for devices in (1, 2, 4))
     for a, b, c in zip(*map(jax.tree.leaves, (one, two, four)), strict=True):
         assert a.tobytes() == b.tobytes() == c.tobytes()
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "fp4"])
 def test_with_feedback_what_was_sent_adds_up_to_what_was_to_be_sent(name):
-    local, values, rounds = PLAIN._replace(format=name), tensors(), 12
+    diloco, values, rounds = PLAIN._replace(format=name), tensors(), 12
     total, unfed = [0.0] * len(SHAPES), [0.0] * len(SHAPES)
     residuals = [np.zeros_like(x) for x in values]
     for i in range(rounds):
         found = [x + r for x, r in zip(values, residuals, strict=True)]
-        means, residuals, _ = exchanged(local, found, step=8 * (i + 1))
+        means, residuals, _ = exchanged(diloco, found, step=8 * (i + 1))
         total = [t + m for t, m in zip(total, means, strict=True)]
-        means, _, _ = exchanged(local, values, step=8 * (i + 1))
+        means, _, _ = exchanged(diloco, values, step=8 * (i + 1))
         unfed = [t + m for t, m in zip(unfed, means, strict=True)]
     for x, r, t, u in zip(values, residuals, total, unfed, strict=True):
         exact = rounds * x.mean(0)
         # All that was not sent is in the residuals: exactly, but for FP32's own rounding.
         np.testing.assert_allclose(t + r.mean(0), exact, rtol=0, atol=rounds * 1e-5)
         # They do not grow: one rounding of what a replica sends, and of the mean as often as there are replicas.
-        assert np.abs(r).max() <= 4 * spacing(4 * x, local).max()
+        assert np.abs(r).max() <= 4 * spacing(4 * x, diloco).max()
         assert np.sum((t - exact) ** 2) < 0.5 * np.sum((u - exact) ** 2) or x[0].size < 100
 
 
@@ -114,9 +114,9 @@ def test_random_bits_of_an_exchange_are_those_of_no_step_and_of_no_other_exchang
 
 @pytest.mark.parametrize("name", ["fp8", "fp4"])
 def test_fragments_that_are_exchanged_at_one_step_are_rounded_by_bits_of_their_own(name):
-    local, values = PLAIN._replace(format=name), tensors()
-    means, lost, _ = exchanged(local, values)
-    others, theirs, _ = exchanged(local, values, first=len(SHAPES))
+    diloco, values = PLAIN._replace(format=name), tensors()
+    means, lost, _ = exchanged(diloco, values)
+    others, theirs, _ = exchanged(diloco, values, first=len(SHAPES))
     assert (means[2] != others[2]).any()
     for replica in range(4):
         # Independent roundings lose alike no more often than chance has it.
@@ -124,17 +124,17 @@ def test_fragments_that_are_exchanged_at_one_step_are_rounded_by_bits_of_their_o
 
 
 def test_the_mean_is_that_of_the_replicas_that_are_drawn_and_the_others_lose_nothing():
-    local = PLAIN._replace(replicas=8, participants=3, format="fp32")
-    assert local.feedback
+    diloco = PLAIN._replace(replicas=8, participants=3, format="fp32")
+    assert diloco.feedback
     seen = set()
     for step in (8, 16, 24, 32, 40):
-        drawn = np.asarray(local.drawn(np.uint32(7), np.int32(step - 1)))
+        drawn = np.asarray(diloco.drawn(np.uint32(7), np.int32(step - 1)))
         assert drawn.sum() == 3
         seen |= set(np.flatnonzero(drawn))
         # All steps of a round draw the same, and the exchange at its end.
-        np.testing.assert_array_equal(drawn, local.drawn(np.uint32(7), np.int32(step - 8)))
+        np.testing.assert_array_equal(drawn, diloco.drawn(np.uint32(7), np.int32(step - 8)))
         values = tensors(8)
-        means, lost, _ = exchanged(local, values, 4, step)
+        means, lost, _ = exchanged(diloco, values, 4, step)
         for x, mean, residual in zip(values, means, lost, strict=True):
             np.testing.assert_allclose(mean, x[drawn].mean(0), rtol=4e-7, atol=4e-7)
             np.testing.assert_array_equal(residual[~drawn], x[~drawn])
@@ -172,8 +172,8 @@ def test_fragments_have_each_array_once_and_about_equal_sizes():
 
 
 def test_each_fragment_is_due_once_a_round_and_all_after_the_last_step():
-    local = PLAIN._replace(steps=6, fragments=3, last=23)
-    due = {step: local.due(step) for step in range(1, 24)}
+    diloco = PLAIN._replace(steps=6, fragments=3, last=23)
+    due = {step: diloco.due(step) for step in range(1, 24)}
     assert {step: found for step, found in due.items() if found} == {
         2: [1], 4: [2], 6: [0], 8: [1], 10: [2], 12: [0], 14: [1], 16: [2], 18: [0], 20: [1], 22: [2], 23: [0, 1, 2],
     }  # fmt: skip
@@ -184,9 +184,9 @@ def test_each_fragment_is_due_once_a_round_and_all_after_the_last_step():
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "fp8", "fp4"])
 def test_the_compiled_exchange_sends_what_is_computed(name):
-    local = PLAIN._replace(format=name)
-    compiled = program(local, 4).lower(tensors(), np.uint32(0), np.int32(8)).compile()
+    diloco = PLAIN._replace(format=name)
+    compiled = program(diloco, 4).lower(tensors(), np.uint32(0), np.int32(8)).compile()
     sent = sum(collective.sent(4) for collective in Program(compiled.as_text()).collectives)
     elements = sum(x[0].size for x in tensors())
     # Of each replica the last piece may be shorter, and an odd tensor of four bits has half a byte more.
-    assert 0 <= sent - bytes_of_exchange(elements, len(SHAPES), local) <= 4 * 4 * 2
+    assert 0 <= sent - bytes_of_exchange(elements, len(SHAPES), diloco) <= 4 * 4 * 2

@@ -1,0 +1,68 @@
+"""Keys of DiLoCo: null without replicas, all there with them, and what cannot be is refused in a line."""
+
+import re
+
+import pytest
+
+from trainer.assembly.objects import build_diloco, build_workload
+from trainer.config import schema
+from trainer.config.composition import compose_config
+from trainer.config.fields import from_saved, to_tree
+from trainer.errors import UserError
+
+
+def test_without_replicas_there_is_none_of_it():
+    c = compose_config([])
+    assert build_diloco(c) is None
+    assert all(value is None for value in to_tree(c)["diloco"].values())
+
+
+def test_a_run_that_was_saved_before_has_none_of_it():
+    tree = to_tree(compose_config([]))
+    del tree["diloco"]
+    assert build_diloco(from_saved(schema.Config, tree)) is None
+
+
+def test_the_preset_has_values_for_all_and_fp32_needs_no_feedback():
+    diloco = build_diloco(compose_config(["parallel=diloco"]))
+    assert (diloco.replicas, diloco.steps, diloco.format, diloco.feedback) == (4, 32, "fp8", True)
+    assert diloco.participants == 4
+    assert not build_diloco(compose_config(["parallel=diloco", "diloco.outer_grad=fp32"])).feedback
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["diloco.sync_every=8"], "diloco.sync_every=8 would be ignored: diloco.replicas, the number"),
+        (["diloco.replicas=4"], "diloco.sync_every, diloco.outer_grad, .* is null; choose parallel=diloco"),
+        (["parallel=diloco", "diloco.sync_every=4", "diloco.fragments=5"], "is more than .*sync_every=4"),
+        (["parallel=diloco", "diloco.participants=5"], "there are diloco.replicas=4; choose fewer"),
+        (["parallel=diloco", "diloco.participants=2", "diloco.fragments=2"], "choose one of them"),
+        (["parallel=diloco", "diloco.replicas=3"], "cannot be split over diloco.replicas=3 replicas; choose"),
+        (["parallel=diloco", "diloco.data=sources"], "gives each of diloco.replicas=4 replicas a source"),
+        (
+            [
+                *("parallel=diloco", "diloco.replicas=2", "diloco.data=sources"),
+                *("data=mix", "data.sources=[a,b]", "data.weights=[0.9,0.1]"),
+            ],
+            r"takes as much of every source, and data.weights=\[0.9, 0.1\], data.stages=\[\] ask for other shares",
+        ),
+        (["parallel=diloco", "train.phases=[{until:9},{}]"], "train.phases changes .* diloco.replicas=4 replicas"),
+        (["parallel=diloco", "resume.convert=true"], "resume.convert=true changes .* diloco.replicas=4 replicas"),
+        (["parallel=diloco", "diloco.quorum=5"], "diloco.replicas=4 is less than diloco.quorum=5"),
+        (["parallel=diloco", "diloco.bandwidth_gbps=0"], "diloco.bandwidth_gbps=0: expected gigabits a second"),
+        (["parallel=diloco", "diloco.outer_grad=int4"], "diloco.outer_grad"),
+        (["parallel=diloco", "diloco.outer_momentum=1"], "diloco.outer_momentum"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(arguments, message):
+    with pytest.raises(UserError, match=message) as refusal:
+        compose_config(arguments)
+    assert not re.search(r"\n", str(refusal.value))
+
+
+def test_a_fragment_without_a_parameter_is_refused_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["parallel=diloco", "model.n_layer=1", "model.d_model=32", "model.n_head=2", "model.context=32"]
+    with pytest.raises(UserError, match=r"fragments=17: there are 16 arrays of parameters.*valid: 1\.\.16"):
+        build_workload(compose_config([*words, "diloco.fragments=17"]))

@@ -1,0 +1,70 @@
+"""Configuration keys that were renamed: one table, for the command line, sweeps, and runs that were saved before."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.errors import UserError
+
+# Checkpoint format 4 and later have the names on the right. No name on the left may get another meaning.
+RENAMED_KEYS = {
+    "train.accum": "train.grad_accum_steps",
+    "sample.max_new": "sample.max_new_tokens",
+    "precision.matmuls": "precision.fp8_modules",
+    "precision.keep": "precision.exclude",
+    "parallel.local": "diloco.replicas",
+    "parallel.local_steps": "diloco.sync_every",
+    "parallel.local_reduce": "diloco.outer_grad",
+    "parallel.local_lr": "diloco.outer_lr",
+    "parallel.local_momentum": "diloco.outer_momentum",
+    "parallel.local_feedback": "diloco.error_feedback",
+    "parallel.local_fragments": "diloco.fragments",
+    "parallel.local_participants": "diloco.participants",
+    "parallel.local_data": "diloco.data",
+    "parallel.local_quorum": "diloco.quorum",
+    "parallel.local_gbps": "diloco.bandwidth_gbps",
+}
+RENAMED_CHOICES = {"parallel=local": "parallel=diloco"}
+
+
+def refuse_old_names(overrides: Sequence[str]) -> None:
+    """Raise a UserError that gives the new name of the first override that has an old one."""
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        prefix = key[: len(key) - len(key.lstrip("+~"))]
+        new = new_name(key.lstrip("+~"))
+        if new is not None:
+            raise UserError(f"{override}: this key was renamed; use {prefix}{new}{equals}{value}")
+        if override in RENAMED_CHOICES:
+            raise UserError(f"{override}: this choice was renamed; use {RENAMED_CHOICES[override]}")
+
+
+def new_name(key: str) -> str | None:
+    """Return the new name of a dotted key, also of one inside `train.phases`; None if it was not renamed."""
+    phase = re.match(r"train\.phases\[\d+\]\.", key)
+    prefix = phase[0] if phase else ""
+    new = RENAMED_KEYS.get(key.removeprefix(prefix))
+    return None if new is None else prefix + new
+
+
+def renamed_keys(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved configuration, nested plain values, with the current name of every key."""
+    tree = _with_new_names(saved)
+    train = tree.get("train")
+    if isinstance(train, dict) and isinstance(train.get("phases"), list | tuple):
+        # A phase may have a precision of its own.
+        train["phases"] = [_with_new_names(p) if isinstance(p, Mapping) else p for p in train["phases"]]
+    return tree
+
+
+def _with_new_names(groups: Mapping[str, Any]) -> dict[str, Any]:
+    tree = {group: dict(keys) if isinstance(keys, Mapping) else keys for group, keys in groups.items()}
+    for old, new in RENAMED_KEYS.items():
+        (old_group, old_key), (new_group, new_key) = old.split("."), new.split(".")
+        keys = tree.get(old_group)
+        if not isinstance(keys, dict) or old_key not in keys:
+            continue
+        new_keys = tree.setdefault(new_group, {})
+        if isinstance(new_keys, dict):
+            new_keys[new_key] = keys.pop(old_key)
+    return tree
