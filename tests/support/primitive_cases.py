@@ -1,4 +1,4 @@
-"""What a case of the primitives' test is, and the operands that cases are made of."""
+"""The cases of the test of primitives, and the operands that they are made of."""
 
 import dataclasses
 import itertools
@@ -6,10 +6,20 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+
+from scalify_core.array import ScaledArray
 
 FREE, MULTIPLIES = (-100, 0, 100), (-60, 0, 60)
 LOGICAL = (-100, -10, 0, 2)  # functions whose value depends on more than the scale: from tiny to beyond their knees
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """An FP32 operand that has no scale."""
+
+    array: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,31 +52,55 @@ class Case:
     wide_roundings: int | None = None
 
     def __str__(self) -> str:
-        shapes = ",".join("x".join(map(str, np.shape(_array(a)))) or "scalar" for a in self.args)
+        shapes = ",".join("x".join(map(str, x.shape)) or "scalar" for x in self.plain)
         return f"{self.primitive}[{self.label or shapes}]"
 
     @property
-    def of_scalars(self) -> bool:
-        """Whether every operand is one number."""
-        return all(np.ndim(_array(a)) == 0 for a in self.args)
+    def plain(self) -> list:
+        return [np.asarray(x.array if isinstance(x, Plain) else x) for x in self.args]
 
-    def scales(self, exponents: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """One exponent for each argument, for each trial."""
+    @property
+    def middle(self) -> int:
+        return sorted(self.exponents)[len(self.exponents) // 2]
+
+    @property
+    def has_special(self) -> bool:
+        return self.special and any(x.ndim for x in self.plain)
+
+    @property
+    def has_narrow(self) -> bool:
+        return self.narrow != () and any(x.ndim for x in self.plain)
+
+    @property
+    def group(self) -> tuple:
+        """Equal for cases that can be checked together."""
+        tolerance = self.roundings, self.wide_roundings, self.reduction
+        return *tolerance, self.grad, self.has_special, self.has_narrow
+
+    def roundings_of(self, dtype: Any) -> int:
+        return self.wide_roundings or self.roundings if dtype == jnp.float32 else self.roundings
+
+    def trials(self, dtype: Any) -> list[tuple[int, ...]]:
+        """One exponent for each argument, for each trial; in the last, large ones beside small ones."""
+        exponents = self.exponents if dtype == jnp.float32 or self.narrow is None else self.narrow
         low, high = min(exponents), max(exponents)
         same = [(e,) * len(self.args) for e in exponents]
         mixed = [tuple(itertools.islice(itertools.cycle(pair), len(self.args))) for pair in ((low, high), (high, low))]
         return list(dict.fromkeys(same + mixed))
 
-
-@dataclasses.dataclass(frozen=True)
-class Plain:
-    """An FP32 operand that has no scale."""
-
-    array: Any
-
-
-def _array(a: Any) -> Any:
-    return a.array if isinstance(a, Plain) else a
+    def scaled(self, exponents: tuple[int, ...], replace: tuple[float, ...] = ()) -> list:
+        """The operands with these scales; the first elements of each are replaced."""
+        args = []
+        for i, (x, exponent) in enumerate(zip(self.args, exponents, strict=True)):
+            if isinstance(x, Plain) or not np.issubdtype(x.dtype, np.floating):
+                args.append(jnp.asarray(self.plain[i]))
+                continue
+            x = np.array(x)
+            # Another order in every operand, so that each meets each.
+            for j, value in enumerate(np.roll(replace, i)[: x.size]):
+                x.flat[j] = value
+            args.append(ScaledArray(jnp.asarray(x), 2.0**exponent))
+        return args
 
 
 def _rng(shape: tuple[int, ...], salt: str) -> np.random.Generator:

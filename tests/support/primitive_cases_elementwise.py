@@ -124,6 +124,7 @@ CONSTANTS_AND_MASKS = [
     Case("add", lambda x, b: x + b, (normal(3, 4), normal(1, 4)), label="bias"),
     Case("add", lambda x, b: x + b, (normal(3, 4), Plain(normal(3, 4))), (-20, 0, 20), label="plain array"),
     Case("sub", lambda x: 1.0 - x, (unit(3, 4),), (-100, -10, 0, 10, 100), label="from one", reduction=2),
+    Case("sub", lambda x: 0.0 - x, (normal(3, 4),), label="from zero"),
     Case("mul", lambda x: x * 0.0, (normal(3, 4),), label="zero"),
     Case("mul", lambda x: x * -3e-5, (normal(3, 4),), label="constant"),
     Case("mul", lambda x: x * 2.0**-7, (normal(3, 4),), label="power of two"),

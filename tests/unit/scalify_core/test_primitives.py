@@ -1,5 +1,6 @@
 """Every lax primitive that carries floats, through the one checker, over shapes, scales, zeros and infinities."""
 
+import collections
 import pathlib
 
 import jax
@@ -9,23 +10,21 @@ import primitive_cases_elementwise
 import primitive_cases_program
 import primitive_cases_shape
 import pytest
-from primitive_cases import Plain
 
 from scalify_core import registry
-from scalify_core.array import ScaledArray
-from scalify_core.coverage import NO_FLOATS, PLAIN_RESULTS, lines, primitives_of_jax
+from scalify_core.coverage import NO_FLOATS, PLAIN_RESULTS, kind_of, lines, primitives_of_jax
 from scalify_core.testing import WAYS, check_scalify
 
 CASES = [*primitive_cases_elementwise.CASES, *primitive_cases_shape.CASES, *primitive_cases_program.CASES]
-
+# Of a function in several shapes the last, which is the largest.
+SMALL = list({(case.primitive, case.fun, case.label, case.exponents): case for case in CASES}.values())
+COVERED = sorted({case.primitive for case in CASES})
 BY_DEFAULT = {
     "approx_top_k", "complex", "conj", "imag", "reduce", "reduce_window", "select_and_scatter",
 }  # fmt: skip
-
-
-def cases(wanted=lambda case: True):
-    """A sample has one of each primitive."""
-    return [pytest.param(c, marks=pytest.mark.kind(case=c.primitive), id=str(c)) for c in CASES if wanted(c)]
+OF_ITS_OWN = ("rule", "control", "structural")
+ZEROS = (0.0,) * 64
+SPECIAL = (0.0, np.inf, -np.inf, np.nan)
 
 
 def primitives_in(jaxpr):
@@ -39,76 +38,89 @@ def primitives_in(jaxpr):
     return names
 
 
-def scaled(case, exponents, replace=()):
-    """The operands of a case with these scales; the first elements of each replaced."""
-    args = []
-    for i, (x, exponent) in enumerate(zip(case.args, exponents, strict=True)):
-        if isinstance(x, Plain) or not np.issubdtype(x.dtype, np.floating):
-            args.append(jnp.asarray(x.array if isinstance(x, Plain) else x))
-            continue
-        x = np.array(x)
-        # Another order in every operand, so that each meets each.
-        for j, value in enumerate(np.roll(replace, i)[: x.size]):
-            x.flat[j] = value
-        args.append(ScaledArray(jnp.asarray(x), 2.0**exponent))
-    return args
+class Program:
+    """Cases of equal tolerances as one function, which is compiled once for all of them."""
+
+    def __init__(self, cases):
+        self.cases = {f"{i}: {case}": case for i, case in enumerate(cases)}
+        self.first = cases[0]
+
+    def __call__(self, args):
+        return {name: case.fun(*args[name]) for name, case in self.cases.items()}
+
+    def check(self, exponents, dtype, ways, scales, replace=(), grad=False):
+        """With the operands of each case at the scales that `exponents` gives for it."""
+        args = {name: case.scaled(exponents(case), replace) for name, case in self.cases.items()}
+        limits = {"roundings": self.first.roundings_of(dtype), "reduction": self.first.reduction}
+        try:
+            check_scalify(self, args, dtype=dtype, **limits, grad=grad, ways=ways, scales=scales)
+        except Exception as error:
+            error.add_note(f"{list(self.cases)}: {dtype.__name__}, scales={scales!r}, {replace}")
+            raise
+
+    def check_far_apart(self, dtype, scales, ways, grad=True):
+        """Large scales beside small ones."""
+        self.check(lambda case: case.trials(dtype)[-1], dtype, ways, scales, grad=grad and self.first.grad)
+
+    def check_scales(self, dtype, scales):
+        """All trials with run-time scales, for which nothing is compiled anew."""
+        for i in range(max(len(case.trials(dtype)) for case in self.cases.values())):
+            trial = lambda case, i=i: case.trials(dtype)[i % len(case.trials(dtype))]
+            self.check(trial, dtype, ("dynamic",), scales)
+
+    def check_special(self, scales):
+        for replace in (ZEROS, SPECIAL) if self.first.has_special else ():
+            self.check(lambda case: (case.middle,) * len(case.args), jnp.float32, ("dynamic",), scales, replace)
 
 
-def check(case, exponents, dtype, ways, replace=()):
-    """By the rules in each of these ways, and with measured scales."""
-    for scales, run in (("static", ways), ("auto", ("dynamic",))):
-        check_scalify(
-            case.fun,
-            *scaled(case, exponents, replace),
-            dtype=dtype,
-            roundings=case.wide_roundings or case.roundings if dtype == jnp.float32 else case.roundings,
-            reduction=case.reduction,
-            grad=case.grad and not replace,
-            ways=run,
-            scales=scales,
-        )
+def programs(primitive, cases):
+    groups = collections.defaultdict(list)
+    for case in cases:
+        if case.primitive == primitive:
+            groups[case.group].append(case)
+    return [Program(group) for group in groups.values()]
 
 
 def test_every_primitive_is_covered_or_carries_no_floats():
     """A new JAX may bring a new primitive: give it a case, and a rule or a place in `registry`'s default."""
     exempt = {name for names in NO_FLOATS.values() for name in names}
-    covered = {case.primitive for case in CASES}
-    assert primitives_of_jax() - exempt - covered == set()
-    assert exempt & covered == set()
+    assert primitives_of_jax() - exempt - set(COVERED) == set()
+    assert exempt & set(COVERED) == set()
     assert exempt <= primitives_of_jax()
 
 
-@pytest.mark.parametrize("case", cases())
-def test_the_case_is_one_of_its_primitive(case):
-    args = [jnp.asarray(x.array if isinstance(x, Plain) else x) for x in case.args]
-    assert case.primitive in primitives_in(jax.make_jaxpr(case.fun)(*args).jaxpr)
+def test_a_case_is_one_of_its_primitive():
+    traced = {str(case): primitives_in(jax.make_jaxpr(case.fun)(*case.plain).jaxpr) for case in CASES}
+    assert [str(case) for case in CASES if case.primitive not in traced[str(case)]] == []
 
 
-@pytest.mark.parametrize("case", cases())
-def test_scaled_in_fp32_data_equals_plain(case):
-    *others, last = case.scales(case.exponents)
-    check(case, last, jnp.float32, WAYS)
-    for exponents in others:
-        check(case, exponents, jnp.float32, ("eager", "dynamic"))
+@pytest.mark.parametrize("primitive", COVERED)
+def test_a_scaled_primitive_equals_plain(primitive):
+    for program in programs(primitive, SMALL):
+        program.check_scales(jnp.float32, "static")
+        program.check_special("static")
+        # What has no rule of its own shares its path with all others like it.
+        if kind_of(primitive) in OF_ITS_OWN and program.first.has_narrow:
+            program.check_far_apart(jnp.float16, "static", ("jit",))
+            program.check_far_apart(jnp.float16, "auto", ("dynamic",))
 
 
-@pytest.mark.parametrize("case", cases(lambda c: not c.of_scalars))
-def test_scaled_in_fp16_data_equals_plain_within_fp16(case):
-    narrow = case.exponents if case.narrow is None else case.narrow
-    for exponents in case.scales(narrow) if narrow else ():
-        check(case, exponents, jnp.float16, ("eager", "dynamic"))
-
-
-@pytest.mark.parametrize("case", cases(lambda c: c.special and not c.of_scalars))
-def test_zeros_infinities_and_nan_come_out_as_in_the_plain_function(case):
-    middle = sorted(case.exponents)[len(case.exponents) // 2]
-    for replace in ((0.0,) * 64, (0.0, np.inf, -np.inf, np.nan)):
-        check(case, (middle,) * len(case.args), jnp.float32, ("eager", "dynamic"), replace)
+@pytest.mark.whole  # the test above has the largest shape of each function
+@pytest.mark.parametrize("primitive", COVERED)
+def test_a_scaled_primitive_equals_plain_in_all_shapes_and_ways(primitive):
+    for program in programs(primitive, CASES):
+        for scales, ways in (("static", WAYS), ("auto", ("dynamic",))):
+            program.check_far_apart(jnp.float32, scales, ways)
+            program.check_scales(jnp.float32, scales)
+            program.check_special(scales)
+            if program.first.has_narrow:
+                program.check_far_apart(jnp.float16, scales, ways[-2:])
+                program.check_scales(jnp.float16, scales)
 
 
 def test_most_primitives_have_rules():
     """The default serves what nobody uses in training; the list is short, and on purpose."""
-    assert {case.primitive for case in CASES} - set(registry.rules) == BY_DEFAULT | set(PLAIN_RESULTS)
+    assert set(COVERED) - set(registry.rules) == BY_DEFAULT | set(PLAIN_RESULTS)
 
 
 def test_the_coverage_table_is_that_of_the_rules():
