@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import quick
 
 from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms, scalify, tree
 from scalify_core.formats import E4M3, E5M2, FP16
@@ -57,6 +58,7 @@ def test_adam_with_fp16_state_tracks_fp32_adam_over_300_steps():
     assert losses["fp8"][-1] == pytest.approx(losses["fp32"][-1], abs=0.02 * fall)
 
 
+@pytest.mark.whole  # 300 calls; its steps: test_optax_optimisers.py
 def test_the_optimiser_itself_under_scalify_in_fp16_data_trains():
     # The plain route of the module's docstring: every value of the state in FP16, scales by the rules.
     loss_fn, params = classification()
@@ -83,7 +85,9 @@ def test_the_optimiser_itself_under_scalify_in_fp16_data_trains():
     assert losses[-1] == pytest.approx(expected[-1], abs=0.02 * float(expected[0] - expected[-1]))
 
 
-@pytest.mark.parametrize("settings", [{"mu": E4M3, "nu": E5M2}, {"mu": FP16, "nu": FP16}, {}])
+@pytest.mark.parametrize(
+    "settings", quick([{"mu": E4M3, "nu": E5M2}, {"mu": FP16, "nu": FP16}, {}], {"mu": E4M3, "nu": E5M2})
+)
 def test_what_is_not_accepted_leaves_the_state(settings):
     params = {"w": jnp.ones((8, 16)), "b": jnp.zeros(16)}
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.5), params)

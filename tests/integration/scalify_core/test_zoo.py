@@ -9,6 +9,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from families import quick
 from zoo.measure import Subject, error, measure, share_of_zeros
 from zoo.sizes import inputs_moved, loss_scaled
 
@@ -42,6 +43,7 @@ DEPTHS = {
     "stochastic_chain": None,
 }
 CHEAP = ("llama_scan", "contrastive", "ode_rk4", "post_norm", "cross_entropy_1m", "stochastic_chain")
+TWO = ("llama_scan", "post_norm")  # for `make test`
 
 
 @functools.cache
@@ -60,36 +62,40 @@ def assert_fits(name, format, scales="static"):
     assert found.fits, "\n".join(found.lines())
 
 
-@pytest.mark.parametrize("name", DEPTHS)
+@pytest.mark.parametrize("name", quick(DEPTHS, *TWO))
 def test_fp16_gradients_are_right_in_every_leaf(name):
     assert_fits(name, "fp16")
 
 
-@pytest.mark.parametrize("name", CHEAP)
+@pytest.mark.parametrize("name", quick(CHEAP, "post_norm"))
 def test_fp16_gradients_are_right_with_dynamic_scales(name):
     assert_fits(name, "fp16", "dynamic")
 
 
-@pytest.mark.parametrize("name", CHEAP)
+@pytest.mark.parametrize("name", quick(CHEAP, "post_norm"))
 def test_fp32_gradients_are_those_of_plain_code(name):
     assert_fits(name, "fp32")
 
 
+@pytest.mark.whole  # of two models: above
 @pytest.mark.parametrize("name", ["post_norm", "stochastic_chain"])
 def test_bf16_gradients_are_right_in_every_leaf(name):
     assert_fits(name, "bf16")
 
 
+@pytest.mark.whole  # of two models: above
 @pytest.mark.parametrize("name", ["llama_scan", "vit"])
 def test_fp8_products_cost_no_more_than_their_rounding(name):
     assert_fits(name, "fp8")
 
 
+@pytest.mark.whole  # of two models: above
 @pytest.mark.parametrize("name", ["contrastive", "post_norm"])
 def test_fp32_gradients_follow_a_loss_of_any_size(name):
     assert max(loss_scaled(subject(name)).values()) <= 1
 
 
+@pytest.mark.whole  # of two models: above
 @pytest.mark.parametrize("name", ["contrastive", "cross_entropy_1m", "stochastic_chain"])
 def test_fp32_gradients_follow_inputs_of_any_size(name):
     assert max(inputs_moved(subject(name)).values()) <= 1

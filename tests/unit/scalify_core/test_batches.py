@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import quick
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
@@ -51,7 +52,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize("kind", quick(PRODUCTS, "dims elsewhere", "vmap of a vmap"))
 @pytest.mark.parametrize("dot", [lax.dot_general, sc.fp8_dot_general], ids=["fp16", "fp8"])
 def test_entries_far_apart_are_as_right_as_each_by_itself_forward_and_backward(kind, dot):
     def product(dot, a, b):

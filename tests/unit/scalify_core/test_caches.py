@@ -6,6 +6,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
+from families import quick
 from jax import lax
 
 from scalify_core import as_scaled_array, composite, scalify
@@ -33,7 +34,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("scales", ["auto", "static"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", quick(CALLS, "scan", "composite"))
 def test_what_a_program_closes_over_is_freed_with_it(name, scales):
     def call(turn):
         large = normal(turn, 16, 300)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import quick
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from propagated import scalify
@@ -74,7 +75,7 @@ def means_in_turns(t):
     return lax.scan(lambda c, _: (lax.pmean(c, "i") + t, c), t, None, length=3)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic", "each its own"])
+@pytest.mark.parametrize("kind", quick(["static", "dynamic", "each its own"], "each its own"))
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("fun", [differences_of_sums, moves, normalised_over_the_batch, means_in_turns])
 def test_collectives_over_the_axis_of_a_vmap(fun, inside, kind):
@@ -154,8 +155,8 @@ def some_on_each_device(t):
     return lax.cond(t.sum() > 0, lambda: sc.dynamic_rescale_rms(t) * 2.0, lambda: t) + jnp.where(far, 1.0, t)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("dtype", quick([jnp.float32, jnp.float16], jnp.float16))
+@pytest.mark.parametrize("kind", quick(["static", "dynamic"], "dynamic"))
 @pytest.mark.parametrize(
     ("fun", "check_vma"),
     [

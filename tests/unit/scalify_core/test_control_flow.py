@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import quick
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -106,8 +107,8 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("scale", [1.0, None], ids=["static", "dynamic"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("scale", quick([1.0, None], 1.0))
+@pytest.mark.parametrize("dtype", quick([jnp.float32, jnp.float16], jnp.float16))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_gives_the_plain_values(name, dtype, scale):
     fun, *args = PROGRAMS[name]

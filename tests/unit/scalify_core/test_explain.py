@@ -252,6 +252,7 @@ def test_what_a_program_prints_is_printed_once(capfd):
     assert capfd.readouterr().out.count("largest 3.0") == 1
 
 
+@pytest.mark.whole  # each part above
 def test_a_training_step_of_a_flax_model():
     model, tx = nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.relu, nn.Dense(1)]), optax.adamw(1e-2)
     x = normal(16, 4)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import quick
 from jax import lax
 
 from scalify_core import as_scaled_array, asarray, peaks, scalify
@@ -63,7 +64,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("kind", SHARED)
-@pytest.mark.parametrize("dtype", [HALF, jnp.float8_e5m2])
+@pytest.mark.parametrize("dtype", quick([HALF, jnp.float8_e5m2], HALF))
 def test_entries_of_one_operand_are_as_right_as_each_by_itself(kind, dtype):
     found, expected = both(
         lambda x, w: SHARED[kind](x, w, ENTRIES), normal(0, 6, 6, 8), normal(1, 6, 8, 8), dtype=dtype
@@ -93,7 +94,7 @@ def of_each(kind, found):
 
 
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
-@pytest.mark.parametrize("conv", [conv, conv_elsewhere])
+@pytest.mark.parametrize("conv", quick([conv, conv_elsewhere], conv_elsewhere))
 def test_groups_and_batches_of_convolutions_are_as_right_as_each_by_itself(kind, conv):
     found, expected = both(functools.partial(CONVOLUTIONS[kind], conv), normal(0, 8, 7, 8), normal(1, 3, 8, 8))
     assert error(found, expected, of_each(kind, expected)) <= 4 * FP16.epsilon
@@ -137,7 +138,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", quick([HALF, jnp.bfloat16], HALF))
 def test_a_plain_operand_keeps_all_its_digits_in_a_product(kind, dtype):
     w = as_scaled_array(jnp.array([[1.0, -1.0], [-19000.0, 19000.0]]) / 8, dtype=HALF).astype(dtype)
     found, expected = (f(w, TIMES) for f in (jax.jit(scalify(PLAIN[kind])), lambda w, t: PLAIN[kind](asarray(w), t)))

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import quick
 from jax import lax
 
 import scalify_core
 from scalify_core import ScaledArray, as_scaled_array, asarray
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-STARTS = [LOWEST, -1e38, -1e30, -1e9, -float("inf")]
+STARTS = [LOWEST, -1e30, -1e9, -float("inf")]
 
 
 @pytest.fixture(params=["auto", "static"])
@@ -135,9 +136,9 @@ def close(found, expected, dtype):
         np.testing.assert_allclose(x, y, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("dtype", quick([jnp.float32, jnp.float16], jnp.float16))
+@pytest.mark.parametrize("kind", quick(["static", "dynamic"], "dynamic"))
+@pytest.mark.parametrize("program", quick(PROGRAMS, running_maximum, nearest, online_softmax))
 def test_what_a_loop_starts_at_does_not_set_its_scale(program, kind, dtype, scalify):
     for start in STARTS:
         fun = jax.jit(scalify(program(start)))  # one program for all sizes, where they are not in it
@@ -149,9 +150,9 @@ def test_what_a_loop_starts_at_does_not_set_its_scale(program, kind, dtype, scal
             close(fun(scaled), plain(program, start)(asarray(scaled)), dtype)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("start", [LOWEST, -1e30])
+@pytest.mark.parametrize("dtype", quick([jnp.float32, jnp.float16], jnp.float16))
+@pytest.mark.parametrize("kind", quick(["static", "dynamic"], "static"))
+@pytest.mark.parametrize("start", quick([LOWEST, -1e30], LOWEST))
 def test_start_of_a_loop_under_other_transformations(start, kind, dtype, scalify):
     x = jax.random.normal(jax.random.key(0), (3, 16, 8))
     scaled = as_scaled_array(x, 1.0 if kind == "static" else None, dtype=dtype)
@@ -165,9 +166,9 @@ def test_start_of_a_loop_under_other_transformations(start, kind, dtype, scalify
         close(jax.jit(scalify(program))(scaled), jax.jit(program)(asarray(scaled)), dtype)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("start", [LOWEST, -1e30, -1e9])
+@pytest.mark.parametrize("dtype", quick([jnp.float32, jnp.float16], jnp.float16))
+@pytest.mark.parametrize("kind", quick(["static", "dynamic"], "dynamic"))
+@pytest.mark.parametrize("start", quick([LOWEST, -1e30, -1e9], LOWEST))
 def test_a_start_that_nothing_was_compared_with_stays_far_away(start, kind, dtype, scalify):
     """Half of the elements meet nothing; what is computed of them is as if they were infinite."""
 

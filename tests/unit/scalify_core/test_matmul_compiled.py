@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import quick
 from for_h200 import FP8_GEMM, MATRIX, assert_all_fp8, compiled_text, gemms, with_gradients
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -17,7 +18,7 @@ from scalify_core.array import ScaledArray
 from scalify_core.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", quick([jnp.float16, jnp.bfloat16, jnp.float32], jnp.float16))
 def test_forward_and_both_gradients_are_fp8_gemms(h200, dtype):
     text = compiled_text(
         h200, with_gradients(lambda x, w: fp8_dot_general(x, w, MATRIX)), (256, 128), (128, 512), dtype=dtype
@@ -55,6 +56,7 @@ def test_a_power_of_two_after_the_product_becomes_its_alpha(h200):
     assert '"alpha_real":0.03125' in text
 
 
+@pytest.mark.whole  # test_scanned_and_vmapped_products_take_their_constants
 def test_scanned_layers_with_and_without_remat_are_fp8_gemms(h200):
     def layer(x, w):
         return jnp.tanh(fp8_dot_general(x, w, MATRIX)), None
@@ -74,9 +76,11 @@ def test_a_vmapped_product_is_one_fp8_gemm(h200):
 
 
 @pytest.mark.parametrize(
-    ("weight", "contracted"), [(P(), 0), (P("fsdp", None), 0), (P(None, "fsdp"), 0), (P("fsdp", None), 1)], ids=str
+    ("weight", "contracted"),
+    quick([(P(), 0), (P("fsdp", None), 0), (P(None, "fsdp"), 0), (P("fsdp", None), 1)], (P("fsdp", None), 1)),
+    ids=str,
 )
-@pytest.mark.parametrize("rows", [(2048,), (8, 256)], ids=["rows", "batch and time"])
+@pytest.mark.parametrize("rows", [pytest.param((2048,), marks=pytest.mark.whole), (8, 256)])
 def test_sharded_products_are_fp8_gemms(h200s, rows, weight, contracted):
     """Data parallel, and the weight sharded too, on either side of the product."""
     mesh = jax.sharding.Mesh(np.array(h200s).reshape(4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
@@ -167,8 +171,10 @@ def in_turn(x, v, w, wrap=lambda f: f):
 
 @pytest.mark.parametrize(
     ("wrap", "dtype"),
-    [(lambda f: f, jnp.float16), (lambda f: f, jnp.bfloat16), (lambda f: f, jnp.float32), (jax.jit, jnp.float16)],
-    ids=["float16", "bfloat16", "float32", "jit"],
+    quick(
+        [(lambda f: f, jnp.float16), (lambda f: f, jnp.bfloat16), (lambda f: f, jnp.float32), (jax.jit, jnp.float16)],
+        (jax.jit, jnp.float16),
+    ),
 )
 def test_equal_products_take_equal_constants_as_the_scales_of_their_operands(h200, wrap, dtype):
     """Before their results are rounded; an FP16 one that still lacks it would overflow."""
@@ -218,7 +224,7 @@ def test_scanned_and_vmapped_products_take_their_constants(h200):
     assert set(scales_of_lhs(text)) == {2.0**-3, 2.0**-4}
 
 
-@pytest.mark.parametrize("weight", [P(), P("fsdp", None), P(None, "fsdp")], ids=str)
+@pytest.mark.parametrize("weight", quick([P(), P("fsdp", None), P(None, "fsdp")], P("fsdp", None)), ids=str)
 def test_sharded_products_take_their_constants(h200s, weight):
     mesh = jax.sharding.Mesh(np.array(h200s).reshape(4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     shardings = [NamedSharding(mesh, P(("data", "fsdp"))), NamedSharding(mesh, weight)]

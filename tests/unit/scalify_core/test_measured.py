@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import quick
 from jax import lax
 from measured_and_plain import HALF, ROUNDINGS, SIZES, both, error, normal
 
@@ -38,7 +39,7 @@ UNSCALED = {
 
 
 @pytest.mark.parametrize("name", UNSCALED)
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("static", quick([False, True], False))
 def test_results_of_any_size_are_neither_clipped_nor_lost(name, static):
     found, expected = both(UNSCALED[name], normal(0, 16, 8), static=static)
     assert error(found, expected) <= ROUNDINGS[HALF]
@@ -68,7 +69,7 @@ def test_infinities_and_nan_pass_products_and_have_no_part_in_scales():
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("length", [1, 8, 16])
+@pytest.mark.parametrize("length", quick([1, 8, 16], 8))
 def test_chains_of_stochastic_products(length, size):
     def chain(p, v):
         for _ in range(length):
@@ -96,9 +97,9 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("kind", NETS)
-@pytest.mark.parametrize("depth", [4, 16])
-@pytest.mark.parametrize("loss_scale", [2.0**-70, 1.0])
+@pytest.mark.parametrize("kind", quick(NETS, "pre", "post"))
+@pytest.mark.parametrize("depth", quick([4, 16], 4))
+@pytest.mark.parametrize("loss_scale", quick([2.0**-70, 1.0], 2.0**-70))
 def test_gradients_of_deep_residual_nets_are_as_right_as_those_of_plain_fp16(kind, depth, loss_scale):
     ws = tuple(normal(i, 32, 32) / 6 for i in range(depth))
     gradient = jax.grad(lambda ws, x: loss_scale * residual(x, ws, NETS[kind]))
@@ -111,7 +112,7 @@ def test_gradients_of_deep_residual_nets_are_as_right_as_those_of_plain_fp16(kin
     assert error(found, expected) <= allowed
 
 
-@pytest.mark.parametrize("tokens", [2**12, 2**16, 2**20, 2**24])
+@pytest.mark.parametrize("tokens", quick([2**12, 2**16, 2**20, 2**24], 2**24))
 def test_gradients_of_a_mean_over_many_tokens(tokens):
     t = 512
     labels = jax.random.randint(jax.random.key(2), (t,), 0, 64)
@@ -129,8 +130,8 @@ def test_gradients_of_a_mean_over_many_tokens(tokens):
 SENTINELS = (float(jnp.finfo(jnp.float32).min), -1e38, -1e30, -np.inf)
 
 
-@pytest.mark.parametrize("sentinel", SENTINELS)
-@pytest.mark.parametrize("dtype", [jnp.float32, HALF])
+@pytest.mark.parametrize("sentinel", quick(SENTINELS, SENTINELS[0], -np.inf))
+@pytest.mark.parametrize("dtype", quick([jnp.float32, HALF], HALF))
 @pytest.mark.parametrize("inside", ["", "product"])
 def test_a_running_maximum_that_starts_at_a_sentinel(sentinel, dtype, inside):
     w = normal(9, 3, 3)

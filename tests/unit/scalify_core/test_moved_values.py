@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import quick
 from jax import lax
 from measured_and_plain import HALF, ROUNDINGS, error, normal
 
@@ -78,13 +79,13 @@ def check(loss):
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", quick(MOVES, "two"))
 def test_who_reads_a_moved_value_beside_a_product_reads_all_of_it(move, reader):
     check(moved(move, reader))
 
 
-@pytest.mark.parametrize("reader", ["log", "reciprocal"])
-@pytest.mark.parametrize("how", PASSED_ON)
+@pytest.mark.parametrize("reader", quick(["log", "reciprocal"], "log"))
+@pytest.mark.parametrize("how", quick(PASSED_ON, "checkpoint", "stack of a scan"))
 def test_who_reads_what_is_passed_on_beside_a_product_reads_all_of_it(how, reader):
     check(passed_on(how, reader))
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import propagated
 import pytest
+from families import quick
 from jax import lax
 from jax.experimental.ode import odeint
 
@@ -41,7 +42,7 @@ def nest(depth, *kinds):
     return fun
 
 
-@pytest.mark.parametrize("scale", [1.0, None])
+@pytest.mark.parametrize("scale", quick([1.0, None], None))
 @pytest.mark.parametrize(
     "kinds",
     [(branch,), (turns,), (counted,), (branch, turns), (branch, branch, turns), (jax.checkpoint, branch, counted)],
@@ -60,7 +61,7 @@ def test_nested_control_flow_is_evaluated_in_proportion_to_its_depth(kinds, scal
     assert 0 < counts[9] <= 5 * counts[3], counts
 
 
-@pytest.mark.parametrize("scale", [1.0, None])
+@pytest.mark.parametrize("scale", quick([1.0, None], None))
 @pytest.mark.parametrize("kinds", [(branch, turns), (turns, counted)])
 def test_nested_control_flow_gives_the_plain_values(kinds, scale, scalify):
     x = jax.random.normal(jax.random.key(0), (8,))
@@ -117,12 +118,16 @@ LOOPS = (doubled, counted_apart, newton, to_its_own_bound, vector_until_long, de
 
 @pytest.mark.parametrize(
     ("fun", "dtype"),
-    [
-        *itertools.product(LOOPS, (jnp.float32, jnp.float16)),
-        (jax.scipy.special.expi, jnp.float32),  # its coefficients are beyond FP16, and its terms cancel
-    ],
+    quick(
+        [
+            *itertools.product(LOOPS, (jnp.float32, jnp.float16)),
+            (jax.scipy.special.expi, jnp.float32),  # its coefficients are beyond FP16, and its terms cancel
+        ],
+        (counted_apart, jnp.float16),
+        (vector_until_long, jnp.float16),
+    ),
 )
-@pytest.mark.parametrize("scale", [1.0, None])
+@pytest.mark.parametrize("scale", quick([1.0, None], 1.0))
 def test_elements_of_a_batch_end_when_their_own_predicate_says_so(fun, scale, dtype, scalify):
     # Numbers that FP16 holds exactly, and away from where a rounding would be one turn more.
     x = jnp.array([0.25, 1.0, 2.375, 0.875, 3.0, 1.75])

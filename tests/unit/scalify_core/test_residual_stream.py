@@ -120,6 +120,7 @@ def observed():
     return found, gradients
 
 
+@pytest.mark.whole  # creep, layer by layer: test_traps.py
 @pytest.mark.parametrize(
     "name",
     [

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from families import quick
 from jax import nn
 from measured_and_plain import HALF, ROUNDINGS, error, normal
 
@@ -41,7 +42,7 @@ def margin(w, x):
 
 
 @pytest.mark.parametrize("loss", [hardest_wrong, accuracy, of_the_diagonal, margin])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", quick([0, 1], 0))
 def test_it_compares_as_it_does_in_the_plain_program(loss, seed):
     w, x = as_scaled_array((normal(seed + 9, 16, 10), normal(seed, 32, 16)), dtype=HALF)
     both = jax.value_and_grad(loss)
@@ -100,7 +101,7 @@ COPIES = {
 
 
 @pytest.mark.filterwarnings("ignore:.*plain code has FP32 here, by promotion")  # by `sizes`: true, and not the subject
-@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", quick([HALF, jnp.bfloat16], HALF))
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_by_a_one_hot_matrix_is_equal_to_the_rows_that_it_copies(how, dtype):
     copied, taken = COPIES[how]

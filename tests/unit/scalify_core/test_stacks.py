@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import quick
 from for_a_gpu import compiled_for_a_gpu
 
 from scalify_core import ScaledArray, tree
@@ -68,8 +69,8 @@ def test_what_is_gathered_can_be_scattered_and_nothing_has_changed(mu):
     assert NONE.numbers(params) is None
 
 
-@pytest.mark.parametrize("accept", [None, True, False])
-@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("accept", quick([None, True, False], False))
+@pytest.mark.parametrize("formats", quick(FORMATS, "fp8"))
 def test_a_step_on_stacks_is_bitwise_the_step_on_each_array(formats, accept):
     mu, nu = FORMATS[formats]
     params, stacks = weights(), stacks_of(weights())
@@ -139,7 +140,7 @@ def test_on_a_gpu_the_vectors_of_a_deep_model_are_a_few_kernels_and_none_is_a_co
     assert len(called) < 20
 
 
-@pytest.mark.parametrize(("vectors", "width"), [(60, 1280), (130, 768)])
+@pytest.mark.parametrize(("vectors", "width"), quick([(60, 1280), (130, 768)], (60, 1280)))
 def test_on_a_gpu_more_and_longer_vectors_are_a_few_kernels_too(vectors, width):
     """A stack of 2^16 elements was taken for a large array, one of 130 rows was put together of two: 207 and 421."""
     called, _ = gpu_step(vectors, matrices=1, width=width)

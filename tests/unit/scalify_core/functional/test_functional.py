@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import quick
 
 import scalify_core as sc
 from scalify_core.functional import attention, losses, norms
@@ -139,7 +140,7 @@ def test_value_and_gradients_equal_the_textbook_formula(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", quick([jnp.float16, jnp.bfloat16], jnp.float16))
 def test_result_and_gradients_have_the_dtype_of_the_input(name, dtype):
     fun, _, args, differentiable = CASES[name]
     args = tuple(a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in args)

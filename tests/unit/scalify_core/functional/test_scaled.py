@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import quick
 
 import scalify_core
 import scalify_core as sc
@@ -131,7 +132,7 @@ def test_a_rotation_of_a_plain_array_by_scaled_tables():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("exponents", [(0, 0, 0), (-60, 60, 0), (60, -60, 60), (-30, 30, -60), (20, -20, 60)])
+@pytest.mark.parametrize("exponents", [(0, 0, 0), (-60, 60, 0), (20, -20, 60)])
 def test_grouped_attention_and_its_gradients_at_any_scales(exponents, dynamic):
     """Keys and values that three query heads share: their gradients are sums over these."""
     shapes = (2, 64, 6, 8), (2, 64, 2, 8), (2, 64, 2, 8)
@@ -230,7 +231,9 @@ def test_a_gelu_with_its_own_bias_in_half_precision(dynamic):
     assert_near(scalify(fun)(x, bias), fun(*asarray((x, bias))), HALF_RTOL)
 
 
-@pytest.mark.parametrize("fun", [sc.dynamic_rescale_rms, sc.dynamic_rescale_max_grad, materialised])
+@pytest.mark.parametrize(
+    "fun", quick([sc.dynamic_rescale_rms, sc.dynamic_rescale_max_grad, materialised], sc.dynamic_rescale_rms)
+)
 @pytest.mark.parametrize(("outer", "inner"), [(0, None), (1, None), (2, None), (1, 0), (1, 1), (2, 1), (0, 1)])
 def test_what_only_changes_scales_keeps_the_axes_of_vmap_in_their_places(fun, outer, inner):
     def mapped(x):

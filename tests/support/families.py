@@ -1,0 +1,19 @@
+"""The cases of a family that `make test` runs."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def quick(values: Iterable[Any], *chosen: Any) -> list[Any]:
+    """Return all values of a parameter; those that are not chosen are left to `make test-all`.
+
+    A case runs in `make test` where every one of its parameters has a chosen value. A tuple holds values of several
+    parameters.
+    """
+    return [value if value in chosen else pytest.param(*_values(value), marks=pytest.mark.whole) for value in values]
+
+
+def _values(value: Any) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
