@@ -19,8 +19,6 @@ from trainer.errors import UserError
 from trainer.observe.records import encode_row
 from trainer.run.rundir import RunDir
 
-TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
-
 
 def test_an_item_is_a_precision_with_further_overrides_or_overrides_alone():
     assert runs.overrides("bf16") == ["precision=bf16"]
@@ -257,28 +255,6 @@ def test_a_failed_run_ends_the_study_with_its_last_words(tmp_path):
         )
 
 
-SAVES = """
-import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).touch(), sys.exit(143)))
-pathlib.Path(sys.argv[2]).touch()
-time.sleep(60)
-"""
-
-
-def test_runs_are_told_to_stop_and_save_when_the_study_stops(tmp_path):
-    ready, saved = tmp_path / "ready", tmp_path / "saved"
-    short, long = Job(1.0, "fp32", 0), Job(1.0, "bf16", 0)
-    wait = f"import pathlib, time\nwhile not pathlib.Path({str(ready)!r}).exists(): time.sleep(0.01)"
-    commands = {
-        short: [sys.executable, "-c", wait],
-        long: [sys.executable, "-c", SAVES, str(saved), str(ready)],
-    }
-    running = runs.in_turn(commands, {job: tmp_path / job.item for job in commands}, 2)
-    assert next(running) == short
-    running.close()
-    assert saved.exists()
-
-
 TWICE = """
 import pathlib, signal, sys
 from scripts.studies.runs import Job, in_turn
@@ -315,80 +291,3 @@ def test_ctrl_c_in_a_terminal_is_one_signal_for_the_runs(tmp_path):
     os.killpg(study.pid, signal.SIGINT)
     study.communicate(timeout=60)
     assert (tmp_path / "saved").exists()
-
-
-# Of each run: the floats in the compiled step, in how many places it casts to E4M3 (two operands of a matmul in each of
-# the block's four linear layers), and what the state that goes into it stores weights, first and second moments in.
-PROGRAMS = {
-    "fp32": ({"f32"}, 0, {"f32"}, {"f32"}, {"f32"}),
-    "scalify_fp8_fp8": ({"f32", "f16", "f8e4m3fn", "f8e5m2"}, 8, {"f16"}, {"f8e4m3fn"}, {"f8e5m2"}),
-}
-
-
-def stored(program, part):
-    """Dtypes of the arrays (scales, which are scalars, aside) in a part of the state: arguments of the program."""
-    entry = program[program.index("\nENTRY ") :]
-    return set(re.findall(rf"= (\w+)\[\d\S* parameter\(.*op_name=\"state\.{part}\\?\[", entry))
-
-
-@pytest.mark.whole  # test_gpu_study.py has such a study, test_precision.py each preset's program
-def test_paired_runs_are_in_the_precision_that_they_are_called_by_and_resume(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out"
-    args = Arguments(
-        "scalify_fp8_fp8",
-        seeds=2,
-        steps=4,
-        batch_tokens=32,
-        evaluations=2,
-        eval_batches=2,
-        last=1,
-        jobs=2,
-        overrides=f"{TINY} data.cache_dir={tmp_path}/data compile_cache={tmp_path}/cache",
-        evaluate_in="fp32",
-        out=str(out),
-    )
-    command = parity.command
-
-    def dumping(args, job, run_dir, model_lr):
-        flags = f"--xla_dump_to={run_dir}/hlo --xla_dump_hlo_module_re=jit_train_step"
-        return ["env", f"XLA_FLAGS={flags}", *command(args, job, run_dir, model_lr)]
-
-    monkeypatch.setattr(parity, "command", dumping)
-    parity.main(args)
-    study = json.loads((out / "parity.json").read_text())
-    base, row = study["table"]
-    assert (base["item"], base["n"], row["item"], row["n"]) == ("fp32", 2, "scalify_fp8_fp8", 2)
-    assert row["skipped"] == row["diverged"] == 0
-    assert "| 1x | scalify_fp8_fp8 | 2 |" in (out / "parity.md").read_text()
-    assert "weights in fp32" in (out / "parity.md").read_text()
-    assert (out / "parity.png").read_bytes().startswith(b"\x89PNG")
-    final = {(run["item"], run["seed"]): run["curve"]["4"] for run in study["runs"]}
-    paired = [abs(final["fp32", seed] - final["scalify_fp8_fp8", seed]) for seed in (0, 1)]
-    assert 0 < max(paired) < abs(final["fp32", 0] - final["fp32", 1])  # the same weights and batches
-
-    assert (base["elsewhere_n"], row["elsewhere_n"], base["elsewhere"]) == (2, 2, 0)
-    for run in study["runs"]:
-        folder = out / "1x" / run["item"] / str(run["seed"])
-        own, other = json.loads((folder / "evaluation.json").read_text())["results"]
-        same = pytest.approx(own["loss"], rel=1e-6)  # its sums may be in another order
-        assert run["curve"]["4"] == same  # what the run found itself
-        assert other["loss"] == run["elsewhere"]
-        assert (other["loss"] == same) == (run["item"] == "fp32")
-
-    for item, (floats, casts, weights, mu, nu) in PROGRAMS.items():
-        # The second run finds the program of the first in the cache, in which no two programs share a place.
-        dumped = list((out / "1x" / item).glob("?/hlo/*jit_train_step.cpu_after_optimizations.txt"))
-        assert dumped
-        for program in (path.read_text() for path in dumped):
-            assert set(re.findall(r"\b(b?f\d\w*)\[", program)) == floats
-            assert len(re.findall(r"= f8e4m3fn\[\d\S* convert\(", program)) >= casts
-            assert stored(program, "params") == weights
-            assert stored(program, r"opt_state\.\S*mu") == mu
-            assert stored(program, r"opt_state\.\S*nu") == nu
-        assert not list((out / "1x" / item).glob("?/checkpoints"))
-
-    capsys.readouterr()
-    finished = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
-    parity.main(args)
-    assert "4 of 4 runs are finished; 0 to go" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in finished} == finished

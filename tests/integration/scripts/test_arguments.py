@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from families import quick
 
 from scripts.arguments import argument, read, run, usage
 from trainer.errors import UserError, to_readers
@@ -53,7 +54,10 @@ def test_user_errors_are_one_line_and_exit_code_2(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "command",
-    ["scripts.compare --help", "scripts.plan --help", "scripts.explain --help", "trainer --cfg job"],
+    quick(
+        ["scripts.compare --help", "scripts.plan --help", "scripts.explain --help", "trainer --cfg job"],
+        "scripts.compare --help",
+    ),
 )
 def test_where_nobody_reads_on_the_end_is_without_a_word(command, tmp_path):
     read_end, write_end = os.pipe()

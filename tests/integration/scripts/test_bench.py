@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -120,42 +119,13 @@ def run(texts, out, *, settings=None, minutes=9.0, python=None, **more):
     return run_cases(texts, settings or on_cpu(), minutes=minutes, python=python, out=str(out), cache=cache, **more)
 
 
-@pytest.mark.whole  # five processes; rows that are kept: test_kernel_times.py
-def test_what_fails_costs_no_others_figures_and_is_tried_again(tmp_path, capsys, monkeypatch):
-    """This interpreter has no torch, so its case dies; the second call times nothing that has figures."""
-    out = tmp_path / "cases.json"
-    texts = "gpt2_nano:bf16:batch=1,gpt2_nano:torch:batch=1,gpt2_nano:fp32:batch=1"
-    monkeypatch.setattr(bench, "torch_interpreter", lambda named: sys.executable)
-    arguments = bench.Arguments(cases=texts, platform="cpu", sequence=16, rounds=2, steps=1, out=str(out))
-    arguments = replace(arguments, compile_cache=os.environ["SCALIFY_TEST_CACHE"])
-    with pytest.raises(UserError, match=r"1 of the cases failed.*gpt2_nano torch B=1: .*No module named 'torch'"):
-        bench.main(arguments)
-    written = json.loads(out.read_text())
-    assert [row["precision"] for row in written["rows"]] == ["bf16", "fp32"]
-    assert "No module named 'torch'" in written["failed"]["gpt2_nano torch B=1"]
-    for row in written["rows"]:
-        assert row["tokens_per_s_min"] <= row["tokens_per_s"] <= row["tokens_per_s_max"]
-        assert min(row["peak_gib"], row["compile_s"]) > 0
-        assert row["mfu"] is None  # a CPU has no known peak
-    (first,), (second,) = (row["over"].values() for row in written["rows"])
-    assert first * second == pytest.approx(1, rel=0.5)  # medians of two rounds each
-    capsys.readouterr()
-
-    def dead(*args, **kwargs):
-        raise AssertionError("a case with figures is timed again")
-
-    monkeypatch.setattr("scripts.bench.contest.Worker", dead)
-    found = run_cases(texts, Settings(2, 1, 16, "cpu"), minutes=0, python="python", out=str(out), cache=None)
-    assert list(found.rows) == ["gpt2_nano bf16 B=1", "gpt2_nano fp32 B=1"]
-    assert "gpt2_nano fp32 B=1: measured before" in capsys.readouterr().out
-
-
 def test_a_cpu_is_not_timed_in_place_of_a_gpu(capsys, tmp_path):
     found = run("gpt2_nano:fp32:batch=1", tmp_path / "a.json", settings=Settings(1, 1, 16, "gpu"))
     assert found.rows == {}
     assert re.search(r"FAILED, platform=gpu, but JAX has cpu", capsys.readouterr().out)
 
 
+@pytest.mark.whole  # stage precompile in test_gpu_study.py
 def test_compiling_only_takes_no_step_and_fills_the_cache(tmp_path, capsys):
     found = run("gpt2_nano:fp32:batch=1", tmp_path / "a.json", compile_only=True)
     assert found.rows == found.failed == {}
@@ -211,6 +181,8 @@ def test_two_are_alive_at_most_and_all_are_compared_with_the_first(monkeypatch, 
     assert pretended.most == 2
     assert pretended.started == list(COSTS)
     assert [list(row["over"].values()) for row in rows.values()] == [[2.0, 0.5, 0.25], [0.5], [2.0], [4.0]]
+    run(FOUR, tmp_path / "a.json")  # what has figures is not timed again
+    assert pretended.started == list(COSTS)
 
 
 def test_one_that_finds_no_room_is_timed_by_itself_and_the_next_ones_go_on(monkeypatch, tmp_path):
@@ -226,6 +198,7 @@ def test_the_next_takes_the_place_of_a_first_that_fails(monkeypatch, tmp_path):
     Pretended(monkeypatch, COSTS, fails=("bf16",))
     found = run(FOUR, tmp_path / "a.json")
     assert found.failed == {"gpt2_nano bf16 B=8": "broken"}
+    assert list(json.loads((tmp_path / "a.json").read_text())["failed"]) == list(found.failed)
     assert list(found.rows["gpt2_nano fp32 B=8"]["over"]) == ["gpt2_nano scalify_fp8 B=8", "gpt2_nano fp8_current B=8"]
 
 
@@ -245,6 +218,7 @@ def test_an_error_is_an_answer_and_the_worker_lives():
         assert worker.ask({"x": 3}) == {"twice": 6}
 
 
+@pytest.mark.whole  # a case that runs: ours alone, above
 def test_a_case_needs_neither_hydra_nor_data(monkeypatch):
     for name in ("wandb", "datasets", "hydra", "tiktoken", "matplotlib", "orbax", "orbax.checkpoint"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -32,10 +32,10 @@ def ends(out, stage):
 @pytest.mark.parametrize(
     "stage",
     [
-        *("bench124", "precompile"),
+        "precompile",
+        pytest.param("bench124", marks=pytest.mark.whole),  # the same cases, run
         pytest.param("profile", marks=pytest.mark.whole),  # test_kernel_times.py
         pytest.param("parity", marks=pytest.mark.whole),  # test_parity.py
-        *(pytest.param(size, marks=pytest.mark.whole) for size in ("bench774", "bench1558")),  # of a toy all are one
         pytest.param("smoke", marks=pytest.mark.whole),  # tests and runs that others here are
     ],
 )

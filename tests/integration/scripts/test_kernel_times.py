@@ -148,6 +148,7 @@ def test_a_profile_of_a_cpu_is_read_to_its_end():
     assert 0 <= table["gaps_ms"] < table["step_ms"]
 
 
+@pytest.mark.whole  # a worker that compiles and runs; what is made of its profile: above
 def test_cases_are_profiled_and_what_is_profiled_is_not_again(tmp_path, capsys):
     out = tmp_path / "profile.json"
     settings = {"cases": "gpt2_nano:fp32:batch=1", "platform": "cpu", "sequence": 16, "steps": 1, "out": str(out)}

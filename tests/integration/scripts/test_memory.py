@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from families import quick
 
 from scripts.bench import memory
 
@@ -23,11 +24,14 @@ def test_what_the_gradient_reads_of_the_losses_computation_is_counted_by_format(
 
 @pytest.mark.parametrize(
     ("item", "each", "narrow"),
-    [
-        ("fp32+model.dropout=0.1", 12, False),
+    quick(
+        [
+            ("fp32+model.dropout=0.1", 12, False),
+            ("scalify_fp8_fp16", 6, True),
+            ("scalify_fp8_fp8+precision.fp8_modules=[h.0.*]", 4, True),
+        ],
         ("scalify_fp8_fp16", 6, True),
-        ("scalify_fp8_fp8+precision.fp8_modules=[h.0.*]", 4, True),
-    ],
+    ),
 )
 def test_a_state_weighs_what_its_formats_say(item, each, narrow):
     tiny = "model.n_layer=2+model.n_head=1+model.d_model=32+model.context=16+train.batch_tokens=64"
@@ -37,6 +41,7 @@ def test_a_state_weighs_what_its_formats_say(item, each, narrow):
     assert ("float8_e4m3fn" in found["saved_bytes"]) == narrow
 
 
+@pytest.mark.whole  # two programs; one state: above
 def test_16_bit_weights_are_kept_in_fp8_for_the_backward_pass_where_the_configuration_says_so():
     tiny = "model.n_layer=2+model.n_head=1+model.d_model=32+model.context=16+train.batch_tokens=64"
     arguments = memory.Arguments(vocab=64, model="gpt2_nano", batch=4)

@@ -59,6 +59,7 @@ def flat(batch):
     return [np.ravel(x) for x in (batch.values() if isinstance(batch, dict) else [batch])]
 
 
+@pytest.mark.whole  # three runs; the study of such: above
 def test_all_ways_are_steps_of_the_same_model():
     args = Arguments(models="llama:1", width=32, batch=1, steps=3)
     with jax.numpy_rank_promotion("allow"):

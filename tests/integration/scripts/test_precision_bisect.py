@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from families import quick
 from omegaconf import OmegaConf
 
 from scripts.precision_bisect import ALL, CASTS, Finding, advice, bisect, computed_in_fp32, in_fp32, report, switches
@@ -56,7 +57,7 @@ def layers(found, tensor=ALL):
 PLAIN = {"forward": "e4m3", "backward": "e5m2"}  # FP8 without any scales
 
 
-@pytest.mark.parametrize("hurt", [0, 1])
+@pytest.mark.parametrize("hurt", quick([0, 1], 1))
 def test_the_layer_that_was_hurt_is_ranked_first(hurt):
     found = findings(hurt, **PLAIN)
     trained = next(f for f in found if f.tensor == "none")
@@ -67,6 +68,7 @@ def test_the_layer_that_was_hurt_is_ranked_first(hurt):
     assert f"h.{hurt}.attn.c_proj" in report(found, 12)
 
 
+@pytest.mark.whole  # a second model to be bisected
 def test_without_any_cast_nothing_is_left_of_the_error_and_each_cast_has_its_place():
     found = {(f.layer, f.tensor): f for f in findings(**PLAIN)}
     assert set(found) == set(switches([f"h.{i}.{n}" for i in range(2) for n in LINEAR]))
@@ -91,6 +93,7 @@ def test_under_propagated_scales_the_same_damage_does_less():
     assert {f.tensor for f in scaled} == {*CASTS, ALL, "none", "compute"}
 
 
+@pytest.mark.whole  # a program of its own; the same arithmetic: test_precision.py
 def test_the_simulated_program_is_the_one_that_was_trained():
     model, params, scaling, tokens, _ = model_and_batch(0, "scalify_fp8_fp16", SHORT)
     loss, _, _ = jax.jit(model.differentiate().value_and_grad)(params, scaling, tokens, None, None)
