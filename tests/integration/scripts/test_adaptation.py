@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import sys
 
 import pytest
 
@@ -72,17 +71,6 @@ def test_texts_are_documents_of_different_messages(tmp_path, monkeypatch):
         catalogues.write_texts(tmp_path / "out/u.jsonl", ["one==1", "two"], "xx")
 
 
-def test_packages_that_cannot_be_fetched_are_one_line_that_says_what_else_there_is(tmp_path, monkeypatch):
-    script = tmp_path / "installer.py"
-    script.write_text("import sys\nprint('WARNING: x\\nERROR: no such package', file=sys.stderr)\nsys.exit(1)\n")
-    monkeypatch.setattr(catalogues, "installers", lambda: [[sys.executable, str(script)]])
-    with pytest.raises(UserError, match=r"packages=nothing cannot be fetched: ERROR: no such package; .* text="):
-        catalogues.fetch(["nothing"], tmp_path)
-    monkeypatch.setattr(catalogues, "installers", lambda: [])
-    with pytest.raises(UserError, match="neither pip nor uv"):
-        catalogues.fetch(["nothing"], tmp_path)
-
-
 def test_the_step_at_which_a_level_is_reached_lies_on_a_line_between_two_validations():
     curve = Curve({10: 4.0, 20: 3.0, 30: 2.5})
     assert (curve.first_at(3.5), curve.first_at(3.0), curve.first_at(2.75)) == (15, 20, 25)
@@ -146,18 +134,6 @@ def test_another_study_in_the_same_directory_is_refused(tmp_path):
     adaptation.claim(tmp_path, Arguments(steps=15, lr="1e-4"))  # rates, as seeds, may be added
     with pytest.raises(UserError, match=r"steps=30 \(was 15\)"):
         adaptation.claim(tmp_path, Arguments(steps=30))
-
-
-def test_another_text_under_the_same_name_is_refused(tmp_path):
-    text, args = tmp_path / "a.txt", Arguments(out=str(tmp_path), text=str(tmp_path / "a.txt"))
-    text.write_text("one text")
-    adaptation.claim(tmp_path, args)
-    adaptation.claim_text(tmp_path, args, open_corpus(TextSource((str(text),)), tmp_path / "data"))
-    adaptation.claim(tmp_path, args)  # keeps what it holds
-    adaptation.claim_text(tmp_path, args, open_corpus(TextSource((str(text),)), tmp_path / "data"))
-    text.write_text("another text")
-    with pytest.raises(UserError, match=r"a\.txt is not the text that the runs in out=.* are of; put that back"):
-        adaptation.claim_text(tmp_path, args, open_corpus(TextSource((str(text),)), tmp_path / "data"))
 
 
 def test_texts_are_measured_as_the_trainer_reads_them_and_odd_ones_are_one_line(tmp_path):

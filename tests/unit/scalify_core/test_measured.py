@@ -127,28 +127,6 @@ def test_gradients_of_a_mean_over_many_tokens(tokens):
 
 # Loops.
 
-SENTINELS = (float(jnp.finfo(jnp.float32).min), -1e38, -1e30, -np.inf)
-
-
-@pytest.mark.parametrize("sentinel", quick(SENTINELS, SENTINELS[0], -np.inf))
-@pytest.mark.parametrize("dtype", quick([jnp.float32, HALF], HALF))
-@pytest.mark.parametrize("inside", ["", "product"])
-def test_a_running_maximum_that_starts_at_a_sentinel(sentinel, dtype, inside):
-    w = normal(9, 3, 3)
-
-    def online(x):
-        def turn(carry, row):
-            largest, total = carry
-            row = row @ w if inside else row
-            new = jnp.maximum(largest, row)
-            return (new, total * jnp.exp(largest - new) + jnp.exp(row - new)), new
-
-        (largest, total), _ = lax.scan(turn, (jnp.full(3, sentinel), jnp.zeros(3)), x)
-        return largest + jnp.log(total)
-
-    found, expected = both(online, 0.3 * normal(0, 5, 3), dtype=dtype)
-    assert error(found, expected) <= ROUNDINGS[dtype]
-
 
 @pytest.mark.parametrize("exponent", [-120, -100, -55, -20, 0, 20, 55, 100, 120])
 def test_fp32_data_is_as_plain_at_every_scale(exponent):
