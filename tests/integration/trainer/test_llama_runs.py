@@ -31,8 +31,8 @@ RUNS = {
     "scalify_fp8_fp8-dots_saveable": ["parallel.data=1", SCAN],
     "scalify_fp8_fp16-nothing_saveable": ["parallel.data=1"],
 }
-# Of make test: unrolled and split, without and with scales; of the other precisions test_precision.py has a step each.
-FEW = ("bf16-elementwise", "scalify_fp8_fp16-elementwise")
+# Of make test: without and with scales; of the other precisions test_precision.py has a step each.
+FEW = ("bf16-elementwise", "scalify_fp8_fp8-dots_saveable")
 
 
 @pytest.mark.parametrize(

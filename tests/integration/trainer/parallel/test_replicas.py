@@ -23,6 +23,7 @@ from trainer.step.state import from_stored, to_stored
 from trainer.workload import abstract_state, compile_step, first_state
 
 tree_leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_scaled_array)
+WHOLE = pytest.mark.whole  # each beside one that shows the same in another setting
 AVERAGE = DiLoCoSettings(2, 2, "fp32", 1.0, 0.0, feedback=False, fragments=1, participants=2, last=100)
 NARROW = AVERAGE._replace(format="fp8", lr=0.7, momentum=0.9, feedback=True)
 
@@ -111,7 +112,9 @@ def test_replicas_on_one_device_have_the_bits_of_replicas_on_two(replicas):
     assert bits(one) == bits(two)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (1, 1, 2)], ids=["data", "fsdp", "tensor"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((2, 1), marks=WHOLE), (1, 2), pytest.param((1, 1, 2), marks=WHOLE)], ids=str
+)
 def test_a_replica_may_be_several_devices(sizes):
     alone, losses = trained(3, AVERAGE, "fp32", 1)
     found, theirs = trained(3, AVERAGE, "fp32", 4, sizes)
@@ -122,8 +125,12 @@ def test_a_replica_may_be_several_devices(sizes):
         assert np.mean(np.abs(np.asarray(a) - np.asarray(b)) > 1e-4) < 0.01
 
 
-def test_a_run_that_is_resumed_in_the_middle_of_a_round_has_the_bits_of_one_that_is_not(tmp_path):
-    how = (NARROW._replace(momentum=0.5, fragments=2, steps=4), "scalify_fp8_fp16")
+FLAGSHIP = pytest.param("scalify_fp8_fp16", marks=pytest.mark.whole)  # that it is stored: test_precision.py
+
+
+@pytest.mark.parametrize("preset", ["fp32", FLAGSHIP])
+def test_a_run_that_is_resumed_in_the_middle_of_a_round_has_the_bits_of_one_that_is_not(tmp_path, preset):
+    how = (NARROW._replace(momentum=0.5, fragments=2, steps=4), preset)
     whole, _ = trained(7, *how)
     half, _ = trained(3, *how)
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
@@ -135,7 +142,10 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_round_has_the_bits_of_one_that
     assert bits(restored) == bits(half)
     again, _ = trained(7, *how, start=3, state=restored)
     assert bits(again) == bits(whole)
-    # New scales leave replicas and outer weights what they are, and are the same for both.
+
+
+def test_new_scales_leave_replicas_and_outer_weights_what_they_are_and_are_the_same_for_both():
+    whole = from_stored(first_state(task_of(NARROW, "scalify_fp8_fp16"), 0))
     paths = [jax.tree_util.keystr(path) for path, _ in tree_leaves(whole.params)]
     moved = with_params(whole, weights.rescale_params(whole.params, dict.fromkeys(paths, 0.5)))
     for new, old in ((moved, whole), (moved.diloco.states, whole.diloco.states)):
@@ -145,7 +155,7 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_round_has_the_bits_of_one_that
     assert bits(moved.params) != bits(whole.params)
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=WHOLE)])
 def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
     half, _ = trained(3, NARROW, "fp32", 1)
     task = task_of(NARROW._replace(replicas=count, participants=count), "fp32", 1)
@@ -169,7 +179,7 @@ def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
     assert len(set(keys)) == count
 
 
-@pytest.mark.parametrize(("before", "now"), [(AVERAGE, NARROW), (NARROW, AVERAGE), (NARROW, NARROW._replace(lr=1.0))])
+@pytest.mark.parametrize(("before", "now"), [(AVERAGE, NARROW), pytest.param(NARROW, AVERAGE, marks=WHOLE)])
 def test_another_run_may_go_on_with_an_outer_momentum_and_feedback_or_without(tmp_path, before, now):
     """What was not kept begins with zeros, what was kept and still is goes on, and weights and moments are the same."""
     half, _ = trained(3, before, "fp32", 1)
@@ -197,6 +207,7 @@ def test_replicas_are_nothing_for_a_run_without(tmp_path):
             restore_own(checkpointer, workload("fp32"))
 
 
+@pytest.mark.whole  # fewer replicas: above; damaged checkpoints: test_checkpoint_damage.py
 def test_where_the_newest_checkpoint_is_damaged_the_one_before_may_have_other_replicas(tmp_path):
     half, _ = trained(3, NARROW, "fp32", 1)
     task = task_of(NARROW._replace(replicas=1, participants=1), "fp32", 1)
@@ -248,7 +259,7 @@ def test_replicas_that_are_not_drawn_stay_as_they_were_until_the_exchange():
         assert [x.tobytes() for x in of_replica(state, k)] == bits(state.params)
 
 
-@pytest.mark.parametrize("preset", ["fp32", "scalify_fp8_fp16"])
+@pytest.mark.parametrize("preset", ["fp32", FLAGSHIP])
 def test_weights_that_are_not_finite_change_nothing(preset):
     """Neither the outer weights nor the momentum nor what earlier roundings have lost, which is sent with the next."""
     how = (NARROW, preset)

@@ -31,7 +31,15 @@ from trainer.workload import (
 E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
 
 
-every_preset = pytest.mark.parametrize("preset", PRESETS)
+# One of each way to store and to scale in make test; the others in make test-all.
+FEW = ("fp32", "bf16_pure", "fp16_loss_scaled", "scalify_fp8_fp16", "fp8_delayed")
+
+
+def some(few, others):
+    return [*few, *(pytest.param(preset, marks=pytest.mark.whole) for preset in others)]
+
+
+every_preset = pytest.mark.parametrize("preset", some(FEW, [preset for preset in PRESETS if preset not in FEW]))
 
 
 @functools.cache
@@ -78,7 +86,7 @@ def test_every_preset_learns(preset):
     assert losses[-1] < losses[0] - 0.3  # the batch is learnt by heart: sooner or later, to zero
 
 
-@pytest.mark.parametrize("preset", ["fp8_delayed", "scalify_fp8_fp8"])
+@pytest.mark.parametrize("preset", some(["fp8_delayed"], ["scalify_fp8_fp8"]))
 def test_validation_has_the_loss_of_the_step(preset):
     w, state, step = compiled(preset)
     tokens = batch(w, 0)
@@ -133,6 +141,8 @@ def test_the_state_is_stored_as_the_preset_says(preset):
     count = sum(x.size for x in jax.tree.leaves(state.params) if x.ndim)
     total = sum(x.nbytes for x in jax.tree.leaves((state.params, mu, nu)) if x.ndim)
     assert total == each * count
+    scaled = any(is_scaled_array(x) for x in jax.tree.leaves(state.params, is_leaf=is_scaled_array))
+    assert scaled == preset.startswith("scalify")
 
 
 @every_preset
@@ -159,7 +169,7 @@ def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
     assert bits(resumed) == bits(whole)
 
 
-MANY = ["scalify_fp8_fp16", "scalify_fp8_fp8", "fp8_delayed", "fp16_loss_scaled"]
+MANY = some(["scalify_fp8_fp16", "fp8_delayed"], ["scalify_fp8_fp8", "fp16_loss_scaled"])
 
 
 @pytest.mark.parametrize("preset", MANY)
@@ -188,7 +198,7 @@ def test_several_devices_compute_what_one_does():
     np.testing.assert_allclose(a["loss"], b["loss"], atol=2**-10)
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp8", "fp8_delayed", "bf16_pure"])
+@pytest.mark.parametrize("preset", some(["fp8_delayed", "bf16_pure"], ["scalify_fp8_fp8"]))
 def test_a_step_that_is_not_finite_changes_nothing(preset):
     w, state, step = compiled(preset)
     state = copied(state)
@@ -242,7 +252,10 @@ def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
         np.testing.assert_allclose(v, root**2, rtol=2**-8, atol=2**-23 * v.max())
 
 
-@pytest.mark.parametrize(("source", "target"), [("scalify_fp8_fp8", "fp32"), ("fp32", "scalify_fp8_fp16")])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("fp32", "scalify_fp8_fp16"), pytest.param("scalify_fp8_fp8", "fp32", marks=pytest.mark.whole)],
+)
 def test_a_state_is_converted_to_another_precision(source, target):
     state = to_stored(take(source, 5)[0])
     w = workload(target)
@@ -277,7 +290,7 @@ def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
     assert step(new, batch(w), hyper(0, 1e-3))[1]["finite"]
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", some([True], [False]))
 def test_gradients_of_chosen_layers_are_in_e4m3(scan):
     spec = dataclasses.replace(SPEC, n_layer=2, scan_layers=scan)
 
@@ -293,6 +306,7 @@ def test_gradients_of_chosen_layers_are_in_e4m3(scan):
         assert casts_to_e5m2(("h.0.*",)) == every / 2
 
 
+@functools.cache
 def gradient_error(spec=SPEC, **changes):
     """Of the first step in the flagship's products, FP32 elsewhere, off from FP32's, as a part of its norm."""
     kept = {"weights": "fp32", "compute": "fp32", "weight_grad": "fp32"}
@@ -305,6 +319,7 @@ def gradient_error(spec=SPEC, **changes):
     return float(optax.global_norm(off) / optax.global_norm(right))
 
 
+@pytest.mark.whole  # that they are in E4M3: test_gradients_of_chosen_layers_are_in_e4m3
 def test_gradients_in_e4m3_have_a_digit_more():
     """An E4M3 and an E5M2 operand are off by 0.036 and 0.072 in RMS, two E4M3 ones by 0.036 each."""
     assert gradient_error(backward_e4m3=("h.*",)) < 0.8 * gradient_error()
@@ -316,6 +331,7 @@ def test_mixed_operands_make_the_same_step_up_to_the_formats():
     assert found != gradient_error()
 
 
+@pytest.mark.whole  # its gradient: above; on several devices: test_several_devices_compute_what_one_does
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_step_of_mixed_operands_and_fine_gradients_trains(devices):
     w = workload("scalify_fp8_fp8", devices, hadamard=16, backward_e4m3=("h.*",), clip_outliers=8.0)
@@ -350,6 +366,7 @@ def test_kept_layers_are_not_fp8(scan):
     assert sum(map(model.is_narrow, jax.tree.leaves(model.roles))) == len(model.narrow)
 
 
+@pytest.mark.whole  # their program: test_gradients_of_chosen_layers_are_in_e4m3; their bits: the golden run `scan`
 def test_scanned_layers_train_in_the_flagship_precision():
     w = workload("scalify_fp8_fp16", spec=dataclasses.replace(SPEC, n_layer=2, scan_layers=True))
     state = first_state(w, seed=0)
@@ -357,13 +374,6 @@ def test_scanned_layers_train_in_the_flagship_precision():
     for n in range(3):
         state, metrics = step(state, batch(w, n), hyper(n, 1e-2))
         assert metrics["finite"]
-
-
-def test_scaled_arrays_appear_only_where_scales_propagate():
-    for preset in PRESETS:
-        params = first_state(workload(preset), seed=0).params
-        found = any(is_scaled_array(x) for x in jax.tree.leaves(params, is_leaf=is_scaled_array))
-        assert found == preset.startswith("scalify")
 
 
 @pytest.mark.parametrize(("form", "kept"), [("e3m2", 2.0), ("e3m2t", 1.75)])
@@ -380,6 +390,7 @@ def test_a_simulated_product_truncates_where_its_format_says_so_and_has_scales_w
     assert float(asarray(scaled(ScaledArray(jnp.asarray(x), np.float32(1)), small))[0, 0]) == kept * 2.0**-12
 
 
+@pytest.mark.whole  # above, a product
 def test_a_step_of_a_truncated_format_with_scales_trains():
     w = workload("sim", forward="e4m3t", backward="e5m2t", scaling="propagate")
     state = from_stored(first_state(w, seed=0))

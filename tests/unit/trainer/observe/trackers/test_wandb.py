@@ -85,6 +85,7 @@ def killed_thrice(tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
 def test_wandb_holds_every_step_exactly_once_across_kills_and_resumes(killed_thrice):
     rows = [row for history in histories(killed_thrice) for row in history]
     assert Counter(row["_step"] for row in rows) == Counter(range(1, 901))
@@ -94,6 +95,7 @@ def test_wandb_holds_every_step_exactly_once_across_kills_and_resumes(killed_thr
         assert row["tokens"] == 10 * row["step"]
 
 
+@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
 def test_the_steps_of_wandb_grow_from_file_to_file(killed_thrice):
     """Or a server would drop the later ones."""
     steps = [row["_step"] for history in histories(killed_thrice) for row in history]
@@ -101,6 +103,7 @@ def test_the_steps_of_wandb_grow_from_file_to_file(killed_thrice):
     assert sum(bool(history) for history in histories(killed_thrice)) > 1
 
 
+@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
 def test_wandb_holds_every_text_and_event_once(killed_thrice):
     rows = [row for history in histories(killed_thrice) for row in history]
     assert {row["_step"]: row["events"] for row in rows if "events" in row} == {
@@ -109,6 +112,7 @@ def test_wandb_holds_every_text_and_event_once(killed_thrice):
     assert [row["_step"] for row in rows if row.get("samples/_type") == "table-file"] == list(range(50, 901, 50))
 
 
+@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
 def test_metrics_jsonl_is_that_of_a_run_never_killed(killed_thrice, tmp_path):
     tracker = JsonlTracker()
     tracker.start(Beginning(tmp_path, 0, False, {}, None, None))
@@ -123,6 +127,7 @@ def test_metrics_jsonl_is_that_of_a_run_never_killed(killed_thrice, tmp_path):
         assert (killed_thrice / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
+@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
 def test_no_secret_is_in_any_file_of_wandb(killed_thrice):
     files = [path for path in (killed_thrice / "wandb").rglob("*") if path.is_file() and not path.is_symlink()]
     text = b"".join(path.read_bytes() for path in files)
@@ -130,6 +135,7 @@ def test_no_secret_is_in_any_file_of_wandb(killed_thrice):
     assert b"hidden-secret" not in text
 
 
+@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
 def test_the_last_step_is_found_in_a_file_torn_anywhere(killed_thrice, tmp_path):
     run_id = (killed_thrice / "wandb" / "run_id").read_text()
     first = next(path for path in wandb_files(killed_thrice, run_id) if any(read_history(path)))
@@ -202,6 +208,7 @@ def test_when_the_process_of_wandb_hangs_the_training_goes_on_and_ends(tmp_path)
     assert steps == list(range(1, 4001))
 
 
+@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
 def test_an_alert_reaches_wandb(killed_thrice):
     run_id = (killed_thrice / "wandb" / "run_id").read_text()
     assert any(b"went back" in path.read_bytes() for path in wandb_files(killed_thrice, run_id))
