@@ -52,8 +52,9 @@ KINDS = ("unit", "integration", "e2e")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What kind a test is of, its folder says; what only a GPU can tell is an integration at a small size."""
+    depth = len(Path(__file__).parent.parts)
     for item in items:
-        folder = item.path.relative_to(Path(__file__).resolve().parent).parts[0]
+        folder = item.path.parts[depth]
         item.add_marker(folder if folder in KINDS else "integration")
 
 

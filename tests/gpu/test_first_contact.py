@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chosen import whole
 
 from scalify_core import attention, fp8_dot_general
 from scalify_core.formats import FP16, counter_bits
@@ -149,7 +150,7 @@ def in_fp32(on_gpu):
 
 @pytest.mark.parametrize(
     "preset",  # test_precision.py has them all; of what is named, as on a GPU, all run
-    [preset if preset == "scalify_fp8_fp16" else pytest.param(preset, marks=pytest.mark.whole) for preset in PRESETS],
+    [preset if preset == "scalify_fp8_fp16" else whole(preset) for preset in PRESETS],
 )
 def test_every_precision_learns_as_fp32_does(on_gpu, in_fp32, preset):
     w = task(preset, on_gpu)
@@ -164,7 +165,7 @@ def test_every_precision_learns_as_fp32_does(on_gpu, in_fp32, preset):
         assert check_step(w.model, Program(step.as_text()), 8 * spec.context, gpu, require=True).share > 0
 
 
-@pytest.mark.parametrize("kernels", [Kernels.KEPT, pytest.param(Kernels.FIXED, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("kernels", [Kernels.KEPT, whole(Kernels.FIXED)])
 @pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "bf16"])
 def test_the_same_steps_give_the_same_bits(on_gpu, preset, kernels):
     """Of two compilations: the second takes over what the first has measured, or nothing is measured."""

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chosen import whole
 from precisions import SPEC, abstract, batch, copied, hyper, workload
 
 from scalify_core import asarray
@@ -26,7 +27,10 @@ def bordered(preset, spec=SPEC):
     return task._replace(model=task.model._replace(border=END))
 
 
-@pytest.mark.parametrize(("preset", "spec"), [("fp32", SPEC), ("fp32", LLAMA), ("scalify_fp8_fp16", SPEC)])
+@pytest.mark.parametrize(
+    ("preset", "spec"),
+    [("fp32", SPEC), ("fp32", LLAMA), whole("scalify_fp8_fp16", SPEC)],
+)
 def test_the_loss_is_the_mean_over_the_other_targets(preset, spec):
     task = bordered(preset, spec)
     state = first_state(task, 0)
@@ -56,7 +60,7 @@ def test_gradients_are_those_of_the_sum_over_the_other_targets():
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
 
 
-@pytest.mark.parametrize("preset", ["fp32", "scalify_fp8_fp16"])
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", whole("fp32")])
 def test_a_step_is_the_same_whatever_stands_behind_a_border(preset):
     """Where documents do not see each other; here all of the rest is one token."""
     task = bordered(preset)

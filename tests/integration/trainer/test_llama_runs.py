@@ -4,6 +4,7 @@ import logging
 import math
 
 import pytest
+from chosen import whole
 from command import CACHE, values
 
 from trainer.__main__ import main
@@ -35,9 +36,7 @@ RUNS = {
 FEW = ("bf16-elementwise", "scalify_fp8_fp8-dots_saveable")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.whole) for name in RUNS]
-)
+@pytest.mark.parametrize("name", [name if name in FEW else whole(name) for name in RUNS])
 def test_it_learns(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])

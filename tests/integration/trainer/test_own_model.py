@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chosen import whole
 from command import CACHE, TINY
 from flax import nnx
 
@@ -54,7 +55,7 @@ def configuration(*overrides):
 
 
 # Of our models, in test_precision.py.
-OTHERS = [pytest.param(name, marks=pytest.mark.whole) for name in ("fp32", "fp8_current")]
+OTHERS = [whole(name) for name in ("fp32", "fp8_current")]
 
 
 @pytest.mark.parametrize("precision", ["scalify_fp8_fp16", *OTHERS])

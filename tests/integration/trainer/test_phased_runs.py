@@ -17,7 +17,7 @@ def test_a_name_that_is_no_parameter_s_ends_the_run_before_it_begins(tmp_path):
 
 
 def test_a_run_stopped_before_a_border_is_the_same_run(tmp_path):
-    phases = f"train.phases=[{EMBEDDINGS},{{lr:1e-3,precision:scalify_fp8_fp16}}]"
+    phases = f"train.phases=[{EMBEDDINGS},{{lr:1e-3,precision:bf16_pure}}]"
     output = here(tmp_path, "A", *ARGS, phases)
     assert "phase 1 of 2, steps 1 to 6: embeddings (" in output
     assert "phase 2 of 2, steps 7 to 12: all (" in output
@@ -28,7 +28,7 @@ def test_a_run_stopped_before_a_border_is_the_same_run(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)  # where its data are
         _, w, found = restore_training(tmp_path / "A")
-    assert (found.step, w.model.policy.weights) == (12, "fp16")
+    assert (found.step, w.model.policy.weights) == (12, "bf16")
     four, border, end = (weights_of(tmp_path / "A", step) for step in (4, 6, 12))
     still = {name for name in four if four[name] == border[name]}
     assert {name for name in four if name not in still} == {name for name in four if "embedding" in name}

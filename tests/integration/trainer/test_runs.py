@@ -172,6 +172,7 @@ def traced(run_dir):
     return list((run_dir / "profile").rglob("*.xplane.pb"))
 
 
+@pytest.mark.whole  # three runs; what a profile says: scripts/test_kernel_times.py
 def test_a_profile_is_written_also_of_steps_that_a_resumed_run_has_only_the_rest_of(tmp_path):
     args = ["tracker=none", "sample.max_new_tokens=0", "checkpoint.every=0"]
     here(tmp_path, "A", "train.steps=4", "profile.steps=[2,4]", *args)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from chosen import whole
 from command import here, values
 
 from scripts.evaluate import Arguments, main
@@ -10,7 +11,7 @@ from scripts.evaluate import Arguments, main
 TASKS = ["eval.tasks=[last_word]", "eval.tasks_every=15", "eval.limit=12", "eval.batch_size=4", "train.steps=20"]
 
 
-FLAGSHIP = pytest.param("precision=scalify_fp8_fp16", marks=pytest.mark.whole)  # test_scoring.py scores in it
+FLAGSHIP = whole("precision=scalify_fp8_fp16")  # test_scoring.py scores in it
 
 
 @pytest.mark.parametrize("precision", ["precision=fp32", FLAGSHIP])

@@ -5,6 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from chosen import whole
 from precisions import SPEC, abstract, batch, bits, copied, hyper, workload
 
 from scalify_core import tree, weights
@@ -72,8 +73,8 @@ def test_a_part_goes_back_to_its_place():
 
 @pytest.mark.parametrize(
     ("preset", "devices", "accum"),
-    [("fp32", 1, 1), ("scalify_fp8_fp16", 1, 2), ("scalify_fp8_fp8", 1, 1), ("fp8_delayed", 1, 1),
-     ("scalify_fp8_fp16", 8, 1)],
+    [("fp32", 1, 1), ("scalify_fp8_fp16", 1, 2), whole("scalify_fp8_fp8", 1, 1), ("fp8_delayed", 1, 1),
+     whole("scalify_fp8_fp16", 8, 1)],
 )  # fmt: skip
 def test_what_is_not_trained_keeps_every_bit_and_has_no_moments(preset, devices, accum):
     w = only("embeddings", "h.0.mlp.c_fc.*", preset=preset, devices=devices)
@@ -90,7 +91,7 @@ def test_what_is_not_trained_keeps_every_bit_and_has_no_moments(preset, devices,
     assert sum(x.size for x in moments) == 2 * sum(x.size for x in tree.leaves(w.trained(after.params)))
 
 
-@pytest.mark.parametrize("spec", [SPEC, SCANNED], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("spec", [SCANNED, whole(SPEC)], ids=["scanned", "unrolled"])
 def test_what_is_trained_moves_as_if_all_were(spec):
     """The first step's update of Adam, without a norm clip, knows nothing of other parameters."""
     part = only("kernels", "h.*.ln_1.*", spec=spec)
@@ -107,8 +108,7 @@ def without_clip():
     return make_optimizer("adamw", b1=0.9, b2=0.99, eps=1e-3, weight_decay=0.1, clip_norm=0.0)
 
 
-@pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("spec", [SPEC, SCANNED], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize(("spec", "accum"), [(SPEC, 2), (SCANNED, 1), whole(SPEC, 1), whole(SCANNED, 2)])
 def test_the_compiled_step_has_no_gradient_of_the_rest(spec, accum):
     whole, part = (products(only(*names, spec=spec), accum) for names in ((), ("embeddings", "gains", "biases")))
     saved = 2 * 256 * KERNELS * spec.n_layer  # a product of [inputs, tokens] and [tokens, outputs] for each kernel

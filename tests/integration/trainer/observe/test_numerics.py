@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chosen import whole
 from command import here, parameters, stopped_after, values
 
 from scalify_core.probe import FIGURES
@@ -64,7 +65,7 @@ def row(preset, spec=SPEC):
     return make_numerics(w, 1e-3)(first_state(w, seed=0), batch(w), 0)
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp32", whole("bf16")])
 def test_the_row_has_every_figure_of_every_layer_and_class(preset):
     expected = {
         f"numerics/{kind}/{layer}/{figure}"
@@ -126,7 +127,9 @@ def test_plain_arrays_have_no_scale_and_scaled_ones_are_near_rms_1():
             assert 2**-4 < scaled[f"numerics/{kind}/{layer}/rms"] < 2**4, (kind, layer)
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp16_loss_scaled", "fp8_delayed", "fp8_current", "sim"])
+@pytest.mark.parametrize(
+    "preset", ["scalify_fp8_fp16", *map(whole, ("fp16_loss_scaled", "fp8_delayed", "fp8_current", "sim"))]
+)
 def test_size_of_activations_and_of_their_gradients_is_that_of_fp32(preset):
     found, right = row(preset), row("fp32")
     # A loss scale multiplies gradients on their way; what is shown is what the format has to hold.
@@ -139,7 +142,7 @@ def test_size_of_activations_and_of_their_gradients_is_that_of_fp32(preset):
             assert size == pytest.approx(times * right[f"{name}/rms"], rel=2**-3), name
 
 
-@pytest.mark.parametrize("name", ["lion", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["muon", whole("lion"), whole("sgd")])
 def test_moments_are_those_that_the_optimiser_has(name):
     settings = {
         "lion": {"b1": 0.9, "b2": 0.99},

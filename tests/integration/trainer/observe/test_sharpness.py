@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chosen import whole
 from precisions import SPEC, batch, copied, hyper, workload
 from scipy.optimize import minimize
 
@@ -106,7 +107,9 @@ def figures(w, state, tokens, step):
     return make_sharpness(w, LR)(state, grads, tokens, step)
 
 
-@pytest.mark.parametrize(("preset", "spec"), [("fp32", SPEC), ("scalify_fp8_fp8", SCANNED), ("fp8_delayed", SPEC)])
+@pytest.mark.parametrize(
+    ("preset", "spec"), [("fp32", SPEC), whole("scalify_fp8_fp8", SCANNED), whole("fp8_delayed", SPEC)]
+)
 def test_a_step_beyond_the_critical_rate_raises_the_loss_of_its_batch_and_one_below_lowers_it(preset, spec):
     w = workload(preset, spec=spec)
     state, tokens = from_stored(first_state(w, seed=0)), batch(w)
@@ -135,7 +138,9 @@ def test_the_logits_are_those_of_the_last_token_of_the_whole_model():
     assert found == pytest.approx(100 * float((worst - before) / (1 + before)), rel=1e-2)
 
 
-@pytest.mark.parametrize(("spec", "sizes"), [(SPEC, (1, 4)), (SPLIT, (2, 2, 2))], ids=["gpt2-fsdp", "llama-tensor"])
+@pytest.mark.parametrize(
+    ("spec", "sizes"), [(SPEC, (1, 4)), whole(SPLIT, (2, 2, 2))], ids=["gpt2-fsdp", "llama-tensor"]
+)
 def test_a_split_state_is_as_sharp_as_a_whole_one(spec, sizes):
     rows = []
     for mesh in (make_mesh(1), make_mesh(*sizes)):

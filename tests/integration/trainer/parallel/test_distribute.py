@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chosen import whole
 
 from scalify_core.weights import wide
 from trainer.assembly.objects import build_policy, check_split
@@ -59,7 +60,7 @@ def gradient(sizes, accum, spec=SPEC):
     return jax.device_get(of(state.params, batch, state.key))
 
 
-@pytest.mark.parametrize("spec", [SPEC, pytest.param(LLAMA, marks=pytest.mark.whole)], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("spec", [SPEC, whole(LLAMA)], ids=["gpt2", "llama"])
 def test_heads_channels_rows_and_state_split_at_once_give_the_gradient_of_one_device(spec):
     loss, grads = gradient((1,), accum=1, spec=spec)
     split_loss, split_grads = gradient((2, 2, 2), accum=2, spec=spec)  # dropout too
@@ -144,7 +145,7 @@ def test_the_squares_of_split_arrays_are_those_of_the_whole():
 
 @pytest.mark.parametrize(
     ("sizes", "changes"),
-    [pytest.param((1, 4), {"scan_layers": True, "n_layer": 2}, marks=pytest.mark.whole), ((1, 1, 4), {})],
+    [whole((1, 4), {"scan_layers": True, "n_layer": 2}), ((1, 1, 4), {})],
     ids=["scanned", "tensor"],
 )
 def test_of_moments_split_along_any_axis_only_statistics_are_moved(sizes, changes, monkeypatch):

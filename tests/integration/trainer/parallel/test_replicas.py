@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chosen import whole
 from precisions import batch, bits, copied, hyper, workload
 
 from scalify_core import weights
@@ -23,7 +24,6 @@ from trainer.step.state import from_stored, to_stored
 from trainer.workload import abstract_state, compile_step, first_state
 
 tree_leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_scaled_array)
-WHOLE = pytest.mark.whole  # each beside one that shows the same in another setting
 AVERAGE = DiLoCoSettings(2, 2, "fp32", 1.0, 0.0, feedback=False, fragments=1, participants=2, last=100)
 NARROW = AVERAGE._replace(format="fp8", lr=0.7, momentum=0.9, feedback=True)
 
@@ -102,7 +102,7 @@ def test_the_average_of_replicas_is_that_of_their_weights():
         np.testing.assert_allclose(outer, mean, rtol=0, atol=4 * np.finfo(np.float32).eps * np.abs(replicas).max())
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("replicas", [2, whole(4)])
 def test_replicas_on_one_device_have_the_bits_of_replicas_on_two(replicas):
     diloco = NARROW._replace(replicas=replicas, participants=replicas)
     one, losses = trained(3, diloco, "fp32", 1)
@@ -112,9 +112,7 @@ def test_replicas_on_one_device_have_the_bits_of_replicas_on_two(replicas):
     assert bits(one) == bits(two)
 
 
-@pytest.mark.parametrize(
-    "sizes", [pytest.param((2, 1), marks=WHOLE), (1, 2), pytest.param((1, 1, 2), marks=WHOLE)], ids=str
-)
+@pytest.mark.parametrize("sizes", [whole((2, 1)), (1, 2), whole((1, 1, 2))], ids=str)
 def test_a_replica_may_be_several_devices(sizes):
     alone, losses = trained(3, AVERAGE, "fp32", 1)
     found, theirs = trained(3, AVERAGE, "fp32", 4, sizes)
@@ -125,7 +123,7 @@ def test_a_replica_may_be_several_devices(sizes):
         assert np.mean(np.abs(np.asarray(a) - np.asarray(b)) > 1e-4) < 0.01
 
 
-FLAGSHIP = pytest.param("scalify_fp8_fp16", marks=pytest.mark.whole)  # that it is stored: test_precision.py
+FLAGSHIP = whole("scalify_fp8_fp16")  # that it is stored: test_precision.py
 
 
 @pytest.mark.parametrize("preset", ["fp32", FLAGSHIP])
@@ -155,7 +153,7 @@ def test_new_scales_leave_replicas_and_outer_weights_what_they_are_and_are_the_s
     assert bits(moved.params) != bits(whole.params)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(3, marks=WHOLE)])
+@pytest.mark.parametrize("count", [1, whole(3)])
 def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
     half, _ = trained(3, NARROW, "fp32", 1)
     task = task_of(NARROW._replace(replicas=count, participants=count), "fp32", 1)
@@ -179,7 +177,7 @@ def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
     assert len(set(keys)) == count
 
 
-@pytest.mark.parametrize(("before", "now"), [(AVERAGE, NARROW), pytest.param(NARROW, AVERAGE, marks=WHOLE)])
+@pytest.mark.parametrize(("before", "now"), [(AVERAGE, NARROW), whole(NARROW, AVERAGE)])
 def test_another_run_may_go_on_with_an_outer_momentum_and_feedback_or_without(tmp_path, before, now):
     """What was not kept begins with zeros, what was kept and still is goes on, and weights and moments are the same."""
     half, _ = trained(3, before, "fp32", 1)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from chosen import whole
 from precisions import ADAMW, PRESETS, SPEC, abstract, batch, bits, copied, hyper, policy, workload
 
 from scalify_core import ScaledArray, scalify
@@ -36,7 +37,7 @@ FEW = ("fp32", "bf16_pure", "fp16_loss_scaled", "scalify_fp8_fp16", "fp8_delayed
 
 
 def some(few, others):
-    return [*few, *(pytest.param(preset, marks=pytest.mark.whole) for preset in others)]
+    return [*few, *(whole(preset) for preset in others)]
 
 
 every_preset = pytest.mark.parametrize("preset", some(FEW, [preset for preset in PRESETS if preset not in FEW]))
@@ -254,7 +255,7 @@ def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("fp32", "scalify_fp8_fp16"), pytest.param("scalify_fp8_fp8", "fp32", marks=pytest.mark.whole)],
+    [("fp32", "scalify_fp8_fp16"), whole("scalify_fp8_fp8", "fp32")],
 )
 def test_a_state_is_converted_to_another_precision(source, target):
     state = to_stored(take(source, 5)[0])

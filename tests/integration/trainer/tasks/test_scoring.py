@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from chosen import whole
 from precisions import PRESETS, SPEC, workload
 
 from scalify_core import asarray
@@ -50,7 +51,11 @@ def test_lengths_are_raised_where_that_costs_the_least():
     assert few([96, 80, 64, 64, 64, 48, 16, 16]) == [96, 80, 64, 64, 64, 64, 16, 16]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+# One of each way to scale; the step of the others: test_precision.py.
+FEW = ("fp32", "scalify_fp8_fp16", "fp8_delayed")
+
+
+@pytest.mark.parametrize("preset", [*FEW, *(whole(p) for p in PRESETS if p not in FEW)])
 def test_answers_are_those_of_the_loss(preset):
     """The mean over a row's tokens is the validation's loss of it; sums are in another order, of rounded logits."""
     task = workload(preset)

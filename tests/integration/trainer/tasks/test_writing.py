@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from chosen import whole
 from precisions import SPEC, workload
 
 from scalify_core import asarray
@@ -36,7 +37,9 @@ def prompts(count=7):
 
 
 @pytest.mark.parametrize(
-    "spec", [LONG, LLAMA, dataclasses.replace(LONG, scan_layers=True)], ids=["gpt2", "llama", "scanned"]
+    "spec",
+    [LLAMA, *(whole(s) for s in (LONG, dataclasses.replace(LONG, scan_layers=True)))],
+    ids=["llama", "gpt2", "scanned"],
 )
 def test_each_row_is_continued_as_if_alone(spec):
     task, params = sharp(spec)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiktoken
 import tokenizers
+from chosen import whole
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from scripts.export import tokenizer_of_origin
@@ -39,7 +40,10 @@ def few_merges(gpt2_dir, directory):
     return get_tokenizer(str(directory))
 
 
-@pytest.fixture(params=["byte", "gpt2", "cl100k_base", "o200k_base", "no ids", "end first"])
+LARGE = [whole(name) for name in ("cl100k_base", "o200k_base")]
+
+
+@pytest.fixture(params=["byte", "gpt2", *LARGE, "no ids", "end first"])
 def ours(request, gpt2, gpt2_dir, tmp_path):
     """Bytes; GPT-2's; its tokens cut up by the patterns of later encodings; its first merges, without an ids file.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chosen import whole
 
 from trainer.data import (
     EmbeddedSource,
@@ -247,7 +248,7 @@ def source_of(kind, path):
     return TextSource((path + "/*.txt",)) if kind == "files" else TextSource((path,), kind)
 
 
-@pytest.mark.parametrize("kind", ["text", "hub"])
+@pytest.mark.parametrize("kind", ["text", whole("hub")])
 def test_killed_at_any_moment_and_continued_it_is_the_same_to_the_byte(kind, corpora, gpt2_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.data.corpus.ROWS", 32)
     monkeypatch.setattr("trainer.data.corpus.PIECE", 2_000)

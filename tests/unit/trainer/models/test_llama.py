@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chosen import whole
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -25,8 +26,6 @@ from trainer.models.spec import REMAT_POLICIES
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 SPEC = LlamaSpec(vocab_size=100, context=16, n_layer=2, n_head=4, n_kv_head=2, d_model=16, tied=True)
 TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
-# The dear rest of a family, for make test-all: the same settings beside others, or in the other family of models.
-WHOLE = functools.partial(pytest.param, marks=pytest.mark.whole)
 # Two programs that differ in nothing but the order of sums: a few dozen roundings on values of order 1.
 REORDERED = 64 * float(jnp.finfo(jnp.float32).eps)
 
@@ -116,7 +115,7 @@ def test_a_head_of_its_own_is_another_than_the_table():
     assert (logits(params, TOKENS[:, :16]) != logits(same, TOKENS[:, :16])).all()
 
 
-@pytest.mark.parametrize("mlp", ["swiglu", WHOLE("smooth_swiglu")])  # unscanned: below
+@pytest.mark.parametrize("mlp", ["swiglu", whole("smooth_swiglu")])  # unscanned: below
 def test_scanned_layers_equal_unrolled_ones_from_the_same_key(mlp):
     spec = dataclasses.replace(SPEC, mlp=mlp)
     params, loss_and_grads, _ = compiled(spec)
@@ -142,8 +141,8 @@ def test_smoothing_changes_no_more_than_roundings():
 
 @pytest.mark.parametrize(
     ("remat", "scan_layers"),
-    [("block", False), ("elementwise", True), WHOLE("elementwise", False), WHOLE("block", True)]
-    + [WHOLE(remat, True) for remat in REMAT_POLICIES],
+    [("block", False), ("elementwise", True), whole("elementwise", False), whole("block", True)]
+    + [whole(remat, True) for remat in REMAT_POLICIES],
 )
 def test_remat_changes_neither_loss_nor_gradients(remat, scan_layers):
     spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
@@ -282,7 +281,7 @@ def test_a_norm_divides_by_the_root_of_the_mean_square_and_its_epsilon():
     np.testing.assert_allclose(norm(x), expected, rtol=8 * REORDERED)
 
 
-@pytest.mark.parametrize("scan_layers", [True, WHOLE(False)])
+@pytest.mark.parametrize("scan_layers", [True, whole(False)])
 def test_scales_that_propagate_give_the_same_loss_and_gradients(scan_layers):
     """FP32 data: what is scaled is the plain function, whatever the sizes of its parameters."""
     spec = dataclasses.replace(SPEC, scan_layers=scan_layers)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chosen import whole
 from flax import nnx
 
 from trainer.errors import UserError
@@ -19,8 +20,6 @@ from trainer.models.spec import REMAT_POLICIES, GPT2Spec, linear_sizes
 
 SPEC = GPT2Spec(vocab_size=100, context=16, n_layer=2, n_head=2, d_model=16)
 TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
-# The dear rest of a family, for make test-all: the same settings beside others, or in the other family of models.
-WHOLE = functools.partial(pytest.param, marks=pytest.mark.whole)
 # Two programs that differ in nothing but the order of sums: a few dozen roundings on values of order 1.
 REORDERED = 64 * float(jnp.finfo(jnp.float32).eps)
 
@@ -104,7 +103,7 @@ def test_aligned_channels_start_with_one_larger_column_for_both_branches(scan_la
         np.testing.assert_array_equal(layer["mlp"]["c_proj"]["kernel"], plain["mlp"]["c_proj"]["kernel"])
 
 
-@pytest.mark.parametrize("scan_layers", [True, WHOLE(False)])
+@pytest.mark.parametrize("scan_layers", [True, whole(False)])
 def test_every_value_gain_is_the_same_function_of_the_same_parameters(scan_layers):
     spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
     params, plain, _ = compiled(spec)
@@ -169,7 +168,7 @@ def test_loss_is_the_cross_entropy_of_the_logits():
     assert_close(loss_and_grads(params)[0], expected)
 
 
-@pytest.mark.parametrize("mlp", ["gelu", WHOLE("swiglu")])
+@pytest.mark.parametrize("mlp", ["gelu", whole("swiglu")])
 def test_scanned_layers_equal_unrolled_ones_from_the_same_key(mlp):
     spec = dataclasses.replace(SPEC, mlp=mlp)
     scanned = dataclasses.replace(spec, scan_layers=True)
@@ -187,10 +186,10 @@ def test_scanned_layers_equal_unrolled_ones_from_the_same_key(mlp):
         ("elementwise", False),
         ("block", True),
         ("dots_saveable", True),
-        WHOLE("block", False),
-        WHOLE("elementwise", True),
+        whole("block", False),
+        whole("elementwise", True),
     ]
-    + [WHOLE(remat, True) for remat in REMAT_POLICIES if remat != "dots_saveable"],
+    + [whole(remat, True) for remat in REMAT_POLICIES if remat != "dots_saveable"],
 )
 def test_remat_changes_neither_loss_nor_gradients(remat, scan_layers):
     spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
@@ -253,7 +252,7 @@ def keys(seed):
     return jax.random.split(jax.random.key(seed), len(TOKENS))
 
 
-@pytest.mark.parametrize("scan_layers", [True, WHOLE(False)])
+@pytest.mark.parametrize("scan_layers", [True, whole(False)])
 def test_dropout_needs_a_key_and_follows_it(scan_layers):
     without = dataclasses.replace(SPEC, scan_layers=scan_layers)
     params, _, plain = compiled(without)

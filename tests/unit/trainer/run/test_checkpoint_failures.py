@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoints import META, abstract, bits, make_state, saved
+from chosen import whole
 
 from trainer.errors import UserError
 from trainer.run.checkpoint import Checkpointer
@@ -100,7 +101,7 @@ for step in range(1, 1000):
 """
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.01, 0.04])
+@pytest.mark.parametrize("delay", [0.01, *(whole(delay) for delay in (0.0, 0.04))])
 def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path, open_checkpointer, delay):
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(KILLED), tmp_path], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
