@@ -1,8 +1,5 @@
 import dataclasses
-import functools
 import math
-import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,36 +9,16 @@ from chosen import whole
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from small_models import LLAMA as SPEC
+from small_models import REORDERED, TOKENS, assert_close, compiled
 
 from scalify_core import as_scaled_array, asarray, get_data_scale, scalify, swiglu, tree
 from scalify_core.array import is_scaled_array
 from trainer.models.gated import smooth_swiglu
 from trainer.models.layers import RMSNorm
 from trainer.models.llama import Llama, functional
-from trainer.models.llama_family import LLAMA_FAMILY
-from trainer.models.llama_spec import LlamaSpec, RopeScaling, linear_sizes
+from trainer.models.llama_spec import LlamaSpec, linear_sizes
 from trainer.models.sampling import Generator
-from trainer.models.spec import REMAT_POLICIES
-
-CONFIGS = Path(__file__).resolve().parents[4] / "configs"
-SPEC = LlamaSpec(vocab_size=100, context=16, n_layer=2, n_head=4, n_kv_head=2, d_model=16, tied=True)
-TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
-# Two programs that differ in nothing but the order of sums: a few dozen roundings on values of order 1.
-REORDERED = 64 * float(jnp.finfo(jnp.float32).eps)
-
-
-@functools.cache
-def compiled(spec, compute_dtype=jnp.float32):
-    """Initial parameters; loss and gradients; logits. Each compiled once for all tests."""
-    init, bind, *_ = functional(spec, compute_dtype=compute_dtype)
-    loss_and_grads = jax.jit(jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])))
-    logits = jax.jit(lambda p, tokens, segments=None: bind(p)(tokens, segments))
-    return jax.jit(init)(jax.random.key(0)), loss_and_grads, logits
-
-
-def assert_close(a, b, atol=REORDERED):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol, rtol=0), a, b)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -79,51 +56,12 @@ def test_aligned_channels_start_with_one_larger_column_for_both_branches(scan_la
         np.testing.assert_array_equal(up[..., 3:], plain["mlp"]["up_proj"]["kernel"][..., 3:])
 
 
-def test_first_loss_is_that_of_a_uniform_guess():
-    spec = dataclasses.replace(SPEC, vocab_size=5000)
-    params, _, _ = compiled(spec)
-    loss = functional(spec).bind(params).loss(TOKENS[:, :-1], TOKENS[:, 1:])
-    # Logits have a variance of about d_model * 0.02^2 = 0.0064, which moves the expectation by half of that.
-    assert abs(float(loss) - math.log(5000)) < 0.05
-
-
-def test_padding_rows_are_zero_get_no_gradient_and_no_probability():
-    params, loss_and_grads, _ = compiled(dataclasses.replace(SPEC, tied=False))
-    loss, grads = loss_and_grads(params)
-    for table in ("wte", "lm_head"):
-        values = params[table]["embedding"]
-        assert values.shape[0] == SPEC.padded_vocab == 128
-        assert not values[100:].any()
-        assert not grads[table]["embedding"][100:].any()
-        assert grads[table]["embedding"][:100].any()
-        assert loss_and_grads(params | {table: {"embedding": values.at[100:].set(50.0)}})[0] == loss
-
-
-def test_loss_is_the_cross_entropy_of_the_logits():
-    params, loss_and_grads, logits = compiled(SPEC)
-    logits = logits(params, TOKENS[:, :-1])
-    assert logits.shape == (2, 16, 100)
-    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), TOKENS[:, 1:, None], axis=-1).mean()
-    assert_close(loss_and_grads(params)[0], expected)
-
-
 def test_a_head_of_its_own_is_another_than_the_table():
     params, _, logits = compiled(dataclasses.replace(SPEC, tied=False))
     tied = {name: value for name, value in params.items() if name != "lm_head"}
     same = params | {"lm_head": params["wte"]}
     np.testing.assert_array_equal(compiled(SPEC)[2](tied, TOKENS[:, :16]), logits(same, TOKENS[:, :16]))
     assert (logits(params, TOKENS[:, :16]) != logits(same, TOKENS[:, :16])).all()
-
-
-@pytest.mark.parametrize("mlp", ["swiglu", whole("smooth_swiglu")])  # unscanned: below
-def test_scanned_layers_equal_unrolled_ones_from_the_same_key(mlp):
-    spec = dataclasses.replace(SPEC, mlp=mlp)
-    params, loss_and_grads, _ = compiled(spec)
-    stacked, loss_and_grads_scanned, _ = compiled(dataclasses.replace(spec, scan_layers=True))
-    jax.tree.map(np.testing.assert_array_equal, LLAMA_FAMILY.stack_layers(params), stacked)
-    jax.tree.map(np.testing.assert_array_equal, LLAMA_FAMILY.unstack_layers(stacked), params)
-    loss, grads = loss_and_grads(params)
-    assert_close((loss, LLAMA_FAMILY.stack_layers(grads)), loss_and_grads_scanned(stacked))
 
 
 def test_smoothing_changes_no_more_than_roundings():
@@ -137,74 +75,6 @@ def test_smoothing_changes_no_more_than_roundings():
     larger, smaller = smooth_swiglu(gate, linear, peak=8.0)
     np.testing.assert_array_equal(larger, hidden * 8)
     np.testing.assert_array_equal(smaller, size / 8)
-
-
-@pytest.mark.parametrize(
-    ("remat", "scan_layers"),
-    [("block", False), ("elementwise", True), whole("elementwise", False), whole("block", True)]
-    + [whole(remat, True) for remat in REMAT_POLICIES],
-)
-def test_remat_changes_neither_loss_nor_gradients(remat, scan_layers):
-    spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
-    params, plain, _ = compiled(spec)
-    _, recomputed, _ = compiled(dataclasses.replace(spec, remat=remat))
-    assert recomputed(params)[0] == plain(params)[0]
-    assert_close(recomputed(params)[1], plain(params)[1])
-
-
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_remat_keeps_less_for_the_backward_pass(scan_layers):
-    tokens = np.zeros((4, 256), np.int32)
-
-    def residual_bytes(remat):
-        spec = dataclasses.replace(SPEC, context=256, scan_layers=scan_layers, remat=remat)
-        init, bind, *_ = functional(spec)
-        params = jax.eval_shape(init, jax.random.key(0))
-        forward = lambda p: jax.vjp(lambda p: bind(p).hidden(tokens).sum(), p)[1]
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(forward, params)))
-
-    everything = residual_bytes("none")
-    assert residual_bytes("block") < everything / 2
-    # Of what a layer keeps a token, the two norms' outputs and the gated product, 5 of 18 widths, are computed again.
-    assert residual_bytes("elementwise") < 0.85 * everything
-
-
-def test_future_tokens_do_not_change_the_past():
-    params, _, logits = compiled(SPEC)
-    other = TOKENS[:, :16].copy()
-    other[:, 9:] = (other[:, 9:] + 1) % 100
-    a, b = logits(params, TOKENS[:, :16]), logits(params, other)
-    np.testing.assert_array_equal(a[:, :9], b[:, :9])
-    assert (a[:, 9:] != b[:, 9:]).any(axis=-1).all()
-
-
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_documents_do_not_see_each_other_behind_their_segments(scan_layers):
-    params, _, logits = compiled(dataclasses.replace(SPEC, scan_layers=scan_layers))
-    segments = np.repeat([[0, 1]], 2, axis=0).repeat([7, 9], axis=1).astype(np.int32)
-    other = TOKENS[:, :16].copy()
-    other[:, :7] = (other[:, :7] + 1) % 100
-    a, b = logits(params, TOKENS[:, :16], segments), logits(params, other, segments)
-    np.testing.assert_array_equal(a[:, 7:], b[:, 7:])
-    # Rotary positions are relative: a document is the same wherever it stands.
-    alone = logits(params, TOKENS[:, 7:16])
-    np.testing.assert_allclose(a[:, 7:], alone, atol=REORDERED)
-    assert (logits(params, TOKENS[:, :16])[:, 7:] != a[:, 7:]).any()
-
-
-@pytest.mark.parametrize(("scan_layers", "scaling"), [(False, None), (True, RopeScaling(4.0, 1.0, 4.0, 8))])
-def test_decoding_in_pieces_equals_one_pass(scan_layers, scaling):
-    spec = dataclasses.replace(SPEC, scan_layers=scan_layers, rope_scaling=scaling, head_dim=6)
-    params, _, logits = compiled(spec)
-    bind = functional(spec).bind
-    decode = jax.jit(lambda tokens, cache, position: bind(params).decode(tokens, cache, position))
-    cache, pieces = bind(params).init_cache(2), []
-    assert cache.k.shape == cache.v.shape == (2, 2, 16, 2, 6)  # heads of keys and values, not of queries
-    for start, stop in ((0, 7), (7, 8), (8, 9), (9, 16)):
-        piece, cache = decode(TOKENS[:, start:stop], cache, start)
-        pieces.append(piece)
-    h_NxD = jnp.concatenate(pieces, axis=1).reshape(32, 16)
-    assert_close(bind(params).logits(h_NxD), logits(params, TOKENS[:, :16]).reshape(32, 100))
 
 
 def test_the_generator_continues_with_the_likeliest_tokens():
@@ -235,20 +105,6 @@ def test_heads_and_channels_split_over_devices_give_the_same_loss_and_gradients(
         jax.value_and_grad(loss), mesh=mesh, in_specs=(specs,), out_specs=(P(), specs), check_vma=False
     )
     assert_close(jax.jit(split)(params), plain(params))
-
-
-def test_compute_in_bf16_keeps_fp32_masters_gradients_and_loss():
-    init, bind, *_ = functional(SPEC, compute_dtype=jnp.bfloat16)
-    params = init(jax.random.key(0))
-    loss, grads = compiled(SPEC, jnp.bfloat16)[1](params)
-    assert {leaf.dtype for leaf in jax.tree.leaves((params, grads, loss))} == {jnp.dtype(jnp.float32)}
-    assert jax.eval_shape(lambda p: bind(p).hidden(TOKENS[:, :16]), params).dtype == jnp.bfloat16
-    text = jax.jit(lambda p: bind(p).hidden(TOKENS[:, :16])).lower(params).as_text()
-    dots = re.findall(r"dot_general.*: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x(\w+)>\)", text)
-    assert len(dots) >= 7  # equal layers are one function
-    assert set(dots) == {("bf16", "bf16")}
-    for path, grad in jax.tree_util.tree_leaves_with_path(grads):  # and none is rounded to the compute dtype
-        assert (grad != grad.astype(jnp.bfloat16)).mean() > 0.5, path
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])

@@ -1,7 +1,5 @@
 import dataclasses
-import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,33 +7,15 @@ import numpy as np
 import pytest
 from chosen import whole
 from flax import nnx
+from small_models import GPT2 as SPEC
+from small_models import TOKENS, assert_close, compiled
 
 from trainer.errors import UserError
 from trainer.models import gpt2 as model
 from trainer.models import gpt2_block
 from trainer.models.family import param_count
 from trainer.models.gpt2 import GPT2, dropout, functional
-from trainer.models.gpt2_family import GPT2_FAMILY
-from trainer.models.spec import REMAT_POLICIES, GPT2Spec, linear_sizes
-
-SPEC = GPT2Spec(vocab_size=100, context=16, n_layer=2, n_head=2, d_model=16)
-TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
-# Two programs that differ in nothing but the order of sums: a few dozen roundings on values of order 1.
-REORDERED = 64 * float(jnp.finfo(jnp.float32).eps)
-
-
-@functools.cache
-def compiled(spec, compute_dtype=jnp.float32):
-    """Initial parameters; loss and gradients; logits. Each compiled once for all tests."""
-    init, bind, *_ = functional(spec, compute_dtype=compute_dtype)
-    loss_and_grads = jax.jit(jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])))
-    logits = jax.jit(lambda p, tokens, segments=None, key=None: bind(p)(tokens, segments, key))
-    return jax.jit(init)(jax.random.key(0)), loss_and_grads, logits
-
-
-def assert_close(a, b, atol=REORDERED):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol, rtol=0), a, b)
+from trainer.models.spec import GPT2Spec, linear_sizes
 
 
 @pytest.mark.parametrize(
@@ -142,112 +122,6 @@ def test_the_values_and_what_is_projected_are_larger_by_the_gain():
     assert set(one) == set(linear_sizes(dataclasses.replace(SPEC, n_layer=1, value_gain=1.0)))
 
 
-def test_first_loss_is_that_of_a_uniform_guess():
-    spec = GPT2Spec(vocab_size=5000, context=16, n_layer=2, n_head=2, d_model=16)
-    params, loss_and_grads, _ = compiled(spec)
-    loss, _ = loss_and_grads(params)
-    # Logits have a variance of about d_model * 0.02^2 = 0.0064, which moves the expectation by half of that.
-    assert abs(float(loss) - math.log(5000)) < 0.05
-
-
-def test_padding_rows_are_zero_get_no_gradient_and_no_probability():
-    params, loss_and_grads, _ = compiled(SPEC)
-    wte = params["wte"]["embedding"]
-    assert wte.shape[0] == SPEC.padded_vocab == 128
-    assert not wte[100:].any()
-    loss, grads = loss_and_grads(params)
-    assert not grads["wte"]["embedding"][100:].any()
-    assert loss_and_grads(params | {"wte": {"embedding": wte.at[100:].set(50.0)}})[0] == loss
-
-
-def test_loss_is_the_cross_entropy_of_the_logits():
-    params, loss_and_grads, logits = compiled(SPEC)
-    logits = logits(params, TOKENS[:, :-1])
-    assert logits.shape == (2, 16, 100)
-    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), TOKENS[:, 1:, None], axis=-1).mean()
-    assert_close(loss_and_grads(params)[0], expected)
-
-
-@pytest.mark.parametrize("mlp", ["gelu", whole("swiglu")])
-def test_scanned_layers_equal_unrolled_ones_from_the_same_key(mlp):
-    spec = dataclasses.replace(SPEC, mlp=mlp)
-    scanned = dataclasses.replace(spec, scan_layers=True)
-    params, loss_and_grads, _ = compiled(spec)
-    stacked, loss_and_grads_scanned, _ = compiled(scanned)
-    jax.tree.map(np.testing.assert_array_equal, GPT2_FAMILY.stack_layers(params), stacked)
-    jax.tree.map(np.testing.assert_array_equal, GPT2_FAMILY.unstack_layers(stacked), params)
-    loss, grads = loss_and_grads(params)
-    assert_close((loss, GPT2_FAMILY.stack_layers(grads)), loss_and_grads_scanned(stacked))
-
-
-@pytest.mark.parametrize(
-    ("remat", "scan_layers"),
-    [
-        ("elementwise", False),
-        ("block", True),
-        ("dots_saveable", True),
-        whole("block", False),
-        whole("elementwise", True),
-    ]
-    + [whole(remat, True) for remat in REMAT_POLICIES if remat != "dots_saveable"],
-)
-def test_remat_changes_neither_loss_nor_gradients(remat, scan_layers):
-    spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
-    params, plain, _ = compiled(spec)
-    _, recomputed, _ = compiled(dataclasses.replace(spec, remat=remat))
-    assert recomputed(params)[0] == plain(params)[0]
-    assert_close(recomputed(params)[1], plain(params)[1])
-
-
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_remat_keeps_less_for_the_backward_pass(scan_layers):
-    def residual_bytes(remat):
-        spec = dataclasses.replace(SPEC, scan_layers=scan_layers, remat=remat)
-        init, bind, *_ = functional(spec)
-        params = jax.eval_shape(init, jax.random.key(0))
-        forward = lambda p: jax.vjp(lambda p: bind(p).hidden(TOKENS[:, :-1]).sum(), p)[1]
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(forward, params)))
-
-    everything = residual_bytes("none")
-    assert residual_bytes("block") < everything / 2
-    # Of what a layer keeps a token, the two norms' outputs and that of GELU, 6 of 20 widths, are computed again.
-    assert residual_bytes("elementwise") < 0.8 * everything
-
-
-def test_future_tokens_do_not_change_the_past():
-    params, _, logits = compiled(SPEC)
-    other = TOKENS[:, :16].copy()
-    other[:, 9:] = (other[:, 9:] + 1) % 100
-    a, b = logits(params, TOKENS[:, :16]), logits(params, other)
-    np.testing.assert_array_equal(a[:, :9], b[:, :9])
-    assert (a[:, 9:] != b[:, 9:]).any(axis=-1).all()
-
-
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_documents_do_not_see_each_other_behind_their_segments(scan_layers):
-    params, _, logits = compiled(dataclasses.replace(SPEC, scan_layers=scan_layers))
-    segments = np.repeat([[0, 1]], 2, axis=0).repeat([7, 9], axis=1).astype(np.int32)
-    other = TOKENS[:, :16].copy()
-    other[:, :7] = (other[:, :7] + 1) % 100
-    a, b = logits(params, TOKENS[:, :16], segments), logits(params, other, segments)
-    np.testing.assert_array_equal(a[:, 7:], b[:, 7:])
-    assert (logits(params, TOKENS[:, :16])[:, 7:] != logits(params, other)[:, 7:]).any()
-
-
-@pytest.mark.parametrize(("scan_layers", "value_gain"), [(False, None), (True, 2.0**12)])
-def test_decoding_in_pieces_equals_one_pass(scan_layers, value_gain):
-    spec = dataclasses.replace(SPEC, scan_layers=scan_layers, value_gain=value_gain)
-    params, _, logits = compiled(spec)
-    bind = functional(spec).bind
-    decode = jax.jit(lambda tokens, cache, position: bind(params).decode(tokens, cache, position))
-    cache, pieces = bind(params).init_cache(2), []
-    for start, stop in ((0, 7), (7, 8), (8, 9), (9, 16)):
-        piece, cache = decode(TOKENS[:, start:stop], cache, start)
-        pieces.append(piece)
-    h_NxD = jnp.concatenate(pieces, axis=1).reshape(32, 16)
-    assert_close(bind(params).logits(h_NxD), logits(params, TOKENS[:, :16]).reshape(32, 100))
-
-
 def keys(seed):
     return jax.random.split(jax.random.key(seed), len(TOKENS))
 
@@ -286,26 +160,6 @@ def test_dropout_differs_between_layers_and_places(monkeypatch):
     monkeypatch.setattr(gpt2_block, "dropout", spy)
     bind(init(jax.random.key(0))).hidden(TOKENS[:, :16], None, keys(1))
     assert len(given) == len(set(given)) == 1 + 2 * spec.n_layer
-
-
-def test_compute_in_bf16_keeps_fp32_masters_gradients_and_loss():
-    init, bind, *_ = functional(SPEC, compute_dtype=jnp.bfloat16)
-    params = init(jax.random.key(0))
-    loss, grads = compiled(SPEC, jnp.bfloat16)[1](params)
-    assert {leaf.dtype for leaf in jax.tree.leaves((params, grads, loss))} == {jnp.dtype(jnp.float32)}
-    assert jax.eval_shape(lambda p: bind(p).hidden(TOKENS[:, :16]), params).dtype == jnp.bfloat16
-    assert jax.eval_shape(lambda p: bind(p)(TOKENS[:, :16]), params).dtype == jnp.float32
-    text = jax.jit(lambda p: bind(p).hidden(TOKENS[:, :16])).lower(params).as_text()
-    dots = re.findall(r"dot_general.*: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x(\w+)>\)", text)
-    assert len(dots) >= 4  # equal layers are one function
-    assert set(dots) == {("bf16", "bf16")}
-
-
-def test_no_gradient_is_rounded_to_the_compute_dtype():
-    init = functional(SPEC).init
-    _, grads = compiled(SPEC, jnp.bfloat16)[1](init(jax.random.key(0)))
-    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
-        assert (grad != grad.astype(jnp.bfloat16)).mean() > 0.5, path
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])

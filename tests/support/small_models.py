@@ -1,0 +1,35 @@
+"""A small model of every family, its programs compiled once for all tests of a worker."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.models import gpt2, llama
+from trainer.models.llama_spec import LlamaSpec
+from trainer.models.spec import GPT2Spec
+
+GPT2 = GPT2Spec(vocab_size=100, context=16, n_layer=2, n_head=2, d_model=16)
+LLAMA = LlamaSpec(vocab_size=100, context=16, n_layer=2, n_head=4, n_kv_head=2, d_model=16, tied=True)
+TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
+# Two programs that differ in nothing but the order of sums: a few dozen roundings on values of order 1.
+REORDERED = 64 * float(jnp.finfo(jnp.float32).eps)
+
+
+def functional(spec, **how):
+    return (llama if isinstance(spec, LlamaSpec) else gpt2).functional(spec, **how)
+
+
+@functools.cache
+def compiled(spec, compute_dtype=jnp.float32):
+    """Initial parameters; loss and gradients; logits."""
+    init, bind, *_ = functional(spec, compute_dtype=compute_dtype)
+    loss_and_grads = jax.jit(jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])))
+    logits = jax.jit(lambda p, tokens, segments=None, *key: bind(p)(tokens, segments, *key))
+    return jax.jit(init)(jax.random.key(0)), loss_and_grads, logits
+
+
+def assert_close(a, b, atol=REORDERED):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol, rtol=0), a, b)
