@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chosen import whole
+from families import whole
 
 from scalify_core import attention, fp8_dot_general
 from scalify_core.formats import FP16, counter_bits

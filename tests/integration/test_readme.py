@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from chosen import whole
 from tokenizers import Tokenizer as HFTokenizer
 
 from scalify_core import registry
@@ -118,7 +117,8 @@ def test_the_trainer_is_used_from_python_as_the_readme_does(tmp_path, monkeypatc
 
 
 # The two documents have the same model, from NNX and from Linen.
-@pytest.mark.parametrize("document", ["README.md", whole("docs/own_model.md")])
+@pytest.mark.whole  # scalify_core/test_flax_models.py has such models
+@pytest.mark.parametrize("document", ["README.md", "docs/own_model.md"])
 def test_scalify_on_ones_own_model_runs_and_learns(document, capsys):
     code = next(block for block in blocks(document) if "scalify(" in block and "import" in block)  # whole programs
     names: dict = {}

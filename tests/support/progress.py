@@ -1,7 +1,7 @@
 """What runs and how long it still takes, instead of dots; at the end where the processor's time went.
 
 Each test's seconds are kept in pytest's cache, and expected of it the next time; of one that has not run yet what tests
-of this run took on average. They are of the processor, with those of the programs that a test starts: how many others
+of its kind usually take. They are of the processor, with those of the programs that a test starts: how many others
 use the machine changes them little.
 """
 
@@ -20,6 +20,11 @@ EVERY = 15.0  # seconds between two lines where they go to a file
 def processor_seconds() -> float:
     """Of this process and of its children that have ended."""
     return sum(os.times()[:4])
+
+
+def usual(nodeid: str) -> float:
+    """Seconds that a test of this kind takes."""
+    return {"unit": 0.1, "integration": 1.0, "e2e": 10.0}.get(nodeid.split("/")[1] if "/" in nodeid else "", 1.0)
 
 
 class Seconds:
@@ -71,9 +76,8 @@ class Progress:
 
     def left(self) -> float:
         """Seconds until the end, at the speed of this run."""
-        mean = sum(self._took.values()) / max(1, self._done)
         speed = sum(self._took.values()) / (time.monotonic() - self._began)
-        return sum(self._expected.get(nodeid, mean) for nodeid in self._left) / max(speed, 1e-3)
+        return sum(self._expected.get(nodeid, usual(nodeid)) for nodeid in self._left) / max(speed, 1e-3)
 
     def line(self) -> str:
         """How many have ended, the time left, and what runs."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chosen import whole
+from families import whole
 from precisions import SPEC, abstract, batch, copied, hyper, workload
 
 from scalify_core import asarray

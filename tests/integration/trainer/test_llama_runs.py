@@ -4,8 +4,8 @@ import logging
 import math
 
 import pytest
-from chosen import whole
 from command import CACHE, values
+from families import whole
 
 from trainer.__main__ import main
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chosen import whole
 from command import CACHE, TINY
+from families import whole
 from flax import nnx
 
 from trainer import CausalModel, Role, UserError, compose, train

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from chosen import whole
 from command import here, values
+from families import whole
 
 from scripts.evaluate import Arguments, main
 

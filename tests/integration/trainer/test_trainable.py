@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from chosen import whole
+from families import whole
 from precisions import SPEC, abstract, batch, bits, copied, hyper, workload
 
 from scalify_core import tree, weights

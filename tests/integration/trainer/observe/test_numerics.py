@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chosen import whole
 from command import here, parameters, stopped_after, values
+from families import whole
 
 from scalify_core.probe import FIGURES
 from scalify_core.tree import leaves
@@ -157,7 +157,7 @@ def test_moments_are_those_that_the_optimiser_has(name):
     assert layers["nu"] == ({n for n in PARAMETERS if not n.endswith("kernel")} if name == "muon" else set())
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "sim"])
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", whole("sim")])
 def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset):
     w = workload(preset)
     state = first_state(w, seed=0)
@@ -176,7 +176,7 @@ def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset)
     assert found["numerics/weights/h.0.mlp.c_proj.kernel/underflow"] < 0.1
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "scalify_fp8_fp8", "fp32"])
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp32", whole("scalify_fp8_fp8")])
 def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is(preset):
     w = workload(preset)
     state = first_state(w, seed=0)

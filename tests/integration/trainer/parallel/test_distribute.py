@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chosen import whole
+from families import whole
 
 from scalify_core.weights import wide
 from trainer.assembly.objects import build_policy, check_split

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chosen import whole
+from families import whole
 from precisions import batch, bits, copied, hyper, workload
 
 from scalify_core import weights

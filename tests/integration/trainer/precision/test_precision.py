@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from chosen import whole
+from families import whole
 from precisions import ADAMW, PRESETS, SPEC, abstract, batch, bits, copied, hyper, policy, workload
 
 from scalify_core import ScaledArray, scalify

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from chosen import whole
+from families import whole
 from flax import nnx
 from precisions import SPEC, batch, bits, policy, workload
 

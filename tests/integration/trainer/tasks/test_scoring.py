@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from chosen import whole
+from families import whole
 from precisions import PRESETS, SPEC, workload
 
 from scalify_core import asarray

@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from chosen import whole
+from families import whole
 from precisions import SPEC, workload
 
 from scalify_core import asarray

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiktoken
 import tokenizers
-from chosen import whole
+from families import whole
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from scripts.export import tokenizer_of_origin

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chosen import whole
+from families import whole
 
 from trainer.data import (
     EmbeddedSource,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chosen import whole
+from families import whole
 from small_models import GPT2, LLAMA, REORDERED, TOKENS, assert_close, compiled, functional
 
 from trainer.models.llama_spec import RopeScaling

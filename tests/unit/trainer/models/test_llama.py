@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chosen import whole
+from families import whole
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chosen import whole
+from families import whole
 from flax import nnx
 from small_models import GPT2 as SPEC
 from small_models import TOKENS, assert_close, compiled

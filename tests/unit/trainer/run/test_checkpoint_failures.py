@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoints import META, abstract, bits, make_state, saved
-from chosen import whole
+from families import whole
 
 from trainer.errors import UserError
 from trainer.run.checkpoint import Checkpointer
