@@ -25,7 +25,7 @@ import numpy as np
 from scalify_core import weights
 from scripts.arguments import argument, note, run, split
 from scripts.studies.pairs import finite, half_width
-from trainer.assembly.objects import build_policy
+from trainer.assembly.build import build_policy
 from trainer.assembly.run import restore_training
 from trainer.config.composition import compose_or_explain
 from trainer.data import Batch, TextSource
@@ -33,14 +33,14 @@ from trainer.data.corpus import open_corpus
 from trainer.data.loader import segments
 from trainer.errors import UserError
 from trainer.files import write_text
-from trainer.observe.slowness import first_said
+from trainer.observe.progress import first_said
 from trainer.parallel.mesh import place_batch
 from trainer.precision.arrays import store_weights
 from trainer.precision.policy import Policy
 from trainer.report.history import AS_TRAINED
 from trainer.step.state import TrainState
 from trainer.tasks.choose import BATCH, choose
-from trainer.tasks.examinee import Examinee
+from trainer.tasks.eval_model import Examinee
 from trainer.tasks.offline import ITEMS, write_for_harness
 from trainer.tasks.offline import TASKS as OFFLINE
 from trainer.workload import Task, Workload, jitted_eval_step

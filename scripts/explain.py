@@ -19,7 +19,7 @@ import jax
 from scalify_core import Explanation, explain
 from scalify_core.tree import map_arrays
 from scripts.arguments import argument, read, usage
-from trainer.assembly.objects import build_state, build_workload
+from trainer.assembly.build import build_state, build_workload
 from trainer.assembly.run import restore_training
 from trainer.config.composition import compose_or_explain
 from trainer.errors import UserError, to_readers

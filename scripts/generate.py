@@ -68,7 +68,7 @@ def main(args: Arguments) -> None:
     from trainer.assembly.run import restore_run
     from trainer.data.tokenizer import continuation
     from trainer.models.sampling import Generator
-    from trainer.observe.slowness import first_said
+    from trainer.observe.progress import first_said
 
     model = restore_run(Path(args.run_dir))
     generator = first_said(Generator(model.bind, model.spec).__call__, "compiling, and the first text", note)

@@ -30,7 +30,7 @@ from trainer.assembly.run import restore_training
 from trainer.errors import UserError
 from trainer.files import write_text
 from trainer.models.roles import role_of
-from trainer.observe.slowness import first_said
+from trainer.observe.progress import first_said
 from trainer.parallel.mesh import place_batch
 from trainer.precision.arrays import prepared
 from trainer.precision.dots import Dims, Dot, narrow_gradient_dot, wide_gradient_dot

@@ -12,30 +12,30 @@ if TYPE_CHECKING:
     from trainer.assembly.library import compose as compose
     from trainer.assembly.library import train as train
     from trainer.config.schema import Config as Config
-    from trainer.data.own import Batches as Batches
+    from trainer.data.custom import Batches as Batches
     from trainer.errors import Diverged as Diverged
     from trainer.errors import UserError as UserError
-    from trainer.models.own import Build as Build
-    from trainer.models.own import CausalModel as CausalModel
+    from trainer.models.custom import Build as Build
+    from trainer.models.custom import CausalModel as CausalModel
     from trainer.models.roles import Role as Role
     from trainer.observe.trackers.protocol import Beginning as Beginning
     from trainer.observe.trackers.protocol import Tracker as Tracker
-    from trainer.run.periodic import Moment as Moment
-    from trainer.run.periodic import Periodic as Periodic
-    from trainer.run.periodic import Phase as Phase
+    from trainer.run.callbacks import Moment as Moment
+    from trainer.run.callbacks import Periodic as Periodic
+    from trainer.run.callbacks import Phase as Phase
 
 __version__ = "0.1.0"  # also in pyproject.toml and CITATION.cff
 
 HOMES = {
-    "Batches": "trainer.data.own",
+    "Batches": "trainer.data.custom",
     "Beginning": "trainer.observe.trackers.protocol",
-    "Build": "trainer.models.own",
-    "CausalModel": "trainer.models.own",
+    "Build": "trainer.models.custom",
+    "CausalModel": "trainer.models.custom",
     "Config": "trainer.config.schema",
     "Diverged": "trainer.errors",
-    "Moment": "trainer.run.periodic",
-    "Periodic": "trainer.run.periodic",
-    "Phase": "trainer.run.periodic",
+    "Moment": "trainer.run.callbacks",
+    "Periodic": "trainer.run.callbacks",
+    "Phase": "trainer.run.callbacks",
     "Result": "trainer.assembly.library",
     "Role": "trainer.models.roles",
     "Tracker": "trainer.observe.trackers.protocol",

@@ -34,10 +34,10 @@ from trainer.precision.gradients import Differentiate, store_gradients
 from trainer.precision.policy import DTYPES, Policy
 from trainer.step.evaluate import make_eval_step
 from trainer.step.kernels import Kernels, gpu_options, takes_scales
-from trainer.step.leaves import part_of
 from trainer.step.moments import stacks_of, store_moments
 from trainer.step.optimizer import OptimizerFor
 from trainer.step.state import TrainState
+from trainer.step.state_tree import part_of
 from trainer.step.step import Gradient, Hyper, Tokens, make_train_step, mean_gradient
 
 if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without

@@ -22,7 +22,7 @@ from scalify_core.array import is_scaled_array
 from scalify_core.tree import leaves
 from scripts.arguments import argument, run, split
 from scripts.studies.runs import overrides
-from trainer.assembly.objects import build_mesh, build_model, build_optimizer, build_policy
+from trainer.assembly.build import build_mesh, build_model, build_optimizer, build_policy
 from trainer.config.composition import compose_config
 from trainer.parallel.mesh import abstract_batch
 from trainer.run.checkpoint import Checkpointer

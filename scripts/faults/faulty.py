@@ -29,7 +29,7 @@ from trainer.assembly import run as build
 from trainer.data import Batch
 from trainer.errors import leave
 from trainer.run import loop
-from trainer.run.periodic import Moment, Periodic
+from trainer.run.callbacks import Moment, Periodic
 from trainer.step.state import TrainState
 from trainer.step.step import Hyper, Metrics, StepFn, Tokens
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.run.guard import HUNG
+from trainer.run.shutdown import HUNG
 from trainer.text import nearest
 
 VALIDATIONS = 100  # steps between two

@@ -27,7 +27,7 @@ from scripts.export import main as export
 from trainer.assembly.run import restore_run, restore_training
 from trainer.errors import UserError
 from trainer.models.sampling import Generator
-from trainer.tasks.examinee import Examinee
+from trainer.tasks.eval_model import Examinee
 from trainer.tasks.offline import BYTES, ITEMS, items_of
 from trainer.tasks.scoring import Question, cut
 

@@ -32,7 +32,7 @@ import numpy as np
 from scripts.arguments import argument, run, split
 from scripts.studies import rows
 from scripts.studies.pairs import half_width
-from trainer.assembly.objects import build_batch, build_learning_rates, build_state, build_workload
+from trainer.assembly.build import build_batch, build_learning_rates, build_state, build_workload
 from trainer.compiled.exchange import exchanges_of
 from trainer.config.composition import compose_or_explain
 from trainer.config.schema import Config

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.assembly.objects import build_diloco, build_policy
+from trainer.assembly.build import build_diloco, build_policy
 from trainer.config.composition import CONFIGS, compose_config
 
 # Compute, operands of the matmuls forward and backward, master weights, weight gradients, m, v.

@@ -27,7 +27,7 @@ from trainer.errors import UserError
 from trainer.models.gpt2 import functional
 from trainer.models.huggingface import save
 from trainer.models.spec import GPT2Spec
-from trainer.run.guard import HUNG, SIGNALS
+from trainer.run.shutdown import HUNG, SIGNALS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from trainer.step.leaves import leaf_names
 from trainer.step.state import init_state
+from trainer.step.state_tree import leaf_names
 
 META = {"config": {"seed": 1}, "tracker": "abc"}
 

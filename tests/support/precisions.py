@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.assembly.objects import build_policy
+from trainer.assembly.build import build_policy
 from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.spec import GPT2Spec

@@ -19,10 +19,10 @@ from trainer.data import (
     check_prepared,
     prepare,
 )
+from trainer.data.custom import own_loaders, text_source
 from trainer.data.dataset import Dataset
 from trainer.data.files import apart
 from trainer.data.mixture import MixedManifest, Mixture, OfReplicas, stages_of
-from trainer.data.own import own_loaders, text_source
 from trainer.data.shards import MANIFEST
 from trainer.data.tokenizer import NotAtHand, file_of, is_gone
 from trainer.errors import UserError

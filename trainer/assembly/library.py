@@ -15,10 +15,10 @@ from trainer.assembly.run import Additions, start
 from trainer.config.composition import compose_or_explain
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.models.own import MakeModel
+from trainer.models.custom import MakeModel
 from trainer.observe.records import read_rows
 from trainer.observe.trackers.protocol import Tracker
-from trainer.run.periodic import Periodic
+from trainer.run.callbacks import Periodic
 from trainer.step.state import TrainState
 
 

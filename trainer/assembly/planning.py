@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.assembly.objects import (
+from trainer.assembly.build import (
     build_diloco,
     build_model,
     build_optimizer,

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from trainer.assembly.beginning import begun_from, describe_change, describe_phase, describe_run, describe_start
-from trainer.assembly.data import OwnData, where_begun
-from trainer.assembly.objects import (
+from trainer.assembly.build import (
     build_batch,
     build_jobs,
     build_learning_rates,
@@ -28,30 +26,32 @@ from trainer.assembly.objects import (
     check_fp8,
     train_batches,
 )
+from trainer.assembly.data import OwnData, where_begun
+from trainer.assembly.startup_log import begun_from, describe_change, describe_phase, describe_run, describe_start
 from trainer.config import schema
 from trainer.config.continuing import default_cache
 from trainer.config.fields import from_saved, to_tree
 from trainer.config.phases import phase_at
-from trainer.data.own import Numbers
+from trainer.data.custom import Numbers
 from trainer.data.tokenizer import load_saved
 from trainer.errors import MAKE_ROOM, UserError
-from trainer.models.own import OWN, MakeModel
-from trainer.observe.asked import make_diagnose
+from trainer.models.custom import OWN, MakeModel
 from trainer.observe.display import Display, Output
-from trainer.observe.slowness import said
+from trainer.observe.nan_diagnosis import make_diagnose
+from trainer.observe.progress import said
 from trainer.observe.trackers.choose import check_kind, make_tracker
 from trainer.observe.trackers.protocol import Tracker
 from trainer.parallel.mesh import place_batch
 from trainer.parallel.processes import Agreement, refused_together, start_processes
 from trainer.report.messages import describe_idle, describe_wire, facts_of, farewell
 from trainer.report.page import write_report
+from trainer.run.callbacks import Periodic
 from trainer.run.checkpoint import Checkpointer, Restored
-from trainer.run.guard import Patience, leave_within
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.run.loop import Run, train
-from trainer.run.periodic import Periodic
 from trainer.run.phases import Phases, Stage, enter_phase, task_of
 from trainer.run.rundir import RunDir, write_environment
+from trainer.run.shutdown import Patience, leave_within
 from trainer.run.start import (
     architecture,
     check_same_run,
@@ -62,8 +62,8 @@ from trainer.run.start import (
     starting_point,
     with_origin,
 )
-from trainer.step.leaves import parameter_names
 from trainer.step.state import TrainState, from_stored, to_stored
+from trainer.step.state_tree import parameter_names
 from trainer.step.step import StepFn, Tokens
 from trainer.workload import (
     Task,

@@ -5,8 +5,8 @@ directory), loader.
 """
 
 from trainer.data.corpus import EmbeddedSource, HubSource, PreparedSource, PythonSource, Source, TextSource
+from trainer.data.custom import Batches
 from trainer.data.loader import Batch, Loader, prefetch
-from trainer.data.own import Batches
 from trainer.data.preparation import Progress, check_prepared, prepare
 from trainer.data.shards import Manifest
 from trainer.data.tokenizer import Tokenizer, get_tokenizer

@@ -32,8 +32,8 @@ from scalify_core import asarray, tree, weights
 from trainer.parallel.distribute import largest_over, loss_over, squares_over
 from trainer.parallel.mesh import replicated
 from trainer.parallel.sharding import of_parameters
-from trainer.step.leaves import with_part
 from trainer.step.state import TrainState
+from trainer.step.state_tree import with_part
 from trainer.step.step import Tokens
 from trainer.workload import Model, Task, wire_of
 

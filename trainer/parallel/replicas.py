@@ -23,8 +23,8 @@ from scalify_core.array import is_scaled_array
 from trainer.parallel.diloco import OF_REPLICA, DiLoCoSettings, exchange, fragments_of
 from trainer.parallel.mesh import BATCH_AXES, REPLICA, over_devices
 from trainer.parallel.sharding import of_parameters
-from trainer.step.leaves import with_part
 from trainer.step.state import Replicas, TrainState
+from trainer.step.state_tree import with_part
 from trainer.step.step import Hyper, Metrics, StepFn, Tokens
 
 OF_OUTER = 0x165667B1  # of the rounding of outer weights

@@ -29,7 +29,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from trainer.errors import UserError
 from trainer.run.checkpoint_formats import FORMAT, READABLE, as_current, stored_name
-from trainer.step.leaves import checksums, describe, is_key, leaf_names, mismatch
+from trainer.step.state_tree import checksums, describe, is_key, leaf_names, mismatch
 
 DAMAGED = "damaged"
 ORBAX = str(Path(ocp.__file__).parent)

@@ -8,9 +8,9 @@ from trainer.models.functional import Params
 from trainer.parallel.sharding import shardings
 from trainer.precision.arrays import first_lost, store_weights
 from trainer.precision.policy import Policy
-from trainer.step.leaves import part_of, with_part
 from trainer.step.moments import convert_moments
 from trainer.step.state import TrainState
+from trainer.step.state_tree import part_of, with_part
 from trainer.workload import Task
 
 

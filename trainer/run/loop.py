@@ -2,7 +2,7 @@
 
 The metrics of step n are read after step n+1 was dispatched, so that the device never waits for the host. Step n in a
 row, a checkpoint or a message means: after n steps. What happens between two steps, and that each of its effects
-happens exactly once, is in `trainer.run.periodic`.
+happens exactly once, is in `trainer.run.callbacks`.
 """
 
 import time
@@ -21,10 +21,10 @@ from trainer.observe.display import Display
 from trainer.observe.metrics import Throughput, memory
 from trainer.observe.records import decode_row, encode_row
 from trainer.observe.trackers.protocol import Tracker
+from trainer.run.builtin_callbacks import CHECKPOINT
+from trainer.run.callbacks import BrokenOff, Moment, Periodic, Phase
 from trainer.run.checkpoint import Checkpointer
-from trainer.run.guard import Guard, Patience
-from trainer.run.jobs import CHECKPOINT
-from trainer.run.periodic import BrokenOff, Moment, Periodic, Phase
+from trainer.run.shutdown import Guard, Patience
 from trainer.run.watchdog import Watchdog
 from trainer.step.state import TrainState, first_nonfinite, to_stored
 from trainer.step.step import Hyper, Metrics, StepFn, Tokens
@@ -211,7 +211,7 @@ def intervene(run: Run, pending: Pending, row: dict[str, float]) -> None:
 
 
 def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
-    """What happens between two steps, phase by phase (see `trainer.run.periodic`); not counted as training time."""
+    """What happens between two steps, phase by phase (see `trainer.run.callbacks`); not counted as training time."""
     started = time.perf_counter()
     moment = Moment(
         step=run.step,

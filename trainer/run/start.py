@@ -22,8 +22,8 @@ from trainer.precision.policy import Policy
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.converting import convert_state
 from trainer.run.phases import Phases, policy_of, task_of, trainable_of
-from trainer.step.leaves import as_saved
 from trainer.step.state import TrainState, first_nonfinite
+from trainer.step.state_tree import as_saved
 from trainer.workload import Task, abstract_state
 
 SWAP = ", or init.embeddings=focus to give its tables the rows of the data's tokens"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.source_info_util import summarize
 
-from trainer.step.leaves import leaf_names
+from trainer.step.state_tree import leaf_names
 
 
 @dataclass(frozen=True)

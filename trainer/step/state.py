@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalify_core import ScaledArray, tree
 from scalify_core.array import is_scaled_array
-from trainer.step.leaves import first_nonfinite_leaf
+from trainer.step.state_tree import first_nonfinite_leaf
 
 OF_REPLICAS = ("states", "residuals")  # fields whose arrays have an axis of replicas in front
 

@@ -18,8 +18,8 @@ from scalify_core.reductions import squares_of_rows, sums_of_squares
 from scalify_core.stacks import NONE as NO_STACKS
 from scalify_core.stacks import Stacks
 from trainer.precision.gradients import Differentiate, ValueAndGrad
-from trainer.step.leaves import with_part
 from trainer.step.state import TrainState
+from trainer.step.state_tree import with_part
 
 
 class Hyper(NamedTuple):

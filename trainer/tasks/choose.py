@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.tasks import harness
-from trainer.tasks.examinee import Examinee
+from trainer.tasks.eval_model import Examinee
 from trainer.tasks.offline import BYTES, ITEMS, TASKS, Item, Scores, items_of
 
 BATCH = 16  # sequences at once, by default

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.tasks.examinee import Examinee, Wish
+from trainer.tasks.eval_model import Examinee, Wish
 from trainer.tasks.offline import TASKS, Score, Scores
 from trainer.tasks.writing import Manner
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.errors import UserError
-from trainer.tasks.examinee import Examinee
+from trainer.tasks.eval_model import Examinee
 
 PASSAGE = 32  # words
 TAIL = 8  # of them, whose order is asked for

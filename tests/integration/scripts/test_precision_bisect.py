@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from scripts.precision_bisect import ALL, CASTS, Finding, advice, bisect, computed_in_fp32, in_fp32, report, switches
 from trainer.__main__ import CONFIGS
-from trainer.assembly.objects import build_policy
+from trainer.assembly.build import build_policy
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models.spec import GPT2Spec

@@ -17,8 +17,8 @@ from trainer.models.roles import chosen
 from trainer.models.spec import GPT2Spec
 from trainer.parallel.distribute import Reduce
 from trainer.run.start import check_same_trainable
-from trainer.step.leaves import part_of, with_part
 from trainer.step.optimizer import make_optimizer
+from trainer.step.state_tree import part_of, with_part
 from trainer.workload import abstract_state, compile_step, first_state
 
 SCANNED = GPT2Spec(vocab_size=64, context=16, n_layer=2, n_head=2, d_model=32, scan_layers=True)

@@ -12,7 +12,7 @@ from families import whole
 
 from scalify_core.probe import FIGURES
 from scalify_core.tree import leaves
-from trainer.assembly.objects import build_policy
+from trainer.assembly.build import build_policy
 from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.llama_spec import LlamaSpec

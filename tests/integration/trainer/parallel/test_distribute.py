@@ -10,7 +10,7 @@ import pytest
 from families import whole
 
 from scalify_core.weights import wide
-from trainer.assembly.objects import build_policy, check_split
+from trainer.assembly.build import build_policy, check_split
 from trainer.compiled.hlo import Program
 from trainer.config.composition import compose_config
 from trainer.data import Batch

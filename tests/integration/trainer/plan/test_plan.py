@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from scripts import plan as script
-from trainer.assembly.objects import build_model, build_policy, check_fp8
+from trainer.assembly.build import build_model, build_policy, check_fp8
 from trainer.compiled.classes import FP8, GAPS
 from trainer.compiled.fp8 import Gpu, Layer, check_device, check_step, layer_products, not_fp8
 from trainer.compiled.operations import Collective, Gemm
@@ -158,7 +158,7 @@ def test_a_layer_in_16_bits_beside_fp8_ones_has_nothing_transposed():
 
 def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatch):
     """A run on GPUs, but for its devices and its step, which are those of the plan."""
-    monkeypatch.setattr("trainer.assembly.objects.Program", lambda text: text)  # read by the plan already
+    monkeypatch.setattr("trainer.assembly.build.Program", lambda text: text)  # read by the plan already
     overrides = [*TINY, "precision=scalify_fp8_fp16", "train.batch_tokens=256"]
     mesh = make_target_mesh(get_target("h200"), 2, 1)
     w = Task(flagship.measured.model, "adamw", None, mesh)

@@ -17,9 +17,9 @@ from scalify_core.array import asarray, is_scaled_array
 from scalify_core.tree import unpack
 from scalify_core.weights import wide
 from trainer.precision.arrays import dot_general_for
+from trainer.run.builtin_callbacks import make_rescale
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.converting import convert_state
-from trainer.run.jobs import make_rescale
 from trainer.step.state import from_stored, to_stored
 from trainer.workload import (
     Model,

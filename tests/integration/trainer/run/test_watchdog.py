@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.assembly.objects import build_watchdog
+from trainer.assembly.build import build_watchdog
 from trainer.config.composition import compose_config
 from trainer.precision.gradients import first_loss_scale, next_loss_scale
 from trainer.run.watchdog import Bounds, Watchdog
-from trainer.step.leaves import leaf_names
 from trainer.step.nonfinite import first_nonfinite
+from trainer.step.state_tree import leaf_names
 from trainer.step.step import first_true
 
 OK = {"loss": 1.0, "grad_norm": 1.0, "finite": True, "bad_leaf": -1}

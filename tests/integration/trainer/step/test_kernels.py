@@ -12,7 +12,7 @@ from trainer.config.composition import compose_config
 from trainer.config.fields import from_saved, to_tree
 from trainer.errors import UserError
 from trainer.models.spec import GPT2Spec
-from trainer.observe.asked import make_diagnose
+from trainer.observe.nan_diagnosis import make_diagnose
 from trainer.parallel.mesh import abstract_batch, make_mesh
 from trainer.plan.aot import OPTIONS, lower_for_target, make_target_mesh, written_to_no_cache
 from trainer.plan.targets import get_target

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trainer.assembly.objects import build_diloco, build_workload
+from trainer.assembly.build import build_diloco, build_workload
 from trainer.config import schema
 from trainer.config.composition import compose_config
 from trainer.config.fields import from_saved, to_tree

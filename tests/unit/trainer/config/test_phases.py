@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from trainer.assembly.objects import build_learning_rates
+from trainer.assembly.build import build_learning_rates
 from trainer.config.composition import compose_or_explain
 from trainer.config.fields import from_saved, to_tree
 from trainer.config.phases import phases_of

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from trainer.assembly.beginning import describe_change
+from trainer.assembly.startup_log import describe_change
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.data import EmbeddedSource, Manifest, TextSource, prepare

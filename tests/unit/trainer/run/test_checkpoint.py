@@ -8,7 +8,7 @@ from checkpoints import META, abstract, bits, make_state, saved
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trainer.errors import UserError
-from trainer.step.leaves import describe
+from trainer.step.state_tree import describe
 
 # --- what comes back ---
 

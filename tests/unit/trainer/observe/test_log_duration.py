@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from trainer.observe.slowness import first_said, said
+from trainer.observe.progress import first_said, said
 
 
 def test_what_is_quick_says_nothing():
@@ -41,7 +41,7 @@ def test_only_the_first_call_is_said(monkeypatch):
         time.sleep(0.1)
         return x + 1
 
-    monkeypatch.setattr("trainer.observe.slowness.said", lambda what, say: said(what, say, seconds=0.02))
+    monkeypatch.setattr("trainer.observe.progress.said", lambda what, say: said(what, say, seconds=0.02))
     calling = first_said(slow, "compiling the validation", heard.append)
     assert (calling(1), calling(2)) == (2, 3)
     assert [text.split(":")[0] for text in heard] == ["compiling the validation ...", "compiling the validation"]

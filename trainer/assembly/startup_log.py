@@ -5,11 +5,11 @@ from pathlib import Path
 import jax
 
 from trainer import __version__
-from trainer.assembly.objects import build_learning_rates, decides_rates
+from trainer.assembly.build import build_learning_rates, decides_rates
 from trainer.config import schema
 from trainer.config.fields import from_saved, to_tree
+from trainer.models.custom import OWN
 from trainer.models.family import param_count
-from trainer.models.own import OWN
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.report.history import FORKED, WEIGHTS
 from trainer.report.messages import describe, rounding_of, schedule_change

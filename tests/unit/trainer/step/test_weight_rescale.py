@@ -5,7 +5,7 @@ import math
 import pytest
 
 from trainer.models.roles import Role
-from trainer.step.places import powers_to_place
+from trainer.step.weight_rescale import powers_to_place
 
 COLUMN, ROW = Role("column", gated=True), Role("row", gated=True)
 ROLES = {

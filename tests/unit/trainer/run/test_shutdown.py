@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from trainer.run.guard import HUNG
+from trainer.run.shutdown import HUNG
 
 CODE = """
 import ctypes, sys, time
 from pathlib import Path
-from trainer.run.guard import Guard, Patience
+from trainer.run.shutdown import Guard, Patience
 folder, stop, stall, hang, doing = sys.argv[1:]
 patience = Patience(float(stop), float(stall), float(hang))
 with Guard(patience, Path(folder), lambda text: print(text, flush=True)) as guard:
@@ -94,7 +94,7 @@ def test_on_a_full_disk_that_takes_no_report_what_hangs_is_still_ended(start, mo
 
 
 def test_on_a_full_disk_a_process_that_cannot_close_is_ended():
-    code = "import time; from trainer.run.guard import leave_within; leave_within(0.1, OSError(28)); time.sleep(100)"
+    code = "import time; from trainer.run.shutdown import leave_within; leave_within(0.1, OSError(28)); time.sleep(100)"
     with open("/dev/full", "w") as full:
         assert subprocess.run([sys.executable, "-c", code], stderr=full, timeout=30, check=False).returncode == HUNG
 

@@ -16,7 +16,7 @@ from trainer.errors import UserError
 from trainer.models.spec import GPT2Spec
 from trainer.tasks import harness
 from trainer.tasks.choose import choose
-from trainer.tasks.examinee import Examinee, Wish, before_first
+from trainer.tasks.eval_model import Examinee, Wish, before_first
 from trainer.tasks.harness import check_names, scores_in, wish_of
 from trainer.tasks.offline import TASKS, items_of, write_for_harness
 from trainer.tasks.scoring import Answer, Question

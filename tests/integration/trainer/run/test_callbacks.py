@@ -7,7 +7,7 @@ import pytest
 
 from trainer.observe.records import decode_row
 from trainer.run import loop
-from trainer.run.periodic import Periodic, Phase
+from trainer.run.callbacks import Periodic, Phase
 
 ROW = {"train/loss": 2.0}
 

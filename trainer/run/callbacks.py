@@ -1,7 +1,7 @@
 """What a run does every so many steps, as a list of entries, and when each of its effects happens exactly once.
 
-The loop knows no other periodic work than `Run.jobs`; `trainer.run.jobs` makes those that every run has, and a user
-appends more. After step n, the jobs that are due run in the order of the list, one phase after another:
+The loop knows no other periodic work than `Run.jobs`; `trainer.run.builtin_callbacks` makes those that every run has,
+and a user appends more. After step n, the jobs that are due run in the order of the list, one phase after another:
 
 1. LOOK jobs find something out, without changing anything: figures for the row of step n, texts, pictures. A stop
    request may come before or inside one (`Moment.pause`). Then nothing of what this step's jobs found is recorded, the

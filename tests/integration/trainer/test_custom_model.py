@@ -9,9 +9,9 @@ from families import whole
 from flax import nnx
 
 from trainer import CausalModel, Role, UserError, compose, train
-from trainer.assembly.objects import build_policy
+from trainer.assembly.build import build_policy
 from trainer.assembly.run import restore_run
-from trainer.models.own import own_spec
+from trainer.models.custom import own_spec
 from trainer.workload import Model
 
 SMALL = [*TINY, "parallel.data=1", "sample.max_new_tokens=4", CACHE]

@@ -21,20 +21,20 @@ from trainer.config.phases import phases_of
 from trainer.data import Batch, Loader, prefetch
 from trainer.data.mixture import Mixture
 from trainer.errors import UserError
-from trainer.models.own import MakeModel, own_spec
-from trainer.observe.asked import make_sample, on_one_device
+from trainer.models.custom import MakeModel, own_spec
 from trainer.observe.metrics import Throughput
 from trainer.observe.numerics import make_numerics
 from trainer.observe.peaks import peak_flops
-from trainer.observe.slowness import first_said
+from trainer.observe.progress import first_said
+from trainer.observe.sampling import make_sample, on_one_device
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import Reduce
 from trainer.parallel.mesh import Sizes, abstract_batch, batch_devices, make_mesh, place_batch
 from trainer.parallel.replicas import DiLoCoStep, with_moments_of_first
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import DTYPES, Policy
-from trainer.run import jobs
-from trainer.run.periodic import Periodic
+from trainer.run import builtin_callbacks
+from trainer.run.callbacks import Periodic
 from trainer.run.phases import Phases, Stage
 from trainer.run.start import initial_weights
 from trainer.run.vocabulary import weights_for_tokenizer
@@ -47,7 +47,7 @@ from trainer.step.schedule import learning_rates
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
 from trainer.tasks.choose import BATCH, choose
-from trainer.tasks.examinee import Examinee
+from trainer.tasks.eval_model import Examinee
 from trainer.workload import (
     Model,
     Task,
@@ -289,16 +289,20 @@ def build_jobs(
     numerics_every = c.metrics.numerics_every if tracked else 0
     rescale_every = c.precision.rescale_every if c.precision.scaled else 0
     entries = [
-        jobs.numerics(numerics_every, first_said(look, NUMERICS, say)) if numerics_every else None,
-        jobs.evaluation(c.train.eval_every, make_evaluate(c, w, say)),
-        jobs.mixture(c.train.eval_every, w.data.train.seen) if isinstance(w.data.train, Mixture) else None,
-        jobs.tasks(c.eval.tasks_every or 0, first_said(build_tasks(c, w), TASKS, say)) if c.eval.tasks else None,
+        builtin_callbacks.numerics(numerics_every, first_said(look, NUMERICS, say)) if numerics_every else None,
+        builtin_callbacks.evaluation(c.train.eval_every, make_evaluate(c, w, say)),
+        builtin_callbacks.mixture(c.train.eval_every, w.data.train.seen) if isinstance(w.data.train, Mixture) else None,
+        builtin_callbacks.tasks(c.eval.tasks_every or 0, first_said(build_tasks(c, w), TASKS, say))
+        if c.eval.tasks
+        else None,
         make_exchanged(c, w) if w.task.diloco else None,
-        jobs.samples(c.sample.every, first_said(build_sample(c, w), SAMPLING, say)),
-        jobs.rescale(rescale_every, jobs.make_rescale(w.task, batch)) if rescale_every else None,
+        builtin_callbacks.samples(c.sample.every, first_said(build_sample(c, w), SAMPLING, say)),
+        builtin_callbacks.rescale(rescale_every, builtin_callbacks.make_rescale(w.task, batch))
+        if rescale_every
+        else None,
         *more,
-        jobs.pictures(c.checkpoint.every) if numerics_every else None,
-        jobs.checkpoint(c.checkpoint.every),
+        builtin_callbacks.pictures(c.checkpoint.every) if numerics_every else None,
+        builtin_callbacks.checkpoint(c.checkpoint.every),
     ]
     made = [job for job in entries if job is not None]
     for name, times in Counter(job.name for job in made).items():
@@ -310,7 +314,7 @@ def build_jobs(
 def make_exchanged(c: schema.Config, w: Workload) -> Periodic:
     """The job that says what replicas have sent each other."""
     found = exchanges_of(w.task)
-    return jobs.exchanged(c.train.eval_every, found.up_to, found.every_step)
+    return builtin_callbacks.exchanged(c.train.eval_every, found.up_to, found.every_step)
 
 
 def train_batches(c: schema.Config, w: Workload, until: int) -> Callable[[int], Iterator[tuple[int, Batch]]]:

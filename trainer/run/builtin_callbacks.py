@@ -9,11 +9,11 @@ import jax
 from scalify_core import weights
 from trainer.observe.records import read_rows
 from trainer.parallel.replicas import with_params
-from trainer.run.periodic import BrokenOff, Moment, Periodic, Phase
+from trainer.run.callbacks import BrokenOff, Moment, Periodic, Phase
 from trainer.step.evaluate import Evaluation
-from trainer.step.places import powers_to_place
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens
+from trainer.step.weight_rescale import powers_to_place
 from trainer.workload import Task, compile_step
 
 CHECKPOINT = "checkpoint"  # the entry by which a rollback knows which checkpoints are regular ones
