@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from trainer.models.roles import Role as Role
     from trainer.observe.trackers.protocol import Beginning as Beginning
     from trainer.observe.trackers.protocol import Tracker as Tracker
-    from trainer.run.callbacks import Moment as Moment
-    from trainer.run.callbacks import Periodic as Periodic
+    from trainer.run.callbacks import Callback as Callback
     from trainer.run.callbacks import Phase as Phase
+    from trainer.run.callbacks import StepContext as StepContext
 
 __version__ = "0.1.0"  # also in pyproject.toml and CITATION.cff
 
@@ -30,25 +30,27 @@ HOMES = {
     "Batches": "trainer.data.custom",
     "Beginning": "trainer.observe.trackers.protocol",
     "Build": "trainer.models.custom",
+    "Callback": "trainer.run.callbacks",
     "CausalModel": "trainer.models.custom",
+    "compose": "trainer.assembly.library",
     "Config": "trainer.config.schema",
     "Diverged": "trainer.errors",
-    "Moment": "trainer.run.callbacks",
-    "Periodic": "trainer.run.callbacks",
     "Phase": "trainer.run.callbacks",
     "Result": "trainer.assembly.library",
     "Role": "trainer.models.roles",
+    "StepContext": "trainer.run.callbacks",
     "Tracker": "trainer.observe.trackers.protocol",
-    "UserError": "trainer.errors",
-    "compose": "trainer.assembly.library",
     "train": "trainer.assembly.library",
+    "UserError": "trainer.errors",
 }
+RENAMED = {"Moment": "StepContext", "Periodic": "Callback"}
 __all__ = ["__version__", *HOMES]
 
 
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        advice = f"; it was renamed: {RENAMED[name]}" if name in RENAMED else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
     return getattr(importlib.import_module(HOMES[name]), name)
 
 

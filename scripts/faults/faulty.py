@@ -29,7 +29,7 @@ from trainer.assembly import run as build
 from trainer.data import Batch
 from trainer.errors import leave
 from trainer.run import loop
-from trainer.run.callbacks import Moment, Periodic
+from trainer.run.callbacks import Callback, StepContext
 from trainer.step.state import TrainState
 from trainer.step.step import Hyper, Metrics, StepFn, Tokens
 
@@ -82,23 +82,23 @@ def with_corruption(train_step: StepFn, corrupt: set[int]) -> StepFn:
     return faulty
 
 
-def with_slow_batches(evaluation: Periodic, faults: dict[str, Any]) -> Periodic:
+def with_slow_batches(evaluation: Callback, faults: dict[str, Any]) -> Callback:
     """The validation, each batch of which takes longer; in the final one a signal may come."""
 
-    def slowly(moment: Moment) -> Mapping[str, float] | None:
-        ask = moment.ask
+    def slowly(context: StepContext) -> Mapping[str, float] | None:
+        ask = context.ask
 
         def wait(doing: str) -> bool:
             time.sleep(faults.get("validation", 0))
             return ask(doing)
 
-        if moment.last and faults.get("terminate", False):
+        if context.last and faults.get("terminate", False):
             os.kill(os.getpid(), signal.SIGTERM)
-        moment.ask = wait
+        context.ask = wait
         try:
-            return evaluation.run(moment)
+            return evaluation.run(context)
         finally:
-            moment.ask = ask
+            context.ask = ask
 
     return dataclasses.replace(evaluation, run=slowly)
 
@@ -111,7 +111,10 @@ def main(file: Path, overrides: list[str]) -> int:
         hung = file.with_name(file.name + ".hung")
         run.batches = with_batches(run.batches, faults, hung)
         run.train_step = with_corruption(run.train_step, set(faults.get("corrupt", [])))
-        run.jobs = [with_slow_batches(job, faults) if job.name == "evaluation" else job for job in run.jobs]
+        run.callbacks = [
+            with_slow_batches(callback, faults) if callback.name == "evaluation" else callback
+            for callback in run.callbacks
+        ]
         return loop.train(run)
 
     build.train = train

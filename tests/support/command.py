@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from scripts.faults.chaos import SMALL
-from trainer import Periodic, compose, train
+from trainer import Callback, compose, train
 from trainer.__main__ import main
 from trainer.observe.records import read_rows
 from trainer.text import laid_over
@@ -62,10 +62,12 @@ def trainer(tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **variab
 
 def stopped_after(folder: Path, run_dir: str, step: int, *args: str) -> None:
     """A run in this process that a signal stops soon after this step, as one from a cluster's queue would."""
-    stop = Periodic("stop", 1, lambda moment: os.kill(os.getpid(), signal.SIGTERM) if moment.step == step else None)
+    stop = Callback("stop", 1, lambda context: os.kill(os.getpid(), signal.SIGTERM) if context.step == step else None)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        found = train(compose(laid_over(TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args)), periodic=[stop])
+        found = train(
+            compose(laid_over(TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args)), callbacks=[stop]
+        )
     assert found.stopped_by == signal.SIGTERM
     assert found.step >= step
 

@@ -34,7 +34,7 @@ from trainer.parallel.replicas import DiLoCoStep, with_moments_of_first
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import DTYPES, Policy
 from trainer.run import builtin_callbacks
-from trainer.run.callbacks import Periodic
+from trainer.run.callbacks import Callback
 from trainer.run.phases import Phases, Stage
 from trainer.run.start import initial_weights
 from trainer.run.vocabulary import weights_for_tokenizer
@@ -271,15 +271,15 @@ def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled | DiLoCoSt
     return check_step(task.model, program, tokens, gpu, require=require, frozen=task.frozen_layers)
 
 
-def build_jobs(
+def build_callbacks(
     c: schema.Config,
     w: Workload,
     batch: Tokens,
     say: Callable[[str], None],
-    more: Sequence[Periodic] = (),
+    more: Sequence[Callback] = (),
     *,
     tracked: bool = True,
-) -> list[Periodic]:
+) -> list[Callback]:
     """What happens between two steps: what every run has, with `more` of the user's before the checkpoint.
 
     Without anybody who keeps them (not `tracked`) nobody looks at the numerics.
@@ -304,15 +304,15 @@ def build_jobs(
         builtin_callbacks.pictures(c.checkpoint.every) if numerics_every else None,
         builtin_callbacks.checkpoint(c.checkpoint.every),
     ]
-    made = [job for job in entries if job is not None]
-    for name, times in Counter(job.name for job in made).items():
+    made = [callback for callback in entries if callback is not None]
+    for name, times in Counter(callback.name for callback in made).items():
         if times > 1:
-            raise UserError(f"two periodic jobs are called {name!r}; give yours another name")
+            raise UserError(f"two callbacks are called {name!r}; give yours another name")
     return made
 
 
-def make_exchanged(c: schema.Config, w: Workload) -> Periodic:
-    """The job that says what replicas have sent each other."""
+def make_exchanged(c: schema.Config, w: Workload) -> Callback:
+    """Return the callback that reports what replicas have sent each other."""
     found = exchanges_of(w.task)
     return builtin_callbacks.exchanged(c.train.eval_every, found.up_to, found.every_step)
 

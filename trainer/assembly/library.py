@@ -18,7 +18,7 @@ from trainer.errors import UserError
 from trainer.models.custom import MakeModel
 from trainer.observe.records import read_rows
 from trainer.observe.trackers.protocol import Tracker
-from trainer.run.callbacks import Periodic
+from trainer.run.callbacks import Callback
 from trainer.step.state import TrainState
 
 
@@ -57,7 +57,7 @@ def train(
     model: MakeModel | None = None,
     data: OwnData | None = None,
     tracker: Tracker | None = None,
-    periodic: Sequence[Periodic] = (),
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Train in `config.run_dir`, from where that stands, as `python -m trainer` does.
 
@@ -67,7 +67,7 @@ def train(
         `vocab_size`, `context` and `keep_fp8_weights` still count.
       data: texts, in place of the configuration's source and prepared as that is; or `Batches` of token ids.
       tracker: is told everything, beside the trackers of the configuration.
-      periodic: what else happens every so many steps.
+      callbacks: called every so many steps, beside those of every run.
 
     Raises:
       UserError: something is wrong with the configuration, the data or the disk; Diverged: the watchdog gave up.
@@ -75,7 +75,7 @@ def train(
     """
     if config.dry_run:
         raise UserError("dry_run=true trains nothing; leave it out, or use `python -m trainer dry_run=true`")
-    code, run = start(config, more=Additions(model, data, tracker, periodic, own_process=False))
+    code, run = start(config, more=Additions(model, data, tracker, callbacks, own_process=False))
     assert run is not None  # only a dry run has none
     rows = [row for row in read_rows(run.run_dir / "metrics.jsonl") if "event" not in row]
     return Result(run.state, run.step, rows, run.run_dir, signal.Signals(code - 128) if code else None)

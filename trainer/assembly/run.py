@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.assembly.build import (
     build_batch,
-    build_jobs,
+    build_callbacks,
     build_learning_rates,
     build_model,
     build_phases,
@@ -45,7 +45,7 @@ from trainer.parallel.mesh import place_batch
 from trainer.parallel.processes import Agreement, refused_together, start_processes
 from trainer.report.messages import describe_idle, describe_wire, facts_of, farewell
 from trainer.report.page import write_report
-from trainer.run.callbacks import Periodic
+from trainer.run.callbacks import Callback
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.run.loop import Run, train
@@ -84,14 +84,14 @@ class Additions(NamedTuple):
       model: makes it, in place of the configuration's.
       data: in place of the configuration's.
       tracker: is told everything too.
-      periodic: jobs beside those that every run has.
+      callbacks: beside those of every run.
       own_process: whether the process is the run's alone, which may then be ended for it.
     """
 
     model: MakeModel | None = None
     data: OwnData | None = None
     tracker: Tracker | None = None
-    periodic: Sequence[Periodic] = ()
+    callbacks: Sequence[Callback] = ()
     own_process: bool = True
 
 
@@ -370,7 +370,7 @@ def build_run(
         batches=train_batches(c, w, stage.until),
         place=functools.partial(place_batch, accum=c.train.grad_accum_steps, mesh=w.mesh),
         agree=agree,
-        jobs=build_jobs(c, w, batch, display.message, more.periodic, tracked=tracked),
+        callbacks=build_callbacks(c, w, batch, display.message, more.callbacks, tracked=tracked),
         log_every=c.train.log_every,
         restore=make_restore(w.task, batch, checkpointer, w.seed),
         diagnose=make_diagnose(w.task),

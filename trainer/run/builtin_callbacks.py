@@ -1,4 +1,4 @@
-"""The periodic jobs of runs: numerics, evaluation, tasks, samples, rescale, pictures, checkpoint."""
+"""The callbacks of every run: numerics, evaluation, tasks, samples, rescale, pictures, checkpoint."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ import jax
 from scalify_core import weights
 from trainer.observe.records import read_rows
 from trainer.parallel.replicas import with_params
-from trainer.run.callbacks import BrokenOff, Moment, Periodic, Phase
+from trainer.run.callbacks import Callback, Interrupted, Phase, StepContext
 from trainer.step.evaluate import Evaluation
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens
@@ -19,75 +19,77 @@ from trainer.workload import Task, compile_step
 CHECKPOINT = "checkpoint"  # the entry by which a rollback knows which checkpoints are regular ones
 
 
-def numerics(every: int, figures: Callable[[TrainState, Tokens, int], Mapping[str, float]]) -> Periodic:
+def numerics(every: int, figures: Callable[[TrainState, Tokens, int], Mapping[str, float]]) -> Callback:
     """Figures of every layer; `figures` takes the state, a batch and the number of the step that took it."""
-    return Periodic("numerics", every, lambda moment: figures(moment.state, moment.tokens, moment.step - 1))
+    return Callback("numerics", every, lambda context: figures(context.state, context.tokens, context.step - 1))
 
 
-def evaluation(every: int, evaluate: Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]) -> Periodic:
+def evaluation(every: int, evaluate: Callable[[TrainState, bool, Callable[[], bool]], Evaluation | None]) -> Callback:
     """The validation loss.
 
     `evaluate` takes the state, whether it is the final time, and a function that says whether to break off, to what it
     finds; None: broken off.
     """
 
-    def run(moment: Moment) -> Mapping[str, float]:
-        found = evaluate(moment.state, moment.last, lambda: moment.ask(f"in the validation after step {moment.step}"))
+    def run(context: StepContext) -> Mapping[str, float]:
+        found = evaluate(
+            context.state, context.last, lambda: context.ask(f"in the validation after step {context.step}")
+        )
         if found is None:
-            raise BrokenOff
-        moment.val_loss = found.comparable
+            raise Interrupted
+        context.val_loss = found.comparable
         return found.row
 
-    return Periodic("evaluation", every, run)
+    return Callback("evaluation", every, run)
 
 
-def mixture(every: int, seen: Callable[[int], Mapping[str, Mapping[str, float]]]) -> Periodic:
+def mixture(every: int, seen: Callable[[int], Mapping[str, Mapping[str, float]]]) -> Callback:
     """What was trained on so far of each source of a mixture: `data/NAME/share` and `epochs`; `seen` takes the step."""
 
-    def run(moment: Moment) -> Mapping[str, float]:
-        found = seen(moment.step)
+    def run(context: StepContext) -> Mapping[str, float]:
+        found = seen(context.step)
         return {f"data/{name}/{what}": value for name, of in found.items() for what, value in of.items()}
 
-    return Periodic("mixture", every, run)
+    return Callback("mixture", every, run)
 
 
-def tasks(every: int, scores: Callable[[TrainState], Mapping[str, float]]) -> Periodic:
+def tasks(every: int, scores: Callable[[TrainState], Mapping[str, float]]) -> Callback:
     """Figures of tasks, `tasks/NAME/METRIC`; `scores` takes the state."""
-    return Periodic("tasks", every, lambda moment: scores(moment.state))
+    return Callback("tasks", every, lambda context: scores(context.state))
 
 
-def exchanged(every: int, bytes_up_to: Callable[[int], float], bytes_of_step: float) -> Periodic:
+def exchanged(every: int, bytes_up_to: Callable[[int], float], bytes_of_step: float) -> Callback:
     """What replicas with local steps have sent each other so far: `wire/exchanged_mib`, and `wire/times_fewer`.
 
     `bytes_up_to` takes the step; `bytes_of_step` are those of FP32 gradients, which `times_fewer` compares with.
     """
 
-    def run(moment: Moment) -> Mapping[str, float]:
-        sent = bytes_up_to(moment.step)
+    def run(context: StepContext) -> Mapping[str, float]:
+        sent = bytes_up_to(context.step)
         found = {"wire/exchanged_mib": sent / 2**20}
-        return found | ({"wire/times_fewer": bytes_of_step * moment.step / sent} if sent else {})
+        return found | ({"wire/times_fewer": bytes_of_step * context.step / sent} if sent else {})
 
-    return Periodic("exchanged", every, run)
+    return Callback("exchanged", every, run)
 
 
-def samples(every: int, sample: Callable[[Any], str]) -> Periodic:
+def samples(every: int, sample: Callable[[Any], str]) -> Callback:
     """A text that the model writes; `sample` makes it of the parameters."""
-    return Periodic("samples", every, lambda moment: moment.text("samples", sample(moment.params)))
+    return Callback("samples", every, lambda context: context.text("samples", sample(context.params)))
 
 
-def rescale(every: int, new_scales: Callable[[TrainState], tuple[TrainState, StepFn, str] | None]) -> Periodic:
+def rescale(every: int, new_scales: Callable[[TrainState], tuple[TrainState, StepFn, str] | None]) -> Callback:
     """Weights that have left their place get new scales: a function of step and state, so that resumed runs agree.
 
     `new_scales` gives the state with them, the step compiled for them, and what was done, in words; None while every
     weight's data is near RMS 1.
     """
 
-    def run(moment: Moment) -> None:
-        done = new_scales(moment.state)
+    def run(context: StepContext) -> None:
+        done = new_scales(context.state)
         if done is not None:
-            moment.replace(*done)
+            context.replace(*done)
 
-    return Periodic("rescale", every, run, Phase.CHANGE)
+    return Callback("rescale", every, run, Phase.UPDATE)
 
 
 def make_rescale(task: Task, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
@@ -113,21 +115,21 @@ def make_rescale(task: Task, batch: Tokens) -> Callable[[TrainState], tuple[Trai
     return rescale
 
 
-def pictures(every: int) -> Periodic:
+def pictures(every: int) -> Callback:
     """Heat maps of all numerics so far, those before a resumption too, as `numerics/KIND.png` and to the trackers."""
 
-    def run(moment: Moment) -> None:
+    def run(context: StepContext) -> None:
         if jax.process_index() > 0:
             return
         from trainer.observe.heatmap import draw_all  # a plotting library takes half a second to import
 
-        rows = read_rows(moment.run_dir / "metrics.jsonl")
-        for kind, path in draw_all(rows, moment.run_dir / "numerics").items():
-            moment.picture(f"numerics/{kind}/picture", path)
+        rows = read_rows(context.run_dir / "metrics.jsonl")
+        for kind, path in draw_all(rows, context.run_dir / "numerics").items():
+            context.picture(f"numerics/{kind}/picture", path)
 
-    return Periodic("pictures", every, run, Phase.KEEP)
+    return Callback("pictures", every, run, Phase.SAVE)
 
 
-def checkpoint(every: int) -> Periodic:
+def checkpoint(every: int) -> Callback:
     """The state and what else is needed to go on. It is the last entry of the list: all that it covers is out."""
-    return Periodic(CHECKPOINT, every, lambda moment: moment.save(), Phase.KEEP)
+    return Callback(CHECKPOINT, every, lambda context: context.save(), Phase.SAVE)

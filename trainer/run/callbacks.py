@@ -1,26 +1,28 @@
-"""What a run does every so many steps, as a list of entries, and when each of its effects happens exactly once.
+"""Callbacks: what a run does every so many steps, and when each effect happens exactly once.
 
-The loop knows no other periodic work than `Run.jobs`; `trainer.run.builtin_callbacks` makes those that every run has,
-and a user appends more. After step n, the jobs that are due run in the order of the list, one phase after another:
+`Run.callbacks` is the list of them. `trainer.run.builtin_callbacks` makes those of every run; a program appends its
+own. After step n, the callbacks that are due run in the order of the list, one phase after another:
 
-1. LOOK jobs find something out, without changing anything: figures for the row of step n, texts, pictures. A stop
-   request may come before or inside one (`Moment.pause`). Then nothing of what this step's jobs found is recorded, the
-   checkpoint of step n keeps the bare row as `unfinished`, and the run that resumes takes it from phase 1 on.
-2. CHANGE jobs give the state another form. None runs after the last step.
-3. The row of step n goes out, whole and once; the texts and pictures that the jobs found follow it.
-4. KEEP jobs write down what a resumed run starts from; the checkpoint is the last of them. They also run at a stop
-   request, and not while the watchdog doubts the state, except after the last step.
+1. EVALUATE callbacks change nothing. They return figures for the row of step n, and record texts and pictures. A stop
+   request may come before or inside one (`StepContext.pause`). Then nothing of this step's callbacks is recorded. The
+   checkpoint of step n keeps the bare row as `unfinished`, and the run that resumes starts again at phase 1.
+2. UPDATE callbacks replace the state. None runs after the last step.
+3. The row of step n is logged, whole and once; then the texts and pictures of the callbacks.
+4. SAVE callbacks write what a resumed run starts from; the checkpoint is the last of them. They also run at a stop
+   request, and not while the watchdog suspects the state, except after the last step.
 
-All phases but 2 run after the last step too. An `every` of 0 means: only then (and at a stop request, for KEEP).
+All phases but 2 also run after the last step. With `every` 0 a callback runs only then; a SAVE callback also at a stop
+request.
 
-What a job must keep to, and what it gets for it:
+Rules for a callback, and what they give:
 
-- It is a function of the moment: step, state and batch. A run that is killed goes on from its newest checkpoint, takes
-  the steps after it again and runs their jobs again; trackers cut what they hold of those steps first. So whatever a
-  job returns or says through its `Moment` is in the record exactly once, with the value an undisturbed run has.
-- What it does to the world by itself (a file, a message) happens at least once. Write files under the step's name.
-- After a rollback the state is an older one, but steps go on counting: no step's jobs run twice because of it.
-- Where a run has several processes, each of them runs every job, and all must call `pause` equally often.
+- A callback is a function of its context: step, state and batch. After a crash the run resumes from the newest
+  checkpoint, repeats the steps after it and their callbacks; trackers first remove what they hold of those steps. So
+  everything that a callback returns or records through its `StepContext` is logged exactly once, with the value of a
+  run without the crash.
+- Its other effects (a file, a message) happen at least once. Name files after the step.
+- After a rollback the state is older, but steps go on counting: the callbacks of a step never run twice because of it.
+- In a run of several processes each process runs every callback, and all must call `pause` equally often.
 """
 
 import enum
@@ -34,20 +36,20 @@ from trainer.step.step import StepFn, Tokens
 
 
 class Phase(enum.Enum):
-    """When in the pause between two steps a job runs; see the module."""
+    """When a callback runs between two steps; see the module."""
 
-    LOOK = 1
-    CHANGE = 2
-    KEEP = 3
+    EVALUATE = 1
+    UPDATE = 2
+    SAVE = 3
 
 
-class BrokenOff(Exception):
-    """A stop request came before everything that was due after a step was found out."""
+class Interrupted(Exception):
+    """A stop request came before all EVALUATE callbacks of a step were done."""
 
 
 @dataclass
-class Moment:
-    """The pause after a step, as a job sees it.
+class StepContext:
+    """What a callback sees and may do after a step.
 
     Attributes:
       step: steps taken.
@@ -55,10 +57,10 @@ class Moment:
       state: of the training, on the devices. Do not donate it to a compiled function.
       train_step: compiled for that state.
       tokens: the batch of the step, on the devices.
-      row: the figures of the step so far, with what the jobs before this one found.
+      row: the figures of the step so far, with what the callbacks before this one found.
       run_dir: a directory of the run's own files.
       ask: whether a stop was requested, the same answer in every process, given words for what is done next.
-      save: writes a checkpoint of this moment.
+      save: writes a checkpoint of this context.
       val_loss: nats; what the best checkpoint is chosen by. None: the validation is not due.
       texts: name and text of what will be recorded after the row.
       pictures: name and file, likewise.
@@ -84,18 +86,18 @@ class Moment:
         return self.state.params
 
     def pause(self, doing: str) -> None:
-        """Break off, by raising BrokenOff, when a stop was requested. Call it between parts of what takes long."""
+        """Raise Interrupted if a stop was requested. Call it between parts of a long callback."""
         if self.ask(doing):
-            raise BrokenOff
+            raise Interrupted
 
     def take(self, figures: Mapping[str, float] | None) -> None:
-        """Add what a job found to the row. ValueError where another has found it, or the step itself."""
-        found = {
+        """Add the figures of a callback to the row. Raises ValueError for a name that the row has already."""
+        numbers = {
             name: value if isinstance(value, int | float) else float(value) for name, value in (figures or {}).items()
         }
-        if twice := sorted(found.keys() & self.row.keys()):
+        if twice := sorted(numbers.keys() & self.row.keys()):
             raise ValueError(f"step {self.step}: {', '.join(twice)} would be in the row twice; give it another name")
-        self.row |= found
+        self.row |= numbers
 
     def text(self, name: str, text: str) -> None:
         """Record a text, such as one the model wrote, after the row."""
@@ -106,37 +108,37 @@ class Moment:
         self.pictures.append((name, path))
 
     def replace(self, state: TrainState, train_step: StepFn, why: str) -> None:
-        """Go on from another form of the state, with the step compiled for it; `why` becomes an event. CHANGE only."""
+        """Go on from another form of the state, with the step compiled for it; `why` becomes an event. UPDATE only."""
         self.state, self.train_step = state, train_step
         self.say(why)
 
 
 @dataclass(frozen=True)
-class Periodic:
-    """Something that a run does every so many steps.
+class Callback:
+    """A function that a run calls every so many steps.
 
     Attributes:
       name: of this entry, in messages; each name once in a run.
       every: steps; 0: after the last one only.
-      run: does it. What it returns are figures for the row of the step, None: none.
-      phase: when it does.
+      run: the function. It returns figures for the row of the step, or None.
+      phase: when it runs.
     """
 
     name: str
     every: int
-    run: Callable[[Moment], Mapping[str, float] | None]
-    phase: Phase = Phase.LOOK
+    run: Callable[[StepContext], Mapping[str, float] | None]
+    phase: Phase = Phase.EVALUATE
 
-    def regular(self, step: int) -> bool:
-        """Whether it happens after this step, whatever else does."""
+    def is_regular(self, step: int) -> bool:
+        """Return whether `every` divides the step."""
         return self.every > 0 and step % self.every == 0
 
-    def happens(self, moment: Moment, *, stopping: bool, in_doubt: bool) -> bool:
-        """Whether it happens now. `in_doubt`: the watchdog suspects the state."""
+    def is_due(self, context: StepContext, *, stopping: bool, in_doubt: bool) -> bool:
+        """Return whether it runs now. `in_doubt`: the watchdog suspects the state."""
         match self.phase:
-            case Phase.LOOK:
-                return moment.last or self.regular(moment.step)
-            case Phase.CHANGE:
-                return not moment.last and self.regular(moment.step)
-            case Phase.KEEP:
-                return moment.last or (not in_doubt and (stopping or self.regular(moment.step)))
+            case Phase.EVALUATE:
+                return context.last or self.is_regular(context.step)
+            case Phase.UPDATE:
+                return not context.last and self.is_regular(context.step)
+            case Phase.SAVE:
+                return context.last or (not in_doubt and (stopping or self.is_regular(context.step)))

@@ -1,4 +1,4 @@
-"""The loop around the step: batches in, rows out, periodic jobs, stop requests.
+"""The loop around the step: batches in, rows out, callbacks, stop requests.
 
 The metrics of step n are read after step n+1 was dispatched, so that the device never waits for the host. Step n in a
 row, a checkpoint or a message means: after n steps. What happens between two steps, and that each of its effects
@@ -22,7 +22,7 @@ from trainer.observe.metrics import Throughput, memory
 from trainer.observe.records import decode_row, encode_row
 from trainer.observe.trackers.protocol import Tracker
 from trainer.run.builtin_callbacks import CHECKPOINT
-from trainer.run.callbacks import BrokenOff, Moment, Periodic, Phase
+from trainer.run.callbacks import Callback, Interrupted, Phase, StepContext
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.shutdown import Guard, Patience
 from trainer.run.watchdog import Watchdog
@@ -41,7 +41,7 @@ class Run:
       batches: yields (step, host batch) from a step on.
       place: host batch to sharded global arrays.
       agree: the largest number that any process gives; all of them must ask equally often.
-      jobs: what happens between two steps, in this order.
+      callbacks: what happens between two steps, in this order.
       log_every: steps between two rows that hold no more than a step's figures.
       restore: the state in use and steps, to the state of the first of their checkpoints that is whole, that step, and
         the step compiled for it, None: the one in use. The state in use is deleted.
@@ -62,7 +62,7 @@ class Run:
     batches: Callable[[int], Iterator[tuple[int, Batch]]]
     place: Callable[[Batch], Tokens]
     agree: Callable[[int], int]
-    jobs: Sequence[Periodic]
+    callbacks: Sequence[Callback]
     log_every: int
     restore: Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]
     diagnose: Callable[[TrainState, Tokens, int], str]
@@ -167,7 +167,7 @@ def boundary(run: Run) -> bool:
 
 def planned(run: Run) -> bool:
     """Whether something happens after this step."""
-    return any(job.regular(run.step) for job in run.jobs)
+    return any(callback.is_regular(run.step) for callback in run.callbacks)
 
 
 def observe(run: Run, pending: Pending) -> dict[str, float]:
@@ -200,7 +200,7 @@ def intervene(run: Run, pending: Pending, row: dict[str, float]) -> None:
         stop_diverged(run, pending)
     else:
         # The newest of the regular ones first: a run that was stopped in between has them too, and does the same.
-        regular = next(job.regular for job in run.jobs if job.name == CHECKPOINT)
+        regular = next(callback.is_regular for callback in run.callbacks if callback.name == CHECKPOINT)
         order = sorted(before, key=lambda step: (not regular(step), -step))
         run.state, step, compiled = run.restore(run.state, order)
         run.train_step = compiled or run.train_step
@@ -213,7 +213,7 @@ def intervene(run: Run, pending: Pending, row: dict[str, float]) -> None:
 def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
     """What happens between two steps, phase by phase (see `trainer.run.callbacks`); not counted as training time."""
     started = time.perf_counter()
-    moment = Moment(
+    context = StepContext(
         step=run.step,
         last=run.step == run.steps,
         state=run.state,
@@ -222,51 +222,53 @@ def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
         row=dict(row),
         run_dir=run.run_dir,
         ask=stop,
-        save=lambda: save(run, moment.val_loss),
+        save=lambda: save(run, context.val_loss),
         say=lambda text: tell(run, run.step, text),
     )
 
-    def due(phase: Phase) -> list[Periodic]:
+    def due(phase: Phase) -> list[Callback]:
         # The end of a phase is kept, as what the next one starts from.
         stopping, in_doubt = stop.signal > 0 or run.step == run.until, run.watchdog.in_doubt
-        jobs = [job for job in run.jobs if job.phase == phase]
-        return [job for job in jobs if job.happens(moment, stopping=stopping, in_doubt=in_doubt)]
+        callbacks = [callback for callback in run.callbacks if callback.phase == phase]
+        return [callback for callback in callbacks if callback.is_due(context, stopping=stopping, in_doubt=in_doubt)]
 
     try:
-        for job in due(Phase.LOOK):
-            moment.pause(f"at the {job.name} after step {run.step}")
-            moment.take(job.run(moment))
-    except BrokenOff:
+        for callback in due(Phase.EVALUATE):
+            context.pause(f"at the {callback.name} after step {run.step}")
+            context.take(callback.run(context))
+    except Interrupted:
         save(run, None, unfinished=encode_row(run.step, row).decode())
         return
-    if moment.last:
-        run.watchdog.end(moment.val_loss)
-    for job in due(Phase.CHANGE):
-        stop.guard.beat(f"at the {job.name} after step {run.step}")
-        job.run(moment)
-        run.state, run.train_step = moment.state, moment.train_step
+    if context.last:
+        run.watchdog.end(context.val_loss)
+    for callback in due(Phase.UPDATE):
+        stop.guard.beat(f"at the {callback.name} after step {run.step}")
+        callback.run(context)
+        run.state, run.train_step = context.state, context.train_step
         if (name := first_nonfinite(run.state)) is not None:
-            raise Diverged(f"{name} is not finite after the {job.name} after step {run.step}; nothing was saved of it")
-    log(run, run.step, moment.row, whole=moment.row.keys() > row.keys())
-    if moment.last:
-        run.tracker.summary({f"final/{name}": value for name, value in moment.row.items()})
-    pass_on(run, moment)
-    for job in due(Phase.KEEP):
-        stop.guard.beat(f"at the {job.name} after step {run.step}")
-        job.run(moment)
-        pass_on(run, moment)
+            raise Diverged(
+                f"{name} is not finite after the {callback.name} after step {run.step}; nothing was saved of it"
+            )
+    log(run, run.step, context.row, whole=context.row.keys() > row.keys())
+    if context.last:
+        run.tracker.summary({f"final/{name}": value for name, value in context.row.items()})
+    pass_on(run, context)
+    for callback in due(Phase.SAVE):
+        stop.guard.beat(f"at the {callback.name} after step {run.step}")
+        callback.run(context)
+        pass_on(run, context)
     run.throughput.pause(time.perf_counter() - started)
 
 
-def pass_on(run: Run, moment: Moment) -> None:
-    """Record the texts and pictures that jobs have found."""
-    for name, text in moment.texts:
+def pass_on(run: Run, context: StepContext) -> None:
+    """Record the texts and pictures that callbacks have found."""
+    for name, text in context.texts:
         run.tracker.sample(run.step, name, text)
         run.display.event(run.step, f"{name}: {text}")
-    for name, path in moment.pictures:
+    for name, path in context.pictures:
         run.tracker.picture(run.step, name, path)
-    moment.texts.clear()
-    moment.pictures.clear()
+    context.texts.clear()
+    context.pictures.clear()
 
 
 def finish_step(run: Run, row: str, stop: Stop) -> None:
@@ -284,7 +286,7 @@ def tell(run: Run, step: int, text: str, *, alert: str = "") -> None:
 
 
 def log(run: Run, step: int, row: dict[str, float], *, whole: bool = False) -> None:
-    """A step's row, once, to the display and, when one is due or jobs have added to it (`whole`), to the tracker."""
+    """Log a step's row, once: to the display and, if due or if callbacks have added to it (`whole`), to the tracker."""
     run.display.update(step, row)
     if whole or step % run.log_every == 0:
         run.tracker.row(step, row)

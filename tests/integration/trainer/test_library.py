@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from command import CACHE, TINY, values
 
-from trainer import Diverged, Periodic, Phase, Tracker, UserError, compose, train
+from trainer import Callback, Diverged, Phase, Tracker, UserError, compose, train
 
 SMALL = [*TINY, "parallel.data=1", "sample.max_new_tokens=4", CACHE]
 B, T, V = 16, 33, 64
@@ -68,13 +68,15 @@ def test_importing_the_package_imports_neither_jax_nor_a_tracker():
 def test_own_batches_an_own_tracker_and_an_own_job_work_together():
     recorder, seen = Recorder(), []
 
-    def largest(moment):
-        seen.append(moment.step)
-        moment.text("notes", f"at {moment.step}")
-        return {"own/largest": max(abs(x).max() for x in jax.tree.leaves(moment.params))}
+    def largest(context):
+        seen.append(context.step)
+        context.text("notes", f"at {context.step}")
+        return {"own/largest": max(abs(x).max() for x in jax.tree.leaves(context.params))}
 
-    jobs = [Periodic("largest", 4, largest), Periodic("late", 6, lambda m: seen.append(-m.step), Phase.KEEP)]
-    found = train(configuration("train.steps=10", "train.eval_every=0"), data=Walk(), tracker=recorder, periodic=jobs)
+    callbacks = [Callback("largest", 4, largest), Callback("late", 6, lambda m: seen.append(-m.step), Phase.SAVE)]
+    found = train(
+        configuration("train.steps=10", "train.eval_every=0"), data=Walk(), tracker=recorder, callbacks=callbacks
+    )
     assert (found.step, found.stopped_by, found.run_dir.name) == (10, None, "A")
     assert [row["step"] for row in found.rows] == recorder.steps == list(range(1, 11))
     assert [row["step"] for row in found.rows if "own/largest" in row] == [4, 8, 10]
@@ -90,12 +92,12 @@ def test_own_batches_an_own_tracker_and_an_own_job_work_together():
 def test_a_run_that_goes_on_is_the_run_that_was_not_stopped():
     before = signal.getsignal(signal.SIGINT)  # a shell that runs the tests in the background ignores it
     whole = train(configuration("train.steps=8", run_dir="whole"), data=Walk())
-    stop = Periodic("stop", 3, lambda moment: os.kill(os.getpid(), signal.SIGINT) if moment.step == 3 else None)
-    part = train(configuration("train.steps=8", run_dir="part"), data=Walk(), periodic=[stop])
+    stop = Callback("stop", 3, lambda context: os.kill(os.getpid(), signal.SIGINT) if context.step == 3 else None)
+    part = train(configuration("train.steps=8", run_dir="part"), data=Walk(), callbacks=[stop])
     assert part.stopped_by == signal.SIGINT
     assert 3 <= part.step < 8
     assert len(list((part.run_dir / "checkpoints").glob("[0-9]*"))) == 1
-    rest = train(configuration("train.steps=8", run_dir="part"), data=Walk(), periodic=[stop])
+    rest = train(configuration("train.steps=8", run_dir="part"), data=Walk(), callbacks=[stop])
     assert (rest.step, rest.stopped_by) == (8, None)
     assert values(whole.run_dir) == values(rest.run_dir)
     for a, b in zip(jax.tree.leaves(whole.state.params), jax.tree.leaves(rest.state.params), strict=True):
@@ -124,12 +126,12 @@ def test_a_run_in_another_thread_catches_no_signal_and_ends():
 
 
 def test_a_second_interruption_is_a_keyboard_interrupt_and_the_process_goes_on():
-    def twice(moment):
+    def twice(context):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        train(configuration("train.steps=6"), data=Walk(), periodic=[Periodic("twice", 2, twice)])
+        train(configuration("train.steps=6"), data=Walk(), callbacks=[Callback("twice", 2, twice)])
 
 
 class Wide(Walk):
@@ -165,8 +167,8 @@ def test_data_that_cannot_be_trained_on_is_a_user_error(data, said):
 def test_errors_are_exceptions_of_the_program():
     with pytest.raises(UserError, match="did you mean"):
         compose(["train.stepz=3"])
-    with pytest.raises(UserError, match="two periodic jobs are called 'samples'"):
-        train(configuration(), data=Walk(), periodic=[Periodic("samples", 1, lambda moment: None)])
+    with pytest.raises(UserError, match="two callbacks are called 'samples'"):
+        train(configuration(), data=Walk(), callbacks=[Callback("samples", 1, lambda context: None)])
     bad = ["optimizer=sgd", "optimizer.lr=1e30", "optimizer.clip_norm=0", "watchdog.max_skips=2", "train.steps=9"]
     recorder = Recorder()
     with pytest.raises(Diverged):

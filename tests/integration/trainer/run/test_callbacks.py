@@ -7,7 +7,7 @@ import pytest
 
 from trainer.observe.records import decode_row
 from trainer.run import loop
-from trainer.run.callbacks import Periodic, Phase
+from trainer.run.callbacks import Callback, Phase
 
 ROW = {"train/loss": 2.0}
 
@@ -15,10 +15,10 @@ ROW = {"train/loss": 2.0}
 class Recording:
     """A run, or as much of one as the pause between two steps needs; `record` is what it was told, in order."""
 
-    def __init__(self, jobs, *, step=10, steps=100, until=None, signal=0, stop_at=None, in_doubt=False):
+    def __init__(self, callbacks, *, step=10, steps=100, until=None, signal=0, stop_at=None, in_doubt=False):
         self.record = []
         self.until = until or steps
-        self.jobs, self.step, self.steps, self.log_every, self.recorded = jobs, step, steps, 1000, 0
+        self.callbacks, self.step, self.steps, self.log_every, self.recorded = callbacks, step, steps, 1000, 0
         self.state, self.train_step, self.meta, self.run_dir = "state", "step", {}, None
         self.watchdog = SimpleNamespace(in_doubt=in_doubt, state=dict, end=lambda _: None)
         note = lambda what: lambda *args, **_: self.record.append((what, *args))
@@ -50,35 +50,35 @@ class Recording:
 
 
 def look(name="own", every=10):
-    def run(moment):
-        moment.text(name, f"after {moment.step}")
+    def run(context):
+        context.text(name, f"after {context.step}")
         return {f"{name}/figure": np.float32(0.5)}
 
-    return Periodic(name, every, run)
+    return Callback(name, every, run)
 
 
-KEEP = Periodic("checkpoint", 10, lambda moment: moment.save(), Phase.KEEP)
+KEEP = Callback("checkpoint", 10, lambda context: context.save(), Phase.SAVE)
 
 
 @pytest.mark.parametrize(
     ("phase", "every", "step", "last", "stopping", "in_doubt", "happens"),
     [
-        (Phase.LOOK, 10, 20, False, False, False, True),
-        (Phase.LOOK, 10, 21, False, True, False, False),
-        (Phase.LOOK, 0, 20, False, False, False, False),
-        (Phase.LOOK, 0, 20, True, False, True, True),
-        (Phase.CHANGE, 10, 20, False, False, True, True),
-        (Phase.CHANGE, 10, 20, True, False, False, False),
-        (Phase.KEEP, 10, 20, False, False, False, True),
-        (Phase.KEEP, 10, 21, False, True, False, True),
-        (Phase.KEEP, 10, 20, False, True, True, False),
-        (Phase.KEEP, 0, 21, True, False, True, True),
+        (Phase.EVALUATE, 10, 20, False, False, False, True),
+        (Phase.EVALUATE, 10, 21, False, True, False, False),
+        (Phase.EVALUATE, 0, 20, False, False, False, False),
+        (Phase.EVALUATE, 0, 20, True, False, True, True),
+        (Phase.UPDATE, 10, 20, False, False, True, True),
+        (Phase.UPDATE, 10, 20, True, False, False, False),
+        (Phase.SAVE, 10, 20, False, False, False, True),
+        (Phase.SAVE, 10, 21, False, True, False, True),
+        (Phase.SAVE, 10, 20, False, True, True, False),
+        (Phase.SAVE, 0, 21, True, False, True, True),
     ],
 )
 def test_when_a_job_happens_follows_from_its_phase(phase, every, step, last, stopping, in_doubt, happens):
-    moment = SimpleNamespace(step=step, last=last)
-    job = Periodic("own", every, lambda moment: None, phase)
-    assert job.happens(moment, stopping=stopping, in_doubt=in_doubt) is happens
+    context = SimpleNamespace(step=step, last=last)
+    callback = Callback("own", every, lambda context: None, phase)
+    assert callback.is_due(context, stopping=stopping, in_doubt=in_doubt) is happens
 
 
 def test_figures_are_in_the_row_texts_follow_it_and_the_checkpoint_covers_both(monkeypatch):
@@ -103,18 +103,18 @@ def test_a_stop_request_at_a_job_leaves_all_of_the_step_to_the_run_that_resumes(
 def test_a_job_that_takes_long_can_be_broken_off_inside(monkeypatch):
     done = []
 
-    def slow(moment):
+    def slow(context):
         for part in range(5):
-            moment.pause(f"part {part}")
+            context.pause(f"part {part}")
             done.append(part)
 
-    run = Recording([Periodic("slow", 10, slow), KEEP], stop_at="part 3")
+    run = Recording([Callback("slow", 10, slow), KEEP], stop_at="part 3")
     ((what, *_),) = run.settle(monkeypatch)
     assert (what, done) == ("save", [0, 1, 2])
 
 
 def test_a_change_of_the_state_is_told_before_the_row_and_saved_after_it(monkeypatch):
-    change = Periodic("change", 5, lambda moment: moment.replace("new state", "new step", "changed"), Phase.CHANGE)
+    change = Callback("change", 5, lambda context: context.replace("new state", "new step", "changed"), Phase.UPDATE)
     run = Recording([KEEP, change])
     record = run.settle(monkeypatch)
     assert (run.state, run.train_step) == ("new state", "new step")
@@ -123,7 +123,7 @@ def test_a_change_of_the_state_is_told_before_the_row_and_saved_after_it(monkeyp
 
 @pytest.mark.parametrize("figures", [{"train/loss": 1.0}, {"first/figure": 1.0}])
 def test_two_jobs_cannot_write_the_same_figure(monkeypatch, figures):
-    run = Recording([look("first"), Periodic("own", 10, lambda moment: figures)])
+    run = Recording([look("first"), Callback("own", 10, lambda context: figures)])
     with pytest.raises(ValueError, match="would be in the row twice"):
         run.settle(monkeypatch)
 
@@ -134,6 +134,6 @@ def test_the_last_step_has_every_look_and_a_summary(monkeypatch):
 
 
 def test_the_end_of_a_phase_is_kept(monkeypatch):
-    seldom = Periodic("checkpoint", 1000, lambda moment: moment.save(), Phase.KEEP)
+    seldom = Callback("checkpoint", 1000, lambda context: context.save(), Phase.SAVE)
     assert ("save", 10, None, None) in Recording([seldom], until=10).settle(monkeypatch)
     assert not [what for what in Recording([seldom], until=20).settle(monkeypatch) if what[0] == "save"]
