@@ -46,7 +46,7 @@ class Progress:
     """In the first process: the line, and the summary."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._cache = config.cache
+        self._cache = getattr(config, "cache", None)  # absent with `-p no:cacheprovider`
         self._expected: dict[str, float] = self._cache.get(KEPT, {}) if self._cache else {}
         self._took: dict[str, float] = {}
         self._running: dict[str, float] = {}  # and when it began

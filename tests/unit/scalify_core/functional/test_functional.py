@@ -167,7 +167,7 @@ def test_linear_cross_entropy_of_large_fp16_batches_keeps_small_gradients():
 
 
 @pytest.mark.parametrize("chunk", [None, 10, 2])
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", quick([jnp.float16, jnp.bfloat16], jnp.float16))
 def test_narrow_logits_are_rounded_once_and_nothing_else_is(dtype, chunk):
     x, head = (4 * HIDDEN).astype(dtype), (4 * HEAD).astype(dtype)
     exact = x.astype(jnp.float32) @ head.astype(jnp.float32).T
@@ -288,7 +288,7 @@ def test_gradients_of_attention_saturate_in_fp16():
         assert jnp.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", quick([False, True], True))
 @pytest.mark.parametrize(("tokens", "chunk"), [(30, None), (30, 10), (30, 7), (16, 16)])
 def test_linear_cross_entropy_of_cuda_programs_is_that_of_others(tokens, chunk, masked):
     """What is lowered for CUDA, run here."""
