@@ -27,6 +27,7 @@ from trainer.config.continuing import CACHE, CommandLine, lay_over
 from trainer.config.schema import Config
 from trainer.errors import UserError, complain, leave, to_readers
 from trainer.run.allocator import keep_freed_memory
+from trainer.run.shutdown import EARLY
 from trainer.text import refuse_twice
 
 STOPPED = (130, 143)  # by a signal
@@ -143,7 +144,8 @@ def main(argv: list[str]) -> int:
     try:
         hydra.main(config_path=CONFIGS, config_name="config", version_base=None)(job)()
     except KeyboardInterrupt:
-        complain("interrupted before the first step; nothing was trained")
+        trained = "while ending; the same command goes on from the newest checkpoint"
+        complain(f"interrupted {trained if EARLY.begun else 'before the first step; nothing was trained'}")
         return 130
     except (HydraException, OmegaConfBaseException) as error:
         complain(explain(error, sys.argv[1:]))
@@ -170,6 +172,7 @@ def of_shell(argv: list[str]) -> int:
 
 def command() -> NoReturn:
     """The program: `python -m trainer`, or `scalify-trainer` where the package is installed."""
+    EARLY.install()
     try:
         code = to_readers(lambda: of_shell(sys.argv[1:]))
     except Exception as error:

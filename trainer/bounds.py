@@ -74,6 +74,8 @@ POWER_OF_TWO = Bound(
 )
 Natural = Annotated[int, at_least(0)]
 Positive = Annotated[int, at_least(1)]
+# More than any model has; a file that says 10^6 would keep a machine busy for hours.
+Layers = Annotated[int, at_least(1), at_most(1000)]
 Amount = Annotated[float, at_least(0)]
 Share = Annotated[float, UP_TO_1]
 ShareBelow1 = Annotated[float, BELOW_1]

@@ -4,9 +4,11 @@ What is read is data: bounded, and answered with a `UserError` where it is malfo
 whole or not at all, never follows a symbolic link, and uses temporary names that nobody can guess.
 """
 
+import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
     Raises:
       OSError: the directory is missing or read-only, or the disk is full. The old content stays.
     """
-    content = data.encode() if isinstance(data, str) else data
+    content = data.encode(errors="replace") if isinstance(data, str) else data
     partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     descriptor = no_follow(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
@@ -140,3 +142,34 @@ def write_text(path: Path, text: str) -> None:
         write_atomically(path, text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; make room, or choose another run_dir") from error
+
+
+@contextlib.contextmanager
+def well_formed(what: object, advice: str) -> Iterator[None]:
+    """Answer malformed data with one line, wherever in a reader it shows.
+
+    For the outermost function of a reader: what a file can hold is not bounded by what its reader expects, so that each
+    access of it may fail in its own way.
+
+    Args:
+      what: the file, or where the data comes from.
+      advice: what to do about it.
+
+    Raises:
+      UserError: for every error that malformed data can cause, the panics of libraries in Rust among them.
+    """
+    try:
+        yield
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise _malformed(what, error, advice) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of PyO3, which derives it from BaseException
+            raise
+        raise _malformed(what, error, advice) from error
+
+
+def _malformed(what: object, error: BaseException, advice: str) -> UserError:
+    reason = " ".join(str(error).split())[:200]
+    return UserError(f"{what} is damaged ({type(error).__name__}: {reason}); {advice}")

@@ -272,10 +272,9 @@ def train_in(
                 w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
         # What a signal broke off after the last step of a phase is taken up in that phase.
         stage = phases.after(found.step) if unfinished is None else phases.before(found.step)
-        idle = describe_idle(stage.task.model.policy, overrides)
         for line in [
             *describe_run(stage.config, w._replace(task=stage.task)),
-            *idle,
+            *describe_idle(stage.task.model.policy, overrides),
             *describe_start(c, w, found),
             *describe_change(c, found),
         ]:
@@ -287,6 +286,7 @@ def train_in(
             again=unfinished is not None,
             config=tree,
             run_id=found.meta.get("tracker_id"),
+            written=found.meta.get("log"),
             init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None}
             | {"name": c.tracker.name or directory.path.name},
             own=more.tracker,

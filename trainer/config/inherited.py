@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.files import read_mapping
+from trainer.files import read_mapping, well_formed
 from trainer.models.specs import FIRST, SPECS
+from trainer.models.weight_files import check_sizes
 from trainer.text import nearest
 
 NAME = "from_init"
@@ -76,7 +77,7 @@ def architecture_of_run(run_dir: Path) -> dict[str, Any]:
         family = model.get("family", FIRST)
         keys = SPECS[family].deciding() if family in SPECS else ()
         return {"family": family} | {key: model[key] for key in keys}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is damaged: it does not tell the model; choose the model by name") from error
 
 
@@ -94,8 +95,10 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
         theirs = SPECS[name].keys_of_huggingface(config) if name in SPECS else None
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} does not tell the sizes of a model ({error}); choose the model by name") from error
     if theirs is None:
         raise UserError(f"{file}: model_type={name!r} is not supported; valid: {', '.join(SPECS)}")
+    with well_formed(file, "choose the model by name"):
+        check_sizes(source, theirs)
     return theirs | {"family": name}

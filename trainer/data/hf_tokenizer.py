@@ -12,6 +12,7 @@ from typing import Any
 from trainer.data.bpe_files import PAIRS, for_hugging_face, printable_bytes, read_json
 from trainer.data.json_tokenizer import FILE, SETTINGS, Ids, JSONTokenizer, ids_of
 from trainer.data.tokenizer import Tokenizer
+from trainer.files import well_formed
 
 
 def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[Path]:
@@ -132,11 +133,12 @@ def ids_beside(directory: Path) -> Ids | None:
         known = all(char in byte_of for char in token)
         return bytes(byte_of[char] for char in token) if known else token.encode()
 
-    if (directory / FILE).is_file() and (found := ids_of(read_json(directory / FILE))) is not None:
-        return found
-    for _, ids in PAIRS:
-        if (directory / ids).is_file():
-            return {raw(token): i for token, i in read_json(directory / ids).items()}
+    with well_formed(f"the tokenizer in {directory}", "download or copy it again"):
+        if (directory / FILE).is_file() and (found := ids_of(read_json(directory / FILE))) is not None:
+            return found
+        for _, ids in PAIRS:
+            if (directory / ids).is_file():
+                return {raw(token): i for token, i in read_json(directory / ids).items()}
     return None
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from trainer.data.tokenizer import Tokenizer, load_saved
 from trainer.errors import UserError
-from trainer.files import write_atomically
+from trainer.files import well_formed, write_atomically
 
 FORMAT = 1
 SPLITS = ("train", "val")
@@ -99,7 +99,7 @@ class Manifest:
                 else "make one with `python -m scripts.prepare_data`"
             )
             raise UserError(f"{directory} holds no prepared data (no {MANIFEST}); {hint}")
-        try:
+        with well_formed(path, repair(directory)):
             tree = json.loads(path.read_text(encoding="utf-8"))
             found = tree.pop("format")
             if found != FORMAT:
@@ -109,10 +109,21 @@ class Manifest:
                 for name, split in tree["splits"].items()
             }
             manifest = cls(directory=directory, **tree)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {repair(directory)}") from error
-        manifest.verify(thorough=thorough)
+            manifest._check()
+            manifest.verify(thorough=thorough)
         return manifest
+
+    def _check(self) -> None:
+        """Raise ValueError for content that could not have been saved."""
+        if self.splits.keys() != set(SPLITS) or self.dtype not in ("uint16", "uint32"):
+            raise ValueError(f"splits {[*self.splits]}, dtype {self.dtype}")
+        if not 0 <= self.eot < self.vocab_size <= 2 ** (8 * np.dtype(self.dtype).itemsize):
+            raise ValueError(f"vocab_size={self.vocab_size}, eot={self.eot}, dtype {self.dtype}")
+        for name, split in self.splits.items():
+            if any(shard.name != os.path.basename(shard.name) for shard in split.shards):
+                raise ValueError(f"a shard of {name} is in another directory")
+            if split.tokens != sum(shard.tokens for shard in split.shards) or min(split.tokens, split.bytes) < 0:
+                raise ValueError(f"{name} has {split.tokens} tokens, its shards {sum(s.tokens for s in split.shards)}")
 
     def save(self) -> None:
         """Write `manifest.json`, whole or not at all."""

@@ -32,8 +32,15 @@ from trainer.data.bpe_files import (
 from trainer.data.json_tokenizer import FILE as HF_FILE
 from trainer.data.json_tokenizer import read_json_tokenizer
 from trainer.errors import UserError
+from trainer.files import well_formed
 
 Ids = npt.NDArray[np.unsignedinteger]
+
+
+COPY_AGAIN = "download or copy it again"
+# Ids may have gaps, as those of models whose tables are padded. A file of a few bytes with the id 10^9 would ask for a
+# table of that size.
+MOST_IDS, MOST_HOLES = 1 << 20, 64  # of any file; for each token of a larger one
 
 
 class Tokenizer(Protocol):
@@ -218,18 +225,37 @@ def get_tokenizer(name: str) -> Tokenizer:
     """
     if name == "byte":
         return ByteTokenizer()
-    names = tiktoken.list_encoding_names()
-    if name in names:
+    if name in tiktoken.list_encoding_names():
         return BPETokenizer(name, download(name))
-    path = Path(name).expanduser()
+    with well_formed(f"tokenizer {name}", COPY_AGAIN):
+        return usable(from_files(name))
+
+
+def usable(tokenizer: Tokenizer) -> Tokenizer:
+    """Refuse a tokenizer whose ids no table of embeddings could have, and one that fails at its first text."""
+    ids = [*tokenizer.tokens.values(), *tokenizer.special_tokens.values()]
+    most = max(MOST_IDS, MOST_HOLES * len(ids))
+    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < most), None)
+    if wrong is not None:
+        raise UserError(
+            f"tokenizer {tokenizer.name} has the id {wrong!r}; expected whole numbers below {most:,} "
+            f"for {len(ids):,} tokens"
+        )
+    tokenizer.decode(tokenizer.encode("A text, of 2 lines.\n"))
+    return tokenizer
+
+
+def from_files(name: str) -> Tokenizer:
+    """Read a tokenizer from files; see `get_tokenizer`."""
+    path, names = Path(name).expanduser(), tiktoken.list_encoding_names()
     if path.is_dir():
         whole = HF_FILE if is_hugging_face(path / HF_FILE) else ""  # which has the words that were added to a pair's
         for merges, _ in PAIRS:
             if (path / merges).is_file():
-                return get_tokenizer(str(path / (whole or merges)))
+                return from_files(str(path / (whole or merges)))
         for file in ("tokenizer.tiktoken", HF_FILE):  # of a run, which has another file of the second name as well
             if (path / file).is_file():
-                return get_tokenizer(str(path / file))
+                return from_files(str(path / file))
         valid = [*(merges for merges, _ in PAIRS), "tokenizer.tiktoken", HF_FILE]
         raise UserError(f"tokenizer directory {name} holds none of {', '.join(valid)}")
     if path.name == HF_FILE:
@@ -273,7 +299,10 @@ def load_saved(name: str, directory: Path) -> Tokenizer:
     if name == "byte":
         return ByteTokenizer()
     file = file_of(directory)
-    return read_json_tokenizer(name, file) if file.name == HF_FILE else BPETokenizer(name, read_tiktoken(file))
+    with well_formed(file, COPY_AGAIN):
+        return usable(
+            read_json_tokenizer(name, file) if file.name == HF_FILE else BPETokenizer(name, read_tiktoken(file))
+        )
 
 
 def file_of(directory: Path) -> Path:

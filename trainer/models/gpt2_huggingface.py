@@ -87,10 +87,13 @@ def spec_of(tensors: dict[str, np.ndarray], config: dict[str, Any], n_head: int 
         raise UserError(f"{path}: n_head={heads} in config.json, not {n_head}; set the model's n_head to {heads}")
     vocab_size, d_model = tensors["wte.weight"].shape
     d_mlp = tensors["h.0.mlp.c_fc.weight"].shape[1]
+    layers = {int(name.split(".")[1]) for name in tensors if re.match(r"h\.\d+\.", name)}
+    if layers != set(range(len(layers))):
+        raise UserError(f"{path}: layers {sorted(layers)[:4]} ... to {max(layers)} are not 0 to {len(layers) - 1}")
     return GPT2Spec(
         vocab_size=vocab_size,
         context=tensors["wpe.weight"].shape[0],
-        n_layer=1 + max(int(name.split(".")[1]) for name in tensors if re.match(r"h\.\d+\.", name)),
+        n_layer=len(layers),
         n_head=heads,
         d_model=d_model,
         d_mlp=None if d_mlp == 4 * d_model else d_mlp,

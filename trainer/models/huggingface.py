@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.files import well_formed
 from trainer.models.family import Family, Spec
 from trainer.models.functional import Params
 from trainer.models.specs import FIRST, SPECS
@@ -40,10 +41,11 @@ def load(source: Path, spec: Spec) -> tuple[Any, Params]:
     Raises:
       UserError: not such files, damaged, or of no family that is here.
     """
-    family = family_at(source)
-    if family is None:
-        return spec.family().huggingface.load(source, spec)
-    return family.huggingface.load(source, None)
+    with well_formed(f"the model in {source}", "download or copy it again"):
+        family = family_at(source)
+        if family is None:
+            return spec.family().huggingface.load(source, spec)
+        return family.huggingface.load(source, None)
 
 
 def save(directory: str | Path, spec: Spec, params: Params, eot: int | None = None) -> list[Path]:

@@ -20,6 +20,7 @@ from trainer.models.llama_config import ROPE_SCALING, spec_of
 from trainer.models.llama_spec import LlamaSpec
 from trainer.models.weight_files import (
     SHARD_BYTES,
+    check_sizes,
     config_beside,
     read_object,
     read_tensors,
@@ -52,6 +53,7 @@ def load_llama(path: str | Path) -> tuple[LlamaSpec, Params]:
     """
     path = Path(path)
     spec = read_spec(config_beside(path))
+    check_sizes(path, {"n_layer": spec.n_layer, "d_model": spec.d_model, "vocab_size": spec.vocab_size})
     tensors = {name: tensor for name, tensor in read_tensors(path).items() if not BUFFERS.fullmatch(name)}
     head = tensors.pop(HEAD, None) if spec.tied else None
     if head is not None and not np.array_equal(head, tensors.get(TABLE, ())):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from trainer.bounds import Natural, OneOf, Positive, check_fields, more_than
+from trainer.bounds import Layers, Natural, OneOf, Positive, check_fields, more_than
 from trainer.errors import UserError
 from trainer.models.spec import REMATS, SAME_MLP
 
@@ -72,7 +72,7 @@ class LlamaSpec:
 
     vocab_size: Positive
     context: Positive = 2048
-    n_layer: Positive = 30
+    n_layer: Layers = 30
     n_head: Positive = 9
     n_kv_head: Positive = 3
     d_model: Positive = 576

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from trainer.bounds import (
     POWER_OF_TWO,
+    Layers,
     Natural,
     OneOf,
     Positive,
@@ -76,7 +77,7 @@ class GPT2Spec:
 
     vocab_size: Positive
     context: Positive = 1024
-    n_layer: Positive = 12
+    n_layer: Layers = 12
     n_head: Positive = 12
     d_model: Positive = 768
     mlp: Literal["gelu", "swiglu", "smooth_swiglu"] = "gelu"

@@ -66,6 +66,27 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
+def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:
+    """Refuse sizes of a model that the files of its weights cannot hold, before anything is built of them.
+
+    Args:
+      source: a directory of weights, or a file of them; without any nothing is checked.
+      sizes: `n_layer`, `d_model` and `vocab_size`. A byte is the least that a weight takes.
+
+    Raises:
+      UserError: so many weights do not fit.
+    """
+    files = [*source.glob("*.safetensors")] if source.is_dir() else [source]
+    present = sum(file.stat().st_size for file in files)
+    layers, width, ids = (int(sizes[name]) for name in ("n_layer", "d_model", "vocab_size"))
+    least = layers * width**2 + ids * width
+    if files and least > present:
+        raise UserError(
+            f"{config_beside(source)}: {layers:,} layers of width {width:,} and {ids:,} ids take at least {least:,} "
+            f"bytes, but the weights beside it have {present:,}; download or copy both again"
+        )
+
+
 def listed(directory: Path) -> set[str] | None:
     """The names of all tensors, if an index says them."""
     return set(weight_map(directory)) if (directory / INDEX).is_file() else None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.errors import UserError
+from trainer.files import well_formed
 
 
 class Sample(NamedTuple):
@@ -38,6 +39,9 @@ def decode_row(line: str) -> dict[str, Any]:
     return {k: float(v) if isinstance(v, str) else v for k, v in row.items() if k != "step"}
 
 
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
 def _finite_or_text(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -58,13 +62,28 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is nothing, or torn
         try:
             row = json.loads(line)
-            whole = isinstance(row["step"], int)
-        except (ValueError, TypeError, KeyError):
-            whole = False
-        if not whole:
+        except (ValueError, RecursionError):
+            row = None
+        if not is_row(row):
             raise UserError(f"{path}:{number} is not a row of metrics; move the file away, or choose another run_dir")
         end += len(line) + 1
         yield row, end
+
+
+def is_row(row: Any) -> bool:
+    """Whether parsed JSON is a row of metrics: a step with numbers (`NaN` and infinities as text), or with an event."""
+    if not isinstance(row, dict) or not _is_number(row.get("step")) or not isinstance(row["step"], int):
+        return False
+    if "event" in row:
+        return isinstance(row["event"], str)
+    return all(
+        (_is_number(value) or value in NOT_FINITE) and (not name.startswith("numerics/") or name.count("/") == 3)
+        for name, value in row.items()
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**1023
 
 
 def cut_rows(path: Path, start: int, *, again: bool = False) -> int:
@@ -94,10 +113,11 @@ def encode_sample(sample: Sample) -> bytes:
 def read_samples(path: Path) -> list[Sample]:
     """The samples of a samples.txt; none when there is no file."""
     found = SAMPLE.finditer(path.read_bytes()) if path.exists() else iter(())
-    return [
-        Sample(int(m[1]), json.loads(m[2]), "\n".join(line[2:] for line in m[3].decode().split("\n")[:-1]))
-        for m in found
-    ]
+    with well_formed(path, "move the file away"):
+        return [
+            Sample(int(m[1]), json.loads(m[2]), "\n".join(line[2:] for line in m[3].decode().split("\n")[:-1]))
+            for m in found
+        ]
 
 
 def cut_samples(path: Path, start: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.files import write_text
+from trainer.files import well_formed, write_text
 from trainer.report.charts import Choice, by_choice
 from trainer.report.history import History, finite
 from trainer.report.page import comparison
@@ -36,22 +36,23 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
     """
     where = dict(zip(names(paths), paths, strict=True))
     histories = sorted((History.read(path, name) for name, path in where.items()), key=final_loss)
-    varied = overridden(histories)
-    others = {k: v for k, v in differences(histories).items() if not of_any(k, varied)}
-    table = varied | figures(histories) | others
-    rows = [["", *(h.name for h in histories)], *([key, *values] for key, values in table.items())]
-    if len(histories) > MOST_COLUMNS:
-        rows = [list(row) for row in zip(*rows, strict=True)]
-    verdict = best(histories, varied or others, where)
-    means = over_seeds(histories, varied | others)
-    hints = [*by_mean(histories, varied | others, means), *at_an_end(histories, varied, means)]
-    told = [*verdict, *aligned(means), *hints]
-    lines = [*aligned(rows), *([""] if told else []), *told]
-    if out is None:
-        return lines
-    pictures = [picture(histories, key, values) for key, values in varied.items()]
-    page = marked(comparison(histories, rows, pictures, [*verdict, *hints], means), paths)
-    other = out.is_file() and not is_of(out, paths)
+    with well_formed("what the runs hold of themselves", "mend their files, or leave a run out"):
+        varied = overridden(histories)
+        others = {k: v for k, v in differences(histories).items() if not of_any(k, varied)}
+        table = varied | figures(histories) | others
+        rows = [["", *(h.name for h in histories)], *([key, *values] for key, values in table.items())]
+        if len(histories) > MOST_COLUMNS:
+            rows = [list(row) for row in zip(*rows, strict=True)]
+        verdict = best(histories, varied or others, where)
+        means = over_seeds(histories, varied | others)
+        hints = [*by_mean(histories, varied | others, means), *at_an_end(histories, varied, means)]
+        told = [*verdict, *aligned(means), *hints]
+        lines = [*aligned(rows), *([""] if told else []), *told]
+        if out is None:
+            return lines
+        pictures = [picture(histories, key, values) for key, values in varied.items()]
+        page = marked(comparison(histories, rows, pictures, [*verdict, *hints], means), paths)
+        other = out.is_file() and not is_of(out, paths)
     write_text(out, page)
     return [*lines, f"{out}, in place of another comparison" if other else str(out)]
 

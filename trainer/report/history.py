@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 from trainer.config.fields import flatten
 from trainer.config.renamed import renamed_keys
 from trainer.errors import UserError
-from trainer.files import parse_yaml
+from trainer.files import parse_yaml, refuse_links, well_formed
 from trainer.observe.display import short
 from trainer.observe.records import read_rows, without_layers
 from trainer.report.charts import COLOURS, Line, Mark, smoothed
@@ -52,14 +52,12 @@ def read_evaluation(run_dir: Path) -> Evaluation | None:
     text = read_text(run_dir / "evaluation.json")
     if not text:
         return None
-    try:
+    with well_formed(f"{run_dir}/evaluation.json", "remove it, or let scripts.evaluate write it again"):
         document = json.loads(text)
         losses = {r["precision"]: math.nan if r["loss"] is None else float(r["loss"]) for r in document["results"]}
         found = Evaluation(int(document["step"]), int(document["tokens"]), losses)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        found = None
-    if found is None or AS_TRAINED not in found.losses:
-        raise UserError(f"{run_dir}/evaluation.json is damaged; remove it, or let scripts.evaluate write it again")
+        if AS_TRAINED not in losses:
+            raise ValueError(f"it has no result of the precision {AS_TRAINED!r}")
     return found
 
 
@@ -87,24 +85,27 @@ class History:
     @classmethod
     def read(cls, run_dir: Path, name: str = "") -> Self:
         """By default it is called what the run was, or its directory is. Raises UserError where there is no log."""
+        if run_dir.is_dir():
+            refuse_links(run_dir)
         rows = read_rows(run_dir / "metrics.jsonl")
         if all("event" in row for row in rows):
             raise UserError(
                 f"{run_dir} has no metrics.jsonl with rows; give the run_dir of a run with tracker=jsonl or wandb"
             )
-        config, environment = run_dir / "config.yaml", read_text(run_dir / "environment.txt")
-        looks = [(row["step"], {k: float(v) for k, v in row.items() if k.startswith("numerics/")}) for row in rows]
-        last = environment.strip().split("\n\n")[-1].splitlines()  # a resumed run adds a part
-        found = cls(
-            name,
-            [without_layers(row) for row in rows if "event" not in row],
-            [(row["step"], row["event"]) for row in rows if "event" in row],
-            read_text(config),
-            [(step, figures) for step, figures in looks if figures],
-            read_evaluation(run_dir),
-            {key: value for key, _, value in (line.partition(": ") for line in last)},
-        )
-        return replace(found, name=name or found.settings.get("tracker.name") or run_dir.resolve().name)
+        with well_formed(f"what {run_dir} holds of its run", "mend or remove the file"):
+            config, environment = run_dir / "config.yaml", read_text(run_dir / "environment.txt")
+            looks = [(row["step"], {k: float(v) for k, v in row.items() if k.startswith("numerics/")}) for row in rows]
+            last = environment.strip().split("\n\n")[-1].splitlines()  # a resumed run adds a part
+            found = cls(
+                name,
+                [without_layers(row) for row in rows if "event" not in row],
+                [(row["step"], row["event"]) for row in rows if "event" in row],
+                read_text(config),
+                [(step, figures) for step, figures in looks if figures],
+                read_evaluation(run_dir),
+                {key: value for key, _, value in (line.partition(": ") for line in last)},
+            )
+            return replace(found, name=name or found.settings.get("tracker.name") or run_dir.resolve().name)
 
     def line(self, key: str, name: str = "", colour: str = COLOURS[0], **look: bool) -> Line:
         """The values of a key, of the rows that have it."""

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.files import write_text
+from trainer.files import refuse_links, well_formed, write_text
 from trainer.observe.display import short
 from trainer.observe.records import read_samples
 from trainer.report.charts import COLOURS, Line, chart, colour_number
@@ -270,13 +270,21 @@ def event_table(events: Sequence[tuple[int, str]], most: int = 200) -> str:
 
 
 def write_report(run_dir: Path) -> Path:
-    """`report.html` of a run directory. Raises UserError where there is no log, or no room."""
+    """Write `report.html` of a run directory, and return its path.
+
+    Raises:
+      UserError: no log, a file that is malformed or a link (what it points to would be published), or no room.
+    """
+    history, numerics = History.read(run_dir), run_dir / "numerics"
     samples = read_samples(run_dir / "samples.txt")
-    text = render(
-        History.read(run_dir),
-        pictures={p.stem.replace("_", " "): p.read_bytes() for p in sorted((run_dir / "numerics").glob("*.png"))},
-        sample=samples[-1].text if samples else "",
-        environment=read_text(run_dir / "environment.txt"),
-    )
+    if numerics.is_dir():
+        refuse_links(numerics)
+    with well_formed(f"what {run_dir} holds of its run", "mend or remove the file"):
+        text = render(
+            history,
+            pictures={p.stem.replace("_", " "): p.read_bytes() for p in sorted(numerics.glob("*.png"))},
+            sample=samples[-1].text if samples else "",
+            environment=read_text(run_dir / "environment.txt"),
+        )
     write_text(run_dir / "report.html", text)
     return run_dir / "report.html"

@@ -326,10 +326,10 @@ class Checkpointer:
     def _manifest(self, step: int) -> dict[str, Any]:
         try:
             manifest = self._manager.restore(step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))["manifest"]
-            digest = manifest.pop("digest")
+            whole = manifest.pop("digest") == _digest(manifest) and manifest["step"] == step and "format" in manifest
         except Exception as error:  # a damaged file can raise anything
             raise DamagedCheckpointError(f"manifest unreadable: {type(error).__name__}") from error
-        if digest != _digest(manifest) or manifest["step"] != step:
+        if not whole:
             raise DamagedCheckpointError("manifest altered since it was written")
         if manifest["format"] not in READABLE:
             raise UserError(

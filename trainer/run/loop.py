@@ -296,7 +296,7 @@ def log(run: Run, step: int, row: dict[str, float], *, whole: bool = False) -> N
 def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> None:
     """Checkpoint the state after `run.step` steps with what is needed to go on; the log up to there comes first."""
     run.tracker.flush()
-    carried = {"watchdog": run.watchdog.state(), "unfinished": unfinished}
+    carried = {"watchdog": run.watchdog.state(), "unfinished": unfinished, "log": run.tracker.written()}
     run.checkpointer.save(run.step, to_stored(run.state), run.meta | carried, val_loss=val_loss)
 
 

@@ -25,6 +25,36 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL = 0.25  # seconds between two looks at the clock
 
 
+class EarlyInterrupt:
+    """Remembers a Ctrl-C from before the first step, which libraries may swallow; the first `Guard` takes it over.
+
+    Attributes:
+      received: whether one came.
+      begun: whether a `Guard` was entered since `install`.
+    """
+
+    def __init__(self) -> None:
+        self.received = self.begun = False
+
+    def install(self) -> None:
+        """Take Ctrl-C from now on, in the main thread of a program."""
+        self.received = self.begun = False
+        signal.signal(signal.SIGINT, self._caught)
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        raise KeyboardInterrupt
+
+    def take(self) -> bool:
+        """Return whether one came, once."""
+        self.begun = True
+        received, self.received = self.received, False
+        return received
+
+
+EARLY = EarlyInterrupt()
+
+
 @dataclass(frozen=True)
 class Patience:
     """In seconds; 0: without end.
@@ -52,7 +82,8 @@ class Guard:
         is caught.
 
     Attributes:
-      signal: the number of the first signal; 0: none came. The loop looks at it; a second signal acts at once.
+      signal: the number of the first signal; 0: none came. The loop looks at it. A second Ctrl-C ends the process at
+        once; a second SIGTERM, which schedulers send, changes nothing.
     """
 
     def __init__(
@@ -80,6 +111,8 @@ class Guard:
         if threading.current_thread() is threading.main_thread():
             self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._handlers = {number: signal.signal(number, self._caught) for number in SIGNALS}
+            if EARLY.take():
+                signal.raise_signal(signal.SIGINT)
         self._last = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
         self._thread.start()
@@ -96,18 +129,22 @@ class Guard:
         os.close(self._write)
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        interrupted = number == signal.SIGINT and not self.own_process
-        signal.signal(number, signal.default_int_handler if interrupted else signal.SIG_DFL)
+        self.signal = self.signal or number
+        if number == signal.SIGINT and not self.own_process:
+            signal.signal(number, signal.default_int_handler)
 
     def _watch(self) -> None:
         first = 0
         while not self._done.is_set():
             if select.select([self._read], [], [], POLL)[0]:
                 for number in os.read(self._read, 64):
-                    if number in SIGNALS and first and self.own_process:
+                    if number == signal.SIGINT and first and self.own_process:
+                        _write_error(
+                            f"second Ctrl-C: ended at once {self._doing}; steps after the newest checkpoint "
+                            f"({self._checkpoints()}) are lost; the same command goes on from there"
+                        )
                         os._exit(128 + number)
-                    elif number in SIGNALS:
+                    elif number in SIGNALS and not first:
                         first, self._late = number, time.monotonic() + self.patience.stop
             now = time.monotonic()
             idle = now - self._last
@@ -124,10 +161,13 @@ class Guard:
         with contextlib.suppress(Exception):
             self._report(text)
 
+    def _checkpoints(self) -> str:
+        steps = sorted(int(p.name) for p in (self._run_dir / "checkpoints").glob("*") if p.name.isdigit())
+        return ", ".join(map(str, steps)) or "none"
+
     def _end(self, code: int, why: str) -> None:
         """Say it, and go without another word of the main thread, which may hold any lock."""
-        steps = sorted(int(p.name) for p in (self._run_dir / "checkpoints").glob("*") if p.name.isdigit())
-        text = f"{why}; ended; checkpoints: {', '.join(map(str, steps)) or 'none'}; the same command goes on from there"
+        text = f"{why}; ended; checkpoints: {self._checkpoints()}; the same command goes on from there"
         _write_error(text)
         with (
             contextlib.suppress(OSError),

@@ -183,7 +183,7 @@ def restore_other(source: str, phases: Phases, *, step: int | None, convert: boo
         found = theirs.restore(abstract_state(like), step) if task.diloco is None else restored_as(theirs, like, step)
     state = found.state if policy == task.model.policy else convert_state(task, found.state, policy, phases.seed)
     form = {"precision": dataclasses.asdict(task.model.policy), "trainable": list(task.trainable)}
-    return Restored(found.step, state, {k: v for k, v in found.meta.items() if k != "tracker_id"} | form)
+    return Restored(found.step, state, {k: v for k, v in found.meta.items() if k not in ("tracker_id", "log")} | form)
 
 
 def restore_own(own: Checkpointer, task: Task) -> Restored:

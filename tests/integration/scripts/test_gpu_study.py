@@ -29,8 +29,16 @@ def ends(out, stage):
     return json.loads((out / f"{stage}_jobs.json").read_text())
 
 
-@pytest.mark.whole  # the jobs of a stage, made up: below
-@pytest.mark.parametrize("stage", ["bench124", "precompile", "profile", "parity", "smoke"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "precompile",
+        pytest.param("bench124", marks=pytest.mark.whole),  # the same cases, run
+        pytest.param("profile", marks=pytest.mark.whole),  # test_kernel_times.py
+        pytest.param("parity", marks=pytest.mark.whole),  # test_parity.py
+        pytest.param("smoke", marks=pytest.mark.whole),  # tests and runs that others here are
+    ],
+)
 def test_a_stage_runs_and_is_not_run_again(out, stage, monkeypatch, capsys):
     gpu.main(arguments(out, stage))
     assert all(job["ok"] for job in ends(out, stage).values())

@@ -22,7 +22,6 @@ def test_what_the_gradient_reads_of_the_losses_computation_is_counted_by_format(
     }
 
 
-@pytest.mark.whole  # what a state keeps: test_moments.py, test_optim_compiled.py
 @pytest.mark.parametrize(
     ("item", "each", "narrow"),
     quick(

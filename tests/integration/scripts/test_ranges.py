@@ -33,7 +33,6 @@ def found(change=lambda params: None):
     return operands
 
 
-@pytest.mark.whole  # sizes of what enters, layer by layer: test_residual_stream.py
 def test_all_that_enters_the_products_of_a_fresh_llama_is_near_1():
     operands = found()
     kinds = {(name, i) for name, i, _ in operands}

@@ -20,7 +20,6 @@ def settings(tmp_path_factory):
     return folder, ["precision=scalify_fp8_fp16", *data, f"data.cache_dir={folder}/data", *sizes]
 
 
-@pytest.mark.whole  # a run that is explained: test_scripts_evaluate.py; rows and table: test_explain.py
 def test_a_fresh_model_is_explained_and_its_rows_are_written(settings, capsys):
     folder, arguments = settings
     assert main([*arguments, "top=5", f"out={folder}/rows.json", "sequences=2"]) == 0

@@ -144,7 +144,6 @@ def test_while_and_cond_are_followed_as_they_run():
         assert max(found.errors) < 1e-3
 
 
-@pytest.mark.whole  # loops that are followed: above
 def test_a_shard_map_and_an_empty_loop_are_one_equation_each():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
     spec = jax.sharding.PartitionSpec("d")
@@ -217,7 +216,6 @@ def test_masks_saturate_on_purpose_and_gradients_that_are_zero_but_for_rounding_
     assert masked.figures.error < 0.01
 
 
-@pytest.mark.whole  # masks and small numbers that are no loss: above
 def test_what_cancels_in_a_part_of_a_result_is_no_loss():
     """The gradient of a key's bias is zero: what roundings leave of it in FP32 is not what they leave here."""
     half = jnp.float16
@@ -232,7 +230,6 @@ def test_what_cancels_in_a_part_of_a_result_is_no_loss():
     assert sc.explain(jax.grad(loss), *args).first_loss is None
 
 
-@pytest.mark.whole  # small numbers beside large ones: above
 def test_zeros_beside_much_larger_numbers_are_said_where_nothing_of_the_norm_is_lost():
     """Gradients that vanish from layer to layer, stacked by a scan."""
     layers = np.random.default_rng(0).normal(size=(24, 16, 16)).astype(np.float32) * 0.05

@@ -138,7 +138,7 @@ def close(found, expected, dtype):
 
 @pytest.mark.parametrize("dtype", quick([jnp.float32, jnp.float16], jnp.float16))
 @pytest.mark.parametrize("kind", quick(["static", "dynamic"], "dynamic"))
-@pytest.mark.parametrize("program", quick(PROGRAMS, running_maximum, online_softmax))
+@pytest.mark.parametrize("program", quick(PROGRAMS, running_maximum, nearest, online_softmax))
 def test_what_a_loop_starts_at_does_not_set_its_scale(program, kind, dtype, scalify):
     for start in STARTS:
         fun = jax.jit(scalify(program(start)))  # one program for all sizes, where they are not in it

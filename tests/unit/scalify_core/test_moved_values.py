@@ -78,14 +78,14 @@ def check(loss):
         np.testing.assert_allclose(a, b, rtol=2**-9, atol=2**-18)  # both FP16, of sums in another order
 
 
-@pytest.mark.parametrize("reader", quick(READERS, "comparison"))
+@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("move", quick(MOVES, "two"))
 def test_who_reads_a_moved_value_beside_a_product_reads_all_of_it(move, reader):
     check(moved(move, reader))
 
 
 @pytest.mark.parametrize("reader", quick(["log", "reciprocal"], "log"))
-@pytest.mark.parametrize("how", quick(PASSED_ON, "stack of a scan"))
+@pytest.mark.parametrize("how", quick(PASSED_ON, "checkpoint", "stack of a scan"))
 def test_who_reads_what_is_passed_on_beside_a_product_reads_all_of_it(how, reader):
     check(passed_on(how, reader))
 

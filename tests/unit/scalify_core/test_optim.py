@@ -150,7 +150,6 @@ def test_an_e5m2_second_moment_settles_at_its_value_only_if_rounded_stochastical
     assert ratio["nearest"][1] == pytest.approx(16 * ratio["nearest"][0])
 
 
-@pytest.mark.whole  # an E5M2 moment settles likewise: above
 def test_a_second_moment_decays_at_b2_999_only_if_rounded_stochastically():
     gradient = {"w": jnp.full(2**12, 1.0)}
     decayed = {}

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import quick
 
 from scalify_core import PrecisionWarning, as_scaled_array, asarray, explain, scalify
 from scalify_core.formats import FP16
@@ -41,7 +40,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", quick([-1e5, 3e7, -1e9, 1e9], -1e9))
+@pytest.mark.parametrize("size", [-1e5, 3e7, -1e9, 1e9])
 def test_what_is_near_1_keeps_its_digits_beside_numbers_of_up_to_1e9(kind, size):
     x = as_scaled_array(X, dtype=HALF)
     found, expected = jax.jit(scalify(KINDS[kind]))(x, jnp.float32(size)), KINDS[kind](asarray(x), jnp.float32(size))

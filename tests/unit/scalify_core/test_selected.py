@@ -41,7 +41,7 @@ def margin(w, x):
     return jnp.mean(nn.relu(0.5 - top + jnp.max(jnp.where(z >= top[:, None], -1e4, z), -1)))
 
 
-@pytest.mark.parametrize("loss", quick([hardest_wrong, accuracy, of_the_diagonal, margin], margin))
+@pytest.mark.parametrize("loss", quick([hardest_wrong, accuracy, of_the_diagonal, margin], hardest_wrong, margin))
 @pytest.mark.parametrize("seed", quick([0, 1], 0))
 def test_it_compares_as_it_does_in_the_plain_program(loss, seed):
     w, x = as_scaled_array((normal(seed + 9, 16, 10), normal(seed, 32, 16)), dtype=HALF)
@@ -102,7 +102,7 @@ COPIES = {
 
 @pytest.mark.filterwarnings("ignore:.*plain code has FP32 here, by promotion")  # by `sizes`: true, and not the subject
 @pytest.mark.parametrize("dtype", quick([HALF, jnp.bfloat16], HALF))
-@pytest.mark.parametrize("how", quick(COPIES, "one-hot", "in a scan"))
+@pytest.mark.parametrize("how", quick(COPIES, "eye", "one-hot", "in a scan", "a convolution"))
 def test_a_copy_by_a_one_hot_matrix_is_equal_to_the_rows_that_it_copies(how, dtype):
     copied, taken = COPIES[how]
     sizes = jnp.exp2(-jnp.arange(8.0) * 2)  # of elements that are summed over: the last are FP16's subnormal numbers

@@ -140,8 +140,7 @@ def test_on_a_gpu_the_vectors_of_a_deep_model_are_a_few_kernels_and_none_is_a_co
     assert len(called) < 20
 
 
-@pytest.mark.whole  # a deep model: above
-@pytest.mark.parametrize(("vectors", "width"), [(60, 1280), (130, 768)])
+@pytest.mark.parametrize(("vectors", "width"), quick([(60, 1280), (130, 768)], (60, 1280)))
 def test_on_a_gpu_more_and_longer_vectors_are_a_few_kernels_too(vectors, width):
     """A stack of 2^16 elements was taken for a large array, one of 130 rows was put together of two: 207 and 421."""
     called, _ = gpu_step(vectors, matrices=1, width=width)

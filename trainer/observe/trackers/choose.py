@@ -27,6 +27,7 @@ def make_tracker(
     again: bool = False,
     config: Mapping[str, Any],
     run_id: str | None = None,
+    written: Mapping[str, int] | None = None,
     init: Mapping[str, Any] | None = None,
     own: Tracker | None = None,
 ) -> Tracker:
@@ -39,6 +40,7 @@ def make_tracker(
       again: whether that of step `start` will come again, too.
       config: nested plain values.
       run_id: of W&B, from the checkpoint; None: the one this run directory began with, or a new one.
+      written: what the tracker had written when the checkpoint was saved that the run goes on from; None: not known.
       init: further arguments of `wandb.init`: project, entity, group, name, tags.
       own: a tracker of the user's, which is told everything too.
     """
@@ -51,5 +53,5 @@ def make_tracker(
     if kind == "tensorboard":
         trackers.append(TensorboardTracker())
     tracker = Several([*trackers, own] if own is not None else trackers)
-    tracker.start(Beginning(run_dir, start, again, config, run_id, kept))
+    tracker.start(Beginning(run_dir, start, again, config, run_id, kept, written))
     return tracker

@@ -40,6 +40,7 @@ class Beginning:
       config: nested plain values.
       id: what the tracker's attribute `id` was when the newest checkpoint was saved; None: it had none.
       kept: the run's own record; None: it keeps none.
+      written: what `Tracker.written` said when the newest checkpoint was saved; None: nothing.
     """
 
     run_dir: Path
@@ -48,6 +49,7 @@ class Beginning:
     config: Mapping[str, Any]
     id: str | None
     kept: Kept | None
+    written: Mapping[str, int] | None = None
 
 
 class Tracker:
@@ -86,6 +88,10 @@ class Tracker:
 
     def flush(self) -> None:
         """Make everything so far survive a kill. Call before saving a checkpoint that covers it."""
+
+    def written(self) -> Mapping[str, int] | None:
+        """Describe what `flush` made safe, as JSON values for the checkpoint; None: nothing needs to be compared."""
+        return None
 
     def finish(self, exit_code: int = 0) -> None:
         """Flush and end. Nothing may follow."""
@@ -133,6 +139,9 @@ class Several(Tracker):
     def flush(self) -> None:
         for tracker in self.trackers:
             tracker.flush()
+
+    def written(self) -> Mapping[str, int] | None:
+        return next((found for tracker in self.trackers if (found := tracker.written()) is not None), None)
 
     def finish(self, exit_code: int = 0) -> None:
         with contextlib.ExitStack() as finishing:  # each, even if one before it fails

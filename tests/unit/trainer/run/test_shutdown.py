@@ -1,5 +1,6 @@
 """The guard, in processes whose main thread works, or is inside of a call that never returns."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -7,7 +8,8 @@ import time
 
 import pytest
 
-from trainer.run.shutdown import HUNG
+from trainer.run import shutdown
+from trainer.run.shutdown import HUNG, EarlyInterrupt, Guard, Patience
 
 CODE = """
 import ctypes, sys, time
@@ -99,12 +101,43 @@ def test_on_a_full_disk_a_process_that_cannot_close_is_ended():
         assert subprocess.run([sys.executable, "-c", code], stderr=full, timeout=30, check=False).returncode == HUNG
 
 
-def test_a_second_signal_ends_what_hangs_at_once(start):
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_ctrl_c_ends_what_hangs_at_once_and_says_what_it_cost(start, tmp_path, first):
+    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
     process = start("hangs", stop=30)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(first)
     time.sleep(0.5)  # two at once arrive in any order
-    process.terminate()
-    assert ended(process) == (128 + signal.SIGTERM, "", "")
+    process.send_signal(signal.SIGINT)
+    error = "error: second Ctrl-C: ended at once in step 3; steps after the newest checkpoint (20) are lost; "
+    assert ended(process) == (128 + signal.SIGINT, "", f"{error}the same command goes on from there\n")
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_sigterm_changes_nothing_before_the_time_is_up(start, first):
+    process = start("hangs", stop=1.5)
+    process.send_signal(first)
+    for _ in range(3):
+        time.sleep(0.2)
+        process.terminate()
+        assert process.poll() is None
+    code, _, errors = ended(process)
+    assert code == 128 + first
+    assert errors.startswith("error: not stopped within 1.5 s of the signal")
+
+
+def test_a_ctrl_c_that_was_swallowed_before_the_first_step_stops_the_run_there(tmp_path, monkeypatch):
+    early = EarlyInterrupt()
+    monkeypatch.setattr(shutdown, "EARLY", early)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        early.install()
+        with contextlib.suppress(KeyboardInterrupt):  # as a library may
+            signal.raise_signal(signal.SIGINT)
+        for expected in (signal.SIGINT, 0):
+            with Guard(Patience(30, 0, 0), tmp_path, print) as guard:
+                assert guard.signal == expected
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_without_bounds_nothing_ends_it(start):

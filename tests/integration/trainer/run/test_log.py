@@ -1,0 +1,69 @@
+"""A log that lost rows is noticed: by the run that goes on, and by the run that still writes it."""
+
+import os
+
+import pytest
+from command import TINY
+
+from trainer import Callback, compose, train
+from trainer.observe.records import read_rows
+
+SMALL = [*TINY, "parallel.data=1", "sample.max_new_tokens=0", "tracker=jsonl", "checkpoint.every=2", "run_dir=A"]
+SMALL += [f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def events(folder):
+    return [row["event"] for row in read_rows(folder / "A" / "metrics.jsonl") if "event" in row]
+
+
+DAMAGE = {
+    "removed": lambda lines: None,
+    "emptied": lambda lines: [],
+    "shortened": lambda lines: lines[:-1],
+    "a row missing": lambda lines: [*lines[:1], *lines[2:]],
+    "a row twice": lambda lines: [*lines[:1], *lines],
+    "a row changed": lambda lines: [line.replace(b'"tokens": ', b'"tokens": 1') for line in lines],
+}
+
+
+def test_a_log_that_is_not_what_was_written_is_noticed_when_the_run_goes_on(folder, capsys):
+    train(compose([*SMALL, "train.steps=4"]))
+    log = folder / "A" / "metrics.jsonl"
+    whole = log.read_bytes()
+    for steps, (damage, change) in enumerate(DAMAGE.items(), 5):
+        lines = change(whole.splitlines(keepends=True))
+        log.unlink() if lines is None else log.write_bytes(b"".join(lines))
+        capsys.readouterr()
+        train(compose([*SMALL, f"train.steps={steps}"]))
+        assert "is not what the run wrote up to step" in capsys.readouterr().out, damage
+        assert any("is not what the run wrote up to step" in text for text in events(folder)), damage
+        whole = log.read_bytes()
+    capsys.readouterr()
+    train(compose([*SMALL, f"train.steps={steps + 1}"]))
+    assert "is not what the run wrote" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", ["removed", "replaced", "emptied"])
+def test_a_log_that_is_damaged_under_the_run_is_noticed_at_the_next_checkpoint(folder, capsys, damage):
+    log = folder / "A" / "metrics.jsonl"
+
+    def harm(moment):
+        if damage == "emptied":
+            os.truncate(log, 0)
+        else:
+            log.unlink()
+        if damage == "replaced":
+            log.write_text("")
+
+    train(compose([*SMALL, "train.steps=6"]), callbacks=[Callback("harm", 3, harm)])
+    steps = [row["step"] for row in read_rows(log) if "event" not in row]
+    assert steps[-1] == 6
+    assert ("was removed or replaced" if damage != "emptied" else "was changed while") in capsys.readouterr().out
+    if damage != "emptied":
+        assert steps == [1, 2, 3, 4, 5, 6]
