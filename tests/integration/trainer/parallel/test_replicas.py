@@ -201,7 +201,7 @@ def test_replicas_are_nothing_for_a_run_without(tmp_path):
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(3, to_stored(trained(1, NARROW, "fp32", 1)[0]), meta_of(NARROW))
         checkpointer.wait()
-        with pytest.raises(UserError, match=r"parallel\.diloco=2 replicas.*init_from"):
+        with pytest.raises(UserError, match=r"diloco\.replicas=2 replicas.*init_from"):
             restore_own(checkpointer, workload("fp32"))
 
 
