@@ -63,6 +63,8 @@ def test_creep_of_equal_sums_in_matrix_products_and_reductions():
     a, b = as_scaled_array((normal(0, 256, 768), normal(1, 768, 256)), 1.0, dtype=HALF)
     assert 0.7 <= rms(scalify(jnp.matmul)(a, b)) <= 1.42
     assert 0.7 <= rms(scalify(lambda a: a.sum(0))(a)) <= 1.42
+    added = scalify(lambda a: jnp.zeros((4, 768)).at[jnp.arange(256) % 4].add(a))(a)
+    assert 0.7 <= rms(added) <= 1.42
 
 
 # 2. Casts that do not saturate.
