@@ -6,6 +6,7 @@ config.yaml      the resolved configuration        environment.txt  what it ran 
 
 import contextlib
 import fcntl
+import logging
 import os
 import platform
 import socket
@@ -26,6 +27,7 @@ from trainer.errors import UserError
 from trainer.files import no_follow, read_mapping, refuse_links, remove_partial, write_text
 from trainer.models.specs import FIRST
 from trainer.parallel.processes import PROCESS_VARIABLES, refused_together
+from trainer.run.checkpoint import Checkpointer
 from trainer.text import redact
 
 # What a resumed run may change: it decides how long, how often and where, not what is computed.
@@ -72,6 +74,8 @@ EARLIER = {
     "model.family": FIRST,
     "init.embeddings": None,
 }  # what a configuration meant that was written before there was the key
+
+logger = logging.getLogger(__name__)
 
 
 class RunDir:
@@ -137,12 +141,25 @@ class RunDir:
           UserError: naming the keys that differ.
         """
         path = self.path / "config.yaml"
-        differing = differences(_load(path), config, may_change) if path.exists() else []
+        differing = differences(self._adopted(), config, may_change) if path.exists() else []
         if differing:
             raise UserError(
                 f"run_dir={self.path} belongs to another configuration: {'; '.join(differing)}; "
                 "take these values back, or choose another run_dir"
             )
+
+    def _adopted(self) -> dict[str, Any]:
+        """Read the configuration that the directory belongs to: a damaged file's from the newest checkpoint."""
+        path, checkpoints = self.path / "config.yaml", self.path / "checkpoints"
+        try:
+            return renamed_keys(read_mapping(path))
+        except ValueError as error:
+            if not any(entry.name.isdigit() for entry in checkpoints.glob("*")):
+                raise UserError(f"{path} is damaged ({error}); choose another run_dir") from error
+            with Checkpointer.reading(checkpoints) as checkpointer:
+                config: dict[str, Any] = checkpointer.meta()["config"]
+            logger.warning("%s is damaged (%s): taking the configuration of the newest checkpoint", path, error)
+            return config
 
     def adopt(self, config: Mapping[str, Any], *, may_change: tuple[str, ...] = MAY_CHANGE) -> None:
         """`check`, then write config.yaml: from now on the directory belongs to this configuration."""
@@ -162,13 +179,6 @@ class RunDir:
             if self._made and not any(self.path.iterdir()):
                 self.path.rmdir()
         self.release()
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        return renamed_keys(read_mapping(path))
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); choose another run_dir") from error
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], may_change: tuple[str, ...] = ()) -> list[str]:

@@ -19,7 +19,7 @@ from trainer.models.specs import FIRST
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.mesh import replicated
 from trainer.precision.policy import Policy
-from trainer.run.checkpoint import Checkpointer, Restored
+from trainer.run.checkpoint import DAMAGED, Checkpointer, Restored
 from trainer.run.converting import convert_state
 from trainer.run.phases import Phases, policy_of, task_of, trainable_of
 from trainer.step.state import TrainState, first_nonfinite
@@ -82,6 +82,13 @@ def check_start(run_dir: Path, source: str, step: int | None, init_from: str | N
         )
     if own:
         return
+    folder = run_dir / "checkpoints" / DAMAGED
+    if any(folder.glob("*")):
+        # Or the same command, given again, would begin at step 0 and cut the log.
+        raise UserError(
+            f"no usable checkpoint in run_dir={run_dir}: all are damaged, and in {folder}; bring a whole one back "
+            f"from a copy, or choose another run_dir, or remove {folder} to start this run anew"
+        )
     if source in ("auto", "none"):
         if step is not None:
             raise UserError(f"resume.step={step} is of another run's checkpoints; add resume=RUN, or leave it out")

@@ -1,13 +1,16 @@
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 import yaml
 
 from trainer.errors import UserError
+from trainer.run.checkpoint import Checkpointer
 from trainer.run.rundir import RunDir, environment, is_held, write_environment
 from trainer.text import redact
 
@@ -156,6 +159,18 @@ def test_a_damaged_configuration_is_an_error(run_dir):
     (run_dir.path / "config.yaml").write_text("{]")
     with pytest.raises(UserError, match=r"config.yaml is damaged"):
         run_dir.adopt(CONFIG)
+
+
+def test_a_damaged_configuration_is_that_of_the_newest_checkpoint(run_dir):
+    run_dir.adopt(CONFIG)
+    with Checkpointer(run_dir.path / "checkpoints") as checkpointer:
+        checkpointer.save(3, {"x": jnp.ones(2)}, {"config": json.loads(json.dumps(CONFIG))})
+    for damage in ("", "{", "[]"):
+        (run_dir.path / "config.yaml").write_text(damage)
+        with pytest.raises(UserError, match=r"seed=2 \(was 1\)"):
+            run_dir.check(CONFIG | {"seed": 2})
+        run_dir.adopt(CONFIG)
+        assert yaml.safe_load((run_dir.path / "config.yaml").read_text())["seed"] == 1
 
 
 def test_secrets_are_removed_and_tokens_of_text_are_not():

@@ -119,6 +119,18 @@ def checkpoints(run_dir, *steps):
     (run_dir / "checkpoints" / "40.orbax-checkpoint-tmp").mkdir(parents=True)
 
 
+def test_a_refusal_for_damaged_checkpoints_holds_until_somebody_acts(tmp_path):
+    damaged = tmp_path / "checkpoints" / "damaged"
+    (damaged / "40-0").mkdir(parents=True)
+    for source in ("auto", "none"):
+        with pytest.raises(
+            UserError, match=r"no usable checkpoint in run_dir=.*remove .*damaged to start this run anew"
+        ):
+            check_start(tmp_path, source, None, None)
+    checkpoints(tmp_path, 20)
+    check_start(tmp_path, "auto", None, None)
+
+
 def test_a_sweep_is_no_run_and_its_runs_are_named(tmp_path):
     for job in (0, 10, 9):
         checkpoints(tmp_path / "sweep" / str(job), 20)
