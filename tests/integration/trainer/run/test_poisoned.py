@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from command import TINY
+from families import whole
 from safetensors.numpy import load_file, save_file
 
 from trainer import Diverged, UserError, compose, train
@@ -74,7 +75,7 @@ def saved(run_dir="A"):
     return sorted(int(path.name) for path in (os.scandir(f"{run_dir}/checkpoints")) if path.name.isdigit())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "scalify_fp8_fp16"])
+@pytest.mark.parametrize("precision", ["fp32", whole("scalify_fp8_fp16")])
 def test_a_run_goes_back_from_weights_that_are_not_finite(alter, folder, precision):
     alter(poison(at=4))
     run = train(configuration("train.steps=6", "checkpoint.every=2", f"precision={precision}"))

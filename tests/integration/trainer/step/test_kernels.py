@@ -94,7 +94,7 @@ def told(monkeypatch):
     return options
 
 
-@pytest.mark.whole  # a run; a diagnosis: below
+@pytest.mark.whole  # a run; of a function: below
 def test_validation_and_numerics_are_compiled_with_the_options_of_the_step(told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = [
@@ -111,6 +111,7 @@ def test_validation_and_numerics_are_compiled_with_the_options_of_the_step(told,
         assert told[name] == [HARMLESS] * len(told[name]), name
 
 
+@pytest.mark.whole  # of a function: below
 def test_a_diagnosis_compiles_its_operations_with_them(told):
     w = small(make_mesh(1))
     state = first_state(w, seed=0)
