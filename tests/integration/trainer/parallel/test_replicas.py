@@ -102,7 +102,8 @@ def test_the_average_of_replicas_is_that_of_their_weights():
         np.testing.assert_allclose(outer, mean, rtol=0, atol=4 * np.finfo(np.float32).eps * np.abs(replicas).max())
 
 
-@pytest.mark.parametrize("replicas", [2, whole(4)])
+@pytest.mark.whole  # in an exchange: test_diloco.py, test_where_replicas_lie_changes_no_bit
+@pytest.mark.parametrize("replicas", [2, 4])
 def test_replicas_on_one_device_have_the_bits_of_replicas_on_two(replicas):
     diloco = NARROW._replace(replicas=replicas, participants=replicas)
     one, losses = trained(3, diloco, "fp32", 1)

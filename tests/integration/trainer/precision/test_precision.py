@@ -184,6 +184,7 @@ def test_micro_batches_make_the_same_step_up_to_the_formats(preset):
         np.testing.assert_allclose(inputs(one)[0], inputs(four)[0], rtol=2**-7)
 
 
+@pytest.mark.whole  # its parts, and FP32 as a whole: parallel/test_distribute.py
 def test_several_devices_compute_what_one_does():
     _, a = take("scalify_fp8_fp16", 3)
     _, b = take("scalify_fp8_fp16", 3, devices=8)
@@ -325,7 +326,7 @@ def test_mixed_operands_make_the_same_step_up_to_the_formats():
     assert found != gradient_error()
 
 
-@pytest.mark.whole  # its gradient: above; on several devices: test_several_devices_compute_what_one_does
+@pytest.mark.whole  # its gradient: above; on several devices: parallel/test_distribute.py
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_step_of_mixed_operands_and_fine_gradients_trains(devices):
     w = workload("scalify_fp8_fp8", devices, hadamard=16, backward_e4m3=("h.*",), clip_outliers=8.0)

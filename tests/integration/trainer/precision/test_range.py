@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import whole
 from flax import nnx
 from precisions import SPEC, batch, bits, policy, workload
 
@@ -35,7 +34,8 @@ def gradient_of_values(preset, gain, **changes):
     return grads, grads["h"][0]["attn"]["c_attn"]["kernel"][:, 64:]
 
 
-@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", whole("fp32")])
+@pytest.mark.whole  # of the model: models/test_model.py
+@pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "fp32"])
 def test_gradients_are_the_same_for_every_value_gain(preset):
     # Powers of two, which static scales take up: no bit differs.
     up, down = (bits(gradient_of_values(preset, gain)) for gain in (2.0**12, 2.0**-12))
