@@ -88,10 +88,20 @@ def run_job(tree: DictConfig, line: CommandLine, keys: Collection[str], swept: C
     except UserError as error:
         complain(error)
         return error.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        complain(f"{describe_os_error(error)}; bring it back or choose another path, then run the same command again")
+        return 2
     finally:
         if numbered():
             with contextlib.suppress(OSError):  # something was started here, or another process was faster
                 os.rmdir(HydraConfig.get().runtime.output_dir)
+
+
+def describe_os_error(error: OSError) -> str:
+    """The file that the operating system refused, and why."""
+    return f"{str(error.filename)[:300]}: {error.strerror}"
 
 
 def report_sweep(jobs: Sequence[Job]) -> None:
@@ -118,6 +128,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         complain(error)
         return error.exit_code
+    except OSError as error:
+        complain(f"{describe_os_error(error)}; choose another path")
+        return 2
     for complaint in complaints:
         complain(complaint)
     if complaints:

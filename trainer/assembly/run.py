@@ -309,9 +309,8 @@ def train_in(
             except UserError as error:
                 code = error.exit_code
                 raise
-            except OSError as error:
-                if error.errno in NO_ROOM:
-                    code = UserError.exit_code
+            except OSError:
+                code = UserError.exit_code
                 raise
         farewell(training, code)
         return code, training

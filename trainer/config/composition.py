@@ -49,6 +49,8 @@ def compose_or_explain(arguments: Sequence[str]) -> Config:
         return compose_config(arguments)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, long_forms(arguments))) from None
+    except OSError as error:
+        raise UserError(f"{str(error.filename)[:300]}: {error.strerror}; choose another path") from error
 
 
 def checked(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> Config:

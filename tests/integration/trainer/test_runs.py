@@ -52,6 +52,9 @@ from trainer.run.checkpoint import Checkpointer
         (["run_dir=new", "data=text", "data.tokenizer=byte", "data.paths=[short.txt]"], ["33"]),
         (["run_dir=new", "data=text", "data.tokenizer=byte", "data.paths=[binary.txt]"], ["binary.txt"]),
         (["run_dir=new", "data=prepared", "data.prepared_dir=none"], ["none"]),
+        (["run_dir=" + 300 * "n"], ["nnn: File name too long"]),
+        (["run_dir=new", "resume=" + 300 * "n"], ["nnn: File name too long"]),
+        (["run_dir=new", "data.tokenizer=" + 300 * "n"], ["nnn: File name too long"]),
     ],
 )
 def test_what_cannot_run_is_one_line_exit_code_2_and_nothing_is_lost(beside, monkeypatch, capfd, args, names):
