@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.arguments import argument, run
+from scripts.faults.faulty import HAPPENED
 from scripts.faults.havoc import VALIDATIONS, Victim, checkpoints, chosen, launch, unnoticed
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
@@ -68,6 +69,11 @@ def figures(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
+def bad_data(args: Arguments) -> dict[str, list[int]]:
+    """The faults that both runs meet, as `scripts.faults.faulty` takes them."""
+    return {"nan": [args.steps // 3], "corrupt": [args.steps // 2 + 13]}
+
+
 def compare(args: Arguments, folder: Path) -> dict[str, Any]:
     """What is the same in both runs."""
     from trainer.observe.trackers.wandb_files import read_history, wandb_files
@@ -80,11 +86,14 @@ def compare(args: Arguments, folder: Path) -> dict[str, Any]:
         with Checkpointer.reading(folder / name / "checkpoints") as checkpointer:
             states.append(checkpointer.described())
         rows.append(figures(folder / name))
+    expected = {f"{kind} {step}" for kind, steps in bad_data(args).items() for step in steps}
+    happened = [set((folder / name / HAPPENED).read_text().splitlines()) for name in ("undisturbed", "disturbed")]
     steps = [row["step"] for row in rows[1] if "event" not in row]
     result = {
         "state_equal": states[0] == states[1],
         "leaves": len(states[0]),
         "rows_equal": rows[0] == rows[1],
+        "faults_happened": happened == [expected, expected],
         "every_step_logged_once": steps == list(range(1, args.steps + 1)),
         "newest_checkpoint": checkpoints(folder / "disturbed")[-1],
         "skipped": rows[1][-1]["watchdog/skipped"],
@@ -109,7 +118,7 @@ def main(args: Arguments) -> None:
         raise UserError(f"out={folder} exists; choose another directory") from None
     kinds = chosen(args.kinds)
     started, rng = time.monotonic(), random.Random(args.seed)
-    bad = {"nan": [args.steps // 3], "corrupt": [args.steps // 2 + 13]}
+    bad = bad_data(args)
     overrides = [*TINY, f"precision={args.precision}", f"train.steps={args.steps}", f"tracker={args.tracker}"]
     calm = Victim(overrides, folder, rng, bad)
     calm.process = launch(overrides, folder, "undisturbed", bad, calm.log)

@@ -30,11 +30,10 @@ from trainer.data import Batch
 from trainer.errors import leave
 from trainer.run import loop
 from trainer.run.callbacks import Callback, StepContext
-from trainer.step.state import TrainState
-from trainer.step.step import Hyper, Metrics, StepFn, Tokens
 
 NO_TOKEN = 2**30
 ENLARGED = 4.0
+HAPPENED = "faults.txt"  # in the run directory: a line for each fault that happened
 
 
 class Clock:
@@ -51,11 +50,13 @@ class Clock:
         self._wrong = 86400 - self._wrong
 
 
-def with_batches(
-    batches: Callable[[int], Iterator[tuple[int, Batch]]], faults: dict[str, Any], hung: Path
-) -> Callable[[int], Iterator[tuple[int, Batch]]]:
-    """Batches of which some are bad, and one does not come; or something happens before they do."""
-    clock = Clock()
+def with_faults(run: loop.Run, faults: dict[str, Any], hung: Path) -> Callable[[int], Iterator[tuple[int, Batch]]]:
+    """The run's batches, of which some are bad and one does not come; before some of them something else happens.
+
+    The loop asks for a batch in the middle of nothing else, so that weights can be replaced here: a step that is
+    compiled anew takes no fault away. What happened is in `HAPPENED` in the run directory.
+    """
+    batches, clock = run.batches, Clock()
     time.time = clock
 
     def faulty(start: int) -> Iterator[tuple[int, Batch]]:
@@ -65,21 +66,22 @@ def with_batches(
             if step + 1 == faults.get("hang") and not hung.exists():
                 hung.touch()
                 time.sleep(1e6)
-            bad = np.full_like(batch.tokens, NO_TOKEN)
-            yield step, batch._replace(tokens=bad) if step + 1 in faults.get("nan", ()) else batch
+            if step + 1 in faults.get("corrupt", ()):
+                larger = jax.tree.map(lambda x: x * ENLARGED, run.state.params)
+                run.state = dataclasses.replace(run.state, params=larger)
+                note(run, f"corrupt {step + 1}")
+            if step + 1 in faults.get("nan", ()):
+                batch = batch._replace(tokens=np.full_like(batch.tokens, NO_TOKEN))
+                note(run, f"nan {step + 1}")
+            yield step, batch
 
     return faulty
 
 
-def with_corruption(train_step: StepFn, corrupt: set[int]) -> StepFn:
-    """The step, on other weights than it was given when it is one of `corrupt`."""
-
-    def faulty(state: TrainState, tokens: Tokens, hyper: Hyper) -> tuple[TrainState, Metrics]:
-        if int(hyper.step) + 1 in corrupt:
-            state = dataclasses.replace(state, params=jax.tree.map(lambda x: x * ENLARGED, state.params))
-        return train_step(state, tokens, hyper)
-
-    return faulty
+def note(run: loop.Run, fault: str) -> None:
+    """Record that a fault happened."""
+    with (run.run_dir / HAPPENED).open("a", encoding="utf-8") as file:
+        print(fault, file=file)
 
 
 def with_slow_batches(evaluation: Callback, faults: dict[str, Any]) -> Callback:
@@ -109,8 +111,7 @@ def main(file: Path, overrides: list[str]) -> int:
 
     def train(run: loop.Run) -> int:
         hung = file.with_name(file.name + ".hung")
-        run.batches = with_batches(run.batches, faults, hung)
-        run.train_step = with_corruption(run.train_step, set(faults.get("corrupt", [])))
+        run.batches = with_faults(run, faults, hung)
         run.callbacks = [
             with_slow_batches(callback, faults) if callback.name == "evaluation" else callback
             for callback in run.callbacks

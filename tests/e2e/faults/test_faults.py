@@ -9,17 +9,22 @@ import resource
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from command import CACHE, TINY, environment, finish, parameters, several, trainer, values, wait_for_row
 
 from scripts.faults import faulty
 from trainer.__main__ import main
 from trainer.assembly import run as build
+from trainer.data import Batch
 from trainer.observe.records import read_rows
 from trainer.run.rundir import RunDir
 from trainer.run.start import saved_steps
+from trainer.step.state import TrainState
 from trainer.text import laid_over
 
 STEPS = 60
@@ -50,6 +55,19 @@ def train(folder, name, faults, *args):
 
 def events(run_dir):
     return {row["step"]: row["event"] for row in read_rows(run_dir / "metrics.jsonl") if "event" in row}
+
+
+def test_no_new_step_takes_an_injected_corruption_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", time.time)
+    state = TrainState({"w": jnp.ones(2)}, (), jax.random.key(0))
+    batch = Batch(np.zeros((1, 2), np.int32), None)
+    run = SimpleNamespace(batches=lambda start: ((i, batch) for i in range(start, 3)), state=state, run_dir=tmp_path)
+    weights = []
+    for _ in faulty.with_faults(run, {"corrupt": [2], "nan": [3]}, tmp_path / "hung")(0):
+        run.train_step = object()  # compiled anew, as for new scales
+        weights.append(float(run.state.params["w"][0]))
+    assert weights == [1.0, 4.0, 4.0]
+    assert (tmp_path / faulty.HAPPENED).read_text().splitlines() == ["corrupt 2", "nan 3"]
 
 
 @pytest.fixture(scope="module")
