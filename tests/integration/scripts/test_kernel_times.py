@@ -49,9 +49,8 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), NAMES)
-def test_a_kernel_is_told_by_its_name(name, kind):
-    assert class_of(Span(name, "", 0, 1), {}) == kind
+def test_a_kernel_is_told_by_its_name():
+    assert [(name, class_of(Span(name, "", 0, 1), {})) for name, _ in NAMES] == NAMES
 
 
 # A gradient's reduction and transpose, an FP8 product, and an update that is a transpose too.

@@ -61,7 +61,7 @@ PROGRAMS = {
         X,
         LAYERS,
     ),
-    "scan_stacks_constants": (lambda x: lax.scan(lambda c, _: (c * 1.5, jnp.zeros(3)), x, None, length=5), X),
+    "scan_stacks_constants": (lambda x: lax.scan(lambda c, _: (c * 1.5, jnp.full(3, 0.75)), x, None, length=5), X),
     "fori_of_growing_carry": (lambda x: lax.fori_loop(0, 5, lambda i, c: c * 2.0, x), X),
     "fori_of_fifty_sums": (lambda x: lax.fori_loop(0, 50, lambda i, c: c + x, jnp.zeros_like(x)), X),
     "scan_that_hands_on": (

@@ -166,6 +166,7 @@ def test_a_run_time_scale_follows_weights_that_shrink(dtype):
     scales = [float(p.scale)]
     for n in range(300):
         p, exact = shrink(p, n), exact * 0.9
+        assert jnp.abs(p.data).max() > 2.0**-5
         scales.append(float(p.scale))
     # Roundings to one of two neighbours, each off by at most an epsilon, add up as their root.
     epsilon = float(jnp.finfo(dtype).eps)
