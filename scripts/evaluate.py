@@ -33,17 +33,17 @@ from trainer.data.corpus import open_corpus
 from trainer.data.loader import segments
 from trainer.errors import UserError
 from trainer.files import write_text
-from trainer.observe.progress import first_said
+from trainer.observe.progress import log_first_duration
 from trainer.parallel.mesh import place_batch
 from trainer.precision.arrays import store_weights
 from trainer.precision.policy import Policy
 from trainer.report.history import AS_TRAINED
 from trainer.step.state import TrainState
 from trainer.tasks.choose import BATCH, choose
-from trainer.tasks.eval_model import Examinee
+from trainer.tasks.eval_model import EvalModel
 from trainer.tasks.offline import ITEMS, write_for_harness
 from trainer.tasks.offline import TASKS as OFFLINE
-from trainer.workload import Task, Workload, jitted_eval_step
+from trainer.workload import TrainTask, Workload, jitted_eval_step
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ def take_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
         if name != AS_TRAINED:
             task = task.in_precision(policy)
             state = replace(state, params=store_weights(weights.wide(state.params), policy), scaling=())
-        examinee = Examinee(task, w.data.tokenizer, args.batch).at(state.params, state.scaling)
-        scores = tasks.scores(examinee)
+        eval_model = EvalModel(task, w.data.tokenizer, args.batch).at(state.params, state.scaling)
+        scores = tasks.scores(eval_model)
         for of, row in scores.items():
             for metric, score in row.items():
                 error = f" ± {score.error:.4f}" if math.isfinite(score.error) else ""
@@ -220,7 +220,9 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
     return Text(batch, count, size / tokens)
 
 
-def evaluated(task: Task, state: TrainState, others: Mapping[str, Task], text: Text, accum: int) -> Iterator[Result]:
+def evaluated(
+    task: TrainTask, state: TrainState, others: Mapping[str, TrainTask], text: Text, accum: int
+) -> Iterator[Result]:
     """The run's own precision, then the others, on the batches of a text, of `accum` micro-batches each."""
     own = losses(task, state, text, accum)
     yield result_of(text, AS_TRAINED, own, own)
@@ -229,10 +231,10 @@ def evaluated(task: Task, state: TrainState, others: Mapping[str, Task], text: T
         yield result_of(text, name, losses(other, replace(state, params=params, scaling=()), text, accum), own)
 
 
-def losses(task: Task, state: TrainState, text: Text, accum: int) -> list[float]:
+def losses(task: TrainTask, state: TrainState, text: Text, accum: int) -> list[float]:
     """The mean loss of each batch."""
     place = functools.partial(place_batch, accum=accum, mesh=task.mesh)
-    step = first_said(jitted_eval_step(task), "compiling the evaluation", note)
+    step = log_first_duration(jitted_eval_step(task), "compiling the evaluation", note)
     return [float(step(state, place(text.batch(i)))) for i in range(text.count)]
 
 

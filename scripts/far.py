@@ -233,7 +233,7 @@ class Supervisor:
                 self.lead(there, found)
 
 
-class Plan(NamedTuple):
+class FarPlan(NamedTuple):
     """What a machine's arguments come to.
 
     Attributes:
@@ -249,7 +249,7 @@ class Plan(NamedTuple):
     fewest: int
 
 
-def planned(args: Arguments) -> Plan:
+def planned(args: Arguments) -> FarPlan:
     """The plan. Raises UserError for what could not go on with fewer machines: now, and not when one is lost."""
     if not args.member or "." in args.member or "/" in args.member:
         raise UserError(f"member={args.member}: expected a name without dots and slashes")
@@ -274,7 +274,7 @@ def planned(args: Arguments) -> Plan:
     fewest = -(-quorum // each)
     for count in range(fewest, args.members):
         compose_or_explain(laid_over(words, [f"diloco.replicas={count * each}"]))
-    return Plan(words, Path(whole.run_dir), each, fewest)
+    return FarPlan(words, Path(whole.run_dir), each, fewest)
 
 
 def end_orphan(pid: Path, words: Sequence[str], say: Callable[[str], None], processes: Path = Path("/proc")) -> None:

@@ -68,10 +68,10 @@ def main(args: Arguments) -> None:
     from trainer.assembly.run import restore_run
     from trainer.data.tokenizer import continuation
     from trainer.models.sampling import Generator
-    from trainer.observe.progress import first_said
+    from trainer.observe.progress import log_first_duration
 
     model = restore_run(Path(args.run_dir))
-    generator = first_said(Generator(model.bind, model.spec).__call__, "compiling, and the first text", note)
+    generator = log_first_duration(Generator(model.bind, model.spec).__call__, "compiling, and the first text", note)
     first = True
     for prompt in prompts_of(args):
         ids = model.tokenizer.encode(prompt) or [model.tokenizer.eot]

@@ -30,7 +30,7 @@ from trainer.assembly.run import restore_training
 from trainer.errors import UserError
 from trainer.files import write_text
 from trainer.models.roles import role_of
-from trainer.observe.progress import first_said
+from trainer.observe.progress import log_first_duration
 from trainer.parallel.mesh import place_batch
 from trainer.precision.arrays import prepared
 from trainer.precision.dots import Dims, Dot, narrow_gradient_dot, wide_gradient_dot
@@ -191,7 +191,7 @@ def bisect(model: Model, params: Any, scaling: Any, tokens: jax.Array, segments:
         raise UserError("everything in this run is FP32 already; valid: a run with a narrower precision")
     exact = Model.make(model.spec, in_fp32(model.policy), border=model.border)
     none = jnp.zeros((0, len(CASTS)), bool)
-    value_and_grad = first_said(jax.jit(functools.partial(gradient, exact)), "compiling in FP32", note)
+    value_and_grad = log_first_duration(jax.jit(functools.partial(gradient, exact)), "compiling in FP32", note)
     right_loss, right = value_and_grad(weights.wide(params), (), tokens, segments, none)
 
     def measures(model: Model, on_Lx4: Any, params: Any, scaling: Any, right: Any) -> tuple[jax.Array, ...]:
@@ -205,12 +205,14 @@ def bisect(model: Model, params: Any, scaling: Any, tokens: jax.Array, segments:
         loss, cosine, error = (float(x) for x in measured)
         return Finding(layer, tensor, loss, loss - float(right_loss), cosine, error)
 
-    measure = first_said(jax.jit(functools.partial(measures, model)), "compiling with a switch for every cast", note)
+    measure = log_first_duration(
+        jax.jit(functools.partial(measures, model)), "compiling with a switch for every cast", note
+    )
     findings = [finding(*name, measure(on, params, scaling, right)) for name, on in switches(model.narrow).items()]
     if model.policy.compute != "fp32":
         wide = model._replace(policy=computed_in_fp32(model.policy))
         everything = switches(model.narrow)[ALL, "none"]
-        measure = first_said(
+        measure = log_first_duration(
             jax.jit(functools.partial(measures, wide)), "compiling with FP32 between the products", note
         )
         findings.append(finding(ALL, "compute", measure(everything, params, scaling, right)))

@@ -37,8 +37,8 @@ TOGETHER = 15  # seconds within which processes that end for one reason do so
 NO_BEST = "tracker=none: no metrics.jsonl and no report, so the sweep cannot name a best; add tracker=jsonl"
 
 
-class Job(NamedTuple):
-    """One of several runs: its directory, what the sweep set in it, and how it ended; None: it has not."""
+class SweepJob(NamedTuple):
+    """A run of a sweep: its directory, its own settings, and its exit code; None: it has not ended."""
 
     run_dir: Path
     settings: list[str]
@@ -104,7 +104,7 @@ def describe_os_error(error: OSError) -> str:
     return f"{str(error.filename)[:300]}: {error.strerror}"
 
 
-def report_sweep(jobs: Sequence[Job]) -> None:
+def report_sweep(jobs: Sequence[SweepJob]) -> None:
     """The jobs in a table, the best first, and in sweep.html; below it those that did not end well."""
     from trainer.report.comparing import write_comparison
 
@@ -120,7 +120,7 @@ def report_sweep(jobs: Sequence[Job]) -> None:
 def main(argv: list[str]) -> int:
     """Run the job, or several under --multirun; the exit code is the first that is not zero."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed as tracebacks
-    jobs: list[Job] = []
+    jobs: list[SweepJob] = []
     try:
         line = expanded(argv)
         sweep = Sweep.of(line.overrides)
@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
             return  # somebody stopped the sweep, not one job of it
         if not jobs and numbered() and lay_over(tree, line.saved)["tracker"]["kind"] == "none":
             print(NO_BEST, flush=True)
-        jobs.append(Job(Path(HydraConfig.get().runtime.output_dir), of_user(sweep.keys), None))
+        jobs.append(SweepJob(Path(HydraConfig.get().runtime.output_dir), of_user(sweep.keys), None))
         if numbered() and jobs[-1].settings:
             count = f" of {len(sweep.jobs)}" if sweep.jobs else ""  # an interval's jobs cannot be listed
             print(f"\njob {len(jobs)}{count}: {' '.join(jobs[-1].settings)}, in {jobs[-1].run_dir}", flush=True)

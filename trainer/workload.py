@@ -12,12 +12,20 @@ from jax.sharding import Mesh
 from scalify_core import asarray, lowering, tree
 from scalify_core.stacks import NONE as NO_STACKS
 from scalify_core.stacks import Stacks
-from trainer.models.family import Family, LanguageModel, Spec, param_count
+from trainer.models.family import Family, Spec, param_count
 from trainer.models.flops import flops_per_token
 from trainer.models.functional import Functional, Params, of_next_tokens
 from trainer.models.roles import Role, chosen, role_of
 from trainer.parallel.diloco import DiLoCoSettings
-from trainer.parallel.distribute import LossOfState, Reduce, Wire, gradient_over, largest_over, loss_over, squares_over
+from trainer.parallel.distribute import (
+    CommConfig,
+    LossOfState,
+    Reduce,
+    gradient_over,
+    largest_over,
+    loss_over,
+    squares_over,
+)
 from trainer.parallel.mesh import devices_of_replica, replicated
 from trainer.parallel.replicas import DiLoCoStep, Kept, make_exchange, make_inner, resized, with_kept, with_replicas
 from trainer.parallel.sharding import abstract, shardings
@@ -26,7 +34,7 @@ from trainer.precision.arrays import (
     abstract_weights,
     dot_general_for,
     first_lost,
-    in_transit,
+    for_allgather,
     skipped_matmuls,
     store_weights,
 )
@@ -41,7 +49,6 @@ from trainer.step.state_tree import part_of
 from trainer.step.step import Gradient, Hyper, Tokens, make_train_step, mean_gradient
 
 if TYPE_CHECKING:  # whose tokenizers a plan and a benchmark can do without
-    from trainer.data import Tokenizer
     from trainer.data.dataset import Dataset
 
 
@@ -147,18 +154,18 @@ class Model(NamedTuple):
         """Whether a role is that of the kernel of a layer whose matmuls are narrower than the rest."""
         return role is not None and role.is_kernel and role.layer in self.narrow
 
-    def in_transit(self, role: Role, p: Any) -> Any:
+    def for_allgather(self, role: Role, p: Any) -> Any:
         """A parameter in the form in which devices send it each other."""
         kernel, narrow = role.is_kernel, self.is_narrow(role)
-        return in_transit(p, self.policy, kernel=kernel, narrow=narrow, factor=role.scaled_rows)
+        return for_allgather(p, self.policy, kernel=kernel, narrow=narrow, factor=role.scaled_rows)
 
     def store_gradients(self, grads: Any) -> Any:
         """The gradients as they go to the optimiser."""
         return store_gradients(grads, self.policy, lambda path: self.is_narrow(role_of(self.roles, path)))
 
 
-class Task(NamedTuple):
-    """What is trained, without what it is trained on: all that the compiled step follows from.
+class TrainTask(NamedTuple):
+    """Everything that the compiled step depends on: model, optimizer, mesh; not the data.
 
     Attributes:
       model: in its precision.
@@ -203,7 +210,7 @@ class Task(NamedTuple):
             return NO_STACKS
         return stacks_of(self.trained(params), self.trained_roles, self.optimizer_name, self.model.policy)
 
-    def in_precision(self, policy: Policy) -> "Task":
+    def in_precision(self, policy: Policy) -> "TrainTask":
         """The same in another precision."""
         return self._replace(model=Model.make(self.model.spec, policy, self.model.rows, border=self.model.border))
 
@@ -262,7 +269,7 @@ class Task(NamedTuple):
 class Workload(NamedTuple):
     """A task, the data that it is trained on, and the seed of both: everything but the run directory."""
 
-    task: Task
+    task: TrainTask
     data: "Dataset"
     seed: int
 
@@ -277,38 +284,29 @@ class Workload(NamedTuple):
         return self.task.mesh
 
 
-class Trained(NamedTuple):
-    """A run's model as it was saved: parameters on the first device."""
-
-    spec: Spec
-    bind: Callable[[Params], LanguageModel]
-    params: Params
-    tokenizer: "Tokenizer"
-
-
-def wire_of(task: Task) -> Wire:
+def comm_config_of(task: TrainTask) -> CommConfig:
     """What the devices of a task send each other."""
-    return Wire(*task.reduce, task.model.in_transit, task.model.roles)
+    return CommConfig(*task.reduce, task.model.for_allgather, task.model.roles)
 
 
-def gradient_of(task: Task) -> Gradient:
+def gradient_of(task: TrainTask) -> Gradient:
     """The gradient of micro-batches on the mesh."""
-    return mean_gradient if devices_of_replica(task.mesh) == 1 else gradient_over(task.mesh, wire_of(task))
+    return mean_gradient if devices_of_replica(task.mesh) == 1 else gradient_over(task.mesh, comm_config_of(task))
 
 
-def eval_loss_of(task: Task) -> LossOfState:
+def eval_loss_of(task: TrainTask) -> LossOfState:
     """`Model.eval_loss` on the mesh."""
     loss = task.model.on(task.mesh).eval_loss
-    return loss if task.mesh.size == 1 else loss_over(task.mesh, wire_of(task), loss)
+    return loss if task.mesh.size == 1 else loss_over(task.mesh, comm_config_of(task), loss)
 
 
-def jitted_eval_step(task: Task) -> Any:
+def jitted_eval_step(task: TrainTask) -> Any:
     """`(state, batch) -> loss` on the mesh, compiled as the step is; see `evaluate.make_eval_step`."""
     step = make_eval_step(eval_loss_of(task))
     return task.jit(step, out_shardings=replicated(task.mesh))
 
 
-def first_state(task: Task, seed: int, replace: Callable[[Params], Params] = lambda params: params) -> TrainState:
+def first_state(task: TrainTask, seed: int, replace: Callable[[Params], Params] = lambda params: params) -> TrainState:
     """The first state on the mesh, from the seed alone; `replace` may give other FP32 parameters, placed alike."""
 
     def initial() -> tuple[Params, jax.Array]:
@@ -329,7 +327,7 @@ def first_state(task: Task, seed: int, replace: Callable[[Params], Params] = lam
     return jax.jit(rest, out_shardings=placed)(params, key, lost)
 
 
-def abstract_state(task: Task, scale: float | None = None) -> TrainState:
+def abstract_state(task: TrainTask, scale: float | None = None) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
     `scale`: of all parameters, in the form for training; None: in that for checkpoints, where scales are arrays.
@@ -349,7 +347,7 @@ def abstract_state(task: Task, scale: float | None = None) -> TrainState:
     return abstract(whole, task.mesh, task.model.roles)
 
 
-def compile_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled | DiLoCoStep:
+def compile_step(task: TrainTask, batch: Tokens, state: TrainState | None = None) -> jax.stages.Compiled | DiLoCoStep:
     """The train step for batches like `batch`, compiled once; the state is donated."""
     step = lower_step(task, batch, state).compile(compiler_options=task.compiler_options)
     if task.diloco is None:
@@ -361,7 +359,7 @@ def compile_step(task: Task, batch: Tokens, state: TrainState | None = None) -> 
     return DiLoCoStep(step, exchanges, task.diloco)
 
 
-def lower_exchange(task: Task, fragment: int, state: TrainState | None = None) -> jax.stages.Lowered:
+def lower_exchange(task: TrainTask, fragment: int, state: TrainState | None = None) -> jax.stages.Lowered:
     """The exchange of a fragment of a task with DiLoCo, traced as `lower_step` is; see `make_exchange`."""
     assert task.diloco is not None
     like = abstract_like(task, state)
@@ -371,12 +369,12 @@ def lower_exchange(task: Task, fragment: int, state: TrainState | None = None) -
     return jax.jit(run, donate_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, like)).lower(like, *scalars)
 
 
-def abstract_like(task: Task, state: TrainState | None) -> TrainState:
+def abstract_like(task: TrainTask, state: TrainState | None) -> TrainState:
     """The shapes of a state in the form for training, of which the scales are assumed where there is none."""
     return abstract_state(task, ASSUMED_SCALE) if state is None else abstract(state, task.mesh, task.model.roles)
 
 
-def lower_step(task: Task, batch: Tokens, state: TrainState | None = None) -> jax.stages.Lowered:
+def lower_step(task: TrainTask, batch: Tokens, state: TrainState | None = None) -> jax.stages.Lowered:
     """The train step, traced; the scales of the parameters of `state` are constants of it, without one assumed."""
     policy, like = task.model.policy, abstract_like(task, state)
     stacks = task.stacks(like.params)

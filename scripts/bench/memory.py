@@ -28,7 +28,7 @@ from trainer.parallel.mesh import abstract_batch
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.libraries import hide_missing_gpu
 from trainer.step.state import TrainState, to_stored
-from trainer.workload import Task, first_state
+from trainer.workload import TrainTask, first_state
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ def main(args: Arguments) -> None:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
-def without_data(model: str, vocab: int, changes: list[str]) -> Task:
+def without_data(model: str, vocab: int, changes: list[str]) -> TrainTask:
     """A model of the configuration on one device, with its optimiser, for what looks at states and takes no batches."""
     c = compose_config([f"model={model}", "parallel.data=1", *changes])
     model_of = build_model(c.model, build_policy(c.precision), vocab)
-    return Task(model_of, c.optimizer.name, build_optimizer(c.optimizer), build_mesh(c))
+    return TrainTask(model_of, c.optimizer.name, build_optimizer(c.optimizer), build_mesh(c))
 
 
 def measure(args: Arguments, item: str) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def bytes_on_disk(state: TrainState) -> int:
         return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
-def saved_for_backward(w: Task, state: TrainState, shape: tuple[int, ...]) -> dict[str, int]:
+def saved_for_backward(w: TrainTask, state: TrainState, shape: tuple[int, ...]) -> dict[str, int]:
     """Bytes by dtype of what the gradient needs of the loss's computation."""
     tokens = jax.ShapeDtypeStruct(shape, "int32")
     differentiate = w.model.differentiate()

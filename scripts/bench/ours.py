@@ -79,7 +79,7 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> Contestant:
     from trainer.step.optimizer import make_optimizer
     from trainer.step.state import from_stored
     from trainer.step.step import Hyper, Tokens
-    from trainer.workload import Model, Task, compile_step, first_state
+    from trainer.workload import Model, TrainTask, compile_step, first_state
 
     tree = read_group("model", case.model) | {"remat": case.remat, "scan_layers": case.scan, "vocab_size": VOCAB}
     tree |= {"loss_logits": None if case.logits == "fp32" else case.logits}
@@ -89,7 +89,7 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> Contestant:
     mesh = make_mesh(1)
     adamw = make_optimizer("adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
     kernels = Kernels.of(case.deterministic, cached=cached)  # type: ignore[arg-type]
-    w = Task(Model.make(spec, precision.policy), "adamw", adamw, mesh, kernels=kernels)
+    w = TrainTask(Model.make(spec, precision.policy), "adamw", adamw, mesh, kernels=kernels)
     state = from_stored(first_state(w, seed=0))
     batch = abstract_batch(1, case.batch, spec.context, document_mask=False, mesh=mesh)
     with cache_hits() as hits:

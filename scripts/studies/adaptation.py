@@ -29,7 +29,7 @@ from scripts.studies.adaptation_picture import draw
 from scripts.studies.adaptation_table import ARMS, FOCUS, OLD, RANDOM, Curve, Sizes, markdown, shorter, table
 from scripts.studies.catalogues import write_texts
 from scripts.studies.pairs import finite
-from scripts.studies.runs import Job, given, in_turn, last_line, remove_checkpoints
+from scripts.studies.runs import Trial, given, in_turn, last_line, remove_checkpoints
 from trainer.data.corpus import Corpus, TextSource, open_corpus
 from trainer.data.tokenizer import get_tokenizer
 from trainer.errors import UserError
@@ -82,9 +82,9 @@ def main(args: Arguments) -> None:
     base = out / "base"
     if not (base / "checkpoints" / str(args.base_steps)).exists():
         print(f"training {base}, the model that is adapted, {args.base_steps} steps", flush=True)
-        one = Job(1.0, "base", 0)
+        one = Trial(1.0, "base", 0)
         list(in_turn({one: base_command(args)}, {one: base}, 1))
-    jobs = [Job(lr, arm, args.first_seed + seed) for lr in rates for seed in range(args.seeds) for arm in ARMS]
+    jobs = [Trial(lr, arm, args.first_seed + seed) for lr in rates for seed in range(args.seeds) for arm in ARMS]
     folders = {job: out / f"{job.lr:g}" / job.item / str(job.seed) for job in jobs}
     curves = {job: found for job in jobs if (found := ended(args, sizes, job, folders[job]))}
     for job in curves:
@@ -208,7 +208,7 @@ def base_command(args: Arguments) -> list[str]:
     return [sys.executable, "-m", "trainer", *words]
 
 
-def command(args: Arguments, sizes: Sizes, job: Job, texts: str, run_dir: Path) -> list[str]:
+def command(args: Arguments, sizes: Sizes, job: Trial, texts: str, run_dir: Path) -> list[str]:
     """An adaptation."""
     steps = sizes.steps(job.item, args.steps, args.evaluations)
     words = [
@@ -233,7 +233,7 @@ def val_bits(run_dir: Path) -> dict[int, float]:
     return {row["step"]: float(row["val/bits_per_byte"]) for row in rows if "val/bits_per_byte" in row}
 
 
-def ended(args: Arguments, sizes: Sizes, job: Job, run_dir: Path) -> Curve | None:
+def ended(args: Arguments, sizes: Sizes, job: Trial, run_dir: Path) -> Curve | None:
     """An adaptation's curve; None: it has not ended."""
     found = val_bits(run_dir)
     return Curve(found) if sizes.steps(job.item, args.steps, args.evaluations) in found else None
@@ -244,7 +244,7 @@ def in_json(value: Any) -> Any:
     return list(finite(dict(enumerate(value))).values()) if isinstance(value, tuple) else value
 
 
-def report(args: Arguments, sizes: Sizes, curves: Mapping[Job, Curve]) -> None:
+def report(args: Arguments, sizes: Sizes, curves: Mapping[Trial, Curve]) -> None:
     """Write the table, the picture, and what they were made from."""
     out, rows, sooner = Path(args.out), table(curves), shorter(curves)
     words = ["python", "-m", "scripts.studies.adaptation", *(shlex.quote(f"{k}={v}") for k, v in given(args).items())]

@@ -8,12 +8,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from scripts.studies.parity_picture import COLOURS
-from scripts.studies.runs import Job
+from scripts.studies.runs import Trial
 
 LABELS = {"focus": "new tokenizer, FOCUS", "random": "new tokenizer, random rows", "old": "old tokenizer"}
 
 
-def draw(path: Path, curves: Mapping[Job, Mapping[int, float]], bytes_a_step: Mapping[str, float]) -> None:
+def draw(path: Path, curves: Mapping[Trial, Mapping[int, float]], bytes_a_step: Mapping[str, float]) -> None:
     """Write a PNG: for each rate, of each kind of adaptation the mean curve, and those of its seeds in faint lines.
 
     Args:

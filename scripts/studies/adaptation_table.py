@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from scripts.studies.pairs import half_width, mean
-from scripts.studies.runs import Job
+from scripts.studies.runs import Trial
 
 FOCUS, RANDOM, OLD = ARMS = ("focus", "random", "old")
 NAMES = {FOCUS: "new, FOCUS", RANDOM: "new, random rows", OLD: "old"}
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
         return evaluations * round(steps * ratio / evaluations)
 
 
-class Row(NamedTuple):
+class AdaptationRow(NamedTuple):
     """A line of the table.
 
     Attributes:
@@ -73,7 +73,7 @@ class Row(NamedTuple):
     best: Figure
 
 
-def table(curves: Mapping[Job, Curve]) -> list[Row]:
+def table(curves: Mapping[Trial, Curve]) -> list[AdaptationRow]:
     """A line for each rate and kind of adaptation that has a run."""
     best = best_rate(curves)
     rows = []
@@ -88,24 +88,24 @@ def table(curves: Mapping[Job, Curve]) -> list[Row]:
             finals = [curve.final for curve in own.values()]
             figures = (finals, differences, shares(own, others), shares(own, at_best))
             steps = max(max(curve.bits) for curve in own.values())
-            rows.append(Row(lr, arm, len(own), steps, *((mean(x), half_width(x)) for x in figures)))
+            rows.append(AdaptationRow(lr, arm, len(own), steps, *((mean(x), half_width(x)) for x in figures)))
     return rows
 
 
-def best_rate(curves: Mapping[Job, Curve]) -> float | None:
+def best_rate(curves: Mapping[Trial, Curve]) -> float | None:
     """The rate at which random rows end lowest in the mean; None: none has run."""
     rates = {job.lr for job in curves if job.item == RANDOM}
     finals = {lr: [curve.final for job, curve in curves.items() if (job.lr, job.item) == (lr, RANDOM)] for lr in rates}
     return min(sorted(finals), key=lambda lr: mean(finals[lr]), default=None)
 
 
-def shares(own: Mapping[Job, Curve], others: Mapping[Job, Curve | None]) -> list[float]:
+def shares(own: Mapping[Trial, Curve], others: Mapping[Trial, Curve | None]) -> list[float]:
     """Of each run that has another to compare with, the share of its steps after which it was where that one ends."""
     return [own[job].first_at(other.final) / max(own[job].bits) for job, other in others.items() if other]
 
 
-def shorter(curves: Mapping[Job, Curve]) -> dict[float, dict[int, Figure]]:
-    """`Row.reached` of FOCUS's rows had the runs been shorter, by rate and steps: at a constant rate a curve tells it.
+def shorter(curves: Mapping[Trial, Curve]) -> dict[float, dict[int, Figure]]:
+    """Return `AdaptationRow.reached` of FOCUS's rows for shorter runs, by rate and steps: one curve at a constant rate.
 
     Steps below a third of the whole are left out.
     """
@@ -130,7 +130,9 @@ def number(value: Figure, form: str) -> str:
     return f"{value[0]:{form}}" + (f" ± {value[1]:{form.lstrip('+')}}" if math.isfinite(value[1]) else "")
 
 
-def markdown(about: str, sizes: Sizes, rows: Sequence[Row], sooner: Mapping[float, Mapping[int, Figure]]) -> str:
+def markdown(
+    about: str, sizes: Sizes, rows: Sequence[AdaptationRow], sooner: Mapping[float, Mapping[int, Figure]]
+) -> str:
     """What was adapted, the table, and how much of shorter runs FOCUS needs."""
     lines = [
         f"{about} Bits per byte of the validation part at constant rates, means over seeds with 95% intervals.\n",

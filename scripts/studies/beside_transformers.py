@@ -27,7 +27,7 @@ from scripts.export import main as export
 from trainer.assembly.run import restore_run, restore_training
 from trainer.errors import UserError
 from trainer.models.sampling import Generator
-from trainer.tasks.eval_model import Examinee
+from trainer.tasks.eval_model import EvalModel
 from trainer.tasks.offline import BYTES, ITEMS, items_of
 from trainer.tasks.scoring import Question, cut
 
@@ -100,13 +100,13 @@ def main(args: Arguments) -> None:
     text = w.data.beginning(BYTES)
     prompts = [model.tokenizer.encode(prompt) for prompt in prompts_of(text, args.prompts)]
     room = model.spec.context - args.max_new_tokens
-    examinee = Examinee(w.task, w.data.tokenizer, args.batch).at(found.state.params, found.state.scaling)
+    eval_model = EvalModel(w.task, w.data.tokenizer, args.batch).at(found.state.params, found.state.scaling)
     pairs = [(item.context, choice) for item in items_of("word_order", text, args.items) for choice in item.choices]
     with tempfile.TemporaryDirectory() as scratch:
         export(Export(args.run_dir, scratch))
         other = Other(args.python, Path(scratch))
         compare_texts(args, model, [prompt[-room:] for prompt in prompts], other)
-        compare_scores(args, examinee, [examinee.question(*pair) for pair in pairs], other)
+        compare_scores(args, eval_model, [eval_model.question(*pair) for pair in pairs], other)
         other.end()
     print(f"precision {c.precision.name}; {jax.device_count()} device of ours, {other.threads} threads of PyTorch")
 
@@ -124,13 +124,13 @@ def compare_texts(args: Arguments, model: Any, prompts: Sequence[Sequence[int]],
             print(f"  prompt {i + 1}: token {first + 1} is {a[first]} here, {b[first]} there", flush=True)
 
 
-def compare_scores(args: Arguments, examinee: Examinee, questions: Sequence[Question], other: Other) -> None:
+def compare_scores(args: Arguments, eval_model: EvalModel, questions: Sequence[Question], other: Other) -> None:
     """Print how far the likelihoods are apart, and the ratio of the times, round by round."""
-    request = {"pairs": [cut(question, examinee.context) for question in questions], "batch": args.batch}
+    request = {"pairs": [cut(question, eval_model.context) for question in questions], "batch": args.batch}
 
     def own() -> tuple[list[float], float]:
         started = time.perf_counter()
-        answers = [answer.logprob for answer in examinee.answers(questions)]
+        answers = [answer.logprob for answer in eval_model.answers(questions)]
         return answers, time.perf_counter() - started
 
     ours, compiling = own()

@@ -70,7 +70,7 @@ class Arguments:
     eval_batches: int = argument("batches of the validation of the last weights", 64)
 
 
-class Job(NamedTuple):
+class DiLoCoTrial(NamedTuple):
     """One run."""
 
     way: str
@@ -128,7 +128,9 @@ def main(args: Arguments) -> None:
     """Run what is not finished, one seed after the other, so that pairs come early."""
     if args.sources not in SOURCES:
         raise UserError(f"sources={args.sources}; valid: {', '.join(SOURCES)}")
-    jobs = [Job(way, seed) for seed in range(args.seeds) for way in dict.fromkeys((args.base, *split(args.ways)))]
+    jobs = [
+        DiLoCoTrial(way, seed) for seed in range(args.seeds) for way in dict.fromkeys((args.base, *split(args.ways)))
+    ]
     configs = {way: configuration(args, way) for way in (DATA, *dict.fromkeys(job.way for job in jobs))}  # refused now
     out, compiled = Path(args.out), Compiled()
     out.mkdir(parents=True, exist_ok=True)
@@ -137,7 +139,7 @@ def main(args: Arguments) -> None:
     found, defaults = {}, {key: getattr(Arguments, key) for key in keys}  # of rows that were written before a key was
     for row in rows.read(out / "runs.jsonl"):
         if {key: row.get(key, default) for key, default in defaults.items()} == settings:
-            found[Job(row["way"], row["seed"])] = row["loss"]
+            found[DiLoCoTrial(row["way"], row["seed"])] = row["loss"]
     for number, job in enumerate(jobs, 1):
         if job in found:
             continue
@@ -230,7 +232,7 @@ def batches(c: Config, w: Workload) -> Iterator[Any]:
         yield place_batch(w.data.val.batch(i), accum=c.train.grad_accum_steps, mesh=w.mesh)
 
 
-def table(args: Arguments, found: dict[Job, float]) -> str:
+def table(args: Arguments, found: dict[DiLoCoTrial, float]) -> str:
     """A row for each way: the mean of its losses and of its differences to the base, with 95% intervals."""
     lines = [
         f"{args.replicas} replicas, {args.precision}, {args.overrides}; {args.steps} steps of {args.batch_tokens} "
@@ -243,7 +245,9 @@ def table(args: Arguments, found: dict[Job, float]) -> str:
     for way in dict.fromkeys(job.way for job in found):
         losses = {job.seed: loss for job, loss in found.items() if job.way == way}
         pairs = [
-            100 * (loss / found[Job(args.base, s)] - 1) for s, loss in losses.items() if Job(args.base, s) in found
+            100 * (loss / found[DiLoCoTrial(args.base, s)] - 1)
+            for s, loss in losses.items()
+            if DiLoCoTrial(args.base, s) in found
         ]
         shown = "-" if way == args.base or not pairs else f"{statistics.fmean(pairs):+.2f} ± {half_width(pairs):.2f}"
         lines.append(f"| {way} | {len(losses)} | {statistics.fmean(losses.values()):.4f} | {shown} |")

@@ -107,7 +107,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Job:
+class GpuCommand:
     """A command of a stage.
 
     Attributes:
@@ -137,7 +137,7 @@ class Study:
                 raise UserError(f"{key}={getattr(args, key)}; {nearest(getattr(args, key), choices)}")
         self.size = SIZES[args.size]
         self.cache = Path(args.compile_cache or self.out / "xla").absolute()
-        self.stages: dict[str, Callable[[], list[list[Job]]]] = {
+        self.stages: dict[str, Callable[[], list[list[GpuCommand]]]] = {
             "smoke": self.smoke,
             **{name: lambda name=name: [[self.bench(name)]] for name in self.size.bench},  # type: ignore[misc]
             "precompile": self.precompile,
@@ -149,17 +149,19 @@ class Study:
         if args.stage not in self.stages:
             raise UserError(f"stage={args.stage}; {nearest(args.stage, list(self.stages))}")
 
-    def trainer(self, name: str, precision: str, steps: int, **more: Any) -> Job:
+    def trainer(self, name: str, precision: str, steps: int, **more: Any) -> GpuCommand:
         """A short run of the trainer in OUT/smoke/NAME."""
         settings = ("data.tokenizer=byte", "tracker=jsonl", "metrics.numerics_every=0", "sample.max_new_tokens=0")
         settings += ("train.eval_batches=2", "train.final_eval_batches=2", f"data.cache_dir={self.out / 'data'}")
         settings += (f"compile_cache={self.cache}", f"run_dir={self.out / 'smoke' / name}", "parallel.data=1")
         words = (*self.size.model, *settings, f"precision={precision}", f"train.steps={steps}", "checkpoint.every=10")
-        return Job(name, ("-m", "trainer", *words), **more)
+        return GpuCommand(name, ("-m", "trainer", *words), **more)
 
-    def smoke(self) -> list[list[Job]]:
+    def smoke(self) -> list[list[GpuCommand]]:
         """Tests, ten steps of every preset, and the same bits when repeated and resumed."""
-        tests = Job("tests", ("-m", "pytest", "-W", "default", "-p", "no:cacheprovider", "tests/gpu", *self.size.tests))
+        tests = GpuCommand(
+            "tests", ("-m", "pytest", "-W", "default", "-p", "no:cacheprovider", "tests/gpu", *self.size.tests)
+        )
         share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".2"}
         first, *others = (self.trainer(preset, preset, 10, environment=share) for preset in self.size.presets)
         whole = self.trainer("whole", FLAGSHIP, 20)
@@ -186,7 +188,7 @@ class Study:
             raise UserError(f"{name}: other bits than the run as a whole, from step {step} on")
         return f"the same bits in {len(figures[0])} steps"
 
-    def bench(self, name: str, *more: str, only: tuple[str, ...] = (), **settings: Any) -> Job:
+    def bench(self, name: str, *more: str, only: tuple[str, ...] = (), **settings: Any) -> GpuCommand:
         """A call of `scripts.bench`."""
         where = (f"platform={self.args.platform}", f"compile_cache={self.cache}", f"out={self.out / name}.json")
         minutes = f"minutes={max(self.args.seconds - 100, 60) / 60:g}"  # `contest.GRACE` lies behind
@@ -194,14 +196,14 @@ class Study:
         # Two of 1558M share the device's memory, most of which they may have.
         environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".92"} if name == "bench1558" else {}
         words = laid_over((listed, *where, minutes), self.size.timed, more)
-        return Job(name, ("-m", "scripts.bench", *words), environment=environment, **settings)
+        return GpuCommand(name, ("-m", "scripts.bench", *words), environment=environment, **settings)
 
-    def precompile(self) -> list[list[Job]]:
+    def precompile(self) -> list[list[GpuCommand]]:
         """Fill the compilation cache for bench1558."""
         job = self.bench("bench1558", "compile_only=true", "minutes=25", detached=self.args.platform == "gpu")
         return [[replace(job, name="precompile")]]
 
-    def parity(self) -> list[list[Job]]:
+    def parity(self) -> list[list[GpuCommand]]:
         """Paired runs on real text."""
         toy, packages = self.args.size == "toy", Path(sysconfig.get_path("purelib"))
         text = self.args.text or str(Path(json.__file__).parent / "*.py" if toy else packages / "**" / "*.py")
@@ -210,21 +212,21 @@ class Study:
         presets = FLAGSHIP if toy else f"{FLAGSHIP},fp8_delayed"
         words = ("base=bf16", f"presets={presets}", "seeds=1", *self.size.parity, f"out={self.out / 'parity'}")
         overrides = f"overrides={data} compile_cache={self.cache}"
-        return [[Job("parity", ("-m", "scripts.studies.parity", *words, overrides))]]
+        return [[GpuCommand("parity", ("-m", "scripts.studies.parity", *words, overrides))]]
 
-    def profile(self) -> list[list[Job]]:
+    def profile(self) -> list[list[GpuCommand]]:
         """Tables of kernels of bf16 and the flagship."""
         model, toy = self.size.profiled, self.args.size == "toy"
         cases = f"{model}:fp32:batch=1" if toy else f"{model}:bf16,{model}:{FLAGSHIP}"
         words = (f"cases={cases}", f"out={self.out / 'profile.json'}", f"platform={self.args.platform}")
         words += (f"compile_cache={self.cache}", *(("sequence=16", "steps=1") if toy else ()))
-        return [[Job("profile", ("-m", "scripts.bench.profiling", *words))]]
+        return [[GpuCommand("profile", ("-m", "scripts.bench.profiling", *words))]]
 
-    def plan(self) -> list[list[Job]]:
+    def plan(self) -> list[list[GpuCommand]]:
         """On any machine: plans of the cases whose memory is looked at."""
         words = ("-m", "scripts.plan", f"model={self.size.planned}", *self.size.plan, "data.tokenizer=byte")
         words += (f"target={self.args.target}", "gpus=1", "compare=no", "--json")
-        return [[Job(f"plan_{p}", (*words, f"precision={p}"))] for p in self.planned_of]
+        return [[GpuCommand(f"plan_{p}", (*words, f"precision={p}"))] for p in self.planned_of]
 
     @property
     def planned_of(self) -> tuple[str, ...]:
@@ -239,7 +241,7 @@ class Study:
         text = path.read_text()
         return json.JSONDecoder().raw_decode(text[text.index("{") :])[0]
 
-    def memory(self) -> list[list[Job]]:
+    def memory(self) -> list[list[GpuCommand]]:
         """The plan's micro-batch of 8, the largest that it lets fit, and one that it does not."""
         jobs = []
         for precision in self.planned_of:
@@ -271,7 +273,7 @@ class Study:
                     print(f"{job.name}: {'ok' if found['ok'] else 'FAILED'}, {found['said']}", flush=True)
         return open_
 
-    def take(self, job: Job, end: float) -> dict[str, Any]:
+    def take(self, job: GpuCommand, end: float) -> dict[str, Any]:
         """Run a job, its output into OUT/NAME.txt; how it ended."""
         left, start = end - time.monotonic(), time.monotonic()
         if left <= 0:

@@ -65,7 +65,7 @@ class Arguments:
     seconds: int = argument("no run is begun after so many; 0: all are", 0)
 
 
-class Job(NamedTuple):
+class ZooTrial(NamedTuple):
     """One run."""
 
     model: str
@@ -83,7 +83,7 @@ def main(args: Arguments) -> None:
     finals = {}
     for row in rows.read(lines):
         if {key: row[key] for key in settings} == settings:
-            finals[Job(row["model"], row["seed"], row["way"])] = math.inf if row["final"] is None else row["final"]
+            finals[ZooTrial(row["model"], row["seed"], row["way"])] = math.inf if row["final"] is None else row["final"]
     for number, job in enumerate(jobs, 1):
         if job in finals or (args.seconds and time.monotonic() - start > args.seconds):
             continue
@@ -103,7 +103,7 @@ def main(args: Arguments) -> None:
     print(markdown(args, finals))
 
 
-def jobs_of(args: Arguments) -> list[Job]:
+def jobs_of(args: Arguments) -> list[ZooTrial]:
     """Every run, seeds outermost. UserError for a model that there is not, or that has no seed."""
     models = split(args.models)
     valid = [name for name in TASKS if name in BUILDERS]
@@ -118,10 +118,10 @@ def jobs_of(args: Arguments) -> list[Job]:
         if way not in WAYS:
             raise UserError(f"ways={args.ways}: unknown {way}; {nearest(way, list(WAYS))}")
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    return [Job(model, seed, way) for seed in seeds for model in models for way in ways]
+    return [ZooTrial(model, seed, way) for seed in seeds for model in models for way in ways]
 
 
-def train(job: Job, args: Arguments) -> list[float]:
+def train(job: ZooTrial, args: Arguments) -> list[float]:
     """The losses of all steps (nats)."""
     name, _, depth = job.model.partition(":")
     best = sc.Fp8DotGeneral(scaling=sc.Scaling("amax", "amax", "amax"))
@@ -220,7 +220,7 @@ TASKS: dict[str, Callable[[int, int], Iterator[Batch]]] = {
 }
 
 
-def markdown(args: Arguments, finals: dict[Job, float]) -> str:
+def markdown(args: Arguments, finals: dict[ZooTrial, float]) -> str:
     """The table: mean paired differences in percent of FP32's loss, with 95% intervals."""
     head = ["model", "way", "pairs", "diverged", "fp32, nats", "its, nats", "difference, %", "at most, %"]
     out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -228,7 +228,7 @@ def markdown(args: Arguments, finals: dict[Job, float]) -> str:
     for model, way in itertools.product(split(args.models), dict.fromkeys(split(args.ways))):
         if way == "fp32":
             continue
-        pairs = [(finals.get(Job(model, s, "fp32")), finals.get(Job(model, s, way))) for s in seeds]
+        pairs = [(finals.get(ZooTrial(model, s, "fp32")), finals.get(ZooTrial(model, s, way))) for s in seeds]
         done = [(a, b) for a, b in pairs if a is not None and b is not None]
         whole = [(a, b) for a, b in done if math.isfinite(a) and math.isfinite(b)]
         if not whole:

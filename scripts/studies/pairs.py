@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
         )
 
 
-class Row(NamedTuple):
+class PairedDifference(NamedTuple):
     """A line of the table.
 
     Attributes:
@@ -177,7 +177,7 @@ def scatter_of(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> dict
     return {key: (statistics.stdev(values), len(values)) for key, values in percent.items() if len(values) > 1}
 
 
-def compare(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> list[Row]:
+def compare(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> list[PairedDifference]:
     """A row for each learning rate and item, in the order of first appearance.
 
     Args:
@@ -205,7 +205,7 @@ def compare(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> list[Ro
         ]
         apart = [ours - theirs for ours, theirs in there]
         rows.append(
-            Row(
+            PairedDifference(
                 lr,
                 item,
                 n=len(pairs),
@@ -229,7 +229,7 @@ def mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else math.nan
 
 
-def markdown(rows: Sequence[Row], base: str, elsewhere: str = "") -> str:
+def markdown(rows: Sequence[PairedDifference], base: str, elsewhere: str = "") -> str:
     """The table; a dash where there is no figure. `at most` is the upper end of the interval.
 
     `elsewhere`: the other precision, of which it then has two columns.

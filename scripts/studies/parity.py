@@ -40,8 +40,8 @@ from scripts.studies.pairs import (
 )
 from scripts.studies.parity_picture import draw
 from scripts.studies.runs import (
-    Job,
     Study,
+    Trial,
     check_items,
     claim,
     code_of,
@@ -77,7 +77,7 @@ class Arguments(Study):
     margin: float = argument("stop an item when its difference is surely below or above so many percent; 0: never", 0.0)
     out: str = argument("where the runs and the table go", "runs/parity")
 
-    def checkpoints(self, job: Job) -> list[str]:
+    def checkpoints(self, job: Trial) -> list[str]:
         """As of any study; with a trunk the base saves there too, and all others start from it."""
         if not self.trunk:
             return super().checkpoints(job)
@@ -129,13 +129,13 @@ def main(args: Arguments) -> None:
         print(f"{len(lost)} runs were not begun: the base's of their seed has no checkpoint of step {args.trunk}")
 
 
-def verdicts(args: Arguments, outcomes: dict[Job, Outcome]) -> dict[tuple[float, str], str]:
+def verdicts(args: Arguments, outcomes: dict[Trial, Outcome]) -> dict[tuple[float, str], str]:
     """By learning rate and item, on which side of `margin` the difference is, where that is clear."""
     percents = percents_of(outcomes, args.base, last=args.last) if args.margin else {}
     return {key: side for key, values in percents.items() if (side := settled(values, args.margin))}
 
 
-def is_wanted(job: Job, args: Arguments, outcomes: dict[Job, Outcome]) -> bool:
+def is_wanted(job: Trial, args: Arguments, outcomes: dict[Trial, Outcome]) -> bool:
     """Whether a run can still tell something: one of the base, if any item of its learning rate is still open.
 
     One that has no trunk to start from, since the base's diverged before it, tells nothing.
@@ -150,7 +150,7 @@ def is_wanted(job: Job, args: Arguments, outcomes: dict[Job, Outcome]) -> bool:
     return any((job.lr, item) not in clear for item in asked)
 
 
-def power(args: Arguments, outcomes: dict[Job, Outcome]) -> list[str]:
+def power(args: Arguments, outcomes: dict[Trial, Outcome]) -> list[str]:
     """What the pairs asked for will show, and how many a wanted interval needs: of each item that has two pairs.
 
     Without any, of the assumed scatter.
@@ -201,7 +201,7 @@ def has_ended(run_dir: Path, args: Arguments) -> bool:
     return not checkpoints.exists() or (checkpoints / str(args.steps)).exists() or is_held(run_dir)
 
 
-def conclude(job: Job, run_dir: Path, args: Arguments) -> None:
+def conclude(job: Trial, run_dir: Path, args: Arguments) -> None:
     """Evaluate the weights of a run that has ended, where that is asked, and remove its checkpoints but the trunk.
 
     They stay where they could not be evaluated, which is said; the next call tries again.
@@ -244,7 +244,7 @@ def read_outcome(run_dir: Path, steps: int, evaluated_in: str = "") -> Outcome |
     return Outcome(curve, int(skipped), diverged, elsewhere if math.isfinite(elsewhere) else None)
 
 
-def report(out: Path, args: Arguments, outcomes: dict[Job, Outcome]) -> None:
+def report(out: Path, args: Arguments, outcomes: dict[Trial, Outcome]) -> None:
     """Write the table and what it was made from."""
     outcomes = {job: outcomes[job] for job in jobs_of(args) if job in outcomes}  # in the order of the arguments
     rows = compare(outcomes, args.base, last=args.last)
@@ -273,7 +273,7 @@ def report(out: Path, args: Arguments, outcomes: dict[Job, Outcome]) -> None:
     draw(out / "parity.png", rows, outcomes, args.base, last=args.last)
 
 
-def second_table(args: Arguments, outcomes: dict[Job, Outcome]) -> str:
+def second_table(args: Arguments, outcomes: dict[Trial, Outcome]) -> str:
     """The same runs compared with another item than the base, where that is asked."""
     if not args.against:
         return ""

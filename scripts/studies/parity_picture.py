@@ -10,14 +10,16 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from scripts.studies.pairs import Outcome, Row
+from scripts.studies.pairs import Outcome, PairedDifference
 
 # Told apart by people with any colour vision. Reference: Okabe and Ito 2008, "Color universal design".
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", ":", "-.")  # for more items than colours
 
 
-def draw(path: Path, rows: Sequence[Row], outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> None:
+def draw(
+    path: Path, rows: Sequence[PairedDifference], outcomes: Mapping[Any, Outcome], base: str, *, last: int
+) -> None:
     """Write a PNG with two panels for each learning rate.
 
     Left: validation loss (nats) over steps, the mean over the seeds that did not diverge. Right: each item's difference
@@ -43,7 +45,7 @@ def draw(path: Path, rows: Sequence[Row], outcomes: Mapping[Any, Outcome], base:
 def draw_curves(
     ax: Axes,
     lr: float,
-    rows: Sequence[Row],
+    rows: Sequence[PairedDifference],
     outcomes: Mapping[Any, Outcome],
     styles: Mapping[str, tuple[str, str]],
 ) -> None:
@@ -67,7 +69,7 @@ def draw_curves(
 
 def draw_differences(
     ax: Axes,
-    rows: Sequence[Row],
+    rows: Sequence[PairedDifference],
     outcomes: Mapping[Any, Outcome],
     styles: Mapping[str, tuple[str, str]],
     base: str,

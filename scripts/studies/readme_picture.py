@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.arguments import argument, run
-from scripts.studies.pairs import Outcome, Row, compare
+from scripts.studies.pairs import Outcome, PairedDifference, compare
 from scripts.studies.parity import read_outcome
-from scripts.studies.runs import Job, folder
+from scripts.studies.runs import Trial, folder
 from trainer.errors import UserError
 from trainer.files import write_atomically
 from trainer.report.charts import Scale, ticks, written
@@ -65,7 +65,7 @@ class Study(NamedTuple):
 
     model: str
     curves: dict[str, list[dict[int, float]]]
-    row: Row
+    row: PairedDifference
 
 
 class Plot(NamedTuple):
@@ -92,9 +92,9 @@ def read_study(args: Arguments) -> Study:
         fixed = json.loads((out / "study.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"study={out} is no directory of a parity study: {error}") from error
-    outcomes: dict[Job, Outcome] = {}
+    outcomes: dict[Trial, Outcome] = {}
     for seed in seeds_of(out, args):
-        pair = {Job(1.0, item, seed): None for item in (args.base, args.precision)}
+        pair = {Trial(1.0, item, seed): None for item in (args.base, args.precision)}
         found = {job: read_outcome(folder(out, job), fixed["steps"]) for job in pair}
         outcomes |= (
             {job: outcome for job, outcome in found.items() if outcome is not None} if all(found.values()) else {}
@@ -113,7 +113,7 @@ def read_study(args: Arguments) -> Study:
 
 def seeds_of(out: Path, args: Arguments) -> list[int]:
     """The seeds of which there are runs of the precision."""
-    parent = folder(out, Job(1.0, args.precision, 0)).parent
+    parent = folder(out, Trial(1.0, args.precision, 0)).parent
     return sorted(int(path.name) for path in parent.glob("*") if path.name.isdigit())
 
 
@@ -195,7 +195,7 @@ def curves(study: Study, precision: str, base: str) -> Iterator[str]:
     yield label(366, 42, difference(study.row), "note")
 
 
-def difference(row: Row) -> str:
+def difference(row: PairedDifference) -> str:
     """The mean of the paired differences, with its interval."""
     interval = f" ± {100 * row.half_width / row.base_loss:.2f}" if math.isfinite(row.half_width) else ""
     pairs = f"{row.n} pairs" if row.n > 1 else "one pair"

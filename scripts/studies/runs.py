@@ -60,12 +60,12 @@ class Study:
         """The trainer's arguments that say how often it looks at what."""
         return ["train.log_every=10", "metrics.numerics_every=0"]
 
-    def checkpoints(self, job: "Job") -> list[str]:
+    def checkpoints(self, job: "Trial") -> list[str]:
         """The trainer's arguments that say when a run saves: at the end, or when it is interrupted."""
         return ["checkpoint.every=0"]
 
 
-class Job(NamedTuple):
+class Trial(NamedTuple):
     """One run: learning rate as a multiple, item of `presets`, seed."""
 
     lr: float
@@ -73,10 +73,10 @@ class Job(NamedTuple):
     seed: int
 
 
-def jobs_of(args: Study) -> list[Job]:
+def jobs_of(args: Study) -> list[Trial]:
     """Every run of the study, seeds outermost, the base first."""
     items, multiples = parse(args)
-    return [Job(m, item, args.first_seed + seed) for seed in range(args.seeds) for m in multiples for item in items]
+    return [Trial(m, item, args.first_seed + seed) for seed in range(args.seeds) for m in multiples for item in items]
 
 
 def parse(args: Study) -> tuple[list[str], list[float]]:
@@ -111,7 +111,7 @@ def safe(item: str) -> str:
     return re.sub(r"[^\w.=+-]", "_", item)
 
 
-def folder(out: Path, job: Job) -> Path:
+def folder(out: Path, job: Trial) -> Path:
     """The run's directory."""
     return out / f"{job.lr:g}x" / safe(job.item) / str(job.seed)
 
@@ -141,7 +141,7 @@ def claim(out: Path, args: Study) -> None:
     write_atomically(path, json.dumps(fixed, indent=2) + "\n")
 
 
-def trunk_of(args: Study, job: Job) -> Path:
+def trunk_of(args: Study, job: Trial) -> Path:
     """Where the runs of a seed find the checkpoint that they have in common."""
     return folder(Path(args.out), job._replace(item=args.base)) / TRUNK
 
@@ -175,7 +175,7 @@ def last_line(text: str) -> str:
     return lines[-1].removeprefix("error: ") if lines else "the trainer failed without a word"
 
 
-def command(args: Study, job: Job, run_dir: Path, model_lr: float) -> list[str]:
+def command(args: Study, job: Trial, run_dir: Path, model_lr: float) -> list[str]:
     """The run as a command."""
     settings = [
         f"model={args.model}",
@@ -198,18 +198,18 @@ def command(args: Study, job: Job, run_dir: Path, model_lr: float) -> list[str]:
 
 
 def in_turn(
-    commands: dict[Job, list[str]],
-    folders: dict[Job, Path],
+    commands: dict[Trial, list[str]],
+    folders: dict[Trial, Path],
     count: int,
-    wanted: Callable[[Job], bool] = lambda job: True,
-) -> Iterator[Job]:
+    wanted: Callable[[Trial], bool] = lambda job: True,
+) -> Iterator[Trial]:
     """Each job as it ends, `count` of them running at a time; when we are stopped, they are stopped, and save.
 
     `wanted` is asked when a job's turn has come; one that is not is left out.
 
     Raises UserError, with the trainer's last line, for a run that failed; that it diverged is a result.
     """
-    waiting, running = list(commands), dict[Job, subprocess.Popen[bytes]]()
+    waiting, running = list(commands), dict[Trial, subprocess.Popen[bytes]]()
     stops = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in stops]
     try:

@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 from scripts.arguments import argument, run
 from scripts.studies.pairs import finite
 from scripts.studies.runs import (
-    Job,
     Study,
+    Trial,
     check_items,
     claim,
     code_of,
@@ -97,7 +97,7 @@ def read_run(run_dir: Path, args: Arguments) -> Run | None:
     return run_of(read_rows(run_dir / "metrics.jsonl"), steps=args.steps, last=args.last, stopped=stopped)
 
 
-def report(out: Path, args: Arguments, runs: dict[Job, Run], rates: list[float]) -> None:
+def report(out: Path, args: Arguments, runs: dict[Trial, Run], rates: list[float]) -> None:
     """Write the tables, the picture, and what they were made from."""
     runs = {job: runs[job] for job in jobs_of(args) if job in runs}  # in the order of the arguments
     rows = figures(runs, args.base, rates)

@@ -49,7 +49,7 @@ class Run(NamedTuple):
         return min(self.final, self.first)
 
 
-class Row(NamedTuple):
+class StabilityRow(NamedTuple):
     """A precision's figures.
 
     Attributes:
@@ -86,7 +86,7 @@ class Row(NamedTuple):
 
 
 class Lead(NamedTuple):
-    """See `Row.leads`."""
+    """See `StabilityRow.leads`."""
 
     steps: float
     rose: int
@@ -207,7 +207,7 @@ def lead_of(run: Run, kind: str) -> int | None:
 
 
 def leads(runs: Sequence[Run]) -> dict[str, Lead]:
-    """See `Row.leads`; a sharpness that was not looked at is not there."""
+    """See `StabilityRow.leads`; a sharpness that was not looked at is not there."""
     found = {}
     for kind in ("logits", "edge"):
         lost = [run for run in runs if run.onset is not None and any(step <= run.onset for step in getattr(run, kind))]
@@ -220,7 +220,7 @@ def leads(runs: Sequence[Run]) -> dict[str, Lead]:
     return found
 
 
-def figures(runs: Mapping[Any, Run], base: str, rates: Sequence[float]) -> list[Row]:
+def figures(runs: Mapping[Any, Run], base: str, rates: Sequence[float]) -> list[StabilityRow]:
     """A row for each item, in the order of first appearance.
 
     Args:
@@ -238,14 +238,14 @@ def figures(runs: Mapping[Any, Run], base: str, rates: Sequence[float]) -> list[
 
 def row_of(
     item: str, runs: Mapping[Any, Run], by_seed: Mapping[str, Mapping[int, float]], base: str, rates: Sequence[float]
-) -> Row:
+) -> StabilityRow:
     """The figures of an item; see `figures`."""
     own = {key: run for key, run in runs.items() if key.item == item}
     lost = sum(run.diverged for run in own.values())
     values, theirs = by_seed[item], by_seed.get(base, {})
     ratios = [values[seed] / theirs[seed] for seed in values if theirs.get(seed, 0) > 0]
     low, high = wilson(lost, len(own))
-    return Row(
+    return StabilityRow(
         item,
         len(own),
         lost,
@@ -274,7 +274,7 @@ def largest_stable(runs: Mapping[Any, Run], rates: Sequence[float]) -> float | N
     return found
 
 
-def markdown(rows: Sequence[Row], runs: Mapping[Any, Run], base: str, rates: Sequence[float]) -> str:
+def markdown(rows: Sequence[StabilityRow], runs: Mapping[Any, Run], base: str, rates: Sequence[float]) -> str:
     """Two tables: a line for each item, and the final losses by item and rate. A dash where there is no figure."""
     head = ["precision", "runs", "diverged", "share, 95%", "spikes a run", "skipped steps", "largest stable rate"]
     head += ["sensitivity, nats", f"over that of {base}", "logits rose before", "edge passed before"]

@@ -24,7 +24,7 @@ from trainer.precision.policy import Policy
 from trainer.step.kernels import Kernels, gpu_options
 from trainer.step.optimizer import make_optimizer
 from trainer.step.step import Hyper
-from trainer.workload import Model, Task, compile_step, first_state
+from trainer.workload import Model, TrainTask, compile_step, first_state
 
 PRESETS = (
     "fp32", "bf16", "bf16_pure", "fp16_loss_scaled", "scalify_fp16", "scalify_fp8", "scalify_fp8_fp16",
@@ -127,7 +127,7 @@ def task(preset, on_gpu, kernels=Kernels.KEPT):
     spec = GPT2Spec(vocabulary, context, layers, heads, 64 * heads if on_gpu else 32)
     policy = Policy(**vars(compose_config([f"precision={preset}", "precision.amax_history=16"]).precision.policy))
     adamw = make_optimizer("adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
-    return Task(Model.make(spec, policy), "adamw", adamw, make_mesh(1), kernels=kernels)
+    return TrainTask(Model.make(spec, policy), "adamw", adamw, make_mesh(1), kernels=kernels)
 
 
 def trained(w, steps=4):

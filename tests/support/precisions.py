@@ -16,7 +16,7 @@ from trainer.step.optimizer import make_optimizer
 from trainer.step.step import Hyper
 from trainer.workload import (
     Model,
-    Task,
+    TrainTask,
 )
 
 SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=1, n_head=2, d_model=32)
@@ -41,7 +41,7 @@ def workload(preset, devices=1, spec=SPEC, name="adamw", **changes):
     """On several devices the state is split: FP8 kernels are gathered as such."""
     settings = ADAMW if name == "adamw" else {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1, "clip_norm": 1.0}
     model = Model.make(spec, policy(preset, **changes))
-    return Task(model, name, make_optimizer(name, **settings), make_mesh(1, devices))
+    return TrainTask(model, name, make_optimizer(name, **settings), make_mesh(1, devices))
 
 
 def abstract(w, accum=1):

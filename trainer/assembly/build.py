@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from scalify_core.matmul import MULTIPLE
-from trainer.assembly.data import OwnData, build_data
+from trainer.assembly.data import CustomData, build_data
 from trainer.compiled.exchange import exchanges_of
 from trainer.compiled.fp8 import Found, Gpu, check_device, check_step
 from trainer.compiled.hlo import Program
@@ -21,11 +21,11 @@ from trainer.config.phases import phases_of
 from trainer.data import Batch, Loader, prefetch
 from trainer.data.mixture import Mixture
 from trainer.errors import UserError
-from trainer.models.custom import MakeModel, own_spec
+from trainer.models.custom import MakeModel, custom_spec
 from trainer.observe.metrics import Throughput
 from trainer.observe.numerics import make_numerics
 from trainer.observe.peaks import peak_flops
-from trainer.observe.progress import first_said
+from trainer.observe.progress import log_first_duration
 from trainer.observe.sampling import make_sample, on_one_device
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import Reduce
@@ -47,10 +47,10 @@ from trainer.step.schedule import learning_rates
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
 from trainer.tasks.choose import BATCH, choose
-from trainer.tasks.eval_model import Examinee
+from trainer.tasks.eval_model import EvalModel
 from trainer.workload import (
     Model,
-    Task,
+    TrainTask,
     Workload,
     first_state,
     jitted_eval_step,
@@ -81,7 +81,7 @@ def build_model(
     if own is not None:
         size = c.vocab_size or vocab_size
         keep = getattr(c, "keep_fp8_weights", True)  # a key of the families whose layers can
-        made = own_spec(own, vocab_size=size, context=c.context, keep_fp8_weights=keep)
+        made = custom_spec(own, vocab_size=size, context=c.context, keep_fp8_weights=keep)
         return Model.make(made, policy, rows)
     return Model.make(c.spec(vocab_size), policy, rows)
 
@@ -159,7 +159,7 @@ def build_mesh(c: schema.Config) -> Mesh:
     return mesh
 
 
-def build_workload(c: schema.Config, own: OwnData | None = None, own_model: MakeModel | None = None) -> Workload:
+def build_workload(c: schema.Config, own: CustomData | None = None, custom_model: MakeModel | None = None) -> Workload:
     """Prepare the data if need be, build model, optimiser and mesh. Raises UserError for what does not fit together."""
     mesh = build_mesh(c)
     if c.precision.require_fp8:
@@ -167,15 +167,15 @@ def build_workload(c: schema.Config, own: OwnData | None = None, own_model: Make
     data = build_data(c, own)
     policy = build_policy(c.precision)
     rows = c.train.batch_tokens // (c.train.grad_accum_steps * batch_devices(mesh, c.diloco.replicas or 1))
-    model = build_model(c.model, policy, data.tokenizer.vocab_size, rows, own_model)
+    model = build_model(c.model, policy, data.tokenizer.vocab_size, rows, custom_model)
     if c.data.boundary_loss is False:
-        if own_model is not None:
+        if custom_model is not None:
             raise UserError("data.boundary_loss=false needs a model of the configuration; leave it out for your own")
         model = model._replace(border=data.tokenizer.eot)
     check_split(model, mesh)
     optimizer, kernels = build_optimizer(c.optimizer), build_kernels(c)
     trainable, diloco = c.train.trainable or (), build_diloco(c)
-    task = Task(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, trainable, diloco)
+    task = TrainTask(model, c.optimizer.name, optimizer, mesh, build_reduce(c.parallel), kernels, trainable, diloco)
     check_trainable(task)
     check_fragments(task)
     choose(c.eval.tasks or (), data.beginning, limit=c.eval.limit)
@@ -194,7 +194,7 @@ def build_phases(c: schema.Config, w: Workload) -> Phases:
     return Phases(tuple(stages), w.seed)
 
 
-def check_trainable(task: Task) -> None:
+def check_trainable(task: TrainTask) -> None:
     """UserError where `train.trainable` names what the model does not have."""
     try:
         _ = task.trained_roles
@@ -202,7 +202,7 @@ def check_trainable(task: Task) -> None:
         raise UserError(f"train.trainable: {error}") from None
 
 
-def check_fragments(task: Task) -> None:
+def check_fragments(task: TrainTask) -> None:
     """UserError for more parts of the parameters than there are parameters: some would exchange nothing."""
     if task.diloco is None:
         return
@@ -258,7 +258,7 @@ def build_throughput(c: schema.Config, w: Workload) -> Throughput:
     )
 
 
-def check_fp8(c: schema.Config, task: Task, step: jax.stages.Compiled | DiLoCoStep) -> Found | None:
+def check_fp8(c: schema.Config, task: TrainTask, step: jax.stages.Compiled | DiLoCoStep) -> Found | None:
     """What a step compiled for a GPU is, where the precision has FP8 matmuls; None elsewhere.
 
     Raises UserError for what `precision.require_fp8` does not allow.
@@ -289,14 +289,14 @@ def build_callbacks(
     numerics_every = c.metrics.numerics_every if tracked else 0
     rescale_every = c.precision.rescale_every if c.precision.scaled else 0
     entries = [
-        builtin_callbacks.numerics(numerics_every, first_said(look, NUMERICS, say)) if numerics_every else None,
+        builtin_callbacks.numerics(numerics_every, log_first_duration(look, NUMERICS, say)) if numerics_every else None,
         builtin_callbacks.evaluation(c.train.eval_every, make_evaluate(c, w, say)),
         builtin_callbacks.mixture(c.train.eval_every, w.data.train.seen) if isinstance(w.data.train, Mixture) else None,
-        builtin_callbacks.tasks(c.eval.tasks_every or 0, first_said(build_tasks(c, w), TASKS, say))
+        builtin_callbacks.tasks(c.eval.tasks_every or 0, log_first_duration(build_tasks(c, w), TASKS, say))
         if c.eval.tasks
         else None,
         make_exchanged(c, w) if w.task.diloco else None,
-        builtin_callbacks.samples(c.sample.every, first_said(build_sample(c, w), SAMPLING, say)),
+        builtin_callbacks.samples(c.sample.every, log_first_duration(build_sample(c, w), SAMPLING, say)),
         builtin_callbacks.rescale(rescale_every, builtin_callbacks.make_rescale(w.task, batch))
         if rescale_every
         else None,
@@ -329,7 +329,7 @@ def make_evaluate(
 
     Of a mixture each source is validated alone as well, on as many batches as in every validation.
     """
-    eval_step = first_said(jitted_eval_step(w.task), "compiling the validation", say)
+    eval_step = log_first_duration(jitted_eval_step(w.task), "compiling the validation", say)
 
     def mean_of(loader: Loader, state: TrainState, most: int, broken_off: Callable[[], bool]) -> Evaluation | None:
         count = min(loader.steps_per_epoch, most)
@@ -356,7 +356,9 @@ def make_evaluate(
     return run_evaluation
 
 
-def build_watchdog(c: schema.Watchdog, scaling: str, leaves: list[str], state: Mapping[str, Any] | None) -> Watchdog:
+def build_watchdog(
+    c: schema.WatchdogConfig, scaling: str, leaves: list[str], state: Mapping[str, Any] | None
+) -> Watchdog:
     """The watchdog over losses; to the skips in a row it adds those in which the method `scaling` finds its place."""
     calibration = METHODS[scaling].calibration
     max_skips = c.max_skips + calibration
@@ -368,11 +370,11 @@ def build_tasks(c: schema.Config, w: Workload) -> Callable[[TrainState], dict[st
     """`state -> figures` of the tasks of the configuration, computed on one device. UserError for what is no task."""
     assert c.eval.tasks is not None
     chosen = choose(c.eval.tasks, w.data.beginning, limit=c.eval.limit)
-    examinee = Examinee(w.task, w.data.tokenizer, c.eval.batch_size or BATCH)
-    diloco = on_one_device(w.task)
+    eval_model = EvalModel(w.task, w.data.tokenizer, c.eval.batch_size or BATCH)
+    gather = on_one_device(w.task)
 
     def figures(state: TrainState) -> dict[str, float]:
-        scores = chosen.scores(examinee.at(*diloco((state.params, state.scaling))))
+        scores = chosen.scores(eval_model.at(*gather((state.params, state.scaling))))
         return {f"tasks/{name}/{metric}": score.value for name, of in scores.items() for metric, score in of.items()}
 
     return figures

@@ -19,7 +19,7 @@ from trainer.data import (
     check_prepared,
     prepare,
 )
-from trainer.data.custom import own_loaders, text_source
+from trainer.data.custom import custom_loaders, text_source
 from trainer.data.dataset import Dataset
 from trainer.data.files import apart
 from trainer.data.mixture import MixedManifest, Mixture, OfReplicas, stages_of
@@ -28,7 +28,7 @@ from trainer.data.tokenizer import NotAtHand, file_of, is_gone
 from trainer.errors import UserError
 from trainer.observe.preparing import shown
 
-OwnData = Iterable[str] | Batches  # what a program gives in place of the configuration's
+CustomData = Iterable[str] | Batches  # what a program gives in place of the configuration's
 
 
 def build_source(c: schema.Data) -> Source:
@@ -62,10 +62,10 @@ def build_source(c: schema.Data) -> Source:
             raise AssertionError("a mixture has several sources: open_mixture")
 
 
-def build_data(c: schema.Config, own: OwnData | None = None) -> Dataset:
+def build_data(c: schema.Config, own: CustomData | None = None) -> Dataset:
     """Prepare the data unless it is prepared already, and open both parts; `own` takes the place of `data`."""
     if own is not None and not isinstance(own, Iterable):
-        loaders = own_loaders(own, steps=c.train.steps, context=c.model.context, batch_size=c.batch_size)
+        loaders = custom_loaders(own, steps=c.train.steps, context=c.model.context, batch_size=c.batch_size)
         return Dataset(*loaders, loaders[0].manifest.directory)
     if own is None and c.data.source == "mix":
         return open_mixture(c)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.assembly.data import OwnData
-from trainer.assembly.run import Additions, start
+from trainer.assembly.data import CustomData
+from trainer.assembly.hooks import Hooks
+from trainer.assembly.run import start
 from trainer.config.composition import compose_or_explain
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -55,7 +56,7 @@ def train(
     config: Config,
     *,
     model: MakeModel | None = None,
-    data: OwnData | None = None,
+    data: CustomData | None = None,
     tracker: Tracker | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
@@ -75,7 +76,7 @@ def train(
     """
     if config.dry_run:
         raise UserError("dry_run=true trains nothing; leave it out, or use `python -m trainer dry_run=true`")
-    code, run = start(config, more=Additions(model, data, tracker, callbacks, own_process=False))
+    code, run = start(config, hooks=Hooks(model, data, tracker, callbacks, own_process=False))
     assert run is not None  # only a dry run has none
     rows = [row for row in read_rows(run.run_dir / "metrics.jsonl") if "event" not in row]
     return Result(run.state, run.step, rows, run.run_dir, signal.Signals(code - 128) if code else None)

@@ -25,7 +25,7 @@ from trainer.plan.plan import Plan, make_plan
 from trainer.report.messages import describe_exchanges
 from trainer.step.kernels import Kernels
 from trainer.step.step import Tokens
-from trainer.workload import Model, Task
+from trainer.workload import Model, TrainTask
 
 
 def vocabulary(c: schema.Config) -> int:
@@ -56,7 +56,7 @@ def build_plan(
     check_split(model, mesh)
     kernels = Kernels.of(c.deterministic, cached=c.compile_cache is not None)
     reduce, optimizer = build_reduce(c.parallel), build_optimizer(c.optimizer)
-    task = Task(model, c.optimizer.name, optimizer, mesh, reduce, kernels, c.train.trainable or ())
+    task = TrainTask(model, c.optimizer.name, optimizer, mesh, reduce, kernels, c.train.trainable or ())
     check_trainable(task)
     if (diloco := build_diloco(c)) is not None:  # each replica has the GPUs of the plan: what it computes is the same
         check_fragments(task._replace(diloco=diloco))

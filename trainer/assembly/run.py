@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +26,9 @@ from trainer.assembly.build import (
     check_fp8,
     train_batches,
 )
-from trainer.assembly.data import OwnData, where_begun
+from trainer.assembly.data import where_begun
+from trainer.assembly.hooks import NO_HOOKS, Hooks
+from trainer.assembly.saved_model import SavedModel
 from trainer.assembly.startup_log import begun_from, describe_change, describe_phase, describe_run, describe_start
 from trainer.config import schema
 from trainer.config.continuing import default_cache
@@ -35,23 +37,22 @@ from trainer.config.phases import phase_at
 from trainer.data.custom import Numbers
 from trainer.data.tokenizer import load_saved
 from trainer.errors import MAKE_ROOM, UserError
-from trainer.models.custom import OWN, MakeModel
+from trainer.models.custom import CUSTOM
 from trainer.observe.display import Display, Output
 from trainer.observe.nan_diagnosis import make_diagnose
-from trainer.observe.progress import said
+from trainer.observe.progress import log_duration
 from trainer.observe.trackers.choose import check_kind, make_tracker
 from trainer.observe.trackers.protocol import Tracker
 from trainer.parallel.mesh import place_batch
 from trainer.parallel.processes import Agreement, refused_together, start_processes
 from trainer.report.messages import describe_idle, describe_wire, facts_of, farewell
 from trainer.report.page import write_report
-from trainer.run.callbacks import Callback
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.run.loop import Run, train
 from trainer.run.phases import Phases, Stage, enter_phase, task_of
 from trainer.run.rundir import RunDir, write_environment
-from trainer.run.shutdown import Patience, leave_within
+from trainer.run.shutdown import Timeouts, leave_within
 from trainer.run.start import (
     architecture,
     check_same_run,
@@ -66,8 +67,7 @@ from trainer.step.state import TrainState, from_stored, to_stored
 from trainer.step.state_tree import parameter_names
 from trainer.step.step import StepFn, Tokens
 from trainer.workload import (
-    Task,
-    Trained,
+    TrainTask,
     Workload,
     abstract_state,
     compile_step,
@@ -77,29 +77,8 @@ COMPILING = "compiling the training step"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Additions(NamedTuple):
-    """What a program adds to a run that it has the trainer train; see `trainer.assembly.library.train`.
-
-    Attributes:
-      model: makes it, in place of the configuration's.
-      data: in place of the configuration's.
-      tracker: is told everything too.
-      callbacks: beside those of every run.
-      own_process: whether the process is the run's alone, which may then be ended for it.
-    """
-
-    model: MakeModel | None = None
-    data: OwnData | None = None
-    tracker: Tracker | None = None
-    callbacks: Sequence[Callback] = ()
-    own_process: bool = True
-
-
-NOTHING = Additions()
-
-
 def make_restore(
-    task: Task, batch: Tokens, checkpointer: Checkpointer, seed: int
+    task: TrainTask, batch: Tokens, checkpointer: Checkpointer, seed: int
 ) -> Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]:
     """`(state in use, steps) -> (state, step, compiled)`: see `Run.restore`."""
 
@@ -124,19 +103,19 @@ def report_on(run_dir: Path, display: Display) -> None:
             display.message(f"no report.html: {error if isinstance(error, UserError) else repr(error)}")
 
 
-def restore_run(run_dir: Path) -> Trained:
+def restore_run(run_dir: Path) -> SavedModel:
     """The model of a run directory's newest checkpoint, and the tokenizer of its data. Raises UserError."""
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
-        refuse_own(run_dir, meta)
+        refuse_custom(run_dir, meta)
         c = phase_at(from_saved(schema.Config, meta["config"]), checkpointer.newest())
         keep_compiled(c)
         tokenizer = load_saved(meta["tokenizer"], run_dir)
         model = build_model(c.model, build_policy(c.precision), tokenizer.vocab_size)
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
         params = restore_logical(checkpointer, like)
-    return Trained(model.spec, model.sampling.bind, params, tokenizer)
+    return SavedModel(model.spec, model.sampling.bind, params, tokenizer)
 
 
 def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
@@ -147,7 +126,7 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
-        refuse_own(run_dir, meta)
+        refuse_custom(run_dir, meta)
         c = phase_at(from_saved(schema.Config, meta["config"]), checkpointer.newest())
         keep_compiled(c)
         parallel = dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1)
@@ -162,9 +141,9 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
     return c, w, found._replace(state=from_stored(found.state))
 
 
-def refuse_own(run_dir: Path, meta: Mapping[str, Any]) -> None:
+def refuse_custom(run_dir: Path, meta: Mapping[str, Any]) -> None:
     """Raise UserError for a run whose model or token ids a program gave: its configuration does not tell them."""
-    own = "a model" if meta["model"].get("family") == OWN.name else "token ids" * (meta["tokenizer"] == Numbers.name)
+    own = "a model" if meta["model"].get("family") == CUSTOM.name else "token ids" * (meta["tokenizer"] == Numbers.name)
     if own:
         raise UserError(f"{run_dir} was trained by a program with {own} of its own; only that can go on with it")
 
@@ -188,7 +167,7 @@ def run(c: schema.Config, overrides: Sequence[str] = ()) -> int:
     return start(c, overrides)[0]
 
 
-def start(c: schema.Config, overrides: Sequence[str] = (), more: Additions = NOTHING) -> tuple[int, Run | None]:
+def start(c: schema.Config, overrides: Sequence[str] = (), hooks: Hooks = NO_HOOKS) -> tuple[int, Run | None]:
     """`run`, with what a program adds. The exit code, and the run as it ended; None: it was only described."""
     check_kind(c.tracker.kind)
     hide_missing_gpu()
@@ -198,13 +177,13 @@ def start(c: schema.Config, overrides: Sequence[str] = (), more: Additions = NOT
     warning = use_compilation_cache(c.compile_cache)
     if warning is not None:
         console.print(warning, highlight=False)
-    own = () if more.model is None and more.data is None else (more.data, more.model)
+    own = () if hooks.model is None and hooks.data is None else (hooks.data, hooks.model)
     if c.dry_run:
         w = build_workload(c, *own)
         phases = build_phases(c, w)
         for stage in phases.stages:
             part, of = w._replace(task=stage.task), stage.config
-            with said(COMPILING, lambda text: console.print(text, highlight=False)):
+            with log_duration(COMPILING, lambda text: console.print(text, highlight=False)):
                 step = compile_step(part.task, build_batch(of, w.mesh))
             fp8 = check_fp8(of, part.task, step)
             lines = [*describe_phase(phases, stage), *describe_run(of, part, step), *(fp8.lines if fp8 else [])]
@@ -214,7 +193,9 @@ def start(c: schema.Config, overrides: Sequence[str] = (), more: Additions = NOT
     with RunDir(Path(c.run_dir)) as directory, said_in_a_line(directory.path):
         directory.check(to_tree(c))
         check_start(directory.path, c.resume.source, c.resume.step, c.init_from)
-        return train_in(directory, c, build_workload(c, *own), Display(c.train.steps, console=console), overrides, more)
+        return train_in(
+            directory, c, build_workload(c, *own), Display(c.train.steps, console=console), overrides, hooks
+        )
 
 
 @contextlib.contextmanager
@@ -240,7 +221,7 @@ def not_for_ever(seconds: float) -> Iterator[None]:
 
 
 def train_in(
-    directory: RunDir, c: schema.Config, w: Workload, display: Display, overrides: Sequence[str], more: Additions
+    directory: RunDir, c: schema.Config, w: Workload, display: Display, overrides: Sequence[str], hooks: Hooks
 ) -> tuple[int, Run]:
     """Train in a run directory, from where it stands. The exit code, and the run as it ended."""
     tree = to_tree(c)
@@ -251,7 +232,7 @@ def train_in(
             )
             phases = build_phases(c, w)
             first = lambda: build_state(c, w._replace(task=phases.stages[0].task))
-            with said("making or restoring the state", display.message):
+            with log_duration("making or restoring the state", display.message):
                 found = starting_point(
                     c.resume.source,
                     directory.path,
@@ -289,7 +270,7 @@ def train_in(
             written=found.meta.get("log"),
             init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None}
             | {"name": c.tracker.name or directory.path.name},
-            own=more.tracker,
+            own=hooks.tracker,
         )
         code = 1
         with contextlib.ExitStack() as closing:  # each, even if the one before it fails
@@ -300,7 +281,7 @@ def train_in(
             try:
                 while True:
                     part = functools.partial(build_run, c, w, phases, stage)
-                    training = part(found, checkpointer, tracker, display, directory.path, unfinished, more)
+                    training = part(found, checkpointer, tracker, display, directory.path, unfinished, hooks)
                     code = train(training)
                     if code or training.step >= c.train.steps:
                         break
@@ -333,7 +314,7 @@ def build_run(
     display: Display,
     run_dir: Path,
     unfinished: str | None,
-    more: Additions,
+    hooks: Hooks,
 ) -> Run:
     """Compile a phase's step for what was found, say what became of it, and put everything together."""
     c, w = stage.config, w._replace(task=stage.task)
@@ -345,7 +326,7 @@ def build_run(
     agree = Agreement(w.mesh)
     before = task_of(found.meta, w.task) if found.step else w.task
     state, batch = from_stored(enter_phase(w.task, found.state, before, w.seed)), build_batch(c, w.mesh)
-    with said(COMPILING, display.message):
+    with log_duration(COMPILING, display.message):
         step = compile_step(w.task, batch, state)
     for line in describe_wire(w.task, step, c.diloco.bandwidth_gbps):
         display.message(line)
@@ -355,7 +336,7 @@ def build_run(
         tracker.event(found.step, line)
     if fp8:
         tracker.summary({"fp8_flop_share": fp8.share})
-    tracked = c.tracker.kind != "none" or more.tracker is not None
+    tracked = c.tracker.kind != "none" or hooks.tracker is not None
     names, watched = parameter_names(w.task.trained(state.params)), found.meta.get("watchdog")
     return Run(
         state=state,
@@ -369,7 +350,7 @@ def build_run(
         batches=train_batches(c, w, stage.until),
         place=functools.partial(place_batch, accum=c.train.grad_accum_steps, mesh=w.mesh),
         agree=agree,
-        callbacks=build_callbacks(c, w, batch, display.message, more.callbacks, tracked=tracked),
+        callbacks=build_callbacks(c, w, batch, display.message, hooks.callbacks, tracked=tracked),
         log_every=c.train.log_every,
         restore=make_restore(w.task, batch, checkpointer, w.seed),
         diagnose=make_diagnose(w.task),
@@ -392,8 +373,8 @@ def build_run(
         throughput=build_throughput(c, w),
         run_dir=run_dir,
         profile=(c.profile.steps[0], c.profile.steps[1]) if c.profile.steps else None,
-        patience=Patience(c.watchdog.stop_seconds, c.watchdog.stall_seconds, c.watchdog.hang_seconds),
+        timeouts=Timeouts(c.watchdog.stop_seconds, c.watchdog.stall_seconds, c.watchdog.hang_seconds),
         unfinished=unfinished,
         recorded=found.step,
-        own_process=more.own_process,
+        own_process=hooks.own_process,
     )

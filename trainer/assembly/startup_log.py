@@ -8,7 +8,7 @@ from trainer import __version__
 from trainer.assembly.build import build_learning_rates, decides_rates
 from trainer.config import schema
 from trainer.config.fields import from_saved, to_tree
-from trainer.models.custom import OWN
+from trainer.models.custom import CUSTOM
 from trainer.models.family import param_count
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.report.history import FORKED, WEIGHTS
@@ -25,7 +25,7 @@ def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | DiLo
     """What is about to be trained, a line each; with the memory that a compiled step needs."""
     lines = describe(
         w,
-        model="of your own" if w.model.family is OWN else c.model.name,
+        model="of your own" if w.model.family is CUSTOM else c.model.name,
         precision=c.precision.name,
         batch_tokens=c.train.batch_tokens,
         accum=c.train.grad_accum_steps,

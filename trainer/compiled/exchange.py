@@ -9,7 +9,7 @@ from trainer.compiled.hlo import Program
 from trainer.parallel.diloco import DiLoCoSettings, bytes_of_exchange, fragments_of
 from trainer.parallel.mesh import REPLICA
 from trainer.parallel.replicas import DiLoCoStep
-from trainer.workload import Task
+from trainer.workload import TrainTask
 
 
 class Exchanges(NamedTuple):
@@ -52,7 +52,7 @@ class Exchanges(NamedTuple):
         return total
 
 
-def exchanges_of(task: Task, step: DiLoCoStep | None = None) -> Exchanges:
+def exchanges_of(task: TrainTask, step: DiLoCoStep | None = None) -> Exchanges:
     """The figures of a task with DiLoCo, read from its compiled exchanges where each device has one replica.
 
     `step`: compiled; None: nothing is read.

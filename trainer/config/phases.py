@@ -7,13 +7,13 @@ from trainer.config.schema import Config
 from trainer.errors import UserError
 
 
-class PhaseOf(NamedTuple):
-    """A phase.
+class PhaseConfig(NamedTuple):
+    """A phase of the training and its configuration.
 
     Attributes:
       start: steps taken before its first one.
       until: steps taken after its last one.
-      config: with its own settings in place of those that they are of, and no phases; rates are over its steps alone.
+      config: the configuration with the phase's settings, without phases; schedules are over its steps alone.
     """
 
     start: int
@@ -21,15 +21,15 @@ class PhaseOf(NamedTuple):
     config: Config
 
 
-def phases_of(c: Config) -> list[PhaseOf]:
+def phases_of(c: Config) -> list[PhaseConfig]:
     """The phases in their order; one without `train.phases`. UserError where their borders are no order of steps."""
     if c.train.phases is None:
-        return [PhaseOf(0, c.train.steps, c)]
+        return [PhaseConfig(0, c.train.steps, c)]
     if not c.train.phases:
         raise UserError("train.phases=[]: expected a phase or more, such as [{until:300,trainable:[embeddings]},{}]")
     if c.train.trainable is not None:
         raise UserError("train.trainable and train.phases: say in each phase what is trained, trainable:[...]")
-    found: list[PhaseOf] = []
+    found: list[PhaseConfig] = []
     for i, phase in enumerate(c.train.phases):
         key, start, last = f"train.phases[{i}].until", found[-1].until if found else 0, i + 1 == len(c.train.phases)
         until = c.train.steps if last and phase.until is None else phase.until
@@ -50,7 +50,7 @@ def phases_of(c: Config) -> list[PhaseOf]:
             optimizer=c.optimizer if phase.lr is None else dataclasses.replace(c.optimizer, lr=phase.lr),
             precision=phase.precision or c.precision,
         )
-        found.append(PhaseOf(start, until, config))
+        found.append(PhaseConfig(start, until, config))
     return found
 
 

@@ -172,7 +172,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Tracker:
+class TrackerConfig:
     kind: Literal["wandb", "tensorboard", "jsonl", "none"]
     project: str
     entity: str | None
@@ -267,7 +267,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Watchdog:
+class WatchdogConfig:
     max_skips: Positive
     spike_zscore: Amount
     spike_window: Annotated[int, at_least(2)]
@@ -293,13 +293,13 @@ class Config:
     parallel: Parallel
     diloco: DiLoCo
     checkpoint: Checkpoint
-    tracker: Tracker
+    tracker: TrackerConfig
     resume: Resume
     train: Train
     eval: Eval
     metrics: Metrics
     sample: Sample
-    watchdog: Watchdog
+    watchdog: WatchdogConfig
     profile: Profile
     seed: Annotated[int, at_least(0), at_most(2**32 - 1)]  # JAX keeps 32 bits of a seed
     run_dir: str

@@ -101,7 +101,7 @@ class Numbers:
         """Nothing: there is no text to bring back."""
 
 
-class OwnManifest(Manifest):
+class CustomManifest(Manifest):
     """Of data that is in memory; the tokens of the validation part are all that can be opened."""
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
@@ -109,7 +109,7 @@ class OwnManifest(Manifest):
         return []
 
 
-class OwnLoader(Loader):
+class CustomLoader(Loader):
     """`Batches` as a loader: those for training, or the validation part.
 
     Args:
@@ -156,9 +156,9 @@ def checked(found: npt.ArrayLike, where: str, shape: tuple[int, int], vocab_size
     return tokens.astype(np.int32)
 
 
-def own_loaders(
+def custom_loaders(
     batches: Batches, *, steps: int, context: int, batch_size: int
-) -> tuple[OwnLoader, OwnLoader, Tokenizer]:
+) -> tuple[CustomLoader, CustomLoader, Tokenizer]:
     """Loaders of training and validation, and the tokenizer. Raises UserError where something is wrong with them."""
     missing = [name for name in ("vocab_size", "validation", "batch") if not hasattr(batches, name)]
     if missing or not len(batches.validation):
@@ -177,7 +177,7 @@ def own_loaders(
         digest.update(array.tobytes())
     count = sum(v.size for v in validation)
     size = sum(len(tokenizer.decode(row.tolist()).encode()) for v in validation for row in v) if given else count
-    manifest = OwnManifest(
+    manifest = CustomManifest(
         directory=Path(type(batches).__name__),
         fingerprint=digest.hexdigest(),
         source={"kind": "own", "name": type(batches).__name__},
@@ -190,5 +190,5 @@ def own_loaders(
         skipped=0,
         splits={"train": Split(1, steps * batch_size * context, 0, ()), "val": Split(1, count, size, ())},
     )
-    train, val = (OwnLoader(manifest, batches, s, context=context, batch_size=batch_size) for s in ("train", "val"))
+    train, val = (CustomLoader(manifest, batches, s, context=context, batch_size=batch_size) for s in ("train", "val"))
     return train, val, tokenizer

@@ -33,8 +33,8 @@ class Part(NamedTuple):
         return [future.result() for future in self.tokens]
 
 
-class Batch(NamedTuple):
-    """What became of some rows.
+class EncodedTexts(NamedTuple):
+    """The encoded texts of some rows of the source.
 
     Attributes:
       skipped: empty documents.
@@ -70,7 +70,7 @@ class Encoder:
         """The narrowest that holds every id."""
         return np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 else "<u4")
 
-    def encode(self, source: Iterator[Rows], chars: int, budget: int | None) -> Iterator[Batch]:
+    def encode(self, source: Iterator[Rows], chars: int, budget: int | None) -> Iterator[EncodedTexts]:
         """Batches in the order of the rows; the next rows are read and encoded meanwhile.
 
         Args:
@@ -80,7 +80,7 @@ class Encoder:
         if budget is not None and budget <= 0:
             return
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="encode")
-        ahead: deque[tuple[Rows, Batch]] = deque()
+        ahead: deque[tuple[Rows, EncodedTexts]] = deque()
         try:
             for rows in itertools.chain(source, [None] * ROWS_AHEAD):
                 if rows is not None:
@@ -100,7 +100,7 @@ class Encoder:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _submit(self, pool: ThreadPoolExecutor, rows: Rows, start: int) -> Batch:
+    def _submit(self, pool: ThreadPoolExecutor, rows: Rows, start: int) -> EncodedTexts:
         """Have rows encoded that begin at character `start`."""
         texts = [text for text in rows.texts if text] if self.documents else ["".join(rows.texts)]
         before, after = divided(texts, None if self.cut is None else self.cut - start, self.val_fraction)
@@ -108,7 +108,7 @@ class Encoder:
         twice = len(before) + len(after) - len(texts)  # 1 where a text was cut in two
         parts = [train, val._replace(documents=val.documents - twice)]
         skipped = sum(not text for text in rows.texts)
-        return Batch(parts, skipped, rows.position, start + sum(map(len, rows.texts)))
+        return EncodedTexts(parts, skipped, rows.position, start + sum(map(len, rows.texts)))
 
     def _part(self, pool: ThreadPoolExecutor, split: str, texts: list[str]) -> Part:
         futures: list[Future[Tokens]] = []

@@ -15,7 +15,7 @@ from trainer.errors import UserError
 
 BOM = b"\xef\xbb\xbf"
 # A row, where it is in words, and the place after it. The words cost a reading of the file: they are made when asked.
-Row = tuple[dict[str, Any], Callable[[], str], int]
+JsonRow = tuple[dict[str, Any], Callable[[], str], int]
 
 
 def read_jsonl(
@@ -63,7 +63,7 @@ def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
             yield value or "", after
 
 
-def _rows_of_lines(path: Path, file: BinaryIO, start: int) -> Iterator[Row]:
+def _rows_of_lines(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
     """The objects of the lines from an offset on."""
     end = start or file.tell()
     file.seek(end)
@@ -81,7 +81,7 @@ def _rows_of_lines(path: Path, file: BinaryIO, start: int) -> Iterator[Row]:
         yield row, place, end
 
 
-def _rows_of_list(path: Path, file: BinaryIO, start: int) -> Iterator[Row]:
+def _rows_of_list(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
     """The objects of a list from an index on."""
     try:
         rows = json.load(file)

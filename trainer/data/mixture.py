@@ -30,14 +30,16 @@ SMALLEST = 1e-4  # share
 Ints = npt.NDArray[np.int64]
 
 
-class Stage(NamedTuple):
+class MixtureStage(NamedTuple):
     """From a step on, the weights of the sources; their sum does not matter."""
 
     step: int
     weights: tuple[float, ...]
 
 
-def stages_of(weights: Sequence[float], later: Sequence[Sequence[float]], names: Sequence[str]) -> tuple[Stage, ...]:
+def stages_of(
+    weights: Sequence[float], later: Sequence[Sequence[float]], names: Sequence[str]
+) -> tuple[MixtureStage, ...]:
     """The stages of a configuration.
 
     Args:
@@ -49,11 +51,11 @@ def stages_of(weights: Sequence[float], later: Sequence[Sequence[float]], names:
       UserError: another number of weights than of sources, a weight that is not positive (from the start; later stages
         may leave a source out), or steps that do not rise.
     """
-    found = [Stage(0, tuple(weights)), *(Stage(int(row[0]), tuple(row[1:])) for row in later if row)]
+    found = [MixtureStage(0, tuple(weights)), *(MixtureStage(int(row[0]), tuple(row[1:])) for row in later if row)]
     if len(found) <= len(later) or any(row[0] != int(row[0]) for row in later):
         raise UserError("data.stages: expected [[STEP,WEIGHT,...],...], of each a whole number of steps first")
     count = f"{len(names)} sources: {', '.join(names)}"
-    for before, (step, of) in zip([Stage(-1, ()), *found[:-1]], found, strict=True):
+    for before, (step, of) in zip([MixtureStage(-1, ()), *found[:-1]], found, strict=True):
         where = f"data.stages from step {step} on" if step else "data.weights"
         if len(of) != len(names):
             raise UserError(f"{where} has {len(of)} weights; expected one for each of {count}")
@@ -78,7 +80,7 @@ class Shares:
       seed: of the order inside blocks.
     """
 
-    def __init__(self, stages: Sequence[Stage], batch_size: int, seed: int) -> None:
+    def __init__(self, stages: Sequence[MixtureStage], batch_size: int, seed: int) -> None:
         self._seed, self._batch_size = seed, batch_size
         self._starts = np.array([stage.step * batch_size for stage in stages], np.int64)
         self._bounds = [np.cumsum([0.0, *(w / math.fsum(stage.weights) for w in stage.weights)]) for stage in stages]
@@ -211,7 +213,7 @@ class Mixture(Loader):
         parts: Mapping[str, Loader],
         manifest: Manifest,
         split: str,
-        stages: Sequence[Stage],
+        stages: Sequence[MixtureStage],
         seed: int,
         shares: OfReplicas | None = None,
     ) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.data.corpus import Corpus, Position, PreparedSource, Source, open_corpus
-from trainer.data.encode import Batch, Encoder, Tokens, divided
+from trainer.data.encode import EncodedTexts, Encoder, Tokens, divided
 from trainer.data.shards import FORMAT, JOURNAL, MANIFEST, SPLITS, Manifest, Shard, Split
 from trainer.data.tokenizer import get_tokenizer
 from trainer.errors import UserError
@@ -71,8 +71,8 @@ def new_counts() -> dict[str, Counts]:
 
 
 @dataclass
-class Job:
-    """One preparation: what it reads, where it writes, how far it is.
+class Preparation:
+    """The state of one preparation: source, output directory, progress.
 
     Attributes:
       position: of the source, after the last chunk written.
@@ -145,7 +145,7 @@ def prepare(
                 if not (directory / MANIFEST).is_file():  # another process may just have finished it
                     cut, documents = cut_of(corpus, val_fraction), corpus.length is None
                     encoder = Encoder(tokenizer, val_fraction, cut, documents, workers or os.cpu_count() or 1)
-                    run(Job(directory, fingerprint, corpus, encoder), shard_bytes, progress or (lambda _: None))
+                    run(Preparation(directory, fingerprint, corpus, encoder), shard_bytes, progress or (lambda _: None))
     return directory
 
 
@@ -189,7 +189,7 @@ def check_prepared(directory: Path, tokenizer_name: str | None) -> Path:
     return directory
 
 
-def run(job: Job, shard_bytes: int, progress: Callable[[Progress], None]) -> None:
+def run(job: Preparation, shard_bytes: int, progress: Callable[[Progress], None]) -> None:
     """Do what is left of a job."""
     resume(job)
     before, started = job.tokens, time.monotonic()
@@ -221,7 +221,7 @@ class Chunk:
         """Of text."""
         return sum(counts.bytes for counts in self.splits.values())
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: EncodedTexts) -> None:
         """Wait for a batch's tokens and take them."""
         for part in batch.parts:
             arrays = part.arrays()
@@ -234,7 +234,7 @@ class Chunk:
         self.position, self.chars = batch.position, batch.chars
 
 
-def progress_of(job: Job, chunk: Chunk, before: int, seconds: float) -> Progress:
+def progress_of(job: Preparation, chunk: Chunk, before: int, seconds: float) -> Progress:
     """Of what is written and what is in `chunk`; `before` tokens were there when the process started."""
     counts = [*job.splits.values(), *chunk.splits.values()]
     tokens = sum(c.tokens for c in counts)
@@ -248,7 +248,7 @@ def progress_of(job: Job, chunk: Chunk, before: int, seconds: float) -> Progress
     return Progress(documents, tokens, size, tokens - before, seconds, fraction)
 
 
-def commit(job: Job, chunk: Chunk) -> None:
+def commit(job: Preparation, chunk: Chunk) -> None:
     """Write a chunk's shards, then the journal line that makes them count."""
     line: dict[str, Any] = {"position": chunk.position, "chars": chunk.chars, "skipped": chunk.skipped, "splits": {}}
     for split, counts in chunk.splits.items():
@@ -266,7 +266,7 @@ def commit(job: Job, chunk: Chunk) -> None:
     count(job, line)
 
 
-def count(job: Job, line: dict[str, Any]) -> None:
+def count(job: Preparation, line: dict[str, Any]) -> None:
     """Take a journal line into account."""
     job.position, job.chars = line["position"], line["chars"]
     job.skipped += line["skipped"]
@@ -280,7 +280,7 @@ def count(job: Job, line: dict[str, Any]) -> None:
             counts.shards.append(Shard(entry["name"], entry["tokens"], entry["crc32"]))
 
 
-def resume(job: Job) -> None:
+def resume(job: Preparation) -> None:
     """Take up what an interrupted preparation left; a line that was not written to its end is dropped."""
     remove_partial(job.directory)
     path = job.directory / JOURNAL
@@ -295,7 +295,7 @@ def resume(job: Job) -> None:
         log.info("continuing %s after %s tokens", job.directory, f"{job.tokens:,}")
 
 
-def finish(job: Job) -> None:
+def finish(job: Preparation) -> None:
     """Write the manifest, which makes the directory complete."""
     corpus, tokenizer = job.corpus, job.encoder.tokenizer
     if corpus.length is not None and job.chars != corpus.length:

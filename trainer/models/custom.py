@@ -98,7 +98,7 @@ MakeModel = Callable[[Build], CausalModel]
 
 
 @dataclass(frozen=True)
-class OwnSpec:
+class CustomSpec:
     """What is known of an own model without building it."""
 
     make: MakeModel
@@ -122,7 +122,7 @@ class OwnSpec:
     @classmethod
     def family(cls) -> Family:
         """See `family.Spec`."""
-        return OWN
+        return CUSTOM
 
     @classmethod
     def deciding(cls) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class OwnSpec:
 
 
 @functools.cache
-def parameters(spec: OwnSpec) -> tuple[tuple[Any, tuple[int, ...]], ...]:
+def parameters(spec: CustomSpec) -> tuple[tuple[Any, tuple[int, ...]], ...]:
     """Role and shape of each parameter. Nothing is allocated."""
     model = functional(spec)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
@@ -158,7 +158,7 @@ def parameters(spec: OwnSpec) -> tuple[tuple[Any, tuple[int, ...]], ...]:
 
 
 def functional(
-    spec: OwnSpec,
+    spec: CustomSpec,
     *,
     compute_dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
@@ -182,9 +182,9 @@ def functional(
         raise UserError(f"model: {error}") from error
 
 
-def own_spec(make: MakeModel, *, vocab_size: int, context: int, keep_fp8_weights: bool) -> OwnSpec:
+def custom_spec(make: MakeModel, *, vocab_size: int, context: int, keep_fp8_weights: bool) -> CustomSpec:
     """The spec of an own model. UserError where its logits are not `[B, T, vocab_size]`."""
-    spec = OwnSpec(make, vocab_size, context, keep_fp8_weights)
+    spec = CustomSpec(make, vocab_size, context, keep_fp8_weights)
     model = functional(spec)
     logits = jax.eval_shape(
         lambda tokens: model.bind(model.init(jax.random.key(0)))(tokens), jax.ShapeDtypeStruct((2, context), jnp.int32)
@@ -196,19 +196,19 @@ def own_spec(make: MakeModel, *, vocab_size: int, context: int, keep_fp8_weights
     return spec
 
 
-def linear_sizes(spec: OwnSpec) -> dict[str, tuple[int, int]]:
+def linear_sizes(spec: CustomSpec) -> dict[str, tuple[int, int]]:
     """Input and output width of each kernel that has a path."""
     found = [(role, shape) for role, shape in parameters(spec) if role.is_kernel and role.layer is not None]
     return {role.layer: (shape[-2], shape[-1]) for role, shape in found}
 
 
-def forward_flops_per_token(spec: OwnSpec) -> int:
+def forward_flops_per_token(spec: CustomSpec) -> int:
     """Of the products with kernels and with the head, or the table where there is no head; no attention is known of."""
     kernels = sum(math.prod(shape) for role, shape in parameters(spec) if role.is_kernel)
     return 2 * (kernels + spec.vocab_size * spec.d_model)
 
 
-def check_tensor(spec: OwnSpec, devices: int, multiple: int) -> NoReturn:
+def check_tensor(spec: CustomSpec, devices: int, multiple: int) -> NoReturn:
     """Refuse every number of devices: what can be split is not known."""
     raise UserError(f"parallel.tensor={devices}: a model of your own is not split; use parallel.data or parallel.fsdp")
 
@@ -223,7 +223,7 @@ def no_load(source: Path, spec: Any) -> NoReturn:
     raise UserError(f"init_from={source}: Hugging Face weights are not those of a model of your own; give a run of it")
 
 
-OWN = Family(
+CUSTOM = Family(
     name="own",
     blocks="h",
     parts=("embedding", "scale", "kernel", "bias"),

@@ -7,10 +7,10 @@ import jax
 from trainer.step.nonfinite import first_nonfinite
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens, sequence_keys
-from trainer.workload import Task
+from trainer.workload import TrainTask
 
 
-def make_diagnose(task: Task) -> Callable[[TrainState, Tokens, int], str]:
+def make_diagnose(task: TrainTask) -> Callable[[TrainState, Tokens, int], str]:
     """Return `(state, batch, step) -> text`, which names the first tensor that is not finite on that batch."""
     gradient = task.model.differentiate().value_and_grad
 

@@ -46,7 +46,7 @@ from trainer.precision.policy import Policy
 from trainer.step.optimizers import ENTRIES, KEYS
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens, sequence_keys
-from trainer.workload import Model, Task
+from trainer.workload import Model, TrainTask
 
 CLASSES = ("weights", "activations", "activation_gradients", "weight_gradients", "mu", "nu")
 SIDES = ("in", "out")
@@ -183,7 +183,7 @@ def fields_of(state: Any, optimizer: str, key: str) -> dict[str, Any]:
 
 
 def stored_gradients(
-    task: Task, state: TrainState, batch: Tokens, step: jax.Array
+    task: TrainTask, state: TrainState, batch: Tokens, step: jax.Array
 ) -> tuple[Any, dict[str, Any], Slots]:
     """The gradients as the optimiser gets them; by name those before the cast where there is one; the filled slots."""
     model = task.model
@@ -232,7 +232,7 @@ def order(name: str, place: Mapping[str, int]) -> list[int]:
     return [int(part) if part.isdigit() else place.get(part, len(place)) for part in name.split(".")]
 
 
-def make_numerics(task: Task, lr: float) -> Callable[[TrainState, Tokens, int], dict[str, float]]:
+def make_numerics(task: TrainTask, lr: float) -> Callable[[TrainState, Tokens, int], dict[str, float]]:
     """`(state, batch, step) -> row`: the figures of a state on a batch; `step` is the number that dropout gets.
 
     Compiled at the first call, and again when static scales have changed. The state is not donated. Tensors that are

@@ -1,4 +1,4 @@
-"""What takes long before anything is seen, compilations above all: said while it lasts, and how long it took."""
+"""Log operations that take long, such as compilations: when they start, and how long they took."""
 
 import functools
 import threading
@@ -10,8 +10,8 @@ SECONDS = 2.0  # from which on something takes long
 
 
 @contextmanager
-def said(what: str, say: Callable[[str], None], seconds: float = SECONDS) -> Iterator[None]:
-    """Says what is being done once it has taken so many seconds, and how long it took in all; nothing of what is quick.
+def log_duration(what: str, say: Callable[[str], None], seconds: float = SECONDS) -> Iterator[None]:
+    """Log an operation that takes longer than `seconds`: then that it runs, and at its end how long it took.
 
     `what` is a noun, such as `compiling the training step`.
     """
@@ -36,8 +36,8 @@ def said(what: str, say: Callable[[str], None], seconds: float = SECONDS) -> Ite
             say(f"{what}: {took:.0f} s")
 
 
-def first_said[**P, R](fn: Callable[P, R], what: str, say: Callable[[str], None]) -> Callable[P, R]:
-    """`fn`, whose first call, in which it is compiled, is `said`."""
+def log_first_duration[**P, R](fn: Callable[P, R], what: str, say: Callable[[str], None]) -> Callable[P, R]:
+    """Return `fn`, whose first call, in which it is compiled, is logged by `log_duration`."""
     called = False
 
     @functools.wraps(fn)
@@ -46,7 +46,7 @@ def first_said[**P, R](fn: Callable[P, R], what: str, say: Callable[[str], None]
         if called:
             return fn(*args, **kwargs)
         called = True
-        with said(what, say):
+        with log_duration(what, say):
             return fn(*args, **kwargs)
 
     return calling

@@ -8,13 +8,13 @@ import jax
 from scalify_core import asarray
 from trainer.models.sampling import Generator
 from trainer.parallel.mesh import replicated
-from trainer.workload import Task
+from trainer.workload import TrainTask
 
 if TYPE_CHECKING:  # which a benchmark can do without
     from trainer.data import Tokenizer
 
 
-def make_sample(task: Task, tokenizer: "Tokenizer", prompt: str, **controls: Any) -> Callable[[Any], str]:
+def make_sample(task: TrainTask, tokenizer: "Tokenizer", prompt: str, **controls: Any) -> Callable[[Any], str]:
     """Return `params -> text`, the prompt and its continuation; `controls` are those of `Generator`."""
     from trainer.data.tokenizer import continuation
 
@@ -27,7 +27,7 @@ def make_sample(task: Task, tokenizer: "Tokenizer", prompt: str, **controls: Any
     return sample
 
 
-def on_one_device(task: Task) -> Callable[[Any], Any]:
+def on_one_device(task: TrainTask) -> Callable[[Any], Any]:
     """Return a function that gathers arrays on the mesh, whole, on this process's first device."""
     everywhere = jax.jit(lambda arrays: arrays, out_shardings=replicated(task.mesh))
     return lambda arrays: jax.tree.map(lambda x: x.addressable_data(0), everywhere(arrays))

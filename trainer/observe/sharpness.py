@@ -35,7 +35,7 @@ from trainer.parallel.sharding import of_parameters
 from trainer.step.state import TrainState
 from trainer.step.state_tree import with_part
 from trainer.step.step import Tokens
-from trainer.workload import Model, Task, wire_of
+from trainer.workload import Model, TrainTask, comm_config_of
 
 RADIUS = 5e-4  # half the width of the box, of a logit of size zero
 CLOSE = 0.05  # relative distance of two guesses of the critical rate at which the search ends
@@ -143,7 +143,7 @@ def chord_root(lower: tuple[float, float], upper: tuple[float, float]) -> float:
     return (low + high) / 2 if math.isinf(above) else low - below * (high - low) / (above - below)
 
 
-def make_sharpness(task: Task, lr: float) -> Sharpness:
+def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
     """The figures of a state; for their names and meanings see the module.
 
     Compiled at the first call, and again when static scales have changed; on any mesh, the parameters split as they
@@ -157,7 +157,7 @@ def make_sharpness(task: Task, lr: float) -> Sharpness:
     squares_of, largest_of = squares_over(mesh, task.trained_roles), largest_over(mesh, model.roles)
     losses = losses_of(model.on(mesh))
     if mesh.size > 1:
-        losses = loss_over(mesh, wire_of(task), losses)
+        losses = loss_over(mesh, comm_config_of(task), losses)
 
     def direction(state: TrainState, grads: Any) -> tuple[Any, jax.Array]:
         """The update at a learning rate of one, BF16, and the slope of the loss along it."""

@@ -38,14 +38,14 @@ EVERYWHERE = PartitionSpec()
 
 
 class Reduce(NamedTuple):
-    """How gradients are reduced over devices; see `Wire`."""
+    """How gradients are reduced over devices; see `CommConfig`."""
 
     format: str = "fp32"
     deterministic: bool = False
 
 
-class Wire(NamedTuple):
-    """What devices send each other.
+class CommConfig(NamedTuple):
+    """The formats of gradients and parameters between devices.
 
     Attributes:
       reduce: gradients: fp32, bf16, fp16, or fp8: E4M3 for the kernels of the blocks' linear layers, FP16 for the rest.
@@ -95,7 +95,7 @@ def from_heads(x: jax.Array, role: Role) -> jax.Array:
     return parts.reshape(*parts.shape[:-3], -1)
 
 
-def gather(params: Any, specs: Any, wire: Wire) -> Any:
+def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
     """What a device computes with, of the parts of parameters that the devices hold; inside `shard_map`."""
 
     def of_leaf(p: Any, spec: PartitionSpec, role: Role) -> Any:
@@ -107,15 +107,15 @@ def gather(params: Any, specs: Any, wire: Wire) -> Any:
 
         if axis is None and not by_heads:
             return p
-        form = wire.narrow(role, p)
+        form = comm.narrow(role, p)
         if is_scaled_array(form):
             return with_scale(move(form.data), form.scale)
         return move(form).astype(p.dtype)
 
-    return map_arrays(of_leaf, params, specs, wire.roles)
+    return map_arrays(of_leaf, params, specs, comm.roles)
 
 
-def reduced(grads: Any, specs: Any, wire: Wire, seed: jax.Array) -> Any:
+def reduced(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
     """The mean of the devices' gradients, of each parameter the part that a device holds; of scaled ones plain FP32."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_scaled_array)]
     numbers = {path: i for i, path in enumerate(paths)}
@@ -128,14 +128,14 @@ def reduced(grads: Any, specs: Any, wire: Wire, seed: jax.Array) -> Any:
             out = mean(
                 weights.wide(grad),
                 fsdp_axis(spec),
-                wire.reduction(role),
+                comm.reduction(role),
                 seed=seed,
                 leaf=numbers[path],
                 arrange=arrange,
             )
         return out if is_scaled_array(grad) else out.astype(grad.dtype)
 
-    return jax.tree_util.tree_map_with_path(of_leaf, grads, specs, wire.roles, is_leaf=is_scaled_array)
+    return jax.tree_util.tree_map_with_path(of_leaf, grads, specs, comm.roles, is_leaf=is_scaled_array)
 
 
 def mean_of_figures(x: jax.Array, axes: tuple[str, ...] = BATCH_AXES) -> jax.Array:
@@ -143,7 +143,7 @@ def mean_of_figures(x: jax.Array, axes: tuple[str, ...] = BATCH_AXES) -> jax.Arr
     return jnp.mean(lax.all_gather(x, axes), axis=0)
 
 
-def gradient_over(mesh: Mesh, wire: Wire) -> Gradient:
+def gradient_over(mesh: Mesh, comm: CommConfig) -> Gradient:
     """`step.mean_gradient` over the devices of a mesh: for parameters split as `sharding` says.
 
     With `fsdp` every micro-batch is reduced, so that only parts of gradients are kept; else their sum, once.
@@ -153,22 +153,22 @@ def gradient_over(mesh: Mesh, wire: Wire) -> Gradient:
     def gradient(
         value_and_grad: ValueAndGrad, params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array
     ) -> tuple[jax.Array, Any, Any]:
-        specs = of_parameters(params, mesh, wire.roles)
+        specs = of_parameters(params, mesh, comm.roles)
 
         def of_rows(params: Any, scaling: Any, tokens: Any, segments: Any, keys_B: Any) -> tuple[Any, Any, Any]:
-            loss, grads, seen = value_and_grad(gather(params, specs, wire), scaling, tokens, segments, keys_B)
-            return loss, reduced(grads, specs, wire, random_word(keys_B)) if every else grads, seen
+            loss, grads, seen = value_and_grad(gather(params, specs, comm), scaling, tokens, segments, keys_B)
+            return loss, reduced(grads, specs, comm, random_word(keys_B)) if every else grads, seen
 
         def of_device(params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array) -> tuple[Any, Any, Any]:
             loss, grads, seen = mean_gradient(of_rows, params, scaling, batch, keys_AxB)
             if not every:
-                grads = reduced(grads, specs, wire, random_word(keys_AxB[0]))
+                grads = reduced(grads, specs, comm, random_word(keys_AxB[0]))
             return mean_of_figures(loss), grads, jax.tree.map(lambda x: lax.pmax(x, Sizes._fields), seen)
 
         return over_devices(
             of_device,
             mesh,
-            in_specs=(partitions(params, mesh, wire.roles), EVERYWHERE, MICRO_BATCHES, MICRO_BATCHES),
+            in_specs=(partitions(params, mesh, comm.roles), EVERYWHERE, MICRO_BATCHES, MICRO_BATCHES),
             out_specs=(EVERYWHERE, specs, EVERYWHERE),
         )(params, scaling, batch, keys_AxB)
 
@@ -180,21 +180,21 @@ def random_word(keys_B: jax.Array) -> jax.Array:
     return jax.random.bits(keys_B[0], (), jnp.uint32)
 
 
-def loss_over(mesh: Mesh, wire: Wire, loss: LossOfState) -> LossOfState:
+def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
     """The mean of `loss(state, tokens, segments)`, one or several, over the devices of a mesh, each on its rows."""
 
     def mean_loss(state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
-        specs, axes = of_parameters(state.params, mesh, wire.roles), batch_axes(mesh)
+        specs, axes = of_parameters(state.params, mesh, comm.roles), batch_axes(mesh)
         rows = PartitionSpec(axes)
 
         def of_device(params: Any, scaling: Any, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
-            whole = dataclasses.replace(state, params=gather(params, specs, wire), scaling=scaling)
+            whole = dataclasses.replace(state, params=gather(params, specs, comm), scaling=scaling)
             return mean_of_figures(loss(whole, tokens, segments), axes)
 
         return over_devices(
             of_device,
             mesh,
-            in_specs=(partitions(state.params, mesh, wire.roles), EVERYWHERE, rows, rows),
+            in_specs=(partitions(state.params, mesh, comm.roles), EVERYWHERE, rows, rows),
             out_specs=EVERYWHERE,
         )(state.params, state.scaling, tokens, segments)
 

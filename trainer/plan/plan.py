@@ -26,7 +26,7 @@ from trainer.plan.times import predicted
 from trainer.precision.policy import Policy
 from trainer.step.kernels import gpu_options
 from trainer.step.step import Tokens
-from trainer.workload import Model, Task, lower_step
+from trainer.workload import Model, TrainTask, lower_step
 
 EXACT = 12  # unrolled layers that are compiled whole
 DEPTHS = (6, 12)  # with fewer the peak can be in the head or the optimiser; nearer ones multiply the gaps of memory
@@ -85,7 +85,7 @@ class Compiler:
     def __init__(self, batches: Batches, aim: Aim, *, exact: bool, pool: ThreadPoolExecutor) -> None:
         self._batches, self._aim, self._exact, self._pool = batches, aim, exact, pool
 
-    def start(self, task: Task, sequences: int) -> Callable[[], Measured]:
+    def start(self, task: TrainTask, sequences: int) -> Callable[[], Measured]:
         """Begin, and give what waits for the end."""
         spec, tokens = task.model.spec, sequences * task.model.spec.context
         is_split = is_continued(spec, task.model.policy, self._exact, task.trainable)
@@ -288,13 +288,13 @@ def _rounded(figures: dict[str, float]) -> dict[str, int]:
 
 
 def make_plan(
-    task: Task,
+    task: TrainTask,
     batches: Batches,
     aim: Aim,
     *,
     sequences: int,
     accum: int,
-    bf16: Task | None = None,
+    bf16: TrainTask | None = None,
     search: bool = True,
     exact: bool = False,
     say: Callable[[str], None] = lambda text: None,
@@ -317,7 +317,7 @@ def make_plan(
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # after an error or Ctrl-C no more are begun
         compiler = Compiler(batches, aim, exact=exact, pool=pool)
 
-        def started(of: Task, sequences: int, name: str) -> Callable[[], Measured]:
+        def started(of: TrainTask, sequences: int, name: str) -> Callable[[], Measured]:
             say(f"compiling {name}, {sequences} sequences a device ...")
             end = compiler.start(of, sequences)
 

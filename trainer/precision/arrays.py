@@ -99,8 +99,8 @@ def first_lost(exact: Any, params: Any, policy: Policy) -> Any:
     return weights.remainders(exact, params) if policy.keeps_lost else ()
 
 
-def in_transit(p: Any, policy: Policy, *, kernel: bool, narrow: bool, factor: bool) -> Any:
-    """A parameter as devices send it each other: rounded as the first who uses it would round it.
+def for_allgather(p: Any, policy: Policy, *, kernel: bool, narrow: bool, factor: bool) -> Any:
+    """Return a parameter in the format of its all-gather, rounded as its first use would round it.
 
     Args:
       kernel: whether it is that of a linear layer.

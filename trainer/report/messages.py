@@ -20,7 +20,7 @@ from trainer.precision.policy import Policy, without_effect
 from trainer.run.loop import Run
 from trainer.step.kernels import promise
 from trainer.text import interpreter
-from trainer.workload import Model, Task, Workload
+from trainer.workload import Model, TrainTask, Workload
 
 MIB = 2**20
 FAR = 0.2  # share of data.val_fraction that the validation part may be off, before a reader is told
@@ -91,7 +91,7 @@ def text_of(source: Mapping[str, Any]) -> str:
     return source.get("name") or ", ".join(source.get("paths", ())) or source["kind"]
 
 
-def describe_devices(task: Task) -> str:
+def describe_devices(task: TrainTask) -> str:
     """Devices, processes and mesh."""
     devices, processes = task.mesh.size, len({device.process_index for device in task.mesh.devices.flat})
     kind = task.mesh.devices.flat[0].device_kind
@@ -105,7 +105,7 @@ def describe_devices(task: Task) -> str:
     return f"{line}; mesh {mesh}; gradients reduced in {task.reduce.format}{order}"
 
 
-def describe_wire(task: Task, step: jax.stages.Compiled | DiLoCoStep, gbps: float | None = None) -> list[str]:
+def describe_wire(task: TrainTask, step: jax.stages.Compiled | DiLoCoStep, gbps: float | None = None) -> list[str]:
     """What the devices of a compiled step send each other, by type (`u8` is FP8, `u16` FP16 or BF16).
 
     `gbps`: of the network between replicas, for an estimate of the time of an exchange.
@@ -137,7 +137,7 @@ def describe_exchanges(found: Exchanges, gbps: float | None = None) -> list[str]
     return lines
 
 
-def describe_sent(task: Task, step: jax.stages.Compiled | DiLoCoStep) -> list[str]:
+def describe_sent(task: TrainTask, step: jax.stages.Compiled | DiLoCoStep) -> list[str]:
     """What the devices of a compiled step send each other in that step."""
     text = step.as_text() if task.mesh.size > 1 else None
     if text is None:

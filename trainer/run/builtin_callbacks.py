@@ -14,7 +14,7 @@ from trainer.step.evaluate import Evaluation
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens
 from trainer.step.weight_rescale import powers_to_place
-from trainer.workload import Task, compile_step
+from trainer.workload import TrainTask, compile_step
 
 CHECKPOINT = "checkpoint"  # the entry by which a rollback knows which checkpoints are regular ones
 
@@ -92,7 +92,7 @@ def rescale(every: int, new_scales: Callable[[TrainState], tuple[TrainState, Ste
     return Callback("rescale", every, run, Phase.UPDATE)
 
 
-def make_rescale(task: Task, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
+def make_rescale(task: TrainTask, batch: Tokens) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
     """State to None while the data of all weights is near RMS 1; else to what `rescale` takes.
 
     Matrices, cast to FP8 as they are, are moved once one is two octaves from its place (`powers_to_place`): sizes

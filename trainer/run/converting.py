@@ -11,10 +11,10 @@ from trainer.precision.policy import Policy
 from trainer.step.moments import convert_moments
 from trainer.step.state import TrainState
 from trainer.step.state_tree import part_of, with_part
-from trainer.workload import Task
+from trainer.workload import TrainTask
 
 
-def convert_state(task: Task, state: TrainState, source: Policy, seed: int) -> TrainState:
+def convert_state(task: TrainTask, state: TrainState, source: Policy, seed: int) -> TrainState:
     """A state that was stored for the precision `source`, for that of the task; every value is rounded once."""
     policy = task.model.policy
     exact = exact_weights(state)

@@ -24,7 +24,7 @@ from trainer.observe.trackers.protocol import Tracker
 from trainer.run.builtin_callbacks import CHECKPOINT
 from trainer.run.callbacks import Callback, Interrupted, Phase, StepContext
 from trainer.run.checkpoint import Checkpointer
-from trainer.run.shutdown import Guard, Patience
+from trainer.run.shutdown import Guard, Timeouts
 from trainer.run.watchdog import Watchdog
 from trainer.step.state import TrainState, first_nonfinite, to_stored
 from trainer.step.step import Hyper, Metrics, StepFn, Tokens
@@ -74,7 +74,7 @@ class Run:
     throughput: Throughput
     run_dir: Path
     profile: tuple[int, int] | None
-    patience: Patience
+    timeouts: Timeouts
     unfinished: str | None
     recorded: int
     own_process: bool
@@ -117,7 +117,7 @@ def train(run: Run) -> int:
     def report(text: str) -> None:
         tell(run, run.recorded, text, alert="stall")
 
-    with Guard(run.patience, run.run_dir, report, own_process=run.own_process) as guard, Profiler(run) as profiler:
+    with Guard(run.timeouts, run.run_dir, report, own_process=run.own_process) as guard, Profiler(run) as profiler:
         stop = Stop(run, guard)
         if run.unfinished is not None:
             finish_step(run, run.unfinished, stop)

@@ -17,7 +17,7 @@ from trainer.precision.arrays import first_lost, store_weights
 from trainer.precision.policy import Policy
 from trainer.run.converting import convert_state, exact_weights
 from trainer.step.state import TrainState
-from trainer.workload import Task
+from trainer.workload import TrainTask
 
 
 class Stage(NamedTuple):
@@ -25,7 +25,7 @@ class Stage(NamedTuple):
 
     start: int
     until: int
-    task: Task
+    task: TrainTask
     config: Config
 
 
@@ -50,7 +50,7 @@ def policy_of(meta: Mapping[str, Any]) -> Policy:
     return Policy(**fields)
 
 
-def task_of(meta: Mapping[str, Any], task: Task) -> Task:
+def task_of(meta: Mapping[str, Any], task: TrainTask) -> TrainTask:
     """The task, in the precision and with the trained part that a checkpoint was made with."""
     policy = policy_of(meta)
     task = task._replace(trainable=trainable_of(meta))
@@ -62,7 +62,7 @@ def trainable_of(meta: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(meta.get("trainable", meta["config"]["train"].get("trainable")) or ())
 
 
-def enter_phase(task: Task, state: TrainState, before: Task, seed: int) -> TrainState:
+def enter_phase(task: TrainTask, state: TrainState, before: TrainTask, seed: int) -> TrainState:
     """A state of the task `before`, as it is stored, as the task `task` of the same model goes on with it.
 
     Weights keep their values, rounded once where they are stored otherwise. The moments do so too where the same part
@@ -85,7 +85,7 @@ def enter_phase(task: Task, state: TrainState, before: Task, seed: int) -> Train
     return started_anew(task, dataclasses.replace(state, params=params, scaling=scaling, kahan_compensation=lost))
 
 
-def started_anew(task: Task, state: TrainState) -> TrainState:
+def started_anew(task: TrainTask, state: TrainState) -> TrainState:
     """The state, with first moments of what the task trains."""
     fresh = dataclasses.replace(state, opt_state=task.optimizer().init(task.trained(state.params)))
     return jax.device_put(fresh, shardings(fresh, task.mesh, task.model.roles))

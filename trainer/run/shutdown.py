@@ -56,7 +56,7 @@ EARLY = EarlyInterrupt()
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """In seconds; 0: without end.
 
     Attributes:
@@ -74,7 +74,7 @@ class Guard:
     """Catches SIGTERM and Ctrl-C, and ends the process when the loop does not; a context manager, for the main thread.
 
     Args:
-      patience: how long it waits for what.
+      timeouts: how long it waits for what.
       run_dir: `hang.txt` in it gets the stack of every thread.
       report: is told of a stall and of the end, in another thread.
       own_process: whether the process is the run's alone. Where it is not, as in a notebook, nothing here ends it: a
@@ -87,9 +87,9 @@ class Guard:
     """
 
     def __init__(
-        self, patience: Patience, run_dir: Path, report: Callable[[str], None], *, own_process: bool = True
+        self, timeouts: Timeouts, run_dir: Path, report: Callable[[str], None], *, own_process: bool = True
     ) -> None:
-        self.patience = patience if own_process else Patience(0, patience.stall, 0)
+        self.timeouts = timeouts if own_process else Timeouts(0, timeouts.stall, 0)
         self.own_process = own_process
         self.signal = 0
         self._run_dir = run_dir
@@ -145,16 +145,16 @@ class Guard:
                         )
                         os._exit(128 + number)
                     elif number in SIGNALS and not first:
-                        first, self._late = number, time.monotonic() + self.patience.stop
+                        first, self._late = number, time.monotonic() + self.timeouts.stop
             now = time.monotonic()
             idle = now - self._last
-            if first and self.patience.stop and now > self._late:
-                self._end(128 + first, f"not stopped within {self.patience.stop:g} s of the signal, but {self._doing}")
-            if self.patience.hang and idle > self.patience.hang:
+            if first and self.timeouts.stop and now > self._late:
+                self._end(128 + first, f"not stopped within {self.timeouts.stop:g} s of the signal, but {self._doing}")
+            if self.timeouts.hang and idle > self.timeouts.hang:
                 self._end(HUNG, f"no progress for {idle:.0f} s, {self._doing}")
-            if self.patience.stall and idle > self.patience.stall and not self._stalled:
+            if self.timeouts.stall and idle > self.timeouts.stall and not self._stalled:
                 self._tell(f"stalled: no progress for {idle:.0f} s, {self._doing}")
-            self._stalled = bool(self.patience.stall) and idle > self.patience.stall
+            self._stalled = bool(self.timeouts.stall) and idle > self.timeouts.stall
 
     def _tell(self, text: str) -> None:
         """Report, if that works: on a full disk it does not, and the thread that watches must not end of it."""

@@ -24,7 +24,7 @@ from trainer.run.converting import convert_state
 from trainer.run.phases import Phases, policy_of, task_of, trainable_of
 from trainer.step.state import TrainState, first_nonfinite
 from trainer.step.state_tree import as_saved
-from trainer.workload import Task, abstract_state
+from trainer.workload import TrainTask, abstract_state
 
 SWAP = ", or init.embeddings=focus to give its tables the rows of the data's tokens"
 FROM_INIT = ", or model=from_init, which takes all sizes from there"
@@ -193,7 +193,7 @@ def restore_other(source: str, phases: Phases, *, step: int | None, convert: boo
     return Restored(found.step, state, {k: v for k, v in found.meta.items() if k not in ("tracker_id", "log")} | form)
 
 
-def restore_own(own: Checkpointer, task: Task) -> Restored:
+def restore_own(own: Checkpointer, task: TrainTask) -> Restored:
     """The newest state of a run that goes on, perhaps with another number of replicas; see `restored_as`."""
     if task.diloco is None:
         check_no_replicas("the checkpoint", own.meta())
@@ -201,8 +201,8 @@ def restore_own(own: Checkpointer, task: Task) -> Restored:
     return restored_as(own, task)
 
 
-def restored_as(checkpointer: Checkpointer, task: Task, step: int | None = None) -> Restored:
-    """A state for a task with replicas, of a run with as many, with others (`Task.with_replicas_of`), or with none.
+def restored_as(checkpointer: Checkpointer, task: TrainTask, step: int | None = None) -> Restored:
+    """Restore a state for a task with replicas: of a run with as many, another number of them, or none.
 
     What was trained without replicas all of them go on from: weights, moments, steps. `step`: None: the newest.
     """
@@ -268,7 +268,7 @@ def check_same_precision(source: str, theirs: Policy, ours: Policy, otherwise: s
         )
 
 
-def check_same_trainable(run: str, meta: Mapping[str, Any], task: Task) -> None:
+def check_same_trainable(run: str, meta: Mapping[str, Any], task: TrainTask) -> None:
     """Refuse the state of another run that has moments of other parameters."""
     before = trainable_of(meta)
     if task._replace(trainable=before).trained_roles != task.trained_roles:

@@ -18,7 +18,7 @@ class Sized(NamedTuple):
     scored: int
 
 
-class Batch(NamedTuple):
+class PaddedBatch(NamedTuple):
     """A batch of one shape.
 
     Attributes:
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     scored: int
 
 
-def batches_of(sizes: Sequence[Sized], batch: int, context: int) -> list[Batch]:
+def batches_of(sizes: Sequence[Sized], batch: int, context: int) -> list[PaddedBatch]:
     """Batches of `batch` sequences of about the same length, the longest first; the last ones may be smaller.
 
     C is 16, 64, 256, ..., or all of T; for each there are at most `LENGTHS` different T, multiples of 16 unless that is
@@ -47,7 +47,7 @@ def batches_of(sizes: Sequence[Sized], batch: int, context: int) -> list[Batch]:
         parts = [tuple(rows[i : i + batch]) for i in range(0, len(rows), batch)]
         rounded = [min(-(-sizes[part[0]].tokens // MULTIPLE) * MULTIPLE, context) for part in parts]
         lengths = few(rounded)
-        found += [Batch(part, t, min(scored, t)) for part, t in zip(parts, lengths, strict=True)]
+        found += [PaddedBatch(part, t, min(scored, t)) for part, t in zip(parts, lengths, strict=True)]
     return found
 
 

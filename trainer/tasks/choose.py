@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.tasks import harness
-from trainer.tasks.eval_model import Examinee
+from trainer.tasks.eval_model import EvalModel
 from trainer.tasks.offline import BYTES, ITEMS, TASKS, Item, Scores, items_of
 
 BATCH = 16  # sequences at once, by default
@@ -30,11 +30,11 @@ class Tasks:
     limit: int | None
     fewshot: int | None
 
-    def scores(self, examinee: Examinee) -> dict[str, Scores]:
+    def scores(self, eval_model: EvalModel) -> dict[str, Scores]:
         """The scores by task and metric. UserError as of `harness.scores_of`."""
-        found = {name: TASKS[name].score(examinee, items) for name, items in self.items.items()}
+        found = {name: TASKS[name].score(eval_model, items) for name, items in self.items.items()}
         if self.others:
-            found |= harness.scores_of(examinee, self.others, self.known, limit=self.limit, fewshot=self.fewshot)
+            found |= harness.scores_of(eval_model, self.others, self.known, limit=self.limit, fewshot=self.fewshot)
         return found
 
 

@@ -1,4 +1,4 @@
-"""A model in a precision, asked about texts: the three kinds of questions that tasks have.
+"""A model in a precision for the three kinds of requests that tasks make: likelihoods, rolling likelihoods, texts.
 
 How texts become tokens is what lm-evaluation-harness does with the models of Hugging Face, so that both give the same
 numbers: spaces at the end of a context belong to what follows, the tokens of a continuation are those that the whole
@@ -13,30 +13,30 @@ from scalify_core import asarray
 from trainer.errors import UserError
 from trainer.models.functional import Params
 from trainer.tasks.scoring import Answer, Question, Scorer
-from trainer.tasks.writing import LIKELIEST, Manner, Writer
-from trainer.workload import Task
+from trainer.tasks.writing import LIKELIEST, DecodingParams, Writer
+from trainer.workload import TrainTask
 
 if TYPE_CHECKING:
     from trainer.data import Tokenizer
 
 
-class Wish(NamedTuple):
-    """What is to be written.
+class GenerationRequest(NamedTuple):
+    """A request to generate a text.
 
     Attributes:
       context: the text to continue; empty: a new document.
       until: strings of which the first one to come ends it, and is left out.
       max_new_tokens: tokens at most.
-      manner: how they are chosen.
+      decoding: how tokens are chosen.
     """
 
     context: str
     until: tuple[str, ...]
     max_new_tokens: int
-    manner: Manner = LIKELIEST
+    decoding: DecodingParams = LIKELIEST
 
 
-class Examinee:
+class EvalModel:
     """A model of a task, in its precision, with a tokenizer. `at` gives it parameters.
 
     Args:
@@ -45,34 +45,34 @@ class Examinee:
       batch: sequences at once.
     """
 
-    def __init__(self, task: Task, tokenizer: "Tokenizer", batch: int) -> None:
+    def __init__(self, task: TrainTask, tokenizer: "Tokenizer", batch: int) -> None:
         self.tokenizer, self.context = tokenizer, task.model.spec.context
         self._score, self._write = Scorer(task, batch), Writer(task, batch)
         self._params: Params = {}
         self._scaling: Any = ()
 
-    def at(self, params: Params, scaling: Any) -> "Examinee":
+    def at(self, params: Params, scaling: Any) -> "EvalModel":
         """The same, with the parameters and the scaling of a `TrainState` on one device."""
         self._params, self._scaling = params, scaling
         return self
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Answer]:
-        """Of each context and its continuation. UserError for a continuation without a token, or with too many."""
+        """Score continuations of contexts. Raises UserError for a continuation without a token or with too many."""
         return self.answers([self.question(*pair) for pair in pairs])
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
-        """The log-likelihood of each text, nats: every token is scored once, with as much before it as fits."""
+        """Return log-likelihoods of texts in nats; each token is scored once, with the longest context that fits."""
         windows = [list(self.windows(text)) for text in texts]
         answers = iter(self.answers([window for some in windows for window in some]))
         return [sum(next(answers).logprob for _ in some) for some in windows]
 
-    def texts(self, wishes: Sequence[Wish]) -> list[str]:
-        """What is written for each. UserError where `max_new_tokens` leaves no room for a context."""
-        found: dict[int, str] = {}
-        for key in dict.fromkeys(wish[1:] for wish in wishes):
-            rows = [row for row, wish in enumerate(wishes) if wish[1:] == key]
-            found |= dict(zip(rows, self._written([wishes[row] for row in rows]), strict=True))
-        return [found[row] for row in range(len(wishes))]
+    def texts(self, requests: Sequence[GenerationRequest]) -> list[str]:
+        """Generate a text for each request. Raises UserError if `max_new_tokens` leaves no room for a context."""
+        texts: dict[int, str] = {}
+        for key in dict.fromkeys(request[1:] for request in requests):
+            rows = [row for row, request in enumerate(requests) if request[1:] == key]
+            texts |= dict(zip(rows, self._written([requests[row] for row in rows]), strict=True))
+        return [texts[row] for row in range(len(requests))]
 
     def question(self, context: str, continuation: str) -> Question:
         """A context and its continuation in tokens."""
@@ -96,7 +96,7 @@ class Examinee:
             yield Question(ids[first:start], ids[start:end])
 
     def answers(self, questions: Sequence[Question]) -> list[Answer]:
-        """Of questions in tokens. UserError as of `likelihoods`."""
+        """Score questions in tokens. Raises UserError as `likelihoods` does."""
         for before, after in questions:
             if not before or not 0 < len(after) <= self.context:
                 raise UserError(
@@ -105,9 +105,9 @@ class Examinee:
                 )
         return self._score(self._params, self._scaling, questions)
 
-    def _written(self, wishes: Sequence[Wish]) -> list[str]:
-        """The texts of wishes that differ in their contexts alone."""
-        _, until, max_new_tokens, manner = wishes[0]
+    def _written(self, requests: Sequence[GenerationRequest]) -> list[str]:
+        """Generate the texts of requests that differ only in their contexts."""
+        _, until, max_new_tokens, decoding = requests[0]
         room = self.context - max_new_tokens
         if room < 1 or max_new_tokens < 1:
             raise UserError(
@@ -115,10 +115,10 @@ class Examinee:
                 "task, or a model with a longer context"
             )
         tokenizer = self.tokenizer
-        prompts = [(tokenizer.encode(wish.context) or [tokenizer.eot])[-room:] for wish in wishes]
+        prompts = [(tokenizer.encode(request.context) or [tokenizer.eot])[-room:] for request in requests]
         ended = self._ended(until)
         params = asarray(self._params)
-        new = self._write(params, prompts, max_new_tokens=max_new_tokens, ended=ended, manner=manner)
+        new = self._write(params, prompts, max_new_tokens=max_new_tokens, ended=ended, decoding=decoding)
         return [before_first(self.decoded(prompt, ids), until) for prompt, ids in zip(prompts, new, strict=True)]
 
     def _ended(self, until: tuple[str, ...]) -> Callable[[list[int]], bool]:

@@ -1,4 +1,4 @@
-"""The tasks of lm-evaluation-harness (package `lm-eval`, extra `lm-eval`), asked of an `Examinee`.
+"""The tasks of lm-evaluation-harness (package `lm-eval`, extra `lm-eval`), asked of an `EvalModel`.
 
 What a task asks, how many examples it shows and how it scores is the harness's own; how texts become tokens, in what
 precision and in which batches they go through the model is ours.
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.tasks.eval_model import Examinee, Wish
+from trainer.tasks.eval_model import EvalModel, GenerationRequest
 from trainer.tasks.offline import TASKS, Score, Scores
-from trainer.tasks.writing import Manner
+from trainer.tasks.writing import DecodingParams
 
 PACKAGE = "lm_eval"
 MOST_NEW = 256  # tokens, where a task does not say it: the harness's own default
@@ -50,12 +50,12 @@ def check_names(names: Sequence[str], known: Any) -> None:
 
 
 def scores_of(
-    examinee: Examinee, names: Sequence[str], known: Any, *, limit: int | None, fewshot: int | None
+    eval_model: EvalModel, names: Sequence[str], known: Any, *, limit: int | None, fewshot: int | None
 ) -> dict[str, Scores]:
     """The scores of tasks, each of a group alone too, by name and metric.
 
     Args:
-      examinee: has parameters.
+      eval_model: has parameters.
       names: which `check_names` has not refused.
       known: of `manager`.
       limit: examples of each task at most; None: all.
@@ -68,7 +68,7 @@ def scores_of(
 
     try:
         found = simple_evaluate(
-            adapter(examinee),
+            adapter(eval_model),
             tasks=list(names),
             num_fewshot=fewshot,
             limit=limit,
@@ -95,7 +95,7 @@ def scores_in(row: dict[str, Any]) -> Scores:
     return scores
 
 
-def wish_of(context: str, told: dict[str, Any]) -> Wish:
+def request_of(context: str, told: dict[str, Any]) -> GenerationRequest:
     """What a task wants to have written. UserError for a way to choose tokens that is not known here."""
     rest = dict(told)
     until = rest.pop("until", None) or ()
@@ -110,28 +110,28 @@ def wish_of(context: str, told: dict[str, Any]) -> Wish:
         )
     temperature = float(settings.get("temperature", 1.0 if sampled else 0.0))
     if sampled is False or temperature == 0:
-        return Wish(context, until, int(given[0]) if given else MOST_NEW)
-    manner = Manner(temperature, int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0)))
-    return Wish(context, until, int(given[0]) if given else MOST_NEW, manner)
+        return GenerationRequest(context, until, int(given[0]) if given else MOST_NEW)
+    decoding = DecodingParams(temperature, int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0)))
+    return GenerationRequest(context, until, int(given[0]) if given else MOST_NEW, decoding)
 
 
-def adapter(examinee: Examinee) -> Any:
-    """The harness's model that asks the examinee."""
+def adapter(eval_model: EvalModel) -> Any:
+    """The harness's model that asks the model."""
     from lm_eval.api.model import LM
 
     class Adapter(LM):  # of a package that need not be there when this module is read
-        tokenizer_name = examinee.tokenizer.fingerprint
+        tokenizer_name = eval_model.tokenizer.fingerprint
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             return [
                 (answer.logprob, answer.greedy)
-                for answer in examinee.likelihoods([request.args for request in requests])
+                for answer in eval_model.likelihoods([request.args for request in requests])
             ]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            return examinee.rolling([request.args[0] for request in requests])
+            return eval_model.rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            return examinee.texts([wish_of(*request.args) for request in requests])
+            return eval_model.texts([request_of(*request.args) for request in requests])
 
     return Adapter()

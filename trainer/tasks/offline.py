@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.errors import UserError
-from trainer.tasks.eval_model import Examinee
+from trainer.tasks.eval_model import EvalModel
 
 PASSAGE = 32  # words
 TAIL = 8  # of them, whose order is asked for
@@ -50,12 +50,12 @@ class OfflineTask:
 
     Attributes:
       items: of a text, without end but that of the text.
-      score: of an examinee, on items.
+      score: of an EvalModel, on items.
       harness: what lm-evaluation-harness is told of it.
     """
 
     items: Callable[[str], Iterator[Item]]
-    score: Callable[[Examinee, Sequence[Item]], Scores]
+    score: Callable[[EvalModel, Sequence[Item]], Scores]
     harness: dict[str, Any]
 
 
@@ -101,9 +101,9 @@ def word_orders(text: str) -> Iterator[Item]:
         yield Item(text[start:end], tuple(f" {choice}" for choice in choices), gold)
 
 
-def score_words(examinee: Examinee, items: Sequence[Item]) -> Scores:
+def score_words(eval_model: EvalModel, items: Sequence[Item]) -> Scores:
     """Perplexity of the last word, and the share of items where its tokens are the likeliest."""
-    answers = examinee.likelihoods([(item.context, item.choices[0]) for item in items])
+    answers = eval_model.likelihoods([(item.context, item.choices[0]) for item in items])
     nats = mean_of([-answer.logprob for answer in answers])
     perplexity = math.exp(min(nats.value, 700.0))
     return {
@@ -112,9 +112,9 @@ def score_words(examinee: Examinee, items: Sequence[Item]) -> Scores:
     }
 
 
-def score_orders(examinee: Examinee, items: Sequence[Item]) -> Scores:
+def score_orders(eval_model: EvalModel, items: Sequence[Item]) -> Scores:
     """The share of items whose own order is the likeliest; all have the same characters."""
-    answers = iter(examinee.likelihoods([(item.context, choice) for item in items for choice in item.choices]))
+    answers = iter(eval_model.likelihoods([(item.context, choice) for item in items for choice in item.choices]))
     right = []
     for item in items:
         found = [next(answers).logprob for _ in item.choices]

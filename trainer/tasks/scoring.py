@@ -13,7 +13,7 @@ import numpy as np
 from scalify_core import asarray
 from trainer.models.functional import Params
 from trainer.tasks.batching import Sized, batches_of
-from trainer.workload import Model, Task
+from trainer.workload import Model, TrainTask
 
 AT_ONCE = 2048  # rows of logits: with 50,257 tokens 0.4 GiB
 
@@ -93,7 +93,7 @@ class Scorer:
       batch: B.
     """
 
-    def __init__(self, task: Task, batch: int) -> None:
+    def __init__(self, task: TrainTask, batch: int) -> None:
         self.batch, self.context = batch, task.model.spec.context
         self._score = task.jit(make_score(task.model))
 

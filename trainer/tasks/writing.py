@@ -13,13 +13,13 @@ import numpy as np
 from trainer.models.functional import Params
 from trainer.models.sampling import sample
 from trainer.tasks.batching import Sized, batches_of
-from trainer.workload import Task
+from trainer.workload import TrainTask
 
 PART = 16  # new tokens between two looks at whether all rows have ended
 
 
-class Manner(NamedTuple):
-    """How tokens are chosen, see `sampling.sample`; temperature 0 takes the likeliest."""
+class DecodingParams(NamedTuple):
+    """Parameters of decoding, as of `sampling.sample`; temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -27,7 +27,7 @@ class Manner(NamedTuple):
     seed: int = 0
 
 
-LIKELIEST = Manner()
+LIKELIEST = DecodingParams()
 
 
 class Writer:
@@ -38,7 +38,7 @@ class Writer:
       batch: B.
     """
 
-    def __init__(self, task: Task, batch: int) -> None:
+    def __init__(self, task: TrainTask, batch: int) -> None:
         self.batch, self.context = batch, task.model.spec.context
         bind = task.model.sampling.bind
 
@@ -88,7 +88,7 @@ class Writer:
         *,
         max_new_tokens: int,
         ended: Callable[[list[int]], bool],
-        manner: Manner = LIKELIEST,
+        decoding: DecodingParams = LIKELIEST,
     ) -> list[list[int]]:
         """New ids of each prompt, at most `max_new_tokens`, rather more than up to where a row has ended.
 
@@ -97,7 +97,7 @@ class Writer:
           prompts: a token or more; together with `max_new_tokens` they fit into the context.
           max_new_tokens: at least 1.
           ended: whether new ids need no more behind them.
-          manner: how they are chosen; those of prompt n depend on the seed and on n.
+          decoding: how they are chosen; those of prompt n depend on the seed and on n.
 
         Raises:
           ValueError: what does not fit.
@@ -107,7 +107,7 @@ class Writer:
             raise ValueError(f"expected prompts of 1 to {self.context} - {max_new_tokens} tokens")
         found: dict[int, list[int]] = {}
         for rows, length, _ in batches_of(sizes, self.batch, self.context - max_new_tokens):
-            written = self._write(params, [prompts[row] for row in rows], length, rows, max_new_tokens, ended, manner)
+            written = self._write(params, [prompts[row] for row in rows], length, rows, max_new_tokens, ended, decoding)
             found |= dict(zip(rows, written, strict=True))
         return [found[row] for row in range(len(prompts))]
 
@@ -119,7 +119,7 @@ class Writer:
         rows: Sequence[int],
         max_new_tokens: int,
         ended: Callable[[list[int]], bool],
-        manner: Manner,
+        decoding: DecodingParams,
     ) -> list[list[int]]:
         """The continuations of a batch."""
         tokens_BxT = np.zeros((self.batch, length), np.int32)
@@ -132,10 +132,10 @@ class Writer:
         room = np.zeros(min(length + parts * PART, self.context), np.int8)
         logits_BxV, caches = self._begin(params, tokens_BxT, length_B, room)
         seeds_B = np.resize(np.array(rows, np.uint32), self.batch)
-        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(manner.seed), seeds_B)
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(decoding.seed), seeds_B)
         controls = None
-        if manner.temperature > 0:
-            controls = jnp.float32(manner.temperature), jnp.int32(manner.top_k), jnp.float32(manner.top_p)
+        if decoding.temperature > 0:
+            controls = jnp.float32(decoding.temperature), jnp.int32(decoding.top_k), jnp.float32(decoding.top_p)
         written: list[list[int]] = [[] for _ in prompts]
         for part in range(parts):
             numbers_N = part * PART + jnp.arange(PART)

@@ -14,7 +14,7 @@ import pytest
 from scripts.studies import parity, runs
 from scripts.studies.pairs import Outcome
 from scripts.studies.parity import Arguments
-from scripts.studies.runs import Job
+from scripts.studies.runs import Trial
 from trainer.errors import UserError
 from trainer.observe.records import encode_row
 from trainer.run.rundir import RunDir
@@ -59,7 +59,7 @@ def test_a_study_says_before_it_what_its_pairs_will_show_and_how_many_an_interva
         "± 0.1% needs 18 pairs"
     )
     runs = {
-        Job(1.0, item, seed): Outcome({10: loss}, 0, False)
+        Trial(1.0, item, seed): Outcome({10: loss}, 0, False)
         for item, losses in (("fp32", (2.0, 2.0)), ("x", (2.0, 2.01)))
         for seed, loss in enumerate(losses)
     }
@@ -112,7 +112,7 @@ def test_the_loss_in_another_precision_is_that_of_the_name(tmp_path):
 def ended(tmp_path, monkeypatch):
     """A study's only run, ended but not evaluated, and its checkpoints; evaluations answer at once, or fail."""
     args = Arguments("fp32", seeds=1, steps=10, evaluations=1, last=1, evaluate_in="fp32", out=str(tmp_path))
-    run_dir = runs.folder(tmp_path, Job(1.0, "fp32", 0))
+    run_dir = runs.folder(tmp_path, Trial(1.0, "fp32", 0))
     write(run_dir, {"step": 10, "val/loss": 1.0})
     (run_dir / "checkpoints" / "10").mkdir(parents=True)
 
@@ -173,7 +173,7 @@ def test_a_run_that_was_killed_before_its_last_checkpoint_is_continued(ended, mo
 
     monkeypatch.setattr(parity, "in_turn", train)
     parity.main(args)
-    assert continued == [Job(1.0, "fp32", 0)]
+    assert continued == [Trial(1.0, "fp32", 0)]
     assert parity.read_outcome(run_dir, 10, "fp32").elsewhere == 1.0
 
 
@@ -244,7 +244,7 @@ def test_an_item_that_is_clear_gets_no_further_seeds_and_then_neither_does_the_b
 
 
 def test_a_failed_run_ends_the_study_with_its_last_words(tmp_path):
-    job = Job(1.0, "bf16", 0)
+    job = Trial(1.0, "bf16", 0)
     with pytest.raises(UserError, match=r"ended with exit code 2: unknown key trian"):
         list(
             runs.in_turn(
@@ -257,9 +257,9 @@ def test_a_failed_run_ends_the_study_with_its_last_words(tmp_path):
 
 TWICE = """
 import pathlib, signal, sys
-from scripts.studies.runs import Job, in_turn
+from scripts.studies.runs import Trial, in_turn
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-job, out = Job(1.0, "fp32", 0), pathlib.Path(sys.argv[1])
+job, out = Trial(1.0, "fp32", 0), pathlib.Path(sys.argv[1])
 child = [sys.executable, "-c", sys.argv[2], str(out / "saved"), str(out / "ready")]
 list(in_turn({job: child}, {job: out / "run"}, 1))
 """

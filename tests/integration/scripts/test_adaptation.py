@@ -9,7 +9,7 @@ import pytest
 from scripts import train_tokenizer
 from scripts.studies import adaptation, catalogues
 from scripts.studies.adaptation import OLD, RANDOM, Arguments, Curve, Sizes
-from scripts.studies.runs import Job
+from scripts.studies.runs import Trial
 from trainer.config.composition import compose_or_explain
 from trainer.data import TextSource
 from trainer.data.corpus import open_corpus
@@ -84,13 +84,13 @@ def test_the_old_tokenizer_gets_as_many_steps_as_show_it_the_same_bytes():
 
 def test_figures_are_of_pairs_of_one_seed_and_rate():
     curves = {
-        Job(1e-3, "focus", 1): Curve({10: 2.0, 20: 1.5}),
-        Job(1e-3, "focus", 2): Curve({10: 3.0, 20: 1.0}),
-        Job(1e-3, RANDOM, 1): Curve({10: 3.0, 20: 2.0}),
-        Job(1e-3, RANDOM, 2): Curve({10: 3.0, 20: 2.0}),
-        Job(1e-3, OLD, 2): Curve({20: 3.0, 40: 2.5}),
-        Job(3e-3, "focus", 1): Curve({10: 2.5, 20: 1.5}),
-        Job(3e-3, RANDOM, 1): Curve({10: 2.75, 20: 2.5}),
+        Trial(1e-3, "focus", 1): Curve({10: 2.0, 20: 1.5}),
+        Trial(1e-3, "focus", 2): Curve({10: 3.0, 20: 1.0}),
+        Trial(1e-3, RANDOM, 1): Curve({10: 3.0, 20: 2.0}),
+        Trial(1e-3, RANDOM, 2): Curve({10: 3.0, 20: 2.0}),
+        Trial(1e-3, OLD, 2): Curve({20: 3.0, 40: 2.5}),
+        Trial(3e-3, "focus", 1): Curve({10: 2.5, 20: 1.5}),
+        Trial(3e-3, RANDOM, 1): Curve({10: 2.75, 20: 2.5}),
     }
     focus, random, old, fast, fast_random = adaptation.table(curves)
     assert (focus.seeds, random.seeds, old.seeds, old.steps) == (2, 2, 1, 40)

@@ -84,7 +84,7 @@ def test_other_bits_are_named_by_their_first_step(tmp_path):
 def test_a_job_that_fails_or_takes_too_long_is_named_and_begun_again(tmp_path, monkeypatch):
     study = gpu.Study(arguments(tmp_path, "bench124", seconds=20.0))
     commands = {"slow": "import time; time.sleep(60)", "broken": "raise SystemExit('no such thing')", "good": ""}
-    jobs = [[gpu.Job(name, ("-c", code))] for name, code in commands.items()]
+    jobs = [[gpu.GpuCommand(name, ("-c", code))] for name, code in commands.items()]
     monkeypatch.setitem(study.stages, "bench124", lambda: jobs[1:])
     assert study.run() == ["broken"]
     assert ends(tmp_path, "bench124")["broken"]["said"] == "no such thing"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from scripts.studies import out_of_the_box
-from scripts.studies.out_of_the_box import TASKS, Arguments, Job, main, train
+from scripts.studies.out_of_the_box import TASKS, Arguments, ZooTrial, main, train
 from trainer.errors import UserError
 
 MODELS = "vit:1,llama:2"
@@ -13,7 +13,7 @@ MODELS = "vit:1,llama:2"
 
 def losses(job, args):
     """What a run would have given; the FP8 run of seed 1 diverges."""
-    if job == Job("vit:1", 1, "fp8"):
+    if job == ZooTrial("vit:1", 1, "fp8"):
         return [2.0] * (args.steps - 1) + [float("nan")]
     return [5.0] * (args.steps - args.last) + [1.0 + 0.01 * (job.way == "fp8") * (1 + job.seed)] * args.last
 
@@ -63,7 +63,7 @@ def flat(batch):
 def test_all_ways_are_steps_of_the_same_model():
     args = Arguments(models="llama:1", width=32, batch=1, steps=3)
     with jax.numpy_rank_promotion("allow"):
-        expected, *found = (train(Job("llama:1", 0, way), args) for way in ("fp32", "fp8", "amax"))
+        expected, *found = (train(ZooTrial("llama:1", 0, way), args) for way in ("fp32", "fp8", "amax"))
     for losses_ in found:
         assert losses_ == pytest.approx(expected, rel=2.0**-7)  # FP8 rounds at 2^-4, and the loss is a mean of 64
         assert losses_ != expected

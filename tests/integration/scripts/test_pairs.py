@@ -19,7 +19,7 @@ from scripts.studies.pairs import (
     settled,
 )
 from scripts.studies.parity_picture import draw
-from scripts.studies.runs import Job
+from scripts.studies.runs import Trial
 
 
 def outcome(*losses, diverged=False, skipped=0):
@@ -48,8 +48,8 @@ def test_the_final_loss_is_the_mean_of_the_last_validations_in_the_order_of_step
 
 
 def test_differences_are_of_the_same_seed_and_learning_rate():
-    base = {Job(lr, "fp32", seed): outcome(1.0 + seed + 10 * lr) for lr in (1, 3) for seed in (0, 1, 2)}
-    other = {Job(lr, "bf16", seed): outcome(1.0 + seed + 10 * lr + lr / 100) for lr in (1, 3) for seed in (1, 2)}
+    base = {Trial(lr, "fp32", seed): outcome(1.0 + seed + 10 * lr) for lr in (1, 3) for seed in (0, 1, 2)}
+    other = {Trial(lr, "bf16", seed): outcome(1.0 + seed + 10 * lr + lr / 100) for lr in (1, 3) for seed in (1, 2)}
     rows = {(row.lr, row.item): row for row in compare(base | other, "fp32", last=1)}
     for lr in (1, 3):
         row = rows[lr, "bf16"]
@@ -63,12 +63,12 @@ def test_differences_are_of_the_same_seed_and_learning_rate():
 
 def test_the_other_precision_has_its_own_pairs_and_columns():
     outcomes = {
-        Job(1, "fp32", 0): outcome(2.0)._replace(elsewhere=2.0),
-        Job(1, "fp32", 1): outcome(2.0)._replace(elsewhere=2.0),
-        Job(1, "fp8", 0): outcome(2.5)._replace(elsewhere=2.1),
-        Job(1, "fp8", 1): outcome(2.5)._replace(elsewhere=2.3),
-        Job(1, "fp8", 2): outcome(2.5)._replace(elsewhere=9.0),  # without its pair
-        Job(1, "bf16", 0): outcome(2.0),
+        Trial(1, "fp32", 0): outcome(2.0)._replace(elsewhere=2.0),
+        Trial(1, "fp32", 1): outcome(2.0)._replace(elsewhere=2.0),
+        Trial(1, "fp8", 0): outcome(2.5)._replace(elsewhere=2.1),
+        Trial(1, "fp8", 1): outcome(2.5)._replace(elsewhere=2.3),
+        Trial(1, "fp8", 2): outcome(2.5)._replace(elsewhere=9.0),  # without its pair
+        Trial(1, "bf16", 0): outcome(2.0),
     }
     rows = compare(outcomes, "fp32", last=1)
     assert (rows[1].elsewhere_n, rows[1].elsewhere) == (2, pytest.approx(0.2))
@@ -85,10 +85,10 @@ def test_the_other_precision_has_its_own_pairs_and_columns():
 
 def test_a_diverged_run_is_reported_and_makes_no_pair():
     outcomes = {
-        Job(1, "fp32", 0): outcome(2.0),
-        Job(1, "fp32", 1): outcome(2.0),
-        Job(1, "fp16", 0): outcome(2.5),
-        Job(1, "fp16", 1): outcome(diverged=True, skipped=11),
+        Trial(1, "fp32", 0): outcome(2.0),
+        Trial(1, "fp32", 1): outcome(2.0),
+        Trial(1, "fp16", 0): outcome(2.5),
+        Trial(1, "fp16", 1): outcome(diverged=True, skipped=11),
     }
     base, row = compare(outcomes, "fp32", last=1)
     assert (row.n, row.diverged, row.skipped, row.difference) == (1, 1, 11, 0.5)
@@ -99,14 +99,14 @@ def test_a_diverged_run_is_reported_and_makes_no_pair():
 
 
 def test_what_only_diverged_has_a_row_without_figures():
-    outcomes = {Job(1, "fp32", 0): outcome(2.0), Job(1, "fp16", 0): outcome(diverged=True)}
+    outcomes = {Trial(1, "fp32", 0): outcome(2.0), Trial(1, "fp16", 0): outcome(diverged=True)}
     rows = compare(outcomes, "fp32", last=1)
     assert markdown(rows, "fp32").splitlines()[-1] == "| 1x | fp16 | 0 | 1 | 0 | - | - | - | - |"
 
 
 def test_the_upper_end_is_of_the_interval_not_of_the_mean():
-    outcomes = {Job(1, "fp32", s): outcome(2.0) for s in range(2)}
-    outcomes |= {Job(1, "x", s): outcome(2.0 + 0.01 * s) for s in range(2)}
+    outcomes = {Trial(1, "fp32", s): outcome(2.0) for s in range(2)}
+    outcomes |= {Trial(1, "x", s): outcome(2.0 + 0.01 * s) for s in range(2)}
     row = compare(outcomes, "fp32", last=1)[1]
     assert row.half_width == pytest.approx(12.706 * 0.005, rel=1e-3)
     assert row.upper_percent == pytest.approx(100 * (0.005 + row.half_width) / 2)
@@ -119,10 +119,10 @@ def test_the_picture_shows_every_learning_rate_whatever_diverged(tmp_path):
         return struct.unpack(">8s8xII", path.read_bytes()[:24])
 
     assert size_of({})[0] == b"\x89PNG\r\n\x1a\n"
-    one = {Job(1, "fp32", 0): outcome(3.0, diverged=True)}
+    one = {Trial(1, "fp32", 0): outcome(3.0, diverged=True)}
     _, width, height = size_of(one)
-    two = {Job(lr, item, s): outcome(3.0, 2.0 + s) for lr in (1, 3) for item in ("fp32", "bf16") for s in (0, 1)}
-    two |= {Job(3, "bf16", s): outcome(3.0, diverged=True) for s in (0, 1)}
+    two = {Trial(lr, item, s): outcome(3.0, 2.0 + s) for lr in (1, 3) for item in ("fp32", "bf16") for s in (0, 1)}
+    two |= {Trial(3, "bf16", s): outcome(3.0, diverged=True) for s in (0, 1)}
     assert size_of(two)[1:] == (width, 2 * height)
     assert [path.name for path in tmp_path.iterdir()] == ["parity.png"]
 
@@ -149,10 +149,10 @@ def test_a_difference_that_is_seen_four_times_in_five_is():
 
 def test_scatter_is_of_finished_pairs_in_percent_of_the_base():
     runs = {
-        Job(1.0, "fp32", 0): outcome(2.0), Job(1.0, "x", 0): outcome(2.02),
-        Job(1.0, "fp32", 1): outcome(4.0), Job(1.0, "x", 1): outcome(3.96),
-        Job(1.0, "fp32", 2): outcome(2.0), Job(1.0, "x", 2): outcome(math.nan, diverged=True),
-        Job(1.0, "y", 0): outcome(2.0), Job(3.0, "x", 0): outcome(1.0),
+        Trial(1.0, "fp32", 0): outcome(2.0), Trial(1.0, "x", 0): outcome(2.02),
+        Trial(1.0, "fp32", 1): outcome(4.0), Trial(1.0, "x", 1): outcome(3.96),
+        Trial(1.0, "fp32", 2): outcome(2.0), Trial(1.0, "x", 2): outcome(math.nan, diverged=True),
+        Trial(1.0, "y", 0): outcome(2.0), Trial(3.0, "x", 0): outcome(1.0),
     }  # fmt: skip
     assert scatter_of(runs, "fp32", last=1) == {(1.0, "x"): (pytest.approx(math.sqrt(2)), 2)}
 

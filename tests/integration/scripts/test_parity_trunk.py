@@ -10,7 +10,7 @@ import pytest
 from scripts.studies import parity
 from scripts.studies.pairs import Outcome
 from scripts.studies.parity import Arguments
-from scripts.studies.runs import Job, code_of, folder
+from scripts.studies.runs import Trial, code_of, folder
 from trainer.errors import UserError
 
 TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
@@ -53,7 +53,7 @@ def test_a_trunk_or_a_second_item_that_no_study_has_is_refused(arguments, messag
 def test_runs_are_compared_with_another_item_than_the_base_too():
     losses = {"fp32": (2.0, 2.2), "fp8_current": (2.001, 2.202), "scalify_fp8": (2.002, 2.203)}
     outcomes = {
-        Job(1.0, item, seed): Outcome({10: loss}, 0, False)
+        Trial(1.0, item, seed): Outcome({10: loss}, 0, False)
         for item, both in losses.items()
         for seed, loss in enumerate(both)
     }
@@ -78,7 +78,7 @@ def test_a_table_names_the_code_of_its_runs_and_not_that_which_writes_it(tmp_pat
         (run / "environment.txt").write_text(text)
     assert code_of(runs) == "12+changes, 34"
     args = Arguments("bf16", seeds=1, steps=2, evaluations=2, last=1, out=str(tmp_path))
-    job = Job(1.0, "fp32", 0)
+    job = Trial(1.0, "fp32", 0)
     folder(tmp_path, job).mkdir(parents=True)
     (folder(tmp_path, job) / "environment.txt").write_text("code: 56\n")
     parity.report(tmp_path, args, {job: Outcome({1: 2.0, 2: 2.0}, 0, False)})

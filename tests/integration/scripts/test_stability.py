@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from scripts.studies import stability, stable
-from scripts.studies.runs import Job
+from scripts.studies.runs import Trial
 from scripts.studies.stability import Arguments
 from scripts.studies.stable import Run
 from trainer.errors import UserError
@@ -151,4 +151,4 @@ def test_a_run_without_looks_has_no_sharpness():
     assert (found.first, found.final, found.logits, found.edge) == (4.9, 4.0, {}, {})
     assert stable.run_of(rows[:-1], steps=10, last=1, stopped=False) is None
     assert stable.run_of(rows[:-1], steps=10, last=1, stopped=True).diverged
-    assert stable.figures({Job(1.0, "fp32", 0): found}, "fp32", [1.0])[0].leads == {}
+    assert stable.figures({Trial(1.0, "fp32", 0): found}, "fp32", [1.0])[0].leads == {}

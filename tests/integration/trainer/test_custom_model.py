@@ -11,7 +11,7 @@ from flax import nnx
 from trainer import CausalModel, Role, UserError, compose, train
 from trainer.assembly.build import build_policy
 from trainer.assembly.run import restore_run
-from trainer.models.custom import own_spec
+from trainer.models.custom import custom_spec
 from trainer.workload import Model
 
 SMALL = [*TINY, "parallel.data=1", "sample.max_new_tokens=4", CACHE]
@@ -70,7 +70,7 @@ def test_it_learns_in_any_precision_and_narrow_products_are_those_of_the_pattern
 
 
 def test_a_pattern_of_the_precision_chooses_its_layers():
-    spec = own_spec(Next, vocab_size=V, context=8, keep_fp8_weights=False)
+    spec = custom_spec(Next, vocab_size=V, context=8, keep_fp8_weights=False)
     policy = build_policy(compose(["precision=fp8_current", "precision.exclude=[h.0.down]"]).precision)
     model = Model.make(spec, policy, rows=32)
     assert model.narrow == ["h.0.up"]
@@ -79,7 +79,7 @@ def test_a_pattern_of_the_precision_chooses_its_layers():
 
 
 def test_its_cacheless_decoding_gives_the_logits_of_the_whole():
-    spec = own_spec(Next, vocab_size=V, context=8, keep_fp8_weights=False)
+    spec = custom_spec(Next, vocab_size=V, context=8, keep_fp8_weights=False)
     model = spec.family().build(spec)
     bound = model.bind(model.init(jax.random.key(0)))
     tokens = jnp.arange(8, dtype=jnp.int32)[None] * 3

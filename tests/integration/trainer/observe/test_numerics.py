@@ -20,7 +20,7 @@ from trainer.models.spec import GPT2Spec
 from trainer.observe.numerics import CLASSES, gradients, make_numerics
 from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.step.optimizer import make_optimizer
-from trainer.workload import Model, Task, first_state
+from trainer.workload import Model, TrainTask, first_state
 
 SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=1, n_head=2, d_model=32)
 TWO = dataclasses.replace(SPEC, n_layer=2)
@@ -51,7 +51,7 @@ def workload(preset, spec=SPEC, name="adamw", **changes):
         {"eps": 1e-8} if name != "lion" else {}
     )
     model = Model.make(spec, policy(preset, **changes))
-    return Task(model, name, make_optimizer(name, **settings), make_mesh(1))
+    return TrainTask(model, name, make_optimizer(name, **settings), make_mesh(1))
 
 
 def batch(w):
@@ -150,7 +150,7 @@ def test_moments_are_those_that_the_optimiser_has(name):
         "muon": {"momentum": 0.9, "b1": 0.9, "b2": 0.99, "eps": 1e-8},
     }
     model = Model.make(SPEC, policy("fp32"))
-    w = Task(model, name, make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings[name]), make_mesh(1))
+    w = TrainTask(model, name, make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings[name]), make_mesh(1))
     found = make_numerics(w, 1e-3)(first_state(w, seed=0), batch(w), 0)
     layers = {kind: {n.split("/")[2] for n in found if n.startswith(f"numerics/{kind}/")} for kind in ("mu", "nu")}
     assert layers["mu"] == set(PARAMETERS)

@@ -24,7 +24,7 @@ from trainer.run.checkpoint import Checkpointer
 from trainer.step.optimizer import make_optimizer
 from trainer.step.state import to_stored
 from trainer.step.step import sequence_keys
-from trainer.workload import Model, Task, abstract_state, first_state, gradient_of, lower_step, wire_of
+from trainer.workload import Model, TrainTask, abstract_state, comm_config_of, first_state, gradient_of, lower_step
 
 SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=1, n_head=4, d_model=64, dropout=0.1)
 LLAMA = LlamaSpec(vocab_size=256, context=32, n_layer=1, n_head=4, n_kv_head=2, d_model=64, tied=False)
@@ -37,7 +37,7 @@ def workload(preset, sizes, spec=SPEC):
     mesh = make_mesh(*sizes)
     policy = build_policy(compose_config([f"precision={preset}"]).precision)
     optimizer = make_optimizer("adamw", **ADAMW)
-    return Task(Model.make(spec, policy), "adamw", optimizer, mesh)
+    return TrainTask(Model.make(spec, policy), "adamw", optimizer, mesh)
 
 
 @functools.cache
@@ -76,11 +76,11 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
     state = state_of("scalify_fp8_fp16", (1, DEVICES))
     assert bytes_per_device(state) == pytest.approx(sum(map(len, bits(state))) / DEVICES, rel=0.05)
 
-    specs, wire = of_parameters(state.params, w.mesh, w.model.roles), wire_of(w)
+    specs, comm = of_parameters(state.params, w.mesh, w.model.roles), comm_config_of(w)
 
     def there_and_back(params):
         """Gathered weights, as if they were gradients."""
-        return reduced(wide(gather(params, specs, wire)), specs, wire, jnp.uint32(7))
+        return reduced(wide(gather(params, specs, comm)), specs, comm, jnp.uint32(7))
 
     in_specs = (partitions(state.params, w.mesh, w.model.roles),)
     mapped = jax.shard_map(there_and_back, mesh=w.mesh, in_specs=in_specs, out_specs=specs, check_vma=False)

@@ -35,7 +35,7 @@ def task_of(diloco, preset="fp32", devices=None, sizes=(1,)):
 
 @functools.cache
 def made(diloco, preset="fp32", devices=None, sizes=(1,)):
-    """Task, first state and compiled step."""
+    """TrainTask, first state and compiled step."""
     task = task_of(diloco, preset, devices, sizes)
     state = from_stored(first_state(task, 0))
     tokens = abstract_batch(1, 16, 16, document_mask=False, mesh=task.mesh)

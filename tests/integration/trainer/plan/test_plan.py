@@ -26,7 +26,7 @@ from trainer.plan.figures import Aim, continued, seconds_of_collective, seconds_
 from trainer.plan.plan import is_continued
 from trainer.plan.targets import TARGETS, get_target
 from trainer.precision.policy import Policy
-from trainer.workload import Task
+from trainer.workload import TrainTask
 
 TINY = ["model=gpt2_nano", "model.n_layer=1", "model.d_model=64", "model.n_head=1", "model.context=64"]
 H200, A100 = (Gpu(t.device, t.capability) for t in (get_target("h200"), get_target("a100")))
@@ -161,7 +161,7 @@ def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatc
     monkeypatch.setattr("trainer.assembly.build.Program", lambda text: text)  # read by the plan already
     overrides = [*TINY, "precision=scalify_fp8_fp16", "train.batch_tokens=256"]
     mesh = make_target_mesh(get_target("h200"), 2, 1)
-    w = Task(flagship.measured.model, "adamw", None, mesh)
+    w = TrainTask(flagship.measured.model, "adamw", None, mesh)
     step = SimpleNamespace(as_text=lambda: flagship.measured.compiled.program)
     found = check_fp8(compose_config(overrides), w, step)
     assert found.share == flagship.fp8_flop_share

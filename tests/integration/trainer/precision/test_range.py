@@ -132,7 +132,7 @@ def test_a_kernel_whose_rows_are_smoothed_is_sent_as_it_is_smoothed():
     def sent(preset, mlp):
         model = Model.make(dataclasses.replace(SPEC, mlp=mlp), policy(preset))
         params = abstract_weights(jax.eval_shape(model.training.init, jax.random.key(0)), model.policy, 1.0)
-        send = lambda p: map_arrays(lambda x, role: model.in_transit(role, x), p, model.roles)
+        send = lambda p: map_arrays(lambda x, role: model.for_allgather(role, x), p, model.roles)
         mlp = jax.eval_shape(send, params)["h"][0]["mlp"]
         return [str(getattr(mlp[name]["kernel"], "data", mlp[name]["kernel"]).dtype) for name in ("c_fc", "c_proj")]
 

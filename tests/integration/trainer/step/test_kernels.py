@@ -20,7 +20,7 @@ from trainer.precision.policy import Policy
 from trainer.step.kernels import Kernels, gpu_options, promise
 from trainer.step.nonfinite import first_nonfinite
 from trainer.step.optimizer import make_optimizer
-from trainer.workload import Model, Task, abstract_state, first_state, jitted_eval_step
+from trainer.workload import Model, TrainTask, abstract_state, first_state, jitted_eval_step
 
 FP8 = Policy(**vars(compose_config(["precision=scalify_fp8_fp16"]).precision.policy))
 HARMLESS = {"xla_embed_ir_in_executable": True}  # an option that every compiler takes, and that changes nothing
@@ -71,7 +71,7 @@ def test_the_line_says_what_is_promised_and_why():
 
 def small(mesh, kernels=Kernels.KEPT):
     adamw = make_optimizer("adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
-    return Task(Model.make(GPT2Spec(512, 128, 1, 1, 128), FP8), "adamw", adamw, mesh, kernels=kernels)
+    return TrainTask(Model.make(GPT2Spec(512, 128, 1, 1, 128), FP8), "adamw", adamw, mesh, kernels=kernels)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def told(monkeypatch):
 
     monkeypatch.setattr(jax, "jit", recording)
     monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
-    monkeypatch.setattr(Task, "compiler_options", property(lambda task: HARMLESS))
+    monkeypatch.setattr(TrainTask, "compiler_options", property(lambda task: HARMLESS))
     return options
 
 

@@ -16,11 +16,11 @@ from trainer.errors import UserError
 from trainer.models.spec import GPT2Spec
 from trainer.tasks import harness
 from trainer.tasks.choose import choose
-from trainer.tasks.eval_model import Examinee, Wish, before_first
-from trainer.tasks.harness import check_names, scores_in, wish_of
+from trainer.tasks.eval_model import EvalModel, GenerationRequest, before_first
+from trainer.tasks.harness import check_names, request_of, scores_in
 from trainer.tasks.offline import TASKS, items_of, write_for_harness
 from trainer.tasks.scoring import Answer, Question
-from trainer.tasks.writing import LIKELIEST, Manner
+from trainer.tasks.writing import LIKELIEST, DecodingParams
 from trainer.workload import first_state
 
 SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=1, n_head=2, d_model=32)
@@ -29,10 +29,10 @@ TEXT = " ".join(np.random.default_rng(0).choice(WORDS, 2000).tolist())
 
 
 @functools.cache
-def examinee():
+def eval_model():
     task = workload("fp32", 1, SPEC)
     state = first_state(task, 0)
-    return Examinee(task, get_tokenizer("byte"), 8).at(state.params, state.scaling)
+    return EvalModel(task, get_tokenizer("byte"), 8).at(state.params, state.scaling)
 
 
 def ids(text):
@@ -40,7 +40,7 @@ def ids(text):
 
 
 def test_a_context_and_its_continuation_in_tokens():
-    question = examinee().question
+    question = eval_model().question
     assert question("one", " two") == Question(ids("one"), ids(" two"))
     assert question("one ", "two") == Question(ids("one"), ids(" two"))  # a space belongs to the word behind it
     assert question("", "two") == Question([0], ids("two"))
@@ -50,31 +50,31 @@ def test_a_context_and_its_continuation_in_tokens():
 
 def test_a_rolling_text_scores_each_token_once_with_as_much_before_it_as_fits():
     text = "".join(chr(97 + i % 26) for i in range(75))
-    found = list(examinee().windows(text))
+    found = list(eval_model().windows(text))
     assert [i for window in found for i in window.after] == ids(text)
     assert [len(window.before) + len(window.after) - 1 for window in found] == [32, 32, 32]
     assert found[0].before == [0]
-    total = sum(answer.logprob for answer in examinee().answers(found))
-    assert examinee().rolling(["", text]) == [0, pytest.approx(total)]
+    total = sum(answer.logprob for answer in eval_model().answers(found))
+    assert eval_model().rolling(["", text]) == [0, pytest.approx(total)]
 
 
 def test_a_continuation_that_cannot_be_scored_is_refused_in_a_line():
     for pair, count in ((("one", ""), 0), (("one", "x" * 33), 33)):
         with pytest.raises(UserError, match=rf"a continuation of {count} tokens cannot be scored; expected 1 to 32"):
-            examinee().likelihoods([pair])
+            eval_model().likelihoods([pair])
 
 
 def test_texts_end_before_what_ends_them():
-    wish = Wish("some context that is longer than what fits", (), 12)
-    [whole] = examinee().texts([wish])
+    request = GenerationRequest("some context that is longer than what fits", (), 12)
+    [whole] = eval_model().texts([request])
     middle = whole[3:5]
-    cut, other = examinee().texts([wish._replace(until=(middle,)), wish._replace(context="", max_new_tokens=4)])
+    cut, other = eval_model().texts([request._replace(until=(middle,)), request._replace(context="", max_new_tokens=4)])
     assert cut == whole[: whole.index(middle)]
     assert len(other) <= 4
     with pytest.raises(UserError, match="asks for 32 new tokens, the model's context is 32"):
-        examinee().texts([Wish("one", (), 32)])
+        eval_model().texts([GenerationRequest("one", (), 32)])
     assert before_first("one. two; three", ("; ", ". ")) == "one"
-    assert examinee().decoded(ids("a"), [98, 0, 99]) == "b"
+    assert eval_model().decoded(ids("a"), [98, 0, 99]) == "b"
 
 
 def test_items_are_the_text_s_own_and_always_the_same():
@@ -135,13 +135,15 @@ def test_names_that_are_no_tasks_are_refused(monkeypatch):
 
 
 def test_what_a_task_asks_of_a_generation():
-    assert wish_of("a", {"until": "\n", "max_gen_toks": 5}) == Wish("a", ("\n",), 5)
-    assert wish_of("a", {"until": ["x"], "do_sample": False, "temperature": 0.7}) == Wish("a", ("x",), 256)
+    assert request_of("a", {"until": "\n", "max_gen_toks": 5}) == GenerationRequest("a", ("\n",), 5)
+    assert request_of("a", {"until": ["x"], "do_sample": False, "temperature": 0.7}) == GenerationRequest(
+        "a", ("x",), 256
+    )
     asked = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 3}
-    assert wish_of("a", asked) == Wish("a", (), 3, Manner(0.7, 0, 0.9))
-    assert wish_of("a", {}).manner == LIKELIEST
+    assert request_of("a", asked) == GenerationRequest("a", (), 3, DecodingParams(0.7, 0, 0.9))
+    assert request_of("a", {}).decoding == LIKELIEST
     with pytest.raises(UserError, match="asks for generation with num_beams; known: temperature"):
-        wish_of("a", {"num_beams": 4})
+        request_of("a", {"num_beams": 4})
 
 
 def test_the_numbers_of_the_harness_s_results():
@@ -160,6 +162,6 @@ def test_the_harness_asks_the_examinee(tmp_path):
     pytest.importorskip("lm_eval")
     items = items_of("last_word", TEXT, 12)
     tasks = choose([str(write_for_harness("last_word", items, tmp_path))], lambda size: TEXT)
-    [found] = tasks.scores(examinee()).values()
-    for metric, score in TASKS["last_word"].score(examinee(), items).items():
+    [found] = tasks.scores(eval_model()).values()
+    for metric, score in TASKS["last_word"].score(eval_model(), items).items():
         assert found[metric].value == pytest.approx(score.value)

@@ -12,7 +12,7 @@ from precisions import SPEC, workload
 from scalify_core import asarray
 from trainer.models.llama_spec import LlamaSpec
 from trainer.models.sampling import Generator
-from trainer.tasks.writing import Manner, Writer
+from trainer.tasks.writing import DecodingParams, Writer
 from trainer.workload import first_state
 
 LONG = dataclasses.replace(SPEC, context=64, n_layer=2)
@@ -71,7 +71,7 @@ def test_a_seed_gives_each_prompt_a_text_of_its_own_whatever_the_batch():
     task, params = workload("fp32", 1, LONG), asarray(first_state(workload("fp32", 1, LONG), 1).params)
     same = [[5, 6, 7]] * 3
     write = lambda batch, seed: Writer(task, batch)(
-        params, same, max_new_tokens=20, ended=never, manner=Manner(1.0, seed=seed)
+        params, same, max_new_tokens=20, ended=never, decoding=DecodingParams(1.0, seed=seed)
     )
     first, again, other = write(4, 0), write(2, 0), write(4, 1)
     assert first == again

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data import Loader, Manifest, TextSource, prepare
-from trainer.data.mixture import MixedManifest, Mixture, OfReplicas, Shares, Stage, stages_of
+from trainer.data.mixture import MixedManifest, Mixture, MixtureStage, OfReplicas, Shares, stages_of
 from trainer.errors import UserError
 
 NAMES = ["web", "code", "books"]
@@ -15,7 +15,7 @@ NAMES = ["web", "code", "books"]
 @pytest.mark.parametrize("batch_size", [1, 16])
 @pytest.mark.parametrize("weights", [(1,), (0.7, 0.3), (0.5, 0.3, 0.2), (0.989, 0.01, 0.001)])
 def test_any_thousand_batches_hold_the_wanted_shares(weights, batch_size):
-    shares = Shares([Stage(0, weights)], batch_size, seed=3)
+    shares = Shares([MixtureStage(0, weights)], batch_size, seed=3)
     wanted = np.array(weights) / sum(weights)
     for start in (0, 317, 123_456_789):
         source, _ = shares.place(np.arange(start * batch_size, (start + 1000) * batch_size))
@@ -32,7 +32,10 @@ def test_any_thousand_batches_hold_the_wanted_shares(weights, batch_size):
     st.integers(1, 24),
 )
 def test_each_source_counts_its_samples_without_a_gap_or_a_repetition(weights, seed, borders, batch_size):
-    stages = [Stage(0, tuple(weights)), *(Stage(step, tuple(reversed(weights))) for step in sorted(borders))]
+    stages = [
+        MixtureStage(0, tuple(weights)),
+        *(MixtureStage(step, tuple(reversed(weights))) for step in sorted(borders)),
+    ]
     shares = Shares(stages, batch_size, seed)
     steps = max(borders, default=0) + 10_000 // batch_size
     source, index = shares.place(np.arange(steps * batch_size))
@@ -49,7 +52,7 @@ def test_each_source_counts_its_samples_without_a_gap_or_a_repetition(weights, s
 
 
 def test_whole_blocks_leave_no_sample_out():
-    source, index = Shares([Stage(0, (0.6, 0.4))], 16, 0).place(np.arange(20 * 256))
+    source, index = Shares([MixtureStage(0, (0.6, 0.4))], 16, 0).place(np.arange(20 * 256))
     for k in (0, 1):
         assert sorted(index[source == k]) == list(range(np.sum(source == k)))
 
@@ -107,7 +110,7 @@ def loaders(parts, split, **settings):
 
 def mixture(parts, **settings):
     manifest = MixedManifest.of({name: Manifest.load(directory) for name, directory in parts.items()})
-    return Mixture(loaders(parts, "train", **settings), manifest, "train", [Stage(0, (0.75, 0.25))], 1)
+    return Mixture(loaders(parts, "train", **settings), manifest, "train", [MixtureStage(0, (0.75, 0.25))], 1)
 
 
 def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
@@ -142,7 +145,7 @@ def test_the_bytes_of_a_token_are_those_of_the_mixture_not_of_all_text(tmp_path)
     each = {name: part.bytes_per_token("val") for name, part in parts.items()}
     assert each["short"] > 3 > each["long"] == 1
     for share in (0.25, 1.0):
-        mixed = Mixture(parts, manifest, "val", [Stage(0, (share, 1 - share))], 1)
+        mixed = Mixture(parts, manifest, "val", [MixtureStage(0, (share, 1 - share))], 1)
         wanted = share * each["short"] + (1 - share) * each["long"]
         assert mixed.bytes_per_token("val") == pytest.approx(wanted)
         batches = [mixed.batch(step).tokens[:, 1:] for step in range(256 // 8)]  # a block: shares are exact
@@ -192,7 +195,7 @@ def test_documents_are_of_every_source_in_turns_as_the_shares_are(tmp_path):
     parts = loaders(found, "val")
 
     def letters(*weights):
-        mixed = Mixture(parts, manifest, "val", [Stage(i, w) for i, w in enumerate(weights)], 1)
+        mixed = Mixture(parts, manifest, "val", [MixtureStage(i, w) for i, w in enumerate(weights)], 1)
         return "".join(chr(document[0]) for document in mixed.documents("val", 80))
 
     assert letters((0, 1)) == "c" * 8

@@ -9,15 +9,15 @@ import time
 import pytest
 
 from trainer.run import shutdown
-from trainer.run.shutdown import HUNG, EarlyInterrupt, Guard, Patience
+from trainer.run.shutdown import HUNG, EarlyInterrupt, Guard, Timeouts
 
 CODE = """
 import ctypes, sys, time
 from pathlib import Path
-from trainer.run.shutdown import Guard, Patience
+from trainer.run.shutdown import Guard, Timeouts
 folder, stop, stall, hang, doing = sys.argv[1:]
-patience = Patience(float(stop), float(stall), float(hang))
-with Guard(patience, Path(folder), lambda text: print(text, flush=True)) as guard:
+timeouts = Timeouts(float(stop), float(stall), float(hang))
+with Guard(timeouts, Path(folder), lambda text: print(text, flush=True)) as guard:
     guard.beat("in step 3")
     print("ready", flush=True)
     if doing == "hangs":
@@ -134,7 +134,7 @@ def test_a_ctrl_c_that_was_swallowed_before_the_first_step_stops_the_run_there(t
         with contextlib.suppress(KeyboardInterrupt):  # as a library may
             signal.raise_signal(signal.SIGINT)
         for expected in (signal.SIGINT, 0):
-            with Guard(Patience(30, 0, 0), tmp_path, print) as guard:
+            with Guard(Timeouts(30, 0, 0), tmp_path, print) as guard:
                 assert guard.signal == expected
     finally:
         signal.signal(signal.SIGINT, before)
