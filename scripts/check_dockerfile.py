@@ -178,7 +178,7 @@ def ignored_patterns(context: Path) -> list[str]:
 
 
 def is_ignored(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a path in the context, or a folder that it is in, is left out."""
+    """Return whether a path in the context, or a folder that it is in, is left out."""
     parts = Path(name).parts
     paths = ["/".join(parts[: i + 1]) for i in range(len(parts))]
     anywhere = [pattern.removeprefix("**/") for pattern in patterns if pattern.startswith("**/")]

@@ -129,12 +129,12 @@ class Members:
 
     @patient
     def are_free(self, number: int) -> bool:
-        """Whether none of those that are there runs a process of a round before this one."""
+        """Return whether none of those that are there runs a process of a round before this one."""
         return all(int((self.folder / name).read_text().split()[0]) in (0, number) for name in self.present())
 
     @patient
     def is_running(self, number: int) -> bool:
-        """Whether one of those that are there runs a process of this round."""
+        """Return whether one of those that are there runs a process of this round."""
         return any(int((self.folder / name).read_text().split()[0]) == number for name in self.present())
 
     def leave(self) -> None:

@@ -100,7 +100,7 @@ def yes(name: str, value: str) -> bool:
 
 
 def gives_batch(overrides: Sequence[str]) -> bool:
-    """Whether the batch is the command line's own, and not the default of a configuration."""
+    """Return whether the batch is the command line's own, and not the default of a configuration."""
     return any(override.startswith(("train.batch_tokens=", "experiment=")) for override in overrides)
 
 

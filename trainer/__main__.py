@@ -65,7 +65,7 @@ def load(tree: DictConfig, line: CommandLine, own: Sequence[str]) -> Config:
 
 
 def numbered() -> bool:
-    """Whether this is one of several jobs."""
+    """Return whether this is one of several jobs."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
@@ -208,7 +208,7 @@ def command() -> NoReturn:
 
 
 def joined() -> bool:
-    """Whether this is one of several processes of a run, for all of which JAX would wait minutes at its exit."""
+    """Return whether this is one of several processes of a run, for all of which JAX would wait minutes at its exit."""
     return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 

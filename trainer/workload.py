@@ -151,7 +151,7 @@ class Model(NamedTuple):
         return self.training.roles
 
     def is_narrow(self, role: Role | None) -> bool:
-        """Whether a role is that of the kernel of a layer whose matmuls are narrower than the rest."""
+        """Return whether a role is that of the kernel of a layer whose matmuls are narrower than the rest."""
         return role is not None and role.is_kernel and role.layer in self.narrow
 
     def for_allgather(self, role: Role, p: Any) -> Any:

@@ -200,7 +200,7 @@ class Contest:
         say(f"{case.name}: FAILED, {error}")
 
     def is_left_out(self, case: Case) -> bool:
-        """Whether there is no time, or no torch, for a case; said where it is so."""
+        """Return whether there is no time, or no torch, for a case; said where it is so."""
         why = None
         if time.monotonic() > self._end:
             why = f"{self._minutes:g} minutes are over; the same command goes on here"

@@ -89,7 +89,7 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there to be asked."""
+        """Return whether the process is there to be asked."""
         return self._process.poll() is None
 
     @property

@@ -88,7 +88,7 @@ class Victim:
 
     @property
     def at_work(self) -> bool:
-        """Whether the last start has taken a step: before that a signal ends it as it ends any process."""
+        """Return whether the last start has taken a step: before that a signal ends it as it ends any process."""
         return "\nstep " in self.log.read_text(encoding="utf-8", errors="replace")
 
     def ended(self, *codes: int, saying: str = "") -> None:

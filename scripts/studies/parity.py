@@ -136,7 +136,7 @@ def verdicts(args: Arguments, outcomes: dict[Trial, Outcome]) -> dict[tuple[floa
 
 
 def is_wanted(job: Trial, args: Arguments, outcomes: dict[Trial, Outcome]) -> bool:
-    """Whether a run can still tell something: one of the base, if any item of its learning rate is still open.
+    """Return whether a run can still tell something: one of the base, if any item of its learning rate is still open.
 
     One that has no trunk to start from, since the base's diverged before it, tells nothing.
     """
@@ -191,7 +191,7 @@ def check_arguments(args: Arguments) -> None:
 
 
 def has_ended(run_dir: Path, args: Arguments) -> bool:
-    """Whether a run has its outcome, and its last weights if they are to be evaluated.
+    """Return whether a run has its outcome, and its last weights if they are to be evaluated.
 
     It has not if it was killed between its last validation and its last checkpoint: the trainer continues it.
     """

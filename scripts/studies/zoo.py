@@ -136,7 +136,7 @@ def summary(row: dict[str, Any]) -> str:
 
 
 def holds(found: dict[str, Any]) -> bool:
-    """Whether a measurement is within the figures, that with other sizes of the loss too."""
+    """Return whether a measurement is within the figures, that with other sizes of the loss too."""
     return found["fits"] and float(found.get("resized", 0)) <= 1
 
 

@@ -58,7 +58,7 @@ from trainer.workload import (
 
 # Bytes of text between which the compressor is a yardstick: with less it has hardly begun, with more it takes long.
 YARDSTICK = (100_000, 2**22)
-NUMERICS = "compiling the look at every layer, and the first look"
+NUMERICS = "compiling per-layer numerics"
 TASKS = "compiling the tasks, and their first scores"
 SAMPLING = "compiling the sampling, and the first sample"
 
@@ -244,7 +244,7 @@ def build_learning_rates(c: schema.Config) -> np.ndarray:
 
 
 def decides_rates(key: str) -> bool:
-    """Whether `build_learning_rates` reads a dotted key."""
+    """Return whether `build_learning_rates` reads a dotted key."""
     return key in ("train.steps", "train.phases", "optimizer.lr") or key.startswith("schedule.")
 
 

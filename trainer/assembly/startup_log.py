@@ -57,7 +57,7 @@ def describe_start(c: schema.Config, w: Workload, found: Restored) -> list[str]:
         return [describe_init(source, w.data.tokenizer, w.model.spec, found.state.params)]
     if is_fork(found):
         return [f"forked from {describe_origin(found.meta)}: what follows is a run of its own"]
-    return [f"going on after step {found.step:,}"] if found.step < c.train.steps else []
+    return [f"resuming after step {found.step:,}"] if found.step < c.train.steps else []
 
 
 def begun_from(c: schema.Config, found: Restored) -> dict[str, str]:

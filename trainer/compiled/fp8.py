@@ -38,12 +38,12 @@ class Gpu(NamedTuple):
 
     @property
     def has_fp8(self) -> bool:
-        """Whether its tensor cores multiply FP8: from Ada on."""
+        """Return whether its tensor cores multiply FP8: from Ada on."""
         return self.capability >= (8, 9)
 
     @property
     def is_for_fp8(self) -> bool:
-        """Whether FP8 is what one has it for: from Hopper on."""
+        """Return whether FP8 is what one has it for: from Hopper on."""
         return self.capability >= (9, 0)
 
 
@@ -63,7 +63,7 @@ def layer_products(size: tuple[int, int], tokens: int) -> list[Product]:
 
 
 def can_be(gemm: Gemm, product: Product) -> bool:
-    """Whether a compiled product has the sizes of one that was written.
+    """Return whether a compiled product has the sizes of one that was written.
 
     Contractions that are cut up are padded, so it may have more contracted elements.
     """

@@ -138,7 +138,7 @@ def choices_of_families() -> dict[str, str]:
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
-    """Whether several runs are asked for."""
+    """Return whether several runs are asked for."""
     return bool({"-m", "--multirun"} & set(arguments))
 
 
@@ -230,7 +230,7 @@ def explain(error: Exception, argv: list[str]) -> str:
 
 
 def is_group(argument: str) -> bool:
-    """Whether `name=choice` chooses of a group."""
+    """Return whether `name=choice` chooses of a group."""
     return Path(CONFIGS, argument.split("=")[0]).is_dir()
 
 

@@ -102,7 +102,7 @@ def continued(
 
 
 def overlaps(key: str, other: str) -> bool:
-    """Whether one of two dotted keys is the other or a group that holds it."""
+    """Return whether one of two dotted keys is the other or a group that holds it."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
@@ -159,5 +159,5 @@ def default_cache() -> str | None:
 
 
 def is_used(key: str, source: str) -> bool:
-    """Whether a source of data uses a key of `data`; an older config.yaml has the keys of all sources, with values."""
+    """Return whether a source uses a key of `data`; an older config.yaml has the keys of all sources, with values."""
     return source in DATA_KEYS.get(key, (source,))

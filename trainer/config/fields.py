@@ -41,7 +41,7 @@ def _may_be_null(hint: Any) -> bool:
 
 
 def _is_group_of_nulls(hint: Any) -> bool:
-    """Whether it is a dataclass all of whose keys may be null."""
+    """Return whether it is a dataclass all of whose keys may be null."""
     return (
         isinstance(hint, type) and dataclasses.is_dataclass(hint) and all(map(_may_be_null, annotations(hint).values()))
     )

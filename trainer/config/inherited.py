@@ -16,7 +16,7 @@ NAME = "from_init"
 
 
 def is_open(model: Any) -> bool:
-    """Whether a `model` of the composed configuration is this one, with sizes that are not filled in yet."""
+    """Return whether a `model` of the composed configuration is this one, with sizes that are not filled in yet."""
     if not isinstance(model, dict) or model.get("name") != NAME:
         return False
     family = model.get("family")

@@ -151,7 +151,7 @@ def check_added(path: Path, tree: dict[str, Any]) -> None:
 
 
 def is_of_bytes(ids: Ranks, special: dict[str, int]) -> bool:
-    """Whether ids are the bytes themselves."""
+    """Return whether ids are the bytes themselves."""
     return ids == {bytes([i]): i for i in range(1, 256)} and special == {"\0": 0}
 
 

@@ -135,7 +135,7 @@ def format_of(path: Path, given: Format | None) -> Format:
 
 
 def begins_like_json_lines(path: Path) -> bool:
-    """Whether the first line is a JSON object; not known of one that is longer than a block."""
+    """Return whether the first line is a JSON object; not known of one that is longer than a block."""
     try:
         with path.open("rb") as file:
             line = file.readline(BLOCK)
@@ -272,7 +272,7 @@ def others(wrong: Collection[Path], paths: Sequence[Path], given: Sequence[str])
 
 
 def below(root: str, path: Path) -> bool:
-    """Whether a path was found in this directory."""
+    """Return whether a path was found in this directory."""
     return path.is_relative_to(os.path.expanduser(root))
 
 

@@ -157,7 +157,7 @@ def ids_of(tree: dict[str, Any]) -> Ids | None:
 
 
 def has_part(tree: dict[str, Any], kind: str) -> bool:
-    """Whether what cuts a text into words, or makes a text of tokens, has a part of this kind."""
+    """Return whether what cuts a text into words, or makes a text of tokens, has a part of this kind."""
     parts = [tree.get("pre_tokenizer"), tree.get("decoder")]
     while parts:
         part = parts.pop()

@@ -94,7 +94,7 @@ def _rows_of_list(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
 
 
 def _is_list(file: BinaryIO) -> bool:
-    """Whether the file is a list of rows: its first line is none by itself. The file is then at its beginning."""
+    """Return whether the file is a list of rows: its first line is no row. The file is then at its beginning."""
     begin = file.tell()
     line = file.readline()
     file.seek(begin)

@@ -279,12 +279,12 @@ def from_files(name: str) -> Tokenizer:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether a file is a tokenizer.json of Hugging Face, not the settings that a run has under this name."""
+    """Return whether a file is a tokenizer.json of Hugging Face, not the settings that a run has under this name."""
     return path.is_file() and "model" in read_json(path)
 
 
 def is_gone(name: str) -> bool:
-    """Whether a name of `get_tokenizer` is that of files, which are not there."""
+    """Return whether a name of `get_tokenizer` is that of files, which are not there."""
     return name not in (ByteTokenizer.name, *tiktoken.list_encoding_names()) and not Path(name).expanduser().exists()
 
 

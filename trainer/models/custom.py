@@ -203,7 +203,7 @@ def linear_sizes(spec: CustomSpec) -> dict[str, tuple[int, int]]:
 
 
 def forward_flops_per_token(spec: CustomSpec) -> int:
-    """Of the products with kernels and with the head, or the table where there is no head; no attention is known of."""
+    """Of the products with kernels and with the head, or the table where there is no head; FLOPs exclude attention."""
     kernels = sum(math.prod(shape) for role, shape in parameters(spec) if role.is_kernel)
     return 2 * (kernels + spec.vocab_size * spec.d_model)
 

@@ -47,11 +47,11 @@ class Spec(Protocol):
 
     @property
     def scan_layers(self) -> bool:
-        """Whether the blocks' parameters are stacked, and a loop goes over them."""
+        """Return whether the blocks' parameters are stacked, and a loop goes over them."""
 
     @property
     def keep_fp8_weights(self) -> bool:
-        """Whether FP8 weights are kept for the backward pass: a byte a parameter more, four kernels a layer less."""
+        """Return whether the backward pass reuses FP8 weights: a byte a parameter more, four kernels a layer less."""
 
     @classmethod
     def family(cls) -> "Family":

@@ -95,7 +95,7 @@ def probed_layers(model: nnx.Module) -> Iterator[tuple[str, Any, tuple[Any, ...]
 
 
 def is_stack(model: Model, name: str) -> bool:
-    """Whether a parameter or layer is a stack of all blocks'."""
+    """Return whether a parameter or layer is a stack of all blocks'."""
     return model.spec.scan_layers and name.split(".")[0] == model.family.blocks
 
 

@@ -85,7 +85,7 @@ def places_of(replicas: int, sizes: Sizes, devices: int) -> int:
 
 
 def is_inside_replica() -> bool:
-    """Whether what is traced is the program of a replica."""
+    """Return whether what is traced is the program of a replica."""
     return REPLICA in jax.sharding.get_abstract_mesh().manual_axes
 
 

@@ -39,7 +39,7 @@ class Reduction(NamedTuple):
 
     @property
     def is_native(self) -> bool:
-        """Whether it is XLA's reduce-scatter or all-reduce."""
+        """Return whether it is XLA's reduce-scatter or all-reduce."""
         return self.format is FP32 and not self.deterministic
 
 

@@ -187,7 +187,7 @@ class Plan(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether JAX lets a program have so much."""
+        """Return whether JAX lets a program have so much."""
         return self.measured.peak <= self.aim.usable
 
     @property

@@ -29,7 +29,7 @@ PLACES = ("layer_norm", "qkv")  # where a gradient can be rescaled
 
 
 def is_format(name: str) -> bool:
-    """Whether `scalify_core.FloatFormat` can be of this name."""
+    """Return whether `scalify_core.FloatFormat` can be of this name."""
     bits = re.fullmatch(r"e(\d+)m(\d+)[ts]?", name.lower())
     if bits is None:
         return name.lower() in ALIASES
@@ -161,12 +161,12 @@ class Policy:
 
     @property
     def scaled(self) -> bool:
-        """Whether scales propagate: parameters, and all that is computed from them, are scaled arrays."""
+        """Return whether scales propagate: parameters, and all that is computed from them, are scaled arrays."""
         return self.method.scaled
 
     @property
     def propagated_update(self) -> bool:
-        """Whether the optimiser itself computes in scaled arrays."""
+        """Return whether the optimiser itself computes in scaled arrays."""
         return self.update == "propagate"
 
     @property
@@ -176,17 +176,17 @@ class Policy:
 
     @property
     def keeps_lost(self) -> bool:
-        """Whether what that loses is kept."""
+        """Return whether what that loses is kept."""
         return self.weights_rounding == "kahan" and self.weights != "fp32"
 
     @property
     def in_fp8(self) -> bool:
-        """Whether the chosen matmuls multiply in FP8, not in a simulation of it."""
+        """Return whether the chosen matmuls multiply in FP8, not in a simulation of it."""
         return self.forward is not None and not self.simulate
 
     @property
     def casts_operands_as_they_are(self) -> bool:
-        """Whether nothing happens to operands of the chosen matmuls before they are cast."""
+        """Return whether nothing happens to operands of the chosen matmuls before they are cast."""
         return self.clip_outliers is None and self.hadamard is None
 
     def backward_of(self, path: str) -> Format | None:

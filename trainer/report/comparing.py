@@ -69,7 +69,7 @@ def mark(paths: Sequence[Path]) -> str:
 
 
 def is_of(page: Path, paths: Sequence[Path]) -> bool:
-    """Whether a page is a comparison of these runs."""
+    """Return whether a page is a comparison of these runs."""
     return page.is_file() and mark(paths) in page.read_text(encoding="utf-8", errors="replace")
 
 
@@ -232,10 +232,10 @@ def differences(histories: Sequence[History]) -> dict[str, list[str]]:
 
 
 def is_any(key: str, patterns: Sequence[str]) -> bool:
-    """Whether it matches one of these patterns."""
+    """Return whether it matches one of these patterns."""
     return any(fnmatch(key, pattern) for pattern in patterns)
 
 
 def of_any(key: str, groups: Mapping[str, Any]) -> bool:
-    """Whether it is one of these keys, or in one of these groups."""
+    """Return whether it is one of these keys, or in one of these groups."""
     return any(key == group or key.startswith(f"{group}.") for group in groups)

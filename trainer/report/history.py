@@ -17,10 +17,11 @@ from trainer.observe.display import short
 from trainer.observe.records import read_rows, without_layers
 from trainer.report.charts import COLOURS, Line, Mark, smoothed
 
-# What an event is about, by a word in it; the first that is found.
+# Colors of events, by the first of these words in them.
 KINDS = {
     "stopped": "#b00020",
-    "left out": "#b00020",
+    "rolled back": "#b00020",
+    "left out": "#b00020",  # a rollback, in rows that an earlier version wrote
     "skipped": "#d55e00",
     "spike": "#e69f00",
     "stalled": "#7b3f99",

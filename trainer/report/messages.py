@@ -248,8 +248,8 @@ def schedule_change(
         return []
     why = "; ".join(f"{key}={new}, was {old}" for key, (old, new) in changed.items())
     return [
-        f"the schedule is another one now ({why}): the learning rate goes from {before[step - 1]:.2e} in step {step} "
-        f"to {now[step]:.2e} in step {step + 1}"
+        f"the learning-rate schedule changed ({why}): the learning rate goes from {before[step - 1]:.2e} in step "
+        f"{step} to {now[step]:.2e} in step {step + 1}"
     ]
 
 

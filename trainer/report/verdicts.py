@@ -223,7 +223,7 @@ def healthy(h: History) -> Answer:
 
 
 def is_narrow(settings: Mapping[str, Any]) -> bool:
-    """Whether anything of a run, by its dotted settings, has a format with less range or fewer digits than FP32."""
+    """Return whether any format of a run, by its dotted settings, has less range or fewer digits than FP32."""
     formats = (settings.get(f"precision.{key}") for key in FORMATS)
     return any(form not in (None, "fp32") for form in formats)
 

@@ -82,7 +82,7 @@ def _hide_late_ends() -> None:
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """Whether what a record reports was raised elsewhere."""
+    """Return whether what a record reports was raised elsewhere."""
     trace = record.exc_info[2] if isinstance(record.exc_info, tuple) else None
     return trace is None or not trace.tb_frame.f_code.co_filename.startswith(ORBAX)
 

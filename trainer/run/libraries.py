@@ -58,7 +58,7 @@ def remove_torn(cache: Path) -> None:
 
 
 def is_torn(entry: bytes) -> bool:
-    """Whether a compressed program ends too early or has another checksum than it had.
+    """Return whether a compressed program ends too early or has another checksum than it had.
 
     JAX compresses with zlib, but with zstd where that is installed; of that only the empty file is known as torn.
     """

@@ -161,12 +161,12 @@ def train(run: Run) -> int:
 
 
 def boundary(run: Run) -> bool:
-    """Whether this step's own metrics are needed before the next one starts."""
+    """Return whether this step's own metrics are needed before the next one starts."""
     return run.step == run.until or run.watchdog.suspect_since is not None or planned(run)
 
 
 def planned(run: Run) -> bool:
-    """Whether something happens after this step."""
+    """Return whether something happens after this step."""
     return any(callback.is_regular(run.step) for callback in run.callbacks)
 
 
@@ -206,7 +206,7 @@ def intervene(run: Run, pending: Pending, row: dict[str, float]) -> None:
         run.train_step = compiled or run.train_step
         dog.rolled_back()
         count = f"rollback {dog.rollbacks} of {dog.bounds.max_rollbacks}"
-        text = f"{verdict}; back to the state after step {step}, batches of steps {step + 1} to {run.step} left out"
+        text = f"{verdict}; rolled back to step {step}; skipping the batches of steps {step + 1} to {run.step}"
         tell(run, run.step, f"{text} ({count})", alert="rollback")
 
 

@@ -203,7 +203,7 @@ def compared(key: str, value: Any) -> Any:
 
 
 def is_held(run_dir: Path) -> bool:
-    """Whether a process is training in it."""
+    """Return whether a process is training in it."""
     try:
         with (run_dir / ".lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

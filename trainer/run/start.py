@@ -240,7 +240,7 @@ def replicas_in(meta: Mapping[str, Any], diloco: DiLoCoSettings) -> DiLoCoSettin
 
 
 def is_like(before: DiLoCoSettings | None, now: DiLoCoSettings) -> bool:
-    """Whether states of both have one form."""
+    """Return whether states of both have one form."""
     return before is not None and (
         (before.replicas, before.feedback, before.momentum > 0) == (now.replicas, now.feedback, now.momentum > 0)
     )
@@ -362,7 +362,7 @@ def with_origin(found: Restored, source: str) -> Restored:
 
 
 def is_fork(found: Restored) -> bool:
-    """Whether a run begins here as a fork: one that goes on has come further than where it was forked."""
+    """Return whether a run begins here as a fork: one that goes on has come further than where it was forked."""
     forked = found.meta.get("forked")
     return forked is not None and forked["step"] == found.step
 

@@ -121,12 +121,12 @@ class Watchdog:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the state may have gone bad: it is not worth a checkpoint."""
+        """Return whether the state may have gone bad: it is not worth a checkpoint."""
         return self.spikes > 0
 
     @property
     def may_roll_back(self) -> bool:
-        """Whether that has not happened too often already."""
+        """Return whether that has not happened too often already."""
         return self.rollbacks < self.bounds.max_rollbacks
 
     def rolled_back(self) -> None:

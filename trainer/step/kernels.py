@@ -36,7 +36,7 @@ class Kernels(StrEnum):
 
 
 def takes_scales(policy: Policy) -> bool:
-    """Whether programs of the precision have FP8 products with constants (`lowering.scales_in_products`)."""
+    """Return whether programs of the precision have FP8 products with constants (`lowering.scales_in_products`)."""
     return policy.scaled and policy.forward is not None
 
 
@@ -59,7 +59,7 @@ def gpu_options(policy: Policy, kernels: Kernels = Kernels.KEPT) -> dict[str, An
 
 
 def promise(kernels: Kernels, platform: str, cache: str | None) -> str:
-    """What a run may count on, in a line, and why.
+    """Return a line that says whether a run is deterministic, and why.
 
     Args:
       kernels: of its programs.
@@ -67,18 +67,18 @@ def promise(kernels: Kernels, platform: str, cache: str | None) -> str:
       cache: the directory of compiled programs; None: there is none.
     """
     if platform != "gpu":
-        return "same bits: yes, when the run is killed and goes on, and when it is repeated on this machine"
+        return "deterministic: yes (also across resume, on this machine)"
     match kernels:
         case Kernels.FASTEST:
             return (
-                "same bits: no, neither repeated nor resumed: deterministic=false lets kernels sum in any order "
-                "and measures anew which are the fastest"
+                "deterministic: no, with deterministic=false: kernels sum in any order, and each start measures anew "
+                "which kernels are the fastest"
             )
         case Kernels.KEPT:
             return (
-                f"same bits: yes, repeated and resumed, while compile_cache={cache} is kept, with the kernels that "
-                "were the fastest; deterministic=true does without it, slower"
+                f"deterministic: yes (also across resume) while compile_cache={cache} is kept, which has the fastest "
+                "kernels; deterministic=true needs no cache, but is slower"
             )
         case Kernels.FIXED:
             why = "" if cache else "; compile_cache=null, so nothing is measured: slower than with a cache"
-            return f"same bits: yes, repeated and resumed, on this kind of GPU with these versions{why}"
+            return f"deterministic: yes (also across resume, on this kind of GPU with these versions){why}"

@@ -39,7 +39,7 @@ def with_part(tree: Any, part: Any) -> Any:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed PRNG key array."""
+    """Return whether a leaf is a typed PRNG key array."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

@@ -25,7 +25,7 @@ MAX_NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 
 
 def is_installed() -> bool:
-    """Whether the package is there."""
+    """Return whether the package is there."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 

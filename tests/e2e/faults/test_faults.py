@@ -93,7 +93,7 @@ def test_after_a_spike_the_run_goes_back_and_leaves_the_window_out(undisturbed):
     rows, told = values(run_dir), events(run_dir)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))  # steps go on
     assert "step 38: spike" in told[38]
-    assert "back to the state after step 30, batches of steps 31 to 40 left out (rollback 1 of 3)" in told[40]
+    assert "rolled back to step 30; skipping the batches of steps 31 to 40 (rollback 1 of 3)" in told[40]
     before, spike, after = (
         sum(row["train/loss"] for row in rows[a:b]) / (b - a) for a, b in ((20, 37), (37, 40), (40, 60))
     )
@@ -103,7 +103,7 @@ def test_after_a_spike_the_run_goes_back_and_leaves_the_window_out(undisturbed):
     assert sorted(int(p.name) for p in (run_dir / "checkpoints").glob("[0-9]*")) == [10, 20, 30, 40, 50, 60]
     report = (run_dir / "report.html").read_text()
     assert "1 rolled back, 1 spiking" in report
-    assert "left out (rollback 1 of 3)" in report
+    assert "skipping the batches of steps 31 to 40 (rollback 1 of 3)" in report
 
 
 def test_a_signal_breaks_off_the_final_validation_which_is_taken_up_again_bitwise(undisturbed):

@@ -62,7 +62,7 @@ def test_a_run_goes_on_bitwise_after_sigkill_and_after_sigterm_which_saves_and_e
     assert "run_dir=" in output
     (stopped,) = re.findall(r"stopped after step (\d+) of", output)
     assert (tmp_path / "B" / "checkpoints" / stopped).is_dir()
-    assert f"going on after step {stopped}" in finish(trainer(tmp_path, "B", *args))
+    assert f"resuming after step {stopped}" in finish(trainer(tmp_path, "B", *args))
     assert values(tmp_path / "A") == values(tmp_path / "B")
     assert parameters(tmp_path / "A", 30) == parameters(tmp_path / "B", 30)
 

@@ -94,7 +94,7 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     begin, *_ = read_rows(tmp_path / "F" / "metrics.jsonl")
     assert begin == {"step": 21, "event": "forked from A after step 20"}
     output = here(tmp_path, "F", "train.steps=26", "tracker=jsonl")
-    assert "going on after step 25" in output
+    assert "resuming after step 25" in output
     assert sum("event" in row for row in read_rows(tmp_path / "F" / "metrics.jsonl")) == 1
     assert "forked from A after step 20" in (tmp_path / "F" / "report.html").read_text()
     output = here(tmp_path, "G", "train.steps=2", "init_from=A", "tracker=jsonl")

@@ -28,7 +28,7 @@ def test_replicas_in_processes_of_their_own_are_bitwise_those_of_one_and_resume_
     # On one device, from the checkpoint between the exchanges after steps 3 and 6.
     shutil.copytree(tmp_path / "one", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "7")
-    assert "going on after step 4" in finish(trainer(tmp_path, "again", *REPLICA))
+    assert "resuming after step 4" in finish(trainer(tmp_path, "again", *REPLICA))
     losses = [[row["train/loss"] for row in values(tmp_path / name)] for name in ("one", "again")]
     assert losses[0] == losses[1]  # a validation on one device adds up its batches in another order than on two
     assert parameters(tmp_path / "again", 7) == parameters(tmp_path / "one", 7)

@@ -62,8 +62,8 @@ def test_what_promises_bits_excludes_kernels_without_an_order():
 
 
 def test_the_line_says_what_is_promised_and_why():
-    assert promise(Kernels.FASTEST, "cpu", None).startswith("same bits: yes")
-    assert promise(Kernels.FASTEST, "gpu", "~/xla").startswith("same bits: no")
+    assert promise(Kernels.FASTEST, "cpu", None).startswith("deterministic: yes")
+    assert promise(Kernels.FASTEST, "gpu", "~/xla").startswith("deterministic: no")
     assert "compile_cache=~/xla" in promise(Kernels.KEPT, "gpu", "~/xla")
     assert "compile_cache=null" in promise(Kernels.FIXED, "gpu", None)
     assert "compile_cache" not in promise(Kernels.FIXED, "gpu", "~/xla")
