@@ -5,9 +5,32 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from inspect import Parameter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+
+from scalify_core.array import asarray, is_scaled_array
+
+
+class Call(NamedTuple):
+    """One call of a function.
+
+    Attributes:
+        leaves: the arrays, ScaledArrays and numbers among its arguments.
+        fun: of such leaves to the arrays of the result.
+        unflatten: gives the result with these arrays, once `fun` has been called.
+        names: of the leaves: `params['w']`.
+    """
+
+    leaves: list[Any]
+    fun: Callable[..., list[Any]]
+    unflatten: Callable[[Sequence[Any]], Any]
+    names: Callable[[], list[str]]
+
+
+def is_array(x: Any) -> bool:
+    """Return whether a leaf is an array, a ScaledArray or a number."""
+    return hasattr(x, "dtype") or isinstance(x, jax.typing.ArrayLike)
 
 
 class Arguments:
@@ -52,20 +75,39 @@ class Arguments:
         by_name = {key: x for key, x in statics.items() if isinstance(key, str)}
         return [statics.get(i, x) for i, x in enumerate(args)], {**kwargs, **by_name}
 
-    def check(self, arrays: tuple, leaves: Sequence[Any]) -> None:
-        """Raise TypeError, naming the argument, where one of the leaves of `arrays` is neither array nor number."""
-        if all(hasattr(x, "dtype") or isinstance(x, jax.typing.ArrayLike) for x in leaves):
-            return
-        for path, x in jax.tree.leaves_with_path(arrays):
-            if not (hasattr(x, "dtype") or isinstance(x, jax.typing.ArrayLike)):
-                name = self._name_at(path)
-                raise TypeError(
-                    f"scalify: argument {name} of {self.fun} is {x!r}, expected an array or a number; if it is a "
-                    f"constant of the program, name it in static_argnames"
-                )
+    def call(self, args: tuple, kwargs: dict) -> Call:
+        """Return a call of the function as a function of arrays alone.
+
+        Leaves of arguments and results that are no arrays and no numbers, as the functions in an Equinox module, pass
+        through as they are.
+        """
+        statics, arrays = self.split(args, kwargs)
+        every, tree = jax.tree.flatten(arrays, is_leaf=is_scaled_array)
+        places = [i for i, x in enumerate(every) if is_array(x)]
+        results: list[Any] = []  # the leaves of the result, and its tree; arrays have been taken out
+
+        def flat(*leaves: Any) -> list[Any]:
+            found = list(every)
+            for i, x in zip(places, leaves, strict=True):
+                found[i] = x
+            args, kwargs = self.joined(statics, *jax.tree.unflatten(tree, found))
+            out, structure = jax.tree.flatten(asarray(self.fun(*args, **kwargs)))
+            results[:] = [[None if is_array(x) else x for x in out], structure]
+            return [x for x in out if is_array(x)]
+
+        def unflatten(found: Sequence[Any]) -> Any:
+            arrays, (rest, structure) = iter(found), results
+            return structure.unflatten([next(arrays) if x is None else x for x in rest])
+
+        def names() -> list[str]:
+            named = self.leaf_names(tree)
+            return [named[i] for i in places]
+
+        flat.__name__ = getattr(self.fun, "__name__", "scalified")
+        return Call([every[i] for i in places], flat, unflatten, names)
 
     def leaf_names(self, tree: Any) -> list[str]:
-        """Of the leaves of a tree of arguments, as `check` has it: `params['w']`."""
+        """Return the names of the leaves of a tree of arguments, as `params['w']`."""
         numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
         return [self._name_at(path) for path, _ in jax.tree.leaves_with_path(numbered)]
 

@@ -11,10 +11,10 @@ from typing import Any, get_args
 
 import jax
 
-from scalify_core import plain
 from scalify_core.arguments import Arguments
-from scalify_core.array import asarray, is_scaled_array
+from scalify_core.array import is_scaled_array
 from scalify_core.explanation import Explanation
+from scalify_core.program import traced
 from scalify_core.transform import Scales
 from scalify_core.walk import Walk
 from scalify_core.walk_measured import MeasuredWalk
@@ -56,27 +56,20 @@ def explain(
         TypeError: `fun` uses values of a surrounding transformation; call `explain` outside of jit, grad and vmap.
     """
     arguments = Arguments(fun, static_argnums, static_argnames)
-    statics, arrays = arguments.split(args, kwargs)
-    leaves, tree = jax.tree.flatten(arrays, is_leaf=is_scaled_array)
-    arguments.check(arrays, leaves)
+    call = arguments.call(args, kwargs)
+    leaves = call.leaves
     if not any(map(is_scaled_array, leaves)):
         raise ValueError("explain: no argument is a ScaledArray; as_scaled_array(x, dtype=jnp.float16) makes them")
-
-    def flat(*leaves: Any) -> Any:
-        args, kwargs = arguments.joined(statics, *jax.tree.unflatten(tree, leaves))
-        return asarray(fun(*args, **kwargs))
-
-    jaxpr = plain.traced_in_float32(flat, leaves).jaxpr
-    if len(jaxpr.invars) > len(leaves) or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaves)):
-        raise TypeError("explain: call it outside of jit, grad and vmap; it evaluates eagerly")
     if scales not in get_args(Scales):
         raise ValueError(f"explain: scales={scales!r}, expected one of {get_args(Scales)}")
-    if scales == "static":
-        propagated = Walk(tolerance)
-        errors = propagated.errors(jaxpr, leaves)
-        return Explanation(list(propagated.rows.values()), errors, tolerance, propagated.turned)
-    walk, found = MeasuredWalk(tolerance), plain.in_full(flat, jaxpr, leaves)
-    errors = walk.errors(found.jaxpr, leaves, found.dtypes)
-    return Explanation(
-        list(walk.rows.values()), errors, tolerance, walk.turned, found.unknown, found.promoted, found.results
-    )
+    program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
+    if closed_over or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaves)):
+        raise TypeError("explain: call it outside of jit, grad and vmap; it evaluates eagerly")
+    walk: Walk
+    if scales == "auto":
+        walk = measured = MeasuredWalk(tolerance)
+        errors = measured.errors(program.jaxpr, leaves, program.dtypes)
+    else:
+        walk = Walk(tolerance)
+        errors = walk.errors(program.jaxpr, leaves)
+    return Explanation(list(walk.rows.values()), errors, tolerance, walk.turned, program.unknown)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from scalify_core.measured.promoted import Promoted, text_of, text_of_result
 from scalify_core.places import Place
 
 ASTRAY = 4.0  # octaves between the expected RMS and the one that is due: rounding is not hurt by as many yet
@@ -124,9 +123,7 @@ class Explanation:
         errors: the error of each floating-point result of the function, in the order of its leaves.
         tolerance: the error from which on values count as lost.
         turned: where booleans or integers, such as comparisons, first differ from plain FP32; None: nowhere.
-        unknown: why it is not known which products the program asks to have in FP32 by casts; None: it is.
-        promoted: the products that read a narrow format, and of which plain code has an operand in FP32 by promotion.
-        promoted_results: the results of the function that are narrow, and that plain code has in FP32 by promotion.
+        unknown: why it is not known which products plain code has in FP32; None: it is.
     """
 
     rows: list[Row]
@@ -134,8 +131,6 @@ class Explanation:
     tolerance: float
     turned: str | None = None
     unknown: str | None = None
-    promoted: Sequence[Promoted] = ()
-    promoted_results: Sequence[Promoted] = ()
 
     @property
     def first_row(self) -> Row | None:
@@ -175,18 +170,12 @@ class Explanation:
         worst = f"largest error of a result: {max(self.errors, default=0.0):.2e}"
         loss = f"first loss: {self.first_loss}" if self.first_loss else self._without_loss()
         shown = "" if len(self.rows) <= top else f"; shown are the {top} most telling ones"
-        unknown = f"\ncasts to FP32 may count for nothing in this program: {self.unknown}" if self.unknown else ""
-        return f"{count}{shown}; {worst}\n{loss}{unknown}{self._of_promoted(top)}\n\n{self.table(top)}"
-
-    def _of_promoted(self, top: int) -> str:
-        """What is said of promoted products and results, by line of the user's."""
-        said = ""
-        for found, text in ((self.promoted, text_of), (self.promoted_results, text_of_result)):
-            places = list(dict.fromkeys(map(str, found)))
-            more = f"\n  and {len(places) - top} more" if len(places) > top else ""
-            listed = "".join(f"\n  {place}" for place in places[:top])
-            said += f"\n{text(found[0].dtype)}:{listed}{more}" if found else ""
-        return said
+        unknown = (
+            f"\nproducts that plain code has in FP32 may be narrow in this program: {self.unknown}"
+            if self.unknown
+            else ""
+        )
+        return f"{count}{shown}; {worst}\n{loss}{unknown}\n\n{self.table(top)}"
 
     def _without_loss(self) -> str:
         """What is said where no equation loses much: results may be off all the same."""

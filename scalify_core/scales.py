@@ -32,6 +32,20 @@ OF_ZEROS = 2.0**-125
 _TOGETHER = 64  # scalars of one array: XLA gives a kernel some 96 operands
 
 
+@jax.jit
+def checked_scale(scale: jax.Array) -> jax.Array:
+    """Return FP32 run-time scales as they are, but NaN where one is no power of two.
+
+    Arithmetic on the leaves of ScaledArrays, outside of scalify, is seen so. Zero is
+    what `jnp.zeros_like` of a state makes of its scales; it counts as that of zeros.
+    """
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    is_power = (bits & np.int32((1 << 23) - 1)) == 0
+    in_range = (scale >= np.float32(MIN_SCALE)) & (scale <= np.float32(MAX_SCALE))
+    checked = jnp.where(is_power & in_range, scale, np.float32(np.nan))
+    return jnp.where(scale == 0, np.float32(MIN_SCALE), checked)
+
+
 class Multiple(NamedTuple):
     """A run-time scale times a static power of two, not yet multiplied.
 

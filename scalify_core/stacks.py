@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import lowering
-from scalify_core.array import ScaledArray, is_scaled_array, trusted
+from scalify_core.array import ScaledArray, is_scaled_array
 from scalify_core.tree import leaves
 from scalify_core.weights import LARGE, wide
 
@@ -135,7 +135,7 @@ def _stacked(parts: Sequence[Any]) -> Any:
     data, scales = _one_array([x.data for x in parts]), [x.scale for x in parts]
     is_static = all(x.is_static for x in parts)
     scale: Any = np.array(scales, np.float32) if is_static else jnp.stack([jnp.float32(scale) for scale in scales])
-    return trusted(ScaledArray(data, scale.reshape(-1, *[1] * (data.ndim - 1))))
+    return ScaledArray(data, scale.reshape(-1, *[1] * (data.ndim - 1)))
 
 
 def _one_array(parts: Sequence[jax.Array]) -> jax.Array:
@@ -147,4 +147,4 @@ def _rows(stack: Any, like: Sequence[Any]) -> list[Any]:
     if not is_scaled_array(stack):
         return list(stack)
     scales = [x.scale if x.is_static else scale.reshape(()) for x, scale in zip(like, stack.scale, strict=True)]
-    return [trusted(ScaledArray(row, scale)) for row, scale in zip(stack.data, scales, strict=True)]
+    return [ScaledArray(row, scale) for row, scale in zip(stack.data, scales, strict=True)]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import lowering
-from scalify_core.array import ScaledArray, is_scaled_array, trusted, with_scale
+from scalify_core.array import ScaledArray, is_scaled_array, with_scale
 from scalify_core.formats import FP16, FP32, FloatFormat, pow2_floor, pow2_inverse
 from scalify_core.reductions import largest_magnitudes, largest_of_rows
 from scalify_core.weights import LARGE, Rounding, check_rounding, round_to, words_of
@@ -120,26 +120,38 @@ def flatten(state: Any, stored: Mapping[str, Stored]) -> tuple[list[Any], list[P
             missing |= {how.relative_to} if other is None else set()
         plans.append(Plan(how, other, tuple(key for key in path if key is not field)))
     if missing:
-        attributes = [[key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)] for path in places]
+        # A scalar costs nothing as it is, and what is added up in it is lost in a narrow format.
+        arrays = [path for path, i in places.items() if flat[i][1].shape]
+        attributes = [[key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)] for path in arrays]
         has = sorted({names[-1] for names in attributes if names})
         raise ValueError(
             f"scaled_state: the state has no float array in a field {min(missing)!r}; it has some in {has}"
             f"{_instead(stored, missing, has)}"
         )
-    # The optimiser's own scales need not be read: on a GPU each would be a kernel.
-    return [trusted(x) for _, x in flat], plans, treedef
+    return [x for _, x in flat], plans, treedef
+
+
+# In optax: means of squares, which are stored as their roots.
+_SQUARES = frozenset({"nu", "nu_max", "exp_avg_sq", "sum_of_squares", "e_g", "e_x"})
+# Copies of parameters, and names that are squares in one optimizer and first moments in another.
+_NOT_OFFERED = frozenset({"z", "params0", "v", "v_row", "v_col", "n"})
 
 
 def _instead(stored: Mapping[str, Stored], missing: set[str], has: Sequence[str]) -> str:
-    """What to give to `scaled_state` in place of fields that a state does not have, to be appended."""
-    absent, others = [name for name in stored if name in missing], [name for name in has if name not in stored]
+    """Return what to give to `scaled_state` in place of fields that a state does not have, to be appended."""
+    absent = [name for name in stored if name in missing]
+    others = [name for name in has if name not in stored and name not in _NOT_OFFERED]
     if not absent:  # of the user's own `relative_to`
         return ""
     if not others:
         return f": leave {' and '.join(absent)} out" + ("" if has else ", there is nothing to store")
-    one = f"optim.Stored(FloatFormat.of(jnp.{stored[absent[0]].format.dtype}))"
-    fields = ", ".join(f"{name!r}: {one}" for name in others)
-    return f": in place of {' and '.join(absent)} give fields={{{fields}}}"
+    fields = []
+    for name in others:
+        is_square = name in _SQUARES
+        how = stored["nu" if is_square and "nu" in absent else absent[0]]
+        root = ", sqrt=True" if is_square else ""
+        fields.append(f"{name!r}: optim.Stored(FloatFormat.of(jnp.{how.format.dtype}){root})")
+    return f": in place of {' and '.join(absent)} give fields={{{', '.join(fields)}}}"
 
 
 def widen(arrays: list[Any], plans: list[Plan]) -> list[Any]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from scalify_core.array import ScaledArray, asarray, is_scaled_array
 from scalify_core.formats import E4M3, E5M2, FP32, FloatFormat, pow2_round
-from scalify_core.plain import Plain, aval_in_format
+from scalify_core.reference_trace import TraceError, dtypes_of_results, reference_trace
 from scalify_core.transform import Scales, scalify
 
 WAYS = ("eager", "jit", "dynamic")
@@ -120,8 +120,11 @@ def _functions(fun: Callable, tree: Any, scales: Scales) -> tuple[Callable, Call
 
 def _are_wide(fun: Callable, leaves: Sequence[Any]) -> list[bool] | None:
     """Which results are FP32 in plain code, of arrays of the formats of the leaves; None: it cannot be traced so."""
-    narrow = Plain(fun).traced([aval_in_format(x) for x in leaves])
-    return None if narrow is None else [aval.dtype == jnp.float32 for aval in narrow.traced.jaxpr.out_avals]
+    try:
+        narrow = reference_trace(fun, leaves)
+    except TraceError:
+        return None
+    return [dtype == np.float32 for dtype in dtypes_of_results(narrow.jaxpr)]
 
 
 def _rounded(x: Any, dtype: Any) -> Any:

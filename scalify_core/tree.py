@@ -8,9 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from scalify_core import cotangents
 from scalify_core.array import ScaledArray, is_scaled_array, with_scale
 
 
@@ -49,21 +47,11 @@ def pack(tree: Any) -> Any:
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_scaled_array)
     named = {jax.tree_util.keystr(path): x for path, x in found}
     dynamic = {name: x for name, x in named.items() if is_scaled_array(x) and not x.is_static}
-    scales = {name: scale_of_leaf(x) for name, x in dynamic.items() if x._leaf.ndim == 0}
+    scales = {name: x.scale for name, x in dynamic.items() if x.scale.ndim == 0}
     if not scales:
         return tree
     arrays = {name: x.data if name in scales else x for name, x in named.items()}
     return Packed(arrays, jnp.stack(list(scales.values())), structure, tuple(named), tuple(scales))
-
-
-def scale_of_leaf(x: ScaledArray) -> Any:
-    """`x.scale` as its leaf says it, whatever the data is: of arrays at hand, outside of `jit`, that is not looked at.
-
-    To look at the data of a state that lies on several devices is a program with a collective for each array; so many
-    at once wait for each other for ever on a CPU.
-    """
-    at_hand = not x._known and isinstance(x._leaf, jax.Array) and not isinstance(x._leaf, jax.core.Tracer)
-    return cotangents.number(x._leaf, np.dtype(x.dtype)) if at_hand else x.scale
 
 
 def unpack(tree: Any) -> Any:
@@ -82,8 +70,8 @@ def with_static_scales(tree: Any) -> Any:
     """
 
     def convert(x: Any) -> Any:
-        if is_scaled_array(x) and not x.is_static and x._leaf.ndim == 0:
-            return ScaledArray(x.data, float(scale_of_leaf(x)))
+        if is_scaled_array(x) and not x.is_static and x.scale.ndim == 0:
+            return ScaledArray(x.data, float(x.scale))
         return x
 
     return map_arrays(convert, tree)
@@ -105,3 +93,20 @@ def rescaled_like(tree: Any, like: Any) -> Any:
         return x.rescale(y.scale).astype(y.dtype) if is_scaled_array(x) and is_scaled_array(y) else x
 
     return map_arrays(convert, tree, like)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """Return the Euclidean norm of all floating-point values of a tree, an FP32 scalar.
+
+    `optax.global_norm` squares FP16 leaves in FP16, so from 256 on it is infinite, and it takes data and scale of a
+    ScaledArray for two arrays. Here logical values are squared in FP32, in units of the largest.
+
+    Args:
+        tree: ScaledArrays and plain arrays; others are left out.
+    """
+    values = [x.unscale() if is_scaled_array(x) else jnp.asarray(x) for x in leaves(tree)]
+    values = [x.astype(jnp.float32) for x in values if jnp.issubdtype(x.dtype, jnp.floating)]
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in values])) if values else jnp.float32(0)
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    squares = [jnp.sum(jnp.square(x / unit)) for x in values]
+    return unit * jnp.sqrt(sum(squares, jnp.float32(0)))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -194,73 +193,6 @@ def unreadable_when_run(where: str, found: Mapping[str, Any]) -> None:
         unreadable(where, [name for name, flag in zip(names, flags, strict=True) if flag.any()])
 
     jax.debug.callback(report, *found.values())
-
-
-class Gradient(NamedTuple):
-    """One that has to have the static scale of its argument, because the structure of a gradient is the argument's.
-
-    Attributes:
-        name: of the argument.
-        data: of the gradient as it is, times a power of two, `scale`.
-        scale: FP32, as many as broadcast to the data.
-        kept: its data at the static scale of the argument.
-        target: that scale.
-    """
-
-    name: str
-    data: Any
-    scale: Any
-    kept: Any
-    target: float
-
-    @property
-    def may_be_lost(self) -> bool:
-        """Whether the format has not the range of FP32, or the scale takes a good part of that."""
-        narrow = float(jnp.finfo(self.kept.dtype).max) < 2.0**120
-        return self.kept.size > 0 and (narrow or not 2.0**-32 <= self.target <= 2.0**32)
-
-
-def gradients(found: Sequence[Gradient]) -> None:
-    """Puts one callback into the program, which warns (`PrecisionWarning`) of those of which more than 1% is lost.
-
-    It is there without being asked for: no scale can be right that was chosen before the gradient was known.
-    """
-    found = [x for x in found if x.may_be_lost]
-    if not found:
-        return
-    texts = [
-        f"the gradient of {x.name} is lost: in {x.kept.dtype} at the static scale 2^{np.log2(x.target):g} of its "
-        f"argument, which a gradient taken outside of scalify has, it is more than 1% off; take it inside, "
-        f"scalify(jax.grad(f)), or give the argument a run-time scale"
-        for x in found
-    ]
-    limits = [max(FLUSHED, float(jnp.finfo(x.kept.dtype).eps)) for x in found]
-
-    def report(errors: Any) -> None:
-        for text, error, limit in zip(texts, np.asarray(errors), limits, strict=True):
-            if error > limit:
-                warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
-
-    with watching(None):
-        jax.debug.callback(report, jnp.stack([_error_at_scale(x.data, x.scale, x.kept, x.target) for x in found]))
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def _error_at_scale(data: Any, scale: Any, kept: Any, target: float) -> jax.Array:
-    """The norm of `kept * target - data * scale` over that of the latter, of what is finite there; FP32."""
-    # In units of the largest number: squares, and scales of numbers that are zeros, would leave FP32.
-    scale = jnp.asarray(scale, jnp.float32)
-    scale = scale.reshape(scale.shape + (1,) * (jnp.ndim(data) - scale.ndim))
-    top = jnp.max(scale)
-    x = jnp.asarray(data, jnp.float32)
-    x = jnp.where(jnp.isfinite(x), x, 0) * (scale / top)
-    ratio = jnp.clip(np.float32(target) / top, 2.0**-126, 2.0**126)
-    y = jnp.asarray(kept, jnp.float32) * ratio
-    apart = jnp.where(jnp.isfinite(data), jnp.where(kept == 0, x, x - y), 0)
-    peak = jnp.max(jnp.abs(x), initial=0.0)
-    unit = jnp.where(peak > 0, peak, 1)
-    squares = jnp.sum(jnp.square(x / unit))
-    return jnp.where(peak > 0, jnp.sqrt(jnp.sum(jnp.square(apart / unit)) / jnp.maximum(squares, 1e-30)), 0)
 
 
 class Reporter:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalify_core import lowering
-from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, say_unreadable, with_scale
+from scalify_core.array import ScaledArray, as_scaled_array, is_scaled_array, readable, with_scale
 from scalify_core.formats import FP32, FloatFormat, bits_of_words, counter_words, pow2_floor
 from scalify_core.scales import MIN_SCALE, broadcast_scale, rms_of, rms_scale
 from scalify_core.tree import leaves, map_arrays
@@ -35,9 +35,9 @@ def apply_updates(
     params: Any,
     updates: Any,
     *,
-    rounding: Rounding,
-    seed: Any,
-    step: Any,
+    rounding: Rounding = "nearest",
+    seed: Any = None,
+    step: Any = None,
     accept: Any = None,
     numbers: Any = None,
 ) -> Any:
@@ -51,17 +51,44 @@ def apply_updates(
         updates: a tree of the same structure, plain or scaled, what is to be added (learning rate and sign included).
         rounding: "nearest" loses every update below half an ulp (2^-12 of an FP16 parameter, 2^-9 of a BF16 one);
             "stochastic" keeps them in expectation.
-        seed, step: of the stochastic rounding: integers or integer scalars. The random bits are not those of
-            `scaled_state`, also with the same seed and step.
+        seed, step: of the stochastic rounding, which needs both: integers or integer scalars. The random bits are not
+            those of `scaled_state`, also with the same seed and step.
         accept: boolean scalar, false: the parameters stay as they are. None: true.
         numbers: of the parameters, a tree of integers, which tell their random bits apart; arrays of them of the rows
             of stacks. None: 0, 1, ...
 
     Raises:
-        ValueError: `updates` or `numbers` is another tree than `params`; an unknown rounding.
+        ValueError: `updates` or `numbers` is another tree than `params`; an unknown rounding; stochastic rounding
+            without seed or step.
     """
     options = {"rounding": rounding, "seed": seed, "step": step, "accept": accept, "numbers": numbers}
     return apply_with_lost(params, updates, (), **options)[0]
+
+
+def moving_average(
+    average: Any, params: Any, decay: float, *, rounding: Rounding = "stochastic", seed: Any = None, step: Any = None
+) -> Any:
+    """Return `decay * average + (1 - decay) * params`, in the formats of `average`.
+
+    An average in FP16 that is computed leaf by leaf never moves where `(1 - decay) * params` is below half of its last
+    bit. Stochastic rounding keeps it in expectation.
+
+    Args:
+        average: a tree of ScaledArrays and plain arrays, of any float dtypes.
+        params: a tree of the same structure, plain or scaled.
+        decay: in [0, 1].
+        rounding, seed, step: as for `apply_updates`; the seed is another one than that of the parameters.
+
+    Raises:
+        ValueError: as `apply_updates`.
+    """
+    structure: Any = jax.tree.structure(average, is_leaf=is_scaled_array)
+    if jax.tree.structure(params, is_leaf=is_scaled_array) != structure:
+        raise ValueError("weights.moving_average: params is not a tree like average")
+    old, new = leaves(average), leaves(params)
+    updates = [(1 - decay) * (wide(x) - wide(y)) for x, y in zip(new, old, strict=True)]
+    found = apply_updates(old, updates, rounding=rounding, seed=seed, step=step)
+    return structure.unflatten(found)
 
 
 def apply_with_lost(
@@ -69,9 +96,9 @@ def apply_with_lost(
     updates: Any,
     lost: Any,
     *,
-    rounding: Rounding,
-    seed: Any,
-    step: Any,
+    rounding: Rounding = "nearest",
+    seed: Any = None,
+    step: Any = None,
     accept: Any = None,
     numbers: Any = None,
 ) -> tuple[Any, Any]:
@@ -89,6 +116,8 @@ def apply_with_lost(
     https://arxiv.org/abs/2010.06192.
     """
     check_rounding(rounding)
+    if rounding == "stochastic" and (seed is None or step is None):
+        raise ValueError('rounding="stochastic" needs seed= and step=, of which its random bits are made')
 
     def add(p: Any, update: Any, number: Any, words: Any, before_lost: Any) -> Any:
         data = p.data if is_scaled_array(p) else p
@@ -116,9 +145,7 @@ def apply_with_lost(
 
     structure: Any = jax.tree.structure(params, is_leaf=is_scaled_array)
     found, changes = leaves(params), _beside(structure, updates, "updates")
-    # Updates of `scaled_state` are plain: who gives scaled ones, of no scalified function, may have computed on leaves.
-    paths = lambda: [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(updates, is_leaf=is_scaled_array)]
-    say_unreadable("weights.apply_updates, the update", changes, paths, traced=True)
+    changes = _readable(updates, changes)
     # Leaves are numbered from the other end: another stream than that of the optimiser's state.
     own = [-1 - n for n in (range(len(found)) if numbers is None else _beside(structure, numbers, "numbers"))]
     is_random = rounding == "stochastic"
@@ -136,6 +163,20 @@ def apply_with_lost(
         new.append(add(p, update, number, words[i], rest))
         before = i if is_large else before
     return structure.unflatten(new), structure.unflatten(remain) if remain else ()
+
+
+def _readable(updates: Any, changes: Sequence[Any]) -> list[Any]:
+    """Return updates of which those with a scale that is none are NaN, warned of by name.
+
+    Updates of `scaled_state` are plain. Scaled ones that are no result of a scalified function may come from
+    arithmetic on the leaves of ScaledArrays.
+    """
+
+    def names() -> list[str]:
+        found = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_scaled_array)
+        return [jax.tree_util.keystr(path) for path, _ in found]
+
+    return readable("weights.apply_updates, the update", changes, names)
 
 
 def _beside(structure: Any, tree: Any, name: str) -> list[Any]:

@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval
 from scalify_core import storage, watch
 from scalify_core.array import ScaledArray, with_scale
 from scalify_core.caches import per_jaxpr
-from scalify_core.measured import residuals, store
+from scalify_core.measured import product_reads, store
 from scalify_core.measured.evaluate import Operands, kind, run
 from scalify_core.measured.plan import (
     Format,
@@ -99,7 +99,7 @@ def _arguments_returned(jaxpr: Any) -> tuple[int | None, ...]:
 
 def operands_of(step: Step, env: Operands) -> list[Any]:
     """As the inner jaxpr reads them: what its products alone read is stored once, out here."""
-    alone = residuals.reads_for_products(step)
+    alone = product_reads.reads_for_products(step)
     return [env.passed_on(*operand) for operand in zip(step.eqn.invars, step.wants, alone, strict=True)]
 
 

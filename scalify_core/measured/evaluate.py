@@ -26,7 +26,6 @@ from scalify_core.measured.plan import (
     product_format,
 )
 from scalify_core.measured.products import Want, lines, scales_of_result
-from scalify_core.measured.residuals import Logical, Residuals, kept
 from scalify_core.scales import broadcast_scale
 from scalify_core.scopes import scope_of, within
 from scalify_core.watch import Reporter
@@ -53,44 +52,36 @@ _reporter: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
 def evaluated(
     jaxpr: Any,
     leaves: Sequence[Any],
-    residuals: Residuals | None = None,
     dtypes: Sequence[np.dtype | None] = (),
     *,
     reporter: Reporter | None = None,
 ) -> list[Any]:
-    """The results of a jaxpr that was traced with float32 for what is scaled, of arrays and ScaledArrays, as such.
+    """Return the results of a jaxpr, of arrays and ScaledArrays, as such.
 
-    An argument that is returned is returned as it is; what plain code has in FP32, of narrow data, is a `Logical`.
-    `residuals` are kept as the backward pass will read them; `dtypes`: of the results before them in plain code, as
-    far as known. With a reporter, the program tells it what is lost, and keeps all of them in FP32, so that it knows.
+    An argument that is returned is returned as it is.
+
+    Args:
+        jaxpr: traced with float32 arrays for what is scaled.
+        leaves: its arguments.
+        dtypes: of the results in plain code; None where they are not known.
+        reporter: what the program tells what is lost; None: it has no callbacks.
     """
     args = list(map(entering, leaves))
     formats = tuple(map(format_of, leaves))
     plan = plan_of(jaxpr, formats)
-    first = len(plan.out_formats) if residuals is None else residuals.first
-    out_formats = formats_of_results(plan.out_formats[:first], dtypes)
+    out_formats = formats_of_results(plan.out_formats, dtypes)
     token = _reporter.set(reporter)
     try:
-        env = Operands(jaxpr, args, (False,) * first + (True,) * (len(plan.out_formats) - first))
+        env = Operands(jaxpr, args, (False,) * len(out_formats))
         out = run(jaxpr, plan, env)
         given = {id(x) for x in args}
         constants = masks.constants_in(jaxpr, masks.of_arguments(args, formats))
         nonzero, _ = roots.taken_of(jaxpr, (False,) * len(out))
-        of_results = zip(jaxpr.outvars[:first], out, out_formats, constants, nonzero, strict=False)
+        of_results = zip(jaxpr.outvars, out, out_formats, constants, nonzero, strict=True)
         returned: list[Any] = [
             x if f is None or is_as_it_is(x, f, given) else _returned(jaxpr, var, x, f, large, nonzero=keep)
             for var, x, f, large, keep in of_results
         ]
-        returned = list(map(_with_format, returned, plan.out_formats))
-        if residuals is not None:
-            unknown = [None] * (len(out) - first)
-            readings = residuals.readings(plan.out_formats) if reporter is None else unknown
-            returned += [
-                x if f is None else kept(x, f, reading, env.copies_of(var))
-                for var, x, f, reading in zip(
-                    jaxpr.outvars[first:], out[first:], plan.out_formats[first:], readings, strict=True
-                )
-            ]
     finally:
         _reporter.reset(token)
     if reporter is not None:
@@ -115,22 +106,13 @@ def _is_own(own: np.dtype | None, dtype: np.dtype | None) -> bool:
     return own.itemsize == 1 and dtype.itemsize < 4
 
 
-def _with_format(x: Any, own: np.dtype | None) -> Any:
-    """A result. In FP32 as in plain code it has its format for the backward pass: its gradient widens no product."""
-    if own is None or type(x) is not ScaledArray or not own.itemsize < 4 <= x.dtype.itemsize:
-        return x
-    return Logical(store.wide(x), own)
-
-
 def format_of(x: Any) -> np.dtype | None:
-    """The format of an argument; None: it is plain."""
-    return np.dtype(x.dtype) if type(x) in (ScaledArray, Logical) else None
+    """Return the format of an argument; None: it is plain."""
+    return np.dtype(x.dtype) if type(x) is ScaledArray else None
 
 
 def entering(x: Any) -> Any:
     """An argument: a ScaledArray, or an array of logical values."""
-    if type(x) is Logical:
-        return x.value
     if type(x) is not ScaledArray:
         return x if isinstance(x, jax.Array) else jnp.asarray(x)
     scale = x.scale if x.is_static else jnp.asarray(x.scale, jnp.float32)
@@ -211,10 +193,6 @@ class Operands:
     def is_resized(self, var: Any) -> bool:
         """Whether who reads a variable may give its rows other sizes."""
         return var in readers.resized(self._jaxpr, self._resized)
-
-    def copies_of(self, atom: Any) -> dict[Want, ScaledArray]:
-        """How a variable is stored so far."""
-        return {want: x for (var, want), x in self.copies.items() if var is atom}
 
     def in_units_of(self, atom: Any, stored: ScaledArray) -> Any:
         """The logical value over the scale of what it is stored as, FP32."""

@@ -27,7 +27,7 @@ def test_the_program_prints_what_the_page_shows(tmp_path, capsys):
 
 
 def test_forward_mode_goes_inside():
-    with pytest.raises(TypeError, match="forward-mode"):
+    with pytest.raises(TypeError, match=r"taken inside, scalify\(jax.grad\(f\)\)"):
         jax.jvp(scalify(jnp.sin), (X,), (X,))
     _, tangent = scalify(lambda x, t: jax.jvp(jnp.sin, (x,), (t,)))(X, X)
     x = np.arange(1.0, 5.0)
@@ -104,9 +104,9 @@ def test_the_lowest_number_masks_after_a_product():
     q = as_scaled_array(jax.random.normal(jax.random.key(0), (4, 3)), dtype=jnp.float16)
 
     def masked(q, number):
-        return jnp.where(jnp.arange(3)[None] == 2, number, q) @ jnp.eye(3)[:, :2]
+        return jnp.where(jnp.arange(3)[None] == 2, number, q) @ jnp.eye(3, dtype=q.dtype)[:, :2]
 
-    lowest, inside = float(jnp.finfo(jnp.float32).min), jax.jit(lambda q: q @ jnp.eye(3)[:, :2])
+    lowest, inside = float(jnp.finfo(jnp.float32).min), jax.jit(lambda q: q @ jnp.eye(3, dtype=q.dtype)[:, :2])
     for number in (lowest, -1e4):
         found = asarray(scalify(functools.partial(masked, number=number))(q))
         np.testing.assert_allclose(found, asarray(q)[:, :2], rtol=2**-10)
@@ -129,13 +129,3 @@ def test_rows_that_a_permutation_given_as_an_argument_copies_are_rounded():
     assert 0 < differ(lambda order: order) < 2**-11
     assert differ(lambda order: jnp.eye(8)[::-1]) == 0
     assert differ(lambda order: jax.nn.one_hot(order.argmax(-1), 8)) == 0
-
-
-def test_the_scale_of_an_argument_is_gone_beside_the_mark_of_its_gradient():
-    x = as_scaled_array(jnp.arange(1.0, 5.0) * 1e-3, dtype=jnp.float32)
-    g = jax.grad(lambda x: asarray(scalify(lambda x: jnp.sum(jnp.sin(x)))(x)))(x)
-    for factor in (1, 2, 3):
-        assert asarray(jax.tree.map(lambda a, b, n=factor: a + n * b, x, g))[0] > 0.5 + factor * 0.9
-        np.testing.assert_allclose(
-            asarray(x) + factor * asarray(g), asarray(x) + factor * np.cos(asarray(x)), rtol=1e-6
-        )

@@ -81,7 +81,7 @@ def to_stored(state: TrainState) -> TrainState:
         if not is_scaled_array(x) or not isinstance(x.data.sharding, NamedSharding):
             return x
         everywhere = NamedSharding(x.data.sharding.mesh, PartitionSpec())
-        scale = tree.scale_of_leaf(x)
+        scale = x.scale
         if scale.sharding == everywhere:
             return x
         number = np.asarray(scale.addressable_data(0))

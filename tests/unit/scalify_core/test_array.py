@@ -145,30 +145,6 @@ def test_scales_of_layers_broadcast_along_leading_axes_and_are_indexed():
         np.testing.assert_array_equal(asarray(x[2]), expected[2])
 
 
-def test_gradients_of_conversion_are_logical_gradients():
-    for scale in (None, 2.0**-4, jnp.float32(8)):
-        gradient = jax.grad(lambda x, s=scale: jnp.sum(jnp.sin(asarray(as_scaled_array(x, s)))))(X)
-        np.testing.assert_allclose(gradient, jnp.cos(X), rtol=1e-6)
-
-
-@pytest.mark.parametrize("scale", [2.0**-4, jnp.float32(2.0**-4)], ids=["static", "dynamic"])
-@pytest.mark.parametrize(
-    "method",
-    [
-        lambda x: x.unscale(),
-        lambda x: asarray(x.rescale(4.0)),
-        lambda x: asarray(x.rescale(jnp.float32(4))),
-        lambda x: asarray(x.astype(jnp.bfloat16).astype(jnp.float32)),
-        lambda x: asarray(x[::-1]),
-    ],
-    ids=["unscale", "rescale_static", "rescale_dynamic", "astype", "index"],
-)
-def test_gradients_of_methods_are_logical_gradients(method, scale):
-    x = ScaledArray(X, scale)
-    gradient = jax.grad(lambda x: jnp.sum(jnp.square(method(x))))(x)
-    np.testing.assert_allclose(asarray(gradient), 2 * asarray(x), rtol=2.0**-8)  # BF16 rounds the argument
-
-
 def test_iteration_ends_with_the_leading_axis():
     rows = [np.asarray(row) for row in ScaledArray(X, jnp.asarray([1.0, 2.0, 4.0, 8.0]))]
     np.testing.assert_array_equal(rows, X * 2.0 ** np.arange(4)[:, None])

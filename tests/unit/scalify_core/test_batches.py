@@ -116,13 +116,13 @@ def test_they_are_however_they_get_to_the_product(way):
     assert error(jax.jit(scalify(fun))(*args), jax.jit(fun)(*asarray(args))) <= 2 * FP16.epsilon
 
 
-@pytest.mark.parametrize("way", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "remat"])
-def test_they_are_in_gradients_taken_outside(way):
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_they_are_in_gradients(way):
     def loss(a, b):
         return jnp.sum(jnp.sin(jnp.matmul(a * FACTORS, b / FACTORS)))
 
     a, b = as_scaled_array((A, B), dtype=HALF)
-    found = way(jax.grad(lambda a: asarray(scalify(loss)(a, b))))(a)
+    found = way(scalify(jax.grad(loss)))(a, b)
     assert found.scale.shape == ()
     assert error(found, jax.grad(loss)(*asarray((a, b)))) <= 16 * FP16.epsilon  # of the sine of 30
 

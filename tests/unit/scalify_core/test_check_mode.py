@@ -83,15 +83,13 @@ def test_sums_that_leave_fp16_in_a_product_are_named():
     assert "saturate" in text
 
 
-def test_both_passes_of_a_gradient_are_told_apart_inside_and_outside():
+def test_both_passes_of_a_gradient_are_told_apart():
     def loss(x, w):
         return jnp.mean(jnp.tanh(x @ w)) * 1e-9
 
     inside = run(jax.jit(checked(jax.grad(loss))), scaled(X), scaled(W, 1.0))
-    outside = run(jax.grad(lambda x, w: sc.asarray(checked(loss)(x, w)), allow_int=True), scaled(X), scaled(W, 1.0))
-    for texts in (inside, outside):
-        assert texts
-        assert all("of the backward pass: in float16" in text for text in texts)
+    assert inside
+    assert all("of the backward pass: in float16" in text for text in inside)
 
 
 def scanned(x, w):
@@ -194,20 +192,25 @@ def test_without_check_nothing_is_added_and_nothing_computed_otherwise():
 FAR = 10.0 ** jnp.arange(-8.0, 8.0)[:, None]  # 50 octaves
 
 
+def far(h):
+    """In the dtype of `h`: as an FP32 table it would make FP32 of what it is computed with."""
+    return FAR.astype(h.dtype)
+
+
 def summed_too(h):
     """A sum over the rows of what is read by rows elsewhere, too: so it has one scale."""
-    return jnp.ones((16, 16), jnp.float32).T @ h * 1e-20
+    return jnp.ones((16, 16), h.dtype).T @ h * 1e-20
 
 
 LINES = {
-    "rows": (lambda x, w: (lambda h: (h @ w) / FAR + summed_too(h))(x * FAR), r"% of its rows"),
-    "columns": (lambda x, w: (lambda h: (x @ h) / FAR.T + summed_too(h.T).T)(w * FAR.T), r"% of its columns"),
-    "contracted": (lambda x, w: (x * FAR.T) @ (w / FAR), r"100.00% of its rows and 100.00% of its columns"),
+    "rows": (lambda x, w: (lambda h: (h @ w) / far(h) + summed_too(h))(x * far(x)), r"% of its rows"),
+    "columns": (lambda x, w: (lambda h: (x @ h) / far(h).T + summed_too(h.T).T)(w * far(w).T), r"% of its columns"),
+    "contracted": (lambda x, w: (x * far(x).T) @ (w / far(w)), r"100.00% of its rows and 100.00% of its columns"),
     "nowhere": (lambda x, w: jnp.exp(-30 + x) @ (w * 1e9), ""),
-    "entries": (lambda x, w: jnp.matmul(FAR[:, None] * x[None], w[None] / FAR[:, None]), ""),
-    "each row": (lambda x, w: ((x * FAR) @ w) / FAR, ""),
-    "each column": (lambda x, w: (x @ (w * FAR.T)) / FAR.T, ""),
-    "outer": (lambda x, w: jnp.tensordot(x[:, 0] * FAR[:, 0], w[0], 0) / FAR, ""),
+    "entries": (lambda x, w: jnp.matmul(far(x)[:, None] * x[None], w[None] / far(w)[:, None]), ""),
+    "each row": (lambda x, w: ((x * far(x)) @ w) / far(x), ""),
+    "each column": (lambda x, w: (x @ (w * far(w).T)) / far(w).T, ""),
+    "outer": (lambda x, w: jnp.tensordot(x[:, 0] * far(x)[:, 0], w[0], 0) / far(x), ""),
 }
 
 
@@ -215,10 +218,7 @@ LINES = {
 def test_lines_of_a_product_that_one_scale_loses_are_named_though_they_are_nothing_of_the_norm(kind):
     fun, said = LINES[kind]
     args = sc.as_scaled_array((normal(16, 16, seed=3), normal(16, 16, seed=4)), dtype=jnp.float16)
-    said_of_table = (
-        "plain code has FP32 here, by promotion"  # which `FAR` makes; it stands in the program, not in its run
-    )
-    found = [text for text in run(jax.jit(sc.scalify(fun, check=True)), *args) if said_of_table not in text]
+    found = run(jax.jit(sc.scalify(fun, check=True)), *args)
     texts = [text for text in found if "dot_general" in text]  # what is left of lost rows is small beside the others
     assert len(texts) == bool(said) == bool(found)
     assert all(re.search(said, text) and "in float16" in text and "dot_general" in text for text in texts)
@@ -255,18 +255,18 @@ def test_the_last_keys_of_causal_attention_which_have_hardly_a_gradient_are_no_l
 
 
 RESIZED = {
-    "divided": lambda h: h / FAR,
+    "divided": lambda h: h / far(h),
     "normalised": lambda h: h / jnp.linalg.norm(h, axis=1, keepdims=True),
-    "multiplied further on": lambda h: (h @ jnp.eye(16)).T * (1e-8 / FAR.T),
-    "in a jit": lambda h: jax.jit(lambda h: h / FAR)(2 * h),
-    "in a loop": lambda h: lax.fori_loop(0, 1, lambda i, h: h / FAR, h),
+    "multiplied further on": lambda h: (h @ jnp.eye(16, dtype=h.dtype)).T * (1e-8 / far(h).T),
+    "in a jit": lambda h: jax.jit(lambda h: h / far(h))(2 * h),
+    "in a loop": lambda h: lax.fori_loop(0, 1, lambda i, h: h / far(h), h),
 }
 
 
 @pytest.mark.parametrize("kind", RESIZED)
 def test_rows_that_are_given_another_size_afterwards_are_a_loss(kind):
     def fun(x, w):
-        h = x * FAR
+        h = x * far(x)
         return RESIZED[kind](h @ w), summed_too(h)
 
     args = sc.as_scaled_array((normal(16, 16, seed=3), normal(16, 16, seed=4)), dtype=jnp.float16)

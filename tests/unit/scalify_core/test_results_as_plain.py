@@ -59,15 +59,11 @@ def test_a_loss_that_plain_code_has_in_float32_is_so_and_gradients_are_as_narrow
     product = jnp.matmul(*asarray((x, w)), precision="highest")
     tolerance = 2.0**-9 if dtype == jnp.bfloat16 else 2.0**-20  # operands are what they were
     np.testing.assert_allclose(asarray(loss), jnp.mean(product**2), rtol=tolerance)
-    outside = jax.grad(lambda x: asarray(scalify(mean_square)(x, w)))(x)
-    assert outside.dtype == dtype
 
 
-@pytest.mark.parametrize("place", ["inside", "outside"])
-def test_a_loss_in_float32_takes_no_product_of_its_gradient_out_of_its_format(place):
+def test_a_loss_in_float32_takes_no_product_of_its_gradient_out_of_its_format():
     args = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=HALF)
-    outside = jax.grad(lambda x, w: asarray(scalify(mean_square)(x, w)), (0, 1))
-    gradient = outside if place == "outside" else scalify(jax.grad(mean_square, (0, 1)))
+    gradient = scalify(jax.grad(mean_square, (0, 1)))
     operands = re.findall(r"dot_general .*: \((.*?)\) ->", jax.jit(gradient).lower(*args).as_text())
     assert len(operands) == 3
     assert not any("xf32>" in both for both in operands)
@@ -105,17 +101,16 @@ def test_explain_has_results_in_the_same_dtypes():
 TABLE = jnp.linspace(0.5, 1.5, 16)[None]
 
 
-def test_a_rate_or_a_table_makes_no_result_but_a_scalar_float32_and_explain_names_them():
+def test_what_promotion_makes_float32_in_plain_code_is_float32():
     x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=HALF)
 
     def fun(x, w, rate):
-        return x * TABLE, w - rate * w.T, jnp.mean(x * TABLE), x * 1.5
+        return x * TABLE, w - rate * w.T, jnp.mean(x * TABLE), x * 1.5, x * TABLE.astype(x.dtype)
 
-    assert [y.dtype for y in scalify(fun)(x, w, jnp.float32(0.1))] == [HALF, HALF, F32, HALF]
-    found = explain(fun, x, w, jnp.float32(0.1))
-    assert [(y.name, y.dtype) for y in found.promoted_results] == [("mul", "float16"), ("sub", "float16")]
-    assert "plain code has this result in FP32, by promotion; here it is float16" in str(found)
-    assert explain(lambda x, w: (x * 1.5).T, x, w).promoted_results == []
+    rate = jnp.float32(0.1)
+    expected = [y.dtype for y in fun(asarray(x).astype(HALF), asarray(w).astype(HALF), rate)]
+    assert expected == [F32, F32, F32, HALF, HALF]
+    assert [y.dtype for y in scalify(fun)(x, w, rate)] == expected
 
 
 OF_ITS_SHAPE = {
@@ -126,12 +121,11 @@ OF_ITS_SHAPE = {
 
 
 @pytest.mark.parametrize("name", OF_ITS_SHAPE)
-def test_what_has_the_shape_of_a_plain_float32_array_and_is_so_in_plain_code_stays_float32(name):
+def test_a_state_in_float32_stays_so(name):
     g, state, fun = as_scaled_array(normal(0, 8, 16), dtype=HALF), normal(1, 8, 16), OF_ITS_SHAPE[name]
     found = scalify(fun)(g, state)
     assert {found.dtype.type, jax.jit(scalify(fun))(g, state).dtype.type} == {F32}
     np.testing.assert_allclose(asarray(found), fun(asarray(g), state), rtol=1e-6, atol=2.0**-11 * ("gradient" in name))
-    assert scalify(lambda g, row: g * row)(g, state[:1]).dtype == HALF
     assert scalify(fun)(g, state.astype(HALF)).dtype == HALF
 
 

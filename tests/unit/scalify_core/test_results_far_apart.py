@@ -27,6 +27,11 @@ def many(x, factor):
     return sum((jnp.where(SOME, x, -factor * k) for k in range(1, 7)), jnp.zeros_like(x)) / 6
 
 
+def in_its_dtype(fun):
+    """A result that an FP32 factor does not make FP32."""
+    return lambda x, m: fun(x, m).astype(x.dtype)
+
+
 # Of data, and of a factor: what is not `SOME` is as large as that.
 KINDS = {
     "an argument": lambda x, m: x + jnp.where(SOME, 0.0, 1.0) * m,
@@ -37,6 +42,7 @@ KINDS = {
     "a product": lambda x, m: jnp.where(SOME, x, x * 0.5 * m + m),
     "a gradient": lambda x, m: jax.grad(lambda x: jnp.sum(jnp.where(SOME, 0.5 * x * x, x * m)))(x),
 }
+KINDS = {kind: in_its_dtype(fun) for kind, fun in KINDS.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,12 +58,13 @@ def test_what_is_near_1_keeps_its_digits_beside_numbers_of_up_to_1e9(kind, size)
 @pytest.mark.parametrize("lowest", [LOWEST, LOWEST / 4, -1e38])
 def test_the_lowest_numbers_mask_wherever_they_come_from(name, lowest):
     mask = jnp.where(SOME, 0.0, lowest)
-    fun = {
+    masked = {
         "add": lambda x, m, t: x + m,
         "scaled": lambda x, m, t: (x + m / 8) / t,
         "closed over": lambda x, m, t: x + mask / 2,
         "twice": lambda x, m, t: (x + m / 4) + m / 4,
     }[name]
+    fun = lambda x, m, t: masked(x, m, t).astype(x.dtype)
     x, t = as_scaled_array(X, dtype=HALF), jnp.float32(0.7)
     found, expected = asarray(jax.jit(scalify(fun))(x, mask, t)), fun(asarray(x), mask, t)
     assert error(found, expected, SOME) <= 4 * FP16.epsilon
@@ -68,7 +75,12 @@ def test_the_lowest_numbers_mask_wherever_they_come_from(name, lowest):
 def test_results_of_all_sizes_leave_room_above(dtype):
     """For who goes on with data as if its RMS were near 1."""
     sizes = 2.0 ** jnp.linspace(-22, 0, 256).reshape(16, 16)
-    for fun in (lambda x: 3 * x, lambda x: x * sizes, lambda x: x * 2.0**-100, lambda x: jnp.exp(3 * x)):
+    for fun in (
+        lambda x: 3 * x,
+        lambda x: x * sizes.astype(x.dtype),
+        lambda x: x * 2.0**-100,
+        lambda x: jnp.exp(3 * x),
+    ):
         found = scalify(fun)(as_scaled_array(X, dtype=dtype))
         assert 2.0**6 <= float(jnp.max(jnp.abs(found.data.astype(jnp.float32)))) < 2.0**7
     assert float(scalify(lambda x: 0 * x)(as_scaled_array(X, dtype=dtype)).scale) == 2.0**-126
@@ -98,11 +110,11 @@ def test_what_is_lost_beside_larger_numbers_is_named_and_nothing_else():
         assert explain(fun, x, jnp.float32(-1e9)).first_loss is None
     for fun in (attention, jax.grad(lambda *args: jnp.sum(attention(*args)[1] ** 2), (0, 1, 2))):
         assert said(fun, x, x, x) == []
-    assert said(lambda x: (x**9, jnp.exp(9 * x), x * (2.0 ** jnp.linspace(-40, 0, 16))[None]), x) == []
+    assert said(lambda x: (x**9, jnp.exp(9 * x), x * (2.0 ** jnp.linspace(-40, 0, 16))[None].astype(x.dtype)), x) == []
 
 
 def test_one_loud_token_leaves_the_others_their_digits():
     x = as_scaled_array(X, dtype=HALF)
-    fun = lambda x, s: x * jnp.where(ONE, s, 1.0)
+    fun = lambda x, s: (x * jnp.where(ONE, s, 1.0)).astype(x.dtype)
     found = jax.jit(scalify(fun))(x, jnp.float32(2e8))
     assert error(asarray(found), asarray(x), jnp.broadcast_to(~ONE, X.shape)) <= 4 * FP16.epsilon

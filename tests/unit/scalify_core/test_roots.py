@@ -15,7 +15,7 @@ X = as_scaled_array(normal(0, 16, 4), dtype=HALF)
 
 
 def squares(x):
-    return (SIZES * x) ** 2  # 46 octaves, and FP16 has 40
+    return (SIZES.astype(x.dtype) * x) ** 2  # 46 octaves, and FP16 has 40
 
 
 # What is returned, and what is taken of it, or of what it makes.
@@ -49,7 +49,7 @@ def test_what_is_taken_of_it_again_is_finite(what, called):
 def test_the_sign_stays_and_zeros_stay():
     x = as_scaled_array(jnp.array([1.0, -1.0, 0.0, 1.0]), dtype=HALF)
     sizes = jnp.array([1e-14, 1e-14, 1.0, 1.0])
-    found, _ = scalify(lambda x: (lambda v: (v, 1 / v))(x * sizes))(x)
+    found, _ = scalify(lambda x: (lambda v: (v, 1 / v))(x * sizes.astype(x.dtype)))(x)
     assert jnp.sign(asarray(found)).tolist() == [1, -1, 0, 1]
 
 

@@ -12,6 +12,7 @@ from scalify_core.formats import BF16, E4M3, FP16, counter_bits
 from scalify_core.weights import (
     apply_updates,
     apply_with_lost,
+    moving_average,
     remainders,
     rescale_params,
     rms_of_params,
@@ -224,3 +225,20 @@ def test_updates_of_another_tree_are_refused(updates):
         apply_updates(params, jax.tree.map(jnp.float32, updates), rounding="nearest", seed=0, step=0)
     with pytest.raises(ValueError, match="numbers is not a tree like params"):
         apply_updates(params, params, rounding="nearest", seed=0, step=0, numbers=jax.tree.map(int, updates))
+
+
+def test_a_moving_average_in_half_precision_follows_its_parameters():
+    average = {"w": as_scaled_array(jnp.ones(4096), dtype=jnp.float16), "b": jnp.ones(4096, jnp.bfloat16)}
+    params = {"w": as_scaled_array(jnp.full(4096, 1.2), dtype=jnp.float16), "b": jnp.full(4096, 1.2)}
+    leafwise = jnp.ones(4, jnp.float16)
+    step = jax.jit(lambda average, number: moving_average(average, params, 0.999, seed=0, step=number))
+    for number in range(100):
+        average = step(average, number)
+        leafwise = 0.999 * leafwise + jnp.float16(0.001) * jnp.float16(1.2)
+    assert (average["w"].dtype, average["b"].dtype) == (jnp.float16, jnp.bfloat16)
+    expected = 1.2 - 0.2 * 0.999**100
+    assert leafwise[0] == 1
+    for x in average.values():
+        np.testing.assert_allclose(np.mean(np.asarray(asarray(x)), dtype=np.float64), expected, atol=2e-3)
+    with pytest.raises(ValueError, match="params is not a tree like"):
+        moving_average(average, {"w": params["w"]}, 0.999, seed=0, step=0)

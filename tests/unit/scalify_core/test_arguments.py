@@ -1,0 +1,65 @@
+"""What may be among the arguments and results of a scalified function: keys, functions, strings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalify_core import as_scaled_array, asarray, explain, scalify, weights
+
+HALF, E4M3 = jnp.float16, jnp.float8_e4m3fn
+X = jax.random.normal(jax.random.key(0), (4, 8))
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, HALF, E4M3])
+def test_typed_keys_may_be_results(dtype, scales):
+    x, key = as_scaled_array(X, dtype=dtype), jax.random.key(0)
+    fun = scalify(lambda x, key: (x * 2, key, jax.random.split(key)), scales=scales)
+    for run in (fun, jax.jit(fun)):
+        _, same, both = run(x, key)
+        assert same.dtype == both.dtype == key.dtype
+        assert jnp.all(both == jax.random.split(key))
+
+
+def model(x):
+    """As an Equinox module: arrays, and functions among the leaves."""
+    return {"layers": [x, jnp.tanh], "name": "tower", "depth": 2, "nothing": None}
+
+
+def called(model, x):
+    return model["layers"][1](x @ model["layers"][0].T) * model["depth"]
+
+
+def test_leaves_that_are_no_arrays_pass_through():
+    scaled = as_scaled_array(model(X), dtype=HALF)
+    assert (scaled["layers"][1], scaled["name"]) == (jnp.tanh, "tower")
+    found = scalify(called)(scaled, X.astype(HALF))
+    np.testing.assert_allclose(asarray(found), called(model(X), X), rtol=2e-2, atol=1e-2)
+    changed = scalify(lambda m: {**m, "layers": [m["layers"][0] * 2, m["layers"][1]]})(scaled)
+    assert (changed["layers"][1], changed["name"], changed["nothing"]) == (jnp.tanh, "tower", None)
+    np.testing.assert_array_equal(asarray(changed["layers"][0]), 2 * asarray(scaled["layers"][0]))
+    assert explain(called, scaled, X.astype(HALF)).errors[0] < 1e-2
+
+
+def test_a_gradient_with_respect_to_the_arrays_of_a_model():
+    def value_and_grad(model, x):
+        """As `eqx.filter_value_and_grad`."""
+        loss = lambda w: jnp.sum(called({**model, "layers": [w, model["layers"][1]]}, x).astype(jnp.float32))
+        value, gradient = jax.value_and_grad(loss)(model["layers"][0])
+        return value, {"layers": [gradient, None], "name": None, "depth": None, "nothing": None}
+
+    scaled = as_scaled_array(model(X), dtype=HALF)
+    value, gradient = scalify(value_and_grad)(scaled, X.astype(HALF))
+    expected, of_plain = value_and_grad(model(X), X)
+    np.testing.assert_allclose(value, expected, atol=2e-2)
+    assert gradient["name"] is None
+    np.testing.assert_allclose(asarray(gradient["layers"][0]), of_plain["layers"][0], rtol=2e-2, atol=2e-2)
+
+
+def test_updates_are_rounded_to_nearest_unless_told_otherwise():
+    params, updates = as_scaled_array(X, dtype=HALF), 0.1 * X
+    found = weights.apply_updates(params, updates)
+    np.testing.assert_allclose(asarray(found), asarray(params) + updates, rtol=2.0**-11)
+    with pytest.raises(ValueError, match=r"stochastic.* needs seed= and step="):
+        weights.apply_updates(params, updates, rounding="stochastic")

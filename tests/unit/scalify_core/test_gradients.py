@@ -1,0 +1,189 @@
+"""Gradients are taken inside; outside only those of plain arguments, and all else is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
+
+F32, HALF, E4M3 = jnp.float32, jnp.float16, jnp.float8_e4m3fn
+X = jax.random.normal(jax.random.key(0), (4, 8))
+W = jax.random.normal(jax.random.key(1), (8, 8)) / 4
+INSIDE = r"scalify\(jax.grad\(f\)\)"
+ROUNDINGS = {F32: 1e-6, jnp.bfloat16: 2.0**-7, HALF: 2.0**-9, E4M3: 2.0**-9}
+
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def relative(found, expected):
+    found = np.asarray(asarray(found), np.float32)
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+WAYS = {"eager": lambda f: f, "jit": jax.jit}
+SCALES = {"static": 2.0**-2, "dynamic": jnp.float32(2.0**-2)}
+REFUSED = {
+    "scalify": lambda w: asarray(scalify(loss)(w, X)),
+    "propagated": lambda w: asarray(scalify(loss, scales="static")(w, X)),
+    "jit of scalify": lambda w: jax.jit(scalify(loss))(w, X),
+    "check": lambda w: scalify(loss, check=True)(w, X),
+    "two calls": lambda w: scalify(loss)(w, X) + scalify(loss)(w, 2 * X),
+    "remat": lambda w: jax.checkpoint(lambda w: scalify(loss)(w, X))(w),
+    "scan": lambda w: lax.scan(lambda c, x: (c + scalify(loss)(w, x[None]), None), 0.0, X)[0],
+    "asarray": lambda w: jnp.sum(asarray(w) ** 2),
+    "unscale": lambda w: jnp.sum(w.unscale() ** 2),
+    "astype": lambda w: jnp.sum(asarray(w.astype(F32))),
+    "rescale": lambda w: jnp.sum(asarray(w.rescale(jnp.float32(4)))),
+    "rescale to a constant": lambda w: jnp.sum(asarray(w.rescale(4.0))),
+    "an index": lambda w: jnp.sum(asarray(w[0])),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", [F32, HALF])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_gradient_of_a_scaled_array_is_refused_outside(name, dtype, scale, way):
+    w = ScaledArray(W.astype(dtype), SCALES[scale])
+    with pytest.raises(TypeError, match=INSIDE):
+        WAYS[way](jax.grad(REFUSED[name]))(w)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5, jnp.float32(0.5)])
+def test_a_gradient_through_as_scaled_array_is_refused(scale):
+    of_plain = lambda w: asarray(scalify(loss)(as_scaled_array(w, scale), X))
+    for fun in (of_plain, lambda w: jnp.sum(asarray(as_scaled_array(w, scale)))):
+        with pytest.raises(TypeError, match=INSIDE):
+            jax.grad(fun)(W)
+
+
+def test_forward_mode_is_refused_with_respect_to_either():
+    w = as_scaled_array(W, dtype=HALF)
+    with pytest.raises(TypeError, match=INSIDE):
+        jax.jvp(lambda w: scalify(loss)(w, X), (w,), (w,))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: scalify(loss)(w, x), (X,), (X,))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("second", [jax.hessian, lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))])
+def test_a_second_derivative_is_refused_outside(second, way):
+    w = as_scaled_array(W, dtype=HALF)
+    with pytest.raises(TypeError, match=r"forward-mode|second derivative from outside; take it inside"):
+        WAYS[way](second(lambda x: scalify(loss)(w, x)))(X)
+
+
+def two_calls(f):
+    return lambda x: f(x) + f(2 * x)
+
+
+def scan_over_rows(f):
+    return lambda x: lax.scan(lambda total, row: (total + f(row[None]), None), 0.0, x)[0]
+
+
+def mean_over_vmap(f):
+    return lambda x: jnp.mean(jax.vmap(lambda row: f(row[None]))(x))
+
+
+USES = {"one": lambda f: f, "two": two_calls, "scan": scan_over_rows, "vmap": mean_over_vmap, "remat": jax.checkpoint}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ROUNDINGS)
+@pytest.mark.parametrize("use", USES)
+def test_a_plain_argument_keeps_its_gradient(use, dtype, way):
+    w = as_scaled_array(W, dtype=dtype)
+    found = WAYS[way](jax.grad(USES[use](lambda x: scalify(loss)(w, x))))(X)
+    expected = jax.grad(USES[use](lambda x: loss(asarray(w), x)))(X)
+    assert found.dtype == F32
+    assert relative(found, expected) < ROUNDINGS[dtype]
+
+
+def test_it_is_that_which_is_taken_inside():
+    w, x = as_scaled_array(W, dtype=HALF), X.astype(HALF)
+    in_float32 = lambda w, x: loss(w, x).astype(F32)
+    found = jax.jit(jax.grad(scalify(in_float32), argnums=1))(w, x)
+    inside = jax.jit(scalify(jax.grad(in_float32, argnums=1)))(w, x)
+    assert found.dtype == HALF
+    np.testing.assert_allclose(found, asarray(inside), rtol=2.0**-10)
+
+
+def test_a_value_that_is_closed_over_keeps_its_gradient():
+    w = as_scaled_array(W, dtype=HALF)
+    found = jax.grad(lambda x: scalify(lambda w: loss(w, jnp.sin(x)))(w))(X)
+    expected = jax.grad(lambda x: loss(asarray(w), jnp.sin(x)))(X)
+    assert relative(found, expected) < 2.0**-9
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+def test_the_gradient_of_a_result_that_has_the_range_of_float32(scales):
+    w = as_scaled_array(W, jnp.float32(4))
+    fun = scalify(lambda w, x: jnp.sin(x @ w), scales=scales)
+    found = jax.grad(lambda x: jnp.sum(asarray(fun(w, x)) ** 2 + asarray(fun(w, 2 * x))))(X)
+    of_plain = lambda x: jnp.sum(jnp.sin(x @ W) ** 2 + jnp.sin(2 * x @ W))
+    assert relative(found, jax.grad(of_plain)(X)) < 1e-6
+
+
+def test_the_gradient_of_a_narrow_result_is_refused():
+    w = as_scaled_array(W, dtype=HALF)
+    narrow, wide = (scalify(lambda w, x, to=to: (x @ w).astype(to)) for to in (HALF, F32))
+    for read in (asarray, lambda y: y.data.astype(F32)):
+        with pytest.raises(TypeError, match=r"the gradient through a result in float16.*return it in FP32"):
+            jax.grad(lambda x, read=read: jnp.sum(read(narrow(w, x))))(X)
+    found = jax.grad(lambda x: jnp.sum(asarray(wide(w, x)) ** 2))(X)
+    assert relative(found, jax.grad(lambda x: jnp.sum((x @ asarray(w)) ** 2))(X)) < 2.0**-9
+
+
+def test_check_mode_has_it_too():
+    w, x = as_scaled_array(W, dtype=HALF), X.astype(HALF)
+    found = jax.grad(scalify(lambda w, x: loss(w, x).astype(F32), check=True), argnums=1)(w, x)
+    assert relative(found, jax.grad(loss, 1)(asarray(w), x.astype(F32))) < 2.0**-9
+
+
+def root(a):
+    """By Newton's method, until it is right: a loop of unknown length."""
+    going_on = lambda carry: jnp.any(jnp.abs(carry**2 - a) > 1e-2 * a)
+    return lax.while_loop(going_on, lambda x: 0.5 * (x + a / x), a)
+
+
+A = jnp.abs(X) + 0.1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_results_that_are_not_differentiated_need_no_gradient(way):
+    def fun(w, a, n):
+        return jnp.sum((a @ w) ** 3), {"root": root(a), "at": jnp.argmax(a), "n": n + 1}
+
+    w = as_scaled_array(W, dtype=HALF)
+    found, others = WAYS[way](jax.grad(scalify(fun), argnums=1, has_aux=True))(w, A, 3)
+    expected, plain = jax.grad(fun, argnums=1, has_aux=True)(asarray(w), A, 3)
+    assert relative(found, expected) < 2.0**-9
+    np.testing.assert_allclose(others["root"], plain["root"], rtol=1e-6)
+    assert (others["at"], others["n"]) == (plain["at"], 4)
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jax.grad(lambda a: jnp.sum(scalify(fun)(w, a, 3)[1]["root"]))(A)
+
+
+def test_of_arguments_that_are_not_differentiated_no_gradient_is_computed():
+    def fun(w, x, a):
+        return jnp.sum((x @ w) ** 2) + jnp.sum(root(a))
+
+    w = as_scaled_array(W, dtype=HALF)
+    found = jax.grad(scalify(fun), argnums=1)(w, X, A)
+    assert relative(found, jax.grad(fun, argnums=1)(asarray(w), X, A)) < 2.0**-9
+
+
+def test_a_scalar_result_in_float32_is_a_plain_array():
+    w = as_scaled_array(W, dtype=HALF)
+    to_float32 = lambda w, x: loss(w, x).astype(F32)
+    for way in WAYS.values():
+        found = way(scalify(to_float32))(w, X)
+        assert isinstance(found, jax.Array)
+        assert jnp.isfinite(found)
+        assert found < 1
+        assert float(np.mean([found, found])) == float(found)
+        assert lax.cond(found < 1, lambda x: x, lambda x: -x, found) == found
