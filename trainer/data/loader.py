@@ -80,6 +80,8 @@ class Loader:
                 f"(model.context + 1); use more text, a smaller context, or another data.val_fraction"
             )
         self._shards = self.manifest.open(split)
+        self._files = self.manifest.splits[split].shards
+        self._stamps = [self.manifest.stamp(shard) for shard in self._files]
         self._starts = np.cumsum([0] + [len(shard) for shard in self._shards])
 
     def bytes_per_token(self, split: str) -> float:
@@ -124,6 +126,10 @@ class Loader:
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         filled = 0
         while filled < len(out):
+            if self.manifest.stamp(self._files[shard]) != self._stamps[shard]:
+                # Reading a shard that was truncated would end the process with SIGBUS.
+                self.manifest.verify_shard(self._files[shard])
+                self._stamps[shard] = self.manifest.stamp(self._files[shard])
             offset = start + filled - int(self._starts[shard])
             part = self._shards[shard][offset : offset + len(out) - filled]
             out[filled : filled + len(part)] = part

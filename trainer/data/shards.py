@@ -158,33 +158,49 @@ class Manifest:
 
     def verify(self, *, thorough: bool = False) -> None:
         """Raise UserError for the first shard that is not what the manifest says."""
-        width = np.dtype(self.dtype).itemsize
-        stamps: dict[str, list[int]] = {}
-        for shard in self.shards:
-            path = self.directory / shard.name
-            if not path.is_file():
-                raise UserError(f"shard {path} is missing; {repair(self.directory)}")
-            stat = path.stat()
-            if stat.st_size != shard.tokens * width:
-                raise UserError(
-                    f"shard {path} has {stat.st_size} bytes, its manifest says {shard.tokens * width}: truncated or "
-                    f"altered; {repair(self.directory)}"
-                )
-            # The change time too: a copy that keeps the modification time is read again.
-            stamps[shard.name] = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-        small = sum(size for size, _, _ in stamps.values()) <= ALWAYS_VERIFY
+        stamps = {shard.name: self._checked_stamp(shard) for shard in self.shards}
+        small = sum(size for size, *_ in stamps.values()) <= ALWAYS_VERIFY
         known = {} if small or thorough else read_json(self.directory / VERIFIED)
         unknown = [shard for shard in self.shards if known.get(shard.name) != stamps[shard.name]]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = pool.map(lambda shard: crc32(self.directory / shard.name), unknown)
-            for shard, crc in zip(unknown, found, strict=True):
-                if crc != shard.crc32:
-                    raise UserError(
-                        f"shard {self.directory / shard.name} has checksum {crc:08x}, its manifest says "
-                        f"{shard.crc32:08x}: altered; {repair(self.directory)}"
-                    )
+            for _ in pool.map(self._check_crc, unknown):
+                pass
         if unknown and not small and os.access(self.directory, os.W_OK):
             write_atomically(self.directory / VERIFIED, json.dumps(stamps).encode())
+
+    def stamp(self, shard: Shard) -> list[int] | None:
+        """Size, times and inode of a shard's file, which are others once it was changed; None: it is gone."""
+        try:
+            stat = (self.directory / shard.name).stat()
+        except FileNotFoundError:
+            return None
+        # The change time too: a copy that keeps the modification time is read again.
+        return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+    def verify_shard(self, shard: Shard) -> None:
+        """Raise UserError for a shard that is not what the manifest says."""
+        self._checked_stamp(shard)
+        self._check_crc(shard)
+
+    def _checked_stamp(self, shard: Shard) -> list[int]:
+        path, stamp = self.directory / shard.name, self.stamp(shard)
+        if stamp is None or not path.is_file():
+            raise UserError(f"shard {path} is missing; {repair(self.directory)}")
+        expected = shard.tokens * np.dtype(self.dtype).itemsize
+        if stamp[0] != expected:
+            raise UserError(
+                f"shard {path} has {stamp[0]} bytes, its manifest says {expected}: truncated or altered; "
+                f"{repair(self.directory)}"
+            )
+        return stamp
+
+    def _check_crc(self, shard: Shard) -> None:
+        crc = crc32(self.directory / shard.name)
+        if crc != shard.crc32:
+            raise UserError(
+                f"shard {self.directory / shard.name} has checksum {crc:08x}, its manifest says {shard.crc32:08x}: "
+                f"altered; {repair(self.directory)}"
+            )
 
 
 def repair(directory: Path) -> str:

@@ -124,3 +124,22 @@ def test_a_file_appears_under_its_name_only_when_complete(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="the disk is gone"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("change", ["truncated", "overwritten", "removed"])
+def test_a_shard_that_changes_under_a_loader_is_an_error_and_no_signal(directory, change):
+    loader = Loader(directory, "train", context=8, batch_size=2)
+    loader.batch(0)
+    path = directory / loader.manifest.splits["train"].shards[0].name
+    data = path.read_bytes()
+    if change == "truncated":
+        os.truncate(path, 2)
+    elif change == "overwritten":
+        path.write_bytes(bytes(len(data)))
+    else:
+        path.unlink()
+    everything = np.arange(loader.windows)
+    with pytest.raises(UserError, match=r"truncated or altered|: altered|is missing"):
+        loader.samples(everything)
+    path.write_bytes(data)  # the same content is what the manifest says, whatever its times
+    loader.samples(everything)
