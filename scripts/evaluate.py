@@ -26,7 +26,7 @@ from scalify_core import weights
 from scripts.arguments import argument, note, run, split
 from scripts.studies.pairs import finite, half_width
 from trainer.assembly.build import build_policy
-from trainer.assembly.run import restore_training
+from trainer.assembly.saved_model import restore_training
 from trainer.config.composition import compose_or_explain
 from trainer.data import Batch, TextSource
 from trainer.data.corpus import open_corpus

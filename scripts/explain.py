@@ -20,7 +20,7 @@ from scalify_core import Explanation, explain
 from scalify_core.tree import map_arrays
 from scripts.arguments import argument, read, usage
 from trainer.assembly.build import build_state, build_workload
-from trainer.assembly.run import restore_training
+from trainer.assembly.saved_model import restore_training
 from trainer.config.composition import compose_or_explain
 from trainer.errors import UserError, to_readers
 from trainer.files import write_text

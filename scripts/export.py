@@ -44,7 +44,7 @@ def tokenizer_of_origin(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Pat
 
 def main(args: Arguments) -> None:
     """Export, and say how to read the result."""
-    from trainer.assembly.run import restore_run
+    from trainer.assembly.saved_model import restore_run
     from trainer.data.hf_tokenizer import save_hf
     from trainer.models.huggingface import save
 

@@ -65,7 +65,7 @@ def main(args: Arguments) -> None:
         raise UserError(f"count={args.count}: expected 1 or more")
     if args.prompts not in ("", "-"):
         list(prompts_of(args))  # what is wrong with the file is said before anything is loaded
-    from trainer.assembly.run import restore_run
+    from trainer.assembly.saved_model import restore_run
     from trainer.data.tokenizer import continuation
     from trainer.models.sampling import Generator
     from trainer.observe.progress import log_first_duration

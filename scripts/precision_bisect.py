@@ -26,7 +26,7 @@ from scalify_core import FloatFormat, cast_on_forward, weights
 from scalify_core.array import is_scaled_array
 from scalify_core.matmul import MULTIPLE
 from scripts.arguments import argument, note, run
-from trainer.assembly.run import restore_training
+from trainer.assembly.saved_model import restore_training
 from trainer.errors import UserError
 from trainer.files import write_text
 from trainer.models.roles import role_of

@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 bad configuration, data or disk; 3 diverged; 4 ended by th
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import sys
@@ -23,7 +24,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.composition import CONFIGS, Sweep, checked, expanded, explain, key_of, long_forms, resolved
-from trainer.config.continuing import CACHE, CommandLine, lay_over
+from trainer.config.continuing import CommandLine, lay_over
 from trainer.config.schema import Config
 from trainer.errors import UserError, complain, leave, to_readers
 from trainer.run.allocator import keep_freed_memory
@@ -53,11 +54,11 @@ def load(tree: DictConfig, line: CommandLine, own: Sequence[str]) -> Config:
     config = checked(tree, line.saved, **({"run_dir": HydraConfig.get().runtime.output_dir} if numbered() else {}))
     if config.parallel.distributed and not any(o.startswith("run_dir=") for o in HydraConfig.get().overrides.task):
         raise UserError("parallel.distributed=true needs run_dir=DIRECTORY: every process writes to the same one")
-    if line.their_cache not in (None, config.compile_cache):
-        print(
-            f"{CACHE}={line.their_cache} of that run is not used, since what is in it would be executed; "
-            "to use it, give the key yourself"
-        )
+    for key, place in line.not_taken.items():
+        if place not in (config.compile_cache, config.data.cache_dir):
+            print(
+                f"{key}={place} of that run is not used: a run directory is not trusted with it; give the key to use it"
+            )
     if numbered() and config.tracker.name is None:
         name = " ".join(["/".join(Path(config.run_dir).parts[-2:]), *own])
         config = dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, name=name))
@@ -135,7 +136,7 @@ def main(argv: list[str]) -> int:
         complain(complaint)
     if complaints:
         return 2
-    if line.saved and re.search(r"(^| )(--cfg|-c)[ =]job( |$)", " ".join(argv)):
+    if line.saved and prints_configuration(argv):
         print(resolved(line), end="")  # Hydra would print it without the saved settings
         return 0
     sys.argv = ["trainer", *line.overrides]
@@ -171,6 +172,12 @@ def main(argv: list[str]) -> int:
     if len(jobs) > 1:
         report_sweep(jobs)
     return next((job.code for job in jobs if job.code), 0)
+
+
+def prints_configuration(argv: Sequence[str]) -> bool:
+    """Return whether `--cfg job` is among the arguments, in any of the forms that Hydra takes."""
+    pairs = itertools.pairwise([*argv, ""])
+    return any(flag in ("--cfg=job", "-cjob") or (flag in ("--cfg", "-c") and part == "job") for flag, part in pairs)
 
 
 def of_shell(argv: list[str]) -> int:

@@ -25,7 +25,7 @@ class _PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
-            raise yaml.YAMLError("aliases are not supported")
+            raise yaml.MarkedYAMLError(problem="aliases are not supported")
         return super().compose_node(parent, index)
 
 
@@ -41,8 +41,12 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, _PlainLoader)
     except RecursionError:
         raise ValueError("nested too deep") from None
+    except yaml.MarkedYAMLError as error:
+        # Not the line itself: the file may be a link to a secret.
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"{error.problem}{line}") from error
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(" ".join(str(error).split())[:100]) from error
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -65,8 +69,17 @@ def _check_keys(tree: dict[Any, Any]) -> None:
     for key, value in tree.items():
         if not isinstance(key, str):
             raise ValueError(f"the key {key!r} is not text")
-        if isinstance(value, dict):
-            _check_keys(value)
+        _check_values(value)
+
+
+def _check_values(value: Any) -> None:
+    if isinstance(value, dict):
+        _check_keys(value)
+    elif isinstance(value, list):
+        for item in value:
+            _check_values(item)
+    elif not isinstance(value, str | int | float | None):
+        raise ValueError(f"a value is of type {type(value).__name__}")
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -122,18 +135,24 @@ def no_follow(path: str | os.PathLike[str], flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
-def refuse_links(directory: Path) -> None:
-    """Refuse a directory that holds symbolic links: what is written into it would end up elsewhere.
+FOLDERS = ("checkpoints", "numerics", "profile", "skipped", "tasks", "tensorboard")  # that a run writes
+
+
+def refuse_links(run_dir: Path) -> None:
+    """Refuse a run directory with symbolic links, at its top or in `FOLDERS`: what is written would end up elsewhere.
 
     Raises:
       UserError: naming the first link.
     """
-    for entry in sorted(directory.iterdir()):
-        if entry.is_symlink():
-            raise UserError(
-                f"{entry} is a symbolic link; a run only writes inside its own directory: replace the link by what it "
-                "points to, or choose another run_dir"
-            )
+    for place, folders, files in os.walk(run_dir):
+        for name in sorted([*folders, *files]):
+            if os.path.islink(os.path.join(place, name)):
+                raise UserError(
+                    f"{os.path.join(place, name)} is a symbolic link; a run only writes inside its own directory: "
+                    "replace the link by what it points to, or choose another run_dir"
+                )
+        if Path(place) == run_dir:
+            folders[:] = [name for name in folders if name in FOLDERS]
 
 
 def write_text(path: Path, text: str) -> None:

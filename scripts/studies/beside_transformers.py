@@ -24,7 +24,7 @@ import jax
 from scripts.arguments import argument, run
 from scripts.export import Arguments as Export
 from scripts.export import main as export
-from trainer.assembly.run import restore_run, restore_training
+from trainer.assembly.saved_model import restore_run, restore_training
 from trainer.errors import UserError
 from trainer.models.sampling import Generator
 from trainer.tasks.eval_model import EvalModel

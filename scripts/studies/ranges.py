@@ -21,7 +21,7 @@ from scalify_core.array import is_scaled_array
 from scalify_core.value import Value, narrow
 from scripts.arguments import argument, run
 from trainer.assembly.build import build_state
-from trainer.assembly.run import restore_training
+from trainer.assembly.saved_model import restore_training
 from trainer.errors import UserError
 from trainer.parallel.mesh import place_batch
 from trainer.workload import Model

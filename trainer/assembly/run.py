@@ -4,8 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from trainer.assembly.build import (
     build_batch,
     build_callbacks,
     build_learning_rates,
-    build_model,
     build_phases,
-    build_policy,
     build_state,
     build_throughput,
     build_watchdog,
@@ -26,18 +23,11 @@ from trainer.assembly.build import (
     check_fp8,
     train_batches,
 )
-from trainer.assembly.data import where_begun
 from trainer.assembly.hooks import NO_HOOKS, Hooks
-from trainer.assembly.saved_model import SavedModel
 from trainer.assembly.startup_log import begun_from, describe_change, describe_phase, describe_run, describe_start
 from trainer.config import schema
-from trainer.config.continuing import default_cache
-from trainer.config.fields import from_saved, to_tree
-from trainer.config.phases import phase_at
-from trainer.data.custom import Numbers
-from trainer.data.tokenizer import load_saved
+from trainer.config.fields import to_tree
 from trainer.errors import MAKE_ROOM, UserError
-from trainer.models.custom import CUSTOM
 from trainer.observe.display import Display, Output
 from trainer.observe.nan_diagnosis import make_diagnose
 from trainer.observe.progress import log_duration
@@ -59,7 +49,6 @@ from trainer.run.start import (
     check_start,
     describe_origin,
     is_fork,
-    restore_logical,
     starting_point,
     with_origin,
 )
@@ -101,65 +90,6 @@ def report_on(run_dir: Path, display: Display) -> None:
             write_report(run_dir)
         except Exception as error:  # whatever is wrong with it, what counts is how the run ended
             display.message(f"no report.html: {error if isinstance(error, UserError) else repr(error)}")
-
-
-def restore_run(run_dir: Path) -> SavedModel:
-    """The model of a run directory's newest checkpoint, and the tokenizer of its data. Raises UserError."""
-    hide_missing_gpu()
-    with checkpoints_of(run_dir) as checkpointer:
-        meta = checkpointer.meta()
-        refuse_custom(run_dir, meta)
-        c = phase_at(from_saved(schema.Config, meta["config"]), checkpointer.newest())
-        keep_compiled(c)
-        tokenizer = load_saved(meta["tokenizer"], run_dir)
-        model = build_model(c.model, build_policy(c.precision), tokenizer.vocab_size)
-        like = jax.eval_shape(model.sampling.init, jax.random.key(0))
-        params = restore_logical(checkpointer, like)
-    return SavedModel(model.spec, model.sampling.bind, params, tokenizer)
-
-
-def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
-    """A run's configuration, what it trains, on one device, and its newest checkpoint, without the optimiser's state.
-
-    Raises UserError.
-    """
-    hide_missing_gpu()
-    with checkpoints_of(run_dir) as checkpointer:
-        meta = checkpointer.meta()
-        refuse_custom(run_dir, meta)
-        c = phase_at(from_saved(schema.Config, meta["config"]), checkpointer.newest())
-        keep_compiled(c)
-        parallel = dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1)
-        c = dataclasses.replace(c, parallel=parallel, diloco=schema.DiLoCo(**dict.fromkeys(to_tree(c.diloco))))
-        with where_begun(c, run_dir) as c:
-            w = build_workload(c)
-        rows = meta.get("rows")  # of the run's devices, which may have been more
-        w = w._replace(task=w.task._replace(model=w.model._replace(rows=rows).again()))
-        if w.data.manifest.fingerprint != meta["data"]:
-            raise UserError(f"{run_dir} was trained on other data than {w.data.directory}; bring its text back")
-        found = checkpointer.restore(dataclasses.replace(abstract_state(w.task), opt_state=()), partial=True)
-    return c, w, found._replace(state=from_stored(found.state))
-
-
-def refuse_custom(run_dir: Path, meta: Mapping[str, Any]) -> None:
-    """Raise UserError for a run whose model or token ids a program gave: its configuration does not tell them."""
-    own = "a model" if meta["model"].get("family") == CUSTOM.name else "token ids" * (meta["tokenizer"] == Numbers.name)
-    if own:
-        raise UserError(f"{run_dir} was trained by a program with {own} of its own; only that can go on with it")
-
-
-def keep_compiled(c: schema.Config) -> None:
-    """Use this machine's cache of compiled programs, unless the run had none; the run's own is not trusted."""
-    warning = use_compilation_cache(None if c.compile_cache is None else default_cache())
-    if warning is not None:
-        print(warning, file=sys.stderr)
-
-
-def checkpoints_of(run_dir: Path) -> Checkpointer:
-    """To read. UserError where there are none."""
-    if not (run_dir / "checkpoints").is_dir():
-        raise UserError(f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir of a training run")
-    return Checkpointer.reading(run_dir / "checkpoints")
 
 
 def run(c: schema.Config, overrides: Sequence[str] = ()) -> int:

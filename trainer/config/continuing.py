@@ -6,6 +6,7 @@ values: no text of theirs is parsed as an override, interpolated, or seen by Hyd
 
 import copy
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,9 @@ from trainer.text import nearest
 
 # Where the run was, how it started, and what it did besides training.
 NOT_TAKEN = ("run_dir", "resume", "dry_run")
-CACHE = "compile_cache"
+# Whoever starts a run says where it writes beside its directory, and where compiled programs, which are code, are.
+COMPILED, DATA_CACHE = "compile_cache", "data.cache_dir"
+TASKS = "eval.tasks"
 CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
 NEW_NAME = "tracker.name"
 SET_BY = {"diloco": "parallel"}  # groups of keys that a choice of another group gives values
@@ -35,12 +38,12 @@ class CommandLine(NamedTuple):
     Attributes:
       overrides: flags, choices of groups and `key=value`, for Hydra; all from the command line or from our own lists.
       saved: settings of the run that is continued, by dotted key; without keys that `overrides` set.
-      their_cache: its cache of compiled programs, which is not taken; None: it had none, or the command line has one.
+      not_taken: its caches, by key, which the command line does not set either.
     """
 
     overrides: list[str]
     saved: dict[str, Any]
-    their_cache: str | None = None
+    not_taken: dict[str, str] = {}  # noqa: RUF012 never changed
 
 
 def continued(
@@ -71,6 +74,9 @@ def continued(
             f"experiment={given['experiment']}, but resume={source} takes its settings from that run; leave experiment "
             "out, or name the keys to change"
         )
+    for key, value in given.items():
+        if key in annotations(Config) and value.startswith("{"):
+            raise UserError(f"{key}={value}: beside resume= give its keys one by one, such as {key}.{value[1:9]}...")
     tree = read_saved(file)
     itself = not several and os.path.realpath(given.get("run_dir", source)) == os.path.realpath(source)
     if itself and given.get("resume.step", "null") != "null":
@@ -86,8 +92,10 @@ def continued(
         for key, value in flatten({group: value for group, value in tree.items() if group not in not_taken})
         if (itself or key != NEW_NAME) and not any(overlaps(key, other) for other in given)
     }
-    # Compiled programs are code: whoever starts the run says where they come from.
-    their_cache = saved.pop(CACHE) if saved.get(CACHE) is not None else None
+    caches = {key: saved.pop(key) for key in (COMPILED, DATA_CACHE) if saved.get(key) is not None}
+    for task in saved.get(TASKS) or ():
+        if not re.fullmatch(r"[\w-]+", str(task)):
+            raise UserError(f"{file}: {TASKS} names the file {task!r}, which may be a program; give {TASKS}= yourself")
     # The keys of these two groups depend on their choice; those of all other groups are the same.
     family, optimizer = tree["model"]["family"], tree["optimizer"]["name"]
     choices = []
@@ -98,7 +106,7 @@ def continued(
     if "optimizer" not in anew:
         choices += [f"optimizer={name}" for name in groups["optimizer"] if name == optimizer]
     place = [f"run_dir={written}", "resume.source=auto"] if itself else []
-    return CommandLine([*choices, *arguments, *place], saved, their_cache)
+    return CommandLine([*choices, *arguments, *place], saved, caches)
 
 
 def overlaps(key: str, other: str) -> bool:
@@ -136,6 +144,8 @@ def put(tree: dict[Any, Any], values: Mapping[str, Any]) -> None:
 
 def read_saved(file: Path) -> dict[str, Any]:
     """Read a run's config.yaml, whose groups are those of the schema. Raises UserError."""
+    if file.is_symlink():
+        raise UserError(f"{file} is a symbolic link; replace it by the file itself")
     try:
         tree = renamed_keys(read_mapping(file))
         unknown = tree.keys() - annotations(Config).keys()
@@ -152,9 +162,10 @@ def read_saved(file: Path) -> dict[str, Any]:
     return tree
 
 
-def default_cache() -> str | None:
-    """Return the place of compiled programs that `configs/config.yaml` has."""
-    place: str | None = read_mapping(Path(CONFIGS, "config.yaml"))[CACHE]
+def default_cache(key: str) -> str | None:
+    """Return the place that a cache, COMPILED or DATA_CACHE, has by default."""
+    file = "config.yaml" if key == COMPILED else "base/data.yaml"
+    place: str | None = read_mapping(Path(CONFIGS, file))[key.rpartition(".")[2]]
     return place
 
 

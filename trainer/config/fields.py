@@ -118,6 +118,8 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
         return float(value)
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
+    if hint is str and isinstance(value, str) and "\0" in value:
+        raise UserError(f"{path}={value!r}: a text may not hold the character NUL")
     if type(value) is not hint:
         raise UserError(f"{path}={value!r}: expected {_kind(hint)}, found {_kind(type(value))}")
     return value

@@ -12,7 +12,7 @@ from typing import Any
 from trainer.data.bpe_files import PAIRS, for_hugging_face, printable_bytes, read_json
 from trainer.data.json_tokenizer import FILE, SETTINGS, Ids, JSONTokenizer, ids_of
 from trainer.data.tokenizer import Tokenizer
-from trainer.files import well_formed
+from trainer.files import well_formed, write_atomically
 
 
 def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[Path]:
@@ -39,7 +39,7 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
     else:
         trees = {FILE: tokenizer_tree(tokenizer), SETTINGS: settings | {"bos_token": end}}
     for name, tree in trees.items():
-        (directory / name).write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_atomically(directory / name, json.dumps(tree, indent=1, ensure_ascii=False) + "\n")
     return [directory / name for name in trees]
 
 

@@ -17,6 +17,7 @@ import tokenizers
 
 from trainer.data.bpe_files import printable_bytes, read_json
 from trainer.errors import UserError
+from trainer.files import write_atomically
 
 FILE = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -99,7 +100,7 @@ class JSONTokenizer:
     def save(self, directory: Path) -> None:
         """See Tokenizer: the file as it is, and beside it which token ends a document."""
         for name, tree in ((FILE, self.tree), (SETTINGS, {"eos_token": self.end})):
-            (directory / name).write_text(json.dumps(tree, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_atomically(directory / name, json.dumps(tree, ensure_ascii=False) + "\n")
 
 
 def read_json_tokenizer(name: str, path: Path) -> JSONTokenizer:

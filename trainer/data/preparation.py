@@ -289,7 +289,7 @@ def resume(job: Preparation) -> None:
     lines = path.read_bytes().split(b"\n")[:-1]
     for line in lines:
         count(job, json.loads(line))
-    with path.open("r+b") as file:
+    with open(path, "r+b", opener=no_follow) as file:
         file.truncate(sum(len(line) + 1 for line in lines))
     if lines:
         log.info("continuing %s after %s tokens", job.directory, f"{job.tokens:,}")

@@ -32,7 +32,7 @@ from trainer.data.bpe_files import (
 from trainer.data.json_tokenizer import FILE as HF_FILE
 from trainer.data.json_tokenizer import read_json_tokenizer
 from trainer.errors import UserError
-from trainer.files import well_formed
+from trainer.files import well_formed, write_atomically
 
 Ids = npt.NDArray[np.unsignedinteger]
 
@@ -173,8 +173,8 @@ class BPETokenizer:
 
     def save(self, directory: Path) -> None:
         """See Tokenizer: `tokenizer.tiktoken` and, for pattern and special tokens, `tokenizer.json`."""
-        (directory / "tokenizer.tiktoken").write_bytes(tiktoken_file(self._ranks))
-        (directory / "tokenizer.json").write_text(json.dumps({"name": self.name} | self._settings, indent=1))
+        write_atomically(directory / "tokenizer.tiktoken", tiktoken_file(self._ranks))
+        write_atomically(directory / "tokenizer.json", json.dumps({"name": self.name} | self._settings, indent=1))
 
 
 def tiktoken_file(ranks: dict[bytes, int]) -> bytes:

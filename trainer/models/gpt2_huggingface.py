@@ -6,7 +6,6 @@ GPT2LMHeadModel saves); the second is written. Kernels are `[in, out]` on both s
 Legend: D model, V vocabulary.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from trainer.errors import UserError
 from trainer.models.functional import Params
 from trainer.models.gpt2 import functional
 from trainer.models.spec import GPT2Spec
-from trainer.models.weight_files import config_beside, read_object, read_tensors, write_file
+from trainer.models.weight_files import config_beside, read_object, read_tensors, write_file, write_object
 
 # What a configuration must say, where it says it, for this model to compute the same function.
 REQUIRED = {
@@ -170,5 +169,5 @@ def save_gpt2(directory: str | Path, spec: GPT2Spec, params: Params, eot: int | 
         "bos_token_id": eot,
         "eos_token_id": eot,
     }
-    (file.parent / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_object(file.parent / "config.json", config)
     return [file]

@@ -5,7 +5,6 @@ What tensors are called and what a configuration must say is each family's own a
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
+from trainer.files import write_atomically
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5 * 10**9
@@ -169,7 +169,7 @@ def parts(tensors: Mapping[str, np.ndarray], size: int) -> Iterator[list[str]]:
 
 def write_object(file: Path, tree: Mapping[str, Any]) -> None:
     """Write a JSON object, to be read."""
-    file.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    write_atomically(file, json.dumps(tree, indent=2) + "\n")
 
 
 def carry_tokenizer(source: Path, target: Path) -> list[Path]:
@@ -179,9 +179,13 @@ def carry_tokenizer(source: Path, target: Path) -> list[Path]:
       UserError: a file is a link to somewhere else, whose content would be published with the copy.
     """
     found = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-    # A snapshot in the cache of Hugging Face's hub consists of links to ../../blobs.
-    inside = (source.resolve(), (source.resolve() / "../../blobs").resolve())
+    # A snapshot in the cache of Hugging Face's hub, snapshots/REVISION, consists of links to files of blobs beside it.
+    whole = source.resolve()
+    blobs = whole.parent.parent / "blobs"
     for file in found:
-        if not any(file.resolve().is_relative_to(directory) for directory in inside):
+        target_of, is_hub = file.resolve(), whole.parent.name == "snapshots" and not blobs.is_symlink()
+        if not (target_of.is_relative_to(whole) or (is_hub and target_of.parent == blobs)):
             raise UserError(f"{file} is a link to {file.resolve()}; replace it by the file itself, then export again")
-    return [Path(shutil.copyfile(file, target / file.name)) for file in found]
+    for file in found:
+        write_atomically(target / file.name, file.read_bytes())
+    return [target / file.name for file in found]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.errors import UserError
-from trainer.files import well_formed
+from trainer.files import well_formed, write_atomically
 
 
 class Sample(NamedTuple):
@@ -68,6 +68,19 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             raise UserError(f"{path}:{number} is not a row of metrics; move the file away, or choose another run_dir")
         end += len(line) + 1
         yield row, end
+
+
+def keep_rows(path: Path, start: int, *, again: bool = False) -> int:
+    """As `cut_rows`, for a log in which rows may be out of order: each is kept or dropped by its own step."""
+    kept, begin, last = [], 0, -1
+    data = path.read_bytes() if path.exists() else b""
+    for row, end in list(_rows(path)):
+        if row["step"] < start or (row["step"] == start and not (again and "event" not in row)):
+            kept.append(data[begin:end])
+            last = last if "event" in row else row["step"]
+        begin = end
+    write_atomically(path, b"".join(kept))
+    return last
 
 
 def is_row(row: Any) -> bool:

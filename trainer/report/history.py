@@ -180,4 +180,4 @@ def finite(line: Line) -> tuple[list[float], list[float]]:
 
 def read_text(path: Path) -> str:
     """Empty where there is no file."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

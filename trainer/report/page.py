@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.files import refuse_links, well_formed, write_text
+from trainer.files import well_formed, write_text
 from trainer.observe.display import short
 from trainer.observe.records import read_samples
 from trainer.report.charts import COLOURS, Line, chart, colour_number
@@ -277,8 +277,6 @@ def write_report(run_dir: Path) -> Path:
     """
     history, numerics = History.read(run_dir), run_dir / "numerics"
     samples = read_samples(run_dir / "samples.txt")
-    if numerics.is_dir():
-        refuse_links(numerics)
     with well_formed(f"what {run_dir} holds of its run", "mend or remove the file"):
         text = render(
             history,

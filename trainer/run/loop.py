@@ -5,6 +5,7 @@ row, a checkpoint or a message means: after n steps. What happens between two st
 happens exactly once, is in `trainer.run.callbacks`.
 """
 
+import io
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 
 from trainer.data import Batch
 from trainer.errors import Diverged
-from trainer.files import write_text
+from trainer.files import write_atomically, write_text
 from trainer.observe.display import Display
 from trainer.observe.metrics import Throughput, memory
 from trainer.observe.records import decode_row, encode_row
@@ -204,7 +205,7 @@ def intervene(run: Run, pending: Pending, row: dict[str, float]) -> None:
         order = sorted(before, key=lambda step: (not regular(step), -step))
         run.state, step, compiled = run.restore(run.state, order)
         run.train_step = compiled or run.train_step
-        dog.rolled_back()
+        dog.rolled_back(run.step)
         count = f"rollback {dog.rollbacks} of {dog.bounds.max_rollbacks}"
         text = f"{verdict}; rolled back to step {step}; skipping the batches of steps {step + 1} to {run.step}"
         tell(run, run.step, f"{text} ({count})", alert="rollback")
@@ -240,7 +241,7 @@ def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
         save(run, None, unfinished=encode_row(run.step, row).decode())
         return
     if context.last:
-        run.watchdog.end(context.val_loss)
+        run.watchdog.end(run.step, context.val_loss)
     for callback in due(Phase.UPDATE):
         stop.guard.beat(f"at the {callback.name} after step {run.step}")
         callback.run(context)
@@ -305,7 +306,9 @@ def keep_batch(run: Run, pending: Pending) -> None:
     if jax.process_index() == 0:
         folder = run.run_dir / "skipped"
         folder.mkdir(exist_ok=True)
-        np.save(folder / f"{pending.step}.npy", pending.batch.tokens)
+        array = io.BytesIO()
+        np.save(array, pending.batch.tokens)
+        write_atomically(folder / f"{pending.step}.npy", array.getvalue())
 
 
 def stop_diverged(run: Run, pending: Pending) -> None:

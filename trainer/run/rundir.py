@@ -106,8 +106,6 @@ class RunDir:
         try:
             path.mkdir(parents=True, exist_ok=True)
             refuse_links(path)
-            if (path / "checkpoints").is_dir():
-                refuse_links(path / "checkpoints")
             self._lock = no_follow(path / ".lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise UserError(f"cannot write to run_dir={path}: {error.strerror}; choose another run_dir") from error

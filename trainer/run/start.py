@@ -23,7 +23,7 @@ from trainer.run.checkpoint import DAMAGED, Checkpointer, Restored
 from trainer.run.converting import convert_state
 from trainer.run.phases import Phases, policy_of, task_of, trainable_of
 from trainer.step.state import TrainState, first_nonfinite
-from trainer.step.state_tree import as_saved
+from trainer.step.state_tree import as_saved, first_nonfinite_leaf
 from trainer.workload import TrainTask, abstract_state
 
 SWAP = ", or init.embeddings=focus to give its tables the rows of the data's tokens"
@@ -282,7 +282,13 @@ def check_same_trainable(run: str, meta: Mapping[str, Any], task: TrainTask) -> 
 def restore_logical(checkpointer: Checkpointer, like: Params) -> Params:
     """FP32 parameters of the newest checkpoint, whatever they were stored as, placed as `like`."""
     target = as_saved({"params": like}, checkpointer.described())
-    return weights.wide(checkpointer.restore(target, partial=True).state["params"])
+    found = checkpointer.restore(target, partial=True)
+    name = first_nonfinite_leaf(found.state)
+    if name is not None:
+        raise UserError(
+            f"checkpoint {found.step} in {checkpointer.directory}: {name} is not finite; choose another run"
+        )
+    return weights.wide(found.state["params"])
 
 
 def initial_weights(source: Path, spec: Spec, tokenizer: Tokenizer, like: Params) -> Params:
@@ -380,7 +386,7 @@ def check_same_run(found: Restored, steps: int, data: str, *, fork: bool) -> Non
     """
     if steps < found.step + fork:
         raise UserError(f"train.steps={steps}, but the checkpoint has {found.step}; valid: {found.step + fork} or more")
-    before = found.meta.get("data", data)
+    before = found.meta.get("data") if found.step else data
     if before != data:
         raise UserError(
             f"the checkpoint was trained on data {before}, this is {data}: not the same run; "

@@ -64,6 +64,7 @@ class Watchdog:
         self.spikes: int = before.get("spikes", 0)
         self.suspect_since: int | None = before.get("suspect_since")
         self.failure: str | None = before.get("failure")
+        self.rolled_back_at: int | None = None
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """Take a step's metrics (`loss`, `grad_norm`, `finite`, `bad_leaf`); an event in words, or None."""
@@ -112,10 +113,14 @@ class Watchdog:
         if nonfinite is not None:
             self.verdict, self.spikes = f"{nonfinite} is not finite after step {step}", 0
 
-    def end(self, val_loss: float | None) -> None:
+    def end(self, step: int, val_loss: float | None) -> None:
         """Judge a run after its last step; `val_loss` in nats, None: no validation. See `failure`."""
         if self.in_a_row > self.bounds.calibration:
             self.failure = f"the last {self.in_a_row} steps were not finite and were skipped"
+        elif self.skipped >= step:
+            self.failure = "none of them was finite, so all were skipped"
+        elif self.rolled_back_at == step:
+            self.failure = "after the last one the run went back to an older state"
         elif val_loss is not None and not math.isfinite(val_loss):
             self.failure = f"the validation loss after the last step is {val_loss}"
 
@@ -129,9 +134,10 @@ class Watchdog:
         """Return whether that has not happened too often already."""
         return self.rollbacks < self.bounds.max_rollbacks
 
-    def rolled_back(self) -> None:
-        """The state is one from before it all."""
+    def rolled_back(self, step: int) -> None:
+        """Take note that after this step the state is one from before it all."""
         self.rollbacks += 1
+        self.rolled_back_at = step
         self.verdict, self.suspect_since = None, None
         self.in_a_row = self.spikes = 0
 

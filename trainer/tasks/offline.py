@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.errors import UserError
+from trainer.files import write_atomically
 from trainer.tasks.eval_model import EvalModel
 
 PASSAGE = 32  # words
@@ -175,7 +176,7 @@ def write_for_harness(name: str, items: Sequence[Item], directory: Path) -> Path
     directory.mkdir(parents=True, exist_ok=True)
     rows = directory.resolve() / f"{name}.jsonl"
     lines = (json.dumps(item._asdict(), ensure_ascii=False) for item in items)
-    rows.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    write_atomically(rows, "".join(f"{line}\n" for line in lines))
     tree = {
         "task": name,
         "dataset_path": "json",
@@ -187,5 +188,5 @@ def write_for_harness(name: str, items: Sequence[Item], directory: Path) -> Path
         "metadata": {"version": 1.0},
     }
     path = directory / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    write_atomically(path, yaml.safe_dump(tree, sort_keys=False))
     return path

@@ -10,7 +10,7 @@ from flax import nnx
 
 from trainer import CausalModel, Role, UserError, compose, train
 from trainer.assembly.build import build_policy
-from trainer.assembly.run import restore_run
+from trainer.assembly.saved_model import restore_run
 from trainer.models.custom import custom_spec
 from trainer.workload import Model
 

@@ -3,7 +3,7 @@
 import pytest
 from command import here, parameters, stopped_after, values
 
-from trainer.assembly.run import restore_training
+from trainer.assembly.saved_model import restore_training
 
 EMBEDDINGS = "{until:6,trainable:[embeddings],lr:1e-2,schedule:constant,warmup_fraction:0}"
 ARGS = ["train.steps=12", "tracker=jsonl", "sample.max_new_tokens=0", "train.eval_every=4", "checkpoint.every=4"]

@@ -63,6 +63,19 @@ def test_a_file_to_append_to_is_no_link(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_links_are_looked_for_where_a_run_writes(tmp_path):
+    for name in ("wandb", "mine", "numerics", "checkpoints/20"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "wandb" / "latest-run").symlink_to("x")
+    (tmp_path / "mine" / "data").symlink_to("x")
+    refuse_links(tmp_path)
+    for name in ("numerics/a.png", "checkpoints/20/state"):
+        (tmp_path / name).symlink_to("x")
+        with pytest.raises(UserError, match=f"{name} is a symbolic link"):
+            refuse_links(tmp_path)
+        (tmp_path / name).unlink()
+
+
 def test_links_in_a_directory_are_named(tmp_path):
     (tmp_path / "b").symlink_to("/etc/passwd")
     with pytest.raises(UserError, match=r"b is a symbolic link; .* choose another run_dir"):

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple, Self
 
 from trainer.errors import MAKE_ROOM, UserError
 from trainer.files import no_follow, write_atomically
-from trainer.observe.records import Sample, cut_rows, cut_samples, encode_row, encode_sample, read_rows, read_samples
+from trainer.observe.records import (
+    Sample,
+    cut_rows,
+    cut_samples,
+    encode_row,
+    encode_sample,
+    keep_rows,
+    read_rows,
+    read_samples,
+)
 from trainer.observe.trackers.protocol import Beginning, Row, Tracker
 
 logger = logging.getLogger(__name__)
@@ -31,6 +40,13 @@ class Digest(NamedTuple):
     def of(cls, data: bytes) -> Self:
         """Describe the content of a file."""
         return cls(len(data), data.count(b"\n"), zlib.crc32(data))
+
+    @classmethod
+    def of_saved(cls, saved: object) -> Self | None:
+        """Read what `JsonlTracker.written` gave to a checkpoint; None: nothing of the kind."""
+        if not isinstance(saved, dict) or saved.keys() != set(cls._fields):
+            return None
+        return cls(**saved) if all(type(value) is int for value in saved.values()) else None
 
     def then(self, data: bytes) -> Self:
         """Describe the content with more data behind it."""
@@ -50,24 +66,23 @@ class JsonlTracker(Tracker):
         run_dir, step, again = beginning.run_dir, beginning.step, beginning.again
         self.path, self.samples_path = run_dir / "metrics.jsonl", run_dir / "samples.txt"
         try:
-            self._logged = cut_rows(self.path, step, again=again)
+            expected = Digest.of_saved(beginning.written)
+            data = self.path.read_bytes() if self.path.exists() else b""
+            found = Digest.of(data[: expected.size]) if expected else None
+            cut = cut_rows if found == expected else keep_rows
+            self._logged = cut(self.path, step, again=again)
             cut_samples(self.samples_path, step - again)
             self._rows = FileIO(self.path, "ab+", opener=no_follow)
             self._samples = FileIO(self.samples_path, "ab", opener=no_follow)
-            self._check(self._read(), beginning)
+            self._digest = Digest.of(self._read())
         except OSError as error:
             raise UserError(f"cannot write to {run_dir}: {error.strerror}; choose another run_dir") from error
-
-    def _check(self, data: bytes, beginning: Beginning) -> None:
-        """Compare the file with what the checkpoint says was written, and say what is missing or changed."""
-        self._digest = Digest.of(data)
-        expected = beginning.written
-        if expected is not None and Digest.of(data[: expected["size"]]) != Digest(**expected):
+        if expected and found != expected:
+            there = Digest.of(data).rows
             self._say(
-                beginning.step,
-                f"{self.path} is not what the run wrote up to step {beginning.step}: {self._digest.rows} rows of "
-                f"{expected['rows']} are there{'' if self._digest.rows != expected['rows'] else ', changed'}; what is "
-                "lost of them is lost, the weights are whole",
+                step,
+                f"{self.path} is not what the run wrote up to step {step}: {there} rows are there, {expected.rows} "
+                "were written; what is lost of them is lost, the weights are whole",
             )
 
     def _say(self, step: int, text: str) -> None:

@@ -5,7 +5,7 @@ import shutil
 import jax
 from command import finish, parameters, several, trainer, values
 
-from trainer.assembly.run import restore_run
+from trainer.assembly.saved_model import restore_run
 
 REPLICA = [
     *("parallel=diloco", "diloco.replicas=2", "diloco.sync_every=3", "train.steps=7", "checkpoint.every=4"),

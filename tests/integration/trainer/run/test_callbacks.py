@@ -20,11 +20,12 @@ class Recording:
         self.until = until or steps
         self.callbacks, self.step, self.steps, self.log_every, self.recorded = callbacks, step, steps, 1000, 0
         self.state, self.train_step, self.meta, self.run_dir = "state", "step", {}, None
-        self.watchdog = SimpleNamespace(in_doubt=in_doubt, state=dict, end=lambda _: None)
+        self.watchdog = SimpleNamespace(in_doubt=in_doubt, state=dict, end=lambda *_: None)
         note = lambda what: lambda *args, **_: self.record.append((what, *args))
         self.tracker = SimpleNamespace(
             **{name: note(name) for name in ("row", "event", "sample", "picture", "summary", "alert")},
             flush=lambda: None,
+            written=lambda: None,
         )
         self.display = SimpleNamespace(update=lambda *_: None, event=lambda *_: None)
         self.throughput = SimpleNamespace(pause=lambda _: None)

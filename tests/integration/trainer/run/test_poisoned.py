@@ -94,6 +94,12 @@ def test_poison_that_no_loss_shows_never_reaches_a_checkpoint_and_is_exit_code_3
     assert saved() == []
 
 
+def test_a_run_that_ends_with_an_older_state_failed(alter):
+    alter(poison(at=6))
+    with pytest.raises(Diverged, match=r"all 6 steps were taken, but after the last one the run went back to an older"):
+        train(configuration("train.steps=6", "checkpoint.every=2"))
+
+
 def test_the_weight_is_named_and_not_only_the_gradient_that_it_made_bad(alter):
     alter(poison(at=1))
     with pytest.raises(Diverged, match=r"step 3: params/.* is not finite after step 3"):
@@ -136,5 +142,9 @@ def test_a_checkpoint_of_an_older_version_with_a_nan_is_refused(folder):
         meta = checkpointer.meta()
         broken, _ = poison(1)(1, None, run.state, {})
         checkpointer.save(2, assembly.to_stored(broken), meta)
+    from trainer.assembly.saved_model import restore_run
+
+    with pytest.raises(UserError, match=r"checkpoint 2 in .*: params/.* is not finite; choose another run"):
+        restore_run(folder / "A")
     with pytest.raises(UserError, match=r"checkpoint 2 of run_dir=A: params/.* is not finite; start another run from"):
         train(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=3)))

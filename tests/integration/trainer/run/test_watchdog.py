@@ -87,7 +87,7 @@ def test_after_a_rollback_it_counts_anew_and_not_more_often_than_allowed():
     dog = make()
     losses(dog, [*NOISE, 3.0, 3.0, 3.0])
     assert dog.may_roll_back
-    dog.rolled_back()
+    dog.rolled_back(11)
     assert (dog.verdict, dog.suspect_since, dog.in_doubt, dog.may_roll_back) == (None, None, False, False)
     assert losses(dog, [3.0], start=12) != []  # spikes are not in the window that they are measured by
 
@@ -122,7 +122,7 @@ def test_weights_that_are_not_finite_are_no_matter_of_spikes():
     assert dog.in_doubt
     dog.inspect(9, "params/wte")
     assert (dog.verdict, dog.in_doubt) == ("params/wte is not finite after step 9", False)
-    dog.rolled_back()
+    dog.rolled_back(9)
     dog.inspect(10, None)
     assert dog.verdict is None
 
@@ -130,25 +130,41 @@ def test_weights_that_are_not_finite_are_no_matter_of_spikes():
 def test_a_run_that_ends_in_skips_or_without_a_finite_validation_has_failed():
     dog = make()
     dog.observe(1, OK)
-    dog.end(1.0)
+    dog.end(1, 1.0)
     assert dog.failure is None
-    dog.end(None)
+    dog.end(1, None)
     assert dog.failure is None
-    dog.end(float("nan"))
+    dog.end(1, float("nan"))
     assert dog.failure == "the validation loss after the last step is nan"
     dog.observe(2, OK)  # the run was made longer
     assert dog.failure is None
     dog.observe(3, BAD)
-    dog.end(1.0)
+    dog.end(3, 1.0)
     assert dog.failure == "the last 1 steps were not finite and were skipped"
     assert make(json.loads(json.dumps(dog.state()))).failure == dog.failure
+
+
+def test_a_run_that_took_no_step_or_ends_with_an_older_state_has_failed():
+    dog = Watchdog(BOUNDS.__class__(20, 0.0, 8, 3, 1, calibration=15), LEAVES)
+    for step in (1, 2, 3):
+        dog.observe(step, BAD)
+    dog.end(3, 1.0)
+    assert dog.failure == "none of them was finite, so all were skipped"
+    dog = make()
+    dog.observe(1, OK)
+    dog.rolled_back(2)
+    dog.end(2, 1.0)
+    assert dog.failure == "after the last one the run went back to an older state"
+    dog.observe(3, OK)
+    dog.end(3, 1.0)
+    assert dog.failure is None
 
 
 def test_the_skips_of_a_loss_scale_are_no_failure():
     dog = Watchdog(BOUNDS.__class__(20, 0.0, 8, 3, 1, calibration=2), LEAVES)
     for step, failed in ((1, False), (2, False), (3, True)):
         dog.observe(step, BAD)
-        dog.end(1.0)
+        dog.end(9, 1.0)
         assert (dog.failure is not None) == failed
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer import __main__ as command
-from trainer.assembly.run import restore_run
+from trainer.assembly.saved_model import restore_run
 from trainer.config.composition import Sweep, choices_of_families, compose_config, expanded
-from trainer.config.continuing import continued, default_cache
+from trainer.config.continuing import COMPILED, DATA_CACHE, continued, default_cache
 from trainer.config.fields import from_saved, from_tree, to_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -99,15 +100,66 @@ def test_nothing_of_a_saved_configuration_reaches_hydra(run_dir, tmp_path):
     ]
 
 
-def test_a_cache_of_compiled_programs_is_not_taken_from_a_run(run_dir, tmp_path):
+def test_caches_are_not_taken_from_a_run(run_dir, tmp_path):
     tree = to_tree(run_dir) | {"compile_cache": "evil"}
+    tree["data"]["cache_dir"] = "old/data"
     file = tmp_path / "old" / "config.yaml"
     file.write_text(yaml.safe_dump(tree))
-    assert compose_config(["resume=old"]).compile_cache == default_cache()
-    assert expanded(["resume=old"]).their_cache == "evil"
-    assert compose_config(["resume=old", "compile_cache=mine"]).compile_cache == "mine"
+    c = compose_config(["resume=old"])
+    assert (c.compile_cache, c.data.cache_dir) == (default_cache(COMPILED), default_cache(DATA_CACHE))
+    assert expanded(["resume=old"]).not_taken == {"compile_cache": "evil", "data.cache_dir": "old/data"}
+    c = compose_config(["resume=old", "compile_cache=mine", "data.cache_dir=here"])
+    assert (c.compile_cache, c.data.cache_dir) == ("mine", "here")
     file.write_text(yaml.safe_dump(tree | {"compile_cache": None}))
     assert compose_config(["resume=old"]).compile_cache is None
+
+
+@pytest.mark.parametrize("task", ["old/evil.yaml", "evil.yaml", "../x"])
+def test_a_task_that_is_a_file_is_not_taken_from_a_run(run_dir, tmp_path, task):
+    tree = to_tree(run_dir)
+    tree["eval"]["tasks"] = ["last_word", task]
+    (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError, match=r"eval\.tasks names the file '.*', which may be a program"):
+        compose_config(["resume=old"])
+    assert compose_config(["resume=old", "eval.tasks=[last_word]"]).eval.tasks == ("last_word",)
+    tree["eval"]["tasks"] = ["last_word", "hellaswag"]
+    (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert compose_config(["resume=old"]).eval.tasks == ("last_word", "hellaswag")
+
+
+def test_a_link_is_no_configuration_and_no_line_of_it_is_shown(run_dir, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text('token: "ghp_secret\nb')
+    file = tmp_path / "old" / "config.yaml"
+    file.unlink()
+    file.symlink_to(secret)
+    with pytest.raises(UserError, match=r"config\.yaml is a symbolic link"):
+        compose_config(["resume=old"])
+    file.unlink()
+    shutil.copy(secret, file)
+    with pytest.raises(UserError, match=r"is damaged \(found unexpected end of stream in line 2\)") as error:
+        compose_config(["resume=old"])
+    assert "ghp" not in str(error.value)
+
+
+def test_a_group_cannot_be_given_as_a_whole_beside_a_run(run_dir):
+    with pytest.raises(UserError, match=r"train=\{steps:9\}: beside resume= give its keys one by one"):
+        compose_config(["resume=old", "train={steps:9}"])
+
+
+@pytest.mark.parametrize(
+    ("words", "prints"),
+    [
+        (["--cfg", "job"], True),
+        (["-c", "job"], True),
+        (["--cfg=job"], True),
+        (["-cjob"], True),
+        (["sample.prompt='x -c job y'"], False),
+        (["--cfg", "hydra"], False),
+    ],
+)
+def test_what_asks_for_the_configuration(words, prints):
+    assert command.prints_configuration(["resume=old", *words, "seed=1"]) == prints
 
 
 @pytest.mark.parametrize(
@@ -204,7 +256,7 @@ def test_what_cannot_be_meant_is_refused(run_dir, tmp_path):
 
 def test_what_is_no_run_is_left_to_who_restores_it():
     for source in ("auto", "none", "nowhere"):
-        assert expanded([f"resume={source}", "seed=1"]) == ([f"resume.source={source}", "seed=1"], {}, None)
+        assert expanded([f"resume={source}", "seed=1"]) == ([f"resume.source={source}", "seed=1"], {}, {})
 
 
 def test_the_home_directory_is_written_out(monkeypatch):

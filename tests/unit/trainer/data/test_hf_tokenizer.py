@@ -1,6 +1,7 @@
 """A tokenizer.json, as Hugging Face's library reads it, gives the ids and texts of the tokenizer it was made of."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -178,6 +179,19 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
     with pytest.raises(UserError, match=r"chat_template\.jinja is a link to .*secret; replace it by the file itself"):
         tokenizer_of_origin(run_dir, ours, out)
     (origin / "chat_template.jinja").unlink()
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "revision", tmp_path / "hub" / "blobs"
+    shutil.copytree(origin, snapshot)
+    blobs.mkdir()
+    (blobs / "0123").write_text("{}")
+    (snapshot / "chat_template.jinja").symlink_to("../../blobs/0123")
+    (run_dir / "config.yaml").write_text(f"init_from: {snapshot}\n")
+    assert "chat_template.jinja" in {path.name for path in tokenizer_of_origin(run_dir, ours, out)}
+    shutil.rmtree(blobs)
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "0123").write_text("secret")
+    blobs.symlink_to(tmp_path / "keys")
+    with pytest.raises(UserError, match=r"chat_template\.jinja is a link to .*keys"):
+        tokenizer_of_origin(run_dir, ours, out)
 
     (run_dir / "config.yaml").write_text("init_from: null\n")
     assert tokenizer_of_origin(run_dir, ours, out) == []

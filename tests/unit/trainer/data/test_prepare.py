@@ -343,6 +343,18 @@ def test_a_full_disk_is_one_message_and_loses_nothing(jsonl, tmp_path, monkeypat
     assert content(prepare(source, "byte", tmp_path / "full", shard_bytes=40_000)) == content(whole)
 
 
+def test_a_journal_that_is_a_link_is_not_shortened(jsonl, tmp_path):
+    source, secret = TextSource((str(jsonl),), "jsonl"), tmp_path / "netrc"
+    folder = prepare(source, "byte", tmp_path / "cache")
+    secret.write_text("machine")
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "journal.jsonl").symlink_to(secret)
+    with pytest.raises(UserError, match="symbolic links"):
+        prepare(source, "byte", tmp_path / "cache")
+    assert secret.read_text() == "machine"
+
+
 def test_a_cache_directory_that_cannot_be_made_is_one_message(jsonl, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write prepared data to"):
