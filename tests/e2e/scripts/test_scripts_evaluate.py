@@ -66,7 +66,7 @@ def test_the_same_weights_are_validated_in_each_precision(run_dir, capsys):
 
 
 def test_a_compilation_that_takes_long_is_said(run_dir, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "said", functools.partial(progress.log_duration, seconds=0.0))
+    monkeypatch.setattr(progress, "log_duration", functools.partial(progress.log_duration, seconds=0.0))
     main(Arguments(str(run_dir), "fp32", batches=1))
     assert re.search(r"^compiling the evaluation: \d+ s$", capsys.readouterr().err, re.MULTILINE)
 
