@@ -121,6 +121,7 @@ def report_sweep(jobs: Sequence[SweepJob]) -> None:
 def main(argv: list[str]) -> int:
     """Run the job, or several under --multirun; the exit code is the first that is not zero."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed as tracebacks
+    EARLY.begun = False
     jobs: list[SweepJob] = []
     try:
         line = expanded(argv)
