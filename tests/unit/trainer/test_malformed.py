@@ -1,4 +1,4 @@
-"""Whatever a file holds, its reader answers with one line or reads it: each is given 300 damaged ones."""
+"""Whatever its files hold, a reader answers with one line or reads them: each is given 300 damaged ones."""
 
 import copy
 import json
@@ -190,7 +190,7 @@ def test_what_a_report_and_a_comparison_read(run_dir, name, count):
         write_comparison([run_dir, other], None)
 
     write_report(run_dir)
-    check(run_dir / name, read, count)
+    check(run_dir / name, read, count // 5)  # of each of the five files
 
 
 def test_samples(run_dir, count):
@@ -218,10 +218,10 @@ def test_weights(tmp_path, family, name, count):
     spec = SPECS[family]
     params = jax.tree.map(np.asarray, functional_of(spec).init(jax.random.key(0)))
     huggingface.save(tmp_path / "weights", spec, params)
-    check(tmp_path / "weights" / name, lambda: huggingface.load(tmp_path / "weights", spec), count)
+    check(tmp_path / "weights" / name, lambda: huggingface.load(tmp_path / "weights", spec), count // 4)
     if name == "config.json":
         given = ["model=from_init", f"init_from={tmp_path}/weights", "train.batch_tokens=64", "init.embeddings=mean"]
-        check(tmp_path / "weights" / name, lambda: compose_or_explain(given), count)
+        check(tmp_path / "weights" / name, lambda: compose_or_explain(given), count // 4)
 
 
 def test_a_manifest_of_shards(tmp_path, count):
