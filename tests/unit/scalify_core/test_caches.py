@@ -27,7 +27,10 @@ CALLS = {
     "plain": lambda fun: fun,
     "jit": jax.jit,
     "remat": jax.checkpoint,
-    "scan": lambda fun: lambda x: lax.scan(lambda c, _: (c + jnp.sum(fun(x)), None), jnp.sum(x), None, length=2)[0],
+    # The carry keeps its dtype, as plain code in FP16 must have it.
+    "scan": lambda fun: (
+        lambda x: lax.scan(lambda c, _: ((c + jnp.sum(fun(x))).astype(c.dtype), None), jnp.sum(x), None, length=2)[0]
+    ),
     "cond": lambda fun: lambda x: lax.cond(jnp.sum(x) > 0, fun, lambda x: fun(2 * x), x),
     "composite": lambda fun: lambda x: cubed(fun(x)),
 }
