@@ -70,7 +70,7 @@ def contestants(spec: GPT2Spec, batch_size: int, formats: tuple[str, ...]) -> di
 
     def closed(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
         with warnings.catch_warnings():
-            # The trainer's layers branch on the dtype: scalify cannot tell what plain code has in FP32, which is nothing.
+            # The trainer's layers branch on the dtype: it cannot be told what plain code has in FP32, which is nothing.
             warnings.simplefilter("ignore", PrecisionWarning)
             new, loss = scaled_step(state, tokens)
         return tree.rescaled_like(new, state), asarray(loss)
