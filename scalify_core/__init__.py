@@ -1,4 +1,6 @@
-"""Scale propagation for JAX programs: narrow floating point without loss scaling or amax histories."""
+"""Scale propagation for JAX programs: narrow floating point without loss scaling or
+amax histories.
+"""
 
 from scalify_core import optim, tree, weights
 from scalify_core.array import ScaledArray, as_scaled_array, asarray

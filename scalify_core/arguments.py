@@ -1,4 +1,6 @@
-"""The arguments of a function that are static (not arrays), kept apart from those that are traced."""
+"""The arguments of a function that are static (not arrays), kept apart from those that
+are traced.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,15 @@ def is_array(x: Any) -> bool:
 
 
 class Arguments:
-    """How the arguments of one function are split into static ones and trees of arrays."""
+    """How the arguments of one function are split into static ones and trees of
+    arrays.
+    """
 
-    def __init__(self, fun: Callable, argnums: int | Sequence[int], argnames: str | Sequence[str]) -> None:
-        """`argnums`, `argnames`: of the static arguments, as for `jax.jit`; either names both ways to give one.
+    def __init__(
+        self, fun: Callable, argnums: int | Sequence[int], argnames: str | Sequence[str]
+    ) -> None:
+        """`argnums`, `argnames`: of the static arguments, as for `jax.jit`; either
+        names both ways to give one.
 
         Raises ValueError for those that `fun` does not have.
         """
@@ -53,24 +60,42 @@ class Arguments:
         self.names = {argnames} if isinstance(argnames, str) else set(argnames)
         for name in self.names - set(parameters):
             if Parameter.VAR_KEYWORD not in kinds:
-                raise ValueError(f"static_argnames: {name!r} is none of the parameters of {fun}: {list(parameters)}")
-        self.positions = {self.positional.index(name) for name in self.names if name in self.positional}
+                raise ValueError(
+                    f"static_argnames: {name!r} is none of the parameters of {fun}:"
+                    f" {list(parameters)}"
+                )
+        self.positions = {
+            self.positional.index(name)
+            for name in self.names
+            if name in self.positional
+        }
         for number in (argnums,) if isinstance(argnums, int) else argnums:
-            if number < -count or (number >= count and Parameter.VAR_POSITIONAL not in kinds):
-                raise ValueError(f"static_argnums: {number} is outside of the {count} positional parameters of {fun}")
+            if number < -count or (
+                number >= count and Parameter.VAR_POSITIONAL not in kinds
+            ):
+                raise ValueError(
+                    f"static_argnums: {number} is outside of the {count} positional"
+                    f" parameters of {fun}"
+                )
             self.positions.add(number + count if number < 0 else number)
         self.names |= {self.positional[i] for i in self.positions if i < count}
 
     def split(self, args: tuple, kwargs: dict) -> tuple[dict[int | str, Any], tuple]:
-        """`(statics, (args, kwargs))`: what is static, by position or name, and the others, with None in its place."""
-        statics: dict[int | str, Any] = {i: x for i, x in enumerate(args) if i in self.positions}
+        """`(statics, (args, kwargs))`: what is static, by position or name, and the
+        others, with None in its place.
+        """
+        statics: dict[int | str, Any] = {
+            i: x for i, x in enumerate(args) if i in self.positions
+        }
         statics |= {name: x for name, x in kwargs.items() if name in self.names}
         return statics, (
             tuple(None if i in self.positions else x for i, x in enumerate(args)),
             {name: x for name, x in kwargs.items() if name not in self.names},
         )
 
-    def joined(self, statics: dict[int | str, Any], args: tuple, kwargs: dict) -> tuple[list, dict]:
+    def joined(
+        self, statics: dict[int | str, Any], args: tuple, kwargs: dict
+    ) -> tuple[list, dict]:
         """The inverse of `split`."""
         by_name = {key: x for key, x in statics.items() if isinstance(key, str)}
         return [statics.get(i, x) for i, x in enumerate(args)], {**kwargs, **by_name}
@@ -78,13 +103,14 @@ class Arguments:
     def call(self, args: tuple, kwargs: dict) -> Call:
         """Return a call of the function as a function of arrays alone.
 
-        Leaves of arguments and results that are no arrays and no numbers, as the functions in an Equinox module, pass
-        through as they are.
+        Leaves of arguments and results that are no arrays and no numbers, as the
+        functions in an Equinox module, pass through as they are.
         """
         statics, arrays = self.split(args, kwargs)
         every, tree = jax.tree.flatten(arrays, is_leaf=is_scaled_array)
         places = [i for i, x in enumerate(every) if is_array(x)]
-        results: list[Any] = []  # the leaves of the result, and its tree; arrays have been taken out
+        # the leaves of the result, and its tree; arrays have been taken out
+        results: list[Any] = []
 
         def flat(*leaves: Any) -> list[Any]:
             found = list(every)
@@ -113,7 +139,9 @@ class Arguments:
 
     def _name_at(self, path: tuple) -> str:
         place, key, *rest = path
-        return self._name(key.idx if place.idx == 0 else key.key) + jax.tree_util.keystr(tuple(rest))
+        return self._name(
+            key.idx if place.idx == 0 else key.key
+        ) + jax.tree_util.keystr(tuple(rest))
 
     def _name(self, key: int | str) -> str:
         if isinstance(key, str):

@@ -24,18 +24,24 @@ _REFUSED = f"a ScaledArray cannot be differentiated outside of scalify: {_INSIDE
 
 @jax.tree_util.register_pytree_with_keys_class
 class ScaledArray(NoNumber):
-    """The array `data * scale`. `data` is narrow and near RMS 1, `scale` a power of two.
+    """The array `data * scale`. `data` is narrow and near RMS 1, `scale` a power of
+    two.
 
     Invariants:
-        - `data` is a floating-point array; shape, dtype, ndim and size are those of the data.
-        - `scale` is positive, a power of two in [2^-126, 2^126], in one of two kinds. *Static*: a Python float. It is
-          part of the pytree's structure, so for `jit` it is a constant of the compiled program, and another scale is
-          another compilation. *Dynamic*: an FP32 array, a leaf beside the data; 2^-126 is that of zeros.
-        - A dynamic scale is a scalar, or has the shape of leading axes of the data ((L,) for L layers), or the rank of
-          the data with size 1 along the axes it is common to.
+        - `data` is a floating-point array; shape, dtype, ndim and size are those of the
+          data.
+        - `scale` is positive, a power of two in [2^-126, 2^126], in one of two kinds.
+          *Static*: a Python float. It is part of the pytree's structure, so for `jit`
+              it is a constant of the compiled program, and another scale is
+          another compilation. *Dynamic*: an FP32 array, a leaf beside the data; 2^-126
+          is that of zeros.
+        - A dynamic scale is a scalar, or has the shape of leading axes of the data
+          ((L,) for L layers), or the rank of the data with size 1 along the axes it is
+          common to.
 
-    No arithmetic is defined on a ScaledArray, and `jax.tree.map` over trees that hold some acts on data and scales
-    separately, which is seldom meant. Compute with them inside `scalify`, or through `tree.py`.
+    No arithmetic is defined on a ScaledArray, and `jax.tree.map` over trees that hold
+    some acts on data and scales separately, which is seldom meant. Compute with them
+    inside `scalify`, or through `tree.py`.
 
     Gradients are taken inside of scalify, `scalify(jax.grad(f))`: JAX would add
     cotangents of a ScaledArray leaf by leaf, data to data and scale to scale. So
@@ -45,19 +51,25 @@ class ScaledArray(NoNumber):
     __slots__ = ("data", "scale")
 
     def __init__(self, data: Any, scale: Any) -> None:
-        """`data`: array; `scale`: Python or NumPy number (static) or FP32 array (dynamic).
+        """`data`: array; `scale`: Python or NumPy number (static) or FP32 array
+        (dynamic).
 
         The numbers of a dynamic scale on a device are not looked at: in `asarray` and
         `scalify` one that is no power of two reads as NaN.
 
         Raises:
-            TypeError: `data` or a dynamic scale is an array of integers, booleans or complex numbers.
-            ValueError: a static scale, or a NumPy one, that is not a power of two in [2^-126, 2^126]; a dynamic scale
-                of another shape than those above.
+            TypeError: `data` or a dynamic scale is an array of integers, booleans or
+                complex numbers.
+            ValueError: a static scale, or a NumPy one, that is not a power of two in
+                [2^-126, 2^126]; a dynamic scale of another shape than those above.
         """
         if hasattr(data, "dtype") and not jnp.issubdtype(data.dtype, jnp.floating):
-            raise TypeError(f"ScaledArray: data is {data.dtype}, expected a floating-point dtype")
-        if isinstance(scale, (float, int, np.generic)) or (isinstance(scale, np.ndarray) and scale.ndim == 0):
+            raise TypeError(
+                f"ScaledArray: data is {data.dtype}, expected a floating-point dtype"
+            )
+        if isinstance(scale, (float, int, np.generic)) or (
+            isinstance(scale, np.ndarray) and scale.ndim == 0
+        ):
             scale = float(scale)
         if isinstance(scale, (float, np.ndarray)):
             check_powers(scale)
@@ -120,7 +132,9 @@ class ScaledArray(NoNumber):
         """Elements, as for an array; a scale per leading index is indexed along."""
         scale = self.scale
         if not self.is_static and np.ndim(scale):
-            along_first = isinstance(index, (int, slice)) and scale.shape[0] == len(self)
+            along_first = isinstance(index, (int, slice)) and scale.shape[0] == len(
+                self
+            )
             if not along_first:
                 scale = broadcast_scale(jnp.asarray(scale), self.data)
                 scale = jnp.broadcast_to(scale, self.shape)
@@ -147,7 +161,10 @@ class ScaledArray(NoNumber):
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Leaves: data, and that of the scale if it is dynamic."""
         leaves, static = self.tree_flatten()
-        return [(jax.tree_util.GetAttrKey(name), x) for name, x in zip(("data", "scale"), leaves, strict=False)], static
+        return [
+            (jax.tree_util.GetAttrKey(name), x)
+            for name, x in zip(("data", "scale"), leaves, strict=False)
+        ], static
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """As `tree_flatten_with_keys`, without keys."""
@@ -184,7 +201,8 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
     more than 1% of the norm is beyond what the format holds.
 
     Args:
-        tree: any pytree; ScaledArrays, integers, booleans, keys, and what is no array, stay as they are.
+        tree: any pytree; ScaledArrays, integers, booleans, keys, and what is no array,
+            stay as they are.
         scale: of every leaf: a number makes static scales, an FP32 array dynamic ones.
             None: the power of two that is nearest to the RMS of each leaf, dynamic (1
             for a leaf with infinities or NaNs, and 2^-126 for zeros, so that a state
@@ -201,7 +219,9 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
     """
 
     def convert(path: Any, x: Any) -> Any:
-        if is_scaled_array(x) or not (hasattr(x, "dtype") or isinstance(x, jax.typing.ArrayLike)):
+        if is_scaled_array(x) or not (
+            hasattr(x, "dtype") or isinstance(x, jax.typing.ArrayLike)
+        ):
             return x  # a leaf that is no array, as the functions in an Equinox module
         if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return x
@@ -239,15 +259,21 @@ def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
     names = lambda: [jax.tree_util.keystr(path) for path, _ in found]
     to = np.dtype(dtype)
     checked = readable("asarray", leaves, names)
-    return structure.unflatten([_unscale(x, to) if is_scaled_array(x) else x for x in checked])
+    return structure.unflatten(
+        [_unscale(x, to) if is_scaled_array(x) else x for x in checked]
+    )
 
 
-def readable(where: str, leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> list[Any]:
-    """Return the leaves of a tree, of which ScaledArrays with a scale that is none read as NaN.
+def readable(
+    where: str, leaves: Sequence[Any], names: Callable[[], Sequence[str]]
+) -> list[Any]:
+    """Return the leaves of a tree, of which ScaledArrays with a scale that is none read
+    as NaN.
 
-    A `PrecisionWarning` names those that are at hand: no tracers, and no arrays that other hosts hold parts of. There
-    a scale of zero is none, unless all of the data is zero: it is what the difference of two equal scales leaves, and
-    what `jnp.zeros_like` makes of one.
+    A `PrecisionWarning` names those that are at hand: no tracers, and no arrays that
+    other hosts hold parts of. There a scale of zero is none, unless all of the data is
+    zero: it is what the difference of two equal scales leaves, and what
+    `jnp.zeros_like` makes of one.
     """
     out, unread = list(leaves), _unreadable_at_hand(leaves)
     if unread:
@@ -257,7 +283,9 @@ def readable(where: str, leaves: Sequence[Any], names: Callable[[], Sequence[str
         if i in unread:
             out[i] = with_scale(x.data, jnp.full_like(x.scale, np.nan))
         elif is_scaled_array(x) and isinstance(x.scale, jax.core.Tracer):
-            out[i] = with_scale(x.data, checked_scale(jnp.asarray(x.scale, jnp.float32)))
+            out[i] = with_scale(
+                x.data, checked_scale(jnp.asarray(x.scale, jnp.float32))
+            )
     return out
 
 
@@ -350,7 +378,7 @@ def _unscale_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
     if not has_range_of_float32(data.dtype):
         raise TypeError(
             f"asarray: the gradient through a result in {data.dtype} would lose what "
-            f"that format does not hold; return it in FP32, x.astype(jnp.float32), or "
+            "that format does not hold; return it in FP32, x.astype(jnp.float32), or "
             f"a scalar loss, or {_INSIDE}"
         )
     return _unscaled(data, scale, dtype), _unscaled(tangent, scale, dtype)

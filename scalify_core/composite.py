@@ -1,8 +1,10 @@
-"""Functions that `scalify` sees whole: one primitive, which survives differentiation, batching and partitioning.
+"""Functions that `scalify` sees whole: one primitive, which survives differentiation,
+batching and partitioning.
 
-A composite is a plain JAX function under a name. Wherever it is traced, and in every derivative of it, it stands in
-the jaxpr as *one* call, which a rule registered under that name (`registry.composite_rule`) can give scales. Without
-`scalify` the call is compiled as the function's own equations.
+A composite is a plain JAX function under a name. Wherever it is traced, and in every
+derivative of it, it stands in the jaxpr as *one* call, which a rule registered under
+that name (`registry.composite_rule`) can give scales. Without `scalify` the call is
+compiled as the function's own equations.
 
     @composite
     def squared_relu(x):
@@ -12,8 +14,9 @@ the jaxpr as *one* call, which a rule registered under that name (`registry.comp
     def _(call, x):
         return on_values(call, [(x.size**2, x.dtype)], x)
 
-Differentiation (reverse mode; forward mode raises JAX's TypeError for custom_vjp) calls `name.fwd` and `name.bwd`.
-By default the residuals are the arguments and the backward is `jax.vjp` of the function; `defvjp` gives better ones.
+Differentiation (reverse mode; forward mode raises JAX's TypeError for custom_vjp) calls
+`name.fwd` and `name.bwd`. By default the residuals are the arguments and the backward
+is `jax.vjp` of the function; `defvjp` gives better ones.
 """
 
 from __future__ import annotations
@@ -39,15 +42,19 @@ composite_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What one `composite_p` equation calls: a parameter of the equation, and the first argument of its rule.
+    """What one `composite_p` equation calls: a parameter of the equation, and the first
+    argument of its rule.
 
     Attributes:
-        name: of the rule: "gelu", "gelu.fwd" (returns `(out, residuals)`), "gelu.bwd" (takes `(residuals, gradient)`).
+        name: of the rule: "gelu", "gelu.fwd" (returns `(out, residuals)`), "gelu.bwd"
+            (takes `(residuals, gradient)`).
         fun: the function, of positional pytrees of arrays and static keyword arguments.
         static: the keyword arguments of this call.
-        in_tree: tree of the tuple of positional arguments; the equation's operands are its leaves.
+        in_tree: tree of the tuple of positional arguments; the equation's operands are
+            its leaves.
         cuda: what is lowered for CUDA devices in place of `fun`, or None.
-        in_axes: the axes of the operands, for each `vmap` around the call, innermost first.
+        in_axes: the axes of the operands, for each `vmap` around the call, innermost
+            first.
     """
 
     name: str
@@ -65,11 +72,19 @@ class Call:
         return flat(*operands)
 
     def _flat(self, *operands: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(self.fun(*jax.tree.unflatten(self.in_tree, operands), **dict(self.static)))
+        return jax.tree.leaves(
+            self.fun(*jax.tree.unflatten(self.in_tree, operands), **dict(self.static))
+        )
 
     def bind(self, *operands: Any) -> list[jax.Array]:
-        """One composite equation that makes this call: for rules, which call their own function on data."""
-        fun = _jitted_call(self, lowering.turned_off()) if self.in_axes else jax.jit(_unflattened(self))
+        """One composite equation that makes this call: for rules, which call their own
+        function on data.
+        """
+        fun = (
+            _jitted_call(self, lowering.turned_off())
+            if self.in_axes
+            else jax.jit(_unflattened(self))
+        )
         jaxpr = fun.trace(*operands).jaxpr
         return composite_p.bind(*operands, jaxpr=jaxpr, call=self)
 
@@ -81,7 +96,9 @@ class Call:
 
 
 class Composite:
-    """A function made by `composite`: call it with positional pytrees of arrays and static keyword arguments."""
+    """A function made by `composite`: call it with positional pytrees of arrays and
+    static keyword arguments.
+    """
 
     def __init__(self, fun: Callable, name: str, cuda: Callable | None) -> None:
         """Use `composite`."""
@@ -89,13 +106,23 @@ class Composite:
         self.fun, self.name, self.cuda = fun, name, cuda
         self.cuda_fwd: Callable | None = None
         self.cuda_bwd: Callable | None = None
-        self._differentiable = functools.lru_cache(maxsize=512)(self._make_differentiable)
+        self._differentiable = functools.lru_cache(maxsize=512)(
+            self._make_differentiable
+        )
 
-    def defvjp(self, fwd: Callable, bwd: Callable, *, cuda: tuple[Callable, Callable] | None = None) -> None:
-        """Set `fwd(*args, **static) -> (out, residuals)` and `bwd(residuals, gradient, **static) -> gradients`.
+    def defvjp(
+        self,
+        fwd: Callable,
+        bwd: Callable,
+        *,
+        cuda: tuple[Callable, Callable] | None = None,
+    ) -> None:
+        """Set `fwd(*args, **static) -> (out, residuals)` and
+        `bwd(residuals, gradient, **static) -> gradients`.
 
-        The gradients are a tuple, one for each argument, None for arguments without one (integers). `cuda` is the
-        same pair for CUDA devices; its residuals must have the shapes and dtypes of the first pair's.
+        The gradients are a tuple, one for each argument, None for arguments without one
+        (integers). `cuda` is the same pair for CUDA devices; its residuals must have
+        the shapes and dtypes of the first pair's.
         """
         self.fwd, self.bwd = fwd, bwd  # type: ignore[method-assign]
         if cuda is not None:
@@ -112,7 +139,10 @@ class Composite:
 
         def fun(*floats: jax.Array) -> Any:
             rest = iter(floats)
-            args = [next(rest) if f else leaf for f, leaf in zip(is_float, leaves, strict=True)]
+            args = [
+                next(rest) if f else leaf
+                for f, leaf in zip(is_float, leaves, strict=True)
+            ]
             return self.fun(*jax.tree.unflatten(tree, args), **static)
 
         floats = [leaf for f, leaf in zip(is_float, leaves, strict=True) if f]
@@ -133,23 +163,34 @@ class Composite:
             return call(self.name, self.fun, self.cuda, args)
 
         def fwd(*args: Any) -> tuple[Any, Any]:
-            return call(f"{self.name}.fwd", self.fwd, self.cuda_fwd, args, residuals=True)
+            return call(
+                f"{self.name}.fwd", self.fwd, self.cuda_fwd, args, residuals=True
+            )
 
         def bwd(residuals: Any, gradient: Any) -> Any:
-            return call(f"{self.name}.bwd", self.bwd, self.cuda_bwd, (residuals, gradient))
+            return call(
+                f"{self.name}.bwd", self.bwd, self.cuda_bwd, (residuals, gradient)
+            )
 
         function.defvjp(fwd, bwd)
         return function
 
 
-def composite(fun: Callable | None = None, *, name: str | None = None, cuda: Callable | None = None) -> Any:
+def composite(
+    fun: Callable | None = None,
+    *,
+    name: str | None = None,
+    cuda: Callable | None = None,
+) -> Any:
     """Make `fun` a composite (a decorator).
 
     Args:
-        fun: function of positional pytrees of arrays and of keyword-only, hashable, static arguments.
+        fun: function of positional pytrees of arrays and of keyword-only, hashable,
+            static arguments.
         name: what its rules are registered under; the function's name if not given.
-        cuda: an equivalent function that is lowered instead where the program is compiled for CUDA devices. The
-            choice is made by the platform the program is lowered for, never by the default backend.
+        cuda: an equivalent function that is lowered instead where the program is
+            compiled for CUDA devices. The choice is made by the platform the program is
+            lowered for, never by the default backend.
     """
     if fun is None:
         return functools.partial(composite, name=name, cuda=cuda)
@@ -157,7 +198,9 @@ def composite(fun: Callable | None = None, *, name: str | None = None, cuda: Cal
 
 
 def _equally_varying(args: Any) -> Any:
-    """Inside shard_map: make all arguments vary over the same mesh axes, so that AD sums the gradients of the rest."""
+    """Inside shard_map: make all arguments vary over the same mesh axes, so that AD
+    sums the gradients of the rest.
+    """
     varying = [jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(args)]
     union = frozenset().union(*varying)
     if all(v == union for v in varying):
@@ -171,15 +214,22 @@ def _equally_varying(args: Any) -> Any:
 
 
 def _bind(
-    name: str, fun: Callable, cuda: Callable | None, args: tuple, static: tuple, *, residuals: bool = False
+    name: str,
+    fun: Callable,
+    cuda: Callable | None,
+    args: tuple,
+    static: tuple,
+    *,
+    residuals: bool = False,
 ) -> Any:
     leaves, in_tree = jax.tree.flatten(args)
     call = Call(name, fun, static, in_tree, cuda)
     traced = jax.jit(_unflattened(call)).trace(*leaves)
     out = composite_p.bind(*leaves, jaxpr=traced.jaxpr, call=call)
     if residuals:
-        # One that is an argument stays that argument: no copy, and no new scale. A result never does: the rule of a
-        # function that returns its argument may change the scale.
+        # One that is an argument stays that argument: no copy, and no new scale. A
+        # result never does: the rule of a function that returns its argument may change
+        # the scale.
         first = len(jax.tree.leaves(traced.out_info[0]))
         argument = dict(zip(traced.jaxpr.invars, leaves, strict=True))
         out[first:] = [
@@ -195,10 +245,14 @@ def _is_var(atom: Any) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _unflattened(call: Call) -> Callable:
-    """A function of flat operands that returns the tree: one object for equal calls, so that traces are cached."""
+    """A function of flat operands that returns the tree: one object for equal calls, so
+    that traces are cached.
+    """
 
     def fun(*operands: jax.Array) -> Any:
-        return call.fun(*jax.tree.unflatten(call.in_tree, operands), **dict(call.static))
+        return call.fun(
+            *jax.tree.unflatten(call.in_tree, operands), **dict(call.static)
+        )
 
     fun.__name__ = call.name
     return fun
@@ -218,7 +272,9 @@ def _jitted(jaxpr: Any, name: str) -> Callable:
 
 @functools.lru_cache(maxsize=512)
 def _jitted_call(call: Call, without: frozenset[str]) -> Any:
-    """One jitted function for equal calls and the same cases of `lowering` turned off."""
+    """One jitted function for equal calls and the same cases of `lowering` turned
+    off.
+    """
 
     def fun(*operands: jax.Array) -> Any:
         return call(*operands)
@@ -236,7 +292,9 @@ def _impl(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Array]:
 def _compiled(jaxpr: Any, call: Call) -> Callable:
     """For calls outside of jit: one compiled function per shape, not one per call."""
     found = weakref.ref(jaxpr)
-    return jax.jit(lambda *operands: composite_p.bind(*operands, jaxpr=found(), call=call))
+    return jax.jit(
+        lambda *operands: composite_p.bind(*operands, jaxpr=found(), call=call)
+    )
 
 
 @composite_p.def_abstract_eval
@@ -254,13 +312,23 @@ def _lower_cuda(*operands: jax.Array, jaxpr: Any, call: Call) -> Sequence[jax.Ar
     return _jitted_call(call.replace(fun=call.cuda), lowering.turned_off())(*operands)
 
 
-def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: Any, call: Call) -> tuple[Any, Any]:
-    """Second derivatives: those of the call's equations (the first are taken by custom_vjp, above this primitive)."""
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: Any, call: Call
+) -> tuple[Any, Any]:
+    """Second derivatives: those of the call's equations (the first are taken by
+    custom_vjp, above this primitive).
+    """
     tangents = [ad.instantiate_zeros(t) for t in tangents]
-    return jax.jvp(lambda *xs: jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs), tuple(primals), tuple(tangents))
+    return jax.jvp(
+        lambda *xs: jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs),
+        tuple(primals),
+        tuple(tangents),
+    )
 
 
-def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], *, jaxpr: Any, call: Call) -> tuple[Any, Any]:
+def _batch(
+    operands: Sequence[jax.Array], axes: Sequence[int | None], *, jaxpr: Any, call: Call
+) -> tuple[Any, Any]:
     del jaxpr
     call = call.replace(in_axes=(*call.in_axes, tuple(axes)))
     out = call.bind(*operands)
@@ -269,8 +337,9 @@ def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], *, jaxpr: 
 
 mlir.register_lowering(composite_p, mlir.lower_fun(_lower))
 mlir.register_lowering(composite_p, mlir.lower_fun(_lower_cuda), platform="cuda")
-# cuDNN's attention, which stands in a cuda lowering, asks for the devices it is compiled for. JAX hands them on only
-# where a primitive is in this set, which is not public; without it every program with that attention fails to lower.
+# cuDNN's attention, which stands in a cuda lowering, asks for the devices it is
+# compiled for. JAX hands them on only where a primitive is in this set, which is not
+# public; without it every program with that attention fails to lower.
 dispatch.prim_requires_devices_during_lowering.add(composite_p)
 ad.primitive_jvps[composite_p] = _jvp
 batching.primitive_batchers[composite_p] = _batch

@@ -1,4 +1,6 @@
-"""What `explain` measures of a tensor, and what of it follows from the operands of its equation."""
+"""What `explain` measures of a tensor, and what of it follows from the operands of its
+equation.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
 class Tensor:
     """An operand or result: as the scaled program has it, and in plain FP32.
 
-    `row`: None for what has no scale, or is not made by an equation; `when`: the number of the evaluation; `blame`:
-    see `Row`; `formats`: of the casts inside of the equation.
+    `row`: None for what has no scale, or is not made by an equation; `when`: the number
+    of the evaluation; `blame`: see `Row`; `formats`: of the casts inside of the
+    equation.
     """
 
     value: Any
@@ -65,26 +68,36 @@ class Tensor:
 
 
 def measured(x: Tensor, cast: tuple[float, float, float]) -> Figures:
-    """The figures of a tensor, in FP64, without its drift; `cast`: see `watch.losses`."""
+    """The figures of a tensor, in FP64, without its drift; `cast`: see
+    `watch.losses`.
+    """
     exact = np.asarray(x.shadow, np.float64)
     data, scale, expected, least, limit = _taken_apart(x.value)
     with np.errstate(all="ignore"):
         logical = data * scale
-        # A mask's constant, in FP32 that stands for a narrower format: it is as good as any that is as large.
-        masked = (np.minimum(np.abs(exact / scale), np.abs(data)) > limit) & np.isfinite(data) & (exact * logical > 0)
+        # A mask's constant, in FP32 that stands for a narrower format: it is as good as
+        # any that is as large.
+        masked = (
+            (np.minimum(np.abs(exact / scale), np.abs(data)) > limit)
+            & np.isfinite(data)
+            & (exact * logical > 0)
+        )
         right, data = np.isfinite(exact) & ~masked, np.where(masked, 0, data)
         saturated = right & (~np.isfinite(logical) | (np.abs(data) >= limit))
         flushed = right & (exact != 0) & (logical == 0)
         size = np.linalg.norm(exact[right])
         apart = np.linalg.norm((logical - exact)[right])
-        error = apart / size if size else float(apart > 2.0**-120)  # FP32 has no smaller numbers, a scale has
+        # FP32 has no smaller numbers, a scale has
+        error = apart / size if size else float(apart > 2.0**-120)
         return Figures(
             scale=float(np.max(scale, initial=0.0)),
             expected=expected,
             measured=_rms(data),
             due=_rms((exact / scale)[right]),
             flushed=max(_share(flushed, exact.size), cast[1]),
-            flushed_norm=max(float(np.linalg.norm(exact[flushed]) / size) if size else 0.0, cast[0]),
+            flushed_norm=max(
+                float(np.linalg.norm(exact[flushed]) / size) if size else 0.0, cast[0]
+            ),
             vanished=_share(flushed & (np.abs(exact) >= least), exact.size),
             saturated=max(_share(saturated, exact.size), cast[2]),
             error=float(error) if np.isfinite(error) else float("inf"),
@@ -94,18 +107,35 @@ def measured(x: Tensor, cast: tuple[float, float, float]) -> Figures:
 
 
 def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
-    """Data, scale, expected RMS (0: there is none), and the smallest and the largest number of the value's format."""
+    """Data, scale, expected RMS (0: there is none), and the smallest and the largest
+    number of the value's format.
+    """
     if type(x) is ScaledArray:
-        fmt, scale = jnp.finfo(x.dtype), x.scale if x.is_static else broadcast_scale(jnp.asarray(x.scale), x.data)
+        fmt, scale = (
+            jnp.finfo(x.dtype),
+            x.scale if x.is_static else broadcast_scale(jnp.asarray(x.scale), x.data),
+        )
         data = np.asarray(x.data).astype(np.float64)
-        return data, np.asarray(scale, np.float64), 0.0, float(fmt.smallest_subnormal), float(fmt.max)
+        return (
+            data,
+            np.asarray(scale, np.float64),
+            0.0,
+            float(fmt.smallest_subnormal),
+            float(fmt.max),
+        )
     if not isinstance(x, Value):
         return np.asarray(x, np.float64), np.ones(()), 0.0, np.inf, np.inf
     scale = x.scale if is_static(x.scale) else broadcast_scale(x.scale, x.data)
     data = np.asarray(x.data).astype(np.float64) * x.factor
     fmt = jnp.finfo(x.dtype)
     limit = float(fmt.max) * abs(x.factor if x.data.dtype == x.dtype else 1.0)
-    return data, np.asarray(scale, np.float64), x.rho, float(fmt.smallest_subnormal), limit
+    return (
+        data,
+        np.asarray(scale, np.float64),
+        x.rho,
+        float(fmt.smallest_subnormal),
+        limit,
+    )
 
 
 def _rms(x: np.ndarray) -> float:
@@ -117,9 +147,11 @@ def _share(where: np.ndarray, size: int) -> float:
 
 
 def inherited(eqn: Any, operands: Sequence[Tensor]) -> Blame:
-    """How far a result's scale is astray because those of its operands are, if it follows the rule.
+    """How far a result's scale is astray because those of its operands are, if it
+    follows the rule.
 
-    Octaves of factors add up. Of terms, the largest expected one has the scale, the largest one the size.
+    Octaves of factors add up. Of terms, the largest expected one has the scale, the
+    largest one the size.
     """
     name = eqn.primitive.name
     scaled = [x for x in operands if isinstance(x.value, Value) and x.figures]
@@ -132,11 +164,21 @@ def inherited(eqn: Any, operands: Sequence[Tensor]) -> Blame:
     if name in _POWERS or name == "integer_pow":
         return sum_of((x.blame, _POWERS.get(name) or eqn.params["y"]) for x in scaled)
     if name in ("add", "sub", "add_any") and len(scaled) == 2:
-        expected, largest = (max(scaled, key=size) for size in (Tensor.expected_size, Tensor.size))
-        astray = math.log2(largest.size() / expected.expected_size()) if largest.size() > 0 else 0.0
+        expected, largest = (
+            max(scaled, key=size) for size in (Tensor.expected_size, Tensor.size)
+        )
+        astray = (
+            math.log2(largest.size() / expected.expected_size())
+            if largest.size() > 0
+            else 0.0
+        )
         part = astray / expected.astray if expected.astray else 1.0
         return sum_of([(expected.blame, min(max(part, 0.0), 1.0))])
-    return max((x.blame for x in scaled), key=lambda blame: abs(sum(blame.values())), default={})
+    return max(
+        (x.blame for x in scaled),
+        key=lambda blame: abs(sum(blame.values())),
+        default={},
+    )
 
 
 def sum_of(terms: Iterable[tuple[Blame, float]]) -> Blame:
@@ -149,10 +191,11 @@ def sum_of(terms: Iterable[tuple[Blame, float]]) -> Blame:
 
 
 def cancelled(eqn: Any, operands: Sequence[Tensor], exact: Any) -> float:
-    """The error that a sum has because its terms cancel: theirs, as much larger as it is smaller than expected.
+    """The error that a sum has because its terms cancel: theirs, as much larger as it
+    is smaller than expected.
 
-    As the gradient of a bias that moves all logits alike, which is zero but for roundings. 0 for what is no sum of
-    floats.
+    As the gradient of a bias that moves all logits alike, which is zero but for
+    roundings. 0 for what is no sum of floats.
     """
     name, terms = eqn.primitive.name, [x for x in operands if is_float(x.shadow)]
     if len(terms) < len(operands):
@@ -161,26 +204,42 @@ def cancelled(eqn: Any, operands: Sequence[Tensor], exact: Any) -> float:
     if name in ("add", "sub", "add_any") and len(sizes) == 2:
         expected = math.hypot(*sizes)
     elif name == "reduce_sum":
-        expected = sizes[0] * math.sqrt(math.prod(terms[0].shadow.shape[axis] for axis in eqn.params["axes"]))
+        expected = sizes[0] * math.sqrt(
+            math.prod(terms[0].shadow.shape[axis] for axis in eqn.params["axes"])
+        )
     elif name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        expected = sizes[0] * sizes[1] * math.sqrt(math.prod(terms[0].shadow.shape[axis] for axis in contracted))
+        expected = (
+            sizes[0]
+            * sizes[1]
+            * math.sqrt(math.prod(terms[0].shadow.shape[axis] for axis in contracted))
+        )
     else:
         return 0.0
     error = max(max(x.error, epsilon(x.format) if x.format else 0.0) for x in terms)
     size = _rms(np.asarray(exact, np.float64))
     if not size:
         return math.inf
-    return error * expected / size if math.isfinite(expected) and math.isfinite(size) else 0.0
+    return (
+        error * expected / size
+        if math.isfinite(expected) and math.isfinite(size)
+        else 0.0
+    )
 
 
 def is_float(x: Any) -> bool:
-    """Whether an array or number is real and floating-point; a reference to an array is none."""
-    return not isinstance(x, jax.Ref) and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    """Whether an array or number is real and floating-point; a reference to an array is
+    none.
+    """
+    return not isinstance(x, jax.Ref) and jnp.issubdtype(
+        jnp.result_type(x), jnp.floating
+    )
 
 
 def differing(found: Any, exact: Any) -> float:
-    """The share of the elements that differ of booleans or integers; 0 of all else, of which figures tell."""
+    """The share of the elements that differ of booleans or integers; 0 of all else, of
+    which figures tell.
+    """
     dtype = getattr(exact, "dtype", None)
     if dtype is None or not (jnp.issubdtype(dtype, jnp.integer) or dtype == np.bool_):
         return 0.0

@@ -1,14 +1,18 @@
-"""Floating-point formats: limits, saturating casts, simulated and stochastic rounding, powers of two.
+"""Floating-point formats: limits, saturating casts, simulated and stochastic rounding,
+powers of two.
 
 Rules that hold for every rounding in this module:
 
-- A *finite* value beyond the largest finite number of the format saturates (JAX's own casts give NaN or infinity).
-- What is not finite stays not finite, so that a watchdog still sees it: NaN stays NaN; an infinity stays one where
-  the format has infinities (FP16, BF16, E5M2) and becomes NaN where it has none (E4M3).
+- A *finite* value beyond the largest finite number of the format saturates (JAX's own
+  casts give NaN or infinity).
+- What is not finite stays not finite, so that a watchdog still sees it: NaN stays NaN;
+  an infinity stays one where the format has infinities (FP16, BF16, E5M2) and becomes
+  NaN where it has none (E4M3).
 - Subnormals of the format are kept, and rounded on their own coarser grid.
-- Everything that decides a bit is integer arithmetic on the FP32 bit pattern: no compiler may remove it (floating
-  point conversions there and back are removed on GPU), and a flush-to-zero mode of the device does not change it.
-  Stochastic rounding also adds the smallest normal number to those below it and takes it away again, in FP32 to
+- Everything that decides a bit is integer arithmetic on the FP32 bit pattern: no
+  compiler may remove it (floating point conversions there and back are removed on GPU),
+  and a flush-to-zero mode of the device does not change it. Stochastic rounding also
+  adds the smallest normal number to those below it and takes it away again, in FP32 to
   nearest; what it does with the bits in between keeps compilers from leaving that out.
 """
 
@@ -25,24 +29,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_SIGN, _MAGNITUDE, _INFINITY = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
+_SIGN, _MAGNITUDE, _INFINITY = (
+    np.uint32(0x80000000),
+    np.uint32(0x7FFFFFFF),
+    np.uint32(0x7F800000),
+)
 _FRACTION, _HIDDEN = np.uint32(0x007FFFFF), np.uint32(0x00800000)
 _NAN = np.uint32(0x7FC00000)
-_ABOVE_SQRT2 = float(np.nextafter(np.float32(math.sqrt(2.0)), np.float32(2)))  # FP32(sqrt(2)) lies below sqrt(2)
+# FP32(sqrt(2)) lies below sqrt(2)
+_ABOVE_SQRT2 = float(np.nextafter(np.float32(math.sqrt(2.0)), np.float32(2)))
 MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT = -126, 126
 
 
 @dataclasses.dataclass(frozen=True)
 class FloatFormat:
-    """A binary format with a sign bit, `exponent_bits` and `mantissa_bits`, and IEEE-like subnormals.
+    """A binary format with a sign bit, `exponent_bits` and `mantissa_bits`, and
+    IEEE-like subnormals.
 
-    With `infinities` the all-ones exponent is reserved for infinities and NaNs, as in IEEE 754. Without, every bit
-    pattern is a number except S.1111.111, which is NaN: the 8-bit E4M3 of hardware and of the OCP standard
-    (float8_e4m3fn, max 448). `dtype` is the native NumPy/JAX dtype, None where the format can only be simulated.
+    With `infinities` the all-ones exponent is reserved for infinities and NaNs, as in
+    IEEE 754. Without, every bit pattern is a number except S.1111.111, which is NaN:
+    the 8-bit E4M3 of hardware and of the OCP standard (float8_e4m3fn, max 448). `dtype`
+    is the native NumPy/JAX dtype, None where the format can only be simulated.
 
-    `rounding` is that of `quantise`. "truncate": it leaves out the digits behind the last place, what arXiv 2405.18710
-    simulates by masking bits; the name ends in a t, as in e4m3t. "stochastic": see `stochastic_round`, with bits that
-    are a hash of the place and of all of the array, so that a step that is repeated is the same; the name ends in an s.
+    `rounding` is that of `quantise`. "truncate": it leaves out the digits behind the
+    last place, what arXiv 2405.18710 simulates by masking bits; the name ends in a t,
+    as in e4m3t. "stochastic": see `stochastic_round`, with bits that are a hash of the
+    place and of all of the array, so that a step that is repeated is the same; the name
+    ends in an s.
     """
 
     exponent_bits: int
@@ -54,16 +67,20 @@ class FloatFormat:
     def __post_init__(self) -> None:
         """Raise ValueError unless FP32 holds every value of the format."""
         if not (2 <= self.exponent_bits <= 8 and 1 <= self.mantissa_bits <= 23):
-            raise ValueError(f"{self}: a format has 2 to 8 exponent bits and 1 to 23 mantissa bits")
+            raise ValueError(
+                f"{self}: a format has 2 to 8 exponent bits and 1 to 23 mantissa bits"
+            )
 
     def __str__(self) -> str:
         return f"e{self.exponent_bits}m{self.mantissa_bits}{_SUFFIXES[self.rounding]}"
 
     @classmethod
     def parse(cls, name: str) -> FloatFormat:
-        """The format called "e4m3", "E5M2", "e3m4", "fp16", "bf16" or "fp32"; "e4m3" is the one without infinities.
+        """The format called "e4m3", "E5M2", "e3m4", "fp16", "bf16" or "fp32"; "e4m3" is
+        the one without infinities.
 
-        "e4m3t" and the like have the same numbers, and truncate; "e4m3s" and the like round stochastically.
+        "e4m3t" and the like have the same numbers, and truncate; "e4m3s" and the like
+        round stochastically.
 
         Raises:
             ValueError: any other name, or a format that FP32 cannot hold.
@@ -72,20 +89,30 @@ class FloatFormat:
             return _ALIASES[name.lower()]
         match = re.fullmatch(r"(e(\d+)m(\d+))([ts]?)", name.lower())
         if match is None:
-            raise ValueError(f"unknown float format {name!r}: give eXmY, as in e4m3, or one of {sorted(_ALIASES)}")
+            raise ValueError(
+                f"unknown float format {name!r}: give eXmY, as in e4m3, or one of"
+                f" {sorted(_ALIASES)}"
+            )
         fmt = cls(int(match[2]), int(match[3]))
         fmt = next((known for known in _NATIVE if str(known) == match[1]), fmt)
         if not match[4]:
             return fmt
-        return dataclasses.replace(fmt, dtype=None, rounding="truncate" if match[4] == "t" else "stochastic")
+        return dataclasses.replace(
+            fmt, dtype=None, rounding="truncate" if match[4] == "t" else "stochastic"
+        )
 
     @classmethod
     def of(cls, dtype: Any) -> FloatFormat:
-        """The format of a native dtype. Raises ValueError for one that no constant of this module has."""
+        """The format of a native dtype. Raises ValueError for one that no constant of
+        this module has.
+        """
         for known in _NATIVE:
             if known.dtype == jnp.dtype(dtype):
                 return known
-        raise ValueError(f"{jnp.dtype(dtype)} has no FloatFormat: known are {[str(f.dtype) for f in _NATIVE]}")
+        raise ValueError(
+            f"{jnp.dtype(dtype)} has no FloatFormat: known are"
+            f" {[str(f.dtype) for f in _NATIVE]}"
+        )
 
     @property
     def bias(self) -> int:
@@ -111,77 +138,104 @@ class FloatFormat:
 
     @property
     def epsilon(self) -> float:
-        """Distance from 1 to the next number; a rounding to nearest errs by at most half of it, relatively."""
+        """Distance from 1 to the next number; a rounding to nearest errs by at most
+        half of it, relatively.
+        """
         return 2.0**-self.mantissa_bits
 
     def cast(self, x: jax.typing.ArrayLike) -> jax.Array:
-        """`x` in the native dtype: round to nearest, ties to even, saturating (see the module's rules).
+        """`x` in the native dtype: round to nearest, ties to even, saturating (see the
+        module's rules).
 
         Raises:
             ValueError: the format has no native dtype; `quantise` simulates it.
         """
         if not self.infinities:
             return self.cast_or_nan(x)
-        # FP32 first: 65504 is not a BF16 number, so a limit in the operand's own dtype may round past the maximum.
+        # FP32 first: 65504 is not a BF16 number, so a limit in the operand's own dtype
+        # may round past the maximum.
         x = jnp.asarray(x).astype(jnp.float32)
         magnitude, limit = jnp.abs(x), np.float32(self.max)
-        # Selects, not clip: min and max flush FP32 subnormals on CPU, and BF16 has such numbers.
+        # Selects, not clip: min and max flush FP32 subnormals on CPU, and BF16 has such
+        # numbers.
         y = jnp.where(magnitude > limit, jnp.where(x < 0, -limit, limit), x)
         return jnp.where(magnitude == np.inf, x, y).astype(self._native())
 
     def cast_or_nan(self, x: jax.typing.ArrayLike) -> jax.Array:
-        """As `cast`, but infinities become NaN in every format. For FP8: no conversion to FP32 and no comparison.
+        """As `cast`, but infinities become NaN in every format. For FP8: no conversion
+        to FP32 and no comparison.
 
-        Compilers move the transposition of an operand to before its cast; masks would be transposed one by one.
+        Compilers move the transposition of an operand to before its cast; masks would
+        be transposed one by one.
 
         Raises:
-            ValueError: the format is none of those, of which FP16 and BF16 have all numbers.
+            ValueError: the format is none of those, of which FP16 and BF16 have all
+                numbers.
         """
         if self._native().itemsize > 1:
-            raise ValueError(f"{self}: cast_or_nan is for 8-bit formats; cast keeps infinities")
+            raise ValueError(
+                f"{self}: cast_or_nan is for 8-bit formats; cast keeps infinities"
+            )
         x = jnp.asarray(x)
         limit = np.asarray(self.max, x.dtype)
-        # Infinity minus infinity is NaN, any other number minus itself is zero, which leaves the sign of a zero.
+        # Infinity minus infinity is NaN, any other number minus itself is zero, which
+        # leaves the sign of a zero.
         return (lax.clamp(-limit, x, limit) - (x - x)).astype(self._native())
 
     def quantise(self, x: jax.typing.ArrayLike) -> jax.Array:
-        """`x` rounded to the nearest number of the format (ties to even, saturating), as FP32: simulates any format.
+        """`x` rounded to the nearest number of the format (ties to even, saturating),
+        as FP32: simulates any format.
 
-        Where the format truncates, it is the nearest number that is not larger in magnitude; where it rounds
-        stochastically, one of the two neighbours.
+        Where the format truncates, it is the nearest number that is not larger in
+        magnitude; where it rounds stochastically, one of the two neighbours.
         """
         x = jnp.asarray(x).astype(jnp.float32)
-        return self._round_stochastically(x, hash_bits(x)) if self.rounding == "stochastic" else self._round(x)
+        return (
+            self._round_stochastically(x, hash_bits(x))
+            if self.rounding == "stochastic"
+            else self._round(x)
+        )
 
     def stochastic_round(self, x: jax.typing.ArrayLike, bits: jax.Array) -> jax.Array:
-        """`x` rounded to one of its two neighbours in the format, the nearer the likelier; saturating.
+        """`x` rounded to one of its two neighbours in the format, the nearer the
+        likelier; saturating.
 
-        `bits` holds 16 random bits per element (uint16, shape of `x`): from `counter_bits`, or
-        `jax.random.bits(key, x.shape, jnp.uint16)`. The expectation is `x` up to 2^-17 of the distance of the two
-        neighbours, and exactly `x` where FP32 has at most 16 bits below that distance, as it has of FP16's and BF16's
-        normal numbers. Below the smallest normal number, `x` is first rounded to nearest at FP32's last place of that:
-        for m bits of mantissa and a narrower exponent than FP32's another 2^-(24-m) of the distance, 2^-14 for FP16. A
-        number of the format is always returned as it is. Result: the native dtype, else FP32.
+        `bits` holds 16 random bits per element (uint16, shape of `x`): from
+        `counter_bits`, or `jax.random.bits(key, x.shape, jnp.uint16)`. The expectation
+        is `x` up to 2^-17 of the distance of the two neighbours, and exactly `x` where
+        FP32 has at most 16 bits below that distance, as it has of FP16's and BF16's
+        normal numbers. Below the smallest normal number, `x` is first rounded to
+        nearest at FP32's last place of that: for m bits of mantissa and a narrower
+        exponent than FP32's another 2^-(24-m) of the distance, 2^-14 for FP16. A number
+        of the format is always returned as it is. Result: the native dtype, else FP32.
 
         Raises:
             ValueError: `bits` is not uint16 of the shape of `x`.
         """
         x = jnp.asarray(x).astype(jnp.float32)
         if bits.dtype != jnp.uint16 or bits.shape != x.shape:
-            raise ValueError(f"bits: found {bits.dtype}{list(bits.shape)}, expected uint16{list(x.shape)}")
+            raise ValueError(
+                f"bits: found {bits.dtype}{list(bits.shape)}, expected"
+                f" uint16{list(x.shape)}"
+            )
         y = self._round_stochastically(x, bits)
         return y if self.dtype is None else y.astype(self.dtype)
 
     def _native(self) -> np.dtype:
         if self.dtype is None:
-            raise ValueError(f"{self} has no native dtype: use quantise, which simulates it in float32")
+            raise ValueError(
+                f"{self} has no native dtype: use quantise, which simulates it in"
+                " float32"
+            )
         return self.dtype
 
     def _round_stochastically(self, x: jax.Array, random: jax.Array) -> jax.Array:
-        """Round FP32 `x`: its bits + offset, cut at the format's last place. `random`: integers below 2^16.
+        """Round FP32 `x`: its bits + offset, cut at the format's last place. `random`:
+        integers below 2^16.
 
-        Numbers below the smallest normal one are cut at the place at which that is cut, once it is added to them. On a
-        GPU the optimiser is bound by these operations, not by memory.
+        Numbers below the smallest normal one are cut at the place at which that is cut,
+        once it is added to them. On a GPU the optimiser is bound by these operations,
+        not by memory.
         """
         u32, cut = jnp.uint32, 23 - self.mantissa_bits
         random = random.astype(u32)
@@ -189,9 +243,15 @@ class FloatFormat:
         as_float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
         bits = as_bits(x)
         magnitude = whole = bits & _MAGNITUDE
-        # Random bits are centred when fewer than the bits to be cut, else the fraction would be biased down.
-        offset = random >> (16 - cut) if cut <= 16 else (random << (cut - 16)) + u32(1 << (cut - 17))
-        if self.bias < FP32.bias:  # else its subnormal numbers are FP32's, whose bits are cut as they are
+        # Random bits are centred when fewer than the bits to be cut, else the fraction
+        # would be biased down.
+        offset = (
+            random >> (16 - cut)
+            if cut <= 16
+            else (random << (cut - 16)) + u32(1 << (cut - 17))
+        )
+        # else its subnormal numbers are FP32's, whose bits are cut as they are
+        if self.bias < FP32.bias:
             least = np.float32(self.min_normal)
             added = jnp.where(magnitude < least.view(np.uint32), least, np.float32(0))
             whole = as_bits(as_float(magnitude) + added)
@@ -204,7 +264,8 @@ class FloatFormat:
         return as_float(rounded | (bits & _SIGN))
 
     def _round(self, x: jax.Array) -> jax.Array:
-        """Round FP32 `x` to nearest, ties to even: significand + offset, cut below the format's last place.
+        """Round FP32 `x` to nearest, ties to even: significand + offset, cut below the
+        format's last place.
 
         Without the offset, the cut truncates.
         """
@@ -213,13 +274,22 @@ class FloatFormat:
         magnitude = bits & _MAGNITUDE
         # An FP32 subnormal has exponent field 1 and no hidden bit.
         exponent = jnp.maximum(magnitude >> 23, u32(1))
-        significand = (magnitude & _FRACTION) | jnp.where(magnitude >= _HIDDEN, _HIDDEN, u32(0))
+        significand = (magnitude & _FRACTION) | jnp.where(
+            magnitude >= _HIDDEN, _HIDDEN, u32(0)
+        )
         min_exponent = u32(128 - self.bias)
-        shift = u32(23 - self.mantissa_bits) + jnp.where(exponent < min_exponent, min_exponent - exponent, u32(0))
-        shift = jnp.minimum(shift, u32(25))  # more than half of the smallest number is lost in any case
+        shift = u32(23 - self.mantissa_bits) + jnp.where(
+            exponent < min_exponent, min_exponent - exponent, u32(0)
+        )
+        # more than half of the smallest number is lost in any case
+        shift = jnp.minimum(shift, u32(25))
         odd = (significand >> shift) & 1
         offset = jnp.where(shift > 0, (u32(1) << shift >> 1) - 1 + odd, u32(0))
-        cut = (significand + (u32(0) if self.rounding == "truncate" else offset)) >> shift << shift
+        cut = (
+            (significand + (u32(0) if self.rounding == "truncate" else offset))
+            >> shift
+            << shift
+        )
         rounded = jnp.where(cut == 0, u32(0), ((exponent - 1) << 23) + cut)
         rounded = jnp.minimum(rounded, np.float32(self.max).view(np.uint32))
         special = magnitude if self.infinities else _NAN
@@ -234,15 +304,24 @@ FP16 = FloatFormat(5, 10, dtype=np.dtype(jnp.float16))
 BF16 = FloatFormat(8, 7, dtype=np.dtype(jnp.bfloat16))
 FP32 = FloatFormat(8, 23, dtype=np.dtype(jnp.float32))
 _NATIVE = (E4M3, E5M2, FP16, BF16, FP32)
-_ALIASES = {"fp16": FP16, "float16": FP16, "bf16": BF16, "bfloat16": BF16, "fp32": FP32, "float32": FP32}
+_ALIASES = {
+    "fp16": FP16,
+    "float16": FP16,
+    "bf16": BF16,
+    "bfloat16": BF16,
+    "fp32": FP32,
+    "float32": FP32,
+}
 
 
 def counter_bits(shape: tuple[int, ...], seed: Any, step: Any, leaf: Any) -> jax.Array:
-    """16 random bits per element (uint16): a hash of (seed, step, leaf, index of the element) and of nothing else.
+    """16 random bits per element (uint16): a hash of (seed, step, leaf, index of the
+    element) and of nothing else.
 
-    The same whatever the sharding and the order of evaluation; no key to carry or store. The counters are integers
-    or integer arrays of one element; `leaf` tells the arrays of a tree apart. Inside shard_map, where the index of
-    an element is the local one, let the shard's number take part in `leaf`.
+    The same whatever the sharding and the order of evaluation; no key to carry or
+    store. The counters are integers or integer arrays of one element; `leaf` tells the
+    arrays of a tree apart. Inside shard_map, where the index of an element is the local
+    one, let the shard's number take part in `leaf`.
 
     Raises:
         ValueError: 2^32 elements or more, which a 32-bit index cannot number.
@@ -251,13 +330,17 @@ def counter_bits(shape: tuple[int, ...], seed: Any, step: Any, leaf: Any) -> jax
 
 
 def hash_bits(x: jax.Array) -> jax.Array:
-    """16 bits per element of FP32 `x` (uint16): a hash of its index and of the bits of all of `x`."""
+    """16 bits per element of FP32 `x` (uint16): a hash of its index and of the bits of
+    all of `x`.
+    """
     words = lax.bitcast_convert_type(x, jnp.uint32)
     return counter_bits(x.shape, jnp.sum(words, dtype=jnp.uint32), 0, 0)
 
 
 def counter_words(seed: Any, step: Any, leaf: Any) -> jax.Array:
-    """The two uint32 words that `counter_bits` hashes the indices with: `[..., 2]`, `leaf` having the shape `[...]`."""
+    """The two uint32 words that `counter_bits` hashes the indices with: `[..., 2]`,
+    `leaf` having the shape `[...]`.
+    """
     u32 = jnp.uint32
     words = []
     for word in (0x9E3779B9, 0x85EBCA6B):
@@ -269,24 +352,35 @@ def counter_words(seed: Any, step: Any, leaf: Any) -> jax.Array:
 
 
 def bits_of_words(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
-    """See `counter_bits`; words are made for all arrays of a tree at once, which on a GPU is one kernel.
+    """See `counter_bits`; words are made for all arrays of a tree at once, which on a
+    GPU is one kernel.
 
-    Words `[n, 2]` are those of the n parts of an array along its first axis, whose elements are counted by themselves.
+    Words `[n, 2]` are those of the n parts of an array along its first axis, whose
+    elements are counted by themselves.
     """
     if words.ndim == 2:
         return jax.vmap(lambda own: bits_of_words(shape[1:], own))(words)
     if math.prod(shape) >= 2**32:
-        raise ValueError(f"counter_bits: {shape} has 2^32 elements or more; split the array")
+        raise ValueError(
+            f"counter_bits: {shape} has 2^32 elements or more; split the array"
+        )
     u32 = jnp.uint32
     index = jnp.zeros(shape, u32)
     for axis in range(len(shape)):
-        index = index + lax.broadcasted_iota(u32, shape, axis) * u32(math.prod(shape[axis + 1 :]) % 2**32)
-    # Two rounds, with a key word before each: with one, two steps would draw shifted copies of one sequence.
-    return (_products(_mix(index ^ words[..., 0]) + words[..., 1]) >> 16).astype(jnp.uint16)
+        index = index + lax.broadcasted_iota(u32, shape, axis) * u32(
+            math.prod(shape[axis + 1 :]) % 2**32
+        )
+    # Two rounds, with a key word before each: with one, two steps would draw shifted
+    # copies of one sequence.
+    return (_products(_mix(index ^ words[..., 0]) + words[..., 1]) >> 16).astype(
+        jnp.uint16
+    )
 
 
 def _mix(h: jax.Array) -> jax.Array:
-    """A bijection of 32-bit words with full avalanche (the finaliser of MurmurHash3)."""
+    """A bijection of 32-bit words with full avalanche (the finaliser of
+    MurmurHash3).
+    """
     h = _products(h)
     return h ^ (h >> 16)
 
@@ -300,42 +394,53 @@ def _products(h: jax.Array) -> jax.Array:
 def pow2_inverse(x: jax.Array) -> jax.Array:
     """The inverse of FP32 powers of two in [2^-126, 2^126], exactly.
 
-    The exponent field is subtracted: compilers do not repeat a division in every kernel that needs its result, but
-    make it a kernel of its own.
+    The exponent field is subtracted: compilers do not repeat a division in every kernel
+    that needs its result, but make it a kernel of its own.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(np.uint32(2 * 127 << 23) - bits, jnp.float32)
 
 
 def pow2_floor(x: Any) -> Any:
-    """The largest power of two that is at most `x` > 0, kept within the scales' range [2^-126, 2^126].
+    """The largest power of two that is at most `x` > 0, kept within the scales' range
+    [2^-126, 2^126].
 
-    A Python or NumPy number gives a Python float (a static scale), an array gives FP32. Zero gives 2^-126, infinity
-    2^126, NaN NaN; the sign is ignored. Exact: read off the exponent bits.
+    A Python or NumPy number gives a Python float (a static scale), an array gives FP32.
+    Zero gives 2^-126, infinity 2^126, NaN NaN; the sign is ignored. Exact: read off the
+    exponent bits.
     """
     return _pow2(x, up_from=2.0)
 
 
 def pow2_round(x: Any) -> Any:
-    """The power of two nearest to `x` > 0 on a logarithmic scale, kept within [2^-126, 2^126]; else as `pow2_floor`.
+    """The power of two nearest to `x` > 0 on a logarithmic scale, kept within [2^-126,
+    2^126]; else as `pow2_floor`.
 
-    x / pow2_round(x) lies in [sqrt(1/2), sqrt(2)]: errors of either sign cost the same number of octaves. The border
-    sqrt(2) is no binary number, so there are no ties. (Nearest in value would put the border at 1.5.)
+    x / pow2_round(x) lies in [sqrt(1/2), sqrt(2)]: errors of either sign cost the same
+    number of octaves. The border sqrt(2) is no binary number, so there are no ties.
+    (Nearest in value would put the border at 1.5.)
     """
     return _pow2(x, up_from=_ABOVE_SQRT2)
 
 
 def _pow2(x: Any, up_from: float) -> Any:
-    """2^floor(log2 x), one octave more where the significand in [1, 2) is at least `up_from` (an FP32 number)."""
+    """2^floor(log2 x), one octave more where the significand in [1, 2) is at least
+    `up_from` (an FP32 number).
+    """
     if isinstance(x, (int, float, np.number)):
         return _pow2_number(float(x), up_from)
     x = jnp.asarray(x, jnp.float32)
     border = np.float32(up_from).view(np.uint32) - np.float32(1).view(np.uint32)
     bits = lax.bitcast_convert_type(x, jnp.uint32) & _MAGNITUDE
     raised = (bits + (_HIDDEN - border)) & _INFINITY
-    low, high = (np.float32(2.0**e).view(np.uint32) for e in (MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT))
+    low, high = (
+        np.float32(2.0**e).view(np.uint32)
+        for e in (MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT)
+    )
     power = jnp.clip(raised, low, high)
-    return lax.bitcast_convert_type(jnp.where(bits > _INFINITY, bits, power), jnp.float32)
+    return lax.bitcast_convert_type(
+        jnp.where(bits > _INFINITY, bits, power), jnp.float32
+    )
 
 
 def _pow2_number(x: float, up_from: float) -> float:

@@ -59,7 +59,11 @@ def differentiable(program: Program, evaluate: Evaluate) -> Callable[..., list[A
 
     def forward(*primals: Any) -> tuple[list[Any], Any]:
         leaves = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
-        wanted = tuple(i for i, x in enumerate(primals) if _is_primal(x) and x.perturbed and is_float(x.value))
+        wanted = tuple(
+            i
+            for i, x in enumerate(primals)
+            if _is_primal(x) and x.perturbed and is_float(x.value)
+        )
         out = scaled(*leaves)
         scales = [x.scale if is_scaled_array(x) else None for x in out]
         return out, (leaves, scales, _Numbers(wanted))

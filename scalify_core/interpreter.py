@@ -1,7 +1,7 @@
 """Evaluating a jaxpr by rules that propagate scales: `scalify(fun, scales="static")`.
 
-The whole idea is `evaluate`: where no operand of an equation has a scale, the equation runs as it is; else the rule
-of its primitive computes data and scale of the results.
+The whole idea is `evaluate`: where no operand of an equation has a scale, the equation
+runs as it is; else the rule of its primitive computes data and scale of the results.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ from scalify_core.watch import Reporter
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr on operands that are `Value`s or plain (see `registry`)."""
+    """The results of a jaxpr on operands that are `Value`s or plain (see
+    `registry`).
+    """
     return _each(jaxpr, args, functools.partial(results, evaluate=evaluate))
 
 
 def _each(jaxpr: Any, args: Sequence[Any], results: Callable) -> list[Any]:
-    """As `evaluate`; the results of an equation are those of `results(eqn, operands, stored)`."""
+    """As `evaluate`; the results of an equation are those of
+    `results(eqn, operands, stored)`.
+    """
     env = dict(zip(jaxpr.constvars, map(registry.known, jaxpr.consts), strict=True))
     env |= dict(zip(jaxpr.invars, args, strict=True))
     stored = stored_variables(jaxpr)
@@ -43,29 +47,50 @@ def _each(jaxpr: Any, args: Sequence[Any], results: Callable) -> list[Any]:
     for scope, eqns in itertools.groupby(jaxpr.eqns, scope_of):
         with within(*scope):
             for eqn in eqns:
-                env |= zip(eqn.outvars, results(eqn, list(map(read, eqn.invars)), stored), strict=True)
+                env |= zip(
+                    eqn.outvars,
+                    results(eqn, list(map(read, eqn.invars)), stored),
+                    strict=True,
+                )
     return list(map(read, jaxpr.outvars))
 
 
-def results(eqn: Any, operands: list[Any], stored: set[Any], *, evaluate: Callable) -> list[Any]:
-    """The results of one equation; `stored`: see `stored_variables`, `evaluate`: of inner jaxprs."""
+def results(
+    eqn: Any, operands: list[Any], stored: set[Any], *, evaluate: Callable
+) -> list[Any]:
+    """The results of one equation; `stored`: see `stored_variables`, `evaluate`: of
+    inner jaxprs.
+    """
     if Value not in map(type, operands):
         out = registry.plain(eqn, *operands)
     else:
         rule = registry.rule_of(eqn)
         operands = [rule.bring(x) if type(x) is Value else x for x in operands]
-        out = rule.fun(eqn, *operands, evaluate=evaluate) if rule.control else rule.fun(eqn, *operands)
+        out = (
+            rule.fun(eqn, *operands, evaluate=evaluate)
+            if rule.control
+            else rule.fun(eqn, *operands)
+        )
     return [
-        in_format(x) if var in stored and type(x) is Value and x.shape and not x.guard else x
-        for var, x in zip(eqn.outvars, out if eqn.primitive.multiple_results else (out,), strict=True)
+        (
+            in_format(x)
+            if var in stored and type(x) is Value and x.shape and not x.guard
+            else x
+        )
+        for var, x in zip(
+            eqn.outvars, out if eqn.primitive.multiple_results else (out,), strict=True
+        )
     ]
 
 
 def _evaluate_checked(reporter: Reporter, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """As `evaluate`, with callbacks in the program that tell the reporter what is lost."""
+    """As `evaluate`, with callbacks in the program that tell the reporter what is
+    lost.
+    """
 
     def checked(eqn: Any, operands: list[Any], stored: set[Any]) -> list[Any]:
-        # Another evaluator for each equation: what is traced inside belongs to its place, and is for no other.
+        # Another evaluator for each equation: what is traced inside belongs to its
+        # place, and is for no other.
         inner = functools.partial(_evaluate_checked, reporter)
         with reporter.at(eqn):
             return results(eqn, operands, stored, evaluate=inner)
@@ -74,7 +99,9 @@ def _evaluate_checked(reporter: Reporter, jaxpr: Any, args: Sequence[Any]) -> li
 
 
 def _rounded_where_made(reporter: Reporter, jaxpr: Any, var: Any, x: Any) -> Any:
-    """A result in its format; what that loses is reported at the equation that makes it, inside calls of jit."""
+    """A result in its format; what that loses is reported at the equation that makes
+    it, inside calls of jit.
+    """
     makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     if not isinstance(x, Value) or type(var) is Literal or var not in makers:
         return x
@@ -82,16 +109,20 @@ def _rounded_where_made(reporter: Reporter, jaxpr: Any, var: Any, x: Any) -> Any
     with reporter.at(eqn):
         if eqn.primitive.name == "jit":
             inner = eqn.params["jaxpr"]
-            x = _rounded_where_made(reporter, inner, inner.outvars[eqn.outvars.index(var)], x)
+            x = _rounded_where_made(
+                reporter, inner, inner.outvars[eqn.outvars.index(var)], x
+            )
         return narrow(x)
 
 
 def stored_variables(jaxpr: Any) -> set[Any]:
-    """The variables that are rounded once, for all who read them, because they are stored in any case.
+    """The variables that are rounded once, for all who read them, because they are
+    stored in any case.
 
-    Those that several equations read and not all of them elementwise. What only elementwise equations read stays
-    in FP32: rounding an optimiser's second moment before its root is taken would flush it to zero. So do guards: a
-    divisor's 1e-12 would become a zero.
+    Those that several equations read and not all of them elementwise. What only
+    elementwise equations read stays in FP32: rounding an optimiser's second moment
+    before its root is taken would flush it to zero. So do guards: a divisor's 1e-12
+    would become a zero.
     """
     readers: Counter = Counter()
     narrow_readers = set()
@@ -121,7 +152,9 @@ def entering(x: Any) -> Any:
             scale = scale.reshape(())
         elif scale.ndim < x.ndim:  # of leading axes
             scale = scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
-    return value(x.data if isinstance(x.data, jax.Array) else jnp.asarray(x.data), scale)
+    return value(
+        x.data if isinstance(x.data, jax.Array) else jnp.asarray(x.data), scale
+    )
 
 
 def propagated(jaxpr: Any, leaves: Sequence[Any]) -> list[Any]:
@@ -129,7 +162,9 @@ def propagated(jaxpr: Any, leaves: Sequence[Any]) -> list[Any]:
     return _leaving(evaluate(jaxpr, list(map(entering, leaves))))
 
 
-def propagated_and_checked(jaxpr: Any, leaves: Sequence[Any], reporter: Reporter) -> list[Any]:
+def propagated_and_checked(
+    jaxpr: Any, leaves: Sequence[Any], reporter: Reporter
+) -> list[Any]:
     """As `propagated`; the program tells `reporter` what is lost."""
     out = _evaluate_checked(reporter, jaxpr, list(map(entering, leaves)))
     made = zip(jaxpr.outvars, out, strict=True)
@@ -140,4 +175,11 @@ def propagated_and_checked(jaxpr: Any, leaves: Sequence[Any], reporter: Reporter
 
 def _leaving(out: Sequence[Any]) -> list[Any]:
     scales = iter(as_numbers([x.multiple for x in out if isinstance(x, Value)]))
-    return [with_scale(narrow(x).data, next(scales)) if isinstance(x, Value) else materialise(x) for x in out]
+    return [
+        (
+            with_scale(narrow(x).data, next(scales))
+            if isinstance(x, Value)
+            else materialise(x)
+        )
+        for x in out
+    ]

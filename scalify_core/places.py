@@ -10,9 +10,14 @@ from typing import Any
 
 import jax
 
-_JAX_AND_THIS = tuple(os.path.dirname(str(module)) + os.sep for module in (jax.__file__, __file__))
-# Flax and Optax are installed beside JAX: a line of theirs is not one that the user can change.
-_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
+_JAX_AND_THIS = tuple(
+    os.path.dirname(str(module)) + os.sep for module in (jax.__file__, __file__)
+)
+# Flax and Optax are installed beside JAX: a line of theirs is not one that the user can
+# change.
+_INSTALLED = tuple(
+    sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +28,10 @@ class Place:
         file: path of the file; empty where no line of the user's is known.
         line: number of the line, from 1.
         function: qualified name of the function that the line stands in.
-        library: name of the function of another library that the line calls and that makes the equation, or empty.
-        backward: whether the equation belongs to the backward pass of a differentiated function.
+        library: name of the function of another library that the line calls and that
+            makes the equation, or empty.
+        backward: whether the equation belongs to the backward pass of a differentiated
+            function.
     """
 
     file: str = ""
@@ -36,7 +43,10 @@ class Place:
     def __str__(self) -> str:
         if not self.file:
             return "(no line of yours)"
-        return f"{os.path.basename(self.file)}:{self.line} {self.function.rpartition('<locals>.')[2]}"
+        return (
+            f"{os.path.basename(self.file)}:{self.line}"
+            f" {self.function.rpartition('<locals>.')[2]}"
+        )
 
     @property
     def line_alone(self) -> Place:
@@ -50,14 +60,21 @@ UNKNOWN = Place()
 def place_of(eqn: Any, outer: Place = UNKNOWN) -> Place:
     """The innermost line of the user's code that makes an equation.
 
-    JAX traces a function that it has jitted (`jax.nn.silu`) once for all who call it, so its equations know no line of
-    a user: they get `outer`, the place of the equation that calls them.
+    JAX traces a function that it has jitted (`jax.nn.silu`) once for all who call it,
+    so its equations know no line of a user: they get `outer`, the place of the equation
+    that calls them.
     """
-    backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack) or name_of(eqn).endswith(".bwd")
+    backward = (
+        outer.backward
+        or "transpose(" in str(eqn.source_info.name_stack)
+        or name_of(eqn).endswith(".bwd")
+    )
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else traceback.frames
     frames = [frame for frame in frames if not _is_of(frame.file_name, _JAX_AND_THIS)]
-    own = next((frame for frame in frames if not _is_of(frame.file_name, _INSTALLED)), None)
+    own = next(
+        (frame for frame in frames if not _is_of(frame.file_name, _INSTALLED)), None
+    )
     if own is None:
         return dataclasses.replace(outer, backward=backward)
     library = "" if frames[0] is own else frames[0].function_name
@@ -66,7 +83,11 @@ def place_of(eqn: Any, outer: Place = UNKNOWN) -> Place:
 
 def name_of(eqn: Any) -> str:
     """The name of an equation's primitive, or of the composite that it calls."""
-    return eqn.params["call"].name if eqn.primitive.name == "scalify_composite" else eqn.primitive.name
+    return (
+        eqn.params["call"].name
+        if eqn.primitive.name == "scalify_composite"
+        else eqn.primitive.name
+    )
 
 
 @functools.lru_cache(maxsize=4096)

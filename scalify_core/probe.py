@@ -1,16 +1,18 @@
-"""Figures of an array and of its gradient where they are in a program, without a change to what is computed.
+"""Figures of an array and of its gradient where they are in a program, without a change
+to what is computed.
 
-A probe is the identity. The gradient of its second argument, `zeros(SLOT)`, is not a gradient but what was seen: one
-row of figures of the array, one of the array's gradient. So figures come out of any differentiated function, through
-scan (stacked over its steps), remat and `scalify`, the way gradients do:
+A probe is the identity. The gradient of its second argument, `zeros(SLOT)`, is not a
+gradient but what was seen: one row of figures of the array, one of the array's
+gradient. So figures come out of any differentiated function, through scan (stacked over
+its steps), remat and `scalify`, the way gradients do:
 
     def loss(params, slot):
         h = probe(layer(params), slot)
         ...
     grads, figures = jax.grad(loss, (0, 1))(params, jnp.zeros(SLOT))
 
-Under `scalify` they are those of the data, in its format, and of the scale. A slot belongs to one probe: figures of
-two would be added.
+Under `scalify` they are those of the data, in its format, and of the scale. A slot
+belongs to one probe: figures of two would be added.
 """
 
 from __future__ import annotations
@@ -33,16 +35,25 @@ FIGURES = ("exponent", "rms", "underflow", "saturated")  # of `stats.Summary`
 SLOT = (2, len(FIGURES))  # of the array and of its gradient
 
 
-def figures(x: Any, fmt: FloatFormat | None = None, exact: Any = None, *, zeros: bool = True) -> jax.Array:
-    """FIGURES of an array or a ScaledArray with one scale, FP32 [4]; the other arguments are those of `summarize`."""
+def figures(
+    x: Any, fmt: FloatFormat | None = None, exact: Any = None, *, zeros: bool = True
+) -> jax.Array:
+    """FIGURES of an array or a ScaledArray with one scale, FP32 [4]; the other
+    arguments are those of `summarize`.
+    """
     summary = summarize(x, fmt=fmt, exact=exact, zeros=zeros)
     return jnp.stack([getattr(summary, name).astype(jnp.float32) for name in FIGURES])
 
 
 def probe(
-    x: jax.Array, slot: jax.Array, *, forward: FloatFormat | None = None, backward: FloatFormat | None = None
+    x: jax.Array,
+    slot: jax.Array,
+    *,
+    forward: FloatFormat | None = None,
+    backward: FloatFormat | None = None,
 ) -> jax.Array:
-    """`x`. The gradient of `slot`, FP32 zeros of the shape SLOT, becomes the figures of `x` and of its gradient.
+    """`x`. The gradient of `slot`, FP32 zeros of the shape SLOT, becomes the figures of
+    `x` and of its gradient.
 
     Args:
         x: float array; a ScaledArray under `scalify`.
@@ -54,19 +65,31 @@ def probe(
 
 
 @composite(name="probe")
-def _probe(x: jax.Array, slot: jax.Array, *, forward: FloatFormat | None, backward: FloatFormat | None) -> jax.Array:
+def _probe(
+    x: jax.Array,
+    slot: jax.Array,
+    *,
+    forward: FloatFormat | None,
+    backward: FloatFormat | None,
+) -> jax.Array:
     del slot, forward, backward
     return x
 
 
-def fwd(x: Any, slot: Any, *, forward: FloatFormat | None, backward: FloatFormat | None) -> tuple[Any, jax.Array]:
+def fwd(
+    x: Any, slot: Any, *, forward: FloatFormat | None, backward: FloatFormat | None
+) -> tuple[Any, jax.Array]:
     """The array, and its figures as the residual."""
     del slot, backward
     return x, figures(x, forward)
 
 
-def bwd(seen: jax.Array, gradient: Any, *, forward: Any, backward: FloatFormat | None) -> tuple[Any, jax.Array]:
-    """The gradient, and the slot's: figures of the array, which were kept, and of the gradient."""
+def bwd(
+    seen: jax.Array, gradient: Any, *, forward: Any, backward: FloatFormat | None
+) -> tuple[Any, jax.Array]:
+    """The gradient, and the slot's: figures of the array, which were kept, and of the
+    gradient.
+    """
     del forward
     return gradient, jnp.stack([seen, figures(gradient, backward)])
 
@@ -75,7 +98,9 @@ _probe.defvjp(fwd, bwd)
 
 
 def _stored(x: Any) -> Any:
-    """The array as it would be stored: rounded to its format. The program goes on with what it has."""
+    """The array as it would be stored: rounded to its format. The program goes on with
+    what it has.
+    """
     if not isinstance(x, Value):
         return storage.materialise(x)
     x = v.scalar_scale(v.narrow(x))

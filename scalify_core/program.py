@@ -1,4 +1,5 @@
-"""A function of leaves as `scalify` evaluates it: a jaxpr, and the dtypes of its results.
+"""A function of leaves as `scalify` evaluates it: a jaxpr, and the dtypes of its
+results.
 
 Its gradient is a program of the same kind: the backward pass, of both traces.
 """
@@ -25,7 +26,9 @@ from scalify_core.reference_trace import (
 )
 from scalify_core.watch import PrecisionWarning
 
-_DIFFERENT = "with arrays in the formats of its data it has other products, or in another order"
+_DIFFERENT = (
+    "with arrays in the formats of its data it has other products, or in another order"
+)
 
 
 class Program(NamedTuple):
@@ -33,12 +36,15 @@ class Program(NamedTuple):
 
     Attributes:
         name: of the function, for warnings.
-        jaxpr: traced with FP32 arrays for what is scaled; products are in FP32 that plain code has so. What the
-            function closes over is in front of its arguments.
-        dtypes: of the results in plain code; None where they are not known, or of no matter.
+        jaxpr: traced with FP32 arrays for what is scaled; products are in FP32 that
+            plain code has so. What the function closes over is in front of its
+            arguments.
+        dtypes: of the results in plain code; None where they are not known, or of no
+            matter.
         unknown: why it is not known what plain code has in FP32; None: it is.
-        traces: the jaxprs of the function, with FP32 arrays and in the formats of the data; the latter None: it has
-            no narrow data, its scales are not measured, or it cannot be traced so.
+        traces: the jaxprs of the function, with FP32 arrays and in the formats of the
+            data; the latter None: it has no narrow data, its scales are not measured,
+            or it cannot be traced so.
     """
 
     name: str
@@ -52,8 +58,8 @@ class Program(NamedTuple):
 
         Args:
             wanted: the arguments whose gradients it returns.
-            given: the results that have a cotangent. Others need no gradient, as those of a loop of unknown length,
-                which has none.
+            given: the results that have a cotangent. Others need no gradient, as those
+                of a loop of unknown length, which has none.
         """
         wide, narrow = (x and _trace_vjp(x, wanted, given) for x in self.traces)
         return _compared(f"{self.name}, backward pass", wide, narrow)
@@ -62,13 +68,16 @@ class Program(NamedTuple):
         """Warn (`PrecisionWarning`) if it is not known what plain code has in FP32."""
         if self.unknown is not None:
             text = (
-                f"{self.name}: {self.unknown}, so products that plain code has in FP32, by a cast or by promotion, are "
+                f"{self.name}: {self.unknown}, so products that plain code has in FP32,"
+                " by a cast or by promotion, are "
                 f'read in the format of the data; precision="highest" keeps FP32'
             )
             warnings.warn(text, PrecisionWarning, stacklevel=2)
 
 
-def traced(fun: Callable, leaves: Sequence[Any], *, narrow: bool) -> tuple[Program, list[Any]]:
+def traced(
+    fun: Callable, leaves: Sequence[Any], *, narrow: bool
+) -> tuple[Program, list[Any]]:
     """Trace a function of leaves, of which the scaled ones are FP32 arrays to it.
 
     Args:
@@ -91,7 +100,10 @@ def traced(fun: Callable, leaves: Sequence[Any], *, narrow: bool) -> tuple[Progr
         unknown = str(error) if has_products(wide.jaxpr) else None
         return program._replace(unknown=unknown), closed_over
     if list(map(id, _closed_over(second))) != list(map(id, closed_over)):
-        return _compared(name, wide.jaxpr, None)._replace(unknown=_DIFFERENT), closed_over
+        return (
+            _compared(name, wide.jaxpr, None)._replace(unknown=_DIFFERENT),
+            closed_over,
+        )
     return _compared(name, wide.jaxpr, second.jaxpr), closed_over
 
 
@@ -102,7 +114,9 @@ def _compared(name: str, wide: Any, narrow: Any) -> Program:
         return Program(name, wide, unknown, None, (wide, None))
     dtypes = reference_trace.dtypes_of_results(narrow)
     try:
-        return Program(name, with_fp32_products(wide, narrow), dtypes, None, (wide, narrow))
+        return Program(
+            name, with_fp32_products(wide, narrow), dtypes, None, (wide, narrow)
+        )
     except DifferentProductsError:
         return Program(name, wide, dtypes, _DIFFERENT, (wide, narrow))
 

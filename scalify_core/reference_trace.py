@@ -2,8 +2,8 @@
 
 `scalify` traces with FP32 arrays, where a cast to FP32 is none. So the function is
 traced once more, with arrays as narrow as the data, and the products of both traces are
-laid beside each other by position. A product with an FP32 operand there, by a cast or by
-promotion, is FP32 here.
+laid beside each other by position. A product with an FP32 operand there, by a cast or
+by promotion, is FP32 here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def aval_in_format(x: Any) -> Any:
     if not is_scaled_array(x):
         return aval_of(x)
     dtype = np.dtype(x.dtype)
-    return aval_of(x).update(dtype=np.dtype(np.float16) if dtype.itemsize == 1 else dtype)
+    return aval_of(x).update(
+        dtype=np.dtype(np.float16) if dtype.itemsize == 1 else dtype
+    )
 
 
 def has_narrow_data(leaves: Sequence[Any]) -> bool:
@@ -71,7 +73,10 @@ def trace_of(fun: Callable, avals: Sequence[Any]) -> Any:
     """Return what `jax.jit(fun).trace` gives for arguments like these."""
     # JAX takes the gradient of integers as an array only.
     is_none = [getattr(x, "dtype", None) == jax.dtypes.float0 for x in avals]
-    arguments = [np.zeros(x.shape, x.dtype) if none else x for x, none in zip(avals, is_none, strict=True)]
+    arguments = [
+        np.zeros(x.shape, x.dtype) if none else x
+        for x, none in zip(avals, is_none, strict=True)
+    ]
     return jax.jit(fun).trace(*arguments)
 
 
@@ -101,7 +106,10 @@ def _reason(error: Exception) -> str:
         name = os.path.basename(frames[-1].f_code.co_filename)
         place = f" at {name}:{frames[-1].f_lineno}"
     text = str(error).strip().partition("\n")[0]
-    return f"it cannot be traced with arrays in the formats of its data{place} ({type(error).__name__}: {text})"
+    return (
+        f"it cannot be traced with arrays in the formats of its data{place}"
+        f" ({type(error).__name__}: {text})"
+    )
 
 
 def with_fp32_products(jaxpr: Any, reference: Any) -> Any:
@@ -124,7 +132,9 @@ def with_fp32_products(jaxpr: Any, reference: Any) -> Any:
 
 @per_jaxpr
 def _replaced(jaxpr: Any, reference: Any) -> Any:
-    """As `with_fp32_products`; None where nothing changes: a cache must not hold its key."""
+    """As `with_fp32_products`; None where nothing changes: a cache must not hold its
+    key.
+    """
     own, others = _products(jaxpr), _products(reference)
     if [key for _, key in own] != [key for _, key in others]:
         raise DifferentProductsError
@@ -138,7 +148,9 @@ def _replaced(jaxpr: Any, reference: Any) -> Any:
 
 @per_jaxpr
 def _products(jaxpr: Any) -> tuple[tuple[int, Any], ...]:
-    """The equations that are products, or have some inside: numbers and what they are."""
+    """The equations that are products, or have some inside: numbers and what they
+    are.
+    """
     found: list[tuple[int, Any]] = []
     for i, eqn in enumerate(jaxpr.eqns):
         name = eqn.primitive.name
@@ -170,12 +182,18 @@ def _inner_jaxprs(eqn: Any) -> list[tuple[str, Any]]:
 
 def _as_in(eqn: Any, reference: Any) -> Any:
     if eqn.primitive.name in PRODUCTS:
-        # Numbers of Python are FP32 arrays of a weak type, which takes part in no promotion.
-        is_fp32 = any(x.aval.dtype.itemsize >= 4 and not x.aval.weak_type for x in reference.invars[:2])
+        # Numbers of Python are FP32 arrays of a weak type, which takes part in no
+        # promotion.
+        is_fp32 = any(
+            x.aval.dtype.itemsize >= 4 and not x.aval.weak_type
+            for x in reference.invars[:2]
+        )
         precisions = (eqn.params["precision"], reference.params["precision"])
         # An algorithm that was chosen by name says itself what it reads, as that of
         # jax.nn.dot_product_attention, of FP16 data, does for the gradients, too.
-        is_algorithm = any(x is not None and not isinstance(x, tuple) for x in precisions)
+        is_algorithm = any(
+            x is not None and not isinstance(x, tuple) for x in precisions
+        )
         if not is_fp32 or is_algorithm:
             return eqn
         return eqn.replace(params={**eqn.params, "precision": _IN_FULL})
@@ -187,13 +205,20 @@ def _as_in(eqn: Any, reference: Any) -> Any:
         changed |= new[key][-1] is not jaxpr
     if not changed:
         return eqn
-    params = {key: tuple(found) if isinstance(eqn.params[key], tuple) else found[0] for key, found in new.items()}
+    params = {
+        key: tuple(found) if isinstance(eqn.params[key], tuple) else found[0]
+        for key, found in new.items()
+    }
     return eqn.replace(params={**eqn.params, **params})
 
 
 def dtypes_of_results(reference: Any) -> list[np.dtype | None]:
     """Return the dtypes of the results of a reference trace; None for typed keys."""
     return [
-        None if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else np.dtype(aval.dtype)
+        (
+            None
+            if jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+            else np.dtype(aval.dtype)
+        )
         for aval in reference.out_avals
     ]

@@ -1,15 +1,17 @@
 """The table of scale propagation rules, and the one-line definers that fill it.
 
-Primitives are named by `primitive.name`, as jaxprs print them; the calls of composites are in the same table, see
-`composite_rule`.
+Primitives are named by `primitive.name`, as jaxprs print them; the calls of composites
+are in the same table, see `composite_rule`.
 
-A rule is a function `rule(eqn, *operands) -> result` (a list of results where the primitive has several). An operand
-is a `Value`, or plain: an array, a number or a constant that no scale belongs to. At least one operand is a `Value`.
-So is a result that carries a scale; integers and booleans are plain. `eqn` is the jaxpr's equation, traced with
-float32 where the data may be narrower.
+A rule is a function `rule(eqn, *operands) -> result` (a list of results where the
+primitive has several). An operand is a `Value`, or plain: an array, a number or a
+constant that no scale belongs to. At least one operand is a `Value`. So is a result
+that carries a scale; integers and booleans are plain. `eqn` is the jaxpr's equation,
+traced with float32 where the data may be narrower.
 
-    structural("transpose")                  # the operation on the data, the scale as it is
-    unscaled("exp")                          # on the logical value in FP32, result of scale 1
+    structural("transpose")                  # the operation on the data, the scale as
+    it is unscaled("exp")                          # on the logical value in FP32,
+    result of scale 1
 
     @rule("mul")
     def _mul(eqn, a, b): ...
@@ -44,11 +46,15 @@ class Rule:
     Attributes:
         fun: the rule.
         kind: the definer's name: what docs/coverage.md says.
-        wide: whether operands may come with FP32 data that has not yet been rounded to its format.
+        wide: whether operands may come with FP32 data that has not yet been rounded to
+            its format.
         lazy: whether operands may come with a factor that is not yet in their data.
-        guards: whether guards (see `Value`) keep their FP32 data where other operands are rounded.
-        control: whether `fun` also wants the evaluator of inner jaxprs, as the keyword `evaluate`.
-        passes: the numbers of an operand and of the result that is this operand, the equation only looking at it.
+        guards: whether guards (see `Value`) keep their FP32 data where other operands
+            are rounded.
+        control: whether `fun` also wants the evaluator of inner jaxprs, as the keyword
+            `evaluate`.
+        passes: the numbers of an operand and of the result that is this operand, the
+            equation only looking at it.
     """
 
     fun: Callable
@@ -82,37 +88,48 @@ def control(*primitives: str, wide: bool = False, guards: bool = False) -> Calla
 
 
 def structural(*primitives: str, along: Callable | None = None) -> None:
-    """The same operation on the data; each result has the scale of the value at its place, or of the only value.
+    """The same operation on the data; each result has the scale of the value at its
+    place, or of the only value.
 
     Args:
         primitives: their names.
-        along: for those of one value, what becomes of a scale that differs along axes, of the rank of the data:
-            `along(eqn, scale, *other_operands)` gives the scale of the result (a list where there are several), or
-            None where the largest is to be taken for all, as without `along`.
+        along: for those of one value, what becomes of a scale that differs along axes,
+            of the rank of the data: `along(eqn, scale, *other_operands)` gives the
+            scale of the result (a list where there are several), or None where the
+            largest is to be taken for all, as without `along`.
     """
-    _definer("structural", primitives, lazy=True)(functools.partial(on_data, along=along))
+    _definer("structural", primitives, lazy=True)(
+        functools.partial(on_data, along=along)
+    )
 
 
 def unscaled(*primitives: str, as_traced: bool = False) -> None:
     """The operation on the logical value in FP32; the result has scale 1.
 
-    With `as_traced`, where the user cast to a narrower dtype, in that: for equations with inner jaxprs of it.
+    With `as_traced`, where the user cast to a narrower dtype, in that: for equations
+    with inner jaxprs of it.
     """
     _definer("unscaled", primitives, lazy=True)(_unscaled if as_traced else in_float32)
 
 
 def logical(*primitives: str) -> None:
-    """The operation on the logical value in FP32; the result is brought back to the first operand's scale."""
+    """The operation on the logical value in FP32; the result is brought back to the
+    first operand's scale.
+    """
     _definer("logical", primitives, lazy=True)(on_logical)
 
 
 def rule_of(eqn: Any) -> Rule:
-    """The rule of an equation: that of its primitive, or of the composite that it calls."""
+    """The rule of an equation: that of its primitive, or of the composite that it
+    calls.
+    """
     return rules.get(key_of(eqn), DEFAULT)
 
 
 def key_of(eqn: Any) -> str:
-    """What an equation's rule is registered under: the primitive's name, or the composite's behind `COMPOSITE`."""
+    """What an equation's rule is registered under: the primitive's name, or the
+    composite's behind `COMPOSITE`.
+    """
     name = eqn.primitive.name
     return COMPOSITE + eqn.params["call"].name if name == "scalify_composite" else name
 
@@ -124,12 +141,14 @@ def composite_rule(
     lazy: bool = False,
     passes: tuple[int, int] | None = None,
 ) -> Callable:
-    """Decorator: the rule of the composite calls named `name` ("gelu", "gelu.fwd", "gelu.bwd").
+    """Decorator: the rule of the composite calls named `name` ("gelu", "gelu.fwd",
+    "gelu.bwd").
 
-    The rule takes the `Call` and its operands in the tree of the function's arguments (`Value`, plain or None); it
-    returns the results in the tree of the function's results. Flags are those of `Rule`: by default operands have
-    their data in their formats, and with `lazy` alone, as it is stored, with a factor beside it. `passes` counts all
-    leaves; the program is evaluated as without the call.
+    The rule takes the `Call` and its operands in the tree of the function's arguments
+    (`Value`, plain or None); it returns the results in the tree of the function's
+    results. Flags are those of `Rule`: by default operands have their data in their
+    formats, and with `lazy` alone, as it is stored, with a factor beside it. `passes`
+    counts all leaves; the program is evaluated as without the call.
     """
 
     def register(fun: Callable) -> Callable:
@@ -138,14 +157,18 @@ def composite_rule(
             out = fun(call, *jax.tree.unflatten(call.in_tree, operands))
             return jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Value))
 
-        _definer("composite", (COMPOSITE + name,), wide=wide, lazy=lazy, passes=passes)(flat)
+        _definer("composite", (COMPOSITE + name,), wide=wide, lazy=lazy, passes=passes)(
+            flat
+        )
         return fun
 
     return register
 
 
 def default(eqn: Any, *operands: Any) -> Any:
-    """For primitives and composites without a rule: as `unscaled`. They are right without one, so nobody is warned."""
+    """For primitives and composites without a rule: as `unscaled`. They are right
+    without one, so nobody is warned.
+    """
     return _unscaled(eqn, *operands)
 
 
@@ -159,7 +182,9 @@ def bind(eqn: Any, *operands: Any) -> Any:
 
 
 def plain(eqn: Any, *operands: Any) -> Any:
-    """An equation that no scale takes part in. Uniform constants stay known: a loop's zeros must not get a scale."""
+    """An equation that no scale takes part in. Uniform constants stay known: a loop's
+    zeros must not get a scale.
+    """
     numbers = _numbers(eqn, tuple(map(v.uniform, operands)))
     several = eqn.primitive.multiple_results
     if None in numbers or not numbers:  # what has no results is there for what it does
@@ -167,22 +192,36 @@ def plain(eqn: Any, *operands: Any) -> Any:
     else:
         out = [None] * len(numbers) if several else None
     results = [
-        y if number is None else np.broadcast_to(np.asarray(number).astype(var.aval.dtype), var.aval.shape)
-        for y, number, var in zip(out if several else [out], numbers, eqn.outvars, strict=True)
+        (
+            y
+            if number is None
+            else np.broadcast_to(
+                np.asarray(number).astype(var.aval.dtype), var.aval.shape
+            )
+        )
+        for y, number, var in zip(
+            out if several else [out], numbers, eqn.outvars, strict=True
+        )
     ]
     return results if several else results[0]
 
 
 def known(x: Any) -> Any:
     """A NumPy array of one number as a uniform constant; anything else as it is."""
-    if not isinstance(x, np.ndarray) or not x.size or not jnp.issubdtype(x.dtype, jnp.floating):
+    if (
+        not isinstance(x, np.ndarray)
+        or not x.size
+        or not jnp.issubdtype(x.dtype, jnp.floating)
+    ):
         return x
     first = x[(0,) * x.ndim]
     return np.broadcast_to(first, x.shape) if (x == first).all() else x
 
 
 def _numbers(eqn: Any, operands: tuple[float | None, ...]) -> Sequence[float | None]:
-    """For each result the number that all its elements are, or None where that is not known."""
+    """For each result the number that all its elements are, or None where that is not
+    known.
+    """
     if eqn.primitive.name == "jit":
         return _numbers_of(eqn.params["jaxpr"], operands)
     fold = _FOLDED.get(eqn.primitive.name)
@@ -195,14 +234,18 @@ def _numbers(eqn: Any, operands: tuple[float | None, ...]) -> Sequence[float | N
 
 @per_jaxpr
 def _numbers_of(jaxpr: Any, operands: tuple[float | None, ...]) -> list[float | None]:
-    numbers = dict(zip(jaxpr.constvars, map(v.uniform, map(known, jaxpr.consts)), strict=True))
+    numbers = dict(
+        zip(jaxpr.constvars, map(v.uniform, map(known, jaxpr.consts)), strict=True)
+    )
     numbers |= dict(zip(jaxpr.invars, operands, strict=True))
 
     def read(atom: Any) -> float | None:
         return v.uniform(atom.val) if isinstance(atom, Literal) else numbers[atom]
 
     for eqn in jaxpr.eqns:
-        numbers |= dict(zip(eqn.outvars, _numbers(eqn, tuple(map(read, eqn.invars))), strict=True))
+        numbers |= dict(
+            zip(eqn.outvars, _numbers(eqn, tuple(map(read, eqn.invars))), strict=True)
+        )
     return list(map(read, jaxpr.outvars))
 
 
@@ -212,9 +255,24 @@ def _same(x: np.ndarray) -> np.ndarray:
 
 _FOLDED: dict[str, Callable] = {
     **dict.fromkeys(
-        ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy", "copy_p", "pvary"), _same
+        (
+            "broadcast_in_dim",
+            "convert_element_type",
+            "reshape",
+            "squeeze",
+            "copy",
+            "copy_p",
+            "pvary",
+        ),
+        _same,
     ),
-    **{"neg": np.negative, "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply},
+    **{
+        "neg": np.negative,
+        "add": np.add,
+        "add_any": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+    },
 }
 
 
@@ -228,19 +286,38 @@ def _definer(kind: str, keys: tuple[str, ...], **flags: Any) -> Callable:
 
 def on_data(eqn: Any, *operands: Any, along: Callable | None = None) -> Any:
     """As `structural`."""
-    if along is not None and not sc.is_static(operands[0].scale) and operands[0].scale.size > 1:
+    if (
+        along is not None
+        and not sc.is_static(operands[0].scale)
+        and operands[0].scale.size > 1
+    ):
         scales = along(eqn, operands[0].scale, *operands[1:])
         if scales is not None:
             return _moved(eqn, scales, *operands)
     # A negative factor would turn maxima into minima.
     operands = tuple(_one_scale(x) if isinstance(x, Value) else x for x in operands)
-    out = bind(eqn, *(x.data if isinstance(x, Value) else storage.materialise(x) for x in operands))
+    out = bind(
+        eqn,
+        *(x.data if isinstance(x, Value) else storage.materialise(x) for x in operands),
+    )
     first = next(x for x in operands if isinstance(x, Value))
     if not eqn.primitive.multiple_results:
-        return v.value(out, first.multiple, first.rho, first.dtype, first.factor, first.excess, first.guard)
+        return v.value(
+            out,
+            first.multiple,
+            first.rho,
+            first.dtype,
+            first.factor,
+            first.excess,
+            first.guard,
+        )
     like = operands if len(out) == len(operands) else [first] * len(out)
     return [
-        v.value(y, x.multiple, x.rho, x.dtype, x.factor) if isinstance(x, Value) and _is_float(y) else y
+        (
+            v.value(y, x.multiple, x.rho, x.dtype, x.factor)
+            if isinstance(x, Value) and _is_float(y)
+            else y
+        )
         for x, y in zip(like, out, strict=True)
     ]
 
@@ -249,8 +326,12 @@ def _moved(eqn: Any, scales: Any, x: Value, *rest: Any) -> Any:
     out = bind(eqn, x.data, *map(storage.materialise, rest))
     several = eqn.primitive.multiple_results
     results = [
-        v.value(y, scale.reshape(()) if scale.size == 1 else scale, x.rho, x.dtype, x.factor)
-        for y, scale in zip(out if several else [out], scales if several else [scales], strict=True)
+        v.value(
+            y, scale.reshape(()) if scale.size == 1 else scale, x.rho, x.dtype, x.factor
+        )
+        for y, scale in zip(
+            out if several else [out], scales if several else [scales], strict=True
+        )
     ]
     return results if several else results[0]
 
@@ -261,16 +342,23 @@ def _one_scale(x: Value) -> Value:
 
 
 def _unscaled(eqn: Any, *operands: Any) -> Any:
-    args = [v.unscaled(x, var.aval.dtype) for x, var in zip(operands, eqn.invars, strict=True)]
+    args = [
+        v.unscaled(x, var.aval.dtype)
+        for x, var in zip(operands, eqn.invars, strict=True)
+    ]
     return _of_scale_1(bind(eqn, *args), operands)
 
 
 def in_float32(eqn: Any, *operands: Any) -> Any:
-    """The operation on the logical values in FP32, also where the user cast them to a narrower dtype; scale 1."""
+    """The operation on the logical values in FP32, also where the user cast them to a
+    narrower dtype; scale 1.
+    """
     args = [
-        storage.as_float32(v.unscaled(x)) if _is_float(var.aval) and var.aval.dtype.itemsize < 4 else
-        v.unscaled(x, var.aval.dtype) for x, var in zip(operands, eqn.invars, strict=True)
-    ]  # fmt: skip
+        storage.as_float32(v.unscaled(x))
+        if _is_float(var.aval) and var.aval.dtype.itemsize < 4
+        else v.unscaled(x, var.aval.dtype)
+        for x, var in zip(operands, eqn.invars, strict=True)
+    ]
     return _of_scale_1(bind(eqn, *args), operands)
 
 

@@ -1,7 +1,8 @@
-"""Functions that act on scales. Without `scalify` each is the identity (the casts round, as they say).
+"""Functions that act on scales. Without `scalify` each is the identity (the casts
+round, as they say).
 
-A user places them in a model or an optimiser; under `scalify` they move powers of two between data and scale, or
-take statistics of the data at run time.
+A user places them in a model or an optimiser; under `scalify` they move powers of two
+between data and scale, or take statistics of the data at run time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from scalify_core.formats import FloatFormat, pow2_round
 
 
 def set_scaling(x: jax.Array, scale: float) -> jax.Array:
-    """`x`; under `scalify`, with this static scale, its data rescaled to it, saturating.
+    """`x`; under `scalify`, with this static scale, its data rescaled to it,
+    saturating.
 
     Raises ValueError for what is not a power of two in [2^-126, 2^126].
     """
@@ -25,12 +27,16 @@ def set_scaling(x: jax.Array, scale: float) -> jax.Array:
 
 
 def stop_scaling(x: jax.Array) -> jax.Array:
-    """`x`; under `scalify`, as a plain FP32 array: what follows propagates no scale from it."""
+    """`x`; under `scalify`, as a plain FP32 array: what follows propagates no scale
+    from it.
+    """
     return _stop_scaling(x)
 
 
 def get_data_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`(x, 1)`; under `scalify`, the data and the scale as plain FP32 arrays, for statistics. Not differentiable."""
+    """`(x, 1)`; under `scalify`, the data and the scale as plain FP32 arrays, for
+    statistics. Not differentiable.
+    """
     return _get_data_scale(jax.lax.stop_gradient(x))
 
 
@@ -50,21 +56,26 @@ def rebalance_grad(x: jax.Array, factor: float) -> jax.Array:
 def cast_on_forward(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     """`x` rounded to the numbers of `fmt`, saturating; the gradient passes as it is.
 
-    Under `scalify` it is the data that is rounded. The rounding is there in the differentiated function too, and is
-    made of integer operations, which no compiler removes. The dtype of `x` stays.
+    Under `scalify` it is the data that is rounded. The rounding is there in the
+    differentiated function too, and is made of integer operations, which no compiler
+    removes. The dtype of `x` stays.
     """
     return _cast_on_forward(x, fmt=fmt)
 
 
 def cast_on_backward(x: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """`x`; its *gradient* is rounded to the numbers of `fmt`, saturating (under `scalify` the gradient's data)."""
+    """`x`; its *gradient* is rounded to the numbers of `fmt`, saturating (under
+    `scalify` the gradient's data).
+    """
     return _cast_on_backward(x, fmt=fmt)
 
 
 def dynamic_rescale_rms(x: jax.Array) -> jax.Array:
-    """`x`; under `scalify`, its scale becomes the power of two nearest to its RMS, measured at run time in FP32.
+    """`x`; under `scalify`, its scale becomes the power of two nearest to its RMS,
+    measured at run time in FP32.
 
-    A tensor that is all zero or not finite keeps its scale. The result's scale is dynamic.
+    A tensor that is all zero or not finite keeps its scale. The result's scale is
+    dynamic.
     """
     return _dynamic_rescale_rms(x)
 
@@ -77,8 +88,8 @@ def dynamic_rescale_max(x: jax.Array) -> jax.Array:
 def dynamic_rescale_rms_grad(x: jax.Array, *, columns: bool = False) -> jax.Array:
     """`x`; under `scalify`, its *gradient* is rescaled as by `dynamic_rescale_rms`.
 
-    `columns`: in front of it stands the sum with a bias, of which the gradient is the sum over all axes but the last;
-    it is then taken in the pass that measures the RMS.
+    `columns`: in front of it stands the sum with a bias, of which the gradient is the
+    sum over all axes but the last; it is then taken in the pass that measures the RMS.
     """
     return _dynamic_rescale_rms_grad(x, columns=columns)
 
@@ -96,9 +107,14 @@ def _power_of_two(name: str, number: float) -> float:
 
 
 def _with_cotangent(name: str, fun: Callable, cotangent: Callable) -> Any:
-    """A composite of one array that acts by `fun`, and by `cotangent` on its gradient."""
+    """A composite of one array that acts by `fun`, and by `cotangent` on its
+    gradient.
+    """
     made = composite(fun, name=name)
-    made.defvjp(lambda x, **static: (fun(x, **static), None), lambda _, g, **static: (cotangent(g, **static),))
+    made.defvjp(
+        lambda x, **static: (fun(x, **static), None),
+        lambda _, g, **static: (cotangent(g, **static),),
+    )
     return made
 
 
@@ -118,6 +134,12 @@ _cast_on_forward = _with_cotangent("cast_on_forward", _quantised, _identity)
 _cast_on_backward = _with_cotangent("cast_on_backward", _identity, _quantised)
 _dynamic_rescale_rms = _with_cotangent("dynamic_rescale_rms", _identity, _identity)
 _dynamic_rescale_max = _with_cotangent("dynamic_rescale_max", _identity, _identity)
-_dynamic_rescale_rms_grad = _with_cotangent("dynamic_rescale_rms_grad", _identity, _identity)
-_dynamic_rescale_max_grad = _with_cotangent("dynamic_rescale_max_grad", _identity, _identity)
-_get_data_scale = composite(lambda x: (x, jnp.ones((), jnp.float32)), name="get_data_scale")
+_dynamic_rescale_rms_grad = _with_cotangent(
+    "dynamic_rescale_rms_grad", _identity, _identity
+)
+_dynamic_rescale_max_grad = _with_cotangent(
+    "dynamic_rescale_max_grad", _identity, _identity
+)
+_get_data_scale = composite(
+    lambda x: (x, jnp.ones((), jnp.float32)), name="get_data_scale"
+)

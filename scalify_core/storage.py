@@ -17,7 +17,9 @@ _F32 = np.dtype(np.float32)
 
 
 def materialise(x: Any) -> Any:
-    """A plain operand for `bind`: a uniform constant becomes a broadcast, not an array of constants."""
+    """A plain operand for `bind`: a uniform constant becomes a broadcast, not an array
+    of constants.
+    """
     if isinstance(x, np.ndarray) and x.ndim and not any(x.strides):
         return lax.full(x.shape, x[(0,) * x.ndim] if x.size else 0, x.dtype)
     return x
@@ -30,9 +32,11 @@ def as_float32(x: Any) -> Any:
 
 
 def saturating_cast(x: Any, dtype: Any, *, meant: bool = False) -> Any:
-    """`x` in `dtype`; finite numbers beyond its largest become that, what is not finite stays not finite.
+    """`x` in `dtype`; finite numbers beyond its largest become that, what is not finite
+    stays not finite.
 
-    `meant`: that numbers saturate is intended, as of a mask's -1e9, and nothing to report.
+    `meant`: that numbers saturate is intended, as of a mask's -1e9, and nothing to
+    report.
     """
     dtype = np.dtype(dtype)
     if x.dtype == dtype:
@@ -52,6 +56,9 @@ def fp8_cast(x: Any, fmt: FloatFormat) -> Any:
 def _saturating_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
     x = as_float32(x)
     limit = np.float32(FloatFormat.of(dtype).max)
-    # Not `is_finite`, which XLA's kernels for norms on GPUs (Triton) do not have: a cast would be a kernel of its own.
+    # Not `is_finite`, which XLA's kernels for norms on GPUs (Triton) do not have: a
+    # cast would be a kernel of its own.
     finite = lax.lt(lax.abs(x), np.float32(np.inf))
-    return lax.convert_element_type(lax.select(finite, lax.clamp(-limit, x, limit), x), dtype)
+    return lax.convert_element_type(
+        lax.select(finite, lax.clamp(-limit, x, limit), x), dtype
+    )

@@ -1,4 +1,6 @@
-"""`check_scalify`, the one checker: a scaled function gives what the plain one gives, in FP32, and keeps its word."""
+"""`check_scalify`, the one checker: a scaled function gives what the plain one gives,
+in FP32, and keeps its word.
+"""
 
 from __future__ import annotations
 
@@ -33,29 +35,38 @@ def check_scalify(
 
     Args:
         fun: function of pytrees of arrays, to pytrees of arrays.
-        args: its arguments; the ScaledArrays in them are what it is scaled in, with the scales they have. At least
-            one is needed. `fun` itself is run on their logical values in FP32.
-        dtype: of the data of the scaled arguments, which are cast to it first (so the cast is not part of the error).
-        roundings: how many roundings to `dtype` lie between arguments and result, on one path.
-        reduction: length of the longest sum. Of a sum, an element may be wrong by a rounding of the largest element
-            of the result for each term; without sums (1) each element is held to its own size.
-        grad: check the gradient, too: of a weighted sum of all floating-point results, with respect to the scaled
-            arguments, as `scalify(jax.grad(...))`.
+        args: its arguments; the ScaledArrays in them are what it is scaled in, with the
+            scales they have. At least one is needed. `fun` itself is run on their
+            logical values in FP32.
+        dtype: of the data of the scaled arguments, which are cast to it first (so the
+            cast is not part of the error).
+        roundings: how many roundings to `dtype` lie between arguments and result, on
+            one path.
+        reduction: length of the longest sum. Of a sum, an element may be wrong by a
+            rounding of the largest element of the result for each term; without sums
+            (1) each element is held to its own size.
+        grad: check the gradient, too: of a weighted sum of all floating-point results,
+            with respect to the scaled arguments, as `scalify(jax.grad(...))`.
         ways: of running it; leave some out where one function is checked many times.
-        strict: whether what plain data of the format keeps must be kept. Without it, an element may be lost that is
-            below the smallest numbers of its data, whatever the scale: also of one that is astray.
+        strict: whether what plain data of the format keeps must be kept. Without it, an
+            element may be lost that is below the smallest numbers of its data, whatever
+            the scale: also of one that is astray.
         scales: as for `scalify`.
 
-    Plain data of the format is what a program without scales has: the arguments' logical values rounded to `dtype`,
-    the function of them, its result rounded to its format. An element that this keeps, within the error that is
-    granted here, must come out of the scaled function so, too. Where it does not (it overflows, or is below the
-    format's smallest numbers), an element may be lost that is below the smallest number of its data times its scale.
+    Plain data of the format is what a program without scales has: the arguments'
+    logical values rounded to `dtype`, the function of them, its result rounded to its
+    format. An element that this keeps, within the error that is granted here, must come
+    out of the scaled function so, too. Where it does not (it overflows, or is below the
+    format's smallest numbers), an element may be lost that is below the smallest number
+    of its data times its scale.
 
-    Checked are, eagerly and under jit with static scales, and under jit with dynamic ones: the tree of the result;
-    values, within (roundings + reduction) x epsilon; infinities and NaNs, which must stand where the plain function
-    has them; that scales are powers of two within [2^-126, 2^126]; and that the format is kept: `dtype` (FP16 for the
-    results of arithmetic on FP8), or that of the plain result where the function itself asks for another; FP32 with
-    measured scales only where plain code of the format has FP32, and with the tolerance of `dtype`.
+    Checked are, eagerly and under jit with static scales, and under jit with dynamic
+    ones: the tree of the result; values, within (roundings + reduction) x epsilon;
+    infinities and NaNs, which must stand where the plain function has them; that scales
+    are powers of two within [2^-126, 2^126]; and that the format is kept: `dtype` (FP16
+    for the results of arithmetic on FP8), or that of the plain result where the
+    function itself asks for another; FP32 with measured scales only where plain code of
+    the format has FP32, and with the tolerance of `dtype`.
 
     Returns:
         The result of the first way.
@@ -64,7 +75,11 @@ def check_scalify(
         AssertionError: naming the result, how it was run, and the worst element.
         ValueError: none of the arguments is a ScaledArray.
     """
-    args = jax.tree.map(lambda x: x.astype(dtype) if is_scaled_array(x) else x, args, is_leaf=is_scaled_array)
+    args = jax.tree.map(
+        lambda x: x.astype(dtype) if is_scaled_array(x) else x,
+        args,
+        is_leaf=is_scaled_array,
+    )
     leaves, tree = jax.tree.flatten(args, is_leaf=is_scaled_array)
     if not any(is_scaled_array(x) for x in leaves):
         raise ValueError("check_scalify: give at least one ScaledArray")
@@ -73,7 +88,13 @@ def check_scalify(
     if grad:
         scaled = [i for i, x in enumerate(leaves) if is_scaled_array(x)]
         gradient = _gradient_of(fun, tree, tuple(scaled))
-        held(gradient, leaves, jax.tree.structure((0,) * len(leaves)), ways, 2 * roundings)
+        held(
+            gradient,
+            leaves,
+            jax.tree.structure((0,) * len(leaves)),
+            ways,
+            2 * roundings,
+        )
     return first
 
 
@@ -92,24 +113,44 @@ def _check(
     formats = {FloatFormat.of(x.dtype) for x in leaves if is_scaled_array(x)}
     assert len(formats) == 1, f"one format at a time: {formats}"
     (fmt,) = formats
-    static = [ScaledArray(x.data, float(x.scale)) if _has_scalar_scale(x) else x for x in leaves]
-    dynamic = [ScaledArray(x.data, jnp.asarray(x.scale, jnp.float32)) if is_scaled_array(x) else x for x in leaves]
+    static = [
+        ScaledArray(x.data, float(x.scale)) if _has_scalar_scale(x) else x
+        for x in leaves
+    ]
+    dynamic = [
+        (
+            ScaledArray(x.data, jnp.asarray(x.scale, jnp.float32))
+            if is_scaled_array(x)
+            else x
+        )
+        for x in leaves
+    ]
     plain, scaled, jitted = _functions(fun, tree, scales)
     expected = plain(*asarray(leaves))
-    narrow = plain(*(_rounded(x, fmt.dtype) for x in asarray(leaves))) if strict else None
+    narrow = (
+        plain(*(_rounded(x, fmt.dtype) for x in asarray(leaves))) if strict else None
+    )
     wide = _are_wide(plain, leaves) if scales == "auto" else None
     first = None
     for way in ways:
-        found = (scaled if way == "eager" else jitted)(*(dynamic if way == "dynamic" else static))
+        found = (scaled if way == "eager" else jitted)(
+            *(dynamic if way == "dynamic" else static)
+        )
         limits = {"roundings": roundings, "reduction": reduction}
-        assert_close(found, expected, fmt, **limits, narrow=narrow, wide=wide, where=way)
+        assert_close(
+            found, expected, fmt, **limits, narrow=narrow, wide=wide, where=way
+        )
         first = found if first is None else first
     return first
 
 
 @functools.lru_cache(maxsize=32)
-def _functions(fun: Callable, tree: Any, scales: Scales) -> tuple[Callable, Callable, Callable]:
-    """The plain function of leaves under jit, and the scaled one without and with it; compiled once for all calls."""
+def _functions(
+    fun: Callable, tree: Any, scales: Scales
+) -> tuple[Callable, Callable, Callable]:
+    """The plain function of leaves under jit, and the scaled one without and with it;
+    compiled once for all calls.
+    """
 
     def on_leaves(*leaves: Any) -> Any:
         return fun(*jax.tree.unflatten(tree, leaves))
@@ -119,7 +160,9 @@ def _functions(fun: Callable, tree: Any, scales: Scales) -> tuple[Callable, Call
 
 
 def _are_wide(fun: Callable, leaves: Sequence[Any]) -> list[bool] | None:
-    """Which results are FP32 in plain code, of arrays of the formats of the leaves; None: it cannot be traced so."""
+    """Which results are FP32 in plain code, of arrays of the formats of the leaves;
+    None: it cannot be traced so.
+    """
     try:
         narrow = reference_trace(fun, leaves)
     except TraceError:
@@ -128,7 +171,9 @@ def _are_wide(fun: Callable, leaves: Sequence[Any]) -> list[bool] | None:
 
 
 def _rounded(x: Any, dtype: Any) -> Any:
-    """A plain float array rounded to a format, in its own dtype; what is too large is not finite."""
+    """A plain float array rounded to a format, in its own dtype; what is too large is
+    not finite.
+    """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     with np.errstate(all="ignore"):
@@ -146,17 +191,25 @@ def assert_close(
     wide: Sequence[bool] | None = None,
     where: str = "given",
 ) -> None:
-    """Assert that a tree with ScaledArrays of format `fmt` holds the values of a plain tree (see `check_scalify`).
+    """Assert that a tree with ScaledArrays of format `fmt` holds the values of a plain
+    tree (see `check_scalify`).
 
-    `narrow`: the plain tree of arguments that were rounded to the format; None: nothing is known of it. `wide`: which
-    of its leaves may be FP32; None: none, but where `fmt` is.
+    `narrow`: the plain tree of arguments that were rounded to the format; None: nothing
+    is known of it. `wide`: which of its leaves may be FP32; None: none, but where `fmt`
+    is.
     """
     found_leaves, found_tree = jax.tree.flatten(found, is_leaf=is_scaled_array)
     expected_leaves, expected_tree = jax.tree.flatten_with_path(expected)
-    assert str(found_tree) == str(expected_tree), f"{where}: tree {found_tree}, expected {expected_tree}"
-    narrow_leaves = [None] * len(found_leaves) if narrow is None else jax.tree.leaves(narrow)
+    assert str(found_tree) == str(expected_tree), (
+        f"{where}: tree {found_tree}, expected {expected_tree}"
+    )
+    narrow_leaves = (
+        [None] * len(found_leaves) if narrow is None else jax.tree.leaves(narrow)
+    )
     may_be_wide = [False] * len(found_leaves) if wide is None else wide
-    for x, (path, y), z, is_wide in zip(found_leaves, expected_leaves, narrow_leaves, may_be_wide, strict=True):
+    for x, (path, y), z, is_wide in zip(
+        found_leaves, expected_leaves, narrow_leaves, may_be_wide, strict=True
+    ):
         name = f"{where}: result{jax.tree_util.keystr(path)}"
         if is_scaled_array(x):
             _assert_invariants(x, y, fmt, is_wide, name)
@@ -164,14 +217,21 @@ def assert_close(
 
 
 def _assert_leaf_close(
-    x: Any, y: Any, narrow: Any, fmt: FloatFormat, roundings: int, reduction: int, where: str
+    x: Any,
+    y: Any,
+    narrow: Any,
+    fmt: FloatFormat,
+    roundings: int,
+    reduction: int,
+    where: str,
 ) -> None:
     assert x.shape == y.shape, f"{where}: shape {x.shape}, expected {y.shape}"
     if jax.dtypes.issubdtype(y.dtype, jax.dtypes.prng_key):
         x, y = jax.random.key_data(x), jax.random.key_data(y)
     scale: Any = 1.0
     if is_scaled_array(x):
-        own = FloatFormat.of(x.dtype)  # of FP32 the digits are those of what it was computed from
+        # of FP32 the digits are those of what it was computed from
+        own = FloatFormat.of(x.dtype)
         fmt, scale = fmt if own is FP32 else own, np.max(np.asarray(x.scale))
     else:
         assert x.dtype == y.dtype, f"{where}: plain {x.dtype}, expected {y.dtype}"
@@ -184,29 +244,44 @@ def _assert_leaf_close(
     finite = np.isfinite(y)
     same = finite == np.isfinite(x)
     same &= finite | (np.isnan(x) & np.isnan(y)) | (x == y)
-    assert same.all(), f"{where}: infinities or NaNs differ: {x[~same].ravel()[:4]}, expected {y[~same].ravel()[:4]}"
+    assert same.all(), (
+        f"{where}: infinities or NaNs differ: {x[~same].ravel()[:4]}, expected"
+        f" {y[~same].ravel()[:4]}"
+    )
     x, y = np.where(finite, x, 0), np.where(finite, y, 0)
     size = np.abs(y) if reduction == 1 else np.max(np.abs(y), initial=0.0)
     bound = (roundings + reduction) * fmt.epsilon * size + roundings * FP32.min_normal
-    # What is below the smallest numbers of the data, or of the plain program, may be lost, but not what plain data
-    # keeps. Those below the normal numbers of FP32 are, on devices that flush them.
+    # What is below the smallest numbers of the data, or of the plain program, may be
+    # lost, but not what plain data keeps. Those below the normal numbers of FP32 are,
+    # on devices that flush them.
     least = roundings * max(fmt.min_subnormal, FP32.min_normal)
     of_data, of_plain = bound + least * scale, bound + least * min(scale, 1.0)
     bound = of_data
     if narrow is not None:
         kept = np.asarray(_rounded(narrow, fmt.dtype)).astype(wide)
-        if np.isfinite(kept).sum() == finite.sum():  # a program that overflows keeps nothing of use
-            bound = np.where(np.abs(np.where(finite, kept, 0) - y) <= of_plain, of_plain, of_data)
+        # a program that overflows keeps nothing of use
+        if np.isfinite(kept).sum() == finite.sum():
+            bound = np.where(
+                np.abs(np.where(finite, kept, 0) - y) <= of_plain, of_plain, of_data
+            )
     error = np.abs(x - y)
     if np.any(error > bound):
-        at = tuple(int(i) for i in np.unravel_index(np.argmax(error / bound), error.shape))
+        at = tuple(
+            int(i) for i in np.unravel_index(np.argmax(error / bound), error.shape)
+        )
         limit = np.broadcast_to(bound, error.shape)[at]
-        raise AssertionError(f"{where}: {x[at]} at {at}, expected {y[at]} within {limit:.3g}")
+        raise AssertionError(
+            f"{where}: {x[at]} at {at}, expected {y[at]} within {limit:.3g}"
+        )
 
 
-def _assert_invariants(x: ScaledArray, y: Any, fmt: FloatFormat, is_wide: bool, where: str) -> None:
+def _assert_invariants(
+    x: ScaledArray, y: Any, fmt: FloatFormat, is_wide: bool, where: str
+) -> None:
     """Of one ScaledArray: a format that is allowed, scales that are."""
-    assert jnp.issubdtype(y.dtype, jnp.floating), f"{where}: a ScaledArray, expected {y.dtype}"
+    assert jnp.issubdtype(y.dtype, jnp.floating), (
+        f"{where}: a ScaledArray, expected {y.dtype}"
+    )
     allowed = {y.dtype} if y.dtype != jnp.float32 else {fmt.dtype}
     if y.dtype == jnp.float32 and fmt in (E4M3, E5M2):
         allowed.add(np.dtype(np.float16))
@@ -214,18 +289,24 @@ def _assert_invariants(x: ScaledArray, y: Any, fmt: FloatFormat, is_wide: bool, 
         allowed.add(y.dtype)
     assert x.dtype in allowed, f"{where}: data is {x.dtype}, expected {allowed}"
     for scale in np.ravel(np.asarray(x.scale, np.float32)):
-        assert pow2_round(scale) == scale, f"{where}: scale {scale} is no power of two in [2^-126, 2^126]"
+        assert pow2_round(scale) == scale, (
+            f"{where}: scale {scale} is no power of two in [2^-126, 2^126]"
+        )
 
 
 @functools.lru_cache(maxsize=32)
 def _gradient_of(fun: Callable, tree: Any, scaled: tuple[int, ...]) -> Callable:
-    """The gradient of a weighted sum of the floating-point results, with respect to the leaves `scaled`."""
+    """The gradient of a weighted sum of the floating-point results, with respect to the
+    leaves `scaled`.
+    """
 
     def loss(*leaves: Any) -> jax.Array:
         total = jnp.float32(0)
         for y in jax.tree.leaves(fun(*jax.tree.unflatten(tree, leaves))):
             if jnp.issubdtype(y.dtype, jnp.floating):
-                total += jnp.sum(y * np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape))
+                total += jnp.sum(
+                    y * np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape)
+                )
         return total
 
     return jax.grad(loss, argnums=scaled)

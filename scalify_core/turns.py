@@ -1,7 +1,9 @@
-"""The shadows of control flow: what goes into each turn of a loop, or a branch, and what comes out of all.
+"""The shadows of control flow: what goes into each turn of a loop, or a branch, and
+what comes out of all.
 
-A tensor is any dataclass with a field `shadow`, the array of the plain program. The scaled program says which turns are
-taken: `operands(jaxpr)` is asked for before an inner jaxpr is evaluated, `done(jaxpr, out)` is told its results.
+A tensor is any dataclass with a field `shadow`, the array of the plain program. The
+scaled program says which turns are taken: `operands(jaxpr)` is asked for before an
+inner jaxpr is evaluated, `done(jaxpr, out)` is told its results.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import jax.numpy as jnp
 
 
 class Scan:
-    """The tensors of a scan, of which the shadows count: what goes into each turn, and what comes out of all."""
+    """The tensors of a scan, of which the shadows count: what goes into each turn, and
+    what comes out of all.
+    """
 
     def __init__(self, eqn: Any, operands: list[Any]) -> None:
         parts = eqn.params["ft_in"].update(operands).unpack()
@@ -24,7 +28,11 @@ class Scan:
     def operands(self, jaxpr: Any) -> list[Any]:
         del jaxpr
         turn = self.length - 1 - len(self.ys) if self.reverse else len(self.ys)
-        return [*self.consts, *self.carry, *(dataclasses.replace(x, shadow=x.shadow[turn]) for x in self.xs)]
+        return [
+            *self.consts,
+            *self.carry,
+            *(dataclasses.replace(x, shadow=x.shadow[turn]) for x in self.xs),
+        ]
 
     def done(self, jaxpr: Any, out: list[Any]) -> None:
         del jaxpr
@@ -36,19 +44,34 @@ class Scan:
         if len(self.ys) != self.length:
             return None
         columns = zip(*(self.ys[::-1] if self.reverse else self.ys), strict=True)
-        return [*self.carry, *(dataclasses.replace(c[-1], shadow=jnp.stack([y.shadow for y in c])) for c in columns)]
+        return [
+            *self.carry,
+            *(
+                dataclasses.replace(c[-1], shadow=jnp.stack([y.shadow for y in c]))
+                for c in columns
+            ),
+        ]
 
 
 class While:
-    """The tensors of a while loop, which takes the turns that the scaled program takes."""
+    """The tensors of a while loop, which takes the turns that the scaled program
+    takes.
+    """
 
     def __init__(self, eqn: Any, operands: list[Any]) -> None:
         n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         self.condition = eqn.params["cond_jaxpr"]
-        self.cond_consts, self.body_consts, self.carry = operands[:n], operands[n : n + m], operands[n + m :]
+        self.cond_consts, self.body_consts, self.carry = (
+            operands[:n],
+            operands[n : n + m],
+            operands[n + m :],
+        )
 
     def operands(self, jaxpr: Any) -> list[Any]:
-        return [*(self.cond_consts if jaxpr is self.condition else self.body_consts), *self.carry]
+        return [
+            *(self.cond_consts if jaxpr is self.condition else self.body_consts),
+            *self.carry,
+        ]
 
     def done(self, jaxpr: Any, out: list[Any]) -> None:
         if jaxpr is not self.condition:

@@ -1,19 +1,23 @@
-"""What the interpreter computes with: data, scale and the RMS that the data is expected to have.
+"""What the interpreter computes with: data, scale and the RMS that the data is expected
+to have.
 
 The logical value is `data * factor * scale`.
 
 Of scales, see `scales`.
 
-`factor` is a number that has not been multiplied into the data yet, nearly always 1. The next operation that
-multiplies the data anyway takes it along, so constants and changes of scale cost one multiplication in all, or none.
+`factor` is a number that has not been multiplied into the data yet, nearly always 1.
+The next operation that multiplies the data anyway takes it along, so constants and
+changes of scale cost one multiplication in all, or none.
 
-`rho` is the RMS that the rules expect of the data, about 1. Rules work on `scale * rho` unrounded and only round the
-scale that comes out, so roundings do not accumulate along a chain of operations. Beside a run-time scale, what a sum
-leaves of its expected RMS is known at run time only: it is `excess`, an FP32 scalar, and counts in the next sum.
+`rho` is the RMS that the rules expect of the data, about 1. Rules work on `scale * rho`
+unrounded and only round the scale that comes out, so roundings do not accumulate along
+a chain of operations. Beside a run-time scale, what a sum leaves of its expected RMS is
+known at run time only: it is `excess`, an FP32 scalar, and counts in the next sum.
 
-Elementwise rules compute in FP32 and leave their result *wide*: `data` is FP32 while `dtype`, the format of the
-value, may be narrower. A chain of elementwise operations is rounded once, where its result is stored or enters a
-matrix product; the compiler fuses the chain, so nothing is held in FP32.
+Elementwise rules compute in FP32 and leave their result *wide*: `data` is FP32 while
+`dtype`, the format of the value, may be narrower. A chain of elementwise operations is
+rounded once, where its result is stored or enters a matrix product; the compiler fuses
+the chain, so nothing is held in FP32.
 """
 
 from __future__ import annotations
@@ -62,7 +66,9 @@ _F32 = np.dtype(np.float32)
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """A scaled value inside the interpreter; a pytree whose static scale, rho and dtype are part of its structure."""
+    """A scaled value inside the interpreter; a pytree whose static scale, rho and dtype
+    are part of its structure.
+    """
 
     data: Any
     dynamic: Any
@@ -71,7 +77,9 @@ class Value:
     dtype: np.dtype
     factor: float
     excess: Any = None  # further factor of the expected RMS; None: 1
-    guard: bool = False  # whether it holds a constant that its format does not (as in `maximum(x, 1e-12)`): stays wide
+    # whether it holds a constant that its format does not (as in `maximum(x, 1e-12)`):
+    # stays wide
+    guard: bool = False
     by: float = 1.0  # the scale is `dynamic` times this
     before: Any = None  # `Before`: what this value was rescaled from; None: it was not
 
@@ -82,7 +90,9 @@ class Value:
 
     @property
     def multiple(self) -> Scale | Multiple:
-        """The scale as `Multiple`, where it is one: for what multiplies it on, or multiplies data by it."""
+        """The scale as `Multiple`, where it is one: for what multiplies it on, or
+        multiplies data by it.
+        """
         if self.static is not None:
             return self.static
         return self.dynamic if self.by == 1.0 else Multiple(self.dynamic, self.by)
@@ -97,7 +107,8 @@ class Value:
         """The expected RMS of the logical value, unrounded."""
         if self.static is not None:
             return self.static * self.rho
-        # Within the range of scales, so that the sizes of zeros are not zeros: a sum divides one by the other.
+        # Within the range of scales, so that the sizes of zeros are not zeros: a sum
+        # divides one by the other.
         size = as_number(Multiple(self.dynamic, self.by * self.rho))
         return size if self.excess is None else product(size, self.excess)
 
@@ -127,15 +138,22 @@ def uniform(x: Any) -> float | None:
         return None
     if isinstance(x, (float, int, np.generic)):
         return float(x)
-    if isinstance(x, np.ndarray) and (x.ndim == 0 or not any(x.strides)) and x.size and x.dtype != bool:
+    if (
+        isinstance(x, np.ndarray)
+        and (x.ndim == 0 or not any(x.strides))
+        and x.size
+        and x.dtype != bool
+    ):
         return float(x[(0,) * x.ndim])
     return None
 
 
 def lift(x: Any, dtype: np.dtype) -> Value:
-    """A plain operand as a value of format `dtype`: an array has scale 1, a uniform constant is split exactly.
+    """A plain operand as a value of format `dtype`: an array has scale 1, a uniform
+    constant is split exactly.
 
-    Zero, infinities and NaN have any scale: the smallest, which does not count beside another.
+    Zero, infinities and NaN have any scale: the smallest, which does not count beside
+    another.
     """
     constant = uniform(x)
     if constant is None:
@@ -156,36 +174,56 @@ def settle(v: Value) -> Value:
     """The value with its factor multiplied into the data."""
     if v.factor == 1.0:
         return v
-    return value(times(v.data, v.factor), v.multiple, v.rho, v.dtype, 1.0, v.excess, v.guard)
+    return value(
+        times(v.data, v.factor), v.multiple, v.rho, v.dtype, 1.0, v.excess, v.guard
+    )
 
 
 def exact(v: Value) -> Value:
-    """The value with its scale multiplied out; what that leaves of a product beyond the range of scales is in the data.
+    """The value with its scale multiplied out; what that leaves of a product beyond the
+    range of scales is in the data.
 
     For who goes on with the scale as a number: `Value.scale` alone saturates.
     """
     if v.by == 1.0:
         return v
     scale, rest = number_and_rest(v.multiple)
-    return value(times(wide(v), rest), scale, v.rho, v.dtype, v.factor, v.excess, v.guard)
+    return value(
+        times(wide(v), rest), scale, v.rho, v.dtype, v.factor, v.excess, v.guard
+    )
 
 
 def narrow(v: Value) -> Value:
-    """The value with its data in its format, saturating (NaN and infinities stay), and the factor in it."""
+    """The value with its data in its format, saturating (NaN and infinities stay), and
+    the factor in it.
+    """
     if v.data.dtype == v.dtype and v.factor == 1.0:
         return v
     return value(
-        saturating_cast(times(v.data, v.factor), v.dtype, meant=v.guard), v.multiple, v.rho, v.dtype, 1.0, v.excess
+        saturating_cast(times(v.data, v.factor), v.dtype, meant=v.guard),
+        v.multiple,
+        v.rho,
+        v.dtype,
+        1.0,
+        v.excess,
     )
 
 
 def in_format(v: Value) -> Value:
-    """The value with its data in its format, as `narrow`; data that is so already keeps its factor beside it."""
-    return v if v.data.dtype == v.dtype else dataclasses.replace(narrow(v), before=v.before)
+    """The value with its data in its format, as `narrow`; data that is so already keeps
+    its factor beside it.
+    """
+    return (
+        v
+        if v.data.dtype == v.dtype
+        else dataclasses.replace(narrow(v), before=v.before)
+    )
 
 
 def unscaled(v: Any, dtype: Any = _F32) -> Any:
-    """The logical value as a plain array of `dtype`; plain operands are materialised."""
+    """The logical value as a plain array of `dtype`; plain operands are
+    materialised.
+    """
     if not isinstance(v, Value):
         return materialise(v)
     x = wide_at(v, 1.0)
@@ -209,7 +247,9 @@ def _at_scale(data: Any, v: Value, scale: Scale) -> Any:
 
 
 def as_divisor(v: Value) -> Value:
-    """The value at scale 1 if its run-time scale is that of zeros: a quotient must not get the largest scale of all."""
+    """The value at scale 1 if its run-time scale is that of zeros: a quotient must not
+    get the largest scale of all.
+    """
     if v.static is not None:
         return v
     v = exact(v)
@@ -218,10 +258,13 @@ def as_divisor(v: Value) -> Value:
 
 
 def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
-    """The scale, rho and excess of a sum of independent terms: sqrt(a^2 + b^2), without squaring a scale."""
+    """The scale, rho and excess of a sum of independent terms: sqrt(a^2 + b^2), without
+    squaring a scale.
+    """
     if is_static(a.scale) and is_static(b.scale):
         total = math.hypot(a.size, b.size)
-        # The scale of an operand that has no factor, if it is near enough: that operand is then added as it is.
+        # The scale of an operand that has no factor, if it is near enough: that operand
+        # is then added as it is.
         for x in (a, b) if a.size >= b.size else (b, a):
             if x.factor == 1.0 and 0.5 <= total / x.scale <= 2:
                 return x.scale, total / x.scale, None
@@ -238,8 +281,17 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
     return computed, 1.0, excess
 
 
-def settled(data: Any, scale: Scale, rho: float, dtype: np.dtype, slack: float = 2.0, factor: float = 1.0) -> Value:
-    """A value of this scale and expected RMS, moved to the nearest power of two if rho has left [1/slack, slack]."""
+def settled(
+    data: Any,
+    scale: Scale,
+    rho: float,
+    dtype: np.dtype,
+    slack: float = 2.0,
+    factor: float = 1.0,
+) -> Value:
+    """A value of this scale and expected RMS, moved to the nearest power of two if rho
+    has left [1/slack, slack].
+    """
     if is_static(scale):
         if 1 / slack <= rho <= slack and MIN_SCALE <= scale <= MAX_SCALE:
             return value(data, scale, rho, dtype, factor)
@@ -252,7 +304,9 @@ def settled(data: Any, scale: Scale, rho: float, dtype: np.dtype, slack: float =
 
 
 class Before(NamedTuple):
-    """A value before it was rescaled, the measured power of two, and its sums over all axes but the last, or None."""
+    """A value before it was rescaled, the measured power of two, and its sums over all
+    axes but the last, or None.
+    """
 
     value: Value
     power: Any
@@ -260,7 +314,9 @@ class Before(NamedTuple):
 
 
 def rescaled_by(statistic: Any, v: Value) -> Value:
-    """The value at the scale that a run-time statistic of its data calls for; 0, inf and NaN call for none."""
+    """The value at the scale that a run-time statistic of its data calls for; 0, inf
+    and NaN call for none.
+    """
     v = scalar_scale(v)
     return _rescaled(v, statistic(wide(v)))
 
@@ -268,7 +324,8 @@ def rescaled_by(statistic: Any, v: Value) -> Value:
 def rescaled_by_rms(v: Value, *, columns: bool = False) -> Value:
     """The value at the power of two that is nearest to its measured RMS.
 
-    With `columns`, its sums over all axes but the last, as of the gradient of a bias, are made in the same pass.
+    With `columns`, its sums over all axes but the last, as of the gradient of a bias,
+    are made in the same pass.
     """
     v = scalar_scale(v)
     if not columns:
@@ -278,22 +335,31 @@ def rescaled_by_rms(v: Value, *, columns: bool = False) -> Value:
 
 
 def _rescaled(v: Value, measured: jax.Array, sums: Any = None) -> Value:
-    power = jnp.where((measured > 0) & jnp.isfinite(measured), pow2_round(measured), jnp.float32(1))
+    power = jnp.where(
+        (measured > 0) & jnp.isfinite(measured), pow2_round(measured), jnp.float32(1)
+    )
     scale, change = together(*_rescaling(v, power))
     sums = None if sums is None else times(sums, change)
-    return dataclasses.replace(value(times(wide(v), change), scale, 1.0, v.dtype), before=Before(v, power, sums))
+    return dataclasses.replace(
+        value(times(wide(v), change), scale, 1.0, v.dtype),
+        before=Before(v, power, sums),
+    )
 
 
 def _rescaling(v: Value, power: Any) -> tuple[Any, Any]:
-    """The scale of a value that is rescaled by a measured power of two, and what its data is multiplied by."""
+    """The scale of a value that is rescaled by a measured power of two, and what its
+    data is multiplied by.
+    """
     scale = as_number(product(v.multiple, power))
     return scale, as_number(ratio(v.multiple, scale))
 
 
 def before_rescaling(v: Value) -> tuple[Value, Value]:
-    """A value whose scale is computed here, and the value that it was rescaled from: itself, if it was not.
+    """A value whose scale is computed here, and the value that it was rescaled from:
+    itself, if it was not.
 
-    Who changes its scale anyway changes that of the latter, and computes all scalars in one kernel, not in two.
+    Who changes its scale anyway changes that of the latter, and computes all scalars in
+    one kernel, not in two.
     """
     if v.before is None:
         return v, v
@@ -306,7 +372,13 @@ def scalar_scale(v: Value) -> Value:
     if v.dynamic is None or v.dynamic.ndim == 0:
         return v
     scale = jnp.max(v.scale)
-    return value(times(v.data, ratio(broadcast_scale(v.scale, v.data), scale)), scale, v.rho, v.dtype, v.factor)
+    return value(
+        times(v.data, ratio(broadcast_scale(v.scale, v.data), scale)),
+        scale,
+        v.rho,
+        v.dtype,
+        v.factor,
+    )
 
 
 def scalar_scales(operands: Sequence[Any]) -> list[Any]:
@@ -315,9 +387,11 @@ def scalar_scales(operands: Sequence[Any]) -> list[Any]:
 
 
 def result_dtype(*operands: Any) -> np.dtype:
-    """The format of an arithmetic result: the promotion of the formats of the scaled operands.
+    """The format of an arithmetic result: the promotion of the formats of the scaled
+    operands.
 
-    0-d operands count only where all are. FP8 formats are for storage: arithmetic on them alone gives FP16.
+    0-d operands count only where all are. FP8 formats are for storage: arithmetic on
+    them alone gives FP16.
     """
     values = [v for v in operands if type(v) is Value]
     if len({v.dtype for v in values}) == 1 and values[0].dtype.itemsize > 1:
@@ -326,13 +400,19 @@ def result_dtype(*operands: Any) -> np.dtype:
     if len(formats) == 1:
         (only,) = formats
         return only if only.itemsize > 1 else np.dtype(np.float16)
-    return np.dtype(jnp.result_type(*({f for f in formats if f.itemsize > 1} or {np.dtype(np.float16)})))
+    return np.dtype(
+        jnp.result_type(
+            *({f for f in formats if f.itemsize > 1} or {np.dtype(np.float16)})
+        )
+    )
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A uniform constant on its way into or out of a traced function: part of the structure, so it stays known."""
+    """A uniform constant on its way into or out of a traced function: part of the
+    structure, so it stays known.
+    """
 
     number: float
     shape: tuple[int, ...]
@@ -340,12 +420,19 @@ class Constant:
 
 
 def pack(operands: Any, numbers: Collection[int] = ()) -> list[Any]:
-    """Operands as a pytree: values, constants, arrays. Integers are constants at the positions `numbers` alone."""
-    return [_whole(x) if isinstance(x, Value) else _packed(x, i in numbers) for i, x in enumerate(operands)]
+    """Operands as a pytree: values, constants, arrays. Integers are constants at the
+    positions `numbers` alone.
+    """
+    return [
+        _whole(x) if isinstance(x, Value) else _packed(x, i in numbers)
+        for i, x in enumerate(operands)
+    ]
 
 
 def _whole(x: Value) -> Value:
-    """The value with its scale multiplied out, and alone: who takes values apart finds what is there."""
+    """The value with its scale multiplied out, and alone: who takes values apart finds
+    what is there.
+    """
     x = x if x.before is None else dataclasses.replace(x, before=None)
     return x if x.by == 1.0 else dataclasses.replace(x, dynamic=x.scale, by=1.0)
 
@@ -354,9 +441,15 @@ def _packed(x: Any, is_number: bool) -> Any:
     if isinstance(x, jax.Ref):
         return x
     dtype = jnp.result_type(x)
-    is_number = jnp.issubdtype(dtype, jnp.floating) or (is_number and jnp.issubdtype(dtype, jnp.integer))
+    is_number = jnp.issubdtype(dtype, jnp.floating) or (
+        is_number and jnp.issubdtype(dtype, jnp.integer)
+    )
     number = uniform(x) if is_number else None
-    return jnp.asarray(x) if number is None else Constant(number, np.shape(x), np.dtype(dtype))
+    return (
+        jnp.asarray(x)
+        if number is None
+        else Constant(number, np.shape(x), np.dtype(dtype))
+    )
 
 
 def unpack(operands: Any) -> list[Any]:
@@ -365,4 +458,6 @@ def unpack(operands: Any) -> list[Any]:
 
 
 def _filled(constant: Constant) -> np.ndarray:
-    return np.broadcast_to(np.asarray(constant.number).astype(constant.dtype), constant.shape)
+    return np.broadcast_to(
+        np.asarray(constant.number).astype(constant.dtype), constant.shape
+    )

@@ -1,7 +1,9 @@
-"""Types inside shard_map: JAX tells apart what varies over an axis of the mesh and what does not.
+"""Types inside shard_map: JAX tells apart what varies over an axis of the mesh and what
+does not.
 
-The plain program agrees with itself. What propagation adds does not: a scale that is measured varies where the one
-before it did not, and a constant that is known while tracing has forgotten that it was to vary.
+The plain program agrees with itself. What propagation adds does not: a scale that is
+measured varies where the one before it did not, and a constant that is known while
+tracing has forgotten that it was to vary.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from jax import lax
 
 
 def axes_of(x: Any) -> frozenset:
-    """The mesh axes that an array varies over; none outside shard_map, and where that does not check."""
+    """The mesh axes that an array varies over; none outside shard_map, and where that
+    does not check.
+    """
     return _axes_of_type(jax.typeof(x))
 
 
@@ -25,11 +29,19 @@ def varying(x: Any, axes: frozenset) -> Any:
 
 
 def as_traced(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Operands that vary over the axes that those of the equation did when it was traced."""
+    """Operands that vary over the axes that those of the equation did when it was
+    traced.
+    """
     if not any(map(_axes_of_type, (var.aval for var in eqn.invars))):
         return operands
     rest = operands[len(eqn.invars) :]
-    return [*(varying(x, _axes_of_type(var.aval)) for x, var in zip(operands, eqn.invars, strict=False)), *rest]
+    return [
+        *(
+            varying(x, _axes_of_type(var.aval))
+            for x, var in zip(operands, eqn.invars, strict=False)
+        ),
+        *rest,
+    ]
 
 
 def _axes_of_type(aval: Any) -> frozenset:
@@ -44,9 +56,13 @@ def vary(tree: Any, axes: Sequence[frozenset]) -> Any:
 
 
 def union(*trees: Any) -> list[frozenset]:
-    """The axes that the arrays at one place vary over in any of the trees, place by place."""
+    """The axes that the arrays at one place vary over in any of the trees, place by
+    place.
+    """
     leaves = [jax.tree.leaves(tree) for tree in trees]
-    return [frozenset().union(*map(axes_of, alike)) for alike in zip(*leaves, strict=True)]
+    return [
+        frozenset().union(*map(axes_of, alike)) for alike in zip(*leaves, strict=True)
+    ]
 
 
 def any_varies(*trees: Any) -> bool:
@@ -56,7 +72,9 @@ def any_varies(*trees: Any) -> bool:
 
 def agreeing(branches: Sequence[Callable], *operands: Any) -> Sequence[Callable]:
     """Branches of which each result varies over the same axes."""
-    outs = [jax.eval_shape(branch, *operands) for branch in branches] if _manual() else []
+    outs = (
+        [jax.eval_shape(branch, *operands) for branch in branches] if _manual() else []
+    )
     if not any_varies(outs):
         return branches
     axes = union(*outs)
@@ -64,7 +82,8 @@ def agreeing(branches: Sequence[Callable], *operands: Any) -> Sequence[Callable]
 
 
 def agreeing_carry(step: Callable, carry: Any) -> tuple[Callable, Any]:
-    """The step of a loop, and its carry, of which each part varies over the same axes before and after.
+    """The step of a loop, and its carry, of which each part varies over the same axes
+    before and after.
 
     `step(carry)` gives the next carry.
     """

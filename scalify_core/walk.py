@@ -1,4 +1,6 @@
-"""A scaled program evaluated eagerly, beside the same program in plain FP32: what `explain` is made of."""
+"""A scaled program evaluated eagerly, beside the same program in plain FP32: what
+`explain` is made of.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from scalify_core import interpreter, registry, shadow, watch
 from scalify_core import value as v
 from scalify_core.array import asarray
 from scalify_core.explanation import Figures, Row, epsilon
-from scalify_core.figures import Tensor, cancelled, differing, inherited, is_float, measured, sum_of
+from scalify_core.figures import (
+    Tensor,
+    cancelled,
+    differing,
+    inherited,
+    is_float,
+    measured,
+    sum_of,
+)
 from scalify_core.places import UNKNOWN, Place, name_of, place_of
 from scalify_core.turns import TURNS
 from scalify_core.value import Value
@@ -38,7 +48,8 @@ class Walk:
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
         self.rows: dict[tuple, Row] = {}
-        self.turned: str | None = None  # where booleans or integers first differ from plain FP32
+        # where booleans or integers first differ from plain FP32
+        self.turned: str | None = None
         self._count = 0
 
     def now(self) -> int:
@@ -48,25 +59,52 @@ class Walk:
 
     def errors(self, jaxpr: Any, leaves: Sequence[Any]) -> list[float]:
         """The errors of the results of a jaxpr, of arrays and ScaledArrays."""
-        entering = [Tensor(interpreter.entering(x), shadow.of_its_own(asarray(x)), UNKNOWN, self.now()) for x in leaves]
+        entering = [
+            Tensor(
+                interpreter.entering(x),
+                shadow.of_its_own(asarray(x)),
+                UNKNOWN,
+                self.now(),
+            )
+            for x in leaves
+        ]
         out = self.run(jaxpr, entering, UNKNOWN, ())
         return [self.stored(x, v.narrow).error for x in out if is_float(x.shadow)]
 
-    def run(self, jaxpr: Any, operands: Sequence[Tensor], place: Place, path: tuple) -> list[Tensor]:
-        """The results of a jaxpr; `place` and `path` are those of the equation that calls it."""
-        constants = (Tensor(registry.known(x), shadow.of_its_own(x), place, 0) for x in jaxpr.consts)
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True))
+    def run(
+        self, jaxpr: Any, operands: Sequence[Tensor], place: Place, path: tuple
+    ) -> list[Tensor]:
+        """The results of a jaxpr; `place` and `path` are those of the equation that
+        calls it.
+        """
+        constants = (
+            Tensor(registry.known(x), shadow.of_its_own(x), place, 0)
+            for x in jaxpr.consts
+        )
+        env = dict(
+            zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True)
+        )
         stored = interpreter.stored_variables(jaxpr)
 
         def read(atom: Any) -> Tensor:
-            return Tensor(atom.val, atom.val, place, 0) if isinstance(atom, Literal) else env[atom]
+            return (
+                Tensor(atom.val, atom.val, place, 0)
+                if isinstance(atom, Literal)
+                else env[atom]
+            )
 
         for eqn in jaxpr.eqns:
             at, inside = place_of(eqn, place), (*path, id(eqn))
-            env |= zip(eqn.outvars, self.equation(eqn, list(map(read, eqn.invars)), stored, at, inside), strict=True)
+            env |= zip(
+                eqn.outvars,
+                self.equation(eqn, list(map(read, eqn.invars)), stored, at, inside),
+                strict=True,
+            )
         return list(map(read, jaxpr.outvars))
 
-    def equation(self, eqn: Any, operands: list[Tensor], stored: set, place: Place, path: tuple) -> list[Tensor]:
+    def equation(
+        self, eqn: Any, operands: list[Tensor], stored: set, place: Place, path: tuple
+    ) -> list[Tensor]:
         """The results of one equation."""
         name = eqn.primitive.name
         if not any(isinstance(x.value, Value) for x in operands):
@@ -80,9 +118,16 @@ class Walk:
             return self.loop(eqn, operands, stored, place, path)
         return self.whole(eqn, operands, stored, place, path)
 
-    def inlined(self, eqn: Any, operands: list[Tensor], place: Place, path: tuple) -> list[Tensor]:
+    def inlined(
+        self, eqn: Any, operands: list[Tensor], place: Place, path: tuple
+    ) -> list[Tensor]:
         """The results of a call."""
-        out = self.run(eqn.params.get(_INLINED[eqn.primitive.name], eqn.params.get("jaxpr")), operands, place, path)
+        out = self.run(
+            eqn.params.get(_INLINED[eqn.primitive.name], eqn.params.get("jaxpr")),
+            operands,
+            place,
+            path,
+        )
         if eqn.primitive.name == "remat2":
             out = [self.stored(x, v.narrow) for x in out]
         return out
@@ -96,12 +141,19 @@ class Walk:
         path: tuple,
         walk: Callable | None = None,
     ) -> list[Tensor]:
-        """The results of an equation, and their rows; `walk` evaluates its inner jaxprs and knows the shadows."""
+        """The results of an equation, and their rows; `walk` evaluates its inner jaxprs
+        and knows the shadows.
+        """
         casts = Casts()
         with watch.watching(casts.saw):
             values = [x.value for x in operands]
             if walk is None:
-                found, exact = interpreter.results(eqn, values, stored, evaluate=interpreter.evaluate), None
+                found, exact = (
+                    interpreter.results(
+                        eqn, values, stored, evaluate=interpreter.evaluate
+                    ),
+                    None,
+                )
             else:
                 found, exact = walk(values)
         if exact is None:
@@ -109,8 +161,12 @@ class Walk:
         scaled = [isinstance(x, Value) for x in found]
         return self.seen(eqn, operands, found, exact, casts, place, path, scaled)
 
-    def beside(self, eqn: Any, operands: Sequence[Tensor], place: Place) -> list[Tensor]:
-        """The results of an equation in plain FP32, with what its scales inherit, without values."""
+    def beside(
+        self, eqn: Any, operands: Sequence[Tensor], place: Place
+    ) -> list[Tensor]:
+        """The results of an equation in plain FP32, with what its scales inherit,
+        without values.
+        """
         blame = inherited(eqn, operands)
         shadows = shadow.in_float32(eqn, *(x.shadow for x in operands))
         return [Tensor(None, y, place, 0, blame=blame) for y in shadows]
@@ -126,51 +182,96 @@ class Walk:
         path: tuple,
         scaled: Sequence[bool],
     ) -> list[Tensor]:
-        """The results `found` beside the `exact` ones, measured; those that are scaled have rows."""
+        """The results `found` beside the `exact` ones, measured; those that are scaled
+        have rows.
+        """
         when = self.now()
-        error = max([cancelled(eqn, operands, exact[0].shadow) if exact else 0.0, *(x.error for x in operands)])
+        error = max(
+            [
+                cancelled(eqn, operands, exact[0].shadow) if exact else 0.0,
+                *(x.error for x in operands),
+            ]
+        )
         vanished = max((x.figures.vanished for x in operands if x.figures), default=0.0)
         out = []
         for i, (x, like, var) in enumerate(zip(found, exact, eqn.outvars, strict=True)):
             if self.turned is None and (share := differing(x, like.shadow)) > 0:
-                self.turned = f"{place}, {name_of(eqn)}: {share:.1%} of its elements are not those of plain FP32"
-            tensor = Tensor(x, like.shadow, place, when, None, error, vanished, like.blame, formats=casts.formats())
+                self.turned = (
+                    f"{place}, {name_of(eqn)}: {share:.1%} of its elements are not"
+                    " those of plain FP32"
+                )
+            tensor = Tensor(
+                x,
+                like.shadow,
+                place,
+                when,
+                None,
+                error,
+                vanished,
+                like.blame,
+                formats=casts.formats(),
+            )
             if scaled[i]:
-                new = Row(place, name_of(eqn), tuple(var.aval.shape), str(x.dtype), NOTHING)
+                new = Row(
+                    place, name_of(eqn), tuple(var.aval.shape), str(x.dtype), NOTHING
+                )
                 tensor.row = self.rows.setdefault((*path, i), new)
                 tensor.row.turns += 1
             self.look(tensor, name_of(eqn), casts.lost())
             out.append(tensor)
         return out
 
-    def look(self, x: Tensor, name: str, cast: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> None:
-        """Measures a tensor; `name`: of its equation, `cast`: what casts in there lost, as `watch.losses` says it."""
+    def look(
+        self, x: Tensor, name: str, cast: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    ) -> None:
+        """Measures a tensor; `name`: of its equation, `cast`: what casts in there lost,
+        as `watch.losses` says it.
+        """
         if not is_float(x.shadow):
             return
         figures, before = measured(x, cast), sum(x.blame.values())
-        x.figures = figures._replace(drift=figures.astray - before if figures.due else 0.0)
+        x.figures = figures._replace(
+            drift=figures.astray - before if figures.due else 0.0
+        )
         if isinstance(x.value, Value):
-            # What takes back some of it takes it from all: a scale that is right has nothing to blame.
+            # What takes back some of it takes it from all: a scale that is right has
+            # nothing to blame.
             part = min(max(figures.astray / before, 0.0), 1.0) if before else 1.0
-            x.blame = sum_of([(x.blame, part), ({(x.place, name): figures.astray - part * before}, 1.0)])
+            x.blame = sum_of(
+                [
+                    (x.blame, part),
+                    ({(x.place, name): figures.astray - part * before}, 1.0),
+                ]
+            )
         if x.row is not None:
             data = x.value.data if isinstance(x.value, Value) else x.value
             least = float(jnp.finfo(data.dtype).tiny)
-            loses = figures.loses(self.tolerance, epsilon(x.row.dtype, *x.formats), least)
+            loses = figures.loses(
+                self.tolerance, epsilon(x.row.dtype, *x.formats), least
+            )
             x.row.see(x.figures, x.blame, x.when, loses=loses)
 
     def stored(self, x: Tensor, bring: Callable) -> Tensor:
-        """The tensor in its format; if that rounds it, its row has the figures of what is left."""
+        """The tensor in its format; if that rounds it, its row has the figures of what
+        is left.
+        """
         if not isinstance(x.value, Value):
             return x
         # What is wrong already is not made so by rounding it.
-        out = dataclasses.replace(x, value=bring(x.value), operand_error=max(x.operand_error, x.error))
-        if out.value is not x.value and not x.value.guard:  # a mask's constant saturates, and is meant to
+        out = dataclasses.replace(
+            x, value=bring(x.value), operand_error=max(x.operand_error, x.error)
+        )
+        # a mask's constant saturates, and is meant to
+        if out.value is not x.value and not x.value.guard:
             self.look(out, x.row.primitive if x.row else "")
         return out
 
-    def loop(self, eqn: Any, operands: list[Tensor], stored: set, place: Place, path: tuple) -> list[Tensor]:
-        """The results of control flow, of which each turn is evaluated where it has concrete operands."""
+    def loop(
+        self, eqn: Any, operands: list[Tensor], stored: set, place: Place, path: tuple
+    ) -> list[Tensor]:
+        """The results of control flow, of which each turn is evaluated where it has
+        concrete operands.
+        """
         turns = TURNS[eqn.primitive.name](eqn, operands)
 
         def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -178,16 +279,27 @@ class Walk:
                 return interpreter.evaluate(jaxpr, args)
             with jax.disable_jit(False), watch.watching(None):
                 known = zip(args, turns.operands(jaxpr), strict=True)
-                inner = [dataclasses.replace(y, value=x, place=place, row=None) for x, y in known]
+                inner = [
+                    dataclasses.replace(y, value=x, place=place, row=None)
+                    for x, y in known
+                ]
                 for x in inner:
                     self.look(x, name_of(eqn))
-                out = [self.stored(x, v.narrow) for x in self.run(jaxpr, inner, place, path)]
+                out = [
+                    self.stored(x, v.narrow)
+                    for x in self.run(jaxpr, inner, place, path)
+                ]
                 turns.done(jaxpr, out)
             return [x.value for x in out]
 
         def walk(values: list[Any]) -> tuple[list[Any], list[Tensor] | None]:
             if eqn.params.get("length") == 0:
-                return interpreter.results(eqn, values, stored, evaluate=interpreter.evaluate), None
+                return (
+                    interpreter.results(
+                        eqn, values, stored, evaluate=interpreter.evaluate
+                    ),
+                    None,
+                )
             with jax.disable_jit():
                 out = interpreter.results(eqn, values, stored, evaluate=evaluate)
             return out, turns.results()
@@ -208,13 +320,19 @@ class Casts:
         with watch.watching(None):
             lost, dtype = watch.losses(before, after), str(after.dtype)
             # Under a vmap of the equation, what is lost is known when it is run.
-            jax.debug.callback(lambda x: self._seen.append((dtype, np.asarray(x))), lost)
+            jax.debug.callback(
+                lambda x: self._seen.append((dtype, np.asarray(x))), lost
+            )
 
     def formats(self) -> tuple[str, ...]:
         return tuple(dtype for dtype, _ in self._seen)
 
     def lost(self) -> tuple[float, float, float]:
-        norm, share, saturated = np.max([x for _, x in self._seen], axis=0, initial=0.0) if self._seen else (0, 0, 0)
+        norm, share, saturated = (
+            np.max([x for _, x in self._seen], axis=0, initial=0.0)
+            if self._seen
+            else (0, 0, 0)
+        )
         return float(norm), float(share), float(saturated)
 
 

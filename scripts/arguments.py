@@ -1,6 +1,7 @@
 """`key=value` arguments for the scripts, in the manner of the main command.
 
-A script describes its arguments as a frozen dataclass whose fields `argument` makes; without a default one is required.
+A script describes its arguments as a frozen dataclass whose fields `argument` makes;
+without a default one is required.
 """
 
 import dataclasses
@@ -19,20 +20,30 @@ def argument(help: str, default: typing.Any = dataclasses.MISSING) -> typing.Any
 
 
 def read[T](cls: type[T], argv: Sequence[str]) -> T:
-    """The arguments `cls` from `key=value` strings. UserError names what is unknown, missing or wrong."""
+    """The arguments `cls` from `key=value` strings. UserError names what is unknown,
+    missing or wrong.
+    """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values = {}
     refuse_twice(argv)
     for text in argv:
         key, separator, value = text.partition("=")
         if not separator:
-            raise UserError(f"{text!r}: expected key=value. Valid keys: {', '.join(fields)}")
+            raise UserError(
+                f"{text!r}: expected key=value. Valid keys: {', '.join(fields)}"
+            )
         if key not in fields:
             raise UserError(f"unknown key {key}; {nearest(key, list(fields))}")
         values[key] = _convert(typing.get_type_hints(cls)[key], key, value)
-    missing = [name for name, f in fields.items() if name not in values and f.default is dataclasses.MISSING]
+    missing = [
+        name
+        for name, f in fields.items()
+        if name not in values and f.default is dataclasses.MISSING
+    ]
     if missing:
-        raise UserError(f"missing {', '.join(f'{name}=' for name in missing)}; --help explains")
+        raise UserError(
+            f"missing {', '.join(f'{name}=' for name in missing)}; --help explains"
+        )
     return cls(**values)
 
 
@@ -60,13 +71,18 @@ def usage(cls: type, name: str, about: str) -> str:
     """The text of `--help`."""
     lines = [f"usage: python -m scripts.{name} key=value ...", "", about.strip(), ""]
     for field in dataclasses.fields(cls):
-        default = "required" if field.default is dataclasses.MISSING else f"default {field.default!r}"
+        default = (
+            "required"
+            if field.default is dataclasses.MISSING
+            else f"default {field.default!r}"
+        )
         lines.append(f"  {field.name}=  {field.metadata['help']} ({default})")
     return "\n".join(lines)
 
 
 def run[T](cls: type[T], name: str, about: str, main: Callable[[T], None]) -> int:
-    """Read the command line and call `main`. The exit code: 0, or that of a UserError after its one line on stderr.
+    """Read the command line and call `main`. The exit code: 0, or that of a UserError
+    after its one line on stderr.
 
     141 where nobody reads what it prints, see `to_readers`.
     """

@@ -1,9 +1,12 @@
-"""Check the Dockerfile where there is no Docker: its rules and files, and on demand its RUN lines.
+"""Check the Dockerfile where there is no Docker: its rules and files, and on demand its
+RUN lines.
 
-Without `build=yes` it only reads. With it, the RUN lines are executed in order in an empty directory that stands for
-the image's root: what is copied is copied there, and the image's paths lead there. A RUN that calls a package manager
-or names a system directory is reported as untested. At the end the entry point trains two steps. That installs what the
-image installs, some gigabytes from the package index, and needs neither a daemon nor root.
+Without `build=yes` it only reads. With it, the RUN lines are executed in order in an
+empty directory that stands for the image's root: what is copied is copied there, and
+the image's paths lead there. A RUN that calls a package manager or names a system
+directory is reported as untested. At the end the entry point trains two steps. That
+installs what the image installs, some gigabytes from the package index, and needs
+neither a daemon nor root.
 """
 
 import fnmatch
@@ -22,7 +25,20 @@ from typing import NamedTuple
 from scripts.arguments import argument, note, run
 from trainer.errors import UserError
 
-KNOWN = ("FROM", "RUN", "WORKDIR", "COPY", "ENTRYPOINT", "CMD", "ENV", "ARG", "LABEL", "EXPOSE", "USER", "VOLUME")
+KNOWN = (
+    "FROM",
+    "RUN",
+    "WORKDIR",
+    "COPY",
+    "ENTRYPOINT",
+    "CMD",
+    "ENV",
+    "ARG",
+    "LABEL",
+    "EXPOSE",
+    "USER",
+    "VOLUME",
+)
 SYSTEM = (
     "bin",
     "boot",
@@ -41,9 +57,17 @@ SYSTEM = (
     "var",
 )
 PACKAGE_MANAGERS = re.compile(r"\b(apt-get|apt|dpkg|dnf|yum|apk)\b")
-IMAGE_PATH = re.compile(r"(?<![\w./$}:-])/(\w[\w.-]*)")  # where an absolute path begins; its first folder
-PASSED_ON = re.compile(r"(?i)(pip_|uv_|ssl_|https?_proxy|no_proxy|requests_ca)")  # how the package index is reached
-TINY = ("model.n_layer=1", "model.n_head=2", "model.d_model=32", "model.context=32", "train.batch_tokens=64")
+# where an absolute path begins; its first folder
+IMAGE_PATH = re.compile(r"(?<![\w./$}:-])/(\w[\w.-]*)")
+# how the package index is reached
+PASSED_ON = re.compile(r"(?i)(pip_|uv_|ssl_|https?_proxy|no_proxy|requests_ca)")
+TINY = (
+    "model.n_layer=1",
+    "model.n_head=2",
+    "model.d_model=32",
+    "model.context=32",
+    "train.batch_tokens=64",
+)
 TWO_STEPS = (
     *TINY,
     "train.steps=2",
@@ -58,13 +82,20 @@ TWO_STEPS = (
 class Arguments:
     """See `--help`."""
 
-    file: str = argument("the Dockerfile; its folder is the build's context", "Dockerfile")
+    file: str = argument(
+        "the Dockerfile; its folder is the build's context", "Dockerfile"
+    )
     build: str = argument("yes: execute its RUN lines too", "no")
-    root: str = argument("the empty directory that stands for the image's root; empty: a temporary one", "")
+    root: str = argument(
+        "the empty directory that stands for the image's root; empty: a temporary one",
+        "",
+    )
 
 
 class Instruction(NamedTuple):
-    """An instruction of a Dockerfile: the line it begins in, its name, and what follows it, continued lines joined."""
+    """An instruction of a Dockerfile: the line it begins in, its name, and what follows
+    it, continued lines joined.
+    """
 
     line: int
     name: str
@@ -72,7 +103,9 @@ class Instruction(NamedTuple):
 
 
 def main(args: Arguments) -> None:
-    """Raise UserError for what is wrong, all of it at once; say what was tested and what was not."""
+    """Raise UserError for what is wrong, all of it at once; say what was tested and
+    what was not.
+    """
     path = Path(args.file).resolve()
     if args.build not in ("yes", "no"):
         raise UserError(f"build={args.build}: expected yes or no")
@@ -82,7 +115,10 @@ def main(args: Arguments) -> None:
         raise UserError(f"cannot read file={args.file}: {error.strerror}") from error
     if wrong := [*complaints(steps, path.parent)]:
         raise UserError(f"{args.file}, " + "; ".join(wrong))
-    print(f"{args.file}: {len(steps)} instructions follow the rules, and what they copy is there")
+    print(
+        f"{args.file}: {len(steps)} instructions follow the rules, and what they copy"
+        " is there"
+    )
     if args.build == "no":
         return
     if args.root:
@@ -93,12 +129,15 @@ def main(args: Arguments) -> None:
 
 
 def parse(text: str) -> list[Instruction]:
-    """The instructions of a Dockerfile. UserError names the line of one that is unknown here."""
+    """The instructions of a Dockerfile. UserError names the line of one that is unknown
+    here.
+    """
     found: list[Instruction] = []
     parts: list[str] = []
     start = 0
     for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip() or line.lstrip().startswith("#"):  # a comment may stand between continued lines
+        # a comment may stand between continued lines
+        if not line.strip() or line.lstrip().startswith("#"):
             continue
         start = start if parts else number
         parts.append(line.strip().removesuffix("\\").strip())
@@ -106,7 +145,10 @@ def parse(text: str) -> list[Instruction]:
             continue
         name, _, rest = " ".join(parts).partition(" ")
         if name.upper() not in KNOWN or "<<" in rest:
-            raise UserError(f"line {start}: {name} {rest[:40]}: not known here; expected one of {', '.join(KNOWN)}")
+            raise UserError(
+                f"line {start}: {name} {rest[:40]}: not known here; expected one of"
+                f" {', '.join(KNOWN)}"
+            )
         found.append(Instruction(start, name.upper(), rest.strip()))
         parts = []
     return found
@@ -127,8 +169,14 @@ def wrong_in(step: Instruction, context: Path) -> Iterator[str]:
     """What is wrong in one instruction."""
     match step.name:
         case "FROM":
-            if not re.search(r":[\w.-]+|@sha256:\w+", step.rest) or ":latest" in step.rest:
-                yield f"{step.rest}: expected a tag other than latest, which makes builds repeat"
+            if (
+                not re.search(r":[\w.-]+|@sha256:\w+", step.rest)
+                or ":latest" in step.rest
+            ):
+                yield (
+                    f"{step.rest}: expected a tag other than latest, which makes builds"
+                    " repeat"
+                )
         case "RUN":
             yield from wrong_in_run(step.rest)
         case "WORKDIR":
@@ -138,18 +186,35 @@ def wrong_in(step: Instruction, context: Path) -> Iterator[str]:
             yield from wrong_in_copy(step.rest, context)
         case "ENTRYPOINT" | "CMD":
             if words_of(step) is None:
-                yield f"{step.name} {step.rest}: expected a list in JSON: a shell in between would not pass signals on"
+                yield (
+                    f"{step.name} {step.rest}: expected a list in JSON: a shell in"
+                    " between would not pass signals on"
+                )
 
 
 def wrong_in_run(command: str) -> Iterator[str]:
     """What is wrong in a shell command."""
-    checked = subprocess.run(["sh", "-n"], input=command, capture_output=True, text=True)
+    checked = subprocess.run(
+        ["sh", "-n"], input=command, capture_output=True, text=True
+    )
     if checked.returncode:
         yield f"not a shell command: {checked.stderr.strip()}"
     if "apt-get install" in command:
-        wanted = ("apt-get update", "--yes", "--no-install-recommends", "rm -rf /var/lib/apt/lists/*")
-        yield from (f"apt-get install without {part} in the same RUN" for part in wanted if part not in command)
-    for tool, flag in ((r"(?<!uv )\bpip install", "--no-cache-dir"), (r"\buv pip install", "--no-cache")):
+        wanted = (
+            "apt-get update",
+            "--yes",
+            "--no-install-recommends",
+            "rm -rf /var/lib/apt/lists/*",
+        )
+        yield from (
+            f"apt-get install without {part} in the same RUN"
+            for part in wanted
+            if part not in command
+        )
+    for tool, flag in (
+        (r"(?<!uv )\bpip install", "--no-cache-dir"),
+        (r"\buv pip install", "--no-cache"),
+    ):
         if re.search(tool, command) and flag not in command:
             yield f"pip install without {flag} leaves its cache in the image"
 
@@ -174,16 +239,26 @@ def ignored_patterns(context: Path) -> list[str]:
     """The patterns of the context's .dockerignore."""
     path = context / ".dockerignore"
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    return [line.strip().strip("/") for line in lines if line.strip() and not line.startswith("#")]
+    return [
+        line.strip().strip("/")
+        for line in lines
+        if line.strip() and not line.startswith("#")
+    ]
 
 
 def is_ignored(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a path in the context, or a folder that it is in, is left out."""
     parts = Path(name).parts
     paths = ["/".join(parts[: i + 1]) for i in range(len(parts))]
-    anywhere = [pattern.removeprefix("**/") for pattern in patterns if pattern.startswith("**/")]
-    by_path = any(fnmatch.fnmatch(path, pattern) for path in paths for pattern in patterns)
-    return by_path or any(fnmatch.fnmatch(part, pattern) for part in parts for pattern in anywhere)
+    anywhere = [
+        pattern.removeprefix("**/") for pattern in patterns if pattern.startswith("**/")
+    ]
+    by_path = any(
+        fnmatch.fnmatch(path, pattern) for path in paths for pattern in patterns
+    )
+    return by_path or any(
+        fnmatch.fnmatch(part, pattern) for part in parts for pattern in anywhere
+    )
 
 
 def words_of(step: Instruction) -> list[str] | None:
@@ -192,11 +267,17 @@ def words_of(step: Instruction) -> list[str] | None:
         words = json.loads(step.rest)
     except ValueError:
         return None
-    return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
+    return (
+        words
+        if isinstance(words, list) and all(isinstance(word, str) for word in words)
+        else None
+    )
 
 
 def build(steps: Sequence[Instruction], context: Path, root: Path) -> None:
-    """Follow the instructions in `root`, which is empty, then train two steps. UserError names what failed."""
+    """Follow the instructions in `root`, which is empty, then train two steps.
+    UserError names what failed.
+    """
     if root.exists() and any(root.iterdir()):
         raise UserError(f"root={root} is not empty; choose another")
     work, environment = root, environment_of(root)
@@ -212,7 +293,12 @@ def build(steps: Sequence[Instruction], context: Path, root: Path) -> None:
                 untested.append(f"line {step.line}, RUN {step.rest[:60]}...: {reason}")
             case "RUN":
                 note(f"line {step.line}, RUN {step.rest}")
-                execute(["sh", "-c", moved(step.rest, root)], work, environment, f"line {step.line}")
+                execute(
+                    ["sh", "-c", moved(step.rest, root)],
+                    work,
+                    environment,
+                    f"line {step.line}",
+                )
             case "ENTRYPOINT":
                 entry = [moved(word, root) for word in words_of(step) or ()]
             case _:
@@ -220,18 +306,34 @@ def build(steps: Sequence[Instruction], context: Path, root: Path) -> None:
     for arguments in (["--cfg", "job"], TWO_STEPS):
         note(f"ENTRYPOINT {' '.join(arguments)}")
         execute([*entry, *arguments], work, environment, "ENTRYPOINT")
-    print("its RUN lines and its ENTRYPOINT worked in an empty directory, but these were not tested:")
-    print("\n".join(f"  {text}" for text in [*untested, "CUDA, the driver of the host and its GPUs"]))
+    print(
+        "its RUN lines and its ENTRYPOINT worked in an empty directory, but these were"
+        " not tested:"
+    )
+    print(
+        "\n".join(
+            f"  {text}"
+            for text in [*untested, "CUDA, the driver of the host and its GPUs"]
+        )
+    )
 
 
 def environment_of(root: Path) -> dict[str, str]:
-    """An empty environment whose `python3` is this Python without its packages, and whose home is in `root`."""
+    """An empty environment whose `python3` is this Python without its packages, and
+    whose home is in `root`.
+    """
     tools, home = root / ".host" / "bin", root / ".host" / "home"
     tools.mkdir(parents=True)
     home.mkdir()
     (tools / "python3").symlink_to(os.path.realpath(sys.executable))
-    passed = {name: value for name, value in os.environ.items() if PASSED_ON.match(name)}
-    return passed | {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(home), "LANG": "C.UTF-8"}
+    passed = {
+        name: value for name, value in os.environ.items() if PASSED_ON.match(name)
+    }
+    return passed | {
+        "PATH": f"{tools}:/usr/bin:/bin",
+        "HOME": str(home),
+        "LANG": "C.UTF-8",
+    }
 
 
 def inside(root: Path, path: str, work: Path | None = None) -> Path:
@@ -254,30 +356,47 @@ def cannot_run(command: str) -> str:
 
 
 def copy(rest: str, context: Path, root: Path, work: Path) -> None:
-    """Copy from the context what .dockerignore does not leave out: files into a folder, of a folder what is in it."""
+    """Copy from the context what .dockerignore does not leave out: files into a folder,
+    of a folder what is in it.
+    """
     *sources, target = rest.split()
     hidden = ignored_patterns(context)
 
     def left_out(folder: str, names: list[str]) -> list[str]:
-        return [n for n in names if is_ignored(str((Path(folder) / n).relative_to(context)), hidden)]
+        return [
+            n
+            for n in names
+            if is_ignored(str((Path(folder) / n).relative_to(context)), hidden)
+        ]
 
     for source in sources:
         place = inside(root, target, work)
         if (context / source).is_dir():
-            shutil.copytree(context / source, place, ignore=left_out, dirs_exist_ok=True)
+            shutil.copytree(
+                context / source, place, ignore=left_out, dirs_exist_ok=True
+            )
         else:
             place = place / Path(source).name if target.endswith("/") else place
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(context / source, place)
 
 
-def execute(command: Sequence[str], work: Path, environment: dict[str, str], name: str) -> None:
+def execute(
+    command: Sequence[str], work: Path, environment: dict[str, str], name: str
+) -> None:
     """Run it. UserError has the end of what it said, if it failed."""
     done = subprocess.run(
-        command, cwd=work, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=work,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if done.returncode:
-        raise UserError(f"{name} ended with exit code {done.returncode}:\n{done.stdout[-2000:]}")
+        raise UserError(
+            f"{name} ended with exit code {done.returncode}:\n{done.stdout[-2000:]}"
+        )
 
 
 if __name__ == "__main__":

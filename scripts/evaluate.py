@@ -1,12 +1,15 @@
-"""Validation of a run's newest checkpoint, in the precision that it was trained in and in others; or tasks.
+"""Validation of a run's newest checkpoint, in the precision that it was trained in and
+in others; or tasks.
 
-The same weights on the same batches, so what differs is the arithmetic of the forward pass: what FP8 costs where a
-model is used, which is not what it costs in training. Weights are rounded to the other precision's format.
+The same weights on the same batches, so what differs is the arithmetic of the forward
+pass: what FP8 costs where a model is used, which is not what it costs in training.
+Weights are rounded to the other precision's format.
 
 python -m scripts.evaluate run_dir=runs/mine precisions=fp32,bf16,scalify_fp8
-python -m scripts.evaluate run_dir=runs/mine text=other.txt,more.jsonl     # on other text
-python -m scripts.evaluate run_dir=runs/mine tasks=last_word,word_order    # made of the validation text
-python -m scripts.evaluate run_dir=runs/mine tasks=hellaswag,my.yaml limit=500     # lm-evaluation-harness's
+python -m scripts.evaluate run_dir=runs/mine text=other.txt,more.jsonl     # on other
+text python -m scripts.evaluate run_dir=runs/mine tasks=last_word,word_order    # made
+of the validation text python -m scripts.evaluate run_dir=runs/mine
+tasks=hellaswag,my.yaml limit=500     # lm-evaluation-harness's
 """
 
 import functools
@@ -51,13 +54,31 @@ class Arguments:
     """See `--help`."""
 
     run_dir: str = argument("a run directory with a checkpoint")
-    precisions: str = argument("precisions besides its own, with +key=value; empty: fp32, for tasks none", "")
+    precisions: str = argument(
+        "precisions besides its own, with +key=value; empty: fp32, for tasks none", ""
+    )
     batches: int = argument("batches at most; 0: as many as at the end of the run", 0)
-    text: str = argument("files or directories of other text, separated by commas; empty: the validation part", "")
-    column: str = argument("of their jsonl and parquet rows, the one that holds the text", TextSource.column)
-    tasks: str = argument(f"tasks in place of a loss: {', '.join(OFFLINE)}, or lm-evaluation-harness's", "")
-    limit: int = argument(f"items of each task at most; 0: {ITEMS} of the first two, all of the others", 0)
-    fewshot: int = argument("examples before each item of the harness's tasks; -1: as many as the task says", -1)
+    text: str = argument(
+        "files or directories of other text, separated by commas; empty: the validation"
+        " part",
+        "",
+    )
+    column: str = argument(
+        "of their jsonl and parquet rows, the one that holds the text",
+        TextSource.column,
+    )
+    tasks: str = argument(
+        f"tasks in place of a loss: {', '.join(OFFLINE)}, or lm-evaluation-harness's",
+        "",
+    )
+    limit: int = argument(
+        f"items of each task at most; 0: {ITEMS} of the first two, all of the others", 0
+    )
+    fewshot: int = argument(
+        "examples before each item of the harness's tasks; -1: as many as the task"
+        " says",
+        -1,
+    )
     batch: int = argument("sequences at once, in tasks", BATCH)
 
 
@@ -82,7 +103,8 @@ class Result(NamedTuple):
       loss: nats per token, the mean over the batches.
       bits_per_byte: of the text.
       difference: to AS_TRAINED, nats; negative is better.
-      half_width: of the 95% interval of the difference, from batch to batch; infinite for a single one.
+      half_width: of the 95% interval of the difference, from batch to batch; infinite
+          for a single one.
     """
 
     precision: str
@@ -93,16 +115,22 @@ class Result(NamedTuple):
 
 
 def main(args: Arguments) -> None:
-    """Print a line for each precision as it is known, and write evaluation.json into the run directory."""
+    """Print a line for each precision as it is known, and write evaluation.json into
+    the run directory.
+    """
     if args.batches < 0:
         raise UserError(f"batches={args.batches}: expected 0 or more")
     run_dir = Path(args.run_dir)
     names = split(args.precisions) if args.precisions else ["fp32"] * (not args.tasks)
     if args.precisions and not names:
-        raise UserError("precisions=: expected at least one, such as precisions=fp32,bf16")
+        raise UserError(
+            "precisions=: expected at least one, such as precisions=fp32,bf16"
+        )
     policies = {name: policy_of(name) for name in names}
     if args.tasks and not split(args.tasks):
-        raise UserError("tasks=: expected at least one, such as tasks=last_word,word_order")
+        raise UserError(
+            "tasks=: expected at least one, such as tasks=last_word,word_order"
+        )
     if args.tasks:
         return take_tasks(args, policies)
     c, w, found = restore_training(run_dir)
@@ -112,63 +140,113 @@ def main(args: Arguments) -> None:
         source = TextSource(tuple(split(args.text)), None, args.column)
         text = other_text(source, Path(c.data.cache_dir or run_dir), w, most)
     else:
-        text = Text(w.data.val.batch, min(most, w.data.val.steps_per_epoch), w.data.bytes_per_token)
+        text = Text(
+            w.data.val.batch,
+            min(most, w.data.val.steps_per_epoch),
+            w.data.bytes_per_token,
+        )
     size = text.count * w.data.val.batch_size * w.model.spec.context
     where = f"; {args.text}" * bool(args.text)
     print(
-        f"{run_dir}: {c.precision.name}, step {found.step:,}{where}; {text.count} batches, {size:,} tokens", flush=True
+        f"{run_dir}: {c.precision.name}, step {found.step:,}{where}; {text.count}"
+        f" batches, {size:,} tokens",
+        flush=True,
     )
-    print(f"{'precision':<32} {'loss':>8} {'bits a byte':>12} {'difference, nats':>20} {'in %':>8}")
+    print(
+        f"{'precision':<32} {'loss':>8} {'bits a byte':>12} {'difference, nats':>20}"
+        f" {'in %':>8}"
+    )
     results = []
-    for result in evaluated(w.task, found.state, others, text, c.train.grad_accum_steps):
+    for result in evaluated(
+        w.task, found.state, others, text, c.train.grad_accum_steps
+    ):
         results.append(result)
         print(line(result, results[0].loss), flush=True)
     for name, other in others.items():
         if other.model.policy.forward and not other.model.narrow:
             why = next(iter(other.model.skipped.values()))
-            print(f"none of the model's matmuls is in {other.model.policy.forward} in {name}: {why}")
-    path = run_dir / ("evaluation_of_text.json" if args.text else "evaluation.json")  # the report takes the second
+            print(
+                f"none of the model's matmuls is in {other.model.policy.forward} in"
+                f" {name}: {why}"
+            )
+    # the report takes the second
+    path = run_dir / ("evaluation_of_text.json" if args.text else "evaluation.json")
     rows = [finite(result._asdict()) for result in results]
-    document = {"step": found.step, "tokens": size, "results": rows} | ({"text": args.text} if args.text else {})
+    document = {"step": found.step, "tokens": size, "results": rows} | (
+        {"text": args.text} if args.text else {}
+    )
     write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     print(f"all digits: {path}")
 
 
 def take_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
-    """Print a line for each metric of each task, and write tasks.json into the run directory."""
+    """Print a line for each metric of each task, and write tasks.json into the run
+    directory.
+    """
     for name, least in (("limit", 0), ("fewshot", -1), ("batch", 1)):
         if getattr(args, name) < least:
             raise UserError(f"{name}={getattr(args, name)}: expected {least} or more")
     if args.text:
-        raise UserError("tasks and text: give one of them; the tasks of this package are made of the validation text")
+        raise UserError(
+            "tasks and text: give one of them; the tasks of this package are made of"
+            " the validation text"
+        )
     c, w, found = restore_training(Path(args.run_dir))
     fewshot = None if args.fewshot < 0 else args.fewshot
-    tasks = choose(split(args.tasks), w.data.beginning, limit=args.limit or None, fewshot=fewshot)
-    print(f"{args.run_dir}: {c.precision.name}, step {found.step:,}; {', '.join(split(args.tasks))}", flush=True)
+    tasks = choose(
+        split(args.tasks), w.data.beginning, limit=args.limit or None, fewshot=fewshot
+    )
+    print(
+        f"{args.run_dir}: {c.precision.name}, step {found.step:,};"
+        f" {', '.join(split(args.tasks))}",
+        flush=True,
+    )
     print(f"{'precision':<32} {'task':<24} {'metric':<20} {'value':>10}")
     results = []
     for name, policy in {AS_TRAINED: w.model.policy, **policies}.items():
         task, state = w.task, found.state
         if name != AS_TRAINED:
             task = task.in_precision(policy)
-            state = replace(state, params=store_weights(weights.wide(state.params), policy), scaling=())
-        eval_model = EvalModel(task, w.data.tokenizer, args.batch).at(state.params, state.scaling)
+            state = replace(
+                state,
+                params=store_weights(weights.wide(state.params), policy),
+                scaling=(),
+            )
+        eval_model = EvalModel(task, w.data.tokenizer, args.batch).at(
+            state.params, state.scaling
+        )
         scores = tasks.scores(eval_model)
         for of, row in scores.items():
             for metric, score in row.items():
                 error = f" ± {score.error:.4f}" if math.isfinite(score.error) else ""
-                print(f"{name:<32} {of:<24} {metric:<20} {score.value:>10.4f}{error}", flush=True)
-        rows = {of: {metric: finite(score._asdict()) for metric, score in row.items()} for of, row in scores.items()}
+                print(
+                    f"{name:<32} {of:<24} {metric:<20} {score.value:>10.4f}{error}",
+                    flush=True,
+                )
+        rows = {
+            of: {metric: finite(score._asdict()) for metric, score in row.items()}
+            for of, row in scores.items()
+        }
         results.append({"precision": name, "tasks": rows})
     folder = Path(args.run_dir) / "tasks"
-    files = [write_for_harness(name, items, folder) for name, items in tasks.items.items()]
+    files = [
+        write_for_harness(name, items, folder) for name, items in tasks.items.items()
+    ]
     path = Path(args.run_dir) / "tasks.json"
-    document = {"step": found.step, "limit": args.limit, "fewshot": fewshot, "results": results}
+    document = {
+        "step": found.step,
+        "limit": args.limit,
+        "fewshot": fewshot,
+        "results": results,
+    }
     write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     print(f"all digits: {path}")
     if files:
         same = f"--include_path {folder} --tasks {','.join(tasks.items)}"
-        print(f"the same of an export: lm_eval --model hf --model_args pretrained=EXPORT {same}")
+        print(
+            "the same of an export: lm_eval --model hf --model_args pretrained=EXPORT"
+            f" {same}"
+        )
 
 
 def policy_of(item: str) -> Policy:
@@ -179,17 +257,24 @@ def policy_of(item: str) -> Policy:
     name, *changes = item.split("+")
     for change in changes:
         if not change.startswith("precision."):
-            raise UserError(f"{item}: {change} is no matter of the precision; expected +precision.key=value")
+            raise UserError(
+                f"{item}: {change} is no matter of the precision; expected"
+                " +precision.key=value"
+            )
     if "=" in name:
         raise UserError(f"{item}: expected the name of a precision first, such as bf16")
     c = compose_or_explain([f"precision={name}", *changes]).precision
     if c.method.has_history:
-        raise UserError(f"{item}: its scales come from a history that only training writes; valid: any other scaling")
+        raise UserError(
+            f"{item}: its scales come from a history that only training writes; valid:"
+            " any other scaling"
+        )
     return build_policy(c)
 
 
 def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> Text:
-    """At most `most` batches of a text that the run has nothing to do with, of windows one after the other.
+    """At most `most` batches of a text that the run has nothing to do with, of windows
+    one after the other.
 
     Raises UserError for what is wrong with it, and where it is too short for one batch.
     """
@@ -207,28 +292,45 @@ def other_text(source: TextSource, cache_dir: Path, w: Workload, most: int) -> T
     count = min(most, (tokens - 1) // (loader.batch_size * context))
     if count < 1:
         raise UserError(
-            f"text: {tokens:,} tokens, one batch needs {loader.batch_size * context + 1:,} (train.batch_tokens + 1); "
-            "give more text"
+            f"text: {tokens:,} tokens, one batch needs"
+            f" {loader.batch_size * context + 1:,} (train.batch_tokens + 1); give more"
+            " text"
         )
     stream = np.concatenate(found).astype(np.int32)
-    starts = context * np.arange(count * loader.batch_size).reshape(count, loader.batch_size)
+    starts = context * np.arange(count * loader.batch_size).reshape(
+        count, loader.batch_size
+    )
     windows = stream[starts[..., None] + np.arange(context + 1)]
 
     def batch(i: int) -> Batch:
-        return Batch(windows[i], segments(windows[i], tokenizer.eot) if loader.document_mask else None)
+        return Batch(
+            windows[i],
+            segments(windows[i], tokenizer.eot) if loader.document_mask else None,
+        )
 
     return Text(batch, count, size / tokens)
 
 
 def evaluated(
-    task: TrainTask, state: TrainState, others: Mapping[str, TrainTask], text: Text, accum: int
+    task: TrainTask,
+    state: TrainState,
+    others: Mapping[str, TrainTask],
+    text: Text,
+    accum: int,
 ) -> Iterator[Result]:
-    """The run's own precision, then the others, on the batches of a text, of `accum` micro-batches each."""
+    """The run's own precision, then the others, on the batches of a text, of `accum`
+    micro-batches each.
+    """
     own = losses(task, state, text, accum)
     yield result_of(text, AS_TRAINED, own, own)
     for name, other in others.items():
         params = store_weights(weights.wide(state.params), other.model.policy)
-        yield result_of(text, name, losses(other, replace(state, params=params, scaling=()), text, accum), own)
+        yield result_of(
+            text,
+            name,
+            losses(other, replace(state, params=params, scaling=()), text, accum),
+            own,
+        )
 
 
 def losses(task: TrainTask, state: TrainState, text: Text, accum: int) -> list[float]:
@@ -238,8 +340,12 @@ def losses(task: TrainTask, state: TrainState, text: Text, accum: int) -> list[f
     return [float(step(state, place(text.batch(i)))) for i in range(text.count)]
 
 
-def result_of(text: Text, name: str, found: Sequence[float], own: Sequence[float]) -> Result:
-    """The figures of a precision from its losses and those of the run's own, batch by batch."""
+def result_of(
+    text: Text, name: str, found: Sequence[float], own: Sequence[float]
+) -> Result:
+    """The figures of a precision from its losses and those of the run's own, batch by
+    batch.
+    """
     loss = statistics.fmean(found)
     apart = [ours - theirs for ours, theirs in zip(found, own, strict=True)]
     bits = loss / math.log(2) / text.bytes_per_token
@@ -252,7 +358,10 @@ def line(result: Result, own: float) -> str:
     if result.precision == AS_TRAINED:
         return text
     interval = f" ± {result.half_width:.4f}" if math.isfinite(result.half_width) else ""
-    return f"{text} {f'{result.difference:+.4f}{interval}':>20} {100 * result.difference / own:>+8.2f}"
+    return (
+        f"{text} {f'{result.difference:+.4f}{interval}':>20}"
+        f" {100 * result.difference / own:>+8.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Where does a scale go astray? The loss and its gradient, equation by equation, beside the same in plain FP32.
+"""Where does a scale go astray? The loss and its gradient, equation by equation, beside
+the same in plain FP32.
 
-python -m scripts.explain run_dir=runs/mine                # on the newest checkpoint and a batch of its training data
-python -m scripts.explain precision=scalify_fp8 model.n_layer=2     # on a fresh model; overrides of python -m trainer
+python -m scripts.explain run_dir=runs/mine                # on the newest checkpoint
+and a batch of its training data python -m scripts.explain precision=scalify_fp8
+model.n_layer=2     # on a fresh model; overrides of python -m trainer
 
-Prints by line of the source what is flushed to zero, what saturates, how far scales are from the sizes of the numbers
-that they are for, and the first place where values are lost.
+Prints by line of the source what is flushed to zero, what saturates, how far scales are
+from the sizes of the numbers that they are for, and the first place where values are
+lost.
 """
 
 import dataclasses
@@ -35,32 +38,50 @@ from trainer.workload import Model
 class Arguments:
     """See `--help`."""
 
-    run_dir: str = argument("a run directory with a checkpoint; without it, a fresh model of the other arguments", "")
+    run_dir: str = argument(
+        "a run directory with a checkpoint; without it, a fresh model of the other"
+        " arguments",
+        "",
+    )
     batch: int = argument("number of the training batch", 0)
     sequences: int = argument("how many of its sequences are taken", 1)
     top: int = argument("rows that are printed, the most telling ones", 24)
     out: str = argument("a file that all rows are written to, as JSON", "")
 
 
-def explain_step(model: Model, params: Any, tokens: jax.Array, segments: jax.Array | None) -> Explanation:
-    """The loss and its gradient in the model's precision, as a training step computes them, without dropout.
+def explain_step(
+    model: Model, params: Any, tokens: jax.Array, segments: jax.Array | None
+) -> Explanation:
+    """The loss and its gradient in the model's precision, as a training step computes
+    them, without dropout.
 
-    `params` are as the run stores them, `tokens` [B, T+1], `segments` of the same shape, or None.
+    `params` are as the run stores them, `tokens` [B, T+1], `segments` of the same
+    shape, or None.
 
     Raises:
         UserError: the precision propagates no scales.
     """
     if not model.policy.scaled:
-        raise UserError(f"precision.scaling={model.policy.scaling} has no scales to explain; valid: scaling=propagate")
+        raise UserError(
+            f"precision.scaling={model.policy.scaling} has no scales to explain; valid:"
+            " scaling=propagate"
+        )
     dtype = DTYPES[model.policy.compute]
     params = map_arrays(lambda p: p.astype(dtype), params)
-    return explain(jax.value_and_grad(model.loss), params, tokens, segments, None, scales="static")
+    return explain(
+        jax.value_and_grad(model.loss), params, tokens, segments, None, scales="static"
+    )
 
 
-def load(arguments: Arguments, overrides: Sequence[str]) -> tuple[Model, Any, jax.Array, jax.Array | None]:
+def load(
+    arguments: Arguments, overrides: Sequence[str]
+) -> tuple[Model, Any, jax.Array, jax.Array | None]:
     """What `explain_step` takes, of a run or of a fresh model. Raises UserError."""
     if arguments.run_dir and overrides:
-        raise UserError(f"{overrides[0]}: a run has its own configuration; leave out run_dir= for a fresh model")
+        raise UserError(
+            f"{overrides[0]}: a run has its own configuration; leave out run_dir= for a"
+            " fresh model"
+        )
     if arguments.run_dir:
         c, w, found = restore_training(Path(arguments.run_dir))
         state = found.state
@@ -69,18 +90,30 @@ def load(arguments: Arguments, overrides: Sequence[str]) -> tuple[Model, Any, ja
         c = compose_or_explain(overrides)
         w = build_workload(c)
         state = build_state(c, w)
-    batch = place_batch(w.data.train.batch(arguments.batch), accum=c.train.grad_accum_steps, mesh=w.mesh)
+    batch = place_batch(
+        w.data.train.batch(arguments.batch), accum=c.train.grad_accum_steps, mesh=w.mesh
+    )
     tokens, segments = batch.tokens_AxBxT1[0], batch.segments_AxBxT1
     if arguments.sequences > len(tokens):
-        raise UserError(f"sequences={arguments.sequences}: a micro-batch of this run has {len(tokens)}")
+        raise UserError(
+            f"sequences={arguments.sequences}: a micro-batch of this run has"
+            f" {len(tokens)}"
+        )
     segments = None if segments is None else segments[0][: arguments.sequences]
     return w.model, state.params, tokens[: arguments.sequences], segments
 
 
 def write(path: Path, explained: Explanation) -> None:
     """All rows, and what they come to, as JSON."""
-    rows = [{**dataclasses.asdict(row.place), **row.figures_by_name()} for row in explained.rows]
-    document = {"first_loss": explained.first_loss, "errors": explained.errors, "rows": rows}
+    rows = [
+        {**dataclasses.asdict(row.place), **row.figures_by_name()}
+        for row in explained.rows
+    ]
+    document = {
+        "first_loss": explained.first_loss,
+        "errors": explained.errors,
+        "rows": rows,
+    }
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
@@ -90,13 +123,18 @@ def run(argv: Sequence[str]) -> None:
     arguments = read(Arguments, [a for a in argv if a.partition("=")[0] in own])
     for name, least in (("batch", 0), ("sequences", 1), ("top", 1)):
         if getattr(arguments, name) < least:
-            raise UserError(f"{name}={getattr(arguments, name)}: expected {least} or more")
+            raise UserError(
+                f"{name}={getattr(arguments, name)}: expected {least} or more"
+            )
     out = Path(arguments.out)
     if arguments.out and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"out={out}: expected a file in a directory that exists")
-    explained = explain_step(*load(arguments, [a for a in argv if a.partition("=")[0] not in own]))
+    explained = explain_step(
+        *load(arguments, [a for a in argv if a.partition("=")[0] not in own])
+    )
     if arguments.out:
-        write(out, explained)  # before anything is printed, which nobody may read to its end
+        # before anything is printed, which nobody may read to its end
+        write(out, explained)
     print(explained.text(arguments.top))
     if arguments.out:
         print(f"\nall of it: {out}")

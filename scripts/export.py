@@ -1,4 +1,5 @@
-"""Write a run's newest checkpoint in the form of Hugging Face: weights, configuration and tokenizer.
+"""Write a run's newest checkpoint in the form of Hugging Face: weights, configuration
+and tokenizer.
 
 python -m scripts.export run_dir=runs/mine out=exported
 """
@@ -25,9 +26,11 @@ class Arguments:
 
 
 def tokenizer_of_origin(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Path]:
-    """Copy the tokenizer's files of the Hugging Face directory that the run began with; the paths of the copies.
+    """Copy the tokenizer's files of the Hugging Face directory that the run began with;
+    the paths of the copies.
 
-    None are copied where the run began otherwise, the directory is gone, or its tokenizer is another than the run's.
+    None are copied where the run began otherwise, the directory is gone, or its
+    tokenizer is another than the run's.
     """
     from trainer.data.hf_tokenizer import first_difference, ids_beside
     from trainer.models.weight_files import carry_tokenizer
@@ -35,7 +38,10 @@ def tokenizer_of_origin(run_dir: Path, ours: "Tokenizer", out: Path) -> list[Pat
     try:
         init_from = read_mapping(run_dir / "config.yaml").get("init_from")
     except ValueError as error:
-        raise UserError(f"{run_dir / 'config.yaml'} is damaged ({error}); bring it back, then export again") from error
+        raise UserError(
+            f"{run_dir / 'config.yaml'} is damaged ({error}); bring it back, then"
+            " export again"
+        ) from error
     origin = Path(init_from if isinstance(init_from, str) else "")
     theirs = ids_beside(origin) if (origin / "config.json").is_file() else None
     same = theirs is not None and first_difference(theirs, ours) is None
@@ -52,10 +58,15 @@ def main(args: Arguments) -> None:
     weights = save(args.out, model.spec, model.params, model.tokenizer.eot)
     others = tokenizer_of_origin(Path(args.run_dir), model.tokenizer, Path(args.out))
     others = others or save_hf(Path(args.out), model.tokenizer, model.spec.context)
-    files = [*(path.name for path in weights), "config.json", *(path.name for path in others)]
+    files = [
+        *(path.name for path in weights),
+        "config.json",
+        *(path.name for path in others),
+    ]
     print(f"wrote {args.out}: {', '.join(files)}")
     print(
-        f"read it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}), transformers.AutoTokenizer likewise"
+        f"read it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}),"
+        " transformers.AutoTokenizer likewise"
     )
 
 

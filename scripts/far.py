@@ -1,16 +1,20 @@
-"""Keep a run with DiLoCo going while machines come and go. Start this on each of them, under a name of its own:
+"""Keep a run with DiLoCo going while machines come and go. Start this on each of them,
+under a name of its own:
 
 python -m scripts.far member=a host=10.0.0.1 members=4 \\
     trainer="run_dir=/shared/far parallel=diloco diloco.replicas=4 diloco.quorum=3"
 
-A process of the trainer runs on every machine. When one is lost, the others are stopped and go on from the newest
-checkpoint with the replicas that are left, if those are at least `diloco.quorum`; when it is back, all stop
-after a checkpoint and go on with it, its replicas from the outer weights. Each such start is a round.
+A process of the trainer runs on every machine. When one is lost, the others are stopped
+and go on from the newest checkpoint with the replicas that are left, if those are at
+least `diloco.quorum`; when it is back, all stop after a checkpoint and go on with it,
+its replicas from the outer weights. Each such start is a round.
 
-Rounds that fail one after the other without a new checkpoint wait longer and longer before the next, and are given up
-after `failures` of them; a machine whose process is the first to fail in half as many leaves, and the others go on.
+Rounds that fail one after the other without a new checkpoint wait longer and longer
+before the next, and are given up after `failures` of them; a machine whose process is
+the first to fail in half as many leaves, and the others go on.
 
-What members know of each other is in RUN_DIR/members, on the disk that they share (scripts/members.py).
+What members know of each other is in RUN_DIR/members, on the disk that they share
+(scripts/members.py).
 
 Exit codes are the trainer's; 4 where a round ended as no machine could help.
 """
@@ -33,8 +37,10 @@ from trainer.config.composition import compose_or_explain
 from trainer.errors import UserError, to_readers
 from trainer.text import laid_over
 
-FINAL = (0, 2, 3)  # exit codes: done, bad configuration or data, diverged; starting again would not help
-TOGETHER = (*FINAL, 143)  # those that all processes end with by themselves; 143: stopped by SIGTERM
+# exit codes: done, bad configuration or data, diverged; starting again would not help
+FINAL = (0, 2, 3)
+# those that all processes end with by themselves; 143: stopped by SIGTERM
+TOGETHER = (*FINAL, 143)
 HUNG = 4
 
 
@@ -44,15 +50,24 @@ class Arguments:
 
     member: str = argument("the name of this machine, unlike all others'")
     members: int = argument("how many machines there are when all are there")
-    trainer: str = argument("arguments of the trainer, the same on all machines, separated by spaces")
+    trainer: str = argument(
+        "arguments of the trainer, the same on all machines, separated by spaces"
+    )
     host: str = argument("where the others reach this machine", "127.0.0.1")
     port: int = argument("the first of 64 ports, of which each round takes one", 8476)
     beat_seconds: float = argument("how often a machine says that it is there", 1)
     gone_seconds: float = argument("after so long without a word it is gone", 20)
-    settle_seconds: float = argument("how long those that are there wait for the others before they start", 60)
+    settle_seconds: float = argument(
+        "how long those that are there wait for the others before they start", 60
+    )
     rounds: int = argument("after so many starts this gives up", 100)
-    failures: int = argument("after so many failed starts in a row without a new checkpoint this gives up", 10)
-    pause_seconds: float = argument("the longest pause before a start after failed ones", 60)
+    failures: int = argument(
+        "after so many failed starts in a row without a new checkpoint this gives up",
+        10,
+    )
+    pause_seconds: float = argument(
+        "the longest pause before a start after failed ones", 60
+    )
 
 
 class Supervisor:
@@ -80,20 +95,32 @@ class Supervisor:
         say: Callable[[str], None],
         settings: str = "",
     ) -> None:
-        self.members, self.count, self.quorum, self.start = members, count, quorum, start
+        self.members, self.count, self.quorum, self.start = (
+            members,
+            count,
+            quorum,
+            start,
+        )
         self.settings = settings
         self.saved, self.times, self.say = saved, times, say
         self.signal = 0
         self.failures = self.first_failures = 0  # starts in a row
         self.paused_until = 0.0
-        # Of rounds that began before this supervisor nothing runs here any more (`end_orphan`); the others wait for it.
+        # Of rounds that began before this supervisor nothing runs here any more
+        # (`end_orphan`); the others wait for it.
         before = members.before
         self.before = before.number if before else 0
-        if before and members.name in before.members and members.name not in members.ended(before):
+        if (
+            before
+            and members.name in before.members
+            and members.name not in members.ended(before)
+        ):
             members.end(before.number, HUNG)
 
     def run(self) -> int:
-        """Round after round, until one ends for good; the exit code. Raises UserError where another has the name."""
+        """Round after round, until one ends for good; the exit code. Raises UserError
+        where another has the name.
+        """
         last, ran, code = self.before, None, HUNG
         for _ in range(self.times.rounds):
             this = self.gathered(last, ran)
@@ -108,24 +135,35 @@ class Supervisor:
             try:
                 code, is_for_others = self.watched(process, this)
             finally:
-                process.kill()  # of one that has ended nothing is left; nobody would watch another
+                # of one that has ended nothing is left; nobody would watch another
+                process.kill()
                 process.wait()
             self.members.end(this.number, code)
             self.members.run(0)
             if code in FINAL or self.signal:
                 return code
-            self.say(f"round {this.number} ended here with exit code {code}; going on from the newest checkpoint")
+            self.say(
+                f"round {this.number} ended here with exit code {code}; going on from"
+                " the newest checkpoint"
+            )
             if self.saved() != saved:
                 self.failures = self.first_failures = 0
-            elif code not in TOGETHER and not is_for_others and self.gives_up(this, code):
+            elif (
+                code not in TOGETHER and not is_for_others and self.gives_up(this, code)
+            ):
                 return HUNG
-        self.say(f"giving up after {self.times.rounds} starts, the last of which ended here with exit code {code}")
+        self.say(
+            f"giving up after {self.times.rounds} starts, the last of which ended here"
+            f" with exit code {code}"
+        )
         return HUNG
 
     def gives_up(self, this: Round, code: int) -> bool:
-        """Count a start that failed and brought no new checkpoint; whether it was one too many, else set a pause.
+        """Count a start that failed and brought no new checkpoint; whether it was one
+        too many, else set a pause.
 
-        Where one machine's process is always the first to fail the others may do better without it.
+        Where one machine's process is always the first to fail the others may do better
+        without it.
         """
         most = self.times.failures
         self.failures += 1
@@ -133,28 +171,42 @@ class Supervisor:
         self.first_failures = self.first_failures + 1 if is_first else 0
         many = f"{self.failures} starts in a row failed without a new checkpoint"
         if self.failures >= most:
-            self.say(f"giving up: {many}; the last ended here with exit code {code}, and what it said is above")
+            self.say(
+                f"giving up: {many}; the last ended here with exit code {code}, and"
+                " what it said is above"
+            )
             return True
         if self.first_failures >= -(-most // 2) and len(this.members) > self.quorum:
-            self.say(f"leaving: {many}, and the process here was the first to fail; the others go on without it")
+            self.say(
+                f"leaving: {many}, and the process here was the first to fail; the"
+                " others go on without it"
+            )
             return True
         if self.failures > 1:
             pause = min(2.0**self.failures, self.times.pause_seconds)
             self.paused_until = time.monotonic() + pause
-            self.say(f"{many}: waiting {pause:g} s before the next; {most - self.failures} more, and this gives up")
+            self.say(
+                f"{many}: waiting {pause:g} s before the next; {most - self.failures}"
+                " more, and this gives up"
+            )
         return False
 
     def description(self, this: Round) -> str:
         """A line about a round."""
         without = self.count - len(this.members)
         left = f", without {without} that are gone" if without else ""
-        return f"round {this.number}: {len(this.members)} of {self.count} machines ({', '.join(this.members)}){left}"
+        return (
+            f"round {this.number}: {len(this.members)} of {self.count} machines"
+            f" ({', '.join(this.members)}){left}"
+        )
 
     def gathered(self, last: int, ran: int | None) -> Round | None:
-        """The next round with this member after round `last`, once no process of one before it is left.
+        """The next round with this member after round `last`, once no process of one
+        before it is left.
 
-        `ran`: the one that has ended here, in which another's process may seem to run until that is known to be gone.
-        None: a signal came. Raises UserError where another has the name.
+        `ran`: the one that has ended here, in which another's process may seem to run
+        until that is known to be gone. None: a signal came. Raises UserError where
+        another has the name.
         """
         begun, told = time.monotonic(), False
         while not self.signal:
@@ -162,43 +214,67 @@ class Supervisor:
             found, there = self.members.newest(), self.members.present()
             if found and self.members.is_running(found.number):
                 self.check_settings(found)
-            if not told and len(there) < self.quorum and time.monotonic() - begun >= self.times.settle_seconds:
-                self.say(f"waiting: {len(there)} of {self.count} machines are there, at least {self.quorum} are needed")
+            if (
+                not told
+                and len(there) < self.quorum
+                and time.monotonic() - begun >= self.times.settle_seconds
+            ):
+                self.say(
+                    f"waiting: {len(there)} of {self.count} machines are there, at"
+                    f" least {self.quorum} are needed"
+                )
                 told = True
             if found and found.number > last and self.members.name in found.members:
                 if self.members.are_free(found.number):
                     return found
             elif (
                 time.monotonic() >= self.paused_until
-                and (len(there) >= self.count or time.monotonic() - begun >= self.times.settle_seconds)
+                and (
+                    len(there) >= self.count
+                    or time.monotonic() - begun >= self.times.settle_seconds
+                )
                 and not (ran is not None and self.members.is_running(ran))
             ):
                 taking_part = self.lead(there, found)
                 if not told and self.members.name not in taking_part:
-                    self.say(f"waiting: {', '.join(taking_part)} are there, which are all {self.count}; one must leave")
+                    self.say(
+                        f"waiting: {', '.join(taking_part)} are there, which are all"
+                        f" {self.count}; one must leave"
+                    )
                     told = True
             time.sleep(self.times.beat_seconds)
         return None
 
     def lead(self, there: Sequence[str], found: Round | None) -> list[str]:
-        """Propose a round of those that are there, where this is the first of them and they are enough.
+        """Propose a round of those that are there, where this is the first of them and
+        they are enough.
 
-        Returns them: where more than `count` are there, those of the newest round before others.
+        Returns them: where more than `count` are there, those of the newest round
+        before others.
         """
         before = found.members if found else ()
-        taking_part = sorted(sorted(there, key=lambda name: (name not in before, name))[: self.count])
-        if taking_part and taking_part[0] == self.members.name and len(taking_part) >= self.quorum:
+        taking_part = sorted(
+            sorted(there, key=lambda name: (name not in before, name))[: self.count]
+        )
+        if (
+            taking_part
+            and taking_part[0] == self.members.name
+            and len(taking_part) >= self.quorum
+        ):
             number = found.number + 1 if found else 1
             address = f"{self.times.host}:{self.times.port + number % 64}"
-            self.members.propose(Round(number, tuple(taking_part), address, self.settings))
+            self.members.propose(
+                Round(number, tuple(taking_part), address, self.settings)
+            )
         return taking_part
 
     def check_settings(self, of: Round) -> None:
         """Raise UserError where a round trains something else."""
         if of.settings != self.settings:
             raise UserError(
-                f"trainer= of {self.members.name} says {self.settings!r}, but round {of.number} "
-                f"({', '.join(of.members)}) was begun with {of.settings!r}; give all machines the same"
+                f"trainer= of {self.members.name} says {self.settings!r}, but round"
+                f" {of.number} ({', '.join(of.members)}) was begun with"
+                f" {of.settings!r}; give all machines the same"
             )
 
     def check_name(self) -> None:
@@ -206,10 +282,14 @@ class Supervisor:
         if self.members.other is not None:
             raise UserError(name_is_taken(self.members.name, self.members.other))
 
-    def watched(self, process: "subprocess.Popen[bytes]", this: Round) -> tuple[int, bool]:
-        """The exit code of a process, and whether it was ended for other machines: some are not heard of, or are back.
+    def watched(
+        self, process: "subprocess.Popen[bytes]", this: Round
+    ) -> tuple[int, bool]:
+        """The exit code of a process, and whether it was ended for other machines: some
+        are not heard of, or are back.
 
-        It is ended when other processes are gone, too, and asked to stop when a machine is back.
+        It is ended when other processes are gone, too, and asked to stop when a machine
+        is back.
         """
         told = False
         while True:
@@ -217,13 +297,22 @@ class Supervisor:
                 return process.wait(self.times.beat_seconds), told
             there, found = self.members.present(), self.members.newest()
             ended = self.members.ended(this)
-            gone = [name for name in this.members if name not in there and ended.get(name) not in TOGETHER]
+            gone = [
+                name
+                for name in this.members
+                if name not in there and ended.get(name) not in TOGETHER
+            ]
             failed = [name for name, how in ended.items() if how not in TOGETHER]
             self.check_name()
             if gone or failed:
-                what = f"{', '.join(gone)} not heard of" if gone else f"the process of {', '.join(failed)} is gone"
+                what = (
+                    f"{', '.join(gone)} not heard of"
+                    if gone
+                    else f"the process of {', '.join(failed)} is gone"
+                )
                 self.say(f"{what}: ending this one")
-                process.kill()  # it waits for them; a checkpoint that exists is complete
+                # it waits for them; a checkpoint that exists is complete
+                process.kill()
                 return process.wait(), bool(gone)
             elif self.signal or (found and found.number > this.number):
                 if not told:
@@ -250,25 +339,42 @@ class FarPlan(NamedTuple):
 
 
 def planned(args: Arguments) -> FarPlan:
-    """The plan. Raises UserError for what could not go on with fewer machines: now, and not when one is lost."""
+    """The plan. Raises UserError for what could not go on with fewer machines: now, and
+    not when one is lost.
+    """
     if not args.member or "." in args.member or "/" in args.member:
-        raise UserError(f"member={args.member}: expected a name without dots and slashes")
-    names = ("members", "beat_seconds", "gone_seconds", "settle_seconds", "rounds", "failures", "pause_seconds")
-    wrong = [f"{name}={getattr(args, name):g}" for name in names if not getattr(args, name) > 0]
+        raise UserError(
+            f"member={args.member}: expected a name without dots and slashes"
+        )
+    names = (
+        "members",
+        "beat_seconds",
+        "gone_seconds",
+        "settle_seconds",
+        "rounds",
+        "failures",
+        "pause_seconds",
+    )
+    wrong = [
+        f"{name}={getattr(args, name):g}"
+        for name in names
+        if not getattr(args, name) > 0
+    ]
     if wrong:
         raise UserError(f"{', '.join(wrong)}: expected numbers above zero")
     words = shlex.split(args.trainer)
     whole = compose_or_explain(words)
     if not any(word.startswith(("run_dir=", "resume=")) for word in words):
         raise UserError(
-            "trainer= names no run_dir, so every machine would make one of its own; give run_dir=DIR, on the disk that "
-            "they share"
+            "trainer= names no run_dir, so every machine would make one of its own;"
+            " give run_dir=DIR, on the disk that they share"
         )
     replicas, quorum = whole.diloco.replicas, whole.diloco.quorum
     if replicas is None or quorum is None or replicas % args.members:
         raise UserError(
-            f"members={args.members} need parallel=diloco with diloco.replicas, a multiple of {args.members}, and "
-            f"diloco.quorum; found diloco.replicas={replicas}, diloco.quorum={quorum}"
+            f"members={args.members} need parallel=diloco with diloco.replicas, a"
+            f" multiple of {args.members}, and diloco.quorum; found"
+            f" diloco.replicas={replicas}, diloco.quorum={quorum}"
         )
     each = replicas // args.members
     fewest = -(-quorum // each)
@@ -277,26 +383,36 @@ def planned(args: Arguments) -> FarPlan:
     return FarPlan(words, Path(whole.run_dir), each, fewest)
 
 
-def end_orphan(pid: Path, words: Sequence[str], say: Callable[[str], None], processes: Path = Path("/proc")) -> None:
-    """End the process that a supervisor of this machine left behind when it was killed itself, and wait until it has.
+def end_orphan(
+    pid: Path,
+    words: Sequence[str],
+    say: Callable[[str], None],
+    processes: Path = Path("/proc"),
+) -> None:
+    """End the process that a supervisor of this machine left behind when it was killed
+    itself, and wait until it has.
 
     Args:
       pid: the file with its number.
-      words: arguments that it was started with, by which it is told from another process of that number.
+      words: arguments that it was started with, by which it is told from another
+          process of that number.
       say: is told where that cannot be found out.
-      processes: where processes are files, which is on Linux alone; elsewhere nothing is ended.
+      processes: where processes are files, which is on Linux alone; elsewhere nothing
+          is ended.
     """
     with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
         number = int(pid.read_text())
         if not processes.is_dir():
             os.kill(number, 0)  # raises where there is none
             say(
-                f"process {number} has the number of the trainer that an earlier start left here; only on Linux it is "
-                "found out whether it is that one, and ended: if it is, end it yourself"
+                f"process {number} has the number of the trainer that an earlier start"
+                " left here; only on Linux it is found out whether it is that one, and"
+                " ended: if it is, end it yourself"
             )
             return
         command = processes / str(number) / "cmdline"
-        while {"trainer", *words} <= set(command.read_text().split("\0")):  # a process that has ended has none
+        # a process that has ended has none
+        while {"trainer", *words} <= set(command.read_text().split("\0")):
             os.kill(number, signal.SIGKILL)
             time.sleep(0.1)
 
@@ -315,7 +431,10 @@ def main(args: Arguments) -> int:
     pid = plan.run_dir / "members" / f"{args.member}.pid"
 
     def start(this: Round) -> "subprocess.Popen[bytes]":
-        own = [f"diloco.replicas={len(this.members) * plan.each}", "parallel.distributed=true"]
+        own = [
+            f"diloco.replicas={len(this.members) * plan.each}",
+            "parallel.distributed=true",
+        ]
         variables = {
             "JAX_COORDINATOR_ADDRESS": this.address,
             "JAX_NUM_PROCESSES": str(len(this.members)),
@@ -328,11 +447,18 @@ def main(args: Arguments) -> int:
 
     members = Members(plan.run_dir / "members", args.member, args.gone_seconds)
     with beating(members, args.beat_seconds):
-        end_orphan(pid, [word for word in plan.words if not word.startswith("parallel.")], say)  # those change by round
+        # those change by round
+        end_orphan(
+            pid, [word for word in plan.words if not word.startswith("parallel.")], say
+        )
         # Where things are may differ from machine to machine, what is trained not.
         places = ("run_dir=", "resume=", "data.", "compile_cache=")
-        settings = " ".join(sorted(word for word in plan.words if not word.startswith(places)))
-        supervisor = Supervisor(members, args.members, plan.fewest, start, saved, args, say, settings)
+        settings = " ".join(
+            sorted(word for word in plan.words if not word.startswith(places))
+        )
+        supervisor = Supervisor(
+            members, args.members, plan.fewest, start, saved, args, say, settings
+        )
 
         def note_signal(number: int, _: object) -> None:
             supervisor.signal = number

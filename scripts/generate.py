@@ -1,8 +1,10 @@
 """Sample text from a run: its newest checkpoint, its tokenizer.
 
-python -m scripts.generate run_dir=runs/mine prompt='And God said' max_new_tokens=300 temperature=0.8 top_k=40
-python -m scripts.generate run_dir=runs/mine prompts=prompts.txt count=3     # a prompt a line, three texts of each
-python -m scripts.generate run_dir=runs/mine prompts=-                       # as you type them; an empty line ends
+python -m scripts.generate run_dir=runs/mine prompt='And God said' max_new_tokens=300
+temperature=0.8 top_k=40 python -m scripts.generate run_dir=runs/mine
+prompts=prompts.txt count=3     # a prompt a line, three texts of each python -m
+scripts.generate run_dir=runs/mine prompts=-                       # as you type them;
+an empty line ends
 """
 
 import sys
@@ -20,12 +22,18 @@ class Arguments:
 
     run_dir: str = argument("the run's directory")
     prompt: str = argument("text to continue; empty: start a new document", "")
-    prompts: str = argument("a file with a prompt on each line; -: standard input, one after the other", "")
+    prompts: str = argument(
+        "a file with a prompt on each line; -: standard input, one after the other", ""
+    )
     count: int = argument("texts of each prompt, each with the next seed", 1)
     max_new_tokens: int = argument("tokens to sample", 200)
-    temperature: float = argument("divides the logits; 0 takes the likeliest token", 0.8)
+    temperature: float = argument(
+        "divides the logits; 0 takes the likeliest token", 0.8
+    )
     top_k: int = argument("keep the k likeliest tokens; 0 keeps all", 0)
-    top_p: float = argument("keep the fewest likeliest tokens that reach this probability; 1 keeps all", 1.0)
+    top_p: float = argument(
+        "keep the fewest likeliest tokens that reach this probability; 1 keeps all", 1.0
+    )
     seed: int = argument("another seed, another text", 0)
 
 
@@ -37,10 +45,13 @@ def prompts_of(args: Arguments) -> Iterator[str]:
         yield from typed()
     else:
         try:
-            lines = Path(args.prompts).expanduser().read_text(encoding="utf-8").splitlines()
+            lines = (
+                Path(args.prompts).expanduser().read_text(encoding="utf-8").splitlines()
+            )
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"prompts={args.prompts} cannot be read ({error}); give a text file, a prompt a line"
+                f"prompts={args.prompts} cannot be read ({error}); give a text file, a"
+                " prompt a line"
             ) from None
         yield from lines
 
@@ -64,14 +75,19 @@ def main(args: Arguments) -> None:
     if args.count < 1:
         raise UserError(f"count={args.count}: expected 1 or more")
     if args.prompts not in ("", "-"):
-        list(prompts_of(args))  # what is wrong with the file is said before anything is loaded
+        # what is wrong with the file is said before anything is loaded
+        list(prompts_of(args))
     from trainer.assembly.saved_model import restore_run
     from trainer.data.tokenizer import continuation
     from trainer.models.sampling import Generator
     from trainer.observe.progress import log_first_duration
 
     model = restore_run(Path(args.run_dir))
-    generator = log_first_duration(Generator(model.bind, model.spec).__call__, "compiling, and the first text", note)
+    generator = log_first_duration(
+        Generator(model.bind, model.spec).__call__,
+        "compiling, and the first text",
+        note,
+    )
     first = True
     for prompt in prompts_of(args):
         ids = model.tokenizer.encode(prompt) or [model.tokenizer.eot]
@@ -85,7 +101,12 @@ def main(args: Arguments) -> None:
                 top_p=args.top_p,
                 seed=args.seed + i,
             )
-            print(("" if first else "\n") + prompt + continuation(model.tokenizer, ids, new), flush=True)
+            print(
+                ("" if first else "\n")
+                + prompt
+                + continuation(model.tokenizer, ids, new),
+                flush=True,
+            )
             first = False
 
 

@@ -1,8 +1,10 @@
-"""What the machines of a run with local steps know of each other, through a directory that all share.
+"""What the machines of a run with local steps know of each other, through a directory
+that all share.
 
-It holds a file NAME, which its member writes every second, with the round whose process it runs and who it is; N.json,
-who is in round N, written once, by the first of those that are there; and N-NAME.ended, an exit code. Ages of files are
-compared with that of the own one, so that clocks may differ.
+It holds a file NAME, which its member writes every second, with the round whose process
+it runs and who it is; N.json, who is in round N, written once, by the first of those
+that are there; and N-NAME.ended, an exit code. Ages of files are compared with that of
+the own one, so that clocks may differ.
 """
 
 import contextlib
@@ -39,7 +41,8 @@ class Round(NamedTuple):
 
 
 def patient[**P, T](method: Callable[P, T]) -> Callable[P, T]:
-    """A method of Members that tries again while the disk fails, for as long as others wait for this one.
+    """A method of Members that tries again while the disk fails, for as long as others
+    wait for this one.
 
     Raises UserError after that.
     """
@@ -54,8 +57,9 @@ def patient[**P, T](method: Callable[P, T]) -> Callable[P, T]:
             except OSError as error:
                 if time.monotonic() >= end:
                     raise UserError(
-                        f"{members.folder} could not be used for {members.gone:g} s ({error.strerror}): the disk that "
-                        "the machines share is gone; start again when it is there"
+                        f"{members.folder} could not be used for {members.gone:g} s"
+                        f" ({error.strerror}): the disk that the machines share is"
+                        " gone; start again when it is there"
                     ) from error
             time.sleep(members.gone / 20)
 
@@ -67,7 +71,8 @@ class Members:
 
     Attributes:
       running: the round whose process runs here; 0: none does.
-      before: the newest round when the name was not yet taken: in this one and earlier ones an earlier process had it.
+      before: the newest round when the name was not yet taken: in this one and earlier
+          ones an earlier process had it.
       other: who has taken this one's name since, in words; None: nobody.
     """
 
@@ -80,7 +85,8 @@ class Members:
         folder.mkdir(parents=True, exist_ok=True)
 
     def take(self, seconds: float) -> None:
-        """Take the name. One that nobody writes for so many seconds was left by who is gone, and is taken over.
+        """Take the name. One that nobody writes for so many seconds was left by who is
+        gone, and is taken over.
 
         Raises UserError where another has it.
         """
@@ -91,11 +97,15 @@ class Members:
                 while time.monotonic() < end:
                     time.sleep(seconds / 20)
                     if file.stat().st_mtime_ns != before:
-                        raise UserError(name_is_taken(self.name, self._owner() or "another machine"))
+                        raise UserError(
+                            name_is_taken(self.name, self._owner() or "another machine")
+                        )
                 file.unlink()
 
     def beat(self) -> None:
-        """Say that this one is there, and what it runs; unless another has its name now, or the disk fails."""
+        """Say that this one is there, and what it runs; unless another has its name
+        now, or the disk fails.
+        """
         with contextlib.suppress(OSError):
             owner = self._owner()
             if owner in (None, self._self):
@@ -111,7 +121,9 @@ class Members:
             return None
 
     def _put(self, move: Callable[[Path, Path], None]) -> bool:
-        """Write the file of this name, whole or not at all; whether it could be put there."""
+        """Write the file of this name, whole or not at all; whether it could be put
+        there.
+        """
         draft = self.folder / f"{self.name}.{self._self}.{threading.get_ident()}.beat"
         draft.write_text(f"{self.running} {self._self}")
         try:
@@ -129,13 +141,21 @@ class Members:
 
     @patient
     def are_free(self, number: int) -> bool:
-        """Return whether none of those that are there runs a process of a round before this one."""
-        return all(int((self.folder / name).read_text().split()[0]) in (0, number) for name in self.present())
+        """Return whether none of those that are there runs a process of a round before
+        this one.
+        """
+        return all(
+            int((self.folder / name).read_text().split()[0]) in (0, number)
+            for name in self.present()
+        )
 
     @patient
     def is_running(self, number: int) -> bool:
         """Return whether one of those that are there runs a process of this round."""
-        return any(int((self.folder / name).read_text().split()[0]) == number for name in self.present())
+        return any(
+            int((self.folder / name).read_text().split()[0]) == number
+            for name in self.present()
+        )
 
     def leave(self) -> None:
         """Say that this one is gone."""
@@ -152,7 +172,9 @@ class Members:
                 with contextlib.suppress(FileNotFoundError):  # it has just left
                     times[path.name] = path.stat().st_mtime
         newest = times.get(self.name, 0.0)
-        return sorted(name for name, then in times.items() if newest - then <= self.gone)
+        return sorted(
+            name for name, then in times.items() if newest - then <= self.gone
+        )
 
     @patient
     def newest(self) -> Round | None:
@@ -161,15 +183,23 @@ class Members:
         if not numbers:
             return None
         found = json.loads((self.folder / f"{max(numbers)}.json").read_text())
-        return Round(max(numbers), tuple(found["members"]), found["address"], found.get("settings", ""))
+        return Round(
+            max(numbers),
+            tuple(found["members"]),
+            found["address"],
+            found.get("settings", ""),
+        )
 
     @patient
     def propose(self, proposed: Round) -> None:
         """Begin a round, unless another member was faster."""
         draft = self.folder / f"{self.name}.draft"
-        draft.write_text(json.dumps({k: v for k, v in proposed._asdict().items() if k != "number"}))
+        draft.write_text(
+            json.dumps({k: v for k, v in proposed._asdict().items() if k != "number"})
+        )
         with contextlib.suppress(FileExistsError):
-            os.link(draft, self.folder / f"{proposed.number}.json")  # whole, or not at all
+            # whole, or not at all
+            os.link(draft, self.folder / f"{proposed.number}.json")
         draft.unlink()  # else the next draft would be written into this round
 
     @patient
@@ -182,17 +212,24 @@ class Members:
         """How the processes of a round have ended, by member."""
         found = {}
         for name in of.members:
-            with contextlib.suppress(FileNotFoundError, ValueError):  # not yet, or not wholly written
-                found[name] = int((self.folder / f"{of.number}-{name}.ended").read_text())
+            # not yet, or not wholly written
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                found[name] = int(
+                    (self.folder / f"{of.number}-{name}.ended").read_text()
+                )
         return found
 
     @patient
     def first_ended(self, of: Round) -> str | None:
-        """Whose process of a round ended first, by the clock of the disk; None: none has."""
+        """Whose process of a round ended first, by the clock of the disk; None: none
+        has.
+        """
         times = {}
         for name in of.members:
             with contextlib.suppress(FileNotFoundError):
-                times[name] = (self.folder / f"{of.number}-{name}.ended").stat().st_mtime_ns
+                times[name] = (
+                    (self.folder / f"{of.number}-{name}.ended").stat().st_mtime_ns
+                )
         return min(times, key=lambda name: (times[name], name), default=None)
 
 

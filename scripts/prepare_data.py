@@ -1,13 +1,17 @@
-"""Tokenise text into a prepared directory, for `python -m trainer data=prepared data.prepared_dir=...`.
+"""Tokenise text into a prepared directory, for
+`python -m trainer data=prepared data.prepared_dir=...`.
 
-    python -m scripts.prepare_data                                     the embedded corpus, as bytes
-    python -m scripts.prepare_data files books/ dump.parquet           each file by its name: text, jsonl, parquet
-    python -m scripts.prepare_data text 'books/*.txt' --tokenizer gpt2
-    python -m scripts.prepare_data jsonl 'dump/*.jsonl' --column body --tokenizer cl100k_base
-    python -m scripts.prepare_data hub HuggingFaceFW/fineweb --config sample-10BT --streaming --max-tokens 1000000000
-    python -m scripts.prepare_data verify runs/data/...                read every shard through
+    python -m scripts.prepare_data                                     the embedded
+    corpus, as bytes python -m scripts.prepare_data files books/ dump.parquet
+    each file by its name: text, jsonl, parquet python -m scripts.prepare_data text
+    'books/*.txt' --tokenizer gpt2 python -m scripts.prepare_data jsonl 'dump/*.jsonl'
+    --column body --tokenizer cl100k_base python -m scripts.prepare_data hub
+    HuggingFaceFW/fineweb --config sample-10BT --streaming --max-tokens 1000000000
+    python -m scripts.prepare_data verify runs/data/...                read every shard
+    through
 
-Interrupted, by Ctrl-C or anything else, it goes on where it was when the same command is given again.
+Interrupted, by Ctrl-C or anything else, it goes on where it was when the same command
+is given again.
 """
 
 import argparse
@@ -17,7 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.data import EmbeddedSource, HubSource, Manifest, PythonSource, Source, TextSource, prepare
+from trainer.data import (
+    EmbeddedSource,
+    HubSource,
+    Manifest,
+    PythonSource,
+    Source,
+    TextSource,
+    prepare,
+)
 from trainer.data.files import NotText
 from trainer.errors import UserError, complain, to_readers
 from trainer.observe.preparing import shown
@@ -26,14 +38,29 @@ from trainer.observe.preparing import shown
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--tokenizer", default="byte", help="byte, gpt2, any tiktoken name, or a file (default: byte)")
-    common.add_argument("--cache-dir", type=Path, default=Path("runs/data"), help="default: runs/data")
-    common.add_argument("--val-fraction", type=float, default=0.1, help="share of the validation part (default: 0.1)")
+    common.add_argument(
+        "--tokenizer",
+        default="byte",
+        help="byte, gpt2, any tiktoken name, or a file (default: byte)",
+    )
+    common.add_argument(
+        "--cache-dir", type=Path, default=Path("runs/data"), help="default: runs/data"
+    )
+    common.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.1,
+        help="share of the validation part (default: 0.1)",
+    )
     common.add_argument("--workers", type=int, help="threads (default: all cores)")
     top = argparse.ArgumentParser(
-        prog="python -m scripts.prepare_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.prepare_data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    sources = top.add_subparsers(dest="source", metavar="{embedded,python,files,text,jsonl,parquet,hub,verify}")
+    sources = top.add_subparsers(
+        dest="source", metavar="{embedded,python,files,text,jsonl,parquet,hub,verify}"
+    )
     add_sources(sources, common)
     verify = sources.add_parser("verify", help="check a prepared directory thoroughly")
     verify.add_argument("directory", type=Path)
@@ -41,29 +68,60 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_sources(sources: Any, common: argparse.ArgumentParser) -> None:
-    """A subcommand for each kind of text, with the arguments of `common`; `source_of` reads what was given."""
+    """A subcommand for each kind of text, with the arguments of `common`; `source_of`
+    reads what was given.
+    """
     limit = argparse.ArgumentParser(add_help=False)
-    limit.add_argument("--column", default="text", help="the one that holds the text (default: text)")
+    limit.add_argument(
+        "--column", default="text", help="the one that holds the text (default: text)"
+    )
     limit.add_argument("--max-documents", type=int, help="stop after so many")
-    sources.add_parser("embedded", parents=[common], help="the corpus that is installed with the trainer")
-    sources.add_parser("python", parents=[common], help="the standard library of this Python")
+    sources.add_parser(
+        "embedded",
+        parents=[common],
+        help="the corpus that is installed with the trainer",
+    )
+    sources.add_parser(
+        "python", parents=[common], help="the standard library of this Python"
+    )
     for format in ("files", "text", "jsonl", "parquet"):
-        about = "text, jsonl and parquet files, told by their names" if format == "files" else f"{format} files"
+        about = (
+            "text, jsonl and parquet files, told by their names"
+            if format == "files"
+            else f"{format} files"
+        )
         files = sources.add_parser(format, parents=[common, limit], help=about)
         files.add_argument("paths", nargs="+", help="files, globs or directories")
-    hub = sources.add_parser("hub", parents=[common, limit], help="a data set of the Hugging Face hub")
+    hub = sources.add_parser(
+        "hub", parents=[common, limit], help="a data set of the Hugging Face hub"
+    )
     hub.add_argument("name", help="organisation/name")
     hub.add_argument("--config", help="its configuration")
     hub.add_argument("--split", default="train", help="default: train")
     hub.add_argument("--revision", help="commit, to pin")
-    hub.add_argument("--streaming", action="store_true", help="do not download everything first; needs a maximum")
-    hub.add_argument("--max-tokens", type=int, help="stop after the document that reaches so many")
+    hub.add_argument(
+        "--streaming",
+        action="store_true",
+        help="do not download everything first; needs a maximum",
+    )
+    hub.add_argument(
+        "--max-tokens", type=int, help="stop after the document that reaches so many"
+    )
 
 
 def source_of(args: argparse.Namespace) -> Source:
     """What the command line names."""
     if args.source == "hub":
-        fields = ("name", "config", "split", "column", "revision", "streaming", "max_documents", "max_tokens")
+        fields = (
+            "name",
+            "config",
+            "split",
+            "column",
+            "revision",
+            "streaming",
+            "max_documents",
+            "max_tokens",
+        )
         return HubSource(**{field: getattr(args, field) for field in fields})
     if args.source == "embedded":
         return EmbeddedSource()
@@ -76,12 +134,17 @@ def source_of(args: argparse.Namespace) -> Source:
 def describe(manifest: Manifest) -> list[str]:
     """Counts, and what to do next."""
     lines = [
-        f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes:,} bytes of text, "
-        f"{len(split.shards)} shards"
+        f"{name}: {split.documents:,} documents, {split.tokens:,} tokens,"
+        f" {split.bytes:,} bytes of text, {len(split.shards)} shards"
         for name, split in manifest.splits.items()
     ]
-    skipped = [f"skipped: {manifest.skipped:,} empty documents"] if manifest.skipped else []
-    tokenizer = f"tokenizer: {manifest.tokenizer}, {manifest.vocab_size:,} ids ({manifest.dtype})"
+    skipped = (
+        [f"skipped: {manifest.skipped:,} empty documents"] if manifest.skipped else []
+    )
+    tokenizer = (
+        f"tokenizer: {manifest.tokenizer}, {manifest.vocab_size:,} ids"
+        f" ({manifest.dtype})"
+    )
     return [*lines, *skipped, tokenizer, f"directory: {manifest.directory}"]
 
 

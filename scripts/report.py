@@ -1,4 +1,5 @@
-"""Write report.html of a run, also of one that is going on: one file, readable without network.
+"""Write report.html of a run, also of one that is going on: one file, readable without
+network.
 
 python -m scripts.report run_dir=runs/mine
 """

@@ -1,12 +1,14 @@
 """Train a byte-level BPE tokenizer on text, for `data.tokenizer=DIRECTORY`.
 
-    python -m scripts.train_tokenizer files books/ dump.jsonl --vocab-size 8192 --out tokenizers/mine
-    python -m scripts.train_tokenizer embedded --vocab-size 2048 --out tokenizers/small
-    python -m scripts.train_tokenizer hub HuggingFaceFW/fineweb --streaming --max-documents 10000 --vocab-size 32768 \
+    python -m scripts.train_tokenizer files books/ dump.jsonl --vocab-size 8192 --out
+    tokenizers/mine python -m scripts.train_tokenizer embedded --vocab-size 2048 --out
+    tokenizers/small python -m scripts.train_tokenizer hub HuggingFaceFW/fineweb
+    --streaming --max-documents 10000 --vocab-size 32768 \
 --out tokenizers/web
 
-The sources are those of scripts.prepare_data. The same text gives the same tokenizer. What is written is Hugging Face's
-tokenizer.json and tokenizer_config.json: `transformers.AutoTokenizer` reads the directory too.
+The sources are those of scripts.prepare_data. The same text gives the same tokenizer.
+What is written is Hugging Face's tokenizer.json and tokenizer_config.json:
+`transformers.AutoTokenizer` reads the directory too.
 """
 
 import argparse
@@ -36,14 +38,31 @@ PIECE = 1 << 20  # characters that are cut into words at a time
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--vocab-size", type=int, required=True, help="tokens, the end of a document included")
-    common.add_argument("--out", type=Path, required=True, help="directory to write to; made if absent")
-    common.add_argument("--pattern", choices=PATTERNS, default="gpt2", help="whose cut into words (default: gpt2)")
+    common.add_argument(
+        "--vocab-size",
+        type=int,
+        required=True,
+        help="tokens, the end of a document included",
+    )
+    common.add_argument(
+        "--out", type=Path, required=True, help="directory to write to; made if absent"
+    )
+    common.add_argument(
+        "--pattern",
+        choices=PATTERNS,
+        default="gpt2",
+        help="whose cut into words (default: gpt2)",
+    )
     common.add_argument("--max-chars", type=int, help="read no more of the text")
     common.add_argument(
-        "--val-fraction", type=float, default=0.0, help="leave out what data.val_fraction=F validates on (default: 0)"
+        "--val-fraction",
+        type=float,
+        default=0.0,
+        help="leave out what data.val_fraction=F validates on (default: 0)",
     )
-    common.add_argument("--cache-dir", type=Path, default=Path("runs/data"), help="default: runs/data")
+    common.add_argument(
+        "--cache-dir", type=Path, default=Path("runs/data"), help="default: runs/data"
+    )
     top = argparse.ArgumentParser(
         prog="python -m scripts.train_tokenizer",
         description=__doc__,
@@ -53,8 +72,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def texts_of(source: Source, cache_dir: Path, most: int | None, val_fraction: float) -> Iterator[str]:
-    """The documents of the training part, or pieces of a long one, up to so many characters in all."""
+def texts_of(
+    source: Source, cache_dir: Path, most: int | None, val_fraction: float
+) -> Iterator[str]:
+    """The documents of the training part, or pieces of a long one, up to so many
+    characters in all.
+    """
     assert not isinstance(source, PreparedSource)
     corpus = open_corpus(source, cache_dir)
     left = most if most is not None else sys.maxsize
@@ -80,11 +103,15 @@ class Counted:
 
 
 def trained(texts: Iterator[str], vocab_size: int, pattern: str) -> str:
-    """The tokenizer.json of a byte-pair encoding with the most frequent merges of texts, by package `tokenizers`."""
+    """The tokenizer.json of a byte-pair encoding with the most frequent merges of
+    texts, by package `tokenizers`.
+    """
     from tokenizers import AddedToken, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as HFTokenizer
 
-    words = split_by(known_settings(pattern if pattern != "gpt2" else "r50k_base", {})["pat_str"])
+    words = split_by(
+        known_settings(pattern if pattern != "gpt2" else "r50k_base", {})["pat_str"]
+    )
     tree = json.loads(HFTokenizer(models.BPE()).to_str())
     tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [words, byte_level()]}
     tokenizer = HFTokenizer.from_str(json.dumps(tree))
@@ -103,10 +130,14 @@ def train(texts: Iterator[str], vocab_size: int, pattern: str, out: Path) -> Tok
     """Train a tokenizer and write it to a directory.
 
     Raises:
-      UserError: a vocabulary that does not hold the bytes, or a directory that has a tokenizer.
+      UserError: a vocabulary that does not hold the bytes, or a directory that has a
+          tokenizer.
     """
     if vocab_size < SMALLEST:
-        raise UserError(f"--vocab-size {vocab_size}: expected {SMALLEST} (every byte, and {END}) or more")
+        raise UserError(
+            f"--vocab-size {vocab_size}: expected {SMALLEST} (every byte, and {END}) or"
+            " more"
+        )
     if (out / FILE).exists():
         raise UserError(f"{out / FILE} exists; choose another --out, or remove it")
     with tempfile.TemporaryDirectory() as scratch:
@@ -117,7 +148,9 @@ def train(texts: Iterator[str], vocab_size: int, pattern: str, out: Path) -> Tok
         out.mkdir(parents=True, exist_ok=True)
         save_hf(out, tokenizer, None)
     except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}; choose another directory") from error
+        raise UserError(
+            f"--out {out}: {error.strerror}; choose another directory"
+        ) from error
     return tokenizer
 
 
@@ -127,10 +160,18 @@ def main(argv: Sequence[str]) -> int:
     try:
         source = source_of(args)
         if isinstance(source, HubSource) and source.max_tokens is not None:
-            raise UserError("--max-tokens: there are no tokens yet; bound the text by --max-documents or --max-chars")
+            raise UserError(
+                "--max-tokens: there are no tokens yet; bound the text by"
+                " --max-documents or --max-chars"
+            )
         if not 0 <= args.val_fraction < 1:
-            raise UserError(f"--val-fraction {args.val_fraction}: expected a number from 0 to below 1, such as 0.1")
-        texts = Counted(texts_of(source, args.cache_dir, args.max_chars, args.val_fraction))
+            raise UserError(
+                f"--val-fraction {args.val_fraction}: expected a number from 0 to below"
+                " 1, such as 0.1"
+            )
+        texts = Counted(
+            texts_of(source, args.cache_dir, args.max_chars, args.val_fraction)
+        )
         tokenizer = train(iter(texts), args.vocab_size, args.pattern, args.out)
     except UserError as error:
         complain(error.in_arguments() if isinstance(error, NotText) else error)
@@ -138,7 +179,11 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("stopped; nothing was written", file=sys.stderr)
         return 130
-    fewer = "" if tokenizer.vocab_size == args.vocab_size else ": the text has no more pairs"
+    fewer = (
+        ""
+        if tokenizer.vocab_size == args.vocab_size
+        else ": the text has no more pairs"
+    )
     print(f"{tokenizer.vocab_size:,} tokens from {texts.bytes:,} bytes of text{fewer}")
     print(f"wrote {args.out}; train with it: data.tokenizer={args.out}")
     return 0

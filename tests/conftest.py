@@ -1,13 +1,18 @@
-"""Eight CPU devices, no implicit rank promotion: what the tests run is what a sharded, strict user program runs.
+"""Eight CPU devices, no implicit rank promotion: what the tests run is what a sharded,
+strict user program runs.
 
-The workers of a test run share what they have compiled. They let XLA emit code that is quick to compile and slow to
-run: of the same optimised programs, operation by operation, in a quarter of the time, in one piece rather than in one
-for each processor. So do the trainers that they start, but for one that is killed again and again and those of the
-short parity study, which are compiled as for users. Everything is, with `XLA_FLAGS="" make test`.
+The workers of a test run share what they have compiled. They let XLA emit code that is
+quick to compile and slow to run: of the same optimised programs, operation by
+operation, in a quarter of the time, in one piece rather than in one for each processor.
+So do the trainers that they start, but for one that is killed again and again and those
+of the short parity study, which are compiled as for users. Everything is, with
+`XLA_FLAGS="" make test`.
 
-`make test` runs a sample of the large families, and `make test-all` everything (`sampling`).
+`make test` runs a sample of the large families, and `make test-all` everything
+(`sampling`).
 
-With SCALIFY_TEST_PLATFORM=gpu (`make test-gpu`) none of that holds: the device is JAX's own choice.
+With SCALIFY_TEST_PLATFORM=gpu (`make test-gpu`) none of that holds: the device is JAX's
+own choice.
 """
 
 import gc
@@ -22,7 +27,8 @@ if not ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault(
         "XLA_FLAGS",
-        "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+        "--xla_backend_optimization_level=0"
+        " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
         " --xla_cpu_parallel_codegen_split_count=1",
     )
 
@@ -38,12 +44,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """The directory is made by the first process, told to its workers through the environment, and removed by it."""
+    """The directory is made by the first process, told to its workers through the
+    environment, and removed by it."""
     if "SCALIFY_TEST_CACHE" not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="scalify-tests-")
         os.environ["SCALIFY_TEST_CACHE"] = folder.name
         config.add_cleanup(folder.cleanup)
-    jax.config.update("jax_compilation_cache_dir", str(Path(os.environ["SCALIFY_TEST_CACHE"])))
+    jax.config.update(
+        "jax_compilation_cache_dir", str(Path(os.environ["SCALIFY_TEST_CACHE"]))
+    )
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
@@ -51,7 +60,8 @@ KINDS = ("unit", "integration", "e2e")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What kind a test is of, its folder says; what only a GPU can tell is an integration at a small size."""
+    """What kind a test is of, its folder says; what only a GPU can tell is an
+    integration at a small size."""
     depth = len(Path(__file__).parent.parts)
     for item in items:
         folder = item.path.parts[depth]
@@ -59,7 +69,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: the collector need not look at them every few thousand objects of a trace."""
+    """Modules and tests stay to the end: the collector need not look at them every few
+    thousand objects of a trace."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

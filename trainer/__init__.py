@@ -1,7 +1,8 @@
 """A trainer of language models in JAX whose low precision can be trusted.
 
-As a library: `from trainer import compose, train`; README shows it. Names are loaded when they are used, so that
-importing the package alone imports neither jax nor a tracker.
+As a library: `from trainer import compose, train`; README shows it. Names are loaded
+when they are used, so that importing the package alone imports neither jax nor a
+tracker.
 """
 
 import importlib

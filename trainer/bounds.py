@@ -1,7 +1,8 @@
 """What a field may hold, said beside its type: `n_layer: Annotated[int, at_least(1)]`.
 
-Specs, policies and the configuration are dataclasses whose annotations are their bounds; `check` refuses a value and
-`check_fields` an object outside of them. Nothing here imports JAX.
+Specs, policies and the configuration are dataclasses whose annotations are their
+bounds; `check` refuses a value and `check_fields` an object outside of them. Nothing
+here imports JAX.
 """
 
 import dataclasses
@@ -38,12 +39,14 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Variants:
-    """The group is one of several dataclasses, told apart by the value of one of its keys.
+    """The group is one of several dataclasses, told apart by the value of one of its
+    keys.
 
     Attributes:
       key: the key that tells.
       classes: the dataclass for each of its values.
-      first: the value that saved groups mean which do not have the key; None: all have it.
+      first: the value that saved groups mean which do not have the key; None: all have
+          it.
     """
 
     key: str
@@ -82,7 +85,9 @@ ShareBelow1 = Annotated[float, BELOW_1]
 
 
 def check(hint: Any, value: Any, path: str) -> None:
-    """Raise UserError, which names `path`, where `value` is outside of what its annotation `hint` allows."""
+    """Raise UserError, which names `path`, where `value` is outside of what its
+    annotation `hint` allows.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is not None:
@@ -101,7 +106,9 @@ def check(hint: Any, value: Any, path: str) -> None:
 
 
 def check_fields(instance: Any, prefix: str) -> None:
-    """Raise UserError where a field of a dataclass is out of its bounds; the message names it behind `prefix`."""
+    """Raise UserError where a field of a dataclass is out of its bounds; the message
+    names it behind `prefix`.
+    """
     for name, hint in annotations(type(instance)).items():
         check(hint, getattr(instance, name), f"{prefix}{name}")
 
@@ -114,4 +121,6 @@ def annotations(cls: type) -> dict[str, Any]:
 
 def _choose(names: Collection[str], value: Any, path: str) -> None:
     if value not in names:
-        raise UserError(f"{path}={value!r} is not a choice; {nearest(str(value), list(names))}")
+        raise UserError(
+            f"{path}={value!r} is not a choice; {nearest(str(value), list(names))}"
+        )

@@ -1,6 +1,8 @@
-"""Errors that a user can cause. Each is one line: what was found, what is valid, what to do next.
+"""Errors that a user can cause. Each is one line: what was found, what is valid, what
+to do next.
 
-`__main__` prints the message without a traceback and exits with `exit_code`; README lists all codes.
+`__main__` prints the message without a traceback and exits with `exit_code`; README
+lists all codes.
 """
 
 import contextlib
@@ -21,19 +23,24 @@ class UserError(Exception):
 
 
 class Diverged(UserError):
-    """The watchdog stopped the run: too many steps in a row were not finite. Exit code 3."""
+    """The watchdog stopped the run: too many steps in a row were not finite. Exit code
+    3.
+    """
 
     exit_code: ClassVar[int] = 3
 
 
 def complain(text: object) -> None:
-    """A line on standard error, if that takes one: on a full disk it does not, which must not change the exit code."""
+    """A line on standard error, if that takes one: on a full disk it does not, which
+    must not change the exit code.
+    """
     with contextlib.suppress(OSError):
         print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 def to_readers(main: Callable[[], int]) -> int:
-    """The exit code of `main`, with all that it printed; 141, without a word, as of `cat`, if nobody reads on.
+    """The exit code of `main`, with all that it printed; 141, without a word, as of
+    `cat`, if nobody reads on.
 
     So it is with `| head`. A pipe of its own that breaks is an error as any other.
     """
@@ -53,7 +60,9 @@ def to_readers(main: Callable[[], int]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End with this exit code, also where what standard output still holds cannot be written: Python makes that 120."""
+    """End with this exit code, also where what standard output still holds cannot be
+    written: Python makes that 120.
+    """
     for name in ("stdout", "stderr"):
         try:
             getattr(sys, name).flush()

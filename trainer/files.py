@@ -1,7 +1,8 @@
 """Read and write files of directories that somebody else may have made.
 
-What is read is data: bounded, and answered with a `UserError` where it is malformed. What is written replaces a file
-whole or not at all, never follows a symbolic link, and uses temporary names that nobody can guess.
+What is read is data: bounded, and answered with a `UserError` where it is malformed.
+What is written replaces a file whole or not at all, never follows a symbolic link, and
+uses temporary names that nobody can guess.
 """
 
 import contextlib
@@ -21,7 +22,9 @@ YAML_BYTES = 1 << 18  # a run's config.yaml has about 4 KB
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Plain values only, without aliases: nine lines of them stand for a billion values."""
+    """Plain values only, without aliases: nine lines of them stand for a billion
+    values.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
@@ -33,7 +36,8 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML of a saved configuration into plain values.
 
     Raises:
-      ValueError: not YAML, more than `YAML_BYTES`, nested too deep, an alias, a date or number out of range.
+      ValueError: not YAML, more than `YAML_BYTES`, nested too deep, an alias, a date or
+          number out of range.
     """
     if len(text) > YAML_BYTES:
         raise ValueError(f"more than {YAML_BYTES} characters")
@@ -83,12 +87,14 @@ def _check_values(value: Any) -> None:
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Replace the content of a file whole or not at all; after a return it is on disk. Text is written as UTF-8.
+    """Replace the content of a file whole or not at all; after a return it is on disk.
+    Text is written as UTF-8.
 
     A symbolic link called `path` is replaced, and what it points to is left alone.
 
     Raises:
-      OSError: the directory is missing or read-only, or the disk is full. The old content stays.
+      OSError: the directory is missing or read-only, or the disk is full. The old
+          content stays.
     """
     content = data.encode(errors="replace") if isinstance(data, str) else data
     partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
@@ -106,25 +112,31 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring the names in a directory to disk: without this a machine that loses power may forget a rename."""
+    """Bring the names in a directory to disk: without this a machine that loses power
+    may forget a rename.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot, such as some network ones
+        # a file system that cannot, such as some network ones
+        if error.errno != errno.EINVAL:
             raise
     finally:
         os.close(descriptor)
 
 
 def remove_partial(directory: Path) -> None:
-    """Remove what a killed `write_atomically` left in a directory. Only for who holds the directory's lock."""
+    """Remove what a killed `write_atomically` left in a directory. Only for who holds
+    the directory's lock.
+    """
     for partial in directory.glob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
 
 
 def no_follow(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file for writing, unless it is a symbolic link; also the `opener` of `open`.
+    """Open a file for writing, unless it is a symbolic link; also the `opener` of
+    `open`.
 
     Example:
       with open(path, "ab", opener=no_follow) as file: ...
@@ -135,11 +147,13 @@ def no_follow(path: str | os.PathLike[str], flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
-FOLDERS = ("checkpoints", "numerics", "profile", "skipped", "tasks", "tensorboard")  # that a run writes
+# that a run writes
+FOLDERS = ("checkpoints", "numerics", "profile", "skipped", "tasks", "tensorboard")
 
 
 def refuse_links(run_dir: Path) -> None:
-    """Refuse a run directory with symbolic links, at its top or in `FOLDERS`: what is written would end up elsewhere.
+    """Refuse a run directory with symbolic links, at its top or in `FOLDERS`: what is
+    written would end up elsewhere.
 
     Raises:
       UserError: naming the first link.
@@ -148,34 +162,41 @@ def refuse_links(run_dir: Path) -> None:
         for name in sorted([*folders, *files]):
             if os.path.islink(os.path.join(place, name)):
                 raise UserError(
-                    f"{os.path.join(place, name)} is a symbolic link; a run only writes inside its own directory: "
-                    "replace the link by what it points to, or choose another run_dir"
+                    f"{os.path.join(place, name)} is a symbolic link; a run only writes"
+                    " inside its own directory: replace the link by what it points to,"
+                    " or choose another run_dir"
                 )
         if Path(place) == run_dir:
             folders[:] = [name for name in folders if name in FOLDERS]
 
 
 def write_text(path: Path, text: str) -> None:
-    """`write_atomically`, for files whose place the user chose. Raises UserError where it cannot be written."""
+    """`write_atomically`, for files whose place the user chose. Raises UserError where
+    it cannot be written.
+    """
     try:
         write_atomically(path, text)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; make room, or choose another run_dir") from error
+        raise UserError(
+            f"cannot write {path}: {error.strerror}; make room, or choose another"
+            " run_dir"
+        ) from error
 
 
 @contextlib.contextmanager
 def well_formed(what: object, advice: str) -> Iterator[None]:
     """Answer malformed data with one line, wherever in a reader it shows.
 
-    For the outermost function of a reader: what a file can hold is not bounded by what its reader expects, so that each
-    access of it may fail in its own way.
+    For the outermost function of a reader: what a file can hold is not bounded by what
+    its reader expects, so that each access of it may fail in its own way.
 
     Args:
       what: the file, or where the data comes from.
       advice: what to do about it.
 
     Raises:
-      UserError: for every error that malformed data can cause, the panics of libraries in Rust among them.
+      UserError: for every error that malformed data can cause, the panics of libraries
+          in Rust among them.
     """
     try:
         yield
@@ -184,7 +205,8 @@ def well_formed(what: object, advice: str) -> Iterator[None]:
     except Exception as error:
         raise _malformed(what, error, advice) from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of PyO3, which derives it from BaseException
+        # of PyO3, which derives it from BaseException
+        if type(error).__name__ != "PanicException":
             raise
         raise _malformed(what, error, advice) from error
 

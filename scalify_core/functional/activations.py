@@ -1,4 +1,6 @@
-"""Activations: FP32 inside, result in the dtype of the input, only the inputs saved for the backward pass."""
+"""Activations: FP32 inside, result in the dtype of the input, only the inputs saved for
+the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ _CUBIC = 0.044715
 
 
 def gelu(x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """Gaussian error linear unit in the tanh form of GPT-2: `0.5 y (1 + tanh(sqrt(2/pi) (y + 0.044715 y^3)))`.
+    """Gaussian error linear unit in the tanh form of GPT-2:
+    `0.5 y (1 + tanh(sqrt(2/pi) (y + 0.044715 y^3)))`.
 
     Args:
         x: [..., F], any float dtype.
@@ -43,7 +46,8 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """`silu(gate) * up`, in the dtype of `gate`.
 
     References:
-        Shazeer, GLU Variants Improve Transformer, 2020 (https://arxiv.org/abs/2002.05202).
+        Shazeer, GLU Variants Improve Transformer, 2020
+        (https://arxiv.org/abs/2002.05202).
     """
     return _swiglu(gate, up)
 
@@ -55,22 +59,33 @@ def _gelu(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     return (0.5 * x32 * (1 + tanh)).astype(x.dtype)
 
 
-def _gelu_bwd(residuals: tuple[jax.Array, jax.Array | None], gradient: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    # tanh is computed again: cheaper to do than to keep, and the input has to be kept in any case.
+def _gelu_bwd(
+    residuals: tuple[jax.Array, jax.Array | None], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    # tanh is computed again: cheaper to do than to keep, and the input has to be kept
+    # in any case.
     x, bias = residuals
     x32 = _biased(x, bias)
     square = x32 * x32
     tanh = jnp.tanh(_SQRT_2_OVER_PI * x32 * (1 + _CUBIC * square))
-    slope = 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * (_SQRT_2_OVER_PI * (1 + 3 * _CUBIC * square))
+    slope = 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * (
+        _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * square)
+    )
     dx = (gradient.astype(jnp.float32) * slope).astype(x.dtype)
     if bias is None:
         return dx, None
-    return dx, jnp.sum(dx, axis=tuple(range(x.ndim - 1)), dtype=jnp.float32).astype(bias.dtype)
+    return dx, jnp.sum(dx, axis=tuple(range(x.ndim - 1)), dtype=jnp.float32).astype(
+        bias.dtype
+    )
 
 
 def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     x32 = x.astype(jnp.float32)
-    return x32 if bias is None else x32 + bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + bias.shape)
+    return (
+        x32
+        if bias is None
+        else x32 + bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + bias.shape)
+    )
 
 
 @composite(name="silu")
@@ -81,7 +96,11 @@ def _silu(x: jax.Array) -> jax.Array:
 
 def _silu_bwd(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
     x32 = x.astype(jnp.float32)
-    return ((gradient.astype(jnp.float32) * _silu_slope(x32, jax.nn.sigmoid(x32))).astype(x.dtype),)
+    return (
+        (gradient.astype(jnp.float32) * _silu_slope(x32, jax.nn.sigmoid(x32))).astype(
+            x.dtype
+        ),
+    )
 
 
 @composite(name="relu")
@@ -99,7 +118,9 @@ def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return (gate32 * jax.nn.sigmoid(gate32) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
-def _swiglu_bwd(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _swiglu_bwd(
+    residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     gate, up = residuals
     gate32, g = gate.astype(jnp.float32), gradient.astype(jnp.float32)
     sigmoid = jax.nn.sigmoid(gate32)

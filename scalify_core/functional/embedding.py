@@ -19,11 +19,13 @@ def embedding(table: jax.Array, ids: jax.Array) -> jax.Array:
 
     Args:
         table: [V, D], any float dtype.
-        ids: [...], integers in [0, V); an id outside gives a row of NaN, so that it cannot go unnoticed.
+        ids: [...], integers in [0, V); an id outside gives a row of NaN, so that it
+            cannot go unnoticed.
 
     Returns:
-        [..., D] in the dtype of the table. The gradient of the table adds up in FP32, always in the same order
-        (scatter-add with atomic operations, what a GPU does by default, gives other bits on every run).
+        [..., D] in the dtype of the table. The gradient of the table adds up in FP32,
+        always in the same order (scatter-add with atomic operations, what a GPU does by
+        default, gives other bits on every run).
     """
     return _embedding(table, ids)
 
@@ -40,11 +42,18 @@ def _embedding_fwd(table: jax.Array, ids: jax.Array) -> tuple:
 def _embedding_bwd(residuals: tuple, gradient: jax.Array) -> tuple:
     table, ids = residuals
     zeros = jnp.zeros(table.shape, jnp.float32)
-    return zeros.at[ids].add(gradient.astype(jnp.float32), mode="drop").astype(table.dtype), None
+    return (
+        zeros.at[ids]
+        .add(gradient.astype(jnp.float32), mode="drop")
+        .astype(table.dtype),
+        None,
+    )
 
 
 def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
-    """Sort the ids, add up each run of equal ids by a segmented scan, write each sum once: no atomics."""
+    """Sort the ids, add up each run of equal ids by a segmented scan, write each sum
+    once: no atomics.
+    """
     table, ids = residuals
     width, count = table.shape[-1], math.prod(ids.shape)
     order = jnp.argsort(ids.reshape(count), stable=True)
@@ -59,11 +68,21 @@ def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
     sums, _ = jax.lax.associative_scan(add, (rows, starts[:, None]))
     ends = jnp.concatenate([starts[1:], jnp.ones((1,), bool)])
     # Rows that do not end a run go to distinct places past the table, and are dropped.
-    target = jnp.where(ends, sorted_ids, table.shape[0] + jnp.arange(count, dtype=sorted_ids.dtype))
-    # Not before the sums are there: zeros would be among the first things that are made, and held all the while.
+    target = jnp.where(
+        ends, sorted_ids, table.shape[0] + jnp.arange(count, dtype=sorted_ids.dtype)
+    )
+    # Not before the sums are there: zeros would be among the first things that are
+    # made, and held all the while.
     zero, sums = lowering.held("late_zeros", (jnp.float32(0), sums))
     zeros = jnp.full(table.shape, zero)
-    return zeros.at[target].set(sums, mode="drop", unique_indices=True).astype(table.dtype), None
+    return (
+        zeros.at[target]
+        .set(sums, mode="drop", unique_indices=True)
+        .astype(table.dtype),
+        None,
+    )
 
 
-_embedding.defvjp(_embedding_fwd, _embedding_bwd, cuda=(_embedding_fwd, _embedding_bwd_cuda))
+_embedding.defvjp(
+    _embedding_fwd, _embedding_bwd, cuda=(_embedding_fwd, _embedding_bwd_cuda)
+)

@@ -1,6 +1,7 @@
 """Softmax, log-softmax and cross entropy. FP32 inside.
 
-Shape legend: N tokens, V vocabulary (may be padded), D model width, C tokens of a chunk.
+Shape legend: N tokens, V vocabulary (may be padded), D model width, C tokens of a
+chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 from scalify_core import lowering
 from scalify_core.composite import composite
 
-# Of the FP32 logits of a chunk. On a GPU each chunk also reads and writes the FP32 gradient of the whole head.
+# Of the FP32 logits of a chunk. On a GPU each chunk also reads and writes the FP32
+# gradient of the whole head.
 _CHUNK_BYTES, _CUDA_CHUNK_BYTES = 2**26, 2**28
 _MAX_UNROLLED = 8
 _LOWEST = -1e30
@@ -31,7 +33,9 @@ def log_softmax(x: jax.Array, axis: int = -1) -> jax.Array:
     return _log_softmax(x, axis=axis)
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array, vocab_size: int | None = None) -> jax.Array:
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, vocab_size: int | None = None
+) -> jax.Array:
     """Mean over the tokens of `-log softmax(logits)[target]`, in nats.
 
     Args:
@@ -42,7 +46,11 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, vocab_size: int | None 
     Returns:
         FP32 scalar.
     """
-    return _cross_entropy(logits, targets, vocab_size=logits.shape[-1] if vocab_size is None else vocab_size)
+    return _cross_entropy(
+        logits,
+        targets,
+        vocab_size=logits.shape[-1] if vocab_size is None else vocab_size,
+    )
 
 
 def linear_cross_entropy(
@@ -55,27 +63,37 @@ def linear_cross_entropy(
     masked: bool = False,
     narrow_logits: bool = False,
 ) -> jax.Array:
-    """`cross_entropy(x @ head.T, targets)` without ever holding the logits of the whole batch.
+    """`cross_entropy(x @ head.T, targets)` without ever holding the logits of the whole
+    batch.
 
-    The tokens are taken in chunks. When differentiated, the gradients are made in the same pass over the chunks
-    (three matrix products, no logits kept or computed twice) and only multiplied by the incoming gradient later.
+    The tokens are taken in chunks. When differentiated, the gradients are made in the
+    same pass over the chunks (three matrix products, no logits kept or computed twice)
+    and only multiplied by the incoming gradient later.
 
     Args:
         x: [N, D]; its dtype is the one the matrix products read.
         head: [V, D], cast to the dtype of `x`.
         targets: [N], integers in [0, vocab_size).
         vocab_size: columns from here on are padding and take no part; V if None.
-        masked: whether targets may be negative: such a token has no loss and no gradient, the mean is still over N.
-        chunk: most tokens in a chunk; if None, as many as keep the chunk's logits within 64 MiB, on a GPU 256.
-        narrow_logits: whether the product writes the logits in the dtype of `x`, under `scalify` in that of its data:
-            half the memory traffic, and a rounding of each by 2^-12 of its size in FP16. Beyond the largest number
-            they are that. All that is computed of them is FP32.
+        masked: whether targets may be negative: such a token has no loss and no
+            gradient, the mean is still over N.
+        chunk: most tokens in a chunk; if None, as many as keep the chunk's logits
+            within 64 MiB, on a GPU 256.
+        narrow_logits: whether the product writes the logits in the dtype of `x`, under
+            `scalify` in that of its data: half the memory traffic, and a rounding of
+            each by 2^-12 of its size in FP16. Beyond the largest number they are that.
+            All that is computed of them is FP32.
 
     Returns:
         FP32 scalar, mean nats.
     """
     vocab_size = head.shape[0] if vocab_size is None else vocab_size
-    settings: dict[str, Any] = {"vocab_size": vocab_size, "chunk": chunk, "masked": masked, "narrow": narrow_logits}
+    settings: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "chunk": chunk,
+        "masked": masked,
+        "narrow": narrow_logits,
+    }
     return _linear_cross_entropy(x, head, targets, **settings, logit_scale=1.0)
 
 
@@ -94,24 +112,40 @@ def _log_softmax(x: jax.Array, *, axis: int) -> jax.Array:
     return jax.nn.log_softmax(x.astype(jnp.float32), axis=axis).astype(x.dtype)
 
 
-def _log_softmax_bwd(y: jax.Array, gradient: jax.Array, *, axis: int) -> tuple[jax.Array]:
+def _log_softmax_bwd(
+    y: jax.Array, gradient: jax.Array, *, axis: int
+) -> tuple[jax.Array]:
     g = gradient.astype(jnp.float32)
-    return ((g - jnp.exp(y.astype(jnp.float32)) * jnp.sum(g, axis=axis, keepdims=True)).astype(y.dtype),)
+    return (
+        (
+            g - jnp.exp(y.astype(jnp.float32)) * jnp.sum(g, axis=axis, keepdims=True)
+        ).astype(y.dtype),
+    )
 
 
 @composite(name="cross_entropy")
-def _cross_entropy(logits: jax.Array, targets: jax.Array, *, vocab_size: int) -> jax.Array:
+def _cross_entropy(
+    logits: jax.Array, targets: jax.Array, *, vocab_size: int
+) -> jax.Array:
     return _cross_entropy_fwd(logits, targets, vocab_size=vocab_size)[0]
 
 
-def _cross_entropy_fwd(logits: jax.Array, targets: jax.Array, *, vocab_size: int) -> tuple:
-    loss, log_norm = _nats(_mask_padding(logits.astype(jnp.float32), vocab_size), targets)
+def _cross_entropy_fwd(
+    logits: jax.Array, targets: jax.Array, *, vocab_size: int
+) -> tuple:
+    loss, log_norm = _nats(
+        _mask_padding(logits.astype(jnp.float32), vocab_size), targets
+    )
     return jnp.mean(loss), (logits, log_norm, targets)
 
 
-def _cross_entropy_bwd(residuals: tuple, gradient: jax.Array, *, vocab_size: int) -> tuple:
+def _cross_entropy_bwd(
+    residuals: tuple, gradient: jax.Array, *, vocab_size: int
+) -> tuple:
     logits, log_norm, targets = residuals
-    error = _error(_mask_padding(logits.astype(jnp.float32), vocab_size), log_norm, targets)
+    error = _error(
+        _mask_padding(logits.astype(jnp.float32), vocab_size), log_norm, targets
+    )
     return (error * (gradient / targets.shape[0])).astype(logits.dtype), None
 
 
@@ -130,9 +164,14 @@ def _linear_cross_entropy(
     head = head.astype(x.dtype)
     chunk = chunk or _tokens_within(_CHUNK_BYTES, x, head, narrow)
 
-    def step(total: jax.Array, x_CxD: jax.Array, targets_C: jax.Array) -> tuple[jax.Array, None]:
+    def step(
+        total: jax.Array, x_CxD: jax.Array, targets_C: jax.Array
+    ) -> tuple[jax.Array, None]:
         logits = _logits(x_CxD, head, vocab_size, logit_scale, narrow)
-        return total + jnp.sum(_kept(_nats(logits, targets_C)[0], targets_C, masked)), None
+        return (
+            total + jnp.sum(_kept(_nats(logits, targets_C)[0], targets_C, masked)),
+            None,
+        )
 
     return _over_chunks(step, jnp.float32(0), x, targets, chunk)[0] / x.shape[0]
 
@@ -148,8 +187,12 @@ def _linear_cross_entropy_fwd(
     narrow: bool,
     logit_scale: float,
 ) -> tuple:
-    """The loss, and as residuals its gradients times N / logit_scale: sizes that do not depend on the batch (FP16)."""
-    step = _gradient_step(head.astype(x.dtype), vocab_size, logit_scale, _nats, masked, narrow)
+    """The loss, and as residuals its gradients times N / logit_scale: sizes that do not
+    depend on the batch (FP16).
+    """
+    step = _gradient_step(
+        head.astype(x.dtype), vocab_size, logit_scale, _nats, masked, narrow
+    )
     start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
     chunk = chunk or _tokens_within(_CHUNK_BYTES, x, head, narrow)
     (total, dhead), dx = _over_chunks(step, start, x, targets, chunk)
@@ -167,9 +210,14 @@ def _linear_cross_entropy_fwd_cuda(
     narrow: bool,
     logit_scale: float,
 ) -> tuple:
-    """The same in larger chunks, of which two passes read the logits: one for all sums, one for the error."""
-    step = _gradient_step(head.astype(x.dtype), vocab_size, logit_scale, _nats_in_one_pass, masked, narrow)
-    # A constant would be there from the beginning, and be taken for other zeros of this size to the end.
+    """The same in larger chunks, of which two passes read the logits: one for all sums,
+    one for the error.
+    """
+    step = _gradient_step(
+        head.astype(x.dtype), vocab_size, logit_scale, _nats_in_one_pass, masked, narrow
+    )
+    # A constant would be there from the beginning, and be taken for other zeros of this
+    # size to the end.
     zero, x = lowering.held("late_zeros", (jnp.float32(0), x))
     start = (jnp.float32(0), jnp.full(head.shape, zero))
     chunk = chunk or _tokens_within(_CUDA_CHUNK_BYTES, x, head, narrow)
@@ -178,10 +226,18 @@ def _linear_cross_entropy_fwd_cuda(
 
 
 def _gradient_step(
-    head_VxD: jax.Array, vocab_size: int, logit_scale: float, nats: Callable, masked: bool, narrow: bool
+    head_VxD: jax.Array,
+    vocab_size: int,
+    logit_scale: float,
+    nats: Callable,
+    masked: bool,
+    narrow: bool,
 ) -> Callable:
-    """For `_over_chunks`: adds up the loss and the gradient of the head, and gives that of the chunk's tokens."""
-    # softmax - onehot has RMS about V^-1/2, and most of it is below FP16's range: this power of two brings it to 1.
+    """For `_over_chunks`: adds up the loss and the gradient of the head, and gives that
+    of the chunk's tokens.
+    """
+    # softmax - onehot has RMS about V^-1/2, and most of it is below FP16's range: this
+    # power of two brings it to 1.
     lift = 2.0 ** round(math.log2(head_VxD.shape[0]) / 2)
 
     def step(carry: tuple, x_CxD: jax.Array, targets_C: jax.Array) -> tuple:
@@ -192,7 +248,9 @@ def _gradient_step(
         error = (error * lift).astype(x_CxD.dtype)
         dx = _dot(error, head_VxD, ((1,), (0,))) / lift
         dhead = dhead + _dot(error, x_CxD, ((0,), (0,))) / lift
-        return (total + jnp.sum(_kept(loss, targets_C, masked)), dhead), dx.astype(x_CxD.dtype)
+        return (total + jnp.sum(_kept(loss, targets_C, masked)), dhead), dx.astype(
+            x_CxD.dtype
+        )
 
     return step
 
@@ -220,15 +278,26 @@ def _linear_cross_entropy_bwd(
     del vocab_size, chunk, masked, narrow
     dx, dhead, like_head = residuals
     factor = gradient * (logit_scale / dx.shape[0])
-    return (dx.astype(jnp.float32) * factor).astype(dx.dtype), (dhead * factor).astype(like_head.dtype), None
+    return (
+        (dx.astype(jnp.float32) * factor).astype(dx.dtype),
+        (dhead * factor).astype(like_head.dtype),
+        None,
+    )
 
 
 def _over_chunks(
-    step: Callable, carry: Any, x: jax.Array, targets: jax.Array, chunk: int, max_unrolled: int = _MAX_UNROLLED
+    step: Callable,
+    carry: Any,
+    x: jax.Array,
+    targets: jax.Array,
+    chunk: int,
+    max_unrolled: int = _MAX_UNROLLED,
 ) -> tuple[Any, Any]:
-    """Fold `step(carry, x_CxD, targets_C) -> (carry, y_CxD or None)` over chunks of at most `chunk` tokens.
+    """Fold `step(carry, x_CxD, targets_C) -> (carry, y_CxD or None)` over chunks of at
+    most `chunk` tokens.
 
-    A chunk takes every n-th token, so that tokens that are sharded in contiguous blocks are in every chunk evenly.
+    A chunk takes every n-th token, so that tokens that are sharded in contiguous blocks
+    are in every chunk evenly.
     """
     count = -(-x.shape[0] // chunk)
     # Rather some more chunks than a small one that is left over.
@@ -244,7 +313,9 @@ def _over_chunks(
             rows.append(row)
         ys = None if rows[0] is None else jnp.stack(rows, axis=1)
     else:
-        carry, ys = jax.lax.scan(lambda c, xt: step(c, *xt), carry, (xs.swapaxes(0, 1), ts.swapaxes(0, 1)))
+        carry, ys = jax.lax.scan(
+            lambda c, xt: step(c, *xt), carry, (xs.swapaxes(0, 1), ts.swapaxes(0, 1))
+        )
         ys = None if ys is None else ys.swapaxes(0, 1)
     if rest:
         carry, y = step(carry, x[body:], targets[body:])
@@ -254,7 +325,9 @@ def _over_chunks(
     return carry, ys
 
 
-def _logits(x_CxD: jax.Array, head_VxD: jax.Array, vocab_size: int, scale: float, narrow: bool) -> jax.Array:
+def _logits(
+    x_CxD: jax.Array, head_VxD: jax.Array, vocab_size: int, scale: float, narrow: bool
+) -> jax.Array:
     """FP32; with `narrow` the product has rounded them to the dtype of `x`."""
     logits = _dot(x_CxD, head_VxD, ((1,), (1,)), x_CxD.dtype if narrow else jnp.float32)
     if logits.dtype != jnp.float32:
@@ -263,7 +336,9 @@ def _logits(x_CxD: jax.Array, head_VxD: jax.Array, vocab_size: int, scale: float
     return _mask_padding(logits if scale == 1 else logits * scale, vocab_size)
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple, dtype: Any = jnp.float32) -> jax.Array:
+def _dot(
+    a: jax.Array, b: jax.Array, contract: tuple, dtype: Any = jnp.float32
+) -> jax.Array:
     return jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=dtype)
 
 
@@ -277,18 +352,29 @@ def _mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
 def _nats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """FP32 (-log softmax(logits)[target], log of the normaliser), both [N]."""
     log_norm = jax.nn.logsumexp(logits, axis=-1)
-    return log_norm - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0], log_norm
+    return (
+        log_norm - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0],
+        log_norm,
+    )
 
 
-def _nats_in_one_pass(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `_nats`: largest logit, sum of the exponentials relative to it and the target's logit, in one reduction."""
+def _nats_in_one_pass(
+    logits: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """As `_nats`: largest logit, sum of the exponentials relative to it and the
+    target's logit, in one reduction.
+    """
     column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
     target = jnp.where(column == targets[:, None], logits, 0)
 
     def add(left: tuple, right: tuple) -> tuple:
         (peak_l, sum_l, target_l), (peak_r, sum_r, target_r) = left, right
         peak = jnp.maximum(peak_l, peak_r)
-        return peak, sum_l * jnp.exp(peak_l - peak) + sum_r * jnp.exp(peak_r - peak), target_l + target_r
+        return (
+            peak,
+            sum_l * jnp.exp(peak_l - peak) + sum_r * jnp.exp(peak_r - peak),
+            target_l + target_r,
+        )
 
     # Finite in place of the -inf of padding: two of those would give NaN.
     operands = jnp.maximum(logits, _LOWEST), jnp.ones_like(logits), target
@@ -299,7 +385,9 @@ def _nats_in_one_pass(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array,
 
 
 def _error(logits: jax.Array, log_norm: jax.Array, targets: jax.Array) -> jax.Array:
-    """`softmax(logits) - onehot(targets)`, [N, V] FP32: the gradient of the sum of the losses."""
+    """`softmax(logits) - onehot(targets)`, [N, V] FP32: the gradient of the sum of the
+    losses.
+    """
     column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
     probability = jnp.exp(logits - log_norm[:, None])
     return jnp.where(column == targets[:, None], probability - 1, probability)

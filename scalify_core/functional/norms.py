@@ -1,4 +1,5 @@
-"""Layer norm and RMS norm over the last axis: FP32 inside, hand-written gradients, statistics saved per row.
+"""Layer norm and RMS norm over the last axis: FP32 inside, hand-written gradients,
+statistics saved per row.
 
 Shape legend: `...` any leading axes, D model width.
 """
@@ -17,14 +18,17 @@ from scalify_core.composite import composite
 from scalify_core.reductions import sums_at_once
 
 
-def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: float = 1e-5) -> jax.Array:
+def layer_norm(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: float = 1e-5
+) -> jax.Array:
     """`(x - mean) / sqrt(variance + eps) * weight + bias` over the last axis.
 
     Args:
         x: [..., D], any float dtype; the arithmetic is FP32.
         weight: [D].
         bias: [D] or None.
-        eps: added to the variance of the *logical* value of `x`, with and without `scalify`.
+        eps: added to the variance of the *logical* value of `x`, with and without
+            `scalify`.
 
     Returns:
         Array of the shape and dtype of `x`.
@@ -36,41 +40,61 @@ def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: flo
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis; arguments and result as in `layer_norm`.
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis; arguments and result as
+    in `layer_norm`.
 
     References:
-        Zhang and Sennrich, Root Mean Square Layer Normalization, 2019 (https://arxiv.org/abs/1910.07467).
+        Zhang and Sennrich, Root Mean Square Layer Normalization, 2019
+        (https://arxiv.org/abs/1910.07467).
     """
     return _rms_norm(x, weight, eps=float(eps))
 
 
 @composite(name="layer_norm")
-def _layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float) -> jax.Array:
+def _layer_norm(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float
+) -> jax.Array:
     return _layer_norm_fwd(x, weight, bias, eps=eps)[0]
 
 
-def _layer_norm_fwd(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float) -> tuple:
+def _layer_norm_fwd(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float
+) -> tuple:
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32, axis=-1, keepdims=True)
-    # Two passes: E[x^2] - mean^2 cancels when the mean is large, and both read a row that is in cache.
+    # Two passes: E[x^2] - mean^2 cancels when the mean is large, and both read a row
+    # that is in cache.
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(x32 - mean), axis=-1, keepdims=True) + eps)
     return _affine(x, mean, rstd, weight, bias), (x, mean, rstd, weight, bias)
 
 
-def _layer_norm_fwd_cuda(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float) -> tuple:
-    """The same with both statistics stored, by a kernel each: who else reads a row needs no reduction of it.
+def _layer_norm_fwd_cuda(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float
+) -> tuple:
+    """The same with both statistics stored, by a kernel each: who else reads a row
+    needs no reduction of it.
 
-    Left to the compiler, the mean is computed again in each kernel, which then is one for norms (Triton): such a kernel
-    writes one array only, the products that the gain's gradient is the sum of in FP32, and no transposed ones. What
-    follows the reductions are functions of one operand, which their kernels take in: all factors stand before. So the
-    mean is kept times `_width`, as a sum with a power of two: that of equal elements of 16 bits is exact.
+    Left to the compiler, the mean is computed again in each kernel, which then is one
+    for norms (Triton): such a kernel writes one array only, the products that the
+    gain's gradient is the sum of in FP32, and no transposed ones. What follows the
+    reductions are functions of one operand, which their kernels take in: all factors
+    stand before. So the mean is kept times `_width`, as a sum with a power of two: that
+    of equal elements of 16 bits is exact.
     """
     size = x.shape[-1]
     width, x32 = _width(size), x.astype(jnp.float32)
-    mean = lowering.held("norm_statistics", jnp.sum(x32 * np.float32(width / size), axis=-1, keepdims=True))
-    eps = eps and max(eps * width**2, float(jnp.finfo(jnp.float32).tiny) * size)  # its share is a normal number, too
-    spread = (jnp.square(x32 * np.float32(width) - mean) + np.float32(eps)) * np.float32(1 / size)
-    rstd = lowering.held("norm_statistics", jax.lax.rsqrt(jnp.sum(spread, axis=-1, keepdims=True)))
+    mean = lowering.held(
+        "norm_statistics",
+        jnp.sum(x32 * np.float32(width / size), axis=-1, keepdims=True),
+    )
+    # its share is a normal number, too
+    eps = eps and max(eps * width**2, float(jnp.finfo(jnp.float32).tiny) * size)
+    spread = (
+        jnp.square(x32 * np.float32(width) - mean) + np.float32(eps)
+    ) * np.float32(1 / size)
+    rstd = lowering.held(
+        "norm_statistics", jax.lax.rsqrt(jnp.sum(spread, axis=-1, keepdims=True))
+    )
     return _affine(x, mean, rstd, weight, bias, width), (x, mean, rstd, weight, bias)
 
 
@@ -80,7 +104,12 @@ def _width(size: int) -> float:
 
 
 def _affine(
-    x: jax.Array, mean: jax.Array, rstd: jax.Array, weight: jax.Array, bias: jax.Array | None, width: float = 1.0
+    x: jax.Array,
+    mean: jax.Array,
+    rstd: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    width: float = 1.0,
 ) -> jax.Array:
     y = (x.astype(jnp.float32) * np.float32(width) - mean) * rstd * _row(weight, x)
     return (y if bias is None else y + _row(bias, x)).astype(x.dtype)
@@ -91,23 +120,42 @@ def _sums(arrays: Sequence[jax.Array], axes: tuple[int, ...]) -> Sequence[jax.Ar
 
 
 def _layer_norm_bwd(
-    residuals: tuple, gradient: jax.Array, *, eps: float, width: float = 1.0, sums: Callable[..., Any] = _sums
+    residuals: tuple,
+    gradient: jax.Array,
+    *,
+    eps: float,
+    width: float = 1.0,
+    sums: Callable[..., Any] = _sums,
 ) -> tuple:
-    """`width`: what the mean was multiplied by, and the reciprocal standard deviation divided by."""
+    """`width`: what the mean was multiplied by, and the reciprocal standard deviation
+    divided by.
+    """
     del eps
     x, mean, rstd, weight, bias = residuals
     g = gradient.astype(jnp.float32)
     normalised = (x.astype(jnp.float32) * np.float32(width) - mean) * rstd
     gw = g * _row(weight, x)
     dx = (rstd * np.float32(width)) * (
-        gw - jnp.mean(gw, axis=-1, keepdims=True) - normalised * jnp.mean(gw * normalised, axis=-1, keepdims=True)
+        gw
+        - jnp.mean(gw, axis=-1, keepdims=True)
+        - normalised * jnp.mean(gw * normalised, axis=-1, keepdims=True)
     )
     dweight, dbias = sums((g * normalised, g), tuple(range(x.ndim - 1)))
-    return dx.astype(x.dtype), dweight.astype(weight.dtype), None if bias is None else dbias.astype(bias.dtype)
+    return (
+        dx.astype(x.dtype),
+        dweight.astype(weight.dtype),
+        None if bias is None else dbias.astype(bias.dtype),
+    )
 
 
 def _layer_norm_bwd_cuda(residuals: tuple, gradient: jax.Array, *, eps: float) -> tuple:
-    return _layer_norm_bwd(residuals, gradient, eps=eps, width=_width(residuals[0].shape[-1]), sums=sums_at_once)
+    return _layer_norm_bwd(
+        residuals,
+        gradient,
+        eps=eps,
+        width=_width(residuals[0].shape[-1]),
+        sums=sums_at_once,
+    )
 
 
 @composite(name="rms_norm")
@@ -128,7 +176,9 @@ def _rms_norm_bwd(residuals: tuple, gradient: jax.Array, *, eps: float) -> tuple
     normalised = x.astype(jnp.float32) * rrms
     gw = g * _row(weight, x)
     dx = rrms * (gw - normalised * jnp.mean(gw * normalised, axis=-1, keepdims=True))
-    dweight = jnp.sum(g * normalised, axis=tuple(range(x.ndim - 1))).astype(weight.dtype)
+    dweight = jnp.sum(g * normalised, axis=tuple(range(x.ndim - 1))).astype(
+        weight.dtype
+    )
     return dx.astype(x.dtype), dweight
 
 

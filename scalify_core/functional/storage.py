@@ -9,17 +9,24 @@ from scalify_core.composite import composite
 
 
 def materialised(x: jax.Array) -> jax.Array:
-    """`x`. Compiled for CUDA, it is written once, in its own format, and everyone who reads it reads that.
+    """`x`. Compiled for CUDA, it is written once, in its own format, and everyone who
+    reads it reads that.
 
-    A compiler may otherwise fuse the last operation of an array with several readers, a rounding from FP32, into each
-    of them, and store the FP32 array. Meant for what is stored in any case: the residual stream.
+    A compiler may otherwise fuse the last operation of an array with several readers, a
+    rounding from FP32, into each of them, and store the FP32 array. Meant for what is
+    stored in any case: the residual stream.
     """
     return _materialised(x)
 
 
-_materialised = composite(lambda x: x, name="materialised", cuda=lambda x: lowering.held("stored", x))
+_materialised = composite(
+    lambda x: x, name="materialised", cuda=lambda x: lowering.held("stored", x)
+)
 _materialised.defvjp(
     lambda x: (x, None),
     lambda _, gradient: (gradient,),
-    cuda=(lambda x: (lowering.held("stored", x), None), lambda _, gradient: (gradient,)),
+    cuda=(
+        lambda x: (lowering.held("stored", x), None),
+        lambda _, gradient: (gradient,),
+    ),
 )

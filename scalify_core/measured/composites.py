@@ -1,4 +1,6 @@
-"""Composites: what acts on scales means what it says, FP8 products are FP8, all others run in FP32 as written."""
+"""Composites: what acts on scales means what it says, FP8 products are FP8, all others
+run in FP32 as written.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from scalify_core.array import ScaledArray, with_scale
 from scalify_core.formats import FloatFormat
 from scalify_core.matmul import dot_fp8, lhs_gradient, rhs_gradient
 from scalify_core.measured import store
-from scalify_core.measured.batches import Labels, labels, labels_of_result, scale_for, shared
+from scalify_core.measured.batches import (
+    Labels,
+    labels,
+    labels_of_result,
+    scale_for,
+    shared,
+)
 from scalify_core.measured.evaluate import Operands, kind
 from scalify_core.measured.plan import Step
 from scalify_core.measured.products import Want, each_index
@@ -30,7 +38,10 @@ def _composite(step: Step, env: Operands) -> Sequence[Any]:
     special = _composites.get(call.name)
     if special is not None:
         return special(call, step, env)
-    operands = [storage.as_float32(x) if _is_float(x) else x for x in map(env.wide, step.eqn.invars)]
+    operands = [
+        storage.as_float32(x) if _is_float(x) else x
+        for x in map(env.wide, step.eqn.invars)
+    ]
     return call.bind(*operands)
 
 
@@ -46,21 +57,34 @@ def _defined(*names: str) -> Callable:
     return register
 
 
-_RESCALES = ("dynamic_rescale_rms", "dynamic_rescale_max", "dynamic_rescale_rms_grad", "dynamic_rescale_max_grad")
+_RESCALES = (
+    "dynamic_rescale_rms",
+    "dynamic_rescale_max",
+    "dynamic_rescale_rms_grad",
+    "dynamic_rescale_max_grad",
+)
 _SAME = (*_RESCALES, "rebalance", "rebalance_grad", "stop_scaling", "materialised")
 _E4M3 = np.dtype(jnp.float8_e4m3fn)
 
 
 @_defined(*(f"{name}{part}" for name in _SAME for part in ("", ".fwd", ".bwd")))
-@_defined("set_scaling.bwd", "cast_on_forward.bwd", "cast_on_backward", "cast_on_backward.fwd")
+@_defined(
+    "set_scaling.bwd", "cast_on_forward.bwd", "cast_on_backward", "cast_on_backward.fwd"
+)
 def _same(call: Any, step: Step, env: Operands) -> Sequence[Any]:
-    """Scales are measured wherever they matter, so what rescales has nothing to do. Results are the last operand."""
+    """Scales are measured wherever they matter, so what rescales has nothing to do.
+    Results are the last operand.
+    """
     return [in_order(call, env.wide(step.eqn.invars[-1]))] * len(step.eqn.outvars)
 
 
 @_defined("set_scaling", "set_scaling.fwd")
 def _set_scaling(call: Any, step: Step, env: Operands) -> Sequence[Any]:
-    x, dtype, scale = in_order(call, env.wide(step.eqn.invars[0])), step.out_formats[0], dict(call.static)["scale"]
+    x, dtype, scale = (
+        in_order(call, env.wide(step.eqn.invars[0])),
+        step.out_formats[0],
+        dict(call.static)["scale"],
+    )
     if dtype is None:
         return [x]
     return [ScaledArray(x, 1.0).rescale(scale).astype(dtype)]
@@ -104,7 +128,9 @@ def _probe(call: Any, step: Step, env: Operands) -> Sequence[Any]:
 
 @_defined("fp8_dot_general", "fp8_dot_general.fwd")
 def _fp8(call: Any, step: Step, env: Operands) -> Sequence[Any]:
-    """Each entry of a batch, its own or that of a vmap of both operands, is cast at its own scale."""
+    """Each entry of a batch, its own or that of a vmap of both operands, is cast at its
+    own scale.
+    """
     product = dict(call.static)["product"]
     of = _labels(call, step, product, (0, 1))
     lhs, rhs = (
@@ -112,16 +138,24 @@ def _fp8(call: Any, step: Step, env: Operands) -> Sequence[Any]:
         for x, axes in zip(step.eqn.invars, shared(of), strict=True)
     )
 
-    unused = [jnp.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)]
+    unused = [
+        jnp.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)
+    ]
 
     def forward(lhs8: Any, rhs8: Any) -> Any:
         return dot_fp8(lhs8, rhs8, product.dims, _F32, fast=True), lhs8, rhs8, *unused
 
-    # The residuals, too: under vmap all results have the axis of the batch in front, whatever that of the operands is.
+    # The residuals, too: under vmap all results have the axis of the batch in front,
+    # whatever that of the operands is.
     out, lhs8, rhs8, *unused = _on_data(call, forward, lhs.data, rhs.data)
     batch, vmaps = len(product.dims[1][0]), len(call.in_axes)
-    result = labels_of_result([*range(batch), *[None] * (out.ndim - vmaps - batch)], vmaps)
-    out = store.scaled_by(out, *(scale_for(x, axes, result) for x, axes in zip((lhs, rhs), of, strict=True)))
+    result = labels_of_result(
+        [*range(batch), *[None] * (out.ndim - vmaps - batch)], vmaps
+    )
+    out = store.scaled_by(
+        out,
+        *(scale_for(x, axes, result) for x, axes in zip((lhs, rhs), of, strict=True)),
+    )
     if call.name == "fp8_dot_general":
         return [out]
     kept = (
@@ -135,7 +169,10 @@ def _fp8(call: Any, step: Step, env: Operands) -> Sequence[Any]:
 def _fp8_bwd(call: Any, step: Step, env: Operands) -> Sequence[Any]:
     product, last = dict(call.static)["product"], len(step.eqn.invars) - 1
     of = _labels(call, step, product, (0, 1, last))
-    formats, atoms = (_E4M3, _E4M3, product.gradient.dtype), (*step.eqn.invars[:2], step.eqn.invars[last])
+    formats, atoms = (
+        (_E4M3, _E4M3, product.gradient.dtype),
+        (*step.eqn.invars[:2], step.eqn.invars[last]),
+    )
     lhs, rhs, gradient = (
         env.stored(x, Want(dtype, each_index(x.aval.shape, axes)))
         for x, dtype, axes in zip(atoms, formats, shared(of), strict=True)
@@ -149,15 +186,25 @@ def _fp8_bwd(call: Any, step: Step, env: Operands) -> Sequence[Any]:
     d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *unused, gradient.data)
     of_lhs, of_rhs, of_gradient = of
     out = []
-    for found, like, other, of_other in ((d_lhs, of_lhs, rhs, of_rhs), (d_rhs, of_rhs, lhs, of_lhs)):
+    for found, like, other, of_other in (
+        (d_lhs, of_lhs, rhs, of_rhs),
+        (d_rhs, of_rhs, lhs, of_lhs),
+    ):
         result = labels_of_result(_own(like), len(call.in_axes))
-        scales = scale_for(gradient, of_gradient, result), scale_for(other, of_other, result)
+        scales = (
+            scale_for(gradient, of_gradient, result),
+            scale_for(other, of_other, result),
+        )
         out.append(store.scaled_by(found, *scales))
     return out
 
 
-def _labels(call: Any, step: Step, product: Any, operands: Sequence[int]) -> list[Labels]:
-    """Of the axes of the operands of these numbers: left, right and, if it is among them, the result's gradient."""
+def _labels(
+    call: Any, step: Step, product: Any, operands: Sequence[int]
+) -> list[Labels]:
+    """Of the axes of the operands of these numbers: left, right and, if it is among
+    them, the result's gradient.
+    """
     _, (lhs, rhs) = product.dims
     own = (lhs, rhs, range(len(lhs)))
     mapped = ([axes[i] for axes in call.in_axes] for i in operands)

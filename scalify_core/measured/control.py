@@ -1,4 +1,6 @@
-"""Calls and control flow inside which something is stored. What passes through a loop is in FP32."""
+"""Calls and control flow inside which something is stored. What passes through a loop
+is in FP32.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,23 @@ from scalify_core.measured.plan import (
 
 @kind("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 def _call(step: Step, env: Operands) -> Sequence[Any]:
-    resized = tuple(map(env.is_resized, step.eqn.outvars)) if watch.is_watched() else None
+    resized = (
+        tuple(map(env.is_resized, step.eqn.outvars)) if watch.is_watched() else None
+    )
     return run(
-        inner_jaxpr(step.eqn), inner_plan(step), Operands(inner_jaxpr(step.eqn), operands_of(step, env), resized)
+        inner_jaxpr(step.eqn),
+        inner_plan(step),
+        Operands(inner_jaxpr(step.eqn), operands_of(step, env), resized),
     )
 
 
 @kind("jit")
 def _jit(step: Step, env: Operands) -> Sequence[Any]:
-    """A call, and one function for all calls of the same program: so layers are traced and lowered once.
+    """A call, and one function for all calls of the same program: so layers are traced
+    and lowered once.
 
-    In check mode each is evaluated by itself: what it loses is reported at the place that calls it.
+    In check mode each is evaluated by itself: what it loses is reported at the place
+    that calls it.
     """
     if watch.is_watched():
         return _call(step, env)
@@ -50,9 +58,17 @@ def _jit(step: Step, env: Operands) -> Sequence[Any]:
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
     donated = tuple(i for i, given in enumerate(params["donated_invars"]) if given)
     kept = params["name"], donated, params["inline"], params["keep_unused"]
-    out = _jitted(params["jaxpr"], step.formats, shardings, *kept)(*map(_whole, operands_of(step, env)))
-    returned = [None if i in donated else i for i in _arguments_returned(params["jaxpr"])]  # donated: gone, if eager
-    return [y if i is None else env.read(step.eqn.invars[i]) for i, y in zip(returned, out, strict=True)]
+    out = _jitted(params["jaxpr"], step.formats, shardings, *kept)(
+        *map(_whole, operands_of(step, env))
+    )
+    # donated: gone, if eager
+    returned = [
+        None if i in donated else i for i in _arguments_returned(params["jaxpr"])
+    ]
+    return [
+        y if i is None else env.read(step.eqn.invars[i])
+        for i, y in zip(returned, out, strict=True)
+    ]
 
 
 @per_jaxpr
@@ -65,7 +81,9 @@ def _jitted(
     inline: Any,
     keep_unused: bool,
 ) -> Callable:
-    """The evaluation of a jaxpr, jitted. It is forgotten with the jaxpr, which it must not keep."""
+    """The evaluation of a jaxpr, jitted. It is forgotten with the jaxpr, which it must
+    not keep.
+    """
     found, plan = weakref.ref(jaxpr), plan_of(jaxpr, formats)
 
     def fun(*operands: Any) -> list[Any]:
@@ -87,20 +105,33 @@ def _constrained(x: Any, sharding: Any) -> Any:
 
 @per_jaxpr
 def _arguments_returned(jaxpr: Any) -> tuple[int | None, ...]:
-    """For each result of a jaxpr, which argument it is, as it came; None: it is another value."""
+    """For each result of a jaxpr, which argument it is, as it came; None: it is another
+    value.
+    """
     origins: dict[Any, int | None] = {var: i for i, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "jit":
-            for var, i in zip(eqn.outvars, _arguments_returned(eqn.params["jaxpr"]), strict=True):
+            for var, i in zip(
+                eqn.outvars, _arguments_returned(eqn.params["jaxpr"]), strict=True
+            ):
                 atom = None if i is None else eqn.invars[i]
-                origins[var] = None if atom is None or type(atom) is Literal else origins.get(atom)
-    return tuple(None if type(atom) is Literal else origins.get(atom) for atom in jaxpr.outvars)
+                origins[var] = (
+                    None if atom is None or type(atom) is Literal else origins.get(atom)
+                )
+    return tuple(
+        None if type(atom) is Literal else origins.get(atom) for atom in jaxpr.outvars
+    )
 
 
 def operands_of(step: Step, env: Operands) -> list[Any]:
-    """As the inner jaxpr reads them: what its products alone read is stored once, out here."""
+    """As the inner jaxpr reads them: what its products alone read is stored once, out
+    here.
+    """
     alone = product_reads.reads_for_products(step)
-    return [env.passed_on(*operand) for operand in zip(step.eqn.invars, step.wants, alone, strict=True)]
+    return [
+        env.passed_on(*operand)
+        for operand in zip(step.eqn.invars, step.wants, alone, strict=True)
+    ]
 
 
 @kind("remat2")
@@ -114,9 +145,14 @@ def _remat(step: Step, env: Operands) -> Sequence[Any]:
         nowhere = (None,) * len(inner.invars), (None,) * len(inner.outvars)
         evaluation = _jitted(inner, step.formats, nowhere, "remat", (), False, True)
     traced = evaluation.trace(*operands)
-    # Bound, not called through jax.checkpoint: a differentiated body keeps its barrier against common subexpressions.
+    # Bound, not called through jax.checkpoint: a differentiated body keeps its barrier
+    # against common subexpressions.
     jaxpr = _with_constants_as_arguments(traced.jaxpr)
-    out = eqn.primitive.bind(*traced.jaxpr.consts, *jax.tree.leaves(operands), **{**eqn.params, "jaxpr": jaxpr})
+    out = eqn.primitive.bind(
+        *traced.jaxpr.consts,
+        *jax.tree.leaves(operands),
+        **{**eqn.params, "jaxpr": jaxpr},
+    )
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), out)
 
 
@@ -137,7 +173,11 @@ def _cond(step: Step, env: Operands) -> Sequence[Any]:
         plan = plan_of(jaxpr, formats)
         return lambda *xs: list(map(carried, run(jaxpr, plan, xs), step.out_formats))
 
-    return lax.switch(index, [branch(jaxpr) for jaxpr in step.eqn.params["branches"]], *map(_whole, operands))
+    return lax.switch(
+        index,
+        [branch(jaxpr) for jaxpr in step.eqn.params["branches"]],
+        *map(_whole, operands),
+    )
 
 
 @kind("scan")
@@ -147,9 +187,15 @@ def _scan(step: Step, env: Operands) -> Sequence[Any]:
     slices = [sliced(x) for x in xs]
 
     def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
-        operands = [*consts, *carry, *(of_slice(part, x) for part, x in zip(parts, xs, strict=True))]
+        operands = [
+            *consts,
+            *carry,
+            *(of_slice(part, x) for part, x in zip(parts, xs, strict=True)),
+        ]
         out = run(eqn.params["jaxpr"], plan, operands)
-        return list(map(carried, out[: len(carry)], formats)), list(map(_whole, out[len(carry) :]))
+        return list(map(carried, out[: len(carry)], formats)), list(
+            map(_whole, out[len(carry) :])
+        )
 
     params, formats = eqn.params, step.out_formats[: len(init)]
     carry, ys = lax.scan(
@@ -164,9 +210,11 @@ def _scan(step: Step, env: Operands) -> Sequence[Any]:
 
 
 def carried(x: Any, fmt: Format) -> Any:
-    """A part of a carry, or a branch's result: the logical value, in FP32 unless it is plain (its format is None).
+    """A part of a carry, or a branch's result: the logical value, in FP32 unless it is
+    plain (its format is None).
 
-    It may be what no narrow format holds beside others (-1e38). What is plain has the dtype that it was traced with.
+    It may be what no narrow format holds beside others (-1e38). What is plain has the
+    dtype that it was traced with.
     """
     x = jnp.asarray(store.wide(x))
     if fmt is None:
@@ -176,7 +224,9 @@ def carried(x: Any, fmt: Format) -> Any:
 
 
 def sliced(x: Any) -> Any:
-    """What is cut along the leading axis: an array, or data and scale, or data of which all slices have one scale."""
+    """What is cut along the leading axis: an array, or data and scale, or data of which
+    all slices have one scale.
+    """
     if type(x) is not ScaledArray:
         return jnp.asarray(x)
     if x.is_static or jnp.ndim(x.scale) == 0:
@@ -195,7 +245,9 @@ def of_slice(part: Any, whole: Any) -> Any:
 
 @kind("while")
 def _while(step: Step, env: Operands) -> Sequence[Any]:
-    """Bound with a new condition and body, as JAX's own batching leaves conditions that are arrays."""
+    """Bound with a new condition and body, as JAX's own batching leaves conditions that
+    are arrays.
+    """
     eqn, params = step.eqn, step.eqn.params
     carry_formats, body_plan = while_carry(eqn, step.formats)
     cond_consts, body_consts, init = while_parts(eqn, list(map(env.read, eqn.invars)))
@@ -205,16 +257,22 @@ def _while(step: Step, env: Operands) -> Sequence[Any]:
         lax.convert_element_type(x, x.dtype) for x in map(carried, init, carry_formats)
     ]  # strong types, as the body's results have
 
-    def traced(jaxpr: Any, plan: Plan, consts: Sequence[Any], formats: Sequence[Format]) -> tuple[list[Any], Any]:
+    def traced(
+        jaxpr: Any, plan: Plan, consts: Sequence[Any], formats: Sequence[Format]
+    ) -> tuple[list[Any], Any]:
         consts = list(map(_whole, consts))
 
         def fun(consts: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
             return list(map(carried, run(jaxpr, plan, [*consts, *carry]), formats))
 
         found = jax.jit(fun).trace(consts, init).jaxpr
-        return [*found.consts, *jax.tree.leaves(consts)], _with_constants_as_arguments(found)
+        return [*found.consts, *jax.tree.leaves(consts)], _with_constants_as_arguments(
+            found
+        )
 
-    body_consts, body = traced(params["body_jaxpr"], body_plan, body_consts, carry_formats)
+    body_consts, body = traced(
+        params["body_jaxpr"], body_plan, body_consts, carry_formats
+    )
     cond_consts, cond = traced(params["cond_jaxpr"], cond_plan, cond_consts, [None])
     return eqn.primitive.bind(
         *cond_consts,
@@ -247,11 +305,18 @@ def _shard_map(step: Step, env: Operands) -> Sequence[Any]:
 
 
 def _spec(x: Any, spec: Any) -> Any:
-    """How an operand is split over devices that is split so as an array: a scale along the axes that it has."""
+    """How an operand is split over devices that is split so as an array: a scale along
+    the axes that it has.
+    """
     if type(x) is not ScaledArray:
         return spec
     if x.is_static:
         return ScaledArray.tree_unflatten(x.scale, (spec,))
     parts = (*spec, *[None] * (jnp.ndim(x.scale) - len(spec)))
-    scale = jax.P(*(part if n > 1 else None for part, n in zip(parts, jnp.shape(x.scale), strict=False)))
+    scale = jax.P(
+        *(
+            part if n > 1 else None
+            for part, n in zip(parts, jnp.shape(x.scale), strict=False)
+        )
+    )
     return ScaledArray.tree_unflatten(None, (spec, scale))

@@ -1,4 +1,6 @@
-"""Which plain FP32 numbers of a program a narrow format holds as they are: masks, one-hot vectors, small integers."""
+"""Which plain FP32 numbers of a program a narrow format holds as they are: masks,
+one-hot vectors, small integers.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +14,85 @@ from jax.extend.core import Literal
 
 from scalify_core.caches import per_jaxpr
 
-Origin = np.dtype | float  # what a number came from: a narrow dtype, or a number of the program
+# what a number came from: a narrow dtype, or a number of the program
+Origin = np.dtype | float
 Origins = frozenset[Origin] | None  # of the elements of a value; None: any
 
 # Their results have elements of their operands, or those negated.
-_SAME = frozenset({"reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "slice", "dynamic_slice", "gather"})
-_SAME |= {"copy", "copy_p", "stop_gradient", "name", "expand_dims", "neg", "concatenate", "pad", "max", "min", "abs"}
-_SAME |= {"select_n", "dynamic_update_slice", "split", "tile", "reduce_max", "reduce_min", "sort"}
-_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+_SAME = frozenset(
+    {
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "squeeze",
+        "rev",
+        "slice",
+        "dynamic_slice",
+        "gather",
+    }
+)
+_SAME |= {
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "name",
+    "expand_dims",
+    "neg",
+    "concatenate",
+    "pad",
+    "max",
+    "min",
+    "abs",
+}
+_SAME |= {
+    "select_n",
+    "dynamic_update_slice",
+    "split",
+    "tile",
+    "reduce_max",
+    "reduce_min",
+    "sort",
+}
+_CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
 
 
 @per_jaxpr
-def origins_in(jaxpr: Any, given: tuple[Origins, ...]) -> tuple[dict[Any, Origins], tuple[Origins, ...]]:
-    """The origins of the variables of a jaxpr, and those of its results, its arguments having those `given`."""
+def origins_in(
+    jaxpr: Any, given: tuple[Origins, ...]
+) -> tuple[dict[Any, Origins], tuple[Origins, ...]]:
+    """The origins of the variables of a jaxpr, and those of its results, its arguments
+    having those `given`.
+    """
     known: dict[Any, Origins] = dict(zip(jaxpr.invars, given, strict=True))
 
     def of(atom: Any) -> Origins:
         if type(atom) is Literal:
             return _of_number(atom)
-        return known.get(atom) or (frozenset({atom.aval.dtype}) if atom.aval.dtype == np.bool_ else None)
+        return known.get(atom) or (
+            frozenset({atom.aval.dtype}) if atom.aval.dtype == np.bool_ else None
+        )
 
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _CALLS:
             inner = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
-            known.update(zip(eqn.outvars, origins_in(inner, tuple(map(of, eqn.invars)))[1], strict=True))
+            known.update(
+                zip(
+                    eqn.outvars,
+                    origins_in(inner, tuple(map(of, eqn.invars)))[1],
+                    strict=True,
+                )
+            )
         elif name == "convert_element_type":
             (x,) = eqn.invars
-            known[eqn.outvars[0]] = frozenset({x.aval.dtype}) if is_narrow(x.aval.dtype) else of(x)
+            known[eqn.outvars[0]] = (
+                frozenset({x.aval.dtype}) if is_narrow(x.aval.dtype) else of(x)
+            )
         elif name == "mul":
             if all(is_mask(of(x)) for x in eqn.invars):
                 known[eqn.outvars[0]] = _joined([of(x) for x in eqn.invars])
@@ -53,7 +106,9 @@ def _elements(eqn: Any) -> Sequence[Any]:
     """The operands whose elements are those of the result; the others say which."""
     if eqn.primitive.name == "select_n":
         return eqn.invars[1:]
-    return [x for x in eqn.invars if not jnp.issubdtype(x.aval.dtype, jnp.integer)] or eqn.invars
+    return [
+        x for x in eqn.invars if not jnp.issubdtype(x.aval.dtype, jnp.integer)
+    ] or eqn.invars
 
 
 def _joined(found: Sequence[Origins]) -> Origins:
@@ -68,10 +123,14 @@ def _of_number(atom: Any) -> Origins:
 
 
 @per_jaxpr
-def held_in(jaxpr: Any, stored: tuple[bool, ...]) -> tuple[frozenset[Any], tuple[bool, ...]]:
-    """The variables of a jaxpr that a narrow format holds as they are, and which results; `stored`: which arguments.
+def held_in(
+    jaxpr: Any, stored: tuple[bool, ...]
+) -> tuple[frozenset[Any], tuple[bool, ...]]:
+    """The variables of a jaxpr that a narrow format holds as they are, and which
+    results; `stored`: which arguments.
 
-    They have elements of those, zeros and numbers that FP16 and BF16 hold, or powers of two times such.
+    They have elements of those, zeros and numbers that FP16 and BF16 hold, or powers of
+    two times such.
     """
     held = {var for var, is_held in zip(jaxpr.invars, stored, strict=True) if is_held}
     origins, _ = origins_in(jaxpr, (None,) * len(jaxpr.invars))
@@ -81,16 +140,22 @@ def held_in(jaxpr: Any, stored: tuple[bool, ...]) -> tuple[frozenset[Any], tuple
         return _of_number(atom) if type(atom) is Literal else origins.get(atom)
 
     def is_held(atom: Any) -> bool:
-        return (type(atom) is not Literal and atom in held) or all(holds(fmt, of(atom)) for fmt in formats)
+        return (type(atom) is not Literal and atom in held) or all(
+            holds(fmt, of(atom)) for fmt in formats
+        )
 
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _CALLS:
             inner = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
             _, of_results = held_in(inner, tuple(map(is_held, eqn.invars)))
-            held.update(var for var, is_so in zip(eqn.outvars, of_results, strict=True) if is_so)
+            held.update(
+                var for var, is_so in zip(eqn.outvars, of_results, strict=True) if is_so
+            )
         elif name == "mul":
-            exact = sum(map(is_held, eqn.invars)) == 2 and any(are_powers(of(x)) for x in eqn.invars)
+            exact = sum(map(is_held, eqn.invars)) == 2 and any(
+                are_powers(of(x)) for x in eqn.invars
+            )
             held.update(eqn.outvars if exact else ())
         elif name in _SAME or name in ("scatter", "convert_element_type"):
             held.update(eqn.outvars if all(map(is_held, _elements(eqn))) else ())
@@ -98,24 +163,37 @@ def held_in(jaxpr: Any, stored: tuple[bool, ...]) -> tuple[frozenset[Any], tuple
 
 
 def are_powers(origins: Origins) -> bool:
-    """Whether numbers of these origins are zeros and powers of two, of either sign: a product with one copies."""
+    """Whether numbers of these origins are zeros and powers of two, of either sign: a
+    product with one copies.
+    """
     return origins is not None and all(
-        x == np.bool_ or (isinstance(x, float) and math.frexp(x)[0] in (0, 0.5, -0.5)) for x in origins
+        x == np.bool_ or (isinstance(x, float) and math.frexp(x)[0] in (0, 0.5, -0.5))
+        for x in origins
     )
 
 
 def is_narrow(dtype: np.dtype) -> bool:
     """Whether it has less than 16 bits, or is a float of 16."""
-    return dtype.itemsize == 1 or (dtype.itemsize == 2 and jnp.issubdtype(dtype, jnp.floating))
+    return dtype.itemsize == 1 or (
+        dtype.itemsize == 2 and jnp.issubdtype(dtype, jnp.floating)
+    )
 
 
 def is_mask(origins: Origins) -> bool:
-    """Whether numbers of these origins are zeros and ones: booleans, or what the program says in numbers."""
-    return origins is not None and bool(origins) and origins <= {np.dtype(np.bool_), 0.0, 1.0}
+    """Whether numbers of these origins are zeros and ones: booleans, or what the
+    program says in numbers.
+    """
+    return (
+        origins is not None
+        and bool(origins)
+        and origins <= {np.dtype(np.bool_), 0.0, 1.0}
+    )
 
 
 def holds(fmt: np.dtype, origins: Origins) -> bool:
-    """Whether a format holds numbers of these origins as they are, at any scale that suits the largest."""
+    """Whether a format holds numbers of these origins as they are, at any scale that
+    suits the largest.
+    """
     return origins is not None and all(_holds(fmt, x) for x in origins)
 
 
@@ -124,8 +202,12 @@ def _holds(fmt: np.dtype, origin: Origin) -> bool:
     if isinstance(origin, float):
         # Near 1, so that it has room beside the others.
         mantissa, exponent = math.frexp(origin)
-        return origin == 0 or (abs(exponent) <= 10 and (mantissa * 2 ** (info.nmant + 1)).is_integer())
+        return origin == 0 or (
+            abs(exponent) <= 10 and (mantissa * 2 ** (info.nmant + 1)).is_integer()
+        )
     if not jnp.issubdtype(origin, jnp.floating):
         return (1 if origin == np.bool_ else 8) <= info.nmant + 1
     of = jnp.finfo(origin)
-    return of.nmant <= info.nmant and info.minexp <= of.minexp and of.maxexp <= info.maxexp
+    return (
+        of.nmant <= info.nmant and info.minexp <= of.minexp and of.maxexp <= info.maxexp
+    )

@@ -1,4 +1,6 @@
-"""The rules, by family. Importing this package fills the table of `scalify_core.registry`."""
+"""The rules, by family. Importing this package fills the table of
+`scalify_core.registry`.
+"""
 
 from scalify_core.rules import (
     attention,

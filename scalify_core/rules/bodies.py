@@ -1,7 +1,9 @@
-"""The bodies of loops, branches and recomputed blocks: inner jaxprs that are evaluated once, however often looked at.
+"""The bodies of loops, branches and recomputed blocks: inner jaxprs that are evaluated
+once, however often looked at.
 
-To know the scales of its results, a rule looks at a body before it builds the operation that has it. Were the body
-evaluated anew each time, bodies within bodies would cost two to the power of their depth.
+To know the scales of its results, a rule looks at a body before it builds the operation
+that has it. Were the body evaluated anew each time, bodies within bodies would cost two
+to the power of their depth.
 """
 
 from __future__ import annotations
@@ -19,12 +21,17 @@ from scalify_core.value import Value, narrow, pack, unpack
 
 
 def run(jaxpr: Any, evaluate: Callable, operands: Any, wide: int = 0) -> list[Any]:
-    """The results of a body, rounded to their formats but for guards and the first `wide`, and with their scales."""
+    """The results of a body, rounded to their formats but for guards and the first
+    `wide`, and with their scales.
+    """
     packed = pack(operands)
-    if jax.config.jax_disable_jit:  # equation by equation, as a debugger and `explain` want it
+    # equation by equation, as a debugger and `explain` want it
+    if jax.config.jax_disable_jit:
         return unpack(pack(_stored(evaluate(jaxpr, unpack(packed)), wide)))
     traced = traced_body(jaxpr, evaluate, packed, wide)
-    out = jax.core.eval_jaxpr(traced.jaxpr, traced.jaxpr.consts, *jax.tree.leaves(packed))
+    out = jax.core.eval_jaxpr(
+        traced.jaxpr, traced.jaxpr.consts, *jax.tree.leaves(packed)
+    )
     return unpack(jax.tree.unflatten(jax.tree.structure(traced.out_info), out))
 
 
@@ -35,7 +42,9 @@ def traced_body(jaxpr: Any, evaluate: Callable, packed: Any, wide: int = 0) -> A
 
 @per_jaxpr
 def _evaluated(jaxpr: Any, evaluate: Callable, wide: int) -> Any:
-    """One function per body, whose traces jit keeps: one for each structure of the operands."""
+    """One function per body, whose traces jit keeps: one for each structure of the
+    operands.
+    """
     found = weakref.ref(jaxpr)  # which is forgotten with its program
 
     def evaluated(*operands: Any) -> list[Any]:
@@ -45,7 +54,9 @@ def _evaluated(jaxpr: Any, evaluate: Callable, wide: int) -> Any:
 
 
 def _stored(out: list[Any], wide: int) -> list[Any]:
-    return [_result(x, i < wide) if isinstance(x, Value) else x for i, x in enumerate(out)]
+    return [
+        _result(x, i < wide) if isinstance(x, Value) else x for i, x in enumerate(out)
+    ]
 
 
 def _result(x: Value, wide: bool) -> Value:
@@ -54,5 +65,7 @@ def _result(x: Value, wide: bool) -> Value:
 
 
 def shape_of(fun: Callable, operands: Any) -> list[Any]:
-    """The results of `fun` with their scales, of which the static ones are known, but without data."""
+    """The results of `fun` with their scales, of which the static ones are known, but
+    without data.
+    """
     return unpack(jax.eval_shape(lambda xs: pack(fun(unpack(xs))), pack(operands)))

@@ -1,7 +1,8 @@
-"""Collectives over mesh axes, inside shard_map, and over those of vmap. A static scale is the same on every device.
+"""Collectives over mesh axes, inside shard_map, and over those of vmap. A static scale
+is the same on every device.
 
-An axis of a vmap inside the function has become one of the array: a number, where that of a mesh, or of a vmap outside,
-is a name.
+An axis of a vmap inside the function has become one of the array: a number, where that
+of a mesh, or of a vmap outside, is a name.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from scalify_core.value import Value
 
 
 def equal_scale(x: Value, axes: tuple) -> Value:
-    """The value with a scale that is the same along axes: the largest, where a dynamic one may differ.
+    """The value with a scale that is the same along axes: the largest, where a dynamic
+    one may differ.
 
-    Only of a mesh axis that the data is known to vary over can it be known that the scale does not. Under `vmap`, and
-    in a `shard_map` that does not check, nothing is known of either.
+    Only of a mesh axis that the data is known to vary over can it be known that the
+    scale does not. Under `vmap`, and in a `shard_map` that does not check, nothing is
+    known of either.
     """
     x = v.scalar_scale(x)
     axes = tuple(axis for axis in axes if not isinstance(axis, int))
@@ -36,7 +39,8 @@ def equal_scale(x: Value, axes: tuple) -> Value:
     if not varying and not unknown:
         return x
     largest = x.scale
-    for group in filter(None, (varying, unknown)):  # one `pmax` takes no axes of both kinds
+    # one `pmax` takes no axes of both kinds
+    for group in filter(None, (varying, unknown)):
         largest = lax.pmax(largest, group)
     return v.value(v.at_scale(x, largest), largest, x.rho, x.dtype)
 
@@ -46,16 +50,32 @@ def _axes(eqn: Any) -> tuple:
     return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
-def _collective(eqn: Any, operands: tuple, *, adds: bool = False, mixes: bool = True) -> Any:
+def _collective(
+    eqn: Any, operands: tuple, *, adds: bool = False, mixes: bool = True
+) -> Any:
     axes = _axes(eqn)
     if mixes:
-        operands = tuple(equal_scale(x, axes) if isinstance(x, Value) else x for x in operands)
-    out = bind(eqn, *(x.data if isinstance(x, Value) else storage.materialise(x) for x in operands))
+        operands = tuple(
+            equal_scale(x, axes) if isinstance(x, Value) else x for x in operands
+        )
+    out = bind(
+        eqn,
+        *(x.data if isinstance(x, Value) else storage.materialise(x) for x in operands),
+    )
     results = [
-        v.settled(saturated(y) if adds else y, x.multiple, x.rho * (_growth(eqn, x) if adds else 1.0), x.dtype)
-        if isinstance(x, Value)
-        else y
-        for x, y in zip(operands, out if eqn.primitive.multiple_results else [out], strict=True)
+        (
+            v.settled(
+                saturated(y) if adds else y,
+                x.multiple,
+                x.rho * (_growth(eqn, x) if adds else 1.0),
+                x.dtype,
+            )
+            if isinstance(x, Value)
+            else y
+        )
+        for x, y in zip(
+            operands, out if eqn.primitive.multiple_results else [out], strict=True
+        )
     ]
     return results if eqn.primitive.multiple_results else results[0]
 
@@ -65,7 +85,11 @@ def _growth(eqn: Any, x: Value) -> float:
     groups = eqn.params.get("axis_index_groups")
     if groups:
         return math.sqrt(len(groups[0]))
-    return math.sqrt(math.prod(x.shape[a] if isinstance(a, int) else lax.axis_size(a) for a in _axes(eqn)))
+    return math.sqrt(
+        math.prod(
+            x.shape[a] if isinstance(a, int) else lax.axis_size(a) for a in _axes(eqn)
+        )
+    )
 
 
 @rule("psum", "psum_invariant", "reduce_scatter", wide=False)
@@ -73,7 +97,16 @@ def _psum(eqn: Any, *operands: Any) -> Any:
     return _collective(eqn, operands, adds=True)
 
 
-@rule("pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pbroadcast", wide=False)
+@rule(
+    "pmax",
+    "pmin",
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "ppermute",
+    "pbroadcast",
+    wide=False,
+)
 def _moved(eqn: Any, *operands: Any) -> Any:
     return _collective(eqn, operands)
 

@@ -1,9 +1,10 @@
 """How rules of composites call their function; the rules of activations and norms.
 
-Where a rule calls the function on *data*, it passes the scales in its static parameters (the scale of attention's
-logits, a norm's epsilon), so that kernels read the narrow arrays as they are. Where a scale is not static, it is
-multiplied into the data first, which is then in FP32 (`with_static_scale`); what comes out is near RMS 1 only after
-the powers of two are taken out again (`moved`).
+Where a rule calls the function on *data*, it passes the scales in its static parameters
+(the scale of attention's logits, a norm's epsilon), so that kernels read the narrow
+arrays as they are. Where a scale is not static, it is multiplied into the data first,
+which is then in FP32 (`with_static_scale`); what comes out is near RMS 1 only after the
+powers of two are taken out again (`moved`).
 """
 
 from __future__ import annotations
@@ -33,34 +34,58 @@ def is_value(x: Any) -> bool:
 
 
 def on_data(call: Any, *args: Any, **static: Any) -> list[Any]:
-    """The call's flat results on the data of `args` (pytrees of values and plain arrays), with other parameters."""
-    leaves = [x.data if is_value(x) else storage.materialise(x) for x in jax.tree.leaves(args, is_leaf=is_value)]
+    """The call's flat results on the data of `args` (pytrees of values and plain
+    arrays), with other parameters.
+    """
+    leaves = [
+        x.data if is_value(x) else storage.materialise(x)
+        for x in jax.tree.leaves(args, is_leaf=is_value)
+    ]
     return call.replace(static={**dict(call.static), **static}).bind(*leaves)
 
 
 def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Value]:
-    """The call in FP32 on the logical values of `args`; result i gets `results[i]`, its expected size and format."""
-    leaves = [v.unscaled(x) if _is_float(x) else x for x in jax.tree.leaves(args, is_leaf=is_value)]
+    """The call in FP32 on the logical values of `args`; result i gets `results[i]`, its
+    expected size and format.
+    """
+    leaves = [
+        v.unscaled(x) if _is_float(x) else x
+        for x in jax.tree.leaves(args, is_leaf=is_value)
+    ]
     out = call.bind(*(storage.materialise(x) for x in leaves))
-    return [brought(x, size, dtype) for x, (size, dtype) in zip(out, results, strict=True)]
+    return [
+        brought(x, size, dtype) for x, (size, dtype) in zip(out, results, strict=True)
+    ]
 
 
-def on_gradient(call: Any, results: list[tuple[float, Any]], residuals: Any, gradient: Value) -> list[Value]:
-    """As `on_values` of `(residuals, gradient)`, linear in the gradient, whose scale stays out of the arithmetic.
+def on_gradient(
+    call: Any, results: list[tuple[float, Any]], residuals: Any, gradient: Value
+) -> list[Value]:
+    """As `on_values` of `(residuals, gradient)`, linear in the gradient, whose scale
+    stays out of the arithmetic.
 
     `results`: the expected sizes for a gradient of size 1, and the formats.
     """
-    if sc.is_static(gradient.scale) or not all(sc.is_static(size) for size, _ in results):
+    if sc.is_static(gradient.scale) or not all(
+        sc.is_static(size) for size, _ in results
+    ):
         sized = [(size_of(gradient.size, size), dtype) for size, dtype in results]
         return on_values(call, sized, residuals, gradient)
     data = v.value(gradient.data, 1.0, gradient.rho, gradient.dtype, gradient.factor)
-    out = on_values(call, [(gradient.rho * size, dtype) for size, dtype in results], residuals, data)
+    out = on_values(
+        call, [(gradient.rho * size, dtype) for size, dtype in results], residuals, data
+    )
     scales = [sc.product(x.scale, gradient.multiple) for x in out]
-    return [v.value(x.data, s, x.rho, x.dtype, x.factor, gradient.excess) for x, s in zip(out, scales, strict=True)]
+    return [
+        v.value(x.data, s, x.rho, x.dtype, x.factor, gradient.excess)
+        for x, s in zip(out, scales, strict=True)
+    ]
 
 
 def brought(x: Any, size: Any, dtype: Any) -> Value:
-    """A plain FP32 array as a value of this expected size: a number, or an FP32 scalar."""
+    """A plain FP32 array as a value of this expected size: a number, or an FP32
+    scalar.
+    """
     scale, rho = sc.rounded(size) if sc.is_static(size) else (pow2_round(size), 1.0)
     return v.value(sc.times(x, sc.ratio(1.0, scale)), scale, rho, dtype)
 
@@ -70,20 +95,30 @@ def _is_float(x: Any) -> bool:
 
 
 def with_static_scale(x: Any, like: Value | None = None) -> tuple[Value, Any]:
-    """As a value whose scale is static, and 1; of a dynamic scale, with it multiplied into FP32 data, and the scale."""
+    """As a value whose scale is static, and 1; of a dynamic scale, with it multiplied
+    into FP32 data, and the scale.
+    """
     if not is_value(x):
         return v.lift(x, like.dtype if like is not None else np.dtype(np.float32)), 1.0
     x = v.scalar_scale(x)
-    return (x, 1.0) if sc.is_static(x.scale) else (v.value(v.unscaled(x), 1.0, x.rho, x.dtype), x.scale)
+    return (
+        (x, 1.0)
+        if sc.is_static(x.scale)
+        else (v.value(v.unscaled(x), 1.0, x.rho, x.dtype), x.scale)
+    )
 
 
 def kernel_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
-    """As `with_static_scale`, with the data in its format; of all operands in FP32 where FP16 or FP8 must hold a scale.
+    """As `with_static_scale`, with the data in its format; of all operands in FP32
+    where FP16 or FP8 must hold a scale.
 
     (On a GPU the fused attention kernel then has no part in it: it reads 16 bits.)
     """
     dtype = v.result_dtype(*operands)
-    values, scales = zip(*(with_static_scale(x if is_value(x) else v.lift(x, dtype)) for x in operands), strict=True)
+    values, scales = zip(
+        *(with_static_scale(x if is_value(x) else v.lift(x, dtype)) for x in operands),
+        strict=True,
+    )
     if all(map(sc.is_static, scales)) or float(jnp.finfo(dtype).max) > sc.MAX_SCALE:
         return [v.narrow(x) for x in values], list(scales)
     return [v.value(v.wide(x), x.scale, x.rho, x.dtype) for x in values], list(scales)
@@ -98,7 +133,9 @@ def moved(x: Value, scale: Any) -> Value:
 
 
 def in_order(call: Any, x: Any) -> Any:
-    """The one operand of a call as results have it: the axes of the vmaps around it in front, the outermost first."""
+    """The one operand of a call as results have it: the axes of the vmaps around it in
+    front, the outermost first.
+    """
     axes = [axis for (axis,) in reversed(call.in_axes)]
     if not any(axes):
         return x
@@ -111,7 +148,9 @@ def in_order(call: Any, x: Any) -> Any:
 
 
 def unbatched_shape(call: Any, index: int, x: Any) -> tuple[int, ...]:
-    """The shape that operand `index` has inside the function: without the axes of the vmaps around the call."""
+    """The shape that operand `index` has inside the function: without the axes of the
+    vmaps around the call.
+    """
     shape = list(x.shape)
     for axes in reversed(call.in_axes):  # the outermost last
         if axes[index] is not None:
@@ -123,7 +162,11 @@ def size_of(*factors: Any) -> Any:
     """The product of sizes, of which some may be dynamic."""
     out: Any = 1.0
     for factor in factors:
-        out = out * factor if sc.is_static(out) and sc.is_static(factor) else sc.as_number(sc.product(out, factor))
+        out = (
+            out * factor
+            if sc.is_static(out) and sc.is_static(factor)
+            else sc.as_number(sc.product(out, factor))
+        )
     return out
 
 
@@ -135,7 +178,8 @@ def dtype_of(parameter: Any, x: Value) -> np.dtype:
     return parameter.dtype if is_value(parameter) else x.dtype
 
 
-# Activations: x * g(x). What comes out of a Gaussian of the expected size is known: near zero, gelu only halves.
+# Activations: x * g(x). What comes out of a Gaussian of the expected size is known:
+# near zero, gelu only halves.
 
 
 def _relu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -148,7 +192,8 @@ def _silu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _gelu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    # The error function's form, which differs from the tanh form by less than 1e-3, has the simpler slope.
+    # The error function's form, which differs from the tanh form by less than 1e-3, has
+    # the simpler slope.
     below = np.asarray([math.erfc(-y * _SQRT_HALF) / 2 for y in x])
     return x * below, below + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
 
@@ -161,7 +206,9 @@ _WEIGHTS /= _WEIGHTS.sum()
 
 @functools.lru_cache(maxsize=4096)
 def activated(name: str, size: float) -> tuple[float, float]:
-    """RMS of an activation of Gaussian numbers of RMS `size`, and of its slope there."""
+    """RMS of an activation of Gaussian numbers of RMS `size`, and of its slope
+    there.
+    """
     # Beyond 2^30 all are relu; the squares of larger numbers would leave FP64.
     y, slope = _ACTIVATIONS[name](_NODES * min(size, 2.0**30))
     rms, slope_rms = (math.sqrt(float(_WEIGHTS @ x**2)) for x in (y, slope))
@@ -169,8 +216,14 @@ def activated(name: str, size: float) -> tuple[float, float]:
 
 
 def _sizes(name: str, x: Value) -> tuple[Any, float]:
-    """As `activated`; of a size that is not known while tracing, what holds for a large one."""
-    return activated(name, x.size) if sc.is_static(x.scale) else (size_of(x.size, _SQRT_HALF), _SQRT_HALF)
+    """As `activated`; of a size that is not known while tracing, what holds for a large
+    one.
+    """
+    return (
+        activated(name, x.size)
+        if sc.is_static(x.scale)
+        else (size_of(x.size, _SQRT_HALF), _SQRT_HALF)
+    )
 
 
 def _activation(name: str) -> None:
@@ -180,7 +233,9 @@ def _activation(name: str) -> None:
 
     @composite_rule(f"{name}.fwd")
     def _(call: Any, x: Value) -> Any:
-        out, _ = on_values(call, [(_sizes(name, x)[0], x.dtype), (1.0, x.dtype)], v.scalar_scale(x))
+        out, _ = on_values(
+            call, [(_sizes(name, x)[0], x.dtype), (1.0, x.dtype)], v.scalar_scale(x)
+        )
         return out, x
 
     @composite_rule(f"{name}.bwd")
@@ -229,19 +284,29 @@ def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     dx, dbias = on_gradient(call, results, (x, bias), gradient)
     dx = v.narrow(dx)
     if not call.in_axes:
-        # Its rows are added up as they are rounded for the next product. They are computed twice, `stored` telling them
-        # apart: the compiler then makes one kernel of the sum and the cast to FP8; else it stores them in between.
+        # Its rows are added up as they are rounded for the next product. They are
+        # computed twice, `stored` telling them apart: the compiler then makes one
+        # kernel of the sum and the cast to FP8; else it stores them in between.
         apart = v.value(lowering.stored(v.unscaled(bias)), 1.0)
         again = v.narrow(on_gradient(call, results, (x, apart), gradient)[0])
-        added = jnp.sum(again.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32)
-        dbias = v.settled(added, dx.multiple, dx.rho * math.sqrt(rows), np.dtype(np.float32))
+        added = jnp.sum(
+            again.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32
+        )
+        dbias = v.settled(
+            added, dx.multiple, dx.rho * math.sqrt(rows), np.dtype(np.float32)
+        )
     return dx, dbias
 
 
 @composite_rule("swiglu")
 def _swiglu(call: Any, gate: Any, up: Any) -> Any:
     gate, up = (as_value(x, gate, up) for x in (gate, up))
-    return on_values(call, [(size_of(_sizes("silu", gate)[0], up.size), v.result_dtype(gate, up))], gate, up)
+    return on_values(
+        call,
+        [(size_of(_sizes("silu", gate)[0], up.size), v.result_dtype(gate, up))],
+        gate,
+        up,
+    )
 
 
 @composite_rule("swiglu.fwd")
@@ -249,16 +314,29 @@ def _swiglu_fwd(call: Any, gate: Any, up: Any) -> Any:
     values = [as_value(x, gate, up) for x in (gate, up)]
     size = size_of(_sizes("silu", values[0])[0], values[1].size)
     out, *_ = on_values(
-        call, [(size, v.result_dtype(gate, up)), (1.0, values[0].dtype), (1.0, values[1].dtype)], *values
+        call,
+        [
+            (size, v.result_dtype(gate, up)),
+            (1.0, values[0].dtype),
+            (1.0, values[1].dtype),
+        ],
+        *values,
     )
     return out, (gate, up)
 
 
 @composite_rule("swiglu.bwd")
 def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
-    gate, up, gradient = (as_value(x, *residuals, gradient) for x in (*residuals, gradient))
+    gate, up, gradient = (
+        as_value(x, *residuals, gradient) for x in (*residuals, gradient)
+    )
     silu, slope = _sizes("silu", gate)
-    return on_gradient(call, [(size_of(up.size, slope), gate.dtype), (silu, up.dtype)], (gate, up), gradient)
+    return on_gradient(
+        call,
+        [(size_of(up.size, slope), gate.dtype), (silu, up.dtype)],
+        (gate, up),
+        gradient,
+    )
 
 
 # What is stored is in its format.
@@ -275,26 +353,40 @@ def _materialised_fwd(call: Any, x: Any) -> Any:
     return _materialised(call, x), None
 
 
-composite_rule("materialised.bwd", wide=True)(lambda call, _, gradient: (in_order(call, gradient),))
+composite_rule("materialised.bwd", wide=True)(
+    lambda call, _, gradient: (in_order(call, gradient),)
+)
 
 
 # Norms. The data is normalised as it is; epsilon stays that of the logical value.
 
 
-def _normalised(call: Any, x: Any, weight: Any, *bias: Any) -> tuple[Value, list[Any], Value]:
-    """The result, all flat results of the call on data, and `x` with the static scale that the call was made with."""
+def _normalised(
+    call: Any, x: Any, weight: Any, *bias: Any
+) -> tuple[Value, list[Any], Value]:
+    """The result, all flat results of the call on data, and `x` with the static scale
+    that the call was made with.
+    """
     x, _ = with_static_scale(x, weight)
     weight, *others = (None if p is None else as_value(p, x) for p in (weight, *bias))
     unit = 1.0
-    if others and others[0] is not None and sc.is_static(weight.scale) and sc.is_static(others[0].scale):
-        # The bias as it is stored, the result being multiplied by its scale: a multiple of a whole vector could become
-        # a kernel of its own. Not at the scale of zeros, far from all others.
+    if (
+        others
+        and others[0] is not None
+        and sc.is_static(weight.scale)
+        and sc.is_static(others[0].scale)
+    ):
+        # The bias as it is stored, the result being multiplied by its scale: a multiple
+        # of a whole vector could become a kernel of its own. Not at the scale of zeros,
+        # far from all others.
         near = 2.0**-24 <= weight.scale / others[0].scale <= 2.0**24
         unit = others[0].scale if near else 1.0
     parameters = [None if p is None else v.wide_at(p, unit) for p in (weight, *others)]
     eps = dict(call.static)["eps"]
     # Not below FP32's smallest number: a row of zeros must stay one.
-    out = on_data(call, v.wide(x), *parameters, eps=eps and max(eps / x.scale**2, sc.MIN_SCALE))
+    out = on_data(
+        call, v.wide(x), *parameters, eps=eps and max(eps / x.scale**2, sc.MIN_SCALE)
+    )
     return brought(sc.times(out[0], unit), _weight_size(weight), x.dtype), out, x
 
 
@@ -310,19 +402,30 @@ def _norm(call: Any, *args: Any) -> Any:
 def _norm_fwd(call: Any, x: Any, weight: Any, *bias: Any) -> Any:
     y, out, static = _normalised(call, x, weight, *bias)
     f32 = np.dtype(np.float32)
-    # (out, x, mean, rstd, weight, bias) or (out, x, rrms, weight): the statistics are those of the data.
+    # (out, x, mean, rstd, weight, bias) or (out, x, rrms, weight): the statistics are
+    # those of the data.
     *mean, rstd = out[2 : -1 - len([b for b in bias if b is not None])]
-    statistics = [*(v.value(m, static.scale, 1.0, f32) for m in mean), v.value(rstd, 1 / static.scale, 1.0, f32)]
+    statistics = [
+        *(v.value(m, static.scale, 1.0, f32) for m in mean),
+        v.value(rstd, 1 / static.scale, 1.0, f32),
+    ]
     return y, (x, *statistics, weight, *bias)
 
 
 def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
-    x, *statistics, weight, bias = residuals if call.name == "layer_norm.bwd" else (*residuals, None)
+    x, *statistics, weight, bias = (
+        residuals if call.name == "layer_norm.bwd" else (*residuals, None)
+    )
     gradient, (x, scale) = as_value(gradient, x, weight), with_static_scale(x, weight)
     parameters = [None if p is None else v.unscaled(p) for p in (weight, bias)]
-    rest = (*statistics, *parameters) if call.name == "layer_norm.bwd" else (*statistics, parameters[0])
+    rest = (
+        (*statistics, *parameters)
+        if call.name == "layer_norm.bwd"
+        else (*statistics, parameters[0])
+    )
     dx, *sums = on_data(call, (v.wide(x), *rest), v.wide(gradient))
-    # What the norm divided by: the row's size, or the root of epsilon where that is larger.
+    # What the norm divided by: the row's size, or the root of epsilon where that is
+    # larger.
     least = math.sqrt(dict(call.static)["eps"])
     size, divisor = x.rho, sc.largest(scale, pow2_round(least))
     if sc.is_static(scale):
@@ -336,9 +439,17 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
         dx = dataclasses.replace(dx, data=lowering.stored(dx.data))
     return [
         moved(dx, sc.ratio(1.0, divisor)),
-        *(v.settled(d, gradient.multiple, gradient.rho * math.sqrt(rows), dtype_of(p, x), SQRT_2)
-          for d, p in zip(sums, (weight, bias), strict=False)),
-    ]  # fmt: skip
+        *(
+            v.settled(
+                d,
+                gradient.multiple,
+                gradient.rho * math.sqrt(rows),
+                dtype_of(p, x),
+                SQRT_2,
+            )
+            for d, p in zip(sums, (weight, bias), strict=False)
+        ),
+    ]
 
 
 for _name in ("layer_norm", "rms_norm"):

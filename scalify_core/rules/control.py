@@ -1,7 +1,9 @@
-"""Calls, branches and meshes: the rules of the inner equations apply; structure, names and donation are kept.
+"""Calls, branches and meshes: the rules of the inner equations apply; structure, names
+and donation are kept.
 
-A value crosses into a traced function as a pytree whose static scale, expected RMS and format are part of its
-structure, so JAX's own transformations carry them, and static scales stay static on the other side.
+A value crosses into a traced function as a pytree whose static scale, expected RMS and
+format are part of its structure, so JAX's own transformations carry them, and static
+scales stay static on the other side.
 """
 
 from __future__ import annotations
@@ -28,10 +30,27 @@ from scalify_core.value import Constant, Value, pack, unpack
 from scalify_core.varying import agreeing
 
 
-@control("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "closed_call", "core_call", "composite", wide=True)
+@control(
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vmap_call",
+    "closed_call",
+    "core_call",
+    "composite",
+    wide=True,
+)
 def _inline(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
-    """What such a call carries for transformations is of no use here: they happen before evaluation."""
-    return evaluate(next(eqn.params[name] for name in ("call_jaxpr", "jaxpr", "call") if name in eqn.params), operands)
+    """What such a call carries for transformations is of no use here: they happen
+    before evaluation.
+    """
+    return evaluate(
+        next(
+            eqn.params[name]
+            for name in ("call_jaxpr", "jaxpr", "call")
+            if name in eqn.params
+        ),
+        operands,
+    )
 
 
 @control("jit", wide=True)
@@ -46,10 +65,12 @@ def _jit(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
 @per_jaxpr
 def _integers_made_floats(jaxpr: Any) -> frozenset[int]:
-    """The positions of integers that the jaxpr converts: the 0 of `jnp.where(mask, x, 0)`, of `jnp.clip` or `jnp.pad`.
+    """The positions of integers that the jaxpr converts: the 0 of
+    `jnp.where(mask, x, 0)`, of `jnp.clip` or `jnp.pad`.
 
-    Such a constant must not set the scale of what it is chosen or padded beside. Other integers, as indices, are no
-    part of a traced function's structure: each of them would be traced anew.
+    Such a constant must not set the scale of what it is chosen or padded beside. Other
+    integers, as indices, are no part of a traced function's structure: each of them
+    would be traced anew.
     """
     made = {
         variable
@@ -57,13 +78,19 @@ def _integers_made_floats(jaxpr: Any) -> frozenset[int]:
         for i, variable in enumerate(eqn.invars)
         if not isinstance(variable, Literal) and _is_made_float(eqn, i)
     }
-    return frozenset(i for i, x in enumerate(jaxpr.invars) if x in made and jnp.issubdtype(x.aval.dtype, jnp.integer))
+    return frozenset(
+        i
+        for i, x in enumerate(jaxpr.invars)
+        if x in made and jnp.issubdtype(x.aval.dtype, jnp.integer)
+    )
 
 
 def _is_made_float(eqn: Any, operand: int) -> bool:
     if eqn.primitive.name == "jit":
         return operand in _integers_made_floats(eqn.params["jaxpr"])
-    return eqn.primitive.name == "convert_element_type" and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
+    return eqn.primitive.name == "convert_element_type" and jnp.issubdtype(
+        eqn.params["new_dtype"], jnp.floating
+    )
 
 
 @per_jaxpr
@@ -76,7 +103,9 @@ def _jitted(
     keep_unused: bool,
     shardings: tuple,
 ) -> Callable:
-    """One jitted function per inner jaxpr, so that what is called often is traced once."""
+    """One jitted function per inner jaxpr, so that what is called often is traced
+    once.
+    """
     found = weakref.ref(jaxpr)  # which is forgotten with its program
 
     def fun(*operands: Any) -> list[Any]:
@@ -91,7 +120,9 @@ def _constrain(x: Any, sharding: Any) -> Any:
     if not isinstance(sharding, jax.sharding.Sharding):
         return x
     if isinstance(x, Value):
-        return dataclasses.replace(x, data=lax.with_sharding_constraint(x.data, sharding))
+        return dataclasses.replace(
+            x, data=lax.with_sharding_constraint(x.data, sharding)
+        )
     return lax.with_sharding_constraint(x, sharding)
 
 
@@ -99,22 +130,35 @@ def _constrain(x: Any, sharding: Any) -> Any:
 def _remat(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     packed = pack(operands)
     traced = traced_body(eqn.params["jaxpr"], evaluate, packed)
-    # Bound, not called through jax.checkpoint: a differentiated body keeps its barrier against common subexpressions.
+    # Bound, not called through jax.checkpoint: a differentiated body keeps its barrier
+    # against common subexpressions.
     jaxpr = partial_eval.convert_constvars_jaxpr(traced.jaxpr)
-    out = eqn.primitive.bind(*traced.jaxpr.consts, *jax.tree.leaves(packed), **{**eqn.params, "jaxpr": jaxpr})
+    out = eqn.primitive.bind(
+        *traced.jaxpr.consts, *jax.tree.leaves(packed), **{**eqn.params, "jaxpr": jaxpr}
+    )
     return unpack(jax.tree.unflatten(jax.tree.structure(traced.out_info), out))
 
 
 @control("cond", guards=True)
 def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Callable) -> Any:
-    branches = [functools.partial(run, branch, evaluate) for branch in eqn.params["branches"]]
+    branches = [
+        functools.partial(run, branch, evaluate) for branch in eqn.params["branches"]
+    ]
     outs = [shape_of(branch, operands) for branch in branches]
     forms = [common_form(alternatives) for alternatives in zip(*outs, strict=True)]
 
     def formed(branch: Callable) -> Callable:
-        return lambda *xs: pack(to_form(x, form) for x, form in zip(branch(unpack(xs)), forms, strict=True))
+        return lambda *xs: pack(
+            to_form(x, form) for x, form in zip(branch(unpack(xs)), forms, strict=True)
+        )
 
-    return unpack(lax.switch(index, agreeing([formed(x) for x in branches], *pack(operands)), *pack(operands)))
+    return unpack(
+        lax.switch(
+            index,
+            agreeing([formed(x) for x in branches], *pack(operands)),
+            *pack(operands),
+        )
+    )
 
 
 @control("shard_map", guards=True)
@@ -122,7 +166,9 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     params = eqn.params
     axes = tuple(params["newly_manual_axes"])
     packed = pack(operands)
-    specs = [_specs(x, spec) for x, spec in zip(packed, params["in_specs"], strict=True)]
+    specs = [
+        _specs(x, spec) for x, spec in zip(packed, params["in_specs"], strict=True)
+    ]
     mapped = functools.partial(
         jax.shard_map,
         mesh=params["mesh"],
@@ -134,26 +180,43 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
 
     def body(*xs: Any) -> list:
         out = run(params["jaxpr"], evaluate, unpack(xs))
-        # A constant is of a device's shape here: only as an array does it get the shape that all of them have.
-        return pack(equal_scale(x, axes) if isinstance(x, Value) else jnp.asarray(materialise(x)) for x in out)
+        # A constant is of a device's shape here: only as an array does it get the shape
+        # that all of them have.
+        return pack(
+            (
+                equal_scale(x, axes)
+                if isinstance(x, Value)
+                else jnp.asarray(materialise(x))
+            )
+            for x in out
+        )
 
     def look(*xs: Any) -> list:
         shapes[:] = jax.eval_shape(body, *xs)
         return []
 
     jax.eval_shape(mapped(look, out_specs=[]), *packed)
-    out_specs = [_specs(x, spec) for x, spec in zip(shapes, params["out_specs"], strict=True)]
+    out_specs = [
+        _specs(x, spec) for x, spec in zip(shapes, params["out_specs"], strict=True)
+    ]
     return unpack(mapped(body, out_specs=out_specs)(*packed))
 
 
 def _specs(x: Any, spec: Any) -> Any:
-    """The data is split as the logical array was; a scale with it, along the axes that it differs along."""
+    """The data is split as the logical array was; a scale with it, along the axes that
+    it differs along.
+    """
     if isinstance(x, Value):
-        dynamic, excess = (None if s is None else _spec_of_scale(s, spec) for s in (x.dynamic, x.excess))
+        dynamic, excess = (
+            None if s is None else _spec_of_scale(s, spec)
+            for s in (x.dynamic, x.excess)
+        )
         return dataclasses.replace(x, data=spec, dynamic=dynamic, excess=excess)
     return x if isinstance(x, Constant) else spec
 
 
 def _spec_of_scale(scale: Any, spec: Any) -> Any:
     entries = (*spec, *(None,) * (scale.ndim - len(spec)))[: scale.ndim]
-    return jax.sharding.PartitionSpec(*(e if n > 1 else None for e, n in zip(entries, scale.shape, strict=True)))
+    return jax.sharding.PartitionSpec(
+        *(e if n > 1 else None for e, n in zip(entries, scale.shape, strict=True))
+    )

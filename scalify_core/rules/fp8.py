@@ -1,7 +1,8 @@
-"""The FP8 product: a cast of the data, whose RMS is about 1 already; no scale is computed, none is looked up.
+"""The FP8 product: a cast of the data, whose RMS is about 1 already; no scale is
+computed, none is looked up.
 
-What it keeps for the backward pass is the left operand in FP8, and the right one, a parameter, as it was given, or in
-FP8 too where `keep_rhs` asks for it.
+What it keeps for the backward pass is the left operand in FP8, and the right one, a
+parameter, as it was given, or in FP8 too where `keep_rhs` asks for it.
 """
 
 from __future__ import annotations
@@ -42,23 +43,48 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
         lhs8, rhs8 = fp8_cast(lhs, E4M3), fp8_cast(rhs, E4M3)
         kept, rhs_kept = lhs8, rhs8 if rhs.dtype == np.float32 else rhs
         if lhs.dtype == np.float32:  # what computes it writes it in FP8
-            lhs8, kept = stored_both_ways(lhs8) if product.dims == _MATRICES else (stored(lhs8),) * 2
+            lhs8, kept = (
+                stored_both_ways(lhs8)
+                if product.dims == _MATRICES
+                else (stored(lhs8),) * 2
+            )
         if product.keep_rhs and rhs.dtype.itemsize == 2:
-            rhs_kept, rhs8 = stored_both_ways(rhs8) if product.dims == _MATRICES else (stored(rhs8),) * 2
-        return dot_fp8(lhs8, rhs8, product.dims, dtype, 1 / power, fast=True), kept, rhs_kept
+            rhs_kept, rhs8 = (
+                stored_both_ways(rhs8)
+                if product.dims == _MATRICES
+                else (stored(rhs8),) * 2
+            )
+        return (
+            dot_fp8(lhs8, rhs8, product.dims, dtype, 1 / power, fast=True),
+            kept,
+            rhs_kept,
+        )
 
     power, rho = _sum_of(product.sizes[2], lhs, rhs)
     out, lhs_kept, rhs_kept = _on_data(call, forward, lhs.data, rhs.data)
-    operands = v.value(lhs_kept, lhs.scale, lhs.rho), v.value(rhs_kept, rhs.scale, rhs.rho)
-    return v.value(saturated(out), _scale(lhs, rhs, power), rho, dtype), (*operands, *_unused(product))
+    operands = (
+        v.value(lhs_kept, lhs.scale, lhs.rho),
+        v.value(rhs_kept, rhs.scale, rhs.rho),
+    )
+    return v.value(saturated(out), _scale(lhs, rhs, power), rho, dtype), (
+        *operands,
+        *_unused(product),
+    )
 
 
 @composite_rule("fp8_dot_general.bwd")
 def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]:
     product = dict(call.static)["product"]
     rows, columns, _ = product.sizes
-    dtype = v.result_dtype(gradient) if isinstance(gradient, Value) else np.dtype(product.dtypes[2])
-    lhs, rhs, gradient = (x if isinstance(x, Value) else v.lift(x, dtype) for x in (*residuals[:2], gradient))
+    dtype = (
+        v.result_dtype(gradient)
+        if isinstance(gradient, Value)
+        else np.dtype(product.dtypes[2])
+    )
+    lhs, rhs, gradient = (
+        x if isinstance(x, Value) else v.lift(x, dtype)
+        for x in (*residuals[:2], gradient)
+    )
     gradient = v.scalar_scale(gradient)
     summed = gradient.before is not None and gradient.before.sums is not None
 
@@ -67,27 +93,43 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
         if rhs8.dtype != E4M3.dtype:
-            # A parameter, which is there in any case: it is cast again, `stored` telling the two casts apart. In its
-            # own order, too: the product contracts its last axis.
+            # A parameter, which is there in any case: it is cast again, `stored`
+            # telling the two casts apart. In its own order, too: the product contracts
+            # its last axis.
             rhs8 = row_major(fp8_cast(stored(rhs8), E4M3))
-        gradient8 = fp8_cast(rest[-1], product.gradient)  # of infinities `saturated` would make large numbers
-        # What adds up its rows can write it too, in one order; if they are added up, one pass writes both.
-        both = stored_both_ways(gradient8) if summed and gradient8.ndim == 2 else (stored(gradient8),) * 2
+        # of infinities `saturated` would make large numbers
+        gradient8 = fp8_cast(rest[-1], product.gradient)
+        # What adds up its rows can write it too, in one order; if they are added up,
+        # one pass writes both.
+        both = (
+            stored_both_ways(gradient8)
+            if summed and gradient8.ndim == 2
+            else (stored(gradient8),) * 2
+        )
         d_lhs = lhs_gradient(both[0], rhs8, product.dims, dtype, 1 / lhs_power)
         return d_lhs, rhs_gradient(lhs8, both[1], product.dims, dtype, 1 / rhs_power)
 
-    d_lhs, d_rhs = _on_data(call, backward, lhs.data, rhs.data, *_unused(product), gradient.data)
+    d_lhs, d_rhs = _on_data(
+        call, backward, lhs.data, rhs.data, *_unused(product), gradient.data
+    )
     d_rhs, rhs_dtype = saturated(d_rhs), np.dtype(product.rhs_gradient or dtype)
     return (
         v.value(saturated(d_lhs), _scale(gradient, rhs, lhs_power), lhs_rho, dtype),
-        v.value(saturating_cast(d_rhs, rhs_dtype), _scale(lhs, gradient, rhs_power), rhs_rho, rhs_dtype),
+        v.value(
+            saturating_cast(d_rhs, rhs_dtype),
+            _scale(lhs, gradient, rhs_power),
+            rhs_rho,
+            rhs_dtype,
+        ),
     )
 
 
 def _sum_of(count: int, a: Value, b: Value) -> tuple[float, float]:
-    """Of sums of `count` products: the power of two that goes from the data into the scale, and the RMS then left.
+    """Of sums of `count` products: the power of two that goes from the data into the
+    scale, and the RMS then left.
 
-    The product itself divides it out, before its result is rounded: as a constant of the GEMM it costs nothing.
+    The product itself divides it out, before its result is rounded: as a constant of
+    the GEMM it costs nothing.
     """
     return sc.rounded(a.rho * b.rho * math.sqrt(count))
 
@@ -97,8 +139,12 @@ def _scale(a: Value, b: Value, power: float) -> Any:
 
 
 def _unused(product: Product) -> tuple:
-    """What stands in the place of the plain program's traced scales of lhs and rhs, in the residuals."""
-    return tuple(np.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float))
+    """What stands in the place of the plain program's traced scales of lhs and rhs, in
+    the residuals.
+    """
+    return tuple(
+        np.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)
+    )
 
 
 def _on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:

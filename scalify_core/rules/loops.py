@@ -1,4 +1,6 @@
-"""Loops: one form of the carry for all turns (see `carries`), the rules of the body's equations in each."""
+"""Loops: one form of the carry for all turns (see `carries`), the rules of the body's
+equations in each.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,25 @@ from scalify_core import storage, varying
 from scalify_core import value as v
 from scalify_core.registry import control
 from scalify_core.rules.bodies import run, shape_of
-from scalify_core.rules.carries import after, carry_forms, chosen, coarse, first_carry, needs_scale, next_carry
+from scalify_core.rules.carries import (
+    after,
+    carry_forms,
+    chosen,
+    coarse,
+    first_carry,
+    needs_scale,
+    next_carry,
+)
 from scalify_core.value import Constant, Value, pack, unpack
 
 
 def _loop(fun: Callable) -> Callable:
-    """A loop's rule. In another loop, what is handed to it is of an expected RMS that is a power of two.
+    """A loop's rule. In another loop, what is handed to it is of an expected RMS that
+    is a power of two.
 
-    The outer loop looks at the inner one with a carry after one turn, and after two. It would be evaluated anew for
-    each, and a loop in that for each of these: so mostly they are the same to it.
+    The outer loop looks at the inner one with a carry after one turn, and after two. It
+    would be evaluated anew for each, and a loop in that for each of these: so mostly
+    they are the same to it.
     """
 
     @functools.wraps(fun)
@@ -53,22 +65,34 @@ def _handed(operands: Sequence[Any]) -> Sequence[Any]:
 def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
     params = eqn.params
     length, jaxpr, backwards = params["length"], params["jaxpr"], params["reverse"]
-    consts, init, xs = (list(part) for part in params["ft_in"].update(operands).unpack())
-    consts = unpack(pack(consts))  # scales are multiplied out before the loop, not in it
+    consts, init, xs = (
+        list(part) for part in params["ft_in"].update(operands).unpack()
+    )
+    # scales are multiplied out before the loop, not in it
+    consts = unpack(pack(consts))
     sliced, whole = zip(*map(_slices, xs), strict=True) if xs else ((), ())
 
     def step(carry: Sequence[Any], slices: Any) -> list:
-        return run(jaxpr, evaluate, [*consts, *carry, *map(_of_slice, slices, whole)], len(init))
+        return run(
+            jaxpr,
+            evaluate,
+            [*consts, *carry, *map(_of_slice, slices, whole)],
+            len(init),
+        )
 
     def turn(carry: Sequence[Any]) -> list:
-        return step(carry, jax.tree.map(lambda x: _end(x, backwards), sliced))[: len(init)]
+        return step(carry, jax.tree.map(lambda x: _end(x, backwards), sliced))[
+            : len(init)
+        ]
 
     carry, forms = _before(turn, init, length, jaxpr)
 
     def formed(carry: Any, slices: Any) -> tuple[Any, Any]:
         last = unpack(carry)
         out = step(last, slices)
-        return pack(map(next_carry, out[: len(init)], forms, last)), pack(out[len(init) :])
+        return pack(map(next_carry, out[: len(init)], forms, last)), pack(
+            out[len(init) :]
+        )
 
     ends = jax.tree.map(lambda x: _end(x, backwards), sliced)
     agreed, carry = varying.agreeing_carry(lambda carry: formed(carry, ends)[0], carry)
@@ -77,17 +101,28 @@ def _scan(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         carry, ys = formed(carry, slices)
         return agreed(carry), ys
 
-    carry, ys = lax.scan(turned, carry, sliced, length, reverse=backwards, unroll=params["unroll"])
+    carry, ys = lax.scan(
+        turned, carry, sliced, length, reverse=backwards, unroll=params["unroll"]
+    )
     return [*unpack(carry), *(_stacked(y, length) for y in ys)]
 
 
 @control("while", guards=True)
 @_loop
 def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
-    """Where the predicate is one of a batch, elements for which it is false stay as they are, as in JAX."""
+    """Where the predicate is one of a batch, elements for which it is false stay as
+    they are, as in JAX.
+    """
     params = eqn.params
-    n_cond, n_body, jaxpr = params["cond_nconsts"], params["body_nconsts"], params["body_jaxpr"]
-    consts, init = unpack(pack(operands[: n_cond + n_body])), list(operands[n_cond + n_body :])
+    n_cond, n_body, jaxpr = (
+        params["cond_nconsts"],
+        params["body_nconsts"],
+        params["body_jaxpr"],
+    )
+    consts, init = (
+        unpack(pack(operands[: n_cond + n_body])),
+        list(operands[n_cond + n_body :]),
+    )
     is_batch = bool(params["cond_jaxpr"].out_avals[0].shape)
 
     def going(carry: Sequence[Any]) -> Any:
@@ -107,24 +142,36 @@ def _while(eqn: Any, *operands: Any, evaluate: Callable) -> Any:
         return pack(map(next_carry, turn(last), forms, last))
 
     agreed, carry = varying.agreeing_carry(formed, carry)
-    keep_on = (lambda carry: jnp.any(going(unpack(carry)))) if is_batch else (lambda carry: going(unpack(carry)))
+    keep_on = (
+        (lambda carry: jnp.any(going(unpack(carry))))
+        if is_batch
+        else (lambda carry: going(unpack(carry)))
+    )
     return unpack(lax.while_loop(keep_on, lambda carry: agreed(formed(carry)), carry))
 
 
-def _before(turn: Callable, init: Sequence[Any], length: int | None, jaxpr: Any) -> tuple[list[Any], list[Any]]:
+def _before(
+    turn: Callable, init: Sequence[Any], length: int | None, jaxpr: Any
+) -> tuple[list[Any], list[Any]]:
     """The carry before the first turn, packed, and the forms of its parts."""
-    forms, turns = carry_forms(lambda carry: _handed(shape_of(turn, carry)), init, length)
+    forms, turns = carry_forms(
+        lambda carry: _handed(shape_of(turn, carry)), init, length
+    )
     forms, scales = list(_handed(forms)), [None] * len(forms)
     if any(map(needs_scale, forms)):
         scales = _scales_after(turn, turns, init, jaxpr)
     return pack(map(first_carry, init, forms, scales)), forms
 
 
-def _scales_after(turn: Callable, turns: int, init: Sequence[Any], jaxpr: Any) -> list[Any]:
-    """The run-time scales that the parts of a carry have after the first turns, before which they are constants.
+def _scales_after(
+    turn: Callable, turns: int, init: Sequence[Any], jaxpr: Any
+) -> list[Any]:
+    """The run-time scales that the parts of a carry have after the first turns, before
+    which they are constants.
 
-    The turns are not taken: of what is computed here the compiler keeps what scales follow from, and that is scales. A
-    body that does more than compute is not looked at so; then what it starts at has scale 1.
+    The turns are not taken: of what is computed here the compiler keeps what scales
+    follow from, and that is scales. A body that does more than compute is not looked at
+    so; then what it starts at has scale 1.
     """
     if jaxpr.effects:
         return [1.0] * len(init)
@@ -135,14 +182,18 @@ def _scales_after(turn: Callable, turns: int, init: Sequence[Any], jaxpr: Any) -
 
 
 def _slices(x: Any) -> tuple[Any, Any]:
-    """A scanned operand as what is cut along the leading axis (data, scales that run along it), and the whole."""
+    """A scanned operand as what is cut along the leading axis (data, scales that run
+    along it), and the whole.
+    """
     if not isinstance(x, Value):
         return (storage.materialise(x), None), None
     if sc.is_static(x.scale) or x.scale.ndim == 0:
         return (x.data, None), x
     if x.scale.shape[0] == 1:
         scale = x.scale[0]
-        return (x.data, None), v.value(x.data, scale.reshape(()) if scale.size == 1 else scale, x.rho, x.dtype)
+        return (x.data, None), v.value(
+            x.data, scale.reshape(()) if scale.size == 1 else scale, x.rho, x.dtype
+        )
     return (x.data, x.scale), x
 
 
@@ -163,7 +214,9 @@ def _of_slice(pieces: Any, whole: Any) -> Any:
 
 
 def _stacked(y: Any, length: int) -> Any:
-    """A stacked result: a constant is repeated, a scale per turn stands along the leading axis."""
+    """A stacked result: a constant is repeated, a scale per turn stands along the
+    leading axis.
+    """
     if isinstance(y, Constant):
         (y,) = unpack([y])
         return np.broadcast_to(y[(0,) * y.ndim], (length, *y.shape))

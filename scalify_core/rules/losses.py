@@ -36,7 +36,9 @@ def _softmax(call: Any, x: Value) -> Any:
 
 @composite_rule("softmax.fwd")
 def _softmax_fwd(call: Any, x: Value) -> Any:
-    y, _ = on_values(call, [(x.shape[dict(call.static)["axis"]] ** -0.5, x.dtype)] * 2, x)
+    y, _ = on_values(
+        call, [(x.shape[dict(call.static)["axis"]] ** -0.5, x.dtype)] * 2, x
+    )
     return y, y
 
 
@@ -80,29 +82,41 @@ def _cross_entropy_fwd(call: Any, logits: Value, targets: Any) -> Any:
 @composite_rule("cross_entropy.bwd")
 def _cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     logits, log_norm, targets = residuals
-    # In FP32 the gradient is small but normal: softmax - onehot has RMS about V^-1/2, over N averaged tokens.
+    # In FP32 the gradient is small but normal: softmax - onehot has RMS about V^-1/2,
+    # over N averaged tokens.
     gradient = as_value(gradient, logits)
     (tokens,) = unbatched_shape(call, 2, targets)
-    size = size_of(gradient.size, 1 / (tokens * math.sqrt(unbatched_shape(call, 0, logits)[-1])))
-    return on_values(call, [(size, logits.dtype)], (logits, log_norm, targets), gradient)
+    size = size_of(
+        gradient.size, 1 / (tokens * math.sqrt(unbatched_shape(call, 0, logits)[-1]))
+    )
+    return on_values(
+        call, [(size, logits.dtype)], (logits, log_norm, targets), gradient
+    )
 
 
 @composite_rule("linear_cross_entropy")
 def _linear_cross_entropy(call: Any, x: Any, head: Any, targets: Any) -> Any:
     (x, head), _ = kernel_operands(x, head)
-    return v.value(on_data(call, x, head, targets, logit_scale=x.scale * head.scale)[0], 1.0)
+    return v.value(
+        on_data(call, x, head, targets, logit_scale=x.scale * head.scale)[0], 1.0
+    )
 
 
 @composite_rule("linear_cross_entropy.fwd")
 def _linear_cross_entropy_fwd(call: Any, x: Any, head: Any, targets: Any) -> Any:
     (x, head), (x_scale, head_scale) = kernel_operands(x, head)
-    loss, dx, dhead, like = on_data(call, x, head, targets, logit_scale=x.scale * head.scale)
+    loss, dx, dhead, like = on_data(
+        call, x, head, targets, logit_scale=x.scale * head.scale
+    )
     tokens, vocab = unbatched_shape(call, 0, x)[0], unbatched_shape(call, 1, head)[0]
     dhead_rho = x.rho * math.sqrt(max(tokens / vocab, 1.0))
-    # (softmax - onehot) head, and its transpose with x: a row of the error has norm about 1.
+    # (softmax - onehot) head, and its transpose with x: a row of the error has norm
+    # about 1.
     return v.value(loss, 1.0), (
         moved(v.value(dx, head.scale, head.rho, x.dtype), head_scale),
-        moved(v.settled(dhead, x.scale, dhead_rho, np.dtype(np.float32), SQRT_2), x_scale),
+        moved(
+            v.settled(dhead, x.scale, dhead_rho, np.dtype(np.float32), SQRT_2), x_scale
+        ),
         v.value(like, head.scale, head.rho, head.dtype),
     )
 
@@ -115,15 +129,23 @@ def _linear_cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     number = v.uniform(gradient)
     dx, dhead = (as_value(x, gradient) for x in (dx, dhead))
     if number is None or call.in_axes:
-        # The function multiplies by the gradient, under the call's vmaps, and by logit_scale / tokens: here by 1.
+        # The function multiplies by the gradient, under the call's vmaps, and by
+        # logit_scale / tokens: here by 1.
         gradient, number = as_value(gradient, dx), 1.0
-        wide = v.wide(dx), v.wide(dhead), storage.as_float32(like_head.data if is_value(like_head) else like_head)
+        wide = (
+            v.wide(dx),
+            v.wide(dhead),
+            storage.as_float32(like_head.data if is_value(like_head) else like_head),
+        )
         out = on_data(call, wide, v.wide(gradient), logit_scale=float(tokens))
         dx, dhead = (
             v.value(y, sc.product(x.scale, gradient.scale), x.rho * gradient.rho)
             for x, y in zip((dx, dhead), out, strict=True)
         )
-    return [_multiplied(x, number / tokens, dtype) for x, dtype in zip((dx, dhead), dtypes, strict=True)]
+    return [
+        _multiplied(x, number / tokens, dtype)
+        for x, dtype in zip((dx, dhead), dtypes, strict=True)
+    ]
 
 
 def _multiplied(x: Value, constant: float, dtype: np.dtype) -> Value:
@@ -131,7 +153,13 @@ def _multiplied(x: Value, constant: float, dtype: np.dtype) -> Value:
     if constant == 0:
         return v.value(sc.times(v.wide(x), 0.0), x.scale, x.rho, dtype)
     power = pow2_round(constant)
-    return v.settled(x.data, sc.product(x.scale, power), x.rho * abs(constant) / power, dtype, factor=constant / power)
+    return v.settled(
+        x.data,
+        sc.product(x.scale, power),
+        x.rho * abs(constant) / power,
+        dtype,
+        factor=constant / power,
+    )
 
 
 # Embedding.
@@ -155,7 +183,11 @@ def _embedding_fwd(call: Any, table: Value, ids: Any) -> Any:
 def _embedding_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     table, ids = residuals
     gradient = as_value(gradient, table)
-    (out,) = on_data(call, (v.wide(table) if is_value(table) else table, ids), v.wide(gradient))
+    (out,) = on_data(
+        call, (v.wide(table) if is_value(table) else table, ids), v.wide(gradient)
+    )
     per_row = max(math.prod(ids.shape) / table.shape[0], 1.0)
     dtype = table.dtype if is_value(table) else gradient.dtype
-    return [v.settled(out, gradient.scale, gradient.rho * math.sqrt(per_row), dtype, SQRT_2)]
+    return [
+        v.settled(out, gradient.scale, gradient.rho * math.sqrt(per_row), dtype, SQRT_2)
+    ]

@@ -1,6 +1,8 @@
-"""Matrix products and convolutions: the narrow data multiplied, the result moved by one power of two.
+"""Matrix products and convolutions: the narrow data multiplied, the result moved by one
+power of two.
 
-The expected RMS of a sum of K products of independent terms is sqrt(K) times that of one.
+The expected RMS of a sum of K products of independent terms is sqrt(K) times that of
+one.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from scalify_core.value import Value
 from scalify_core.varying import as_traced
 
 unscaled(
-    "cholesky", "cholesky_update", "lu", "qr", "svd", "eig", "eigh", "schur", "hessenberg", "tridiagonal",
-    "tridiagonal_solve", "triangular_solve", "householder_product", "geqrf", "geqp3", "ormqr", "symmetric_product",
+    "cholesky", "cholesky_update", "lu", "qr", "svd", "eig", "eigh", "schur",
+    "hessenberg", "tridiagonal",
+    "tridiagonal_solve", "triangular_solve", "householder_product", "geqrf", "geqp3",
+    "ormqr", "symmetric_product",
     "fft",
 )  # fmt: skip
 unscaled("custom_linear_solve", as_traced=True)
@@ -34,7 +38,8 @@ def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
     a, b = (v.scalar_scale(x) for x in (a, b))
     operands = as_traced(eqn, [storage.saturating_cast(x.data, dtype) for x in (a, b)])
     if eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize:
-        dtype = eqn.outvars[0].aval.dtype  # the user cast to a narrow dtype, and wants a wide result
+        # the user cast to a narrow dtype, and wants a wide result
+        dtype = eqn.outvars[0].aval.dtype
     params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
     data = saturated(eqn.primitive.bind(*operands, *rest, **params))
     rho = a.rho * b.rho * math.sqrt(max(count, 1))
@@ -48,12 +53,18 @@ def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
 def saturated(x: jax.Array) -> jax.Array:
     """`x`; in FP16 infinities become the largest number.
 
-    Sums of many terms that are not independent leave the range of a product's FP16 result, and would spread as NaN.
-    So an infinity among the operands, which only what was infinite in FP32 becomes, shows as the largest number too; a
-    NaN stays one. To tell the two apart the operands would have to be read once more, or the result written in FP32
-    first. An FP8 product makes a NaN of its operands' infinities, at no cost: they are being cast.
+    Sums of many terms that are not independent leave the range of a product's FP16
+    result, and would spread as NaN. So an infinity among the operands, which only what
+    was infinite in FP32 becomes, shows as the largest number too; a NaN stays one. To
+    tell the two apart the operands would have to be read once more, or the result
+    written in FP32 first. An FP8 product makes a NaN of its operands' infinities, at no
+    cost: they are being cast.
     """
-    return watch.rounded(x, jnp.clip(x, -FP16.max, FP16.max)) if x.dtype == jnp.float16 else x
+    return (
+        watch.rounded(x, jnp.clip(x, -FP16.max, FP16.max))
+        if x.dtype == jnp.float16
+        else x
+    )
 
 
 @rule("dot_general", wide=False)
@@ -64,8 +75,12 @@ def _dot_general(eqn: Any, a: Any, b: Any) -> Value:
 
 @rule("ragged_dot_general", wide=False)
 def _ragged_dot_general(eqn: Any, a: Any, b: Any, group_sizes: Any) -> Value:
-    (contracting, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    return _contract(eqn, a, b, group_sizes, count=math.prod(a.shape[axis] for axis in contracting))
+    (contracting, _), _ = eqn.params[
+        "ragged_dot_dimension_numbers"
+    ].dot_dimension_numbers
+    return _contract(
+        eqn, a, b, group_sizes, count=math.prod(a.shape[axis] for axis in contracting)
+    )
 
 
 @rule("conv_general_dilated", wide=False)

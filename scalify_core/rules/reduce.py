@@ -10,7 +10,14 @@ from scalify_core import value as v
 from scalify_core.registry import bind, rule, structural, unscaled
 from scalify_core.value import Value
 
-structural("reduce_max", "reduce_min", "cummax", "cummin", "reduce_window_max", "reduce_window_min")
+structural(
+    "reduce_max",
+    "reduce_min",
+    "cummax",
+    "cummin",
+    "reduce_window_max",
+    "reduce_window_min",
+)
 unscaled("reduce_prod", "cumprod", "cumlogsumexp")
 
 
@@ -19,15 +26,23 @@ def summed(eqn: Any, x: Value, count: float) -> Value:
     x = v.scalar_scale(x)
     out = bind(eqn, v.wide(x))
     rho = x.rho * math.sqrt(max(count, 1))
-    return v.settled(out, x.multiple, rho, v.result_dtype(x), slack=math.sqrt(2), factor=x.factor)
+    return v.settled(
+        out, x.multiple, rho, v.result_dtype(x), slack=math.sqrt(2), factor=x.factor
+    )
 
 
 @rule("reduce_sum", lazy=True)
 def _reduce_sum(eqn: Any, x: Value) -> Value:
     axes = tuple(range(len(x.shape) - 1))
-    if x.before is not None and x.before.sums is not None and eqn.params["axes"] == axes:
+    if (
+        x.before is not None
+        and x.before.sums is not None
+        and eqn.params["axes"] == axes
+    ):
         rho = x.rho * math.sqrt(max(math.prod(x.shape[:-1]), 1))
-        return v.settled(x.before.sums, x.multiple, rho, v.result_dtype(x), slack=math.sqrt(2))
+        return v.settled(
+            x.before.sums, x.multiple, rho, v.result_dtype(x), slack=math.sqrt(2)
+        )
     return summed(eqn, x, math.prod(x.shape[axis] for axis in eqn.params["axes"]))
 
 
@@ -51,9 +66,15 @@ def _select_and_scatter_add(eqn: Any, source: Any, operand: Any) -> Value:
     """The gradient of max pooling: `source` goes where `operand` has its maxima."""
     if not isinstance(source, Value):
         source = v.lift(source, operand.dtype)
-    where = v.wide(v.scalar_scale(operand)) if isinstance(operand, Value) else storage.as_float32(operand)
+    where = (
+        v.wide(v.scalar_scale(operand))
+        if isinstance(operand, Value)
+        else storage.as_float32(operand)
+    )
     source = v.scalar_scale(source)
-    return v.value(bind(eqn, v.wide(source), where), source.scale, source.rho, source.dtype)
+    return v.value(
+        bind(eqn, v.wide(source), where), source.scale, source.rho, source.dtype
+    )
 
 
 @rule("select_and_gather_add")

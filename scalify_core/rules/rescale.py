@@ -1,4 +1,6 @@
-"""Rules of the functions of `scalify_core.rescale`: powers of two move between data and scale."""
+"""Rules of the functions of `scalify_core.rescale`: powers of two move between data and
+scale.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,17 @@ def _rescaling(name: str, forward: Callable | None, backward: Callable | None) -
 
     def apply(change: Callable | None, call: Any, x: Any) -> Any:
         x = in_order(call, x)
-        return x if change is None or not is_value(x) else change(x, **dict(call.static))
+        return (
+            x if change is None or not is_value(x) else change(x, **dict(call.static))
+        )
 
     composite_rule(name, wide=True)(lambda call, x: apply(forward, call, x))
-    composite_rule(f"{name}.fwd", wide=True)(lambda call, x: (apply(forward, call, x), None))
-    composite_rule(f"{name}.bwd", wide=True)(lambda call, _, g: (apply(backward, call, g),))
+    composite_rule(f"{name}.fwd", wide=True)(
+        lambda call, x: (apply(forward, call, x), None)
+    )
+    composite_rule(f"{name}.bwd", wide=True)(
+        lambda call, _, g: (apply(backward, call, g),)
+    )
 
 
 def _at_static_scale(x: Value, *, scale: float) -> Value:
@@ -33,15 +41,27 @@ def _at_static_scale(x: Value, *, scale: float) -> Value:
 
 
 def _rebalanced(x: Value, *, factor: float) -> Value:
-    return v.value(sc.times(v.wide(x), 1 / factor), sc.product(x.scale, factor), x.rho / factor, x.dtype)
+    return v.value(
+        sc.times(v.wide(x), 1 / factor),
+        sc.product(x.scale, factor),
+        x.rho / factor,
+        x.dtype,
+    )
 
 
 def _quantised(x: Value, *, fmt: Any) -> Value:
-    return v.value(storage.saturating_cast(fmt.quantise(v.wide(x)), x.dtype), x.scale, x.rho, x.dtype)
+    return v.value(
+        storage.saturating_cast(fmt.quantise(v.wide(x)), x.dtype),
+        x.scale,
+        x.rho,
+        x.dtype,
+    )
 
 
 _rms = v.rescaled_by_rms
-_max = functools.partial(v.rescaled_by, lambda data: jnp.max(jnp.abs(data), initial=0.0))
+_max = functools.partial(
+    v.rescaled_by, lambda data: jnp.max(jnp.abs(data), initial=0.0)
+)
 _rescaling("set_scaling", _at_static_scale, None)
 _rescaling("stop_scaling", v.unscaled, None)
 _rescaling("rebalance", _rebalanced, None)

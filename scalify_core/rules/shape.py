@@ -16,13 +16,30 @@ from scalify_core.value import Value
 
 structural("tile", "optimization_barrier", "tie", "device_put", "sort", "top_k")
 
-# What becomes of a scale that differs along axes (that of a stack of layers): its other axes have size 1.
+# What becomes of a scale that differs along axes (that of a stack of layers): its other
+# axes have size 1.
 structural(
-    "copy_p", "name", "stage", "sharding_constraint", "reshard", "layout_constraint", along=lambda _, scale: scale
+    "copy_p",
+    "name",
+    "stage",
+    "sharding_constraint",
+    "reshard",
+    "layout_constraint",
+    along=lambda _, scale: scale,
 )
-structural("transpose", along=lambda eqn, scale: lax.transpose(scale, eqn.params["permutation"]))
-structural("squeeze", along=lambda eqn, scale: lax.squeeze(scale, eqn.params["dimensions"]))
-structural("rev", along=lambda eqn, scale: lax.rev(scale, [d for d in eqn.params["dimensions"] if scale.shape[d] > 1]))
+structural(
+    "transpose",
+    along=lambda eqn, scale: lax.transpose(scale, eqn.params["permutation"]),
+)
+structural(
+    "squeeze", along=lambda eqn, scale: lax.squeeze(scale, eqn.params["dimensions"])
+)
+structural(
+    "rev",
+    along=lambda eqn, scale: lax.rev(
+        scale, [d for d in eqn.params["dimensions"] if scale.shape[d] > 1]
+    ),
+)
 
 
 def _of_slice(eqn: Any, scale: jax.Array) -> jax.Array:
@@ -50,12 +67,19 @@ def _of_reshape(eqn: Any, scale: jax.Array) -> jax.Array | None:
 
 def _of_unstack(eqn: Any, scale: jax.Array) -> list[jax.Array]:
     axis = eqn.params["axis"]
-    return [lax.index_in_dim(scale, i % scale.shape[axis], axis, keepdims=False) for i in range(len(eqn.outvars))]
+    return [
+        lax.index_in_dim(scale, i % scale.shape[axis], axis, keepdims=False)
+        for i in range(len(eqn.outvars))
+    ]
 
 
 def _of_split(eqn: Any, scale: jax.Array) -> Sequence[jax.Array]:
     axis = eqn.params["axis"]
-    return [scale] * len(eqn.outvars) if scale.shape[axis] == 1 else lax.split(scale, eqn.params["sizes"], axis)
+    return (
+        [scale] * len(eqn.outvars)
+        if scale.shape[axis] == 1
+        else lax.split(scale, eqn.params["sizes"], axis)
+    )
 
 
 structural("slice", along=_of_slice)
@@ -67,8 +91,13 @@ structural("unstack", along=_of_unstack)
 
 @rule("concatenate", "pad", "stack")
 def _join(eqn: Any, *operands: Any) -> Value:
-    # Scales may differ along the axes that are not joined; the number that is padded with is one.
-    joined = [eqn.params["dimension"]] if eqn.primitive.name == "concatenate" else range(eqn.invars[0].aval.ndim)
+    # Scales may differ along the axes that are not joined; the number that is padded
+    # with is one.
+    joined = (
+        [eqn.params["dimension"]]
+        if eqn.primitive.name == "concatenate"
+        else range(eqn.invars[0].aval.ndim)
+    )
     if any(_differs_along(x, joined) for x in operands):
         operands = tuple(v.scalar_scales(operands))
     data, scale, rho, dtype = common(*operands)

@@ -1,1 +1,3 @@
-"""Benchmarks: speed, memory and MFU of training steps, data and checkpoints; `python -m scripts.bench` is the first."""
+"""Benchmarks: speed, memory and MFU of training steps, data and checkpoints;
+`python -m scripts.bench` is the first.
+"""

@@ -1,4 +1,5 @@
-"""What a checkpoint costs the loop, and how long a resumed run takes to its first step. On the devices that are there.
+"""What a checkpoint costs the loop, and how long a resumed run takes to its first step.
+On the devices that are there.
 
 python -m scripts.bench.checkpoint model=gpt2_124m precision=fp32
 """
@@ -37,7 +38,11 @@ class Arguments:
     precision: str = argument("its precision", "fp32")
     vocab: int = argument("ids of the tokenizer, for the saves", 50257)
     rounds: int = argument("saves", 3)
-    folder: str = argument("where checkpoints and runs are written and removed again; empty: the system's own", "")
+    folder: str = argument(
+        "where checkpoints and runs are written and removed again; empty: the"
+        " system's own",
+        "",
+    )
 
 
 def main(args: Arguments) -> None:
@@ -49,7 +54,9 @@ def main(args: Arguments) -> None:
 
 
 def saves(args: Arguments, folder: Path) -> None:
-    """Each save: how long the loop waits for it, and how long it is until the checkpoint is whole."""
+    """Each save: how long the loop waits for it, and how long it is until the
+    checkpoint is whole.
+    """
     w = without_data(args.model, args.vocab, [f"precision={args.precision}"])
     state = to_stored(filled(first_state(w, seed=0)))
     jax.block_until_ready(state)
@@ -65,33 +72,78 @@ def saves(args: Arguments, folder: Path) -> None:
         shutil.rmtree(folder)
         if i:
             shares.append(waited / whole)
-            print(f"save {i}: the loop waits {waited:.2f} s of {whole:.2f} s, {waited / whole:.1%}", flush=True)
+            print(
+                f"save {i}: the loop waits {waited:.2f} s of {whole:.2f} s,"
+                f" {waited / whole:.1%}",
+                flush=True,
+            )
     started = time.perf_counter()
-    checksums([x for x in jax.tree.leaves(state) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)])
+    checksums(
+        [
+            x
+            for x in jax.tree.leaves(state)
+            if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        ]
+    )
     print(f"checksums alone: {time.perf_counter() - started:.2f} s")
-    print(f"{args.model} {args.precision}, {size / 2**30:.2f} GiB: median stall {median(shares):.1%} of the save")
+    print(
+        f"{args.model} {args.precision}, {size / 2**30:.2f} GiB: median stall"
+        f" {median(shares):.1%} of the save"
+    )
 
 
 def resume(args: Arguments, folder: Path) -> None:
-    """From the start of the resumed process to the row of its first step, everything compiled before."""
-    overrides = [f"model={args.model}", f"precision={args.precision}", "parallel.data=1", "train.batch_tokens=1024"]
-    overrides += ["tracker=jsonl", "train.eval_batches=1", "train.final_eval_batches=1", "sample.max_new_tokens=0"]
-    overrides += ["metrics.numerics_every=0", "run_dir=run", f"compile_cache={folder}/cache"]
+    """From the start of the resumed process to the row of its first step, everything
+    compiled before.
+    """
+    overrides = [
+        f"model={args.model}",
+        f"precision={args.precision}",
+        "parallel.data=1",
+        "train.batch_tokens=1024",
+    ]
+    overrides += [
+        "tracker=jsonl",
+        "train.eval_batches=1",
+        "train.final_eval_batches=1",
+        "sample.max_new_tokens=0",
+    ]
+    overrides += [
+        "metrics.numerics_every=0",
+        "run_dir=run",
+        f"compile_cache={folder}/cache",
+    ]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     for steps in (1, 3):
         command = [sys.executable, "-m", "trainer", *overrides, f"train.steps={steps}"]
         started = time.perf_counter()
         with (folder / "output.txt").open("w") as output:
-            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=output, stderr=output
+            )
         log, seen = folder / "run" / "metrics.jsonl", False
         while process.poll() is None:
-            if not seen and log.exists() and any(row["step"] == 2 for row in read_rows(log)):
+            if (
+                not seen
+                and log.exists()
+                and any(row["step"] == 2 for row in read_rows(log))
+            ):
                 seen, seconds = True, time.perf_counter() - started
-                user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-                cpu = f"{int(user) / TICKS:.1f} s of CPU in user mode, {int(system) / TICKS:.1f} s in the system"
+                user, system = (
+                    Path(f"/proc/{process.pid}/stat")
+                    .read_text()
+                    .rpartition(")")[2]
+                    .split()[11:13]
+                )
+                cpu = (
+                    f"{int(user) / TICKS:.1f} s of CPU in user mode,"
+                    f" {int(system) / TICKS:.1f} s in the system"
+                )
             time.sleep(0.02)
         if process.returncode:
-            raise UserError(f"the run failed: {(folder / 'output.txt').read_text()[-500:]}")
+            raise UserError(
+                f"the run failed: {(folder / 'output.txt').read_text()[-500:]}"
+            )
     print(f"resumed, to its first step: {seconds:.1f} s; {cpu}")
 
 

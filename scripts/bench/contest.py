@@ -1,8 +1,10 @@
-"""Cases against each other, each in a process of its own: what `python -m scripts.bench cases=...` runs.
+"""Cases against each other, each in a process of its own: what
+`python -m scripts.bench cases=...` runs.
 
-The first case of a model and batch stays; every other one takes turns with it, a few steps each, and is gone before the
-next begins: no more than two hold a state. One that fails, or dies, costs nobody else's figures, which are written
-after each case; the next call with the same `out` goes on behind them.
+The first case of a model and batch stays; every other one takes turns with it, a few
+steps each, and is gone before the next begins: no more than two hold a state. One that
+fails, or dies, costs nobody else's figures, which are written after each case; the next
+call with the same `out` goes on behind them.
 """
 
 import contextlib
@@ -21,9 +23,11 @@ from scripts.bench.racing import Failed, Worker, race, torch_worker
 from scripts.bench.racing import figures as speed
 from trainer.errors import UserError
 
-# Of a CUDA program the first call runs kernel by kernel, and the second makes a graph of them.
+# Of a CUDA program the first call runs kernel by kernel, and the second makes a graph
+# of them.
 WARM_UP = 5
-GRACE = 90.0  # seconds behind the time after which no case is begun, in which one may end
+# seconds behind the time after which no case is begun, in which one may end
+GRACE = 90.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class Settings:
 
 @dataclass
 class Results:
-    """Figures by the names of the cases, in a file that is written whenever they change.
+    """Figures by the names of the cases, in a file that is written whenever they
+    change.
 
     Attributes:
       path: None: there is none.
@@ -59,20 +64,37 @@ class Results:
 
     @classmethod
     def open(cls, out: str, settings: Settings) -> "Results":
-        """What an earlier call has written; its failures are tried again. UserError for figures of other settings."""
+        """What an earlier call has written; its failures are tried again. UserError for
+        figures of other settings.
+        """
         if not out or not Path(out).exists():
             return cls(Path(out) if out else None, settings)
         before = json.loads(Path(out).read_text())
         if before.get("settings") != asdict(settings):
-            raise UserError(f"out={out} holds figures of other settings, {before.get('settings')}; choose another out")
-        return cls(Path(out), settings, before["machine"], {row["name"]: row for row in before["rows"]})
+            raise UserError(
+                f"out={out} holds figures of other settings, {before.get('settings')};"
+                " choose another out"
+            )
+        return cls(
+            Path(out),
+            settings,
+            before["machine"],
+            {row["name"]: row for row in before["rows"]},
+        )
 
     def add(self, row: dict[str, Any]) -> None:
         """A row, of this machine. UserError for one of another than the rows before."""
-        machine = {key: row.pop(key) for key in ("device", "jax", "platform_version", "torch") if key in row}
+        machine = {
+            key: row.pop(key)
+            for key in ("device", "jax", "platform_version", "torch")
+            if key in row
+        }
         device = self.machine.setdefault("device", machine["device"])
         if device != machine["device"]:
-            raise UserError(f"{self.path} holds figures of {device}, this is {machine['device']}; choose another out")
+            raise UserError(
+                f"{self.path} holds figures of {device}, this is {machine['device']};"
+                " choose another out"
+            )
         self.machine |= machine
         self.rows[row["name"]] = row
         self.failed.pop(row["name"], None)
@@ -83,7 +105,12 @@ class Results:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = list(self.rows.values())
-        tree = {"settings": asdict(self.settings), "machine": self.machine, "rows": rows, "failed": self.failed}
+        tree = {
+            "settings": asdict(self.settings),
+            "machine": self.machine,
+            "rows": rows,
+            "failed": self.failed,
+        }
         new = self.path.with_name(f"{self.path.name}.new")
         new.write_text(json.dumps(tree, indent=1) + "\n")
         os.replace(new, self.path)
@@ -94,7 +121,9 @@ class Results:
 class Contestant:
     """A case at work in its process."""
 
-    def __init__(self, case: Case, worker: Worker, figures: dict[str, Any], until: float) -> None:
+    def __init__(
+        self, case: Case, worker: Worker, figures: dict[str, Any], until: float
+    ) -> None:
         self.case, self.worker, self.figures, self._until = case, worker, figures, until
 
     def ask(self, **message: Any) -> dict[str, Any]:
@@ -113,19 +142,33 @@ class Contest:
       settings: how they are timed.
       results: of this and earlier calls.
       minutes: after which no other case is begun.
-      python: an interpreter with torch; None: there is none, and its cases are left out.
+      python: an interpreter with torch; None: there is none, and its cases are left
+          out.
       cache: the directory of compiled programs; None: compile anew.
     """
 
     def __init__(
-        self, settings: Settings, results: Results, *, minutes: float, python: str | None, cache: str | None
+        self,
+        settings: Settings,
+        results: Results,
+        *,
+        minutes: float,
+        python: str | None,
+        cache: str | None,
     ) -> None:
-        self.settings, self.results, self._python, self._cache = settings, results, python, cache
+        self.settings, self.results, self._python, self._cache = (
+            settings,
+            results,
+            python,
+            cache,
+        )
         self._end = time.monotonic() + 60 * minutes
         self._minutes = minutes
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Time those that have no figures yet, the cases of one model and batch against the first of them."""
+        """Time those that have no figures yet, the cases of one model and batch against
+        the first of them.
+        """
         groups: dict[tuple[str, int], list[Case]] = {}
         for case in cases:
             groups.setdefault((case.model, case.batch), []).append(case)
@@ -152,12 +195,23 @@ class Contest:
                     if case.name not in self.results.rows:
                         self.alone(anchor)
                 except Failed as error:
-                    no_room = error.out_of_memory and anchor is not None and anchor.case != case
-                    if no_room or anchor is None or anchor.case == case or not anchor.worker.is_alive:
+                    no_room = (
+                        error.out_of_memory
+                        and anchor is not None
+                        and anchor.case != case
+                    )
+                    if (
+                        no_room
+                        or anchor is None
+                        or anchor.case == case
+                        or not anchor.worker.is_alive
+                    ):
                         staying.close()
                         anchor = None  # the next case takes its place
                     if no_room:
-                        say(f"{case.name}: no room beside {cases[0].name}, so by itself")
+                        say(
+                            f"{case.name}: no room beside {cases[0].name}, so by itself"
+                        )
                         self.by_itself(case)
                     else:
                         self.fails(case, error)
@@ -168,7 +222,9 @@ class Contest:
             takes = {anchor.case.name: anchor.take, case.name: contestant.take}
             seconds = race(takes, self.settings.rounds, self.settings.steps)
             self.keep(contestant, seconds[case.name], faster_than(case.name, seconds))
-        self.results.rows[anchor.case.name]["over"] |= faster_than(anchor.case.name, seconds)
+        self.results.rows[anchor.case.name]["over"] |= faster_than(
+            anchor.case.name, seconds
+        )
         self.results.save()
 
     def by_itself(self, case: Case) -> None:
@@ -182,13 +238,19 @@ class Contest:
     def alone(self, contestant: Contestant) -> None:
         """Time a case that nothing takes turns with. Raises Failed."""
         case = contestant.case
-        seconds = race({case.name: contestant.take}, self.settings.rounds, self.settings.steps)
+        seconds = race(
+            {case.name: contestant.take}, self.settings.rounds, self.settings.steps
+        )
         self.keep(contestant, seconds[case.name], {})
 
-    def keep(self, contestant: Contestant, seconds: list[float], over: dict[str, float]) -> None:
+    def keep(
+        self, contestant: Contestant, seconds: list[float], over: dict[str, float]
+    ) -> None:
         """Write a case's figures down."""
         memory = contestant.ask(memory=True)
-        row = row_of(contestant.case, seconds, contestant.figures | memory, self.settings.context) | {"over": over}
+        row = row_of(
+            contestant.case, seconds, contestant.figures | memory, self.settings.context
+        ) | {"over": over}
         self.results.add(row)
         self.results.save()
         say(line_of(row))
@@ -200,7 +262,9 @@ class Contest:
         say(f"{case.name}: FAILED, {error}")
 
     def is_left_out(self, case: Case) -> bool:
-        """Return whether there is no time, or no torch, for a case; said where it is so."""
+        """Return whether there is no time, or no torch, for a case; said where it is
+        so.
+        """
         why = None
         if time.monotonic() > self._end:
             why = f"{self._minutes:g} minutes are over; the same command goes on here"
@@ -212,21 +276,34 @@ class Contest:
 
     @contextlib.contextmanager
     def started(self, case: Case, warm_up: int = WARM_UP) -> Iterator[Contestant]:
-        """The case compiled, with a state, in a process of its own, which ends with the context. Raises Failed."""
+        """The case compiled, with a state, in a process of its own, which ends with the
+        context. Raises Failed.
+        """
         until, context = self._end + GRACE, self.settings.context
-        # Two share a GPU: each takes what it needs. The rehearsal's numbers are those of one CPU.
+        # Two share a GPU: each takes what it needs. The rehearsal's numbers are those
+        # of one CPU.
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if self.settings.platform == "cpu":
             environment["JAX_PLATFORMS"] = "cpu"
         if case.precision == TORCH:
             assert self._python is not None
-            worker, settings = torch_worker(self._python), sizes_of(case, context, self.settings.platform)
+            worker, settings = (
+                torch_worker(self._python),
+                sizes_of(case, context, self.settings.platform),
+            )
         else:
             worker = Worker([sys.executable, "-m", "scripts.bench.ours"], environment)
             platform, cache = self.settings.platform, self._cache
-            settings = {"case": list(case), "context": context, "platform": platform, "cache": cache}
+            settings = {
+                "case": list(case),
+                "context": context,
+                "platform": platform,
+                "cache": cache,
+            }
         with worker:
-            figures = worker.ask({"prepare": settings}, max(1.0, until - time.monotonic()))
+            figures = worker.ask(
+                {"prepare": settings}, max(1.0, until - time.monotonic())
+            )
             from_cache = ", from the cache" * bool(figures.get("from_cache"))
             say(f"{case.name}: compiled in {figures['compile_s']:.0f} s{from_cache}")
             contestant = Contestant(case, worker, figures, until)
@@ -255,7 +332,9 @@ def run_cases(
     cache: str | None,
     compile_only: bool = False,
 ) -> Results:
-    """Time, or only compile, the cases of a list separated by commas; for the rest see `Contest` and `Results`."""
+    """Time, or only compile, the cases of a list separated by commas; for the rest see
+    `Contest` and `Results`.
+    """
     cases = [parse_case(text) for text in texts.split(",")]
     results = Results.open("" if compile_only else out, settings)
     contest = Contest(settings, results, minutes=minutes, python=python, cache=cache)
@@ -268,11 +347,21 @@ def sizes_of(case: Case, context: int | None, platform: str) -> dict[str, Any]:
     tree = read_group("model", case.model)
     sizes = {name: tree[name] for name in ("n_layer", "n_head", "d_model")}
     context = context or tree["context"]
-    return sizes | {"context": context, "vocab": VOCAB, "batch": case.batch, "threads": 2, "platform": platform}
+    return sizes | {
+        "context": context,
+        "vocab": VOCAB,
+        "batch": case.batch,
+        "threads": 2,
+        "platform": platform,
+    }
 
 
-def row_of(case: Case, seconds: Sequence[float], figures: dict[str, Any], context: int | None) -> dict[str, Any]:
-    """The figures of a case: of speed the median and the extremes over the rounds; MFU where the peak is known."""
+def row_of(
+    case: Case, seconds: Sequence[float], figures: dict[str, Any], context: int | None
+) -> dict[str, Any]:
+    """The figures of a case: of speed the median and the extremes over the rounds; MFU
+    where the peak is known.
+    """
     import jax.numpy as jnp
 
     from trainer.config import schema
@@ -281,21 +370,35 @@ def row_of(case: Case, seconds: Sequence[float], figures: dict[str, Any], contex
     from trainer.observe.metrics import mfu
     from trainer.observe.peaks import peak_flops
 
-    tree = read_group("model", case.model) | ({} if context is None else {"context": context})
-    row: dict[str, Any] = {"name": case.name, **case._asdict(), **speed(list(seconds), case.batch * tree["context"])}
+    tree = read_group("model", case.model) | (
+        {} if context is None else {"context": context}
+    )
+    row: dict[str, Any] = {
+        "name": case.name,
+        **case._asdict(),
+        **speed(list(seconds), case.batch * tree["context"]),
+    }
     row |= {**figures, "seconds": list(seconds)}
     spec = from_tree(schema.MODELS[tree["family"]], tree).spec(VOCAB)
     # Of all cases against the rate of 16 bits, so that they compare.
     peak = peak_flops(figures["device"], jnp.bfloat16)
-    row["mfu"] = None if peak is None else mfu(row["tokens_per_s"], flops_per_token(spec), peak, 1)
+    row["mfu"] = (
+        None
+        if peak is None
+        else mfu(row["tokens_per_s"], flops_per_token(spec), peak, 1)
+    )
     return row
 
 
 def faster_than(name: str, seconds: dict[str, list[float]]) -> dict[str, float]:
-    """How many times as fast a case is as each of the others, the median over the rounds."""
+    """How many times as fast a case is as each of the others, the median over the
+    rounds.
+    """
     own = seconds[name]
     return {
-        other: statistics.median(theirs / ours for theirs, ours in zip(found, own, strict=True))
+        other: statistics.median(
+            theirs / ours for theirs, ours in zip(found, own, strict=True)
+        )
         for other, found in seconds.items()
         if other != name
     }
@@ -304,14 +407,23 @@ def faster_than(name: str, seconds: dict[str, list[float]]) -> dict[str, float]:
 def line_of(row: dict[str, Any]) -> str:
     """A row as text."""
     parts = [
-        f"{row['tokens_per_s']:,.0f} tokens/s ({row['tokens_per_s_min']:,.0f} to {row['tokens_per_s_max']:,.0f})",
+        (
+            f"{row['tokens_per_s']:,.0f} tokens/s ({row['tokens_per_s_min']:,.0f} to"
+            f" {row['tokens_per_s_max']:,.0f})"
+        ),
         f"{row['step_ms']:,.1f} ms",
         f"MFU {row['mfu']:.1%}" if row["mfu"] is not None else "",
         f"{row['peak_gib']:.2f} GiB" if "peak_gib" in row else "",
-        f"{row['allocator_peak_gib']:.2f} GiB allocated" if "allocator_peak_gib" in row else "",
+        (
+            f"{row['allocator_peak_gib']:.2f} GiB allocated"
+            if "allocator_peak_gib" in row
+            else ""
+        ),
         f"FP8 {row['fp8_share']:.0%} of FLOPs" if row.get("fp8_share") else "",
     ]
-    against = "".join(f"\n  {ratio:.2f} x {name}" for name, ratio in row["over"].items())
+    against = "".join(
+        f"\n  {ratio:.2f} x {name}" for name, ratio in row["over"].items()
+    )
     return f"{row['name']}: {', '.join(part for part in parts if part)}{against}"
 
 
@@ -321,7 +433,9 @@ def say(text: str) -> None:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Tokens per second of all rows, medians with extremes; without matplotlib no picture."""
+    """Tokens per second of all rows, medians with extremes; without matplotlib no
+    picture.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -336,5 +450,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.barh(range(len(rows)), medians, xerr=[below, above], capsize=3)
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
     axes.invert_yaxis()
-    axes.set_xlabel(f"tokens per second, median of {len(rows[0]['seconds'])} rounds with extremes")
+    axes.set_xlabel(
+        f"tokens per second, median of {len(rows[0]['seconds'])} rounds with extremes"
+    )
     figure.savefig(path)

@@ -1,7 +1,9 @@
-"""From which width on FP8 pays: seconds of a transformer layer as the plan has them, without a GPU.
+"""From which width on FP8 pays: seconds of a transformer layer as the plan has them,
+without a GPU.
 
-Each layer's kernels at their rooflines and a fixed time for each launch, of the flagship and of bf16; the difference of
-steps with three layers and with two, at 64 channels a head. What a GPU says is `python -m scripts.bench`.
+Each layer's kernels at their rooflines and a fixed time for each launch, of the
+flagship and of bf16; the difference of steps with three layers and with two, at 64
+channels a head. What a GPU says is `python -m scripts.bench`.
 """
 
 import sys
@@ -21,7 +23,9 @@ class Arguments:
 
     target: str = argument("the kind of GPU", "h200")
     precision: str = argument("the FP8 precision", "scalify_fp8_fp16")
-    widths: str = argument("of the model, multiples of 64 separated by commas", "256,512,768,1280")
+    widths: str = argument(
+        "of the model, multiples of 64 separated by commas", "256,512,768,1280"
+    )
     context: int = argument("tokens of a sequence", 1024)
     micro_batch: int = argument("sequences a device", 8)
     launch_us: float = argument("microseconds that a kernel takes beside its work", 2.0)
@@ -37,14 +41,22 @@ class LayerCost(NamedTuple):
 def main(args: Arguments) -> None:
     """One row a width, as soon as it is known."""
     widths = widths_of(args)
-    print(f"| width | kernels: {args.precision} / bf16 | roofline, us | with launches, us | times as fast |")
+    print(
+        f"| width | kernels: {args.precision} / bf16 | roofline, us | with launches, us"
+        " | times as fast |"
+    )
     print("|---|---|---|---|---|", flush=True)
     for width in widths:
-        narrow, wide = (layer_cost(args, width, precision) for precision in (args.precision, "bf16"))
-        whole = [cost.roofline_us + cost.kernels * args.launch_us for cost in (narrow, wide)]
+        narrow, wide = (
+            layer_cost(args, width, precision) for precision in (args.precision, "bf16")
+        )
+        whole = [
+            cost.roofline_us + cost.kernels * args.launch_us for cost in (narrow, wide)
+        ]
         print(
-            f"| {width} | {narrow.kernels} / {wide.kernels} | {narrow.roofline_us:.0f} / {wide.roofline_us:.0f} | "
-            f"{whole[0]:.0f} / {whole[1]:.0f} | {whole[1] / whole[0]:.2f} |",
+            f"| {width} | {narrow.kernels} / {wide.kernels} | {narrow.roofline_us:.0f}"
+            f" / {wide.roofline_us:.0f} | {whole[0]:.0f} / {whole[1]:.0f} |"
+            f" {whole[1] / whole[0]:.2f} |",
             flush=True,
         )
 
@@ -53,15 +65,31 @@ def widths_of(args: Arguments) -> list[int]:
     """UserError for what is none."""
     widths = [int(text) if text.isdecimal() else 0 for text in args.widths.split(",")]
     if any(width < 64 or width % 64 for width in widths):
-        raise UserError(f"widths={args.widths}: expected multiples of 64, such as widths=256,768")
+        raise UserError(
+            f"widths={args.widths}: expected multiples of 64, such as widths=256,768"
+        )
     return widths
 
 
 def layer_cost(args: Arguments, width: int, precision: str) -> LayerCost:
     """By two compilations."""
-    arguments = ["model=gpt2_124m", f"model.d_model={width}", f"model.n_head={width // 64}"]
-    arguments += [f"model.context={args.context}", f"micro_batch={args.micro_batch}", "data.tokenizer=byte"]
-    arguments += ["model.vocab_size=512", f"precision={precision}", f"target={args.target}", "search=no", "compare=no"]
+    arguments = [
+        "model=gpt2_124m",
+        f"model.d_model={width}",
+        f"model.n_head={width // 64}",
+    ]
+    arguments += [
+        f"model.context={args.context}",
+        f"micro_batch={args.micro_batch}",
+        "data.tokenizer=byte",
+    ]
+    arguments += [
+        "model.vocab_size=512",
+        f"precision={precision}",
+        f"target={args.target}",
+        "search=no",
+        "compare=no",
+    ]
     few, more = (plan_of([*arguments, f"model.n_layer={n}"]).as_json() for n in DEPTHS)
     us = 1e6 * (more["roofline_seconds"] - few["roofline_seconds"])
     return LayerCost(more["kernels"] - few["kernels"], us)

@@ -1,7 +1,8 @@
 """Speed of the data path: tokenisation against tiktoken's own, and the loader.
 
-`prepare` (read, tokenise, hash, write shards) and `encode_ordinary_batch` of tiktoken, both with as many threads as
-asked, take turns on the same text: the embedded corpus, several times over, cut into documents.
+`prepare` (read, tokenise, hash, write shards) and `encode_ordinary_batch` of tiktoken,
+both with as many threads as asked, take turns on the same text: the embedded corpus,
+several times over, cut into documents.
 """
 
 import json
@@ -24,7 +25,9 @@ DOCUMENT_CHARS = 4000
 class Arguments:
     """See `--help`."""
 
-    tokenizer: str = argument("gpt2, any tiktoken name, or a vocab.bpe or .tiktoken file", "gpt2")
+    tokenizer: str = argument(
+        "gpt2, any tiktoken name, or a vocab.bpe or .tiktoken file", "gpt2"
+    )
     copies: int = argument("times the embedded corpus (4.1 MB) is read", 8)
     threads: int = argument("of both", 2)
     rounds: int = argument("turns of each", 5)
@@ -33,7 +36,9 @@ class Arguments:
 
 
 def documents(copies: int) -> list[str]:
-    """The embedded corpus, cut into documents; each copy starts with its number, so that none equals another."""
+    """The embedded corpus, cut into documents; each copy starts with its number, so
+    that none equals another.
+    """
     [whole] = next(iter(open_embedded().read(None))).texts
     cut = [whole[i : i + DOCUMENT_CHARS] for i in range(0, len(whole), DOCUMENT_CHARS)]
     return [f"{copy} {text}" for copy in range(copies) for text in cut]
@@ -44,7 +49,10 @@ def main(args: Arguments) -> None:
     texts = documents(args.copies)
     tokenizer = get_tokenizer(args.tokenizer)
     if not isinstance(tokenizer, BPETokenizer):
-        raise UserError(f"tokenizer={args.tokenizer} is not tiktoken's; give gpt2, cl100k_base or a vocab.bpe file")
+        raise UserError(
+            f"tokenizer={args.tokenizer} is not tiktoken's; give gpt2, cl100k_base or a"
+            " vocab.bpe file"
+        )
     encoding = tokenizer.encoding
     ratios, seconds = [], []
     with tempfile.TemporaryDirectory() as scratch:
@@ -52,16 +60,28 @@ def main(args: Arguments) -> None:
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         for i in range(args.rounds + 1):  # the first imports and warms up
             start = time.perf_counter()
-            count = sum(map(len, encoding.encode_ordinary_batch(texts, num_threads=args.threads)))
+            count = sum(
+                map(
+                    len, encoding.encode_ordinary_batch(texts, num_threads=args.threads)
+                )
+            )
             middle = time.perf_counter()
             cache = Path(scratch, str(i))
-            directory = prepare(TextSource((str(source),), "jsonl"), args.tokenizer, cache, workers=args.threads)
+            directory = prepare(
+                TextSource((str(source),), "jsonl"),
+                args.tokenizer,
+                cache,
+                workers=args.threads,
+            )
             seconds.append(time.perf_counter() - middle)
             ratios.append((middle - start) / seconds[-1])
         ratios, seconds = ratios[1:], seconds[1:]
         print(f"prepare   {count / statistics.median(seconds):12,.0f} tokens/s")
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        print(f"prepare / tiktoken {statistics.median(ratios):.2f} ({spread}), {args.threads} threads")
+        print(
+            f"prepare / tiktoken {statistics.median(ratios):.2f} ({spread}),"
+            f" {args.threads} threads"
+        )
 
         loader = Loader(directory, "train", context=args.context, batch_size=args.batch)
         start = time.perf_counter()
@@ -69,7 +89,8 @@ def main(args: Arguments) -> None:
         for step in range(batches):
             loader.batch(step)
         print(
-            f"loader    {1e3 * (time.perf_counter() - start) / batches:.3f} ms a batch of {args.batch} x {args.context}"
+            f"loader    {1e3 * (time.perf_counter() - start) / batches:.3f} ms a batch"
+            f" of {args.batch} x {args.context}"
         )
 
 

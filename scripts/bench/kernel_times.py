@@ -1,8 +1,10 @@
-"""Where the time of a step goes: kernels by class, as a profile has them, beside their rooflines.
+"""Where the time of a step goes: kernels by class, as a profile has them, beside their
+rooflines.
 
-JAX's profiler writes what ran on a device; on a GPU kernel by kernel, with the instruction that it is of where no CUDA
-graph hides it, on a CPU instruction by instruction. The class of an instruction is read in the compiled program; that
-of a kernel whose instruction is not known follows from its name.
+JAX's profiler writes what ran on a device; on a GPU kernel by kernel, with the
+instruction that it is of where no CUDA graph hides it, on a CPU instruction by
+instruction. The class of an instruction is read in the compiled program; that of a
+kernel whose instruction is not known follows from its name.
 """
 
 import re
@@ -40,7 +42,9 @@ class Span(NamedTuple):
 
 
 def spans_of(folder: Path) -> list[Span]:
-    """What ran on the devices of the newest profile below a folder. ValueError: there is none."""
+    """What ran on the devices of the newest profile below a folder. ValueError: there
+    is none.
+    """
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise ValueError(f"the profiler wrote nothing below {folder}")
@@ -54,12 +58,21 @@ def spans_of(folder: Path) -> list[Span]:
             for event in line.events:
                 op = str(dict(event.stats).get("hlo_op", ""))
                 if gpus or op:
-                    found.append(Span(event.name, op, event.start_ns, event.start_ns + event.duration_ns))
+                    found.append(
+                        Span(
+                            event.name,
+                            op,
+                            event.start_ns,
+                            event.start_ns + event.duration_ns,
+                        )
+                    )
     return found
 
 
 def class_of(span: Span, by_op: Mapping[str, str]) -> str:
-    """The class of a kernel, of its instruction, or of one of the same name, or by its name."""
+    """The class of a kernel, of its instruction, or of one of the same name, or by its
+    name.
+    """
     for name in (span.op, span.name):
         if name in by_op:
             return by_op[name]
@@ -75,31 +88,48 @@ def busy(spans: Iterable[Span]) -> float:
     return total
 
 
-def table_of(spans: Sequence[Span], program: Program | None, steps: int, target: Target | None) -> dict[str, Any]:
-    """Milliseconds and launches of a step by class; where the target is known, what roofline and time model have.
+def table_of(
+    spans: Sequence[Span], program: Program | None, steps: int, target: Target | None
+) -> dict[str, Any]:
+    """Milliseconds and launches of a step by class; where the target is known, what
+    roofline and time model have.
 
-    Kernels of several streams may be at work at once: the classes then add up to more than the step.
+    Kernels of several streams may be at work at once: the classes then add up to more
+    than the step.
     """
     own = {} if program is None else classes_of(program)
-    # A kernel has its instruction's name, but for the characters that a function's name cannot have.
+    # A kernel has its instruction's name, but for the characters that a function's name
+    # cannot have.
     by_op = {re.sub(r"\W", "_", name): kind for name, kind in own.items()} | own
     loops = set()
     if program is not None:
-        instructions = (i for computation in program.computations.values() for i in computation.values())
+        instructions = (
+            i
+            for computation in program.computations.values()
+            for i in computation.values()
+        )
         loops = {i.name for i in instructions if i.opcode in STEPS_APART}
     spans = [span for span in spans if span.op not in loops]
-    ms, launches, single, roofline, expected = (defaultdict[str, float](float) for _ in range(5))
+    ms, launches, single, roofline, expected = (
+        defaultdict[str, float](float) for _ in range(5)
+    )
     for span in spans:
         kind = class_of(span, by_op)
         ms[kind] += (span.end - span.start) / 1e6 / steps
         launches[kind] += 1 / steps
-        single[f"{kind}: {span.op or span.name}"] += (span.end - span.start) / 1e6 / steps
+        single[f"{kind}: {span.op or span.name}"] += (
+            (span.end - span.start) / 1e6 / steps
+        )
     if program is not None and target is not None:
         for kernel, seconds in seconds_of_kernels(program, target):
             roofline[own[kernel.name]] += 1e3 * seconds
         for kernel, seconds in predicted_of_kernels(program, target):
             expected[own[kernel.name]] += 1e3 * seconds
-    whole = (max(s.end for s in spans) - min(s.start for s in spans)) / 1e6 / steps if spans else 0.0
+    whole = (
+        (max(s.end for s in spans) - min(s.start for s in spans)) / 1e6 / steps
+        if spans
+        else 0.0
+    )
     return {
         "step_ms": whole,
         "gaps_ms": whole - busy(spans) / 1e6 / steps,
@@ -117,9 +147,14 @@ def table_of(spans: Sequence[Span], program: Program | None, steps: int, target:
     }
 
 
-def profiled(take: Callable[[int], float], steps: int, text: str, device: jax.Device) -> dict[str, Any]:
+def profiled(
+    take: Callable[[int], float], steps: int, text: str, device: jax.Device
+) -> dict[str, Any]:
     """The table of so many steps, warmed up before; `text`: of the compiled step."""
-    target = next((target for target in TARGETS.values() if target.device == device.device_kind), None)
+    target = next(
+        (target for target in TARGETS.values() if target.device == device.device_kind),
+        None,
+    )
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
         with jax.profiler.trace(folder):
             take(steps)
@@ -131,10 +166,19 @@ def lines_of(name: str, table: Mapping[str, Any]) -> list[str]:
     """The table of a case as Markdown."""
     step = table["step_ms"] or 1.0
     lines = [f"{name}: {table['step_ms']:.2f} ms a step", ""]
-    lines += ["| class | ms | share | launches | roofline, ms | predicted, ms |", "|---" * 6 + "|"]
+    lines += [
+        "| class | ms | share | launches | roofline, ms | predicted, ms |",
+        "|---" * 6 + "|",
+    ]
     for kind, row in table["classes"].items():
-        others = ["" if row[name] is None else f"{row[name]:.2f}" for name in ("roofline_ms", "predicted_ms")]
+        others = [
+            "" if row[name] is None else f"{row[name]:.2f}"
+            for name in ("roofline_ms", "predicted_ms")
+        ]
         share = f"{row['ms'] / step:.0%}"
-        lines.append(f"| {kind} | {row['ms']:.2f} | {share} | {row['launches']:.0f} | {others[0]} | {others[1]} |")
+        lines.append(
+            f"| {kind} | {row['ms']:.2f} | {share} | {row['launches']:.0f} |"
+            f" {others[0]} | {others[1]} |"
+        )
     gaps = table["gaps_ms"]
     return [*lines, f"| {GAPS} | {gaps:.2f} | {gaps / step:.0%} | | | |"]

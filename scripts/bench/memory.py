@@ -1,8 +1,10 @@
-"""What precisions hold in memory: the train state, in buffers and on disk, and what the backward pass needs.
+"""What precisions hold in memory: the train state, in buffers and on disk, and what the
+backward pass needs.
 
-The state's bytes are counted from the buffers of a real state, and from the files of its checkpoint. What is saved for
-the backward pass is counted in the traced program, before the compiler has fused anything: what is computed before the
-loss is known and read after it. No step is taken.
+The state's bytes are counted from the buffers of a real state, and from the files of
+its checkpoint. What is saved for the backward pass is counted in the traced program,
+before the compiler has fused anything: what is computed before the loss is known and
+read after it. No step is taken.
 """
 
 import gc
@@ -22,7 +24,12 @@ from scalify_core.array import is_scaled_array
 from scalify_core.tree import leaves
 from scripts.arguments import argument, run, split
 from scripts.studies.runs import overrides
-from trainer.assembly.build import build_mesh, build_model, build_optimizer, build_policy
+from trainer.assembly.build import (
+    build_mesh,
+    build_model,
+    build_optimizer,
+    build_policy,
+)
 from trainer.config.composition import compose_config
 from trainer.parallel.mesh import abstract_batch
 from trainer.run.checkpoint import Checkpointer
@@ -49,7 +56,10 @@ def main(args: Arguments) -> None:
     """One row per precision, as soon as it is known."""
     hide_missing_gpu()
     rows = []
-    print("| precision | state, bytes per parameter | of it scales | on disk | saved for backward, MiB by format |")
+    print(
+        "| precision | state, bytes per parameter | of it scales | on disk | saved for"
+        " backward, MiB by format |"
+    )
     print("|---|---|---|---|---|", flush=True)
     for item in split(args.presets):
         rows.append({"precision": item} | measure(args, item))
@@ -60,20 +70,32 @@ def main(args: Arguments) -> None:
 
 
 def without_data(model: str, vocab: int, changes: list[str]) -> TrainTask:
-    """A model of the configuration on one device, with its optimiser, for what looks at states and takes no batches."""
+    """A model of the configuration on one device, with its optimiser, for what looks at
+    states and takes no batches.
+    """
     c = compose_config([f"model={model}", "parallel.data=1", *changes])
     model_of = build_model(c.model, build_policy(c.precision), vocab)
-    return TrainTask(model_of, c.optimizer.name, build_optimizer(c.optimizer), build_mesh(c))
+    return TrainTask(
+        model_of, c.optimizer.name, build_optimizer(c.optimizer), build_mesh(c)
+    )
 
 
 def measure(args: Arguments, item: str) -> dict[str, Any]:
-    """The figures of one precision. A parameter is an element of the weights, the vocabulary's padding included."""
+    """The figures of one precision. A parameter is an element of the weights, the
+    vocabulary's padding included.
+    """
     w = without_data(args.model, args.vocab, overrides(item))
     state = filled(first_state(w, seed=0))
     parameters = sum(x.size for x in leaves(state.params))
     held = jax.tree.leaves((state.params, state.opt_state))
-    scales = sum(x.scale.nbytes if hasattr(x.scale, "nbytes") else 4 for x in leaves(state) if is_scaled_array(x))
-    batch = abstract_batch(1, args.batch, w.model.spec.context, document_mask=False, mesh=w.mesh)
+    scales = sum(
+        x.scale.nbytes if hasattr(x.scale, "nbytes") else 4
+        for x in leaves(state)
+        if is_scaled_array(x)
+    )
+    batch = abstract_batch(
+        1, args.batch, w.model.spec.context, document_mask=False, mesh=w.mesh
+    )
     return {
         "state_bytes_per_parameter": sum(x.nbytes for x in held) / parameters,
         "scale_share": scales / sum(x.nbytes for x in held),
@@ -86,20 +108,31 @@ def filled(state: TrainState) -> TrainState:
     """With random moments: files of zeros are compressed to nothing."""
 
     def fill(x: jax.Array) -> jax.Array:
-        return jax.random.normal(jax.random.key(x.size), x.shape).astype(x.dtype) if x.ndim else x
+        return (
+            jax.random.normal(jax.random.key(x.size), x.shape).astype(x.dtype)
+            if x.ndim
+            else x
+        )
 
     return replace(state, opt_state=jax.tree.map(fill, state.opt_state))
 
 
 def bytes_on_disk(state: TrainState) -> int:
     """Of a checkpoint, all files."""
-    with tempfile.TemporaryDirectory() as folder, Checkpointer(Path(folder)) as checkpointer:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Checkpointer(Path(folder)) as checkpointer,
+    ):
         checkpointer.save(1, to_stored(state), {})
         checkpointer.wait()
-        return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+        return sum(
+            path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()
+        )
 
 
-def saved_for_backward(w: TrainTask, state: TrainState, shape: tuple[int, ...]) -> dict[str, int]:
+def saved_for_backward(
+    w: TrainTask, state: TrainState, shape: tuple[int, ...]
+) -> dict[str, int]:
     """Bytes by dtype of what the gradient needs of the loss's computation."""
     tokens = jax.ShapeDtypeStruct(shape, "int32")
     differentiate = w.model.differentiate()
@@ -107,16 +140,20 @@ def saved_for_backward(w: TrainTask, state: TrainState, shape: tuple[int, ...]) 
     def program(tokens: jax.Array) -> Any:
         # The parameters are constants here, so that they are not among what is counted.
         keys = jax.random.split(state.key, len(tokens))
-        return differentiate.value_and_grad(state.params, state.scaling, tokens, None, keys)
+        return differentiate.value_and_grad(
+            state.params, state.scaling, tokens, None, keys
+        )
 
     return alive_at_the_loss(jax.make_jaxpr(program)(tokens).jaxpr)
 
 
 def alive_at_the_loss(jaxpr: jex.Jaxpr) -> dict[str, int]:
-    """Bytes by dtype of the values that are computed before the loss, the first output, is known, and read after it.
+    """Bytes by dtype of the values that are computed before the loss, the first output,
+    is known, and read after it.
 
-    The loss is known once the last equation that it depends on has read an array. The program's inputs and outputs are
-    not counted; inside of loops and custom calls nothing is seen.
+    The loss is known once the last equation that it depends on has read an array. The
+    program's inputs and outputs are not counted; inside of loops and custom calls
+    nothing is seen.
     """
     steps, outputs = unrolled(jaxpr, {})
     needed = {outputs[0]}
@@ -137,10 +174,14 @@ def alive_at_the_loss(jaxpr: jex.Jaxpr) -> dict[str, int]:
 CALLED = {"jit": "jaxpr", "custom_vjp_call": "call_jaxpr"}  # where a call's program is
 
 
-def unrolled(jaxpr: jex.Jaxpr, names: dict[Any, Any]) -> tuple[list[tuple[list[Any], list[Any]]], list[Any]]:
-    """What each equation reads and writes, in order, those of called functions among them; and the outputs.
+def unrolled(
+    jaxpr: jex.Jaxpr, names: dict[Any, Any]
+) -> tuple[list[tuple[list[Any], list[Any]]], list[Any]]:
+    """What each equation reads and writes, in order, those of called functions among
+    them; and the outputs.
 
-    `names`: what the inputs are called outside. A function may be called twice: its values get new names each time.
+    `names`: what the inputs are called outside. A function may be called twice: its
+    values get new names each time.
     """
 
     def of(atoms: Sequence[Any]) -> list[Any]:
@@ -151,9 +192,17 @@ def unrolled(jaxpr: jex.Jaxpr, names: dict[Any, Any]) -> tuple[list[tuple[list[A
         inner = equation.params.get(CALLED.get(equation.primitive.name, ""))
         if inner is None:
             names |= {v: jex.Var(v.aval) for v in equation.outvars}
-            steps.append(([v for v in of(equation.invars) if isinstance(v, jex.Var)], of(equation.outvars)))
+            steps.append(
+                (
+                    [v for v in of(equation.invars) if isinstance(v, jex.Var)],
+                    of(equation.outvars),
+                )
+            )
         else:
-            nested, outputs = unrolled(inner.jaxpr, dict(zip(inner.jaxpr.invars, of(equation.invars), strict=True)))
+            nested, outputs = unrolled(
+                inner.jaxpr,
+                dict(zip(inner.jaxpr.invars, of(equation.invars), strict=True)),
+            )
             steps += nested
             names |= dict(zip(equation.outvars, outputs, strict=True))
     return steps, of(jaxpr.outvars)
@@ -162,10 +211,13 @@ def unrolled(jaxpr: jex.Jaxpr, names: dict[Any, Any]) -> tuple[list[tuple[list[A
 def table_row(row: Mapping[str, Any]) -> str:
     """The figures of a precision as a row of the table."""
     saved = sorted(row["saved_bytes"].items(), key=lambda item: -item[1])
-    formats = ", ".join(f"{name} {count / 2**20:.0f}" for name, count in saved if count >= 2**20)
+    formats = ", ".join(
+        f"{name} {count / 2**20:.0f}" for name, count in saved if count >= 2**20
+    )
     return (
-        f"| {row['precision']} | {row['state_bytes_per_parameter']:.4f} | {row['scale_share']:.4%} | "
-        f"{row['disk_bytes_per_parameter']:.3f} | {formats} |"
+        f"| {row['precision']} | {row['state_bytes_per_parameter']:.4f} |"
+        f" {row['scale_share']:.4%} | {row['disk_bytes_per_parameter']:.3f} |"
+        f" {formats} |"
     )
 
 

@@ -1,8 +1,10 @@
-"""A case of this trainer in a process of its own, which `scripts.bench.racing.Worker` asks.
+"""A case of this trainer in a process of its own, which `scripts.bench.racing.Worker`
+asks.
 
-What it is asked, one at a time, first to prepare: `{"prepare": settings}` compiles, makes the state and answers with
-figures; `{"take": n}` takes n steps, `{"profile": n}` as well, and says where their time went; `{"memory": true}` says
-what the allocator has seen. Needs jax, flax and optax: neither Hydra, nor data, nor a network.
+What it is asked, one at a time, first to prepare: `{"prepare": settings}` compiles,
+makes the state and answers with figures; `{"take": n}` takes n steps, `{"profile": n}`
+as well, and says where their time went; `{"memory": true}` says what the allocator has
+seen. Needs jax, flax and optax: neither Hydra, nor data, nor a network.
 """
 
 import time
@@ -35,7 +37,9 @@ class Contestant(NamedTuple):
 
 
 def check_platform(platform: str) -> None:
-    """Raise UserError where JAX has another platform: nobody wants a CPU's figures for a GPU's."""
+    """Raise UserError where JAX has another platform: nobody wants a CPU's figures for
+    a GPU's.
+    """
     import jax
 
     found = jax.devices()[0]
@@ -65,7 +69,9 @@ def cache_hits() -> Iterator[list[str]]:
 
 
 def prepare(case: Case, context: int | None, *, cached: bool) -> Contestant:
-    """The case, compiled, with a state. `context`: None: the model's; `cached`: whether programs are kept."""
+    """The case, compiled, with a state. `context`: None: the model's; `cached`: whether
+    programs are kept.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -81,24 +87,40 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> Contestant:
     from trainer.step.step import Hyper, Tokens
     from trainer.workload import Model, TrainTask, compile_step, first_state
 
-    tree = read_group("model", case.model) | {"remat": case.remat, "scan_layers": case.scan, "vocab_size": VOCAB}
+    tree = read_group("model", case.model) | {
+        "remat": case.remat,
+        "scan_layers": case.scan,
+        "vocab_size": VOCAB,
+    }
     tree |= {"loss_logits": None if case.logits == "fp32" else case.logits}
     tree |= {} if context is None else {"context": context}
     spec = from_tree(schema.MODELS[tree["family"]], tree).spec(VOCAB)
     precision = from_tree(schema.Precision, read_group("precision", case.precision))
     mesh = make_mesh(1)
-    adamw = make_optimizer("adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
+    adamw = make_optimizer(
+        "adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0
+    )
     kernels = Kernels.of(case.deterministic, cached=cached)  # type: ignore[arg-type]
-    w = TrainTask(Model.make(spec, precision.policy), "adamw", adamw, mesh, kernels=kernels)
+    w = TrainTask(
+        Model.make(spec, precision.policy), "adamw", adamw, mesh, kernels=kernels
+    )
     state = from_stored(first_state(w, seed=0))
     batch = abstract_batch(1, case.batch, spec.context, document_mask=False, mesh=mesh)
     with cache_hits() as hits:
         start = time.perf_counter()
         step = compile_step(w, batch, state)
         compile_s = time.perf_counter() - start
-    memory, text, device = step.memory_analysis(), step.as_text() or "", mesh.devices.flat[0]
+    memory, text, device = (
+        step.memory_analysis(),
+        step.as_text() or "",
+        mesh.devices.flat[0],
+    )
     assert memory is not None
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    held = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
     figures: dict[str, Any] = {
         "compile_s": compile_s,
         "from_cache": bool(hits),
@@ -109,8 +131,13 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> Contestant:
     }
     if Gpu.of(device) is not None and text:
         figures["fp8_share"] = fp8_share(Program(text))
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (1, case.batch, spec.context + 1), dtype=np.int32)
-    fed, hyper = Tokens(jnp.asarray(tokens), None), Hyper(np.float32(1e-4), np.int32(0), np.uint32(0))
+    tokens = np.random.default_rng(0).integers(
+        0, VOCAB, (1, case.batch, spec.context + 1), dtype=np.int32
+    )
+    fed, hyper = (
+        Tokens(jnp.asarray(tokens), None),
+        Hyper(np.float32(1e-4), np.int32(0), np.uint32(0)),
+    )
     fed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), fed, batch)
     return Contestant(taking(step, state, fed, hyper), figures, text, device)
 
@@ -126,20 +153,32 @@ class Ours:
         if "prepare" in message:
             return self.prepare(**message["prepare"])
         if self._prepared is None:
-            raise UserError(f"nothing is prepared; first of all comes prepare, not {', '.join(message)}")
+            raise UserError(
+                "nothing is prepared; first of all comes prepare, not"
+                f" {', '.join(message)}"
+            )
         contestant = self._prepared
         if "take" in message:
             return {"seconds": contestant.take(message["take"])}
         if "profile" in message:
             from scripts.bench.kernel_times import profiled
 
-            return profiled(contestant.take, message["profile"], contestant.text, contestant.device)
+            return profiled(
+                contestant.take, message["profile"], contestant.text, contestant.device
+            )
         stats = contestant.device.memory_stats() or {}  # a CPU counts nothing
-        keys = {"peak_bytes_in_use": "allocator_peak_gib", "bytes_limit": "allocator_limit_gib"}
+        keys = {
+            "peak_bytes_in_use": "allocator_peak_gib",
+            "bytes_limit": "allocator_limit_gib",
+        }
         return {name: stats[key] / GIB for key, name in keys.items() if key in stats}
 
-    def prepare(self, case: list[Any], context: int | None, platform: str, cache: str | None) -> dict[str, Any]:
-        """Compile the case for a platform; `cache`: the directory of compiled programs."""
+    def prepare(
+        self, case: list[Any], context: int | None, platform: str, cache: str | None
+    ) -> dict[str, Any]:
+        """Compile the case for a platform; `cache`: the directory of compiled
+        programs.
+        """
         from trainer.run.allocator import keep_freed_memory
         from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 
@@ -147,7 +186,9 @@ class Ours:
         keep_freed_memory()
         check_platform(platform)
         warning = use_compilation_cache(cache)
-        self._prepared = prepare(Case(*case), context, cached=cache is not None and warning is None)
+        self._prepared = prepare(
+            Case(*case), context, cached=cache is not None and warning is None
+        )
         return self._prepared.figures | ({"warning": warning} if warning else {})
 
 

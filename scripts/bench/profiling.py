@@ -1,8 +1,11 @@
-"""Where the time of whole training steps goes, by class of kernel, beside the roofline: a few steps under a profiler.
+"""Where the time of whole training steps goes, by class of kernel, beside the roofline:
+a few steps under a profiler.
 
-python -m scripts.bench.profiling cases=gpt2_774m:bf16,gpt2_774m:scalify_fp8_fp16 out=profile.json
+python -m scripts.bench.profiling cases=gpt2_774m:bf16,gpt2_774m:scalify_fp8_fp16
+out=profile.json
 
-Cases are those of `python -m scripts.bench cases=...`; one after the other, each in a process of its own.
+Cases are those of `python -m scripts.bench cases=...`; one after the other, each in a
+process of its own.
 """
 
 import json
@@ -27,12 +30,21 @@ class Arguments:
     platform: str = argument("what JAX must run on: gpu, or cpu to rehearse", "gpu")
     sequence: int = argument("tokens per sequence; 0: the model's", 0)
     minutes: float = argument("no other case is begun after so many", 8.0)
-    compile_cache: str = argument("the directory of compiled programs; empty: none", "~/.cache/scalify-trainer/xla")
-    out: str = argument("also write the tables to this JSON file; cases that it has are not profiled again", "")
+    compile_cache: str = argument(
+        "the directory of compiled programs; empty: none",
+        "~/.cache/scalify-trainer/xla",
+    )
+    out: str = argument(
+        "also write the tables to this JSON file; cases that it has are not profiled"
+        " again",
+        "",
+    )
 
 
 def main(args: Arguments) -> None:
-    """Print a table for each case as it is known. UserError names the cases that failed."""
+    """Print a table for each case as it is known. UserError names the cases that
+    failed.
+    """
     from scripts.bench.kernel_times import lines_of
 
     cases = [parse_case(text) for text in args.cases.split(",")]
@@ -40,9 +52,17 @@ def main(args: Arguments) -> None:
         raise UserError("cases: only steps of this trainer are profiled, not torch")
     settings = Settings(1, args.steps, args.sequence or None, args.platform)
     cache = args.compile_cache or None
-    contest = Contest(settings, Results(None, settings), minutes=args.minutes, python=None, cache=cache)
+    contest = Contest(
+        settings,
+        Results(None, settings),
+        minutes=args.minutes,
+        python=None,
+        cache=cache,
+    )
     path = Path(args.out) if args.out else None
-    tables: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    tables: dict[str, Any] = (
+        json.loads(path.read_text()) if path is not None and path.exists() else {}
+    )
     for case in cases:
         if case.name in tables:
             say(f"{case.name}: profiled before")
@@ -58,7 +78,9 @@ def main(args: Arguments) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(tables, indent=1) + "\n")
     if contest.results.failed:
-        raise UserError(f"not profiled: {', '.join(contest.results.failed)}; why stands above")
+        raise UserError(
+            f"not profiled: {', '.join(contest.results.failed)}; why stands above"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Contestants of a benchmark take turns, a few steps each, so that whatever else the machine does falls on all.
+"""Contestants of a benchmark take turns, a few steps each, so that whatever else the
+machine does falls on all.
 
-A contestant that is not ours, or that must leave no trace in memory, is a `Worker`: a process of its own.
+A contestant that is not ours, or that must leave no trace in memory, is a `Worker`: a
+process of its own.
 """
 
 import contextlib
@@ -38,16 +40,21 @@ class Failed(UserError):
 
 
 class Worker:
-    """A process that answers each line of JSON with one; a context manager, which ends it.
+    """A process that answers each line of JSON with one; a context manager, which ends
+    it.
 
     Args:
       command: that starts it; `serve` is its other end.
       environment: variables beside those of this process.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (until `close`)
-        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        paths = os.pathsep.join(
+            [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -57,8 +64,12 @@ class Worker:
             env=os.environ | {"PYTHONPATH": paths} | dict(environment or {}),
         )
 
-    def ask(self, message: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Its answer. Raises Failed where there is none, none in so many seconds, or one that is an error."""
+    def ask(
+        self, message: Mapping[str, Any], seconds: float | None = None
+    ) -> dict[str, Any]:
+        """Its answer. Raises Failed where there is none, none in so many seconds, or
+        one that is an error.
+        """
         process, too_late = self._process, threading.Event()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -80,7 +91,11 @@ class Worker:
                 timer.cancel()
         if not answer:
             process.wait()
-            why = f"no answer in {seconds:.0f} s" if too_late.is_set() else f"ended without an answer: {self.last_line}"
+            why = (
+                f"no answer in {seconds:.0f} s"
+                if too_late.is_set()
+                else f"ended without an answer: {self.last_line}"
+            )
             raise Failed(why, ended=True)
         found = json.loads(answer)
         if "error" in found:
@@ -119,7 +134,9 @@ class Worker:
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Be a worker: `answer` each line of standard input. What is printed meanwhile goes to standard error."""
+    """Be a worker: `answer` each line of standard input. What is printed meanwhile goes
+    to standard error.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -127,16 +144,26 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
             found = answer(json.loads(line))
         except Exception as error:  # whatever it is, it is this contestant's alone
             first = str(error).strip().partition("\n")[0]
-            found = {"error": first if isinstance(error, UserError) else f"{type(error).__name__}: {first[:500]}"}
+            found = {
+                "error": (
+                    first
+                    if isinstance(error, UserError)
+                    else f"{type(error).__name__}: {first[:500]}"
+                )
+            }
         print(json.dumps(found), file=answers, flush=True)
 
 
 def torch_worker(python: str) -> Worker:
-    """`scripts/bench/torch_peer.py` in an interpreter that has torch, whose own modules nothing beside it may hide."""
+    """`scripts/bench/torch_peer.py` in an interpreter that has torch, whose own modules
+    nothing beside it may hide.
+    """
     return Worker([python, "-P", str(Path(__file__).with_name("torch_peer.py"))])
 
 
-def race(contestants: dict[str, Contestant], rounds: int, steps: int) -> dict[str, list[float]]:
+def race(
+    contestants: dict[str, Contestant], rounds: int, steps: int
+) -> dict[str, list[float]]:
     """Seconds per step of each, one figure a round. Who begins alternates."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for i in range(rounds):
@@ -146,7 +173,9 @@ def race(contestants: dict[str, Contestant], rounds: int, steps: int) -> dict[st
 
 
 def figures(seconds: list[float], tokens: int) -> dict[str, float]:
-    """Tokens per second (median, smallest, largest) and milliseconds per step (median) from seconds per step."""
+    """Tokens per second (median, smallest, largest) and milliseconds per step (median)
+    from seconds per step.
+    """
     return {
         "tokens_per_s": tokens / statistics.median(seconds),
         "tokens_per_s_min": tokens / max(seconds),
@@ -159,13 +188,20 @@ def torch_interpreter(named: str) -> str | None:
     """The interpreter to use for PyTorch; None: there is none."""
     if named:
         if not Path(named).exists():
-            raise UserError(f"torch_python={named} does not exist; give the path of an interpreter that has torch")
+            raise UserError(
+                f"torch_python={named} does not exist; give the path of an interpreter"
+                " that has torch"
+            )
         return named
     return sys.executable if importlib.util.find_spec("torch") else None
 
 
-def taking(step: Callable[..., Any], state: Any, batch: Any, hyper: Any) -> Callable[[int], float]:
-    """Seconds that so many further train steps take; the state is donated to the first."""
+def taking(
+    step: Callable[..., Any], state: Any, batch: Any, hyper: Any
+) -> Callable[[int], float]:
+    """Seconds that so many further train steps take; the state is donated to the
+    first.
+    """
 
     def take(steps: int) -> float:
         nonlocal state

@@ -1,13 +1,15 @@
 """Speed of the training step, measured side by side.
 
-Ours (FP32) and, where an interpreter with torch is given, the same GPT-2 step in compiled PyTorch take turns, a few
-steps each, so that whatever else the machine does falls on both. Figures are medians over the rounds, with extremes.
-With `scalify=float32,float16` the step under scalify, with data of these dtypes, races the plain one instead, and the
-times to trace and to compile them are compared too.
+Ours (FP32) and, where an interpreter with torch is given, the same GPT-2 step in
+compiled PyTorch take turns, a few steps each, so that whatever else the machine does
+falls on both. Figures are medians over the rounds, with extremes. With
+`scalify=float32,float16` the step under scalify, with data of these dtypes, races the
+plain one instead, and the times to trace and to compile them are compared too.
 
-With `cases=gpu`, on a machine with a GPU, the whole steps of the trainer's precisions and Hugging Face's GPT-2 take
-turns at 124M, 774M and 1558M; see `scripts/bench/contest.py`. `platform=cpu` rehearses; `compile_only=true` only fills
-the compilation cache.
+With `cases=gpu`, on a machine with a GPU, the whole steps of the trainer's precisions
+and Hugging Face's GPT-2 take turns at 124M, 774M and 1558M; see
+`scripts/bench/contest.py`. `platform=cpu` rehearses; `compile_only=true` only fills the
+compilation cache.
 """
 
 import contextlib
@@ -19,13 +21,23 @@ from typing import Any
 
 from scripts.arguments import argument
 from scripts.bench.contest import Settings, run_cases
-from scripts.bench.racing import Contestant, Worker, figures, race, taking, torch_interpreter, torch_worker
+from scripts.bench.racing import (
+    Contestant,
+    Worker,
+    figures,
+    race,
+    taking,
+    torch_interpreter,
+    torch_worker,
+)
 from trainer.errors import UserError
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.libraries import hide_missing_gpu
 
 PEERS = ("scalify_fp8_fp16", "bf16", "torch", "fp8_delayed", "fp8_current")
-ON_A_GPU = ",".join(f"gpt2_{size}:{peer}" for size in ("124m", "774m", "1558m") for peer in PEERS)
+ON_A_GPU = ",".join(
+    f"gpt2_{size}:{peer}" for size in ("124m", "774m", "1558m") for peer in PEERS
+)
 FORMATS = ("float32", "bfloat16", "float16")
 
 
@@ -42,19 +54,31 @@ class Arguments:
     rounds: int = argument("turns of each contestant", 7)
     steps: int = argument("steps in a turn; 0: 3, and with cases= 20", 0)
     threads: int = argument("threads given to PyTorch", 2)
-    scalify: str = argument("dtypes of the scaled step's data, separated by commas; empty: PyTorch instead", "")
-    compiles: int = argument("compilations of each step, with scalify=", 3)
-    torch_python: str = argument("an interpreter that has torch; empty: this one, if it has", "")
-    out: str = argument("also write the figures to this JSON file", "")
-    cases: str = argument(
-        "whole steps on a GPU instead: model:precision[:batch=8][:remat=none][:scan=false][:deterministic=auto]"
-        "[:logits=fp32], separated by commas, or gpu: all peers at three sizes",
+    scalify: str = argument(
+        "dtypes of the scaled step's data, separated by commas; empty: PyTorch instead",
         "",
     )
-    platform: str = argument("with cases=, what JAX must run on: gpu, or cpu to rehearse", "gpu")
-    compile_only: str = argument("with cases=, true: only compile them, into the compilation cache", "false")
+    compiles: int = argument("compilations of each step, with scalify=", 3)
+    torch_python: str = argument(
+        "an interpreter that has torch; empty: this one, if it has", ""
+    )
+    out: str = argument("also write the figures to this JSON file", "")
+    cases: str = argument(
+        "whole steps on a GPU instead:"
+        " model:precision[:batch=8][:remat=none][:scan=false][:deterministic=auto]"
+        "[:logits=fp32],"
+        " separated by commas, or gpu: all peers at three sizes",
+        "",
+    )
+    platform: str = argument(
+        "with cases=, what JAX must run on: gpu, or cpu to rehearse", "gpu"
+    )
+    compile_only: str = argument(
+        "with cases=, true: only compile them, into the compilation cache", "false"
+    )
     compile_cache: str = argument(
-        "with cases=, the directory of compiled programs; empty: none", "~/.cache/scalify-trainer/xla"
+        "with cases=, the directory of compiled programs; empty: none",
+        "~/.cache/scalify-trainer/xla",
     )
     sequence: int = argument("with cases=, tokens per sequence; 0: the model's", 0)
     minutes: float = argument("with cases=, no other case is begun after so many", 8.0)
@@ -76,16 +100,32 @@ def ours(args: Arguments, vocab: int) -> Contestant:
 
     spec = GPT2Spec(vocab, args.context, args.n_layer, args.n_head, args.d_model)
     init, bind, _, roles = functional(spec)
-    adamw = make_optimizer("adamw", b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0)(roles)
+    adamw = make_optimizer(
+        "adamw", b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0
+    )(roles)
     optimizer = scaled_state(adamw, seed=0)
 
-    def loss_fn(params: Any, tokens: jax.Array, segments: jax.Array | None, key: jax.Array | None) -> jax.Array:
+    def loss_fn(
+        params: Any,
+        tokens: jax.Array,
+        segments: jax.Array | None,
+        key: jax.Array | None,
+    ) -> jax.Array:
         return bind(params).loss(tokens[:, :-1], tokens[:, 1:], segments, key)
 
-    step = jax.jit(make_train_step(plain(loss_fn), lambda seed: optimizer), donate_argnums=0)
-    state = jax.jit(lambda key: init_state(init(key), optimizer, key))(jax.random.key(0))
-    tokens = np.random.default_rng(0).integers(0, vocab, (1, args.batch, args.context + 1), dtype=np.int32)
-    batch, hyper = Tokens(jnp.asarray(tokens), None), Hyper(jnp.float32(1e-4), jnp.int32(0), jnp.uint32(0))
+    step = jax.jit(
+        make_train_step(plain(loss_fn), lambda seed: optimizer), donate_argnums=0
+    )
+    state = jax.jit(lambda key: init_state(init(key), optimizer, key))(
+        jax.random.key(0)
+    )
+    tokens = np.random.default_rng(0).integers(
+        0, vocab, (1, args.batch, args.context + 1), dtype=np.int32
+    )
+    batch, hyper = (
+        Tokens(jnp.asarray(tokens), None),
+        Hyper(jnp.float32(1e-4), jnp.int32(0), jnp.uint32(0)),
+    )
 
     take = taking(step, state, batch, hyper)
     take(2)  # compiles
@@ -94,14 +134,20 @@ def ours(args: Arguments, vocab: int) -> Contestant:
 
 def in_torch(args: Arguments, vocab: int, worker: Worker) -> Contestant:
     """The same in PyTorch, in a process of its own."""
-    # Not padded: padding the vocabulary is a choice of ours. `vocab=50304` compares at a size that suits both.
-    sizes = {name: getattr(args, name) for name in ("context", "n_layer", "n_head", "d_model", "batch", "threads")}
+    # Not padded: padding the vocabulary is a choice of ours. `vocab=50304` compares at
+    # a size that suits both.
+    sizes = {
+        name: getattr(args, name)
+        for name in ("context", "n_layer", "n_head", "d_model", "batch", "threads")
+    }
     worker.ask({"prepare": sizes | {"vocab": vocab}})
     return lambda steps: float(worker.ask({"take": steps})["seconds"])
 
 
 def main(args: Arguments) -> None:
-    """Race at each vocabulary size; print a table and write the JSON file. UserError names the cases that failed."""
+    """Race at each vocabulary size; print a table and write the JSON file. UserError
+    names the cases that failed.
+    """
     if args.cases:
         race_cases(args)
         return
@@ -110,14 +156,23 @@ def main(args: Arguments) -> None:
     args = replace(args, steps=args.steps or 3)
     results = (against_plain if args.scalify else against_torch)(args)
     if args.out:
-        Path(args.out).write_text(json.dumps({"arguments": vars(args), "results": results}, indent=2) + "\n")
+        Path(args.out).write_text(
+            json.dumps({"arguments": vars(args), "results": results}, indent=2) + "\n"
+        )
 
 
 def race_cases(args: Arguments) -> None:
-    """Race whole steps; JAX is started in other processes. UserError, after all are timed, for those that failed."""
-    for key, choices in (("platform", ("gpu", "cpu")), ("compile_only", ("true", "false"))):
+    """Race whole steps; JAX is started in other processes. UserError, after all are
+    timed, for those that failed.
+    """
+    for key, choices in (
+        ("platform", ("gpu", "cpu")),
+        ("compile_only", ("true", "false")),
+    ):
         if getattr(args, key) not in choices:
-            raise UserError(f"{key}={getattr(args, key)}: expected {' or '.join(choices)}")
+            raise UserError(
+                f"{key}={getattr(args, key)}: expected {' or '.join(choices)}"
+            )
     results = run_cases(
         ON_A_GPU if args.cases == "gpu" else args.cases,
         Settings(args.rounds, args.steps or 20, args.sequence or None, args.platform),
@@ -129,7 +184,10 @@ def race_cases(args: Arguments) -> None:
     )
     if results.failed:
         listed = "; ".join(f"{name}: {why}" for name, why in results.failed.items())
-        raise UserError(f"{len(results.failed)} of the cases failed, the others are as above: {listed}")
+        raise UserError(
+            f"{len(results.failed)} of the cases failed, the others are as above:"
+            f" {listed}"
+        )
 
 
 def against_plain(args: Arguments) -> list[dict[str, Any]]:
@@ -139,11 +197,21 @@ def against_plain(args: Arguments) -> list[dict[str, Any]]:
 
     formats = tuple(args.scalify.split(","))
     if unknown := set(formats) - set(FORMATS):
-        raise UserError(f"scalify={args.scalify}: {', '.join(unknown)} is no choice; valid: {', '.join(FORMATS)}")
+        raise UserError(
+            f"scalify={args.scalify}: {', '.join(unknown)} is no choice; valid:"
+            f" {', '.join(FORMATS)}"
+        )
     results = []
     for vocab in (int(v) for v in args.vocab.split(",")):
         spec = GPT2Spec(vocab, args.context, args.n_layer, args.n_head, args.d_model)
-        row = compare(spec, args.batch, formats, rounds=args.rounds, compiles=args.compiles, steps=args.steps)
+        row = compare(
+            spec,
+            args.batch,
+            formats,
+            rounds=args.rounds,
+            compiles=args.compiles,
+            steps=args.steps,
+        )
         print(f"vocab {vocab}\n{report(row)}")
         results.append({"vocab": vocab, **row})
     return results
@@ -153,26 +221,39 @@ def against_torch(args: Arguments) -> list[dict[str, Any]]:
     """Ours against PyTorch, or alone."""
     python = torch_interpreter(args.torch_python)
     if python is None:
-        print("no torch here: ours alone (torch_python=PATH names an interpreter that has it)")
+        print(
+            "no torch here: ours alone (torch_python=PATH names an interpreter that"
+            " has it)"
+        )
     results = []
     for vocab in (int(v) for v in args.vocab.split(",")):
         contestants = {"ours": ours(args, vocab)}
         with contextlib.ExitStack() as stack:
             if python is not None:
-                contestants["torch"] = in_torch(args, vocab, stack.enter_context(torch_worker(python)))
+                contestants["torch"] = in_torch(
+                    args, vocab, stack.enter_context(torch_worker(python))
+                )
             seconds = race(contestants, args.rounds, args.steps)
         row: dict[str, Any] = {"vocab": vocab}
-        row |= {name: figures(s, args.batch * args.context) for name, s in seconds.items()}
+        row |= {
+            name: figures(s, args.batch * args.context) for name, s in seconds.items()
+        }
         for name in contestants:
             f = row[name]
             spread = f"{f['tokens_per_s_min']:,.0f} to {f['tokens_per_s_max']:,.0f}"
-            print(f"vocab {vocab:>6}  {name:<6} {f['tokens_per_s']:>9,.0f} tokens/s ({spread}), {f['step_ms']:,.1f} ms")
+            print(
+                f"vocab {vocab:>6}  {name:<6} {f['tokens_per_s']:>9,.0f} tokens/s"
+                f" ({spread}), {f['step_ms']:,.1f} ms"
+            )
         if python is not None:
             # Of each round's pair, so that a slow moment counts on both sides.
-            ratios = [t / o for o, t in zip(seconds["ours"], seconds["torch"], strict=True)]
+            ratios = [
+                t / o for o, t in zip(seconds["ours"], seconds["torch"], strict=True)
+            ]
             row["ours_over_torch"] = statistics.median(ratios)
             print(
-                f"vocab {vocab:>6}  ours / torch {row['ours_over_torch']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                f"vocab {vocab:>6}  ours / torch {row['ours_over_torch']:.2f}"
+                f" ({min(ratios):.2f} to {max(ratios):.2f})"
             )
         results.append(row)
     return results

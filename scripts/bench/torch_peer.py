@@ -1,7 +1,9 @@
-"""The other side of `scripts.bench`: the same GPT-2 training step in compiled PyTorch, in an interpreter with torch.
+"""The other side of `scripts.bench`: the same GPT-2 training step in compiled PyTorch,
+in an interpreter with torch.
 
-Imports nothing of this repository; speaks as `scripts.bench.racing.Worker` does. With a `platform` among the sizes it
-is a case of `cases=`: in bf16, and Hugging Face's GPT-2 where `transformers` is installed.
+Imports nothing of this repository; speaks as `scripts.bench.racing.Worker` does. With a
+`platform` among the sizes it is a case of `cases=`: in bf16, and Hugging Face's GPT-2
+where `transformers` is installed.
 """
 
 import importlib.util
@@ -33,7 +35,10 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, T, D]` to the same."""
         B, T, D = x.shape
-        q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in self.c_attn(self.ln_1(x)).split(D, dim=2))
+        q, k, v = (
+            y.view(B, T, self.n_head, -1).transpose(1, 2)
+            for y in self.c_attn(self.ln_1(x)).split(D, dim=2)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attn_proj(y.transpose(1, 2).reshape(B, T, D))
         return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
@@ -42,7 +47,9 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """Learned positions, tied head; the loss in one number."""
 
-    def __init__(self, vocab: int, context: int, n_layer: int, n_head: int, d_model: int) -> None:
+    def __init__(
+        self, vocab: int, context: int, n_layer: int, n_head: int, d_model: int
+    ) -> None:
         super().__init__()
         self.wte = nn.Embedding(vocab, d_model)
         self.wpe = nn.Embedding(context, d_model)
@@ -50,11 +57,15 @@ class GPT2(nn.Module):
         self.ln_f = nn.LayerNorm(d_model)
         for name, p in self.named_parameters():
             if p.ndim == 2:
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer) if "proj" in name else 0.02)
+                nn.init.normal_(
+                    p, std=0.02 / math.sqrt(2 * n_layer) if "proj" in name else 0.02
+                )
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean nats of `targets` after `tokens`, both `[B, T]`."""
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.wte(tokens) + self.wpe(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.h:
             x = block(x)
         logits = F.linear(self.ln_f(x), self.wte.weight)
@@ -64,13 +75,21 @@ class GPT2(nn.Module):
 class HuggingFace(nn.Module):
     """`transformers`' GPT-2 with the loss of `GPT2`, and without dropout."""
 
-    def __init__(self, vocab: int, context: int, n_layer: int, n_head: int, d_model: int) -> None:
+    def __init__(
+        self, vocab: int, context: int, n_layer: int, n_head: int, d_model: int
+    ) -> None:
         super().__init__()
         from transformers import GPT2Config, GPT2LMHeadModel
 
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         # By keyword: from transformers 5 on there is no other way.
-        sizes = {"vocab_size": vocab, "n_positions": context, "n_embd": d_model, "n_layer": n_layer, "n_head": n_head}
+        sizes = {
+            "vocab_size": vocab,
+            "n_positions": context,
+            "n_embd": d_model,
+            "n_layer": n_layer,
+            "n_head": n_head,
+        }
         config = GPT2Config(**sizes, attn_implementation="sdpa", use_cache=False, **off)
         self.model = GPT2LMHeadModel(config)
 
@@ -81,7 +100,9 @@ class HuggingFace(nn.Module):
 
 
 def make_run(sizes: dict) -> Callable[[int], float]:
-    """`run(steps)`: take training steps (forward, backward, clip, AdamW); the last loss."""
+    """`run(steps)`: take training steps (forward, backward, clip, AdamW); the last
+    loss.
+    """
     torch.manual_seed(0)
     torch.set_num_threads(sizes["threads"])
     on_gpu = sizes.get("platform") == "gpu"
@@ -92,10 +113,16 @@ def make_run(sizes: dict) -> Callable[[int], float]:
     if on_gpu:
         torch.set_float32_matmul_precision("high")
     make = HuggingFace if in_bf16 and importlib.util.find_spec("transformers") else GPT2
-    model = make(*(sizes[k] for k in ("vocab", "context", "n_layer", "n_head", "d_model"))).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+    model = make(
+        *(sizes[k] for k in ("vocab", "context", "n_layer", "n_head", "d_model"))
+    ).to(device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, weight_decay=0.1, fused=True
+    )
     compiled = torch.compile(model)
-    tokens = torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["context"] + 1), device=device)
+    tokens = torch.randint(
+        0, sizes["vocab"], (sizes["batch"], sizes["context"] + 1), device=device
+    )
 
     def run(steps: int) -> float:
         for _ in range(steps):
@@ -111,7 +138,9 @@ def make_run(sizes: dict) -> Callable[[int], float]:
 
 
 class Torch:
-    """What is asked, answered: `{"prepare": sizes}` first, then `{"take": steps}` and `{"memory": true}`."""
+    """What is asked, answered: `{"prepare": sizes}` first, then `{"take": steps}` and
+    `{"memory": true}`.
+    """
 
     def answer(self, message: dict) -> dict:
         """The answer to a line."""
@@ -121,23 +150,38 @@ class Torch:
             self.run(3)  # compiles
             on_gpu = message["prepare"].get("platform") == "gpu"
             device = torch.cuda.get_device_name() if on_gpu else "cpu"
-            return {"compile_s": time.perf_counter() - start, "device": device, "torch": torch.__version__}
+            return {
+                "compile_s": time.perf_counter() - start,
+                "device": device,
+                "torch": torch.__version__,
+            }
         if "take" in message:
             start = time.perf_counter()
             self.run(message["take"])
             return {"seconds": time.perf_counter() - start}
-        return {"allocator_peak_gib": torch.cuda.max_memory_reserved() / 2**30} if torch.cuda.is_available() else {}
+        return (
+            {"allocator_peak_gib": torch.cuda.max_memory_reserved() / 2**30}
+            if torch.cuda.is_available()
+            else {}
+        )
 
 
 def main() -> None:
-    """Answer each line of JSON on standard input with one; what else is printed goes to standard error."""
+    """Answer each line of JSON on standard input with one; what else is printed goes to
+    standard error.
+    """
     answers, ours = os.fdopen(os.dup(1), "w"), Torch()
     os.dup2(2, 1)
     for line in sys.stdin:
         try:
             found = ours.answer(json.loads(line))
         except Exception as error:  # which the other end reports
-            found = {"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:500]}"}
+            found = {
+                "error": (
+                    f"{type(error).__name__}:"
+                    f" {str(error).strip().partition(chr(10))[0][:500]}"
+                )
+            }
         print(json.dumps(found), file=answers, flush=True)
 
 

@@ -1,10 +1,13 @@
-"""Random faults over one training run, whose end is compared, bit by bit, with that of a run that nothing happened to.
+"""Random faults over one training run, whose end is compared, bit by bit, with that of
+a run that nothing happened to.
 
 python -m scripts.faults.chaos out=runs/chaos faults=50 seed=0
 
-Both runs are of a tiny model on the embedded corpus, on CPU, and meet the same bad data: a batch with an id that no
-token has, which is skipped, and weights that turn large, from which the watchdog goes back. Only one of them is killed,
-told to stop, starved of disk, and so on (`scripts.faults.havoc` has all that can happen), and started again.
+Both runs are of a tiny model on the embedded corpus, on CPU, and meet the same bad
+data: a batch with an id that no token has, which is skipped, and weights that turn
+large, from which the watchdog goes back. Only one of them is killed, told to stop,
+starved of disk, and so on (`scripts.faults.havoc` has all that can happen), and started
+again.
 """
 
 import json
@@ -18,7 +21,14 @@ from typing import Any
 
 from scripts.arguments import argument, run
 from scripts.faults.faulty import HAPPENED
-from scripts.faults.havoc import VALIDATIONS, Victim, checkpoints, chosen, launch, unnoticed
+from scripts.faults.havoc import (
+    VALIDATIONS,
+    Victim,
+    checkpoints,
+    chosen,
+    launch,
+    unnoticed,
+)
 from trainer.errors import UserError
 from trainer.observe.records import read_rows
 
@@ -51,17 +61,23 @@ TINY = [
 class Arguments:
     """See `--help`."""
 
-    out: str = argument("a directory that does not exist yet; chaos.json in it gets the result")
+    out: str = argument(
+        "a directory that does not exist yet; chaos.json in it gets the result"
+    )
     faults: int = argument("how many", 50)
     steps: int = argument("of each run; at least 30 for each fault", 1500)
     seed: int = argument("of the faults", 0)
     precision: str = argument("of both runs", "scalify_fp8_fp16")
     tracker: str = argument("of both runs: wandb (offline) or jsonl", "wandb")
-    kinds: str = argument("names of faults, separated by commas; empty: all of them", "")
+    kinds: str = argument(
+        "names of faults, separated by commas; empty: all of them", ""
+    )
 
 
 def figures(run_dir: Path) -> list[dict[str, Any]]:
-    """All rows and events, without what a clock, the machine's memory or a fault that stops progress decides."""
+    """All rows and events, without what a clock, the machine's memory or a fault that
+    stops progress decides.
+    """
     return [
         {k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))}
         for row in read_rows(run_dir / "metrics.jsonl")
@@ -86,8 +102,13 @@ def compare(args: Arguments, folder: Path) -> dict[str, Any]:
         with Checkpointer.reading(folder / name / "checkpoints") as checkpointer:
             states.append(checkpointer.described())
         rows.append(figures(folder / name))
-    expected = {f"{kind} {step}" for kind, steps in bad_data(args).items() for step in steps}
-    happened = [set((folder / name / HAPPENED).read_text().splitlines()) for name in ("undisturbed", "disturbed")]
+    expected = {
+        f"{kind} {step}" for kind, steps in bad_data(args).items() for step in steps
+    }
+    happened = [
+        set((folder / name / HAPPENED).read_text().splitlines())
+        for name in ("undisturbed", "disturbed")
+    ]
     steps = [row["step"] for row in rows[1] if "event" not in row]
     result = {
         "state_equal": states[0] == states[1],
@@ -98,20 +119,33 @@ def compare(args: Arguments, folder: Path) -> dict[str, Any]:
         "newest_checkpoint": checkpoints(folder / "disturbed")[-1],
         "skipped": rows[1][-1]["watchdog/skipped"],
         "rollbacks": rows[1][-1]["watchdog/rollbacks"],
-        "damaged_set_aside": len(list((folder / "disturbed" / "checkpoints" / "damaged").glob("*"))),
+        "damaged_set_aside": len(
+            list((folder / "disturbed" / "checkpoints" / "damaged").glob("*"))
+        ),
     }
     if args.tracker == "wandb":
         run_id = (folder / "disturbed" / "wandb" / "run_id").read_text()
-        sent = [row["step"] for path in wandb_files(folder / "disturbed", run_id) for row in read_history(path)]
-        result["every_step_in_wandb_once"] = sorted(sent) == list(range(1, args.steps + 1))
+        sent = [
+            row["step"]
+            for path in wandb_files(folder / "disturbed", run_id)
+            for row in read_history(path)
+        ]
+        result["every_step_in_wandb_once"] = sorted(sent) == list(
+            range(1, args.steps + 1)
+        )
     return result
 
 
 def main(args: Arguments) -> None:
-    """Both runs, the comparison, a line for docs/results.md. UserError when something is not as it should be."""
+    """Both runs, the comparison, a line for docs/results.md. UserError when something
+    is not as it should be.
+    """
     folder = Path(args.out).resolve()
     if args.steps < 30 * args.faults:
-        raise UserError(f"steps={args.steps} is little for {args.faults} faults; valid: {30 * args.faults} or more")
+        raise UserError(
+            f"steps={args.steps} is little for {args.faults} faults; valid:"
+            f" {30 * args.faults} or more"
+        )
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -119,7 +153,12 @@ def main(args: Arguments) -> None:
     kinds = chosen(args.kinds)
     started, rng = time.monotonic(), random.Random(args.seed)
     bad = bad_data(args)
-    overrides = [*TINY, f"precision={args.precision}", f"train.steps={args.steps}", f"tracker={args.tracker}"]
+    overrides = [
+        *TINY,
+        f"precision={args.precision}",
+        f"train.steps={args.steps}",
+        f"tracker={args.tracker}",
+    ]
     calm = Victim(overrides, folder, rng, bad)
     calm.process = launch(overrides, folder, "undisturbed", bad, calm.log)
     calm.ended(0, saying="done: ")
@@ -131,14 +170,23 @@ def main(args: Arguments) -> None:
     order = [kinds[i % len(kinds)] for i in range(args.faults)]
     rng.shuffle(order)
     for i, fault in enumerate(order):
-        chaos.target = args.steps * i // args.faults + rng.randrange(args.steps // args.faults)
-        print(f"fault {i + 1} of {args.faults}, from step {chaos.target} on: {fault.__name__}", flush=True)
+        chaos.target = args.steps * i // args.faults + rng.randrange(
+            args.steps // args.faults
+        )
+        print(
+            f"fault {i + 1} of {args.faults}, from step {chaos.target} on:"
+            f" {fault.__name__}",
+            flush=True,
+        )
         fault(chaos)
         chaos.notes, notes = [], chaos.notes
         for note in notes:
             print(f"  {note}", flush=True)
             calm.notes.append(f"{fault.__name__}: {note}")
-    while checkpoints(chaos.run_dir)[-1:] != [args.steps] and chaos.starts < 3 * args.faults + 10:
+    while (
+        checkpoints(chaos.run_dir)[-1:] != [args.steps]
+        and chaos.starts < 3 * args.faults + 10
+    ):
         chaos.running()
         chaos.ended(0, saying="done: ")
     if chaos.process is not None:
@@ -146,18 +194,36 @@ def main(args: Arguments) -> None:
     chaos.start()  # a finished run is left alone, but for what W&B has not got
     chaos.ended(0, saying="done: ")
     counted = Counter(fault.__name__ for fault in order)
-    result = compare(args, folder) | {"faults": args.faults, "kinds": dict(counted), "starts": chaos.starts}
+    result = compare(args, folder) | {
+        "faults": args.faults,
+        "kinds": dict(counted),
+        "starts": chaos.starts,
+    }
     result |= {"damage_noticed": not unnoticed(chaos), "damaged": len(chaos.damaged)}
-    result |= {"unexpected": calm.notes + chaos.notes, "seconds": round(time.monotonic() - started)}
+    result |= {
+        "unexpected": calm.notes + chaos.notes,
+        "seconds": round(time.monotonic() - started),
+    }
     result |= {"seconds_undisturbed": round(alone)}
-    (folder / "chaos.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (folder / "chaos.json").write_text(
+        json.dumps(result, indent=1) + "\n", encoding="utf-8"
+    )
     held = [k for k, v in result.items() if v is True]
     failed = [k for k, v in result.items() if v is False]
     done = f"{args.faults} faults of {len(counted)} kinds, {chaos.starts} starts"
-    course = f"{args.steps} steps, {result['skipped']} skipped, {result['rollbacks']} rolled back"
-    print(f"| {args.precision} | {done} | {course} | {', '.join(held)} | {', '.join(failed) or 'nothing'} |")
+    course = (
+        f"{args.steps} steps, {result['skipped']} skipped, {result['rollbacks']} rolled"
+        " back"
+    )
+    print(
+        f"| {args.precision} | {done} | {course} | {', '.join(held)} |"
+        f" {', '.join(failed) or 'nothing'} |"
+    )
     if failed or result["unexpected"]:
-        raise UserError(f"not all held: {', '.join(failed)} {len(result['unexpected'])} unexpected; see {folder}")
+        raise UserError(
+            f"not all held: {', '.join(failed)} {len(result['unexpected'])} unexpected;"
+            f" see {folder}"
+        )
 
 
 if __name__ == "__main__":

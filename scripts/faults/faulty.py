@@ -1,13 +1,14 @@
-"""Train with faults: as `python -m trainer key=value ...` would, but for what the file FAULTS says.
+"""Train with faults: as `python -m trainer key=value ...` would, but for what the file
+FAULTS says.
 
 python -m scripts.faults.faulty FAULTS key=value ...
 
 FAULTS is JSON with any of these; steps count from 1:
   nan         steps whose batches hold an id that no token has
-  corrupt     steps before which all weights become 4 times as large, as broken memory might make them
-  hang        a step whose batch never comes; once: from then on the file FAULTS.hung exists
-  validation  seconds that each batch of a validation takes longer
-  terminate   true: SIGTERM in the final validation
+  corrupt     steps before which all weights become 4 times as large, as broken memory
+  might make them hang        a step whose batch never comes; once: from then on the
+  file FAULTS.hung exists validation  seconds that each batch of a validation takes
+  longer terminate   true: SIGTERM in the final validation
   clock       steps before which the wall clock jumps by a day, forth and back in turns
 """
 
@@ -50,11 +51,15 @@ class Clock:
         self._wrong = 86400 - self._wrong
 
 
-def with_faults(run: loop.Run, faults: dict[str, Any], hung: Path) -> Callable[[int], Iterator[tuple[int, Batch]]]:
-    """The run's batches, of which some are bad and one does not come; before some of them something else happens.
+def with_faults(
+    run: loop.Run, faults: dict[str, Any], hung: Path
+) -> Callable[[int], Iterator[tuple[int, Batch]]]:
+    """The run's batches, of which some are bad and one does not come; before some of
+    them something else happens.
 
-    The loop asks for a batch in the middle of nothing else, so that weights can be replaced here: a step that is
-    compiled anew takes no fault away. What happened is in `HAPPENED` in the run directory.
+    The loop asks for a batch in the middle of nothing else, so that weights can be
+    replaced here: a step that is compiled anew takes no fault away. What happened is in
+    `HAPPENED` in the run directory.
     """
     batches, clock = run.batches, Clock()
     time.time = clock
@@ -85,7 +90,9 @@ def note(run: loop.Run, fault: str) -> None:
 
 
 def with_slow_batches(evaluation: Callback, faults: dict[str, Any]) -> Callback:
-    """The validation, each batch of which takes longer; in the final one a signal may come."""
+    """The validation, each batch of which takes longer; in the final one a signal may
+    come.
+    """
 
     def slowly(context: StepContext) -> Mapping[str, float] | None:
         ask = context.ask
@@ -113,7 +120,11 @@ def main(file: Path, overrides: list[str]) -> int:
         hung = file.with_name(file.name + ".hung")
         run.batches = with_faults(run, faults, hung)
         run.callbacks = [
-            with_slow_batches(callback, faults) if callback.name == "evaluation" else callback
+            (
+                with_slow_batches(callback, faults)
+                if callback.name == "evaluation"
+                else callback
+            )
             for callback in run.callbacks
         ]
         return loop.train(run)

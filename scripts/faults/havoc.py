@@ -1,7 +1,9 @@
-"""What can happen to a training run: faults from outside, each a function of the run that it happens to.
+"""What can happen to a training run: faults from outside, each a function of the run
+that it happens to.
 
-A fault leaves the run at work, ended, or damaged on disk; the next one starts it again where need be.
-`scripts.faults.chaos` throws them at a run. Those of data and memory, from inside, are in `scripts.faults.faulty`.
+A fault leaves the run at work, ended, or damaged on disk; the next one starts it again
+where need be. `scripts.faults.chaos` throws them at a run. Those of data and memory,
+from inside, are in `scripts.faults.faulty`.
 """
 
 import contextlib
@@ -26,7 +28,8 @@ from trainer.text import nearest
 
 VALIDATIONS = 100  # steps between two
 PATIENCE = 3600  # seconds that anything may take
-NEEDED = (Path("manifest/metadata"), Path("state/manifest.ocdbt"))  # of a checkpoint; each with a checksum of its own
+# of a checkpoint; each with a checksum of its own
+NEEDED = (Path("manifest/metadata"), Path("state/manifest.ocdbt"))
 
 
 @dataclass
@@ -38,7 +41,8 @@ class Victim:
       settings: for `scripts.faults.faulty`, of the next start.
       notes: what went otherwise than it should.
       frozen: processes that were stopped and not woken.
-      damaged: steps of checkpoints that no longer hold what was saved, which the run has to notice.
+      damaged: steps of checkpoints that no longer hold what was saved, which the run
+          has to notice.
     """
 
     overrides: list[str]
@@ -66,7 +70,9 @@ class Victim:
         """Start it, or go on."""
         self.starts += 1
         overrides = (*self.overrides, *overrides)
-        self.process = launch(overrides, self.folder, "disturbed", self.settings | more, self.log)
+        self.process = launch(
+            overrides, self.folder, "disturbed", self.settings | more, self.log
+        )
         return self.process
 
     def running(self) -> subprocess.Popen[str]:
@@ -78,9 +84,13 @@ class Victim:
     def reach(self) -> subprocess.Popen[str]:
         """The process, at work, and at the target."""
         process, end = self.running(), time.monotonic() + PATIENCE
-        while process.poll() is None and (last_step(self.run_dir) < self.target or not self.at_work):
+        while process.poll() is None and (
+            last_step(self.run_dir) < self.target or not self.at_work
+        ):
             if time.monotonic() > end:
-                self.notes.append(f"start {self.starts} did not reach step {self.target}")
+                self.notes.append(
+                    f"start {self.starts} did not reach step {self.target}"
+                )
                 process.kill()
             time.sleep(0.01)
         time.sleep(self.rng.random() * 0.1)
@@ -88,11 +98,15 @@ class Victim:
 
     @property
     def at_work(self) -> bool:
-        """Return whether the last start has taken a step: before that a signal ends it as it ends any process."""
+        """Return whether the last start has taken a step: before that a signal ends it
+        as it ends any process.
+        """
         return "\nstep " in self.log.read_text(encoding="utf-8", errors="replace")
 
     def ended(self, *codes: int, saying: str = "") -> None:
-        """Wait for its end, and note it if that is not one of `codes`, or without the words."""
+        """Wait for its end, and note it if that is not one of `codes`, or without the
+        words.
+        """
         assert self.process is not None
         late = ""
         try:
@@ -107,28 +121,52 @@ class Victim:
                 os.kill(pid, signal.SIGKILL)
         self.frozen.clear()
         # Between its last step and its end, a signal ends it as it ends any process.
-        if code in (-signal.SIGTERM, -signal.SIGINT) and re.search(r"^step (\d+)/\1 ", output, re.MULTILINE):
+        if code in (-signal.SIGTERM, -signal.SIGINT) and re.search(
+            r"^step (\d+)/\1 ", output, re.MULTILINE
+        ):
             code = 0
-        if code not in codes or saying not in output or ("Traceback" in output and code != -signal.SIGKILL):
+        if (
+            code not in codes
+            or saying not in output
+            or ("Traceback" in output and code != -signal.SIGKILL)
+        ):
             expected = f"expected {codes} and {saying!r}"
-            self.notes.append(f"start {self.starts}: exit code {code}, {expected}: ...{output[-1500:]}")
+            self.notes.append(
+                f"start {self.starts}: exit code {code}, {expected}:"
+                f" ...{output[-1500:]}"
+            )
         self.process = None
 
 
 def launch(
-    overrides: Sequence[str], folder: Path, name: str, settings: dict[str, Any], log: Path
+    overrides: Sequence[str],
+    folder: Path,
+    name: str,
+    settings: dict[str, Any],
+    log: Path,
 ) -> subprocess.Popen[str]:
-    """A trainer in `folder` with faults of its own. It prints to a file: a pipe would outlive it in W&B's process."""
+    """A trainer in `folder` with faults of its own. It prints to a file: a pipe would
+    outlive it in W&B's process.
+    """
     file = folder / f"{name}.json"
     file.write_text(json.dumps(settings), encoding="utf-8")
     overrides = [*overrides, f"run_dir={name}", f"compile_cache={folder}/cache"]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "XLA_", "JAX_"))}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("WANDB_", "XLA_", "JAX_"))
+    }
     root = str(Path(__file__).resolve().parents[2])
     with log.open("w") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "scripts.faults.faulty", str(file), *overrides],
             cwd=folder,
-            env=kept | {"JAX_PLATFORMS": "cpu", "WANDB_MODE": "offline", "PYTHONPATH": root},
+            env=kept
+            | {
+                "JAX_PLATFORMS": "cpu",
+                "WANDB_MODE": "offline",
+                "PYTHONPATH": root,
+            },
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
@@ -137,7 +175,10 @@ def launch(
 
 def last_step(run_dir: Path) -> int:
     """The step of the last whole line of metrics.jsonl; 0: none."""
-    with contextlib.suppress(OSError, ValueError, IndexError), (run_dir / "metrics.jsonl").open("rb") as file:
+    with (
+        contextlib.suppress(OSError, ValueError, IndexError),
+        (run_dir / "metrics.jsonl").open("rb") as file,
+    ):
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4000))
         return int(json.loads(file.read().split(b"\n")[-2])["step"])
     return 0
@@ -145,10 +186,15 @@ def last_step(run_dir: Path) -> int:
 
 def checkpoints(run_dir: Path) -> list[int]:
     """Steps of those that are whole or were."""
-    return sorted(int(path.name) for path in (run_dir / "checkpoints").glob("*") if path.name.isdigit())
+    return sorted(
+        int(path.name)
+        for path in (run_dir / "checkpoints").glob("*")
+        if path.name.isdigit()
+    )
 
 
-# --- faults: each happens to a run at work, and leaves it running, ended, or damaged on disk ---
+# --- faults: each happens to a run at work, and leaves it running, ended, or damaged on
+# disk ---
 
 
 def kill(run: Victim) -> None:
@@ -169,7 +215,9 @@ def kill_while_starting(run: Victim) -> None:
 def kill_while_saving(run: Victim) -> None:
     """SIGKILL while there is an unfinished checkpoint."""
     process, folder = run.reach(), run.run_dir / "checkpoints"
-    while process.poll() is None and not any("tmp" in path.name for path in folder.glob("*")):
+    while process.poll() is None and not any(
+        "tmp" in path.name for path in folder.glob("*")
+    ):
         time.sleep(0.001)
     process.kill()
     run.ended(-signal.SIGKILL, 0)
@@ -229,17 +277,21 @@ def truncate(run: Victim) -> None:
 
 
 def damage(run: Victim, change: Callable[[bytes], bytes]) -> None:
-    """Change the bytes of a random file of the newest of several checkpoints, from a random place on.
+    """Change the bytes of a random file of the newest of several checkpoints, from a
+    random place on.
 
-    Every other time it is one of two that no checkpoint is whole without: those the run has to notice. What the others
-    hold is in part never read, and where it is, a run that took it for whole would not end as the undisturbed one.
+    Every other time it is one of two that no checkpoint is whole without: those the run
+    has to notice. What the others hold is in part never read, and where it is, a run
+    that took it for whole would not end as the undisturbed one.
     """
     steps = checkpoints(run.run_dir)
     if len(steps) > 1:
         folder = run.run_dir / "checkpoints" / str(steps[-1])
         files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
         needed = [path for path in files if path.relative_to(folder) in NEEDED]
-        path = run.rng.choice(run.rng.choice([needed, [p for p in files if p.stat().st_size]]))
+        path = run.rng.choice(
+            run.rng.choice([needed, [p for p in files if p.stat().st_size]])
+        )
         data = path.read_bytes()
         at = run.rng.randrange(len(data))
         path.write_bytes(data[:at] + change(data[at:]))
@@ -248,9 +300,15 @@ def damage(run: Victim, change: Callable[[bytes], bytes]) -> None:
 
 
 def unnoticed(run: Victim) -> list[int]:
-    """Steps of damaged checkpoints that the run has not set aside, so often as they were damaged."""
-    aside = [path.name.split("-") for path in (run.run_dir / "checkpoints" / "damaged").glob("*")]
-    found = Counter(int(parts[0]) for parts in aside if len(parts) == 2)  # a lost validation loss has three
+    """Steps of damaged checkpoints that the run has not set aside, so often as they
+    were damaged.
+    """
+    aside = [
+        path.name.split("-")
+        for path in (run.run_dir / "checkpoints" / "damaged").glob("*")
+    ]
+    # a lost validation loss has three
+    found = Counter(int(parts[0]) for parts in aside if len(parts) == 2)
     return sorted((Counter(run.damaged) - found).elements())
 
 
@@ -298,10 +356,17 @@ def start_twice(run: Victim) -> None:
         second.wait(timeout=PATIENCE)
         output = log.read_text(encoding="utf-8", errors="replace")
         errors = [line for line in output.splitlines() if line.startswith("error:")]
-        refused = second.returncode == UserError.exit_code and "is in use by process" in output and len(errors) == 1
+        refused = (
+            second.returncode == UserError.exit_code
+            and "is in use by process" in output
+            and len(errors) == 1
+        )
         first.send_signal(signal.SIGCONT)
         if not refused:
-            run.notes.append(f"the second trainer was not refused: {second.returncode} {output[-500:]}")
+            run.notes.append(
+                f"the second trainer was not refused: {second.returncode}"
+                f" {output[-500:]}"
+            )
 
 
 def kill_the_tracker(run: Victim) -> None:
@@ -360,5 +425,7 @@ def chosen(names: str) -> list[Callable[[Victim], None]]:
     by_name = {fault.__name__: fault for fault in FAULTS}
     for name in names.split(",") if names else ():
         if name not in by_name:
-            raise UserError(f"kinds={name}: no such fault; {nearest(name, list(by_name))}")
+            raise UserError(
+                f"kinds={name}: no such fault; {nearest(name, list(by_name))}"
+            )
     return [by_name[name] for name in names.split(",")] if names else list(FAULTS)

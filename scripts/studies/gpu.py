@@ -1,16 +1,18 @@
-"""First contact with a GPU, stage by stage: does it run, how fast, where does the time go, what does it hold.
+"""First contact with a GPU, stage by stage: does it run, how fast, where does the time
+go, what does it hold.
 
 python -m scripts.studies.gpu stage=smoke out=runs/gpu
 
-smoke       ten steps in every precision, a run that is resumed, bit by bit, and the tests of a GPU
-bench124    speed of 124M, with all peers; bench774 and bench1558 of those sizes
-precompile  compiles what bench1558 needs, behind this command's back
+smoke       ten steps in every precision, a run that is resumed, bit by bit, and the
+tests of a GPU bench124    speed of 124M, with all peers; bench774 and bench1558 of
+those sizes precompile  compiles what bench1558 needs, behind this command's back
 parity      the losses of 124M in FP8 against bf16's
 profile     where the time of 774M goes, by class of kernel
-memory      what the allocator counts, beside the plan that stage plan made on a machine without a GPU
+memory      what the allocator counts, beside the plan that stage plan made on a machine
+without a GPU
 
-A stage ends by itself in `seconds`, writes what it knows as it goes, and goes on where it was when it is called again.
-`size=toy platform=cpu` rehearses all of them.
+A stage ends by itself in `seconds`, writes what it knows as it goes, and goes on where
+it was when it is called again. `size=toy platform=cpu` rehearses all of them.
 """
 
 import contextlib
@@ -47,9 +49,17 @@ class Arguments:
     size: str = argument("full, or toy: to rehearse", "full")
     platform: str = argument("gpu, or cpu: to rehearse", "gpu")
     seconds: float = argument("in which the stage ends", 570.0)
-    text: str = argument("files that parity trains on; empty: the Python sources of the installed packages", "")
-    tokenizer: str = argument("their tokenizer: byte, or a directory with vocab.bpe and encoder.json", "byte")
-    compile_cache: str = argument("the directory of compiled programs; empty: OUT/xla", "")
+    text: str = argument(
+        "files that parity trains on; empty: the Python sources of the installed"
+        " packages",
+        "",
+    )
+    tokenizer: str = argument(
+        "their tokenizer: byte, or a directory with vocab.bpe and encoder.json", "byte"
+    )
+    compile_cache: str = argument(
+        "the directory of compiled programs; empty: OUT/xla", ""
+    )
     target: str = argument("with stage=plan, the GPU that is planned for", "h100")
 
 
@@ -73,16 +83,40 @@ def cases(model: str, *precisions: str) -> tuple[str, ...]:
 
 
 TINY = ("model.n_layer=1", "model.d_model=32", "model.n_head=1", "model.context=16")
-FREE = (f"{FLAGSHIP}:deterministic=false", "bf16:deterministic=false")  # what the same bits cost
-NARROW = (f"{FLAGSHIP}:logits=compute", "bf16:logits=compute")  # what the loss's logits in 16 bits save
-PRESETS = (FLAGSHIP, "bf16", "scalify_fp8_fp8", "scalify_fp8", "fp8_delayed", "fp8_current", "scalify_fp16")
+# what the same bits cost
+FREE = (f"{FLAGSHIP}:deterministic=false", "bf16:deterministic=false")
+# what the loss's logits in 16 bits save
+NARROW = (f"{FLAGSHIP}:logits=compute", "bf16:logits=compute")
+PRESETS = (
+    FLAGSHIP,
+    "bf16",
+    "scalify_fp8_fp8",
+    "scalify_fp8",
+    "fp8_delayed",
+    "fp8_current",
+    "scalify_fp16",
+)
 SIZES = {
     "full": Size(
-        model=("model=gpt2_124m", "model.n_layer=2", "model.vocab_size=50257", "train.batch_tokens=8192"),
+        model=(
+            "model=gpt2_124m",
+            "model.n_layer=2",
+            "model.vocab_size=50257",
+            "train.batch_tokens=8192",
+        ),
         presets=(*PRESETS, "fp16_loss_scaled", "bf16_pure", "fp32"),
         tests=(),
         bench={
-            "bench124": cases("gpt2_124m", FLAGSHIP, "bf16", "torch", "fp8_delayed", "fp8_current", *NARROW, *FREE),
+            "bench124": cases(
+                "gpt2_124m",
+                FLAGSHIP,
+                "bf16",
+                "torch",
+                "fp8_delayed",
+                "fp8_current",
+                *NARROW,
+                *FREE,
+            ),
             "bench774": cases("gpt2_774m", FLAGSHIP, "bf16", "torch", "fp8_delayed"),
             "bench1558": cases("gpt2_1558m", "bf16", FLAGSHIP),
         },
@@ -90,18 +124,34 @@ SIZES = {
         profiled="gpt2_774m",
         planned="gpt2_124m",
         plan=("model.vocab_size=50257", "micro_batch=8"),
-        parity=("model=gpt2_124m", "steps=1000", "batch_tokens=32768", "evaluations=10", "eval_batches=8", "last=2"),
+        parity=(
+            "model=gpt2_124m",
+            "steps=1000",
+            "batch_tokens=32768",
+            "evaluations=10",
+            "eval_batches=8",
+            "last=2",
+        ),
     ),
     "toy": Size(
         model=("model=gpt2_nano", *TINY, "train.batch_tokens=64"),
         presets=(FLAGSHIP,),
         tests=("-k", "random_bits"),
-        bench=dict.fromkeys(("bench124", "bench774", "bench1558"), ("gpt2_nano:fp32:batch=1",)),
+        bench=dict.fromkeys(
+            ("bench124", "bench774", "bench1558"), ("gpt2_nano:fp32:batch=1",)
+        ),
         timed=("rounds=1", "steps=1", "sequence=16"),
         profiled="gpt2_nano",
         planned="gpt2_nano",
         plan=(*TINY, "model.vocab_size=256", "micro_batch=1", "search=no"),
-        parity=("model=gpt2_nano", "steps=2", "batch_tokens=64", "evaluations=1", "eval_batches=1", "last=1"),
+        parity=(
+            "model=gpt2_nano",
+            "steps=2",
+            "batch_tokens=64",
+            "evaluations=1",
+            "eval_batches=1",
+            "last=1",
+        ),
     ),
 }
 
@@ -113,7 +163,8 @@ class GpuCommand:
     Attributes:
       name: under which its end is written down.
       command: what Python runs, `-m` and so on.
-      check: looks at what it has left behind; what it gives is written down, a UserError is a failure.
+      check: looks at what it has left behind; what it gives is written down, a
+          UserError is a failure.
       may_fail: whether a failure is an answer too.
       detached: whether it outlives the call.
       environment: variables beside those of this process.
@@ -134,12 +185,17 @@ class Study:
         self.args, self.out = args, Path(args.out)
         for key, choices in (("size", list(SIZES)), ("platform", ["gpu", "cpu"])):
             if getattr(args, key) not in choices:
-                raise UserError(f"{key}={getattr(args, key)}; {nearest(getattr(args, key), choices)}")
+                raise UserError(
+                    f"{key}={getattr(args, key)};"
+                    f" {nearest(getattr(args, key), choices)}"
+                )
         self.size = SIZES[args.size]
         self.cache = Path(args.compile_cache or self.out / "xla").absolute()
         self.stages: dict[str, Callable[[], list[list[GpuCommand]]]] = {
             "smoke": self.smoke,
-            **{name: lambda name=name: [[self.bench(name)]] for name in self.size.bench},  # type: ignore[misc]
+            **{
+                name: lambda name=name: [[self.bench(name)]] for name in self.size.bench
+            },  # type: ignore[misc]
             "precompile": self.precompile,
             "parity": self.parity,
             "profile": self.profile,
@@ -147,86 +203,190 @@ class Study:
             "plan": self.plan,
         }
         if args.stage not in self.stages:
-            raise UserError(f"stage={args.stage}; {nearest(args.stage, list(self.stages))}")
+            raise UserError(
+                f"stage={args.stage}; {nearest(args.stage, list(self.stages))}"
+            )
 
     def trainer(self, name: str, precision: str, steps: int, **more: Any) -> GpuCommand:
         """A short run of the trainer in OUT/smoke/NAME."""
-        settings = ("data.tokenizer=byte", "tracker=jsonl", "metrics.numerics_every=0", "sample.max_new_tokens=0")
-        settings += ("train.eval_batches=2", "train.final_eval_batches=2", f"data.cache_dir={self.out / 'data'}")
-        settings += (f"compile_cache={self.cache}", f"run_dir={self.out / 'smoke' / name}", "parallel.data=1")
-        words = (*self.size.model, *settings, f"precision={precision}", f"train.steps={steps}", "checkpoint.every=10")
+        settings = (
+            "data.tokenizer=byte",
+            "tracker=jsonl",
+            "metrics.numerics_every=0",
+            "sample.max_new_tokens=0",
+        )
+        settings += (
+            "train.eval_batches=2",
+            "train.final_eval_batches=2",
+            f"data.cache_dir={self.out / 'data'}",
+        )
+        settings += (
+            f"compile_cache={self.cache}",
+            f"run_dir={self.out / 'smoke' / name}",
+            "parallel.data=1",
+        )
+        words = (
+            *self.size.model,
+            *settings,
+            f"precision={precision}",
+            f"train.steps={steps}",
+            "checkpoint.every=10",
+        )
         return GpuCommand(name, ("-m", "trainer", *words), **more)
 
     def smoke(self) -> list[list[GpuCommand]]:
-        """Tests, ten steps of every preset, and the same bits when repeated and resumed."""
+        """Tests, ten steps of every preset, and the same bits when repeated and
+        resumed.
+        """
         tests = GpuCommand(
-            "tests", ("-m", "pytest", "-W", "default", "-p", "no:cacheprovider", "tests/gpu", *self.size.tests)
+            "tests",
+            (
+                "-m",
+                "pytest",
+                "-W",
+                "default",
+                "-p",
+                "no:cacheprovider",
+                "tests/gpu",
+                *self.size.tests,
+            ),
         )
         share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".2"}
-        first, *others = (self.trainer(preset, preset, 10, environment=share) for preset in self.size.presets)
+        first, *others = (
+            self.trainer(preset, preset, 10, environment=share)
+            for preset in self.size.presets
+        )
         whole = self.trainer("whole", FLAGSHIP, 20)
-        again = self.trainer("again", FLAGSHIP, 20, check=lambda: self.same_rows("again"))
-        resumed = self.trainer("resumed", FLAGSHIP, 20, check=lambda: self.same_rows("resumed"))
-        # The first prepares the data for all. The tests, which cannot go on where they were, come last.
+        again = self.trainer(
+            "again", FLAGSHIP, 20, check=lambda: self.same_rows("again")
+        )
+        resumed = self.trainer(
+            "resumed", FLAGSHIP, 20, check=lambda: self.same_rows("resumed")
+        )
+        # The first prepares the data for all. The tests, which cannot go on where they
+        # were, come last.
         return [[first], others, [whole], [again], [resumed], [tests]]
 
     def before_resumed(self) -> None:
-        """Make OUT/smoke/resumed what the whole run was at step 10, unless it is there."""
+        """Make OUT/smoke/resumed what the whole run was at step 10, unless it is
+        there.
+        """
         whole, resumed = self.out / "smoke" / "whole", self.out / "smoke" / "resumed"
         if not resumed.exists():
             shutil.copytree(whole, resumed)
             shutil.rmtree(resumed / "checkpoints" / "20")
 
     def same_rows(self, name: str) -> str:
-        """Compare a run's losses and norms with the whole run's. UserError names the first step that differs."""
+        """Compare a run's losses and norms with the whole run's. UserError names the
+        first step that differs.
+        """
         figures = []
         for run_dir in ("whole", name):
             rows = read_rows(self.out / "smoke" / run_dir / "metrics.jsonl")
-            figures.append([(r["step"], r["train/loss"], r["grad_norm"]) for r in rows if "train/loss" in r])
+            figures.append(
+                [
+                    (r["step"], r["train/loss"], r["grad_norm"])
+                    for r in rows
+                    if "train/loss" in r
+                ]
+            )
         if figures[0] != figures[1]:
-            step = next((a[0] for a, b in zip(*figures, strict=False) if a != b), "the number of steps")
-            raise UserError(f"{name}: other bits than the run as a whole, from step {step} on")
+            step = next(
+                (a[0] for a, b in zip(*figures, strict=False) if a != b),
+                "the number of steps",
+            )
+            raise UserError(
+                f"{name}: other bits than the run as a whole, from step {step} on"
+            )
         return f"the same bits in {len(figures[0])} steps"
 
-    def bench(self, name: str, *more: str, only: tuple[str, ...] = (), **settings: Any) -> GpuCommand:
+    def bench(
+        self, name: str, *more: str, only: tuple[str, ...] = (), **settings: Any
+    ) -> GpuCommand:
         """A call of `scripts.bench`."""
-        where = (f"platform={self.args.platform}", f"compile_cache={self.cache}", f"out={self.out / name}.json")
-        minutes = f"minutes={max(self.args.seconds - 100, 60) / 60:g}"  # `contest.GRACE` lies behind
+        where = (
+            f"platform={self.args.platform}",
+            f"compile_cache={self.cache}",
+            f"out={self.out / name}.json",
+        )
+        # `contest.GRACE` lies behind
+        minutes = f"minutes={max(self.args.seconds - 100, 60) / 60:g}"
         listed = f"cases={','.join(only or self.size.bench[name])}"
         # Two of 1558M share the device's memory, most of which they may have.
-        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".92"} if name == "bench1558" else {}
+        environment = (
+            {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".92"} if name == "bench1558" else {}
+        )
         words = laid_over((listed, *where, minutes), self.size.timed, more)
-        return GpuCommand(name, ("-m", "scripts.bench", *words), environment=environment, **settings)
+        return GpuCommand(
+            name, ("-m", "scripts.bench", *words), environment=environment, **settings
+        )
 
     def precompile(self) -> list[list[GpuCommand]]:
         """Fill the compilation cache for bench1558."""
-        job = self.bench("bench1558", "compile_only=true", "minutes=25", detached=self.args.platform == "gpu")
+        job = self.bench(
+            "bench1558",
+            "compile_only=true",
+            "minutes=25",
+            detached=self.args.platform == "gpu",
+        )
         return [[replace(job, name="precompile")]]
 
     def parity(self) -> list[list[GpuCommand]]:
         """Paired runs on real text."""
         toy, packages = self.args.size == "toy", Path(sysconfig.get_path("purelib"))
-        text = self.args.text or str(Path(json.__file__).parent / "*.py" if toy else packages / "**" / "*.py")
-        data = f"data=text data.paths=['{text}'] data.tokenizer={self.args.tokenizer} data.max_documents=15000"
-        data += f" data.cache_dir={self.out / 'data'} parallel.data=1" + f" {' '.join(TINY)}" * toy
+        text = self.args.text or str(
+            Path(json.__file__).parent / "*.py" if toy else packages / "**" / "*.py"
+        )
+        data = (
+            f"data=text data.paths=['{text}'] data.tokenizer={self.args.tokenizer}"
+            " data.max_documents=15000"
+        )
+        data += (
+            f" data.cache_dir={self.out / 'data'} parallel.data=1"
+            + f" {' '.join(TINY)}" * toy
+        )
         presets = FLAGSHIP if toy else f"{FLAGSHIP},fp8_delayed"
-        words = ("base=bf16", f"presets={presets}", "seeds=1", *self.size.parity, f"out={self.out / 'parity'}")
+        words = (
+            "base=bf16",
+            f"presets={presets}",
+            "seeds=1",
+            *self.size.parity,
+            f"out={self.out / 'parity'}",
+        )
         overrides = f"overrides={data} compile_cache={self.cache}"
-        return [[GpuCommand("parity", ("-m", "scripts.studies.parity", *words, overrides))]]
+        return [
+            [GpuCommand("parity", ("-m", "scripts.studies.parity", *words, overrides))]
+        ]
 
     def profile(self) -> list[list[GpuCommand]]:
         """Tables of kernels of bf16 and the flagship."""
         model, toy = self.size.profiled, self.args.size == "toy"
         cases = f"{model}:fp32:batch=1" if toy else f"{model}:bf16,{model}:{FLAGSHIP}"
-        words = (f"cases={cases}", f"out={self.out / 'profile.json'}", f"platform={self.args.platform}")
-        words += (f"compile_cache={self.cache}", *(("sequence=16", "steps=1") if toy else ()))
+        words = (
+            f"cases={cases}",
+            f"out={self.out / 'profile.json'}",
+            f"platform={self.args.platform}",
+        )
+        words += (
+            f"compile_cache={self.cache}",
+            *(("sequence=16", "steps=1") if toy else ()),
+        )
         return [[GpuCommand("profile", ("-m", "scripts.bench.profiling", *words))]]
 
     def plan(self) -> list[list[GpuCommand]]:
         """On any machine: plans of the cases whose memory is looked at."""
-        words = ("-m", "scripts.plan", f"model={self.size.planned}", *self.size.plan, "data.tokenizer=byte")
+        words = (
+            "-m",
+            "scripts.plan",
+            f"model={self.size.planned}",
+            *self.size.plan,
+            "data.tokenizer=byte",
+        )
         words += (f"target={self.args.target}", "gpus=1", "compare=no", "--json")
-        return [[GpuCommand(f"plan_{p}", (*words, f"precision={p}"))] for p in self.planned_of]
+        return [
+            [GpuCommand(f"plan_{p}", (*words, f"precision={p}"))]
+            for p in self.planned_of
+        ]
 
     @property
     def planned_of(self) -> tuple[str, ...]:
@@ -234,28 +394,47 @@ class Study:
         return ("fp32",) if self.args.size == "toy" else (FLAGSHIP, "bf16")
 
     def planned(self, precision: str) -> dict[str, Any]:
-        """The plan of a precision, as its job has printed it. UserError: there is none."""
+        """The plan of a precision, as its job has printed it. UserError: there is
+        none.
+        """
         path = self.out / f"plan_{precision}.txt"
         if not path.exists():
-            raise UserError(f"{path} is missing: first stage=plan out={self.out}, on any machine, then bring it here")
+            raise UserError(
+                f"{path} is missing: first stage=plan out={self.out}, on any machine,"
+                " then bring it here"
+            )
         text = path.read_text()
         return json.JSONDecoder().raw_decode(text[text.index("{") :])[0]
 
     def memory(self) -> list[list[GpuCommand]]:
-        """The plan's micro-batch of 8, the largest that it lets fit, and one that it does not."""
+        """The plan's micro-batch of 8, the largest that it lets fit, and one that it
+        does not.
+        """
         jobs = []
         for precision in self.planned_of:
             plan = self.planned(precision)
             fits = plan["max_micro_batch"]
             beyond = round(1.1 * (plan["max_micro_batch_bound"] or fits)) + 1
-            for size, may_fail in ((plan["micro_batch"], False), (fits, False), (beyond, True)):
+            for size, may_fail in (
+                (plan["micro_batch"], False),
+                (fits, False),
+                (beyond, True),
+            ):
                 case = f"{self.size.planned}:{precision}:batch={size}"
                 name = f"memory_{precision}_{size}"
-                jobs.append([self.bench(name, "rounds=1", "steps=2", only=(case,), may_fail=may_fail)])
+                jobs.append(
+                    [
+                        self.bench(
+                            name, "rounds=1", "steps=2", only=(case,), may_fail=may_fail
+                        )
+                    ]
+                )
         return jobs
 
     def run(self) -> list[str]:
-        """Run what of the stage is not done; the names of the jobs that are not done then, or failed."""
+        """Run what of the stage is not done; the names of the jobs that are not done
+        then, or failed.
+        """
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"{self.args.stage}_jobs.json"
         done: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -266,11 +445,17 @@ class Study:
                 if job not in todo:
                     print(f"{job.name}: done before", flush=True)
             with ThreadPoolExecutor(TOGETHER) as pool:
-                for job, found in zip(todo, pool.map(lambda job: self.take(job, end), todo), strict=True):
+                for job, found in zip(
+                    todo, pool.map(lambda job: self.take(job, end), todo), strict=True
+                ):
                     done[job.name] = found
                     open_ += [] if found["ok"] else [job.name]
                     path.write_text(json.dumps(done, indent=1) + "\n")
-                    print(f"{job.name}: {'ok' if found['ok'] else 'FAILED'}, {found['said']}", flush=True)
+                    print(
+                        f"{job.name}: {'ok' if found['ok'] else 'FAILED'},"
+                        f" {found['said']}",
+                        flush=True,
+                    )
         return open_
 
     def take(self, job: GpuCommand, end: float) -> dict[str, Any]:
@@ -280,9 +465,20 @@ class Study:
             return {"ok": False, "said": "not begun: no time was left"}
         if job.name == "resumed":
             self.before_resumed()
-        environment = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "SCALIFY_TEST_PLATFORM": self.args.platform}
-        environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-        environment |= {"JAX_PLATFORMS": "cpu"} if self.args.platform == "cpu" or self.args.stage == "plan" else {}
+        environment = dict(os.environ) | {
+            "PYTHONUNBUFFERED": "1",
+            "SCALIFY_TEST_PLATFORM": self.args.platform,
+        }
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            )
+        }
+        environment |= (
+            {"JAX_PLATFORMS": "cpu"}
+            if self.args.platform == "cpu" or self.args.stage == "plan"
+            else {}
+        )
         log = self.out / f"{job.name}.txt"
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -294,14 +490,20 @@ class Study:
                 start_new_session=True,
             )
             if job.detached:
-                return {"ok": True, "said": f"goes on as process {process.pid}, see {log}"}
+                return {
+                    "ok": True,
+                    "said": f"goes on as process {process.pid}, see {log}",
+                }
             try:
                 code = process.wait(left)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                return {"ok": False, "said": f"ended after {left:.0f} s; the same command goes on"}
+                return {
+                    "ok": False,
+                    "said": f"ended after {left:.0f} s; the same command goes on",
+                }
         lines = log.read_text(errors="replace").strip().splitlines()
         said = lines[-1][:300] if lines else ""
         try:
@@ -310,14 +512,22 @@ class Study:
             return {"ok": False, "said": str(error)}
         ok = code == 0 or job.may_fail
         said = found if isinstance(found, str) else said
-        return {"ok": ok, "code": code, "seconds": round(time.monotonic() - start), "said": said}
+        return {
+            "ok": ok,
+            "code": code,
+            "seconds": round(time.monotonic() - start),
+            "said": said,
+        }
 
 
 def main(args: Arguments) -> None:
     """Run a stage. UserError names what failed, or had no time."""
     study = Study(args)
     if failed := study.run():
-        raise UserError(f"{args.stage}: {', '.join(failed)} failed; see {study.out}/NAME.txt; what is done is kept")
+        raise UserError(
+            f"{args.stage}: {', '.join(failed)} failed; see {study.out}/NAME.txt; what"
+            " is done is kept"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""The other side of `scripts.studies.beside_transformers`: an exported model in PyTorch, under another interpreter.
+"""The other side of `scripts.studies.beside_transformers`: an exported model in
+PyTorch, under another interpreter.
 
 It imports nothing of this project. Each line of standard input is a JSON object,
-`{"prompts": [[ids]], "max_new_tokens": n}` or `{"pairs": [[inputs, targets of the last of them]], "batch": n}`; it
-answers each with a line: new ids of every
-prompt, or the log-likelihood of all targets of a pair, and the seconds that it took.
+`{"prompts": [[ids]], "max_new_tokens": n}` or
+`{"pairs": [[inputs, targets of the last of them]], "batch": n}`; it answers each with a
+line: new ids of every prompt, or the log-likelihood of all targets of a pair, and the
+seconds that it took.
 """
 
 import json
@@ -15,7 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 
-def written(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+def written(
+    model: Any, prompts: list[list[int]], max_new_tokens: int
+) -> list[list[int]]:
     """The likeliest tokens after each prompt."""
     found = []
     for prompt in prompts:
@@ -32,7 +36,9 @@ def written(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[l
 
 
 def likelihoods(model: Any, pairs: list[list[list[int]]], batch: int) -> list[float]:
-    """Log-likelihoods (nats) in batches of about one length, padded to the right, as lm-evaluation-harness does it."""
+    """Log-likelihoods (nats) in batches of about one length, padded to the right, as
+    lm-evaluation-harness does it.
+    """
     found: dict[int, float] = {}
     order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]))
     for start in range(0, len(order), batch):
@@ -51,16 +57,23 @@ def likelihoods(model: Any, pairs: list[list[list[int]]], batch: int) -> list[fl
 
 @torch.no_grad()
 def main() -> None:
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        sys.argv[1], dtype=torch.float32
+    ).eval()
     print(json.dumps({"ready": torch.get_num_threads()}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         started = time.perf_counter()
         if "prompts" in request:
-            answer: list[Any] = written(model, request["prompts"], request["max_new_tokens"])
+            answer: list[Any] = written(
+                model, request["prompts"], request["max_new_tokens"]
+            )
         else:
             answer = likelihoods(model, request["pairs"], request["batch"])
-        print(json.dumps({"answer": answer, "seconds": time.perf_counter() - started}), flush=True)
+        print(
+            json.dumps({"answer": answer, "seconds": time.perf_counter() - started}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

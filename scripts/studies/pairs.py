@@ -1,13 +1,15 @@
-"""Statistics of paired runs: the mean difference to a base at the same seed, its interval, and the table of them.
+"""Statistics of paired runs: the mean difference to a base at the same seed, its
+interval, and the table of them.
 
-A 95% interval is that of a number of pairs that was decided on before. Who looks after each pair, and stops when the
-answer is clear, is wrong more often than one time in twenty: for that there are intervals that hold whenever they are
-looked at, which are wider.
+A 95% interval is that of a number of pairs that was decided on before. Who looks after
+each pair, and stops when the answer is clear, is wrong more often than one time in
+twenty: for that there are intervals that hold whenever they are looked at, which are
+wider.
 
 References:
     [1] Lai 1976, "On confidence sequences", Annals of Statistics 4.
-    [2] Wang and Ramdas 2023, "Anytime-valid t-tests and confidence sequences for Gaussian means with unknown variance",
-        https://arxiv.org/abs/2310.03722.
+    [2] Wang and Ramdas 2023, "Anytime-valid t-tests and confidence sequences for
+        Gaussian means with unknown variance", https://arxiv.org/abs/2310.03722.
 """
 
 import math
@@ -18,7 +20,9 @@ from typing import Any, NamedTuple
 from scipy.special import stdtrit
 
 EFFECTS = (
-    4.0  # variance of a true difference over that of a pair, of those that `always` is narrowest for: 4 to 30 pairs
+    # variance of a true difference over that of a pair, of those that `always` is
+    # narrowest for: 4 to 30 pairs
+    4.0
 )
 
 
@@ -29,7 +33,8 @@ class Outcome(NamedTuple):
       curve: validation loss (nats per token) after so many steps.
       skipped: steps that were not finite.
       diverged: whether the watchdog stopped it.
-      elsewhere: validation loss (nats per token) of the final weights in another precision; None: not known.
+      elsewhere: validation loss (nats per token) of the final weights in another
+          precision; None: not known.
     """
 
     curve: dict[int, float]
@@ -40,7 +45,11 @@ class Outcome(NamedTuple):
     def final(self, last: int) -> float:
         """Mean of the last validations; infinite where it diverged."""
         return (
-            math.inf if self.diverged else statistics.fmean([self.curve[step] for step in sorted(self.curve)[-last:]])
+            math.inf
+            if self.diverged
+            else statistics.fmean(
+                [self.curve[step] for step in sorted(self.curve)[-last:]]
+            )
         )
 
 
@@ -57,7 +66,8 @@ class PairedDifference(NamedTuple):
       difference: mean of item minus base (nats); positive is worse.
       half_width: of the 95% interval of that mean; infinite for a single pair.
       base_loss: mean final loss of the base in these pairs.
-      elsewhere_n: pairs in which both final weights were evaluated in the other precision as well.
+      elsewhere_n: pairs in which both final weights were evaluated in the other
+          precision as well.
       elsewhere: mean difference there (nats).
       elsewhere_half_width: of the 95% interval of that mean.
       elsewhere_percent: that difference in percent of the base's loss there.
@@ -100,18 +110,28 @@ def half_width(differences: Sequence[float]) -> float:
 
 
 def interval_of(scatter: float, pairs: int) -> float:
-    """Half the 95% interval that so many pairs of this standard deviation have; infinite for a single one."""
-    return float(stdtrit(pairs - 1, 0.975)) * scatter / math.sqrt(pairs) if pairs > 1 else math.inf
+    """Half the 95% interval that so many pairs of this standard deviation have;
+    infinite for a single one.
+    """
+    return (
+        float(stdtrit(pairs - 1, 0.975)) * scatter / math.sqrt(pairs)
+        if pairs > 1
+        else math.inf
+    )
 
 
 def always(scatter: float, pairs: int) -> float:
-    """Half the interval of the mean of so many pairs of this standard deviation that holds whenever it is looked at.
+    """Half the interval of the mean of so many pairs of this standard deviation that
+    holds whenever it is looked at.
 
-    The chance that it is ever left by the true mean, after any number of pairs, is at most 5%. Infinite for few pairs.
+    The chance that it is ever left by the true mean, after any number of pairs, is at
+    most 5%. Infinite for few pairs.
 
-    For a mean m and n pairs with t = (mean - m) / (s / sqrt(n)), the likelihood of a difference drawn from N(0, g s^2)
-    over that of none is sqrt(1/(1 + n g)) ((1 + t^2/(n-1)) / (1 + t^2/((1 + n g)(n-1))))^(n/2): a martingale, so that
-    the chance that it ever comes to 20 is at most 1/20 [1, 2]. The interval has those m for which it is below 20.
+    For a mean m and n pairs with t = (mean - m) / (s / sqrt(n)), the likelihood of a
+    difference drawn from N(0, g s^2) over that of none is sqrt(1/(1 + n g)) ((1 +
+    t^2/(n-1)) / (1 + t^2/((1 + n g)(n-1))))^(n/2): a martingale, so that the chance
+    that it ever comes to 20 is at most 1/20 [1, 2]. The interval has those m for which
+    it is below 20.
     """
     if pairs < 2:
         return math.inf
@@ -123,9 +143,11 @@ def always(scatter: float, pairs: int) -> float:
 
 
 def settled(differences: Sequence[float], margin: float) -> str:
-    """On which side of the margin the true mean of differences surely is, in the order they came: below, above, or "".
+    """On which side of the margin the true mean of differences surely is, in the order
+    they came: below, above, or "".
 
-    It may be asked after each of them: what it says is wrong one time in twenty at most, however often it is asked.
+    It may be asked after each of them: what it says is wrong one time in twenty at
+    most, however often it is asked.
     """
     for n in range(2, len(differences) + 1):
         seen = differences[:n]
@@ -136,33 +158,46 @@ def settled(differences: Sequence[float], margin: float) -> str:
 
 
 def pairs_for(scatter: float, half: float) -> int:
-    """The fewest pairs of this standard deviation whose 95% interval is at most `half` to either side."""
+    """The fewest pairs of this standard deviation whose 95% interval is at most `half`
+    to either side.
+    """
     few, many = 1, 2
     while interval_of(scatter, many) > half:
         few, many = many, 2 * many
     while many - few > 1:
         middle = (few + many) // 2
-        few, many = (few, middle) if interval_of(scatter, middle) <= half else (middle, many)
+        few, many = (
+            (few, middle) if interval_of(scatter, middle) <= half else (middle, many)
+        )
     return many
 
 
 def seen_with(scatter: float, pairs: int, power: float = 0.8) -> float:
-    """The true difference that so many pairs tell from none with this chance, by the 95% interval; infinite for one.
+    """The true difference that so many pairs tell from none with this chance, by the
+    95% interval; infinite for one.
 
-    The sum of both quantiles of Student's t, as is usual; the chance that follows from the noncentral t is 78 to 80%
-    from five pairs on.
+    The sum of both quantiles of Student's t, as is usual; the chance that follows from
+    the noncentral t is 78 to 80% from five pairs on.
     """
     if pairs < 2:
         return math.inf
-    return interval_of(scatter, pairs) + float(stdtrit(pairs - 1, power)) * scatter / math.sqrt(pairs)
+    return interval_of(scatter, pairs) + float(
+        stdtrit(pairs - 1, power)
+    ) * scatter / math.sqrt(pairs)
 
 
-def percents_of(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> dict[tuple[float, str], list[float]]:
-    """By learning rate and item, the pairs' differences in percent of the base, in the order of the seeds.
+def percents_of(
+    outcomes: Mapping[Any, Outcome], base: str, *, last: int
+) -> dict[tuple[float, str], list[float]]:
+    """By learning rate and item, the pairs' differences in percent of the base, in the
+    order of the seeds.
 
     Of pairs in which neither run diverged; arguments are those of `compare`.
     """
-    final = {(key.lr, key.item, key.seed): found.final(last) for key, found in outcomes.items()}
+    final = {
+        (key.lr, key.item, key.seed): found.final(last)
+        for key, found in outcomes.items()
+    }
     percent: dict[tuple[float, str], list[float]] = {}
     for (lr, item, seed), loss in sorted(final.items(), key=lambda run: run[0][2]):
         theirs = final.get((lr, base, seed), math.inf)
@@ -171,13 +206,23 @@ def percents_of(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> dic
     return percent
 
 
-def scatter_of(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> dict[tuple[float, str], tuple[float, int]]:
-    """By learning rate and item, standard deviation of what `percents_of` has, and how many; of at least two."""
+def scatter_of(
+    outcomes: Mapping[Any, Outcome], base: str, *, last: int
+) -> dict[tuple[float, str], tuple[float, int]]:
+    """By learning rate and item, standard deviation of what `percents_of` has, and how
+    many; of at least two.
+    """
     percent = percents_of(outcomes, base, last=last)
-    return {key: (statistics.stdev(values), len(values)) for key, values in percent.items() if len(values) > 1}
+    return {
+        key: (statistics.stdev(values), len(values))
+        for key, values in percent.items()
+        if len(values) > 1
+    }
 
 
-def compare(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> list[PairedDifference]:
+def compare(
+    outcomes: Mapping[Any, Outcome], base: str, *, last: int
+) -> list[PairedDifference]:
     """A row for each learning rate and item, in the order of first appearance.
 
     Args:
@@ -185,17 +230,27 @@ def compare(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> list[Pa
       base: the item that the others are compared with.
       last: validations that a final loss is the mean of.
     """
-    final = {(key.lr, key.item, key.seed): found.final(last) for key, found in outcomes.items()}
+    final = {
+        (key.lr, key.item, key.seed): found.final(last)
+        for key, found in outcomes.items()
+    }
     elsewhere = {
-        (key.lr, key.item, key.seed): found.elsewhere for key, found in outcomes.items() if found.elsewhere is not None
+        (key.lr, key.item, key.seed): found.elsewhere
+        for key, found in outcomes.items()
+        if found.elsewhere is not None
     }
     rows = []
     for lr, item in dict.fromkeys((key.lr, key.item) for key in outcomes):
-        own = {key.seed: found for key, found in outcomes.items() if (key.lr, key.item) == (lr, item)}
+        own = {
+            key.seed: found
+            for key, found in outcomes.items()
+            if (key.lr, key.item) == (lr, item)
+        }
         pairs = [
             (final[lr, item, seed], final[lr, base, seed])
             for seed in own
-            if math.isfinite(final[lr, item, seed]) and math.isfinite(final.get((lr, base, seed), math.inf))
+            if math.isfinite(final[lr, item, seed])
+            and math.isfinite(final.get((lr, base, seed), math.inf))
         ]
         differences = [ours - theirs for ours, theirs in pairs]
         there = [
@@ -218,7 +273,9 @@ def compare(outcomes: Mapping[Any, Outcome], base: str, *, last: int) -> list[Pa
                 elsewhere_n=len(there),
                 elsewhere=mean(apart),
                 elsewhere_half_width=half_width(apart),
-                elsewhere_percent=100 * mean(apart) / mean([theirs for _, theirs in there]),
+                elsewhere_percent=100
+                * mean(apart)
+                / mean([theirs for _, theirs in there]),
             )
         )
     return rows
@@ -230,24 +287,53 @@ def mean(values: Sequence[float]) -> float:
 
 
 def markdown(rows: Sequence[PairedDifference], base: str, elsewhere: str = "") -> str:
-    """The table; a dash where there is no figure. `at most` is the upper end of the interval.
+    """The table; a dash where there is no figure. `at most` is the upper end of the
+    interval.
 
     `elsewhere`: the other precision, of which it then has two columns.
     """
-    head = ["lr", "precision", "n", "diverged", "skipped steps", "final loss", "difference, nats", "in %", "at most, %"]
+    head = [
+        "lr",
+        "precision",
+        "n",
+        "diverged",
+        "skipped steps",
+        "final loss",
+        "difference, nats",
+        "in %",
+        "at most, %",
+    ]
     if elsewhere:
         head += [f"weights in {elsewhere}: n", "difference, nats", "in %"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         loss = f"{row.loss:.4f}" if row.n else "-"
-        difference = [f"{row.difference:+.4f}", f"{row.percent:+.2f}", "-"] if row.n and row.item != base else ["-"] * 3
+        difference = (
+            [f"{row.difference:+.4f}", f"{row.percent:+.2f}", "-"]
+            if row.n and row.item != base
+            else ["-"] * 3
+        )
         if row.n > 1 and row.item != base:
             difference[0] += f" ± {row.half_width:.4f}"
             difference[2] = f"{row.upper_percent:+.2f}"
-        cells = [f"{row.lr:g}x", row.item, str(row.n), str(row.diverged), str(row.skipped), loss, *difference]
+        cells = [
+            f"{row.lr:g}x",
+            row.item,
+            str(row.n),
+            str(row.diverged),
+            str(row.skipped),
+            loss,
+            *difference,
+        ]
         if elsewhere and row.elsewhere_n and row.item != base:
-            interval = f" ± {row.elsewhere_half_width:.4f}" if row.elsewhere_n > 1 else ""
-            cells += [str(row.elsewhere_n), f"{row.elsewhere:+.4f}{interval}", f"{row.elsewhere_percent:+.2f}"]
+            interval = (
+                f" ± {row.elsewhere_half_width:.4f}" if row.elsewhere_n > 1 else ""
+            )
+            cells += [
+                str(row.elsewhere_n),
+                f"{row.elsewhere:+.4f}{interval}",
+                f"{row.elsewhere_percent:+.2f}",
+            ]
         elif elsewhere:
             cells += ["-"] * 3
         lines.append(f"| {' | '.join(cells)} |")
@@ -256,4 +342,7 @@ def markdown(rows: Sequence[PairedDifference], base: str, elsewhere: str = "") -
 
 def finite(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """JSON has no NaN and no infinities: they become null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v
+        for k, v in values.items()
+    }

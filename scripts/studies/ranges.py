@@ -1,8 +1,10 @@
-"""How far from 1 is the data that enters a product? The RMS of every operand, in a fresh model and in a checkpoint.
+"""How far from 1 is the data that enters a product? The RMS of every operand, in a
+fresh model and in a checkpoint.
 
-The model of RUN, its training batches, loss and gradient evaluated equation by equation with the scales of a training
-step. A row is a kind of operand: which product, which of its operands, of what shape; with the least and the largest
-RMS of all layers and batches, at initialisation and in the newest checkpoint. What is aimed at are 1/4 to 4.
+The model of RUN, its training batches, loss and gradient evaluated equation by equation
+with the scales of a training step. A row is a kind of operand: which product, which of
+its operands, of what shape; with the least and the largest RMS of all layers and
+batches, at initialisation and in the newest checkpoint. What is aimed at are 1/4 to 4.
 """
 
 import dataclasses
@@ -27,7 +29,8 @@ from trainer.parallel.mesh import place_batch
 from trainer.workload import Model
 
 AIM = 1 / 4, 4.0
-# Primitives and composites that multiply matrices, and how many of their first operands they multiply.
+# Primitives and composites that multiply matrices, and how many of their first operands
+# they multiply.
 PRODUCTS = {
     "dot_general": 2,
     "fp8_dot_general": 2,
@@ -46,14 +49,20 @@ Found = dict[tuple[str, int, tuple[int, ...]], list[float]]
 class Arguments:
     """See `--help`."""
 
-    run_dir: str = argument("a run directory with a checkpoint; its precision propagates scales")
+    run_dir: str = argument(
+        "a run directory with a checkpoint; its precision propagates scales"
+    )
     batch: int = argument("number of the first training batch that is taken", 5000)
     batches: int = argument("how many of them", 2)
     sequences: int = argument("how many sequences of each", 8)
 
 
-def evaluate(jaxpr: Any, args: Sequence[Any], see: Callable[[Any, Sequence[Any]], None]) -> list[Any]:
-    """As `interpreter.evaluate`, with `see` called before every equation, with it and its operands."""
+def evaluate(
+    jaxpr: Any, args: Sequence[Any], see: Callable[[Any, Sequence[Any]], None]
+) -> list[Any]:
+    """As `interpreter.evaluate`, with `see` called before every equation, with it and
+    its operands.
+    """
     env = dict(zip(jaxpr.constvars, map(registry.known, jaxpr.consts), strict=True))
     env |= dict(zip(jaxpr.invars, args, strict=True))
     stored = interpreter.stored_variables(jaxpr)
@@ -65,16 +74,26 @@ def evaluate(jaxpr: Any, args: Sequence[Any], see: Callable[[Any, Sequence[Any]]
     for eqn in jaxpr.eqns:
         operands = list(map(read, eqn.invars))
         see(eqn, operands)
-        env |= zip(eqn.outvars, interpreter.results(eqn, operands, stored, evaluate=inner), strict=True)
+        env |= zip(
+            eqn.outvars,
+            interpreter.results(eqn, operands, stored, evaluate=inner),
+            strict=True,
+        )
     return list(map(read, jaxpr.outvars))
 
 
 def operands_of_products(
-    model: Model, params: Any, tokens: jax.Array, segments: jax.Array | None, found: Found
+    model: Model,
+    params: Any,
+    tokens: jax.Array,
+    segments: jax.Array | None,
+    found: Found,
 ) -> None:
-    """Add the RMS of the data of all matrices that loss and gradient of `tokens` [B, T+1] multiply to `found`.
+    """Add the RMS of the data of all matrices that loss and gradient of `tokens` [B,
+    T+1] multiply to `found`.
 
-    The model's layers are unrolled and nothing is recomputed: only what is evaluated once has one value.
+    The model's layers are unrolled and nothing is recomputed: only what is evaluated
+    once has one value.
     """
 
     def see(eqn: Any, operands: Sequence[Any]) -> None:
@@ -83,27 +102,51 @@ def operands_of_products(
             for i, x in enumerate(operands[: PRODUCTS[name]]):
                 if isinstance(x, Value) and len(x.shape) > 1:
                     data = narrow(x).data.astype(jnp.float32)
-                    found.setdefault((name, i, x.shape), []).append(float(jnp.sqrt(jnp.mean(jnp.square(data)))))
+                    found.setdefault((name, i, x.shape), []).append(
+                        float(jnp.sqrt(jnp.mean(jnp.square(data))))
+                    )
 
     leaves, tree = jax.tree.flatten(params, is_leaf=is_scaled_array)
-    abstract = [jax.ShapeDtypeStruct(x.shape, jnp.float32 if is_scaled_array(x) else x.dtype) for x in leaves]
-    loss = lambda *leaves: model.loss(jax.tree.unflatten(tree, leaves), tokens, segments, None)
-    program = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(leaves))))).trace(*abstract).jaxpr
+    abstract = [
+        jax.ShapeDtypeStruct(x.shape, jnp.float32 if is_scaled_array(x) else x.dtype)
+        for x in leaves
+    ]
+    loss = lambda *leaves: model.loss(
+        jax.tree.unflatten(tree, leaves), tokens, segments, None
+    )
+    program = (
+        jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(leaves)))))
+        .trace(*abstract)
+        .jaxpr
+    )
     evaluate(program, list(map(interpreter.entering, leaves)), see)
 
 
 def measure(arguments: Arguments) -> tuple[Found, Found, int]:
-    """What is found at initialisation, what in the newest checkpoint, and its step. Raises UserError."""
+    """What is found at initialisation, what in the newest checkpoint, and its step.
+    Raises UserError.
+    """
     c, w, restored = restore_training(Path(arguments.run_dir))
     if not w.model.policy.scaled:
-        raise UserError(f"precision.scaling={w.model.policy.scaling} has no scales; valid: scaling=propagate")
+        raise UserError(
+            f"precision.scaling={w.model.policy.scaling} has no scales; valid:"
+            " scaling=propagate"
+        )
     spec = w.model.spec
-    unstack = spec.family().unstack_layers if spec.scan_layers else lambda params: params
-    model = Model.make(dataclasses.replace(spec, scan_layers=False, remat="none"), w.model.policy, w.model.rows)
+    unstack = (
+        spec.family().unstack_layers if spec.scan_layers else lambda params: params
+    )
+    model = Model.make(
+        dataclasses.replace(spec, scan_layers=False, remat="none"),
+        w.model.policy,
+        w.model.rows,
+    )
     first: Found = {}
     now: Found = {}
     for number in range(arguments.batch, arguments.batch + arguments.batches):
-        batch = place_batch(w.data.train.batch(number), accum=c.train.grad_accum_steps, mesh=w.mesh)
+        batch = place_batch(
+            w.data.train.batch(number), accum=c.train.grad_accum_steps, mesh=w.mesh
+        )
         tokens, segments = batch.tokens_AxBxT1[0], batch.segments_AxBxT1
         tokens = tokens[: arguments.sequences]
         segments = None if segments is None else segments[0][: arguments.sequences]
@@ -115,16 +158,26 @@ def measure(arguments: Arguments) -> tuple[Found, Found, int]:
 def table(first: Found, now: Found, step: int) -> str:
     """A row for each kind of operand, the worst of all below."""
     low, high = AIM
-    lines = [f"| operand | shape | RMS at initialisation | RMS after {step} steps | |", "|---|---|---|---|---|"]
+    lines = [
+        f"| operand | shape | RMS at initialisation | RMS after {step} steps | |",
+        "|---|---|---|---|---|",
+    ]
     for (name, i, shape), values in now.items():
-        both = [f"{min(x):.2f} to {max(x):.2f}" for x in (first[name, i, shape], values)]
+        both = [
+            f"{min(x):.2f} to {max(x):.2f}" for x in (first[name, i, shape], values)
+        ]
         all_of_it = [*first[name, i, shape], *values]
         inside = low <= min(all_of_it) and max(all_of_it) <= high
         sizes = " x ".join(map(str, shape))
-        lines.append(f"| {name}, {i} | {sizes} | {both[0]} | {both[1]} | {'' if inside else 'outside'} |")
+        lines.append(
+            f"| {name}, {i} | {sizes} | {both[0]} | {both[1]} |"
+            f" {'' if inside else 'outside'} |"
+        )
     for what, found in (("at initialisation", first), (f"after {step} steps", now)):
         every = [x for values in found.values() for x in values]
-        lines.append(f"{what}: {min(every):.2f} to {max(every):.2f}, of {len(every)} operands")
+        lines.append(
+            f"{what}: {min(every):.2f} to {max(every):.2f}, of {len(every)} operands"
+        )
     return "\n".join(lines)
 
 
@@ -132,7 +185,9 @@ def main(arguments: Arguments) -> None:
     """Print the table."""
     for name, least in (("batch", 0), ("batches", 1), ("sequences", 1)):
         if getattr(arguments, name) < least:
-            raise UserError(f"{name}={getattr(arguments, name)}: expected {least} or more")
+            raise UserError(
+                f"{name}={getattr(arguments, name)}: expected {least} or more"
+            )
     print(table(*measure(arguments)))
 
 

@@ -1,9 +1,10 @@
-"""The README's picture: validation losses of two precisions, a line for each seed, and bytes of state per parameter.
+"""The README's picture: validation losses of two precisions, a line for each seed, and
+bytes of state per parameter.
 
 python -m scripts.studies.readme_picture study=runs/parity out=docs/gain.svg
 
-The curves are read from the runs of a parity study, of those seeds that have ended in both precisions; the bytes stand
-in docs/results.md.
+The curves are read from the runs of a parity study, of those seeds that have ended in
+both precisions; the bytes stand in docs/results.md.
 """
 
 import html
@@ -29,7 +30,8 @@ BARS = ("fp32", "bf16", "scalify_fp8", "scalify_fp8_fp16", "scalify_fp8_fp8")
 WIDTH, HEIGHT = 960, 290
 TOP, BOTTOM = 62, 244  # of all three plots
 SHOWN_AT_END = 0.25  # share of the steps that the middle plot enlarges
-# Colours of classes: told apart by the colour-blind, and with enough contrast on the ground of either mode.
+# Colours of classes: told apart by the colour-blind, and with enough contrast on the
+# ground of either mode.
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1b1f24 }
 .head { font-weight: 600 } .note, .number { fill: #57606a } .number { font-size: 11px }
@@ -49,13 +51,19 @@ class Arguments:
 
     out: str = argument("the SVG file")
     study: str = argument("the directory of a parity study")
-    precision: str = argument("the item of the study whose curves are drawn beside the base's", "scalify_fp8_fp16")
+    precision: str = argument(
+        "the item of the study whose curves are drawn beside the base's",
+        "scalify_fp8_fp16",
+    )
     base: str = argument("the item that it is compared with", "fp32")
-    last: int = argument("last validations of a run that are averaged for the difference", 5)
+    last: int = argument(
+        "last validations of a run that are averaged for the difference", 5
+    )
 
 
 class Study(NamedTuple):
-    """What is drawn of a parity study: curves of pairs, and the difference between their ends.
+    """What is drawn of a parity study: curves of pairs, and the difference between
+    their ends.
 
     Attributes:
       model: the model's name.
@@ -76,12 +84,19 @@ class Plot(NamedTuple):
 
 
 def state_bytes(text: str) -> dict[str, float]:
-    """Bytes of state per parameter by precision, of the table of the precisions' memory in docs/results.md."""
+    """Bytes of state per parameter by precision, of the table of the precisions' memory
+    in docs/results.md.
+    """
     parts = text.split("## Memory of the precisions")
-    rows = re.findall(r"^\| (\w+) \| (\d+\.\d{4}) \|", parts[-1].split("\n## ")[0], re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\w+) \| (\d+\.\d{4}) \|", parts[-1].split("\n## ")[0], re.MULTILINE
+    )
     found = {name: float(number) for name, number in rows}
     if len(parts) != 2 or (missing := [name for name in BARS if name not in found]):
-        raise UserError(f"{RESULTS} has no table of the precisions' memory with {', '.join(missing or BARS)}")
+        raise UserError(
+            f"{RESULTS} has no table of the precisions' memory with"
+            f" {', '.join(missing or BARS)}"
+        )
     return found
 
 
@@ -91,19 +106,32 @@ def read_study(args: Arguments) -> Study:
     try:
         fixed = json.loads((out / "study.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"study={out} is no directory of a parity study: {error}") from error
+        raise UserError(
+            f"study={out} is no directory of a parity study: {error}"
+        ) from error
     outcomes: dict[Trial, Outcome] = {}
     for seed in seeds_of(out, args):
         pair = {Trial(1.0, item, seed): None for item in (args.base, args.precision)}
         found = {job: read_outcome(folder(out, job), fixed["steps"]) for job in pair}
         outcomes |= (
-            {job: outcome for job, outcome in found.items() if outcome is not None} if all(found.values()) else {}
+            {job: outcome for job, outcome in found.items() if outcome is not None}
+            if all(found.values())
+            else {}
         )
     if not outcomes:
-        raise UserError(f"study={out}: no seed has ended in both {args.base} and {args.precision}")
+        raise UserError(
+            f"study={out}: no seed has ended in both {args.base} and {args.precision}"
+        )
     if min(len(found.curve) for found in outcomes.values()) < 2:
-        raise UserError(f"study={out}: a curve needs two validations or more; give the study evaluations=")
-    (row,) = [row for row in compare(outcomes, args.base, last=args.last) if row.item == args.precision]
+        raise UserError(
+            f"study={out}: a curve needs two validations or more; give the study"
+            " evaluations="
+        )
+    (row,) = [
+        row
+        for row in compare(outcomes, args.base, last=args.last)
+        if row.item == args.precision
+    ]
     curves = {
         item: [found.curve for job, found in outcomes.items() if job.item == item]
         for item in (args.base, args.precision)
@@ -130,56 +158,109 @@ def bars(values: Mapping[str, float], left: float, precision: str) -> Iterator[s
     yield label(left, 42, "weights and optimiser", "note")
     for i, name in enumerate(BARS):
         y = TOP + 10 + 36 * i
-        kind = "ours" if name == precision else "kin" if name.startswith("scalify") else "others"
+        kind = (
+            "ours"
+            if name == precision
+            else "kin"
+            if name.startswith("scalify")
+            else "others"
+        )
         yield label(left + 112, y + 16, name, anchor="end")
-        yield f'<rect class="{kind}" x="{left + 120:.0f}" y="{y}" width="{8 * values[name]:.0f}" height="22"/>'
+        yield (
+            f'<rect class="{kind}" x="{left + 120:.0f}" y="{y}"'
+            f' width="{8 * values[name]:.0f}" height="22"/>'
+        )
         yield label(left + 126 + 8 * values[name], y + 16, f"{values[name]:g}")
 
 
-def plot(curves: Sequence[Mapping[int, float]], first: float, left: float, right: float) -> Plot:
+def plot(
+    curves: Sequence[Mapping[int, float]], first: float, left: float, right: float
+) -> Plot:
     """The scales that hold all curves from step `first` on."""
-    shown = [(step, loss) for curve in curves for step, loss in curve.items() if step >= first and math.isfinite(loss)]
+    shown = [
+        (step, loss)
+        for curve in curves
+        for step, loss in curve.items()
+        if step >= first and math.isfinite(loss)
+    ]
     low, high = min(loss for _, loss in shown), max(loss for _, loss in shown)
     margin = 0.06 * (high - low) or 0.06
     steps = [step for step, _ in shown]
-    return Plot(Scale(min(steps), max(steps), left, right), Scale(low - margin, high + margin, BOTTOM, TOP))
+    return Plot(
+        Scale(min(steps), max(steps), left, right),
+        Scale(low - margin, high + margin, BOTTOM, TOP),
+    )
 
 
 def grid(where: Plot) -> Iterator[str]:
     """Lines and numbers of both axes."""
     across, up = where
-    for values, kind in ((ticks(up.low, up.high, 5), "y"), (ticks(across.low, across.high, 4), "x")):
+    for values, kind in (
+        (ticks(up.low, up.high, 5), "y"),
+        (ticks(across.low, across.high, 4), "x"),
+    ):
         for value in values:
-            text = written(value, values[1] - values[0] if len(values) > 1 else abs(value) or 1.0)
+            text = written(
+                value, values[1] - values[0] if len(values) > 1 else abs(value) or 1.0
+            )
             if kind == "y":
-                ends = f'x1="{across.start:.0f}" x2="{across.end:.0f}" y1="{up(value):.1f}" y2="{up(value):.1f}"'
+                ends = (
+                    f'x1="{across.start:.0f}" x2="{across.end:.0f}"'
+                    f' y1="{up(value):.1f}" y2="{up(value):.1f}"'
+                )
                 yield f'<line class="grid" {ends}/>'
                 yield label(across.start - 6, up(value) + 4, text, "number", "end")
             else:
-                yield label(across(value), BOTTOM + 16, f"{value:,.0f}", "number", "middle")
+                yield label(
+                    across(value), BOTTOM + 16, f"{value:,.0f}", "number", "middle"
+                )
 
 
-def lines(curves: Sequence[Mapping[int, float]], kind: str, where: Plot, name: str) -> Iterator[str]:
+def lines(
+    curves: Sequence[Mapping[int, float]], kind: str, where: Plot, name: str
+) -> Iterator[str]:
     """A thin line for each seed, which says what it is when pointed at."""
     for seed, curve in enumerate(curves):
-        points = [(s, loss) for s, loss in sorted(curve.items()) if s >= where.across.low and math.isfinite(loss)]
-        path = "L".join(f"{where.across(step):.1f},{where.up(loss):.1f}" for step, loss in points)
-        title = f"<title>{html.escape(name)}, run {seed + 1}: {points[-1][1]:.4f} at the end</title>" if points else ""
+        points = [
+            (s, loss)
+            for s, loss in sorted(curve.items())
+            if s >= where.across.low and math.isfinite(loss)
+        ]
+        path = "L".join(
+            f"{where.across(step):.1f},{where.up(loss):.1f}" for step, loss in points
+        )
+        title = (
+            f"<title>{html.escape(name)}, run {seed + 1}: {points[-1][1]:.4f} at the"
+            " end</title>"
+            if points
+            else ""
+        )
         yield f'<path class="{kind}" stroke-width="1.2" d="M{path}">{title}</path>'
 
 
 def key(x: float, kind: str, text: str) -> str:
     """A colour and what it stands for."""
-    return f'<line class="{kind}" stroke-width="2.5" x1="{x}" x2="{x + 18}" y1="38" y2="38"/>' + label(x + 24, 42, text)
+    return (
+        f'<line class="{kind}" stroke-width="2.5" x1="{x}" x2="{x + 18}" y1="38"'
+        ' y2="38"/>' + label(x + 24, 42, text)
+    )
 
 
 def curves(study: Study, precision: str, base: str) -> Iterator[str]:
     """The left plot has whole runs, the middle one their last part."""
     every = [curve for found in study.curves.values() for curve in found]
     *_, second, last = sorted({step for curve in every for step in curve})
-    whole, end = plot(every, 0, 52, 300), plot(every, min(second, (1 - SHOWN_AT_END) * last), 366, 614)
+    whole, end = (
+        plot(every, 0, 52, 300),
+        plot(every, min(second, (1 - SHOWN_AT_END) * last), 366, 614),
+    )
     count = len(study.curves[base])
-    yield label(20, 24, f"validation loss of {study.model}, {count} seed{'s' * (count > 1)} each", "head")
+    yield label(
+        20,
+        24,
+        f"validation loss of {study.model}, {count} seed{'s' * (count > 1)} each",
+        "head",
+    )
     yield key(22, "base", base)
     yield key(90, "ours", precision)
     yield label(300, 42, "nats", "note", "end")
@@ -187,7 +268,13 @@ def curves(study: Study, precision: str, base: str) -> Iterator[str]:
         yield from grid(where)
         for item, kind in ((base, "base"), (precision, "ours")):
             yield from lines(study.curves[item], kind, where, item)
-        yield label((where.across.start + where.across.end) / 2, BOTTOM + 34, "step", "note", "middle")
+        yield label(
+            (where.across.start + where.across.end) / 2,
+            BOTTOM + 34,
+            "step",
+            "note",
+            "middle",
+        )
     x, y = whole.across(end.across.low), whole.up(end.up.high)
     size = f'width="{whole.across.end - x:.0f}" height="{whole.up(end.up.low) - y:.0f}"'
     yield f'<rect class="zoom" x="{x:.0f}" y="{y:.0f}" {size}/>'
@@ -197,23 +284,37 @@ def curves(study: Study, precision: str, base: str) -> Iterator[str]:
 
 def difference(row: PairedDifference) -> str:
     """The mean of the paired differences, with its interval."""
-    interval = f" ± {100 * row.half_width / row.base_loss:.2f}" if math.isfinite(row.half_width) else ""
+    interval = (
+        f" ± {100 * row.half_width / row.base_loss:.2f}"
+        if math.isfinite(row.half_width)
+        else ""
+    )
     pairs = f"{row.n} pairs" if row.n > 1 else "one pair"
     return f"at the end {row.percent:+.2f}{interval} %, {pairs}"
 
 
-def picture(study: Study, values: Mapping[str, float], precision: str, base: str) -> str:
+def picture(
+    study: Study, values: Mapping[str, float], precision: str, base: str
+) -> str:
     """The SVG."""
     spoken = (
-        f"Validation loss over steps of {base} and {precision} on {study.model}, a line for each of "
-        f"{len(study.curves[base])} seeds: the lines lie on each other; {difference(study.row)}. Bytes of state per "
-        f"parameter: " + ", ".join(f"{name} {values[name]:g}" for name in BARS)
+        f"Validation loss over steps of {base} and {precision} on {study.model}, a line"
+        f" for each of {len(study.curves[base])} seeds: the lines lie on each other;"
+        f" {difference(study.row)}. Bytes of state per parameter: "
+        + ", ".join(f"{name} {values[name]:g}" for name in BARS)
     )
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
+        ' role="img"'
+    )
     parts = [*curves(study, precision, base), *bars(values, 668, precision)]
     ground = f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}"/>'
     style = f"<style>{STYLE}</style>\n{ground}"
-    return f'{head} aria-label="{html.escape(spoken)}">\n{style}\n' + "\n".join(parts) + "\n</svg>\n"
+    return (
+        f'{head} aria-label="{html.escape(spoken)}">\n{style}\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
 
 
 def main(args: Arguments) -> None:

@@ -17,7 +17,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    """Write a row; behind a torn one it begins a line of its own. ValueError for numbers that JSON does not have."""
+    """Write a row; behind a torn one it begins a line of its own. ValueError for
+    numbers that JSON does not have.
+    """
     text = json.dumps(row, allow_nan=False)
     with path.open("a+b") as file:
         if file.tell():

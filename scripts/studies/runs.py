@@ -1,7 +1,9 @@
-"""Studies of many short runs: what is asked for, as jobs, and the jobs as trainers that run beside each other.
+"""Studies of many short runs: what is asked for, as jobs, and the jobs as trainers that
+run beside each other.
 
-An item is a precision with `+key=value` for each further override, or overrides alone. Each run is `python -m trainer`
-in OUT/LR/ITEM/SEED, and stays there: the next call of the study goes on.
+An item is a precision with `+key=value` for each further override, or overrides alone.
+Each run is `python -m trainer` in OUT/LR/ITEM/SEED, and stays there: the next call of
+the study goes on.
 """
 
 import json
@@ -24,10 +26,23 @@ from trainer.errors import Diverged, UserError
 from trainer.files import write_atomically
 from trainer.text import laid_over
 
-# What the study sets itself, from its own arguments or to read a run's outcome: no override takes their place.
-OWN_KEYS = ("tracker", "seed", "run_dir", "resume", "model", "train.steps", "train.batch_tokens", "optimizer.lr")
-REMOVED = "removed"  # what checkpoints are called from when they are given up to when they are gone
-TRUNK = "trunk"  # in a run of the base, what the other runs of its seed go on from: a run directory itself
+# What the study sets itself, from its own arguments or to read a run's outcome: no
+# override takes their place.
+OWN_KEYS = (
+    "tracker",
+    "seed",
+    "run_dir",
+    "resume",
+    "model",
+    "train.steps",
+    "train.batch_tokens",
+    "optimizer.lr",
+)
+# what checkpoints are called from when they are given up to when they are gone
+REMOVED = "removed"
+# in a run of the base, what the other runs of its seed go on from: a run directory
+# itself
+TRUNK = "trunk"
 
 
 @dataclass(frozen=True)
@@ -35,24 +50,40 @@ class Study:
     """What every study is asked for; see `--help`.
 
     Attributes:
-      fixed: what all runs of a directory have in common; presets, seeds and learning rates may be added later.
+      fixed: what all runs of a directory have in common; presets, seeds and learning
+          rates may be added later.
     """
 
-    fixed: ClassVar[tuple[str, ...]] = ("steps", "batch_tokens", "model", "overrides", "evaluations", "eval_batches")
+    fixed: ClassVar[tuple[str, ...]] = (
+        "steps",
+        "batch_tokens",
+        "model",
+        "overrides",
+        "evaluations",
+        "eval_batches",
+    )
 
     presets: str = argument("what is compared, separated by commas")
     base: str = argument("what they are compared with; always run", "fp32")
     seeds: int = argument("pairs", 8)
     first_seed: int = argument("the first of the seeds, which follow one another", 0)
-    lr: str = argument("learning rates, as multiples of model.lr, separated by commas", "1")
+    lr: str = argument(
+        "learning rates, as multiples of model.lr, separated by commas", "1"
+    )
     model: str = argument("the model", "gpt2_nano")
     steps: int = argument("steps of each run", 1000)
     batch_tokens: int = argument("tokens per step", 1024)
-    overrides: str = argument("further arguments of the trainer for all runs, separated by spaces", "")
-    evaluations: int = argument("validations during a run, evenly spaced, all on the same batches", 20)
+    overrides: str = argument(
+        "further arguments of the trainer for all runs, separated by spaces", ""
+    )
+    evaluations: int = argument(
+        "validations during a run, evenly spaced, all on the same batches", 20
+    )
     eval_batches: int = argument("batches of a validation", 32)
     last: int = argument("last validations of a run that are averaged", 5)
-    jobs: int = argument("runs at a time; 0: only write the table of those that are finished", 1)
+    jobs: int = argument(
+        "runs at a time; 0: only write the table of those that are finished", 1
+    )
     out: str = argument("where the runs and the table go", "runs/study")
 
     @property
@@ -61,7 +92,9 @@ class Study:
         return ["train.log_every=10", "metrics.numerics_every=0"]
 
     def checkpoints(self, job: "Trial") -> list[str]:
-        """The trainer's arguments that say when a run saves: at the end, or when it is interrupted."""
+        """The trainer's arguments that say when a run saves: at the end, or when it is
+        interrupted.
+        """
         return ["checkpoint.every=0"]
 
 
@@ -76,33 +109,58 @@ class Trial(NamedTuple):
 def jobs_of(args: Study) -> list[Trial]:
     """Every run of the study, seeds outermost, the base first."""
     items, multiples = parse(args)
-    return [Trial(m, item, args.first_seed + seed) for seed in range(args.seeds) for m in multiples for item in items]
+    return [
+        Trial(m, item, args.first_seed + seed)
+        for seed in range(args.seeds)
+        for m in multiples
+        for item in items
+    ]
 
 
 def parse(args: Study) -> tuple[list[str], list[float]]:
     """Items, the base first, and learning rates; UserError for what cannot be meant."""
-    for name, least in (("seeds", 1), ("steps", 1), ("last", 1), ("eval_batches", 1), ("evaluations", 1), ("jobs", 0)):
+    for name, least in (
+        ("seeds", 1),
+        ("steps", 1),
+        ("last", 1),
+        ("eval_batches", 1),
+        ("evaluations", 1),
+        ("jobs", 0),
+    ):
         if getattr(args, name) < least:
             raise UserError(f"{name}={getattr(args, name)}: expected at least {least}")
     if args.steps % args.evaluations or args.last > args.evaluations:
         raise UserError(
-            f"evaluations={args.evaluations}: expected a divisor of steps={args.steps}, not below last={args.last}"
+            f"evaluations={args.evaluations}: expected a divisor of steps={args.steps},"
+            f" not below last={args.last}"
         )
     items = [args.base, *(item for item in split(args.presets) if item != args.base)]
     names = [safe(item) for item in items]
     for item, name in zip(items, names, strict=True):
         if names.count(name) > 1:
-            raise UserError(f"presets={args.presets}: {item} stands there twice; give each once")
-    for word in (*shlex.split(args.overrides), *(part for item in items for part in overrides(item))):
+            raise UserError(
+                f"presets={args.presets}: {item} stands there twice; give each once"
+            )
+    for word in (
+        *shlex.split(args.overrides),
+        *(part for item in items for part in overrides(item)),
+    ):
         key = word.partition("=")[0].lstrip("+~")
         if key in OWN_KEYS:
-            raise UserError(f"{word}: the study sets {key} itself; leave it out, or see its own arguments (--help)")
+            raise UserError(
+                f"{word}: the study sets {key} itself; leave it out, or see its own"
+                " arguments (--help)"
+            )
     try:
         multiples = [float(text) for text in args.lr.split(",")]
     except ValueError:
-        raise UserError(f"lr={args.lr}: expected multiples of model.lr, such as lr=1,3,10") from None
+        raise UserError(
+            f"lr={args.lr}: expected multiples of model.lr, such as lr=1,3,10"
+        ) from None
     if len(set(multiples)) < len(multiples) or min(multiples) <= 0:
-        raise UserError(f"lr={args.lr}: expected positive multiples of model.lr, each once")
+        raise UserError(
+            f"lr={args.lr}: expected positive multiples of model.lr, each once"
+        )
     return items, multiples
 
 
@@ -128,15 +186,19 @@ def claim(out: Path, args: Study) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot write to out={out}: {error.strerror}; choose another") from error
+        raise UserError(
+            f"cannot write to out={out}: {error.strerror}; choose another"
+        ) from error
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        usual = {field.name: field.default for field in fields(args)}  # of a key that came after the directory
+        # of a key that came after the directory
+        usual = {field.name: field.default for field in fields(args)}
         was = {name: before.get(name, usual[name]) for name in fixed}
         different = [f"{k}={v} (was {was[k]})" for k, v in fixed.items() if v != was[k]]
         if different:
             raise UserError(
-                f"out={out} holds runs with other {', '.join(different)}; take it back, or choose another out"
+                f"out={out} holds runs with other {', '.join(different)}; take it back,"
+                " or choose another out"
             )
     write_atomically(path, json.dumps(fixed, indent=2) + "\n")
 
@@ -147,22 +209,34 @@ def trunk_of(args: Study, job: Trial) -> Path:
 
 
 def keep_trunk(run_dir: Path, step: int) -> None:
-    """Put a run's checkpoint of `step`, and its configuration, where they stay; all or none of it."""
+    """Put a run's checkpoint of `step`, and its configuration, where they stay; all or
+    none of it.
+    """
     trunk, half = run_dir / TRUNK, run_dir / f"{TRUNK}.part"
     if not trunk.exists():
         shutil.rmtree(half, ignore_errors=True)
-        shutil.copytree(run_dir / "checkpoints" / str(step), half / "checkpoints" / str(step))
+        shutil.copytree(
+            run_dir / "checkpoints" / str(step), half / "checkpoints" / str(step)
+        )
         shutil.copy2(run_dir / "config.yaml", half)
         half.rename(trunk)
 
 
 def check_items(args: Study, items: Sequence[str]) -> float:
-    """`model.lr`, once the trainer has composed every item's configuration. UserError in its words otherwise."""
+    """`model.lr`, once the trainer has composed every item's configuration. UserError
+    in its words otherwise.
+    """
     lr = 0.0
     for item in reversed(items):  # the base last: the learning rate is its own
-        settings = laid_over([f"model={args.model}"], shlex.split(args.overrides), overrides(item))
+        settings = laid_over(
+            [f"model={args.model}"], shlex.split(args.overrides), overrides(item)
+        )
         arguments = [*settings, "--cfg", "job", "--resolve"]
-        done = subprocess.run([sys.executable, "-m", "trainer", *arguments], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "trainer", *arguments],
+            capture_output=True,
+            text=True,
+        )
         if done.returncode:
             raise UserError(f"{item}: {last_line(done.stderr)}")
         lr = yaml.safe_load(done.stdout)["model"]["lr"]
@@ -172,7 +246,11 @@ def check_items(args: Study, items: Sequence[str]) -> float:
 def last_line(text: str) -> str:
     """What a failed process said at last, without `error: `."""
     lines = text.strip().splitlines()
-    return lines[-1].removeprefix("error: ") if lines else "the trainer failed without a word"
+    return (
+        lines[-1].removeprefix("error: ")
+        if lines
+        else "the trainer failed without a word"
+    )
 
 
 def command(args: Study, job: Trial, run_dir: Path, model_lr: float) -> list[str]:
@@ -203,15 +281,20 @@ def in_turn(
     count: int,
     wanted: Callable[[Trial], bool] = lambda job: True,
 ) -> Iterator[Trial]:
-    """Each job as it ends, `count` of them running at a time; when we are stopped, they are stopped, and save.
+    """Each job as it ends, `count` of them running at a time; when we are stopped, they
+    are stopped, and save.
 
     `wanted` is asked when a job's turn has come; one that is not is left out.
 
-    Raises UserError, with the trainer's last line, for a run that failed; that it diverged is a result.
+    Raises UserError, with the trainer's last line, for a run that failed; that it
+    diverged is a result.
     """
     waiting, running = list(commands), dict[Trial, subprocess.Popen[bytes]]()
     stops = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in stops]
+    before = [
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        for number in stops
+    ]
     try:
         while waiting or running:
             while waiting and len(running) < count:
@@ -220,16 +303,27 @@ def in_turn(
                     continue
                 folders[job].mkdir(parents=True, exist_ok=True)
                 with (folders[job] / "output.txt").open("wb") as file:
-                    # In a group of its own: a terminal's Ctrl-C would reach it too, and ours be the second signal.
+                    # In a group of its own: a terminal's Ctrl-C would reach it too, and
+                    # ours be the second signal.
                     running[job] = subprocess.Popen(
-                        commands[job], stdout=file, stderr=subprocess.STDOUT, process_group=0
+                        commands[job],
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        process_group=0,
                     )
             time.sleep(0.2)
-            for job in [job for job, process in running.items() if process.poll() is not None]:
+            for job in [
+                job for job, process in running.items() if process.poll() is not None
+            ]:
                 code = running.pop(job).returncode
                 if code not in (0, Diverged.exit_code):
-                    output = (folders[job] / "output.txt").read_text(encoding="utf-8", errors="replace")
-                    raise UserError(f"{folders[job]} ended with exit code {code}: {last_line(output)}")
+                    output = (folders[job] / "output.txt").read_text(
+                        encoding="utf-8", errors="replace"
+                    )
+                    raise UserError(
+                        f"{folders[job]} ended with exit code {code}:"
+                        f" {last_line(output)}"
+                    )
                 yield job
     finally:
         for process in running.values():
@@ -241,7 +335,9 @@ def in_turn(
 
 
 def remove_checkpoints(run_dir: Path) -> None:
-    """Remove those of a run that has ended, if it has any: most of its size. Whoever kills this leaves all or none."""
+    """Remove those of a run that has ended, if it has any: most of its size. Whoever
+    kills this leaves all or none.
+    """
     remove_removed(run_dir)
     if (run_dir / "checkpoints").exists():
         (run_dir / "checkpoints").rename(run_dir / REMOVED)
@@ -254,18 +350,29 @@ def remove_removed(run_dir: Path) -> None:
 
 
 def code_of(run_dirs: Iterable[Path]) -> str:
-    """The versions of the code that runs were trained by, in the order of first appearance, separated by commas.
+    """The versions of the code that runs were trained by, in the order of first
+    appearance, separated by commas.
 
     Not that which writes their table, which may be another one.
     """
     found: dict[str, None] = {}
     for run_dir in run_dirs:
         environment = run_dir / "environment.txt"
-        lines = environment.read_text(encoding="utf-8").splitlines() if environment.exists() else []
-        found |= dict.fromkeys(line.removeprefix("code: ") for line in lines if line.startswith("code: "))
+        lines = (
+            environment.read_text(encoding="utf-8").splitlines()
+            if environment.exists()
+            else []
+        )
+        found |= dict.fromkeys(
+            line.removeprefix("code: ") for line in lines if line.startswith("code: ")
+        )
     return ", ".join(found)
 
 
 def given(args: Any) -> dict[str, Any]:
     """The arguments that are not at their defaults."""
-    return {f.name: getattr(args, f.name) for f in fields(args) if getattr(args, f.name) != f.default}
+    return {
+        f.name: getattr(args, f.name)
+        for f in fields(args)
+        if getattr(args, f.name) != f.default
+    }

@@ -1,11 +1,14 @@
-"""How stable is a precision? Presets x learning rates x seeds, up to rates at which FP32 itself diverges.
+"""How stable is a precision? Presets x learning rates x seeds, up to rates at which
+FP32 itself diverges.
 
-The runs are like those of `scripts.studies.parity`: items of `presets=` are named alike, each is `python -m trainer` in
-OUT/LR/ITEM/SEED, a study that is called again continues, and jobs run beside each other. After every run
-OUT/stability.json, stability.md and stability.png are written anew: final loss against learning rate with all seeds,
-the share of diverged runs with its interval, spikes, the largest stable rate, the learning-rate sensitivity of arXiv
-2309.14322, and both sharpnesses over time, with how many steps they rose before a divergence. The module `stable` says
-what each of these means.
+The runs are like those of `scripts.studies.parity`: items of `presets=` are named
+alike, each is `python -m trainer` in OUT/LR/ITEM/SEED, a study that is called again
+continues, and jobs run beside each other. After every run OUT/stability.json,
+stability.md and stability.png are written anew: final loss against learning rate with
+all seeds, the share of diverged runs with its interval, spikes, the largest stable
+rate, the learning-rate sensitivity of arXiv 2309.14322, and both sharpnesses over time,
+with how many steps they rose before a divergence. The module `stable` says what each of
+these means.
 """
 
 import json
@@ -46,9 +49,13 @@ class Arguments(Study):
 
     fixed: ClassVar[tuple[str, ...]] = (*Study.fixed, "looks")
     seeds: int = argument("runs at each learning rate", 4)
-    lr: str = argument("learning rates, as multiples of model.lr, separated by commas", "0.3,1,3,10,30")
+    lr: str = argument(
+        "learning rates, as multiples of model.lr, separated by commas", "0.3,1,3,10,30"
+    )
     steps: int = argument("steps of each run", 400)
-    looks: int = argument("looks at the sharpnesses during a run, evenly spaced; 0: none", 20)
+    looks: int = argument(
+        "looks at the sharpnesses during a run, evenly spaced; 0: none", 20
+    )
     out: str = argument("where the runs and the tables go", "runs/stability")
 
     @property
@@ -62,21 +69,32 @@ def main(args: Arguments) -> None:
     """Run what is not finished, one seed after the other."""
     rates = sorted(parse(args)[1])
     if args.looks and (args.looks < 0 or args.steps % args.looks):
-        raise UserError(f"looks={args.looks}: expected a divisor of steps={args.steps}, or 0")
+        raise UserError(
+            f"looks={args.looks}: expected a divisor of steps={args.steps}, or 0"
+        )
     jobs, out = jobs_of(args), Path(args.out)
     claim(out, args)
     model_lr = check_items(args, list(dict.fromkeys(job.item for job in jobs)))
     folders = {job: folder(out, job) for job in jobs}
-    ended = {job: found for job in jobs if (found := read_run(folders[job], args)) is not None}
+    ended = {
+        job: found
+        for job in jobs
+        if (found := read_run(folders[job], args)) is not None
+    }
     for job in ended if args.jobs else ():
-        if not is_held(folders[job]):  # a run's last validation comes before its last checkpoint
+        # a run's last validation comes before its last checkpoint
+        if not is_held(folders[job]):
             remove_checkpoints(folders[job])
     report(out, args, ended, rates)
     todo = [job for job in jobs if job not in ended] if args.jobs else []
-    print(f"{len(ended)} of {len(jobs)} runs are finished; {len(todo)} to go", flush=True)
+    print(
+        f"{len(ended)} of {len(jobs)} runs are finished; {len(todo)} to go", flush=True
+    )
     commands = {job: command(args, job, folders[job], model_lr) for job in todo}
     started = time.monotonic()
-    for done, job in enumerate(in_turn(commands, folders, args.jobs) if todo else (), 1):
+    for done, job in enumerate(
+        in_turn(commands, folders, args.jobs) if todo else (), 1
+    ):
         remove_checkpoints(folders[job])
         found = read_run(folders[job], args)
         assert found is not None  # its process ended well
@@ -85,8 +103,8 @@ def main(args: Arguments) -> None:
         left = (time.monotonic() - started) / done * (len(todo) - done)
         state = "diverged" if found.diverged else f"{found.final:.4f} nats"
         print(
-            f"{len(ended)} of {len(jobs)}: {job.item}, lr {job.lr:g}x, seed {job.seed}: {state}; "
-            f"{len(todo) - done} to go, about {left / 60:.0f} min",
+            f"{len(ended)} of {len(jobs)}: {job.item}, lr {job.lr:g}x, seed {job.seed}:"
+            f" {state}; {len(todo) - done} to go, about {left / 60:.0f} min",
             flush=True,
         )
 
@@ -94,29 +112,51 @@ def main(args: Arguments) -> None:
 def read_run(run_dir: Path, args: Arguments) -> Run | None:
     """What a run came to; None: it has not ended."""
     stopped = (run_dir / "divergence.txt").exists()
-    return run_of(read_rows(run_dir / "metrics.jsonl"), steps=args.steps, last=args.last, stopped=stopped)
+    return run_of(
+        read_rows(run_dir / "metrics.jsonl"),
+        steps=args.steps,
+        last=args.last,
+        stopped=stopped,
+    )
 
 
-def report(out: Path, args: Arguments, runs: dict[Trial, Run], rates: list[float]) -> None:
+def report(
+    out: Path, args: Arguments, runs: dict[Trial, Run], rates: list[float]
+) -> None:
     """Write the tables, the picture, and what they were made from."""
-    runs = {job: runs[job] for job in jobs_of(args) if job in runs}  # in the order of the arguments
+    # in the order of the arguments
+    runs = {job: runs[job] for job in jobs_of(args) if job in runs}
     rows = figures(runs, args.base, rates)
-    words = ["python", "-m", "scripts.studies.stability", *(shlex.quote(f"{k}={v}") for k, v in given(args).items())]
+    words = [
+        "python",
+        "-m",
+        "scripts.studies.stability",
+        *(shlex.quote(f"{k}={v}") for k, v in given(args).items()),
+    ]
     study: dict[str, Any] = {
         "command": " ".join(words),
         "code": code_of(folder(out, job) for job in runs),
         "tokens": args.steps * args.batch_tokens,
         "table": [
-            finite(row._asdict()) | {"leads": {k: finite(lead._asdict()) for k, lead in row.leads.items()}}
+            finite(row._asdict())
+            | {"leads": {k: finite(lead._asdict()) for k, lead in row.leads.items()}}
             for row in rows
         ],
         "runs": [
-            job._asdict() | finite(found._asdict()) | {"logits": finite(found.logits), "edge": finite(found.edge)}
+            job._asdict()
+            | finite(found._asdict())
+            | {
+                "logits": finite(found.logits),
+                "edge": finite(found.edge),
+            }
             for job, found in sorted(runs.items())
         ],
     }
-    write_atomically(out / "stability.json", json.dumps(study, indent=1, allow_nan=False) + "\n")
-    text = f"{heading(args)}{markdown(rows, runs, args.base, rates)}\n`{study['command']}`\n"
+    write_atomically(
+        out / "stability.json", json.dumps(study, indent=1, allow_nan=False) + "\n"
+    )
+    table = markdown(rows, runs, args.base, rates)
+    text = f"{heading(args)}{table}\n`{study['command']}`\n"
     write_atomically(out / "stability.md", text)
     draw(out / "stability.png", runs, rates)
 
@@ -124,9 +164,10 @@ def report(out: Path, args: Arguments, runs: dict[Trial, Run], rates: list[float
 def heading(args: Arguments) -> str:
     """What the tables' figures are of."""
     return (
-        f"{args.model}, {args.steps} steps of {args.batch_tokens} tokens; final loss: validation, nats per token, mean "
-        f"of the last {args.last} of {args.evaluations}. Diverged: stopped, not finite, nothing learnt, or half of it "
-        "lost.\n\n"
+        f"{args.model}, {args.steps} steps of {args.batch_tokens} tokens; final loss:"
+        f" validation, nats per token, mean of the last {args.last} of"
+        f" {args.evaluations}. Diverged: stopped, not finite, nothing learnt, or half"
+        " of it lost.\n\n"
     )
 
 

@@ -1,4 +1,6 @@
-"""The picture of a stability study: final loss against learning rate, and both sharpnesses over the steps."""
+"""The picture of a stability study: final loss against learning rate, and both
+sharpnesses over the steps.
+"""
 
 import math
 import statistics
@@ -17,13 +19,15 @@ from scripts.studies.stable import EDGE, Run
 def draw(path: Path, runs: Mapping[Any, Run], rates: Sequence[float]) -> None:
     """Write a PNG with three panels.
 
-    Left: every run's final loss (nats) over the learning rate, not above its first loss, crosses for those that
-    diverged, and for each item the line through the means. Middle and right: the logits' sharpness, and the learning
-    rate over the critical one, of every run over its steps; dotted for those that diverged.
+    Left: every run's final loss (nats) over the learning rate, not above its first
+    loss, crosses for those that diverged, and for each item the line through the means.
+    Middle and right: the logits' sharpness, and the learning rate over the critical
+    one, of every run over its steps; dotted for those that diverged.
     """
     names = list(dict.fromkeys(key.item for key in runs))
     styles = {
-        name: (COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i, name in enumerate(names)
+        name: (COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)])
+        for i, name in enumerate(names)
     }
     figure = Figure(figsize=(18, 6), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
@@ -38,18 +42,43 @@ def draw(path: Path, runs: Mapping[Any, Run], rates: Sequence[float]) -> None:
 
 
 def draw_losses(
-    ax: Axes, runs: Mapping[Any, Run], rates: Sequence[float], styles: Mapping[str, tuple[str, str]]
+    ax: Axes,
+    runs: Mapping[Any, Run],
+    rates: Sequence[float],
+    styles: Mapping[str, tuple[str, str]],
 ) -> None:
     """The left panel; items stand beside each other at each rate."""
     for i, (name, (colour, dash)) in enumerate(styles.items()):
         aside = 1 + 0.04 * (i - (len(styles) - 1) / 2)
         own = {key: run for key, run in runs.items() if key.item == name}
         for diverged, marker in ((False, "o"), (True, "x")):
-            shown = [(key.lr * aside, run.clipped) for key, run in own.items() if run.diverged == diverged]
-            ax.plot([x for x, _ in shown], [y for _, y in shown], marker, color=colour, markersize=4, alpha=0.6)
-        means = [(lr, [run.clipped for key, run in own.items() if key.lr == lr]) for lr in sorted(rates)]
-        line = [(lr * aside, statistics.fmean(losses)) for lr, losses in means if losses]
-        ax.plot([x for x, _ in line], [y for _, y in line], color=colour, linestyle=dash, label=name)
+            shown = [
+                (key.lr * aside, run.clipped)
+                for key, run in own.items()
+                if run.diverged == diverged
+            ]
+            ax.plot(
+                [x for x, _ in shown],
+                [y for _, y in shown],
+                marker,
+                color=colour,
+                markersize=4,
+                alpha=0.6,
+            )
+        means = [
+            (lr, [run.clipped for key, run in own.items() if key.lr == lr])
+            for lr in sorted(rates)
+        ]
+        line = [
+            (lr * aside, statistics.fmean(losses)) for lr, losses in means if losses
+        ]
+        ax.plot(
+            [x for x, _ in line],
+            [y for _, y in line],
+            color=colour,
+            linestyle=dash,
+            label=name,
+        )
     ax.set_xscale("log")
     ax.set_title("final loss, nats; x: diverged")
     ax.set_xlabel("learning rate over model.lr")
@@ -58,12 +87,25 @@ def draw_losses(
         ax.legend(fontsize=8)
 
 
-def draw_looks(ax: Axes, runs: Mapping[Any, Run], styles: Mapping[str, tuple[str, str]], kind: str, title: str) -> None:
+def draw_looks(
+    ax: Axes,
+    runs: Mapping[Any, Run],
+    styles: Mapping[str, tuple[str, str]],
+    kind: str,
+    title: str,
+) -> None:
     """A panel of one sharpness; what is not finite, or not above zero, leaves a gap."""
     for key, run in runs.items():
         series: dict[int, float] = getattr(run, kind)
         steps = sorted(series)
-        values = [series[step] if math.isfinite(series[step]) and series[step] > 0 else math.nan for step in steps]
+        values = [
+            (
+                series[step]
+                if math.isfinite(series[step]) and series[step] > 0
+                else math.nan
+            )
+            for step in steps
+        ]
         dash = ":" if run.diverged else "-"
         ax.plot(steps, values, dash, color=styles[key.item][0], linewidth=1, alpha=0.6)
     ax.set_yscale("log")

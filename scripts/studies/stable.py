@@ -1,7 +1,9 @@
-"""How stable runs were: what one came to, and the figures of a precision over its learning rates and seeds.
+"""How stable runs were: what one came to, and the figures of a precision over its
+learning rates and seeds.
 
-References: Wortsman et al. 2023, arXiv 2309.14322 (learning-rate sensitivity); Lee et al. 2024, arXiv 2405.18710
-(divergence and sharpness over seeds and rates); Wilson 1927 (the interval of a share).
+References: Wortsman et al. 2023, arXiv 2309.14322 (learning-rate sensitivity); Lee et
+al. 2024, arXiv 2405.18710 (divergence and sharpness over seeds and rates); Wilson 1927
+(the interval of a share).
 """
 
 import math
@@ -13,7 +15,8 @@ from scipy.special import ndtri
 
 from scripts.studies.pairs import half_width
 
-WINDOW, SIGMAS, LEAST = 33, 6.0, 0.1  # steps before a loss that it is held against; how far above them a spike begins
+# steps before a loss that it is held against; how far above them a spike begins
+WINDOW, SIGMAS, LEAST = 33, 6.0, 0.1
 SMOOTH = 9  # steps whose median tells where a run is
 EDGE = 1.0  # learning rate over the critical one from which that sharpness has risen
 RISEN = 2.0  # times the median of all looks before, from which the logits' has
@@ -59,14 +62,16 @@ class StabilityRow(NamedTuple):
       low, high: the 95% interval of their share, by Wilson.
       spikes: a run, on average.
       skipped: steps that were not finite, over all runs.
-      largest: the largest learning rate up to which no run diverged, as a multiple; None: the least one does.
+      largest: the largest learning rate up to which no run diverged, as a multiple;
+          None: the least one does.
       seeds: with runs at every rate, of which the next ones are.
       sensitivity: mean over seeds, nats; see `sensitivity`.
       half_width: of its 95% interval.
       ratio: of the sensitivity to the base's, mean over seeds that both have; and
       ratio_half_width.
-      leads: for each sharpness by name, the median number of steps by which it rose before a divergence, of how many
-        divergences it rose, of how many it was looked at in, and in what share of the other runs it rose as well.
+      leads: for each sharpness by name, the median number of steps by which it rose
+        before a divergence, of how many divergences it rose, of how many it was looked
+        at in, and in what share of the other runs it rose as well.
     """
 
     item: str
@@ -95,7 +100,8 @@ class Lead(NamedTuple):
 
 
 def has_diverged(first: float, curve: Sequence[float], *, stopped: bool) -> bool:
-    """Whether a run was stopped, ends without a finite loss, learnt nothing, or has lost half of what it had learnt.
+    """Whether a run was stopped, ends without a finite loss, learnt nothing, or has
+    lost half of what it had learnt.
 
     Args:
       first: loss at the initial weights.
@@ -108,14 +114,21 @@ def has_diverged(first: float, curve: Sequence[float], *, stopped: bool) -> bool
 
 
 def onset_of(losses: Mapping[int, float], diverged: bool) -> int | None:
-    """The first step from which a diverged run stays above the middle between its first and its lowest loss."""
+    """The first step from which a diverged run stays above the middle between its first
+    and its lowest loss.
+    """
     if not diverged or not losses:
         return None
     steps = sorted(losses)
     if len(steps) < SMOOTH:
         return steps[-1]
     medians = [
-        statistics.median([losses[s] if math.isfinite(losses[s]) else math.inf for s in steps[max(0, i - SMOOTH) : i]])
+        statistics.median(
+            [
+                losses[s] if math.isfinite(losses[s]) else math.inf
+                for s in steps[max(0, i - SMOOTH) : i]
+            ]
+        )
         for i in range(1, len(steps) + 1)
     ]
     lowest = min(range(len(medians)), key=medians.__getitem__)
@@ -125,10 +138,12 @@ def onset_of(losses: Mapping[int, float], diverged: bool) -> int | None:
 
 
 def spikes_in(losses: Mapping[int, float], end: int | None) -> int:
-    """How often the loss leaves the course of the WINDOW steps before by SIGMAS of their scatter, and by LEAST nats.
+    """How often the loss leaves the course of the WINDOW steps before by SIGMAS of
+    their scatter, and by LEAST nats.
 
-    Steps in a row are one spike; `end`: only up to there. The scatter is 1.4826 times the median distance to the
-    median, which is the standard deviation of normal numbers and bears spikes.
+    Steps in a row are one spike; `end`: only up to there. The scatter is 1.4826 times
+    the median distance to the median, which is the standard deviation of normal numbers
+    and bears spikes.
     """
     steps = [step for step in sorted(losses) if end is None or step < end]
     count, inside = 0, False
@@ -141,9 +156,13 @@ def spikes_in(losses: Mapping[int, float], end: int | None) -> int:
     return count
 
 
-def run_of(rows: Sequence[Mapping[str, Any]], *, steps: int, last: int, stopped: bool) -> Run | None:
+def run_of(
+    rows: Sequence[Mapping[str, Any]], *, steps: int, last: int, stopped: bool
+) -> Run | None:
     """From the rows of metrics.jsonl; None: it has not ended, and was not stopped."""
-    losses = {row["step"]: float(row["train/loss"]) for row in rows if "train/loss" in row}
+    losses = {
+        row["step"]: float(row["train/loss"]) for row in rows if "train/loss" in row
+    }
     curve = {row["step"]: float(row["val/loss"]) for row in rows if "val/loss" in row}
     if not losses or (not stopped and steps not in curve):
         return None
@@ -158,9 +177,15 @@ def run_of(rows: Sequence[Mapping[str, Any]], *, steps: int, last: int, stopped:
         diverged,
         onset,
         spikes_in(losses, onset),
-        max((int(row["watchdog/skipped"]) for row in rows if "watchdog/skipped" in row), default=0),
+        max(
+            (int(row["watchdog/skipped"]) for row in rows if "watchdog/skipped" in row),
+            default=0,
+        ),
         {row["step"]: float(row["sharpness/logits"]) for row in looks},
-        {row["step"]: float(row["lr"]) * float(row["sharpness/critical"]) / 2 for row in looks},
+        {
+            row["step"]: float(row["lr"]) * float(row["sharpness/critical"]) / 2
+            for row in looks
+        },
     )
 
 
@@ -176,26 +201,33 @@ def wilson(count: int, of: int, confidence: float = 0.95) -> tuple[float, float]
 
 
 def sensitivity(runs: Sequence[Run]) -> float:
-    """Of one seed's runs over learning rates: mean of min(loss, first loss), minus the lowest of them; nats.
+    """Of one seed's runs over learning rates: mean of min(loss, first loss), minus the
+    lowest of them; nats.
 
-    Wortsman et al. write it as an expectation over rates of [min(loss, loss at initialisation) - best loss].
+    Wortsman et al. write it as an expectation over rates of [min(loss, loss at
+    initialisation) - best loss].
     """
     losses = [run.clipped for run in runs]
     return statistics.fmean(losses) - min(losses)
 
 
 def alarm(series: Mapping[int, float], kind: str) -> list[bool]:
-    """For each look of a sharpness whether it has risen: above EDGE; of the logits, RISEN times the looks before."""
+    """For each look of a sharpness whether it has risen: above EDGE; of the logits,
+    RISEN times the looks before.
+    """
     values = [series[step] for step in sorted(series)]
     if kind == "edge":
         return [not value < EDGE for value in values]
     return [
-        i >= LOOKS and not value < RISEN * statistics.median(values[:i]) for i, value in enumerate(values)
+        i >= LOOKS and not value < RISEN * statistics.median(values[:i])
+        for i, value in enumerate(values)
     ]  # what is not a number has risen
 
 
 def lead_of(run: Run, kind: str) -> int | None:
-    """By how many steps a sharpness rose before the onset, and stayed up; None: it was not up by then."""
+    """By how many steps a sharpness rose before the onset, and stayed up; None: it was
+    not up by then.
+    """
     series: dict[int, float] = getattr(run, kind)
     assert run.onset is not None
     looks = [step for step in sorted(series) if step <= run.onset]
@@ -210,17 +242,29 @@ def leads(runs: Sequence[Run]) -> dict[str, Lead]:
     """See `StabilityRow.leads`; a sharpness that was not looked at is not there."""
     found = {}
     for kind in ("logits", "edge"):
-        lost = [run for run in runs if run.onset is not None and any(step <= run.onset for step in getattr(run, kind))]
+        lost = [
+            run
+            for run in runs
+            if run.onset is not None
+            and any(step <= run.onset for step in getattr(run, kind))
+        ]
         kept = [run for run in runs if not run.diverged and getattr(run, kind)]
         ahead = [steps for run in lost if (steps := lead_of(run, kind)) is not None]
         false = [any(alarm(getattr(run, kind), kind)) for run in kept]
         if lost or kept:
             steps = statistics.median(ahead) if ahead else math.nan
-            found[kind] = Lead(steps, len(ahead), len(lost), statistics.fmean(false) if false else math.nan)
+            found[kind] = Lead(
+                steps,
+                len(ahead),
+                len(lost),
+                statistics.fmean(false) if false else math.nan,
+            )
     return found
 
 
-def figures(runs: Mapping[Any, Run], base: str, rates: Sequence[float]) -> list[StabilityRow]:
+def figures(
+    runs: Mapping[Any, Run], base: str, rates: Sequence[float]
+) -> list[StabilityRow]:
     """A row for each item, in the order of first appearance.
 
     Args:
@@ -231,13 +275,23 @@ def figures(runs: Mapping[Any, Run], base: str, rates: Sequence[float]) -> list[
     by_seed: dict[str, dict[int, float]] = {}
     for item in dict.fromkeys(key.item for key in runs):
         own = {(key.seed, key.lr): run for key, run in runs.items() if key.item == item}
-        whole = [s for s in dict.fromkeys(seed for seed, _ in own) if all((s, lr) in own for lr in rates)]
-        by_seed[item] = {seed: sensitivity([own[seed, lr] for lr in rates]) for seed in whole}
+        whole = [
+            s
+            for s in dict.fromkeys(seed for seed, _ in own)
+            if all((s, lr) in own for lr in rates)
+        ]
+        by_seed[item] = {
+            seed: sensitivity([own[seed, lr] for lr in rates]) for seed in whole
+        }
     return [row_of(item, runs, by_seed, base, rates) for item in by_seed]
 
 
 def row_of(
-    item: str, runs: Mapping[Any, Run], by_seed: Mapping[str, Mapping[int, float]], base: str, rates: Sequence[float]
+    item: str,
+    runs: Mapping[Any, Run],
+    by_seed: Mapping[str, Mapping[int, float]],
+    base: str,
+    rates: Sequence[float],
 ) -> StabilityRow:
     """The figures of an item; see `figures`."""
     own = {key: run for key, run in runs.items() if key.item == item}
@@ -264,7 +318,9 @@ def row_of(
 
 
 def largest_stable(runs: Mapping[Any, Run], rates: Sequence[float]) -> float | None:
-    """The largest rate up to which every run that ended was stable; a rate without runs ends the search."""
+    """The largest rate up to which every run that ended was stable; a rate without runs
+    ends the search.
+    """
     found = None
     for lr in sorted(rates):
         at = [run for key, run in runs.items() if key.lr == lr]
@@ -274,22 +330,70 @@ def largest_stable(runs: Mapping[Any, Run], rates: Sequence[float]) -> float | N
     return found
 
 
-def markdown(rows: Sequence[StabilityRow], runs: Mapping[Any, Run], base: str, rates: Sequence[float]) -> str:
-    """Two tables: a line for each item, and the final losses by item and rate. A dash where there is no figure."""
-    head = ["precision", "runs", "diverged", "share, 95%", "spikes a run", "skipped steps", "largest stable rate"]
-    head += ["sensitivity, nats", f"over that of {base}", "logits rose before", "edge passed before"]
+def markdown(
+    rows: Sequence[StabilityRow],
+    runs: Mapping[Any, Run],
+    base: str,
+    rates: Sequence[float],
+) -> str:
+    """Two tables: a line for each item, and the final losses by item and rate. A dash
+    where there is no figure.
+    """
+    head = [
+        "precision",
+        "runs",
+        "diverged",
+        "share, 95%",
+        "spikes a run",
+        "skipped steps",
+        "largest stable rate",
+    ]
+    head += [
+        "sensitivity, nats",
+        f"over that of {base}",
+        "logits rose before",
+        "edge passed before",
+    ]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        own = f"{row.sensitivity:.4f}{interval(row.half_width, 4)}" if row.seeds else "-"
-        ratio = f"{row.ratio:.3f}{interval(row.ratio_half_width, 3)}" if math.isfinite(row.ratio) else "-"
-        cells = [row.item, str(row.runs), str(row.diverged), f"{row.low:.0%} to {row.high:.0%}", f"{row.spikes:.1f}"]
-        cells += [str(row.skipped), "none" if row.largest is None else f"{row.largest:g}x", own]
-        cells += ["-" if row.item == base else ratio, *(words(row.leads.get(kind)) for kind in ("logits", "edge"))]
+        own = (
+            f"{row.sensitivity:.4f}{interval(row.half_width, 4)}" if row.seeds else "-"
+        )
+        ratio = (
+            f"{row.ratio:.3f}{interval(row.ratio_half_width, 3)}"
+            if math.isfinite(row.ratio)
+            else "-"
+        )
+        cells = [
+            row.item,
+            str(row.runs),
+            str(row.diverged),
+            f"{row.low:.0%} to {row.high:.0%}",
+            f"{row.spikes:.1f}",
+        ]
+        cells += [
+            str(row.skipped),
+            "none" if row.largest is None else f"{row.largest:g}x",
+            own,
+        ]
+        cells += [
+            "-" if row.item == base else ratio,
+            *(words(row.leads.get(kind)) for kind in ("logits", "edge")),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     head = ["precision", *(f"{lr:g}x" for lr in rates)]
     lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        cells = [at_rate([run for key, run in runs.items() if (key.item, key.lr) == (row.item, lr)]) for lr in rates]
+        cells = [
+            at_rate(
+                [
+                    run
+                    for key, run in runs.items()
+                    if (key.item, key.lr) == (row.item, lr)
+                ]
+            )
+            for lr in rates
+        ]
         lines.append(f"| {' | '.join([row.item, *cells])} |")
     return "\n".join(lines) + "\n"
 
@@ -303,13 +407,24 @@ def words(lead: Lead | None) -> str:
     """A lead in a cell of the table."""
     if lead is None:
         return "-"
-    ahead = f"{lead.steps:g} steps, {lead.rose} of {lead.of}" if lead.rose else f"{lead.rose} of {lead.of}"
-    return ahead + (f"; {lead.otherwise:.0%} of others" if math.isfinite(lead.otherwise) else "")
+    ahead = (
+        f"{lead.steps:g} steps, {lead.rose} of {lead.of}"
+        if lead.rose
+        else f"{lead.rose} of {lead.of}"
+    )
+    return ahead + (
+        f"; {lead.otherwise:.0%} of others" if math.isfinite(lead.otherwise) else ""
+    )
 
 
 def at_rate(runs: Sequence[Run]) -> str:
-    """The mean final loss of those that did not diverge, their range, and how many did."""
-    kept, lost = [run.final for run in runs if not run.diverged], sum(run.diverged for run in runs)
+    """The mean final loss of those that did not diverge, their range, and how many
+    did.
+    """
+    kept, lost = (
+        [run.final for run in runs if not run.diverged],
+        sum(run.diverged for run in runs),
+    )
     parts = [f"{statistics.fmean(kept):.4f}"] if kept else []
     parts += [f"({min(kept):.3f} to {max(kept):.3f})"] if len(kept) > 1 else []
     parts += [f"{lost} diverged"] if lost else []

@@ -1,11 +1,14 @@
-"""Gradients under scalify of models that people really use, leaf by leaf, against plain FP32, FP16 and BF16: a table.
+"""Gradients under scalify of models that people really use, leaf by leaf, against plain
+FP32, FP16 and BF16: a table.
 
 python -m scripts.studies.zoo out=zoo.md models=llama,vit formats=fp16,fp8
 
-A row is a model. `worst` is the leaf that is furthest beyond what it may be: its error, that of plain code in the same
-format (of FP8: of FP32 code with FP8 products at the best scales), and its zeros where they count. `trace` and
-`compile` are times over those of plain code. Each row is kept as a JSON line beside the table when it is measured;
-called again, the table continues. Rows that other code has measured are measured again with `again=yes`.
+A row is a model. `worst` is the leaf that is furthest beyond what it may be: its error,
+that of plain code in the same format (of FP8: of FP32 code with FP8 products at the
+best scales), and its zeros where they count. `trace` and `compile` are times over those
+of plain code. Each row is kept as a JSON line beside the table when it is measured;
+called again, the table continues. Rows that other code has measured are measured again
+with `again=yes`.
 """
 
 import math
@@ -44,33 +47,53 @@ class Arguments:
     scales: str = argument(f"of {', '.join(SCALES)}", ",".join(SCALES))
     depth: int = argument("of all models; 0: as deep as each is by itself", 0)
     width: int = argument("of all models; 0: as wide as each is by itself", 0)
-    rounds: int = argument("traces and compilations that the ratios are medians of; 0: none", 3)
+    rounds: int = argument(
+        "traces and compilations that the ratios are medians of; 0: none", 3
+    )
     again: str = argument("yes: rows that other code has measured do not count", "no")
 
 
 def main(args: Arguments) -> None:
     """Measure what is not there, and write the table after each model."""
-    models, formats, scales = chosen("models", args.models, list(BUILDERS)), *columns_of(args)
+    models, formats, scales = (
+        chosen("models", args.models, list(BUILDERS)),
+        *columns_of(args),
+    )
     out, settings = Path(args.out), {"depth": args.depth, "width": args.width}
     lines = out.with_suffix(".jsonl")
     version = code_version()
     known = {
         row["model"]: row
         for row in rows.read(lines)
-        if {key: row[key] for key in settings} == settings and (args.again != "yes" or row["code"] == version)
+        if {key: row[key] for key in settings} == settings
+        and (args.again != "yes" or row["code"] == version)
     }
     asked = [(format, way) for format in formats for way in scales]
     for number, model in enumerate(models, 1):
         start = time.monotonic()
-        row = known.setdefault(model, {"model": model, **settings, "code": version, "found": {}, "cost": None})
-        todo = [(f, w) for f, w in asked if f"{f} {w}" not in row["found"] and (f != "fp8" or takes_fp8(model))]
+        row = known.setdefault(
+            model,
+            {"model": model, **settings, "code": version, "found": {}, "cost": None},
+        )
+        todo = [
+            (f, w)
+            for f, w in asked
+            if f"{f} {w}" not in row["found"] and (f != "fp8" or takes_fp8(model))
+        ]
         if todo or (args.rounds and row["cost"] is None):
             print(f"{number} of {len(models)}: {model} ...", end="", flush=True)
-            fill(row, Subject(model, args.depth or None, args.width or None), todo, args.rounds)
+            fill(
+                row,
+                Subject(model, args.depth or None, args.width or None),
+                todo,
+                args.rounds,
+            )
             rows.append(lines, row)
             print(f" {summary(row)} ({time.monotonic() - start:.0f} s)", flush=True)
             jax.clear_caches()
-        write_atomically(out, markdown([known[name] for name in models if name in known], asked))
+        write_atomically(
+            out, markdown([known[name] for name in models if name in known], asked)
+        )
     print(markdown([known[name] for name in models], asked))
 
 
@@ -85,10 +108,14 @@ def chosen(key: str, text: str, valid: list[str]) -> list[str]:
 
 def columns_of(args: Arguments) -> tuple[list[str], list[str]]:
     """Formats and kinds of scales."""
-    return chosen("formats", args.formats, list(FORMATS)), chosen("scales", args.scales, list(SCALES))
+    return chosen("formats", args.formats, list(FORMATS)), chosen(
+        "scales", args.scales, list(SCALES)
+    )
 
 
-def fill(row: dict[str, Any], subject: Subject, todo: list[tuple[str, str]], rounds: int) -> None:
+def fill(
+    row: dict[str, Any], subject: Subject, todo: list[tuple[str, str]], rounds: int
+) -> None:
     """Measure what the row lacks. An exception of a model is its result."""
     for format, scales in todo:
         try:
@@ -98,9 +125,15 @@ def fill(row: dict[str, Any], subject: Subject, todo: list[tuple[str, str]], rou
                 worst = max(loss_scaled(subject, scales).values())
                 if subject.case.powers is not None:
                     worst = max(worst, *inputs_moved(subject, scales).values())
-                row["found"][f"{format} {scales}"]["resized"] = worst if math.isfinite(worst) else "inf"
-        except Exception as error:  # whatever a model raises is what is to be known of it
-            row["found"][f"{format} {scales}"] = {"raises": f"{type(error).__name__}: {error}"[:300], "fits": False}
+                row["found"][f"{format} {scales}"]["resized"] = (
+                    worst if math.isfinite(worst) else "inf"
+                )
+        # whatever a model raises is what is to be known of it
+        except Exception as error:
+            row["found"][f"{format} {scales}"] = {
+                "raises": f"{type(error).__name__}: {error}"[:300],
+                "fits": False,
+            }
     if rounds and row["cost"] is None:
         try:
             row["cost"] = cost(subject, rounds=rounds)._asdict()
@@ -120,10 +153,19 @@ def figures(found: "Found") -> dict[str, Any]:
         "leaves": len(found.leaves),
         "failures": len(found.failures),
         "leaf": worst.path,
-        **{name: number(getattr(worst, name)) for name in ("error", "plain", "limit", "zeros", "plain_zeros")},
-        "most_error": number(max(leaf.error for leaf in found.leaves if leaf.determined)),
-        "most_plain": number(max(leaf.plain for leaf in found.leaves if leaf.determined)),
-        "most_zeros": number(max(leaf.zeros for leaf in found.leaves if leaf.determined)),
+        **{
+            name: number(getattr(worst, name))
+            for name in ("error", "plain", "limit", "zeros", "plain_zeros")
+        },
+        "most_error": number(
+            max(leaf.error for leaf in found.leaves if leaf.determined)
+        ),
+        "most_plain": number(
+            max(leaf.plain for leaf in found.leaves if leaf.determined)
+        ),
+        "most_zeros": number(
+            max(leaf.zeros for leaf in found.leaves if leaf.determined)
+        ),
     }
 
 
@@ -131,29 +173,47 @@ def summary(row: dict[str, Any]) -> str:
     """A row in words, for the progress."""
     failed = [name for name, found in row["found"].items() if not holds(found)]
     ratios = row["cost"]
-    times = f", trace {ratios['trace']:.2f}, compile {ratios['compile']:.2f}" if ratios and "trace" in ratios else ""
+    times = (
+        f", trace {ratios['trace']:.2f}, compile {ratios['compile']:.2f}"
+        if ratios and "trace" in ratios
+        else ""
+    )
     return ("fails: " + ", ".join(failed) if failed else "fits") + times
 
 
 def holds(found: dict[str, Any]) -> bool:
-    """Return whether a measurement is within the figures, that with other sizes of the loss too."""
+    """Return whether a measurement is within the figures, that with other sizes of the
+    loss too.
+    """
     return found["fits"] and float(found.get("resized", 0)) <= 1
 
 
 def markdown(rows: list[dict[str, Any]], asked: list[tuple[str, str]]) -> str:
     """The table; a dash where there is no figure."""
-    head = ["model", *(f"{format} {scales}" for format, scales in asked), "trace", "compile", "verdict"]
+    head = [
+        "model",
+        *(f"{format} {scales}" for format, scales in asked),
+        "trace",
+        "compile",
+        "verdict",
+    ]
     out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         found = [row["found"].get(f"{format} {scales}") for format, scales in asked]
         ratios = row["cost"] or {}
-        times = [f"{ratios[name]:.2f}" if name in ratios else "-" for name in Cost._fields]
+        times = [
+            f"{ratios[name]:.2f}" if name in ratios else "-" for name in Cost._fields
+        ]
         fits = all(holds(x) for x in found if x)
-        out.append(f"| {' | '.join([row['model'], *map(cell, found), *times, 'fits' if fits else '**fails**'])} |")
+        verdict = "fits" if fits else "**fails**"
+        cells = [row["model"], *map(cell, found), *times, verdict]
+        out.append(f"| {' | '.join(cells)} |")
     return (
-        "\n".join(out) + "\n\nError of the worst leaf / that of plain code in the format, with the leaves that fail of "
-        "all, the share of zeros in the leaf with most where plain code has values, and for FP32 the error over its "
-        "limit where the loss or the inputs are multiplied by 2^-120 to 2^120 (resized).\n"
+        "\n".join(out)
+        + "\n\nError of the worst leaf / that of plain code in the format, with the"
+        " leaves that fail of all, the share of zeros in the leaf with most where"
+        " plain code has values, and for FP32 the error over its limit where the loss"
+        " or the inputs are multiplied by 2^-120 to 2^120 (resized).\n"
     )
 
 

@@ -1,4 +1,5 @@
-"""The Dockerfile, as far as it can be checked without building it: `make docker-check` executes it."""
+"""The Dockerfile, as far as it can be checked without building it: `make docker-check`
+executes it."""
 
 import re
 import subprocess
@@ -15,7 +16,8 @@ STEPS = check.parse((ROOT / "Dockerfile").read_text())
 
 
 def write(folder, text, **files):
-    """A context with a Dockerfile and files; the entry point runs `app.py` with this Python's standard library."""
+    """A context with a Dockerfile and files; the entry point runs `app.py` with this
+    Python's standard library."""
     (folder / "Dockerfile").write_text(text)
     for name, content in files.items():
         path = folder / name.replace("__", "/").replace("_dot_", ".")
@@ -40,19 +42,32 @@ def test_what_is_copied_is_enough_to_start_the_trainer(tmp_path):
             check.copy(step.rest, ROOT, tmp_path, tmp_path)
     assert not [*tmp_path.rglob("__pycache__")]
     (entry,) = [check.words_of(step) for step in STEPS if step.name == "ENTRYPOINT"]
-    done = subprocess.run([sys.executable, *entry[1:], "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *entry[1:], "--cfg", "job"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "gpt2_nano" in done.stdout
 
 
 def test_it_installs_what_pyproject_and_the_lock_say():
-    (install,) = [step.rest for step in STEPS if step.name == "RUN" and "uv pip install" in step.rest]
+    (install,) = [
+        step.rest
+        for step in STEPS
+        if step.name == "RUN" and "uv pip install" in step.rest
+    ]
     assert "--constraint requirements.lock -r pyproject.toml --extra gpu" in install
 
 
 def test_continued_lines_are_joined_and_comments_between_them_left_out():
     steps = check.parse("# first\nFROM a:1\nRUN x \\\n  # why\n  && y\n\nCOPY a b/\n")
-    assert [tuple(step) for step in steps] == [(2, "FROM", "a:1"), (3, "RUN", "x && y"), (7, "COPY", "a b/")]
+    assert [tuple(step) for step in steps] == [
+        (2, "FROM", "a:1"),
+        (3, "RUN", "x && y"),
+        (7, "COPY", "a b/"),
+    ]
     with pytest.raises(UserError, match="line 1: ADD a b"):
         check.parse("ADD a b")
 
@@ -76,32 +91,50 @@ def test_what_breaks_a_rule_is_named_with_its_line(tmp_path, line, complaint):
     sound = "FROM a:1\nWORKDIR /app\nCOPY there /a/\nRUN true\n"
     entry = "" if line.startswith("ENTRYPOINT") else 'ENTRYPOINT ["x"]\n'
     assert complaints(tmp_path, sound + 'ENTRYPOINT ["x"]') == []
-    (found, *_) = complaints(tmp_path, sound + entry + line)
+    found, *_ = complaints(tmp_path, sound + entry + line)
     assert found.startswith(f"line {6 if entry else 5}: ")
     assert re.search(complaint, found)
 
 
 def test_what_dockerignore_leaves_out_cannot_be_copied(tmp_path):
-    write(tmp_path, "", _dot_dockerignore="runs\n**/cache\n", runs__a="", kept__cache__b="", kept__c="")
+    write(
+        tmp_path,
+        "",
+        _dot_dockerignore="runs\n**/cache\n",
+        runs__a="",
+        kept__cache__b="",
+        kept__c="",
+    )
     patterns = check.ignored_patterns(tmp_path)
     assert check.is_ignored("runs/a", patterns)
     assert check.is_ignored("kept/cache/b", patterns)
     assert not check.is_ignored("kept/c", patterns)
-    assert [*check.wrong_in_copy("runs /app/", tmp_path)] == ["COPY runs: .dockerignore leaves it out"]
+    assert [*check.wrong_in_copy("runs /app/", tmp_path)] == [
+        "COPY runs: .dockerignore leaves it out"
+    ]
     check.copy("kept /app/kept", tmp_path, tmp_path / "root", tmp_path / "root")
-    assert [path.name for path in (tmp_path / "root").rglob("*")] == ["app", "kept", "c"]
+    assert [path.name for path in (tmp_path / "root").rglob("*")] == [
+        "app",
+        "kept",
+        "c",
+    ]
 
 
-def test_run_lines_are_executed_in_an_empty_root_and_those_of_the_system_are_not(tmp_path, capsys, monkeypatch):
+def test_run_lines_are_executed_in_an_empty_root_and_those_of_the_system_are_not(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # which the image does not have
     context = tmp_path / "context"
     context.mkdir()
     text = (
-        "FROM a:1\nRUN apt-get update\nRUN echo x > /etc/never\nWORKDIR /app\nCOPY app.py ./\n"
-        "RUN mkdir /made && echo found > /made/file\n"
-        'ENTRYPOINT ["python3", "/app/app.py"]\n'
+        "FROM a:1\nRUN apt-get update\nRUN echo x > /etc/never\nWORKDIR /app\nCOPY"
+        ' app.py ./\nRUN mkdir /made && echo found > /made/file\nENTRYPOINT ["python3",'
+        ' "/app/app.py"]\n'
     )
-    app = "import os, sys; assert 'PYTHONPATH' not in os.environ; open('told', 'a').write(str(sys.argv[1:]))"
+    app = (
+        "import os, sys; assert 'PYTHONPATH' not in os.environ; open('told',"
+        " 'a').write(str(sys.argv[1:]))"
+    )
     arguments = write(context, text, app_dot_py=app)
     root = tmp_path / "root"
     check.main(check.Arguments(file=arguments.file, build="yes", root=str(root)))
@@ -115,6 +148,8 @@ def test_run_lines_are_executed_in_an_empty_root_and_those_of_the_system_are_not
 
 
 def test_a_run_line_that_fails_ends_the_check_with_what_it_said(tmp_path):
-    arguments = write(tmp_path, 'FROM a:1\nRUN echo how && exit 7\nENTRYPOINT ["true"]\n')
+    arguments = write(
+        tmp_path, 'FROM a:1\nRUN echo how && exit 7\nENTRYPOINT ["true"]\n'
+    )
     with pytest.raises(UserError, match=r"line 2 ended with exit code 7:\nhow"):
         check.main(check.Arguments(file=arguments.file, build="yes"))

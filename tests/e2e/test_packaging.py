@@ -1,4 +1,5 @@
-"""The built wheel, installed into an empty environment, is a working command with all it runs on."""
+"""The built wheel, installed into an empty environment, is a working command with all
+it runs on."""
 
 import os
 import shutil
@@ -22,9 +23,18 @@ PACKAGES = ("configs", "scripts", "trainer", "scalify_core")
 
 
 def run(*command, cwd, **variables):
-    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
     return subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=clean | variables, capture_output=True, text=True, check=False
+        [str(part) for part in command],
+        cwd=cwd,
+        env=clean | variables,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -33,10 +43,15 @@ def wheel(tmp_path_factory):
     """Built of a copy, since the build writes beside its sources."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in PACKAGES:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    code = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    code = (
+        "import sys; from setuptools.build_meta import build_wheel;"
+        " build_wheel(sys.argv[1])"
+    )
     done = run(sys.executable, "-c", code, folder / "dist", cwd=folder)
     assert done.returncode == 0, done.stderr
     (path,) = (folder / "dist").glob("*.whl")
@@ -45,15 +60,28 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def command(wheel, tmp_path_factory):
-    """`scalify-trainer` of an environment that has the wheel, and only by a path file what the tests have."""
+    """`scalify-trainer` of an environment that has the wheel, and only by a path file
+    what the tests have."""
     folder = tmp_path_factory.mktemp("environment")
     done = run(sys.executable, "-m", "venv", folder, cwd=folder)
     assert done.returncode == 0, done.stderr
     python = folder / "bin" / "python"
-    installed = run(python, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet", wheel, cwd=folder)
+    installed = run(
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--no-index",
+        "--no-deps",
+        "--quiet",
+        wheel,
+        cwd=folder,
+    )
     assert installed.returncode == 0, installed.stderr
     site = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
-    (site / "tests.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    (site / "tests.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    )
     home = run(python, "-c", "import trainer; print(trainer.__file__)", cwd=folder)
     assert home.stdout.startswith(str(folder)), home
     return folder / "bin" / "scalify-trainer"
@@ -63,7 +91,11 @@ def test_a_wheel_holds_every_file_of_the_packages(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
     for name in PACKAGES:
-        files = [p for p in (ROOT / name).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+        files = [
+            p
+            for p in (ROOT / name).rglob("*")
+            if p.is_file() and "__pycache__" not in p.parts
+        ]
         assert files
         assert {str(p.relative_to(ROOT)) for p in files} <= held
 
@@ -79,7 +111,13 @@ def test_the_installed_command_prints_the_configuration(command, tmp_path):
 
 
 def test_the_installed_command_trains_in_any_directory(command, tmp_path):
-    few = ["train.steps=2", "train.final_eval_batches=1", "sample.max_new_tokens=0", "tracker=jsonl", "run_dir=A"]
+    few = [
+        "train.steps=2",
+        "train.final_eval_batches=1",
+        "sample.max_new_tokens=0",
+        "tracker=jsonl",
+        "run_dir=A",
+    ]
     args = laid_over(SMALL, few)
     args.append(CACHE)
     done = run(command, *args, cwd=tmp_path, JAX_PLATFORMS="cpu")

@@ -1,4 +1,5 @@
-"""Runs that an earlier version saved are resumed, evaluated and exported as that version did it."""
+"""Runs that an earlier version saved are resumed, evaluated and exported as that
+version did it."""
 
 import hashlib
 import json
@@ -21,7 +22,8 @@ SAME_MACHINE = machine() == EXPECTED["machine"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A directory with a copy of every saved run; the first run prepares the data for all."""
+    """A directory with a copy of every saved run; the first run prepares the data for
+    all."""
     directory = tmp_path_factory.mktemp("saved")
     for name in RUNS:
         shutil.copytree(SAVED / name, directory / name)
@@ -34,12 +36,17 @@ def in_folder(folder, monkeypatch):
 
 
 def checksums(run_dir, step):
-    manifest = json.loads(next((run_dir / "checkpoints" / str(step) / "manifest").rglob("metadata")).read_text())
+    manifest = json.loads(
+        next(
+            (run_dir / "checkpoints" / str(step) / "manifest").rglob("metadata")
+        ).read_text()
+    )
     return {name: leaf["checksum"] for name, leaf in manifest["leaves"].items()}
 
 
 def assert_losses(found, expected):
-    """Equal on the machine that saved them; elsewhere sums have another order, which a few updates amplify."""
+    """Equal on the machine that saved them; elsewhere sums have another order, which a
+    few updates amplify."""
     if SAME_MACHINE:
         assert found == expected
     else:
@@ -55,7 +62,8 @@ def test_a_saved_run_is_evaluated(folder, name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_saved_run_is_exported_to_the_same_file(folder, name):
-    """No arithmetic but the widening of the weights: the file is the same on every machine."""
+    """No arithmetic but the widening of the weights: the file is the same on every
+    machine."""
     export.main(export.Arguments(run_dir=name, out=f"exported/{name}"))
     file = folder / "exported" / name / "model.safetensors"
     assert hashlib.sha256(file.read_bytes()).hexdigest() == RUNS[name]["export"]
@@ -66,7 +74,13 @@ def test_a_saved_run_is_resumed_bit_exactly(folder, tmp_path, name):
     """On a copy, since evaluation and export are of step 2."""
     shutil.copytree(SAVED / name, tmp_path / name)
     assert main([f"resume={tmp_path / name}"]) == 0
-    rows = [row for row in read_rows(tmp_path / name / "metrics.jsonl") if "event" not in row]
+    rows = [
+        row
+        for row in read_rows(tmp_path / name / "metrics.jsonl")
+        if "event" not in row
+    ]
     assert_losses([row["train/loss"] for row in rows], RUNS[name]["losses"])
     if SAME_MACHINE:
-        assert list(checksums(tmp_path / name, 4).values()) == list(RUNS[name]["checksums"].values())
+        assert list(checksums(tmp_path / name, 4).values()) == list(
+            RUNS[name]["checksums"].values()
+        )

@@ -1,4 +1,5 @@
-"""Where the checks run: on a GPU with `make test-gpu`, and there only; at a small size on a CPU among `make test`."""
+"""Where the checks run: on a GPU with `make test-gpu`, and there only; at a small size
+on a CPU among `make test`."""
 
 import os
 
@@ -8,7 +9,8 @@ import pytest
 
 @pytest.fixture(scope="session")
 def on_gpu():
-    """Whether the checks are at full size. They are skipped where a GPU is asked for and there is none."""
+    """Whether the checks are at full size. They are skipped where a GPU is asked for
+    and there is none."""
     asked = os.environ.get("SCALIFY_TEST_PLATFORM", "cpu") == "gpu"
     found = jax.devices()[0]
     if asked and found.platform != "gpu":

@@ -1,4 +1,5 @@
-"""What only a GPU can tell: its products, its attention, its random bits, and that it gives the same bits twice.
+"""What only a GPU can tell: its products, its attention, its random bits, and that it
+gives the same bits twice.
 
 On a CPU the same checks run at a small size, so that they work the day there is a GPU.
 
@@ -30,7 +31,8 @@ PRESETS = (
     "fp32", "bf16", "bf16_pure", "fp16_loss_scaled", "scalify_fp16", "scalify_fp8", "scalify_fp8_fp16",
     "scalify_fp8_fp8", "fp8_delayed", "fp8_current",
 )  # fmt: skip
-FORMATS = {jnp.float16: 3e-3, jnp.bfloat16: 2e-2}  # with some ten roundings on the way, of 2^-11 and 2^-8 each
+# with some ten roundings on the way, of 2^-11 and 2^-8 each
+FORMATS = {jnp.float16: 3e-3, jnp.bfloat16: 2e-2}
 
 
 def apart(a, b):
@@ -54,21 +56,32 @@ def test_products_are_fp8_and_as_on_a_cpu(on_gpu):
     rows, inputs, outputs = (8192, 768, 3072) if on_gpu else (64, 128, 96)
     rng = np.random.default_rng(1)
     x, w, g = (
-        rng.standard_normal(shape).astype(np.float16) for shape in ((rows, inputs), (inputs, outputs), (rows, outputs))
+        rng.standard_normal(shape).astype(np.float16)
+        for shape in ((rows, inputs), (inputs, outputs), (rows, outputs))
     )
 
     def products(x, w, g):
-        out, pull = jax.vjp(lambda x, w: fp8_dot_general(x, w, (((1,), (0,)), ((), ()))), x, w)
+        out, pull = jax.vjp(
+            lambda x, w: fp8_dot_general(x, w, (((1,), (0,)), ((), ()))), x, w
+        )
         return out, *pull(g.astype(out.dtype))
 
-    compiled = jax.jit(products, compiler_options=options(on_gpu)).lower(x, w, g).compile()
+    compiled = (
+        jax.jit(products, compiler_options=options(on_gpu)).lower(x, w, g).compile()
+    )
     if on_gpu:
-        assert [gemm.kernel for gemm in Program(compiled.as_text()).gemms] == ["__cublas$lt$matmul$f8"] * 3
+        assert [gemm.kernel for gemm in Program(compiled.as_text()).gemms] == [
+            "__cublas$lt$matmul$f8"
+        ] * 3
     wide = (x.astype(np.float64), w.astype(np.float64), g.astype(np.float64))
     exact = (wide[0] @ wide[1], wide[2] @ wide[1].T, wide[0].T @ wide[2])
     # An E4M3 operand is 31.5 dB from its numbers, one of E5M2 25.5 dB.
     for found, there, right, limit in zip(
-        compiled(x, w, g), on_cpu(products, x, w, g), exact, (0.045, 0.07, 0.07), strict=True
+        compiled(x, w, g),
+        on_cpu(products, x, w, g),
+        exact,
+        (0.045, 0.07, 0.07),
+        strict=True,
     ):
         assert apart(found, right) < limit
         assert apart(found, there) < FORMATS[jnp.float16]
@@ -88,7 +101,12 @@ def test_attention_and_its_gradient_are_those_of_fp32(on_gpu, dtype, packed):
     arrays, segments = drawn(on_gpu, dtype)
 
     def both(q, k, v, g):
-        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, segments=segments if packed else None), q, k, v)
+        out, pull = jax.vjp(
+            lambda q, k, v: attention(q, k, v, segments=segments if packed else None),
+            q,
+            k,
+            v,
+        )
         return out, *pull(g)
 
     found = jax.jit(both, compiler_options=options(on_gpu))(*arrays)
@@ -98,11 +116,14 @@ def test_attention_and_its_gradient_are_those_of_fp32(on_gpu, dtype, packed):
 
 @pytest.mark.parametrize("power", [-3, -5, -7])
 def test_small_logits_do_not_lose_the_gradient_of_attention(on_gpu, power):
-    """cuDNN multiplies by the logits' scale before it rounds to FP16; the program for CPUs does so afterwards."""
+    """cuDNN multiplies by the logits' scale before it rounds to FP16; the program for
+    CPUs does so afterwards."""
     (q, k, v, g), _ = drawn(on_gpu, jnp.float16)
 
     def gradients(q, k, v, g):
-        scaled = lambda q, k, v: _attention(q, k, v, None, causal=True, logit_scale=2.0**power)
+        scaled = lambda q, k, v: _attention(
+            q, k, v, None, causal=True, logit_scale=2.0**power
+        )
         return jax.vjp(scaled, q, k, v)[1](g)
 
     arrays = (q, k, v, 16 * g)
@@ -113,34 +134,63 @@ def test_small_logits_do_not_lose_the_gradient_of_attention(on_gpu, power):
 
 def test_random_bits_and_what_they_round_to_are_those_of_a_cpu(on_gpu):
     size = 2**22 if on_gpu else 2**14
-    x = np.random.default_rng(2).standard_normal(size).astype(np.float32) * np.float32(1e-3)
+    x = np.random.default_rng(2).standard_normal(size).astype(np.float32) * np.float32(
+        1e-3
+    )
 
     def rounded(x):
         return FP16.stochastic_round(x, counter_bits(x.shape, 1, 2, 3))
 
     here = jax.jit(rounded, compiler_options=options(on_gpu))(x)
-    assert (np.asarray(here).view(np.uint16) == np.asarray(on_cpu(rounded, x)).view(np.uint16)).all()
+    assert (
+        np.asarray(here).view(np.uint16)
+        == np.asarray(on_cpu(rounded, x)).view(np.uint16)
+    ).all()
 
 
 def task(preset, on_gpu, kernels=Kernels.KEPT):
-    layers, heads, context, vocabulary = (2, 12, 1024, 50257) if on_gpu else (1, 2, 32, 64)
+    layers, heads, context, vocabulary = (
+        (2, 12, 1024, 50257) if on_gpu else (1, 2, 32, 64)
+    )
     spec = GPT2Spec(vocabulary, context, layers, heads, 64 * heads if on_gpu else 32)
-    policy = Policy(**vars(compose_config([f"precision={preset}", "precision.amax_history=16"]).precision.policy))
-    adamw = make_optimizer("adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
-    return TrainTask(Model.make(spec, policy), "adamw", adamw, make_mesh(1), kernels=kernels)
+    policy = Policy(
+        **vars(
+            compose_config(
+                [f"precision={preset}", "precision.amax_history=16"]
+            ).precision.policy
+        )
+    )
+    adamw = make_optimizer(
+        "adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0
+    )
+    return TrainTask(
+        Model.make(spec, policy), "adamw", adamw, make_mesh(1), kernels=kernels
+    )
 
 
 def trained(w, steps=4):
-    """The losses of so many steps on one batch, the last state as bytes, and the compiled step."""
+    """The losses of so many steps on one batch, the last state as bytes, and the
+    compiled step."""
     spec = w.model.spec
-    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, (8, spec.context + 1), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(
+        0, spec.vocab_size, (8, spec.context + 1), dtype=np.int32
+    )
     batch = place_batch(Batch(tokens, None), accum=1, mesh=w.mesh)
     state = first_state(w, seed=0)
     step, losses = compile_step(w, batch, state), []
     for number in range(steps):
-        state, metrics = step(state, batch, Hyper(np.float32(1e-3), np.int32(number), np.uint32(0)))
+        state, metrics = step(
+            state, batch, Hyper(np.float32(1e-3), np.int32(number), np.uint32(0))
+        )
         losses.append(float(metrics["loss"]))
-    return losses, [np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.opt_state))], step
+    return (
+        losses,
+        [
+            np.asarray(x).tobytes()
+            for x in jax.tree.leaves((state.params, state.opt_state))
+        ],
+        step,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -156,20 +206,32 @@ def test_every_precision_learns_as_fp32_does(on_gpu, in_fp32, preset):
     w = task(preset, on_gpu)
     losses, _, step = trained(w)
     assert losses[-1] < losses[0]
-    # A loss scale begins where steps overflow, and a history of largest magnitudes empty: the first steps differ.
-    limit = 0.05 if w.model.policy.method.calibration or w.model.policy.method.has_history else 0.01
+    # A loss scale begins where steps overflow, and a history of largest magnitudes
+    # empty: the first steps differ.
+    limit = (
+        0.05
+        if w.model.policy.method.calibration or w.model.policy.method.has_history
+        else 0.01
+    )
     np.testing.assert_allclose(losses, in_fp32, rtol=limit)
     gpu = Gpu.of(w.mesh.devices.flat[0])
     if gpu is not None and gpu.is_for_fp8 and w.model.policy.forward is not None:
         spec = w.model.spec
-        assert check_step(w.model, Program(step.as_text()), 8 * spec.context, gpu, require=True).share > 0
+        assert (
+            check_step(
+                w.model, Program(step.as_text()), 8 * spec.context, gpu, require=True
+            ).share
+            > 0
+        )
 
 
-@pytest.mark.whole  # on a CPU golden runs have the same bits; it clears the caches that all tests share
+# on a CPU golden runs have the same bits; it clears the caches that all tests share
+@pytest.mark.whole
 @pytest.mark.parametrize("kernels", [Kernels.KEPT, Kernels.FIXED])
 @pytest.mark.parametrize("preset", ["scalify_fp8_fp16", "bf16"])
 def test_the_same_steps_give_the_same_bits(on_gpu, preset, kernels):
-    """Of two compilations: the second takes over what the first has measured, or nothing is measured."""
+    """Of two compilations: the second takes over what the first has measured, or
+    nothing is measured."""
     w = task(preset, on_gpu, kernels)
     first = trained(w)
     jax.clear_caches()

@@ -8,7 +8,8 @@ from command import here, values
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory) -> tuple[Path, list[dict]]:
-    """A directory with the run A of 20 steps, and its rows. Others may write beside it, but not into it."""
+    """A directory with the run A of 20 steps, and its rows. Others may write beside it,
+    but not into it."""
     folder = tmp_path_factory.mktemp("finished")
     here(folder, "A", "train.steps=20", "checkpoint.every=10", "tracker=jsonl")
     return folder, values(folder / "A")

@@ -7,7 +7,8 @@ import pytest
 from trainer.assembly.build import build_diloco, build_policy
 from trainer.config.composition import CONFIGS, compose_config
 
-# Compute, operands of the matmuls forward and backward, master weights, weight gradients, m, v.
+# Compute, operands of the matmuls forward and backward, master weights, weight
+# gradients, m, v.
 EXPERIMENTS = {
     "scalify_paper_0": ("fp32", None, None, "fp32", "fp32", "fp32", "fp32"),
     "scalify_paper_1": ("fp16", None, None, "fp32", "fp16", "fp32", "fp32"),
@@ -20,7 +21,9 @@ EXPERIMENTS = {
 
 
 def test_every_experiment_is_in_the_table():
-    assert {path.stem for path in Path(CONFIGS, "experiment").iterdir()} == set(EXPERIMENTS)
+    assert {path.stem for path in Path(CONFIGS, "experiment").iterdir()} == set(
+        EXPERIMENTS
+    )
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -33,18 +36,25 @@ def test_an_experiment_is_the_policy_of_its_paper(name):
     assert config.precision.name == name  # what the start-up line calls it
 
 
-@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name.startswith("scalify")])
+@pytest.mark.parametrize(
+    "name", [name for name in EXPERIMENTS if name.startswith("scalify")]
+)
 def test_nothing_is_rounded_stochastically_in_the_first_paper(name):
     policy = build_policy(compose_config([f"experiment={name}"]).precision)
     assert policy.weights_rounding == "nearest"
-    assert policy.mu == "fp32" or (policy.moments_rounding, policy.update) == ("nearest", "propagate")
+    assert policy.mu == "fp32" or (policy.moments_rounding, policy.update) == (
+        "nearest",
+        "propagate",
+    )
 
 
 def test_the_experiment_on_swiglu_is_a_llama_and_smooths_it():
     model = compose_config(["experiment=fishman"]).model
     assert (model.family, model.mlp) == ("llama", "smooth_swiglu")
     assert (
-        compose_config(["experiment=fishman", "model=llama2_7b", "train.batch_tokens=4096"]).model.mlp
+        compose_config(
+            ["experiment=fishman", "model=llama2_7b", "train.batch_tokens=4096"]
+        ).model.mlp
         == "smooth_swiglu"
     )
 
@@ -53,11 +63,20 @@ def test_the_federated_experiment_averages_three_of_eight_clients_in_fp8():
     c = compose_config(["experiment=federated_fp8"])
     local = build_diloco(c)
     assert local is not None
-    assert (local.replicas, local.participants, local.format, local.lr, local.momentum) == (8, 3, "fp8", 1.0, 0.0)
+    assert (
+        local.replicas,
+        local.participants,
+        local.format,
+        local.lr,
+        local.momentum,
+    ) == (8, 3, "fp8", 1.0, 0.0)
     assert local.last == c.train.steps
 
 
 def test_the_command_line_has_the_last_word_over_an_experiment():
-    assert compose_config(
-        ["experiment=scalify_paper_3", "precision.weights_rounding=stochastic"]
-    ).precision.weights_rounding == ("stochastic")
+    assert (
+        compose_config(
+            ["experiment=scalify_paper_3", "precision.weights_rounding=stochastic"]
+        ).precision.weights_rounding
+        == "stochastic"
+    )

@@ -1,4 +1,5 @@
-"""The README's example runs as it stands, and learns; commands and links of all documents are valid."""
+"""The README's example runs as it stands, and learns; commands and links of all
+documents are valid."""
 
 import ast
 import json
@@ -36,15 +37,21 @@ DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.m
 
 def commands(document):
     """The arguments of the `python -m trainer` lines of a document's code blocks."""
-    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", document.read_text(), re.DOTALL)).replace("\\\n", " ")
-    lines = [line for line in blocks.splitlines() if line.startswith("python -m trainer")]
+    blocks = "\n".join(
+        re.findall(r"```sh\n(.*?)```", document.read_text(), re.DOTALL)
+    ).replace("\\\n", " ")
+    lines = [
+        line for line in blocks.splitlines() if line.startswith("python -m trainer")
+    ]
     return [shlex.split(line, comments=True)[3:] for line in lines]
 
 
 def test_the_commands_of_all_documents_are_valid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checked = 0
-    for arguments in [arguments for document in DOCUMENTS for arguments in commands(document)]:
+    for arguments in [
+        arguments for document in DOCUMENTS for arguments in commands(document)
+    ]:
         if "model=from_init" in arguments:  # whose directory is not here
             arguments = [a for a in arguments if a != "model=from_init"]
         if is_sweep(arguments):
@@ -65,13 +72,24 @@ def test_links_lead_somewhere(document):
         target = document.parent / path if path else document
         assert target.exists(), link
         headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
-        assert not heading or heading in [re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings]
+        assert not heading or heading in [
+            re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings
+        ]
 
 
 def test_every_exit_code_is_in_the_readme():
-    [said] = re.findall(r"^Exit codes, (.*?)\n\n", README.read_text(), re.DOTALL | re.MULTILINE)
+    [said] = re.findall(
+        r"^Exit codes, (.*?)\n\n", README.read_text(), re.DOTALL | re.MULTILINE
+    )
     listed = {int(code) for code in re.findall(r"(?:[:;] |and )(\d+) ", said)}
-    found = {0, 1, HUNG, *STOPPED, *(128 + number for number in SIGNALS), 128 + signal.SIGPIPE}
+    found = {
+        0,
+        1,
+        HUNG,
+        *STOPPED,
+        *(128 + number for number in SIGNALS),
+        128 + signal.SIGPIPE,
+    }
     found |= {error.exit_code for error in (UserError, *UserError.__subclasses__())}
     for path in [*(ROOT / "trainer").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -83,11 +101,19 @@ def test_every_exit_code_is_in_the_readme():
                 "of_arguments",
             ):
                 codes = [n.value for n in ast.walk(node) if isinstance(n, ast.Return)]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "os._exit", "SystemExit"):
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "sys.exit",
+                "os._exit",
+                "SystemExit",
+            ):
                 codes = node.args
             else:
                 continue
-            found |= {code.value for code in codes if isinstance(code, ast.Constant) and type(code.value) is int}
+            found |= {
+                code.value
+                for code in codes
+                if isinstance(code, ast.Constant) and type(code.value) is int
+            }
     assert listed == found
 
 
@@ -103,11 +129,18 @@ def blocks(document):
 
 
 @pytest.mark.whole  # trainer/test_library.py does
-def test_the_trainer_is_used_from_python_as_the_readme_does(tmp_path, monkeypatch, capsys):
+def test_the_trainer_is_used_from_python_as_the_readme_does(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    code = next(block for block in blocks("README.md") if "from trainer import" in block)
+    code = next(
+        block for block in blocks("README.md") if "from trainer import" in block
+    )
     assert len(code.splitlines()) <= 40
-    cached = code.replace('"tracker=jsonl"', f'"tracker=jsonl", "compile_cache={os.environ["SCALIFY_TEST_CACHE"]}"')
+    cached = code.replace(
+        '"tracker=jsonl"',
+        f'"tracker=jsonl", "compile_cache={os.environ["SCALIFY_TEST_CACHE"]}"',
+    )
     for steps in (60, 65):  # the second goes on from the first
         exec(cached.replace("train.steps=60", f"train.steps={steps}"), {})
         step, loss, rms, told, run_dir = capsys.readouterr().out.split()[-5:]
@@ -120,26 +153,41 @@ def test_the_trainer_is_used_from_python_as_the_readme_does(tmp_path, monkeypatc
 @pytest.mark.whole  # scalify_core/test_flax_models.py has such models
 @pytest.mark.parametrize("document", ["README.md", "docs/own_model.md"])
 def test_scalify_on_ones_own_model_runs_and_learns(document, capsys):
-    code = next(block for block in blocks(document) if "scalify(" in block and "import" in block)  # whole programs
+    # whole programs
+    code = next(
+        block for block in blocks(document) if "scalify(" in block and "import" in block
+    )
     names: dict = {}
     with jax.numpy_rank_promotion("allow"):  # Flax's own layers promote ranks
         exec(code, names)
     loss = float(capsys.readouterr().out)
-    assert loss < 0.5 * np.log(64)  # that of a guess among 64 tokens, which the untrained model makes
+    # that of a guess among 64 tokens, which the untrained model makes
+    assert loss < 0.5 * np.log(64)
     arrays = jax.tree.leaves(names["params"], is_leaf=is_scaled_array)
     assert {x.dtype for x in arrays} == {np.dtype(np.float16)}
-    moved = [float(abs(x.unscale()).max()) for x in arrays]  # those that began as zeros, too
+    # those that began as zeros, too
+    moved = [float(abs(x.unscale()).max()) for x in arrays]
     assert min(moved) > 1e-4
-    text = str(jax.make_jaxpr(names["step"])(names["params"], names["state"], names["tokens"], 0))
+    text = str(
+        jax.make_jaxpr(names["step"])(
+            names["params"], names["state"], names["tokens"], 0
+        )
+    )
     assert "f8_e4m3fn" in text
     assert "f8_e5m2" in text
 
 
 def test_the_rule_of_the_page_is_right_and_needed():
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "writing_a_rule.md").read_text(), re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(.*?)```",
+        (ROOT / "docs" / "writing_a_rule.md").read_text(),
+        re.DOTALL,
+    )
     try:
         exec(code, {})
-        without = code[: code.index("@composite_rule")] + code[code.index("for exponent") :]
+        without = (
+            code[: code.index("@composite_rule")] + code[code.index("for exponent") :]
+        )
         del registry.rules["composite cube"]
         with pytest.raises(AssertionError, match="65504"):  # at scale 1, out of range
             exec(without, {})
@@ -150,7 +198,10 @@ def test_the_rule_of_the_page_is_right_and_needed():
 def adaptation():
     """The lines of the README's journey from other weights, in their order."""
     [block] = re.findall(r"```sh\n(hf download.*?)```", README.read_text(), re.DOTALL)
-    return [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
+    return [
+        shlex.split(line, comments=True)
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
 
 
 @pytest.mark.whole  # test_end_to_end.py takes its architecture from weights
@@ -163,11 +214,15 @@ def test_the_five_commands_from_other_weights_work_at_toy_size(tmp_path, monkeyp
     save(download[-1], spec, functional(spec).init(jax.random.key(0)), 0)
     save_hf(Path(download[-1]), get_tokenizer("byte"), spec.context)
     Path("books").mkdir()
-    words = np.random.default_rng(0).choice(["moon", "light", "falls", "over", "water", "slowly", "tonight"], 12000)
+    words = np.random.default_rng(0).choice(
+        ["moon", "light", "falls", "over", "water", "slowly", "tonight"], 12000
+    )
     Path("books", "a.txt").write_text(" ".join(words.tolist()))
 
     toy = {"16384": "300", "train.steps=2000": "train.steps=4"}
-    small = lambda line: [toy.get(word, word).replace("until:300", "until:2") for word in line[3:]]
+    small = lambda line: [
+        toy.get(word, word).replace("until:300", "until:2") for word in line[3:]
+    ]
     assert train_tokenizer.main([*small(making), "--cache-dir", "cache"]) == 0
     here = [
         "train.batch_tokens=256",
@@ -176,14 +231,21 @@ def test_the_five_commands_from_other_weights_work_at_toy_size(tmp_path, monkeyp
         "metrics.numerics_every=0",
         "parallel.data=1",
     ]
-    here += ["train.eval_batches=1", "train.final_eval_batches=1", f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
+    here += [
+        "train.eval_batches=1",
+        "train.final_eval_batches=1",
+        f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}",
+    ]
     assert main([*small(training), *here]) == 0
     evaluate.main(read(evaluate.Arguments, [*small(evaluation), "limit=10"]))
     export_run.main(read(export_run.Arguments, small(export)))
     [result] = json.loads(Path("runs/adapted/tasks.json").read_text())["results"]
     assert 0 <= result["tasks"]["word_order"]["acc"]["value"] <= 1
     tokenizer, text = get_tokenizer("tokenizers/mine"), "moonlight falls over the water"
-    assert json.loads(Path("adapted/config.json").read_text())["vocab_size"] == tokenizer.vocab_size
+    assert (
+        json.loads(Path("adapted/config.json").read_text())["vocab_size"]
+        == tokenizer.vocab_size
+    )
     ours = tokenizer.encode(text)
     assert HFTokenizer.from_file("adapted/tokenizer.json").encode(text).ids == ours
     assert len(ours) < len(text) / 2

@@ -13,20 +13,33 @@ META = {"config": {"seed": 1}, "tracker": "abc"}
 
 def make_state(seed=0, width=32):
     key = jax.random.key(seed)
-    params = {"wte": jax.random.normal(key, (width, 16)), "h": [{"kernel": jnp.full((16, 16), float(seed))}]}
+    params = {
+        "wte": jax.random.normal(key, (width, 16)),
+        "h": [{"kernel": jnp.full((16, 16), float(seed))}],
+    }
     return init_state(params, optax.adamw(1e-3), key)
 
 
 def abstract(tree, sharding=None):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=sharding or x.sharding
+        ),
+        tree,
+    )
 
 
 def bits(tree):
-    """Names, dtypes and bytes: equal exactly when the trees are, NaN payloads included."""
+    """Names, dtypes and bytes: equal exactly when the trees are, NaN payloads
+    included."""
     leaves = [
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in jax.tree.leaves(tree)
     ]
-    return [(n, str(x.dtype), x.shape, np.asarray(x).tobytes()) for n, x in zip(leaf_names(tree), leaves, strict=True)]
+    return [
+        (n, str(x.dtype), x.shape, np.asarray(x).tobytes())
+        for n, x in zip(leaf_names(tree), leaves, strict=True)
+    ]
 
 
 def saved(checkpointer, *steps):

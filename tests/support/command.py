@@ -1,4 +1,5 @@
-"""The trainer on a tiny model, in this process or in processes of its own, and what its run directory then says."""
+"""The trainer on a tiny model, in this process or in processes of its own, and what its
+run directory then says."""
 
 import contextlib
 import io
@@ -22,14 +23,17 @@ from trainer.observe.records import read_rows
 from trainer.text import laid_over
 
 ROOT = Path(__file__).resolve().parents[2]
-# One layer: tracing and compiling it is most of what a trainer here takes, and what layers do has its own tests.
+# One layer: tracing and compiling it is most of what a trainer here takes, and what
+# layers do has its own tests.
 TINY = [*SMALL, "train.eval_every=15", "train.final_eval_batches=2", "model.n_layer=1"]
-CACHE = f"compile_cache={os.environ.get('SCALIFY_TEST_CACHE', 'null')}"  # null: golden/cases.py as a program
+# null: golden/cases.py as a program
+CACHE = f"compile_cache={os.environ.get('SCALIFY_TEST_CACHE', 'null')}"
 type Process = subprocess.Popen[str]
 
 
 def here(folder: Path, run_dir: str, *args: str, code: int = 0) -> str:
-    """What a trainer in this process prints, which imports nothing anew; it ends with `code`. It works in `folder`."""
+    """What a trainer in this process prints, which imports nothing anew; it ends with
+    `code`. It works in `folder`."""
     printed = io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -38,35 +42,70 @@ def here(folder: Path, run_dir: str, *args: str, code: int = 0) -> str:
     ):
         patch.chdir(folder)
         patch.setattr(logging.root, "handlers", [])  # Hydra's would outlive this output
-        found = main(laid_over(TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args))
+        found = main(
+            laid_over(TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args)
+        )
     assert found == code, printed.getvalue()
     return printed.getvalue()
 
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
-    set_here = ("WANDB_", "XLA_", "JAX_", "HYDRA_", "TF_CPP_")  # by conftest, and by programs that ran in this process
+    # by conftest, and by programs that ran in this process
+    set_here = ("WANDB_", "XLA_", "JAX_", "HYDRA_", "TF_CPP_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(set_here)}
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
-    return kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)} | extra
+    flags = (
+        f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    )
+    return (
+        kept
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": flags,
+            "WANDB_MODE": "offline",
+            "PYTHONPATH": str(ROOT),
+        }
+        | extra
+    )
 
 
-def trainer(tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **variables: str) -> Process:
-    """A trainer at work in `tmp_path`, where it finds the data prepared by the one before it.
+def trainer(
+    tmp_path: Path, run_dir: str, *args: str, devices: int = 1, **variables: str
+) -> Process:
+    """A trainer at work in `tmp_path`, where it finds the data prepared by the one
+    before it.
 
-    It takes over what other tests' trainers have compiled. Who kills one while it compiles gives it a cache of its own.
+    It takes over what other tests' trainers have compiled. Who kills one while it
+    compiles gives it a cache of its own.
     """
-    command = [sys.executable, "-m", "trainer", *laid_over(TINY, [f"run_dir={run_dir}", CACHE], args)]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        *laid_over(TINY, [f"run_dir={run_dir}", CACHE], args),
+    ]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, cwd=tmp_path, env=environment(devices, **variables), text=True, **both)
+    return subprocess.Popen(
+        command, cwd=tmp_path, env=environment(devices, **variables), text=True, **both
+    )
 
 
 def stopped_after(folder: Path, run_dir: str, step: int, *args: str) -> None:
-    """A run in this process that a signal stops soon after this step, as one from a cluster's queue would."""
-    stop = Callback("stop", 1, lambda context: os.kill(os.getpid(), signal.SIGTERM) if context.step == step else None)
+    """A run in this process that a signal stops soon after this step, as one from a
+    cluster's queue would."""
+    stop = Callback(
+        "stop",
+        1,
+        lambda context: (
+            os.kill(os.getpid(), signal.SIGTERM) if context.step == step else None
+        ),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         found = train(
-            compose(laid_over(TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args)), callbacks=[stop]
+            compose(
+                laid_over(TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args)
+            ),
+            callbacks=[stop],
         )
     assert found.stopped_by == signal.SIGTERM
     assert found.step >= step
@@ -81,12 +120,18 @@ def finish(process: Process, code: int = 0) -> str:
 def values(run_dir: Path) -> list[dict]:
     """The rows without what a clock or the machine's memory decides."""
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "event" not in row]
-    return [{k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))}
+        for row in rows
+    ]
 
 
 def parameters(run_dir: Path, step: int) -> dict[str, dict]:
-    """Names, shapes, dtypes and checksums of every leaf of the state, as the checkpoint's manifest has them."""
-    manifest = json.loads(next((run_dir / "checkpoints" / str(step) / "manifest").rglob("*")).read_text())
+    """Names, shapes, dtypes and checksums of every leaf of the state, as the
+    checkpoint's manifest has them."""
+    manifest = json.loads(
+        next((run_dir / "checkpoints" / str(step) / "manifest").rglob("*")).read_text()
+    )
     return manifest["leaves"]
 
 
@@ -108,7 +153,8 @@ def several(
     last: dict[str, str] | None = None,
     last_args: Sequence[str] = (),
 ) -> list[Process]:
-    """The processes of one run, each with so many devices; `last`, `last_args`: variables and arguments of the last."""
+    """The processes of one run, each with so many devices; `last`, `last_args`:
+    variables and arguments of the last."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -116,6 +162,14 @@ def several(
     each = [common | {"JAX_PROCESS_ID": str(i)} for i in range(count)]
     each[-1] |= last or {}
     return [
-        trainer(tmp_path, run_dir, *args, "parallel.distributed=true", *own, devices=devices, **variables)
+        trainer(
+            tmp_path,
+            run_dir,
+            *args,
+            "parallel.distributed=true",
+            *own,
+            devices=devices,
+            **variables,
+        )
         for variables, own in zip(each, [()] * (count - 1) + [last_args], strict=True)
     ]

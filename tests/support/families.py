@@ -7,15 +7,17 @@ import pytest
 
 
 def whole(*values: Any) -> Any:
-    """A case left to `make test-all`: others of its family, or a test that a comment names, show the same."""
+    """A case left to `make test-all`: others of its family, or a test that a comment
+    names, show the same."""
     return pytest.param(*values, marks=pytest.mark.whole)
 
 
 def quick(values: Iterable[Any], *chosen: Any) -> list[Any]:
-    """Return all values of a parameter; those that are not chosen are left to `make test-all`.
+    """Return all values of a parameter; those that are not chosen are left to
+    `make test-all`.
 
-    A case runs in `make test` where every one of its parameters has a chosen value. A tuple holds values of several
-    parameters.
+    A case runs in `make test` where every one of its parameters has a chosen value. A
+    tuple holds values of several parameters.
     """
     return [value if value in chosen else whole(*_values(value)) for value in values]
 

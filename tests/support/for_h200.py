@@ -1,4 +1,5 @@
-"""Programs compiled for an H200 on a machine without a GPU, and the matrix products that are found in them."""
+"""Programs compiled for an H200 on a machine without a GPU, and the matrix products
+that are found in them."""
 
 import functools
 import importlib.util
@@ -11,34 +12,60 @@ from jax.experimental import topologies
 
 MATRIX = (((1,), (0,)), ((), ()))
 FP8_GEMM = "__cublas$lt$matmul$f8"
-# As the trainer has its step compiled: a rounding is one, and a long contraction is one product.
-AS_TRAINED = {"xla_allow_excess_precision": False, "xla_gpu_experimental_force_split_k": 1}
+# As the trainer has its step compiled: a rounding is one, and a long contraction is one
+# product.
+AS_TRAINED = {
+    "xla_allow_excess_precision": False,
+    "xla_gpu_experimental_force_split_k": 1,
+}
 
 
 @functools.cache
 def h200_devices():
-    """A host of eight of the described GPUs. XLA's compiler for them comes with the packages of the extra `plan`."""
+    """A host of eight of the described GPUs. XLA's compiler for them comes with the
+    packages of the extra `plan`."""
     for package in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13"):
-        assert importlib.util.find_spec(package), f"{package} is missing: pip install .[plan] (make test does)"
+        assert importlib.util.find_spec(package), (
+            f"{package} is missing: pip install .[plan] (make test does)"
+        )
     target = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
-    return topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x8").devices
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology="1x1x8"
+    ).devices
 
 
 def compiled_text(shardings, fun, *shapes, dtype=jnp.float16, **options):
-    """Optimised HLO of `fun` on operands of these shapes; one sharding for all, or a list of one each."""
+    """Optimised HLO of `fun` on operands of these shapes; one sharding for all, or a
+    list of one each."""
     shardings = shardings if isinstance(shardings, list) else [shardings] * len(shapes)
-    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=s) for shape, s in zip(shapes, shardings, strict=True)]
-    return jax.jit(fun).lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0} | options).as_text()
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=s)
+        for shape, s in zip(shapes, shardings, strict=True)
+    ]
+    return (
+        jax.jit(fun)
+        .lower(*args)
+        .compile(compiler_options={"xla_gpu_autotune_level": 0} | options)
+        .as_text()
+    )
 
 
 def gemms(text):
-    """(kernel, operand dtypes, algorithm) of every matrix product; Triton's and plain dots are found by name too."""
+    """(kernel, operand dtypes, algorithm) of every matrix product; Triton's and plain
+    dots are found by name too."""
     found = []
     for line in text.splitlines():
         target = re.search(r'custom_call_target="(__cublas[^"]*|__triton[^"]*)"', line)
         if target:
-            operands = re.search(r"custom-call\(([^)]*)\)", line)[1].replace("%", "").split(", ")[:2]
-            dtypes = tuple(re.search(rf"%{re.escape(name)} = \(?(\w+)\[", text)[1] for name in operands)
+            operands = (
+                re.search(r"custom-call\(([^)]*)\)", line)[1]
+                .replace("%", "")
+                .split(", ")[:2]
+            )
+            dtypes = tuple(
+                re.search(rf"%{re.escape(name)} = \(?(\w+)\[", text)[1]
+                for name in operands
+            )
             algorithm = re.search(r'"algorithm":"ALG_(?:DOT_)?(\w+)"', line)
             found.append((target[1], dtypes, algorithm[1] if algorithm else "UNSET"))
         elif re.search(r" dot\(|__triton_(nested_)?gemm", line):
@@ -50,7 +77,8 @@ FORWARD = (FP8_GEMM, ("f8e4m3fn", "f8e4m3fn"), "ANY_F8_ANY_F8_F32_FAST_ACCUM")
 
 
 def assert_all_fp8(text, *, forward, backward):
-    """So many products of E4M3 with fast accumulation, so many of E4M3 and E5M2 without, and no other."""
+    """So many products of E4M3 with fast accumulation, so many of E4M3 and E5M2
+    without, and no other."""
     found = gemms(text)
     assert found.count(FORWARD) == forward, found
     gradients = [(k, a) for k, d, a in found if sorted(d) == ["f8e4m3fn", "f8e5m2"]]

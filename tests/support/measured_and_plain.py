@@ -28,10 +28,15 @@ def error(found, expected):
 
 
 def both(fun, *args, dtype=HALF, static=False):
-    """The function under scalify, jitted, of arguments in a format, and plain of the same values."""
+    """The function under scalify, jitted, of arguments in a format, and plain of the
+    same values."""
     scaled = as_scaled_array(args, dtype=dtype)
     if static:
-        scaled = jax.tree.map(lambda x: ScaledArray(x.data, float(x.scale)), scaled, is_leaf=sc.array.is_scaled_array)
+        scaled = jax.tree.map(
+            lambda x: ScaledArray(x.data, float(x.scale)),
+            scaled,
+            is_leaf=sc.array.is_scaled_array,
+        )
     return jax.jit(scalify(fun))(*scaled), jax.jit(fun)(*asarray(scaled))
 
 

@@ -39,9 +39,15 @@ def policy(preset, **changes):
 @functools.cache
 def workload(preset, devices=1, spec=SPEC, name="adamw", **changes):
     """On several devices the state is split: FP8 kernels are gathered as such."""
-    settings = ADAMW if name == "adamw" else {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1, "clip_norm": 1.0}
+    settings = (
+        ADAMW
+        if name == "adamw"
+        else {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1, "clip_norm": 1.0}
+    )
     model = Model.make(spec, policy(preset, **changes))
-    return TrainTask(model, name, make_optimizer(name, **settings), make_mesh(1, devices))
+    return TrainTask(
+        model, name, make_optimizer(name, **settings), make_mesh(1, devices)
+    )
 
 
 def abstract(w, accum=1):
@@ -49,7 +55,9 @@ def abstract(w, accum=1):
 
 
 def batch(w, step=0, accum=1):
-    tokens = np.random.default_rng(step).integers(0, 64, (16, SPEC.context + 1), dtype=np.int32)
+    tokens = np.random.default_rng(step).integers(
+        0, 64, (16, SPEC.context + 1), dtype=np.int32
+    )
     return place_batch(Batch(tokens, None), accum=accum, mesh=w.mesh)
 
 
@@ -62,5 +70,8 @@ def copied(tree):
 
 
 def bits(tree):
-    raw = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)]
+    raw = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in jax.tree.leaves(tree)
+    ]
     return [np.asarray(x).tobytes() for x in raw]

@@ -12,7 +12,8 @@ import numpy as np
 from scalify_core.array import ScaledArray
 
 FREE, MULTIPLIES = (-100, 0, 100), (-60, 0, 60)
-LOGICAL = (-100, -10, 0, 2)  # functions whose value depends on more than the scale: from tiny to beyond their knees
+# functions whose value depends on more than the scale: from tiny to beyond their knees
+LOGICAL = (-100, -10, 0, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,17 +25,21 @@ class Plain:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One function of arrays whose trace holds `primitive`, and its operands at scale 1.
+    """One function of arrays whose trace holds `primitive`, and its operands at scale
+    1.
 
     Attributes:
         primitive: name.
         fun: takes `args`.
-        args: FP32 arrays, which are scaled; `Plain` ones, integers and booleans, which are not.
-        exponents: of the scales. Each is tried for all operands, and each pair of extremes on alternating operands.
+        args: FP32 arrays, which are scaled; `Plain` ones, integers and booleans, which
+            are not.
+        exponents: of the scales. Each is tried for all operands, and each pair of
+            extremes on alternating operands.
         roundings: see `check_scalify`.
         wide_roundings: in FP32 data; the same if None.
         reduction: see `check_scalify`.
-        special: whether zeros, infinities and NaN among the elements must come out as in the plain function.
+        special: whether zeros, infinities and NaN among the elements must come out as
+            in the plain function.
         narrow: the exponents in FP16 data; the same if None.
         grad: whether the gradient is checked, too.
     """
@@ -78,17 +83,31 @@ class Case:
         return *tolerance, self.grad, self.has_special, self.has_narrow
 
     def roundings_of(self, dtype: Any) -> int:
-        return self.wide_roundings or self.roundings if dtype == jnp.float32 else self.roundings
+        return (
+            self.wide_roundings or self.roundings
+            if dtype == jnp.float32
+            else self.roundings
+        )
 
     def trials(self, dtype: Any) -> list[tuple[int, ...]]:
-        """One exponent for each argument, for each trial; in the last, large ones beside small ones."""
-        exponents = self.exponents if dtype == jnp.float32 or self.narrow is None else self.narrow
+        """One exponent for each argument, for each trial; in the last, large ones
+        beside small ones."""
+        exponents = (
+            self.exponents
+            if dtype == jnp.float32 or self.narrow is None
+            else self.narrow
+        )
         low, high = min(exponents), max(exponents)
         same = [(e,) * len(self.args) for e in exponents]
-        mixed = [tuple(itertools.islice(itertools.cycle(pair), len(self.args))) for pair in ((low, high), (high, low))]
+        mixed = [
+            tuple(itertools.islice(itertools.cycle(pair), len(self.args)))
+            for pair in ((low, high), (high, low))
+        ]
         return list(dict.fromkeys(same + mixed))
 
-    def scaled(self, exponents: tuple[int, ...], replace: tuple[float, ...] = ()) -> list:
+    def scaled(
+        self, exponents: tuple[int, ...], replace: tuple[float, ...] = ()
+    ) -> list:
         """The operands with these scales; the first elements of each are replaced."""
         args = []
         for i, (x, exponent) in enumerate(zip(self.args, exponents, strict=True)):
@@ -125,7 +144,9 @@ def unit(*shape: int, salt: str = "") -> np.ndarray:
 def distinct(*shape: int, salt: str = "") -> np.ndarray:
     """No two elements equal, also in FP16: multiples of 1/8."""
     n = int(np.prod(shape))
-    return np.asarray(_rng(shape, salt + "d").permutation(np.arange(n) - n // 2) / 8, np.float32).reshape(shape)
+    return np.asarray(
+        _rng(shape, salt + "d").permutation(np.arange(n) - n // 2) / 8, np.float32
+    ).reshape(shape)
 
 
 def spd(n: int) -> np.ndarray:

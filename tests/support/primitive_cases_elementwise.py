@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from primitive_cases import FREE, LOGICAL, MULTIPLIES, Case, Plain, normal, positive, unit
+from primitive_cases import (
+    FREE,
+    LOGICAL,
+    MULTIPLIES,
+    Case,
+    Plain,
+    normal,
+    positive,
+    unit,
+)
 
 SHAPES = [(), (5,), (3, 4)]
 
@@ -15,25 +24,68 @@ def elementwise(primitive, fun, domain, count=1, **options):
     salts = "abcd"[:count]
     grad = options.pop("grad", False)
     return [
-        Case(primitive, fun, tuple(domain(*s, salt=x) for x in salts), grad=grad and s == SHAPES[-1], **options)
+        Case(
+            primitive,
+            fun,
+            tuple(domain(*s, salt=x) for x in salts),
+            grad=grad and s == SHAPES[-1],
+            **options,
+        )
         for s in SHAPES
     ]
 
 
 def logical(primitive, fun, domain=normal, count=1, exponents=LOGICAL, **options):
-    """A function that is computed on the logical value: in FP16 only at the scale where its results are FP16."""
-    return elementwise(primitive, fun, domain, count, exponents=exponents, narrow=(0,), **options)
+    """A function that is computed on the logical value: in FP16 only at the scale where
+    its results are FP16."""
+    return elementwise(
+        primitive, fun, domain, count, exponents=exponents, narrow=(0,), **options
+    )
 
 
 UNARY = [
     case
     for cases in (
-        [elementwise(f.__name__, f, normal) for f in (lax.neg, lax.abs, lax.sign, lax.is_finite, lax.stop_gradient)],
-        [logical(f.__name__, f) for f in (lax.exp, lax.exp2, lax.expm1, lax.tanh, lax.logistic, lax.erf, lax.erfc)],
-        [logical(f.__name__, f) for f in (lax.sin, lax.cos, lax.tan, lax.atan, lax.asinh, lax.sinh, lax.cosh)],
-        [logical(f.__name__, f) for f in (lax.floor, lax.ceil, lax.bessel_i0e, lax.bessel_i1e)],
-        [logical(f.__name__, f, positive) for f in (lax.log, lax.log2, lax.log1p, lax.lgamma, lax.digamma)],
-        [logical(f.__name__, f, unit, exponents=(-100, -10, 0)) for f in (lax.asin, lax.acos, lax.atanh, lax.erf_inv)],
+        [
+            elementwise(f.__name__, f, normal)
+            for f in (lax.neg, lax.abs, lax.sign, lax.is_finite, lax.stop_gradient)
+        ],
+        [
+            logical(f.__name__, f)
+            for f in (
+                lax.exp,
+                lax.exp2,
+                lax.expm1,
+                lax.tanh,
+                lax.logistic,
+                lax.erf,
+                lax.erfc,
+            )
+        ],
+        [
+            logical(f.__name__, f)
+            for f in (
+                lax.sin,
+                lax.cos,
+                lax.tan,
+                lax.atan,
+                lax.asinh,
+                lax.sinh,
+                lax.cosh,
+            )
+        ],
+        [
+            logical(f.__name__, f)
+            for f in (lax.floor, lax.ceil, lax.bessel_i0e, lax.bessel_i1e)
+        ],
+        [
+            logical(f.__name__, f, positive)
+            for f in (lax.log, lax.log2, lax.log1p, lax.lgamma, lax.digamma)
+        ],
+        [
+            logical(f.__name__, f, unit, exponents=(-100, -10, 0))
+            for f in (lax.asin, lax.acos, lax.atanh, lax.erf_inv)
+        ],
     )
     for group in cases
     for case in group
@@ -43,9 +95,12 @@ ROOTS = [
     case
     # Odd exponents and ones that no degree divides.
     for exponents in ((-100, 0, 100), (-51, 3, 77))
-    # XLA may make a power of a cube root: exp(log(x) / 3), where a rounding of log(2^100), 69, is one of 23 / 2 ulp.
+    # XLA may make a power of a cube root: exp(log(x) / 3), where a rounding of
+    # log(2^100), 69, is one of 23 / 2 ulp.
     for f, wide in ((lax.sqrt, None), (lax.rsqrt, None), (lax.cbrt, 16))
-    for case in elementwise(f.__name__, f, positive, exponents=exponents, wide_roundings=wide)[1:]
+    for case in elementwise(
+        f.__name__, f, positive, exponents=exponents, wide_roundings=wide
+    )[1:]
 ]
 
 OTHER_UNARY = [

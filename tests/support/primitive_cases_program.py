@@ -14,13 +14,20 @@ MASK = np.arange(3) > 0
 def dot(lhs, rhs, dims, k, **options):
     fun = lambda x, y: lax.dot_general(x, y, dims)
     return Case(
-        "dot_general", fun, (normal(*lhs, salt="a"), normal(*rhs, salt="b")), MULTIPLIES, reduction=k, **options
+        "dot_general",
+        fun,
+        (normal(*lhs, salt="a"), normal(*rhs, salt="b")),
+        MULTIPLIES,
+        reduction=k,
+        **options,
     )
 
 
 def conv(x, kernel, k, **options):
     numbers = ("NHWC", "HWIO", "NHWC")
-    fun = lambda x, kernel: lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers, **options)
+    fun = lambda x, kernel: lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=numbers, **options
+    )
     return Case("conv_general_dilated", fun, (normal(*x), normal(*kernel)), MULTIPLIES, reduction=k, grad=True,
                 special=False)  # fmt: skip
 
@@ -44,8 +51,11 @@ PRODUCTS = [
 
 
 def linalg(primitive, fun, *args, exponents=(-40, 0, 40), narrow=(-4, 0, 4)):
-    """A factorisation: not defined for infinities; in FP16 where its results, at scale 1, are FP16 numbers."""
-    return Case(primitive, fun, args, exponents, reduction=16, special=False, narrow=narrow)
+    """A factorisation: not defined for infinities; in FP16 where its results, at scale
+    1, are FP16 numbers."""
+    return Case(
+        primitive, fun, args, exponents, reduction=16, special=False, narrow=narrow
+    )
 
 
 LINALG = [
@@ -78,7 +88,12 @@ def custom(x):
     return jnp.where(x > 0, x, 0)
 
 
-custom.defjvp(lambda primals, tangents: (custom(*primals), jnp.where(primals[0] > 0, tangents[0], 0)))
+custom.defjvp(
+    lambda primals, tangents: (
+        custom(*primals),
+        jnp.where(primals[0] > 0, tangents[0], 0),
+    )
+)
 
 
 @jax.custom_vjp
@@ -90,7 +105,9 @@ doubled_gradient.defvjp(lambda x: (3 * x, None), lambda _, g: (2 * g,))
 
 
 def counted(x, body):
-    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, body(s[1])), (0, x))[1]
+    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, body(s[1])), (0, x))[
+        1
+    ]
 
 
 CONTROL = [
@@ -136,12 +153,16 @@ RANDOM = [
     Case("iota", lambda x: x * jnp.arange(3), (normal(3),)),
 ]  # fmt: skip
 
-MESH = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+MESH = jax.make_mesh(
+    (4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]
+)
 SHARDED, REPLICATED = jax.P("i"), jax.P()
 
 
 def collective(primitive, fun, *more, out=SHARDED, check_vma=True, **options):
-    fun = jax.shard_map(fun, mesh=MESH, in_specs=SHARDED, out_specs=out, check_vma=check_vma)
+    fun = jax.shard_map(
+        fun, mesh=MESH, in_specs=SHARDED, out_specs=out, check_vma=check_vma
+    )
     return Case(primitive, fun, (normal(8, 4), *more), special=False, **options)
 
 

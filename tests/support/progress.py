@@ -1,8 +1,10 @@
-"""What runs and how long it still takes, instead of dots; at the end where the processor's time went.
+"""What runs and how long it still takes, instead of dots; at the end where the
+processor's time went.
 
-Each test's seconds are kept in pytest's cache, and expected of it the next time; of one that has not run yet what tests
-of its kind usually take. They are of the processor, with those of the programs that a test starts: how many others
-use the machine changes them little.
+Each test's seconds are kept in pytest's cache, and expected of it the next time; of one
+that has not run yet what tests of its kind usually take. They are of the processor,
+with those of the programs that a test starts: how many others use the machine changes
+them little.
 """
 
 import os
@@ -24,11 +26,14 @@ def processor_seconds() -> float:
 
 def usual(nodeid: str) -> float:
     """Seconds that a test of this kind takes."""
-    return {"unit": 0.1, "integration": 1.0, "e2e": 10.0}.get(nodeid.split("/")[1] if "/" in nodeid else "", 1.0)
+    return {"unit": 0.1, "integration": 1.0, "e2e": 10.0}.get(
+        nodeid.split("/")[1] if "/" in nodeid else "", 1.0
+    )
 
 
 class Seconds:
-    """In the process that runs tests: each test's processor time, with what its fixtures took."""
+    """In the process that runs tests: each test's processor time, with what its
+    fixtures took."""
 
     def __init__(self) -> None:
         self._since = processor_seconds()
@@ -46,8 +51,11 @@ class Progress:
     """In the first process: the line, and the summary."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._cache = getattr(config, "cache", None)  # absent with `-p no:cacheprovider`
-        self._expected: dict[str, float] = self._cache.get(KEPT, {}) if self._cache else {}
+        # absent with `-p no:cacheprovider`
+        self._cache = getattr(config, "cache", None)
+        self._expected: dict[str, float] = (
+            self._cache.get(KEPT, {}) if self._cache else {}
+        )
         self._took: dict[str, float] = {}
         self._running: dict[str, float] = {}  # and when it began
         self._left: set[str] = set()
@@ -77,7 +85,9 @@ class Progress:
     def left(self) -> float:
         """Seconds until the end, at the speed of this run."""
         speed = sum(self._took.values()) / (time.monotonic() - self._began)
-        return sum(self._expected.get(nodeid, usual(nodeid)) for nodeid in self._left) / max(speed, 1e-3)
+        return sum(
+            self._expected.get(nodeid, usual(nodeid)) for nodeid in self._left
+        ) / max(speed, 1e-3)
 
     def line(self) -> str:
         """How many have ended, the time left, and what runs."""
@@ -105,12 +115,18 @@ class Progress:
             return ("passed" if report.when == "call" else ""), "", ""
         return None
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter
+    ) -> None:
         if self._cache:
             self._cache.set(KEPT, self._expected | self._took)
         total = sum(self._took.values())
-        terminalreporter.section(f"{SLOWEST} slowest of {total:.0f} s of processor time")
-        for nodeid in sorted(self._took, key=self._took.__getitem__, reverse=True)[:SLOWEST]:
+        terminalreporter.section(
+            f"{SLOWEST} slowest of {total:.0f} s of processor time"
+        )
+        for nodeid in sorted(self._took, key=self._took.__getitem__, reverse=True)[
+            :SLOWEST
+        ]:
             terminalreporter.write_line(f"{self._took[nodeid]:6.1f} s  {nodeid}")
 
 
@@ -118,5 +134,7 @@ class Progress:
 def pytest_configure(config: pytest.Config) -> None:
     """A worker of xdist measures; the first process, which may do both, shows."""
     config.pluginmanager.register(Seconds(), "scalify-seconds")
-    if not hasattr(config, "workerinput") and config.pluginmanager.has_plugin("terminalreporter"):
+    if not hasattr(config, "workerinput") and config.pluginmanager.has_plugin(
+        "terminalreporter"
+    ):
         config.pluginmanager.register(Progress(config), "scalify-progress")

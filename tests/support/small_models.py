@@ -1,4 +1,5 @@
-"""A small model of every family, its programs compiled once for all tests of a worker."""
+"""A small model of every family, its programs compiled once for all tests of a
+worker."""
 
 import functools
 
@@ -11,9 +12,12 @@ from trainer.models.llama_spec import LlamaSpec
 from trainer.models.spec import GPT2Spec
 
 GPT2 = GPT2Spec(vocab_size=100, context=16, n_layer=2, n_head=2, d_model=16)
-LLAMA = LlamaSpec(vocab_size=100, context=16, n_layer=2, n_head=4, n_kv_head=2, d_model=16, tied=True)
+LLAMA = LlamaSpec(
+    vocab_size=100, context=16, n_layer=2, n_head=4, n_kv_head=2, d_model=16, tied=True
+)
 TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
-# Two programs that differ in nothing but the order of sums: a few dozen roundings on values of order 1.
+# Two programs that differ in nothing but the order of sums: a few dozen roundings on
+# values of order 1.
 REORDERED = 64 * float(jnp.finfo(jnp.float32).eps)
 
 
@@ -25,8 +29,12 @@ def functional(spec, **how):
 def compiled(spec, compute_dtype=jnp.float32):
     """Initial parameters; loss and gradients; logits."""
     init, bind, *_ = functional(spec, compute_dtype=compute_dtype)
-    loss_and_grads = jax.jit(jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])))
-    logits = jax.jit(lambda p, tokens, segments=None, *key: bind(p)(tokens, segments, *key))
+    loss_and_grads = jax.jit(
+        jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:]))
+    )
+    logits = jax.jit(
+        lambda p, tokens, segments=None, *key: bind(p)(tokens, segments, *key)
+    )
     return jax.jit(init)(jax.random.key(0)), loss_and_grads, logits
 
 

@@ -11,7 +11,15 @@ import numpy as np
 import optax
 import pytest
 
-from scalify_core import PrecisionWarning, ScaledArray, as_scaled_array, asarray, gelu, optim, scalify
+from scalify_core import (
+    PrecisionWarning,
+    ScaledArray,
+    as_scaled_array,
+    asarray,
+    gelu,
+    optim,
+    scalify,
+)
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "trust.md").read_text()
 X = as_scaled_array(jnp.arange(1.0, 5.0), dtype=jnp.float16)
@@ -23,7 +31,9 @@ def test_the_program_prints_what_the_page_shows(tmp_path, capsys):
     path.write_text(program)
     runpy.run_path(str(path))
     printed = capsys.readouterr().out
-    assert printed == shown, f"docs/trust.md is stale; its second block is now\n{printed}"
+    assert printed == shown, (
+        f"docs/trust.md is stale; its second block is now\n{printed}"
+    )
 
 
 def test_forward_mode_goes_inside():
@@ -39,31 +49,45 @@ def test_forward_mode_goes_inside():
 def test_one_run_time_scale_is_mapped_inside_or_by_its_axes():
     with pytest.raises(ValueError, match="rank"):
         jax.vmap(scalify(jnp.sin))(X)
-    found = scalify(jax.vmap(jnp.sin))(X), jax.vmap(scalify(jnp.sin), in_axes=(ScaledArray(0, None),))(X)
+    found = (
+        scalify(jax.vmap(jnp.sin))(X),
+        jax.vmap(scalify(jnp.sin), in_axes=(ScaledArray(0, None),))(X),
+    )
     assert [x.scale.shape for x in found] == [(), (4,)]
-    for x in (*found, jax.vmap(scalify(jnp.sin))(as_scaled_array(asarray(X), 1.0, dtype=jnp.float16))):
+    for x in (
+        *found,
+        jax.vmap(scalify(jnp.sin))(as_scaled_array(asarray(X), 1.0, dtype=jnp.float16)),
+    ):
         np.testing.assert_allclose(asarray(x), np.sin(np.arange(1.0, 5.0)), rtol=2**-9)
 
 
 def test_what_is_said_of_donated_scales():
     mapped = jax.vmap(scalify(lambda x: x * 0.5), in_axes=(ScaledArray(0, None),))
     with pytest.warns(UserWarning, match="donated buffers were not usable"):
-        out = jax.jit(mapped, donate_argnums=0)(as_scaled_array(jnp.arange(1.0, 5.0), dtype=jnp.float16))
+        out = jax.jit(mapped, donate_argnums=0)(
+            as_scaled_array(jnp.arange(1.0, 5.0), dtype=jnp.float16)
+        )
     np.testing.assert_array_equal(asarray(out), np.arange(1.0, 5.0) / 2)
     own = as_scaled_array({"a": jnp.ones(3), "b": jnp.ones(4)}, dtype=jnp.float16)
-    halved = jax.jit(scalify(lambda tree: jax.tree.map(lambda x: x * 0.5, tree)), donate_argnums=0)(own)
+    halved = jax.jit(
+        scalify(lambda tree: jax.tree.map(lambda x: x * 0.5, tree)), donate_argnums=0
+    )(own)
     np.testing.assert_array_equal(asarray(halved)["b"], np.full(4, 0.5))
 
 
 def test_numbers_far_below_the_scale_are_zeros_and_those_far_above_saturate():
-    x = ScaledArray(jnp.asarray([2.0**-24, 2.0**-26, 2.0**15, 2.0**17], jnp.float32), 1.0).astype(jnp.float16)
+    x = ScaledArray(
+        jnp.asarray([2.0**-24, 2.0**-26, 2.0**15, 2.0**17], jnp.float32), 1.0
+    ).astype(jnp.float16)
     np.testing.assert_array_equal(asarray(x), [2.0**-24, 0, 2.0**15, 65504])
 
 
 def test_an_optimiser_step_with_narrow_moments_is_better_done_outside():
     sizes = 10.0 ** jnp.linspace(-4, 3, 64)[:, None]
     tx = optax.adam(1e-2)
-    params = as_scaled_array(jax.random.normal(jax.random.key(1), (64, 8)), dtype=jnp.float16)
+    params = as_scaled_array(
+        jax.random.normal(jax.random.key(1), (64, 8)), dtype=jnp.float16
+    )
     gradient = jax.grad(lambda p: jnp.sum(sizes * jnp.tanh(p) ** 2))
 
     def step(p, state):
@@ -82,7 +106,9 @@ def test_an_optimiser_step_with_narrow_moments_is_better_done_outside():
     inside = jax.jit(scalify(step))
     largest, smallest = updates(jax.jit(step), asarray(params), plain)
     assert 0.07 < smallest <= largest < 0.1
-    largest, smallest = updates(inside, params, as_scaled_array(plain, dtype=jnp.float16))
+    largest, smallest = updates(
+        inside, params, as_scaled_array(plain, dtype=jnp.float16)
+    )
     assert smallest < 0.03
     assert 0.07 < largest < 0.1
     largest, smallest = updates(inside, params, plain)
@@ -93,7 +119,9 @@ def test_an_optimiser_step_with_narrow_moments_is_better_done_outside():
 
     @jax.jit
     def outside(p, state):
-        updates, state = stored.update(asarray(scalify(gradient)(as_scaled_array(p, dtype=jnp.float16))), state, p)
+        updates, state = stored.update(
+            asarray(scalify(gradient)(as_scaled_array(p, dtype=jnp.float16))), state, p
+        )
         return optax.apply_updates(p, updates), state
 
     largest, smallest = updates(outside, asarray(params), stored.init(asarray(params)))
@@ -104,9 +132,15 @@ def test_the_lowest_number_masks_after_a_product():
     q = as_scaled_array(jax.random.normal(jax.random.key(0), (4, 3)), dtype=jnp.float16)
 
     def masked(q, number):
-        return jnp.where(jnp.arange(3)[None] == 2, number, q) @ jnp.eye(3, dtype=q.dtype)[:, :2]
+        return (
+            jnp.where(jnp.arange(3)[None] == 2, number, q)
+            @ jnp.eye(3, dtype=q.dtype)[:, :2]
+        )
 
-    lowest, inside = float(jnp.finfo(jnp.float32).min), jax.jit(lambda q: q @ jnp.eye(3, dtype=q.dtype)[:, :2])
+    lowest, inside = (
+        float(jnp.finfo(jnp.float32).min),
+        jax.jit(lambda q: q @ jnp.eye(3, dtype=q.dtype)[:, :2]),
+    )
     for number in (lowest, -1e4):
         found = asarray(scalify(functools.partial(masked, number=number))(q))
         np.testing.assert_allclose(found, asarray(q)[:, :2], rtol=2**-10)
@@ -120,10 +154,17 @@ def test_the_lowest_number_masks_after_a_product():
 
 
 def test_rows_that_a_permutation_given_as_an_argument_copies_are_rounded():
-    x, order = as_scaled_array((jax.random.normal(jax.random.key(0), (8, 8)), jnp.eye(8)[::-1]), dtype=jnp.float16)
+    x, order = as_scaled_array(
+        (jax.random.normal(jax.random.key(0), (8, 8)), jnp.eye(8)[::-1]),
+        dtype=jnp.float16,
+    )
 
     def differ(order_of):
-        found = scalify(lambda x, order: jnp.abs(order_of(order) @ jnp.tanh(x) - jnp.tanh(x)[::-1]).max())(x, order)
+        found = scalify(
+            lambda x, order: jnp.abs(
+                order_of(order) @ jnp.tanh(x) - jnp.tanh(x)[::-1]
+            ).max()
+        )(x, order)
         return float(asarray(found))
 
     assert 0 < differ(lambda order: order) < 2**-11

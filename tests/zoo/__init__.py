@@ -1,6 +1,8 @@
-"""Models that people really use, written without any knowledge of scales: gradients are measured on them.
+"""Models that people really use, written without any knowledge of scales: gradients are
+measured on them.
 
-Each builder takes `depth` and `width`, and `dot_general` where the model lets its matrix products be replaced.
+Each builder takes `depth` and `width`, and `dot_general` where the model lets its
+matrix products be replaced.
 """
 
 import inspect

@@ -1,6 +1,8 @@
-"""What a model of the zoo is, and the small things that their authors all write: initial weights, batches, losses.
+"""What a model of the zoo is, and the small things that their authors all write:
+initial weights, batches, losses.
 
-The models are ordinary JAX: nothing in them knows of scales. B batch, T time, D width, V vocabulary, F hidden channels.
+The models are ordinary JAX: nothing in them knows of scales. B batch, T time, D width,
+V vocabulary, F hidden channels.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ class Case(NamedTuple):
 
     Attributes:
         name: of the model.
-        loss: of `(params, batch)`, an FP32 scalar; with `has_aux` a pair of it and other results.
+        loss: of `(params, batch)`, an FP32 scalar; with `has_aux` a pair of it and
+            other results.
         params: a pytree of float32 arrays.
         batch: a pytree of arrays: int32 tokens, float32 images.
         has_aux: whether `loss` gives more than the scalar.
-        powers: trees like `params`, `batch` and the gradient: times any factor to these powers, the former give the
-            latter. None: no such are known.
-        reach: the exponent of the largest power of two that such a factor's power may be: plain FP32 can do that.
+        powers: trees like `params`, `batch` and the gradient: times any factor to these
+            powers, the former give the latter. None: no such are known.
+        reach: the exponent of the largest power of two that such a factor's power may
+            be: plain FP32 can do that.
     """
 
     name: str
@@ -45,7 +49,8 @@ def keys(seed: int) -> Callable[[], jax.Array]:
 
 
 def normal(key: jax.Array, *shape: int, std: float | None = None) -> jax.Array:
-    """Gaussian weights; 1/sqrt(fan_in), where the last axis but one is contracted, if no deviation is given."""
+    """Gaussian weights; 1/sqrt(fan_in), where the last axis but one is contracted, if
+    no deviation is given."""
     std = 1 / math.sqrt(shape[-2]) if std is None else std
     return std * jax.random.normal(key, shape)
 
@@ -59,16 +64,21 @@ def uniform(key: jax.Array, *shape: int) -> jax.Array:
 def tokens(batch: int, time: int, vocab: int, seed: int = 1) -> jax.Array:
     """Token ids `[B, T]`, int32, the small ones more frequent, as words are."""
     weights = -1.0 * jnp.log(jnp.arange(1, vocab + 1))
-    return jax.random.categorical(jax.random.key(seed), weights, shape=(batch, time)).astype(jnp.int32)
+    return jax.random.categorical(
+        jax.random.key(seed), weights, shape=(batch, time)
+    ).astype(jnp.int32)
 
 
 def images(batch: int, size: int, channels: int = 3, seed: int = 1) -> jax.Array:
-    """Images `[B, size, size, channels]` of smooth colours and some noise, normalised as data loaders do."""
+    """Images `[B, size, size, channels]` of smooth colours and some noise, normalised
+    as data loaders do."""
     k1, k2, k3 = jax.random.split(jax.random.key(seed), 3)
     place = jnp.arange(size) / size
     wave = jax.random.uniform(k1, (batch, 1, 1, channels), minval=1.0, maxval=6.0)
     phase = jax.random.uniform(k2, (batch, 1, 1, channels), maxval=6.0)
-    smooth = jnp.sin(wave * place[None, :, None, None] + phase) * jnp.cos(wave * place[None, None, :, None])
+    smooth = jnp.sin(wave * place[None, :, None, None] + phase) * jnp.cos(
+        wave * place[None, None, :, None]
+    )
     return smooth + 0.3 * jax.random.normal(k3, (batch, size, size, channels))
 
 

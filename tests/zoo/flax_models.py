@@ -1,4 +1,5 @@
-"""Transformers and image models as users of Flax write them: Linen and NNX, default initialisers."""
+"""Transformers and image models as users of Flax write them: Linen and NNX, default
+initialisers."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ VOCAB, TIME = 64, 16
 
 
 class EncoderBlock(nn.Module):
-    """Self-attention and an MLP; the norm before each (`pre`) or after each residual sum."""
+    """Self-attention and an MLP; the norm before each (`pre`) or after each residual
+    sum."""
 
     pre: bool
     dot_general: DotGeneral
@@ -28,10 +30,14 @@ class EncoderBlock(nn.Module):
         d, dot = x.shape[-1], self.dot_general
 
         def attend(y: jax.Array) -> jax.Array:
-            return nn.MultiHeadDotProductAttention(self.heads, qkv_dot_general=dot, out_dot_general=dot)(y, y)
+            return nn.MultiHeadDotProductAttention(
+                self.heads, qkv_dot_general=dot, out_dot_general=dot
+            )(y, y)
 
         def mlp(y: jax.Array) -> jax.Array:
-            return nn.Dense(d, dot_general=dot)(nn.gelu(nn.Dense(4 * d, dot_general=dot)(y)))
+            return nn.Dense(d, dot_general=dot)(
+                nn.gelu(nn.Dense(4 * d, dot_general=dot)(y))
+            )
 
         if self.pre:
             x = x + attend(nn.LayerNorm()(x))
@@ -50,7 +56,9 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, ids: jax.Array) -> jax.Array:
-        positions = self.param("positions", nn.initializers.normal(0.02), (TIME, self.width))
+        positions = self.param(
+            "positions", nn.initializers.normal(0.02), (TIME, self.width)
+        )
         x = nn.Embed(VOCAB, self.width)(ids) + positions[None]
         x = x if self.pre else nn.LayerNorm()(x)
         for _ in range(self.depth):
@@ -58,7 +66,9 @@ class Encoder(nn.Module):
         return nn.Dense(VOCAB)(nn.LayerNorm()(x) if self.pre else x)
 
 
-def encoder(name: str, depth: int, width: int, pre: bool, dot_general: DotGeneral, seed: int) -> Case:
+def encoder(
+    name: str, depth: int, width: int, pre: bool, dot_general: DotGeneral, seed: int
+) -> Case:
     """Masked tokens are to be found: the sum over them divided by their number."""
     ids = tokens(4, TIME, VOCAB)
     mask = (jax.random.uniform(jax.random.key(7), ids.shape) < 0.25).astype(jnp.float32)
@@ -74,12 +84,22 @@ def encoder(name: str, depth: int, width: int, pre: bool, dot_general: DotGenera
     return Case(name, loss, params, {"ids": ids, "mask": mask})
 
 
-def encoder_pre_ln(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general, seed: int = 0) -> Case:
+def encoder_pre_ln(
+    depth: int = 8,
+    width: int = 32,
+    dot_general: DotGeneral = lax.dot_general,
+    seed: int = 0,
+) -> Case:
     """Norms before the branches."""
     return encoder("encoder_pre_ln", depth, width, True, dot_general, seed)
 
 
-def encoder_post_ln(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general, seed: int = 0) -> Case:
+def encoder_post_ln(
+    depth: int = 8,
+    width: int = 32,
+    dot_general: DotGeneral = lax.dot_general,
+    seed: int = 0,
+) -> Case:
     """Norms after the sums, as in the first Transformer."""
     return encoder("encoder_post_ln", depth, width, False, dot_general, seed)
 
@@ -88,9 +108,17 @@ class DecoderBlock(nnx.Module):
     """GPT-like, of NNX's own layers."""
 
     def __init__(self, width: int, dot_general: DotGeneral, rngs: nnx.Rngs) -> None:
-        self.norm_1, self.norm_2 = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
+        self.norm_1, self.norm_2 = (
+            nnx.LayerNorm(width, rngs=rngs),
+            nnx.LayerNorm(width, rngs=rngs),
+        )
         self.attention = nnx.MultiHeadAttention(
-            4, width, decode=False, qkv_dot_general=dot_general, out_dot_general=dot_general, rngs=rngs
+            4,
+            width,
+            decode=False,
+            qkv_dot_general=dot_general,
+            out_dot_general=dot_general,
+            rngs=rngs,
         )
         self.up = nnx.Linear(width, 4 * width, dot_general=dot_general, rngs=rngs)
         self.down = nnx.Linear(4 * width, width, dot_general=dot_general, rngs=rngs)
@@ -103,9 +131,16 @@ class DecoderBlock(nnx.Module):
 class Decoder(nnx.Module):
     """Logits of the next token; the head is the embedding."""
 
-    def __init__(self, depth: int, width: int, dot_general: DotGeneral, rngs: nnx.Rngs) -> None:
-        self.embed, self.positions = nnx.Embed(VOCAB, width, rngs=rngs), nnx.Embed(TIME, width, rngs=rngs)
-        self.blocks = nnx.List([DecoderBlock(width, dot_general, rngs) for _ in range(depth)])
+    def __init__(
+        self, depth: int, width: int, dot_general: DotGeneral, rngs: nnx.Rngs
+    ) -> None:
+        self.embed, self.positions = (
+            nnx.Embed(VOCAB, width, rngs=rngs),
+            nnx.Embed(TIME, width, rngs=rngs),
+        )
+        self.blocks = nnx.List(
+            [DecoderBlock(width, dot_general, rngs) for _ in range(depth)]
+        )
         self.norm = nnx.LayerNorm(width, rngs=rngs)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
@@ -116,19 +151,26 @@ class Decoder(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-def nnx_decoder(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general) -> Case:
+def nnx_decoder(
+    depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general
+) -> Case:
     """Pre-LN, by `nnx.split` and `nnx.merge`."""
-    graph, params = nnx.split(Decoder(depth, width, dot_general, nnx.Rngs(0)), nnx.Param)
+    graph, params = nnx.split(
+        Decoder(depth, width, dot_general, nnx.Rngs(0)), nnx.Param
+    )
 
     def loss(params: Any, batch: Any) -> jax.Array:
         logits = nnx.merge(graph, params)(batch[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch[:, 1:]
+        ).mean()
 
     return Case("nnx_decoder", loss, params, tokens(4, TIME + 1, VOCAB))
 
 
 class ViT(nn.Module):
-    """Patches of 4x4 by a convolution, learnt positions, pre-LN blocks, the mean of the tokens."""
+    """Patches of 4x4 by a convolution, learnt positions, pre-LN blocks, the mean of the
+    tokens."""
 
     depth: int
     width: int
@@ -144,7 +186,12 @@ class ViT(nn.Module):
         return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
 
 
-def vit(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general, seed: int = 0) -> Case:
+def vit(
+    depth: int = 8,
+    width: int = 32,
+    dot_general: DotGeneral = lax.dot_general,
+    seed: int = 0,
+) -> Case:
     """Classes of images, labels smoothed."""
     model = ViT(depth, width, dot_general)
     batch = {"image": images(4, 16), "label": labels(4, 10)}
@@ -170,7 +217,9 @@ class ResBlock(nn.Module):
         y = nn.Conv(self.channels, (3, 3), s, use_bias=False)(x)
         y = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9)(y))
         y = nn.Conv(self.channels, (3, 3), use_bias=False)(y)
-        y = nn.BatchNorm(use_running_average=False, momentum=0.9, scale_init=nn.initializers.ones)(y)
+        y = nn.BatchNorm(
+            use_running_average=False, momentum=0.9, scale_init=nn.initializers.ones
+        )(y)
         if x.shape != y.shape:
             x = nn.Conv(self.channels, (1, 1), s, use_bias=False)(x)
             x = nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
@@ -204,7 +253,14 @@ def resnet(depth: int = 14, width: int = 8) -> Case:
 
     def loss(params: Any, batch: Any) -> tuple[jax.Array, Any]:
         variables = {"params": params, "batch_stats": batch["stats"]}
-        logits, updated = model.apply(variables, batch["image"], mutable=["batch_stats"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), updated
+        logits, updated = model.apply(
+            variables, batch["image"], mutable=["batch_stats"]
+        )
+        return (
+            optax.softmax_cross_entropy_with_integer_labels(
+                logits, batch["label"]
+            ).mean(),
+            updated,
+        )
 
     return Case("resnet", loss, variables["params"], batch, has_aux=True)

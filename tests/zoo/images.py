@@ -14,7 +14,8 @@ from zoo.case import Case, images
 
 
 class UNet(nn.Module):
-    """Two convolutions a level, max-pooling down, transposed convolutions up, skips by concatenation."""
+    """Two convolutions a level, max-pooling down, transposed convolutions up, skips by
+    concatenation."""
 
     levels: int
     width: int
@@ -29,7 +30,9 @@ class UNet(nn.Module):
         x = self.convolved(x, self.width * 2**self.levels)
         for level in reversed(range(self.levels)):
             x = nn.ConvTranspose(self.width * 2**level, (2, 2), (2, 2))(x)
-            x = self.convolved(jnp.concatenate([skips.pop(), x], -1), self.width * 2**level)
+            x = self.convolved(
+                jnp.concatenate([skips.pop(), x], -1), self.width * 2**level
+            )
         return nn.Conv(1, (1, 1))(x)
 
     def convolved(self, x: jax.Array, channels: int) -> jax.Array:
@@ -39,7 +42,8 @@ class UNet(nn.Module):
 
 
 def unet(depth: int = 9, width: int = 8) -> Case:
-    """Segmentation: binary cross-entropy of each pixel plus the Dice loss. `depth` counts pairs of convolutions."""
+    """Segmentation: binary cross-entropy of each pixel plus the Dice loss. `depth`
+    counts pairs of convolutions."""
     model = UNet(max(1, min(3, depth // 3)), width)
     x = images(4, 16)
     batch = {"image": x, "mask": (x.mean(-1, keepdims=True) > 0.2).astype(jnp.float32)}
@@ -49,7 +53,9 @@ def unet(depth: int = 9, width: int = 8) -> Case:
         logits = model.apply({"params": params}, batch["image"])
         crossed = optax.sigmoid_binary_cross_entropy(logits, batch["mask"]).mean()
         p = jax.nn.sigmoid(jnp.asarray(logits))
-        dice = 1 - (2 * (p * batch["mask"]).sum() + 1) / (p.sum() + batch["mask"].sum() + 1)
+        dice = 1 - (2 * (p * batch["mask"]).sum() + 1) / (
+            p.sum() + batch["mask"].sum() + 1
+        )
         return crossed + dice
 
     return Case("unet", loss, params, batch)
@@ -63,7 +69,8 @@ def time_embedding(t: jax.Array, width: int) -> jax.Array:
 
 
 class TimedBlock(nn.Module):
-    """A residual block with GroupNorm, to which the time adds; its last convolution starts at zero."""
+    """A residual block with GroupNorm, to which the time adds; its last convolution
+    starts at zero."""
 
     channels: int
 
@@ -93,18 +100,27 @@ class Denoiser(nn.Module):
         x = nn.Conv(2 * self.width, (3, 3), (2, 2))(x)
         flat = nn.GroupNorm(4)(x).reshape(x.shape[0], -1, x.shape[-1])
         x = x + nn.MultiHeadDotProductAttention(2)(flat, flat).reshape(x.shape)
-        x = jax.image.resize(x, (x.shape[0], 2 * x.shape[1], 2 * x.shape[2], x.shape[3]), "nearest")
+        x = jax.image.resize(
+            x, (x.shape[0], 2 * x.shape[1], 2 * x.shape[2], x.shape[3]), "nearest"
+        )
         for i in range(self.blocks):
-            x = TimedBlock(self.width * (1 + i % 2))(jnp.concatenate([x, skips.pop()], -1), t)
+            x = TimedBlock(self.width * (1 + i % 2))(
+                jnp.concatenate([x, skips.pop()], -1), t
+            )
         return nn.Conv(3, (3, 3))(nn.silu(nn.GroupNorm(4)(x)))
 
 
 def diffusion(depth: int = 8, width: int = 8) -> Case:
-    """The mean squared error of the noise found in noisy images, at times of the cosine schedule."""
+    """The mean squared error of the noise found in noisy images, at times of the cosine
+    schedule."""
     model = Denoiser(max(1, depth // 2), width)
     x = images(4, 8)
     times = jax.random.randint(jax.random.key(3), (4,), 0, 1000)
-    batch = {"image": x, "noise": jax.random.normal(jax.random.key(4), x.shape), "time": times}
+    batch = {
+        "image": x,
+        "noise": jax.random.normal(jax.random.key(4), x.shape),
+        "time": times,
+    }
     params = model.init(jax.random.key(0), x, times)["params"]
 
     def loss(params: Any, batch: Any) -> jax.Array:

@@ -1,4 +1,5 @@
-"""Llama in plain JAX: RMSNorm, rotary positions, grouped queries, SwiGLU; layers unrolled, scanned or recomputed."""
+"""Llama in plain JAX: RMSNorm, rotary positions, grouped queries, SwiGLU; layers
+unrolled, scanned or recomputed."""
 
 from __future__ import annotations
 
@@ -29,12 +30,16 @@ def rope(x_BxTxHxK: jax.Array, theta: float = 10_000.0) -> jax.Array:
     half = x_BxTxHxK.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half) / half)
     angle = jnp.arange(x_BxTxHxK.shape[1])[:, None] * frequency[None]
-    cos, sin = (f(angle)[None, :, None].astype(x_BxTxHxK.dtype) for f in (jnp.cos, jnp.sin))
+    cos, sin = (
+        f(angle)[None, :, None].astype(x_BxTxHxK.dtype) for f in (jnp.cos, jnp.sin)
+    )
     a, b = jnp.split(x_BxTxHxK, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def attention(p: dict[str, jax.Array], x_BxTxD: jax.Array, dot_general: DotGeneral) -> jax.Array:
+def attention(
+    p: dict[str, jax.Array], x_BxTxD: jax.Array, dot_general: DotGeneral
+) -> jax.Array:
     """Causal, each key and value head serving HEADS / GROUPS query heads."""
     batch, time, _ = x_BxTxD.shape
     q, k, v = (
@@ -51,16 +56,23 @@ def attention(p: dict[str, jax.Array], x_BxTxD: jax.Array, dot_general: DotGener
     return matmul(dot_general, mixed, p["wo"])
 
 
-def layer(p: dict[str, jax.Array], x_BxTxD: jax.Array, dot_general: DotGeneral) -> jax.Array:
+def layer(
+    p: dict[str, jax.Array], x_BxTxD: jax.Array, dot_general: DotGeneral
+) -> jax.Array:
     """One block."""
     x = x_BxTxD + attention(p, rms_norm(x_BxTxD, p["attention_norm"]), dot_general)
     y = rms_norm(x, p["ffn_norm"])
-    hidden = jax.nn.silu(matmul(dot_general, y, p["w_gate"])) * matmul(dot_general, y, p["w_up"])
+    hidden = jax.nn.silu(matmul(dot_general, y, p["w_gate"])) * matmul(
+        dot_general, y, p["w_up"]
+    )
     return x + matmul(dot_general, hidden, p["w_down"])
 
 
-def init(depth: int, width: int, std: float | None, residual: float, seed: int) -> dict[str, Any]:
-    """`std` of all matrices, 1/sqrt(fan_in) if None; those that write to the residual stream times `residual`."""
+def init(
+    depth: int, width: int, std: float | None, residual: float, seed: int
+) -> dict[str, Any]:
+    """`std` of all matrices, 1/sqrt(fan_in) if None; those that write to the residual
+    stream times `residual`."""
     key, d, kv, f = keys(seed), width, width * GROUPS // HEADS, 2 * width
 
     def one() -> dict[str, jax.Array]:
@@ -72,7 +84,12 @@ def init(depth: int, width: int, std: float | None, residual: float, seed: int) 
 
     embedding = normal(key(), VOCAB, d, std=0.02 if std else 1.0)
     head = normal(key(), d, VOCAB, std=std)
-    return {"embedding": embedding, "layers": [one() for _ in range(depth)], "norm": jnp.ones(d), "head": head}
+    return {
+        "embedding": embedding,
+        "layers": [one() for _ in range(depth)],
+        "norm": jnp.ones(d),
+        "head": head,
+    }
 
 
 def case(
@@ -102,31 +119,68 @@ def case(
             for p in params["layers"]:
                 x = block(p, x)
         logits = (rms_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch[:, 1:]
+        ).mean()
 
     return Case(name, loss, params, tokens(4, 17, VOCAB))
 
 
-def llama(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general, seed: int = 0) -> Case:
-    """Every matrix with a deviation of 0.02, as the published code has it at any width."""
+def llama(
+    depth: int = 8,
+    width: int = 32,
+    dot_general: DotGeneral = lax.dot_general,
+    seed: int = 0,
+) -> Case:
+    """Every matrix with a deviation of 0.02, as the published code has it at any
+    width."""
     return case("llama", depth, width, dot_general, std=0.02, seed=seed)
 
 
-def llama_fan_in(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general, seed: int = 0) -> Case:
+def llama_fan_in(
+    depth: int = 8,
+    width: int = 32,
+    dot_general: DotGeneral = lax.dot_general,
+    seed: int = 0,
+) -> Case:
     """Matrices of 1/sqrt(fan_in): each block moves the stream as much as the first."""
     return case("llama_fan_in", depth, width, dot_general, std=None, seed=seed)
 
 
-def llama_scan(depth: int = 16, width: int = 32, dot_general: DotGeneral = lax.dot_general) -> Case:
+def llama_scan(
+    depth: int = 16, width: int = 32, dot_general: DotGeneral = lax.dot_general
+) -> Case:
     """Scanned over layers, residual writes divided by sqrt(2 depth)."""
-    return case("llama_scan", depth, width, dot_general, std=None, residual=1 / math.sqrt(2 * depth), scan=True)
+    return case(
+        "llama_scan",
+        depth,
+        width,
+        dot_general,
+        std=None,
+        residual=1 / math.sqrt(2 * depth),
+        scan=True,
+    )
 
 
-def llama_remat(depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general) -> Case:
+def llama_remat(
+    depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general
+) -> Case:
     """Unrolled, each block recomputed in the backward pass."""
-    return case("llama_remat", depth, width, dot_general, std=None, residual=1 / math.sqrt(2 * depth), remat=True)
+    return case(
+        "llama_remat",
+        depth,
+        width,
+        dot_general,
+        std=None,
+        residual=1 / math.sqrt(2 * depth),
+        remat=True,
+    )
 
 
-def llama_scan_remat(depth: int = 16, width: int = 32, dot_general: DotGeneral = lax.dot_general) -> Case:
+def llama_scan_remat(
+    depth: int = 16, width: int = 32, dot_general: DotGeneral = lax.dot_general
+) -> Case:
     """Scanned over recomputed layers, deviation 0.02."""
-    return case("llama_scan_remat", depth, width, dot_general, std=0.02, scan=True, remat=True)
+    return case(
+        "llama_scan_remat", depth, width, dot_general, std=0.02, scan=True, remat=True
+    )

@@ -1,21 +1,27 @@
-"""Gradients of a model of the zoo under `scalify`, leaf by leaf, against those of plain JAX in FP32, FP16 and BF16.
+"""Gradients of a model of the zoo under `scalify`, leaf by leaf, against those of plain
+JAX in FP32, FP16 and BF16.
 
-The errors are norms: |g - r| / |r|, r being the gradient of plain FP32. What is asked of a leaf:
+The errors are norms: |g - r| / |r|, r being the gradient of plain FP32. What is asked
+of a leaf:
 
-    FP16, BF16  at most twice the error of plain code in the format, where that is finite and no worse than 1%; at most
-                1% where it is. Below a few roundings of the format nothing is asked, or a leaf at which plain code is
-                exact by chance would count.
-    FP8         at most twice the error of FP32 code whose products round the same operands to FP8 at the best scales
-                (of their largest magnitudes).
+    FP16, BF16  at most twice the error of plain code in the format, where that is
+                finite and no worse than 1%; at most 1% where it is. Below a few
+                roundings of the format nothing is asked, or a leaf at which plain code
+                is exact by chance would count.
+    FP8         at most twice the error of FP32 code whose products round the same
+                operands to FP8 at the best scales (of their largest magnitudes).
     FP32        1e-5.
-    any         no more zeros than plain BF16, which has the range of FP32, where r is not zero.
+    any         no more zeros than plain BF16, which has the range of FP32, where r is
+    not zero.
 
-Some gradients are not determined by their model: that of the bias of attention's keys is zero, and FP32 finds noise.
-So FP32 is asked twice, once with parameters moved in their last place. What that changes, FP16 cannot know: a leaf
-without a digit that FP16 could have is judged by its size beside the whole gradient. Likewise every format may be twice
-as wrong as FP32 on weights that were moved in the format's last place: where a kink (of a ReLU, a maximum, a choice of
-experts) is near, an error is a matter of luck. And a zero counts where the element is above three times the error that
-its row or its column may have: what is below the rounding of their sums may vanish.
+Some gradients are not determined by their model: that of the bias of attention's keys
+is zero, and FP32 finds noise. So FP32 is asked twice, once with parameters moved in
+their last place. What that changes, FP16 cannot know: a leaf without a digit that FP16
+could have is judged by its size beside the whole gradient. Likewise every format may be
+twice as wrong as FP32 on weights that were moved in the format's last place: where a
+kink (of a ReLU, a maximum, a choice of experts) is near, an error is a matter of luck.
+And a zero counts where the element is above three times the error that its row or its
+column may have: what is below the rounding of their sums may vanish.
 """
 
 from __future__ import annotations
@@ -54,11 +60,14 @@ class Leaf(NamedTuple):
     Attributes:
         path: in the tree of parameters.
         error: relative to plain FP32.
-        plain: error of plain code in the format (of FP8: of FP32 code with FP8 products at the best scales).
+        plain: error of plain code in the format (of FP8: of FP32 code with FP8 products
+            at the best scales).
         limit: of the error.
         zeros: share of elements that are zero where FP32's are not.
-        plain_zeros: the same of plain BF16, where that is asked for: where `zeros` is not 0.
-        determined: whether the model determines this gradient; if not, neither error nor zeros mean anything.
+        plain_zeros: the same of plain BF16, where that is asked for: where `zeros` is
+            not 0.
+        determined: whether the model determines this gradient; if not, neither error
+            nor zeros mean anything.
         fits: whether it is within the figures.
     """
 
@@ -87,8 +96,12 @@ class Found(NamedTuple):
 
     @property
     def worst(self) -> Leaf:
-        """The leaf that is furthest beyond its limit, of those that the model determines; rather one that fails."""
-        return max((x for x in self.leaves if x.determined), key=lambda x: (not x.fits, _or_inf(x.error / x.limit)))
+        """The leaf that is furthest beyond its limit, of those that the model
+        determines; rather one that fails."""
+        return max(
+            (x for x in self.leaves if x.determined),
+            key=lambda x: (not x.fits, _or_inf(x.error / x.limit)),
+        )
 
     @property
     def failures(self) -> list[Leaf]:
@@ -98,8 +111,9 @@ class Found(NamedTuple):
     def lines(self) -> list[str]:
         """A line for each leaf that fails."""
         return [
-            f"{self.model} {self.format} {self.scales} {x.path}: error {x.error:.2g} of at most {x.limit:.2g}, plain "
-            f"{x.plain:.2g}; zeros {x.zeros:.1%}, plain BF16 {x.plain_zeros:.1%}"
+            f"{self.model} {self.format} {self.scales} {x.path}: error {x.error:.2g} of"
+            f" at most {x.limit:.2g}, plain {x.plain:.2g}; zeros {x.zeros:.1%}, plain"
+            f" BF16 {x.plain_zeros:.1%}"
             for x in self.failures
         ]
 
@@ -107,16 +121,24 @@ class Found(NamedTuple):
 class Subject:
     """A model, and what is compared with: made once, when it is first asked for."""
 
-    def __init__(self, name: str, depth: int | None = None, width: int | None = None) -> None:
+    def __init__(
+        self, name: str, depth: int | None = None, width: int | None = None
+    ) -> None:
         """`depth` and `width`: None for those that the model has by itself."""
         self.name = name
-        self.sizes = {key: size for key, size in (("depth", depth), ("width", width)) if size is not None}
+        self.sizes = {
+            key: size
+            for key, size in (("depth", depth), ("width", width))
+            if size is not None
+        }
         self.case = self.build()
         self._compiled = jax.jit(gradient_of(self.case))
 
     def build(self, dot_general: Callable | None = None) -> Case:
         """The case, its products by `dot_general` if one is given."""
-        given: dict[str, Any] = {} if dot_general is None else {"dot_general": dot_general}
+        given: dict[str, Any] = (
+            {} if dot_general is None else {"dot_general": dot_general}
+        )
         return BUILDERS[self.name](**self.sizes, **given)
 
     def of_fp32(self, params: Any, batch: Any) -> Gradient:
@@ -130,12 +152,14 @@ class Subject:
 
     @functools.cached_property
     def noise(self) -> dict[str, float]:
-        """By how much each leaf changes, relatively, when parameters move in their last place."""
+        """By how much each leaf changes, relatively, when parameters move in their last
+        place."""
         return self.moved(LAST_PLACE, 1)
 
     @functools.cache  # noqa: B019, lives as long as a test
     def moved(self, step: float, times: int) -> dict[str, float]:
-        """The largest error of FP32's gradient with weights up or down by a relative step, at random, so many times."""
+        """The largest error of FP32's gradient with weights up or down by a relative
+        step, at random, so many times."""
         rng, worst = np.random.default_rng(0), dict.fromkeys(self.reference, 0.0)
 
         def moved(x: Any) -> Any:
@@ -144,19 +168,27 @@ class Subject:
 
         for _ in range(times):
             found = self.of_fp32(jax.tree.map(moved, self.case.params), self.case.batch)
-            worst = {path: max(worst[path], error(found[path], x)) for path, x in self.reference.items()}
+            worst = {
+                path: max(worst[path], error(found[path], x))
+                for path, x in self.reference.items()
+            }
         return worst
 
     @functools.cache  # noqa: B019
     def plain(self, format: str) -> Gradient:
-        """Plain code in a format; for FP8, FP32 code whose products are FP8 at the best scales."""
+        """Plain code in a format; for FP8, FP32 code whose products are FP8 at the best
+        scales."""
         case, dtype = self.case, FORMATS[format].dtype
         if format == "fp32":
             return self.reference
         if format == "fp8":
             dot_general = sc.Fp8DotGeneral(scaling=sc.Scaling("amax", "amax", "amax"))
-            return as_numbers(jax.jit(gradient_of(self.build(dot_general)))(case.params, case.batch))
-        params, batch = jax.tree.map(lambda x: x.astype(dtype) if _is_float(x) else x, (case.params, case.batch))
+            return as_numbers(
+                jax.jit(gradient_of(self.build(dot_general)))(case.params, case.batch)
+            )
+        params, batch = jax.tree.map(
+            lambda x: x.astype(dtype) if _is_float(x) else x, (case.params, case.batch)
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # constants such as -1e38 overflow in FP16
             return as_numbers(jax.jit(gradient_of(case))(params, batch))
@@ -164,10 +196,15 @@ class Subject:
     def scaled(self, format: str, scales: str) -> tuple[Callable, tuple[Any, Any]]:
         """The scalified gradient, not compiled, and its arguments."""
         case = self.build(sc.fp8_dot_general) if format == "fp8" else self.case
-        args = sc.as_scaled_array((case.params, case.batch), dtype=FORMATS[format].dtype)
+        args = sc.as_scaled_array(
+            (case.params, case.batch), dtype=FORMATS[format].dtype
+        )
         if scales == "static":
             args = sc.tree.map_arrays(
-                lambda x: sc.ScaledArray(x.data, float(x.scale)) if is_scaled_array(x) else x, args
+                lambda x: (
+                    sc.ScaledArray(x.data, float(x.scale)) if is_scaled_array(x) else x
+                ),
+                args,
             )
         return sc.scalify(gradient_of(case)), args
 
@@ -175,7 +212,8 @@ class Subject:
         """The gradient under `scalify`."""
         fun, args = self.scaled(format, scales)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a primitive has no rule is no error; a wrong gradient is
+            # that a primitive has no rule is no error; a wrong gradient is
+            warnings.simplefilter("ignore")
             return as_numbers(jax.jit(fun)(*args))
 
 
@@ -194,11 +232,15 @@ def measure(subject: Subject, format: str, scales: str = "static") -> Found:
         raise ValueError(f"{subject.name} has no products that could be FP8")
     found = subject.gradient(format, scales)
     whole = math.sqrt(sum(float(np.sum(x**2)) for x in subject.reference.values()))
-    leaves = [_judged(subject, format, path, found[path], whole) for path in subject.reference]
+    leaves = [
+        _judged(subject, format, path, found[path], whole) for path in subject.reference
+    ]
     return Found(subject.name, format, scales, leaves)
 
 
-def _judged(subject: Subject, format: str, path: str, found: np.ndarray, whole: float) -> Leaf:
+def _judged(
+    subject: Subject, format: str, path: str, found: np.ndarray, whole: float
+) -> Leaf:
     """One leaf; `whole` is the norm of the whole gradient."""
     reference, plain = subject.reference[path], subject.plain(format)[path]
     off, plain_off = error(found, reference), error(plain, reference)
@@ -231,13 +273,16 @@ def limit_of(subject: Subject, format: str, path: str, plain: float) -> float:
 
 
 class Cost(NamedTuple):
-    """Times of the scalified gradient over those of the plain one, medians of interleaved rounds."""
+    """Times of the scalified gradient over those of the plain one, medians of
+    interleaved rounds."""
 
     trace: float
     compile: float
 
 
-def cost(subject: Subject, format: str = "fp16", scales: str = "static", *, rounds: int = 3) -> Cost:
+def cost(
+    subject: Subject, format: str = "fp16", scales: str = "static", *, rounds: int = 3
+) -> Cost:
     """Trace both gradients, and compile both, in turns, all caches of JAX empty."""
     case = subject.case
     plain: tuple[Callable, tuple] = (gradient_of(case), (case.params, case.batch))
@@ -259,11 +304,15 @@ def cost(subject: Subject, format: str = "fp16", scales: str = "static", *, roun
                     lowered.compile()
                     compiles[i].append(time.perf_counter() - start)
     trace_ratios = [b / a for a, b in zip(traces[0][1:], traces[1][1:], strict=True)]
-    return Cost(statistics.median(trace_ratios), statistics.median(b / a for a, b in zip(*compiles, strict=True)))
+    return Cost(
+        statistics.median(trace_ratios),
+        statistics.median(b / a for a, b in zip(*compiles, strict=True)),
+    )
 
 
 def gradient_of(case: Case) -> Callable[[Any, Any], Any]:
-    """`(params, batch)` to the gradient with respect to the parameters; a function of its own at each call."""
+    """`(params, batch)` to the gradient with respect to the parameters; a function of
+    its own at each call."""
 
     def gradient(params: Any, batch: Any) -> Any:
         found = jax.grad(case.loss, has_aux=case.has_aux)(params, batch)
@@ -285,7 +334,8 @@ def as_numbers(gradient: Any) -> Gradient:
 
 
 def error(found: np.ndarray, reference: np.ndarray) -> float:
-    """|found - reference| / |reference|; infinite where something is not finite, or should be zero and is not."""
+    """|found - reference| / |reference|; infinite where something is not finite, or
+    should be zero and is not."""
     with np.errstate(all="ignore"):
         off, size = np.linalg.norm(found - reference), np.linalg.norm(reference)
         return 0.0 if off == 0 else _or_inf(off / size)
@@ -294,10 +344,14 @@ def error(found: np.ndarray, reference: np.ndarray) -> float:
 def share_of_zeros(found: np.ndarray, reference: np.ndarray, small: float) -> float:
     """The share of elements that are zero and should not be.
 
-    Those are not small, by this factor, beside the root mean square of any line of elements through them.
+    Those are not small, by this factor, beside the root mean square of any line of
+    elements through them.
     """
     sizes = np.abs(reference)
-    lines = [np.sqrt(np.mean(np.square(reference), axis, keepdims=True)) for axis in range(reference.ndim)]
+    lines = [
+        np.sqrt(np.mean(np.square(reference), axis, keepdims=True))
+        for axis in range(reference.ndim)
+    ]
     counts = sizes > 0
     for line in lines[1:]:
         lines[0] = np.minimum(lines[0], line)

@@ -1,4 +1,5 @@
-"""Sequence models that are no transformers: Mamba, RWKV, an LSTM; a mixture of experts. Plain JAX, but the LSTM."""
+"""Sequence models that are no transformers: Mamba, RWKV, an LSTM; a mixture of experts.
+Plain JAX, but the LSTM."""
 
 from __future__ import annotations
 
@@ -22,13 +23,18 @@ def next_token(name: str, forward: Any, params: Any, time: int = 16) -> Case:
 
     def loss(params: Any, batch: Any) -> jax.Array:
         logits = forward(params, batch[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch[:, 1:]
+        ).mean()
 
     return Case(name, loss, params, tokens(2, time + 1, VOCAB))
 
 
-def selective_scan(x: jax.Array, dt: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-    """h_t = exp(dt_t a) h_(t-1) + dt_t b_t x_t, y_t = c_t h_t: x, dt `[B, T, E]`, a `[E, N]`, b, c `[B, T, N]`."""
+def selective_scan(
+    x: jax.Array, dt: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array
+) -> jax.Array:
+    """h_t = exp(dt_t a) h_(t-1) + dt_t b_t x_t, y_t = c_t h_t: x, dt `[B, T, E]`, a
+    `[E, N]`, b, c `[B, T, N]`."""
     decay = jnp.exp(dt[..., None] * a[None, None])
     inflow = (dt * x)[..., None] * b[:, :, None]
 
@@ -44,7 +50,10 @@ def mamba_block(p: Any, x_BxTxD: jax.Array) -> jax.Array:
     x, z = jnp.split(x_BxTxD @ p["w_in"], 2, axis=-1)
     time = x.shape[1]
     padded = jnp.pad(x, ((0, 0), (TAPS - 1, 0), (0, 0)))
-    x = sum(padded[:, i : i + time] * p["conv"][i][None, None] for i in range(TAPS)) + p["conv_bias"]
+    x = (
+        sum(padded[:, i : i + time] * p["conv"][i][None, None] for i in range(TAPS))
+        + p["conv_bias"]
+    )
     x = jax.nn.silu(x)
     dt, b, c = jnp.split(x @ p["w_x"], [RANK, RANK + STATE], axis=-1)
     dt = jax.nn.softplus(dt @ p["w_dt"] + p["dt_bias"])
@@ -57,7 +66,11 @@ def mamba(depth: int = 8, width: int = 16) -> Case:
     key, e = keys(0), 2 * width
 
     def block() -> dict[str, jax.Array]:
-        dt = jnp.exp(jax.random.uniform(key(), (e,), minval=math.log(1e-3), maxval=math.log(1e-1)))
+        dt = jnp.exp(
+            jax.random.uniform(
+                key(), (e,), minval=math.log(1e-3), maxval=math.log(1e-1)
+            )
+        )
         return {
             "norm": jnp.ones(width),
             "w_in": normal(key(), width, 2 * e),
@@ -71,7 +84,10 @@ def mamba(depth: int = 8, width: int = 16) -> Case:
             "w_out": normal(key(), e, width, std=1 / math.sqrt(e * depth)),
         }
 
-    params = {"embedding": normal(key(), VOCAB, width, std=0.02), "blocks": [block() for _ in range(depth)]}
+    params = {
+        "embedding": normal(key(), VOCAB, width, std=0.02),
+        "blocks": [block() for _ in range(depth)],
+    }
     params["norm"] = jnp.ones(width)
 
     def forward(params: Any, ids: jax.Array) -> jax.Array:
@@ -83,8 +99,11 @@ def mamba(depth: int = 8, width: int = 16) -> Case:
     return next_token("mamba", forward, params)
 
 
-def wkv(k_TxBxD: jax.Array, v_TxBxD: jax.Array, decay: jax.Array, bonus: jax.Array) -> jax.Array:
-    """RWKV-4's weighted mean of the past, its exponents kept from overflowing by a running maximum."""
+def wkv(
+    k_TxBxD: jax.Array, v_TxBxD: jax.Array, decay: jax.Array, bonus: jax.Array
+) -> jax.Array:
+    """RWKV-4's weighted mean of the past, its exponents kept from overflowing by a
+    running maximum."""
 
     def step(carry: Any, now: Any) -> Any:
         (num, den, top), (k, v) = carry, now
@@ -96,7 +115,9 @@ def wkv(k_TxBxD: jax.Array, v_TxBxD: jax.Array, decay: jax.Array, bonus: jax.Arr
         return (old * num + new * v, old * den + new, most), out
 
     zero = jnp.zeros_like(k_TxBxD[0])
-    return lax.scan(step, (zero, zero, jnp.full_like(zero, -1e38)), (k_TxBxD, v_TxBxD))[1]
+    return lax.scan(step, (zero, zero, jnp.full_like(zero, -1e38)), (k_TxBxD, v_TxBxD))[
+        1
+    ]
 
 
 def shifted(x_BxTxD: jax.Array) -> jax.Array:
@@ -112,7 +133,9 @@ def rwkv_block(p: Any, x: jax.Array) -> jax.Array:
 
     y = layer_norm(x, *p["ln_1"])
     k, v, r = (mixed(y, p[f"mix_{name}"]) @ p[name] for name in "kvr")
-    out = wkv(k.swapaxes(0, 1), v.swapaxes(0, 1), jnp.exp(p["decay"]), p["bonus"]).swapaxes(0, 1)
+    out = wkv(
+        k.swapaxes(0, 1), v.swapaxes(0, 1), jnp.exp(p["decay"]), p["bonus"]
+    ).swapaxes(0, 1)
     x = x + (jax.nn.sigmoid(r) * out) @ p["out"]
     y = layer_norm(x, *p["ln_2"])
     hidden = jnp.square(jax.nn.relu(mixed(y, p["mix_c"]) @ p["up"]))
@@ -129,7 +152,10 @@ def rwkv(depth: int = 8, width: int = 16) -> Case:
         out = {f"mix_{name}": graded**share for name in "kvrc"}
         out |= {name: normal(key(), d, d) for name in ("k", "v", "r", "out", "gate")}
         out |= {"up": normal(key(), d, 4 * d), "down": normal(key(), 4 * d, d)}
-        out |= {"decay": -5 + 8 * graded ** (0.7 + 1.3 * i / depth), "bonus": jnp.full(d, math.log(0.3))}
+        out |= {
+            "decay": -5 + 8 * graded ** (0.7 + 1.3 * i / depth),
+            "bonus": jnp.full(d, math.log(0.3)),
+        }
         return out | {name: (jnp.ones(d), jnp.zeros(d)) for name in ("ln_1", "ln_2")}
 
     params = {
@@ -178,7 +204,8 @@ def lstm(depth: int = 2, width: int = 16) -> Case:
 
 
 def experts(p: Any, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two best experts of each token, weighted by the router; and the loss that balances their load."""
+    """The two best experts of each token, weighted by the router; and the loss that
+    balances their load."""
     probabilities = jax.nn.softmax(x_NxD @ p["router"], -1)
     best, index = lax.top_k(probabilities, 2)
     best = best / best.sum(-1, keepdims=True)
@@ -191,7 +218,8 @@ def experts(p: Any, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def moe(depth: int = 8, width: int = 16) -> Case:
-    """A residual stack of experts upon token pairs: cross-entropy plus 0.01 of the balance losses."""
+    """A residual stack of experts upon token pairs: cross-entropy plus 0.01 of the
+    balance losses."""
     key, number = keys(0), 4
     blocks = [
         {
@@ -203,7 +231,11 @@ def moe(depth: int = 8, width: int = 16) -> Case:
         }
         for _ in range(depth)
     ]
-    params = {"embedding": normal(key(), VOCAB, width, std=1.0), "blocks": blocks, "head": normal(key(), width, VOCAB)}
+    params = {
+        "embedding": normal(key(), VOCAB, width, std=1.0),
+        "blocks": blocks,
+        "head": normal(key(), width, VOCAB),
+    }
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = params["embedding"][batch[:, :-1]]

@@ -1,4 +1,5 @@
-"""FP32 data at any scale: gradients are to be as right where a loss, or what goes in, is 2^100 times as large."""
+"""FP32 data at any scale: gradients are to be as right where a loss, or what goes in,
+is 2^100 times as large."""
 
 from __future__ import annotations
 
@@ -20,11 +21,15 @@ UNDETERMINED = 1 / 8  # of FP32's own noise: see `measure`
 
 
 def loss_scaled(
-    subject: Subject, scales: str = "static", exponents: Iterable[int] = (-LARGEST, -60, 60, LARGEST)
+    subject: Subject,
+    scales: str = "static",
+    exponents: Iterable[int] = (-LARGEST, -60, 60, LARGEST),
 ) -> dict[int, float]:
-    """The loss times 2^exponent: the largest error of a determined leaf over its limit, for each exponent.
+    """The loss times 2^exponent: the largest error of a determined leaf over its limit,
+    for each exponent.
 
-    `scales` are those of parameters and batch; the factor's is dynamic, so that one program serves all.
+    `scales` are those of parameters and batch; the factor's is dynamic, so that one
+    program serves all.
     """
     _, args = subject.scaled("fp32", scales)
     case = subject.case
@@ -41,47 +46,80 @@ def loss_scaled(
         factor = ScaledArray(jnp.float32(1), jnp.float32(2.0**exponent))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            gradients = as_numbers(scaled(factor, *args)), as_numbers(plain(*sc.asarray((factor, *args))))
-        found[exponent] = _worst(subject, *gradients, dict.fromkeys(subject.reference, exponent))
+            gradients = (
+                as_numbers(scaled(factor, *args)),
+                as_numbers(plain(*sc.asarray((factor, *args)))),
+            )
+        found[exponent] = _worst(
+            subject, *gradients, dict.fromkeys(subject.reference, exponent)
+        )
     return found
 
 
 def inputs_moved(subject: Subject, scales: str = "dynamic") -> dict[int, float]:
-    """Parameters and batch times powers of 2^exponent that change the gradient by known powers: as `loss_scaled`.
+    """Parameters and batch times powers of 2^exponent that change the gradient by known
+    powers: as `loss_scaled`.
 
     Raises:
         ValueError: the case does not know of such powers.
     """
     if subject.case.powers is None:
-        raise ValueError(f"{subject.name}: no powers of its inputs are known to change its gradient by a power")
+        raise ValueError(
+            f"{subject.name}: no powers of its inputs are known to change its gradient"
+            " by a power"
+        )
     of_params, of_batch, of_gradient = subject.case.powers
     fun, args = subject.scaled("fp32", scales)
     most = max(abs(power) for power in jax.tree.leaves(subject.case.powers))
-    by_path = {jax.tree_util.keystr(path): power for path, power in jax.tree_util.tree_leaves_with_path(of_gradient)}
+    by_path = {
+        jax.tree_util.keystr(path): power
+        for path, power in jax.tree_util.tree_leaves_with_path(of_gradient)
+    }
     gradient, plain, found = jax.jit(fun), jax.jit(gradient_of(subject.case)), {}
     for exponent in (-(subject.case.reach // most), subject.case.reach // most):
 
         def moved(x: Any, power: int, exponent: int = exponent) -> Any:
-            return ScaledArray(x.data, x.scale * 2.0 ** (exponent * power)) if is_scaled_array(x) else x
+            return (
+                ScaledArray(x.data, x.scale * 2.0 ** (exponent * power))
+                if is_scaled_array(x)
+                else x
+            )
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             inputs = sc.tree.map_arrays(moved, args, (of_params, of_batch))
-            gradients = as_numbers(gradient(*inputs)), as_numbers(plain(*sc.asarray(inputs)))
-        found[exponent] = _worst(subject, *gradients, {path: exponent * power for path, power in by_path.items()})
+            gradients = (
+                as_numbers(gradient(*inputs)),
+                as_numbers(plain(*sc.asarray(inputs))),
+            )
+        found[exponent] = _worst(
+            subject,
+            *gradients,
+            {path: exponent * power for path, power in by_path.items()},
+        )
     return found
 
 
-def _worst(subject: Subject, found: Gradient, plain: Gradient, exponents: dict[str, int]) -> float:
-    """The largest error over its limit, the gradient's leaves being 2^exponent times what they are by themselves.
+def _worst(
+    subject: Subject, found: Gradient, plain: Gradient, exponents: dict[str, int]
+) -> float:
+    """The largest error over its limit, the gradient's leaves being 2^exponent times
+    what they are by themselves.
 
-    What plain FP32 code loses of the same inputs may be lost: numbers below 2^-126, on the way or at the end.
+    What plain FP32 code loses of the same inputs may be lost: numbers below 2^-126, on
+    the way or at the end.
     """
     worst = 0.0
     for path, x in subject.reference.items():
         exponent = exponents[path]
-        lost = math.sqrt(x.size) * 2.0 ** (-126 - exponent) / max(float(np.linalg.norm(x)), 1e-300)
+        lost = (
+            math.sqrt(x.size)
+            * 2.0 ** (-126 - exponent)
+            / max(float(np.linalg.norm(x)), 1e-300)
+        )
         lost += 2 * error(plain[path] * 2.0**-exponent, x)
-        off = error(found[path] * 2.0**-exponent, x) / (limit_of(subject, "fp32", path, 0.0) + lost)
+        off = error(found[path] * 2.0**-exponent, x) / (
+            limit_of(subject, "fp32", path, 0.0) + lost
+        )
         worst = max(worst, off if subject.noise[path] < UNDETERMINED else 0.0)
     return worst

@@ -28,7 +28,8 @@ from trainer.data.tokenizer import NotAtHand, file_of, is_gone
 from trainer.errors import UserError
 from trainer.observe.preparing import shown
 
-CustomData = Iterable[str] | Batches  # what a program gives in place of the configuration's
+# what a program gives in place of the configuration's
+CustomData = Iterable[str] | Batches
 
 
 def build_source(c: schema.Data) -> Source:
@@ -63,16 +64,23 @@ def build_source(c: schema.Data) -> Source:
 
 
 def build_data(c: schema.Config, own: CustomData | None = None) -> Dataset:
-    """Prepare the data unless it is prepared already, and open both parts; `own` takes the place of `data`."""
+    """Prepare the data unless it is prepared already, and open both parts; `own` takes
+    the place of `data`.
+    """
     if own is not None and not isinstance(own, Iterable):
-        loaders = custom_loaders(own, steps=c.train.steps, context=c.model.context, batch_size=c.batch_size)
+        loaders = custom_loaders(
+            own, steps=c.train.steps, context=c.model.context, batch_size=c.batch_size
+        )
         return Dataset(*loaders, loaders[0].manifest.directory)
     if own is None and c.data.source == "mix":
         return open_mixture(c)
     source = build_source(c.data) if own is None else None
     if own is not None:
         if c.data.cache_dir is None:
-            raise UserError("texts of your own are prepared in data.cache_dir, which is null; give it a directory")
+            raise UserError(
+                "texts of your own are prepared in data.cache_dir, which is null; give"
+                " it a directory"
+            )
         source = text_source(own, Path(c.data.cache_dir))
     assert source is not None
     try:
@@ -84,21 +92,29 @@ def build_data(c: schema.Config, own: CustomData | None = None) -> Dataset:
 
 @contextlib.contextmanager
 def where_begun(c: schema.Config, run_dir: Path) -> Iterator[schema.Config]:
-    """A run's configuration from wherever its directory is looked at; inside, relative paths are those of its start.
+    """A run's configuration from wherever its directory is looked at; inside, relative
+    paths are those of its start.
 
-    Where that was, the end of the directory's path tells: `run_dir=runs/a` that is now /x/runs/a was begun in /x,
-    unless it is also runs/a of where we are, as through a link. Of an absolute one nothing is known: it is here. A
-    tokenizer whose files are gone is the run's own copy of it.
+    Where that was, the end of the directory's path tells: `run_dir=runs/a` that is now
+    /x/runs/a was begun in /x, unless it is also runs/a of where we are, as through a
+    link. Of an absolute one nothing is known: it is here. A tokenizer whose files are
+    gone is the run's own copy of it.
     """
     end, path = Path(c.run_dir).parts, Path(os.path.abspath(run_dir))
     is_here = Path(c.run_dir).exists() and Path(c.run_dir).samefile(path)
-    begun = Path(*path.parts[: -len(end)]) if not is_here and path.parts[-len(end) :] == end else Path.cwd()
+    begun = (
+        Path(*path.parts[: -len(end)])
+        if not is_here and path.parts[-len(end) :] == end
+        else Path.cwd()
+    )
     data, name = c.data, c.data.tokenizer
     if begun != Path.cwd():
         whole = lambda path: path and str(begun / Path(path).expanduser())
         cache, prepared = whole(data.cache_dir), whole(data.prepared_dir)
         sources = data.sources and tuple(map(whole, data.sources))
-        data = dataclasses.replace(data, cache_dir=cache, prepared_dir=prepared, sources=sources)
+        data = dataclasses.replace(
+            data, cache_dir=cache, prepared_dir=prepared, sources=sources
+        )
     with contextlib.chdir(begun):
         if name is not None and is_gone(name) and file_of(path).is_file():
             data = dataclasses.replace(data, tokenizer=str(file_of(path)))
@@ -106,9 +122,13 @@ def where_begun(c: schema.Config, run_dir: Path) -> Iterator[schema.Config]:
 
 
 def with_weights(init_from: str | None) -> str:
-    """Which tokenizer is at hand, to be appended: that of the weights, where one is in their directory."""
+    """Which tokenizer is at hand, to be appended: that of the weights, where one is in
+    their directory.
+    """
     files = ("tokenizer.json", "tokenizer.tiktoken", "merges.txt", "vocab.bpe")
-    beside = init_from is not None and any((Path(init_from) / file).is_file() for file in files)
+    beside = init_from is not None and any(
+        (Path(init_from) / file).is_file() for file in files
+    )
     return f"; that of the weights is data.tokenizer={init_from}" if beside else ""
 
 
@@ -140,30 +160,62 @@ def prepared(source: Source, c: schema.Data, tokenizer: str | None) -> Path:
 
 
 def open_mixture(c: schema.Config) -> Dataset:
-    """The loaders of several prepared directories, or files of text that are prepared first, in their shares."""
+    """The loaders of several prepared directories, or files of text that are prepared
+    first, in their shares.
+    """
     data = c.data
     assert data.sources is not None  # validated, as the next is
     assert data.column is not None
     names = names_of(data.sources)
     stages = stages_of(data.weights or (1.0,) * len(names), data.stages or (), names)
     sources: list[Source] = [
-        PreparedSource(Path(path)) if (Path(path) / MANIFEST).is_file() else TextSource((path,), column=data.column)
+        (
+            PreparedSource(Path(path))
+            if (Path(path) / MANIFEST).is_file()
+            else TextSource((path,), column=data.column)
+        )
         for path in data.sources
     ]
-    directories = apart((prepared(source, data, data.tokenizer) for source in sources), len(sources))
-    parts = {n: Dataset.open(path, **settings_of_loaders(c)) for n, path in zip(names, directories, strict=True)}
+    directories = apart(
+        (prepared(source, data, data.tokenizer) for source in sources), len(sources)
+    )
+    parts = {
+        n: Dataset.open(path, **settings_of_loaders(c))
+        for n, path in zip(names, directories, strict=True)
+    }
     manifest = MixedManifest.of({name: part.manifest for name, part in parts.items()})
-    apart_of = OfReplicas(len(names), c.batch_size, c.train.grad_accum_steps) if c.diloco.data == "sources" else None
-    train = Mixture({n: part.train for n, part in parts.items()}, manifest, "train", stages, c.seed, apart_of)
+    apart_of = (
+        OfReplicas(len(names), c.batch_size, c.train.grad_accum_steps)
+        if c.diloco.data == "sources"
+        else None
+    )
+    train = Mixture(
+        {n: part.train for n, part in parts.items()},
+        manifest,
+        "train",
+        stages,
+        c.seed,
+        apart_of,
+    )
     last = [stages[-1]._replace(step=0)]  # what the run ends on, in every validation
-    val = Mixture({n: part.val for n, part in parts.items()}, manifest, "val", last, c.seed)
-    return Dataset(train, val, next(iter(parts.values())).tokenizer, manifest.directory, val.parts)
+    val = Mixture(
+        {n: part.val for n, part in parts.items()}, manifest, "val", last, c.seed
+    )
+    return Dataset(
+        train, val, next(iter(parts.values())).tokenizer, manifest.directory, val.parts
+    )
 
 
 def names_of(paths: Iterable[str]) -> list[str]:
-    """What the sources of a mixture are called: the last parts of their paths. UserError for two of one name."""
-    names = [Path(os.path.abspath(path)).stem for path in paths]  # of `.` too; links keep their own names
+    """What the sources of a mixture are called: the last parts of their paths.
+    UserError for two of one name.
+    """
+    # of `.` too; links keep their own names
+    names = [Path(os.path.abspath(path)).stem for path in paths]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise UserError(f"data.sources: two are called {twice[0]}; give one another name, by a link for example")
+        raise UserError(
+            f"data.sources: two are called {twice[0]}; give one another name, by a link"
+            " for example"
+        )
     return names

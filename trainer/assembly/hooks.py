@@ -17,7 +17,8 @@ class Hooks(NamedTuple):
       data: in place of the configuration's.
       tracker: beside the trackers of the configuration.
       callbacks: beside the callbacks of every run.
-      own_process: whether the process is the run's alone, which may then be ended for it.
+      own_process: whether the process is the run's alone, which may then be ended for
+          it.
     """
 
     model: MakeModel | None = None

@@ -1,7 +1,9 @@
-"""The trainer for programs and notebooks: a configuration, and what a program adds to it, to a trained state.
+"""The trainer for programs and notebooks: a configuration, and what a program adds to
+it, to a trained state.
 
-Nothing here ends the process. What is wrong with the configuration, the data or the disk is a `UserError`, a run that
-diverges a `Diverged`. Ctrl-C while steps are taken saves a checkpoint and returns; the same call goes on from there.
+Nothing here ends the process. What is wrong with the configuration, the data or the
+disk is a `UserError`, a run that diverges a `Diverged`. Ctrl-C while steps are taken
+saves a checkpoint and returns; the same call goes on from there.
 """
 
 import signal
@@ -28,13 +30,15 @@ class Result:
     """What a run came to.
 
     Attributes:
-      state: of the training; `state.params` are nested dictionaries of arrays, or of `ScaledArray`s where scales
-        propagate (`scalify_core.asarray` gives their values).
+      state: of the training; `state.params` are nested dictionaries of arrays, or of
+        `ScaledArray`s where scales propagate (`scalify_core.asarray` gives their
+        values).
       step: steps taken in all.
-      rows: of metrics.jsonl, one a step that was logged, in order, from the first step of the run directory; none with
-        tracker=none.
+      rows: of metrics.jsonl, one a step that was logged, in order, from the first step
+        of the run directory; none with tracker=none.
       run_dir: holds checkpoints, metrics, report and samples.
-      stopped_by: the signal that stopped it before its last step, as Ctrl-C does; None: it is done.
+      stopped_by: the signal that stopped it before its last step, as Ctrl-C does; None:
+          it is done.
     """
 
     state: TrainState
@@ -45,9 +49,11 @@ class Result:
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
-    """The checked configuration of `python -m trainer OVERRIDES`, such as `["precision=bf16", "train.steps=100"]`.
+    """The checked configuration of `python -m trainer OVERRIDES`, such as
+    `["precision=bf16", "train.steps=100"]`.
 
-    It is a frozen dataclass: `dataclasses.replace` changes a copy, which nothing checks. Raises UserError.
+    It is a frozen dataclass: `dataclasses.replace` changes a copy, which nothing
+    checks. Raises UserError.
     """
     return compose_or_explain(overrides)
 
@@ -64,19 +70,35 @@ def train(
 
     Args:
       config: of `compose`.
-      model: takes a `Build`, gives a `CausalModel`, a Flax NNX module, in place of the configuration's, of which
-        `vocab_size`, `context` and `keep_fp8_weights` still count.
-      data: texts, in place of the configuration's source and prepared as that is; or `Batches` of token ids.
+      model: takes a `Build`, gives a `CausalModel`, a Flax NNX module, in place of the
+        configuration's, of which `vocab_size`, `context` and `keep_fp8_weights` still
+        count.
+      data: texts, in place of the configuration's source and prepared as that is; or
+          `Batches` of token ids.
       tracker: is told everything, beside the trackers of the configuration.
       callbacks: called every so many steps, beside those of every run.
 
     Raises:
-      UserError: something is wrong with the configuration, the data or the disk; Diverged: the watchdog gave up.
+      UserError: something is wrong with the configuration, the data or the disk;
+          Diverged: the watchdog gave up.
       KeyboardInterrupt: Ctrl-C before the first step, or twice.
     """
     if config.dry_run:
-        raise UserError("dry_run=true trains nothing; leave it out, or use `python -m trainer dry_run=true`")
-    code, run = start(config, hooks=Hooks(model, data, tracker, callbacks, own_process=False))
+        raise UserError(
+            "dry_run=true trains nothing; leave it out, or use `python -m trainer"
+            " dry_run=true`"
+        )
+    code, run = start(
+        config, hooks=Hooks(model, data, tracker, callbacks, own_process=False)
+    )
     assert run is not None  # only a dry run has none
-    rows = [row for row in read_rows(run.run_dir / "metrics.jsonl") if "event" not in row]
-    return Result(run.state, run.step, rows, run.run_dir, signal.Signals(code - 128) if code else None)
+    rows = [
+        row for row in read_rows(run.run_dir / "metrics.jsonl") if "event" not in row
+    ]
+    return Result(
+        run.state,
+        run.step,
+        rows,
+        run.run_dir,
+        signal.Signals(code - 128) if code else None,
+    )

@@ -47,7 +47,8 @@ def build_plan(
     exact: bool,
     say: Callable[[str], None],
 ) -> Plan:
-    """What the step of a configuration needs and does on GPUs that are not there; see `plan.make_plan`.
+    """What the step of a configuration needs and does on GPUs that are not there; see
+    `plan.make_plan`.
 
     `bf16`: the configuration of what it is compared with; None: not compared.
     """
@@ -56,18 +57,37 @@ def build_plan(
     check_split(model, mesh)
     kernels = Kernels.of(c.deterministic, cached=c.compile_cache is not None)
     reduce, optimizer = build_reduce(c.parallel), build_optimizer(c.optimizer)
-    task = TrainTask(model, c.optimizer.name, optimizer, mesh, reduce, kernels, c.train.trainable or ())
+    task = TrainTask(
+        model,
+        c.optimizer.name,
+        optimizer,
+        mesh,
+        reduce,
+        kernels,
+        c.train.trainable or (),
+    )
     check_trainable(task)
-    if (diloco := build_diloco(c)) is not None:  # each replica has the GPUs of the plan: what it computes is the same
+    # each replica has the GPUs of the plan: what it computes is the same
+    if (diloco := build_diloco(c)) is not None:
         check_fragments(task._replace(diloco=diloco))
-        for line in describe_exchanges(exchanges_of(task._replace(diloco=diloco)), c.diloco.bandwidth_gbps):
+        for line in describe_exchanges(
+            exchanges_of(task._replace(diloco=diloco)), c.diloco.bandwidth_gbps
+        ):
             say(line)
-    other = None if bf16 is None else task._replace(model=Model.make(model.spec, build_policy(bf16)))
+    other = (
+        None
+        if bf16 is None
+        else task._replace(model=Model.make(model.spec, build_policy(bf16)))
+    )
 
     def batches(sequences: int) -> Tokens:
         rows = sequences * batch_devices(mesh) * c.train.grad_accum_steps
         return abstract_batch(
-            c.train.grad_accum_steps, rows, c.model.context, document_mask=c.data.document_mask, mesh=mesh
+            c.train.grad_accum_steps,
+            rows,
+            c.model.context,
+            document_mask=c.data.document_mask,
+            mesh=mesh,
         )
 
     return make_plan(

@@ -1,4 +1,6 @@
-"""From a checked configuration to a run: in its directory, from where that stands, to its end."""
+"""From a checked configuration to a run: in its directory, from where that stands, to
+its end.
+"""
 
 import contextlib
 import dataclasses
@@ -24,7 +26,13 @@ from trainer.assembly.build import (
     train_batches,
 )
 from trainer.assembly.hooks import NO_HOOKS, Hooks
-from trainer.assembly.startup_log import begun_from, describe_change, describe_phase, describe_run, describe_start
+from trainer.assembly.startup_log import (
+    begun_from,
+    describe_change,
+    describe_phase,
+    describe_run,
+    describe_start,
+)
 from trainer.config import schema
 from trainer.config.fields import to_tree
 from trainer.errors import MAKE_ROOM, UserError
@@ -71,12 +79,19 @@ def make_restore(
 ) -> Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]:
     """`(state in use, steps) -> (state, step, compiled)`: see `Run.restore`."""
 
-    def restore(state: TrainState, order: list[int]) -> tuple[TrainState, int, StepFn | None]:
+    def restore(
+        state: TrainState, order: list[int]
+    ) -> tuple[TrainState, int, StepFn | None]:
         structure: Any = jax.tree.structure(state)
         jax.tree.map(lambda x: x.delete(), state)  # two would need twice the memory
-        found = checkpointer.restore(lambda meta: abstract_state(task_of(meta, task)), order=order)
-        new = from_stored(enter_phase(task, found.state, task_of(found.meta, task), seed))
-        # The scales of weights are constants of the compiled step, and part of the structure.
+        found = checkpointer.restore(
+            lambda meta: abstract_state(task_of(meta, task)), order=order
+        )
+        new = from_stored(
+            enter_phase(task, found.state, task_of(found.meta, task), seed)
+        )
+        # The scales of weights are constants of the compiled step, and part of the
+        # structure.
         same = jax.tree.structure(new) == structure
         return new, found.step, None if same else compile_step(task, batch, new)
 
@@ -84,21 +99,33 @@ def make_restore(
 
 
 def report_on(run_dir: Path, display: Display) -> None:
-    """Write report.html, where there is something to report. Of the processes of a run the first does it."""
+    """Write report.html, where there is something to report. Of the processes of a run
+    the first does it.
+    """
     if jax.process_index() == 0 and (run_dir / "metrics.jsonl").exists():
         try:
             write_report(run_dir)
-        except Exception as error:  # whatever is wrong with it, what counts is how the run ended
-            display.message(f"no report.html: {error if isinstance(error, UserError) else repr(error)}")
+        # whatever is wrong with it, what counts is how the run ended
+        except Exception as error:
+            display.message(
+                "no report.html:"
+                f" {error if isinstance(error, UserError) else repr(error)}"
+            )
 
 
 def run(c: schema.Config, overrides: Sequence[str] = ()) -> int:
-    """Train, or only describe what would be trained. The exit code. `overrides`: what the user set, as it is shown."""
+    """Train, or only describe what would be trained. The exit code. `overrides`: what
+    the user set, as it is shown.
+    """
     return start(c, overrides)[0]
 
 
-def start(c: schema.Config, overrides: Sequence[str] = (), hooks: Hooks = NO_HOOKS) -> tuple[int, Run | None]:
-    """`run`, with what a program adds. The exit code, and the run as it ended; None: it was only described."""
+def start(
+    c: schema.Config, overrides: Sequence[str] = (), hooks: Hooks = NO_HOOKS
+) -> tuple[int, Run | None]:
+    """`run`, with what a program adds. The exit code, and the run as it ended; None: it
+    was only described.
+    """
     check_kind(c.tracker.kind)
     hide_missing_gpu()
     if c.parallel.distributed:
@@ -107,16 +134,24 @@ def start(c: schema.Config, overrides: Sequence[str] = (), hooks: Hooks = NO_HOO
     warning = use_compilation_cache(c.compile_cache)
     if warning is not None:
         console.print(warning, highlight=False)
-    own = () if hooks.model is None and hooks.data is None else (hooks.data, hooks.model)
+    own = (
+        () if hooks.model is None and hooks.data is None else (hooks.data, hooks.model)
+    )
     if c.dry_run:
         w = build_workload(c, *own)
         phases = build_phases(c, w)
         for stage in phases.stages:
             part, of = w._replace(task=stage.task), stage.config
-            with log_duration(COMPILING, lambda text: console.print(text, highlight=False)):
+            with log_duration(
+                COMPILING, lambda text: console.print(text, highlight=False)
+            ):
                 step = compile_step(part.task, build_batch(of, w.mesh))
             fp8 = check_fp8(of, part.task, step)
-            lines = [*describe_phase(phases, stage), *describe_run(of, part, step), *(fp8.lines if fp8 else [])]
+            lines = [
+                *describe_phase(phases, stage),
+                *describe_run(of, part, step),
+                *(fp8.lines if fp8 else []),
+            ]
             for line in lines:
                 console.print(line, highlight=False)
         return 0, None
@@ -124,7 +159,12 @@ def start(c: schema.Config, overrides: Sequence[str] = (), hooks: Hooks = NO_HOO
         directory.check(to_tree(c))
         check_start(directory.path, c.resume.source, c.resume.step, c.init_from)
         return train_in(
-            directory, c, build_workload(c, *own), Display(c.train.steps, console=console), overrides, hooks
+            directory,
+            c,
+            build_workload(c, *own),
+            Display(c.train.steps, console=console),
+            overrides,
+            hooks,
         )
 
 
@@ -136,12 +176,16 @@ def said_in_a_line(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        raise UserError(f"cannot write {error.filename or run_dir}: {error.strerror}; {MAKE_ROOM}") from error
+        raise UserError(
+            f"cannot write {error.filename or run_dir}: {error.strerror}; {MAKE_ROOM}"
+        ) from error
 
 
 @contextlib.contextmanager
 def not_for_ever(seconds: float) -> Iterator[None]:
-    """After an error, ends a process of several in so many seconds: in opening and closing they wait for each other."""
+    """After an error, ends a process of several in so many seconds: in opening and
+    closing they wait for each other.
+    """
     try:
         yield
     except BaseException as error:
@@ -151,14 +195,23 @@ def not_for_ever(seconds: float) -> Iterator[None]:
 
 
 def train_in(
-    directory: RunDir, c: schema.Config, w: Workload, display: Display, overrides: Sequence[str], hooks: Hooks
+    directory: RunDir,
+    c: schema.Config,
+    w: Workload,
+    display: Display,
+    overrides: Sequence[str],
+    hooks: Hooks,
 ) -> tuple[int, Run]:
-    """Train in a run directory, from where it stands. The exit code, and the run as it ended."""
+    """Train in a run directory, from where it stands. The exit code, and the run as it
+    ended.
+    """
     tree = to_tree(c)
     with display:
         with not_for_ever(c.watchdog.stop_seconds):
             checkpointer = Checkpointer(
-                directory.path / "checkpoints", keep=c.checkpoint.keep, keep_best=c.checkpoint.keep_best
+                directory.path / "checkpoints",
+                keep=c.checkpoint.keep,
+                keep_best=c.checkpoint.keep_best,
             )
             phases = build_phases(c, w)
             first = lambda: build_state(c, w._replace(task=phases.stages[0].task))
@@ -178,11 +231,19 @@ def train_in(
         check_same_run(found, c.train.steps, w.data.manifest.fingerprint, fork=fork)
         with refused_together(), said_in_a_line(directory.path):
             directory.adopt(tree)
-            write_environment(directory.path, facts_of(w) | begun_from(c, found), overrides)
+            write_environment(
+                directory.path, facts_of(w) | begun_from(c, found), overrides
+            )
             if jax.process_index() == 0:
-                w.data.tokenizer.save(directory.path)  # what `restore_run` needs besides the checkpoint
-        # What a signal broke off after the last step of a phase is taken up in that phase.
-        stage = phases.after(found.step) if unfinished is None else phases.before(found.step)
+                # what `restore_run` needs besides the checkpoint
+                w.data.tokenizer.save(directory.path)
+        # What a signal broke off after the last step of a phase is taken up in that
+        # phase.
+        stage = (
+            phases.after(found.step)
+            if unfinished is None
+            else phases.before(found.step)
+        )
         for line in [
             *describe_run(stage.config, w._replace(task=stage.task)),
             *describe_idle(stage.task.model.policy, overrides),
@@ -198,7 +259,11 @@ def train_in(
             config=tree,
             run_id=found.meta.get("tracker_id"),
             written=found.meta.get("log"),
-            init={k: v for k, v in dataclasses.asdict(c.tracker).items() if k != "kind" and v is not None}
+            init={
+                k: v
+                for k, v in dataclasses.asdict(c.tracker).items()
+                if k != "kind" and v is not None
+            }
             | {"name": c.tracker.name or directory.path.name},
             own=hooks.tracker,
         )
@@ -211,7 +276,15 @@ def train_in(
             try:
                 while True:
                     part = functools.partial(build_run, c, w, phases, stage)
-                    training = part(found, checkpointer, tracker, display, directory.path, unfinished, hooks)
+                    training = part(
+                        found,
+                        checkpointer,
+                        tracker,
+                        display,
+                        directory.path,
+                        unfinished,
+                        hooks,
+                    )
                     code = train(training)
                     if code or training.step >= c.train.steps:
                         break
@@ -246,16 +319,24 @@ def build_run(
     unfinished: str | None,
     hooks: Hooks,
 ) -> Run:
-    """Compile a phase's step for what was found, say what became of it, and put everything together."""
+    """Compile a phase's step for what was found, say what became of it, and put
+    everything together.
+    """
     c, w = stage.config, w._replace(task=stage.task)
     for line in describe_phase(phases, stage):
         display.message(line)
-    if is_fork(found):  # said of the first step, which comes again as often as the run starts: so it is said once
+    # said of the first step, which comes again as often as the run starts: so it is
+    # said once
+    if is_fork(found):
         tracker.event(found.step + 1, f"forked from {describe_origin(found.meta)}")
-    # Before the compilation, which processes may end minutes apart: its first question joins their devices.
+    # Before the compilation, which processes may end minutes apart: its first question
+    # joins their devices.
     agree = Agreement(w.mesh)
     before = task_of(found.meta, w.task) if found.step else w.task
-    state, batch = from_stored(enter_phase(w.task, found.state, before, w.seed)), build_batch(c, w.mesh)
+    state, batch = (
+        from_stored(enter_phase(w.task, found.state, before, w.seed)),
+        build_batch(c, w.mesh),
+    )
     with log_duration(COMPILING, display.message):
         step = compile_step(w.task, batch, state)
     for line in describe_wire(w.task, step, c.diloco.bandwidth_gbps):
@@ -267,7 +348,10 @@ def build_run(
     if fp8:
         tracker.summary({"fp8_flop_share": fp8.share})
     tracked = c.tracker.kind != "none" or hooks.tracker is not None
-    names, watched = parameter_names(w.task.trained(state.params)), found.meta.get("watchdog")
+    names, watched = (
+        parameter_names(w.task.trained(state.params)),
+        found.meta.get("watchdog"),
+    )
     return Run(
         state=state,
         step=found.step,
@@ -278,9 +362,13 @@ def build_run(
         learning_rates=build_learning_rates(whole),
         train_step=step,
         batches=train_batches(c, w, stage.until),
-        place=functools.partial(place_batch, accum=c.train.grad_accum_steps, mesh=w.mesh),
+        place=functools.partial(
+            place_batch, accum=c.train.grad_accum_steps, mesh=w.mesh
+        ),
         agree=agree,
-        callbacks=build_callbacks(c, w, batch, display.message, hooks.callbacks, tracked=tracked),
+        callbacks=build_callbacks(
+            c, w, batch, display.message, hooks.callbacks, tracked=tracked
+        ),
         log_every=c.train.log_every,
         restore=make_restore(w.task, batch, checkpointer, w.seed),
         diagnose=make_diagnose(w.task),
@@ -303,7 +391,9 @@ def build_run(
         throughput=build_throughput(c, w),
         run_dir=run_dir,
         profile=(c.profile.steps[0], c.profile.steps[1]) if c.profile.steps else None,
-        timeouts=Timeouts(c.watchdog.stop_seconds, c.watchdog.stall_seconds, c.watchdog.hang_seconds),
+        timeouts=Timeouts(
+            c.watchdog.stop_seconds, c.watchdog.stall_seconds, c.watchdog.hang_seconds
+        ),
         unfinished=unfinished,
         recorded=found.step,
         own_process=hooks.own_process,

@@ -1,7 +1,7 @@
 """What a saved run holds, for whoever samples from it, exports it or evaluates it.
 
-A run directory may come from somebody else: nothing is written where links in it lead, and no cache that its
-configuration names is used.
+A run directory may come from somebody else: nothing is written where links in it lead,
+and no cache that its configuration names is used.
 """
 
 import dataclasses
@@ -50,7 +50,9 @@ class SavedModel(NamedTuple):
 
 
 def restore_run(run_dir: Path) -> SavedModel:
-    """The model of a run directory's newest checkpoint, and the tokenizer of its data. Raises UserError."""
+    """The model of a run directory's newest checkpoint, and the tokenizer of its data.
+    Raises UserError.
+    """
     hide_missing_gpu()
     with checkpoints_of(run_dir) as checkpointer:
         meta = checkpointer.meta()
@@ -65,7 +67,8 @@ def restore_run(run_dir: Path) -> SavedModel:
 
 
 def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
-    """A run's configuration, what it trains, on one device, and its newest checkpoint, without the optimiser's state.
+    """A run's configuration, what it trains, on one device, and its newest checkpoint,
+    without the optimiser's state.
 
     Raises UserError.
     """
@@ -76,39 +79,69 @@ def restore_training(run_dir: Path) -> tuple[schema.Config, Workload, Restored]:
         c = phase_at(from_saved(schema.Config, meta["config"]), checkpointer.newest())
         keep_compiled(c)
         parallel = dataclasses.replace(c.parallel, data=1, fsdp=1, tensor=1)
-        c = dataclasses.replace(c, parallel=parallel, diloco=schema.DiLoCo(**dict.fromkeys(to_tree(c.diloco))))
+        c = dataclasses.replace(
+            c,
+            parallel=parallel,
+            diloco=schema.DiLoCo(**dict.fromkeys(to_tree(c.diloco))),
+        )
         with where_begun(without_own_cache(c, run_dir), run_dir) as c:
             w = build_workload(c)
         rows = meta.get("rows")  # of the run's devices, which may have been more
         w = w._replace(task=w.task._replace(model=w.model._replace(rows=rows).again()))
         if w.data.manifest.fingerprint != meta["data"]:
-            raise UserError(f"{run_dir} was trained on other data than {w.data.directory}; bring its text back")
-        found = checkpointer.restore(dataclasses.replace(abstract_state(w.task), opt_state=()), partial=True)
-        check_finite(found, f"checkpoint {found.step} of {run_dir}", "bring an earlier one back")
+            raise UserError(
+                f"{run_dir} was trained on other data than {w.data.directory}; bring"
+                " its text back"
+            )
+        found = checkpointer.restore(
+            dataclasses.replace(abstract_state(w.task), opt_state=()), partial=True
+        )
+        check_finite(
+            found, f"checkpoint {found.step} of {run_dir}", "bring an earlier one back"
+        )
     return c, w, found._replace(state=from_stored(found.state))
 
 
 def without_own_cache(c: schema.Config, run_dir: Path) -> schema.Config:
-    """The configuration with this machine's directory for prepared data, if its own is inside the run directory.
+    """The configuration with this machine's directory for prepared data, if its own is
+    inside the run directory.
 
-    Prepared there, a private text that the configuration of a stranger's run names would travel with the run.
+    Prepared there, a private text that the configuration of a stranger's run names
+    would travel with the run.
     """
     cache = c.data.cache_dir
-    if cache is None or not Path(cache).expanduser().resolve().is_relative_to(run_dir.resolve()):
+    if cache is None or not Path(cache).expanduser().resolve().is_relative_to(
+        run_dir.resolve()
+    ):
         return c
-    return dataclasses.replace(c, data=dataclasses.replace(c.data, cache_dir=default_cache(DATA_CACHE)))
+    return dataclasses.replace(
+        c, data=dataclasses.replace(c.data, cache_dir=default_cache(DATA_CACHE))
+    )
 
 
 def refuse_custom(run_dir: Path, meta: Mapping[str, Any]) -> None:
-    """Raise UserError for a run whose model or token ids a program gave: its configuration does not tell them."""
-    own = "a model" if meta["model"].get("family") == CUSTOM.name else "token ids" * (meta["tokenizer"] == Numbers.name)
+    """Raise UserError for a run whose model or token ids a program gave: its
+    configuration does not tell them.
+    """
+    own = (
+        "a model"
+        if meta["model"].get("family") == CUSTOM.name
+        else "token ids" * (meta["tokenizer"] == Numbers.name)
+    )
     if own:
-        raise UserError(f"{run_dir} was trained by a program with {own} of its own; only that can go on with it")
+        raise UserError(
+            f"{run_dir} was trained by a program with {own} of its own; only that can"
+            " go on with it"
+        )
 
 
 def keep_compiled(c: schema.Config) -> None:
-    """Use this machine's cache of compiled programs, unless the run had none; the run's own is not trusted."""
-    warning = use_compilation_cache(None if c.compile_cache is None else default_cache(COMPILED))
+    """Use this machine's cache of compiled programs, unless the run had none; the run's
+    own is not trusted.
+    """
+    warning = use_compilation_cache(
+        None if c.compile_cache is None else default_cache(COMPILED)
+    )
     if warning is not None:
         print(warning, file=sys.stderr)
 
@@ -116,6 +149,9 @@ def keep_compiled(c: schema.Config) -> None:
 def checkpoints_of(run_dir: Path) -> Checkpointer:
     """To read. UserError where there are none."""
     if not (run_dir / "checkpoints").is_dir():
-        raise UserError(f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir of a training run")
+        raise UserError(
+            f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir"
+            " of a training run"
+        )
     refuse_links(run_dir)
     return Checkpointer.reading(run_dir / "checkpoints")

@@ -1,4 +1,6 @@
-"""What a run says of itself before its first step, and what it records of where it begins."""
+"""What a run says of itself before its first step, and what it records of where it
+begins.
+"""
 
 from pathlib import Path
 
@@ -21,8 +23,12 @@ from trainer.run.vocabulary import describe_embeddings
 from trainer.workload import Workload
 
 
-def describe_run(c: schema.Config, w: Workload, step: jax.stages.Compiled | DiLoCoStep | None = None) -> list[str]:
-    """What is about to be trained, a line each; with the memory that a compiled step needs."""
+def describe_run(
+    c: schema.Config, w: Workload, step: jax.stages.Compiled | DiLoCoStep | None = None
+) -> list[str]:
+    """What is about to be trained, a line each; with the memory that a compiled step
+    needs.
+    """
     lines = describe(
         w,
         model="of your own" if w.model.family is CUSTOM else c.model.name,
@@ -39,11 +45,18 @@ def describe_phase(phases: Phases, stage: Stage) -> list[str]:
     if len(phases.stages) == 1:
         return []
     task, of = stage.task, stage.config
-    part = f"{', '.join(task.trainable) or 'all'} ({param_count(task.model.spec, task.trained):,} parameters)"
+    part = (
+        f"{', '.join(task.trainable) or 'all'}"
+        f" ({param_count(task.model.spec, task.trained):,} parameters)"
+    )
     number = f"{phases.stages.index(stage) + 1} of {len(phases.stages)}"
     steps = f"steps {stage.start + 1:,} to {stage.until:,}"
-    precision = f"{of.precision.name}{rounding_of(of.precision.weights, of.precision.weights_rounding)}"
-    return [f"phase {number}, {steps}: {part}, {precision}, {of.schedule.name} from {of.optimizer.lr:g}"]
+    rounding = rounding_of(of.precision.weights, of.precision.weights_rounding)
+    precision = f"{of.precision.name}{rounding}"
+    return [
+        f"phase {number}, {steps}: {part}, {precision}, {of.schedule.name} from"
+        f" {of.optimizer.lr:g}"
+    ]
 
 
 def describe_start(c: schema.Config, w: Workload, found: Restored) -> list[str]:
@@ -54,9 +67,14 @@ def describe_start(c: schema.Config, w: Workload, found: Restored) -> list[str]:
         source, method = Path(c.init_from), c.init.embeddings
         if method is not None:
             return [describe_embeddings(source, w.data.tokenizer, method)]
-        return [describe_init(source, w.data.tokenizer, w.model.spec, found.state.params)]
+        return [
+            describe_init(source, w.data.tokenizer, w.model.spec, found.state.params)
+        ]
     if is_fork(found):
-        return [f"forked from {describe_origin(found.meta)}: what follows is a run of its own"]
+        return [
+            f"forked from {describe_origin(found.meta)}: what follows is a run of"
+            " its own"
+        ]
     return [f"resuming after step {found.step:,}"] if found.step < c.train.steps else []
 
 
@@ -73,5 +91,11 @@ def describe_change(c: schema.Config, found: Restored) -> list[str]:
         return []
     before = from_saved(schema.Config, found.meta["config"])
     old, new = dict(flatten(to_tree(before))), dict(flatten(to_tree(c)))
-    changed = {key: (old.get(key), new[key]) for key in new if old.get(key) != new[key] and decides_rates(key)}
-    return schedule_change(found.step, build_learning_rates(before), build_learning_rates(c), changed)
+    changed = {
+        key: (old.get(key), new[key])
+        for key in new
+        if old.get(key) != new[key] and decides_rates(key)
+    }
+    return schedule_change(
+        found.step, build_learning_rates(before), build_learning_rates(c), changed
+    )

@@ -1,13 +1,15 @@
-"""How long a generated kernel's arithmetic keeps a GPU's lanes at work, which its bytes do not say.
+"""How long a generated kernel's arithmetic keeps a GPU's lanes at work, which its bytes
+do not say.
 
-A stochastic rounding hashes integers, GELU takes exponentials: such kernels may take longer to compute than to read and
-write. Counted in the instructions of a fusion, each once for every element of its result, equal ones of equal operands
-together: the compiler makes one of them (seen in PTX: one tanh where a fusion had two). Addresses, loads and stores are
-not in the program, and not counted.
+A stochastic rounding hashes integers, GELU takes exponentials: such kernels may take
+longer to compute than to read and write. Counted in the instructions of a fusion, each
+once for every element of its result, equal ones of equal operands together: the
+compiler makes one of them (seen in PTX: one tanh where a fusion had two). Addresses,
+loads and stores are not in the program, and not counted.
 
 References:
-    CUDA C++ Programming Guide, throughput of native arithmetic instructions, compute capability 9.0: results per clock
-    and multiprocessor, of 128 FP32 lanes.
+    CUDA C++ Programming Guide, throughput of native arithmetic instructions, compute
+    capability 9.0: results per clock and multiprocessor, of 128 FP32 lanes.
 """
 
 from collections.abc import Iterator
@@ -15,9 +17,10 @@ from collections.abc import Iterator
 from trainer.compiled.hlo import Executed, Program
 from trainer.compiled.instructions import NOT_KERNELS, Computation, Instruction
 
-# Clocks of one lane for one element. Of integers and of conversions a multiprocessor gives 64 results a clock, of
-# special functions 16; a division is a reciprocal and its correction. Of tanh XLA makes a quotient of polynomials: a
-# division, nine fused multiply-adds, and seven operations around them (PTX for sm_90a, jax 0.11.2).
+# Clocks of one lane for one element. Of integers and of conversions a multiprocessor
+# gives 64 results a clock, of special functions 16; a division is a reciprocal and its
+# correction. Of tanh XLA makes a quotient of polynomials: a division, nine fused
+# multiply-adds, and seven operations around them (PTX for sm_90a, jax 0.11.2).
 INTEGER, CONVERSION, SPECIAL, TANH = 2, 2, 8, 24
 SPECIALS = frozenset(
     (
@@ -56,14 +59,23 @@ MOVES = NOT_KERNELS | {
 
 
 def lane_clocks(program: Program, executed: Executed) -> int:
-    """Clocks of one lane that a run of an instruction takes, those of all lanes summed; 0 of a library's call."""
+    """Clocks of one lane that a run of an instruction takes, those of all lanes summed;
+    0 of a library's call.
+    """
     if executed.instruction.opcode == "custom-call":
         return 0
-    return sum(clocks_of(instruction, computation) for instruction, computation in _different(program, executed))
+    return sum(
+        clocks_of(instruction, computation)
+        for instruction, computation in _different(program, executed)
+    )
 
 
-def _different(program: Program, executed: Executed) -> Iterator[tuple[Instruction, Computation]]:
-    """What runs inside of an instruction, of equal ones of equal operands in one computation the first."""
+def _different(
+    program: Program, executed: Executed
+) -> Iterator[tuple[Instruction, Computation]]:
+    """What runs inside of an instruction, of equal ones of equal operands in one
+    computation the first.
+    """
     first: dict[tuple[int, str], str] = {}
     seen: dict[object, str] = {}
     for instruction, computation in program.inside(executed):
@@ -83,7 +95,8 @@ def clocks_of(instruction: Instruction, computation: Computation) -> int:
         return 0
     elements = instruction.shapes[0].elements
     if instruction.opcode in ("reduce", "reduce-window", "scatter", "sort"):
-        # What it calls is for two elements; it is called for all of each operand, the other half being first values.
+        # What it calls is for two elements; it is called for all of each operand, the
+        # other half being first values.
         arrays = instruction.operands[: len(instruction.operands) // 2]
         return sum(computation[name].shapes[0].elements for name in arrays)
     if instruction.opcode == "convert":

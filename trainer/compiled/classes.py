@@ -1,7 +1,8 @@
-"""Classes of kernels: what a profile sums up, and what the time model predicts, so that the two can be compared.
+"""Classes of kernels: what a profile sums up, and what the time model predicts, so that
+the two can be compared.
 
-The class of an instruction is read in the compiled program; that of a profile's kernel whose instruction is not known
-follows from its name.
+The class of an instruction is read in the compiled program; that of a profile's kernel
+whose instruction is not known follows from its name.
 """
 
 import re
@@ -9,7 +10,12 @@ import re
 from trainer.compiled.hlo import Program
 
 FP8, PRODUCTS, PRODUCTS32 = "FP8 products", "16-bit products", "FP32 products"
-ATTENTION, TRANSPOSES, REDUCTIONS, ELEMENTWISE = "attention", "transposes", "reductions", "elementwise"
+ATTENTION, TRANSPOSES, REDUCTIONS, ELEMENTWISE = (
+    "attention",
+    "transposes",
+    "reductions",
+    "elementwise",
+)
 UPDATE, COLLECTIVES, COPIES, OTHER = "update", "collectives", "copies", "other"
 CLASSES = (
     FP8,
@@ -37,7 +43,8 @@ KINDS = {
 }
 WIDTHS = {"fp8": FP8, "fp32": PRODUCTS32, "fp64": PRODUCTS32}
 GRADIENT = "jvp("  # in the name of all that forward and backward pass trace
-# In this order. cuBLASLt's nvjet kernels have a letter for the type of each operand: q is E4M3, r is E5M2, s is FP32.
+# In this order. cuBLASLt's nvjet kernels have a letter for the type of each operand: q
+# is E4M3, r is E5M2, s is FP32.
 NAMES = (
     (ATTENTION, r"sdpa|fmha|flash|dot_do_o|convert_dq"),
     (FP8, r"nvjet_(sm\d+_)?[qr][qr]|e4m3|e5m2|f8f8|fp8.*gemm|gemm.*fp8"),
@@ -52,9 +59,14 @@ NAMES = (
 
 
 def classes_of(program: Program) -> dict[str, str]:
-    """The class of each instruction that is a kernel, by name; what is in no gradient is the update's."""
+    """The class of each instruction that is a kernel, by name; what is in no gradient
+    is the update's.
+    """
     products = {gemm.name: WIDTHS.get(gemm.dtype, PRODUCTS) for gemm in program.gemms}
-    traced = {executed.instruction.name: executed.instruction.op_name for executed in program.executed}
+    traced = {
+        executed.instruction.name: executed.instruction.op_name
+        for executed in program.executed
+    }
     found = {}
     for kernel in program.kernels:
         if kernel.kind == "gemm":
@@ -70,4 +82,7 @@ def classes_of(program: Program) -> dict[str, str]:
 
 def class_of_name(name: str) -> str:
     """The class of a kernel by its name alone."""
-    return next((kind for kind, pattern in NAMES if re.search(pattern, name, re.IGNORECASE)), OTHER)
+    return next(
+        (kind for kind, pattern in NAMES if re.search(pattern, name, re.IGNORECASE)),
+        OTHER,
+    )

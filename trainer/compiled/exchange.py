@@ -1,4 +1,6 @@
-"""The bytes of the exchanges of a run with DiLoCo, beside those of gradients that are reduced in every step."""
+"""The bytes of the exchanges of a run with DiLoCo, beside those of gradients that are
+reduced in every step.
+"""
 
 import math
 from typing import NamedTuple
@@ -19,7 +21,8 @@ class Exchanges(NamedTuple):
       fragments: in the exchange of each fragment.
       every_step: FP32 gradients of every step would be, over as many devices.
       diloco: when which fragment is exchanged.
-      read: whether the compiled programs say so; else it is what replicas on machines of their own would send.
+      read: whether the compiled programs say so; else it is what replicas on machines
+          of their own would send.
     """
 
     fragments: tuple[float, ...]
@@ -38,7 +41,9 @@ class Exchanges(NamedTuple):
         return self.every_step / self.mean if self.mean else math.inf
 
     def seconds(self, gbps: float) -> float:
-        """An estimate of the longest exchange, at so many gigabits a second between any two neighbours."""
+        """An estimate of the longest exchange, at so many gigabits a second between any
+        two neighbours.
+        """
         return max(self.fragments) * 8 / (gbps * 1e9)
 
     def up_to(self, step: int) -> float:
@@ -53,24 +58,40 @@ class Exchanges(NamedTuple):
 
 
 def exchanges_of(task: TrainTask, step: DiLoCoStep | None = None) -> Exchanges:
-    """The figures of a task with DiLoCo, read from its compiled exchanges where each device has one replica.
+    """The figures of a task with DiLoCo, read from its compiled exchanges where each
+    device has one replica.
 
     `step`: compiled; None: nothing is read.
     """
     assert task.diloco is not None
-    diloco, like = task.diloco, jax.eval_shape(task.model.training.init, jax.random.key(0))
+    diloco, like = (
+        task.diloco,
+        jax.eval_shape(task.model.training.init, jax.random.key(0)),
+    )
     sizes = [p.size for p in jax.tree.leaves(task.trained(like))]
     ring = 2 * (diloco.replicas - 1) / diloco.replicas
     every = 4.0 * ring * sum(sizes)
-    if step is not None and task.mesh.shape[REPLICA] == task.mesh.size == diloco.replicas:
+    if (
+        step is not None
+        and task.mesh.shape[REPLICA] == task.mesh.size == diloco.replicas
+    ):
         return Exchanges(
-            tuple(bytes_sent(exchange, task.mesh.size) for exchange in step.exchanges), every, diloco, True
+            tuple(bytes_sent(exchange, task.mesh.size) for exchange in step.exchanges),
+            every,
+            diloco,
+            True,
         )
     parts = fragments_of(sizes, diloco.fragments)
-    computed = (bytes_of_exchange(sum(sizes[i] for i in part), len(part), diloco) for part in parts)
+    computed = (
+        bytes_of_exchange(sum(sizes[i] for i in part), len(part), diloco)
+        for part in parts
+    )
     return Exchanges(tuple(computed), every, diloco, False)
 
 
 def bytes_sent(program: jax.stages.Compiled, devices: int) -> float:
     """Bytes that every one of the devices of a compiled program sends, on a ring."""
-    return math.fsum(collective.sent(devices) for collective in Program(program.as_text() or "").collectives)
+    return math.fsum(
+        collective.sent(devices)
+        for collective in Program(program.as_text() or "").collectives
+    )

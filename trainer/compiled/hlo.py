@@ -1,11 +1,14 @@
-"""What a compiled program runs: its matrix products, fused attentions, collectives and kernels, read in its HLO text.
+"""What a compiled program runs: its matrix products, fused attentions, collectives and
+kernels, read in its HLO text.
 
-The text is that of `jax.stages.Compiled.as_text()`: after all of XLA's passes, partitioned, so every shape and every
-figure here is one device's. An instruction inside a loop counts as often as the loop turns.
+The text is that of `jax.stages.Compiled.as_text()`: after all of XLA's passes,
+partitioned, so every shape and every figure here is one device's. An instruction inside
+a loop counts as often as the loop turns.
 
 References:
-    https://openxla.org/xla/operation_semantics and https://openxla.org/xla/gpu_architecture: the instructions, and the
-    names of the custom calls that cuBLASLt's and cuDNN's kernels have in a program for CUDA.
+    https://openxla.org/xla/operation_semantics and
+    https://openxla.org/xla/gpu_architecture: the instructions, and the names of the
+    custom calls that cuBLASLt's and cuDNN's kernels have in a program for CUDA.
 """
 
 import re
@@ -13,7 +16,13 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from trainer.compiled.instructions import NOT_KERNELS, Computation, Instruction, bits, parse_instruction
+from trainer.compiled.instructions import (
+    NOT_KERNELS,
+    Computation,
+    Instruction,
+    bits,
+    parse_instruction,
+)
 from trainer.compiled.operations import (
     ATTENTION,
     DTYPE_NAMES,
@@ -36,7 +45,9 @@ TINY = 1024  # bytes
 
 
 class Executed(NamedTuple):
-    """An instruction, the computation that it stands in, and how often a run of the program comes by it."""
+    """An instruction, the computation that it stands in, and how often a run of the
+    program comes by it.
+    """
 
     instruction: Instruction
     computation: Computation
@@ -47,8 +58,9 @@ class Kernel(NamedTuple):
     """Something that is launched, `times` times.
 
     Attributes:
-      kind: gemm, attention, collective; of the others `tiny` (at most TINY bytes: the arithmetic of scales), then by
-        what they hold: reduce, transpose, cast (elementwise, to FP8), copy, elementwise, other.
+      kind: gemm, attention, collective; of the others `tiny` (at most TINY bytes: the
+        arithmetic of scales), then by what they hold: reduce, transpose, cast
+        (elementwise, to FP8), copy, elementwise, other.
       bytes: read and written by one run.
     """
 
@@ -92,9 +104,11 @@ class Program:
 
     @cached_property
     def executed(self) -> list[Executed]:
-        """What a run of the program comes by, loops unrolled, bodies of fusions not opened.
+        """What a run of the program comes by, loops unrolled, bodies of fusions not
+        opened.
 
-        Of a conditional all branches are taken, of a loop of unknown length one turn (see `unknown_loops`).
+        Of a conditional all branches are taken, of a loop of unknown length one turn
+        (see `unknown_loops`).
         """
         return list(self._executed(self.entry, 1))
 
@@ -113,12 +127,21 @@ class Program:
 
     @property
     def unknown_loops(self) -> list[str]:
-        """Names of the loops whose length the compiler does not know: what they hold counts once."""
-        loops = (i for c in self.computations.values() for i in c.values() if i.opcode == "while")
+        """Names of the loops whose length the compiler does not know: what they hold
+        counts once.
+        """
+        loops = (
+            i
+            for c in self.computations.values()
+            for i in c.values()
+            if i.opcode == "while"
+        )
         return [loop.name for loop in loops if loop.trip_count is None]
 
     def inside(self, found: Executed) -> Iterator[tuple[Instruction, Computation]]:
-        """The instruction, and those of the computations that it calls, of those again, and so on."""
+        """The instruction, and those of the computations that it calls, of those again,
+        and so on.
+        """
         yield found.instruction, found.computation
         for name in found.instruction.called:
             computation = self.computations[name]
@@ -136,16 +159,29 @@ class Program:
                     found.append(self._gemm(executed, instruction, computation, dims))
         return found
 
-    def _gemm(self, executed: Executed, product: Instruction, computation: Computation, dims: Contraction) -> Gemm:
+    def _gemm(
+        self,
+        executed: Executed,
+        product: Instruction,
+        computation: Computation,
+        dims: Contraction,
+    ) -> Gemm:
         lhs, rhs = (computation[name].shapes[0] for name in product.operands[:2])
         kernel = product.target or fusion_kind(executed.instruction) or product.opcode
         wide = max(lhs.dtype, rhs.dtype, key=bits)
-        # What cuBLASLt or a fusion is handed, not what a kernel converts it to: of those, `f8` only where both are.
+        # What cuBLASLt or a fusion is handed, not what a kernel converts it to: of
+        # those, `f8` only where both are.
         dtype = "fp8" if bits(wide) == 8 else DTYPE_NAMES.get(wide, wide)
         op_name = product.op_name or executed.instruction.op_name
         sizes = dims.sizes(lhs.dims, rhs.dims)
         return Gemm(
-            kernel, dtype, (lhs.dtype, rhs.dtype), sizes, op_name, executed.instruction.name, times=executed.times
+            kernel,
+            dtype,
+            (lhs.dtype, rhs.dtype),
+            sizes,
+            op_name,
+            executed.instruction.name,
+            times=executed.times,
         )
 
     @cached_property
@@ -159,21 +195,29 @@ class Program:
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """Collective operations; one that takes arrays of several types appears once for each."""
+        """Collective operations; one that takes arrays of several types appears once
+        for each.
+        """
         found = []
         for executed in self.executed:
-            for instruction, computation in self.inside(executed):  # Triton has an all-reduce inside a fusion
+            # Triton has an all-reduce inside a fusion
+            for instruction, computation in self.inside(executed):
                 op = collective_op(instruction)
                 if op is not None:
                     name, devices = executed.instruction.name, group_size(instruction)
                     sizes = collective_bytes(instruction, computation)
-                    found += [Collective(op, t, size, devices, name, executed.times) for t, size in sizes.items()]
+                    found += [
+                        Collective(op, t, size, devices, name, executed.times)
+                        for t, size in sizes.items()
+                    ]
         return found
 
     @cached_property
     def kernels(self) -> list[Kernel]:
         """What is launched: kernels, copies, library calls and collectives."""
-        special = {gemm.name: "gemm" for gemm in self.gemms} | {call.name: "attention" for call in self.attentions}
+        special = {gemm.name: "gemm" for gemm in self.gemms} | {
+            call.name: "attention" for call in self.attentions
+        }
         special |= {collective.name: "collective" for collective in self.collectives}
         found = []
         for executed in self.executed:
@@ -203,11 +247,17 @@ class Program:
         }:
             return "copy"
         if instruction.is_fusion:
-            return "cast" if any(bits(shape.dtype) == 8 for shape in instruction.shapes) else "elementwise"
+            return (
+                "cast"
+                if any(bits(shape.dtype) == 8 for shape in instruction.shapes)
+                else "elementwise"
+            )
         return "other"
 
     def _traffic(self, executed: Executed) -> int:
-        """Bytes that one run reads and writes, every operand once; of sliced or updated arrays only the part."""
+        """Bytes that one run reads and writes, every operand once; of sliced or updated
+        arrays only the part.
+        """
         instruction, computation, _ = executed
         operands = list(dict.fromkeys(instruction.operands))
         if not instruction.is_fusion:
@@ -223,7 +273,11 @@ class Program:
 
 
 def fp8_share(program: Program) -> float:
-    """FLOPs of FP8 matrix products over those of all products and attentions; 0 of a program without any."""
+    """FLOPs of FP8 matrix products over those of all products and attentions; 0 of a
+    program without any.
+    """
     narrow = sum(gemm.flops for gemm in program.gemms if gemm.dtype == "fp8")
-    total = sum(gemm.flops for gemm in program.gemms) + sum(a.flops for a in program.attentions)
+    total = sum(gemm.flops for gemm in program.gemms) + sum(
+        a.flops for a in program.attentions
+    )
     return narrow / total if total else 0.0

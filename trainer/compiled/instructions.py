@@ -1,7 +1,9 @@
-"""The instructions of a compiled program's text: names, types, operands and attributes, parsed line by line.
+"""The instructions of a compiled program's text: names, types, operands and attributes,
+parsed line by line.
 
 References:
-    https://openxla.org/xla/operation_semantics: the instructions and how they are written.
+    https://openxla.org/xla/operation_semantics: the instructions and how they are
+    written.
 """
 
 import json
@@ -12,7 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-# Instructions that are no kernels; loops and calls are not among what is executed: their bodies are.
+# Instructions that are no kernels; loops and calls are not among what is executed:
+# their bodies are.
 NOT_KERNELS = frozenset(
     (
         "parameter",
@@ -94,16 +97,22 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The traced operation that it comes from, with its scopes: `jit(step)/transpose(jvp(...))/dot_general`."""
+        """The traced operation that it comes from, with its scopes:
+        `jit(step)/transpose(jvp(...))/dot_general`.
+        """
         found = re.search(r'op_name="([^"]*)"', self.text)
         return found[1] if found else ""
 
     @cached_property
     def called(self) -> list[str]:
-        """Computations that it runs, in the order of the text; those that only say how to reduce are among them."""
+        """Computations that it runs, in the order of the text; those that only say how
+        to reduce are among them.
+        """
         if "=%" not in self.text and "branch_computations" not in self.text:
             return []
-        names = re.findall(r"(?:calls|body|condition|to_apply|\w+_computation)=%([^\s,}]+)", self.text)
+        names = re.findall(
+            r"(?:calls|body|condition|to_apply|\w+_computation)=%([^\s,}]+)", self.text
+        )
         branches = re.search(r"branch_computations=\{([^}]*)\}", self.text)
         return names + re.findall(r"%([^\s,]+)", branches[1] if branches else "")
 

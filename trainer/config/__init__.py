@@ -1,4 +1,6 @@
-"""What a user can set: the schema, its composition from `configs/` and the command line, and what is refused.
+"""What a user can set: the schema, its composition from `configs/` and the command
+line, and what is refused.
 
-Frozen dataclasses; nothing here imports JAX. Only `assembly` and the commands read what it gives.
+Frozen dataclasses; nothing here imports JAX. Only `assembly` and the commands read what
+it gives.
 """

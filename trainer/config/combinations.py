@@ -13,129 +13,207 @@ def _require(ok: bool, message: str) -> None:
 
 
 def validate(c: Config) -> None:
-    """Refuse what cannot run, as far as the configuration alone can tell; `build` checks devices and tokenizer."""
+    """Refuse what cannot run, as far as the configuration alone can tell; `build`
+    checks devices and tokenizer.
+    """
     _check_data(c.data)
-    c.model.spec(vocab_size=1)  # which refuses what cannot be built; the tokenizer is not known yet
+    # which refuses what cannot be built; the tokenizer is not known yet
+    c.model.spec(vocab_size=1)
     check_moments(c.optimizer.name, c.precision)
     tokens = c.model.context * c.train.grad_accum_steps
     _require(
         c.train.batch_tokens % tokens == 0,
-        f"train.batch_tokens={c.train.batch_tokens} is not a multiple of model.context x train.grad_accum_steps = "
-        f"{c.model.context} x {c.train.grad_accum_steps} = {tokens}; "
-        f"nearest valid: {max(1, round(c.train.batch_tokens / tokens)) * tokens}",
+        f"train.batch_tokens={c.train.batch_tokens} is not a multiple of model.context"
+        f" x train.grad_accum_steps = {c.model.context} x {c.train.grad_accum_steps} ="
+        f" {tokens}; nearest valid:"
+        f" {max(1, round(c.train.batch_tokens / tokens)) * tokens}",
     )
     mesh = {name: getattr(c.parallel, name) for name in ("data", "fsdp", "tensor")}
     _require(
         list(mesh.values()).count(-1) <= 1,
-        f"{', '.join(f'parallel.{n}=-1' for n, size in mesh.items() if size == -1)}: only one can be what the others "
-        "leave; set parallel.data=1 to shard the state over all devices",
+        f"{', '.join(f'parallel.{n}=-1' for n, size in mesh.items() if size == -1)}:"
+        " only one can be what the others leave; set parallel.data=1 to shard the"
+        " state over all devices",
     )
     _require(
         not c.parallel.deterministic_reduce or c.parallel.reduce == "fp32",
-        f"parallel.deterministic_reduce=true sums in FP32, but parallel.reduce={c.parallel.reduce}; choose one of them",
+        "parallel.deterministic_reduce=true sums in FP32, but"
+        f" parallel.reduce={c.parallel.reduce}; choose one of them",
     )
     _check_diloco(c)
     _require(
         not c.precision.require_fp8 or c.precision.forward is not None,
-        f"precision.require_fp8=true, but precision={c.precision.name} has no FP8 matmuls; "
-        "choose one that has, such as precision=scalify_fp8_fp16, or leave require_fp8 out",
+        f"precision.require_fp8=true, but precision={c.precision.name} has no FP8"
+        " matmuls; choose one that has, such as precision=scalify_fp8_fp16, or leave"
+        " require_fp8 out",
     )
     _require(
         c.init.embeddings is None or c.init_from is not None,
-        f"init.embeddings={c.init.embeddings} is of the weights that init_from names, which is null; add "
-        "init_from=DIRECTORY, or leave it out",
+        f"init.embeddings={c.init.embeddings} is of the weights that init_from names,"
+        " which is null; add init_from=DIRECTORY, or leave it out",
     )
     if c.profile.steps is not None:
-        ok = len(c.profile.steps) == 2 and 1 <= c.profile.steps[0] <= c.profile.steps[1] <= c.train.steps
-        _require(ok, f"profile.steps={list(c.profile.steps)}: expected [first,last] within 1..{c.train.steps}")
+        ok = (
+            len(c.profile.steps) == 2
+            and 1 <= c.profile.steps[0] <= c.profile.steps[1] <= c.train.steps
+        )
+        _require(
+            ok,
+            f"profile.steps={list(c.profile.steps)}: expected [first,last] within"
+            f" 1..{c.train.steps}",
+        )
 
 
 MAY_BE_NULL = ("participants", "quorum", "bandwidth_gbps")  # also with replicas
 
 
 def _check_diloco(c: Config) -> None:
-    """Refuse DiLoCo keys without replicas, which would change nothing, and replicas without these keys."""
-    d, keys = c.diloco, [field.name for field in fields(DiLoCo) if field.name != "replicas"]
+    """Refuse DiLoCo keys without replicas, which would change nothing, and replicas
+    without these keys.
+    """
+    d, keys = (
+        c.diloco,
+        [field.name for field in fields(DiLoCo) if field.name != "replicas"],
+    )
     if d.replicas is None:
-        given = [f"diloco.{key}={getattr(d, key)}" for key in keys if getattr(d, key) is not None]
+        given = [
+            f"diloco.{key}={getattr(d, key)}"
+            for key in keys
+            if getattr(d, key) is not None
+        ]
         _require(
             not given,
-            f"{', '.join(given)} would be ignored: diloco.replicas, the number of replicas, is null; choose "
-            "parallel=diloco, or leave it out",
+            f"{', '.join(given)} would be ignored: diloco.replicas, the number of"
+            " replicas, is null; choose parallel=diloco, or leave it out",
         )
         return
-    missing = [f"diloco.{key}" for key in keys if getattr(d, key) is None and key not in MAY_BE_NULL]
-    _require(not missing, f"{', '.join(missing)} is null; choose parallel=diloco, which has values, or give it one")
-    phased = "train.phases" if c.train.phases is not None else "resume.convert=true" if c.resume.convert else ""
+    missing = [
+        f"diloco.{key}"
+        for key in keys
+        if getattr(d, key) is None and key not in MAY_BE_NULL
+    ]
+    _require(
+        not missing,
+        f"{', '.join(missing)} is null; choose parallel=diloco, which has values, or"
+        " give it one",
+    )
+    phased = (
+        "train.phases"
+        if c.train.phases is not None
+        else "resume.convert=true"
+        if c.resume.convert
+        else ""
+    )
     _require(
         not phased,
-        f"{phased} changes the form of a state, but not that of diloco.replicas={d.replicas} replicas; leave one of "
-        "them out, or start from weights by init_from",
+        f"{phased} changes the form of a state, but not that of"
+        f" diloco.replicas={d.replicas} replicas; leave one of them out, or start from"
+        " weights by init_from",
     )
     _require(
         c.precision.weights_rounding != "kahan",
-        f"precision.weights_rounding=kahan keeps what rounding loses of one set of weights, not of diloco.replicas="
-        f"{d.replicas} replicas; choose stochastic",
+        "precision.weights_rounding=kahan keeps what rounding loses of one set of"
+        f" weights, not of diloco.replicas={d.replicas} replicas; choose stochastic",
     )
-    steps, fragments, some = d.sync_every or 1, d.fragments or 1, d.participants or d.replicas
+    steps, fragments, some = (
+        d.sync_every or 1,
+        d.fragments or 1,
+        d.participants or d.replicas,
+    )
     _require(
         fragments <= steps,
-        f"diloco.fragments={fragments} is more than diloco.sync_every={steps}: a step exchanges one; valid: 1..{steps}",
+        f"diloco.fragments={fragments} is more than diloco.sync_every={steps}: a step"
+        f" exchanges one; valid: 1..{steps}",
     )
-    _require(some <= d.replicas, f"diloco.participants={some}: there are diloco.replicas={d.replicas}; choose fewer")
+    _require(
+        some <= d.replicas,
+        f"diloco.participants={some}: there are diloco.replicas={d.replicas}; choose"
+        " fewer",
+    )
     _require(
         some == d.replicas or fragments == 1,
-        f"diloco.participants={some} is drawn for a round, in which diloco.fragments={fragments} are "
-        "exchanged at different steps; choose one of them",
+        f"diloco.participants={some} is drawn for a round, in which"
+        f" diloco.fragments={fragments} are exchanged at different steps; choose one of"
+        " them",
     )
     quorum = d.quorum or 1
     _require(
         quorum <= d.replicas,
-        f"diloco.replicas={d.replicas} is less than diloco.quorum={quorum}; valid: at least as many, or a smaller "
-        "quorum",
-    )
-    _require(d.bandwidth_gbps != 0, "diloco.bandwidth_gbps=0: expected gigabits a second of the network, or null")
-    _require(
-        d.data != "sources" or (c.data.source == "mix" and len(c.data.sources or ()) == d.replicas),
-        f"diloco.data=sources gives each of diloco.replicas={d.replicas} replicas a source of its own; choose "
-        "data=mix with as many data.sources, or diloco.data=split",
+        f"diloco.replicas={d.replicas} is less than diloco.quorum={quorum}; valid: at"
+        " least as many, or a smaller quorum",
     )
     _require(
-        d.data != "sources" or (len(set(c.data.weights or ())) <= 1 and not c.data.stages),
-        f"diloco.data=sources takes as much of every source, and data.weights={list(c.data.weights or ())}, "
-        f"data.stages={[list(stage) for stage in c.data.stages or ()]} ask for other shares; leave them out, or choose "
-        "diloco.data=split",
+        d.bandwidth_gbps != 0,
+        "diloco.bandwidth_gbps=0: expected gigabits a second of the network, or null",
+    )
+    _require(
+        d.data != "sources"
+        or (c.data.source == "mix" and len(c.data.sources or ()) == d.replicas),
+        f"diloco.data=sources gives each of diloco.replicas={d.replicas} replicas a"
+        " source of its own; choose data=mix with as many data.sources, or"
+        " diloco.data=split",
+    )
+    _require(
+        d.data != "sources"
+        or (len(set(c.data.weights or ())) <= 1 and not c.data.stages),
+        "diloco.data=sources takes as much of every source, and"
+        f" data.weights={list(c.data.weights or ())},"
+        f" data.stages={[list(stage) for stage in c.data.stages or ()]} ask for other"
+        " shares; leave them out, or choose diloco.data=split",
     )
     rows = c.batch_size // c.train.grad_accum_steps
     _require(
         rows % d.replicas == 0,
-        f"a micro-batch of {rows} sequences cannot be split over diloco.replicas={d.replicas} replicas; choose "
-        f"train.batch_tokens, a multiple of {d.replicas * c.train.grad_accum_steps * c.model.context}",
+        f"a micro-batch of {rows} sequences cannot be split over"
+        f" diloco.replicas={d.replicas} replicas; choose train.batch_tokens, a multiple"
+        f" of {d.replicas * c.train.grad_accum_steps * c.model.context}",
     )
 
 
 def _check_data(c: Data) -> None:
-    """Refuse keys of other sources than the chosen one, which would change nothing, and what it lacks itself."""
-    given = {key: value for key in DATA_KEYS if (value := getattr(c, key)) not in (None, (), False)}
+    """Refuse keys of other sources than the chosen one, which would change nothing, and
+    what it lacks itself.
+    """
+    given = {
+        key: value
+        for key in DATA_KEYS
+        if (value := getattr(c, key)) not in (None, (), False)
+    }
     for key, value in given.items():
         users = DATA_KEYS[key]
         shown = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
         choices = " or ".join(f"data={name}" for name in users)
         _require(
             c.source in users,
-            f"data.{key}={shown} is not used by data={c.source}, and would be ignored; it is of {choices}: "
-            f"add {choices}, or leave data.{key} out",
+            f"data.{key}={shown} is not used by data={c.source}, and would be ignored;"
+            f" it is of {choices}: add {choices}, or leave data.{key} out",
         )
     for key in NEEDED:
         missing = c.source in DATA_KEYS[key] and getattr(c, key) is None
-        _require(not missing, f"data.{key} is null; choose the group, data={c.source}, or give it a value")
+        _require(
+            not missing,
+            f"data.{key} is null; choose the group, data={c.source}, or give it a"
+            " value",
+        )
     _require(
-        c.val_fraction != 0, "data.val_fraction=0: a validation part is needed; give it a small share, such as 0.01"
+        c.val_fraction != 0,
+        "data.val_fraction=0: a validation part is needed; give it a small share, such"
+        " as 0.01",
     )
-    _require(c.source != "text" or bool(c.paths), "data=text needs data.paths=[FILE,...]")
-    _require(c.source != "hf" or bool(c.name), "data=hf needs data.name=ORGANISATION/DATASET")
-    _require(c.source != "prepared" or bool(c.prepared_dir), "data=prepared needs data.prepared_dir=DIRECTORY")
-    _require(c.source != "mix" or bool(c.sources), "data=mix needs data.sources=[DIRECTORY,...]")
+    _require(
+        c.source != "text" or bool(c.paths), "data=text needs data.paths=[FILE,...]"
+    )
+    _require(
+        c.source != "hf" or bool(c.name), "data=hf needs data.name=ORGANISATION/DATASET"
+    )
+    _require(
+        c.source != "prepared" or bool(c.prepared_dir),
+        "data=prepared needs data.prepared_dir=DIRECTORY",
+    )
+    _require(
+        c.source != "mix" or bool(c.sources),
+        "data=mix needs data.sources=[DIRECTORY,...]",
+    )
     _require(
         c.source in ("prepared", "mix") or bool(c.tokenizer),
         "data.tokenizer is null; valid: byte, gpt2, cl100k_base, a file",

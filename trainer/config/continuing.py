@@ -1,7 +1,9 @@
-"""`resume=RUN`: continue or fork a run by its directory alone; settings that are not given anew are those of the run.
+"""`resume=RUN`: continue or fork a run by its directory alone; settings that are not
+given anew are those of the run.
 
-A run directory is data that somebody else may have written. Its settings are laid over the composed configuration as
-values: no text of theirs is parsed as an override, interpolated, or seen by Hydra.
+A run directory is data that somebody else may have written. Its settings are laid over
+the composed configuration as values: no text of theirs is parsed as an override,
+interpolated, or seen by Hydra.
 """
 
 import copy
@@ -24,20 +26,24 @@ from trainer.text import nearest
 
 # Where the run was, how it started, and what it did besides training.
 NOT_TAKEN = ("run_dir", "resume", "dry_run")
-# Whoever starts a run says where it writes beside its directory, and where compiled programs, which are code, are.
+# Whoever starts a run says where it writes beside its directory, and where compiled
+# programs, which are code, are.
 COMPILED, DATA_CACHE = "compile_cache", "data.cache_dir"
 TASKS = "eval.tasks"
 CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
 NEW_NAME = "tracker.name"
-SET_BY = {"diloco": "parallel"}  # groups of keys that a choice of another group gives values
+# groups of keys that a choice of another group gives values
+SET_BY = {"diloco": "parallel"}
 
 
 class CommandLine(NamedTuple):
     """What a configuration is composed of.
 
     Attributes:
-      overrides: flags, choices of groups and `key=value`, for Hydra; all from the command line or from our own lists.
-      saved: settings of the run that is continued, by dotted key; without keys that `overrides` set.
+      overrides: flags, choices of groups and `key=value`, for Hydra; all from the
+          command line or from our own lists.
+      saved: settings of the run that is continued, by dotted key; without keys that
+          `overrides` set.
       not_taken: its caches, by key, which the command line does not set either.
     """
 
@@ -47,12 +53,16 @@ class CommandLine(NamedTuple):
 
 
 def continued(
-    arguments: Sequence[str], groups: Mapping[str, Sequence[str]], families: Mapping[str, str], *, several: bool
+    arguments: Sequence[str],
+    groups: Mapping[str, Sequence[str]],
+    families: Mapping[str, str],
+    *,
+    several: bool,
 ) -> CommandLine:
     """Add the settings of the run that `resume.source` names, if it names one.
 
-    Without `run_dir`, or with the run's own, the run itself goes on; else another one starts from it. A group that is
-    chosen anew takes nothing from the run.
+    Without `run_dir`, or with the run's own, the run itself goes on; else another one
+    starts from it. A group that is chosen anew takes nothing from the run.
 
     Args:
       arguments: overrides in their long forms.
@@ -63,7 +73,10 @@ def continued(
     Raises:
       UserError: a damaged run directory, or arguments that contradict each other.
     """
-    given = {key.lstrip("+~"): value for key, _, value in (argument.partition("=") for argument in arguments)}
+    given = {
+        key.lstrip("+~"): value
+        for key, _, value in (argument.partition("=") for argument in arguments)
+    }
     written = given.get("resume.source", "auto")
     source = written.strip("'\"")
     file = Path(source) / "config.yaml"
@@ -71,40 +84,61 @@ def continued(
         return CommandLine(list(arguments), {})
     if "experiment" in given:
         raise UserError(
-            f"experiment={given['experiment']}, but resume={source} takes its settings from that run; leave experiment "
-            "out, or name the keys to change"
+            f"experiment={given['experiment']}, but resume={source} takes its settings"
+            " from that run; leave experiment out, or name the keys to change"
         )
     for key, value in given.items():
         if key in annotations(Config) and value.startswith("{"):
-            raise UserError(f"{key}={value}: beside resume= give its keys one by one, such as {key}.{value[1:9]}...")
+            raise UserError(
+                f"{key}={value}: beside resume= give its keys one by one, such as"
+                f" {key}.{value[1:9]}..."
+            )
     tree = read_saved(file)
-    itself = not several and os.path.realpath(given.get("run_dir", source)) == os.path.realpath(source)
+    itself = not several and os.path.realpath(
+        given.get("run_dir", source)
+    ) == os.path.realpath(source)
     if itself and given.get("resume.step", "null") != "null":
         raise UserError(
-            f"resume.step={given['resume.step']} starts another run from that step of resume={source}; "
-            "add run_dir=DIRECTORY for it"
+            f"resume.step={given['resume.step']} starts another run from that step of"
+            f" resume={source}; add run_dir=DIRECTORY for it"
         )
     anew = [group for group in groups if group in given]
     anew += [keys for keys, group in SET_BY.items() if group in anew]
     not_taken = {*NOT_TAKEN, *anew}
     saved = {
         key: value
-        for key, value in flatten({group: value for group, value in tree.items() if group not in not_taken})
-        if (itself or key != NEW_NAME) and not any(overlaps(key, other) for other in given)
+        for key, value in flatten(
+            {group: value for group, value in tree.items() if group not in not_taken}
+        )
+        if (itself or key != NEW_NAME)
+        and not any(overlaps(key, other) for other in given)
     }
-    caches = {key: saved.pop(key) for key in (COMPILED, DATA_CACHE) if saved.get(key) is not None}
+    caches = {
+        key: saved.pop(key)
+        for key in (COMPILED, DATA_CACHE)
+        if saved.get(key) is not None
+    }
     for task in saved.get(TASKS) or ():
         if not re.fullmatch(r"[\w-]+", str(task)):
-            raise UserError(f"{file}: {TASKS} names the file {task!r}, which may be a program; give {TASKS}= yourself")
-    # The keys of these two groups depend on their choice; those of all other groups are the same.
+            raise UserError(
+                f"{file}: {TASKS} names the file {task!r}, which may be a program; give"
+                f" {TASKS}= yourself"
+            )
+    # The keys of these two groups depend on their choice; those of all other groups are
+    # the same.
     family, optimizer = tree["model"]["family"], tree["optimizer"]["name"]
     choices = []
     if "model" not in anew:
         if family not in families:
-            raise UserError(f"resume={source} is a {family}, which is not known; {nearest(family, list(families))}")
+            raise UserError(
+                f"resume={source} is a {family}, which is not known;"
+                f" {nearest(family, list(families))}"
+            )
         choices.append(f"model={families[family]}")
     if "optimizer" not in anew:
-        choices += [f"optimizer={name}" for name in groups["optimizer"] if name == optimizer]
+        choices += [
+            f"optimizer={name}" for name in groups["optimizer"] if name == optimizer
+        ]
     place = [f"run_dir={written}", "resume.source=auto"] if itself else []
     return CommandLine([*choices, *arguments, *place], saved, caches)
 
@@ -117,13 +151,16 @@ def overlaps(key: str, other: str) -> bool:
 def lay_over(tree: DictConfig, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Resolve the composed configuration, with the saved settings in it as they are.
 
-    Interpolations of the composed configuration are resolved, and may read saved values; text like one in a saved
-    value stays text.
+    Interpolations of the composed configuration are resolved, and may read saved
+    values; text like one in a saved value stays text.
     """
     plain = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(plain, dict)
     # OmegaConf refuses to interpolate a missing value, which these are to it.
-    put(plain, {key: "???" if "${" in str(value) else value for key, value in saved.items()})
+    put(
+        plain,
+        {key: "???" if "${" in str(value) else value for key, value in saved.items()},
+    )
     resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     assert isinstance(resolved, dict)
     put(resolved, saved)
@@ -143,7 +180,9 @@ def put(tree: dict[Any, Any], values: Mapping[str, Any]) -> None:
 
 
 def read_saved(file: Path) -> dict[str, Any]:
-    """Read a run's config.yaml, whose groups are those of the schema. Raises UserError."""
+    """Read a run's config.yaml, whose groups are those of the schema. Raises
+    UserError.
+    """
     if file.is_symlink():
         raise UserError(f"{file} is a symbolic link; replace it by the file itself")
     try:
@@ -152,12 +191,20 @@ def read_saved(file: Path) -> dict[str, Any]:
         if unknown:
             raise ValueError(f"unknown key {min(unknown)}")
         tree["model"] = {"family": FIRST} | tree["model"]
-        tree["data"] = {key: value for key, value in tree["data"].items() if is_used(key, tree["data"]["source"])}
-        if not all(isinstance(name, str) for name in (tree["model"]["family"], tree["optimizer"]["name"])):
+        tree["data"] = {
+            key: value
+            for key, value in tree["data"].items()
+            if is_used(key, tree["data"]["source"])
+        }
+        if not all(
+            isinstance(name, str)
+            for name in (tree["model"]["family"], tree["optimizer"]["name"])
+        ):
             raise ValueError("model.family and optimizer.name are not text")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{file} is damaged ({error}); give all settings and run_dir={file.parent} to continue from its checkpoints"
+            f"{file} is damaged ({error}); give all settings and run_dir={file.parent}"
+            " to continue from its checkpoints"
         ) from error
     return tree
 
@@ -170,5 +217,7 @@ def default_cache(key: str) -> str | None:
 
 
 def is_used(key: str, source: str) -> bool:
-    """Return whether a source uses a key of `data`; an older config.yaml has the keys of all sources, with values."""
+    """Return whether a source uses a key of `data`; an older config.yaml has the keys
+    of all sources, with values.
+    """
     return source in DATA_KEYS.get(key, (source,))

@@ -1,4 +1,6 @@
-"""The architecture of what `init_from` names, for `model=from_init`: read before anything is built, so without JAX."""
+"""The architecture of what `init_from` names, for `model=from_init`: read before
+anything is built, so without JAX.
+"""
 
 import dataclasses
 import json
@@ -16,18 +18,24 @@ NAME = "from_init"
 
 
 def is_open(model: Any) -> bool:
-    """Return whether a `model` of the composed configuration is this one, with sizes that are not filled in yet."""
+    """Return whether a `model` of the composed configuration is this one, with sizes
+    that are not filled in yet.
+    """
     if not isinstance(model, dict) or model.get("name") != NAME:
         return False
     family = model.get("family")
     if family not in SPECS:
         return family is None
     spec = SPECS[family]
-    free = {field.name for field in dataclasses.fields(spec) if field.default is None} | {"vocab_size"}
+    free = {
+        field.name for field in dataclasses.fields(spec) if field.default is None
+    } | {"vocab_size"}
     return any(model.get(key) is None for key in spec.deciding() if key not in free)
 
 
-def inherit(model: Mapping[str, Any], init_from: str | None, *, other_tokenizer: bool = False) -> dict[str, Any]:
+def inherit(
+    model: Mapping[str, Any], init_from: str | None, *, other_tokenizer: bool = False
+) -> dict[str, Any]:
     """The keys of `model`, those of the architecture from where the weights come.
 
     Args:
@@ -36,12 +44,20 @@ def inherit(model: Mapping[str, Any], init_from: str | None, *, other_tokenizer:
       other_tokenizer: whether the vocabulary is that of the data, not of the weights.
 
     Raises:
-      UserError: no `init_from`, nothing there that tells an architecture, or another one than was asked for.
+      UserError: no `init_from`, nothing there that tells an architecture, or another
+          one than was asked for.
     """
     if init_from is None:
-        raise UserError("model=from_init takes the architecture of init_from, which is null; add init_from=RUN")
+        raise UserError(
+            "model=from_init takes the architecture of init_from, which is null; add"
+            " init_from=RUN"
+        )
     source = Path(init_from)
-    theirs = architecture_of_run(source) if (source / "config.yaml").is_file() else architecture_of_weights(source)
+    theirs = (
+        architecture_of_run(source)
+        if (source / "config.yaml").is_file()
+        else architecture_of_weights(source)
+    )
     if other_tokenizer:
         theirs.pop("vocab_size", None)
     other = [
@@ -51,26 +67,36 @@ def inherit(model: Mapping[str, Any], init_from: str | None, *, other_tokenizer:
     ]
     if other:
         raise UserError(
-            f"model=from_init, but init_from={init_from} is another model: {', '.join(other)}; leave these out"
+            f"model=from_init, but init_from={init_from} is another model:"
+            f" {', '.join(other)}; leave these out"
         )
     return of_family(theirs["family"], {**model, **theirs})
 
 
 def of_family(family: str, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `model` that are not null; for the family's own that are, the defaults of its spec.
+    """The keys of `model` that are not null; for the family's own that are, the
+    defaults of its spec.
 
     Raises UserError for a family that there is not.
     """
     if family not in SPECS:
-        raise UserError(f"model=from_init: init_from is a {family}, which is not known; {nearest(family, list(SPECS))}")
+        raise UserError(
+            f"model=from_init: init_from is a {family}, which is not known;"
+            f" {nearest(family, list(SPECS))}"
+        )
     given = {key: value for key, value in model.items() if value is not None}
     own = dataclasses.fields(SPECS[family])
-    later = {field.name: None if field.default is dataclasses.MISSING else field.default for field in own}
+    later = {
+        field.name: None if field.default is dataclasses.MISSING else field.default
+        for field in own
+    }
     return {**later, **given}
 
 
 def architecture_of_run(run_dir: Path) -> dict[str, Any]:
-    """The family and the keys of the architecture that a run directory's configuration has."""
+    """The family and the keys of the architecture that a run directory's configuration
+    has.
+    """
     file = run_dir / "config.yaml"
     try:
         model = read_mapping(file)["model"]
@@ -78,7 +104,9 @@ def architecture_of_run(run_dir: Path) -> dict[str, Any]:
         keys = SPECS[family].deciding() if family in SPECS else ()
         return {"family": family} | {key: model[key] for key in keys}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file} is damaged: it does not tell the model; choose the model by name") from error
+        raise UserError(
+            f"{file} is damaged: it does not tell the model; choose the model by name"
+        ) from error
 
 
 def architecture_of_weights(source: Path) -> dict[str, Any]:
@@ -86,8 +114,9 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
     file = (source if source.is_dir() else source.parent) / "config.json"
     if not file.is_file():
         raise UserError(
-            f"model=from_init: init_from={source} has neither a config.yaml (a run) nor a config.json (Hugging Face); "
-            "give such a directory, or choose the model by name"
+            f"model=from_init: init_from={source} has neither a config.yaml (a run) nor"
+            " a config.json (Hugging Face); give such a directory, or choose the model"
+            " by name"
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -96,9 +125,14 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file} does not tell the sizes of a model ({error}); choose the model by name") from error
+        raise UserError(
+            f"{file} does not tell the sizes of a model ({error}); choose the model by"
+            " name"
+        ) from error
     if theirs is None:
-        raise UserError(f"{file}: model_type={name!r} is not supported; valid: {', '.join(SPECS)}")
+        raise UserError(
+            f"{file}: model_type={name!r} is not supported; valid: {', '.join(SPECS)}"
+        )
     with well_formed(file, "choose the model by name"):
         check_sizes(source, theirs)
     return theirs | {"family": name}

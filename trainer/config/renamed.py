@@ -1,4 +1,6 @@
-"""Configuration keys that were renamed: one table, for the command line, sweeps, and runs that were saved before."""
+"""Configuration keys that were renamed: one table, for the command line, sweeps, and
+runs that were saved before.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,7 +8,8 @@ from typing import Any
 
 from trainer.errors import UserError
 
-# Checkpoint format 4 and later have the names on the right. No name on the left may get another meaning.
+# Checkpoint format 4 and later have the names on the right. No name on the left may get
+# another meaning.
 RENAMED_KEYS = {
     "train.accum": "train.grad_accum_steps",
     "sample.max_new": "sample.max_new_tokens",
@@ -28,19 +31,27 @@ RENAMED_CHOICES = {"parallel=local": "parallel=diloco"}
 
 
 def refuse_old_names(overrides: Sequence[str]) -> None:
-    """Raise a UserError that gives the new name of the first override that has an old one."""
+    """Raise a UserError that gives the new name of the first override that has an old
+    one.
+    """
     for override in overrides:
         key, equals, value = override.partition("=")
         prefix = key[: len(key) - len(key.lstrip("+~"))]
         new = new_name(key.lstrip("+~"))
         if new is not None:
-            raise UserError(f"{override}: this key was renamed; use {prefix}{new}{equals}{value}")
+            raise UserError(
+                f"{override}: this key was renamed; use {prefix}{new}{equals}{value}"
+            )
         if override in RENAMED_CHOICES:
-            raise UserError(f"{override}: this choice was renamed; use {RENAMED_CHOICES[override]}")
+            raise UserError(
+                f"{override}: this choice was renamed; use {RENAMED_CHOICES[override]}"
+            )
 
 
 def new_name(key: str) -> str | None:
-    """Return the new name of a dotted key, also of one inside `train.phases`; None if it was not renamed."""
+    """Return the new name of a dotted key, also of one inside `train.phases`; None if
+    it was not renamed.
+    """
     phase = re.match(r"train\.phases\[\d+\]\.", key)
     prefix = phase[0] if phase else ""
     new = RENAMED_KEYS.get(key.removeprefix(prefix))
@@ -48,17 +59,24 @@ def new_name(key: str) -> str | None:
 
 
 def renamed_keys(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration, nested plain values, with the current name of every key."""
+    """Return a saved configuration, nested plain values, with the current name of every
+    key.
+    """
     tree = _with_new_names(saved)
     train = tree.get("train")
     if isinstance(train, dict) and isinstance(train.get("phases"), list | tuple):
         # A phase may have a precision of its own.
-        train["phases"] = [_with_new_names(p) if isinstance(p, Mapping) else p for p in train["phases"]]
+        train["phases"] = [
+            _with_new_names(p) if isinstance(p, Mapping) else p for p in train["phases"]
+        ]
     return tree
 
 
 def _with_new_names(groups: Mapping[str, Any]) -> dict[str, Any]:
-    tree = {group: dict(keys) if isinstance(keys, Mapping) else keys for group, keys in groups.items()}
+    tree = {
+        group: dict(keys) if isinstance(keys, Mapping) else keys
+        for group, keys in groups.items()
+    }
     for old, new in RENAMED_KEYS.items():
         (old_group, old_key), (new_group, new_key) = old.split("."), new.split(".")
         keys = tree.get(old_group)

@@ -1,9 +1,11 @@
-"""The schema of the configuration: frozen dataclasses without defaults (the YAML files of `configs/` hold those).
+"""The schema of the configuration: frozen dataclasses without defaults (the YAML files
+of `configs/` hold those).
 
-What a model, a precision or an optimiser has is declared where it is used: in the specs of `trainer.models`, the
-`Policy` of `trainer.precision` and the entries of `trainer.step.optimizers`. `trainer.config.fields` makes a `Config`
-of a composed dictionary, within the bounds of its annotations; `trainer.config.combinations` refuses what cannot run
-together.
+What a model, a precision or an optimiser has is declared where it is used: in the specs
+of `trainer.models`, the `Policy` of `trainer.precision` and the entries of
+`trainer.step.optimizers`. `trainer.config.fields` makes a `Config` of a composed
+dictionary, within the bounds of its annotations; `trainer.config.combinations` refuses
+what cannot run together.
 """
 
 import dataclasses
@@ -31,7 +33,8 @@ from trainer.step.optimizers import ENTRIES, Optimizer
 
 @dataclass(frozen=True)
 class Model:
-    """What every model has. The schema of a family, of MODELS, adds the fields of its spec, where they are declared.
+    """What every model has. The schema of a family, of MODELS, adds the fields of its
+    spec, where they are declared.
 
     Attributes:
       family: of `trainer.models.specs`.
@@ -47,16 +50,27 @@ class Model:
     context: int
 
     def spec(self, vocab_size: int) -> Any:
-        """The spec of the family, for a tokenizer of so many ids. Raises UserError for what cannot be built."""
+        """The spec of the family, for a tokenizer of so many ids. Raises UserError for
+        what cannot be built.
+        """
         spec = SPECS[self.family]
-        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(spec)}
+        settings = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(spec)
+        }
         return spec(**settings | {"vocab_size": self.vocab_size or vocab_size})
 
 
 def schema_of(spec: type) -> type:
-    """The schema of `model` for the family of a spec: `Model` with its fields, of which `vocab_size` may be null."""
-    keys = [(name, hint | None if name == "vocab_size" else hint) for name, hint in annotations(spec).items()]
-    return dataclasses.make_dataclass(f"{spec.__name__}Keys", keys, bases=(Model,), frozen=True)
+    """The schema of `model` for the family of a spec: `Model` with its fields, of which
+    `vocab_size` may be null.
+    """
+    keys = [
+        (name, hint | None if name == "vocab_size" else hint)
+        for name, hint in annotations(spec).items()
+    ]
+    return dataclasses.make_dataclass(
+        f"{spec.__name__}Keys", keys, bases=(Model,), frozen=True
+    )
 
 
 MODELS = {family: schema_of(spec) for family, spec in SPECS.items()}
@@ -106,7 +120,8 @@ class Precision(Policy):
     Attributes:
       name: of the preset.
       rescale_every: steps between two looks at the scales of the weights; 0: never.
-      require_fp8: whether to stop where a chosen matmul was not compiled in FP8; None: on Hopper or newer.
+      require_fp8: whether to stop where a chosen matmul was not compiled in FP8; None:
+          on Hopper or newer.
     """
 
     name: str
@@ -116,10 +131,18 @@ class Precision(Policy):
     @property
     def policy(self) -> Policy:
         """What the preset, or what became of it, means."""
-        return Policy(**{field.name: getattr(self, field.name) for field in fields(Policy)})
+        return Policy(
+            **{field.name: getattr(self, field.name) for field in fields(Policy)}
+        )
 
 
-Devices = Annotated[int, Bound(lambda n: n == -1 or n >= 1, "a number of devices, or -1 for what the others leave")]
+Devices = Annotated[
+    int,
+    Bound(
+        lambda n: n == -1 or n >= 1,
+        "a number of devices, or -1 for what the others leave",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -136,19 +159,24 @@ class Parallel:
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """DiLoCo's replicas and outer optimizer; all keys are null without replicas (`parallel=diloco` has values).
+    """DiLoCo's replicas and outer optimizer; all keys are null without replicas
+    (`parallel=diloco` has values).
 
     Attributes:
       replicas: number of replicas, each with an optimizer of its own.
       sync_every: steps between two exchanges of outer gradients.
       outer_grad: the format in which outer gradients are sent.
-      outer_lr: learning rate of the outer optimizer, SGD with Nesterov momentum `outer_momentum`.
-      error_feedback: whether the rounding error of an exchange is added to the next one.
+      outer_lr: learning rate of the outer optimizer, SGD with Nesterov momentum
+          `outer_momentum`.
+      error_feedback: whether the rounding error of an exchange is added to the next
+          one.
       fragments: number of parts of the parameters, exchanged at different steps.
       participants: replicas that train in a round, drawn for each round; None: all.
-      data: `split`: replicas share every batch; `sources`: replica k reads source k of `data=mix`.
+      data: `split`: replicas share every batch; `sources`: replica k reads source k of
+          `data=mix`.
       quorum: replicas that must be left when machines are lost; None: all.
-      bandwidth_gbps: gigabits a second between replicas, for an estimate of the time of an exchange.
+      bandwidth_gbps: gigabits a second between replicas, for an estimate of the time of
+          an exchange.
     """
 
     replicas: Positive | None
@@ -186,7 +214,8 @@ class Init:
     """How `init_from`'s weights are taken.
 
     Attributes:
-      embeddings: how the rows of another tokenizer's tokens are made; None: another tokenizer is refused.
+      embeddings: how the rows of another tokenizer's tokens are made; None: another
+          tokenizer is refused.
     """
 
     embeddings: Method | None
@@ -201,7 +230,8 @@ class Resume:
 
 @dataclass(frozen=True)
 class TrainPhase:
-    """A part of the training with settings of its own, an entry of `train.phases`; what is None is as elsewhere.
+    """A part of the training with settings of its own, an entry of `train.phases`; what
+    is None is as elsewhere.
 
     Attributes:
       until: steps taken in all when it ends; None, in the last one: the end.
@@ -263,7 +293,9 @@ class Sample:
     max_new_tokens: Natural
     temperature: Amount
     top_k: Natural
-    top_p: Annotated[float, Bound(lambda p: 0 < p <= 1, "more than 0, at most 1 (all tokens)")]
+    top_p: Annotated[
+        float, Bound(lambda p: 0 < p <= 1, "more than 0, at most 1 (all tokens)")
+    ]
 
 
 @dataclass(frozen=True)
@@ -307,7 +339,8 @@ class Config:
     init: Init
     dry_run: bool
     compile_cache: str | None
-    deterministic: Asked | None  # null: auto, as of a run that was saved before there was the key
+    # null: auto, as of a run that was saved before there was the key
+    deterministic: Asked | None
 
     @property
     def batch_size(self) -> int:

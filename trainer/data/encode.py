@@ -21,7 +21,9 @@ Tokens = npt.NDArray[np.unsignedinteger]
 
 
 class Part(NamedTuple):
-    """What of some rows goes into one split; a document that is cut in two is counted where it begins."""
+    """What of some rows goes into one split; a document that is cut in two is counted
+    where it begins.
+    """
 
     split: str
     documents: int
@@ -54,8 +56,10 @@ class Encoder:
 
     Attributes:
       val_fraction: share of the validation part.
-      cut: the character of the whole text at which the validation part starts; None: hashes of documents decide.
-      documents: whether rows are documents, which end-of-text follows; else they are pieces of a single text.
+      cut: the character of the whole text at which the validation part starts; None:
+          hashes of documents decide.
+      documents: whether rows are documents, which end-of-text follows; else they are
+          pieces of a single text.
       workers: threads.
     """
 
@@ -70,8 +74,11 @@ class Encoder:
         """The narrowest that holds every id."""
         return np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 else "<u4")
 
-    def encode(self, source: Iterator[Rows], chars: int, budget: int | None) -> Iterator[EncodedTexts]:
-        """Batches in the order of the rows; the next rows are read and encoded meanwhile.
+    def encode(
+        self, source: Iterator[Rows], chars: int, budget: int | None
+    ) -> Iterator[EncodedTexts]:
+        """Batches in the order of the rows; the next rows are read and encoded
+        meanwhile.
 
         Args:
           chars: of the text, before the first of these rows.
@@ -90,7 +97,11 @@ class Encoder:
                 if ahead and (rows is None or len(ahead) == ROWS_AHEAD):
                     first, batch = ahead.popleft()
                     if budget is not None:
-                        size = sum(len(array) for part in batch.parts for array in part.arrays())
+                        size = sum(
+                            len(array)
+                            for part in batch.parts
+                            for array in part.arrays()
+                        )
                         if size >= budget:
                             start = batch.chars - sum(map(len, first.texts))
                             yield self._submit(pool, self._within(first, budget), start)
@@ -102,13 +113,21 @@ class Encoder:
 
     def _submit(self, pool: ThreadPoolExecutor, rows: Rows, start: int) -> EncodedTexts:
         """Have rows encoded that begin at character `start`."""
-        texts = [text for text in rows.texts if text] if self.documents else ["".join(rows.texts)]
-        before, after = divided(texts, None if self.cut is None else self.cut - start, self.val_fraction)
+        texts = (
+            [text for text in rows.texts if text]
+            if self.documents
+            else ["".join(rows.texts)]
+        )
+        before, after = divided(
+            texts, None if self.cut is None else self.cut - start, self.val_fraction
+        )
         train, val = self._part(pool, "train", before), self._part(pool, "val", after)
         twice = len(before) + len(after) - len(texts)  # 1 where a text was cut in two
         parts = [train, val._replace(documents=val.documents - twice)]
         skipped = sum(not text for text in rows.texts)
-        return EncodedTexts(parts, skipped, rows.position, start + sum(map(len, rows.texts)))
+        return EncodedTexts(
+            parts, skipped, rows.position, start + sum(map(len, rows.texts))
+        )
 
     def _part(self, pool: ThreadPoolExecutor, split: str, texts: list[str]) -> Part:
         futures: list[Future[Tokens]] = []
@@ -124,10 +143,14 @@ class Encoder:
                     unit, size = [], 0
         if unit:
             futures.append(pool.submit(self._encode, unit))
-        return Part(split, len(texts), sum(len(text.encode()) for text in texts), futures)
+        return Part(
+            split, len(texts), sum(len(text.encode()) for text in texts), futures
+        )
 
     def _encode(self, pieces: list[tuple[str, bool]]) -> Tokens:
-        """Ids of pieces, end-of-text after those that end a document (a single text has no end to mark)."""
+        """Ids of pieces, end-of-text after those that end a document (a single text has
+        no end to mark).
+        """
         eot = np.full(1, self.tokenizer.eot, self.dtype)
         arrays: list[Tokens] = []
         for piece, last in pieces:
@@ -147,21 +170,29 @@ class Encoder:
         return Rows(rows.texts[:count], rows.position)
 
 
-def divided(texts: list[str], cut: int | None, val_fraction: float) -> tuple[list[str], list[str]]:
-    """Texts that are not empty, as those of the training and of the validation part, in order.
+def divided(
+    texts: list[str], cut: int | None, val_fraction: float
+) -> tuple[list[str], list[str]]:
+    """Texts that are not empty, as those of the training and of the validation part, in
+    order.
 
     Args:
-      cut: the character of these texts at which the validation part starts; None: the hash of a text decides.
+      cut: the character of these texts at which the validation part starts; None: the
+          hash of a text decides.
       val_fraction: share of the hashes that are for validation.
     """
     if cut is not None:
         return cut_at(texts, cut)
     chosen = [uniform(text) < val_fraction for text in texts]
-    return [t for t, val in zip(texts, chosen, strict=True) if not val], list(itertools.compress(texts, chosen))
+    return [t for t, val in zip(texts, chosen, strict=True) if not val], list(
+        itertools.compress(texts, chosen)
+    )
 
 
 def cut_at(texts: list[str], cut: int) -> tuple[list[str], list[str]]:
-    """The texts before and after character `cut` of them all; the one that it is in gives both a part."""
+    """The texts before and after character `cut` of them all; the one that it is in
+    gives both a part.
+    """
     before, after = [], []
     for text in texts:
         at = min(max(cut, 0), len(text))
@@ -173,4 +204,7 @@ def cut_at(texts: list[str], cut: int) -> tuple[list[str], list[str]]:
 
 def uniform(text: str) -> float:
     """A hash of a text, uniform in [0, 1): the same everywhere and for ever."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") / 2.0**64
+    return (
+        int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        / 2.0**64
+    )

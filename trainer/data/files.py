@@ -1,4 +1,6 @@
-"""Local files of a source: which they are, whether they are text, and a digest of their content."""
+"""Local files of a source: which they are, whether they are text, and a digest of their
+content.
+"""
 
 import codecs
 import glob
@@ -30,8 +32,9 @@ BLOCK = 1 << 22
 MANY = 8  # files that are named one by one in a message
 # What to do about files whose columns have several names.
 APART = (
-    "; where files name it otherwise, prepare each kind apart (python -m scripts.prepare_data files FILE --column NAME "
-    "--tokenizer NAME), then data=mix data.sources=[DIRECTORY,...] of the directories it names"
+    "; where files name it otherwise, prepare each kind apart (python -m"
+    " scripts.prepare_data files FILE --column NAME --tokenizer NAME), then data=mix"
+    " data.sources=[DIRECTORY,...] of the directories it names"
 )
 # Files from this size on are read through once and then known by size and times.
 REMEMBER = 64 << 20
@@ -50,18 +53,26 @@ class NotText(UserError):
 
     Attributes:
       path: which.
-      why: what was found in it, with the kind of file that it is where its first bytes tell.
-      instead: paths and patterns that take all other files that were given; empty: none are short.
+      why: what was found in it, with the kind of file that it is where its first bytes
+          tell.
+      instead: paths and patterns that take all other files that were given; empty: none
+          are short.
     """
 
-    def __init__(self, path: Path, why: str, message: str, instead: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: Path, why: str, message: str, instead: Sequence[str] = ()
+    ) -> None:
         listed = f", by patterns: 'data.paths=[{','.join(instead)}]'" if instead else ""
         super().__init__(f"{message} out of data.paths{listed}")
         self.path, self.why, self.instead, self._message = path, why, instead, message
 
     def in_arguments(self) -> str:
         """The message for who gives files as arguments, and no data.paths."""
-        listed = f", by patterns: {' '.join(map(repr, self.instead))}" if self.instead else ""
+        listed = (
+            f", by patterns: {' '.join(map(repr, self.instead))}"
+            if self.instead
+            else ""
+        )
         return f"{self._message} out{listed}"
 
 
@@ -69,7 +80,10 @@ class NoColumn(UserError):
     """A file does not have the column, but `names`; `where` begins the message."""
 
     def __init__(self, column: str, names: Iterable[str], where: str = "") -> None:
-        super().__init__(f"{where}there is no column {column!r}; valid for data.column: {', '.join(names)}")
+        super().__init__(
+            f"{where}there is no column {column!r}; valid for data.column:"
+            f" {', '.join(names)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -88,22 +102,37 @@ class File:
 
 
 def expand(paths: tuple[str, ...]) -> list[Path]:
-    """Files, globs and directories to files, in the given order, those of a glob or a directory by name.
+    """Files, globs and directories to files, in the given order, those of a glob or a
+    directory by name.
 
-    A directory stands for all files below it whose names, and whose directories' names, do not begin with a dot.
+    A directory stands for all files below it whose names, and whose directories' names,
+    do not begin with a dot.
     """
     found: list[Path] = []
     for path in paths:
         path = os.path.expanduser(path)
-        inside = os.path.join(glob.escape(path), "**", "*") if os.path.isdir(path) else path
-        matches = [path] if os.path.isfile(path) else sorted(glob.glob(inside, recursive=True))
+        inside = (
+            os.path.join(glob.escape(path), "**", "*") if os.path.isdir(path) else path
+        )
+        matches = (
+            [path]
+            if os.path.isfile(path)
+            else sorted(glob.glob(inside, recursive=True))
+        )
         matches = [match for match in matches if os.path.isfile(match)]
         if not matches:
             if (listed := without_braces(path)) != path:
-                raise UserError(f"{path}: braces are not understood in a pattern; list the patterns: [{listed}]")
-            nothing = "there is no file" if not glob.has_magic(path) else "no file matches"
+                raise UserError(
+                    f"{path}: braces are not understood in a pattern; list the"
+                    f" patterns: [{listed}]"
+                )
+            nothing = (
+                "there is no file" if not glob.has_magic(path) else "no file matches"
+            )
             what = "no file is in directory" if os.path.isdir(path) else nothing
-            raise UserError(f"{what} {path} (looked from {Path.cwd()}); correct data.paths")
+            raise UserError(
+                f"{what} {path} (looked from {Path.cwd()}); correct data.paths"
+            )
         found += [Path(match) for match in matches]
     return found
 
@@ -115,27 +144,32 @@ def folder_of(given: str, first: Path) -> str:
 
 
 def format_of(path: Path, given: Format | None) -> Format:
-    """The format of a file: by the end of its name, or the given one where the name says nothing.
+    """The format of a file: by the end of its name, or the given one where the name
+    says nothing.
 
     Raises:
-      UserError: the name says another format than the given one, or nothing while the file begins like JSON lines.
+      UserError: the name says another format than the given one, or nothing while the
+          file begins like JSON lines.
     """
     named = NAMED.get(path.suffix.lower())
     if named is not None and given not in (None, named):
         raise UserError(
-            f"data.format={given}, but {path} is {named} by its name; leave data.format out (each file is then read by "
-            f"its name), or give the file another name"
+            f"data.format={given}, but {path} is {named} by its name; leave data.format"
+            " out (each file is then read by its name), or give the file another name"
         )
     if named is None and given is None and begins_like_json_lines(path):
         raise UserError(
-            f"{path} looks like JSON lines, but not by its name: set data.format=jsonl to train on one column of it, "
-            "or data.format=text to train on it as it stands"
+            f"{path} looks like JSON lines, but not by its name: set data.format=jsonl"
+            " to train on one column of it, or data.format=text to train on it as it"
+            " stands"
         )
     return named or given or "text"
 
 
 def begins_like_json_lines(path: Path) -> bool:
-    """Return whether the first line is a JSON object; not known of one that is longer than a block."""
+    """Return whether the first line is a JSON object; not known of one that is longer
+    than a block.
+    """
     try:
         with path.open("rb") as file:
             line = file.readline(BLOCK)
@@ -150,7 +184,11 @@ def begins_like_json_lines(path: Path) -> bool:
 
 
 def examine(
-    paths: list[Path], *, text: Callable[[Path], bool], cache_dir: Path, given: Sequence[str] = ()
+    paths: list[Path],
+    *,
+    text: Callable[[Path], bool],
+    cache_dir: Path,
+    given: Sequence[str] = (),
 ) -> list[File]:
     """Read files through, several at a time.
 
@@ -167,12 +205,19 @@ def examine(
     keys: dict[Path, str] = {}
     for path in paths:
         stat = path.stat()
-        keys[path] = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {text(path)}"
+        keys[path] = (
+            f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+            f" {text(path)}"
+        )
 
     def one(path: Path) -> File | NotText:
         stored = known.get(keys[path])
         try:
-            return read_through(path, text(path)) if stored is None else File(path, *stored)
+            return (
+                read_through(path, text(path))
+                if stored is None
+                else File(path, *stored)
+            )
         except NotText as error:
             return error
 
@@ -181,7 +226,9 @@ def examine(
     if wrong := [error for error in found if isinstance(error, NotText)]:
         raise all_of(wrong, paths, given)
     files = [file for file in found if isinstance(file, File)]
-    new = {keys[f.path]: [f.size, f.chars, f.digest] for f in files if f.size >= REMEMBER}
+    new = {
+        keys[f.path]: [f.size, f.chars, f.digest] for f in files if f.size >= REMEMBER
+    }
     if not new.keys() <= known.keys():
         write_atomically(memory, json.dumps(known | new).encode())
     return files
@@ -208,7 +255,11 @@ def read_through(path: Path, text: bool) -> File:
 
 
 def decode(
-    path: Path, lines: io.IncrementalNewlineDecoder, utf8: codecs.IncrementalDecoder, block: bytes, offset: int
+    path: Path,
+    lines: io.IncrementalNewlineDecoder,
+    utf8: codecs.IncrementalDecoder,
+    block: bytes,
+    offset: int,
 ) -> str:
     """The text of the block that starts at `offset`; an empty block ends the file."""
     pending = len(utf8.getstate()[0])
@@ -217,7 +268,10 @@ def decode(
         text = lines.decode(block, final=not block)
     except UnicodeDecodeError as error:
         start = offset - pending + error.start
-        raise not_text(path, f"byte {error.object[error.start]:#04x} at offset {start} is not UTF-8") from None
+        raise not_text(
+            path,
+            f"byte {error.object[error.start]:#04x} at offset {start} is not UTF-8",
+        ) from None
     if nul >= 0:
         raise not_text(path, f"NUL at offset {offset + nul}")
     return text
@@ -229,31 +283,53 @@ def not_text(path: Path, why: str) -> NotText:
         head = file.read(8)
     for magic, kind in COMPRESSED.items():
         if head.startswith(magic):
-            message = f"{path} is not text but {kind} ({why}); decompress it first, or leave it"
+            message = (
+                f"{path} is not text but {kind} ({why}); decompress it first, or"
+                " leave it"
+            )
             return NotText(path, f"{kind}: {why}", message)
-    return NotText(path, why, f"{path} is not text: {why}; convert it to UTF-8, or leave it")
+    return NotText(
+        path, why, f"{path} is not text: {why}; convert it to UTF-8, or leave it"
+    )
 
 
-def all_of(wrong: Sequence[NotText], paths: Sequence[Path], given: Sequence[str]) -> NotText:
-    """The error of all files that are not text, with what takes the rest of those that were given."""
+def all_of(
+    wrong: Sequence[NotText], paths: Sequence[Path], given: Sequence[str]
+) -> NotText:
+    """The error of all files that are not text, with what takes the rest of those that
+    were given.
+    """
     first, instead = wrong[0], others({error.path for error in wrong}, paths, given)
     if len(wrong) == 1:
         return NotText(first.path, first.why, first._message, instead)
-    named = ", ".join(f"{error.path} ({error.why})" for error in wrong[:MANY]) + ", ..." * (len(wrong) > MANY)
-    message = f"{len(wrong)} files are not text: {named}; convert them to UTF-8, or leave them"
+    named = ", ".join(
+        f"{error.path} ({error.why})" for error in wrong[:MANY]
+    ) + ", ..." * (len(wrong) > MANY)
+    message = (
+        f"{len(wrong)} files are not text: {named}; convert them to UTF-8, or leave"
+        " them"
+    )
     return NotText(first.path, first.why, message, instead)
 
 
-def others(wrong: Collection[Path], paths: Sequence[Path], given: Sequence[str]) -> list[str]:
-    """Patterns of the ends of names, and files by name, that take what was given without these files.
+def others(
+    wrong: Collection[Path], paths: Sequence[Path], given: Sequence[str]
+) -> list[str]:
+    """Patterns of the ends of names, and files by name, that take what was given
+    without these files.
 
-    It is empty where that would be many files by name, and where what was given is a pattern itself.
+    It is empty where that would be many files by name, and where what was given is a
+    pattern itself.
     """
     entries: list[str] = []
     if any(glob.has_magic(old) for old in given):
         return []
     for old in given:
-        inside = [path for path in paths if below(old, path)] if os.path.isdir(os.path.expanduser(old)) else []
+        inside = (
+            [path for path in paths if below(old, path)]
+            if os.path.isdir(os.path.expanduser(old))
+            else []
+        )
         bad_ends = {path.suffix for path in inside if path in wrong}
         if not inside:
             entries += [] if Path(os.path.expanduser(old)) in wrong else [old]
@@ -267,7 +343,8 @@ def others(wrong: Collection[Path], paths: Sequence[Path], given: Sequence[str])
             if len(alone) > MANY:
                 return []
             entries += alone
-    odd = any(set(entry) & set("(){},:=\"'") for entry in entries)  # of which Hydra would not make a list
+    # of which Hydra would not make a list
+    odd = any(set(entry) & set("(){},:=\"'") for entry in entries)
     return [] if odd else entries
 
 
@@ -277,7 +354,9 @@ def below(root: str, path: Path) -> bool:
 
 
 def apart[T](rows: Iterator[T], count: int) -> Iterator[T]:
-    """The rows of so many sources; a UserError for a missing column says what to do where there are several."""
+    """The rows of so many sources; a UserError for a missing column says what to do
+    where there are several.
+    """
     try:
         yield from rows
     except NoColumn as error:

@@ -1,7 +1,8 @@
-"""Documents of JSON lines, and of files that hold one JSON list: each row an object of its own.
+"""Documents of JSON lines, and of files that hold one JSON list: each row an object of
+its own.
 
-Rows of one file, or of several, need not have the same keys, and only the column with the text is looked at; a reader
-of tables would want one schema for all.
+Rows of one file, or of several, need not have the same keys, and only the column with
+the text is looked at; a reader of tables would want one schema for all.
 """
 
 import json
@@ -14,20 +15,27 @@ from trainer.data.files import NoColumn
 from trainer.errors import UserError
 
 BOM = b"\xef\xbb\xbf"
-# A row, where it is in words, and the place after it. The words cost a reading of the file: they are made when asked.
+# A row, where it is in words, and the place after it. The words cost a reading of the
+# file: they are made when asked.
 JsonRow = tuple[dict[str, Any], Callable[[], str], int]
 
 
 def read_jsonl(
-    files: Sequence[Path], column: str, max_documents: int | None, position: Any, rows: int
+    files: Sequence[Path],
+    column: str,
+    max_documents: int | None,
+    position: Any,
+    rows: int,
 ) -> Iterator[tuple[list[str], Any]]:
-    """The texts of a column, up to `rows` at a time, and the position after them; null and no such key are empty texts.
+    """The texts of a column, up to `rows` at a time, and the position after them; null
+    and no such key are empty texts.
 
     Args:
       position: where to go on, as it was yielded; None: the start.
 
     Raises:
-      UserError: a row that is no object, a column that is not text, or that the first row of a file does not have.
+      UserError: a row that is no object, a column that is not text, or that the first
+          row of a file does not have.
     """
     first, start, left = position or (0, 0, max_documents)
     texts: list[str] = []
@@ -49,13 +57,20 @@ def read_jsonl(
 
 
 def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
-    """The texts of a file from a place on, each with the place after it: an offset in lines, an index in a list."""
+    """The texts of a file from a place on, each with the place after it: an offset in
+    lines, an index in a list.
+    """
     with path.open("rb") as file:
         if file.read(len(BOM)) != BOM:
             file.seek(0)
-        rows = _rows_of_list(path, file, start) if _is_list(file) else _rows_of_lines(path, file, start)
+        rows = (
+            _rows_of_list(path, file, start)
+            if _is_list(file)
+            else _rows_of_lines(path, file, start)
+        )
         for number, (row, place, after) in enumerate(rows):
-            if start == 0 and number == 0 and column not in row:  # the texts of all its rows would be empty
+            # the texts of all its rows would be empty
+            if start == 0 and number == 0 and column not in row:
                 raise NoColumn(column, row, f"{path}: ")
             value = row.get(column)
             if value is not None and (wrong := _wrong(value)):
@@ -75,9 +90,14 @@ def _rows_of_lines(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, {place()}: cannot be read as jsonl ({error})") from error
+            raise UserError(
+                f"{path}, {place()}: cannot be read as jsonl ({error})"
+            ) from error
         if not isinstance(row, dict):
-            raise UserError(f"{path}, {place()}: cannot be read as jsonl (expected an object, found {kind_of(row)})")
+            raise UserError(
+                f"{path}, {place()}: cannot be read as jsonl (expected an object, found"
+                f" {kind_of(row)})"
+            )
         yield row, place, end
 
 
@@ -86,15 +106,21 @@ def _rows_of_list(path: Path, file: BinaryIO, start: int) -> Iterator[JsonRow]:
     try:
         rows = json.load(file)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as jsonl, nor as a list of objects ({error})") from error
+        raise UserError(
+            f"{path}: cannot be read as jsonl, nor as a list of objects ({error})"
+        ) from error
     for i, row in enumerate(rows[start:], start + 1):
         if not isinstance(row, dict):
-            raise UserError(f"{path}, row {i}: expected an object, found {kind_of(row)}")
+            raise UserError(
+                f"{path}, row {i}: expected an object, found {kind_of(row)}"
+            )
         yield row, partial("row {}".format, i), i
 
 
 def _is_list(file: BinaryIO) -> bool:
-    """Return whether the file is a list of rows: its first line is no row. The file is then at its beginning."""
+    """Return whether the file is a list of rows: its first line is no row. The file is
+    then at its beginning.
+    """
     begin = file.tell()
     line = file.readline()
     file.seek(begin)
@@ -104,7 +130,8 @@ def _is_list(file: BinaryIO) -> bool:
         whole = json.loads(line)
     except ValueError:
         return True
-    return all(isinstance(row, dict) for row in whole)  # in one line; a list of others is a line that is no object
+    # in one line; a list of others is a line that is no object
+    return all(isinstance(row, dict) for row in whole)
 
 
 def _wrong(value: Any) -> str:
@@ -120,7 +147,13 @@ def _wrong(value: Any) -> str:
 
 def kind_of(value: Any) -> str:
     """What JSON calls a value."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        type(None): "null",
+    }
     return names.get(type(value), "a number")
 
 

@@ -1,8 +1,10 @@
-"""Batches as a pure function of (seed, step): nothing to save, nothing to wind forward, the same on any process count.
+"""Batches as a pure function of (seed, step): nothing to save, nothing to wind forward,
+the same on any process count.
 
-A window is T+1 consecutive tokens, inputs and targets; windows start every T tokens, so every token but the first is a
-target once an epoch. Sample g of a run (g = step * B + row) is window `permute(seed, g // N, g % N)` of N: each epoch
-takes each window exactly once, and a batch may hold the end of one epoch and the start of the next.
+A window is T+1 consecutive tokens, inputs and targets; windows start every T tokens, so
+every token but the first is a target once an epoch. Sample g of a run (g = step * B +
+row) is window `permute(seed, g // N, g % N)` of N: each epoch takes each window exactly
+once, and a batch may hold the end of one epoch and the start of the next.
 
 Legend: B sequences of the whole batch, b those of this process, T context, N windows.
 """
@@ -26,8 +28,8 @@ class Batch(NamedTuple):
 
     Attributes:
       tokens: int32 [b, T+1]; inputs are [:, :-1], targets [:, 1:].
-      segments: int32 [b, T+1] or None; the document of each token, counted from 0 in each row. An end-of-text token
-        belongs to the document that it ends.
+      segments: int32 [b, T+1] or None; the document of each token, counted from 0 in
+        each row. An end-of-text token belongs to the document that it ends.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -76,8 +78,9 @@ class Loader:
         self.windows = (self.tokens - 1) // context
         if self.windows < 1:
             raise UserError(
-                f"the {split} part of {directory} has {self.tokens} tokens, one window needs {context + 1} "
-                f"(model.context + 1); use more text, a smaller context, or another data.val_fraction"
+                f"the {split} part of {directory} has {self.tokens} tokens, one window"
+                f" needs {context + 1} (model.context + 1); use more text, a smaller"
+                " context, or another data.val_fraction"
             )
         self._shards = self.manifest.open(split)
         self._files = self.manifest.splits[split].shards
@@ -85,31 +88,44 @@ class Loader:
         self._starts = np.cumsum([0] + [len(shard) for shard in self._shards])
 
     def bytes_per_token(self, split: str) -> float:
-        """The bytes of a token of the text of a split, which is the loader's own, on average."""
+        """The bytes of a token of the text of a split, which is the loader's own, on
+        average.
+        """
         return self.manifest.bytes(split) / self.manifest.tokens(split)
 
     def documents(self, split: str, tokens: int) -> list[npt.NDArray[np.int64]]:
-        """The first documents of a split, with the ends of their texts, of so many tokens in all: the last is cut."""
+        """The first documents of a split, with the ends of their texts, of so many
+        tokens in all: the last is cut.
+        """
         found, left = [], tokens
         for shard in self.manifest.open(split):
             found.append(np.asarray(shard[:left], np.int64))
             left -= len(found[-1])
         ids = np.concatenate(found) if found else np.empty(0, np.int64)
-        return [part for part in np.split(ids, np.flatnonzero(ids == self.manifest.eot) + 1) if len(part)]
+        return [
+            part
+            for part in np.split(ids, np.flatnonzero(ids == self.manifest.eot) + 1)
+            if len(part)
+        ]
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches of distinct windows; at least 1 (a split of fewer than B windows repeats them in a batch)."""
+        """Whole batches of distinct windows; at least 1 (a split of fewer than B
+        windows repeats them in a batch).
+        """
         return max(1, self.windows // self.batch_size)
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """Batch `step`, counted from 0, or some of its rows; the same whatever was asked before.
+        """Batch `step`, counted from 0, or some of its rows; the same whatever was
+        asked before.
 
         Args:
           step: at least 0.
           rows: those of this process; None: all B.
         """
-        return self.samples(step * self.batch_size + np.arange(self.batch_size)[rows or slice(None)])
+        return self.samples(
+            step * self.batch_size + np.arange(self.batch_size)[rows or slice(None)]
+        )
 
     def samples(self, sample: npt.NDArray[np.int64]) -> Batch:
         """The samples of these numbers, [b], counted over all epochs from 0."""
@@ -119,7 +135,9 @@ class Loader:
         tokens = np.empty((len(sample), self.context + 1), np.int32)
         for row, start in zip(tokens, window * self.context, strict=True):
             self._read(int(start), row)
-        return Batch(tokens, segments(tokens, self.manifest.eot) if self.document_mask else None)
+        return Batch(
+            tokens, segments(tokens, self.manifest.eot) if self.document_mask else None
+        )
 
     def _read(self, start: int, out: npt.NDArray[np.int32]) -> None:
         """Fill `out` with consecutive tokens, over as many shards as they lie in."""
@@ -138,7 +156,9 @@ class Loader:
 
 
 def segments(tokens: npt.NDArray[np.int32], eot: int) -> npt.NDArray[np.int32]:
-    """Number of end-of-text tokens before each position of its row: int32 of the same shape."""
+    """Number of end-of-text tokens before each position of its row: int32 of the same
+    shape.
+    """
     ends = (tokens == eot).astype(np.int32)
     return np.cumsum(ends, axis=-1, dtype=np.int32) - ends
 
@@ -146,10 +166,11 @@ def segments(tokens: npt.NDArray[np.int32], eot: int) -> npt.NDArray[np.int32]:
 def prefetch(
     loader: Loader, start: int, stop: int, rows: slice | None = None, depth: int = 2
 ) -> Iterator[tuple[int, Batch]]:
-    """Yield (step, batch) for steps start..stop-1, read by a background thread up to `depth` batches ahead.
+    """Yield (step, batch) for steps start..stop-1, read by a background thread up to
+    `depth` batches ahead.
 
-    An error of the thread is raised here, at the step that it belongs to. The thread ends when the iterator is
-    exhausted, closed or collected.
+    An error of the thread is raised here, at the step that it belongs to. The thread
+    ends when the iterator is exhausted, closed or collected.
     """
     ready: queue.Queue[tuple[int, Batch] | BaseException] = queue.Queue(depth)
     closed = threading.Event()

@@ -1,12 +1,14 @@
 """A keyed bijection of [0, n): the shuffle of an epoch in constant memory and time.
 
-A Feistel network over the smallest sufficient number of bits is a bijection whatever its round function is; values that
-fall outside [0, n) are sent through it again until they are inside (cycle walking), which keeps it a bijection of
-[0, n). The domain is less than twice n, so two passes are needed on average.
+A Feistel network over the smallest sufficient number of bits is a bijection whatever
+its round function is; values that fall outside [0, n) are sent through it again until
+they are inside (cycle walking), which keeps it a bijection of [0, n). The domain is
+less than twice n, so two passes are needed on average.
 
 References:
   Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
-  Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014 (the mixing function).
+  Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014
+  (the mixing function).
 """
 
 import numpy as np
@@ -15,12 +17,18 @@ import numpy.typing as npt
 U64 = npt.NDArray[np.uint64]
 
 ROUNDS = 8
-# Multiples of the golden ratio: one constant per round, as arrays because only their arithmetic wraps silently.
-_ROUND_KEYS = np.arange(1, ROUNDS + 1, dtype=np.uint64)[:, None] * np.array([0x9E3779B97F4A7C15], np.uint64)
+# Multiples of the golden ratio: one constant per round, as arrays because only their
+# arithmetic wraps silently.
+_ROUND_KEYS = np.arange(1, ROUNDS + 1, dtype=np.uint64)[:, None] * np.array(
+    [0x9E3779B97F4A7C15], np.uint64
+)
 
 
-def permute(seed: int, epoch: npt.ArrayLike, position: npt.ArrayLike, n: int) -> npt.NDArray[np.int64]:
-    """Where `position` goes in the shuffle of `epoch`; for each epoch a permutation of range(n).
+def permute(
+    seed: int, epoch: npt.ArrayLike, position: npt.ArrayLike, n: int
+) -> npt.NDArray[np.int64]:
+    """Where `position` goes in the shuffle of `epoch`; for each epoch a permutation of
+    range(n).
 
     Args:
       seed: at least 0.

@@ -1,9 +1,12 @@
-"""From a source to a prepared directory: in parallel, interruptible at any moment, cached by content.
+"""From a source to a prepared directory: in parallel, interruptible at any moment,
+cached by content.
 
-The text is cut into chunks of about `shard_bytes`. Each chunk gives one shard per split, written under its final name
-only when complete, then a line of `journal.jsonl` with what was counted and the position in the source. A process that
-was killed leaves at most one chunk undone; the next one takes the last line and goes on from there. Where chunks end
-depends on the content alone, so the result is the same to the byte as without interruption.
+The text is cut into chunks of about `shard_bytes`. Each chunk gives one shard per
+split, written under its final name only when complete, then a line of `journal.jsonl`
+with what was counted and the position in the source. A process that was killed leaves
+at most one chunk undone; the next one takes the last line and goes on from there. Where
+chunks end depends on the content alone, so the result is the same to the byte as
+without interruption.
 """
 
 import fcntl
@@ -25,7 +28,15 @@ import numpy as np
 
 from trainer.data.corpus import Corpus, Position, PreparedSource, Source, open_corpus
 from trainer.data.encode import EncodedTexts, Encoder, Tokens, divided
-from trainer.data.shards import FORMAT, JOURNAL, MANIFEST, SPLITS, Manifest, Shard, Split
+from trainer.data.shards import (
+    FORMAT,
+    JOURNAL,
+    MANIFEST,
+    SPLITS,
+    Manifest,
+    Shard,
+    Split,
+)
 from trainer.data.tokenizer import get_tokenizer
 from trainer.errors import UserError
 from trainer.files import no_follow, remove_partial, write_atomically
@@ -111,13 +122,17 @@ def prepare(
 
     Args:
       source: what to read. A PreparedSource is checked and returned.
-      tokenizer_name: see `get_tokenizer`. None, for a PreparedSource only: the one that it was made with.
-      cache_dir: holds one directory per content, named by a hash of source, tokenizer and settings.
-      val_fraction: share of the validation part: of the documents, chosen by a hash of their text (equal documents
-        stay together, wherever they are); of a single text, and of so few documents that the hash might take none or
-        only small ones, the end.
+      tokenizer_name: see `get_tokenizer`. None, for a PreparedSource only: the one that
+          it was made with.
+      cache_dir: holds one directory per content, named by a hash of source, tokenizer
+          and settings.
+      val_fraction: share of the validation part: of the documents, chosen by a hash of
+        their text (equal documents stay together, wherever they are); of a single text,
+        and of so few documents that the hash might take none or only small ones, the
+        end.
       workers: threads that encode; None: all cores.
-      shard_bytes: text per pair of shards, which is also the most that an interruption loses.
+      shard_bytes: text per pair of shards, which is also the most that an interruption
+          loses.
       progress: called after every batch of rows.
 
     Returns:
@@ -129,30 +144,58 @@ def prepare(
     if isinstance(source, PreparedSource):
         return check_prepared(Path(source.directory), tokenizer_name)
     if tokenizer_name is None:
-        raise UserError("data.tokenizer is null; name one: byte, gpt2, cl100k_base, or a file")
+        raise UserError(
+            "data.tokenizer is null; name one: byte, gpt2, cl100k_base, or a file"
+        )
     if not 0 < val_fraction < 1:
-        raise UserError(f"val_fraction={val_fraction}: expected a number between 0 and 1, such as 0.01")
+        raise UserError(
+            f"val_fraction={val_fraction}: expected a number between 0 and 1, such as"
+            " 0.01"
+        )
     cache_dir = Path(cache_dir)
     tokenizer = get_tokenizer(tokenizer_name)
     with disk_errors(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
         corpus = open_corpus(source, cache_dir)
-        settings = [FORMAT, corpus.fingerprint, tokenizer.fingerprint, val_fraction, shard_bytes]
-        fingerprint = hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
-        directory = cache_dir / f"{slug(corpus.name)}-{slug(tokenizer.name)}-{fingerprint[:16]}"
+        settings = [
+            FORMAT,
+            corpus.fingerprint,
+            tokenizer.fingerprint,
+            val_fraction,
+            shard_bytes,
+        ]
+        fingerprint = hashlib.blake2b(
+            json.dumps(settings).encode(), digest_size=16
+        ).hexdigest()
+        directory = (
+            cache_dir / f"{slug(corpus.name)}-{slug(tokenizer.name)}-{fingerprint[:16]}"
+        )
         if not (directory / MANIFEST).is_file():
             with alone_in(directory):
-                if not (directory / MANIFEST).is_file():  # another process may just have finished it
+                # another process may just have finished it
+                if not (directory / MANIFEST).is_file():
                     cut, documents = cut_of(corpus, val_fraction), corpus.length is None
-                    encoder = Encoder(tokenizer, val_fraction, cut, documents, workers or os.cpu_count() or 1)
-                    run(Preparation(directory, fingerprint, corpus, encoder), shard_bytes, progress or (lambda _: None))
+                    encoder = Encoder(
+                        tokenizer,
+                        val_fraction,
+                        cut,
+                        documents,
+                        workers or os.cpu_count() or 1,
+                    )
+                    run(
+                        Preparation(directory, fingerprint, corpus, encoder),
+                        shard_bytes,
+                        progress or (lambda _: None),
+                    )
     return directory
 
 
 def cut_of(corpus: Corpus, val_fraction: float) -> int | None:
-    """The character at which the validation part of a corpus starts; None: its documents are many enough to choose of.
+    """The character at which the validation part of a corpus starts; None: its
+    documents are many enough to choose of.
 
-    With a bound on tokens the end is not known beforehand, and there the hash decides always.
+    With a bound on tokens the end is not known beforehand, and there the hash decides
+    always.
     """
     if corpus.length is not None:
         return int(corpus.length * (1 - val_fraction))
@@ -169,10 +212,16 @@ def cut_of(corpus: Corpus, val_fraction: float) -> int | None:
 
 
 def training_part(corpus: Corpus, val_fraction: float) -> Iterator[str]:
-    """The texts of a corpus without what `prepare` takes for validation at this share; of a single text, pieces."""
+    """The texts of a corpus without what `prepare` takes for validation at this share;
+    of a single text, pieces.
+    """
     cut, chars = cut_of(corpus, val_fraction), 0
     for rows in corpus.read(None):
-        yield from divided(list(filter(None, rows.texts)), None if cut is None else cut - chars, val_fraction)[0]
+        yield from divided(
+            list(filter(None, rows.texts)),
+            None if cut is None else cut - chars,
+            val_fraction,
+        )[0]
         chars += sum(map(len, rows.texts))
 
 
@@ -183,13 +232,16 @@ def check_prepared(directory: Path, tokenizer_name: str | None) -> Path:
         tokenizer = get_tokenizer(tokenizer_name)
         if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
             raise UserError(
-                f"{directory} was made with tokenizer {manifest.tokenizer!r} of {manifest.vocab_size} ids, not with "
-                f"{tokenizer_name!r} of {tokenizer.vocab_size}; set data.tokenizer=null to use its own"
+                f"{directory} was made with tokenizer {manifest.tokenizer!r} of"
+                f" {manifest.vocab_size} ids, not with {tokenizer_name!r} of"
+                f" {tokenizer.vocab_size}; set data.tokenizer=null to use its own"
             )
     return directory
 
 
-def run(job: Preparation, shard_bytes: int, progress: Callable[[Progress], None]) -> None:
+def run(
+    job: Preparation, shard_bytes: int, progress: Callable[[Progress], None]
+) -> None:
     """Do what is left of a job."""
     resume(job)
     before, started = job.tokens, time.monotonic()
@@ -234,8 +286,12 @@ class Chunk:
         self.position, self.chars = batch.position, batch.chars
 
 
-def progress_of(job: Preparation, chunk: Chunk, before: int, seconds: float) -> Progress:
-    """Of what is written and what is in `chunk`; `before` tokens were there when the process started."""
+def progress_of(
+    job: Preparation, chunk: Chunk, before: int, seconds: float
+) -> Progress:
+    """Of what is written and what is in `chunk`; `before` tokens were there when the
+    process started.
+    """
     counts = [*job.splits.values(), *chunk.splits.values()]
     tokens = sum(c.tokens for c in counts)
     if job.corpus.length is not None:
@@ -250,9 +306,18 @@ def progress_of(job: Preparation, chunk: Chunk, before: int, seconds: float) -> 
 
 def commit(job: Preparation, chunk: Chunk) -> None:
     """Write a chunk's shards, then the journal line that makes them count."""
-    line: dict[str, Any] = {"position": chunk.position, "chars": chunk.chars, "skipped": chunk.skipped, "splits": {}}
+    line: dict[str, Any] = {
+        "position": chunk.position,
+        "chars": chunk.chars,
+        "skipped": chunk.skipped,
+        "splits": {},
+    }
     for split, counts in chunk.splits.items():
-        entry: dict[str, Any] = {"documents": counts.documents, "tokens": counts.tokens, "bytes": counts.bytes}
+        entry: dict[str, Any] = {
+            "documents": counts.documents,
+            "tokens": counts.tokens,
+            "bytes": counts.bytes,
+        }
         if counts.tokens:
             data = np.concatenate(chunk.arrays[split]).tobytes()
             name = f"{split}-{job.chunks:05d}.bin"
@@ -281,7 +346,9 @@ def count(job: Preparation, line: dict[str, Any]) -> None:
 
 
 def resume(job: Preparation) -> None:
-    """Take up what an interrupted preparation left; a line that was not written to its end is dropped."""
+    """Take up what an interrupted preparation left; a line that was not written to its
+    end is dropped.
+    """
     remove_partial(job.directory)
     path = job.directory / JOURNAL
     if not path.exists():
@@ -301,13 +368,17 @@ def finish(job: Preparation) -> None:
     if corpus.length is not None and job.chars != corpus.length:
         raise UserError(f"{corpus.name} changed while it was read; run again")
     if not job.tokens:
-        raise UserError(f"the corpus is empty: {corpus.name} has no text, only {job.skipped} empty documents")
+        raise UserError(
+            f"the corpus is empty: {corpus.name} has no text, only {job.skipped} empty"
+            " documents"
+        )
     for split, counts in job.splits.items():
         if not counts.tokens:
             raise UserError(
-                f"the {split} part of {corpus.name} is empty, with {sum(c.documents for c in job.splits.values())} "
-                f"documents and val_fraction={job.encoder.val_fraction}; use more documents or another "
-                "data.val_fraction"
+                f"the {split} part of {corpus.name} is empty, with"
+                f" {sum(c.documents for c in job.splits.values())} documents and"
+                f" val_fraction={job.encoder.val_fraction}; use more documents or"
+                " another data.val_fraction"
             )
     tokenizer.save(job.directory)
     Manifest(
@@ -323,7 +394,9 @@ def finish(job: Preparation) -> None:
         skipped=job.skipped,
         splits={
             # The parts of a single text count as one document each.
-            split: Split(1 if corpus.length else c.documents, c.tokens, c.bytes, tuple(c.shards))
+            split: Split(
+                1 if corpus.length else c.documents, c.tokens, c.bytes, tuple(c.shards)
+            )
             for split, c in job.splits.items()
         },
     ).save()
@@ -337,7 +410,9 @@ def slug(name: str) -> str:
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Wait until no other process prepares `directory`; the lock goes when the process does, however it ends."""
+    """Wait until no other process prepares `directory`; the lock goes when the process
+    does, however it ends.
+    """
     directory.mkdir(exist_ok=True)
     with open(directory / ".lock", "ab", opener=no_follow) as file:
         try:
@@ -350,11 +425,13 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
-    """Say where it was when the disk is full or may not be written to; what is done stays, and is continued."""
+    """Say where it was when the disk is full or may not be written to; what is done
+    stays, and is continued.
+    """
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write prepared data to {directory}: {error.strerror or error}; make room or choose another "
-            "data.cache_dir, then run again to continue"
+            f"cannot write prepared data to {directory}: {error.strerror or error};"
+            " make room or choose another data.cache_dir, then run again to continue"
         ) from error

@@ -1,10 +1,11 @@
 """A prepared directory: token shards and the manifest that says what they are.
 
 manifest.json          written last, so a directory that has one is complete
-train-00000.bin ...    token ids, little-endian uint16 or uint32, without a header; a split is its shards in order
-val-00000.bin ...
+train-00000.bin ...    token ids, little-endian uint16 or uint32, without a header; a
+split is its shards in order val-00000.bin ...
 tokenizer.json, ...    the tokenizer itself, so that training needs no other file
-verified.json          which shards were read through and found whole, with their size and times
+verified.json          which shards were read through and found whole, with their size
+and times
 """
 
 import json
@@ -27,13 +28,16 @@ SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
 VERIFIED = "verified.json"
 JOURNAL = "journal.jsonl"  # of an unfinished preparation
-# Below this many bytes all shards are read through at every opening; it costs a tenth of a second.
+# Below this many bytes all shards are read through at every opening; it costs a tenth
+# of a second.
 ALWAYS_VERIFY = 256 << 20
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of token ids: its name, the number of tokens and the CRC-32 of its bytes."""
+    """A file of token ids: its name, the number of tokens and the CRC-32 of its
+    bytes.
+    """
 
     name: str
     tokens: int
@@ -42,7 +46,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """One part of a corpus. `bytes` are those of its text as UTF-8; a part of a single text counts as one document."""
+    """One part of a corpus. `bytes` are those of its text as UTF-8; a part of a single
+    text counts as one document.
+    """
 
     documents: int
     tokens: int
@@ -56,7 +62,8 @@ class Manifest:
 
     Attributes:
       directory: where it is.
-      fingerprint: of source, tokenizer and settings; two directories with the same one hold the same tokens.
+      fingerprint: of source, tokenizer and settings; two directories with the same one
+          hold the same tokens.
       source: what was read, as JSON.
       tokenizer: its name.
       tokenizer_fingerprint: of all that decides the ids.
@@ -84,11 +91,13 @@ class Manifest:
     def load(cls, directory: Path, *, thorough: bool = False) -> "Manifest":
         """Read the manifest and check its shards.
 
-        The size of every shard is checked always; its CRC-32 at every opening while all shards together are at most
-        256 MiB, and above that once per shard and whenever its size or times change. `thorough` checks every CRC-32.
+        The size of every shard is checked always; its CRC-32 at every opening while all
+        shards together are at most 256 MiB, and above that once per shard and whenever
+        its size or times change. `thorough` checks every CRC-32.
 
         Raises:
-          UserError: no manifest, one of another format, or a shard that is missing, truncated or altered.
+          UserError: no manifest, one of another format, or a shard that is missing,
+              truncated or altered.
         """
         directory = Path(directory)
         path = directory / MANIFEST
@@ -98,14 +107,22 @@ class Manifest:
                 if (directory / JOURNAL).exists()
                 else "make one with `python -m scripts.prepare_data`"
             )
-            raise UserError(f"{directory} holds no prepared data (no {MANIFEST}); {hint}")
+            raise UserError(
+                f"{directory} holds no prepared data (no {MANIFEST}); {hint}"
+            )
         with well_formed(path, repair(directory)):
             tree = json.loads(path.read_text(encoding="utf-8"))
             found = tree.pop("format")
             if found != FORMAT:
-                raise UserError(f"{path} is of format {found}, this version reads {FORMAT}; {repair(directory)}")
+                raise UserError(
+                    f"{path} is of format {found}, this version reads {FORMAT};"
+                    f" {repair(directory)}"
+                )
             tree["splits"] = {
-                name: Split(**split | {"shards": tuple(Shard(**shard) for shard in split["shards"])})
+                name: Split(
+                    **split
+                    | {"shards": tuple(Shard(**shard) for shard in split["shards"])}
+                )
                 for name, split in tree["splits"].items()
             }
             manifest = cls(directory=directory, **tree)
@@ -117,19 +134,37 @@ class Manifest:
         """Raise ValueError for content that could not have been saved."""
         if self.splits.keys() != set(SPLITS) or self.dtype not in ("uint16", "uint32"):
             raise ValueError(f"splits {[*self.splits]}, dtype {self.dtype}")
-        if not 0 <= self.eot < self.vocab_size <= 2 ** (8 * np.dtype(self.dtype).itemsize):
-            raise ValueError(f"vocab_size={self.vocab_size}, eot={self.eot}, dtype {self.dtype}")
+        if (
+            not 0
+            <= self.eot
+            < self.vocab_size
+            <= 2 ** (8 * np.dtype(self.dtype).itemsize)
+        ):
+            raise ValueError(
+                f"vocab_size={self.vocab_size}, eot={self.eot}, dtype {self.dtype}"
+            )
         for name, split in self.splits.items():
-            if any(shard.name != os.path.basename(shard.name) for shard in split.shards):
+            if any(
+                shard.name != os.path.basename(shard.name) for shard in split.shards
+            ):
                 raise ValueError(f"a shard of {name} is in another directory")
-            if split.tokens != sum(shard.tokens for shard in split.shards) or min(split.tokens, split.bytes) < 0:
-                raise ValueError(f"{name} has {split.tokens} tokens, its shards {sum(s.tokens for s in split.shards)}")
+            if (
+                split.tokens != sum(shard.tokens for shard in split.shards)
+                or min(split.tokens, split.bytes) < 0
+            ):
+                raise ValueError(
+                    f"{name} has {split.tokens} tokens, its shards"
+                    f" {sum(s.tokens for s in split.shards)}"
+                )
 
     def save(self) -> None:
         """Write `manifest.json`, whole or not at all."""
         tree = asdict(self)
         del tree["directory"]
-        write_atomically(self.directory / MANIFEST, (json.dumps({"format": FORMAT} | tree, indent=1) + "\n").encode())
+        write_atomically(
+            self.directory / MANIFEST,
+            (json.dumps({"format": FORMAT} | tree, indent=1) + "\n").encode(),
+        )
 
     def tokens(self, split: str) -> int:
         """Token count of a split, end-of-text included."""
@@ -148,20 +183,30 @@ class Manifest:
         """The tokenizer, from the directory's own files."""
         tokenizer = load_saved(self.tokenizer, self.directory)
         if tokenizer.fingerprint != self.tokenizer_fingerprint:
-            raise UserError(f"the tokenizer files of {self.directory} were altered; {repair(self.directory)}")
+            raise UserError(
+                f"the tokenizer files of {self.directory} were altered;"
+                f" {repair(self.directory)}"
+            )
         return tokenizer
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
         """The shards of a split as read-only memory maps [tokens]."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
-        return [np.memmap(self.directory / shard.name, dtype, mode="r") for shard in self.splits[split].shards]
+        return [
+            np.memmap(self.directory / shard.name, dtype, mode="r")
+            for shard in self.splits[split].shards
+        ]
 
     def verify(self, *, thorough: bool = False) -> None:
         """Raise UserError for the first shard that is not what the manifest says."""
         stamps = {shard.name: self._checked_stamp(shard) for shard in self.shards}
         small = sum(size for size, *_ in stamps.values()) <= ALWAYS_VERIFY
         known = {} if small or thorough else read_json(self.directory / VERIFIED)
-        unknown = [shard for shard in self.shards if known.get(shard.name) != stamps[shard.name]]
+        unknown = [
+            shard
+            for shard in self.shards
+            if known.get(shard.name) != stamps[shard.name]
+        ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for _ in pool.map(self._check_crc, unknown):
                 pass
@@ -169,7 +214,9 @@ class Manifest:
             write_atomically(self.directory / VERIFIED, json.dumps(stamps).encode())
 
     def stamp(self, shard: Shard) -> list[int] | None:
-        """Size, times and inode of a shard's file, which are others once it was changed; None: it is gone."""
+        """Size, times and inode of a shard's file, which are others once it was
+        changed; None: it is gone.
+        """
         try:
             stat = (self.directory / shard.name).stat()
         except FileNotFoundError:
@@ -189,8 +236,8 @@ class Manifest:
         expected = shard.tokens * np.dtype(self.dtype).itemsize
         if stamp[0] != expected:
             raise UserError(
-                f"shard {path} has {stamp[0]} bytes, its manifest says {expected}: truncated or altered; "
-                f"{repair(self.directory)}"
+                f"shard {path} has {stamp[0]} bytes, its manifest says {expected}:"
+                f" truncated or altered; {repair(self.directory)}"
             )
         return stamp
 
@@ -198,8 +245,8 @@ class Manifest:
         crc = crc32(self.directory / shard.name)
         if crc != shard.crc32:
             raise UserError(
-                f"shard {self.directory / shard.name} has checksum {crc:08x}, its manifest says {shard.crc32:08x}: "
-                f"altered; {repair(self.directory)}"
+                f"shard {self.directory / shard.name} has checksum {crc:08x}, its"
+                f" manifest says {shard.crc32:08x}: altered; {repair(self.directory)}"
             )
 
 

@@ -1,8 +1,10 @@
-"""The source text of the installed Python's own standard library: tens of megabytes that every machine has already.
+"""The source text of the installed Python's own standard library: tens of megabytes
+that every machine has already.
 
-Each file is a document, in the order of the paths within the library, so that the same installation gives the same
-tokens everywhere. Installations differ, by version and by whether the library's tests are among it: what was read is
-told by the manifest, with the version, the number of files, their bytes and a digest of it all.
+Each file is a document, in the order of the paths within the library, so that the same
+installation gives the same tokens everywhere. Installations differ, by version and by
+whether the library's tests are among it: what was read is told by the manifest, with
+the version, the number of files, their bytes and a digest of it all.
 """
 
 import hashlib
@@ -15,7 +17,8 @@ from typing import NamedTuple
 
 from trainer.errors import UserError
 
-# Installed packages, the bundled pip, and what says how and where this Python was built: no part of the library.
+# Installed packages, the bundled pip, and what says how and where this Python was
+# built: no part of the library.
 LEFT_OUT = ("site-packages", "dist-packages", "_bundled", "__pycache__")
 BUILD = "_sysconfigdata"
 
@@ -36,7 +39,9 @@ class Library(NamedTuple):
     digest: str
 
     def description(self) -> dict[str, str | int]:
-        """What the manifest says of it: nothing that the place of the installation decides."""
+        """What the manifest says of it: nothing that the place of the installation
+        decides.
+        """
         return {
             "kind": "python",
             "version": platform.python_version(),
@@ -49,7 +54,8 @@ class Library(NamedTuple):
 
 
 def find_library(folder: Path | None = None) -> Library:
-    """Read the library through; `folder`: of its files, None: that of the Python that runs this.
+    """Read the library through; `folder`: of its files, None: that of the Python that
+    runs this.
 
     Raises:
       UserError: no source is there.
@@ -69,8 +75,9 @@ def find_library(folder: Path | None = None) -> Library:
         size += len(raw)
     if not size:
         raise UserError(
-            f"data=python: Python {platform.python_version()} has no source of its standard library in {folder}; "
-            "choose data=text with data.paths=[...], or data=embedded"
+            f"data=python: Python {platform.python_version()} has no source of its"
+            f" standard library in {folder}; choose data=text with data.paths=[...], or"
+            " data=embedded"
         )
     return Library(paths, size, left_out, digest.hexdigest())
 
@@ -80,12 +87,18 @@ def files_below(folder: Path) -> Iterator[Path]:
     found = []
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in LEFT_OUT]
-        found += [Path(place, name) for name in names if name.endswith(".py") and not name.startswith(BUILD)]
+        found += [
+            Path(place, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith(BUILD)
+        ]
     yield from sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def text_of_file(path: Path) -> str | None:
-    """Its text with line feeds; None: it is not UTF-8, or holds NUL, or cannot be read."""
+    """Its text with line feeds; None: it is not UTF-8, or holds NUL, or cannot be
+    read.
+    """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (UnicodeDecodeError, OSError):

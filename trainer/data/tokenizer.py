@@ -1,7 +1,9 @@
-"""Text to ids and back: raw bytes, tiktoken's encodings, a byte-pair encoding in local files, or a tokenizer.json.
+"""Text to ids and back: raw bytes, tiktoken's encodings, a byte-pair encoding in local
+files, or a tokenizer.json.
 
-Encoding never makes special tokens: the characters "<|endoftext|>" in a text are encoded as ordinary text, so that no
-document can pretend to end. The end-of-text id comes from the preparation alone.
+Encoding never makes special tokens: the characters "<|endoftext|>" in a text are
+encoded as ordinary text, so that no document can pretend to end. The end-of-text id
+comes from the preparation alone.
 """
 
 import base64
@@ -38,8 +40,8 @@ Ids = npt.NDArray[np.unsignedinteger]
 
 
 COPY_AGAIN = "download or copy it again"
-# Ids may have gaps, as those of models whose tables are padded. A file of a few bytes with the id 10^9 would ask for a
-# table of that size.
+# Ids may have gaps, as those of models whose tables are padded. A file of a few bytes
+# with the id 10^9 would ask for a table of that size.
 MOST_IDS, MOST_HOLES = 1 << 20, 64  # of any file; for each token of a larger one
 
 
@@ -50,9 +52,11 @@ class Tokenizer(Protocol):
       name: what `get_tokenizer` takes.
       vocab_size: ids are below it.
       eot: the id that ends a document.
-      fingerprint: of everything that decides the ids; equal for equal tokenizers, whatever they are called.
+      fingerprint: of everything that decides the ids; equal for equal tokenizers,
+          whatever they are called.
       pattern: of the words that are encoded one by one; None: every byte is.
-      tokens: ids of ordinary tokens, in a byte-pair encoding in the order of its merges.
+      tokens: ids of ordinary tokens, in a byte-pair encoding in the order of its
+          merges.
       special_tokens: ids of those that no text is encoded to, `eot` among them.
     """
 
@@ -74,17 +78,23 @@ class Tokenizer(Protocol):
         """`encode` as an array [n]; other threads run meanwhile."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; bytes that are not UTF-8, and ids that have no text, become U+FFFD."""
+        """The text; bytes that are not UTF-8, and ids that have no text, become
+        U+FFFD.
+        """
 
     def cut_up(self, text: str, size: int) -> list[str]:
-        """Pieces of about `size` characters whose ids, joined, are the ids of the text."""
+        """Pieces of about `size` characters whose ids, joined, are the ids of the
+        text.
+        """
 
     def save(self, directory: Path) -> None:
         """Write what `load_saved` needs."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids. End-of-text is 0, the byte that text does not use: a NUL in a text ends a document too."""
+    """UTF-8 bytes as ids. End-of-text is 0, the byte that text does not use: a NUL in a
+    text ends a document too.
+    """
 
     name = "byte"
     vocab_size = 256
@@ -138,8 +148,13 @@ class BPETokenizer:
         self.tokens = self._ranks
         self.special_tokens: dict[str, int] = encoding._special_tokens
         self.pattern: str | None = encoding._pat_str
-        self._settings = {"pat_str": self.pattern, "special_tokens": self.special_tokens}
-        digest = hashlib.blake2b(json.dumps(self._settings, sort_keys=True).encode(), digest_size=16)
+        self._settings = {
+            "pat_str": self.pattern,
+            "special_tokens": self.special_tokens,
+        }
+        digest = hashlib.blake2b(
+            json.dumps(self._settings, sort_keys=True).encode(), digest_size=16
+        )
         digest.update(tiktoken_file(self._ranks))
         self.fingerprint = digest.hexdigest()
 
@@ -149,18 +164,25 @@ class BPETokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """See Tokenizer."""
-        return self.encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
+        return self.encoding.encode_ordinary_batch(
+            list(texts), num_threads=os.cpu_count() or 1
+        )
 
     def encode_array(self, text: str) -> Ids:
         """See Tokenizer; nothing disallowed means that all of it is ordinary text."""
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer. Some vocabularies have gaps, which an untrained model samples from."""
+        """See Tokenizer. Some vocabularies have gaps, which an untrained model samples
+        from.
+        """
         known = self._known
         unknown = "\ufffd".encode()
         tokens = (int(i) for i in ids)
-        parts = (self.encoding.decode_single_token_bytes(i) if i in known else unknown for i in tokens)
+        parts = (
+            self.encoding.decode_single_token_bytes(i) if i in known else unknown
+            for i in tokens
+        )
         return b"".join(parts).decode(errors="replace")
 
     @functools.cached_property
@@ -169,23 +191,34 @@ class BPETokenizer:
 
     def cut_up(self, text: str, size: int) -> list[str]:
         """See Tokenizer. A text split by a pattern that is not known stays whole."""
-        return cut_at_lines(text, size) if self.pattern in line_safe_patterns() else [text]
+        return (
+            cut_at_lines(text, size) if self.pattern in line_safe_patterns() else [text]
+        )
 
     def save(self, directory: Path) -> None:
-        """See Tokenizer: `tokenizer.tiktoken` and, for pattern and special tokens, `tokenizer.json`."""
+        """See Tokenizer: `tokenizer.tiktoken` and, for pattern and special tokens,
+        `tokenizer.json`.
+        """
         write_atomically(directory / "tokenizer.tiktoken", tiktoken_file(self._ranks))
-        write_atomically(directory / "tokenizer.json", json.dumps({"name": self.name} | self._settings, indent=1))
+        write_atomically(
+            directory / "tokenizer.json",
+            json.dumps({"name": self.name} | self._settings, indent=1),
+        )
 
 
 def tiktoken_file(ranks: dict[bytes, int]) -> bytes:
     """The content of a .tiktoken file: a token in base64 and its rank per line."""
-    lines = (b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in sorted(ranks.items(), key=lambda x: x[1]))
+    lines = (
+        b"%s %d\n" % (base64.b64encode(token), rank)
+        for token, rank in sorted(ranks.items(), key=lambda x: x[1])
+    )
     return b"".join(lines)
 
 
-# Between a line that ends in a printable ASCII character and one that starts with a letter, no token of GPT-2's,
-# cl100k's or o200k's pattern crosses: none holds a newline followed by a letter, and a newline alone is matched alike
-# before a letter and at the end of the text.
+# Between a line that ends in a printable ASCII character and one that starts with a
+# letter, no token of GPT-2's, cl100k's or o200k's pattern crosses: none holds a newline
+# followed by a letter, and a newline alone is matched alike before a letter and at the
+# end of the text.
 LINE_START = re.compile(r"(?<=[!-~]\n)(?=[A-Za-z])")
 
 
@@ -201,7 +234,10 @@ def cut_at_lines(text: str, size: int) -> list[str]:
 @functools.cache
 def line_safe_patterns() -> frozenset[str]:
     """Those that `LINE_START` was made for."""
-    return frozenset(known_settings(name, {})["pat_str"] for name in ("r50k_base", "cl100k_base", "o200k_base"))
+    return frozenset(
+        known_settings(name, {})["pat_str"]
+        for name in ("r50k_base", "cl100k_base", "o200k_base")
+    )
 
 
 def get_tokenizer(name: str) -> Tokenizer:
@@ -210,18 +246,21 @@ def get_tokenizer(name: str) -> Tokenizer:
     Args:
       name: one of
         `byte`;
-        a tiktoken encoding such as `gpt2` or `cl100k_base`, downloaded once by tiktoken (TIKTOKEN_CACHE_DIR);
-        a `.tiktoken` file: pattern and special tokens are those of the encoding it is named after, or stand in a
-        `.json` file beside it (`pat_str`, `special_tokens`), or are GPT-2's;
-        a directory with `vocab.bpe` and perhaps `encoder.json`, or with `merges.txt` and `vocab.json`, or the first
-        file of such a pair: GPT-2's pattern, and the ids of the .json file where there is one;
-        Hugging Face's `tokenizer.json`, or its directory, such as an export of a run. A byte-level encoding as GPT-2's
-        is read as those above are, any other by Hugging Face's library (`json_tokenizer`).
+        a tiktoken encoding such as `gpt2` or `cl100k_base`, downloaded once by tiktoken
+        (TIKTOKEN_CACHE_DIR); a `.tiktoken` file: pattern and special tokens are those
+        of the encoding it is named after, or stand in a `.json` file beside it
+        (`pat_str`, `special_tokens`), or are GPT-2's; a directory with `vocab.bpe` and
+        perhaps `encoder.json`, or with `merges.txt` and `vocab.json`, or the first file
+        of such a pair: GPT-2's pattern, and the ids of the .json file where there is
+        one; Hugging Face's `tokenizer.json`, or its directory, such as an export of a
+        run. A byte-level encoding as GPT-2's is read as those above are, any other by
+        Hugging Face's library (`json_tokenizer`).
 
     Where end-of-text has no id in the files of an encoding it takes the first free one.
 
     Raises:
-      UserError: unknown name, missing or malformed file, or an encoding that cannot be downloaded.
+      UserError: unknown name, missing or malformed file, or an encoding that cannot be
+          downloaded.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -232,14 +271,16 @@ def get_tokenizer(name: str) -> Tokenizer:
 
 
 def usable(tokenizer: Tokenizer) -> Tokenizer:
-    """Refuse a tokenizer whose ids no table of embeddings could have, and one that fails at its first text."""
+    """Refuse a tokenizer whose ids no table of embeddings could have, and one that
+    fails at its first text.
+    """
     ids = [*tokenizer.tokens.values(), *tokenizer.special_tokens.values()]
     most = max(MOST_IDS, MOST_HOLES * len(ids))
     wrong = next((i for i in ids if type(i) is not int or not 0 <= i < most), None)
     if wrong is not None:
         raise UserError(
-            f"tokenizer {tokenizer.name} has the id {wrong!r}; expected whole numbers below {most:,} "
-            f"for {len(ids):,} tokens"
+            f"tokenizer {tokenizer.name} has the id {wrong!r}; expected whole numbers"
+            f" below {most:,} for {len(ids):,} tokens"
         )
     tokenizer.decode(tokenizer.encode("A text, of 2 lines.\n"))
     return tokenizer
@@ -249,11 +290,13 @@ def from_files(name: str) -> Tokenizer:
     """Read a tokenizer from files; see `get_tokenizer`."""
     path, names = Path(name).expanduser(), tiktoken.list_encoding_names()
     if path.is_dir():
-        whole = HF_FILE if is_hugging_face(path / HF_FILE) else ""  # which has the words that were added to a pair's
+        # which has the words that were added to a pair's
+        whole = HF_FILE if is_hugging_face(path / HF_FILE) else ""
         for merges, _ in PAIRS:
             if (path / merges).is_file():
                 return from_files(str(path / (whole or merges)))
-        for file in ("tokenizer.tiktoken", HF_FILE):  # of a run, which has another file of the second name as well
+        # of a run, which has another file of the second name as well
+        for file in ("tokenizer.tiktoken", HF_FILE):
             if (path / file).is_file():
                 return from_files(str(path / file))
         valid = [*(merges for merges, _ in PAIRS), "tokenizer.tiktoken", HF_FILE]
@@ -273,23 +316,33 @@ def from_files(name: str) -> Tokenizer:
     close = difflib.get_close_matches(name, ["byte", *names], n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise UserError(
-        f"unknown tokenizer {name!r}; {hint}Valid: byte, {', '.join(names)}, a .tiktoken file, a {HF_FILE}, or a "
-        f"directory with {' or '.join(merges for merges, _ in PAIRS)}"
+        f"unknown tokenizer {name!r}; {hint}Valid: byte, {', '.join(names)}, a"
+        f" .tiktoken file, a {HF_FILE}, or a directory with"
+        f" {' or '.join(merges for merges, _ in PAIRS)}"
     )
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Return whether a file is a tokenizer.json of Hugging Face, not the settings that a run has under this name."""
+    """Return whether a file is a tokenizer.json of Hugging Face, not the settings that
+    a run has under this name.
+    """
     return path.is_file() and "model" in read_json(path)
 
 
 def is_gone(name: str) -> bool:
-    """Return whether a name of `get_tokenizer` is that of files, which are not there."""
-    return name not in (ByteTokenizer.name, *tiktoken.list_encoding_names()) and not Path(name).expanduser().exists()
+    """Return whether a name of `get_tokenizer` is that of files, which are not
+    there.
+    """
+    return (
+        name not in (ByteTokenizer.name, *tiktoken.list_encoding_names())
+        and not Path(name).expanduser().exists()
+    )
 
 
 def continuation(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
-    """The text that ids add to those before them: SentencePiece's tokens have no space in front where a text begins."""
+    """The text that ids add to those before them: SentencePiece's tokens have no space
+    in front where a text begins.
+    """
     before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
 
@@ -301,12 +354,16 @@ def load_saved(name: str, directory: Path) -> Tokenizer:
     file = file_of(directory)
     with well_formed(file, COPY_AGAIN):
         return usable(
-            read_json_tokenizer(name, file) if file.name == HF_FILE else BPETokenizer(name, read_tiktoken(file))
+            read_json_tokenizer(name, file)
+            if file.name == HF_FILE
+            else BPETokenizer(name, read_tiktoken(file))
         )
 
 
 def file_of(directory: Path) -> Path:
-    """The file in which `save` wrote the vocabulary of a tokenizer that is not of bytes."""
+    """The file in which `save` wrote the vocabulary of a tokenizer that is not of
+    bytes.
+    """
     file = directory / "tokenizer.tiktoken"
     return file if file.is_file() else directory / HF_FILE
 
@@ -325,10 +382,11 @@ def download(name: str) -> tiktoken.Encoding:
         url = str(error.request.url) if error.request is not None else "its file"
         file = url.rsplit("/", 1)[-1]
         raise NotAtHand(
-            f"tokenizer {name!r} is not on this machine and could not be downloaded ({type(error).__name__}). Fetch "
-            f"{url} where there is a network; then either pass the file, data.tokenizer=DIRECTORY/{file}, or save it "
-            f"as DIRECTORY/{hashlib.sha1(url.encode()).hexdigest()} and set TIKTOKEN_CACHE_DIR=DIRECTORY. "
-            "data.tokenizer=byte needs no file"
+            f"tokenizer {name!r} is not on this machine and could not be downloaded"
+            f" ({type(error).__name__}). Fetch {url} where there is a network; then"
+            f" either pass the file, data.tokenizer=DIRECTORY/{file}, or save it as"
+            f" DIRECTORY/{hashlib.sha1(url.encode()).hexdigest()} and set"
+            " TIKTOKEN_CACHE_DIR=DIRECTORY. data.tokenizer=byte needs no file"
         ) from error
     except (ValueError, OSError) as error:
         raise UserError(f"tokenizer {name!r}: {str(error).splitlines()[0]}") from error

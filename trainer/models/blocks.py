@@ -1,4 +1,5 @@
-"""A stack of equal blocks: unrolled or scanned, recomputed or not, and decoded with a cache.
+"""A stack of equal blocks: unrolled or scanned, recomputed or not, and decoded with a
+cache.
 
 Legend: N = B*T tokens, D model, L layers.
 """
@@ -10,11 +11,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-Make = Callable[[str, jax.Array], nnx.Module]  # of a block's name, "*" where they are scanned, and its key
+# of a block's name, "*" where they are scanned, and its key
+Make = Callable[[str, jax.Array], nnx.Module]
 
 
 def make_blocks(make: Make, key: jax.Array, n_layer: int, *, scan: bool) -> Any:
-    """A list of blocks, or with `scan` one whose parameters are stacked; the values are the same from the same key."""
+    """A list of blocks, or with `scan` one whose parameters are stacked; the values are
+    the same from the same key.
+    """
     keys_L = jax.random.split(key, n_layer)
     if scan:
         return nnx.vmap(lambda key: make("*", key))(keys_L)
@@ -40,19 +44,27 @@ def through(
       shared: a pytree of arrays that all blocks take.
       each: of every block its own, [L, ...]; None: none has any.
       scan: whether they are stacked.
-      remat: what is recomputed in the backward pass; "none" and "elementwise" leave it to the blocks.
+      remat: what is recomputed in the backward pass; "none" and "elementwise" leave it
+          to the blocks.
     """
 
-    def run(graphdef: Any, x_NxD: jax.Array, layer: Any, shared: Any, each: Any) -> jax.Array:
+    def run(
+        graphdef: Any, x_NxD: jax.Array, layer: Any, shared: Any, each: Any
+    ) -> jax.Array:
         return call(nnx.merge(graphdef, layer), x_NxD, shared, each)
 
     if remat not in ("none", "elementwise"):
         policy = None if remat == "block" else getattr(jax.checkpoint_policies, remat)
-        # A scan's body is not deduplicated with its recomputation anyway; the barriers would only cost.
+        # A scan's body is not deduplicated with its recomputation anyway; the barriers
+        # would only cost.
         run = jax.checkpoint(run, policy=policy, prevent_cse=not scan, static_argnums=0)
     if scan:
         graphdef, layers = nnx.split(blocks)
-        return jax.lax.scan(lambda x, one: (run(graphdef, x, one[0], shared, one[1]), None), x_NxD, (layers, each))[0]
+        return jax.lax.scan(
+            lambda x, one: (run(graphdef, x, one[0], shared, one[1]), None),
+            x_NxD,
+            (layers, each),
+        )[0]
     for i, block in enumerate(blocks):
         graphdef, layer = nnx.split(block)
         x_NxD = run(graphdef, x_NxD, layer, shared, None if each is None else each[i])
@@ -67,12 +79,20 @@ def decode_through(
     *,
     scan: bool,
 ) -> tuple[jax.Array, Any]:
-    """`x` after all blocks, and the cache [L, ...] with what `call(block, x, cache of this layer)` has added to it."""
+    """`x` after all blocks, and the cache [L, ...] with what
+    `call(block, x, cache of this layer)` has added to it.
+    """
     if scan:
         graphdef, layers = nnx.split(blocks)
-        return jax.lax.scan(lambda x, one: call(nnx.merge(graphdef, one[0]), x, one[1]), x_NxD, (layers, cache))
+        return jax.lax.scan(
+            lambda x, one: call(nnx.merge(graphdef, one[0]), x, one[1]),
+            x_NxD,
+            (layers, cache),
+        )
     new = []
     for i, block in enumerate(blocks):
-        x_NxD, layer_cache = call(block, x_NxD, jax.tree.map(lambda c, i=i: c[i], cache))
+        x_NxD, layer_cache = call(
+            block, x_NxD, jax.tree.map(lambda c, i=i: c[i], cache)
+        )
         new.append(layer_cache)
     return x_NxD, jax.tree.map(lambda *c: jnp.stack(c), *new)

@@ -1,7 +1,8 @@
-"""Keys and values of the positions seen so far, and attention over them: what sampling needs.
+"""Keys and values of the positions seen so far, and attention over them: what sampling
+needs.
 
-Legend: B batch, T time, S cache length, H heads of queries, G heads of keys and values, R = H / G, K head dim,
-L layers.
+Legend: B batch, T time, S cache length, H heads of queries, G heads of keys and values,
+R = H / G, K head dim, L layers.
 """
 
 import math
@@ -13,29 +14,45 @@ from jax.typing import DTypeLike
 
 
 class KVCache(NamedTuple):
-    """Keys and values, `[L, B, S, G, K]` in the compute dtype; one layer's have no L."""
+    """Keys and values, `[L, B, S, G, K]` in the compute dtype; one layer's have no
+    L.
+    """
 
     k: jax.Array
     v: jax.Array
 
 
-def empty_cache(n_layer: int, batch: int, context: int, heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
+def empty_cache(
+    n_layer: int, batch: int, context: int, heads: int, head_dim: int, dtype: DTypeLike
+) -> KVCache:
     """A cache of `context` positions, none of which was seen."""
     shape = (n_layer, batch, context, heads, head_dim)
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def cached_attention(
-    q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, position: jax.Array | int
+    q_BxTxHxK: jax.Array,
+    k_BxSxGxK: jax.Array,
+    v_BxSxGxK: jax.Array,
+    position: jax.Array | int,
 ) -> jax.Array:
-    """Attention of queries at `position + t` over the cached positions up to their own; softmax in FP32.
+    """Attention of queries at `position + t` over the cached positions up to their own;
+    softmax in FP32.
 
     Each head of keys and values serves R successive heads of queries.
     """
     (B, T, _, K), (S, G) = q_BxTxHxK.shape, k_BxSxGxK.shape[1:3]
     q_BxTxGxRxK = q_BxTxHxK.reshape(B, T, G, -1, K)
-    logits_BxGxRxTxS = jnp.einsum("btgrk,bsgk->bgrts", q_BxTxGxRxK, k_BxSxGxK, preferred_element_type=jnp.float32)
+    logits_BxGxRxTxS = jnp.einsum(
+        "btgrk,bsgk->bgrts", q_BxTxGxRxK, k_BxSxGxK, preferred_element_type=jnp.float32
+    )
     visible_TxS = jnp.arange(S)[None, :] <= position + jnp.arange(T)[:, None]
-    logits_BxGxRxTxS = jnp.where(visible_TxS[None, None, None], logits_BxGxRxTxS / math.sqrt(K), -jnp.inf)
-    weights_BxGxRxTxS = jax.nn.softmax(logits_BxGxRxTxS, axis=-1).astype(v_BxSxGxK.dtype)
-    return jnp.einsum("bgrts,bsgk->btgrk", weights_BxGxRxTxS, v_BxSxGxK).reshape(q_BxTxHxK.shape)
+    logits_BxGxRxTxS = jnp.where(
+        visible_TxS[None, None, None], logits_BxGxRxTxS / math.sqrt(K), -jnp.inf
+    )
+    weights_BxGxRxTxS = jax.nn.softmax(logits_BxGxRxTxS, axis=-1).astype(
+        v_BxSxGxK.dtype
+    )
+    return jnp.einsum("bgrts,bsgk->btgrk", weights_BxGxRxTxS, v_BxSxGxK).reshape(
+        q_BxTxHxK.shape
+    )

@@ -1,8 +1,9 @@
 """A model of a program's own, as a family beside GPT-2 and Llama.
 
-It is a Flax NNX module that gives logits, built by a `Build`, whose layers have their roles; from these follow linear
-sizes, FLOPs, sharding, precision and optimiser. What else a family gives (caches, Hugging Face, tensor parallelism) it
-does without: samples take a whole forward pass a token.
+It is a Flax NNX module that gives logits, built by a `Build`, whose layers have their
+roles; from these follow linear sizes, FLOPs, sharding, precision and optimiser. What
+else a family gives (caches, Hugging Face, tensor parallelism) it does without: samples
+take a whole forward pass a token.
 """
 
 import functools
@@ -26,11 +27,13 @@ from trainer.models.layers import DotGeneralFor, Embedding, Factory
 
 
 class Build(Factory):
-    """What an own model is built with: sizes, dtypes, keys, and layers with their roles.
+    """What an own model is built with: sizes, dtypes, keys, and layers with their
+    roles.
 
-    `at("h.3")` makes the layers of a part: `linear(name, d_in, d_out, stddev, kind)`, of kind "column" or "row", is
-    called `h.3.NAME`, which the presets' pattern `h.*` chooses for narrow products. All layers
-    take activations `[N, d]`. Parameters made otherwise need a role: `nnx.Param(value, role=Role(kind, ...))`.
+    `at("h.3")` makes the layers of a part: `linear(name, d_in, d_out, stddev, kind)`,
+    of kind "column" or "row", is called `h.3.NAME`, which the presets' pattern `h.*`
+    chooses for narrow products. All layers take activations `[N, d]`. Parameters made
+    otherwise need a role: `nnx.Param(value, role=Role(kind, ...))`.
 
     Attributes:
       vocab_size: ids are below it.
@@ -39,7 +42,9 @@ class Build(Factory):
       rngs: key stream `params`.
     """
 
-    def __init__(self, vocab_size: int, context: int, path: str, *settings: Any) -> None:
+    def __init__(
+        self, vocab_size: int, context: int, path: str, *settings: Any
+    ) -> None:
         super().__init__(path, *settings)
         self.vocab_size, self.context, self._settings = vocab_size, context, settings
 
@@ -53,7 +58,9 @@ class Build(Factory):
 
 
 class CausalModel(nnx.Module):
-    """The base of an own model: override `__call__`. No position may see a later one."""
+    """The base of an own model: override `__call__`. No position may see a later
+    one.
+    """
 
     context: int
 
@@ -62,21 +69,38 @@ class CausalModel(nnx.Module):
         raise NotImplementedError
 
     def loss(
-        self, tokens_BxT: jax.Array, targets_BxT: jax.Array, segments_BxT: jax.Array | None = None, **_: Any
+        self,
+        tokens_BxT: jax.Array,
+        targets_BxT: jax.Array,
+        segments_BxT: jax.Array | None = None,
+        **_: Any,
     ) -> jax.Array:
         """Mean cross-entropy of the targets in nats, an FP32 scalar."""
         if segments_BxT is not None:
-            raise UserError("data.document_mask=true needs a model that takes segments; leave it out for your own")
+            raise UserError(
+                "data.document_mask=true needs a model that takes segments; leave it"
+                " out for your own"
+            )
         logits_BxTxV = self(tokens_BxT)
-        return cross_entropy(logits_BxTxV.reshape(-1, logits_BxTxV.shape[-1]), targets_BxT.reshape(-1))
+        return cross_entropy(
+            logits_BxTxV.reshape(-1, logits_BxTxV.shape[-1]), targets_BxT.reshape(-1)
+        )
 
-    def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
-        """Logits after the last token, FP32 `[B, vocab_size]`; segments are refused, as by `loss`."""
+    def last_logits(
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
+    ) -> jax.Array:
+        """Logits after the last token, FP32 `[B, vocab_size]`; segments are refused, as
+        by `loss`.
+        """
         del segments_BxT
         return self(tokens_BxT)[:, -1].astype(jnp.float32)
 
-    def hidden(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
-        """Logits `[B, T, V]`, which are what `logits` takes; segments are refused, as by `loss`."""
+    def hidden(
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
+    ) -> jax.Array:
+        """Logits `[B, T, V]`, which are what `logits` takes; segments are refused, as
+        by `loss`.
+        """
         del segments_BxT
         return self(tokens_BxT)
 
@@ -84,10 +108,19 @@ class CausalModel(nnx.Module):
         """The tokens so far: int32 `[B, S]`, S the context, or `length` of it."""
         return jnp.zeros((batch, length or self.context), jnp.int32)
 
-    def decode(self, tokens_BxT: jax.Array, cache: jax.Array, position: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """Logits `[B, T, V]` of tokens at `position` and after it, and the tokens with them among them."""
+    def decode(
+        self, tokens_BxT: jax.Array, cache: jax.Array, position: jax.Array | int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Logits `[B, T, V]` of tokens at `position` and after it, and the tokens with
+        them among them.
+        """
         cache = jax.lax.dynamic_update_slice_in_dim(cache, tokens_BxT, position, axis=1)
-        return jax.lax.dynamic_slice_in_dim(self(cache), position, tokens_BxT.shape[1], axis=1), cache
+        return (
+            jax.lax.dynamic_slice_in_dim(
+                self(cache), position, tokens_BxT.shape[1], axis=1
+            ),
+            cache,
+        )
 
     def logits(self, h_NxV: jax.Array) -> jax.Array:
         """What `decode` gave, in FP32."""
@@ -117,7 +150,14 @@ class CustomSpec:
     @property
     def d_model(self) -> int:
         """The width of the first table or head; 1 without any."""
-        return next((shape[-1] for role, shape in parameters(self) if role.kind in ("table", "head")), 1)
+        return next(
+            (
+                shape[-1]
+                for role, shape in parameters(self)
+                if role.kind in ("table", "head")
+            ),
+            1,
+        )
 
     @classmethod
     def family(cls) -> Family:
@@ -135,9 +175,17 @@ class CustomSpec:
         raise UserError("Hugging Face has no model of your own")
 
     def architecture(self) -> dict[str, Any]:
-        """See `family.Spec`; the parameters' roles and shapes stand for the function, which its author knows."""
-        digest = hashlib.blake2b(repr(parameters(self)).encode(), digest_size=8).hexdigest()
-        return {"vocab_size": self.vocab_size, "context": self.context, "parameters": digest}
+        """See `family.Spec`; the parameters' roles and shapes stand for the function,
+        which its author knows.
+        """
+        digest = hashlib.blake2b(
+            repr(parameters(self)).encode(), digest_size=8
+        ).hexdigest()
+        return {
+            "vocab_size": self.vocab_size,
+            "context": self.context,
+            "parameters": digest,
+        }
 
     def agrees(self, name: str, value: Any) -> bool:
         """See `family.Spec`."""
@@ -166,13 +214,17 @@ def functional(
     rescale_grads: tuple[str, ...] = (),
     split: str | None = None,
 ) -> Functional[CausalModel]:
-    """The model as pure functions. UserError for what is no `CausalModel`, or has a parameter without a role."""
+    """The model as pure functions. UserError for what is no `CausalModel`, or has a
+    parameter without a role.
+    """
     settings = compute_dtype, param_dtype, dot_general, rescale_grads, split
 
     def make(rngs: nnx.Rngs) -> CausalModel:
         model = spec.make(Build(spec.vocab_size, spec.context, "", rngs, *settings))
         if not isinstance(model, CausalModel):
-            raise UserError(f"model gave a {type(model).__name__}; expected a trainer.CausalModel")
+            raise UserError(
+                f"model gave a {type(model).__name__}; expected a trainer.CausalModel"
+            )
         model.context = spec.context
         return model
 
@@ -182,35 +234,52 @@ def functional(
         raise UserError(f"model: {error}") from error
 
 
-def custom_spec(make: MakeModel, *, vocab_size: int, context: int, keep_fp8_weights: bool) -> CustomSpec:
-    """The spec of an own model. UserError where its logits are not `[B, T, vocab_size]`."""
+def custom_spec(
+    make: MakeModel, *, vocab_size: int, context: int, keep_fp8_weights: bool
+) -> CustomSpec:
+    """The spec of an own model. UserError where its logits are not
+    `[B, T, vocab_size]`.
+    """
     spec = CustomSpec(make, vocab_size, context, keep_fp8_weights)
     model = functional(spec)
     logits = jax.eval_shape(
-        lambda tokens: model.bind(model.init(jax.random.key(0)))(tokens), jax.ShapeDtypeStruct((2, context), jnp.int32)
+        lambda tokens: model.bind(model.init(jax.random.key(0)))(tokens),
+        jax.ShapeDtypeStruct((2, context), jnp.int32),
     )
     if logits.shape != (2, context, vocab_size):
         raise UserError(
-            f"model gives {list(logits.shape)} for tokens {[2, context]}; expected logits {[2, context, vocab_size]}"
+            f"model gives {list(logits.shape)} for tokens {[2, context]}; expected"
+            f" logits {[2, context, vocab_size]}"
         )
     return spec
 
 
 def linear_sizes(spec: CustomSpec) -> dict[str, tuple[int, int]]:
     """Input and output width of each kernel that has a path."""
-    found = [(role, shape) for role, shape in parameters(spec) if role.is_kernel and role.layer is not None]
+    found = [
+        (role, shape)
+        for role, shape in parameters(spec)
+        if role.is_kernel and role.layer is not None
+    ]
     return {role.layer: (shape[-2], shape[-1]) for role, shape in found}
 
 
 def forward_flops_per_token(spec: CustomSpec) -> int:
-    """Of the products with kernels and with the head, or the table where there is no head; FLOPs exclude attention."""
-    kernels = sum(math.prod(shape) for role, shape in parameters(spec) if role.is_kernel)
+    """Of the products with kernels and with the head, or the table where there is no
+    head; FLOPs exclude attention.
+    """
+    kernels = sum(
+        math.prod(shape) for role, shape in parameters(spec) if role.is_kernel
+    )
     return 2 * (kernels + spec.vocab_size * spec.d_model)
 
 
 def check_tensor(spec: CustomSpec, devices: int, multiple: int) -> NoReturn:
     """Refuse every number of devices: what can be split is not known."""
-    raise UserError(f"parallel.tensor={devices}: a model of your own is not split; use parallel.data or parallel.fsdp")
+    raise UserError(
+        f"parallel.tensor={devices}: a model of your own is not split; use"
+        " parallel.data or parallel.fsdp"
+    )
 
 
 def no_files(*_: Any) -> NoReturn:
@@ -220,7 +289,10 @@ def no_files(*_: Any) -> NoReturn:
 
 def no_load(source: Path, spec: Any) -> NoReturn:
     """Refuse: Hugging Face has no such model."""
-    raise UserError(f"init_from={source}: Hugging Face weights are not those of a model of your own; give a run of it")
+    raise UserError(
+        f"init_from={source}: Hugging Face weights are not those of a model of your"
+        " own; give a run of it"
+    )
 
 
 CUSTOM = Family(

@@ -17,9 +17,11 @@ class Functional[Model](NamedTuple):
     """A model as pure functions.
 
     Attributes:
-      init: key to parameters, nested dictionaries of arrays as `nnx.to_pure_dict` gives them.
+      init: key to parameters, nested dictionaries of arrays as `nnx.to_pure_dict` gives
+          them.
       bind: parameters (and histories, where it has some) to the model that has them.
-      init_histories: makes the first amax histories of delayed scaling, a nested dictionary too; empty without.
+      init_histories: makes the first amax histories of delayed scaling, a nested
+          dictionary too; empty without.
       roles: of the parameters, in the same nested dictionaries.
     """
 
@@ -29,7 +31,9 @@ class Functional[Model](NamedTuple):
     roles: Params
 
 
-def as_functions[Model: nnx.Module](make: Callable[[nnx.Rngs], Model]) -> Functional[Model]:
+def as_functions[Model: nnx.Module](
+    make: Callable[[nnx.Rngs], Model],
+) -> Functional[Model]:
     """The functions of the module that `make` builds with a key stream `params`.
 
     Raises:
@@ -47,19 +51,28 @@ def as_functions[Model: nnx.Module](make: Callable[[nnx.Rngs], Model]) -> Functi
         return nnx.to_pure_dict(nnx.state(of_key(key), nnx.Param))
 
     def bind(params: Params, histories: Params | None = None) -> Model:
-        return nnx.merge(graphdef, params, histories) if with_histories else nnx.merge(graphdef, params)
+        return (
+            nnx.merge(graphdef, params, histories)
+            if with_histories
+            else nnx.merge(graphdef, params)
+        )
 
     def init_histories() -> Params:
-        return nnx.to_pure_dict(nnx.state(of_key(jax.random.key(0)), OverwriteWithGradient))
+        return nnx.to_pure_dict(
+            nnx.state(of_key(jax.random.key(0)), OverwriteWithGradient)
+        )
 
     return Functional(init, bind, init_histories, roles_of(abstract))
 
 
-def of_next_tokens(loss: Callable[..., jax.Array], tokens_BxT1: jax.Array, border: int | None) -> jax.Array:
+def of_next_tokens(
+    loss: Callable[..., jax.Array], tokens_BxT1: jax.Array, border: int | None
+) -> jax.Array:
     """The loss `loss(inputs, targets)` of predicting each token from those before it.
 
-    What follows the id `border` is no target: `loss(..., masked=True)` is then of negative ones too. Its gradient stays
-    as it is, so that a token counts alike in every batch; its value becomes the mean over the targets that count.
+    What follows the id `border` is no target: `loss(..., masked=True)` is then of
+    negative ones too. Its gradient stays as it is, so that a token counts alike in
+    every batch; its value becomes the mean over the targets that count.
     """
     inputs_BxT, targets_BxT = tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]
     if border is None:

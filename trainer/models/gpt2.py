@@ -1,8 +1,10 @@
 """GPT-2 in Flax NNX: learned positions, pre-LN blocks, tied head.
 
-Legend: B batch, T time, N = B*T, S cache length, D model, H heads, K head dim, V padded vocabulary, L layers.
+Legend: B batch, T time, N = B*T, S cache length, D model, H heads, K head dim, V padded
+vocabulary, L layers.
 
-Reference: Radford et al. 2019, "Language models are unsupervised multitask learners", and its published code.
+Reference: Radford et al. 2019, "Language models are unsupervised multitask learners",
+and its published code.
 """
 
 from typing import Any
@@ -29,11 +31,15 @@ class GPT2(nnx.Module):
       spec: sizes and choices.
       compute_dtype: of activations and matmuls.
       param_dtype: of the master parameters.
-      dot_general: from a linear layer's path to the dot_general it uses, of activations in `compute_dtype` and a kernel
-        in `param_dtype`; None: the product in `compute_dtype`. See `linear_sizes`.
-      rescale_grads: of `precision.PLACES`, where gradients are rescaled under `scalify`.
-      split: inside `shard_map`, the mesh axis over which the heads and hidden channels of the parameters are split.
-      rngs: key stream `params`. Scanned and unrolled layers get the same initial values from the same key.
+      dot_general: from a linear layer's path to the dot_general it uses, of activations
+        in `compute_dtype` and a kernel in `param_dtype`; None: the product in
+        `compute_dtype`. See `linear_sizes`.
+      rescale_grads: of `precision.PLACES`, where gradients are rescaled under
+          `scalify`.
+      split: inside `shard_map`, the mesh axis over which the heads and hidden channels
+          of the parameters are split.
+      rngs: key stream `params`. Scanned and unrolled layers get the same initial values
+          from the same key.
     """
 
     def __init__(
@@ -49,11 +55,28 @@ class GPT2(nnx.Module):
     ) -> None:
         self.spec = spec
         self.compute_dtype = compute_dtype
-        self.wte = Embedding(spec.vocab_size, spec.padded_vocab, spec.d_model, spec.init_std, param_dtype, rngs)
-        self.wpe = Embedding(spec.context, spec.context, spec.d_model, spec.init_std, param_dtype, rngs)
+        self.wte = Embedding(
+            spec.vocab_size,
+            spec.padded_vocab,
+            spec.d_model,
+            spec.init_std,
+            param_dtype,
+            rngs,
+        )
+        self.wpe = Embedding(
+            spec.context, spec.context, spec.d_model, spec.init_std, param_dtype, rngs
+        )
 
         def factory(path: str, rngs: nnx.Rngs = rngs) -> Factory:
-            return Factory(path, rngs, compute_dtype, param_dtype, dot_general, rescale_grads, split)
+            return Factory(
+                path,
+                rngs,
+                compute_dtype,
+                param_dtype,
+                dot_general,
+                rescale_grads,
+                split,
+            )
 
         def block(name: str, key: jax.Array) -> Block:
             return gpt2_block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
@@ -62,19 +85,27 @@ class GPT2(nnx.Module):
         self.ln_f = factory("").layer_norm(spec.d_model, probes=("in", "out"))
 
     def embed(self, tokens_BxT: jax.Array, position: jax.Array | int = 0) -> jax.Array:
-        """Token plus position vectors, `[B*T, D]` in the compute dtype; the first token stands at `position`."""
-        wpe_TxD = jax.lax.dynamic_slice_in_dim(self.wpe.embedding[...], position, tokens_BxT.shape[1])
+        """Token plus position vectors, `[B*T, D]` in the compute dtype; the first token
+        stands at `position`.
+        """
+        wpe_TxD = jax.lax.dynamic_slice_in_dim(
+            self.wpe.embedding[...], position, tokens_BxT.shape[1]
+        )
         x_BxTxD = embedding(self.wte.embedding[...], tokens_BxT) + wpe_TxD[None]
         return x_BxTxD.reshape(-1, self.spec.d_model).astype(self.compute_dtype)
 
     def hidden(
-        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None, dropout_keys_B: jax.Array | None = None
+        self,
+        tokens_BxT: jax.Array,
+        segments_BxT: jax.Array | None = None,
+        dropout_keys_B: jax.Array | None = None,
     ) -> jax.Array:
         """The final LayerNorm's output, `[B, T, D]` in the compute dtype.
 
         Args:
           tokens_BxT: int32 ids below `vocab_size`; T at most `context`.
-          segments_BxT: int32 document ids; a token attends to its own document only. None: to all before it.
+          segments_BxT: int32 document ids; a token attends to its own document only.
+              None: to all before it.
           dropout_keys_B: a key for each sequence; None turns dropout off.
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
@@ -83,25 +114,42 @@ class GPT2(nnx.Module):
         keys = split_keys(dropout_keys_B, 1 + spec.n_layer)
         embed_keys_B, keys_LxB = keys[0], keys[1:]
 
-        def call(block: Block, x_NxD: jax.Array, segments_BxT: Any, keys_B: Any) -> jax.Array:
+        def call(
+            block: Block, x_NxD: jax.Array, segments_BxT: Any, keys_B: Any
+        ) -> jax.Array:
             return block(x_NxD, B, segments_BxT, keys_B)
 
         x_NxD = dropout(self.embed(tokens_BxT), spec.dropout, embed_keys_B)
         each = None if dropout_keys_B is None else keys_LxB
-        x_NxD = through(self.h, call, x_NxD, segments_BxT, each, scan=spec.scan_layers, remat=spec.remat)
+        x_NxD = through(
+            self.h,
+            call,
+            x_NxD,
+            segments_BxT,
+            each,
+            scan=spec.scan_layers,
+            remat=spec.remat,
+        )
         return self.ln_f(x_NxD).reshape(B, T, spec.d_model)
 
     def logits(self, h_NxD: jax.Array) -> jax.Array:
         """The tied head: FP32 `[N, vocab_size]`, the padding cut off."""
         wte_VxD = self.wte.embedding[: self.spec.vocab_size].astype(self.compute_dtype)
-        return jnp.einsum("nd,vd->nv", h_NxD, wte_VxD, preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            "nd,vd->nv", h_NxD, wte_VxD, preferred_element_type=jnp.float32
+        )
 
     def __call__(
-        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None, dropout_keys_B: jax.Array | None = None
+        self,
+        tokens_BxT: jax.Array,
+        segments_BxT: jax.Array | None = None,
+        dropout_keys_B: jax.Array | None = None,
     ) -> jax.Array:
         """Next-token logits, FP32 `[B, T, vocab_size]`. Arguments as for `hidden`."""
         h_BxTxD = self.hidden(tokens_BxT, segments_BxT, dropout_keys_B)
-        return self.logits(h_BxTxD.reshape(-1, self.spec.d_model)).reshape(*tokens_BxT.shape, self.spec.vocab_size)
+        return self.logits(h_BxTxD.reshape(-1, self.spec.d_model)).reshape(
+            *tokens_BxT.shape, self.spec.vocab_size
+        )
 
     def loss(
         self,
@@ -112,7 +160,8 @@ class GPT2(nnx.Module):
         *,
         masked: bool = False,
     ) -> jax.Array:
-        """Mean cross-entropy of the targets in nats, an FP32 scalar; `masked`: negative ones have none.
+        """Mean cross-entropy of the targets in nats, an FP32 scalar; `masked`: negative
+        ones have none.
 
         FP32 logits of a whole batch are never held.
         """
@@ -120,35 +169,51 @@ class GPT2(nnx.Module):
         h_NxD = h_BxTxD.reshape(-1, self.spec.d_model)
         head, size = self.wte.embedding[...], self.spec.vocab_size
         how = {"masked": masked, "narrow_logits": self.spec.loss_logits == "compute"}
-        return linear_cross_entropy(h_NxD, head, targets_BxT.reshape(-1), vocab_size=size, **how)
+        return linear_cross_entropy(
+            h_NxD, head, targets_BxT.reshape(-1), vocab_size=size, **how
+        )
 
-    def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
+    def last_logits(
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
+    ) -> jax.Array:
         """Logits after the last token, FP32 `[B, vocab_size]`."""
         return self.logits(self.hidden(tokens_BxT, segments_BxT)[:, -1])
 
     def init_cache(self, batch: int, length: int | None = None) -> KVCache:
-        """An empty cache of `length` positions, by default of `context`, `[L, B, S, H, K]`."""
+        """An empty cache of `length` positions, by default of `context`,
+        `[L, B, S, H, K]`.
+        """
         spec, S = self.spec, length or self.spec.context
-        return empty_cache(spec.n_layer, batch, S, spec.n_head, spec.head_dim, self.compute_dtype)
+        return empty_cache(
+            spec.n_layer, batch, S, spec.n_head, spec.head_dim, self.compute_dtype
+        )
 
-    def decode(self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
-        """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache with them in it.
+    def decode(
+        self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int
+    ) -> tuple[jax.Array, KVCache]:
+        """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache
+        with them in it.
 
         `position + T` must not exceed `context`.
         """
 
-        def call(block: Block, x_NxD: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        def call(
+            block: Block, x_NxD: jax.Array, cache: KVCache
+        ) -> tuple[jax.Array, KVCache]:
             return block.decode(x_NxD, cache, position)
 
         x_NxD = self.embed(tokens_BxT, position)
-        x_NxD, cache = decode_through(self.h, call, x_NxD, cache, scan=self.spec.scan_layers)
+        x_NxD, cache = decode_through(
+            self.h, call, x_NxD, cache, scan=self.spec.scan_layers
+        )
         return self.ln_f(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache
 
 
 def functional(spec: GPT2Spec, **settings: Any) -> Functional[GPT2]:
     """The model as pure functions; `settings` are the keyword arguments of GPT2.
 
-    >>> model = functional(GPT2Spec(vocab_size=256, context=8, n_layer=1, n_head=1, d_model=8))
+    >>> spec = GPT2Spec(vocab_size=256, context=8, n_layer=1, n_head=1, d_model=8)
+    >>> model = functional(spec)
     >>> model.bind(model.init(jax.random.key(0)))(jnp.zeros((2, 8), jnp.int32)).shape
     (2, 8, 256)
     """

@@ -21,8 +21,9 @@ from trainer.models.spec import GPT2Spec
 class Attention(nnx.Module):
     """Causal multi-head self-attention.
 
-    `rescale_grad`: under `scalify`, the gradient of queries, keys and values is rescaled by its RMS, measured at run
-    time: it is a sum over positions that are anything but independent, and grows by more than shapes tell.
+    `rescale_grad`: under `scalify`, the gradient of queries, keys and values is
+    rescaled by its RMS, measured at run time: it is a sum over positions that are
+    anything but independent, and grows by more than shapes tell.
     """
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
@@ -30,12 +31,25 @@ class Attention(nnx.Module):
         self.split = make.split
         self.rescale_grad = "qkv" in make.rescale_grads
         self.recompute = spec.remat == "elementwise"
-        self.c_attn = make.linear("attn.c_attn", spec.d_model, 3 * spec.d_model, spec.init_std, "column", groups=3)
-        self.c_proj = make.linear("attn.c_proj", spec.d_model, spec.d_model, residual_stddev, "row")
+        self.c_attn = make.linear(
+            "attn.c_attn",
+            spec.d_model,
+            3 * spec.d_model,
+            spec.init_std,
+            "column",
+            groups=3,
+        )
+        self.c_proj = make.linear(
+            "attn.c_proj", spec.d_model, spec.d_model, residual_stddev, "row"
+        )
 
     def heads(self, x_NxD: jax.Array, norm: Norm, batch: int) -> list[jax.Array]:
-        """Queries, keys, values, each `[B, T, H, K]`, of the heads that this device has."""
-        split = again(lambda x_NxD: self.products(enter(norm(x_NxD), self.split)), self.recompute)(x_NxD)
+        """Queries, keys, values, each `[B, T, H, K]`, of the heads that this device
+        has.
+        """
+        split = again(
+            lambda x_NxD: self.products(enter(norm(x_NxD), self.split)), self.recompute
+        )(x_NxD)
         heads = split[0].shape[1] // self.head_dim
         return [part.reshape(batch, -1, heads, self.head_dim) for part in split]
 
@@ -51,21 +65,33 @@ class Attention(nnx.Module):
         """The output projection."""
         return self.c_proj(out_NxD)
 
-    def __call__(self, x_NxD: jax.Array, norm: Norm, batch: int, segments_BxT: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x_NxD: jax.Array, norm: Norm, batch: int, segments_BxT: jax.Array | None
+    ) -> jax.Array:
         """Of `norm(x)`."""
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, norm, batch)
-        out_BxTxHxK = attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, causal=True, segments=segments_BxT)
+        out_BxTxHxK = attention(
+            q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, causal=True, segments=segments_BxT
+        )
         return self.project(out_BxTxHxK.reshape(len(x_NxD), -1))
 
     def decode(
         self, x_NxD: jax.Array, norm: Norm, cache: KVCache, position: jax.Array | int
     ) -> tuple[jax.Array, KVCache]:
-        """The same for tokens at `position` and after it, which attend to this layer's cache too."""
+        """The same for tokens at `position` and after it, which attend to this layer's
+        cache too.
+        """
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, norm, cache.k.shape[0])
-        k_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(cache.k, k_BxTxHxK, position, axis=1)
-        v_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(cache.v, v_BxTxHxK, position, axis=1)
+        k_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(
+            cache.k, k_BxTxHxK, position, axis=1
+        )
+        v_BxSxHxK = jax.lax.dynamic_update_slice_in_dim(
+            cache.v, v_BxTxHxK, position, axis=1
+        )
         out_BxTxHxK = cached_attention(q_BxTxHxK, k_BxSxHxK, v_BxSxHxK, position)
-        return self.project(out_BxTxHxK.reshape(x_NxD.shape)), KVCache(k_BxSxHxK, v_BxSxHxK)
+        return self.project(out_BxTxHxK.reshape(x_NxD.shape)), KVCache(
+            k_BxSxHxK, v_BxSxHxK
+        )
 
 
 class GeluMLP(nnx.Module):
@@ -74,8 +100,12 @@ class GeluMLP(nnx.Module):
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
         self.split = make.split
         self.recompute = spec.remat == "elementwise"
-        self.c_fc = make.linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std, "column")
-        self.c_proj = make.linear("mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev, "row")
+        self.c_fc = make.linear(
+            "mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std, "column"
+        )
+        self.c_proj = make.linear(
+            "mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev, "row"
+        )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
         first = lambda x_NxD: self.c_fc(enter(norm(x_NxD), self.split), add_bias=False)
@@ -89,7 +119,9 @@ class GeluMLP(nnx.Module):
 
 
 class SwigluMLP(nnx.Module):
-    """D -> F twice, silu(gate) * linear, F -> D. Reference: Shazeer 2020, "GLU variants improve transformer"."""
+    """D -> F twice, silu(gate) * linear, F -> D. Reference: Shazeer 2020, "GLU variants
+    improve transformer".
+    """
 
     scaled_rows: ClassVar[bool] = False  # of the last kernel, see `Role`
 
@@ -97,14 +129,25 @@ class SwigluMLP(nnx.Module):
         self.split = make.split
         self.recompute = spec.remat == "elementwise"
         linear = functools.partial(make.linear, gated=True)
-        self.c_gate = linear("mlp.c_gate", spec.d_model, spec.mlp_width, spec.init_std, "column")
-        self.c_fc = linear("mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.c_gate = linear(
+            "mlp.c_gate", spec.d_model, spec.mlp_width, spec.init_std, "column"
+        )
+        self.c_fc = linear(
+            "mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std, "column"
+        )
         self.c_proj = linear(
-            "mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev, "row", scaled_rows=self.scaled_rows
+            "mlp.c_proj",
+            spec.mlp_width,
+            spec.d_model,
+            residual_stddev,
+            "row",
+            scaled_rows=self.scaled_rows,
         )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
-        branches = again(lambda x_NxD: self.branches(enter(norm(x_NxD), self.split)), self.recompute)(x_NxD)
+        branches = again(
+            lambda x_NxD: self.branches(enter(norm(x_NxD), self.split)), self.recompute
+        )(x_NxD)
         return again(self.activated, self.recompute)(branches)
 
     def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -128,12 +171,17 @@ class SmoothSwigluMLP(SwigluMLP):
 
 
 class Block(nnx.Module):
-    """Two residual branches: attention, of the given class, and MLP, each behind its LayerNorm."""
+    """Two residual branches: attention, of the given class, and MLP, each behind its
+    LayerNorm.
+    """
 
     probes: ClassVar[tuple[str, ...]] = ("in",)
 
-    def __init__(self, spec: GPT2Spec, make: Factory, attention: type[Attention] = Attention) -> None:
-        # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the variance.
+    def __init__(
+        self, spec: GPT2Spec, make: Factory, attention: type[Attention] = Attention
+    ) -> None:
+        # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the
+        # variance.
         residual_stddev = spec.init_std / math.sqrt(2 * spec.n_layer)
         self.dropout = spec.dropout
         self.ln_1 = make.layer_norm(spec.d_model)
@@ -143,15 +191,27 @@ class Block(nnx.Module):
         self.mlp = mlps[spec.mlp](spec, make, residual_stddev)
 
     def __call__(
-        self, x_NxD: jax.Array, batch: int, segments_BxT: jax.Array | None, keys_B: jax.Array | None
+        self,
+        x_NxD: jax.Array,
+        batch: int,
+        segments_BxT: jax.Array | None,
+        keys_B: jax.Array | None,
     ) -> jax.Array:
         attn_keys_B, mlp_keys_B = split_keys(keys_B, 2)
-        x_NxD += dropout(self.attn(x_NxD, self.ln_1, batch, segments_BxT), self.dropout, attn_keys_B)
+        x_NxD += dropout(
+            self.attn(x_NxD, self.ln_1, batch, segments_BxT), self.dropout, attn_keys_B
+        )
         x_NxD = materialised(x_NxD)  # both norms and both sums read it
-        return materialised(x_NxD + dropout(self.mlp(x_NxD, self.ln_2), self.dropout, mlp_keys_B))
+        return materialised(
+            x_NxD + dropout(self.mlp(x_NxD, self.ln_2), self.dropout, mlp_keys_B)
+        )
 
-    def decode(self, x_NxD: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
-        """The same for tokens at `position` and after it, which attend to this layer's cache too."""
+    def decode(
+        self, x_NxD: jax.Array, cache: KVCache, position: jax.Array | int
+    ) -> tuple[jax.Array, KVCache]:
+        """The same for tokens at `position` and after it, which attend to this layer's
+        cache too.
+        """
         out_NxD, cache = self.attn.decode(x_NxD, self.ln_1, cache, position)
         x_NxD += out_NxD
         return x_NxD + self.mlp(x_NxD, self.ln_2), cache

@@ -11,20 +11,28 @@ from trainer.models.spec import GPT2Spec, forward_flops_per_token, linear_sizes
 
 
 def check_tensor(spec: GPT2Spec, devices: int, multiple: int) -> None:
-    """Raise UserError where heads do not split over so many devices, or channels not into multiples."""
+    """Raise UserError where heads do not split over so many devices, or channels not
+    into multiples.
+    """
     widths = spec.d_model, spec.mlp_width
     if spec.n_head % devices or any(width % (devices * multiple) for width in widths):
         raise UserError(
-            f"parallel.tensor={devices} does not divide model.n_head={spec.n_head} heads, width {spec.d_model} and "
-            f"{spec.mlp_width} hidden channels into {f'multiples of {multiple}' if multiple > 1 else 'equal parts'}; "
-            f"valid: a divisor of all"
+            f"parallel.tensor={devices} does not divide model.n_head={spec.n_head}"
+            f" heads, width {spec.d_model} and {spec.mlp_width} hidden channels into"
+            f" {f'multiples of {multiple}' if multiple > 1 else 'equal parts'}; valid:"
+            " a divisor of all"
         )
     if spec.value_gain is not None:
-        raise UserError(f"model.value_gain={spec.value_gain} needs parallel.tensor=1, not {devices}; or set it to null")
+        raise UserError(
+            f"model.value_gain={spec.value_gain} needs parallel.tensor=1, not"
+            f" {devices}; or set it to null"
+        )
 
 
 def load(source: Path, spec: GPT2Spec | None) -> tuple[GPT2Spec, Params]:
-    """Sizes and parameters of a directory or file; the number of heads, which no tensor tells, from `spec` if given."""
+    """Sizes and parameters of a directory or file; the number of heads, which no tensor
+    tells, from `spec` if given.
+    """
     return load_gpt2(source, n_head=None if spec is None else spec.n_head)
 
 
@@ -33,7 +41,8 @@ GPT2_FAMILY = Family(
     blocks="h",
     parts=(
         "wte", "wpe", "h", "ln_f", "ln_1", "attn", "ln_2", "mlp",
-        "c_attn", "c_value", "c_gate", "c_fc", "c_proj", "embedding", "scale", "kernel", "bias",
+        "c_attn", "c_value", "c_gate", "c_fc", "c_proj", "embedding", "scale",
+        "kernel", "bias",
     ),
     build=functional,
     linear_sizes=linear_sizes,

@@ -1,7 +1,9 @@
-"""Hugging Face GPT-2 weights: in from safetensors, in one file or several, out to one, beside a `config.json`.
+"""Hugging Face GPT-2 weights: in from safetensors, in one file or several, out to one,
+beside a `config.json`.
 
-Both naming styles are read (`h.0.ln_1.weight`, as in the published files, and `transformer.h.0.ln_1.weight`, as
-GPT2LMHeadModel saves); the second is written. Kernels are `[in, out]` on both sides, so that no tensor is transposed.
+Both naming styles are read (`h.0.ln_1.weight`, as in the published files, and
+`transformer.h.0.ln_1.weight`, as GPT2LMHeadModel saves); the second is written. Kernels
+are `[in, out]` on both sides, so that no tensor is transposed.
 
 Legend: D model, V vocabulary.
 """
@@ -18,9 +20,16 @@ from trainer.errors import UserError
 from trainer.models.functional import Params
 from trainer.models.gpt2 import functional
 from trainer.models.spec import GPT2Spec
-from trainer.models.weight_files import config_beside, read_object, read_tensors, write_file, write_object
+from trainer.models.weight_files import (
+    config_beside,
+    read_object,
+    read_tensors,
+    write_file,
+    write_object,
+)
 
-# What a configuration must say, where it says it, for this model to compute the same function.
+# What a configuration must say, where it says it, for this model to compute the same
+# function.
 REQUIRED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -36,15 +45,18 @@ PREFIX = "transformer."
 
 
 def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Params]:
-    """Sizes and parameters (NumPy, the file's dtype, unrolled layers, vocabulary padded with zero rows).
+    """Sizes and parameters (NumPy, the file's dtype, unrolled layers, vocabulary padded
+    with zero rows).
 
     Args:
-      path: a directory with *.safetensors and config.json, or one safetensors file (with config.json beside it or not).
-      n_head: needed without a config.json, because no tensor's shape tells it; checked against it otherwise.
+      path: a directory with *.safetensors and config.json, or one safetensors file
+          (with config.json beside it or not).
+      n_head: needed without a config.json, because no tensor's shape tells it; checked
+          against it otherwise.
 
     Raises:
-      UserError: not such files, damaged, a variant that this model does not compute, or tensors missing, unknown or of
-        another shape.
+      UserError: not such files, damaged, a variant that this model does not compute, or
+        tensors missing, unknown or of another shape.
     """
     path = Path(path)
     tensors = named_tensors(path)
@@ -52,11 +64,17 @@ def load_gpt2(path: str | Path, n_head: int | None = None) -> tuple[GPT2Spec, Pa
     config = read_config(config_file) if config_file.is_file() else {}
     for key, valid in REQUIRED.items():
         if key in config and config[key] not in valid:
-            raise UserError(f"{config_file}: {key}={config[key]!r} is not supported; valid: {valid[0]!r}")
+            raise UserError(
+                f"{config_file}: {key}={config[key]!r} is not supported; valid:"
+                f" {valid[0]!r}"
+            )
     spec = spec_of(tensors, config, n_head, path)
     head = tensors.pop("lm_head.weight", None)
     if head is not None and not np.array_equal(head, tensors["wte.weight"]):
-        raise UserError(f"{path}: lm_head.weight differs from wte.weight; only GPT-2 with a tied head can be read")
+        raise UserError(
+            f"{path}: lm_head.weight differs from wte.weight; only GPT-2 with a tied"
+            " head can be read"
+        )
     return spec, to_params(tensors, spec, path)
 
 
@@ -64,31 +82,55 @@ def read_config(file: Path) -> dict[str, Any]:
     """A config.json, whose `n_head` is a number if it is there."""
     config = read_object(file)
     if not isinstance(config.get("n_head", 1), int):
-        raise UserError(f"{file} is not the configuration of a GPT-2; download or copy it again")
+        raise UserError(
+            f"{file} is not the configuration of a GPT-2; download or copy it again"
+        )
     return config
 
 
 def named_tensors(path: Path) -> dict[str, np.ndarray]:
     """All weights under `path` by their name without prefix."""
-    named = {name.removeprefix(PREFIX): tensor for name, tensor in read_tensors(path).items()}
-    return {name: tensor for name, tensor in named.items() if not BUFFERS.fullmatch(name)}
+    named = {
+        name.removeprefix(PREFIX): tensor for name, tensor in read_tensors(path).items()
+    }
+    return {
+        name: tensor for name, tensor in named.items() if not BUFFERS.fullmatch(name)
+    }
 
 
-def spec_of(tensors: dict[str, np.ndarray], config: dict[str, Any], n_head: int | None, path: Path) -> GPT2Spec:
-    """Sizes from the tensors' shapes; the number of heads from the configuration or the caller."""
+def spec_of(
+    tensors: dict[str, np.ndarray],
+    config: dict[str, Any],
+    n_head: int | None,
+    path: Path,
+) -> GPT2Spec:
+    """Sizes from the tensors' shapes; the number of heads from the configuration or the
+    caller.
+    """
     for name in ("wte.weight", "wpe.weight", "h.0.mlp.c_fc.weight"):
         if name not in tensors or tensors[name].ndim != 2:
             raise UserError(f"{path}: no matrix {name}; this is not a GPT-2")
     heads = config.get("n_head", n_head)
     if heads is None:
-        raise UserError(f"{path}: no config.json tells the number of heads; put it beside the weights, or set n_head")
+        raise UserError(
+            f"{path}: no config.json tells the number of heads; put it beside the"
+            " weights, or set n_head"
+        )
     if n_head not in (None, heads):
-        raise UserError(f"{path}: n_head={heads} in config.json, not {n_head}; set the model's n_head to {heads}")
+        raise UserError(
+            f"{path}: n_head={heads} in config.json, not {n_head}; set the model's"
+            f" n_head to {heads}"
+        )
     vocab_size, d_model = tensors["wte.weight"].shape
     d_mlp = tensors["h.0.mlp.c_fc.weight"].shape[1]
-    layers = {int(name.split(".")[1]) for name in tensors if re.match(r"h\.\d+\.", name)}
+    layers = {
+        int(name.split(".")[1]) for name in tensors if re.match(r"h\.\d+\.", name)
+    }
     if layers != set(range(len(layers))):
-        raise UserError(f"{path}: layers {sorted(layers)[:4]} ... to {max(layers)} are not 0 to {len(layers) - 1}")
+        raise UserError(
+            f"{path}: layers {sorted(layers)[:4]} ... to {max(layers)} are not 0 to"
+            f" {len(layers) - 1}"
+        )
     return GPT2Spec(
         vocab_size=vocab_size,
         context=tensors["wpe.weight"].shape[0],
@@ -100,10 +142,15 @@ def spec_of(tensors: dict[str, np.ndarray], config: dict[str, Any], n_head: int 
 
 
 def named_leaves(params: Params) -> Iterator[tuple[str, Any]]:
-    """Every leaf of unrolled parameters under its Hugging Face name: `h.0.ln_1.scale` is `h.0.ln_1.weight`."""
+    """Every leaf of unrolled parameters under its Hugging Face name: `h.0.ln_1.scale`
+    is `h.0.ln_1.weight`.
+    """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         *module, last = (entry.key for entry in path)
-        yield ".".join(map(str, [*module, "bias" if last == "bias" else "weight"])), leaf
+        yield (
+            ".".join(map(str, [*module, "bias" if last == "bias" else "weight"])),
+            leaf,
+        )
 
 
 def to_params(tensors: dict[str, np.ndarray], spec: GPT2Spec, path: Path) -> Params:
@@ -114,38 +161,54 @@ def to_params(tensors: dict[str, np.ndarray], spec: GPT2Spec, path: Path) -> Par
     leaves = []
     for name, leaf in named_leaves(expected):
         if name not in left:
-            raise UserError(f"{path}: tensor {name} {leaf.shape} is missing; the file is not a whole GPT-2")
+            raise UserError(
+                f"{path}: tensor {name} {leaf.shape} is missing; the file is not a"
+                " whole GPT-2"
+            )
         tensor = left.pop(name)
         if name == "wte.weight":
             tensor = np.pad(tensor, ((0, spec.padded_vocab - spec.vocab_size), (0, 0)))
         if tensor.shape != leaf.shape:
-            raise UserError(f"{path}: tensor {name} has shape {tensor.shape}, expected {leaf.shape}")
+            raise UserError(
+                f"{path}: tensor {name} has shape {tensor.shape}, expected {leaf.shape}"
+            )
         leaves.append(tensor)
     if left:
         raise UserError(
-            f"{path}: unknown tensors {', '.join(sorted(left)[:3])} ({len(left)} in all); not a plain GPT-2"
+            f"{path}: unknown tensors {', '.join(sorted(left)[:3])} ({len(left)} in"
+            " all); not a plain GPT-2"
         )
     return jax.tree.unflatten(jax.tree.structure(expected), leaves)
 
 
-def save_gpt2(directory: str | Path, spec: GPT2Spec, params: Params, eot: int | None = None) -> list[Path]:
-    """Write model.safetensors and config.json, as GPT2LMHeadModel does; the path of the first. Inverse of `load_gpt2`.
+def save_gpt2(
+    directory: str | Path, spec: GPT2Spec, params: Params, eot: int | None = None
+) -> list[Path]:
+    """Write model.safetensors and config.json, as GPT2LMHeadModel does; the path of the
+    first. Inverse of `load_gpt2`.
 
     Args:
       directory: made if absent.
       spec: the model's.
       params: its parameters, of unrolled layers; written in their own dtype.
-      eot: the tokenizer's end-of-text id, which begins and ends documents; None: not told.
+      eot: the tokenizer's end-of-text id, which begins and ends documents; None: not
+          told.
 
     Raises:
-      UserError: an MLP that Hugging Face's GPT-2 does not have, or weights already there.
+      UserError: an MLP that Hugging Face's GPT-2 does not have, or weights already
+          there.
     """
     if spec.mlp != "gelu":
-        raise UserError(f"model.mlp={spec.mlp}: Hugging Face's GPT-2 has only gelu; this run cannot be exported")
+        raise UserError(
+            f"model.mlp={spec.mlp}: Hugging Face's GPT-2 has only gelu; this run cannot"
+            " be exported"
+        )
     file = Path(directory) / "model.safetensors"
     if file.exists():
         raise UserError(f"{file} exists; choose another directory")
-    tensors = {PREFIX + name: np.ascontiguousarray(leaf) for name, leaf in named_leaves(params)}
+    tensors = {
+        PREFIX + name: np.ascontiguousarray(leaf) for name, leaf in named_leaves(params)
+    }
     wte = f"{PREFIX}wte.weight"
     tensors[wte] = np.ascontiguousarray(tensors[wte][: spec.vocab_size])
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""Weights in Hugging Face's directories, of any family: which one, a config.json's `model_type` says."""
+"""Weights in Hugging Face's directories, of any family: which one, a config.json's
+`model_type` says.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ def directory_of(source: Path) -> Path:
 
 
 def family_at(source: Path) -> Family | None:
-    """The family of the weights in a directory, or of a file in it; None where no config.json tells.
+    """The family of the weights in a directory, or of a file in it; None where no
+    config.json tells.
 
     Raises:
       UserError: a config.json that is damaged, or of no family that is here.
@@ -27,16 +30,20 @@ def family_at(source: Path) -> Family | None:
         return None
     name = read_object(file).get("model_type", FIRST)
     if name not in SPECS:
-        raise UserError(f"{file}: model_type={name!r} is not supported; valid: {', '.join(SPECS)}")
+        raise UserError(
+            f"{file}: model_type={name!r} is not supported; valid: {', '.join(SPECS)}"
+        )
     return SPECS[name].family()
 
 
 def load(source: Path, spec: Spec) -> tuple[Any, Params]:
-    """Spec and parameters (NumPy, the file's dtype, unrolled layers) of a directory or a safetensors file.
+    """Spec and parameters (NumPy, the file's dtype, unrolled layers) of a directory or
+    a safetensors file.
 
     Args:
       source: where they are.
-      spec: of the model that is to take them, which tells what a file without a config.json does not.
+      spec: of the model that is to take them, which tells what a file without a
+          config.json does not.
 
     Raises:
       UserError: not such files, damaged, or of no family that is here.
@@ -48,8 +55,11 @@ def load(source: Path, spec: Spec) -> tuple[Any, Params]:
         return family.huggingface.load(source, None)
 
 
-def save(directory: str | Path, spec: Spec, params: Params, eot: int | None = None) -> list[Path]:
-    """Write parameters, unrolled or stacked, and a config.json; the paths of the weights.
+def save(
+    directory: str | Path, spec: Spec, params: Params, eot: int | None = None
+) -> list[Path]:
+    """Write parameters, unrolled or stacked, and a config.json; the paths of the
+    weights.
 
     Args:
       directory: made if absent.
@@ -58,7 +68,8 @@ def save(directory: str | Path, spec: Spec, params: Params, eot: int | None = No
       eot: the tokenizer's end-of-text id; None: not told.
 
     Raises:
-      UserError: a choice that Hugging Face's models of the family do not have, or weights already there.
+      UserError: a choice that Hugging Face's models of the family do not have, or
+          weights already there.
     """
     family = spec.family()
     unrolled = family.unstack_layers(params) if spec.scan_layers else params

@@ -1,8 +1,10 @@
-"""The layers that all families are made of, in Flax NNX, and the roles of their parameters.
+"""The layers that all families are made of, in Flax NNX, and the roles of their
+parameters.
 
-Dense layers act on activations flattened to (B*T, D): on CPU, XLA runs them up to four times faster than on (B, T, D),
-whose weight gradients need transposed copies. Master parameters stay in `param_dtype`; a layer casts its own to
-`compute_dtype` where it uses them, except LayerNorm's gain and bias, which are applied in FP32, and kernels, which go
+Dense layers act on activations flattened to (B*T, D): on CPU, XLA runs them up to four
+times faster than on (B, T, D), whose weight gradients need transposed copies. Master
+parameters stay in `param_dtype`; a layer casts its own to `compute_dtype` where it uses
+them, except LayerNorm's gain and bias, which are applied in FP32, and kernels, which go
 to their `dot_general` as they are.
 
 Legend: B batch, T time, N = B*T, D model, F width of a linear layer's output.
@@ -27,15 +29,19 @@ Norm = Callable[[jax.Array], jax.Array]
 
 
 def enter(x_NxD: jax.Array, axis: str | None) -> jax.Array:
-    """What every device of a mesh axis has, where each goes on with its part of a layer: the gradient adds up.
+    """What every device of a mesh axis has, where each goes on with its part of a
+    layer: the gradient adds up.
 
-    None: nothing is split. Reference: Shoeybi et al. 2019, "Megatron-LM", section 3, f; `leave` is g.
+    None: nothing is split. Reference: Shoeybi et al. 2019, "Megatron-LM", section 3, f;
+    `leave` is g.
     """
     return x_NxD if axis is None else _enter(x_NxD, axis)
 
 
 def leave(x_NxD: jax.Array, axis: str | None) -> jax.Array:
-    """The sum of what the devices of a mesh axis have; each has the gradient of it. None: nothing is split."""
+    """The sum of what the devices of a mesh axis have; each has the gradient of it.
+    None: nothing is split.
+    """
     return x_NxD if axis is None else _leave(x_NxD, axis)
 
 
@@ -49,14 +55,20 @@ def _leave(x: jax.Array, axis: str) -> jax.Array:
     return jax.lax.psum(x, axis)
 
 
-_enter.defvjp(lambda x, axis: (x, None), lambda axis, _, gradient: (jax.lax.psum(gradient, axis),))
-_leave.defvjp(lambda x, axis: (jax.lax.psum(x, axis), None), lambda axis, _, gradient: (gradient,))
+_enter.defvjp(
+    lambda x, axis: (x, None), lambda axis, _, gradient: (jax.lax.psum(gradient, axis),)
+)
+_leave.defvjp(
+    lambda x, axis: (jax.lax.psum(x, axis), None), lambda axis, _, gradient: (gradient,)
+)
 
 
 class Linear(nnx.Linear):
-    """`nnx.Linear` whose kernel reaches `dot_general` as it is, in the parameters' dtype.
+    """`nnx.Linear` whose kernel reaches `dot_general` as it is, in the parameters'
+    dtype.
 
-    `partial`: over this mesh axis every device has some of the rows, and the outputs are added up; None: all rows.
+    `partial`: over this mesh axis every device has some of the rows, and the outputs
+    are added up; None: all rows.
     """
 
     partial: str | None = None
@@ -69,19 +81,29 @@ class Linear(nnx.Linear):
         columns: int | None = None,
         add_bias: bool = True,
     ) -> jax.Array:
-        """`factor`: of the kernel, of each row (`[D, 1]`) or of all; `columns`: only so many, the first ones.
+        """`factor`: of the kernel, of each row (`[D, 1]`) or of all; `columns`: only so
+        many, the first ones.
 
-        `add_bias`: false where who takes the product adds the bias himself; not of a `partial` one.
+        `add_bias`: false where who takes the product adds the bias himself; not of a
+        `partial` one.
         """
-        kernel_DxF, bias_F = self.kernel[...], None if self.bias is None else self.bias[...]
+        kernel_DxF, bias_F = (
+            self.kernel[...],
+            None if self.bias is None else self.bias[...],
+        )
         if factor is not None:
             kernel_DxF = (kernel_DxF * factor).astype(kernel_DxF.dtype)
         if columns is not None:
-            kernel_DxF, bias_F = kernel_DxF[:, :columns], None if bias_F is None else bias_F[:columns]
+            kernel_DxF, bias_F = (
+                kernel_DxF[:, :columns],
+                None if bias_F is None else bias_F[:columns],
+            )
         if not add_bias:
             assert self.partial is None
             return product(x_NxD, kernel_DxF, self.dot_general, self.dtype)
-        return dense(x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype, self.partial)
+        return dense(
+            x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype, self.partial
+        )
 
 
 def dense(
@@ -96,20 +118,30 @@ def dense(
     y_NxF = leave(product(x_NxD, kernel_DxF, dot_general, dtype), partial)
     if bias_F is None:
         return y_NxF.astype(dtype)
-    # The sum in FP32: rounded once, and the bias has its gradient in FP32, as the kernel has.
+    # The sum in FP32: rounded once, and the bias has its gradient in FP32, as the
+    # kernel has.
     return (y_NxF.astype(jnp.float32) + bias_F.astype(jnp.float32)[None]).astype(dtype)
 
 
-def product(x_NxD: jax.Array, kernel_DxF: jax.Array, dot_general: DotGeneral, dtype: DTypeLike | None) -> jax.Array:
+def product(
+    x_NxD: jax.Array,
+    kernel_DxF: jax.Array,
+    dot_general: DotGeneral,
+    dtype: DTypeLike | None,
+) -> jax.Array:
     """`x @ kernel`, `[N, F]` in `dtype`."""
-    return dot_general(x_NxD, kernel_DxF, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+    return dot_general(
+        x_NxD, kernel_DxF, (((1,), (0,)), ((), ())), preferred_element_type=dtype
+    )
 
 
 class Factory:
-    """Makes the layers of one block: dtypes, keys, the dot_general chosen for each path, and the parameters' roles.
+    """Makes the layers of one block: dtypes, keys, the dot_general chosen for each
+    path, and the parameters' roles.
 
-    `path`: of the block, `h.3`, or `h.*` of all blocks, whose parameters are then stacked.
-    `split`: the mesh axis over which heads and hidden channels are split; None: none is.
+    `path`: of the block, `h.3`, or `h.*` of all blocks, whose parameters are then
+    stacked. `split`: the mesh axis over which heads and hidden channels are split;
+    None: none is.
     """
 
     def __init__(
@@ -134,16 +166,35 @@ class Factory:
     def layer_norm(self, d: int, probes: tuple[str, ...] = ("out",)) -> "LayerNorm":
         """A LayerNorm over `d` elements; for `probes` see `LayerNorm`."""
         rescale_grad = "layer_norm" in self.rescale_grads
-        return LayerNorm(d, self.param_dtype, rescale_grad=rescale_grad, stacked=self.stacked, probes=probes)
+        return LayerNorm(
+            d,
+            self.param_dtype,
+            rescale_grad=rescale_grad,
+            stacked=self.stacked,
+            probes=probes,
+        )
 
-    def rms_norm(self, d: int, eps: float, probes: tuple[str, ...] = ("out",)) -> "RMSNorm":
+    def rms_norm(
+        self, d: int, eps: float, probes: tuple[str, ...] = ("out",)
+    ) -> "RMSNorm":
         """An RMSNorm over `d` elements; for `probes` see `LayerNorm`."""
         rescale_grad = "layer_norm" in self.rescale_grads
-        return RMSNorm(d, eps, self.param_dtype, rescale_grad=rescale_grad, stacked=self.stacked, probes=probes)
+        return RMSNorm(
+            d,
+            eps,
+            self.param_dtype,
+            rescale_grad=rescale_grad,
+            stacked=self.stacked,
+            probes=probes,
+        )
 
     def product(self, name: str) -> DotGeneral:
         """The dot_general chosen for `{path}.{name}`."""
-        return wide_gradient_dot if self.dot_general is None else self.dot_general(f"{self.path}.{name}")
+        return (
+            wide_gradient_dot
+            if self.dot_general is None
+            else self.dot_general(f"{self.path}.{name}")
+        )
 
     def linear(
         self,
@@ -158,7 +209,9 @@ class Factory:
         scaled_rows: bool = False,
         bias: bool = True,
     ) -> Linear:
-        """Normal weights; zero bias, or none. `kind`, `groups`, `gated` and `scaled_rows` as of `Role`."""
+        """Normal weights; zero bias, or none. `kind`, `groups`, `gated` and
+        `scaled_rows` as of `Role`.
+        """
         by_rows = kind == "row" or groups > 1
         kernel = Role(
             kind,
@@ -169,7 +222,9 @@ class Factory:
             gated=gated,
             scaled_rows=scaled_rows,
         )
-        role_of_bias = Role("bias", stacked=self.stacked, split=None if by_rows else -1, groups=groups)
+        role_of_bias = Role(
+            "bias", stacked=self.stacked, split=None if by_rows else -1, groups=groups
+        )
         linear = Linear(
             d_in,
             d_out,
@@ -187,23 +242,35 @@ class Factory:
 
 
 def again(fun: Callable[[Any], Any], recompute: bool) -> Callable[[Any], Any]:
-    """`fun`; with `recompute`, of what it computes only its argument is kept for the backward pass."""
+    """`fun`; with `recompute`, of what it computes only its argument is kept for the
+    backward pass.
+    """
     return jax.checkpoint(fun) if recompute else fun
 
 
 class LayerNorm(nnx.Module):
     """Normalisation over the last axis, in FP32; the result has the input's dtype.
 
-    `rescale_grad`: under `scalify`, the gradient of the input is rescaled by its RMS, measured at run time.
-    `stacked`: as of `Role`.
+    `rescale_grad`: under `scalify`, the gradient of the input is rescaled by its RMS,
+    measured at run time. `stacked`: as of `Role`.
     `probes`: which of its sides, "in" and "out", `observe.numerics` looks at.
     """
 
     def __init__(
-        self, d: int, param_dtype: DTypeLike, *, rescale_grad: bool, stacked: bool, probes: tuple[str, ...]
+        self,
+        d: int,
+        param_dtype: DTypeLike,
+        *,
+        rescale_grad: bool,
+        stacked: bool,
+        probes: tuple[str, ...],
     ) -> None:
-        self.scale = nnx.Param(jnp.ones(d, param_dtype), role=Role("gain", stacked=stacked))
-        self.bias = nnx.Param(jnp.zeros(d, param_dtype), role=Role("bias", stacked=stacked))
+        self.scale = nnx.Param(
+            jnp.ones(d, param_dtype), role=Role("gain", stacked=stacked)
+        )
+        self.bias = nnx.Param(
+            jnp.zeros(d, param_dtype), role=Role("bias", stacked=stacked)
+        )
         self.rescale_grad = rescale_grad
         self.probes = probes
 
@@ -214,15 +281,25 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Division by the root of the mean square over the last axis, in FP32; the result has the input's dtype.
+    """Division by the root of the mean square over the last axis, in FP32; the result
+    has the input's dtype.
 
     `rescale_grad`, `stacked` and `probes` as of LayerNorm.
     """
 
     def __init__(
-        self, d: int, eps: float, param_dtype: DTypeLike, *, rescale_grad: bool, stacked: bool, probes: tuple[str, ...]
+        self,
+        d: int,
+        eps: float,
+        param_dtype: DTypeLike,
+        *,
+        rescale_grad: bool,
+        stacked: bool,
+        probes: tuple[str, ...],
     ) -> None:
-        self.scale = nnx.Param(jnp.ones(d, param_dtype), role=Role("gain", stacked=stacked))
+        self.scale = nnx.Param(
+            jnp.ones(d, param_dtype), role=Role("gain", stacked=stacked)
+        )
         self.eps = eps
         self.rescale_grad = rescale_grad
         self.probes = probes
@@ -234,7 +311,8 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of normal vectors. Rows from `rows` to `padded_rows` are zero and stay so: nothing reads them.
+    """A table of normal vectors. Rows from `rows` to `padded_rows` are zero and stay
+    so: nothing reads them.
 
     `kind`: as of `Role`; what is both, as a tied head is, is a table.
     """
@@ -251,20 +329,30 @@ class Embedding(nnx.Module):
     ) -> None:
         table = nnx.initializers.normal(stddev)(rngs.params(), (rows, d), param_dtype)
         padding = padded_rows - rows
-        self.embedding = nnx.Param(jnp.pad(table, ((0, padding), (0, 0))), role=Role(kind, padding=padding))
+        self.embedding = nnx.Param(
+            jnp.pad(table, ((0, padding), (0, 0))), role=Role(kind, padding=padding)
+        )
 
 
 def dropout(x_NxD: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
-    """Zero a share of the elements, scale up the rest; a key for each sequence. Without: evaluation, the identity."""
+    """Zero a share of the elements, scale up the rest; a key for each sequence.
+    Without: evaluation, the identity.
+    """
     if keys_B is None or rate == 0.0:
         return x_NxD
     shape = (x_NxD.shape[0] // len(keys_B), x_NxD.shape[1])
-    keep_BxTxD = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, shape))(keys_B)
-    return jnp.where(keep_BxTxD.reshape(x_NxD.shape), x_NxD / (1.0 - rate), 0.0).astype(x_NxD.dtype)
+    keep_BxTxD = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, shape))(
+        keys_B
+    )
+    return jnp.where(keep_BxTxD.reshape(x_NxD.shape), x_NxD / (1.0 - rate), 0.0).astype(
+        x_NxD.dtype
+    )
 
 
 def split_keys(keys_B: jax.Array | None, count: int) -> Any:
     """`count` keys for each sequence, [count, B]; Nones where there are none."""
     if keys_B is None:
         return [None] * count
-    return jnp.swapaxes(jax.vmap(lambda key: jax.random.split(key, count))(keys_B), 0, 1)
+    return jnp.swapaxes(
+        jax.vmap(lambda key: jax.random.split(key, count))(keys_B), 0, 1
+    )

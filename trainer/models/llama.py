@@ -1,10 +1,11 @@
-"""Llama in Flax NNX: rotary positions, RMS norms, grouped-query attention, SwiGLU, no biases, tied head or its own.
+"""Llama in Flax NNX: rotary positions, RMS norms, grouped-query attention, SwiGLU, no
+biases, tied head or its own.
 
-Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads of queries, G heads of keys and values,
-K head dim, V padded vocabulary, L layers.
+Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads of queries, G
+heads of keys and values, K head dim, V padded vocabulary, L layers.
 
-References: Touvron et al. 2023, "Llama 2" (arXiv 2307.09288); Grattafiori et al. 2024, "The Llama 3 herd of models"
-(arXiv 2407.21783), and Meta's published code.
+References: Touvron et al. 2023, "Llama 2" (arXiv 2307.09288); Grattafiori et al. 2024,
+"The Llama 3 herd of models" (arXiv 2407.21783), and Meta's published code.
 """
 
 import functools
@@ -36,10 +37,12 @@ from trainer.models.layers import DotGeneralFor, Embedding, Factory, Norm, again
 from trainer.models.llama_spec import LlamaSpec, RopeScaling
 from trainer.models.stress import align
 
-# Under `scalify`, expected sizes are those of independent numbers, as at initialisation. Training aligns vectors, and
-# what is computed of them is then larger: after 200 steps of llama_nano 14 times (queries, keys), 12 (what attention
-# mixes), 40 (hidden channels), 55 (gradients of the branches). These powers of two go from the data into the scale:
-# free, and as many as leave initial data above 1/4. docs/lab.md has what remains.
+# Under `scalify`, expected sizes are those of independent numbers, as at
+# initialisation. Training aligns vectors, and what is computed of them is then larger:
+# after 200 steps of llama_nano 14 times (queries, keys), 12 (what attention mixes), 40
+# (hidden channels), 55 (gradients of the branches). These powers of two go from the
+# data into the scale: free, and as many as leave initial data above 1/4. docs/lab.md
+# has what remains.
 QUERIES_AND_KEYS, MIXED, HIDDEN, GRADIENTS = 2.0, 4.0, 4.0, 2.0
 
 
@@ -51,10 +54,13 @@ class Rotation(NamedTuple):
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Angles per position of the pairs of channels, FP32 `[head_dim / 2]`, the fastest first."""
+    """Angles per position of the pairs of channels, FP32 `[head_dim / 2]`, the fastest
+    first.
+    """
     frequency_P = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is not None:
-        turns_P = scaling.original_context * frequency_P / (2 * math.pi)  # in the context before
+        # in the context before
+        turns_P = scaling.original_context * frequency_P / (2 * math.pi)
         between = scaling.high_freq_factor - scaling.low_freq_factor
         kept_P = np.clip((turns_P - scaling.low_freq_factor) / between, 0, 1)
         frequency_P = kept_P * frequency_P + (1 - kept_P) * frequency_P / scaling.factor
@@ -62,10 +68,12 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.
 
 
 class Attention(nnx.Module):
-    """Causal self-attention whose heads of keys and values each serve a group of queries'.
+    """Causal self-attention whose heads of keys and values each serve a group of
+    queries'.
 
-    `rescale_grad`: under `scalify`, the gradients of queries, keys and values are rescaled by their RMS, measured at
-    run time: they are sums over positions that are anything but independent, and grow by more than shapes tell.
+    `rescale_grad`: under `scalify`, the gradients of queries, keys and values are
+    rescaled by their RMS, measured at run time: they are sums over positions that are
+    anything but independent, and grow by more than shapes tell.
     """
 
     def __init__(self, spec: LlamaSpec, make: Factory, residual_stddev: float) -> None:
@@ -74,58 +82,114 @@ class Attention(nnx.Module):
         self.rescale_grad = "qkv" in make.rescale_grads
         self.recompute = spec.remat == "elementwise"
         heads, groups = spec.n_head * spec.head_width, spec.n_kv_head * spec.head_width
-        self.q_proj = make.linear("attn.q_proj", spec.d_model, heads, spec.init_std, "column", bias=False)
-        self.k_proj = make.linear("attn.k_proj", spec.d_model, groups, spec.init_std, "column", bias=False)
-        self.v_proj = make.linear("attn.v_proj", spec.d_model, groups, spec.init_std, "column", bias=False)
-        self.o_proj = make.linear("attn.o_proj", heads, spec.d_model, residual_stddev, "row", bias=False)
+        self.q_proj = make.linear(
+            "attn.q_proj", spec.d_model, heads, spec.init_std, "column", bias=False
+        )
+        self.k_proj = make.linear(
+            "attn.k_proj", spec.d_model, groups, spec.init_std, "column", bias=False
+        )
+        self.v_proj = make.linear(
+            "attn.v_proj", spec.d_model, groups, spec.init_std, "column", bias=False
+        )
+        self.o_proj = make.linear(
+            "attn.o_proj", heads, spec.d_model, residual_stddev, "row", bias=False
+        )
 
-    def heads(self, x_NxD: jax.Array, norm: Norm, rotation: Rotation, batch: int) -> list[jax.Array]:
-        """Queries `[B, T, H, K]`, keys and values `[B, T, G, K]`, rotated, of the heads that this device has."""
-        products = again(lambda x_NxD: self.products(enter(norm(x_NxD), self.split)), self.recompute)(x_NxD)
-        q, k, v = (y.reshape(batch, -1, y.shape[1] // self.head_dim, self.head_dim) for y in products)
+    def heads(
+        self, x_NxD: jax.Array, norm: Norm, rotation: Rotation, batch: int
+    ) -> list[jax.Array]:
+        """Queries `[B, T, H, K]`, keys and values `[B, T, G, K]`, rotated, of the heads
+        that this device has.
+        """
+        products = again(
+            lambda x_NxD: self.products(enter(norm(x_NxD), self.split)), self.recompute
+        )(x_NxD)
+        q, k, v = (
+            y.reshape(batch, -1, y.shape[1] // self.head_dim, self.head_dim)
+            for y in products
+        )
         return [*(rope(rebalance(x, QUERIES_AND_KEYS), *rotation) for x in (q, k)), v]
 
     def products(self, x_NxD: jax.Array) -> list[jax.Array]:
         """Queries, keys, values, each `[N, E]`."""
         products = [self.q_proj(x_NxD), self.k_proj(x_NxD), self.v_proj(x_NxD)]
-        return [dynamic_rescale_rms_grad(y) for y in products] if self.rescale_grad else products
+        return (
+            [dynamic_rescale_rms_grad(y) for y in products]
+            if self.rescale_grad
+            else products
+        )
 
     def __call__(
-        self, x_NxD: jax.Array, norm: Norm, rotation: Rotation, segments_BxT: jax.Array | None, batch: int
+        self,
+        x_NxD: jax.Array,
+        norm: Norm,
+        rotation: Rotation,
+        segments_BxT: jax.Array | None,
+        batch: int,
     ) -> jax.Array:
         """Of `norm(x)`."""
         q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = self.heads(x_NxD, norm, rotation, batch)
-        out_BxTxHxK = attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, causal=True, segments=segments_BxT)
+        out_BxTxHxK = attention(
+            q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, causal=True, segments=segments_BxT
+        )
         out_BxTxHxK = rebalance_grad(rebalance(out_BxTxHxK, MIXED), GRADIENTS)
         return self.o_proj(out_BxTxHxK.reshape(len(x_NxD), -1))
 
     def decode(
-        self, x_NxD: jax.Array, norm: Norm, rotation: Rotation, cache: KVCache, position: jax.Array | int
+        self,
+        x_NxD: jax.Array,
+        norm: Norm,
+        rotation: Rotation,
+        cache: KVCache,
+        position: jax.Array | int,
     ) -> tuple[jax.Array, KVCache]:
-        """The same for tokens at `position` and after it, which attend to this layer's cache too."""
-        q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = self.heads(x_NxD, norm, rotation, cache.k.shape[0])
-        k_BxSxGxK = jax.lax.dynamic_update_slice_in_dim(cache.k, k_BxTxGxK, position, axis=1)
-        v_BxSxGxK = jax.lax.dynamic_update_slice_in_dim(cache.v, v_BxTxGxK, position, axis=1)
+        """The same for tokens at `position` and after it, which attend to this layer's
+        cache too.
+        """
+        q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = self.heads(
+            x_NxD, norm, rotation, cache.k.shape[0]
+        )
+        k_BxSxGxK = jax.lax.dynamic_update_slice_in_dim(
+            cache.k, k_BxTxGxK, position, axis=1
+        )
+        v_BxSxGxK = jax.lax.dynamic_update_slice_in_dim(
+            cache.v, v_BxTxGxK, position, axis=1
+        )
         out_BxTxHxK = cached_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, position)
-        return self.o_proj(out_BxTxHxK.reshape(len(x_NxD), -1)), KVCache(k_BxSxGxK, v_BxSxGxK)
+        return self.o_proj(out_BxTxHxK.reshape(len(x_NxD), -1)), KVCache(
+            k_BxSxGxK, v_BxSxGxK
+        )
 
 
 class MLP(nnx.Module):
-    """D -> F twice, silu(gate) * up, F -> D, of what `norm` makes of the input. With `smooth`, see `smooth_swiglu`."""
+    """D -> F twice, silu(gate) * up, F -> D, of what `norm` makes of the input. With
+    `smooth`, see `smooth_swiglu`.
+    """
 
     def __init__(self, spec: LlamaSpec, make: Factory, residual_stddev: float) -> None:
         self.split = make.split
         self.recompute = spec.remat == "elementwise"
         self.smooth = spec.mlp == "smooth_swiglu"
         linear = functools.partial(make.linear, gated=True, bias=False)
-        self.gate_proj = linear("mlp.gate_proj", spec.d_model, spec.mlp_width, spec.init_std, "column")
-        self.up_proj = linear("mlp.up_proj", spec.d_model, spec.mlp_width, spec.init_std, "column")
+        self.gate_proj = linear(
+            "mlp.gate_proj", spec.d_model, spec.mlp_width, spec.init_std, "column"
+        )
+        self.up_proj = linear(
+            "mlp.up_proj", spec.d_model, spec.mlp_width, spec.init_std, "column"
+        )
         self.down_proj = linear(
-            "mlp.down_proj", spec.mlp_width, spec.d_model, residual_stddev, "row", scaled_rows=self.smooth
+            "mlp.down_proj",
+            spec.mlp_width,
+            spec.d_model,
+            residual_stddev,
+            "row",
+            scaled_rows=self.smooth,
         )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
-        branches = again(lambda x_NxD: self.branches(enter(norm(x_NxD), self.split)), self.recompute)(x_NxD)
+        branches = again(
+            lambda x_NxD: self.branches(enter(norm(x_NxD), self.split)), self.recompute
+        )(x_NxD)
         return again(self.activated, self.recompute)(branches)
 
     def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -147,23 +211,38 @@ class Block(nnx.Module):
     probes: ClassVar[tuple[str, ...]] = ("in",)
 
     def __init__(self, spec: LlamaSpec, make: Factory) -> None:
-        # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the variance.
+        # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the
+        # variance.
         residual_stddev = spec.init_std / math.sqrt(2 * spec.n_layer)
         self.attn_norm = make.rms_norm(spec.d_model, spec.norm_eps)
         self.attn = Attention(spec, make, residual_stddev)
         self.mlp_norm = make.rms_norm(spec.d_model, spec.norm_eps)
         self.mlp = MLP(spec, make, residual_stddev)
 
-    def __call__(self, x_NxD: jax.Array, rotation: Rotation, segments_BxT: jax.Array | None, batch: int) -> jax.Array:
+    def __call__(
+        self,
+        x_NxD: jax.Array,
+        rotation: Rotation,
+        segments_BxT: jax.Array | None,
+        batch: int,
+    ) -> jax.Array:
         x_NxD += self.attn(x_NxD, self.attn_norm, rotation, segments_BxT, batch)
         x_NxD = materialised(x_NxD)  # both norms and both sums read it
         return materialised(x_NxD + self.mlp(x_NxD, self.mlp_norm))
 
     def decode(
-        self, x_NxD: jax.Array, rotation: Rotation, cache: KVCache, position: jax.Array | int
+        self,
+        x_NxD: jax.Array,
+        rotation: Rotation,
+        cache: KVCache,
+        position: jax.Array | int,
     ) -> tuple[jax.Array, KVCache]:
-        """The same for tokens at `position` and after it, which attend to this layer's cache too."""
-        out_NxD, cache = self.attn.decode(x_NxD, self.attn_norm, rotation, cache, position)
+        """The same for tokens at `position` and after it, which attend to this layer's
+        cache too.
+        """
+        out_NxD, cache = self.attn.decode(
+            x_NxD, self.attn_norm, rotation, cache, position
+        )
         x_NxD += out_NxD
         return x_NxD + self.mlp(x_NxD, self.mlp_norm), cache
 
@@ -175,11 +254,15 @@ class Llama(nnx.Module):
       spec: sizes and choices.
       compute_dtype: of activations and matmuls.
       param_dtype: of the master parameters.
-      dot_general: from a linear layer's path to the dot_general it uses, of activations in `compute_dtype` and a kernel
-        in `param_dtype`; None: the product in `compute_dtype`. See `linear_sizes`.
-      rescale_grads: of `precision.PLACES`, where gradients are rescaled under `scalify`.
-      split: inside `shard_map`, the mesh axis over which the heads and hidden channels of the parameters are split.
-      rngs: key stream `params`. Scanned and unrolled layers get the same initial values from the same key.
+      dot_general: from a linear layer's path to the dot_general it uses, of activations
+        in `compute_dtype` and a kernel in `param_dtype`; None: the product in
+        `compute_dtype`. See `linear_sizes`.
+      rescale_grads: of `precision.PLACES`, where gradients are rescaled under
+          `scalify`.
+      split: inside `shard_map`, the mesh axis over which the heads and hidden channels
+          of the parameters are split.
+      rngs: key stream `params`. Scanned and unrolled layers get the same initial values
+          from the same key.
     """
 
     def __init__(
@@ -195,21 +278,45 @@ class Llama(nnx.Module):
     ) -> None:
         self.spec = spec
         self.compute_dtype = compute_dtype
-        self.wte = Embedding(spec.vocab_size, spec.padded_vocab, spec.d_model, spec.init_std, param_dtype, rngs)
+        self.wte = Embedding(
+            spec.vocab_size,
+            spec.padded_vocab,
+            spec.d_model,
+            spec.init_std,
+            param_dtype,
+            rngs,
+        )
 
         def factory(path: str, rngs: nnx.Rngs = rngs) -> Factory:
-            return Factory(path, rngs, compute_dtype, param_dtype, dot_general, rescale_grads, split)
+            return Factory(
+                path,
+                rngs,
+                compute_dtype,
+                param_dtype,
+                dot_general,
+                rescale_grads,
+                split,
+            )
 
         def block(name: str, key: jax.Array) -> Block:
             made = Block(spec, factory(f"h.{name}", nnx.Rngs(params=key)))
-            align(made.mlp.gate_proj, made.mlp.up_proj, spec.align_channels, spec.align_gain)
+            align(
+                made.mlp.gate_proj,
+                made.mlp.up_proj,
+                spec.align_channels,
+                spec.align_gain,
+            )
             return made
 
         self.h = make_blocks(block, rngs.params(), spec.n_layer, scan=spec.scan_layers)
-        self.norm = factory("").rms_norm(spec.d_model, spec.norm_eps, probes=("in", "out"))
+        self.norm = factory("").rms_norm(
+            spec.d_model, spec.norm_eps, probes=("in", "out")
+        )
         if not spec.tied:
             sizes = spec.vocab_size, spec.padded_vocab, spec.d_model
-            self.lm_head = Embedding(*sizes, spec.init_std, param_dtype, rngs, kind="head")
+            self.lm_head = Embedding(
+                *sizes, spec.init_std, param_dtype, rngs, kind="head"
+            )
 
     @property
     def head_VxD(self) -> jax.Array:
@@ -229,12 +336,15 @@ class Llama(nnx.Module):
         x_BxTxD = embedding(self.wte.embedding[...], tokens_BxT)
         return x_BxTxD.reshape(-1, self.spec.d_model).astype(self.compute_dtype)
 
-    def hidden(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
+    ) -> jax.Array:
         """The final norm's output, `[B, T, D]` in the compute dtype.
 
         Args:
           tokens_BxT: int32 ids below `vocab_size`; T at most `context`.
-          segments_BxT: int32 document ids; a token attends to its own document only. None: to all before it.
+          segments_BxT: int32 document ids; a token attends to its own document only.
+              None: to all before it.
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
 
@@ -243,15 +353,26 @@ class Llama(nnx.Module):
             return block(x_NxD, rotation, segments_BxT, B)
 
         shared = self.rotation(0, T), segments_BxT
-        x_NxD = through(self.h, call, self.embed(tokens_BxT), shared, scan=spec.scan_layers, remat=spec.remat)
+        x_NxD = through(
+            self.h,
+            call,
+            self.embed(tokens_BxT),
+            shared,
+            scan=spec.scan_layers,
+            remat=spec.remat,
+        )
         return self.norm(x_NxD).reshape(B, T, spec.d_model)
 
     def logits(self, h_NxD: jax.Array) -> jax.Array:
         """FP32 `[N, vocab_size]`, the padding cut off."""
         head_VxD = self.head_VxD[: self.spec.vocab_size].astype(self.compute_dtype)
-        return jnp.einsum("nd,vd->nv", h_NxD, head_VxD, preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            "nd,vd->nv", h_NxD, head_VxD, preferred_element_type=jnp.float32
+        )
 
-    def __call__(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
+    ) -> jax.Array:
         """Next-token logits, FP32 `[B, T, vocab_size]`. Arguments as for `hidden`."""
         h_NxD = self.hidden(tokens_BxT, segments_BxT).reshape(-1, self.spec.d_model)
         return self.logits(h_NxD).reshape(*tokens_BxT.shape, self.spec.vocab_size)
@@ -264,35 +385,51 @@ class Llama(nnx.Module):
         *,
         masked: bool = False,
     ) -> jax.Array:
-        """Mean cross-entropy of the targets in nats, an FP32 scalar; `masked`: negative ones have none.
+        """Mean cross-entropy of the targets in nats, an FP32 scalar; `masked`: negative
+        ones have none.
 
         FP32 logits of a whole batch are never held.
         """
         h_NxD = self.hidden(tokens_BxT, segments_BxT).reshape(-1, self.spec.d_model)
         targets_N, size = targets_BxT.reshape(-1), self.spec.vocab_size
         how = {"masked": masked, "narrow_logits": self.spec.loss_logits == "compute"}
-        return linear_cross_entropy(h_NxD, self.head_VxD, targets_N, vocab_size=size, **how)
+        return linear_cross_entropy(
+            h_NxD, self.head_VxD, targets_N, vocab_size=size, **how
+        )
 
-    def last_logits(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
+    def last_logits(
+        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
+    ) -> jax.Array:
         """Logits after the last token, FP32 `[B, vocab_size]`."""
         return self.logits(self.hidden(tokens_BxT, segments_BxT)[:, -1])
 
     def init_cache(self, batch: int, length: int | None = None) -> KVCache:
-        """An empty cache of `length` positions, by default of `context`, `[L, B, S, G, K]`."""
+        """An empty cache of `length` positions, by default of `context`,
+        `[L, B, S, G, K]`.
+        """
         spec, S = self.spec, length or self.spec.context
-        return empty_cache(spec.n_layer, batch, S, spec.n_kv_head, spec.head_width, self.compute_dtype)
+        return empty_cache(
+            spec.n_layer, batch, S, spec.n_kv_head, spec.head_width, self.compute_dtype
+        )
 
-    def decode(self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int) -> tuple[jax.Array, KVCache]:
-        """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache with them in it.
+    def decode(
+        self, tokens_BxT: jax.Array, cache: KVCache, position: jax.Array | int
+    ) -> tuple[jax.Array, KVCache]:
+        """Hidden states `[B, T, D]` of tokens at `position` and after it, and the cache
+        with them in it.
 
         `position + T` must not exceed `context`.
         """
         rotation = self.rotation(position, tokens_BxT.shape[1])
 
-        def call(block: Block, x_NxD: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        def call(
+            block: Block, x_NxD: jax.Array, cache: KVCache
+        ) -> tuple[jax.Array, KVCache]:
             return block.decode(x_NxD, rotation, cache, position)
 
-        x_NxD, cache = decode_through(self.h, call, self.embed(tokens_BxT), cache, scan=self.spec.scan_layers)
+        x_NxD, cache = decode_through(
+            self.h, call, self.embed(tokens_BxT), cache, scan=self.spec.scan_layers
+        )
         return self.norm(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache
 
 

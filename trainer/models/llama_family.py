@@ -11,18 +11,26 @@ from trainer.models.llama_spec import LlamaSpec, forward_flops_per_token, linear
 
 
 def check_tensor(spec: LlamaSpec, devices: int, multiple: int) -> None:
-    """Raise UserError where heads do not split over so many devices, or channels not into multiples."""
+    """Raise UserError where heads do not split over so many devices, or channels not
+    into multiples.
+    """
     queries, keys = spec.n_head * spec.head_width, spec.n_kv_head * spec.head_width
-    if spec.n_kv_head % devices or any(width % (devices * multiple) for width in (queries, keys, spec.mlp_width)):
+    if spec.n_kv_head % devices or any(
+        width % (devices * multiple) for width in (queries, keys, spec.mlp_width)
+    ):
         raise UserError(
-            f"parallel.tensor={devices} does not divide model.n_kv_head={spec.n_kv_head} heads of keys and values, "
-            f"their {keys} channels, the queries' {queries} and {spec.mlp_width} hidden channels into "
-            f"{f'multiples of {multiple}' if multiple > 1 else 'equal parts'}; valid: a divisor of all"
+            f"parallel.tensor={devices} does not divide"
+            f" model.n_kv_head={spec.n_kv_head} heads of keys and values, their {keys}"
+            f" channels, the queries' {queries} and {spec.mlp_width} hidden channels"
+            f" into {f'multiples of {multiple}' if multiple > 1 else 'equal parts'};"
+            " valid: a divisor of all"
         )
 
 
 def load(source: Path, spec: LlamaSpec | None) -> tuple[LlamaSpec, Params]:
-    """Sizes and parameters of a directory or file, which has a config.json beside it that tells all sizes."""
+    """Sizes and parameters of a directory or file, which has a config.json beside it
+    that tells all sizes.
+    """
     return load_llama(source)
 
 
@@ -31,7 +39,8 @@ LLAMA_FAMILY = Family(
     blocks="h",
     parts=(
         "wte", "h", "norm", "lm_head", "attn_norm", "attn", "mlp_norm", "mlp",
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embedding", "scale", "kernel",
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+        "embedding", "scale", "kernel",
     ),
     build=functional,
     linear_sizes=linear_sizes,

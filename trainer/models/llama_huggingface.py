@@ -1,6 +1,8 @@
-"""Hugging Face's LlamaForCausalLM, in and out: a directory of safetensors with its config.json.
+"""Hugging Face's LlamaForCausalLM, in and out: a directory of safetensors with its
+config.json.
 
-Kernels are `[in, out]` here and `[out, in]` there; the table and the head are padded here.
+Kernels are `[in, out]` here and `[out, in]` there; the table and the head are padded
+here.
 
 Legend: D model, V vocabulary.
 """
@@ -42,29 +44,50 @@ BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def load_llama(path: str | Path) -> tuple[LlamaSpec, Params]:
-    """Sizes and parameters (NumPy, the files' dtypes, unrolled layers, vocabulary padded with zero rows).
+    """Sizes and parameters (NumPy, the files' dtypes, unrolled layers, vocabulary
+    padded with zero rows).
 
     Args:
-      path: a directory with *.safetensors (and their index) and config.json, or one file with config.json beside it.
+      path: a directory with *.safetensors (and their index) and config.json, or one
+          file with config.json beside it.
 
     Raises:
-      UserError: no such files, damaged, a variant that this model does not compute, or tensors missing, unknown or of
-        another shape.
+      UserError: no such files, damaged, a variant that this model does not compute, or
+        tensors missing, unknown or of another shape.
     """
     path = Path(path)
     spec = read_spec(config_beside(path))
-    check_sizes(path, {"n_layer": spec.n_layer, "d_model": spec.d_model, "vocab_size": spec.vocab_size})
-    tensors = {name: tensor for name, tensor in read_tensors(path).items() if not BUFFERS.fullmatch(name)}
+    check_sizes(
+        path,
+        {
+            "n_layer": spec.n_layer,
+            "d_model": spec.d_model,
+            "vocab_size": spec.vocab_size,
+        },
+    )
+    tensors = {
+        name: tensor
+        for name, tensor in read_tensors(path).items()
+        if not BUFFERS.fullmatch(name)
+    }
     head = tensors.pop(HEAD, None) if spec.tied else None
     if head is not None and not np.array_equal(head, tensors.get(TABLE, ())):
-        raise UserError(f"{path}: {HEAD} differs from {TABLE}, but config.json says tie_word_embeddings=true")
+        raise UserError(
+            f"{path}: {HEAD} differs from {TABLE}, but config.json says"
+            " tie_word_embeddings=true"
+        )
     return spec, to_params(tensors, spec, path)
 
 
 def read_spec(file: Path) -> LlamaSpec:
-    """Sizes and choices that a config.json says. UserError for what this model does not compute."""
+    """Sizes and choices that a config.json says. UserError for what this model does not
+    compute.
+    """
     if not file.is_file():
-        raise UserError(f"{file} does not exist, and no tensor tells the number of heads; put it beside the weights")
+        raise UserError(
+            f"{file} does not exist, and no tensor tells the number of heads; put it"
+            " beside the weights"
+        )
     config = read_object(file)
     try:
         return spec_of(config)
@@ -73,42 +96,65 @@ def read_spec(file: Path) -> LlamaSpec:
 
 
 def named_leaves(params: Params) -> Iterator[tuple[str, str, Any]]:
-    """Every leaf of unrolled parameters: its Hugging Face name, what it is called here, and the leaf."""
+    """Every leaf of unrolled parameters: its Hugging Face name, what it is called here,
+    and the leaf.
+    """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         *modules, last = (entry.key for entry in path)
-        yield ".".join([*(MODULES.get(part, str(part)) for part in modules), "weight"]), last, leaf
+        yield (
+            ".".join([*(MODULES.get(part, str(part)) for part in modules), "weight"]),
+            last,
+            leaf,
+        )
 
 
 def to_params(tensors: Mapping[str, np.ndarray], spec: LlamaSpec, path: Path) -> Params:
-    """Nested dictionaries from named tensors, checked leaf by leaf against `spec`. Kernels are views."""
+    """Nested dictionaries from named tensors, checked leaf by leaf against `spec`.
+    Kernels are views.
+    """
     expected = jax.eval_shape(functional(spec).init, jax.random.key(0))
     left, leaves = dict(tensors), []
     for name, last, leaf in named_leaves(expected):
         shape = leaf.shape[::-1] if last == "kernel" else leaf.shape
         shape = (spec.vocab_size, spec.d_model) if last == "embedding" else shape
         if name not in left:
-            raise UserError(f"{path}: tensor {name} {shape} is missing; these are not all weights of this Llama")
+            raise UserError(
+                f"{path}: tensor {name} {shape} is missing; these are not all weights"
+                " of this Llama"
+            )
         tensor = left.pop(name)
         if tensor.shape != shape:
-            raise UserError(f"{path}: tensor {name} has shape {tensor.shape}, expected {shape}")
+            raise UserError(
+                f"{path}: tensor {name} has shape {tensor.shape}, expected {shape}"
+            )
         if last == "embedding":
             tensor = np.pad(tensor, ((0, spec.padded_vocab - spec.vocab_size), (0, 0)))
         leaves.append(tensor.T if last == "kernel" else tensor)
     if left:
-        raise UserError(f"{path}: unknown tensors {', '.join(sorted(left)[:3])} ({len(left)} in all)")
+        raise UserError(
+            f"{path}: unknown tensors {', '.join(sorted(left)[:3])} ({len(left)} in"
+            " all)"
+        )
     return jax.tree.unflatten(jax.tree.structure(expected), leaves)
 
 
 def save_llama(
-    directory: str | Path, spec: LlamaSpec, params: Params, eot: int | None = None, shard_bytes: int = SHARD_BYTES
+    directory: str | Path,
+    spec: LlamaSpec,
+    params: Params,
+    eot: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write weights and config.json as LlamaForCausalLM does; the paths of the former. The inverse of `load_llama`.
+    """Write weights and config.json as LlamaForCausalLM does; the paths of the former.
+    The inverse of `load_llama`.
 
     Args:
       directory: made if absent.
-      spec: the model's; what `smooth_swiglu` divides by is no part of the function, and not written.
+      spec: the model's; what `smooth_swiglu` divides by is no part of the function, and
+          not written.
       params: its parameters, of unrolled layers; written in their own dtype.
-      eot: the tokenizer's end-of-text id, which begins and ends documents; None: not told.
+      eot: the tokenizer's end-of-text id, which begins and ends documents; None: not
+          told.
       shard_bytes: of the largest file, where one tensor is not larger.
 
     Raises:
@@ -121,7 +167,9 @@ def save_llama(
         tensors[name] = data.T if last == "kernel" else data
     directory = Path(directory)
     files = write_tensors(directory, tensors, shard_bytes)
-    write_object(directory / "config.json", config_of(spec, str(tensors[TABLE].dtype), eot))
+    write_object(
+        directory / "config.json", config_of(spec, str(tensors[TABLE].dtype), eot)
+    )
     return files
 
 
@@ -143,8 +191,11 @@ def config_of(spec: LlamaSpec, dtype: str, eot: int | None) -> dict[str, Any]:
         "initializer_range": spec.init_std,
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": spec.rope_theta,
-        "rope_scaling": scaling
-        and {"rope_type": "llama3"} | {key: getattr(scaling, ours) for key, ours in ROPE_SCALING.items()},
+        "rope_scaling": (
+            scaling
+            and {"rope_type": "llama3"}
+            | {key: getattr(scaling, ours) for key, ours in ROPE_SCALING.items()}
+        ),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": spec.tied,

@@ -14,20 +14,23 @@ if TYPE_CHECKING:
     from trainer.models.family import Family
 
 ARCHITECTURE = (
-    "n_layer", "n_head", "n_kv_head", "d_model", "head_dim", "context", "vocab_size", "d_mlp", "mlp",
+    "n_layer", "n_head", "n_kv_head", "d_model", "head_dim", "context", "vocab_size",
+    "d_mlp", "mlp",
     "rope_theta", "rope_scaling", "norm_eps", "tied",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3 lengthens the context of rotary positions: slow rotations become slower, fast ones stay.
+    """How Llama 3 lengthens the context of rotary positions: slow rotations become
+    slower, fast ones stay.
 
     Attributes:
-      factor: by which the frequencies are divided whose wavelength is longer than `original_context / low_freq_factor`.
+      factor: by which the frequencies are divided whose wavelength is longer than
+          `original_context / low_freq_factor`.
       low_freq_factor: see `factor`.
-      high_freq_factor: wavelengths shorter than `original_context / high_freq_factor` stay; between the two, the
-        frequency is interpolated.
+      high_freq_factor: wavelengths shorter than `original_context / high_freq_factor`
+        stay; between the two, the frequency is interpolated.
       original_context: tokens that the model was trained with before.
     """
 
@@ -38,11 +41,17 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         """Raise UserError for what is no scaling."""
-        if self.factor <= 0 or self.original_context < 1 or not 0 < self.low_freq_factor < self.high_freq_factor:
+        if (
+            self.factor <= 0
+            or self.original_context < 1
+            or not 0 < self.low_freq_factor < self.high_freq_factor
+        ):
             raise UserError(
-                f"rope_scaling: factor={self.factor}, low_freq_factor={self.low_freq_factor}, "
-                f"high_freq_factor={self.high_freq_factor}, original_context={self.original_context}: expected numbers "
-                "above 0, and low_freq_factor below high_freq_factor, such as 8, 1, 4, 8192"
+                f"rope_scaling: factor={self.factor},"
+                f" low_freq_factor={self.low_freq_factor},"
+                f" high_freq_factor={self.high_freq_factor},"
+                f" original_context={self.original_context}: expected numbers above 0,"
+                " and low_freq_factor below high_freq_factor, such as 8, 1, 4, 8192"
             )
 
 
@@ -56,17 +65,20 @@ class LlamaSpec:
       vocab_size: of the tokenizer; tables and logits hold `padded_vocab` rows.
       context: the longest sequence, in tokens. No parameter depends on it.
       n_head: of queries.
-      n_kv_head: of keys and values, each of which serves `n_head / n_kv_head` heads of queries.
+      n_kv_head: of keys and values, each of which serves `n_head / n_kv_head` heads of
+          queries.
       head_dim: K; None: `d_model / n_head`.
-      mlp: swiglu (two projections D -> F, their gated product -> D), or smooth_swiglu (the same function with the
-        hidden channels brought to one size before they are rounded).
+      mlp: swiglu (two projections D -> F, their gated product -> D), or smooth_swiglu
+        (the same function with the hidden channels brought to one size before they are
+        rounded).
       d_mlp: F; None: 8/3 D rounded up to a multiple of 64.
       rope_theta: the base of the rotary frequencies.
       rope_scaling: what lengthens their context; None: nothing does.
       norm_eps: added to the mean square that a norm divides by.
       tied: whether the head is the token table; if not, it is a parameter of its own.
       scan_layers, remat, keep_fp8_weights, loss_logits: as of GPT2Spec.
-      init_std: of the initial normal weights; those of the projections into the residual stream, over sqrt(2 L).
+      init_std: of the initial normal weights; those of the projections into the
+          residual stream, over sqrt(2 L).
       align_channels, align_gain: as of GPT2Spec.
     """
 
@@ -96,29 +108,41 @@ class LlamaSpec:
         check_fields(self, "model.")
         if self.head_dim is None and self.d_model % self.n_head:
             raise UserError(
-                f"model.d_model={self.d_model} is not a multiple of model.n_head={self.n_head}; "
-                "change one of them, or set model.head_dim"
+                f"model.d_model={self.d_model} is not a multiple of"
+                f" model.n_head={self.n_head}; change one of them, or set"
+                " model.head_dim"
             )
         if self.n_head % self.n_kv_head:
             raise UserError(
-                f"model.n_head={self.n_head} is not a multiple of model.n_kv_head={self.n_kv_head}; change one of them"
+                f"model.n_head={self.n_head} is not a multiple of"
+                f" model.n_kv_head={self.n_kv_head}; change one of them"
             )
         if self.head_width % 2:
             raise UserError(
-                f"model.head_dim={self.head_width}: rotary positions turn pairs of channels; expected an even one"
+                f"model.head_dim={self.head_width}: rotary positions turn pairs of"
+                " channels; expected an even one"
             )
         if self.align_channels > self.mlp_width:
-            raise UserError(f"model.align_channels={self.align_channels}: expected at most the MLP's {self.mlp_width}")
+            raise UserError(
+                f"model.align_channels={self.align_channels}: expected at most the"
+                f" MLP's {self.mlp_width}"
+            )
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the token table and of the head: `vocab_size` rounded up to a multiple of 64."""
+        """Rows of the token table and of the head: `vocab_size` rounded up to a
+        multiple of 64.
+        """
         return -(-self.vocab_size // 64) * 64
 
     @property
     def mlp_width(self) -> int:
         """F."""
-        return math.ceil(8 * self.d_model / 3 / 64) * 64 if self.d_mlp is None else self.d_mlp
+        return (
+            math.ceil(8 * self.d_model / 3 / 64) * 64
+            if self.d_mlp is None
+            else self.d_mlp
+        )
 
     @property
     def dropout(self) -> float:
@@ -132,7 +156,9 @@ class LlamaSpec:
 
     @classmethod
     def family(cls) -> "Family":
-        """Llama; its layers are imported here, so that a configuration can be read without JAX."""
+        """Llama; its layers are imported here, so that a configuration can be read
+        without JAX.
+        """
         from trainer.models.llama_family import LLAMA_FAMILY
 
         return LLAMA_FAMILY
@@ -144,14 +170,18 @@ class LlamaSpec:
 
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What a Hugging Face config.json says of the `deciding` fields. UserError for another function."""
+        """What a Hugging Face config.json says of the `deciding` fields. UserError for
+        another function.
+        """
         from trainer.models.llama_config import spec_of
 
         fields = dataclasses.asdict(spec_of(config))
         return {name: fields[name] for name in ARCHITECTURE}
 
     def architecture(self) -> dict[str, Any]:
-        """The `deciding` fields as JSON values, all filled in; not all of it shows in the parameters' shapes."""
+        """The `deciding` fields as JSON values, all filled in; not all of it shows in
+        the parameters' shapes.
+        """
         fields = dataclasses.asdict(self)
         filled = {"d_mlp": self.mlp_width, "head_dim": self.head_width}
         return {name: fields[name] for name in ARCHITECTURE} | filled
@@ -162,24 +192,39 @@ class LlamaSpec:
         return bool(ours == value or (name == "mlp" and {ours, value} == SAME_MLP))
 
     def folded(self) -> Self:
-        """The same function of the same parameters, without what only serves to round it well."""
+        """The same function of the same parameters, without what only serves to round
+        it well.
+        """
         return dataclasses.replace(self, mlp="swiglu")
 
 
 def linear_sizes(spec: LlamaSpec) -> dict[str, tuple[int, int]]:
-    """The linear layers inside the blocks: input and output width of each, by path, such as `h.3.mlp.up_proj`.
+    """The linear layers inside the blocks: input and output width of each, by path,
+    such as `h.3.mlp.up_proj`.
 
     Scanned layers, which share one program, are `h.*.mlp.up_proj`.
     """
-    d, f, q, kv = spec.d_model, spec.mlp_width, spec.n_head * spec.head_width, spec.n_kv_head * spec.head_width
-    sizes = {"attn.q_proj": (d, q), "attn.k_proj": (d, kv), "attn.v_proj": (d, kv), "attn.o_proj": (q, d)}
+    d, f, q, kv = (
+        spec.d_model,
+        spec.mlp_width,
+        spec.n_head * spec.head_width,
+        spec.n_kv_head * spec.head_width,
+    )
+    sizes = {
+        "attn.q_proj": (d, q),
+        "attn.k_proj": (d, kv),
+        "attn.v_proj": (d, kv),
+        "attn.o_proj": (q, d),
+    }
     sizes |= {"mlp.gate_proj": (d, f), "mlp.up_proj": (d, f), "mlp.down_proj": (f, d)}
     layers = ["*"] if spec.scan_layers else [str(i) for i in range(spec.n_layer)]
     return {f"h.{i}.{name}": size for i in layers for name, size in sizes.items()}
 
 
 def forward_flops_per_token(spec: LlamaSpec) -> int:
-    """FLOPs of one token's forward pass at the full context, counted as `flops` says."""
+    """FLOPs of one token's forward pass at the full context, counted as `flops`
+    says.
+    """
     sizes = linear_sizes(dataclasses.replace(spec, scan_layers=True))
     weights = spec.n_layer * sum(inputs * outputs for inputs, outputs in sizes.values())
     scores = 4 * spec.n_layer * spec.context * spec.n_head * spec.head_width

@@ -16,7 +16,11 @@ from trainer.models.functional import Params
 
 
 def sample(
-    logits_V: jax.Array, key: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
+    logits_V: jax.Array,
+    key: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
 ) -> jax.Array:
     """One token id, int32 scalar.
 
@@ -25,21 +29,29 @@ def sample(
       key: PRNG key.
       temperature: divides the logits; 0 takes the likeliest token.
       top_k: int32; only the k likeliest tokens remain; 0 keeps all.
-      top_p: of those, the fewest likeliest ones whose probabilities reach this sum remain; 1 keeps all.
+      top_p: of those, the fewest likeliest ones whose probabilities reach this sum
+          remain; 1 keeps all.
 
-    Reference for top-p: Holtzman et al. 2020, "The curious case of neural text degeneration".
+    Reference for top-p: Holtzman et al. 2020, "The curious case of neural text
+    degeneration".
     """
     logits_V, ids_V = jax.lax.top_k(logits_V, logits_V.shape[0])  # likeliest first
     rank_V = jnp.arange(logits_V.shape[0])
-    kept_V = jnp.where((top_k == 0) | (rank_V < top_k), logits_V / jnp.where(temperature > 0, temperature, 1), -jnp.inf)
+    kept_V = jnp.where(
+        (top_k == 0) | (rank_V < top_k),
+        logits_V / jnp.where(temperature > 0, temperature, 1),
+        -jnp.inf,
+    )
     p_V = jax.nn.softmax(kept_V)
-    before_V = jnp.cumsum(p_V) - p_V  # 0 for the likeliest, which therefore always stays
+    # 0 for the likeliest, which therefore always stays
+    before_V = jnp.cumsum(p_V) - p_V
     kept_V = jnp.where((top_p >= 1) | (before_V < top_p), kept_V, -jnp.inf)
     return ids_V[jnp.where(temperature > 0, jax.random.categorical(key, kept_V), 0)]
 
 
 class Generator:
-    """`generator(params, prompt, ...)` samples a continuation; compiles twice in its life, whatever the arguments.
+    """`generator(params, prompt, ...)` samples a continuation; compiles twice in its
+    life, whatever the arguments.
 
     Args:
       bind: parameters to the model, as of `functional.Functional`.
@@ -50,8 +62,12 @@ class Generator:
         self.spec = spec
 
         @jax.jit
-        def prefill(params: Params, window_S: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
-            """Logits after the first `length` tokens, and the cache; the rest of the window is never attended to."""
+        def prefill(
+            params: Params, window_S: jax.Array, length: jax.Array
+        ) -> tuple[jax.Array, Any]:
+            """Logits after the first `length` tokens, and the cache; the rest of the
+            window is never attended to.
+            """
             model = bind(params)
             hidden_1xSxD, cache = model.decode(window_S[None], model.init_cache(1), 0)
             last_1xD = jax.lax.dynamic_slice_in_dim(hidden_1xSxD[0], length - 1, 1)
@@ -68,19 +84,29 @@ class Generator:
             first: jax.Array,
             controls: tuple[jax.Array, jax.Array, jax.Array],
         ) -> jax.Array:
-            """`count` new ids `[S]` (the rest 0) after `length` cached tokens; `first` were sampled before these."""
+            """`count` new ids `[S]` (the rest 0) after `length` cached tokens; `first`
+            were sampled before these.
+            """
             model = bind(params)
 
             def step(carry: tuple) -> tuple:
                 i, ids_S, logits_V, cache = carry
                 new = sample(logits_V, jax.random.fold_in(key, first + i), *controls)
-                # The token that fills the window is sampled from a full cache; what is computed after it is not used.
+                # The token that fills the window is sampled from a full cache; what is
+                # computed after it is not used.
                 position = jnp.minimum(length + i, spec.context - 1)
                 hidden_1x1xD, cache = model.decode(new[None, None], cache, position)
-                return i + 1, ids_S.at[i].set(new), model.logits(hidden_1x1xD[0])[0], cache
+                return (
+                    i + 1,
+                    ids_S.at[i].set(new),
+                    model.logits(hidden_1x1xD[0])[0],
+                    cache,
+                )
 
             empty_S = jnp.zeros(spec.context, jnp.int32)
-            return jax.lax.while_loop(lambda carry: carry[0] < count, step, (0, empty_S, logits_V, cache))[1]
+            return jax.lax.while_loop(
+                lambda carry: carry[0] < count, step, (0, empty_S, logits_V, cache)
+            )[1]
 
         self._prefill, self._extend = prefill, extend
 
@@ -95,10 +121,11 @@ class Generator:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> list[int]:
-        """`max_new_tokens` token ids that continue the prompt; the same arguments give the same ids.
+        """`max_new_tokens` token ids that continue the prompt; the same arguments give
+        the same ids.
 
-        When the context is full, its later half is read again as the new beginning: positions are absolute, so that a
-        cache cannot slide.
+        When the context is full, its later half is read again as the new beginning:
+        positions are absolute, so that a cache cannot slide.
 
         Raises:
           UserError: an empty prompt, or a number out of its range.
@@ -115,20 +142,38 @@ class Generator:
             count = min(max_new_tokens - new, S - len(window) + 1)
             key = jax.random.key(seed)
             got = self._extend(
-                params, logits_V, cache, jnp.int32(len(window)), jnp.int32(count), key, jnp.int32(new), controls
+                params,
+                logits_V,
+                cache,
+                jnp.int32(len(window)),
+                jnp.int32(count),
+                key,
+                jnp.int32(new),
+                controls,
             )
             ids += np.asarray(got)[:count].tolist()
             new += count
         return ids[len(ids) - max_new_tokens :]
 
 
-def check(prompt: Sequence[int], max_new_tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+def check(
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+) -> None:
     """Raise UserError for arguments that mean nothing."""
     if not prompt:
         raise UserError("the prompt has no token; give it some text")
     for ok, found, valid in (
         (max_new_tokens >= 0, f"max_new_tokens={max_new_tokens}", "0 or more tokens"),
-        (temperature >= 0, f"temperature={temperature}", "0 (the likeliest token) or more"),
+        (
+            temperature >= 0,
+            f"temperature={temperature}",
+            "0 (the likeliest token) or more",
+        ),
         (top_k >= 0, f"top_k={top_k}", "0 (all tokens) or more"),
         (0 < top_p <= 1, f"top_p={top_p}", "more than 0, at most 1 (all tokens)"),
         (0 <= seed < 2**32, f"seed={seed}", f"0 to {2**32 - 1}"),

@@ -1,4 +1,6 @@
-"""The families that a configuration can name, by the class of their specs. Importing it does not import JAX."""
+"""The families that a configuration can name, by the class of their specs. Importing it
+does not import JAX.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -8,5 +10,6 @@ from trainer.models.spec import GPT2Spec
 if TYPE_CHECKING:
     from trainer.models.family import Spec
 
-FIRST = "gpt2"  # the family of what was saved before there were others, and does not say its own
+# the family of what was saved before there were others, and does not say its own
+FIRST = "gpt2"
 SPECS: dict[str, "type[Spec]"] = {"gpt2": GPT2Spec, "llama": LlamaSpec}

@@ -1,4 +1,5 @@
-"""What a spec can ask for to stress a narrow format: outlying channels, values of another size. Off by default.
+"""What a spec can ask for to stress a narrow format: outlying channels, values of
+another size. Off by default.
 
 Legend: N tokens, D model, E = D, F MLP.
 """
@@ -15,9 +16,11 @@ from trainer.models.spec import GPT2Spec
 
 
 def align(gate: Any, linear: Any, channels: int, gain: float) -> None:
-    """Let the first `channels` of two layers start as training aligns them late: as one column, `gain` times its size.
+    """Let the first `channels` of two layers start as training aligns them late: as one
+    column, `gain` times its size.
 
-    Without channels, nothing is changed. Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
+    Without channels, nothing is changed. Reference: Fishman et al. 2024, arXiv
+    2409.12517, section 4.
     """
     if channels:
         aligned_DxF = linear.kernel[:, :channels] * gain
@@ -26,11 +29,15 @@ def align(gate: Any, linear: Any, channels: int, gain: float) -> None:
 
 
 class LastColumns(nnx.Module):
-    """The last columns of a `Linear` as a layer of their own on the same parameters, kernel and bias times `gain`."""
+    """The last columns of a `Linear` as a layer of their own on the same parameters,
+    kernel and bias times `gain`.
+    """
 
     probes: ClassVar[tuple[str, ...]] = ("in", "out")
 
-    def __init__(self, whole: Linear, columns: int, gain: float, dot_general: DotGeneral) -> None:
+    def __init__(
+        self, whole: Linear, columns: int, gain: float, dot_general: DotGeneral
+    ) -> None:
         self.kernel, self.bias = whole.kernel, whole.bias
         self.dtype = whole.dtype
         self.columns = columns
@@ -40,22 +47,29 @@ class LastColumns(nnx.Module):
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         """`[N, columns]`."""
         assert self.bias is not None
-        kernel_DxF, bias_F = self.kernel[:, -self.columns :] * self.gain, self.bias[-self.columns :] * self.gain
+        kernel_DxF, bias_F = (
+            self.kernel[:, -self.columns :] * self.gain,
+            self.bias[-self.columns :] * self.gain,
+        )
         return dense(x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype)
 
 
 class GainedAttention(Attention):
-    """`Attention` whose values are `value_gain` times as large, and its output kernel smaller by as much.
+    """`Attention` whose values are `value_gain` times as large, and its output kernel
+    smaller by as much.
 
-    The values are a product of their own, `c_value`, on the last third of the parameters of `c_attn`. Of one product
-    with queries and keys, they would share the scale of its gradient and of its FP8 kernel.
+    The values are a product of their own, `c_value`, on the last third of the
+    parameters of `c_attn`. Of one product with queries and keys, they would share the
+    scale of its gradient and of its FP8 kernel.
     """
 
     def __init__(self, spec: GPT2Spec, make: Factory, residual_stddev: float) -> None:
         assert spec.value_gain is not None
         super().__init__(spec, make, residual_stddev)
         self.value_gain = spec.value_gain
-        self.c_value = LastColumns(self.c_attn, spec.d_model, spec.value_gain, make.product("attn.c_value"))
+        self.c_value = LastColumns(
+            self.c_attn, spec.d_model, spec.value_gain, make.product("attn.c_value")
+        )
 
     def products(self, x_NxD: jax.Array) -> list[jax.Array]:
         """Queries, keys, values, each `[N, E]`."""

@@ -1,4 +1,6 @@
-"""What a person sees: a live line in a terminal, plain lines elsewhere. Nothing here decides anything."""
+"""What a person sees: a live line in a terminal, plain lines elsewhere. Nothing here
+decides anything.
+"""
 
 import logging
 import math
@@ -23,10 +25,14 @@ RECENT = 64  # steps that the shown speed is the mean of
 
 
 class Output(Console):
-    """Standard output, by default; without anybody who reads it (`| head`), a run goes on quietly."""
+    """Standard output, by default; without anybody who reads it (`| head`), a run goes
+    on quietly.
+    """
 
     def on_broken_pipe(self) -> None:
-        """Nothing more is shown; what is left to write goes nowhere. Rich itself would exit, with a crash's code."""
+        """Nothing more is shown; what is left to write goes nowhere. Rich itself would
+        exit, with a crash's code.
+        """
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.file.fileno())
@@ -34,7 +40,8 @@ class Output(Console):
 
 
 class Display:
-    """Shows the rows of a run. A context manager: what is printed or logged inside goes above the live line.
+    """Shows the rows of a run. A context manager: what is printed or logged inside goes
+    above the live line.
 
     Args:
       steps: where the run ends.
@@ -43,7 +50,11 @@ class Display:
     """
 
     def __init__(
-        self, steps: int, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        steps: int,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.steps = steps
         self.step = 0
@@ -56,7 +67,9 @@ class Display:
         self._printed = -math.inf
         self._live: Live | None = None
         if self.console.is_terminal and not self.console.is_dumb_terminal:
-            self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4)
+            self._live = Live(
+                get_renderable=self.render, console=self.console, refresh_per_second=4
+            )
         self._handler = _Lines(self.message)
 
     def __enter__(self) -> Self:
@@ -70,17 +83,23 @@ class Display:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
             self._live.stop()  # before anybody prints a traceback
         logger = logging.getLogger("trainer")
         logger.removeHandler(self._handler)
         logger.propagate = self._before[0]
-        logger.setLevel(self._before[1])  # not the attribute: loggers remember what they let through
+        # not the attribute: loggers remember what they let through
+        logger.setLevel(self._before[1])
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
-        """Show a step's row; in plain lines the first, the last, those with a validation, and one every few seconds."""
+        """Show a step's row; in plain lines the first, the last, those with a
+        validation, and one every few seconds.
+        """
         self.step = step
         self._row |= row
         self._losses.append(row["train/loss"])
@@ -88,10 +107,17 @@ class Display:
             self._speeds.append({key: row[key] for key in SPEEDS if key in row})
         now = self._clock()
         self._times.append((now, step))
-        due = step == self.steps or "val/loss" in row or now - self._printed >= PLAIN_SECONDS
+        due = (
+            step == self.steps
+            or "val/loss" in row
+            or now - self._printed >= PLAIN_SECONDS
+        )
         if self._live is None and due:
             self._printed = now
-            self.message(f"step {step}/{self.steps}  {'  '.join(self._quality() + self._speed())}  eta {self.eta()}")
+            self.message(
+                f"step {step}/{self.steps} "
+                f" {'  '.join(self._quality() + self._speed())}  eta {self.eta()}"
+            )
 
     def event(self, step: int, text: str) -> None:
         """A line of its own that stays."""
@@ -102,11 +128,17 @@ class Display:
         self.console.print(text, markup=False, highlight=False)
 
     def eta(self) -> str:
-        """Time left at the mean speed of the last steps, h:mm:ss; unknown until two have been shown."""
+        """Time left at the mean speed of the last steps, h:mm:ss; unknown until two
+        have been shown.
+        """
         if len(self._times) < 2:
             return "-:--:--"
         (then, first), (now, last) = self._times[0], self._times[-1]
-        return str(timedelta(seconds=round((self.steps - last) * (now - then) / (last - first))))
+        return str(
+            timedelta(
+                seconds=round((self.steps - last) * (now - then) / (last - first))
+            )
+        )
 
     def render(self) -> Group:
         """The live part: progress, figures, and the losses so far."""
@@ -118,7 +150,10 @@ class Display:
             f"eta {self.eta()}",
         )
         # Two lines, which both fit into 80 columns.
-        lines = [Text("  ".join(part), overflow="ellipsis", no_wrap=True) for part in (self._quality(), self._speed())]
+        lines = [
+            Text("  ".join(part), overflow="ellipsis", no_wrap=True)
+            for part in (self._quality(), self._speed())
+        ]
         return Group(bar, *lines, Text(sparkline(list(self._losses), 60), style="cyan"))
 
     def _quality(self) -> list[str]:
@@ -130,7 +165,11 @@ class Display:
             ("norm", row.get("grad_norm"), "{:.3g}"),
             ("skipped", row.get("watchdog/skipped") or None, "{}"),
         ]
-        return [f"{name} {form.format(value)}" for name, value, form in figures if value is not None]
+        return [
+            f"{name} {form.format(value)}"
+            for name, value, form in figures
+            if value is not None
+        ]
 
     def _speed(self) -> list[str]:
         row, figures = self._row, []
@@ -138,14 +177,24 @@ class Display:
             mean = mean_speed(self._speeds)
             share = f"{mean['perf/mfu']:.1%}" if "perf/mfu" in mean else "n/a"
             step = f"ms/step {mean['perf/step_ms']:.1f}"
-            figures += [step, f"{short(mean['perf/tokens_per_s'])} tokens/s", f"mfu {share}"]
-            figures += [f"(mean of {len(self._speeds)} steps)"] if len(self._speeds) > 1 else []
+            figures += [
+                step,
+                f"{short(mean['perf/tokens_per_s'])} tokens/s",
+                f"mfu {share}",
+            ]
+            figures += (
+                [f"(mean of {len(self._speeds)} steps)"]
+                if len(self._speeds) > 1
+                else []
+            )
         peak = row.get("memory/device_peak_gib", row.get("memory/host_peak_gib"))
         return figures if peak is None else [*figures, f"GiB {peak:.2f}"]
 
 
 def mean_speed(speeds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean milliseconds of steps; and their mean rates, each step counting as long as it took."""
+    """The mean milliseconds of steps; and their mean rates, each step counting as long
+    as it took.
+    """
     times = [speed["perf/step_ms"] for speed in speeds]
     rates = {
         key: math.sumprod(times, [speed[key] for speed in speeds]) / math.fsum(times)
@@ -176,13 +225,26 @@ def short(number: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Means of `width` (or fewer) equal parts of `values`, from low ▁ to high █; x: a part that is not finite."""
+    """Means of `width` (or fewer) equal parts of `values`, from low ▁ to high █; x: a
+    part that is not finite.
+    """
     width = min(width, len(values))
-    parts = [values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)]
+    parts = [
+        values[len(values) * i // width : len(values) * (i + 1) // width]
+        for i in range(width)
+    ]
     finite = [[v for v in part if math.isfinite(v)] for part in parts]
     means = [math.fsum(part) / len(part) if part else None for part in finite]
     known = [mean for mean in means if mean is not None]
-    low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
+    low, span = (
+        min(known, default=0.0),
+        max(known, default=0.0) - min(known, default=0.0),
+    )
     return "".join(
-        "x" if mean is None else SPARKS[round((mean - low) / span * (len(SPARKS) - 1)) if span else 0] for mean in means
+        (
+            "x"
+            if mean is None
+            else SPARKS[round((mean - low) / span * (len(SPARKS) - 1)) if span else 0]
+        )
+        for mean in means
     )

@@ -1,4 +1,6 @@
-"""Pictures of a run's numerics: layers over steps, one picture for each class of tensors."""
+"""Pictures of a run's numerics: layers over steps, one picture for each class of
+tensors.
+"""
 
 import io
 import math
@@ -19,34 +21,62 @@ from trainer.files import write_atomically
 
 LEAST_SHARE = 1e-6  # below it a share is drawn as none
 OF_ZEROS = -126  # exponent of the scale that zeros have
-SHARES = {"underflow": "share that underflows (white: none)", "saturated": "share that saturates (white: none)"}
-PANELS = {"rms": "log2 RMS of the data (black: zeros)", "exponent": "log2 of the scale (black: of zeros)", **SHARES}
+SHARES = {
+    "underflow": "share that underflows (white: none)",
+    "saturated": "share that saturates (white: none)",
+}
+PANELS = {
+    "rms": "log2 RMS of the data (black: zeros)",
+    "exponent": "log2 of the scale (black: of zeros)",
+    **SHARES,
+}
 TITLES = {
     "weights": "Weights",
     "activations": "Activations",
     "activation_gradients": "Gradients of activations",
     "weight_gradients": "Gradients of weights",
-    "mu": "First moments (narrow ones nearly fill their format: an RMS far above 1 is right)",
-    "nu": "Second moments (narrow ones are roots that nearly fill their format: an RMS far above 1 is right)",
+    "mu": (
+        "First moments (narrow ones nearly fill their format: an RMS far above 1 is"
+        " right)"
+    ),
+    "nu": (
+        "Second moments (narrow ones are roots that nearly fill their format: an RMS"
+        " far above 1 is right)"
+    ),
 }
-WIDTH, ABOVE, BELOW = 17, 0.8, 1.2  # inches: of the picture, and of what is above and below the panels
+# inches: of the picture, and of what is above and below the panels
+WIDTH, ABOVE, BELOW = 17, 0.8, 1.2
 INCHES_PER_LAYER = 0.17
 MOST_LABELS = 90
 
 
-def table(rows: Sequence[Mapping[str, Any]], kind: str) -> tuple[list[str], list[int], dict[str, np.ndarray]]:
-    """The layers, the steps, and each figure as an array [layers, steps], of a class in rows of metrics.jsonl.
+def table(
+    rows: Sequence[Mapping[str, Any]], kind: str
+) -> tuple[list[str], list[int], dict[str, np.ndarray]]:
+    """The layers, the steps, and each figure as an array [layers, steps], of a class in
+    rows of metrics.jsonl.
 
     What a row does not have is NaN.
     """
     prefix = f"numerics/{kind}/"
-    found = {row["step"]: row for row in rows if any(name.startswith(prefix) for name in row)}
+    found = {
+        row["step"]: row for row in rows if any(name.startswith(prefix) for name in row)
+    }
     names = dict.fromkeys(
-        name.removeprefix(prefix).rsplit("/", 1)[0] for row in found.values() for name in row if name.startswith(prefix)
+        name.removeprefix(prefix).rsplit("/", 1)[0]
+        for row in found.values()
+        for name in row
+        if name.startswith(prefix)
     )
     values = {
         figure: np.array(
-            [[float(row.get(f"{prefix}{name}/{figure}", math.nan)) for row in found.values()] for name in names]
+            [
+                [
+                    float(row.get(f"{prefix}{name}/{figure}", math.nan))
+                    for row in found.values()
+                ]
+                for name in names
+            ]
         )
         for figure in PANELS
     }
@@ -54,7 +84,9 @@ def table(rows: Sequence[Mapping[str, Any]], kind: str) -> tuple[list[str], list
 
 
 def draw_all(rows: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Path]:
-    """A PNG in `folder` for each class that the rows hold; by class. Writes nothing where there is none."""
+    """A PNG in `folder` for each class that the rows hold; by class. Writes nothing
+    where there is none.
+    """
     paths = {}
     for kind in TITLES:
         layers, steps, values = table(rows, kind)
@@ -65,19 +97,37 @@ def draw_all(rows: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Path]
     return paths
 
 
-def draw(path: Path, title: str, layers: list[str], steps: list[int], values: dict[str, np.ndarray]) -> None:
-    """One class: four panels side by side, whose rows are the layers from the input on and whose columns the steps."""
-    height = INCHES_PER_LAYER * min(max(len(layers), 16), 4 * MOST_LABELS) + ABOVE + BELOW
+def draw(
+    path: Path,
+    title: str,
+    layers: list[str],
+    steps: list[int],
+    values: dict[str, np.ndarray],
+) -> None:
+    """One class: four panels side by side, whose rows are the layers from the input on
+    and whose columns the steps.
+    """
+    height = (
+        INCHES_PER_LAYER * min(max(len(layers), 16), 4 * MOST_LABELS) + ABOVE + BELOW
+    )
     figure = Figure(figsize=(WIDTH, height), dpi=100)
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=14, y=1 - 0.15 / height, verticalalignment="top")
-    # Placed by hand: a layout engine draws every label several times, which took most of the time.
-    edges = {"left": 1.8 / WIDTH, "right": 1 - 0.2 / WIDTH, "top": 1 - ABOVE / height, "bottom": BELOW / height}
+    # Placed by hand: a layout engine draws every label several times, which took most
+    # of the time.
+    edges = {
+        "left": 1.8 / WIDTH,
+        "right": 1 - 0.2 / WIDTH,
+        "top": 1 - ABOVE / height,
+        "bottom": BELOW / height,
+    }
     axes = figure.subplots(1, len(PANELS), gridspec_kw=edges | {"wspace": 0.06})
     for i, (ax, (name, label)) in enumerate(zip(axes, PANELS.items(), strict=True)):
         image = panel(ax, name, label, values[name])
         box = ax.get_position()
-        bar = figure.add_axes((box.x0 + 0.05 * box.width, 0.4 / height, 0.9 * box.width, 0.1 / height))
+        bar = figure.add_axes(
+            (box.x0 + 0.05 * box.width, 0.4 / height, 0.9 * box.width, 0.1 / height)
+        )
         ticks = None if name in SHARES else MaxNLocator(nbins=8, integer=True)
         figure.colorbar(image, cax=bar, orientation="horizontal", ticks=ticks)
         label_steps(ax, steps)
@@ -91,11 +141,14 @@ def draw(path: Path, title: str, layers: list[str], steps: list[int], values: di
 
 
 def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
-    """One figure of all layers. Outside of the colour bar: shares of nothing, scales and RMS of zeros, NaN (grey)."""
+    """One figure of all layers. Outside of the colour bar: shares of nothing, scales
+    and RMS of zeros, NaN (grey).
+    """
     norm: Normalize
     if name in SHARES:
         colours, under, norm = "YlOrRd", "white", LogNorm(LEAST_SHARE, 1)
-        shown = np.where(values < LEAST_SHARE, LEAST_SHARE / 2, values)  # zero has no logarithm
+        # zero has no logarithm
+        shown = np.where(values < LEAST_SHARE, LEAST_SHARE / 2, values)
     elif name == "rms":
         with np.errstate(divide="ignore"):
             shown = np.log2(values)
@@ -106,9 +159,16 @@ def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
     else:
         real = values[values > OF_ZEROS]
         low, high = (real.min(), real.max()) if real.size else (0, 0)
-        colours, under, norm, shown = "viridis", "black", Normalize(low - 1, high + 1), values
+        colours, under, norm, shown = (
+            "viridis",
+            "black",
+            Normalize(low - 1, high + 1),
+            values,
+        )
     colour_map = colormaps[colours].with_extremes(bad="grey", under=under)
-    image = ax.imshow(shown, aspect="auto", interpolation="nearest", cmap=colour_map, norm=norm)
+    image = ax.imshow(
+        shown, aspect="auto", interpolation="nearest", cmap=colour_map, norm=norm
+    )
     ax.set_title(label, fontsize=11)
     return image
 
@@ -123,5 +183,13 @@ def label_steps(ax: Axes, steps: list[int]) -> None:
 def label_layers(ax: Axes, layers: list[str]) -> None:
     """The layers along the y-axis; of many, the first of each block."""
     blocks = [".".join(name.split(".")[:2]) for name in layers]
-    at = [i for i in range(len(layers)) if len(layers) <= MOST_LABELS or i == 0 or blocks[i] != blocks[i - 1]]
-    ax.set_yticks(at, [layers[i] if len(layers) <= MOST_LABELS else blocks[i] for i in at], fontsize=8)
+    at = [
+        i
+        for i in range(len(layers))
+        if len(layers) <= MOST_LABELS or i == 0 or blocks[i] != blocks[i - 1]
+    ]
+    ax.set_yticks(
+        at,
+        [layers[i] if len(layers) <= MOST_LABELS else blocks[i] for i in at],
+        fontsize=8,
+    )

@@ -8,22 +8,27 @@ from jax.typing import DTypeLike
 
 @dataclass(frozen=True)
 class Peak:
-    """Dense matmul peak of one JAX device in TFLOP/s, by operand width; None: not supported, or not published."""
+    """Dense matmul peak of one JAX device in TFLOP/s, by operand width; None: not
+    supported, or not published.
+    """
 
     fp32: float | None = None
     half: float | None = None
     fp8: float | None = None
 
 
-# By the beginning of `jax.Device.device_kind`; the first match holds, so the particular stands before the general. The
-# makers' dense figures (half of what a data sheet gives "with sparsity") at FP32 accumulation. On NVIDIA, fp32 means
-# TF32 where it exists: it is what XLA's default precision runs. On TPU, a device is a core up to v3 and from v7 on, and
-# a chip between.
+# By the beginning of `jax.Device.device_kind`; the first match holds, so the particular
+# stands before the general. The makers' dense figures (half of what a data sheet gives
+# "with sparsity") at FP32 accumulation. On NVIDIA, fp32 means TF32 where it exists: it
+# is what XLA's default precision runs. On TPU, a device is a core up to v3 and from v7
+# on, and a chip between.
 PEAKS: tuple[tuple[str, Peak], ...] = (
-    # NVIDIA Blackwell Architecture Technical Brief; TF32 of the B200, half of FP16's, is rounded to 1.1 PFLOP/s there.
+    # NVIDIA Blackwell Architecture Technical Brief; TF32 of the B200, half of FP16's,
+    # is rounded to 1.1 PFLOP/s there.
     ("NVIDIA GB200", Peak(1250, 2500, 5000)),
     ("NVIDIA B200", Peak(1125, 2250, 4500)),
-    # NVIDIA H100 Tensor Core GPU Architecture (white paper), table of SXM5 and PCIe; H200 and H100 NVL data sheets.
+    # NVIDIA H100 Tensor Core GPU Architecture (white paper), table of SXM5 and PCIe;
+    # H200 and H100 NVL data sheets.
     ("NVIDIA GH200", Peak(494.7, 989.4, 1978.9)),
     ("NVIDIA H200 NVL", Peak(417.5, 835.5, 1670.5)),
     ("NVIDIA H200", Peak(494.7, 989.4, 1978.9)),
@@ -34,10 +39,12 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
     ("NVIDIA A100", Peak(156, 312)),
     ("NVIDIA A10G", Peak(35, 70)),
     ("NVIDIA A10", Peak(62.5, 125)),
-    # NVIDIA L40S and L4 data sheets; the L4's, 120, 242 and 485 with sparsity, halved and rounded.
+    # NVIDIA L40S and L4 data sheets; the L4's, 120, 242 and 485 with sparsity, halved
+    # and rounded.
     ("NVIDIA L40S", Peak(183, 362, 733)),
     ("NVIDIA L4", Peak(60, 121, 242)),
-    # NVIDIA RTX Blackwell, Ada and GA102 GPU Architecture (white papers): "with FP32 accumulate", half of FP16's.
+    # NVIDIA RTX Blackwell, Ada and GA102 GPU Architecture (white papers): "with FP32
+    # accumulate", half of FP16's.
     ("NVIDIA GeForce RTX 5090", Peak(104.8, 209.5, 419)),
     ("NVIDIA GeForce RTX 4090", Peak(82.6, 165.2, 330.3)),
     ("NVIDIA GeForce RTX 3090", Peak(35.6, 71)),
@@ -56,7 +63,8 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
 
 
 def peak_flops(device_kind: str, dtype: DTypeLike) -> float | None:
-    """Dense peak of one device in FLOP/s for matmuls of `dtype`; None where not known (CPUs, parts of a GPU).
+    """Dense peak of one device in FLOP/s for matmuls of `dtype`; None where not known
+    (CPUs, parts of a GPU).
 
     Args:
       device_kind: `jax.devices()[0].device_kind`.

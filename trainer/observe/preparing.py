@@ -1,4 +1,6 @@
-"""Showing a preparation: a live line in a terminal, a plain line every few seconds elsewhere."""
+"""Showing a preparation: a live line in a terminal, a plain line every few seconds
+elsewhere.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,8 @@ PLAIN_SECONDS = 5.0
 def shown(
     console: Console | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[Progress], None]]:
-    """A callback for `prepare(progress=...)`; nothing appears for what is prepared already.
+    """A callback for `prepare(progress=...)`; nothing appears for what is prepared
+    already.
 
     Args:
       console: by default standard error.
@@ -45,6 +48,7 @@ def line(progress: Progress) -> str:
     share = "" if progress.fraction is None else f"{progress.fraction:.0%}, "
     rate = progress.new_tokens / max(progress.seconds, 1e-9)
     return (
-        f"preparing data, so far: {share}{progress.documents:,} documents, {progress.tokens:,} tokens, "
-        f"{progress.bytes / 1e6:,.1f} MB, {rate / 1e6:.2f}M tokens/s"
+        f"preparing data, so far: {share}{progress.documents:,} documents,"
+        f" {progress.tokens:,} tokens, {progress.bytes / 1e6:,.1f} MB,"
+        f" {rate / 1e6:.2f}M tokens/s"
     )

@@ -1,4 +1,6 @@
-"""Log operations that take long, such as compilations: when they start, and how long they took."""
+"""Log operations that take long, such as compilations: when they start, and how long
+they took.
+"""
 
 import functools
 import threading
@@ -10,8 +12,11 @@ SECONDS = 2.0  # from which on something takes long
 
 
 @contextmanager
-def log_duration(what: str, say: Callable[[str], None], seconds: float = SECONDS) -> Iterator[None]:
-    """Log an operation that takes longer than `seconds`: then that it runs, and at its end how long it took.
+def log_duration(
+    what: str, say: Callable[[str], None], seconds: float = SECONDS
+) -> Iterator[None]:
+    """Log an operation that takes longer than `seconds`: then that it runs, and at its
+    end how long it took.
 
     `what` is a noun, such as `compiling the training step`.
     """
@@ -36,8 +41,12 @@ def log_duration(what: str, say: Callable[[str], None], seconds: float = SECONDS
             say(f"{what}: {took:.0f} s")
 
 
-def log_first_duration[**P, R](fn: Callable[P, R], what: str, say: Callable[[str], None]) -> Callable[P, R]:
-    """Return `fn`, whose first call, in which it is compiled, is logged by `log_duration`."""
+def log_first_duration[**P, R](
+    fn: Callable[P, R], what: str, say: Callable[[str], None]
+) -> Callable[P, R]:
+    """Return `fn`, whose first call, in which it is compiled, is logged by
+    `log_duration`.
+    """
     called = False
 
     @functools.wraps(fn)

@@ -1,9 +1,11 @@
-"""The loss and its gradient over several devices: each differentiates its own sequences, then they agree on the mean.
+"""The loss and its gradient over several devices: each differentiates its own
+sequences, then they agree on the mean.
 
-Every device runs the program of one device (`shard_map`): it gathers the parameters that it holds a part of, computes
-the loss of its rows of the batch and their gradient, and the gradients are reduced to the parts that the devices hold.
-What is moved, in which format, is what stands here and in `reduction`; of activations only what attention and MLP
-add up over `tensor` leaves a device (`layers.leave`).
+Every device runs the program of one device (`shard_map`): it gathers the parameters
+that it holds a part of, computes the loss of its rows of the batch and their gradient,
+and the gradients are reduced to the parts that the devices hold. What is moved, in
+which format, is what stands here and in `reduction`; of activations only what attention
+and MLP add up over `tensor` leaves a device (`layers.leave`).
 
 Legend: D model, F width of a group of columns, n devices of a row of `tensor`.
 """
@@ -27,7 +29,13 @@ from scalify_core.tree import map_arrays
 from trainer.models.roles import Role, role_of
 from trainer.parallel.mesh import BATCH_AXES, Sizes, batch_axes, over_devices
 from trainer.parallel.reduction import Reduction, exchanged, gathered, mean
-from trainer.parallel.sharding import fsdp_axis, mesh_axes, of_parameters, partition, partitions
+from trainer.parallel.sharding import (
+    fsdp_axis,
+    mesh_axes,
+    of_parameters,
+    partition,
+    partitions,
+)
 from trainer.precision.gradients import ValueAndGrad
 from trainer.step.state import TrainState
 from trainer.step.step import Gradient, Tokens, mean_gradient, squares_of_arrays
@@ -48,7 +56,8 @@ class CommConfig(NamedTuple):
     """The formats of gradients and parameters between devices.
 
     Attributes:
-      reduce: gradients: fp32, bf16, fp16, or fp8: E4M3 for the kernels of the blocks' linear layers, FP16 for the rest.
+      reduce: gradients: fp32, bf16, fp16, or fp8: E4M3 for the kernels of the blocks'
+          linear layers, FP16 for the rest.
       deterministic: in FP32, summed in fixed order.
       narrow: (role, parameter) to the parameter in the format in which it is gathered.
       roles: of the parameters, in their nested dictionaries.
@@ -67,7 +76,8 @@ class CommConfig(NamedTuple):
 
 
 def to_heads(x: jax.Array, role: Role) -> jax.Array:
-    """The columns of this device's heads, of g groups: of a kernel, rows of all [.., D/n, gF] to [.., D, gF/n].
+    """The columns of this device's heads, of g groups: of a kernel, rows of all [..,
+    D/n, gF] to [.., D, gF/n].
 
     A bias [.., gF] is whole on every device of a row of `tensor`.
     """
@@ -78,7 +88,9 @@ def to_heads(x: jax.Array, role: Role) -> jax.Array:
     if role.is_kernel:
         parts = exchanged(parts, "tensor", parts.ndim - 2, parts.ndim - 4)
     else:
-        parts = lax.dynamic_index_in_dim(parts, lax.axis_index("tensor"), parts.ndim - 2)
+        parts = lax.dynamic_index_in_dim(
+            parts, lax.axis_index("tensor"), parts.ndim - 2
+        )
     return parts.reshape(*parts.shape[:-3], -1)
 
 
@@ -96,7 +108,9 @@ def from_heads(x: jax.Array, role: Role) -> jax.Array:
 
 
 def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
-    """What a device computes with, of the parts of parameters that the devices hold; inside `shard_map`."""
+    """What a device computes with, of the parts of parameters that the devices hold;
+    inside `shard_map`.
+    """
 
     def of_leaf(p: Any, spec: PartitionSpec, role: Role) -> Any:
         axis, by_heads = fsdp_axis(spec), role.groups > 1
@@ -116,8 +130,15 @@ def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
 
 
 def reduced(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
-    """The mean of the devices' gradients, of each parameter the part that a device holds; of scaled ones plain FP32."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_scaled_array)]
+    """The mean of the devices' gradients, of each parameter the part that a device
+    holds; of scaled ones plain FP32.
+    """
+    paths = [
+        path
+        for path, _ in jax.tree_util.tree_leaves_with_path(
+            grads, is_leaf=is_scaled_array
+        )
+    ]
     numbers = {path: i for i, path in enumerate(paths)}
 
     def of_leaf(path: Any, grad: Any, spec: PartitionSpec, role: Role) -> Any:
@@ -135,40 +156,69 @@ def reduced(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
             )
         return out if is_scaled_array(grad) else out.astype(grad.dtype)
 
-    return jax.tree_util.tree_map_with_path(of_leaf, grads, specs, comm.roles, is_leaf=is_scaled_array)
+    return jax.tree_util.tree_map_with_path(
+        of_leaf, grads, specs, comm.roles, is_leaf=is_scaled_array
+    )
 
 
 def mean_of_figures(x: jax.Array, axes: tuple[str, ...] = BATCH_AXES) -> jax.Array:
-    """A scalar, or each of several figures: the mean over the devices that the batch is split over, in their order."""
+    """A scalar, or each of several figures: the mean over the devices that the batch is
+    split over, in their order.
+    """
     return jnp.mean(lax.all_gather(x, axes), axis=0)
 
 
 def gradient_over(mesh: Mesh, comm: CommConfig) -> Gradient:
-    """`step.mean_gradient` over the devices of a mesh: for parameters split as `sharding` says.
+    """`step.mean_gradient` over the devices of a mesh: for parameters split as
+    `sharding` says.
 
-    With `fsdp` every micro-batch is reduced, so that only parts of gradients are kept; else their sum, once.
+    With `fsdp` every micro-batch is reduced, so that only parts of gradients are kept;
+    else their sum, once.
     """
     every = mesh.shape["fsdp"] > 1
 
     def gradient(
-        value_and_grad: ValueAndGrad, params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array
+        value_and_grad: ValueAndGrad,
+        params: Any,
+        scaling: Any,
+        batch: Tokens,
+        keys_AxB: jax.Array,
     ) -> tuple[jax.Array, Any, Any]:
         specs = of_parameters(params, mesh, comm.roles)
 
-        def of_rows(params: Any, scaling: Any, tokens: Any, segments: Any, keys_B: Any) -> tuple[Any, Any, Any]:
-            loss, grads, seen = value_and_grad(gather(params, specs, comm), scaling, tokens, segments, keys_B)
-            return loss, reduced(grads, specs, comm, random_word(keys_B)) if every else grads, seen
+        def of_rows(
+            params: Any, scaling: Any, tokens: Any, segments: Any, keys_B: Any
+        ) -> tuple[Any, Any, Any]:
+            loss, grads, seen = value_and_grad(
+                gather(params, specs, comm), scaling, tokens, segments, keys_B
+            )
+            return (
+                loss,
+                reduced(grads, specs, comm, random_word(keys_B)) if every else grads,
+                seen,
+            )
 
-        def of_device(params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array) -> tuple[Any, Any, Any]:
+        def of_device(
+            params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array
+        ) -> tuple[Any, Any, Any]:
             loss, grads, seen = mean_gradient(of_rows, params, scaling, batch, keys_AxB)
             if not every:
                 grads = reduced(grads, specs, comm, random_word(keys_AxB[0]))
-            return mean_of_figures(loss), grads, jax.tree.map(lambda x: lax.pmax(x, Sizes._fields), seen)
+            return (
+                mean_of_figures(loss),
+                grads,
+                jax.tree.map(lambda x: lax.pmax(x, Sizes._fields), seen),
+            )
 
         return over_devices(
             of_device,
             mesh,
-            in_specs=(partitions(params, mesh, comm.roles), EVERYWHERE, MICRO_BATCHES, MICRO_BATCHES),
+            in_specs=(
+                partitions(params, mesh, comm.roles),
+                EVERYWHERE,
+                MICRO_BATCHES,
+                MICRO_BATCHES,
+            ),
             out_specs=(EVERYWHERE, specs, EVERYWHERE),
         )(params, scaling, batch, keys_AxB)
 
@@ -176,25 +226,40 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> Gradient:
 
 
 def random_word(keys_B: jax.Array) -> jax.Array:
-    """Of the first sequence: what the stochastic rounding of a device's gradients begins with."""
+    """Of the first sequence: what the stochastic rounding of a device's gradients
+    begins with.
+    """
     return jax.random.bits(keys_B[0], (), jnp.uint32)
 
 
 def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
-    """The mean of `loss(state, tokens, segments)`, one or several, over the devices of a mesh, each on its rows."""
+    """The mean of `loss(state, tokens, segments)`, one or several, over the devices of
+    a mesh, each on its rows.
+    """
 
-    def mean_loss(state: TrainState, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
+    def mean_loss(
+        state: TrainState, tokens: jax.Array, segments: jax.Array | None
+    ) -> jax.Array:
         specs, axes = of_parameters(state.params, mesh, comm.roles), batch_axes(mesh)
         rows = PartitionSpec(axes)
 
-        def of_device(params: Any, scaling: Any, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
-            whole = dataclasses.replace(state, params=gather(params, specs, comm), scaling=scaling)
+        def of_device(
+            params: Any, scaling: Any, tokens: jax.Array, segments: jax.Array | None
+        ) -> jax.Array:
+            whole = dataclasses.replace(
+                state, params=gather(params, specs, comm), scaling=scaling
+            )
             return mean_of_figures(loss(whole, tokens, segments), axes)
 
         return over_devices(
             of_device,
             mesh,
-            in_specs=(partitions(state.params, mesh, comm.roles), EVERYWHERE, rows, rows),
+            in_specs=(
+                partitions(state.params, mesh, comm.roles),
+                EVERYWHERE,
+                rows,
+                rows,
+            ),
             out_specs=EVERYWHERE,
         )(state.params, state.scaling, tokens, segments)
 
@@ -202,25 +267,36 @@ def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
 
 
 def largest_over(mesh: Mesh, roles: Any) -> Largest:
-    """`reductions.largest_magnitudes` of arrays of a state that is split as `sharding` says: only maxima are moved."""
+    """`reductions.largest_magnitudes` of arrays of a state that is split as `sharding`
+    says: only maxima are moved.
+    """
     if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return largest_of_arrays
     sizes = dict(mesh.shape)
 
-    def largest(groups: Sequence[Sequence[jax.Array]], paths: Sequence[tuple]) -> jax.Array:
+    def largest(
+        groups: Sequence[Sequence[jax.Array]], paths: Sequence[tuple]
+    ) -> jax.Array:
         found = [role_of(roles, path) for path in paths]
-        specs = [[partition(role, x.shape, sizes) for x in group] for group, role in zip(groups, found, strict=True)]
+        specs = [
+            [partition(role, x.shape, sizes) for x in group]
+            for group, role in zip(groups, found, strict=True)
+        ]
 
         def of_device(groups: Sequence[Sequence[jax.Array]]) -> jax.Array:
             return lax.pmax(largest_magnitudes(groups), ("fsdp", "tensor"))
 
-        return over_devices(of_device, mesh, in_specs=(specs,), out_specs=EVERYWHERE)(groups)
+        return over_devices(of_device, mesh, in_specs=(specs,), out_specs=EVERYWHERE)(
+            groups
+        )
 
     return largest
 
 
 def squares_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
-    """`step.squares_of_arrays` of a tree that is split as `sharding` says, parts added in the order of the mesh."""
+    """`step.squares_of_arrays` of a tree that is split as `sharding` says, parts added
+    in the order of the mesh.
+    """
     if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return squares_of_arrays
 
@@ -232,11 +308,19 @@ def squares_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
             for i, spec in enumerate(jax.tree.leaves(specs)):
                 groups.setdefault(mesh_axes(spec), []).append(i)
             parts = [
-                jnp.sum(lax.all_gather(sums[np.array(group)], axes), axis=0) if axes else sums[np.array(group)]
+                (
+                    jnp.sum(lax.all_gather(sums[np.array(group)], axes), axis=0)
+                    if axes
+                    else sums[np.array(group)]
+                )
                 for axes, group in groups.items()
             ]
-            return jnp.concatenate(parts)[np.argsort([i for group in groups.values() for i in group])]
+            return jnp.concatenate(parts)[
+                np.argsort([i for group in groups.values() for i in group])
+            ]
 
-        return over_devices(of_device, mesh, in_specs=(specs,), out_specs=EVERYWHERE)(tree)
+        return over_devices(of_device, mesh, in_specs=(specs,), out_specs=EVERYWHERE)(
+            tree
+        )
 
     return squares

@@ -1,4 +1,6 @@
-"""Several processes of one run: how they start, refuse together and agree on a number."""
+"""Several processes of one run: how they start, refuse together and agree on a
+number.
+"""
 
 import contextlib
 import os
@@ -19,7 +21,8 @@ PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCES
 
 
 def start_processes(config: Mapping[str, Any]) -> None:
-    """Join the other processes of this run: named by `PROCESS_VARIABLES`, or found by JAX (Slurm, Kubernetes, MPI).
+    """Join the other processes of this run: named by `PROCESS_VARIABLES`, or found by
+    JAX (Slurm, Kubernetes, MPI).
 
     Args:
       config: all settings, section by section, which must be the same in all of them.
@@ -27,7 +30,8 @@ def start_processes(config: Mapping[str, Any]) -> None:
     Raises:
       UserError: they could not be joined; or, in all of them, one has other settings.
     """
-    # JAX's own service catches SIGTERM, for all of the process's life; the loop has its own handler, and agreement.
+    # JAX's own service catches SIGTERM, for all of the process's life; the loop has its
+    # own handler, and agreement.
     jax.config.update("jax_enable_preemption_service", False)
     address, count, index = (os.environ.get(name) for name in PROCESS_VARIABLES)
     try:
@@ -37,32 +41,53 @@ def start_processes(config: Mapping[str, Any]) -> None:
             jax.distributed.initialize(address, int(count or ""), int(index or ""))
     except (ValueError, RuntimeError) as error:
         raise UserError(
-            f"parallel.distributed=true, but the processes could not be joined: {str(error).splitlines()[0]}; "
-            f"set {', '.join(PROCESS_VARIABLES)}, or run under Slurm"
+            "parallel.distributed=true, but the processes could not be joined:"
+            f" {str(error).splitlines()[0]}; set {', '.join(PROCESS_VARIABLES)}, or run"
+            " under Slurm"
         ) from error
     check_same(config)
 
 
 # Where things are, which may be elsewhere on each machine.
-PLACES = {"run_dir", "compile_cache", "init_from", "resume.source", "data.paths", "data.cache_dir", "data.prepared_dir"}
+PLACES = {
+    "run_dir",
+    "compile_cache",
+    "init_from",
+    "resume.source",
+    "data.paths",
+    "data.cache_dir",
+    "data.prepared_dir",
+}
 
 
 def check_same(config: Mapping[str, Any]) -> None:
-    """Raise UserError in all processes where one has another setting: else they would wait for each other for ever."""
+    """Raise UserError in all processes where one has another setting: else they would
+    wait for each other for ever.
+    """
     settings = {
         f"{name}.{key}" if key else name: value
         for name, section in config.items()
-        for key, value in (section.items() if isinstance(section, Mapping) else [("", section)])
+        for key, value in (
+            section.items() if isinstance(section, Mapping) else [("", section)]
+        )
     }
     names = sorted(settings.keys() - PLACES)
-    own = np.array([zlib.crc32(repr(settings[name]).encode()) for name in names], np.uint32)
+    own = np.array(
+        [zlib.crc32(repr(settings[name]).encode()) for name in names], np.uint32
+    )
     of_all = multihost_utils.process_allgather(own)
     others = np.flatnonzero((of_all != of_all[:1]).any(axis=1))
     if others.size:
-        differ = [name for name, same in zip(names, (of_all == of_all[:1]).all(axis=0), strict=True) if not same]
+        differ = [
+            name
+            for name, same in zip(
+                names, (of_all == of_all[:1]).all(axis=0), strict=True
+            )
+            if not same
+        ]
         raise UserError(
-            f"{', '.join(differ)}: process {others[0]} was given another value than process 0; "
-            "start all processes of a run with the same arguments"
+            f"{', '.join(differ)}: process {others[0]} was given another value than"
+            " process 0; start all processes of a run with the same arguments"
         )
 
 
@@ -71,9 +96,11 @@ WORDS = 1000  # bytes of a refusal
 
 @contextlib.contextmanager
 def refused_together() -> Iterator[None]:
-    """Around what the first process does for all: its UserError is raised in all of them, with its exit code.
+    """Around what the first process does for all: its UserError is raised in all of
+    them, with its exit code.
 
-    Else the others would go on, and end otherwise, which a cluster takes for a crash and starts again.
+    Else the others would go on, and end otherwise, which a cluster takes for a crash
+    and starts again.
     """
     refusal: UserError | None = None
     try:
@@ -81,17 +108,26 @@ def refused_together() -> Iterator[None]:
     except UserError as error:
         refusal = error
     if jax.process_count() > 1:
-        said = np.frombuffer(str(refusal or "").encode()[:WORDS].ljust(WORDS, b"\0"), np.uint8)
-        first = multihost_utils.broadcast_one_to_all(said).tobytes().rstrip(b"\0").decode(errors="replace")
+        said = np.frombuffer(
+            str(refusal or "").encode()[:WORDS].ljust(WORDS, b"\0"), np.uint8
+        )
+        first = (
+            multihost_utils.broadcast_one_to_all(said)
+            .tobytes()
+            .rstrip(b"\0")
+            .decode(errors="replace")
+        )
         refusal = refusal or (UserError(first) if first else None)
     if refusal is not None:
         raise refusal
 
 
 class Agreement:
-    """The largest number that any process gave, the same in all of them; each must ask equally often.
+    """The largest number that any process gave, the same in all of them; each must ask
+    equally often.
 
-    Nobody waits for an answer: with several processes it is the one to the question before.
+    Nobody waits for an answer: with several processes it is the one to the question
+    before.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -100,7 +136,9 @@ class Agreement:
         self._asked = self._ask(0)
 
     def __call__(self, number: int) -> int:
-        """Give `number` (at least 0). 0 is the answer to the first question of several processes."""
+        """Give `number` (at least 0). 0 is the answer to the first question of several
+        processes.
+        """
         if jax.process_count() == 1:
             return number
         answer, self._asked = self._asked, self._ask(number)
@@ -109,4 +147,8 @@ class Agreement:
     def _ask(self, number: int) -> jax.Array:
         sharding = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         given = np.full(self._mesh.size, number, np.int32)
-        return self._largest(jax.make_array_from_callback(given.shape, sharding, lambda index: given[index]))
+        return self._largest(
+            jax.make_array_from_callback(
+                given.shape, sharding, lambda index: given[index]
+            )
+        )

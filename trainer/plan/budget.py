@@ -3,23 +3,36 @@
 from trainer.compiled.instructions import Shape
 from trainer.plan.aot import Compiled
 
-KINDS = ("weights", "optimiser", "FP8 weights", "gradients", "activations", "logits", "workspace", "rest", "gaps")
+KINDS = (
+    "weights",
+    "optimiser",
+    "FP8 weights",
+    "gradients",
+    "activations",
+    "logits",
+    "workspace",
+    "rest",
+    "gaps",
+)
 
 
 def memory_of(compiled: Compiled, tokens: int, padded_vocab: int) -> dict[str, float]:
     """Bytes by what they hold, in `KINDS`, when most is held; their sum is the peak.
 
-    Arguments are told apart by their names, temporaries by their shapes: that of a parameter (gradients, and FP8 copies
-    of weights), a multiple of the tokens (activations), the vocabulary (logits), bytes without a type (workspace).
-    `gaps` is what the allocator's arena has more than is held.
+    Arguments are told apart by their names, temporaries by their shapes: that of a
+    parameter (gradients, and FP8 copies of weights), a multiple of the tokens
+    (activations), the vocabulary (logits), bytes without a type (workspace). `gaps` is
+    what the allocator's arena has more than is held.
     """
     out = dict.fromkeys(KINDS, 0.0)
     arguments = [i for i in compiled.program.entry.values() if i.opcode == "parameter"]
     weights: set[tuple[int, ...]] = set()
     for argument in arguments:
-        kind = {"state.params": "weights", "state.kahan_compensation": "weights", "state.opt_state": "optimiser"}.get(
-            ".".join(argument.op_name.split("[")[0].split(".")[:2]), "rest"
-        )
+        kind = {
+            "state.params": "weights",
+            "state.kahan_compensation": "weights",
+            "state.opt_state": "optimiser",
+        }.get(".".join(argument.op_name.split("[")[0].split(".")[:2]), "rest")
         out[kind] += argument.bytes
         if kind == "weights" and len(argument.shapes[0].dims) > 1:
             dims = argument.shapes[0].dims
@@ -30,7 +43,9 @@ def memory_of(compiled: Compiled, tokens: int, padded_vocab: int) -> dict[str, f
     return out
 
 
-def temporary_kind(shape: Shape, weights: set[tuple[int, ...]], tokens: int, padded_vocab: int) -> str:
+def temporary_kind(
+    shape: Shape, weights: set[tuple[int, ...]], tokens: int, padded_vocab: int
+) -> str:
     """What a temporary array holds, see `memory_of`."""
     dims = tuple(sorted(d for d in shape.dims if d > 1))
     split = tuple(sorted(shape.dims[1:]))  # parts of a sum, which are summed later

@@ -1,7 +1,9 @@
-"""GPUs that programs can be compiled for without having one: what XLA's compiler asks about them, and their speeds.
+"""GPUs that programs can be compiled for without having one: what XLA's compiler asks
+about them, and their speeds.
 
-Figures are the vendor's published ones, which are decimal (80 GB = 80e9 bytes), a little less than a device reports.
-The CUDA C++ Programming Guide's tables of compute capabilities give limits of threads, registers and shared memory.
+Figures are the vendor's published ones, which are decimal (80 GB = 80e9 bytes), a
+little less than a device reports. The CUDA C++ Programming Guide's tables of compute
+capabilities give limits of threads, registers and shared memory.
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ class Target:
     """One kind of GPU, in a system of eight.
 
     Attributes:
-      device: as `jax.Device.device_kind` has it; `trainer.observe.peaks.peak_flops` knows its peak rates by it.
+      device: as `jax.Device.device_kind` has it; `trainer.observe.peaks.peak_flops`
+          knows its peak rates by it.
       capability: CUDA compute capability.
       cores: streaming multiprocessors.
       lanes: FP32 units of each.
@@ -96,7 +99,8 @@ CUDNN_VERSION = 91000  # the one of `Target.text_proto`
 
 KIB, MIB = 2**10, 2**20
 TARGETS = {
-    # NVIDIA A100 data sheet (80GB SXM) and A100 Tensor Core GPU Architecture (white paper); DGX A100 data sheet.
+    # NVIDIA A100 data sheet (80GB SXM) and A100 Tensor Core GPU Architecture (white
+    # paper); DGX A100 data sheet.
     "a100": Target(
         "NVIDIA A100-SXM4-80GB",
         (8, 0),
@@ -112,7 +116,8 @@ TARGETS = {
         link_bandwidth=300e9,
         network=25e9,
     ),
-    # NVIDIA L40S data sheet and Ada GPU Architecture (white paper); its links are PCI Express 4.0 of 16 lanes.
+    # NVIDIA L40S data sheet and Ada GPU Architecture (white paper); its links are PCI
+    # Express 4.0 of 16 lanes.
     "l40s": Target(
         "NVIDIA L40S",
         (8, 9),
@@ -128,7 +133,8 @@ TARGETS = {
         link_bandwidth=32e9,
         network=25e9,
     ),
-    # NVIDIA H100 data sheet (SXM) and H100 Tensor Core GPU Architecture (white paper); DGX H100 data sheet.
+    # NVIDIA H100 data sheet (SXM) and H100 Tensor Core GPU Architecture (white paper);
+    # DGX H100 data sheet.
     "h100": Target(
         "NVIDIA H100 80GB HBM3",
         (9, 0),
@@ -160,7 +166,8 @@ TARGETS = {
         link_bandwidth=450e9,
         network=50e9,
     ),
-    # NVIDIA Blackwell Architecture Technical Brief and DGX B200 data sheet: 1,440 GB and 64 TB/s over eight.
+    # NVIDIA Blackwell Architecture Technical Brief and DGX B200 data sheet: 1,440 GB
+    # and 64 TB/s over eight.
     "b200": Target(
         "NVIDIA B200",
         (10, 0),

@@ -1,7 +1,9 @@
-"""The `dot_general` of a linear layer in each precision: what a `layers.Linear` is given.
+"""The `dot_general` of a linear layer in each precision: what a `layers.Linear` is
+given.
 
-Every one of them takes activations in the compute dtype and the kernel as the master weight it is: a kernel that is
-cast before, as layers do by default, has its gradient rounded to the compute dtype on the way back.
+Every one of them takes activations in the compute dtype and the kernel as the master
+weight it is: a kernel that is cast before, as layers do by default, has its gradient
+rounded to the compute dtype on the way back.
 """
 
 import math
@@ -22,85 +24,133 @@ MATRICES: Dims = (((1,), (0,)), ((), ()))  # those of [N, D] and [D, F]
 
 
 class OverwriteWithGradient(nnx.Variable):
-    """A variable whose "gradient" is its next value: Flax's convention for amax histories."""
+    """A variable whose "gradient" is its next value: Flax's convention for amax
+    histories.
+    """
 
 
 class DelayedFp8Dot(nnx.Module):
-    """Flax's own FP8 product with delayed scaling: scales from the largest magnitudes of the last steps."""
+    """Flax's own FP8 product with delayed scaling: scales from the largest magnitudes
+    of the last steps.
+    """
 
     def __init__(self, history: int) -> None:
         for tensor in ("lhs", "rhs", "grad"):
-            setattr(self, f"{tensor}_scale", OverwriteWithGradient(jnp.ones(1, jnp.float32)))
-            setattr(self, f"{tensor}_amax_history", OverwriteWithGradient(jnp.zeros(history, jnp.float32)))
+            setattr(
+                self, f"{tensor}_scale", OverwriteWithGradient(jnp.ones(1, jnp.float32))
+            )
+            setattr(
+                self,
+                f"{tensor}_amax_history",
+                OverwriteWithGradient(jnp.zeros(history, jnp.float32)),
+            )
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any) -> jax.Array:
-        """The product in the dtype of `lhs`; the gradient of `rhs` is rounded to it too, as Flax has it."""
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any
+    ) -> jax.Array:
+        """The product in the dtype of `lhs`; the gradient of `rhs` is rounded to it
+        too, as Flax has it.
+        """
         return fp8_scaled_dot_general(
             lhs,
             rhs.astype(lhs.dtype),
             dims,
             preferred_element_type=lhs.dtype,
             quantize_compute_type=lhs.dtype,
-            **{name: value[...] for name, value in vars(self).items() if isinstance(value, OverwriteWithGradient)},
+            **{
+                name: value[...]
+                for name, value in vars(self).items()
+                if isinstance(value, OverwriteWithGradient)
+            },
         )
 
 
 class SimulatedDot:
-    """The FP32 product of operands rounded to `forward`, its gradients' one to `backward`: formats without kernels."""
+    """The FP32 product of operands rounded to `forward`, its gradients' one to
+    `backward`: formats without kernels.
+    """
 
     def __init__(self, forward: FloatFormat, backward: FloatFormat) -> None:
         self.forward, self.backward = forward, backward
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any) -> jax.Array:
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any
+    ) -> jax.Array:
         """The product in FP32."""
-        lhs, rhs = cast_on_forward(lhs, self.forward), cast_on_forward(rhs, self.forward)
+        lhs, rhs = (
+            cast_on_forward(lhs, self.forward),
+            cast_on_forward(rhs, self.forward),
+        )
         return cast_on_backward(jax.lax.dot_general(lhs, rhs, dims), self.backward)
 
 
 @jax.custom_vjp
 def _clip(x: jax.Array, multiple: jax.Array) -> jax.Array:
-    bound = multiple * jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))).astype(x.dtype)
+    bound = multiple * jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))).astype(
+        x.dtype
+    )
     return jnp.clip(x, -bound, bound)
 
 
 # Straight through, as the saturating cast that follows.
-_clip.defvjp(lambda x, multiple: (_clip(x, multiple), None), lambda _, gradient: (gradient, None))
+_clip.defvjp(
+    lambda x, multiple: (_clip(x, multiple), None), lambda _, gradient: (gradient, None)
+)
 
 
 class ClippedDot(nnx.Module):
-    """`dot` of operands clipped to `multiple` times their RMS. A module, for the amax histories that `dot` may have."""
+    """`dot` of operands clipped to `multiple` times their RMS. A module, for the amax
+    histories that `dot` may have.
+    """
 
     def __init__(self, dot: Dot, multiple: float) -> None:
         self.dot, self.multiple = dot, multiple
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, dims: Dims, **settings: Any) -> jax.Array:
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, dims: Dims, **settings: Any
+    ) -> jax.Array:
         """The product in the dtype of `dot`'s."""
         bound = jnp.float32(self.multiple)
-        return self.dot(_clip(lhs, bound.astype(lhs.dtype)), _clip(rhs, bound.astype(rhs.dtype)), dims, **settings)
+        return self.dot(
+            _clip(lhs, bound.astype(lhs.dtype)),
+            _clip(rhs, bound.astype(rhs.dtype)),
+            dims,
+            **settings,
+        )
 
 
 class MixedDot(nnx.Module):
-    """`dot` of operands that are both multiplied by one orthogonal matrix in groups of `size` channels of their sum.
+    """`dot` of operands that are both multiplied by one orthogonal matrix in groups of
+    `size` channels of their sum.
 
-    A random Hadamard transform: what the product is stays, and of an outlier each channel of its group gets a part. A
-    module, for the amax histories that `dot` may have.
+    A random Hadamard transform: what the product is stays, and of an outlier each
+    channel of its group gets a part. A module, for the amax histories that `dot` may
+    have.
     """
 
     def __init__(self, dot: Dot, size: int) -> None:
         self.dot, self.size = dot, size
 
-    def __call__(self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Dims, **settings: Any) -> jax.Array:
-        """The product in the dtype of `dot`'s. ValueError for any other than that of two matrices."""
+    def __call__(
+        self, lhs_NxD: jax.Array, rhs_DxF: jax.Array, dims: Dims, **settings: Any
+    ) -> jax.Array:
+        """The product in the dtype of `dot`'s. ValueError for any other than that of
+        two matrices.
+        """
         if dims != MATRICES:
-            raise ValueError(f"MixedDot multiplies [N, D] and [D, F]; got dimension numbers {dims}")
+            raise ValueError(
+                f"MixedDot multiplies [N, D] and [D, F]; got dimension numbers {dims}"
+            )
         mixed_NxD = hadamard(lhs_NxD.T, self.size).T
         return self.dot(mixed_NxD, hadamard(rhs_DxF, self.size), dims, **settings)
 
 
 def hadamard(x: jax.Array, size: int) -> jax.Array:
-    """`x` [N, ..] times a random orthogonal matrix in groups of `size` along N, a power of two.
+    """`x` [N, ..] times a random orthogonal matrix in groups of `size` along N, a power
+    of two.
 
-    The signs are the same always. Rows beyond the last whole group are mixed with zeros, so there may be more of them.
+    The signs are the same always. Rows beyond the last whole group are mixed with
+    zeros, so there may be more of them.
     """
     matrix = np.ones((1, 1))
     while len(matrix) < size:
@@ -108,9 +158,16 @@ def hadamard(x: jax.Array, size: int) -> jax.Array:
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size)
     padded = jnp.pad(x, ((0, -x.shape[0] % size), (0, 0)))
     groups = padded.reshape(-1, size, x.shape[1])
-    # Of ones, and divided afterwards: where scales propagate, that of an array of constants is 1. In FP32 until then.
+    # Of ones, and divided afterwards: where scales propagate, that of an array of
+    # constants is 1. In FP32 until then.
     ones = (signs[:, None] * matrix).astype(x.dtype)
-    mixed = jnp.einsum("gid,ij->gjd", groups, ones, precision="highest", preferred_element_type=jnp.float32)
+    mixed = jnp.einsum(
+        "gid,ij->gjd",
+        groups,
+        ones,
+        precision="highest",
+        preferred_element_type=jnp.float32,
+    )
     return (mixed.reshape(padded.shape) * (1 / math.sqrt(size))).astype(x.dtype)
 
 
@@ -119,28 +176,45 @@ def _matmul(lhs_NxD: jax.Array, rhs_DxF: jax.Array) -> jax.Array:
     return lhs_NxD @ rhs_DxF.astype(lhs_NxD.dtype)
 
 
-def _matmul_bwd(operands: tuple[jax.Array, jax.Array], gradient_NxF: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _matmul_bwd(
+    operands: tuple[jax.Array, jax.Array], gradient_NxF: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     lhs_NxD, rhs_DxF = operands
     d_lhs_NxD = gradient_NxF @ rhs_DxF.astype(lhs_NxD.dtype).T
-    return d_lhs_NxD, jnp.matmul(lhs_NxD.T, gradient_NxF, preferred_element_type=rhs_DxF.dtype)
+    return d_lhs_NxD, jnp.matmul(
+        lhs_NxD.T, gradient_NxF, preferred_element_type=rhs_DxF.dtype
+    )
 
 
 _matmul.defvjp(lambda lhs, rhs: (_matmul(lhs, rhs), (lhs, rhs)), _matmul_bwd)
 
 
-def wide_gradient_dot(lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any) -> jax.Array:
-    """`lhs @ rhs` in the dtype of `lhs`; the gradient of `rhs` is what was accumulated in FP32, not rounded first."""
+def wide_gradient_dot(
+    lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any
+) -> jax.Array:
+    """`lhs @ rhs` in the dtype of `lhs`; the gradient of `rhs` is what was accumulated
+    in FP32, not rounded first.
+    """
     if lhs.dtype == rhs.dtype:
         return jax.lax.dot_general(lhs, rhs, dims)
     if dims != MATRICES:
-        raise ValueError(f"wide_gradient_dot multiplies [N, D] and [D, F]; got dimension numbers {dims}")
+        raise ValueError(
+            "wide_gradient_dot multiplies [N, D] and [D, F]; got dimension numbers"
+            f" {dims}"
+        )
     return _matmul(lhs, rhs)
 
 
-def narrow_gradient_dot(lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any) -> jax.Array:
+def narrow_gradient_dot(
+    lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any
+) -> jax.Array:
     """`lhs @ rhs` and both gradients in the dtype of `lhs`."""
     if dims != MATRICES:
-        raise ValueError(f"narrow_gradient_dot multiplies [N, D] and [D, F]; got dimension numbers {dims}")
-    # Not JAX's own gradient, which is the transpose of a product: XLA takes that for an order of the array, and what
-    # updates matrices of one shape, those of FP8 products among them, has two orders to read.
+        raise ValueError(
+            "narrow_gradient_dot multiplies [N, D] and [D, F]; got dimension numbers"
+            f" {dims}"
+        )
+    # Not JAX's own gradient, which is the transpose of a product: XLA takes that for an
+    # order of the array, and what updates matrices of one shape, those of FP8 products
+    # among them, has two orders to read.
     return _matmul(lhs, rhs.astype(lhs.dtype))

@@ -1,7 +1,9 @@
-"""What a precision preset means: orthogonal fields, and which combinations of them there are.
+"""What a precision preset means: orthogonal fields, and which combinations of them
+there are.
 
-A preset is nothing but a name for a combination of the fields of `Policy`, which are the keys of the configuration's
-group `precision` too. Nothing here imports JAX: `trainer.precision.arrays` has what a policy does to arrays.
+A preset is nothing but a name for a combination of the fields of `Policy`, which are
+the keys of the configuration's group `precision` too. Nothing here imports JAX:
+`trainer.precision.arrays` has what a policy does to arrays.
 """
 
 import re
@@ -40,7 +42,8 @@ Format = Annotated[
     str,
     Bound(
         is_format,
-        "eXmY of 2 to 8 exponent bits and 1 to 23 mantissa bits, such as e4m3, e4m3t or e4m3s, or fp32, bf16 or fp16",
+        "eXmY of 2 to 8 exponent bits and 1 to 23 mantissa bits, such as e4m3, e4m3t or"
+        " e4m3s, or fp32, bf16 or fp16",
     ),
 ]
 
@@ -50,29 +53,42 @@ class Policy:
     """The precision of a run.
 
     Attributes:
-      compute: activations and all matmuls that are not chosen by `fp8_modules`: fp32, bf16 or fp16.
-      forward: format of the operands of the chosen matmuls (e4m3; any eXmY when simulated); None: `compute`.
+      compute: activations and all matmuls that are not chosen by `fp8_modules`: fp32,
+          bf16 or fp16.
+      forward: format of the operands of the chosen matmuls (e4m3; any eXmY when
+          simulated); None: `compute`.
       backward: of the gradient of their output.
-      backward_e4m3: patterns of those among the chosen matmuls where that is e4m3: a digit more and 14 octaves less,
-        where the range that is measured allows it; None: nowhere.
-      simulate: round FP32 values to `forward` and `backward` instead of multiplying in them; to nearest, or where the
-        format's name ends in a t, as in e4m3t, by leaving out the digits behind the last place, in an s stochastically.
-      fp8_modules: patterns of module paths, such as `h.*` or `h.*.mlp.*`: the chosen ones.
+      backward_e4m3: patterns of those among the chosen matmuls where that is e4m3: a
+        digit more and 14 octaves less, where the range that is measured allows it;
+        None: nowhere.
+      simulate: round FP32 values to `forward` and `backward` instead of multiplying in
+        them; to nearest, or where the format's name ends in a t, as in e4m3t, by
+        leaving out the digits behind the last place, in an s stochastically.
+      fp8_modules: patterns of module paths, such as `h.*` or `h.*.mlp.*`: the chosen
+          ones.
       exclude: patterns of those among them that stay in `compute`, such as `h.0.*`.
-      scaling: the name of a method that keeps narrow numbers in range, of `trainer.precision.methods.METHODS`.
-      weights: storage of the master weights: fp32, bf16 or fp16. Scaled arrays where the method scales parameters.
-      weights_rounding: of their update: nearest, stochastic, or kahan: to nearest, and what that loses is kept, in BF16
-        beside the weights, and part of the next update.
-      weight_grad: of the weights of the chosen matmuls, on its way to the optimiser: fp32, bf16, fp16, e4m3 or e5m2;
-        see `Method.gradient_formats`.
-      mu, nu: storage of the first and second moment: fp32, bf16, fp16, e4m3 or e5m2; narrow ones are scaled arrays.
+      scaling: the name of a method that keeps narrow numbers in range, of
+          `trainer.precision.methods.METHODS`.
+      weights: storage of the master weights: fp32, bf16 or fp16. Scaled arrays where
+          the method scales parameters.
+      weights_rounding: of their update: nearest, stochastic, or kahan: to nearest, and
+        what that loses is kept, in BF16 beside the weights, and part of the next
+        update.
+      weight_grad: of the weights of the chosen matmuls, on its way to the optimiser:
+        fp32, bf16, fp16, e4m3 or e5m2; see `Method.gradient_formats`.
+      mu, nu: storage of the first and second moment: fp32, bf16, fp16, e4m3 or e5m2;
+          narrow ones are scaled arrays.
       moments_rounding: auto (see `scalify_core.optim`), nearest or stochastic.
-      update: what the optimiser computes in: fp32, or propagate, in scaled arrays of `compute` data.
-      rescale_grads: where scales propagate, the places whose gradient gets the scale of its RMS, measured at run time:
-        layer_norm (the input of each) and qkv (queries, keys and values of each attention).
-      clip_outliers: operands of the chosen matmuls are clipped to so many times their RMS before the cast; None: not.
-      hadamard: both operands of the chosen matmuls are multiplied by one random orthogonal matrix in groups of so many
-        channels of their sum, a power of two, before the cast; None: not.
+      update: what the optimiser computes in: fp32, or propagate, in scaled arrays of
+          `compute` data.
+      rescale_grads: where scales propagate, the places whose gradient gets the scale of
+        its RMS, measured at run time: layer_norm (the input of each) and qkv (queries,
+        keys and values of each attention).
+      clip_outliers: operands of the chosen matmuls are clipped to so many times their
+          RMS before the cast; None: not.
+      hadamard: both operands of the chosen matmuls are multiplied by one random
+        orthogonal matrix in groups of so many channels of their sum, a power of two,
+        before the cast; None: not.
       amax_history: steps that delayed scaling looks back.
     """
 
@@ -97,61 +113,93 @@ class Policy:
     amax_history: Positive
 
     def __post_init__(self) -> None:
-        """Raise UserError for fields out of their bounds, and for those that contradict each other."""
+        """Raise UserError for fields out of their bounds, and for those that contradict
+        each other.
+        """
         check_fields(self, "precision.")
         for place in self.rescale_grads:
             if place not in PLACES:
-                raise UserError(f"precision.rescale_grads: {place!r} is not a place; valid: {', '.join(PLACES)}")
+                raise UserError(
+                    f"precision.rescale_grads: {place!r} is not a place; valid:"
+                    f" {', '.join(PLACES)}"
+                )
         self._check_products()
         self.method.check(self)
-        if self.propagated_update and (not self.scaled or self.moments_rounding == "stochastic"):
+        if self.propagated_update and (
+            not self.scaled or self.moments_rounding == "stochastic"
+        ):
             raise UserError(
-                "precision.update=propagate needs precision.scaling=propagate, and rounds to nearest: set "
-                "precision.moments_rounding=nearest, or precision.update=fp32"
+                "precision.update=propagate needs precision.scaling=propagate, and"
+                " rounds to nearest: set precision.moments_rounding=nearest, or"
+                " precision.update=fp32"
             )
         formats, why = self.method.gradient_formats(self)
         if self.weight_grad not in formats:
             raise UserError(
-                f"precision.weight_grad={self.weight_grad}, but {why}; set precision.weight_grad={' or '.join(formats)}"
+                f"precision.weight_grad={self.weight_grad}, but {why}; set"
+                f" precision.weight_grad={' or '.join(formats)}"
             )
         if self.simulate and self.compute != "fp32":
-            raise UserError(f"precision.simulate=true rounds FP32 values; it needs compute=fp32, not {self.compute}")
+            raise UserError(
+                "precision.simulate=true rounds FP32 values; it needs compute=fp32,"
+                f" not {self.compute}"
+            )
 
     def _check_products(self) -> None:
         """Raise UserError for formats that no product takes."""
         if (self.forward is None) != (self.backward is None):
             raise UserError(
-                f"precision.forward={self.forward}, precision.backward={self.backward}: give both formats or neither"
+                f"precision.forward={self.forward}, precision.backward={self.backward}:"
+                " give both formats or neither"
             )
         for key, name in (("forward", self.forward), ("backward", self.backward)):
-            if name is not None and not self.simulate and name.lower() not in ("e4m3", "e5m2"):
+            if (
+                name is not None
+                and not self.simulate
+                and name.lower() not in ("e4m3", "e5m2")
+            ):
                 raise UserError(
-                    f"precision.{key}={name}: matmuls take e4m3 or e5m2; any other format needs precision.simulate=true"
+                    f"precision.{key}={name}: matmuls take e4m3 or e5m2; any other"
+                    " format needs precision.simulate=true"
                 )
-        if self.forward is not None and not self.simulate and (self.forward, self.backward) != ("e4m3", "e5m2"):
+        if (
+            self.forward is not None
+            and not self.simulate
+            and (self.forward, self.backward) != ("e4m3", "e5m2")
+        ):
             raise UserError(
-                f"precision.forward={self.forward}, precision.backward={self.backward}: the FP8 matmul takes e4m3 "
-                "forward and e5m2 backward; others need precision.simulate=true"
+                f"precision.forward={self.forward}, precision.backward={self.backward}:"
+                " the FP8 matmul takes e4m3 forward and e5m2 backward; others need"
+                " precision.simulate=true"
             )
-        if self.backward_e4m3 and (self.forward is None or not self.method.scales_gradients):
-            scaled = " or ".join(name for name, method in METHODS.items() if method.scales_gradients)
+        if self.backward_e4m3 and (
+            self.forward is None or not self.method.scales_gradients
+        ):
+            scaled = " or ".join(
+                name for name, method in METHODS.items() if method.scales_gradients
+            )
             raise UserError(
-                f"precision.backward_e4m3 needs FP8 matmuls whose gradients have scales of their own: set "
-                f"precision.forward, precision.backward and precision.scaling={scaled}; found "
-                f"{self.forward}, {self.backward} and {self.scaling}"
+                "precision.backward_e4m3 needs FP8 matmuls whose gradients have scales"
+                " of their own: set precision.forward, precision.backward and"
+                f" precision.scaling={scaled}; found {self.forward}, {self.backward}"
+                f" and {self.scaling}"
             )
         if self.backward_e4m3 and (self.backward or "").lower()[-1:] in ("s", "t"):
             raise UserError(
-                f"precision.backward_e4m3 rounds to nearest, not as precision.backward={self.backward} does; leave one "
-                "of them out"
+                "precision.backward_e4m3 rounds to nearest, not as"
+                f" precision.backward={self.backward} does; leave one of them out"
             )
         if self.hadamard is not None and self.hadamard > WIDEST:
-            raise UserError(f"precision.hadamard={self.hadamard}: groups are of up to {WIDEST} channels")
+            raise UserError(
+                f"precision.hadamard={self.hadamard}: groups are of up to {WIDEST}"
+                " channels"
+            )
         for key in ("clip_outliers", "hadamard"):
             if getattr(self, key) is not None and self.forward is None:
                 raise UserError(
-                    f"precision.{key}={getattr(self, key):g} acts on what is rounded to FP8, and no matmul is; set "
-                    "precision.forward and .backward, or leave it out"
+                    f"precision.{key}={getattr(self, key):g} acts on what is rounded to"
+                    " FP8, and no matmul is; set precision.forward and .backward, or"
+                    " leave it out"
                 )
 
     @property
@@ -161,7 +209,9 @@ class Policy:
 
     @property
     def scaled(self) -> bool:
-        """Return whether scales propagate: parameters, and all that is computed from them, are scaled arrays."""
+        """Return whether scales propagate: parameters, and all that is computed from
+        them, are scaled arrays.
+        """
         return self.method.scaled
 
     @property
@@ -181,12 +231,16 @@ class Policy:
 
     @property
     def in_fp8(self) -> bool:
-        """Return whether the chosen matmuls multiply in FP8, not in a simulation of it."""
+        """Return whether the chosen matmuls multiply in FP8, not in a simulation of
+        it.
+        """
         return self.forward is not None and not self.simulate
 
     @property
     def casts_operands_as_they_are(self) -> bool:
-        """Return whether nothing happens to operands of the chosen matmuls before they are cast."""
+        """Return whether nothing happens to operands of the chosen matmuls before they
+        are cast.
+        """
         return self.clip_outliers is None and self.hadamard is None
 
     def backward_of(self, path: str) -> Format | None:
@@ -196,10 +250,17 @@ class Policy:
 
     @property
     def weight_gradients(self) -> str:
-        """What the weight gradients of the chosen matmuls are, in words; a method may round them before that."""
-        if not self.method.rounds_weight_gradients or self.compute in ("fp32", self.weight_grad):
+        """What the weight gradients of the chosen matmuls are, in words; a method may
+        round them before that.
+        """
+        if not self.method.rounds_weight_gradients or self.compute in (
+            "fp32",
+            self.weight_grad,
+        ):
             return self.weight_grad
-        return f"rounded to {self.compute} by Flax's product, kept in {self.weight_grad}"
+        return (
+            f"rounded to {self.compute} by Flax's product, kept in {self.weight_grad}"
+        )
 
     @property
     def wide_gradients(self) -> str:
@@ -213,7 +274,9 @@ class Policy:
 
     @property
     def logical(self) -> np.dtype:
-        """The dtype that the model is written in: under `scalify` every array looks like FP32."""
+        """The dtype that the model is written in: under `scalify` every array looks
+        like FP32.
+        """
         return DTYPES["fp32" if self.scaled else self.compute]
 
 
@@ -222,7 +285,8 @@ def without_effect(policy: Policy) -> dict[str, str]:
     why: dict[str, str] = {}
     if policy.forward is None:
         why |= dict.fromkeys(
-            ("fp8_modules", "exclude"), f"no matmul is narrower than precision.compute={policy.compute}"
+            ("fp8_modules", "exclude"),
+            f"no matmul is narrower than precision.compute={policy.compute}",
         )
     if policy.weights == "fp32":
         why["weights_rounding"] = "precision.weights=fp32"

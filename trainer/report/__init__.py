@@ -1,4 +1,6 @@
-"""What a run says of itself to a reader: the page, its charts and verdicts, and several runs compared.
+"""What a run says of itself to a reader: the page, its charts and verdicts, and several
+runs compared.
 
-It reads run directories only, but for `messages`, what a run prints at its start and end.
+It reads run directories only, but for `messages`, what a run prints at its start and
+end.
 """

@@ -1,4 +1,6 @@
-"""Line charts as SVG text, without a library: what a report needs, and a browser without network can show."""
+"""Line charts as SVG text, without a library: what a report needs, and a browser
+without network can show.
+"""
 
 import bisect
 import html
@@ -13,12 +15,24 @@ WIDTH, HEIGHT = 560, 240  # of a chart, in the units of its view box
 LEFT, RIGHT, TOP, BOTTOM = 58, 26, 14, 30  # around the plot
 MOST_POINTS = 600  # of a line: the lowest and the highest value of each part are drawn
 CLIPPED = 3.0  # a top this many times as far up as 99% of the values is cut off
-# Told apart in print and by the colour-blind (Okabe and Ito, "Color Universal Design", 2008).
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
+# Told apart in print and by the colour-blind (Okabe and Ito, "Color Universal Design",
+# 2008).
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#7f7f7f",
+    "#000000",
+)
 
 
 def colour_number(i: int) -> str:
-    """The i-th of any number of colours; from the ninth on they are only told apart by eye."""
+    """The i-th of any number of colours; from the ninth on they are only told apart by
+    eye.
+    """
     return COLOURS[i] if i < len(COLOURS) else f"hsl({137.5 * i % 360:.0f} 65% 42%)"
 
 
@@ -49,7 +63,9 @@ class Mark:
 
 
 class Choice(NamedTuple):
-    """A value of one of several choices: the number of the choice, the value, and what it says when pointed at."""
+    """A value of one of several choices: the number of the choice, the value, and what
+    it says when pointed at.
+    """
 
     choice: int
     y: float
@@ -67,12 +83,16 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         """A value outside of the range is placed at its end."""
-        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        share = (min(max(value, self.low), self.high) - self.low) / (
+            self.high - self.low
+        )
         return self.start + share * (self.end - self.start)
 
 
 def smoothed(ys: Sequence[float], window: int) -> list[float]:
-    """Median of the finite ones among the last `window` values, which no spike moves; NaN where there is none."""
+    """Median of the finite ones among the last `window` values, which no spike moves;
+    NaN where there is none.
+    """
     found: list[float] = []
     ordered: list[float] = []
     for i, new in enumerate(ys):
@@ -85,11 +105,20 @@ def smoothed(ys: Sequence[float], window: int) -> list[float]:
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """At most `count` + 1 round numbers (1, 2 or 5 times a power of ten apart) within [low, high]."""
+    """At most `count` + 1 round numbers (1, 2 or 5 times a power of ten apart) within
+    [low, high].
+    """
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    step = next(
+        power * factor
+        for factor in (1, 2, 5, 10)
+        if power * factor >= rough * (1 - 1e-9)
+    )
+    return [
+        i * step
+        for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
 
 
 def written(value: float, step: float) -> str:
@@ -113,7 +142,11 @@ def value_range(lines: Sequence[Line], *, from_zero: bool) -> tuple[float, float
     if high - low > CLIPPED * (usual - low) > 0:
         high = low + 1.2 * (usual - low)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return (low if from_zero and low == 0 else low - margin), high + margin, sum(y > high + margin for y in values)
+    return (
+        (low if from_zero and low == 0 else low - margin),
+        high + margin,
+        sum(y > high + margin for y in values),
+    )
 
 
 def chart(
@@ -125,12 +158,22 @@ def chart(
     from_zero: bool = False,
     x_range: tuple[float, float] | None = None,
 ) -> str:
-    """A figure with title, legend and axes; a sentence in place of the plot where there is nothing to draw."""
+    """A figure with title, legend and axes; a sentence in place of the plot where there
+    is nothing to draw.
+    """
     shown = [line for line in lines if any(map(math.isfinite, line.ys))]
     named = [line for line in shown if not line.faint]
-    swatches = {x.name: f'<i style="background:{x.colour}"></i>' for x in named if x.name}
-    legend = "".join(f"<span>{swatch}{html.escape(name)}</span> " for name, swatch in swatches.items())
-    head = f"<figcaption><b>{html.escape(title)}</b> <small>{html.escape(unit)}</small> {legend}</figcaption>"
+    swatches = {
+        x.name: f'<i style="background:{x.colour}"></i>' for x in named if x.name
+    }
+    legend = "".join(
+        f"<span>{swatch}{html.escape(name)}</span> "
+        for name, swatch in swatches.items()
+    )
+    head = (
+        f"<figcaption><b>{html.escape(title)}</b> <small>{html.escape(unit)}</small>"
+        f" {legend}</figcaption>"
+    )
     if not shown:
         return f"<figure>{head}<p>not recorded</p></figure>"
     xs = [x for line in shown for x in line.xs]
@@ -144,33 +187,59 @@ def chart(
         *(part for x in shown for part in draw(x, across, up)),
     ]
     if above:
-        parts.append(f'<text x="{WIDTH - RIGHT}" y="11" text-anchor="end">{above} values above the top</text>')
+        parts.append(
+            f'<text x="{WIDTH - RIGHT}" y="11" text-anchor="end">{above} values above'
+            " the top</text>"
+        )
     label = html.escape(f"{title} by step", quote=True)
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    svg = (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+        f' aria-label="{label}">{"".join(parts)}</svg>'
+    )
     return f"<figure>{head}{svg}</figure>"
 
 
-def by_choice(title: str, choices: Sequence[str], points: Sequence[Choice], *, unit: str = "") -> str:
-    """A figure of values over choices, side by side in the given order; a line joins the lowest of each."""
+def by_choice(
+    title: str, choices: Sequence[str], points: Sequence[Choice], *, unit: str = ""
+) -> str:
+    """A figure of values over choices, side by side in the given order; a line joins
+    the lowest of each.
+    """
     shown = [p for p in points if math.isfinite(p.y)]
-    head = f"<figcaption><b>{html.escape(title)}</b> <small>{html.escape(unit)}</small></figcaption>"
+    head = (
+        f"<figcaption><b>{html.escape(title)}</b>"
+        f" <small>{html.escape(unit)}</small></figcaption>"
+    )
     if not shown:
         return f"<figure>{head}<p>not recorded</p></figure>"
     across = Scale(-0.5, len(choices) - 0.5, LEFT, WIDTH - RIGHT)
-    low, high, _ = value_range([Line("", [0.0] * len(shown), [p.y for p in shown])], from_zero=False)
+    low, high, _ = value_range(
+        [Line("", [0.0] * len(shown), [p.y for p in shown])], from_zero=False
+    )
     up = Scale(low, high, HEIGHT - BOTTOM, TOP)
-    best = {i: min(p.y for p in shown if p.choice == i) for i in sorted({p.choice for p in shown})}
+    best = {
+        i: min(p.y for p in shown if p.choice == i)
+        for i in sorted({p.choice for p in shown})
+    }
     path = "L".join(f"{across(i):.1f},{up(y):.1f}" for i, y in best.items())
     parts = [*heights(up), f'<path stroke="{COLOURS[0]}" d="M{path}"/>']
     for p in shown:
         place = f'cx="{across(p.choice):.1f}" cy="{up(p.y):.1f}"'
-        parts.append(f'<circle {place} r="3.5" fill="{COLOURS[0]}"><title>{html.escape(p.text)}</title></circle>')
+        parts.append(
+            f'<circle {place} r="3.5"'
+            f' fill="{COLOURS[0]}"><title>{html.escape(p.text)}</title></circle>'
+        )
     for i, choice in enumerate(choices):
         place = f'x="{across(i):.1f}" y="{HEIGHT - BOTTOM + 15}"'
         parts.append(f'<text {place} text-anchor="middle">{html.escape(choice)}</text>')
-    parts.append(f'<path class="frame" d="M{LEFT},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
+    parts.append(
+        f'<path class="frame" d="M{LEFT},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>'
+    )
     label = html.escape(title, quote=True)
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    svg = (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+        f' aria-label="{label}">{"".join(parts)}</svg>'
+    )
     return f"<figure>{head}{svg}</figure>"
 
 
@@ -179,9 +248,16 @@ def heights(up: Scale) -> Iterator[str]:
     values = ticks(up.low, up.high)
     for value in values:
         y = up(value)
-        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        number = written(value, values[1] - values[0] if len(values) > 1 else abs(value) or 1.0)
-        yield f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{number}</text>'
+        yield (
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}"'
+            f' y2="{y:.1f}"/>'
+        )
+        number = written(
+            value, values[1] - values[0] if len(values) > 1 else abs(value) or 1.0
+        )
+        yield (
+            f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{number}</text>'
+        )
 
 
 def axes(across: Scale, up: Scale) -> Iterator[str]:
@@ -189,7 +265,10 @@ def axes(across: Scale, up: Scale) -> Iterator[str]:
     yield from heights(up)
     for value in ticks(across.low, across.high):
         if value == int(value):
-            yield f'<text x="{across(value):.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{int(value):,}</text>'
+            yield (
+                f'<text x="{across(value):.1f}" y="{HEIGHT - BOTTOM + 15}"'
+                f' text-anchor="middle">{int(value):,}</text>'
+            )
     yield f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 2}" text-anchor="end">step</text>'
     yield f'<path class="frame" d="M{LEFT},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>'
 
@@ -198,7 +277,10 @@ def mark(m: Mark, across: Scale) -> str:
     """A vertical line."""
     x = across(m.x)
     where = f'x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"'
-    return f'<line class="mark" {where} stroke="{m.colour}"><title>{html.escape(m.text)}</title></line>'
+    return (
+        f'<line class="mark" {where}'
+        f' stroke="{m.colour}"><title>{html.escape(m.text)}</title></line>'
+    )
 
 
 def draw(line: Line, across: Scale, up: Scale) -> Iterator[str]:
@@ -210,11 +292,16 @@ def draw(line: Line, across: Scale, up: Scale) -> Iterator[str]:
         for x, y in stretch if line.dots or len(stretch) == 1 else ():
             text = html.escape(f"{line.name} {y:.6g} after step {x:,.0f}")
             place = f'cx="{across(x):.1f}" cy="{up(y):.1f}"'
-            yield f'<circle {place} r="3" fill="{line.colour}"><title>{text}</title></circle>'
+            yield (
+                f'<circle {place} r="3"'
+                f' fill="{line.colour}"><title>{text}</title></circle>'
+            )
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
-    """At most `MOST_POINTS` points, the extremes of equal parts among them; of a part with a gap, the gap too."""
+    """At most `MOST_POINTS` points, the extremes of equal parts among them; of a part
+    with a gap, the gap too.
+    """
     size = max(1, math.ceil(2 * len(xs) / MOST_POINTS))
     points = list(zip(xs, ys, strict=True))
     if size <= 2:
@@ -223,7 +310,11 @@ def thinned(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float
     for i in range(0, len(points), size):
         part = points[i : i + size]
         finite = [p for p in part if math.isfinite(p[1])]
-        ends = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])} if finite else set()
+        ends = (
+            {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])}
+            if finite
+            else set()
+        )
         gap = [p for p in part if not math.isfinite(p[1])][:1]
         kept += sorted([*ends, *gap])
     return kept

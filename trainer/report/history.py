@@ -30,7 +30,8 @@ KINDS = {
     "new scales": "#7f9fbf",
 }
 OTHER = "#999999"
-FORKED, WEIGHTS = "forked from", "weights from"  # facts of a run that began with something
+# facts of a run that began with something
+FORKED, WEIGHTS = "forked from", "weights from"
 AS_TRAINED = "as trained"  # in an evaluation, the precision of the run itself
 
 
@@ -40,7 +41,8 @@ class Evaluation(NamedTuple):
     Attributes:
       step: whose weights they were.
       tokens: of the text that they were evaluated on.
-      losses: nats per token by precision, AS_TRAINED among them; NaN where it was not finite.
+      losses: nats per token by precision, AS_TRAINED among them; NaN where it was not
+          finite.
     """
 
     step: int
@@ -53,9 +55,15 @@ def read_evaluation(run_dir: Path) -> Evaluation | None:
     text = read_text(run_dir / "evaluation.json")
     if not text:
         return None
-    with well_formed(f"{run_dir}/evaluation.json", "remove it, or let scripts.evaluate write it again"):
+    with well_formed(
+        f"{run_dir}/evaluation.json",
+        "remove it, or let scripts.evaluate write it again",
+    ):
         document = json.loads(text)
-        losses = {r["precision"]: math.nan if r["loss"] is None else float(r["loss"]) for r in document["results"]}
+        losses = {
+            r["precision"]: math.nan if r["loss"] is None else float(r["loss"])
+            for r in document["results"]
+        }
         found = Evaluation(int(document["step"]), int(document["tokens"]), losses)
         if AS_TRAINED not in losses:
             raise ValueError(f"it has no result of the precision {AS_TRAINED!r}")
@@ -67,11 +75,14 @@ class History:
     """What a run directory holds of a run.
 
     Attributes:
-      rows: of steps, each step once, in order; of numerics only the extremes over the layers.
+      rows: of steps, each step once, in order; of numerics only the extremes over the
+          layers.
       events: (step, text).
       config: the text of config.yaml.
-      looks: (step, figures of every layer, `numerics/CLASS/LAYER/FIGURE`), as often as they were taken.
-      evaluation: its weights in other precisions, if that was asked of `scripts.evaluate`.
+      looks: (step, figures of every layer, `numerics/CLASS/LAYER/FIGURE`), as often as
+          they were taken.
+      evaluation: its weights in other precisions, if that was asked of
+          `scripts.evaluate`.
       facts: what environment.txt says of the last time it was started.
     """
 
@@ -85,18 +96,31 @@ class History:
 
     @classmethod
     def read(cls, run_dir: Path, name: str = "") -> Self:
-        """By default it is called what the run was, or its directory is. Raises UserError where there is no log."""
+        """By default it is called what the run was, or its directory is. Raises
+        UserError where there is no log.
+        """
         if run_dir.is_dir():
             refuse_links(run_dir)
         rows = read_rows(run_dir / "metrics.jsonl")
         if all("event" in row for row in rows):
             raise UserError(
-                f"{run_dir} has no metrics.jsonl with rows; give the run_dir of a run with tracker=jsonl or wandb"
+                f"{run_dir} has no metrics.jsonl with rows; give the run_dir of a run"
+                " with tracker=jsonl or wandb"
             )
         with well_formed(f"what {run_dir} holds of its run", "mend or remove the file"):
-            config, environment = run_dir / "config.yaml", read_text(run_dir / "environment.txt")
-            looks = [(row["step"], {k: float(v) for k, v in row.items() if k.startswith("numerics/")}) for row in rows]
-            last = environment.strip().split("\n\n")[-1].splitlines()  # a resumed run adds a part
+            config, environment = (
+                run_dir / "config.yaml",
+                read_text(run_dir / "environment.txt"),
+            )
+            looks = [
+                (
+                    row["step"],
+                    {k: float(v) for k, v in row.items() if k.startswith("numerics/")},
+                )
+                for row in rows
+            ]
+            # a resumed run adds a part
+            last = environment.strip().split("\n\n")[-1].splitlines()
             found = cls(
                 name,
                 [without_layers(row) for row in rows if "event" not in row],
@@ -104,18 +128,30 @@ class History:
                 read_text(config),
                 [(step, figures) for step, figures in looks if figures],
                 read_evaluation(run_dir),
-                {key: value for key, _, value in (line.partition(": ") for line in last)},
+                {
+                    key: value
+                    for key, _, value in (line.partition(": ") for line in last)
+                },
             )
-            return replace(found, name=name or found.settings.get("tracker.name") or run_dir.resolve().name)
+            return replace(
+                found,
+                name=name
+                or found.settings.get("tracker.name")
+                or run_dir.resolve().name,
+            )
 
-    def line(self, key: str, name: str = "", colour: str = COLOURS[0], **look: bool) -> Line:
+    def line(
+        self, key: str, name: str = "", colour: str = COLOURS[0], **look: bool
+    ) -> Line:
         """The values of a key, of the rows that have it."""
         found = [(row["step"], float(row[key])) for row in self.rows if key in row]
         return Line(name, [x for x, _ in found], [y for _, y in found], colour, **look)
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """Dotted keys of the configuration and their values; none where it cannot be read."""
+        """Dotted keys of the configuration and their values; none where it cannot be
+        read.
+        """
         try:
             tree = parse_yaml(self.config)
         except ValueError:
@@ -130,11 +166,20 @@ class History:
     @property
     def began(self) -> str:
         """What the run began with, in words; empty: with nothing."""
-        return next((f"{fact} {self.facts[fact]}" for fact in (FORKED, WEIGHTS) if fact in self.facts), "")
+        return next(
+            (
+                f"{fact} {self.facts[fact]}"
+                for fact in (FORKED, WEIGHTS)
+                if fact in self.facts
+            ),
+            "",
+        )
 
     @property
     def wide_layers(self) -> list[str]:
-        """Patterns of the linear layers that are not cast to a narrow format, where others are; `*`: not known."""
+        """Patterns of the linear layers that are not cast to a narrow format, where
+        others are; `*`: not known.
+        """
         return self.facts.get("wide layers", "*").split()
 
     @property
@@ -154,17 +199,25 @@ class History:
 
     def median(self, key: str) -> str:
         """To three digits and a unit; `-`: none."""
-        return short(statistics.median(ys)) if (ys := finite(self.line(key))[1]) else "-"
+        return (
+            short(statistics.median(ys)) if (ys := finite(self.line(key))[1]) else "-"
+        )
 
     def smooth(self, key: str, name: str, colour: str = COLOURS[0]) -> list[Line]:
         """The values of a key, faint, and their median over a fiftieth of the run."""
         raw = self.line(key, name, colour, faint=True)
-        return [raw, Line(name, raw.xs, smoothed(raw.ys, max(1, len(raw.ys) // 50)), colour)]
+        return [
+            raw,
+            Line(name, raw.xs, smoothed(raw.ys, max(1, len(raw.ys) // 50)), colour),
+        ]
 
     @property
     def marks(self) -> list[Mark]:
         """The events as lines in a chart."""
-        return [Mark(step, f"step {step}: {text}", colour_of(text)) for step, text in self.events]
+        return [
+            Mark(step, f"step {step}: {text}", colour_of(text))
+            for step, text in self.events
+        ]
 
 
 def colour_of(event: str) -> str:

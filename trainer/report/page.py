@@ -1,6 +1,8 @@
-"""report.html: one file, readable without network, that tells who never saw the project whether a run was good.
+"""report.html: one file, readable without network, that tells who never saw the project
+whether a run was good.
 
-Three questions come first, each answered in a sentence with its figures: is it learning, is it healthy, is it fast?
+Three questions come first, each answered in a sentence with its figures: is it
+learning, is it healthy, is it fast?
 """
 
 import base64
@@ -14,12 +16,23 @@ from trainer.observe.display import short
 from trainer.observe.records import read_samples
 from trainer.report.charts import COLOURS, Line, chart, colour_number
 from trainer.report.history import FORKED, History, colour_of, finite, read_text
-from trainer.report.verdicts import LOST, NARROW, SATURATED, WORDS, Loss, fast, healthy, learning, losses
+from trainer.report.verdicts import (
+    LOST,
+    NARROW,
+    SATURATED,
+    WORDS,
+    Loss,
+    fast,
+    healthy,
+    learning,
+    losses,
+)
 
 # What a page about one run cannot say.
 BEYOND = (
-    "Whether another setting does better, only another run shows: <code>python -m scripts.compare</code> puts runs "
-    "side by side. What its precision costs where the weights are used: <code>python -m scripts.evaluate</code>."
+    "Whether another setting does better, only another run shows: <code>python -m"
+    " scripts.compare</code> puts runs side by side. What its precision costs where the"
+    " weights are used: <code>python -m scripts.evaluate</code>."
 )
 SHARP = "% that the last tokens' loss rises at most when logits move by 0.05%"
 STYLE = """
@@ -50,7 +63,9 @@ pre{background:#f6f8fa;padding:10px;overflow:auto;white-space:pre-wrap} img{max-
 
 
 def ending(h: History) -> str:
-    """`N of M steps: how it ended`. A run that was killed has no last word: it may be at work as well."""
+    """`N of M steps: how it ended`. A run that was killed has no last word: it may be
+    at work as well.
+    """
     last, steps = h.rows[-1]["step"], h.settings.get("train.steps")
     words = [text for step, text in h.events if step >= last]
     if any(text.startswith("stopped: ") for text in words):
@@ -62,18 +77,30 @@ def ending(h: History) -> str:
     else:
         how = "finished" if last >= steps else "not finished: stopped, or still at work"
     tokens = f"; {short(h.rows[-1]['tokens'])} tokens"
-    return (f"{last:,} of {steps:,} steps: {how}" if steps is not None else f"{last:,} steps: {how}") + tokens
+    return (
+        f"{last:,} of {steps:,} steps: {how}"
+        if steps is not None
+        else f"{last:,} steps: {how}"
+    ) + tokens
 
 
 def subject(h: History) -> str:
-    """What was trained on what text and devices, with which seed; as far as it is known."""
+    """What was trained on what text and devices, with which seed; as far as it is
+    known.
+    """
     settings, facts = h.settings, h.facts
     size = f", {facts['parameters']} parameters" if "parameters" in facts else ""
     text = ""
     if "text" in facts:
-        read = f"{h.number('training tokens'):,} training tokens, read {h.epochs:.1f} times"
+        read = (
+            f"{h.number('training tokens'):,} training tokens, read {h.epochs:.1f}"
+            " times"
+        )
         ids = f"tokenizer {facts.get('tokenizer', '-')}, {h.number('vocabulary'):,} ids"
-        text = f"{facts['text']} ({read}; {h.number('validation tokens'):,} for validation; {ids})"
+        text = (
+            f"{facts['text']} ({read}; {h.number('validation tokens'):,} for"
+            f" validation; {ids})"
+        )
     found = [
         f"model {settings['model.name']}{size}" if "model.name" in settings else "",
         text,
@@ -91,7 +118,9 @@ def arithmetic(h: History) -> str:
 
 
 def charts(h: History) -> list[str]:
-    """Loss, learning rate, gradient norm, throughput, memory, losses of precision, sharpness and scales."""
+    """Loss, learning rate, gradient norm, throughput, memory, losses of precision,
+    sharpness and scales.
+    """
     first = h.rows[0]["step"]
     span = (first - 1 if FORKED in h.facts else min(0, first), h.rows[-1]["step"])
     validation = h.line("val/loss", "validation", COLOURS[1], dots=True)
@@ -103,7 +132,11 @@ def charts(h: History) -> list[str]:
     clip, norms = h.settings.get("optimizer.clip_norm"), finite(h.line("grad_norm"))[1]
     share = sum(y > clip for y in norms) / len(norms) if clip and norms else 0.0
     clipped = f", which {share:.1%} of the steps had" if share else ""
-    limit = [Line("limit", span, (clip, clip), COLOURS[6])] if clip and norms and max(norms) > clip else []
+    limit = (
+        [Line("limit", span, (clip, clip), COLOURS[6])]
+        if clip and norms and max(norms) > clip
+        else []
+    )
 
     def extremes(figure: str, *ends: str, times: float = 1.0) -> list[Line]:
         """Of every class of tensors, over its layers."""
@@ -119,12 +152,23 @@ def charts(h: History) -> list[str]:
         ]
 
     def lost() -> list[Line]:
-        """What underflow takes from each class of tensors at most, in percent of the RMS of its worst one."""
-        looks = [(step, losses(figures, h.settings, h.wide_layers, "underflow")) for step, figures in h.looks]
+        """What underflow takes from each class of tensors at most, in percent of the
+        RMS of its worst one.
+        """
+        looks = [
+            (step, losses(figures, h.settings, h.wide_layers, "underflow"))
+            for step, figures in h.looks
+        ]
         steps = [step for step, _ in looks]
         nothing = Loss(0.0, 0.0, "")
         return [
-            Line(name, steps, [100 * found.get(kind, nothing).size for _, found in looks], COLOURS[i], dots=True)
+            Line(
+                name,
+                steps,
+                [100 * found.get(kind, nothing).size for _, found in looks],
+                COLOURS[i],
+                dots=True,
+            )
             for i, (kind, name) in enumerate(names.items())
             if any(kind in found for _, found in looks)
         ]
@@ -133,23 +177,47 @@ def charts(h: History) -> list[str]:
     at_edge = [ratio, Line("limit", span, (1.0, 1.0), COLOURS[6])] if ratio.ys else []
 
     def limited(lines: list[Line], limit: float) -> list[Line]:
-        return [*lines, Line("limit", span, (100 * limit,) * 2, COLOURS[6])] if lines else []
+        return (
+            [*lines, Line("limit", span, (100 * limit,) * 2, COLOURS[6])]
+            if lines
+            else []
+        )
 
-    def drawn(title: str, lines: Sequence[Line], unit: str, *, from_zero: bool = False) -> str:
-        return chart(title, lines, unit=unit, marks=h.marks, from_zero=from_zero, x_range=span)
+    def drawn(
+        title: str, lines: Sequence[Line], unit: str, *, from_zero: bool = False
+    ) -> str:
+        return chart(
+            title, lines, unit=unit, marks=h.marks, from_zero=from_zero, x_range=span
+        )
 
     return [
-        drawn("Loss", [*h.smooth("train/loss", "training"), validation], "nats per token, lower is better"),
+        drawn(
+            "Loss",
+            [*h.smooth("train/loss", "training"), validation],
+            "nats per token, lower is better",
+        ),
         drawn("Learning rate", [h.line("lr")], "", from_zero=True),
-        drawn("Gradient norm", [*h.smooth("grad_norm", "norm"), *limit], f"before clipping{clipped}", from_zero=True),
-        drawn("Throughput", h.smooth("perf/tokens_per_s", ""), "tokens per second", from_zero=True),
+        drawn(
+            "Gradient norm",
+            [*h.smooth("grad_norm", "norm"), *limit],
+            f"before clipping{clipped}",
+            from_zero=True,
+        ),
+        drawn(
+            "Throughput",
+            h.smooth("perf/tokens_per_s", ""),
+            "tokens per second",
+            from_zero=True,
+        ),
         drawn("Memory", memory, "GiB, peak so far", from_zero=True),
         drawn(
             "Underflow",
             limited(taken, LOST[0]) or extremes("underflow", "max", times=100),
-            "at most so many % of a tensor's RMS, worst layer"
-            if taken
-            else "at most so many % of the values, worst layer",
+            (
+                "at most so many % of a tensor's RMS, worst layer"
+                if taken
+                else "at most so many % of the values, worst layer"
+            ),
             from_zero=True,
         ),
         drawn(
@@ -158,16 +226,30 @@ def charts(h: History) -> list[str]:
             "% of the values cut off, worst layer",
             from_zero=True,
         ),
-        drawn("Sharpness of the logits", [h.line("sharpness/logits", dots=True)], SHARP, from_zero=True),
         drawn(
-            "Learning rate over the critical one", at_edge, "from 1 on a step raises its batch's loss", from_zero=True
+            "Sharpness of the logits",
+            [h.line("sharpness/logits", dots=True)],
+            SHARP,
+            from_zero=True,
         ),
-        drawn("Scales", extremes("exponent", "max", "min"), "powers of two, the largest and smallest of the layers"),
+        drawn(
+            "Learning rate over the critical one",
+            at_edge,
+            "from 1 on a step raises its batch's loss",
+            from_zero=True,
+        ),
+        drawn(
+            "Scales",
+            extremes("exponent", "max", "min"),
+            "powers of two, the largest and smallest of the layers",
+        ),
     ]
 
 
 def over_critical(h: History) -> Line:
-    """The learning rate over the one at which the loss would have begun to rise, where that was looked for."""
+    """The learning rate over the one at which the loss would have begun to rise, where
+    that was looked for.
+    """
     found = [
         (row["step"], float(row["lr"]) * float(row["sharpness/critical"]) / 2)
         for row in h.rows
@@ -176,29 +258,49 @@ def over_critical(h: History) -> Line:
     return Line("", [x for x, _ in found], [y for _, y in found], dots=True)
 
 
-def render(h: History, *, pictures: Mapping[str, bytes], sample: str, environment: str) -> str:
+def render(
+    h: History, *, pictures: Mapping[str, bytes], sample: str, environment: str
+) -> str:
     """The page. `pictures`: PNGs by title."""
     answers = [learning(h), healthy(h), fast(h)]
     cards = "".join(
-        f'<div class="card {a.grade}"><i>{WORDS[a.grade]}</i><b>{a.question}</b>{lines(a.text)}</div>' for a in answers
+        '<div class="card'
+        f' {a.grade}"><i>{WORDS[a.grade]}</i><b>{a.question}</b>{lines(a.text)}</div>'
+        for a in answers
     )
     sections = [
         f"<h1>{html.escape(h.name)}</h1>",
-        *(f"<p class=sub>{html.escape(line)}</p>" for line in (ending(h), subject(h), arithmetic(h)) if line),
+        *(
+            f"<p class=sub>{html.escape(line)}</p>"
+            for line in (ending(h), subject(h), arithmetic(h))
+            if line
+        ),
         f'<div class="cards">{cards}</div>',
         f"<p class=sub>{BEYOND}</p>",
         f'<div class="charts">{"".join(charts(h))}</div>',
-        f"<h2>Events{' <small>dashed lines in the charts</small>' * bool(h.events)}</h2>{event_table(h.events)}",
+        (
+            f"<h2>Events{' <small>dashed lines in the charts</small>' * bool(h.events)}</h2>{event_table(h.events)}"
+        ),
     ]
     if sample:
-        prompt = f" <small>continues: {html.escape(str(h.settings.get('sample.prompt', '')))}</small>"
-        sections.append(f"<h2>Its last sample{prompt}</h2><pre>{html.escape(sample)}</pre>")
+        prompt = (
+            " <small>continues:"
+            f" {html.escape(str(h.settings.get('sample.prompt', '')))}</small>"
+        )
+        sections.append(
+            f"<h2>Its last sample{prompt}</h2><pre>{html.escape(sample)}</pre>"
+        )
     for title, png in pictures.items():
         data = base64.b64encode(png).decode()
         image = f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'
-        sections.append(f"<details><summary>Numerics of every layer: {html.escape(title)}</summary>{image}</details>")
+        sections.append(
+            "<details><summary>Numerics of every layer:"
+            f" {html.escape(title)}</summary>{image}</details>"
+        )
     for title, text in (("Configuration", h.config), ("What it ran on", environment)):
-        sections.append(f"<details><summary>{title}</summary><pre>{html.escape(text)}</pre></details>")
+        sections.append(
+            f"<details><summary>{title}</summary><pre>{html.escape(text)}</pre></details>"
+        )
     return page(h.name, sections)
 
 
@@ -209,7 +311,8 @@ def comparison(
     verdict: Sequence[str],
     means: Sequence[Sequence[str]],
 ) -> str:
-    """A page that says what is best, with pictures, the curves of several runs over each other, and a table of them.
+    """A page that says what is best, with pictures, the curves of several runs over
+    each other, and a table of them.
 
     `means` is another table, or empty. The head of a table comes first.
     """
@@ -218,21 +321,53 @@ def comparison(
         pairs = [(h, colour_number(i)) for i, h in enumerate(histories)]
         if smooth:
             return [h.smooth(key, h.name, colour)[1] for h, colour in pairs]
-        return [h.line(key, h.name, colour, dots=key.startswith("val/")) for h, colour in pairs]
+        return [
+            h.line(key, h.name, colour, dots=key.startswith("val/"))
+            for h, colour in pairs
+        ]
 
     drawn = [
         *pictures,
-        chart("Training loss", over("train/loss", smooth=True), unit="nats per token, lower is better"),
-        chart("Validation loss", over("val/loss", smooth=False), unit="nats per token, lower is better"),
-        chart("Gradient norm", over("grad_norm", smooth=True), unit="before clipping", from_zero=True),
-        chart("Throughput", over("perf/tokens_per_s", smooth=True), unit="tokens per second", from_zero=True),
+        chart(
+            "Training loss",
+            over("train/loss", smooth=True),
+            unit="nats per token, lower is better",
+        ),
+        chart(
+            "Validation loss",
+            over("val/loss", smooth=False),
+            unit="nats per token, lower is better",
+        ),
+        chart(
+            "Gradient norm",
+            over("grad_norm", smooth=True),
+            unit="before clipping",
+            from_zero=True,
+        ),
+        chart(
+            "Throughput",
+            over("perf/tokens_per_s", smooth=True),
+            unit="tokens per second",
+            from_zero=True,
+        ),
         chart("Learning rate", over("lr", smooth=False), from_zero=True),
-        chart("Memory", over("memory/host_peak_gib", smooth=False), unit="GiB of the host", from_zero=True),
+        chart(
+            "Memory",
+            over("memory/host_peak_gib", smooth=False),
+            unit="GiB of the host",
+            from_zero=True,
+        ),
     ]
     title = f"{len(histories)} runs"
-    told = [*(f"<p>{html.escape(line)}</p>" for line in verdict), *([tabled(means)] if means else [])]
+    told = [
+        *(f"<p>{html.escape(line)}</p>" for line in verdict),
+        *([tabled(means)] if means else []),
+    ]
     body = [f"<h1>{title}</h1>", *told]
-    body += [f'<div class="charts">{"".join(drawn)}</div>', "<h2>Figures and differences</h2>"]
+    body += [
+        f'<div class="charts">{"".join(drawn)}</div>',
+        "<h2>Figures and differences</h2>",
+    ]
     return page(title, [*body, tabled(table)])
 
 
@@ -240,7 +375,9 @@ def tabled(table: Sequence[Sequence[str]]) -> str:
     """A table, whose first row is its head."""
     rows = (
         "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-        for tag, row in zip(itertools.chain(["th"], itertools.repeat("td")), table, strict=False)
+        for tag, row in zip(
+            itertools.chain(["th"], itertools.repeat("td")), table, strict=False
+        )
     )
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
@@ -248,24 +385,40 @@ def tabled(table: Sequence[Sequence[str]]) -> str:
 def lines(text: str) -> str:
     """The first line as it is, the others as a list."""
     first, *rest = map(html.escape, text.splitlines())
-    return first + (f"<ul>{''.join(f'<li>{line}</li>' for line in rest)}</ul>" if rest else "")
+    return first + (
+        f"<ul>{''.join(f'<li>{line}</li>' for line in rest)}</ul>" if rest else ""
+    )
 
 
 def page(title: str, sections: Sequence[str]) -> str:
     """A whole document."""
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
+    head = (
+        "<meta"
+        f' charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    )
+    return (
+        "<!doctype html><html"
+        f' lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
+    )
 
 
 def event_table(events: Sequence[tuple[int, str]], most: int = 200) -> str:
     """The newest last."""
     if not events:
-        return "<p>None: nothing was skipped, rolled back or stalled, and no weight needed a new scale.</p>"
+        return (
+            "<p>None: nothing was skipped, rolled back or stalled, and no weight needed"
+            " a new scale.</p>"
+        )
     rows = "".join(
-        f'<tr><td><i style="background:{colour_of(text)}"></i>{step:,}</td><td>{html.escape(text)}</td></tr>'
+        "<tr><td><i"
+        f' style="background:{colour_of(text)}"></i>{step:,}</td><td>{html.escape(text)}</td></tr>'
         for step, text in events[-most:]
     )
-    left_out = f"<p>{len(events) - most} earlier ones are in metrics.jsonl.</p>" if len(events) > most else ""
+    left_out = (
+        f"<p>{len(events) - most} earlier ones are in metrics.jsonl.</p>"
+        if len(events) > most
+        else ""
+    )
     return f"{left_out}<table><tr><th>step</th><th>what</th></tr>{rows}</table>"
 
 
@@ -273,14 +426,18 @@ def write_report(run_dir: Path) -> Path:
     """Write `report.html` of a run directory, and return its path.
 
     Raises:
-      UserError: no log, a file that is malformed or a link (what it points to would be published), or no room.
+      UserError: no log, a file that is malformed or a link (what it points to would be
+          published), or no room.
     """
     history, numerics = History.read(run_dir), run_dir / "numerics"
     samples = read_samples(run_dir / "samples.txt")
     with well_formed(f"what {run_dir} holds of its run", "mend or remove the file"):
         text = render(
             history,
-            pictures={p.stem.replace("_", " "): p.read_bytes() for p in sorted(numerics.glob("*.png"))},
+            pictures={
+                p.stem.replace("_", " "): p.read_bytes()
+                for p in sorted(numerics.glob("*.png"))
+            },
             sample=samples[-1].text if samples else "",
             environment=read_text(run_dir / "environment.txt"),
         )

@@ -1,4 +1,5 @@
-"""A run from its start to its end: the loop, the run directory, checkpoints, the guard and the watchdog.
+"""A run from its start to its end: the loop, the run directory, checkpoints, the guard
+and the watchdog.
 
 Read `loop` first.
 """

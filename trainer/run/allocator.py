@@ -1,8 +1,9 @@
 """Memory that XLA frees on CPU stays with the process.
 
-Every execution of a compiled program allocates its temporary buffer anew. glibc returns blocks of that size to the
-operating system at once, so that each training step would fault in (and have zeroed) all its memory again, 4 KiB at a
-time: a quarter of the step's time.
+Every execution of a compiled program allocates its temporary buffer anew. glibc returns
+blocks of that size to the operating system at once, so that each training step would
+fault in (and have zeroed) all its memory again, 4 KiB at a time: a quarter of the
+step's time.
 """
 
 import ctypes
@@ -13,11 +14,14 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory for the next allocation. Call before jax starts; no-op for other C libraries."""
+    """Have glibc keep freed memory for the next allocation. Call before jax starts;
+    no-op for other C libraries.
+    """
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_ARENA_MAX, 1)  # further arenas hold small blocks only and would map the large ones
+    # further arenas hold small blocks only and would map the large ones
+    libc.mallopt(M_ARENA_MAX, 1)
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, -1)
     libc.mallopt(M_TOP_PAD, 64 * 2**20)

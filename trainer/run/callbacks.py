@@ -1,28 +1,37 @@
-"""Callbacks: what a run does every so many steps, and when each effect happens exactly once.
+"""Callbacks: what a run does every so many steps, and when each effect happens exactly
+once.
 
-`Run.callbacks` is the list of them. `trainer.run.builtin_callbacks` makes those of every run; a program appends its
-own. After step n, the callbacks that are due run in the order of the list, one phase after another:
+`Run.callbacks` is the list of them. `trainer.run.builtin_callbacks` makes those of
+every run; a program appends its own. After step n, the callbacks that are due run in
+the order of the list, one phase after another:
 
-1. EVALUATE callbacks change nothing. They return figures for the row of step n, and record texts and pictures. A stop
-   request may come before or inside one (`StepContext.pause`). Then nothing of this step's callbacks is recorded. The
-   checkpoint of step n keeps the bare row as `unfinished`, and the run that resumes starts again at phase 1.
+1. EVALUATE callbacks change nothing. They return figures for the row of step n, and
+   record texts and pictures. A stop request may come before or inside one
+   (`StepContext.pause`). Then nothing of this step's callbacks is recorded. The
+   checkpoint of step n keeps the bare row as `unfinished`, and the run that resumes
+   starts again at phase 1.
 2. UPDATE callbacks replace the state. None runs after the last step.
-3. The row of step n is logged, whole and once; then the texts and pictures of the callbacks.
-4. SAVE callbacks write what a resumed run starts from; the checkpoint is the last of them. They also run at a stop
-   request, and not while the watchdog suspects the state, except after the last step.
+3. The row of step n is logged, whole and once; then the texts and pictures of the
+   callbacks.
+4. SAVE callbacks write what a resumed run starts from; the checkpoint is the last of
+   them. They also run at a stop request, and not while the watchdog suspects the state,
+   except after the last step.
 
-All phases but 2 also run after the last step. With `every` 0 a callback runs only then; a SAVE callback also at a stop
-request.
+All phases but 2 also run after the last step. With `every` 0 a callback runs only then;
+a SAVE callback also at a stop request.
 
 Rules for a callback, and what they give:
 
-- A callback is a function of its context: step, state and batch. After a crash the run resumes from the newest
-  checkpoint, repeats the steps after it and their callbacks; trackers first remove what they hold of those steps. So
-  everything that a callback returns or records through its `StepContext` is logged exactly once, with the value of a
-  run without the crash.
+- A callback is a function of its context: step, state and batch. After a crash the run
+  resumes from the newest checkpoint, repeats the steps after it and their callbacks;
+  trackers first remove what they hold of those steps. So everything that a callback
+  returns or records through its `StepContext` is logged exactly once, with the value of
+  a run without the crash.
 - Its other effects (a file, a message) happen at least once. Name files after the step.
-- After a rollback the state is older, but steps go on counting: the callbacks of a step never run twice because of it.
-- In a run of several processes each process runs every callback, and all must call `pause` equally often.
+- After a rollback the state is older, but steps go on counting: the callbacks of a step
+  never run twice because of it.
+- In a run of several processes each process runs every callback, and all must call
+  `pause` equally often.
 """
 
 import enum
@@ -57,11 +66,14 @@ class StepContext:
       state: of the training, on the devices. Do not donate it to a compiled function.
       train_step: compiled for that state.
       tokens: the batch of the step, on the devices.
-      row: the figures of the step so far, with what the callbacks before this one found.
+      row: the figures of the step so far, with what the callbacks before this one
+          found.
       run_dir: a directory of the run's own files.
-      ask: whether a stop was requested, the same answer in every process, given words for what is done next.
+      ask: whether a stop was requested, the same answer in every process, given words
+          for what is done next.
       save: writes a checkpoint of this context.
-      val_loss: nats; what the best checkpoint is chosen by. None: the validation is not due.
+      val_loss: nats; what the best checkpoint is chosen by. None: the validation is not
+          due.
       texts: name and text of what will be recorded after the row.
       pictures: name and file, likewise.
     """
@@ -82,21 +94,31 @@ class StepContext:
 
     @property
     def params(self) -> Any:
-        """Parameters of the model: nested dictionaries of arrays, or of `ScaledArray`s."""
+        """Parameters of the model: nested dictionaries of arrays, or of
+        `ScaledArray`s.
+        """
         return self.state.params
 
     def pause(self, doing: str) -> None:
-        """Raise Interrupted if a stop was requested. Call it between parts of a long callback."""
+        """Raise Interrupted if a stop was requested. Call it between parts of a long
+        callback.
+        """
         if self.ask(doing):
             raise Interrupted
 
     def take(self, figures: Mapping[str, float] | None) -> None:
-        """Add the figures of a callback to the row. Raises ValueError for a name that the row has already."""
+        """Add the figures of a callback to the row. Raises ValueError for a name that
+        the row has already.
+        """
         numbers = {
-            name: value if isinstance(value, int | float) else float(value) for name, value in (figures or {}).items()
+            name: value if isinstance(value, int | float) else float(value)
+            for name, value in (figures or {}).items()
         }
         if twice := sorted(numbers.keys() & self.row.keys()):
-            raise ValueError(f"step {self.step}: {', '.join(twice)} would be in the row twice; give it another name")
+            raise ValueError(
+                f"step {self.step}: {', '.join(twice)} would be in the row twice; give"
+                " it another name"
+            )
         self.row |= numbers
 
     def text(self, name: str, text: str) -> None:
@@ -108,7 +130,9 @@ class StepContext:
         self.pictures.append((name, path))
 
     def replace(self, state: TrainState, train_step: StepFn, why: str) -> None:
-        """Go on from another form of the state, with the step compiled for it; `why` becomes an event. UPDATE only."""
+        """Go on from another form of the state, with the step compiled for it; `why`
+        becomes an event. UPDATE only.
+        """
         self.state, self.train_step = state, train_step
         self.say(why)
 
@@ -141,4 +165,6 @@ class Callback:
             case Phase.UPDATE:
                 return not context.last and self.is_regular(context.step)
             case Phase.SAVE:
-                return context.last or (not in_doubt and (stopping or self.is_regular(context.step)))
+                return context.last or (
+                    not in_doubt and (stopping or self.is_regular(context.step))
+                )

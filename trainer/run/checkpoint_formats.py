@@ -1,7 +1,9 @@
-"""Checkpoint formats: the current one, and how the manifest of an older one is read as if it were current.
+"""Checkpoint formats: the current one, and how the manifest of an older one is read as
+if it were current.
 
 4  configuration keys and state fields have their current names.
-3  they have the old names of `trainer.config.renamed` and of RENAMED_FIELDS; arrays and their order are the same.
+3  they have the old names of `trainer.config.renamed` and of RENAMED_FIELDS; arrays and
+their order are the same.
 """
 
 from collections.abc import Mapping
@@ -28,11 +30,18 @@ def as_current(manifest: Mapping[str, Any]) -> dict[str, Any]:
         field, slash, rest = name.partition("/")
         new = RENAMED_FIELDS.get(field, field) + slash + rest
         leaves[new] = leaf if new == name else {**leaf, STORED_AS: name}
-    return {**manifest, "format": FORMAT, "meta": _with_current_keys(manifest["meta"]), "leaves": leaves}
+    return {
+        **manifest,
+        "format": FORMAT,
+        "meta": _with_current_keys(manifest["meta"]),
+        "leaves": leaves,
+    }
 
 
 def stored_name(name: str, leaves: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the name under which the array of a leaf is stored; `leaves` are those of a current manifest."""
+    """Return the name under which the array of a leaf is stored; `leaves` are those of
+    a current manifest.
+    """
     return str(leaves[name].get(STORED_AS, name)) if name in leaves else name
 
 
@@ -40,6 +49,9 @@ def _with_current_keys(meta: Mapping[str, Any]) -> dict[str, Any]:
     current = dict(meta)
     if "config" in meta:
         current["config"] = renamed_keys(meta["config"])
-    if "precision" in meta:  # the fields of the policy, which are keys of the group `precision`
-        current["precision"] = renamed_keys({"precision": meta["precision"]})["precision"]
+    # the fields of the policy, which are keys of the group `precision`
+    if "precision" in meta:
+        current["precision"] = renamed_keys({"precision": meta["precision"]})[
+            "precision"
+        ]
     return current

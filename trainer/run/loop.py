@@ -1,8 +1,9 @@
 """The loop around the step: batches in, rows out, callbacks, stop requests.
 
-The metrics of step n are read after step n+1 was dispatched, so that the device never waits for the host. Step n in a
-row, a checkpoint or a message means: after n steps. What happens between two steps, and that each of its effects
-happens exactly once, is in `trainer.run.callbacks`.
+The metrics of step n are read after step n+1 was dispatched, so that the device never
+waits for the host. Step n in a row, a checkpoint or a message means: after n steps.
+What happens between two steps, and that each of its effects happens exactly once, is in
+`trainer.run.callbacks`.
 """
 
 import io
@@ -41,13 +42,17 @@ class Run:
       until: steps taken when this phase of it ends.
       batches: yields (step, host batch) from a step on.
       place: host batch to sharded global arrays.
-      agree: the largest number that any process gives; all of them must ask equally often.
+      agree: the largest number that any process gives; all of them must ask equally
+          often.
       callbacks: what happens between two steps, in this order.
       log_every: steps between two rows that hold no more than a step's figures.
-      restore: the state in use and steps, to the state of the first of their checkpoints that is whole, that step, and
-        the step compiled for it, None: the one in use. The state in use is deleted.
-      diagnose: state and batch of a non-finite step, to a description of the first bad tensor.
-      unfinished: the row of step `step` as a line, when a signal broke off what was to be found out after that step.
+      restore: the state in use and steps, to the state of the first of their
+        checkpoints that is whole, that step, and the step compiled for it, None: the
+        one in use. The state in use is deleted.
+      diagnose: state and batch of a non-finite step, to a description of the first bad
+          tensor.
+      unfinished: the row of step `step` as a line, when a signal broke off what was to
+          be found out after that step.
       recorded: the last step whose row is out.
       own_process: whether the process may be ended for the run; see `Guard`.
     """
@@ -91,7 +96,8 @@ class Pending:
 
 
 class Stop:
-    """Whether to stop, the same answer in all processes: a signal to one of them stops them all.
+    """Whether to stop, the same answer in all processes: a signal to one of them stops
+    them all.
 
     Attributes:
       signal: its number; 0: none yet.
@@ -118,7 +124,10 @@ def train(run: Run) -> int:
     def report(text: str) -> None:
         tell(run, run.recorded, text, alert="stall")
 
-    with Guard(run.timeouts, run.run_dir, report, own_process=run.own_process) as guard, Profiler(run) as profiler:
+    with (
+        Guard(run.timeouts, run.run_dir, report, own_process=run.own_process) as guard,
+        Profiler(run) as profiler,
+    ):
         stop = Stop(run, guard)
         if run.unfinished is not None:
             finish_step(run, run.unfinished, stop)
@@ -156,14 +165,17 @@ def train(run: Run) -> int:
         run.checkpointer.wait()
         if run.step >= run.steps and run.watchdog.failure is not None:
             raise Diverged(
-                f"all {run.steps} steps were taken, but {run.watchdog.failure}; see {run.run_dir}/report.html"
+                f"all {run.steps} steps were taken, but {run.watchdog.failure}; see"
+                f" {run.run_dir}/report.html"
             )
         return 128 + stop.signal if stop.signal else 0
 
 
 def boundary(run: Run) -> bool:
     """Return whether this step's own metrics are needed before the next one starts."""
-    return run.step == run.until or run.watchdog.suspect_since is not None or planned(run)
+    return (
+        run.step == run.until or run.watchdog.suspect_since is not None or planned(run)
+    )
 
 
 def planned(run: Run) -> bool:
@@ -172,8 +184,12 @@ def planned(run: Run) -> bool:
 
 
 def observe(run: Run, pending: Pending) -> dict[str, float]:
-    """Wait for a step's metrics; its row. What the watchdog says of it is told, and a skipped batch kept."""
-    metrics = {name: value.item() for name, value in jax.device_get(pending.metrics).items()}
+    """Wait for a step's metrics; its row. What the watchdog says of it is told, and a
+    skipped batch kept.
+    """
+    metrics = {
+        name: value.item() for name, value in jax.device_get(pending.metrics).items()
+    }
     row = {
         "train/loss": metrics["loss"],
         "grad_norm": metrics["grad_norm"],
@@ -189,30 +205,51 @@ def observe(run: Run, pending: Pending) -> dict[str, float]:
 
 
 def intervene(run: Run, pending: Pending, row: dict[str, float]) -> None:
-    """Go back to a state from before the steps that went wrong, while steps and batches go on. Else raise Diverged."""
+    """Go back to a state from before the steps that went wrong, while steps and batches
+    go on. Else raise Diverged.
+    """
     dog, verdict = run.watchdog, run.watchdog.verdict
     run.checkpointer.wait()  # or how far back depends on how fast the disk was
-    before = [step for step in run.checkpointer.steps() if step < (dog.suspect_since or pending.step)]
+    before = [
+        step
+        for step in run.checkpointer.steps()
+        if step < (dog.suspect_since or pending.step)
+    ]
     if not before and dog.in_doubt:
-        tell(run, run.step, f"{verdict}; there is no checkpoint from before: going on", alert="spike")
+        tell(
+            run,
+            run.step,
+            f"{verdict}; there is no checkpoint from before: going on",
+            alert="spike",
+        )
         dog.forgive()
     elif not before or not dog.may_roll_back:
         log(run, pending.step, row)
         stop_diverged(run, pending)
     else:
-        # The newest of the regular ones first: a run that was stopped in between has them too, and does the same.
-        regular = next(callback.is_regular for callback in run.callbacks if callback.name == CHECKPOINT)
+        # The newest of the regular ones first: a run that was stopped in between has
+        # them too, and does the same.
+        regular = next(
+            callback.is_regular
+            for callback in run.callbacks
+            if callback.name == CHECKPOINT
+        )
         order = sorted(before, key=lambda step: (not regular(step), -step))
         run.state, step, compiled = run.restore(run.state, order)
         run.train_step = compiled or run.train_step
         dog.rolled_back(run.step)
         count = f"rollback {dog.rollbacks} of {dog.bounds.max_rollbacks}"
-        text = f"{verdict}; rolled back to step {step}; skipping the batches of steps {step + 1} to {run.step}"
+        text = (
+            f"{verdict}; rolled back to step {step}; skipping the batches of steps"
+            f" {step + 1} to {run.step}"
+        )
         tell(run, run.step, f"{text} ({count})", alert="rollback")
 
 
 def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
-    """What happens between two steps, phase by phase (see `trainer.run.callbacks`); not counted as training time."""
+    """What happens between two steps, phase by phase (see `trainer.run.callbacks`); not
+    counted as training time.
+    """
     started = time.perf_counter()
     context = StepContext(
         step=run.step,
@@ -229,9 +266,16 @@ def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
 
     def due(phase: Phase) -> list[Callback]:
         # The end of a phase is kept, as what the next one starts from.
-        stopping, in_doubt = stop.signal > 0 or run.step == run.until, run.watchdog.in_doubt
+        stopping, in_doubt = (
+            stop.signal > 0 or run.step == run.until,
+            run.watchdog.in_doubt,
+        )
         callbacks = [callback for callback in run.callbacks if callback.phase == phase]
-        return [callback for callback in callbacks if callback.is_due(context, stopping=stopping, in_doubt=in_doubt)]
+        return [
+            callback
+            for callback in callbacks
+            if callback.is_due(context, stopping=stopping, in_doubt=in_doubt)
+        ]
 
     try:
         for callback in due(Phase.EVALUATE):
@@ -248,11 +292,14 @@ def settle(run: Run, row: dict[str, float], tokens: Tokens, stop: Stop) -> None:
         run.state, run.train_step = context.state, context.train_step
         if (name := first_nonfinite(run.state)) is not None:
             raise Diverged(
-                f"{name} is not finite after the {callback.name} after step {run.step}; nothing was saved of it"
+                f"{name} is not finite after the {callback.name} after step {run.step};"
+                " nothing was saved of it"
             )
     log(run, run.step, context.row, whole=context.row.keys() > row.keys())
     if context.last:
-        run.tracker.summary({f"final/{name}": value for name, value in context.row.items()})
+        run.tracker.summary(
+            {f"final/{name}": value for name, value in context.row.items()}
+        )
     pass_on(run, context)
     for callback in due(Phase.SAVE):
         stop.guard.beat(f"at the {callback.name} after step {run.step}")
@@ -279,7 +326,9 @@ def finish_step(run: Run, row: str, stop: Stop) -> None:
 
 
 def tell(run: Run, step: int, text: str, *, alert: str = "") -> None:
-    """A line for the log, the rows and the dashboard; with the title of an alert, for who does not look there too."""
+    """A line for the log, the rows and the dashboard; with the title of an alert, for
+    who does not look there too.
+    """
     run.tracker.event(step, text)
     if alert:
         run.tracker.alert(alert, f"step {step}: {text}")
@@ -287,7 +336,9 @@ def tell(run: Run, step: int, text: str, *, alert: str = "") -> None:
 
 
 def log(run: Run, step: int, row: dict[str, float], *, whole: bool = False) -> None:
-    """Log a step's row, once: to the display and, if due or if callbacks have added to it (`whole`), to the tracker."""
+    """Log a step's row, once: to the display and, if due or if callbacks have added to
+    it (`whole`), to the tracker.
+    """
     run.display.update(step, row)
     if whole or step % run.log_every == 0:
         run.tracker.row(step, row)
@@ -295,10 +346,18 @@ def log(run: Run, step: int, row: dict[str, float], *, whole: bool = False) -> N
 
 
 def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> None:
-    """Checkpoint the state after `run.step` steps with what is needed to go on; the log up to there comes first."""
+    """Checkpoint the state after `run.step` steps with what is needed to go on; the log
+    up to there comes first.
+    """
     run.tracker.flush()
-    carried = {"watchdog": run.watchdog.state(), "unfinished": unfinished, "log": run.tracker.written()}
-    run.checkpointer.save(run.step, to_stored(run.state), run.meta | carried, val_loss=val_loss)
+    carried = {
+        "watchdog": run.watchdog.state(),
+        "unfinished": unfinished,
+        "log": run.tracker.written(),
+    }
+    run.checkpointer.save(
+        run.step, to_stored(run.state), run.meta | carried, val_loss=val_loss
+    )
 
 
 def keep_batch(run: Run, pending: Pending) -> None:
@@ -312,7 +371,9 @@ def keep_batch(run: Run, pending: Pending) -> None:
 
 
 def stop_diverged(run: Run, pending: Pending) -> None:
-    """Write `divergence.txt`, which names the first tensor that is not finite, and raise Diverged."""
+    """Write `divergence.txt`, which names the first tensor that is not finite, and
+    raise Diverged.
+    """
     reason = f"step {pending.step}: {run.watchdog.verdict}"
     if run.watchdog.rollbacks:
         reason += f", after {run.watchdog.rollbacks} rollbacks"
@@ -325,7 +386,9 @@ def stop_diverged(run: Run, pending: Pending) -> None:
 
 
 class Profiler:
-    """Traces the steps of `run.profile`, or those of them that this process takes; a context manager, which ends it."""
+    """Traces the steps of `run.profile`, or those of them that this process takes; a
+    context manager, which ends it.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -343,7 +406,9 @@ class Profiler:
         if self.running and step == self.last:
             jax.block_until_ready(result)
             self.stop()
-            self.run.display.event(step, f"profile of steps up to {step}: {self.run.run_dir / 'profile'}")
+            self.run.display.event(
+                step, f"profile of steps up to {step}: {self.run.run_dir / 'profile'}"
+            )
 
     def stop(self) -> None:
         """Write what was traced so far."""

@@ -1,8 +1,9 @@
 """How a run ends before its last step: asked to by a signal, or because it hangs.
 
-A thread watches, since the main one may be inside a call that never returns, where Python runs no signal handler: a
-collective whose other processes are gone, a file system that does not answer. What it then does needs nobody else: it
-says so in a line and ends the process, and the same command goes on from the newest checkpoint.
+A thread watches, since the main one may be inside a call that never returns, where
+Python runs no signal handler: a collective whose other processes are gone, a file
+system that does not answer. What it then does needs nobody else: it says so in a line
+and ends the process, and the same command goes on from the newest checkpoint.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ POLL = 0.25  # seconds between two looks at the clock
 
 
 class EarlyInterrupt:
-    """Remembers a Ctrl-C from before the first step, which libraries may swallow; the first `Guard` takes it over.
+    """Remembers a Ctrl-C from before the first step, which libraries may swallow; the
+    first `Guard` takes it over.
 
     Attributes:
       received: whether one came.
@@ -71,23 +73,30 @@ class Timeouts:
 
 
 class Guard:
-    """Catches SIGTERM and Ctrl-C, and ends the process when the loop does not; a context manager, for the main thread.
+    """Catches SIGTERM and Ctrl-C, and ends the process when the loop does not; a
+    context manager, for the main thread.
 
     Args:
       timeouts: how long it waits for what.
       run_dir: `hang.txt` in it gets the stack of every thread.
       report: is told of a stall and of the end, in another thread.
-      own_process: whether the process is the run's alone. Where it is not, as in a notebook, nothing here ends it: a
-        second Ctrl-C is a KeyboardInterrupt, and a run that hangs is reported only. Outside the main thread no signal
-        is caught.
+      own_process: whether the process is the run's alone. Where it is not, as in a
+        notebook, nothing here ends it: a second Ctrl-C is a KeyboardInterrupt, and a
+        run that hangs is reported only. Outside the main thread no signal is caught.
 
     Attributes:
-      signal: the number of the first signal; 0: none came. The loop looks at it. A second Ctrl-C ends the process at
-        once; a second SIGTERM, which schedulers send, changes nothing.
+      signal: the number of the first signal; 0: none came. The loop looks at it. A
+        second Ctrl-C ends the process at once; a second SIGTERM, which schedulers send,
+        changes nothing.
     """
 
     def __init__(
-        self, timeouts: Timeouts, run_dir: Path, report: Callable[[str], None], *, own_process: bool = True
+        self,
+        timeouts: Timeouts,
+        run_dir: Path,
+        report: Callable[[str], None],
+        *,
+        own_process: bool = True,
     ) -> None:
         self.timeouts = timeouts if own_process else Timeouts(0, timeouts.stall, 0)
         self.own_process = own_process
@@ -110,7 +119,9 @@ class Guard:
         self._handlers: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            self._handlers = {number: signal.signal(number, self._caught) for number in SIGNALS}
+            self._handlers = {
+                number: signal.signal(number, self._caught) for number in SIGNALS
+            }
             if EARLY.take():
                 signal.raise_signal(signal.SIGINT)
         self._last = time.monotonic()
@@ -140,16 +151,24 @@ class Guard:
                 for number in os.read(self._read, 64):
                     if number == signal.SIGINT and first and self.own_process:
                         _write_error(
-                            f"second Ctrl-C: ended at once {self._doing}; steps after the newest checkpoint "
-                            f"({self._checkpoints()}) are lost; the same command goes on from there"
+                            f"second Ctrl-C: ended at once {self._doing}; steps after"
+                            f" the newest checkpoint ({self._checkpoints()}) are lost;"
+                            " the same command goes on from there"
                         )
                         os._exit(128 + number)
                     elif number in SIGNALS and not first:
-                        first, self._late = number, time.monotonic() + self.timeouts.stop
+                        first, self._late = (
+                            number,
+                            time.monotonic() + self.timeouts.stop,
+                        )
             now = time.monotonic()
             idle = now - self._last
             if first and self.timeouts.stop and now > self._late:
-                self._end(128 + first, f"not stopped within {self.timeouts.stop:g} s of the signal, but {self._doing}")
+                self._end(
+                    128 + first,
+                    f"not stopped within {self.timeouts.stop:g} s of the signal, but"
+                    f" {self._doing}",
+                )
             if self.timeouts.hang and idle > self.timeouts.hang:
                 self._end(HUNG, f"no progress for {idle:.0f} s, {self._doing}")
             if self.timeouts.stall and idle > self.timeouts.stall and not self._stalled:
@@ -157,21 +176,34 @@ class Guard:
             self._stalled = bool(self.timeouts.stall) and idle > self.timeouts.stall
 
     def _tell(self, text: str) -> None:
-        """Report, if that works: on a full disk it does not, and the thread that watches must not end of it."""
+        """Report, if that works: on a full disk it does not, and the thread that
+        watches must not end of it.
+        """
         with contextlib.suppress(Exception):
             self._report(text)
 
     def _checkpoints(self) -> str:
-        steps = sorted(int(p.name) for p in (self._run_dir / "checkpoints").glob("*") if p.name.isdigit())
+        steps = sorted(
+            int(p.name)
+            for p in (self._run_dir / "checkpoints").glob("*")
+            if p.name.isdigit()
+        )
         return ", ".join(map(str, steps)) or "none"
 
     def _end(self, code: int, why: str) -> None:
-        """Say it, and go without another word of the main thread, which may hold any lock."""
-        text = f"{why}; ended; checkpoints: {self._checkpoints()}; the same command goes on from there"
+        """Say it, and go without another word of the main thread, which may hold any
+        lock.
+        """
+        text = (
+            f"{why}; ended; checkpoints: {self._checkpoints()}; the same command goes"
+            " on from there"
+        )
         _write_error(text)
         with (
             contextlib.suppress(OSError),
-            open(self._run_dir / "hang.txt", "w", encoding="utf-8", opener=no_follow) as file,
+            open(
+                self._run_dir / "hang.txt", "w", encoding="utf-8", opener=no_follow
+            ) as file,
         ):
             print(text, file=file, flush=True)
             faulthandler.dump_traceback(file)
@@ -182,20 +214,26 @@ class Guard:
 
 
 def _write_error(text: str) -> None:
-    """On standard error, without the locks that the main thread may hold, and whether it takes a line or not."""
+    """On standard error, without the locks that the main thread may hold, and whether
+    it takes a line or not.
+    """
     with contextlib.suppress(OSError):
         os.write(2, f"error: {text}\n".encode())
 
 
 def leave_within(seconds: float, error: BaseException) -> None:
-    """After `error`, end the process in so many seconds (0: never) if it is still there: the others may be gone."""
+    """After `error`, end the process in so many seconds (0: never) if it is still
+    there: the others may be gone.
+    """
     if not seconds:
         return
     why = (str(error).splitlines() or [type(error).__name__])[0]
 
     def end() -> None:
         time.sleep(seconds)
-        _write_error(f"{why}; not closed within {seconds:g} s of that; the same command goes on")
+        _write_error(
+            f"{why}; not closed within {seconds:g} s of that; the same command goes on"
+        )
         os._exit(HUNG)
 
     threading.Thread(target=end, name="leave", daemon=True).start()

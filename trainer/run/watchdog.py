@@ -1,11 +1,15 @@
-"""No NaN is trained on, and no spike for long: what the watchdog counts, when it acts, and how a NaN is explained.
+"""No NaN is trained on, and no spike for long: what the watchdog counts, when it acts,
+and how a NaN is explained.
 
-A step that is not finite leaves the state as it was. Too many of them in a row, or a loss far above the losses before
-it for several steps, and the run goes back to the state of the last checkpoint from before, while steps and batches go
-on: so what was trained since, the bad window with it, is left out. That too is bounded; then the run stops.
+A step that is not finite leaves the state as it was. Too many of them in a row, or a
+loss far above the losses before it for several steps, and the run goes back to the
+state of the last checkpoint from before, while steps and batches go on: so what was
+trained since, the bad window with it, is left out. That too is bounded; then the run
+stops.
 
-`first_nonfinite` explains: it evaluates a function operation by operation, on the arrays that went wrong, and names
-the first one whose result is not finite although its operands are.
+`first_nonfinite` explains: it evaluates a function operation by operation, on the
+arrays that went wrong, and names the first one whose result is not finite although its
+operands are.
 """
 
 import math
@@ -14,7 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LEAST_SPREAD = 0.01  # nats: a loss that hardly varies does not spike by moving this little times the bound
+# nats: a loss that hardly varies does not spike by moving this little times the bound
+LEAST_SPREAD = 0.01
 
 
 @dataclass(frozen=True)
@@ -23,9 +28,10 @@ class Bounds:
 
     Attributes:
       max_skips: steps in a row that are not finite and end its patience.
-      spike_zscore: standard deviations above the mean of `spike_window` losses from which on a loss is a spike; 0: none
-        is.
-      spike_window: losses, spikes not among them; before there are so many, nothing is a spike.
+      spike_zscore: standard deviations above the mean of `spike_window` losses from
+        which on a loss is a spike; 0: none is.
+      spike_window: losses, spikes not among them; before there are so many, nothing is
+          a spike.
       spike_steps: spikes in a row that end its patience.
       max_rollbacks: of the whole run; the next one stops it.
       calibration: steps in a row that are skipped while a loss scale finds its place.
@@ -40,23 +46,32 @@ class Bounds:
 
 
 class Watchdog:
-    """Looks at every step's metrics, in order. What it says is a function of them, so that resumed runs agree.
+    """Looks at every step's metrics, in order. What it says is a function of them, so
+    that resumed runs agree.
 
     Args:
-      leaves: names of the parameters in the order of their flattened tree, for messages.
+      leaves: names of the parameters in the order of their flattened tree, for
+          messages.
       state: of an earlier part of the run, as `state()` gave it.
 
     Attributes:
-      verdict: why the run cannot go on from its state, until `rolled_back` or `forgive`; None: it can.
-      suspect_since: the first step of those in a row that were skipped or spiked; None: the last one was good.
-      failure: why the run failed, although it took all its steps; None: it did not, or has not ended.
+      verdict: why the run cannot go on from its state, until `rolled_back` or
+          `forgive`; None: it can.
+      suspect_since: the first step of those in a row that were skipped or spiked; None:
+          the last one was good.
+      failure: why the run failed, although it took all its steps; None: it did not, or
+          has not ended.
     """
 
-    def __init__(self, bounds: Bounds, leaves: list[str], state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, bounds: Bounds, leaves: list[str], state: Mapping[str, Any] | None = None
+    ) -> None:
         self.bounds = bounds
         self.leaves = leaves
         self.verdict: str | None = None
-        before: dict[str, Any] = {"skipped": 0, "rollbacks": 0, "losses": []} | dict(state or {})
+        before: dict[str, Any] = {"skipped": 0, "rollbacks": 0, "losses": []} | dict(
+            state or {}
+        )
         self.skipped: int = before["skipped"]
         self.rollbacks: int = before["rollbacks"]
         self._losses: deque[float] = deque(before["losses"], maxlen=bounds.spike_window)
@@ -67,7 +82,9 @@ class Watchdog:
         self.rolled_back_at: int | None = None
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> str | None:
-        """Take a step's metrics (`loss`, `grad_norm`, `finite`, `bad_leaf`); an event in words, or None."""
+        """Take a step's metrics (`loss`, `grad_norm`, `finite`, `bad_leaf`); an event
+        in words, or None.
+        """
         self.failure = None
         if not metrics["finite"]:
             return self._skip(step, metrics)
@@ -84,39 +101,63 @@ class Watchdog:
         self.in_a_row += 1
         self.suspect_since = self.suspect_since or step
         leaf = int(metrics["bad_leaf"])
-        where = f"first bad gradient: {self.leaves[leaf]}" if leaf >= 0 else "every gradient leaf is finite"
+        where = (
+            f"first bad gradient: {self.leaves[leaf]}"
+            if leaf >= 0
+            else "every gradient leaf is finite"
+        )
         what = f"loss {metrics['loss']:g}, grad_norm {metrics['grad_norm']:g}, {where}"
         if self.in_a_row >= self.bounds.max_skips:
             self.verdict = f"{self.in_a_row} steps in a row were not finite ({what})"
-        return f"step {step} skipped ({what}); {self.in_a_row} in a row, {self.bounds.max_skips} are too many"
+        return (
+            f"step {step} skipped ({what}); {self.in_a_row} in a row,"
+            f" {self.bounds.max_skips} are too many"
+        )
 
     def _spike(self, step: int, loss: float, score: float) -> str | None:
         self.spikes += 1
         self.suspect_since = self.suspect_since or step
-        what = f"loss {loss:.4g}, {score:.1f} standard deviations above the mean of the {len(self._losses)} before"
+        what = (
+            f"loss {loss:.4g}, {score:.1f} standard deviations above the mean of the"
+            f" {len(self._losses)} before"
+        )
         if self.spikes >= self.bounds.spike_steps:
             self.verdict = f"{self.spikes} losses in a row were spikes ({what})"
         if self.spikes > 1:
             return None
-        return f"step {step}: spike ({what}); {self.bounds.spike_steps} in a row are too many"
+        return (
+            f"step {step}: spike ({what}); {self.bounds.spike_steps} in a row are too"
+            " many"
+        )
 
     def _score(self, loss: float) -> float:
         """Standard deviations of the window above its mean; 0 before it is full."""
         if len(self._losses) < self.bounds.spike_window:
             return 0.0
         mean = math.fsum(self._losses) / len(self._losses)
-        spread = math.sqrt(math.fsum((x - mean) ** 2 for x in self._losses) / len(self._losses))
+        spread = math.sqrt(
+            math.fsum((x - mean) ** 2 for x in self._losses) / len(self._losses)
+        )
         return (loss - mean) / max(spread, LEAST_SPREAD)
 
     def inspect(self, step: int, nonfinite: str | None) -> None:
-        """Take the name of the first array of the state after a step that is not finite; None: all are finite."""
+        """Take the name of the first array of the state after a step that is not
+        finite; None: all are finite.
+        """
         if nonfinite is not None:
-            self.verdict, self.spikes = f"{nonfinite} is not finite after step {step}", 0
+            self.verdict, self.spikes = (
+                f"{nonfinite} is not finite after step {step}",
+                0,
+            )
 
     def end(self, step: int, val_loss: float | None) -> None:
-        """Judge a run after its last step; `val_loss` in nats, None: no validation. See `failure`."""
+        """Judge a run after its last step; `val_loss` in nats, None: no validation. See
+        `failure`.
+        """
         if self.in_a_row > self.bounds.calibration:
-            self.failure = f"the last {self.in_a_row} steps were not finite and were skipped"
+            self.failure = (
+                f"the last {self.in_a_row} steps were not finite and were skipped"
+            )
         elif self.skipped >= step:
             self.failure = "none of them was finite, so all were skipped"
         elif self.rolled_back_at == step:

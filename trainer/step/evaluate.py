@@ -14,8 +14,12 @@ from trainer.step.step import Tokens
 EvalFn = Callable[[TrainState, Tokens], jax.Array]
 
 
-def make_eval_step(eval_loss: Callable[[TrainState, jax.Array, jax.Array | None], jax.Array]) -> EvalFn:
-    """`(state, batch) -> mean loss` in nats per token, of `eval_loss(state, tokens, segments)`."""
+def make_eval_step(
+    eval_loss: Callable[[TrainState, jax.Array, jax.Array | None], jax.Array],
+) -> EvalFn:
+    """`(state, batch) -> mean loss` in nats per token, of
+    `eval_loss(state, tokens, segments)`.
+    """
 
     def eval_step(state: TrainState, batch: Tokens) -> jax.Array:
         # Micro-batches as in training, so that what trains also fits in validation.
@@ -32,7 +36,8 @@ class Evaluation(NamedTuple):
 
     Attributes:
       row: the means over all batches, for the dashboard.
-      comparable: nats; the mean over the first batches, the same ones in every validation of a run.
+      comparable: nats; the mean over the first batches, the same ones in every
+          validation of a run.
     """
 
     row: dict[str, float]
@@ -50,7 +55,8 @@ def evaluate(
 ) -> Evaluation | None:
     """Means over equally large batches.
 
-    Perplexity is e^loss; bits per byte is loss / ln 2 / bytes_per_token, which compares runs with different tokenizers.
+    Perplexity is e^loss; bits per byte is loss / ln 2 / bytes_per_token, which compares
+    runs with different tokenizers.
 
     Args:
       first: how many batches are those of every validation.
@@ -75,7 +81,8 @@ def evaluate(
 
 
 def xz_bits_per_byte(text: str) -> float:
-    """What the compressor xz makes of a text, as a figure to hold a model's own against; NaN of an empty one.
+    """What the compressor xz makes of a text, as a figure to hold a model's own
+    against; NaN of an empty one.
 
     It has seen nothing before; a short text it has little to learn from.
     """

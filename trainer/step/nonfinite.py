@@ -1,7 +1,7 @@
 """Where a function first leaves the finite numbers.
 
-It is evaluated operation by operation, on the arrays that went wrong; named is the first operation whose result is not
-finite although its operands are.
+It is evaluated operation by operation, on the arrays that went wrong; named is the
+first operation whose result is not finite although its operands are.
 """
 
 import functools
@@ -43,15 +43,20 @@ class NonFinite:
 
 
 def first_nonfinite(
-    fn: Callable[..., Any], *args: Any, compiler_options: Mapping[str, Any] | None = None
+    fn: Callable[..., Any],
+    *args: Any,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> NonFinite | None:
     """Where `fn(*args)` first leaves the finite numbers; None: nowhere.
 
-    Goes into jit, remat, custom_jvp, custom_vjp, cond, scan and while; any other primitive is looked at from outside.
-    A result that is not finite because an operand is not (a mask of -inf) is no finding; a NaN from infinite operands
-    is one when there is no other. Takes seconds to minutes, and the memory of every intermediate still needed.
+    Goes into jit, remat, custom_jvp, custom_vjp, cond, scan and while; any other
+    primitive is looked at from outside. A result that is not finite because an operand
+    is not (a mask of -inf) is no finding; a NaN from infinite operands is one when
+    there is no other. Takes seconds to minutes, and the memory of every intermediate
+    still needed.
 
-    `compiler_options`: those that the function is compiled with elsewhere, for its operations one by one.
+    `compiler_options`: those that the function is compiled with elsewhere, for its
+    operations one by one.
     """
     for name, leaf in zip(leaf_names(args), jax.tree.leaves(args), strict=True):
         if not _is_finite(leaf):
@@ -79,8 +84,15 @@ class _Search:
     def run(self, jaxpr: Any, args: Sequence[Any], path: str) -> list[Any]:
         """Evaluate a (closed) jaxpr. Raises _Found."""
         inner = getattr(jaxpr, "jaxpr", jaxpr)
-        last_use = {v: n for n, eqn in enumerate(inner.eqns) for v in eqn.invars if not isinstance(v, core.Literal)}
-        values = dict(zip(inner.constvars, jaxpr.consts, strict=True)) | dict(zip(inner.invars, args, strict=True))
+        last_use = {
+            v: n
+            for n, eqn in enumerate(inner.eqns)
+            for v in eqn.invars
+            if not isinstance(v, core.Literal)
+        }
+        values = dict(zip(inner.constvars, jaxpr.consts, strict=True)) | dict(
+            zip(inner.invars, args, strict=True)
+        )
         results = {v for v in inner.outvars if not isinstance(v, core.Literal)}
 
         def read(v: Any) -> Any:
@@ -104,7 +116,9 @@ class _Search:
         if name in CALLS:
             return self.run(params[CALLS[name]], inputs, path)
         with eqn.ctx.manager:
-            outputs = self.operation(eqn.primitive, eqn.primitive.get_bind_params(params))(*inputs)
+            outputs = self.operation(
+                eqn.primitive, eqn.primitive.get_bind_params(params)
+            )(*inputs)
         outputs = outputs if eqn.primitive.multiple_results else [outputs]
         bad = [output for output in outputs if not _is_finite(output)]
         if not bad:
@@ -113,38 +127,63 @@ class _Search:
             self.scan(params, inputs, path)
         elif name == "while":
             self.loop(params, inputs, path)
-        finding = NonFinite(name, path, summarize(eqn.source_info), _describe(bad[0]), tuple(map(_describe, inputs)))
+        finding = NonFinite(
+            name,
+            path,
+            summarize(eqn.source_info),
+            _describe(bad[0]),
+            tuple(map(_describe, inputs)),
+        )
         if all(map(_is_finite, inputs)):
             raise _Found(finding)
         if any(map(_has_nan, bad)) and not any(map(_has_nan, inputs)):
             self.nan_from_infinite = self.nan_from_infinite or finding
         return outputs
 
-    def operation(self, primitive: Any, params: Mapping[str, Any]) -> Callable[..., Any]:
-        """One operation as a function, compiled with the options where there are any; once where it occurs again."""
+    def operation(
+        self, primitive: Any, params: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """One operation as a function, compiled with the options where there are any;
+        once where it occurs again.
+        """
         bound = functools.partial(primitive.bind, **params)
         if self._options is None:
             return bound
         key = (primitive, tuple(sorted(params.items(), key=lambda item: item[0])))
         try:
             known = self._compiled.get(key)
-        except TypeError:  # a parameter that cannot be looked up: nothing else has the same one
+        # a parameter that cannot be looked up: nothing else has the same one
+        except TypeError:
             return jax.jit(bound, compiler_options=dict(self._options))
-        return known or self._compiled.setdefault(key, jax.jit(bound, compiler_options=dict(self._options)))
+        return known or self._compiled.setdefault(
+            key, jax.jit(bound, compiler_options=dict(self._options))
+        )
 
     def scan(self, params: Mapping[str, Any], inputs: list[Any], path: str) -> None:
-        consts, carry, xs = (list(part) for part in params["ft_in"].update(inputs).unpack())
+        consts, carry, xs = (
+            list(part) for part in params["ft_in"].update(inputs).unpack()
+        )
         order = range(params["length"])
         for i in reversed(order) if params["reverse"] else order:
             arguments = [*consts, *carry, *(x[i] for x in xs)]
-            carry = self.run(params["jaxpr"], arguments, f"{path}/scan[{i}]".lstrip("/"))[: len(carry)]
+            carry = self.run(
+                params["jaxpr"], arguments, f"{path}/scan[{i}]".lstrip("/")
+            )[: len(carry)]
 
     def loop(self, params: Mapping[str, Any], inputs: list[Any], path: str) -> None:
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-        cond_consts, body_consts, carry = inputs[:n_cond], inputs[n_cond : n_cond + n_body], inputs[n_cond + n_body :]
+        cond_consts, body_consts, carry = (
+            inputs[:n_cond],
+            inputs[n_cond : n_cond + n_body],
+            inputs[n_cond + n_body :],
+        )
         i = 0
         while self.run(params["cond_jaxpr"], [*cond_consts, *carry], path)[0]:
-            carry = self.run(params["body_jaxpr"], [*body_consts, *carry], f"{path}/while[{i}]".lstrip("/"))
+            carry = self.run(
+                params["body_jaxpr"],
+                [*body_consts, *carry],
+                f"{path}/while[{i}]".lstrip("/"),
+            )
             i += 1
 
 
@@ -170,7 +209,9 @@ def _counts(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
 
 
 def _is_finite(x: Any) -> bool:
-    return not _is_float(x) or not any(int(count) for count in _counts(jnp.asarray(x))[:3])
+    return not _is_float(x) or not any(
+        int(count) for count in _counts(jnp.asarray(x))[:3]
+    )
 
 
 def _has_nan(x: Any) -> bool:
@@ -183,5 +224,13 @@ def _describe(x: Any) -> str:
     if not _is_float(x):
         return kind
     *counts, largest = _counts(jnp.asarray(x))
-    bad = [f"{int(count)} {name}" for count, name in zip(counts, ("nan", "inf", "-inf"), strict=True) if int(count)]
-    return f"{kind} with {', '.join(bad)} of {jnp.size(x)}" if bad else f"{kind} |x| <= {float(largest):.3g}"
+    bad = [
+        f"{int(count)} {name}"
+        for count, name in zip(counts, ("nan", "inf", "-inf"), strict=True)
+        if int(count)
+    ]
+    return (
+        f"{kind} with {', '.join(bad)} of {jnp.size(x)}"
+        if bad
+        else f"{kind} |x| <= {float(largest):.3g}"
+    )

@@ -1,4 +1,6 @@
-"""The learning rate of every step: a linear warm-up, and the schedules that a configuration can name."""
+"""The learning rate of every step: a linear warm-up, and the schedules that a
+configuration can name.
+"""
 
 from collections.abc import Callable
 
@@ -11,11 +13,19 @@ from trainer.errors import UserError
 
 
 def learning_rates(
-    name: str, *, steps: int, peak: float, warmup_fraction: float, min_ratio: float, decay_fraction: float
+    name: str,
+    *,
+    steps: int,
+    peak: float,
+    warmup_fraction: float,
+    min_ratio: float,
+    decay_fraction: float,
 ) -> np.ndarray:
-    """The learning rate of every step, FP32 `[steps]`: linear warm-up, then the named schedule to `min_ratio * peak`.
+    """The learning rate of every step, FP32 `[steps]`: linear warm-up, then the named
+    schedule to `min_ratio * peak`.
 
-    wsd (warm-up, stable, decay) stays at the peak until the last `decay_fraction` of the steps, then falls linearly.
+    wsd (warm-up, stable, decay) stays at the peak until the last `decay_fraction` of
+    the steps, then falls linearly.
     """
     warmup = round(warmup_fraction * steps)
     rest = max(1, steps - warmup)
@@ -30,11 +40,19 @@ def learning_rates(
             after = optax.constant_schedule(peak)
         case "wsd":
             decay = max(1, round(decay_fraction * steps))
-            after = optax.linear_schedule(peak, last, decay, transition_begin=max(0, rest - decay))
+            after = optax.linear_schedule(
+                peak, last, decay, transition_begin=max(0, rest - decay)
+            )
         case _:
-            raise UserError(f"schedule.name={name!r} is not a choice; valid: cosine, wsd, linear, constant")
+            raise UserError(
+                f"schedule.name={name!r} is not a choice; valid: cosine, wsd, linear,"
+                " constant"
+            )
     count = np.arange(steps)
-    # Step i of the warm-up has (i + 1) / warmup of the peak: the first update already moves.
+    # Step i of the warm-up has (i + 1) / warmup of the peak: the first update already
+    # moves.
     ramp = peak * (count + 1) / max(1, warmup)
-    decayed = np.broadcast_to(np.asarray(jax.vmap(after)(np.maximum(count - warmup, 0))), (steps,))
+    decayed = np.broadcast_to(
+        np.asarray(jax.vmap(after)(np.maximum(count - warmup, 0))), (steps,)
+    )
     return np.where(count < warmup, ramp, decayed).astype(np.float32)

@@ -1,4 +1,6 @@
-"""What a training run carries from step to step, and nothing else: data positions are computed, not stored."""
+"""What a training run carries from step to step, and nothing else: data positions are
+computed, not stored.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -13,18 +15,21 @@ from scalify_core import ScaledArray, tree
 from scalify_core.array import is_scaled_array
 from trainer.step.state_tree import first_nonfinite_leaf
 
-OF_REPLICAS = ("states", "residuals")  # fields whose arrays have an axis of replicas in front
+# fields whose arrays have an axis of replicas in front
+OF_REPLICAS = ("states", "residuals")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Replicas:
-    """What K replicas that train apart have beside the outer weights; see `trainer.parallel.diloco`.
+    """What K replicas that train apart have beside the outer weights; see
+    `trainer.parallel.diloco`.
 
     Attributes:
-      states: their TrainState, every array [K, ...], the optimiser's packed; the scales of parameters are scalars,
-        those of the outer weights.
-      residuals: what rounding has lost so far, of the trained parameters, [K, ...] as weights are stored, or ().
+      states: their TrainState, every array [K, ...], the optimiser's packed; the scales
+        of parameters are scalars, those of the outer weights.
+      residuals: what rounding has lost so far, of the trained parameters, [K, ...] as
+          weights are stored, or ().
       momentum: of the outer optimiser, stored alike, or ().
     """
 
@@ -36,20 +41,23 @@ class Replicas:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """The whole of it. A skipped step leaves every bit of it as it was, except the loss scale of `scaling`.
+    """The whole of it. A skipped step leaves every bit of it as it was, except the loss
+    scale of `scaling`.
 
-    With DiLoCo `params` are the outer weights, so that who reads a state or a checkpoint needs to know nothing of
-    replicas; `opt_state` is then (), and `scaling` the largest of the replicas'.
+    With DiLoCo `params` are the outer weights, so that who reads a state or a
+    checkpoint needs to know nothing of replicas; `opt_state` is then (), and `scaling`
+    the largest of the replicas'.
 
     Attributes:
-      params: nested dictionaries of arrays, or of ScaledArrays whose scales are static: constants of compiled steps.
-      opt_state: of the optax transformation; its count is the number of updates applied. In training it is packed
-        (`scalify_core.tree.Packed`).
+      params: nested dictionaries of arrays, or of ScaledArrays whose scales are static:
+          constants of compiled steps.
+      opt_state: of the optax transformation; its count is the number of updates
+        applied. In training it is packed (`scalify_core.tree.Packed`).
       key: base PRNG key; the randomness of step n comes from `fold_in(key, n)`.
       scaling: what the precision carries along: amax histories, a loss scale, or ().
       diloco: `Replicas` of a run with DiLoCo, else ().
-      kahan_compensation: the rounding error of the trained parameters, plain BF16 arrays, with
-        `precision.weights_rounding=kahan`; else ().
+      kahan_compensation: the rounding error of the trained parameters, plain BF16
+        arrays, with `precision.weights_rounding=kahan`; else ().
     """
 
     params: Any
@@ -61,7 +69,8 @@ class TrainState:
 
 
 def first_nonfinite(state: TrainState) -> str | None:
-    """Return the name of the first array of weights or moments that is not finite, or None. Waits for the state.
+    """Return the name of the first array of weights or moments that is not finite, or
+    None. Waits for the state.
 
     Where the state is split over processes, all of them must ask.
     """
@@ -69,13 +78,20 @@ def first_nonfinite(state: TrainState) -> str | None:
     return first_nonfinite_leaf({name: getattr(state, name) for name in fields})
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation, key: jax.Array, scaling: Any = ()) -> TrainState:
+def init_state(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    scaling: Any = (),
+) -> TrainState:
     """The state before the first step."""
     return TrainState(params, optimizer.init(params), key, scaling)
 
 
 def to_stored(state: TrainState) -> TrainState:
-    """The form for checkpoints: every scale an array of its own, on all devices of its data."""
+    """The form for checkpoints: every scale an array of its own, on all devices of its
+    data.
+    """
 
     def place(x: Any) -> Any:
         if not is_scaled_array(x) or not isinstance(x.data.sharding, NamedSharding):
@@ -85,24 +101,43 @@ def to_stored(state: TrainState) -> TrainState:
         if scale.sharding == everywhere:
             return x
         number = np.asarray(scale.addressable_data(0))
-        return ScaledArray(x.data, jax.make_array_from_callback(number.shape, everywhere, lambda index: number[index]))
+        return ScaledArray(
+            x.data,
+            jax.make_array_from_callback(
+                number.shape, everywhere, lambda index: number[index]
+            ),
+        )
 
     def stored(part: Any) -> Any:
         return tree.map_arrays(place, tree.with_dynamic_scales(part))
 
     diloco, opt_state = state.diloco, tree.unpack(state.opt_state)
-    if isinstance(diloco, Replicas):  # whose moments stay packed: their scales are a row for each replica
+    # whose moments stay packed: their scales are a row for each replica
+    if isinstance(diloco, Replicas):
         diloco = dataclasses.replace(
-            diloco, states=dataclasses.replace(diloco.states, params=stored(diloco.states.params))
+            diloco,
+            states=dataclasses.replace(
+                diloco.states, params=stored(diloco.states.params)
+            ),
         )
-    return dataclasses.replace(stored(dataclasses.replace(state, opt_state=opt_state, diloco=())), diloco=diloco)
+    return dataclasses.replace(
+        stored(dataclasses.replace(state, opt_state=opt_state, diloco=())),
+        diloco=diloco,
+    )
 
 
 def from_stored(state: TrainState) -> TrainState:
-    """The form for training: the scales of parameters static, those of moments one array."""
+    """The form for training: the scales of parameters static, those of moments one
+    array.
+    """
     diloco = state.diloco
     if isinstance(diloco, Replicas):
         static = tree.with_static_scales(diloco.states.params)
-        diloco = dataclasses.replace(diloco, states=dataclasses.replace(diloco.states, params=static))
-    params, opt_state = tree.with_static_scales(state.params), tree.pack(state.opt_state)
+        diloco = dataclasses.replace(
+            diloco, states=dataclasses.replace(diloco.states, params=static)
+        )
+    params, opt_state = (
+        tree.with_static_scales(state.params),
+        tree.pack(state.opt_state),
+    )
     return dataclasses.replace(state, params=params, opt_state=opt_state, diloco=diloco)

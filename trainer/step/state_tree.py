@@ -1,4 +1,6 @@
-"""The leaves of a state: their names, what they look like, and a checksum of their bits."""
+"""The leaves of a state: their names, what they look like, and a checksum of their
+bits.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -15,27 +17,42 @@ from scalify_core.array import ScaledArray, is_scaled_array
 
 
 def leaf_names(tree: Any) -> list[str]:
-    """The path of every leaf, such as `params/h_0/attn/kernel`, in the order of `jax.tree.leaves`."""
+    """The path of every leaf, such as `params/h_0/attn/kernel`, in the order of
+    `jax.tree.leaves`.
+    """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
 
 
 def parameter_names(tree: Any) -> list[str]:
     """The paths of the parameters: as `leaf_names`, a ScaledArray being one."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled_array)]
+    paths = [
+        path
+        for path, _ in jax.tree_util.tree_leaves_with_path(
+            tree, is_leaf=is_scaled_array
+        )
+    ]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
 
 
 def part_of(tree: Any, like: Any) -> Any:
-    """What nested dictionaries hold at the places that the nested dictionaries `like` have, in the order of `tree`."""
-    return {key: part_of(x, like[key]) for key, x in tree.items() if key in like} if isinstance(like, dict) else tree
+    """What nested dictionaries hold at the places that the nested dictionaries `like`
+    have, in the order of `tree`.
+    """
+    return (
+        {key: part_of(x, like[key]) for key, x in tree.items() if key in like}
+        if isinstance(like, dict)
+        else tree
+    )
 
 
 def with_part(tree: Any, part: Any) -> Any:
     """Nested dictionaries, with the leaves of a `part_of` them in place of theirs."""
     if not isinstance(part, dict):
         return part
-    return {key: with_part(x, part[key]) if key in part else x for key, x in tree.items()}
+    return {
+        key: with_part(x, part[key]) if key in part else x for key, x in tree.items()
+    }
 
 
 def is_key(leaf: Any) -> bool:
@@ -47,7 +64,10 @@ def describe(tree: Any) -> dict[str, dict[str, Any]]:
     """`shape` and `dtype` of every leaf by name, as JSON values."""
     names = leaf_names(tree)
     if len(set(names)) < len(names):
-        raise ValueError(f"two leaves share a name: {sorted({n for n in names if names.count(n) > 1})}")
+        raise ValueError(
+            "two leaves share a name:"
+            f" {sorted({n for n in names if names.count(n) > 1})}"
+        )
     return {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
         for name, leaf in zip(names, jax.tree.leaves(tree), strict=True)
@@ -58,7 +78,9 @@ Description = Mapping[str, Mapping[str, Any]]
 
 
 def mismatch(wanted: Description, found: Description, *, partial: bool) -> str | None:
-    """The first difference between two `describe`d trees in words; None: none. `partial`: `found` may have more."""
+    """The first difference between two `describe`d trees in words; None: none.
+    `partial`: `found` may have more.
+    """
 
     def text(leaf: Mapping[str, Any]) -> str:
         return f"{leaf['dtype']}{leaf['shape']}"
@@ -69,11 +91,16 @@ def mismatch(wanted: Description, found: Description, *, partial: bool) -> str |
         if text(found[name]) != text(leaf):
             return f"leaf {name} is {text(found[name])}, expected {text(leaf)}"
     extra = [name for name in found if name not in wanted]
-    return f"it has a leaf {extra[0]}, {text(found[extra[0]])}, that is not expected" if extra and not partial else None
+    return (
+        f"it has a leaf {extra[0]}, {text(found[extra[0]])}, that is not expected"
+        if extra and not partial
+        else None
+    )
 
 
 def as_saved(like: Any, saved: Description) -> Any:
-    """A tree like `like`, its leaves in the form in which they were saved: other dtypes, or ScaledArrays.
+    """A tree like `like`, its leaves in the form in which they were saved: other
+    dtypes, or ScaledArrays.
 
     Leaves that were not saved stay as they are, for `mismatch` to name.
     """
@@ -84,10 +111,18 @@ def as_saved(like: Any, saved: Description) -> Any:
     def convert(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if f"{name}/data" in saved:
-            data = jax.ShapeDtypeStruct(leaf.shape, dtype(f"{name}/data"), sharding=leaf.sharding)
+            data = jax.ShapeDtypeStruct(
+                leaf.shape, dtype(f"{name}/data"), sharding=leaf.sharding
+            )
             named = isinstance(leaf.sharding, NamedSharding)
-            whole = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if named else leaf.sharding
-            return ScaledArray(data, jax.ShapeDtypeStruct((), jnp.float32, sharding=whole))
+            whole = (
+                NamedSharding(leaf.sharding.mesh, PartitionSpec())
+                if named
+                else leaf.sharding
+            )
+            return ScaledArray(
+                data, jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+            )
         if name in saved:
             return jax.ShapeDtypeStruct(leaf.shape, dtype(name), sharding=leaf.sharding)
         return leaf
@@ -96,11 +131,13 @@ def as_saved(like: Any, saved: Description) -> Any:
 
 
 def checksum(leaf: jax.Array, start: Sequence[Any] = ()) -> jax.Array:
-    """Two sums (uint32 [2]) of the leaf's bits, scrambled and times odd numbers of their place on every axis.
+    """Two sums (uint32 [2]) of the leaf's bits, scrambled and times odd numbers of
+    their place on every axis.
 
-    Scrambling, by another function in each sum, is one-to-one and odd factors are invertible modulo 2^32: a change of
-    one element changes the sums for certain, and that others cancel in both is as likely as 2^-50. Integer sums do not
-    depend on their order, and those of an array are the sums of its parts'.
+    Scrambling, by another function in each sum, is one-to-one and odd factors are
+    invertible modulo 2^32: a change of one element changes the sums for certain, and
+    that others cancel in both is as likely as 2^-50. Integer sums do not depend on
+    their order, and those of an array are the sums of its parts'.
 
     Args:
       leaf: an array, or a part of one,
@@ -115,31 +152,52 @@ def checksum(leaf: jax.Array, start: Sequence[Any] = ()) -> jax.Array:
         for axis, size in enumerate(bits.shape):
             factors = _odd_numbers(size, start[axis] if start else 0, axis, which)
             column = jnp.expand_dims(factors, [i for i in range(x.ndim) if i != axis])
-            words = [_scrambled(part, which) if axis == 0 else part for part in _parts(x, axis)]
-            x = _sum([part * factor for part, factor in zip(words, _parts(column, axis), strict=True)], axis)
+            words = [
+                _scrambled(part, which) if axis == 0 else part
+                for part in _parts(x, axis)
+            ]
+            x = _sum(
+                [
+                    part * factor
+                    for part, factor in zip(words, _parts(column, axis), strict=True)
+                ],
+                axis,
+            )
         return x.reshape(())
 
     return jnp.stack([total(0), total(1)])
 
 
 def _odd_numbers(size: int, first: Any, axis: int, which: int) -> jax.Array:
-    """Pseudorandom odd factors for `size` places along an axis from `first` on, uint32 [size], computed once."""
-    x = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(first).astype(jnp.uint32) + np.uint32(1)
-    x = x * np.uint32((0x9E3779B1, 0x85EBCA77)[which]) + np.uint32((axis * 0x27D4EB2F) % 2**32)
+    """Pseudorandom odd factors for `size` places along an axis from `first` on, uint32
+    [size], computed once.
+    """
+    x = (
+        jnp.arange(size, dtype=jnp.uint32)
+        + jnp.asarray(first).astype(jnp.uint32)
+        + np.uint32(1)
+    )
+    x = x * np.uint32((0x9E3779B1, 0x85EBCA77)[which]) + np.uint32(
+        (axis * 0x27D4EB2F) % 2**32
+    )
     x = (x ^ (x >> 15)) * np.uint32(0x2C1B3C6D)
     x = (x ^ (x >> 12)) * np.uint32(0x297A2D39)
     return lowering.held("factors_once", (x ^ (x >> 15)) | np.uint32(1))
 
 
 def _scrambled(bits: jax.Array, which: int) -> jax.Array:
-    """One-to-one; without it two changed signs, 2^31 times the sum of two odd numbers, would go unnoticed."""
+    """One-to-one; without it two changed signs, 2^31 times the sum of two odd numbers,
+    would go unnoticed.
+    """
     x = bits.astype(jnp.uint32)
     x = (x ^ (x >> (16, 15)[which])) * np.uint32((0x7FEB352D, 0x846CA68B)[which])
     return x ^ (x >> (15, 16)[which])
 
 
 def _parts(x: jax.Array, axis: int) -> list[jax.Array]:
-    """Four, three or two equal parts along an axis, or the whole where it cannot be cut so."""
+    """Four, three or two equal parts along an axis, or the whole where it cannot be cut
+    so.
+    """
     size = x.shape[axis]
     return jnp.split(x, next((n for n in (4, 3, 2) if size and size % n == 0), 1), axis)
 
@@ -147,7 +205,8 @@ def _parts(x: jax.Array, axis: int) -> list[jax.Array]:
 def _sum(parts: list[jax.Array], axis: int) -> jax.Array:
     """The sum of equal parts of an array along an axis, which stays with length 1.
 
-    By elementwise additions, as fast as memory, as far as that goes: XLA's reductions of integers are slow on CPUs.
+    By elementwise additions, as fast as memory, as far as that goes: XLA's reductions
+    of integers are slow on CPUs.
     """
     total = functools.reduce(jnp.add, parts)
     if len(parts) > 1:
@@ -157,28 +216,45 @@ def _sum(parts: list[jax.Array], axis: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def checksums_of_parts(leaf: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """The checksum of every device's part of a leaf that is split over a mesh, [devices, 2], on that device."""
+    """The checksum of every device's part of a leaf that is split over a mesh,
+    [devices, 2], on that device.
+    """
     entries = (*spec, *(None,) * (leaf.ndim - len(spec)))
 
     def of_part(part: jax.Array) -> jax.Array:
-        start = [0 if e is None else jax.lax.axis_index(e) * n for e, n in zip(entries, part.shape, strict=True)]
+        start = [
+            0 if e is None else jax.lax.axis_index(e) * n
+            for e, n in zip(entries, part.shape, strict=True)
+        ]
         return checksum(part, start)[None]
 
     devices = PartitionSpec(mesh.axis_names)
-    return jax.shard_map(of_part, mesh=mesh, in_specs=spec, out_specs=devices, check_vma=False)(leaf)
+    return jax.shard_map(
+        of_part, mesh=mesh, in_specs=spec, out_specs=devices, check_vma=False
+    )(leaf)
 
 
 def checksums(leaves: list[jax.Array]) -> list[str]:
-    """Sixteen hexadecimal digits a leaf; waits until the leaves are computed. Of split arrays all processes must ask.
+    """Sixteen hexadecimal digits a leaf; waits until the leaves are computed. Of split
+    arrays all processes must ask.
 
-    Devices do not talk to each other for it: many small programs that do, at once, can wait for each other forever.
+    Devices do not talk to each other for it: many small programs that do, at once, can
+    wait for each other forever.
     """
     parts, owners = [], []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf.sharding, NamedSharding):
-            first = {shard.device for shard in leaf.addressable_shards if shard.replica_id == 0}
+            first = {
+                shard.device
+                for shard in leaf.addressable_shards
+                if shard.replica_id == 0
+            }
             found = checksums_of_parts(leaf, leaf.sharding.mesh, leaf.sharding.spec)
-            mine = [shard.data for shard in found.addressable_shards if shard.device in first]
+            mine = [
+                shard.data
+                for shard in found.addressable_shards
+                if shard.device in first
+            ]
         else:
             mine = [_checksum(leaf)]
         parts += mine
@@ -188,7 +264,8 @@ def checksums(leaves: list[jax.Array]) -> list[str]:
         sums[i] += pair.reshape(2)
     if any(not leaf.is_fully_addressable for leaf in leaves):
         local = [i for i, leaf in enumerate(leaves) if leaf.is_fully_addressable]
-        sums[local] *= np.uint32(jax.process_index() == 0)  # every process has those whole
+        # every process has those whole
+        sums[local] *= np.uint32(jax.process_index() == 0)
         sums = np.sum(multihost_utils.process_allgather(sums), axis=0, dtype=np.uint32)
     return [f"{int(high):08x}{int(low):08x}" for high, low in sums]
 
@@ -199,18 +276,26 @@ _checksum = jax.jit(checksum)
 def first_nonfinite_leaf(tree: Any) -> str | None:
     """Return the name of the first leaf of floats that is not finite, or None.
 
-    Waits until the leaves are computed. Where a leaf is split over processes, all of them must ask. As for `checksums`,
-    devices do not talk to each other.
+    Waits until the leaves are computed. Where a leaf is split over processes, all of
+    them must ask. As for `checksums`, devices do not talk to each other.
     """
     leaves = jax.tree.leaves(tree)
     flags = [
-        [_all_finite(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        else []
+        (
+            [
+                _all_finite(shard.data)
+                for shard in leaf.addressable_shards
+                if shard.replica_id == 0
+            ]
+            if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+            else []
+        )
         for leaf in leaves
     ]
     good = np.array([all(of_leaf) for of_leaf in jax.device_get(flags)], bool)
-    if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves):
+    if any(
+        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves
+    ):
         good = np.all(multihost_utils.process_allgather(good), axis=0)
     return None if good.all() else leaf_names(tree)[int(np.argmin(good))]
 

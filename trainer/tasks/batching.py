@@ -1,6 +1,8 @@
-"""Sequences of any length in batches of few shapes, so that a handful of programs is compiled.
+"""Sequences of any length in batches of few shapes, so that a handful of programs is
+compiled.
 
-Legend: B sequences of a batch, T tokens of each, C of them scored, the last ones of each sequence.
+Legend: B sequences of a batch, T tokens of each, C of them scored, the last ones of
+each sequence.
 """
 
 import itertools
@@ -33,10 +35,11 @@ class PaddedBatch(NamedTuple):
 
 
 def batches_of(sizes: Sequence[Sized], batch: int, context: int) -> list[PaddedBatch]:
-    """Batches of `batch` sequences of about the same length, the longest first; the last ones may be smaller.
+    """Batches of `batch` sequences of about the same length, the longest first; the
+    last ones may be smaller.
 
-    C is 16, 64, 256, ..., or all of T; for each there are at most `LENGTHS` different T, multiples of 16 unless that is
-    more than `context`.
+    C is 16, 64, 256, ..., or all of T; for each there are at most `LENGTHS` different
+    T, multiples of 16 unless that is more than `context`.
     """
     groups: dict[int, list[int]] = {}
     for row, size in enumerate(sizes):
@@ -45,9 +48,15 @@ def batches_of(sizes: Sequence[Sized], batch: int, context: int) -> list[PaddedB
     for scored, rows in groups.items():
         rows.sort(key=lambda row: -sizes[row].tokens)
         parts = [tuple(rows[i : i + batch]) for i in range(0, len(rows), batch)]
-        rounded = [min(-(-sizes[part[0]].tokens // MULTIPLE) * MULTIPLE, context) for part in parts]
+        rounded = [
+            min(-(-sizes[part[0]].tokens // MULTIPLE) * MULTIPLE, context)
+            for part in parts
+        ]
         lengths = few(rounded)
-        found += [PaddedBatch(part, t, min(scored, t)) for part, t in zip(parts, lengths, strict=True)]
+        found += [
+            PaddedBatch(part, t, min(scored, t))
+            for part, t in zip(parts, lengths, strict=True)
+        ]
     return found
 
 
@@ -60,10 +69,17 @@ def tail_of(scored: int) -> int:
 
 
 def few(lengths: Sequence[int]) -> list[int]:
-    """The lengths, raised until there are at most `LENGTHS` different ones: first those that it costs the least."""
+    """The lengths, raised until there are at most `LENGTHS` different ones: first those
+    that it costs the least.
+    """
     found = list(lengths)
     while len(different := sorted(set(found))) > LENGTHS:
-        cost = [(above - below) * found.count(below) for below, above in itertools.pairwise(different)]
+        cost = [
+            (above - below) * found.count(below)
+            for below, above in itertools.pairwise(different)
+        ]
         cheapest = cost.index(min(cost))
-        found = [different[cheapest + 1] if t == different[cheapest] else t for t in found]
+        found = [
+            different[cheapest + 1] if t == different[cheapest] else t for t in found
+        ]
     return found

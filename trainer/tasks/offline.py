@@ -1,8 +1,10 @@
-"""Tasks made of a validation text, for which nothing has to be fetched: the last word, and the order of words.
+"""Tasks made of a validation text, for which nothing has to be fetched: the last word,
+and the order of words.
 
-An item is a passage of the text. `last_word`: which word ends it (as LAMBADA asks it)? `word_order`: which of four
-orders of its last words is the author's? Both are a function of the text alone, so that every model is asked the same,
-whatever its tokenizer. `write_for_harness` gives them to lm-evaluation-harness as they are.
+An item is a passage of the text. `last_word`: which word ends it (as LAMBADA asks it)?
+`word_order`: which of four orders of its last words is the author's? Both are a
+function of the text alone, so that every model is asked the same, whatever its
+tokenizer. `write_for_harness` gives them to lm-evaluation-harness as they are.
 """
 
 import hashlib
@@ -28,7 +30,9 @@ BYTES = 1 << 20  # of a text, from whose beginning the items are
 
 
 class Score(NamedTuple):
-    """A metric's value over the items, and its standard error (NaN where there is none)."""
+    """A metric's value over the items, and its standard error (NaN where there is
+    none).
+    """
 
     value: float
     error: float
@@ -38,7 +42,9 @@ Scores = dict[str, Score]  # by metric
 
 
 class Item(NamedTuple):
-    """A passage's beginning, and what could follow it; `gold` is the number of what does."""
+    """A passage's beginning, and what could follow it; `gold` is the number of what
+    does.
+    """
 
     context: str
     choices: tuple[str, ...]
@@ -61,7 +67,9 @@ class OfflineTask:
 
 
 def passages(text: str) -> Iterator[list[re.Match[str]]]:
-    """Consecutive passages of about `PASSAGE` words, that end with a word of four letters or more."""
+    """Consecutive passages of about `PASSAGE` words, that end with a word of four
+    letters or more.
+    """
     words: list[re.Match[str]] = []
     for word in re.finditer(r"\S+", text):
         words.append(word)
@@ -71,7 +79,9 @@ def passages(text: str) -> Iterator[list[re.Match[str]]]:
 
 
 def last_words(text: str) -> Iterator[Item]:
-    """The letters that the last word of each passage begins with, after all that stands before them."""
+    """The letters that the last word of each passage begins with, after all that stands
+    before them.
+    """
     for words in passages(text):
         found = re.match(r"[^\W\d_]{4,}", words[-1][0])
         assert found is not None
@@ -80,15 +90,20 @@ def last_words(text: str) -> Iterator[Item]:
 
 
 def word_orders(text: str) -> Iterator[Item]:
-    """The last words of each passage as they are, and in other orders, drawn by the passage itself.
+    """The last words of each passage as they are, and in other orders, drawn by the
+    passage itself.
 
-    The very last one is left to `last_words`: where two tasks ask about the same text, the harness's `hf` takes the
-    likelihood of one for the other's.
+    The very last one is left to `last_words`: where two tasks ask about the same text,
+    the harness's `hf` takes the likelihood of one for the other's.
     """
     for *words, _ in passages(text):
         start, end = words[0].start(), words[-TAIL - 1].end()
         tail = [word[0] for word in words[-TAIL:]]
-        draw = random.Random(hashlib.blake2b(text[start : words[-1].end()].encode(), digest_size=8).digest())
+        draw = random.Random(
+            hashlib.blake2b(
+                text[start : words[-1].end()].encode(), digest_size=8
+            ).digest()
+        )
         others: set[str] = set()
         for _ in range(10 * CHOICES):
             shuffled = " ".join(draw.sample(tail, TAIL))
@@ -103,8 +118,12 @@ def word_orders(text: str) -> Iterator[Item]:
 
 
 def score_words(eval_model: EvalModel, items: Sequence[Item]) -> Scores:
-    """Perplexity of the last word, and the share of items where its tokens are the likeliest."""
-    answers = eval_model.likelihoods([(item.context, item.choices[0]) for item in items])
+    """Perplexity of the last word, and the share of items where its tokens are the
+    likeliest.
+    """
+    answers = eval_model.likelihoods(
+        [(item.context, item.choices[0]) for item in items]
+    )
     nats = mean_of([-answer.logprob for answer in answers])
     perplexity = math.exp(min(nats.value, 700.0))
     return {
@@ -114,8 +133,14 @@ def score_words(eval_model: EvalModel, items: Sequence[Item]) -> Scores:
 
 
 def score_orders(eval_model: EvalModel, items: Sequence[Item]) -> Scores:
-    """The share of items whose own order is the likeliest; all have the same characters."""
-    answers = iter(eval_model.likelihoods([(item.context, choice) for item in items for choice in item.choices]))
+    """The share of items whose own order is the likeliest; all have the same
+    characters.
+    """
+    answers = iter(
+        eval_model.likelihoods(
+            [(item.context, choice) for item in items for choice in item.choices]
+        )
+    )
     right = []
     for item in items:
         found = [next(answers).logprob for _ in item.choices]
@@ -125,7 +150,11 @@ def score_orders(eval_model: EvalModel, items: Sequence[Item]) -> Scores:
 
 def mean_of(values: Sequence[float]) -> Score:
     """The mean of items and its standard error."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    error = (
+        statistics.stdev(values) / math.sqrt(len(values))
+        if len(values) > 1
+        else math.nan
+    )
     return Score(math.fsum(values) / len(values), error)
 
 
@@ -160,17 +189,22 @@ TASKS = {
 
 def items_of(name: str, text: str, limit: int) -> list[Item]:
     """The first `limit` items of a task. UserError for a text with less than ten."""
-    found = [item for item, _ in zip(TASKS[name].items(text), range(limit), strict=False)]
+    found = [
+        item for item, _ in zip(TASKS[name].items(text), range(limit), strict=False)
+    ]
     if len(found) < min(10, limit):
         raise UserError(
-            f"tasks: {name} has {len(found)} items in the validation text, a passage of {PASSAGE} words each; expected "
-            "10 or more: use more text, or another task"
+            f"tasks: {name} has {len(found)} items in the validation text, a passage of"
+            f" {PASSAGE} words each; expected 10 or more: use more text, or another"
+            " task"
         )
     return found
 
 
 def write_for_harness(name: str, items: Sequence[Item], directory: Path) -> Path:
-    """Write a task as lm-evaluation-harness reads it (`--include_path directory --tasks name`); its YAML file."""
+    """Write a task as lm-evaluation-harness reads it
+    (`--include_path directory --tasks name`); its YAML file.
+    """
     import yaml
 
     directory.mkdir(parents=True, exist_ok=True)

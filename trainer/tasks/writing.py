@@ -1,6 +1,8 @@
-"""Many continuations at once, each row of a batch at a place of its own in its key-value cache.
+"""Many continuations at once, each row of a batch at a place of its own in its
+key-value cache.
 
-Legend: B rows, T prompt's tokens (padded), S cache length, N tokens of a part, V vocabulary.
+Legend: B rows, T prompt's tokens (padded), S cache length, N tokens of a part, V
+vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +33,8 @@ LIKELIEST = DecodingParams()
 
 
 class Writer:
-    """`writer(params, prompts, ...)`: a continuation of each prompt; of each length of batches two programs.
+    """`writer(params, prompts, ...)`: a continuation of each prompt; of each length of
+    batches two programs.
 
     Args:
       task: whose model it is; products are those of sampling, see `workload.Model`.
@@ -42,13 +45,24 @@ class Writer:
         self.batch, self.context = batch, task.model.spec.context
         bind = task.model.sampling.bind
 
-        def begin(params: Params, tokens_BxT: jax.Array, length_B: jax.Array, room: jax.Array) -> tuple[jax.Array, Any]:
-            """Logits [B, V] after the first `length` tokens of each row, and the caches, [B, ...] of one row each."""
+        def begin(
+            params: Params, tokens_BxT: jax.Array, length_B: jax.Array, room: jax.Array
+        ) -> tuple[jax.Array, Any]:
+            """Logits [B, V] after the first `length` tokens of each row, and the
+            caches, [B, ...] of one row each.
+            """
             model = bind(params)
 
             def of_row(tokens_T: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
-                h_1xTxD, cache = model.decode(tokens_T[None], model.init_cache(1, len(room)), 0)
-                return model.logits(jax.lax.dynamic_slice_in_dim(h_1xTxD[0], length - 1, 1))[0], cache
+                h_1xTxD, cache = model.decode(
+                    tokens_T[None], model.init_cache(1, len(room)), 0
+                )
+                return (
+                    model.logits(
+                        jax.lax.dynamic_slice_in_dim(h_1xTxD[0], length - 1, 1)
+                    )[0],
+                    cache,
+                )
 
             return jax.vmap(of_row)(tokens_BxT, length_B)
 
@@ -60,26 +74,43 @@ class Writer:
             keys_BxN: jax.Array,
             controls: tuple[jax.Array, jax.Array, jax.Array] | None,
         ) -> tuple[jax.Array, jax.Array, Any]:
-            """N new tokens of each row [B, N], the first one at `at`, and what the next ones are chosen from."""
+            """N new tokens of each row [B, N], the first one at `at`, and what the next
+            ones are chosen from.
+            """
             model = bind(params)
 
             def choose(logits_V: jax.Array, key: jax.Array) -> jax.Array:
-                return jnp.argmax(logits_V).astype(jnp.int32) if controls is None else sample(logits_V, key, *controls)
+                return (
+                    jnp.argmax(logits_V).astype(jnp.int32)
+                    if controls is None
+                    else sample(logits_V, key, *controls)
+                )
 
-            def of_row(logits_V: jax.Array, cache: Any, at: jax.Array, key: jax.Array) -> tuple[jax.Array, Any, Any]:
+            def of_row(
+                logits_V: jax.Array, cache: Any, at: jax.Array, key: jax.Array
+            ) -> tuple[jax.Array, Any, Any]:
                 new = choose(logits_V, key)
                 h_1x1xD, cache = model.decode(new[None, None], cache, at)
                 return new, model.logits(h_1x1xD[0])[0], cache
 
-            def step(carry: tuple[jax.Array, Any, jax.Array], keys_B: jax.Array) -> tuple[Any, jax.Array]:
+            def step(
+                carry: tuple[jax.Array, Any, jax.Array], keys_B: jax.Array
+            ) -> tuple[Any, jax.Array]:
                 logits_BxV, caches, at_B = carry
-                new_B, logits_BxV, caches = jax.vmap(of_row)(logits_BxV, caches, at_B, keys_B)
+                new_B, logits_BxV, caches = jax.vmap(of_row)(
+                    logits_BxV, caches, at_B, keys_B
+                )
                 return (logits_BxV, caches, at_B + 1), new_B
 
-            (logits_BxV, caches, _), new_NxB = jax.lax.scan(step, (logits_BxV, caches, at_B), keys_BxN.T)
+            (logits_BxV, caches, _), new_NxB = jax.lax.scan(
+                step, (logits_BxV, caches, at_B), keys_BxN.T
+            )
             return new_NxB.T, logits_BxV, caches
 
-        self._begin, self._go_on = task.jit(begin), task.jit(go_on, donate_argnums=(1, 2))
+        self._begin, self._go_on = (
+            task.jit(begin),
+            task.jit(go_on, donate_argnums=(1, 2)),
+        )
 
     def __call__(
         self,
@@ -90,11 +121,13 @@ class Writer:
         ended: Callable[[list[int]], bool],
         decoding: DecodingParams = LIKELIEST,
     ) -> list[list[int]]:
-        """New ids of each prompt, at most `max_new_tokens`, rather more than up to where a row has ended.
+        """New ids of each prompt, at most `max_new_tokens`, rather more than up to
+        where a row has ended.
 
         Args:
           params: logical ones, on one device.
-          prompts: a token or more; together with `max_new_tokens` they fit into the context.
+          prompts: a token or more; together with `max_new_tokens` they fit into the
+              context.
           max_new_tokens: at least 1.
           ended: whether new ids need no more behind them.
           decoding: how they are chosen; those of prompt n depend on the seed and on n.
@@ -103,11 +136,25 @@ class Writer:
           ValueError: what does not fit.
         """
         sizes = [Sized(len(prompt), 1) for prompt in prompts]
-        if max_new_tokens < 1 or any(not 1 <= size.tokens <= self.context - max_new_tokens for size in sizes):
-            raise ValueError(f"expected prompts of 1 to {self.context} - {max_new_tokens} tokens")
+        if max_new_tokens < 1 or any(
+            not 1 <= size.tokens <= self.context - max_new_tokens for size in sizes
+        ):
+            raise ValueError(
+                f"expected prompts of 1 to {self.context} - {max_new_tokens} tokens"
+            )
         found: dict[int, list[int]] = {}
-        for rows, length, _ in batches_of(sizes, self.batch, self.context - max_new_tokens):
-            written = self._write(params, [prompts[row] for row in rows], length, rows, max_new_tokens, ended, decoding)
+        for rows, length, _ in batches_of(
+            sizes, self.batch, self.context - max_new_tokens
+        ):
+            written = self._write(
+                params,
+                [prompts[row] for row in rows],
+                length,
+                rows,
+                max_new_tokens,
+                ended,
+                decoding,
+            )
             found |= dict(zip(rows, written, strict=True))
         return [found[row] for row in range(len(prompts))]
 
@@ -128,20 +175,31 @@ class Writer:
             tokens_BxT[place, : len(prompt)] = prompt
             length_B[place] = len(prompt)
         parts = -(-max_new_tokens // PART)
-        # What is written beyond `max_new_tokens`, up to a whole part, may have no place in the context: it is unused.
+        # What is written beyond `max_new_tokens`, up to a whole part, may have no place
+        # in the context: it is unused.
         room = np.zeros(min(length + parts * PART, self.context), np.int8)
         logits_BxV, caches = self._begin(params, tokens_BxT, length_B, room)
         seeds_B = np.resize(np.array(rows, np.uint32), self.batch)
-        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(decoding.seed), seeds_B)
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(
+            jax.random.key(decoding.seed), seeds_B
+        )
         controls = None
         if decoding.temperature > 0:
-            controls = jnp.float32(decoding.temperature), jnp.int32(decoding.top_k), jnp.float32(decoding.top_p)
+            controls = (
+                jnp.float32(decoding.temperature),
+                jnp.int32(decoding.top_k),
+                jnp.float32(decoding.top_p),
+            )
         written: list[list[int]] = [[] for _ in prompts]
         for part in range(parts):
             numbers_N = part * PART + jnp.arange(PART)
-            keys_BxN = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys_B, numbers_N)
+            keys_BxN = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(
+                keys_B, numbers_N
+            )
             at_B = np.minimum(length_B + part * PART, len(room) - 1)
-            new_BxN, logits_BxV, caches = self._go_on(params, logits_BxV, caches, at_B, keys_BxN, controls)
+            new_BxN, logits_BxV, caches = self._go_on(
+                params, logits_BxV, caches, at_B, keys_BxN, controls
+            )
             for ids, new in zip(written, np.asarray(new_BxN), strict=False):
                 ids += new[: max_new_tokens - len(ids)].tolist()
             if all(map(ended, written)):

@@ -1,4 +1,5 @@
-"""Parity runs: what is asked for, what is run, and that it is run in the precision that it is called by."""
+"""Parity runs: what is asked for, what is run, and that it is run in the precision that
+it is called by."""
 
 import dataclasses
 import json
@@ -22,12 +23,20 @@ from trainer.run.rundir import RunDir
 
 def test_an_item_is_a_precision_with_further_overrides_or_overrides_alone():
     assert runs.overrides("bf16") == ["precision=bf16"]
-    assert runs.overrides("bf16+precision.mu=e4m3") == ["precision=bf16", "precision.mu=e4m3"]
-    assert runs.overrides("experiment=fishman+seed=1") == ["experiment=fishman", "seed=1"]
+    assert runs.overrides("bf16+precision.mu=e4m3") == [
+        "precision=bf16",
+        "precision.mu=e4m3",
+    ]
+    assert runs.overrides("experiment=fishman+seed=1") == [
+        "experiment=fishman",
+        "seed=1",
+    ]
 
 
 def test_items_and_learning_rates_are_separated_by_commas_outside_of_brackets():
-    items, multiples = runs.parse(Arguments("a+precision.exclude=[h.0.*,h.1.*],bf16,fp32", lr="1,0.5"))
+    items, multiples = runs.parse(
+        Arguments("a+precision.exclude=[h.0.*,h.1.*],bf16,fp32", lr="1,0.5")
+    )
     assert items == ["fp32", "a+precision.exclude=[h.0.*,h.1.*]", "bf16"]
     assert multiples == [1.0, 0.5]
     assert runs.safe(items[1]) == "a+precision.exclude=_h.0.__h.1.__"
@@ -42,7 +51,10 @@ def test_items_and_learning_rates_are_separated_by_commas_outside_of_brackets():
         ({"presets": "bf16,bf16"}, "bf16 stands there twice"),
         ({"lr": "1,high"}, "lr=1,high: expected multiples"),
         ({"lr": "0"}, "lr=0: expected positive multiples"),
-        ({"overrides": "model.lr=1e-3 tracker=none"}, "tracker=none: the study sets tracker itself; leave it out"),
+        (
+            {"overrides": "model.lr=1e-3 tracker=none"},
+            "tracker=none: the study sets tracker itself; leave it out",
+        ),
         ({"presets": "bf16+seed=3"}, "seed=3: the study sets seed itself"),
     ],
 )
@@ -54,9 +66,10 @@ def test_what_cannot_be_meant_is_refused_before_anything_runs(arguments, message
 def test_a_study_says_before_it_what_its_pairs_will_show_and_how_many_an_interval_needs():
     args = Arguments("x", seeds=8, last=1, interval=0.1)
     (assumed,) = parity.power(args, {})
-    assert assumed == (
-        "scatter of a pair 0.20% (assumed): 8 pairs give ± 0.17%, and show 0.23% four times in five; "
-        "± 0.1% needs 18 pairs"
+    assert (
+        assumed
+        == "scatter of a pair 0.20% (assumed): 8 pairs give ± 0.17%, and show 0.23%"
+        " four times in five; ± 0.1% needs 18 pairs"
     )
     runs = {
         Trial(1.0, item, seed): Outcome({10: loss}, 0, False)
@@ -64,7 +77,9 @@ def test_a_study_says_before_it_what_its_pairs_will_show_and_how_many_an_interva
         for seed, loss in enumerate(losses)
     }
     (measured,) = parity.power(dataclasses.replace(args, interval=0), runs)
-    assert measured.startswith("scatter of a pair 0.35% (x, lr 1x, 2 pairs): 8 pairs give ± 0.30%")
+    assert measured.startswith(
+        "scatter of a pair 0.35% (x, lr 1x, 2 pairs): 8 pairs give ± 0.30%"
+    )
     with pytest.raises(UserError, match="interval=-1"):
         parity.check_arguments(Arguments("x", interval=-1.0))
 
@@ -78,15 +93,30 @@ def test_a_directory_takes_more_seeds_and_presets_but_not_another_length(tmp_pat
 
 def write(run_dir, *rows):
     run_dir.mkdir(parents=True)
-    (run_dir / "metrics.jsonl").write_bytes(b"".join(encode_row(row.pop("step"), row) for row in rows))
+    (run_dir / "metrics.jsonl").write_bytes(
+        b"".join(encode_row(row.pop("step"), row) for row in rows)
+    )
 
 
 def test_only_a_run_with_its_last_validation_is_finished(tmp_path):
-    write(tmp_path / "a", {"step": 5, "val/loss": 2.0, "watchdog/skipped": 1}, {"step": 10, "watchdog/skipped": 1})
+    write(
+        tmp_path / "a",
+        {"step": 5, "val/loss": 2.0, "watchdog/skipped": 1},
+        {"step": 10, "watchdog/skipped": 1},
+    )
     assert parity.read_outcome(tmp_path / "a", 10) is None
     assert parity.read_outcome(tmp_path / "never started", 10) is None
-    write(tmp_path / "b", {"step": 5, "val/loss": 2.0, "watchdog/skipped": 1}, {"step": 10, "val/loss": 1.0})
-    assert parity.read_outcome(tmp_path / "b", 10) == ({5: 2.0, 10: 1.0}, 1, False, None)
+    write(
+        tmp_path / "b",
+        {"step": 5, "val/loss": 2.0, "watchdog/skipped": 1},
+        {"step": 10, "val/loss": 1.0},
+    )
+    assert parity.read_outcome(tmp_path / "b", 10) == (
+        {5: 2.0, 10: 1.0},
+        1,
+        False,
+        None,
+    )
 
 
 def test_a_run_that_was_stopped_or_ends_without_a_finite_loss_has_diverged(tmp_path):
@@ -101,17 +131,39 @@ def test_a_run_that_was_stopped_or_ends_without_a_finite_loss_has_diverged(tmp_p
 
 def test_the_loss_in_another_precision_is_that_of_the_name(tmp_path):
     write(tmp_path / "a", {"step": 10, "val/loss": 1.0})
-    results = [{"precision": "as trained", "loss": 1.0}, {"precision": "fp32", "loss": 0.5}]
+    results = [
+        {"precision": "as trained", "loss": 1.0},
+        {"precision": "fp32", "loss": 0.5},
+    ]
     results.append({"precision": "fp16", "loss": None})  # not finite
-    (tmp_path / "a" / "evaluation.json").write_text(json.dumps({"step": 10, "tokens": 1, "results": results}))
-    found = [parity.read_outcome(tmp_path / "a", 10, name) for name in ("", "fp32", "bf16", "fp16")]
-    assert [outcome and outcome.elsewhere for outcome in found] == [None, 0.5, None, None]
+    (tmp_path / "a" / "evaluation.json").write_text(
+        json.dumps({"step": 10, "tokens": 1, "results": results})
+    )
+    found = [
+        parity.read_outcome(tmp_path / "a", 10, name)
+        for name in ("", "fp32", "bf16", "fp16")
+    ]
+    assert [outcome and outcome.elsewhere for outcome in found] == [
+        None,
+        0.5,
+        None,
+        None,
+    ]
 
 
 @pytest.fixture
 def ended(tmp_path, monkeypatch):
-    """A study's only run, ended but not evaluated, and its checkpoints; evaluations answer at once, or fail."""
-    args = Arguments("fp32", seeds=1, steps=10, evaluations=1, last=1, evaluate_in="fp32", out=str(tmp_path))
+    """A study's only run, ended but not evaluated, and its checkpoints; evaluations
+    answer at once, or fail."""
+    args = Arguments(
+        "fp32",
+        seeds=1,
+        steps=10,
+        evaluations=1,
+        last=1,
+        evaluate_in="fp32",
+        out=str(tmp_path),
+    )
     run_dir = runs.folder(tmp_path, Trial(1.0, "fp32", 0))
     write(run_dir, {"step": 10, "val/loss": 1.0})
     (run_dir / "checkpoints" / "10").mkdir(parents=True)
@@ -128,26 +180,38 @@ def ended(tmp_path, monkeypatch):
         assert command[2] == "scripts.evaluate"
         results = [{"precision": name, "loss": 1.0} for name in ("as trained", "fp32")]
         step = 5 if (tmp_path / "older").exists() else 10  # one that it fell back to
-        (run_dir / "evaluation.json").write_text(json.dumps({"step": step, "tokens": 1, "results": results}))
+        (run_dir / "evaluation.json").write_text(
+            json.dumps({"step": step, "tokens": 1, "results": results})
+        )
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", answer)
     return args, run_dir
 
 
-def test_a_run_that_ended_without_its_evaluation_is_evaluated_by_the_next_call(ended, capsys):
+def test_a_run_that_ended_without_its_evaluation_is_evaluated_by_the_next_call(
+    ended, capsys
+):
     args, run_dir = ended
     parity.main(args)
     assert not (run_dir / "checkpoints").exists()
-    assert json.loads((run_dir.parent.parent.parent / "parity.json").read_text())["runs"][0]["elsewhere"] == 1.0
+    assert (
+        json.loads((run_dir.parent.parent.parent / "parity.json").read_text())["runs"][
+            0
+        ]["elsewhere"]
+        == 1.0
+    )
     assert "not evaluated" not in capsys.readouterr().out
-    (run_dir / "removed").mkdir()  # what is left of them when the study is killed while it removes them
+    # what is left of them when the study is killed while it removes them
+    (run_dir / "removed").mkdir()
     (run_dir.parent.parent.parent / "fails").touch()
     parity.main(args)
     assert not (run_dir / "removed").exists()
 
 
-def test_somebodys_evaluation_of_other_batches_or_weights_is_not_taken_for_the_final_one(ended):
+def test_somebodys_evaluation_of_other_batches_or_weights_is_not_taken_for_the_final_one(
+    ended,
+):
     args, run_dir = ended
     results = [{"precision": name, "loss": 7.0} for name in ("as trained", "fp32")]
     theirs = {"step": 10, "tokens": 1, "results": results}
@@ -159,7 +223,9 @@ def test_somebodys_evaluation_of_other_batches_or_weights_is_not_taken_for_the_f
     assert parity.read_outcome(run_dir, 10, "fp32").elsewhere is None
 
 
-def test_a_run_that_was_killed_before_its_last_checkpoint_is_continued(ended, monkeypatch):
+def test_a_run_that_was_killed_before_its_last_checkpoint_is_continued(
+    ended, monkeypatch
+):
     args, run_dir = ended
     (run_dir / "checkpoints" / "10").rename(run_dir / "checkpoints" / "5")
 
@@ -177,12 +243,17 @@ def test_a_run_that_was_killed_before_its_last_checkpoint_is_continued(ended, mo
     assert parity.read_outcome(run_dir, 10, "fp32").elsewhere == 1.0
 
 
-def test_a_last_checkpoint_that_cannot_be_read_is_said_and_none_is_removed(ended, capsys):
+def test_a_last_checkpoint_that_cannot_be_read_is_said_and_none_is_removed(
+    ended, capsys
+):
     args, run_dir = ended
     (run_dir.parent.parent.parent / "older").touch()
     parity.main(args)
     assert (run_dir / "checkpoints" / "10").exists()
-    assert "is not evaluated: its checkpoint of step 10 cannot be read" in capsys.readouterr().out
+    assert (
+        "is not evaluated: its checkpoint of step 10 cannot be read"
+        in capsys.readouterr().out
+    )
 
 
 def test_only_to_write_the_table_touches_no_checkpoint(ended, capsys):
@@ -210,36 +281,65 @@ def test_weights_that_cannot_be_evaluated_stay_and_the_study_goes_on(ended, caps
 def test_the_other_precision_is_checked_before_anything_runs(ended):
     with pytest.raises(UserError, match="only training writes"):
         parity.main(dataclasses.replace(ended[0], evaluate_in="fp8_delayed"))
-    with pytest.raises(UserError, match="evaluate_in=fp32,bf16: expected one precision"):
+    with pytest.raises(
+        UserError, match="evaluate_in=fp32,bf16: expected one precision"
+    ):
         parity.main(dataclasses.replace(ended[0], evaluate_in="fp32,bf16"))
 
 
-def test_an_item_that_is_clear_gets_no_further_seeds_and_then_neither_does_the_base(tmp_path, monkeypatch, capsys):
+def test_an_item_that_is_clear_gets_no_further_seeds_and_then_neither_does_the_base(
+    tmp_path, monkeypatch, capsys
+):
     out = tmp_path / "study"
-    args = Arguments("bf16,fp16", seeds=12, steps=10, evaluations=1, last=1, jobs=1, margin=0.5, out=str(out))
+    args = Arguments(
+        "bf16,fp16",
+        seeds=12,
+        steps=10,
+        evaluations=1,
+        last=1,
+        jobs=1,
+        margin=0.5,
+        out=str(out),
+    )
 
     def loss(job):  # bf16 is as good, fp16 is 5% worse but scatters
-        worse = {"fp32": 0.0, "bf16": 0.001 * (job.seed % 2), "fp16": 0.05 + 0.03 * (job.seed % 3)}[job.item]
+        worse = {
+            "fp32": 0.0,
+            "bf16": 0.001 * (job.seed % 2),
+            "fp16": 0.05 + 0.03 * (job.seed % 3),
+        }[job.item]
         return 2.0 * (1 + worse)
 
     def writing(args, job, run_dir, model_lr):
         row = json.dumps({"step": 10, "val/loss": loss(job)})
-        return [sys.executable, "-c", f"open({str(run_dir / 'metrics.jsonl')!r}, 'w').write({row!r} + chr(10))"]
+        return [
+            sys.executable,
+            "-c",
+            f"open({str(run_dir / 'metrics.jsonl')!r}, 'w').write({row!r} + chr(10))",
+        ]
 
     monkeypatch.setattr(parity, "check_items", lambda args, items: 1.0)
     monkeypatch.setattr(parity, "command", writing)
     parity.main(args)
-    ran = {item: len(list((out / "1x" / item).glob("*/metrics.jsonl"))) for item in ("fp32", "bf16", "fp16")}
+    ran = {
+        item: len(list((out / "1x" / item).glob("*/metrics.jsonl")))
+        for item in ("fp32", "bf16", "fp16")
+    }
     assert 3 <= ran["bf16"] < ran["fp16"] < 12
     assert ran["fp32"] == ran["fp16"]
     said = capsys.readouterr().out
     assert "bf16, lr 1x: surely below 0.5%, no further seeds" in said
     assert "fp16, lr 1x: surely above 0.5%, no further seeds" in said
-    assert "bf16, lr 1x: below 0.5%; fp16, lr 1x: above 0.5%" in (out / "parity.md").read_text()
+    assert (
+        "bf16, lr 1x: below 0.5%; fp16, lr 1x: above 0.5%"
+        in (out / "parity.md").read_text()
+    )
     table = json.loads((out / "parity.json").read_text())["table"]
     assert [row["settled"] for row in table] == [None, "below", "above"]
     parity.main(args)  # called again, it runs nothing
-    again = {item: len(list((out / "1x" / item).glob("*/metrics.jsonl"))) for item in ran}
+    again = {
+        item: len(list((out / "1x" / item).glob("*/metrics.jsonl"))) for item in ran
+    }
     assert again == ran
 
 
@@ -248,7 +348,12 @@ def test_a_failed_run_ends_the_study_with_its_last_words(tmp_path):
     with pytest.raises(UserError, match=r"ended with exit code 2: unknown key trian"):
         list(
             runs.in_turn(
-                {job: [*runs.command(Arguments("bf16"), job, tmp_path / "r", 1e-3), "trian.steps=1"]},
+                {
+                    job: [
+                        *runs.command(Arguments("bf16"), job, tmp_path / "r", 1e-3),
+                        "trian.steps=1",
+                    ]
+                },
                 {job: tmp_path / "r"},
                 1,
             )
@@ -283,7 +388,9 @@ pathlib.Path(sys.argv[1]).touch()
 
 def test_ctrl_c_in_a_terminal_is_one_signal_for_the_runs(tmp_path):
     study = subprocess.Popen(
-        [sys.executable, "-c", TWICE, tmp_path, ONCE], start_new_session=True, stderr=subprocess.PIPE
+        [sys.executable, "-c", TWICE, tmp_path, ONCE],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
     )
     while not (tmp_path / "ready").exists():
         assert study.poll() is None

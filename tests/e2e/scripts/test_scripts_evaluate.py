@@ -40,8 +40,18 @@ def run_dir(tmp_path_factory):
     """Of the flagship, four steps of a tiny model on a text of its own."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text("In the beginning was the word. " * 1600)
-    settings = ["precision=scalify_fp8_fp16", "train.steps=4", "sample.max_new_tokens=0", "metrics.numerics_every=0"]
-    settings += ["data=text", "data.format=text", "data.tokenizer=byte", f"data.paths=[{folder}/text.txt]"]
+    settings = [
+        "precision=scalify_fp8_fp16",
+        "train.steps=4",
+        "sample.max_new_tokens=0",
+        "metrics.numerics_every=0",
+    ]
+    settings += [
+        "data=text",
+        "data.format=text",
+        "data.tokenizer=byte",
+        f"data.paths=[{folder}/text.txt]",
+    ]
     settings += [f"data.cache_dir={folder}/data"]
     finish(trainer(folder, "run", *settings))
     return folder / "run"
@@ -55,26 +65,40 @@ def test_the_same_weights_are_validated_in_each_precision(run_dir, capsys):
     assert list(found) == ["as trained", "fp32", "bf16", "scalify_fp8_fp16", "sim_e3m2"]
     own = found["as trained"]["loss"]
     assert document["step"] == 4
-    assert found["scalify_fp8_fp16"]["loss"] == pytest.approx(own, rel=1e-6)  # it is the same
-    apart = {name: abs(result["loss"] - found["fp32"]["loss"]) for name, result in found.items()}
+    # it is the same
+    assert found["scalify_fp8_fp16"]["loss"] == pytest.approx(own, rel=1e-6)
+    apart = {
+        name: abs(result["loss"] - found["fp32"]["loss"])
+        for name, result in found.items()
+    }
     assert 0 < apart["bf16"] < apart["as trained"] < apart["sim_e3m2"]
     for result in found.values():
         assert result["difference"] == pytest.approx(result["loss"] - own, abs=1e-6)
     printed = capsys.readouterr().out
     assert "step 4; 3 batches, " in printed
-    assert re.search(r"^fp32 +\d\.\d{4} +\d\.\d{4} +[+-]0\.\d{4} ± 0\.\d{4} +[+-]0\.\d\d$", printed, re.MULTILINE)
+    assert re.search(
+        r"^fp32 +\d\.\d{4} +\d\.\d{4} +[+-]0\.\d{4} ± 0\.\d{4} +[+-]0\.\d\d$",
+        printed,
+        re.MULTILINE,
+    )
 
 
 def test_a_compilation_that_takes_long_is_said(run_dir, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "log_duration", functools.partial(progress.log_duration, seconds=0.0))
+    monkeypatch.setattr(
+        progress, "log_duration", functools.partial(progress.log_duration, seconds=0.0)
+    )
     main(Arguments(str(run_dir), "fp32", batches=1))
-    assert re.search(r"^compiling the evaluation: \d+ s$", capsys.readouterr().err, re.MULTILINE)
+    assert re.search(
+        r"^compiling the evaluation: \d+ s$", capsys.readouterr().err, re.MULTILINE
+    )
 
 
 def test_a_single_batch_has_no_interval_and_makes_valid_json(run_dir, capsys):
     main(Arguments(str(run_dir), "fp32", batches=1))
     text = (run_dir / "evaluation.json").read_text()
-    assert [r["half_width"] for r in json.loads(text, parse_constant=pytest.fail)["results"]] == [None, None]
+    assert [
+        r["half_width"] for r in json.loads(text, parse_constant=pytest.fail)["results"]
+    ] == [None, None]
     assert "±" not in capsys.readouterr().out
 
 
@@ -82,8 +106,15 @@ def test_a_precision_that_overflows_is_a_result(run_dir, capsys, monkeypatch):
     found = iter([[2.0, 2.0], [float("inf"), float("nan")]])
     monkeypatch.setattr(evaluate, "losses", lambda *_: next(found))
     main(Arguments(str(run_dir), "bf16", batches=2))
-    own, other = json.loads((run_dir / "evaluation.json").read_text(), parse_constant=pytest.fail)["results"]
-    assert (own["loss"], other["loss"], other["difference"], other["half_width"]) == (2.0, None, None, None)
+    own, other = json.loads(
+        (run_dir / "evaluation.json").read_text(), parse_constant=pytest.fail
+    )["results"]
+    assert (own["loss"], other["loss"], other["difference"], other["half_width"]) == (
+        2.0,
+        None,
+        None,
+        None,
+    )
     assert re.search(r"^bf16 +nan", capsys.readouterr().out, re.MULTILINE)
 
 
@@ -93,27 +124,47 @@ def test_a_precision_that_overflows_is_a_result(run_dir, capsys, monkeypatch):
         ({"precisions": ","}, "expected at least one"),
         ({"batches": -1}, "batches=-1: expected 0 or more"),
         ({"tasks": ","}, "tasks=: expected at least one"),
-        ({"precisions": "scalify_fp8+precision.exclude=[zzz]"}, "no matmul matches 'zzz'"),
+        (
+            {"precisions": "scalify_fp8+precision.exclude=[zzz]"},
+            "no matmul matches 'zzz'",
+        ),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anything_is_computed(run_dir, capsys, arguments, message):
+def test_what_cannot_be_meant_is_refused_before_anything_is_computed(
+    run_dir, capsys, arguments, message
+):
     with pytest.raises(UserError, match=re.escape(message)):
         main(Arguments(str(run_dir), **arguments))
     assert "as trained" not in capsys.readouterr().out
 
 
-def test_other_text_is_evaluated_too_and_is_not_taken_for_the_validation(run_dir, tmp_path, capsys):
+def test_other_text_is_evaluated_too_and_is_not_taken_for_the_validation(
+    run_dir, tmp_path, capsys
+):
     main(Arguments(str(run_dir), "fp32", batches=3))
     own = (run_dir / "evaluation.json").read_text()
     whole = "In the beginning was the word. " * 1600
-    (tmp_path / "a.txt").write_text(whole[int(0.9 * len(whole)) :])  # the validation part
+    # the validation part
+    (tmp_path / "a.txt").write_text(whole[int(0.9 * len(whole)) :])
     (tmp_path / "b.jsonl").write_text('{"body": "qqqqzzzz"}\n' * 900)
     for name, column in (("a.txt", "text"), ("b.jsonl", "body")):
-        main(Arguments(str(run_dir), "fp32", batches=3, text=str(tmp_path / name), column=column))
+        main(
+            Arguments(
+                str(run_dir),
+                "fp32",
+                batches=3,
+                text=str(tmp_path / name),
+                column=column,
+            )
+        )
     document = json.loads((run_dir / "evaluation_of_text.json").read_text())
     assert document["text"] == str(tmp_path / "b.jsonl")
     assert document["tokens"] == 3 * 512
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("as trained")]
+    lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("as trained")
+    ]
     assert lines[0] == lines[1] != lines[2]
     assert (run_dir / "evaluation.json").read_text() == own
     (tmp_path / "a.txt").write_text("short")
@@ -123,13 +174,21 @@ def test_other_text_is_evaluated_too_and_is_not_taken_for_the_validation(run_dir
 
 def test_texts_of_several_prompts_are_sampled(run_dir, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts").write_text("In the\nWas\n")
-    generate(Prompts(str(run_dir), prompts=str(tmp_path / "prompts"), count=2, max_new_tokens=4))
+    generate(
+        Prompts(
+            str(run_dir), prompts=str(tmp_path / "prompts"), count=2, max_new_tokens=4
+        )
+    )
     of_file = capsys.readouterr().out
     assert [text[:3] for text in of_file.split("\n\n")] == ["In ", "In ", "Was", "Was"]
     monkeypatch.setattr("sys.stdin", io.StringIO("In the\nWas\n"))
     generate(Prompts(str(run_dir), prompts="-", count=2, max_new_tokens=4))
     assert capsys.readouterr().out == of_file
-    for wrong in ({"prompts": str(tmp_path / "none")}, {"prompts": "-", "prompt": "a"}, {"count": 0}):
+    for wrong in (
+        {"prompts": str(tmp_path / "none")},
+        {"prompts": "-", "prompt": "a"},
+        {"count": 0},
+    ):
         with pytest.raises(UserError):
             generate(Prompts(str(run_dir), **wrong))
 
@@ -146,7 +205,8 @@ def test_another_text_than_was_trained_on_is_refused(run_dir):
 def test_the_run_is_explained_at_its_newest_checkpoint(run_dir, capsys):
     assert explain.main([f"run_dir={run_dir}", "batch=1", "top=1000"]) == 0
     printed = capsys.readouterr().out
-    assert "no equation loses much" in printed  # of E4M3 and E5M2, whose roundings add up to some percent
+    # of E4M3 and E5M2, whose roundings add up to some percent
+    assert "no equation loses much" in printed
     assert "fp8_dot_general.fwd" in printed
     assert "fp8_dot_general.bwd (backward)" in printed
 
@@ -154,12 +214,18 @@ def test_the_run_is_explained_at_its_newest_checkpoint(run_dir, capsys):
 def test_tasks_are_scored_in_each_precision(run_dir, capsys):
     main(Arguments(str(run_dir), "fp32", tasks="last_word", limit=12, batch=4))
     document = json.loads((run_dir / "tasks.json").read_text())
-    assert [result["precision"] for result in document["results"]] == ["as trained", "fp32"]
+    assert [result["precision"] for result in document["results"]] == [
+        "as trained",
+        "fp32",
+    ]
     printed = capsys.readouterr().out
     for result in document["results"]:
         score = result["tasks"]["last_word"]["acc"]
         assert 0 <= score["value"] <= 1
-        line = f"{result['precision']} +last_word +acc +{score['value']:.4f} ± {score['error']:.4f}"
+        line = (
+            f"{result['precision']} +last_word +acc +{score['value']:.4f} ±"
+            f" {score['error']:.4f}"
+        )
         assert re.search(line, printed)
     assert (run_dir / "tasks" / "last_word.yaml").is_file()
 

@@ -1,14 +1,33 @@
-"""Runs killed on both sides of a border, of a stage of a mixture and of a phase, are the runs that were not."""
+"""Runs killed on both sides of a border, of a stage of a mixture and of a phase, are
+the runs that were not."""
 
 import signal
 
 from command import finish, parameters, trainer, values, wait_for_row
 
-MIX = ["data=mix", "data.sources=[low.txt,up.txt]", "data.weights=[3,1]", "data.stages=[[4,1,3]]"]
-MIX += ["data.tokenizer=byte", "train.steps=8", "tracker=jsonl", "sample.max_new_tokens=0"]
+MIX = [
+    "data=mix",
+    "data.sources=[low.txt,up.txt]",
+    "data.weights=[3,1]",
+    "data.stages=[[4,1,3]]",
+]
+MIX += [
+    "data.tokenizer=byte",
+    "train.steps=8",
+    "tracker=jsonl",
+    "sample.max_new_tokens=0",
+]
 MIX += ["train.eval_every=4", "checkpoint.every=2"]
-EMBEDDINGS = "{until:6,trainable:[embeddings],lr:1e-2,schedule:constant,warmup_fraction:0}"
-PHASED = ["train.steps=12", "tracker=jsonl", "sample.max_new_tokens=0", "train.eval_every=4", "checkpoint.every=4"]
+EMBEDDINGS = (
+    "{until:6,trainable:[embeddings],lr:1e-2,schedule:constant,warmup_fraction:0}"
+)
+PHASED = [
+    "train.steps=12",
+    "tracker=jsonl",
+    "sample.max_new_tokens=0",
+    "train.eval_every=4",
+    "checkpoint.every=4",
+]
 PHASED += ["checkpoint.keep=9", "schedule=wsd"]
 
 

@@ -1,4 +1,5 @@
-"""`python -m trainer` as users run it: real processes, killed and resumed, on one device and on eight."""
+"""`python -m trainer` as users run it: real processes, killed and resumed, on one
+device and on eight."""
 
 import random
 import re
@@ -15,7 +16,12 @@ from trainer.observe.trackers.wandb_files import read_history, wandb_files
 
 
 def test_a_run_killed_several_times_is_bitwise_the_run_that_was_not(tmp_path):
-    args = ["train.steps=40", "checkpoint.every=10", "tracker=wandb", f"compile_cache={tmp_path}/cache"]
+    args = [
+        "train.steps=40",
+        "checkpoint.every=10",
+        "tracker=wandb",
+        f"compile_cache={tmp_path}/cache",
+    ]
     finish(trainer(tmp_path, "A", *args, XLA_FLAGS=""))  # compiled as for users
     rng = random.Random(0)
     for kill_at in (3, 12, 31):
@@ -43,13 +49,22 @@ def test_a_run_killed_several_times_is_bitwise_the_run_that_was_not(tmp_path):
 def finished_run(tmp_path_factory):
     """A directory with the run A of 20 steps."""
     folder = tmp_path_factory.mktemp("finished")
-    finish(trainer(folder, "A", "train.steps=20", "checkpoint.every=10", "tracker=jsonl"))
+    finish(
+        trainer(folder, "A", "train.steps=20", "checkpoint.every=10", "tracker=jsonl")
+    )
     return folder
 
 
 @pytest.mark.smoke
-def test_a_run_goes_on_bitwise_after_sigkill_and_after_sigterm_which_saves_and_exits_143(tmp_path):
-    args = ["train.steps=30", "checkpoint.every=4", "tracker=jsonl", "sample.max_new_tokens=0"]
+def test_a_run_goes_on_bitwise_after_sigkill_and_after_sigterm_which_saves_and_exits_143(
+    tmp_path,
+):
+    args = [
+        "train.steps=30",
+        "checkpoint.every=4",
+        "tracker=jsonl",
+        "sample.max_new_tokens=0",
+    ]
     finish(trainer(tmp_path, "A", *args))
     process = trainer(tmp_path, "B", *args)
     wait_for_row(tmp_path / "B", 7, process)
@@ -70,27 +85,66 @@ def test_a_run_goes_on_bitwise_after_sigkill_and_after_sigterm_which_saves_and_e
 def test_one_two_and_eight_devices_see_the_same_batches_and_losses(tmp_path):
     runs = {}
     for devices in (1, 2, 8):
-        args = ["train.steps=10", "tracker=jsonl", "model.dropout=0", "sample.max_new_tokens=0"]
+        args = [
+            "train.steps=10",
+            "tracker=jsonl",
+            "model.dropout=0",
+            "sample.max_new_tokens=0",
+        ]
         finish(trainer(tmp_path, f"D{devices}", *args, devices=devices))
         runs[devices] = [row["train/loss"] for row in values(tmp_path / f"D{devices}")]
     for devices in (2, 8):
-        # Ten updates amplify the reduction order of the first; another batch would be 1e-1 off.
-        np.testing.assert_allclose(runs[devices], runs[1], rtol=1e4 * np.finfo(np.float32).eps)
+        # Ten updates amplify the reduction order of the first; another batch would be
+        # 1e-1 off.
+        np.testing.assert_allclose(
+            runs[devices], runs[1], rtol=1e4 * np.finfo(np.float32).eps
+        )
 
 
 def test_a_run_compiles_its_train_step_and_its_validation_once(tmp_path):
-    args = ["train.steps=6", "train.eval_every=2", "checkpoint.every=3", "tracker=none", "sample.max_new_tokens=0"]
+    args = [
+        "train.steps=6",
+        "train.eval_every=2",
+        "checkpoint.every=3",
+        "tracker=none",
+        "sample.max_new_tokens=0",
+    ]
     args.append("compile_cache=null")
-    output = finish(trainer(tmp_path, "A", *args, "train.grad_accum_steps=2", devices=2, JAX_LOG_COMPILES="1"))
+    output = finish(
+        trainer(
+            tmp_path,
+            "A",
+            *args,
+            "train.grad_accum_steps=2",
+            devices=2,
+            JAX_LOG_COMPILES="1",
+        )
+    )
     compiled = re.findall(r"Finished XLA compilation of (?:jit\()?(\w+)", output)
     assert compiled.count("train_step") == 1, compiled
     assert compiled.count("eval_step") == 1, compiled
 
 
-def test_weights_are_given_another_tokenizer_and_go_on_in_another_precision(finished_run):
+def test_weights_are_given_another_tokenizer_and_go_on_in_another_precision(
+    finished_run,
+):
     tmp_path = finished_run
-    tokenizer = [sys.executable, "-m", "scripts.train_tokenizer", "embedded", "--vocab-size", "400", "--out", "swapped"]
-    done = subprocess.run([*tokenizer, "--max-chars", "200000"], cwd=tmp_path, env=environment(), capture_output=True)
+    tokenizer = [
+        sys.executable,
+        "-m",
+        "scripts.train_tokenizer",
+        "embedded",
+        "--vocab-size",
+        "400",
+        "--out",
+        "swapped",
+    ]
+    done = subprocess.run(
+        [*tokenizer, "--max-chars", "200000"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+    )
     assert done.returncode == 0, done.stderr
     output = {}
     for run, method in (("O", "focus"), ("P", "random")):
@@ -101,12 +155,19 @@ def test_weights_are_given_another_tokenizer_and_go_on_in_another_precision(fini
             "model=from_init",
             "data.tokenizer=swapped",
         ]
-        sizes = [f"model.{key}=null" for key in ("n_layer", "n_head", "d_model", "context")]
-        args += [*sizes, "init_from=A", f"init.embeddings={method}", "precision=scalify_fp8_fp16"]
+        sizes = [
+            f"model.{key}=null" for key in ("n_layer", "n_head", "d_model", "context")
+        ]
+        args += [
+            *sizes,
+            "init_from=A",
+            f"init.embeddings={method}",
+            "precision=scalify_fp8_fp16",
+        ]
         output[run] = finish(trainer(tmp_path, run, *args))
     assert (
-        "weights from A, init.embeddings=focus: 256 of 400 tokens have the rows that they have there (256 tokens)"
-        in output["O"]
+        "weights from A, init.embeddings=focus: 256 of 400 tokens have the rows that"
+        " they have there (256 tokens)" in output["O"]
     )
     kept, fresh = (values(tmp_path / run)[0]["train/loss"] for run in "OP")
     assert kept < fresh - 0.05
@@ -123,10 +184,28 @@ def test_weights_are_given_another_tokenizer_and_go_on_in_another_precision(fini
 @pytest.mark.smoke
 def test_the_farewell_suggests_commands_that_work_as_they_stand(tmp_path):
     output = finish(trainer(tmp_path, "H", "train.steps=2", "tracker=jsonl"))
-    for start, seen in (("sample more: ", "And God said"), ("train longer: ", "done: 4 steps")):
-        (command,) = [line.removeprefix(start) for line in output.splitlines() if line.startswith(start)]
-        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    for start, seen in (
+        ("sample more: ", "And God said"),
+        ("train longer: ", "done: 4 steps"),
+    ):
+        (command,) = [
+            line.removeprefix(start)
+            for line in output.splitlines()
+            if line.startswith(start)
+        ]
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         assert seen in done.stdout
         # A slow machine is told what it waits for, and no more.
-        assert [line for line in done.stderr.splitlines() if not line.startswith("compiling, ")] == []
+        assert [
+            line
+            for line in done.stderr.splitlines()
+            if not line.startswith("compiling, ")
+        ] == []

@@ -7,7 +7,14 @@ import optax
 import pytest
 from families import quick
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, dynamic_rescale_rms, scalify, tree
+from scalify_core import (
+    ScaledArray,
+    as_scaled_array,
+    asarray,
+    dynamic_rescale_rms,
+    scalify,
+    tree,
+)
 from scalify_core.formats import E4M3, E5M2, FP16
 from scalify_core.optim import scaled_state
 
@@ -15,7 +22,8 @@ FORMATS = {"fp16": {"mu": FP16, "nu": FP16}, "fp8": {"mu": E4M3, "nu": E5M2}}
 
 
 def classification(seed=0):
-    """Logistic regression that does not separate, features of very different frequency: loss function and start."""
+    """Logistic regression that does not separate, features of very different frequency:
+    loss function and start."""
     rng = np.random.default_rng(seed)
     frequency = 1 / np.arange(1, 65)
     x = (rng.random((512, 64)) < frequency) * rng.normal(size=(512, 64))
@@ -39,7 +47,11 @@ def train(tx, steps=300):
         updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), loss
 
-    return np.asarray(jax.jit(lambda c: jax.lax.scan(step, c, length=steps))((params, tx.init(params)))[1])
+    return np.asarray(
+        jax.jit(lambda c: jax.lax.scan(step, c, length=steps))(
+            (params, tx.init(params))
+        )[1]
+    )
 
 
 def test_adam_with_fp16_state_tracks_fp32_adam_over_300_steps():
@@ -53,19 +65,28 @@ def test_adam_with_fp16_state_tracks_fp32_adam_over_300_steps():
     }
     fall = float(losses["fp32"][0] - losses["fp32"][-1])
     assert fall > 0.2
-    # Rounding m to nearest is worth epsilon/2 a step, of which 1/(1 - b1) accumulate, and so is the loss's descent.
-    np.testing.assert_allclose(losses["fp16"], losses["fp32"], atol=fall * FP16.epsilon / 2 / (1 - 0.9))
+    # Rounding m to nearest is worth epsilon/2 a step, of which 1/(1 - b1) accumulate,
+    # and so is the loss's descent.
+    np.testing.assert_allclose(
+        losses["fp16"], losses["fp32"], atol=fall * FP16.epsilon / 2 / (1 - 0.9)
+    )
     assert losses["fp8"][-1] == pytest.approx(losses["fp32"][-1], abs=0.02 * fall)
 
 
 @pytest.mark.whole  # 300 calls; its steps: test_optax_optimisers.py
 def test_the_optimiser_itself_under_scalify_in_fp16_data_trains():
-    # The plain route of the module's docstring: every value of the state in FP16, scales by the rules.
+    # The plain route of the module's docstring: every value of the state in FP16,
+    # scales by the rules.
     loss_fn, params = classification()
     tx = optax.adam(2e-2, b2=0.95)
 
     def settled(state):
-        return jax.tree.map(lambda x: dynamic_rescale_rms(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+        return jax.tree.map(
+            lambda x: (
+                dynamic_rescale_rms(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            ),
+            state,
+        )
 
     def update(grads, state, params):
         updates, state = tx.update(grads, state, params)
@@ -76,17 +97,25 @@ def test_the_optimiser_itself_under_scalify_in_fp16_data_trains():
     losses = []
     for _ in range(300):
         loss, grads = grad_fn(params)
-        updates, state = update(as_scaled_array(grads, dtype=jnp.float16), state, params)
+        updates, state = update(
+            as_scaled_array(grads, dtype=jnp.float16), state, params
+        )
         params = jax.tree.map(jnp.add, params, asarray(updates))
         losses.append(float(loss))
     moments = tree.leaves((state[0].mu, state[0].nu))
     assert all(isinstance(x, ScaledArray) and x.dtype == jnp.float16 for x in moments)
     expected = train(tx)
-    assert losses[-1] == pytest.approx(expected[-1], abs=0.02 * float(expected[0] - expected[-1]))
+    assert losses[-1] == pytest.approx(
+        expected[-1], abs=0.02 * float(expected[0] - expected[-1])
+    )
 
 
 @pytest.mark.parametrize(
-    "settings", quick([{"mu": E4M3, "nu": E5M2}, {"mu": FP16, "nu": FP16}, {}], {"mu": E4M3, "nu": E5M2})
+    "settings",
+    quick(
+        [{"mu": E4M3, "nu": E5M2}, {"mu": FP16, "nu": FP16}, {}],
+        {"mu": E4M3, "nu": E5M2},
+    ),
 )
 def test_what_is_not_accepted_leaves_the_state(settings):
     params = {"w": jnp.ones((8, 16)), "b": jnp.zeros(16)}
@@ -97,8 +126,16 @@ def test_what_is_not_accepted_leaves_the_state(settings):
     worse = jax.tree.map(lambda g: g * jnp.nan, grads)
     _, same = update(worse, state, params, accept=jnp.asarray(False))
     for x, y in zip(jax.tree.leaves(same), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+        np.testing.assert_array_equal(
+            np.asarray(x, np.float32), np.asarray(y, np.float32)
+        )
     expected, plain = update(grads, state, params)
     found, accepted = update(grads, state, params, accept=jnp.asarray(True))
-    for x, y in zip(jax.tree.leaves((found, accepted)), jax.tree.leaves((expected, plain)), strict=True):
-        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+    for x, y in zip(
+        jax.tree.leaves((found, accepted)),
+        jax.tree.leaves((expected, plain)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(
+            np.asarray(x, np.float32), np.asarray(y, np.float32)
+        )

@@ -1,7 +1,8 @@
-"""The models of the zoo: under scalify each leaf of their gradient is as right as in plain code of the same format.
+"""The models of the zoo: under scalify each leaf of their gradient is as right as in
+plain code of the same format.
 
-Here at depths that compile in seconds; `python -m scripts.studies.zoo` measures them all, as deep as they are, in all
-formats.
+Here at depths that compile in seconds; `python -m scripts.studies.zoo` measures them
+all, as deep as they are, in all formats.
 """
 
 import functools
@@ -13,8 +14,9 @@ from families import quick
 from zoo.measure import Subject, error, measure, share_of_zeros
 from zoo.sizes import inputs_moved, loss_scaled
 
-# At these depths; None: as deep as the model is by itself. Left out: `llama`, `llama_remat`, `residual`, like others
-# here, and `ode_adaptive`, which takes ten seconds.
+# At these depths; None: as deep as the model is by itself. Left out: `llama`,
+# `llama_remat`, `residual`, like others here, and `ode_adaptive`, which takes ten
+# seconds.
 DEPTHS = {
     "llama_fan_in": 4,
     "llama_scan": None,
@@ -42,7 +44,14 @@ DEPTHS = {
     "cross_entropy_4m": None,
     "stochastic_chain": None,
 }
-CHEAP = ("llama_scan", "contrastive", "ode_rk4", "post_norm", "cross_entropy_1m", "stochastic_chain")
+CHEAP = (
+    "llama_scan",
+    "contrastive",
+    "ode_rk4",
+    "post_norm",
+    "cross_entropy_1m",
+    "stochastic_chain",
+)
 TWO = ("llama_scan", "post_norm")  # for `make test`
 
 
@@ -96,14 +105,20 @@ def test_fp32_gradients_follow_a_loss_of_any_size(name):
 
 
 @pytest.mark.whole  # of two models: above
-@pytest.mark.parametrize("name", ["contrastive", "cross_entropy_1m", "stochastic_chain"])
+@pytest.mark.parametrize(
+    "name", ["contrastive", "cross_entropy_1m", "stochastic_chain"]
+)
 def test_fp32_gradients_follow_inputs_of_any_size(name):
     assert max(inputs_moved(subject(name)).values()) <= 1
 
 
 def test_errors_that_are_not_numbers_are_infinite():
     ones = np.ones(3)
-    assert error(np.array([1, 1, np.nan]), ones) == error(np.array([1, 1, np.inf]), ones) == np.inf
+    assert (
+        error(np.array([1, 1, np.nan]), ones)
+        == error(np.array([1, 1, np.inf]), ones)
+        == np.inf
+    )
     assert error(ones, np.zeros(3)) == np.inf
     assert error(np.zeros(3), np.zeros(3)) == 0
     assert error(ones * 1.5, ones) == 0.5
@@ -112,6 +127,7 @@ def test_errors_that_are_not_numbers_are_infinite():
 def test_a_zero_counts_unless_its_row_and_column_are_larger():
     reference = np.array([[1.0, 1.0], [1e-4, 1e-4]])
     found = np.array([[1.0, 1.0], [0.0, 1e-4]])
-    assert share_of_zeros(found, reference, 0.01) == 0.25  # a row of its own size, as of a rare token
+    # a row of its own size, as of a rare token
+    assert share_of_zeros(found, reference, 0.01) == 0.25
     assert share_of_zeros(np.array([1.0, 0.0]), np.array([1.0, 1e-4]), 0.01) == 0
     assert share_of_zeros(np.zeros(2), np.zeros(2), 0.01) == 0

@@ -1,4 +1,5 @@
-"""The adaptation study: its text, each figure by hand on made-up runs, and a short study of real ones."""
+"""The adaptation study: its text, each figure by hand on made-up runs, and a short
+study of real ones."""
 
 import dataclasses
 import json
@@ -50,7 +51,12 @@ msgstr ""
 
 
 def test_messages_are_the_translations_without_header_fuzzy_ones_and_what_is_gone():
-    assert list(catalogues.messages(CATALOGUE)) == ["Ja", 'Ein "langes"\nWort', "%d Datei", "%d Dateien"]
+    assert list(catalogues.messages(CATALOGUE)) == [
+        "Ja",
+        'Ein "langes"\nWort',
+        "%d Datei",
+        "%d Dateien",
+    ]
 
 
 def test_texts_are_documents_of_different_messages(tmp_path, monkeypatch):
@@ -59,21 +65,32 @@ def test_texts_are_documents_of_different_messages(tmp_path, monkeypatch):
         for package in ("b", "a"):
             path = folder / package / "locale/de/LC_MESSAGES/x.po"
             path.parent.mkdir(parents=True)
-            path.write_text(CATALOGUE + f'\nmsgid "x"\nmsgstr "{package}"\n', encoding="utf-8")
+            path.write_text(
+                CATALOGUE + f'\nmsgid "x"\nmsgstr "{package}"\n', encoding="utf-8"
+            )
 
     monkeypatch.setattr(catalogues, "fetch", fetch)
     monkeypatch.setattr(catalogues, "ROWS", 4)
     catalogues.write_texts(tmp_path / "out/t.jsonl", ["one==1", "two"], "de")
-    rows = [json.loads(line)["text"] for line in (tmp_path / "out/t.jsonl").read_text("utf-8").splitlines()]
+    rows = [
+        json.loads(line)["text"]
+        for line in (tmp_path / "out/t.jsonl").read_text("utf-8").splitlines()
+    ]
     assert rows == ['Ja\nEin "langes"\nWort\n%d Datei\n%d Dateien\n', "a\nb\n"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["t.jsonl"]
-    with pytest.raises(UserError, match="language=xx: one==1, two have no catalogue of it"):
+    with pytest.raises(
+        UserError, match="language=xx: one==1, two have no catalogue of it"
+    ):
         catalogues.write_texts(tmp_path / "out/u.jsonl", ["one==1", "two"], "xx")
 
 
 def test_the_step_at_which_a_level_is_reached_lies_on_a_line_between_two_validations():
     curve = Curve({10: 4.0, 20: 3.0, 30: 2.5})
-    assert (curve.first_at(3.5), curve.first_at(3.0), curve.first_at(2.75)) == (15, 20, 25)
+    assert (curve.first_at(3.5), curve.first_at(3.0), curve.first_at(2.75)) == (
+        15,
+        20,
+        25,
+    )
     assert (curve.first_at(5.0), curve.first_at(2.0)) == (10, math.inf)
 
 
@@ -95,18 +112,31 @@ def test_figures_are_of_pairs_of_one_seed_and_rate():
     focus, random, old, fast, fast_random = adaptation.table(curves)
     assert (focus.seeds, random.seeds, old.seeds, old.steps) == (2, 2, 1, 40)
     assert focus.difference[0] == -0.75
-    assert focus.reached[0] == pytest.approx((0.5 + 0.75) / 2)  # at 2.0 after 10, and after 15 of 20 steps
+    # at 2.0 after 10, and after 15 of 20 steps
+    assert focus.reached[0] == pytest.approx((0.5 + 0.75) / 2)
     assert focus.best == focus.reached
     assert old.difference == (0.5, math.inf)
     assert old.reached[0] == math.inf
     assert (fast.lr, fast.difference[0], fast.reached[0]) == (3e-3, -1.0, 0.5)
-    assert (fast.best[0], fast_random.best[0]) == (0.75, math.inf)  # the best rate of random rows is the lower one
+    # the best rate of random rows is the lower one
+    assert (fast.best[0], fast_random.best[0]) == (0.75, math.inf)
     sooner = adaptation.shorter(curves)
-    assert sooner == {1e-3: {10: (1.0, 0.0), 20: focus.reached}, 3e-3: {10: (1.0, math.inf), 20: (0.5, math.inf)}}
-    text = adaptation.markdown("A model.", Sizes(1000, 500, 250), [focus, random, old, fast], sooner)
-    assert "At 0.001 FOCUS is where random rows end, had both so many steps, after: 10: 1.00 ± 0.00; 20: 0.62" in text
+    assert sooner == {
+        1e-3: {10: (1.0, 0.0), 20: focus.reached},
+        3e-3: {10: (1.0, math.inf), 20: (0.5, math.inf)},
+    }
+    text = adaptation.markdown(
+        "A model.", Sizes(1000, 500, 250), [focus, random, old, fast], sooner
+    )
+    assert (
+        "At 0.001 FOCUS is where random rows end, had both so many steps, after: 10:"
+        " 1.00 ± 0.00; 20: 0.62" in text
+    )
     assert "0.500 with the old tokenizer, 0.250 with the new one" in text
-    assert "| 0.001 | new, random rows | 2 | 20 | 2.0000 ± 0.0000 | - | - | 1.00 ± 0.00 |" in text
+    assert (
+        "| 0.001 | new, random rows | 2 | 20 | 2.0000 ± 0.0000 | - | - | 1.00 ± 0.00 |"
+        in text
+    )
     assert "| 0.001 | old | 1 | 40 | 2.5000 | +0.5000 | never | never |" in text
     assert "| 0.003 | new, FOCUS | 1 | 20 | 1.5000 | -1.0000 | 0.50 | 0.75 |" in text
 
@@ -131,24 +161,41 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_made(tmp_path, more,
 def test_another_study_in_the_same_directory_is_refused(tmp_path):
     adaptation.claim(tmp_path, Arguments(steps=15))
     adaptation.claim(tmp_path, Arguments(steps=15, seeds=9))
-    adaptation.claim(tmp_path, Arguments(steps=15, lr="1e-4"))  # rates, as seeds, may be added
+    # rates, as seeds, may be added
+    adaptation.claim(tmp_path, Arguments(steps=15, lr="1e-4"))
     with pytest.raises(UserError, match=r"steps=30 \(was 15\)"):
         adaptation.claim(tmp_path, Arguments(steps=30))
 
 
-def test_texts_are_measured_as_the_trainer_reads_them_and_odd_ones_are_one_line(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": null}\n\n{"text": "\u00fc"}\n', encoding="utf-8")
+def test_texts_are_measured_as_the_trainer_reads_them_and_odd_ones_are_one_line(
+    tmp_path,
+):
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "ab"}\n{"text": null}\n\n{"text": "\u00fc"}\n', encoding="utf-8"
+    )
     for name in ("old", "new"):
-        words = ["--vocab-size", "257", "--out", str(tmp_path / "tokenizers" / name), "--cache-dir", str(tmp_path)]
+        words = [
+            "--vocab-size",
+            "257",
+            "--out",
+            str(tmp_path / "tokenizers" / name),
+            "--cache-dir",
+            str(tmp_path),
+        ]
         assert train_tokenizer.main(["files", str(tmp_path / "a.jsonl"), *words]) == 0
     (tmp_path / "odd.jsonl").write_text('{"text": "ab"}\n{"text": 3}\n')
-    good, odd = (open_corpus(TextSource((str(tmp_path / name),)), tmp_path) for name in ("a.jsonl", "odd.jsonl"))
+    good, odd = (
+        open_corpus(TextSource((str(tmp_path / name),)), tmp_path)
+        for name in ("a.jsonl", "odd.jsonl")
+    )
     assert adaptation.sizes_of(tmp_path, good) == Sizes(4, 4, 4)
     with pytest.raises(UserError, match="line 2: column 'text' holds a number"):
         adaptation.sizes_of(tmp_path, odd)
 
 
-def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(tmp_path, monkeypatch, capsys):
+def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(
+    tmp_path, monkeypatch, capsys
+):
     old, new, out = tmp_path / "old.txt", tmp_path / "new.txt", tmp_path / "study"
     old.write_text("the cat sat on the mat and slept. " * 400)
     new.write_text("Der Hund saß auf der Matte und schlief. " * 400, encoding="utf-8")
@@ -157,24 +204,49 @@ def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(tmp
     def make_tokenizer(args, name, *source):
         if not (out / "tokenizers" / name).exists():
             text = new if name == "new" else old
-            words = ["--vocab-size", "280", "--out", str(out / "tokenizers" / name), "--cache-dir", str(out / "data")]
+            words = [
+                "--vocab-size",
+                "280",
+                "--out",
+                str(out / "tokenizers" / name),
+                "--cache-dir",
+                str(out / "data"),
+            ]
             assert train_tokenizer.main(["files", str(text), *words]) == 0
 
     def in_turn(commands, folders, count):
         for job, command in commands.items():
             assert command[1:3] == ["-m", "trainer"]
             asked.append((job.item, job.seed))
-            c = compose_or_explain([word for word in command[3:] if word != "model=from_init"])
-            steps = range(c.train.eval_every or c.train.steps, c.train.steps + 1, c.train.eval_every or c.train.steps)
-            rows = [{"step": step, "val/bits_per_byte": 4 / step + (job.item == RANDOM)} for step in steps]
+            c = compose_or_explain(
+                [word for word in command[3:] if word != "model=from_init"]
+            )
+            steps = range(
+                c.train.eval_every or c.train.steps,
+                c.train.steps + 1,
+                c.train.eval_every or c.train.steps,
+            )
+            rows = [
+                {"step": step, "val/bits_per_byte": 4 / step + (job.item == RANDOM)}
+                for step in steps
+            ]
             (folders[job] / "checkpoints" / str(c.train.steps)).mkdir(parents=True)
-            (folders[job] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (folders[job] / "metrics.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows)
+            )
             yield job
 
     monkeypatch.setattr(adaptation, "make_tokenizer", make_tokenizer)
     monkeypatch.setattr(adaptation, "in_turn", in_turn)
     args = Arguments(
-        text=str(new), vocab_size=280, base_steps=4, steps=4, evaluations=2, seeds=1, lr="0.01", out=str(out)
+        text=str(new),
+        vocab_size=280,
+        base_steps=4,
+        steps=4,
+        evaluations=2,
+        seeds=1,
+        lr="0.01",
+        out=str(out),
     )
     adaptation.main(args)
     assert asked == [("base", 0), ("focus", 1), ("random", 1), ("old", 1)]
@@ -190,5 +262,8 @@ def test_a_study_is_continued_where_it_was_and_its_commands_are_the_trainers(tmp
     assert "3 of 6 adaptations are finished; 3 to go" in capsys.readouterr().out
     asked.clear()
     adaptation.main(dataclasses.replace(args, lr="0.01,0.02"))
-    assert asked == [("focus", 1), ("random", 1), ("old", 1)]  # at the rate that was added
-    assert [row["lr"] for row in json.loads((out / "adaptation.json").read_text())["table"]] == [0.01] * 3 + [0.02] * 3
+    # at the rate that was added
+    assert asked == [("focus", 1), ("random", 1), ("old", 1)]
+    assert [
+        row["lr"] for row in json.loads((out / "adaptation.json").read_text())["table"]
+    ] == [0.01] * 3 + [0.02] * 3

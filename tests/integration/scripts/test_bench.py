@@ -21,7 +21,12 @@ from trainer.errors import UserError
 
 def test_figures_are_the_median_and_the_extremes_of_the_rounds():
     found = racing.figures([0.5, 0.1, 0.2], tokens=100)
-    assert found == {"tokens_per_s": 500, "tokens_per_s_min": 200, "tokens_per_s_max": 1000, "step_ms": 200}
+    assert found == {
+        "tokens_per_s": 500,
+        "tokens_per_s_min": 200,
+        "tokens_per_s_max": 1000,
+        "step_ms": 200,
+    }
 
 
 def test_contestants_take_turns_and_alternate_who_begins():
@@ -30,7 +35,9 @@ def test_contestants_take_turns_and_alternate_who_begins():
     def contestant(name, seconds):
         return lambda steps: turns.append((name, steps)) or seconds
 
-    seconds = racing.race({"a": contestant("a", 2.0), "b": contestant("b", 4.0)}, rounds=2, steps=4)
+    seconds = racing.race(
+        {"a": contestant("a", 2.0), "b": contestant("b", 4.0)}, rounds=2, steps=4
+    )
     assert turns == [("b", 4), ("a", 4), ("a", 4), ("b", 4)]
     assert seconds == {"a": [0.5, 0.5], "b": [1.0, 1.0]}
 
@@ -43,7 +50,12 @@ def test_absent_interpreter_is_named():
 def test_interpreter_without_torch_is_one_clear_error():
     with (
         racing.torch_worker(sys.executable) as worker,
-        pytest.raises(UserError, match="ended without an answer: ModuleNotFoundError: No module named 'torch'"),
+        pytest.raises(
+            UserError,
+            match=(
+                "ended without an answer: ModuleNotFoundError: No module named 'torch'"
+            ),
+        ),
     ):
         bench.in_torch(bench.Arguments(), 64, worker)
 
@@ -52,7 +64,17 @@ def test_ours_alone_runs_at_any_size_and_writes_its_figures(tmp_path, monkeypatc
     monkeypatch.setattr(bench, "torch_interpreter", lambda named: None)
     out = tmp_path / "bench.json"
     bench.main(
-        bench.Arguments(vocab="70", n_layer=1, n_head=1, d_model=8, context=8, batch=1, rounds=1, steps=1, out=str(out))
+        bench.Arguments(
+            vocab="70",
+            n_layer=1,
+            n_head=1,
+            d_model=8,
+            context=8,
+            batch=1,
+            rounds=1,
+            steps=1,
+            out=str(out),
+        )
     )
     (row,) = json.loads(out.read_text())["results"]
     assert row["vocab"] == 70
@@ -60,7 +82,11 @@ def test_ours_alone_runs_at_any_size_and_writes_its_figures(tmp_path, monkeypatc
 
 
 def test_ratios_are_of_the_rounds_and_speed_is_the_inverse_of_time(monkeypatch):
-    assert bench_scalify.ratios([2.0, 3.0, 8.0], [1.0, 2.0, 2.0]) == {"median": 2.0, "min": 1.5, "max": 4.0}
+    assert bench_scalify.ratios([2.0, 3.0, 8.0], [1.0, 2.0, 2.0]) == {
+        "median": 2.0,
+        "min": 1.5,
+        "max": 4.0,
+    }
 
     class Way:
         def __init__(self, seconds):
@@ -71,17 +97,34 @@ def test_ratios_are_of_the_rounds_and_speed_is_the_inverse_of_time(monkeypatch):
     monkeypatch.setattr(bench_scalify, "contestants", lambda *args: ways)
     found = bench_scalify.compare(None, 1, ("float16",), rounds=3, compiles=1, steps=5)
     assert found["plain"] == {"trace_s": 2.0, "compile_s": 2.0, "step_s": 2.0}
-    assert found["float16"]["trace"]["median"] == found["float16"]["compile"]["median"] == 2.0
+    assert (
+        found["float16"]["trace"]["median"]
+        == found["float16"]["compile"]["median"]
+        == 2.0
+    )
     assert found["float16"]["speed"]["median"] == 0.5
 
 
 @pytest.mark.whole  # four programs; its figures from given times: above
 def test_the_scaled_step_races_the_plain_one_at_any_size(tmp_path, capsys):
     out = tmp_path / "bench.json"
-    sizes = {"vocab": "70", "n_layer": 1, "n_head": 1, "d_model": 8, "context": 8, "batch": 1}
-    bench.main(bench.Arguments(**sizes, scalify="float16", rounds=1, compiles=1, steps=1, out=str(out)))
+    sizes = {
+        "vocab": "70",
+        "n_layer": 1,
+        "n_head": 1,
+        "d_model": 8,
+        "context": 8,
+        "batch": 1,
+    }
+    bench.main(
+        bench.Arguments(
+            **sizes, scalify="float16", rounds=1, compiles=1, steps=1, out=str(out)
+        )
+    )
     (row,) = json.loads(out.read_text())["results"]
-    assert min(row["float16"][key]["median"] for key in ("trace", "compile", "speed")) > 0
+    assert (
+        min(row["float16"][key]["median"] for key in ("trace", "compile", "speed")) > 0
+    )
     assert "scalify, float16 data, against plain: trace" in capsys.readouterr().out
 
 
@@ -92,11 +135,21 @@ def test_unknown_data_format_is_named():
 
 def test_cases_are_read_and_wrong_ones_named():
     case = bench_cases.parse_case("gpt2_124m:bf16:batch=4:scan=true")
-    assert case == bench_cases.Case("gpt2_124m", "bf16", 4, "none", True, "auto", "fp32")
+    assert case == bench_cases.Case(
+        "gpt2_124m", "bf16", 4, "none", True, "auto", "fp32"
+    )
     assert case.name == "gpt2_124m bf16 B=4 scan"
-    assert bench_cases.parse_case("gpt2_124m:bf16:deterministic=false").name == "gpt2_124m bf16 B=8 deterministic=false"
-    assert bench_cases.parse_case("gpt2_124m:bf16:logits=compute").name == "gpt2_124m bf16 B=8 logits=compute"
-    assert all(bench_cases.parse_case(text).batch == 8 for text in bench.ON_A_GPU.split(","))
+    assert (
+        bench_cases.parse_case("gpt2_124m:bf16:deterministic=false").name
+        == "gpt2_124m bf16 B=8 deterministic=false"
+    )
+    assert (
+        bench_cases.parse_case("gpt2_124m:bf16:logits=compute").name
+        == "gpt2_124m bf16 B=8 logits=compute"
+    )
+    assert all(
+        bench_cases.parse_case(text).batch == 8 for text in bench.ON_A_GPU.split(",")
+    )
     for text, message in (
         ("gpt2_124m", "has no precision"),
         ("gpt2_125m:bf16", "did you mean 'gpt2_124m'"),
@@ -116,11 +169,23 @@ def on_cpu(rounds=1, steps=1):
 
 def run(texts, out, *, settings=None, minutes=9.0, python=None, **more):
     cache = os.environ["SCALIFY_TEST_CACHE"]
-    return run_cases(texts, settings or on_cpu(), minutes=minutes, python=python, out=str(out), cache=cache, **more)
+    return run_cases(
+        texts,
+        settings or on_cpu(),
+        minutes=minutes,
+        python=python,
+        out=str(out),
+        cache=cache,
+        **more,
+    )
 
 
 def test_a_cpu_is_not_timed_in_place_of_a_gpu(capsys, tmp_path):
-    found = run("gpt2_nano:fp32:batch=1", tmp_path / "a.json", settings=Settings(1, 1, 16, "gpu"))
+    found = run(
+        "gpt2_nano:fp32:batch=1",
+        tmp_path / "a.json",
+        settings=Settings(1, 1, 16, "gpu"),
+    )
     assert found.rows == {}
     assert re.search(r"FAILED, platform=gpu, but JAX has cpu", capsys.readouterr().out)
 
@@ -146,7 +211,8 @@ def test_figures_of_other_settings_are_not_mixed(tmp_path):
 
 
 class Pretended:
-    """A contest whose cases cost a set time, fail, or find no room beside another; who is alive is counted."""
+    """A contest whose cases cost a set time, fail, or find no room beside another; who
+    is alive is counted."""
 
     def __init__(self, monkeypatch, seconds, fails=(), no_room=()):
         self.alive, self.most, self.started = [], 0, []
@@ -163,9 +229,14 @@ class Pretended:
             raise Failed("RESOURCE_EXHAUSTED: too large", ended=False)
         self.alive.append(case.precision)
         self.most = max(self.most, len(self.alive))
-        worker = SimpleNamespace(is_alive=True, ask=lambda message, seconds: {"seconds": self.seconds[case.precision]})
+        worker = SimpleNamespace(
+            is_alive=True,
+            ask=lambda message, seconds: {"seconds": self.seconds[case.precision]},
+        )
         try:
-            yield Contestant(case, worker, {"device": "cpu", "compile_s": 0.0}, math.inf)
+            yield Contestant(
+                case, worker, {"device": "cpu", "compile_s": 0.0}, math.inf
+            )
         finally:
             self.alive.remove(case.precision)
 
@@ -175,22 +246,33 @@ FOUR = ",".join(f"gpt2_nano:{name}" for name in PRECISIONS)
 COSTS = dict(zip(PRECISIONS, (4.0, 8.0, 2.0, 1.0), strict=True))
 
 
-def test_two_are_alive_at_most_and_all_are_compared_with_the_first(monkeypatch, tmp_path):
+def test_two_are_alive_at_most_and_all_are_compared_with_the_first(
+    monkeypatch, tmp_path
+):
     pretended = Pretended(monkeypatch, COSTS)
     rows = run(FOUR, tmp_path / "a.json").rows
     assert pretended.most == 2
     assert pretended.started == list(COSTS)
-    assert [list(row["over"].values()) for row in rows.values()] == [[2.0, 0.5, 0.25], [0.5], [2.0], [4.0]]
+    assert [list(row["over"].values()) for row in rows.values()] == [
+        [2.0, 0.5, 0.25],
+        [0.5],
+        [2.0],
+        [4.0],
+    ]
     run(FOUR, tmp_path / "a.json")  # what has figures is not timed again
     assert pretended.started == list(COSTS)
 
 
-def test_one_that_finds_no_room_is_timed_by_itself_and_the_next_ones_go_on(monkeypatch, tmp_path):
+def test_one_that_finds_no_room_is_timed_by_itself_and_the_next_ones_go_on(
+    monkeypatch, tmp_path
+):
     pretended = Pretended(monkeypatch, COSTS, no_room=("fp32",))
     rows = run(FOUR, tmp_path / "a.json").rows
     assert [row["precision"] for row in rows.values()] == list(COSTS)
     assert rows["gpt2_nano fp32 B=8"]["over"] == {}
-    assert rows["gpt2_nano fp8_current B=8"]["over"] == {"gpt2_nano scalify_fp8 B=8": 2.0}
+    assert rows["gpt2_nano fp8_current B=8"]["over"] == {
+        "gpt2_nano scalify_fp8 B=8": 2.0
+    }
     assert pretended.alive == []
 
 
@@ -198,12 +280,20 @@ def test_the_next_takes_the_place_of_a_first_that_fails(monkeypatch, tmp_path):
     Pretended(monkeypatch, COSTS, fails=("bf16",))
     found = run(FOUR, tmp_path / "a.json")
     assert found.failed == {"gpt2_nano bf16 B=8": "broken"}
-    assert list(json.loads((tmp_path / "a.json").read_text())["failed"]) == list(found.failed)
-    assert list(found.rows["gpt2_nano fp32 B=8"]["over"]) == ["gpt2_nano scalify_fp8 B=8", "gpt2_nano fp8_current B=8"]
+    assert list(json.loads((tmp_path / "a.json").read_text())["failed"]) == list(
+        found.failed
+    )
+    assert list(found.rows["gpt2_nano fp32 B=8"]["over"]) == [
+        "gpt2_nano scalify_fp8 B=8",
+        "gpt2_nano fp8_current B=8",
+    ]
 
 
 def test_a_worker_that_is_silent_is_ended():
-    code = "import sys, time; print('thinking', file=sys.stderr); sys.stdin.readline(); time.sleep(60)"
+    code = (
+        "import sys, time; print('thinking', file=sys.stderr); sys.stdin.readline();"
+        " time.sleep(60)"
+    )
     with Worker([sys.executable, "-c", code]) as worker:
         with pytest.raises(Failed, match="no answer in 1 s"):
             worker.ask({}, 1)
@@ -211,7 +301,10 @@ def test_a_worker_that_is_silent_is_ended():
 
 
 def test_an_error_is_an_answer_and_the_worker_lives():
-    code = "from scripts.bench.racing import serve; serve(lambda message: {'twice': 2 * message['x']})"
+    code = (
+        "from scripts.bench.racing import serve; serve(lambda message: {'twice': 2 *"
+        " message['x']})"
+    )
     with Worker([sys.executable, "-c", code]) as worker:
         with pytest.raises(Failed, match="KeyError: 'x'"):
             worker.ask({})
@@ -220,29 +313,48 @@ def test_an_error_is_an_answer_and_the_worker_lives():
 
 @pytest.mark.whole  # a case that runs: ours alone, above
 def test_a_case_needs_neither_hydra_nor_data(monkeypatch):
-    for name in ("wandb", "datasets", "hydra", "tiktoken", "matplotlib", "orbax", "orbax.checkpoint"):
+    for name in (
+        "wandb",
+        "datasets",
+        "hydra",
+        "tiktoken",
+        "matplotlib",
+        "orbax",
+        "orbax.checkpoint",
+    ):
         monkeypatch.setitem(sys.modules, name, None)
     case = bench_cases.parse_case("gpt2_nano:fp32:batch=1")
     assert ours.prepare(case, 16, cached=True).take(1) > 0
 
 
 def test_hugging_faces_configuration_is_given_by_keyword(monkeypatch):
-    """As transformers takes it from version 5 on, in a stand-in for it and for torch."""
+    """As transformers takes it from version 5 on, in a stand-in for it and for
+    torch."""
     made = {}
 
     class Config:
         def __init__(self, *, vocab_size, n_positions, n_embd, n_layer, n_head, **more):
-            made.update(sizes=(vocab_size, n_positions, n_embd, n_layer, n_head), **more)
+            made.update(
+                sizes=(vocab_size, n_positions, n_embd, n_layer, n_head), **more
+            )
 
     torch = ModuleType("torch")
     torch.nn = ModuleType("torch.nn")
     torch.nn.Module, torch.Tensor = object, object
     torch.nn.functional = ModuleType("torch.nn.functional")
-    transformers = SimpleNamespace(GPT2Config=Config, GPT2LMHeadModel=lambda config: config)
-    modules = {"torch": torch, "torch.nn": torch.nn, "torch.nn.functional": torch.nn.functional}
+    transformers = SimpleNamespace(
+        GPT2Config=Config, GPT2LMHeadModel=lambda config: config
+    )
+    modules = {
+        "torch": torch,
+        "torch.nn": torch.nn,
+        "torch.nn.functional": torch.nn.functional,
+    }
     for name, module in (modules | {"transformers": transformers}).items():
         monkeypatch.setitem(sys.modules, name, module)
-    peer = runpy.run_path(str(Path(ours.__file__).with_name("torch_peer.py")), run_name="peer")
+    peer = runpy.run_path(
+        str(Path(ours.__file__).with_name("torch_peer.py")), run_name="peer"
+    )
     peer["HuggingFace"](vocab=7, context=5, n_layer=3, n_head=2, d_model=4)
     assert made["sizes"] == (7, 5, 4, 3, 2)
     assert made["attn_implementation"] == "sdpa"

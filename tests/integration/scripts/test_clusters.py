@@ -1,4 +1,5 @@
-"""Files for clusters: what the Slurm script does with each end of a run, and manifests that agree with themselves."""
+"""Files for clusters: what the Slurm script does with each end of a run, and manifests
+that agree with themselves."""
 
 import os
 import stat
@@ -12,13 +13,18 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def run_sbatch(tmp_path, code, *args, **variables):
-    """The script with commands of Slurm that write down how they are called; the training ends with `code`."""
+    """The script with commands of Slurm that write down how they are called; the
+    training ends with `code`."""
     calls = tmp_path / "calls"
     for name, body in (("srun", f"exit {code}"), ("scontrol", "exit 0")):
         file = tmp_path / name
         file.write_text(f'#!/bin/bash\necho "{name} $*" >> {calls}\n{body}\n')
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"} | variables
+    env = (
+        os.environ
+        | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+        | variables
+    )
     script = ["bash", str(ROOT / "scripts/slurm/train.sbatch"), *args]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60)
     return done, calls.read_text().splitlines() if calls.exists() else []
@@ -29,14 +35,20 @@ def test_slurm_does_not_restart_what_is_done_or_hopeless(tmp_path, code):
     done, calls = run_sbatch(tmp_path, code, "run_dir=r", "train.steps=3")
     assert done.returncode == code
     assert len(calls) == 1
-    assert calls[0].endswith("-m trainer parallel.distributed=true run_dir=r train.steps=3")
+    assert calls[0].endswith(
+        "-m trainer parallel.distributed=true run_dir=r train.steps=3"
+    )
 
 
 @pytest.mark.parametrize("code", [143, 137, 1])
-def test_slurm_restarts_what_was_stopped_killed_or_crashed_but_not_forever(tmp_path, code):
+def test_slurm_restarts_what_was_stopped_killed_or_crashed_but_not_forever(
+    tmp_path, code
+):
     _, calls = run_sbatch(tmp_path, code, "run_dir=r")
     assert calls[-1] == "scontrol requeue 7"
-    done, calls = run_sbatch(tmp_path, code, "run_dir=r", SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
+    done, calls = run_sbatch(
+        tmp_path, code, "run_dir=r", SLURM_RESTART_COUNT="3", MAX_RESTARTS="3"
+    )
     assert done.returncode == code
     assert "after 3 restarts" in done.stderr
     assert not calls[-1].startswith("scontrol")
@@ -56,9 +68,19 @@ def test_the_manifest_starts_as_many_processes_as_it_says():
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     variables = {entry["name"]: entry["value"] for entry in container["env"]}
-    assert spec["completions"] == spec["parallelism"] == int(variables["JAX_NUM_PROCESSES"])
+    assert (
+        spec["completions"]
+        == spec["parallelism"]
+        == int(variables["JAX_NUM_PROCESSES"])
+    )
     # JobSet's names: <jobset>-<job>-<replica>-<pod>.<jobset>
     name = jobset["metadata"]["name"]
-    assert variables["JAX_COORDINATOR_ADDRESS"].split(":")[0] == f"{name}-{job['name']}-0-0.{name}"
+    assert (
+        variables["JAX_COORDINATOR_ADDRESS"].split(":")[0]
+        == f"{name}-{job['name']}-0-0.{name}"
+    )
     assert "parallel.distributed=true" in container["args"][0]
-    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert (
+        pod["volumes"][0]["persistentVolumeClaim"]["claimName"]
+        == claim["metadata"]["name"]
+    )

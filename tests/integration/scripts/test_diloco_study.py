@@ -1,4 +1,5 @@
-"""The study of DiLoCo at toy size: what narrow outer gradients cost in loss, and the figures it writes."""
+"""The study of DiLoCo at toy size: what narrow outer gradients cost in loss, and the
+figures it writes."""
 
 import pytest
 
@@ -15,9 +16,28 @@ def test_clients_that_send_fp8_lose_next_to_nothing_against_fp32_at_a_quarter_of
 ):
     """Eight of which three train in a round, from a warm start."""
     monkeypatch.chdir(tmp_path)
-    base, way = "sync_every=3+participants=3+outer_grad=fp32", "sync_every=3+participants=3"
-    texts = ["out=A", "replicas=8", "seeds=1", "steps=18", "warm=6", "batch_tokens=512", "eval_batches=2"]
-    args = read(diloco.Arguments, [*texts, f"base={base}", f"ways={way}", f"overrides={TINY} data.val_fraction=0.01"])
+    base, way = (
+        "sync_every=3+participants=3+outer_grad=fp32",
+        "sync_every=3+participants=3",
+    )
+    texts = [
+        "out=A",
+        "replicas=8",
+        "seeds=1",
+        "steps=18",
+        "warm=6",
+        "batch_tokens=512",
+        "eval_batches=2",
+    ]
+    args = read(
+        diloco.Arguments,
+        [
+            *texts,
+            f"base={base}",
+            f"ways={way}",
+            f"overrides={TINY} data.val_fraction=0.01",
+        ],
+    )
     diloco.main(args)
     wide, narrow = rows.read(tmp_path / "A" / "runs.jsonl")
     assert (wide["way"], narrow["way"]) == (base, way)
@@ -27,7 +47,10 @@ def test_clients_that_send_fp8_lose_next_to_nothing_against_fp32_at_a_quarter_of
     assert abs(narrow["loss"] / wide["loss"] - 1) < 0.003
     table = (tmp_path / "A" / "table.md").read_text()
     assert f"| {base} | 1 | {wide['loss']:.4f} | - |" in table
-    assert f"18 steps of 512 tokens, 6 of them data parallel; validation loss in nats, differences to `{base}`" in table
+    assert (
+        "18 steps of 512 tokens, 6 of them data parallel; validation loss in nats,"
+        f" differences to `{base}`" in table
+    )
     capsys.readouterr()
     diloco.main(args)  # all is there
     assert capsys.readouterr().out == table + "\n"
@@ -36,7 +59,12 @@ def test_clients_that_send_fp8_lose_next_to_nothing_against_fp32_at_a_quarter_of
 def test_clients_have_consecutive_parts_of_two_texts(tmp_path, monkeypatch):
     monkeypatch.setattr(diloco, "MOST", 4000)
     paths = diloco.texts_apart(tmp_path, 4)
-    assert [path.name for path in paths] == ["bible0.txt", "bible1.txt", "python2.txt", "python3.txt"]
+    assert [path.name for path in paths] == [
+        "bible0.txt",
+        "bible1.txt",
+        "python2.txt",
+        "python3.txt",
+    ]
     texts = [path.read_text() for path in paths]
     assert [len(text) for text in texts] == [2000] * 4
     assert texts[0].startswith("In the beginning God created")

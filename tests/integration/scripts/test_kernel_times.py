@@ -1,4 +1,5 @@
-"""A profile becomes a table: kernels by class, gaps, and the roofline of a program that is read."""
+"""A profile becomes a table: kernels by class, gaps, and the roofline of a program that
+is read."""
 
 import json
 import os
@@ -8,7 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 from scripts.bench import profiling
-from scripts.bench.kernel_times import Span, class_of, lines_of, profiled, spans_of, table_of
+from scripts.bench.kernel_times import (
+    Span,
+    class_of,
+    lines_of,
+    profiled,
+    spans_of,
+    table_of,
+)
 from trainer.compiled.classes import (
     ATTENTION,
     CLASSES,
@@ -32,14 +40,20 @@ from trainer.plan.times import RATES
 NAMES = [
     ("nvjet_sm90_qqhsh_mma_128x256x128_4_64x128x128_cgaM2_TNN", FP8),
     ("nvjet_qrtst_128x128_128x6_1x2_h_bz_coopA_TNT", FP8),
-    ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128_warpgroupsize1x1x1", FP8),
+    (
+        "sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128_warpgroupsize1x1x1",
+        FP8,
+    ),
     ("nvjet_sm90_hshhsh_mma_192x192x64_2_96x96x64_TNN", PRODUCTS),
     ("nvjet_tst_256x152_64x4_1x2_h_bz_coopB_NTN", PRODUCTS),
     ("gemm_fusion_dot_general_13", PRODUCTS),
     ("nvjet_sm90_sssts_128x64_32x6_1x2_h_bz_TNN", PRODUCTS32),
     ("sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16", PRODUCTS32),
     ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", PRODUCTS),
-    ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_28_64x128x128", ATTENTION),
+    (
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_28_64x128x128",
+        ATTENTION,
+    ),
     ("void cudnn::fusion::compute_dot_do_o_specialized<true, __half>", ATTENTION),
     ("input_transpose_fusion_4", TRANSPOSES),
     ("input_reduce_fusion_77", REDUCTIONS),
@@ -53,7 +67,8 @@ def test_a_kernel_is_told_by_its_name():
     assert [(name, class_of(Span(name, "", 0, 1), {})) for name, _ in NAMES] == NAMES
 
 
-# A gradient's reduction and transpose, an FP8 product, and an update that is a transpose too.
+# A gradient's reduction and transpose, an FP8 product, and an update that is a
+# transpose too.
 TEXT = """HloModule m
 
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -81,21 +96,28 @@ ENTRY %main (x: f8e4m3fn[1024,1024], y: f32[1024,1024]) -> f32[1024,1024] {
   %fusion.3 = f32[1024]{0} fusion(%fusion.2), kind=kInput, calls=%total, metadata={op_name="jit(f)/jvp()/reduce_sum"}
   ROOT %fusion.4 = f32[1024,1024]{1,0} fusion(%y), kind=kInput, calls=%turn, metadata={op_name="jit(f)/mul"}
 }
-"""  # noqa: E501
+"""
 
 
 def test_classes_are_those_of_the_program_and_what_is_in_no_gradient_is_the_update():
     found = classes_of(Program(TEXT))
-    assert found == {"dot.1": FP8, "fusion.2": TRANSPOSES, "fusion.3": REDUCTIONS, "fusion.4": UPDATE}
+    assert found == {
+        "dot.1": FP8,
+        "fusion.2": TRANSPOSES,
+        "fusion.3": REDUCTIONS,
+        "fusion.4": UPDATE,
+    }
 
 
 def test_a_table_counts_a_step_with_its_gaps_and_its_roofline():
-    """Two steps of 10 us: a product of 4 us, 1 us of nothing, 2 us of a transpose that a reduction overlaps by 1 us."""
+    """Two steps of 10 us: a product of 4 us, 1 us of nothing, 2 us of a transpose that
+    a reduction overlaps by 1 us."""
     spans = []
     for start in (0.0, 10_000.0):
         spans += [
             Span("nvjet_something", "dot.1", start, start + 4_000),
-            Span("fusion_2", "", start + 5_000, start + 7_000),  # in a CUDA graph: the kernel's name alone
+            # in a CUDA graph: the kernel's name alone
+            Span("fusion_2", "", start + 5_000, start + 7_000),
             Span("fusion_3", "", start + 6_000, start + 8_000),
             Span("fusion_4", "", start + 8_000, start + 10_000),
         ]
@@ -111,8 +133,15 @@ def test_a_table_counts_a_step_with_its_gaps_and_its_roofline():
         UPDATE: (pytest.approx(0.002), 1),
     }
     moved = 1e3 * 2 * 4 * 1024**2 / target.bandwidth
-    assert classes[TRANSPOSES]["roofline_ms"] == classes[UPDATE]["roofline_ms"] == pytest.approx(moved)
-    product = 2e3 * 1024**3 / 1978.9e12 / RATES[FP8].flops / (64 / 132) + RATES[FP8].fixed_us / 1e3
+    assert (
+        classes[TRANSPOSES]["roofline_ms"]
+        == classes[UPDATE]["roofline_ms"]
+        == pytest.approx(moved)
+    )
+    product = (
+        2e3 * 1024**3 / 1978.9e12 / RATES[FP8].flops / (64 / 132)
+        + RATES[FP8].fixed_us / 1e3
+    )
     assert classes[FP8]["predicted_ms"] == pytest.approx(product)
     assert "| FP8 products | 0.00 | 40% | 1 | 0.00 | 0.01 |" in lines_of("case", table)
 
@@ -141,17 +170,27 @@ def test_a_profile_of_a_cpu_is_read_to_its_end():
 
     table = profiled(take, 2, compiled.as_text(), jax.devices()[0])
     assert set(table["classes"]) <= set(CLASSES)
-    assert table["classes"][PRODUCTS32]["launches"] >= 8  # four forward, and as many or more backward
+    # four forward, and as many or more backward
+    assert table["classes"][PRODUCTS32]["launches"] >= 8
     assert table["classes"][UPDATE]["ms"] > 0
     assert all(row["roofline_ms"] is None for row in table["classes"].values())
     assert 0 <= table["gaps_ms"] < table["step_ms"]
 
 
-@pytest.mark.whole  # a worker that compiles and runs; what is made of its profile: above
+# a worker that compiles and runs; what is made of its profile: above
+@pytest.mark.whole
 def test_cases_are_profiled_and_what_is_profiled_is_not_again(tmp_path, capsys):
     out = tmp_path / "profile.json"
-    settings = {"cases": "gpt2_nano:fp32:batch=1", "platform": "cpu", "sequence": 16, "steps": 1, "out": str(out)}
-    arguments = profiling.Arguments(**settings, compile_cache=os.environ["SCALIFY_TEST_CACHE"])
+    settings = {
+        "cases": "gpt2_nano:fp32:batch=1",
+        "platform": "cpu",
+        "sequence": 16,
+        "steps": 1,
+        "out": str(out),
+    }
+    arguments = profiling.Arguments(
+        **settings, compile_cache=os.environ["SCALIFY_TEST_CACHE"]
+    )
     profiling.main(arguments)
     table = json.loads(out.read_text())["gpt2_nano fp32 B=1"]
     assert table["classes"][PRODUCTS32]["ms"] > 0
@@ -187,9 +226,15 @@ def test_of_a_gpus_profile_what_ran_on_its_streams_counts_once(tmp_path):
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "host.xplane.pb").write_bytes(serialised)
     found = spans_of(tmp_path)
-    assert [(span.name, span.op) for span in found] == [("nvjet_sm90_qqhsh_mma", "dot.1"), ("fusion_2", "")]
+    assert [(span.name, span.op) for span in found] == [
+        ("nvjet_sm90_qqhsh_mma", "dot.1"),
+        ("fusion_2", ""),
+    ]
     table = table_of(found, Program(TEXT), 1, None)
-    assert {kind: row["ms"] for kind, row in table["classes"].items()} == {FP8: 0.004, TRANSPOSES: 0.002}
+    assert {kind: row["ms"] for kind, row in table["classes"].items()} == {
+        FP8: 0.004,
+        TRANSPOSES: 0.002,
+    }
     assert table["gaps_ms"] == pytest.approx(0.001)
     with pytest.raises(ValueError, match="wrote nothing"):
         spans_of(tmp_path / "elsewhere")

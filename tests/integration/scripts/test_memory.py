@@ -1,4 +1,5 @@
-"""What is counted: buffers of a state, files of its checkpoint, what the backward pass needs."""
+"""What is counted: buffers of a state, files of its checkpoint, what the backward pass
+needs."""
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,11 @@ def test_what_the_gradient_reads_of_the_losses_computation_is_counted_by_format(
 )
 def test_a_state_weighs_what_its_formats_say(item, each, narrow):
     tiny = "model.n_layer=2+model.n_head=1+model.d_model=32+model.context=16+train.batch_tokens=64"
-    found = memory.measure(memory.Arguments(vocab=64, model="gpt2_nano", batch=4), f"{item}+{tiny}")
-    assert found["state_bytes_per_parameter"] == pytest.approx(each, rel=0.05)  # scales and counters of a tiny model
+    found = memory.measure(
+        memory.Arguments(vocab=64, model="gpt2_nano", batch=4), f"{item}+{tiny}"
+    )
+    # scales and counters of a tiny model
+    assert found["state_bytes_per_parameter"] == pytest.approx(each, rel=0.05)
     assert found["disk_bytes_per_parameter"] >= each
     assert ("float8_e4m3fn" in found["saved_bytes"]) == narrow
 
@@ -46,7 +50,9 @@ def test_16_bit_weights_are_kept_in_fp8_for_the_backward_pass_where_the_configur
     tiny = "model.n_layer=2+model.n_head=1+model.d_model=32+model.context=16+train.batch_tokens=64"
     arguments = memory.Arguments(vocab=64, model="gpt2_nano", batch=4)
     saved = [
-        memory.measure(arguments, f"scalify_fp8_fp16+model.keep_fp8_weights={kept}+{tiny}")["saved_bytes"]
+        memory.measure(
+            arguments, f"scalify_fp8_fp16+model.keep_fp8_weights={kept}+{tiny}"
+        )["saved_bytes"]
         for kept in ("true", "false")
     ]
     assert saved[0]["float8_e4m3fn"] - saved[1]["float8_e4m3fn"] == 2 * 12 * 32**2

@@ -15,12 +15,18 @@ def losses(job, args):
     """What a run would have given; the FP8 run of seed 1 diverges."""
     if job == ZooTrial("vit:1", 1, "fp8"):
         return [2.0] * (args.steps - 1) + [float("nan")]
-    return [5.0] * (args.steps - args.last) + [1.0 + 0.01 * (job.way == "fp8") * (1 + job.seed)] * args.last
+    return [5.0] * (args.steps - args.last) + [
+        1.0 + 0.01 * (job.way == "fp8") * (1 + job.seed)
+    ] * args.last
 
 
 def test_a_study_continues_where_it_was_and_pairs_seeds(monkeypatch, tmp_path, capsys):
     trained = []
-    monkeypatch.setattr(out_of_the_box, "train", lambda job, args: trained.append(job) or losses(job, args))
+    monkeypatch.setattr(
+        out_of_the_box,
+        "train",
+        lambda job, args: trained.append(job) or losses(job, args),
+    )
     main(Arguments(out=str(tmp_path), models="llama:2", seeds=1))
     with (tmp_path / "runs.jsonl").open("a") as file:
         file.write('{"model": "vit:1", "se')  # killed while it wrote
@@ -35,7 +41,11 @@ def test_a_study_continues_where_it_was_and_pairs_seeds(monkeypatch, tmp_path, c
 
 def test_runs_of_other_settings_are_not_taken(monkeypatch, tmp_path):
     trained = []
-    monkeypatch.setattr(out_of_the_box, "train", lambda job, args: trained.append(job) or losses(job, args))
+    monkeypatch.setattr(
+        out_of_the_box,
+        "train",
+        lambda job, args: trained.append(job) or losses(job, args),
+    )
     for steps in (300, 200):
         main(Arguments(out=str(tmp_path), models="llama:2", seeds=1, steps=steps))
     assert len(trained) == 4
@@ -49,21 +59,30 @@ def test_a_model_without_its_depth_is_refused(models, tmp_path):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_batches_depend_on_the_seed_only(name):
-    first, again, other = (list(itertools.islice(TASKS[name](seed, 2), 2)) for seed in (0, 0, 1))
-    for a, b, c in zip(*(map(np.concatenate, map(flat, x)) for x in (first, again, other)), strict=True):
+    first, again, other = (
+        list(itertools.islice(TASKS[name](seed, 2), 2)) for seed in (0, 0, 1)
+    )
+    for a, b, c in zip(
+        *(map(np.concatenate, map(flat, x)) for x in (first, again, other)), strict=True
+    ):
         assert np.array_equal(a, b)
         assert not np.array_equal(a, c)
 
 
 def flat(batch):
-    return [np.ravel(x) for x in (batch.values() if isinstance(batch, dict) else [batch])]
+    return [
+        np.ravel(x) for x in (batch.values() if isinstance(batch, dict) else [batch])
+    ]
 
 
 @pytest.mark.whole  # three runs; the study of such: above
 def test_all_ways_are_steps_of_the_same_model():
     args = Arguments(models="llama:1", width=32, batch=1, steps=3)
     with jax.numpy_rank_promotion("allow"):
-        expected, *found = (train(ZooTrial("llama:1", 0, way), args) for way in ("fp32", "fp8", "amax"))
+        expected, *found = (
+            train(ZooTrial("llama:1", 0, way), args) for way in ("fp32", "fp8", "amax")
+        )
     for losses_ in found:
-        assert losses_ == pytest.approx(expected, rel=2.0**-7)  # FP8 rounds at 2^-4, and the loss is a mean of 64
+        # FP8 rounds at 2^-4, and the loss is a mean of 64
+        assert losses_ == pytest.approx(expected, rel=2.0**-7)
         assert losses_ != expected

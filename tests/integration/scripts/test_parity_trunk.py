@@ -16,20 +16,44 @@ from trainer.errors import UserError
 TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
 
 
-def test_runs_without_a_trunk_to_start_from_are_not_run_and_that_is_said(tmp_path, monkeypatch, capsys):
-    args = Arguments("bf16", seeds=2, steps=10, evaluations=1, last=1, trunk=4, out=str(tmp_path))
+def test_runs_without_a_trunk_to_start_from_are_not_run_and_that_is_said(
+    tmp_path, monkeypatch, capsys
+):
+    args = Arguments(
+        "bf16", seeds=2, steps=10, evaluations=1, last=1, trunk=4, out=str(tmp_path)
+    )
 
-    def writing(args, job, run_dir, model_lr):  # the base of seed 1 diverges before it has saved
-        trunk = "pathlib.Path('checkpoints/4').mkdir(parents=True); pathlib.Path('config.yaml').touch();"
-        row = f"pathlib.Path('metrics.jsonl').write_text({json.dumps({'step': 10, 'val/loss': 1.0})!r} + chr(10))"
-        ending = "pathlib.Path('divergence.txt').touch()" if job == (1.0, "fp32", 1) else f"{trunk} {row}"
-        return [sys.executable, "-c", f"import os, pathlib; os.chdir({str(run_dir)!r}); {ending}"]
+    # the base of seed 1 diverges before it has saved
+    def writing(args, job, run_dir, model_lr):
+        trunk = (
+            "pathlib.Path('checkpoints/4').mkdir(parents=True);"
+            " pathlib.Path('config.yaml').touch();"
+        )
+        row = (
+            f"pathlib.Path('metrics.jsonl').write_text({json.dumps({'step': 10, 'val/loss': 1.0})!r}"
+            " + chr(10))"
+        )
+        ending = (
+            "pathlib.Path('divergence.txt').touch()"
+            if job == (1.0, "fp32", 1)
+            else f"{trunk} {row}"
+        )
+        return [
+            sys.executable,
+            "-c",
+            f"import os, pathlib; os.chdir({str(run_dir)!r}); {ending}",
+        ]
 
     monkeypatch.setattr(parity, "check_items", lambda args, items: 1.0)
     monkeypatch.setattr(parity, "command", writing)
     parity.main(args)
-    assert [path.parent.name for path in tmp_path.glob("1x/bf16/*/metrics.jsonl")] == ["0"]
-    assert "1 runs were not begun: the base's of their seed has no checkpoint of step 4" in capsys.readouterr().out
+    assert [path.parent.name for path in tmp_path.glob("1x/bf16/*/metrics.jsonl")] == [
+        "0"
+    ]
+    assert (
+        "1 runs were not begun: the base's of their seed has no checkpoint of step 4"
+        in capsys.readouterr().out
+    )
     assert (tmp_path / "1x/fp32/0/trunk/checkpoints/4").is_dir()
     assert not (tmp_path / "1x/fp32/0/checkpoints").exists()
     with pytest.raises(UserError, match="other trunk=0 \\(was 4\\)"):
@@ -41,8 +65,14 @@ def test_runs_without_a_trunk_to_start_from_are_not_run_and_that_is_said(tmp_pat
     [
         ({"trunk": 10}, "trunk=10: expected fewer steps than steps=10"),
         ({"trunk": -1}, "trunk=-1: expected fewer"),
-        ({"trunk": 4, "jobs": 2}, "trunk=4 and jobs=2: runs of a seed wait for the base's; give jobs=1"),
-        ({"against": "bf15"}, "against=bf15 is none of the items of this study: fp32, bf16"),
+        (
+            {"trunk": 4, "jobs": 2},
+            "trunk=4 and jobs=2: runs of a seed wait for the base's; give jobs=1",
+        ),
+        (
+            {"against": "bf15"},
+            "against=bf15 is none of the items of this study: fp32, bf16",
+        ),
     ],
 )
 def test_a_trunk_or_a_second_item_that_no_study_has_is_refused(arguments, message):
@@ -51,17 +81,25 @@ def test_a_trunk_or_a_second_item_that_no_study_has_is_refused(arguments, messag
 
 
 def test_runs_are_compared_with_another_item_than_the_base_too():
-    losses = {"fp32": (2.0, 2.2), "fp8_current": (2.001, 2.202), "scalify_fp8": (2.002, 2.203)}
+    losses = {
+        "fp32": (2.0, 2.2),
+        "fp8_current": (2.001, 2.202),
+        "scalify_fp8": (2.002, 2.203),
+    }
     outcomes = {
         Trial(1.0, item, seed): Outcome({10: loss}, 0, False)
         for item, both in losses.items()
         for seed, loss in enumerate(both)
     }
-    args = Arguments("scalify_fp8,fp8_current", seeds=2, steps=10, last=1, against="fp8_current")
+    args = Arguments(
+        "scalify_fp8,fp8_current", seeds=2, steps=10, last=1, against="fp8_current"
+    )
     assert parity.second_table(dataclasses.replace(args, against=""), outcomes) == ""
     title, table = parity.second_table(args, outcomes).strip().split("\n\n")
     assert title == "The same runs, differences to fp8_current:"
-    rows = {row.split(" | ")[1]: row.split(" | ")[6:8] for row in table.splitlines()[2:]}
+    rows = {
+        row.split(" | ")[1]: row.split(" | ")[6:8] for row in table.splitlines()[2:]
+    }
     assert rows == {
         "fp32": ["-0.0015 ± 0.0064", "-0.07"],
         "fp8_current": ["-", "-"],
@@ -72,7 +110,9 @@ def test_runs_are_compared_with_another_item_than_the_base_too():
 def test_a_table_names_the_code_of_its_runs_and_not_that_which_writes_it(tmp_path):
     runs = [tmp_path / name for name in "abcd"]
     for run, text in zip(
-        runs, ("code: 12+changes\njax: 1\n", "jax: 1\ncode: 34\n\ncode: 12+changes\n", ""), strict=False
+        runs,
+        ("code: 12+changes\njax: 1\n", "jax: 1\ncode: 34\n\ncode: 12+changes\n", ""),
+        strict=False,
     ):
         run.mkdir()
         (run / "environment.txt").write_text(text)
@@ -85,8 +125,11 @@ def test_a_table_names_the_code_of_its_runs_and_not_that_which_writes_it(tmp_pat
     assert json.loads((tmp_path / "parity.json").read_text())["code"] == "56"
 
 
-@pytest.mark.whole  # what starts from it is test_runs_without_a_trunk's, a fork test_resume.py's
-def test_runs_of_a_seed_share_the_trunk_and_go_on_from_it_in_their_own_precision(tmp_path, capsys):
+# what starts from it is test_runs_without_a_trunk's, a fork test_resume.py's
+@pytest.mark.whole
+def test_runs_of_a_seed_share_the_trunk_and_go_on_from_it_in_their_own_precision(
+    tmp_path, capsys
+):
     out = tmp_path / "out"
     places = f"data.cache_dir={tmp_path}/data compile_cache={tmp_path}/cache"
     args = Arguments(
@@ -103,13 +146,24 @@ def test_runs_of_a_seed_share_the_trunk_and_go_on_from_it_in_their_own_precision
     )
     parity.main(args)
     base, other = (
-        ({run["item"]: run["curve"] for run in json.loads((out / "parity.json").read_text())["runs"]})["fp32"],
+        (
+            {
+                run["item"]: run["curve"]
+                for run in json.loads((out / "parity.json").read_text())["runs"]
+            }
+        )["fp32"],
         json.loads((out / "parity.json").read_text())["runs"][1]["curve"],
     )
     assert list(base) == ["2", "4", "6"]
     assert list(other) == ["4", "6"]  # its first steps are the base's
-    assert 0 < abs(other["4"] - base["4"]) < 1e-3  # the same weights, moments and batches, rounded
-    assert [path.name for path in (out / "1x/fp32/0/trunk/checkpoints").iterdir()] == ["2"]
+    # the same weights, moments and batches, rounded
+    assert 0 < abs(other["4"] - base["4"]) < 1e-3
+    assert [path.name for path in (out / "1x/fp32/0/trunk/checkpoints").iterdir()] == [
+        "2"
+    ]
     assert not list(out.glob("1x/*/0/checkpoints"))
-    parity.main(dataclasses.replace(args, presets="scalify_fp8_fp16,fp32+optimizer.eps=1.01e-8"))  # later
+    # later
+    parity.main(
+        dataclasses.replace(args, presets="scalify_fp8_fp16,fp32+optimizer.eps=1.01e-8")
+    )
     assert "3 of 3: fp32+optimizer.eps=1.01e-8" in capsys.readouterr().out

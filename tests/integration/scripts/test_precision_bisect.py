@@ -9,7 +9,17 @@ import pytest
 from families import quick
 from omegaconf import OmegaConf
 
-from scripts.precision_bisect import ALL, CASTS, Finding, advice, bisect, computed_in_fp32, in_fp32, report, switches
+from scripts.precision_bisect import (
+    ALL,
+    CASTS,
+    Finding,
+    advice,
+    bisect,
+    computed_in_fp32,
+    in_fp32,
+    report,
+    switches,
+)
 from trainer.__main__ import CONFIGS
 from trainer.assembly.build import build_policy
 from trainer.config.composition import compose_config
@@ -25,24 +35,43 @@ SHORT = dataclasses.replace(SPEC, n_layer=1)  # for what takes long to compile
 
 def policy(preset, **changes):
     fields = OmegaConf.merge(
-        OmegaConf.load(f"{CONFIGS}/base/precision.yaml"), OmegaConf.load(f"{CONFIGS}/precision/{preset}.yaml")
+        OmegaConf.load(f"{CONFIGS}/base/precision.yaml"),
+        OmegaConf.load(f"{CONFIGS}/precision/{preset}.yaml"),
     )
-    plain = {k: tuple(v) if isinstance(v, list) else v for k, v in OmegaConf.to_container(fields).items()}
+    plain = {
+        k: tuple(v) if isinstance(v, list) else v
+        for k, v in OmegaConf.to_container(fields).items()
+    }
     names = [field.name for field in dataclasses.fields(Policy)]
-    return Policy(**{k: v for k, v in plain.items() if k in names} | {"amax_history": 16} | changes)
+    return Policy(
+        **{k: v for k, v in plain.items() if k in names}
+        | {"amax_history": 16}
+        | changes
+    )
 
 
 @functools.cache
 def model_and_batch(hurt=None, preset="fp32", spec=SPEC, **changes):
-    """A fresh model, the attention of layer `hurt` with values times 2^12 and its projection times 2^-12."""
+    """A fresh model, the attention of layer `hurt` with values times 2^12 and its
+    projection times 2^-12."""
     model = Model.make(spec, policy(preset, **changes))
     params = jax.jit(model.training.init)(jax.random.key(0))
     if hurt is not None:
         attn = params["h"][hurt]["attn"]
-        attn["c_attn"]["kernel"] = attn["c_attn"]["kernel"].at[:, 2 * spec.d_model :].multiply(2.0**12)
+        attn["c_attn"]["kernel"] = (
+            attn["c_attn"]["kernel"].at[:, 2 * spec.d_model :].multiply(2.0**12)
+        )
         attn["c_proj"]["kernel"] = attn["c_proj"]["kernel"] * 2.0**-12
-    tokens = np.random.default_rng(0).integers(0, 64, (16, spec.context + 1), dtype=np.int32)
-    return model, store_weights(params, model.policy), model.differentiate().init(), tokens, None
+    tokens = np.random.default_rng(0).integers(
+        0, 64, (16, spec.context + 1), dtype=np.int32
+    )
+    return (
+        model,
+        store_weights(params, model.policy),
+        model.differentiate().init(),
+        tokens,
+        None,
+    )
 
 
 @functools.cache
@@ -76,7 +105,11 @@ def test_without_any_cast_nothing_is_left_of_the_error_and_each_cast_has_its_pla
     assert found[ALL, ALL].cosine == pytest.approx(1, abs=1e-5)
     assert abs(found[ALL, ALL].loss_difference) < 1e-5
     # The loss knows nothing of gradients.
-    assert found[ALL, "gradients"].loss == found[ALL, "none"].loss != found[ALL, "weights"].loss
+    assert (
+        found[ALL, "gradients"].loss
+        == found[ALL, "none"].loss
+        != found[ALL, "weights"].loss
+    )
 
 
 LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -84,7 +117,10 @@ LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 @pytest.mark.whole  # two programs more than the ranking's
 def test_under_propagated_scales_the_same_damage_does_less():
-    plain, scaled = findings(0, spec=SHORT, **PLAIN), findings(0, "scalify_fp8_fp16", SHORT)
+    plain, scaled = (
+        findings(0, spec=SHORT, **PLAIN),
+        findings(0, "scalify_fp8_fp16", SHORT),
+    )
     error = {
         name: next(f.error for f in found if f.tensor == "none")
         for name, found in (("plain", plain), ("scaled", scaled))
@@ -96,18 +132,27 @@ def test_under_propagated_scales_the_same_damage_does_less():
 @pytest.mark.whole  # a program of its own; the same arithmetic: test_precision.py
 def test_the_simulated_program_is_the_one_that_was_trained():
     model, params, scaling, tokens, _ = model_and_batch(0, "scalify_fp8_fp16", SHORT)
-    loss, _, _ = jax.jit(model.differentiate().value_and_grad)(params, scaling, tokens, None, None)
-    trained = next(f for f in findings(0, "scalify_fp8_fp16", SHORT) if f.tensor == "none")
+    loss, _, _ = jax.jit(model.differentiate().value_and_grad)(
+        params, scaling, tokens, None, None
+    )
+    trained = next(
+        f for f in findings(0, "scalify_fp8_fp16", SHORT) if f.tensor == "none"
+    )
     # Both round the same operands; sums in another order, results in FP16.
     assert trained.loss == pytest.approx(float(loss), rel=2**-10)
 
 
-@pytest.mark.parametrize("preset", ["bf16", "bf16_pure", "fp16_loss_scaled", "scalify_fp16", "scalify_fp8_fp16"])
+@pytest.mark.parametrize(
+    "preset",
+    ["bf16", "bf16_pure", "fp16_loss_scaled", "scalify_fp16", "scalify_fp8_fp16"],
+)
 def test_every_policy_can_compute_in_fp32(preset):
     assert computed_in_fp32(policy(preset)).compute == "fp32"
 
 
-@pytest.mark.parametrize(("preset", "named"), [("fp8_delayed", "scaling=delayed"), ("fp32", "FP32 already")])
+@pytest.mark.parametrize(
+    ("preset", "named"), [("fp8_delayed", "scaling=delayed"), ("fp32", "FP32 already")]
+)
 def test_what_cannot_be_bisected_is_said(preset, named):
     model = Model.make(SPEC, policy(preset))
     params = jax.jit(model.training.init)(jax.random.key(0))
@@ -117,20 +162,39 @@ def test_what_cannot_be_bisected_is_said(preset, named):
 
 def test_the_layers_that_stand_out_are_suggested_as_the_key_to_set():
     def found(layers, trained=0.1):
-        some = [Finding(layer, "all", 1.0, 0.0, 1.0, error) for layer, error in layers.items()]
-        return [Finding("all", "none", 1.0, 0.0, 1.0, trained), Finding("all", "all", 1.0, 0.0, 1.0, 0.0), *some]
+        some = [
+            Finding(layer, "all", 1.0, 0.0, 1.0, error)
+            for layer, error in layers.items()
+        ]
+        return [
+            Finding("all", "none", 1.0, 0.0, 1.0, trained),
+            Finding("all", "all", 1.0, 0.0, 1.0, 0.0),
+            *some,
+        ]
 
-    layers = {"h.0.mlp.c_proj": 0.05, "h.0.attn.c_attn": 0.07} | {f"h.{i}.mlp.c_fc": 0.099 for i in range(10)}
-    assert "precision.exclude=[h.0.mlp.c_proj,h.0.attn.c_attn]   (removes: h.0.mlp.c_proj 50.0%, h" in advice(
-        found(layers)
+    layers = {"h.0.mlp.c_proj": 0.05, "h.0.attn.c_attn": 0.07} | {
+        f"h.{i}.mlp.c_fc": 0.099 for i in range(10)
+    }
+    assert (
+        "precision.exclude=[h.0.mlp.c_proj,h.0.attn.c_attn]   (removes: h.0.mlp.c_proj"
+        " 50.0%, h" in advice(found(layers))
     )
-    assert advice(found({f"h.{i}.mlp.c_fc": 0.09 for i in range(10)})).startswith("no layer stands out")
-    assert advice(found({"h.0.mlp.c_fc": 0.2, "h.1.mlp.c_fc": 0.11})).startswith("no layer stands out")  # all worse
+    assert advice(found({f"h.{i}.mlp.c_fc": 0.09 for i in range(10)})).startswith(
+        "no layer stands out"
+    )
+    # all worse
+    assert advice(found({"h.0.mlp.c_fc": 0.2, "h.1.mlp.c_fc": 0.11})).startswith(
+        "no layer stands out"
+    )
     assert advice(found({}, trained=0.0)).startswith("no layer stands out")
 
 
-@pytest.mark.parametrize("key", ["backward_e4m3=[h.*]", "clip_outliers=6", "hadamard=16"])
+@pytest.mark.parametrize(
+    "key", ["backward_e4m3=[h.*]", "clip_outliers=6", "hadamard=16"]
+)
 def test_what_a_policy_does_to_operands_ends_with_its_products(key):
     """As a whole it would contradict itself: there is nothing to be cast."""
-    policy = build_policy(compose_config(["precision=scalify_fp8_fp16", f"precision.{key}"]).precision)
+    policy = build_policy(
+        compose_config(["precision=scalify_fp8_fp16", f"precision.{key}"]).precision
+    )
     assert (in_fp32(policy).compute, in_fp32(policy).forward) == ("fp32", None)

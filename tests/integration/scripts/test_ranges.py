@@ -15,19 +15,29 @@ from trainer.precision.arrays import store_weights
 from trainer.precision.policy import Policy
 from trainer.workload import Model
 
-SPEC = LlamaSpec(vocab_size=64, context=64, n_layer=2, n_head=4, n_kv_head=2, d_model=128, tied=True)
+SPEC = LlamaSpec(
+    vocab_size=64, context=64, n_layer=2, n_head=4, n_kv_head=2, d_model=128, tied=True
+)
 
 
 def found(change=lambda params: None):
     fields = OmegaConf.merge(
-        OmegaConf.load(f"{CONFIGS}/base/precision.yaml"), OmegaConf.load(f"{CONFIGS}/precision/scalify_fp8_fp16.yaml")
+        OmegaConf.load(f"{CONFIGS}/base/precision.yaml"),
+        OmegaConf.load(f"{CONFIGS}/precision/scalify_fp8_fp16.yaml"),
     )
-    plain = {k: tuple(v) if isinstance(v, list) else v for k, v in OmegaConf.to_container(fields).items()}
+    plain = {
+        k: tuple(v) if isinstance(v, list) else v
+        for k, v in OmegaConf.to_container(fields).items()
+    }
     names = [field.name for field in dataclasses.fields(Policy)]
     model = Model.make(SPEC, Policy(**{k: v for k, v in plain.items() if k in names}))
-    params = store_weights(jax.jit(model.training.init)(jax.random.key(0)), model.policy)
+    params = store_weights(
+        jax.jit(model.training.init)(jax.random.key(0)), model.policy
+    )
     change(params)
-    tokens = np.random.default_rng(0).integers(0, 64, (4, SPEC.context + 1), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(
+        0, 64, (4, SPEC.context + 1), dtype=np.int32
+    )
     operands = {}
     operands_of_products(model, params, tokens, None, operands)
     return operands
@@ -36,9 +46,17 @@ def found(change=lambda params: None):
 def test_all_that_enters_the_products_of_a_fresh_llama_is_near_1():
     operands = found()
     kinds = {(name, i) for name, i, _ in operands}
-    assert kinds >= {("fp8_dot_general.fwd", 0), ("fp8_dot_general.bwd", 2), ("attention.fwd", 2)}
+    assert kinds >= {
+        ("fp8_dot_general.fwd", 0),
+        ("fp8_dot_general.bwd", 2),
+        ("attention.fwd", 2),
+    }
     assert kinds >= {("attention.bwd", 5), ("linear_cross_entropy.fwd", 1)}
-    products = sum(len(x) for (name, i, _), x in operands.items() if (name, i) == ("fp8_dot_general.fwd", 0))
+    products = sum(
+        len(x)
+        for (name, i, _), x in operands.items()
+        if (name, i) == ("fp8_dot_general.fwd", 0)
+    )
     assert products == 7 * SPEC.n_layer
     every = [x for values in operands.values() for x in values]
     assert AIM[0] <= min(every) <= max(every) <= AIM[1]
@@ -48,7 +66,9 @@ def test_all_that_enters_the_products_of_a_fresh_llama_is_near_1():
 def test_a_weight_whose_scale_is_off_is_seen():
     def grow(params):
         linear = params["h"][1]["attn"]["o_proj"]
-        linear["kernel"] = ScaledArray(linear["kernel"].data * 16, linear["kernel"].scale)
+        linear["kernel"] = ScaledArray(
+            linear["kernel"].data * 16, linear["kernel"].scale
+        )
 
     operands = found(grow)
     kind = ("fp8_dot_general.fwd", 1, (128, 128))

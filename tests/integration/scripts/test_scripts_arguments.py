@@ -21,17 +21,25 @@ class Arguments:
 
 
 def test_values_have_the_types_of_their_fields_and_may_hold_any_text():
-    assert read(Arguments, ["run_dir=a=b: c", "seed=3", "top_p=1"]) == Arguments("a=b: c", 3, 1.0)
+    assert read(Arguments, ["run_dir=a=b: c", "seed=3", "top_p=1"]) == Arguments(
+        "a=b: c", 3, 1.0
+    )
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         ([], r"missing run_dir="),
-        (["run_dir=a", "tep_p=1"], r"unknown key tep_p; did you mean 'top_p'\? Valid: run_dir, seed, top_p"),
+        (
+            ["run_dir=a", "tep_p=1"],
+            r"unknown key tep_p; did you mean 'top_p'\? Valid: run_dir, seed, top_p",
+        ),
         (["run_dir=a", "seed=x"], r"seed=x: expected a whole number"),
         (["run_dir=a", "top_p=half"], r"top_p=half: expected a number"),
-        (["run_dir=a", "seed=1", "run_dir=b"], r"run_dir=a and run_dir=b: .* give run_dir once, in quotes if"),
+        (
+            ["run_dir=a", "seed=1", "run_dir=b"],
+            r"run_dir=a and run_dir=b: .* give run_dir once, in quotes if",
+        ),
         (["--run_dir", "a"], r"'--run_dir': expected key=value"),
     ],
 )
@@ -55,7 +63,12 @@ def test_user_errors_are_one_line_and_exit_code_2(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "command",
     quick(
-        ["scripts.compare --help", "scripts.plan --help", "scripts.explain --help", "trainer --cfg job"],
+        [
+            "scripts.compare --help",
+            "scripts.plan --help",
+            "scripts.explain --help",
+            "trainer --cfg job",
+        ],
         "scripts.compare --help",
     ),
 )

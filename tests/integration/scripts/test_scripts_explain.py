@@ -1,4 +1,5 @@
-"""From the command line: a fresh model is explained, and what cannot be is refused in a line.
+"""From the command line: a fresh model is explained, and what cannot be is refused in a
+line.
 
 A run is, where there is one: in test_scripts_evaluate.py.
 """
@@ -15,9 +16,25 @@ def settings(tmp_path_factory):
     """A tiny model of a text of its own."""
     folder = tmp_path_factory.mktemp("explained")
     (folder / "text.txt").write_text("In the beginning was the word. " * 1600)
-    data = ["data=text", "data.format=text", "data.tokenizer=byte", f"data.paths=[{folder}/text.txt]"]
-    sizes = ["model.n_layer=1", "model.d_model=32", "model.n_head=2", "model.context=32", "train.batch_tokens=256"]
-    return folder, ["precision=scalify_fp8_fp16", *data, f"data.cache_dir={folder}/data", *sizes]
+    data = [
+        "data=text",
+        "data.format=text",
+        "data.tokenizer=byte",
+        f"data.paths=[{folder}/text.txt]",
+    ]
+    sizes = [
+        "model.n_layer=1",
+        "model.d_model=32",
+        "model.n_head=2",
+        "model.context=32",
+        "train.batch_tokens=256",
+    ]
+    return folder, [
+        "precision=scalify_fp8_fp16",
+        *data,
+        f"data.cache_dir={folder}/data",
+        *sizes,
+    ]
 
 
 def test_a_fresh_model_is_explained_and_its_rows_are_written(settings, capsys):
@@ -42,9 +59,15 @@ def test_a_fresh_model_is_explained_and_its_rows_are_written(settings, capsys):
         (["top=many"], "top=many: expected a whole number"),
         (["batch=-1"], "batch=-1: expected 0 or more"),
         (["run_dir=/nowhere"], "/nowhere is not a run directory"),
-        (["run_dir=/nowhere", "precision=fp32"], "precision=fp32: a run has its own configuration"),
+        (
+            ["run_dir=/nowhere", "precision=fp32"],
+            "precision=fp32: a run has its own configuration",
+        ),
         (["precison=fp32"], "precison"),
-        (["out=/nowhere/rows.json"], "out=/nowhere/rows.json: expected a file in a directory that exists"),
+        (
+            ["out=/nowhere/rows.json"],
+            "out=/nowhere/rows.json: expected a file in a directory that exists",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(arguments, message, capsys):
@@ -69,4 +92,7 @@ def test_a_precision_without_scales_is_refused(settings, capsys):
 def test_help_names_every_argument(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"  {name}=" in printed for name in ("run_dir", "batch", "sequences", "top", "out"))
+    assert all(
+        f"  {name}=" in printed
+        for name in ("run_dir", "batch", "sequences", "top", "out")
+    )

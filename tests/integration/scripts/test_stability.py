@@ -1,4 +1,5 @@
-"""The stability study: each figure by hand on made-up runs, and a short study of real ones that can fail."""
+"""The stability study: each figure by hand on made-up runs, and a short study of real
+ones that can fail."""
 
 import json
 import math
@@ -15,7 +16,16 @@ from trainer.errors import UserError
 TINY = "model.n_layer=1 model.n_head=1 model.d_model=16 model.context=16"
 
 
-def ended(first=5.0, final=2.0, onset=None, spikes=0, logits=None, edge=None, *, diverged=False):
+def ended(
+    first=5.0,
+    final=2.0,
+    onset=None,
+    spikes=0,
+    logits=None,
+    edge=None,
+    *,
+    diverged=False,
+):
     return Run(first, final, diverged, onset, spikes, 0, logits or {}, edge or {})
 
 
@@ -31,16 +41,23 @@ def ended(first=5.0, final=2.0, onset=None, spikes=0, logits=None, edge=None, *,
         ([], False, True),
     ],
 )
-def test_a_run_has_diverged_that_was_stopped_learnt_nothing_or_lost_half_of_it(curve, stopped, right):
+def test_a_run_has_diverged_that_was_stopped_learnt_nothing_or_lost_half_of_it(
+    curve, stopped, right
+):
     assert stable.has_diverged(5.0, curve, stopped=stopped) == right
 
 
 def test_the_onset_is_where_the_loss_begins_to_stay_above_the_middle():
-    losses = {step: max(2.0, 5.0 - 0.1 * step) for step in range(1, 101)} | dict.fromkeys(range(101, 151), 4.8)
+    losses = {
+        step: max(2.0, 5.0 - 0.1 * step) for step in range(1, 101)
+    } | dict.fromkeys(range(101, 151), 4.8)
     onset = stable.onset_of(losses, True)
     assert 101 <= onset <= 101 + stable.SMOOTH
     assert stable.onset_of(losses, False) is None
-    assert stable.onset_of(losses | dict.fromkeys(range(120, 151), math.nan), True) == onset
+    assert (
+        stable.onset_of(losses | dict.fromkeys(range(120, 151), math.nan), True)
+        == onset
+    )
 
 
 def test_spikes_are_counted_once_each_and_only_before_the_onset():
@@ -49,11 +66,13 @@ def test_spikes_are_counted_once_each_and_only_before_the_onset():
     losses |= {80: 3.0, 81: 3.5, 120: math.nan, 160: 2.3}
     assert stable.spikes_in(losses, None) == 3
     assert stable.spikes_in(losses, 120) == 1
-    assert stable.spikes_in(losses | {40: 2.05}, 120) == 1  # within the least that counts
+    # within the least that counts
+    assert stable.spikes_in(losses | {40: 2.05}, 120) == 1
 
 
 @pytest.mark.parametrize(
-    ("count", "of", "low", "high"), [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (1, 1, 0.2065, 1)]
+    ("count", "of", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (1, 1, 0.2065, 1)],
 )
 def test_wilsons_interval_is_that_of_the_tables(count, of, low, high):
     assert stable.wilson(count, of) == pytest.approx((low, high), abs=1e-4)
@@ -66,7 +85,12 @@ def test_sensitivity_is_the_mean_over_rates_of_the_clipped_loss_above_the_best()
 
 def test_a_sharpness_leads_by_the_steps_since_it_rose_for_good():
     edge = {10: 0.2, 20: 1.4, 30: 0.3, 40: 1.2, 50: 3.0, 60: 9.0}
-    run = ended(onset=55, diverged=True, edge=edge, logits={10: 0.1, 20: 0.1, 30: 0.1, 40: 0.15, 50: 0.3, 60: 0.1})
+    run = ended(
+        onset=55,
+        diverged=True,
+        edge=edge,
+        logits={10: 0.1, 20: 0.1, 30: 0.1, 40: 0.15, 50: 0.3, 60: 0.1},
+    )
     assert stable.lead_of(run, "edge") == 15
     assert stable.lead_of(run, "logits") == 5
     calm = ended(edge={10: 0.2, 20: 0.3}, logits={10: 0.1})
@@ -84,9 +108,15 @@ def test_the_table_has_the_largest_rate_below_all_divergences_and_pairs_sensitiv
 
     runs = {}
     for seed in (0, 1):
-        for lr, base, other in ((1.0, 2.0, 2.1), (3.0, 1.9, 1.9), (10.0, 2.2, math.inf)):
+        for lr, base, other in (
+            (1.0, 2.0, 2.1),
+            (3.0, 1.9, 1.9),
+            (10.0, 2.2, math.inf),
+        ):
             runs[Key(lr, "fp32", seed)] = ended(final=base)
-            runs[Key(lr, "sim", seed)] = ended(final=other, diverged=math.isinf(other), onset=7, spikes=seed)
+            runs[Key(lr, "sim", seed)] = ended(
+                final=other, diverged=math.isinf(other), onset=7, spikes=seed
+            )
     runs[Key(1.0, "sim", 2)] = ended()  # a seed that is not whole
     base, other = stable.figures(runs, "fp32", [1.0, 3.0, 10.0])
     assert (base.largest, other.largest) == (10.0, 3.0)
@@ -97,7 +127,10 @@ def test_the_table_has_the_largest_rate_below_all_divergences_and_pairs_sensitiv
     assert stable.largest_stable({Key(3.0, "x", 0): ended()}, [1.0, 3.0]) is None
     text = stable.markdown([base, other], runs, "fp32", [1.0, 3.0, 10.0])
     assert "| sim | 7 | 2 | 8% to 64% |" in text
-    assert "| fp32 | 2.0000 (2.000 to 2.000) | 1.9000 (1.900 to 1.900) | 2.2000 (2.200 to 2.200) |" in text
+    assert (
+        "| fp32 | 2.0000 (2.000 to 2.000) | 1.9000 (1.900 to 1.900) | 2.2000 (2.200 to"
+        " 2.200) |" in text
+    )
     assert text.rstrip().endswith("| 2 diverged |")
 
 
@@ -107,7 +140,9 @@ def test_looks_that_do_not_divide_the_steps_are_refused_before_anything_runs(tmp
 
 
 @pytest.mark.whole  # ten runs; studies that go on: test_parity.py
-def test_a_short_study_tells_a_rate_that_trains_from_one_that_does_not_and_goes_on(tmp_path, capsys):
+def test_a_short_study_tells_a_rate_that_trains_from_one_that_does_not_and_goes_on(
+    tmp_path, capsys
+):
     out = tmp_path / "out"
     args = Arguments(
         "fp32",
@@ -120,7 +155,10 @@ def test_a_short_study_tells_a_rate_that_trains_from_one_that_does_not_and_goes_
         last=1,
         looks=2,
         jobs=2,
-        overrides=f"{TINY} parallel.data=1 data.cache_dir={tmp_path}/data compile_cache={tmp_path}/cache",
+        overrides=(
+            f"{TINY} parallel.data=1 data.cache_dir={tmp_path}/data"
+            f" compile_cache={tmp_path}/cache"
+        ),
         out=str(out),
     )
     stability.main(args)
@@ -146,7 +184,9 @@ def test_a_short_study_tells_a_rate_that_trains_from_one_that_does_not_and_goes_
 
 
 def test_a_run_without_looks_has_no_sharpness():
-    rows = [{"step": s, "train/loss": 5.0 - 0.1 * s} for s in range(1, 11)] + [{"step": 10, "val/loss": 4.0}]
+    rows = [{"step": s, "train/loss": 5.0 - 0.1 * s} for s in range(1, 11)] + [
+        {"step": 10, "val/loss": 4.0}
+    ]
     found = stable.run_of(rows, steps=10, last=1, stopped=False)
     assert (found.first, found.final, found.logits, found.edge) == (4.9, 4.0, {}, {})
     assert stable.run_of(rows[:-1], steps=10, last=1, stopped=False) is None

@@ -1,4 +1,5 @@
-"""A tokenizer from text: the same each time, readable by the trainer and by Hugging Face's library."""
+"""A tokenizer from text: the same each time, readable by the trainer and by Hugging
+Face's library."""
 
 import json
 
@@ -19,11 +20,25 @@ def text(tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["gpt2", "cl100k_base"])
-def test_it_is_the_same_each_time_and_both_libraries_read_it_alike(text, pattern, tmp_path, capsys):
+def test_it_is_the_same_each_time_and_both_libraries_read_it_alike(
+    text, pattern, tmp_path, capsys
+):
     for out in "xy":
-        given = ["files", *text, "--vocab-size", "285", "--pattern", pattern, "--out", str(tmp_path / out)]
+        given = [
+            "files",
+            *text,
+            "--vocab-size",
+            "285",
+            "--pattern",
+            pattern,
+            "--out",
+            str(tmp_path / out),
+        ]
         assert main([*given, "--cache-dir", str(tmp_path / "cache")]) == 0
-    assert f"285 tokens from {len(TEXT.encode()) + 20 * 22:,} bytes" in capsys.readouterr().out
+    assert (
+        f"285 tokens from {len(TEXT.encode()) + 20 * 22:,} bytes"
+        in capsys.readouterr().out
+    )
     x, y = ((tmp_path / out / "tokenizer.json").read_bytes() for out in "xy")
     assert x == y
     ours = get_tokenizer(str(tmp_path / "x"))
@@ -38,25 +53,48 @@ def test_it_is_the_same_each_time_and_both_libraries_read_it_alike(text, pattern
 
 def test_a_text_with_few_pairs_gives_fewer_tokens_and_says_so(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("abc")
-    given = ["files", str(tmp_path / "a.txt"), "--vocab-size", "500", "--out", str(tmp_path / "x")]
+    given = [
+        "files",
+        str(tmp_path / "a.txt"),
+        "--vocab-size",
+        "500",
+        "--out",
+        str(tmp_path / "x"),
+    ]
     assert main([*given, "--cache-dir", str(tmp_path)]) == 0
-    assert "259 tokens from 3 bytes of text: the text has no more pairs" in capsys.readouterr().out
+    assert (
+        "259 tokens from 3 bytes of text: the text has no more pairs"
+        in capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize("documents", [1, 30, 300])  # a single text, too few for hashes, enough
+# a single text, too few for hashes, enough
+@pytest.mark.parametrize("documents", [1, 30, 300])
 def test_what_a_run_validates_on_can_be_left_out(documents, tmp_path, capsys):
     rows = [
-        f"{chr(97 + i % 26)}{chr(97 + i // 26)} {i} words\n" for i in range(documents * (1 if documents > 1 else 300))
+        f"{chr(97 + i % 26)}{chr(97 + i // 26)} {i} words\n"
+        for i in range(documents * (1 if documents > 1 else 300))
     ]
     if documents == 1:
         (tmp_path / "a.txt").write_text("".join(rows))
     else:
-        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+        (tmp_path / "a.jsonl").write_text(
+            "".join(json.dumps({"text": row}) + "\n" for row in rows)
+        )
     path = next(tmp_path.glob("a.*"))
-    given = ["files", str(path), "--vocab-size", "300", "--cache-dir", str(tmp_path / "cache")]
+    given = [
+        "files",
+        str(path),
+        "--vocab-size",
+        "300",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+    ]
     assert main([*given, "--val-fraction", "0.1", "--out", str(tmp_path / "x")]) == 0
     said = capsys.readouterr().out
-    manifest = Manifest.load(prepare(TextSource((str(path),)), "byte", tmp_path / "cache", val_fraction=0.1))
+    manifest = Manifest.load(
+        prepare(TextSource((str(path),)), "byte", tmp_path / "cache", val_fraction=0.1)
+    )
     sizes = {name: split.bytes for name, split in manifest.splits.items()}
     assert sum(sizes.values()) == sum(map(len, rows))
     assert f"from {sizes['train']:,} bytes of text" in said
@@ -71,7 +109,9 @@ def test_bad_input_is_one_line(text, tmp_path, capsys):
 
     out = ["--out", str(tmp_path / "x")]
     assert "expected 257" in said("files", *text, "--vocab-size", "200", *out)
-    assert "nothing" in said("files", str(tmp_path / "nothing"), "--vocab-size", "300", *out)
+    assert "nothing" in said(
+        "files", str(tmp_path / "nothing"), "--vocab-size", "300", *out
+    )
     assert not (tmp_path / "x").exists()
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "tokenizer.json").write_text("{}")

@@ -6,7 +6,15 @@ from scripts.studies import zoo
 from scripts.studies.zoo import Arguments, cell, main
 from trainer.errors import UserError
 
-GOOD = {"fits": True, "leaves": 3, "failures": 0, "error": 0.001, "plain": 0.002, "zeros": 0.0, "most_zeros": 0.0}
+GOOD = {
+    "fits": True,
+    "leaves": 3,
+    "failures": 0,
+    "error": 0.001,
+    "plain": 0.002,
+    "zeros": 0.0,
+    "most_zeros": 0.0,
+}
 
 
 @pytest.fixture
@@ -21,18 +29,40 @@ def measured(monkeypatch):
 
 def test_a_table_continues_where_it_was(measured, tmp_path, capsys):
     out = tmp_path / "zoo.md"
-    main(Arguments(out=str(out), models="llama,rwkv", formats="fp16", scales="static", rounds=0))
+    main(
+        Arguments(
+            out=str(out), models="llama,rwkv", formats="fp16", scales="static", rounds=0
+        )
+    )
     with out.with_suffix(".jsonl").open("a") as file:
         file.write('{"model": "lst')  # killed while it wrote
-    main(Arguments(out=str(out), models="llama,rwkv", formats="fp16,fp8", scales="static", rounds=0))
-    assert measured == [("llama", "fp16", "static"), ("rwkv", "fp16", "static"), ("llama", "fp8", "static")]
+    main(
+        Arguments(
+            out=str(out),
+            models="llama,rwkv",
+            formats="fp16,fp8",
+            scales="static",
+            rounds=0,
+        )
+    )
+    assert measured == [
+        ("llama", "fp16", "static"),
+        ("rwkv", "fp16", "static"),
+        ("llama", "fp8", "static"),
+    ]
     table = out.read_text()
     assert "| llama | 0.001 / 0.002 | 0.001 / 0.002 | - | - | fits |" in table
     assert "| rwkv | 0.001 / 0.002 | - | - | - | fits |" in table
 
 
 def test_rows_of_other_sizes_are_not_taken(measured, tmp_path):
-    arguments = {"out": str(tmp_path / "zoo.md"), "models": "rwkv", "formats": "bf16", "scales": "dynamic", "rounds": 0}
+    arguments = {
+        "out": str(tmp_path / "zoo.md"),
+        "models": "rwkv",
+        "formats": "bf16",
+        "scales": "dynamic",
+        "rounds": 0,
+    }
     for depth in (2, 3, 2):
         main(Arguments(**arguments, depth=depth))
     assert len(measured) == 2
@@ -44,10 +74,19 @@ def test_a_model_that_raises_is_a_row_that_fails(measured, monkeypatch, tmp_path
 
     monkeypatch.setattr(zoo, "measure", fails)
     out = tmp_path / "zoo.md"
-    main(Arguments(out=str(out), models="rwkv", formats="bf16", scales="static", rounds=0))
-    assert "| rwkv | raises NotImplementedError | - | - | **fails** |" in out.read_text()
+    main(
+        Arguments(
+            out=str(out), models="rwkv", formats="bf16", scales="static", rounds=0
+        )
+    )
+    assert (
+        "| rwkv | raises NotImplementedError | - | - | **fails** |" in out.read_text()
+    )
     (line,) = out.with_suffix(".jsonl").read_text().splitlines()
-    assert json.loads(line)["found"]["bf16 static"]["raises"] == "NotImplementedError: vmap of while"
+    assert (
+        json.loads(line)["found"]["bf16 static"]["raises"]
+        == "NotImplementedError: vmap of while"
+    )
 
 
 def test_a_cell_says_what_fails():

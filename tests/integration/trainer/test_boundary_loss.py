@@ -1,4 +1,5 @@
-"""Targets across the border of two documents: neither their nats nor their gradients count."""
+"""Targets across the border of two documents: neither their nats nor their gradients
+count."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,16 @@ from trainer.models.llama_spec import LlamaSpec
 from trainer.workload import compile_step, first_state
 
 END = 7
-LLAMA = LlamaSpec(vocab_size=64, context=16, n_layer=1, n_head=2, n_kv_head=1, d_model=32)
+LLAMA = LlamaSpec(
+    vocab_size=64, context=16, n_layer=1, n_head=2, n_kv_head=1, d_model=32
+)
 EPS = {"fp32": 2.0**-23, "fp16": 2.0**-11}
 
 
 def tokens(seed=0):
-    found = np.random.default_rng(seed).integers(0, 64, (16, SPEC.context + 1), dtype=np.int32)
+    found = np.random.default_rng(seed).integers(
+        0, 64, (16, SPEC.context + 1), dtype=np.int32
+    )
     found[:, 5] = found[3:, 11] = END
     return found
 
@@ -39,9 +44,14 @@ def test_the_loss_is_the_mean_over_the_other_targets(preset, spec):
     assert 16 < (~inside).sum() < 60
     params = asarray(state.params)
     logits = jax.jit(lambda t: task.model.training.bind(params)(t))(tokens()[:, :-1])
-    nats = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), tokens()[:, 1:, None], axis=2)[..., 0]
-    # FP8 products are rounded alike in both, from weights whose own rounding is the same.
-    assert found == pytest.approx(nats[inside].mean(), rel=1e-5 if preset == "fp32" else 8 * EPS["fp16"])
+    nats = -np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits)), tokens()[:, 1:, None], axis=2
+    )[..., 0]
+    # FP8 products are rounded alike in both, from weights whose own rounding is the
+    # same.
+    assert found == pytest.approx(
+        nats[inside].mean(), rel=1e-5 if preset == "fp32" else 8 * EPS["fp16"]
+    )
     assert abs(nats.mean() - nats[inside].mean()) > 1e-4
 
 
@@ -52,11 +62,17 @@ def test_gradients_are_those_of_the_sum_over_the_other_targets():
 
     def plain(params):
         logits = task.model.training.bind(params)(tokens()[:, :-1])
-        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens()[:, 1:, None], axis=2)[..., 0]
+        nats = -jnp.take_along_axis(
+            jax.nn.log_softmax(logits), tokens()[:, 1:, None], axis=2
+        )[..., 0]
         return jnp.sum(jnp.where(tokens()[:, :-1] != END, nats, 0)) / count
 
     ours = jax.jit(jax.grad(lambda p: task.model.loss(p, tokens(), None, None)))(params)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.jit(jax.grad(plain))(params)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(ours),
+        jax.tree.leaves(jax.jit(jax.grad(plain))(params)),
+        strict=True,
+    ):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
 
 
@@ -71,7 +87,9 @@ def test_a_step_is_the_same_whatever_stands_behind_a_border(preset):
         rows = np.array(some.tokens_AxBxT1)
         rows[..., -2:] = END, last
         state, metrics = step(
-            copied(first_state(task, 0)), some._replace(tokens_AxBxT1=jnp.asarray(rows)), hyper(0, 1e-2)
+            copied(first_state(task, 0)),
+            some._replace(tokens_AxBxT1=jnp.asarray(rows)),
+            hyper(0, 1e-2),
         )
         after.append([np.asarray(x).tobytes() for x in jax.tree.leaves(state.params)])
         assert metrics["finite"]

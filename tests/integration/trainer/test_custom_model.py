@@ -1,4 +1,5 @@
-"""A Flax NNX model of a program's own in the trainer: precision, roles, resumption, refusals."""
+"""A Flax NNX model of a program's own in the trainer: precision, roles, resumption,
+refusals."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,9 @@ class Walk:
 
     def batch(self, step):
         rng = np.random.default_rng(step)
-        return (rng.integers(V, size=(B, 1)) + rng.integers(1, 3, size=(B, T)).cumsum(1)) % V
+        return (
+            rng.integers(V, size=(B, 1)) + rng.integers(1, 3, size=(B, T)).cumsum(1)
+        ) % V
 
 
 class Next(CausalModel):
@@ -36,11 +39,17 @@ class Next(CausalModel):
         make = build.at("h.0")
         self.table = build.table(build.vocab_size, D)
         self.shift = nnx.Param(jnp.zeros(D), role=Role("bias"))
-        self.norm, self.up = make.layer_norm(D), make.linear("up", D, 4 * D, 0.1, "column")
+        self.norm, self.up = (
+            make.layer_norm(D),
+            make.linear("up", D, 4 * D, 0.1, "column"),
+        )
         self.down = make.linear("down", 4 * D, build.vocab_size, 0.1, "row")
 
     def __call__(self, tokens):
-        x = self.table.embedding[...][tokens.reshape(-1)].astype(jnp.float32) + self.shift[None]
+        x = (
+            self.table.embedding[...][tokens.reshape(-1)].astype(jnp.float32)
+            + self.shift[None]
+        )
         return self.down(jax.nn.relu(self.up(self.norm(x)))).reshape(*tokens.shape, -1)
 
 
@@ -51,7 +60,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def configuration(*overrides):
-    return compose([*SMALL, "run_dir=A", "tracker=jsonl", "optimizer.lr=1e-2", *overrides])
+    return compose(
+        [*SMALL, "run_dir=A", "tracker=jsonl", "optimizer.lr=1e-2", *overrides]
+    )
 
 
 # Of our models, in test_precision.py.
@@ -59,23 +70,40 @@ OTHERS = [whole(name) for name in ("scalify_fp8_fp16", "fp8_current")]
 
 
 @pytest.mark.parametrize("precision", ["fp32", *OTHERS])
-def test_it_learns_in_any_precision_and_narrow_products_are_those_of_the_pattern(precision):
+def test_it_learns_in_any_precision_and_narrow_products_are_those_of_the_pattern(
+    precision,
+):
     found = train(
-        configuration(f"precision={precision}", "train.steps=40", "metrics.numerics_every=40"), model=Next, data=Walk()
+        configuration(
+            f"precision={precision}", "train.steps=40", "metrics.numerics_every=40"
+        ),
+        model=Next,
+        data=Walk(),
     )
     assert found.rows[-1]["val/loss"] < 0.5 * np.log(V)
     assert set(found.state.params) == {"table", "shift", "norm", "up", "down"}
-    names = {name.split("/")[2] for name in found.rows[-1] if name.startswith("numerics/weights/")}
+    names = {
+        name.split("/")[2]
+        for name in found.rows[-1]
+        if name.startswith("numerics/weights/")
+    }
     assert {"up.kernel", "down.kernel", "table.embedding", "shift"} <= names
 
 
 def test_a_pattern_of_the_precision_chooses_its_layers():
     spec = custom_spec(Next, vocab_size=V, context=8, keep_fp8_weights=False)
-    policy = build_policy(compose(["precision=fp8_current", "precision.exclude=[h.0.down]"]).precision)
+    policy = build_policy(
+        compose(["precision=fp8_current", "precision.exclude=[h.0.down]"]).precision
+    )
     model = Model.make(spec, policy, rows=32)
     assert model.narrow == ["h.0.up"]
-    assert spec.family().linear_sizes(spec) == {"h.0.up": (D, 4 * D), "h.0.down": (4 * D, V)}
-    assert spec.family().forward_flops_per_token(spec) == 2 * (4 * D * D + 4 * D * V + V * D)
+    assert spec.family().linear_sizes(spec) == {
+        "h.0.up": (D, 4 * D),
+        "h.0.down": (4 * D, V),
+    }
+    assert spec.family().forward_flops_per_token(spec) == 2 * (
+        4 * D * D + 4 * D * V + V * D
+    )
 
 
 def test_its_cacheless_decoding_gives_the_logits_of_the_whole():
@@ -101,10 +129,18 @@ def test_a_run_goes_on_with_the_same_model_and_with_no_other():
             self.more = nnx.Param(jnp.zeros(D), role=Role("bias"))
 
     with pytest.raises(UserError, match="resume=A has parameters="):
-        train(configuration("run_dir=B", "resume.source=A", "train.steps=6"), model=Wider, data=Walk())
+        train(
+            configuration("run_dir=B", "resume.source=A", "train.steps=6"),
+            model=Wider,
+            data=Walk(),
+        )
     with pytest.raises(UserError, match="resume=A has a own, the model is a gpt2"):
-        train(configuration("run_dir=B", "resume.source=A", "train.steps=6"), data=Walk())
-    with pytest.raises(UserError, match="A was trained by a program with a model of its own"):
+        train(
+            configuration("run_dir=B", "resume.source=A", "train.steps=6"), data=Walk()
+        )
+    with pytest.raises(
+        UserError, match="A was trained by a program with a model of its own"
+    ):
         restore_run(first.run_dir)
     more = train(configuration("train.steps=6"), model=Next, data=Walk())
     assert [row["step"] for row in more.rows] == [1, 2, 3, 4, 5, 6]
@@ -126,8 +162,17 @@ class Flat(Next):
     ("model", "said"),
     [
         (Nameless, "parameter extra has no role"),
-        (Flat, r"model gives \[2, 32, 5\] for tokens \[2, 32\]; expected logits \[2, 32, 64\]"),
-        (lambda build: nnx.Linear(2, 2, rngs=build.rngs), "model gave a Linear; expected a trainer.CausalModel"),
+        (
+            Flat,
+            (
+                r"model gives \[2, 32, 5\] for tokens \[2, 32\]; expected logits \[2,"
+                r" 32, 64\]"
+            ),
+        ),
+        (
+            lambda build: nnx.Linear(2, 2, rngs=build.rngs),
+            "model gave a Linear; expected a trainer.CausalModel",
+        ),
     ],
 )
 def test_what_is_no_model_is_a_user_error(model, said):

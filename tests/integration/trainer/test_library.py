@@ -1,4 +1,5 @@
-"""The trainer as a library: what a program adds to a run, and that nothing ends the program."""
+"""The trainer as a library: what a program adds to a run, and that nothing ends the
+program."""
 
 import dataclasses
 import os
@@ -29,7 +30,8 @@ def configuration(*overrides, run_dir="A"):
 
 
 class Walk:
-    """Every token is the one before plus 1 or 2: what can be learnt of it is the size of the step."""
+    """Every token is the one before plus 1 or 2: what can be learnt of it is the size
+    of the step."""
 
     vocab_size = V
 
@@ -38,7 +40,9 @@ class Walk:
 
     def batch(self, step):
         rng = np.random.default_rng(step)
-        return (rng.integers(V, size=(B, 1)) + rng.integers(1, 3, size=(B, T)).cumsum(1)) % V
+        return (
+            rng.integers(V, size=(B, 1)) + rng.integers(1, 3, size=(B, T)).cumsum(1)
+        ) % V
 
 
 class Recorder(Tracker):
@@ -59,9 +63,18 @@ class Recorder(Tracker):
 
 
 def test_importing_the_package_imports_neither_jax_nor_a_tracker():
-    code = "import sys, trainer; print(*sorted({'jax', 'wandb', 'hydra', 'tensorboardX', 'numpy'} & set(sys.modules)))"
+    code = (
+        "import sys, trainer; print(*sorted({'jax', 'wandb', 'hydra', 'tensorboardX',"
+        " 'numpy'} & set(sys.modules)))"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
     assert done.stdout.split() == []
 
 
@@ -71,36 +84,63 @@ def test_own_batches_an_own_tracker_and_an_own_job_work_together():
     def largest(context):
         seen.append(context.step)
         context.text("notes", f"at {context.step}")
-        return {"own/largest": max(abs(x).max() for x in jax.tree.leaves(context.params))}
+        return {
+            "own/largest": max(abs(x).max() for x in jax.tree.leaves(context.params))
+        }
 
-    callbacks = [Callback("largest", 4, largest), Callback("late", 6, lambda m: seen.append(-m.step), Phase.SAVE)]
+    callbacks = [
+        Callback("largest", 4, largest),
+        Callback("late", 6, lambda m: seen.append(-m.step), Phase.SAVE),
+    ]
     found = train(
-        configuration("train.steps=10", "train.eval_every=0"), data=Walk(), tracker=recorder, callbacks=callbacks
+        configuration("train.steps=10", "train.eval_every=0"),
+        data=Walk(),
+        tracker=recorder,
+        callbacks=callbacks,
     )
     assert (found.step, found.stopped_by, found.run_dir.name) == (10, None, "A")
     assert [row["step"] for row in found.rows] == recorder.steps == list(range(1, 11))
     assert [row["step"] for row in found.rows if "own/largest" in row] == [4, 8, 10]
     assert seen == [4, -6, 8, 10, -10]
-    assert [s for s in recorder.samples if s[1] == "notes"] == [(n, "notes", f"at {n}") for n in (4, 8, 10)]
+    assert [s for s in recorder.samples if s[1] == "notes"] == [
+        (n, "notes", f"at {n}") for n in (4, 8, 10)
+    ]
     assert (recorder.begun, recorder.exit_code) == (0, 0)
     assert found.rows[-1]["val/loss"] < np.log(V)
     assert sum(x.size for x in jax.tree.leaves(found.state.params)) > 1000
     (sample,) = [text for _, name, text in recorder.samples if name == "samples"]
-    assert all(int(word) < V for word in sample.removeprefix("In the beginning").split())
+    assert all(
+        int(word) < V for word in sample.removeprefix("In the beginning").split()
+    )
 
 
 def test_a_run_that_goes_on_is_the_run_that_was_not_stopped():
-    before = signal.getsignal(signal.SIGINT)  # a shell that runs the tests in the background ignores it
+    # a shell that runs the tests in the background ignores it
+    before = signal.getsignal(signal.SIGINT)
     whole = train(configuration("train.steps=8", run_dir="whole"), data=Walk())
-    stop = Callback("stop", 3, lambda context: os.kill(os.getpid(), signal.SIGINT) if context.step == 3 else None)
-    part = train(configuration("train.steps=8", run_dir="part"), data=Walk(), callbacks=[stop])
+    stop = Callback(
+        "stop",
+        3,
+        lambda context: (
+            os.kill(os.getpid(), signal.SIGINT) if context.step == 3 else None
+        ),
+    )
+    part = train(
+        configuration("train.steps=8", run_dir="part"), data=Walk(), callbacks=[stop]
+    )
     assert part.stopped_by == signal.SIGINT
     assert 3 <= part.step < 8
     assert len(list((part.run_dir / "checkpoints").glob("[0-9]*"))) == 1
-    rest = train(configuration("train.steps=8", run_dir="part"), data=Walk(), callbacks=[stop])
+    rest = train(
+        configuration("train.steps=8", run_dir="part"), data=Walk(), callbacks=[stop]
+    )
     assert (rest.step, rest.stopped_by) == (8, None)
     assert values(whole.run_dir) == values(rest.run_dir)
-    for a, b in zip(jax.tree.leaves(whole.state.params), jax.tree.leaves(rest.state.params), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(whole.state.params),
+        jax.tree.leaves(rest.state.params),
+        strict=True,
+    ):
         assert np.array_equal(a, b)
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -112,14 +152,19 @@ def test_texts_are_prepared_once_and_trained_on():
     assert found.step == 2
     cache = config.data.cache_dir
     prepared = sorted(os.listdir(cache))
-    assert sum(name.startswith("own-") and name.endswith(".jsonl") for name in prepared) == 1
+    assert (
+        sum(name.startswith("own-") and name.endswith(".jsonl") for name in prepared)
+        == 1
+    )
     train(dataclasses.replace(config, run_dir="B"), data=iter(texts))
     assert sorted(os.listdir(cache)) == prepared
 
 
 def test_a_run_in_another_thread_catches_no_signal_and_ends():
     found = []
-    thread = threading.Thread(target=lambda: found.append(train(configuration("train.steps=2"), data=Walk())))
+    thread = threading.Thread(
+        target=lambda: found.append(train(configuration("train.steps=2"), data=Walk()))
+    )
     thread.start()
     thread.join()
     assert found[0].step == 2
@@ -131,7 +176,11 @@ def test_a_second_interruption_is_a_keyboard_interrupt_and_the_process_goes_on()
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        train(configuration("train.steps=6"), data=Walk(), callbacks=[Callback("twice", 2, twice)])
+        train(
+            configuration("train.steps=6"),
+            data=Walk(),
+            callbacks=[Callback("twice", 2, twice)],
+        )
 
 
 class Wide(Walk):
@@ -153,7 +202,9 @@ class Short(Walk):
         (Wide(), rf"batch\(3\) has ids from {V} to {2 * V - 1}; expected 0 to {V - 1}"),
         (Short(), r"batch\(0\) is int64 \[16, 32\]; expected integers \[16, 33\]"),
         (
-            type("Bare", (), {"vocab_size": V, "validation": [], "batch": Walk.batch})(),
+            type(
+                "Bare", (), {"vocab_size": V, "validation": [], "batch": Walk.batch}
+            )(),
             "a Bare has no batch in validation",
         ),
         (7, "a int has no vocab_size, validation, batch"),
@@ -168,8 +219,18 @@ def test_errors_are_exceptions_of_the_program():
     with pytest.raises(UserError, match="did you mean"):
         compose(["train.stepz=3"])
     with pytest.raises(UserError, match="two callbacks are called 'samples'"):
-        train(configuration(), data=Walk(), callbacks=[Callback("samples", 1, lambda context: None)])
-    bad = ["optimizer=sgd", "optimizer.lr=1e30", "optimizer.clip_norm=0", "watchdog.max_skips=2", "train.steps=9"]
+        train(
+            configuration(),
+            data=Walk(),
+            callbacks=[Callback("samples", 1, lambda context: None)],
+        )
+    bad = [
+        "optimizer=sgd",
+        "optimizer.lr=1e30",
+        "optimizer.clip_norm=0",
+        "watchdog.max_skips=2",
+        "train.steps=9",
+    ]
     recorder = Recorder()
     with pytest.raises(Diverged):
         train(configuration(*bad, run_dir="bad"), data=Walk(), tracker=recorder)

@@ -1,4 +1,5 @@
-"""Llama from the command line: every precision, every way to compute again, unrolled and scanned, alone and split."""
+"""Llama from the command line: every precision, every way to compute again, unrolled
+and scanned, alone and split."""
 
 import logging
 import math
@@ -10,13 +11,30 @@ from families import whole
 from trainer.__main__ import main
 
 SMALL = [
-    *("model=llama_nano", "model.n_layer=2", "model.n_head=4", "model.n_kv_head=2", "model.d_model=64"),
-    *("model.context=32", "train.batch_tokens=512", "train.steps=3", "train.eval_every=0"),
-    *("train.final_eval_batches=1", "checkpoint.every=0", "sample.max_new_tokens=0", "metrics.numerics_every=0"),
+    *(
+        "model=llama_nano",
+        "model.n_layer=2",
+        "model.n_head=4",
+        "model.n_kv_head=2",
+        "model.d_model=64",
+    ),
+    *(
+        "model.context=32",
+        "train.batch_tokens=512",
+        "train.steps=3",
+        "train.eval_every=0",
+    ),
+    *(
+        "train.final_eval_batches=1",
+        "checkpoint.every=0",
+        "sample.max_new_tokens=0",
+        "metrics.numerics_every=0",
+    ),
     *("tracker=jsonl", "optimizer.lr=1e-2"),
 ]
 SCAN, FSDP, TENSOR = "model.scan_layers=true", "parallel=fsdp", "parallel.tensor=2"
-# With the precision and what is computed again in the name: of each pair of settings one run, not of all of them.
+# With the precision and what is computed again in the name: of each pair of settings
+# one run, not of all of them.
 RUNS = {
     "fp32-none": ["parallel.data=1"],
     "bf16-elementwise": ["parallel.data=1", SCAN],
@@ -25,25 +43,46 @@ RUNS = {
     "scalify_fp16-block": [TENSOR],
     "scalify_fp8-none": [FSDP, SCAN, "model.tied=false"],
     "scalify_fp8_fp16-elementwise": [TENSOR, "model.mlp=smooth_swiglu"],
-    "scalify_fp8_fp8-block": [FSDP, SCAN, "parallel.reduce=fp8", "model.mlp=smooth_swiglu"],
+    "scalify_fp8_fp8-block": [
+        FSDP,
+        SCAN,
+        "parallel.reduce=fp8",
+        "model.mlp=smooth_swiglu",
+    ],
     "fp8_delayed-block": ["parallel.data=1", SCAN],
     "fp8_current-elementwise": [FSDP],
     "sim_e3m4-none": ["parallel.data=1"],
     "scalify_fp8_fp8-dots_saveable": ["parallel.data=1", SCAN],
     "scalify_fp8_fp16-nothing_saveable": ["parallel.data=1"],
 }
-# Of make test; of other precisions test_precision.py has a step each, and test_zoo.py a Llama whose scales propagate.
+# Of make test; of other precisions test_precision.py has a step each, and test_zoo.py a
+# Llama whose scales propagate.
 FEW = ("bf16-elementwise",)
 
 
-@pytest.mark.parametrize("name", [name if name in FEW else whole(name) for name in RUNS])
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else whole(name) for name in RUNS]
+)
 def test_it_learns(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])
     precision, remat = name.split("-")
-    assert main([*SMALL, CACHE, f"precision={precision}", f"model.remat={remat}", "run_dir=A", *RUNS[name]]) == 0
+    assert (
+        main(
+            [
+                *SMALL,
+                CACHE,
+                f"precision={precision}",
+                f"model.remat={remat}",
+                "run_dir=A",
+                *RUNS[name],
+            ]
+        )
+        == 0
+    )
     losses = [row["train/loss"] for row in values(tmp_path / "A")]
     assert len(losses) == 3
-    # Logits of variance 64 * 0.02^2 move the expectation of a uniform guess by half of that.
+    # Logits of variance 64 * 0.02^2 move the expectation of a uniform guess by half of
+    # that.
     assert abs(losses[0] - math.log(256)) < 0.05
     assert losses[2] < losses[1] < losses[0]

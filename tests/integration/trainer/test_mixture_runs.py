@@ -1,4 +1,5 @@
-"""A run on a mixture: its stages, its figures by source, and the same run when it is stopped and goes on."""
+"""A run on a mixture: its stages, its figures by source, and the same run when it is
+stopped and goes on."""
 
 import logging
 
@@ -14,7 +15,14 @@ MIX = [
     "data.stages=[[4,1,3]]",
     "data.tokenizer=byte",
 ]
-ARGS = [*MIX, "train.steps=8", "tracker=jsonl", "sample.max_new_tokens=0", "train.eval_every=4", "checkpoint.every=2"]
+ARGS = [
+    *MIX,
+    "train.steps=8",
+    "tracker=jsonl",
+    "sample.max_new_tokens=0",
+    "train.eval_every=4",
+    "checkpoint.every=2",
+]
 
 
 @pytest.fixture
@@ -24,7 +32,9 @@ def texts(tmp_path):
     return tmp_path
 
 
-def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(texts, monkeypatch):
+def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(
+    texts, monkeypatch
+):
     output = here(texts, "A", *ARGS)
     assert "low" in output
     rows = values(texts / "A")
@@ -43,7 +53,10 @@ def test_a_mixture_resumes_across_a_stage_to_the_bit_and_says_what_it_read(texts
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["data.weights=[1]"], "1 weights; expected one for each of 2 sources: low, up"),
+        (
+            ["data.weights=[1]"],
+            "1 weights; expected one for each of 2 sources: low, up",
+        ),
         (["data.weights=[1,0]"], "weight of up"),
         (["data.stages=[[4,1]]"], "data.stages from step 4 on"),
         (["data.sources=[low.txt,sub/low.txt]"], "two are called low"),
@@ -58,8 +71,24 @@ def test_what_is_no_mixture_is_one_line(texts, monkeypatch, capfd, args, words):
     (texts / "empty.txt").write_text("")
     monkeypatch.chdir(texts)
     monkeypatch.setattr(logging.root, "handlers", [])
-    assert main([*TINY, *ARGS, "run_dir=new", "compile_cache=null", "parallel.data=1", *args]) == 2
-    errors = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("preparing data")]
+    assert (
+        main(
+            [
+                *TINY,
+                *ARGS,
+                "run_dir=new",
+                "compile_cache=null",
+                "parallel.data=1",
+                *args,
+            ]
+        )
+        == 2
+    )
+    errors = [
+        line
+        for line in capfd.readouterr().err.splitlines()
+        if not line.startswith("preparing data")
+    ]
     assert len(errors) == 1, errors
     assert words in errors[0]
     assert not (texts / "new").exists()

@@ -1,18 +1,29 @@
-"""A run in phases: what each trains, and the same bits when it is stopped before a border."""
+"""A run in phases: what each trains, and the same bits when it is stopped before a
+border."""
 
 import pytest
 from command import here, parameters, stopped_after, values
 
 from trainer.assembly.saved_model import restore_training
 
-EMBEDDINGS = "{until:6,trainable:[embeddings],lr:1e-2,schedule:constant,warmup_fraction:0}"
-ARGS = ["train.steps=12", "tracker=jsonl", "sample.max_new_tokens=0", "train.eval_every=4", "checkpoint.every=4"]
+EMBEDDINGS = (
+    "{until:6,trainable:[embeddings],lr:1e-2,schedule:constant,warmup_fraction:0}"
+)
+ARGS = [
+    "train.steps=12",
+    "tracker=jsonl",
+    "sample.max_new_tokens=0",
+    "train.eval_every=4",
+    "checkpoint.every=4",
+]
 ARGS += ["checkpoint.keep=9", "schedule=wsd"]
 
 
 def test_a_name_that_is_no_parameter_s_ends_the_run_before_it_begins(tmp_path):
     phases = "train.phases=[{until:6,trainable:[embedings]},{}]"
-    assert "train.trainable: 'embedings' is no parameter's" in here(tmp_path, "A", *ARGS, phases, code=2)
+    assert "train.trainable: 'embedings' is no parameter's" in here(
+        tmp_path, "A", *ARGS, phases, code=2
+    )
     assert not (tmp_path / "A").exists()
 
 
@@ -31,9 +42,15 @@ def test_a_run_stopped_before_a_border_is_the_same_run(tmp_path):
     assert (found.step, w.model.policy.weights) == (12, "bf16")
     four, border, end = (weights_of(tmp_path / "A", step) for step in (4, 6, 12))
     still = {name for name in four if four[name] == border[name]}
-    assert {name for name in four if name not in still} == {name for name in four if "embedding" in name}
+    assert {name for name in four if name not in still} == {
+        name for name in four if "embedding" in name
+    }
     assert not [name for name in border if border[name] == end.get(name)]
-    moments = [name for name in parameters(tmp_path / "A", 6) if "kernel" in name and name.startswith("opt_state")]
+    moments = [
+        name
+        for name in parameters(tmp_path / "A", 6)
+        if "kernel" in name and name.startswith("opt_state")
+    ]
     assert moments == []
 
 

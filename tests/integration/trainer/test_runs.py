@@ -1,4 +1,5 @@
-"""Runs in this process: how they begin, go on, are forked and end, and what they refuse."""
+"""Runs in this process: how they begin, go on, are forked and end, and what they
+refuse."""
 
 import logging
 import shutil
@@ -24,46 +25,135 @@ from trainer.run.checkpoint import Checkpointer
         (["seed=1"], ["belongs to another configuration", "seed=1 (was 0)"]),
         (["resume=none"], ["holds checkpoints", "resume=none"]),
         (["run_dir=new", "resume=nowhere"], ["nowhere", "no checkpoints"]),
-        (["run_dir=new", "resume=A", "model.n_head=4"], ["resume=A has n_head=2", "the model 4", "model.n_head=2"]),
         (
-            ["run_dir=new", "resume=A", "resume.convert=true", "precision=scalify_fp8", "optimizer=lion"],
+            ["run_dir=new", "resume=A", "model.n_head=4"],
+            ["resume=A has n_head=2", "the model 4", "model.n_head=2"],
+        ),
+        (
+            [
+                "run_dir=new",
+                "resume=A",
+                "resume.convert=true",
+                "precision=scalify_fp8",
+                "optimizer=lion",
+            ],
             ["resume=A was trained with optimizer=adamw", "lion", "init_from=A"],
         ),
-        (["run_dir=new", "resume=A", "precision=scalify_fp8"], ["precision.forward=None", "resume.convert=true"]),
-        (["run_dir=new", "init_from=A", "model.n_head=4"], ["init_from=A has n_head=2", "the model 4"]),
         (
-            ["run_dir=new", "init_from=A", "model.n_head=4", "model.d_model=64", "data.tokenizer=bpe"],
-            ["n_head=2 (the model 4)", "d_model=32 (the model 64)", "tokenizer byte of 256", "data.tokenizer=byte"],
+            ["run_dir=new", "resume=A", "precision=scalify_fp8"],
+            ["precision.forward=None", "resume.convert=true"],
+        ),
+        (
+            ["run_dir=new", "init_from=A", "model.n_head=4"],
+            ["init_from=A has n_head=2", "the model 4"],
+        ),
+        (
+            [
+                "run_dir=new",
+                "init_from=A",
+                "model.n_head=4",
+                "model.d_model=64",
+                "data.tokenizer=bpe",
+            ],
+            [
+                "n_head=2 (the model 4)",
+                "d_model=32 (the model 64)",
+                "tokenizer byte of 256",
+                "data.tokenizer=byte",
+            ],
         ),
         (["run_dir=new", "model=from_init"], ["init_from, which is null"]),
-        (["run_dir=new", "init.embeddings=focus"], ["init.embeddings=focus", "init_from", "null"]),
-        (["run_dir=new", "model=from_init", "init_from=bpe"], ["init_from=bpe", "config.yaml", "config.json"]),
-        (["run_dir=new", "model=from_init", "init_from=A", "model.n_layer=3"], ["model.n_layer=3 (1 there)"]),
-        (["run_dir=new", "resume=A", "train.steps=20"], ["train.steps=20", "checkpoint has 20", "21 or more"]),
+        (
+            ["run_dir=new", "init.embeddings=focus"],
+            ["init.embeddings=focus", "init_from", "null"],
+        ),
+        (
+            ["run_dir=new", "model=from_init", "init_from=bpe"],
+            ["init_from=bpe", "config.yaml", "config.json"],
+        ),
+        (
+            ["run_dir=new", "model=from_init", "init_from=A", "model.n_layer=3"],
+            ["model.n_layer=3 (1 there)"],
+        ),
+        (
+            ["run_dir=new", "resume=A", "train.steps=20"],
+            ["train.steps=20", "checkpoint has 20", "21 or more"],
+        ),
         (["run_dir=new", "init_from=nowhere"], ["init_from=nowhere", "does not exist"]),
         (["run_dir=new", "model.vocab_size=100"], ["model.vocab_size=100", "256"]),
         (["run_dir=new", "model.remat=x"], ["remat='x'", "dots_saveable"]),
         (["run_dir=new", "parallel.data=9"], ["parallel.data=9", "8 devices"]),
-        (["run_dir=new", "parallel.data=3"], ["16 sequences", "3 devices", "train.batch_tokens"]),
-        (["run_dir=new", "parallel.distributed=true"], ["processes", "JAX_COORDINATOR_ADDRESS"]),
+        (
+            ["run_dir=new", "parallel.data=3"],
+            ["16 sequences", "3 devices", "train.batch_tokens"],
+        ),
+        (
+            ["run_dir=new", "parallel.distributed=true"],
+            ["processes", "JAX_COORDINATOR_ADDRESS"],
+        ),
         (["run_dir=new", "data.tokenizer=gpt3"], ["gpt3", "gpt2"]),
-        (["run_dir=new", "data=text", "data.tokenizer=byte", "data.paths=[none.txt]"], ["none.txt"]),
-        (["run_dir=new", "data=text", "data.tokenizer=byte", "data.paths=[empty.txt]"], ["empty.txt"]),
-        (["run_dir=new", "data=text", "data.tokenizer=byte", "data.paths=[short.txt]"], ["33"]),
-        (["run_dir=new", "data=text", "data.tokenizer=byte", "data.paths=[binary.txt]"], ["binary.txt"]),
+        (
+            [
+                "run_dir=new",
+                "data=text",
+                "data.tokenizer=byte",
+                "data.paths=[none.txt]",
+            ],
+            ["none.txt"],
+        ),
+        (
+            [
+                "run_dir=new",
+                "data=text",
+                "data.tokenizer=byte",
+                "data.paths=[empty.txt]",
+            ],
+            ["empty.txt"],
+        ),
+        (
+            [
+                "run_dir=new",
+                "data=text",
+                "data.tokenizer=byte",
+                "data.paths=[short.txt]",
+            ],
+            ["33"],
+        ),
+        (
+            [
+                "run_dir=new",
+                "data=text",
+                "data.tokenizer=byte",
+                "data.paths=[binary.txt]",
+            ],
+            ["binary.txt"],
+        ),
         (["run_dir=new", "data=prepared", "data.prepared_dir=none"], ["none"]),
         (["run_dir=" + 300 * "n"], ["nnn: File name too long"]),
         (["run_dir=new", "resume=" + 300 * "n"], ["nnn: File name too long"]),
         (["run_dir=new", "data.tokenizer=" + 300 * "n"], ["nnn: File name too long"]),
     ],
 )
-def test_what_cannot_run_is_one_line_exit_code_2_and_nothing_is_lost(beside, monkeypatch, capfd, args, names):
+def test_what_cannot_run_is_one_line_exit_code_2_and_nothing_is_lost(
+    beside, monkeypatch, capfd, args, names
+):
     directory, before = beside
     monkeypatch.chdir(directory)
-    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra's, which would outlive this test's captured output
-    code = main([*TINY, "run_dir=A", "parallel.data=1", "train.steps=30", "compile_cache=null", *args])
+    # Hydra's, which would outlive this test's captured output
+    monkeypatch.setattr(logging.root, "handlers", [])
+    code = main(
+        [
+            *TINY,
+            "run_dir=A",
+            "parallel.data=1",
+            "train.steps=30",
+            "compile_cache=null",
+            *args,
+        ]
+    )
     said = capfd.readouterr().err.strip().splitlines()
-    errors = [line for line in said if not line.startswith("preparing data")]  # which a slow machine reports on
+    # which a slow machine reports on
+    errors = [line for line in said if not line.startswith("preparing data")]
     assert code == 2
     assert len(errors) == 1, said
     assert errors[0].startswith("error: ")
@@ -88,14 +178,19 @@ def beside(finished_run):
 def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     tmp_path, rows = finished_run
     output = here(tmp_path, "F", "train.steps=25", "resume=A", "tracker=jsonl")
-    assert f"train.steps=25, was 20): the learning rate goes from {rows[-1]['lr']:.2e} in step 20 to " in output
+    assert (
+        f"train.steps=25, was 20): the learning rate goes from {rows[-1]['lr']:.2e} in"
+        " step 20 to " in output
+    )
     assert [row["step"] for row in values(tmp_path / "F")] == list(range(21, 26))
     assert "forked from A after step 20" in output
     begin, *_ = read_rows(tmp_path / "F" / "metrics.jsonl")
     assert begin == {"step": 21, "event": "forked from A after step 20"}
     output = here(tmp_path, "F", "train.steps=26", "tracker=jsonl")
     assert "resuming after step 25" in output
-    assert sum("event" in row for row in read_rows(tmp_path / "F" / "metrics.jsonl")) == 1
+    assert (
+        sum("event" in row for row in read_rows(tmp_path / "F" / "metrics.jsonl")) == 1
+    )
     assert "forked from A after step 20" in (tmp_path / "F" / "report.html").read_text()
     output = here(tmp_path, "G", "train.steps=2", "init_from=A", "tracker=jsonl")
     assert "weights from A after its step 20: " in output
@@ -106,7 +201,9 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     assert abs(first["train/loss"] - trained) < abs(first["train/loss"] - fresh)
 
 
-def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(finished_run, monkeypatch):
+def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(
+    finished_run, monkeypatch
+):
     tmp_path, rows = finished_run
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])
@@ -115,17 +212,39 @@ def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(finish
     assert [row["step"] for row in values(tmp_path / "M")] == list(range(1, 23))
     assert values(tmp_path / "M")[:20] == rows
     assert main(["resume=A", "resume.step=10", "run_dir=N"]) == 0
-    again = [{k: v for k, v in row.items() if k != "event"} for row in values(tmp_path / "N")]
+    again = [
+        {k: v for k, v in row.items() if k != "event"} for row in values(tmp_path / "N")
+    ]
     assert again == rows[10:]  # nothing was changed: the same steps, bit for bit
     assert parameters(tmp_path / "N", 20) == parameters(tmp_path / "A", 20)
 
 
 @pytest.mark.whole  # test_config.py has a sweep, trainer/report its table
-def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(tmp_path, monkeypatch, capfd):
+def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])
-    small = ["train.steps=2", "tracker=jsonl", "sample.max_new_tokens=0", "parallel.data=1"]
-    assert main([*TINY, *small, "run_dir=S", "optimizer.lr=1e-3,1e-2", "--multirun", "seed=0,1", CACHE]) == 0
+    small = [
+        "train.steps=2",
+        "tracker=jsonl",
+        "sample.max_new_tokens=0",
+        "parallel.data=1",
+    ]
+    assert (
+        main(
+            [
+                *TINY,
+                *small,
+                "run_dir=S",
+                "optimizer.lr=1e-3,1e-2",
+                "--multirun",
+                "seed=0,1",
+                CACHE,
+            ]
+        )
+        == 0
+    )
     out = capfd.readouterr().out
     assert f"\njob 3 of 4: optimizer.lr=0.01 seed=0, in {tmp_path}/S/2\n" in out
     table, rest = (part.splitlines() for part in out.split("\n\n")[-2:])
@@ -133,10 +252,13 @@ def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(tmp_path
     assert sorted(line.split()[0] for line in table[1:5]) == ["0", "1", "2", "3"]
     losses = [float(line.split()[3]) for line in table[1:5]]
     assert losses == sorted(losses)
-    assert rest[0].startswith(f"best: {tmp_path}/S/{table[1].split()[0]} (validation loss ")
+    assert rest[0].startswith(
+        f"best: {tmp_path}/S/{table[1].split()[0]} (validation loss "
+    )
     assert [line.split()[-1] for line in rest[2:4]] == ["2", "2"]  # seeds of each rate
     assert (tmp_path / "S" / "sweep.html").exists()
-    assert f"resume={tmp_path}/S/3 train.steps=4" in out  # not the settings of the whole sweep
+    # not the settings of the whole sweep
+    assert f"resume={tmp_path}/S/3 train.steps=4" in out
     text = (tmp_path / "S" / "3" / "environment.txt").read_text()
     assert {"optimizer.lr=0.01", "seed=1"} <= set(text.split())
     assert History.read(tmp_path / "S" / "3").name == "S/3 optimizer.lr=0.01 seed=1"
@@ -155,8 +277,16 @@ def test_the_restored_checkpoint_is_the_one_saved(finished_run):
         assert checkpointer.steps() == [10, 20]
 
 
-def test_a_diverging_run_skips_then_stops_with_exit_code_3_and_names_the_first_bad_tensor(tmp_path):
-    args = ["optimizer=sgd", "optimizer.lr=1e30", "optimizer.clip_norm=0", "watchdog.max_skips=3", "tracker=jsonl"]
+def test_a_diverging_run_skips_then_stops_with_exit_code_3_and_names_the_first_bad_tensor(
+    tmp_path,
+):
+    args = [
+        "optimizer=sgd",
+        "optimizer.lr=1e30",
+        "optimizer.clip_norm=0",
+        "watchdog.max_skips=3",
+        "tracker=jsonl",
+    ]
     output = here(tmp_path, "A", "train.steps=20", *args, code=3)
     error = next(line for line in output.splitlines() if line.startswith("error: "))
     assert "3 steps in a row were not finite" in error
@@ -176,17 +306,22 @@ def traced(run_dir):
 
 
 @pytest.mark.whole  # three runs; what a profile says: scripts/test_kernel_times.py
-def test_a_profile_is_written_also_of_steps_that_a_resumed_run_has_only_the_rest_of(tmp_path):
+def test_a_profile_is_written_also_of_steps_that_a_resumed_run_has_only_the_rest_of(
+    tmp_path,
+):
     args = ["tracker=none", "sample.max_new_tokens=0", "checkpoint.every=0"]
     here(tmp_path, "A", "train.steps=4", "profile.steps=[2,4]", *args)
     assert len(traced(tmp_path / "A")) == 1
-    here(tmp_path, "A", "train.steps=6", "profile.steps=[2,4]", *args)  # all of them are past
+    # all of them are past
+    here(tmp_path, "A", "train.steps=6", "profile.steps=[2,4]", *args)
     assert len(traced(tmp_path / "A")) == 1
     here(tmp_path, "A", "train.steps=8", "profile.steps=[2,7]", *args)
     assert len(traced(tmp_path / "A")) == 2
 
 
-def test_ctrl_c_before_the_first_step_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capfd):
+def test_ctrl_c_before_the_first_step_is_one_line_and_leaves_nothing(
+    tmp_path, monkeypatch, capfd
+):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -203,7 +338,12 @@ def test_fine_tuning_starts_from_a_hugging_face_directory(finished_run):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         export(Export("A", "exported"))
-    args = ["train.steps=1", "tracker=jsonl", "model.dropout=0", "sample.max_new_tokens=0"]
+    args = [
+        "train.steps=1",
+        "tracker=jsonl",
+        "model.dropout=0",
+        "sample.max_new_tokens=0",
+    ]
     here(tmp_path, "I", *args, "init_from=exported")
     here(tmp_path, "K", *args, "init_from=A")
     ours, theirs = (values(tmp_path / run)[0]["train/loss"] for run in "IK")
@@ -213,11 +353,20 @@ def test_fine_tuning_starts_from_a_hugging_face_directory(finished_run):
     assert read.encode("In the é").ids == list("In the é".encode())
 
 
-def test_a_model_takes_its_architecture_from_its_weights(finished_run, monkeypatch, capfd):
+def test_a_model_takes_its_architecture_from_its_weights(
+    finished_run, monkeypatch, capfd
+):
     tmp_path, _ = finished_run
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])
-    config = ["model=from_init", "init_from=A", "train.batch_tokens=512", "tracker=none", "parallel.data=1", CACHE]
+    config = [
+        "model=from_init",
+        "init_from=A",
+        "train.batch_tokens=512",
+        "tracker=none",
+        "parallel.data=1",
+        CACHE,
+    ]
     sizes = [argument for argument in TINY if not argument.startswith("model.")]
     assert main([*sizes, "run_dir=L", "train.steps=1", *config]) == 0
     output = capfd.readouterr().out
@@ -235,9 +384,20 @@ def test_a_users_own_directory_stays_when_nothing_starts_in_it(tmp_path):
 
 
 def test_the_last_checkpoint_is_compared_on_the_batches_of_every_validation(tmp_path):
-    args = ["optimizer.lr=0", "train.eval_every=2", "checkpoint.every=2", "train.final_eval_batches=6", "tracker=none"]
+    args = [
+        "optimizer.lr=0",
+        "train.eval_every=2",
+        "checkpoint.every=2",
+        "train.final_eval_batches=6",
+        "tracker=none",
+    ]
     output = here(tmp_path, "A", "train.steps=4", *args)
-    first, last = ((tmp_path / "A" / "checkpoints" / step / "metrics" / "metrics").read_text() for step in "24")
-    assert first == last  # the weights are the same, and 6 batches have another mean than 2
+    first, last = (
+        (tmp_path / "A" / "checkpoints" / step / "metrics" / "metrics").read_text()
+        for step in "24"
+    )
+    # the weights are the same, and 6 batches have another mean than 2
+    assert first == last
     (line,) = [line for line in output.splitlines() if line.startswith("done: ")]
-    assert line.endswith(": checkpoints, config.yaml")  # with tracker=none there is nothing else
+    # with tracker=none there is nothing else
+    assert line.endswith(": checkpoints, config.yaml")

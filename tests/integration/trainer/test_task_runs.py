@@ -8,7 +8,13 @@ from families import whole
 
 from scripts.evaluate import Arguments, main
 
-TASKS = ["eval.tasks=[last_word]", "eval.tasks_every=15", "eval.limit=12", "eval.batch_size=4", "train.steps=20"]
+TASKS = [
+    "eval.tasks=[last_word]",
+    "eval.tasks_every=15",
+    "eval.limit=12",
+    "eval.batch_size=4",
+    "train.steps=20",
+]
 
 
 FLAGSHIP = whole("precision=scalify_fp8_fp16")  # test_scoring.py scores in it
@@ -17,14 +23,22 @@ FLAGSHIP = whole("precision=scalify_fp8_fp16")  # test_scoring.py scores in it
 @pytest.mark.parametrize("precision", ["precision=fp32", FLAGSHIP])
 def test_a_run_scores_tasks_and_so_does_what_is_left_of_it(tmp_path, precision):
     here(tmp_path, "run", *TASKS, precision, "parallel.fsdp=2")
-    scored = {row["step"]: row for row in values(tmp_path / "run") if "tasks/last_word/acc" in row}
+    scored = {
+        row["step"]: row
+        for row in values(tmp_path / "run")
+        if "tasks/last_word/acc" in row
+    }
     assert list(scored) == [15, 20]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)  # where its data are
         main(Arguments(str(tmp_path / "run"), tasks="last_word", limit=12, batch=6))
     [result] = json.loads((tmp_path / "run" / "tasks.json").read_text())["results"]
-    found, logged = result["tasks"]["last_word"]["perplexity"]["value"], scored[20]["tasks/last_word/perplexity"]
-    # e^(nats of a word): of some 6 tokens' FP32 sums of FP16 products, in other batches.
+    found, logged = (
+        result["tasks"]["last_word"]["perplexity"]["value"],
+        scored[20]["tasks/last_word/perplexity"],
+    )
+    # e^(nats of a word): of some 6 tokens' FP32 sums of FP16 products, in other
+    # batches.
     assert found == pytest.approx(logged, rel=6 * 5 * 2.0**-11)
 
 

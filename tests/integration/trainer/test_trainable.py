@@ -1,4 +1,5 @@
-"""Training a part of a model: the rest has no gradient in the compiled step, no moments, and keeps every bit."""
+"""Training a part of a model: the rest has no gradient in the compiled step, no
+moments, and keeps every bit."""
 
 import math
 
@@ -21,9 +22,14 @@ from trainer.step.optimizer import make_optimizer
 from trainer.step.state_tree import part_of, with_part
 from trainer.workload import abstract_state, compile_step, first_state
 
-SCANNED = GPT2Spec(vocab_size=64, context=16, n_layer=2, n_head=2, d_model=32, scan_layers=True)
-LLAMA = LlamaSpec(vocab_size=64, context=16, n_layer=1, n_head=2, n_kv_head=1, d_model=32)
-KERNELS = 4 * 32 * 32 * 3  # elements of a layer's four kernels: c_attn 3, c_proj 1, c_fc 4, c_proj 4 times D D
+SCANNED = GPT2Spec(
+    vocab_size=64, context=16, n_layer=2, n_head=2, d_model=32, scan_layers=True
+)
+LLAMA = LlamaSpec(
+    vocab_size=64, context=16, n_layer=1, n_head=2, n_kv_head=1, d_model=32
+)
+# elements of a layer's four kernels: c_attn 3, c_proj 1, c_fc 4, c_proj 4 times D D
+KERNELS = 4 * 32 * 32 * 3
 
 
 def only(*names, preset="fp32", devices=1, spec=SPEC):
@@ -41,26 +47,44 @@ def trained(w, steps, accum=1):
 
 def leaves(tree_):
     found = jax.tree_util.tree_leaves_with_path(weights.wide(tree_))
-    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x) for path, x in found}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x)
+        for path, x in found
+    }
 
 
 def test_names_stand_for_groups_and_patterns_in_the_order_of_the_model():
-    roles, stacked = workload("fp32").model.roles, workload("fp32", 1, SCANNED).model.roles
+    roles, stacked = (
+        workload("fp32").model.roles,
+        workload("fp32", 1, SCANNED).model.roles,
+    )
     assert leaves_of(chosen(stacked, ["h.*.ln_1.*"])) == ["h.ln_1.bias", "h.ln_1.scale"]
     with pytest.raises(UserError):
         chosen(stacked, ["h.0.ln_1.*"])
-    assert leaves_of(chosen(roles, ["embeddings"])) == ["wpe.embedding", "wte.embedding"]
+    assert leaves_of(chosen(roles, ["embeddings"])) == [
+        "wpe.embedding",
+        "wte.embedding",
+    ]
     every = chosen(roles, ["biases", "kernels", "gains", "embeddings"])
     assert leaves_of(every) == leaves_of(roles)
     assert leaves_of(part_of(roles, every)) == leaves_of(roles)
-    assert all(name.startswith("h.0.mlp.") for name in leaves_of(chosen(roles, ["h.0.mlp.*"])))
-    with pytest.raises(UserError, match=r"'h.7.\*' is no parameter's; valid: embeddings, kernels, gains, biases, and"):
+    assert all(
+        name.startswith("h.0.mlp.") for name in leaves_of(chosen(roles, ["h.0.mlp.*"]))
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            r"'h.7.\*' is no parameter's; valid: embeddings, kernels, gains,"
+            r" biases, and"
+        ),
+    ):
         chosen(roles, ["gains", "h.7.*"])
 
 
 def leaves_of(roles):
     return [
-        jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree_util.tree_leaves_with_path(roles)
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, _ in jax.tree_util.tree_leaves_with_path(roles)
     ]
 
 
@@ -83,48 +107,70 @@ def test_what_is_not_trained_keeps_every_bit_and_has_no_moments(preset, devices,
     assert len(names) == 4
     same = {
         name
-        for (name, a), (_, b) in zip(leaves(before.params).items(), leaves(after.params).items(), strict=True)
+        for (name, a), (_, b) in zip(
+            leaves(before.params).items(), leaves(after.params).items(), strict=True
+        )
         if np.array_equal(a, b)
     }
     assert same == set(leaves_of(w.model.roles)) - names
     moments = [x for x in tree.leaves(after.opt_state) if x.ndim]
-    assert sum(x.size for x in moments) == 2 * sum(x.size for x in tree.leaves(w.trained(after.params)))
+    assert sum(x.size for x in moments) == 2 * sum(
+        x.size for x in tree.leaves(w.trained(after.params))
+    )
 
 
 @pytest.mark.parametrize("spec", [SCANNED, whole(SPEC)], ids=["scanned", "unrolled"])
 def test_what_is_trained_moves_as_if_all_were(spec):
-    """The first step's update of Adam, without a norm clip, knows nothing of other parameters."""
+    """The first step's update of Adam, without a norm clip, knows nothing of other
+    parameters."""
     part = only("kernels", "h.*.ln_1.*", spec=spec)
     part = part._replace(plain_optimizer=without_clip())
     everything = part._replace(trainable=())
-    a, b = leaves(part.trained(trained(part, 1).params)), leaves(part.trained(trained(everything, 1).params))
+    a, b = (
+        leaves(part.trained(trained(part, 1).params)),
+        leaves(part.trained(trained(everything, 1).params)),
+    )
     assert list(a) == list(b)
     for name, x in a.items():
-        # The same sums, perhaps in another order; an update is 1e-2 times a quotient of two roundings.
-        np.testing.assert_allclose(x, b[name], rtol=0, atol=1e-2 * 64 * np.finfo(np.float32).eps, err_msg=name)
+        # The same sums, perhaps in another order; an update is 1e-2 times a quotient of
+        # two roundings.
+        np.testing.assert_allclose(
+            x, b[name], rtol=0, atol=1e-2 * 64 * np.finfo(np.float32).eps, err_msg=name
+        )
 
 
 def without_clip():
-    return make_optimizer("adamw", b1=0.9, b2=0.99, eps=1e-3, weight_decay=0.1, clip_norm=0.0)
+    return make_optimizer(
+        "adamw", b1=0.9, b2=0.99, eps=1e-3, weight_decay=0.1, clip_norm=0.0
+    )
 
 
-@pytest.mark.parametrize(("spec", "accum"), [(SPEC, 2), (SCANNED, 1), whole(SPEC, 1), whole(SCANNED, 2)])
+@pytest.mark.parametrize(
+    ("spec", "accum"), [(SPEC, 2), (SCANNED, 1), whole(SPEC, 1), whole(SCANNED, 2)]
+)
 def test_the_compiled_step_has_no_gradient_of_the_rest(spec, accum):
-    whole, part = (products(only(*names, spec=spec), accum) for names in ((), ("embeddings", "gains", "biases")))
-    saved = 2 * 256 * KERNELS * spec.n_layer  # a product of [inputs, tokens] and [tokens, outputs] for each kernel
+    whole, part = (
+        products(only(*names, spec=spec), accum)
+        for names in ((), ("embeddings", "gains", "biases"))
+    )
+    # a product of [inputs, tokens] and [tokens, outputs] for each kernel
+    saved = 2 * 256 * KERNELS * spec.n_layer
     assert whole - part == saved
     w = only("embeddings", "gains", "biases", spec=spec)
     assert (flops_per_token(spec) - w.flops_per_token) * 256 == saved
 
 
 def products(w, accum):
-    """FLOPs of all matrix products of the compiled step, loops counted as often as they turn."""
+    """FLOPs of all matrix products of the compiled step, loops counted as often as they
+    turn."""
     program = Program(compile_step(w, abstract(w, accum)).as_text())
     return sum(2 * math.prod(gemm.sizes) * gemm.times for gemm in program.gemms)
 
 
 def test_devices_do_not_send_each_other_what_is_not_trained():
-    w = only("embeddings", "gains", "biases", preset="scalify_fp8_fp16", devices=8)._replace(reduce=Reduce("fp8"))
+    w = only(
+        "embeddings", "gains", "biases", preset="scalify_fp8_fp16", devices=8
+    )._replace(reduce=Reduce("fp8"))
     sent: dict = {}
     for c in Program(compile_step(w, abstract(w)).as_text()).collectives:
         sent[c.op, c.dtype] = sent.get((c.op, c.dtype), 0) + c.sent(8)
@@ -135,27 +181,41 @@ def test_devices_do_not_send_each_other_what_is_not_trained():
 def test_a_state_with_other_moments_is_refused_with_what_to_do():
     w = only("embeddings")
     meta = {"config": {"train": {}}}  # of a run before there was the key
-    with pytest.raises(UserError, match=r"resume=A was trained with train.trainable=\[\], this is .*\[embeddings\]: "):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"resume=A was trained with train.trainable=\[\], this is"
+            r" .*\[embeddings\]: "
+        ),
+    ):
         check_same_trainable("A", meta, w)
     check_same_trainable("A", meta, only())
-    check_same_trainable("A", {"config": {"train": {"trainable": ["w?e.*"]}}}, w)  # the same by other words
+    # the same by other words
+    check_same_trainable("A", {"config": {"train": {"trainable": ["w?e.*"]}}}, w)
 
 
 def test_an_abstract_state_is_that_of_the_first():
     w = only("kernels", preset="scalify_fp8_fp16")
     like, state = abstract_state(w), first_state(w, seed=0)
-    assert [x.shape for x in tree.leaves(like.opt_state)] == [x.shape for x in tree.leaves(state.opt_state)]
+    assert [x.shape for x in tree.leaves(like.opt_state)] == [
+        x.shape for x in tree.leaves(state.opt_state)
+    ]
     assert bits(first_state(w, seed=0)) == bits(state)
 
 
 @pytest.mark.parametrize("spec", [SPEC, SCANNED, LLAMA])
-@pytest.mark.parametrize("names", [["kernels"], ["embeddings"], ["biases", "gains"], ["h.*.mlp.*"]])
+@pytest.mark.parametrize(
+    "names", [["kernels"], ["embeddings"], ["biases", "gains"], ["h.*.mlp.*"]]
+)
 def test_a_layer_is_frozen_where_its_kernel_is(spec, names):
     if spec is LLAMA:
         names = [name for name in names if name != "biases"]  # it has none
     w = only(*names, spec=spec)
     every = set(spec.family().linear_sizes(spec))
-    frozen = {"kernels": set(), "h.*.mlp.*": {path for path in every if ".mlp." not in path}}.get(names[0], every)
+    frozen = {
+        "kernels": set(),
+        "h.*.mlp.*": {path for path in every if ".mlp." not in path},
+    }.get(names[0], every)
     assert w.frozen_layers == frozen
     assert 0 < w.flops_per_token <= flops_per_token(spec)
     assert (w.flops_per_token == flops_per_token(spec)) is (not frozen)

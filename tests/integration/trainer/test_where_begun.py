@@ -1,4 +1,5 @@
-"""A run's data: found from another directory than the one that it was begun in, and what its sources are called."""
+"""A run's data: found from another directory than the one that it was begun in, and
+what its sources are called."""
 
 import shutil
 from pathlib import Path
@@ -15,21 +16,33 @@ TOKENIZER = """{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"[UNK
 
 
 @pytest.mark.parametrize("kind", ["text", "mix"])
-def test_the_data_of_a_run_are_found_from_elsewhere_and_without_the_files_of_its_tokenizer(kind, tmp_path, monkeypatch):
-    begun, elsewhere, run_dir = tmp_path / "begun", tmp_path / "elsewhere", tmp_path / "begun/runs/a"
+def test_the_data_of_a_run_are_found_from_elsewhere_and_without_the_files_of_its_tokenizer(
+    kind, tmp_path, monkeypatch
+):
+    begun, elsewhere, run_dir = (
+        tmp_path / "begun",
+        tmp_path / "elsewhere",
+        tmp_path / "begun/runs/a",
+    )
     for folder in (begun / "tokenizers", begun / "books", run_dir, elsewhere):
         folder.mkdir(parents=True)
     (begun / "tokenizers/tokenizer.json").write_text(TOKENIZER)
     (begun / "books/a.txt").write_text("cat sat " * 3000)
     monkeypatch.chdir(begun)
     source = "data.paths=[books/]" if kind == "text" else "data.sources=[books/]"
-    more = ["data.tokenizer=tokenizers", "run_dir=runs/a", "train.batch_tokens=256", "compile_cache=null"]
+    more = [
+        "data.tokenizer=tokenizers",
+        "run_dir=runs/a",
+        "train.batch_tokens=256",
+        "compile_cache=null",
+    ]
     c = compose_or_explain([f"data={kind}", source, *more])
     data = build_data(c)
     tokens = np.array(data.train.batch(0).tokens)
     data.tokenizer.save(run_dir)
     monkeypatch.chdir(elsewhere)
-    with where_begun(c, elsewhere) as found:  # nobody knows where a directory of another name was begun
+    # nobody knows where a directory of another name was begun
+    with where_begun(c, elsewhere) as found:
         assert found == c
     for _ in range(2):  # the second time without the files that the configuration names
         with where_begun(c, run_dir) as found:
@@ -46,16 +59,23 @@ def test_a_run_behind_a_link_was_begun_where_the_link_is(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     (tmp_path / "here/runs").symlink_to(tmp_path / "disk/runs")
     monkeypatch.chdir(tmp_path / "here")
-    c = compose_or_explain(["data=text", "data.paths=[books/]", "run_dir=runs/a", "data.cache_dir=cache"])
+    c = compose_or_explain(
+        ["data=text", "data.paths=[books/]", "run_dir=runs/a", "data.cache_dir=cache"]
+    )
     for run_dir in ("runs/a", tmp_path / "disk/runs/a"):
         with where_begun(c, Path(run_dir)) as found:
             assert (found, Path.cwd()) == (c, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "there")
     with where_begun(c, Path("../here/runs/a")) as found:
-        assert (found.data.cache_dir, Path.cwd()) == (str(tmp_path / "here/cache"), tmp_path / "here")
+        assert (found.data.cache_dir, Path.cwd()) == (
+            str(tmp_path / "here/cache"),
+            tmp_path / "here",
+        )
 
 
-def test_a_source_is_called_by_the_end_of_its_path_however_that_is_given(tmp_path, monkeypatch):
+def test_a_source_is_called_by_the_end_of_its_path_however_that_is_given(
+    tmp_path, monkeypatch
+):
     (tmp_path / "web").mkdir()
     (tmp_path / "web/code.jsonl").symlink_to(tmp_path / "other.jsonl")
     monkeypatch.chdir(tmp_path / "web")

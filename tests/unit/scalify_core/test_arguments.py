@@ -1,4 +1,5 @@
-"""What may be among the arguments and results of a scalified function: keys, functions, strings."""
+"""What may be among the arguments and results of a scalified function: keys, functions,
+strings."""
 
 import jax
 import jax.numpy as jnp
@@ -35,26 +36,45 @@ def test_leaves_that_are_no_arrays_pass_through():
     scaled = as_scaled_array(model(X), dtype=HALF)
     assert (scaled["layers"][1], scaled["name"]) == (jnp.tanh, "tower")
     found = scalify(called)(scaled, X.astype(HALF))
-    np.testing.assert_allclose(asarray(found), called(model(X), X), rtol=2e-2, atol=1e-2)
-    changed = scalify(lambda m: {**m, "layers": [m["layers"][0] * 2, m["layers"][1]]})(scaled)
-    assert (changed["layers"][1], changed["name"], changed["nothing"]) == (jnp.tanh, "tower", None)
-    np.testing.assert_array_equal(asarray(changed["layers"][0]), 2 * asarray(scaled["layers"][0]))
+    np.testing.assert_allclose(
+        asarray(found), called(model(X), X), rtol=2e-2, atol=1e-2
+    )
+    changed = scalify(lambda m: {**m, "layers": [m["layers"][0] * 2, m["layers"][1]]})(
+        scaled
+    )
+    assert (changed["layers"][1], changed["name"], changed["nothing"]) == (
+        jnp.tanh,
+        "tower",
+        None,
+    )
+    np.testing.assert_array_equal(
+        asarray(changed["layers"][0]), 2 * asarray(scaled["layers"][0])
+    )
     assert explain(called, scaled, X.astype(HALF)).errors[0] < 1e-2
 
 
 def test_a_gradient_with_respect_to_the_arrays_of_a_model():
     def value_and_grad(model, x):
         """As `eqx.filter_value_and_grad`."""
-        loss = lambda w: jnp.sum(called({**model, "layers": [w, model["layers"][1]]}, x).astype(jnp.float32))
+        loss = lambda w: jnp.sum(
+            called({**model, "layers": [w, model["layers"][1]]}, x).astype(jnp.float32)
+        )
         value, gradient = jax.value_and_grad(loss)(model["layers"][0])
-        return value, {"layers": [gradient, None], "name": None, "depth": None, "nothing": None}
+        return value, {
+            "layers": [gradient, None],
+            "name": None,
+            "depth": None,
+            "nothing": None,
+        }
 
     scaled = as_scaled_array(model(X), dtype=HALF)
     value, gradient = scalify(value_and_grad)(scaled, X.astype(HALF))
     expected, of_plain = value_and_grad(model(X), X)
     np.testing.assert_allclose(value, expected, atol=2e-2)
     assert gradient["name"] is None
-    np.testing.assert_allclose(asarray(gradient["layers"][0]), of_plain["layers"][0], rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(
+        asarray(gradient["layers"][0]), of_plain["layers"][0], rtol=2e-2, atol=2e-2
+    )
 
 
 def test_updates_are_rounded_to_nearest_unless_told_otherwise():

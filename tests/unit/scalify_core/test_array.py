@@ -1,4 +1,5 @@
-"""ScaledArray: its invariants, its two kinds of scale, what it means as a pytree and as a gradient."""
+"""ScaledArray: its invariants, its two kinds of scale, what it means as a pytree and as
+a gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -58,12 +59,17 @@ def test_static_scale_is_structure_and_dynamic_scale_is_a_leaf():
     assert len(jax.tree.leaves(static)) == 1
     assert len(jax.tree.leaves(dynamic)) == 2
     assert jax.tree.structure(static) != jax.tree.structure(ScaledArray(X, 4))
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path({"w": dynamic})]
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path({"w": dynamic})
+    ]
     assert paths == ["['w'].data", "['w'].scale"]
 
 
 def test_numpy_numbers_are_static_scales():
-    assert all(ScaledArray(X, s).is_static for s in (2, 2.0, np.float32(2), np.array(2.0)))
+    assert all(
+        ScaledArray(X, s).is_static for s in (2, 2.0, np.float32(2), np.array(2.0))
+    )
     assert not ScaledArray(X, jnp.float32(2)).is_static
 
 
@@ -74,36 +80,56 @@ def test_scale_that_is_not_given_is_the_power_of_two_nearest_to_the_rms():
         np.testing.assert_array_equal(asarray(x), X * 2.0**exponent)
 
 
-@pytest.mark.parametrize(("content", "scale"), [(0.0, 2.0**-126), (np.inf, 1), (np.nan, 1)])
+@pytest.mark.parametrize(
+    ("content", "scale"), [(0.0, 2.0**-126), (np.inf, 1), (np.nan, 1)]
+)
 def test_zeros_get_the_smallest_scale_and_what_is_not_finite_scale_one(content, scale):
     assert float(as_scaled_array(jnp.full(3, content)).scale) == scale
 
 
 def test_narrow_data_is_cast_after_scaling_and_saturates():
-    with pytest.warns(PrecisionWarning, match="more than 1% of its norm is beyond what float16 holds"):
-        x = as_scaled_array(jnp.asarray([1e-9, 3e-9, 1e20]), 2.0**-30, dtype=jnp.float16)
+    with pytest.warns(
+        PrecisionWarning, match="more than 1% of its norm is beyond what float16 holds"
+    ):
+        x = as_scaled_array(
+            jnp.asarray([1e-9, 3e-9, 1e20]), 2.0**-30, dtype=jnp.float16
+        )
     assert float(x.data[2]) == 65504
     np.testing.assert_allclose(asarray(x)[:2], [1e-9, 3e-9], rtol=2**-11)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
-@pytest.mark.parametrize("scale", [2.0**-20, jnp.float32(2.0**-20)], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "scale", [2.0**-20, jnp.float32(2.0**-20)], ids=["static", "dynamic"]
+)
 def test_what_saturates_on_entry_is_named(dtype, scale):
-    with pytest.warns(PrecisionWarning, match=r"as_scaled_array\['w'\]: more than 1% of its norm is beyond"):
-        as_scaled_array({"w": 3 * jnp.eye(8) + 1e30, "n": jnp.zeros(3)}, scale, dtype=dtype)
+    with pytest.warns(
+        PrecisionWarning,
+        match=r"as_scaled_array\['w'\]: more than 1% of its norm is beyond",
+    ):
+        as_scaled_array(
+            {"w": 3 * jnp.eye(8) + 1e30, "n": jnp.zeros(3)}, scale, dtype=dtype
+        )
     as_scaled_array(2.0**-20 * jnp.eye(8), scale, dtype=dtype)
-    as_scaled_array(jnp.array([65504 * 2.0**-20, jnp.inf, jnp.nan]), scale, dtype=jnp.float16)  # held as they are
+    # held as they are
+    as_scaled_array(
+        jnp.array([65504 * 2.0**-20, jnp.inf, jnp.nan]), scale, dtype=jnp.float16
+    )
 
 
 @pytest.mark.parametrize("number", [3.0, 0.0, -1.0, jnp.nan, jnp.inf])
 def test_a_run_time_scale_that_is_none_is_refused_where_it_is_known(number):
     for make in (as_scaled_array, lambda x, scale: as_scaled_array(x).rescale(scale)):
-        with pytest.raises(ValueError, match=r"scale is .*, expected a power of two in"):
+        with pytest.raises(
+            ValueError, match=r"scale is .*, expected a power of two in"
+        ):
             make(jnp.ones(3), jnp.float32(number))
 
 
 def test_a_dtype_in_the_place_of_a_scale_is_refused():
-    with pytest.raises(TypeError, match=r"float16.*expected a power of two or an FP32 array; .*dtype="):
+    with pytest.raises(
+        TypeError, match=r"float16.*expected a power of two or an FP32 array; .*dtype="
+    ):
         as_scaled_array(jnp.ones(3), jnp.float16)
 
 
@@ -111,19 +137,34 @@ def test_what_becomes_zero_on_entry_is_named():
     """Nobody can tell later: a program sees the zeros."""
     far = jnp.asarray([1.0] * 8 + [1e-8] * 8)
     with pytest.warns(
-        PrecisionWarning, match=r"as_scaled_array\['far'\]: more than a tenth of its elements become zeros in float16"
+        PrecisionWarning,
+        match=(
+            r"as_scaled_array\['far'\]: more than a tenth of its elements become zeros"
+            r" in float16"
+        ),
     ):
         as_scaled_array({"near": jnp.ones(4), "far": far}, dtype=jnp.float16)
     # With what it says to do instead, nothing is.
-    for kwargs in ({"dtype": jnp.float16, "scale": jnp.float32(2.0**-14)}, {"dtype": jnp.bfloat16}):
-        np.testing.assert_allclose(asarray(as_scaled_array(far, **kwargs)), far, rtol=2**-8)
-    angles = jnp.cos(jnp.linspace(0, np.pi, 13))  # one of them cos(pi / 2), which is no more than a rounding
+    for kwargs in (
+        {"dtype": jnp.float16, "scale": jnp.float32(2.0**-14)},
+        {"dtype": jnp.bfloat16},
+    ):
+        np.testing.assert_allclose(
+            asarray(as_scaled_array(far, **kwargs)), far, rtol=2**-8
+        )
+    # one of them cos(pi / 2), which is no more than a rounding
+    angles = jnp.cos(jnp.linspace(0, np.pi, 13))
     as_scaled_array((angles, jnp.zeros(3), jnp.zeros(0)), dtype=jnp.float16)
     jax.jit(lambda x: as_scaled_array(x, dtype=jnp.float16))(far)
 
 
 def test_integers_keys_and_scaled_arrays_pass_as_they_are():
-    inputs = {"i": jnp.arange(3), "k": jax.random.key(0), "s": ScaledArray(X, 2.0), "b": True}
+    inputs = {
+        "i": jnp.arange(3),
+        "k": jax.random.key(0),
+        "s": ScaledArray(X, 2.0),
+        "b": True,
+    }
     out = as_scaled_array(inputs, 1.0)
     assert out["s"] is inputs["s"]
     assert out["b"] is True
@@ -146,7 +187,9 @@ def test_scales_of_layers_broadcast_along_leading_axes_and_are_indexed():
 
 
 def test_iteration_ends_with_the_leading_axis():
-    rows = [np.asarray(row) for row in ScaledArray(X, jnp.asarray([1.0, 2.0, 4.0, 8.0]))]
+    rows = [
+        np.asarray(row) for row in ScaledArray(X, jnp.asarray([1.0, 2.0, 4.0, 8.0]))
+    ]
     np.testing.assert_array_equal(rows, X * 2.0 ** np.arange(4)[:, None])
 
 
@@ -156,7 +199,10 @@ def test_dynamic_scale_of_a_host_copy_stays_dynamic():
 
 
 def test_repr_shows_scale_and_data():
-    assert repr(ScaledArray(jnp.ones(1), 0.25)) == "ScaledArray(scale=2^-2, data=Array([1.], dtype=float32))"
+    assert (
+        repr(ScaledArray(jnp.ones(1), 0.25))
+        == "ScaledArray(scale=2^-2, data=Array([1.], dtype=float32))"
+    )
 
 
 def test_tree_functions_take_a_scaled_array_as_one_leaf():
@@ -183,7 +229,10 @@ def test_tree_functions_take_a_scaled_array_as_one_leaf():
 @pytest.mark.parametrize("scale", [4.0, jnp.float32(4.0)])
 def test_a_number_is_refused_with_what_to_write_instead(use, instead, scale):
     x = ScaledArray(jnp.float16(0.5), scale)
-    with pytest.raises(TypeError, match=f"of a ScaledArray, .* write {instead}, with scalify_core.asarray"):
+    with pytest.raises(
+        TypeError,
+        match=f"of a ScaledArray, .* write {instead}, with scalify_core.asarray",
+    ):
         use(x)
     assert f"{x}" == repr(x)
     assert float(asarray(x)) == 2.0

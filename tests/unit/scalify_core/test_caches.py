@@ -1,4 +1,5 @@
-"""What is remembered of programs is forgotten with them: they hold the arrays that they close over."""
+"""What is remembered of programs is forgotten with them: they hold the arrays that they
+close over."""
 
 import gc
 import weakref
@@ -29,9 +30,16 @@ CALLS = {
     "remat": jax.checkpoint,
     # The carry keeps its dtype, as plain code in FP16 must have it.
     "scan": lambda fun: (
-        lambda x: lax.scan(lambda c, _: ((c + jnp.sum(fun(x))).astype(c.dtype), None), jnp.sum(x), None, length=2)[0]
+        lambda x: lax.scan(
+            lambda c, _: ((c + jnp.sum(fun(x))).astype(c.dtype), None),
+            jnp.sum(x),
+            None,
+            length=2,
+        )[0]
     ),
-    "cond": lambda fun: lambda x: lax.cond(jnp.sum(x) > 0, fun, lambda x: fun(2 * x), x),
+    "cond": lambda fun: (
+        lambda x: lax.cond(jnp.sum(x) > 0, fun, lambda x: fun(2 * x), x)
+    ),
     "composite": lambda fun: lambda x: cubed(fun(x)),
 }
 
@@ -42,7 +50,9 @@ def test_what_a_program_closes_over_is_freed_with_it(name, scales):
     def call(turn):
         large = normal(turn, 16, 300)
         inner = CALLS[name](lambda x: jnp.tanh(x @ large))
-        jax.jit(scalify(inner, scales=scales))(as_scaled_array(normal(0, 8, 16), dtype=HALF))
+        jax.jit(scalify(inner, scales=scales))(
+            as_scaled_array(normal(0, 8, 16), dtype=HALF)
+        )
         return weakref.ref(large)
 
     kept = [call(i) for i in range(3)]

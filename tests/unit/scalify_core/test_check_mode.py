@@ -1,4 +1,5 @@
-"""The check mode: what a running program loses is warned of by the user's line, once a call; without it, nothing."""
+"""The check mode: what a running program loses is warned of by the user's line, once a
+call; without it, nothing."""
 
 import contextlib
 import functools
@@ -62,8 +63,14 @@ def test_what_vanishes_is_named_once_in_each_call(transform):
     fun = transform(checked(vanishing))
     for _ in range(2):
         (text,) = run(fun, scaled(X), scaled(W))
-        assert text.startswith(f"test_check_mode.py:{LINE} vanishing, dot_general: in float16 100.00% of its elements")
-    assert run(transform(checked(lambda x, w: jnp.tanh(x @ w))), scaled(X), scaled(W)) == []
+        assert text.startswith(
+            f"test_check_mode.py:{LINE} vanishing, dot_general: in float16 100.00% of"
+            " its elements"
+        )
+    assert (
+        run(transform(checked(lambda x, w: jnp.tanh(x @ w))), scaled(X), scaled(W))
+        == []
+    )
 
 
 def test_what_saturates_is_named_at_the_equation_that_makes_it_however_deep():
@@ -93,7 +100,9 @@ def test_both_passes_of_a_gradient_are_told_apart():
 
 
 def scanned(x, w):
-    return lax.scan(lambda h, _: (vanishing(h, w) * 2.0**29, None), x, None, length=4)[0]
+    return lax.scan(lambda h, _: (vanishing(h, w) * 2.0**29, None), x, None, length=4)[
+        0
+    ]
 
 
 def conditional(x, w):
@@ -103,17 +112,33 @@ def conditional(x, w):
 def mapped(x, w):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
     spec = jax.sharding.PartitionSpec
-    return jax.shard_map(vanishing, mesh=mesh, in_specs=(spec("d"), spec()), out_specs=spec("d"))(x, w)
+    return jax.shard_map(
+        vanishing, mesh=mesh, in_specs=(spec("d"), spec()), out_specs=spec("d")
+    )(x, w)
 
 
 @pytest.mark.parametrize(
     "fun",
-    [scanned, conditional, jax.checkpoint(vanishing), jax.grad(lambda x, w: jnp.sum(scanned(x, w)))],
+    [
+        scanned,
+        conditional,
+        jax.checkpoint(vanishing),
+        jax.grad(lambda x, w: jnp.sum(scanned(x, w))),
+    ],
     ids=["scan", "cond", "remat", "grad of scan"],
 )
 def test_inside_control_flow_each_place_is_reported_once(fun):
     texts = run(jax.jit(checked(fun)), scaled(X), scaled(W))
-    assert len([t for t in texts if t.startswith(f"test_check_mode.py:{LINE} vanishing, dot_general: ")]) == 1
+    assert (
+        len(
+            [
+                t
+                for t in texts
+                if t.startswith(f"test_check_mode.py:{LINE} vanishing, dot_general: ")
+            ]
+        )
+        == 1
+    )
     assert len(texts) == len(set(texts))
 
 
@@ -124,7 +149,10 @@ def test_each_device_of_a_shard_map_may_report():
 
 def test_under_vmap():
     fun = jax.jit(jax.vmap(checked(vanishing), in_axes=(0, None)))
-    assert any(f":{LINE} vanishing" in text for text in run(fun, scaled(normal(3, 8, 8), 1.0), scaled(W)))
+    assert any(
+        f":{LINE} vanishing" in text
+        for text in run(fun, scaled(normal(3, 8, 8), 1.0), scaled(W))
+    )
 
 
 def test_a_library_function_that_is_traced_once_is_named_at_each_line_that_calls_it():
@@ -158,7 +186,14 @@ def test_small_tails_and_masks_are_no_harm():
         return sc.fp8_dot_general(sc.gelu(x), w, (((1,), (0,)), ((), ())))
 
     assert run(jax.jit(checked(attention)), scaled(X), scaled(W), scaled(X)) == []
-    assert run(jax.jit(checked(gelu)), scaled(normal(64, 64) * 2), scaled(normal(64, 64, seed=1))) == []
+    assert (
+        run(
+            jax.jit(checked(gelu)),
+            scaled(normal(64, 64) * 2),
+            scaled(normal(64, 64, seed=1)),
+        )
+        == []
+    )
     tails = sc.ScaledArray(jnp.asarray([1.0, 1e-9, 1e-9, 1e-9], jnp.float16), 1.0)
     assert run(checked(lambda x: jnp.sum(x * 1.5)), tails) == []
 
@@ -178,7 +213,9 @@ def test_a_warning_can_be_made_an_error():
 def test_without_check_nothing_is_added_and_nothing_computed_otherwise():
     @functools.cache
     def texts(check):
-        fun = sc.scalify(jax.grad(lambda x, w: jnp.sum(scanned(x, w))), check=check, scales="static")
+        fun = sc.scalify(
+            jax.grad(lambda x, w: jnp.sum(scanned(x, w))), check=check, scales="static"
+        )
         return str(jax.make_jaxpr(fun)(scaled(X), scaled(W))), fun(scaled(X), scaled(W))
 
     with reports():
@@ -193,21 +230,35 @@ FAR = 10.0 ** jnp.arange(-8.0, 8.0)[:, None]  # 50 octaves
 
 
 def far(h):
-    """In the dtype of `h`: as an FP32 table it would make FP32 of what it is computed with."""
+    """In the dtype of `h`: as an FP32 table it would make FP32 of what it is computed
+    with."""
     return FAR.astype(h.dtype)
 
 
 def summed_too(h):
-    """A sum over the rows of what is read by rows elsewhere, too: so it has one scale."""
+    """A sum over the rows of what is read by rows elsewhere, too: so it has one
+    scale."""
     return jnp.ones((16, 16), h.dtype).T @ h * 1e-20
 
 
 LINES = {
-    "rows": (lambda x, w: (lambda h: (h @ w) / far(h) + summed_too(h))(x * far(x)), r"% of its rows"),
-    "columns": (lambda x, w: (lambda h: (x @ h) / far(h).T + summed_too(h.T).T)(w * far(w).T), r"% of its columns"),
-    "contracted": (lambda x, w: (x * far(x).T) @ (w / far(w)), r"100.00% of its rows and 100.00% of its columns"),
+    "rows": (
+        lambda x, w: (lambda h: (h @ w) / far(h) + summed_too(h))(x * far(x)),
+        r"% of its rows",
+    ),
+    "columns": (
+        lambda x, w: (lambda h: (x @ h) / far(h).T + summed_too(h.T).T)(w * far(w).T),
+        r"% of its columns",
+    ),
+    "contracted": (
+        lambda x, w: (x * far(x).T) @ (w / far(w)),
+        r"100.00% of its rows and 100.00% of its columns",
+    ),
     "nowhere": (lambda x, w: jnp.exp(-30 + x) @ (w * 1e9), ""),
-    "entries": (lambda x, w: jnp.matmul(far(x)[:, None] * x[None], w[None] / far(w)[:, None]), ""),
+    "entries": (
+        lambda x, w: jnp.matmul(far(x)[:, None] * x[None], w[None] / far(w)[:, None]),
+        "",
+    ),
     "each row": (lambda x, w: ((x * far(x)) @ w) / far(x), ""),
     "each column": (lambda x, w: (x @ (w * far(w).T)) / far(w).T, ""),
     "outer": (lambda x, w: jnp.tensordot(x[:, 0] * far(x)[:, 0], w[0], 0) / far(x), ""),
@@ -215,15 +266,25 @@ LINES = {
 
 
 @pytest.mark.parametrize("kind", LINES)
-def test_lines_of_a_product_that_one_scale_loses_are_named_though_they_are_nothing_of_the_norm(kind):
+def test_lines_of_a_product_that_one_scale_loses_are_named_though_they_are_nothing_of_the_norm(
+    kind,
+):
     fun, said = LINES[kind]
-    args = sc.as_scaled_array((normal(16, 16, seed=3), normal(16, 16, seed=4)), dtype=jnp.float16)
+    args = sc.as_scaled_array(
+        (normal(16, 16, seed=3), normal(16, 16, seed=4)), dtype=jnp.float16
+    )
     found = run(jax.jit(sc.scalify(fun, check=True)), *args)
-    texts = [text for text in found if "dot_general" in text]  # what is left of lost rows is small beside the others
+    # what is left of lost rows is small beside the others
+    texts = [text for text in found if "dot_general" in text]
     assert len(texts) == bool(said) == bool(found)
-    assert all(re.search(said, text) and "in float16" in text and "dot_general" in text for text in texts)
+    assert all(
+        re.search(said, text) and "in float16" in text and "dot_general" in text
+        for text in texts
+    )
     exact, found = fun(*sc.asarray(args)), sc.asarray(sc.scalify(fun)(*args))
-    assert bool(said) == bool(np.linalg.norm(found - exact) > 0.01 * np.linalg.norm(exact))
+    assert bool(said) == bool(
+        np.linalg.norm(found - exact) > 0.01 * np.linalg.norm(exact)
+    )
 
 
 def causal(q, k, v, mask):
@@ -239,16 +300,25 @@ def block(w, x, mask):
 
 CAUSAL = {
     "attention": lambda w, x, m: jnp.sum(causal(x @ w[0], x @ w[1], x @ w[2], m) ** 2),
-    "in a jit": lambda w, x, m: jnp.sum(jax.jit(causal)(x @ w[0], x @ w[1], x @ w[2], m) ** 2),
-    "a mask that is added": lambda w, x, m: jnp.sum((jax.nn.softmax(x @ w[0] @ x.T + jnp.where(m, 0, -1e9)) @ x) ** 2),
+    "in a jit": lambda w, x, m: jnp.sum(
+        jax.jit(causal)(x @ w[0], x @ w[1], x @ w[2], m) ** 2
+    ),
+    "a mask that is added": lambda w, x, m: jnp.sum(
+        (jax.nn.softmax(x @ w[0] @ x.T + jnp.where(m, 0, -1e9)) @ x) ** 2
+    ),
     "two blocks": lambda w, x, m: jnp.sum(block(w, block(w, x, m), m) ** 2),
 }
 
 
 @pytest.mark.parametrize("kind", quick(CAUSAL, "attention"))
 @pytest.mark.parametrize("size", quick([1.0, 3.0], 1.0))
-def test_the_last_keys_of_causal_attention_which_have_hardly_a_gradient_are_no_loss(kind, size):
-    args = sc.as_scaled_array((size * normal(4, 16, 16, seed=3) / 4, size * normal(64, 16, seed=4)), dtype=jnp.float16)
+def test_the_last_keys_of_causal_attention_which_have_hardly_a_gradient_are_no_loss(
+    kind, size
+):
+    args = sc.as_scaled_array(
+        (size * normal(4, 16, 16, seed=3) / 4, size * normal(64, 16, seed=4)),
+        dtype=jnp.float16,
+    )
     mask = jnp.tril(jnp.ones((64, 64), bool))
     for gradient in (jax.grad(CAUSAL[kind], (0, 1)), CAUSAL[kind]):
         assert run(jax.jit(sc.scalify(gradient, check=True)), *args, mask) == []
@@ -257,7 +327,9 @@ def test_the_last_keys_of_causal_attention_which_have_hardly_a_gradient_are_no_l
 RESIZED = {
     "divided": lambda h: h / far(h),
     "normalised": lambda h: h / jnp.linalg.norm(h, axis=1, keepdims=True),
-    "multiplied further on": lambda h: (h @ jnp.eye(16, dtype=h.dtype)).T * (1e-8 / far(h).T),
+    "multiplied further on": lambda h: (
+        (h @ jnp.eye(16, dtype=h.dtype)).T * (1e-8 / far(h).T)
+    ),
     "in a jit": lambda h: jax.jit(lambda h: h / far(h))(2 * h),
     "in a loop": lambda h: lax.fori_loop(0, 1, lambda i, h: h / far(h), h),
 }
@@ -269,6 +341,12 @@ def test_rows_that_are_given_another_size_afterwards_are_a_loss(kind):
         h = x * far(x)
         return RESIZED[kind](h @ w), summed_too(h)
 
-    args = sc.as_scaled_array((normal(16, 16, seed=3), normal(16, 16, seed=4)), dtype=jnp.float16)
-    found = [text for text in run(jax.jit(sc.scalify(fun, check=True)), *args) if "% of its rows" in text]
+    args = sc.as_scaled_array(
+        (normal(16, 16, seed=3), normal(16, 16, seed=4)), dtype=jnp.float16
+    )
+    found = [
+        text
+        for text in run(jax.jit(sc.scalify(fun, check=True)), *args)
+        if "% of its rows" in text
+    ]
     assert len(found) == 1

@@ -1,4 +1,5 @@
-"""Collectives of values whose scales differ from device to device, or from one batched element to the next."""
+"""Collectives of values whose scales differ from device to device, or from one batched
+element to the next."""
 
 import functools
 import itertools
@@ -29,7 +30,11 @@ def test_sum_over_devices_of_what_each_rescaled_for_itself(check_vma):
     mesh = Mesh(np.asarray(jax.devices()), "d", axis_types=(AxisType.Auto,))
 
     @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec(), check_vma=check_vma
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=PartitionSpec("d"),
+        out_specs=PartitionSpec(),
+        check_vma=check_vma,
     )
     def summed(x):
         return lax.psum(sc.dynamic_rescale_rms(x).sum(0), "d")
@@ -40,7 +45,9 @@ def test_sum_over_devices_of_what_each_rescaled_for_itself(check_vma):
 
 
 @pytest.mark.parametrize("collective", [lax.psum, lax.pmax, lax.all_gather])
-def test_collective_over_a_batch_axis_whose_elements_have_scales_of_their_own(collective):
+def test_collective_over_a_batch_axis_whose_elements_have_scales_of_their_own(
+    collective,
+):
     def fun(x):
         return x - collective(x, "i")
 
@@ -53,12 +60,21 @@ def test_collective_over_a_batch_axis_whose_elements_have_scales_of_their_own(co
 
 
 def differences_of_sums(t):
-    return lax.psum((t, 2 * t, 1), "i"), t - lax.pmean(t, "i"), lax.pmax(t, "i") - lax.pmin(t, "i")
+    return (
+        lax.psum((t, 2 * t, 1), "i"),
+        t - lax.pmean(t, "i"),
+        lax.pmax(t, "i") - lax.pmin(t, "i"),
+    )
 
 
 def moves(t):
     around = lax.ppermute(t, "i", [(j, (j + 1) % 8) for j in range(8)])
-    return around, lax.all_gather(t, "i"), lax.all_to_all(t, "i", 0, 0), t * lax.axis_index("i")
+    return (
+        around,
+        lax.all_gather(t, "i"),
+        lax.all_to_all(t, "i", 0, 0),
+        t * lax.axis_index("i"),
+    )
 
 
 def normalised_over_the_batch(t):
@@ -66,7 +82,9 @@ def normalised_over_the_batch(t):
 
     def loss(t):
         t = t - lax.pmean(t.mean(), "i")
-        return (t / jnp.sqrt(lax.pmean(jnp.square(t).mean(), "i") + 1e-6)) ** 3, lax.psum_scatter(t, "i")
+        return (
+            t / jnp.sqrt(lax.pmean(jnp.square(t).mean(), "i") + 1e-6)
+        ) ** 3, lax.psum_scatter(t, "i")
 
     return jax.grad(lambda t: sum(y.sum() for y in loss(t)))(t), loss(t)
 
@@ -75,9 +93,13 @@ def means_in_turns(t):
     return lax.scan(lambda c, _: (lax.pmean(c, "i") + t, c), t, None, length=3)
 
 
-@pytest.mark.parametrize("kind", quick(["static", "dynamic", "each its own"], "each its own"))
+@pytest.mark.parametrize(
+    "kind", quick(["static", "dynamic", "each its own"], "each its own")
+)
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("fun", [differences_of_sums, moves, normalised_over_the_batch, means_in_turns])
+@pytest.mark.parametrize(
+    "fun", [differences_of_sums, moves, normalised_over_the_batch, means_in_turns]
+)
 def test_collectives_over_the_axis_of_a_vmap(fun, inside, kind):
     x = jax.random.normal(jax.random.key(1), (8, 8))
     if kind == "each its own":
@@ -88,9 +110,13 @@ def test_collectives_over_the_axis_of_a_vmap(fun, inside, kind):
     batched = functools.partial(jax.vmap, axis_name="i")
     found = jax.jit(scalify(batched(fun)) if inside else batched(scalify(fun)))(scaled)
     expected = batched(fun)(sc.asarray(scaled))
-    for a, b in zip(jax.tree.leaves(sc.asarray(found)), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(sc.asarray(found)), jax.tree.leaves(expected), strict=True
+    ):
         # The scaled gradient passes a few sums of 64 terms.
-        np.testing.assert_allclose(a, b, rtol=0, atol=64 * RTOL * float(np.abs(b).max()))
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=64 * RTOL * float(np.abs(b).max())
+        )
 
 
 def mesh_of_devices():
@@ -101,17 +127,28 @@ def mesh_of_devices():
 def test_sum_over_axes_of_a_mesh_and_of_a_vmap_at_once(kind):
     spec = PartitionSpec("d")
 
-    @functools.partial(jax.shard_map, mesh=mesh_of_devices(), in_specs=spec, out_specs=spec, check_vma=False)
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh_of_devices(),
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
     def fun(x):
-        return jax.vmap(lambda t: lax.psum(t, ("i", "d")) * lax.pmax(t, "i") + 1.0, axis_name="i")(x)
+        return jax.vmap(
+            lambda t: lax.psum(t, ("i", "d")) * lax.pmax(t, "i") + 1.0, axis_name="i"
+        )(x)
 
     x = jax.random.normal(jax.random.key(1), (16, 4))
     found = jax.jit(scalify(fun))(as_scaled_array(x, 1.0 if kind == "static" else None))
     expected = fun(x)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=16 * RTOL * float(np.abs(expected).max()))
+    np.testing.assert_allclose(
+        found, expected, rtol=0, atol=16 * RTOL * float(np.abs(expected).max())
+    )
 
 
-# Loops inside shard_map: what is carried varies over the mesh, the scale that it begins with does not.
+# Loops inside shard_map: what is carried varies over the mesh, the scale that it begins
+# with does not.
 
 
 def turned_around(t):
@@ -122,7 +159,9 @@ def turned_around(t):
 def ring_attention(t):
     """Keys and values go round, with a maximum and sums that begin at constants."""
     around = [(j, (j + 1) % 8) for j in range(8)]
-    start = lambda number, *shape: lax.pcast(jnp.full((len(t), *shape), number), "d", to="varying")
+    start = lambda number, *shape: lax.pcast(
+        jnp.full((len(t), *shape), number), "d", to="varying"
+    )
 
     def turn(carry, _):
         m, total, out, keys = carry
@@ -130,9 +169,16 @@ def ring_attention(t):
         new = jnp.maximum(m, scores.max(-1))
         weights, decay = jnp.exp(scores - new[:, None]), jnp.exp(m - new)
         out = out * decay[:, None] + weights @ keys
-        return (new, total * decay + weights.sum(-1), out, lax.ppermute(keys, "d", around)), None
+        return (
+            new,
+            total * decay + weights.sum(-1),
+            out,
+            lax.ppermute(keys, "d", around),
+        ), None
 
-    (m, total, out, _), _ = lax.scan(turn, (start(-1e30), start(0.0), start(0.0, 4), t), None, length=8)
+    (m, total, out, _), _ = lax.scan(
+        turn, (start(-1e30), start(0.0), start(0.0, 4), t), None, length=8
+    )
     return out / total[:, None] + m[:, None]
 
 
@@ -146,13 +192,17 @@ def summed_in_turns(t):
 
 
 def until_all_are_large(t):
-    return lax.while_loop(lambda c: lax.pmin(jnp.abs(c).max(), "d") < 100, lambda c: c * 1.5 + t, t)
+    return lax.while_loop(
+        lambda c: lax.pmin(jnp.abs(c).max(), "d") < 100, lambda c: c * 1.5 + t, t
+    )
 
 
 def some_on_each_device(t):
     far = lax.axis_index("d") > 3
     t = lax.cond(far, lambda: t, lambda: jnp.zeros_like(t))
-    return lax.cond(t.sum() > 0, lambda: sc.dynamic_rescale_rms(t) * 2.0, lambda: t) + jnp.where(far, 1.0, t)
+    return lax.cond(
+        t.sum() > 0, lambda: sc.dynamic_rescale_rms(t) * 2.0, lambda: t
+    ) + jnp.where(far, 1.0, t)
 
 
 @pytest.mark.parametrize("dtype", quick([jnp.float32, jnp.float16], jnp.float16))
@@ -160,16 +210,23 @@ def some_on_each_device(t):
 @pytest.mark.parametrize(
     ("fun", "check_vma"),
     [
-        *itertools.product((turned_around, summed_in_turns, until_all_are_large, some_on_each_device), (True, False)),
+        *itertools.product(
+            (turned_around, summed_in_turns, until_all_are_large, some_on_each_device),
+            (True, False),
+        ),
         (ring_attention, True),  # the program says what varies
     ],
 )
 def test_control_flow_on_each_device(fun, check_vma, kind, dtype):
     spec = PartitionSpec("d")
-    fun = jax.shard_map(fun, mesh=mesh_of_devices(), in_specs=spec, out_specs=spec, check_vma=check_vma)
+    fun = jax.shard_map(
+        fun, mesh=mesh_of_devices(), in_specs=spec, out_specs=spec, check_vma=check_vma
+    )
     x = jax.random.normal(jax.random.key(1), (16, 4))
     scaled = as_scaled_array(x, 1.0 if kind == "static" else None, dtype=dtype)
     expected = jax.jit(fun)(sc.asarray(scaled))
     # Eight turns of a few roundings each, and sums of 16 terms.
     atol = 64 * float(jnp.finfo(dtype).eps) * float(np.abs(expected).max())
-    np.testing.assert_allclose(sc.asarray(jax.jit(scalify(fun))(scaled)), expected, rtol=0, atol=atol)
+    np.testing.assert_allclose(
+        sc.asarray(jax.jit(scalify(fun))(scaled)), expected, rtol=0, atol=atol
+    )

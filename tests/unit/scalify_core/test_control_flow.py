@@ -1,4 +1,5 @@
-"""Control flow, calls and collectives under scalify: the values of the plain program, in FP32 and in FP16 data."""
+"""Control flow, calls and collectives under scalify: the values of the plain program,
+in FP32 and in FP16 data."""
 
 import flax.linen as nn
 import jax
@@ -27,18 +28,32 @@ def layer(c, w):
 
 
 def conv_loss(kernel, x):
-    y = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    return (nn.max_pool(y, (2, 2), (2, 2)) ** 2).mean() + nn.avg_pool(y, (2, 2), (2, 2)).sum()
+    y = lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return (nn.max_pool(y, (2, 2), (2, 2)) ** 2).mean() + nn.avg_pool(
+        y, (2, 2), (2, 2)
+    ).sum()
 
 
 def per_device(x, w):
     y = jnp.tanh(x @ w)
-    return lax.psum(y.sum(0), "d"), y, lax.pmean(y, "d"), lax.all_gather(y, "d", tiled=True)
+    return (
+        lax.psum(y.sum(0), "d"),
+        y,
+        lax.pmean(y, "d"),
+        lax.all_gather(y, "d", tiled=True),
+    )
 
 
 def sharded(x, w):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
-    return jax.shard_map(per_device, mesh=mesh, in_specs=(P("d"), P()), out_specs=(P(), P("d"), P(), P("d")))(x, w)
+    return jax.shard_map(
+        per_device,
+        mesh=mesh,
+        in_specs=(P("d"), P()),
+        out_specs=(P(), P("d"), P(), P("d")),
+    )(x, w)
 
 
 def rescaled_on_each_device(x, w):
@@ -48,61 +63,119 @@ def rescaled_on_each_device(x, w):
 
 
 PROGRAMS = {
-    "scan": (lambda x, ws: lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, ws), X, LAYERS),
-    "scan_reverse": (lambda x, ws: lax.scan(layer, x, ws, reverse=True, unroll=2)[0], X, LAYERS),
-    "scan_gradient": (lambda x, ws: jax.grad(lambda ws: (lax.scan(layer, x, ws)[0] ** 2).mean())(ws), X, LAYERS),
+    "scan": (
+        lambda x, ws: lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, ws),
+        X,
+        LAYERS,
+    ),
+    "scan_reverse": (
+        lambda x, ws: lax.scan(layer, x, ws, reverse=True, unroll=2)[0],
+        X,
+        LAYERS,
+    ),
+    "scan_gradient": (
+        lambda x, ws: jax.grad(lambda ws: (lax.scan(layer, x, ws)[0] ** 2).mean())(ws),
+        X,
+        LAYERS,
+    ),
     "scan_remat_gradient": (
-        lambda x, ws: jax.grad(lambda ws: (lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2).mean())(ws),
+        lambda x, ws: jax.grad(
+            lambda ws: (lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2).mean()
+        )(ws),
         X,
         LAYERS,
     ),
     "scan_accumulates_from_zeros": (
-        lambda x, ws: lax.scan(lambda c, w: (c + x @ w, None), jnp.zeros((4, 8)), ws)[0],
+        lambda x, ws: lax.scan(lambda c, w: (c + x @ w, None), jnp.zeros((4, 8)), ws)[
+            0
+        ],
         X,
         LAYERS,
     ),
-    "scan_stacks_constants": (lambda x: lax.scan(lambda c, _: (c * 1.5, jnp.full(3, 0.75)), x, None, length=5), X),
-    "fori_of_growing_carry": (lambda x: lax.fori_loop(0, 5, lambda i, c: c * 2.0, x), X),
-    "fori_of_fifty_sums": (lambda x: lax.fori_loop(0, 50, lambda i, c: c + x, jnp.zeros_like(x)), X),
+    "scan_stacks_constants": (
+        lambda x: lax.scan(
+            lambda c, _: (c * 1.5, jnp.full(3, 0.75)), x, None, length=5
+        ),
+        X,
+    ),
+    "fori_of_growing_carry": (
+        lambda x: lax.fori_loop(0, 5, lambda i, c: c * 2.0, x),
+        X,
+    ),
+    "fori_of_fifty_sums": (
+        lambda x: lax.fori_loop(0, 50, lambda i, c: c + x, jnp.zeros_like(x)),
+        X,
+    ),
     "scan_that_hands_on": (
-        lambda x: lax.scan(lambda c, x: ((x, c[0], c[1]), x + c[1] + c[2]), (jnp.zeros(8),) * 3, x),
+        lambda x: lax.scan(
+            lambda c, x: ((x, c[0], c[1]), x + c[1] + c[2]), (jnp.zeros(8),) * 3, x
+        ),
         X,
     ),
     "while_that_hands_on": (
         lambda x: lax.while_loop(
-            lambda c: c[0] < 4, lambda c: (c[0] + 1, c[2], c[3], x), (0, *(jnp.zeros((4, 8)),) * 3)
+            lambda c: c[0] < 4,
+            lambda c: (c[0] + 1, c[2], c[3], x),
+            (0, *(jnp.zeros((4, 8)),) * 3),
         ),
         X,
     ),
-    "scan_of_length_zero": (lambda x: lax.scan(lambda c, x: (c + x, x * 2), jnp.zeros(8), x[:0]), X),
-    "while": (lambda x: lax.while_loop(lambda c: jnp.abs(c).sum() < 1e6, lambda c: c * 2.3 + x, x), X),
+    "scan_of_length_zero": (
+        lambda x: lax.scan(lambda c, x: (c + x, x * 2), jnp.zeros(8), x[:0]),
+        X,
+    ),
+    "while": (
+        lambda x: lax.while_loop(
+            lambda c: jnp.abs(c).sum() < 1e6, lambda c: c * 2.3 + x, x
+        ),
+        X,
+    ),
     "cond": (lambda x, w: lax.cond(x.sum() > 0, lambda: x @ w, lambda: x * 8.0), X, W),
-    "cond_with_constant": (lambda x, w: lax.cond(x.sum() < 0, lambda: x @ w, lambda: jnp.zeros_like(x)), X, W),
+    "cond_with_constant": (
+        lambda x, w: lax.cond(x.sum() < 0, lambda: x @ w, lambda: jnp.zeros_like(x)),
+        X,
+        W,
+    ),
     "cond_gradient": (
-        lambda x, w: jax.grad(lambda w: lax.cond(x.sum() > 0, lambda: (x @ w).sum(), lambda: 0.0))(w),
+        lambda x, w: jax.grad(
+            lambda w: lax.cond(x.sum() > 0, lambda: (x @ w).sum(), lambda: 0.0)
+        )(w),
         X,
         W,
     ),
     "switch": (
-        lambda x: lax.switch(jnp.int32(2), [lambda x: x, lambda x: x * 100, lambda x: x / 64], x),
+        lambda x: lax.switch(
+            jnp.int32(2), [lambda x: x, lambda x: x * 100, lambda x: x / 64], x
+        ),
         X,
     ),
     "remat_gradient": (
-        lambda x, w: jax.grad(lambda w: (jax.checkpoint(lambda w: jnp.sin(x @ w))(w) ** 2).sum())(w),
+        lambda x, w: jax.grad(
+            lambda w: (jax.checkpoint(lambda w: jnp.sin(x @ w))(w) ** 2).sum()
+        )(w),
         X,
         W,
     ),
     "custom_derivatives": (
-        lambda x: jax.grad(lambda x: (jax.nn.relu(x) + jax.nn.silu(x) + jax.nn.softplus(x)).sum())(x),
+        lambda x: jax.grad(
+            lambda x: (jax.nn.relu(x) + jax.nn.silu(x) + jax.nn.softplus(x)).sum()
+        )(x),
         X,
     ),
     "vmap_inside": (lambda x, ws: jax.vmap(lambda w: jnp.tanh(x @ w))(ws), X, LAYERS),
     "associative_scan": (lambda x: lax.associative_scan(jnp.add, x), X),
     "linear_solve": (lambda w: jnp.linalg.solve(w @ w.T + jnp.eye(8), w), W),
     "convolution_and_pooling_gradients": (jax.grad(conv_loss, (0, 1)), KERNEL, IMAGE),
-    "gather_gradient": (lambda x: jax.grad(lambda x: (x[jnp.array([1, 0, 1])] ** 2).sum())(x), X),
+    "gather_gradient": (
+        lambda x: jax.grad(lambda x: (x[jnp.array([1, 0, 1])] ** 2).sum())(x),
+        X,
+    ),
     "shard_map": (sharded, X, W),
-    "shard_map_gradient": (lambda x, w: jax.grad(lambda w: sharded(x, w)[0].sum())(w), X, W),
+    "shard_map_gradient": (
+        lambda x, w: jax.grad(lambda w: sharded(x, w)[0].sum())(w),
+        X,
+        W,
+    ),
     "shard_map_with_rescale_of_each_shard": (rescaled_on_each_device, X, W),
 }
 
@@ -116,30 +189,49 @@ def test_program_gives_the_plain_values(name, dtype, scale):
     out = jax.jit(scalify(fun))(*as_scaled_array(args, scale, dtype=dtype))
     # Twelve layers, or fifty sums, each of which rounds a few times.
     tolerance = 64 * float(jnp.finfo(dtype).eps)
-    for found, plain in zip(jax.tree.leaves(asarray(out)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(found, plain, rtol=0, atol=tolerance * float(jnp.abs(plain).max(initial=0)) + 1e-30)
+    for found, plain in zip(
+        jax.tree.leaves(asarray(out)), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(
+            found,
+            plain,
+            rtol=0,
+            atol=tolerance * float(jnp.abs(plain).max(initial=0)) + 1e-30,
+        )
     for leaf in jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, ScaledArray)):
         if isinstance(leaf, ScaledArray):
             assert leaf.dtype == dtype
 
 
 def test_carry_that_only_adds_keeps_a_static_scale():
-    out = scalify(lambda x, ws: lax.scan(layer, x, ws)[0])(*as_scaled_array((X, LAYERS), 1.0))
+    out = scalify(lambda x, ws: lax.scan(layer, x, ws)[0])(
+        *as_scaled_array((X, LAYERS), 1.0)
+    )
     assert out.is_static
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, 1.5, -0.625])
 @pytest.mark.parametrize("loop", ["scan", "while"])
-def test_carry_that_is_multiplied_in_each_turn_is_followed_over_its_whole_way(loop, factor):
+def test_carry_that_is_multiplied_in_each_turn_is_followed_over_its_whole_way(
+    loop, factor
+):
     def fun(x):
         if loop == "scan":
             return lax.scan(lambda c, _: (c * factor, None), x, None, length=40)[0]
-        return lax.while_loop(lambda c: c[0] < 40, lambda c: (c[0] + 1, c[1] * factor), (0, x))[1]
+        return lax.while_loop(
+            lambda c: c[0] < 40, lambda c: (c[0] + 1, c[1] * factor), (0, x)
+        )[1]
 
     x = as_scaled_array(X, 1.0, dtype=jnp.float16)
     found = asarray(jax.jit(scalify(fun))(x))
-    # A rounding of FP16 in each turn; numbers of 1/8 are normal there, whatever the power of two.
-    np.testing.assert_allclose(found, asarray(x) * factor**40, rtol=40 * 2.0**-11, atol=2.0**-24 * 8 * factor**40)
+    # A rounding of FP16 in each turn; numbers of 1/8 are normal there, whatever the
+    # power of two.
+    np.testing.assert_allclose(
+        found,
+        asarray(x) * factor**40,
+        rtol=40 * 2.0**-11,
+        atol=2.0**-24 * 8 * factor**40,
+    )
 
 
 def test_carry_that_settles_keeps_a_static_scale():
@@ -147,7 +239,11 @@ def test_carry_that_settles_keeps_a_static_scale():
         return lax.fori_loop(0, 100, lambda i, c: (c @ w) / jnp.linalg.norm(c @ w), x)
 
     def averaged(x, w):
-        return lax.scan(lambda c, w: (0.9 * c + x @ w, None), jnp.zeros((4, 8)), w[None].repeat(100, 0))[0]
+        return lax.scan(
+            lambda c, w: (0.9 * c + x @ w, None),
+            jnp.zeros((4, 8)),
+            w[None].repeat(100, 0),
+        )[0]
 
     for fun in (normalised, averaged):
         assert scalify(fun)(*as_scaled_array((X, W), 1.0)).is_static
@@ -156,10 +252,14 @@ def test_carry_that_settles_keeps_a_static_scale():
 def test_body_of_a_loop_is_looked_at_twice_at_most(monkeypatch):
     turns = []
     shape_of = loops.shape_of
-    monkeypatch.setattr(loops, "shape_of", lambda *args: turns.append(1) or shape_of(*args))
+    monkeypatch.setattr(
+        loops, "shape_of", lambda *args: turns.append(1) or shape_of(*args)
+    )
     for fun in (
         lambda x, ws: lax.scan(layer, x, ws)[0],
-        lambda x, ws: lax.scan(lambda c, w: (c + x @ w, None), jnp.zeros((4, 8)), ws)[0],
+        lambda x, ws: lax.scan(lambda c, w: (c + x @ w, None), jnp.zeros((4, 8)), ws)[
+            0
+        ],
     ):
         for scale in (1.0, None):
             turns.clear()
@@ -171,7 +271,9 @@ def test_layers_of_a_scan_have_scales_of_their_own():
     exponents = jnp.arange(12) % 3 * 10
     layers = ScaledArray(LAYERS, 2.0 ** -exponents.astype(jnp.float32))
     fun = lambda x, ws: lax.scan(lambda c, w: (c, c @ w), x, ws)[1]
-    out = scalify(fun)(as_scaled_array(X, 1.0, dtype=jnp.float16), layers.astype(jnp.float16))
+    out = scalify(fun)(
+        as_scaled_array(X, 1.0, dtype=jnp.float16), layers.astype(jnp.float16)
+    )
     assert out.scale.shape == (12, 1, 1)
     rms = np.sqrt(np.mean(np.square(np.float32(out.data)), axis=(1, 2)))
     assert ((rms > 1 / 4) & (rms < 4)).all()
@@ -183,19 +285,30 @@ def test_layers_of_a_scan_have_scales_of_their_own():
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_branches_whose_scales_are_far_apart_keep_their_own(which):
-    x = as_scaled_array(jax.random.normal(jax.random.key(0), (16,)) * 2.0**-20, 2.0**-20, dtype=jnp.float16)
+    x = as_scaled_array(
+        jax.random.normal(jax.random.key(0), (16,)) * 2.0**-20,
+        2.0**-20,
+        dtype=jnp.float16,
+    )
 
     def fun(which, x):
-        return jax.lax.switch(which, [lambda: x * 2.0**-20, lambda: x * 2.0**20, lambda: jnp.ones_like(x)])
+        return jax.lax.switch(
+            which, [lambda: x * 2.0**-20, lambda: x * 2.0**20, lambda: jnp.ones_like(x)]
+        )
 
-    np.testing.assert_array_equal(asarray(jax.jit(scalify(fun))(which, x)), fun(which, asarray(x)))
+    np.testing.assert_array_equal(
+        asarray(jax.jit(scalify(fun))(which, x)), fun(which, asarray(x))
+    )
 
 
 def test_clipping_by_the_global_norm_keeps_static_scales_static():
     def clipped(gradients):
         return optax.clip_by_global_norm(1.0).update(gradients, optax.EmptyState())[0]
 
-    gradients = [as_scaled_array(2.0**-9 * jnp.ones((64, n)), 2.0**-9, dtype=jnp.float16) for n in (1, 64)]
+    gradients = [
+        as_scaled_array(2.0**-9 * jnp.ones((64, n)), 2.0**-9, dtype=jnp.float16)
+        for n in (1, 64)
+    ]
     assert all(x.is_static for x in jax.jit(scalify(clipped))(gradients))
 
 
@@ -207,6 +320,10 @@ def test_constants_that_begin_a_loop_have_any_scale_however_they_are_used():
 
         return jax.lax.scan(body, (0, jnp.zeros(8), -jnp.inf * jnp.ones(8)), x)
 
-    x = as_scaled_array(jax.random.normal(jax.random.key(0), (16, 8)) * 2.0**-20, 2.0**-20, dtype=jnp.float16)
+    x = as_scaled_array(
+        jax.random.normal(jax.random.key(0), (16, 8)) * 2.0**-20,
+        2.0**-20,
+        dtype=jnp.float16,
+    )
     (_, h, m), hs = jax.jit(scalify(fun))(x)
     assert max(y.scale for y in (h, m, hs)) <= 2.0**-16

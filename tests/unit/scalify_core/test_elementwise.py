@@ -1,4 +1,5 @@
-"""Elementwise rules where a narrow format, a constant or an extreme scale would change the result."""
+"""Elementwise rules where a narrow format, a constant or an extreme scale would change
+the result."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,8 @@ def test_guards_below_the_format_act_as_in_fp32(name, dtype):
     found = scalify(GUARDS[name])(as_scaled_array(x, 1.0, dtype=dtype))
     limit = float(jnp.finfo(dtype).max) * float(found.scale)
     expected = np.clip(GUARDS[name](x), -limit, limit)
-    # The clip's complement, 1 - (1 - 1e-7), has few bits in FP32 already: an ulp of its logarithm's argument.
+    # The clip's complement, 1 - (1 - 1e-7), has few bits in FP32 already: an ulp of its
+    # logarithm's argument.
     np.testing.assert_allclose(asarray(found), expected, rtol=RTOL[dtype], atol=1e-6)
 
 
@@ -47,7 +49,10 @@ def test_a_guard_that_a_matrix_product_also_reads_is_not_rounded_to_zero():
 
 def test_a_constant_that_the_format_holds_costs_no_conversion():
     x = as_scaled_array(jnp.ones(8), 1.0, dtype=HALF)
-    for fun in (lambda x: jnp.maximum(x, 0.25), lambda x: jnp.where(x > 0, x, -jnp.inf)):
+    for fun in (
+        lambda x: jnp.maximum(x, 0.25),
+        lambda x: jnp.where(x > 0, x, -jnp.inf),
+    ):
         jaxpr = jax.make_jaxpr(scalify(fun))(x)
         assert "convert_element_type" not in str(jaxpr)
 
@@ -59,7 +64,10 @@ def test_a_mask_hides_small_logits_too(mask, dynamic):
         return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((4, 4), bool)), x, mask))
 
     scale = 2.0**-30
-    x = ScaledArray(jax.random.normal(jax.random.key(0), (4, 4), HALF), jnp.float32(scale) if dynamic else scale)
+    x = ScaledArray(
+        jax.random.normal(jax.random.key(0), (4, 4), HALF),
+        jnp.float32(scale) if dynamic else scale,
+    )
     found = asarray(scalify(probabilities)(x))
     np.testing.assert_allclose(found, probabilities(asarray(x)), rtol=2 * RTOL[HALF])
 
@@ -73,13 +81,20 @@ def small(dtype=HALF, dynamic=False, exponent=-26):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("fun", [jnp.tanh, jnp.sin, jnp.arctan, jnp.expm1, jnp.log1p, jax.nn.elu, jax.lax.erf])
+@pytest.mark.parametrize(
+    "fun",
+    [jnp.tanh, jnp.sin, jnp.arctan, jnp.expm1, jnp.log1p, jax.nn.elu, jax.lax.erf],
+)
 def test_functions_that_are_their_argument_near_zero_keep_small_ones(fun, dynamic):
     x = small(dynamic=dynamic)
-    np.testing.assert_allclose(asarray(scalify(fun)(x)), fun(asarray(x)), rtol=RTOL[HALF])
+    np.testing.assert_allclose(
+        asarray(scalify(fun)(x)), fun(asarray(x)), rtol=RTOL[HALF]
+    )
     large = small(dynamic=dynamic, exponent=3)
     found = scalify(fun)(large)
-    np.testing.assert_allclose(asarray(found), fun(asarray(large)), rtol=RTOL[HALF], atol=0)
+    np.testing.assert_allclose(
+        asarray(found), fun(asarray(large)), rtol=RTOL[HALF], atol=0
+    )
 
 
 def test_run_time_zeros_do_not_get_a_scale_that_others_saturate_at():
@@ -101,12 +116,18 @@ def test_a_remainder_has_the_scale_of_the_smaller_operand():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize(("n", "exponent"), [(4, -30), (64, -3), (200, -1), (600, 2), (-7, -2)])
+@pytest.mark.parametrize(
+    ("n", "exponent"), [(4, -30), (64, -3), (200, -1), (600, 2), (-7, -2)]
+)
 def test_integer_powers_stay_in_range_whatever_the_scale(n, exponent, dynamic):
     scale = 2.0**exponent
-    x = ScaledArray(jnp.asarray([0.9, 0.99, 1.0]) / scale, jnp.float32(scale) if dynamic else scale)
+    x = ScaledArray(
+        jnp.asarray([0.9, 0.99, 1.0]) / scale, jnp.float32(scale) if dynamic else scale
+    )
     # Repeated squaring doubles a relative error.
-    np.testing.assert_allclose(asarray(scalify(lambda x: x**n)(x)), asarray(x) ** n, rtol=2 * abs(n) * 2.0**-23)
+    np.testing.assert_allclose(
+        asarray(scalify(lambda x: x**n)(x)), asarray(x) ** n, rtol=2 * abs(n) * 2.0**-23
+    )
 
 
 def test_a_logarithm_of_what_the_user_cast_to_fp16_is_of_the_logical_value():
@@ -122,7 +143,9 @@ def test_a_logarithm_of_what_the_user_cast_to_fp16_is_of_the_logical_value():
 def test_a_scalar_compared_with_a_constant_array_is_broadcast():
     x = as_scaled_array(jnp.float32(0.5), 0.5)
     np.testing.assert_array_equal(scalify(lambda x: x > jnp.zeros(3))(x), [True] * 3)
-    np.testing.assert_array_equal(scalify(lambda x: jnp.full(3, jnp.inf) > x)(x), [True] * 3)
+    np.testing.assert_array_equal(
+        scalify(lambda x: jnp.full(3, jnp.inf) > x)(x), [True] * 3
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, HALF])
@@ -139,14 +162,23 @@ def test_a_product_with_a_constant_is_rounded_once_and_to_an_arithmetic_format(d
         found = scalify(fun)(x)
         assert found.dtype == (HALF if dtype == jnp.float8_e4m3fn else BRAIN)
         expected = fun(asarray(x))
-        np.testing.assert_allclose(asarray(found), expected, rtol=float(jnp.finfo(found.dtype).eps), atol=2.0**-24)
+        np.testing.assert_allclose(
+            asarray(found),
+            expected,
+            rtol=float(jnp.finfo(found.dtype).eps),
+            atol=2.0**-24,
+        )
         if dtype == BRAIN:  # FP8's few significands do not average
             error = (asarray(found) - expected) / jnp.where(expected == 0, 1, expected)
-            # Of 4096 errors that are uniform within half an ulp, five times the mean's own deviation.
-            assert abs(float(jnp.mean(error))) < 5 * float(jnp.finfo(dtype).eps) / 64 / np.sqrt(12)
+            # Of 4096 errors that are uniform within half an ulp, five times the mean's
+            # own deviation.
+            assert abs(float(jnp.mean(error))) < 5 * float(
+                jnp.finfo(dtype).eps
+            ) / 64 / np.sqrt(12)
 
 
-# Scales at run time that leave their range: what they cannot hold goes into the data, as where they are static.
+# Scales at run time that leave their range: what they cannot hold goes into the data,
+# as where they are static.
 
 RANGE = {
     "product": (lambda x: x * x * 2.0**100, -65),
@@ -161,7 +193,9 @@ RANGE = {
 @pytest.mark.parametrize("name", RANGE)
 def test_run_time_scales_keep_what_leaves_their_range_as_static_ones_do(name):
     fun, exponent = RANGE[name]
-    x = jnp.asarray([1.0, 2.0, 0.0 if "inverse" not in name and name != "quotient" else 1.0])
+    x = jnp.asarray(
+        [1.0, 2.0, 0.0 if "inverse" not in name and name != "quotient" else 1.0]
+    )
     found = scalify(fun)(ScaledArray(x, jnp.float32(2.0**exponent)))
     expected = scalify(fun)(ScaledArray(x, 2.0**exponent))
     np.testing.assert_array_equal(asarray(found), asarray(expected))

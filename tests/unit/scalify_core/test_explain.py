@@ -1,4 +1,5 @@
-"""`explain` names the line where values are lost, shows each of its figures right, and says nothing of what is well."""
+"""`explain` names the line where values are lost, shows each of its figures right, and
+says nothing of what is well."""
 
 import functools
 import inspect
@@ -14,7 +15,8 @@ from jax import lax
 
 import scalify_core as sc
 
-# Most of what can be lost is at scales that are propagated; those that are measured stand at the end.
+# Most of what can be lost is at scales that are propagated; those that are measured
+# stand at the end.
 explain = functools.partial(sc.explain, scales="static")
 
 
@@ -33,7 +35,11 @@ def line_of(fun, text):
 
 
 def rows(explanation, primitive, backward=False):
-    return [r for r in explanation.rows if r.primitive == primitive and r.place.backward == backward]
+    return [
+        r
+        for r in explanation.rows
+        if r.primitive == primitive and r.place.backward == backward
+    ]
 
 
 def total(ws, x, size=1.0):
@@ -43,15 +49,22 @@ def total(ws, x, size=1.0):
 
 
 def test_a_program_that_loses_nothing_is_said_to_and_each_row_has_its_figures():
-    found = explain(lambda x, w: jnp.tanh(x @ w), scaled(normal(8, 16)), scaled(normal(16, 4, seed=1)))
+    found = explain(
+        lambda x, w: jnp.tanh(x @ w),
+        scaled(normal(8, 16)),
+        scaled(normal(16, 4, seed=1)),
+    )
     assert found.first_loss is None
     assert "nothing is lost" in str(found)
     (dot,) = rows(found, "dot_general")
     assert (dot.shape, dot.dtype, dot.turns) == ((8, 4), "float16", 1)
     f = dot.figures
     exact = normal(8, 16) @ normal(16, 4, seed=1)
-    assert f.scale * f.measured == pytest.approx(float(jnp.sqrt(jnp.mean(exact**2))), rel=1e-3)
-    assert f.scale * f.expected == pytest.approx(4.0, rel=0.5)  # sqrt(16) independent terms
+    assert f.scale * f.measured == pytest.approx(
+        float(jnp.sqrt(jnp.mean(exact**2))), rel=1e-3
+    )
+    # sqrt(16) independent terms
+    assert f.scale * f.expected == pytest.approx(4.0, rel=0.5)
     assert f.flushed == f.saturated == 0
     assert 0 < f.error < 2.0**-10
 
@@ -60,19 +73,38 @@ def test_the_errors_of_results_are_those_that_the_scaled_function_has():
     ws, x = [normal(16, 16, seed=i) / 4 for i in range(6)], normal(8, 16, seed=9)
     grad = jax.grad(lambda ws: total(ws, x, 1e-4))
     found = explain(grad, scaled(ws))
-    exact, scaled_grads = grad(ws), sc.asarray(sc.scalify(grad, scales="static")(scaled(ws)))
+    exact, scaled_grads = (
+        grad(ws),
+        sc.asarray(sc.scalify(grad, scales="static")(scaled(ws))),
+    )
     expected = [
         float(np.linalg.norm(a - b) / np.linalg.norm(b))
-        for a, b in zip(np.asarray(scaled_grads, np.float64), np.asarray(exact, np.float64), strict=True)
+        for a, b in zip(
+            np.asarray(scaled_grads, np.float64),
+            np.asarray(exact, np.float64),
+            strict=True,
+        )
     ]
-    np.testing.assert_allclose(found.errors, expected, rtol=0.01)  # sums in another order round otherwise
+    # sums in another order round otherwise
+    np.testing.assert_allclose(found.errors, expected, rtol=0.01)
 
 
 def test_a_scale_that_is_astray_is_traced_to_the_line_that_made_it_so():
-    found = explain(jax.grad(total), scaled([normal(16, 16, seed=i) / 4 for i in range(3)]), normal(8, 16), 1e-7)
+    found = explain(
+        jax.grad(total),
+        scaled([normal(16, 16, seed=i) / 4 for i in range(3)]),
+        normal(8, 16),
+        1e-7,
+    )
     name = f"{line_of(total, 'the last line')} total"
-    assert re.search(r"test_explain.py:\d+ total, .* of the backward pass: .* are zero in float16", found.first_loss)
-    assert re.search(rf"too large, .* from test_explain.py:{name}, mul of the backward pass", found.first_loss)
+    assert re.search(
+        r"test_explain.py:\d+ total, .* of the backward pass: .* are zero in float16",
+        found.first_loss,
+    )
+    assert re.search(
+        rf"too large, .* from test_explain.py:{name}, mul of the backward pass",
+        found.first_loss,
+    )
     assert "dynamic_rescale_rms_grad" in found.first_loss
     assert found.first_loss in str(found)
     assert max(found.errors) > 0.5
@@ -110,7 +142,10 @@ def test_small_numbers_beside_large_ones_are_missed_though_they_are_little_of_th
     assert "one scale does not hold numbers so far apart" in found.first_loss
     assert found.errors[0] < 1e-6
     # What plain FP16 would lose too is no loss of the scale's.
-    assert explain(joined, scaled(normal(8) * 1e-9), scaled(normal(8) * 1e5)).first_loss is None
+    assert (
+        explain(joined, scaled(normal(8) * 1e-9), scaled(normal(8) * 1e5)).first_loss
+        is None
+    )
 
 
 def scan_loss(ws, x):
@@ -125,7 +160,8 @@ def test_the_turns_of_a_scan_are_rows_together_forward_and_backward():
     ws, x = normal(4, 8, 8) / 3, normal(4, 8, seed=3)
     found = explain(jax.grad(scan_loss), scaled(ws), scaled(x))
     assert found.first_loss is None
-    assert max(found.errors) < 0.01  # so the turns of both programs are in the same order
+    # so the turns of both programs are in the same order
+    assert max(found.errors) < 0.01
     assert [r.turns for r in rows(found, "dot_general")] == [4]
     assert {r.turns for r in rows(found, "dot_general", backward=True)} == {4}
     assert any(line.endswith(" layer") for line in str(found).splitlines())
@@ -147,9 +183,15 @@ def test_while_and_cond_are_followed_as_they_run():
 def test_a_shard_map_and_an_empty_loop_are_one_equation_each():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
     spec = jax.sharding.PartitionSpec("d")
-    mapped = jax.shard_map(lambda x: lax.psum(x * 2, "d"), mesh=mesh, in_specs=spec, out_specs=spec)
+    mapped = jax.shard_map(
+        lambda x: lax.psum(x * 2, "d"), mesh=mesh, in_specs=spec, out_specs=spec
+    )
     assert max(explain(mapped, scaled(normal(4, 8))).errors) < 1e-3
-    empty = explain(lambda x, ws: lax.scan(lambda h, w: (h @ w, h), x, ws), scaled(normal(4)), scaled(normal(0, 4, 4)))
+    empty = explain(
+        lambda x, ws: lax.scan(lambda h, w: (h @ w, h), x, ws),
+        scaled(normal(4)),
+        scaled(normal(0, 4, 4)),
+    )
     assert empty.errors[0] == 0
 
 
@@ -162,14 +204,25 @@ def test_calls_are_inlined_and_library_functions_stand_at_the_line_that_calls_th
         x = jax.checkpoint(inner)(x)
         return jax.nn.silu(x @ w)  # another call of it
 
-    found = explain(jax.grad(lambda x, w: jnp.sum(outer(x, w))), scaled(normal(4, 4)), scaled(normal(4, 4, seed=1)))
+    found = explain(
+        jax.grad(lambda x, w: jnp.sum(outer(x, w))),
+        scaled(normal(4, 4)),
+        scaled(normal(4, 4, seed=1)),
+    )
     lines = {r.place.line for r in found.rows if r.primitive == "logistic"}
     assert lines == {line_of(inner, "silu"), line_of(outer, "another")}
 
 
 def test_lines_that_were_typed_at_a_prompt_are_the_users_too():
     names: dict = {}
-    exec(compile("import jax.numpy as jnp\ndef typed(x):\n    return jnp.sin(x)", "<stdin>", "exec"), names)
+    exec(
+        compile(
+            "import jax.numpy as jnp\ndef typed(x):\n    return jnp.sin(x)",
+            "<stdin>",
+            "exec",
+        ),
+        names,
+    )
     found = sc.explain(names["typed"], scaled(normal(3)))
     assert [str(r.place) for r in found.rows] == ["<stdin>:3 typed"]
 
@@ -180,14 +233,21 @@ def test_products_in_fp8_are_compared_with_exact_ones():
     def loss(w, x):
         return jnp.sum(sc.fp8_dot_general(x, w, (((1,), (0,)), ((), ())))) * 1e-6
 
-    found = explain(jax.grad(loss), scaled(normal(16, 16)), scaled(normal(16, 16, seed=1) * 1e-9))
+    found = explain(
+        jax.grad(loss), scaled(normal(16, 16)), scaled(normal(16, 16, seed=1) * 1e-9)
+    )
     assert 1e-3 < max(found.errors) < 0.06
     assert found.first_loss is None
     operand = next(r for r in found.rows if r.dtype == "float8_e4m3fn")
     assert 0.01 < operand.figures.error < 0.04
 
-    vmapped = jax.vmap(lambda x, w: sc.fp8_dot_general(x, w, (((1,), (0,)), ((), ()))), in_axes=(0, None))
-    found = explain(vmapped, scaled(normal(2, 16, 16)), scaled(normal(16, 16) * 2.0**-30))
+    vmapped = jax.vmap(
+        lambda x, w: sc.fp8_dot_general(x, w, (((1,), (0,)), ((), ()))),
+        in_axes=(0, None),
+    )
+    found = explain(
+        vmapped, scaled(normal(2, 16, 16)), scaled(normal(16, 16) * 2.0**-30)
+    )
     assert 0.01 < found.errors[0] < 0.06
 
 
@@ -196,18 +256,26 @@ def test_casts_of_the_users_own_are_not_rounded_in_the_shadow():
         return (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
 
     x, w = normal(8, 8) * 2.0**-20, normal(8, 8, seed=1) * 2.0**-20
-    found = explain(halves, scaled(x), scaled(w))  # of which plain FP16 would make zeros
+    # of which plain FP16 would make zeros
+    found = explain(halves, scaled(x), scaled(w))
     assert found.rows
     assert found.errors[0] < 0.01
 
 
 @pytest.mark.parametrize("least", [-1e9, float(jnp.finfo(jnp.float32).min)])
-def test_masks_saturate_on_purpose_and_gradients_that_are_zero_but_for_rounding_are_no_loss(least):
+def test_masks_saturate_on_purpose_and_gradients_that_are_zero_but_for_rounding_are_no_loss(
+    least,
+):
     def attention(q, k, v, bias):
-        logits = jnp.where(jnp.tril(jnp.ones((8, 8), bool)), q @ (k + bias).T, least)  # which the bias moves alike
-        return jnp.sum((jax.checkpoint(jax.nn.softmax)(logits) @ v) ** 2)  # which stores them in FP16
+        # which the bias moves alike
+        logits = jnp.where(jnp.tril(jnp.ones((8, 8), bool)), q @ (k + bias).T, least)
+        # which stores them in FP16
+        return jnp.sum((jax.checkpoint(jax.nn.softmax)(logits) @ v) ** 2)
 
-    args = (*(scaled(normal(8, 8, seed=i)) for i in range(3)), scaled(normal(1, 8, seed=4)))
+    args = (
+        *(scaled(normal(8, 8, seed=i)) for i in range(3)),
+        scaled(normal(1, 8, seed=4)),
+    )
     found = explain(jax.grad(attention, argnums=(0, 1, 2, 3)), *args)
     assert found.first_loss is None
     assert max(found.errors[:3]) < 0.01
@@ -217,12 +285,15 @@ def test_masks_saturate_on_purpose_and_gradients_that_are_zero_but_for_rounding_
 
 
 def test_what_cancels_in_a_part_of_a_result_is_no_loss():
-    """The gradient of a key's bias is zero: what roundings leave of it in FP32 is not what they leave here."""
+    """The gradient of a key's bias is zero: what roundings leave of it in FP32 is not
+    what they leave here."""
     half = jnp.float16
     params = {"w": normal(16, 48) / 4, "b": jnp.zeros(48), "o": normal(16, 4)}
 
     def loss(params, x):
-        q, k, v = jnp.split((x @ params["w"] + params["b"][None, None]).reshape(2, 8, 2, 24), 3, -1)
+        q, k, v = jnp.split(
+            (x @ params["w"] + params["b"][None, None]).reshape(2, 8, 2, 24), 3, -1
+        )
         out = jax.nn.dot_product_attention(q, k, v).reshape(2, 8, 16) @ params["o"]
         return jnp.mean(out.astype(jnp.float32) ** 2)
 
@@ -232,14 +303,26 @@ def test_what_cancels_in_a_part_of_a_result_is_no_loss():
 
 def test_zeros_beside_much_larger_numbers_are_said_where_nothing_of_the_norm_is_lost():
     """Gradients that vanish from layer to layer, stacked by a scan."""
-    layers = np.random.default_rng(0).normal(size=(24, 16, 16)).astype(np.float32) * 0.05
-    scanned = lambda layers, x: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w + 0.5), None), x, layers)[0]
-    gradient = jax.grad(lambda layers, x: jnp.sum(scanned(layers, x).astype(jnp.float32)))
+    layers = (
+        np.random.default_rng(0).normal(size=(24, 16, 16)).astype(np.float32) * 0.05
+    )
+    scanned = lambda layers, x: jax.lax.scan(
+        lambda h, w: (jnp.tanh(h @ w + 0.5), None), x, layers
+    )[0]
+    gradient = jax.grad(
+        lambda layers, x: jnp.sum(scanned(layers, x).astype(jnp.float32))
+    )
     args = sc.as_scaled_array((jnp.asarray(layers), normal(4, 16)), dtype=jnp.float16)
-    found, zeros = sc.explain(gradient, *args), np.mean(sc.asarray(sc.scalify(gradient)(*args)) == 0)
+    found, zeros = (
+        sc.explain(gradient, *args),
+        np.mean(sc.asarray(sc.scalify(gradient)(*args)) == 0),
+    )
     assert zeros > 0.1
     assert found.first_loss is None
-    assert f"; but zero in float16 beside much larger ones are {zeros:.1%} of the elements of" in str(found)
+    assert (
+        f"; but zero in float16 beside much larger ones are {zeros:.1%} of the"
+        " elements of" in str(found)
+    )
 
 
 def test_what_a_program_prints_is_printed_once(capfd):
@@ -254,33 +337,52 @@ def test_what_a_program_prints_is_printed_once(capfd):
 
 @pytest.mark.whole  # each part above
 def test_a_training_step_of_a_flax_model():
-    model, tx = nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.relu, nn.Dense(1)]), optax.adamw(1e-2)
+    model, tx = (
+        nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.relu, nn.Dense(1)]),
+        optax.adamw(1e-2),
+    )
     x = normal(16, 4)
     params = model.init(jax.random.key(1), x)
     state = tx.init(params)
 
     def step(params, state, x, *, scale):
-        loss, grads = jax.value_and_grad(lambda p: scale * jnp.mean(model.apply(p, x) ** 2))(params)
+        loss, grads = jax.value_and_grad(
+            lambda p: scale * jnp.mean(model.apply(p, x) ** 2)
+        )(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    found = explain(step, *scaled((params, state, x)), scale=2.0, static_argnames="scale")
+    found = explain(
+        step, *scaled((params, state, x)), scale=2.0, static_argnames="scale"
+    )
     assert found.first_loss is None
     assert len(found.errors) == len(jax.tree.leaves(params)) * 3 + 1
-    assert any(r.place.library for r in found.rows)  # a layer's function stands beside the line that calls the model
+    # a layer's function stands beside the line that calls the model
+    assert any(r.place.library for r in found.rows)
     table = str(found)
     assert max(map(len, table.split("\n\n", 1)[1].splitlines())) <= 125
     assert len(table.splitlines()) < 40 < len(found.table().splitlines())
 
 
 def test_measured_scales_lose_nothing_where_propagated_ones_do():
-    grad, ws, x = jax.grad(total), [normal(16, 16, seed=i) / 4 for i in range(3)], normal(8, 16)
+    grad, ws, x = (
+        jax.grad(total),
+        [normal(16, 16, seed=i) / 4 for i in range(3)],
+        normal(8, 16),
+    )
     found = sc.explain(grad, scaled(ws), x, 1e-7)
     assert found.first_loss is None
     assert max(found.errors) < 2.0**-9
-    exact, scaled_grads = grad(sc.asarray(scaled(ws)), x, 1e-7), sc.asarray(sc.scalify(grad)(scaled(ws), x, 1e-7))
-    expected = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(scaled_grads, exact, strict=True)]
-    np.testing.assert_allclose(found.errors, expected, rtol=0.02)  # sums in another order round otherwise
+    exact, scaled_grads = (
+        grad(sc.asarray(scaled(ws)), x, 1e-7),
+        sc.asarray(sc.scalify(grad)(scaled(ws), x, 1e-7)),
+    )
+    expected = [
+        float(np.linalg.norm(a - b) / np.linalg.norm(b))
+        for a, b in zip(scaled_grads, exact, strict=True)
+    ]
+    # sums in another order round otherwise
+    np.testing.assert_allclose(found.errors, expected, rtol=0.02)
     assert {r.dtype for r in found.rows} == {"float16", "float32"}
     assert all(r.figures.drift == 0 for r in found.rows)
 
@@ -298,7 +400,11 @@ def test_measured_scales_are_followed_through_loops_branches_and_calls():
         return jax.checkpoint(jax.jit(lambda x: jnp.sum((x @ w) ** 2)))(x)
 
     for sign, taken, other in ((1, "sin", "cos"), (-1, "cos", "sin")):
-        found = sc.explain(halved, scaled(sign * jnp.asarray([100.0, 3.0, 5.0])), scaled(jnp.eye(3) / 2))
+        found = sc.explain(
+            halved,
+            scaled(sign * jnp.asarray([100.0, 3.0, 5.0])),
+            scaled(jnp.eye(3) / 2),
+        )
         assert sorted(r.turns for r in rows(found, "dot_general")) == [1, 1, 7]
         assert len(rows(found, taken)) == 1
         assert not rows(found, other)
@@ -306,7 +412,11 @@ def test_measured_scales_are_followed_through_loops_branches_and_calls():
 
 
 def test_measured_scales_do_not_hold_numbers_that_are_too_far_apart_either():
-    found = sc.explain(lambda a, b: jnp.concatenate([a, b]), scaled(normal(8) * 1e-9), scaled(normal(8) * 1e5))
+    found = sc.explain(
+        lambda a, b: jnp.concatenate([a, b]),
+        scaled(normal(8) * 1e-9),
+        scaled(normal(8) * 1e5),
+    )
     assert "50.0% of its elements" in found.first_loss
     assert "are zero in float16" in found.first_loss
 
@@ -331,7 +441,9 @@ def test_references_that_a_program_writes_to_are_followed(scales):
     assert found.first_loss is None
     assert [row.turns for row in rows(found, "dot_general")] == [3]
     exact = counted(sc.asarray(x))
-    off = np.linalg.norm(sc.asarray(sc.scalify(counted, scales=scales)(x)) - exact) / np.linalg.norm(exact)
+    off = np.linalg.norm(
+        sc.asarray(sc.scalify(counted, scales=scales)(x)) - exact
+    ) / np.linalg.norm(exact)
     np.testing.assert_allclose(found.errors, [off], atol=1e-6)
 
 
@@ -366,6 +478,8 @@ def test_what_cannot_be_explained_is_refused():
     ids=["sum", "axis", "product"],
 )
 def test_sums_of_booleans_and_integers_have_no_row(count, scales):
-    x = sc.as_scaled_array(jax.random.normal(jax.random.key(0), (8, 8)), dtype=jnp.float16)
+    x = sc.as_scaled_array(
+        jax.random.normal(jax.random.key(0), (8, 8)), dtype=jnp.float16
+    )
     found = sc.explain(lambda x: (x * 2, count(x)), x, scales=scales)
     assert [row.primitive for row in found.rows] == ["mul"]

@@ -1,4 +1,5 @@
-"""`explain` says of results that are off what it was, though no equation by itself loses much."""
+"""`explain` says of results that are off what it was, though no equation by itself
+loses much."""
 
 import inspect
 import re
@@ -10,12 +11,15 @@ import scalify_core as sc
 
 
 def scaled_normal():
-    return sc.as_scaled_array(jax.random.normal(jax.random.key(0), (8, 8)), dtype=jnp.float16)
+    return sc.as_scaled_array(
+        jax.random.normal(jax.random.key(0), (8, 8)), dtype=jnp.float16
+    )
 
 
 def copied(s):
     twice = (2 * jnp.eye(8, dtype=jnp.int8)).astype(s.dtype)
-    return s @ twice / 2  # a product, that reads FP16: what is no mask cannot be seen to copy
+    # a product, that reads FP16: what is no mask cannot be seen to copy
+    return s @ twice / 2
 
 
 def test_a_comparison_that_goes_the_other_way_is_named_though_no_equation_loses_much():
@@ -28,7 +32,10 @@ def test_a_comparison_that_goes_the_other_way_is_named_though_no_equation_loses_
     assert found.errors[0] > 0.1
     assert "nothing is lost" not in str(found)
     line = inspect.getsourcelines(same)[1] + 2
-    assert re.search(rf":{line} same, eq: [0-9.]+% of its elements are not those of plain", str(found))
+    assert re.search(
+        rf":{line} same, eq: [0-9.]+% of its elements are not those of plain",
+        str(found),
+    )
 
 
 def test_roundings_that_are_left_of_a_difference_are_not_called_nothing():
@@ -44,7 +51,8 @@ def test_roundings_that_are_left_of_a_difference_are_not_called_nothing():
 
 
 def test_a_result_that_is_off_by_a_hundredth_is_named():
-    """What plain FP16 has lost must be right to 1%, or be named: a hundredth is where `explain` begins."""
+    """What plain FP16 has lost must be right to 1%, or be named: a hundredth is where
+    `explain` begins."""
 
     def rest(x):
         s = jnp.tanh(x)
@@ -61,5 +69,9 @@ def test_what_a_comparison_made_zero_is_not_said_to_want_a_wider_format():
         return jnp.where(copied(s) >= s, s, 0.0) * 1.5
 
     found = str(sc.explain(kept, scaled_normal()))
-    assert re.search(r"first loss: .* are zero, which are not in plain FP32, .*a comparison.* the other way", found)
+    assert re.search(
+        r"first loss: .* are zero, which are not in plain FP32, .*a comparison.* the"
+        r" other way",
+        found,
+    )
     assert "wider format" not in found

@@ -1,4 +1,5 @@
-"""Parts of a product's operands that are many octaves apart, where the format holds less: rows, groups, experts."""
+"""Parts of a product's operands that are many octaves apart, where the format holds
+less: rows, groups, experts."""
 
 import functools
 import re
@@ -34,8 +35,13 @@ def like(x, table):
 def error(found, expected, axis=0):
     """Of the worst index along an axis, relative to its norm; of the worst result."""
     errors = []
-    for x, y in zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True):
-        x, y = (np.moveaxis(np.asarray(a, np.float64), axis, 0).reshape(a.shape[axis], -1) for a in (x, y))
+    for x, y in zip(
+        jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True
+    ):
+        x, y = (
+            np.moveaxis(np.asarray(a, np.float64), axis, 0).reshape(a.shape[axis], -1)
+            for a in (x, y)
+        )
         errors.append(np.max(np.linalg.norm(x - y, axis=1) / np.linalg.norm(y, axis=1)))
     return max(errors)
 
@@ -46,13 +52,17 @@ def both(fun, *args, dtype=HALF):
 
 
 def conv(x, k, **params):
-    return lax.conv_general_dilated(x, k, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), **params)
+    return lax.conv_general_dilated(
+        x, k, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), **params
+    )
 
 
 def conv_elsewhere(x, k, **params):
     """The same, its axes in another order."""
     numbers = ("CWN", "OWI", "CWN")
-    out = lax.conv_general_dilated(x.T, k.transpose(2, 0, 1), (1,), "SAME", dimension_numbers=numbers, **params)
+    out = lax.conv_general_dilated(
+        x.T, k.transpose(2, 0, 1), (1,), "SAME", dimension_numbers=numbers, **params
+    )
     return out.T
 
 
@@ -60,11 +70,21 @@ ENTRIES = far(6)
 SHARED = {
     "rows": lambda x, w, s: ((x[0] * s[:, None]) @ w[0]) / s[:, None],
     "columns": lambda x, w, s: ((w[0].T @ (x[0] * s[:, None]).T) / s[None]).T,
-    "vmap of vectors": lambda x, w, s: jax.vmap(lambda x, s: ((x * s) @ w[0]) / s)(x[0], s),
-    "vmap of matrices": lambda x, w, s: jax.vmap(lambda x, s: ((x * s) @ w[0]) / s)(x, s),
-    "vmap of weights": lambda x, w, s: jax.vmap(lambda w, s: (x[0] @ (w * s)) / s)(w, s),
-    "jit of a product": lambda x, w, s: jax.jit(jnp.matmul)(x[0] * s[:, None], w[0]) / s[:, None],
-    "scan of products": lambda x, w, s: lax.scan(lambda h, w: (h @ w, None), x[0] * s[:, None], w)[0] / s[:, None],
+    "vmap of vectors": lambda x, w, s: jax.vmap(lambda x, s: ((x * s) @ w[0]) / s)(
+        x[0], s
+    ),
+    "vmap of matrices": lambda x, w, s: jax.vmap(lambda x, s: ((x * s) @ w[0]) / s)(
+        x, s
+    ),
+    "vmap of weights": lambda x, w, s: jax.vmap(lambda w, s: (x[0] @ (w * s)) / s)(
+        w, s
+    ),
+    "jit of a product": lambda x, w, s: (
+        jax.jit(jnp.matmul)(x[0] * s[:, None], w[0]) / s[:, None]
+    ),
+    "scan of products": lambda x, w, s: (
+        lax.scan(lambda h, w: (h @ w, None), x[0] * s[:, None], w)[0] / s[:, None]
+    ),
 }
 
 
@@ -72,40 +92,62 @@ SHARED = {
 @pytest.mark.parametrize("dtype", quick([HALF, jnp.float8_e5m2], HALF))
 def test_entries_of_one_operand_are_as_right_as_each_by_itself(kind, dtype):
     found, expected = both(
-        lambda x, w: SHARED[kind](x, w, like(x, ENTRIES)), normal(0, 6, 6, 8), normal(1, 6, 8, 8), dtype=dtype
+        lambda x, w: SHARED[kind](x, w, like(x, ENTRIES)),
+        normal(0, 6, 6, 8),
+        normal(1, 6, 8, 8),
+        dtype=dtype,
     )
     assert error(found, expected) <= 8 * FP16.epsilon
 
 
 LAST, GROUPS = far(8)[None, None], jnp.repeat(far(4), 2)[None, None]
 CONVOLUTIONS = {
-    "batch": lambda conv, x, k: conv(x * like(x, far(8))[:, None, None], k) / like(x, far(8))[:, None, None],
-    "features": lambda conv, x, k: conv(x, k * like(x, LAST)) / like(x, LAST),
-    "vmap of both": lambda conv, x, k: jax.vmap(lambda x, k, s: conv(x[None] * s, k / s)[0])(
-        x, jnp.stack([k] * 8), like(x, far(8))
+    "batch": lambda conv, x, k: (
+        conv(x * like(x, far(8))[:, None, None], k) / like(x, far(8))[:, None, None]
     ),
-    "vmap of inputs": lambda conv, x, k: jax.vmap(lambda x, s: conv(x[None] * s, k)[0] / s)(x, like(x, far(8))),
+    "features": lambda conv, x, k: conv(x, k * like(x, LAST)) / like(x, LAST),
+    "vmap of both": lambda conv, x, k: jax.vmap(
+        lambda x, k, s: conv(x[None] * s, k / s)[0]
+    )(x, jnp.stack([k] * 8), like(x, far(8))),
+    "vmap of inputs": lambda conv, x, k: jax.vmap(
+        lambda x, s: conv(x[None] * s, k)[0] / s
+    )(x, like(x, far(8))),
     "vmap of kernels": lambda conv, x, k: jax.vmap(lambda k, s: conv(x, k * s) / s)(
         jnp.stack([k] * 8), like(x, far(8))
     ),
     "groups of the input": lambda conv, x, k: (
         conv(x * like(x, GROUPS), k[:, :2], feature_group_count=4) / like(x, GROUPS)
     ),
-    "groups of both": lambda conv, x, k: conv(x * like(x, GROUPS), k[:, :2] / like(x, GROUPS), feature_group_count=4),
-    "depthwise": lambda conv, x, k: conv(x * like(x, LAST), k[:, :1] / like(x, LAST), feature_group_count=8),
-    "groups of the batch": lambda conv, x, k: conv(x * like(x, GROUPS).T, k / like(x, GROUPS), batch_group_count=4),
+    "groups of both": lambda conv, x, k: conv(
+        x * like(x, GROUPS), k[:, :2] / like(x, GROUPS), feature_group_count=4
+    ),
+    "depthwise": lambda conv, x, k: conv(
+        x * like(x, LAST), k[:, :1] / like(x, LAST), feature_group_count=8
+    ),
+    "groups of the batch": lambda conv, x, k: conv(
+        x * like(x, GROUPS).T, k / like(x, GROUPS), batch_group_count=4
+    ),
 }
 
 
 def of_each(kind, found):
     """Along which axis of a result the factors are."""
-    return {"batch": 0, "vmap of both": 0, "vmap of inputs": 0, "vmap of kernels": 0}.get(kind, found.ndim - 1)
+    return {
+        "batch": 0,
+        "vmap of both": 0,
+        "vmap of inputs": 0,
+        "vmap of kernels": 0,
+    }.get(kind, found.ndim - 1)
 
 
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @pytest.mark.parametrize("conv", quick([conv, conv_elsewhere], conv_elsewhere))
 def test_groups_and_batches_of_convolutions_are_as_right_as_each_by_itself(kind, conv):
-    found, expected = both(functools.partial(CONVOLUTIONS[kind], conv), normal(0, 8, 7, 8), normal(1, 3, 8, 8))
+    found, expected = both(
+        functools.partial(CONVOLUTIONS[kind], conv),
+        normal(0, 8, 7, 8),
+        normal(1, 3, 8, 8),
+    )
     assert error(found, expected, of_each(kind, expected)) <= 4 * FP16.epsilon
 
 
@@ -115,9 +157,12 @@ GROUPED = ("vmap of both", "groups of both", "depthwise")
 @pytest.mark.parametrize("kind", GROUPED)
 def test_gradients_of_grouped_convolutions_are_too(kind):
     def gradient(x, k):
-        return jax.grad(lambda x, k: jnp.sum(CONVOLUTIONS[kind](conv, x, k) * like(x, normal(2, 8, 7, 8))), (0, 1))(
-            x, k
-        )
+        return jax.grad(
+            lambda x, k: jnp.sum(
+                CONVOLUTIONS[kind](conv, x, k) * like(x, normal(2, 8, 7, 8))
+            ),
+            (0, 1),
+        )(x, k)
 
     found, expected = both(gradient, normal(0, 8, 7, 8), normal(1, 3, 8, 8))
     assert error(found[0], expected[0], of_each(kind, expected[0])) <= 4 * FP16.epsilon
@@ -125,11 +170,19 @@ def test_gradients_of_grouped_convolutions_are_too(kind):
 
 def test_experts_and_rows_of_a_ragged_product_are_as_right_as_each_by_itself():
     sizes, experts = jnp.array([3, 0, 5, 2]), far(4)
-    of_rows = jnp.repeat(experts, np.array([3, 0, 5, 2]), total_repeat_length=10)[:, None]
+    of_rows = jnp.repeat(experts, np.array([3, 0, 5, 2]), total_repeat_length=10)[
+        :, None
+    ]
 
     def fun(x, w):
-        weights = lax.ragged_dot(x, w * like(x, experts)[:, None, None], sizes) / like(x, of_rows)
-        return weights, lax.ragged_dot(x * like(x, far(10))[:, None], w, sizes) / like(x, far(10))[:, None]
+        weights = lax.ragged_dot(x, w * like(x, experts)[:, None, None], sizes) / like(
+            x, of_rows
+        )
+        return (
+            weights,
+            lax.ragged_dot(x * like(x, far(10))[:, None], w, sizes)
+            / like(x, far(10))[:, None],
+        )
 
     found, expected = both(fun, normal(0, 10, 8), normal(1, 4, 8, 8))
     assert error(found, expected) <= 4 * FP16.epsilon
@@ -142,7 +195,9 @@ PLAIN = {
     "argument": lambda w, t: jnp.stack([t, jnp.ones(24)], 1) @ w,
     "on the right": lambda w, t: (w.T @ jnp.stack([t, jnp.ones(24)])).T,
     "computed": lambda w, t: jnp.stack([jnp.sqrt(t * t), jnp.ones(24)], 1) @ w,
-    "of integers": lambda w, t: jnp.stack([jnp.round(t * 24).astype(jnp.int32), jnp.full(24, 24)], 1) @ w,
+    "of integers": lambda w, t: (
+        jnp.stack([jnp.round(t * 24).astype(jnp.int32), jnp.full(24, 24)], 1) @ w
+    ),
     "in a loop": lambda w, t: lax.map(lambda t: jnp.stack([t, jnp.ones(())]) @ w, t),
 }
 
@@ -150,19 +205,31 @@ PLAIN = {
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("dtype", quick([HALF, jnp.bfloat16], HALF))
 def test_a_plain_operand_keeps_all_its_digits_in_a_product(kind, dtype):
-    w = as_scaled_array(jnp.array([[1.0, -1.0], [-19000.0, 19000.0]]) / 8, dtype=HALF).astype(dtype)
-    found, expected = (f(w, TIMES) for f in (jax.jit(scalify(PLAIN[kind])), lambda w, t: PLAIN[kind](asarray(w), t)))
+    w = as_scaled_array(
+        jnp.array([[1.0, -1.0], [-19000.0, 19000.0]]) / 8, dtype=HALF
+    ).astype(dtype)
+    found, expected = (
+        f(w, TIMES)
+        for f in (
+            jax.jit(scalify(PLAIN[kind])),
+            lambda w, t: PLAIN[kind](asarray(w), t),
+        )
+    )
     # As JAX promotes it: an FP32 operand makes FP32, integers do not.
     assert found.dtype == PLAIN[kind](asarray(w).astype(dtype), TIMES).dtype
     epsilon = 2.0**-22 if found.dtype == jnp.float32 else jnp.finfo(dtype).eps
-    np.testing.assert_allclose(asarray(found), expected, atol=epsilon * float(jnp.abs(expected).max()))
+    np.testing.assert_allclose(
+        asarray(found), expected, atol=epsilon * float(jnp.abs(expected).max())
+    )
 
 
 NARROW = {
     "one-hot": lambda w, i: jax.nn.one_hot(i, 8, dtype=w.dtype) @ w,
     "mask": lambda w, i: (i[:, None] > jnp.arange(8)[None]).astype(w.dtype) @ w,
     "ones": lambda w, i: jnp.ones((8, 8), w.dtype) @ w,
-    "int8": lambda w, i: jnp.broadcast_to(i.astype(jnp.int8), (8, 8)).astype(w.dtype) @ w,
+    "int8": lambda w, i: (
+        jnp.broadcast_to(i.astype(jnp.int8), (8, 8)).astype(w.dtype) @ w
+    ),
     "fp16": lambda w, i: (0.3 * jnp.ones((8, 8))).astype(HALF) @ w,
 }
 
@@ -175,24 +242,38 @@ def test_a_plain_operand_that_the_format_holds_is_read_in_it(kind):
     (found,) = [line for line in text.splitlines() if "dot_general" in line]
     assert "preferred_element_type=float32" in text[text.index(found) :][:400]
     expected = NARROW[kind](asarray(args[0]), args[1])
-    assert error(jax.jit(scalify(NARROW[kind]))(*args)[1:], expected[1:]) <= 2 * FP16.epsilon
+    assert (
+        error(jax.jit(scalify(NARROW[kind]))(*args)[1:], expected[1:])
+        <= 2 * FP16.epsilon
+    )
 
 
 # How it is measured.
 
 
-@pytest.mark.parametrize("parts", [(1, 1, 1), (4, 1, 1), (1, 6, 8), (2, 1, 8), (1, 3, 4), (4, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize(
+    "parts",
+    [(1, 1, 1), (4, 1, 1), (1, 6, 8), (2, 1, 8), (1, 3, 4), (4, 2, 1), (1, 1, 2)],
+)
 def test_a_scale_for_each_part_is_that_of_its_largest_magnitude(parts):
     x = normal(0, 4, 6, 8) * far(4)[:, None, None] * far(6)[None, :, None]
     found = np.broadcast_to(peaks.unit_of(x, 14, parts), x.shape)
-    cut = [n for part, size in zip(parts, x.shape, strict=True) for n in (part, size // part)]
+    cut = [
+        n
+        for part, size in zip(parts, x.shape, strict=True)
+        for n in (part, size // part)
+    ]
     blocks = np.abs(np.asarray(x)).reshape(cut).max((1, 3, 5), keepdims=True)
     expected = 2.0 ** (np.floor(np.log2(blocks)) - 14)
-    np.testing.assert_array_equal(found, np.broadcast_to(expected, cut).reshape(x.shape))
+    np.testing.assert_array_equal(
+        found, np.broadcast_to(expected, cut).reshape(x.shape)
+    )
 
 
 def test_readers_agree_on_scales_and_who_must_have_more_is_given_its_own():
-    of = lambda *readings: products.settled([products.Reading(np.dtype(HALF), *x) for x in readings])
+    of = lambda *readings: products.settled(
+        [products.Reading(np.dtype(HALF), *x) for x in readings]
+    )
     one, rows, columns, entries = (1, 1), (8, 1), (1, 6), (2, 1)
     assert [w.parts for w in of((one, rows), (one, rows))] == [rows, rows]
     assert [w.parts for w in of((one, rows), (one, columns))] == [one, one]
@@ -211,4 +292,6 @@ def test_check_names_what_is_lost_in_a_convolution():
         jax.block_until_ready(jax.jit(scalify(fun, check=True))(*args))
         jax.effects_barrier()
     (text,) = [str(w.message) for w in found]
-    assert re.search("conv_general_dilated: in float16 .*% of its columns are off", text)
+    assert re.search(
+        "conv_general_dilated: in float16 .*% of its columns are off", text
+    )

@@ -1,4 +1,5 @@
-"""formats.py against ml_dtypes and against an oracle that searches all numbers of a format in float64."""
+"""formats.py against ml_dtypes and against an oracle that searches all numbers of a
+format in float64."""
 
 import functools
 
@@ -23,50 +24,71 @@ from scalify_core.formats import (
 )
 
 NATIVE = [E4M3, E5M2, FP16, BF16]
-SIMULATED = [FloatFormat.parse(name) for name in ("e2m1", "e2m3", "e3m2", "e3m4", "e4m2", "e5m7", "e6m9", "e8m3")]
-quiet_nan = functools.partial(np.nan_to_num, nan=np.nan, posinf=np.inf, neginf=-np.inf)  # signalling NaNs warn
+SIMULATED = [
+    FloatFormat.parse(name)
+    for name in ("e2m1", "e2m3", "e3m2", "e3m4", "e4m2", "e5m7", "e6m9", "e8m3")
+]
+# signalling NaNs warn
+quiet_nan = functools.partial(np.nan_to_num, nan=np.nan, posinf=np.inf, neginf=-np.inf)
 EVERY_16_BITS = {
-    "fp16": quiet_nan(np.arange(2**16, dtype=np.uint16).view(np.float16)).astype(np.float32),
+    "fp16": (
+        quiet_nan(np.arange(2**16, dtype=np.uint16).view(np.float16)).astype(np.float32)
+    ),
     "bf16": quiet_nan((np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)),
 }
 
 
 @functools.cache
 def values(fmt: FloatFormat) -> np.ndarray:
-    """All non-negative finite numbers of a format, from their definition, as float64, sorted."""
+    """All non-negative finite numbers of a format, from their definition, as float64,
+    sorted."""
     fields = 2**fmt.exponent_bits - (1 if fmt.infinities else 0)
     fraction = np.arange(2**fmt.mantissa_bits) / 2**fmt.mantissa_bits
     bias = 2 ** (fmt.exponent_bits - 1) - 1
-    rows = [fraction * 2.0 ** (1 - bias)] + [(1 + fraction) * 2.0 ** (e - bias) for e in range(1, fields)]
+    rows = [fraction * 2.0 ** (1 - bias)] + [
+        (1 + fraction) * 2.0 ** (e - bias) for e in range(1, fields)
+    ]
     table = np.concatenate(rows)
     return table if fmt.infinities else table[:-1]
 
 
 def oracle(fmt: FloatFormat, x: np.ndarray) -> np.ndarray:
-    """Nearest number by search; a tie goes to the even position in the table (its lowest mantissa bit is 0)."""
-    table, magnitude = values(fmt), np.minimum(np.abs(x).astype(np.float64), values(fmt)[-1])
+    """Nearest number by search; a tie goes to the even position in the table (its
+    lowest mantissa bit is 0)."""
+    table, magnitude = (
+        values(fmt),
+        np.minimum(np.abs(x).astype(np.float64), values(fmt)[-1]),
+    )
     above = np.minimum(np.searchsorted(table, magnitude), len(table) - 1)
     below = np.maximum(above - 1, 0)
     up, down = table[above] - magnitude, magnitude - table[below]
-    pick = np.where((up < down) | ((up == down) & (above % 2 == 0)) | (up == 0), above, below)
+    pick = np.where(
+        (up < down) | ((up == down) & (above % 2 == 0)) | (up == 0), above, below
+    )
     special = np.abs(x) if fmt.infinities else np.full_like(x, np.nan)
     return np.copysign(np.where(np.isfinite(x), table[pick], special), x)
 
 
 def near_ties(fmt: FloatFormat) -> np.ndarray:
-    """FP32 numbers at, just above and just below the middle of neighbours, of both signs."""
+    """FP32 numbers at, just above and just below the middle of neighbours, of both
+    signs."""
     table = values(fmt)
     middle = ((table[1:] + table[:-1]) / 2).astype(np.float32)
-    near = np.concatenate([np.nextafter(middle, np.float32(s)) for s in (0, np.inf)] + [middle])
+    near = np.concatenate(
+        [np.nextafter(middle, np.float32(s)) for s in (0, np.inf)] + [middle]
+    )
     return np.concatenate([near, -near])
 
 
 def assert_same(found, expected) -> None:
-    """Equal numbers, zeros of equal sign, NaN where NaN. Bitwise comparison, for CPUs flush subnormals in ==."""
+    """Equal numbers, zeros of equal sign, NaN where NaN. Bitwise comparison, for CPUs
+    flush subnormals in ==."""
     found, expected = np.asarray(found, np.float32), np.asarray(expected, np.float32)
     assert np.array_equal(np.isnan(found), np.isnan(expected))
     number = ~np.isnan(expected)
-    np.testing.assert_array_equal(found[number].view(np.uint32), expected[number].view(np.uint32))
+    np.testing.assert_array_equal(
+        found[number].view(np.uint32), expected[number].view(np.uint32)
+    )
 
 
 @pytest.mark.parametrize("source", EVERY_16_BITS)
@@ -87,7 +109,9 @@ def test_quantise_is_exact_for_every_16_bit_pattern(fmt, source):
     assert_same(jax.jit(fmt.quantise)(jnp.asarray(x)), oracle(fmt, x))
 
 
-@pytest.mark.parametrize("fmt", quick(NATIVE + SIMULATED, E4M3, FP16, SIMULATED[0]), ids=str)
+@pytest.mark.parametrize(
+    "fmt", quick(NATIVE + SIMULATED, E4M3, FP16, SIMULATED[0]), ids=str
+)
 def test_fp32_numbers_around_ties_round_to_nearest_even(fmt):
     x = near_ties(fmt)
     assert_same(fmt.quantise(x), oracle(fmt, x))
@@ -98,7 +122,9 @@ def test_fp32_numbers_around_ties_round_to_nearest_even(fmt):
 def truncated(fmt: FloatFormat, x: np.ndarray) -> np.ndarray:
     """The largest number of the format that is not above |x|, by search."""
     table, magnitude = values(fmt), np.abs(x).astype(np.float64)
-    below = np.searchsorted(table, np.where(np.isfinite(x), magnitude, 0), side="right") - 1
+    below = (
+        np.searchsorted(table, np.where(np.isfinite(x), magnitude, 0), side="right") - 1
+    )
     special = np.abs(x) if fmt.infinities else np.full_like(x, np.nan)
     return np.copysign(np.where(np.isfinite(x), table[below], special), x)
 
@@ -106,7 +132,11 @@ def truncated(fmt: FloatFormat, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", ["e4m3t", "e5m2t", "e3m1t", "e8m7t", "e5m10t"])
 def test_a_truncating_format_leaves_out_digits_and_never_rounds_up(name):
     fmt = FloatFormat.parse(name)
-    assert (str(fmt), fmt.dtype, fmt.max) == (name, None, FloatFormat.parse(name[:-1]).max)
+    assert (str(fmt), fmt.dtype, fmt.max) == (
+        name,
+        None,
+        FloatFormat.parse(name[:-1]).max,
+    )
     for x in (*EVERY_16_BITS.values(), near_ties(fmt)):
         assert_same(jax.jit(fmt.quantise)(jnp.asarray(x)), truncated(fmt, x))
     with pytest.raises(ValueError, match="quantise"):
@@ -116,29 +146,49 @@ def test_a_truncating_format_leaves_out_digits_and_never_rounds_up(name):
 @pytest.mark.parametrize("name", ["e4m3s", "e5m2s", "e3m1s"])
 def test_a_stochastic_format_gives_either_neighbour_the_nearer_the_likelier(name):
     fmt = FloatFormat.parse(name)
-    assert (str(fmt), fmt.dtype, fmt.max) == (name, None, FloatFormat.parse(name[:-1]).max)
+    assert (str(fmt), fmt.dtype, fmt.max) == (
+        name,
+        None,
+        FloatFormat.parse(name[:-1]).max,
+    )
     quantise = jax.jit(fmt.quantise)
-    x = np.concatenate([np.random.default_rng(0).normal(size=2**16), [0.0, -0.0, np.inf, np.nan]]).astype(np.float32)
+    x = np.concatenate(
+        [np.random.default_rng(0).normal(size=2**16), [0.0, -0.0, np.inf, np.nan]]
+    ).astype(np.float32)
     found, below = np.asarray(quantise(x)), truncated(fmt, x)
     ends = x[-4:] if fmt.infinities else np.array([0.0, -0.0, np.nan, np.nan])
     assert_same(found[-4:], ends.astype(np.float32))
     x, found, below = x[:-4], found[:-4], below[:-4]
     table = values(fmt)
-    above = np.copysign(table[np.minimum(np.searchsorted(table, np.abs(below)) + 1, len(table) - 1)], x)
+    above = np.copysign(
+        table[np.minimum(np.searchsorted(table, np.abs(below)) + 1, len(table) - 1)], x
+    )
     assert np.all((found == below) | (found == above))
     assert np.mean(found == below) > 0.3
     assert np.mean(found == above) > 0.3
-    assert_same(found, np.asarray(quantise(np.append(x, [0.0, -0.0, np.inf, np.nan]).astype(np.float32)))[:-4])
-    # A rounding is off by at most the space between its neighbours, so that many are off by its root together.
+    assert_same(
+        found,
+        np.asarray(
+            quantise(np.append(x, [0.0, -0.0, np.inf, np.nan]).astype(np.float32))
+        )[:-4],
+    )
+    # A rounding is off by at most the space between its neighbours, so that many are
+    # off by its root together.
     error, space = (found - x).astype(np.float64), np.abs(above - below)
     assert abs(error.sum()) < 4 * np.sqrt(np.square(space).sum() / 4)
-    assert np.any(found != np.asarray(quantise(np.append(x, 1.0).astype(np.float32)))[:-1])
+    assert np.any(
+        found != np.asarray(quantise(np.append(x, 1.0).astype(np.float32)))[:-1]
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_operands_saturate_at_the_formats_own_maximum(dtype):
     # In BF16 the limit 65504 would round to 65536, which FP16 cannot hold.
-    x = jnp.asarray([6e4, -6.5e4], dtype) * 1.5 if dtype == jnp.bfloat16 else jnp.asarray([65504, -65504], dtype)
+    x = (
+        jnp.asarray([6e4, -6.5e4], dtype) * 1.5
+        if dtype == jnp.bfloat16
+        else jnp.asarray([65504, -65504], dtype)
+    )
     np.testing.assert_array_equal(np.asarray(FP16.cast(x), np.float32), [65504, -65504])
 
 
@@ -185,30 +235,48 @@ def test_stochastic_rounding_returns_numbers_of_the_format_unchanged(fmt):
         assert_same(fmt.stochastic_round(x, jnp.full(x.shape, draw, jnp.uint16)), x)
 
 
-@pytest.mark.parametrize("fmt", [*NATIVE, FloatFormat.parse("e5m6"), FloatFormat.parse("e5m15")], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [*NATIVE, FloatFormat.parse("e5m6"), FloatFormat.parse("e5m15")], ids=str
+)
 def test_stochastic_rounding_is_unbiased_over_all_draws(fmt):
-    """The mean over the 2^16 possible draws is x, up to 2^-17 of the distance between its neighbours.
+    """The mean over the 2^16 possible draws is x, up to 2^-17 of the distance between
+    its neighbours.
 
-    Of a subnormal number no more bits are seen than of the smallest normal one: 13 below FP16's last place, so 2^-14.
+    Of a subnormal number no more bits are seen than of the smallest normal one: 13
+    below FP16's last place, so 2^-14.
     """
     rng = np.random.default_rng(0)
-    exponent = np.concatenate([np.full(6, np.log2(fmt.min_subnormal) + 1.5), rng.uniform(-8, 8, 10)])
-    x = (2.0**exponent * rng.uniform(1, 2, 16) * rng.choice([-1, 1], 16)).astype(np.float32)
+    exponent = np.concatenate(
+        [np.full(6, np.log2(fmt.min_subnormal) + 1.5), rng.uniform(-8, 8, 10)]
+    )
+    x = (2.0**exponent * rng.uniform(1, 2, 16) * rng.choice([-1, 1], 16)).astype(
+        np.float32
+    )
     draws = jnp.arange(2**16, dtype=jnp.uint16)
-    rounded = jax.jit(jax.vmap(fmt.stochastic_round, in_axes=(None, 0)))(x, jnp.tile(draws[:, None], (1, 16)))
+    rounded = jax.jit(jax.vmap(fmt.stochastic_round, in_axes=(None, 0)))(
+        x, jnp.tile(draws[:, None], (1, 16))
+    )
     rounded = np.asarray(rounded).astype(np.float64)
-    above = np.minimum(np.searchsorted(values(fmt), np.abs(x.astype(np.float64))), len(values(fmt)) - 1)
+    above = np.minimum(
+        np.searchsorted(values(fmt), np.abs(x.astype(np.float64))), len(values(fmt)) - 1
+    )
     low, high = values(fmt)[above - 1], values(fmt)[above]
     assert np.all((np.abs(rounded) == low) | (np.abs(rounded) == high))
-    bound = 2.0**-17 + np.where(np.abs(x) < fmt.min_normal, 2.0 ** (fmt.mantissa_bits - 24), 0)
-    np.testing.assert_array_less(np.abs(rounded.mean(0) - x), (high - low) * bound * (1 + 1e-9))
+    bound = 2.0**-17 + np.where(
+        np.abs(x) < fmt.min_normal, 2.0 ** (fmt.mantissa_bits - 24), 0
+    )
+    np.testing.assert_array_less(
+        np.abs(rounded.mean(0) - x), (high - low) * bound * (1 + 1e-9)
+    )
 
 
 def test_stochastic_rounding_from_fp32_to_fp16_is_exactly_unbiased():
     x = np.float32(1) + np.float32(2**-23) * np.arange(1, 2**13, 97, dtype=np.float32)
     draws = jnp.tile(jnp.arange(2**16, dtype=jnp.uint16)[:, None], (1, len(x)))
     rounded = jax.vmap(FP16.stochastic_round, in_axes=(None, 0))(x, draws)
-    np.testing.assert_array_equal(np.asarray(rounded, np.float64).mean(0), x.astype(np.float64))
+    np.testing.assert_array_equal(
+        np.asarray(rounded, np.float64).mean(0), x.astype(np.float64)
+    )
 
 
 @pytest.mark.parametrize("fmt", [*NATIVE[:3], FloatFormat.parse("e3m2")], ids=str)
@@ -224,10 +292,19 @@ def test_stochastic_rounding_of_a_part_of_the_smallest_number_gives_it_as_often(
 
 @pytest.mark.parametrize("fmt", NATIVE, ids=str)
 def test_stochastic_rounding_saturates_and_keeps_what_is_not_finite(fmt):
-    x = np.array([fmt.max * (1 + fmt.epsilon / 4), -3e38, np.inf, -np.inf, np.nan], np.float32)
-    expected = [fmt.max, -fmt.max, np.inf, -np.inf, np.nan] if fmt.infinities else [fmt.max, -fmt.max] + [np.nan] * 3
+    x = np.array(
+        [fmt.max * (1 + fmt.epsilon / 4), -3e38, np.inf, -np.inf, np.nan], np.float32
+    )
+    expected = (
+        [fmt.max, -fmt.max, np.inf, -np.inf, np.nan]
+        if fmt.infinities
+        else [fmt.max, -fmt.max] + [np.nan] * 3
+    )
     x[1] = np.float32(-3.4028235e38)
-    assert_same(np.abs(fmt.stochastic_round(x, jnp.full(5, 2**16 - 1, jnp.uint16))), np.abs(expected))
+    assert_same(
+        np.abs(fmt.stochastic_round(x, jnp.full(5, 2**16 - 1, jnp.uint16))),
+        np.abs(expected),
+    )
 
 
 def test_stochastic_rounding_refuses_bits_of_another_shape_or_type():
@@ -241,7 +318,9 @@ def test_counter_bits_are_the_same_on_any_sharding_and_differ_by_every_counter()
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, jax.P("data", None))
     base = np.asarray(counter_bits(shape, 1, 2, 3))
-    sharded = jax.jit(counter_bits, static_argnums=0, out_shardings=sharding)(shape, 1, jnp.int32(2), 3)
+    sharded = jax.jit(counter_bits, static_argnums=0, out_shardings=sharding)(
+        shape, 1, jnp.int32(2), 3
+    )
     np.testing.assert_array_equal(base, sharded)
     np.testing.assert_array_equal(base.reshape(-1), counter_bits((64 * 48,), 1, 2, 3))
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (3, 2, 1)):
@@ -250,15 +329,24 @@ def test_counter_bits_are_the_same_on_any_sharding_and_differ_by_every_counter()
 
 def test_counter_bits_look_uniform_and_independent():
     n = 2**18
-    draws = [np.asarray(counter_bits((n,), 0, step, leaf)).astype(np.int64) for step, leaf in ((0, 0), (1, 0), (0, 1))]
+    draws = [
+        np.asarray(counter_bits((n,), 0, step, leaf)).astype(np.int64)
+        for step, leaf in ((0, 0), (1, 0), (0, 1))
+    ]
     for sample in draws:
         counts = np.bincount(sample >> 8, minlength=256)
         chi2 = np.sum((counts - n / 256) ** 2 / (n / 256))
-        assert abs(chi2 - 255) < 6 * np.sqrt(2 * 255)  # six standard deviations of chi squared, 255 degrees
+        # six standard deviations of chi squared, 255 degrees
+        assert abs(chi2 - 255) < 6 * np.sqrt(2 * 255)
         bit_means = ((sample[:, None] >> np.arange(16)) & 1).mean(0)
         assert np.all(np.abs(bit_means - 0.5) < 6 * 0.5 / np.sqrt(n))
     unit = [(d - d.mean()) / d.std() for d in draws]
-    pairs = [(unit[0], unit[1]), (unit[0], unit[2]), (unit[0][1:], unit[0][:-1]), (unit[0][7:], unit[1][:-7])]
+    pairs = [
+        (unit[0], unit[1]),
+        (unit[0], unit[2]),
+        (unit[0][1:], unit[0][:-1]),
+        (unit[0][7:], unit[1][:-7]),
+    ]
     for a, b in pairs:
         assert abs(np.mean(a * b)) < 6 / np.sqrt(n)
 
@@ -269,14 +357,20 @@ def test_counter_bits_refuse_an_array_they_cannot_number():
 
 
 @pytest.mark.parametrize("exponent", [-126, -100, -1, 0, 1, 13, 126])
-def test_powers_of_two_round_at_the_binary_border_and_at_the_square_root_of_two(exponent):
-    one, border = np.float32(2.0**exponent), np.float32(2.0**exponent) * np.float32(np.sqrt(2.0))
+def test_powers_of_two_round_at_the_binary_border_and_at_the_square_root_of_two(
+    exponent,
+):
+    one, border = (
+        np.float32(2.0**exponent),
+        np.float32(2.0**exponent) * np.float32(np.sqrt(2.0)),
+    )
     top = np.nextafter(one * 2, np.float32(0)) if exponent < 126 else one
     above = np.nextafter(border, np.float32(np.inf)) if exponent < 126 else one
     for convert in (float, jnp.float32):
         assert float(pow2_floor(convert(one))) == one
         assert float(pow2_floor(convert(top))) == one
-        assert float(pow2_round(convert(border))) == one  # FP32's nearest number to sqrt(2) lies below it
+        # FP32's nearest number to sqrt(2) lies below it
+        assert float(pow2_round(convert(border))) == one
         assert float(pow2_round(convert(above))) == (one * 2 if exponent < 126 else one)
         assert float(pow2_round(convert(top))) == (one * 2 if exponent < 126 else one)
 
@@ -303,7 +397,12 @@ def test_powers_of_two_of_zero_infinity_and_nan_are_defined(function, convert):
 
 
 def test_rounding_is_not_removed_by_the_compiler():
-    text = jax.jit(FloatFormat.parse("e3m4").quantise).lower(jnp.ones(4)).compile().as_text()
+    text = (
+        jax.jit(FloatFormat.parse("e3m4").quantise)
+        .lower(jnp.ones(4))
+        .compile()
+        .as_text()
+    )
     assert "reduce-precision" not in text
     assert "shift" in text
 
@@ -312,13 +411,22 @@ def test_rounding_is_not_removed_by_the_compiler():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_cast_or_nan_is_the_cast_of_all_but_infinities(fmt, dtype):
     x = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(np.float16)).astype(dtype)
-    x = jnp.concatenate([x, jnp.asarray([jnp.finfo(dtype).max, -0.0, jnp.inf, -jnp.inf, jnp.nan], dtype)])
+    x = jnp.concatenate(
+        [
+            x,
+            jnp.asarray(
+                [jnp.finfo(dtype).max, -0.0, jnp.inf, -jnp.inf, jnp.nan], dtype
+            ),
+        ]
+    )
     expected = np.asarray(fmt.cast(x.astype(jnp.float32)), np.float32)
     expected[~np.isfinite(np.asarray(x, np.float32))] = np.nan
     found = np.asarray(jax.jit(fmt.cast_or_nan)(x), np.float32)
     np.testing.assert_array_equal(found, expected)
     finite = np.isfinite(expected)
-    np.testing.assert_array_equal(np.signbit(found[finite]), np.signbit(expected[finite]))
+    np.testing.assert_array_equal(
+        np.signbit(found[finite]), np.signbit(expected[finite])
+    )
 
 
 def test_cast_or_nan_is_for_fp8():
@@ -328,4 +436,6 @@ def test_cast_or_nan_is_for_fp8():
 
 def test_the_inverse_of_a_power_of_two_is_exact():
     powers = 2.0 ** np.arange(-126, 127)
-    np.testing.assert_array_equal(pow2_inverse(jnp.asarray(powers, jnp.float32)), 1 / powers)
+    np.testing.assert_array_equal(
+        pow2_inverse(jnp.asarray(powers, jnp.float32)), 1 / powers
+    )

@@ -1,4 +1,5 @@
-"""Gradients are taken inside; outside only those of plain arguments, and all else is refused."""
+"""Gradients are taken inside; outside only those of plain arguments, and all else is
+refused."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,9 @@ REFUSED = {
     "check": lambda w: scalify(loss, check=True)(w, X),
     "two calls": lambda w: scalify(loss)(w, X) + scalify(loss)(w, 2 * X),
     "remat": lambda w: jax.checkpoint(lambda w: scalify(loss)(w, X))(w),
-    "scan": lambda w: lax.scan(lambda c, x: (c + scalify(loss)(w, x[None]), None), 0.0, X)[0],
+    "scan": lambda w: lax.scan(
+        lambda c, x: (c + scalify(loss)(w, x[None]), None), 0.0, X
+    )[0],
     "asarray": lambda w: jnp.sum(asarray(w) ** 2),
     "unscale": lambda w: jnp.sum(w.unscale() ** 2),
     "astype": lambda w: jnp.sum(asarray(w.astype(F32))),
@@ -70,10 +73,14 @@ def test_forward_mode_is_refused_with_respect_to_either():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("second", [jax.hessian, lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))])
+@pytest.mark.parametrize(
+    "second", [jax.hessian, lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))]
+)
 def test_a_second_derivative_is_refused_outside(second, way):
     w = as_scaled_array(W, dtype=HALF)
-    with pytest.raises(TypeError, match=r"forward-mode|second derivative from outside; take it inside"):
+    with pytest.raises(
+        TypeError, match=r"forward-mode|second derivative from outside; take it inside"
+    ):
         WAYS[way](second(lambda x: scalify(loss)(w, x)))(X)
 
 
@@ -82,14 +89,22 @@ def two_calls(f):
 
 
 def scan_over_rows(f):
-    return lambda x: lax.scan(lambda total, row: (total + f(row[None]), None), 0.0, x)[0]
+    return lambda x: lax.scan(lambda total, row: (total + f(row[None]), None), 0.0, x)[
+        0
+    ]
 
 
 def mean_over_vmap(f):
     return lambda x: jnp.mean(jax.vmap(lambda row: f(row[None]))(x))
 
 
-USES = {"one": lambda f: f, "two": two_calls, "scan": scan_over_rows, "vmap": mean_over_vmap, "remat": jax.checkpoint}
+USES = {
+    "one": lambda f: f,
+    "two": two_calls,
+    "scan": scan_over_rows,
+    "vmap": mean_over_vmap,
+    "remat": jax.checkpoint,
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -123,24 +138,35 @@ def test_a_value_that_is_closed_over_keeps_its_gradient():
 def test_the_gradient_of_a_result_that_has_the_range_of_float32(scales):
     w = as_scaled_array(W, jnp.float32(4))
     fun = scalify(lambda w, x: jnp.sin(x @ w), scales=scales)
-    found = jax.grad(lambda x: jnp.sum(asarray(fun(w, x)) ** 2 + asarray(fun(w, 2 * x))))(X)
+    found = jax.grad(
+        lambda x: jnp.sum(asarray(fun(w, x)) ** 2 + asarray(fun(w, 2 * x)))
+    )(X)
     of_plain = lambda x: jnp.sum(jnp.sin(x @ W) ** 2 + jnp.sin(2 * x @ W))
     assert relative(found, jax.grad(of_plain)(X)) < 1e-6
 
 
 def test_the_gradient_of_a_narrow_result_is_refused():
     w = as_scaled_array(W, dtype=HALF)
-    narrow, wide = (scalify(lambda w, x, to=to: (x @ w).astype(to)) for to in (HALF, F32))
+    narrow, wide = (
+        scalify(lambda w, x, to=to: (x @ w).astype(to)) for to in (HALF, F32)
+    )
     for read in (asarray, lambda y: y.data.astype(F32)):
-        with pytest.raises(TypeError, match=r"the gradient through a result in float16.*return it in FP32"):
+        with pytest.raises(
+            TypeError,
+            match=r"the gradient through a result in float16.*return it in FP32",
+        ):
             jax.grad(lambda x, read=read: jnp.sum(read(narrow(w, x))))(X)
     found = jax.grad(lambda x: jnp.sum(asarray(wide(w, x)) ** 2))(X)
-    assert relative(found, jax.grad(lambda x: jnp.sum((x @ asarray(w)) ** 2))(X)) < 2.0**-9
+    assert (
+        relative(found, jax.grad(lambda x: jnp.sum((x @ asarray(w)) ** 2))(X)) < 2.0**-9
+    )
 
 
 def test_check_mode_has_it_too():
     w, x = as_scaled_array(W, dtype=HALF), X.astype(HALF)
-    found = jax.grad(scalify(lambda w, x: loss(w, x).astype(F32), check=True), argnums=1)(w, x)
+    found = jax.grad(
+        scalify(lambda w, x: loss(w, x).astype(F32), check=True), argnums=1
+    )(w, x)
     assert relative(found, jax.grad(loss, 1)(asarray(w), x.astype(F32))) < 2.0**-9
 
 

@@ -1,4 +1,5 @@
-"""What `scalify` promises about its arguments, its results, gradients, transformations and the compiled program."""
+"""What `scalify` promises about its arguments, its results, gradients, transformations
+and the compiled program."""
 
 import gc
 import re
@@ -14,7 +15,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from propagated import scalify
 
-from scalify_core import ScaledArray, as_scaled_array, asarray, composite, composite_rule, registry, transform
+from scalify_core import (
+    ScaledArray,
+    as_scaled_array,
+    asarray,
+    composite,
+    composite_rule,
+    registry,
+    transform,
+)
 from scalify_core.rules.composites import on_values
 
 X = jax.random.normal(jax.random.key(0), (16, 64))
@@ -66,10 +75,16 @@ def test_keyword_and_static_arguments():
     s = as_scaled_array(X, 1.0)
     expected = (X + X) ** 2
     by_name = scalify(fun, static_argnames=("mode", "power"))
-    np.testing.assert_allclose(asarray(by_name(s, mode="sum", y=s, power=2)), expected, rtol=1e-6)
-    np.testing.assert_allclose(asarray(by_name(s, "sum", y=s, power=2)), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        asarray(by_name(s, mode="sum", y=s, power=2)), expected, rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        asarray(by_name(s, "sum", y=s, power=2)), expected, rtol=1e-6
+    )
     by_number = scalify(fun, static_argnums=1, static_argnames="power")
-    np.testing.assert_allclose(asarray(by_number(s, "sum", y=s, power=2)), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        asarray(by_number(s, "sum", y=s, power=2)), expected, rtol=1e-6
+    )
     with pytest.raises(ValueError, match="static_argnums"):
         scalify(fun, static_argnums=9)
 
@@ -77,7 +92,12 @@ def test_keyword_and_static_arguments():
 def test_static_arguments_may_be_given_by_name_and_are_told_apart_by_type():
     fun = scalify(lambda x, n: x * (2 if isinstance(n, int) else 3), static_argnums=1)
     s = as_scaled_array(X, 1.0)
-    for result, factor in ((fun(s, 1), 2), (fun(s, 1.0), 3), (fun(s, n=1), 2), (fun(s, n=1.0), 3)):
+    for result, factor in (
+        (fun(s, 1), 2),
+        (fun(s, 1.0), 3),
+        (fun(s, n=1), 2),
+        (fun(s, n=1.0), 3),
+    ):
         np.testing.assert_array_equal(asarray(result), X * factor)
     of_list = scalify(lambda x, n: x * len(n), static_argnums=1)
     np.testing.assert_array_equal(asarray(of_list(s, [1, 2])), X * 2)
@@ -104,7 +124,9 @@ def test_scaled_arrays_that_the_function_makes_are_plain_to_what_it_returns():
         np.testing.assert_array_equal(asarray(x), 3 * X)
 
 
-@pytest.mark.parametrize("transform", [jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f))])
+@pytest.mark.parametrize(
+    "transform", [jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f))]
+)
 def test_values_of_a_surrounding_transformation_may_be_closed_over(transform):
     p = as_scaled_array(X, 4.0)
 
@@ -123,13 +145,19 @@ def test_names_and_metadata_are_kept():
             return jnp.sin(x)
 
     args = as_scaled_array((X, PARAMS["w1"]), 1.0)
-    text = jax.jit(scalify(jax.grad(lambda *args: fun(*args).sum()))).lower(*args).as_text(debug_info=True)
+    text = (
+        jax.jit(scalify(jax.grad(lambda *args: fun(*args).sum())))
+        .lower(*args)
+        .as_text(debug_info=True)
+    )
     assert re.search(r"outer.*/dot_general", text)
     assert re.search(r"inner.*/tanh", text)
     assert 'mark = "here"' in text
 
 
-@pytest.mark.parametrize(("under", "count"), [(lambda fun: fun, 4), (jax.jit, 1)], ids=["called", "jit"])
+@pytest.mark.parametrize(
+    ("under", "count"), [(lambda fun: fun, 4), (jax.jit, 1)], ids=["called", "jit"]
+)
 def test_function_runs_once_a_call_and_under_jit_once(under, count):
     traces = []
 
@@ -153,13 +181,19 @@ def test_gradient_outside_with_auxiliary_results_and_plain_parameters():
 
     (_, index), gradient = jax.value_and_grad(loss, has_aux=True)(PARAMS)
     np.testing.assert_array_equal(index, jnp.argmax(X, -1))
-    np.testing.assert_allclose(gradient["w1"], jax.grad(loss_fn)(PARAMS, X, Y)["w1"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        gradient["w1"], jax.grad(loss_fn)(PARAMS, X, Y)["w1"], rtol=0, atol=1e-6
+    )
 
 
 def test_vmap_outside():
     x = ScaledArray(X, jnp.full((16, 1), 2.0))
-    out = jax.vmap(scalify(lambda x, w: jnp.tanh(x @ w)), in_axes=(0, None))(x, as_scaled_array(PARAMS["w1"], 0.125))
-    np.testing.assert_allclose(asarray(out), jnp.tanh(2 * X @ PARAMS["w1"]), rtol=0, atol=1e-5)
+    out = jax.vmap(scalify(lambda x, w: jnp.tanh(x @ w)), in_axes=(0, None))(
+        x, as_scaled_array(PARAMS["w1"], 0.125)
+    )
+    np.testing.assert_allclose(
+        asarray(out), jnp.tanh(2 * X @ PARAMS["w1"]), rtol=0, atol=1e-5
+    )
 
 
 def test_nested_jit_keeps_its_name_and_is_lowered_once():
@@ -202,22 +236,30 @@ def test_explicitly_sharded_arrays():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         x = as_scaled_array(jax.device_put(X, NamedSharding(mesh, P("data"))), 1.0)
-        out = jax.jit(scalify(lambda x, w: jnp.tanh(x @ w) + x[:, :1]))(x, as_scaled_array(PARAMS["w1"], 0.125))
+        out = jax.jit(scalify(lambda x, w: jnp.tanh(x @ w) + x[:, :1]))(
+            x, as_scaled_array(PARAMS["w1"], 0.125)
+        )
         assert jax.typeof(out.data).sharding.spec[0] == "data"
-    np.testing.assert_allclose(asarray(out), jnp.tanh(X @ PARAMS["w1"]) + X[:, :1], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        asarray(out), jnp.tanh(X @ PARAMS["w1"]) + X[:, :1], rtol=0, atol=1e-5
+    )
 
 
 def float_operations(jaxpr):
-    """How many operations on float arrays (not scalars) there are, exact multiplications by powers of two apart."""
+    """How many operations on float arrays (not scalars) there are, exact
+    multiplications by powers of two apart."""
     counts = Counter()
     for eqn in jaxpr.eqns:
         inner = [p for p in eqn.params.values() if hasattr(p, "eqns")]
         if inner:
             counts += sum(map(float_operations, inner), Counter())
-        elif eqn.outvars[0].aval.ndim and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+        elif eqn.outvars[0].aval.ndim and jnp.issubdtype(
+            eqn.outvars[0].aval.dtype, jnp.floating
+        ):
             constants = [getattr(v, "val", None) for v in eqn.invars]
             if not (
-                eqn.primitive.name == "mul" and any(c is not None and np.frexp(abs(c))[0] == 0.5 for c in constants)
+                eqn.primitive.name == "mul"
+                and any(c is not None and np.frexp(abs(c))[0] == 0.5 for c in constants)
             ):
                 counts[eqn.primitive.name] += 1
     return counts
@@ -228,17 +270,28 @@ def test_static_scales_leave_only_powers_of_two_in_the_program():
         gradient = jax.grad(loss_fn)(params, x, y)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
 
-    scaled = as_scaled_array(PARAMS, 0.125), as_scaled_array(X, 1.0), as_scaled_array(Y, 1.0)
+    scaled = (
+        as_scaled_array(PARAMS, 0.125),
+        as_scaled_array(X, 1.0),
+        as_scaled_array(Y, 1.0),
+    )
     found = float_operations(jax.jit(scalify(step)).trace(*scaled).jaxpr)
     plain = float_operations(jax.jit(step).trace(PARAMS, X, Y).jaxpr)
     assert found.total() <= plain.total(), (found - plain, plain - found)
-    assert all(found[name] <= plain[name] for name in ("dot_general", "add", "sub", "div", "max", "exp", "sqrt"))
+    assert all(
+        found[name] <= plain[name]
+        for name in ("dot_general", "add", "sub", "div", "max", "exp", "sqrt")
+    )
 
 
 def test_static_scales_take_no_arguments_and_no_scalars_at_run_time():
     text = (
         jax.jit(scalify(loss_fn))
-        .lower(as_scaled_array(PARAMS, 0.125), as_scaled_array(X, 1.0), as_scaled_array(Y, 1.0))
+        .lower(
+            as_scaled_array(PARAMS, 0.125),
+            as_scaled_array(X, 1.0),
+            as_scaled_array(Y, 1.0),
+        )
         .as_text()
     )
     main = next(line for line in text.splitlines() if "@main" in line)
@@ -246,27 +299,48 @@ def test_static_scales_take_no_arguments_and_no_scalars_at_run_time():
 
 
 def test_clipping_by_the_global_norm_compiles_to_a_program_in_proportion_to_the_tensors():
-    """XLA may repeat the scales of a sum, each of which follows from that before, in all that reads them."""
+    """XLA may repeat the scales of a sum, each of which follows from that before, in
+    all that reads them."""
 
     def instructions(n):
-        grads = [ScaledArray(jnp.ones((8, 8), jnp.float16), jnp.float32(2.0**-i)) for i in range(n)]
-        compiled = jax.jit(scalify(lambda g: optax.clip_by_global_norm(1.0).update(g, optax.EmptyState())[0]))
+        grads = [
+            ScaledArray(jnp.ones((8, 8), jnp.float16), jnp.float32(2.0**-i))
+            for i in range(n)
+        ]
+        compiled = jax.jit(
+            scalify(
+                lambda g: optax.clip_by_global_norm(1.0).update(g, optax.EmptyState())[
+                    0
+                ]
+            )
+        )
         return compiled.lower(grads).compile().as_text().count(" = ")
 
-    assert instructions(16) < 3 * instructions(8)  # of a square's growth it would be four times as many
+    # of a square's growth it would be four times as many
+    assert instructions(16) < 3 * instructions(8)
 
 
 def test_scales_of_results_are_multiplied_out_together():
     """One by one, each would be a kernel on a GPU."""
     powers = [i for i in range(-20, 21) if i != 0]
-    f = scalify(lambda x, y, z: [v * 2.0**i for v in (x, y) for i in powers] + [z * 2.0, x])
-    x, y = (ScaledArray(jnp.ones(4, jnp.float16), jnp.float32(scale)) for scale in (2.0**9, 2.0**-7))
+    f = scalify(
+        lambda x, y, z: [v * 2.0**i for v in (x, y) for i in powers] + [z * 2.0, x]
+    )
+    x, y = (
+        ScaledArray(jnp.ones(4, jnp.float16), jnp.float32(scale))
+        for scale in (2.0**9, 2.0**-7)
+    )
     *multiples, static, same = f(x, y, ScaledArray(jnp.ones(4, jnp.float16), 2.0**-3))
-    assert [float(out.scale) for out in multiples] == [2.0 ** (k + i) for k in (9, -7) for i in powers]
+    assert [float(out.scale) for out in multiples] == [
+        2.0 ** (k + i) for k in (9, -7) for i in powers
+    ]
     assert all(out.data.tolist() == [1] * 4 for out in multiples)
     assert (static.scale, float(same.scale)) == (2.0**-2, 2.0**9)
     text = jax.jit(f).lower(x, y, static).as_text()
-    assert re.findall(r"stablehlo.clamp .*tensor<(\w*f32)>", text)[:2] == ["64xf32", "16xf32"]
+    assert re.findall(r"stablehlo.clamp .*tensor<(\w*f32)>", text)[:2] == [
+        "64xf32",
+        "16xf32",
+    ]
     assert not re.search(r"stablehlo.clamp .*tensor<f32>", text)
 
 
@@ -278,14 +352,24 @@ def test_scales_of_results_that_have_nothing_in_common_stay_apart():
     assert batched.scale.tolist() == [2.0**4, 2.0**6]
     assert float(same.scale) == 1
     here, there = (jax.device_put(y, device) for device in jax.devices()[:2])
-    assert [out.scale.devices() for out in f(here, there)] == [here.data.devices(), there.data.devices()]
+    assert [out.scale.devices() for out in f(here, there)] == [
+        here.data.devices(),
+        there.data.devices(),
+    ]
 
     def local(data, scales, y):
         of_shard, of_all = f(ScaledArray(data, scales[0]), y)
         return of_shard.unscale(), of_shard.scale[None], of_all.scale
 
-    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P("d"), P("d"), P()), out_specs=(P("d"), P("d"), P()))
+    mesh = jax.make_mesh(
+        (2,), ("d",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,)
+    )
+    sharded = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P("d"), P("d"), P()),
+        out_specs=(P("d"), P("d"), P()),
+    )
     values, _, scale = jax.jit(sharded)(x.data, x.scale, y)
     assert (values[:, 0].tolist(), float(scale)) == ([2.0**4, 2.0**6], 1)
 
@@ -312,7 +396,9 @@ def test_users_write_composites_with_rules_in_a_dozen_lines(monkeypatch):
     x = as_scaled_array(X / 256, 2.0**-8, dtype=jnp.float16)
     out = scalify(squared_relu)(x)
     assert out.scale == 2.0**-16
-    np.testing.assert_allclose(asarray(out), np.maximum(asarray(x), 0) ** 2, rtol=2**-11, atol=2**-40)
+    np.testing.assert_allclose(
+        asarray(out), np.maximum(asarray(x), 0) ** 2, rtol=2**-11, atol=2**-40
+    )
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -348,8 +434,16 @@ def test_a_function_may_close_over_what_an_outer_jit_traces(transform):
 @pytest.mark.parametrize("under", [lambda fun: fun, jax.jit], ids=["called", "jit"])
 def test_numbers_that_the_function_returns_are_arrays(scales, check, under):
     fun = lambda x: (x * 2, 3, 2.5, True, np.float32(2), np.arange(3), None)
-    _, *found, none = under(transform.scalify(fun, scales=scales, check=check))(as_scaled_array(X, dtype=jnp.float16))
+    _, *found, none = under(transform.scalify(fun, scales=scales, check=check))(
+        as_scaled_array(X, dtype=jnp.float16)
+    )
     assert none is None
     assert all(isinstance(x, jax.Array) for x in found)
-    assert [x.dtype for x in found] == [jnp.int32, jnp.float32, bool, jnp.float32, jnp.int32]
+    assert [x.dtype for x in found] == [
+        jnp.int32,
+        jnp.float32,
+        bool,
+        jnp.float32,
+        jnp.int32,
+    ]
     assert [x.tolist() for x in found] == [3, 2.5, True, 2, [0, 1, 2]]

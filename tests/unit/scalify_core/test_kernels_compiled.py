@@ -1,4 +1,5 @@
-"""Programs around the FP8 product compiled for an H200: what their kernels write, and how many there are."""
+"""Programs around the FP8 product compiled for an H200: what their kernels write, and
+how many there are."""
 
 import re
 
@@ -23,17 +24,28 @@ def test_an_activation_writes_what_the_product_takes_in_both_orders(h200):
         return out, pull(gradient)
 
     def on_data(x, bias, w, gradient):
-        out, gradients = scalify(step)(*(ScaledArray(a, 1.0) for a in (x, bias, w, gradient)))
+        out, gradients = scalify(step)(
+            *(ScaledArray(a, 1.0) for a in (x, bias, w, gradient))
+        )
         return out.data, [g.data for g in gradients]
 
-    text = compiled_text(h200, on_data, (4096, 1024), (1024,), (1024, 256), (4096, 256), **AS_TRAINED)
+    text = compiled_text(
+        h200, on_data, (4096, 1024), (1024,), (1024, 256), (4096, 256), **AS_TRAINED
+    )
     assert_all_fp8(text, forward=1, backward=2)
     entry = text[text.index("ENTRY ") :]
     fusions = re.findall(r" = (\(.*?\)|\S+) fusion\(", entry)
-    both = [out for out in fusions if "f8e4m3fn[4096,1024]" in out and "f8e4m3fn[1024,4096]" in out]
+    both = [
+        out
+        for out in fusions
+        if "f8e4m3fn[4096,1024]" in out and "f8e4m3fn[1024,4096]" in out
+    ]
     assert len(both) == 1, fusions
     assert not [
-        out for out in fusions if out.startswith("f8e4m3fn[4096,1024]") or out.startswith("f8e4m3fn[1024,4096]")
+        out
+        for out in fusions
+        if out.startswith("f8e4m3fn[4096,1024]")
+        or out.startswith("f8e4m3fn[1024,4096]")
     ]
 
 
@@ -42,12 +54,16 @@ def written(text):
     return re.findall(r" = (\(.*?\)|\S+) fusion\(", text[text.index("ENTRY ") :])
 
 
-def test_the_gradient_of_an_activation_is_written_in_fp8_only_by_the_kernel_that_adds_up_its_rows(h200):
+def test_the_gradient_of_an_activation_is_written_in_fp8_only_by_the_kernel_that_adds_up_its_rows(
+    h200,
+):
     def hidden(w, bias, v, x):
         return fp8_dot_general(gelu(fp8_dot_general(x, w, MATRIX), bias), v, MATRIX)
 
     def step(w, bias, v, x, gradient):
-        return jax.vjp(lambda *parameters: hidden(*parameters, x), w, bias, v)[1](gradient)
+        return jax.vjp(lambda *parameters: hidden(*parameters, x), w, bias, v)[1](
+            gradient
+        )
 
     def on_data(*arrays):
         return [g.data for g in scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))]
@@ -62,36 +78,71 @@ def test_the_gradient_of_an_activation_is_written_in_fp8_only_by_the_kernel_that
 
 
 def test_the_gradients_of_a_layer_norm_read_its_statistics(h200):
-    """No array of products is stored in FP32 to be added up, and both sums are made by one kernel, cut in two steps."""
+    """No array of products is stored in FP32 to be added up, and both sums are made by
+    one kernel, cut in two steps."""
 
     def step(x, weight, bias, gradient):
         y, pull = jax.vjp(layer_norm, x, weight, bias)
         return y, pull(jnp.sin(y) * gradient)
 
-    text = compiled_text(h200, step, (8192, 768), (768,), (768,), (8192, 768), **AS_TRAINED)
+    text = compiled_text(
+        h200, step, (8192, 768), (768,), (768,), (8192, 768), **AS_TRAINED
+    )
     assert not [out for out in written(text) if "f32[8192,768]" in out]
-    assert len([out for out in written(text) if re.findall(r"f32\[\d+,768\]", out)]) == 1, written(text)
+    assert (
+        len([out for out in written(text) if re.findall(r"f32\[\d+,768\]", out)]) == 1
+    ), written(text)
 
 
 def test_the_output_of_a_layer_norm_is_written_in_both_orders_by_one_kernel(h200):
-    """At the width of GPT-2 124M XLA's estimate for it is 4 ns from that for two kernels."""
+    """At the width of GPT-2 124M XLA's estimate for it is 4 ns from that for two
+    kernels."""
 
     def step(x, weight, bias, w, gradient):
-        out, pull = jax.vjp(lambda *args: fp8_dot_general(layer_norm(*args[:3]), args[3], MATRIX), x, weight, bias, w)
+        out, pull = jax.vjp(
+            lambda *args: fp8_dot_general(layer_norm(*args[:3]), args[3], MATRIX),
+            x,
+            weight,
+            bias,
+            w,
+        )
         return out, pull(gradient)[3]
 
     def on_data(*arrays):
         return [y.data for y in scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))]
 
-    text = compiled_text(h200, on_data, (8192, 768), (768,), (768,), (768, 768), (8192, 768), **AS_TRAINED)
+    text = compiled_text(
+        h200,
+        on_data,
+        (8192, 768),
+        (768,),
+        (768,),
+        (768, 768),
+        (8192, 768),
+        **AS_TRAINED,
+    )
     assert_all_fp8(text, forward=1, backward=1)
-    found = [out for out in written(text) if "f8e4m3fn[8192,768]" in out or "f8e4m3fn[768,8192]" in out]
+    found = [
+        out
+        for out in written(text)
+        if "f8e4m3fn[8192,768]" in out or "f8e4m3fn[768,8192]" in out
+    ]
     assert len(found) == 1, written(text)
 
 
 def test_a_statistic_of_large_arrays_is_one_kernel_for_each_and_one_for_all(h200):
-    statistics = lambda *arrays: (largest_magnitudes([arrays[:2], arrays[2:4]]), sums_of_squares(arrays[4:]))
-    text = compiled_text(h200, statistics, *[(6400, 1600)] * 2, *[(8192, 3072)] * 2, *[(4800, 1600)] * 2, **AS_TRAINED)
+    statistics = lambda *arrays: (
+        largest_magnitudes([arrays[:2], arrays[2:4]]),
+        sums_of_squares(arrays[4:]),
+    )
+    text = compiled_text(
+        h200,
+        statistics,
+        *[(6400, 1600)] * 2,
+        *[(8192, 3072)] * 2,
+        *[(4800, 1600)] * 2,
+        **AS_TRAINED,
+    )
     lengths = [out for out in written(text) if re.search(r"f32\[\d{3,}", out)]
     # Two pairs of maxima, each of one pass, and two sums; all else are scalars.
     assert sorted(out.replace("{0}", "") for out in lengths) == [
@@ -114,18 +165,27 @@ def test_a_weight_that_is_kept_is_cast_once_in_both_orders(h200, kept):
         out, gradients = scalify(step)(*(ScaledArray(a, 1.0) for a in arrays))
         return out.data, [g.data for g in gradients]
 
-    text = compiled_text(h200, on_data, (8192, 768), (768, 2304), (8192, 2304), **AS_TRAINED)
+    text = compiled_text(
+        h200, on_data, (8192, 768), (768, 2304), (8192, 2304), **AS_TRAINED
+    )
     assert_all_fp8(text, forward=1, backward=2)
     orders = ("f8e4m3fn[2304,768]", "f8e4m3fn[768,2304]")
     found = [[order for order in orders if order in out] for out in written(text)]
-    assert sorted(filter(None, found)) == ([[*orders]] if kept else [[order] for order in orders])
+    assert sorted(filter(None, found)) == (
+        [[*orders]] if kept else [[order] for order in orders]
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, None])
 def test_what_is_materialised_is_a_barrier_of_its_format_on_a_gpu_only(scale):
     x = jnp.ones((4, 8), jnp.float16)
     x = x if scale is None else ScaledArray(x, scale)
-    add = jax.jit(lambda x, y: jax.tree.leaves(scalify(lambda x, y: materialised(x + y))(x, y)))
-    on = {platform: add.trace(x, x).lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu")}
+    add = jax.jit(
+        lambda x, y: jax.tree.leaves(scalify(lambda x, y: materialised(x + y))(x, y))
+    )
+    on = {
+        platform: add.trace(x, x).lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cuda", "cpu")
+    }
     assert re.search(r"optimization_barrier %\S+ : tensor<4x8xf16>", on["cuda"])
     assert "optimization_barrier" not in on["cpu"]

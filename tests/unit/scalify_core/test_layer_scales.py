@@ -1,4 +1,5 @@
-"""Stacks whose layers have scales of their own, far apart: at one for all, the small ones would be zero in FP16."""
+"""Stacks whose layers have scales of their own, far apart: at one for all, the small
+ones would be zero in FP16."""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,12 @@ from scalify_core import ScaledArray, asarray
 
 EXPONENTS = np.asarray([-30.0, 0.0, -12.0, 20.0])
 STACK = ScaledArray(
-    jax.random.normal(jax.random.key(0), (4, 6, 8)).astype(jnp.float16), jnp.asarray(2.0**EXPONENTS, jnp.float32)
+    jax.random.normal(jax.random.key(0), (4, 6, 8)).astype(jnp.float16),
+    jnp.asarray(2.0**EXPONENTS, jnp.float32),
 )
-ROW = ScaledArray(jax.random.normal(jax.random.key(1), (6, 8)).astype(jnp.float16), 2.0**-5)
+ROW = ScaledArray(
+    jax.random.normal(jax.random.key(1), (6, 8)).astype(jnp.float16), 2.0**-5
+)
 
 
 @pytest.mark.parametrize(
@@ -42,18 +46,26 @@ ROW = ScaledArray(jax.random.normal(jax.random.key(1), (6, 8)).astype(jnp.float1
 )
 def test_layers_that_are_taken_or_moved_keep_their_scale(fun):
     found = jax.jit(scalify(fun))(STACK, 0)
-    for x, y in zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(fun(asarray(STACK), 0)), strict=True):
+    for x, y in zip(
+        jax.tree.leaves(asarray(found)),
+        jax.tree.leaves(fun(asarray(STACK), 0)),
+        strict=True,
+    ):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("scale", [2.0**-5, jnp.float32(2.0**-5)], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "scale", [2.0**-5, jnp.float32(2.0**-5)], ids=["static", "dynamic"]
+)
 @pytest.mark.parametrize(
     "fun",
     [
         lambda w, x: lax.dynamic_update_slice(w, x[None], (2, 0, 0)),
         lambda w, x: w.at[2].set(x),
         lambda w, x: w.at[2].add(x),
-        lambda w, x: w.at[jnp.array([3, 2, 1, 0])].set(jnp.stack([x, 2 * x, 3 * x, 4 * x])),
+        lambda w, x: w.at[jnp.array([3, 2, 1, 0])].set(
+            jnp.stack([x, 2 * x, 3 * x, 4 * x])
+        ),
         lambda w, x: jnp.concatenate([w, x[None]]),
         lambda w, x: jnp.concatenate([w, w * 2]),
         lambda w, x: jnp.stack([w, w], 1),
@@ -63,16 +75,25 @@ def test_layers_that_are_taken_or_moved_keep_their_scale(fun):
 def test_what_is_written_into_a_stack_arrives_at_its_place(fun, scale):
     stack = ScaledArray(STACK.data, jnp.asarray([2.0, 1.0, 4.0, 0.5]))
     row = ScaledArray(ROW.data, scale)
-    found, expected = jax.jit(scalify(fun))(stack, row), fun(asarray(stack), asarray(row))
+    found, expected = (
+        jax.jit(scalify(fun))(stack, row),
+        fun(asarray(stack), asarray(row)),
+    )
     # One rounding at the largest scale, 4, and that of a sum: numbers below 64 there.
-    np.testing.assert_allclose(asarray(found), expected, rtol=2.0**-10, atol=4 * 2.0**-14 * 2.0**-10)
+    np.testing.assert_allclose(
+        asarray(found), expected, rtol=2.0**-10, atol=4 * 2.0**-14 * 2.0**-10
+    )
 
 
 @pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P(("d", "e")), P()])
 def test_stack_in_shard_map_is_split_with_its_scales(spec):
     mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2)
-    fun = lambda w: jax.shard_map(lambda w: w * 3, mesh=mesh, in_specs=spec, out_specs=spec)(w)
+    fun = lambda w: jax.shard_map(
+        lambda w: w * 3, mesh=mesh, in_specs=spec, out_specs=spec
+    )(w)
     stack = ScaledArray(STACK.data, jnp.asarray([2.0, 1.0, 4.0, 0.5]))
     expected = 3 * asarray(stack)
     # At the largest scale, 4.
-    np.testing.assert_allclose(asarray(jax.jit(scalify(fun))(stack)), expected, rtol=2.0**-10, atol=2.0**-22)
+    np.testing.assert_allclose(
+        asarray(jax.jit(scalify(fun))(stack)), expected, rtol=2.0**-10, atol=2.0**-22
+    )

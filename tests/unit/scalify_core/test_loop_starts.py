@@ -1,4 +1,5 @@
-"""Loops that start at a constant which is there to lose: the lowest number, for a maximum. It sets no scale."""
+"""Loops that start at a constant which is there to lose: the lowest number, for a
+maximum. It sets no scale."""
 
 import functools
 
@@ -23,14 +24,18 @@ def scalify(request):
 
 def running_maximum(start):
     def fun(x):
-        return lax.scan(lambda m, t: (jnp.maximum(m, t), m + t), jnp.full(8, start), x)[0]
+        return lax.scan(lambda m, t: (jnp.maximum(m, t), m + t), jnp.full(8, start), x)[
+            0
+        ]
 
     return fun
 
 
 def indexed_maximum(start):
     def fun(x):
-        return lax.fori_loop(0, len(x), lambda i, m: jnp.maximum(m, x[i]), jnp.full(8, start))
+        return lax.fori_loop(
+            0, len(x), lambda i, m: jnp.maximum(m, x[i]), jnp.full(8, start)
+        )
 
     return fun
 
@@ -41,7 +46,9 @@ def counted_minimum(start):
             i, m = carry
             return i + 1, jnp.where(x[i] < m, x[i], m)
 
-        return lax.while_loop(lambda carry: carry[0] < len(x), body, (0, jnp.full(8, -start)))[1]
+        return lax.while_loop(
+            lambda carry: carry[0] < len(x), body, (0, jnp.full(8, -start))
+        )[1]
 
     return fun
 
@@ -51,7 +58,11 @@ def nearest(start):
         def body(carry, row):
             i, best, at = carry
             d = jnp.abs(row - x[5]).sum() + jnp.abs(x[5]).sum()
-            return (i + 1, jnp.where(d < best, d, best), jnp.where(d < best, i, at)), None
+            return (
+                i + 1,
+                jnp.where(d < best, d, best),
+                jnp.where(d < best, i, at),
+            ), None
 
         return lax.scan(body, (0, jnp.float32(-start), -1), x)[0][1:]
 
@@ -72,7 +83,8 @@ def logsumexp(start):
 
 
 def online_softmax(start):
-    """Attention block by block; the causal mask leaves some rows of a block without anything."""
+    """Attention block by block; the causal mask leaves some rows of a block without
+    anything."""
 
     def fun(x):
         q, blocks = x[:4] / jnp.max(jnp.abs(x)), x.reshape(4, 4, 8)
@@ -80,13 +92,22 @@ def online_softmax(start):
         def body(carry, block):
             i, m, total, out = carry
             scores = q @ (block / jnp.max(jnp.abs(x))).T
-            scores = jnp.where(jnp.arange(4)[:, None] + 4 >= 4 * i + jnp.arange(4)[None], scores, start)
+            scores = jnp.where(
+                jnp.arange(4)[:, None] + 4 >= 4 * i + jnp.arange(4)[None], scores, start
+            )
             new = jnp.maximum(m, scores.max(-1))
             kept = jnp.where(jnp.isfinite(new), new, 0.0) if np.isinf(start) else new
             weights, decay = jnp.exp(scores - kept[:, None]), jnp.exp(m - kept)
-            return (i + 1, new, total * decay + weights.sum(-1), out * decay[:, None] + weights @ block), None
+            return (
+                i + 1,
+                new,
+                total * decay + weights.sum(-1),
+                out * decay[:, None] + weights @ block,
+            ), None
 
-        _, _, total, out = lax.scan(body, (0, jnp.full(4, start), jnp.zeros(4), jnp.zeros((4, 8))), blocks)[0]
+        _, _, total, out = lax.scan(
+            body, (0, jnp.full(4, start), jnp.zeros(4), jnp.zeros((4, 8))), blocks
+        )[0]
         return out / total[:, None]
 
     return fun
@@ -102,12 +123,16 @@ def weighted_keys(start):
             a, b, p = carry
             key, value = t
             q = jnp.maximum(p, 0.5 + key)
-            out = (jnp.exp(p - q) * a + jnp.exp(0.5 + key - q) * value) / (jnp.exp(p - q) * b + jnp.exp(0.5 + key - q))
+            out = (jnp.exp(p - q) * a + jnp.exp(0.5 + key - q) * value) / (
+                jnp.exp(p - q) * b + jnp.exp(0.5 + key - q)
+            )
             q = jnp.maximum(p - 0.1, key)
             old, new = jnp.exp(p - 0.1 - q), jnp.exp(key - q)
             return (old * a + new * value, old * b + new, q), out
 
-        return lax.scan(body, (jnp.zeros(8), jnp.zeros(8), jnp.full(8, start)), (k, x))[1]
+        return lax.scan(body, (jnp.zeros(8), jnp.zeros(8), jnp.full(8, start)), (k, x))[
+            1
+        ]
 
     return fun
 
@@ -130,7 +155,9 @@ def plain(program, start):
 
 
 def close(found, expected, dtype):
-    for x, y in zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True):
+    for x, y in zip(
+        jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True
+    ):
         # Sixteen turns, each with a few roundings.
         atol = 64 * float(jnp.finfo(dtype).eps) * float(jnp.abs(y).max())
         np.testing.assert_allclose(x, y, rtol=0, atol=atol)
@@ -138,10 +165,13 @@ def close(found, expected, dtype):
 
 @pytest.mark.parametrize("dtype", quick([jnp.float32, jnp.float16], jnp.float16))
 @pytest.mark.parametrize("kind", quick(["static", "dynamic"], "dynamic"))
-@pytest.mark.parametrize("program", quick(PROGRAMS, running_maximum, nearest, online_softmax))
+@pytest.mark.parametrize(
+    "program", quick(PROGRAMS, running_maximum, nearest, online_softmax)
+)
 def test_what_a_loop_starts_at_does_not_set_its_scale(program, kind, dtype, scalify):
     for start in STARTS:
-        fun = jax.jit(scalify(program(start)))  # one program for all sizes, where they are not in it
+        # one program for all sizes, where they are not in it
+        fun = jax.jit(scalify(program(start)))
         for size in (2.0**-20, 1.0, 2.0**40):
             if program is logsumexp and size != 1.0:
                 continue
@@ -163,18 +193,32 @@ def test_start_of_a_loop_under_other_transformations(start, kind, dtype, scalify
         lambda x: lax.map(jax.jit(fun), x),
         jax.grad(lambda x: (jax.vmap(fun)(x) ** 2).sum()),
     ):
-        close(jax.jit(scalify(program))(scaled), jax.jit(program)(asarray(scaled)), dtype)
+        close(
+            jax.jit(scalify(program))(scaled), jax.jit(program)(asarray(scaled)), dtype
+        )
 
 
 @pytest.mark.parametrize("dtype", quick([jnp.float32, jnp.float16], jnp.float16))
 @pytest.mark.parametrize("kind", quick(["static", "dynamic"], "dynamic"))
 @pytest.mark.parametrize("start", quick([LOWEST, -1e30, -1e9], LOWEST))
-def test_a_start_that_nothing_was_compared_with_stays_far_away(start, kind, dtype, scalify):
-    """Half of the elements meet nothing; what is computed of them is as if they were infinite."""
+def test_a_start_that_nothing_was_compared_with_stays_far_away(
+    start, kind, dtype, scalify
+):
+    """Half of the elements meet nothing; what is computed of them is as if they were
+    infinite."""
 
     def fun(x):
-        m = lax.scan(lambda m, t: (jnp.where(jnp.arange(8) < 4, jnp.maximum(m, t), m), None), jnp.full(8, start), x)[0]
-        return jnp.exp(m - x[0]), jnp.maximum(m, x[0]), jnp.minimum(m, -(x[0] ** 2))[:4], m
+        m = lax.scan(
+            lambda m, t: (jnp.where(jnp.arange(8) < 4, jnp.maximum(m, t), m), None),
+            jnp.full(8, start),
+            x,
+        )[0]
+        return (
+            jnp.exp(m - x[0]),
+            jnp.maximum(m, x[0]),
+            jnp.minimum(m, -(x[0] ** 2))[:4],
+            m,
+        )
 
     jitted = jax.jit(scalify(fun))
     for size in (2.0**-10, 1.0, 2.0**10):
@@ -190,23 +234,34 @@ def test_a_start_that_nothing_was_compared_with_stays_far_away(start, kind, dtyp
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_scales_that_differ_from_turn_to_turn_carry_a_start_along(kind, scalify):
-    """The maximum of layers of 2^-30, 2^30, 2^-30, ..., some of whose elements are masked throughout."""
+    """The maximum of layers of 2^-30, 2^30, 2^-30, ..., some of whose elements are
+    masked throughout."""
     exponents = jnp.array([-30.0, 30.0, -30.0, 0.0])
     x = jax.random.normal(jax.random.key(0), (4, 8))
-    scaled = ScaledArray(x, 2.0**exponents) if kind == "dynamic" else as_scaled_array(x, 1.0)
+    scaled = (
+        ScaledArray(x, 2.0**exponents) if kind == "dynamic" else as_scaled_array(x, 1.0)
+    )
 
     def fun(x):
         free = jnp.arange(8) < 4
-        return lax.scan(lambda m, t: (jnp.where(free, jnp.maximum(m, t), m), m), jnp.full(8, -1e30), x)
+        return lax.scan(
+            lambda m, t: (jnp.where(free, jnp.maximum(m, t), m), m),
+            jnp.full(8, -1e30),
+            x,
+        )
 
-    (found, each), (expected, each_expected) = asarray(jax.jit(scalify(fun))(scaled)), fun(asarray(scaled))
+    (found, each), (expected, each_expected) = (
+        asarray(jax.jit(scalify(fun))(scaled)),
+        fun(asarray(scaled)),
+    )
     np.testing.assert_allclose(found[:4], expected[:4], rtol=1e-6)
     np.testing.assert_allclose(each[1:, :4], each_expected[1:, :4], rtol=1e-6)
     assert (each[:, 4:] < -1e6).all()
 
 
 def test_a_large_start_that_counts_is_not_lost(scalify):
-    """An average that begins at a million, and numbers near one: the start is as good as they are."""
+    """An average that begins at a million, and numbers near one: the start is as good
+    as they are."""
 
     def fun(x):
         return lax.scan(lambda c, t: (0.5 * c + t, c), jnp.full(8, 1e6), x)
@@ -215,7 +270,10 @@ def test_a_large_start_that_counts_is_not_lost(scalify):
     for scale in (1.0, None):
         for dtype, rtol in ((jnp.float32, 1e-5), (jnp.float16, 0.02)):
             scaled = as_scaled_array(x, scale, dtype=dtype)
-            (last, each), (expected, each_expected) = asarray(jax.jit(scalify(fun))(scaled)), fun(asarray(scaled))
+            (last, each), (expected, each_expected) = (
+                asarray(jax.jit(scalify(fun))(scaled)),
+                fun(asarray(scaled)),
+            )
             np.testing.assert_allclose(last, expected, rtol=rtol, atol=rtol)
             np.testing.assert_allclose(each[:12], each_expected[:12], rtol=rtol)
 

@@ -1,4 +1,5 @@
-"""Barriers and platform cases: each is in the program, each can be turned off, and none changes a number."""
+"""Barriers and platform cases: each is in the program, each can be turned off, and none
+changes a number."""
 
 import os
 import subprocess
@@ -9,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalify_core import as_scaled_array, asarray, dynamic_rescale_rms_grad, embedding, layer_norm, lowering, scalify
+from scalify_core import (
+    as_scaled_array,
+    asarray,
+    dynamic_rescale_rms_grad,
+    embedding,
+    layer_norm,
+    lowering,
+    scalify,
+)
 from scalify_core.functional.storage import materialised
 from scalify_core.stacks import Stacks
 
@@ -30,7 +39,9 @@ def bias_gradient(x):
 
 
 def scaled(fun):
-    return lambda x: asarray(scalify(fun, scales="static")(as_scaled_array(x, scale=jnp.float32(1))))
+    return lambda x: asarray(
+        scalify(fun, scales="static")(as_scaled_array(x, scale=jnp.float32(1)))
+    )
 
 
 PROGRAMS = {
@@ -40,7 +51,9 @@ PROGRAMS = {
     "together": lambda x: lowering.together(x[0, 0], x[0, 1]),
     "apart": lambda x: lowering.apart(x[:, 0]),
     "rows": lambda x: Stacks.of([x[0], x[1]], [0, 0]).gather([x[0], x[1]])[0],
-    "sums_at_once": lambda x: lowering.column_sums(x, lambda xs, axes: [held_sum(y, axes) for y in xs]),
+    "sums_at_once": lambda x: lowering.column_sums(
+        x, lambda xs, axes: [held_sum(y, axes) for y in xs]
+    ),
     "once": lambda x: lowering.once(x, x + 1),
     "norm_statistics": norm,
     "late_zeros": table,
@@ -76,10 +89,19 @@ def test_no_case_changes_a_number(fun):
 def test_cases_are_turned_off_by_the_environment():
     code = "from scalify_core import lowering; print(*sorted(lowering.turned_off()))"
     env = os.environ | {"SCALIFY_LOWERING_OFF": "together,apart"}
-    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert said.split() == ["apart", "together"]
 
 
 def test_an_unknown_case_is_named():
-    with pytest.raises(ValueError, match="no case of lowering; valid: stored"), lowering.without("nothing"):
+    with (
+        pytest.raises(ValueError, match="no case of lowering; valid: stored"),
+        lowering.without("nothing"),
+    ):
         pass

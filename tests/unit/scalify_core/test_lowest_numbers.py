@@ -1,4 +1,5 @@
-"""The lowest number masks in an operand of a product, too: the rest keeps its digits, and the mask stays one."""
+"""The lowest number masks in an operand of a product, too: the rest keeps its digits,
+and the mask stays one."""
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +17,24 @@ NUMBERS = {
 }
 COLUMNS, ROWS = jnp.arange(8)[None] >= 6, jnp.arange(8)[:, None] == 1
 USES = {
-    "columns that are left out": lambda h, w, n: jnp.where(COLUMNS, n, h) @ jnp.eye(8, dtype=h.dtype)[:, :5] @ w[:5],
+    "columns that are left out": lambda h, w, n: (
+        jnp.where(COLUMNS, n, h) @ jnp.eye(8, dtype=h.dtype)[:, :5] @ w[:5]
+    ),
     "times zero": lambda h, w, n: jnp.where(COLUMNS, n, h) @ jnp.where(COLUMNS.T, 0, w),
     "transposed": lambda h, w, n: jnp.where(COLUMNS, n, h).T[:6] @ w,
-    "a maximum": lambda h, w, n: jnp.maximum(jnp.where(COLUMNS, n, h).max(0), n)[None, :5] @ w[:5],
-    "rows that are copied": lambda h, w, n: nn.softmax(jnp.eye(8, dtype=h.dtype)[:3] @ jnp.where(COLUMNS, n, h)) @ w,
-    "a row that is added": lambda h, w, n: (
-        nn.softmax(jnp.tril(jnp.ones((8, 8), h.dtype))[:1] @ jnp.where(COLUMNS, n, h)) @ w
+    "a maximum": lambda h, w, n: (
+        jnp.maximum(jnp.where(COLUMNS, n, h).max(0), n)[None, :5] @ w[:5]
     ),
-    "all of a row": lambda h, w, n: nn.softmax(jnp.eye(8, dtype=h.dtype)[:3] @ jnp.where(ROWS, n, h)) @ w,
+    "rows that are copied": lambda h, w, n: (
+        nn.softmax(jnp.eye(8, dtype=h.dtype)[:3] @ jnp.where(COLUMNS, n, h)) @ w
+    ),
+    "a row that is added": lambda h, w, n: (
+        nn.softmax(jnp.tril(jnp.ones((8, 8), h.dtype))[:1] @ jnp.where(COLUMNS, n, h))
+        @ w
+    ),
+    "all of a row": lambda h, w, n: (
+        nn.softmax(jnp.eye(8, dtype=h.dtype)[:3] @ jnp.where(ROWS, n, h)) @ w
+    ),
 }
 
 
@@ -41,11 +51,15 @@ def test_what_is_not_masked_keeps_its_digits(use, number, size):
 
 def test_numbers_as_large_as_any_are_none():
     x = as_scaled_array(normal(0, 8, 8) * 2.0**120, dtype=HALF)
-    found = scalify(lambda x: jnp.where(COLUMNS, -1e38, x) @ (jnp.eye(8, dtype=x.dtype) * 2.0**-120))(x)
+    found = scalify(
+        lambda x: jnp.where(COLUMNS, -1e38, x) @ (jnp.eye(8, dtype=x.dtype) * 2.0**-120)
+    )(x)
     assert error(asarray(found)[:, :6], asarray(x)[:, :6] * 2.0**-120) < ROUNDINGS[HALF]
 
 
 def test_what_has_no_such_constant_is_stored_as_before():
     x = as_scaled_array(normal(0, 8, 8), dtype=HALF)
-    count = lambda n: str(jax.make_jaxpr(scalify(lambda x: jnp.where(COLUMNS, n, jnp.tanh(x)) @ x))(x)).count("_masked")
+    count = lambda n: str(
+        jax.make_jaxpr(scalify(lambda x: jnp.where(COLUMNS, n, jnp.tanh(x)) @ x))(x)
+    ).count("_masked")
     assert count(-1e9) == 0 < count(-1e38)

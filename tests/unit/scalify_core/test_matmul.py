@@ -1,4 +1,5 @@
-"""The FP8 product on CPU: values, gradients, residuals, scales, fallback, Flax layers."""
+"""The FP8 product on CPU: values, gradients, residuals, scales, fallback, Flax
+layers."""
 
 import functools
 import re
@@ -20,8 +21,16 @@ CASES = {  # lhs shape, rhs shape, dimension numbers
     "matrix": ((32, 16), (16, 48), MATRIX),
     "dense layer on B, T, D": ((2, 16, 32), (32, 16), (((2,), (0,)), ((), ()))),
     "transposed head": ((16, 32), (64, 32), (((1,), (1,)), ((), ()))),
-    "attention logits": ((3, 16, 2, 32), (3, 48, 2, 32), (((3,), (3,)), ((0, 2), (0, 2)))),
-    "two contracted, in another order": ((4, 16, 8), (8, 16, 4), (((0, 2), (2, 0)), ((), ()))),
+    "attention logits": (
+        (3, 16, 2, 32),
+        (3, 48, 2, 32),
+        (((3,), (3,)), ((0, 2), (0, 2))),
+    ),
+    "two contracted, in another order": (
+        (4, 16, 8),
+        (8, 16, 4),
+        (((0, 2), (2, 0)), ((), ())),
+    ),
     "batch not in front": ((16, 5, 32), (32, 16, 5), (((2,), (0,)), ((1,), (2,)))),
 }
 EPS32 = 2.0**-23
@@ -37,11 +46,15 @@ def on_grid(fmt, x):
 
 
 @pytest.mark.parametrize("fmt", quick([E5M2, E4M3], E5M2), ids=str)
-@pytest.mark.parametrize("case", quick(CASES, "dense layer on B, T, D", "attention logits"))
+@pytest.mark.parametrize(
+    "case", quick(CASES, "dense layer on B, T, D", "attention logits")
+)
 def test_product_and_gradients_are_those_of_the_fp8_operands(case, fmt):
     lhs_shape, rhs_shape, dims = CASES[case]
     lhs, rhs = normal(0, lhs_shape), normal(1, rhs_shape)
-    gradient = normal(2, jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), lhs, rhs).shape)
+    gradient = normal(
+        2, jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), lhs, rhs).shape
+    )
 
     def with_gradients(dot, lhs, rhs, gradient):
         out, vjp = jax.vjp(lambda a, b: dot(a, b, dims), lhs, rhs)
@@ -50,7 +63,8 @@ def test_product_and_gradients_are_those_of_the_fp8_operands(case, fmt):
     exact = functools.partial(lax.dot_general, precision="highest")
     rounded = on_grid(E4M3, lhs), on_grid(E4M3, rhs), on_grid(fmt, gradient)
     expected = jax.jit(with_gradients, static_argnums=0)(exact, *rounded)
-    # Sums of at most 768 products in FP32, of any order: gamma_n |a||b|, with |a||b| at most 3.5^2 a product here.
+    # Sums of at most 768 products in FP32, of any order: gamma_n |a||b|, with |a||b| at
+    # most 3.5^2 a product here.
     tolerance = {"rtol": 0, "atol": 768 * EPS32 * 16}
     dot = Fp8DotGeneral(gradient=fmt)
     all_found = jax.jit(with_gradients, static_argnums=0)(dot, lhs, rhs, gradient)
@@ -59,11 +73,18 @@ def test_product_and_gradients_are_those_of_the_fp8_operands(case, fmt):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_result_is_rounded_once_to_the_compute_dtype_and_gradients_have_their_operands_dtype(dtype):
-    # Small integers are exact in E4M3 and in the FP32 sum, so the only rounding is the last one.
+def test_result_is_rounded_once_to_the_compute_dtype_and_gradients_have_their_operands_dtype(
+    dtype,
+):
+    # Small integers are exact in E4M3 and in the FP32 sum, so the only rounding is the
+    # last one.
     lhs = jax.random.randint(jax.random.key(0), (16, 512), -7, 8).astype(dtype)
     rhs = jax.random.randint(jax.random.key(1), (512, 16), -7, 8).astype(jnp.float32)
-    out, vjp = jax.vjp(lambda a, b: fp8_dot_general(a, b, MATRIX, preferred_element_type=dtype), lhs, rhs)
+    out, vjp = jax.vjp(
+        lambda a, b: fp8_dot_general(a, b, MATRIX, preferred_element_type=dtype),
+        lhs,
+        rhs,
+    )
     exact = np.asarray(lhs, np.float32) @ np.asarray(rhs)
     assert out.dtype == dtype
     np.testing.assert_array_equal(out, jnp.asarray(exact).astype(dtype))
@@ -71,8 +92,16 @@ def test_result_is_rounded_once_to_the_compute_dtype_and_gradients_have_their_op
 
 
 def test_default_result_dtype_is_what_the_operands_promote_to():
-    assert fp8_dot_general(jnp.ones((16, 16), jnp.float16), jnp.ones((16, 16)), MATRIX).dtype == jnp.float32
-    assert fp8_dot_general(*[jnp.ones((16, 16), jnp.bfloat16)] * 2, MATRIX).dtype == jnp.bfloat16
+    assert (
+        fp8_dot_general(
+            jnp.ones((16, 16), jnp.float16), jnp.ones((16, 16)), MATRIX
+        ).dtype
+        == jnp.float32
+    )
+    assert (
+        fp8_dot_general(*[jnp.ones((16, 16), jnp.bfloat16)] * 2, MATRIX).dtype
+        == jnp.bfloat16
+    )
 
 
 def test_a_forward_cast_acts_under_differentiation():
@@ -86,7 +115,9 @@ def test_a_forward_cast_acts_under_differentiation():
 @pytest.mark.parametrize("scaling", [Scaling(), Scaling("rms", "amax", "rms")])
 def test_residuals_are_the_fp8_operands_and_nothing_wider(scaling):
     dot = Fp8DotGeneral(scaling=scaling)
-    _, vjp = jax.vjp(lambda a, b: dot(a, b, MATRIX), normal(0, (32, 16)), normal(1, (16, 48)))
+    _, vjp = jax.vjp(
+        lambda a, b: dot(a, b, MATRIX), normal(0, (32, 16)), normal(1, (16, 48))
+    )
     arrays = [leaf for leaf in jax.tree.leaves(vjp) if leaf.ndim]
     assert sorted(leaf.shape for leaf in arrays) == [(16, 48), (32, 16)]
     assert all(leaf.dtype == jnp.float8_e4m3fn for leaf in arrays)
@@ -98,13 +129,16 @@ def test_large_operands_saturate_and_what_is_not_finite_stays_visible():
     np.testing.assert_array_equal(out, np.full((16, 16), 448.0))
     np.testing.assert_array_equal(vjp(huge)[0], np.full((16, 16), 57344.0))
     for bad in (np.nan, np.inf):
-        assert np.isnan(fp8_dot_general(huge.at[0, 0].set(bad), jnp.eye(16), MATRIX)[0, 0])
+        assert np.isnan(
+            fp8_dot_general(huge.at[0, 0].set(bad), jnp.eye(16), MATRIX)[0, 0]
+        )
         assert not np.isfinite(vjp(huge.at[0, 0].set(bad))[0][0, 0])
 
 
 @pytest.mark.parametrize("statistic", ["rms", "amax"])
 def test_scales_from_the_tensors_make_the_product_homogeneous(statistic):
-    """Powers of two in front of operands and gradient come out exactly, over a range that FP8 alone has not."""
+    """Powers of two in front of operands and gradient come out exactly, over a range
+    that FP8 alone has not."""
     dot = Fp8DotGeneral(scaling=Scaling(statistic, statistic, statistic))
     lhs, rhs, gradient = normal(0, (16, 32)), normal(1, (32, 16)), normal(2, (16, 16))
 
@@ -116,7 +150,8 @@ def test_scales_from_the_tensors_make_the_product_homogeneous(statistic):
     scaled = both(lhs * 2.0**-40, rhs * 2.0**50, gradient * 2.0**-30)
     for found, expected, power in zip(scaled, base, (10, 20, -70), strict=True):
         np.testing.assert_array_equal(found, expected * 2.0**power)
-    # The rounding of both operands to nearest: 2^-4 each, of the typical size of a product.
+    # The rounding of both operands to nearest: 2^-4 each, of the typical size of a
+    # product.
     error = np.abs(base[0] - lax.dot(lhs, rhs, precision="highest"))
     assert np.sqrt(np.mean(error**2)) < 2 * E4M3.epsilon / 2 * np.sqrt(32)
 
@@ -126,7 +161,9 @@ def test_amax_scales_never_saturate_and_rms_scales_center_the_data():
     for statistic in ("amax", "rms"):
         dot = Fp8DotGeneral(scaling=Scaling(statistic, 1.0, 1.0))
         _, vjp = jax.vjp(lambda a, dot=dot: dot(a, jnp.eye(32), MATRIX), heavy * 3000)
-        operands = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(vjp) if leaf.ndim]
+        operands = [
+            np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(vjp) if leaf.ndim
+        ]
         (data,) = [x for x in operands if not np.array_equal(x, np.eye(32))]
         if statistic == "amax":
             assert 128 <= np.abs(data).max() <= 256
@@ -136,15 +173,22 @@ def test_amax_scales_never_saturate_and_rms_scales_center_the_data():
 
 def test_an_all_zero_operand_gives_zero_with_scales_from_the_tensors():
     dot = Fp8DotGeneral(scaling=Scaling("rms", "amax", "amax"))
-    out, vjp = jax.vjp(lambda a, b: dot(a, b, MATRIX), jnp.zeros((16, 16)), jnp.zeros((16, 16)))
+    out, vjp = jax.vjp(
+        lambda a, b: dot(a, b, MATRIX), jnp.zeros((16, 16)), jnp.zeros((16, 16))
+    )
     for x in (out, *vjp(jnp.zeros((16, 16)))):
         np.testing.assert_array_equal(x, 0)
 
 
 def test_constant_scales_divide_operands_and_multiply_the_product():
     dot = Fp8DotGeneral(scaling=Scaling(lhs=2.0**-12, rhs=4, gradient=2.0**-20))
-    lhs, rhs = normal(0, (16, 16), jnp.float16) * 2.0**-12, normal(1, (16, 16), jnp.float16) * 4
-    unit = fp8_dot_general(lhs * 2.0**12, rhs / 4, MATRIX, preferred_element_type=jnp.float32)
+    lhs, rhs = (
+        normal(0, (16, 16), jnp.float16) * 2.0**-12,
+        normal(1, (16, 16), jnp.float16) * 4,
+    )
+    unit = fp8_dot_general(
+        lhs * 2.0**12, rhs / 4, MATRIX, preferred_element_type=jnp.float32
+    )
     out, vjp = jax.vjp(lambda a, b: dot(a, b, MATRIX), lhs, rhs)
     np.testing.assert_array_equal(out, (unit * 2.0**-10).astype(jnp.float16))
     # E5M2 alone ends at 2^-16; the gradient's scale keeps what lies below.
@@ -153,14 +197,17 @@ def test_constant_scales_divide_operands_and_multiply_the_product():
 
 def test_fp16_products_with_scales_do_not_overflow_before_they_are_scaled():
     dot = Fp8DotGeneral(scaling=Scaling("amax", "amax", 1.0))
-    out = dot(jnp.ones((16, 64), jnp.float16), jnp.ones((64, 16), jnp.float16), MATRIX)  # unscaled: 64 * 128 * 128
+    # unscaled: 64 * 128 * 128
+    out = dot(jnp.ones((16, 64), jnp.float16), jnp.ones((64, 16), jnp.float16), MATRIX)
     np.testing.assert_array_equal(out, np.full((16, 16), 64, np.float16))
 
 
 def test_sizes_that_are_not_multiples_of_16_fall_back_once_a_shape_and_are_named():
     dot = Fp8DotGeneral("h.0.mlp.c_fc")
     lhs, rhs = normal(0, (16, 20), jnp.float16), normal(1, (20, 32), jnp.float16)
-    with pytest.warns(UserWarning, match=re.escape("h.0.mlp.c_fc: not FP8 but float16")) as caught:
+    with pytest.warns(
+        UserWarning, match=re.escape("h.0.mlp.c_fc: not FP8 but float16")
+    ) as caught:
         out = dot(lhs, rhs, MATRIX)
     assert "(16, 32, 20)" in str(caught[0].message)
     dot(lhs, rhs, MATRIX)  # a second warning would be an error
@@ -230,7 +277,11 @@ def test_vmap_gives_each_example_its_own_scales():
     mapped = jax.vmap(f, in_axes=(0, None))(lhs, rhs)
     looped = [f(a, rhs) for a in lhs]
     for i, expected in enumerate(looped):
-        jax.tree.map(lambda m, e, i=i: np.testing.assert_allclose(m[i], e, rtol=16 * EPS32), mapped, expected)
+        jax.tree.map(
+            lambda m, e, i=i: np.testing.assert_allclose(m[i], e, rtol=16 * EPS32),
+            mapped,
+            expected,
+        )
 
 
 def test_it_is_the_dot_general_of_linen_layers():

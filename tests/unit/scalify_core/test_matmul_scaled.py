@@ -1,4 +1,5 @@
-"""The FP8 product under scalify: a cast of the data, a scale by rule, no matter where the values lie."""
+"""The FP8 product under scalify: a cast of the data, a scale by rule, no matter where
+the values lie."""
 
 import contextlib
 import re
@@ -34,16 +35,28 @@ X, W, G = normal(0, 32, 64), normal(1, 64, 48), normal(2, 32, 48)
 @pytest.mark.parametrize(("ex", "ew", "eg"), [(0, 0, 0), (-60, 40, -60), (60, -7, 33)])
 def test_product_and_gradients_are_those_of_the_cast_data(ex, ew, eg, dynamic):
     scales = [jnp.float32(2.0**e) if dynamic else 2.0**e for e in (ex, ew, eg)]
-    args = [ScaledArray(data, scale) for data, scale in zip((X, W, G), scales, strict=True)]
+    args = [
+        ScaledArray(data, scale) for data, scale in zip((X, W, G), scales, strict=True)
+    ]
     found = jax.jit(scalify(product_and_gradients))(*args)
-    x8, w8, g8 = (f.cast(a).astype(jnp.float32) for f, a in zip((E4M3, E4M3, E5M2), (X, W, G), strict=True))
+    x8, w8, g8 = (
+        f.cast(a).astype(jnp.float32)
+        for f, a in zip((E4M3, E4M3, E5M2), (X, W, G), strict=True)
+    )
     dot = lambda a, b: np.asarray(lax.dot(a, b, precision="highest"), np.float64)
-    expected = dot(x8, w8) * 2.0 ** (ex + ew), dot(g8, w8.T) * 2.0 ** (eg + ew), dot(x8.T, g8) * 2.0 ** (ex + eg)
+    expected = (
+        dot(x8, w8) * 2.0 ** (ex + ew),
+        dot(g8, w8.T) * 2.0 ** (eg + ew),
+        dot(x8.T, g8) * 2.0 ** (ex + eg),
+    )
     for y, right in zip(found, expected, strict=True):
         assert y.dtype == jnp.float16
-        value = np.asarray(y.data, np.float64) * float(y.scale)  # below what FP32 holds, at some of these scales
+        # below what FP32 holds, at some of these scales
+        value = np.asarray(y.data, np.float64) * float(y.scale)
         # One rounding of the product to FP16 before it is rescaled, one after.
-        np.testing.assert_allclose(value, right, rtol=2.0**-10, atol=2.0**-20 * np.abs(right).max())
+        np.testing.assert_allclose(
+            value, right, rtol=2.0**-10, atol=2.0**-20 * np.abs(right).max()
+        )
         assert 0.5 < np.sqrt(np.mean(np.square(np.asarray(y.data, np.float64)))) < 2
 
 
@@ -52,10 +65,15 @@ ROWS = jnp.stack([X, -X])
 
 @pytest.mark.parametrize(
     ("lhs", "rhs", "g", "dims"),
-    [(X, W, G, MATRIX), (X, W.T, G, (((1,), (1,)), ((), ()))), (ROWS, W, jnp.stack([G, G]), (((2,), (0,)), ((), ())))],
+    [
+        (X, W, G, MATRIX),
+        (X, W.T, G, (((1,), (1,)), ((), ()))),
+        (ROWS, W, jnp.stack([G, G]), (((2,), (0,)), ((), ()))),
+    ],
 )
 def test_a_weight_that_is_kept_is_the_weight_that_is_cast_again(lhs, rhs, g, dims):
-    """The same bits; kept for the backward pass is an E4M3 array in place of the FP16 one. Under vmap, too."""
+    """The same bits; kept for the backward pass is an E4M3 array in place of the FP16
+    one. Under vmap, too."""
     args = [ScaledArray(data, 2.0**e) for data, e in ((lhs, -3), (rhs, 2), (g, -9))]
     found = []
     for kept in (False, True):
@@ -64,23 +82,37 @@ def test_a_weight_that_is_kept_is_the_weight_that_is_cast_again(lhs, rhs, g, dim
         run = lambda x, w, g, pull=pull: (pull(x, w)[0], pull(x, w)[1](g))
         found.append(jax.jit(scalify(run))(*args))
         residuals = jax.tree.leaves(scalify(pull)(*args[:2])[1])
-        assert [r.dtype for r in residuals if r.shape == rhs.shape] == [jnp.float8_e4m3fn if kept else jnp.float16]
+        assert [r.dtype for r in residuals if r.shape == rhs.shape] == [
+            jnp.float8_e4m3fn if kept else jnp.float16
+        ]
         rows = [ScaledArray(jnp.stack([a.data, -a.data]), a.scale) for a in args]
-        found.append(jax.tree.map(lambda y: y[0], jax.jit(scalify(jax.vmap(run)))(*rows)))
+        found.append(
+            jax.tree.map(lambda y: y[0], jax.jit(scalify(jax.vmap(run)))(*rows))
+        )
     for other in found[1:]:
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found[0], other)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
+            found[0],
+            other,
+        )
 
 
 def test_the_gradient_of_weights_can_be_stored_where_it_is_computed():
-    """The bits of a cast after it; a loop over layers then stacks one byte an element."""
+    """The bits of a cast after it; a loop over layers then stacks one byte an
+    element."""
     layers = ScaledArray(jnp.stack([W[:, :32] * 2.0**-3, W[:, 16:48]]), 0.5)
 
     def gradient(dot, layers, x):
-        body = lambda x, w: (jnp.concatenate([dot(x, w, MATRIX), x[:, 32:]], axis=1), None)
+        body = lambda x, w: (
+            jnp.concatenate([dot(x, w, MATRIX), x[:, 32:]], axis=1),
+            None,
+        )
         return jax.grad(lambda w: jnp.sum(lax.scan(body, x, w)[0] ** 2))(layers)
 
     late, early = (
-        jax.jit(scalify(lambda w, x, dot=dot: gradient(dot, w, x)))(layers, ScaledArray(X, 4.0))
+        jax.jit(scalify(lambda w, x, dot=dot: gradient(dot, w, x)))(
+            layers, ScaledArray(X, 4.0)
+        )
         for dot in (fp8_dot_general, Fp8DotGeneral(rhs_gradient=E5M2.dtype))
     )
     assert (late.dtype, early.dtype) == (jnp.float16, E5M2.dtype)
@@ -91,7 +123,10 @@ def test_scaled_products_of_far_apart_scales_have_the_same_data():
     """No statistic of the values is taken: the data do not depend on the scales."""
     base = scalify(product_and_gradients)(*(ScaledArray(a, 1.0) for a in (X, W, G)))
     far = scalify(product_and_gradients)(
-        *(ScaledArray(a, s) for a, s in zip((X, W, G), (2.0**60, 2.0**-60, 2.0**-55), strict=True))
+        *(
+            ScaledArray(a, s)
+            for a, s in zip((X, W, G), (2.0**60, 2.0**-60, 2.0**-55), strict=True)
+        )
     )
     for a, b in zip(base, far, strict=True):
         np.testing.assert_array_equal(a.data, b.data)
@@ -99,7 +134,9 @@ def test_scaled_products_of_far_apart_scales_have_the_same_data():
 
 def test_the_forward_cast_acts_in_the_differentiated_function():
     args = ScaledArray(X, 1.0), ScaledArray(W, 1.0)
-    value, _ = scalify(jax.value_and_grad(lambda x, w: jnp.sum(fp8_dot_general(x, w, MATRIX))))(*args)
+    value, _ = scalify(
+        jax.value_and_grad(lambda x, w: jnp.sum(fp8_dot_general(x, w, MATRIX)))
+    )(*args)
     plain = scalify(lambda x, w: jnp.sum(fp8_dot_general(x, w, MATRIX)))(*args)
     wide = scalify(lambda x, w: jnp.sum(x @ w))(*args)
     assert np.asarray(value) == np.asarray(plain)
@@ -108,16 +145,27 @@ def test_the_forward_cast_acts_in_the_differentiated_function():
 
 def test_the_scaling_of_plain_programs_is_not_used():
     dot = Fp8DotGeneral(scaling=Scaling("rms", "amax", "amax"))
-    fun = lambda dot: lambda x, w, g: jax.vjp(lambda x, w: dot(x, w, MATRIX), x, w)[1](g)
-    args = [ScaledArray(a, s) for a, s in zip((X * 8, W, G), (2.0**20, 2.0**-9, 1.0), strict=True)]
-    for a, b in zip(scalify(fun(dot))(*args), scalify(fun(fp8_dot_general))(*args), strict=True):
+    fun = lambda dot: (
+        lambda x, w, g: jax.vjp(lambda x, w: dot(x, w, MATRIX), x, w)[1](g)
+    )
+    args = [
+        ScaledArray(a, s)
+        for a, s in zip((X * 8, W, G), (2.0**20, 2.0**-9, 1.0), strict=True)
+    ]
+    for a, b in zip(
+        scalify(fun(dot))(*args), scalify(fun(fp8_dot_general))(*args), strict=True
+    ):
         np.testing.assert_array_equal(a.data, b.data)
         assert a.scale == b.scale
 
 
 def test_one_operand_may_be_plain():
-    found = scalify(lambda w: fp8_dot_general(jnp.asarray(X, jnp.float32), w, MATRIX))(ScaledArray(W, 2.0**30))
-    both = scalify(lambda x, w: fp8_dot_general(x, w, MATRIX))(ScaledArray(X, 1.0), ScaledArray(W, 2.0**30))
+    found = scalify(lambda w: fp8_dot_general(jnp.asarray(X, jnp.float32), w, MATRIX))(
+        ScaledArray(W, 2.0**30)
+    )
+    both = scalify(lambda x, w: fp8_dot_general(x, w, MATRIX))(
+        ScaledArray(X, 1.0), ScaledArray(W, 2.0**30)
+    )
     np.testing.assert_array_equal(np.asarray(found), np.asarray(both))
 
 
@@ -138,8 +186,12 @@ def test_vmapped_scanned_and_rematerialised_products_keep_their_values():
     for body in (layer, jax.checkpoint(layer)):
         found = scalify(lambda x, stack, body=body: lax.scan(body, x, stack)[0])(*args)
         # The same products with the same constants: an FP16 rounding or two are left.
-        np.testing.assert_allclose(np.asarray(found), expected, rtol=0, atol=2.0**-8 * np.abs(expected).max())
-    mapped = scalify(jax.vmap(lambda w, x: layer(x, w)[0], in_axes=(0, None)))(args[1], args[0])
+        np.testing.assert_allclose(
+            np.asarray(found), expected, rtol=0, atol=2.0**-8 * np.abs(expected).max()
+        )
+    mapped = scalify(jax.vmap(lambda w, x: layer(x, w)[0], in_axes=(0, None)))(
+        args[1], args[0]
+    )
     for i in range(4):
         one = scalify(lambda x, w: layer(x, w)[0])(args[0], ScaledArray(stack[i], 0.25))
         np.testing.assert_array_equal(np.asarray(mapped)[i], np.asarray(one))
@@ -151,12 +203,15 @@ def test_a_product_that_falls_back_has_the_rule_of_dot_general():
             ScaledArray(X[:, :20], 2.0**40), ScaledArray(W[:20], 1.0)
         )
     exact = asarray(ScaledArray(X, 2.0**40))[:, :20] @ W[:20].astype(jnp.float32)
-    np.testing.assert_allclose(np.asarray(out), exact, rtol=2.0**-10, atol=2.0**-10 * np.abs(exact).max())
+    np.testing.assert_allclose(
+        np.asarray(out), exact, rtol=2.0**-10, atol=2.0**-10 * np.abs(exact).max()
+    )
 
 
 @pytest.mark.parametrize("dot", [fp8_dot_general, lax.dot_general], ids=["fp8", "fp16"])
 def test_products_beyond_the_range_of_fp16_saturate_forward_and_backward(dot):
-    # All terms are equal, so the sums are 64 times what independent ones give: data of 300 * 300 * 4096 / 64 > 65504.
+    # All terms are equal, so the sums are 64 times what independent ones give: data of
+    # 300 * 300 * 4096 / 64 > 65504.
     x = ScaledArray(jnp.full((16, 4096), 300.0, jnp.float16), 1.0)
     w = ScaledArray(jnp.full((4096, 16), 300.0, jnp.float16), 1.0)
     g = ScaledArray(jnp.full((16, 16), 6e4, jnp.float16), 2.0**30)
@@ -172,11 +227,16 @@ def test_products_beyond_the_range_of_fp16_saturate_forward_and_backward(dot):
 
 
 def test_a_product_of_bf16_that_is_wanted_in_fp32_is_fp32():
-    a, b = jax.random.normal(jax.random.key(0), (16, 64)), jax.random.normal(jax.random.key(1), (64, 16))
+    a, b = (
+        jax.random.normal(jax.random.key(0), (16, 64)),
+        jax.random.normal(jax.random.key(1), (64, 16)),
+    )
 
     def product(a, b):
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-        return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return jax.lax.dot_general(
+            a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
 
     found = scalify(product)(ScaledArray(a, 1.0), ScaledArray(b, 1.0))
     assert found.dtype == jnp.float32
@@ -194,27 +254,45 @@ def test_an_infinity_that_enters_an_fp8_product_comes_out_as_nan(infinite):
         y, pullback = jax.vjp(lambda x, w: fp8_dot_general(x, w, MATRIX), x, w)
         return y, *pullback(gradient)
 
-    assert sum(np.isnan(asarray(y)).any() for y in scalify(product)(x, w, gradient)) == 2
+    assert (
+        sum(np.isnan(asarray(y)).any() for y in scalify(product)(x, w, gradient)) == 2
+    )
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"]
+)
 @pytest.mark.parametrize("given", [True, False])
 def test_no_product_is_rounded_to_fp16_before_its_constant(wrap, given):
     """Lowered for CUDA: an operand has been multiplied by it, or the result is FP32."""
     block = wrap(lambda w, x: jnp.tanh(fp8_dot_general(x, w, MATRIX)))
-    loss = lambda w, x: jnp.sum(jnp.sin(fp8_dot_general(block(w, block(w, x)), w, MATRIX)))
+    loss = lambda w, x: jnp.sum(
+        jnp.sin(fp8_dot_general(block(w, block(w, x)), w, MATRIX))
+    )
     fun = scalify(jax.grad(loss, argnums=(0, 1)))
     args = ScaledArray(normal(3, 64, 64), 1.0), ScaledArray(normal(4, 32, 64), 1.0)
     with lowering.scales_in_products() if given else contextlib.nullcontext():
-        text = jax.jit(lambda *args: fun(*args)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        text = (
+            jax.jit(lambda *args: fun(*args))
+            .trace(*args)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
     products = re.findall(
-        r"stablehlo\.dot_general.* : \(tensor<\S+x(\w+)>, tensor<\S+x(\w+)>\) -> tensor<\S+x(\w+)>", text
+        r"stablehlo\.dot_general.* : \(tensor<\S+x(\w+)>, tensor<\S+x(\w+)>\) ->"
+        r" tensor<\S+x(\w+)>",
+        text,
     )
     assert len(products) >= 5
     if given:
         assert set(products) == {("f16", "f16", "f16")}
-        constants = {float(c) for c in re.findall(r"stablehlo\.constant dense<(\S+)> : tensor<f16>", text)}
+        constants = {
+            float(c)
+            for c in re.findall(r"stablehlo\.constant dense<(\S+)> : tensor<f16>", text)
+        }
         assert {2.0**-3} <= constants
     else:
         assert {out for _, _, out in products} == {"f32"}
-        assert {operand[:2] for *operands, _ in products for operand in operands} == {"f8"}
+        assert {operand[:2] for *operands, _ in products for operand in operands} == {
+            "f8"
+        }

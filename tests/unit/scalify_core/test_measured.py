@@ -1,7 +1,9 @@
-"""Measured scales: what scale propagation by rules gets wrong on programs that nobody prepared for it, kind by kind.
+"""Measured scales: what scale propagation by rules gets wrong on programs that nobody
+prepared for it, kind by kind.
 
-Each program is an ordinary function of float32 arrays, and is held to its plain FP32 result: of FP16 data within a few
-roundings of the result's norm, whatever the sizes of its values.
+Each program is an ordinary function of float32 arrays, and is held to its plain FP32
+result: of FP16 data within a few roundings of the result's norm, whatever the sizes of
+its values.
 """
 
 import warnings
@@ -33,7 +35,9 @@ UNSCALED = {
     "singular values": lambda x: jnp.linalg.svd(1e9 * x, compute_uv=False),
     "plain factor above the format": lambda x: x * jnp.full(x.shape, 1e8),
     "plain factor below the format": lambda x: x * jnp.full(x.shape, 1e-9),
-    "plain term above the format": lambda x: x + jnp.broadcast_to(jnp.arange(8.0), x.shape) * 1e5,
+    "plain term above the format": lambda x: (
+        x + jnp.broadcast_to(jnp.arange(8.0), x.shape) * 1e5
+    ),
     "logsumexp of large": lambda x: jax.nn.logsumexp(1e5 * x, -1),
 }
 
@@ -42,14 +46,18 @@ UNSCALED = {
 @pytest.mark.parametrize("static", quick([False, True], False))
 def test_results_of_any_size_are_neither_clipped_nor_lost(name, static):
     # A table in FP32 would make FP32 of it.
-    found, expected = both(lambda x: UNSCALED[name](x).astype(x.dtype), normal(0, 16, 8), static=static)
+    found, expected = both(
+        lambda x: UNSCALED[name](x).astype(x.dtype), normal(0, 16, 8), static=static
+    )
     assert error(found, expected) <= ROUNDINGS[HALF]
     assert found.dtype == HALF
 
 
 def test_an_operand_that_closes_over_the_range_of_the_format_is_exact():
     for factor in (1e8, 1e-8):
-        found = jax.jit(scalify(lambda a, c: a * c))(as_scaled_array(normal(0, 64), dtype=HALF), jnp.float32(factor))
+        found = jax.jit(scalify(lambda a, c: a * c))(
+            as_scaled_array(normal(0, 64), dtype=HALF), jnp.float32(factor)
+        )
         assert error(found, normal(0, 64) * factor) <= ROUNDINGS[HALF]
 
 
@@ -57,13 +65,18 @@ def test_infinities_and_nan_pass_products_and_have_no_part_in_scales():
     x = normal(0, 16, 16).at[3, 5].set(jnp.inf).at[7, 2].set(jnp.nan)
     w = jnp.abs(normal(1, 16, 16))
     found = asarray(
-        jax.jit(scalify(jnp.matmul))(ScaledArray(x.astype(HALF), jnp.float32(1)), as_scaled_array(w, dtype=HALF))
+        jax.jit(scalify(jnp.matmul))(
+            ScaledArray(x.astype(HALF), jnp.float32(1)), as_scaled_array(w, dtype=HALF)
+        )
     )
     expected = x @ w
     np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
     np.testing.assert_array_equal(np.isinf(found), np.isinf(expected))
     finite = np.isfinite(expected)
-    assert np.abs(found - expected)[finite].max() <= 8 * FP16.epsilon * np.abs(expected[finite]).max()
+    assert (
+        np.abs(found - expected)[finite].max()
+        <= 8 * FP16.epsilon * np.abs(expected[finite]).max()
+    )
 
 
 # Correlated sums: neither sqrt(N) nor any other power of a length is right for all.
@@ -84,7 +97,9 @@ def test_chains_of_stochastic_products(length, size):
 def residual(x, ws, layer):
     for w in ws:
         x = layer(x, jnp.tanh, w)
-    return jnp.mean(x**2 * jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=x.dtype), x.shape))
+    return jnp.mean(
+        x**2 * jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=x.dtype), x.shape)
+    )
 
 
 def normalised(x):
@@ -101,15 +116,20 @@ NETS = {
 @pytest.mark.parametrize("kind", quick(NETS, "pre", "post"))
 @pytest.mark.parametrize("depth", quick([4, 16], 4))
 @pytest.mark.parametrize("loss_scale", quick([2.0**-70, 1.0], 2.0**-70))
-def test_gradients_of_deep_residual_nets_are_as_right_as_those_of_plain_fp16(kind, depth, loss_scale):
+def test_gradients_of_deep_residual_nets_are_as_right_as_those_of_plain_fp16(
+    kind, depth, loss_scale
+):
     ws = tuple(normal(i, 32, 32) / 6 for i in range(depth))
     gradient = jax.grad(lambda ws, x: loss_scale * residual(x, ws, NETS[kind]))
     found, expected = both(gradient, ws, normal(99, 16, 32))
-    # Plain FP16 rounds every intermediate value; here only what is stored for products is rounded: fewer times.
+    # Plain FP16 rounds every intermediate value; here only what is stored for products
+    # is rounded: fewer times.
     narrow = jax.jit(jax.grad(lambda ws, x: residual(x, ws, NETS[kind])))(
         *jax.tree.map(lambda x: x.astype(HALF), (ws, normal(99, 16, 32)))
     )
-    allowed = error(jax.tree.map(lambda g: g.astype(jnp.float32) * loss_scale, narrow), expected)
+    allowed = error(
+        jax.tree.map(lambda g: g.astype(jnp.float32) * loss_scale, narrow), expected
+    )
     assert error(found, expected) <= allowed
 
 
@@ -133,7 +153,11 @@ def test_gradients_of_a_mean_over_many_tokens(tokens):
 def test_fp32_data_is_as_plain_at_every_scale(exponent):
     def normed(x):
         unit = x / jnp.max(jnp.abs(x))
-        return unit / jnp.sqrt(jnp.sum(unit * unit, -1, keepdims=True)), x - jnp.mean(x), x * 2 + 1e-30 * x
+        return (
+            unit / jnp.sqrt(jnp.sum(unit * unit, -1, keepdims=True)),
+            x - jnp.mean(x),
+            x * 2 + 1e-30 * x,
+        )
 
     x = ScaledArray(normal(0, 8, 16), jnp.float32(2.0**exponent))
     plain = jax.jit(normed)(asarray(x))
@@ -155,26 +179,37 @@ def test_a_batch_of_while_loops_ends_each_by_its_own_condition(product):
         def body(c):
             return (c[None] @ w)[0] + 1 if product else c * 2 + 1
 
-        return lax.while_loop(lambda c: c[0] < 50.0, body, x[None] if product is None else x)
+        return lax.while_loop(
+            lambda c: c[0] < 50.0, body, x[None] if product is None else x
+        )
 
     x = jnp.arange(1.0, 5.0)[:, None]
     found = jax.jit(scalify(jax.vmap(grown)))(as_scaled_array(x, dtype=HALF))
     np.testing.assert_allclose(asarray(found), jax.vmap(grown)(x), rtol=ROUNDINGS[HALF])
     outside = jax.jit(jax.vmap(scalify(grown)))(ScaledArray(x.astype(HALF), 1.0))
-    np.testing.assert_allclose(asarray(outside), jax.vmap(grown)(x), rtol=ROUNDINGS[HALF])
+    np.testing.assert_allclose(
+        asarray(outside), jax.vmap(grown)(x), rtol=ROUNDINGS[HALF]
+    )
 
 
 def test_collectives_over_the_axis_of_a_vmap():
     x = normal(0, 4, 8)
     fun = jax.vmap(lambda t: t - lax.pmean(t, "i"), axis_name="i")
     assert (
-        error(jax.jit(scalify(fun))(as_scaled_array(x, dtype=HALF)), fun(as_scaled_array(x, dtype=HALF).unscale()))
+        error(
+            jax.jit(scalify(fun))(as_scaled_array(x, dtype=HALF)),
+            fun(as_scaled_array(x, dtype=HALF).unscale()),
+        )
         <= (ROUNDINGS[HALF])
     )
     inner = scalify(lambda t: t @ t - lax.pmean(t @ t, "i"))
-    found = jax.vmap(lambda t: asarray(inner(as_scaled_array(t, dtype=HALF))), axis_name="i")(x)
+    found = jax.vmap(
+        lambda t: asarray(inner(as_scaled_array(t, dtype=HALF))), axis_name="i"
+    )(x)
     squares = jnp.sum(x * x, -1)
-    np.testing.assert_allclose(found, squares - squares.mean(), atol=8 * FP16.epsilon * float(squares.max()))
+    np.testing.assert_allclose(
+        found, squares - squares.mean(), atol=8 * FP16.epsilon * float(squares.max())
+    )
 
 
 def test_a_ring_of_devices_with_products_in_its_loop():
@@ -205,11 +240,14 @@ def test_nested_branches_are_looked_at_once():
     def nested(x, depth):
         if depth == 0:
             return leaf(x)
-        return lax.cond(x[0, 0] > depth, lambda x: nested(x, depth - 1), lambda x: x + depth, x)
+        return lax.cond(
+            x[0, 0] > depth, lambda x: nested(x, depth - 1), lambda x: x + depth, x
+        )
 
     found, expected = both(lambda x: nested(x, 12), normal(0, 4, 4) + 20)
     assert error(found, expected) <= ROUNDINGS[HALF]
-    assert len(evaluations) <= 4  # traced under scalify and plain, by `cond` once for its shapes
+    # traced under scalify and plain, by `cond` once for its shapes
+    assert len(evaluations) <= 4
     assert plan_of.cache_info().misses <= 3 * 12 + 3
 
 
@@ -221,7 +259,11 @@ def test_no_warning_names_what_is_right():
         jax.debug.callback(lambda _: None, x)
         windowed = lax.reduce_window(x, 0.0, lax.add, (2,), (1,), "SAME")
         z = jnp.fft.fft(x)
-        return windowed + jnp.real(z * jnp.conj(z)) * 1e-3 + jax.scipy.special.expi(jnp.abs(x) + 1)
+        return (
+            windowed
+            + jnp.real(z * jnp.conj(z)) * 1e-3
+            + jax.scipy.special.expi(jnp.abs(x) + 1)
+        )
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -229,12 +271,16 @@ def test_no_warning_names_what_is_right():
     assert error(found, expected) <= 1e-5
 
 
-@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, lambda f: f], ids=["remat", "jit", "plain"])
+@pytest.mark.parametrize(
+    "wrap", [jax.checkpoint, jax.jit, lambda f: f], ids=["remat", "jit", "plain"]
+)
 def test_gradients_through_scan_remat_and_jit(wrap):
     ws = normal(0, 6, 16, 16) / 4
 
     def loss(ws, x):
-        out, kept = lax.scan(wrap(lambda h, w: (h + jnp.tanh(normalised(h) @ w), jnp.sum(h))), x, ws)
+        out, kept = lax.scan(
+            wrap(lambda h, w: (h + jnp.tanh(normalised(h) @ w), jnp.sum(h))), x, ws
+        )
         return jnp.mean(out**2) + 1e-3 * jnp.sum(kept)
 
     found, expected = both(jax.grad(loss, (0, 1)), ws, normal(1, 8, 16))
@@ -248,13 +294,18 @@ def test_layers_of_a_stack_with_scales_of_their_own_are_scanned():
     scaled = ScaledArray(scaled.data, 2.0 ** jnp.round(jnp.log2(sizes[:, 0, 0])))
     fun = lambda ws, x: lax.scan(lambda h, w: (h, jnp.tanh(h) @ w), x, ws)[1]
     x = as_scaled_array(normal(1, 4, 16), dtype=HALF)
-    found, expected = asarray(jax.jit(scalify(fun))(scaled, x)), fun(asarray(scaled), asarray(x))
+    found, expected = (
+        asarray(jax.jit(scalify(fun))(scaled, x)),
+        fun(asarray(scaled), asarray(x)),
+    )
     for layer in (1, 2):
         assert error(found[layer], expected[layer]) <= ROUNDINGS[HALF]
 
 
 def test_equations_that_nobody_needs_are_left_out():
-    found = jax.make_jaxpr(scalify(jax.grad(lambda x: jnp.sum(jnp.sin(x)))))(as_scaled_array(normal(0, 4), dtype=HALF))
+    found = jax.make_jaxpr(scalify(jax.grad(lambda x: jnp.sum(jnp.sin(x)))))(
+        as_scaled_array(normal(0, 4), dtype=HALF)
+    )
     assert "sin " not in str(found).replace("cos", "")
 
 

@@ -1,4 +1,5 @@
-"""Calls inside a program with measured scales: each is evaluated once, and stays the call that it is."""
+"""Calls inside a program with measured scales: each is evaluated once, and stays the
+call that it is."""
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,20 @@ def traced(fun, *args):
 
 
 def calls(jaxpr, name):
-    """The calls of functions, or the primitives, of a name: each equation at any depth, once for its jaxpr."""
-    found = [eqn for eqn in jaxpr.eqns if name in (eqn.params.get("name"), eqn.primitive.name)]
+    """The calls of functions, or the primitives, of a name: each equation at any depth,
+    once for its jaxpr."""
+    found = [
+        eqn
+        for eqn in jaxpr.eqns
+        if name in (eqn.params.get("name"), eqn.primitive.name)
+    ]
     return found + [eqn for inner in inner_jaxprs(jaxpr) for eqn in calls(inner, name)]
 
 
 def inner_jaxprs(jaxpr):
-    found = {id(inner): inner for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params)}
+    found = {
+        id(inner): inner for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params)
+    }
     return list(found.values())
 
 
@@ -93,18 +101,32 @@ def test_name_donation_and_shardings_of_a_call_are_kept():
     def product(x, w):
         return x @ w
 
-    inner = jax.jit(product, donate_argnums=0, in_shardings=(rows, None), out_shardings=rows, keep_unused=True)
+    inner = jax.jit(
+        product,
+        donate_argnums=0,
+        in_shardings=(rows, None),
+        out_shardings=rows,
+        keep_unused=True,
+    )
     x, w = scaled(normal(0, 4, 8), normal(1, 8, 8))
     (call,) = calls(traced(lambda x, w: inner(x, w) * 2, x, w), "product")
     data, scale, *weight = call.params["donated_invars"]
     assert (data, scale) == (True, True)
     assert not any(weight)
     assert call.params["keep_unused"]
-    constraints = [eqn for eqn in call.params["jaxpr"].eqns if eqn.primitive.name == "sharding_constraint"]
+    constraints = [
+        eqn
+        for eqn in call.params["jaxpr"].eqns
+        if eqn.primitive.name == "sharding_constraint"
+    ]
     assert [eqn.params["sharding"] for eqn in constraints] == [rows] * 2
-    expected = x.data.astype(jnp.float32) * x.scale @ (w.data.astype(jnp.float32) * w.scale)
+    expected = (
+        x.data.astype(jnp.float32) * x.scale @ (w.data.astype(jnp.float32) * w.scale)
+    )
     found = jax.jit(scalify(inner))(x, w)
-    np.testing.assert_allclose(found.data.astype(np.float32) * found.scale, expected, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(
+        found.data.astype(np.float32) * found.scale, expected, rtol=2e-3, atol=2e-3
+    )
 
 
 def test_an_argument_that_calls_hand_through_is_returned_as_it_came():

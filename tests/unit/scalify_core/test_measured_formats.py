@@ -1,4 +1,5 @@
-"""Measured scales and formats: what is stored, what products read, casts and rescales of the user's."""
+"""Measured scales and formats: what is stored, what products read, casts and rescales
+of the user's."""
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,20 @@ def test_what_is_stored_fills_its_format_without_saturating(dtype, size):
     x = normal(0, 256) * size
     found = store.stored(x, np.dtype(dtype))
     fmt = sc.FloatFormat.of(dtype)
-    np.testing.assert_allclose(store.wide(found), x, atol=2 * fmt.epsilon * float(jnp.abs(x).max()))
+    np.testing.assert_allclose(
+        store.wide(found), x, atol=2 * fmt.epsilon * float(jnp.abs(x).max())
+    )
     if dtype != jnp.bfloat16:
         peak = float(jnp.abs(found.data.astype(jnp.float32)).max())
-        assert 2.0 ** peaks.top_of(dtype) <= peak <= 2.0 ** (peaks.top_of(dtype) + 1) <= fmt.max
-    np.testing.assert_array_equal(store.wide(store.stored(jnp.zeros(4), np.dtype(dtype))), 0)
+        assert (
+            2.0 ** peaks.top_of(dtype)
+            <= peak
+            <= 2.0 ** (peaks.top_of(dtype) + 1)
+            <= fmt.max
+        )
+    np.testing.assert_array_equal(
+        store.wide(store.stored(jnp.zeros(4), np.dtype(dtype))), 0
+    )
     assert store.stored(jnp.zeros((0, 3)), np.dtype(dtype)).shape == (0, 3)
 
 
@@ -50,26 +60,36 @@ def test_products_read_the_format_and_weights_are_not_measured_again():
 
 
 def test_a_result_that_goes_round_a_loop_of_calls_compiles_once_and_keeps_its_format():
-    step = jax.jit(scalify(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)))
+    step = jax.jit(
+        scalify(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
+    )
     w, x = as_scaled_array((normal(0, 8, 8), normal(1, 32, 8)), dtype=HALF)
     plain, expected = jnp.asarray(w), asarray(w)
     for _ in range(20):
         w = step(w, x)
-        expected = expected - 0.1 * jax.grad(lambda w: jnp.mean((asarray(x) @ w) ** 2))(expected)
+        expected = expected - 0.1 * jax.grad(lambda w: jnp.mean((asarray(x) @ w) ** 2))(
+            expected
+        )
     assert step._cache_size() == 1
     assert w.dtype == HALF
-    assert error(w, expected) <= 20 * FP16.epsilon * float(jnp.linalg.norm(plain) / jnp.linalg.norm(expected))
+    assert error(w, expected) <= 20 * FP16.epsilon * float(
+        jnp.linalg.norm(plain) / jnp.linalg.norm(expected)
+    )
 
 
 def test_an_argument_that_is_returned_is_returned_as_it_is():
     w = ScaledArray(normal(0, 4).astype(HALF), 2.0**-30)
-    found = scalify(lambda w, x: (w, w + x))(w, as_scaled_array(normal(1, 4), dtype=HALF))[0]
+    found = scalify(lambda w, x: (w, w + x))(
+        w, as_scaled_array(normal(1, 4), dtype=HALF)
+    )[0]
     assert found.is_static
     assert found.scale == w.scale
     np.testing.assert_array_equal(found.data, w.data)
 
 
-@pytest.mark.parametrize("sizes", [(1.0, 1.0), (2.0**-40, 2.0**30), (2.0**30, 2.0**-60)])
+@pytest.mark.parametrize(
+    "sizes", [(1.0, 1.0), (2.0**-40, 2.0**30), (2.0**30, 2.0**-60)]
+)
 def test_fp8_products_cast_at_measured_scales_forward_and_backward(sizes):
     x, w = normal(0, 32, 32) * sizes[0], normal(1, 32, 32) * sizes[1]
 
@@ -78,16 +98,25 @@ def test_fp8_products_cast_at_measured_scales_forward_and_backward(sizes):
         return jnp.sum(y * normal(2, 32, 32)) * 1e-12
 
     found, _ = both(jax.grad(loss, (0, 1)), x, w)
-    # A product of casts to three and two bits: errors are independent, and average out to a format's epsilon.
+    # A product of casts to three and two bits: errors are independent, and average out
+    # to a format's epsilon.
     assert (
-        error(found, jax.grad(lambda x, w: jnp.sum(x @ w * normal(2, 32, 32)) * 1e-12, (0, 1))(x, w))
+        error(
+            found,
+            jax.grad(lambda x, w: jnp.sum(x @ w * normal(2, 32, 32)) * 1e-12, (0, 1))(
+                x, w
+            ),
+        )
         <= E5M2.epsilon / 2
     )
 
 
 def test_fp8_products_are_real_fp8_products():
     args = as_scaled_array((normal(0, 32, 32), normal(1, 32, 32)), dtype=HALF)
-    gradient = jax.grad(lambda x, w: jnp.sum(sc.fp8_dot_general(x, w, (((1,), (0,)), ((), ()))) ** 2), (0, 1))
+    gradient = jax.grad(
+        lambda x, w: jnp.sum(sc.fp8_dot_general(x, w, (((1,), (0,)), ((), ()))) ** 2),
+        (0, 1),
+    )
     text = str(jax.make_jaxpr(scalify(gradient))(*args))
     assert "f8_e4m3fn" in text
     assert "f8_e5m2" in text
@@ -108,7 +137,12 @@ def test_a_cast_of_the_users_rounds_and_its_products_are_of_that_format():
 
 def test_rescales_are_the_identity_and_a_scale_that_is_set_is_kept():
     def fun(x):
-        return sc.dynamic_rescale_rms(x * 1e-6), sc.set_scaling(x, 2.0**-3), sc.stop_scaling(x), sc.rebalance(x, 4.0)
+        return (
+            sc.dynamic_rescale_rms(x * 1e-6),
+            sc.set_scaling(x, 2.0**-3),
+            sc.stop_scaling(x),
+            sc.rebalance(x, 4.0),
+        )
 
     x = as_scaled_array(normal(0, 64), dtype=HALF)
     rescaled, kept, plain, rebalanced = jax.jit(scalify(fun))(x)

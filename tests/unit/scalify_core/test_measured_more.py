@@ -1,4 +1,5 @@
-"""Measured scales at the edges: sizes near the ends of FP32, dtypes that the user chose, constants of masks."""
+"""Measured scales at the edges: sizes near the ends of FP32, dtypes that the user
+chose, constants of masks."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ import scalify_core as sc
 from scalify_core import ScaledArray, as_scaled_array, asarray, scalify
 
 
-@pytest.mark.parametrize("sizes", [(-55, -55), (-60, -45), (-100, -5), (-90, 80), (90, 30)])
+@pytest.mark.parametrize(
+    "sizes", [(-55, -55), (-60, -45), (-100, -5), (-90, 80), (90, 30)]
+)
 def test_products_of_what_is_computed_reach_to_the_ends_of_fp32(sizes):
     def fun(x, w):
         return (jnp.tanh(x) * 2.0 ** sizes[0]) @ (jnp.tanh(w) * 2.0 ** sizes[1])
@@ -24,7 +27,9 @@ def test_products_of_what_is_computed_reach_to_the_ends_of_fp32(sizes):
 @pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16])
 def test_rows_of_zeros_stay_zeros_beside_products_beyond_fp32(dtype):
     x = (normal(0, 8, 16) * 2.0**70).at[:4].set(0)
-    found, expected = both(lambda x, w: (x @ w)[:4], x, normal(1, 16, 16) * 2.0**80, dtype=dtype)
+    found, expected = both(
+        lambda x, w: (x @ w)[:4], x, normal(1, 16, 16) * 2.0**80, dtype=dtype
+    )
     np.testing.assert_array_equal(expected, 0)
     np.testing.assert_array_equal(asarray(found), 0)
 
@@ -34,12 +39,19 @@ def halved(b):
 
 
 NARROW = {
-    "scan": lambda x, w, b: lax.scan(lambda c, _: ((jnp.tanh(c[0] @ w), halved(c[1])), c[1]), (x, b), None, 3),
+    "scan": lambda x, w, b: lax.scan(
+        lambda c, _: ((jnp.tanh(c[0] @ w), halved(c[1])), c[1]), (x, b), None, 3
+    ),
     "while": lambda x, w, b: lax.while_loop(
-        lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w), halved(c[2])), (0, x, b)
+        lambda c: c[0] < 3,
+        lambda c: (c[0] + 1, jnp.tanh(c[1] @ w), halved(c[2])),
+        (0, x, b),
     ),
     "cond": lambda x, w, b: lax.cond(
-        x[0, 0] > 9, lambda x: ((x @ w).astype(b.dtype), b), lambda x: (jnp.ones(x.shape, b.dtype), halved(b)), x
+        x[0, 0] > 9,
+        lambda x: ((x @ w).astype(b.dtype), b),
+        lambda x: (jnp.ones(x.shape, b.dtype), halved(b)),
+        x,
     ),
 }
 
@@ -53,7 +65,9 @@ def test_numbers_of_a_narrow_dtype_that_no_scale_has_pass_control_flow(kind, dty
 
     found, expected = both(fun, normal(0, 8, 16), normal(1, 16, 16) / 4)
     assert error(found, expected) <= ROUNDINGS[HALF]
-    explained = sc.explain(fun, *as_scaled_array((normal(0, 8, 16), normal(1, 16, 16) / 4), dtype=HALF))
+    explained = sc.explain(
+        fun, *as_scaled_array((normal(0, 8, 16), normal(1, 16, 16) / 4), dtype=HALF)
+    )
     assert explained.first_loss is None
 
 
@@ -70,7 +84,10 @@ def test_large_constants_among_results_are_kept_where_the_format_holds_both(name
     found, expected = both(CONSTANTS[name], normal(0, 16, 16))
     assert error(found, expected) <= ROUNDINGS[HALF]
     near = np.abs(np.asarray(expected)) < 100
-    assert error(jnp.where(near, asarray(found), 0), jnp.where(near, expected, 0)) <= ROUNDINGS[HALF]
+    assert (
+        error(jnp.where(near, asarray(found), 0), jnp.where(near, expected, 0))
+        <= ROUNDINGS[HALF]
+    )
 
 
 def test_a_result_that_can_hold_no_large_constant_is_stored_as_all_others_are():
@@ -80,19 +97,37 @@ def test_a_result_that_can_hold_no_large_constant_is_stored_as_all_others_are():
     gradient = jax.grad(lambda x, w: jnp.sum(masked(x, w) ** 2), argnums=1)
     args = as_scaled_array((normal(0, 16, 16), normal(1, 16, 16)), dtype=HALF)
     assert "_beside" not in str(jax.make_jaxpr(scalify(gradient))(*args))
-    assert "_beside" in str(jax.make_jaxpr(scalify(lambda x, w: jnp.where(x > 0, x @ w, -1e30)))(*args))
+    assert "_beside" in str(
+        jax.make_jaxpr(scalify(lambda x, w: jnp.where(x > 0, x @ w, -1e30)))(*args)
+    )
 
 
-@pytest.mark.parametrize("mask", quick([-1e9, -1e30, float(jnp.finfo(jnp.float32).min)], -1e9))
-@pytest.mark.parametrize("size", quick([1e-30, 1e-8, 1e-5, 1e-3, 1.0, 30.0, 1e4], 1e-30, 1.0))
-def test_large_constants_that_the_format_cannot_hold_beside_the_rest_saturate_as_masks(mask, size):
-    found, expected = both(lambda x: jnp.where(x > 0, size * x, mask), normal(0, 16, 16))
+@pytest.mark.parametrize(
+    "mask", quick([-1e9, -1e30, float(jnp.finfo(jnp.float32).min)], -1e9)
+)
+@pytest.mark.parametrize(
+    "size", quick([1e-30, 1e-8, 1e-5, 1e-3, 1.0, 30.0, 1e4], 1e-30, 1.0)
+)
+def test_large_constants_that_the_format_cannot_hold_beside_the_rest_saturate_as_masks(
+    mask, size
+):
+    found, expected = both(
+        lambda x: jnp.where(x > 0, size * x, mask), normal(0, 16, 16)
+    )
     masked = np.asarray(expected) < 0
     assert error(asarray(found)[~masked], expected[~masked]) <= ROUNDINGS[HALF]
-    # Logits of up to 4 sizes move by half a rounding of them, or less. Beside the smallest, FP16 has no mask but -inf.
-    np.testing.assert_allclose(jax.nn.softmax(asarray(found)), jax.nn.softmax(expected), atol=4e-3 * min(size, 10))
+    # Logits of up to 4 sizes move by half a rounding of them, or less. Beside the
+    # smallest, FP16 has no mask but -inf.
+    np.testing.assert_allclose(
+        jax.nn.softmax(asarray(found)),
+        jax.nn.softmax(expected),
+        atol=4e-3 * min(size, 10),
+    )
     assert np.isinf(np.asarray(asarray(found))[masked]).all() == (size < 1e-6)
-    explained = sc.explain(lambda x: jnp.where(x > 0, size * x, mask), as_scaled_array(normal(0, 16, 16), dtype=HALF))
+    explained = sc.explain(
+        lambda x: jnp.where(x > 0, size * x, mask),
+        as_scaled_array(normal(0, 16, 16), dtype=HALF),
+    )
     kept = np.asarray(asarray(found))[masked]
     saturates = bool((np.isinf(kept) | (kept > mask * 0.99)).any())
     assert saturates == ("saturate in float16" in str(explained.first_loss))
@@ -100,9 +135,18 @@ def test_large_constants_that_the_format_cannot_hold_beside_the_rest_saturate_as
 
 
 NUMBERS = {
-    "a gradient": (jax.grad(lambda x: jnp.where(x > 0.1, 1e6 * x, x * x / 2).sum()), [1e-6, 2e-6, 3e-6, 0.5]),
-    "a large gradient": (jax.grad(lambda x: jnp.where(x > 5, 1e8 * x, x * x).sum()), [0.1, 0.5, 1, 8]),
-    "a smallest of two": (lambda x: jnp.minimum(jnp.exp(x**3), 1e10), [0.1, 1, 10, 100]),
+    "a gradient": (
+        jax.grad(lambda x: jnp.where(x > 0.1, 1e6 * x, x * x / 2).sum()),
+        [1e-6, 2e-6, 3e-6, 0.5],
+    ),
+    "a large gradient": (
+        jax.grad(lambda x: jnp.where(x > 5, 1e8 * x, x * x).sum()),
+        [0.1, 0.5, 1, 8],
+    ),
+    "a smallest of two": (
+        lambda x: jnp.minimum(jnp.exp(x**3), 1e10),
+        [0.1, 1, 10, 100],
+    ),
     "a clip": (lambda x: jnp.clip(jnp.exp(x), 0, 1e7), [-12, -5, -2, 30]),
     "a fill": (lambda x: jnp.where(x < 0.5, 1e9, 1 / x), [0.1, 1, 10, 100]),
 }
@@ -142,7 +186,9 @@ def test_masks_in_results_are_explained_as_scalify_returns_them():
         return jnp.where(x > 0, 100 * x, -1e6)
 
     args = as_scaled_array(normal(0, 16, 16), dtype=HALF)
-    assert sc.explain(scores, args).errors[0] == pytest.approx(error(scalify(scores)(args), scores(asarray(args))))
+    assert sc.explain(scores, args).errors[0] == pytest.approx(
+        error(scalify(scores)(args), scores(asarray(args)))
+    )
 
 
 @pytest.mark.parametrize("axis", quick([0, 1, 2], 1))
@@ -157,8 +203,12 @@ def test_fp8_products_under_vmap_keep_residuals_with_the_batch_in_front(axis, op
         return jnp.sum(jax.vmap(product, in_axes=tuple(axes))(*args) ** 2)
 
     args = (stack, other) if operand == 0 else (other, stack)
-    found, _ = both(jax.grad(lambda *xs: loss(*xs, dot_general=sc.fp8_dot_general), (0, 1)), *args)
-    expected = jax.grad(lambda *xs: loss(*xs, dot_general=lax.dot_general), (0, 1))(*args)
+    found, _ = both(
+        jax.grad(lambda *xs: loss(*xs, dot_general=sc.fp8_dot_general), (0, 1)), *args
+    )
+    expected = jax.grad(lambda *xs: loss(*xs, dot_general=lax.dot_general), (0, 1))(
+        *args
+    )
     assert error(found, expected) <= sc.formats.E5M2.epsilon / 2
 
 
@@ -168,24 +218,38 @@ def test_a_carry_that_becomes_float64_in_a_loop_is_scaled():
         return lax.scan(turn, (x, jnp.zeros((), jnp.float64)), None, 3)[0][1]
 
     with jax.enable_x64(True):
-        found = scalify(fun)(*as_scaled_array((normal(0, 4, 4), normal(1, 4, 4)), dtype=HALF))
+        found = scalify(fun)(
+            *as_scaled_array((normal(0, 4, 4), normal(1, 4, 4)), dtype=HALF)
+        )
     assert isinstance(found, ScaledArray)
     assert found.dtype == jnp.float64
 
 
 def test_a_batch_of_while_loops_is_explained_as_a_whole():
     w = normal(1, 4, 4) + 2 * jnp.eye(4)
-    grown = jax.vmap(lambda x: lax.while_loop(lambda c: jnp.sum(c * c) < 50.0, lambda c: c @ w, x))
+    grown = jax.vmap(
+        lambda x: lax.while_loop(lambda c: jnp.sum(c * c) < 50.0, lambda c: c @ w, x)
+    )
     found = sc.explain(grown, as_scaled_array(normal(0, 3, 4), dtype=HALF))
     assert found.first_loss is None
-    assert max(row.figures.error for row in found.rows if row.figures is not None) < 0.01
+    assert (
+        max(row.figures.error for row in found.rows if row.figures is not None) < 0.01
+    )
 
 
 @pytest.mark.parametrize("gain", [2.0**-5, 2.0**5])
-@pytest.mark.parametrize("through", [lambda f: f, jax.checkpoint, jax.jit], ids=["plain", "remat", "jit"])
-def test_layers_that_a_scan_stacks_may_grow_or_shrink_from_one_to_the_next(gain, through):
+@pytest.mark.parametrize(
+    "through", [lambda f: f, jax.checkpoint, jax.jit], ids=["plain", "remat", "jit"]
+)
+def test_layers_that_a_scan_stacks_may_grow_or_shrink_from_one_to_the_next(
+    gain, through
+):
     def gradient(ws, x):
-        return jax.grad(lambda ws, x: jnp.sum(lax.scan(through(lambda h, w: (h @ w, None)), x, ws)[0]))(ws, x)
+        return jax.grad(
+            lambda ws, x: jnp.sum(
+                lax.scan(through(lambda h, w: (h @ w, None)), x, ws)[0]
+            )
+        )(ws, x)
 
     args = gain * normal(0, 12, 16, 16) / 4, normal(1, 8, 16)
     found, expected = both(gradient, *args)
@@ -213,16 +277,28 @@ def sum_of_all(w, x):
 
 @pytest.mark.parametrize("loss", [local_sum, sum_of_all])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_inside_a_shard_map_are_those_of_the_plain_program_there(loss, check_vma):
+def test_gradients_inside_a_shard_map_are_those_of_the_plain_program_there(
+    loss, check_vma
+):
     mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Auto,))
     w, x = as_scaled_array((normal(0, 8, 8), normal(1, 8, 8)), dtype=HALF)
     gradient = scalify(jax.grad(loss))
 
     def on_devices(fun, scaled):
-        specs = [ScaledArray.tree_unflatten(None, (s, jax.P())) if scaled else s for s in (jax.P(), jax.P("d"))]
-        # Each device's own: without check_vma, JAX sums no gradients of what devices have in common.
+        specs = [
+            ScaledArray.tree_unflatten(None, (s, jax.P())) if scaled else s
+            for s in (jax.P(), jax.P("d"))
+        ]
+        # Each device's own: without check_vma, JAX sums no gradients of what devices
+        # have in common.
         body = lambda w, x: asarray(fun(w, x))[None]
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), out_specs=jax.P("d"), check_vma=check_vma)
+        mapped = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=tuple(specs),
+            out_specs=jax.P("d"),
+            check_vma=check_vma,
+        )
         return jax.jit(mapped)
 
     expected = on_devices(jax.grad(loss), False)(*asarray((w, x)))

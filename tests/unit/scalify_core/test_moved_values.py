@@ -1,4 +1,5 @@
-"""A value that is moved or passed on to a product is FP32 for all others who read it, as that which is not moved."""
+"""A value that is moved or passed on to a product is FP32 for all others who read it,
+as that which is not moved."""
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +29,26 @@ MOVES = {
 READERS = {
     "log": lambda p, m, back: -jnp.mean(jnp.log(jnp.abs(m))),
     "reciprocal": lambda p, m, back: jnp.log(jnp.sum(1 / jnp.abs(m))),
-    "comparison": lambda p, m, back: jnp.mean(jnp.where(jnp.abs(back - p) <= 1e-5 * jnp.abs(p), p, 1e3)),
+    "comparison": lambda p, m, back: jnp.mean(
+        jnp.where(jnp.abs(back - p) <= 1e-5 * jnp.abs(p), p, 1e3)
+    ),
 }
 # Who reads a value for a product and otherwise, in a function of its own.
 PASSED_ON = {
     "jit": lambda fun, p, v: jax.jit(fun)(p, v),
     "checkpoint": lambda fun, p, v: jax.checkpoint(fun)(p, v),
-    "constant of a scan": lambda fun, p, v: lax.scan(lambda c, _: (c + fun(p, v), None), 0.0, length=2)[0],
-    "stack of a scan": lambda fun, p, v: lax.scan(lambda c, p: (c + fun(p, v), None), 0.0, p[None])[0],
+    "constant of a scan": lambda fun, p, v: lax.scan(
+        lambda c, _: (c + fun(p, v), None), 0.0, length=2
+    )[0],
+    "stack of a scan": lambda fun, p, v: lax.scan(
+        lambda c, p: (c + fun(p, v), None), 0.0, p[None]
+    )[0],
 }
 
 
 def weights_of(x):
-    """Of attention, so sharp that no narrow format holds the small ones beside the large."""
+    """Of attention, so sharp that no narrow format holds the small ones beside the
+    large."""
     return jax.nn.softmax(7 * x, -1)
 
 
@@ -72,8 +80,11 @@ def check(loss):
     found = jax.jit(scalify(inside))(X, V)
     assert error(found, expected) < ROUNDINGS[HALF]
     checked = scalify(inside, check=True)(X, V)
-    for a, b in zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(asarray(checked)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2**-9, atol=2**-18)  # both FP16, of sums in another order
+    for a, b in zip(
+        jax.tree.leaves(asarray(found)), jax.tree.leaves(asarray(checked)), strict=True
+    ):
+        # both FP16, of sums in another order
+        np.testing.assert_allclose(a, b, rtol=2**-9, atol=2**-18)
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -89,7 +100,8 @@ def test_who_reads_what_is_passed_on_beside_a_product_reads_all_of_it(how, reade
 
 
 def test_what_a_product_reads_moved_is_stored_once():
-    """The peak of the value is measured where it is made, and not again where it is read transposed."""
+    """The peak of the value is measured where it is made, and not again where it is
+    read transposed."""
 
     def stores(fun):
         text = str(jax.make_jaxpr(scalify(fun))(X, V))
@@ -97,5 +109,19 @@ def test_what_a_product_reads_moved_is_stored_once():
 
     direct = stores(lambda x, v: jnp.sum(jnp.tanh(x) @ v))
     assert direct > 0
-    assert stores(lambda x, v: jnp.sum(jnp.tanh(x)[None] @ v) + jnp.sum(jnp.log(jnp.tanh(x).T))) == direct
-    assert stores(lambda x, v: (lambda h: jnp.sum(h.T @ v) + jnp.sum(jnp.abs(h.T)))(jnp.tanh(x))) == direct
+    assert (
+        stores(
+            lambda x, v: (
+                jnp.sum(jnp.tanh(x)[None] @ v) + jnp.sum(jnp.log(jnp.tanh(x).T))
+            )
+        )
+        == direct
+    )
+    assert (
+        stores(
+            lambda x, v: (lambda h: jnp.sum(h.T @ v) + jnp.sum(jnp.abs(h.T)))(
+                jnp.tanh(x)
+            )
+        )
+        == direct
+    )

@@ -1,4 +1,5 @@
-"""Bodies within bodies are evaluated once each, and a batch of loops ends element by element."""
+"""Bodies within bodies are evaluated once each, and a batch of loops ends element by
+element."""
 
 import dataclasses
 import functools
@@ -27,15 +28,20 @@ def branch(inner):
 
 
 def turns(inner):
-    return lambda x: lax.scan(lambda c, _: (0.5 * inner(c) + x, None), x, None, length=3)[0]
+    return lambda x: lax.scan(
+        lambda c, _: (0.5 * inner(c) + x, None), x, None, length=3
+    )[0]
 
 
 def counted(inner):
-    return lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, 0.5 * inner(c[1]) + x), (0, x))[1]
+    return lambda x: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, 0.5 * inner(c[1]) + x), (0, x)
+    )[1]
 
 
 def nest(depth, *kinds):
-    """Of `depth` levels, `kinds` in turn; the innermost has an `atan`, as no other has."""
+    """Of `depth` levels, `kinds` in turn; the innermost has an `atan`, as no other
+    has."""
     fun = lambda x: jnp.arctan(x)
     for level in range(depth):
         fun = kinds[level % len(kinds)](fun)
@@ -45,9 +51,18 @@ def nest(depth, *kinds):
 @pytest.mark.parametrize("scale", quick([1.0, None], None))
 @pytest.mark.parametrize(
     "kinds",
-    [(branch,), (turns,), (counted,), (branch, turns), (branch, branch, turns), (jax.checkpoint, branch, counted)],
+    [
+        (branch,),
+        (turns,),
+        (counted,),
+        (branch, turns),
+        (branch, branch, turns),
+        (jax.checkpoint, branch, counted),
+    ],
 )
-def test_nested_control_flow_is_evaluated_in_proportion_to_its_depth(kinds, scale, monkeypatch):
+def test_nested_control_flow_is_evaluated_in_proportion_to_its_depth(
+    kinds, scale, monkeypatch
+):
     evaluated = []
     rule = registry.rules["atan"]
     fun = lambda *args: evaluated.append(1) or rule.fun(*args)
@@ -55,9 +70,12 @@ def test_nested_control_flow_is_evaluated_in_proportion_to_its_depth(kinds, scal
     counts = {}
     for depth in (3, 9):
         evaluated.clear()
-        jax.jit(propagated.scalify(nest(depth, *kinds))).trace(as_scaled_array(jnp.ones(4), scale, dtype=jnp.float16))
+        jax.jit(propagated.scalify(nest(depth, *kinds))).trace(
+            as_scaled_array(jnp.ones(4), scale, dtype=jnp.float16)
+        )
         counts[depth] = len(evaluated)
-    # Three times as deep. Each level that is looked at anew for each look from outside makes it 2^6 times as many.
+    # Three times as deep. Each level that is looked at anew for each look from outside
+    # makes it 2^6 times as many.
     assert 0 < counts[9] <= 5 * counts[3], counts
 
 
@@ -70,7 +88,9 @@ def test_nested_control_flow_gives_the_plain_values(kinds, scale, scalify):
         fun = nest(4, *kinds)
         expected = fun(asarray(scaled))
         found = asarray(jax.jit(scalify(fun))(scaled))
-        np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * float(jnp.abs(expected).max()))
+        np.testing.assert_allclose(
+            found, expected, rtol=0, atol=tolerance * float(jnp.abs(expected).max())
+        )
 
 
 # A batch of loops, each of which ends when its own predicate says so.
@@ -88,7 +108,9 @@ def counted_apart(a):
         noise = jax.random.uniform(jax.random.fold_in(key, i))
         return i + 1, key, total + a * noise, jnp.maximum(most, noise)
 
-    return lax.while_loop(lambda c: jnp.abs(c[2]) < 4, body, (0, jax.random.key(0), 0.0 * a, -1e30))[0::2]
+    return lax.while_loop(
+        lambda c: jnp.abs(c[2]) < 4, body, (0, jax.random.key(0), 0.0 * a, -1e30)
+    )[0::2]
 
 
 def newton(a):
@@ -98,19 +120,29 @@ def newton(a):
         c = c[1]
         return c, c - (c * c - jnp.abs(a)) / (2 * c)
 
-    return lax.while_loop(lambda c: jnp.abs(c[0] - c[1]) > 1e-4 * c[1], body, (jnp.zeros_like(a), jnp.abs(a) + 1))[1]
+    return lax.while_loop(
+        lambda c: jnp.abs(c[0] - c[1]) > 1e-4 * c[1],
+        body,
+        (jnp.zeros_like(a), jnp.abs(a) + 1),
+    )[1]
 
 
 def to_its_own_bound(a):
-    return lax.fori_loop(0, (jnp.abs(a) * 10).astype(jnp.int32), lambda i, c: c + a * 0.5, a)
+    return lax.fori_loop(
+        0, (jnp.abs(a) * 10).astype(jnp.int32), lambda i, c: c + a * 0.5, a
+    )
 
 
 def vector_until_long(a):
-    return lax.while_loop(lambda c: jnp.linalg.norm(c) < 30, lambda c: 1.5 * c, a * jnp.ones(3) + 0.1)
+    return lax.while_loop(
+        lambda c: jnp.linalg.norm(c) < 30, lambda c: 1.5 * c, a * jnp.ones(3) + 0.1
+    )
 
 
 def decay(a):
-    return odeint(lambda y, t: -y * a * a, a, jnp.array([0.0, 0.5, 1.0]), rtol=1e-5, atol=1e-5)
+    return odeint(
+        lambda y, t: -y * a * a, a, jnp.array([0.0, 0.5, 1.0]), rtol=1e-5, atol=1e-5
+    )
 
 
 LOOPS = (doubled, counted_apart, newton, to_its_own_bound, vector_until_long, decay)
@@ -121,19 +153,24 @@ LOOPS = (doubled, counted_apart, newton, to_its_own_bound, vector_until_long, de
     quick(
         [
             *itertools.product(LOOPS, (jnp.float32, jnp.float16)),
-            (jax.scipy.special.expi, jnp.float32),  # its coefficients are beyond FP16, and its terms cancel
+            # its coefficients are beyond FP16, and its terms cancel
+            (jax.scipy.special.expi, jnp.float32),
         ],
         (counted_apart, jnp.float16),
         (vector_until_long, jnp.float16),
     ),
 )
 @pytest.mark.parametrize("scale", quick([1.0, None], 1.0))
-def test_elements_of_a_batch_end_when_their_own_predicate_says_so(fun, scale, dtype, scalify):
-    # Numbers that FP16 holds exactly, and away from where a rounding would be one turn more.
+def test_elements_of_a_batch_end_when_their_own_predicate_says_so(
+    fun, scale, dtype, scalify
+):
+    # Numbers that FP16 holds exactly, and away from where a rounding would be one turn
+    # more.
     x = jnp.array([0.25, 1.0, 2.375, 0.875, 3.0, 1.75])
     x = jnp.concatenate([x, -x]) if fun is to_its_own_bound else x
     scaled = as_scaled_array(x, scale, dtype=dtype)
-    # Solvers choose their steps by errors; a rounding of each of those is as large as the tolerance they are given.
+    # Solvers choose their steps by errors; a rounding of each of those is as large as
+    # the tolerance they are given.
     tolerance = 1e-4 if fun is decay else 64 * float(jnp.finfo(dtype).eps)
     if dtype == jnp.float16:
         tolerance = max(tolerance, 1e-2)
@@ -142,5 +179,7 @@ def test_elements_of_a_batch_end_when_their_own_predicate_says_so(fun, scale, dt
     if scale is not None:  # a dynamic one would be batched, too
         ways.append((jax.vmap(scalify(fun)), scaled))
     for way, given in ways:
-        for a, b in zip(jax.tree.leaves(asarray(way(given))), jax.tree.leaves(expected), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(asarray(way(given))), jax.tree.leaves(expected), strict=True
+        ):
             np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)

@@ -1,4 +1,5 @@
-"""Optax optimisers under scalify, on parameters and state that are scaled: losses of their plain twins."""
+"""Optax optimisers under scalify, on parameters and state that are scaled: losses of
+their plain twins."""
 
 import functools
 
@@ -19,7 +20,8 @@ OPTIMISERS = {
     "sgd_momentum": lambda: optax.sgd(5e-2, momentum=0.9),
     "lion": lambda: optax.lion(1e-3),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
-    # The bias begins as zeros, so its first trust ratios are quotients by or of zero, which are discarded.
+    # The bias begins as zeros, so its first trust ratios are quotients by or of zero,
+    # which are discarded.
     "lamb": lambda: optax.lamb(1e-2),
     "lars": lambda: optax.lars(0.1, trust_coefficient=0.1),
     "rmsprop": lambda: optax.rmsprop(1e-3),
@@ -37,7 +39,10 @@ def problem():
     """A regression by a small network: parameters, inputs, targets."""
     keys = jax.random.split(jax.random.key(0), 5)
     params = {
-        "fc_in": {"kernel": jax.random.normal(keys[0], (8, 16)) / 8**0.5, "bias": jnp.zeros(16)},
+        "fc_in": {
+            "kernel": jax.random.normal(keys[0], (8, 16)) / 8**0.5,
+            "bias": jnp.zeros(16),
+        },
         "fc_out": {"kernel": jax.random.normal(keys[1], (16, 4)) / 16**0.5},
     }
     x = jax.random.normal(keys[2], (32, 8))
@@ -46,8 +51,14 @@ def problem():
 
 
 def settled(tree):
-    """What goes round a loop gets the scale of its RMS each time, or the rules' caution would add up over the steps."""
-    return jax.tree.map(lambda x: dynamic_rescale_rms(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    """What goes round a loop gets the scale of its RMS each time, or the rules' caution
+    would add up over the steps."""
+    return jax.tree.map(
+        lambda x: (
+            dynamic_rescale_rms(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        ),
+        tree,
+    )
 
 
 def make_step(tx):
@@ -97,5 +108,6 @@ def test_in_fp16_data_it_learns_as_well(name):
     losses, expected = run(name, jnp.float16), plain(name)
     assert np.all(np.isfinite(losses))
     assert expected[-1] < 0.9 * expected[0]
-    # The means over the last ten steps: single losses jump where a sign-based optimiser flips one sign.
+    # The means over the last ten steps: single losses jump where a sign-based optimiser
+    # flips one sign.
     assert np.mean(losses[-10:]) == pytest.approx(np.mean(expected[-10:]), rel=0.01)

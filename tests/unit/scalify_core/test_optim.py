@@ -1,4 +1,5 @@
-"""Narrow optimiser state: what is stored, what survives, and that every bit is a function of seed and step."""
+"""Narrow optimiser state: what is stored, what survives, and that every bit is a
+function of seed and step."""
 
 import re
 
@@ -35,7 +36,9 @@ def run(tx, gradient, steps, state=None, params=None):
 
     @jax.jit
     def advance(state, gradient):
-        return jax.lax.fori_loop(0, steps, lambda _, c: tx.update(gradient, c[1], params), (gradient, state))
+        return jax.lax.fori_loop(
+            0, steps, lambda _, c: tx.update(gradient, c[1], params), (gradient, state)
+        )
 
     updates, state = advance(state, gradient)
     return state, updates
@@ -45,16 +48,29 @@ def gradients(key, shape=(64, 32)):
     """Leaves of several sizes; every other row of `wte` is unseen."""
     keys = jax.random.split(jax.random.key(key), 3)
     wte = jax.random.normal(keys[0], shape) * (jnp.arange(shape[0]) % 2)[:, None]
-    return {"wte": wte, "w": 1e-3 * jax.random.normal(keys[1], shape), "b": 30 * jax.random.normal(keys[2], shape[-1:])}
+    return {
+        "wte": wte,
+        "w": 1e-3 * jax.random.normal(keys[1], shape),
+        "b": 30 * jax.random.normal(keys[2], shape[-1:]),
+    }
 
 
 @pytest.mark.parametrize("formats", quick(FORMATS, "fp8"))
 def test_state_on_eight_devices_is_bitwise_the_state_on_one(formats):
-    tx = optax.chain(scaled_state(optax.scale_by_adam(0.9, 0.99), **FORMATS[formats], rounding="stochastic", seed=3))
+    tx = optax.chain(
+        scaled_state(
+            optax.scale_by_adam(0.9, 0.99),
+            **FORMATS[formats],
+            rounding="stochastic",
+            seed=3,
+        )
+    )
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def shard(x):
-        return jax.device_put(x, NamedSharding(mesh, P("data") if x.ndim and x.shape[0] % 8 == 0 else P()))
+        return jax.device_put(
+            x, NamedSharding(mesh, P("data") if x.ndim and x.shape[0] % 8 == 0 else P())
+        )
 
     grads = [gradients(i) for i in range(3)]
     single, sharded = tx.init(grads[0]), jax.tree.map(shard, tx.init(grads[0]))
@@ -91,13 +107,20 @@ def test_state_is_a_function_of_seed_and_step_alone():
     again, start = runner(1)
     assert_same_bits(state, again(6, start))
     other, start = runner(2)
-    same = np.asarray(state.inner_state.mu["w"].data) == np.asarray(other(6, start).inner_state.mu["w"].data)
+    same = np.asarray(state.inner_state.mu["w"].data) == np.asarray(
+        other(6, start).inner_state.mu["w"].data
+    )
     assert 0.1 < np.mean(same) < 0.9
 
 
 def test_both_moments_of_a_leaf_and_all_leaves_draw_different_bits():
-    tx = scaled_state(optax.scale_by_adam(0.0, 0.0), fields={"mu": Stored(E4M3), "nu": Stored(E4M3, sqrt=True)}, seed=0)
-    x = jnp.full(2**12, 1.0 + 1 / 16)  # half way between two E4M3 numbers, and nearly so in the square
+    tx = scaled_state(
+        optax.scale_by_adam(0.0, 0.0),
+        fields={"mu": Stored(E4M3), "nu": Stored(E4M3, sqrt=True)},
+        seed=0,
+    )
+    # half way between two E4M3 numbers, and nearly so in the square
+    x = jnp.full(2**12, 1.0 + 1 / 16)
     state, _ = run(tx, {"a": x, "b": x}, 1)
     moments = [
         state.inner_state.mu["a"],
@@ -108,7 +131,8 @@ def test_both_moments_of_a_leaf_and_all_leaves_draw_different_bits():
     drawn = [np.asarray(m) > 1 for m in moments]
     for i in range(4):
         for j in range(i):
-            # Independent fair coins agree half the time; 6 standard deviations of the binomial.
+            # Independent fair coins agree half the time; 6 standard deviations of the
+            # binomial.
             assert abs(np.mean(drawn[i] == drawn[j]) - 0.5) < 0.02 + 6 * 0.5 / 2**6
 
 
@@ -116,7 +140,9 @@ def test_both_moments_of_a_leaf_and_all_leaves_draw_different_bits():
 @pytest.mark.parametrize("sqrt", quick([False, True], True))
 def test_stochastic_storage_is_unbiased(fmt, sqrt):
     n = 2**16
-    tx = scaled_state(optax.trace(0.0), fields={"trace": Stored(fmt, sqrt=sqrt)}, seed=0)
+    tx = scaled_state(
+        optax.trace(0.0), fields={"trace": Stored(fmt, sqrt=sqrt)}, seed=0
+    )
     for value in (1.03, 0.3, 0.0071):
         x = jnp.full(n, value).at[0].set(4.0)  # the first sets the scale
         state, _ = run(tx, x, 1)
@@ -125,7 +151,8 @@ def test_stochastic_storage_is_unbiased(fmt, sqrt):
         expected = float(np.sqrt(np.float32(value)) if sqrt else np.float32(value))
         assert low <= expected <= high
         p = (expected - low) / (high - low)
-        # The standard deviation of a mean of n draws of two values. Bits and FP32 arithmetic: 2^-16 of their distance.
+        # The standard deviation of a mean of n draws of two values. Bits and FP32
+        # arithmetic: 2^-16 of their distance.
         tolerance = (high - low) * (6 * np.sqrt(p * (1 - p) / n) + 2.0**-16)
         assert abs(stored.mean() - expected) < tolerance
 
@@ -135,17 +162,25 @@ def test_an_e5m2_second_moment_settles_at_its_value_only_if_rounded_stochastical
     gradient = {"w": jnp.full(n, 0.37)}
     ratio = {}
     for rounding in ("stochastic", "nearest"):
-        tx = scaled_state(optax.scale_by_adam(0.9, 0.95), fields={"nu": Stored(E5M2, True, rounding)}, seed=0)
+        tx = scaled_state(
+            optax.scale_by_adam(0.9, 0.95),
+            fields={"nu": Stored(E5M2, True, rounding)},
+            seed=0,
+        )
         state, _ = run(tx, gradient, 200)
         high = second_moment(state).mean() / 0.37**2
         state, _ = run(tx, {"w": jnp.full(n, 0.37 / 4)}, 200, state)
         ratio[rounding] = high, second_moment(state).mean() / (0.37 / 4) ** 2
-    # The root goes between two neighbours, at most epsilon apart relatively, which moves the mean of its square by less
-    # than epsilon^2. A rounding has at most half of that distance as its standard deviation, twice that in the square;
-    # steps add up with weights b2^k; six standard deviations of the mean of n elements.
-    tolerance = E5M2.epsilon**2 + 6 * E5M2.epsilon / np.sqrt(n * (1 - 0.95**2)) + 0.95**200
+    # The root goes between two neighbours, at most epsilon apart relatively, which
+    # moves the mean of its square by less than epsilon^2. A rounding has at most half
+    # of that distance as its standard deviation, twice that in the square; steps add up
+    # with weights b2^k; six standard deviations of the mean of n elements.
+    tolerance = (
+        E5M2.epsilon**2 + 6 * E5M2.epsilon / np.sqrt(n * (1 - 0.95**2)) + 0.95**200
+    )
     assert ratio["stochastic"] == pytest.approx((1, 1), abs=tolerance)
-    # To nearest it stops half way up, where a step is less than half an ulp, and does not come down at all.
+    # To nearest it stops half way up, where a step is less than half an ulp, and does
+    # not come down at all.
     assert ratio["nearest"][0] < 0.5
     assert ratio["nearest"][1] == pytest.approx(16 * ratio["nearest"][0])
 
@@ -153,8 +188,16 @@ def test_an_e5m2_second_moment_settles_at_its_value_only_if_rounded_stochastical
 def test_a_second_moment_decays_at_b2_999_only_if_rounded_stochastically():
     gradient = {"w": jnp.full(2**12, 1.0)}
     decayed = {}
-    for fmt, rounding in ((E5M2, "stochastic"), (E5M2, "nearest"), (FP16, "stochastic")):
-        tx = scaled_state(optax.scale_by_adam(0.9, 0.999), fields={"nu": Stored(fmt, True, rounding)}, seed=0)
+    for fmt, rounding in (
+        (E5M2, "stochastic"),
+        (E5M2, "nearest"),
+        (FP16, "stochastic"),
+    ):
+        tx = scaled_state(
+            optax.scale_by_adam(0.9, 0.999),
+            fields={"nu": Stored(fmt, True, rounding)},
+            seed=0,
+        )
         state, _ = run(tx, gradient, 20)
         before = second_moment(state).mean()
         state, _ = run(tx, {"w": jnp.zeros(2**12)}, 1000, state)
@@ -167,7 +210,9 @@ def test_a_second_moment_decays_at_b2_999_only_if_rounded_stochastically():
 @pytest.mark.parametrize("formats", quick(FORMATS, "fp8"))
 @pytest.mark.parametrize("eps", quick([0.0, 1e-8], 0.0))
 def test_rows_never_seen_get_no_update_and_nothing_is_nan(formats, eps):
-    tx = scaled_state(optax.scale_by_adam(0.9, 0.95, eps=eps), **FORMATS[formats], seed=0)
+    tx = scaled_state(
+        optax.scale_by_adam(0.9, 0.95, eps=eps), **FORMATS[formats], seed=0
+    )
     zeros = jax.tree.map(jnp.zeros_like, gradients(0))
     state, updates = run(tx, zeros, 5)
     assert all(np.all(np.asarray(u) == 0) for u in jax.tree.leaves(updates))
@@ -189,33 +234,45 @@ def test_a_small_element_takes_no_exploding_step(formats):
     step = jax.jit(tx.update)
     for i in range(40):
         updates, state = step(gradient, state)
-        # Narrow moments may differ by the spacing of their formats; both from E4M3's and E5M2's smallest numbers up.
+        # Narrow moments may differ by the spacing of their formats; both from E4M3's
+        # and E5M2's smallest numbers up.
         assert np.max(np.abs(updates["w"])) < 4, i
     assert np.all(np.asarray(state.inner_state.nu["w"].data) != 0)
 
 
 def test_fp8_updates_are_as_good_for_rows_of_any_size():
-    # Gradients of one size per row, from 1 down to 2^-24 of the largest: seldom seen rows of an embedding.
+    # Gradients of one size per row, from 1 down to 2^-24 of the largest: seldom seen
+    # rows of an embedding.
     n = 2**12
     gradient = {"w": jnp.full((13, n), 1.0) * 2.0 ** (-2 * jnp.arange(13.0))[:, None]}
     fields = {"nu": Stored(E5M2, sqrt=True)}
     relative = scaled_state(
-        optax.scale_by_adam(0.9, 0.95, eps=0), fields={"mu": Stored(E4M3, relative_to="nu"), **fields}, seed=0
+        optax.scale_by_adam(0.9, 0.95, eps=0),
+        fields={"mu": Stored(E4M3, relative_to="nu"), **fields},
+        seed=0,
     )
-    absolute = scaled_state(optax.scale_by_adam(0.9, 0.95, eps=0), fields={"mu": Stored(E4M3), **fields}, seed=0)
-    by_default = scaled_state(optax.scale_by_adam(0.9, 0.95, eps=0), mu=E4M3, nu=E5M2, seed=0)
+    absolute = scaled_state(
+        optax.scale_by_adam(0.9, 0.95, eps=0),
+        fields={"mu": Stored(E4M3), **fields},
+        seed=0,
+    )
+    by_default = scaled_state(
+        optax.scale_by_adam(0.9, 0.95, eps=0), mu=E4M3, nu=E5M2, seed=0
+    )
     state, updates = run(relative, gradient, 100)
     assert_same_bits((state, updates), run(by_default, gradient, 100))
     sizes = np.sqrt(np.mean(np.square(updates["w"]), axis=1))
     np.testing.assert_allclose(sizes, sizes[0], rtol=0.05)
-    assert sizes[0] == pytest.approx(1, abs=0.25)  # a step of m / sqrt(v), v having the noise of two mantissa bits
+    # a step of m / sqrt(v), v having the noise of two mantissa bits
+    assert sizes[0] == pytest.approx(1, abs=0.25)
     sizes = np.sqrt(np.mean(np.square(run(absolute, gradient, 100)[1]["w"]), axis=1))
     assert sizes[-1] > 2 * sizes[0] or sizes[-1] < sizes[0] / 2
 
 
 def test_the_scale_of_a_quotient_is_a_constant_and_holds_all_that_adam_can_reach():
     tx = scaled_state(optax.scale_by_adam(0.9, 0.999), mu=E4M3, nu=E5M2, seed=0)
-    # The largest quotient: v grown from gradients that rise as b1 / b2 does per step backwards.
+    # The largest quotient: v grown from gradients that rise as b1 / b2 does per step
+    # backwards.
     state = tx.init({"w": jnp.zeros(256)})
     step = jax.jit(tx.update)
     for i in range(60):
@@ -228,8 +285,15 @@ def test_the_scale_of_a_quotient_is_a_constant_and_holds_all_that_adam_can_reach
 
 def test_a_positive_second_moment_is_never_stored_as_zero():
     v = jnp.array([1.0, 1e-20, 1e-30, 0.0], jnp.float32)
-    for fmt, rounding in ((E4M3, "stochastic"), (E5M2, "nearest"), (FP16, "nearest"), (FP16, "stochastic")):
-        tx = scaled_state(optax.trace(0.0), fields={"trace": Stored(fmt, True, rounding)}, seed=0)
+    for fmt, rounding in (
+        (E4M3, "stochastic"),
+        (E5M2, "nearest"),
+        (FP16, "nearest"),
+        (FP16, "stochastic"),
+    ):
+        tx = scaled_state(
+            optax.trace(0.0), fields={"trace": Stored(fmt, True, rounding)}, seed=0
+        )
         data = np.asarray(run(tx, v, 1)[0].inner_state.trace.data, np.float32)
         assert np.array_equal(data > 0, [True, True, True, False])
         assert data[2] == fmt.min_subnormal
@@ -237,43 +301,68 @@ def test_a_positive_second_moment_is_never_stored_as_zero():
 
 @pytest.mark.parametrize("fmt", quick([E4M3, E5M2, FP16], E4M3), ids=str)
 def test_the_largest_magnitude_is_in_the_upper_octave_and_never_saturates(fmt):
-    tx = scaled_state(optax.trace(0.0), fields={"trace": Stored(fmt, rounding="nearest")}, seed=0)
+    tx = scaled_state(
+        optax.trace(0.0), fields={"trace": Stored(fmt, rounding="nearest")}, seed=0
+    )
     for peak in (1.0, 1.99, 447.9, 448.1, 1e-20, 1e20, 57344.0, 65504.0):
         state, _ = run(tx, jnp.array([peak, -peak / 3], jnp.float32), 1)
-        assert fmt.max / 2 <= float(np.asarray(state.inner_state.trace.data, np.float32)[0]) <= fmt.max
+        assert (
+            fmt.max / 2
+            <= float(np.asarray(state.inner_state.trace.data, np.float32)[0])
+            <= fmt.max
+        )
         np.testing.assert_allclose(
-            np.asarray(state.inner_state.trace), [peak, -peak / 3], rtol=fmt.epsilon / 2 + 2**-22
+            np.asarray(state.inner_state.trace),
+            [peak, -peak / 3],
+            rtol=fmt.epsilon / 2 + 2**-22,
         )
 
 
 def test_a_tensor_of_zeros_or_nan_keeps_its_scale():
-    tx = scaled_state(optax.trace(0.5), fields={"trace": Stored(FP16, rounding="nearest")}, seed=0)
+    tx = scaled_state(
+        optax.trace(0.5), fields={"trace": Stored(FP16, rounding="nearest")}, seed=0
+    )
     state, _ = run(tx, jnp.array([3.0, 4.0]), 1)
     scale = state.inner_state.trace.scale
     broken, _ = run(tx, jnp.array([jnp.nan, 1.0]), 1, state)
     assert broken.inner_state.trace.scale == scale
     assert np.isnan(np.asarray(broken.inner_state.trace.data)[0])
-    tx = scaled_state(optax.trace(0.0), fields={"trace": Stored(FP16, rounding="nearest")}, seed=0)
+    tx = scaled_state(
+        optax.trace(0.0), fields={"trace": Stored(FP16, rounding="nearest")}, seed=0
+    )
     assert run(tx, jnp.zeros(2), 1, state)[0].inner_state.trace.scale == scale
 
 
 WRAPPED = {
     "adamw": (lambda: optax.adamw(1e-2, b2=0.95), {"mu": E4M3, "nu": E5M2}),
     "lion": (lambda: optax.lion(1e-3), {"mu": E4M3}),
-    "momentum": (lambda: optax.sgd(1e-2, momentum=0.9), {"fields": {"trace": Stored(E4M3)}}),
+    "momentum": (
+        lambda: optax.sgd(1e-2, momentum=0.9),
+        {"fields": {"trace": Stored(E4M3)}},
+    ),
     "adafactor": (
         lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
         {"fields": {name: Stored(FP16, sqrt=True) for name in ("v_row", "v_col", "v")}},
     ),
     "masked": (
         lambda: optax.chain(
-            optax.clip_by_global_norm(1.0), optax.masked(optax.adam(1e-2), {"wte": True, "w": True, "b": False})
+            optax.clip_by_global_norm(1.0),
+            optax.masked(optax.adam(1e-2), {"wte": True, "w": True, "b": False}),
         ),
         {"mu": FP16, "nu": FP16},
     ),
-    "injected": (lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2), {"mu": FP16, "nu": FP16}),
-    "amsgrad": (lambda: optax.amsgrad(1e-2), {"mu": FP16, "nu": FP16, "fields": {"nu_max": Stored(FP16, sqrt=True)}}),
-    "adagrad": (lambda: optax.adagrad(1e-2), {"fields": {"sum_of_squares": Stored(FP16, sqrt=True)}}),
+    "injected": (
+        lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+        {"mu": FP16, "nu": FP16},
+    ),
+    "amsgrad": (
+        lambda: optax.amsgrad(1e-2),
+        {"mu": FP16, "nu": FP16, "fields": {"nu_max": Stored(FP16, sqrt=True)}},
+    ),
+    "adagrad": (
+        lambda: optax.adagrad(1e-2),
+        {"fields": {"sum_of_squares": Stored(FP16, sqrt=True)}},
+    ),
     "muon": (lambda: optax.contrib.muon(1e-2), {"mu": FP16, "nu": FP16}),
 }
 
@@ -294,7 +383,9 @@ def test_wrapped_optimisers_make_the_updates_of_their_plain_twins(name):
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert x.dtype == jnp.float32
         cosine = np.sum(x * y) / np.sqrt(np.sum(x * x) * np.sum(y * y))
-        assert cosine > (0.97 if any(leaf.dtype.itemsize == 1 for leaf in narrow) else 0.999)
+        assert cosine > (
+            0.97 if any(leaf.dtype.itemsize == 1 for leaf in narrow) else 0.999
+        )
 
 
 def test_gradients_and_parameters_may_be_scaled_or_narrow():
@@ -312,10 +403,17 @@ def test_gradients_and_parameters_may_be_scaled_or_narrow():
 
 def test_a_field_that_does_not_exist_is_named_together_with_those_that_do():
     with pytest.raises(ValueError, match=r"field 'nu'; it has some in \['mu'\]"):
-        scaled_state(optax.lion(1e-3), mu=FP16, nu=FP16, seed=0).init({"w": jnp.ones(3)})
+        scaled_state(optax.lion(1e-3), mu=FP16, nu=FP16, seed=0).init(
+            {"w": jnp.ones(3)}
+        )
     with pytest.raises(ValueError, match=r"field 'nu'; it has some in \['mu'\]"):
-        scaled_state(optax.lion(1e-3), fields={"mu": Stored(E4M3, relative_to="nu")}, seed=0).init({"w": jnp.ones(3)})
-    chained = {"mu": Stored(E4M3, relative_to="nu"), "nu": Stored(FP16, relative_to="mu")}
+        scaled_state(
+            optax.lion(1e-3), fields={"mu": Stored(E4M3, relative_to="nu")}, seed=0
+        ).init({"w": jnp.ones(3)})
+    chained = {
+        "mu": Stored(E4M3, relative_to="nu"),
+        "nu": Stored(FP16, relative_to="mu"),
+    }
     with pytest.raises(ValueError, match="relative itself"):
         scaled_state(optax.adam(1e-3), fields=chained, seed=0)
     with pytest.raises(ValueError, match="given twice"):
@@ -336,22 +434,37 @@ def test_fp32_fields_are_left_alone():
 @pytest.mark.parametrize(
     ("tx", "given", "says"),
     [
-        (optax.sgd(1e-2), {"mu": FP16, "nu": FP16}, "in []: leave mu and nu out, there is nothing to store"),
+        (
+            optax.sgd(1e-2),
+            {"mu": FP16, "nu": FP16},
+            "in []: leave mu and nu out, there is nothing to store",
+        ),
         (optax.lion(1e-2), {"mu": FP16, "nu": E5M2}, "in ['mu']: leave nu out"),
         (
             optax.sgd(1e-2, momentum=0.9),
             {"mu": E4M3},
-            "in ['trace']: in place of mu give fields={'trace': optim.Stored(FloatFormat.of(jnp.float8_e4m3fn))}",
+            (
+                "in ['trace']: in place of mu give fields={'trace':"
+                " optim.Stored(FloatFormat.of(jnp.float8_e4m3fn))}"
+            ),
         ),
-        # Scalars, and copies of the parameters, are not offered; means of squares as their roots.
-        (optax.contrib.schedule_free_adamw(1e-3), {"mu": FP16, "nu": FP16}, "in ['nu', 'z']: leave mu out"),
+        # Scalars, and copies of the parameters, are not offered; means of squares as
+        # their roots.
+        (
+            optax.contrib.schedule_free_adamw(1e-3),
+            {"mu": FP16, "nu": FP16},
+            "in ['nu', 'z']: leave mu out",
+        ),
         (
             optax.contrib.prodigy(),
             {"mu": E4M3, "nu": E5M2},
-            "in ['exp_avg', 'exp_avg_sq', 'grad_sum', 'params0']: in place of mu and nu give fields={"
-            "'exp_avg': optim.Stored(FloatFormat.of(jnp.float8_e4m3fn)), "
-            "'exp_avg_sq': optim.Stored(FloatFormat.of(jnp.float8_e5m2), sqrt=True), "
-            "'grad_sum': optim.Stored(FloatFormat.of(jnp.float8_e4m3fn))}",
+            (
+                "in ['exp_avg', 'exp_avg_sq', 'grad_sum', 'params0']: in place of mu"
+                " and nu give fields={'exp_avg':"
+                " optim.Stored(FloatFormat.of(jnp.float8_e4m3fn)), 'exp_avg_sq':"
+                " optim.Stored(FloatFormat.of(jnp.float8_e5m2), sqrt=True), 'grad_sum':"
+                " optim.Stored(FloatFormat.of(jnp.float8_e4m3fn))}"
+            ),
         ),
     ],
 )
@@ -361,7 +474,8 @@ def test_of_a_field_that_is_not_there_it_is_said_what_to_give_instead(tx, given,
 
 
 @pytest.mark.parametrize(
-    ("tx", "field"), [(optax.sgd(1e-2, momentum=0.9), "trace"), (optax.contrib.prodigy(), "exp_avg_sq")]
+    ("tx", "field"),
+    [(optax.sgd(1e-2, momentum=0.9), "trace"), (optax.contrib.prodigy(), "exp_avg_sq")],
 )
 def test_what_is_said_to_be_given_instead_is_valid(tx, field):
     params = {"w": jnp.ones(8)}
@@ -371,12 +485,20 @@ def test_what_is_said_to_be_given_instead_is_valid(tx, field):
     fields = eval(str(error.value).partition("give fields=")[2].splitlines()[0], names)
     scaled = scaled_state(tx, fields=fields, seed=0)
     state = scaled.init(params)
-    found = [x for path, x in jax.tree_util.tree_leaves_with_path(state.inner_state) if field in str(path)]
+    found = [
+        x
+        for path, x in jax.tree_util.tree_leaves_with_path(state.inner_state)
+        if field in str(path)
+    ]
     assert found[0].dtype == jnp.float16
     updates, _ = scaled.update({"w": jnp.full(8, 1e-3)}, state, params)
     assert jnp.all(jnp.isfinite(updates["w"]))
 
 
 def test_a_field_that_is_no_stored_is_refused():
-    with pytest.raises(TypeError, match=r"fields\['trace'\] is .*float16.*, expected a Stored"):
-        scaled_state(optax.sgd(0.1, momentum=0.9), fields={"trace": jnp.float16}, seed=0)
+    with pytest.raises(
+        TypeError, match=r"fields\['trace'\] is .*float16.*, expected a Stored"
+    ):
+        scaled_state(
+            optax.sgd(0.1, momentum=0.9), fields={"trace": jnp.float16}, seed=0
+        )

@@ -1,4 +1,5 @@
-"""Every lax primitive that carries floats, through the one checker, over shapes, scales, zeros and infinities."""
+"""Every lax primitive that carries floats, through the one checker, over shapes,
+scales, zeros and infinities."""
 
 import collections
 import pathlib
@@ -12,12 +13,26 @@ import primitive_cases_shape
 import pytest
 
 from scalify_core import registry
-from scalify_core.coverage import NO_FLOATS, PLAIN_RESULTS, kind_of, lines, primitives_of_jax
+from scalify_core.coverage import (
+    NO_FLOATS,
+    PLAIN_RESULTS,
+    kind_of,
+    lines,
+    primitives_of_jax,
+)
 from scalify_core.testing import WAYS, check_scalify
 
-CASES = [*primitive_cases_elementwise.CASES, *primitive_cases_shape.CASES, *primitive_cases_program.CASES]
+CASES = [
+    *primitive_cases_elementwise.CASES,
+    *primitive_cases_shape.CASES,
+    *primitive_cases_program.CASES,
+]
 # Of a function in several shapes the last, which is the largest.
-SMALL = list({(case.primitive, case.fun, case.label, case.exponents): case for case in CASES}.values())
+SMALL = list(
+    {
+        (case.primitive, case.fun, case.label, case.exponents): case for case in CASES
+    }.values()
+)
 COVERED = sorted({case.primitive for case in CASES})
 BY_DEFAULT = {
     "approx_top_k", "complex", "conj", "imag", "reduce", "reduce_window", "select_and_scatter",
@@ -30,7 +45,9 @@ def primitives_in(jaxpr):
     names = set()
     for eqn in jaxpr.eqns:
         names.add(eqn.primitive.name)
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 names |= primitives_in(inner)
@@ -38,7 +55,8 @@ def primitives_in(jaxpr):
 
 
 class Program:
-    """Cases of equal tolerances as one function, which is compiled once for all of them."""
+    """Cases of equal tolerances as one function, which is compiled once for all of
+    them."""
 
     def __init__(self, cases):
         self.cases = {f"{i}: {case}": case for i, case in enumerate(cases)}
@@ -48,18 +66,35 @@ class Program:
         return {name: case.fun(*args[name]) for name, case in self.cases.items()}
 
     def check(self, exponents, dtype, ways, scales, replace=(), grad=False):
-        """With the operands of each case at the scales that `exponents` gives for it."""
-        args = {name: case.scaled(exponents(case), replace) for name, case in self.cases.items()}
-        limits = {"roundings": self.first.roundings_of(dtype), "reduction": self.first.reduction}
+        """With the operands of each case at the scales that `exponents` gives for
+        it."""
+        args = {
+            name: case.scaled(exponents(case), replace)
+            for name, case in self.cases.items()
+        }
+        limits = {
+            "roundings": self.first.roundings_of(dtype),
+            "reduction": self.first.reduction,
+        }
         try:
-            check_scalify(self, args, dtype=dtype, **limits, grad=grad, ways=ways, scales=scales)
+            check_scalify(
+                self, args, dtype=dtype, **limits, grad=grad, ways=ways, scales=scales
+            )
         except Exception as error:
-            error.add_note(f"{list(self.cases)}: {dtype.__name__}, scales={scales!r}, {replace}")
+            error.add_note(
+                f"{list(self.cases)}: {dtype.__name__}, scales={scales!r}, {replace}"
+            )
             raise
 
     def check_far_apart(self, dtype, scales, ways, grad=True):
         """Large scales beside small ones."""
-        self.check(lambda case: case.trials(dtype)[-1], dtype, ways, scales, grad=grad and self.first.grad)
+        self.check(
+            lambda case: case.trials(dtype)[-1],
+            dtype,
+            ways,
+            scales,
+            grad=grad and self.first.grad,
+        )
 
     def check_scales(self, dtype, scales):
         """All trials with run-time scales, for which nothing is compiled anew."""
@@ -69,7 +104,13 @@ class Program:
 
     def check_special(self, scales):
         for replace in (ZEROS, SPECIAL) if self.first.has_special else ():
-            self.check(lambda case: (case.middle,) * len(case.args), jnp.float32, ("dynamic",), scales, replace)
+            self.check(
+                lambda case: (case.middle,) * len(case.args),
+                jnp.float32,
+                ("dynamic",),
+                scales,
+                replace,
+            )
 
 
 def programs(primitive, cases):
@@ -81,7 +122,8 @@ def programs(primitive, cases):
 
 
 def test_every_primitive_is_covered_or_carries_no_floats():
-    """A new JAX may bring a new primitive: give it a case, and a rule or a place in `registry`'s default."""
+    """A new JAX may bring a new primitive: give it a case, and a rule or a place in
+    `registry`'s default."""
     exempt = {name for names in NO_FLOATS.values() for name in names}
     assert primitives_of_jax() - exempt - set(COVERED) == set()
     assert exempt & set(COVERED) == set()
@@ -89,8 +131,13 @@ def test_every_primitive_is_covered_or_carries_no_floats():
 
 
 def test_a_case_is_one_of_its_primitive():
-    traced = {str(case): primitives_in(jax.make_jaxpr(case.fun)(*case.plain).jaxpr) for case in CASES}
-    assert [str(case) for case in CASES if case.primitive not in traced[str(case)]] == []
+    traced = {
+        str(case): primitives_in(jax.make_jaxpr(case.fun)(*case.plain).jaxpr)
+        for case in CASES
+    }
+    assert [
+        str(case) for case in CASES if case.primitive not in traced[str(case)]
+    ] == []
 
 
 @pytest.mark.parametrize("primitive", COVERED)
@@ -98,8 +145,12 @@ def test_a_scaled_primitive_equals_plain(primitive):
     for program in programs(primitive, SMALL):
         program.check_scales(jnp.float32, "static")
         program.check_special("static")
-        # What has no rule of its own shares its path with all others like it; measured scales share it for most rules.
-        if kind_of(primitive) in ("rule", "control", "structural") and program.first.has_narrow:
+        # What has no rule of its own shares its path with all others like it; measured
+        # scales share it for most rules.
+        if (
+            kind_of(primitive) in ("rule", "control", "structural")
+            and program.first.has_narrow
+        ):
             program.check_far_apart(jnp.float16, "static", ("jit",))
         if kind_of(primitive) in ("control", "structural") and program.first.has_narrow:
             program.check_far_apart(jnp.float16, "auto", ("dynamic",))
@@ -119,10 +170,13 @@ def test_a_scaled_primitive_equals_plain_in_all_shapes_and_ways(primitive):
 
 
 def test_most_primitives_have_rules():
-    """The default serves what nobody uses in training; the list is short, and on purpose."""
+    """The default serves what nobody uses in training; the list is short, and on
+    purpose."""
     assert set(COVERED) - set(registry.rules) == BY_DEFAULT | set(PLAIN_RESULTS)
 
 
 def test_the_coverage_table_is_that_of_the_rules():
     found = (pathlib.Path(__file__).parents[3] / "docs" / "coverage.md").read_text()
-    assert found == "\n".join(lines()) + "\n", "stale: python -m scalify_core.coverage > docs/coverage.md"
+    assert found == "\n".join(lines()) + "\n", (
+        "stale: python -m scalify_core.coverage > docs/coverage.md"
+    )

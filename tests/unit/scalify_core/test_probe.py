@@ -33,7 +33,9 @@ def test_the_slots_gradient_is_the_figures_of_the_array_and_of_its_gradient():
     gradient, found = jax.jit(seen())(x, weight, EMPTY)
     np.testing.assert_array_equal(gradient, 3 * weight)
     np.testing.assert_array_equal(found, [figures(x), figures(3 * weight)])
-    assert dict(zip(FIGURES, found[0].tolist(), strict=True))["rms"] == pytest.approx(2, rel=0.1)
+    assert dict(zip(FIGURES, found[0].tolist(), strict=True))["rms"] == pytest.approx(
+        2, rel=0.1
+    )
 
 
 def test_under_scalify_the_figures_are_those_of_data_and_scale():
@@ -53,9 +55,14 @@ def test_the_formats_are_those_of_the_casts_to_come(scale):
     if scale is None:
         gradient, found = jax.jit(function)(x, weight, EMPTY)
     else:
-        gradient, found = jax.jit(scalify(function))(ScaledArray(x, scale), ScaledArray(weight, scale), EMPTY)
+        gradient, found = jax.jit(scalify(function))(
+            ScaledArray(x, scale), ScaledArray(weight, scale), EMPTY
+        )
         gradient = gradient.data
-    saturated, lost = np.mean(np.abs(x) > 448), np.mean(np.asarray(E5M2.quantise(gradient)) == 0)
+    saturated, lost = (
+        np.mean(np.abs(x) > 448),
+        np.mean(np.asarray(E5M2.quantise(gradient)) == 0),
+    )
     assert saturated > 0.1
     assert lost > 0.1
     assert found[0, FIGURES.index("saturated")] == pytest.approx(saturated, abs=1e-6)
@@ -75,13 +82,18 @@ def layers(x, weights, slots, *, remat):
 
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_every_step_of_a_scan_has_its_own_figures_and_the_gradient_is_bitwise_that_without_probes(remat, scaled):
+def test_every_step_of_a_scan_has_its_own_figures_and_the_gradient_is_bitwise_that_without_probes(
+    remat, scaled
+):
     x, weights = normal(0, (16, 32)), normal(1, (3, 32, 32)) / 4
     function = functools.partial(layers, remat=remat)
     with_probes, without = jax.grad(function, (1, 2)), jax.grad(function, 1)
     if scaled:
         with_probes, without = scalify(with_probes), scalify(without)
-        x, weights = ScaledArray(x.astype(jnp.float16), 1.0), ScaledArray((weights * 4).astype(jnp.float16), 0.25)
+        x, weights = (
+            ScaledArray(x.astype(jnp.float16), 1.0),
+            ScaledArray((weights * 4).astype(jnp.float16), 0.25),
+        )
     gradient, found = jax.jit(with_probes)(x, weights, jnp.zeros((3, *SLOT)))
     right = jax.jit(without)(x, weights, None)
     np.testing.assert_array_equal(asarray(gradient), asarray(right))
@@ -90,13 +102,18 @@ def test_every_step_of_a_scan_has_its_own_figures_and_the_gradient_is_bitwise_th
         h = h @ weight
         rms.append(float(jnp.sqrt(jnp.mean(jnp.square(h)))))
         h = gelu(h)
-    size = found[:, 0, FIGURES.index("rms")] * 2.0 ** found[:, 0, FIGURES.index("exponent")]
-    # Data in FP16: one rounding of each element and layer, and those of the layers before.
+    size = (
+        found[:, 0, FIGURES.index("rms")]
+        * 2.0 ** found[:, 0, FIGURES.index("exponent")]
+    )
+    # Data in FP16: one rounding of each element and layer, and those of the layers
+    # before.
     np.testing.assert_allclose(size, rms, rtol=3 * 2**-10 if scaled else 1e-5)
 
 
 def test_a_probe_takes_no_rounding_away_from_the_others_who_read_its_array():
-    """What a matrix product reads and something else too is rounded once for both: it is read through the probe.
+    """What a matrix product reads and something else too is rounded once for both: it
+    is read through the probe.
 
     Where it is differentiated, which is what probes are for.
     """
@@ -111,7 +128,11 @@ def test_a_probe_takes_no_rounding_away_from_the_others_who_read_its_array():
 
     x = ScaledArray(normal(0).astype(jnp.float16), 1.0)
     weight = ScaledArray(normal(1, (32, 8)).astype(jnp.float16), 1.0)
-    for found, right in zip(scalify(function)(x, weight, EMPTY), scalify(function)(x, weight, None), strict=True):
+    for found, right in zip(
+        scalify(function)(x, weight, EMPTY),
+        scalify(function)(x, weight, None),
+        strict=True,
+    ):
         np.testing.assert_array_equal(found.data, right.data)
 
 

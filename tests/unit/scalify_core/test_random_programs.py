@@ -1,4 +1,5 @@
-"""Random programs and random pytrees: scaled in FP32 data, a program is bitwise the plain one."""
+"""Random programs and random pytrees: scaled in FP32 data, a program is bitwise the
+plain one."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from scalify_core.transform import scalify
 
 SHAPE = (3, 3)
 MASK = np.arange(9).reshape(SHAPE) % 2 == 0
-# All keep the shape (3, 3). Scales only move binary points, so none of them may change a bit. (A factor that is no
-# power of two may be applied at another place of a product, which costs a rounding; so constants here are powers.)
+# All keep the shape (3, 3). Scales only move binary points, so none of them may change
+# a bit. (A factor that is no power of two may be applied at another place of a product,
+# which costs a rounding; so constants here are powers.)
 OPERATIONS = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
@@ -45,11 +47,19 @@ OPERATIONS = {
 }
 elements = st.integers(-(2**11), 2**11).map(lambda n: n / 2**10)
 arrays = st.one_of(
-    st.integers(0, 99).map(lambda seed: np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)),
-    st.lists(elements, min_size=9, max_size=9).map(lambda v: np.array(v, np.float32).reshape(SHAPE)),
+    st.integers(0, 99).map(
+        lambda seed: np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)
+    ),
+    st.lists(elements, min_size=9, max_size=9).map(
+        lambda v: np.array(v, np.float32).reshape(SHAPE)
+    ),
 )
 programs = st.lists(
-    st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8
+    st.tuples(
+        st.sampled_from(sorted(OPERATIONS)), st.integers(0, 9), st.integers(0, 9)
+    ),
+    min_size=1,
+    max_size=8,
 )
 exponents = st.integers(-12, 12)
 
@@ -58,19 +68,24 @@ def run(program, x, y):
     """The values of all steps; each takes two of the values before it."""
     values = [x, y]
     for name, i, j in program:
-        values.append(OPERATIONS[name](values[i % len(values)], values[j % len(values)]))
+        values.append(
+            OPERATIONS[name](values[i % len(values)], values[j % len(values)])
+        )
     return values
 
 
 def within_range(values):
-    """Neither overflow nor, anywhere, a number so small that the plain program loses bits of it."""
+    """Neither overflow nor, anywhere, a number so small that the plain program loses
+    bits of it."""
     sizes = np.abs(np.concatenate([np.ravel(v) for v in values]))
     return bool(np.all((sizes == 0) | ((sizes > 2.0**-90) & (sizes < 2.0**90))))
 
 
 @settings(deadline=None, derandomize=True, max_examples=80)
 @given(programs, arrays, arrays, exponents, exponents, st.booleans())
-def test_a_random_program_in_fp32_data_is_bitwise_the_plain_one(program, x, y, ex, ey, dynamic):
+def test_a_random_program_in_fp32_data_is_bitwise_the_plain_one(
+    program, x, y, ex, ey, dynamic
+):
     plain = run(program, jnp.asarray(x) * 2.0**ex, jnp.asarray(y) * 2.0**ey)
     assume(within_range(plain))
     scales = [jnp.float32(2.0**e) if dynamic else 2.0**e for e in (ex, ey)]
@@ -79,7 +94,9 @@ def test_a_random_program_in_fp32_data_is_bitwise_the_plain_one(program, x, y, e
     )
     for step, (a, b) in enumerate(zip(found, plain, strict=True)):
         assert a.dtype == jnp.float32
-        assert all(pow2_round(s) == s for s in np.ravel(np.asarray(a.scale, np.float32)))
+        assert all(
+            pow2_round(s) == s for s in np.ravel(np.asarray(a.scale, np.float32))
+        )
         np.testing.assert_array_equal(np.asarray(a), b, err_msg=f"step {step - 2}")
 
 
@@ -100,7 +117,9 @@ floats = st.builds(
     st.integers(-6, 6),
     st.sampled_from([jnp.float32, jnp.float16, jnp.bfloat16]),
 )
-leaves = st.one_of(st.none(), st.integers(-5, 5).map(np.int32), st.booleans().map(np.bool_), floats)
+leaves = st.one_of(
+    st.none(), st.integers(-5, 5).map(np.int32), st.booleans().map(np.bool_), floats
+)
 trees = st.recursive(
     leaves,
     lambda inner: st.one_of(
@@ -116,22 +135,36 @@ trees = st.recursive(
 @given(trees, st.one_of(st.none(), exponents.map(lambda e: 2.0**e)))
 def test_random_pytrees_pass_through_scaling_and_back(tree, scale):
     scaled = as_scaled_array(tree, scale)
-    assert jax.tree.structure(scaled, is_leaf=is_scaled_array) == jax.tree.structure(tree)
+    assert jax.tree.structure(scaled, is_leaf=is_scaled_array) == jax.tree.structure(
+        tree
+    )
     back = asarray(scaled)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     through = asarray(scalify(lambda t: t)(scaled))
     assert jax.tree.structure(through) == jax.tree.structure(tree)
-    for original, a, b in zip(*map(jax.tree.leaves, (tree, back, through)), strict=True):
-        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(original, np.float64))
-        np.testing.assert_array_equal(np.asarray(b, np.float64), np.asarray(original, np.float64))
+    for original, a, b in zip(
+        *map(jax.tree.leaves, (tree, back, through)), strict=True
+    ):
+        np.testing.assert_array_equal(
+            np.asarray(a, np.float64), np.asarray(original, np.float64)
+        )
+        np.testing.assert_array_equal(
+            np.asarray(b, np.float64), np.asarray(original, np.float64)
+        )
 
 
 @settings(deadline=None, derandomize=True, max_examples=20)
 @given(trees)
 def test_random_pytrees_are_summarised_leaf_by_leaf(tree):
-    expected = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
-    summaries = jax.tree.leaves(summarize(as_scaled_array(tree)), is_leaf=lambda x: isinstance(x, Summary))
+    expected = [
+        x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    summaries = jax.tree.leaves(
+        summarize(as_scaled_array(tree)), is_leaf=lambda x: isinstance(x, Summary)
+    )
     assert len(summaries) == len(expected)
     for s, x in zip(summaries, expected, strict=True):
         size = float(s.rms) * 2.0 ** int(s.exponent)
-        np.testing.assert_allclose(size, np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))), rtol=1e-6)
+        np.testing.assert_allclose(
+            size, np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))), rtol=1e-6
+        )

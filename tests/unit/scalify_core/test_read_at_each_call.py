@@ -1,4 +1,5 @@
-"""What a scalified function reads besides its arguments is what plain JAX, which is not jitted, reads at that call."""
+"""What a scalified function reads besides its arguments is what plain JAX, which is not
+jitted, reads at that call."""
 
 import collections
 import contextvars
@@ -145,7 +146,9 @@ def test_values_of_a_surrounding_transformation_are_read_anew():
 
 def by_hand(fun):
     called = jax.custom_vjp(fun)
-    called.defvjp(lambda w: (fun(w), w), lambda w, g: (jax.tree.map(lambda x: x * g, w),))
+    called.defvjp(
+        lambda w: (fun(w), w), lambda w, g: (jax.tree.map(lambda x: x * g, w),)
+    )
     return called
 
 
@@ -166,7 +169,11 @@ CHOICES = {
     "dtype": (jnp.int32, jnp.float32, lambda w: jnp.sum(jnp.asarray(1.5, CHOICE) * w)),
     "slice": (slice(0, 2), slice(0, 4), lambda w: jnp.sum(w[CHOICE])),
     "range": (range(2), range(4), lambda w: sum(jnp.sum(w) for _ in CHOICE)),
-    "object": (mock.Mock(rate=1.0), mock.Mock(rate=2.0), lambda w: jnp.sum(w) * CHOICE.rate),
+    "object": (
+        mock.Mock(rate=1.0),
+        mock.Mock(rate=2.0),
+        lambda w: jnp.sum(w) * CHOICE.rate,
+    ),
     "a global's method": (1.0, 2.0, lambda w: LOSS.of(w)),
     "a callable object": (1.0, 2.0, Loss()),
     "custom_vjp": (1.0, 2.0, by_hand(lambda w: jnp.sum(w) * CHOICE)),
@@ -190,15 +197,31 @@ class Model:
 PAIR = (jnp.float32(2.0), jnp.float32(3.0))
 CHANGED_IN_PLACE = {
     "an attribute": (Model, lambda x: setattr(x, "rate", 3.0), lambda x: x.rate),
-    "a class's attribute": (lambda: type("Own", (Model,), {}), lambda x: setattr(x, "rate", 3.0), lambda x: x.rate),
+    "a class's attribute": (
+        lambda: type("Own", (Model,), {}),
+        lambda x: setattr(x, "rate", 3.0),
+        lambda x: x.rate,
+    ),
     "an array": (lambda: np.ones(3, np.float32), lambda x: x.fill(3), jnp.sum),
     "a list that gets what it has": (lambda: [*PAIR], lambda x: x.append(x[0]), sum),
-    "how lists nest": (lambda: [[*PAIR], [*PAIR]], lambda x: x[1].append(x[0].pop()), lambda x: sum(map(math.prod, x))),
+    "how lists nest": (
+        lambda: [[*PAIR], [*PAIR]],
+        lambda x: x[1].append(x[0].pop()),
+        lambda x: sum(map(math.prod, x)),
+    ),
     "a set": (lambda: {1.0}, lambda x: x.add(3.0), sum),
     "a deque": (lambda: collections.deque([1.0]), lambda x: x.append(3.0), sum),
     "a generator": (lambda: itertools.count(1.0), next, next),
-    "a context": (lambda: contextvars.ContextVar("c", default=1.0), lambda x: x.set(3.0), lambda x: x.get()),
-    "a module": (lambda: types.ModuleType("m"), lambda x: setattr(x, "rate", 3.0), lambda x: getattr(x, "rate", 1.0)),
+    "a context": (
+        lambda: contextvars.ContextVar("c", default=1.0),
+        lambda x: x.set(3.0),
+        lambda x: x.get(),
+    ),
+    "a module": (
+        lambda: types.ModuleType("m"),
+        lambda x: setattr(x, "rate", 3.0),
+        lambda x: getattr(x, "rate", 1.0),
+    ),
     "a static argument": (Model, lambda x: setattr(x, "rate", 3.0), None),
 }
 

@@ -7,8 +7,22 @@ import pytest
 
 from scalify_core.reductions import SMALL_ROWS, largest_magnitudes, sums_of_squares
 
-# Small arrays of one shape, more than go into one table, between large ones, of odd lengths and of more blocks.
-SHAPES = [(), (1,), (7,), (3, 5), (256,), (768, 24), (2, 1000), (0,), (0, 4), *SMALL_ROWS * [(256,)], (7, 2351), (256,)]
+# Small arrays of one shape, more than go into one table, between large ones, of odd
+# lengths and of more blocks.
+SHAPES = [
+    (),
+    (1,),
+    (7,),
+    (3, 5),
+    (256,),
+    (768, 24),
+    (2, 1000),
+    (0,),
+    (0, 4),
+    *SMALL_ROWS * [(256,)],
+    (7, 2351),
+    (256,),
+]
 SHAPES += [(4201, 1001), (3,)]
 
 
@@ -21,11 +35,17 @@ def arrays(seed, dtype=np.float32):
 def test_each_array_has_its_own(dtype):
     a, b = arrays(0, dtype), arrays(1, dtype)
     pairs = list(zip(a, b, strict=True))
-    peaks = [np.max(np.abs(np.asarray(x, np.float32)), initial=0.0) for pair in pairs for x in pair]
+    peaks = [
+        np.max(np.abs(np.asarray(x, np.float32)), initial=0.0)
+        for pair in pairs
+        for x in pair
+    ]
     assert jax.jit(largest_magnitudes)(pairs).tolist() == peaks
     expected = [np.sum(np.square(np.asarray(x, np.float64))) for x in a]
     # Sums of up to 18432 squares, in FP32 and in blocks of at most 2^14.
-    np.testing.assert_allclose(jax.jit(sums_of_squares)(a), expected, rtol=18432 / 2**24)
+    np.testing.assert_allclose(
+        jax.jit(sums_of_squares)(a), expected, rtol=18432 / 2**24
+    )
     assert largest_magnitudes([]).shape == sums_of_squares([]).shape == (0,)
 
 
@@ -33,7 +53,9 @@ def test_what_is_not_finite_is_that_of_its_own_array():
     a = arrays(0)
     a[3] = a[3].at[1, 2].set(jnp.nan)
     a[5] = a[5].at[700, 3].set(-jnp.inf)
-    assert [bool(x) for x in ~jnp.isfinite(sums_of_squares(a))] == [i in (3, 5) for i in range(len(a))]
+    assert [bool(x) for x in ~jnp.isfinite(sums_of_squares(a))] == [
+        i in (3, 5) for i in range(len(a))
+    ]
     peaks = largest_magnitudes([[x] for x in a])
     assert jnp.isnan(peaks[3])
     assert peaks[5] == jnp.inf

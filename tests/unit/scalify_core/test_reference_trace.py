@@ -1,4 +1,5 @@
-"""What plain code of the same format has in FP32, by a cast or by promotion, is FP32 under `scalify`."""
+"""What plain code of the same format has in FP32, by a cast or by promotion, is FP32
+under `scalify`."""
 
 import functools
 import math
@@ -36,7 +37,9 @@ def factor(w):
 
 def conv(x, w):
     dims = ("NCH", "OIH", "NCH")
-    y = lax.conv_general_dilated(x.reshape(2, 4, 16), w.reshape(8, 4, 8), (1,), "SAME", dimension_numbers=dims)
+    y = lax.conv_general_dilated(
+        x.reshape(2, 4, 16), w.reshape(8, 4, 8), (1,), "SAME", dimension_numbers=dims
+    )
     return y.reshape(16, 16)
 
 
@@ -46,16 +49,25 @@ def logits(x, w):
 
 
 def preferred(x, w):
-    return jnp.sin(16 * jnp.matmul(x, w, preferred_element_type=F32)) @ w.astype(F32) / 4
+    return (
+        jnp.sin(16 * jnp.matmul(x, w, preferred_element_type=F32)) @ w.astype(F32) / 4
+    )
 
 
 PRODUCTS = {
     "matmul": lambda x, w: jnp.matmul(*wide(x, w)),
     "one of two": lambda x, w: jnp.tanh(x.astype(F32)) @ w,
     "a helper": lambda x, w: jnp.matmul(*promote_to_float32(x, w)),
-    "sum": lambda x, w: jnp.tanh(jnp.sum(jnp.stack([x, x]), 0, dtype=F32) / 2) @ jnp.mean(w[None], 0, dtype=F32),
+    "sum": lambda x, w: (
+        jnp.tanh(jnp.sum(jnp.stack([x, x]), 0, dtype=F32) / 2)
+        @ jnp.mean(w[None], 0, dtype=F32)
+    ),
     "einsum": lambda x, w: jnp.einsum("ij,jk->ik", *wide(x, w)),
-    "batched": lambda x, w: jnp.einsum("bij,bjk->bik", *wide(x.reshape(2, 8, 8), w.reshape(2, 8, 16))).reshape(8, 32),
+    "batched": (
+        lambda x, w: jnp.einsum(
+            "bij,bjk->bik", *wide(x.reshape(2, 8, 8), w.reshape(2, 8, 16))
+        ).reshape(8, 32)
+    ),
     "conv": lambda x, w: conv(*wide(x, w)),
     "linalg": lambda x, w: x.astype(F32) @ factor(w.astype(F32)) / 2,
     "preferred": preferred,
@@ -64,7 +76,8 @@ PRODUCTS = {
 
 
 def program(product, x, w):
-    """It makes much of small differences, and is as narrow as its operands in the end."""
+    """It makes much of small differences, and is as narrow as its operands in the
+    end."""
     return jnp.sin(16 * product(x, w)).astype(x.dtype)
 
 
@@ -73,7 +86,9 @@ def scanned(fun):
 
 
 def chosen(fun):
-    return lambda x, w: lax.cond(jnp.sum(x) > -1e3, fun, lambda x, w: jnp.zeros_like(fun(x, w)), x, w)
+    return lambda x, w: lax.cond(
+        jnp.sum(x) > -1e3, fun, lambda x, w: jnp.zeros_like(fun(x, w)), x, w
+    )
 
 
 def by_hand(fun):
@@ -84,9 +99,13 @@ def by_hand(fun):
 
     def backward(residuals, g):
         x, w = (x.astype(F32) for x in residuals)
-        _, pullback = jax.vjp(lambda x, w: jnp.sin(16 * jnp.tanh(x) @ jnp.tanh(w)), x, w)
+        _, pullback = jax.vjp(
+            lambda x, w: jnp.sin(16 * jnp.tanh(x) @ jnp.tanh(w)), x, w
+        )
         gradients = pullback(g.astype(F32))
-        return tuple(d.astype(like.dtype) for d, like in zip(gradients, residuals, strict=True))
+        return tuple(
+            d.astype(like.dtype) for d, like in zip(gradients, residuals, strict=True)
+        )
 
     called = jax.custom_vjp(fun)
     called.defvjp(forward, backward)
@@ -99,34 +118,54 @@ CALLS = {
     "scan": scanned,
     "scan of remat": lambda fun: scanned(jax.checkpoint(fun)),
     "cond": chosen,
-    "vmap": lambda fun: lambda x, w: jax.vmap(fun, (0, None))(x.reshape(4, 2, 16), w).reshape(8, 16),
+    "vmap": lambda fun: (
+        lambda x, w: jax.vmap(fun, (0, None))(x.reshape(4, 2, 16), w).reshape(8, 16)
+    ),
     "custom_vjp": by_hand,
 }
-CALLS |= {f"{name} of custom_vjp": lambda fun, call=call: call(by_hand(fun)) for name, call in CALLS.items()}
-CASES = {name: functools.partial(program, product) for name, product in PRODUCTS.items()}
-CASES |= {name: call(functools.partial(program, PRODUCTS["matmul"])) for name, call in CALLS.items()}
+CALLS |= {
+    f"{name} of custom_vjp": lambda fun, call=call: call(by_hand(fun))
+    for name, call in CALLS.items()
+}
+CASES = {
+    name: functools.partial(program, product) for name, product in PRODUCTS.items()
+}
+CASES |= {
+    name: call(functools.partial(program, PRODUCTS["matmul"]))
+    for name, call in CALLS.items()
+}
 
 
 def operands(name, dtype):
     x, w = normal(0, 8, 16), normal(1, 16, 16) / 4
-    return as_scaled_array((x if name != "batched" else normal(0, 16, 8), w), dtype=dtype)
+    return as_scaled_array(
+        (x if name != "batched" else normal(0, 16, 8), w), dtype=dtype
+    )
 
 
 def loss(name, x, w):
     out = CASES[name](x, w)
-    return jnp.sum(out.astype(F32) * np.random.default_rng(2).normal(size=out.shape).astype(np.float32))
+    return jnp.sum(
+        out.astype(F32)
+        * np.random.default_rng(2).normal(size=out.shape).astype(np.float32)
+    )
 
 
 def gradients(name):
     return jax.grad(functools.partial(loss, name), (0, 1))
 
 
-PLACES = {"forward": lambda name: scalify(CASES[name]), "inside": lambda name: scalify(gradients(name))}
+PLACES = {
+    "forward": lambda name: scalify(CASES[name]),
+    "inside": lambda name: scalify(gradients(name)),
+}
 
 
 def error(found, exact):
     leaves = zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(exact), strict=True)
-    return np.array([jnp.linalg.norm(a.astype(F32) - b) / jnp.linalg.norm(b) for a, b in leaves])
+    return np.array(
+        [jnp.linalg.norm(a.astype(F32) - b) / jnp.linalg.norm(b) for a, b in leaves]
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -137,7 +176,8 @@ def test_what_is_cast_to_float32_is_as_right_as_in_plain_code(name, place):
     plain = CASES[name] if place == "forward" else gradients(name)
     expected = plain(*exact)
     assert np.all(
-        error(PLACES[place](name)(*scaled), expected) <= 2 * error(plain(*(x.astype(HALF) for x in exact)), expected)
+        error(PLACES[place](name)(*scaled), expected)
+        <= 2 * error(plain(*(x.astype(HALF) for x in exact)), expected)
     )
 
 
@@ -149,7 +189,9 @@ def in_full(fun, *args):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", CASES)
 def test_of_fp8_data_the_same_products_are_in_float32(name, place):
-    found, expected = (in_full(PLACES[place](name), *operands(name, dtype)) for dtype in (E4M3, HALF))
+    found, expected = (
+        in_full(PLACES[place](name), *operands(name, dtype)) for dtype in (E4M3, HALF)
+    )
     assert found == expected > 0
 
 
@@ -159,8 +201,12 @@ NARROW = {
     "a scalar of Python": lambda x, w: (x / math.sqrt(16.0)) @ w,
     "a table in the format": lambda x, w: (x * TABLE.astype(x.dtype)) @ w,
     "a mask": lambda x, w: jnp.where(TABLE > 0.6, x, 0) @ w,
-    "a cast back": lambda x, w: (x.astype(F32) * lax.rsqrt(jnp.mean(x.astype(F32) ** 2))).astype(x.dtype) @ w,
-    "a layer in the format": lambda x, w: jnp.matmul(*promote_dtype(x, w, dtype=x.dtype)),
+    "a cast back": lambda x, w: (
+        (x.astype(F32) * lax.rsqrt(jnp.mean(x.astype(F32) ** 2))).astype(x.dtype) @ w
+    ),
+    "a layer in the format": lambda x, w: jnp.matmul(
+        *promote_dtype(x, w, dtype=x.dtype)
+    ),
     "a mean": lambda x, w: (x - jnp.mean(x, -1, keepdims=True)) @ w / jnp.var(w),
 }
 PROMOTED = {
@@ -169,11 +215,14 @@ PROMOTED = {
     "a table": lambda x, w: (x * TABLE) @ w,
     "a plain matrix": lambda x, w: x @ jnp.ones((16, 4)),
     "a one-hot matrix": lambda x, w: jax.nn.one_hot(jnp.arange(4), 8) @ x,
-    "a layer in FP32": lambda x, w: jnp.matmul(*promote_dtype(x, w, dtype=F32)),  # as nnx.Embed is by itself
+    # as nnx.Embed is by itself
+    "a layer in FP32": lambda x, w: jnp.matmul(*promote_dtype(x, w, dtype=F32)),
     "in a scan": scanned(lambda x, w: ((x * TABLE) @ w).astype(x.dtype)),
     "in a branch": chosen(lambda x, w: (x * TABLE) @ w),
     "in a while loop": lambda x, w: lax.while_loop(
-        lambda c: c[0] < 2, lambda c: (c[0] + 1, ((c[1] * TABLE) @ w).astype(x.dtype)), (0, x)
+        lambda c: c[0] < 2,
+        lambda c: (c[0] + 1, ((c[1] * TABLE) @ w).astype(x.dtype)),
+        (0, x),
     )[1],
 }
 
@@ -182,14 +231,18 @@ PROMOTED = {
 def test_what_plain_code_has_in_its_format_is_narrow(name):
     """Also in a pullback, of which the casts are others."""
     scaled = operands(name, HALF)
-    fun = lambda x, w: jnp.sum(jnp.tanh(NARROW[name](jnp.tanh(NARROW[name](x, w)).astype(x.dtype), w)))
+    fun = lambda x, w: jnp.sum(
+        jnp.tanh(NARROW[name](jnp.tanh(NARROW[name](x, w)).astype(x.dtype), w))
+    )
     assert in_full(scalify(fun), *scaled) == 0
     assert in_full(scalify(jax.grad(fun, (0, 1))), *scaled) == 0
 
 
 def fp32_products(fun, *args):
     """How many products of a program have an FP32 operand."""
-    found = re.findall(r"dot_general .*: \((.*?)\) ->", jax.jit(fun).lower(*args).as_text())
+    found = re.findall(
+        r"dot_general .*: \((.*?)\) ->", jax.jit(fun).lower(*args).as_text()
+    )
     return sum("xf32>" in operands for operands in found)
 
 
@@ -197,12 +250,18 @@ def fp32_products(fun, *args):
 def test_what_plain_code_has_in_fp32_by_promotion_is_fp32(name):
     scaled = operands(name, HALF)
     plain = [x.astype(HALF) for x in asarray(scaled)]
-    assert fp32_products(scalify(PROMOTED[name]), *scaled) == fp32_products(PROMOTED[name], *plain) > 0
+    assert (
+        fp32_products(scalify(PROMOTED[name]), *scaled)
+        == fp32_products(PROMOTED[name], *plain)
+        > 0
+    )
     if "while" in name:
         return
     loss = lambda x, w: jnp.sum(jnp.sin(PROMOTED[name](x, w)).astype(F32))
     gradient = jax.grad(loss, (0, 1))
-    assert fp32_products(scalify(gradient), *scaled) == fp32_products(gradient, *plain) > 0
+    assert (
+        fp32_products(scalify(gradient), *scaled) == fp32_products(gradient, *plain) > 0
+    )
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
@@ -219,16 +278,20 @@ def test_logits_of_attention_that_are_float32_as_a_result_read_the_format(name):
 
 def test_a_program_that_has_no_narrow_trace_is_evaluated_as_it_is_and_explain_says_so():
     x, w = operands("linalg", HALF)
-    fun = lambda x, w: x @ jnp.linalg.cholesky(w @ w.T + jnp.eye(16, dtype=w.dtype))  # which FP16 does not have
+    # which FP16 does not have
+    fun = lambda x, w: x @ jnp.linalg.cholesky(w @ w.T + jnp.eye(16, dtype=w.dtype))
     with pytest.raises(TypeError):
         fun(asarray(x).astype(HALF), asarray(w).astype(HALF))
     with pytest.warns(
-        PrecisionWarning, match=r"it cannot be traced .* at test_reference_trace.py:\d+ .TypeError: chol"
+        PrecisionWarning,
+        match=r"it cannot be traced .* at test_reference_trace.py:\d+ .TypeError: chol",
     ):
         found = scalify(fun)(x, w)
     assert np.all(error(found, fun(*asarray((x, w)))) < 2**-9)
     assert "cannot be traced" in str(explain(fun, x, w))
-    without_products = lambda x: jnp.sum(x + jnp.linalg.cholesky(jnp.eye(16, dtype=x.dtype)))
+    without_products = lambda x: jnp.sum(
+        x + jnp.linalg.cholesky(jnp.eye(16, dtype=x.dtype))
+    )
     scalify(without_products)(w)  # there is nothing to tell
 
 
@@ -239,7 +302,10 @@ def test_a_program_that_has_other_products_in_another_dtype_is_told_at_trace_tim
         return x.astype(F32) @ w.astype(F32)
 
     x, w = operands("matmul", HALF)
-    with pytest.warns(PrecisionWarning, match="fun: .* has other products, .* precision=.highest. keeps FP32") as seen:
+    with pytest.warns(
+        PrecisionWarning,
+        match="fun: .* has other products, .* precision=.highest. keeps FP32",
+    ) as seen:
         assert in_full(scalify(fun), x, w) == 0
     assert len(seen) == 1
     assert "has other products" in str(explain(fun, x, w))
@@ -263,7 +329,9 @@ def test_a_program_that_closes_over_traced_values_has_what_it_asks_for(place):
     x, w = operands("matmul", HALF)
 
     def step(x, plain):
-        fun = lambda x: jnp.sum(program(PRODUCTS["matmul"], x, plain.astype(HALF)).astype(F32) ** 3)
+        fun = lambda x: jnp.sum(
+            program(PRODUCTS["matmul"], x, plain.astype(HALF)).astype(F32) ** 3
+        )
         return scalify(fun if place == "forward" else jax.grad(fun))(x)
 
     assert in_full(step, x, asarray(w)) == (1 if place == "forward" else 2)

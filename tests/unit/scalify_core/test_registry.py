@@ -1,4 +1,5 @@
-"""What happens without a rule: the right numbers, and no warning (which in these tests would be an error)."""
+"""What happens without a rule: the right numbers, and no warning (which in these tests
+would be an error)."""
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +28,19 @@ def folded(x, window):
     def fold(a, b):
         return a + b * 1.0  # which JAX does not know to be a sum
 
-    return lax.reduce(x, 0.0, fold, (1,)), lax.reduce_window(x, 0.0, fold, window, (1, 1), "valid")
+    return lax.reduce(x, 0.0, fold, (1,)), lax.reduce_window(
+        x, 0.0, fold, window, (1, 1), "valid"
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize(
     "fun",
-    [lambda x: folded(x, (1, 2)), lambda x: jnp.imag(jnp.conj(lax.complex(x, 2 * x))), lambda x: jnp.abs(x + 1j)],
+    [
+        lambda x: folded(x, (1, 2)),
+        lambda x: jnp.imag(jnp.conj(lax.complex(x, 2 * x))),
+        lambda x: jnp.abs(x + 1j),
+    ],
     ids=["reduce", "conj", "complex"],
 )
 def test_primitives_without_a_rule_are_right_and_silent(fun, dtype):
@@ -47,16 +54,30 @@ def test_a_function_with_a_vmap_of_its_own_has_the_scales_of_its_equations():
 
     @product.def_vmap
     def _(size, batched, a, b):
-        a, b = (jnp.broadcast_to(x, (size, *x.shape)) if not of else x for x, of in zip((a, b), batched, strict=True))
+        a, b = (
+            jnp.broadcast_to(x, (size, *x.shape)) if not of else x
+            for x, of in zip((a, b), batched, strict=True)
+        )
         return jax.vmap(jnp.dot)(a, b), True
 
-    a, b = (ScaledArray(jax.random.normal(jax.random.key(i), (4, 4), jnp.float16), 2.0**40) for i in range(2))
-    assert float(scalify(product)(a, b).scale) == 2.0**81  # not 1, at which FP16 would overflow
+    a, b = (
+        ScaledArray(jax.random.normal(jax.random.key(i), (4, 4), jnp.float16), 2.0**40)
+        for i in range(2)
+    )
+    # not 1, at which FP16 would overflow
+    assert float(scalify(product)(a, b).scale) == 2.0**81
     check_scalify(product, a, b, dtype=jnp.float32, reduction=4)
-    check_scalify(jax.vmap(product, in_axes=(0, None)), ScaledArray(a.data[None], 2.0**40), b, reduction=4)
+    check_scalify(
+        jax.vmap(product, in_axes=(0, None)),
+        ScaledArray(a.data[None], 2.0**40),
+        b,
+        reduction=4,
+    )
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"]
+)
 def test_callbacks_and_prints_see_logical_values(transform, capfd):
     seen = []
 
@@ -74,7 +95,13 @@ def test_callbacks_and_prints_see_logical_values(transform, capfd):
 
 
 def test_these_primitives_have_no_rule_or_one_that_evaluates_them():
-    assert not {"complex", "conj", "imag", "reduce", "reduce_window", "debug_callback", "debug_print"} & set(
-        registry.rules
-    )
+    assert not {
+        "complex",
+        "conj",
+        "imag",
+        "reduce",
+        "reduce_window",
+        "debug_callback",
+        "debug_print",
+    } & set(registry.rules)
     assert registry.rules["custom_vmap_call"].control

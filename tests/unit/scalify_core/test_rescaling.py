@@ -1,4 +1,5 @@
-"""Rescales under propagated scales: a power of two moves between data and scale, and no value changes."""
+"""Rescales under propagated scales: a power of two moves between data and scale, and no
+value changes."""
 
 import functools
 import re
@@ -33,7 +34,9 @@ def test_rescale_finds_the_power_of_two_and_changes_no_value(name):
 
 @pytest.mark.parametrize("content", [0.0, np.inf, np.nan])
 def test_rescale_of_zeros_or_what_is_not_finite_keeps_the_scale(content):
-    out = scalify(sc.dynamic_rescale_rms)(as_scaled_array(jnp.full(4, content), 2.0**-5, dtype=HALF))
+    out = scalify(sc.dynamic_rescale_rms)(
+        as_scaled_array(jnp.full(4, content), 2.0**-5, dtype=HALF)
+    )
     assert float(out.scale) == 2.0**-5
 
 
@@ -45,7 +48,9 @@ def test_rescale_of_the_gradient_leaves_the_forward_alone():
     gradient = scalify(jax.grad(loss))(x)
     assert 0.7 < rms(gradient) < 1.42
     assert scalify(sc.dynamic_rescale_rms_grad)(x).scale == 1.0
-    np.testing.assert_allclose(asarray(gradient), jnp.cos(asarray(x)) * 2.0**-15, rtol=2**-9, atol=2.0**-24)
+    np.testing.assert_allclose(
+        asarray(gradient), jnp.cos(asarray(x)) * 2.0**-15, rtol=2**-9, atol=2.0**-24
+    )
 
 
 def for_cuda(fun, *args):
@@ -54,40 +59,69 @@ def for_cuda(fun, *args):
 
 
 def test_a_bias_in_front_of_a_rescale_gets_its_gradient_from_what_was_there_before():
-    """The sums of what is not rounded yet: most of the gradient is below FP16's smallest number before the rescale."""
-    gradient = jnp.where(jnp.arange(512)[:, None] < 8, 2.0**-8, 2.0**-27) * normal(0, 512, 16)
+    """The sums of what is not rounded yet: most of the gradient is below FP16's
+    smallest number before the rescale."""
+    gradient = jnp.where(jnp.arange(512)[:, None] < 8, 2.0**-8, 2.0**-27) * normal(
+        0, 512, 16
+    )
 
     def gradients(x, bias, columns):
         rescaled = functools.partial(sc.dynamic_rescale_rms_grad, columns=columns)
-        return jax.vjp(lambda x, bias: rescaled(x + bias[None]), x, bias)[1](jnp.cos(0 * x) * gradient)
+        return jax.vjp(lambda x, bias: rescaled(x + bias[None]), x, bias)[1](
+            jnp.cos(0 * x) * gradient
+        )
 
     args = as_scaled_array((normal(1, 512, 16), normal(2, 16)), 1.0, dtype=HALF)
-    (dx, dbias), (dx_alone, dbias_alone) = (scalify(gradients, static_argnums=2)(*args, c) for c in (True, False))
+    (dx, dbias), (dx_alone, dbias_alone) = (
+        scalify(gradients, static_argnums=2)(*args, c) for c in (True, False)
+    )
     np.testing.assert_array_equal(dx.data, dx_alone.data)
     assert float(dx.scale) == float(dx_alone.scale)
     exact = np.sum(np.float64(gradient), 0)
-    error, alone = (np.abs(asarray(d) - exact).max() / np.abs(exact).max() for d in (dbias, dbias_alone))
+    error, alone = (
+        np.abs(asarray(d) - exact).max() / np.abs(exact).max()
+        for d in (dbias, dbias_alone)
+    )
     assert error <= 2.0**-11  # that of the result in FP16
     assert error <= alone
-    # One reduction of two arrays gives these sums and the RMS; without `columns` there are two.
+    # One reduction of two arrays gives these sums and the RMS; without `columns` there
+    # are two.
     for columns, number in ((True, 1), (False, 2)):
-        text = for_cuda(lambda *args, c=columns: scalify(gradients, static_argnums=2)(*args, c), *args)
-        assert len(re.findall(r"stablehlo.reduce\(.*tensor<512x16xf32>", text)) == number
+        text = for_cuda(
+            lambda *args, c=columns: scalify(gradients, static_argnums=2)(*args, c),
+            *args,
+        )
+        assert (
+            len(re.findall(r"stablehlo.reduce\(.*tensor<512x16xf32>", text)) == number
+        )
 
 
 def test_a_sum_of_what_was_rescaled_is_the_sum_of_the_values():
     """The sum goes back to what was there before the rescale: one change of scale."""
-    x, y = (as_scaled_array(normal(i, 512) * 2.0**e, 2.0**e, dtype=HALF) for i, e in enumerate((-20, -17)))
+    x, y = (
+        as_scaled_array(normal(i, 512) * 2.0**e, 2.0**e, dtype=HALF)
+        for i, e in enumerate((-20, -17))
+    )
 
     def total(x, y):
         x, y = (sc.dynamic_rescale_rms(z * 2.0**-3) for z in (x, y))
         return x + y, x - 2 * y
 
-    for found, expected in zip(scalify(total)(x, y), total(asarray(x), asarray(y)), strict=True):
-        np.testing.assert_allclose(asarray(found), expected, rtol=0, atol=2.0**-11 * float(jnp.abs(expected).max()))
+    for found, expected in zip(
+        scalify(total)(x, y), total(asarray(x), asarray(y)), strict=True
+    ):
+        np.testing.assert_allclose(
+            asarray(found),
+            expected,
+            rtol=0,
+            atol=2.0**-11 * float(jnp.abs(expected).max()),
+        )
         assert 0.5 <= rms(found) <= 2
-    # On a GPU the scalars of both rescales are computed by the kernel that computes those of the sum.
-    sum_alone = scalify(lambda x, y: sc.dynamic_rescale_rms(x) + sc.dynamic_rescale_rms(y))
+    # On a GPU the scalars of both rescales are computed by the kernel that computes
+    # those of the sum.
+    sum_alone = scalify(
+        lambda x, y: sc.dynamic_rescale_rms(x) + sc.dynamic_rescale_rms(y)
+    )
     assert for_cuda(sum_alone, x, y).count("optimization_barrier") == 1
 
 
@@ -95,7 +129,9 @@ def test_remat_changes_no_bit_of_the_loss_or_the_gradient():
     w, x = normal(0, 16, 16) / 4, normal(1, 8, 16)
 
     def loss(wrap):
-        return lambda w, x: jnp.mean(wrap(lambda w: sc.gelu(sc.dynamic_rescale_rms_grad(x @ w)))(w) ** 2)
+        return lambda w, x: jnp.mean(
+            wrap(lambda w: sc.gelu(sc.dynamic_rescale_rms_grad(x @ w)))(w) ** 2
+        )
 
     args = as_scaled_array((w, x), 1.0, dtype=HALF)
     kept = jax.jit(scalify(jax.value_and_grad(loss(lambda f: f))))(*args)
@@ -124,7 +160,9 @@ def test_scales_are_set_read_moved_and_dropped_inside():
     x = as_scaled_array(normal(0, 8), 1.0)
     assert scalify(lambda x: sc.set_scaling(x, 4.0))(x).scale == 4.0
     assert scalify(lambda x: sc.rebalance(x, 2.0))(x).scale == 2.0
-    gradient = scalify(lambda x, g: jax.vjp(lambda x: sc.rebalance_grad(x, 2.0), x)[1](g)[0])
+    gradient = scalify(
+        lambda x, g: jax.vjp(lambda x: sc.rebalance_grad(x, 2.0), x)[1](g)[0]
+    )
     for scale in (0.5, jnp.float32(0.5)):
         g = ScaledArray(normal(1, 8), scale)
         assert gradient(x, g).scale == 1.0

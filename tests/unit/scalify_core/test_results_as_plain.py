@@ -20,7 +20,9 @@ def normal(seed, *shape):
 
 def dtypes(tree):
     return {
-        x.dtype.type for x in jax.tree.leaves(tree, is_leaf=is_scaled_array) if jnp.issubdtype(x.dtype, jnp.floating)
+        x.dtype.type
+        for x in jax.tree.leaves(tree, is_leaf=is_scaled_array)
+        if jnp.issubdtype(x.dtype, jnp.floating)
     }
 
 
@@ -33,7 +35,9 @@ def test_an_optimiser_step_leaves_state_in_float32_and_parameters_narrow(transfo
         return optax.apply_updates(params, updates), state
 
     scaled_step = transform(scalify(step))
-    params, gradient = as_scaled_array((normal(0, 16, 16), normal(1, 16, 16)), dtype=HALF)
+    params, gradient = as_scaled_array(
+        (normal(0, 16, 16), normal(1, 16, 16)), dtype=HALF
+    )
     plain, exact = asarray(params), asarray(gradient)
     state = like = tx.init(plain)
     for _ in range(3):
@@ -41,7 +45,9 @@ def test_an_optimiser_step_leaves_state_in_float32_and_parameters_narrow(transfo
         plain, like = step(plain, like, exact)
         assert dtypes(params) == {HALF}
         assert dtypes(state) == {F32}
-    for found, expected in zip(jax.tree.leaves(asarray(state)), jax.tree.leaves(like), strict=True):
+    for found, expected in zip(
+        jax.tree.leaves(asarray(state)), jax.tree.leaves(like), strict=True
+    ):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
     np.testing.assert_allclose(asarray(params), plain, rtol=3 * 2.0**-11, atol=1e-6)
 
@@ -51,20 +57,25 @@ def mean_square(x, w):
 
 
 @pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16, E4M3])
-def test_a_loss_that_plain_code_has_in_float32_is_so_and_gradients_are_as_narrow_as_what_they_are_of(dtype):
+def test_a_loss_that_plain_code_has_in_float32_is_so_and_gradients_are_as_narrow_as_what_they_are_of(
+    dtype,
+):
     x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=dtype)
     assert scalify(mean_square)(x, w).dtype == F32
     loss, gradient = scalify(jax.value_and_grad(mean_square))(x, w)
     assert (loss.dtype, gradient.dtype) == (F32, HALF if dtype == E4M3 else dtype)
     product = jnp.matmul(*asarray((x, w)), precision="highest")
-    tolerance = 2.0**-9 if dtype == jnp.bfloat16 else 2.0**-20  # operands are what they were
+    # operands are what they were
+    tolerance = 2.0**-9 if dtype == jnp.bfloat16 else 2.0**-20
     np.testing.assert_allclose(asarray(loss), jnp.mean(product**2), rtol=tolerance)
 
 
 def test_a_loss_in_float32_takes_no_product_of_its_gradient_out_of_its_format():
     args = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=HALF)
     gradient = scalify(jax.grad(mean_square, (0, 1)))
-    operands = re.findall(r"dot_general .*: \((.*?)\) ->", jax.jit(gradient).lower(*args).as_text())
+    operands = re.findall(
+        r"dot_general .*: \((.*?)\) ->", jax.jit(gradient).lower(*args).as_text()
+    )
     assert len(operands) == 3
     assert not any("xf32>" in both for both in operands)
 
@@ -79,7 +90,10 @@ NARROW = {
 
 @pytest.mark.parametrize("name", NARROW)
 def test_what_is_narrow_in_plain_code_is_narrow(name):
-    x, y = as_scaled_array(normal(0, 8, 16), dtype=HALF), as_scaled_array(normal(1, 8, 16), dtype=F32)
+    x, y = (
+        as_scaled_array(normal(0, 8, 16), dtype=HALF),
+        as_scaled_array(normal(1, 8, 16), dtype=F32),
+    )
     assert NARROW[name](asarray(x).astype(HALF), asarray(y)).dtype == HALF
     assert scalify(NARROW[name])(x, y).dtype == HALF
 
@@ -105,10 +119,18 @@ def test_what_promotion_makes_float32_in_plain_code_is_float32():
     x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=HALF)
 
     def fun(x, w, rate):
-        return x * TABLE, w - rate * w.T, jnp.mean(x * TABLE), x * 1.5, x * TABLE.astype(x.dtype)
+        return (
+            x * TABLE,
+            w - rate * w.T,
+            jnp.mean(x * TABLE),
+            x * 1.5,
+            x * TABLE.astype(x.dtype),
+        )
 
     rate = jnp.float32(0.1)
-    expected = [y.dtype for y in fun(asarray(x).astype(HALF), asarray(w).astype(HALF), rate)]
+    expected = [
+        y.dtype for y in fun(asarray(x).astype(HALF), asarray(w).astype(HALF), rate)
+    ]
     assert expected == [F32, F32, F32, HALF, HALF]
     assert [y.dtype for y in scalify(fun)(x, w, rate)] == expected
 
@@ -116,23 +138,36 @@ def test_what_promotion_makes_float32_in_plain_code_is_float32():
 OF_ITS_SHAPE = {
     "an average": lambda g, state: 0.9 * state + 0.1 * g,
     "a queue": lambda g, state: jnp.concatenate([state[1:], g[:1]]),
-    "a gradient": jax.grad(lambda g, state: jnp.mean(jnp.tanh(g.T @ jnp.tanh(g @ state.T))), 1),
+    "a gradient": jax.grad(
+        lambda g, state: jnp.mean(jnp.tanh(g.T @ jnp.tanh(g @ state.T))), 1
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OF_ITS_SHAPE)
 def test_a_state_in_float32_stays_so(name):
-    g, state, fun = as_scaled_array(normal(0, 8, 16), dtype=HALF), normal(1, 8, 16), OF_ITS_SHAPE[name]
+    g, state, fun = (
+        as_scaled_array(normal(0, 8, 16), dtype=HALF),
+        normal(1, 8, 16),
+        OF_ITS_SHAPE[name],
+    )
     found = scalify(fun)(g, state)
     assert {found.dtype.type, jax.jit(scalify(fun))(g, state).dtype.type} == {F32}
-    np.testing.assert_allclose(asarray(found), fun(asarray(g), state), rtol=1e-6, atol=2.0**-11 * ("gradient" in name))
+    np.testing.assert_allclose(
+        asarray(found),
+        fun(asarray(g), state),
+        rtol=1e-6,
+        atol=2.0**-11 * ("gradient" in name),
+    )
     assert scalify(fun)(g, state.astype(HALF)).dtype == HALF
 
 
 ONLY_CAST = {
     "a parameter": lambda x: x.astype(F32),
     "with another result": lambda x: (x.astype(F32), x * 2)[0],
-    "in a loop": lambda x: jax.lax.scan(lambda carry, row: (carry, row.astype(F32)), 0.0, x)[1],
+    "in a loop": lambda x: jax.lax.scan(
+        lambda carry, row: (carry, row.astype(F32)), 0.0, x
+    )[1],
     "a tree": lambda x: optax.tree.cast({"x": x}, F32)["x"],
 }
 
@@ -151,7 +186,9 @@ def test_a_result_that_is_asked_to_be_float32_by_a_product_is():
     x, w = as_scaled_array((normal(0, 8, 16), normal(1, 16, 16)), dtype=HALF)
     found = scalify(lambda x, w: jnp.matmul(x, w, preferred_element_type=F32))(x, w)
     assert found.dtype == F32
-    np.testing.assert_allclose(asarray(found), jnp.matmul(*asarray((x, w)), precision="highest"), atol=1e-5)
+    np.testing.assert_allclose(
+        asarray(found), jnp.matmul(*asarray((x, w)), precision="highest"), atol=1e-5
+    )
 
 
 def test_what_is_asked_for_within_a_nested_scalify_is_float32():

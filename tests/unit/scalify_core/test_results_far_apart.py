@@ -1,4 +1,5 @@
-"""Results some of whose elements are far larger than all others: masks that are arguments, loud rows."""
+"""Results some of whose elements are far larger than all others: masks that are
+arguments, loud rows."""
 
 import warnings
 
@@ -18,13 +19,18 @@ ONE = jnp.arange(16)[:, None] == 3
 
 
 def error(found, expected, where):
-    found, expected = (np.asarray(x, np.float64)[np.asarray(where)] for x in (found, expected))
+    found, expected = (
+        np.asarray(x, np.float64)[np.asarray(where)] for x in (found, expected)
+    )
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
 def many(x, factor):
     """More numbers than are followed one by one."""
-    return sum((jnp.where(SOME, x, -factor * k) for k in range(1, 7)), jnp.zeros_like(x)) / 6
+    return (
+        sum((jnp.where(SOME, x, -factor * k) for k in range(1, 7)), jnp.zeros_like(x))
+        / 6
+    )
 
 
 def in_its_dtype(fun):
@@ -35,12 +41,16 @@ def in_its_dtype(fun):
 # Of data, and of a factor: what is not `SOME` is as large as that.
 KINDS = {
     "an argument": lambda x, m: x + jnp.where(SOME, 0.0, 1.0) * m,
-    "an array": lambda x, m: (lambda mask: x + mask * m)(jnp.asarray(np.where(SOME, 0.0, 1.0), jnp.float32)),
+    "an array": lambda x, m: (lambda mask: x + mask * m)(
+        jnp.asarray(np.where(SOME, 0.0, 1.0), jnp.float32)
+    ),
     "selected": lambda x, m: jnp.where(SOME, x, m),
     "over a temperature": lambda x, m: jnp.where(SOME, x, -1e9) / (-1e9 / m),
     "many constants": many,
     "a product": lambda x, m: jnp.where(SOME, x, x * 0.5 * m + m),
-    "a gradient": lambda x, m: jax.grad(lambda x: jnp.sum(jnp.where(SOME, 0.5 * x * x, x * m)))(x),
+    "a gradient": lambda x, m: jax.grad(
+        lambda x: jnp.sum(jnp.where(SOME, 0.5 * x * x, x * m))
+    )(x),
 }
 KINDS = {kind: in_its_dtype(fun) for kind, fun in KINDS.items()}
 
@@ -49,7 +59,10 @@ KINDS = {kind: in_its_dtype(fun) for kind, fun in KINDS.items()}
 @pytest.mark.parametrize("size", [-1e5, 3e7, -1e9, 1e9])
 def test_what_is_near_1_keeps_its_digits_beside_numbers_of_up_to_1e9(kind, size):
     x = as_scaled_array(X, dtype=HALF)
-    found, expected = jax.jit(scalify(KINDS[kind]))(x, jnp.float32(size)), KINDS[kind](asarray(x), jnp.float32(size))
+    found, expected = (
+        jax.jit(scalify(KINDS[kind]))(x, jnp.float32(size)),
+        KINDS[kind](asarray(x), jnp.float32(size)),
+    )
     assert error(asarray(found), expected, SOME) <= 4 * FP16.epsilon
     assert error(asarray(found), expected, ~SOME) <= 4 * FP16.epsilon
 
@@ -66,7 +79,10 @@ def test_the_lowest_numbers_mask_wherever_they_come_from(name, lowest):
     }[name]
     fun = lambda x, m, t: masked(x, m, t).astype(x.dtype)
     x, t = as_scaled_array(X, dtype=HALF), jnp.float32(0.7)
-    found, expected = asarray(jax.jit(scalify(fun))(x, mask, t)), fun(asarray(x), mask, t)
+    found, expected = (
+        asarray(jax.jit(scalify(fun))(x, mask, t)),
+        fun(asarray(x), mask, t),
+    )
     assert error(found, expected, SOME) <= 4 * FP16.epsilon
     assert (np.asarray(found)[~np.asarray(SOME)] < -1000).all()
 
@@ -82,8 +98,13 @@ def test_results_of_all_sizes_leave_room_above(dtype):
         lambda x: jnp.exp(3 * x),
     ):
         found = scalify(fun)(as_scaled_array(X, dtype=dtype))
-        assert 2.0**6 <= float(jnp.max(jnp.abs(found.data.astype(jnp.float32)))) < 2.0**7
-    assert float(scalify(lambda x: 0 * x)(as_scaled_array(X, dtype=dtype)).scale) == 2.0**-126
+        assert (
+            2.0**6 <= float(jnp.max(jnp.abs(found.data.astype(jnp.float32)))) < 2.0**7
+        )
+    assert (
+        float(scalify(lambda x: 0 * x)(as_scaled_array(X, dtype=dtype)).scale)
+        == 2.0**-126
+    )
 
 
 def said(fun, *args):
@@ -96,7 +117,11 @@ def said(fun, *args):
 
 def attention(q, k, v):
     logits = jnp.where(jnp.tril(jnp.ones((16, 16), bool)), q @ k.T / 4, -1e9)
-    return jax.nn.softmax(logits), jax.nn.softmax(logits) @ v, jax.nn.softmax(logits * 9)
+    return (
+        jax.nn.softmax(logits),
+        jax.nn.softmax(logits) @ v,
+        jax.nn.softmax(logits * 9),
+    )
 
 
 def test_what_is_lost_beside_larger_numbers_is_named_and_nothing_else():
@@ -104,17 +129,36 @@ def test_what_is_lost_beside_larger_numbers_is_named_and_nothing_else():
     for kind, fun in KINDS.items():
         if kind != "over a temperature":
             (text,) = said(fun, x, jnp.float32(1e14))
-            assert "of its elements are off by more than 1%, because they are small beside the others" in text
+            assert (
+                "of its elements are off by more than 1%, because they are small beside"
+                " the others" in text
+            )
             assert explain(fun, x, jnp.float32(1e14)).first_loss is not None
         assert said(fun, x, jnp.float32(-1e9)) == []
         assert explain(fun, x, jnp.float32(-1e9)).first_loss is None
-    for fun in (attention, jax.grad(lambda *args: jnp.sum(attention(*args)[1] ** 2), (0, 1, 2))):
+    for fun in (
+        attention,
+        jax.grad(lambda *args: jnp.sum(attention(*args)[1] ** 2), (0, 1, 2)),
+    ):
         assert said(fun, x, x, x) == []
-    assert said(lambda x: (x**9, jnp.exp(9 * x), x * (2.0 ** jnp.linspace(-40, 0, 16))[None].astype(x.dtype)), x) == []
+    assert (
+        said(
+            lambda x: (
+                x**9,
+                jnp.exp(9 * x),
+                x * (2.0 ** jnp.linspace(-40, 0, 16))[None].astype(x.dtype),
+            ),
+            x,
+        )
+        == []
+    )
 
 
 def test_one_loud_token_leaves_the_others_their_digits():
     x = as_scaled_array(X, dtype=HALF)
     fun = lambda x, s: (x * jnp.where(ONE, s, 1.0)).astype(x.dtype)
     found = jax.jit(scalify(fun))(x, jnp.float32(2e8))
-    assert error(asarray(found), asarray(x), jnp.broadcast_to(~ONE, X.shape)) <= 4 * FP16.epsilon
+    assert (
+        error(asarray(found), asarray(x), jnp.broadcast_to(~ONE, X.shape))
+        <= 4 * FP16.epsilon
+    )

@@ -1,4 +1,5 @@
-"""A result of which the program takes a root, a logarithm or a reciprocal is not zero where it is not zero."""
+"""A result of which the program takes a root, a logarithm or a reciprocal is not zero
+where it is not zero."""
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,9 @@ OPTIMISERS = {
     "nadam": optax.nadam,
     "adan": optax.adan,
     "lamb": optax.lamb,
-    "clipped": lambda rate: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)),
+    "clipped": lambda rate: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adam(rate)
+    ),
 }
 
 
@@ -84,5 +87,7 @@ def test_no_update_of_an_optimiser_is_larger_than_in_the_plain_program(name):
     params = as_scaled_array(normal(1, 64, 8), dtype=HALF)
     state = tx.init(asarray(params))
     plain = largest_update(jax.jit(step), asarray(params), state)
-    found = largest_update(jax.jit(scalify(step)), params, as_scaled_array(state, dtype=HALF))
+    found = largest_update(
+        jax.jit(scalify(step)), params, as_scaled_array(state, dtype=HALF)
+    )
     assert 0.9 * plain < found < 1.35 * plain

@@ -1,4 +1,5 @@
-"""Run-time scales from 2^-120 to 2^120: small numbers are not taken for zeros, and nothing that is cut off is lost."""
+"""Run-time scales from 2^-120 to 2^120: small numbers are not taken for zeros, and
+nothing that is cut off is lost."""
 
 import jax
 import jax.numpy as jnp
@@ -55,10 +56,13 @@ def beyond_and_back(x, a, b):
 
 
 def largest_of_them(x, a, b):
-    return x.maximum(a, b) / x.max(x.abs(a)), x.where(a > b, a, b * 0.5) / x.max(x.abs(b))
+    return x.maximum(a, b) / x.max(x.abs(a)), x.where(a > b, a, b * 0.5) / x.max(
+        x.abs(b)
+    )
 
 
-# With the exponents up to which they fit: scale and FP32 data reach from 2^-250 to 2^250, a cube fills that at 2^80.
+# With the exponents up to which they fit: scale and FP32 data reach from 2^-250 to
+# 2^250, a cube fills that at 2^80.
 PROGRAMS = {
     normalised: 120,
     direction_of_difference: 120,
@@ -82,10 +86,14 @@ def test_what_does_not_depend_on_size_is_the_same_at_all_scales(program, jit):
     expected = jax.tree.leaves(program(np, np.float64(A), np.float64(B)))
     for e in exponents:
         scale = jnp.float32(2.0**e)
-        found = jax.tree.leaves(asarray(fun(ScaledArray(A, scale), ScaledArray(B, scale))))
+        found = jax.tree.leaves(
+            asarray(fun(ScaledArray(A, scale), ScaledArray(B, scale)))
+        )
         for x, y in zip(found, expected, strict=True):
             # Sums of 32 terms, which may cancel.
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max(), err_msg=str(e))
+            np.testing.assert_allclose(
+                x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max(), err_msg=str(e)
+            )
 
 
 @pytest.mark.parametrize("e", quick((-120, -62, -55, 0, 62, 120), 62))
@@ -93,34 +101,56 @@ def test_what_does_not_depend_on_size_is_the_same_at_all_scales(program, jit):
 def test_what_does_not_depend_on_size_is_the_same_at_static_scales(program, e):
     e = max(-PROGRAMS[program], min(e, PROGRAMS[program]))
     expected = jax.tree.leaves(program(np, np.float64(A), np.float64(B)))
-    found = asarray(scalify(lambda a, b: program(jnp, a, b))(ScaledArray(A, 2.0**e), ScaledArray(B, 2.0**e)))
+    found = asarray(
+        scalify(lambda a, b: program(jnp, a, b))(
+            ScaledArray(A, 2.0**e), ScaledArray(B, 2.0**e)
+        )
+    )
     for x, y in zip(jax.tree.leaves(found), expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
 
 
 def test_of_a_sum_of_far_sizes_the_smaller_is_exact_where_the_other_is_nothing():
     """2^-60 beside zeros at 2^60, and the other way round."""
-    add = jax.jit(scalify(lambda a, b: (a + b, jnp.where(b == 0, a, b), jnp.maximum(a, b))))
+    add = jax.jit(
+        scalify(lambda a, b: (a + b, jnp.where(b == 0, a, b), jnp.maximum(a, b)))
+    )
     large, small = jnp.float32(2.0**60), jnp.float32(2.0**-60)
     for data in ([1.0, 0.0, -2.0, 0.0], [0.0, 0.0, 0.0, 0.0]):
         b = np.float32(data)
-        found = asarray(add(ScaledArray(np.float32([1, 2, 3, 4]), small), ScaledArray(b, large)))
+        found = asarray(
+            add(ScaledArray(np.float32([1, 2, 3, 4]), small), ScaledArray(b, large))
+        )
         a = np.float32([1, 2, 3, 4]) * 2.0**-60
-        for x, y in zip(found, (a + b * 2.0**60, np.where(b == 0, a, b * 2.0**60), None), strict=True):
+        for x, y in zip(
+            found,
+            (a + b * 2.0**60, np.where(b == 0, a, b * 2.0**60), None),
+            strict=True,
+        ):
             if y is not None:
                 np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
 @pytest.mark.parametrize("e", [-120, -75, 75, 120])
 def test_what_plain_numbers_underflow_or_overflow_to_is_no_moderate_number(e):
-    """A product that leaves the range of scales takes the rest into its data, which underflows or saturates."""
+    """A product that leaves the range of scales takes the rest into its data, which
+    underflows or saturates."""
     scale = jnp.float32(2.0**e)
 
     def fun(a, b):
-        return a * b, a @ b.T, a * b * b, jnp.square(a), a * 2.0**e, (a * 2.0**30) * 2.0**30 * 2.0**30
+        return (
+            a * b,
+            a @ b.T,
+            a * b * b,
+            jnp.square(a),
+            a * 2.0**e,
+            (a * 2.0**30) * 2.0**30 * 2.0**30,
+        )
 
     a = np.abs(A) + 1
-    for x in asarray(jax.jit(scalify(fun))(ScaledArray(a, scale), ScaledArray(a, scale)))[:5]:
+    for x in asarray(
+        jax.jit(scalify(fun))(ScaledArray(a, scale), ScaledArray(a, scale))
+    )[:5]:
         assert ((x < 2.0**-120) if e < 0 else (x > 2.0**120)).all()
 
 
@@ -133,7 +163,17 @@ def test_zeros_are_zeros_whatever_they_meet(other):
     )
 
     def fun(z, x):
-        made = (z * 2.0**60, z * x, z * x * x, z * z, z + z, 0.9 * z + 0.1 * z, jnp.sqrt(z), z @ z.T, jnp.sum(z, 0))
+        made = (
+            z * 2.0**60,
+            z * x,
+            z * x * x,
+            z * z,
+            z + z,
+            0.9 * z + 0.1 * z,
+            jnp.sqrt(z),
+            z @ z.T,
+            jnp.sum(z, 0),
+        )
         return [x + y.sum() for y in made], [1.0 + y for y in made]
 
     beside, beside_one = jax.jit(scalify(fun))(zeros, x)
@@ -156,7 +196,10 @@ def test_scales_of_numbers_and_of_zeros_are_told_apart():
     assert float(scales.as_number(scales.Multiple(zeros, 2.0**90))) == scales.MIN_SCALE
     (found,) = scales.as_numbers([scales.Multiple(zeros, 2.0**90)])
     assert float(found) == scales.MIN_SCALE
-    assert lax.lt(scales.ratio(jnp.float32(2.0**-100), jnp.float32(2.0**100)), np.float32(2.0**-125))
+    assert lax.lt(
+        scales.ratio(jnp.float32(2.0**-100), jnp.float32(2.0**100)),
+        np.float32(2.0**-125),
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])

@@ -1,4 +1,5 @@
-"""Small arrays as rows of stacks: the same bits as one by one, and programs that do not grow with their number."""
+"""Small arrays as rows of stacks: the same bits as one by one, and programs that do not
+grow with their number."""
 
 import re
 
@@ -16,18 +17,32 @@ from scalify_core.optim import scaled_state
 from scalify_core.stacks import NONE, Stacks
 from scalify_core.weights import LARGE, apply_updates, wide
 
-SHAPES = {"a": (12,), "b": (5, 12), "c": (12,), "d": (7,), "e": (12,), "f": (7,), "g": (LARGE,)}
+SHAPES = {
+    "a": (12,),
+    "b": (5, 12),
+    "c": (12,),
+    "d": (7,),
+    "e": (12,),
+    "f": (7,),
+    "g": (LARGE,),
+}
 FORMATS = {"fp16": (FP16, FP16), "fp8": (E4M3, E5M2), "first alone": (FP16, FP32)}
 
 
 def arrays(seed, dtype=jnp.float16):
     keys = jax.random.split(jax.random.key(seed), len(SHAPES))
     found = zip(keys, SHAPES.items(), strict=True)
-    return {name: jax.random.normal(key, shape).astype(dtype) for key, (name, shape) in found}
+    return {
+        name: jax.random.normal(key, shape).astype(dtype)
+        for key, (name, shape) in found
+    }
 
 
 def weights(seed=0):
-    return {name: ScaledArray(x, 2.0 ** (i - 6)) for i, (name, x) in enumerate(arrays(seed).items())}
+    return {
+        name: ScaledArray(x, 2.0 ** (i - 6))
+        for i, (name, x) in enumerate(arrays(seed).items())
+    }
 
 
 def stacks_of(params):
@@ -37,7 +52,9 @@ def stacks_of(params):
 def equal(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+        np.testing.assert_array_equal(
+            np.asarray(x, np.float32), np.asarray(y, np.float32)
+        )
 
 
 def test_vectors_of_a_shape_and_a_kind_are_put_together():
@@ -75,7 +92,12 @@ def test_a_step_on_stacks_is_bitwise_the_step_on_each_array(formats, accept):
     mu, nu = FORMATS[formats]
     params, stacks = weights(), stacks_of(weights())
     accept = None if accept is None else jnp.asarray(accept)
-    tx = scaled_state(optax.chain(optax.scale_by_adam(0.9, 0.95), optax.scale(-1e-3)), mu=mu, nu=nu, seed=3)
+    tx = scaled_state(
+        optax.chain(optax.scale_by_adam(0.9, 0.95), optax.scale(-1e-3)),
+        mu=mu,
+        nu=nu,
+        seed=3,
+    )
 
     def step(stacks, params, state, gradients):
         old, inner = stacks.gather(params), stacks.numbers(state.inner_state)
@@ -83,14 +105,25 @@ def test_a_step_on_stacks_is_bitwise_the_step_on_each_array(formats, accept):
         updates, new = tx.update(*given, old, accept=accept, numbers=inner)
         numbers = stacks.numbers(params)
         new_params = apply_updates(
-            old, updates, rounding="stochastic", seed=3, step=state.step, accept=accept, numbers=numbers
+            old,
+            updates,
+            rounding="stochastic",
+            seed=3,
+            step=state.step,
+            accept=accept,
+            numbers=numbers,
         )
         return stacks.scatter(new_params, params), stacks.scatter(new, state)
 
-    one_by_one, together = (jax.jit(lambda *args, s=s: step(s, *args)) for s in (NONE, stacks))
+    one_by_one, together = (
+        jax.jit(lambda *args, s=s: step(s, *args)) for s in (NONE, stacks)
+    )
     found = expected = params, tx.init(params)
     for i in range(3):
-        gradients = {name: ScaledArray(x, jnp.float32(2.0**-i)) for name, x in arrays(10 + i).items()}
+        gradients = {
+            name: ScaledArray(x, jnp.float32(2.0**-i))
+            for name, x in arrays(10 + i).items()
+        }
         expected, found = one_by_one(*expected, gradients), together(*found, gradients)
         equal(found, expected)
     moved = any((found[0][name].data != params[name].data).any() for name in params)
@@ -99,18 +132,30 @@ def test_a_step_on_stacks_is_bitwise_the_step_on_each_array(formats, accept):
 
 def test_numbers_of_the_leaves_are_in_their_order():
     params, stacks = weights(), stacks_of(weights())
-    sizes = lambda xs: jnp.array([x.size for x in jax.tree.leaves(wide(xs))], jnp.float32)
+    sizes = lambda xs: jnp.array(
+        [x.size for x in jax.tree.leaves(wide(xs))], jnp.float32
+    )
     for of in (stacks, NONE):
-        found = of.each(of.gather(params), sizes, lambda x: jnp.full(len(x), x[0].size, jnp.float32))
+        found = of.each(
+            of.gather(params), sizes, lambda x: jnp.full(len(x), x[0].size, jnp.float32)
+        )
         np.testing.assert_array_equal(found, [x.size for x in params.values()])
 
 
 def gpu_step(vectors, matrices, width=768):
-    """A donated update, compiled for an H200: its entry's kernels, and how many of them are different."""
-    shapes = {f"v{i:03}": (width,) for i in range(vectors)} | {f"w{i:02}": (256, 512) for i in range(matrices)}
-    data = {name: jax.ShapeDtypeStruct(shape, jnp.float16) for name, shape in shapes.items()}
+    """A donated update, compiled for an H200: its entry's kernels, and how many of them
+    are different."""
+    shapes = {f"v{i:03}": (width,) for i in range(vectors)} | {
+        f"w{i:02}": (256, 512) for i in range(matrices)
+    }
+    data = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float16) for name, shape in shapes.items()
+    }
     params = {name: ScaledArray(x, 2.0**-4) for name, x in data.items()}
-    tx, stacks = scaled_state(optax.scale_by_adam(), mu=FP16, nu=FP16, seed=0), stacks_of(params)
+    tx, stacks = (
+        scaled_state(optax.scale_by_adam(), mu=FP16, nu=FP16, seed=0),
+        stacks_of(params),
+    )
     state = jax.eval_shape(lambda p: tree.pack(tx.init(p)), params)
 
     def step(params, packed, grads, number, accept):
@@ -120,15 +165,29 @@ def gpu_step(vectors, matrices, width=768):
         updates, new = tx.update(*given, old, accept=accept, numbers=inner)
         numbers = stacks.numbers(params)
         params_ = apply_updates(
-            old, updates, rounding="stochastic", seed=0, step=number, accept=accept, numbers=numbers
+            old,
+            updates,
+            rounding="stochastic",
+            seed=0,
+            step=number,
+            accept=accept,
+            numbers=numbers,
         )
         return stacks.scatter(params_, params), tree.pack(stacks.scatter(new, state))
 
     scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
-    text = compiled_for_a_gpu(jax.jit(step, donate_argnums=(0, 1)), (params, state, data, *scalars)).as_text()
+    text = compiled_for_a_gpu(
+        jax.jit(step, donate_argnums=(0, 1)), (params, state, data, *scalars)
+    ).as_text()
     called = re.findall(r"fusion\(.*?calls=%([\w.-]+)", text[text.index("\nENTRY") :])
-    bodies = {name: re.search(rf"^%{re.escape(name)} \(.*?\n(.*?)^}}", text, re.M | re.S)[1] for name in called}
-    plain = {name: re.sub(r"%[\w.-]+|, metadata=\{[^}]*\}", "", body) for name, body in bodies.items()}
+    bodies = {
+        name: re.search(rf"^%{re.escape(name)} \(.*?\n(.*?)^}}", text, re.M | re.S)[1]
+        for name in called
+    }
+    plain = {
+        name: re.sub(r"%[\w.-]+|, metadata=\{[^}]*\}", "", body)
+        for name, body in bodies.items()
+    }
     assert not re.search(r"f16\S* copy\(", text[text.index("\nENTRY") :])
     return called, [body for body in plain.values() if body.count("\n") > 150]
 
@@ -140,15 +199,19 @@ def test_on_a_gpu_the_vectors_of_a_deep_model_are_a_few_kernels_and_none_is_a_co
     assert len(called) < 20
 
 
-@pytest.mark.parametrize(("vectors", "width"), quick([(60, 1280), (130, 768)], (60, 1280)))
+@pytest.mark.parametrize(
+    ("vectors", "width"), quick([(60, 1280), (130, 768)], (60, 1280))
+)
 def test_on_a_gpu_more_and_longer_vectors_are_a_few_kernels_too(vectors, width):
-    """A stack of 2^16 elements was taken for a large array, one of 130 rows was put together of two: 207 and 421."""
+    """A stack of 2^16 elements was taken for a large array, one of 130 rows was put
+    together of two: 207 and 421."""
     called, _ = gpu_step(vectors, matrices=1, width=width)
     assert len(called) < 40
 
 
 def test_on_a_gpu_equal_matrices_are_updated_by_the_same_program():
-    """Of each, the numbers that it is computed with were constants' places in one array."""
+    """Of each, the numbers that it is computed with were constants' places in one
+    array."""
     _, large = gpu_step(vectors=0, matrices=4)
     assert len(large) >= 4
     assert len(set(large)) < len(large) / 2

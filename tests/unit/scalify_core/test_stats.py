@@ -1,4 +1,5 @@
-"""stats.summarize: figures counted by hand, in every format, for plain arrays, ScaledArrays and stacks of layers."""
+"""stats.summarize: figures counted by hand, in every format, for plain arrays,
+ScaledArrays and stacks of layers."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,11 @@ FORMATS = [E4M3, E5M2, FP16, BF16, FP32]
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_figures_of_eight_known_numbers(fmt):
     sub, normal = fmt.min_subnormal, fmt.min_normal
-    data = jnp.asarray(np.array([0, 0, sub, -sub, normal, 1, -fmt.max, 2], np.float32).astype(fmt.dtype))
+    data = jnp.asarray(
+        np.array([0, 0, sub, -sub, normal, 1, -fmt.max, 2], np.float32).astype(
+            fmt.dtype
+        )
+    )
     s = jax.jit(summarize)(ScaledArray(data, 2.0**-20))
     assert s.exponent == -20
     assert s.zeros == 2 / 8
@@ -28,7 +33,14 @@ def test_figures_of_eight_known_numbers(fmt):
 
 def test_plain_arrays_have_scale_one_and_other_leaves_are_left_out():
     x = jnp.array([3.0, -4.0])
-    out = summarize({"w": x, "step": jnp.int32(3), "key": jax.random.key(0), "s": ScaledArray(x, 4.0)})
+    out = summarize(
+        {
+            "w": x,
+            "step": jnp.int32(3),
+            "key": jax.random.key(0),
+            "s": ScaledArray(x, 4.0),
+        }
+    )
     assert out["step"] is None
     assert out["key"] is None
     np.testing.assert_allclose(out["w"].rms, np.sqrt(12.5), rtol=4 * FP32.epsilon)
@@ -40,7 +52,9 @@ def test_plain_arrays_have_scale_one_and_other_leaves_are_left_out():
 def test_underflow_of_a_cast_to_come_is_counted_exactly():
     # E4M3 rounds to zero up to and including half of its smallest number.
     half = E4M3.min_subnormal / 2
-    data = jnp.array([0.0, half, half * 1.01, half / 3, 1.0, 448.0, 449.0, np.inf], jnp.float16)
+    data = jnp.array(
+        [0.0, half, half * 1.01, half / 3, 1.0, 448.0, 449.0, np.inf], jnp.float16
+    )
     s = summarize(ScaledArray(data, 1.0), fmt=E4M3)
     assert s.underflow == 2 / 8
     assert s.zeros == 1 / 8
@@ -52,13 +66,20 @@ def test_underflow_against_exact_values_tells_true_zeros_from_lost_ones():
     s = summarize({"g": exact.astype(jnp.float16)}, exact={"g": exact})["g"]
     assert s.underflow == 2 / 4
     assert s.zeros == 3 / 4
-    scaled = summarize(ScaledArray(exact.astype(jnp.float16), 1.0), exact=ScaledArray(exact, 1.0))
+    scaled = summarize(
+        ScaledArray(exact.astype(jnp.float16), 1.0), exact=ScaledArray(exact, 1.0)
+    )
     assert scaled.underflow == 2 / 4
 
 
 def test_a_stack_of_layers_has_figures_for_each_layer():
-    data = jnp.stack([jnp.ones((2, 4)), jnp.zeros((2, 4)), jnp.full((2, 4), 3.0)]).astype(jnp.float16)
-    for scale in (jnp.array([1.0, 0.5, 2.0**90]), jnp.array([1.0, 0.5, 2.0**90]).reshape(3, 1, 1)):
+    data = jnp.stack(
+        [jnp.ones((2, 4)), jnp.zeros((2, 4)), jnp.full((2, 4), 3.0)]
+    ).astype(jnp.float16)
+    for scale in (
+        jnp.array([1.0, 0.5, 2.0**90]),
+        jnp.array([1.0, 0.5, 2.0**90]).reshape(3, 1, 1),
+    ):
         s = jax.jit(summarize)(ScaledArray(data, scale))
         np.testing.assert_array_equal(s.exponent, [0, -1, 90])
         np.testing.assert_array_equal(s.rms, [1, 0, 3])
@@ -68,7 +89,9 @@ def test_a_stack_of_layers_has_figures_for_each_layer():
 @pytest.mark.parametrize("exponent", [-125, -100, -70, 70, 100, 126])
 def test_rms_is_right_where_squares_leave_fp32(exponent):
     x = jnp.float32(2.0**exponent) * jnp.array([1.0, 1.0, 0.0, 0.0])
-    np.testing.assert_allclose(summarize(x).rms, 2.0**exponent * np.sqrt(0.5), rtol=4 * FP32.epsilon)
+    np.testing.assert_allclose(
+        summarize(x).rms, 2.0**exponent * np.sqrt(0.5), rtol=4 * FP32.epsilon
+    )
 
 
 def test_what_is_not_finite_shows():
@@ -78,7 +101,9 @@ def test_what_is_not_finite_shows():
 
 
 def test_all_figures_are_arrays_so_that_a_step_can_return_them():
-    out = jax.jit(lambda t: summarize(t, fmt=E4M3))({"a": jnp.ones(3), "b": ScaledArray(jnp.ones(3), jnp.float32(2))})
+    out = jax.jit(lambda t: summarize(t, fmt=E4M3))(
+        {"a": jnp.ones(3), "b": ScaledArray(jnp.ones(3), jnp.float32(2))}
+    )
     assert isinstance(out["a"], Summary)
     assert len(jax.tree.leaves(out)) == 10
 

@@ -1,4 +1,5 @@
-"""The checker itself: it passes what is right and fails what is wrong, each promise for itself."""
+"""The checker itself: it passes what is right and fails what is wrong, each promise for
+itself."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,9 @@ def close(found, expected, **kwargs):
 def test_a_wrong_value_is_found_and_named():
     x = ScaledArray(jnp.array([1.0, 2.0]), 4.0)
     close(x, [4.0, 8.0])
-    with pytest.raises(AssertionError, match=r"result: 8.0 at \(1,\), expected 8.00000"):
+    with pytest.raises(
+        AssertionError, match=r"result: 8.0 at \(1,\), expected 8.00000"
+    ):
         close(x, [4.0, 8.00001])
 
 
@@ -51,7 +54,13 @@ def test_small_elements_are_held_to_their_own_size_unless_there_is_a_sum():
 
 @pytest.mark.parametrize(
     ("data", "expected"),
-    [([np.inf], [1.0]), ([np.nan], [1.0]), ([1.0], [np.inf]), ([np.inf], [-np.inf]), ([np.nan], [np.inf])],
+    [
+        ([np.inf], [1.0]),
+        ([np.nan], [1.0]),
+        ([1.0], [np.inf]),
+        ([np.inf], [-np.inf]),
+        ([np.nan], [np.inf]),
+    ],
 )
 def test_infinities_and_nans_must_stand_where_they_belong(data, expected):
     with pytest.raises(AssertionError, match="infinities or NaNs differ"):
@@ -59,7 +68,10 @@ def test_infinities_and_nans_must_stand_where_they_belong(data, expected):
 
 
 def test_infinities_and_nans_that_belong_are_fine():
-    close(ScaledArray(jnp.array([np.inf, -np.inf, np.nan]), 2.0), [np.inf, -np.inf, np.nan])
+    close(
+        ScaledArray(jnp.array([np.inf, -np.inf, np.nan]), 2.0),
+        [np.inf, -np.inf, np.nan],
+    )
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.0, 2.0**127, np.nan])
@@ -73,7 +85,8 @@ def test_another_format_is_found():
     x = ScaledArray(jnp.zeros(2, jnp.bfloat16), 1.0)
     with pytest.raises(AssertionError, match="data is bfloat16"):
         assert_close(x, jnp.zeros(2), FP16)
-    assert_close(x, jnp.zeros(2, jnp.bfloat16), FP16)  # the plain function itself asks for it
+    # the plain function itself asks for it
+    assert_close(x, jnp.zeros(2, jnp.bfloat16), FP16)
 
 
 def test_another_shape_tree_or_integer_is_found():
@@ -94,10 +107,15 @@ def test_keys_are_compared():
         assert_close(jax.random.key(0), jax.random.key(1), FP32)
 
 
-@pytest.mark.parametrize(("dtype", "too_large"), [(jnp.float16, 2.0**24), (jnp.float32, 2.0**126)])
+@pytest.mark.parametrize(
+    ("dtype", "too_large"), [(jnp.float16, 2.0**24), (jnp.float32, 2.0**126)]
+)
 def test_what_vanishes_at_a_scale_that_is_astray_is_found(dtype, too_large):
-    """Zeros below the smallest number of the data are no excuse where plain data keeps the numbers."""
-    x = ScaledArray(jnp.asarray([1.0, -2.0, 0.5]) * (1.0 if dtype == jnp.float16 else 2.0**-24), 1.0)
+    """Zeros below the smallest number of the data are no excuse where plain data keeps
+    the numbers."""
+    x = ScaledArray(
+        jnp.asarray([1.0, -2.0, 0.5]) * (1.0 if dtype == jnp.float16 else 2.0**-24), 1.0
+    )
 
     def astray(x):
         return set_scaling(x, too_large) * 1.5
@@ -108,16 +126,23 @@ def test_what_vanishes_at_a_scale_that_is_astray_is_found(dtype, too_large):
 
 
 def test_what_vanishes_beside_larger_numbers_is_found_if_plain_data_keeps_it():
-    """With numbers of all sizes, so that the result does not make room for the small ones."""
+    """With numbers of all sizes, so that the result does not make room for the small
+    ones."""
     large = ScaledArray(jnp.geomspace(2.0**-7, 1.5, 40), 2.0**15)
     for small, lost in ((2.0**-22, True), (2.0**-30, False)):
         args = ScaledArray(jnp.asarray([1.0, 1.5]), small), large
-        check_scalify(lambda a, b: jnp.concatenate([a, b]), *args, dtype=jnp.float16, strict=False)
+        check_scalify(
+            lambda a, b: jnp.concatenate([a, b]), *args, dtype=jnp.float16, strict=False
+        )
         if lost:
             with pytest.raises(AssertionError, match="expected"):
-                check_scalify(lambda a, b: jnp.concatenate([a, b]), *args, dtype=jnp.float16)
+                check_scalify(
+                    lambda a, b: jnp.concatenate([a, b]), *args, dtype=jnp.float16
+                )
         else:
-            check_scalify(lambda a, b: jnp.concatenate([a, b]), *args, dtype=jnp.float16)
+            check_scalify(
+                lambda a, b: jnp.concatenate([a, b]), *args, dtype=jnp.float16
+            )
 
 
 def test_what_plain_data_overflows_on_is_no_measure():
@@ -133,7 +158,9 @@ def test_gradients_are_held_to_plain_data_too():
     def astray(x):
         return x * 1.0
 
-    astray.defvjp(lambda x: (astray(x), x), lambda x, g: (set_scaling(g * x, 2.0**26) * 1.0,))
+    astray.defvjp(
+        lambda x: (astray(x), x), lambda x, g: (set_scaling(g * x, 2.0**26) * 1.0,)
+    )
     check_scalify(astray, x, dtype=jnp.float16, ways=("eager",))
     with pytest.raises(AssertionError, match="expected"):
         check_scalify(astray, x, dtype=jnp.float16, grad=True, ways=("eager",))

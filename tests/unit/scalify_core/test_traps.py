@@ -1,4 +1,5 @@
-"""The traps of low precision that lie in scale propagation, one test each: each fails when its remedy is taken out."""
+"""The traps of low precision that lie in scale propagation, one test each: each fails
+when its remedy is taken out."""
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,9 @@ def test_creep_of_equal_sums_in_matrix_products_and_reductions():
 # 2. Casts that do not saturate.
 
 
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float16, jnp.bfloat16]
+)
 def test_casts_saturate_and_keep_what_is_not_finite(dtype):
     x = ScaledArray(jnp.asarray([3.4e38, -3.4e38, jnp.nan, jnp.inf, 1.0]), 1.0)
     out = np.float32(scalify(lambda x: x.astype(dtype))(x).data)
@@ -94,9 +97,12 @@ def test_results_of_arithmetic_saturate():
 @pytest.mark.parametrize("scaled", [False, True])
 def test_cast_on_forward_acts_in_the_differentiated_function(scaled):
     x = jnp.asarray([1.01, -3.3, 0.77])
-    # The gradient of sum(cast(x)^2) is 2 cast(x): it shows whether the forward pass was rounded.
+    # The gradient of sum(cast(x)^2) is 2 cast(x): it shows whether the forward pass was
+    # rounded.
     gradient = jax.grad(lambda x: jnp.sum(sc.cast_on_forward(x, E4M3) ** 2))
-    found = asarray(scalify(gradient)(as_scaled_array(x, 1.0))) if scaled else gradient(x)
+    found = (
+        asarray(scalify(gradient)(as_scaled_array(x, 1.0))) if scaled else gradient(x)
+    )
     np.testing.assert_array_equal(found, 2 * E4M3.quantise(x))
 
 
@@ -104,7 +110,9 @@ def test_cast_on_forward_acts_in_the_differentiated_function(scaled):
 def test_cast_on_backward_rounds_the_gradient_only(scaled):
     x = jnp.asarray([1.01, -3.3, 0.77])
     both = jax.value_and_grad(lambda x: jnp.sum(sc.cast_on_backward(x, E5M2) ** 3))
-    value, gradient = asarray(scalify(both)(as_scaled_array(x, 1.0))) if scaled else both(x)
+    value, gradient = (
+        asarray(scalify(both)(as_scaled_array(x, 1.0))) if scaled else both(x)
+    )
     np.testing.assert_allclose(value, jnp.sum(x**3), rtol=1e-6)
     exact = 3 * x**2
     assert float(jnp.abs(gradient - exact).max()) > 0
@@ -117,11 +125,14 @@ def test_cast_on_backward_rounds_the_gradient_only(scaled):
 
 
 def adam_run(scaled, steps, dtype, tx, target):
-    """Losses of a linear regression whose last two rows of parameters never get a gradient."""
+    """Losses of a linear regression whose last two rows of parameters never get a
+    gradient."""
     x = normal(0, 32, 8).at[:, 6:].set(0)
 
     def step(params, state):
-        loss, gradient = jax.value_and_grad(lambda p: jnp.mean((x @ p - target) ** 2))(params)
+        loss, gradient = jax.value_and_grad(lambda p: jnp.mean((x @ p - target) ** 2))(
+            params
+        )
         updates, state = tx.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -131,7 +142,9 @@ def adam_run(scaled, steps, dtype, tx, target):
         run = jax.jit(step)
     else:
         params, state = as_scaled_array((params, state), 1.0, dtype=dtype)
-        state = tree.map_arrays(lambda s: s.rescale(2.0**-4) if sc.array.is_scaled_array(s) else s, state)
+        state = tree.map_arrays(
+            lambda s: s.rescale(2.0**-4) if sc.array.is_scaled_array(s) else s, state
+        )
         like = params, state
         inner = scalify(step)
 
@@ -152,7 +165,8 @@ def test_adam_bias_correction_survives_200_steps():
     tx = optax.adamw(1e-2, b2=0.95)
     plain, expected = adam_run(False, 200, jnp.float32, tx, target)
     scaled, found = adam_run(True, 200, jnp.float32, tx, target)
-    # 0.95**t leaves FP16 at t = 190, and 0 * inf is NaN where a power is propagated as a scale.
+    # 0.95**t leaves FP16 at t = 190, and 0 * inf is NaN where a power is propagated as
+    # a scale.
     np.testing.assert_allclose(scaled, plain, rtol=1e-5)
     # A tenth of a step: Adam magnifies the rounding of gradients that are nearly zero.
     np.testing.assert_allclose(found, expected, atol=1e-3)
@@ -170,7 +184,9 @@ def test_adam_epsilon_in_fp16_data_gives_no_nan_where_plain_fp16_does():
 
 
 def test_power_with_traced_exponent_is_no_scale():
-    out = scalify(lambda x, b, t: x * b**t)(*as_scaled_array((jnp.ones(3), jnp.float32(0.95)), 2.0), jnp.int32(150))
+    out = scalify(lambda x, b, t: x * b**t)(
+        *as_scaled_array((jnp.ones(3), jnp.float32(0.95)), 2.0), jnp.int32(150)
+    )
     np.testing.assert_allclose(asarray(out), 0.95**150 * np.ones(3), rtol=1e-4)
 
 
@@ -208,28 +224,38 @@ def test_constant_operands_take_the_others_scale(constant):
         lambda x, c: jax.jit(jnp.where)(x > 0, x, c),
         lambda x, c: jnp.clip(x, c, c + 1),
         lambda x, c: jnp.pad(x, 1, constant_values=c),
-        lambda x, c: jax.checkpoint(lambda x: jnp.pad(jnp.tanh(x) * x, 1, constant_values=c))(x),
+        lambda x, c: jax.checkpoint(
+            lambda x: jnp.pad(jnp.tanh(x) * x, 1, constant_values=c)
+        )(x),
     ],
     ids=["where", "in jit", "jitted itself", "clip", "pad", "checkpoint"],
 )
 def test_constants_that_are_integers_take_the_others_scale(fun, constant):
-    """Inside of `jnp.where` and the like, which are jitted, they are operands that are converted to floats."""
+    """Inside of `jnp.where` and the like, which are jitted, they are operands that are
+    converted to floats."""
     x = as_scaled_array(normal(0, 4, 8) * 2.0**-20, 2.0**-20, dtype=HALF)
     out = scalify(lambda x: fun(x, constant))(x)
     assert out.scale <= 2.0**-20
     if not constant:  # others saturate
-        np.testing.assert_allclose(asarray(out), fun(asarray(x), 0), rtol=2**-9, atol=2.0**-45)
+        np.testing.assert_allclose(
+            asarray(out), fun(asarray(x), 0), rtol=2**-9, atol=2.0**-45
+        )
 
 
 def test_integers_that_count_are_no_part_of_a_traced_function():
-    """Only those that become floats are: an index that differs from call to call costs no trace."""
+    """Only those that become floats are: an index that differs from call to call costs
+    no trace."""
 
     @jax.jit
     def taken(x, i):
         return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
     x = as_scaled_array(normal(0, 4, 8), 1.0, dtype=HALF)
-    text = jax.jit(scalify(lambda x: sum(taken(x, i) for i in range(4)))).lower(x).as_text()
+    text = (
+        jax.jit(scalify(lambda x: sum(taken(x, i) for i in range(4))))
+        .lower(x)
+        .as_text()
+    )
     assert text.count("call @taken") == 4
     assert text.count("func.func private @taken") == 1
 
@@ -241,13 +267,19 @@ def test_broadcast_zeros_have_any_scale():
     scattered = scalify(lambda x: jnp.zeros((3, 8)).at[1].add(x))(x)
     assert scattered.scale == 2.0**-30
     jitted = jax.jit(lambda n: (jnp.zeros(8) * n, jnp.arange(8)))
-    for zeros in (lambda: jitted(2.0)[0], lambda: np.zeros(8, np.float32), lambda: jnp.zeros_like(jitted(2.0)[0])):
+    for zeros in (
+        lambda: jitted(2.0)[0],
+        lambda: np.zeros(8, np.float32),
+        lambda: jnp.zeros_like(jitted(2.0)[0]),
+    ):
         assert scalify(lambda x, z=zeros: z() + x)(x).scale == 2.0**-30
         assert scalify(lambda x, z=zeros: jnp.where(x > 0, x, z()))(x).scale == 2.0**-30
 
 
 def test_small_literals_are_not_rounded_away_while_tracing():
-    out = scalify(lambda x: x + 1e-8)(as_scaled_array(jnp.zeros(3), 2.0**-27, dtype=HALF))
+    out = scalify(lambda x: x + 1e-8)(
+        as_scaled_array(jnp.zeros(3), 2.0**-27, dtype=HALF)
+    )
     np.testing.assert_allclose(asarray(out), 1e-8, rtol=2**-11)
 
 
@@ -258,7 +290,9 @@ def test_products_of_extreme_scales_stay_in_range():
     big, small = ScaledArray(jnp.ones(4), 2.0**100), ScaledArray(jnp.ones(4), 2.0**-65)
     squared = scalify(jnp.square)(small)
     assert 2.0**-126 <= squared.scale <= 2.0**126
-    np.testing.assert_array_equal(asarray(scalify(lambda x: jnp.square(x) * 2.0**100)(small)), 2.0**-30)
+    np.testing.assert_array_equal(
+        asarray(scalify(lambda x: jnp.square(x) * 2.0**100)(small)), 2.0**-30
+    )
     assert not np.isnan(asarray(scalify(lambda x: x * x)(big))).any()
     np.testing.assert_array_equal(asarray(scalify(lambda x: x * x / x)(big)), 2.0**100)
 
@@ -278,14 +312,20 @@ def test_comparisons_do_not_form_huge_or_tiny_values():
 def test_epsilon_of_a_norm_means_the_same_at_every_scale(exponent):
     x = normal(0, 4, 64) * 2.0**exponent
     w = jnp.ones(64)
-    out = scalify(lambda x: sc.layer_norm(x, w, None))(as_scaled_array(x, 2.0**exponent))
-    np.testing.assert_allclose(asarray(out), sc.layer_norm(x, w, None), rtol=1e-5, atol=1e-30)
+    out = scalify(lambda x: sc.layer_norm(x, w, None))(
+        as_scaled_array(x, 2.0**exponent)
+    )
+    np.testing.assert_allclose(
+        asarray(out), sc.layer_norm(x, w, None), rtol=1e-5, atol=1e-30
+    )
 
 
 def test_gradient_of_the_logits_survives_fp16():
     tokens, vocab = 1024, 4096
     logits, targets = 3 * normal(0, tokens, vocab), jnp.zeros(tokens, jnp.int32)
-    gradient = scalify(jax.grad(sc.cross_entropy))(as_scaled_array(logits, 1.0, dtype=HALF), targets)
+    gradient = scalify(jax.grad(sc.cross_entropy))(
+        as_scaled_array(logits, 1.0, dtype=HALF), targets
+    )
     plain = jax.grad(sc.cross_entropy)(logits.astype(HALF), targets)
     assert float(jnp.mean(plain == 0)) > 0.7
     assert float(jnp.mean(gradient.data == 0)) < 0.01
@@ -295,21 +335,29 @@ def test_gradient_of_the_logits_survives_fp16():
 
 
 def test_queries_and_keys_far_below_their_scale_have_finite_gradients():
-    """As in one projection of queries, keys and values whose values are large: the logits' scale is then 2^24."""
+    """As in one projection of queries, keys and values whose values are large: the
+    logits' scale is then 2^24."""
     q, k, v = (normal(i, 2, 64, 2, 16) for i in range(3))
 
     def loss(q, k, v):
         return jnp.sum(sc.attention(q, k, v) * normal(3, 2, 64, 2, 16))
 
     low = [as_scaled_array(x, 2.0**12, dtype=HALF) for x in (q, k)]
-    found = scalify(jax.grad(loss, (0, 1, 2)))(*low, as_scaled_array(v, 1.0, dtype=HALF))
+    found = scalify(jax.grad(loss, (0, 1, 2)))(
+        *low, as_scaled_array(v, 1.0, dtype=HALF)
+    )
     for gradient, right in zip(found, jax.grad(loss, (0, 1, 2))(q, k, v), strict=True):
-        # Data at 2^-12 keeps 24-12 binary places: 2^-13 of its RMS, in the logits, which sums over 16 and 64 average.
-        assert jnp.linalg.norm(asarray(gradient) - right) < 2**-8 * jnp.linalg.norm(right)
+        # Data at 2^-12 keeps 24-12 binary places: 2^-13 of its RMS, in the logits,
+        # which sums over 16 and 64 average.
+        assert jnp.linalg.norm(asarray(gradient) - right) < 2**-8 * jnp.linalg.norm(
+            right
+        )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-def test_complex_numbers_that_a_program_holds_are_none_of_its_large_or_exact_ones(dtype):
+def test_complex_numbers_that_a_program_holds_are_none_of_its_large_or_exact_ones(
+    dtype,
+):
     x = jnp.linspace(-1, 1, 16)
 
     def f(x):
@@ -328,4 +376,8 @@ def test_constants_that_are_added_up_again_and_again_do_not_make_tracing_endless
         return jnp.max(y)
 
     x = jnp.linspace(0.5, 1, 8)
-    np.testing.assert_allclose(asarray(sc.scalify(f)(as_scaled_array(x, dtype=jnp.float16))), f(x), rtol=2.0**-10)
+    np.testing.assert_allclose(
+        asarray(sc.scalify(f)(as_scaled_array(x, dtype=jnp.float16))),
+        f(x),
+        rtol=2.0**-10,
+    )

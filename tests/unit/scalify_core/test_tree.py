@@ -38,16 +38,26 @@ def test_a_tree_without_scales_of_run_time_is_not_packed():
 
 @pytest.mark.parametrize("size", [2.0**-100, 2.0**-8, 300.0, 2.0**100])
 def test_the_norm_of_a_tree_is_finite_whatever_its_formats_are(size):
-    half = ScaledArray(jnp.full(100, 1.5, jnp.float16), jnp.float32(2.0 ** np.round(np.log2(size))))
-    tree = {"scaled": half, "plain": jnp.full(4, size, jnp.float32), "count": jnp.int32(7)}
+    half = ScaledArray(
+        jnp.full(100, 1.5, jnp.float16), jnp.float32(2.0 ** np.round(np.log2(size)))
+    )
+    tree = {
+        "scaled": half,
+        "plain": jnp.full(4, size, jnp.float32),
+        "count": jnp.int32(7),
+    }
     expected = np.linalg.norm([*np.asarray(half, np.float64), *np.full(4, size)])
-    np.testing.assert_allclose(np.float64(jax.jit(global_norm)(tree)), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        np.float64(jax.jit(global_norm)(tree)), expected, rtol=1e-6
+    )
 
 
 def test_the_norm_of_narrow_leaves_is_that_of_optax_in_float32():
     leaves = [jnp.full(100, 300.0, jnp.float16), jnp.zeros(0), jnp.ones(3)]
     assert jnp.isinf(optax.global_norm(leaves))
-    np.testing.assert_allclose(global_norm(leaves), optax.global_norm([x.astype(jnp.float32) for x in leaves]))
+    np.testing.assert_allclose(
+        global_norm(leaves), optax.global_norm([x.astype(jnp.float32) for x in leaves])
+    )
     assert global_norm({}) == 0
     assert jnp.isinf(global_norm([jnp.array([jnp.inf])]))
     assert jnp.isnan(global_norm([jnp.array([jnp.nan, 1.0])]))

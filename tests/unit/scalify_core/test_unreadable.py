@@ -1,4 +1,5 @@
-"""Arithmetic on the leaves of ScaledArrays, outside of scalify: what has become no scale reads as NaN, and is told."""
+"""Arithmetic on the leaves of ScaledArrays, outside of scalify: what has become no
+scale reads as NaN, and is told."""
 
 import functools
 
@@ -8,10 +9,20 @@ import numpy as np
 import optax
 import pytest
 
-from scalify_core import PrecisionWarning, ScaledArray, as_scaled_array, asarray, optim, scalify, weights
+from scalify_core import (
+    PrecisionWarning,
+    ScaledArray,
+    as_scaled_array,
+    asarray,
+    optim,
+    scalify,
+    weights,
+)
 
 HALF = jnp.float16
-told_elsewhere = pytest.mark.filterwarnings("ignore:.*reads as NaN:scalify_core.PrecisionWarning")
+told_elsewhere = pytest.mark.filterwarnings(
+    "ignore:.*reads as NaN:scalify_core.PrecisionWarning"
+)
 X = jax.random.normal(jax.random.key(0), (4, 8))
 W = 0.01 * jax.random.normal(jax.random.key(1), (8, 8))
 READ = {
@@ -31,7 +42,10 @@ def run(fun, *args):
 @pytest.mark.parametrize("way", READ)
 def test_a_scale_that_became_no_power_of_two_is_not_a_number(way):
     a, b = as_scaled_array(W, jnp.float32(2)), as_scaled_array(W, jnp.float32(0.5))
-    for wrong in (jax.tree.map(lambda x, y: (x + y) / 2, a, b), jax.tree.map(lambda x: 0.1 * x, a)):
+    for wrong in (
+        jax.tree.map(lambda x, y: (x + y) / 2, a, b),
+        jax.tree.map(lambda x: 0.1 * x, a),
+    ):
         assert np.isnan(READ[way](wrong)).all()
     assert np.isnan(READ[way](jax.tree.map(jnp.negative, a))).all()
     assert np.isnan(READ[way](ScaledArray(W, jnp.float32(3)))).all()
@@ -46,26 +60,38 @@ def test_data_beside_a_scale_that_became_zero_is_not_a_number(way):
 
 def test_zeros_are_zeros():
     zeros = jax.tree.map(jnp.zeros_like, as_scaled_array({"w": W}, dtype=HALF))
-    for way in (asarray, lambda x: asarray(scalify(lambda x: jax.tree.map(jnp.sin, x))(x))):
+    for way in (
+        asarray,
+        lambda x: asarray(scalify(lambda x: jax.tree.map(jnp.sin, x))(x)),
+    ):
         for compiled in (way, jax.jit(way)):
             np.testing.assert_array_equal(compiled(zeros)["w"], np.zeros_like(W))
 
 
 def test_who_reads_what_is_no_number_is_told_by_name():
     tree = {"layer": {"w": as_scaled_array(W, dtype=HALF)}}
-    assert np.isfinite(asarray(tree)["layer"]["w"]).all()  # warnings are errors in these tests
+    # warnings are errors in these tests
+    assert np.isfinite(asarray(tree)["layer"]["w"]).all()
     wrong = jax.tree.map(lambda g: 0.1 * g, tree)
-    with pytest.warns(PrecisionWarning, match=r"asarray: \['layer'\]\['w'\] reads as NaN.*scalify\(jax.grad"):
+    with pytest.warns(
+        PrecisionWarning,
+        match=r"asarray: \['layer'\]\['w'\] reads as NaN.*scalify\(jax.grad",
+    ):
         asarray(wrong)
     checked = jax.jit(scalify(lambda tree: jnp.sum(tree["layer"]["w"] * 2), check=True))
-    with pytest.warns(PrecisionWarning, match=r"argument: tree\['layer'\]\['w'\] reads as NaN"):
+    with pytest.warns(
+        PrecisionWarning, match=r"argument: tree\['layer'\]\['w'\] reads as NaN"
+    ):
         run(checked, wrong)
     run(checked, tree)
-    assert np.isnan(asarray(as_scaled_array(jnp.full(3, jnp.nan)))).all()  # a number that is none is not told
+    # a number that is none is not told
+    assert np.isnan(asarray(as_scaled_array(jnp.full(3, jnp.nan)))).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, HALF])
-def test_weights_that_optax_has_updated_leaf_by_leaf_are_told_where_they_are_used_next(dtype):
+def test_weights_that_optax_has_updated_leaf_by_leaf_are_told_where_they_are_used_next(
+    dtype,
+):
     params = {"w": as_scaled_array(W, dtype=dtype)}
     loss_of = scalify(jax.value_and_grad(lambda params: jnp.sum(params["w"] ** 2)))
     _, gradient = loss_of(params)
@@ -73,26 +99,43 @@ def test_weights_that_optax_has_updated_leaf_by_leaf_are_told_where_they_are_use
     updates, _ = sgd.update(gradient, sgd.init(params))
     updated = optax.apply_updates(params, updates)
     with pytest.warns(
-        PrecisionWarning, match=r"argument: params\['w'\] reads as NaN.*use weights.apply_updates and optim"
+        PrecisionWarning,
+        match=(
+            r"argument: params\['w'\] reads as NaN.*use weights.apply_updates and optim"
+        ),
     ):
         loss, _ = loss_of(updated)
     assert np.isnan(asarray(loss))
-    assert "callback" not in str(jax.make_jaxpr(loss_of)(updated))  # at no cost where it is compiled
+    # at no cost where it is compiled
+    assert "callback" not in str(jax.make_jaxpr(loss_of)(updated))
     updates, _ = sgd.update(asarray(gradient), sgd.init(params))
     right = scalify(optax.apply_updates)(params, updates)
     assert np.isfinite(asarray(loss_of(right)[0]))
 
 
 def test_who_forgets_the_scaled_state_is_told_or_has_weights_that_are_no_numbers():
-    params = {"w": as_scaled_array(W, dtype=HALF), "b": as_scaled_array(W[:1], dtype=HALF)}
-    gradient_of = scalify(jax.grad(lambda params: jnp.sum((params["w"] + params["b"]) ** 2)))
+    params = {
+        "w": as_scaled_array(W, dtype=HALF),
+        "b": as_scaled_array(W[:1], dtype=HALF),
+    }
+    gradient_of = scalify(
+        jax.grad(lambda params: jnp.sum((params["w"] + params["b"]) ** 2))
+    )
 
     def step(tx, params, state):
         updates, state = tx.update(gradient_of(params), state, params)
-        return weights.apply_updates(params, updates, rounding="stochastic", seed=0, step=0), state
+        return (
+            weights.apply_updates(
+                params, updates, rounding="stochastic", seed=0, step=0
+            ),
+            state,
+        )
 
     adam = optax.adam(1e-2)
-    with pytest.warns(PrecisionWarning, match=r"the update: \['b'\] \(and 1 more\) reads as NaN.*optim.scaled_state"):
+    with pytest.warns(
+        PrecisionWarning,
+        match=r"the update: \['b'\] \(and 1 more\) reads as NaN.*optim.scaled_state",
+    ):
         step(adam, params, adam.init(params))
     found, _ = jax.jit(functools.partial(step, adam))(params, adam.init(params))
     assert all(np.isnan(asarray(x)).all() for x in found.values())
@@ -101,4 +144,6 @@ def test_who_forgets_the_scaled_state_is_told_or_has_weights_that_are_no_numbers
     for tx in (scaled, adam._replace(update=scalify(adam.update))):
         found, _ = step(tx, params, tx.init(params))
         assert all(np.isfinite(asarray(x)).all() for x in found.values())
-        assert "callback" not in str(jax.make_jaxpr(functools.partial(step, tx))(params, tx.init(params)))
+        assert "callback" not in str(
+            jax.make_jaxpr(functools.partial(step, tx))(params, tx.init(params))
+        )

@@ -1,4 +1,5 @@
-"""Master weights: what an update leaves behind, scales that stay, and the event that moves them."""
+"""Master weights: what an update leaves behind, scales that stay, and the event that
+moves them."""
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,16 @@ from scalify_core.weights import (
 
 KINDS = {
     "fp16_static": (FP16, lambda x: ScaledArray(x.astype(jnp.float16), 2.0**-6)),
-    "fp16_dynamic": (FP16, lambda x: ScaledArray(x.astype(jnp.float16), jnp.float32(2.0**-6))),
-    "fp16_per_layer": (FP16, lambda x: ScaledArray(x.astype(jnp.float16), jnp.full(x.shape[:1], 2.0**-6, jnp.float32))),
+    "fp16_dynamic": (
+        FP16,
+        lambda x: ScaledArray(x.astype(jnp.float16), jnp.float32(2.0**-6)),
+    ),
+    "fp16_per_layer": (
+        FP16,
+        lambda x: ScaledArray(
+            x.astype(jnp.float16), jnp.full(x.shape[:1], 2.0**-6, jnp.float32)
+        ),
+    ),
     "bf16_plain": (BF16, lambda x: x.astype(jnp.bfloat16)),
 }
 
@@ -33,7 +42,9 @@ def scale_of(p):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_small_updates_move_a_weight_in_expectation_only_if_rounded_stochastically(kind):
+def test_small_updates_move_a_weight_in_expectation_only_if_rounded_stochastically(
+    kind,
+):
     fmt, make = KINDS[kind]
     params = {"w": make(jnp.ones((64, 256)))}
     scale = scale_of(params["w"])
@@ -50,7 +61,8 @@ def test_small_updates_move_a_weight_in_expectation_only_if_rounded_stochastical
 
     np.testing.assert_array_equal(after("nearest"), 1)
     moved = (after("stochastic") - 1) / fmt.epsilon
-    # Each step is a Bernoulli trial of probability 1/4: six standard deviations of the mean of all.
+    # Each step is a Bernoulli trial of probability 1/4: six standard deviations of the
+    # mean of all.
     tolerance = 6 * np.sqrt(steps * 0.25 * 0.75 / moved.size)
     assert moved.mean() == pytest.approx(steps / 4, abs=tolerance)
     assert moved.std() == pytest.approx(np.sqrt(steps * 0.25 * 0.75), rel=0.05)
@@ -59,27 +71,44 @@ def test_small_updates_move_a_weight_in_expectation_only_if_rounded_stochastical
 def test_large_updates_saturate_and_what_is_not_finite_stays_so():
     params = [ScaledArray(jnp.array([6e4, -6e4, 1, 1], jnp.float16), 0.5)]
     for rounding in ("nearest", "stochastic"):
-        new = apply_updates(params, [jnp.array([1e5, -1e5, jnp.nan, jnp.inf])], rounding=rounding, seed=0, step=0)
-        np.testing.assert_array_equal(np.asarray(new[0].data), [65504, -65504, np.nan, np.inf])
+        new = apply_updates(
+            params,
+            [jnp.array([1e5, -1e5, jnp.nan, jnp.inf])],
+            rounding=rounding,
+            seed=0,
+            step=0,
+        )
+        np.testing.assert_array_equal(
+            np.asarray(new[0].data), [65504, -65504, np.nan, np.inf]
+        )
         assert new[0].scale == 0.5
 
 
 def test_fp32_parameters_get_the_plain_sum_and_updates_may_be_scaled():
     params = {"a": jnp.array([1.0, 2.0]), "b": ScaledArray(jnp.array([1.0, 2.0]), 0.25)}
-    updates = {"a": ScaledArray(jnp.array([3.0, -3.0], jnp.float16), 2.0), "b": jnp.array([1e-6, 1.0])}
+    updates = {
+        "a": ScaledArray(jnp.array([3.0, -3.0], jnp.float16), 2.0),
+        "b": jnp.array([1e-6, 1.0]),
+    }
     new = apply_updates(params, updates, rounding="stochastic", seed=0, step=0)
     np.testing.assert_array_equal(new["a"], [7.0, -4.0])
-    np.testing.assert_array_equal(new["b"].data, np.float32([1, 2]) + np.float32([4e-6, 4.0]))
+    np.testing.assert_array_equal(
+        new["b"].data, np.float32([1, 2]) + np.float32([4e-6, 4.0])
+    )
 
 
 def test_the_sum_on_eight_devices_is_bitwise_that_on_one_and_depends_on_seed_and_step():
-    params = scaled_params({"w": jax.random.normal(jax.random.key(0), (64, 32))}, jnp.float16)
+    params = scaled_params(
+        {"w": jax.random.normal(jax.random.key(0), (64, 32))}, jnp.float16
+    )
     update = {"w": 1e-4 * jax.random.normal(jax.random.key(1), (64, 32))}
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = NamedSharding(mesh, P("data"))
 
     def add(params, update, seed, step):
-        return apply_updates(params, update, rounding="stochastic", seed=seed, step=step)
+        return apply_updates(
+            params, update, rounding="stochastic", seed=seed, step=step
+        )
 
     add = jax.jit(add)
     base = np.asarray(add(params, update, 0, jnp.int32(5))["w"].data)
@@ -87,14 +116,27 @@ def test_the_sum_on_eight_devices_is_bitwise_that_on_one_and_depends_on_seed_and
     assert sharded.sharding.shard_shape(sharded.shape) == (8, 32)
     np.testing.assert_array_equal(base, sharded)
     for seed, step in ((1, 5), (0, 6)):
-        assert np.any(base != np.asarray(add(params, update, seed, jnp.int32(step))["w"].data))
+        assert np.any(
+            base != np.asarray(add(params, update, seed, jnp.int32(step))["w"].data)
+        )
 
 
 def test_the_first_weight_and_the_first_moment_draw_different_bits():
     x = ScaledArray(jnp.zeros(2**14, E4M3.dtype), 1.0)
     half = jnp.full(2**14, E4M3.min_subnormal / 2)
-    up = np.asarray(apply_updates([x], [half], rounding="stochastic", seed=7, step=1)[0].data, np.float32) > 0
-    moment = np.asarray(E4M3.stochastic_round(half, counter_bits((2**14,), 7, 1, 0)), np.float32) > 0
+    up = (
+        np.asarray(
+            apply_updates([x], [half], rounding="stochastic", seed=7, step=1)[0].data,
+            np.float32,
+        )
+        > 0
+    )
+    moment = (
+        np.asarray(
+            E4M3.stochastic_round(half, counter_bits((2**14,), 7, 1, 0)), np.float32
+        )
+        > 0
+    )
     # Independent fair coins: six standard deviations.
     assert abs(np.mean(up == moment) - 0.5) < 6 * 0.5 / 2**7
 
@@ -104,9 +146,13 @@ def test_master_weights_have_static_scales_and_fresh_biases_room_to_grow():
     scaled = scaled_params(params, jnp.float16)
     assert scaled["w"].is_static
     assert scaled["w"].scale == 2.0**-8
-    np.testing.assert_allclose(np.asarray(scaled["w"]), params["w"], rtol=FP16.epsilon / 2)
+    np.testing.assert_allclose(
+        np.asarray(scaled["w"]), params["w"], rtol=FP16.epsilon / 2
+    )
     assert scaled["id"].dtype == jnp.int32
-    moved = apply_updates({"b": scaled["b"]}, {"b": jnp.full(4, 1e-3)}, rounding="nearest", seed=0, step=0)["b"]
+    moved = apply_updates(
+        {"b": scaled["b"]}, {"b": jnp.full(4, 1e-3)}, rounding="nearest", seed=0, step=0
+    )["b"]
     np.testing.assert_allclose(np.asarray(moved), 1e-3, rtol=FP16.epsilon / 2)
 
 
@@ -144,17 +190,27 @@ def test_an_unknown_rounding_is_refused():
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_weights_that_are_zero_at_run_time_scales_learn(rounding, stacked):
-    """Their scale is the smallest there is: kept, it would saturate each update at 1e-33."""
+    """Their scale is the smallest there is: kept, it would saturate each update at
+    1e-33."""
     zeros = as_scaled_array({"b": jnp.zeros((2, 4))}, dtype=jnp.float16)
     if stacked:
         zeros = {"b": ScaledArray(zeros["b"].data, jnp.full(2, zeros["b"].scale))}
-    step = jax.jit(lambda p, u, n: apply_updates(p, u, rounding=rounding, seed=0, step=n))
+    step = jax.jit(
+        lambda p, u, n: apply_updates(p, u, rounding=rounding, seed=0, step=n)
+    )
     exact = np.zeros((2, 4), np.float32)
-    for n, size in enumerate([0.0, 1e-9, 1e-3, -1e-2, 1.0, 300.0, 1e5]):  # from a warm-up on, and far up
-        update = np.float32(size) * np.linspace(0.5, 1, 8, dtype=np.float32).reshape(2, 4)
+    # from a warm-up on, and far up
+    for n, size in enumerate([0.0, 1e-9, 1e-3, -1e-2, 1.0, 300.0, 1e5]):
+        update = np.float32(size) * np.linspace(0.5, 1, 8, dtype=np.float32).reshape(
+            2, 4
+        )
         zeros, exact = step(zeros, {"b": jnp.asarray(update)}, n), exact + update
-        np.testing.assert_allclose(np.asarray(zeros["b"]), exact, rtol=2.0**-9, atol=2.0**-9 * abs(size))
-    refused = apply_updates(zeros, {"b": 1e9 * exact}, rounding=rounding, seed=0, step=9, accept=False)
+        np.testing.assert_allclose(
+            np.asarray(zeros["b"]), exact, rtol=2.0**-9, atol=2.0**-9 * abs(size)
+        )
+    refused = apply_updates(
+        zeros, {"b": 1e9 * exact}, rounding=rounding, seed=0, step=9, accept=False
+    )
     np.testing.assert_array_equal(np.asarray(refused["b"]), np.asarray(zeros["b"]))
 
 
@@ -163,13 +219,18 @@ def test_a_run_time_scale_follows_weights_that_shrink(dtype):
     """By a tenth a step, to 2^-45: at its first scale FP16 ends at 2^-24."""
     p = as_scaled_array(jax.random.normal(jax.random.key(0), (64,)), dtype=dtype)
     exact = asarray(p)
-    shrink = jax.jit(lambda p, n: apply_updates(p, -0.1 * asarray(p), rounding="stochastic", seed=0, step=n))
+    shrink = jax.jit(
+        lambda p, n: apply_updates(
+            p, -0.1 * asarray(p), rounding="stochastic", seed=0, step=n
+        )
+    )
     scales = [float(p.scale)]
     for n in range(300):
         p, exact = shrink(p, n), exact * 0.9
         assert jnp.abs(p.data).max() > 2.0**-5
         scales.append(float(p.scale))
-    # Roundings to one of two neighbours, each off by at most an epsilon, add up as their root.
+    # Roundings to one of two neighbours, each off by at most an epsilon, add up as
+    # their root.
     epsilon = float(jnp.finfo(dtype).eps)
     error = jnp.linalg.norm(asarray(p) - exact) / jnp.linalg.norm(exact)
     assert error < epsilon * np.sqrt(300)
@@ -185,21 +246,35 @@ def test_what_rounding_loses_is_kept_and_moves_the_weight_later(kind):
                           is_leaf=lambda x: isinstance(x, ScaledArray))  # fmt: skip
 
     def body(i, carry):
-        return apply_with_lost(*carry[:1], update, carry[1], rounding="nearest", seed=0, step=i)
+        return apply_with_lost(
+            *carry[:1], update, carry[1], rounding="nearest", seed=0, step=i
+        )
 
     lost = remainders(wide(params), params)
-    new, lost = jax.jit(lambda p, r: jax.lax.fori_loop(0, 33, body, (p, r)))(params, lost)
+    new, lost = jax.jit(lambda p, r: jax.lax.fori_loop(0, 33, body, (p, r)))(
+        params, lost
+    )
     for name in params:
-        data = np.asarray(new[name].data if isinstance(new[name], ScaledArray) else new[name], np.float64)
-        np.testing.assert_array_equal((data - (1 if isinstance(new[name], ScaledArray) else scale)) / fmt.epsilon, 8)
+        data = np.asarray(
+            new[name].data if isinstance(new[name], ScaledArray) else new[name],
+            np.float64,
+        )
+        np.testing.assert_array_equal(
+            (data - (1 if isinstance(new[name], ScaledArray) else scale)) / fmt.epsilon,
+            8,
+        )
         assert lost[name].dtype == jnp.bfloat16
-        np.testing.assert_array_equal(np.asarray(lost[name], np.float64), scale * fmt.epsilon / 4)
+        np.testing.assert_array_equal(
+            np.asarray(lost[name], np.float64), scale * fmt.epsilon / 4
+        )
 
 
 def test_nothing_is_kept_of_what_is_not_accepted_or_beyond_the_format():
     params, lost = [jnp.ones(4, jnp.bfloat16)], [jnp.full(4, 2.0**-12, jnp.bfloat16)]
     options = {"rounding": "nearest", "seed": 0, "step": 0}
-    new, rest = apply_with_lost(params, [jnp.full(4, jnp.nan)], lost, accept=jnp.asarray(False), **options)
+    new, rest = apply_with_lost(
+        params, [jnp.full(4, jnp.nan)], lost, accept=jnp.asarray(False), **options
+    )
     np.testing.assert_array_equal(np.asarray(new[0], np.float32), 1)
     np.testing.assert_array_equal(np.asarray(rest[0], np.float32), 2.0**-12)
     top = [ScaledArray(jnp.full(4, 6e4, jnp.float16), 0.5)]
@@ -212,26 +287,56 @@ def test_weights_and_what_they_lost_of_their_values_are_nearly_those():
     exact = {"w": jax.random.normal(jax.random.key(0), (64, 64))}
     params = scaled_params(exact, jnp.float16)
     lost = remainders(exact, params)
-    error = np.abs(np.asarray(params["w"].unscale()) + np.asarray(lost["w"], np.float32) - np.asarray(exact["w"]))
+    error = np.abs(
+        np.asarray(params["w"].unscale())
+        + np.asarray(lost["w"], np.float32)
+        - np.asarray(exact["w"])
+    )
     # FP16 errs by 2^-11 of a number, and BF16 of that by 2^-8.
     assert np.all(error <= 2.0**-19 * np.abs(exact["w"]) + 2.0**-33)
     assert np.any(np.asarray(lost["w"], np.float32))
 
 
-@pytest.mark.parametrize("updates", [{"a": 1.0, "z": 2.0}, {"a": 1.0}, {"a": 1.0, "b": (2.0, 3.0)}, [1.0, 2.0]])
+@pytest.mark.parametrize(
+    "updates",
+    [{"a": 1.0, "z": 2.0}, {"a": 1.0}, {"a": 1.0, "b": (2.0, 3.0)}, [1.0, 2.0]],
+)
 def test_updates_of_another_tree_are_refused(updates):
     params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
     with pytest.raises(ValueError, match="updates is not a tree like params"):
-        apply_updates(params, jax.tree.map(jnp.float32, updates), rounding="nearest", seed=0, step=0)
+        apply_updates(
+            params,
+            jax.tree.map(jnp.float32, updates),
+            rounding="nearest",
+            seed=0,
+            step=0,
+        )
     with pytest.raises(ValueError, match="numbers is not a tree like params"):
-        apply_updates(params, params, rounding="nearest", seed=0, step=0, numbers=jax.tree.map(int, updates))
+        apply_updates(
+            params,
+            params,
+            rounding="nearest",
+            seed=0,
+            step=0,
+            numbers=jax.tree.map(int, updates),
+        )
 
 
 def test_a_moving_average_in_half_precision_follows_its_parameters():
-    average = {"w": as_scaled_array(jnp.ones(4096), dtype=jnp.float16), "b": jnp.ones(4096, jnp.bfloat16)}
-    params = {"w": as_scaled_array(jnp.full(4096, 1.2), dtype=jnp.float16), "b": jnp.full(4096, 1.2)}
+    average = {
+        "w": as_scaled_array(jnp.ones(4096), dtype=jnp.float16),
+        "b": jnp.ones(4096, jnp.bfloat16),
+    }
+    params = {
+        "w": as_scaled_array(jnp.full(4096, 1.2), dtype=jnp.float16),
+        "b": jnp.full(4096, 1.2),
+    }
     leafwise = jnp.ones(4, jnp.float16)
-    step = jax.jit(lambda average, number: moving_average(average, params, 0.999, seed=0, step=number))
+    step = jax.jit(
+        lambda average, number: moving_average(
+            average, params, 0.999, seed=0, step=number
+        )
+    )
     for number in range(100):
         average = step(average, number)
         leafwise = 0.999 * leafwise + jnp.float16(0.001) * jnp.float16(1.2)
@@ -239,6 +344,8 @@ def test_a_moving_average_in_half_precision_follows_its_parameters():
     expected = 1.2 - 0.2 * 0.999**100
     assert leafwise[0] == 1
     for x in average.values():
-        np.testing.assert_allclose(np.mean(np.asarray(asarray(x)), dtype=np.float64), expected, atol=2e-3)
+        np.testing.assert_allclose(
+            np.mean(np.asarray(asarray(x)), dtype=np.float64), expected, atol=2e-3
+        )
     with pytest.raises(ValueError, match="params is not a tree like"):
         moving_average(average, {"w": params["w"]}, 0.999, seed=0, step=0)

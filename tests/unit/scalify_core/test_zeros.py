@@ -1,4 +1,5 @@
-"""Zeros have no size: the run-time scale that they come with must not set that of anything beside them."""
+"""Zeros have no size: the run-time scale that they come with must not set that of
+anything beside them."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,9 @@ def scaled(x, dtype):
 def test_a_constant_beside_zeros_keeps_its_value(fun, dtype):
     for content in (np.zeros(4), np.asarray([0.0, 1.0, 0.0, 4.0])):
         found = jax.jit(scalify(fun))(scaled(content, dtype))
-        np.testing.assert_array_equal(asarray(found), fun(jnp.asarray(content, jnp.float32)))
+        np.testing.assert_array_equal(
+            asarray(found), fun(jnp.asarray(content, jnp.float32))
+        )
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -45,10 +48,16 @@ def test_a_quotient_of_norms_is_one_where_either_is_zero(size, other, dtype):
         a, b = jnp.linalg.norm(x), jnp.linalg.norm(y)
         return y * jnp.where((a == 0) | (b == 0), 1.0, a / b)
 
-    x, y = size * jax.random.normal(jax.random.key(0), (64,)), other * jax.random.normal(jax.random.key(1), (64,))
+    x, y = (
+        size * jax.random.normal(jax.random.key(0), (64,)),
+        other * jax.random.normal(jax.random.key(1), (64,)),
+    )
     found = asarray(jax.jit(scalify(ratio))(scaled(x, dtype), scaled(y, dtype)))
-    # Roundings of the data and of the result, and what a sum of 64 squares is off by in FP32.
-    np.testing.assert_allclose(found, ratio(x, y), rtol=4 * float(jnp.finfo(dtype).eps) + 64 * 2.0**-23)
+    # Roundings of the data and of the result, and what a sum of 64 squares is off by in
+    # FP32.
+    np.testing.assert_allclose(
+        found, ratio(x, y), rtol=4 * float(jnp.finfo(dtype).eps) + 64 * 2.0**-23
+    )
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -59,7 +68,9 @@ def test_a_quotient_of_norms_is_one_where_either_is_zero(size, other, dtype):
         lambda good, zero: jnp.where(zero != 0, zero**-1, good),
         lambda good, zero: jnp.where(zero > 0, jax.lax.rsqrt(zero), good),
         lambda good, zero: jnp.where(jnp.sum(zero) != 0, good / jnp.sum(zero), good),
-        lambda good, zero: jax.lax.cond(jnp.sum(zero) != 0, lambda: good / zero, lambda: good),
+        lambda good, zero: jax.lax.cond(
+            jnp.sum(zero) != 0, lambda: good / zero, lambda: good
+        ),
     ],
 )
 def test_what_is_not_selected_does_not_flush_what_is(fun, dtype):
@@ -70,7 +81,10 @@ def test_what_is_not_selected_does_not_flush_what_is(fun, dtype):
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_a_scalar_predicate_selects_the_scale_with_the_data(dtype):
-    big, small = (scaled(s * jax.random.normal(jax.random.key(0), (8,)), dtype) for s in (2.0**60, 2.0**-60))
+    big, small = (
+        scaled(s * jax.random.normal(jax.random.key(0), (8,)), dtype)
+        for s in (2.0**60, 2.0**-60)
+    )
     select = jax.jit(scalify(lambda which, a, b: jnp.where(which, a, b)))
     for which, expected in ((True, big), (False, small)):
         found = select(which, big, small)
@@ -80,7 +94,8 @@ def test_a_scalar_predicate_selects_the_scale_with_the_data(dtype):
 
 @pytest.mark.parametrize("factors", [(0.125, 0.125), (0.5, 0.5), (0.9, 0.1)])
 def test_a_sum_of_zeros_times_constants_has_a_scale(factors):
-    """Zeros have the smallest scale, times constants a smaller one, which is flushed: their ratio would be 0/0."""
+    """Zeros have the smallest scale, times constants a smaller one, which is flushed:
+    their ratio would be 0/0."""
     zeros = ScaledArray(jnp.zeros(4, jnp.float16), jnp.float32(2.0**-126))
     out = jax.jit(scalify(lambda a, b: factors[0] * a + factors[1] * b))(zeros, zeros)
     assert np.isfinite(out.scale)

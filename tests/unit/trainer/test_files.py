@@ -1,4 +1,5 @@
-"""Files of a directory that somebody else may have made are data, and what is written there stays there."""
+"""Files of a directory that somebody else may have made are data, and what is written
+there stays there."""
 
 import errno
 import os
@@ -7,20 +8,32 @@ from io import FileIO
 import pytest
 
 from trainer.errors import UserError
-from trainer.files import no_follow, parse_yaml, read_mapping, refuse_links, remove_partial, write_atomically
+from trainer.files import (
+    no_follow,
+    parse_yaml,
+    read_mapping,
+    refuse_links,
+    remove_partial,
+    write_atomically,
+)
 
 
 def test_a_link_is_replaced_and_what_it_points_to_is_left_alone(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "config.yaml").symlink_to("precious")
     write_atomically(tmp_path / "config.yaml", "new")
-    assert ((tmp_path / "precious").read_text(), (tmp_path / "config.yaml").read_text()) == ("mine", "new")
+    assert (
+        (tmp_path / "precious").read_text(),
+        (tmp_path / "config.yaml").read_text(),
+    ) == ("mine", "new")
     assert not (tmp_path / "config.yaml").is_symlink()
 
 
 def test_temporary_names_cannot_be_guessed_and_do_not_stay(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(os, "fsync", lambda _: seen.append({path.name for path in tmp_path.iterdir()}))
+    monkeypatch.setattr(
+        os, "fsync", lambda _: seen.append({path.name for path in tmp_path.iterdir()})
+    )
     write_atomically(tmp_path / "a", b"1")
     write_atomically(tmp_path / "a", b"2")
     partial = [name for names in seen for name in names if name != "a"]
@@ -30,13 +43,17 @@ def test_temporary_names_cannot_be_guessed_and_do_not_stay(tmp_path, monkeypatch
 
 def test_file_and_directory_are_on_disk_before_it_returns(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
     write_atomically(tmp_path / "a", b"1")
     assert synced[0].startswith(str(tmp_path / "."))
     assert synced[1:] == [str(tmp_path)]
 
 
-def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(
+    tmp_path, monkeypatch
+):
     (tmp_path / "a").write_text("old")
 
     def fail(_):
@@ -45,7 +62,9 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path, mo
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(tmp_path / "a", b"new")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
+        ("a", "old")
+    ]
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path):
@@ -78,13 +97,22 @@ def test_links_are_looked_for_where_a_run_writes(tmp_path):
 
 def test_links_in_a_directory_are_named(tmp_path):
     (tmp_path / "b").symlink_to("/etc/passwd")
-    with pytest.raises(UserError, match=r"b is a symbolic link; .* choose another run_dir"):
+    with pytest.raises(
+        UserError, match=r"b is a symbolic link; .* choose another run_dir"
+    ):
         refuse_links(tmp_path)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["a: &x [1]\nb: *x", "!!python/object/apply:os.system [true]", "[" * 3000, "x: 2001-99-99", "{", "a" * (1 << 21)],
+    [
+        "a: &x [1]\nb: *x",
+        "!!python/object/apply:os.system [true]",
+        "[" * 3000,
+        "x: 2001-99-99",
+        "{",
+        "a" * (1 << 21),
+    ],
 )
 def test_yaml_that_is_more_than_data_is_a_value_error(text):
     with pytest.raises(ValueError, match=r"."):

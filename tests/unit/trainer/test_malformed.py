@@ -1,4 +1,5 @@
-"""Whatever its files hold, a reader answers with one line or reads them: each is given 300 damaged ones."""
+"""Whatever its files hold, a reader answers with one line or reads them: each is given
+300 damaged ones."""
 
 import copy
 import json
@@ -45,12 +46,29 @@ ODD = [
     {"x": 1},
     "${oc.env:HOME}",
 ]
-TEXTS = ["[" * 20_000, "{", "null", "3", "[]", '"x"', "\x00", '{"a":' * 3000, "NaN", "1e999"]
+TEXTS = [
+    "[" * 20_000,
+    "{",
+    "null",
+    "3",
+    "[]",
+    '"x"',
+    "\x00",
+    '{"a":' * 3000,
+    "NaN",
+    "1e999",
+]
 
 
 def nodes(tree, path=()):
     yield path
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+    for key, value in (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    ):
         yield from nodes(value, (*path, key))
 
 
@@ -64,7 +82,8 @@ def replaced(tree, path, value):
 
 @st.composite
 def damaged(draw, data):
-    """The bytes of a file with one thing wrong: a value in JSON, the text of all, or some bytes."""
+    """The bytes of a file with one thing wrong: a value in JSON, the text of all, or
+    some bytes."""
     kind = draw(st.sampled_from(["value", "value", "value", "bytes", "cut", "text"]))
     if kind == "value":
         lines = data.split(b"\n")
@@ -76,13 +95,21 @@ def damaged(draw, data):
                 continue
             path = draw(st.sampled_from(list(nodes(tree))[:400]))
             new = json.dumps(replaced(tree, path, draw(st.sampled_from(ODD)))).encode()
-            return new if whole else b"\n".join([*lines[:number], new, *lines[number + 1 :]])
+            return (
+                new
+                if whole
+                else b"\n".join([*lines[:number], new, *lines[number + 1 :]])
+            )
     if kind == "text":
         return draw(st.sampled_from(TEXTS)).encode()
     at = draw(st.integers(0, len(data)))
     if kind == "cut":
         return data[:at]
-    return data[:at] + draw(st.binary(min_size=1, max_size=4)) + data[at + draw(st.integers(0, 4)) :]
+    return (
+        data[:at]
+        + draw(st.binary(min_size=1, max_size=4))
+        + data[at + draw(st.integers(0, 4)) :]
+    )
 
 
 @pytest.fixture(params=families.quick([30, 300], 30))
@@ -120,34 +147,49 @@ def check(file, read, count):
     file.write_bytes(whole)
 
 
-TEXT = "In the beginning God created the heaven and the earth. And the earth was without form, and void.\n" * 20
+TEXT = (
+    "In the beginning God created the heaven and the earth. And the earth was without"
+    " form, and void.\n" * 20
+)
 
 
 @pytest.fixture(scope="module")
 def tokenizers_json(tmp_path_factory):
-    """A small byte-pair encoding of Hugging Face's library, which is read as tiktoken reads it, and one that is not."""
+    """A small byte-pair encoding of Hugging Face's library, which is read as tiktoken
+    reads it, and one that is not."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     folders = []
     for whole_alphabet in (True, False):
         tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=not whole_alphabet)
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+            add_prefix_space=not whole_alphabet
+        )
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet() if whole_alphabet else []
         trainer = trainers.BpeTrainer(
-            vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
+            vocab_size=300,
+            initial_alphabet=alphabet,
+            special_tokens=["<|endoftext|>"],
+            show_progress=False,
         )
         tokenizer.train_from_iterator([TEXT], trainer)
         folders.append(tmp_path_factory.mktemp("tokenizer"))
         tokenizer.save(str(folders[-1] / "tokenizer.json"))
-        (folders[-1] / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+        (folders[-1] / "tokenizer_config.json").write_text(
+            '{"eos_token": "<|endoftext|>"}'
+        )
     return folders
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_tokenizer_json(tokenizers_json, which, count):
     folder = tokenizers_json[which]
-    check(folder / "tokenizer.json", lambda: (get_tokenizer(str(folder)), ids_beside(folder)), count)
+    check(
+        folder / "tokenizer.json",
+        lambda: (get_tokenizer(str(folder)), ids_beside(folder)),
+        count,
+    )
 
 
 def test_what_stands_beside_a_tokenizer(tokenizers_json, count):
@@ -165,23 +207,56 @@ def test_the_tokenizer_of_a_run(tokenizers_json, tmp_path, name, count):
 def run_dir(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    rows = [{"train/loss": 3.0 / n, "lr": 1e-3, "grad_norm": 1.0, "tokens": 64 * n, "val/loss": 3.0} for n in (1, 2, 3)]
+    rows = [
+        {
+            "train/loss": 3.0 / n,
+            "lr": 1e-3,
+            "grad_norm": 1.0,
+            "tokens": 64 * n,
+            "val/loss": 3.0,
+        }
+        for n in (1, 2, 3)
+    ]
     rows[1] |= {
-        f"numerics/weights/h.{i}/{name}": 0.5 for i in (0, 1) for name in ("rms", "exponent", "underflow", "saturated")
+        f"numerics/weights/h.{i}/{name}": 0.5
+        for i in (0, 1)
+        for name in ("rms", "exponent", "underflow", "saturated")
     }
     data = [encode_row(n, row) for n, row in enumerate(rows, 1)]
-    (folder / "metrics.jsonl").write_bytes(b"".join([*data, encode_row(3, {"event": "step 3 skipped"})]))
-    (folder / "config.yaml").write_text(yaml.safe_dump(to_tree(compose_or_explain(["run_dir=run"]))))
-    (folder / "environment.txt").write_text("python: 3.12\ntraining tokens: 1,000\noverrides: seed=1\nparameters: 3\n")
+    (folder / "metrics.jsonl").write_bytes(
+        b"".join([*data, encode_row(3, {"event": "step 3 skipped"})])
+    )
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(to_tree(compose_or_explain(["run_dir=run"])))
+    )
+    (folder / "environment.txt").write_text(
+        "python: 3.12\ntraining tokens: 1,000\noverrides: seed=1\nparameters: 3\n"
+    )
     from trainer.observe.records import Sample
 
-    (folder / "samples.txt").write_bytes(encode_sample(Sample(3, "samples", "In the\nbeginning")))
-    results = [{"precision": "as trained", "loss": 3.0}, {"precision": "bf16", "loss": None}]
-    (folder / "evaluation.json").write_text(json.dumps({"step": 3, "tokens": 64, "results": results}))
+    (folder / "samples.txt").write_bytes(
+        encode_sample(Sample(3, "samples", "In the\nbeginning"))
+    )
+    results = [
+        {"precision": "as trained", "loss": 3.0},
+        {"precision": "bf16", "loss": None},
+    ]
+    (folder / "evaluation.json").write_text(
+        json.dumps({"step": 3, "tokens": 64, "results": results})
+    )
     return folder
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "environment.txt", "evaluation.json", "samples.txt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "metrics.jsonl",
+        "config.yaml",
+        "environment.txt",
+        "evaluation.json",
+        "samples.txt",
+    ],
+)
 def test_what_a_report_and_a_comparison_read(run_dir, name, count):
     other = shutil.copytree(run_dir, run_dir.with_name("other"))
 
@@ -208,7 +283,9 @@ def functional_of(spec):
 
 SPECS = {
     "gpt2": GPT2Spec(vocab_size=64, context=8, n_layer=1, n_head=2, d_model=16),
-    "llama": LlamaSpec(vocab_size=64, context=8, n_layer=1, n_head=2, n_kv_head=1, d_model=16),
+    "llama": LlamaSpec(
+        vocab_size=64, context=8, n_layer=1, n_head=2, n_kv_head=1, d_model=16
+    ),
 }
 
 
@@ -218,16 +295,34 @@ def test_weights(tmp_path, family, name, count):
     spec = SPECS[family]
     params = jax.tree.map(np.asarray, functional_of(spec).init(jax.random.key(0)))
     huggingface.save(tmp_path / "weights", spec, params)
-    check(tmp_path / "weights" / name, lambda: huggingface.load(tmp_path / "weights", spec), count // 4)
+    check(
+        tmp_path / "weights" / name,
+        lambda: huggingface.load(tmp_path / "weights", spec),
+        count // 4,
+    )
     if name == "config.json":
-        given = ["model=from_init", f"init_from={tmp_path}/weights", "train.batch_tokens=64", "init.embeddings=mean"]
-        check(tmp_path / "weights" / name, lambda: compose_or_explain(given), count // 4)
+        given = [
+            "model=from_init",
+            f"init_from={tmp_path}/weights",
+            "train.batch_tokens=64",
+            "init.embeddings=mean",
+        ]
+        check(
+            tmp_path / "weights" / name, lambda: compose_or_explain(given), count // 4
+        )
 
 
 def test_a_manifest_of_shards(tmp_path, count):
     (tmp_path / "text.txt").write_text(TEXT)
-    folder = prepare(TextSource((str(tmp_path / "text.txt"),)), "byte", tmp_path / "cache", val_fraction=0.1)
-    check(folder / "manifest.json", lambda: Manifest.load(folder).get_tokenizer(), count)
+    folder = prepare(
+        TextSource((str(tmp_path / "text.txt"),)),
+        "byte",
+        tmp_path / "cache",
+        val_fraction=0.1,
+    )
+    check(
+        folder / "manifest.json", lambda: Manifest.load(folder).get_tokenizer(), count
+    )
 
 
 OVERRIDES = [
@@ -249,7 +344,9 @@ def test_overrides(count):
     )  # fmt: skip
     @given(st.data())
     def each(draw):
-        word = draw.draw(damaged(draw.draw(st.sampled_from(OVERRIDES)).encode())).decode(errors="replace")
+        word = draw.draw(
+            damaged(draw.draw(st.sampled_from(OVERRIDES)).encode())
+        ).decode(errors="replace")
         try:
             compose_or_explain([word])
         except UserError as error:
@@ -265,7 +362,10 @@ def test_a_tokenizer_of_a_small_file_asks_for_no_large_table(tokenizers_json, tm
     tree = json.loads((tokenizers_json[1] / "tokenizer.json").read_text())
     tree["added_tokens"][0]["id"] = 10**9
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    with pytest.raises(UserError, match=r"has the id 1000000000; expected whole numbers below|has two ids"):
+    with pytest.raises(
+        UserError,
+        match=r"has the id 1000000000; expected whole numbers below|has two ids",
+    ):
         get_tokenizer(str(tmp_path))
 
 
@@ -274,7 +374,11 @@ def test_layers_are_bounded_by_the_weights(tmp_path):
     params = jax.tree.map(np.asarray, functional_of(spec).init(jax.random.key(0)))
     huggingface.save(tmp_path / "weights", spec, params)
     file = tmp_path / "weights" / "config.json"
-    for key, value in (("num_hidden_layers", 900), ("vocab_size", 10**8), ("num_hidden_layers", 10**6)):
+    for key, value in (
+        ("num_hidden_layers", 900),
+        ("vocab_size", 10**8),
+        ("num_hidden_layers", 10**6),
+    ):
         file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
         begun = time.process_time()
         with pytest.raises(UserError, match=r"take at least|at most 1000"):

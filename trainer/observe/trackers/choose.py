@@ -39,8 +39,10 @@ def make_tracker(
       start: steps of later rows are cut: they will come again.
       again: whether that of step `start` will come again, too.
       config: nested plain values.
-      run_id: of W&B, from the checkpoint; None: the one this run directory began with, or a new one.
-      written: what the tracker had written when the checkpoint was saved that the run goes on from; None: not known.
+      run_id: of W&B, from the checkpoint; None: the one this run directory began with,
+          or a new one.
+      written: what the tracker had written when the checkpoint was saved that the run
+          goes on from; None: not known.
       init: further arguments of `wandb.init`: project, entity, group, name, tags.
       own: a tracker of the user's, which is told everything too.
     """

@@ -1,7 +1,8 @@
 """The files of a run directory: metrics.jsonl and samples.txt.
 
-A run that resumes after n steps cuts what they say of later steps and produces it again, with the same values. Every
-row of a step <= n is there, because the loop calls `flush` before it saves checkpoint n.
+A run that resumes after n steps cuts what they say of later steps and produces it
+again, with the same values. Every row of a step <= n is there, because the loop calls
+`flush` before it saves checkpoint n.
 """
 
 import logging
@@ -43,10 +44,16 @@ class Digest(NamedTuple):
 
     @classmethod
     def of_saved(cls, saved: object) -> Self | None:
-        """Read what `JsonlTracker.written` gave to a checkpoint; None: nothing of the kind."""
+        """Read what `JsonlTracker.written` gave to a checkpoint; None: nothing of the
+        kind.
+        """
         if not isinstance(saved, dict) or saved.keys() != set(cls._fields):
             return None
-        return cls(**saved) if all(type(value) is int for value in saved.values()) else None
+        return (
+            cls(**saved)
+            if all(type(value) is int for value in saved.values())
+            else None
+        )
 
     def then(self, data: bytes) -> Self:
         """Describe the content with more data behind it."""
@@ -55,16 +62,22 @@ class Digest(NamedTuple):
 
 
 class JsonlTracker(Tracker):
-    """`metrics.jsonl`, one object a line, and `samples.txt`. Each line is one write, so that a kill leaves whole lines.
+    """`metrics.jsonl`, one object a line, and `samples.txt`. Each line is one write, so
+    that a kill leaves whole lines.
 
     When a run goes on, the files are cut after the step that it goes on from.
     """
 
     def start(self, beginning: Beginning) -> None:
-        """Raises UserError where a line in the middle is not JSON, or the disk is full."""
+        """Raises UserError where a line in the middle is not JSON, or the disk is
+        full.
+        """
         self._lock = threading.Lock()
         run_dir, step, again = beginning.run_dir, beginning.step, beginning.again
-        self.path, self.samples_path = run_dir / "metrics.jsonl", run_dir / "samples.txt"
+        self.path, self.samples_path = (
+            run_dir / "metrics.jsonl",
+            run_dir / "samples.txt",
+        )
         try:
             expected = Digest.of_saved(beginning.written)
             data = self.path.read_bytes() if self.path.exists() else b""
@@ -76,13 +89,16 @@ class JsonlTracker(Tracker):
             self._samples = FileIO(self.samples_path, "ab", opener=no_follow)
             self._digest = Digest.of(self._read())
         except OSError as error:
-            raise UserError(f"cannot write to {run_dir}: {error.strerror}; choose another run_dir") from error
+            raise UserError(
+                f"cannot write to {run_dir}: {error.strerror}; choose another run_dir"
+            ) from error
         if expected and found != expected:
             there = Digest.of(data).rows
             self._say(
                 step,
-                f"{self.path} is not what the run wrote up to step {step}: {there} rows are there, {expected.rows} "
-                "were written; what is lost of them is lost, the weights are whole",
+                f"{self.path} is not what the run wrote up to step {step}: {there} rows"
+                f" are there, {expected.rows} were written; what is lost of them is"
+                " lost, the weights are whole",
             )
 
     def _say(self, step: int, text: str) -> None:
@@ -114,7 +130,9 @@ class JsonlTracker(Tracker):
         return self._digest._asdict()
 
     def _restore(self) -> None:
-        """Notice that somebody removed, replaced or shortened the file under the run, and say so."""
+        """Notice that somebody removed, replaced or shortened the file under the run,
+        and say so.
+        """
         mine = os.fstat(self._rows.fileno())
         try:
             there = os.lstat(self.path)
@@ -125,12 +143,17 @@ class JsonlTracker(Tracker):
             write_atomically(self.path, self._read())
             self._rows.close()
             self._rows = FileIO(self.path, "ab+", opener=no_follow)
-            self._say(self._logged, f"{self.path} was removed or replaced while the run wrote it; it was restored")
+            self._say(
+                self._logged,
+                f"{self.path} was removed or replaced while the run wrote it; it was"
+                " restored",
+            )
         elif mine.st_size != self._digest.size:
             lost, self._digest = self._digest, Digest.of(self._read())
             self._say(
                 self._logged,
-                f"{self.path} was changed while the run wrote it: {self._digest.rows} rows of {lost.rows} are there",
+                f"{self.path} was changed while the run wrote it: {self._digest.rows}"
+                f" rows of {lost.rows} are there",
             )
 
     def flush(self) -> None:
@@ -139,7 +162,9 @@ class JsonlTracker(Tracker):
             os.fsync(self._rows.fileno())
             os.fsync(self._samples.fileno())
         except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror}; {MAKE_ROOM}") from error
+            raise UserError(
+                f"cannot write {self.path}: {error.strerror}; {MAKE_ROOM}"
+            ) from error
 
     def finish(self, exit_code: int = 0) -> None:
         self.flush()
@@ -147,10 +172,15 @@ class JsonlTracker(Tracker):
         self._samples.close()
 
     def replay(self, tracker: Tracker, *, after: int) -> None:
-        """Tell another tracker what the files hold of steps > `after`, in order of steps."""
-        records: list[tuple[int, Mapping[str, Any] | Sample]] = [(row["step"], row) for row in read_rows(self.path)]
+        """Tell another tracker what the files hold of steps > `after`, in order of
+        steps.
+        """
+        records: list[tuple[int, Mapping[str, Any] | Sample]] = [
+            (row["step"], row) for row in read_rows(self.path)
+        ]
         records += [(sample.step, sample) for sample in read_samples(self.samples_path)]
-        for step, record in sorted(records, key=lambda pair: pair[0]):  # stable: rows before samples
+        # stable: rows before samples
+        for step, record in sorted(records, key=lambda pair: pair[0]):
             if step <= after:
                 continue
             if isinstance(record, Sample):
@@ -158,7 +188,10 @@ class JsonlTracker(Tracker):
             elif "event" in record:
                 tracker.event(step, record["event"])
             else:
-                tracker.row(step, {name: value for name, value in record.items() if name != "step"})
+                tracker.row(
+                    step,
+                    {name: value for name, value in record.items() if name != "step"},
+                )
 
 
 def _append(file: FileIO, data: bytes) -> None:

@@ -1,16 +1,19 @@
 """What a tracker is told of a run, and what it promises.
 
-Every row, event, sample and picture is in a tracker's record exactly once, over any number of kills and resumes. The
-loop and the tracker share the work:
+Every row, event, sample and picture is in a tracker's record exactly once, over any
+number of kills and resumes. The loop and the tracker share the work:
 
-- The loop calls `flush` before it saves checkpoint n; a tracker that returns from it has made all it was told of steps
-  up to n survive a kill.
-- A run that resumes after n steps gives `start` that n and then tells everything of later steps again, with the same
-  values. A tracker drops what it holds of them, or, where it cannot take anything back, leaves out the steps it has.
-- What a tracker lacks of steps up to n (a run that was tracked by another one before, or a block that a kill took)
-  it gets from `Beginning.kept`, the run's own record, by `kept.replay(self, after=LAST_STEP_HELD)`.
+- The loop calls `flush` before it saves checkpoint n; a tracker that returns from it
+  has made all it was told of steps up to n survive a kill.
+- A run that resumes after n steps gives `start` that n and then tells everything of
+  later steps again, with the same values. A tracker drops what it holds of them, or,
+  where it cannot take anything back, leaves out the steps it has.
+- What a tracker lacks of steps up to n (a run that was tracked by another one before,
+  or a block that a kill took) it gets from `Beginning.kept`, the run's own record, by
+  `kept.replay(self, after=LAST_STEP_HELD)`.
 
-A user's own tracker is a subclass of `Tracker` that overrides what it wants to be told of.
+A user's own tracker is a subclass of `Tracker` that overrides what it wants to be told
+of.
 """
 
 import contextlib
@@ -23,10 +26,14 @@ Row = Mapping[str, float | int | str]
 
 
 class Kept(Protocol):
-    """The run's own record, which has everything up to the step that the run goes on from."""
+    """The run's own record, which has everything up to the step that the run goes on
+    from.
+    """
 
     def replay(self, tracker: "Tracker", *, after: int) -> None:
-        """Tell a tracker the rows, events and samples of steps > `after`, in order of steps; pictures are not kept."""
+        """Tell a tracker the rows, events and samples of steps > `after`, in order of
+        steps; pictures are not kept.
+        """
 
 
 @dataclass(frozen=True)
@@ -35,12 +42,15 @@ class Beginning:
 
     Attributes:
       run_dir: the run's directory; it exists.
-      step: steps taken so far; 0: a new run. What a tracker holds of later steps will come again.
+      step: steps taken so far; 0: a new run. What a tracker holds of later steps will
+          come again.
       again: whether the row of `step` itself comes again too, with its sample.
       config: nested plain values.
-      id: what the tracker's attribute `id` was when the newest checkpoint was saved; None: it had none.
+      id: what the tracker's attribute `id` was when the newest checkpoint was saved;
+          None: it had none.
       kept: the run's own record; None: it keeps none.
-      written: what `Tracker.written` said when the newest checkpoint was saved; None: nothing.
+      written: what `Tracker.written` said when the newest checkpoint was saved; None:
+          nothing.
     """
 
     run_dir: Path
@@ -53,11 +63,13 @@ class Beginning:
 
 
 class Tracker:
-    """Takes everything and keeps nothing (tracker=none); the others override what they keep.
+    """Takes everything and keeps nothing (tracker=none); the others override what they
+    keep.
 
-    `step` means: after that many steps. Steps of `row` grow; `event`, `sample` and `picture` belong to the row of their
-    step, or to a row of their own where that step has none. `event` and `alert` may come from a thread of their own.
-    Of several processes of a run only the first has a tracker that is told anything.
+    `step` means: after that many steps. Steps of `row` grow; `event`, `sample` and
+    `picture` belong to the row of their step, or to a row of their own where that step
+    has none. `event` and `alert` may come from a thread of their own. Of several
+    processes of a run only the first has a tracker that is told anything.
 
     Attributes:
       id: kept in checkpoints and given back to `start`; None: nothing needs to be.
@@ -66,7 +78,9 @@ class Tracker:
     id: str | None = None
 
     def start(self, beginning: Beginning) -> None:
-        """Begin, or go on. Nothing else is called before. Raises UserError for what cannot be tracked."""
+        """Begin, or go on. Nothing else is called before. Raises UserError for what
+        cannot be tracked.
+        """
 
     def row(self, step: int, row: Row) -> None:
         """The scalars of a step, once a step."""
@@ -87,10 +101,14 @@ class Tracker:
         """Something that somebody should be told who does not look at the dashboard."""
 
     def flush(self) -> None:
-        """Make everything so far survive a kill. Call before saving a checkpoint that covers it."""
+        """Make everything so far survive a kill. Call before saving a checkpoint that
+        covers it.
+        """
 
     def written(self) -> Mapping[str, int] | None:
-        """Describe what `flush` made safe, as JSON values for the checkpoint; None: nothing needs to be compared."""
+        """Describe what `flush` made safe, as JSON values for the checkpoint; None:
+        nothing needs to be compared.
+        """
         return None
 
     def finish(self, exit_code: int = 0) -> None:
@@ -141,7 +159,14 @@ class Several(Tracker):
             tracker.flush()
 
     def written(self) -> Mapping[str, int] | None:
-        return next((found for tracker in self.trackers if (found := tracker.written()) is not None), None)
+        return next(
+            (
+                found
+                for tracker in self.trackers
+                if (found := tracker.written()) is not None
+            ),
+            None,
+        )
 
     def finish(self, exit_code: int = 0) -> None:
         with contextlib.ExitStack() as finishing:  # each, even if one before it fails

@@ -1,7 +1,8 @@
 """Weights & Biases, of which a training run never waits or fails.
 
-W&B keeps its own files, of which a kill loses the last block (32 KiB), and takes no step twice. So on resume we look up
-the last step W&B holds, send what it lacks from the run's own files, and from then on skip the steps it has.
+W&B keeps its own files, of which a kill loses the last block (32 KiB), and takes no
+step twice. So on resume we look up the last step W&B holds, send what it lacks from the
+run's own files, and from then on skip the steps it has.
 """
 
 import atexit
@@ -28,10 +29,12 @@ from trainer.text import interpreter, redact
 
 WAITING = 1000  # calls to W&B that may wait for it
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-PATIENCE = 10.0  # seconds that a call waits for its place among them, before W&B is given up
+# seconds that a call waits for its place among them, before W&B is given up
+PATIENCE = 10.0
 FINISH_SECONDS = 60
 
-# W&B shows a section for each prefix, in the order of the alphabet: these come first, and answer what a person asks.
+# W&B shows a section for each prefix, in the order of the alphabet: these come first,
+# and answer what a person asks.
 FIRST_SCREEN = {
     "1 is it learning/training loss": "train/loss",
     "1 is it learning/validation loss": "val/loss",
@@ -44,17 +47,19 @@ FIRST_SCREEN = {
     "3 is it fast/share of the peak": "perf/mfu",
     "3 is it fast/ms waiting for data": "perf/data_ms",
 }
-HIDDEN = ("lr", "grad_norm", "tokens")  # would make a section of their own, before all others
+# would make a section of their own, before all others
+HIDDEN = ("lr", "grad_norm", "tokens")
 
 logger = logging.getLogger(__name__)
 
 
 class WandbTracker(Tracker):
-    """A W&B run: online when somebody is logged in and the server answers, else offline in `run_dir/wandb`.
+    """A W&B run: online when somebody is logged in and the server answers, else offline
+    in `run_dir/wandb`.
 
-    Nothing that happens to W&B stops the training or holds it up: a thread of its own talks to it, what goes wrong is
-    reported once, and metrics.jsonl has the scalars. Of the numerics W&B gets what `without_layers` leaves, and the
-    pictures.
+    Nothing that happens to W&B stops the training or holds it up: a thread of its own
+    talks to it, what goes wrong is reported once, and metrics.jsonl has the scalars. Of
+    the numerics W&B gets what `without_layers` leaves, and the pictures.
 
     Args:
       init: further arguments of `wandb.init`: project, entity, group, name, tags.
@@ -68,16 +73,20 @@ class WandbTracker(Tracker):
 
     def start(self, beginning: Beginning) -> None:
         run_dir = beginning.run_dir
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its one look-up in the network when offline
+        # its one look-up in the network when offline
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
-        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds until an online run goes on offline
-        # W&B logs to debug.log in the run directory: on a full disk every record would become a traceback on stderr.
+        # seconds until an online run goes on offline
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
+        # W&B logs to debug.log in the run directory: on a full disk every record would
+        # become a traceback on stderr.
         logging.raiseExceptions = False
         import wandb  # costs half a second; not everyone tracks with it
 
         self._wandb = wandb
         self.id = run_id = own_id(run_dir, beginning.id)
-        self._lock = threading.Lock()  # of the row: the guard's thread reports a stall beside the loop
+        # of the row: the guard's thread reports a stall beside the loop
+        self._lock = threading.Lock()
         self._step = -1
         self._row: dict[str, Any] = {}
         self._events: list[str] = []
@@ -85,7 +94,10 @@ class WandbTracker(Tracker):
         self._sent = last_local_step(run_dir, run_id)
         arguments = dict(self._init) | {"dir": run_dir, "id": run_id, "resume": "allow"}
         arguments["config"] = redact(beginning.config)
-        online = os.environ.get("WANDB_MODE", "online" if logged_in() else "offline") == "online"
+        online = (
+            os.environ.get("WANDB_MODE", "online" if logged_in() else "offline")
+            == "online"
+        )
         self._run: Any = self._connect(arguments, online=online)
         self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
@@ -94,27 +106,47 @@ class WandbTracker(Tracker):
             beginning.kept.replay(self, after=self._sent)
 
     def _connect(self, arguments: Mapping[str, Any], *, online: bool) -> Any:
-        settings = self._wandb.Settings(console="off", silent=True, finish_timeout=FINISH_SECONDS)
+        settings = self._wandb.Settings(
+            console="off", silent=True, finish_timeout=FINISH_SECONDS
+        )
         if online:
             try:
                 run = self._wandb.init(**arguments, mode="online", settings=settings)
             except self._wandb.errors.Error as error:
                 self._wandb.teardown()  # the id is taken until then
-                logger.warning("W&B cannot be reached (%s): going on offline", str(error).splitlines()[0])
+                logger.warning(
+                    "W&B cannot be reached (%s): going on offline",
+                    str(error).splitlines()[0],
+                )
                 online = False
             else:
-                self._sent = run.starting_step - 1  # what the server holds counts, not what is in the local files
+                # what the server holds counts, not what is in the local files
+                self._sent = run.starting_step - 1
                 logger.info("W&B run: %s", run.url)
         if not online:
             try:
                 run = self._wandb.init(**arguments, mode="offline", settings=settings)
             except (self._wandb.errors.Error, OSError) as error:
-                raise UserError(f"W&B does not start: {error}; tracker=jsonl does without") from error
-            parts = [path.parent for path in wandb_files(Path(arguments["dir"]), str(self.id))]
+                raise UserError(
+                    f"W&B does not start: {error}; tracker=jsonl does without"
+                ) from error
+            parts = [
+                path.parent
+                for path in wandb_files(Path(arguments["dir"]), str(self.id))
+            ]
             newest = Path(run.dir).parent  # whose file may not be there yet
-            before = [p for p in parts if p.name.startswith("offline-") and p.name != newest.name]
+            before = [
+                p
+                for p in parts
+                if p.name.startswith("offline-") and p.name != newest.name
+            ]
             where = shlex.join(map(str, [*before, newest]))
-            logger.info("W&B run, offline; to upload it, its parts in order: %s -m wandb sync %s", interpreter(), where)
+            logger.info(
+                "W&B run, offline; to upload it, its parts in order: %s -m wandb"
+                " sync %s",
+                interpreter(),
+                where,
+            )
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         for name in HIDDEN:
@@ -147,26 +179,36 @@ class WandbTracker(Tracker):
         self._guarded(lambda run: run.summary.update(dict(values)))
 
     def alert(self, title: str, text: str) -> None:
-        self._guarded(lambda run: run.alert(title=title, text=text, level="ERROR", wait_duration=0))
+        self._guarded(
+            lambda run: run.alert(
+                title=title, text=text, level="ERROR", wait_duration=0
+            )
+        )
 
     def flush(self) -> None:
-        """Nothing: what W&B loses in a kill, it gets from metrics.jsonl when the run resumes."""
+        """Nothing: what W&B loses in a kill, it gets from metrics.jsonl when the run
+        resumes.
+        """
 
     def finish(self, exit_code: int = 0) -> None:
         with self._lock:
-            if self._row or self._texts:  # events alone are of a step whose row a resumed run will send
+            # events alone are of a step whose row a resumed run will send
+            if self._row or self._texts:
                 self._send()
         self._guarded(lambda run: run.finish(exit_code=exit_code))
         self._put(None)
         self._thread.join(FINISH_SECONDS + PATIENCE if self._run is not None else 0)
         if self._thread.is_alive():
             self._give_up("does not finish")
-            atexit.register(_leave, exit_code)  # before W&B's own hook, which would wait for ever
+            # before W&B's own hook, which would wait for ever
+            atexit.register(_leave, exit_code)
 
     def _begin(self, step: int) -> None:
-        """Collect this step's row from here on; W&B takes a step only once, so it is sent when the next one begins.
+        """Collect this step's row from here on; W&B takes a step only once, so it is
+        sent when the next one begins.
 
-        What comes late, a stall that is told while the loop goes on, belongs to the row that is being collected.
+        What comes late, a stall that is told while the loop goes on, belongs to the row
+        that is being collected.
         """
         if step > self._step:
             self._send()
@@ -182,10 +224,16 @@ class WandbTracker(Tracker):
     def _whole_row(self) -> dict[str, Any]:
         events = {"events": "\n".join(self._events)} if self._events else {}
         tables = {
-            name: self._wandb.Table(columns=["step", "text"], data=[[self._step, text] for text in texts])
+            name: self._wandb.Table(
+                columns=["step", "text"], data=[[self._step, text] for text in texts]
+            )
             for name, texts in self._texts.items()
         }
-        first = {panel: self._row[name] for panel, name in FIRST_SCREEN.items() if name in self._row}
+        first = {
+            panel: self._row[name]
+            for panel, name in FIRST_SCREEN.items()
+            if name in self._row
+        }
         return {"step": self._step} | first | self._row | events | tables
 
     def _guarded(self, call: Callable[[Any], Any]) -> None:
@@ -206,13 +254,16 @@ class WandbTracker(Tracker):
                 return
             try:
                 call()
-            except Exception as error:  # W&B's own process may die in any way: that must not end a training run
+            # W&B's own process may die in any way: that must not end a training run
+            except Exception as error:
                 self._give_up(type(error).__name__)
 
     def _give_up(self, why: str) -> None:
         if self._run is not None:
             self._run = None
-            logger.warning("W&B failed (%s): going on without; metrics.jsonl has it all", why)
+            logger.warning(
+                "W&B failed (%s): going on without; metrics.jsonl has it all", why
+            )
 
 
 def _leave(exit_code: int) -> None:
@@ -223,7 +274,8 @@ def _leave(exit_code: int) -> None:
 
 
 def own_id(run_dir: Path, run_id: str | None) -> str:
-    """The id of a run, from the checkpoint, or the one that its directory began with, or a new one.
+    """The id of a run, from the checkpoint, or the one that its directory began with,
+    or a new one.
 
     It is also in a file, for a run that is killed before its first checkpoint.
     """
@@ -237,12 +289,26 @@ def own_id(run_dir: Path, run_id: str | None) -> str:
 
 
 def logged_in() -> bool:
-    """Whether W&B has credentials for its server, in the environment, a settings file or netrc; asks no server."""
+    """Whether W&B has credentials for its server, in the environment, a settings file
+    or netrc; asks no server.
+    """
     import wandb
 
     settings = wandb.setup().settings
-    if settings.api_key or os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+    if (
+        settings.api_key
+        or os.environ.get("WANDB_API_KEY")
+        or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    ):
         return True
-    candidates = [Path(os.environ["NETRC"])] if "NETRC" in os.environ else [Path("~/.netrc"), Path("~/_netrc")]
+    candidates = (
+        [Path(os.environ["NETRC"])]
+        if "NETRC" in os.environ
+        else [Path("~/.netrc"), Path("~/_netrc")]
+    )
     host = urlsplit(settings.base_url).hostname or ""
-    return any(netrc.netrc(p.expanduser()).authenticators(host) for p in candidates if p.expanduser().exists())
+    return any(
+        netrc.netrc(p.expanduser()).authenticators(host)
+        for p in candidates
+        if p.expanduser().exists()
+    )

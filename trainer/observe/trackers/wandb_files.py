@@ -1,4 +1,6 @@
-"""What W&B's own files of a run hold: its transaction logs, read without W&B's server."""
+"""What W&B's own files of a run hold: its transaction logs, read without W&B's
+server.
+"""
 
 import json
 import struct
@@ -7,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = 32768
-HEADER = struct.Struct("<IHB")  # checksum, length, type: 1 whole, 2 first, 3 middle, 4 last part of a record
+# checksum, length, type: 1 whole, 2 first, 3 middle, 4 last part of a record
+HEADER = struct.Struct("<IHB")
 
 
 def _history_records(path: Path) -> Iterator[Any]:
-    """The history records of a W&B transaction log (`*.wandb`), in order, up to where a kill cut it.
+    """The history records of a W&B transaction log (`*.wandb`), in order, up to where a
+    kill cut it.
 
-    The file is a LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header of 7 bytes,
-    and each record a `wandb_internal_pb2.Record`.
+    The file is a LevelDB log
+    (https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header of 7
+    bytes, and each record a `wandb_internal_pb2.Record`.
     """
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
@@ -45,7 +50,10 @@ def _history_records(path: Path) -> Iterator[Any]:
 def read_history(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a W&B transaction log, as W&B will show them; `_step` is the step."""
     for history in _history_records(path):
-        yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
+        yield {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in history.item
+        }
 
 
 def wandb_files(run_dir: Path, run_id: str) -> list[Path]:
@@ -56,4 +64,11 @@ def wandb_files(run_dir: Path, run_id: str) -> list[Path]:
 
 def last_local_step(run_dir: Path, run_id: str) -> int:
     """The last step in W&B's local files; -1: none."""
-    return max((row.step.num for path in wandb_files(run_dir, run_id) for row in _history_records(path)), default=-1)
+    return max(
+        (
+            row.step.num
+            for path in wandb_files(run_dir, run_id)
+            for row in _history_records(path)
+        ),
+        default=-1,
+    )

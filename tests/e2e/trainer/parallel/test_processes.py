@@ -1,39 +1,65 @@
-"""Several real processes on one machine: the same run as one process, stopped together, writing once."""
+"""Several real processes on one machine: the same run as one process, stopped together,
+writing once."""
 
 import numpy as np
 import pytest
 from command import finish, parameters, several, trainer, values, wait_for_row
 
-ARGS = ["checkpoint.every=3", "checkpoint.keep=9", "tracker=jsonl", "sample.max_new_tokens=0", "train.steps=6"]
+ARGS = [
+    "checkpoint.every=3",
+    "checkpoint.keep=9",
+    "tracker=jsonl",
+    "sample.max_new_tokens=0",
+    "train.steps=6",
+]
 ARGS += ["parallel.deterministic_reduce=true"]
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """A folder with the run `one` of four devices in a process, and `two` in two; what those two printed."""
+    """A folder with the run `one` of four devices in a process, and `two` in two; what
+    those two printed."""
     folder = tmp_path_factory.mktemp("processes")
     finish(trainer(folder, "one", *ARGS, "parallel=fsdp", devices=4))
-    return folder, [finish(process) for process in several(folder, "two", *ARGS, "parallel=fsdp", devices=2)]
+    return folder, [
+        finish(process)
+        for process in several(folder, "two", *ARGS, "parallel=fsdp", devices=2)
+    ]
 
 
 @pytest.mark.smoke
 def test_two_processes_are_bitwise_one(both):
     folder, outputs = both
     assert ["done: 6 steps" in output for output in outputs] == [True, False]
-    assert "devices: 4 x cpu in 2 processes; mesh data 1 x fsdp 4 x tensor 1" in outputs[0]
+    assert (
+        "devices: 4 x cpu in 2 processes; mesh data 1 x fsdp 4 x tensor 1" in outputs[0]
+    )
     assert values(folder / "one")[:6] == values(folder / "two")[:6]
     assert parameters(folder / "one", 6) == parameters(folder / "two", 6)
 
 
 def test_a_run_goes_on_with_other_devices(both):
-    """From four devices that share the state to two that do not, and to four in two rows."""
+    """From four devices that share the state to two that do not, and to four in two
+    rows."""
     folder, _ = both
     finish(trainer(folder, "one", *ARGS, "train.steps=8", devices=2))
-    finish(trainer(folder, "two", *ARGS, "train.steps=8", "parallel.data=2", "parallel.fsdp=2", devices=4))
+    finish(
+        trainer(
+            folder,
+            "two",
+            *ARGS,
+            "train.steps=8",
+            "parallel.data=2",
+            "parallel.fsdp=2",
+            devices=4,
+        )
+    )
     one, two = values(folder / "one"), values(folder / "two")
     assert [row["step"] for row in two] == list(range(1, 9))
     for a, b in zip(one, two, strict=True):
-        np.testing.assert_allclose(b["train/loss"], a["train/loss"], rtol=1e4 * np.finfo(np.float32).eps)
+        np.testing.assert_allclose(
+            b["train/loss"], a["train/loss"], rtol=1e4 * np.finfo(np.float32).eps
+        )
 
 
 def test_a_signal_to_one_of_four_processes_stops_all_after_the_same_step(tmp_path):
@@ -48,15 +74,28 @@ def test_a_signal_to_one_of_four_processes_stops_all_after_the_same_step(tmp_pat
     wait_for_row(tmp_path / "A", 5, processes[0])
     processes[3].terminate()
     outputs = [finish(process, code=143) for process in processes]
-    assert ["stopped after step" in output for output in outputs] == [True, False, False, False]
-    (step,) = [int(path.name) for path in (tmp_path / "A" / "checkpoints").glob("[0-9]*")]
+    assert ["stopped after step" in output for output in outputs] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    (step,) = [
+        int(path.name) for path in (tmp_path / "A" / "checkpoints").glob("[0-9]*")
+    ]
     assert f"stopped after step {step} of" in outputs[0]
     assert [row["step"] for row in values(tmp_path / "A")] == list(range(1, step + 1))
     assert parameters(tmp_path / "A", step)
 
 
 def test_processes_that_diverge_skip_together_and_say_why_once(tmp_path):
-    args = ["optimizer=sgd", "optimizer.lr=1e30", "optimizer.clip_norm=0", "watchdog.max_skips=2", "train.steps=20"]
+    args = [
+        "optimizer=sgd",
+        "optimizer.lr=1e30",
+        "optimizer.clip_norm=0",
+        "watchdog.max_skips=2",
+        "train.steps=20",
+    ]
     processes = several(tmp_path, "A", *args, "tracker=jsonl")
     outputs = [finish(process, code=3) for process in processes]
     assert all("2 steps in a row were not finite" in output for output in outputs)
@@ -64,14 +103,18 @@ def test_processes_that_diverge_skip_together_and_say_why_once(tmp_path):
     assert (tmp_path / "A" / "divergence.txt").exists()
     skipped = sorted((tmp_path / "A" / "skipped").glob("*.npy"))
     assert len(skipped) == 2
-    assert np.load(skipped[0]).shape == (16, 33)  # the whole batch, not the rows of one process
+    # the whole batch, not the rows of one process
+    assert np.load(skipped[0]).shape == (16, 33)
 
 
 def test_a_process_that_fails_ends_at_once_and_waits_for_no_other(tmp_path):
     broken = {"JAX_PLATFORMS": "cpu_that_is_not_there", "XLA_FLAGS": ""}
-    healthy, failed = several(tmp_path, "A", "train.steps=100000", devices=1, last=broken)
+    healthy, failed = several(
+        tmp_path, "A", "train.steps=100000", devices=1, last=broken
+    )
     try:
-        output, _ = failed.communicate(timeout=90)  # JAX would wait for more than two minutes
+        # JAX would wait for more than two minutes
+        output, _ = failed.communicate(timeout=90)
         assert failed.returncode == 1, output
         assert "Unable to initialize backend" in output
         assert healthy.poll() is None
@@ -80,13 +123,21 @@ def test_a_process_that_fails_ends_at_once_and_waits_for_no_other(tmp_path):
         healthy.communicate()
 
 
-def test_a_process_that_is_refused_alone_says_why_and_the_others_end_with_a_line(tmp_path):
+def test_a_process_that_is_refused_alone_says_why_and_the_others_end_with_a_line(
+    tmp_path,
+):
     (tmp_path / "text.txt").write_text("what all machines have. " * 2000)
     args = ["train.steps=100000", "data=text", "data.tokenizer=byte"]
     others, refused = several(
-        tmp_path, "A", *args, "data.paths=[text.txt]", devices=1, last_args=["data.paths=[not_here.txt]"]
+        tmp_path,
+        "A",
+        *args,
+        "data.paths=[text.txt]",
+        devices=1,
+        last_args=["data.paths=[not_here.txt]"],
     )
-    output, _ = refused.communicate(timeout=100)  # JAX would wait for the others for minutes
+    # JAX would wait for the others for minutes
+    output, _ = refused.communicate(timeout=100)
     assert refused.returncode == 2, output
     assert "error: " in output
     assert "not_here.txt" in output
@@ -97,8 +148,13 @@ def test_a_process_that_is_refused_alone_says_why_and_the_others_end_with_a_line
 
 
 def test_processes_with_other_settings_are_refused_together(tmp_path):
-    processes = several(tmp_path, "A", devices=1, last_args=["train.steps=7", "optimizer.lr=1e-2"])
+    processes = several(
+        tmp_path, "A", devices=1, last_args=["train.steps=7", "optimizer.lr=1e-2"]
+    )
     for process in processes:
         output, _ = process.communicate(timeout=100)
         assert process.returncode == 2, output
-        assert "error: optimizer.lr, train.steps: process 1 was given another value than process 0" in output
+        assert (
+            "error: optimizer.lr, train.steps: process 1 was given another value than"
+            " process 0" in output
+        )

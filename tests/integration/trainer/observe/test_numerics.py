@@ -1,4 +1,5 @@
-"""The figures of a run's tensors: there for every class and layer, right, and without any effect on the run."""
+"""The figures of a run's tensors: there for every class and layer, right, and without
+any effect on the run."""
 
 import dataclasses
 import functools
@@ -55,7 +56,9 @@ def workload(preset, spec=SPEC, name="adamw", **changes):
 
 
 def batch(w):
-    tokens = np.random.default_rng(0).integers(0, 64, (16, SPEC.context + 1), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(
+        0, 64, (16, SPEC.context + 1), dtype=np.int32
+    )
     return place_batch(Batch(tokens, None), accum=1, mesh=w.mesh)
 
 
@@ -82,7 +85,11 @@ def test_the_row_has_every_figure_of_every_layer_and_class(preset):
 
 
 def test_layers_come_in_the_order_of_a_forward_pass():
-    names = [name.split("/")[2] for name in row("fp32") if name.startswith("numerics/activations/h.0")]
+    names = [
+        name.split("/")[2]
+        for name in row("fp32")
+        if name.startswith("numerics/activations/h.0")
+    ]
     assert list(dict.fromkeys(names)) == [
         "h.0.in", "h.0.ln_1.out", "h.0.attn.c_attn.in", "h.0.attn.c_attn.out", "h.0.attn.c_proj.in",
         "h.0.attn.c_proj.out", "h.0.ln_2.out", "h.0.mlp.c_fc.in", "h.0.mlp.c_fc.out", "h.0.mlp.c_proj.in",
@@ -92,10 +99,14 @@ def test_layers_come_in_the_order_of_a_forward_pass():
 
 @pytest.mark.whole  # two more programs; the names: test_library.py
 def test_scanned_layers_have_the_same_names_and_figures():
-    unrolled, scanned = row("fp32", TWO), row("fp32", dataclasses.replace(TWO, scan_layers=True))
+    unrolled, scanned = (
+        row("fp32", TWO),
+        row("fp32", dataclasses.replace(TWO, scan_layers=True)),
+    )
     assert list(unrolled) == list(scanned)
     for name, value in unrolled.items():
-        # Differences of equal numbers (a position that attends to itself alone) are zero, or the sums' rounding.
+        # Differences of equal numbers (a position that attends to itself alone) are
+        # zero, or the sums' rounding.
         if "gradients" not in name or not name.endswith("/underflow"):
             assert scanned[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
@@ -103,18 +114,38 @@ def test_scanned_layers_have_the_same_names_and_figures():
 @pytest.mark.whole  # of GPT-2: above
 def test_the_row_of_another_family_has_its_layers_in_their_order():
     spec = LlamaSpec(
-        vocab_size=64, context=16, n_layer=2, n_head=2, n_kv_head=1, d_model=32, tied=False, scan_layers=True
+        vocab_size=64,
+        context=16,
+        n_layer=2,
+        n_head=2,
+        n_kv_head=1,
+        d_model=32,
+        tied=False,
+        scan_layers=True,
     )
     found = row("scalify_fp8_fp16", spec)
     assert all(np.isfinite(list(found.values())))
-    names = dict.fromkeys(name.split("/")[2] for name in found if name.startswith("numerics/activations/"))
+    names = dict.fromkeys(
+        name.split("/")[2] for name in found if name.startswith("numerics/activations/")
+    )
     sides = lambda path: [f"{path}.in", f"{path}.out"]
-    attention = [s for n in ("q_proj", "k_proj", "v_proj", "o_proj") for s in sides(f"attn.{n}")]
+    attention = [
+        s for n in ("q_proj", "k_proj", "v_proj", "o_proj") for s in sides(f"attn.{n}")
+    ]
     mlp = [s for n in ("gate_proj", "up_proj", "down_proj") for s in sides(f"mlp.{n}")]
     block = ["in", "attn_norm.out", *attention, "mlp_norm.out", *mlp]
-    assert list(names) == [*(f"h.{i}.{name}" for i in (0, 1) for name in block), "norm.in", "norm.out"]
+    assert list(names) == [
+        *(f"h.{i}.{name}" for i in (0, 1) for name in block),
+        "norm.in",
+        "norm.out",
+    ]
     stored = {name.split("/")[2] for name in found if name.startswith("numerics/mu/")}
-    assert {"wte.embedding", "lm_head.embedding", "h.1.attn.q_proj.kernel", "h.0.mlp_norm.scale"} <= stored
+    assert {
+        "wte.embedding",
+        "lm_head.embedding",
+        "h.1.attn.q_proj.kernel",
+        "h.0.mlp_norm.scale",
+    } <= stored
     # What is cast to FP8 is counted against the cast, which loses more than FP16 does.
     assert found["numerics/weights/h.0.mlp.up_proj.kernel/underflow"] > 0
 
@@ -128,17 +159,23 @@ def test_plain_arrays_have_no_scale_and_scaled_ones_are_near_rms_1():
 
 
 @pytest.mark.parametrize(
-    "preset", ["scalify_fp8_fp16", *map(whole, ("fp16_loss_scaled", "fp8_delayed", "fp8_current", "sim"))]
+    "preset",
+    [
+        "scalify_fp8_fp16",
+        *map(whole, ("fp16_loss_scaled", "fp8_delayed", "fp8_current", "sim")),
+    ],
 )
 def test_size_of_activations_and_of_their_gradients_is_that_of_fp32(preset):
     found, right = row(preset), row("fp32")
-    # A loss scale multiplies gradients on their way; what is shown is what the format has to hold.
+    # A loss scale multiplies gradients on their way; what is shown is what the format
+    # has to hold.
     factor = {"fp16_loss_scaled": 2.0**15}.get(preset, 1.0)
     for layer in LAYERS:
         for kind, times in (("activations", 1.0), ("activation_gradients", factor)):
             name = f"numerics/{kind}/{layer}"
             size = found[f"{name}/rms"] * 2.0 ** found[f"{name}/exponent"]
-            # RMS of many elements: each rounding to E5M2 (2^-3) averages out; biased by less than one of them.
+            # RMS of many elements: each rounding to E5M2 (2^-3) averages out; biased by
+            # less than one of them.
             assert size == pytest.approx(times * right[f"{name}/rms"], rel=2**-3), name
 
 
@@ -150,11 +187,21 @@ def test_moments_are_those_that_the_optimiser_has(name):
         "muon": {"momentum": 0.9, "b1": 0.9, "b2": 0.99, "eps": 1e-8},
     }
     model = Model.make(SPEC, policy("fp32"))
-    w = TrainTask(model, name, make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings[name]), make_mesh(1))
+    w = TrainTask(
+        model,
+        name,
+        make_optimizer(name, weight_decay=0.1, clip_norm=1.0, **settings[name]),
+        make_mesh(1),
+    )
     found = make_numerics(w, 1e-3)(first_state(w, seed=0), batch(w), 0)
-    layers = {kind: {n.split("/")[2] for n in found if n.startswith(f"numerics/{kind}/")} for kind in ("mu", "nu")}
+    layers = {
+        kind: {n.split("/")[2] for n in found if n.startswith(f"numerics/{kind}/")}
+        for kind in ("mu", "nu")
+    }
     assert layers["mu"] == set(PARAMETERS)
-    assert layers["nu"] == ({n for n in PARAMETERS if not n.endswith("kernel")} if name == "muon" else set())
+    assert layers["nu"] == (
+        {n for n in PARAMETERS if not n.endswith("kernel")} if name == "muon" else set()
+    )
 
 
 @pytest.mark.parametrize("preset", ["scalify_fp8_fp16", whole("sim")])
@@ -166,8 +213,12 @@ def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset)
     def times(kernel, factor):  # the data, so that a scaled array has the wrong scale
         return jax.tree.map(lambda data: data * factor, kernel)
 
-    h["mlp"]["c_fc"]["kernel"] = times(h["mlp"]["c_fc"]["kernel"], 2.0**15 if preset == "sim" else 2.0**12)
-    h["attn"]["c_proj"]["kernel"] = times(h["attn"]["c_proj"]["kernel"], 2.0**-9 if preset == "sim" else 2.0**-13)
+    h["mlp"]["c_fc"]["kernel"] = times(
+        h["mlp"]["c_fc"]["kernel"], 2.0**15 if preset == "sim" else 2.0**12
+    )
+    h["attn"]["c_proj"]["kernel"] = times(
+        h["attn"]["c_proj"]["kernel"], 2.0**-9 if preset == "sim" else 2.0**-13
+    )
     found = make_numerics(w, 1e-3)(state, batch(w), 0)
     assert found["numerics/weights/h.0.mlp.c_fc.kernel/saturated"] > 0.3
     assert found["numerics/activations/h.0.mlp.c_proj.in/saturated"] > 0.1
@@ -176,18 +227,29 @@ def test_what_saturates_shows_as_saturated_and_what_is_lost_as_underflow(preset)
     assert found["numerics/weights/h.0.mlp.c_proj.kernel/underflow"] < 0.1
 
 
-@pytest.mark.parametrize("preset", ["fp32", whole("scalify_fp8_fp16"), whole("scalify_fp8_fp8")])
+@pytest.mark.parametrize(
+    "preset", ["fp32", whole("scalify_fp8_fp16"), whole("scalify_fp8_fp8")]
+)
 def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is(preset):
     w = workload(preset)
     state = first_state(w, seed=0)
     numerics = make_numerics(w, 1e-3)
     found = numerics(state, batch(w), 0)
     zeros = [f"{kind}/{name}" for kind in ("mu", "nu") for name in PARAMETERS]
-    for name in [*zeros, *(f"weights/{name}" for name in PARAMETERS if name.endswith("bias"))]:
-        assert found[f"numerics/{name}/rms"] == found[f"numerics/{name}/underflow"] == 0, name
+    for name in [
+        *zeros,
+        *(f"weights/{name}" for name in PARAMETERS if name.endswith("bias")),
+    ]:
+        assert (
+            found[f"numerics/{name}/rms"] == found[f"numerics/{name}/underflow"] == 0
+        ), name
     if preset != "fp32":
         lost = jax.tree_util.tree_map_with_path(
-            lambda path, x: jnp.ones_like(x) if "nu" in {getattr(k, "name", None) for k in path} else x,
+            lambda path, x: (
+                jnp.ones_like(x)
+                if "nu" in {getattr(k, "name", None) for k in path}
+                else x
+            ),
             state.opt_state,
         )
         found = numerics(dataclasses.replace(state, opt_state=lost), batch(w), 0)
@@ -195,12 +257,15 @@ def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is(prese
 
 
 def test_gradients_with_probes_are_those_of_the_step_bit_for_bit():
-    """Operation by operation: fused by a compiler, values that are stored no more may keep more bits than they have."""
+    """Operation by operation: fused by a compiler, values that are stored no more may
+    keep more bits than they have."""
     w = workload("scalify_fp8_fp16")
     state, tokens = first_state(w, seed=0), batch(w)
     key = jax.random.fold_in(jax.random.fold_in(state.key, 3), 0)
     probed, _ = gradients(w.model, state, tokens, jnp.int32(3))
-    _, plain, _ = w.model.differentiate().value_and_grad(state.params, (), tokens.tokens_AxBxT1[0], None, key)
+    _, plain, _ = w.model.differentiate().value_and_grad(
+        state.params, (), tokens.tokens_AxBxT1[0], None, key
+    )
     for a, b in zip(leaves(probed), leaves(plain), strict=True):
         assert a.scale == b.scale
         assert a.dtype == b.dtype
@@ -209,21 +274,43 @@ def test_gradients_with_probes_are_those_of_the_step_bit_for_bit():
 
 @pytest.mark.whole  # above without a trainer; the golden flagship has numerics
 def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
-    args = ["train.steps=10", "model.n_layer=1", "checkpoint.every=0", "tracker=jsonl", "precision=scalify_fp8_fp16"]
+    args = [
+        "train.steps=10",
+        "model.n_layer=1",
+        "checkpoint.every=0",
+        "tracker=jsonl",
+        "precision=scalify_fp8_fp16",
+    ]
     output = here(tmp_path, "A", *args, "metrics.numerics_every=5")
     here(tmp_path, "B", *args, "metrics.numerics_every=0")
-    with_numerics = {row["step"] for row in values(tmp_path / "A") if any(n.startswith("numerics/") for n in row)}
+    with_numerics = {
+        row["step"]
+        for row in values(tmp_path / "A")
+        if any(n.startswith("numerics/") for n in row)
+    }
     assert with_numerics == {5, 10}, output
-    sharp = {row["step"] for row in values(tmp_path / "A") if {"sharpness/logits", "sharpness/critical"} <= set(row)}
+    sharp = {
+        row["step"]
+        for row in values(tmp_path / "A")
+        if {"sharpness/logits", "sharpness/critical"} <= set(row)
+    }
     assert sharp == with_numerics
     found = ("numerics/", "sharpness/")
-    bare = [{n: v for n, v in row.items() if not n.startswith(found)} for row in values(tmp_path / "A")]
+    bare = [
+        {n: v for n, v in row.items() if not n.startswith(found)}
+        for row in values(tmp_path / "A")
+    ]
     assert bare == values(tmp_path / "B")
     assert parameters(tmp_path / "A", 10) == parameters(tmp_path / "B", 10)
-    assert sorted(path.name for path in (tmp_path / "A" / "numerics").iterdir()) == sorted(f"{c}.png" for c in CLASSES)
+    assert sorted(
+        path.name for path in (tmp_path / "A" / "numerics").iterdir()
+    ) == sorted(f"{c}.png" for c in CLASSES)
     assert not (tmp_path / "B" / "numerics").exists()
     stopped_after(tmp_path, "C", 6, *args, "metrics.numerics_every=5")
     here(tmp_path, "C", *args, "metrics.numerics_every=5")
     assert values(tmp_path / "A") == values(tmp_path / "C")
-    pictures = [{p.name: p.read_bytes() for p in (tmp_path / run / "numerics").iterdir()} for run in "AC"]
+    pictures = [
+        {p.name: p.read_bytes() for p in (tmp_path / run / "numerics").iterdir()}
+        for run in "AC"
+    ]
     assert pictures[0] == pictures[1]

@@ -1,4 +1,5 @@
-"""Both sharpnesses: the box's vertex against a numerical optimiser, the critical rate against steps that are taken."""
+"""Both sharpnesses: the box's vertex against a numerical optimiser, the critical rate
+against steps that are taken."""
 
 import dataclasses
 import functools
@@ -16,12 +17,28 @@ from scalify_core import asarray
 from trainer.data import Batch
 from trainer.models.llama_spec import LlamaSpec
 from trainer.observe.numerics import stored_gradients
-from trainer.observe.sharpness import CLOSE, MOST, critical_rate, cross_entropies, make_sharpness, worst_logits
+from trainer.observe.sharpness import (
+    CLOSE,
+    MOST,
+    critical_rate,
+    cross_entropies,
+    make_sharpness,
+    worst_logits,
+)
 from trainer.parallel.mesh import make_mesh, place_batch, replicated
 from trainer.step.state import from_stored
 from trainer.workload import compile_step, first_state
 
-LLAMA = LlamaSpec(vocab_size=64, context=16, n_layer=2, n_head=2, n_kv_head=1, d_model=32, tied=False, scan_layers=True)
+LLAMA = LlamaSpec(
+    vocab_size=64,
+    context=16,
+    n_layer=2,
+    n_head=2,
+    n_kv_head=1,
+    d_model=32,
+    tied=False,
+    scan_layers=True,
+)
 SCANNED = dataclasses.replace(SPEC, scan_layers=True)
 SPLIT = dataclasses.replace(LLAMA, n_kv_head=2)
 LR = 1e-2
@@ -42,11 +59,20 @@ def test_no_point_of_the_box_that_an_optimiser_finds_is_above_the_vertex(seed, r
 
     bounds = list(zip(z - room, z + room, strict=True))
     starts = [z, *(random.uniform(z - room, z + room) for _ in range(4))]
-    settings = {"bounds": bounds, "method": "L-BFGS-B", "options": {"ftol": 1e-15, "gtol": 1e-12}}
-    found = [minimize(lambda x: -loss(x), x, jac=lambda x: -gradient(x), **settings) for x in starts]
+    settings = {
+        "bounds": bounds,
+        "method": "L-BFGS-B",
+        "options": {"ftol": 1e-15, "gtol": 1e-12},
+    }
+    found = [
+        minimize(lambda x: -loss(x), x, jac=lambda x: -gradient(x), **settings)
+        for x in starts
+    ]
     best = max(-result.fun for result in found)
     with jax.enable_x64(True):
-        vertex = np.asarray(worst_logits(jnp.asarray(z)[None], jnp.asarray([target]), radius))[0]
+        vertex = np.asarray(
+            worst_logits(jnp.asarray(z)[None], jnp.asarray([target]), radius)
+        )[0]
     assert loss(vertex) >= best - 1e-12
     assert loss(vertex) == pytest.approx(best, rel=1e-9)
     assert np.all(np.abs(vertex - z) <= room * (1 + 1e-12))
@@ -76,7 +102,8 @@ def test_the_critical_rate_is_where_the_loss_is_what_it_was(rise, slope, right, 
     asked, etas = counted(rise)
     found = critical_rate(asked, slope, start)
     assert len(etas) <= MOST
-    # Where the loss is not finite there is no chord: eight halvings of the bracket, at best.
+    # Where the loss is not finite there is no chord: eight halvings of the bracket, at
+    # best.
     near = 0.25 if rise(40.0) == math.inf or start != 1.0 else 2 * CLOSE
     assert found == pytest.approx(right, rel=near)
 
@@ -102,15 +129,21 @@ def test_a_slope_that_is_wrong_does_not_hide_where_the_loss_begins_to_rise():
 
 
 def figures(w, state, tokens, step):
-    """Those of the sharpness alone: without numerics, whose compilation takes most of a test."""
-    grads, _, _ = jax.jit(functools.partial(stored_gradients, w))(state, tokens, np.int32(step))
+    """Those of the sharpness alone: without numerics, whose compilation takes most of a
+    test."""
+    grads, _, _ = jax.jit(functools.partial(stored_gradients, w))(
+        state, tokens, np.int32(step)
+    )
     return make_sharpness(w, LR)(state, grads, tokens, step)
 
 
 @pytest.mark.parametrize(
-    ("preset", "spec"), [("fp32", SPEC), whole("scalify_fp8_fp8", SCANNED), whole("fp8_delayed", SPEC)]
+    ("preset", "spec"),
+    [("fp32", SPEC), whole("scalify_fp8_fp8", SCANNED), whole("fp8_delayed", SPEC)],
 )
-def test_a_step_beyond_the_critical_rate_raises_the_loss_of_its_batch_and_one_below_lowers_it(preset, spec):
+def test_a_step_beyond_the_critical_rate_raises_the_loss_of_its_batch_and_one_below_lowers_it(
+    preset, spec
+):
     w = workload(preset, spec=spec)
     state, tokens = from_stored(first_state(w, seed=0)), batch(w)
     step = compile_step(w, tokens, state)
@@ -134,21 +167,35 @@ def test_the_logits_are_those_of_the_last_token_of_the_whole_model():
     before = cross_entropies(logits, ids[:, -1]).mean()
     worst = cross_entropies(worst_logits(logits, ids[:, -1], 5e-4), ids[:, -1]).mean()
     found = figures(w, state, tokens, 0)["sharpness/logits"]
-    # The difference of two losses near ln 64, each of which is known to FP32's last place.
-    assert found == pytest.approx(100 * float((worst - before) / (1 + before)), rel=1e-2)
+    # The difference of two losses near ln 64, each of which is known to FP32's last
+    # place.
+    assert found == pytest.approx(
+        100 * float((worst - before) / (1 + before)), rel=1e-2
+    )
 
 
 @pytest.mark.parametrize(
-    ("spec", "sizes"), [(SPEC, (1, 4)), whole(SPLIT, (2, 2, 2))], ids=["gpt2-fsdp", "llama-tensor"]
+    ("spec", "sizes"),
+    [(SPEC, (1, 4)), whole(SPLIT, (2, 2, 2))],
+    ids=["gpt2-fsdp", "llama-tensor"],
 )
 def test_a_split_state_is_as_sharp_as_a_whole_one(spec, sizes):
     rows = []
     for mesh in (make_mesh(1), make_mesh(*sizes)):
         w = workload("fp32", spec=spec)._replace(mesh=mesh)
-        ids = np.random.default_rng(0).integers(0, 64, (16, spec.context + 1), dtype=np.int32)
-        tokens, state = place_batch(Batch(ids, None), accum=1, mesh=mesh), first_state(w, seed=0)
-        whole = dataclasses.replace(state, params=jax.device_put(state.params, replicated(mesh)))
-        grads = jax.jit(functools.partial(stored_gradients, w))(whole, tokens, np.int32(0))[0]
+        ids = np.random.default_rng(0).integers(
+            0, 64, (16, spec.context + 1), dtype=np.int32
+        )
+        tokens, state = (
+            place_batch(Batch(ids, None), accum=1, mesh=mesh),
+            first_state(w, seed=0),
+        )
+        whole = dataclasses.replace(
+            state, params=jax.device_put(state.params, replicated(mesh))
+        )
+        grads = jax.jit(functools.partial(stored_gradients, w))(
+            whole, tokens, np.int32(0)
+        )[0]
         rows.append(make_sharpness(w, LR)(state, grads, tokens, 0))
     for name in ("sharpness/logits", "sharpness/critical"):
         assert rows[1][name] == pytest.approx(rows[0][name], rel=1e-2), name

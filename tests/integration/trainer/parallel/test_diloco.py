@@ -1,4 +1,5 @@
-"""DiLoCo: what replicas exchange is right in every format, nothing is lost, and where they lie changes no bit."""
+"""DiLoCo: what replicas exchange is right in every format, nothing is lost, and where
+they lie changes no bit."""
 
 import functools
 
@@ -26,21 +27,30 @@ from trainer.parallel.mesh import REPLICA, make_mesh
 from trainer.parallel.replicas import OF_OUTER
 
 SHAPES = ((5, 3), (4,), (16, 24))  # 15 elements are split over no number of replicas
-PLAIN = DiLoCoSettings(4, 8, "fp8", 1.0, 0.0, feedback=True, fragments=1, participants=4, last=100)
+PLAIN = DiLoCoSettings(
+    4, 8, "fp8", 1.0, 0.0, feedback=True, fragments=1, participants=4, last=100
+)
 
 
 @functools.cache
 def program(diloco, devices, first=0):
-    """From [K, ...] of each tensor, steps taken and seed to what came of the exchange, over so many devices."""
+    """From [K, ...] of each tensor, steps taken and seed to what came of the exchange,
+    over so many devices."""
     mesh = make_mesh(1, replicas=diloco.replicas, devices=jax.devices()[:devices])
     assert mesh.shape[REPLICA] == devices
     replicas, everywhere = PartitionSpec(REPLICA), PartitionSpec()
     return jax.jit(
         jax.shard_map(
-            lambda tensors, seed, step: tuple(exchange(tensors, diloco, seed, step, range(first, first + len(SHAPES)))),
+            lambda tensors, seed, step: tuple(
+                exchange(tensors, diloco, seed, step, range(first, first + len(SHAPES)))
+            ),
             mesh=mesh,
             in_specs=([replicas] * len(SHAPES), everywhere, everywhere),
-            out_specs=([everywhere] * len(SHAPES), [replicas] * len(SHAPES) if diloco.feedback else [], everywhere),
+            out_specs=(
+                [everywhere] * len(SHAPES),
+                [replicas] * len(SHAPES) if diloco.feedback else [],
+                everywhere,
+            ),
             check_vma=False,
         )
     )
@@ -48,15 +58,21 @@ def program(diloco, devices, first=0):
 
 def tensors(replicas=4, size=1.0):
     random = np.random.default_rng(0)
-    return [random.normal(size=(replicas, *shape)).astype(np.float32) * size for shape in SHAPES]
+    return [
+        random.normal(size=(replicas, *shape)).astype(np.float32) * size
+        for shape in SHAPES
+    ]
 
 
 def exchanged(diloco, values, devices=1, step=8, seed=7, first=0):
-    return jax.device_get(program(diloco, devices, first)(values, np.uint32(seed), np.int32(step)))
+    return jax.device_get(
+        program(diloco, devices, first)(values, np.uint32(seed), np.int32(step))
+    )
 
 
 def spacing(x, diloco):
-    """The distance of a format's numbers at `x`, at the scale of the exchange: largest magnitudes below the maximum."""
+    """The distance of a format's numbers at `x`, at the scale of the exchange: largest
+    magnitudes below the maximum."""
     fmt = FORMATS[diloco.format]
     scale = 2.0 ** np.floor(np.log2(np.abs(x).max() * 2 / min(fmt.max, 65504.0)))
     return np.maximum(np.abs(x) * fmt.epsilon, fmt.min_subnormal * scale)
@@ -71,9 +87,16 @@ def test_the_mean_is_right_to_two_roundings_of_the_format(name, size):
     for x, mean, residual in zip(values, means, lost, strict=True):
         exact = x.astype(np.float64).mean(0)
         bound = spacing(x, diloco)
-        # A mean is rounded where magnitudes are at most those of what was sent, up to its own error.
-        rounded = np.maximum(np.abs(exact) + bound.max(0), 0) * FORMATS[name].epsilon + bound.min()
-        assert (np.abs(mean - exact) <= bound.mean(0) + rounded + 4 * np.finfo(np.float32).eps * np.abs(x).max()).all()
+        # A mean is rounded where magnitudes are at most those of what was sent, up to
+        # its own error.
+        rounded = (
+            np.maximum(np.abs(exact) + bound.max(0), 0) * FORMATS[name].epsilon
+            + bound.min()
+        )
+        assert (
+            np.abs(mean - exact)
+            <= bound.mean(0) + rounded + 4 * np.finfo(np.float32).eps * np.abs(x).max()
+        ).all()
         assert np.abs(residual).max() <= 5 * bound.max()
         assert (name == "fp32") == (not np.any(residual))
 
@@ -99,11 +122,15 @@ def test_with_feedback_what_was_sent_adds_up_to_what_was_to_be_sent(name):
         unfed = [t + m for t, m in zip(unfed, means, strict=True)]
     for x, r, t, u in zip(values, residuals, total, unfed, strict=True):
         exact = rounds * x.mean(0)
-        # All that was not sent is in the residuals: exactly, but for FP32's own rounding.
+        # All that was not sent is in the residuals: exactly, but for FP32's own
+        # rounding.
         np.testing.assert_allclose(t + r.mean(0), exact, rtol=0, atol=rounds * 1e-5)
-        # They do not grow: one rounding of what a replica sends, and of the mean as often as there are replicas.
+        # They do not grow: one rounding of what a replica sends, and of the mean as
+        # often as there are replicas.
         assert np.abs(r).max() <= 4 * spacing(4 * x, diloco).max()
-        assert np.sum((t - exact) ** 2) < 0.5 * np.sum((u - exact) ** 2) or x[0].size < 100
+        assert (
+            np.sum((t - exact) ** 2) < 0.5 * np.sum((u - exact) ** 2) or x[0].size < 100
+        )
 
 
 def test_random_bits_of_an_exchange_are_those_of_no_step_and_of_no_other_exchange():
@@ -113,7 +140,9 @@ def test_random_bits_of_an_exchange_are_those_of_no_step_and_of_no_other_exchang
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp4"])
-def test_fragments_that_are_exchanged_at_one_step_are_rounded_by_bits_of_their_own(name):
+def test_fragments_that_are_exchanged_at_one_step_are_rounded_by_bits_of_their_own(
+    name,
+):
     diloco, values = PLAIN._replace(format=name), tensors()
     means, lost, _ = exchanged(diloco, values)
     others, theirs, _ = exchanged(diloco, values, first=len(SHAPES))
@@ -132,7 +161,9 @@ def test_the_mean_is_that_of_the_replicas_that_are_drawn_and_the_others_lose_not
         assert drawn.sum() == 3
         seen |= set(np.flatnonzero(drawn))
         # All steps of a round draw the same, and the exchange at its end.
-        np.testing.assert_array_equal(drawn, diloco.drawn(np.uint32(7), np.int32(step - 8)))
+        np.testing.assert_array_equal(
+            drawn, diloco.drawn(np.uint32(7), np.int32(step - 8))
+        )
         values = tensors(8)
         means, lost, _ = exchanged(diloco, values, 4, step)
         for x, mean, residual in zip(values, means, lost, strict=True):
@@ -186,7 +217,10 @@ def test_each_fragment_is_due_once_a_round_and_all_after_the_last_step():
 def test_the_compiled_exchange_sends_what_is_computed(name):
     diloco = PLAIN._replace(format=name)
     compiled = program(diloco, 4).lower(tensors(), np.uint32(0), np.int32(8)).compile()
-    sent = sum(collective.sent(4) for collective in Program(compiled.as_text()).collectives)
+    sent = sum(
+        collective.sent(4) for collective in Program(compiled.as_text()).collectives
+    )
     elements = sum(x[0].size for x in tensors())
-    # Of each replica the last piece may be shorter, and an odd tensor of four bits has half a byte more.
+    # Of each replica the last piece may be shorter, and an odd tensor of four bits has
+    # half a byte more.
     assert 0 <= sent - bytes_of_exchange(elements, len(SHAPES), diloco) <= 4 * 4 * 2

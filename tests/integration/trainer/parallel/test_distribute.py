@@ -1,4 +1,5 @@
-"""The gradient over eight devices, what moves and in which format, and where the state lives."""
+"""The gradient over eight devices, what moves and in which format, and where the state
+lives."""
 
 import dataclasses
 import functools
@@ -17,17 +18,40 @@ from trainer.data import Batch
 from trainer.errors import UserError
 from trainer.models.llama_spec import LlamaSpec
 from trainer.models.spec import GPT2Spec
-from trainer.parallel.distribute import Reduce, gather, largest_over, reduced, squares_over
+from trainer.parallel.distribute import (
+    Reduce,
+    gather,
+    largest_over,
+    reduced,
+    squares_over,
+)
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
-from trainer.parallel.sharding import bytes_per_device, of_parameters, partitions, shardings
+from trainer.parallel.sharding import (
+    bytes_per_device,
+    of_parameters,
+    partitions,
+    shardings,
+)
 from trainer.run.checkpoint import Checkpointer
 from trainer.step.optimizer import make_optimizer
 from trainer.step.state import to_stored
 from trainer.step.step import sequence_keys
-from trainer.workload import Model, TrainTask, abstract_state, comm_config_of, first_state, gradient_of, lower_step
+from trainer.workload import (
+    Model,
+    TrainTask,
+    abstract_state,
+    comm_config_of,
+    first_state,
+    gradient_of,
+    lower_step,
+)
 
-SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=1, n_head=4, d_model=64, dropout=0.1)
-LLAMA = LlamaSpec(vocab_size=256, context=32, n_layer=1, n_head=4, n_kv_head=2, d_model=64, tied=False)
+SPEC = GPT2Spec(
+    vocab_size=256, context=32, n_layer=1, n_head=4, d_model=64, dropout=0.1
+)
+LLAMA = LlamaSpec(
+    vocab_size=256, context=32, n_layer=1, n_head=4, n_kv_head=2, d_model=64, tied=False
+)
 ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
 DEVICES = 8
 
@@ -48,20 +72,26 @@ def state_of(preset, sizes):
 def gradient(sizes, accum, spec=SPEC):
     """The loss of 16 sequences and the gradient, as one device would have it."""
     w = workload("fp32", sizes, spec)
-    tokens = np.random.default_rng(0).integers(0, 256, (16, SPEC.context + 1), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(
+        0, 256, (16, SPEC.context + 1), dtype=np.int32
+    )
     batch = place_batch(Batch(tokens, None), accum=accum, mesh=w.mesh)
 
     @jax.jit
     def of(params, batch, key):
         value_and_grad = w.model.on(w.mesh).differentiate().value_and_grad
-        return gradient_of(w)(value_and_grad, params, (), batch, sequence_keys(key, batch))[:2]
+        return gradient_of(w)(
+            value_and_grad, params, (), batch, sequence_keys(key, batch)
+        )[:2]
 
     state = first_state(w, seed=0)
     return jax.device_get(of(state.params, batch, state.key))
 
 
 @pytest.mark.parametrize("spec", [SPEC, whole(LLAMA)], ids=["gpt2", "llama"])
-def test_heads_channels_rows_and_state_split_at_once_give_the_gradient_of_one_device(spec):
+def test_heads_channels_rows_and_state_split_at_once_give_the_gradient_of_one_device(
+    spec,
+):
     loss, grads = gradient((1,), accum=1, spec=spec)
     split_loss, split_grads = gradient((2, 2, 2), accum=2, spec=spec)  # dropout too
     # FP32 sums of some thousand terms in another order.
@@ -74,7 +104,9 @@ def test_heads_channels_rows_and_state_split_at_once_give_the_gradient_of_one_de
 def test_the_flagship_keeps_an_eighth_and_moves_bytes():
     w = workload("scalify_fp8_fp16", (1, DEVICES))._replace(reduce=Reduce("fp8"))
     state = state_of("scalify_fp8_fp16", (1, DEVICES))
-    assert bytes_per_device(state) == pytest.approx(sum(map(len, bits(state))) / DEVICES, rel=0.05)
+    assert bytes_per_device(state) == pytest.approx(
+        sum(map(len, bits(state))) / DEVICES, rel=0.05
+    )
 
     specs, comm = of_parameters(state.params, w.mesh, w.model.roles), comm_config_of(w)
 
@@ -83,7 +115,9 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
         return reduced(wide(gather(params, specs, comm)), specs, comm, jnp.uint32(7))
 
     in_specs = (partitions(state.params, w.mesh, w.model.roles),)
-    mapped = jax.shard_map(there_and_back, mesh=w.mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
+    mapped = jax.shard_map(
+        there_and_back, mesh=w.mesh, in_specs=in_specs, out_specs=specs, check_vma=False
+    )
     compiled = jax.jit(mapped).lower(state.params).compile()
     sent: dict = {}
     for c in Program(compiled.as_text()).collectives:
@@ -91,11 +125,20 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
 
     paths = jax.tree_util.tree_leaves_with_path(wide(state.params))
     roles = jax.tree.leaves(w.model.roles)
-    kernels = [leaf.size for (_, leaf), role in zip(paths, roles, strict=True) if w.model.is_narrow(role)]
-    others = [leaf.size for (_, leaf), role in zip(paths, roles, strict=True) if not w.model.is_narrow(role)]
+    kernels = [
+        leaf.size
+        for (_, leaf), role in zip(paths, roles, strict=True)
+        if w.model.is_narrow(role)
+    ]
+    others = [
+        leaf.size
+        for (_, leaf), role in zip(paths, roles, strict=True)
+        if not w.model.is_narrow(role)
+    ]
     share = (DEVICES - 1) / DEVICES
     assert len(kernels) == 4
-    # One byte an element each way, FP16 for the rest, and for each gradient a scale of four bytes.
+    # One byte an element each way, FP16 for the rest, and for each gradient a scale of
+    # four bytes.
     assert sent == {
         ("all-gather", "u8"): sum(kernels) * share,
         ("all-to-all", "u8"): sum(kernels) * share,
@@ -106,14 +149,21 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
     scales = 4 * len(kernels) * 2 * share
     assert 8 * sum(kernels) * share / (2 * sum(kernels) * share + scales) >= 3.9
 
-    for (_, before), after in zip(paths, jax.tree.leaves(compiled(state.params)), strict=True):
-        # Two roundings to E4M3, one of them stochastic, by less than a step of an eighth and half of one.
-        np.testing.assert_allclose(after, before, rtol=0.2, atol=2**-9 * np.abs(before).max())
+    for (_, before), after in zip(
+        paths, jax.tree.leaves(compiled(state.params)), strict=True
+    ):
+        # Two roundings to E4M3, one of them stochastic, by less than a step of an
+        # eighth and half of one.
+        np.testing.assert_allclose(
+            after, before, rtol=0.2, atol=2**-9 * np.abs(before).max()
+        )
 
 
 def bits(state):
     """The bytes of every leaf."""
-    leaves = jax.tree.leaves(dataclasses.replace(state, key=jax.random.key_data(state.key)))
+    leaves = jax.tree.leaves(
+        dataclasses.replace(state, key=jax.random.key_data(state.key))
+    )
     return [np.asarray(leaf).tobytes() for leaf in leaves]
 
 
@@ -126,7 +176,9 @@ def test_a_state_goes_to_other_devices_and_back_bit_for_bit(tmp_path):
             checkpointer.save(1, state, {})
             state = checkpointer.restore(abstract_state(w)).state
         assert bits(state) == before
-        assert [x.sharding for x in jax.tree.leaves(state)] == jax.tree.leaves(shardings(state, w.mesh, w.model.roles))
+        assert [x.sharding for x in jax.tree.leaves(state)] == jax.tree.leaves(
+            shardings(state, w.mesh, w.model.roles)
+        )
 
 
 def test_the_first_state_does_not_depend_on_the_devices():
@@ -137,7 +189,9 @@ def test_the_first_state_does_not_depend_on_the_devices():
 
 def test_the_squares_of_split_arrays_are_those_of_the_whole():
     params = state_of("fp32", (2, 2, 2)).params
-    found = jax.jit(squares_over(make_mesh(2, 2, 2), workload("fp32", (2, 2, 2)).model.roles))(params)
+    found = jax.jit(
+        squares_over(make_mesh(2, 2, 2), workload("fp32", (2, 2, 2)).model.roles)
+    )(params)
     # FP32 sums of some thousand squares in another order.
     expected = [np.sum(np.square(x)) for x in jax.tree.leaves(jax.device_get(params))]
     np.testing.assert_allclose(found, expected, rtol=1e2 * np.finfo(np.float32).eps)
@@ -148,13 +202,17 @@ def test_the_squares_of_split_arrays_are_those_of_the_whole():
     [whole((1, 4), {"scan_layers": True, "n_layer": 2}), ((1, 1, 4), {})],
     ids=["scanned", "tensor"],
 )
-def test_of_moments_split_along_any_axis_only_statistics_are_moved(sizes, changes, monkeypatch):
+def test_of_moments_split_along_any_axis_only_statistics_are_moved(
+    sizes, changes, monkeypatch
+):
     """In what a step does after the gradient, which is not computed here."""
 
     def weights_as_gradient(value_and_grad, params, scaling, batch, keys):
         return jnp.float32(0), params, None
 
-    monkeypatch.setattr("trainer.workload.gradient_of", lambda task: weights_as_gradient)
+    monkeypatch.setattr(
+        "trainer.workload.gradient_of", lambda task: weights_as_gradient
+    )
     w = workload("scalify_fp8_fp16", sizes, dataclasses.replace(SPEC, **changes))
     batch = abstract_batch(1, 4, SPEC.context, document_mask=False, mesh=w.mesh)
     moved = Program(lower_step(w, batch).compile().as_text()).collectives
@@ -168,7 +226,9 @@ def test_the_largest_of_split_arrays_are_those_of_the_whole():
     mesh, roles = make_mesh(2, 2, 2), workload("fp32", (2, 2, 2)).model.roles
     params = state_of("fp32", (2, 2, 2)).params
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
-    found = jax.jit(lambda *xs: largest_over(mesh, roles)([[x, -2 * x] for x in xs], paths))(*leaves)
+    found = jax.jit(
+        lambda *xs: largest_over(mesh, roles)([[x, -2 * x] for x in xs], paths)
+    )(*leaves)
     whole = [np.abs(x).max() for x in jax.device_get(leaves)]
     assert found.tolist() == [peak for x in whole for peak in (x, 2 * x)]
 
@@ -177,14 +237,44 @@ def test_the_largest_of_split_arrays_are_those_of_the_whole():
     ("sizes", "preset", "changes", "words"),
     [
         ((1, 1, 8), "fp32", {}, ["parallel.tensor=8", "model.n_head=4"]),
-        ((1, 8), "fp32", {"n_head": 3, "d_model": 36}, ["parallel.fsdp=8", "model.d_model=36"]),
-        ((1, 1, 4), "scalify_fp8_fp16", {"d_model": 32}, ["parallel.tensor=4", "multiples of 16"]),
-        ((1, 1, 2), "fp32", {"value_gain": 2.0}, ["model.value_gain=2.0", "parallel.tensor"]),
-        ((1, 1, 4), "fp32", LLAMA, ["parallel.tensor=4", "model.n_kv_head=2", "equal parts"]),
+        (
+            (1, 8),
+            "fp32",
+            {"n_head": 3, "d_model": 36},
+            ["parallel.fsdp=8", "model.d_model=36"],
+        ),
+        (
+            (1, 1, 4),
+            "scalify_fp8_fp16",
+            {"d_model": 32},
+            ["parallel.tensor=4", "multiples of 16"],
+        ),
+        (
+            (1, 1, 2),
+            "fp32",
+            {"value_gain": 2.0},
+            ["model.value_gain=2.0", "parallel.tensor"],
+        ),
+        (
+            (1, 1, 4),
+            "fp32",
+            LLAMA,
+            ["parallel.tensor=4", "model.n_kv_head=2", "equal parts"],
+        ),
     ],
 )
-def test_what_a_model_cannot_be_split_into_is_said_in_a_line(sizes, preset, changes, words):
-    w = workload(preset, sizes, spec=dataclasses.replace(SPEC, **changes) if isinstance(changes, dict) else changes)
+def test_what_a_model_cannot_be_split_into_is_said_in_a_line(
+    sizes, preset, changes, words
+):
+    w = workload(
+        preset,
+        sizes,
+        spec=(
+            dataclasses.replace(SPEC, **changes)
+            if isinstance(changes, dict)
+            else changes
+        ),
+    )
     with pytest.raises(UserError) as error:
         check_split(w.model, w.mesh)
     assert all(word in str(error.value) for word in words)

@@ -1,4 +1,5 @@
-"""Means over devices: right in every format, without overflow, without bias, in a fixed order where that is asked."""
+"""Means over devices: right in every format, without overflow, without bias, in a fixed
+order where that is asked."""
 
 import functools
 import math
@@ -19,7 +20,8 @@ DEVICES = 8
 
 @functools.cache
 def program(shape, split, how, sizes=(2, 4)):
-    """From [devices, *shape], a row for each device in the order of the mesh, to the mean."""
+    """From [devices, *shape], a row for each device in the order of the mesh, to the
+    mean."""
     mesh = make_mesh(*sizes)
     spec = [None] * len(shape)
     if split is not None:
@@ -30,7 +32,11 @@ def program(shape, split, how, sizes=(2, 4)):
 
     rows = PartitionSpec(("data", "fsdp"))
     mapped = jax.shard_map(
-        of_device, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=PartitionSpec(*spec), check_vma=False
+        of_device,
+        mesh=mesh,
+        in_specs=(rows, PartitionSpec()),
+        out_specs=PartitionSpec(*spec),
+        check_vma=False,
     )
     return jax.jit(mapped)
 
@@ -38,11 +44,14 @@ def program(shape, split, how, sizes=(2, 4)):
 def normal(shape, scale=1.0):
     # Of sizes that differ from device to device by two octaves.
     sizes = 2.0 ** (np.arange(DEVICES) % 3 - 1)
-    return (np.random.default_rng(0).normal(size=(DEVICES, *shape)).T * sizes * scale).T.astype(np.float32)
+    return (
+        np.random.default_rng(0).normal(size=(DEVICES, *shape)).T * sizes * scale
+    ).T.astype(np.float32)
 
 
 def bound(x, fmt):
-    """Of the error: one rounding of each term and one of the mean, by at most one step of the format each (stochastic).
+    """Of the error: one rounding of each term and one of the mean, by at most one step
+    of the format each (stochastic).
 
     The scale puts the largest magnitude into the upper octave, from max/2 on.
     """
@@ -50,15 +59,22 @@ def bound(x, fmt):
     step = lambda v: np.maximum(np.abs(v) * fmt.epsilon, fmt.min_subnormal * scale)
     exact = x.mean(0)
     first = step(x).mean(0)
-    return first + step(np.abs(exact) + first) + DEVICES * FP32.epsilon * np.abs(x).mean(0)
+    return (
+        first + step(np.abs(exact) + first) + DEVICES * FP32.epsilon * np.abs(x).mean(0)
+    )
 
 
-@pytest.mark.parametrize(("fmt", "split"), [(FP32, 0), (BF16, 1), (FP16, 0), (E4M3, None), (E4M3, 1)])
+@pytest.mark.parametrize(
+    ("fmt", "split"), [(FP32, 0), (BF16, 1), (FP16, 0), (E4M3, None), (E4M3, 1)]
+)
 def test_the_mean_is_right_to_the_rounding_of_the_format(fmt, split):
-    x = normal((12, 20) if split is not None else (5, 3))  # 15 elements are not split evenly
+    # 15 elements are not split evenly
+    x = normal((12, 20) if split is not None else (5, 3))
     found = program(x.shape[1:], split, Reduction(fmt, False))(x, 7)
     assert found.dtype == jnp.float32
-    assert (np.abs(found - x.astype(np.float64).mean(0)) <= bound(x.astype(np.float64), fmt)).all()
+    assert (
+        np.abs(found - x.astype(np.float64).mean(0)) <= bound(x.astype(np.float64), fmt)
+    ).all()
 
 
 @pytest.mark.parametrize("fmt", [FP16, E4M3])
@@ -66,10 +82,17 @@ def test_the_mean_is_right_to_the_rounding_of_the_format(fmt, split):
 def test_no_size_overflows_or_underflows(fmt, size):
     x = normal((12, 20), size)
     found = program((12, 20), 0, Reduction(fmt, False))(x, 7)
-    assert (np.abs(found - x.astype(np.float64).mean(0)) <= bound(x.astype(np.float64), fmt)).all()
-    # All devices at the largest number: in the format itself a sum of two would be infinite.
+    assert (
+        np.abs(found - x.astype(np.float64).mean(0)) <= bound(x.astype(np.float64), fmt)
+    ).all()
+    # All devices at the largest number: in the format itself a sum of two would be
+    # infinite.
     largest = np.full((DEVICES, 12, 20), FP16.max, np.float32)
-    np.testing.assert_allclose(program((12, 20), 0, Reduction(fmt, False))(largest, 7), FP16.max, rtol=fmt.epsilon)
+    np.testing.assert_allclose(
+        program((12, 20), 0, Reduction(fmt, False))(largest, 7),
+        FP16.max,
+        rtol=fmt.epsilon,
+    )
 
 
 def test_what_is_not_finite_stays_so():
@@ -86,9 +109,12 @@ def test_fp8_is_right_in_expectation():
     # One after the other: with all in flight XLA has aborted here, once.
     found = np.mean([np.asarray(run(x, seed)) for seed in range(64)], axis=0)
     exact = x.astype(np.float64).mean(0)
-    # Independent errors: five standard deviations of the mean of 64, each error at most its bound.
+    # Independent errors: five standard deviations of the mean of 64, each error at most
+    # its bound.
     assert (np.abs(found - exact) <= 5 / 8 * bound(x.astype(np.float64), E4M3)).all()
-    assert np.sqrt(np.mean((found - exact) ** 2)) < 0.2 * np.sqrt(np.mean((run(x, 1) - exact) ** 2))
+    assert np.sqrt(np.mean((found - exact) ** 2)) < 0.2 * np.sqrt(
+        np.mean((run(x, 1) - exact) ** 2)
+    )
 
 
 @pytest.mark.parametrize("split", [None, 0])
@@ -104,6 +130,11 @@ def test_the_deterministic_sum_goes_through_the_devices_in_order(split):
 
 
 def test_fp8_travels_as_bytes():
-    text = program((64, 64), 0, Reduction(E4M3, False), (1, 8)).lower(jnp.zeros((8, 64, 64)), 7).compile().as_text()
+    text = (
+        program((64, 64), 0, Reduction(E4M3, False), (1, 8))
+        .lower(jnp.zeros((8, 64, 64)), 7)
+        .compile()
+        .as_text()
+    )
     sizes = {(c.op, c.dtype): c.bytes for c in Program(text).collectives}
     assert sizes == {("all-to-all", "u8"): 64 * 64, ("all-reduce", "f32"): 4}

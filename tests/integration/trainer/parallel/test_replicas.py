@@ -1,4 +1,5 @@
-"""Replicas that train apart: one alone trains as without, they agree after a round, and resume in the middle of one."""
+"""Replicas that train apart: one alone trains as without, they agree after a round, and
+resume in the middle of one."""
 
 import dataclasses
 import functools
@@ -23,13 +24,21 @@ from trainer.run.start import restore_own
 from trainer.step.state import from_stored, to_stored
 from trainer.workload import abstract_state, compile_step, first_state
 
-tree_leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_scaled_array)
-AVERAGE = DiLoCoSettings(2, 2, "fp32", 1.0, 0.0, feedback=False, fragments=1, participants=2, last=100)
+tree_leaves = functools.partial(
+    jax.tree_util.tree_leaves_with_path, is_leaf=is_scaled_array
+)
+AVERAGE = DiLoCoSettings(
+    2, 2, "fp32", 1.0, 0.0, feedback=False, fragments=1, participants=2, last=100
+)
 NARROW = AVERAGE._replace(format="fp8", lr=0.7, momentum=0.9, feedback=True)
 
 
 def task_of(diloco, preset="fp32", devices=None, sizes=(1,)):
-    mesh = make_mesh(*sizes, replicas=diloco.replicas, devices=jax.devices()[:devices] if devices else None)
+    mesh = make_mesh(
+        *sizes,
+        replicas=diloco.replicas,
+        devices=jax.devices()[:devices] if devices else None,
+    )
     return workload(preset)._replace(mesh=mesh, diloco=diloco)
 
 
@@ -55,7 +64,11 @@ def meta_of(diloco):
     """Of a checkpoint: what of its configuration says the form of the state."""
     if diloco is None:
         return {"config": {"diloco": {"replicas": None}}}
-    own = {"outer_momentum": diloco.momentum, "error_feedback": diloco.feedback, "outer_grad": diloco.format}
+    own = {
+        "outer_momentum": diloco.momentum,
+        "error_feedback": diloco.feedback,
+        "outer_grad": diloco.format,
+    }
     return {"config": {"diloco": {"replicas": diloco.replicas} | own}}
 
 
@@ -66,21 +79,31 @@ def of_replica(state, k):
 def test_one_replica_that_exchanges_every_step_trains_as_a_run_without_replicas():
     task = workload("fp32")
     state = from_stored(first_state(task, 0))
-    step = compile_step(task, abstract_batch(1, 16, 16, document_mask=False, mesh=task.mesh), state)
+    step = compile_step(
+        task, abstract_batch(1, 16, 16, document_mask=False, mesh=task.mesh), state
+    )
     state, losses = copied(state), []
     for i in range(3):
         state, metrics = step(state, batch(task, i), hyper(i, 1e-2))
         losses.append(float(metrics["loss"]))
     found, theirs = trained(3, AVERAGE._replace(replicas=1, participants=1, steps=1))
     assert theirs == losses
-    # Outer weights - (outer weights - new ones) is exact where both are near each other: else one rounding.
-    for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(state.params), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=2 * np.finfo(np.float32).eps * np.abs(b).max())
+    # Outer weights - (outer weights - new ones) is exact where both are near each
+    # other: else one rounding.
+    for a, b in zip(
+        jax.tree.leaves(found.params), jax.tree.leaves(state.params), strict=True
+    ):
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=2 * np.finfo(np.float32).eps * np.abs(b).max()
+        )
 
 
 def test_replicas_differ_inside_a_round_and_have_the_outer_weights_after_it():
     state, _ = trained(1, NARROW)
-    assert any((a != b).any() for a, b in zip(of_replica(state, 0), of_replica(state, 1), strict=True))
+    assert any(
+        (a != b).any()
+        for a, b in zip(of_replica(state, 0), of_replica(state, 1), strict=True)
+    )
     outer = bits(state.params)
     state, _ = trained(2, NARROW, start=1, state=state)
     assert bits(state.params) != outer
@@ -96,13 +119,21 @@ def test_the_average_of_replicas_is_that_of_their_weights():
     _, _, step = made(AVERAGE._replace(steps=3))
     after = step.exchanges[0](copied(inside), np.int32(3), np.uint32(0))
     for outer, replicas in zip(
-        jax.tree.leaves(after.params), jax.tree.leaves(inside.diloco.states.params), strict=True
+        jax.tree.leaves(after.params),
+        jax.tree.leaves(inside.diloco.states.params),
+        strict=True,
     ):
         mean = np.asarray(replicas, np.float64).mean(0)
-        np.testing.assert_allclose(outer, mean, rtol=0, atol=4 * np.finfo(np.float32).eps * np.abs(replicas).max())
+        np.testing.assert_allclose(
+            outer,
+            mean,
+            rtol=0,
+            atol=4 * np.finfo(np.float32).eps * np.abs(replicas).max(),
+        )
 
 
-@pytest.mark.whole  # in an exchange: test_diloco.py, test_where_replicas_lie_changes_no_bit
+# in an exchange: test_diloco.py, test_where_replicas_lie_changes_no_bit
+@pytest.mark.whole
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_replicas_on_one_device_have_the_bits_of_replicas_on_two(replicas):
     diloco = NARROW._replace(replicas=replicas, participants=replicas)
@@ -119,8 +150,11 @@ def test_a_replica_may_be_several_devices(sizes):
     found, theirs = trained(3, AVERAGE, "fp32", 4, sizes)
     assert dict(made(AVERAGE, "fp32", 4, sizes)[0].mesh.shape)["replica"] == 2
     np.testing.assert_allclose(theirs, losses, rtol=100 * np.finfo(np.float32).eps)
-    for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(alone.params), strict=True):
-        # Sums in another order, and steps of Adam, which where gradients are next to nothing may have either sign.
+    for a, b in zip(
+        jax.tree.leaves(found.params), jax.tree.leaves(alone.params), strict=True
+    ):
+        # Sums in another order, and steps of Adam, which where gradients are next to
+        # nothing may have either sign.
         assert np.mean(np.abs(np.asarray(a) - np.asarray(b)) > 1e-4) < 0.01
 
 
@@ -128,7 +162,9 @@ FLAGSHIP = whole("scalify_fp8_fp16")  # that it is stored: test_precision.py
 
 
 @pytest.mark.parametrize("preset", ["fp32", FLAGSHIP])
-def test_a_run_that_is_resumed_in_the_middle_of_a_round_has_the_bits_of_one_that_is_not(tmp_path, preset):
+def test_a_run_that_is_resumed_in_the_middle_of_a_round_has_the_bits_of_one_that_is_not(
+    tmp_path, preset
+):
     how = (NARROW._replace(momentum=0.5, fragments=2, steps=4), preset)
     whole, _ = trained(7, *how)
     half, _ = trained(3, *how)
@@ -146,10 +182,14 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_round_has_the_bits_of_one_that
 def test_new_scales_leave_replicas_and_outer_weights_what_they_are_and_are_the_same_for_both():
     whole = from_stored(first_state(task_of(NARROW, "scalify_fp8_fp16"), 0))
     paths = [jax.tree_util.keystr(path) for path, _ in tree_leaves(whole.params)]
-    moved = with_params(whole, weights.rescale_params(whole.params, dict.fromkeys(paths, 0.5)))
+    moved = with_params(
+        whole, weights.rescale_params(whole.params, dict.fromkeys(paths, 0.5))
+    )
     for new, old in ((moved, whole), (moved.diloco.states, whole.diloco.states)):
         assert bits(weights.wide(new.params)) == bits(weights.wide(old.params))
-    for (_, outer), (_, own) in zip(tree_leaves(moved.params), tree_leaves(moved.diloco.states.params), strict=True):
+    for (_, outer), (_, own) in zip(
+        tree_leaves(moved.params), tree_leaves(moved.diloco.states.params), strict=True
+    ):
         assert own.scale == outer.scale
     assert bits(moved.params) != bits(whole.params)
 
@@ -162,34 +202,57 @@ def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
         checkpointer.save(3, to_stored(half), meta_of(NARROW))
         checkpointer.wait()
         state = from_stored(restore_own(checkpointer, task).state)
-    assert jax.tree.structure(state) == jax.tree.structure(from_stored(first_state(task, 0)))
+    assert jax.tree.structure(state) == jax.tree.structure(
+        from_stored(first_state(task, 0))
+    )
     assert bits(state.params) == bits(half.params)
     assert bits(state.diloco.momentum) == bits(half.diloco.momentum)
     for k in range(count):
         outer = k >= 2
-        expected = bits(half.params) if outer else [x.tobytes() for x in of_replica(half, k)]
+        expected = (
+            bits(half.params) if outer else [x.tobytes() for x in of_replica(half, k)]
+        )
         assert [x.tobytes() for x in of_replica(state, k)] == expected
-        moments, residuals = (jax.tree.leaves(x) for x in (state.diloco.states.opt_state, state.diloco.residuals))
-        for new, old in zip(moments, jax.tree.leaves(half.diloco.states.opt_state), strict=True):
+        moments, residuals = (
+            jax.tree.leaves(x)
+            for x in (state.diloco.states.opt_state, state.diloco.residuals)
+        )
+        for new, old in zip(
+            moments, jax.tree.leaves(half.diloco.states.opt_state), strict=True
+        ):
             np.testing.assert_array_equal(new[k], old[k % 2])
-        for new, old in zip(residuals, jax.tree.leaves(half.diloco.residuals), strict=True):
-            np.testing.assert_array_equal(new[k], np.zeros_like(old[0]) if outer else old[k])
+        for new, old in zip(
+            residuals, jax.tree.leaves(half.diloco.residuals), strict=True
+        ):
+            np.testing.assert_array_equal(
+                new[k], np.zeros_like(old[0]) if outer else old[k]
+            )
     keys = [jax.random.key_data(key).tobytes() for key in state.diloco.states.key]
     assert len(set(keys)) == count
 
 
 @pytest.mark.parametrize(("before", "now"), [(AVERAGE, NARROW), whole(NARROW, AVERAGE)])
-def test_another_run_may_go_on_with_an_outer_momentum_and_feedback_or_without(tmp_path, before, now):
-    """What was not kept begins with zeros, what was kept and still is goes on, and weights and moments are the same."""
+def test_another_run_may_go_on_with_an_outer_momentum_and_feedback_or_without(
+    tmp_path, before, now
+):
+    """What was not kept begins with zeros, what was kept and still is goes on, and
+    weights and moments are the same."""
     half, _ = trained(3, before, "fp32", 1)
     task = task_of(now, "fp32", 1)
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(3, to_stored(half), meta_of(before))
         checkpointer.wait()
         state = from_stored(restore_own(checkpointer, task).state)
-    assert jax.tree.structure(state) == jax.tree.structure(from_stored(first_state(task, 0)))
-    assert bits((state.params, state.diloco.states)) == bits((half.params, half.diloco.states))
-    kept = [(state.diloco.residuals, half.diloco.residuals), (state.diloco.momentum, half.diloco.momentum)]
+    assert jax.tree.structure(state) == jax.tree.structure(
+        from_stored(first_state(task, 0))
+    )
+    assert bits((state.params, state.diloco.states)) == bits(
+        (half.params, half.diloco.states)
+    )
+    kept = [
+        (state.diloco.residuals, half.diloco.residuals),
+        (state.diloco.momentum, half.diloco.momentum),
+    ]
     for new, old in kept:
         if old and new:
             assert bits(new) == bits(old)
@@ -200,21 +263,30 @@ def test_another_run_may_go_on_with_an_outer_momentum_and_feedback_or_without(tm
 
 def test_replicas_are_nothing_for_a_run_without(tmp_path):
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
-        checkpointer.save(3, to_stored(trained(1, NARROW, "fp32", 1)[0]), meta_of(NARROW))
+        checkpointer.save(
+            3, to_stored(trained(1, NARROW, "fp32", 1)[0]), meta_of(NARROW)
+        )
         checkpointer.wait()
         with pytest.raises(UserError, match=r"diloco\.replicas=2 replicas.*init_from"):
             restore_own(checkpointer, workload("fp32"))
 
 
-@pytest.mark.whole  # fewer replicas: above; damaged checkpoints: test_checkpoint_damage.py
-def test_where_the_newest_checkpoint_is_damaged_the_one_before_may_have_other_replicas(tmp_path):
+# fewer replicas: above; damaged checkpoints: test_checkpoint_damage.py
+@pytest.mark.whole
+def test_where_the_newest_checkpoint_is_damaged_the_one_before_may_have_other_replicas(
+    tmp_path,
+):
     half, _ = trained(3, NARROW, "fp32", 1)
     task = task_of(NARROW._replace(replicas=1, participants=1), "fp32", 1)
     with Checkpointer(tmp_path / "checkpoints", keep=2) as checkpointer:
         checkpointer.save(3, to_stored(half), meta_of(NARROW))
         checkpointer.save(4, first_state(task, 0), meta_of(task.diloco))
         checkpointer.wait()
-        files = [path for path in (tmp_path / "checkpoints" / "4" / "state").rglob("*") if path.is_file()]
+        files = [
+            path
+            for path in (tmp_path / "checkpoints" / "4" / "state").rglob("*")
+            if path.is_file()
+        ]
         os.truncate(max(files, key=lambda path: path.stat().st_size), 40)
         found = restore_own(checkpointer, task)
     assert found.step == 3
@@ -225,7 +297,9 @@ def test_where_the_newest_checkpoint_is_damaged_the_one_before_may_have_other_re
 def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
     task = workload("scalify_fp8_fp16")
     state = from_stored(first_state(task, 0))
-    step = compile_step(task, abstract_batch(1, 16, 16, document_mask=False, mesh=task.mesh), state)
+    step = compile_step(
+        task, abstract_batch(1, 16, 16, document_mask=False, mesh=task.mesh), state
+    )
     for i in range(3):
         state, _ = step(copied(state), batch(task, i), hyper(i, 1e-2))
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
@@ -234,12 +308,16 @@ def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
         found = restore_own(checkpointer, task_of(NARROW, "scalify_fp8_fp16"))
     assert found.step == 3
     replicas = from_stored(found.state)
-    assert jax.tree.structure(replicas) == jax.tree.structure(made(NARROW, "scalify_fp8_fp16")[1])
+    assert jax.tree.structure(replicas) == jax.tree.structure(
+        made(NARROW, "scalify_fp8_fp16")[1]
+    )
     assert bits(replicas.params) == bits(state.params)
     moments = jax.tree.leaves(state.opt_state)
     for k in range(2):
         assert [x.tobytes() for x in of_replica(replicas, k)] == bits(state.params)
-        for new, old in zip(jax.tree.leaves(replicas.diloco.states.opt_state), moments, strict=True):
+        for new, old in zip(
+            jax.tree.leaves(replicas.diloco.states.opt_state), moments, strict=True
+        ):
             np.testing.assert_array_equal(new[k], old)
     _, losses = trained(7, NARROW, "scalify_fp8_fp16", start=3, state=replicas)
     assert np.isfinite(losses).all()
@@ -260,18 +338,29 @@ def test_replicas_that_are_not_drawn_stay_as_they_were_until_the_exchange():
 
 @pytest.mark.parametrize("preset", ["fp32", FLAGSHIP])
 def test_weights_that_are_not_finite_change_nothing(preset):
-    """Neither the outer weights nor the momentum nor what earlier roundings have lost, which is sent with the next."""
+    """Neither the outer weights nor the momentum nor what earlier roundings have lost,
+    which is sent with the next."""
     how = (NARROW, preset)
     state, _ = trained(3, *how)
-    broken = jax.tree.map(lambda x: x.at[1].set(jnp.nan) if x.ndim else x, state.diloco.states.params)
-    diloco = dataclasses.replace(state.diloco, states=dataclasses.replace(state.diloco.states, params=broken))
+    broken = jax.tree.map(
+        lambda x: x.at[1].set(jnp.nan) if x.ndim else x, state.diloco.states.params
+    )
+    diloco = dataclasses.replace(
+        state.diloco, states=dataclasses.replace(state.diloco.states, params=broken)
+    )
     before = bits((state.params, state.diloco.momentum))
     residuals = bits(state.diloco.residuals)
     assert any(np.any(np.asarray(x)) for x in jax.tree.leaves(state.diloco.residuals))
-    state = made(*how)[2].exchanges[0](dataclasses.replace(state, diloco=diloco), np.int32(4), np.uint32(0))
+    state = made(*how)[2].exchanges[0](
+        dataclasses.replace(state, diloco=diloco), np.int32(4), np.uint32(0)
+    )
     assert bits((state.params, state.diloco.momentum)) == before
     assert bits(state.diloco.residuals) == residuals
-    for own, x in zip(jax.tree.leaves(state.diloco.states.params), jax.tree.leaves(state.params), strict=True):
+    for own, x in zip(
+        jax.tree.leaves(state.diloco.states.params),
+        jax.tree.leaves(state.params),
+        strict=True,
+    ):
         for k in range(2 if own.ndim else 0):
             np.testing.assert_array_equal(own[k], x)
 
@@ -282,7 +371,9 @@ def test_a_residual_that_is_not_finite_is_dropped_where_it_is_not_so_that_exchan
     structure, index = jax.tree.structure(state.diloco.residuals), (0,) * first.ndim
     first[index] = np.inf
     sick = jax.tree.map(jnp.array, jax.tree.unflatten(structure, [first, *others]))
-    state = dataclasses.replace(state, diloco=dataclasses.replace(state.diloco, residuals=sick))
+    state = dataclasses.replace(
+        state, diloco=dataclasses.replace(state.diloco, residuals=sick)
+    )
     state = made(NARROW)[2].exchanges[0](state, np.int32(4), np.uint32(0))
     healed = jax.tree.leaves(state.diloco.residuals)
     first[index] = 0
@@ -305,7 +396,9 @@ def test_the_bytes_of_a_round_are_read_and_fewer_by_the_steps_and_the_format():
     assert found.up_to(49) == 0
     assert found.up_to(50) == found.fragments[1]
     assert found.up_to(100) == sum(found.fragments)
-    assert found.up_to(1000) == pytest.approx(10 * sum(found.fragments) + found.fragments[1])
+    assert found.up_to(1000) == pytest.approx(
+        10 * sum(found.fragments) + found.fragments[1]
+    )
     assert found.seconds(1.0) == max(found.fragments) * 8e-9
 
 
@@ -314,4 +407,6 @@ def test_a_state_of_replicas_is_looked_at_as_that_of_a_run_without():
     seen = with_moments_of_first(state)
     alone = from_stored(first_state(workload("fp32"), 0))
     assert jax.tree.structure(seen) == jax.tree.structure(alone)
-    assert [x.shape for x in jax.tree.leaves(seen)] == [x.shape for x in jax.tree.leaves(alone)]
+    assert [x.shape for x in jax.tree.leaves(seen)] == [
+        x.shape for x in jax.tree.leaves(alone)
+    ]

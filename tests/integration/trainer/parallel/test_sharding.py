@@ -1,4 +1,5 @@
-"""Where the state lives: which axis of which array is split, and what does not fit said in one line."""
+"""Where the state lives: which axis of which array is split, and what does not fit said
+in one line."""
 
 import dataclasses
 
@@ -20,14 +21,20 @@ def specs_of(spec, mesh):
     """The partition of every parameter of a model, by name."""
     model = functional(spec)
     tree = partitions(jax.eval_shape(model.init, jax.random.key(0)), mesh, model.roles)
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return {jax.tree_util.keystr(path, simple=True, separator="."): spec for path, spec in found}
+    found = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): spec
+        for path, spec in found
+    }
 
 
 def test_fsdp_splits_every_parameter_along_its_first_axis():
     assert all(spec[0] == "fsdp" for spec in specs_of(SPEC, make_mesh(1, 8)).values())
     stacked = specs_of(dataclasses.replace(SPEC, scan_layers=True), make_mesh(1, 8))
-    assert stacked["h.attn.c_attn.kernel"] == PartitionSpec(None, "fsdp", None)  # layers are not split
+    # layers are not split
+    assert stacked["h.attn.c_attn.kernel"] == PartitionSpec(None, "fsdp", None)
 
 
 def test_tensor_splits_by_heads_and_hidden_channels():
@@ -38,7 +45,10 @@ def test_tensor_splits_by_heads_and_hidden_channels():
     assert specs["h.0.mlp.c_proj.bias"] == PartitionSpec("fsdp")
     assert specs["h.0.attn.c_proj.kernel"] == PartitionSpec(("tensor", "fsdp"), None)
     assert specs["wte.embedding"] == PartitionSpec("fsdp", None)
-    assert (fsdp_axis(specs["h.0.mlp.c_fc.kernel"]), mesh_axes(specs["h.0.mlp.c_fc.kernel"])) == (0, ("fsdp", "tensor"))
+    assert (
+        fsdp_axis(specs["h.0.mlp.c_fc.kernel"]),
+        mesh_axes(specs["h.0.mlp.c_fc.kernel"]),
+    ) == (0, ("fsdp", "tensor"))
 
 
 def test_what_cannot_be_split_stays_whole():
@@ -46,13 +56,19 @@ def test_what_cannot_be_split_stays_whole():
     assert partition(role, (), sizes) == PartitionSpec()
     assert partition(role, (12, 5), sizes) == PartitionSpec(None, None)
     assert partition(role, (12, 16), sizes) == PartitionSpec(None, "fsdp")
-    assert partition(None, (16, 16), sizes) == PartitionSpec(None, None)  # what is no parameter's
+    # what is no parameter's
+    assert partition(None, (16, 16), sizes) == PartitionSpec(None, None)
     assert fsdp_axis(PartitionSpec(None, None)) is None
 
 
 @pytest.mark.parametrize(
     ("sizes", "filled"),
-    [((-1, 1, 1), (8, 1, 1)), ((1, -1, 2), (1, 4, 2)), ((2, 2, 1), (2, 2, 1)), ((-1, 4, 2), (1, 4, 2))],
+    [
+        ((-1, 1, 1), (8, 1, 1)),
+        ((1, -1, 2), (1, 4, 2)),
+        ((2, 2, 1), (2, 2, 1)),
+        ((-1, 4, 2), (1, 4, 2)),
+    ],
 )
 def test_sizes_are_filled_from_the_devices(sizes, filled):
     assert Sizes(*sizes).filled(8) == filled

@@ -16,7 +16,10 @@ def affine(fixed, each):
     return need, calls
 
 
-@pytest.mark.parametrize(("fixed", "each", "limit"), [(10, 3, 1000), (10, 3, 1001), (500, 1, 600), (0, 7, 49)])
+@pytest.mark.parametrize(
+    ("fixed", "each", "limit"),
+    [(10, 3, 1000), (10, 3, 1001), (500, 1, 600), (0, 7, 49)],
+)
 def test_the_largest_micro_batch_is_found_in_a_few_compilations(fixed, each, limit):
     need, calls = affine(fixed, each)
     best = (limit - fixed) // each
@@ -26,12 +29,15 @@ def test_the_largest_micro_batch_is_found_in_a_few_compilations(fixed, each, lim
 
 @pytest.mark.parametrize("limit", range(500, 2001, 50))
 def test_a_search_with_slack_ends_once_no_more_than_that_can_be_missing(limit):
-    need = lambda b: 100 + 10 * b + b**2 // 20  # grows faster than linearly, as the whole search is told nothing of
+    # grows faster than linearly, as the whole search is told nothing of
+    need = lambda b: 100 + 10 * b + b**2 // 20
     best = max(b for b in range(200) if need(b) <= limit)
 
     def searched(slack):
         calls = []
-        found = largest_that_fits(lambda b: calls.append(b) or need(b), 8, limit, 80, slack)
+        found = largest_that_fits(
+            lambda b: calls.append(b) or need(b), 8, limit, 80, slack
+        )
         return found, len(calls)
 
     (fits, bound), calls = searched(0.1)
@@ -59,8 +65,14 @@ def test_a_need_that_once_falls_is_searched_on():
 def test_where_the_search_ends_first_the_largest_is_only_known_to_be_at_least_that():
     found = largest_that_fits(lambda b: 10 * b, 8, 10**9)
     assert found == (4096, None)
-    assert describe_fitting(found) == "at least 4096 sequences (the search went no further)"
-    assert describe_fitting(largest_that_fits(lambda b: 10 * b, 8, 40_000)) == "4000 sequences"
+    assert (
+        describe_fitting(found)
+        == "at least 4096 sequences (the search went no further)"
+    )
+    assert (
+        describe_fitting(largest_that_fits(lambda b: 10 * b, 8, 40_000))
+        == "4000 sequences"
+    )
     assert describe_fitting(Fitting(90, 95)) == "90 sequences, or up to 95,"
 
 
@@ -70,7 +82,8 @@ def test_nothing_fits_where_the_state_alone_does_not():
 
 
 def test_a_need_that_bends_is_searched_to_the_end():
-    need = lambda b: max(400, 100 + 30 * b)  # the optimiser's moment decides for small batches
+    # the optimiser's moment decides for small batches
+    need = lambda b: max(400, 100 + 30 * b)
     assert largest_that_fits(need, 2, 1000) == (30, 30)
     assert largest_that_fits(need, 8, 399) == (0, 0)
     assert largest_that_fits(need, 8, 400) == (10, 10)
@@ -81,7 +94,9 @@ def test_a_need_that_bends_is_searched_to_the_end():
 def test_a_need_that_is_flat_and_then_steep_takes_few_compilations(bend, room):
     need = lambda b: 3_000_000 + 10 * b + max(0, 5_000 * (b - bend))
     measured = []
-    found, bound = largest_that_fits(lambda b: measured.append(b) or need(b), 8, 3_000_000 + room)
+    found, bound = largest_that_fits(
+        lambda b: measured.append(b) or need(b), 8, 3_000_000 + room
+    )
     best = max(b for b in range(1, 4097) if need(b) <= 3_000_000 + room)
     assert len(measured) <= TRIES  # lines alone: up to 385
     assert 0.8 * best <= found <= best <= bound

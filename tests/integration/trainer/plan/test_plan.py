@@ -1,4 +1,5 @@
-"""Plans: the arithmetic, the command's answers to bad input, and the plan of a small model whose step is compiled."""
+"""Plans: the arithmetic, the command's answers to bad input, and the plan of a small
+model whose step is compiled."""
 
 import importlib.metadata
 import json
@@ -13,7 +14,14 @@ import pytest
 from scripts import plan as script
 from trainer.assembly.build import build_model, build_policy, check_fp8
 from trainer.compiled.classes import FP8, GAPS
-from trainer.compiled.fp8 import Gpu, Layer, check_device, check_step, layer_products, not_fp8
+from trainer.compiled.fp8 import (
+    Gpu,
+    Layer,
+    check_device,
+    check_step,
+    layer_products,
+    not_fp8,
+)
 from trainer.compiled.operations import Collective, Gemm
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
@@ -28,8 +36,16 @@ from trainer.plan.targets import TARGETS, get_target
 from trainer.precision.policy import Policy
 from trainer.workload import TrainTask
 
-TINY = ["model=gpt2_nano", "model.n_layer=1", "model.d_model=64", "model.n_head=1", "model.context=64"]
-H200, A100 = (Gpu(t.device, t.capability) for t in (get_target("h200"), get_target("a100")))
+TINY = [
+    "model=gpt2_nano",
+    "model.n_layer=1",
+    "model.d_model=64",
+    "model.n_head=1",
+    "model.context=64",
+]
+H200, A100 = (
+    Gpu(t.device, t.capability) for t in (get_target("h200"), get_target("a100"))
+)
 KEYS = {
     "peak_bytes_per_device",
     "state_bytes",
@@ -49,14 +65,22 @@ KEYS = {
 @pytest.fixture(scope="session")  # compiled once, whatever a worker runs in between
 def flagship():
     """Of two GPUs, two sequences each."""
-    arguments = [*TINY, "precision=scalify_fp8_fp16", "gpus=2", "micro_batch=2", "search=no", "compare=no"]
+    arguments = [
+        *TINY,
+        "precision=scalify_fp8_fp16",
+        "gpus=2",
+        "micro_batch=2",
+        "search=no",
+        "compare=no",
+    ]
     return script.plan_of(arguments)
 
 
 def test_the_plan_of_a_small_flagship(flagship):
     figures = json.loads(json.dumps(flagship.as_json()))
     assert set(figures) >= KEYS
-    # A block of four linear layers: output, gradient of the input, gradient of the weight.
+    # A block of four linear layers: output, gradient of the input, gradient of the
+    # weight.
     assert figures["gemms"]["fp8"] == 4 * 3
     assert figures["gemm_kernels"]["fp8 __cublas$lt$matmul$f8"] == 12
     assert figures["not_fp8"] == {}
@@ -70,14 +94,28 @@ def test_the_plan_of_a_small_flagship(flagship):
     assert abs(figures["memory"]["gaps"]) < 0.05 * figures["peak_bytes_per_device"]
 
 
-def test_a_program_for_devices_that_are_not_there_is_not_written_to_the_cache(monkeypatch):
+def test_a_program_for_devices_that_are_not_there_is_not_written_to_the_cache(
+    monkeypatch,
+):
     """JAX could not read it, and says so each time the same is planned again."""
     least = jax.config.jax_persistent_cache_min_compile_time_secs
     during = []
     compiled = plan.compile_for_target
-    look = lambda *step: during.append(jax.config.jax_persistent_cache_min_compile_time_secs) or compiled(*step)
+    look = lambda *step: (
+        during.append(jax.config.jax_persistent_cache_min_compile_time_secs)
+        or compiled(*step)
+    )
     monkeypatch.setattr(plan, "compile_for_target", look)
-    script.plan_of([*TINY, "model.d_model=32", "gpus=1", "micro_batch=1", "search=no", "compare=no"])
+    script.plan_of(
+        [
+            *TINY,
+            "model.d_model=32",
+            "gpus=1",
+            "micro_batch=1",
+            "search=no",
+            "compare=no",
+        ]
+    )
     assert during == [math.inf]
     assert jax.config.jax_persistent_cache_min_compile_time_secs == least < math.inf
 
@@ -86,20 +124,36 @@ def test_state_is_that_of_the_precision(flagship):
     # FP16 weights and two FP16 moments, and four bytes for each scale.
     w = flagship.measured.model
 
-    sizes = [math.prod(s.shape) for s in jax.tree.leaves(jax.eval_shape(functional(w.spec).init, jax.random.key(0)))]
-    assert flagship.state_bytes == pytest.approx(3 * 2 * sum(sizes), abs=8 * 3 * len(sizes))
+    sizes = [
+        math.prod(s.shape)
+        for s in jax.tree.leaves(
+            jax.eval_shape(functional(w.spec).init, jax.random.key(0))
+        )
+    ]
+    assert flagship.state_bytes == pytest.approx(
+        3 * 2 * sum(sizes), abs=8 * 3 * len(sizes)
+    )
 
 
 def test_gradients_are_summed_over_the_devices(flagship):
-    sizes = {(c["op"], c["dtype"]): c["bytes"] for c in flagship.as_json()["collectives"]}
-    # Those of biases and gains at least; of a kernel the partitioner may instead gather what it is the product of.
+    sizes = {
+        (c["op"], c["dtype"]): c["bytes"] for c in flagship.as_json()["collectives"]
+    }
+    # Those of biases and gains at least; of a kernel the partitioner may instead gather
+    # what it is the product of.
     assert any(op == "all-reduce" for op, _ in sizes)
     assert all(size > 0 for size in sizes.values())
 
 
 def test_the_text_says_what_the_figures_say(flagship):
     text = "\n".join(script.lines_of(flagship))
-    for part in ("12 fp8 __cublas$lt$matmul$f8", "2 x NVIDIA H200", "all-reduce", "fits in", "MFU"):
+    for part in (
+        "12 fp8 __cublas$lt$matmul$f8",
+        "2 x NVIDIA H200",
+        "all-reduce",
+        "fits in",
+        "MFU",
+    ):
         assert part in text
 
 
@@ -110,29 +164,40 @@ def test_a_prediction_has_every_kernel_and_is_slower_than_the_roofline(flagship)
     launches = {kind: row["launches"] for kind, row in kinds.items()}
     assert launches.pop(GAPS) == sum(launches.values()) == figures["kernels"]
     assert launches[FP8] == 12
-    assert found["seconds"] == pytest.approx(sum(row["seconds"] for row in kinds.values()))
+    assert found["seconds"] == pytest.approx(
+        sum(row["seconds"] for row in kinds.values())
+    )
     assert found["seconds"] > figures["roofline_seconds"]
     assert found["tokens_per_s"] * found["seconds"] == pytest.approx(2 * 2 * 64)
     assert found["times_as_fast_as_bf16"] is found["classes_bf16"] is None
     text = "\n".join(script.predicted_lines(flagship))
     assert f"| FP8 products | {1e3 * kinds[FP8]['seconds']:.2f} | 12 |" in text
-    beside = "\n".join(script.predicted_lines(flagship._replace(bf16=flagship.measured)))
+    beside = "\n".join(
+        script.predicted_lines(flagship._replace(bf16=flagship.measured))
+    )
     assert "1.000 times as fast as bf16" in beside
     cells = f"{1e3 * kinds[FP8]['seconds']:.2f} | 12"
     assert f"| FP8 products | {cells} | {cells} |" in beside
 
 
 def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
-    """The same program, judged as if a layer had been left out, or as if the tokens were others."""
+    """The same program, judged as if a layer had been left out, or as if the tokens
+    were others."""
     c = compose_config([*TINY, "precision=scalify_fp8_fp16"])
     model = build_model(c.model, build_policy(c.precision), 256)
     program = flagship.measured.compiled.program
     assert not_fp8(model, program, 128, H200) == []
-    (layer, *_) = not_fp8(build_model(c.model, model.policy, 256, rows=120), program, 120, H200)
+    layer, *_ = not_fp8(
+        build_model(c.model, model.policy, 256, rows=120), program, 120, H200
+    )
     assert (layer.is_chosen, "not a multiple of 16" in layer.reason) == (True, True)
     assert "no FP8 tensor cores" in not_fp8(model, program, 128, A100)[0].reason
-    kept = compose_config([*TINY, "precision=scalify_fp8_fp16", "precision.exclude=[h.0.*]"])
-    found = not_fp8(build_model(kept.model, build_policy(kept.precision), 256), program, 128, H200)
+    kept = compose_config(
+        [*TINY, "precision=scalify_fp8_fp16", "precision.exclude=[h.0.*]"]
+    )
+    found = not_fp8(
+        build_model(kept.model, build_policy(kept.precision), 256), program, 128, H200
+    )
     assert [layer.path for layer in found] == [
         f"h.0.{n}" for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     ]
@@ -140,9 +205,11 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
     assert found[0].reason == "in precision.exclude"
 
 
-@pytest.mark.whole  # two programs for a GPU; of one precision: test_the_plan_of_a_small_flagship
+# two programs for a GPU; of one precision: test_the_plan_of_a_small_flagship
+@pytest.mark.whole
 def test_a_layer_in_16_bits_beside_fp8_ones_has_nothing_transposed():
-    """FP8 operands are, of each of four linear layers three; of the kept block's gradients XLA took the order."""
+    """FP8 operands are, of each of four linear layers three; of the kept block's
+    gradients XLA took the order."""
     kept = [
         "model.n_layer=2",
         "precision.exclude=[h.0.*]",
@@ -152,13 +219,19 @@ def test_a_layer_in_16_bits_beside_fp8_ones_has_nothing_transposed():
         "compare=no",
         "exact=yes",
     ]
-    program = script.plan_of([*TINY, "precision=scalify_fp8_fp16", *kept]).measured.compiled.program
-    assert sum(kernel.times for kernel in program.kernels if kernel.kind == "transpose") == 4 * 3
+    program = script.plan_of(
+        [*TINY, "precision=scalify_fp8_fp16", *kept]
+    ).measured.compiled.program
+    assert (
+        sum(kernel.times for kernel in program.kernels if kernel.kind == "transpose")
+        == 4 * 3
+    )
 
 
 def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatch):
     """A run on GPUs, but for its devices and its step, which are those of the plan."""
-    monkeypatch.setattr("trainer.assembly.build.Program", lambda text: text)  # read by the plan already
+    # read by the plan already
+    monkeypatch.setattr("trainer.assembly.build.Program", lambda text: text)
     overrides = [*TINY, "precision=scalify_fp8_fp16", "train.batch_tokens=256"]
     mesh = make_target_mesh(get_target("h200"), 2, 1)
     w = TrainTask(flagship.measured.model, "adamw", None, mesh)
@@ -166,12 +239,22 @@ def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatc
     found = check_fp8(compose_config(overrides), w, step)
     assert found.share == flagship.fp8_flop_share
     assert found.lines == [
-        f"compiled step: 12 FP8 products, {found.share:.1%} of the FLOPs of matrix products and attentions",
-        "FP8 is not expected to be faster than bf16 at model.d_model=64: it pays from 512 on (an estimate for an "
-        "H200, docs/results.md)",
+        (
+            f"compiled step: 12 FP8 products, {found.share:.1%} of the FLOPs of matrix"
+            " products and attentions"
+        ),
+        (
+            "FP8 is not expected to be faster than bf16 at model.d_model=64: it pays"
+            " from 512 on (an estimate for an H200, docs/results.md)"
+        ),
     ]
     c = compose_config([*overrides, "model.n_layer=2"])
-    with pytest.raises(UserError, match=r"h\.\d\.attn\.c_attn is not FP8: .*; 12 of 24 FP8 products are FP8 \(and"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"h\.\d\.attn\.c_attn is not FP8: .*; 12 of 24 FP8 products are FP8 \(and"
+        ),
+    ):
         check_fp8(c, w._replace(model=build_model(c.model, w.model.policy, 256)), step)
     assert check_fp8(compose_config([*TINY, "precision=bf16"]), w, step) is None
     w = w._replace(mesh=SimpleNamespace(devices=np.array(jax.devices("cpu"))))
@@ -180,8 +263,13 @@ def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatc
 
 def test_fp8_is_not_required_of_what_has_none():
     check_device(make_target_mesh(get_target("h100"), 1, 1).devices.flat[0])
-    for device in (jax.devices("cpu")[0], make_target_mesh(get_target("a100"), 1, 1).devices.flat[0]):
-        with pytest.raises(UserError, match=rf"require_fp8=true, but {device.device_kind} has no FP8"):
+    for device in (
+        jax.devices("cpu")[0],
+        make_target_mesh(get_target("a100"), 1, 1).devices.flat[0],
+    ):
+        with pytest.raises(
+            UserError, match=rf"require_fp8=true, but {device.device_kind} has no FP8"
+        ):
             check_device(device)
     with pytest.raises(UserError, match="precision=bf16 has no FP8 matmuls"):
         compose_config(["precision=bf16", "precision.require_fp8=true"])
@@ -190,36 +278,66 @@ def test_fp8_is_not_required_of_what_has_none():
 def test_a_missing_product_is_told_by_its_size():
     c = compose_config([*TINY, "precision=scalify_fp8_fp16", "model.n_layer=1"])
     model = build_model(c.model, build_policy(c.precision), 256)
-    sizes = [size for path in model.narrow for size in layer_products(linear_sizes(model.spec)[path], 128)]
-    gemms = [Gemm("k", "fp8", ("f8e4m3fn", "f8e4m3fn"), (1, *size), "", "g", 1) for size in sizes]
-    gemms[1] = gemms[1]._replace(sizes=(8, 128, 64, 32))  # 192 contracted elements, in eight padded parts
+    sizes = [
+        size
+        for path in model.narrow
+        for size in layer_products(linear_sizes(model.spec)[path], 128)
+    ]
+    gemms = [
+        Gemm("k", "fp8", ("f8e4m3fn", "f8e4m3fn"), (1, *size), "", "g", 1)
+        for size in sizes
+    ]
+    # 192 contracted elements, in eight padded parts
+    gemms[1] = gemms[1]._replace(sizes=(8, 128, 64, 32))
     program = SimpleNamespace(gemms=gemms, attentions=[])
     assert not_fp8(model, program, 128, None) == []
-    program.gemms = [*gemms[:1], *gemms[2:], gemms[0]._replace(sizes=(1, 16, 16, 16))]  # as many, one of them another
+    # as many, one of them another
+    program.gemms = [*gemms[:1], *gemms[2:], gemms[0]._replace(sizes=(1, 16, 16, 16))]
     assert not_fp8(model, program, 128, None) == []
     program.gemms = [gemms[0]._replace(dtype="fp16", kernel="triton"), *gemms[1:]]
-    assert [(layer.path, layer.reason) for layer in not_fp8(model, program, 128, None)] == [
+    assert [
+        (layer.path, layer.reason) for layer in not_fp8(model, program, 128, None)
+    ] == [
         (
             "h.0.attn.c_attn",
-            "its output (128 x 192 over 64) is compiled as fp16 (triton); 11 of 12 FP8 products are FP8",
+            (
+                "its output (128 x 192 over 64) is compiled as fp16 (triton); 11 of 12"
+                " FP8 products are FP8"
+            ),
         )
     ]
-    with pytest.raises(UserError, match=r"for NVIDIA H200, h\.0\.attn\.c_attn is not FP8: its output \(128 x 192 over"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"for NVIDIA H200, h\.0\.attn\.c_attn is not FP8: its output \(128 x 192"
+            r" over"
+        ),
+    ):
         check_step(model, program, 128, H200, require=None)
-    assert "not FP8: h.0.attn.c_attn" in check_step(model, program, 128, H200, require=False).lines[1]
+    assert (
+        "not FP8: h.0.attn.c_attn"
+        in check_step(model, program, 128, H200, require=False).lines[1]
+    )
     ada = Gpu("NVIDIA L4", (8, 9))  # has FP8, but is not asked for it
     _, missing, slow = check_step(model, program, 128, ada, require=None).lines
     assert "not FP8: h.0.attn.c_attn" in missing
-    assert "not expected to be faster than bf16 at model.d_model=64: it pays from 512 on" in slow
+    assert (
+        "not expected to be faster than bf16 at model.d_model=64: it pays from 512 on"
+        in slow
+    )
     with pytest.raises(UserError, match="for NVIDIA L4"):
         check_step(model, program, 128, ada, require=True)
     recomputed = [gemm for gemm in gemms[2:] if gemm.sizes != (1, 64, 192, 128)] * 2
     program.gemms = [gemms[0], gemms[1], *recomputed]
-    assert [layer.path for layer in not_fp8(model, program, 128, None)] == ["h.0.attn.c_attn"]
+    assert [layer.path for layer in not_fp8(model, program, 128, None)] == [
+        "h.0.attn.c_attn"
+    ]
 
 
 def test_a_plan_names_a_few_layers_for_each_reason_that_they_are_not_fp8():
-    layers = [Layer(f"h.{i}.mlp.c_fc", "all are in bf16", True) for i in range(9)] + [Layer("head", "kept", True)]
+    layers = [Layer(f"h.{i}.mlp.c_fc", "all are in bf16", True) for i in range(9)] + [
+        Layer("head", "kept", True)
+    ]
     assert script.not_fp8_lines(layers, most=2) == [
         "  not FP8: h.0.mlp.c_fc, h.1.mlp.c_fc and 7 more: all are in bf16",
         "  not FP8: head: kept",
@@ -232,11 +350,15 @@ def test_figures_are_continued_along_a_line():
 
 
 def test_which_steps_are_continued():
-    policy = lambda *arguments: build_policy(compose_config(["precision=scalify_fp8_fp16", *arguments]).precision)
+    policy = lambda *arguments: build_policy(
+        compose_config(["precision=scalify_fp8_fp16", *arguments]).precision
+    )
     spec = GPT2Spec(256, n_layer=48)
     assert is_continued(spec, policy(), exact=False)
     assert not is_continued(spec, policy(), exact=True)
-    assert not is_continued(GPT2Spec(256, n_layer=48, scan_layers=True), policy(), exact=False)
+    assert not is_continued(
+        GPT2Spec(256, n_layer=48, scan_layers=True), policy(), exact=False
+    )
     assert not is_continued(GPT2Spec(256, n_layer=12), policy(), exact=False)
     assert not is_continued(spec, policy("precision.exclude=[h.47.*]"), exact=False)
     assert isinstance(policy(), Policy)
@@ -246,11 +368,16 @@ def test_seconds_of_products_and_collectives():
     h200, a100 = get_target("h200"), get_target("a100")
     assert seconds_of_gemm(1978.9e12, "fp8", h200) == pytest.approx(1)
     assert seconds_of_gemm(989.4e12, "bf16", h200) == pytest.approx(1)
-    assert seconds_of_gemm(312e12, "fp8", a100) == pytest.approx(1)  # FP8 has no rate there
+    # FP8 has no rate there
+    assert seconds_of_gemm(312e12, "fp8", a100) == pytest.approx(1)
     reduce = Collective("all-reduce", "f32", 450_000_000, 0, "x", times=2)
-    assert seconds_of_collective(reduce, Aim(h200, 8, 1, 0.75)) == pytest.approx(2 * 2 * 7 / 8 * 1e-3)
+    assert seconds_of_collective(reduce, Aim(h200, 8, 1, 0.75)) == pytest.approx(
+        2 * 2 * 7 / 8 * 1e-3
+    )
     gather = Collective("all-gather", "f32", 400_000_000, 16, "x", times=1)
-    assert seconds_of_collective(gather, Aim(h200, 16, 2, 0.75)) == pytest.approx(15 / 16 * 1e-3)
+    assert seconds_of_collective(gather, Aim(h200, 16, 2, 0.75)) == pytest.approx(
+        15 / 16 * 1e-3
+    )
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -280,14 +407,19 @@ allocation 8: size 4, page 0, thread-local:
     [
         (["state.1{}:0-9", "add.1{}:1-3", "add.2{0}:2-3"], ["add.1", "add.2{0}"]),
         (["add.1{}:1-2", "add.2{0}:3-4"], ["add.1"]),  # one after the other
-        (["add.1{}:1-3", "add.2{0}:3-4"], ["add.1", "add.2{0}"]),  # one is made of the other
+        # one is made of the other
+        (["add.1{}:1-3", "add.2{0}:3-4"], ["add.1", "add.2{0}"]),
         (["add.1{}:1-9", "while.1{2}:3-4"], ["while.1{2}", "add.1"]),
-        (["add.1{}:1-9", "add.2{0}:2-4", "in_place.1{}:4-6"], ["add.1", "add.2{0}"]),  # both in one place
+        # both in one place
+        (["add.1{}:1-9", "add.2{0}:2-4", "in_place.1{}:4-6"], ["add.1", "add.2{0}"]),
         (["add.1{}:1-3", "pair.1{}:5-6", "inner.1{}:2-4"], ["pair.1{}"]),
     ],
 )
 def test_what_is_held_at_the_peak(ranges, held):
-    found = held_at_peak(ASSIGNMENT, "\n".join(["  BufferLiveRange:", *(f"    {line}" for line in ranges)]))
+    found = held_at_peak(
+        ASSIGNMENT,
+        "\n".join(["  BufferLiveRange:", *(f"    {line}" for line in ranges)]),
+    )
     assert [buffer.name for buffer in found] == held
     shapes = {
         "add.1": ("f32", (2,)),
@@ -322,9 +454,12 @@ def test_bad_arguments_are_answered_in_one_line(arguments, message, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "tokens"), [([], 4096), (["train.batch_tokens=8192", "train.grad_accum_steps=2"], 8192)]
+    ("arguments", "tokens"),
+    [([], 4096), (["train.batch_tokens=8192", "train.grad_accum_steps=2"], 8192)],
 )
-def test_a_context_longer_than_the_default_batch_needs_no_batch_on_the_command_line(arguments, tokens):
+def test_a_context_longer_than_the_default_batch_needs_no_batch_on_the_command_line(
+    arguments, tokens
+):
     assert script.composed(["model=llama2_7b", *arguments]).train.batch_tokens == tokens
 
 
@@ -337,7 +472,9 @@ def test_a_missing_package_is_named(monkeypatch):
         return real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(UserError, match=r"needs nvidia-nvvm, .*pip install '.\[plan\]'"):
+    with pytest.raises(
+        UserError, match=r"needs nvidia-nvvm, .*pip install '.\[plan\]'"
+    ):
         aot.check_packages()
 
 

@@ -3,7 +3,16 @@
 import pytest
 
 from trainer.compiled.arithmetic import lane_clocks
-from trainer.compiled.classes import CLASSES, ELEMENTWISE, FP8, GAPS, PRODUCTS, PRODUCTS32, REDUCTIONS, UPDATE
+from trainer.compiled.classes import (
+    CLASSES,
+    ELEMENTWISE,
+    FP8,
+    GAPS,
+    PRODUCTS,
+    PRODUCTS32,
+    REDUCTIONS,
+    UPDATE,
+)
 from trainer.compiled.hlo import Program
 from trainer.compiled.operations import Gemm
 from trainer.plan.figures import Aim
@@ -13,7 +22,8 @@ from trainer.plan.times import GAP_US, RATES, fill, predicted
 H100 = get_target("h100")
 AIM = Aim(H100, 1, 1, 0.75)
 
-# Forward: an FP8 product, a tanh of its result, a sum of rows; and an update of integers, as a hash is.
+# Forward: an FP8 product, a tanh of its result, a sum of rows; and an update of
+# integers, as a hash is.
 TEXT = """HloModule m
 
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -54,9 +64,13 @@ ENTRY %main (x: f8e4m3fn[4096,4096], y: u32[4096,4096]) -> u32[4096,4096] {
   %fusion.3 = f32[4096]{0} fusion(%fusion.2), kind=kInput, calls=%total, metadata={op_name="jvp()/sum"}
   ROOT %fusion.4 = u32[4096,4096]{1,0} fusion(%y), kind=kLoop, calls=%scramble, metadata={op_name="jit(f)/hash"}
 }
-""".replace(  # noqa: E501
+""".replace(
     "HASH",
-    "\n".join(f"  %h{i} = u32[4096,4096]{{1,0}} add(%{'p.2' if i == 0 else f'h{i - 1}'}, %p.2)" for i in range(41)),
+    "\n".join(
+        f"  %h{i} = u32[4096,4096]{{1,0}} add(%{'p.2' if i == 0 else f'h{i - 1}'},"
+        " %p.2)"
+        for i in range(41)
+    ),
 )
 
 
@@ -66,15 +80,22 @@ def test_each_kernel_takes_the_longest_of_its_work_and_a_fixed_time():
     tiles = 1024 / (8 * 132)  # 32 x 32 tiles in eight rounds
     product = 2 * 4096**3 / 1978.9e12 / RATES[FP8].flops / tiles
     assert found["predicted", FP8] == pytest.approx(product + RATES[FP8].fixed_us * us)
-    bend = 2 * 4 * elements / 3.35e12 / RATES[ELEMENTWISE].bytes  # its 26 clocks an element take less
+    # its 26 clocks an element take less
+    bend = 2 * 4 * elements / 3.35e12 / RATES[ELEMENTWISE].bytes
     assert bend > 26 * elements / lanes / RATES[ELEMENTWISE].lanes
-    assert found["predicted", ELEMENTWISE] == pytest.approx(bend + RATES[ELEMENTWISE].fixed_us * us)
+    assert found["predicted", ELEMENTWISE] == pytest.approx(
+        bend + RATES[ELEMENTWISE].fixed_us * us
+    )
     total = 4 * (elements + 4096) / 3.35e12 / RATES[REDUCTIONS].bytes
-    assert found["predicted", REDUCTIONS] == pytest.approx(total + RATES[REDUCTIONS].fixed_us * us)
+    assert found["predicted", REDUCTIONS] == pytest.approx(
+        total + RATES[REDUCTIONS].fixed_us * us
+    )
     # 42 operations of integers, at half the rate, take longer than reading and writing.
     scramble = 42 * 2 * elements / lanes / RATES[UPDATE].lanes
     assert scramble > 2 * 4 * elements / 3.35e12 / RATES[UPDATE].bytes
-    assert found["predicted", UPDATE] == pytest.approx(scramble + RATES[UPDATE].fixed_us * us)
+    assert found["predicted", UPDATE] == pytest.approx(
+        scramble + RATES[UPDATE].fixed_us * us
+    )
     assert found["predicted", GAPS] == pytest.approx(4 * GAP_US * us)
     assert {kind: n for (group, kind), n in found.items() if group == "launches"} == {
         FP8: 1,
@@ -88,9 +109,11 @@ def test_each_kernel_takes_the_longest_of_its_work_and_a_fixed_time():
 def test_arithmetic_is_counted_once_for_each_element():
     program = Program(TEXT)
     clocks = {e.instruction.name: lane_clocks(program, e) for e in program.executed}
-    # A tanh is 24, a product and a sum one, and what is computed twice is computed once.
+    # A tanh is 24, a product and a sum one, and what is computed twice is computed
+    # once.
     assert clocks["fusion.2"] == 26 * 4096**2
-    # A sum over an axis is one for each element and one of the pair that it is described by.
+    # A sum over an axis is one for each element and one of the pair that it is
+    # described by.
     assert clocks["fusion.3"] == 4096**2 + 1
     assert clocks["fusion.4"] == 84 * 4096**2
 
@@ -99,7 +122,8 @@ def test_arithmetic_is_counted_once_for_each_element():
     ("sizes", "share"),
     [
         ((1, 8192, 3072, 768), 1536 / (12 * 132)),
-        ((1, 768, 768, 8192), 108 / 132),  # its sum in three parts; in four they would be 144 tiles, two rounds
+        # its sum in three parts; in four they would be 144 tiles, two rounds
+        ((1, 768, 768, 8192), 108 / 132),
         ((1, 768, 768, 2048), 36 / 132),
         ((4, 128, 128, 64), 4 / 132),
     ],
@@ -111,6 +135,11 @@ def test_a_product_of_few_tiles_leaves_multiprocessors_without_work(sizes, share
 
 def test_every_class_has_its_rates():
     assert set(RATES) == set(CLASSES)
-    assert all(0 < share <= 1 for rate in RATES.values() for share in (rate.flops, rate.bytes, rate.lanes))
-    assert RATES[FP8].flops <= RATES[PRODUCTS].flops  # no public measurement has FP8 nearer to its peak
+    assert all(
+        0 < share <= 1
+        for rate in RATES.values()
+        for share in (rate.flops, rate.bytes, rate.lanes)
+    )
+    # no public measurement has FP8 nearer to its peak
+    assert RATES[FP8].flops <= RATES[PRODUCTS].flops
     assert RATES[PRODUCTS32].flops < 1

@@ -1,4 +1,5 @@
-"""Weights whose update keeps what rounding loses: the state, through checkpoints and conversions, and training."""
+"""Weights whose update keeps what rounding loses: the state, through checkpoints and
+conversions, and training."""
 
 import dataclasses
 
@@ -30,10 +31,12 @@ COMPILED = {}
 
 
 def compiled(w, state):
-    """The step of a workload of `precisions`, each made once, for states of one form and of the same scales."""
+    """The step of a workload of `precisions`, each made once, for states of one form
+    and of the same scales."""
     key = id(w), jax.tree.structure(state)
     if key not in COMPILED:
-        COMPILED[key] = w, compile_step(w, abstract(w), state)  # a workload that is kept keeps its id
+        # a workload that is kept keeps its id
+        COMPILED[key] = w, compile_step(w, abstract(w), state)
     return COMPILED[key][1]
 
 
@@ -49,19 +52,29 @@ def take(w, steps, start=0, state=None, lr=1e-2):
 def gap(a, b):
     """The norm of a difference of weights over that of the second."""
     pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
-    return float(np.sqrt(sum(jnp.sum((x - y) ** 2) for x, y in pairs) / sum(jnp.sum(y**2) for _, y in pairs)))
+    return float(
+        np.sqrt(
+            sum(jnp.sum((x - y) ** 2) for x, y in pairs)
+            / sum(jnp.sum(y**2) for _, y in pairs)
+        )
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_two_bytes_a_parameter_are_kept_in_bf16(preset):
     w = kahan(preset)
     state = first_state(w, seed=0)
-    assert {str(x.dtype) for x in jax.tree.leaves(state.kahan_compensation)} == {"bfloat16"}
+    assert {str(x.dtype) for x in jax.tree.leaves(state.kahan_compensation)} == {
+        "bfloat16"
+    }
     count = sum(x.size for x in jax.tree.leaves(state.params, is_leaf=is_scaled_array))
     assert sum(x.nbytes for x in jax.tree.leaves(state.kahan_compensation)) == 2 * count
     assert workload(preset).model.policy.keeps_lost is False
     assert first_state(workload(preset), seed=0).kahan_compensation == ()
-    assert gap(exact_weights(state), first_state(workload("fp32"), seed=0).params) < 2.0**-16
+    assert (
+        gap(exact_weights(state), first_state(workload("fp32"), seed=0).params)
+        < 2.0**-16
+    )
 
 
 @pytest.mark.whole  # without remainders: test_precision.py
@@ -74,17 +87,30 @@ def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
         checkpointer.wait()
         restored = from_stored(checkpointer.restore(abstract_state(w)).state)
     assert jax.tree.structure(restored) == jax.tree.structure(half)
-    assert any(np.any(np.asarray(x, np.float32)) for x in jax.tree.leaves(restored.kahan_compensation))
+    assert any(
+        np.any(np.asarray(x, np.float32))
+        for x in jax.tree.leaves(restored.kahan_compensation)
+    )
     assert bits(take(w, 2, start=2, state=restored)[0]) == bits(whole)
 
 
 def test_updates_too_small_for_bf16_add_up_as_in_fp32():
-    rate, steps = 2e-5, 40  # Adam's updates are at most so large: 2^-15.6, below half of most weights' last place
-    right = take(workload("bf16_pure", weights="fp32", weight_grad="fp32"), steps, lr=rate)[0].params
+    # Adam's updates are at most so large: 2^-15.6, below half of most weights' last
+    # place
+    rate, steps = 2e-5, 40
+    right = take(
+        workload("bf16_pure", weights="fp32", weight_grad="fp32"), steps, lr=rate
+    )[0].params
     first = first_state(workload("fp32"), seed=0).params
     moved = gap(first, right)
-    assert gap(exact_weights(take(kahan("bf16_pure"), steps, lr=rate)[0]), right) < 0.1 * moved
-    assert gap(wide(take(workload("bf16_pure"), steps, lr=rate)[0].params), right) > 0.5 * moved
+    assert (
+        gap(exact_weights(take(kahan("bf16_pure"), steps, lr=rate)[0]), right)
+        < 0.1 * moved
+    )
+    assert (
+        gap(wide(take(workload("bf16_pure"), steps, lr=rate)[0].params), right)
+        > 0.5 * moved
+    )
 
 
 def test_a_step_that_is_not_finite_changes_nothing():
@@ -103,10 +129,14 @@ def test_what_was_kept_is_part_of_the_weights_in_another_precision(target):
     w = kahan("bf16_pure")
     state = to_stored(take(w, 3)[0])
     converted = convert_state(workload(target), state, w.model.policy, seed=0)
-    assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(abstract_state(workload(target)))
+    assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(
+        abstract_state(workload(target))
+    )
     assert converted.kahan_compensation == ()
     exact = exact_weights(state)
-    for a, b in zip(jax.tree.leaves(converted.params), jax.tree.leaves(exact), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(converted.params), jax.tree.leaves(exact), strict=True
+    ):
         np.testing.assert_array_equal(a, b.astype(a.dtype))
     assert gap(exact, wide(state.params)) > 2.0**-12  # or nothing was shown
 
@@ -115,7 +145,9 @@ def test_a_run_goes_on_with_it_from_a_precision_without():
     target = kahan("bf16_pure")
     state = to_stored(take(workload("fp32"), 3)[0])
     converted = convert_state(target, state, workload("fp32").model.policy, seed=0)
-    assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(abstract_state(target))
+    assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(
+        abstract_state(target)
+    )
     assert gap(exact_weights(converted), state.params) < 2.0**-16
     assert np.isfinite(take(target, 1, start=3, state=from_stored(converted))[1]).all()
 
@@ -124,31 +156,53 @@ def test_it_is_kept_of_the_trained_part_alone_also_in_a_phase_that_trains_anothe
     w = kahan("bf16_pure")
     part = w._replace(trainable=("embeddings",))
     state = first_state(part, seed=0)
-    assert jax.tree.structure(state.kahan_compensation) == jax.tree.structure(chosen(w.model.roles, ["embeddings"]))
+    assert jax.tree.structure(state.kahan_compensation) == jax.tree.structure(
+        chosen(w.model.roles, ["embeddings"])
+    )
     state = to_stored(take(part, 2, state=state)[0])
     exact = exact_weights(state)
     entered = enter_phase(w, state, part, seed=0)
-    assert jax.tree.structure(entered.kahan_compensation) == jax.tree.structure(w.model.roles)
-    assert gap(exact_weights(entered), exact) < 2.0**-16
-    assert jax.tree.structure(enter_phase(part, entered, w, seed=0).kahan_compensation) == jax.tree.structure(
-        state.kahan_compensation
+    assert jax.tree.structure(entered.kahan_compensation) == jax.tree.structure(
+        w.model.roles
     )
+    assert gap(exact_weights(entered), exact) < 2.0**-16
+    assert jax.tree.structure(
+        enter_phase(part, entered, w, seed=0).kahan_compensation
+    ) == jax.tree.structure(state.kahan_compensation)
 
 
 @pytest.mark.whole  # other state is split in test_distribute.py
 def test_on_eight_devices_each_has_its_part_of_what_is_kept():
-    (_, losses), (state, others) = take(kahan("bf16_pure"), 3), take(kahan("bf16_pure", devices=8), 3)
-    for p, lost in zip(jax.tree.leaves(state.params), jax.tree.leaves(state.kahan_compensation), strict=True):
+    (_, losses), (state, others) = (
+        take(kahan("bf16_pure"), 3),
+        take(kahan("bf16_pure", devices=8), 3),
+    )
+    for p, lost in zip(
+        jax.tree.leaves(state.params),
+        jax.tree.leaves(state.kahan_compensation),
+        strict=True,
+    ):
         assert lost.sharding == p.sharding
     assert not state.kahan_compensation["wte"]["embedding"].sharding.is_fully_replicated
-    # Gradients are summed in BF16, over other parts: 2^-8 of what the steps did to the loss, which fell by less than 1.
+    # Gradients are summed in BF16, over other parts: 2^-8 of what the steps did to the
+    # loss, which fell by less than 1.
     np.testing.assert_allclose(others, losses, atol=2**-7)
 
 
 def test_replicas_that_train_apart_refuse_it_in_a_line():
-    with pytest.raises(UserError, match=r"weights_rounding=kahan .* diloco.replicas=2 replicas; choose stochastic"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"weights_rounding=kahan .* diloco.replicas=2 replicas; choose stochastic"
+        ),
+    ):
         compose_or_explain(
-            ["precision=bf16_pure", "precision.weights_rounding=kahan", "parallel=diloco", "diloco.replicas=2"]
+            [
+                "precision=bf16_pure",
+                "precision.weights_rounding=kahan",
+                "parallel=diloco",
+                "diloco.replicas=2",
+            ]
         )
 
 
@@ -156,4 +210,6 @@ def test_fp32_weights_have_nothing_to_keep():
     w = kahan("bf16")
     assert not w.model.policy.keeps_lost
     assert first_state(w, seed=0).kahan_compensation == ()
-    assert dataclasses.replace(w.model.policy, weights="bf16", weight_grad="bf16").keeps_lost
+    assert dataclasses.replace(
+        w.model.policy, weights="bf16", weight_grad="bf16"
+    ).keeps_lost

@@ -25,18 +25,37 @@ def test_layers_that_are_not_fp8_are_named_with_the_reason():
     said = describe_precision(w.model)
     assert "2 of 4 linear layers in e4m3/e5m2" in said
     assert "(h.0.mlp.c_fc: 32 x 40 are not multiples of 16)" in said
-    text = lower_step(w, abstract(w)).as_text()  # with warnings as errors: nothing is skipped while it is traced
+    # with warnings as errors: nothing is skipped while it is traced
+    text = lower_step(w, abstract(w)).as_text()
     shapes = re.findall(r"convert.*-> tensor<(\d+)x(\d+)xf8E4M3FN>", text)
     assert shapes
     assert not any("40" in shape for shape in shapes)
-    kept = Model.make(SPEC, policy("scalify_fp8", fp8_modules=("h.*",), exclude=("h.0.attn.*",)))
-    assert kept.skipped == {"h.0.attn.c_attn": "in precision.exclude", "h.0.attn.c_proj": "in precision.exclude"}
+    kept = Model.make(
+        SPEC, policy("scalify_fp8", fp8_modules=("h.*",), exclude=("h.0.attn.*",))
+    )
+    assert kept.skipped == {
+        "h.0.attn.c_attn": "in precision.exclude",
+        "h.0.attn.c_proj": "in precision.exclude",
+    }
 
 
 @pytest.mark.parametrize("accum", [1, 2])
-def test_a_loop_over_layers_stacks_gradients_in_one_byte_unless_they_are_added_up(accum):
-    spec = LlamaSpec(vocab_size=64, context=16, n_layer=3, n_head=2, n_kv_head=2, d_model=32, scan_layers=True)
-    text = lower_step(workload("scalify_fp8_fp8", spec=spec), abstract(workload("scalify_fp8_fp8"), accum)).as_text()
+def test_a_loop_over_layers_stacks_gradients_in_one_byte_unless_they_are_added_up(
+    accum,
+):
+    spec = LlamaSpec(
+        vocab_size=64,
+        context=16,
+        n_layer=3,
+        n_head=2,
+        n_kv_head=2,
+        d_model=32,
+        scan_layers=True,
+    )
+    text = lower_step(
+        workload("scalify_fp8_fp8", spec=spec),
+        abstract(workload("scalify_fp8_fp8"), accum),
+    ).as_text()
     loops = re.findall(r"stablehlo.while.*?: (.*)", text)
     in_bytes = [len(re.findall(r"tensor<3x\d+x\d+xf8E5M2>", types)) for types in loops]
     assert max(in_bytes) == (len(spec.family().linear_sizes(spec)) if accum == 1 else 0)
@@ -68,7 +87,12 @@ def test_fields_that_contradict_each_other_are_refused(changes, said):
 @pytest.mark.parametrize(
     ("preset", "changes", "found", "valid"),
     [
-        ("fp32", {"weight_grad": "bf16"}, "bf16, but no matmul is narrower than precision.compute=fp32", "fp32"),
+        (
+            "fp32",
+            {"weight_grad": "bf16"},
+            "bf16, but no matmul is narrower than precision.compute=fp32",
+            "fp32",
+        ),
         (
             "bf16",
             {"weight_grad": "e5m2"},
@@ -77,7 +101,12 @@ def test_fields_that_contradict_each_other_are_refused(changes, said):
         ),
         ("bf16", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
         ("fp32", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
-        ("bf16_pure", {"weight_grad": "fp32"}, "fp32, but precision.weights=bf16", "bf16"),
+        (
+            "bf16_pure",
+            {"weight_grad": "fp32"},
+            "fp32, but precision.weights=bf16",
+            "bf16",
+        ),
         (
             "scalify_fp16",
             {"weight_grad": "e5m2"},
@@ -90,17 +119,46 @@ def test_fields_that_contradict_each_other_are_refused(changes, said):
             "bf16, but gradients are propagated in precision.compute=fp16",
             "fp16",
         ),
-        ("scalify_fp8", {"weight_grad": "fp32"}, "fp32, but gradients are propagated", "fp16 or bf16 or e4m3 or e5m2"),
-        ("fp8_current", {"weight_grad": "e5m2"}, "e5m2, but without precision.scaling=propagate", "fp32 or bf16"),
-        ("fp8_delayed", {"weight_grad": "fp16"}, "fp16, but without precision.scaling=propagate", "fp32 or bf16"),
-        ("sim", {"weight_grad": "e4m3"}, "e4m3, but without precision.scaling=propagate", "fp32 or bf16"),
+        (
+            "scalify_fp8",
+            {"weight_grad": "fp32"},
+            "fp32, but gradients are propagated",
+            "fp16 or bf16 or e4m3 or e5m2",
+        ),
+        (
+            "fp8_current",
+            {"weight_grad": "e5m2"},
+            "e5m2, but without precision.scaling=propagate",
+            "fp32 or bf16",
+        ),
+        (
+            "fp8_delayed",
+            {"weight_grad": "fp16"},
+            "fp16, but without precision.scaling=propagate",
+            "fp32 or bf16",
+        ),
+        (
+            "sim",
+            {"weight_grad": "e4m3"},
+            "e4m3, but without precision.scaling=propagate",
+            "fp32 or bf16",
+        ),
         ("sim", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
-        ("fp8_current", {"weights": "bf16"}, "fp32, but precision.weights=bf16", "bf16"),
+        (
+            "fp8_current",
+            {"weights": "bf16"},
+            "fp32, but precision.weights=bf16",
+            "bf16",
+        ),
     ],
 )
-def test_weight_gradients_that_nothing_would_compute_are_refused(preset, changes, found, valid):
+def test_weight_gradients_that_nothing_would_compute_are_refused(
+    preset, changes, found, valid
+):
     said = f"precision.weight_grad={found}"
-    with pytest.raises(UserError, match=f"{re.escape(said)}.*; set precision.weight_grad={valid}$"):
+    with pytest.raises(
+        UserError, match=f"{re.escape(said)}.*; set precision.weight_grad={valid}$"
+    ):
         policy(preset, **changes)
 
 
@@ -114,41 +172,69 @@ def test_what_a_refusal_of_weight_gradients_recommends_is_accepted():
 
 def test_the_start_up_line_says_that_delayed_scaling_rounds_weight_gradients():
     said = describe_precision(workload("fp8_delayed").model)
-    assert "weight gradients rounded to bf16 by Flax's product, kept in fp32, moments" in said
+    assert (
+        "weight gradients rounded to bf16 by Flax's product, kept in fp32, moments"
+        in said
+    )
 
 
 def test_gradients_in_e4m3_need_scales_of_their_own():
-    with pytest.raises(UserError, match="scaling=propagate or current; found e4m3, e5m2 and delayed"):
+    with pytest.raises(
+        UserError, match="scaling=propagate or current; found e4m3, e5m2 and delayed"
+    ):
         policy("fp8_delayed", backward_e4m3=("h.*",))
-    with pytest.raises(UserError, match=r"rounds to nearest, not as precision\.backward=e5m2s does"):
+    with pytest.raises(
+        UserError, match=r"rounds to nearest, not as precision\.backward=e5m2s does"
+    ):
         policy("sim", scaling="propagate", backward="e5m2s", backward_e4m3=("h.*",))
     with pytest.raises(UserError, match="found e4m3, e5m2 and none"):
         policy("fp8_current", scaling="none", backward_e4m3=("h.*",))
 
 
 def test_the_start_up_line_says_which_gradients_are_in_e4m3_and_what_comes_before_the_cast():
-    said = describe_precision(Model.make(SPEC, policy("scalify_fp8", backward_e4m3=("h.*.mlp.*",))))
+    said = describe_precision(
+        Model.make(SPEC, policy("scalify_fp8", backward_e4m3=("h.*.mlp.*",)))
+    )
     assert "4 of 4 linear layers in e4m3/e5m2 (gradients of 2 in e4m3)" in said
     kept = policy("scalify_fp8", backward_e4m3=("h.*.mlp.*",), exclude=("h.*.mlp.*",))
-    assert "2 of 4 linear layers in e4m3/e5m2 (gradients of 0 in e4m3)" in describe_precision(Model.make(SPEC, kept))
+    assert (
+        "2 of 4 linear layers in e4m3/e5m2 (gradients of 0 in e4m3)"
+        in describe_precision(Model.make(SPEC, kept))
+    )
     assert "clipped" not in describe_precision(Model.make(SPEC, policy("scalify_fp8")))
-    said = describe_precision(Model.make(SPEC, policy("scalify_fp8", hadamard=16, clip_outliers=6.0)))
-    assert "operands clipped at 6 times their RMS, mixed in groups of 16 channels" in said
+    said = describe_precision(
+        Model.make(SPEC, policy("scalify_fp8", hadamard=16, clip_outliers=6.0))
+    )
+    assert (
+        "operands clipped at 6 times their RMS, mixed in groups of 16 channels" in said
+    )
 
 
 def test_the_start_up_line_says_how_weights_are_rounded():
     for rounding in ("nearest", "kahan"):
-        said = describe_precision(Model.make(SPEC, policy("bf16_pure", weights_rounding=rounding)))
+        said = describe_precision(
+            Model.make(SPEC, policy("bf16_pure", weights_rounding=rounding))
+        )
         assert f"; weights bf16 (rounding: {rounding}), weight gradients" in said
-    assert "; weights fp32, weight gradients" in describe_precision(Model.make(SPEC, policy("bf16")))
+    assert "; weights fp32, weight gradients" in describe_precision(
+        Model.make(SPEC, policy("bf16"))
+    )
 
 
 @pytest.mark.parametrize(
     ("preset", "key"),
-    [("scalify_fp8", "fp8_modules"), ("scalify_fp8", "exclude"), ("bf16", "exclude"), ("scalify_fp8", "backward_e4m3")],
+    [
+        ("scalify_fp8", "fp8_modules"),
+        ("scalify_fp8", "exclude"),
+        ("bf16", "exclude"),
+        ("scalify_fp8", "backward_e4m3"),
+    ],
 )
 def test_a_pattern_without_a_match_is_refused(preset, key):
-    said = rf"precision\.{key}: no matmul matches 'layer\.\*'; there are h\.0\.attn\.c_attn"
+    said = (
+        rf"precision\.{key}: no matmul matches 'layer\.\*'; there are"
+        r" h\.0\.attn\.c_attn"
+    )
     with pytest.raises(UserError, match=said):
         Model.make(SPEC, policy(preset, **{key: ("layer.*",)}))
 
@@ -161,17 +247,30 @@ def test_an_override_that_changes_nothing_is_said():
         "precision.weights_rounding=nearest",
     ]
     assert describe_idle(policy("bf16"), given) == [
-        "precision.exclude has no effect here: no matmul is narrower than precision.compute=bf16",
+        (
+            "precision.exclude has no effect here: no matmul is narrower than"
+            " precision.compute=bf16"
+        ),
         "precision.weights_rounding has no effect here: precision.weights=fp32",
-        "precision.amax_history has no effect here: precision.scaling=none, not delayed",
+        (
+            "precision.amax_history has no effect here: precision.scaling=none, not"
+            " delayed"
+        ),
     ]
     assert describe_idle(policy("fp8_delayed"), given[1:3]) == []
-    assert describe_idle(policy("scalify_fp8_fp16"), ["precision.rescale_grads=[]", *given[2:]]) == []
+    assert (
+        describe_idle(
+            policy("scalify_fp8_fp16"), ["precision.rescale_grads=[]", *given[2:]]
+        )
+        == []
+    )
 
 
 def test_rows_that_fp8_does_not_take_leave_nothing_narrow():
     w = workload("scalify_fp8_fp16")
-    w = w._replace(model=Model.make(dataclasses.replace(SPEC, context=24), w.model.policy, rows=24))
+    w = w._replace(
+        model=Model.make(dataclasses.replace(SPEC, context=24), w.model.policy, rows=24)
+    )
     assert w.model.narrow == []
     assert w.in_precision(w.model.policy).model.narrow == []
     said = describe_precision(w.model)
@@ -179,7 +278,8 @@ def test_rows_that_fp8_does_not_take_leave_nothing_narrow():
     assert "(all: micro-batches of 24 tokens a device, not a multiple of 16)" in said
     assert "weight gradients fp16" in said
     tokens = abstract_batch(1, 1, 24, document_mask=False, mesh=w.mesh)
-    text = lower_step(w, tokens, abstract_state(w)).as_text()  # with warnings as errors: nothing tries to be FP8
+    # with warnings as errors: nothing tries to be FP8
+    text = lower_step(w, tokens, abstract_state(w)).as_text()
     assert "f8E" not in text
     others = [policy("fp8_delayed"), policy("sim", forward="e4m3", backward="e5m2")]
     assert [len(Model.make(SPEC, other, rows=24).narrow) for other in others] == [4, 4]
@@ -188,10 +288,15 @@ def test_rows_that_fp8_does_not_take_leave_nothing_narrow():
 
 
 def test_a_moment_that_the_optimiser_does_not_have_is_refused():
-    with pytest.raises(UserError, match=r"precision\.nu=fp16, but optimizer=lion has no such moment"):
+    with pytest.raises(
+        UserError, match=r"precision\.nu=fp16, but optimizer=lion has no such moment"
+    ):
         moment_settings("lion", policy("scalify_fp8_fp16"))
 
 
 def test_an_update_in_fp16_has_moments_that_are_not_wider():
-    with pytest.raises(UserError, match=r"precision\.mu=fp32, but precision\.update=propagate computes in fp16"):
+    with pytest.raises(
+        UserError,
+        match=r"precision\.mu=fp32, but precision\.update=propagate computes in fp16",
+    ):
         moment_settings("adamw", policy("scalify_fp8", update="propagate"))

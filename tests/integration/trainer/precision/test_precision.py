@@ -1,4 +1,5 @@
-"""Every precision preset as users run it: its step compiled, its state stored, saved, restored and converted."""
+"""Every precision preset as users run it: its step compiled, its state stored, saved,
+restored and converted."""
 
 import dataclasses
 import functools
@@ -10,7 +11,18 @@ import numpy as np
 import optax
 import pytest
 from families import whole
-from precisions import ADAMW, PRESETS, SPEC, abstract, batch, bits, copied, hyper, policy, workload
+from precisions import (
+    ADAMW,
+    PRESETS,
+    SPEC,
+    abstract,
+    batch,
+    bits,
+    copied,
+    hyper,
+    policy,
+    workload,
+)
 
 from scalify_core import ScaledArray, scalify
 from scalify_core.array import asarray, is_scaled_array
@@ -34,7 +46,9 @@ E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
 
 # One of each way to store and to scale in make test; the others in make test-all.
 FEW = ("fp32", "bf16_pure", "fp16_loss_scaled", "scalify_fp8_fp16", "fp8_delayed")
-every_preset = pytest.mark.parametrize("preset", [p if p in FEW else whole(p) for p in PRESETS])
+every_preset = pytest.mark.parametrize(
+    "preset", [p if p in FEW else whole(p) for p in PRESETS]
+)
 
 
 @functools.cache
@@ -46,7 +60,8 @@ def lowered(preset, devices=1, accum=1):
 
 @functools.cache
 def compiled(preset, devices=1, accum=1):
-    """The step of a preset and its first state; who takes steps copies the state, because it is donated."""
+    """The step of a preset and its first state; who takes steps copies the state,
+    because it is donated."""
     w, state, step = lowered(preset, devices, accum)
     return w, state, step.compile()
 
@@ -65,7 +80,9 @@ def moments(state, name):
 
 def operands(text):
     """The formats of the two operands of every matmul in a lowered program."""
-    found = re.findall(r"dot_general.*: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x(\w+)>\)", text)
+    found = re.findall(
+        r"dot_general.*: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x(\w+)>\)", text
+    )
     return {tuple(pair) for pair in found}
 
 
@@ -77,8 +94,10 @@ def test_every_preset_learns(preset):
         state, metrics = step(state, tokens, hyper(n, 1e-2))
         assert metrics["finite"], n
         losses.append(metrics["loss"])
-    np.testing.assert_allclose(losses[0], np.log(64), rtol=0.02)  # what knows nothing gets log 64
-    assert losses[-1] < losses[0] - 0.3  # the batch is learnt by heart: sooner or later, to zero
+    # what knows nothing gets log 64
+    np.testing.assert_allclose(losses[0], np.log(64), rtol=0.02)
+    # the batch is learnt by heart: sooner or later, to zero
+    assert losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.parametrize("preset", ["fp8_delayed", whole("scalify_fp8_fp8")])
@@ -86,27 +105,44 @@ def test_validation_has_the_loss_of_the_step(preset):
     w, state, step = compiled(preset)
     tokens = batch(w, 0)
     loss = jax.jit(w.model.eval_loss)(state, tokens.tokens_AxBxT1[0], None)
-    np.testing.assert_allclose(loss, step(copied(state), tokens, hyper(0, 1e-2))[1]["loss"], rtol=2**-10)
+    np.testing.assert_allclose(
+        loss, step(copied(state), tokens, hyper(0, 1e-2))[1]["loss"], rtol=2**-10
+    )
 
 
 def gradient(preset):
     """The first gradient, from the first moment after the step."""
     state, metrics = take(preset, 1)
     assert metrics["grad_norm"] < ADAMW["clip_norm"]
-    exact = convert_state(workload("fp32"), to_stored(state), workload(preset).model.policy, seed=0)
+    exact = convert_state(
+        workload("fp32"), to_stored(state), workload(preset).model.policy, seed=0
+    )
     return jax.tree.map(lambda x: x / (1 - ADAMW["b1"]), moments(exact, "mu"))
 
 
 @every_preset
 def test_the_first_gradient_is_that_of_fp32_up_to_the_formats(preset):
     grads, right = gradient(preset), gradient("fp32")
-    norm, error = optax.global_norm(right), optax.global_norm(jax.tree.map(jnp.subtract, grads, right))
-    # A rounding to m mantissa bits is off by at most 2^-m / sqrt(12) in RMS. A gradient at the bottom of the layer has
-    # passed four chosen matmuls, each with an E4M3 and an E5M2 operand: sqrt(4 (0.036^2 + 0.072^2)) = 0.16, and a store
-    # in E5M2: 0.18. Stochastic roundings of moments in FP8 add 2^-3 / sqrt(6) and, to the root that the first one is
-    # relative to, 2^-2 / sqrt(6): 0.22. 16-bit formats: some thirty roundings with m = 10 or 7.
-    limit = {"fp32": 0, "fp16_loss_scaled": 2**-9, "scalify_fp16": 2**-9, "bf16": 2**-6, "bf16_pure": 2**-6}
-    assert error / norm <= limit.get(preset, 0.22 if preset == "scalify_fp8_fp8" else 0.18)
+    norm, error = (
+        optax.global_norm(right),
+        optax.global_norm(jax.tree.map(jnp.subtract, grads, right)),
+    )
+    # A rounding to m mantissa bits is off by at most 2^-m / sqrt(12) in RMS. A gradient
+    # at the bottom of the layer has passed four chosen matmuls, each with an E4M3 and
+    # an E5M2 operand: sqrt(4 (0.036^2 + 0.072^2)) = 0.16, and a store in E5M2: 0.18.
+    # Stochastic roundings of moments in FP8 add 2^-3 / sqrt(6) and, to the root that
+    # the first one is relative to, 2^-2 / sqrt(6): 0.22. 16-bit formats: some thirty
+    # roundings with m = 10 or 7.
+    limit = {
+        "fp32": 0,
+        "fp16_loss_scaled": 2**-9,
+        "scalify_fp16": 2**-9,
+        "bf16": 2**-6,
+        "bf16_pure": 2**-6,
+    }
+    assert error / norm <= limit.get(
+        preset, 0.22 if preset == "scalify_fp8_fp8" else 0.18
+    )
     if preset != "fp32":
         assert error > 0
 
@@ -136,17 +172,35 @@ def test_the_state_is_stored_as_the_preset_says(preset):
     count = sum(x.size for x in jax.tree.leaves(state.params) if x.ndim)
     total = sum(x.nbytes for x in jax.tree.leaves((state.params, mu, nu)) if x.ndim)
     assert total == each * count
-    scaled = any(is_scaled_array(x) for x in jax.tree.leaves(state.params, is_leaf=is_scaled_array))
+    scaled = any(
+        is_scaled_array(x)
+        for x in jax.tree.leaves(state.params, is_leaf=is_scaled_array)
+    )
     assert scaled == preset.startswith("scalify")
 
 
 @every_preset
 def test_the_program_multiplies_in_the_formats_of_the_preset(preset):
     text = lowered(preset)[2].as_text()
-    casts = {name: len(re.findall(rf"stablehlo.convert.*-> tensor<[0-9x]+x{name}>", text)) for name in (E4M3, E5M2)}
-    fp8 = preset in ("scalify_fp8", "scalify_fp8_fp16", "scalify_fp8_fp8", "fp8_current", "fp8_delayed")
+    casts = {
+        name: len(re.findall(rf"stablehlo.convert.*-> tensor<[0-9x]+x{name}>", text))
+        for name in (E4M3, E5M2)
+    }
+    fp8 = preset in (
+        "scalify_fp8",
+        "scalify_fp8_fp16",
+        "scalify_fp8_fp8",
+        "fp8_current",
+        "fp8_delayed",
+    )
     assert all(casts.values()) == any(casts.values()) == fp8
-    compute = "f32" if preset in ("fp32", "sim") else "bf16" if preset.startswith(("bf16", "fp8")) else "f16"
+    compute = (
+        "f32"
+        if preset in ("fp32", "sim")
+        else "bf16"
+        if preset.startswith(("bf16", "fp8"))
+        else "f16"
+    )
     assert (compute, compute) in operands(text)  # the head
 
 
@@ -165,7 +219,13 @@ def test_a_saved_state_goes_on_bit_for_bit(preset, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "preset", ["scalify_fp8_fp16", "fp8_delayed", whole("scalify_fp8_fp8"), whole("fp16_loss_scaled")]
+    "preset",
+    [
+        "scalify_fp8_fp16",
+        "fp8_delayed",
+        whole("scalify_fp8_fp8"),
+        whole("fp16_loss_scaled"),
+    ],
 )
 def test_micro_batches_make_the_same_step_up_to_the_formats(preset):
     w, _, _ = compiled(preset)
@@ -173,14 +233,23 @@ def test_micro_batches_make_the_same_step_up_to_the_formats(preset):
     four, b = take(preset, 1, accum=4)
     # FP16 losses of micro-batches, each rounded; the rest is the same forward pass.
     np.testing.assert_allclose(a["loss"], b["loss"], rtol=2**-10)
-    # Both norms are off by the errors of their gradients, of which only what points along the gradient counts: the
-    # mean of at least 1,000 roundings to E5M2, none off by more than 2^-3.
-    np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=2**-3 / np.sqrt(1000) * 4)
-    if preset == "fp8_delayed":  # the largest magnitude of all micro-batches is that of the batch
-        histories = [[x for x in jax.tree.leaves(state.scaling) if x.shape == (16,)] for state in (one, four)]
+    # Both norms are off by the errors of their gradients, of which only what points
+    # along the gradient counts: the mean of at least 1,000 roundings to E5M2, none off
+    # by more than 2^-3.
+    np.testing.assert_allclose(
+        a["grad_norm"], b["grad_norm"], rtol=2**-3 / np.sqrt(1000) * 4
+    )
+    # the largest magnitude of all micro-batches is that of the batch
+    if preset == "fp8_delayed":
+        histories = [
+            [x for x in jax.tree.leaves(state.scaling) if x.shape == (16,)]
+            for state in (one, four)
+        ]
         assert len(histories[0]) == 3 * len(w.model.narrow)
         assert all(a[0] > 0 and b[0] > 0 for a, b in zip(*histories, strict=True))
-        inputs = lambda state: np.asarray(state.scaling["h"][0]["attn"]["c_attn"]["dot_general"]["lhs_amax_history"])
+        inputs = lambda state: np.asarray(
+            state.scaling["h"][0]["attn"]["c_attn"]["dot_general"]["lhs_amax_history"]
+        )
         np.testing.assert_allclose(inputs(one)[0], inputs(four)[0], rtol=2**-7)
 
 
@@ -188,12 +257,15 @@ def test_micro_batches_make_the_same_step_up_to_the_formats(preset):
 def test_several_devices_compute_what_one_does():
     _, a = take("scalify_fp8_fp16", 3)
     _, b = take("scalify_fp8_fp16", 3, devices=8)
-    # Each device rounds its gradients to FP16 before they are added, so one in 2^8 (the FP16 steps in one of E5M2) is
-    # rounded to the other neighbour, 2^-2 away: 2^-10 of what the steps did to the loss, which fell by less than 1.
+    # Each device rounds its gradients to FP16 before they are added, so one in 2^8 (the
+    # FP16 steps in one of E5M2) is rounded to the other neighbour, 2^-2 away: 2^-10 of
+    # what the steps did to the loss, which fell by less than 1.
     np.testing.assert_allclose(a["loss"], b["loss"], atol=2**-10)
 
 
-@pytest.mark.parametrize("preset", ["fp8_delayed", "bf16_pure", whole("scalify_fp8_fp8")])
+@pytest.mark.parametrize(
+    "preset", ["fp8_delayed", "bf16_pure", whole("scalify_fp8_fp8")]
+)
 def test_a_step_that_is_not_finite_changes_nothing(preset):
     w, state, step = compiled(preset)
     state = copied(state)
@@ -208,7 +280,11 @@ def test_a_step_that_is_not_finite_changes_nothing(preset):
 
 def test_the_loss_scale_falls_with_a_step_that_is_not_finite_and_the_rest_stays():
     w, state, step = compiled("fp16_loss_scaled")
-    state = copied(dataclasses.replace(state, scaling=state.scaling._replace(value=jnp.float32(2.0**24))))
+    state = copied(
+        dataclasses.replace(
+            state, scaling=state.scaling._replace(value=jnp.float32(2.0**24))
+        )
+    )
     before = bits((state.params, state.opt_state))
     after, metrics = step(state, batch(w), hyper(0, 1e-2))
     assert not metrics["finite"]
@@ -227,8 +303,13 @@ def test_stochastic_rounding_of_weights_depends_on_seed_and_step_alone():
 
 @pytest.mark.whole  # without a model: scalify_core/test_optim_training.py
 def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
-    """The paper's route: the second moment is kept as it is, in FP16, where the other one keeps its root."""
-    plain = {"update": "propagate", "moments_rounding": "nearest", "weights_rounding": "nearest"}
+    """The paper's route: the second moment is kept as it is, in FP16, where the other
+    one keeps its root."""
+    plain = {
+        "update": "propagate",
+        "moments_rounding": "nearest",
+        "weights_rounding": "nearest",
+    }
     w = workload("scalify_fp8_fp16", **plain)
     state = first_state(w, seed=0)
     step, tokens, losses = compile_step(w, abstract(w), state), batch(w), []
@@ -238,12 +319,19 @@ def test_the_optimiser_itself_can_be_propagated_in_fp16_data():
         if n == 0:
             propagated = copied(moments(state, "nu"))
     assert losses[-1] < losses[0] - 0.3
-    data = {str(x.data.dtype) for x in jax.tree.leaves(propagated, is_leaf=is_scaled_array)}
+    data = {
+        str(x.data.dtype) for x in jax.tree.leaves(propagated, is_leaf=is_scaled_array)
+    }
     assert data == {"float16"}
     stored = moments(take("scalify_fp8_fp16", 1)[0], "nu")
-    for v, root in zip(jax.tree.leaves(asarray(propagated)), jax.tree.leaves(asarray(stored)), strict=True):
-        # FP16: three roundings to nearest of the square, and a stochastic one of the root, squared. What is small in
-        # the square leaves the format: its scale is the RMS, below the largest.
+    for v, root in zip(
+        jax.tree.leaves(asarray(propagated)),
+        jax.tree.leaves(asarray(stored)),
+        strict=True,
+    ):
+        # FP16: three roundings to nearest of the square, and a stochastic one of the
+        # root, squared. What is small in the square leaves the format: its scale is the
+        # RMS, below the largest.
         np.testing.assert_allclose(v, root**2, rtol=2**-8, atol=2**-23 * v.max())
 
 
@@ -255,9 +343,15 @@ def test_a_state_is_converted_to_another_precision(source, target):
     state = to_stored(take(source, 5)[0])
     w = workload(target)
     converted = convert_state(w, state, workload(source).model.policy, seed=0)
-    assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(abstract_state(w))
+    assert jax.tree.structure(to_stored(converted)) == jax.tree.structure(
+        abstract_state(w)
+    )
     # FP8 moments are widened exactly; weights are rounded to FP16 at most.
-    for a, b in zip(jax.tree.leaves(wide(converted.params)), jax.tree.leaves(wide(state.params)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(wide(converted.params)),
+        jax.tree.leaves(wide(state.params)),
+        strict=True,
+    ):
         np.testing.assert_allclose(a, b, rtol=2**-11, atol=2**-24)
     converted = from_stored(converted)
     compile_step(w, abstract(w), converted)(copied(converted), batch(w), hyper(5, 1e-3))
@@ -270,18 +364,26 @@ def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
     assert rescale(state) is None
     state = copied(state)
     kernels = {name: state.params["h"][0]["mlp"][name] for name in ("c_fc", "c_proj")}
-    grown = {name: type(old["kernel"])(old["kernel"].data * 2, old["kernel"].scale) for name, old in kernels.items()}
+    grown = {
+        name: type(old["kernel"])(old["kernel"].data * 2, old["kernel"].scale)
+        for name, old in kernels.items()
+    }
     before = {name: old["kernel"].scale for name, old in kernels.items()}
     for name, old in kernels.items():
         old["kernel"] = grown[name]
     assert rescale(state) is None
-    kernels["c_fc"]["kernel"] = type(grown["c_fc"])(grown["c_fc"].data * 2, before["c_fc"])
+    kernels["c_fc"]["kernel"] = type(grown["c_fc"])(
+        grown["c_fc"].data * 2, before["c_fc"]
+    )
     new, step, text = rescale(state)
-    assert "2 weights" in text  # what has not left its place gets the scale of its RMS too: it costs nothing more
+    # what has not left its place gets the scale of its RMS too: it costs nothing more
+    assert "2 weights" in text
     for name, factor in (("c_fc", 4), ("c_proj", 2)):
         assert name in text
         assert new.params["h"][0]["mlp"][name]["kernel"].scale == factor * before[name]
-        np.testing.assert_array_equal(*(wide(s.params["h"][0]["mlp"][name]["kernel"]) for s in (new, state)))
+        np.testing.assert_array_equal(
+            *(wide(s.params["h"][0]["mlp"][name]["kernel"]) for s in (new, state))
+        )
     assert step(new, batch(w), hyper(0, 1e-3))[1]["finite"]
 
 
@@ -290,8 +392,15 @@ def test_gradients_of_chosen_layers_are_in_e4m3(scan):
     spec = dataclasses.replace(SPEC, n_layer=2, scan_layers=scan)
 
     def casts_to_e5m2(patterns):
-        w = workload("scalify_fp8", spec=spec, weight_grad="fp16", backward_e4m3=patterns)
-        return len(re.findall(rf"stablehlo.convert.*-> tensor<[0-9x]+x{E5M2}>", lower_step(w, abstract(w)).as_text()))
+        w = workload(
+            "scalify_fp8", spec=spec, weight_grad="fp16", backward_e4m3=patterns
+        )
+        return len(
+            re.findall(
+                rf"stablehlo.convert.*-> tensor<[0-9x]+x{E5M2}>",
+                lower_step(w, abstract(w)).as_text(),
+            )
+        )
 
     every = casts_to_e5m2(None)
     assert every == 4 * (1 if scan else 2)
@@ -303,20 +412,32 @@ def test_gradients_of_chosen_layers_are_in_e4m3(scan):
 
 @functools.cache
 def gradient_error(spec=SPEC, **changes):
-    """Of the first step in the flagship's products, FP32 elsewhere, off from FP32's, as a part of its norm."""
+    """Of the first step in the flagship's products, FP32 elsewhere, off from FP32's, as
+    a part of its norm."""
     kept = {"weights": "fp32", "compute": "fp32", "weight_grad": "fp32"}
-    w, plain = workload("scalify_fp8", spec=spec, **kept, **changes), workload("fp32", spec=spec)
+    w, plain = (
+        workload("scalify_fp8", spec=spec, **kept, **changes),
+        workload("fp32", spec=spec),
+    )
     grads, right = (
-        moments(compile_step(v, abstract(v), s := first_state(v, seed=0))(s, batch(v), hyper(0, 1e-2))[0], "mu")
+        moments(
+            compile_step(v, abstract(v), s := first_state(v, seed=0))(
+                s, batch(v), hyper(0, 1e-2)
+            )[0],
+            "mu",
+        )
         for v in (w, plain)
     )
-    off = jax.tree.map(lambda a, b: asarray(a) - b, grads, right, is_leaf=is_scaled_array)
+    off = jax.tree.map(
+        lambda a, b: asarray(a) - b, grads, right, is_leaf=is_scaled_array
+    )
     return float(optax.global_norm(off) / optax.global_norm(right))
 
 
 @pytest.mark.whole  # that they are in E4M3: test_gradients_of_chosen_layers_are_in_e4m3
 def test_gradients_in_e4m3_have_a_digit_more():
-    """An E4M3 and an E5M2 operand are off by 0.036 and 0.072 in RMS, two E4M3 ones by 0.036 each."""
+    """An E4M3 and an E5M2 operand are off by 0.036 and 0.072 in RMS, two E4M3 ones by
+    0.036 each."""
     assert gradient_error(backward_e4m3=("h.*",)) < 0.8 * gradient_error()
 
 
@@ -326,10 +447,17 @@ def test_mixed_operands_make_the_same_step_up_to_the_formats():
     assert found != gradient_error()
 
 
-@pytest.mark.whole  # its gradient: above; on several devices: parallel/test_distribute.py
+# its gradient: above; on several devices: parallel/test_distribute.py
+@pytest.mark.whole
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_step_of_mixed_operands_and_fine_gradients_trains(devices):
-    w = workload("scalify_fp8_fp8", devices, hadamard=16, backward_e4m3=("h.*",), clip_outliers=8.0)
+    w = workload(
+        "scalify_fp8_fp8",
+        devices,
+        hadamard=16,
+        backward_e4m3=("h.*",),
+        clip_outliers=8.0,
+    )
     state = from_stored(to_stored(first_state(w, seed=0)))
     step, tokens, losses = compile_step(w, abstract(w), state), batch(w), []
     for n in range(6):
@@ -339,14 +467,23 @@ def test_a_step_of_mixed_operands_and_fine_gradients_trains(devices):
 
 
 def test_an_outlier_beyond_the_format_is_shared_out():
-    """1500, above 448, is 375 in each of 16 mixed channels: rounded to E4M3's four digits, and not clipped."""
+    """1500, above 448, is 375 in each of 16 mixed channels: rounded to E4M3's four
+    digits, and not clipped."""
     x, w = np.zeros((16, 32), np.float32), np.ones((32, 16), np.float32)
     x[0, 3] = 1500
 
     def multiplied(**changes):
-        dot = dot_general_for(policy("scalify_fp8", **changes), ["h.0"], keep_weights=False)("h.0")
+        dot = dot_general_for(
+            policy("scalify_fp8", **changes), ["h.0"], keep_weights=False
+        )("h.0")
         scaled = (ScaledArray(jnp.asarray(a), np.float32(1)) for a in (x, w))
-        return np.asarray(asarray(scalify(lambda a, b: dot(a, b, (((1,), (0,)), ((), ()))), scales="static")(*scaled)))
+        return np.asarray(
+            asarray(
+                scalify(
+                    lambda a, b: dot(a, b, (((1,), (0,)), ((), ()))), scales="static"
+                )(*scaled)
+            )
+        )
 
     assert np.all(multiplied()[0] == 448)
     np.testing.assert_allclose(multiplied(hadamard=16)[0], 1500, rtol=2 * 2.0**-4)
@@ -361,9 +498,13 @@ def test_kept_layers_are_not_fp8(scan):
     assert sum(map(model.is_narrow, jax.tree.leaves(model.roles))) == len(model.narrow)
 
 
-@pytest.mark.whole  # their program: test_gradients_of_chosen_layers_are_in_e4m3; their bits: the golden run `scan`
+# their program: test_gradients_of_chosen_layers_are_in_e4m3; their bits: the golden run
+# `scan`
+@pytest.mark.whole
 def test_scanned_layers_train_in_the_flagship_precision():
-    w = workload("scalify_fp8_fp16", spec=dataclasses.replace(SPEC, n_layer=2, scan_layers=True))
+    w = workload(
+        "scalify_fp8_fp16", spec=dataclasses.replace(SPEC, n_layer=2, scan_layers=True)
+    )
     state = first_state(w, seed=0)
     step = compile_step(w, abstract(w), state)
     for n in range(3):
@@ -372,9 +513,16 @@ def test_scanned_layers_train_in_the_flagship_precision():
 
 
 @pytest.mark.parametrize(("form", "kept"), [("e3m2", 2.0), ("e3m2t", 1.75)])
-def test_a_simulated_product_truncates_where_its_format_says_so_and_has_scales_where_they_propagate(form, kept):
-    """1.9 lies between 1.75 and 2. Times 2^-12 it is below all numbers of E3M2, which a scale of 2^-12 makes up for."""
-    layers = dot_general_for(policy("sim", forward=form, backward="e5m2"), ["h.0.mlp.c_fc"], keep_weights=False)
+def test_a_simulated_product_truncates_where_its_format_says_so_and_has_scales_where_they_propagate(
+    form, kept
+):
+    """1.9 lies between 1.75 and 2. Times 2^-12 it is below all numbers of E3M2, which a
+    scale of 2^-12 makes up for."""
+    layers = dot_general_for(
+        policy("sim", forward=form, backward="e5m2"),
+        ["h.0.mlp.c_fc"],
+        keep_weights=False,
+    )
     dot = layers("h.0.mlp.c_fc")
     multiply = lambda x, w: dot(x, w, (((1,), (0,)), ((), ())))
     x, w = np.ones((1, 1), np.float32), np.full((1, 1), 1.9, np.float32)
@@ -382,7 +530,10 @@ def test_a_simulated_product_truncates_where_its_format_says_so_and_has_scales_w
     assert float(multiply(x, w * 2.0**-12)[0, 0]) == 0
     scaled = scalify(multiply, scales="static")
     small = ScaledArray(jnp.asarray(w), np.float32(2.0**-12))
-    assert float(asarray(scaled(ScaledArray(jnp.asarray(x), np.float32(1)), small))[0, 0]) == kept * 2.0**-12
+    assert (
+        float(asarray(scaled(ScaledArray(jnp.asarray(x), np.float32(1)), small))[0, 0])
+        == kept * 2.0**-12
+    )
 
 
 @pytest.mark.whole  # above, a product

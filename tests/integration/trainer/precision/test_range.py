@@ -1,4 +1,5 @@
-"""Values that leave a format's range: gains, aligned and smoothed channels, clipped operands."""
+"""Values that leave a format's range: gains, aligned and smoothed channels, clipped
+operands."""
 
 import dataclasses
 
@@ -26,11 +27,14 @@ from trainer.workload import (
 
 
 def gradient_of_values(preset, gain, **changes):
-    """All gradients of a first step whose values are multiplied by `gain`; of the values' part of `c_attn`, FP32."""
+    """All gradients of a first step whose values are multiplied by `gain`; of the
+    values' part of `c_attn`, FP32."""
     w = workload(preset, spec=dataclasses.replace(SPEC, value_gain=gain), **changes)
     state, tokens = first_state(w, seed=0), batch(w).tokens_AxBxT1[0]
     value_and_grad = w.model.differentiate().value_and_grad
-    grads = jax.jit(lambda s: wide(value_and_grad(s.params, s.scaling, tokens, None, s.key)[1]))(state)
+    grads = jax.jit(
+        lambda s: wide(value_and_grad(s.params, s.scaling, tokens, None, s.key)[1])
+    )(state)
     return grads, grads["h"][0]["attn"]["c_attn"]["kernel"][:, 64:]
 
 
@@ -46,28 +50,41 @@ def test_fp16_leaves_its_range_with_the_values():
     of_values = lambda *args, **changes: gradient_of_values(*args, **changes)[1]
     exact = of_values("fp32", 1.0)
     off = of_values("fp16_loss_scaled", 2.0**12, scaling="none") - exact
-    assert optax.global_norm(off) > 0.1 * optax.global_norm(exact)  # underflow; of gradients in range it is 2^-11
-    assert not jnp.isfinite(of_values("fp16_loss_scaled", 2.0**-12)).all()  # at the first loss scale
+    # underflow; of gradients in range it is 2^-11
+    assert optax.global_norm(off) > 0.1 * optax.global_norm(exact)
+    # at the first loss scale
+    assert not jnp.isfinite(of_values("fp16_loss_scaled", 2.0**-12)).all()
 
 
 def test_smooth_swiglu_is_swiglu():
     tokens = batch(workload("fp32")).tokens_AxBxT1[0]
-    models = [Model.make(dataclasses.replace(SPEC, mlp=mlp), policy("fp32")) for mlp in ("swiglu", "smooth_swiglu")]
+    models = [
+        Model.make(dataclasses.replace(SPEC, mlp=mlp), policy("fp32"))
+        for mlp in ("swiglu", "smooth_swiglu")
+    ]
     params = models[0].training.init(jax.random.key(0))
-    (a, ga), (b, gb) = (jax.jit(jax.value_and_grad(m.loss))(params, tokens, None, None) for m in models)
+    (a, ga), (b, gb) = (
+        jax.jit(jax.value_and_grad(m.loss))(params, tokens, None, None) for m in models
+    )
     assert a == b  # powers of two
-    error = optax.global_norm(jax.tree.map(jnp.subtract, ga, gb)) / optax.global_norm(ga)
+    error = optax.global_norm(jax.tree.map(jnp.subtract, ga, gb)) / optax.global_norm(
+        ga
+    )
     assert error < 1e-6
 
 
 def test_channels_that_are_nearly_dead_are_smoothed_in_fp16_too():
     """The inverse of their own power of two would be beyond FP16."""
-    w = workload("fp16_loss_scaled", spec=dataclasses.replace(SPEC, mlp="smooth_swiglu"))
+    w = workload(
+        "fp16_loss_scaled", spec=dataclasses.replace(SPEC, mlp="smooth_swiglu")
+    )
     state = first_state(w, seed=0)
     kernel = state.params["h"][0]["mlp"]["c_fc"]["kernel"]
     value_and_grad = w.model.differentiate().value_and_grad
     tokens = batch(w).tokens_AxBxT1[0]
-    compiled = jax.jit(lambda s: value_and_grad(s.params, s.scaling, tokens, None, s.key))
+    compiled = jax.jit(
+        lambda s: value_and_grad(s.params, s.scaling, tokens, None, s.key)
+    )
     for size in (2.0**-15, 2.0**-20, 2.0**-24):
         state.params["h"][0]["mlp"]["c_fc"]["kernel"] = kernel.at[:, ::2].multiply(size)
         loss, grads, *_ = compiled(state)
@@ -77,7 +94,10 @@ def test_channels_that_are_nearly_dead_are_smoothed_in_fp16_too():
 
 def test_smoothing_is_folded_away_where_text_is_generated():
     spec = dataclasses.replace(SPEC, mlp="smooth_swiglu")
-    smooth, plain = (Model.make(s, policy("fp16_loss_scaled")) for s in (spec, dataclasses.replace(SPEC, mlp="swiglu")))
+    smooth, plain = (
+        Model.make(s, policy("fp16_loss_scaled"))
+        for s in (spec, dataclasses.replace(SPEC, mlp="swiglu"))
+    )
     params = smooth.training.init(jax.random.key(0))
 
     def decode(m):
@@ -91,11 +111,23 @@ def test_smoothing_is_folded_away_where_text_is_generated():
 
 
 def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
-    spec = GPT2Spec(vocab_size=64, d_model=128, n_head=4, d_mlp=352, mlp="swiglu", align_channels=4, align_gain=256.0)
+    spec = GPT2Spec(
+        vocab_size=64,
+        d_model=128,
+        n_head=4,
+        d_mlp=352,
+        mlp="swiglu",
+        align_channels=4,
+        align_gain=256.0,
+    )
     x = jax.random.normal(jax.random.key(1), (256, 128))
 
     def output(cls, dot=None):
-        module = cls(spec, Factory("h.0", nnx.Rngs(params=0), jnp.float32, jnp.float32, dot, (), None), 0.004)
+        module = cls(
+            spec,
+            Factory("h.0", nnx.Rngs(params=0), jnp.float32, jnp.float32, dot, (), None),
+            0.004,
+        )
         align(module.c_gate, module.c_fc, spec.align_channels, spec.align_gain)
         graphdef, params = nnx.split(module)
         params = nnx.to_pure_dict(params)
@@ -103,20 +135,29 @@ def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
         if dot is None:
             return apply(params, x)
         scaled = jax.jit(scalify(apply, scales="static"))
-        return wide(scaled(scaled_params(params, jnp.float16), as_scaled_array(x, 1.0, dtype=jnp.float16)))
+        return wide(
+            scaled(
+                scaled_params(params, jnp.float16),
+                as_scaled_array(x, 1.0, dtype=jnp.float16),
+            )
+        )
 
     def error(cls):
         exact = output(SwigluMLP)
-        return jnp.linalg.norm(output(cls, Fp8DotGeneral) - exact) / jnp.linalg.norm(exact)
+        return jnp.linalg.norm(output(cls, Fp8DotGeneral) - exact) / jnp.linalg.norm(
+            exact
+        )
 
-    # Roundings to E4M3 are off by 0.036 in RMS, see above: two operands for each branch, two for the last product.
+    # Roundings to E4M3 are off by 0.036 in RMS, see above: two operands for each
+    # branch, two for the last product.
     assert error(SmoothSwigluMLP) < np.sqrt(6) * 0.036
     assert error(SwigluMLP) > 0.4
 
 
 def test_clipped_operands_keep_their_amax_histories():
     model = Model.make(SPEC, policy("fp8_delayed", clip_outliers=2.0))
-    histories = jax.eval_shape(model.training.init_histories)  # three tensors of a product: what is seen, and a scale
+    # three tensors of a product: what is seen, and a scale
+    histories = jax.eval_shape(model.training.init_histories)
     assert len(jax.tree.leaves(histories)) == 6 * len(model.narrow) == 24
 
 
@@ -127,14 +168,22 @@ def test_operands_are_clipped_to_a_multiple_of_their_rms():
 
 
 def test_a_kernel_whose_rows_are_smoothed_is_sent_as_it_is_smoothed():
-    """On one device the factor of a channel comes before the rounding to E4M3, so on several it has to as well."""
+    """On one device the factor of a channel comes before the rounding to E4M3, so on
+    several it has to as well."""
 
     def sent(preset, mlp):
         model = Model.make(dataclasses.replace(SPEC, mlp=mlp), policy(preset))
-        params = abstract_weights(jax.eval_shape(model.training.init, jax.random.key(0)), model.policy, 1.0)
-        send = lambda p: map_arrays(lambda x, role: model.for_allgather(role, x), p, model.roles)
+        params = abstract_weights(
+            jax.eval_shape(model.training.init, jax.random.key(0)), model.policy, 1.0
+        )
+        send = lambda p: map_arrays(
+            lambda x, role: model.for_allgather(role, x), p, model.roles
+        )
         mlp = jax.eval_shape(send, params)["h"][0]["mlp"]
-        return [str(getattr(mlp[name]["kernel"], "data", mlp[name]["kernel"]).dtype) for name in ("c_fc", "c_proj")]
+        return [
+            str(getattr(mlp[name]["kernel"], "data", mlp[name]["kernel"]).dtype)
+            for name in ("c_fc", "c_proj")
+        ]
 
     assert sent("scalify_fp8", "smooth_swiglu") == ["float8_e4m3fn", "float16"]
     assert sent("scalify_fp8", "swiglu") == ["float8_e4m3fn", "float8_e4m3fn"]

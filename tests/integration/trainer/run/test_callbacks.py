@@ -1,4 +1,5 @@
-"""What happens between two steps: in which order, and what a stop request leaves for the run that resumes."""
+"""What happens between two steps: in which order, and what a stop request leaves for
+the run that resumes."""
 
 from types import SimpleNamespace
 
@@ -13,24 +14,48 @@ ROW = {"train/loss": 2.0}
 
 
 class Recording:
-    """A run, or as much of one as the pause between two steps needs; `record` is what it was told, in order."""
+    """A run, or as much of one as the pause between two steps needs; `record` is what
+    it was told, in order."""
 
-    def __init__(self, callbacks, *, step=10, steps=100, until=None, signal=0, stop_at=None, in_doubt=False):
+    def __init__(
+        self,
+        callbacks,
+        *,
+        step=10,
+        steps=100,
+        until=None,
+        signal=0,
+        stop_at=None,
+        in_doubt=False,
+    ):
         self.record = []
         self.until = until or steps
-        self.callbacks, self.step, self.steps, self.log_every, self.recorded = callbacks, step, steps, 1000, 0
+        self.callbacks, self.step, self.steps, self.log_every, self.recorded = (
+            callbacks,
+            step,
+            steps,
+            1000,
+            0,
+        )
         self.state, self.train_step, self.meta, self.run_dir = "state", "step", {}, None
-        self.watchdog = SimpleNamespace(in_doubt=in_doubt, state=dict, end=lambda *_: None)
+        self.watchdog = SimpleNamespace(
+            in_doubt=in_doubt, state=dict, end=lambda *_: None
+        )
         note = lambda what: lambda *args, **_: self.record.append((what, *args))
         self.tracker = SimpleNamespace(
-            **{name: note(name) for name in ("row", "event", "sample", "picture", "summary", "alert")},
+            **{
+                name: note(name)
+                for name in ("row", "event", "sample", "picture", "summary", "alert")
+            },
             flush=lambda: None,
             written=lambda: None,
         )
         self.display = SimpleNamespace(update=lambda *_: None, event=lambda *_: None)
         self.throughput = SimpleNamespace(pause=lambda _: None)
         self.checkpointer = SimpleNamespace(
-            save=lambda step, state, meta, val_loss: self.record.append(("save", step, meta["unfinished"], val_loss))
+            save=lambda step, state, meta, val_loss: self.record.append(
+                ("save", step, meta["unfinished"], val_loss)
+            )
         )
         self.asked = []
         self.stop_at = stop_at
@@ -76,13 +101,17 @@ KEEP = Callback("checkpoint", 10, lambda context: context.save(), Phase.SAVE)
         (Phase.SAVE, 0, 21, True, False, True, True),
     ],
 )
-def test_when_a_job_happens_follows_from_its_phase(phase, every, step, last, stopping, in_doubt, happens):
+def test_when_a_job_happens_follows_from_its_phase(
+    phase, every, step, last, stopping, in_doubt, happens
+):
     context = SimpleNamespace(step=step, last=last)
     callback = Callback("own", every, lambda context: None, phase)
     assert callback.is_due(context, stopping=stopping, in_doubt=in_doubt) is happens
 
 
-def test_figures_are_in_the_row_texts_follow_it_and_the_checkpoint_covers_both(monkeypatch):
+def test_figures_are_in_the_row_texts_follow_it_and_the_checkpoint_covers_both(
+    monkeypatch,
+):
     record = Recording([look("first"), KEEP, look("second")]).settle(monkeypatch)
     row = ROW | {"first/figure": 0.5, "second/figure": 0.5}
     assert record == [
@@ -94,7 +123,9 @@ def test_figures_are_in_the_row_texts_follow_it_and_the_checkpoint_covers_both(m
 
 
 @pytest.mark.parametrize("stop_at", ["at the first", "at the second"])
-def test_a_stop_request_at_a_job_leaves_all_of_the_step_to_the_run_that_resumes(monkeypatch, stop_at):
+def test_a_stop_request_at_a_job_leaves_all_of_the_step_to_the_run_that_resumes(
+    monkeypatch, stop_at
+):
     run = Recording([look("first"), look("second"), KEEP], stop_at=stop_at)
     ((what, step, unfinished, val_loss),) = run.settle(monkeypatch)
     assert (what, step, val_loss) == ("save", 10, None)
@@ -115,11 +146,17 @@ def test_a_job_that_takes_long_can_be_broken_off_inside(monkeypatch):
 
 
 def test_a_change_of_the_state_is_told_before_the_row_and_saved_after_it(monkeypatch):
-    change = Callback("change", 5, lambda context: context.replace("new state", "new step", "changed"), Phase.UPDATE)
+    change = Callback(
+        "change",
+        5,
+        lambda context: context.replace("new state", "new step", "changed"),
+        Phase.UPDATE,
+    )
     run = Recording([KEEP, change])
     record = run.settle(monkeypatch)
     assert (run.state, run.train_step) == ("new state", "new step")
-    assert [entry[0] for entry in record] == ["event", "save"]  # the bare row is not due
+    # the bare row is not due
+    assert [entry[0] for entry in record] == ["event", "save"]
 
 
 @pytest.mark.parametrize("figures", [{"train/loss": 1.0}, {"first/figure": 1.0}])
@@ -131,10 +168,19 @@ def test_two_jobs_cannot_write_the_same_figure(monkeypatch, figures):
 
 def test_the_last_step_has_every_look_and_a_summary(monkeypatch):
     run = Recording([look(every=0), KEEP], step=100)
-    assert [entry[0] for entry in run.settle(monkeypatch)] == ["row", "summary", "sample", "save"]
+    assert [entry[0] for entry in run.settle(monkeypatch)] == [
+        "row",
+        "summary",
+        "sample",
+        "save",
+    ]
 
 
 def test_the_end_of_a_phase_is_kept(monkeypatch):
     seldom = Callback("checkpoint", 1000, lambda context: context.save(), Phase.SAVE)
     assert ("save", 10, None, None) in Recording([seldom], until=10).settle(monkeypatch)
-    assert not [what for what in Recording([seldom], until=20).settle(monkeypatch) if what[0] == "save"]
+    assert not [
+        what
+        for what in Recording([seldom], until=20).settle(monkeypatch)
+        if what[0] == "save"
+    ]

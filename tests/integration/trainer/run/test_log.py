@@ -1,4 +1,5 @@
-"""A log that lost rows is noticed: by the run that goes on, and by the run that still writes it."""
+"""A log that lost rows is noticed: by the run that goes on, and by the run that still
+writes it."""
 
 import os
 
@@ -8,7 +9,14 @@ from command import TINY
 from trainer import Callback, compose, train
 from trainer.observe.records import read_rows
 
-SMALL = [*TINY, "parallel.data=1", "sample.max_new_tokens=0", "tracker=jsonl", "checkpoint.every=2", "run_dir=A"]
+SMALL = [
+    *TINY,
+    "parallel.data=1",
+    "sample.max_new_tokens=0",
+    "tracker=jsonl",
+    "checkpoint.every=2",
+    "run_dir=A",
+]
 SMALL += [f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
 
 
@@ -19,7 +27,11 @@ def folder(tmp_path, monkeypatch):
 
 
 def events(folder):
-    return [row["event"] for row in read_rows(folder / "A" / "metrics.jsonl") if "event" in row]
+    return [
+        row["event"]
+        for row in read_rows(folder / "A" / "metrics.jsonl")
+        if "event" in row
+    ]
 
 
 DAMAGE = {
@@ -28,12 +40,19 @@ DAMAGE = {
     "shortened": lambda lines: lines[:-1],
     "a row missing": lambda lines: [*lines[:1], *lines[2:]],
     "a row twice": lambda lines: [*lines[:1], *lines],
-    "the step of a row changed": lambda lines: [lines[0].replace(b'"step": ', b'"step": 99'), *lines[1:]],
-    "a row changed": lambda lines: [line.replace(b'"tokens": ', b'"tokens": 1') for line in lines],
+    "the step of a row changed": lambda lines: [
+        lines[0].replace(b'"step": ', b'"step": 99'),
+        *lines[1:],
+    ],
+    "a row changed": lambda lines: [
+        line.replace(b'"tokens": ', b'"tokens": 1') for line in lines
+    ],
 }
 
 
-def test_a_log_that_is_not_what_was_written_is_noticed_when_the_run_goes_on(folder, capsys):
+def test_a_log_that_is_not_what_was_written_is_noticed_when_the_run_goes_on(
+    folder, capsys
+):
     train(compose([*SMALL, "train.steps=4"]))
     log = folder / "A" / "metrics.jsonl"
     whole = log.read_bytes()
@@ -43,9 +62,12 @@ def test_a_log_that_is_not_what_was_written_is_noticed_when_the_run_goes_on(fold
         capsys.readouterr()
         train(compose([*SMALL, f"train.steps={steps}"]))
         assert "is not what the run wrote up to step" in capsys.readouterr().out, damage
-        assert any("is not what the run wrote up to step" in text for text in events(folder)), damage
+        assert any(
+            "is not what the run wrote up to step" in text for text in events(folder)
+        ), damage
         if lines is not None and "step" in damage:
-            assert len(log.read_bytes().splitlines()) >= len(lines)  # one row is lost, and no other
+            # one row is lost, and no other
+            assert len(log.read_bytes().splitlines()) >= len(lines)
         whole = log.read_bytes()
     capsys.readouterr()
     train(compose([*SMALL, f"train.steps={steps + 1}"]))
@@ -53,7 +75,9 @@ def test_a_log_that_is_not_what_was_written_is_noticed_when_the_run_goes_on(fold
 
 
 @pytest.mark.parametrize("damage", ["removed", "replaced", "emptied"])
-def test_a_log_that_is_damaged_under_the_run_is_noticed_at_the_next_checkpoint(folder, capsys, damage):
+def test_a_log_that_is_damaged_under_the_run_is_noticed_at_the_next_checkpoint(
+    folder, capsys, damage
+):
     log = folder / "A" / "metrics.jsonl"
 
     def harm(moment):
@@ -67,6 +91,8 @@ def test_a_log_that_is_damaged_under_the_run_is_noticed_at_the_next_checkpoint(f
     train(compose([*SMALL, "train.steps=6"]), callbacks=[Callback("harm", 3, harm)])
     steps = [row["step"] for row in read_rows(log) if "event" not in row]
     assert steps[-1] == 6
-    assert ("was removed or replaced" if damage != "emptied" else "was changed while") in capsys.readouterr().out
+    assert (
+        "was removed or replaced" if damage != "emptied" else "was changed while"
+    ) in capsys.readouterr().out
     if damage != "emptied":
         assert steps == [1, 2, 3, 4, 5, 6]

@@ -1,4 +1,5 @@
-"""Weights that are not finite are found before a checkpoint holds them, and no run with them ends well."""
+"""Weights that are not finite are found before a checkpoint holds them, and no run with
+them ends well."""
 
 import dataclasses
 import os
@@ -16,7 +17,13 @@ from trainer.assembly import run as assembly
 from trainer.run.checkpoint import Checkpointer
 from trainer.step.state import first_nonfinite
 
-SMALL = [*TINY, "parallel.data=1", "sample.max_new_tokens=0", "tracker=jsonl", "checkpoint.keep=9"]
+SMALL = [
+    *TINY,
+    "parallel.data=1",
+    "sample.max_new_tokens=0",
+    "tracker=jsonl",
+    "checkpoint.keep=9",
+]
 SMALL += [f"compile_cache={os.environ['SCALIFY_TEST_CACHE']}"]
 
 
@@ -42,22 +49,28 @@ class Step:
     def __call__(self, state, tokens, hyper):
         # Kept, since the step donates its state.
         before = jax.tree.map(jnp.copy, state)
-        return self._change(int(hyper.step) + 1, before, *self._step(state, tokens, hyper))
+        return self._change(
+            int(hyper.step) + 1, before, *self._step(state, tokens, hyper)
+        )
 
 
 @pytest.fixture
 def alter(monkeypatch):
-    """Have every step compiled from now on pass its result through a function (step, before, state, metrics)."""
+    """Have every step compiled from now on pass its result through a function (step,
+    before, state, metrics)."""
     compile_step = assembly.compile_step
 
     def use(change):
-        monkeypatch.setattr(assembly, "compile_step", lambda *args: Step(compile_step(*args), change))
+        monkeypatch.setattr(
+            assembly, "compile_step", lambda *args: Step(compile_step(*args), change)
+        )
 
     return use
 
 
 def poison(at, times=1):
-    """One NaN in one weight, by the update of step `at`, so often as that step is taken."""
+    """One NaN in one weight, by the update of step `at`, so often as that step is
+    taken."""
     left = [times]
 
     def change(step, before, state, metrics):
@@ -72,19 +85,30 @@ def poison(at, times=1):
 
 
 def saved(run_dir="A"):
-    return sorted(int(path.name) for path in (os.scandir(f"{run_dir}/checkpoints")) if path.name.isdigit())
+    return sorted(
+        int(path.name)
+        for path in os.scandir(f"{run_dir}/checkpoints")
+        if path.name.isdigit()
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", whole("scalify_fp8_fp16")])
 def test_a_run_goes_back_from_weights_that_are_not_finite(alter, folder, precision):
     alter(poison(at=4))
-    run = train(configuration("train.steps=6", "checkpoint.every=2", f"precision={precision}"))
+    run = train(
+        configuration("train.steps=6", "checkpoint.every=2", f"precision={precision}")
+    )
     assert run.rows[-1]["step"] == 6
     assert run.rows[-1]["watchdog/rollbacks"] == 1
     with Checkpointer.reading(folder / "A" / "checkpoints") as checkpointer:
         assert checkpointer.steps() == [2, 4, 6]
         for step in checkpointer.steps():
-            assert first_nonfinite(checkpointer.restore(assembly.to_stored(run.state), step).state) is None
+            assert (
+                first_nonfinite(
+                    checkpointer.restore(assembly.to_stored(run.state), step).state
+                )
+                is None
+            )
 
 
 def test_poison_that_no_loss_shows_never_reaches_a_checkpoint_and_is_exit_code_3(alter):
@@ -96,7 +120,13 @@ def test_poison_that_no_loss_shows_never_reaches_a_checkpoint_and_is_exit_code_3
 
 def test_a_run_that_ends_with_an_older_state_failed(alter):
     alter(poison(at=6))
-    with pytest.raises(Diverged, match=r"all 6 steps were taken, but after the last one the run went back to an older"):
+    with pytest.raises(
+        Diverged,
+        match=(
+            r"all 6 steps were taken, but after the last one the run went back to an"
+            r" older"
+        ),
+    ):
         train(configuration("train.steps=6", "checkpoint.every=2"))
 
 
@@ -106,14 +136,24 @@ def test_the_weight_is_named_and_not_only_the_gradient_that_it_made_bad(alter):
         train(configuration("train.steps=6", "checkpoint.every=5"))
 
 
-def test_a_run_whose_last_steps_were_skipped_failed_and_so_does_the_same_command_again(alter):
+def test_a_run_whose_last_steps_were_skipped_failed_and_so_does_the_same_command_again(
+    alter,
+):
     def skip(step, before, state, metrics):
-        return (before, metrics | {"finite": jnp.array(False)}) if step > 3 else (state, metrics)
+        return (
+            (before, metrics | {"finite": jnp.array(False)})
+            if step > 3
+            else (state, metrics)
+        )
 
     alter(skip)
-    with pytest.raises(Diverged, match=r"all 4 steps were taken, but the last 1 steps .* skipped"):
+    with pytest.raises(
+        Diverged, match=r"all 4 steps were taken, but the last 1 steps .* skipped"
+    ):
         train(configuration("train.steps=4"))
-    with pytest.raises(Diverged, match=r"all 4 steps were taken, but the last 1 steps .* skipped"):
+    with pytest.raises(
+        Diverged, match=r"all 4 steps were taken, but the last 1 steps .* skipped"
+    ):
         train(configuration("train.steps=4"))
     alter(lambda step, before, state, metrics: (state, metrics))
     assert train(configuration("train.steps=5")).step == 5
@@ -130,7 +170,10 @@ def test_given_weights_are_looked_at_and_the_tensor_named(folder):
     tensors[name] = tensors[name].copy()
     tensors[name].flat[7] = np.inf
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"the initial state: params/.*c_fc.* is not finite; choose other weights"):
+    with pytest.raises(
+        UserError,
+        match=r"the initial state: params/.*c_fc.* is not finite; choose other weights",
+    ):
         train(compose([*SMALL, "run_dir=B", "init_from=weights", "train.steps=1"]))
     assert not (folder / "B").exists()
 
@@ -144,7 +187,20 @@ def test_a_checkpoint_of_an_older_version_with_a_nan_is_refused(folder):
         checkpointer.save(2, assembly.to_stored(broken), meta)
     from trainer.assembly.saved_model import restore_run
 
-    with pytest.raises(UserError, match=r"checkpoint 2 in .*: params/.* is not finite; choose another run"):
+    with pytest.raises(
+        UserError,
+        match=r"checkpoint 2 in .*: params/.* is not finite; choose another run",
+    ):
         restore_run(folder / "A")
-    with pytest.raises(UserError, match=r"checkpoint 2 of run_dir=A: params/.* is not finite; start another run from"):
-        train(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=3)))
+    with pytest.raises(
+        UserError,
+        match=(
+            r"checkpoint 2 of run_dir=A: params/.* is not finite; start another run"
+            r" from"
+        ),
+    ):
+        train(
+            dataclasses.replace(
+                config, train=dataclasses.replace(config.train, steps=3)
+            )
+        )

@@ -16,7 +16,9 @@ from trainer.step.step import first_true
 OK = {"loss": 1.0, "grad_norm": 1.0, "finite": True, "bad_leaf": -1}
 BAD = {"loss": float("nan"), "grad_norm": float("nan"), "finite": False, "bad_leaf": 1}
 LEAVES = ["h_0/kernel", "h_1/kernel"]
-BOUNDS = Bounds(max_skips=2, spike_zscore=4.0, spike_window=8, spike_steps=3, max_rollbacks=1)
+BOUNDS = Bounds(
+    max_skips=2, spike_zscore=4.0, spike_window=8, spike_steps=3, max_rollbacks=1
+)
 NOISE = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.1, 0.9]  # standard deviation 0.07
 SCALINGS = ("propagate", "loss_scale")
 
@@ -27,7 +29,11 @@ def make(state=None):
 
 def losses(dog, values, start=1):
     """Finite losses, one a step; the events."""
-    return [event for i, x in enumerate(values) if (event := dog.observe(start + i, OK | {"loss": x})) is not None]
+    return [
+        event
+        for i, x in enumerate(values)
+        if (event := dog.observe(start + i, OK | {"loss": x})) is not None
+    ]
 
 
 def test_a_finite_step_is_no_event():
@@ -60,7 +66,8 @@ def test_only_skips_in_a_row_are_too_many():
 
 def test_a_spike_is_far_above_the_losses_before_it_and_several_in_a_row_are_too_many():
     dog = make()
-    assert losses(dog, [9.0, *NOISE, 1.25, 0.1]) == []  # the first is out of the window by then; 0.1 is good news
+    # the first is out of the window by then; 0.1 is good news
+    assert losses(dog, [9.0, *NOISE, 1.25, 0.1]) == []
     (event,) = losses(dog, [3.0], start=12)
     assert "step 12: spike (loss 3" in event
     assert dog.in_doubt
@@ -88,8 +95,14 @@ def test_after_a_rollback_it_counts_anew_and_not_more_often_than_allowed():
     losses(dog, [*NOISE, 3.0, 3.0, 3.0])
     assert dog.may_roll_back
     dog.rolled_back(11)
-    assert (dog.verdict, dog.suspect_since, dog.in_doubt, dog.may_roll_back) == (None, None, False, False)
-    assert losses(dog, [3.0], start=12) != []  # spikes are not in the window that they are measured by
+    assert (dog.verdict, dog.suspect_since, dog.in_doubt, dog.may_roll_back) == (
+        None,
+        None,
+        False,
+        False,
+    )
+    # spikes are not in the window that they are measured by
+    assert losses(dog, [3.0], start=12) != []
 
 
 def test_what_is_forgiven_becomes_usual():
@@ -103,7 +116,10 @@ def test_a_resumed_watchdog_goes_on_as_if_never_stopped():
     sequence = [*NOISE, 3.0, float("nan"), 3.0, 1.0, 3.0, 3.1, 3.2]
 
     def steps(dog, values, start):
-        return [dog.observe(start + i, (OK if x == x else BAD) | {"loss": x}) for i, x in enumerate(values)]
+        return [
+            dog.observe(start + i, (OK if x == x else BAD) | {"loss": x})
+            for i, x in enumerate(values)
+        ]
 
     whole, stopped = make(), make()
     expected = steps(whole, sequence, 1)
@@ -121,7 +137,10 @@ def test_weights_that_are_not_finite_are_no_matter_of_spikes():
     losses(dog, [*NOISE, 3.0])
     assert dog.in_doubt
     dog.inspect(9, "params/wte")
-    assert (dog.verdict, dog.in_doubt) == ("params/wte is not finite after step 9", False)
+    assert (dog.verdict, dog.in_doubt) == (
+        "params/wte is not finite after step 9",
+        False,
+    )
     dog.rolled_back(9)
     dog.inspect(10, None)
     assert dog.verdict is None
@@ -170,7 +189,13 @@ def test_the_skips_of_a_loss_scale_are_no_failure():
 
 def test_leaf_names_are_in_the_order_that_bad_leaf_indexes():
     params = {"b": {"x": jnp.ones(2)}, "a": [jnp.ones(2), jnp.full(2, jnp.nan)]}
-    index = int(first_true(jnp.stack([~jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)])))
+    index = int(
+        first_true(
+            jnp.stack(
+                [~jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]
+            )
+        )
+    )
     assert leaf_names(params)[index] == "a/1"
 
 
@@ -196,7 +221,8 @@ def bad_log(x):
 
 
 def nested(wrap):
-    """Two harmless operations, the bad one inside `wrap`, and one that inherits the NaN."""
+    """Two harmless operations, the bad one inside `wrap`, and one that inherits the
+    NaN."""
     return lambda x: jnp.sin(wrap(bad_log)(x * 1.0)) * 2.0
 
 
@@ -243,7 +269,9 @@ def test_the_iteration_of_a_scan_is_named():
     def body(carry, x):
         return carry - 1.0, jnp.log(carry) + x
 
-    finding = found(lambda c: jax.lax.scan(body, c, jnp.ones(5))[1].sum(), jnp.float32(2.5))
+    finding = found(
+        lambda c: jax.lax.scan(body, c, jnp.ones(5))[1].sum(), jnp.float32(2.5)
+    )
     assert (finding.what, finding.where) == ("log", "scan[3]")
 
 
@@ -251,13 +279,18 @@ def test_the_iteration_of_a_reversed_scan_counts_from_the_front():
     def body(carry, x):
         return carry - 1.0, jnp.log(carry) + x
 
-    finding = found(lambda c: jax.lax.scan(body, c, jnp.ones(5), reverse=True)[1].sum(), jnp.float32(2.5))
+    finding = found(
+        lambda c: jax.lax.scan(body, c, jnp.ones(5), reverse=True)[1].sum(),
+        jnp.float32(2.5),
+    )
     assert (finding.what, finding.where) == ("log", "scan[1]")
 
 
 def test_the_iteration_of_a_while_loop_is_named():
     finding = found(
-        lambda c: jax.lax.while_loop(lambda s: s[0] < 9, lambda s: (s[0] + 1, jnp.sqrt(s[1] - 1.0)), (0, c)),
+        lambda c: jax.lax.while_loop(
+            lambda s: s[0] < 9, lambda s: (s[0] + 1, jnp.sqrt(s[1] - 1.0)), (0, c)
+        ),
         jnp.float32(1.5),
     )
     assert (finding.what, finding.where) == ("sqrt", "while[1]")
@@ -265,7 +298,9 @@ def test_the_iteration_of_a_while_loop_is_named():
 
 def test_the_backward_pass_is_searched_too():
     # The square root is finite at 0, its derivative is not.
-    finding = found(jax.jit(jax.value_and_grad(lambda x: jnp.sqrt(x).sum())), jnp.array([0.0, 1.0]))
+    finding = found(
+        jax.jit(jax.value_and_grad(lambda x: jnp.sqrt(x).sum())), jnp.array([0.0, 1.0])
+    )
     assert finding.what == "div"
     assert "inf" in finding.result
 
@@ -278,13 +313,17 @@ def test_an_overflowing_cast_is_found():
 
 def test_a_mask_of_minus_infinity_is_no_finding():
     def attention(scores):
-        return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((3, 3), bool)), scores, -jnp.inf)).sum()
+        return jax.nn.softmax(
+            jnp.where(jnp.tril(jnp.ones((3, 3), bool)), scores, -jnp.inf)
+        ).sum()
 
     assert first_nonfinite(attention, jnp.ones((3, 3))) is None
 
 
 def test_a_nan_from_a_mask_is_found_when_nothing_else_is():
-    finding = found(lambda x: jax.nn.softmax(jnp.where(x > 5, x, -jnp.inf)), jnp.ones(3))
+    finding = found(
+        lambda x: jax.nn.softmax(jnp.where(x > 5, x, -jnp.inf)), jnp.ones(3)
+    )
     assert finding.what == "sub"
     assert "3 -inf of 3" in finding.operands[0]
 
@@ -314,9 +353,18 @@ def test_the_line_says_it_all():
 
 def test_the_halvings_of_a_first_loss_scale_are_not_too_many_skips():
     watchdog = compose_config([]).watchdog
-    allowed = {scaling: build_watchdog(watchdog, scaling, LEAVES, None).bounds.max_skips for scaling in SCALINGS}
-    assert allowed == {"propagate": watchdog.max_skips, "loss_scale": watchdog.max_skips + 15}
-    dog, scale = build_watchdog(watchdog, "loss_scale", LEAVES, None), first_loss_scale()
+    allowed = {
+        scaling: build_watchdog(watchdog, scaling, LEAVES, None).bounds.max_skips
+        for scaling in SCALINGS
+    }
+    assert allowed == {
+        "propagate": watchdog.max_skips,
+        "loss_scale": watchdog.max_skips + 15,
+    }
+    dog, scale = (
+        build_watchdog(watchdog, "loss_scale", LEAVES, None),
+        first_loss_scale(),
+    )
     for step in range(15):
         dog.observe(step + 1, BAD)
         scale = next_loss_scale(scale, (), jnp.bool(False))

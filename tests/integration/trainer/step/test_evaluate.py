@@ -1,4 +1,5 @@
-"""Validation: the figures of the dashboard, and the one that checkpoints are compared by."""
+"""Validation: the figures of the dashboard, and the one that checkpoints are compared
+by."""
 
 import math
 
@@ -33,7 +34,14 @@ def test_a_validation_is_broken_off_between_two_batches():
         return jnp.float32(1)
 
     assert (
-        evaluate(step, None, batches([1, 2, 3]), first=1, bytes_per_token=1.0, broken_off=lambda: len(seen) == 2)
+        evaluate(
+            step,
+            None,
+            batches([1, 2, 3]),
+            first=1,
+            bytes_per_token=1.0,
+            broken_off=lambda: len(seen) == 2,
+        )
         is None
     )
     assert len(seen) == 2
@@ -41,16 +49,34 @@ def test_a_validation_is_broken_off_between_two_batches():
 
 def test_the_figures_are_means_over_batches_perplexity_and_bits_per_byte():
     step = jax.jit(make_eval_step(mean_token))
-    found = evaluate(step, jnp.float32(1), batches([1, 2, 6]), first=3, bytes_per_token=2.0, broken_off=never)
+    found = evaluate(
+        step,
+        jnp.float32(1),
+        batches([1, 2, 6]),
+        first=3,
+        bytes_per_token=2.0,
+        broken_off=never,
+    )
     np.testing.assert_allclose(found.row["val/loss"], 3.0, rtol=4 * EPS)
-    np.testing.assert_allclose(found.row["val/perplexity"], math.exp(3.0), rtol=16 * EPS)
-    np.testing.assert_allclose(found.row["val/bits_per_byte"], 3 / math.log(2) / 2, rtol=8 * EPS)
+    np.testing.assert_allclose(
+        found.row["val/perplexity"], math.exp(3.0), rtol=16 * EPS
+    )
+    np.testing.assert_allclose(
+        found.row["val/bits_per_byte"], 3 / math.log(2) / 2, rtol=8 * EPS
+    )
 
 
 def test_a_longer_validation_stays_comparable_with_the_others():
     step = jax.jit(make_eval_step(mean_token))
     short, long = (
-        evaluate(step, jnp.float32(1), batches(losses), first=2, bytes_per_token=1.0, broken_off=never)
+        evaluate(
+            step,
+            jnp.float32(1),
+            batches(losses),
+            first=2,
+            bytes_per_token=1.0,
+            broken_off=never,
+        )
         for losses in ([1, 2], [1, 2, 30, 40])
     )
     assert short.comparable == long.comparable == short.row["val/loss"]
@@ -64,6 +90,12 @@ def test_micro_batches_are_evaluated_one_by_one_and_averaged():
 
 def test_a_text_of_one_letter_takes_hardly_a_bit_and_random_bytes_take_them_all():
     assert xz_bits_per_byte("a" * 100_000) < 0.02
-    noise = np.random.default_rng(0).integers(0, 128, 100_000).astype(np.uint8).tobytes().decode()
+    noise = (
+        np.random.default_rng(0)
+        .integers(0, 128, 100_000)
+        .astype(np.uint8)
+        .tobytes()
+        .decode()
+    )
     assert 7 <= xz_bits_per_byte(noise) < 7.2
     assert math.isnan(xz_bits_per_byte(""))

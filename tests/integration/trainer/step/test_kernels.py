@@ -1,4 +1,5 @@
-"""What the compiler is told for the same bits: by the key, by the cache, and of every program beside the step."""
+"""What the compiler is told for the same bits: by the key, by the cache, and of every
+program beside the step."""
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +15,41 @@ from trainer.errors import UserError
 from trainer.models.spec import GPT2Spec
 from trainer.observe.nan_diagnosis import make_diagnose
 from trainer.parallel.mesh import abstract_batch, make_mesh
-from trainer.plan.aot import OPTIONS, lower_for_target, make_target_mesh, written_to_no_cache
+from trainer.plan.aot import (
+    OPTIONS,
+    lower_for_target,
+    make_target_mesh,
+    written_to_no_cache,
+)
 from trainer.plan.targets import get_target
 from trainer.precision.policy import Policy
 from trainer.step.kernels import Kernels, gpu_options, promise
 from trainer.step.nonfinite import first_nonfinite
 from trainer.step.optimizer import make_optimizer
-from trainer.workload import Model, TrainTask, abstract_state, first_state, jitted_eval_step
+from trainer.workload import (
+    Model,
+    TrainTask,
+    abstract_state,
+    first_state,
+    jitted_eval_step,
+)
 
 FP8 = Policy(**vars(compose_config(["precision=scalify_fp8_fp16"]).precision.policy))
-HARMLESS = {"xla_embed_ir_in_executable": True}  # an option that every compiler takes, and that changes nothing
+# an option that every compiler takes, and that changes nothing
+HARMLESS = {"xla_embed_ir_in_executable": True}
 
 
 def test_the_key_is_a_word_or_what_yaml_makes_of_it():
-    for given, meant in (("auto", "auto"), ("true", "true"), ("false", "false"), ("null", None)):
+    for given, meant in (
+        ("auto", "auto"),
+        ("true", "true"),
+        ("false", "false"),
+        ("null", None),
+    ):
         assert compose_config([f"deterministic={given}"]).deterministic == meant
-    with pytest.raises(UserError, match=r"deterministic='maybe' is not a choice.*auto, false, true"):
+    with pytest.raises(
+        UserError, match=r"deterministic='maybe' is not a choice.*auto, false, true"
+    ):
         compose_config(["deterministic=maybe"])
 
 
@@ -40,24 +60,36 @@ def test_a_run_from_before_the_key_goes_on():
 
 
 def test_auto_measures_only_where_what_it_found_is_kept():
-    meaning = {(asked, cached): Kernels.of(asked, cached=cached) for asked in ("auto", None) for cached in (0, 1)}
+    meaning = {
+        (asked, cached): Kernels.of(asked, cached=cached)
+        for asked in ("auto", None)
+        for cached in (0, 1)
+    }
     assert meaning == {
         ("auto", 0): Kernels.FIXED,
         ("auto", 1): Kernels.KEPT,
         (None, 0): Kernels.FIXED,
         (None, 1): Kernels.KEPT,
     }
-    assert {Kernels.of("true", cached=cached) for cached in (False, True)} == {Kernels.FIXED}
-    assert {Kernels.of("false", cached=cached) for cached in (False, True)} == {Kernels.FASTEST}
+    assert {Kernels.of("true", cached=cached) for cached in (False, True)} == {
+        Kernels.FIXED
+    }
+    assert {Kernels.of("false", cached=cached) for cached in (False, True)} == {
+        Kernels.FASTEST
+    }
 
 
 def test_what_promises_bits_excludes_kernels_without_an_order():
-    assert "xla_gpu_exclude_nondeterministic_ops" not in gpu_options(FP8, Kernels.FASTEST)
+    assert "xla_gpu_exclude_nondeterministic_ops" not in gpu_options(
+        FP8, Kernels.FASTEST
+    )
     for kernels in (Kernels.KEPT, Kernels.FIXED):
         options = gpu_options(FP8, kernels)
         assert options["xla_gpu_exclude_nondeterministic_ops"]
         assert not options["xla_gpu_enable_triton_gemm"]
-        assert options.get("xla_gpu_deterministic_ops", False) == (kernels is Kernels.FIXED)
+        assert options.get("xla_gpu_deterministic_ops", False) == (
+            kernels is Kernels.FIXED
+        )
         assert options["xla_allow_excess_precision"] is False
 
 
@@ -70,18 +102,29 @@ def test_the_line_says_what_is_promised_and_why():
 
 
 def small(mesh, kernels=Kernels.KEPT):
-    adamw = make_optimizer("adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
-    return TrainTask(Model.make(GPT2Spec(512, 128, 1, 1, 128), FP8), "adamw", adamw, mesh, kernels=kernels)
+    adamw = make_optimizer(
+        "adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0
+    )
+    return TrainTask(
+        Model.make(GPT2Spec(512, 128, 1, 1, 128), FP8),
+        "adamw",
+        adamw,
+        mesh,
+        kernels=kernels,
+    )
 
 
 @pytest.fixture
 def told(monkeypatch):
-    """The options that are given to each compilation, by the function's name, were this a GPU's task."""
+    """The options that are given to each compilation, by the function's name, were this
+    a GPU's task."""
     options: dict[str, list] = {}
     jit, compile_ = jax.jit, jax.stages.Lowered.compile
 
     def recording(fun, **settings):
-        options.setdefault(getattr(fun, "func", fun).__name__, []).append(settings.get("compiler_options"))
+        options.setdefault(getattr(fun, "func", fun).__name__, []).append(
+            settings.get("compiler_options")
+        )
         return jit(fun, **settings)
 
     def compiling(lowered, compiler_options=None):
@@ -95,7 +138,9 @@ def told(monkeypatch):
 
 
 @pytest.mark.whole  # a run; of a function: below
-def test_validation_and_numerics_are_compiled_with_the_options_of_the_step(told, tmp_path, monkeypatch):
+def test_validation_and_numerics_are_compiled_with_the_options_of_the_step(
+    told, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     settings = [
         *TINY,
@@ -140,13 +185,17 @@ def test_a_validation_for_a_gpu_has_the_products_that_its_step_has(kernels):
     """Without a GPU: whether Triton may make products is seen in what is compiled."""
     w = small(make_target_mesh(get_target("h100"), 1, 1), kernels)
     batch = abstract_batch(1, 2, 128, document_mask=False, mesh=w.mesh)
-    lowered = lower_for_target(lambda: jitted_eval_step(w).lower(abstract_state(w, 1.0), batch))
+    lowered = lower_for_target(
+        lambda: jitted_eval_step(w).lower(abstract_state(w, 1.0), batch)
+    )
     with written_to_no_cache():
         program = Program(lowered.compile(compiler_options=OPTIONS).as_text())
     fp8 = [gemm for gemm in program.gemms if gemm.dtype == "fp8"]
     assert len(fp8) == 4
-    # FP8 products take their constants only where Triton makes none, so none of the three modes has any.
+    # FP8 products take their constants only where Triton makes none, so none of the
+    # three modes has any.
     assert [gemm.kernel for gemm in program.gemms if "triton" in gemm.kernel] == []
-    # They take them, as in the step: a result in FP32 would be multiplied and rounded by a kernel of its own.
+    # They take them, as in the step: a result in FP32 would be multiplied and rounded
+    # by a kernel of its own.
     instructions = {e.instruction.name: e.instruction for e in program.executed}
     assert {instructions[gemm.name].shapes[0].dtype for gemm in fp8} == {"f16"}

@@ -1,4 +1,5 @@
-"""The step as users run it, jitted and sharded: accumulation, skipping, no recompilation, any number of devices."""
+"""The step as users run it, jitted and sharded: accumulation, skipping, no
+recompilation, any number of devices."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,11 @@ from trainer.step.state import init_state
 from trainer.step.step import Hyper, first_true, make_train_step
 
 V, T, B = 16, 8, 16
-ROLES = {"wte": {"embedding": Role("table")}, "head": {"kernel": Role("column")}, "gain": {"scale": Role("gain")}}
+ROLES = {
+    "wte": {"embedding": Role("table")},
+    "head": {"kernel": Role("column")},
+    "gain": {"scale": Role("gain")},
+}
 COMMON = {"weight_decay": 0.1, "clip_norm": 1.0}
 OWN = {
     "adamw": {"b1": 0.9, "b2": 0.95, "eps": 1e-8},
@@ -27,8 +32,13 @@ OWN = {
 
 
 def loss_fn(params, tokens, segments, key):
-    """A bigram model: small, and its gradient is not finite where `params["gain"]` is not."""
-    logits = params["wte"]["embedding"][tokens[:, :-1]] @ params["head"]["kernel"] * params["gain"]["scale"]
+    """A bigram model: small, and its gradient is not finite where `params["gain"]` is
+    not."""
+    logits = (
+        params["wte"]["embedding"][tokens[:, :-1]]
+        @ params["head"]["kernel"]
+        * params["gain"]["scale"]
+    )
     logp = jax.nn.log_softmax(logits)
     return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1))
 
@@ -42,7 +52,9 @@ def make(devices=1, accum=1, name="adamw"):
     }
     optimizer = scaled_state(make_optimizer(name, **COMMON | OWN[name])(ROLES), seed=0)
     mesh = make_mesh(devices)
-    state = jax.device_put(init_state(params, optimizer, jax.random.key(1)), replicated(mesh))
+    state = jax.device_put(
+        init_state(params, optimizer, jax.random.key(1)), replicated(mesh)
+    )
     tokens = np.random.default_rng(0).integers(0, V, (B, T + 1), dtype=np.int32)
     return (
         state,
@@ -56,8 +68,13 @@ def hyper(step=0, lr=1e-2):
 
 
 def equal_bits(a, b):
-    raw = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return all(np.array_equal(raw(x), raw(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    raw = lambda x: (
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    )
+    return all(
+        np.array_equal(raw(x), raw(y))
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
 
 
 @pytest.mark.parametrize("accum", [2, 4])
@@ -67,12 +84,15 @@ def test_accumulation_equals_one_big_batch(accum):
     for n in range(3):
         whole_state, a = step(whole_state, whole, hyper(n))
         parts_state, b = step(parts_state, parts, hyper(n))
-    # FP32 sums of B*T terms in another order; Adam divides, so compare at some 1e3 epsilon.
+    # FP32 sums of B*T terms in another order; Adam divides, so compare at some 1e3
+    # epsilon.
     eps = 1e3 * np.finfo(np.float32).eps
     np.testing.assert_allclose(a["loss"], b["loss"], rtol=eps)
     np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=eps)
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=eps, atol=eps), whole_state.params, parts_state.params
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=eps, atol=eps),
+        whole_state.params,
+        parts_state.params,
     )
 
 
@@ -83,7 +103,9 @@ def test_losses_are_those_of_one_device_up_to_reduction_order(devices):
     for n in range(5):
         one, a = step(one, batch_one, hyper(n))
         many, b = step(many, batch_many, hyper(n))
-        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e3 * np.finfo(np.float32).eps)
+        np.testing.assert_allclose(
+            a["loss"], b["loss"], rtol=1e3 * np.finfo(np.float32).eps
+        )
 
 
 def test_a_step_that_is_not_finite_changes_no_bit_of_the_state():

@@ -1,4 +1,5 @@
-"""Texts to tokens and back, as the harness does it with other models; and the tasks made of a text."""
+"""Texts to tokens and back, as the harness does it with other models; and the tasks
+made of a text."""
 
 import functools
 import json
@@ -24,7 +25,20 @@ from trainer.tasks.writing import LIKELIEST, DecodingParams
 from trainer.workload import first_state
 
 SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=1, n_head=2, d_model=32)
-WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
+WORDS = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "zeta",
+    "eta",
+    "theta",
+    "iota",
+    "kappa",
+    "lambda",
+    "mu",
+]
 TEXT = " ".join(np.random.default_rng(0).choice(WORDS, 2000).tolist())
 
 
@@ -42,9 +56,11 @@ def ids(text):
 def test_a_context_and_its_continuation_in_tokens():
     question = eval_model().question
     assert question("one", " two") == Question(ids("one"), ids(" two"))
-    assert question("one ", "two") == Question(ids("one"), ids(" two"))  # a space belongs to the word behind it
+    # a space belongs to the word behind it
+    assert question("one ", "two") == Question(ids("one"), ids(" two"))
     assert question("", "two") == Question([0], ids("two"))
-    assert question("", "\0two") == Question([0], ids("two"))  # which the end of a document begins by itself
+    # which the end of a document begins by itself
+    assert question("", "\0two") == Question([0], ids("two"))
     assert question("  ", "two") == Question([0], ids("  two"))
 
 
@@ -52,7 +68,11 @@ def test_a_rolling_text_scores_each_token_once_with_as_much_before_it_as_fits():
     text = "".join(chr(97 + i % 26) for i in range(75))
     found = list(eval_model().windows(text))
     assert [i for window in found for i in window.after] == ids(text)
-    assert [len(window.before) + len(window.after) - 1 for window in found] == [32, 32, 32]
+    assert [len(window.before) + len(window.after) - 1 for window in found] == [
+        32,
+        32,
+        32,
+    ]
     assert found[0].before == [0]
     total = sum(answer.logprob for answer in eval_model().answers(found))
     assert eval_model().rolling(["", text]) == [0, pytest.approx(total)]
@@ -60,7 +80,12 @@ def test_a_rolling_text_scores_each_token_once_with_as_much_before_it_as_fits():
 
 def test_a_continuation_that_cannot_be_scored_is_refused_in_a_line():
     for pair, count in ((("one", ""), 0), (("one", "x" * 33), 33)):
-        with pytest.raises(UserError, match=rf"a continuation of {count} tokens cannot be scored; expected 1 to 32"):
+        with pytest.raises(
+            UserError,
+            match=(
+                rf"a continuation of {count} tokens cannot be scored; expected 1 to 32"
+            ),
+        ):
             eval_model().likelihoods([pair])
 
 
@@ -68,10 +93,17 @@ def test_texts_end_before_what_ends_them():
     request = GenerationRequest("some context that is longer than what fits", (), 12)
     [whole] = eval_model().texts([request])
     middle = whole[3:5]
-    cut, other = eval_model().texts([request._replace(until=(middle,)), request._replace(context="", max_new_tokens=4)])
+    cut, other = eval_model().texts(
+        [
+            request._replace(until=(middle,)),
+            request._replace(context="", max_new_tokens=4),
+        ]
+    )
     assert cut == whole[: whole.index(middle)]
     assert len(other) <= 4
-    with pytest.raises(UserError, match="asks for 32 new tokens, the model's context is 32"):
+    with pytest.raises(
+        UserError, match="asks for 32 new tokens, the model's context is 32"
+    ):
         eval_model().texts([GenerationRequest("one", (), 32)])
     assert before_first("one. two; three", ("; ", ". ")) == "one"
     assert eval_model().decoded(ids("a"), [98, 0, 99]) == "b"
@@ -85,7 +117,9 @@ def test_items_are_the_text_s_own_and_always_the_same():
         assert item.choices[0].strip().isalpha()
     golds = set()
     for item in orders:
-        assert [item.context + choice in TEXT for choice in item.choices].count(True) == 1
+        assert [item.context + choice in TEXT for choice in item.choices].count(
+            True
+        ) == 1
         assert item.context + item.choices[item.gold] in TEXT
         assert len(set(item.choices)) == 4
         assert len({"".join(sorted(choice)) for choice in item.choices}) == 1
@@ -98,14 +132,17 @@ def test_items_are_the_text_s_own_and_always_the_same():
 
 def test_who_knows_the_text_scores_full_marks():
     knows = lambda pairs: [
-        Answer(0.0 if context + text in TEXT else -1.0, context + text in TEXT) for context, text in pairs
+        Answer(0.0 if context + text in TEXT else -1.0, context + text in TEXT)
+        for context, text in pairs
     ]
     author = SimpleNamespace(likelihoods=knows)
     tasks = choose(["last_word", "word_order"], lambda size: TEXT[:size], limit=30)
     found = tasks.scores(author)
     assert found["last_word"] == {"acc": (1.0, 0.0), "perplexity": (1.0, 0.0)}
     assert found["word_order"] == {"acc": (1.0, 0.0)}
-    nobody = SimpleNamespace(likelihoods=lambda pairs: [Answer(-math.log(4), False) for _ in pairs])
+    nobody = SimpleNamespace(
+        likelihoods=lambda pairs: [Answer(-math.log(4), False) for _ in pairs]
+    )
     found = tasks.scores(nobody)
     assert found["last_word"]["perplexity"].value == pytest.approx(4)
     assert found["word_order"]["acc"].value < 0.6
@@ -124,30 +161,53 @@ def test_the_harness_is_given_the_same_items(tmp_path):
 
 def test_names_that_are_no_tasks_are_refused(monkeypatch):
     monkeypatch.setattr(harness, "is_installed", lambda: False)
-    with pytest.raises(UserError, match=r"'hellaswag' is not one of last_word, word_order.*pip install '.\[lm-eval\]'"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"'hellaswag' is not one of last_word, word_order.*pip install"
+            r" '.\[lm-eval\]'"
+        ),
+    ):
         choose(["last_word", "hellaswag"], lambda size: TEXT)
     known = SimpleNamespace(all_tasks=["hellaswag", "piqa"])
     check_names(["piqa"], known)
-    with pytest.raises(UserError, match="'helaswag' is no task of lm-evaluation-harness; did you mean 'hellaswag'"):
+    with pytest.raises(
+        UserError,
+        match=(
+            "'helaswag' is no task of lm-evaluation-harness; did you mean 'hellaswag'"
+        ),
+    ):
         check_names(["helaswag"], known)
     with pytest.raises(UserError, match=r"'no.yaml' is no task"):
         check_names(["no.yaml"], known)
 
 
 def test_what_a_task_asks_of_a_generation():
-    assert request_of("a", {"until": "\n", "max_gen_toks": 5}) == GenerationRequest("a", ("\n",), 5)
-    assert request_of("a", {"until": ["x"], "do_sample": False, "temperature": 0.7}) == GenerationRequest(
-        "a", ("x",), 256
+    assert request_of("a", {"until": "\n", "max_gen_toks": 5}) == GenerationRequest(
+        "a", ("\n",), 5
     )
+    assert request_of(
+        "a", {"until": ["x"], "do_sample": False, "temperature": 0.7}
+    ) == GenerationRequest("a", ("x",), 256)
     asked = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 3}
-    assert request_of("a", asked) == GenerationRequest("a", (), 3, DecodingParams(0.7, 0, 0.9))
+    assert request_of("a", asked) == GenerationRequest(
+        "a", (), 3, DecodingParams(0.7, 0, 0.9)
+    )
     assert request_of("a", {}).decoding == LIKELIEST
-    with pytest.raises(UserError, match="asks for generation with num_beams; known: temperature"):
+    with pytest.raises(
+        UserError, match="asks for generation with num_beams; known: temperature"
+    ):
         request_of("a", {"num_beams": 4})
 
 
 def test_the_numbers_of_the_harness_s_results():
-    row = {"alias": "x", "acc,none": 0.5, "acc_stderr,none": 0.1, "exact_match,strict": 0.25, "sample_len": 3}
+    row = {
+        "alias": "x",
+        "acc,none": 0.5,
+        "acc_stderr,none": 0.1,
+        "exact_match,strict": 0.25,
+        "sample_len": 3,
+    }
     row |= {"perplexity,none": 7.0, "perplexity_stderr,none": "N/A"}
     found = scores_in(row)
     assert found["acc"] == (0.5, 0.1)
@@ -161,7 +221,9 @@ def test_the_numbers_of_the_harness_s_results():
 def test_the_harness_asks_the_examinee(tmp_path):
     pytest.importorskip("lm_eval")
     items = items_of("last_word", TEXT, 12)
-    tasks = choose([str(write_for_harness("last_word", items, tmp_path))], lambda size: TEXT)
+    tasks = choose(
+        [str(write_for_harness("last_word", items, tmp_path))], lambda size: TEXT
+    )
     [found] = tasks.scores(eval_model()).values()
     for metric, score in TASKS["last_word"].score(eval_model(), items).items():
         assert found[metric].value == pytest.approx(score.value)

@@ -1,4 +1,5 @@
-"""Log-likelihoods of what follows: those of the validation's forward pass, whatever the batch and the precision."""
+"""Log-likelihoods of what follows: those of the validation's forward pass, whatever the
+batch and the precision."""
 
 import jax
 import numpy as np
@@ -17,7 +18,9 @@ EPS = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 def questions(count=21, seed=0):
     rng = np.random.default_rng(seed)
-    ids = lambda low, high: rng.integers(0, SPEC.vocab_size, int(rng.integers(low, high))).tolist()
+    ids = lambda low, high: rng.integers(
+        0, SPEC.vocab_size, int(rng.integers(low, high))
+    ).tolist()
     return [Question(ids(1, 22), ids(1, CONTEXT + 1)) for _ in range(count)]
 
 
@@ -32,7 +35,9 @@ def test_what_is_too_long_loses_its_beginning():
 
 def test_batches_hold_all_rows_in_few_shapes():
     rng = np.random.default_rng(0)
-    sizes = [Sized(int(t), int(rng.integers(1, t + 1))) for t in rng.integers(1, 1025, 500)]
+    sizes = [
+        Sized(int(t), int(rng.integers(1, t + 1))) for t in rng.integers(1, 1025, 500)
+    ]
     found = batches_of(sizes, 8, 1024)
     assert sorted(row for part in found for row in part.rows) == list(range(500))
     for part in found:
@@ -42,7 +47,9 @@ def test_batches_hold_all_rows_in_few_shapes():
             assert sizes[row].scored <= part.scored <= part.length
     tails = {min(part.scored, 1023) for part in found}
     assert len({(part.length, part.scored) for part in found}) <= LENGTHS * len(tails)
-    assert sum(8 * part.length for part in found) < 1.25 * sum(size.tokens for size in sizes)
+    assert sum(8 * part.length for part in found) < 1.25 * sum(
+        size.tokens for size in sizes
+    )
 
 
 def test_lengths_are_raised_where_that_costs_the_least():
@@ -57,12 +64,15 @@ FEW = ("fp32", "scalify_fp8_fp16", "fp8_delayed")
 
 @pytest.mark.parametrize("preset", [*FEW, *(whole(p) for p in PRESETS if p not in FEW)])
 def test_answers_are_those_of_the_loss(preset):
-    """The mean over a row's tokens is the validation's loss of it; sums are in another order, of rounded logits."""
+    """The mean over a row's tokens is the validation's loss of it; sums are in another
+    order, of rounded logits."""
     task = workload(preset)
     state = first_state(task, 0)
     rng = np.random.default_rng(1)
     rows = rng.integers(0, SPEC.vocab_size, (16, CONTEXT + 1)).astype(np.int32)
-    answers = Scorer(task, 16)(state.params, state.scaling, [Question(row[:1], row[1:]) for row in rows])
+    answers = Scorer(task, 16)(
+        state.params, state.scaling, [Question(row[:1], row[1:]) for row in rows]
+    )
     loss = jax.jit(task.model.eval_loss)(state, rows, None)
     mean = -np.mean([answer.logprob for answer in answers]) / CONTEXT
     assert mean == pytest.approx(float(loss), rel=4 * EPS[task.model.policy.compute])
@@ -72,7 +82,9 @@ def test_the_batch_and_the_order_change_nothing():
     task = workload("fp32")
     state = first_state(task, 0)
     asked = questions()
-    one, many = (Scorer(task, batch)(state.params, state.scaling, asked) for batch in (1, 8))
+    one, many = (
+        Scorer(task, batch)(state.params, state.scaling, asked) for batch in (1, 8)
+    )
     back = Scorer(task, 8)(state.params, state.scaling, asked[::-1])[::-1]
     for a, b, c in zip(one, many, back, strict=True):
         assert a.logprob == pytest.approx(b.logprob, rel=1e-5)

@@ -16,7 +16,9 @@ from trainer.tasks.writing import DecodingParams, Writer
 from trainer.workload import first_state
 
 LONG = dataclasses.replace(SPEC, context=64, n_layer=2)
-LLAMA = LlamaSpec(vocab_size=64, context=64, n_layer=2, n_head=2, n_kv_head=1, d_model=32)
+LLAMA = LlamaSpec(
+    vocab_size=64, context=64, n_layer=2, n_head=2, n_kv_head=1, d_model=32
+)
 never = lambda ids: False
 
 
@@ -33,7 +35,9 @@ def sharp(spec, preset="fp32"):
 
 def prompts(count=7):
     rng = np.random.default_rng(0)
-    return [rng.integers(0, 64, int(rng.integers(1, 30))).tolist() for _ in range(count)]
+    return [
+        rng.integers(0, 64, int(rng.integers(1, 30))).tolist() for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -45,16 +49,22 @@ def test_each_row_is_continued_as_if_alone(spec):
     task, params = sharp(spec)
     one = Generator(task.model.sampling.bind, spec)
     found = Writer(task, 4)(params, prompts(), max_new_tokens=21, ended=never)
-    assert found == [one(params, prompt, max_new_tokens=21, temperature=0) for prompt in prompts()]
+    assert found == [
+        one(params, prompt, max_new_tokens=21, temperature=0) for prompt in prompts()
+    ]
     assert len({tuple(ids) for ids in found}) == len(found)
 
 
 def test_the_last_token_fills_the_context():
     task, params = sharp(LONG)
     prompt = prompts(1)[0][:1] * 47
-    found = Writer(task, 2)(params, [prompt, prompt[:5]], max_new_tokens=17, ended=never)
+    found = Writer(task, 2)(
+        params, [prompt, prompt[:5]], max_new_tokens=17, ended=never
+    )
     one = Generator(task.model.sampling.bind, LONG)
-    assert found == [one(params, p, max_new_tokens=17, temperature=0) for p in (prompt, prompt[:5])]
+    assert found == [
+        one(params, p, max_new_tokens=17, temperature=0) for p in (prompt, prompt[:5])
+    ]
     with pytest.raises(ValueError, match="64 - 17"):
         Writer(task, 2)(params, [[*prompt, 1]], max_new_tokens=17, ended=never)
 
@@ -62,16 +72,28 @@ def test_the_last_token_fills_the_context():
 def test_nothing_is_written_behind_what_has_ended():
     task, params = sharp(LONG)
     asked = []
-    found = Writer(task, 4)(params, prompts(3), max_new_tokens=30, ended=lambda ids: not asked.append(len(ids)))
+    found = Writer(task, 4)(
+        params,
+        prompts(3),
+        max_new_tokens=30,
+        ended=lambda ids: not asked.append(len(ids)),
+    )
     assert [len(ids) for ids in found] == [16, 16, 16]
     assert set(asked) == {16}
 
 
 def test_a_seed_gives_each_prompt_a_text_of_its_own_whatever_the_batch():
-    task, params = workload("fp32", 1, LONG), asarray(first_state(workload("fp32", 1, LONG), 1).params)
+    task, params = (
+        workload("fp32", 1, LONG),
+        asarray(first_state(workload("fp32", 1, LONG), 1).params),
+    )
     same = [[5, 6, 7]] * 3
     write = lambda batch, seed: Writer(task, batch)(
-        params, same, max_new_tokens=20, ended=never, decoding=DecodingParams(1.0, seed=seed)
+        params,
+        same,
+        max_new_tokens=20,
+        ended=never,
+        decoding=DecodingParams(1.0, seed=seed),
     )
     first, again, other = write(4, 0), write(2, 0), write(4, 1)
     assert first == again

@@ -1,4 +1,5 @@
-"""Each function and its hand-written gradient against the textbook formula differentiated by JAX."""
+"""Each function and its hand-written gradient against the textbook formula
+differentiated by JAX."""
 
 import functools
 import re
@@ -22,7 +23,9 @@ def normal(seed, *shape):
 
 def layer_norm(x, w, b):
     mean = x.mean(-1, keepdims=True)
-    return (x - mean) / jnp.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-5) * w[None, None] + b[None, None]
+    return (x - mean) / jnp.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-5) * w[
+        None, None
+    ] + b[None, None]
 
 
 def rms_norm(x, w):
@@ -31,13 +34,20 @@ def rms_norm(x, w):
 
 def full_attention(causal, segments=None):
     def fun(q, k, v):
-        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))  # as many heads as queries
+        # as many heads as queries
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         logits = jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(q.shape[-1])
         t, s = logits.shape[-2:]
-        mask = jnp.tril(jnp.ones((t, s), bool))[None, None] if causal else jnp.ones((1, 1, t, s), bool)
+        mask = (
+            jnp.tril(jnp.ones((t, s), bool))[None, None]
+            if causal
+            else jnp.ones((1, 1, t, s), bool)
+        )
         if segments is not None:
             mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
-        return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(mask, logits, -jnp.inf)), v)
+        return jnp.einsum(
+            "bhts,bshk->bthk", jax.nn.softmax(jnp.where(mask, logits, -jnp.inf)), v
+        )
 
     return fun
 
@@ -70,16 +80,31 @@ CASES = {
     "layer_norm": (sc.layer_norm, layer_norm, (X, W, B), 3),
     "rms_norm": (sc.rms_norm, rms_norm, (X, W), 2),
     "gelu": (sc.gelu, lambda x: jax.nn.gelu(x, approximate=True), (X,), 1),
-    "gelu_biased": (sc.gelu, lambda x, b: jax.nn.gelu(x + b[None, None], approximate=True), (X, B), 2),
+    "gelu_biased": (
+        sc.gelu,
+        lambda x, b: jax.nn.gelu(x + b[None, None], approximate=True),
+        (X, B),
+        2,
+    ),
     "materialised": (sc.materialised, lambda x: x, (X,), 1),
     "silu": (sc.silu, jax.nn.silu, (X,), 1),
     "relu": (sc.relu, jax.nn.relu, (X,), 1),
     "swiglu": (sc.swiglu, lambda g, u: jax.nn.silu(g) * u, (X, X[::-1]), 2),
     "softmax": (sc.softmax, jax.nn.softmax, (X,), 1),
-    "softmax_axis_0": (lambda x: sc.softmax(x, axis=0), lambda x: jax.nn.softmax(x, axis=0), (X,), 1),
+    "softmax_axis_0": (
+        lambda x: sc.softmax(x, axis=0),
+        lambda x: jax.nn.softmax(x, axis=0),
+        (X,),
+        1,
+    ),
     "log_softmax": (sc.log_softmax, jax.nn.log_softmax, (X,), 1),
     "attention": (sc.attention, full_attention(causal=True), QKV, 3),
-    "attention_not_causal": (lambda *a: sc.attention(*a, causal=False), full_attention(causal=False), QKV, 3),
+    "attention_not_causal": (
+        lambda *a: sc.attention(*a, causal=False),
+        full_attention(causal=False),
+        QKV,
+        3,
+    ),
     "attention_more_keys": (
         lambda *a: sc.attention(*a, causal=False),
         full_attention(causal=False),
@@ -105,17 +130,30 @@ CASES = {
         GROUPED,
         3,
     ),
-    "rope": (lambda x: sc.rope(x, jnp.cos(ANGLES), jnp.sin(ANGLES)), rotated, QKV[:1], 1),
+    "rope": (
+        lambda x: sc.rope(x, jnp.cos(ANGLES), jnp.sin(ANGLES)),
+        rotated,
+        QKV[:1],
+        1,
+    ),
     "cross_entropy": (sc.cross_entropy, cross_entropy(24), (LOGITS, TARGETS), 1),
-    "cross_entropy_padded": (lambda *a: sc.cross_entropy(*a, vocab_size=20), cross_entropy(20), (LOGITS, TARGETS), 1),
+    "cross_entropy_padded": (
+        lambda *a: sc.cross_entropy(*a, vocab_size=20),
+        cross_entropy(20),
+        (LOGITS, TARGETS),
+        1,
+    ),
     **{
         f"linear_cross_entropy_chunk_{chunk}": (
-            lambda *a, chunk=chunk: sc.linear_cross_entropy(*a, vocab_size=20, chunk=chunk),
+            lambda *a, chunk=chunk: sc.linear_cross_entropy(
+                *a, vocab_size=20, chunk=chunk
+            ),
             lambda x, head, targets: cross_entropy(20)(x @ head.T, targets),
             (HIDDEN, HEAD, TARGETS),
             2,
         )
-        for chunk in (None, 10, 7, 2, 1)  # one chunk, three, five unrolled with none left over, a scan of 15, of 30
+        # one chunk, three, five unrolled with none left over, a scan of 15, of 30
+        for chunk in (None, 10, 7, 2, 1)
     },
     "embedding": (sc.embedding, lambda table, ids: table[ids], (HIDDEN, IDS), 1),
 }
@@ -129,24 +167,42 @@ def test_value_and_gradients_equal_the_textbook_formula(name):
     def both(f):
         def loss(*args):
             out = f(*args)
-            return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)), out
+            return (
+                jnp.sum(
+                    out
+                    * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(
+                        out.shape
+                    )
+                ),
+                out,
+            )
 
         return jax.jit(jax.value_and_grad(loss, argnums, has_aux=True))(*args)
 
     ((_, out), grads), ((_, expected), expected_grads) = both(fun), both(reference)
     for a, b in zip((out, *grads), (expected, *expected_grads), strict=True):
-        # Sums of up to 150 products of terms of the size of the largest: a random walk of rounding errors, doubled.
-        np.testing.assert_allclose(a, b, rtol=0, atol=EPS * 2 * np.sqrt(150) * max(1.0, float(jnp.abs(b).max())))
+        # Sums of up to 150 products of terms of the size of the largest: a random walk
+        # of rounding errors, doubled.
+        np.testing.assert_allclose(
+            a,
+            b,
+            rtol=0,
+            atol=EPS * 2 * np.sqrt(150) * max(1.0, float(jnp.abs(b).max())),
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", quick([jnp.float16, jnp.bfloat16], jnp.float16))
 def test_result_and_gradients_have_the_dtype_of_the_input(name, dtype):
     fun, _, args, differentiable = CASES[name]
-    args = tuple(a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in args)
+    args = tuple(
+        a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in args
+    )
     out = jax.eval_shape(fun, *args)
     assert out.dtype == (jnp.float32 if "cross_entropy" in name else dtype)
-    for grad in jax.eval_shape(jax.grad(lambda *a: fun(*a).sum(), tuple(range(differentiable))), *args):
+    for grad in jax.eval_shape(
+        jax.grad(lambda *a: fun(*a).sum(), tuple(range(differentiable))), *args
+    ):
         assert grad.dtype == dtype
 
 
@@ -154,16 +210,26 @@ def test_linear_cross_entropy_never_holds_the_logits_of_the_batch():
     n, d, v = 512, 16, 1024
     args = normal(0, n, d), normal(1, v, d), jnp.zeros(n, jnp.int32)
     loss = lambda x, head, t: sc.linear_cross_entropy(x, head, t, chunk=32)
-    temp = jax.jit(jax.grad(loss, (0, 1))).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    temp = (
+        jax.jit(jax.grad(loss, (0, 1)))
+        .lower(*args)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
     assert temp < n * v * 4 / 2
 
 
 def test_linear_cross_entropy_of_large_fp16_batches_keeps_small_gradients():
     x, head = normal(0, 4096, 4), normal(1, 64, 4)
     targets = jnp.zeros(4096, jnp.int32)
-    g16 = jax.grad(sc.linear_cross_entropy, 1)(x.astype(jnp.float16), head.astype(jnp.float16), targets)
+    g16 = jax.grad(sc.linear_cross_entropy, 1)(
+        x.astype(jnp.float16), head.astype(jnp.float16), targets
+    )
     g32 = jax.grad(sc.linear_cross_entropy, 1)(x, head, targets)
-    np.testing.assert_allclose(np.float32(g16), g32, atol=float(jnp.abs(g32).max()) * 2**-8)
+    np.testing.assert_allclose(
+        np.float32(g16), g32, atol=float(jnp.abs(g32).max()) * 2**-8
+    )
 
 
 @pytest.mark.parametrize("chunk", [None, 10, 2])
@@ -171,59 +237,109 @@ def test_linear_cross_entropy_of_large_fp16_batches_keeps_small_gradients():
 def test_narrow_logits_are_rounded_once_and_nothing_else_is(dtype, chunk):
     x, head = (4 * HIDDEN).astype(dtype), (4 * HEAD).astype(dtype)
     exact = x.astype(jnp.float32) @ head.astype(jnp.float32).T
-    expected, slope = jax.value_and_grad(cross_entropy(20))(exact.astype(dtype).astype(jnp.float32), TARGETS)
-    fun = lambda x, head: sc.linear_cross_entropy(x, head, TARGETS, vocab_size=20, chunk=chunk, narrow_logits=True)
+    expected, slope = jax.value_and_grad(cross_entropy(20))(
+        exact.astype(dtype).astype(jnp.float32), TARGETS
+    )
+    fun = lambda x, head: sc.linear_cross_entropy(
+        x, head, TARGETS, vocab_size=20, chunk=chunk, narrow_logits=True
+    )
     found, (dx, dhead) = jax.jit(jax.value_and_grad(fun, (0, 1)))(x, head)
-    # A sum in another order may round another way, and changes a logit by 2^-10 or 2^-7: of 600, one or two do.
+    # A sum in another order may round another way, and changes a logit by 2^-10 or
+    # 2^-7: of 600, one or two do.
     few = 2 * float(jnp.finfo(dtype).eps) * float(jnp.abs(exact).max()) / len(TARGETS)
     np.testing.assert_allclose(found, expected, rtol=2**-18, atol=few)
     assert abs(float(found - cross_entropy(20)(exact, TARGETS))) > 0
-    for a, b in ((dx, slope @ head.astype(jnp.float32)), (dhead, slope.T @ x.astype(jnp.float32))):
-        np.testing.assert_allclose(np.float32(a), b, rtol=0, atol=float(jnp.finfo(dtype).eps) * float(jnp.abs(b).max()))
+    for a, b in (
+        (dx, slope @ head.astype(jnp.float32)),
+        (dhead, slope.T @ x.astype(jnp.float32)),
+    ):
+        np.testing.assert_allclose(
+            np.float32(a),
+            b,
+            rtol=0,
+            atol=float(jnp.finfo(dtype).eps) * float(jnp.abs(b).max()),
+        )
 
 
 def test_narrow_logits_beyond_the_format_are_its_largest_number():
-    x, head = jnp.full((4, 16), 300, jnp.float16), jnp.full((24, 16), 300, jnp.float16).at[1:].set(-300)
-    fun = lambda x, head: sc.linear_cross_entropy(x, head, jnp.arange(4), narrow_logits=True)
+    x, head = (
+        jnp.full((4, 16), 300, jnp.float16),
+        jnp.full((24, 16), 300, jnp.float16).at[1:].set(-300),
+    )
+    fun = lambda x, head: sc.linear_cross_entropy(
+        x, head, jnp.arange(4), narrow_logits=True
+    )
     loss, gradients = jax.value_and_grad(fun, (0, 1))(x, head)
     assert float(loss) == pytest.approx(2 * 65504 * 3 / 4)
     assert all(jnp.isfinite(g).all() for g in gradients)
 
 
-@pytest.mark.parametrize("fwd", [losses._linear_cross_entropy_fwd, losses._linear_cross_entropy_fwd_cuda])
+@pytest.mark.parametrize(
+    "fwd", [losses._linear_cross_entropy_fwd, losses._linear_cross_entropy_fwd_cuda]
+)
 def test_a_product_writes_narrow_logits_in_the_format_of_its_operands(fwd):
-    static = {"vocab_size": 24, "chunk": 10, "masked": False, "narrow": True, "logit_scale": 0.5}
+    static = {
+        "vocab_size": 24,
+        "chunk": 10,
+        "masked": False,
+        "narrow": True,
+        "logit_scale": 0.5,
+    }
     args = HIDDEN.astype(jnp.float16), HEAD.astype(jnp.float16), TARGETS
     for dtype, is_narrow in ((jnp.float16, True), (jnp.float32, False)):
-        text = str(jax.make_jaxpr(functools.partial(fwd, **static | {"narrow": is_narrow}))(*args))
+        text = str(
+            jax.make_jaxpr(functools.partial(fwd, **static | {"narrow": is_narrow}))(
+                *args
+            )
+        )
         logits = re.findall(r":(\w+)\[10,24\][^=]*= dot_general", text)
-        assert set(logits) == {{"float16": "f16", "float32": "f32"}[jnp.dtype(dtype).name]}
+        assert set(logits) == {
+            {"float16": "f16", "float32": "f32"}[jnp.dtype(dtype).name]
+        }
 
 
 @pytest.mark.parametrize("mean", [0.0, 100.0])
 @pytest.mark.parametrize("eps", [1e-5, 2.0**-126, 0.0])
 def test_layer_norm_for_cuda_equals_that_of_other_programs(mean, eps):
-    x, g, weight, bias = normal(0, 6, 96) + mean, normal(1, 6, 96), normal(2, 96), normal(3, 96)
+    x, g, weight, bias = (
+        normal(0, 6, 96) + mean,
+        normal(1, 6, 96),
+        normal(2, 96),
+        normal(3, 96),
+    )
     static = {"eps": eps}
     (found, kept), (expected, kept_here) = (
-        fwd(x, weight, bias, **static) for fwd in (norms._layer_norm_fwd_cuda, norms._layer_norm_fwd)
+        fwd(x, weight, bias, **static)
+        for fwd in (norms._layer_norm_fwd_cuda, norms._layer_norm_fwd)
     )
     gradients = norms._layer_norm_bwd_cuda(kept, g, **static)
-    for a, b in zip((found, *gradients), (expected, *norms._layer_norm_bwd(kept_here, g, **static)), strict=True):
+    for a, b in zip(
+        (found, *gradients),
+        (expected, *norms._layer_norm_bwd(kept_here, g, **static)),
+        strict=True,
+    ):
         # Means of 96 numbers of the size of the mean, before they are subtracted.
-        np.testing.assert_allclose(a, b, rtol=0, atol=EPS * 96 * (1 + mean) * float(jnp.abs(b).max()))
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=EPS * 96 * (1 + mean) * float(jnp.abs(b).max())
+        )
 
 
 @pytest.mark.parametrize("size", [96, 768, 1280])
 @pytest.mark.parametrize("eps", [1e-5, 2.0**-126])
-def test_layer_norm_of_equal_elements_of_16_bits_is_exactly_zero_for_cuda_too(size, eps):
-    x = jnp.asarray(np.float16([[1], [-10.7], [100], [9e3]])) * jnp.ones((1, size), jnp.float16)
+def test_layer_norm_of_equal_elements_of_16_bits_is_exactly_zero_for_cuda_too(
+    size, eps
+):
+    x = jnp.asarray(np.float16([[1], [-10.7], [100], [9e3]])) * jnp.ones(
+        (1, size), jnp.float16
+    )
     for fwd in (norms._layer_norm_fwd_cuda, norms._layer_norm_fwd):
         np.testing.assert_array_equal(fwd(x, jnp.ones(size), None, eps=eps)[0], 0)
 
 
 def test_layer_norm_for_cuda_of_a_row_of_zeros_is_zeros_with_the_smallest_epsilon():
-    y, (_, _, rstd, *_) = norms._layer_norm_fwd_cuda(jnp.zeros((2, 96)), jnp.ones(96), None, eps=2.0**-126)
+    y, (_, _, rstd, *_) = norms._layer_norm_fwd_cuda(
+        jnp.zeros((2, 96)), jnp.ones(96), None, eps=2.0**-126
+    )
     np.testing.assert_array_equal(y, 0)
     assert np.isfinite(rstd).all()
 
@@ -231,7 +347,9 @@ def test_layer_norm_for_cuda_of_a_row_of_zeros_is_zeros_with_the_smallest_epsilo
 def test_embedding_gradient_for_cuda_equals_the_scatter_add():
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 30, (4, 16)), jnp.int32)
     g = normal(1, 4, 16, 8)
-    (expected, _), (found, _) = (f((HIDDEN, ids), g) for f in (_embedding_bwd, _embedding_bwd_cuda))
+    (expected, _), (found, _) = (
+        f((HIDDEN, ids), g) for f in (_embedding_bwd, _embedding_bwd_cuda)
+    )
     np.testing.assert_allclose(found, expected, atol=64 * EPS)
 
 
@@ -246,16 +364,34 @@ def test_attention_of_unequal_lengths_with_causal_is_an_error():
 
 @pytest.mark.parametrize("heads", [(3, 2, 2), (4, 2, 1), (1, 2, 2)])
 def test_attention_of_heads_that_do_not_divide_is_an_error(heads):
-    with pytest.raises(ValueError, match=f"{heads[0]} heads of queries, {heads[1]} of keys, {heads[2]} of values"):
+    with pytest.raises(
+        ValueError,
+        match=f"{heads[0]} heads of queries, {heads[1]} of keys, {heads[2]} of values",
+    ):
         sc.attention(*(normal(0, 1, 4, n, 8) for n in heads))
 
 
 def test_grouped_attention_holds_no_repeated_keys_or_values():
     q, k = normal(0, 1, 64, 8, 4), normal(1, 1, 64, 2, 4)
-    jaxpr = jax.make_jaxpr(lambda q, k, v: jax.vjp(functools.partial(attention, causal=False), q, k, v)[1](q))(q, k, k)
-    inner = [eqn for call in jaxpr.eqns if "jaxpr" in call.params for eqn in call.params["jaxpr"].eqns]
-    sizes = {var.aval.shape for eqn in inner if eqn.primitive.name == "dot_general" for var in eqn.invars}
-    # Keys and values of two heads, and rows of four heads each: queries, their gradients, what is 64 x 64 a head.
+    jaxpr = jax.make_jaxpr(
+        lambda q, k, v: jax.vjp(functools.partial(attention, causal=False), q, k, v)[1](
+            q
+        )
+    )(q, k, k)
+    inner = [
+        eqn
+        for call in jaxpr.eqns
+        if "jaxpr" in call.params
+        for eqn in call.params["jaxpr"].eqns
+    ]
+    sizes = {
+        var.aval.shape
+        for eqn in inner
+        if eqn.primitive.name == "dot_general"
+        for var in eqn.invars
+    }
+    # Keys and values of two heads, and rows of four heads each: queries, their
+    # gradients, what is 64 x 64 a head.
     assert sizes == {(1, 2, 64, 4), (1, 2, 256, 4), (1, 2, 256, 64)}
 
 
@@ -265,8 +401,11 @@ def test_rope_keeps_what_a_pair_of_positions_sees_of_each_other():
     q, k = (sc.rope(x, jnp.cos(ANGLES), jnp.sin(ANGLES)) for x in (q, k))
     near, far = (jnp.sum(q[0, i : i + 100] * k[0, :100], axis=-1) for i in (3, 40))
     for products in (near, far):
-        # Angles up to 150 are wrong by their FP32 rounding, and so are sums of 8 products of numbers of a few units.
-        np.testing.assert_allclose(products, products[:1].repeat(100, 0), atol=150 * EPS * 8 * 4)
+        # Angles up to 150 are wrong by their FP32 rounding, and so are sums of 8
+        # products of numbers of a few units.
+        np.testing.assert_allclose(
+            products, products[:1].repeat(100, 0), atol=150 * EPS * 8 * 4
+        )
     assert (jnp.abs(near - far) > 0.01).any()
 
 
@@ -277,7 +416,8 @@ def test_rope_tables_of_another_shape_are_an_error(shape):
 
 
 def test_gradients_of_attention_saturate_in_fp16():
-    """The gradient of the logits, beyond 65504 here, is rounded to FP16 before it meets queries and keys."""
+    """The gradient of the logits, beyond 65504 here, is rounded to FP16 before it meets
+    queries and keys."""
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, g = (
         jax.random.normal(key, (1, 8, 2, 16)).astype(jnp.float16) * scale
@@ -293,14 +433,26 @@ def test_gradients_of_attention_saturate_in_fp16():
 def test_linear_cross_entropy_of_cuda_programs_is_that_of_others(tokens, chunk, masked):
     """What is lowered for CUDA, run here."""
     rng = np.random.default_rng(0)
-    x, head = (jnp.asarray(4 * rng.normal(size=shape), jnp.float32) for shape in ((tokens, 16), (24, 16)))
+    x, head = (
+        jnp.asarray(4 * rng.normal(size=shape), jnp.float32)
+        for shape in ((tokens, 16), (24, 16))
+    )
     targets = jnp.asarray(rng.integers(0, 20, tokens))
     x = x.at[3].multiply(100)  # a row whose logits are far apart
     targets = targets.at[5].set(-1) if masked else targets
-    static = {"vocab_size": 20, "chunk": chunk, "masked": masked, "narrow": False, "logit_scale": 0.5}
+    static = {
+        "vocab_size": 20,
+        "chunk": chunk,
+        "masked": masked,
+        "narrow": False,
+        "logit_scale": 0.5,
+    }
     of_cuda, of_others = (
         jax.jit(functools.partial(fwd, **static))(x, head, targets)
-        for fwd in (losses._linear_cross_entropy.cuda_fwd, losses._linear_cross_entropy.fwd)
+        for fwd in (
+            losses._linear_cross_entropy.cuda_fwd,
+            losses._linear_cross_entropy.fwd,
+        )
     )
     # Sums of 20 exponentials and of 30 tokens, whose largest term is 1.
     for a, b in zip(jax.tree.leaves(of_cuda), jax.tree.leaves(of_others), strict=True):

@@ -1,4 +1,5 @@
-"""The rules of the functions, where the usual training step does not lead: under vmap, and with run-time scales."""
+"""The rules of the functions, where the usual training step does not lead: under vmap,
+and with run-time scales."""
 
 import functools
 
@@ -17,7 +18,8 @@ B, N, D, V = 3, 8, 4, 16
 # Of FP32 sums of at most 64 terms, in another order.
 RTOL = 64 * float(jnp.finfo(jnp.float32).eps)
 
-scalify = functools.partial(scalify_core.scalify, scales="static")  # the composites' own rules
+# the composites' own rules
+scalify = functools.partial(scalify_core.scalify, scales="static")
 
 
 def normal(seed, *shape):
@@ -26,11 +28,17 @@ def normal(seed, *shape):
 
 def assert_near(found, expected, rtol=RTOL):
     """Within `rtol` of the largest element."""
-    for a, b in zip(jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(asarray(found)), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * float(jnp.abs(b).max()))
 
 
-X, HEAD, TARGETS = normal(0, B, N, D), normal(1, V, D), jax.random.randint(jax.random.key(2), (B, N), 0, V)
+X, HEAD, TARGETS = (
+    normal(0, B, N, D),
+    normal(1, V, D),
+    jax.random.randint(jax.random.key(2), (B, N), 0, V),
+)
 
 
 def loss(x, head, targets):
@@ -40,16 +48,24 @@ def loss(x, head, targets):
 LOSSES = {
     "sum": lambda x, head: jnp.sum(jax.vmap(loss, (0, None, 0))(x, head, TARGETS)),
     "mean": lambda x, head: jnp.mean(jax.vmap(loss, (0, None, 0))(x, head, TARGETS)),
-    "weighted": lambda x, head: jnp.sum(jnp.arange(1.0, 4.0) * jax.vmap(loss, (0, None, 0))(x, head, TARGETS)),
-    "a head each": lambda x, head: jnp.mean(jax.vmap(loss)(x, jnp.stack([head, 2 * head, -head]), TARGETS)),
+    "weighted": lambda x, head: jnp.sum(
+        jnp.arange(1.0, 4.0) * jax.vmap(loss, (0, None, 0))(x, head, TARGETS)
+    ),
+    "a head each": lambda x, head: jnp.mean(
+        jax.vmap(loss)(x, jnp.stack([head, 2 * head, -head]), TARGETS)
+    ),
 }
 
 
 @pytest.mark.parametrize("scale", [1.0, None])
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradient_of_a_batched_linear_cross_entropy_is_that_of_the_plain_program(name, scale):
+def test_gradient_of_a_batched_linear_cross_entropy_is_that_of_the_plain_program(
+    name, scale
+):
     gradient = jax.grad(LOSSES[name], (0, 1))
-    assert_near(scalify(gradient)(*as_scaled_array((X, HEAD), scale)), gradient(X, HEAD))
+    assert_near(
+        scalify(gradient)(*as_scaled_array((X, HEAD), scale)), gradient(X, HEAD)
+    )
 
 
 def test_gradients_per_example_of_linear_cross_entropy_are_those_of_the_plain_program():
@@ -58,13 +74,16 @@ def test_gradients_per_example_of_linear_cross_entropy_are_those_of_the_plain_pr
         twice = jax.vmap(lambda x: gradients(x, head, TARGETS), in_axes=1, out_axes=1)
         return twice(jnp.stack([x, 2 * x], axis=1))
 
-    assert_near(scalify(per_example)(*as_scaled_array((X, HEAD), 1.0)), per_example(X, HEAD))
+    assert_near(
+        scalify(per_example)(*as_scaled_array((X, HEAD), 1.0)), per_example(X, HEAD)
+    )
 
 
 # Run-time scales: what is far from 1 is neither zero nor infinite in FP16.
 
 HALF = jnp.float16
-# FP16 operands as they are given, some dozens of roundings of FP16 results on the way to the gradients.
+# FP16 operands as they are given, some dozens of roundings of FP16 results on the way
+# to the gradients.
 HALF_RTOL = 32 * float(jnp.finfo(HALF).eps)
 EXPONENTS = [-30, 0, 20]
 
@@ -76,13 +95,18 @@ def half(x, exponent, dynamic):
 
 @pytest.mark.parametrize("dynamic", ["q", "k", "v", "qkv", ""])
 @pytest.mark.parametrize("exponent", EXPONENTS)
-def test_attention_is_the_same_for_scales_known_while_tracing_and_at_run_time(exponent, dynamic):
+def test_attention_is_the_same_for_scales_known_while_tracing_and_at_run_time(
+    exponent, dynamic
+):
     def fun(q, k, v):
         out, pull = jax.vjp(lambda *qkv: sc.attention(*qkv), q, k, v)
         return out, pull(out * 0.5)
 
     exponents = {"q": exponent, "k": -exponent, "v": exponent}
-    args = [half(normal(i, 1, 8, 2, 8), exponents[name], name in dynamic) for i, name in enumerate("qkv")]
+    args = [
+        half(normal(i, 1, 8, 2, 8), exponents[name], name in dynamic)
+        for i, name in enumerate("qkv")
+    ]
     assert_near(scalify(fun)(*args), fun(*asarray(args)), HALF_RTOL)
 
 
@@ -115,7 +139,8 @@ def test_a_rotation_changes_no_scale(exponent, dynamic):
     for y in jax.tree.leaves(found, is_leaf=lambda y: isinstance(y, sc.ScaledArray)):
         assert y.dtype == HALF
         assert float(y.scale) == 2.0**exponent
-        assert rms(y) == pytest.approx(rms(x), rel=1e-3)  # which are 1536 roundings of 2^-11
+        # which are 1536 roundings of 2^-11
+        assert rms(y) == pytest.approx(rms(x), rel=1e-3)
 
 
 def test_a_rotation_under_vmap_rotates_each():
@@ -128,15 +153,22 @@ def test_a_rotation_of_a_plain_array_by_scaled_tables():
     x = normal(0, 1, 64, 2, 8)
     tables = as_scaled_array(TABLES, 1.0)
     assert_near(scalify(sc.rope)(x, *tables), sc.rope(x, *TABLES))
-    assert_near(scalify(jax.grad(lambda t: jnp.sum(sc.rope(x, *t))))(tables), (0 * TABLES[0], 0 * TABLES[1]))
+    assert_near(
+        scalify(jax.grad(lambda t: jnp.sum(sc.rope(x, *t))))(tables),
+        (0 * TABLES[0], 0 * TABLES[1]),
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("exponents", [(0, 0, 0), (-60, 60, 0), (20, -20, 60)])
 def test_grouped_attention_and_its_gradients_at_any_scales(exponents, dynamic):
-    """Keys and values that three query heads share: their gradients are sums over these."""
+    """Keys and values that three query heads share: their gradients are sums over
+    these."""
     shapes = (2, 64, 6, 8), (2, 64, 2, 8), (2, 64, 2, 8)
-    args = [half(normal(i, *shape), e, dynamic) for i, (shape, e) in enumerate(zip(shapes, exponents, strict=True))]
+    args = [
+        half(normal(i, *shape), e, dynamic)
+        for i, (shape, e) in enumerate(zip(shapes, exponents, strict=True))
+    ]
     out, gradients = found = scalify(grouped)(*args)
     assert_near(found, grouped(*asarray(args)), HALF_RTOL)
     for y in (out, *gradients):
@@ -145,10 +177,16 @@ def test_grouped_attention_and_its_gradients_at_any_scales(exponents, dynamic):
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 def test_what_heads_share_has_the_size_that_is_expected(groups):
-    """Of the gradients of keys and values, data of one size however many query heads add up to them."""
-    args = [as_scaled_array(normal(i, 2, 64, heads, 16), 1.0) for i, heads in enumerate((8, groups, groups))]
+    """Of the gradients of keys and values, data of one size however many query heads
+    add up to them."""
+    args = [
+        as_scaled_array(normal(i, 2, 64, heads, 16), 1.0)
+        for i, heads in enumerate((8, groups, groups))
+    ]
     _, (_, dk, dv) = scalify(grouped)(*args)
-    _, (_, own_dk, own_dv) = scalify(grouped)(args[0], *(as_scaled_array(normal(i, 2, 64, 8, 16), 1.0) for i in (1, 2)))
+    _, (_, own_dk, own_dv) = scalify(grouped)(
+        args[0], *(as_scaled_array(normal(i, 2, 64, 8, 16), 1.0) for i in (1, 2))
+    )
     for found, own in ((dk, own_dk), (dv, own_dv)):
         # Within half an octave, by which a scale is rounded, either way.
         assert 0.5 <= rms(found) / rms(own) <= 2
@@ -157,7 +195,10 @@ def test_what_heads_share_has_the_size_that_is_expected(groups):
 @pytest.mark.parametrize("dynamic", ["x", "head", "x head"])
 @pytest.mark.parametrize("exponent", EXPONENTS)
 def test_linear_cross_entropy_keeps_the_scales_of_run_time(exponent, dynamic):
-    x, head = half(X[0], exponent, "x" in dynamic), half(HEAD, -exponent, "head" in dynamic)
+    x, head = (
+        half(X[0], exponent, "x" in dynamic),
+        half(HEAD, -exponent, "head" in dynamic),
+    )
     fun = jax.value_and_grad(lambda x, head: loss(x, head, TARGETS[0]), (0, 1))
     assert_near(scalify(fun)(x, head), fun(*asarray((x, head))), HALF_RTOL)
 
@@ -166,27 +207,45 @@ def test_linear_cross_entropy_keeps_the_scales_of_run_time(exponent, dynamic):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_narrow_logits_are_those_of_the_data_whatever_its_scales(exponent, dynamic):
     x, head = half(X[0], exponent, dynamic), half(HEAD, -exponent, dynamic)
-    fun = jax.value_and_grad(lambda *args: sc.linear_cross_entropy(*args, TARGETS[0], narrow_logits=True), (0, 1))
+    fun = jax.value_and_grad(
+        lambda *args: sc.linear_cross_entropy(*args, TARGETS[0], narrow_logits=True),
+        (0, 1),
+    )
     found, wide = scalify(fun)(x, head), fun(*asarray((x, head)))
     assert_near(found, wide, HALF_RTOL)
-    # There arrays are FP32, and so are narrow logits; here where the scales are those of run time.
+    # There arrays are FP32, and so are narrow logits; here where the scales are those
+    # of run time.
     assert (float(asarray(found[0])) == float(wide[0])) == dynamic
 
 
-@pytest.mark.parametrize("norm", [lambda x: sc.layer_norm(x, jnp.ones(D), None), lambda x: sc.rms_norm(x, jnp.ones(D))])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x: sc.layer_norm(x, jnp.ones(D), None),
+        lambda x: sc.rms_norm(x, jnp.ones(D)),
+    ],
+)
 @pytest.mark.parametrize("exponent", EXPONENTS)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_gradient_of_a_norm_has_the_scale_of_what_it_divides_by(norm, exponent, dynamic):
+def test_gradient_of_a_norm_has_the_scale_of_what_it_divides_by(
+    norm, exponent, dynamic
+):
     x = half(X[0], exponent, dynamic)
     gradient = jax.grad(lambda x: jnp.sum(norm(x) * X[1]))
     assert_near(scalify(gradient)(x), gradient(asarray(x)), HALF_RTOL)
 
 
-@pytest.mark.parametrize("exponents", [(0, -6), (-6, -6), (3, 5), (0, -126), (0, None), (100, -100)])
+@pytest.mark.parametrize(
+    "exponents", [(0, -6), (-6, -6), (3, 5), (0, -126), (0, None), (100, -100)]
+)
 def test_a_layer_norm_takes_gain_and_bias_at_any_scales(exponents):
     """Those of zeros, the smallest, among them."""
     parameters = [
-        normal(3, D) if e is None else sc.ScaledArray(normal(3 + i, D) * (e != -126), 2.0**e)
+        (
+            normal(3, D)
+            if e is None
+            else sc.ScaledArray(normal(3 + i, D) * (e != -126), 2.0**e)
+        )
         for i, e in enumerate(exponents)
     ]
     found = scalify(sc.layer_norm)(as_scaled_array(X[0], 1.0), *parameters)
@@ -198,14 +257,20 @@ def test_a_layer_norm_takes_gain_and_bias_at_any_scales(exponents):
 @pytest.mark.parametrize("exponent", [-60, 0, 60, 120])
 def test_a_norm_of_a_row_of_zeros_is_zeros(exponent):
     x = as_scaled_array(X[0].at[1].set(0) * 2.0**exponent, 2.0**exponent)
-    for norm in (lambda x: sc.layer_norm(x, jnp.ones(D), None), lambda x: sc.rms_norm(x, jnp.ones(D))):
+    for norm in (
+        lambda x: sc.layer_norm(x, jnp.ones(D), None),
+        lambda x: sc.rms_norm(x, jnp.ones(D)),
+    ):
         np.testing.assert_array_equal(asarray(scalify(norm)(x))[1], 0)
-        assert np.isfinite(scalify(jax.grad(lambda x, norm=norm: norm(x)[0, 0]))(x).data).all()
+        assert np.isfinite(
+            scalify(jax.grad(lambda x, norm=norm: norm(x)[0, 0]))(x).data
+        ).all()
 
 
 @pytest.mark.parametrize("scale", [1.0, None])
 def test_a_gelu_with_its_own_bias_is_the_gelu_of_a_sum(scale):
-    """Under vmap too, where the rows of the bias's gradient are added up by the function itself."""
+    """Under vmap too, where the rows of the bias's gradient are added up by the
+    function itself."""
     bias = normal(3, D)
 
     def own(x, bias):
@@ -232,18 +297,31 @@ def test_a_gelu_with_its_own_bias_in_half_precision(dynamic):
 
 
 @pytest.mark.parametrize(
-    "fun", quick([sc.dynamic_rescale_rms, sc.dynamic_rescale_max_grad, materialised], sc.dynamic_rescale_rms)
+    "fun",
+    quick(
+        [sc.dynamic_rescale_rms, sc.dynamic_rescale_max_grad, materialised],
+        sc.dynamic_rescale_rms,
+    ),
 )
-@pytest.mark.parametrize(("outer", "inner"), [(0, None), (1, None), (2, None), (1, 0), (1, 1), (2, 1), (0, 1)])
-def test_what_only_changes_scales_keeps_the_axes_of_vmap_in_their_places(fun, outer, inner):
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [(0, None), (1, None), (2, None), (1, 0), (1, 1), (2, 1), (0, 1)],
+)
+def test_what_only_changes_scales_keeps_the_axes_of_vmap_in_their_places(
+    fun, outer, inner
+):
     def mapped(x):
-        return jax.vmap(fun if inner is None else jax.vmap(fun, in_axes=inner), in_axes=outer)(x)
+        return jax.vmap(
+            fun if inner is None else jax.vmap(fun, in_axes=inner), in_axes=outer
+        )(x)
 
     def loss(x):
         y = mapped(x)
         return jnp.sum(y * jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))
 
     x = jnp.arange(24.0).reshape(2, 3, 4) - 7
-    np.testing.assert_array_equal(asarray(scalify(mapped)(as_scaled_array(x, 0.25))), mapped(x))
+    np.testing.assert_array_equal(
+        asarray(scalify(mapped)(as_scaled_array(x, 0.25))), mapped(x)
+    )
     found = asarray(scalify(jax.grad(loss))(as_scaled_array(x, 0.25)))
     np.testing.assert_array_equal(found, jax.grad(loss)(x))

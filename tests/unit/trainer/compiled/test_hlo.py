@@ -1,4 +1,5 @@
-"""What `Program` reads in small programs compiled for an H200, whose products, loops and collectives are known."""
+"""What `Program` reads in small programs compiled for an H200, whose products, loops
+and collectives are known."""
 
 import math
 
@@ -29,9 +30,13 @@ def mesh():
 
 
 def program(sharding, fun, *shapes, dtype=jnp.float16, **options):
-    """Compiled on operands of these shapes; one sharding for all, or a list of one each."""
+    """Compiled on operands of these shapes; one sharding for all, or a list of one
+    each."""
     shardings = sharding if isinstance(sharding, list) else [sharding] * len(shapes)
-    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=s) for shape, s in zip(shapes, shardings, strict=True)]
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=s)
+        for shape, s in zip(shapes, shardings, strict=True)
+    ]
     lowered = lower_for_target(lambda: jax.jit(fun).lower(*args))
     return Program(lowered.compile(compiler_options=OPTIONS | options).as_text())
 
@@ -46,9 +51,17 @@ def test_a_product_in_fp8_and_its_gradients(one, triton):
     def loss(x, w):
         return jnp.sum(jnp.square(fp8_dot_general(x, w, MATRIX).astype(jnp.float32)))
 
-    p = program(one, jax.grad(loss, (0, 1)), (256, 64), (64, 512), xla_gpu_enable_triton_gemm=triton)
+    p = program(
+        one,
+        jax.grad(loss, (0, 1)),
+        (256, 64),
+        (64, 512),
+        xla_gpu_enable_triton_gemm=triton,
+    )
     # Long contractions are cut up into a batch of shorter ones.
-    found = [(g.operands, (g.sizes[1], g.sizes[2], g.sizes[0] * g.sizes[3])) for g in p.gemms]
+    found = [
+        (g.operands, (g.sizes[1], g.sizes[2], g.sizes[0] * g.sizes[3])) for g in p.gemms
+    ]
     assert {g.dtype for g in p.gemms} == {"fp8"}
     assert sorted((*sorted(operands), *sorted(sizes)) for operands, sizes in found) == [
         ("f8e4m3fn", "f8e4m3fn", 64, 256, 512),
@@ -61,13 +74,24 @@ def test_a_product_in_fp8_and_its_gradients(one, triton):
     assert sum(k.times for k in p.kernels if k.kind == "gemm") == 3
 
 
-@pytest.mark.parametrize(("triton", "dtype"), [(True, "bf16"), (False, "fp8")], ids=["triton", "cublas"])
-def test_a_product_that_looks_like_fp8_is_what_the_compiler_makes_of_it(one, triton, dtype):
+@pytest.mark.parametrize(
+    ("triton", "dtype"), [(True, "bf16"), (False, "fp8")], ids=["triton", "cublas"]
+)
+def test_a_product_that_looks_like_fp8_is_what_the_compiler_makes_of_it(
+    one, triton, dtype
+):
     def upcast(x, w):
         x8, w8 = x.astype(jnp.float8_e4m3fn), w.astype(jnp.float8_e4m3fn)
         return lax.dot_general(x8.astype(x.dtype), w8.astype(w.dtype), MATRIX)
 
-    p = program(one, upcast, (256, 128), (128, 512), dtype=jnp.bfloat16, xla_gpu_enable_triton_gemm=triton)
+    p = program(
+        one,
+        upcast,
+        (256, 128),
+        (128, 512),
+        dtype=jnp.bfloat16,
+        xla_gpu_enable_triton_gemm=triton,
+    )
     assert [(g.dtype, g.sizes) for g in p.gemms] == [(dtype, (1, 256, 512, 128))]
     assert fp8_share(p) == (dtype == "fp8")
 
@@ -77,7 +101,14 @@ def test_what_a_loop_holds_counts_as_often_as_it_turns(one, triton):
     def fun(x, w):
         return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0] @ w[0]
 
-    p = program(one, fun, (128, 256), (50, 256, 256), dtype=jnp.bfloat16, xla_gpu_enable_triton_gemm=triton)
+    p = program(
+        one,
+        fun,
+        (128, 256),
+        (50, 256, 256),
+        dtype=jnp.bfloat16,
+        xla_gpu_enable_triton_gemm=triton,
+    )
     assert sorted(g.times for g in p.gemms) == [1, 50]
     assert sum(g.flops for g in p.gemms) == 51 * 2 * 128 * 256 * 256
     assert p.unknown_loops == []
@@ -104,7 +135,13 @@ def test_a_loop_of_unknown_length_is_named(one):
 
 
 def test_batched_products_count_every_matrix(one):
-    p = program(one, lambda x, w: jnp.einsum("bij,bjk->bik", x, w), (4, 64, 128), (4, 128, 256), dtype=jnp.bfloat16)
+    p = program(
+        one,
+        lambda x, w: jnp.einsum("bij,bjk->bik", x, w),
+        (4, 64, 128),
+        (4, 128, 256),
+        dtype=jnp.bfloat16,
+    )
     assert sum(g.flops for g in p.gemms) == 2 * 4 * 64 * 128 * 256
 
 
@@ -127,33 +164,74 @@ def test_grouped_keys_and_values_reach_cudnn_attention_as_they_are(one):
         return jnp.sum(attention(q, k, v).astype(jnp.float32))
 
     grouped = (2, 256, 2, 64)
-    p = program(one, jax.grad(loss, (0, 1, 2)), (2, 256, 8, 64), grouped, grouped, dtype=jnp.bfloat16)
-    assert [(a.backward, a.sizes) for a in p.attentions] == [(back, (2, 8, 256, 256, 64)) for back in (False, True)]
-    inputs = [[shape.dims for name in call.operands[:3] for shape in p.entry[name].shapes] for call in fused(p)]
-    assert [sorted(map(math.prod, sizes)) for sizes in inputs] == 2 * [[2 * 256 * 2 * 64] * 2 + [2 * 256 * 8 * 64]]
+    p = program(
+        one,
+        jax.grad(loss, (0, 1, 2)),
+        (2, 256, 8, 64),
+        grouped,
+        grouped,
+        dtype=jnp.bfloat16,
+    )
+    assert [(a.backward, a.sizes) for a in p.attentions] == [
+        (back, (2, 8, 256, 256, 64)) for back in (False, True)
+    ]
+    inputs = [
+        [shape.dims for name in call.operands[:3] for shape in p.entry[name].shapes]
+        for call in fused(p)
+    ]
+    assert [sorted(map(math.prod, sizes)) for sizes in inputs] == 2 * [
+        [2 * 256 * 2 * 64] * 2 + [2 * 256 * 8 * 64]
+    ]
 
 
 def fused(program):
-    return [instruction for instruction in program.entry.values() if "fmha" in instruction.target]
+    return [
+        instruction
+        for instruction in program.entry.values()
+        if "fmha" in instruction.target
+    ]
 
 
 @pytest.mark.parametrize("mlp", ["smooth_swiglu", whole("swiglu")])
 def test_every_product_of_a_llama_block_is_fp8_forward_and_backward(one, mlp):
-    spec = LlamaSpec(256, 128, n_layer=1, n_head=4, n_kv_head=2, d_model=256, mlp=mlp, d_mlp=512, tied=True)
+    spec = LlamaSpec(
+        256,
+        128,
+        n_layer=1,
+        n_head=4,
+        n_kv_head=2,
+        d_model=256,
+        mlp=mlp,
+        d_mlp=512,
+        tied=True,
+    )
     dot_general = lambda path: Fp8DotGeneral(path, keep_rhs=spec.keep_fp8_weights)
-    init, bind, *_ = functional(spec, dot_general=dot_general, rescale_grads=("layer_norm", "qkv"))
+    init, bind, *_ = functional(
+        spec, dot_general=dot_general, rescale_grads=("layer_norm", "qkv")
+    )
     shapes = jax.eval_shape(init, jax.random.key(0))
-    data = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float16, sharding=one), shapes)
+    data = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float16, sharding=one), shapes
+    )
     params = jax.tree.map(lambda x: ScaledArray(x, 2.0**-6), data)
     tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32, sharding=one)
-    gradient = scalify(jax.grad(lambda p, tokens: bind(p).loss(tokens, tokens)), scales="static")
+    gradient = scalify(
+        jax.grad(lambda p, tokens: bind(p).loss(tokens, tokens)), scales="static"
+    )
     lowered = lower_for_target(lambda: jax.jit(gradient).lower(params, tokens))
     p = Program(lowered.compile(compiler_options=OPTIONS).as_text())
     # XLA makes one product of several that share an operand; the FLOPs stay.
     weights = sum(d * f for d, f in linear_sizes(spec).values())
-    assert sum(g.flops for g in p.gemms if g.dtype == "fp8") == 3 * 2 * 2 * 128 * weights
-    assert sum(g.flops for g in p.gemms if g.dtype != "fp8") == 3 * 2 * 2 * 128 * 256 * 256  # the head's
-    assert [(a.dtype, a.sizes) for a in p.attentions] == 2 * [("fp16", (2, 4, 128, 128, 64))]
+    assert (
+        sum(g.flops for g in p.gemms if g.dtype == "fp8") == 3 * 2 * 2 * 128 * weights
+    )
+    # the head's
+    assert (
+        sum(g.flops for g in p.gemms if g.dtype != "fp8") == 3 * 2 * 2 * 128 * 256 * 256
+    )
+    assert [(a.dtype, a.sizes) for a in p.attentions] == 2 * [
+        ("fp16", (2, 4, 128, 128, 64))
+    ]
 
 
 def test_collectives_have_the_bytes_of_their_arrays(mesh):
@@ -163,9 +241,17 @@ def test_collectives_have_the_bytes_of_their_arrays(mesh):
         share = lax.psum_scatter(everyone, "data", tiled=True)
         return everyone, total, share
 
-    fun = jax.shard_map(per_device, mesh=mesh, in_specs=P("data"), out_specs=(P(), P(), P("data")), check_vma=False)
+    fun = jax.shard_map(
+        per_device,
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=(P(), P(), P("data")),
+        check_vma=False,
+    )
     p = program(NamedSharding(mesh, P("data")), fun, (8 * 64, 32))
-    assert sorted((c.op, c.dtype, c.bytes, c.devices, c.times) for c in p.collectives) == [
+    assert sorted(
+        (c.op, c.dtype, c.bytes, c.devices, c.times) for c in p.collectives
+    ) == [
         ("all-gather", "f16", 8 * 64 * 32 * 2, 8, 1),
         ("all-reduce", "f32", 64 * 32 * 4, 8, 1),
         ("reduce-scatter", "f16", 8 * 64 * 32 * 2, 8, 1),
@@ -175,18 +261,30 @@ def test_collectives_have_the_bytes_of_their_arrays(mesh):
 
 def test_products_are_those_of_one_device(mesh):
     shardings = [NamedSharding(mesh, P("data")), NamedSharding(mesh, P())]
-    p = program(shardings, lambda x, w: x @ w, (1024, 64), (64, 256), dtype=jnp.bfloat16)
+    p = program(
+        shardings, lambda x, w: x @ w, (1024, 64), (64, 256), dtype=jnp.bfloat16
+    )
     assert [g.sizes for g in p.gemms] == [(1, 128, 256, 64)]
 
 
 def test_kinds_of_kernels(one):
     def fun(x):
         scale = jnp.sum(x[:1, :2]) * 2 + 1
-        return jnp.clip(x * 2, -448, 448).astype(jnp.float8_e4m3fn), jnp.sum(x, axis=1), x.T + 1, scale
+        return (
+            jnp.clip(x * 2, -448, 448).astype(jnp.float8_e4m3fn),
+            jnp.sum(x, axis=1),
+            x.T + 1,
+            scale,
+        )
 
     kinds = {k.kind for k in program(one, fun, (512, 1024)).kernels}
     assert kinds >= {"reduce", "transpose", "tiny"}
-    assert [k.kind for k in program(one, lambda x: x.astype(jnp.float8_e4m3fn), (512, 1024)).kernels] == ["cast"]
+    assert [
+        k.kind
+        for k in program(
+            one, lambda x: x.astype(jnp.float8_e4m3fn), (512, 1024)
+        ).kernels
+    ] == ["cast"]
     (kernel,) = program(one, lambda x: x + 1, (512, 1024)).kernels
     assert kernel.kind == "elementwise"
     assert kernel.bytes == 2 * 512 * 1024 * 2
@@ -194,19 +292,37 @@ def test_kinds_of_kernels(one):
 
 def test_an_instruction_with_a_tuple_and_quoted_parentheses():
     line = (
-        "  ROOT %f.1 = (f16[8,2]{1,0:T(8,128)}, (s8[3]{0}, pred[])) custom-call(%a, /*index=1*/%b.2), "
-        'custom_call_target="x$y", metadata={op_name="jit(f)/(a"}, backend_config={"known_trip_count":{"n":"3"}}'
+        "  ROOT %f.1 = (f16[8,2]{1,0:T(8,128)}, (s8[3]{0}, pred[])) custom-call(%a,"
+        ' /*index=1*/%b.2), custom_call_target="x$y", metadata={op_name="jit(f)/(a"},'
+        ' backend_config={"known_trip_count":{"n":"3"}}'
     )
     instruction = parse_instruction(line)
     assert instruction.opcode == "custom-call"
     assert instruction.operands == ("a", "b.2")
-    assert instruction.shapes == (Shape("f16", (8, 2)), Shape("s8", (3,)), Shape("pred", ()))
+    assert instruction.shapes == (
+        Shape("f16", (8, 2)),
+        Shape("s8", (3,)),
+        Shape("pred", ()),
+    )
     assert instruction.bytes == 32 + 3 + 1
-    assert (instruction.target, instruction.op_name, instruction.trip_count) == ("x$y", "jit(f)/(a", 3)
+    assert (instruction.target, instruction.op_name, instruction.trip_count) == (
+        "x$y",
+        "jit(f)/(a",
+        3,
+    )
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size"), [("f8e4m3fn", 3), ("bf16", 6), ("f32", 12), ("s4", 2), ("pred", 3), ("u64", 24), ("token", 0)]
+    ("dtype", "size"),
+    [
+        ("f8e4m3fn", 3),
+        ("bf16", 6),
+        ("f32", 12),
+        ("s4", 2),
+        ("pred", 3),
+        ("u64", 24),
+        ("token", 0),
+    ],
 )
 def test_bytes_of_three_elements(dtype, size):
     assert Shape(dtype, (3,)).bytes == size
@@ -218,7 +334,15 @@ def test_a_text_without_an_entry_is_refused():
 
 
 def gemm(rows, columns, contracted):
-    return Gemm("__cublas$lt$matmul$f8", "fp8", ("f8e4m3fn",) * 2, (1, rows, columns, contracted), "", "", 1)
+    return Gemm(
+        "__cublas$lt$matmul$f8",
+        "fp8",
+        ("f8e4m3fn",) * 2,
+        (1, rows, columns, contracted),
+        "",
+        "",
+        1,
+    )
 
 
 def test_products_that_the_compiler_joined_are_not_missing():
@@ -230,11 +354,17 @@ def test_products_that_the_compiler_joined_are_not_missing():
     )
     expected = [*queries, *keys, *keys, out]
     joined = width + 2 * narrow
-    compiled = [gemm(tokens, joined, width), gemm(joined, width, tokens), gemm(tokens, width, 512)]
+    compiled = [
+        gemm(tokens, joined, width),
+        gemm(joined, width, tokens),
+        gemm(tokens, width, 512),
+    ]
     inputs = [gemm(tokens, width, width), *[gemm(tokens, width, narrow)] * 2]
     assert missing_products(expected, compiled + inputs) == set()
-    assert missing_products(expected, compiled[1:] + inputs) == {queries[0], keys[0]}  # the joined one is not FP8
-    assert missing_products([*expected, keys[0]], compiled + inputs) == {keys[0]}  # one more than it holds
+    # the joined one is not FP8
+    assert missing_products(expected, compiled[1:] + inputs) == {queries[0], keys[0]}
+    # one more than it holds
+    assert missing_products([*expected, keys[0]], compiled + inputs) == {keys[0]}
 
 
 IN_PLACE = """HloModule m

@@ -1,4 +1,5 @@
-"""Wrong keys, values, combinations: one line with what was found and what is valid, exit code 2, nothing left."""
+"""Wrong keys, values, combinations: one line with what was found and what is valid,
+exit code 2, nothing left."""
 
 import dataclasses
 import subprocess
@@ -44,7 +45,10 @@ def test_the_defaults_are_valid_and_survive_a_round_trip():
     "choice",
     [
         *(f"model=gpt2_{size}" for size in ("nano", "124m", "350m", "774m", "1558m")),
-        *(f"optimizer={name}" for name in ("adamw", "lion", "adafactor", "sgd", "muon")),
+        *(
+            f"optimizer={name}"
+            for name in ("adamw", "lion", "adafactor", "sgd", "muon")
+        ),
         *(f"schedule={name}" for name in ("cosine", "wsd", "linear", "constant")),
         *(f"tracker={name}" for name in ("wandb", "jsonl", "none")),
         "precision=bf16",
@@ -57,17 +61,24 @@ def test_every_choice_of_every_group_is_valid(choice):
 
 @pytest.mark.parametrize("family", SPECS)
 def test_the_defaults_of_a_family_are_the_same_in_its_yaml_and_in_its_spec(family):
-    """Both are needed: Hydra takes overrides of keys that a file has, a program makes a spec of what it knows."""
+    """Both are needed: Hydra takes overrides of keys that a file has, a program makes a
+    spec of what it knows."""
     base = yaml.safe_load((Path(CONFIGS) / "base" / f"{family}.yaml").read_text())
     assert (base.pop("family"), base.pop("vocab_size")) == (family, None)
     del base["name"], base["lr"]
     fields = dataclasses.fields(SPECS[family])
-    assert base == {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    assert base == {
+        field.name: field.default
+        for field in fields
+        if field.default is not dataclasses.MISSING
+    }
 
 
 def test_the_model_of_weights_has_the_keys_of_every_family():
     tree = yaml.safe_load((Path(CONFIGS) / "model" / "from_init.yaml").read_text())
-    of_families = {field.name for spec in SPECS.values() for field in dataclasses.fields(spec)}
+    of_families = {
+        field.name for spec in SPECS.values() for field in dataclasses.fields(spec)
+    }
     assert set(tree) == of_families | {"name", "lr", "family"}
     assert {key for key, value in tree.items() if value is not None} == {"name", "lr"}
 
@@ -87,7 +98,15 @@ def tiny(monkeypatch):
     """The tree of a configuration whose model is of another family."""
     monkeypatch.setitem(SPECS, "tiny", TinySpec)
     monkeypatch.setitem(MODELS, "tiny", schema_of(TinySpec))
-    model = {"name": "mine", "family": "tiny", "lr": 1e-3, "vocab_size": None, "context": 8, "depth": 3, "gate": "shut"}
+    model = {
+        "name": "mine",
+        "family": "tiny",
+        "lr": 1e-3,
+        "vocab_size": None,
+        "context": 8,
+        "depth": 3,
+        "gate": "shut",
+    }
     return to_tree(load()) | {"model": model}
 
 
@@ -97,11 +116,17 @@ def test_a_family_is_added_by_its_spec(tiny):
     assert config.model.spec(40) == TinySpec(40, 8, 3, "shut")
     assert from_saved(Config, to_tree(config)) == config
     for changes, said in (
-        ({"n_head": 3}, r"unknown key model\.n_head of tiny; .*Valid: context, depth, family, gate"),
+        (
+            {"n_head": 3},
+            r"unknown key model\.n_head of tiny; .*Valid: context, depth, family, gate",
+        ),
         ({"depth": 1}, r"model\.depth=1: expected at least 2"),
         ({"gate": "shot"}, r"model\.gate='shot' is not a choice; did you mean 'shut'"),
         ({"vocab_size": 0}, r"model\.vocab_size=0: expected at least 1"),
-        ({"family": "tine"}, r"model\.family='tine' is not a choice; did you mean 'tiny'"),
+        (
+            {"family": "tine"},
+            r"model\.family='tine' is not a choice; did you mean 'tiny'",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             from_tree(Config, tiny | {"model": tiny["model"] | changes})
@@ -129,12 +154,24 @@ def test_a_model_of_before_there_were_families_is_a_gpt2():
         ("dry_run=3", ["dry_run=3", "true or false"]),
         ("model.mlp=gelo", ["model.mlp='gelo'", "did you mean 'gelu'"]),
         ("model.n_head=3", ["model.d_model=", "model.n_head=3"]),
-        ("train.batch_tokens=1000", ["train.batch_tokens=1000", "model.context", "nearest valid"]),
-        ("train.grad_accum_steps=7", ["train.batch_tokens", "train.grad_accum_steps", "7"]),
+        (
+            "train.batch_tokens=1000",
+            ["train.batch_tokens=1000", "model.context", "nearest valid"],
+        ),
+        (
+            "train.grad_accum_steps=7",
+            ["train.batch_tokens", "train.grad_accum_steps", "7"],
+        ),
         ("data=text", ["data.paths"]),
         ("data=hf", ["data.name"]),
-        ("data.max_tokens=5", ["data.max_tokens=5", "not used by data=embedded", "data=hf"]),
-        ("data.paths=[a.txt,b]", ["data.paths=[a.txt,b]", "not used by data=embedded", "add data=text"]),
+        (
+            "data.max_tokens=5",
+            ["data.max_tokens=5", "not used by data=embedded", "data=hf"],
+        ),
+        (
+            "data.paths=[a.txt,b]",
+            ["data.paths=[a.txt,b]", "not used by data=embedded", "add data=text"],
+        ),
         ("data.name=a/b", ["data.name=a/b", "data=hf"]),
         ("data.format=jsonl", ["data.format=jsonl", "data=text"]),
         ("data.column=body", ["data.column=body", "data=text or data=hf"]),
@@ -157,10 +194,16 @@ def test_a_model_of_before_there_were_families_is_a_gpt2():
         ("model.value_gain=-2", ["model.value_gain=-2.0", "power of two"]),
         ("model.value_gain=inf", ["model.value_gain=inf", "power of two"]),
         ("model.align_channels=-1", ["model.align_channels=-1", "at least 0"]),
-        ("model.align_channels=2", ["model.align_channels=2", "model.mlp=gelu", "smooth_swiglu"]),
+        (
+            "model.align_channels=2",
+            ["model.align_channels=2", "model.mlp=gelu", "smooth_swiglu"],
+        ),
         ("model.align_gain=-1", ["model.align_gain=-1.0", "more than 0"]),
         ("model.n_head=0", ["model.n_head=0", "at least 1"]),
-        ("model.remat=dots_savable", ["model.remat='dots_savable'", "did you mean 'dots_saveable'"]),
+        (
+            "model.remat=dots_savable",
+            ["model.remat='dots_savable'", "did you mean 'dots_saveable'"],
+        ),
         ("model.family=gpt3", ["model.family='gpt3'", "did you mean 'gpt2'"]),
         ("precision.clip_outliers=0.5", ["precision.clip_outliers=0.5", "at least 1"]),
         ("precision.hadamard=12", ["precision.hadamard=12", "power of two"]),
@@ -168,7 +211,10 @@ def test_a_model_of_before_there_were_families_is_a_gpt2():
         ("precision.backward=e5m2x", ["precision.backward=e5m2x", "e4m3s"]),
         ("precision.compute=fp64", ["precision.compute='fp64'", "bf16, fp16, fp32"]),
         ("precision.forward=e4m33", ["precision.forward=e4m33", "eXmY", "e4m3"]),
-        ("precision.weights=fp16", ["precision.weights=fp16", "precision.scaling=propagate"]),
+        (
+            "precision.weights=fp16",
+            ["precision.weights=fp16", "precision.scaling=propagate"],
+        ),
         ("precision.mu=fp61", ["precision.mu='fp61'", "did you mean 'fp16'"]),
         ("optimizer.eps=0", ["optimizer.eps=0", "at least 2^-126"]),
         ("optimizer.lr=inf", ["optimizer.lr=inf", "a finite number"]),
@@ -216,14 +262,26 @@ def test_a_wrong_key_names_the_nearest_valid_one(key, names):
 )
 def test_a_setting_that_the_optimizer_does_not_use_is_refused(optimizer, ignored):
     for key in ignored:
-        with pytest.raises(UserError, match=rf"unknown key optimizer\.{key} of {optimizer}; .*weight_decay"):
+        with pytest.raises(
+            UserError,
+            match=rf"unknown key optimizer\.{key} of {optimizer}; .*weight_decay",
+        ):
             load(f"optimizer={optimizer}", f"+optimizer.{key}=0.5")
 
 
 def test_moments_that_the_optimizer_does_not_have_are_refused_before_anything_is_built():
-    with pytest.raises(UserError, match=r"precision\.nu=fp16, but optimizer=lion has no such moment; set prec.*=fp32"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"precision\.nu=fp16, but optimizer=lion has no such moment; set"
+            r" prec.*=fp32"
+        ),
+    ):
         load("optimizer=lion", "precision=scalify_fp8_fp16")
-    with pytest.raises(UserError, match=r"precision\.mu=fp32, but precision\.update=propagate computes in fp16"):
+    with pytest.raises(
+        UserError,
+        match=r"precision\.mu=fp32, but precision\.update=propagate computes in fp16",
+    ):
         load("precision=scalify_fp8", "precision.update=propagate")
     load("optimizer=lion", "precision=scalify_fp8_fp16", "precision.nu=fp32")
 
@@ -232,14 +290,30 @@ def test_a_setting_that_the_source_does_not_use_is_refused():
     for given, refused in (
         (
             ["data=text", "data.paths=[a]"],
-            ["name=a", "config=b", "split=c", "revision=d", "streaming=true", "max_tokens=9"],
+            [
+                "name=a",
+                "config=b",
+                "split=c",
+                "revision=d",
+                "streaming=true",
+                "max_tokens=9",
+            ],
         ),
         (["data=hf", "data.name=a/b"], ["paths=[a]", "format=text", "prepared_dir=x"]),
-        (["data=prepared", "data.prepared_dir=x"], ["val_fraction=0.2", "workers=2", "cache_dir=y", "max_documents=3"]),
+        (
+            ["data=prepared", "data.prepared_dir=x"],
+            ["val_fraction=0.2", "workers=2", "cache_dir=y", "max_documents=3"],
+        ),
     ):
         load(*given)
         for key in refused:
-            with pytest.raises(UserError, match=rf"data\.{key.split('=')[0]}=.* is not used by {given[0]}, and would"):
+            with pytest.raises(
+                UserError,
+                match=(
+                    rf"data\.{key.split('=')[0]}=.* is not used by {given[0]}, and"
+                    r" would"
+                ),
+            ):
                 load(*given, f"data.{key}")
 
 
@@ -249,24 +323,43 @@ def test_a_setting_that_the_source_does_not_use_is_refused():
         (["data.paths=[book.txt]"], ["data.paths=[book.txt]", "add data=text"]),
         (["model.n_haed=3"], ["unknown key model.n_haed", "did you mean 'n_head'"]),
         (["+model.n_haed=3"], ["unknown key model.n_haed", "did you mean 'n_head'"]),
-        (["optimizer=lion", "optimizer.eps=1"], ["unknown key optimizer.eps", "b1, b2, clip_norm, lr"]),
+        (
+            ["optimizer=lion", "optimizer.eps=1"],
+            ["unknown key optimizer.eps", "b1, b2, clip_norm, lr"],
+        ),
         (["optimizer.name=lion"], ["unknown key optimizer.eps of lion"]),
         (["optimizer.name=adam"], ["optimizer='adam'", "did you mean 'adamw'"]),
         (["model=gpt3"], ["model/gpt3", "gpt2_124m"]),
         (["model=gpt2_124"], ["did you mean 'gpt2_124m'"]),
-        (["precision=scalify_fp8_f16"], ["did you mean 'scalify_fp8_fp16'", "sim_eXmY"]),
+        (
+            ["precision=scalify_fp8_f16"],
+            ["did you mean 'scalify_fp8_fp16'", "sim_eXmY"],
+        ),
         (["data.paths=[a (1).txt]"], ["'[a (1).'", "need quotes within quotes"]),
         (
             ["data=text", "data.paths=[d/*.{txt,md},a.txt]"],
             ["braces are not understood", "data.paths=[d/*.txt,d/*.md,a.txt]"],
         ),
         (
-            ["data=text", "data.paths=[d/*.txt]", "data.paths=[d/*.md]"],  # as bash writes [d/*.{txt,md}]
-            ["data.paths=[d/*.txt] and data.paths=[d/*.md]: only the last would", "'data.paths=[d/*.txt,d/*.md]'"],
+            # as bash writes [d/*.{txt,md}]
+            ["data=text", "data.paths=[d/*.txt]", "data.paths=[d/*.md]"],
+            [
+                "data.paths=[d/*.txt] and data.paths=[d/*.md]: only the last would",
+                "'data.paths=[d/*.txt,d/*.md]'",
+            ],
         ),
-        (["train.steps=1", "++train.steps=2"], ["train.steps=1 and train.steps=2", "give train.steps once"]),
-        (["model=gpt2_nano", "-m", "model=llama_nano"], ["model=gpt2_nano and model=llama_nano"]),
-        (["resume=none", "resume.source=auto"], ["resume.source=none and resume.source=auto"]),
+        (
+            ["train.steps=1", "++train.steps=2"],
+            ["train.steps=1 and train.steps=2", "give train.steps once"],
+        ),
+        (
+            ["model=gpt2_nano", "-m", "model=llama_nano"],
+            ["model=gpt2_nano and model=llama_nano"],
+        ),
+        (
+            ["resume=none", "resume.source=auto"],
+            ["resume.source=none and resume.source=auto"],
+        ),
         (["lr=1e-3"], ["unknown key lr; did you mean", "optimizer.lr"]),
         (["steps=3"], ["unknown key steps; did you mean train.steps"]),
         (["train.steps=0"], ["train.steps=0"]),
@@ -275,39 +368,71 @@ def test_a_setting_that_the_source_does_not_use_is_refused():
         (["--multirun", "train.steps=0,-1"], ["train.steps=0", "train.steps=-1"]),
     ],
 )
-def test_the_command_line_answers_bad_input_with_one_line_and_exit_code_2(args, names, tmp_path):
+def test_the_command_line_answers_bad_input_with_one_line_and_exit_code_2(
+    args, names, tmp_path
+):
     done = command_line(*args, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert all(line.startswith("error: ") for line in done.stderr.splitlines())
     for name in names:
         assert name in done.stderr
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "multirun.yaml"]
+    assert not [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.name != "multirun.yaml"
+    ]
 
 
 def test_a_key_given_twice_alike_and_flags_are_let_through(tmp_path):
-    done = command_line("-cn", "config", "seed=3", "-c", "job", "seed=3", "--resolve", cwd=tmp_path)
+    done = command_line(
+        "-cn", "config", "seed=3", "-c", "job", "seed=3", "--resolve", cwd=tmp_path
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert yaml.safe_load(done.stdout)["seed"] == 3
 
 
 @pytest.mark.parametrize(("tracker", "times"), [("none", 1), ("jsonl", 0)])
-def test_a_sweep_without_logs_says_once_and_first_that_it_names_no_best(tracker, times, tmp_path):
+def test_a_sweep_without_logs_says_once_and_first_that_it_names_no_best(
+    tracker, times, tmp_path
+):
     absent = ["data=text", "data.paths=[none.txt]", "data.tokenizer=byte"]
-    done = command_line("--multirun", "seed=0,1", f"tracker={tracker}", "run_dir=S", *absent, cwd=tmp_path)
+    done = command_line(
+        "--multirun",
+        "seed=0,1",
+        f"tracker={tracker}",
+        "run_dir=S",
+        *absent,
+        cwd=tmp_path,
+    )
     assert done.stderr.count("there is no file none.txt") == 2
     assert done.stdout.count("the sweep cannot name a best; add tracker=jsonl") == times
 
 
 def test_cfg_job_prints_the_resolved_config_and_resume_has_a_short_form(tmp_path):
-    done = command_line("--cfg", "job", "resume=none", "model=gpt2_124m", "run_dir=a", cwd=tmp_path)
+    done = command_line(
+        "--cfg", "job", "resume=none", "model=gpt2_124m", "run_dir=a", cwd=tmp_path
+    )
     tree = OmegaConf.create(done.stdout)
     assert (tree.resume.source, tree.model.d_model, tree.run_dir) == ("none", 768, "a")
 
 
 def test_a_simulated_format_has_a_short_form():
     short = load("precision=sim_e3m4").precision
-    assert (short.name, short.simulate, short.forward, short.backward) == ("sim_e3m4", True, "e3m4", "e3m4")
-    assert load("precision=sim_e3m4", "precision.backward=e4m3").precision.backward == "e4m3"
+    assert (short.name, short.simulate, short.forward, short.backward) == (
+        "sim_e3m4",
+        True,
+        "e3m4",
+        "e3m4",
+    )
+    assert (
+        load("precision=sim_e3m4", "precision.backward=e4m3").precision.backward
+        == "e4m3"
+    )
     for form in ("e3m4t", "e3m4s"):
         rounded = load(f"precision=sim_{form}").precision
-        assert (rounded.name, rounded.simulate, rounded.forward, rounded.backward) == (f"sim_{form}", True, form, form)
+        assert (rounded.name, rounded.simulate, rounded.forward, rounded.backward) == (
+            f"sim_{form}",
+            True,
+            form,
+            form,
+        )

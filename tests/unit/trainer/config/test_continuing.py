@@ -1,4 +1,5 @@
-"""A run is continued or forked by its directory alone, and a sweep is checked whole before its first job."""
+"""A run is continued or forked by its directory alone, and a sweep is checked whole
+before its first job."""
 
 import dataclasses
 import json
@@ -13,7 +14,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer import __main__ as command
 from trainer.assembly.saved_model import restore_run
-from trainer.config.composition import Sweep, choices_of_families, compose_config, expanded
+from trainer.config.composition import (
+    Sweep,
+    choices_of_families,
+    compose_config,
+    expanded,
+)
 from trainer.config.continuing import COMPILED, DATA_CACHE, continued, default_cache
 from trainer.config.fields import from_saved, from_tree, to_tree
 from trainer.config.schema import Config
@@ -25,10 +31,24 @@ from trainer.models.specs import SPECS
 def run_dir(tmp_path, monkeypatch):
     """A directory of a run with unusual settings, `old`."""
     monkeypatch.chdir(tmp_path)
-    given = ["run_dir=old", "optimizer=sgd", "precision=sim_e3m4", "model.n_layer=3", "train.steps=50", "seed=7"]
-    given += ["tracker.name=mine", "tracker.tags=[a b,c]", "optimizer.lr=3e-8", "dry_run=true"]
+    given = [
+        "run_dir=old",
+        "optimizer=sgd",
+        "precision=sim_e3m4",
+        "model.n_layer=3",
+        "train.steps=50",
+        "seed=7",
+    ]
+    given += [
+        "tracker.name=mine",
+        "tracker.tags=[a b,c]",
+        "optimizer.lr=3e-8",
+        "dry_run=true",
+    ]
     c = compose_config(given)
-    c = dataclasses.replace(c, sample=dataclasses.replace(c.sample, prompt="it's ${x}, a=b "))
+    c = dataclasses.replace(
+        c, sample=dataclasses.replace(c.sample, prompt="it's ${x}, a=b ")
+    )
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(to_tree(c)))
     return c
@@ -59,11 +79,17 @@ def test_any_saved_text_comes_back_as_it_is(run_dir, tmp_path, monkeypatch, text
     assert (tracker.project, tracker.tags) == (text, (text,))
 
 
-def test_interpolations_of_the_command_line_read_saved_values_but_never_saved_interpolations(run_dir):
+def test_interpolations_of_the_command_line_read_saved_values_but_never_saved_interpolations(
+    run_dir,
+):
     assert compose_config(["resume=old", "train.steps=${seed}"]).train.steps == 7
-    assert compose_config(["resume=old", "tracker.group=${tracker.name}"]).tracker.group == "mine"
+    assert (
+        compose_config(["resume=old", "tracker.group=${tracker.name}"]).tracker.group
+        == "mine"
+    )
     with pytest.raises(OmegaConfBaseException):
-        compose_config(["resume=old", "tracker.group=${sample.prompt}"])  # which has ${x} in it
+        # which has ${x} in it
+        compose_config(["resume=old", "tracker.group=${sample.prompt}"])
 
 
 HOSTILE = [
@@ -81,7 +107,9 @@ HOSTILE = [
 def test_keys_that_are_not_of_the_schema_are_refused(run_dir, tmp_path, line):
     file = tmp_path / "old" / "config.yaml"
     file.write_text(file.read_text() + line + "\n")
-    with pytest.raises(UserError, match=r"old/config\.yaml is damaged \((unknown key|the key 3)"):
+    with pytest.raises(
+        UserError, match=r"old/config\.yaml is damaged \((unknown key|the key 3)"
+    ):
         compose_config(["resume=old"])
 
 
@@ -106,8 +134,14 @@ def test_caches_are_not_taken_from_a_run(run_dir, tmp_path):
     file = tmp_path / "old" / "config.yaml"
     file.write_text(yaml.safe_dump(tree))
     c = compose_config(["resume=old"])
-    assert (c.compile_cache, c.data.cache_dir) == (default_cache(COMPILED), default_cache(DATA_CACHE))
-    assert expanded(["resume=old"]).not_taken == {"compile_cache": "evil", "data.cache_dir": "old/data"}
+    assert (c.compile_cache, c.data.cache_dir) == (
+        default_cache(COMPILED),
+        default_cache(DATA_CACHE),
+    )
+    assert expanded(["resume=old"]).not_taken == {
+        "compile_cache": "evil",
+        "data.cache_dir": "old/data",
+    }
     c = compose_config(["resume=old", "compile_cache=mine", "data.cache_dir=here"])
     assert (c.compile_cache, c.data.cache_dir) == ("mine", "here")
     file.write_text(yaml.safe_dump(tree | {"compile_cache": None}))
@@ -119,9 +153,13 @@ def test_a_task_that_is_a_file_is_not_taken_from_a_run(run_dir, tmp_path, task):
     tree = to_tree(run_dir)
     tree["eval"]["tasks"] = ["last_word", task]
     (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
-    with pytest.raises(UserError, match=r"eval\.tasks names the file '.*', which may be a program"):
+    with pytest.raises(
+        UserError, match=r"eval\.tasks names the file '.*', which may be a program"
+    ):
         compose_config(["resume=old"])
-    assert compose_config(["resume=old", "eval.tasks=[last_word]"]).eval.tasks == ("last_word",)
+    assert compose_config(["resume=old", "eval.tasks=[last_word]"]).eval.tasks == (
+        "last_word",
+    )
     tree["eval"]["tasks"] = ["last_word", "hellaswag"]
     (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
     assert compose_config(["resume=old"]).eval.tasks == ("last_word", "hellaswag")
@@ -137,13 +175,17 @@ def test_a_link_is_no_configuration_and_no_line_of_it_is_shown(run_dir, tmp_path
         compose_config(["resume=old"])
     file.unlink()
     shutil.copy(secret, file)
-    with pytest.raises(UserError, match=r"is damaged \(found unexpected end of stream in line 2\)") as error:
+    with pytest.raises(
+        UserError, match=r"is damaged \(found unexpected end of stream in line 2\)"
+    ) as error:
         compose_config(["resume=old"])
     assert "ghp" not in str(error.value)
 
 
 def test_a_group_cannot_be_given_as_a_whole_beside_a_run(run_dir):
-    with pytest.raises(UserError, match=r"train=\{steps:9\}: beside resume= give its keys one by one"):
+    with pytest.raises(
+        UserError, match=r"train=\{steps:9\}: beside resume= give its keys one by one"
+    ):
         compose_config(["resume=old", "train={steps:9}"])
 
 
@@ -189,19 +231,26 @@ def test_a_malformed_configuration_is_one_line(tmp_path, monkeypatch, text):
 def test_the_printed_configuration_has_the_saved_settings(run_dir, capsys):
     assert command.main(["resume=old", "train.steps=80", "--cfg", "job"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
-    assert (tree["train"]["steps"], tree["seed"], tree["sample"]["prompt"]) == (80, 7, "it's ${x}, a=b ")
+    assert (tree["train"]["steps"], tree["seed"], tree["sample"]["prompt"]) == (
+        80,
+        7,
+        "it's ${x}, a=b ",
+    )
 
 
 def test_a_run_goes_on_with_its_own_settings_but_those_given_anew(run_dir):
     found = compose_config(["resume=old", "train.steps=80"])
     train = dataclasses.replace(run_dir.train, steps=80)
-    assert found == dataclasses.replace(run_dir, train=train, run_dir="old", dry_run=False)
+    assert found == dataclasses.replace(
+        run_dir, train=train, run_dir="old", dry_run=False
+    )
     assert compose_config(["resume=old", "train.steps=80", "run_dir=./old"]) == found
 
 
 def test_a_run_of_before_sources_had_keys_of_their_own_goes_on(run_dir, tmp_path):
     tree = to_tree(run_dir)
-    tree["data"] |= {"format": "text", "column": "text", "split": "train"}  # of data=embedded
+    # of data=embedded
+    tree["data"] |= {"format": "text", "column": "text", "split": "train"}
     (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
     assert compose_config(["resume=old"]).data == run_dir.data
 
@@ -218,62 +267,115 @@ def test_a_run_goes_on_with_the_keys_of_its_family(run_dir, tmp_path):
     tree["model"] = {"name": "mine", "family": "tiny", "depth": 3}
     (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(tree))
     groups = {"model": ["tiny_1m", "gpt2_nano"], "optimizer": ["sgd"]}
-    taken = continued(["resume.source=old"], groups, {"tiny": "tiny_1m", "gpt2": "gpt2_nano"}, several=False)
+    taken = continued(
+        ["resume.source=old"],
+        groups,
+        {"tiny": "tiny_1m", "gpt2": "gpt2_nano"},
+        several=False,
+    )
     assert taken.overrides[:2] == ["model=tiny_1m", "optimizer=sgd"]
-    of_model = {key: value for key, value in taken.saved.items() if key.startswith("model")}
+    of_model = {
+        key: value for key, value in taken.saved.items() if key.startswith("model")
+    }
     assert of_model == {"model.depth": 3, "model.family": "tiny", "model.name": "mine"}
-    anew = continued(["resume.source=old", "run_dir=b", "model=gpt2_nano"], groups, {"tiny": "x"}, several=False)
-    assert [argument for argument in anew.overrides if argument.startswith("model")] == ["model=gpt2_nano"]
+    anew = continued(
+        ["resume.source=old", "run_dir=b", "model=gpt2_nano"],
+        groups,
+        {"tiny": "x"},
+        several=False,
+    )
+    assert [
+        argument for argument in anew.overrides if argument.startswith("model")
+    ] == ["model=gpt2_nano"]
     assert not any(key.startswith("model") for key in anew.saved)
-    with pytest.raises(UserError, match="resume=old is a tiny, which is not known; Valid: gpt2"):
+    with pytest.raises(
+        UserError, match="resume=old is a tiny, which is not known; Valid: gpt2"
+    ):
         compose_config(["resume=old"])
 
 
 def test_every_family_has_a_choice_whose_keys_are_its_own():
     for family, choice in choices_of_families().items():
-        assert compose_config([f"model={choice}", "train.batch_tokens=8192"]).model.family == family
+        assert (
+            compose_config([f"model={choice}", "train.batch_tokens=8192"]).model.family
+            == family
+        )
     assert set(choices_of_families()) == set(SPECS)
 
 
-def test_a_fork_has_the_settings_too_but_not_the_name_and_groups_are_chosen_whole(run_dir):
-    found = compose_config(["resume=old", "resume.step=20", "run_dir=new", "precision=bf16", "optimizer.momentum=0.5"])
+def test_a_fork_has_the_settings_too_but_not_the_name_and_groups_are_chosen_whole(
+    run_dir,
+):
+    found = compose_config(
+        [
+            "resume=old",
+            "resume.step=20",
+            "run_dir=new",
+            "precision=bf16",
+            "optimizer.momentum=0.5",
+        ]
+    )
     assert (found.run_dir, found.resume.source, found.resume.step) == ("new", "old", 20)
     assert found.precision == compose_config(["precision=bf16"]).precision
     assert found.optimizer == dataclasses.replace(run_dir.optimizer, momentum=0.5)
     assert (found.model, found.seed, found.tracker.name) == (run_dir.model, 7, None)
-    assert compose_config(["resume=old", "run_dir=new", "optimizer=lion"]).optimizer.name == "lion"
+    assert (
+        compose_config(["resume=old", "run_dir=new", "optimizer=lion"]).optimizer.name
+        == "lion"
+    )
 
 
 def test_what_cannot_be_meant_is_refused(run_dir, tmp_path):
-    with pytest.raises(UserError, match=r"resume\.step=20 starts another run .* add run_dir=DIRECTORY"):
+    with pytest.raises(
+        UserError, match=r"resume\.step=20 starts another run .* add run_dir=DIRECTORY"
+    ):
         compose_config(["resume=old", "resume.step=20"])
-    with pytest.raises(UserError, match="experiment=fishman, but resume=old takes its settings from that run"):
+    with pytest.raises(
+        UserError,
+        match="experiment=fishman, but resume=old takes its settings from that run",
+    ):
         compose_config(["resume=old", "experiment=fishman"])
     (tmp_path / "old" / "config.yaml").write_text("{")
-    with pytest.raises(UserError, match=r"old/config\.yaml is damaged \(.*\); give all settings and run_dir=old"):
+    with pytest.raises(
+        UserError,
+        match=r"old/config\.yaml is damaged \(.*\); give all settings and run_dir=old",
+    ):
         compose_config(["resume=old"])
 
 
 def test_what_is_no_run_is_left_to_who_restores_it():
     for source in ("auto", "none", "nowhere"):
-        assert expanded([f"resume={source}", "seed=1"]) == ([f"resume.source={source}", "seed=1"], {}, {})
+        assert expanded([f"resume={source}", "seed=1"]) == (
+            [f"resume.source={source}", "seed=1"],
+            {},
+            {},
+        )
 
 
 def test_the_home_directory_is_written_out(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    given = ["run_dir=~/a", "init_from=~", "sample.prompt=~/a", "data.paths=[~/a, ~/b/*.txt,c~,d~/e,'~/f']"]
+    given = [
+        "run_dir=~/a",
+        "init_from=~",
+        "sample.prompt=~/a",
+        "data.paths=[~/a, ~/b/*.txt,c~,d~/e,'~/f']",
+    ]
     assert expanded(given).overrides == [
         "run_dir=/home/me/a",
         "init_from=/home/me",
         "sample.prompt=~/a",
         "data.paths=[/home/me/a, /home/me/b/*.txt,c~,d~/e,'~/f']",
     ]
-    assert compose_config(["data=text", "data.paths=[~/a,b]"]).data.paths == ("/home/me/a", "b")
+    assert compose_config(["data=text", "data.paths=[~/a,b]"]).data.paths == (
+        "/home/me/a",
+        "b",
+    )
 
 
 @pytest.mark.parametrize("model", ["gpt2_nano", "llama_nano"])
 def test_what_runs_saved_is_read_by_every_later_version(model):
-    """`saved.json` has configurations as they were on 2026-11-23; it is never renewed, so a new key may be null."""
+    """`saved.json` has configurations as they were on 2026-11-23; it is never renewed,
+    so a new key may be null."""
     tree = json.loads(Path(__file__).with_name("saved.json").read_text())[model]
     found = from_saved(Config, tree)
     assert (found.model.name, found.run_dir) == (model, "old")
@@ -303,18 +405,32 @@ def test_flags_may_stand_anywhere():
 
 
 def test_a_sweep_knows_its_jobs_and_what_is_wrong_with_any_of_them():
-    words = ["-m", "seed=0,1", "model.n_layer=2", "optimizer.lr=1e-3,-1", "data.paths=[]"]
+    words = [
+        "-m",
+        "seed=0,1",
+        "model.n_layer=2",
+        "optimizer.lr=1e-3,-1",
+        "data.paths=[]",
+    ]
     sweep = Sweep.of(expanded(words).overrides)
     assert sweep.keys == ["seed", "optimizer.lr"]
     assert [job[-2:] for job in sweep.jobs] == [
-        [f"seed={seed}", f"optimizer.lr={lr}"] for seed in (0, 1) for lr in ("0.001", "-1")
+        [f"seed={seed}", f"optimizer.lr={lr}"]
+        for seed in (0, 1)
+        for lr in ("0.001", "-1")
     ]
     (complaint,) = sweep.complaints({})
-    assert re.match(r"job 1: optimizer\.lr=-1\.0: expected at least 0; no job was started", complaint)
-    (unknown,) = Sweep.of(expanded(["-m", "seed=0,1", "optimizer=adamw,adamm"]).overrides).complaints({})
+    assert re.match(
+        r"job 1: optimizer\.lr=-1\.0: expected at least 0; no job was started",
+        complaint,
+    )
+    (unknown,) = Sweep.of(
+        expanded(["-m", "seed=0,1", "optimizer=adamw,adamm"]).overrides
+    ).complaints({})
     assert unknown.startswith("job 1: ")
     assert "adamm" in unknown
-    slurm = ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=9"]  # which need not be here to be checked
+    # which need not be here to be checked
+    slurm = ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=9"]
     assert Sweep.of(["-m", *slurm, "seed=0,1"]).complaints({}) == []
     assert Sweep.of(["seed=0"]) == ([], [])
     assert Sweep.of(["-m", "seed=0"]) == ([], [])
@@ -323,7 +439,8 @@ def test_a_sweep_knows_its_jobs_and_what_is_wrong_with_any_of_them():
 def test_a_signal_stops_the_sweep_not_one_job_of_it(tmp_path, monkeypatch):
     ran, codes = [], iter([1, 130, 0])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra's, which would outlive this test's captured output
+    # Hydra's, which would outlive this test's captured output
+    monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(command, "run_job", lambda *_: ran.append(1) or next(codes))
     assert command.main(["-m", "run_dir=S", "seed=0,1,2,3"]) == 1
     assert len(ran) == 2

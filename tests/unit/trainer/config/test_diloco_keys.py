@@ -1,4 +1,5 @@
-"""Keys of DiLoCo: null without replicas, all there with them, and what cannot be is refused in a line."""
+"""Keys of DiLoCo: null without replicas, all there with them, and what cannot be is
+refused in a line."""
 
 import re
 
@@ -25,32 +26,75 @@ def test_a_run_that_was_saved_before_has_none_of_it():
 
 def test_the_preset_has_values_for_all_and_fp32_needs_no_feedback():
     diloco = build_diloco(compose_config(["parallel=diloco"]))
-    assert (diloco.replicas, diloco.steps, diloco.format, diloco.feedback) == (4, 32, "fp8", True)
+    assert (diloco.replicas, diloco.steps, diloco.format, diloco.feedback) == (
+        4,
+        32,
+        "fp8",
+        True,
+    )
     assert diloco.participants == 4
-    assert not build_diloco(compose_config(["parallel=diloco", "diloco.outer_grad=fp32"])).feedback
+    assert not build_diloco(
+        compose_config(["parallel=diloco", "diloco.outer_grad=fp32"])
+    ).feedback
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["diloco.sync_every=8"], "diloco.sync_every=8 would be ignored: diloco.replicas, the number"),
-        (["diloco.replicas=4"], "diloco.sync_every, diloco.outer_grad, .* is null; choose parallel=diloco"),
-        (["parallel=diloco", "diloco.sync_every=4", "diloco.fragments=5"], "is more than .*sync_every=4"),
-        (["parallel=diloco", "diloco.participants=5"], "there are diloco.replicas=4; choose fewer"),
-        (["parallel=diloco", "diloco.participants=2", "diloco.fragments=2"], "choose one of them"),
-        (["parallel=diloco", "diloco.replicas=3"], "cannot be split over diloco.replicas=3 replicas; choose"),
-        (["parallel=diloco", "diloco.data=sources"], "gives each of diloco.replicas=4 replicas a source"),
+        (
+            ["diloco.sync_every=8"],
+            "diloco.sync_every=8 would be ignored: diloco.replicas, the number",
+        ),
+        (
+            ["diloco.replicas=4"],
+            "diloco.sync_every, diloco.outer_grad, .* is null; choose parallel=diloco",
+        ),
+        (
+            ["parallel=diloco", "diloco.sync_every=4", "diloco.fragments=5"],
+            "is more than .*sync_every=4",
+        ),
+        (
+            ["parallel=diloco", "diloco.participants=5"],
+            "there are diloco.replicas=4; choose fewer",
+        ),
+        (
+            ["parallel=diloco", "diloco.participants=2", "diloco.fragments=2"],
+            "choose one of them",
+        ),
+        (
+            ["parallel=diloco", "diloco.replicas=3"],
+            "cannot be split over diloco.replicas=3 replicas; choose",
+        ),
+        (
+            ["parallel=diloco", "diloco.data=sources"],
+            "gives each of diloco.replicas=4 replicas a source",
+        ),
         (
             [
                 *("parallel=diloco", "diloco.replicas=2", "diloco.data=sources"),
                 *("data=mix", "data.sources=[a,b]", "data.weights=[0.9,0.1]"),
             ],
-            r"takes as much of every source, and data.weights=\[0.9, 0.1\], data.stages=\[\] ask for other shares",
+            (
+                r"takes as much of every source, and data.weights=\[0.9, 0.1\],"
+                r" data.stages=\[\] ask for other shares"
+            ),
         ),
-        (["parallel=diloco", "train.phases=[{until:9},{}]"], "train.phases changes .* diloco.replicas=4 replicas"),
-        (["parallel=diloco", "resume.convert=true"], "resume.convert=true changes .* diloco.replicas=4 replicas"),
-        (["parallel=diloco", "diloco.quorum=5"], "diloco.replicas=4 is less than diloco.quorum=5"),
-        (["parallel=diloco", "diloco.bandwidth_gbps=0"], "diloco.bandwidth_gbps=0: expected gigabits a second"),
+        (
+            ["parallel=diloco", "train.phases=[{until:9},{}]"],
+            "train.phases changes .* diloco.replicas=4 replicas",
+        ),
+        (
+            ["parallel=diloco", "resume.convert=true"],
+            "resume.convert=true changes .* diloco.replicas=4 replicas",
+        ),
+        (
+            ["parallel=diloco", "diloco.quorum=5"],
+            "diloco.replicas=4 is less than diloco.quorum=5",
+        ),
+        (
+            ["parallel=diloco", "diloco.bandwidth_gbps=0"],
+            "diloco.bandwidth_gbps=0: expected gigabits a second",
+        ),
         (["parallel=diloco", "diloco.outer_grad=int4"], "diloco.outer_grad"),
         (["parallel=diloco", "diloco.outer_momentum=1"], "diloco.outer_momentum"),
     ],
@@ -63,6 +107,15 @@ def test_what_cannot_be_is_refused_in_a_line(arguments, message):
 
 def test_a_fragment_without_a_parameter_is_refused_in_a_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["parallel=diloco", "model.n_layer=1", "model.d_model=32", "model.n_head=2", "model.context=32"]
-    with pytest.raises(UserError, match=r"fragments=17: there are 16 arrays of parameters.*valid: 1\.\.16"):
+    words = [
+        "parallel=diloco",
+        "model.n_layer=1",
+        "model.d_model=32",
+        "model.n_head=2",
+        "model.context=32",
+    ]
+    with pytest.raises(
+        UserError,
+        match=r"fragments=17: there are 16 arrays of parameters.*valid: 1\.\.16",
+    ):
         build_workload(compose_config([*words, "diloco.fragments=17"]))

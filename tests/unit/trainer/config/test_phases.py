@@ -12,18 +12,33 @@ from trainer.config.phases import phases_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
 
-EMBEDDINGS = "{until:6,trainable:[embeddings],lr:1e-2,schedule:constant,warmup_fraction:0}"
-ARGS = ["train.steps=12", "tracker=jsonl", "sample.max_new_tokens=0", "train.eval_every=4", "checkpoint.every=4"]
+EMBEDDINGS = (
+    "{until:6,trainable:[embeddings],lr:1e-2,schedule:constant,warmup_fraction:0}"
+)
+ARGS = [
+    "train.steps=12",
+    "tracker=jsonl",
+    "sample.max_new_tokens=0",
+    "train.eval_every=4",
+    "checkpoint.every=4",
+]
 ARGS += ["checkpoint.keep=9", "schedule=wsd"]
 
 
 def test_each_phase_has_its_own_settings_and_rates():
-    c = compose_or_explain([f"train.phases=[{EMBEDDINGS},{{lr:1e-3,precision:bf16_pure}}]", *ARGS])
+    c = compose_or_explain(
+        [f"train.phases=[{EMBEDDINGS},{{lr:1e-3,precision:bf16_pure}}]", *ARGS]
+    )
     first, second = phases_of(c)
     assert (first.start, first.until, second.start, second.until) == (0, 6, 6, 12)
-    assert (first.config.train.trainable, second.config.train.trainable) == (("embeddings",), None)
+    assert (first.config.train.trainable, second.config.train.trainable) == (
+        ("embeddings",),
+        None,
+    )
     assert first.config.precision.name == "fp32"
-    assert second.config.precision == compose_or_explain(["precision=bf16_pure"]).precision
+    assert (
+        second.config.precision == compose_or_explain(["precision=bf16_pure"]).precision
+    )
     rates = build_learning_rates(c)
     assert rates.shape == (12,)
     np.testing.assert_allclose(rates[:6], 1e-2)
@@ -33,8 +48,15 @@ def test_each_phase_has_its_own_settings_and_rates():
 
 
 def test_a_phase_may_change_keys_of_a_preset():
-    c = compose_or_explain(["train.phases=[{until:6},{precision:{name:bf16_pure,weights_rounding:kahan}}]", *ARGS])
-    whole = compose_or_explain(["precision=bf16_pure", "precision.weights_rounding=kahan"])
+    c = compose_or_explain(
+        [
+            "train.phases=[{until:6},{precision:{name:bf16_pure,weights_rounding:kahan}}]",
+            *ARGS,
+        ]
+    )
+    whole = compose_or_explain(
+        ["precision=bf16_pure", "precision.weights_rounding=kahan"]
+    )
     assert phases_of(c)[1].config.precision == whole.precision
     assert from_saved(Config, to_tree(c)) == c
 
@@ -47,9 +69,18 @@ def test_a_phase_may_change_keys_of_a_preset():
         ("[{},{until:12}]", "train.phases[0].until is missing"),
         ("[{until:6}]", "train.phases[0].until=6, but train.steps=12"),
         ("[]", "train.phases=[]: expected a phase or more"),
-        ("[{until:6,trainble:[embeddings]},{}]", "unknown key train.phases[0].trainble; did you mean 'trainable'"),
-        ("[{until:6,precision:bf61},{}]", "train.phases: precision='bf61' is no preset; did you mean 'bf16'"),
-        ("[{until:6,precision:{name:bf16,weigts:bf16}},{}]", "unknown key train.phases[0].precision.weigts"),
+        (
+            "[{until:6,trainble:[embeddings]},{}]",
+            "unknown key train.phases[0].trainble; did you mean 'trainable'",
+        ),
+        (
+            "[{until:6,precision:bf61},{}]",
+            "train.phases: precision='bf61' is no preset; did you mean 'bf16'",
+        ),
+        (
+            "[{until:6,precision:{name:bf16,weigts:bf16}},{}]",
+            "unknown key train.phases[0].precision.weigts",
+        ),
         ("[{until:0},{}]", "train.phases[0].until=0: expected at least 1"),
     ],
 )
@@ -60,4 +91,6 @@ def test_what_are_no_phases_is_refused_in_a_line(phases, message):
 
 def test_what_is_trained_is_said_once():
     with pytest.raises(UserError, match="say in each phase what is trained"):
-        compose_or_explain([f"train.phases=[{EMBEDDINGS},{{}}]", "train.trainable=[kernels]", *ARGS])
+        compose_or_explain(
+            [f"train.phases=[{EMBEDDINGS},{{}}]", "train.trainable=[kernels]", *ARGS]
+        )

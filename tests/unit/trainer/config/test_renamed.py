@@ -1,4 +1,5 @@
-"""Renamed keys: an old one is answered with its new name, and a saved configuration is read with it."""
+"""Renamed keys: an old one is answered with its new name, and a saved configuration is
+read with it."""
 
 import pytest
 
@@ -11,7 +12,12 @@ from trainer.errors import UserError
 
 
 def keys_of(tree):
-    return {f"{group}.{key}" for group, keys in tree.items() if isinstance(keys, dict) for key in keys}
+    return {
+        f"{group}.{key}"
+        for group, keys in tree.items()
+        if isinstance(keys, dict)
+        for key in keys
+    }
 
 
 def test_every_new_name_is_a_key_and_no_old_name_is():
@@ -24,25 +30,37 @@ def test_every_new_name_is_a_key_and_no_old_name_is():
 @pytest.mark.parametrize("flags", [[], ["--multirun"]])
 def test_an_old_key_is_answered_with_its_new_name_in_one_line(capsys, flags, old, new):
     assert main([*flags, f"{old}=1"]) == 2
-    assert capsys.readouterr().err == f"error: {old}=1: this key was renamed; use {new}=1\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {old}=1: this key was renamed; use {new}=1\n"
+    )
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_CHOICES.items())
 def test_an_old_choice_is_answered_with_its_new_name(old, new):
-    with pytest.raises(UserError, match=rf"^{old}: this choice was renamed; use {new}$"):
+    with pytest.raises(
+        UserError, match=rf"^{old}: this choice was renamed; use {new}$"
+    ):
         compose_config([old])
     compose_config([new])
 
 
 def test_an_old_key_inside_a_phase_is_answered_too():
-    with pytest.raises(UserError, match=r"renamed; use train\.phases\[0\]\.precision\.exclude"):
-        compose_config(["train.phases=[{until:9,precision:{name:bf16,keep:[h.0.*]}},{}]"])
+    with pytest.raises(
+        UserError, match=r"renamed; use train\.phases\[0\]\.precision\.exclude"
+    ):
+        compose_config(
+            ["train.phases=[{until:9,precision:{name:bf16,keep:[h.0.*]}},{}]"]
+        )
     assert new_name("train.phases[0].precision.exclude") is None
 
 
 def with_old_names(tree):
     """What a version before the renames would have saved."""
-    old = {group: dict(keys) if isinstance(keys, dict) else keys for group, keys in tree.items()}
+    old = {
+        group: dict(keys) if isinstance(keys, dict) else keys
+        for group, keys in tree.items()
+    }
     for before, after in RENAMED_KEYS.items():
         (old_group, old_key), (new_group, new_key) = before.split("."), after.split(".")
         if new_group in old and new_key in old[new_group]:
@@ -52,8 +70,15 @@ def with_old_names(tree):
 
 
 def test_a_configuration_saved_with_old_names_is_the_same_configuration():
-    settings = ["precision=scalify_fp8", "precision.exclude=[h.0.*]", "parallel=diloco", "diloco.replicas=2"]
-    config = compose_config([*settings, "train.grad_accum_steps=2", "sample.max_new_tokens=7", "run_dir=a"])
+    settings = [
+        "precision=scalify_fp8",
+        "precision.exclude=[h.0.*]",
+        "parallel=diloco",
+        "diloco.replicas=2",
+    ]
+    config = compose_config(
+        [*settings, "train.grad_accum_steps=2", "sample.max_new_tokens=7", "run_dir=a"]
+    )
     old = with_old_names(to_tree(config))
     assert old["parallel"]["local"] == 2
     assert from_saved(Config, old) == from_saved(Config, to_tree(config)) == config

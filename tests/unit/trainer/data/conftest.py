@@ -17,9 +17,24 @@ def gpt2_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def documents() -> list[str]:
-    """3000 documents: some empty, some equal, some with what looks like a special token, lines, other scripts."""
+    """3000 documents: some empty, some equal, some with what looks like a special
+    token, lines, other scripts."""
     rng = random.Random(0)
-    words = ["the", "quick", "brown", "fox", "<|endoftext|>", "é", "мир", "日本", "\n", "\n\n", "1984", "it's", " "]
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "<|endoftext|>",
+        "é",
+        "мир",
+        "日本",
+        "\n",
+        "\n\n",
+        "1984",
+        "it's",
+        " ",
+    ]
     made = [" ".join(rng.choices(words, k=rng.randint(0, 40))) for _ in range(2990)]
     return made + made[:10]
 

@@ -1,4 +1,5 @@
-"""Whatever a user can get wrong about text: one message that names the thing and what is valid; never a traceback."""
+"""Whatever a user can get wrong about text: one message that names the thing and what
+is valid; never a traceback."""
 
 import gzip
 import json
@@ -35,10 +36,16 @@ def file(tmp_path, data, name="a.txt"):
 
 
 def test_an_empty_file(tmp_path):
-    fails(TextSource((str(file(tmp_path, b"")),)), tmp_path, r"the corpus is empty: .*a\.txt has no text")
+    fails(
+        TextSource((str(file(tmp_path, b"")),)),
+        tmp_path,
+        r"the corpus is empty: .*a\.txt has no text",
+    )
 
 
-@pytest.mark.parametrize("text", ["\n\n", '{"text": ""}\n' * 3, '{"text": null}\n{"text": ""}\n'])
+@pytest.mark.parametrize(
+    "text", ["\n\n", '{"text": ""}\n' * 3, '{"text": null}\n{"text": ""}\n']
+)
 def test_a_corpus_of_empty_documents(tmp_path, text):
     source = TextSource((str(file(tmp_path, text, "a.jsonl")),), "jsonl")
     fails(source, tmp_path, "the corpus is empty: ")
@@ -47,7 +54,10 @@ def test_a_corpus_of_empty_documents(tmp_path, text):
 def test_too_little_text_for_two_parts(tmp_path):
     source = TextSource((str(file(tmp_path, '{"text": "1"}\n', "a.jsonl")),), "jsonl")
     fails(
-        source, tmp_path, r"the train part of a is empty, with 1 documents and val_fraction=0.001", val_fraction=0.001
+        source,
+        tmp_path,
+        r"the train part of a is empty, with 1 documents and val_fraction=0.001",
+        val_fraction=0.001,
     )
 
 
@@ -55,7 +65,10 @@ def test_too_little_text_for_two_parts(tmp_path):
     ("data", "message"),
     [
         (b"good text \xff\xfe", "byte 0xff at offset 10 is not UTF-8"),
-        (b"x" * (BLOCK - 1) + "é".encode()[:1] + b"x", f"byte 0xc3 at offset {BLOCK - 1} is not UTF-8"),
+        (
+            b"x" * (BLOCK - 1) + "é".encode()[:1] + b"x",
+            f"byte 0xc3 at offset {BLOCK - 1} is not UTF-8",
+        ),
         (b"x" * (BLOCK + 7) + b"\x80", f"byte 0x80 at offset {BLOCK + 7} is not UTF-8"),
         ("cut off é".encode()[:-1], "byte 0xc3 at offset 8 is not UTF-8"),
         (b"text\0more", "NUL at offset 4"),
@@ -64,11 +77,17 @@ def test_too_little_text_for_two_parts(tmp_path):
 )
 def test_a_file_that_is_not_text_is_named_with_the_offset(tmp_path, data, message):
     for format in ("text", "jsonl"):
-        fails(TextSource((str(file(tmp_path, data)),), format), tmp_path, rf"a\.txt is not text: {message}; convert it")
+        fails(
+            TextSource((str(file(tmp_path, data)),), format),
+            tmp_path,
+            rf"a\.txt is not text: {message}; convert it",
+        )
 
 
 @pytest.mark.parametrize("name", ["img/photo.png", "broken.txt"])
-def test_a_directory_with_something_else_is_told_all_of_it_and_what_takes_the_rest(tmp_path, name, capsys):
+def test_a_directory_with_something_else_is_told_all_of_it_and_what_takes_the_rest(
+    tmp_path, name, capsys
+):
     (tmp_path / "img").mkdir()
     file(tmp_path, b"\x89PNG\xff\0", name)
     file(tmp_path, gzip.compress(b"text"), "img/scan.gz")
@@ -77,24 +96,40 @@ def test_a_directory_with_something_else_is_told_all_of_it_and_what_takes_the_re
     other = file(tmp_path.parent, "words", "other.txt")
     with pytest.raises(UserError, match="2 files are not text") as caught:
         open_corpus(TextSource((str(tmp_path), str(other))), tmp_path)
-    assert f"{tmp_path / name} (byte 0x89 at offset 0 is not UTF-8)" in str(caught.value)
-    assert f"{tmp_path}/img/scan.gz (gzip: byte 0x8b at offset 1 is not UTF-8)" in str(caught.value)
+    assert f"{tmp_path / name} (byte 0x89 at offset 0 is not UTF-8)" in str(
+        caught.value
+    )
+    assert f"{tmp_path}/img/scan.gz (gzip: byte 0x8b at offset 1 is not UTF-8)" in str(
+        caught.value
+    )
     kinds = [f"{tmp_path}/**/*.{kind}" for kind in ("jsonl", "parquet", "txt")]
-    # a pattern for broken.txt would take it again, so the others of that name are listed
+    # a pattern for broken.txt would take it again, so the others of that name are
+    # listed
     kinds = [*kinds[:2], f"{tmp_path}/b.txt"] if name == "broken.txt" else kinds
     left = "convert them to UTF-8, or leave them out of data.paths, by patterns: "
-    assert str(caught.value).endswith(f"{left}'data.paths=[{','.join([*kinds, str(other)])}]'")
+    assert str(caught.value).endswith(
+        f"{left}'data.paths=[{','.join([*kinds, str(other)])}]'"
+    )
     assert "\n" not in str(caught.value)
-    assert main(["files", str(tmp_path), str(other), "--cache-dir", str(tmp_path / "cache")]) == 2
+    assert (
+        main(
+            ["files", str(tmp_path), str(other), "--cache-dir", str(tmp_path / "cache")]
+        )
+        == 2
+    )
     told = capsys.readouterr().err
     assert told.startswith("error: 2 files are not text: ")
-    assert told.endswith(f"leave them out, by patterns: {' '.join(map(repr, [*kinds, str(other)]))}\n")
+    assert told.endswith(
+        f"leave them out, by patterns: {' '.join(map(repr, [*kinds, str(other)]))}\n"
+    )
 
 
 def test_braces_are_spelled_out(tmp_path):
     with pytest.raises(UserError, match="braces are not understood") as caught:
         open_corpus(TextSource(("my books/*.{txt,md}",)), tmp_path)
-    assert str(caught.value).endswith("list the patterns: [my books/*.txt,my books/*.md]")
+    assert str(caught.value).endswith(
+        "list the patterns: [my books/*.txt,my books/*.md]"
+    )
     file(tmp_path, "words", "{a,b}.txt")  # a name as any other
     open_corpus(TextSource((str(tmp_path / "{a,b}.txt"),)), tmp_path)
 
@@ -104,7 +139,8 @@ def test_a_compressed_file_is_recognised(tmp_path):
     fails(
         TextSource((str(path),)),
         tmp_path,
-        r"txt\.gz is not text but gzip .*; decompress it first, or leave it out of data",
+        r"txt\.gz is not text but gzip .*; decompress it first, or leave it out of"
+        r" data",
     )
 
 
@@ -114,9 +150,19 @@ def test_a_character_across_two_blocks_is_fine(tmp_path):
 
 
 def test_missing_files_and_globs_without_match(tmp_path):
-    fails(TextSource((str(tmp_path / "none.txt"),)), tmp_path, r"there is no file .*none\.txt")
-    fails(TextSource((str(tmp_path / "*.txt"),)), tmp_path, r"no file matches .*\*\.txt")
-    fails(TextSource((str(tmp_path),)), tmp_path, r"no file is in directory .*; correct data\.paths")
+    fails(
+        TextSource((str(tmp_path / "none.txt"),)),
+        tmp_path,
+        r"there is no file .*none\.txt",
+    )
+    fails(
+        TextSource((str(tmp_path / "*.txt"),)), tmp_path, r"no file matches .*\*\.txt"
+    )
+    fails(
+        TextSource((str(tmp_path),)),
+        tmp_path,
+        r"no file is in directory .*; correct data\.paths",
+    )
 
 
 def test_an_unknown_column_lists_the_columns(tmp_path):
@@ -133,16 +179,30 @@ def test_an_unknown_column_lists_the_columns(tmp_path):
         TextSource((str(jsonl),), "jsonl"),
         HubSource(str(tmp_path / "set"), streaming=True, max_documents=1),
     ):
-        fails(source, tmp_path, r"there is no column 'text'; valid for data\.column: body, id$")
+        fails(
+            source,
+            tmp_path,
+            r"there is no column 'text'; valid for data\.column: body, id$",
+        )
 
 
 def test_a_column_that_is_not_text(tmp_path):
     source = TextSource((str(file(tmp_path, '{"id": 1}\n', "a.jsonl")),), "jsonl", "id")
-    fails(source, tmp_path, r"a\.jsonl, line 1: column 'id' holds a number, not text; choose another data\.column")
+    fails(
+        source,
+        tmp_path,
+        r"a\.jsonl, line 1: column 'id' holds a number, not text; choose another"
+        r" data\.column",
+    )
 
 
 def test_half_a_character_is_named_with_its_line(tmp_path):
-    lines = ['{"text": "whole"}', "", '{"text": "\\ud83d\\ude00"}', '{"text": "\\ud83d"}']
+    lines = [
+        '{"text": "whole"}',
+        "",
+        '{"text": "\\ud83d\\ude00"}',
+        '{"text": "\\ud83d"}',
+    ]
     source = TextSource((str(file(tmp_path, "\n".join(lines), "a.jsonl")),))
     fails(source, tmp_path, r"a\.jsonl, line 4: column 'text' holds half a character")
 
@@ -151,18 +211,44 @@ def test_a_file_without_the_column_is_named_where_others_have_it(tmp_path):
     for name, column in (("a", "text"), ("b", "body")):
         file(tmp_path, f'{{"{column}": "words", "id": 1}}\n' * 9, f"{name}.jsonl")
     source = TextSource((str(tmp_path / "*.jsonl"),))
-    fails(source, tmp_path, r"b\.jsonl: there is no column 'text'; valid for data\.column: body, id; .* data=mix")
+    fails(
+        source,
+        tmp_path,
+        r"b\.jsonl: there is no column 'text'; valid for data\.column: body, id; .*"
+        r" data=mix",
+    )
 
 
-def test_files_that_name_their_column_otherwise_are_mixed_as_the_message_says(tmp_path, monkeypatch, capsys):
+def test_files_that_name_their_column_otherwise_are_mixed_as_the_message_says(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     for name, column in (("a", "text"), ("b", "body")):
-        file(tmp_path, "".join(f'{{"{column}": "{i} of {name}"}}\n' for i in range(99)), f"{name}.jsonl")
-        assert main(["files", f"{name}.jsonl", "--column", column, "--tokenizer", "byte"]) == 0
-    settings = ["data=mix", "model.context=8", "train.batch_tokens=64", "data.tokenizer=byte"]
-    with pytest.raises(UserError, match=r"b\.jsonl: there is no column 'text'; .*; where files name it otherwise"):
+        file(
+            tmp_path,
+            "".join(f'{{"{column}": "{i} of {name}"}}\n' for i in range(99)),
+            f"{name}.jsonl",
+        )
+        assert (
+            main(["files", f"{name}.jsonl", "--column", column, "--tokenizer", "byte"])
+            == 0
+        )
+    settings = [
+        "data=mix",
+        "model.context=8",
+        "train.batch_tokens=64",
+        "data.tokenizer=byte",
+    ]
+    with pytest.raises(
+        UserError,
+        match=r"b\.jsonl: there is no column 'text'; .*; where files name it otherwise",
+    ):
         build_data(compose_config([*settings, "data.sources=[a.jsonl,b.jsonl]"]))
-    made = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("directory")]
+    made = [
+        line.partition(": ")[2]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("directory")
+    ]
     found = build_data(compose_config([*settings, f"data.sources=[{','.join(made)}]"]))
     assert {"of a", "of b"} <= set(re.findall("of [ab]", found.validation_text(200)))
 
@@ -177,19 +263,36 @@ def parquet(path, **columns):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"body": ["a"], "id": [1]}, "there is no column 'text'; valid for data.column: body, id; .* data=mix .*"),
-        ({"text": [1]}, "column 'text' holds int64, not text; choose another data.column"),
+        (
+            {"body": ["a"], "id": [1]},
+            (
+                "there is no column 'text'; valid for data.column: body, id; .*"
+                " data=mix .*"
+            ),
+        ),
+        (
+            {"text": [1]},
+            "column 'text' holds int64, not text; choose another data.column",
+        ),
     ],
 )
-def test_of_many_parquet_files_the_one_without_text_is_named_and_nothing_else_said(tmp_path, columns, message, capfd):
+def test_of_many_parquet_files_the_one_without_text_is_named_and_nothing_else_said(
+    tmp_path, columns, message, capfd
+):
     for i in range(4):
         parquet(tmp_path / f"{i}.parquet", text=["words"] * 50, id=[1] * 50)
     parquet(tmp_path / "z.parquet", **columns)
-    fails(TextSource((str(tmp_path / "*.parquet"),)), tmp_path, rf"^{re.escape(str(tmp_path))}/z\.parquet: {message}$")
+    fails(
+        TextSource((str(tmp_path / "*.parquet"),)),
+        tmp_path,
+        rf"^{re.escape(str(tmp_path))}/z\.parquet: {message}$",
+    )
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_parquet_file_without_the_column_is_found_before_the_files_of_other_formats_are_read(tmp_path):
+def test_a_parquet_file_without_the_column_is_found_before_the_files_of_other_formats_are_read(
+    tmp_path,
+):
     for i in range(3):
         file(tmp_path, "words " * 50, f"{i}.txt")
     parquet(tmp_path / "z.parquet", body=["words"])
@@ -202,35 +305,57 @@ def test_a_parquet_file_without_the_column_is_found_before_the_files_of_other_fo
 def test_a_line_that_is_no_json_object_is_named(tmp_path, line):
     lines = [json.dumps({"text": f"document {i}"}) for i in range(50)]
     path = file(tmp_path, "\n".join([*lines, line, *lines]) + "\n", "a.jsonl")
-    fails(TextSource((str(path),), "jsonl"), tmp_path, r"a\.jsonl, line 51: cannot be read as jsonl")
+    fails(
+        TextSource((str(path),), "jsonl"),
+        tmp_path,
+        r"a\.jsonl, line 51: cannot be read as jsonl",
+    )
 
 
 def test_a_file_that_is_no_parquet(tmp_path):
     path = file(tmp_path, "just text", "a.parquet")
-    fails(TextSource((str(path),), "parquet"), tmp_path, r"a\.parquet: cannot be read as parquet")
+    fails(
+        TextSource((str(path),), "parquet"),
+        tmp_path,
+        r"a\.parquet: cannot be read as parquet",
+    )
 
 
 def test_a_hub_name_that_does_not_exist(tmp_path, monkeypatch):
     import datasets
 
     def answer(*_, **__):
-        raise datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist on the Hub or cannot be accessed.")
+        raise datasets.exceptions.DatasetNotFoundError(
+            "Dataset 'a/b' doesn't exist on the Hub or cannot be accessed."
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
     fails(
-        HubSource("a/b"), tmp_path, r"there is no data set 'a/b' on the hub, or it needs a login .*correct data\.name"
+        HubSource("a/b"),
+        tmp_path,
+        r"there is no data set 'a/b' on the hub, or it needs a login .*correct"
+        r" data\.name",
     )
 
 
 def test_a_hub_that_cannot_be_reached(tmp_path):
-    fails(HubSource("a/b"), tmp_path, r"data set 'a/b' cannot be reached .*data=prepared")  # tests run offline
+    # tests run offline
+    fails(
+        HubSource("a/b"), tmp_path, r"data set 'a/b' cannot be reached .*data=prepared"
+    )
 
 
 def test_a_directory_that_does_not_exist_and_an_unknown_split(tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text('{"text": "a"}\n')
-    fails(HubSource(str(tmp_path / "none")), tmp_path, r"data set '.*none', split 'train': Couldn't find")
-    source = HubSource(str(tmp_path / "set"), split="trian", streaming=True, max_documents=1)
+    fails(
+        HubSource(str(tmp_path / "none")),
+        tmp_path,
+        r"data set '.*none', split 'train': Couldn't find",
+    )
+    source = HubSource(
+        str(tmp_path / "set"), split="trian", streaming=True, max_documents=1
+    )
     fails(source, tmp_path, r"split 'trian': .*trian.*train")
 
 
@@ -245,28 +370,47 @@ def test_streaming_without_end_is_refused(tmp_path):
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1])
 def test_a_validation_share_outside_zero_to_one(tmp_path, fraction):
     source = TextSource((str(file(tmp_path, "text")),))
-    fails(source, tmp_path, "val_fraction=.*: expected a number between 0 and 1", val_fraction=fraction)
+    fails(
+        source,
+        tmp_path,
+        "val_fraction=.*: expected a number between 0 and 1",
+        val_fraction=fraction,
+    )
 
 
 def test_the_command_prints_counts_and_the_directory(tmp_path, capsys):
     assert main(["embedded", "--cache-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "train: 1 documents, 3,723,705 tokens, 3,723,705 bytes of text, 1 shards" in out
+    assert (
+        "train: 1 documents, 3,723,705 tokens, 3,723,705 bytes of text, 1 shards" in out
+    )
     directory = Path(out.rsplit("directory: ", 1)[1].strip())
     assert (directory / "manifest.json").is_file()
     assert main(["verify", str(directory)]) == 0
 
 
 def test_the_command_ends_with_2_and_one_line_for_what_a_user_got_wrong(tmp_path):
-    args = [sys.executable, "-m", "scripts.prepare_data", "text", "nothing.txt", "--cache-dir", str(tmp_path)]
+    args = [
+        sys.executable,
+        "-m",
+        "scripts.prepare_data",
+        "text",
+        "nothing.txt",
+        "--cache-dir",
+        str(tmp_path),
+    ]
     done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"error: there is no file nothing.txt (looked from {ROOT}); correct data.paths"]
+    assert done.stderr.splitlines() == [
+        f"error: there is no file nothing.txt (looked from {ROOT}); correct data.paths"
+    ]
     assert done.stdout == ""
 
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])
-def test_a_tokenizer_that_cannot_be_downloaded_names_that_of_the_weights(tmp_path, monkeypatch, has_tokenizer):
+def test_a_tokenizer_that_cannot_be_downloaded_names_that_of_the_weights(
+    tmp_path, monkeypatch, has_tokenizer
+):
     def offline(name):
         raise requests.ConnectionError
 
@@ -274,7 +418,19 @@ def test_a_tokenizer_that_cannot_be_downloaded_names_that_of_the_weights(tmp_pat
     if has_tokenizer:
         file(tmp_path, "{}", "tokenizer.json")
     text = file(tmp_path, "words")
-    settings = ["data=text", f"data.paths=[{text}]", f"init_from={tmp_path}", f"data.cache_dir={tmp_path}/cache"]
-    with pytest.raises(UserError, match="'gpt2' is not on this machine and could not be downloaded") as caught:
+    settings = [
+        "data=text",
+        f"data.paths=[{text}]",
+        f"init_from={tmp_path}",
+        f"data.cache_dir={tmp_path}/cache",
+    ]
+    with pytest.raises(
+        UserError, match="'gpt2' is not on this machine and could not be downloaded"
+    ) as caught:
         build_data(compose_config(settings))
-    assert str(caught.value).endswith(f"; that of the weights is data.tokenizer={tmp_path}") == has_tokenizer
+    assert (
+        str(caught.value).endswith(
+            f"; that of the weights is data.tokenizer={tmp_path}"
+        )
+        == has_tokenizer
+    )

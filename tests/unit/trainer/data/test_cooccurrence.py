@@ -10,7 +10,8 @@ END, CATS, DOGS, OTHERS = 0, 1, 2, range(3, 30)
 
 
 def text(seed, size=4000):
-    """Tokens 1 and 2 stand between the same pairs of neighbours; the others between their own."""
+    """Tokens 1 and 2 stand between the same pairs of neighbours; the others between
+    their own."""
     rng = np.random.default_rng(seed)
     tokens = []
     for _ in range(size):
@@ -35,7 +36,9 @@ def test_what_stands_in_the_same_places_is_alike_and_the_rest_is_not():
 
 def test_the_same_text_has_the_same_vectors_and_its_end_is_no_neighbour():
     tokens = text(1, 500)
-    np.testing.assert_array_equal(token_vectors(tokens, 100, end=END), token_vectors(tokens, 100, end=END))
+    np.testing.assert_array_equal(
+        token_vectors(tokens, 100, end=END), token_vectors(tokens, 100, end=END)
+    )
     assert neighbours(tokens.astype(np.int64), 100, END, 5)[[END]].sum() == 0
     assert neighbours(np.array([1, 2, END, 3]), 4, END, 3).nnz == 2
     assert neighbours(np.array([1, 2, END, 3]), 4, None, 1).toarray().tolist() == [

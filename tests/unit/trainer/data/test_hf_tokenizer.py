@@ -1,4 +1,5 @@
-"""A tokenizer.json, as Hugging Face's library reads it, gives the ids and texts of the tokenizer it was made of."""
+"""A tokenizer.json, as Hugging Face's library reads it, gives the ids and texts of the
+tokenizer it was made of."""
 
 import json
 import shutil
@@ -18,9 +19,15 @@ from trainer.data.tokenizer import BPETokenizer
 from trainer.errors import UserError
 
 TEXTS = [
-    "In the beginning God created the heaven and the earth.\nAnd the earth was without form",
+    (
+        "In the beginning God created the heaven and the earth.\nAnd the earth was"
+        " without form"
+    ),
     "  two  spaces,   three\t\ttabs \n\n\n lines \r\n and trailing   ",
-    "it's you'LL we'd I'M 12345678 3.14159 1,000,000 x=1;y==2 __init__(self):\n    return 0",
+    (
+        "it's you'LL we'd I'M 12345678 3.14159 1,000,000 x=1;y==2 __init__(self):\n   "
+        " return 0"
+    ),
     "Ünïcödé мир 日本語 🙂🏽 \u00a0\u2003 Ā ÿ \u0130 e\u0301",
     "".join(map(chr, range(1, 700))),
     "",
@@ -35,7 +42,8 @@ def gpt2(gpt2_dir):
 
 
 def few_merges(gpt2_dir, directory):
-    """A tokenizer of GPT-2's first 400 merges, without an ids file, in a directory that has only them."""
+    """A tokenizer of GPT-2's first 400 merges, without an ids file, in a directory that
+    has only them."""
     merges = (gpt2_dir / "vocab.bpe").read_text(encoding="utf-8").splitlines()[:400]
     (directory / "vocab.bpe").write_text("\n".join(merges), encoding="utf-8")
     return get_tokenizer(str(directory))
@@ -46,7 +54,8 @@ LARGE = [whole(name) for name in ("cl100k_base", "o200k_base")]
 
 @pytest.fixture(params=["byte", "gpt2", *LARGE, "no ids", "end first"])
 def ours(request, gpt2, gpt2_dir, tmp_path):
-    """Bytes; GPT-2's; its tokens cut up by the patterns of later encodings; its first merges, without an ids file.
+    """Bytes; GPT-2's; its tokens cut up by the patterns of later encodings; its first
+    merges, without an ids file.
 
     The last is as Hugging Face's trainer makes one: the special token has the first id.
     """
@@ -54,7 +63,11 @@ def ours(request, gpt2, gpt2_dir, tmp_path):
         made = Tokenizer(models.BPE())
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        settings = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet, "show_progress": False}
+        settings = {
+            "special_tokens": ["<|endoftext|>"],
+            "initial_alphabet": alphabet,
+            "show_progress": False,
+        }
         made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=300, **settings))
         (tmp_path / "made").mkdir()
         made.save(str(tmp_path / "made" / "tokenizer.json"))
@@ -68,7 +81,10 @@ def ours(request, gpt2, gpt2_dir, tmp_path):
     pattern = known_settings(request.param, {})["pat_str"]
     special = {"<|endoftext|>": 50256, "<|other|>": 50300}
     return BPETokenizer(
-        "own", tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=gpt2.tokens, special_tokens=special)
+        "own",
+        tiktoken.Encoding(
+            "own", pat_str=pattern, mergeable_ranks=gpt2.tokens, special_tokens=special
+        ),
     )
 
 
@@ -81,10 +97,14 @@ def test_hugging_faces_library_reads_the_same_tokenizer(ours, tmp_path):
         ids = theirs.encode(text, add_special_tokens=False).ids
         assert ids == ours.encode(text), text
         assert theirs.decode(ids) == text
-    assert theirs.get_vocab_size() == len(ours.tokens | {k.encode(): v for k, v in ours.special_tokens.items()})
+    assert theirs.get_vocab_size() == len(
+        ours.tokens | {k.encode(): v for k, v in ours.special_tokens.items()}
+    )
     end = json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"]
     assert theirs.token_to_id(end) == ours.eot
-    assert {token: theirs.token_to_id(token) for token in ours.special_tokens} == ours.special_tokens
+    assert {
+        token: theirs.token_to_id(token) for token in ours.special_tokens
+    } == ours.special_tokens
     assert theirs.decode([ours.encode("a")[0], ours.eot]) == "a"
 
 
@@ -100,14 +120,19 @@ def test_ids_are_compared_with_those_beside_weights(ours, gpt2_dir, tmp_path):
     assert first_difference(beside, other) is not None
 
 
-def test_a_tokenizer_of_the_same_size_is_told_apart_by_the_first_other_id(gpt2_dir, tmp_path):
+def test_a_tokenizer_of_the_same_size_is_told_apart_by_the_first_other_id(
+    gpt2_dir, tmp_path
+):
     (tmp_path / "vocab.json").write_bytes((gpt2_dir / "encoder.json").read_bytes())
     gpt2 = get_tokenizer(str(gpt2_dir))
     assert first_difference(ids_beside(tmp_path), gpt2) is None
     ids = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     ids["Ġthe"], ids["Ġa"] = ids["Ġa"], ids["Ġthe"]
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
-    assert first_difference(ids_beside(tmp_path), gpt2) == "id 257 is ' the' there, ' a' here"
+    assert (
+        first_difference(ids_beside(tmp_path), gpt2)
+        == "id 257 is ' the' there, ' a' here"
+    )
 
 
 def test_what_was_written_is_read_again_as_the_same_tokenizer(ours, tmp_path):
@@ -130,8 +155,15 @@ def test_gpt2s_own_tokenizer_json_is_gpt2(gpt2_dir, tmp_path):
     save_hf(tmp_path, gpt2, 1024)
     file = tmp_path / "tokenizer.json"
     tree = json.loads(file.read_text(encoding="utf-8"))
-    tree["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    tree["model"] |= {"merges": [" ".join(pair) for pair in tree["model"]["merges"]], "ignore_merges": False}
+    tree["pre_tokenizer"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+    }
+    tree["model"] |= {
+        "merges": [" ".join(pair) for pair in tree["model"]["merges"]],
+        "ignore_merges": False,
+    }
     tree["model"]["vocab"]["<|endoftext|>"] = 50256
     file.write_text(json.dumps(tree))
     assert get_tokenizer(str(tmp_path)).fingerprint == gpt2.fingerprint
@@ -141,20 +173,33 @@ def test_gpt2s_own_tokenizer_json_is_gpt2(gpt2_dir, tmp_path):
     "change",
     [
         lambda t: t.update(normalizer={"type": "NFC"}),
-        lambda t: t.update(pre_tokenizer={"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}),
+        lambda t: t.update(
+            pre_tokenizer={
+                "type": "Metaspace",
+                "replacement": "▁",
+                "prepend_scheme": "always",
+            }
+        ),
         lambda t: t["model"]["vocab"].update({"▁the": 60000}),
-        lambda t: t["added_tokens"].append(t["added_tokens"][0] | {"id": 60001, "content": "</s>"}),
+        lambda t: t["added_tokens"].append(
+            t["added_tokens"][0] | {"id": 60001, "content": "</s>"}
+        ),
         lambda t: t["model"]["merges"].reverse(),
     ],
 )
-def test_what_is_no_encoding_as_gpt2s_is_left_to_hugging_faces_library(change, gpt2_dir, tmp_path):
+def test_what_is_no_encoding_as_gpt2s_is_left_to_hugging_faces_library(
+    change, gpt2_dir, tmp_path
+):
     (tmp_path / "origin").mkdir()
     save_hf(tmp_path, few_merges(gpt2_dir, tmp_path / "origin"), 1024)
     file = tmp_path / "tokenizer.json"
     tree = json.loads(file.read_text(encoding="utf-8"))
     change(tree)
     file.write_text(json.dumps(tree))
-    found, theirs = get_tokenizer(str(tmp_path)), tokenizers.Tokenizer.from_file(str(file))
+    found, theirs = (
+        get_tokenizer(str(tmp_path)),
+        tokenizers.Tokenizer.from_file(str(file)),
+    )
     assert found.eot == theirs.token_to_id("<|endoftext|>")
     text = "the cafe\u0301 of the world, and the"
     assert found.encode(text) == theirs.encode(text).ids
@@ -170,22 +215,37 @@ def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
     (origin / "special_tokens_map.json").write_text('{"pad_token": "x"}')
     (run_dir / "config.yaml").write_text(f"init_from: {origin}\n")
     carried = tokenizer_of_origin(run_dir, ours, out)
-    assert {path.name for path in carried} >= {"tokenizer.json", "special_tokens_map.json"}
-    assert all(path.read_bytes() == (origin / path.name).read_bytes() for path in carried)
+    assert {path.name for path in carried} >= {
+        "tokenizer.json",
+        "special_tokens_map.json",
+    }
+    assert all(
+        path.read_bytes() == (origin / path.name).read_bytes() for path in carried
+    )
 
     secret = tmp_path / "secret"
     secret.write_text("{}")
     (origin / "chat_template.jinja").symlink_to(secret)
-    with pytest.raises(UserError, match=r"chat_template\.jinja is a link to .*secret; replace it by the file itself"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"chat_template\.jinja is a link to .*secret; replace it by the file itself"
+        ),
+    ):
         tokenizer_of_origin(run_dir, ours, out)
     (origin / "chat_template.jinja").unlink()
-    snapshot, blobs = tmp_path / "hub" / "snapshots" / "revision", tmp_path / "hub" / "blobs"
+    snapshot, blobs = (
+        tmp_path / "hub" / "snapshots" / "revision",
+        tmp_path / "hub" / "blobs",
+    )
     shutil.copytree(origin, snapshot)
     blobs.mkdir()
     (blobs / "0123").write_text("{}")
     (snapshot / "chat_template.jinja").symlink_to("../../blobs/0123")
     (run_dir / "config.yaml").write_text(f"init_from: {snapshot}\n")
-    assert "chat_template.jinja" in {path.name for path in tokenizer_of_origin(run_dir, ours, out)}
+    assert "chat_template.jinja" in {
+        path.name for path in tokenizer_of_origin(run_dir, ours, out)
+    }
     shutil.rmtree(blobs)
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "0123").write_text("secret")

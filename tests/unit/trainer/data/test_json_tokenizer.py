@@ -1,34 +1,66 @@
-"""Tokenizers that Hugging Face's library reads: of Llama's and SentencePiece's kinds, made here by that library."""
+"""Tokenizers that Hugging Face's library reads: of Llama's and SentencePiece's kinds,
+made here by that library."""
 
 import json
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from trainer.data.hf_tokenizer import first_difference, ids_beside, save_hf
 from trainer.data.json_tokenizer import JSONTokenizer, ids_of
 from trainer.data.tokenizer import continuation, file_of, get_tokenizer, load_saved
 from trainer.errors import UserError
 
-WORDS = ["In the beginning God created the heaven and the earth.", "And the earth was without form, and void;"] * 20
-TEXTS = ["the earth", " the  void\n\nand\tthe light ", "", "naïve 漢字 🙂 \x00", "a </s> b <s> <|end_of_text|>"]
+WORDS = [
+    "In the beginning God created the heaven and the earth.",
+    "And the earth was without form, and void;",
+] * 20
+TEXTS = [
+    "the earth",
+    " the  void\n\nand\tthe light ",
+    "",
+    "naïve 漢字 🙂 \x00",
+    "a </s> b <s> <|end_of_text|>",
+]
 
 
 def llama2():
-    """Byte-pair encoding of SentencePiece: a space in front, spaces as U+2581, bytes for what has no token."""
+    """Byte-pair encoding of SentencePiece: a space in front, spaces as U+2581, bytes
+    for what has no token."""
     bytes_ = [f"<0x{i:02X}>" for i in range(256)]
     made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    parts = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     made.decoder = decoders.Sequence(parts)
     special = ["<unk>", "<s>", "</s>"]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=[*special, *bytes_], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[*special, *bytes_], show_progress=False
+    )
     made.train_from_iterator(WORDS, trainer)
     tree = json.loads(made.to_str())
-    tree["added_tokens"] = tree["added_tokens"][:3]  # bytes are ordinary tokens, as Llama's are
+    # bytes are ordinary tokens, as Llama's are
+    tree["added_tokens"] = tree["added_tokens"][:3]
     made = Tokenizer.from_str(json.dumps(tree))
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return made
 
 
@@ -36,10 +68,17 @@ def llama3():
     """Byte-level, with another end than GPT-2's, and a token in front of each text."""
     made = Tokenizer(models.BPE(ignore_merges=True))
     words = pre_tokenizers.Split(Regex(r"\p{L}+| ?[^\s\p{L}]+|\s+"), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(WORDS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    made.train_from_iterator(
+        WORDS,
+        trainers.BpeTrainer(
+            vocab_size=400, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
     made.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
     start = made.token_to_id("<|begin_of_text|>")
     made.post_processor = processors.TemplateProcessing(
@@ -55,12 +94,22 @@ def unigram():
     made.decoder = decoders.Metaspace()
     special = ["<unk>", "</s>"]
     made.train_from_iterator(
-        WORDS, trainers.UnigramTrainer(vocab_size=80, special_tokens=special, unk_token="<unk>", show_progress=False)
+        WORDS,
+        trainers.UnigramTrainer(
+            vocab_size=80,
+            special_tokens=special,
+            unk_token="<unk>",
+            show_progress=False,
+        ),
     )
     return made
 
 
-KINDS = {"llama2": (llama2, "</s>"), "llama3": (llama3, "<|end_of_text|>"), "unigram": (unigram, "</s>")}
+KINDS = {
+    "llama2": (llama2, "</s>"),
+    "llama3": (llama3, "<|end_of_text|>"),
+    "unigram": (unigram, "</s>"),
+}
 
 
 @pytest.fixture(params=KINDS)
@@ -83,7 +132,8 @@ def test_ids_are_the_librarys_without_what_it_adds(made):
     made_up = set(ours.special_tokens.values()) - {theirs.token_to_id("<unk>")}
     found = [ours.encode(text) for text in TEXTS]
     for ids, wanted in zip(found, expected, strict=True):
-        assert ids == wanted or made_up & set(wanted)  # Unigram itself takes "</s>" for its token
+        # Unigram itself takes "</s>" for its token
+        assert ids == wanted or made_up & set(wanted)
         assert not made_up & set(ids)
     assert found[:-1] == expected[:-1]
     assert ours.encode_batch(TEXTS) == found
@@ -95,10 +145,15 @@ def test_text_comes_back_and_ids_without_a_token_are_told(made):
     _, ours, _, _ = made
     for text in ("the earth was void", "And God created"):
         assert ours.decode(ours.encode(text)) == text
-    assert ours.decode([ours.vocab_size + 5, *ours.encode("the earth")]) == "\ufffdthe earth"
+    assert (
+        ours.decode([ours.vocab_size + 5, *ours.encode("the earth")])
+        == "\ufffdthe earth"
+    )
     assert ours.decode([]) == ""
     ids = ours.encode("the earth was")
-    assert continuation(ours, ids[:-3], ids[-3:]) == "the earth was".removeprefix(ours.decode(ids[:-3]))
+    assert continuation(ours, ids[:-3], ids[-3:]) == "the earth was".removeprefix(
+        ours.decode(ids[:-3])
+    )
     assert continuation(ours, [], ids) == "the earth was"
 
 
@@ -110,7 +165,11 @@ def test_it_is_saved_with_a_run_and_exported_as_the_same(made, tmp_path):
     ours.save(run)
     save_hf(out, ours, 64)
     assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == end
-    for again in (load_saved(ours.name, run), get_tokenizer(str(file_of(run))), get_tokenizer(str(out))):
+    for again in (
+        load_saved(ours.name, run),
+        get_tokenizer(str(file_of(run))),
+        get_tokenizer(str(out)),
+    ):
         assert again.fingerprint == ours.fingerprint
         assert again.encode(TEXTS[1]) == ours.encode(TEXTS[1])
     assert first_difference(ids_beside(directory), ours) is None
@@ -119,7 +178,9 @@ def test_it_is_saved_with_a_run_and_exported_as_the_same(made, tmp_path):
 def test_tokens_stand_for_bytes_however_they_are_spelt(made):
     _, ours, _, _ = made
     assert b"earth" in b" ".join(ours.tokens)
-    assert len(set(ours.tokens.values()) | set(ours.special_tokens.values())) == len(ours._known)
+    assert len(set(ours.tokens.values()) | set(ours.special_tokens.values())) == len(
+        ours._known
+    )
     for token, i in ours.tokens.items():
         if token.strip().isalpha() and token.isascii():
             assert ours.decode([i]).strip() == token.decode().strip()
@@ -135,7 +196,10 @@ def test_the_end_of_a_document_is_what_stands_beside_it(tmp_path):
     theirs = llama2()
     theirs.add_special_tokens(["<end>"])
     theirs.save(str(tmp_path / "tokenizer.json"))
-    assert get_tokenizer(str(tmp_path)).special_tokens["</s>"] == get_tokenizer(str(tmp_path)).eot
+    assert (
+        get_tokenizer(str(tmp_path)).special_tokens["</s>"]
+        == get_tokenizer(str(tmp_path)).eot
+    )
     settings = tmp_path / "tokenizer_config.json"
     for said in ("<end>", {"content": "<end>"}):
         settings.write_text(json.dumps({"eos_token": said}))
@@ -145,14 +209,23 @@ def test_the_end_of_a_document_is_what_stands_beside_it(tmp_path):
         get_tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("beside", [False, True])  # the files from before the words were added, which lack them
+# the files from before the words were added, which lack them
+@pytest.mark.parametrize("beside", [False, True])
 def test_added_words_are_found_in_a_text(beside, tmp_path):
     made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>"]
     made.train_from_iterator(
         WORDS,
-        trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=special,
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
     )
     if beside:
         made.model.save(str(tmp_path))
@@ -168,22 +241,42 @@ def test_added_words_are_found_in_a_text(beside, tmp_path):
 
 
 def add(tree, content, i):
-    tree["added_tokens"].append({**tree["added_tokens"][0], "content": content, "id": i})
+    tree["added_tokens"].append(
+        {**tree["added_tokens"][0], "content": content, "id": i}
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tree: tree.update(added_tokens=tree["added_tokens"][:1]), "put its tokenizer_config.json beside it"),
-        (lambda tree: tree.update(added_tokens=[]), "has no added_tokens; give it one with Hugging Face's"),
-        (lambda tree: tree.update(model=None), "valid: a tokenizer.json that Hugging Face's `tokenizers` reads"),
-        (lambda tree: tree["model"].update(type="Huffman"), "valid: a tokenizer.json that Hugging Face's"),
-        (lambda tree: add(tree, "<a>", 2), "'<a>' of added_tokens has the id 2 of '</s>'; give it one of its own"),
+        (
+            lambda tree: tree.update(added_tokens=tree["added_tokens"][:1]),
+            "put its tokenizer_config.json beside it",
+        ),
+        (
+            lambda tree: tree.update(added_tokens=[]),
+            "has no added_tokens; give it one with Hugging Face's",
+        ),
+        (
+            lambda tree: tree.update(model=None),
+            "valid: a tokenizer.json that Hugging Face's `tokenizers` reads",
+        ),
+        (
+            lambda tree: tree["model"].update(type="Huffman"),
+            "valid: a tokenizer.json that Hugging Face's",
+        ),
+        (
+            lambda tree: add(tree, "<a>", 2),
+            "'<a>' of added_tokens has the id 2 of '</s>'; give it one of its own",
+        ),
         (
             lambda tree: (add(tree, "<a>", 9999), add(tree, "<b>", 9999)),
             "'<b>' of added_tokens has the id 9999 of '<a>'",
         ),
-        (lambda tree: add(tree, "</s>", 9999), "'</s>' has two ids, 2 and in added_tokens 9999; give it one"),
+        (
+            lambda tree: add(tree, "</s>", 9999),
+            "'</s>' has two ids, 2 and in added_tokens 9999; give it one",
+        ),
     ],
 )
 def test_what_is_no_tokenizer_is_refused_in_a_line(change, message, tmp_path):

@@ -13,7 +13,13 @@ from trainer.errors import UserError
 def directory(jsonl, tmp_path_factory):
     """Several shards per split, so that windows cross from one to the next."""
     cache = tmp_path_factory.mktemp("cache")
-    return prepare(TextSource((str(jsonl),), "jsonl"), "byte", cache, val_fraction=0.2, shard_bytes=30_000)
+    return prepare(
+        TextSource((str(jsonl),), "jsonl"),
+        "byte",
+        cache,
+        val_fraction=0.2,
+        shard_bytes=30_000,
+    )
 
 
 def stream(loader, split):
@@ -33,14 +39,18 @@ def test_an_epoch_holds_every_window_once_and_the_next_one_in_another_order(dire
     assert loader.windows == n
     windows = np.stack([tokens[i * context : (i + 1) * context + 1] for i in range(n)])
     steps = -(-3 * n // batch_size)
-    drawn = np.concatenate([loader.batch(step).tokens for step in range(steps)])[: 3 * n].reshape(3, n, -1)
+    drawn = np.concatenate([loader.batch(step).tokens for step in range(steps)])[
+        : 3 * n
+    ].reshape(3, n, -1)
     order = lambda rows: rows[np.lexsort(rows.T)]
     for epoch in drawn:
         assert np.array_equal(order(epoch), order(windows))
     assert not np.array_equal(drawn[0], drawn[1])
 
 
-def test_a_batch_across_two_epochs_has_the_end_of_one_and_the_start_of_the_next(directory):
+def test_a_batch_across_two_epochs_has_the_end_of_one_and_the_start_of_the_next(
+    directory,
+):
     one = Loader(directory, "train", context=64, batch_size=1, seed=1)
     loader = Loader(directory, "train", context=64, batch_size=one.windows - 1, seed=1)
     rows = loader.batch(1).tokens
@@ -61,12 +71,18 @@ def test_a_batch_depends_on_seed_and_step_alone(directory):
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
 def test_processes_together_hold_the_same_batch(directory, processes):
-    loader = Loader(directory, "train", context=32, batch_size=8, seed=1, document_mask=True)
+    loader = Loader(
+        directory, "train", context=32, batch_size=8, seed=1, document_mask=True
+    )
     share = 8 // processes
-    parts = [loader.batch(11, slice(i * share, (i + 1) * share)) for i in range(processes)]
+    parts = [
+        loader.batch(11, slice(i * share, (i + 1) * share)) for i in range(processes)
+    ]
     whole = loader.batch(11)
     assert np.array_equal(np.concatenate([part.tokens for part in parts]), whole.tokens)
-    assert np.array_equal(np.concatenate([part.segments for part in parts]), whole.segments)
+    assert np.array_equal(
+        np.concatenate([part.segments for part in parts]), whole.segments
+    )
 
 
 def test_targets_of_a_window_lead_into_the_next_one(directory):
@@ -77,7 +93,9 @@ def test_targets_of_a_window_lead_into_the_next_one(directory):
 
 def test_validation_covers_its_split_in_order(directory):
     loader = Loader(directory, "val", context=50, batch_size=3, shuffle=False, seed=9)
-    inputs = np.concatenate([loader.batch(step).tokens[:, :-1] for step in range(loader.steps_per_epoch)])
+    inputs = np.concatenate(
+        [loader.batch(step).tokens[:, :-1] for step in range(loader.steps_per_epoch)]
+    )
     assert np.array_equal(inputs.ravel(), stream(loader, "val")[: inputs.size])
     assert inputs.size > loader.tokens - 1 - 50 * 3
 
@@ -87,12 +105,17 @@ def test_dtypes_and_shapes(directory):
     batch = loader.batch(0)
     assert batch.tokens.dtype == batch.segments.dtype == np.int32
     assert batch.tokens.shape == batch.segments.shape == (4, 17)
-    assert Loader(directory, "train", context=16, batch_size=4).batch(0).segments is None
+    assert (
+        Loader(directory, "train", context=16, batch_size=4).batch(0).segments is None
+    )
 
 
 def test_an_end_of_text_belongs_to_the_document_it_ends():
     tokens = np.array([[5, 0, 6, 7, 0, 0, 8], [0, 1, 1, 1, 1, 1, 0]], np.int32)
-    assert segments(tokens, 0).tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    assert segments(tokens, 0).tolist() == [
+        [0, 0, 1, 1, 1, 2, 3],
+        [0, 1, 1, 1, 1, 1, 1],
+    ]
 
 
 def test_segments_tell_documents_apart(directory):
@@ -100,19 +123,27 @@ def test_segments_tell_documents_apart(directory):
     batch = loader.batch(0)
     assert batch.segments.max() > 0
     changes = np.diff(batch.segments, axis=1)
-    assert np.array_equal(changes, (batch.tokens[:, :-1] == loader.manifest.eot).astype(np.int32))
+    assert np.array_equal(
+        changes, (batch.tokens[:, :-1] == loader.manifest.eot).astype(np.int32)
+    )
 
 
-def test_a_split_shorter_than_one_window_is_an_error_that_says_how_much_it_needs(directory):
+def test_a_split_shorter_than_one_window_is_an_error_that_says_how_much_it_needs(
+    directory,
+):
     loader = Loader(directory, "val", context=8, batch_size=1)
     Loader(directory, "val", context=loader.tokens - 1, batch_size=1).batch(5)
-    with pytest.raises(UserError, match=rf"val part of .* has {loader.tokens} tokens, one window needs"):
+    with pytest.raises(
+        UserError, match=rf"val part of .* has {loader.tokens} tokens, one window needs"
+    ):
         Loader(directory, "val", context=loader.tokens, batch_size=1)
 
 
 def test_a_split_of_fewer_windows_than_the_batch_has_one_step_per_epoch(directory):
     loader = Loader(directory, "val", context=8, batch_size=1)
-    few = Loader(directory, "val", context=loader.tokens // 3, batch_size=16, shuffle=False)
+    few = Loader(
+        directory, "val", context=loader.tokens // 3, batch_size=16, shuffle=False
+    )
     assert few.steps_per_epoch == 1
     rows = few.batch(0).tokens
     assert np.array_equal(rows[: few.windows], rows[few.windows : 2 * few.windows])
@@ -128,7 +159,9 @@ def test_prefetch_gives_the_loader_s_batches_in_order(directory):
 
 
 def test_prefetch_of_no_steps_ends_at_once(directory):
-    assert list(prefetch(Loader(directory, "train", context=16, batch_size=4), 5, 5)) == []
+    assert (
+        list(prefetch(Loader(directory, "train", context=16, batch_size=4), 5, 5)) == []
+    )
 
 
 class Failing:
@@ -147,17 +180,23 @@ def test_an_error_surfaces_at_its_step_and_the_thread_ends():
 
 
 def test_closing_early_ends_the_thread(directory):
-    batches = prefetch(Loader(directory, "train", context=16, batch_size=4), 0, 1_000_000)
+    batches = prefetch(
+        Loader(directory, "train", context=16, batch_size=4), 0, 1_000_000
+    )
     next(batches)
     assert "prefetch" in [thread.name for thread in threading.enumerate()]
     batches.close()
     assert "prefetch" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_the_validation_text_is_that_of_the_first_tokens_over_all_shards_without_ends_of_text(directory):
+def test_the_validation_text_is_that_of_the_first_tokens_over_all_shards_without_ends_of_text(
+    directory,
+):
     data = Dataset.open(directory, seed=0, context=8, batch_size=2)
     ids = stream(data.val, "val")
     assert len(data.manifest.open("val")[0]) < 35_000 < len(ids)
     for count in (100, 35_000, 10 * len(ids)):
-        expected = data.tokenizer.decode([int(i) for i in ids[:count] if i != data.manifest.eot])
+        expected = data.tokenizer.decode(
+            [int(i) for i in ids[:count] if i != data.manifest.eot]
+        )
         assert data.validation_text(count) == expected

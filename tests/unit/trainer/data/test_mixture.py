@@ -1,4 +1,5 @@
-"""Samples of several sources: in their shares over any stretch, each once an epoch, from seed and step alone."""
+"""Samples of several sources: in their shares over any stretch, each once an epoch,
+from seed and step alone."""
 
 import numpy as np
 import pytest
@@ -6,21 +7,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data import Loader, Manifest, TextSource, prepare
-from trainer.data.mixture import MixedManifest, Mixture, MixtureStage, OfReplicas, Shares, stages_of
+from trainer.data.mixture import (
+    MixedManifest,
+    Mixture,
+    MixtureStage,
+    OfReplicas,
+    Shares,
+    stages_of,
+)
 from trainer.errors import UserError
 
 NAMES = ["web", "code", "books"]
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
-@pytest.mark.parametrize("weights", [(1,), (0.7, 0.3), (0.5, 0.3, 0.2), (0.989, 0.01, 0.001)])
+@pytest.mark.parametrize(
+    "weights", [(1,), (0.7, 0.3), (0.5, 0.3, 0.2), (0.989, 0.01, 0.001)]
+)
 def test_any_thousand_batches_hold_the_wanted_shares(weights, batch_size):
     shares = Shares([MixtureStage(0, weights)], batch_size, seed=3)
     wanted = np.array(weights) / sum(weights)
     for start in (0, 317, 123_456_789):
-        source, _ = shares.place(np.arange(start * batch_size, (start + 1000) * batch_size))
+        source, _ = shares.place(
+            np.arange(start * batch_size, (start + 1000) * batch_size)
+        )
         found = np.bincount(source, minlength=len(weights)) / len(source)
-        # A block that is cut holds its share only to the error of a sample without replacement.
+        # A block that is cut holds its share only to the error of a sample without
+        # replacement.
         assert abs(found - wanted).max() < (0.005 if batch_size == 16 else 0.03)
 
 
@@ -31,7 +44,9 @@ def test_any_thousand_batches_hold_the_wanted_shares(weights, batch_size):
     st.lists(st.integers(1, 2000), max_size=2, unique=True),
     st.integers(1, 24),
 )
-def test_each_source_counts_its_samples_without_a_gap_or_a_repetition(weights, seed, borders, batch_size):
+def test_each_source_counts_its_samples_without_a_gap_or_a_repetition(
+    weights, seed, borders, batch_size
+):
     stages = [
         MixtureStage(0, tuple(weights)),
         *(MixtureStage(step, tuple(reversed(weights))) for step in sorted(borders)),
@@ -42,17 +57,21 @@ def test_each_source_counts_its_samples_without_a_gap_or_a_repetition(weights, s
     for k in range(len(weights)):
         taken = index[source == k]
         assert len(np.unique(taken)) == len(taken)
-        # The blocks in which stages and the samples looked at end are not taken to their ends.
+        # The blocks in which stages and the samples looked at end are not taken to
+        # their ends.
         most = max(256, int(np.ceil(2 * sum(weights) / min(weights)))) * len(stages)
         assert taken.max(initial=0) < len(taken) + most
     for step in (0, 1, steps // 3, steps):
         np.testing.assert_array_equal(
-            shares.count(step), np.bincount(source[: step * batch_size], minlength=len(weights))
+            shares.count(step),
+            np.bincount(source[: step * batch_size], minlength=len(weights)),
         )
 
 
 def test_whole_blocks_leave_no_sample_out():
-    source, index = Shares([MixtureStage(0, (0.6, 0.4))], 16, 0).place(np.arange(20 * 256))
+    source, index = Shares([MixtureStage(0, (0.6, 0.4))], 16, 0).place(
+        np.arange(20 * 256)
+    )
     for k in (0, 1):
         assert sorted(index[source == k]) == list(range(np.sum(source == k)))
 
@@ -99,18 +118,30 @@ def parts(tmp_path):
     for name, letters in (("lower", "abcdefgh"), ("upper", "ABCDEFGHIJ")):
         rng = np.random.default_rng(len(letters))
         (tmp_path / f"{name}.txt").write_text("".join(rng.choice(list(letters), 9000)))
-        found[name] = prepare(TextSource((str(tmp_path / f"{name}.txt"),)), "byte", tmp_path / "cache")
+        found[name] = prepare(
+            TextSource((str(tmp_path / f"{name}.txt"),)), "byte", tmp_path / "cache"
+        )
     return found
 
 
 def loaders(parts, split, **settings):
     given = {"context": 16, "batch_size": 8, "seed": 1, **settings}
-    return {name: Loader(directory, split, **given) for name, directory in parts.items()}
+    return {
+        name: Loader(directory, split, **given) for name, directory in parts.items()
+    }
 
 
 def mixture(parts, **settings):
-    manifest = MixedManifest.of({name: Manifest.load(directory) for name, directory in parts.items()})
-    return Mixture(loaders(parts, "train", **settings), manifest, "train", [MixtureStage(0, (0.75, 0.25))], 1)
+    manifest = MixedManifest.of(
+        {name: Manifest.load(directory) for name, directory in parts.items()}
+    )
+    return Mixture(
+        loaders(parts, "train", **settings),
+        manifest,
+        "train",
+        [MixtureStage(0, (0.75, 0.25))],
+        1,
+    )
 
 
 def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
@@ -125,11 +156,17 @@ def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
     alone = loaders(parts, "train")
     for name, rows in seen.items():
         windows = alone[name].windows
-        known = {tuple(row) for i in range(windows // 8 + 1) for row in alone[name].batch(i).tokens}
+        known = {
+            tuple(row)
+            for i in range(windows // 8 + 1)
+            for row in alone[name].batch(i).tokens
+        }
         assert set(rows) <= known
     found = mixed.seen(500)
     assert abs(found["lower"]["share"] - 0.75) < 0.01
-    assert found["upper"]["epochs"] == pytest.approx(len(seen["upper"]) / alone["upper"].windows)
+    assert found["upper"]["epochs"] == pytest.approx(
+        len(seen["upper"]) / alone["upper"].windows
+    )
     assert mixed.batch(7).segments is None
     assert mixture(parts, document_mask=True).batch(7).segments.shape == (8, 17)
 
@@ -139,16 +176,25 @@ def test_the_bytes_of_a_token_are_those_of_the_mixture_not_of_all_text(tmp_path)
     found = {}
     for name, text in (("short", "ababab" * 3000), ("long", "xyz" * 12000)):
         (tmp_path / f"{name}.txt").write_text(text)
-        found[name] = prepare(TextSource((str(tmp_path / f"{name}.txt"),)), str(tmp_path), tmp_path / "cache")
-    manifest = MixedManifest.of({name: Manifest.load(directory) for name, directory in found.items()})
+        found[name] = prepare(
+            TextSource((str(tmp_path / f"{name}.txt"),)),
+            str(tmp_path),
+            tmp_path / "cache",
+        )
+    manifest = MixedManifest.of(
+        {name: Manifest.load(directory) for name, directory in found.items()}
+    )
     parts = loaders(found, "val")
     each = {name: part.bytes_per_token("val") for name, part in parts.items()}
     assert each["short"] > 3 > each["long"] == 1
     for share in (0.25, 1.0):
-        mixed = Mixture(parts, manifest, "val", [MixtureStage(0, (share, 1 - share))], 1)
+        mixed = Mixture(
+            parts, manifest, "val", [MixtureStage(0, (share, 1 - share))], 1
+        )
         wanted = share * each["short"] + (1 - share) * each["long"]
         assert mixed.bytes_per_token("val") == pytest.approx(wanted)
-        batches = [mixed.batch(step).tokens[:, 1:] for step in range(256 // 8)]  # a block: shares are exact
+        # a block: shares are exact
+        batches = [mixed.batch(step).tokens[:, 1:] for step in range(256 // 8)]
         seen = np.concatenate(batches).ravel().tolist()
         tokenizer = manifest.get_tokenizer()
         assert len(tokenizer.decode(seen)) / len(seen) == pytest.approx(
@@ -161,10 +207,15 @@ def test_a_manifest_of_several_is_their_sum_and_refuses_two_tokenizers(parts, tm
     mixed = MixedManifest.of(manifests)
     assert mixed.tokens("train") == sum(m.tokens("train") for m in manifests.values())
     assert mixed.bytes("val") == sum(m.bytes("val") for m in manifests.values())
-    assert mixed.fingerprint != MixedManifest.of(dict(reversed(manifests.items()))).fingerprint
+    assert (
+        mixed.fingerprint
+        != MixedManifest.of(dict(reversed(manifests.items()))).fingerprint
+    )
     assert sum(map(len, mixed.open("train"))) == mixed.tokens("train")
     (tmp_path / "vocab.bpe").write_text("a b")
-    other = prepare(TextSource((str(tmp_path / "lower.txt"),)), str(tmp_path), tmp_path / "cache")
+    other = prepare(
+        TextSource((str(tmp_path / "lower.txt"),)), str(tmp_path), tmp_path / "cache"
+    )
     with pytest.raises(UserError, match="prepare them with one"):
         MixedManifest.of(manifests | {"other": Manifest.load(other)})
 
@@ -178,7 +229,9 @@ def test_each_replica_reads_its_source_in_order_and_no_sample_twice(accum):
         source, index = shares.place(step * batch_size + np.arange(batch_size))
         # The rows of replica k, as the step splits each micro-batch.
         rows = source.reshape(accum, replicas, -1)
-        np.testing.assert_array_equal(rows, np.broadcast_to(np.arange(replicas)[None, :, None], rows.shape))
+        np.testing.assert_array_equal(
+            rows, np.broadcast_to(np.arange(replicas)[None, :, None], rows.shape)
+        )
         for k in range(replicas):
             seen[k] += index[source == k].tolist()
     assert seen == [list(range(steps * batch_size // replicas))] * replicas
@@ -188,14 +241,25 @@ def test_each_replica_reads_its_source_in_order_and_no_sample_twice(accum):
 def test_documents_are_of_every_source_in_turns_as_the_shares_are(tmp_path):
     found = {}
     for name in ("web", "code"):
-        lines = (f'{{"text": "{name[0]}{i:08}"}}\n' for i in range(800))  # ten tokens each, with their end
+        # ten tokens each, with their end
+        lines = (f'{{"text": "{name[0]}{i:08}"}}\n' for i in range(800))
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-        found[name] = prepare(TextSource((str(tmp_path / f"{name}.jsonl"),)), "byte", tmp_path / "cache")
-    manifest = MixedManifest.of({name: Manifest.load(directory) for name, directory in found.items()})
+        found[name] = prepare(
+            TextSource((str(tmp_path / f"{name}.jsonl"),)), "byte", tmp_path / "cache"
+        )
+    manifest = MixedManifest.of(
+        {name: Manifest.load(directory) for name, directory in found.items()}
+    )
     parts = loaders(found, "val")
 
     def letters(*weights):
-        mixed = Mixture(parts, manifest, "val", [MixtureStage(i, w) for i, w in enumerate(weights)], 1)
+        mixed = Mixture(
+            parts,
+            manifest,
+            "val",
+            [MixtureStage(i, w) for i, w in enumerate(weights)],
+            1,
+        )
         return "".join(chr(document[0]) for document in mixed.documents("val", 80))
 
     assert letters((0, 1)) == "c" * 8

@@ -1,4 +1,5 @@
-"""A user's own files: told by their names, of several formats at once, in directories, few of them."""
+"""A user's own files: told by their names, of several formats at once, in directories,
+few of them."""
 
 import json
 import shutil
@@ -25,7 +26,8 @@ def lines(texts, column="text"):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A directory in the home directory with the documents in three formats, below it and deeper, and a hidden file."""
+    """A directory in the home directory with the documents in three formats, below it
+    and deeper, and a hidden file."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -34,20 +36,28 @@ def folder(tmp_path, monkeypatch):
     for i, text in enumerate(TEXTS[:20]):
         (root / f"{i:02}.txt").write_text(text)
     (root / "05b.jsonl").write_text(lines(TEXTS[20:40]))
-    datasets.Dataset.from_dict({"n": [0] * 20, "text": TEXTS[40:]}).to_parquet(root / "deeper" / "rest.parquet")
+    datasets.Dataset.from_dict({"n": [0] * 20, "text": TEXTS[40:]}).to_parquet(
+        root / "deeper" / "rest.parquet"
+    )
     (root / ".DS_Store").write_bytes(b"\0\1")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return root
 
 
-def test_a_directory_of_mixed_files_is_read_whole_each_file_by_its_name(folder, tmp_path):
-    manifest = Manifest.load(prepare(TextSource(("~/own",)), "byte", tmp_path / "cache"))
+def test_a_directory_of_mixed_files_is_read_whole_each_file_by_its_name(
+    folder, tmp_path
+):
+    manifest = Manifest.load(
+        prepare(TextSource(("~/own",)), "byte", tmp_path / "cache")
+    )
     found = decoded(manifest, "train") + decoded(manifest, "val")
     assert sorted(found) == sorted(TEXTS)
     assert manifest.splits["val"].documents > 0
 
 
-def test_a_mixed_run_stops_at_max_documents_wherever_it_goes_on(folder, tmp_path, monkeypatch):
+def test_a_mixed_run_stops_at_max_documents_wherever_it_goes_on(
+    folder, tmp_path, monkeypatch
+):
     monkeypatch.setattr("trainer.data.corpus.ROWS", 7)
     monkeypatch.setattr("trainer.data.corpus.FILES", 6)
     source = TextSource((str(folder),), max_documents=47)
@@ -57,25 +67,58 @@ def test_a_mixed_run_stops_at_max_documents_wherever_it_goes_on(folder, tmp_path
     for i, rows in enumerate(whole):
         position = json.loads(json.dumps(rows.position))
         assert [r.texts for r in read(position)] == [r.texts for r in whole[i + 1 :]]
-    assert len(list(open_corpus(TextSource((str(folder),), max_documents=20), tmp_path).read(None))) == 4
+    assert (
+        len(
+            list(
+                open_corpus(
+                    TextSource((str(folder),), max_documents=20), tmp_path
+                ).read(None)
+            )
+        )
+        == 4
+    )
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.NDJSON", "a.json"])
 def test_json_lines_are_known_by_their_name(name, tmp_path):
     (tmp_path / name).write_text(lines(TEXTS))
-    manifest = Manifest.load(prepare(TextSource((str(tmp_path / name),)), "byte", tmp_path / "cache"))
-    assert sorted(decoded(manifest, "train") + decoded(manifest, "val")) == sorted(TEXTS)
+    manifest = Manifest.load(
+        prepare(TextSource((str(tmp_path / name),)), "byte", tmp_path / "cache")
+    )
+    assert sorted(decoded(manifest, "train") + decoded(manifest, "val")) == sorted(
+        TEXTS
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "format", "message"),
     [
-        ("a.jsonl", "text", r"data\.format=text, but .*a\.jsonl is jsonl by its name; leave data\.format out"),
-        ("a.parquet", "jsonl", r"data\.format=jsonl, but .*a\.parquet is parquet by its name"),
-        ("a.txt", None, r"a\.txt looks like JSON lines, but not by its name: set data\.format=jsonl"),
+        (
+            "a.jsonl",
+            "text",
+            (
+                r"data\.format=text, but .*a\.jsonl is jsonl by its name; leave"
+                r" data\.format out"
+            ),
+        ),
+        (
+            "a.parquet",
+            "jsonl",
+            r"data\.format=jsonl, but .*a\.parquet is parquet by its name",
+        ),
+        (
+            "a.txt",
+            None,
+            (
+                r"a\.txt looks like JSON lines, but not by its name: set"
+                r" data\.format=jsonl"
+            ),
+        ),
     ],
 )
-def test_what_a_name_and_a_format_contradict_in_is_refused(name, format, message, tmp_path):
+def test_what_a_name_and_a_format_contradict_in_is_refused(
+    name, format, message, tmp_path
+):
     (tmp_path / name).write_text(lines(TEXTS))
     with pytest.raises(UserError, match=message):
         prepare(TextSource((str(tmp_path / name),), format), "byte", tmp_path / "cache")
@@ -84,9 +127,15 @@ def test_what_a_name_and_a_format_contradict_in_is_refused(name, format, message
 def test_json_lines_with_another_name_are_read_as_what_is_said(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text(lines(TEXTS))
-    manifest = Manifest.load(prepare(TextSource((str(path),), "jsonl"), "byte", tmp_path / "cache"))
-    assert sorted(decoded(manifest, "train") + decoded(manifest, "val")) == sorted(TEXTS)
-    as_text = Manifest.load(prepare(TextSource((str(path),), "text"), "byte", tmp_path / "cache"))
+    manifest = Manifest.load(
+        prepare(TextSource((str(path),), "jsonl"), "byte", tmp_path / "cache")
+    )
+    assert sorted(decoded(manifest, "train") + decoded(manifest, "val")) == sorted(
+        TEXTS
+    )
+    as_text = Manifest.load(
+        prepare(TextSource((str(path),), "text"), "byte", tmp_path / "cache")
+    )
     assert as_text.tokens("train") + as_text.tokens("val") == path.stat().st_size
 
 
@@ -99,32 +148,48 @@ def test_a_text_that_only_begins_with_a_brace_is_a_text(line, tmp_path):
 def test_rows_need_not_have_the_same_keys(tmp_path):
     rows = [
         {"text": text} | extra
-        for text, extra in zip(TEXTS, [{}, {"id": 1}, {"id": "x"}, {"id": [1]}] * 15, strict=True)
+        for text, extra in zip(
+            TEXTS, [{}, {"id": 1}, {"id": "x"}, {"id": [1]}] * 15, strict=True
+        )
     ]
     for i, part in enumerate((rows[:20], rows[20:40], rows[40:])):
-        (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    manifest = Manifest.load(prepare(TextSource((str(tmp_path / "*.jsonl"),)), "byte", tmp_path / "cache"))
-    assert sorted(decoded(manifest, "train") + decoded(manifest, "val")) == sorted(TEXTS)
+        (tmp_path / f"{i}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in part)
+        )
+    manifest = Manifest.load(
+        prepare(TextSource((str(tmp_path / "*.jsonl"),)), "byte", tmp_path / "cache")
+    )
+    assert sorted(decoded(manifest, "train") + decoded(manifest, "val")) == sorted(
+        TEXTS
+    )
 
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_a_file_may_be_one_list_of_objects(indent, tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.data.corpus.ROWS", 7)
     rows = [{"text": text, "id": i} for i, text in enumerate(TEXTS)]
-    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(rows, indent=indent).encode())
+    (tmp_path / "a.json").write_bytes(
+        b"\xef\xbb\xbf" + json.dumps(rows, indent=indent).encode()
+    )
     read = open_corpus(TextSource((str(tmp_path / "a.json"),)), tmp_path).read
     whole = list(read(None))
     assert [text for found in whole for text in found.texts] == TEXTS
     for i, found in enumerate(whole):
-        assert [r.texts for r in read(json.loads(json.dumps(found.position)))] == [r.texts for r in whole[i + 1 :]]
+        assert [r.texts for r in read(json.loads(json.dumps(found.position)))] == [
+            r.texts for r in whole[i + 1 :]
+        ]
 
 
 def test_settings_that_a_text_cannot_use_are_refused(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("text " * 100)
-    with pytest.raises(UserError, match=r"data\.column=body, but text files have no columns"):
+    with pytest.raises(
+        UserError, match=r"data\.column=body, but text files have no columns"
+    ):
         prepare(TextSource((str(path),), column="body"), "byte", tmp_path / "cache")
-    with pytest.raises(UserError, match=r"data\.max_documents=3, but .*a\.txt is a single text"):
+    with pytest.raises(
+        UserError, match=r"data\.max_documents=3, but .*a\.txt is a single text"
+    ):
         prepare(TextSource((str(path),), max_documents=3), "byte", tmp_path / "cache")
 
 
@@ -136,14 +201,22 @@ def test_of_few_files_the_end_is_the_validation_part(count, tmp_path):
     for i, text in enumerate(texts):
         (folder / f"{i}.txt").write_text(text)
     (folder / "none.txt").write_text("")
-    manifest = Manifest.load(prepare(TextSource((str(folder),)), "byte", tmp_path / "cache"))
+    manifest = Manifest.load(
+        prepare(TextSource((str(folder),)), "byte", tmp_path / "cache")
+    )
     whole, cut = "".join(texts), int(300 * count * 0.9)
     assert "".join(decoded(manifest, "train")) == whole[:cut]
     assert "".join(decoded(manifest, "val")) == whole[cut:]
     shutil.rmtree(folder)
     folder.with_suffix(".jsonl").write_text(lines(texts))
-    rows = Manifest.load(prepare(TextSource((str(folder.with_suffix(".jsonl")),)), "byte", tmp_path / "cache"))
-    assert [rows.tokens(split) for split in ("train", "val")] == [manifest.tokens(split) for split in ("train", "val")]
+    rows = Manifest.load(
+        prepare(
+            TextSource((str(folder.with_suffix(".jsonl")),)), "byte", tmp_path / "cache"
+        )
+    )
+    assert [rows.tokens(split) for split in ("train", "val")] == [
+        manifest.tokens(split) for split in ("train", "val")
+    ]
 
 
 def test_prepared_data_are_called_by_the_directory_that_was_given(tmp_path):

@@ -19,7 +19,9 @@ def test_every_epoch_takes_each_window_exactly_once(n):
 
 
 @settings(max_examples=50, deadline=None)
-@given(n=st.integers(1, 5000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 2**40))
+@given(
+    n=st.integers(1, 5000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 2**40)
+)
 def test_it_is_a_bijection_for_any_seed_and_epoch(n, seed, epoch):
     assert np.array_equal(np.sort(epoch_of(seed, epoch, n)), np.arange(n))
 
@@ -27,14 +29,18 @@ def test_it_is_a_bijection_for_any_seed_and_epoch(n, seed, epoch):
 @settings(max_examples=50, deadline=None)
 @given(n=st.integers(1, 2**48), data=st.data())
 def test_huge_domains_stay_inside_and_do_not_collide(n, data):
-    positions = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1), max_size=50))), np.int64)
+    positions = np.array(
+        sorted(data.draw(st.sets(st.integers(0, n - 1), max_size=50))), np.int64
+    )
     found = permute(1, np.zeros(len(positions)), positions, n)
     assert len(set(found.tolist())) == len(positions)
     assert np.all((found >= 0) & (found < n))
 
 
 def test_epochs_and_seeds_differ():
-    shuffles = [tuple(epoch_of(seed, epoch, 64)) for seed in range(8) for epoch in range(8)]
+    shuffles = [
+        tuple(epoch_of(seed, epoch, 64)) for seed in range(8) for epoch in range(8)
+    ]
     assert len(set(shuffles)) == 64
 
 
@@ -47,7 +53,8 @@ def test_one_call_may_hold_several_epochs():
 
 @pytest.mark.parametrize("n", [5, 16, 37])
 def test_a_window_may_come_at_any_place_of_the_epoch(n):
-    # Counts of (place, window) over E epochs are near E/n: chi square of n(n-1) cells within 5 standard deviations.
+    # Counts of (place, window) over E epochs are near E/n: chi square of n(n-1) cells
+    # within 5 standard deviations.
     epochs = 4000
     epoch, position = np.divmod(np.arange(epochs * n), n)
     counts = np.zeros((n, n))
@@ -61,5 +68,6 @@ def test_a_window_may_come_at_any_place_of_the_epoch(n):
 def test_neighbours_do_not_stay_neighbours():
     n = 10_000
     order = epoch_of(0, 0, n)
-    # A random permutation has about 2 pairs of neighbours in order, either way; Poisson.
+    # A random permutation has about 2 pairs of neighbours in order, either way;
+    # Poisson.
     assert (np.abs(np.diff(order)) == 1).sum() < 2 + 6 * math.sqrt(2)

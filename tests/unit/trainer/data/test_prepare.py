@@ -1,4 +1,5 @@
-"""Sources of every kind to shards: what is in them, that interruptions change nothing, that errors name the cause."""
+"""Sources of every kind to shards: what is in them, that interruptions change nothing,
+that errors name the cause."""
 
 import errno
 import json
@@ -47,13 +48,23 @@ def expected(documents, tokenizer, val_fraction):
 
 def content(directory):
     """Every file that training reads, by name."""
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != ".lock"}
+    return {
+        path.name: path.read_bytes()
+        for path in directory.iterdir()
+        if path.name != ".lock"
+    }
 
 
 def test_the_embedded_corpus_is_one_text_whose_last_tenth_is_for_validation(tmp_path):
     manifest = Manifest.load(prepare(EmbeddedSource(), "byte", tmp_path))
-    train, val = (bytes(tokens(manifest, split).astype(np.uint8)).decode() for split in ("train", "val"))
-    assert train.startswith("In the beginning God created the heaven and the earth.\nAnd the earth was without form")
+    train, val = (
+        bytes(tokens(manifest, split).astype(np.uint8)).decode()
+        for split in ("train", "val")
+    )
+    assert train.startswith(
+        "In the beginning God created the heaven and the earth.\nAnd the earth was"
+        " without form"
+    )
     assert val.endswith("The grace of our Lord Jesus Christ be with you all. Amen.")
     assert len(train) == int(0.9 * len(train + val))
     assert len(train + val) == 4_137_451
@@ -68,15 +79,25 @@ def test_preparing_the_embedded_corpus_neither_imports_it_nor_datasets(tmp_path)
         f"prepare(EmbeddedSource(), 'byte', {str(tmp_path)!r}); "
         "print({'bible', 'datasets', 'jax'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2_dir"])
-def test_documents_are_joined_by_end_of_text_and_split_by_their_hash(tokenizer, request, jsonl, documents, tmp_path):
+def test_documents_are_joined_by_end_of_text_and_split_by_their_hash(
+    tokenizer, request, jsonl, documents, tmp_path
+):
     name = tokenizer if tokenizer == "byte" else str(request.getfixturevalue(tokenizer))
     source = TextSource((str(jsonl),), "jsonl")
-    manifest = Manifest.load(prepare(source, name, tmp_path, val_fraction=0.2, shard_bytes=40_000))
+    manifest = Manifest.load(
+        prepare(source, name, tmp_path, val_fraction=0.2, shard_bytes=40_000)
+    )
     assert len(manifest.splits["train"].shards) > 3
     wanted = expected(documents, get_tokenizer(name), 0.2)
     for split in ("train", "val"):
@@ -84,8 +105,13 @@ def test_documents_are_joined_by_end_of_text_and_split_by_their_hash(tokenizer, 
     kept = [text for text in documents if text]
     assert manifest.skipped == len(documents) - len(kept) > 0
     assert sum(part.documents for part in manifest.splits.values()) == len(kept)
-    assert manifest.bytes("train") + manifest.bytes("val") == sum(len(text.encode()) for text in kept)
-    assert abs(manifest.splits["val"].documents / len(kept) - 0.2) < 5 * (0.2 * 0.8 / len(kept)) ** 0.5
+    assert manifest.bytes("train") + manifest.bytes("val") == sum(
+        len(text.encode()) for text in kept
+    )
+    assert (
+        abs(manifest.splits["val"].documents / len(kept) - 0.2)
+        < 5 * (0.2 * 0.8 / len(kept)) ** 0.5
+    )
 
 
 def test_every_format_gives_the_same_tokens(jsonl, documents, tmp_path):
@@ -93,8 +119,12 @@ def test_every_format_gives_the_same_tokens(jsonl, documents, tmp_path):
 
     datasets.disable_progress_bars()
     texts = [text for text in documents if text][:200]
-    datasets.Dataset.from_dict({"n": [1] * 200, "body": texts}).to_parquet(tmp_path / "a.parquet")
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    datasets.Dataset.from_dict({"n": [1] * 200, "body": texts}).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps({"body": text}) + "\n" for text in texts)
+    )
     (tmp_path / "txt").mkdir()
     for i, text in enumerate(texts):
         (tmp_path / "txt" / f"{i:03}.txt").write_text(text)
@@ -110,7 +140,9 @@ def test_every_format_gives_the_same_tokens(jsonl, documents, tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_hub_layout_is_read_streaming_or_not_up_to_max_documents(streaming, documents, tmp_path, monkeypatch):
+def test_a_hub_layout_is_read_streaming_or_not_up_to_max_documents(
+    streaming, documents, tmp_path, monkeypatch
+):
     import datasets
 
     datasets.disable_progress_bars()
@@ -118,7 +150,9 @@ def test_a_hub_layout_is_read_streaming_or_not_up_to_max_documents(streaming, do
     (tmp_path / "set").mkdir()
     for i in range(3):
         rows = [{"id": 0, "text": text} for text in documents[i * 500 : i * 500 + 500]]
-        (tmp_path / "set" / f"train-{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "set" / f"train-{i}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     source = HubSource(str(tmp_path / "set"), streaming=streaming, max_documents=1200)
     manifest = Manifest.load(prepare(source, "byte", tmp_path / "cache"))
     wanted = expected(documents[:1200], get_tokenizer("byte"), 0.1)
@@ -126,29 +160,51 @@ def test_a_hub_layout_is_read_streaming_or_not_up_to_max_documents(streaming, do
 
 
 @pytest.mark.parametrize("limit", [1, 5_000, 30_000])
-def test_max_tokens_stops_after_the_document_that_reaches_it(limit, documents, tmp_path):
+def test_max_tokens_stops_after_the_document_that_reaches_it(
+    limit, documents, tmp_path
+):
     (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    (tmp_path / "set" / "train.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    )
     source = HubSource(str(tmp_path / "set"), streaming=True, max_tokens=limit)
     sizes = np.cumsum([len(text.encode()) + 1 if text else 0 for text in documents])
     wanted = documents[: int(np.argmax(sizes >= limit)) + 1]
     if limit == 1:
-        with pytest.raises(UserError, match=r"val part of .* is empty, with 1 documents"):
+        with pytest.raises(
+            UserError, match=r"val part of .* is empty, with 1 documents"
+        ):
             prepare(source, "byte", tmp_path / "cache", val_fraction=0.001)
         return
-    manifest = Manifest.load(prepare(source, "byte", tmp_path / "cache", shard_bytes=9_000))
-    assert sum(part.tokens for part in manifest.splits.values()) == sizes[len(wanted) - 1]
+    manifest = Manifest.load(
+        prepare(source, "byte", tmp_path / "cache", shard_bytes=9_000)
+    )
+    assert (
+        sum(part.tokens for part in manifest.splits.values()) == sizes[len(wanted) - 1]
+    )
 
 
 def test_a_single_text_keeps_its_lines_over_all_chunks(gpt2_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.data.corpus.PIECE", 200)
     monkeypatch.setattr("trainer.data.encode.UNIT_CHARS", 100)
     rng = random.Random(1)
-    lines = ["", "", "  ", "A line.", "  indented", "Ümlaut", "x = 1", "Some words, and more words", "日本語"]
+    lines = [
+        "",
+        "",
+        "  ",
+        "A line.",
+        "  indented",
+        "Ümlaut",
+        "x = 1",
+        "Some words, and more words",
+        "日本語",
+    ]
     text = "\n".join(rng.choices(lines, k=5_000))
     path = tmp_path / "a book [1].txt"
     path.write_bytes(text.replace("\n", "\r\n").encode())  # line ends become \n
-    directory = prepare(TextSource((str(path),)), str(gpt2_dir), tmp_path / "cache", shard_bytes=5_000)
+    directory = prepare(
+        TextSource((str(path),)), str(gpt2_dir), tmp_path / "cache", shard_bytes=5_000
+    )
     manifest = Manifest.load(directory)
     assert len(manifest.splits["train"].shards) > 2
     cut = int(len(text) * 0.9)
@@ -161,10 +217,18 @@ def test_a_single_text_keeps_its_lines_over_all_chunks(gpt2_dir, tmp_path, monke
 def test_a_large_vocabulary_takes_32_bits(gpt2_dir, jsonl, tmp_path):
     for name in ("vocab.bpe", "encoder.json"):
         (tmp_path / name).write_bytes((gpt2_dir / name).read_bytes())
-    ids = json.loads((tmp_path / "encoder.json").read_text()) | {"<|endoftext|>": 70_000}
+    ids = json.loads((tmp_path / "encoder.json").read_text()) | {
+        "<|endoftext|>": 70_000
+    }
     (tmp_path / "encoder.json").write_text(json.dumps(ids))
-    manifest = Manifest.load(prepare(TextSource((str(jsonl),), "jsonl"), str(tmp_path), tmp_path / "cache"))
-    assert (manifest.dtype, manifest.vocab_size, manifest.eot) == ("uint32", 70_001, 70_000)
+    manifest = Manifest.load(
+        prepare(TextSource((str(jsonl),), "jsonl"), str(tmp_path), tmp_path / "cache")
+    )
+    assert (manifest.dtype, manifest.vocab_size, manifest.eot) == (
+        "uint32",
+        70_001,
+        70_000,
+    )
     assert tokens(manifest, "val").max() == 70_000
 
 
@@ -179,17 +243,31 @@ def test_prepared_data_is_found_again_by_content_and_settings(jsonl, tmp_path):
     assert (again, content(again), seen) == (first, before, [])
     others = [
         prepare(source, "byte", tmp_path / "cache", val_fraction=0.2),
-        prepare(TextSource((str(jsonl),), "jsonl", max_documents=1000), "byte", tmp_path / "cache"),
+        prepare(
+            TextSource((str(jsonl),), "jsonl", max_documents=1000),
+            "byte",
+            tmp_path / "cache",
+        ),
     ]
     with copy.open("a") as file:
         file.write(json.dumps({"text": "one more", "id": 0}) + "\n")
-    others.append(prepare(TextSource((str(copy),), "jsonl"), "byte", tmp_path / "cache"))
+    others.append(
+        prepare(TextSource((str(copy),), "jsonl"), "byte", tmp_path / "cache")
+    )
     assert len({first, *others}) == 4
 
 
 def test_the_number_of_threads_changes_nothing(jsonl, tmp_path):
     made = [
-        content(prepare(TextSource((str(jsonl),), "jsonl"), "byte", tmp_path / str(n), workers=n, shard_bytes=50_000))
+        content(
+            prepare(
+                TextSource((str(jsonl),), "jsonl"),
+                "byte",
+                tmp_path / str(n),
+                workers=n,
+                shard_bytes=50_000,
+            )
+        )
         for n in (1, 3)
     ]
     assert made[0] == made[1]
@@ -197,9 +275,15 @@ def test_the_number_of_threads_changes_nothing(jsonl, tmp_path):
 
 def test_progress_counts_what_is_done(jsonl, documents, tmp_path):
     seen = []
-    manifest = Manifest.load(prepare(TextSource((str(jsonl),), "jsonl"), "byte", tmp_path, progress=seen.append))
+    manifest = Manifest.load(
+        prepare(
+            TextSource((str(jsonl),), "jsonl"), "byte", tmp_path, progress=seen.append
+        )
+    )
     assert [p.documents for p in seen] == sorted(p.documents for p in seen)
-    assert seen[-1].documents == sum(split.documents for split in manifest.splits.values())
+    assert seen[-1].documents == sum(
+        split.documents for split in manifest.splits.values()
+    )
     assert seen[-1].tokens == sum(split.tokens for split in manifest.splits.values())
     seen.clear()
     prepare(EmbeddedSource(), "byte", tmp_path, progress=seen.append)
@@ -234,31 +318,50 @@ def corpora(jsonl, documents, tmp_path_factory):
     (root / "files").mkdir()
     for i in range(5):
         part = documents[i * 600 : (i + 1) * 600]
-        (root / "hub" / f"train-{i}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+        (root / "hub" / f"train-{i}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in part)
+        )
     for i in range(150):
-        (root / "files" / f"{i:03}.txt").write_text("\n".join(documents[i * 20 : i * 20 + 20]))
+        (root / "files" / f"{i:03}.txt").write_text(
+            "\n".join(documents[i * 20 : i * 20 + 20])
+        )
     (root / "text").write_text("\n".join(documents))
-    datasets.Dataset.from_dict({"text": documents}).to_parquet(root / "parquet", batch_size=700)
-    return {kind: str(root / kind) for kind in ("hub", "files", "text", "parquet")} | {"jsonl": str(jsonl)}
+    datasets.Dataset.from_dict({"text": documents}).to_parquet(
+        root / "parquet", batch_size=700
+    )
+    return {kind: str(root / kind) for kind in ("hub", "files", "text", "parquet")} | {
+        "jsonl": str(jsonl)
+    }
 
 
 def source_of(kind, path):
     if kind == "hub":
         return HubSource(path, streaming=True, max_documents=2900, max_tokens=80_000)
-    return TextSource((path + "/*.txt",)) if kind == "files" else TextSource((path,), kind)
+    return (
+        TextSource((path + "/*.txt",)) if kind == "files" else TextSource((path,), kind)
+    )
 
 
 @pytest.mark.parametrize("kind", ["text", whole("hub")])
-def test_killed_at_any_moment_and_continued_it_is_the_same_to_the_byte(kind, corpora, gpt2_dir, tmp_path, monkeypatch):
+def test_killed_at_any_moment_and_continued_it_is_the_same_to_the_byte(
+    kind, corpora, gpt2_dir, tmp_path, monkeypatch
+):
     monkeypatch.setattr("trainer.data.corpus.ROWS", 32)
     monkeypatch.setattr("trainer.data.corpus.PIECE", 2_000)
-    source, tokenizer, cache = source_of(kind, corpora[kind]), str(gpt2_dir), tmp_path / "killed"
+    source, tokenizer, cache = (
+        source_of(kind, corpora[kind]),
+        str(gpt2_dir),
+        tmp_path / "killed",
+    )
     whole = prepare(source, tokenizer, tmp_path / "whole", shard_bytes=12_000)
     journal = cache / whole.name / "journal.jsonl"
     rng = random.Random(kind)
     lengths = [0]
     for _ in range(2):
-        process = subprocess.Popen([sys.executable, "-c", PREPARE, repr(source), tokenizer, str(cache)], cwd=ROOT)
+        process = subprocess.Popen(
+            [sys.executable, "-c", PREPARE, repr(source), tokenizer, str(cache)],
+            cwd=ROOT,
+        )
         # Kill inside one of the next chunks, anywhere in it.
         goal = lengths[-1] + rng.randint(1, 3)
         while not (journal.exists() and journal.read_bytes().count(b"\n") >= goal):
@@ -270,22 +373,34 @@ def test_killed_at_any_moment_and_continued_it_is_the_same_to_the_byte(kind, cor
         lengths.append(journal.read_bytes().count(b"\n"))
     assert 0 < lengths[1] < lengths[2] < len(list(whole.glob("train-*.bin")))
     # If the first process had been ignored, these shards would be written again.
-    kept = {path: path.stat().st_mtime_ns for path in journal.parent.glob(f"train-0000[0-{lengths[1] - 1}].bin")}
-    assert content(prepare(source, tokenizer, cache, shard_bytes=12_000)) == content(whole)
+    kept = {
+        path: path.stat().st_mtime_ns
+        for path in journal.parent.glob(f"train-0000[0-{lengths[1] - 1}].bin")
+    }
+    assert content(prepare(source, tokenizer, cache, shard_bytes=12_000)) == content(
+        whole
+    )
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "text", "files", "hub"])
-def test_every_position_continues_with_the_rows_that_follow_it(kind, corpora, tmp_path, monkeypatch):
+def test_every_position_continues_with_the_rows_that_follow_it(
+    kind, corpora, tmp_path, monkeypatch
+):
     from trainer.data import corpus
 
     monkeypatch.setattr(corpus, "ROWS", 97)
     monkeypatch.setattr(corpus, "PIECE", 3_000)
     read = corpus.open_corpus(source_of(kind, corpora[kind]), tmp_path).read
-    whole = [corpus.Rows(rows.texts, json.loads(json.dumps(rows.position))) for rows in read(None)]
+    whole = [
+        corpus.Rows(rows.texts, json.loads(json.dumps(rows.position)))
+        for rows in read(None)
+    ]
     assert len(whole) > 5
     for i, rows in enumerate(whole):
-        assert [r.texts for r in read(rows.position)] == [r.texts for r in whole[i + 1 :]]
+        assert [r.texts for r in read(rows.position)] == [
+            r.texts for r in whole[i + 1 :]
+        ]
 
 
 def test_a_torn_journal_line_and_partial_files_are_dropped(jsonl, tmp_path):
@@ -303,7 +418,9 @@ def test_a_torn_journal_line_and_partial_files_are_dropped(jsonl, tmp_path):
     with (directory / "journal.jsonl").open("a") as file:
         file.write('{"position": nothing')
     (directory / "train-00099.bin.1.partial").write_bytes(b"half")
-    with pytest.raises(UserError, match="preparation is unfinished: run it again to continue"):
+    with pytest.raises(
+        UserError, match="preparation is unfinished: run it again to continue"
+    ):
         Manifest.load(directory)
     assert content(prepare(source, "byte", cache, shard_bytes=40_000)) == content(whole)
 
@@ -312,7 +429,14 @@ def test_several_processes_prepare_once(jsonl, tmp_path):
     calls = []
 
     def one():
-        calls.append(prepare(TextSource((str(jsonl),), "jsonl"), "byte", tmp_path, progress=lambda p: seen.append(p)))
+        calls.append(
+            prepare(
+                TextSource((str(jsonl),), "jsonl"),
+                "byte",
+                tmp_path,
+                progress=lambda p: seen.append(p),
+            )
+        )
 
     seen = []
     threads = [threading.Thread(target=one) for _ in range(3)]
@@ -337,10 +461,14 @@ def test_a_full_disk_is_one_message_and_loses_nothing(jsonl, tmp_path, monkeypat
         write(path, data)
 
     monkeypatch.setattr(preparation, "write_atomically", full)
-    with pytest.raises(UserError, match=r"No space left on device; make room .* run again to continue"):
+    with pytest.raises(
+        UserError, match=r"No space left on device; make room .* run again to continue"
+    ):
         prepare(source, "byte", tmp_path / "full", shard_bytes=40_000)
     monkeypatch.setattr(preparation, "write_atomically", write)
-    assert content(prepare(source, "byte", tmp_path / "full", shard_bytes=40_000)) == content(whole)
+    assert content(
+        prepare(source, "byte", tmp_path / "full", shard_bytes=40_000)
+    ) == content(whole)
 
 
 def test_a_journal_that_is_a_link_is_not_shortened(jsonl, tmp_path):
@@ -361,18 +489,28 @@ def test_a_cache_directory_that_cannot_be_made_is_one_message(jsonl, tmp_path):
         prepare(EmbeddedSource(), "byte", tmp_path / "file" / "cache")
 
 
-def test_a_prepared_directory_is_a_source_and_keeps_its_tokenizer(jsonl, gpt2_dir, tmp_path):
+def test_a_prepared_directory_is_a_source_and_keeps_its_tokenizer(
+    jsonl, gpt2_dir, tmp_path
+):
     directory = prepare(TextSource((str(jsonl),), "jsonl"), str(gpt2_dir), tmp_path)
     moved = directory.rename(tmp_path / "moved")
     assert prepare(PreparedSource(moved), None, tmp_path) == moved
     assert prepare(PreparedSource(moved), str(gpt2_dir), tmp_path) == moved
     assert Manifest.load(moved).get_tokenizer().encode("Hello world") == [15496, 995]
-    with pytest.raises(UserError, match=r"of 50257 ids, not with 'byte' of 256; set data.tokenizer=null"):
+    with pytest.raises(
+        UserError,
+        match=r"of 50257 ids, not with 'byte' of 256; set data.tokenizer=null",
+    ):
         prepare(PreparedSource(moved), "byte", tmp_path)
     with pytest.raises(UserError, match="holds no prepared data"):
         prepare(PreparedSource(tmp_path / "nowhere"), None, tmp_path)
 
 
 def test_the_split_hash_is_stable():
-    # Another hash would move documents between the parts of every corpus that was prepared before.
-    assert [round(uniform(text), 6) for text in ("", "a", "日本")] == [0.705848, 0.184607, 0.228933]
+    # Another hash would move documents between the parts of every corpus that was
+    # prepared before.
+    assert [round(uniform(text), 6) for text in ("", "a", "日本")] == [
+        0.705848,
+        0.184607,
+        0.228933,
+    ]

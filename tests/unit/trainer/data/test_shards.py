@@ -1,4 +1,5 @@
-"""Damage to prepared data is found when it is opened, named, and answered with what to do."""
+"""Damage to prepared data is found when it is opened, named, and answered with what to
+do."""
 
 import json
 import os
@@ -13,7 +14,9 @@ from trainer.files import write_atomically
 
 @pytest.fixture
 def directory(jsonl, gpt2_dir, tmp_path):
-    return prepare(TextSource((str(jsonl),), "jsonl"), str(gpt2_dir), tmp_path, shard_bytes=60_000)
+    return prepare(
+        TextSource((str(jsonl),), "jsonl"), str(gpt2_dir), tmp_path, shard_bytes=60_000
+    )
 
 
 def flip(path, offset=-1):
@@ -26,18 +29,25 @@ def flip(path, offset=-1):
 REPAIR = r"remove it \(rm -r .*\) and prepare the data again"
 
 
-@pytest.mark.parametrize("name", ["train-00000.bin", "train-00002.bin", "val-00001.bin"])
+@pytest.mark.parametrize(
+    "name", ["train-00000.bin", "train-00002.bin", "val-00001.bin"]
+)
 def test_a_truncated_shard_is_named(directory, name):
     path = directory / name
     os.truncate(path, path.stat().st_size - 2)
-    with pytest.raises(UserError, match=rf"shard .*{name} has \d+ bytes, its manifest says \d+: .*; {REPAIR}"):
+    with pytest.raises(
+        UserError,
+        match=rf"shard .*{name} has \d+ bytes, its manifest says \d+: .*; {REPAIR}",
+    ):
         Loader(directory, "train", context=8, batch_size=1)
 
 
 @pytest.mark.parametrize("offset", [0, 1001, -1])
 def test_one_altered_bit_is_found(directory, offset):
     flip(directory / "train-00001.bin", offset)
-    with pytest.raises(UserError, match=rf"train-00001\.bin has checksum .*: altered; {REPAIR}"):
+    with pytest.raises(
+        UserError, match=rf"train-00001\.bin has checksum .*: altered; {REPAIR}"
+    ):
         Loader(directory, "train", context=8, batch_size=1)
 
 
@@ -51,7 +61,9 @@ def test_large_data_is_read_through_once_and_again_when_touched(directory, monke
     monkeypatch.setattr(shards, "ALWAYS_VERIFY", 0)
     read = []
     crc32 = shards.crc32
-    monkeypatch.setattr(shards, "crc32", lambda path: read.append(path.name) or crc32(path))
+    monkeypatch.setattr(
+        shards, "crc32", lambda path: read.append(path.name) or crc32(path)
+    )
     total = len(Manifest.load(directory).shards)
     assert len(read) == total
     Manifest.load(directory)
@@ -127,7 +139,9 @@ def test_a_file_appears_under_its_name_only_when_complete(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("change", ["truncated", "overwritten", "removed"])
-def test_a_shard_that_changes_under_a_loader_is_an_error_and_no_signal(directory, change):
+def test_a_shard_that_changes_under_a_loader_is_an_error_and_no_signal(
+    directory, change
+):
     loader = Loader(directory, "train", context=8, batch_size=2)
     loader.batch(0)
     path = directory / loader.manifest.splits["train"].shards[0].name
@@ -141,5 +155,6 @@ def test_a_shard_that_changes_under_a_loader_is_an_error_and_no_signal(directory
     everything = np.arange(loader.windows)
     with pytest.raises(UserError, match=r"truncated or altered|: altered|is missing"):
         loader.samples(everything)
-    path.write_bytes(data)  # the same content is what the manifest says, whatever its times
+    # the same content is what the manifest says, whatever its times
+    path.write_bytes(data)
     loader.samples(everything)

@@ -1,4 +1,5 @@
-"""`data=python`: the installed library as documents, the same every time, and told by the manifest."""
+"""`data=python`: the installed library as documents, the same every time, and told by
+the manifest."""
 
 import platform
 import sys
@@ -45,7 +46,9 @@ def test_its_files_come_by_path_without_packages_and_what_the_build_decides(libr
         "zlib.py",
     ]
     assert (found.left_out, found.bytes) == (2, len("x = 1\n# json\nimport a\n"))
-    read = [text for rows in corpus.open_python(found).read(None) for text in rows.texts]
+    read = [
+        text for rows in corpus.open_python(found).read(None) for text in rows.texts
+    ]
     assert read == ["", "x = 1\n", "# json\n", "import a\n"]
 
 
@@ -66,26 +69,57 @@ def test_reading_goes_on_from_every_position(monkeypatch, library):
 
 
 def test_without_source_it_says_so_in_a_line(tmp_path):
-    with pytest.raises(UserError, match="has no source of its standard library") as error:
+    with pytest.raises(
+        UserError, match="has no source of its standard library"
+    ) as error:
         find_library(tmp_path)
     assert "\n" not in str(error.value)
 
 
-def test_the_installed_library_is_prepared_and_told_by_manifest_and_dry_run(monkeypatch, tmp_path, capsys):
+def test_the_installed_library_is_prepared_and_told_by_manifest_and_dry_run(
+    monkeypatch, tmp_path, capsys
+):
     folder = Path(sysconfig.get_path("stdlib"))
     few = [folder / name for name in ("abc.py", "argparse.py", "ast.py")]
-    monkeypatch.setattr("trainer.data.standard_library.files_below", lambda _: iter(few))
+    monkeypatch.setattr(
+        "trainer.data.standard_library.files_below", lambda _: iter(few)
+    )
     manifest = Manifest.load(prepare(PythonSource(), "byte", tmp_path / "data"))
     source = manifest.source
-    assert (source["kind"], source["version"], source["files"]) == ("python", platform.python_version(), 3)
+    assert (source["kind"], source["version"], source["files"]) == (
+        "python",
+        platform.python_version(),
+        3,
+    )
     assert len(source["digest"]) == 32
     assert not any(str(value).startswith(sys.base_prefix) for value in source.values())
-    tokens = np.concatenate([np.concatenate(manifest.open(split)) for split in ("train", "val")])
+    tokens = np.concatenate(
+        [np.concatenate(manifest.open(split)) for split in ("train", "val")]
+    )
     ends = 4  # one of three documents is cut, for the validation
-    assert sum(len(path.read_bytes()) for path in few) == source["bytes"] == len(tokens) - ends
-    sizes = ["model.n_layer=1", "model.d_model=32", "model.n_head=2", "model.context=32", "train.batch_tokens=256"]
     assert (
-        main(["data=python", f"data.cache_dir={tmp_path / 'data'}", "dry_run=true", "compile_cache=null", *sizes]) == 0
+        sum(len(path.read_bytes()) for path in few)
+        == source["bytes"]
+        == len(tokens) - ends
+    )
+    sizes = [
+        "model.n_layer=1",
+        "model.d_model=32",
+        "model.n_head=2",
+        "model.context=32",
+        "train.batch_tokens=256",
+    ]
+    assert (
+        main(
+            [
+                "data=python",
+                f"data.cache_dir={tmp_path / 'data'}",
+                "dry_run=true",
+                "compile_cache=null",
+                *sizes,
+            ]
+        )
+        == 0
     )
     out = capsys.readouterr().out
     assert text_of(source) in out

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.bpe_files import known_settings
-from trainer.data.tokenizer import cut_at_lines, get_tokenizer, load_saved, tiktoken_file
+from trainer.data.tokenizer import (
+    cut_at_lines,
+    get_tokenizer,
+    load_saved,
+    tiktoken_file,
+)
 from trainer.errors import UserError
 
 # From GPT-2's published tokenizer.
@@ -46,7 +51,9 @@ def test_local_files_give_gpt2_s_ids(gpt2, text):
     assert (gpt2.vocab_size, gpt2.eot) == (50257, 50256)
 
 
-def test_tiktoken_s_own_gpt2_from_its_cache_is_the_same_tokenizer(gpt2, gpt2_dir, tmp_path, monkeypatch):
+def test_tiktoken_s_own_gpt2_from_its_cache_is_the_same_tokenizer(
+    gpt2, gpt2_dir, tmp_path, monkeypatch
+):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     cached = {"vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"}
@@ -58,8 +65,13 @@ def test_tiktoken_s_own_gpt2_from_its_cache_is_the_same_tokenizer(gpt2, gpt2_dir
     assert own.encode("Hello world") == [15496, 995]
 
 
-@pytest.mark.parametrize("names", [("vocab.bpe",), ("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json")])
-def test_merges_alone_or_with_ids_in_either_naming_are_the_same_tokenizer(gpt2, gpt2_dir, tmp_path, names):
+@pytest.mark.parametrize(
+    "names",
+    [("vocab.bpe",), ("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json")],
+)
+def test_merges_alone_or_with_ids_in_either_naming_are_the_same_tokenizer(
+    gpt2, gpt2_dir, tmp_path, names
+):
     for source, name in zip(("vocab.bpe", "encoder.json"), names, strict=False):
         (tmp_path / name).write_bytes((gpt2_dir / source).read_bytes())
     assert get_tokenizer(str(tmp_path)).fingerprint == gpt2.fingerprint
@@ -72,20 +84,29 @@ def test_a_tiktoken_file_of_gpt2_s_ranks_is_gpt2(gpt2, tmp_path):
     assert get_tokenizer(str(path)).fingerprint == gpt2.fingerprint
 
 
-def test_a_tiktoken_file_named_after_an_encoding_has_its_pattern_and_special_tokens(gpt2, tmp_path):
+def test_a_tiktoken_file_named_after_an_encoding_has_its_pattern_and_special_tokens(
+    gpt2, tmp_path
+):
     path = tmp_path / "cl100k_base.tiktoken"
-    path.write_bytes(tiktoken_file(gpt2._ranks))  # not cl100k's ranks, which are not on this machine
+    # not cl100k's ranks, which are not on this machine
+    path.write_bytes(tiktoken_file(gpt2._ranks))
     found = get_tokenizer(str(path))
     assert found.eot == 100257
     assert found.vocab_size == 100277
     # cl100k splits digits into threes
-    assert len(found.encode("123456")) == len(found.encode("123")) + len(found.encode("456"))
+    assert len(found.encode("123456")) == len(found.encode("123")) + len(
+        found.encode("456")
+    )
 
 
-def test_a_json_file_beside_a_tiktoken_file_gives_pattern_and_special_tokens(gpt2, tmp_path):
+def test_a_json_file_beside_a_tiktoken_file_gives_pattern_and_special_tokens(
+    gpt2, tmp_path
+):
     path = tmp_path / "mine.tiktoken"
     path.write_bytes(tiktoken_file(gpt2._ranks))
-    path.with_suffix(".json").write_text(json.dumps({"pat_str": r"\S|\s", "special_tokens": {"<|endoftext|>": 60000}}))
+    path.with_suffix(".json").write_text(
+        json.dumps({"pat_str": r"\S|\s", "special_tokens": {"<|endoftext|>": 60000}})
+    )
     found = get_tokenizer(str(path))
     assert found.eot == 60000
     assert len(found.encode("Hello")) == 5
@@ -95,8 +116,12 @@ def test_ids_trained_with_tokenizers_are_kept(tmp_path):
     from tokenizers import ByteLevelBPETokenizer
 
     trained = ByteLevelBPETokenizer()
-    text = "the cat sat on the mat and the cat ran to the other cat, it's 12 o'clock " * 5
-    trained.train_from_iterator([text], vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    text = (
+        "the cat sat on the mat and the cat ran to the other cat, it's 12 o'clock " * 5
+    )
+    trained.train_from_iterator(
+        [text], vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False
+    )
     trained.save_model(str(tmp_path))
     ours = get_tokenizer(str(tmp_path))
     assert ours.eot == trained.token_to_id("<|endoftext|>") == 0
@@ -114,7 +139,9 @@ def test_text_that_looks_like_a_special_token_is_ordinary_text(gpt2):
 
 @pytest.mark.parametrize("name", ["byte", "gpt2_dir"])
 def test_the_ways_to_encode_agree(name, request, documents):
-    tokenizer = get_tokenizer(name if name == "byte" else str(request.getfixturevalue(name)))
+    tokenizer = get_tokenizer(
+        name if name == "byte" else str(request.getfixturevalue(name))
+    )
     texts = documents[:100]
     wanted = [tokenizer.encode(text) for text in texts]
     assert tokenizer.encode_batch(texts) == wanted
@@ -135,19 +162,27 @@ def test_a_saved_tokenizer_comes_back_the_same(gpt2, tmp_path):
 
 @pytest.mark.parametrize("pattern", ["r50k_base", "cl100k_base", "o200k_base"])
 @settings(max_examples=300, deadline=None)
-@given(text=st.text(alphabet="aB é1.,'/s\n\r\t <|日\x85\x1c\u2028", max_size=60), size=st.integers(1, 10))
+@given(
+    text=st.text(alphabet="aB é1.,'/s\n\r\t <|日\x85\x1c\u2028", max_size=60),
+    size=st.integers(1, 10),
+)
 def test_cutting_at_lines_changes_no_id(gpt2_dir, pattern, text, size):
     encoding = cutting_encoding(pattern, gpt2_dir)
     pieces = cut_at_lines(text, size)
     assert "".join(pieces) == text
-    assert [i for piece in pieces for i in encoding.encode_ordinary(piece)] == encoding.encode_ordinary(text)
+    assert [
+        i for piece in pieces for i in encoding.encode_ordinary(piece)
+    ] == encoding.encode_ordinary(text)
 
 
 def cutting_encoding(pattern, gpt2_dir, made={}):  # noqa: B006 (one encoding per pattern)
     if pattern not in made:
         ranks = get_tokenizer(str(gpt2_dir))._ranks
         made[pattern] = tiktoken.Encoding(
-            pattern, pat_str=known_settings(pattern, {})["pat_str"], mergeable_ranks=ranks, special_tokens={}
+            pattern,
+            pat_str=known_settings(pattern, {})["pat_str"],
+            mergeable_ranks=ranks,
+            special_tokens={},
         )
     return made[pattern]
 
@@ -156,18 +191,32 @@ def test_long_texts_are_cut_and_unknown_patterns_are_not(gpt2, gpt2_dir):
     text = "A line.\n" * 100
     assert len(gpt2.cut_up(text, 80)) > 5
     whole = tiktoken.Encoding(
-        "x", pat_str=r"[\s\S]{1,9}", mergeable_ranks=gpt2._ranks, special_tokens={"<|endoftext|>": 50256}
+        "x",
+        pat_str=r"[\s\S]{1,9}",
+        mergeable_ranks=gpt2._ranks,
+        special_tokens={"<|endoftext|>": 50256},
     )
     assert type(gpt2)("x", whole).cut_up(text, 80) == [text]
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all_valid_ones():
-    with pytest.raises(UserError, match=r"unknown tokenizer 'gtp2'; did you mean 'gpt2'\? Valid: byte, gpt2, .*cl100k"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"unknown tokenizer 'gtp2'; did you mean 'gpt2'\? Valid: byte, gpt2,"
+            r" .*cl100k"
+        ),
+    ):
         get_tokenizer("gtp2")
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), [("gpt2", "vocab.bpe"), ("cl100k_base", "cl100k_base.tiktoken"), ("o200k_base", "o200k_base")]
+    ("name", "file"),
+    [
+        ("gpt2", "vocab.bpe"),
+        ("cl100k_base", "cl100k_base.tiktoken"),
+        ("o200k_base", "o200k_base"),
+    ],
 )
 def test_an_encoding_that_cannot_be_downloaded_says_what_to_fetch_and_where_to_put_it(
     name, file, tmp_path, monkeypatch
@@ -175,7 +224,8 @@ def test_an_encoding_that_cannot_be_downloaded_says_what_to_fetch_and_where_to_p
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     for variable in ("HTTPS_PROXY", "https_proxy"):
-        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # the discard port: refused at once
+        # the discard port: refused at once
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
     with pytest.raises(UserError) as caught:
         get_tokenizer(name)
     message = str(caught.value)
@@ -187,9 +237,17 @@ def test_an_encoding_that_cannot_be_downloaded_says_what_to_fetch_and_where_to_p
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.tiktoken", b"IQ== 0\nnot base64 at all\n", r"x\.tiktoken, line 2: expected a token in base64"),
+        (
+            "x.tiktoken",
+            b"IQ== 0\nnot base64 at all\n",
+            r"x\.tiktoken, line 2: expected a token in base64",
+        ),
         ("x.tiktoken", b"IQ== 0\n", "255 of the 256 bytes have no id"),
-        ("vocab.bpe", b"#version: 0.2\na b c\n", r"vocab\.bpe, line 2: expected two tokens to merge"),
+        (
+            "vocab.bpe",
+            b"#version: 0.2\na b c\n",
+            r"vocab\.bpe, line 2: expected two tokens to merge",
+        ),
         ("vocab.bpe", b"\x00\xff", r"vocab\.bpe, line 1"),
     ],
 )
@@ -213,7 +271,9 @@ def test_ids_of_other_merges_are_refused(gpt2_dir, tmp_path, change):
 
 
 def test_missing_files_and_empty_directories_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"tokenizer file .*none\.tiktoken: No such file"):
+    with pytest.raises(
+        UserError, match=r"tokenizer file .*none\.tiktoken: No such file"
+    ):
         get_tokenizer(str(tmp_path / "none.tiktoken"))
     with pytest.raises(UserError, match=r"holds none of vocab\.bpe, merges\.txt"):
         get_tokenizer(str(tmp_path))

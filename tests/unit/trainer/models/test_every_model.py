@@ -1,4 +1,5 @@
-"""What holds of the model of every family: its loss, scanned and recomputed layers, documents, decoding, formats."""
+"""What holds of the model of every family: its loss, scanned and recomputed layers,
+documents, decoding, formats."""
 
 import dataclasses
 import math
@@ -9,13 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import whole
-from small_models import GPT2, LLAMA, REORDERED, TOKENS, assert_close, compiled, functional
+from small_models import (
+    GPT2,
+    LLAMA,
+    REORDERED,
+    TOKENS,
+    assert_close,
+    compiled,
+    functional,
+)
 
 from trainer.models.llama_spec import RopeScaling
 from trainer.models.spec import REMAT_POLICIES
 
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
-scanned_or_not = pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
+scanned_or_not = pytest.mark.parametrize(
+    "scan_layers", [False, True], ids=["unrolled", "scanned"]
+)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -26,11 +37,14 @@ def spec(request):
 def test_first_loss_is_that_of_a_uniform_guess(spec):
     spec = dataclasses.replace(spec, vocab_size=5000, scan_layers=True)
     params, loss_and_grads, _ = compiled(spec)
-    # Logits have a variance of about d_model * 0.02^2 = 0.0064, which moves the expectation by half of that.
+    # Logits have a variance of about d_model * 0.02^2 = 0.0064, which moves the
+    # expectation by half of that.
     assert abs(float(loss_and_grads(params)[0]) - math.log(5000)) < 0.05
 
 
-@pytest.mark.parametrize("spec", [GPT2, dataclasses.replace(LLAMA, tied=False)], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "spec", [GPT2, dataclasses.replace(LLAMA, tied=False)], ids=["gpt2", "llama"]
+)
 def test_padding_rows_are_zero_get_no_gradient_and_no_probability(spec):
     params, loss_and_grads, _ = compiled(spec)
     loss, grads = loss_and_grads(params)
@@ -40,25 +54,39 @@ def test_padding_rows_are_zero_get_no_gradient_and_no_probability(spec):
         assert not values[100:].any()
         assert not grads[table]["embedding"][100:].any()
         assert grads[table]["embedding"][:100].any()
-        assert loss_and_grads(params | {table: {"embedding": values.at[100:].set(50.0)}})[0] == loss
+        assert (
+            loss_and_grads(params | {table: {"embedding": values.at[100:].set(50.0)}})[
+                0
+            ]
+            == loss
+        )
 
 
 def test_loss_is_the_cross_entropy_of_the_logits(spec):
     params, loss_and_grads, logits = compiled(spec)
     logits = logits(params, TOKENS[:, :-1])
     assert logits.shape == (2, 16, 100)
-    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), TOKENS[:, 1:, None], axis=-1).mean()
+    expected = -jnp.take_along_axis(
+        jax.nn.log_softmax(logits), TOKENS[:, 1:, None], axis=-1
+    ).mean()
     assert_close(loss_and_grads(params)[0], expected)
 
 
 @pytest.mark.parametrize(
     ("spec", "mlp"),
-    [(GPT2, "gelu"), (LLAMA, "swiglu"), whole(GPT2, "swiglu"), whole(LLAMA, "smooth_swiglu")],
+    [
+        (GPT2, "gelu"),
+        (LLAMA, "swiglu"),
+        whole(GPT2, "swiglu"),
+        whole(LLAMA, "smooth_swiglu"),
+    ],
 )
 def test_scanned_layers_equal_unrolled_ones_from_the_same_key(spec, mlp):
     spec, family = dataclasses.replace(spec, mlp=mlp), spec.family()
     params, loss_and_grads, _ = compiled(spec)
-    stacked, loss_and_grads_scanned, _ = compiled(dataclasses.replace(spec, scan_layers=True))
+    stacked, loss_and_grads_scanned, _ = compiled(
+        dataclasses.replace(spec, scan_layers=True)
+    )
     jax.tree.map(np.testing.assert_array_equal, family.stack_layers(params), stacked)
     jax.tree.map(np.testing.assert_array_equal, family.unstack_layers(stacked), params)
     loss, grads = loss_and_grads(params)
@@ -91,15 +119,20 @@ def test_remat_keeps_less_for_the_backward_pass(spec, scan_layers):
     tokens = np.zeros((4, 256), np.int32)
 
     def residual_bytes(remat):
-        init, bind, *_ = functional(dataclasses.replace(spec, context=256, scan_layers=scan_layers, remat=remat))
+        init, bind, *_ = functional(
+            dataclasses.replace(spec, context=256, scan_layers=scan_layers, remat=remat)
+        )
         params = jax.eval_shape(init, jax.random.key(0))
         forward = lambda p: jax.vjp(lambda p: bind(p).hidden(tokens).sum(), p)[1]
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(forward, params)))
+        return sum(
+            x.size * x.dtype.itemsize
+            for x in jax.tree.leaves(jax.eval_shape(forward, params))
+        )
 
     everything = residual_bytes("none")
     assert residual_bytes("block") < everything / 2
-    # Of what a layer keeps a token, the two norms' outputs and that of GELU, 6 of 20 widths, or of the gated product,
-    # 5 of 18, are computed again.
+    # Of what a layer keeps a token, the two norms' outputs and that of GELU, 6 of 20
+    # widths, or of the gated product, 5 of 18, are computed again.
     assert residual_bytes("elementwise") < (0.8 if spec is GPT2 else 0.85) * everything
 
 
@@ -121,8 +154,11 @@ def test_documents_do_not_see_each_other_behind_their_segments(spec, scan_layers
     a, b = logits(params, TOKENS[:, :16], segments), logits(params, other, segments)
     np.testing.assert_array_equal(a[:, 7:], b[:, 7:])
     assert (logits(params, TOKENS[:, :16])[:, 7:] != a[:, 7:]).any()
-    if spec is LLAMA:  # rotary positions are relative: a document is the same wherever it stands
-        np.testing.assert_allclose(a[:, 7:], logits(params, TOKENS[:, 7:16]), atol=REORDERED)
+    # rotary positions are relative: a document is the same wherever it stands
+    if spec is LLAMA:
+        np.testing.assert_allclose(
+            a[:, 7:], logits(params, TOKENS[:, 7:16]), atol=REORDERED
+        )
 
 
 @pytest.mark.parametrize(
@@ -131,33 +167,55 @@ def test_documents_do_not_see_each_other_behind_their_segments(spec, scan_layers
         (GPT2, {}),
         (GPT2, {"scan_layers": True, "value_gain": 2.0**12}),
         (LLAMA, {"head_dim": 6}),
-        (LLAMA, {"head_dim": 6, "scan_layers": True, "rope_scaling": RopeScaling(4.0, 1.0, 4.0, 8)}),
+        (
+            LLAMA,
+            {
+                "head_dim": 6,
+                "scan_layers": True,
+                "rope_scaling": RopeScaling(4.0, 1.0, 4.0, 8),
+            },
+        ),
     ],
 )
 def test_decoding_in_pieces_equals_one_pass(spec, changes):
     spec = dataclasses.replace(spec, **changes)
     params, _, logits = compiled(spec)
     bind = functional(spec).bind
-    decode = jax.jit(lambda tokens, cache, position: bind(params).decode(tokens, cache, position))
+    decode = jax.jit(
+        lambda tokens, cache, position: bind(params).decode(tokens, cache, position)
+    )
     cache, pieces = bind(params).init_cache(2), []
-    assert cache.k.shape == cache.v.shape == (2, 2, 16, 2, changes.get("head_dim", 8))  # not of queries
+    # not of queries
+    assert cache.k.shape == cache.v.shape == (2, 2, 16, 2, changes.get("head_dim", 8))
     for start, stop in ((0, 7), (7, 8), (8, 9), (9, 16)):
         piece, cache = decode(TOKENS[:, start:stop], cache, start)
         pieces.append(piece)
     h_NxD = jnp.concatenate(pieces, axis=1).reshape(32, 16)
-    assert_close(bind(params).logits(h_NxD), logits(params, TOKENS[:, :16]).reshape(32, 100))
+    assert_close(
+        bind(params).logits(h_NxD), logits(params, TOKENS[:, :16]).reshape(32, 100)
+    )
 
 
 def test_compute_in_bf16_keeps_fp32_masters_gradients_and_loss(spec):
     init, bind, *_ = functional(spec, compute_dtype=jnp.bfloat16)
     params = init(jax.random.key(0))
     loss, grads = compiled(spec, jnp.bfloat16)[1](params)
-    assert {leaf.dtype for leaf in jax.tree.leaves((params, grads, loss))} == {jnp.dtype(jnp.float32)}
-    assert jax.eval_shape(lambda p: bind(p).hidden(TOKENS[:, :16]), params).dtype == jnp.bfloat16
-    assert jax.eval_shape(lambda p: bind(p)(TOKENS[:, :16]), params).dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves((params, grads, loss))} == {
+        jnp.dtype(jnp.float32)
+    }
+    assert (
+        jax.eval_shape(lambda p: bind(p).hidden(TOKENS[:, :16]), params).dtype
+        == jnp.bfloat16
+    )
+    assert (
+        jax.eval_shape(lambda p: bind(p)(TOKENS[:, :16]), params).dtype == jnp.float32
+    )
     text = jax.jit(lambda p: bind(p).hidden(TOKENS[:, :16])).lower(params).as_text()
-    dots = re.findall(r"dot_general.*: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x(\w+)>\)", text)
+    dots = re.findall(
+        r"dot_general.*: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x(\w+)>\)", text
+    )
     assert len(dots) >= (4 if spec is GPT2 else 7)  # equal layers are one function
     assert set(dots) == {("bf16", "bf16")}
-    for path, grad in jax.tree_util.tree_leaves_with_path(grads):  # and none is rounded to the compute dtype
+    # and none is rounded to the compute dtype
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         assert (grad != grad.astype(jnp.bfloat16)).mean() > 0.5, path

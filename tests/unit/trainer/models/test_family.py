@@ -1,4 +1,5 @@
-"""What every family must give the other rooms, and what is said of one that is not there."""
+"""What every family must give the other rooms, and what is said of one that is not
+there."""
 
 import dataclasses
 import json
@@ -19,7 +20,10 @@ from trainer.models.specs import SPECS
 from trainer.run.start import architecture, check_same_model
 
 SIZES = {"vocab_size": 61, "context": 8, "n_layer": 2, "n_head": 2, "d_model": 16}
-FAMILIES = {"gpt2": GPT2Spec(**SIZES), "llama": LlamaSpec(**SIZES, n_kv_head=1, tied=False)}
+FAMILIES = {
+    "gpt2": GPT2Spec(**SIZES),
+    "llama": LlamaSpec(**SIZES, n_kv_head=1, tied=False),
+}
 
 
 def stacked(spec):
@@ -42,9 +46,18 @@ def test_a_family_is_found_by_its_name(spec):
 def test_every_part_has_its_place_in_the_order_of_rows(spec):
     model = spec.family().build(spec)
     bound = nnx.eval_shape(lambda: model.bind(model.init(jax.random.key(0))))
-    probed = [path for path, module in nnx.iter_modules(bound) if getattr(module, "probes", ())]
-    kept = [[key.key for key in path] for path, _ in jax.tree_util.tree_leaves_with_path(model.roles)]
-    words = {word for path in (*probed, *kept) for word in path if isinstance(word, str)}
+    probed = [
+        path
+        for path, module in nnx.iter_modules(bound)
+        if getattr(module, "probes", ())
+    ]
+    kept = [
+        [key.key for key in path]
+        for path, _ in jax.tree_util.tree_leaves_with_path(model.roles)
+    ]
+    words = {
+        word for path in (*probed, *kept) for word in path if isinstance(word, str)
+    }
     assert words <= set(spec.family().parts)
     assert len(probed) > 2 * spec.n_layer
 
@@ -55,25 +68,42 @@ def test_layers_are_stacked_and_taken_apart(spec):
     scanned = family.build(stacked(spec)).init(jax.random.key(0))
     jax.tree.map(np.testing.assert_array_equal, family.stack_layers(params), scanned)
     jax.tree.map(np.testing.assert_array_equal, family.unstack_layers(scanned), params)
-    padding = sum(role.padding for role in jax.tree.leaves(family.build(spec).roles)) * spec.d_model
-    assert param_count(spec) == param_count(stacked(spec)) == sum(x.size for x in jax.tree.leaves(params)) - padding
+    padding = (
+        sum(role.padding for role in jax.tree.leaves(family.build(spec).roles))
+        * spec.d_model
+    )
+    assert (
+        param_count(spec)
+        == param_count(stacked(spec))
+        == sum(x.size for x in jax.tree.leaves(params)) - padding
+    )
 
 
-def test_weights_go_to_hugging_face_and_back_and_tell_their_architecture(spec, tmp_path):
+def test_weights_go_to_hugging_face_and_back_and_tell_their_architecture(
+    spec, tmp_path
+):
     params = spec.family().build(stacked(spec)).init(jax.random.key(0))
     huggingface.save(tmp_path, stacked(spec), params, eot=3)
     assert huggingface.family_at(tmp_path) is spec.family()
-    other = next(other for name, other in FAMILIES.items() if name != spec.family().name)
+    other = next(
+        other for name, other in FAMILIES.items() if name != spec.family().name
+    )
     found, again = huggingface.load(tmp_path, other)  # what the files say counts
     assert found.architecture() == spec.architecture()
-    jax.tree.map(np.testing.assert_array_equal, again, spec.family().unstack_layers(params))
-    ids = Generator(found.family().build(found).bind, found)(again, [1, 2], max_new_tokens=2, temperature=0)
+    jax.tree.map(
+        np.testing.assert_array_equal, again, spec.family().unstack_layers(params)
+    )
+    ids = Generator(found.family().build(found).bind, found)(
+        again, [1, 2], max_new_tokens=2, temperature=0
+    )
     assert len(ids) == 2
 
 
 def test_sizes_are_inherited_from_weights_of_any_family(spec, tmp_path):
     huggingface.save(tmp_path, spec, spec.family().build(spec).init(jax.random.key(0)))
-    model = {"name": "from_init", "family": spec.family().name} | dict.fromkeys(spec.deciding())
+    model = {"name": "from_init", "family": spec.family().name} | dict.fromkeys(
+        spec.deciding()
+    )
     assert is_open(model)
     filled = inherit(model, str(tmp_path))
     assert not is_open(filled)
@@ -81,10 +111,14 @@ def test_sizes_are_inherited_from_weights_of_any_family(spec, tmp_path):
 
 
 def test_weights_of_another_family_are_refused_in_a_line(spec):
-    other = next(other for name, other in FAMILIES.items() if name != spec.family().name)
+    other = next(
+        other for name, other in FAMILIES.items() if name != spec.family().name
+    )
     with pytest.raises(UserError) as error:
         check_same_model("init_from=A", architecture(spec), other)
-    assert f"has a {spec.family().name}, the model is a {other.family().name}" in str(error.value)
+    assert f"has a {spec.family().name}, the model is a {other.family().name}" in str(
+        error.value
+    )
     assert "\n" not in str(error.value)
 
 
@@ -101,18 +135,29 @@ def test_an_unknown_family_is_refused_with_the_known_ones(tmp_path):
         lambda: huggingface.load(tmp_path, FAMILIES["gpt2"]),
         lambda: inherit({"name": "from_init"}, str(tmp_path)),
     ):
-        with pytest.raises(UserError, match=r"model_type='bert' is not supported; valid: gpt2, llama"):
+        with pytest.raises(
+            UserError, match=r"model_type='bert' is not supported; valid: gpt2, llama"
+        ):
             refused()
 
 
 def test_weights_of_either_kind_of_gated_mlp_are_those_of_the_other(spec):
-    plain, smooth = (dataclasses.replace(spec, mlp=mlp, d_mlp=64) for mlp in ("swiglu", "smooth_swiglu"))
+    plain, smooth = (
+        dataclasses.replace(spec, mlp=mlp, d_mlp=64)
+        for mlp in ("swiglu", "smooth_swiglu")
+    )
     for ours, theirs in ((plain, smooth), (smooth, plain)):
         check_same_model("init_from=A", architecture(theirs), ours)
     wider = dataclasses.replace(smooth, d_mlp=128)
-    with pytest.raises(UserError, match=r"has d_mlp=64 \(the model 128\); set model.d_mlp=64") as error:
+    with pytest.raises(
+        UserError, match=r"has d_mlp=64 \(the model 128\); set model.d_mlp=64"
+    ) as error:
         check_same_model("init_from=A", architecture(plain), wider)
     assert "mlp=swiglu" not in str(error.value)
     if spec.family().name == "gpt2":
         with pytest.raises(UserError, match="has mlp=gelu"):
-            check_same_model("init_from=A", architecture(dataclasses.replace(plain, mlp="gelu")), smooth)
+            check_same_model(
+                "init_from=A",
+                architecture(dataclasses.replace(plain, mlp="gelu")),
+                smooth,
+            )

@@ -11,14 +11,24 @@ GPT2_124M = GPT2Spec(vocab_size=50257)
 
 
 def test_gpt2_124m_by_hand():
-    # 12 layers of 12 * 768^2 weights, the head's 768 * 50257, and 4 * 12 * 1024 * 768 for attention.
-    assert forward_flops_per_token(GPT2_124M) == 2 * 84_934_656 + 2 * 38_597_376 + 37_748_736 == 284_812_800
+    # 12 layers of 12 * 768^2 weights, the head's 768 * 50257, and 4 * 12 * 1024 * 768
+    # for attention.
+    assert (
+        forward_flops_per_token(GPT2_124M)
+        == 2 * 84_934_656 + 2 * 38_597_376 + 37_748_736
+        == 284_812_800
+    )
     assert flops_per_token(GPT2_124M) == 854_438_400
 
 
 def test_swiglu_by_hand():
-    spec = GPT2Spec(vocab_size=10, context=4, n_layer=1, n_head=1, d_model=8, d_mlp=16, mlp="swiglu")
-    assert forward_flops_per_token(spec) == 2 * (4 * 64 + 3 * 8 * 16) + 4 * 4 * 8 + 2 * 8 * 10
+    spec = GPT2Spec(
+        vocab_size=10, context=4, n_layer=1, n_head=1, d_model=8, d_mlp=16, mlp="swiglu"
+    )
+    assert (
+        forward_flops_per_token(spec)
+        == 2 * (4 * 64 + 3 * 8 * 16) + 4 * 4 * 8 + 2 * 8 * 10
+    )
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
@@ -86,10 +96,13 @@ def test_particular_names_stand_before_general_ones():
 
 
 def test_the_share_of_some_layers_by_hand():
-    # 2 * 84,934,656 of 284,812,800, see above; of the two MLP layers two thirds of that.
+    # 2 * 84,934,656 of 284,812,800, see above; of the two MLP layers two thirds of
+    # that.
     paths = linear_sizes(GPT2_124M)
     share = 2 * 84_934_656 / 284_812_800
     assert flop_share(GPT2_124M, paths) == pytest.approx(share)
-    assert flop_share(GPT2_124M, [p for p in paths if ".mlp." in p]) == pytest.approx(2 / 3 * share)
+    assert flop_share(GPT2_124M, [p for p in paths if ".mlp." in p]) == pytest.approx(
+        2 / 3 * share
+    )
     scanned = GPT2Spec(vocab_size=50257, scan_layers=True)
     assert flop_share(scanned, linear_sizes(scanned)) == flop_share(GPT2_124M, paths)

@@ -17,7 +17,8 @@ PROMPT = [3, 1, 4, 1, 5]
 
 @functools.cache
 def make(spec=SPEC, sharpness=20.0):
-    """Random weights hardly tell tokens apart; larger kernels make the likeliest one depend on those before it."""
+    """Random weights hardly tell tokens apart; larger kernels make the likeliest one
+    depend on those before it."""
     init, bind, *_ = functional(spec)
     params = init(jax.random.key(1))
     params["h"] = jax.tree.map(lambda p: p * sharpness, params["h"])
@@ -25,7 +26,8 @@ def make(spec=SPEC, sharpness=20.0):
 
 
 def likeliest(bind, params):
-    """From some ids to the likeliest next one, without a cache. One program: causal, so padding is free."""
+    """From some ids to the likeliest next one, without a cache. One program: causal, so
+    padding is free."""
     logits = jax.jit(lambda ids_T, n: bind(params)(ids_T[None])[0, n - 1].argmax())
     return lambda ids: int(logits(np.pad(ids, (0, SPEC.context - len(ids))), len(ids)))
 
@@ -43,29 +45,47 @@ def test_cache_equals_no_cache(scan_layers):
 
 def test_same_seed_same_text_and_another_seed_another():
     generate, _, params = make(sharpness=1.0)
-    first, again, other = (generate(params, PROMPT, max_new_tokens=11, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (
+        generate(params, PROMPT, max_new_tokens=11, seed=seed) for seed in (0, 0, 1)
+    )
     assert first == again != other
 
 
 def test_longer_request_begins_with_the_shorter_one():
     generate, _, params = make(sharpness=1.0)
-    assert generate(params, PROMPT, max_new_tokens=30)[:9] == generate(params, PROMPT, max_new_tokens=9)
+    assert generate(params, PROMPT, max_new_tokens=30)[:9] == generate(
+        params, PROMPT, max_new_tokens=9
+    )
 
 
 def test_past_the_context_the_later_half_is_read_again():
     generate, bind, params = make()
     ids = PROMPT + generate(params, PROMPT, max_new_tokens=20, temperature=0)
     after = likeliest(bind, params)
-    # 16 positions hold 16 tokens and show the 17th; the 18th is sampled after the last 8 of them.
-    assert [ids[16], ids[17], ids[18]] == [after(ids[:16]), after(ids[9:17]), after(ids[9:18])]
+    # 16 positions hold 16 tokens and show the 17th; the 18th is sampled after the last
+    # 8 of them.
+    assert [ids[16], ids[17], ids[18]] == [
+        after(ids[:16]),
+        after(ids[9:17]),
+        after(ids[9:18]),
+    ]
 
 
 def test_every_token_has_a_key_of_its_own_also_past_the_context():
     generate, _, params = make()
     indifferent = jax.tree.map(jnp.zeros_like, params)
     key = jax.random.key(5)
-    one = lambda i: sample(jnp.zeros(50), jax.random.fold_in(key, i), jnp.float32(1), jnp.int32(0), jnp.float32(1))
-    assert generate(indifferent, PROMPT, max_new_tokens=30, seed=5) == jax.vmap(one)(jnp.arange(30)).tolist()
+    one = lambda i: sample(
+        jnp.zeros(50),
+        jax.random.fold_in(key, i),
+        jnp.float32(1),
+        jnp.int32(0),
+        jnp.float32(1),
+    )
+    assert (
+        generate(indifferent, PROMPT, max_new_tokens=30, seed=5)
+        == jax.vmap(one)(jnp.arange(30)).tolist()
+    )
 
 
 def test_prompt_longer_than_the_context_keeps_its_end():
@@ -79,13 +99,25 @@ def test_prompt_longer_than_the_context_keeps_its_end():
 def test_compiles_once_whatever_the_arguments():
     generate, _, params = make()
     generate(params, PROMPT, max_new_tokens=3)
-    generate(params, PROMPT + PROMPT, max_new_tokens=30, temperature=0.5, top_k=3, top_p=0.5, seed=9)
+    generate(
+        params,
+        PROMPT + PROMPT,
+        max_new_tokens=30,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.5,
+        seed=9,
+    )
     assert generate._prefill._cache_size() == generate._extend._cache_size() == 1
 
 
 def drawn(logits, count=400, temperature=1.0, top_k=0, top_p=1.0):
     keys = jax.random.split(jax.random.key(0), count)
-    draw = jax.vmap(lambda key: sample(logits, key, jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)))
+    draw = jax.vmap(
+        lambda key: sample(
+            logits, key, jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
+        )
+    )
     return np.asarray(draw(keys))
 
 
@@ -137,4 +169,6 @@ def test_temperature_zero_takes_the_likeliest():
 def test_wrong_numbers_are_named(arguments, message):
     generate, _, params = make()
     with pytest.raises(UserError, match=message):
-        generate(**{"params": params, "prompt": PROMPT, "max_new_tokens": 1, **arguments})
+        generate(
+            **{"params": params, "prompt": PROMPT, "max_new_tokens": 1, **arguments}
+        )

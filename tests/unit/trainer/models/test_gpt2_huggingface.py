@@ -15,13 +15,24 @@ from trainer.models.gpt2_huggingface import load_gpt2, save_gpt2
 from trainer.models.spec import GPT2Spec
 
 V, T, D, L, H = 100, 24, 32, 3, 4
-CONFIG = {"model_type": "gpt2", "n_head": H, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+CONFIG = {
+    "model_type": "gpt2",
+    "n_head": H,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+}
 
 
 def tensors(prefix="transformer.", dtype=np.float32):
-    """A random GPT-2 under Hugging Face's names. No tensor is all 0 or 1: each must be in its place."""
+    """A random GPT-2 under Hugging Face's names. No tensor is all 0 or 1: each must be
+    in its place."""
     rng = np.random.default_rng(0)
-    shapes = {"wte.weight": (V, D), "wpe.weight": (T, D), "ln_f.weight": (D,), "ln_f.bias": (D,)}
+    shapes = {
+        "wte.weight": (V, D),
+        "wpe.weight": (T, D),
+        "ln_f.weight": (D,),
+        "ln_f.bias": (D,),
+    }
     for i in range(L):
         for name, shape in {
             "ln_1": (D,),
@@ -32,7 +43,10 @@ def tensors(prefix="transformer.", dtype=np.float32):
             "mlp.c_proj": (4 * D, D),
         }.items():
             shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[-1:]}
-    return {prefix + name: (0.2 * rng.normal(size=shape)).astype(dtype) for name, shape in shapes.items()}
+    return {
+        prefix + name: (0.2 * rng.normal(size=shape)).astype(dtype)
+        for name, shape in shapes.items()
+    }
 
 
 def write(directory, weights, config=CONFIG):
@@ -48,7 +62,12 @@ def reference_logits(w, tokens):
 
     def norm(x, name):
         centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * w[f"{name}.weight"] + w[f"{name}.bias"]
+        return (
+            centred
+            / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+            * w[f"{name}.weight"]
+            + w[f"{name}.bias"]
+        )
 
     def dense(x, name):
         return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
@@ -56,12 +75,17 @@ def reference_logits(w, tokens):
     def gelu_new(x):
         return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
-    w = {name.removeprefix("transformer."): tensor.astype(np.float64) for name, tensor in w.items()}
+    w = {
+        name.removeprefix("transformer."): tensor.astype(np.float64)
+        for name, tensor in w.items()
+    }
     logits = []
     for ids in tokens:
         x = w["wte.weight"][ids] + w["wpe.weight"][: len(ids)]
         for i in range(L):
-            q, k, v = np.split(dense(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn"), 3, axis=-1)
+            q, k, v = np.split(
+                dense(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn"), 3, axis=-1
+            )
             heads = []
             for h in range(H):
                 part = slice(h * D // H, (h + 1) * D // H)
@@ -70,7 +94,10 @@ def reference_logits(w, tokens):
                 weights = np.exp(scores - scores.max(-1, keepdims=True))
                 heads.append(weights / weights.sum(-1, keepdims=True) @ v[:, part])
             x = x + dense(np.concatenate(heads, -1), f"h.{i}.attn.c_proj")
-            x = x + dense(gelu_new(dense(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")), f"h.{i}.mlp.c_proj")
+            x = x + dense(
+                gelu_new(dense(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")),
+                f"h.{i}.mlp.c_proj",
+            )
         logits.append(norm(x, "ln_f") @ w["wte.weight"].T)
     return np.stack(logits)
 
@@ -83,7 +110,9 @@ def test_logits_equal_a_hugging_face_gpt2_to_1e_4(tmp_path, prefix):
     tokens = np.random.default_rng(1).integers(0, V, (2, T))
     bind = functional(spec).bind
     logits = jax.jit(lambda p, t: bind(p)(t))(params, tokens)
-    np.testing.assert_allclose(logits, reference_logits(weights, tokens), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(
+        logits, reference_logits(weights, tokens), atol=1e-4, rtol=0
+    )
 
 
 def test_export_is_the_same_file_again(tmp_path):
@@ -91,10 +120,13 @@ def test_export_is_the_same_file_again(tmp_path):
     spec, params = load_gpt2(source)
     (out,) = save_gpt2(tmp_path / "out", spec, params, eot=7)
     assert out.read_bytes() == (source / "model.safetensors").read_bytes()
-    assert out.stat().st_mode == (tmp_path / "out" / "config.json").stat().st_mode  # as readable as the files beside it
+    # as readable as the files beside it
+    assert out.stat().st_mode == (tmp_path / "out" / "config.json").stat().st_mode
     again, _ = load_gpt2(tmp_path / "out")
     assert again == spec
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
+    )
 
 
 def test_half_precision_files_keep_their_bits(tmp_path):
@@ -105,22 +137,37 @@ def test_half_precision_files_keep_their_bits(tmp_path):
 
 def test_mask_buffers_and_a_tied_head_are_ignored(tmp_path):
     weights = tensors("")
-    extra = {"h.0.attn.bias": np.tri(T, dtype=np.float32)[None, None], "h.1.attn.masked_bias": np.float32([-1e4])}
-    spec, params = load_gpt2(write(tmp_path / "gpt2", weights | extra | {"lm_head.weight": weights["wte.weight"]}))
+    extra = {
+        "h.0.attn.bias": np.tri(T, dtype=np.float32)[None, None],
+        "h.1.attn.masked_bias": np.float32([-1e4]),
+    }
+    spec, params = load_gpt2(
+        write(
+            tmp_path / "gpt2",
+            weights | extra | {"lm_head.weight": weights["wte.weight"]},
+        )
+    )
     out = load_file(save_gpt2(tmp_path / "out", spec, params)[0])
     assert set(out) == {f"transformer.{name}" for name in weights}
-    assert all(np.array_equal(out[f"transformer.{name}"], tensor) for name, tensor in weights.items())
+    assert all(
+        np.array_equal(out[f"transformer.{name}"], tensor)
+        for name, tensor in weights.items()
+    )
 
 
 def test_scanned_layers_export_the_same_file(tmp_path):
     source = write(tmp_path / "gpt2", tensors())
     spec, params = load_gpt2(source)
     scanned = GPT2Spec(**{**vars(spec), "scan_layers": True})
-    (out,) = huggingface.save(tmp_path / "out", scanned, spec.family().stack_layers(params))
+    (out,) = huggingface.save(
+        tmp_path / "out", scanned, spec.family().stack_layers(params)
+    )
     assert out.read_bytes() == (source / "model.safetensors").read_bytes()
 
 
-def test_a_value_gain_which_is_no_part_of_the_parameters_exports_the_same_file(tmp_path):
+def test_a_value_gain_which_is_no_part_of_the_parameters_exports_the_same_file(
+    tmp_path,
+):
     source = write(tmp_path / "gpt2", tensors())
     spec, params = load_gpt2(source)
     gained = GPT2Spec(**{**vars(spec), "value_gain": 4096.0})
@@ -152,18 +199,48 @@ def broken(change):
     ("weights", "config", "message"),
     [
         (tensors(), CONFIG | {"model_type": "llama"}, "model_type='llama'"),
-        (tensors(), CONFIG | {"activation_function": "relu"}, "activation_function='relu'"),
-        (tensors(), CONFIG | {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
-        (tensors(), CONFIG | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-        (broken(lambda w: w.pop("transformer.h.1.ln_2.bias")), CONFIG, r"tensor h\.1\.ln_2\.bias \(32,\) is missing"),
-        (broken(lambda w: w.pop("transformer.wpe.weight")), CONFIG, r"no matrix wpe\.weight"),
-        (broken(lambda w: w.update(adapter=np.zeros(3))), CONFIG, "unknown tensors adapter"),
         (
-            broken(lambda w: w.update({"transformer.h.0.attn.c_proj.bias": np.zeros(5, np.float32)})),
+            tensors(),
+            CONFIG | {"activation_function": "relu"},
+            "activation_function='relu'",
+        ),
+        (tensors(), CONFIG | {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
+        (
+            tensors(),
+            CONFIG | {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx=True",
+        ),
+        (
+            broken(lambda w: w.pop("transformer.h.1.ln_2.bias")),
+            CONFIG,
+            r"tensor h\.1\.ln_2\.bias \(32,\) is missing",
+        ),
+        (
+            broken(lambda w: w.pop("transformer.wpe.weight")),
+            CONFIG,
+            r"no matrix wpe\.weight",
+        ),
+        (
+            broken(lambda w: w.update(adapter=np.zeros(3))),
+            CONFIG,
+            "unknown tensors adapter",
+        ),
+        (
+            broken(
+                lambda w: w.update(
+                    {"transformer.h.0.attn.c_proj.bias": np.zeros(5, np.float32)}
+                )
+            ),
             CONFIG,
             r"h\.0\.attn\.c_proj\.bias has shape \(5,\), expected \(32,\)",
         ),
-        (broken(lambda w: w.update({"lm_head.weight": np.zeros((V, D), np.float32)})), CONFIG, "tied head"),
+        (
+            broken(
+                lambda w: w.update({"lm_head.weight": np.zeros((V, D), np.float32)})
+            ),
+            CONFIG,
+            "tied head",
+        ),
     ],
 )
 def test_what_is_not_this_gpt2_is_refused_by_name(tmp_path, weights, config, message):
@@ -192,7 +269,9 @@ def test_damaged_or_absent_files_are_named(tmp_path):
 def test_a_broken_config_json_is_named(tmp_path, text):
     write(tmp_path / "gpt2", tensors())
     (tmp_path / "gpt2" / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(UserError, match=r"config\.json is not .*; download or copy it again"):
+    with pytest.raises(
+        UserError, match=r"config\.json is not .*; download or copy it again"
+    ):
         load_gpt2(tmp_path / "gpt2")
 
 

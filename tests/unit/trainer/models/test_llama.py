@@ -23,55 +23,88 @@ from trainer.models.sampling import Generator
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_values_are_normal_and_the_residual_ones_smaller(tied):
-    spec = LlamaSpec(1000, context=64, n_layer=8, n_head=4, n_kv_head=2, d_model=64, tied=tied)
+    spec = LlamaSpec(
+        1000, context=64, n_layer=8, n_head=4, n_kv_head=2, d_model=64, tied=tied
+    )
     params = functional(spec).init(jax.random.key(0))
     residual = 0.02 / math.sqrt(2 * 8)
     attn, mlp = params["h"][3]["attn"], params["h"][7]["mlp"]
-    expected = {"wte": (params["wte"]["embedding"][:1000], 0.02), "o_proj": (attn["o_proj"]["kernel"], residual)}
-    expected |= {name: (attn[name]["kernel"], 0.02) for name in ("q_proj", "k_proj", "v_proj")}
+    expected = {
+        "wte": (params["wte"]["embedding"][:1000], 0.02),
+        "o_proj": (attn["o_proj"]["kernel"], residual),
+    }
+    expected |= {
+        name: (attn[name]["kernel"], 0.02) for name in ("q_proj", "k_proj", "v_proj")
+    }
     expected |= {name: (mlp[name]["kernel"], 0.02) for name in ("gate_proj", "up_proj")}
     expected |= {"down_proj": (mlp["down_proj"]["kernel"], residual)}
     if not tied:
         expected["lm_head"] = params["lm_head"]["embedding"][:1000], 0.02
     assert ("lm_head" in params) != tied
     for name, (values, std) in expected.items():
-        # The standard deviation of n normal samples is known to 1 / sqrt(2 n); five of those.
+        # The standard deviation of n normal samples is known to 1 / sqrt(2 n); five of
+        # those.
         assert abs(float(values.std()) / std - 1) < 5 / math.sqrt(2 * values.size), name
-    gains = [x for path, x in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "scale"]
+    gains = [
+        x
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+        if path[-1].key == "scale"
+    ]
     assert len(gains) == 2 * 8 + 1
     assert all((gain == 1).all() for gain in gains)
-    assert {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(params)} == {"kernel", "scale", "embedding"}
+    assert {
+        path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(params)
+    } == {"kernel", "scale", "embedding"}
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_aligned_channels_start_with_one_larger_column_for_both_branches(scan_layers):
     spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
     aligned = dataclasses.replace(spec, align_channels=3, align_gain=50.0)
-    before, after = (functional(s).init(jax.random.key(0))["h"] for s in (spec, aligned))
-    before, after = (([h] if scan_layers else list(h.values())) for h in (before, after))
+    before, after = (
+        functional(s).init(jax.random.key(0))["h"] for s in (spec, aligned)
+    )
+    before, after = (
+        ([h] if scan_layers else list(h.values())) for h in (before, after)
+    )
     for plain, layer in zip(before, after, strict=True):
         gate, up = (layer["mlp"][name]["kernel"] for name in ("gate_proj", "up_proj"))
         np.testing.assert_array_equal(gate[..., :3], up[..., :3])
-        np.testing.assert_array_equal(up[..., :3], plain["mlp"]["up_proj"]["kernel"][..., :3] * 50)
-        np.testing.assert_array_equal(up[..., 3:], plain["mlp"]["up_proj"]["kernel"][..., 3:])
+        np.testing.assert_array_equal(
+            up[..., :3], plain["mlp"]["up_proj"]["kernel"][..., :3] * 50
+        )
+        np.testing.assert_array_equal(
+            up[..., 3:], plain["mlp"]["up_proj"]["kernel"][..., 3:]
+        )
 
 
 def test_a_head_of_its_own_is_another_than_the_table():
     params, _, logits = compiled(dataclasses.replace(SPEC, tied=False))
     tied = {name: value for name, value in params.items() if name != "lm_head"}
     same = params | {"lm_head": params["wte"]}
-    np.testing.assert_array_equal(compiled(SPEC)[2](tied, TOKENS[:, :16]), logits(same, TOKENS[:, :16]))
+    np.testing.assert_array_equal(
+        compiled(SPEC)[2](tied, TOKENS[:, :16]), logits(same, TOKENS[:, :16])
+    )
     assert (logits(params, TOKENS[:, :16]) != logits(same, TOKENS[:, :16])).all()
 
 
 def test_smoothing_changes_no_more_than_roundings():
     params, plain, _ = compiled(SPEC)
-    assert_close(compiled(dataclasses.replace(SPEC, mlp="smooth_swiglu"))[1](params), plain(params))
-    gate, linear = (jax.random.normal(jax.random.key(i), (32, 8)) * 2.0 ** jnp.arange(8)[None] for i in (0, 1))
+    assert_close(
+        compiled(dataclasses.replace(SPEC, mlp="smooth_swiglu"))[1](params),
+        plain(params),
+    )
+    gate, linear = (
+        jax.random.normal(jax.random.key(i), (32, 8)) * 2.0 ** jnp.arange(8)[None]
+        for i in (0, 1)
+    )
     hidden, size = smooth_swiglu(gate, linear)
     np.testing.assert_array_equal(hidden * size[None], swiglu(gate, linear))
     np.testing.assert_array_equal(jnp.log2(size), jnp.log2(size).round())
-    np.testing.assert_allclose(jnp.log2(jnp.abs(linear).max(axis=0) / size), 0, atol=0.5)  # the nearest power of two
+    # the nearest power of two
+    np.testing.assert_allclose(
+        jnp.log2(jnp.abs(linear).max(axis=0) / size), 0, atol=0.5
+    )
     larger, smaller = smooth_swiglu(gate, linear, peak=8.0)
     np.testing.assert_array_equal(larger, hidden * 8)
     np.testing.assert_array_equal(smaller, size / 8)
@@ -79,7 +112,9 @@ def test_smoothing_changes_no_more_than_roundings():
 
 def test_the_generator_continues_with_the_likeliest_tokens():
     params, _, logits = compiled(SPEC)
-    found = Generator(functional(SPEC).bind, SPEC)(params, TOKENS[0, :5].tolist(), max_new_tokens=4, temperature=0)
+    found = Generator(functional(SPEC).bind, SPEC)(
+        params, TOKENS[0, :5].tolist(), max_new_tokens=4, temperature=0
+    )
     ids = TOKENS[0, :5].tolist()
     for _ in range(4):
         padded = np.zeros((1, 16), np.int32)
@@ -89,7 +124,8 @@ def test_the_generator_continues_with_the_likeliest_tokens():
 
 
 def test_heads_and_channels_split_over_devices_give_the_same_loss_and_gradients():
-    """As `distribute` runs it: every device has whole inputs, and its heads and hidden channels of the parameters."""
+    """As `distribute` runs it: every device has whole inputs, and its heads and hidden
+    channels of the parameters."""
     params, plain, _ = compiled(SPEC)
     bind = functional(SPEC, split="tensor").bind
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
@@ -97,18 +133,30 @@ def test_heads_and_channels_split_over_devices_give_the_same_loss_and_gradients(
 
     def axes(path, _):
         layer = path[-2].key
-        return P(None, "tensor") if layer in columns else P("tensor") if layer in ("o_proj", "down_proj") else P()
+        return (
+            P(None, "tensor")
+            if layer in columns
+            else P("tensor")
+            if layer in ("o_proj", "down_proj")
+            else P()
+        )
 
     specs = jax.tree_util.tree_map_with_path(axes, params)
     loss = lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])
     split = jax.shard_map(
-        jax.value_and_grad(loss), mesh=mesh, in_specs=(specs,), out_specs=(P(), specs), check_vma=False
+        jax.value_and_grad(loss),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=(P(), specs),
+        check_vma=False,
     )
     assert_close(jax.jit(split)(params), plain(params))
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_each_linear_layer_asks_for_its_dot_general_by_path_and_has_its_sizes(scan_layers):
+def test_each_linear_layer_asks_for_its_dot_general_by_path_and_has_its_sizes(
+    scan_layers,
+):
     asked, used = [], {}
 
     def choose(path):
@@ -121,7 +169,9 @@ def test_each_linear_layer_asks_for_its_dot_general_by_path_and_has_its_sizes(sc
         return dot_general
 
     spec = dataclasses.replace(SPEC, n_layer=2, head_dim=6, scan_layers=scan_layers)
-    llama = nnx.eval_shape(lambda: Llama(spec, dot_general=choose, rngs=nnx.Rngs(params=0)))
+    llama = nnx.eval_shape(
+        lambda: Llama(spec, dot_general=choose, rngs=nnx.Rngs(params=0))
+    )
     assert asked == list(linear_sizes(spec))
     assert asked[:1] == ["h.*.attn.q_proj" if scan_layers else "h.0.attn.q_proj"]
     graphdef, params = nnx.split(llama)
@@ -133,13 +183,16 @@ def test_a_norm_divides_by_the_root_of_the_mean_square_and_its_epsilon():
     norm = RMSNorm(8, 0.5, jnp.float32, rescale_grad=False, stacked=False, probes=())
     norm.scale[...] = jnp.arange(8.0)
     x = jax.random.normal(jax.random.key(0), (3, 8))
-    expected = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 0.5) * jnp.arange(8.0)[None]
+    expected = (
+        x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 0.5) * jnp.arange(8.0)[None]
+    )
     np.testing.assert_allclose(norm(x), expected, rtol=8 * REORDERED)
 
 
 @pytest.mark.parametrize("scan_layers", [True, whole(False)])
 def test_scales_that_propagate_give_the_same_loss_and_gradients(scan_layers):
-    """FP32 data: what is scaled is the plain function, whatever the sizes of its parameters."""
+    """FP32 data: what is scaled is the plain function, whatever the sizes of its
+    parameters."""
     spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
     params, plain, _ = compiled(spec)
     bind = functional(spec, rescale_grads=("layer_norm", "qkv")).bind
@@ -151,7 +204,9 @@ def test_scales_that_propagate_give_the_same_loss_and_gradients(scan_layers):
 
 def test_data_of_all_gradients_and_of_what_products_read_is_near_one():
     """FP16, at initialisation, with the gain per layer that a width of 768 has."""
-    spec = dataclasses.replace(SPEC, d_model=64, context=64, init_std=0.02 * math.sqrt(768 / 64))
+    spec = dataclasses.replace(
+        SPEC, d_model=64, context=64, init_std=0.02 * math.sqrt(768 / 64)
+    )
     seen = {}
 
     def choose(path):
@@ -162,19 +217,31 @@ def test_data_of_all_gradients_and_of_what_products_read_is_near_one():
 
         return dot_general
 
-    init, bind, *_ = functional(spec, dot_general=choose, rescale_grads=("layer_norm", "qkv"))
+    init, bind, *_ = functional(
+        spec, dot_general=choose, rescale_grads=("layer_norm", "qkv")
+    )
     tokens = np.random.default_rng(1).integers(0, 100, (4, 65))
 
     def loss(params):
         out = bind(params).loss(tokens[:, :-1], tokens[:, 1:])
         return out, dict(seen)
 
-    params = tree.with_static_scales(as_scaled_array(init(jax.random.key(0)), dtype=jnp.float16))
-    (_, found), grads = jax.jit(scalify(jax.value_and_grad(loss, has_aux=True), scales="static"))(params)
+    params = tree.with_static_scales(
+        as_scaled_array(init(jax.random.key(0)), dtype=jnp.float16)
+    )
+    (_, found), grads = jax.jit(
+        scalify(jax.value_and_grad(loss, has_aux=True), scales="static")
+    )(params)
     assert found.keys() == linear_sizes(spec).keys()
     sizes = {path: float(asarray(x)) for path, x in found.items()}
     assert all(0.25 <= size <= 4 for size in sizes.values()), sizes
-    for path, grad in jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_scaled_array):
+    for path, grad in jax.tree_util.tree_leaves_with_path(
+        grads, is_leaf=is_scaled_array
+    ):
         assert grad.dtype == jnp.float16
         # Sums over tokens, which are not independent, exceed what the rules expect.
-        assert 2.0**-4 <= float(jnp.sqrt(jnp.mean(jnp.square(grad.data.astype(jnp.float32))))) <= 2.0**5, path
+        assert (
+            2.0**-4
+            <= float(jnp.sqrt(jnp.mean(jnp.square(grad.data.astype(jnp.float32)))))
+            <= 2.0**5
+        ), path

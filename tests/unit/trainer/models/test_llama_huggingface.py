@@ -45,7 +45,12 @@ LLAMA3 = {
 VARIANTS = {
     "tied": {},
     "untied": {"tie_word_embeddings": False},
-    "grouped": {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False, "rope_theta": 1e5},
+    "grouped": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "rope_theta": 1e5,
+    },
     "one_group": {"num_key_value_heads": 1},
     "llama3": {"num_key_value_heads": 2, "rope_theta": 5e5, "rope_scaling": LLAMA3},
 }
@@ -59,15 +64,23 @@ def write(directory, weights, config=CONFIG, shards=1):
         return directory
     files = {name: f"part{i % shards}.safetensors" for i, name in enumerate(weights)}
     for file in set(files.values()):
-        save_file({name: weights[name] for name in weights if files[name] == file}, directory / file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        save_file(
+            {name: weights[name] for name in weights if files[name] == file},
+            directory / file,
+        )
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": files})
+    )
     return directory
 
 
 def same(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert (found[name].dtype, found[name].shape) == (
+            tensor.dtype,
+            tensor.shape,
+        ), name
         assert found[name].tobytes() == tensor.tobytes(), name
 
 
@@ -80,7 +93,9 @@ def test_logits_equal_those_of_another_llama_to_1e_5(tmp_path, variant):
     bind = functional(spec).bind
     found = jax.jit(lambda p, t: bind(p)(t))(params, tokens)
     expected = logits(weights, config, tokens)
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    np.testing.assert_allclose(
+        found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -103,7 +118,9 @@ def test_scanned_layers_export_the_same_tensors(tmp_path):
     weights = random_tensors(CONFIG)
     spec, params = load_llama(write(tmp_path / "llama", weights))
     scanned = LlamaSpec(**{**vars(spec), "scan_layers": True, "mlp": "smooth_swiglu"})
-    (file,) = huggingface.save(tmp_path / "out", scanned, spec.family().stack_layers(params))
+    (file,) = huggingface.save(
+        tmp_path / "out", scanned, spec.family().stack_layers(params)
+    )
     same(load_file(file), weights)
 
 
@@ -111,21 +128,30 @@ def test_several_files_with_an_index_in_and_out(tmp_path):
     weights = random_tensors(CONFIG)
     spec, params = load_llama(write(tmp_path / "llama", weights, shards=3))
     files = save_llama(tmp_path / "out", spec, params, shard_bytes=20_000)
-    # A kernel of the MLP has 10,240 bytes, so that more than one file is needed, and none has more than asked for.
+    # A kernel of the MLP has 10,240 bytes, so that more than one file is needed, and
+    # none has more than asked for.
     assert [file.name for file in files] == [
         f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))
     ]
     assert len(files) > 3
-    assert all(sum(x.nbytes for x in load_file(file).values()) <= 20_000 for file in files)
+    assert all(
+        sum(x.nbytes for x in load_file(file).values()) <= 20_000 for file in files
+    )
     same(read_tensors(tmp_path / "out"), weights)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in weights.values())
-    assert all(name in load_file(tmp_path / "out" / file) for name, file in index["weight_map"].items())
+    assert all(
+        name in load_file(tmp_path / "out" / file)
+        for name, file in index["weight_map"].items()
+    )
 
 
 def test_files_beside_those_of_the_index_are_not_read(tmp_path):
     directory = write(tmp_path / "llama", random_tensors(CONFIG), shards=2)
-    save_file({"model.norm.weight": np.zeros(32, np.float32)}, directory / "consolidated.safetensors")
+    save_file(
+        {"model.norm.weight": np.zeros(32, np.float32)},
+        directory / "consolidated.safetensors",
+    )
     assert load_llama(directory)[1]["norm"]["scale"].all()
 
 
@@ -135,27 +161,58 @@ def test_one_file_is_read_with_the_config_beside_it(tmp_path):
 
 
 def test_configurations_of_any_age_say_the_same(tmp_path):
-    """`rope_parameters` is what transformers 5 writes, `type` what files before version 4.43 have."""
+    """`rope_parameters` is what transformers 5 writes, `type` what files before version
+    4.43 have."""
     config = CONFIG | VARIANTS["llama3"]
     weights = random_tensors(config)
     spec, _ = load_llama(write(tmp_path / "4", weights, config))
     assert spec.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 24)
     assert spec.rope_theta == 5e5
-    old = {key: value for key, value in LLAMA3.items() if key != "rope_type"} | {"type": "llama3"}
-    new = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+    old = {key: value for key, value in LLAMA3.items() if key != "rope_type"} | {
+        "type": "llama3"
+    }
+    new = {
+        key: value
+        for key, value in config.items()
+        if key not in ("rope_theta", "rope_scaling")
+    }
     new |= {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}
-    assert load_llama(write(tmp_path / "old", weights, config | {"rope_scaling": old}))[0] == spec
+    assert (
+        load_llama(write(tmp_path / "old", weights, config | {"rope_scaling": old}))[0]
+        == spec
+    )
     assert load_llama(write(tmp_path / "5", weights, new))[0] == spec
 
 
 def test_what_a_configuration_leaves_out_is_what_transformers_takes(tmp_path):
-    left_out = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings", "mlp_bias")
+    left_out = (
+        "num_key_value_heads",
+        "head_dim",
+        "rope_theta",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "mlp_bias",
+    )
     config = {key: value for key, value in CONFIG.items() if key not in left_out}
-    spec, _ = load_llama(write(tmp_path / "llama", random_tensors(CONFIG | {"tie_word_embeddings": False}), config))
-    assert (spec.n_kv_head, spec.head_width, spec.rope_theta, spec.norm_eps, spec.tied) == (4, 8, 1e4, 1e-6, False)
+    spec, _ = load_llama(
+        write(
+            tmp_path / "llama",
+            random_tensors(CONFIG | {"tie_word_embeddings": False}),
+            config,
+        )
+    )
+    assert (
+        spec.n_kv_head,
+        spec.head_width,
+        spec.rope_theta,
+        spec.norm_eps,
+        spec.tied,
+    ) == (4, 8, 1e4, 1e-6, False)
 
 
-def test_frequencies_that_old_files_carry_along_and_a_tied_head_are_no_weights(tmp_path):
+def test_frequencies_that_old_files_carry_along_and_a_tied_head_are_no_weights(
+    tmp_path,
+):
     weights = random_tensors(CONFIG)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     extra["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -169,52 +226,126 @@ def test_loaded_vocabulary_padding_is_zero_and_stays_out_of_the_logits(tmp_path)
     for table in ("wte", "lm_head"):
         assert params[table]["embedding"].shape == (128, 32)
         assert not params[table]["embedding"][100:].any()
-    assert functional(spec).bind(params)(jnp.zeros((1, 8), jnp.int32)).shape == (1, 8, 100)
+    assert functional(spec).bind(params)(jnp.zeros((1, 8), jnp.int32)).shape == (
+        1,
+        8,
+        100,
+    )
 
 
 def changed(**tensors):
-    return {name: tensor for name, tensor in (random_tensors(CONFIG) | tensors).items() if tensor is not None}
+    return {
+        name: tensor
+        for name, tensor in (random_tensors(CONFIG) | tensors).items()
+        if tensor is not None
+    }
 
 
 @pytest.mark.parametrize(
     ("weights", "config", "message"),
     [
-        ({}, {"model_type": "mistral"}, "model_type='mistral' is not supported; valid: 'llama'"),
-        ({}, {"architectures": ["LlamaForSequenceClassification"]}, r"architectures=\['LlamaForSequenceClassifica"),
-        ({}, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; valid: 'silu'"),
-        ({}, {"attention_bias": True}, "attention_bias=True is not supported; valid: False"),
+        (
+            {},
+            {"model_type": "mistral"},
+            "model_type='mistral' is not supported; valid: 'llama'",
+        ),
+        (
+            {},
+            {"architectures": ["LlamaForSequenceClassification"]},
+            r"architectures=\['LlamaForSequenceClassifica",
+        ),
+        (
+            {},
+            {"hidden_act": "gelu"},
+            "hidden_act='gelu' is not supported; valid: 'silu'",
+        ),
+        (
+            {},
+            {"attention_bias": True},
+            "attention_bias=True is not supported; valid: False",
+        ),
         ({}, {"mlp_bias": True}, "mlp_bias=True is not supported; valid: False"),
-        ({}, {"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
-        ({}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not supported; valid: 'def"),
-        ({}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type='linear' is not supported"),
-        ({}, {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor=None: expected a number"),
+        (
+            {},
+            {"quantization_config": {"bits": 4}},
+            "quantization_config=.* is not supported",
+        ),
+        (
+            {},
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_type='yarn' is not supported; valid: 'def",
+        ),
+        (
+            {},
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            "rope_type='linear' is not supported",
+        ),
+        (
+            {},
+            {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
+            "low_freq_factor=None: expected a number",
+        ),
         (
             {},
             {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
             r"config\.json: rope_scaling: .* low_freq_factor below high",
         ),
-        ({}, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-        ({}, {"num_key_value_heads": 3}, "model.n_head=4 is not a multiple of model.n_kv_head=3"),
+        (
+            {},
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5 is not supported",
+        ),
+        (
+            {},
+            {"num_key_value_heads": 3},
+            "model.n_head=4 is not a multiple of model.n_kv_head=3",
+        ),
         (
             {},
             {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None},
             "model.d_model=32 is not a multiple of model.n_",
         ),
         ({}, {"head_dim": 7}, "head_dim=7: rotary positions turn pairs"),
-        ({}, {"num_hidden_layers": "three"}, "num_hidden_layers='three': expected a whole number"),
-        ({}, {"vocab_size": 90}, r"model\.embed_tokens\.weight has shape \(100, 32\), expected \(90, 32\)"),
-        ({}, {"num_hidden_layers": 2}, r"unknown tensors model\.layers\.2\.input_layernorm\.weight.*9 in all"),
-        ({}, {"tie_word_embeddings": False}, r"tensor lm_head\.weight \(100, 32\) is missing"),
-        ({"lm_head.weight": np.zeros((100, 32), np.float32)}, {}, "lm_head.weight differs from model.embed_tokens"),
+        (
+            {},
+            {"num_hidden_layers": "three"},
+            "num_hidden_layers='three': expected a whole number",
+        ),
+        (
+            {},
+            {"vocab_size": 90},
+            r"model\.embed_tokens\.weight has shape \(100, 32\), expected \(90, 32\)",
+        ),
+        (
+            {},
+            {"num_hidden_layers": 2},
+            r"unknown tensors model\.layers\.2\.input_layernorm\.weight.*9 in all",
+        ),
+        (
+            {},
+            {"tie_word_embeddings": False},
+            r"tensor lm_head\.weight \(100, 32\) is missing",
+        ),
+        (
+            {"lm_head.weight": np.zeros((100, 32), np.float32)},
+            {},
+            "lm_head.weight differs from model.embed_tokens",
+        ),
         (
             {"model.layers.1.mlp.up_proj.weight": None},
             {},
             r"model\.layers\.1\.mlp\.up_proj\.weight \(80, 32\) is missing",
         ),
-        ({"model.layers.1.self_attn.q_proj.bias": np.zeros(32, np.float32)}, {}, "unknown tensors .*q_proj.bias"),
+        (
+            {"model.layers.1.self_attn.q_proj.bias": np.zeros(32, np.float32)},
+            {},
+            "unknown tensors .*q_proj.bias",
+        ),
     ],
 )
-def test_what_is_not_this_llama_is_refused_in_one_line(tmp_path, weights, config, message):
+def test_what_is_not_this_llama_is_refused_in_one_line(
+    tmp_path, weights, config, message
+):
     with pytest.raises(UserError, match=message) as refused:
         load_llama(write(tmp_path / "llama", changed(**weights), CONFIG | config))
     assert "\n" not in str(refused.value)
@@ -222,38 +353,66 @@ def test_what_is_not_this_llama_is_refused_in_one_line(tmp_path, weights, config
 
 @pytest.mark.parametrize("load", [load_llama, load_gpt2])
 def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path, load):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG if load is load_llama else {"model_type": "gpt2"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(CONFIG if load is load_llama else {"model_type": "gpt2"})
+    )
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    convert = r"convert it: python -c \"from transformers .*from_pretrained\('.*'\)\.save_pretrained\('.*'\)\"$"
+    convert = (
+        r"convert it: python -c \"from transformers"
+        r" .*from_pretrained\('.*'\)\.save_pretrained\('.*'\)\"$"
+    )
     with pytest.raises(UserError, match=convert):
         load(tmp_path)
 
 
 def test_absent_and_damaged_files_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"config\.json does not exist, and no tensor tells the number of heads"):
+    with pytest.raises(
+        UserError,
+        match=r"config\.json does not exist, and no tensor tells the number of heads",
+    ):
         load_llama(tmp_path)
     directory = write(tmp_path / "llama", random_tensors(CONFIG), shards=2)
     (directory / "part1.safetensors").unlink()
     with pytest.raises(UserError, match=r"part1\.safetensors is missing \(1 in all\)"):
         load_llama(directory)
     save_file({"x": np.zeros(1)}, directory / "part1.safetensors")
-    with pytest.raises(UserError, match=r"index\.json names tensors that its files do not hold: model.*in all"):
+    with pytest.raises(
+        UserError,
+        match=r"index\.json names tensors that its files do not hold: model.*in all",
+    ):
         load_llama(directory)
     (directory / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(UserError, match=r"index\.json has no weight_map"):
         load_llama(directory)
-    for name in ("../part1.safetensors", "/etc/passwd", "sub/part1.safetensors", 3, "config.json"):
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-        with pytest.raises(UserError, match=r"weight_map names .*; expected safetensors files of the same directory"):
+    for name in (
+        "../part1.safetensors",
+        "/etc/passwd",
+        "sub/part1.safetensors",
+        3,
+        "config.json",
+    ):
+        (directory / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"x": name}})
+        )
+        with pytest.raises(
+            UserError,
+            match=(
+                r"weight_map names .*; expected safetensors files of the same directory"
+            ),
+        ):
             load_llama(directory)
     (directory / "config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"config\.json is not the configuration of a model"):
+    with pytest.raises(
+        UserError, match=r"config\.json is not the configuration of a model"
+    ):
         load_llama(directory)
 
 
 def test_export_keeps_what_is_there(tmp_path):
     spec, params = load_llama(write(tmp_path / "llama", random_tensors(CONFIG)))
-    with pytest.raises(UserError, match=r"model\.safetensors exists; choose another directory"):
+    with pytest.raises(
+        UserError, match=r"model\.safetensors exists; choose another directory"
+    ):
         save_llama(tmp_path / "llama", spec, params)
 
 
@@ -263,6 +422,14 @@ def test_a_tokenizer_is_carried_along_as_it_is(tmp_path):
     target.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         (source / name).write_bytes(b'{"\xc3\xa9": 1}\r\n' + name.encode())
-    assert [file.name for file in carry_tokenizer(source, target)] == ["tokenizer.json", "tokenizer_config.json"]
-    assert {file.name for file in target.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
-    assert (target / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert [file.name for file in carry_tokenizer(source, target)] == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert {file.name for file in target.iterdir()} == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert (target / "tokenizer.json").read_bytes() == (
+        source / "tokenizer.json"
+    ).read_bytes()

@@ -14,28 +14,50 @@ from trainer.models.llama import frequencies
 from trainer.models.llama_spec import LlamaSpec, RopeScaling, forward_flops_per_token
 
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
-SPEC = LlamaSpec(vocab_size=100, context=16, n_layer=3, n_head=4, n_kv_head=2, d_model=16, tied=True)
+SPEC = LlamaSpec(
+    vocab_size=100, context=16, n_layer=3, n_head=4, n_kv_head=2, d_model=16, tied=True
+)
 
 
 def preset(name, **settings):
     """The spec that a file of `configs/model` describes."""
     own = OmegaConf.load(CONFIGS / "model" / f"{name}.yaml")
     assert own.pop("defaults") == ["/base/llama@_here_"]
-    settings = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(CONFIGS / "base" / "llama.yaml"), own)) | settings
+    settings = (
+        OmegaConf.to_container(
+            OmegaConf.merge(OmegaConf.load(CONFIGS / "base" / "llama.yaml"), own)
+        )
+        | settings
+    )
     assert settings["family"] == "llama"
     assert settings["name"] == name
-    return from_tree(LlamaSpec, {key: value for key, value in settings.items() if key not in ("family", "name", "lr")})
+    return from_tree(
+        LlamaSpec,
+        {
+            key: value
+            for key, value in settings.items()
+            if key not in ("family", "name", "lr")
+        },
+    )
 
 
 def test_the_base_of_the_presets_has_the_defaults_of_the_spec():
     base = OmegaConf.to_container(OmegaConf.load(CONFIGS / "base" / "llama.yaml"))
-    own = {key: value for key, value in base.items() if key not in ("family", "name", "lr", "vocab_size")}
+    own = {
+        key: value
+        for key, value in base.items()
+        if key not in ("family", "name", "lr", "vocab_size")
+    }
     assert from_tree(LlamaSpec, own | {"vocab_size": 1}) == LlamaSpec(vocab_size=1)
 
 
 @pytest.mark.parametrize(
     ("name", "published"),
-    [("llama2_7b", 6_738_415_616), ("smollm2_135m", 134_515_008), ("llama32_1b", 1_235_814_400)],
+    [
+        ("llama2_7b", 6_738_415_616),
+        ("smollm2_135m", 134_515_008),
+        ("llama32_1b", 1_235_814_400),
+    ],
 )
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_parameter_counts_are_the_published_ones(name, published, scan_layers):
@@ -48,8 +70,12 @@ def test_the_smallest_preset_has_room_for_an_effect():
 
 
 def test_frequencies_of_llama_3_keep_the_fast_and_stretch_the_slow():
-    plain, scaled = (frequencies(128, 5e5, s) for s in (None, RopeScaling(8.0, 1.0, 4.0, 8192)))
-    np.testing.assert_allclose(plain, [5e5 ** (-2 * i / 128) for i in range(64)], rtol=2.0**-23)
+    plain, scaled = (
+        frequencies(128, 5e5, s) for s in (None, RopeScaling(8.0, 1.0, 4.0, 8192))
+    )
+    np.testing.assert_allclose(
+        plain, [5e5 ** (-2 * i / 128) for i in range(64)], rtol=2.0**-23
+    )
     ratio, wavelength = plain / scaled, 2 * np.pi / plain.astype(np.float64)
     np.testing.assert_array_equal(ratio[wavelength < 8192 / 4], 1)
     np.testing.assert_array_equal(ratio[wavelength > 8192], 8)
@@ -60,23 +86,40 @@ def test_frequencies_of_llama_3_keep_the_fast_and_stretch_the_slow():
 
 
 def test_flops_are_those_of_the_published_sizes():
-    # 32 layers of 4 * 4096^2 + 3 * 4096 * 11008 weights, the head's, and 4 * 32 * 4096 * 4096 for attention.
+    # 32 layers of 4 * 4096^2 + 3 * 4096 * 11008 weights, the head's, and 4 * 32 * 4096
+    # * 4096 for attention.
     weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
-    assert forward_flops_per_token(preset("llama2_7b")) == 2 * weights + 4 * 32 * 4096 * 4096
-    # Of grouped attention all heads of queries count, and the keys' and values' weights are fewer.
+    assert (
+        forward_flops_per_token(preset("llama2_7b"))
+        == 2 * weights + 4 * 32 * 4096 * 4096
+    )
+    # Of grouped attention all heads of queries count, and the keys' and values' weights
+    # are fewer.
     weights = 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536) + 576 * 49152
     expected = 2 * weights + 4 * 30 * 8192 * 576
-    assert {forward_flops_per_token(preset("smollm2_135m", scan_layers=scan)) for scan in (False, True)} == {expected}
+    assert {
+        forward_flops_per_token(preset("smollm2_135m", scan_layers=scan))
+        for scan in (False, True)
+    } == {expected}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_head": 3, "n_kv_head": 1}, "model.d_model=16 is not a multiple of model.n_head=3"),
-        ({"n_kv_head": 3}, "model.n_head=4 is not a multiple of model.n_kv_head=3; change one of them"),
+        (
+            {"n_head": 3, "n_kv_head": 1},
+            "model.d_model=16 is not a multiple of model.n_head=3",
+        ),
+        (
+            {"n_kv_head": 3},
+            "model.n_head=4 is not a multiple of model.n_kv_head=3; change one of them",
+        ),
         ({"head_dim": 5}, "head_dim=5: rotary positions turn pairs of channels"),
         ({"mlp": "gelu"}, "model.mlp='gelu' is not a choice; did you mean 'swiglu'"),
-        ({"remat": "dots"}, "model.remat='dots' is not a choice; Valid: block, checkpoint_dots"),
+        (
+            {"remat": "dots"},
+            "model.remat='dots' is not a choice; Valid: block, checkpoint_dots",
+        ),
         ({"align_channels": 65}, "align_channels=65: expected at most the MLP's 64"),
     ],
 )
@@ -85,7 +128,12 @@ def test_impossible_specs_say_what_is_valid(change, message):
         dataclasses.replace(SPEC, **change)
 
 
-@pytest.mark.parametrize("change", [{"factor": 0.0}, {"low_freq_factor": 4.0}, {"original_context": 0}])
+@pytest.mark.parametrize(
+    "change", [{"factor": 0.0}, {"low_freq_factor": 4.0}, {"original_context": 0}]
+)
 def test_an_impossible_scaling_of_positions_says_what_is_valid(change):
-    with pytest.raises(UserError, match="expected numbers above 0, and low_freq_factor below high_freq_factor"):
+    with pytest.raises(
+        UserError,
+        match="expected numbers above 0, and low_freq_factor below high_freq_factor",
+    ):
         dataclasses.replace(RopeScaling(8.0, 1.0, 4.0, 8192), **change)

@@ -16,21 +16,30 @@ from trainer.models.spec import GPT2Spec
 
 SPECS = {
     "gpt2": GPT2Spec(vocab_size=100, context=16, n_layer=1, n_head=2, d_model=16),
-    "llama": LlamaSpec(vocab_size=100, context=16, n_layer=1, n_head=2, n_kv_head=1, d_model=16),
+    "llama": LlamaSpec(
+        vocab_size=100, context=16, n_layer=1, n_head=2, n_kv_head=1, d_model=16
+    ),
 }
 TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
-LOGITS = r":(\w+)\[32,128\][^=]*= dot_general"  # of two sequences of 16 tokens, of a padded vocabulary
+# of two sequences of 16 tokens, of a padded vocabulary
+LOGITS = r":(\w+)\[32,128\][^=]*= dot_general"
 
 
 def loss_of(spec, dtype):
     made = spec.family().build(spec, compute_dtype=dtype)
-    return jax.jit(made.init)(jax.random.key(0)), lambda p: made.bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])
+    return jax.jit(made.init)(jax.random.key(0)), lambda p: made.bind(p).loss(
+        TOKENS[:, :-1], TOKENS[:, 1:]
+    )
 
 
 @pytest.mark.parametrize("family", SPECS)
-def test_the_product_writes_them_in_the_dtype_of_the_matmuls_where_that_is_asked(family):
+def test_the_product_writes_them_in_the_dtype_of_the_matmuls_where_that_is_asked(
+    family,
+):
     for how, dtype in ((None, "f32"), ("compute", "bf16")):
-        params, loss = loss_of(dataclasses.replace(SPECS[family], loss_logits=how), jnp.bfloat16)
+        params, loss = loss_of(
+            dataclasses.replace(SPECS[family], loss_logits=how), jnp.bfloat16
+        )
         found = re.findall(LOGITS, str(jax.make_jaxpr(jax.grad(loss))(params)))
         assert found
         assert found[0] == dtype
@@ -38,11 +47,14 @@ def test_the_product_writes_them_in_the_dtype_of_the_matmuls_where_that_is_asked
 
 @pytest.mark.parametrize("family", SPECS)
 def test_where_scales_propagate_they_are_in_the_format_of_the_data(family):
-    params, loss = loss_of(dataclasses.replace(SPECS[family], loss_logits="compute"), jnp.float32)
+    params, loss = loss_of(
+        dataclasses.replace(SPECS[family], loss_logits="compute"), jnp.float32
+    )
     step = functools.partial(scalify, scales="static")(jax.value_and_grad(loss))
     scaled = scaled_params(params, jnp.float16)
     text = str(jax.make_jaxpr(lambda p: asarray(step(p)))(scaled))
     assert re.findall(LOGITS, text)[0] == "f16"
     narrow, wide = jax.jit(step)(scaled)[0], loss(params)
-    # The weights are rounded to 11 bits, and so are values and logits: a fresh model's loss is log(100).
+    # The weights are rounded to 11 bits, and so are values and logits: a fresh model's
+    # loss is log(100).
     np.testing.assert_allclose(asarray(narrow), wide, rtol=2**-11)

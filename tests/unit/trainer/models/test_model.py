@@ -27,8 +27,12 @@ from trainer.models.spec import GPT2Spec, linear_sizes
         (48, 25, 1600, 1_557_611_200, True),
     ],
 )
-def test_parameter_counts_are_the_published_ones(n_layer, n_head, d_model, published, scan_layers):
-    spec = GPT2Spec(50257, n_layer=n_layer, n_head=n_head, d_model=d_model, scan_layers=scan_layers)
+def test_parameter_counts_are_the_published_ones(
+    n_layer, n_head, d_model, published, scan_layers
+):
+    spec = GPT2Spec(
+        50257, n_layer=n_layer, n_head=n_head, d_model=d_model, scan_layers=scan_layers
+    )
     assert param_count(spec) == published
 
 
@@ -49,8 +53,11 @@ def test_initial_values_are_gpt2s():
         "c_fc": (params["h"][7]["mlp"]["c_fc"]["kernel"], 0.02),
         "mlp.c_proj": (params["h"][7]["mlp"]["c_proj"]["kernel"], residual),
     }.items():
-        # The standard deviation of n normal samples is known to 1 / sqrt(2 n); five of those.
-        assert abs(float(module.std()) / expected - 1) < 5 / math.sqrt(2 * module.size), name
+        # The standard deviation of n normal samples is known to 1 / sqrt(2 n); five of
+        # those.
+        assert abs(float(module.std()) / expected - 1) < 5 / math.sqrt(
+            2 * module.size
+        ), name
     assert not params["h"][0]["mlp"]["c_fc"]["bias"].any()
     assert (params["ln_f"]["scale"] == 1).all()
 
@@ -58,29 +65,46 @@ def test_initial_values_are_gpt2s():
 def test_init_std_is_a_factor_of_every_initial_weight():
     spec = dataclasses.replace(SPEC, mlp="swiglu")
     small, usual = (
-        functional(dataclasses.replace(spec, init_std=std)).init(jax.random.key(0)) for std in (0.005, 0.02)
+        functional(dataclasses.replace(spec, init_std=std)).init(jax.random.key(0))
+        for std in (0.005, 0.02)
     )
     jax.tree.map(np.testing.assert_array_equal, small["ln_f"], usual["ln_f"])
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(small), jax.tree.leaves(usual), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(small), jax.tree.leaves(usual), strict=True
+    ):
         if path[-1].key in ("kernel", "embedding"):
-            # Both standard deviations, their product with sqrt(1/6), and the products with a normal number are rounded.
-            np.testing.assert_allclose(4 * a, b, rtol=6 * float(jnp.finfo(jnp.float32).eps))
+            # Both standard deviations, their product with sqrt(1/6), and the products
+            # with a normal number are rounded.
+            np.testing.assert_allclose(
+                4 * a, b, rtol=6 * float(jnp.finfo(jnp.float32).eps)
+            )
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_aligned_channels_start_with_one_larger_column_for_both_branches(scan_layers):
     spec = dataclasses.replace(SPEC, mlp="swiglu", scan_layers=scan_layers)
     aligned = dataclasses.replace(spec, align_channels=3, align_gain=50.0)
-    before, after = (functional(s).init(jax.random.key(0))["h"] for s in (spec, aligned))
-    before, after = (([h] if scan_layers else list(h.values())) for h in (before, after))
+    before, after = (
+        functional(s).init(jax.random.key(0))["h"] for s in (spec, aligned)
+    )
+    before, after = (
+        ([h] if scan_layers else list(h.values())) for h in (before, after)
+    )
     for plain, layer in zip(before, after, strict=True):
         gate, fc = (layer["mlp"][name]["kernel"] for name in ("c_gate", "c_fc"))
         np.testing.assert_array_equal(gate[..., :3], fc[..., :3])
-        np.testing.assert_array_equal(fc[..., :3], plain["mlp"]["c_fc"]["kernel"][..., :3] * 50)
-        assert len(np.unique(fc[..., 0, :3])) == fc[..., 0, :3].size  # not the same column for all
+        np.testing.assert_array_equal(
+            fc[..., :3], plain["mlp"]["c_fc"]["kernel"][..., :3] * 50
+        )
+        # not the same column for all
+        assert len(np.unique(fc[..., 0, :3])) == fc[..., 0, :3].size
         for name, kernel in (("c_gate", gate), ("c_fc", fc)):
-            np.testing.assert_array_equal(kernel[..., 3:], plain["mlp"][name]["kernel"][..., 3:])
-        np.testing.assert_array_equal(layer["mlp"]["c_proj"]["kernel"], plain["mlp"]["c_proj"]["kernel"])
+            np.testing.assert_array_equal(
+                kernel[..., 3:], plain["mlp"][name]["kernel"][..., 3:]
+            )
+        np.testing.assert_array_equal(
+            layer["mlp"]["c_proj"]["kernel"], plain["mlp"]["c_proj"]["kernel"]
+        )
 
 
 @pytest.mark.parametrize("scan_layers", [True, whole(False)])
@@ -88,14 +112,19 @@ def test_every_value_gain_is_the_same_function_of_the_same_parameters(scan_layer
     spec = dataclasses.replace(SPEC, scan_layers=scan_layers)
     params, plain, _ = compiled(spec)
     biased = jax.tree.map(lambda p: p + 0.01, params)  # a zero bias would hide its gain
-    loss, grads = compiled(dataclasses.replace(spec, value_gain=2.0))[1](biased)  # by 1 nothing would be multiplied
-    assert_close((loss, grads), plain(biased))  # values are a product of their own: other orders of sums
+    # by 1 nothing would be multiplied
+    loss, grads = compiled(dataclasses.replace(spec, value_gain=2.0))[1](biased)
+    # values are a product of their own: other orders of sums
+    assert_close((loss, grads), plain(biased))
     assert jax.tree.structure(grads) == jax.tree.structure(params)
     for gain in (2.0**12, 2.0**-12):
         own, gained, logits = compiled(dataclasses.replace(spec, value_gain=gain))
         jax.tree.map(np.testing.assert_array_equal, own, params)
-        jax.tree.map(np.testing.assert_array_equal, gained(biased), (loss, grads))  # powers of two
-        assert_close(logits(biased, TOKENS[:, :-1]), compiled(spec)[2](biased, TOKENS[:, :-1]))
+        # powers of two
+        jax.tree.map(np.testing.assert_array_equal, gained(biased), (loss, grads))
+        assert_close(
+            logits(biased, TOKENS[:, :-1]), compiled(spec)[2](biased, TOKENS[:, :-1])
+        )
 
 
 def test_the_values_and_what_is_projected_are_larger_by_the_gain():
@@ -116,10 +145,18 @@ def test_the_values_and_what_is_projected_are_larger_by_the_gain():
         return found
 
     one, many = seen(1.0), seen(2.0**12)
-    for path, factors in {"c_attn": (1, 1, 1), "c_value": (1, 2**12, 2**12), "c_proj": (2**12, 2**-12, 1)}.items():
-        for a, b, factor in zip(one[f"h.0.attn.{path}"], many[f"h.0.attn.{path}"], factors, strict=True):
+    for path, factors in {
+        "c_attn": (1, 1, 1),
+        "c_value": (1, 2**12, 2**12),
+        "c_proj": (2**12, 2**-12, 1),
+    }.items():
+        for a, b, factor in zip(
+            one[f"h.0.attn.{path}"], many[f"h.0.attn.{path}"], factors, strict=True
+        ):
             np.testing.assert_array_equal(factor * a, b)
-    assert set(one) == set(linear_sizes(dataclasses.replace(SPEC, n_layer=1, value_gain=1.0)))
+    assert set(one) == set(
+        linear_sizes(dataclasses.replace(SPEC, n_layer=1, value_gain=1.0))
+    )
 
 
 def keys(seed):
@@ -136,7 +173,9 @@ def test_dropout_needs_a_key_and_follows_it(scan_layers):
     np.testing.assert_array_equal(one, again)
     assert (one != two).any()
     np.testing.assert_array_equal(logits(params, tokens), plain(params, tokens))
-    np.testing.assert_array_equal(plain(params, tokens, None, keys(1)), plain(params, tokens))
+    np.testing.assert_array_equal(
+        plain(params, tokens, None, keys(1)), plain(params, tokens)
+    )
 
 
 def test_dropout_keeps_the_mean():
@@ -176,7 +215,9 @@ def test_each_linear_layer_asks_for_its_dot_general_by_path(scan_layers):
         return dot_general
 
     spec = dataclasses.replace(SPEC, n_layer=2, mlp="swiglu", scan_layers=scan_layers)
-    gpt2 = nnx.eval_shape(lambda: GPT2(spec, dot_general=choose, rngs=nnx.Rngs(params=0)))
+    gpt2 = nnx.eval_shape(
+        lambda: GPT2(spec, dot_general=choose, rngs=nnx.Rngs(params=0))
+    )
     layers = ["h.*"] if scan_layers else ["h.0", "h.1"]
     names = ["attn.c_attn", "attn.c_proj", "mlp.c_gate", "mlp.c_fc", "mlp.c_proj"]
     assert asked == [f"{layer}.{name}" for layer in layers for name in names]
@@ -197,11 +238,26 @@ def test_dense_layers_act_on_flattened_activations():
     ("change", "message"),
     [
         ({"n_head": 3}, "model.d_model=16 is not a multiple of model.n_head=3"),
-        ({"mlp": "relu"}, r"model.mlp='relu' is not a choice; did you mean 'gelu'\? Valid: gelu, smooth_swiglu, "),
-        ({"remat": "dots"}, "model.remat='dots' is not a choice; Valid: block, checkpoint_dots, "),
+        (
+            {"mlp": "relu"},
+            (
+                r"model.mlp='relu' is not a choice; did you mean 'gelu'\? Valid: gelu,"
+                r" smooth_swiglu, "
+            ),
+        ),
+        (
+            {"remat": "dots"},
+            "model.remat='dots' is not a choice; Valid: block, checkpoint_dots, ",
+        ),
         ({"n_layer": 0}, "model.n_layer=0: expected at least 1"),
-        ({"align_channels": 2}, "model.align_channels=2, but model.mlp=gelu has one branch"),
-        ({"mlp": "swiglu", "align_channels": 65}, "align_channels=65: expected at most the MLP's 64"),
+        (
+            {"align_channels": 2},
+            "model.align_channels=2, but model.mlp=gelu has one branch",
+        ),
+        (
+            {"mlp": "swiglu", "align_channels": 65},
+            "align_channels=65: expected at most the MLP's 64",
+        ),
     ],
 )
 def test_impossible_specs_say_what_is_valid(change, message):

@@ -12,12 +12,17 @@ NUMBERS = st.floats(-50, 50, width=32)
 
 
 @settings(deadline=None, max_examples=60)
-@given(arrays.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 9)), elements=NUMBERS))
+@given(
+    arrays.arrays(
+        np.float32, st.tuples(st.integers(1, 3), st.integers(1, 9)), elements=NUMBERS
+    )
+)
 def test_sparsemax_is_the_projection_to_the_simplex(z):
     found = sparsemax(z)
     assert (found >= 0).all()
     np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-4)
-    # The conditions of optimality: all that is positive is equally far below z, the rest no further.
+    # The conditions of optimality: all that is positive is equally far below z, the
+    # rest no further.
     for row, p in zip(z, found, strict=True):
         distance = row - p
         threshold = distance[p > 0].mean()
@@ -26,11 +31,15 @@ def test_sparsemax_is_the_projection_to_the_simplex(z):
 
 
 def test_tokens_of_the_same_bytes_are_shared_and_so_are_the_ends_of_documents():
-    new, old = {b"a": 0, b"b": 1, b"the": 3, b"<|end|>": 4}, {b"the": 0, b"a": 7, b"<|end|>": 2}
+    new, old = (
+        {b"a": 0, b"b": 1, b"the": 3, b"<|end|>": 4},
+        {b"the": 0, b"a": 7, b"<|end|>": 2},
+    )
     shared = Shared.of(new, old, (5, 1))
     assert shared.new.tolist() == [0, 3, 4, 5]
     assert shared.old.tolist() == [7, 0, 2, 1]
-    assert Shared.of(new, old, (4, None)).new.tolist() == [0, 3]  # whose end nothing tells
+    # whose end nothing tells
+    assert Shared.of(new, old, (4, None)).new.tolist() == [0, 3]
     assert Shared.of({b"x": 0}, old, (1, None)).new.size == 0
 
 
@@ -55,18 +64,24 @@ def test_shared_tokens_keep_their_rows_and_the_others_are_made_as_named(method):
     if method == "copy":
         np.testing.assert_array_equal(others, fresh[16:])
     elif method == "mean":
-        np.testing.assert_allclose(others, np.tile(old.mean(axis=0), (14, 1)), rtol=1e-6)
+        np.testing.assert_allclose(
+            others, np.tile(old.mean(axis=0), (14, 1)), rtol=1e-6
+        )
     else:
         assert abs(others.mean() - 2.0) < 0.2
         assert 0.3 < others.std() < 0.7
     if method == "focus":
         np.testing.assert_allclose(rows[15], 0.25 * old[22] + 0.75 * old[24], rtol=1e-6)
-    np.testing.assert_array_equal(rows, new_rows(method, old, fresh, SHARED, mixture, 0))
+    np.testing.assert_array_equal(
+        rows, new_rows(method, old, fresh, SHARED, mixture, 0)
+    )
 
 
 def test_random_keeps_none():
     old, fresh = tables()
-    np.testing.assert_array_equal(new_rows("random", old, fresh, SHARED, None, 0), fresh)
+    np.testing.assert_array_equal(
+        new_rows("random", old, fresh, SHARED, None, 0), fresh
+    )
 
 
 def test_a_mixture_is_of_the_shared_tokens_that_are_alike():
@@ -79,5 +94,6 @@ def test_a_mixture_is_of_the_shared_tokens_that_are_alike():
     nothing = Mixture.of(np.zeros_like(vectors), Shared(np.array([0]), np.array([0])))
     assert nothing.ids.size == 0
     assert nothing.weights.shape == (0, 1)
-    unseen = Mixture.of(vectors, Shared(np.array([5]), np.array([0])))  # the only shared one was never seen
+    # the only shared one was never seen
+    unseen = Mixture.of(vectors, Shared(np.array([5]), np.array([0])))
     assert unseen.ids.size == 0

@@ -1,4 +1,5 @@
-"""Every parameter has its role, what an optimiser keeps of it finds it, and no other room names a layer."""
+"""Every parameter has its role, what an optimiser keeps of it finds it, and no other
+room names a layer."""
 
 import ast
 import re
@@ -36,7 +37,9 @@ def test_every_parameter_has_a_role_that_its_shape_agrees_with(family, scan):
     model = build(family, scan)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     assert jax.tree.structure(shapes) == jax.tree.structure(model.roles)
-    for shape, role in zip(jax.tree.leaves(shapes), jax.tree.leaves(model.roles), strict=True):
+    for shape, role in zip(
+        jax.tree.leaves(shapes), jax.tree.leaves(model.roles), strict=True
+    ):
         assert shape.ndim - role.stacked == (2 if role.is_matrix else 1)
         assert role.stacked <= scan
         assert (role.layer is not None) == role.is_kernel
@@ -48,25 +51,43 @@ def test_every_parameter_has_a_role_that_its_shape_agrees_with(family, scan):
 def test_layers_of_kernels_are_those_that_patterns_choose_from(family, scan):
     spec = spec_of(family, scan)
     roles = jax.tree.leaves(build(family, scan).roles)
-    assert {role.layer for role in roles if role.is_kernel} == set(spec.family().linear_sizes(spec))
+    assert {role.layer for role in roles if role.is_kernel} == set(
+        spec.family().linear_sizes(spec)
+    )
 
 
-@pytest.mark.parametrize("transformation", [optax.adam(1.0), optax.adafactor(1.0), optax.contrib.muon(1.0)])
+@pytest.mark.parametrize(
+    "transformation", [optax.adam(1.0), optax.adafactor(1.0), optax.contrib.muon(1.0)]
+)
 def test_what_an_optimiser_keeps_of_a_parameter_has_its_role(transformation):
     model = build("gpt2", True)
     params = jax.eval_shape(model.init, jax.random.key(0))
     state = jax.eval_shape(transformation.init, params)
-    by_shape = dict(zip((leaf.shape for leaf in jax.tree.leaves(params)), jax.tree.leaves(model.roles), strict=True))
-    found = [(leaf.shape, role_of(model.roles, path)) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+    by_shape = dict(
+        zip(
+            (leaf.shape for leaf in jax.tree.leaves(params)),
+            jax.tree.leaves(model.roles),
+            strict=True,
+        )
+    )
+    found = [
+        (leaf.shape, role_of(model.roles, path))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    ]
     kernels = [(shape, role) for shape, role in found if len(shape) == 3]
     assert kernels
     assert all(role == by_shape[shape] for shape, role in kernels)
-    assert [role for shape, role in found if shape == ()] == [None] * sum(shape == () for shape, _ in found)  # counts
+    # counts
+    assert [role for shape, role in found if shape == ()] == [None] * sum(
+        shape == () for shape, _ in found
+    )
 
 
 def test_scaled_and_packed_moments_have_the_role_too():
     roles = {"h": {0: {"kernel": Role("column")}}}
-    packed = tree.pack({"mu": as_scaled_array({"h": {0: {"kernel": jnp.ones((2, 2))}}})})
+    packed = tree.pack(
+        {"mu": as_scaled_array({"h": {0: {"kernel": jnp.ones((2, 2))}}})}
+    )
     (path, _), *_ = jax.tree_util.tree_leaves_with_path(tree.unpack(packed))
     assert role_of(roles, path) == Role("column")
     assert role_of(roles, ()) is None
@@ -76,48 +97,68 @@ def test_scaled_and_packed_moments_have_the_role_too():
 def test_a_parameter_without_a_role_is_named():
     class Own(nnx.Module):
         def __init__(self, rngs):
-            self.inner = nnx.Linear(2, 3, rngs=rngs, kernel_metadata={"role": Role("column")})
+            self.inner = nnx.Linear(
+                2, 3, rngs=rngs, kernel_metadata={"role": Role("column")}
+            )
 
-    with pytest.raises(ValueError, match=r"inner\.bias has no role; make it by nnx\.Param\(value, role=Role"):
+    with pytest.raises(
+        ValueError,
+        match=r"inner\.bias has no role; make it by nnx\.Param\(value, role=Role",
+    ):
         as_functions(Own)
 
 
 def test_rows_that_depend_on_the_batch_are_those_of_the_smoothed_mlp_alone():
-    for mlp, names in (("smooth_swiglu", {"h.0.mlp.c_proj", "h.1.mlp.c_proj"}), ("swiglu", set())):
+    for mlp, names in (
+        ("smooth_swiglu", {"h.0.mlp.c_proj", "h.1.mlp.c_proj"}),
+        ("swiglu", set()),
+    ):
         roles = jax.tree.leaves(build("gpt2", False, mlp=mlp).roles)
         assert {role.layer for role in roles if role.scaled_rows} == names
 
 
-# Words of a parameter's path that are used for something else: a ScaledArray has a `scale`, a GPU's program kernels.
+# Words of a parameter's path that are used for something else: a ScaledArray has a
+# `scale`, a GPU's program kernels.
 GENERIC = {"scale", "kernel", "norm"}
 
 
 def names_of_models():
-    """Every word on the paths of the parameters of all families, whatever their choices."""
+    """Every word on the paths of the parameters of all families, whatever their
+    choices."""
     names = set()
     for family, spec in SPECS.items():
         fields = spec.__dataclass_fields__
         own_head = {"tied": False} if "tied" in fields else {}
         for mlp in get_args(fields["mlp"].type):
-            shapes = jax.eval_shape(build(family, True, mlp=mlp, **own_head).init, jax.random.key(0))
+            shapes = jax.eval_shape(
+                build(family, True, mlp=mlp, **own_head).init, jax.random.key(0)
+            )
             for path, _ in jax.tree_util.tree_leaves_with_path(shapes):
                 names |= {key.key for key in path}
     return names - GENERIC
 
 
 def strings(path):
-    """The string constants of a file that are not docstrings, the constant parts of f-strings among them."""
+    """The string constants of a file that are not docstrings, the constant parts of
+    f-strings among them."""
     found = ast.parse(path.read_text())
-    docs = {id(n.value) for n in ast.walk(found) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+    docs = {
+        id(n.value)
+        for n in ast.walk(found)
+        if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)
+    }
     return {
         node.value
         for node in ast.walk(found)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docs
     }
 
 
 def named_in(path, names):
-    """The layers and leaves that a string of a file names: as a whole, or as a part of a path.
+    """The layers and leaves that a string of a file names: as a whole, or as a part of
+    a path.
 
     What follows `model.` is a key of the configuration.
     """
@@ -125,30 +166,55 @@ def named_in(path, names):
     for text in strings(path):
         text = re.sub(r"\bmodel\.\w+", "", text)
         found |= (
-            {text} if text.isidentifier() else set(re.findall(r"(?<=\.)[A-Za-z_]\w*|[A-Za-z_]\w*(?=\.[\w*{])", text))
+            {text}
+            if text.isidentifier()
+            else set(re.findall(r"(?<=\.)[A-Za-z_]\w*|[A-Za-z_]\w*(?=\.[\w*{])", text))
         )
     return found & names
 
 
 def test_no_other_room_names_a_layer_or_a_leaf(tmp_path):
     names = names_of_models()
-    assert {"wte", "h", "c_attn", "c_gate", "ln_f", "embedding", "bias", "q_proj", "lm_head"} <= names
+    assert {
+        "wte",
+        "h",
+        "c_attn",
+        "c_gate",
+        "ln_f",
+        "embedding",
+        "bias",
+        "q_proj",
+        "lm_head",
+    } <= names
     rooms = [p for p in (ROOT / "trainer").rglob("*.py") if p.parent.name != "models"]
     files = [*rooms, *(ROOT / "scripts").glob("*.py")]
-    assert {str(p.relative_to(ROOT)): found for p in files if (found := named_in(p, names))} == {}
-    (tmp_path / "bad.py").write_text('"""h.0."""\nx = path == "c_attn" or "h.{i}.mlp" in path or f"model.h={x}.ln_f"\n')
+    assert {
+        str(p.relative_to(ROOT)): found for p in files if (found := named_in(p, names))
+    } == {}
+    (tmp_path / "bad.py").write_text(
+        '"""h.0."""\nx = path == "c_attn" or "h.{i}.mlp" in path or'
+        ' f"model.h={x}.ln_f"\n'
+    )
     assert named_in(tmp_path / "bad.py", names) == {"c_attn", "h", "mlp", "ln_f"}
 
 
 @pytest.mark.parametrize("mlp", ["swiglu", "smooth_swiglu"])
 @pytest.mark.parametrize(("family", "scan"), MODELS)
-def test_the_kernels_of_a_gated_layer_are_two_columns_and_a_row_of_one_parent(family, scan, mlp):
+def test_the_kernels_of_a_gated_layer_are_two_columns_and_a_row_of_one_parent(
+    family, scan, mlp
+):
     roles = jax.tree_util.tree_leaves_with_path(build(family, scan, mlp=mlp).roles)
     gated = [(path[:-2], role.kind) for path, role in roles if role.gated]
     parents = {parent for parent, _ in gated}
     assert len(parents) == (1 if scan else 2)
-    assert all(sorted(kind for at, kind in gated if at == parent) == ["column", "column", "row"] for parent in parents)
+    assert all(
+        sorted(kind for at, kind in gated if at == parent)
+        == ["column", "column", "row"]
+        for parent in parents
+    )
 
 
 def test_a_layer_without_a_gate_has_no_gated_kernels():
-    assert not any(role.gated for role in jax.tree.leaves(build("gpt2", False, mlp="gelu").roles))
+    assert not any(
+        role.gated for role in jax.tree.leaves(build("gpt2", False, mlp="gelu").roles)
+    )

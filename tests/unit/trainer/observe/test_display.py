@@ -7,7 +7,14 @@ import sys
 import pytest
 from rich.console import Console
 
-from trainer.observe.display import PLAIN_SECONDS, SPARKS, Display, Output, short, sparkline
+from trainer.observe.display import (
+    PLAIN_SECONDS,
+    SPARKS,
+    Display,
+    Output,
+    short,
+    sparkline,
+)
 
 ROW = {
     "train/loss": 3.14159,
@@ -35,7 +42,13 @@ def clock():
 
 def make(clock, steps=100, terminal=False):
     stream = io.StringIO()
-    console = Console(file=stream, force_terminal=terminal, width=100, soft_wrap=True, _environ={"TERM": "xterm"})
+    console = Console(
+        file=stream,
+        force_terminal=terminal,
+        width=100,
+        soft_wrap=True,
+        _environ={"TERM": "xterm"},
+    )
     return Display(steps, console=console, clock=clock), stream
 
 
@@ -46,16 +59,21 @@ def test_without_a_terminal_there_are_plain_lines_every_few_seconds(clock):
             clock.now += PLAIN_SECONDS / 10
             display.update(step, ROW)
     lines = stream.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == [f"{step}/100" for step in range(1, 100, 10)]
+    assert [line.split()[1] for line in lines] == [
+        f"{step}/100" for step in range(1, 100, 10)
+    ]
     assert "\x1b" not in stream.getvalue()
 
 
 def test_a_plain_line_says_it_all(clock):
     display, stream = make(clock)
     with display:
-        display.update(1, ROW | {"val/loss": 3.5, "perf/mfu": 0.4321, "watchdog/skipped": 2})
-    assert stream.getvalue() == (
-        "step 1/100  loss 3.1416  val 3.5000  lr 1.00e-03  norm 0.5  skipped 2  "
+        display.update(
+            1, ROW | {"val/loss": 3.5, "perf/mfu": 0.4321, "watchdog/skipped": 2}
+        )
+    assert (
+        stream.getvalue()
+        == "step 1/100  loss 3.1416  val 3.5000  lr 1.00e-03  norm 0.5  skipped 2  "
         "ms/step 10.0  12.3k tokens/s  mfu 43.2%  GiB 0.50  eta -:--:--\n"
     )
 
@@ -83,7 +101,11 @@ def test_validations_and_the_last_step_are_never_left_out(clock):
     with display:
         for step in range(1, 5):
             display.update(step, ROW | ({"val/loss": 2.0} if step == 2 else {}))
-    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/4", "2/4", "4/4"]
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == [
+        "1/4",
+        "2/4",
+        "4/4",
+    ]
 
 
 def test_an_unknown_peak_is_shown_as_not_available(clock):
@@ -93,7 +115,9 @@ def test_an_unknown_peak_is_shown_as_not_available(clock):
     assert "mfu n/a" in stream.getvalue()
 
 
-def test_the_time_left_is_that_of_the_steps_left_and_not_of_the_compilation_or_an_earlier_part(clock):
+def test_the_time_left_is_that_of_the_steps_left_and_not_of_the_compilation_or_an_earlier_part(
+    clock,
+):
     display, _ = make(clock, steps=600)
     clock.now = 50.0
     display.update(501, ROW)
@@ -122,13 +146,37 @@ def test_every_figure_is_seen_in_a_terminal_of_80_columns(clock):
     stream = io.StringIO()
     console = Console(file=stream, width=80)
     display = Display(100_000, console=console, clock=clock)
-    large = {"perf/step_ms": 98765.4, "perf/tokens_per_s": 12.3e6, "perf/mfu": 0.4321, "memory/device_peak_gib": 137.25}
+    large = {
+        "perf/step_ms": 98765.4,
+        "perf/tokens_per_s": 12.3e6,
+        "perf/mfu": 0.4321,
+        "memory/device_peak_gib": 137.25,
+    }
     for step in range(12_282, 12_346):
-        display.update(step, ROW | large | {"val/loss": 13.5, "grad_norm": 1.23e-05, "watchdog/skipped": 1000})
+        display.update(
+            step,
+            ROW
+            | large
+            | {
+                "val/loss": 13.5,
+                "grad_norm": 1.23e-05,
+                "watchdog/skipped": 1000,
+            },
+        )
     stream.seek(stream.truncate(0))
     console.print(display.render())
     text = stream.getvalue()
-    shown = ["3.1416", "13.5000", "1.00e-03", "1.23e-05", "1000", "98765.4", "12.3M tokens/s", "43.2%", "137.25"]
+    shown = [
+        "3.1416",
+        "13.5000",
+        "1.00e-03",
+        "1.23e-05",
+        "1000",
+        "98765.4",
+        "12.3M tokens/s",
+        "43.2%",
+        "137.25",
+    ]
     shown.append("(mean of 64 steps)")
     assert [figure for figure in shown if figure not in text] == []
     assert max(map(len, text.splitlines())) <= 80
@@ -140,9 +188,13 @@ def quiet(request, logger):
     logger.setLevel(logging.WARNING)
 
 
-def test_log_records_appear_without_a_terminal_too_and_once(clock, monkeypatch, request):
+def test_log_records_appear_without_a_terminal_too_and_once(
+    clock, monkeypatch, request
+):
     elsewhere = io.StringIO()  # what any library's logging.basicConfig would write to
-    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(elsewhere)])
+    monkeypatch.setattr(
+        logging.getLogger(), "handlers", [logging.StreamHandler(elsewhere)]
+    )
     monkeypatch.setattr(logging.getLogger("trainer"), "handlers", [])
     quiet(request, logging.getLogger("trainer"))
     display, stream = make(clock)

@@ -28,7 +28,10 @@ def test_what_takes_long_says_so_while_it_lasts_and_how_long_it_took():
 
 def test_an_error_goes_through_and_ends_the_waiting():
     heard = []
-    with pytest.raises(ValueError, match="x"), log_duration("compiling", heard.append, seconds=0.05):
+    with (
+        pytest.raises(ValueError, match="x"),
+        log_duration("compiling", heard.append, seconds=0.05),
+    ):
         raise ValueError("x")
     time.sleep(0.1)
     assert heard == []
@@ -42,8 +45,12 @@ def test_only_the_first_call_is_said(monkeypatch):
         return x + 1
 
     monkeypatch.setattr(
-        "trainer.observe.progress.log_duration", lambda what, say: log_duration(what, say, seconds=0.02)
+        "trainer.observe.progress.log_duration",
+        lambda what, say: log_duration(what, say, seconds=0.02),
     )
     calling = log_first_duration(slow, "compiling the validation", heard.append)
     assert (calling(1), calling(2)) == (2, 3)
-    assert [text.split(":")[0] for text in heard] == ["compiling the validation ...", "compiling the validation"]
+    assert [text.split(":")[0] for text in heard] == [
+        "compiling the validation ...",
+        "compiling the validation",
+    ]

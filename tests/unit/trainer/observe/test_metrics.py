@@ -19,7 +19,14 @@ def clock():
 
 def throughput(clock, **changes):
     return Throughput(
-        **{"tokens_per_step": 1000, "flops_per_token": 6e6, "peak_flops": 1e12, "devices": 1, "clock": clock} | changes
+        **{
+            "tokens_per_step": 1000,
+            "flops_per_token": 6e6,
+            "peak_flops": 1e12,
+            "devices": 1,
+            "clock": clock,
+        }
+        | changes
     )
 
 
@@ -50,7 +57,12 @@ def test_a_row_is_of_its_own_step_only(clock):
     t.row()
     clock.now += 0.25
     assert t.row() == pytest.approx(
-        {"perf/tokens_per_s": 4000.0, "perf/step_ms": 250.0, "perf/data_ms": 0.0, "perf/mfu": 0.024}
+        {
+            "perf/tokens_per_s": 4000.0,
+            "perf/step_ms": 250.0,
+            "perf/data_ms": 0.0,
+            "perf/mfu": 0.024,
+        }
     )
 
 
@@ -70,7 +82,8 @@ def test_without_a_known_peak_there_is_no_utilisation(clock):
 
 
 def test_utilisation_is_of_all_devices_together(clock):
-    """Eight devices that do a step of the same tokens in the same time are used an eighth as well."""
+    """Eight devices that do a step of the same tokens in the same time are used an
+    eighth as well."""
     rows = []
     for devices in (1, 8):
         t = throughput(clock, devices=devices)
@@ -81,7 +94,8 @@ def test_utilisation_is_of_all_devices_together(clock):
 
 
 def test_utilisation_of_a_published_run():
-    """nanoGPT's 124M on 8 A100 at 312 TFLOP/s each: about 178k tokens/s a device at 857.2 MFLOP a token is 49%."""
+    """nanoGPT's 124M on 8 A100 at 312 TFLOP/s each: about 178k tokens/s a device at
+    857.2 MFLOP a token is 49%."""
     assert mfu(8 * 178_300, 857.2e6, 312e12, 8) == pytest.approx(0.49, abs=0.005)
 
 
@@ -94,7 +108,10 @@ class Device:
 
 
 def test_device_memory_is_the_peak_of_the_fullest_device():
-    devices = [Device({"peak_bytes_in_use": 3 * GIB}), Device({"peak_bytes_in_use": 5 * GIB, "bytes_in_use": GIB})]
+    devices = [
+        Device({"peak_bytes_in_use": 3 * GIB}),
+        Device({"peak_bytes_in_use": 5 * GIB, "bytes_in_use": GIB}),
+    ]
     assert memory(devices)["memory/device_peak_gib"] == 5.0
 
 

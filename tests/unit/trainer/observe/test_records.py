@@ -6,13 +6,22 @@ from trainer.observe.records import without_layers
 
 
 def numerics(layer, exponent, rms, underflow=0.0, saturated=0.0):
-    figures = {"exponent": exponent, "rms": rms, "underflow": underflow, "saturated": saturated}
-    return {f"numerics/weights/{layer}/{name}": value for name, value in figures.items()}
+    figures = {
+        "exponent": exponent,
+        "rms": rms,
+        "underflow": underflow,
+        "saturated": saturated,
+    }
+    return {
+        f"numerics/weights/{layer}/{name}": value for name, value in figures.items()
+    }
 
 
 def test_of_each_class_the_extremes_over_the_layers_are_left_and_zeros_set_none():
     row = {"train/loss": 2.0, "tokens": 7}
-    layers = numerics("wte.embedding", -5, 1.5, 0.25, 1e-3) | numerics("h.0.mlp.c_fc.kernel", -3.0, 0.5)
+    layers = numerics("wte.embedding", -5, 1.5, 0.25, 1e-3) | numerics(
+        "h.0.mlp.c_fc.kernel", -3.0, 0.5
+    )
     layers |= numerics("h.0.mlp.c_fc.bias", -126, 0.0)
     assert without_layers(row | layers) == row | {
         "numerics/weights/underflow_max": 0.25,
@@ -34,5 +43,9 @@ def test_a_layer_that_is_not_a_number_is_not_hidden_by_the_others(order):
     lost = numerics("wte.embedding", -5, "NaN")  # as metrics.jsonl has it
     first, second = [lost, numerics("wpe.embedding", -5, 1.0)][::order]
     found = without_layers(first | second)
-    assert str(found["numerics/weights/rms_min"]) == str(found["numerics/weights/rms_max"]) == "nan"
+    assert (
+        str(found["numerics/weights/rms_min"])
+        == str(found["numerics/weights/rms_max"])
+        == "nan"
+    )
     assert found["numerics/weights/exponent_min"] == -5

@@ -1,4 +1,5 @@
-"""Block-scaled products: their quantisers are JAX's own, and a layer's three products are rounded as a recipe says."""
+"""Block-scaled products: their quantisers are JAX's own, and a layer's three products
+are rounded as a recipe says."""
 
 import math
 
@@ -6,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.cudnn.scaled_matmul_stablehlo import quantize  # public only behind a product for GPUs
+
+# public only behind a product for GPUs
+from jax._src.cudnn.scaled_matmul_stablehlo import quantize
 
 from scalify_core.formats import E4M3, E5M2, counter_bits
 from trainer.config.composition import compose_config
@@ -25,10 +28,15 @@ RECIPES = {
 
 
 def spread(shape, key=0, octaves=12):
-    """Numbers of many sizes, some of them at the borders of blocks' scales and at ties."""
+    """Numbers of many sizes, some of them at the borders of blocks' scales and at
+    ties."""
     a, b, c = jax.random.split(jax.random.key(key), 3)
-    x = jax.random.normal(a, shape) * jnp.exp2(jax.random.randint(b, shape, -octaves, octaves))
-    round_numbers = jnp.exp2(jax.random.randint(c, shape, -6, 6).astype(jnp.float32)) * jnp.float32(1.75)
+    x = jax.random.normal(a, shape) * jnp.exp2(
+        jax.random.randint(b, shape, -octaves, octaves)
+    )
+    round_numbers = jnp.exp2(
+        jax.random.randint(c, shape, -6, 6).astype(jnp.float32)
+    ) * jnp.float32(1.75)
     return jnp.where(jax.random.uniform(c, shape) < 0.2, round_numbers, x)
 
 
@@ -36,7 +44,10 @@ def spread(shape, key=0, octaves=12):
 def test_mxfp8_is_jaxs_own_quantiser(octaves):
     x = spread((ROWS, COLUMNS), octaves=octaves)
     data, scales = quantize(x[None], jax.nn.get_scaled_dot_general_config("mxfp8"))
-    theirs = data[0].astype(jnp.float32).reshape(ROWS, -1, 32) * scales[0].astype(jnp.float32)[..., None]
+    theirs = (
+        data[0].astype(jnp.float32).reshape(ROWS, -1, 32)
+        * scales[0].astype(jnp.float32)[..., None]
+    )
     np.testing.assert_array_equal(blocks.mx(x, E4M3, 1), theirs.reshape(x.shape))
     np.testing.assert_array_equal(blocks.mx(x.T, E4M3, 0), theirs.reshape(x.shape).T)
 
@@ -47,9 +58,17 @@ def test_nvfp4_is_jaxs_own_quantiser(octaves):
     whole = jnp.max(jnp.abs(x)) / (6 * 448)
     config = jax.nn.get_scaled_dot_general_config("nvfp4", whole.reshape(1, 1, 1, 1))
     data, scales = quantize(x[None], config)
-    theirs = data[0].astype(jnp.float32).reshape(ROWS, -1, 16) * scales[0].astype(jnp.float32)[..., None] * whole
-    # XLA's older code for CPUs, with which tests run, rounds to BF16 on the way to E2M1: twice, next to a tie.
-    on_scale = jnp.abs(x / whole).reshape(ROWS, -1, 16) / scales[0].astype(jnp.float32)[..., None]
+    theirs = (
+        data[0].astype(jnp.float32).reshape(ROWS, -1, 16)
+        * scales[0].astype(jnp.float32)[..., None]
+        * whole
+    )
+    # XLA's older code for CPUs, with which tests run, rounds to BF16 on the way to
+    # E2M1: twice, next to a tie.
+    on_scale = (
+        jnp.abs(x / whole).reshape(ROWS, -1, 16)
+        / scales[0].astype(jnp.float32)[..., None]
+    )
     from_tie = jnp.min(jnp.abs(on_scale[..., None] - TIES), axis=-1)
     clear = (from_tie > 2.0**-8 * on_scale) | (from_tie == 0)
     assert jnp.mean(clear) > 0.95
@@ -58,8 +77,15 @@ def test_nvfp4_is_jaxs_own_quantiser(octaves):
 
 
 def test_fp4_is_the_native_cast_and_its_ties():
-    x = jnp.concatenate([jnp.arange(-8, 8, 1 / 64), jnp.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 1e9])])
-    np.testing.assert_array_equal(blocks.fp4(x), jnp.clip(x, -6, 6).astype(jnp.float4_e2m1fn).astype(jnp.float32))
+    x = jnp.concatenate(
+        [
+            jnp.arange(-8, 8, 1 / 64),
+            jnp.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 1e9]),
+        ]
+    )
+    np.testing.assert_array_equal(
+        blocks.fp4(x), jnp.clip(x, -6, 6).astype(jnp.float4_e2m1fn).astype(jnp.float32)
+    )
     assert math.isnan(blocks.fp4(jnp.float32(jnp.nan)))
 
 
@@ -70,7 +96,9 @@ def test_random_bits_are_right_in_expectation():
     rounded = blocks.fp4(jnp.broadcast_to(x, bits.shape), bits)
     step = jnp.where(jnp.abs(x) < 2, 0.5, jnp.where(jnp.abs(x) < 4, 1, 2))
     # Five standard deviations of the mean of numbers that are at most a step apart.
-    assert jnp.all(jnp.abs(jnp.mean(rounded, axis=0) - x) <= 5 * step / 2 / math.sqrt(draws))
+    assert jnp.all(
+        jnp.abs(jnp.mean(rounded, axis=0) - x) <= 5 * step / 2 / math.sqrt(draws)
+    )
     assert not np.array_equal(rounded[0], rounded[1])
 
 
@@ -88,7 +116,9 @@ def test_any_sizes_zeros_and_what_is_not_finite(name, shape):
     recipe = RECIPES[name]
     for rounding in (recipe.activation, recipe.weight, recipe.gradient):
         for axis in (0, 1):
-            np.testing.assert_array_equal(rounding(jnp.zeros(shape), axis), jnp.zeros(shape))
+            np.testing.assert_array_equal(
+                rounding(jnp.zeros(shape), axis), jnp.zeros(shape)
+            )
             x = spread(shape, octaves=1)
             assert jnp.all(jnp.isfinite(rounding(x, axis)))
             for bad in (jnp.inf, jnp.nan):
@@ -97,29 +127,49 @@ def test_any_sizes_zeros_and_what_is_not_finite(name, shape):
 
 
 def test_blocks_lie_along_the_sum():
-    x = jnp.ones((64, 64)).at[0, 0].set(2.0**14)  # which takes all digits from its block
-    small = {name: [r.activation(x, axis) == 0 for axis in (0, 1)] for name, r in RECIPES.items()}
+    # which takes all digits from its block
+    x = jnp.ones((64, 64)).at[0, 0].set(2.0**14)
+    small = {
+        name: [r.activation(x, axis) == 0 for axis in (0, 1)]
+        for name, r in RECIPES.items()
+    }
     assert [int(jnp.sum(lost)) for lost in small["nvfp4"]] == [15, 15]
     assert jnp.all(small["nvfp4"][1][0, 1:16])
     assert jnp.all(small["nvfp4"][0][1:16, 0])
     x = x.at[0, 0].set(2.0**24)
-    assert [int(jnp.sum(RECIPES["mx"].activation(x, axis) == 0)) for axis in (0, 1)] == [31, 31]
-    assert [int(jnp.sum(RECIPES["deepseek"].activation(x, axis) == 0)) for axis in (0, 1)] == [63, 63]
+    assert [
+        int(jnp.sum(RECIPES["mx"].activation(x, axis) == 0)) for axis in (0, 1)
+    ] == [31, 31]
+    assert [
+        int(jnp.sum(RECIPES["deepseek"].activation(x, axis) == 0)) for axis in (0, 1)
+    ] == [63, 63]
     assert int(jnp.sum(RECIPES["deepseek"].weight(x, 0) == 0)) == 64 * 64 - 1
-    assert int(jnp.sum(RECIPES["nvfp4"].weight(x, 0) == 0)) == 64 * 64 - 1  # its scales have a range, too
+    # its scales have a range, too
+    assert int(jnp.sum(RECIPES["nvfp4"].weight(x, 0) == 0)) == 64 * 64 - 1
 
 
 def test_hadamard_cancels_in_the_product():
     x, g = spread((50, 24), 1, octaves=1), spread((50, 8), 2, octaves=1)
     exact = np.asarray(x, np.float64).T @ np.asarray(g, np.float64)
-    found = np.asarray(hadamard(x, 16), np.float64).T @ np.asarray(hadamard(g, 16), np.float64)
+    found = np.asarray(hadamard(x, 16), np.float64).T @ np.asarray(
+        hadamard(g, 16), np.float64
+    )
     # Each mixed number is a sum of 16 products, rounded once each.
-    bound = 2 * 16 * 2.0**-24 * (np.abs(np.asarray(x)).sum() * np.abs(np.asarray(g)).max() * 4)
+    bound = (
+        2
+        * 16
+        * 2.0**-24
+        * (np.abs(np.asarray(x)).sum() * np.abs(np.asarray(g)).max() * 4)
+    )
     np.testing.assert_allclose(found, exact, rtol=0, atol=bound)
-    large = jnp.full((16, 1), 8000.0)  # of which FP16 does not hold the sum, but what is left of it
-    np.testing.assert_allclose(hadamard(large.astype(jnp.float16), 16), hadamard(large, 16), rtol=2**-10)
+    # of which FP16 does not hold the sum, but what is left of it
+    large = jnp.full((16, 1), 8000.0)
+    np.testing.assert_allclose(
+        hadamard(large.astype(jnp.float16), 16), hadamard(large, 16), rtol=2**-10
+    )
     spike = jnp.zeros((16, 1)).at[3].set(16.0)
-    np.testing.assert_allclose(np.abs(hadamard(spike, 16)), 4.0)  # an outlier is shared out
+    # an outlier is shared out
+    np.testing.assert_allclose(np.abs(hadamard(spike, 16)), 4.0)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -130,12 +180,17 @@ def test_the_three_products_of_a_layer(name):
     d_x, d_w = pull(g)
     same = {"rtol": 1e-6, "atol": 1e-5}  # the order of the sums alone
     np.testing.assert_allclose(y, recipe.activation(x, 1) @ recipe.weight(w, 0), **same)
-    np.testing.assert_allclose(d_x, recipe.gradient(g, 1) @ recipe.weight(w, 1).T, **same)
-    mixed = recipe.activation(recipe.mixed(x), 0).T @ recipe.gradient(recipe.mixed(g), 0)
+    np.testing.assert_allclose(
+        d_x, recipe.gradient(g, 1) @ recipe.weight(w, 1).T, **same
+    )
+    mixed = recipe.activation(recipe.mixed(x), 0).T @ recipe.gradient(
+        recipe.mixed(g), 0
+    )
     np.testing.assert_allclose(d_w, mixed, **same)
     exact = x @ w
     error = jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact)
-    # Roundings of both operands, each off by at most half a place: of E4M3 2^-4, of E2M1 2^-2, relatively.
+    # Roundings of both operands, each off by at most half a place: of E4M3 2^-4, of
+    # E2M1 2^-2, relatively.
     assert 0 < error < 2 * (0.25 if name == "nvfp4" else 0.0625)
     with pytest.raises(ValueError, match="multiplies"):
         dot(x, w.T, (((1,), (1,)), ((), ())))
@@ -156,7 +211,10 @@ def test_mx_gradients_may_have_a_format_of_their_own():
             ["precision=nvfp4", "precision.forward=e4m3"],
             "rounds to e2m1, not e4m3 and e2m1; set .*forward=e2m1",
         ),
-        (["precision=mxfp8", "precision.weights=fp16"], "needs precision.scaling=propagate, not mx"),
+        (
+            ["precision=mxfp8", "precision.weights=fp16"],
+            "needs precision.scaling=propagate, not mx",
+        ),
     ],
 )
 def test_what_does_not_go_together(arguments, words):
@@ -164,7 +222,10 @@ def test_what_does_not_go_together(arguments, words):
         compose_config(arguments)
 
 
-@pytest.mark.parametrize(("preset", "method"), [("mxfp8", "mx"), ("deepseek_fp8", "deepseek"), ("nvfp4", "nvfp4")])
+@pytest.mark.parametrize(
+    ("preset", "method"),
+    [("mxfp8", "mx"), ("deepseek_fp8", "deepseek"), ("nvfp4", "nvfp4")],
+)
 def test_the_presets(preset, method):
     policy = compose_config([f"precision={preset}"]).precision.policy
     assert (policy.scaling, policy.simulate, policy.compute) == (method, True, "fp32")

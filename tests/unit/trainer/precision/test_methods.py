@@ -1,4 +1,5 @@
-"""A scaling method is one entry: the configuration takes it, the policy asks it, and its facts are true."""
+"""A scaling method is one entry: the configuration takes it, the policy asks it, and
+its facts are true."""
 
 import dataclasses
 import itertools
@@ -9,7 +10,11 @@ import pytest
 from scalify_core import FloatFormat
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
-from trainer.precision.gradients import FIRST_LOSS_SCALE, first_loss_scale, next_loss_scale
+from trainer.precision.gradients import (
+    FIRST_LOSS_SCALE,
+    first_loss_scale,
+    next_loss_scale,
+)
 from trainer.precision.methods import METHODS, Method
 from trainer.precision.policy import Policy, is_format, without_effect
 
@@ -31,18 +36,36 @@ def rounded(monkeypatch):
 
 
 def test_a_method_is_added_by_its_entry_alone(rounded):
-    with pytest.raises(UserError, match=r"weight_grad=fp32, but rounded gradients are FP16; set .*weight_grad=fp16$"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"weight_grad=fp32, but rounded gradients are FP16; set .*weight_grad=fp16$"
+        ),
+    ):
         compose_config(["precision.scaling=rounded"])
-    policy = compose_config(["precision.scaling=rounded", "precision.weight_grad=fp16"]).precision.policy
+    policy = compose_config(
+        ["precision.scaling=rounded", "precision.weight_grad=fp16"]
+    ).precision.policy
     assert isinstance(policy.method, Rounded)
-    assert without_effect(policy)["amax_history"] == "precision.scaling=rounded, not delayed"
+    assert (
+        without_effect(policy)["amax_history"]
+        == "precision.scaling=rounded, not delayed"
+    )
     assert "clip_outliers" not in without_effect(policy)
     none = dataclasses.replace(policy, scaling="none", weight_grad="fp32")
-    assert without_effect(none)["clip_outliers"] == "precision.scaling=none, not rounded"
+    assert (
+        without_effect(none)["clip_outliers"] == "precision.scaling=none, not rounded"
+    )
 
 
 def test_a_method_that_is_not_there_is_answered_with_those_that_are():
-    with pytest.raises(UserError, match=r"precision\.scaling='propagated' is not a choice; did you mean 'propagate'\?"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"precision\.scaling='propagated' is not a choice; did you mean"
+            r" 'propagate'\?"
+        ),
+    ):
         compose_config(["precision.scaling=propagated"])
 
 
@@ -61,8 +84,22 @@ def test_the_calibration_of_a_loss_scale_is_its_halvings_to_the_least():
 
 
 def test_the_formats_of_a_configuration_are_those_that_the_library_has():
-    names = ["fp32", "FP16", "bf16", "float32", "float16", "bfloat16", "fp8", "", "e4", "m3", "e4m3fn"]
-    names += [f"e{e}m{m}" for e, m in itertools.product((0, 1, 2, 4, 8, 9), (0, 1, 3, 23, 24))]
+    names = [
+        "fp32",
+        "FP16",
+        "bf16",
+        "float32",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "",
+        "e4",
+        "m3",
+        "e4m3fn",
+    ]
+    names += [
+        f"e{e}m{m}" for e, m in itertools.product((0, 1, 2, 4, 8, 9), (0, 1, 3, 23, 24))
+    ]
 
     def parsed(name):
         try:
@@ -70,11 +107,15 @@ def test_the_formats_of_a_configuration_are_those_that_the_library_has():
         except ValueError:
             return False
 
-    assert [name for name in names if parsed(name)] == [name for name in names if is_format(name)]
+    assert [name for name in names if parsed(name)] == [
+        name for name in names if is_format(name)
+    ]
 
 
 def test_a_policy_keeps_what_the_configuration_says_and_nothing_else():
-    precision = compose_config(["precision=fp8_delayed", "precision.amax_history=7"]).precision
+    precision = compose_config(
+        ["precision=fp8_delayed", "precision.amax_history=7"]
+    ).precision
     assert dataclasses.asdict(precision) == dataclasses.asdict(precision.policy) | {
         "name": "fp8_delayed",
         "rescale_every": 200,

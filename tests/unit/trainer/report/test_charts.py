@@ -1,4 +1,5 @@
-"""Numbers that people read: ticks, ranges, what is left out of a line and what is not."""
+"""Numbers that people read: ticks, ranges, what is left out of a line and what is
+not."""
 
 import math
 import xml.etree.ElementTree as ET
@@ -41,7 +42,14 @@ def test_ticks_are_round_and_written_with_the_digits_they_need(low, high, expect
 
 
 def test_a_median_over_a_window_leaves_out_what_is_not_finite_and_bears_spikes():
-    assert smoothed([1.0, 3.0, NAN, 5.0, 900.0, 6.0], 3) == [1.0, 3.0, 3.0, 5.0, 900.0, 6.0]
+    assert smoothed([1.0, 3.0, NAN, 5.0, 900.0, 6.0], 3) == [
+        1.0,
+        3.0,
+        3.0,
+        5.0,
+        900.0,
+        6.0,
+    ]
     assert math.isnan(smoothed([NAN, 1.0], 1)[0])
 
 
@@ -50,7 +58,10 @@ def test_a_long_line_keeps_its_extremes_and_gaps():
     ys[1234], ys[5678], ys[9000] = 50.0, -3.0, NAN
     kept = thinned(range(10_000), ys)
     assert len(kept) <= 1.6 * MOST_POINTS
-    assert [p for p in kept if not 0.9 < p[1] < 1.1 and p[1] == p[1]] == [(1234, 50.0), (5678, -3.0)]
+    assert [p for p in kept if not 0.9 < p[1] < 1.1 and p[1] == p[1]] == [
+        (1234, 50.0),
+        (5678, -3.0),
+    ]
     assert len(list(stretches(kept))) == 2
 
 
@@ -62,7 +73,10 @@ def test_a_few_values_far_above_the_rest_are_cut_off_and_counted():
     assert above == 3
     drawing = chart("Loss", [Line("x", range(1003), ys)])
     assert "3 values above the top" in drawing
-    heights = [float(p.split(",")[1]) for p in svg(drawing).findall("path")[-1].get("d")[1:].split("L")]
+    heights = [
+        float(p.split(",")[1])
+        for p in svg(drawing).findall("path")[-1].get("d")[1:].split("L")
+    ]
     assert min(heights) >= 14  # inside of the plot
 
 

@@ -1,4 +1,5 @@
-"""Runs beside each other, however many: the best first, what was varied, and where the page goes."""
+"""Runs beside each other, however many: the best first, what was varied, and where the
+page goes."""
 
 import json
 from pathlib import Path
@@ -17,7 +18,9 @@ def make_run(folder, loss, overrides, **settings):
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"step": i, "tokens": i, "train/loss": 5.0 - i, "lr": 1e-3} for i in (1, 2)]
     rows[-1] |= {} if loss is None else {"val/loss": loss}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     (folder / "environment.txt").write_text(f"overrides: {overrides}\n")
 
@@ -29,12 +32,21 @@ def sweep(tmp_path):
         lr, seed = (1e-4, 3e-4, 1e-3, 1e-2)[i // 3], i % 3
         loss = None if i == 4 else abs(lr - 1e-3) * 100 + 3 + 0.01 * seed
         overrides = f"optimizer.lr={lr} seed={seed} train.steps=2"
-        make_run(tmp_path / "sweep" / str(i), loss, overrides, seed=seed, optimizer={"lr": lr}, run_dir=f"s/{i}")
+        make_run(
+            tmp_path / "sweep" / str(i),
+            loss,
+            overrides,
+            seed=seed,
+            optimizer={"lr": lr},
+            run_dir=f"s/{i}",
+        )
     (tmp_path / "sweep" / "12").mkdir()
     return tmp_path / "sweep"
 
 
-def test_a_sweep_of_any_size_is_a_table_best_first_and_a_picture_of_each_key(sweep, capsys, monkeypatch, tmp_path):
+def test_a_sweep_of_any_size_is_a_table_best_first_and_a_picture_of_each_key(
+    sweep, capsys, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     main(Arguments(str(sweep)))
     table, rest = capsys.readouterr().out.split("\n\n")
@@ -47,20 +59,27 @@ def test_a_sweep_of_any_size_is_a_table_best_first_and_a_picture_of_each_key(swe
     assert where == str(sweep / "compare.html")
     text = (sweep / "compare.html").read_text()
     assert "Validation loss by optimizer.lr" in text
-    assert text.index(">0.0001</text>") < text.index(">0.0003</text>") < text.index(">0.01</text>")
+    assert (
+        text.index(">0.0001</text>")
+        < text.index(">0.0003</text>")
+        < text.index(">0.01</text>")
+    )
     assert not list(tmp_path.glob("*.html"))  # where the command was given
 
 
 def test_the_best_run_is_named_and_each_setting_has_its_mean_over_seeds(sweep, capsys):
     main(Arguments(str(sweep)))
     best, head, *means, _ = capsys.readouterr().out.split("\n\n")[1].splitlines()
-    assert best == f"best: {sweep}/6 (validation loss 3.0000; optimizer.lr=0.001; seed=0)"
+    assert (
+        best == f"best: {sweep}/6 (validation loss 3.0000; optimizer.lr=0.001; seed=0)"
+    )
     assert head.split("  ")[0] == "optimizer.lr"
     assert [row.split() for row in means] == [
         ["0.001", "3.0100", "0.0100", "3"],
         ["0.0001", "3.1000", "0.0100", "3"],
         ["0.01", "3.9100", "0.0100", "3"],
-        ["0.0003", "3.0800", "0.0141", "2", "of", "3"],  # one has no loss: the two that are left prove nothing
+        # one has no loss: the two that are left prove nothing
+        ["0.0003", "3.0800", "0.0141", "2", "of", "3"],
     ]
     text = (sweep / "compare.html").read_text()
     assert best in text
@@ -83,8 +102,16 @@ def test_runs_that_differ_in_more_than_the_seed_have_no_mean(sweep, capsys):
 
 
 def test_a_run_that_was_continued_keeps_the_settings_of_its_first_start(sweep):
-    """Its last start had other overrides; what it was trained with stands in its configuration."""
-    make_run(sweep / "6", 3.0, "train.steps=4 resume.source=auto", seed=0, optimizer={"lr": 1e-3}, run_dir="s/6")
+    """Its last start had other overrides; what it was trained with stands in its
+    configuration."""
+    make_run(
+        sweep / "6",
+        3.0,
+        "train.steps=4 resume.source=auto",
+        seed=0,
+        optimizer={"lr": 1e-3},
+        run_dir="s/6",
+    )
     found = overridden([History.read(sweep / name, name) for name in ("6", "3")])
     assert found["optimizer.lr"] == ["0.001", "0.0003"]
     assert "seed" not in found  # which is the same
@@ -93,14 +120,25 @@ def test_a_run_that_was_continued_keeps_the_settings_of_its_first_start(sweep):
 
 def test_a_group_is_called_by_its_choice_and_not_by_the_name_of_a_run(tmp_path):
     for name, precision in (("a", "fp32"), ("b", "bf16")):
-        groups = {"tracker": {"kind": "jsonl", "name": f"run {name}"}, "precision": {"name": precision}}
-        make_run(tmp_path / name, 3.0, f"tracker=jsonl precision={precision}", run_dir=name, **groups)
+        groups = {
+            "tracker": {"kind": "jsonl", "name": f"run {name}"},
+            "precision": {"name": precision},
+        }
+        make_run(
+            tmp_path / name,
+            3.0,
+            f"tracker=jsonl precision={precision}",
+            run_dir=name,
+            **groups,
+        )
     found = overridden([History.read(tmp_path / name, name) for name in ("a", "b")])
     assert found == {"precision": ["fp32", "bf16"]}
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_patterns_may_be_absolute_and_numbers_are_in_their_order(sweep, relative, monkeypatch):
+def test_patterns_may_be_absolute_and_numbers_are_in_their_order(
+    sweep, relative, monkeypatch
+):
     monkeypatch.chdir(sweep.parent)
     found = directories("sweep/*" if relative else f"{sweep}/*")
     assert [path.name for path in found] == [str(i) for i in range(12)]
@@ -118,9 +156,13 @@ def test_a_directory_that_is_not_there_is_said_not_to_be_there(sweep):
 def test_runs_without_a_log_are_told_which_trackers_write_one(sweep):
     for name in ("1", "2"):
         (sweep / name / "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match=r"1 has no metrics\.jsonl with rows; .*tracker=jsonl"):
+    with pytest.raises(
+        UserError, match=r"1 has no metrics\.jsonl with rows; .*tracker=jsonl"
+    ):
         main(Arguments(f"{sweep}/1,{sweep}/2", "no"))
-    with pytest.raises(UserError, match=r"found 0 runs .*, and 2 without one, which had tracker=none"):
+    with pytest.raises(
+        UserError, match=r"found 0 runs .*, and 2 without one, which had tracker=none"
+    ):
         main(Arguments(f"{sweep}/[12]", "no"))
 
 
@@ -141,13 +183,27 @@ def test_choices_without_a_value_are_said_to_have_none():
 
 
 def test_what_a_continued_run_does_not_repeat_is_what_its_configuration_says(tmp_path):
-    """Neither that it was continued, nor a group whose choice it does not name again, is a difference."""
+    """Neither that it was continued, nor a group whose choice it does not name again,
+    is a difference."""
     data = {"source": "text", "paths": ["a.txt"], "name": None}
-    make_run(tmp_path / "a", 3.0, "data=text parallel=fsdp optimizer.lr=0.1", data=data, parallel={"fsdp": -1})
+    make_run(
+        tmp_path / "a",
+        3.0,
+        "data=text parallel=fsdp optimizer.lr=0.1",
+        data=data,
+        parallel={"fsdp": -1},
+    )
     settings = {"data": data, "parallel": {"fsdp": -1}, "resume": {"source": "../a"}}
     make_run(tmp_path / "b", 3.0, "resume.source=../a optimizer.lr=0.2", **settings)
     other = {"source": "hf", "name": "org/set", "paths": []}
-    make_run(tmp_path / "c", 3.0, "data=hf", data=other, parallel={"fsdp": 1}, resume={"source": "auto"})
+    make_run(
+        tmp_path / "c",
+        3.0,
+        "data=hf",
+        data=other,
+        parallel={"fsdp": 1},
+        resume={"source": "auto"},
+    )
     a, b, c = (History.read(tmp_path / name, name) for name in "abc")
     assert overridden([a, b]) == {"optimizer.lr": ["0.1", "0.2"]}
     assert differences([a, b]) == {}
@@ -157,15 +213,27 @@ def test_what_a_continued_run_does_not_repeat_is_what_its_configuration_says(tmp
 
 def rates(tmp_path, losses, key="lr"):
     for name, (rate, loss) in enumerate(losses):
-        make_run(tmp_path / str(name), loss, f"optimizer.{key}={rate} seed={name}", optimizer={key: rate}, seed=name)
+        make_run(
+            tmp_path / str(name),
+            loss,
+            f"optimizer.{key}={rate} seed={name}",
+            optimizer={key: rate},
+            seed=name,
+        )
     return str(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("losses", "told"),
     [
-        ([(0.1, 3.0), (0.2, 2.0), (10.0, 1.0)], ["the best optimizer.lr is the largest tried, 10.0; try larger"]),
-        ([(1e-05, 1.0), (0.2, 2.0)], ["the best optimizer.lr is the smallest tried, 1e-05; try smaller"]),
+        (
+            [(0.1, 3.0), (0.2, 2.0), (10.0, 1.0)],
+            ["the best optimizer.lr is the largest tried, 10.0; try larger"],
+        ),
+        (
+            [(1e-05, 1.0), (0.2, 2.0)],
+            ["the best optimizer.lr is the smallest tried, 1e-05; try smaller"],
+        ),
         ([(0.1, 3.0), (0.2, 1.0), (0.3, 2.0)], []),
         ([(0.1, 3.0), (0.2, 1.0), (0.3, None)], []),  # it was tried
         ([(0.1, None), (0.2, None)], []),
@@ -179,7 +247,11 @@ def rates(tmp_path, losses, key="lr"):
 )
 def test_a_best_value_at_an_end_of_those_tried_is_told(tmp_path, losses, told, capsys):
     main(Arguments(rates(tmp_path, losses)))
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("the best ")] == told
+    assert [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("the best ")
+    ] == told
     assert all(line in (tmp_path / "compare.html").read_text() for line in told)
 
 
@@ -192,15 +264,32 @@ def test_a_fork_beside_its_parent_has_tried_no_values(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("other", "is_told"), [(1.7, True), (1.4, False)])
-def test_where_the_means_have_another_best_than_the_runs_it_is_told(tmp_path, other, is_told, capsys):
-    main(Arguments(rates(tmp_path, [(0.1, 3.0), (0.2, 1.5), (0.2, 3.0), (0.3, 1.6), (0.3, other)]), "no"))
-    told = "by the mean over seeds optimizer.lr=0.3 is the best; that one run of other settings is better may be chance"
+def test_where_the_means_have_another_best_than_the_runs_it_is_told(
+    tmp_path, other, is_told, capsys
+):
+    main(
+        Arguments(
+            rates(
+                tmp_path, [(0.1, 3.0), (0.2, 1.5), (0.2, 3.0), (0.3, 1.6), (0.3, other)]
+            ),
+            "no",
+        )
+    )
+    told = (
+        "by the mean over seeds optimizer.lr=0.3 is the best; that one run of other"
+        " settings is better may be chance"
+    )
     assert (told in capsys.readouterr().out.splitlines()) == is_told
 
 
 def test_a_longer_run_is_no_better_value_of_a_key(tmp_path, capsys):
     for steps in (1, 2):
-        make_run(tmp_path / str(steps), 3.0 - steps, f"train.steps={steps}", train={"steps": steps})
+        make_run(
+            tmp_path / str(steps),
+            3.0 - steps,
+            f"train.steps={steps}",
+            train={"steps": steps},
+        )
     main(Arguments(str(tmp_path), "no"))
     assert "try larger" not in capsys.readouterr().out
 
@@ -213,8 +302,11 @@ def test_another_comparison_is_not_overwritten_unless_it_is_said(sweep, capsys):
     assert where(str(sweep)) == str(sweep / "compare.html")
     first = (sweep / "compare.html").read_text()
     assert where(f"{sweep}/1,{sweep}/2") == str(sweep / "compare-2.html")
-    assert where(f"{sweep}/2,{sweep}/1") == str(sweep / "compare-2.html")  # the same runs
+    # the same runs
+    assert where(f"{sweep}/2,{sweep}/1") == str(sweep / "compare-2.html")
     assert where(str(sweep)) == str(sweep / "compare.html")
     assert (sweep / "compare.html").read_text() == first
     out = str(sweep / "compare.html")
-    assert where(f"{sweep}/1,{sweep}/2", out) == f"{out}, in place of another comparison"
+    assert (
+        where(f"{sweep}/1,{sweep}/2", out) == f"{out}, in place of another comparison"
+    )

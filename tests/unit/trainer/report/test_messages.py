@@ -23,17 +23,26 @@ def test_a_longer_schedule_is_told_by_its_learning_rates():
 def test_a_schedule_that_goes_on_as_before_is_not_worth_a_line():
     rates = np.float32([1, 2, 2, 2, 2])
     assert schedule_change(3, rates, rates, {}) == []
-    assert schedule_change(3, rates, np.float32([2, 2, 2, 2]), {}) == []  # only the warm-up, which is over, was another
+    # only the warm-up, which is over, was another
+    assert schedule_change(3, rates, np.float32([2, 2, 2, 2]), {}) == []
     assert schedule_change(4, rates, np.float32([4, 3, 2, 1]), {}) == []  # it ends here
 
 
 def test_the_keys_that_were_changed_are_named_and_no_others():
     before = compose_config(["train.steps=40", "run_dir=a"])
-    given = ["train.steps=40", "run_dir=b", "optimizer.lr=1e-4", "schedule.min_ratio=0.2", "seed=1"]
+    given = [
+        "train.steps=40",
+        "run_dir=b",
+        "optimizer.lr=1e-4",
+        "schedule.min_ratio=0.2",
+        "seed=1",
+    ]
     found = Restored(20, None, {"config": to_tree(before)})
     (line,) = describe_change(compose_config(given), found)
     lr, ratio = before.optimizer.lr, before.schedule.min_ratio
-    assert f"(optimizer.lr=0.0001, was {lr}; schedule.min_ratio=0.2, was {ratio}):" in line
+    assert (
+        f"(optimizer.lr=0.0001, was {lr}; schedule.min_ratio=0.2, was {ratio}):" in line
+    )
 
 
 def test_a_source_is_named_for_a_reader():
@@ -44,7 +53,9 @@ def test_a_source_is_named_for_a_reader():
 
 def data_line(tmp_path, *names, **settings):
     source = TextSource(tuple(str(tmp_path / name) for name in names))
-    return describe_data(Manifest.load(prepare(source, "byte", tmp_path / "cache", **settings)))
+    return describe_data(
+        Manifest.load(prepare(source, "byte", tmp_path / "cache", **settings))
+    )
 
 
 def test_the_files_and_documents_that_were_read_are_counted(tmp_path):
@@ -52,13 +63,21 @@ def test_the_files_and_documents_that_were_read_are_counted(tmp_path):
         (tmp_path / f"{i}.txt").write_text("words " * 100)
     rows = [{"text": f"{i} words"} for i in range(97)] + [{"text": ""}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert data_line(tmp_path, "*.txt", "a.jsonl").startswith("4 files (3 text, 1 jsonl), 100 documents; ")
-    assert data_line(tmp_path, "a.jsonl").startswith("1 file, 97 documents; ")
-    assert "; 1 document was skipped, which holds no text" in data_line(tmp_path, "a.jsonl")
-    assert data_line(tmp_path, "0.txt") == (
-        "1 file, a single text; 540 training and 60 validation tokens (10.0% for validation)"
+    assert data_line(tmp_path, "*.txt", "a.jsonl").startswith(
+        "4 files (3 text, 1 jsonl), 100 documents; "
     )
-    assert describe_data(Manifest.load(prepare(EmbeddedSource(), "byte", tmp_path))).startswith("the King James Bible;")
+    assert data_line(tmp_path, "a.jsonl").startswith("1 file, 97 documents; ")
+    assert "; 1 document was skipped, which holds no text" in data_line(
+        tmp_path, "a.jsonl"
+    )
+    assert (
+        data_line(tmp_path, "0.txt")
+        == "1 file, a single text; 540 training and 60 validation tokens (10.0% for"
+        " validation)"
+    )
+    assert describe_data(
+        Manifest.load(prepare(EmbeddedSource(), "byte", tmp_path))
+    ).startswith("the King James Bible;")
 
 
 def test_a_document_that_both_parts_have_a_piece_of_is_counted_once(tmp_path):
@@ -69,7 +88,11 @@ def test_a_document_that_both_parts_have_a_piece_of_is_counted_once(tmp_path):
 
 @pytest.mark.parametrize("long", [0, 1])
 def test_a_share_of_validation_that_was_not_asked_for_is_told(tmp_path, long):
-    rows = [{"text": f"{i} words"} for i in range(1000)] + [{"text": "long " * 2000}] * long
+    rows = [{"text": f"{i} words"} for i in range(1000)] + [
+        {"text": "long " * 2000}
+    ] * long
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = data_line(tmp_path, "a.jsonl", val_fraction=0.3)
-    assert ("not data.val_fraction=30.0%: whole documents are chosen for it" in line) == (long == 1), line
+    assert (
+        "not data.val_fraction=30.0%: whole documents are chosen for it" in line
+    ) == (long == 1), line

@@ -15,32 +15,55 @@ from trainer.observe.records import encode_row
 from trainer.report.history import History
 from trainer.report.page import render, write_report
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+BROWSER = next(
+    filter(
+        None,
+        map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")),
+    ),
+    None,
+)
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "{}", "[]", '{"step": 1, "tokens": 1, "results": [{"precision": "fp32", "loss": 1.0}]}']
+    "text",
+    [
+        "{",
+        "{}",
+        "[]",
+        '{"step": 1, "tokens": 1, "results": [{"precision": "fp32", "loss": 1.0}]}',
+    ],
 )
 def test_a_damaged_evaluation_is_named(run_dir, text):
     (run_dir / "evaluation.json").write_text(text)
-    with pytest.raises(UserError, match=r"evaluation\.json is damaged \(.*\); remove it"):
+    with pytest.raises(
+        UserError, match=r"evaluation\.json is damaged \(.*\); remove it"
+    ):
         write_report(run_dir)
 
 
 def test_facts_that_are_damaged_or_old_are_left_out(run_dir):
-    (run_dir / "environment.txt").write_text("vocabulary: 0\ntext: a book\ntraining tokens: many\n")
-    assert "a book (0 training tokens, read 0.0 times" in write_report(run_dir).read_text()
+    (run_dir / "environment.txt").write_text(
+        "vocabulary: 0\ntext: a book\ntraining tokens: many\n"
+    )
+    assert (
+        "a book (0 training tokens, read 0.0 times" in write_report(run_dir).read_text()
+    )
     (run_dir / "environment.txt").write_bytes(b"\xff\n")
     assert "blind guessing" not in write_report(run_dir).read_text()
 
 
 def test_figures_that_are_not_finite_do_not_stop_the_report(run_dir):
-    figures = tensor(underflow=0.25, rms=math.nan) | tensor("weights", "h.0.mlp.c_fc.kernel", underflow=math.nan)
+    figures = tensor(underflow=0.25, rms=math.nan) | tensor(
+        "weights", "h.0.mlp.c_fc.kernel", underflow=math.nan
+    )
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(encode_row(200, {"train/loss": math.nan, "tokens": 9} | figures))
     (run_dir / "config.yaml").write_text(FP8)
     (run_dir / "environment.txt").write_text("wide layers: none\n")
-    assert "at most 25.00% of their RMS, the activations" in write_report(run_dir).read_text()
+    assert (
+        "at most 25.00% of their RMS, the activations"
+        in write_report(run_dir).read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,14 +76,26 @@ def test_figures_that_are_not_finite_do_not_stop_the_report(run_dir):
             [(100, "stopped: step 100: 3 steps in a row were not finite")],
             "of 2,000 steps: ended by the watch",
         ),
-        (2000, [(100, "no progress for 9 s, in step 101; ended; checkpoints: 50")], "steps: ended because it hung"),
-        (100, [(40, "no progress for 9 s, in step 41; ended; checkpoints: 30")], "100 of 100 steps: finished"),
+        (
+            2000,
+            [(100, "no progress for 9 s, in step 101; ended; checkpoints: 50")],
+            "steps: ended because it hung",
+        ),
+        (
+            100,
+            [(40, "no progress for 9 s, in step 41; ended; checkpoints: 30")],
+            "100 of 100 steps: finished",
+        ),
         (None, [], "100 steps: not known whether finished"),
     ],
 )
 def test_the_head_says_how_it_ended_and_what_it_was(steps, events, says):
-    config = "model: {name: gpt2_nano}\nprecision: {name: bf16}\n" + (f"train: {{steps: {steps}}}" if steps else "")
-    page = render(history(rows(FALLING), events, config), pictures={}, sample="", environment="")
+    config = "model: {name: gpt2_nano}\nprecision: {name: bf16}\n" + (
+        f"train: {{steps: {steps}}}" if steps else ""
+    )
+    page = render(
+        history(rows(FALLING), events, config), pictures={}, sample="", environment=""
+    )
     first, second, third = re.findall("<p class=sub>(.*?)</p>", page)[:3]
     assert says in first
     assert first.endswith("; 10k tokens")
@@ -69,21 +104,40 @@ def test_the_head_says_how_it_ended_and_what_it_was(steps, events, says):
 
 def test_the_head_says_what_was_trained_on_what():
     config = "model: {name: gpt2_nano}\nprecision: {name: bf16}\nseed: 3\n"
-    facts = {"parameters": "842,496", "vocabulary": "256", "tokenizer": "byte", "training tokens": "4,000"}
-    facts |= {"text": "a book", "validation tokens": "400", "arithmetic": "matmuls in bf16", "host": "2 CPU cores"}
+    facts = {
+        "parameters": "842,496",
+        "vocabulary": "256",
+        "tokenizer": "byte",
+        "training tokens": "4,000",
+    }
+    facts |= {
+        "text": "a book",
+        "validation tokens": "400",
+        "arithmetic": "matmuls in bf16",
+        "host": "2 CPU cores",
+    }
     page = render(
-        history(rows(FALLING), config=config, devices="1 x cpu (cpu)", **facts), pictures={}, sample="", environment=""
+        history(rows(FALLING), config=config, devices="1 x cpu (cpu)", **facts),
+        pictures={},
+        sample="",
+        environment="",
     )
     assert re.findall("<p class=sub>(.*?)</p>", page)[1:3] == [
-        "model gpt2_nano, 842,496 parameters; a book (4,000 training tokens, read 2.5 times; 400 for validation; "
-        "tokenizer byte, 256 ids); 1 x cpu (cpu), 2 CPU cores; seed 3",
+        (
+            "model gpt2_nano, 842,496 parameters; a book (4,000 training tokens, read"
+            " 2.5 times; 400 for validation; tokenizer byte, 256 ids); 1 x cpu (cpu), 2"
+            " CPU cores; seed 3"
+        ),
         "precision bf16: matmuls in bf16",
     ]
 
 
 def test_what_underflow_takes_is_charted_as_a_share_of_the_rms_with_its_limit():
     page = render(
-        history(rows(FALLING), config=FP8, numerics=tensor(underflow=0.25)), pictures={}, sample="", environment=""
+        history(rows(FALLING), config=FP8, numerics=tensor(underflow=0.25)),
+        pictures={},
+        sample="",
+        environment="",
     )
     assert "<title>activations 0.0488281 after step 100</title>" in page
     assert "at most so many % of a tensor&#x27;s RMS" in page
@@ -93,10 +147,19 @@ def test_the_gradient_norm_is_shown_with_the_limit_where_that_mattered():
     found = rows(FALLING)
     found[9]["grad_norm"] = 3.0
     pages = [
-        render(history(found, config=f"optimizer: {{clip_norm: {clip}}}"), pictures={}, sample="", environment="")
+        render(
+            history(found, config=f"optimizer: {{clip_norm: {clip}}}"),
+            pictures={},
+            sample="",
+            environment="",
+        )
         for clip in ("2.0", "4.0", "null")
     ]
-    assert ["which 1.0% of the steps had" in page for page in pages] == [True, False, False]
+    assert ["which 1.0% of the steps had" in page for page in pages] == [
+        True,
+        False,
+        False,
+    ]
     assert ["</i>limit</span>" in page for page in pages] == [True, False, False]
 
 
@@ -104,30 +167,50 @@ def test_the_gradient_norm_is_shown_with_the_limit_where_that_mattered():
 def run_dir(tmp_path):
     """Of a run with NaN, events, a picture, and what HTML must not take for its own."""
     found = rows([*FALLING, float("nan")], {50: 3.5, 100: 1.6})
-    lines = [encode_row(row["step"], {k: v for k, v in row.items() if k != "step"}) for row in found]
-    lines.insert(40, encode_row(40, {"event": "step 40 skipped (<script>alert(1)</script>)"}))
+    lines = [
+        encode_row(row["step"], {k: v for k, v in row.items() if k != "step"})
+        for row in found
+    ]
+    lines.insert(
+        40, encode_row(40, {"event": "step 40 skipped (<script>alert(1)</script>)"})
+    )
     folder = tmp_path / "runs" / "a<b"
     (folder / "numerics").mkdir(parents=True)
     (folder / "metrics.jsonl").write_bytes(b"".join(lines))
     (folder / "config.yaml").write_text("seed: 0\ndata: {name: '</pre><img src=x>'}\n")
-    (folder / "environment.txt").write_text("parameters: 1\nseen: <b>\n\nparameters: 2\n")
+    (folder / "environment.txt").write_text(
+        "parameters: 1\nseen: <b>\n\nparameters: 2\n"
+    )
     (folder / "numerics" / "weights.png").write_bytes(b"\x89PNG")
     return folder
 
 
 def test_the_report_is_one_file_that_asks_the_network_for_nothing(run_dir):
     text = write_report(run_dir).read_text()
-    assert not re.search(r"https?:|<link|<script|url\(|@import", text.replace("&lt;script&gt;", ""))
+    assert not re.search(
+        r"https?:|<link|<script|url\(|@import", text.replace("&lt;script&gt;", "")
+    )
     assert "data:image/png;base64,iVBORw==" in text
     assert "<img src=x>" not in text
-    for title in ("Loss", "Learning rate", "Gradient norm", "Throughput", "Memory", "Scales"):
+    for title in (
+        "Loss",
+        "Learning rate",
+        "Gradient norm",
+        "Throughput",
+        "Memory",
+        "Scales",
+    ):
         assert f"<b>{title}</b>" in text
     assert "step 40 skipped (&lt;script&gt;" in text
 
 
-def test_a_history_has_the_last_figures_of_every_layer_and_the_last_starts_facts(run_dir):
+def test_a_history_has_the_last_figures_of_every_layer_and_the_last_starts_facts(
+    run_dir,
+):
     with (run_dir / "metrics.jsonl").open("ab") as file:
-        file.write(encode_row(200, {"train/loss": 1.0, "tokens": 9} | tensor(underflow=0.125)))
+        file.write(
+            encode_row(200, {"train/loss": 1.0, "tokens": 9} | tensor(underflow=0.125))
+        )
         file.write(encode_row(201, {"train/loss": 1.0, "tokens": 9}))
     found = History.read(run_dir)
     assert found.looks == [(200, tensor(underflow=0.125))]
@@ -142,7 +225,8 @@ def test_a_directory_without_a_log_is_an_error(tmp_path):
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser here")
 def test_a_browser_shows_it(run_dir, tmp_path):
-    """What the page is after layout: every chart has a size, and the three answers are on the first screen."""
+    """What the page is after layout: every chart has a size, and the three answers are
+    on the first screen."""
     page = write_report(run_dir)
     probe = """<script>addEventListener('load', () => { const box = e => e.getBoundingClientRect();
       document.body.dataset.found = JSON.stringify({svg: [...document.querySelectorAll('svg')].map(e => box(e).height),
@@ -150,17 +234,33 @@ def test_a_browser_shows_it(run_dir, tmp_path):
       wide: document.body.scrollWidth})})</script>"""
     copy = tmp_path / "probe.html"
     copy.write_text(page.read_text().replace("</head>", probe + "</head>"))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1240,900", f"--user-data-dir={tmp_path}/p"]
-    done = subprocess.run([BROWSER, *flags, "--dump-dom", copy.as_uri()], capture_output=True, text=True, timeout=120)
-    found = json.loads(re.search(r'data-found="([^"]*)"', done.stdout)[1].replace("&quot;", '"'))
-    assert len(found["svg"]) == 4  # loss, learning rate, gradient norm, throughput: no memory, no numerics recorded
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1240,900",
+        f"--user-data-dir={tmp_path}/p",
+    ]
+    done = subprocess.run(
+        [BROWSER, *flags, "--dump-dom", copy.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    found = json.loads(
+        re.search(r'data-found="([^"]*)"', done.stdout)[1].replace("&quot;", '"')
+    )
+    # loss, learning rate, gradient norm, throughput: no memory, no numerics recorded
+    assert len(found["svg"]) == 4
     assert all(100 < height < 400 for height in found["svg"])
     assert len(found["cards"]) == 3
     assert max(found["cards"]) < 500
     assert found["wide"] <= 1240
 
 
-def test_runs_are_compared_in_a_table_that_names_what_differs(run_dir, tmp_path, monkeypatch, capsys):
+def test_runs_are_compared_in_a_table_that_names_what_differs(
+    run_dir, tmp_path, monkeypatch, capsys
+):
     other = tmp_path / "runs" / "c"
     shutil.copytree(run_dir, other)
     (other / "config.yaml").write_text("seed: 1\ndata: {name: '</pre><img src=x>'}\n")
@@ -188,4 +288,5 @@ def test_the_page_has_a_chart_of_each_sharpness_and_of_the_edge_only_where_it_wa
         figure = page[page.index(title) :].split("</figure>")[0]
         assert "not recorded" not in figure
         assert "not recorded" in bare[bare.index(title) :].split("</figure>")[0]
-    assert "0.25 after step 50" in page  # a rate of 1e-3 where the critical one is 2 / 500
+    # a rate of 1e-3 where the critical one is 2 / 500
+    assert "0.25 after step 50" in page

@@ -1,4 +1,5 @@
-"""What is said of a run: whether it learns, is healthy and fast, and what eight bits lose."""
+"""What is said of a run: whether it learns, is healthy and fast, and what eight bits
+lose."""
 
 import math
 
@@ -14,19 +15,58 @@ from trainer.report.verdicts import BAD, FAIR, GOOD, UNRATED, fast, healthy, lea
     [
         (FALLING, {50: 3.5, 100: 1.6}, GOOD, "Since step 50 it still fell by 54.3%"),
         (FALLING, {50: 1.6, 75: 1.605, 100: 1.6}, GOOD, "Since step 75 it was level."),
-        (FALLING, {50: 1.7, 75: 1.6, 100: 1.62}, GOOD, "Since step 75 it rose by 1.2%."),
-        (FALLING, {10: 3.5, 100: 1.6}, GOOD, "1.600 nats a token.\nThe loss on"),  # too long ago to be the end's course
-        (FALLING, {100: 2.0}, GOOD, "from 5.500 nats a token to 1.720, 14% below the loss on text it never saw."),
+        (
+            FALLING,
+            {50: 1.7, 75: 1.6, 100: 1.62},
+            GOOD,
+            "Since step 75 it rose by 1.2%.",
+        ),
+        # too long ago to be the end's course
+        (FALLING, {10: 3.5, 100: 1.6}, GOOD, "1.600 nats a token.\nThe loss on"),
+        (
+            FALLING,
+            {100: 2.0},
+            GOOD,
+            (
+                "from 5.500 nats a token to 1.720, 14% below the loss on text it never"
+                " saw."
+            ),
+        ),
         (FALLING, {50: 1.5, 100: 1.6}, FAIR, "It was better, 1.500, after step 50"),
-        ([*FALLING[:80], *[0.9] * 20], {50: 1.5, 100: 1.6}, FAIR, "It learns its training text by heart."),
+        (
+            [*FALLING[:80], *[0.9] * 20],
+            {50: 1.5, 100: 1.6},
+            FAIR,
+            "It learns its training text by heart.",
+        ),
         (FALLING[::-1], {100: 6.0}, BAD, "no better than at the start"),
         (FALLING, {}, GOOD, "There was no validation"),
         ([5.0], {}, FAIR, "Too few steps"),
-        ([5.5 - 1e-6 * i for i in range(100)], {100: 5.49}, FAIR, "a fall of less than 2%"),
-        ([5.5 - 1e-6 * i for i in range(100)], {}, FAIR, "no validation. That is a fall of less than 2%"),
-        (FALLING[:20] + [math.nan] * 80, {20: 4.7}, BAD, "Of the last 10 training losses most are not finite"),
+        (
+            [5.5 - 1e-6 * i for i in range(100)],
+            {100: 5.49},
+            FAIR,
+            "a fall of less than 2%",
+        ),
+        (
+            [5.5 - 1e-6 * i for i in range(100)],
+            {},
+            FAIR,
+            "no validation. That is a fall of less than 2%",
+        ),
+        (
+            FALLING[:20] + [math.nan] * 80,
+            {20: 4.7},
+            BAD,
+            "Of the last 10 training losses most are not finite",
+        ),
         ([*FALLING, math.nan], {101: 1.6}, GOOD, "1.600 nats"),
-        (FALLING, {50: 3.5, 100: math.inf}, BAD, "The last validation loss is not finite"),
+        (
+            FALLING,
+            {50: 3.5, 100: math.inf},
+            BAD,
+            "The last validation loss is not finite",
+        ),
     ],
 )
 def test_whether_it_learns(losses, val, grade, says):
@@ -41,40 +81,83 @@ LEVEL = [2.0 - 0.05 * (-1) ** i for i in range(100)]
 @pytest.mark.parametrize(
     ("losses", "val", "grade", "says"),
     [
-        (LEVEL, {100: 2.1}, GOOD, "went from 2.000 nats a token ({} runs/a after step 900) to 2.000"),
+        (
+            LEVEL,
+            {100: 2.1},
+            GOOD,
+            "went from 2.000 nats a token ({} runs/a after step 900) to 2.000",
+        ),
         (LEVEL, {}, GOOD, "There was no validation."),
-        ([*LEVEL[:50], *(2.1 + x - 2 for x in LEVEL[:50])], {100: 2.1}, FAIR, "worse than what it began with, by 5.0%"),
-        ([2.0, 2.2] * 10 + [2.1, 2.3], {}, GOOD, "no validation."),  # of single steps, which vary as much
+        (
+            [*LEVEL[:50], *(2.1 + x - 2 for x in LEVEL[:50])],
+            {100: 2.1},
+            FAIR,
+            "worse than what it began with, by 5.0%",
+        ),
+        # of single steps, which vary as much
+        ([2.0, 2.2] * 10 + [2.1, 2.3], {}, GOOD, "no validation."),
         (LEVEL, {50: 1.9, 100: 2.1}, FAIR, "It was better, 1.900, after step 50"),
     ],
 )
-def test_what_begins_with_weights_is_judged_by_what_it_began_with(fact, losses, val, grade, says):
+def test_what_begins_with_weights_is_judged_by_what_it_began_with(
+    fact, losses, val, grade, says
+):
     answer = learning(history(rows(losses, val), **{fact: "runs/a after step 900"}))
     assert (answer.grade, says.format(fact) in answer.text) == (grade, True), answer
     assert learning(history(rows(losses, val))).grade != GOOD
 
 
 def test_the_course_of_a_fork_is_that_of_its_own_steps():
-    found = [row | {"step": row["step"] + 900} for row in rows(LEVEL, {50: 3.0, 100: 2.1})]
-    assert "Since step 950 it still fell by 30.0%" in learning(history(found, **{"forked from": "a"})).text
+    found = [
+        row | {"step": row["step"] + 900} for row in rows(LEVEL, {50: 3.0, 100: 2.1})
+    ]
+    assert (
+        "Since step 950 it still fell by 30.0%"
+        in learning(history(found, **{"forked from": "a"})).text
+    )
 
 
 @pytest.mark.parametrize(
     ("events", "more", "grade", "says"),
     [
         ([], {}, GOOD, "No step was skipped"),
-        ([(5, "step 5 skipped (loss nan)")], {"watchdog/skipped": 1}, FAIR, "In 200 steps: 1 skipped (not finite);"),
-        ([(5, "step 5 skipped")], {"watchdog/skipped": 9}, BAD, "9 skipped (not finite)"),
+        (
+            [(5, "step 5 skipped (loss nan)")],
+            {"watchdog/skipped": 1},
+            FAIR,
+            "In 200 steps: 1 skipped (not finite);",
+        ),
+        (
+            [(5, "step 5 skipped")],
+            {"watchdog/skipped": 9},
+            BAD,
+            "9 skipped (not finite)",
+        ),
         (
             [(9, "x; back to the state after step 5, batches ... left out")],
             {"watchdog/rollbacks": 1},
             FAIR,
             "1 rolled back",
         ),
-        ([(9, "stopped: step 9: 3 steps in a row were not finite")], {}, BAD, "The watchdog stopped it: step 9"),
+        (
+            [(9, "stopped: step 9: 3 steps in a row were not finite")],
+            {},
+            BAD,
+            "The watchdog stopped it: step 9",
+        ),
         ([(9, "stalled: no progress for 301 s, in step 10")], {}, FAIR, "1 stalled"),
-        ([(9, "no progress for 1800 s, in step 10; ended; checkpoints: 5")], {}, FAIR, "1 ended because it hung"),
-        ([(9, "not stopped within 300 s of the signal, but in step 10; ended")], {}, FAIR, "it did not stop"),
+        (
+            [(9, "no progress for 1800 s, in step 10; ended; checkpoints: 5")],
+            {},
+            FAIR,
+            "1 ended because it hung",
+        ),
+        (
+            [(9, "not stopped within 300 s of the signal, but in step 10; ended")],
+            {},
+            FAIR,
+            "it did not stop",
+        ),
     ],
 )
 def test_whether_it_is_healthy(events, more, grade, says):
@@ -85,14 +168,25 @@ def test_whether_it_is_healthy(events, more, grade, says):
 @pytest.mark.parametrize(
     ("config", "numerics", "grade", "says"),
     [
-        (FP8, (), UNRATED, "the numerics were not recorded. metrics.numerics_every=250"),
+        (
+            FP8,
+            (),
+            UNRATED,
+            "the numerics were not recorded. metrics.numerics_every=250",
+        ),
         ("precision: {compute: bf16}", (), UNRATED, "not recorded"),
         ("precision: {compute: fp32, forward: null, mu: fp32}", (), GOOD, "no stall."),
         (FP8, tensor(saturated=0.0), GOOD, "no stall."),
     ],
 )
-def test_narrow_formats_that_nobody_looked_at_are_not_called_healthy(config, numerics, grade, says):
-    answer = healthy(history(rows(FALLING), config=config, **({"numerics": numerics} if numerics else {})))
+def test_narrow_formats_that_nobody_looked_at_are_not_called_healthy(
+    config, numerics, grade, says
+):
+    answer = healthy(
+        history(
+            rows(FALLING), config=config, **({"numerics": numerics} if numerics else {})
+        )
+    )
     assert (answer.grade, says in answer.text) == (grade, True), answer
 
 
@@ -101,12 +195,17 @@ def test_the_loss_is_put_beside_blind_guessing_other_compressors_and_how_often_t
     found[-1] |= {"val/bits_per_byte": 2.5, "val/xz_bits_per_byte": 3.25}
     facts = {"vocabulary": "1,000", "training tokens": "5,000"}
     text = learning(history(found, **facts)).text
-    assert "2.000 nats a token: 2.50 bits for a byte of it, where raw text has 8 and the compressor xz" in text
+    assert (
+        "2.000 nats a token: 2.50 bits for a byte of it, where raw text has 8 and the"
+        " compressor xz" in text
+    )
     assert f"(blind guessing among 1,000 tokens: {math.log(1000):.3f})" in text
-    assert "never saw. It was read 2.0 times, part of it may be known by heart." in text  # 100 steps of 100 tokens
+    # 100 steps of 100 tokens
+    assert "never saw. It was read 2.0 times, part of it may be known by heart." in text
     facts["training tokens"] = "10,000"
     assert (
-        "It was read 1.0 times, which is hardly by heart: the texts differ." in learning(history(found, **facts)).text
+        "It was read 1.0 times, which is hardly by heart: the texts differ."
+        in learning(history(found, **facts)).text
     )
 
 
@@ -121,14 +220,35 @@ def test_the_loss_is_put_beside_blind_guessing_other_compressors_and_how_often_t
             "Blind guessing among 256 tokens comes to 5.545: it has hardly begun",
         ),
         (5.2, 7.5, {"vocabulary": "256"}, GOOD, "7.50 bits"),
-        (10.7, 2.5, {"vocabulary": "50,257"}, FAIR, "Blind guessing among 50,257 tokens comes to 10.825"),
-        (5.5, 7.97, {}, FAIR, "Text that nothing is known of takes as many bits"),  # as a run before facts were kept
-        (3.0, 4.3, {"validation tokens": "228"}, FAIR, "That is of 228 tokens only, which tell it to about ±13%"),
-        (3.0, 4.3, {"validation tokens": "1,599"}, FAIR, "That is of 1,599 tokens only"),
+        (
+            10.7,
+            2.5,
+            {"vocabulary": "50,257"},
+            FAIR,
+            "Blind guessing among 50,257 tokens comes to 10.825",
+        ),
+        # as a run before facts were kept
+        (5.5, 7.97, {}, FAIR, "Text that nothing is known of takes as many bits"),
+        (
+            3.0,
+            4.3,
+            {"validation tokens": "228"},
+            FAIR,
+            "That is of 228 tokens only, which tell it to about ±13%",
+        ),
+        (
+            3.0,
+            4.3,
+            {"validation tokens": "1,599"},
+            FAIR,
+            "That is of 1,599 tokens only",
+        ),
         (3.0, 4.3, {"validation tokens": "1,601"}, GOOD, "3.000 nats"),
     ],
 )
-def test_learning_its_training_text_alone_is_not_learning(value, bits, facts, grade, says):
+def test_learning_its_training_text_alone_is_not_learning(
+    value, bits, facts, grade, says
+):
     found = rows([12.0 - 0.08 * i for i in range(100)], {100: value})
     found[-1]["val/bits_per_byte"] = bits
     answer = learning(history(found, **facts))
@@ -144,11 +264,22 @@ def test_what_was_validated_counts_not_what_there_was():
 
 def test_what_the_weights_come_to_in_other_precisions_is_said():
     evaluation = Evaluation(100, 4096, {"as trained": 2.0, "fp32": 1.99})
-    says = "is 2.0000 as trained, 1.9900 in fp32 (-0.50%): what the precision costs in use, not in training."
+    says = (
+        "is 2.0000 as trained, 1.9900 in fp32 (-0.50%): what the precision costs in"
+        " use, not in training."
+    )
     for losses in (FALLING, FALLING[::-1]):
-        found = History("a run", rows(losses, {100: 2.0}), [], "", evaluation=evaluation)
+        found = History(
+            "a run", rows(losses, {100: 2.0}), [], "", evaluation=evaluation
+        )
         assert learning(found).text.endswith(says)
-    later = History("a run", rows([*FALLING, 1.0], {100: 2.0, 101: 1.9}), [], "", evaluation=evaluation)
+    later = History(
+        "a run",
+        rows([*FALLING, 1.0], {100: 2.0, 101: 1.9}),
+        [],
+        "",
+        evaluation=evaluation,
+    )
     assert "of the same weights" not in learning(later).text  # which have gone on since
 
 
@@ -159,11 +290,15 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
             tensor(saturated=0.002),
             FP8,
             GOOD,
-            "last look: 0.2% of the values, the activations that go into h.1.mlp.c_proj (harmless below 1%).",
+            (
+                "last look: 0.2% of the values, the activations that go into"
+                " h.1.mlp.c_proj (harmless below 1%)."
+            ),
         ),
         (tensor(saturated=0.02), FP8, FAIR, "(too much from 1%)"),
         (tensor(saturated=0.2), FP8, BAD, "20.0% of the values, the"),
-        # What is lost is at most half of E4M3's smallest number, 2^-9, in a quarter of the values: 0.5 x 2^-10 / rms.
+        # What is lost is at most half of E4M3's smallest number, 2^-9, in a quarter of
+        # the values: 0.5 x 2^-10 / rms.
         (
             tensor(underflow=0.25, rms=1.0),
             FP8,
@@ -174,9 +309,17 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
             tensor(underflow=0.25, rms=1.0),
             FP8,
             GOOD,
-            "at most 0.05% of their RMS, the activations that go into h.1.mlp.c_proj (harmless below 1%)",
+            (
+                "at most 0.05% of their RMS, the activations that go into"
+                " h.1.mlp.c_proj (harmless below 1%)"
+            ),
         ),
-        (tensor(underflow=0.25, rms=0.01), FP8, FAIR, "h.1.mlp.c_proj (too much from 1%)"),
+        (
+            tensor(underflow=0.25, rms=0.01),
+            FP8,
+            FAIR,
+            "h.1.mlp.c_proj (too much from 1%)",
+        ),
         (tensor(underflow=0.25, rms=0.001), FP8, BAD, "at most 48.83% of their RMS"),
         (
             tensor("weights", "h.0.attn.c_attn.kernel", underflow=0.25),
@@ -186,26 +329,33 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
         ),
         # E5M2 has numbers down to 2^-16, FP16 to 2^-24.
         (
-            tensor("activation_gradients", "h.1.mlp.c_fc.out", underflow=0.25, rms=0.001),
+            tensor(
+                "activation_gradients", "h.1.mlp.c_fc.out", underflow=0.25, rms=0.001
+            ),
             FP8,
             GOOD,
             "at most 0.38% of the",
         ),
         (
-            tensor("weight_gradients", "h.1.mlp.c_fc.kernel", underflow=0.25, rms=0.001),
+            tensor(
+                "weight_gradients", "h.1.mlp.c_fc.kernel", underflow=0.25, rms=0.001
+            ),
             FP8,
             GOOD,
             "at most 0.38% of the",
         ),
         (
-            tensor("weight_gradients", "h.1.mlp.c_fc.kernel", underflow=0.25, rms=0.001),
+            tensor(
+                "weight_gradients", "h.1.mlp.c_fc.kernel", underflow=0.25, rms=0.001
+            ),
             FP8.replace("weight_grad: e5m2", "weight_grad: fp16"),
             GOOD,
             "at most 0.00%",
         ),
         (tensor(underflow=1.0, rms=0.0), FP8, BAD, "at most 100.00% of their RMS"),
         (
-            tensor(underflow=0.25, rms=1.0) | tensor(layer="h.0.attn.c_attn.in", underflow=0.1, rms=0.01),
+            tensor(underflow=0.25, rms=1.0)
+            | tensor(layer="h.0.attn.c_attn.in", underflow=0.1, rms=0.01),
             FP8,
             FAIR,
             "into h.0.attn.c_attn (too",
@@ -213,7 +363,12 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
         (tensor(underflow=0.5, rms=1e-6), FP8, BAD, "at most 100.00% of their RMS"),
         # What is not cast to eight bits, or not known to be.
         *(
-            (tensor(kind, layer, underflow=0.9, saturated=0.9, rms=1e-6), FP8, GOOD, "no stall.")
+            (
+                tensor(kind, layer, underflow=0.9, saturated=0.9, rms=1e-6),
+                FP8,
+                GOOD,
+                "no stall.",
+            )
             for kind, layer in (
                 ("weight_gradients", "wte.embedding"),
                 ("weight_gradients", "h.0.attn.c_attn.bias"),
@@ -225,29 +380,63 @@ def test_what_the_weights_come_to_in_other_precisions_is_said():
             )
         ),
         (tensor(underflow=0.9, rms=1e-6), "", GOOD, "no stall."),
-        (tensor(underflow=0.6, rms=1e-4), FP8.replace("propagate", "delayed"), GOOD, "no stall."),  # a bound
-        (tensor(underflow=0.6, rms=1e-4), FP8.replace("forward: e4m3", "forward: null"), GOOD, "no stall."),
+        # a bound
+        (
+            tensor(underflow=0.6, rms=1e-4),
+            FP8.replace("propagate", "delayed"),
+            GOOD,
+            "no stall.",
+        ),
+        (
+            tensor(underflow=0.6, rms=1e-4),
+            FP8.replace("forward: e4m3", "forward: null"),
+            GOOD,
+            "no stall.",
+        ),
     ],
 )
-def test_what_eight_bits_lose_is_judged_by_how_much_of_the_tensor_it_is(figures, config, grade, says):
+def test_what_eight_bits_lose_is_judged_by_how_much_of_the_tensor_it_is(
+    figures, config, grade, says
+):
     answer = healthy(history(rows(FALLING), config=config, numerics=figures))
     assert (answer.grade, says in answer.text) == (grade, True), answer
 
 
 @pytest.mark.parametrize(
     ("wide", "grade"),
-    [("none", BAD), ("*", GOOD), ("h.*.mlp.c_proj", GOOD), ("h.0.attn.c_attn h.1.mlp.c_proj", GOOD), ("h.11.*", BAD)],
+    [
+        ("none", BAD),
+        ("*", GOOD),
+        ("h.*.mlp.c_proj", GOOD),
+        ("h.0.attn.c_attn h.1.mlp.c_proj", GOOD),
+        ("h.11.*", BAD),
+    ],
 )
 def test_what_no_matmul_casts_is_not_judged(wide, grade):
     facts = {"wide layers": wide}
-    assert healthy(history(rows(FALLING), config=FP8, numerics=tensor(saturated=0.2), **facts)).grade == grade
+    assert (
+        healthy(
+            history(rows(FALLING), config=FP8, numerics=tensor(saturated=0.2), **facts)
+        ).grade
+        == grade
+    )
 
 
 @pytest.mark.parametrize(
     ("speed", "more", "grade", "says"),
     [
-        (lambda i: 1000.0 + i % 2, {}, UNRATED, "1k tokens/s, 100.0 ms a step; 1.0% of it waiting for data"),
-        (lambda i: 1000.0, {}, UNRATED, "Steady to the end.\nWhat this device could do at most is not known."),
+        (
+            lambda i: 1000.0 + i % 2,
+            {},
+            UNRATED,
+            "1k tokens/s, 100.0 ms a step; 1.0% of it waiting for data",
+        ),
+        (
+            lambda i: 1000.0,
+            {},
+            UNRATED,
+            "Steady to the end.\nWhat this device could do at most is not known.",
+        ),
         (lambda i: 1000.0, {}, UNRATED, "Its steps took 0:00:10 (h:mm:ss)."),
         (
             lambda i: 500.0 if i in (13, 31, 35, 36) else 1000.0,
@@ -263,15 +452,28 @@ def test_what_no_matmul_casts_is_not_judged(wide, grade):
         ),
         (lambda i: 1000.0, {"perf/data_ms": 50.0}, FAIR, "The data hold it up."),
         (lambda i: 1000.0, {"perf/mfu": 0.4}, GOOD, "40.0% of what the devices can do"),
-        (lambda i: 1000.0, {"perf/mfu": 0.005}, FAIR, "0.5% of what the devices can do"),
-        (lambda i: 10000.0 if i % 3 else 100.0, {}, UNRATED, "slowest tenth of its steps ran at 100 tokens/s or less"),
+        (
+            lambda i: 1000.0,
+            {"perf/mfu": 0.005},
+            FAIR,
+            "0.5% of what the devices can do",
+        ),
+        (
+            lambda i: 10000.0 if i % 3 else 100.0,
+            {},
+            UNRATED,
+            "slowest tenth of its steps ran at 100 tokens/s or less",
+        ),
     ],
 )
 def test_whether_it_is_fast(speed, more, grade, says):
-    answer = fast(history(rows(FALLING, speed=speed, **more), config="checkpoint: {every: 30}"))
+    answer = fast(
+        history(rows(FALLING, speed=speed, **more), config="checkpoint: {every: 30}")
+    )
     assert (answer.grade, says in answer.text) == (grade, True), answer
 
 
 def test_steps_that_have_no_row_count_too():
     sparse = rows(FALLING, speed=lambda i: 1000.0)[9::10]  # train.log_every=10
-    assert "Its steps took 0:00:09 (h:mm:ss)." in fast(history(sparse)).text  # those before the first row are not known
+    # those before the first row are not known
+    assert "Its steps took 0:00:09 (h:mm:ss)." in fast(history(sparse)).text

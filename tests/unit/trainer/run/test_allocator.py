@@ -29,7 +29,9 @@ print([faulted_mib() for _ in range(3)][-1])
 
 def faulted_mib(mode):
     command = [sys.executable, "-c", FAULTS, mode]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return float(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    )
 
 
 def test_memory_once_touched_is_not_faulted_in_again():

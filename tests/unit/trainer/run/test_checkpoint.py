@@ -1,4 +1,5 @@
-"""What is saved comes back bit for bit, on other devices too; what stays; what does not fit."""
+"""What is saved comes back bit for bit, on other devices too; what stays; what does not
+fit."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,9 @@ def test_a_state_comes_back_bit_for_bit_with_its_structure_and_meta(open_checkpo
 def test_low_precision_and_nan_payloads_come_back_bit_for_bit(open_checkpointer):
     rng = np.random.default_rng(0)
     state = {
-        str(np.dtype(dtype)): jnp.asarray(rng.integers(0, 256, 64 * np.dtype(dtype).itemsize, np.uint8).view(dtype))
+        str(np.dtype(dtype)): jnp.asarray(
+            rng.integers(0, 256, 64 * np.dtype(dtype).itemsize, np.uint8).view(dtype)
+        )
         for dtype in (
             jnp.float8_e4m3fn,
             jnp.float8_e5m2,
@@ -40,15 +43,25 @@ def test_low_precision_and_nan_payloads_come_back_bit_for_bit(open_checkpointer)
             jnp.uint16,
             jnp.int32,
         )
-    } | {"bool": jnp.array([True, False]), "scalar": jnp.float32(np.nan), "empty": jnp.zeros((0, 3))}
+    } | {
+        "bool": jnp.array([True, False]),
+        "scalar": jnp.float32(np.nan),
+        "empty": jnp.zeros((0, 3)),
+    }
     checkpointer = open_checkpointer()
     checkpointer.save(1, state, {})
     assert bits(checkpointer.restore(abstract(state)).state) == bits(state)
 
 
-def test_the_save_is_of_the_values_at_the_call_although_the_next_step_reuses_their_memory(open_checkpointer):
+def test_the_save_is_of_the_values_at_the_call_although_the_next_step_reuses_their_memory(
+    open_checkpointer,
+):
     step = jax.jit(lambda x: jax.tree.map(lambda a: a * 2 + 1, x), donate_argnums=0)
-    state = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((512, 512)), jnp.float32)}
+    state = {
+        "w": jnp.asarray(
+            np.random.default_rng(0).standard_normal((512, 512)), jnp.float32
+        )
+    }
     before = bits(state)
     checkpointer = open_checkpointer()
     checkpointer.save(1, state, {})
@@ -61,20 +74,38 @@ def test_the_save_is_of_the_values_at_the_call_although_the_next_step_reuses_the
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_a_state_sharded_over_8_devices_comes_back_on_fewer(open_checkpointer, devices):
     def mesh(n):
-        return jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+        return jax.make_mesh(
+            (n,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n]
+        )
 
-    spec = {"w": PartitionSpec("data"), "v": PartitionSpec(None, "data"), "n": PartitionSpec(), "key": PartitionSpec()}
-    state = {"w": jnp.arange(64.0).reshape(16, 4), "v": jnp.ones((3, 8)), "n": jnp.int32(7), "key": jax.random.key(1)}
-    on_8 = {k: jax.device_put(v, NamedSharding(mesh(8), spec[k])) for k, v in state.items()}
+    spec = {
+        "w": PartitionSpec("data"),
+        "v": PartitionSpec(None, "data"),
+        "n": PartitionSpec(),
+        "key": PartitionSpec(),
+    }
+    state = {
+        "w": jnp.arange(64.0).reshape(16, 4),
+        "v": jnp.ones((3, 8)),
+        "n": jnp.int32(7),
+        "key": jax.random.key(1),
+    }
+    on_8 = {
+        k: jax.device_put(v, NamedSharding(mesh(8), spec[k])) for k, v in state.items()
+    }
     checkpointer = open_checkpointer()
     checkpointer.save(1, on_8, {})
     target = {
-        k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(mesh(devices), spec[k]))
+        k: jax.ShapeDtypeStruct(
+            v.shape, v.dtype, sharding=NamedSharding(mesh(devices), spec[k])
+        )
         for k, v in state.items()
     }
     restored = checkpointer.restore(target).state
     assert bits(restored) == bits(state)
-    assert {k: v.sharding for k, v in restored.items()} == {k: v.sharding for k, v in target.items()}
+    assert {k: v.sharding for k, v in restored.items()} == {
+        k: v.sharding for k, v in target.items()
+    }
 
 
 def test_a_part_of_the_state_can_be_restored_alone(open_checkpointer):
@@ -99,7 +130,14 @@ def test_the_newest_stay(open_checkpointer):
 
 def test_the_best_stays_too(open_checkpointer):
     checkpointer = open_checkpointer(keep=1, keep_best=True)
-    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, float("nan")), (6, 1.5)]:
+    for step, loss in [
+        (1, 3.0),
+        (2, 1.0),
+        (3, 2.0),
+        (4, None),
+        (5, float("nan")),
+        (6, 1.5),
+    ]:
         checkpointer.save(step, make_state(step), {}, val_loss=loss)
     checkpointer.wait()
     assert checkpointer.steps() == [2, 6]
@@ -140,14 +178,28 @@ def test_saving_an_earlier_step_is_an_error(open_checkpointer):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s | {"b": jnp.ones((2, 3))}, r"leaf b is float32\[2\], expected float32\[2, 3\]"),
-        (lambda s: s | {"b": jnp.ones(2, jnp.bfloat16)}, r"leaf b is float32\[2\], expected bfloat16\[2\]"),
+        (
+            lambda s: s | {"b": jnp.ones((2, 3))},
+            r"leaf b is float32\[2\], expected float32\[2, 3\]",
+        ),
+        (
+            lambda s: s | {"b": jnp.ones(2, jnp.bfloat16)},
+            r"leaf b is float32\[2\], expected bfloat16\[2\]",
+        ),
         (lambda s: s | {"c": jnp.ones(2)}, r"it has no leaf c, expected float32\[2\]"),
-        (lambda s: {"a": s["a"]}, r"it has a leaf b, float32\[2\], that is not expected"),
-        (lambda s: s | {"b": jax.random.key(0)}, r"leaf b is float32\[2\], expected key<fry>\[\]"),
+        (
+            lambda s: {"a": s["a"]},
+            r"it has a leaf b, float32\[2\], that is not expected",
+        ),
+        (
+            lambda s: s | {"b": jax.random.key(0)},
+            r"leaf b is float32\[2\], expected key<fry>\[\]",
+        ),
     ],
 )
-def test_a_state_that_does_not_fit_names_the_leaf_and_both_sides(open_checkpointer, change, message):
+def test_a_state_that_does_not_fit_names_the_leaf_and_both_sides(
+    open_checkpointer, change, message
+):
     state = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
     checkpointer = open_checkpointer()
     checkpointer.save(1, state, {})

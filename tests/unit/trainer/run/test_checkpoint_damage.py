@@ -19,7 +19,9 @@ def files(step_directory):
 
 def payload(step_directory):
     """The file that holds the arrays."""
-    return max((step_directory / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    return max(
+        (step_directory / "state").rglob("d/*"), key=lambda path: path.stat().st_size
+    )
 
 
 def flip_a_bit(directory):
@@ -36,7 +38,9 @@ def alter_the_meta(directory):
 
 DAMAGE = {
     "bit flipped in the arrays": flip_a_bit,
-    "arrays truncated": lambda d: os.truncate(payload(d), payload(d).stat().st_size // 2),
+    "arrays truncated": lambda d: os.truncate(
+        payload(d), payload(d).stat().st_size // 2
+    ),
     "arrays emptied": lambda d: os.truncate(payload(d), 0),
     "arrays removed": lambda d: payload(d).unlink(),
     "state removed": lambda d: shutil.rmtree(d / "state"),
@@ -49,32 +53,60 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_reported_in_a_line_and_the_one_before_is_used(open_checkpointer, caplog, damage):
+def test_a_damaged_checkpoint_is_reported_in_a_line_and_the_one_before_is_used(
+    open_checkpointer, caplog, damage
+):
     first = saved(open_checkpointer(), 1, 2)
     DAMAGE[damage](first.directory / "2")
     checkpointer = open_checkpointer()
     restored = checkpointer.restore(abstract(make_state()))
     assert restored.step == 1
     assert bits(restored.state) == bits(make_state(1))
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "trainer.run.checkpoint"]
-    assert re.search(r"checkpoint 2 is damaged \(.+\): moved to .*damaged/2-0, using the one before", line)
+    (line,) = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "trainer.run.checkpoint"
+    ]
+    assert re.search(
+        r"checkpoint 2 is damaged \(.+\): moved to .*damaged/2-0, using the one before",
+        line,
+    )
     assert "\n" not in line
     saved(checkpointer, 2)  # the run comes to this step again
-    assert bits(open_checkpointer().restore(abstract(make_state())).state) == bits(make_state(2))
+    assert bits(open_checkpointer().restore(abstract(make_state())).state) == bits(
+        make_state(2)
+    )
 
 
-@pytest.mark.parametrize("text", [b"", b"{\x00\xff", b"[1]", b'{"a": 1}', b'{"val_loss": null}'])
-def test_a_damaged_validation_loss_costs_neither_the_checkpoint_nor_the_run(open_checkpointer, caplog, text):
+@pytest.mark.parametrize(
+    "text", [b"", b"{\x00\xff", b"[1]", b'{"a": 1}', b'{"val_loss": null}']
+)
+def test_a_damaged_validation_loss_costs_neither_the_checkpoint_nor_the_run(
+    open_checkpointer, caplog, text
+):
     with open_checkpointer(keep=3, keep_best=True) as checkpointer:
         for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
             checkpointer.save(step, make_state(step), {}, val_loss=loss)
     (checkpointer.directory / "1" / "metrics" / "metrics").write_bytes(text)
-    with pytest.raises(UserError, match=r"1/metrics/metrics is damaged; remove .*1/metrics, without which"):
-        Checkpointer.reading(checkpointer.directory)  # which must not touch what may be another process's
+    with pytest.raises(
+        UserError,
+        match=r"1/metrics/metrics is damaged; remove .*1/metrics, without which",
+    ):
+        # which must not touch what may be another process's
+        Checkpointer.reading(checkpointer.directory)
     with open_checkpointer(keep=3, keep_best=True) as checkpointer:
-        (line,) = [record.getMessage() for record in caplog.records if record.name == "trainer.run.checkpoint"]
-        assert line == "the validation loss of checkpoint 1 is damaged: it cannot be the best one"
-        assert bits(checkpointer.restore(abstract(make_state()), 1).state) == bits(make_state(1))
+        (line,) = [
+            record.getMessage()
+            for record in caplog.records
+            if record.name == "trainer.run.checkpoint"
+        ]
+        assert (
+            line == "the validation loss of checkpoint 1 is damaged: it cannot be the"
+            " best one"
+        )
+        assert bits(checkpointer.restore(abstract(make_state()), 1).state) == bits(
+            make_state(1)
+        )
         assert checkpointer.best_step == 2
         checkpointer.save(4, make_state(4), {}, val_loss=4.0)
         checkpointer.wait()
@@ -104,7 +136,9 @@ def test_when_all_are_damaged_the_error_says_so(open_checkpointer):
     directory = saved(open_checkpointer(), 1, 2).directory
     for step in ("1", "2"):
         flip_a_bit(directory / step)
-    with pytest.raises(UserError, match=r"no usable checkpoint in .*; start anew in another run_dir"):
+    with pytest.raises(
+        UserError, match=r"no usable checkpoint in .*; start anew in another run_dir"
+    ):
         open_checkpointer().restore(abstract(make_state()))
 
 
@@ -123,7 +157,9 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(open_checkpointer):
         checkpointer.restore(abstract(make_state()), step=1)
 
 
-def test_a_reader_leaves_a_save_in_progress_and_a_damaged_checkpoint_where_they_are(open_checkpointer, caplog):
+def test_a_reader_leaves_a_save_in_progress_and_a_damaged_checkpoint_where_they_are(
+    open_checkpointer, caplog
+):
     directory = saved(open_checkpointer(), 1, 2).directory
     flip_a_bit(directory / "2")
     in_progress = directory / "3.orbax-checkpoint-tmp"
@@ -144,7 +180,9 @@ def test_reading_where_there_is_nothing_is_an_error_and_makes_nothing(tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_state_too_large_for_the_device_is_not_taken_for_damage(open_checkpointer, monkeypatch):
+def test_a_state_too_large_for_the_device_is_not_taken_for_damage(
+    open_checkpointer, monkeypatch
+):
     checkpointer = saved(open_checkpointer(), 1)
 
     def exhausted(leaves):

@@ -1,4 +1,5 @@
-"""Saves that fail or are killed leave the earlier checkpoints whole, and say so in a line."""
+"""Saves that fail or are killed leave the earlier checkpoints whole, and say so in a
+line."""
 
 import asyncio
 import logging
@@ -40,19 +41,27 @@ LARGE = {"w": np.random.default_rng(0).integers(0, 2**31, 1 << 20).astype(np.int
 
 def failed_save(checkpointer):
     """A save of 4 MiB where 1 MiB fits; the error."""
-    with no_file_larger_than(1 << 20), pytest.raises(UserError) as error:  # noqa: PT012 - either may raise it
+    with no_file_larger_than(1 << 20), pytest.raises(UserError) as error:  # noqa: PT012
         checkpointer.save(2, jax.tree.map(jnp.asarray, LARGE), {})
-        checkpointer.wait()
+        checkpointer.wait()  # the save itself, or the thread that writes
     return str(error.value)
 
 
-def test_a_save_that_the_disk_refuses_is_reported_and_the_earlier_checkpoints_are_intact(open_checkpointer):
+def test_a_save_that_the_disk_refuses_is_reported_and_the_earlier_checkpoints_are_intact(
+    open_checkpointer,
+):
     checkpointer = saved(open_checkpointer(keep=1), 1)
     message = failed_save(checkpointer)
-    assert re.search(r"could not save checkpoint 2 in .*GiB free on that disk\); intact: 1; make room", message)
+    assert re.search(
+        r"could not save checkpoint 2 in .*GiB free on that disk\); intact: 1; make"
+        r" room",
+        message,
+    )
     assert "\n" not in message
     assert checkpointer.steps() == [1]
-    assert bits(open_checkpointer().restore(abstract(make_state())).state) == bits(make_state(1))
+    assert bits(open_checkpointer().restore(abstract(make_state())).state) == bits(
+        make_state(1)
+    )
 
 
 def test_after_a_failed_save_the_next_one_works(open_checkpointer):
@@ -102,9 +111,14 @@ for step in range(1, 1000):
 
 
 @pytest.mark.parametrize("delay", [0.01, *(whole(delay) for delay in (0.0, 0.04))])
-def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path, open_checkpointer, delay):
+def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path, open_checkpointer, delay
+):
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(KILLED), tmp_path], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+        [sys.executable, "-c", textwrap.dedent(KILLED), tmp_path],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path.cwd(),
     )
     for line in process.stdout:
         if int(line) == 4:
@@ -114,12 +128,15 @@ def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path, open
     process.wait()
     process.stdout.close()
     checkpointer = open_checkpointer(directory=tmp_path)
-    restored = checkpointer.restore({"w": jax.ShapeDtypeStruct((1 << 20,), jnp.float32)})
+    restored = checkpointer.restore(
+        {"w": jax.ShapeDtypeStruct((1 << 20,), jnp.float32)}
+    )
     assert restored.step >= 3  # the save before the one that was going on
     assert restored.meta == {"step": restored.step}
     expected = jax.random.normal(jax.random.key(0), (1 << 20,)) + restored.step
     assert bits(restored.state) == bits({"w": expected})
-    assert checkpointer.save(restored.step + 1, restored.state, {})  # what the kill left is not in the way
+    # what the kill left is not in the way
+    assert checkpointer.save(restored.step + 1, restored.state, {})
 
 
 def test_what_a_killed_save_left_is_removed_with_the_next_save(open_checkpointer):
@@ -130,8 +147,11 @@ def test_what_a_killed_save_left_is_removed_with_the_next_save(open_checkpointer
     assert sorted(path.name for path in directory.iterdir()) == ["1", "2"]
 
 
-def test_saves_on_a_full_disk_end_in_a_line_each_and_print_nothing_else(tmp_path, capfd, monkeypatch):
-    """Some of its writes end after the save has failed, in threads that nobody waits for."""
+def test_saves_on_a_full_disk_end_in_a_line_each_and_print_nothing_else(
+    tmp_path, capfd, monkeypatch
+):
+    """Some of its writes end after the save has failed, in threads that nobody waits
+    for."""
     seen = []
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -147,7 +167,9 @@ def test_saves_on_a_full_disk_end_in_a_line_each_and_print_nothing_else(tmp_path
 
     for attempt in range(4):
         try:
-            with pytest.raises(UserError, match=r"could not save checkpoint 2 .*; intact: 1;"):
+            with pytest.raises(
+                UserError, match=r"could not save checkpoint 2 .*; intact: 1;"
+            ):
                 save_twice(tmp_path / str(attempt))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -164,7 +186,12 @@ def test_reports_of_our_own_errors_are_not_hidden(tmp_path, monkeypatch):
         pass
 
     def report(**attributes):
-        given = {"exc_type": RuntimeError, "exc_value": error, "exc_traceback": None, "object": None} | attributes
+        given = {
+            "exc_type": RuntimeError,
+            "exc_value": error,
+            "exc_traceback": None,
+            "object": None,
+        } | attributes
         sys.unraisablehook(SimpleNamespace(**given))
 
     with Checkpointer(tmp_path):
@@ -175,14 +202,20 @@ def test_reports_of_our_own_errors_are_not_hidden(tmp_path, monkeypatch):
         except RuntimeError as raised:
             error = raised
         ours, tensorstores = error.__traceback__, error.__traceback__.tb_next
-        coroutines = [ocp.PyTreeCheckpointHandler.async_save(None, None, None), of_ours()]
+        coroutines = [
+            ocp.PyTreeCheckpointHandler.async_save(None, None, None),
+            of_ours(),
+        ]
         report(exc_traceback=tensorstores)
         report(exc_traceback=ours)
         for coroutine in coroutines:
             report(object=coroutine)
             coroutine.close()
     found = [report for report in seen if report.exc_value is error]
-    assert [(report.exc_traceback, report.object) for report in found] == [(ours, None), (None, coroutines[1])]
+    assert [(report.exc_traceback, report.object) for report in found] == [
+        (ours, None),
+        (None, coroutines[1]),
+    ]
 
 
 def test_of_asyncio_only_orbaxs_errors_are_not_logged(tmp_path, caplog):
@@ -194,9 +227,14 @@ def test_of_asyncio_only_orbaxs_errors_are_not_logged(tmp_path, caplog):
 
     with Checkpointer(tmp_path):
         for filename in (ocp.__file__, __file__):
-            logging.getLogger("asyncio").error("of %s", filename, exc_info=raised(filename))
+            logging.getLogger("asyncio").error(
+                "of %s", filename, exc_info=raised(filename)
+            )
         logging.getLogger("asyncio").error("no exception")
-    assert [record.getMessage() for record in caplog.records] == [f"of {__file__}", "no exception"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"of {__file__}",
+        "no exception",
+    ]
 
 
 def test_what_stopped_a_save_is_told_once(tmp_path, monkeypatch):

@@ -29,7 +29,10 @@ def test_a_cache_that_cannot_be_written_is_one_line_and_no_cache(tmp_path, setti
     (tmp_path / "file").touch()
     line = use_compilation_cache(f"{tmp_path}/file/cache")
     assert line is not None
-    assert f"compile_cache={tmp_path}/file/cache cannot be written (Not a directory)" in line
+    assert (
+        f"compile_cache={tmp_path}/file/cache cannot be written (Not a directory)"
+        in line
+    )
     assert "\n" not in line
     assert jax.config.jax_compilation_cache_dir is None
 
@@ -41,16 +44,29 @@ def test_a_cache_is_made_and_left_clean(tmp_path, settings):
     assert use_compilation_cache(None) is None
 
 
-def test_entries_that_a_kill_left_half_written_are_removed_and_whole_ones_read_once(tmp_path, monkeypatch):
+def test_entries_that_a_kill_left_half_written_are_removed_and_whole_ones_read_once(
+    tmp_path, monkeypatch
+):
     whole = zlib.compress(bytes(range(256)) * 100)
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
-    entries = {"whole": whole, "empty": b"", "torn": whole[:-3], "flipped": bytes(flipped), "zstd": b"\x28\xb5\x2f\xfd"}
+    entries = {
+        "whole": whole,
+        "empty": b"",
+        "torn": whole[:-3],
+        "flipped": bytes(flipped),
+        "zstd": b"\x28\xb5\x2f\xfd",
+    }
     for name, data in entries.items():
         (tmp_path / f"{name}-cache").write_bytes(data)
     (tmp_path / "torn").write_bytes(b"")  # is no entry
     remove_torn(tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {"whole-cache", "zstd-cache", "torn", "whole.json"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "whole-cache",
+        "zstd-cache",
+        "torn",
+        "whole.json",
+    }
     monkeypatch.setattr(libraries, "is_torn", lambda entry: pytest.fail("read again"))
     remove_torn(tmp_path)
     (tmp_path / "whole-cache").write_bytes(whole[:-1])

@@ -14,7 +14,12 @@ from trainer.run.checkpoint import Checkpointer
 from trainer.run.rundir import RunDir, environment, is_held, write_environment
 from trainer.text import redact
 
-CONFIG = {"seed": 1, "train": {"steps": 10, "batch_tokens": 64}, "tracker": {"tags": ("a", "b")}, "run_dir": "x"}
+CONFIG = {
+    "seed": 1,
+    "train": {"steps": 10, "batch_tokens": 64},
+    "tracker": {"tags": ("a", "b")},
+    "run_dir": "x",
+}
 
 
 @pytest.fixture
@@ -38,7 +43,8 @@ sys.stdin.read()
 
 
 def other_process(path, mode="alone"):
-    """Another process that holds `path` until its input ends, and the id of its child."""
+    """Another process that holds `path` until its input ends, and the id of its
+    child."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", HOLDER, str(path), mode],
         stdin=subprocess.PIPE,
@@ -55,7 +61,13 @@ def end(process):
 
 
 def test_two_trainers_cannot_have_one_directory(run_dir):
-    with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on .*; stop it, or choose another run_dir"):
+    with pytest.raises(
+        UserError,
+        match=(
+            rf"in use by process {os.getpid()} on .*; stop it, or choose another"
+            r" run_dir"
+        ),
+    ):
         RunDir(run_dir.path)
 
 
@@ -67,7 +79,9 @@ def test_another_process_is_named(tmp_path):
     RunDir(tmp_path).release()
 
 
-def test_a_killed_trainer_leaves_the_directory_free_although_a_child_of_it_lives_on(tmp_path):
+def test_a_killed_trainer_leaves_the_directory_free_although_a_child_of_it_lives_on(
+    tmp_path,
+):
     process, child = other_process(tmp_path, "fork")
     process.kill()
     process.wait()
@@ -85,23 +99,36 @@ def test_a_released_directory_can_be_taken_again(tmp_path):
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write to run_dir=.*file/run: .*; choose another run_dir"):
+    with pytest.raises(
+        UserError,
+        match=r"cannot write to run_dir=.*file/run: .*; choose another run_dir",
+    ):
         RunDir(tmp_path / "file" / "run")
 
 
 def test_the_configuration_is_written_and_accepted_again(run_dir):
     run_dir.adopt(CONFIG)
     run_dir.adopt(CONFIG)
-    assert yaml.safe_load((run_dir.path / "config.yaml").read_text())["train"] == CONFIG["train"]
+    assert (
+        yaml.safe_load((run_dir.path / "config.yaml").read_text())["train"]
+        == CONFIG["train"]
+    )
 
 
 def test_another_configuration_is_refused_with_the_keys_that_differ(run_dir):
     run_dir.adopt(CONFIG)
-    other = CONFIG | {"seed": 2, "train": {"steps": 10, "batch_tokens": 128}, "new": {"key": True}}
+    other = CONFIG | {
+        "seed": 2,
+        "train": {"steps": 10, "batch_tokens": 128},
+        "new": {"key": True},
+    }
     with pytest.raises(UserError) as error:
         run_dir.adopt(other)
     message = str(error.value)
-    assert "belongs to another configuration: seed=2 (was 1); train.batch_tokens=128 (was 64); new.key=True" in message
+    assert (
+        "belongs to another configuration: seed=2 (was 1); train.batch_tokens=128 (was"
+        " 64); new.key=True" in message
+    )
     assert "choose another run_dir" in message
     assert "\n" not in message
     assert yaml.safe_load((run_dir.path / "config.yaml").read_text())["seed"] == 1
@@ -109,8 +136,18 @@ def test_another_configuration_is_refused_with_the_keys_that_differ(run_dir):
 
 def test_what_only_says_how_long_and_where_may_change(run_dir):
     run_dir.adopt(CONFIG)
-    run_dir.adopt(CONFIG | {"run_dir": "y", "train": CONFIG["train"] | {"steps": 20}, "tracker": {"tags": ("c",)}})
-    assert yaml.safe_load((run_dir.path / "config.yaml").read_text())["train"]["steps"] == 20
+    run_dir.adopt(
+        CONFIG
+        | {
+            "run_dir": "y",
+            "train": CONFIG["train"] | {"steps": 20},
+            "tracker": {"tags": ("c",)},
+        }
+    )
+    assert (
+        yaml.safe_load((run_dir.path / "config.yaml").read_text())["train"]["steps"]
+        == 20
+    )
 
 
 def test_what_changes_no_number_may_change_and_may_be_new(run_dir):
@@ -121,12 +158,31 @@ def test_what_changes_no_number_may_change_and_may_be_new(run_dir):
 
 
 def test_a_path_is_the_same_with_a_slash_at_its_end_and_a_name_is_not(run_dir):
-    given = {"init_from": "gpt2", "data": {"paths": ("a.txt", "books/"), "tokenizer": "gpt2"}}
+    given = {
+        "init_from": "gpt2",
+        "data": {"paths": ("a.txt", "books/"), "tokenizer": "gpt2"},
+    }
     run_dir.adopt(CONFIG | given)
-    run_dir.adopt(CONFIG | {"init_from": "gpt2/", "data": {"paths": ("a.txt", "books"), "tokenizer": "gpt2"}})
-    with pytest.raises(UserError, match=r"init_from=/ \(was gpt2/\); data\.paths=\['b\.txt'\]"):
-        run_dir.check(CONFIG | {"init_from": "/", "data": {"paths": ("b.txt",), "tokenizer": "gpt2"}})
-    with pytest.raises(UserError, match=r"configuration: data\.tokenizer=gpt2/ \(was gpt2\);"):
+    run_dir.adopt(
+        CONFIG
+        | {
+            "init_from": "gpt2/",
+            "data": {"paths": ("a.txt", "books"), "tokenizer": "gpt2"},
+        }
+    )
+    with pytest.raises(
+        UserError, match=r"init_from=/ \(was gpt2/\); data\.paths=\['b\.txt'\]"
+    ):
+        run_dir.check(
+            CONFIG
+            | {
+                "init_from": "/",
+                "data": {"paths": ("b.txt",), "tokenizer": "gpt2"},
+            }
+        )
+    with pytest.raises(
+        UserError, match=r"configuration: data\.tokenizer=gpt2/ \(was gpt2\);"
+    ):
         run_dir.check(CONFIG | given | {"data": given["data"] | {"tokenizer": "gpt2/"}})
 
 
@@ -149,9 +205,16 @@ def test_other_devices_may_share_the_work_but_not_send_other_numbers(run_dir):
     run_dir.adopt(CONFIG | {"parallel": parallel})
     other = {"data": 1, "fsdp": 2, "tensor": 2, "distributed": False}
     run_dir.adopt(CONFIG | {"parallel": parallel | other})
-    with pytest.raises(UserError, match=r"configuration: parallel.reduce=fp8 \(was fp32\); take these values back"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"configuration: parallel.reduce=fp8 \(was fp32\); take these values back"
+        ),
+    ):
         run_dir.check(CONFIG | {"parallel": parallel | {"reduce": "fp8"}})
-    with pytest.raises(UserError, match=r"parallel.deterministic_reduce=True \(was False\)"):
+    with pytest.raises(
+        UserError, match=r"parallel.deterministic_reduce=True \(was False\)"
+    ):
         run_dir.check(CONFIG | {"parallel": parallel | {"deterministic_reduce": True}})
 
 
@@ -164,7 +227,9 @@ def test_a_damaged_configuration_is_an_error(run_dir):
 def test_a_damaged_configuration_is_that_of_the_newest_checkpoint(run_dir):
     run_dir.adopt(CONFIG)
     with Checkpointer(run_dir.path / "checkpoints") as checkpointer:
-        checkpointer.save(3, {"x": jnp.ones(2)}, {"config": json.loads(json.dumps(CONFIG))})
+        checkpointer.save(
+            3, {"x": jnp.ones(2)}, {"config": json.loads(json.dumps(CONFIG))}
+        )
     for damage in ("", "{", "[]"):
         (run_dir.path / "config.yaml").write_text(damage)
         with pytest.raises(UserError, match=r"seed=2 \(was 1\)"):
@@ -184,7 +249,9 @@ def test_secrets_are_removed_and_tokens_of_text_are_not():
     }
     clean = redact(tree)
     text = str(clean)
-    assert not [secret for secret in ("s1", "s2", "s3", "s4", "s5", "s6") if secret in text]
+    assert not [
+        secret for secret in ("s1", "s2", "s3", "s4", "s5", "s6") if secret in text
+    ]
     assert clean["batch_tokens"] == 64
     assert clean["tokenizer"] == "gpt2"
     assert clean["key"] == "kept"
@@ -192,14 +259,18 @@ def test_secrets_are_removed_and_tokens_of_text_are_not():
     assert clean["db"]["token"] is None
 
 
-def test_the_environment_says_versions_and_devices_but_no_secrets(tmp_path, monkeypatch):
+def test_the_environment_says_versions_and_devices_but_no_secrets(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("MY_TOKEN", "hidden")
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     monkeypatch.setenv("JAX_API_LOGIN", "hidden")
     monkeypatch.setenv("JAX_ENABLE_CHECKS", "false")
     (tmp_path / "environment.txt").write_bytes(b"damaged \xff\n")
     overrides = ["seed=1", "x.password=hidden"]
-    write_environment(tmp_path, {"parameters": "1", "text": "a\n\nparameters: 3"}, overrides)
+    write_environment(
+        tmp_path, {"parameters": "1", "text": "a\n\nparameters: 3"}, overrides
+    )
     write_environment(tmp_path, {"parameters": "2"}, overrides)  # a resumed run
     text = (tmp_path / "environment.txt").read_text()
     assert text.startswith("damaged ")
@@ -213,7 +284,9 @@ def test_the_environment_says_versions_and_devices_but_no_secrets(tmp_path, monk
     assert "hidden" not in text
 
 
-@pytest.mark.parametrize("name", [".lock", "config.yaml", "metrics.jsonl", "checkpoints", "checkpoints/100"])
+@pytest.mark.parametrize(
+    "name", [".lock", "config.yaml", "metrics.jsonl", "checkpoints", "checkpoints/100"]
+)
 def test_a_directory_with_links_is_refused_before_anything_is_written(tmp_path, name):
     (tmp_path / "precious").write_text("mine")
     link = tmp_path / "run" / name

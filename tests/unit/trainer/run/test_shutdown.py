@@ -1,4 +1,5 @@
-"""The guard, in processes whose main thread works, or is inside of a call that never returns."""
+"""The guard, in processes whose main thread works, or is inside of a call that never
+returns."""
 
 import contextlib
 import signal
@@ -37,8 +38,17 @@ def start(tmp_path):
     started = []
 
     def one(doing, *, stop=0.0, stall=0.0, hang=0.0, stderr=subprocess.PIPE):
-        command = [sys.executable, "-c", CODE, str(tmp_path), *map(str, (stop, stall, hang)), doing]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        command = [
+            sys.executable,
+            "-c",
+            CODE,
+            str(tmp_path),
+            *map(str, (stop, stall, hang)),
+            doing,
+        ]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
         started.append(process)
         assert process.stdout.readline() == "ready\n"
         return process
@@ -68,9 +78,9 @@ def test_past_its_deadline_a_signal_ends_a_process_that_hangs(start, tmp_path):
     process.terminate()
     code, output, errors = ended(process)
     assert code == 128 + signal.SIGTERM
-    assert errors == (
-        "error: not stopped within 0.3 s of the signal, but in step 3; ended; checkpoints: 20; "
-        "the same command goes on from there\n"
+    assert (
+        errors == "error: not stopped within 0.3 s of the signal, but in step 3; ended;"
+        " checkpoints: 20; the same command goes on from there\n"
     )
     assert output == errors.removeprefix("error: ")  # reported, too
     assert 'File "<string>", line 13 in <module>' in (tmp_path / "hang.txt").read_text()
@@ -80,7 +90,9 @@ def test_what_hangs_is_reported_once_and_then_ended(start):
     code, output, errors = ended(start("hangs", stall=0.2, hang=1.2))
     assert code == HUNG
     assert output.count("stalled: no progress for ") == 1
-    assert errors.startswith("error: no progress for 1 s, in step 3; ended; checkpoints: none;")
+    assert errors.startswith(
+        "error: no progress for 1 s, in step 3; ended; checkpoints: none;"
+    )
     assert errors.count("\n") == 1
 
 
@@ -88,7 +100,9 @@ FULL_DISK = "def full(text): raise OSError(28, 'No space left')\n"
 FULL = FULL_DISK + CODE.replace("lambda text: print(text, flush=True)", "full")
 
 
-def test_on_a_full_disk_that_takes_no_report_what_hangs_is_still_ended(start, monkeypatch):
+def test_on_a_full_disk_that_takes_no_report_what_hangs_is_still_ended(
+    start, monkeypatch
+):
     monkeypatch.setattr(sys.modules[__name__], "CODE", FULL)
     with open("/dev/full", "w") as full:
         process = start("hangs", stall=0.2, hang=1.2, stderr=full)
@@ -96,20 +110,37 @@ def test_on_a_full_disk_that_takes_no_report_what_hangs_is_still_ended(start, mo
 
 
 def test_on_a_full_disk_a_process_that_cannot_close_is_ended():
-    code = "import time; from trainer.run.shutdown import leave_within; leave_within(0.1, OSError(28)); time.sleep(100)"
+    code = (
+        "import time; from trainer.run.shutdown import leave_within; leave_within(0.1,"
+        " OSError(28)); time.sleep(100)"
+    )
     with open("/dev/full", "w") as full:
-        assert subprocess.run([sys.executable, "-c", code], stderr=full, timeout=30, check=False).returncode == HUNG
+        assert (
+            subprocess.run(
+                [sys.executable, "-c", code], stderr=full, timeout=30, check=False
+            ).returncode
+            == HUNG
+        )
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_ctrl_c_ends_what_hangs_at_once_and_says_what_it_cost(start, tmp_path, first):
+def test_a_second_ctrl_c_ends_what_hangs_at_once_and_says_what_it_cost(
+    start, tmp_path, first
+):
     (tmp_path / "checkpoints" / "20").mkdir(parents=True)
     process = start("hangs", stop=30)
     process.send_signal(first)
     time.sleep(0.5)  # two at once arrive in any order
     process.send_signal(signal.SIGINT)
-    error = "error: second Ctrl-C: ended at once in step 3; steps after the newest checkpoint (20) are lost; "
-    assert ended(process) == (128 + signal.SIGINT, "", f"{error}the same command goes on from there\n")
+    error = (
+        "error: second Ctrl-C: ended at once in step 3; steps after the newest"
+        " checkpoint (20) are lost; "
+    )
+    assert ended(process) == (
+        128 + signal.SIGINT,
+        "",
+        f"{error}the same command goes on from there\n",
+    )
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
@@ -125,7 +156,9 @@ def test_a_second_sigterm_changes_nothing_before_the_time_is_up(start, first):
     assert errors.startswith("error: not stopped within 1.5 s of the signal")
 
 
-def test_a_ctrl_c_that_was_swallowed_before_the_first_step_stops_the_run_there(tmp_path, monkeypatch):
+def test_a_ctrl_c_that_was_swallowed_before_the_first_step_stops_the_run_there(
+    tmp_path, monkeypatch
+):
     early = EarlyInterrupt()
     monkeypatch.setattr(shutdown, "EARLY", early)
     before = signal.getsignal(signal.SIGINT)

@@ -1,4 +1,5 @@
-"""Weights that are for other ids than the data's, or of another model, are refused with all that differs.
+"""Weights that are for other ids than the data's, or of another model, are refused with
+all that differs.
 
 What no run can start from is refused before anything is prepared for it.
 """
@@ -34,7 +35,10 @@ from trainer.run.start import (
 )
 
 BYTE = get_tokenizer("byte")
-PARAMS = {"a": np.zeros((2, 3), np.float16), "b": ScaledArray(np.zeros(4, np.float16), 2.0)}
+PARAMS = {
+    "a": np.zeros((2, 3), np.float16),
+    "b": ScaledArray(np.zeros(4, np.float16), 2.0),
+}
 
 
 def bpe(directory, *merges):
@@ -58,41 +62,73 @@ def test_all_that_differs_is_in_one_message():
     ):
         assert part in text
     assert "model=from_init" in text
-    assert "vocab_size" not in text  # which would lead to a model that reads bytes with the rows of words
-    check_same_model("init_from=A", theirs, GPT2Spec(vocab_size=50257, n_layer=12, d_model=768))
+    # which would lead to a model that reads bytes with the rows of words
+    assert "vocab_size" not in text
+    check_same_model(
+        "init_from=A", theirs, GPT2Spec(vocab_size=50257, n_layer=12, d_model=768)
+    )
 
 
 def test_a_run_with_another_tokenizer_of_the_same_size_is_refused(tmp_path):
-    first, second = bpe(tmp_path / "a", "t h", "th e"), bpe(tmp_path / "b", "t h", "a n")
+    first, second = (
+        bpe(tmp_path / "a", "t h", "th e"),
+        bpe(tmp_path / "b", "t h", "a n"),
+    )
     assert first.vocab_size == second.vocab_size
     first.save(tmp_path)
     meta = {"tokenizer": first.name, "model": {"vocab_size": first.vocab_size}}
-    for fingerprint in ({}, {"tokenizer_fingerprint": first.fingerprint}):  # checkpoints did not always have it
+    # checkpoints did not always have it
+    for fingerprint in ({}, {"tokenizer_fingerprint": first.fingerprint}):
         assert other_tokenizer_of_run(tmp_path, meta | fingerprint, first) == []
         what, advice = other_tokenizer_of_run(tmp_path, meta | fingerprint, second)
-        assert what == f"was trained with tokenizer {first.name} of 259 ids (the data's is {second.name}, 259 ids)"
-        assert advice.startswith(f"set data.tokenizer={tmp_path}/tokenizer.tiktoken, or init.embeddings=focus")
-    assert get_tokenizer(f"{tmp_path}/tokenizer.tiktoken").fingerprint == first.fingerprint
+        assert (
+            what == f"was trained with tokenizer {first.name} of 259 ids (the data's is"
+            f" {second.name}, 259 ids)"
+        )
+        assert advice.startswith(
+            f"set data.tokenizer={tmp_path}/tokenizer.tiktoken, or"
+            " init.embeddings=focus"
+        )
+    assert (
+        get_tokenizer(f"{tmp_path}/tokenizer.tiktoken").fingerprint == first.fingerprint
+    )
 
 
 def test_the_tokenizer_beside_weights_is_compared_with_the_datas(tmp_path):
-    first, second = bpe(tmp_path / "a", "t h", "th e"), bpe(tmp_path / "b", "t h", "a n")
+    first, second = (
+        bpe(tmp_path / "a", "t h", "th e"),
+        bpe(tmp_path / "b", "t h", "a n"),
+    )
     spec = GPT2Spec(vocab_size=first.vocab_size)
     save_hf(tmp_path, first, 1024)
     for source in (tmp_path, tmp_path / "model.safetensors"):
         assert other_tokenizer_beside(source, spec, first) == []
-        assert "id 257 is 'the' there, 'an' here" in other_tokenizer_beside(source, spec, second)[0]
+        assert (
+            "id 257 is 'the' there, 'an' here"
+            in other_tokenizer_beside(source, spec, second)[0]
+        )
         line = describe_init(source, first, spec, PARAMS)
-        assert line.startswith(f"weights from {source} (Hugging Face, gpt2): 2 tensors, 10 parameters; the tokenizer")
+        assert line.startswith(
+            f"weights from {source} (Hugging Face, gpt2): 2 tensors, 10 parameters; the"
+            " tokenizer"
+        )
         assert line.endswith(f"is that of the data, {first.name}")
 
 
-@pytest.mark.parametrize(("rows", "ids", "ok"), [(50257, 50257, True), (50304, 50257, True), (50257, 256, False)])
+@pytest.mark.parametrize(
+    ("rows", "ids", "ok"),
+    [(50257, 50257, True), (50304, 50257, True), (50257, 256, False)],
+)
 def test_without_a_tokenizer_the_size_of_the_vocabulary_tells(rows, ids, ok, tmp_path):
     tokenizer = SimpleNamespace(name="x", vocab_size=ids)
-    assert (other_tokenizer_beside(tmp_path, GPT2Spec(vocab_size=rows), tokenizer) == []) == ok
+    assert (
+        other_tokenizer_beside(tmp_path, GPT2Spec(vocab_size=rows), tokenizer) == []
+    ) == ok
     line = describe_init(tmp_path, tokenizer, GPT2Spec(vocab_size=rows), PARAMS)
-    assert "2 tensors, 10 parameters; there is no tokenizer beside them, so that nobody checked" in line
+    assert (
+        "2 tensors, 10 parameters; there is no tokenizer beside them, so that nobody"
+        " checked" in line
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +160,11 @@ def test_a_refusal_for_damaged_checkpoints_holds_until_somebody_acts(tmp_path):
     (damaged / "40-0").mkdir(parents=True)
     for source in ("auto", "none"):
         with pytest.raises(
-            UserError, match=r"no usable checkpoint in run_dir=.*remove .*damaged to start this run anew"
+            UserError,
+            match=(
+                r"no usable checkpoint in run_dir=.*remove .*damaged to start this run"
+                r" anew"
+            ),
         ):
             check_start(tmp_path, source, None, None)
     checkpoints(tmp_path, 20)
@@ -138,47 +178,76 @@ def test_a_sweep_is_no_run_and_its_runs_are_named(tmp_path):
     with pytest.raises(UserError) as error:
         check_start(tmp_path / "new", str(tmp_path / "sweep"), None, None)
     listed = ", ".join(str(tmp_path / "sweep" / job) for job in ("0", "9", "10"))
-    assert f"name one of the runs in it: {listed}; `python -m scripts.compare runs=" in str(error.value)
-    with pytest.raises(UserError, match="nowhere has no checkpoints; valid: auto, none, or a run directory"):
+    assert (
+        f"name one of the runs in it: {listed}; `python -m scripts.compare runs="
+        in str(error.value)
+    )
+    with pytest.raises(
+        UserError,
+        match="nowhere has no checkpoints; valid: auto, none, or a run directory",
+    ):
         check_start(tmp_path / "new", "nowhere", None, None)
 
 
-def test_a_step_that_is_gone_is_named_with_those_that_are_there_and_what_keeps_more(tmp_path):
+def test_a_step_that_is_gone_is_named_with_those_that_are_there_and_what_keeps_more(
+    tmp_path,
+):
     checkpoints(tmp_path / "old", 20, 5, 100)
     check_start(tmp_path / "new", str(tmp_path / "old"), 20, None)
     check_start(tmp_path / "new", str(tmp_path / "old"), None, None)
     for step in (10, 40):
-        with pytest.raises(UserError, match=rf"^resume\.step={step}, but .* steps 5, 20, 100; .*checkpoint\.keep"):
+        with pytest.raises(
+            UserError,
+            match=rf"^resume\.step={step}, but .* steps 5, 20, 100; .*checkpoint\.keep",
+        ):
             check_start(tmp_path / "new", str(tmp_path / "old"), step, None)
-    with pytest.raises(UserError, match=r"resume\.step=20 is of another run's checkpoints; add resume=RUN"):
+    with pytest.raises(
+        UserError,
+        match=r"resume\.step=20 is of another run's checkpoints; add resume=RUN",
+    ):
         check_start(tmp_path / "new", "auto", 20, None)
-    check_start(tmp_path / "old", str(tmp_path / "gone"), 10, None)  # goes on from its own: a fork that was stopped
-    with pytest.raises(UserError, match=r"holds checkpoints of steps \[5, 20, 100\] and resume=none"):
+    # goes on from its own: a fork that was stopped
+    check_start(tmp_path / "old", str(tmp_path / "gone"), 10, None)
+    with pytest.raises(
+        UserError, match=r"holds checkpoints of steps \[5, 20, 100\] and resume=none"
+    ):
         check_start(tmp_path / "old", "none", None, None)
 
 
 @pytest.mark.parametrize("start", ["resume=sweep", "init_from=nowhere"])
-def test_what_no_run_can_start_from_is_refused_before_data_are_prepared(start, tmp_path, monkeypatch, capfd):
+def test_what_no_run_can_start_from_is_refused_before_data_are_prepared(
+    start, tmp_path, monkeypatch, capfd
+):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra's, which would outlive this test's captured output
+    # Hydra's, which would outlive this test's captured output
+    monkeypatch.setattr(logging.root, "handlers", [])
     checkpoints(tmp_path / "sweep" / "0", 20)
-    assert main([*TINY, "run_dir=new", "parallel.data=1", "compile_cache=null", start]) == 2
+    assert (
+        main([*TINY, "run_dir=new", "parallel.data=1", "compile_cache=null", start])
+        == 2
+    )
     assert start in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
 
 
-def test_weights_of_a_run_are_told_with_the_step_they_are_of(open_checkpointer, tmp_path):
+def test_weights_of_a_run_are_told_with_the_step_they_are_of(
+    open_checkpointer, tmp_path
+):
     checkpointer = open_checkpointer()
     for step in (5, 1200):
         checkpointer.save(step, {"a": jnp.zeros(3)}, {})
     checkpointer.wait()
     line = describe_init(tmp_path, BYTE, GPT2Spec(vocab_size=256), PARAMS)
-    assert line.startswith(f"weights from {tmp_path} after its step 1,200: 2 tensors, 10 parameters; ")
+    assert line.startswith(
+        f"weights from {tmp_path} after its step 1,200: 2 tensors, 10 parameters; "
+    )
     assert line.endswith("its tokenizer, byte, is that of the data")
 
 
 def test_a_fork_knows_where_it_begins_and_what_it_was_forked_from_when_it_goes_on():
-    fork = with_origin(Restored(9000, None, {"forked": {"run": "runs/older", "step": 10}}), "runs/mine")
+    fork = with_origin(
+        Restored(9000, None, {"forked": {"run": "runs/older", "step": 10}}), "runs/mine"
+    )
     assert is_fork(fork)
     assert describe_origin(fork.meta) == "runs/mine after step 9,000"
     gone_on = Restored(9500, None, fork.meta)

@@ -1,4 +1,5 @@
-"""Weights of one tokenizer, for another: every table of a family, tied or not, with padding, sharded."""
+"""Weights of one tokenizer, for another: every table of a family, tied or not, with
+padding, sharded."""
 
 import dataclasses
 import json
@@ -16,7 +17,12 @@ from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.llama_spec import LlamaSpec
 from trainer.models.spec import GPT2Spec
-from trainer.run.vocabulary import describe_embeddings, of_vocabulary, vocabulary_of, weights_for_tokenizer
+from trainer.run.vocabulary import (
+    describe_embeddings,
+    of_vocabulary,
+    vocabulary_of,
+    weights_for_tokenizer,
+)
 
 TEXT = "the cat sat on the mat and the rat sat on the hat and that was that\n" * 400
 SIZES = {"n_layer": 1, "d_model": 16, "context": 32}
@@ -42,7 +48,11 @@ def initial(spec, seed):
 def data(tmp_path):
     bpe(tmp_path / "new", "t h", "th e", "a t", "Ġ th")
     (tmp_path / "text.txt").write_text(TEXT)
-    directory = prepare(TextSource((str(tmp_path / "text.txt"),)), str(tmp_path / "new"), tmp_path / "cache")
+    directory = prepare(
+        TextSource((str(tmp_path / "text.txt"),)),
+        str(tmp_path / "new"),
+        tmp_path / "cache",
+    )
     return Dataset.open(directory, seed=0, context=32, batch_size=2)
 
 
@@ -61,7 +71,9 @@ def exported(directory, spec, tokenizer):
 
 @pytest.mark.parametrize("method", ["focus", "random"])
 @pytest.mark.parametrize("family", SPECS)
-def test_all_tables_get_the_rows_of_the_datas_tokens_and_all_else_stays(family, method, tmp_path, data, old):
+def test_all_tables_get_the_rows_of_the_datas_tokens_and_all_else_stays(
+    family, method, tmp_path, data, old
+):
     params = exported(tmp_path / "hf", SPECS[family], old)
     spec = dataclasses.replace(SPECS[family], vocab_size=data.tokenizer.vocab_size)
     like = initial(spec, 8)
@@ -80,15 +92,22 @@ def test_all_tables_get_the_rows_of_the_datas_tokens_and_all_else_stays(family, 
             np.testing.assert_array_equal(new, fresh)
             return
         for token in (b"t", b"th", b"at", b"\xff"):
-            np.testing.assert_array_equal(new[data.tokenizer.tokens[token]], before[old.tokens[token]])
+            np.testing.assert_array_equal(
+                new[data.tokenizer.tokens[token]], before[old.tokens[token]]
+            )
         np.testing.assert_array_equal(new[data.tokenizer.eot], before[old.eot])
         made = np.asarray(new[data.tokenizer.tokens[b"the"]])
         assert not (made == np.asarray(before)).all(axis=1).any()
-        assert not np.array_equal(made, np.asarray(fresh[data.tokenizer.tokens[b"the"]]))
+        assert not np.array_equal(
+            made, np.asarray(fresh[data.tokenizer.tokens[b"the"]])
+        )
 
     jax.tree.map(compare, tables, found, params, like)
     line = describe_embeddings(tmp_path / "hf", data.tokenizer, method)
-    assert f"init.embeddings={method}: {'all 261' if method == 'random' else '259 of 261'}" in line
+    assert (
+        f"init.embeddings={method}: {'all 261' if method == 'random' else '259 of 261'}"
+        in line
+    )
 
 
 def test_the_rows_are_placed_and_typed_as_those_of_the_model(tmp_path, data, old):
@@ -98,12 +117,16 @@ def test_the_rows_are_placed_and_typed_as_those_of_the_model(tmp_path, data, old
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     whole = NamedSharding(mesh, PartitionSpec())
     like = jax.tree.map(
-        lambda table, x: jax.device_put(x.astype(jnp.bfloat16), sharding if table else whole),
+        lambda table, x: jax.device_put(
+            x.astype(jnp.bfloat16), sharding if table else whole
+        ),
         of_vocabulary(spec),
         initial(spec, 8),
     )
     found = weights_for_tokenizer(tmp_path / "hf", spec, data, "mean", 0, like)
-    assert jax.tree.map(lambda x: (x.dtype, x.sharding), found) == jax.tree.map(lambda x: (x.dtype, x.sharding), like)
+    assert jax.tree.map(lambda x: (x.dtype, x.sharding), found) == jax.tree.map(
+        lambda x: (x.dtype, x.sharding), like
+    )
 
 
 def test_which_parameters_have_a_row_for_each_id_is_not_guessed_by_size():
@@ -113,13 +136,19 @@ def test_which_parameters_have_a_row_for_each_id_is_not_guessed_by_size():
 
 
 def test_bad_input_is_one_line(tmp_path, data, old):
-    like = initial(dataclasses.replace(SPECS["gpt2"], vocab_size=data.tokenizer.vocab_size), 8)
+    like = initial(
+        dataclasses.replace(SPECS["gpt2"], vocab_size=data.tokenizer.vocab_size), 8
+    )
     spec = dataclasses.replace(SPECS["gpt2"], vocab_size=data.tokenizer.vocab_size)
     exported(tmp_path / "hf", SPECS["gpt2"], old)
     with pytest.raises(UserError, match=r"n_layer=1 \(the model 2\)") as error:
-        weights_for_tokenizer(tmp_path / "hf", dataclasses.replace(spec, n_layer=2), data, "mean", 0, like)
+        weights_for_tokenizer(
+            tmp_path / "hf", dataclasses.replace(spec, n_layer=2), data, "mean", 0, like
+        )
     assert "vocab_size" not in str(error.value)
-    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"ж": 0, "д": 1}}}))
+    (tmp_path / "hf" / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": {"ж": 0, "д": 1}}})
+    )
     with pytest.raises(UserError, match="no token in common"):
         weights_for_tokenizer(tmp_path / "hf", spec, data, "focus", 0, like)
     (tmp_path / "hf" / "tokenizer.json").unlink()
@@ -136,22 +165,35 @@ def test_bad_input_is_one_line(tmp_path, data, old):
         (260, 260),  # another of the special tokens, for what was trained on
     ],
 )
-def test_the_end_of_a_document_is_one_that_the_tokenizer_knows(eos, wanted, tmp_path, old):
+def test_the_end_of_a_document_is_one_that_the_tokenizer_knows(
+    eos, wanted, tmp_path, old
+):
     directory = tmp_path / "hf"
     exported(directory, SPECS["gpt2"], old)
-    config, tree = (json.loads((directory / name).read_text()) for name in ("config.json", "tokenizer.json"))
-    (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": eos, "vocab_size": 261}))
-    tree["added_tokens"].append(tree["added_tokens"][0] | {"id": 260, "content": "<|other|>"})
+    config, tree = (
+        json.loads((directory / name).read_text())
+        for name in ("config.json", "tokenizer.json")
+    )
+    (directory / "config.json").write_text(
+        json.dumps(config | {"eos_token_id": eos, "vocab_size": 261})
+    )
+    tree["added_tokens"].append(
+        tree["added_tokens"][0] | {"id": 260, "content": "<|other|>"}
+    )
     (directory / "tokenizer.json").write_text(json.dumps(tree))
     assert vocabulary_of(directory).end == wanted
     (directory / "tokenizer_config.json").unlink()
-    assert vocabulary_of(directory).end == (260 if eos == 260 else 2 if eos == [2, 7] else None)
+    assert vocabulary_of(directory).end == (
+        260 if eos == 260 else 2 if eos == [2, 7] else None
+    )
 
 
 def test_words_that_were_added_to_a_tokenizer_alone_have_no_rows(tmp_path, data, old):
     exported(tmp_path / "hf", SPECS["untied"], old)
     tree = json.loads((tmp_path / "hf/tokenizer.json").read_text())
-    tree["added_tokens"].append(tree["added_tokens"][0] | {"id": 260, "content": "the", "special": False})
+    tree["added_tokens"].append(
+        tree["added_tokens"][0] | {"id": 260, "content": "the", "special": False}
+    )
     (tmp_path / "hf/tokenizer.json").write_text(json.dumps(tree))
     found = vocabulary_of(tmp_path / "hf")
     assert (found.size, b"the" in found.tokens) == (260, False)

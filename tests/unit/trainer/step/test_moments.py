@@ -1,4 +1,5 @@
-"""An optimiser's entry says what its state keeps; what it forgets, or names in vain, is refused when a run starts."""
+"""An optimiser's entry says what its state keeps; what it forgets, or names in vain, is
+refused when a run starts."""
 
 import dataclasses
 
@@ -17,7 +18,10 @@ from trainer.step.optimizers import ENTRIES, AdamW, Lion, Moment, Optimizer
 
 KERNEL = {"kernel": jnp.ones((16, 16)), "bias": jnp.ones(16)}
 PARAMS = {"wte": {"embedding": jnp.ones((8, 16))}, "h": {0: {"c_fc": KERNEL}}}
-ROLES = {"wte": {"embedding": Role("table")}, "h": {0: {"c_fc": {"kernel": Role("column"), "bias": Role("bias")}}}}
+ROLES = {
+    "wte": {"embedding": Role("table")},
+    "h": {0: {"c_fc": {"kernel": Role("column"), "bias": Role("bias")}}},
+}
 SETTINGS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "momentum": 0.9}
 
 
@@ -32,7 +36,9 @@ def plain(name):
 
 
 def stored(name, **changes):
-    return jax.eval_shape(store_moments(plain(name), name, policy(**changes), 0).init, PARAMS)
+    return jax.eval_shape(
+        store_moments(plain(name), name, policy(**changes), 0).init, PARAMS
+    )
 
 
 def fields(state):
@@ -40,7 +46,9 @@ def fields(state):
     found = set()
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_scaled_array):
         if is_scaled_array(x):
-            names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+            names = [
+                key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)
+            ]
             found.add((names[-1], str(x.data.dtype)))
     return found
 
@@ -48,24 +56,51 @@ def fields(state):
 @pytest.mark.parametrize(
     ("name", "changes", "found"),
     [
-        ("adamw", {"mu": "e4m3", "nu": "e5m2"}, {("mu", "float8_e4m3fn"), ("nu", "float8_e5m2")}),
+        (
+            "adamw",
+            {"mu": "e4m3", "nu": "e5m2"},
+            {("mu", "float8_e4m3fn"), ("nu", "float8_e5m2")},
+        ),
         ("lion", {"mu": "fp16"}, {("mu", "float16")}),
         ("sgd", {"mu": "fp16"}, {("trace", "float16")}),
         ("muon", {"mu": "bf16", "nu": "fp16"}, {("mu", "bfloat16"), ("nu", "float16")}),
         ("adafactor", {}, set()),
     ],
 )
-def test_the_moments_that_an_entry_names_are_stored_as_the_policy_says(name, changes, found):
+def test_the_moments_that_an_entry_names_are_stored_as_the_policy_says(
+    name, changes, found
+):
     assert fields(stored(name, **changes)) == found
 
 
 def test_roots_and_quotients_are_stored_of_those_moments_that_say_so():
     how = moment_settings("adamw", policy(mu="e4m3", nu="e5m2"))["fields"]
-    assert (how["mu"].sqrt, how["mu"].relative_to, how["nu"].sqrt) == (False, "nu", True)
-    assert moment_settings("adamw", policy(mu="fp16", nu="fp16"))["fields"]["mu"].relative_to is None
-    assert moment_settings("adamw", policy(mu="e4m3"))["fields"]["mu"].relative_to is None
-    assert moment_settings("muon", policy(mu="e4m3", nu="e5m2"))["fields"]["mu"].relative_to is None
-    assert [x.rounding for x in moment_settings("adamw", policy(mu="fp16", nu="fp16"))["fields"].values()] == [
+    assert (how["mu"].sqrt, how["mu"].relative_to, how["nu"].sqrt) == (
+        False,
+        "nu",
+        True,
+    )
+    assert (
+        moment_settings("adamw", policy(mu="fp16", nu="fp16"))["fields"][
+            "mu"
+        ].relative_to
+        is None
+    )
+    assert (
+        moment_settings("adamw", policy(mu="e4m3"))["fields"]["mu"].relative_to is None
+    )
+    assert (
+        moment_settings("muon", policy(mu="e4m3", nu="e5m2"))["fields"][
+            "mu"
+        ].relative_to
+        is None
+    )
+    assert [
+        x.rounding
+        for x in moment_settings("adamw", policy(mu="fp16", nu="fp16"))[
+            "fields"
+        ].values()
+    ] == [
         "nearest",
         "stochastic",
     ]
@@ -76,7 +111,10 @@ def test_what_an_entry_forgets_is_an_error_when_the_state_is_made(monkeypatch):
         moments = ()
 
     monkeypatch.setitem(ENTRIES, "lion", Forgetful)
-    with pytest.raises(UserError, match="optimizer=lion keeps 'mu' in its state, of which its entry Forgetful"):
+    with pytest.raises(
+        UserError,
+        match="optimizer=lion keeps 'mu' in its state, of which its entry Forgetful",
+    ):
         stored("lion")
 
 
@@ -85,7 +123,9 @@ def test_a_moment_that_the_state_does_not_have_is_an_error_when_it_is_made(monke
         moments = (*Lion.moments, Moment("nu", "nu", root=True))
 
     monkeypatch.setitem(ENTRIES, "lion", Hopeful)
-    with pytest.raises(UserError, match=r"optimizer=lion has no 'nu' in its state, .* there are mu"):
+    with pytest.raises(
+        UserError, match=r"optimizer=lion has no 'nu' in its state, .* there are mu"
+    ):
         stored("lion")
 
 
@@ -111,7 +151,10 @@ def test_a_cousin_of_adam_is_one_entry(monkeypatch):
             return optax.scale_by_adam(self.b1, self.b2, self.eps, nesterov=True)
 
     monkeypatch.setitem(ENTRIES, "nadam", NAdam)
-    assert fields(stored("nadam", mu="e4m3", nu="e5m2")) == {("mu", "float8_e4m3fn"), ("nu", "float8_e5m2")}
+    assert fields(stored("nadam", mu="e4m3", nu="e5m2")) == {
+        ("mu", "float8_e4m3fn"),
+        ("nu", "float8_e5m2"),
+    }
 
 
 def test_a_state_of_one_transformation_is_checked_whole(monkeypatch):

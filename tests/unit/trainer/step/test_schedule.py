@@ -9,9 +9,19 @@ from trainer.step.schedule import learning_rates
 EPS = float(np.finfo(np.float32).eps)
 
 
-@pytest.mark.parametrize(("name", "last"), [("cosine", 0.1), ("linear", 0.1), ("wsd", 0.1), ("constant", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [("cosine", 0.1), ("linear", 0.1), ("wsd", 0.1), ("constant", 1.0)],
+)
 def test_schedules_warm_up_reach_the_peak_and_end_near_the_ratio(name, last):
-    rates = learning_rates(name, steps=1000, peak=2.0, warmup_fraction=0.1, min_ratio=0.1, decay_fraction=0.2)
+    rates = learning_rates(
+        name,
+        steps=1000,
+        peak=2.0,
+        warmup_fraction=0.1,
+        min_ratio=0.1,
+        decay_fraction=0.2,
+    )
     assert rates.shape == (1000,)
     assert rates.dtype == np.float32
     np.testing.assert_allclose(rates[[0, 49, 99]], [0.02, 1.0, 2.0], rtol=4 * EPS)
@@ -22,11 +32,25 @@ def test_schedules_warm_up_reach_the_peak_and_end_near_the_ratio(name, last):
 
 
 def test_wsd_is_stable_until_its_decay():
-    rates = learning_rates("wsd", steps=1000, peak=1.0, warmup_fraction=0.0, min_ratio=0.0, decay_fraction=0.2)
+    rates = learning_rates(
+        "wsd",
+        steps=1000,
+        peak=1.0,
+        warmup_fraction=0.0,
+        min_ratio=0.0,
+        decay_fraction=0.2,
+    )
     np.testing.assert_array_equal(rates[:800], 1.0)
     np.testing.assert_allclose(rates[900], 0.5, rtol=1e-5)
 
 
 def test_an_unknown_schedule_lists_the_valid_ones():
     with pytest.raises(UserError, match="wsd"):
-        learning_rates("x", steps=1, peak=1.0, warmup_fraction=0.0, min_ratio=0.0, decay_fraction=0.2)
+        learning_rates(
+            "x",
+            steps=1,
+            peak=1.0,
+            warmup_fraction=0.0,
+            min_ratio=0.0,
+            decay_fraction=0.2,
+        )

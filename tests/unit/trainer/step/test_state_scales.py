@@ -1,4 +1,5 @@
-"""A state that lies on several devices is put into its forms without a program for each of its arrays."""
+"""A state that lies on several devices is put into its forms without a program for each
+of its arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,19 @@ from trainer.step.state import from_stored, init_state, to_stored
 
 
 def test_scales_of_a_state_on_several_devices_come_back():
-    """Nothing is computed of its data: a collective for each array, all at once, waited for each other for ever."""
+    """Nothing is computed of its data: a collective for each array, all at once, waited
+    for each other for ever."""
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
-    split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["fsdp"], []))
-    params = {f"w{i}": ScaledArray(jnp.ones((16, 4), jnp.float16), jnp.float32(2.0**-i)) for i in range(6)}
-    placed = jax.device_put(params, jax.tree.map(lambda x: split if x.ndim else whole, params))
+    split, whole = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["fsdp"], [])
+    )
+    params = {
+        f"w{i}": ScaledArray(jnp.ones((16, 4), jnp.float16), jnp.float32(2.0**-i))
+        for i in range(6)
+    }
+    placed = jax.device_put(
+        params, jax.tree.map(lambda x: split if x.ndim else whole, params)
+    )
     state = init_state(placed, optax.sgd(1.0, momentum=0.9), jax.random.key(0))
 
     stored = to_stored(from_stored(state))

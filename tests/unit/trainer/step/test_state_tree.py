@@ -16,10 +16,16 @@ def test_a_checksum_does_not_depend_on_the_sharding():
     assert checksums([x]) == checksums([spread])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.bool_])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.bool_]
+)
 def test_every_single_bit_changes_the_checksum(dtype):
     itemsize = np.dtype(dtype).itemsize
-    raw = np.random.default_rng(0).integers(0, 2 if dtype == jnp.bool_ else 256, 12 * itemsize).astype(np.uint8)
+    raw = (
+        np.random.default_rng(0)
+        .integers(0, 2 if dtype == jnp.bool_ else 256, 12 * itemsize)
+        .astype(np.uint8)
+    )
     whole = checksums([jnp.asarray(raw.view(dtype))])
     for bit in range(0, raw.size * 8, 8 if dtype == jnp.bool_ else 1):
         changed = raw.copy()
@@ -29,7 +35,12 @@ def test_every_single_bit_changes_the_checksum(dtype):
 
 def test_a_checksum_tells_places_apart():
     x = jnp.arange(6.0)
-    assert len({checksums([x])[0], checksums([x[::-1]])[0], checksums([jnp.roll(x, 1)])[0]}) == 3
+    assert (
+        len(
+            {checksums([x])[0], checksums([x[::-1]])[0], checksums([jnp.roll(x, 1)])[0]}
+        )
+        == 3
+    )
 
 
 def test_two_changes_that_cancel_in_one_sum_change_the_checksum():
@@ -37,7 +48,9 @@ def test_two_changes_that_cancel_in_one_sum_change_the_checksum():
     assert checksums([x.at[2].multiply(-1).at[5].multiply(-1)]) != checksums([x])
     # Scrambled as in the first sum, these two differ in the highest bit alone.
     a, b = np.array([0xBFFB7D7D, 0xE7CC1AF0], np.uint32).view(np.float32)
-    first, changed = (np.asarray(checksum(x.at[2].set(p).at[5].set(q))) for p, q in ((a, b), (b, a)))
+    first, changed = (
+        np.asarray(checksum(x.at[2].set(p).at[5].set(q))) for p, q in ((a, b), (b, a))
+    )
     assert first[0] == changed[0]
     assert first[1] != changed[1]
 
@@ -48,7 +61,9 @@ def test_a_checksum_is_the_documented_sum(shape):
     x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
     total = [0, 0]
     for index in np.ndindex(shape):
-        for which, (seed, scramble) in enumerate(((0x9E3779B1, 0x7FEB352D), (0x85EBCA77, 0x846CA68B))):
+        for which, (seed, scramble) in enumerate(
+            ((0x9E3779B1, 0x7FEB352D), (0x85EBCA77, 0x846CA68B))
+        ):
             word = int(x[index].view(np.uint32))
             word = (word ^ word >> (16, 15)[which]) * scramble % 2**32
             term = word ^ word >> (15, 16)[which]

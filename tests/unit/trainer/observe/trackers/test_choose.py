@@ -37,7 +37,10 @@ def test_every_call_reaches_every_tracker(tmp_path):
     for name, *args in calls:
         getattr(both, name)(*args)
     assert [r.calls for r in recorders] == [calls, calls]
-    methods = {name for name in vars(Tracker) if not name.startswith("_")} - {"id", "written"}
+    methods = {name for name in vars(Tracker) if not name.startswith("_")} - {
+        "id",
+        "written",
+    }
     assert {name for name, *_ in calls} == methods
     assert Several([]).written() is None
 
@@ -51,10 +54,15 @@ def test_no_tracker_writes_nothing(tmp_path):
 
 def test_wandb_is_not_imported_without_need(tmp_path):
     program = (
-        "import sys; from pathlib import Path; from trainer.observe.trackers.choose import make_tracker; "
-        "make_tracker('jsonl', Path(sys.argv[1]), start=0, config={}).finish(); assert 'wandb' not in sys.modules"
+        "import sys; from pathlib import Path; from trainer.observe.trackers.choose"
+        " import make_tracker; make_tracker('jsonl', Path(sys.argv[1]), start=0,"
+        " config={}).finish(); assert 'wandb' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    subprocess.run(
+        [sys.executable, "-c", program, tmp_path],
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
 
 
 def test_every_tracker_finishes_even_if_one_before_it_cannot():

@@ -1,11 +1,20 @@
-"""metrics.jsonl and samples.txt: whole lines, each step once, cut where a run goes on."""
+"""metrics.jsonl and samples.txt: whole lines, each step once, cut where a run goes
+on."""
 
 import json
 
 import pytest
 
 from trainer.errors import UserError
-from trainer.observe.records import Sample, cut_rows, decode_row, encode_row, encode_sample, read_rows, read_samples
+from trainer.observe.records import (
+    Sample,
+    cut_rows,
+    decode_row,
+    encode_row,
+    encode_sample,
+    read_rows,
+    read_samples,
+)
 from trainer.observe.trackers.jsonl import JsonlTracker
 from trainer.observe.trackers.protocol import Beginning
 
@@ -23,13 +32,17 @@ def jsonl(run_dir, *, start, again=False):
 def test_a_row_is_a_line_with_its_step_and_is_on_disk_at_once(tmp_path):
     tracker = jsonl(tmp_path, start=0)
     tracker.row(1, {"train/loss": 0.1 + 0.2, "tokens": 3})
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": 0.30000000000000004, "tokens": 3}\n'
+    assert (
+        tmp_path / "metrics.jsonl"
+    ).read_text() == '{"step": 1, "train/loss": 0.30000000000000004, "tokens": 3}\n'
     tracker.finish()
 
 
 def test_what_is_not_finite_is_valid_json_that_float_reads_back(tmp_path):
     line = encode_row(1, {"a": float("nan"), "b": float("inf"), "c": -float("inf")})
-    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    row = json.loads(
+        line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+    )
     assert str([float(row[k]) for k in "abc"]) == "[nan, inf, -inf]"
 
 
@@ -43,7 +56,10 @@ def test_a_step_cannot_be_logged_twice(tmp_path):
 
 def test_a_resumed_run_goes_on_after_its_step_as_if_never_stopped(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for directory, pieces in ((whole, [(0, 9)]), (parts, [(0, 5), (3, 8), (0, 1), (1, 9)])):
+    for directory, pieces in (
+        (whole, [(0, 9)]),
+        (parts, [(0, 5), (3, 8), (0, 1), (1, 9)]),
+    ):
         directory.mkdir()
         for start, stop in pieces:
             tracker = jsonl(directory, start=start)
@@ -76,7 +92,12 @@ def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(tmp_path):
 
 def test_of_a_row_that_comes_again_the_events_before_it_stay(tmp_path):
     path, event = tmp_path / "metrics.jsonl", {"event": "x"}
-    lines = [encode_row(1, {"a": 1}), encode_row(2, event), encode_row(2, {"a": 2}), encode_row(2, event)]
+    lines = [
+        encode_row(1, {"a": 1}),
+        encode_row(2, event),
+        encode_row(2, {"a": 2}),
+        encode_row(2, event),
+    ]
     path.write_bytes(b"".join(lines))
     assert cut_rows(path, 2) == 2
     assert cut_rows(path, 2, again=True) == 1
@@ -103,11 +124,25 @@ def test_cutting_says_which_step_is_the_last(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "\n", "a\n\nb", 'step 9 | "x"\n  y', " indented", "ends\n", "\r\n\x0b\x0c\x85\u2028", "日本 \x00 ü", '\\ "'],
+    [
+        "",
+        "\n",
+        "a\n\nb",
+        'step 9 | "x"\n  y',
+        " indented",
+        "ends\n",
+        "\r\n\x0b\x0c\x85\u2028",
+        "日本 \x00 ü",
+        '\\ "',
+    ],
 )
 def test_no_text_can_break_the_samples(tmp_path, text):
     path = tmp_path / "samples.txt"
-    samples = [Sample(1, "first", "before"), Sample(2, 'a "name" | x', text), Sample(3, "last", "after")]
+    samples = [
+        Sample(1, "first", "before"),
+        Sample(2, 'a "name" | x', text),
+        Sample(3, "last", "after"),
+    ]
     path.write_bytes(b"".join(map(encode_sample, samples)))
     assert read_samples(path) == samples
 
@@ -117,7 +152,12 @@ def test_a_full_disk_is_an_error_in_a_line(tmp_path):
     full = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 - the tracker closes it
     tracker._rows.close()
     tracker._rows = full
-    with pytest.raises(UserError, match=r"cannot write /dev/full: No space left on device; make room, then continue"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"cannot write /dev/full: No space left on device; make room, then continue"
+        ),
+    ):
         tracker.row(1, loss(1))
 
 

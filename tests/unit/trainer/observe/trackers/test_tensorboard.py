@@ -35,13 +35,17 @@ def events_of(path):
 
 
 def shown(run_dir):
-    """Tag and step to all values in the files; each but the first begins with the mark of a start."""
+    """Tag and step to all values in the files; each but the first begins with the mark
+    of a start."""
     kept = []
     for number, path in enumerate(sorted((run_dir / "tensorboard").iterdir())):
         events = list(events_of(path))
         marks = [e.session_log.status for e in events if e.HasField("session_log")]
-        assert marks in ([event_pb2.SessionLog.START] * (number > 0), [])  # later starts may have cut it
-        kept += [(event.step, value) for event in events for value in event.summary.value]
+        # later starts may have cut it
+        assert marks in ([event_pb2.SessionLog.START] * (number > 0), [])
+        kept += [
+            (event.step, value) for event in events for value in event.summary.value
+        ]
     found = {}
     for step, value in kept:
         content = value.simple_value if value.HasField("simple_value") else None
@@ -56,7 +60,11 @@ def shown(run_dir):
 def test_rows_events_samples_and_pictures_are_shown_once_each(tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
     tracker = make_tracker("tensorboard", tmp_path, start=0, config={})
-    tracker.row(1, {"train/loss": 0.5, "numerics/weights/wte/rms": 2.0} | dict.fromkeys(FIGURES, 0.0))
+    tracker.row(
+        1,
+        {"train/loss": 0.5, "numerics/weights/wte/rms": 2.0}
+        | dict.fromkeys(FIGURES, 0.0),
+    )
     tracker.event(1, "went back")
     tracker.sample(1, "samples", "first\n# second")
     tracker.picture(1, "numerics/weights/picture", tmp_path / "a.png")
@@ -77,7 +85,9 @@ def test_rows_events_samples_and_pictures_are_shown_once_each(tmp_path):
     }
 
 
-FIGURES = [f"numerics/weights/wte/{name}" for name in ("exponent", "underflow", "saturated")]
+FIGURES = [
+    f"numerics/weights/wte/{name}" for name in ("exponent", "underflow", "saturated")
+]
 
 RUN = """
 import os, signal, sys
@@ -98,22 +108,35 @@ tracker.finish()
 
 
 def part(run_dir, start, stop, kill_at=-1, again=0):
-    command = [sys.executable, "-c", RUN, *map(str, (run_dir, start, stop, kill_at, again))]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": os.getcwd()}, check=False).returncode
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        *map(str, (run_dir, start, stop, kill_at, again)),
+    ]
+    return subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": os.getcwd()}, check=False
+    ).returncode
 
 
 def test_tensorboard_shows_every_step_once_across_kills_and_resumes(tmp_path):
     assert part(tmp_path, 0, 60, kill_at=33) == -signal.SIGKILL
     assert part(tmp_path, 30, 60, kill_at=45) == -signal.SIGKILL
-    assert part(tmp_path, 10, 60, kill_at=55) == -signal.SIGKILL  # its newer checkpoints were damaged
+    # its newer checkpoints were damaged
+    assert part(tmp_path, 10, 60, kill_at=55) == -signal.SIGKILL
     assert part(tmp_path, 50, 60, again=1) == 0
     rows = {("train/loss", step): [1 / 2**step] for step in range(1, 61)}
-    texts = {("samples/text_summary", step): [f"    text of {step}\n"] for step in range(1, 61)}
+    texts = {
+        ("samples/text_summary", step): [f"    text of {step}\n"]
+        for step in range(1, 61)
+    }
     assert shown(tmp_path) == rows | texts
     assert len(list((tmp_path / "tensorboard").iterdir())) == 4
 
 
-def test_a_run_that_was_tracked_otherwise_before_is_shown_from_its_first_step_on(tmp_path):
+def test_a_run_that_was_tracked_otherwise_before_is_shown_from_its_first_step_on(
+    tmp_path,
+):
     tracker = make_tracker("jsonl", tmp_path, start=0, config={})
     tracker.row(1, {"train/loss": 0.5})
     tracker.event(1, "went back")
@@ -131,14 +154,20 @@ def test_a_run_that_was_tracked_otherwise_before_is_shown_from_its_first_step_on
 
 def test_a_directory_that_is_not_there_is_an_error_in_a_line(tmp_path):
     tracker = tensorboard.TensorboardTracker()
-    with pytest.raises(UserError, match=re.escape(str(tmp_path / "none" / "tensorboard"))):
+    with pytest.raises(
+        UserError, match=re.escape(str(tmp_path / "none" / "tensorboard"))
+    ):
         tracker.start(Beginning(tmp_path / "none", 0, False, {}, None, None))
 
 
-def test_without_the_package_it_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capfd):
+def test_without_the_package_it_is_one_line_and_exit_code_2(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.setattr(tensorboard, "PACKAGE", "tensorboard_that_is_not_there")
     monkeypatch.chdir(tmp_path)
     assert main(["tracker=tensorboard", "run_dir=A"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: tracker=tensorboard needs package tensorboard_that_is_not_there")
+    assert line.startswith(
+        "error: tracker=tensorboard needs package tensorboard_that_is_not_there"
+    )
     assert not list(tmp_path.iterdir())

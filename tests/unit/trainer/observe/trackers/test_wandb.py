@@ -16,7 +16,11 @@ from trainer.observe.records import read_rows
 from trainer.observe.trackers.choose import make_tracker
 from trainer.observe.trackers.jsonl import JsonlTracker
 from trainer.observe.trackers.protocol import Beginning
-from trainer.observe.trackers.wandb_files import last_local_step, read_history, wandb_files
+from trainer.observe.trackers.wandb_files import (
+    last_local_step,
+    read_history,
+    wandb_files,
+)
 
 
 def loss(step):
@@ -49,11 +53,20 @@ tracker.finish()
 
 def environment_of(run_dir):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    return clean | {"PYTHONPATH": os.getcwd(), "NETRC": str(run_dir / "no-netrc"), "HOME": str(run_dir)}
+    return clean | {
+        "PYTHONPATH": os.getcwd(),
+        "NETRC": str(run_dir / "no-netrc"),
+        "HOME": str(run_dir),
+    }
 
 
 def run(run_dir, start, stop, kill_at=-1, delay=0.0, **environment):
-    command = [sys.executable, "-c", RUN, *map(str, (run_dir, start, stop, kill_at, delay))]
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        *map(str, (run_dir, start, stop, kill_at, delay)),
+    ]
     return subprocess.run(
         command,
         env=environment_of(run_dir) | environment,
@@ -72,20 +85,28 @@ def histories(run_dir):
 
 @pytest.fixture(scope="module")
 def killed_thrice(tmp_path_factory):
-    """A run of 900 steps, killed at 333 (checkpoint 300), 340 (checkpoint 0: its newest were damaged) and 700."""
+    """A run of 900 steps, killed at 333 (checkpoint 300), 340 (checkpoint 0: its newest
+    were damaged) and 700."""
     run_dir = tmp_path_factory.mktemp("killed")
     for start, kill_at, delay in ((0, 333, 0.0), (300, 340, 0.2), (0, 700, 0.0)):
         assert run(run_dir, start, 900, kill_at, delay).returncode == -signal.SIGKILL
     done = run(run_dir, 650, 900)
     assert done.returncode == 0, done.stderr
-    (listed,) = re.findall(r"W&B run, offline; to upload it, its parts in order: \S+ -m wandb sync (.*)", done.stdout)
-    parts = [str(path.parent) for path in wandb_files(run_dir, (run_dir / "wandb" / "run_id").read_text())]
+    (listed,) = re.findall(
+        r"W&B run, offline; to upload it, its parts in order: \S+ -m wandb sync (.*)",
+        done.stdout,
+    )
+    parts = [
+        str(path.parent)
+        for path in wandb_files(run_dir, (run_dir / "wandb" / "run_id").read_text())
+    ]
     assert listed.split() == parts
     assert len(parts) == 4
     return run_dir
 
 
-@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+# test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+@pytest.mark.whole
 def test_wandb_holds_every_step_exactly_once_across_kills_and_resumes(killed_thrice):
     rows = [row for history in histories(killed_thrice) for row in history]
     assert Counter(row["_step"] for row in rows) == Counter(range(1, 901))
@@ -95,7 +116,8 @@ def test_wandb_holds_every_step_exactly_once_across_kills_and_resumes(killed_thr
         assert row["tokens"] == 10 * row["step"]
 
 
-@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+# test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+@pytest.mark.whole
 def test_the_steps_of_wandb_grow_from_file_to_file(killed_thrice):
     """Or a server would drop the later ones."""
     steps = [row["_step"] for history in histories(killed_thrice) for row in history]
@@ -103,16 +125,20 @@ def test_the_steps_of_wandb_grow_from_file_to_file(killed_thrice):
     assert sum(bool(history) for history in histories(killed_thrice)) > 1
 
 
-@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+# test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+@pytest.mark.whole
 def test_wandb_holds_every_text_and_event_once(killed_thrice):
     rows = [row for history in histories(killed_thrice) for row in history]
     assert {row["_step"]: row["events"] for row in rows if "events" in row} == {
         step: f"event of {step}" for step in range(70, 901, 70)
     }
-    assert [row["_step"] for row in rows if row.get("samples/_type") == "table-file"] == list(range(50, 901, 50))
+    assert [
+        row["_step"] for row in rows if row.get("samples/_type") == "table-file"
+    ] == list(range(50, 901, 50))
 
 
-@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+# test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+@pytest.mark.whole
 def test_metrics_jsonl_is_that_of_a_run_never_killed(killed_thrice, tmp_path):
     tracker = JsonlTracker()
     tracker.start(Beginning(tmp_path, 0, False, {}, None, None))
@@ -127,18 +153,26 @@ def test_metrics_jsonl_is_that_of_a_run_never_killed(killed_thrice, tmp_path):
         assert (killed_thrice / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
-@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+# test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+@pytest.mark.whole
 def test_no_secret_is_in_any_file_of_wandb(killed_thrice):
-    files = [path for path in (killed_thrice / "wandb").rglob("*") if path.is_file() and not path.is_symlink()]
+    files = [
+        path
+        for path in (killed_thrice / "wandb").rglob("*")
+        if path.is_file() and not path.is_symlink()
+    ]
     text = b"".join(path.read_bytes() for path in files)
     assert b"batch_tokens" in text
     assert b"hidden-secret" not in text
 
 
-@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+# test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+@pytest.mark.whole
 def test_the_last_step_is_found_in_a_file_torn_anywhere(killed_thrice, tmp_path):
     run_id = (killed_thrice / "wandb" / "run_id").read_text()
-    first = next(path for path in wandb_files(killed_thrice, run_id) if any(read_history(path)))
+    first = next(
+        path for path in wandb_files(killed_thrice, run_id) if any(read_history(path))
+    )
     whole = first.read_bytes()
     path = tmp_path / "wandb" / f"offline-run-1-{run_id}" / f"run-{run_id}.wandb"
     path.parent.mkdir(parents=True)
@@ -153,11 +187,22 @@ def test_the_last_step_is_found_in_a_file_torn_anywhere(killed_thrice, tmp_path)
 
 
 def test_an_unreachable_server_is_said_and_everything_is_kept(tmp_path):
-    done = run(tmp_path, 0, 20, WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_INIT_TIMEOUT="3")
+    done = run(
+        tmp_path,
+        0,
+        20,
+        WANDB_API_KEY="a" * 40,
+        WANDB_BASE_URL="http://127.0.0.1:9",
+        WANDB_INIT_TIMEOUT="3",
+    )
     assert done.returncode == 0, done.stderr
     assert "W&B cannot be reached" in done.stdout
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, 21))
-    assert [row["step"] for history in histories(tmp_path) for row in history] == list(range(1, 21))
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(
+        range(1, 21)
+    )
+    assert [row["step"] for history in histories(tmp_path) for row in history] == list(
+        range(1, 21)
+    )
 
 
 KILL_SERVICE = RUN.replace(
@@ -173,19 +218,24 @@ for step in""",
 )
 
 
-def test_when_the_process_of_wandb_dies_the_training_goes_on_and_says_so(tmp_path, monkeypatch):
+def test_when_the_process_of_wandb_dies_the_training_goes_on_and_says_so(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(sys.modules[__name__], "RUN", KILL_SERVICE)
     done = run(tmp_path, 0, 20)
     assert done.returncode == 0, done.stderr
     assert "going on without; metrics.jsonl has it all" in done.stdout
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, 21))
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(
+        range(1, 21)
+    )
 
 
 FREEZE_SERVICE = KILL_SERVICE.replace(
     "signal.SIGKILL)\ntime", "signal.SIGSTOP); print('frozen', stat.parent.name)\ntime"
 )
 FREEZE_SERVICE = (
-    "import trainer.observe.trackers.wandb as t; t.WAITING, t.PATIENCE, t.FINISH_SECONDS = 5, 0.5, 1\n" + FREEZE_SERVICE
+    "import trainer.observe.trackers.wandb as t; t.WAITING, t.PATIENCE,"
+    " t.FINISH_SECONDS = 5, 0.5, 1\n" + FREEZE_SERVICE
 )
 
 
@@ -193,7 +243,16 @@ def test_when_the_process_of_wandb_hangs_the_training_goes_on_and_ends(tmp_path)
     output = tmp_path / "output.txt"  # a pipe would be held open by what hangs
     with output.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-c", FREEZE_SERVICE, str(tmp_path), "0", "4000", "-1", "0"],
+            [
+                sys.executable,
+                "-c",
+                FREEZE_SERVICE,
+                str(tmp_path),
+                "0",
+                "4000",
+                "-1",
+                "0",
+            ],
             env=environment_of(tmp_path),
             stdout=file,
             stderr=file,
@@ -204,18 +263,28 @@ def test_when_the_process_of_wandb_hangs_the_training_goes_on_and_ends(tmp_path)
             for pid in re.findall(r"frozen (\d+)", output.read_text()):
                 os.kill(int(pid), signal.SIGKILL)
     assert "going on without; metrics.jsonl has it all" in output.read_text()
-    steps = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if "event" not in row]
+    steps = [
+        row["step"]
+        for row in read_rows(tmp_path / "metrics.jsonl")
+        if "event" not in row
+    ]
     assert steps == list(range(1, 4001))
 
 
-@pytest.mark.whole  # test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+# test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
+@pytest.mark.whole
 def test_an_alert_reaches_wandb(killed_thrice):
     run_id = (killed_thrice / "wandb" / "run_id").read_text()
-    assert any(b"went back" in path.read_bytes() for path in wandb_files(killed_thrice, run_id))
+    assert any(
+        b"went back" in path.read_bytes() for path in wandb_files(killed_thrice, run_id)
+    )
 
 
-def test_what_is_told_late_leaves_the_row_whole_that_is_being_collected(tmp_path, monkeypatch):
-    """As a stall, which a thread reports of the last whole step while the loop is at the next one."""
+def test_what_is_told_late_leaves_the_row_whole_that_is_being_collected(
+    tmp_path, monkeypatch
+):
+    """As a stall, which a thread reports of the last whole step while the loop is at
+    the next one."""
     rows = []
     run = SimpleNamespace(
         dir=str(tmp_path),
@@ -224,11 +293,18 @@ def test_what_is_told_late_leaves_the_row_whole_that_is_being_collected(tmp_path
         finish=lambda **_: None,
     )
     errors = SimpleNamespace(Error=RuntimeError)
-    fake = SimpleNamespace(Settings=lambda **_: None, init=lambda **_: run, Image=str, errors=errors)
+    fake = SimpleNamespace(
+        Settings=lambda **_: None, init=lambda **_: run, Image=str, errors=errors
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr("trainer.observe.trackers.wandb.logged_in", lambda: False)
     monkeypatch.setattr(logging, "raiseExceptions", True)  # put back
-    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("ERROR_REPORTING", "false"), ("INIT_TIMEOUT", "1")):
+    for name, value in (
+        ("MODE", "offline"),
+        ("SILENT", "true"),
+        ("ERROR_REPORTING", "false"),
+        ("INIT_TIMEOUT", "1"),
+    ):
         monkeypatch.setenv(f"WANDB_{name}", value)
     tracker = make_tracker("wandb", tmp_path, start=0, config={}, init={})
     tracker.row(1, loss(1))
